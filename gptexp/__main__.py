@@ -1,0 +1,3 @@
+from gptexp.cli import main
+
+main()

@@ -1,0 +1,85 @@
+"""Batch arithmetic: tokens <-> sequences <-> accumulation steps.
+
+One optimizer step of `total_batch_size` tokens is cut into M = total / (B * T) micro-batches of B sequences of T
+tokens; `world_size` ranks take M / world_size of them each, one after the other (gradient accumulation).
+"""
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """How one optimizer step is cut. Built by `plan_batch`, which checks that it divides."""
+
+    total_batch_size: int  # tokens per step, over all ranks
+    micro_batch_size: int  # B, sequences per forward pass
+    seq_len: int  # T, tokens per sequence
+    world_size: int
+    grad_accum_steps: int  # micro-steps per rank and step
+
+    @property
+    def sequences(self) -> int:
+        """Sequences per optimizer step, over all ranks."""
+        return self.total_batch_size // self.seq_len
+
+
+def plan_batch(total_batch_size: int, micro_batch_size: int, seq_len: int, world_size: int) -> BatchPlan:
+    """Cut a step into micro-steps; raises `ValueError` with the nearest legal values where it does not divide."""
+    tokens_per_micro_step = micro_batch_size * seq_len * world_size
+    if total_batch_size % tokens_per_micro_step:
+        raise ValueError(
+            f"batch.total_batch_size={total_batch_size:,} tokens is not divisible by micro_batch_size·seq_len·"
+            f"world_size = {micro_batch_size}·{seq_len}·{world_size} = {tokens_per_micro_step:,}; "
+            f"{_nearest(total_batch_size, micro_batch_size, seq_len, world_size)}"
+        )
+    return BatchPlan(
+        total_batch_size, micro_batch_size, seq_len, world_size, total_batch_size // tokens_per_micro_step
+    )
+
+
+def _nearest(total: int, micro_batch_size: int, seq_len: int, world_size: int) -> str:
+    """Name the changes of one value that make the step divide: the batch, the world size, or the micro-batch."""
+    quantum = micro_batch_size * seq_len * world_size
+    below, above = total // quantum * quantum, (total // quantum + 1) * quantum
+    fixes = [f"nearest batch: {below:,} or {above:,}" if below else f"nearest batch: {above:,}"]
+    if total % (micro_batch_size * seq_len) == 0:
+        fixes.append(f"nearest world.size: {_closest_divisors(total // (micro_batch_size * seq_len), world_size)}")
+    if total % (seq_len * world_size) == 0:
+        fixes.append(
+            f"nearest micro_batch_size: {_closest_divisors(total // (seq_len * world_size), micro_batch_size)}"
+        )
+    return "; ".join(fixes)
+
+
+def _closest_divisors(n: int, wanted: int) -> str:
+    """The divisors of `n` on either side of `wanted`, as text; there is always one below, since 1 divides."""
+    divisors = {d for i in range(1, math.isqrt(n) + 1) if n % i == 0 for d in (i, n // i)}
+    below = max((d for d in divisors if d <= wanted), default=None)
+    above = min((d for d in divisors if d > wanted), default=None)
+    return " or ".join(str(d) for d in (below, above) if d is not None)
+
+
+def run_length(max_tokens: int, max_steps: int | None, total_batch_size: int) -> tuple[int, int]:
+    """(steps, tokens) of a run: `max_steps` wins; else the steps until at least `max_tokens` are consumed.
+
+    The tokens are those asked for: GPT-3's round numbers are no multiples of 2^19, and the horizon of a schedule
+    must not depend on how the last step rounds up.
+    """
+    if max_steps is not None:
+        return max_steps, max_steps * total_batch_size
+    return -(-max_tokens // total_batch_size), max_tokens
+
+
+def interval_tokens(every_steps: int | None, every_tokens: int | None, run_tokens: int, total_batch_size: int) -> int:
+    """Tokens between two evaluations or checkpoints: steps win, null means ten times a run, 0 means never."""
+    if every_steps is not None:
+        return every_steps * total_batch_size
+    if every_tokens is not None:
+        return every_tokens
+    return max(1, run_tokens // 10)
+
+
+def crosses(tokens_before: int, tokens_after: int, every: int) -> bool:
+    """Whether a multiple of `every` tokens lies in (before, after]; never for 0."""
+    return every > 0 and tokens_after // every > tokens_before // every

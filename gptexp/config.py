@@ -1,0 +1,239 @@
+"""Every configuration key: its type, its default, the values it may take.
+
+This is the one home of defaults; files under conf/ only name choices that differ from them. A rule that concerns a
+single key stands on that key's line and is applied by `field_problems`; rules between keys are in check.py.
+
+A key that counts steps (`*_steps`, `*_every`) is null unless given and wins over its twin in tokens when given: a
+length in tokens means the same at every batch size, a length in steps does not.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+Rule = tuple[Callable[[Any], bool], str]
+
+
+def _ruled(default: Any, *rule: Rule) -> Any:
+    return field(default=default, metadata={"rule": rule[0]} if rule else {})
+
+
+def _choice(*values: str) -> Any:
+    """A key that takes one of `values`; the first is the default."""
+    return field(default=values[0], metadata={"choices": values})
+
+
+def _positive(default: Any) -> Any:
+    return _ruled(default, (lambda v: math.isfinite(v) and v > 0, "must be above 0"))
+
+
+def _not_negative(default: Any) -> Any:
+    return _ruled(default, (lambda v: math.isfinite(v) and v >= 0, "must be 0 or above"))
+
+
+def _ratio(default: float) -> Any:
+    return _ruled(default, (lambda v: 0 <= v <= 1, "must lie in [0, 1]"))
+
+
+def _below_one(default: float) -> Any:
+    return _ruled(default, (lambda v: 0 <= v < 1, "must lie in [0, 1)"))
+
+
+@dataclass
+class ModelConfig:
+    """GPT-2's architecture: pre-norm, GELU(tanh), learned positions, wte tied to lm_head."""
+
+    n_layer: int = _positive(12)  # blocks
+    n_head: int = _positive(12)  # attention heads; divides n_embd
+    n_embd: int = _positive(768)  # width of the residual stream
+    block_size: int = _positive(1024)  # tokens: the longest sequence the model can see
+    vocab_size: int = _positive(50304)  # tokens: GPT-2's 50,257 padded to a multiple of 128
+    dropout: float = _below_one(0.0)  # probability; 0 for pretraining (one epoch does not overfit)
+    bias: bool = True  # biases in the linear layers and LayerNorms, as GPT-2 has them
+
+
+@dataclass
+class OptimConfig:
+    """AdamW as GPT-3 uses it (arXiv 2005.14165, appendix B)."""
+
+    name: str = _choice("adamw")
+    lr: float = _positive(6e-4)  # peak learning rate; each model file sets the one that suits its size
+    beta1: float = _below_one(0.9)  # decay of the first moment
+    beta2: float = _below_one(0.95)  # decay of the second moment
+    eps: float = _positive(1e-8)  # added to the root of the second moment
+    weight_decay: float = _not_negative(0.1)  # decoupled; on tensors of two or more dimensions only
+    grad_clip: float = _not_negative(1.0)  # largest global gradient norm; 0: no clipping
+    fused: str = _choice("auto", "on", "off")  # AdamW's fused kernel; auto: where the device has it
+
+
+@dataclass
+class ScheduleConfig:
+    """Warm-up and decay of the learning rate, as factors of optim.lr."""
+
+    name: str = _choice("cosine", "linear", "wsd", "constant", "inverse_sqrt")
+    warmup_ratio: float = _ratio(0.1)  # of train.max_tokens
+    warmup_tokens: int | None = _not_negative(None)  # tokens; wins over warmup_ratio
+    warmup_steps: int | None = _not_negative(None)  # steps; wins over warmup_tokens
+    decay_tokens: int | None = _positive(None)  # tokens: where the decay ends; null: at the end of the run
+    decay_steps: int | None = _positive(None)  # steps; wins over decay_tokens
+    min_lr_ratio: float = _ratio(0.1)  # of optim.lr: where cosine, linear and wsd end
+    cooldown_ratio: float = _ruled(0.2, (lambda v: 0 < v <= 1, "must lie in (0, 1]"))  # wsd: of the horizon, its end
+    cooldown: str = _choice("linear", "1-sqrt")  # shape of wsd's last part (arXiv 2405.18392)
+
+
+@dataclass
+class BatchConfig:
+    """One optimizer step's tokens and how they are cut: total = B * T * world.size * grad_accum_steps."""
+
+    total_batch_size: int = _positive(8192)  # tokens per optimizer step, over all ranks
+    micro_batch_size: int = _positive(8)  # sequences per rank and forward pass (B)
+    seq_len: int | None = _positive(None)  # tokens per sequence (T); null: model.block_size
+
+
+@dataclass
+class WorldConfig:
+    """The processes of one run."""
+
+    size: int | None = _positive(None)  # ranks in all; null: what the launcher says, else 1
+    backend: str = _choice("auto", "nccl", "gloo")  # auto: nccl on GPUs, gloo on CPU
+    timeout_s: float = _positive(600.0)  # seconds a rank waits in a collective before it gives up
+
+
+@dataclass
+class DataConfig:
+    """Text, tokenizer, order and validation set."""
+
+    name: str = _choice("stdlib", "shakespeare", "text")
+    path: Any = None  # data=text: a file, a glob, or a list of them
+    tokenizer: str = _choice("gpt2", "r50k_base", "p50k_base", "p50k_edit")  # tiktoken encodings that fit 16 bits
+    order: str = _choice("shuffled", "sequential")  # shuffled: without replacement, anew each epoch
+    val_tokens: int = _not_negative(16384)  # tokens held out, rounded to whole windows; 0: no validation
+    val_path: Any = None  # a file, a glob or a list of them to validate on instead; nothing is held out then
+    max_tokens: int | None = _positive(None)  # use only the first N tokens of the corpus
+    cache_dir: str | None = None  # token cache; null: $GPTEXP_CACHE, else the user's cache directory
+
+
+@dataclass
+class TrainConfig:
+    """Length, cadence, numerics."""
+
+    max_tokens: int = _positive(409_600)  # training tokens; the run ends with the step that reaches them
+    max_steps: int | None = _positive(None)  # steps; wins over max_tokens
+    eval_every_tokens: int | None = _not_negative(None)  # null: ten times a run; 0: only at the end
+    eval_every: int | None = _not_negative(None)  # steps; wins over eval_every_tokens
+    save_every_tokens: int | None = _not_negative(None)  # null: ten times a run; 0: only at the end
+    save_every: int | None = _not_negative(None)  # steps; wins over save_every_tokens
+    keep_last: int = _not_negative(2)  # checkpoints kept; 0: all
+    log_every: int = _positive(1)  # steps
+    max_minutes: float | None = _positive(None)  # stop after a checkpoint once this long has passed
+    seed: int = _not_negative(1337)  # of initial weights, data order and dropout
+    deterministic: bool = False  # torch's deterministic algorithms (slower; bit-equal repeats on GPUs)
+    dtype: str = _choice("auto", "float32", "bfloat16")  # auto: bfloat16 where the hardware computes in it
+    compile: str = _choice("auto", "on", "off")  # torch.compile; auto: on GPUs
+    loss: str = _choice("auto", "plain", "chunked")  # chunked: no logits kept; auto: where nothing is compiled
+    device: str = _choice("auto", "cpu", "cuda", "mps")
+
+
+@dataclass
+class WandbConfig:
+    mode: str = _choice("auto", "online", "offline", "disabled")  # auto: online if a key is found, else offline
+    project: str = "gptexp"
+    group: str | None = None  # null: the sweep's name
+    name: str | None = None  # null: from model, learning rate and batch
+    tags: list[str] = field(default_factory=list)
+
+
+@dataclass
+class LogConfig:
+    progress: str = _choice("auto", "bar", "lines", "off")  # auto: a bar on a terminal, lines elsewhere
+    sample_tokens: int = _not_negative(48)  # tokens of the sample printed after the run; 0: none
+    wandb: WandbConfig = field(default_factory=WandbConfig)
+
+
+@dataclass
+class SweepConfig:
+    name: str | None = None  # directory under outputs/; null: a hash of the config without the swept keys
+
+
+@dataclass
+class Config:
+    """The whole of one run."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    world: WorldConfig = field(default_factory=WorldConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    sweep: SweepConfig = field(default_factory=SweepConfig)
+
+
+# Keys that change where, how fast or how often something is written, but not which weights come out.
+IRRELEVANT_TO_RESULT = (
+    "world",
+    "log",
+    "sweep",
+    "data.cache_dir",
+    "batch.micro_batch_size",
+    "train.device",
+    "train.eval_every_tokens",
+    "train.eval_every",
+    "train.save_every_tokens",
+    "train.save_every",
+    "train.keep_last",
+    "train.log_every",
+    "train.max_minutes",
+)
+
+
+def fields_of(config: Any, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field[Any], Any]]:
+    """Yield (dotted key, field, value) for every leaf of a config dataclass."""
+    for f in dataclasses.fields(config):
+        value = getattr(config, f.name)
+        if dataclasses.is_dataclass(value):
+            yield from fields_of(value, f"{prefix}{f.name}.")
+        else:
+            yield f"{prefix}{f.name}", f, value
+
+
+def field_problems(config: Config) -> list[str]:
+    """One line for each key whose value breaks the rule on its own line."""
+    problems = []
+    for key, f, value in fields_of(config):
+        choices = f.metadata.get("choices")
+        if choices and value not in choices:
+            problems.append(f"{key}={value}: must be one of {', '.join(choices)}")
+        elif "rule" in f.metadata and value is not None:
+            holds, rule = f.metadata["rule"]
+            if not holds(value):
+                problems.append(f"{key}={value}: {rule}")
+    return problems
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """Nested plain dictionaries and lists, ready for YAML and JSON."""
+    return dataclasses.asdict(config)
+
+
+def from_dict(values: dict[str, Any], cls: type[Any] = Config) -> Any:
+    """Rebuild a `cls` from what `to_dict` gave; an unknown key raises `ValueError`."""
+    fields = {f.name: f for f in dataclasses.fields(cls)}
+    if unknown := sorted(values.keys() - fields.keys()):
+        raise ValueError(f"unknown key '{unknown[0]}' in a saved {cls.__name__}; was it written by another version?")
+    return cls(**{
+        name: from_dict(value, fields[name].type) if dataclasses.is_dataclass(fields[name].type) else value  # type: ignore[arg-type]
+        for name, value in values.items()
+    })
+
+
+def result_deciding(config: Config) -> dict[str, Any]:
+    """Dotted keys and values of everything that decides which weights come out."""
+    return {
+        key: value
+        for key, _, value in fields_of(config)
+        if not any(key == skip or key.startswith(f"{skip}.") for skip in IRRELEVANT_TO_RESULT)
+    }

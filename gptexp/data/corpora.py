@@ -1,0 +1,116 @@
+"""Where text comes from: Python's own source, tiny Shakespeare, your files.
+
+A corpus is a list of files, read as UTF-8 in pieces. Documents are the files; pieces are cut where no token of a
+GPT-2 style encoding can cross, so that a file tokenises in bounded memory to the very ids it has as a whole.
+"""
+
+import glob
+import hashlib
+import os
+import sysconfig
+import tempfile
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from gptexp.errors import DataError
+
+PIECE_CHARS = 1 << 20
+
+SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
+SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
+SHAKESPEARE_BYTES = 1_115_394
+
+_NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Files in a fixed order, and a key that changes when one of them does."""
+
+    name: str
+    files: list[Path]
+
+    @property
+    def key(self) -> str:
+        """Sixteen hex digits over the files' paths, sizes and times of change."""
+        digest = hashlib.sha256()
+        for file in self.files:
+            stat = file.stat()
+            digest.update(f"{file}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode())
+        return digest.hexdigest()[:16]
+
+    @property
+    def bytes(self) -> int:
+        return sum(file.stat().st_size for file in self.files)
+
+
+def stdlib() -> Corpus:
+    """The Python source of the standard library, without installed packages and tests."""
+    root = Path(sysconfig.get_path("stdlib"))
+    files = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = sorted(f for f in folders if f not in _NOT_STDLIB)
+        files += [Path(folder, name) for name in sorted(names) if name.endswith(".py")]
+    if not files:
+        raise DataError(f"{root}: holds no Python source; use data=text data.path=FILE")
+    return Corpus("stdlib", files)
+
+
+def text(patterns: list[str]) -> Corpus:
+    """The files that match, each once, in the order of `patterns` and sorted within one."""
+    files: dict[Path, None] = {}
+    for pattern in patterns:
+        found = [Path(p) for p in sorted(glob.glob(pattern, recursive=True)) if Path(p).is_file()]
+        if not found:
+            raise DataError(f"{pattern}: no such file; give a file, a glob or a list of them")
+        files.update(dict.fromkeys(found))
+    return Corpus("text", list(files))
+
+
+def shakespeare(downloads: Path) -> Corpus:
+    """Tiny Shakespeare, downloaded into `downloads` unless it is there; its hash is checked either way."""
+    path = downloads / "tinyshakespeare.txt"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _download(path)
+    body = path.read_bytes()
+    if len(body) != SHAKESPEARE_BYTES or hashlib.sha256(body).hexdigest() != SHAKESPEARE_SHA256:
+        raise DataError(f"{path}: {len(body):,} bytes, not tiny Shakespeare's {SHAKESPEARE_BYTES:,}; delete it")
+    return Corpus("shakespeare", [path])
+
+
+def _download(path: Path) -> None:
+    try:
+        with urllib.request.urlopen(SHAKESPEARE_URL, timeout=30) as response:
+            body = response.read(SHAKESPEARE_BYTES + 1)
+    except OSError as error:
+        raise DataError(
+            f"{SHAKESPEARE_URL}: cannot be downloaded ({error}); put the file at {path}, "
+            "or use data=stdlib, which needs no network"
+        ) from None
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+        file.write(body)
+    Path(file.name).replace(path)
+
+
+def pieces(path: Path, piece_chars: int = PIECE_CHARS) -> Iterator[str]:
+    """The text of a file in pieces of about `piece_chars` characters.
+
+    A piece ends before a line break that follows a visible character. GPT-2's pattern has no token that begins with
+    something visible and ends in white space, and looks ahead from white space only, so the pieces' ids
+    concatenated are the ids of the whole. Bytes that are no UTF-8 become U+FFFD.
+    """
+    rest = ""
+    with path.open(encoding="utf-8", errors="replace", newline="") as file:
+        while block := file.read(piece_chars):
+            rest += block
+            cut = len(rest)
+            while (cut := rest.rfind("\n", 1, cut)) > 0 and rest[cut - 1].isspace():
+                pass
+            if cut > 0:
+                yield rest[:cut]
+                rest = rest[cut:]
+    if rest:
+        yield rest

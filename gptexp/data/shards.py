@@ -1,0 +1,134 @@
+"""Token files: a header that says what follows, then 16-bit ids; a manifest that says what the files hold.
+
+    <cache>/<corpus>-<key>/manifest.json
+                           tokens-00000.bin ...
+
+Header (64 bytes, little endian): magic, version, bytes per id, count of ids, zeros.
+"""
+
+import hashlib
+import json
+import struct
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gptexp.errors import DataError
+
+MANIFEST = "manifest.json"
+MAGIC = b"gptexp\r\n"  # the line end is mangled by a transfer in text mode
+VERSION = 1
+HEADER = struct.Struct("<8sIIQ40x")
+TOKENS_PER_SHARD = 100_000_000
+
+Tokens = npt.NDArray[np.uint16]
+
+
+class ShardWriter:
+    """Appends ids to the shards of `directory`; leaving the `with` block writes the manifest, last."""
+
+    def __init__(self, directory: Path, about: dict[str, Any], tokens_per_shard: int = TOKENS_PER_SHARD) -> None:
+        self.directory = directory
+        self.about = about
+        self.tokens_per_shard = tokens_per_shard
+        self.shards: list[dict[str, Any]] = []
+        self.tokens = 0  # appended so far
+        self._max_id = 0
+        self._pending: list[Tokens] = []
+        self._n_pending = 0
+
+    def __enter__(self) -> "ShardWriter":
+        self.directory.mkdir(parents=True)
+        return self
+
+    def append(self, ids: Tokens) -> None:
+        """Add ids to the stream."""
+        self.tokens += len(ids)
+        while self._n_pending + len(ids) >= self.tokens_per_shard:
+            room = self.tokens_per_shard - self._n_pending
+            self._pending.append(ids[:room])
+            self._flush()
+            ids = ids[room:]
+        self._pending.append(ids)
+        self._n_pending += len(ids)
+
+    def _flush(self) -> None:
+        ids = np.concatenate(self._pending) if self._pending else np.empty(0, np.uint16)
+        self._pending, self._n_pending = [], 0
+        if not len(ids):
+            return
+        name = f"tokens-{len(self.shards):05d}.bin"
+        body = ids.astype("<u2").tobytes()
+        header = HEADER.pack(MAGIC, VERSION, 2, len(ids))
+        (self.directory / name).write_bytes(header + body)
+        digest = hashlib.sha256(header)
+        digest.update(body)
+        self.shards.append({"file": name, "tokens": len(ids), "sha256": digest.hexdigest()})
+        self._max_id = max(self._max_id, int(ids.max()))
+
+    def __exit__(self, kind: type[BaseException] | None, _error: object, _traceback: TracebackType | None) -> None:
+        if kind is not None:
+            return
+        self._flush()
+        if not self.tokens:
+            raise DataError(f"{self.about.get('corpus', 'corpus')}: holds no text; give files that are not empty")
+        manifest = {**self.about, "version": VERSION, "tokens": self.tokens, "max_id": self._max_id,
+                    "shards": self.shards}  # fmt: skip
+        (self.directory / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
+
+
+class TokenStream:
+    """All shards of a directory as one sequence of ids, memory-mapped: opening costs nothing, whatever the size.
+
+    `max_tokens` cuts the stream short. Raises `DataError` where manifest, header and file size disagree.
+    """
+
+    def __init__(self, directory: Path, max_tokens: int | None = None) -> None:
+        manifest = json.loads((directory / MANIFEST).read_text())
+        self._shards = [_open_shard(directory / s["file"], s["tokens"]) for s in manifest["shards"]]
+        self._ends = np.cumsum([len(s) for s in self._shards])
+        self.max_id: int = manifest["max_id"]
+        self.tokenizer: str = manifest["tokenizer"]
+        # What the ids are, wherever they lie: the identity of the data in a run.
+        self.hash = hashlib.sha256("".join(s["sha256"] for s in manifest["shards"]).encode()).hexdigest()
+        self._tokens = int(self._ends[-1])
+        if max_tokens is not None:
+            self._tokens = min(self._tokens, max_tokens)
+
+    def __len__(self) -> int:
+        return self._tokens
+
+    def read(self, start: int, count: int) -> Tokens:
+        """Ids [start, start + count); a copy only where they cross from one shard into the next."""
+        if not 0 <= start <= start + count <= self._tokens:
+            raise IndexError(f"tokens [{start}, {start + count}) of a stream of {self._tokens}")
+        first = int(np.searchsorted(self._ends, start, side="right"))
+        parts = []
+        for shard, end in zip(self._shards[first:], self._ends[first:], strict=True):
+            begin = start - (int(end) - len(shard))
+            parts.append(shard[begin : begin + count])
+            start, count = start + len(parts[-1]), count - len(parts[-1])
+            if not count:
+                break
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def _open_shard(path: Path, tokens: int) -> Tokens:
+    try:
+        with path.open("rb") as file:
+            head = file.read(HEADER.size)
+        size = path.stat().st_size
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror}); delete {path.parent} to build it again") from None
+    expected = HEADER.size + 2 * tokens
+    if len(head) < HEADER.size or HEADER.unpack(head) != (MAGIC, VERSION, 2, tokens):
+        raise DataError(f"{path}: byte 0: no header of {tokens:,} 16-bit ids; delete {path.parent} to build it again")
+    if size != expected:
+        raise DataError(
+            f"{path}: {size:,} bytes where the manifest's {tokens:,} ids need {expected:,}; "
+            f"delete {path.parent} to build it again"
+        )
+    return np.memmap(path, "<u2", mode="r", offset=HEADER.size, shape=(tokens,))

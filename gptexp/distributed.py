@@ -1,0 +1,128 @@
+"""Ranks: who am I, the process group, reductions. The only file that knows RANK and WORLD_SIZE.
+
+torch is imported inside the functions, so that the command line can ask for its rank before it pays for torch.
+"""
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from gptexp.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Rank:
+    """This process among all: `rank` in [0, world_size), `local_rank` in [0, local_world_size) on its node."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+
+    @property
+    def is_main(self) -> bool:
+        """Rank 0: it logs, saves and speaks."""
+        return self.rank == 0
+
+
+def launcher_rank() -> Rank | None:
+    """What torchrun, gptexp's own launcher or srun says of this process; None if nobody launched it.
+
+    srun counts only where a job step of several tasks is running: an sbatch script sees SLURM_NTASKS and
+    SLURM_PROCID=0 too, and is no rank.
+    """
+    env = os.environ
+    if "RANK" not in env and int(env.get("SLURM_STEP_NUM_TASKS", 1)) > 1 and "SLURM_PROCID" in env:
+        env["RANK"], env["WORLD_SIZE"] = env["SLURM_PROCID"], env["SLURM_STEP_NUM_TASKS"]
+        env["LOCAL_RANK"] = env["SLURM_LOCALID"]
+        env["LOCAL_WORLD_SIZE"] = env["SLURM_STEP_TASKS_PER_NODE"].split("(")[0].split(",")[0]
+        env.setdefault("MASTER_ADDR", env.get("SLURM_LAUNCH_NODE_IPADDR", "127.0.0.1"))
+        env.setdefault("MASTER_PORT", str(20000 + int(env["SLURM_JOB_ID"]) % 20000))
+    if "RANK" not in env or "WORLD_SIZE" not in env:
+        return None
+    world_size = int(env["WORLD_SIZE"])
+    return Rank(
+        int(env["RANK"]), world_size, int(env.get("LOCAL_RANK", 0)), int(env.get("LOCAL_WORLD_SIZE", world_size))
+    )
+
+
+def pick_device(wanted: str, rank: Rank) -> "torch.device":
+    """The device of this rank: `auto` takes cuda, mps or cpu, the first there is; asked for and missing raises."""
+    import torch
+
+    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    kind = next(k for k in there if there[k]) if wanted == "auto" else wanted
+    if kind == "mps" and rank.world_size > 1:
+        kind = "cpu" if wanted == "auto" else kind
+    if not there[kind]:
+        raise ConfigError(f"train.device={kind}: no {kind} device is visible to this process; use train.device=cpu")
+    if kind == "mps" and rank.world_size > 1:
+        raise ConfigError(f"train.device=mps: runs on one rank only, not {rank.world_size}; use world.size=1")
+    if kind == "cuda":
+        if rank.local_rank >= torch.cuda.device_count():
+            raise ConfigError(
+                f"world.size={rank.world_size}: local rank {rank.local_rank} has no GPU, this node has "
+                f"{torch.cuda.device_count()}; start at most that many ranks per node, or use train.device=cpu"
+            )
+        torch.cuda.set_device(rank.local_rank)
+        return torch.device("cuda", rank.local_rank)
+    return torch.device(kind)
+
+
+def connect() -> "dist.Store":
+    """The store that the launcher's environment names. *Collective.*"""
+    import torch.distributed as dist
+
+    store, _, _ = next(dist.rendezvous("env://"))
+    # torch 2.13 hands the same store to every restart: without a prefix of its own, an attempt finds the
+    # addresses of the one before (pytorch#135712).
+    return dist.PrefixStore(f"attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def init_process_group(
+    rank: Rank, store: "dist.Store", device: "torch.device", backend: str, timeout_s: float
+) -> None:
+    """Join the ranks. *Collective.*"""
+    import torch.distributed as dist
+
+    if backend == "auto":
+        backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(
+        backend,
+        store=store,
+        rank=rank.rank,
+        world_size=rank.world_size,
+        timeout=timedelta(seconds=timeout_s),
+        device_id=device if device.type == "cuda" and backend == "nccl" else None,
+    )
+
+
+def destroy_process_group() -> None:
+    """Leave; only after success, since closing connections first hides which rank failed."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def all_reduce_sum(value: "torch.Tensor") -> "torch.Tensor":
+    """Sum `value` over the ranks in place and return it; the identity without a process group. *Collective.*"""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.all_reduce(value)
+    return value
+
+
+def all_reduce_max(value: "torch.Tensor") -> "torch.Tensor":
+    """Largest `value` over the ranks, in place. *Collective.*"""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.all_reduce(value, op=dist.ReduceOp.MAX)
+    return value

@@ -1,0 +1,46 @@
+"""Errors that a user can cause, each with the exit code that the command line answers with.
+
+The message is one line: the value, the rule it breaks, and the fix. Anything else that is raised is a defect of
+gptexp and keeps its traceback.
+"""
+
+EXIT_DONE = 0
+EXIT_FAILED = 1
+EXIT_CONFIG = 2
+EXIT_DATA = 3
+EXIT_CHECKPOINT = 4
+EXIT_DIVERGED = 5
+
+
+class UserError(ValueError):
+    """Base of the errors that print as one line."""
+
+    exit_code = EXIT_FAILED
+
+
+class ConfigError(UserError):
+    """A configuration that cannot run; `problems` holds one line for each thing wrong with it."""
+
+    exit_code = EXIT_CONFIG
+
+    def __init__(self, problems: str | list[str]) -> None:
+        self.problems = [problems] if isinstance(problems, str) else problems
+        super().__init__("\n".join(self.problems))
+
+
+class DataError(UserError):
+    """A corpus or a shard that cannot be used."""
+
+    exit_code = EXIT_DATA
+
+
+class CheckpointError(UserError):
+    """No checkpoint that can be loaded."""
+
+    exit_code = EXIT_CHECKPOINT
+
+
+class DivergedError(UserError):
+    """The loss or the gradient stopped being a number."""
+
+    exit_code = EXIT_DIVERGED

@@ -1,0 +1,120 @@
+"""Start the ranks of one run on this machine with torch's own elastic agent, and see them out.
+
+Ranks are fresh `python -m gptexp.run RUN_DIR` processes: they read the frozen config, have sessions of their own (a
+terminal's Ctrl-C reaches only this parent), ignore SIGINT, and get SIGTERM when the parent dies. The agent finds the
+first rank that failed, by time, and ends the others.
+"""
+
+import logging
+import os
+import signal
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from gptexp.errors import EXIT_CHECKPOINT, EXIT_CONFIG, EXIT_DATA, EXIT_DIVERGED, EXIT_FAILED
+from gptexp.signals import SAME_REQUEST_S, StopRequest
+
+GRACE_S = 60  # for a checkpoint after a signal, before the agent kills
+
+_USER_ERRORS = (EXIT_CONFIG, EXIT_DATA, EXIT_CHECKPOINT, EXIT_DIVERGED)
+_STOPPED = tuple(128 + s for s in (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM))
+
+
+def launch(directory: Path, world_size: int) -> int:
+    """Run `world_size` ranks in `directory` until all have left; the exit code of the run.
+
+    An error is printed once: the message of the rank that failed first, with its traceback if it is no user's error.
+    """
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # it would tell each story twice
+    with tempfile.TemporaryDirectory(prefix="gptexp-") as logs, _signals() as received, _importable():
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=world_size,
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",  # the kernel picks a port that is free
+            run_id=uuid.uuid4().hex,
+            max_restarts=0,
+            monitor_interval=0.1,
+            shutdown_timeout=GRACE_S,
+            signals_to_handle="SIGTERM,SIGHUP,SIGQUIT,SIGUSR1",
+            logs_specs=DefaultLogsSpecs(log_dir=logs),
+        )
+        try:
+            elastic_launch(config, sys.executable)("-u", "-m", "gptexp.run", str(directory))
+        except SignalException as error:
+            return 128 + (received[0] if received else int(error.sigval))
+        except ChildFailedError as error:
+            rank, failure = error.get_first_failure()
+            return _report(rank, failure.exitcode, failure.message)
+    return 0
+
+
+def _report(rank: int, exit_code: int, message: object) -> int:
+    """Print why the first rank failed, unless it was merely stopped; the run's exit code."""
+    if exit_code in _STOPPED:
+        return exit_code
+    text, trace = str(message), ""
+    if isinstance(message, dict):
+        text, trace = str(message["message"]), str(message.get("extraInfo", {}).get("py_callstack", ""))
+    if exit_code in _USER_ERRORS:
+        kind, _, line = text.partition(": ")
+        print(f"gptexp: {line if kind.endswith('Error') else text}", file=sys.stderr)
+        return exit_code
+    if exit_code < 0:
+        text = f"killed by {signal.Signals(-exit_code).name}"
+    print(f"{trace}gptexp: rank {rank} failed (exit code {exit_code}): {text}", file=sys.stderr)
+    return EXIT_FAILED
+
+
+@contextmanager
+def _signals() -> Iterator[list[int]]:
+    """Turn Ctrl-C into the SIGTERM that the agent passes on; put everybody's handlers back afterwards.
+
+    Yields a list that holds SIGINT once it has arrived. A second Ctrl-C leaves at once; the ranks follow their parent.
+    """
+    received: list[int] = []
+    first = StopRequest()
+    names = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
+    before = {number: signal.getsignal(number) for number in names}
+
+    def on_interrupt(number: int, frame: FrameType | None) -> None:
+        if not received:
+            received.append(number)
+            first.on_signal(number, frame)
+            os.kill(os.getpid(), signal.SIGTERM)
+        else:
+            first.on_signal(number, frame)  # leaves at once, unless it came within SAME_REQUEST_S
+
+    assert SAME_REQUEST_S < GRACE_S
+    signal.signal(signal.SIGINT, on_interrupt)
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+        os.environ.pop("TORCHELASTIC_SIGNALS_TO_HANDLE", None)
+
+
+@contextmanager
+def _importable() -> Iterator[None]:
+    """Let the ranks import this very gptexp, whatever their working directory; keep wandb's service out of them."""
+    root = str(Path(__file__).resolve().parent.parent)
+    before = dict(os.environ)
+    os.environ["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [before.get("PYTHONPATH")])])
+    for name in ("WANDB_SERVICE", "HYDRA_FULL_ERROR"):
+        os.environ.pop(name, None)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)

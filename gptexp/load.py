@@ -1,0 +1,52 @@
+"""A finished (or interrupted) run back in memory, from its directory alone."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from gptexp import checkpoint, run_dir
+from gptexp.config import Config
+from gptexp.data.tokenizer import load_tokenizer
+from gptexp.distributed import Rank, pick_device
+from gptexp.effective import Effective
+from gptexp.errors import CheckpointError
+from gptexp.loss import plain_cross_entropy
+from gptexp.model import GPT
+
+if TYPE_CHECKING:
+    import tiktoken
+
+
+@dataclass
+class LoadedRun:
+    model: GPT  # in eval mode, on `device`
+    config: Config
+    effective: Effective
+    step: int
+    device: torch.device
+    rank: Rank
+
+
+def load_checkpointed(directory: Path | str) -> LoadedRun:
+    """The newest whole checkpoint of a run directory; raises `ConfigError` or `CheckpointError`."""
+    directory = Path(directory)
+    config = run_dir.load_config(directory)
+    found = checkpoint.load_latest(directory / run_dir.CHECKPOINTS)
+    if found is None:
+        raise CheckpointError(f"{directory}: no checkpoint has been saved yet")
+    path, state = found
+    rank = Rank()
+    device = pick_device("auto", rank)
+    model = GPT(config.model, plain_cross_entropy)
+    checkpoint.load_weights(path, model)
+    effective = Effective(**json.loads((directory / run_dir.EFFECTIVE).read_text()))
+    return LoadedRun(model.to(device).eval(), config, effective, state.step, device, rank)
+
+
+def load_run(directory: Path | str) -> "tuple[GPT, tiktoken.Encoding, Config]":
+    """The model in eval mode, its tokenizer and the run's config, for a notebook."""
+    run = load_checkpointed(directory)
+    return run.model, load_tokenizer(run.config.data.tokenizer), run.config

@@ -1,0 +1,158 @@
+"""Where a run's numbers go: `metrics.jsonl` always; the terminal and wandb as asked.
+
+`METRICS` is the one table of names; every sink takes the same records.
+"""
+
+import json
+import math
+import resource
+import sys
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from gptexp.evaluate import perplexity
+from gptexp.run_dir import METRICS as METRICS_FILE
+from gptexp.run_dir import write_atomically
+
+METRICS = {
+    # name: (unit, meaning)
+    "step": ("steps", "index of the optimizer update, from 0"),
+    "tokens": ("tokens", "training tokens consumed, this step's included; the x axis"),
+    "epoch": ("epochs", "passes over the training windows"),
+    "train/loss": ("nats/token", "mean over all micro-steps of all ranks, before the update"),
+    "val/loss": ("nats/token", "mean over the fixed validation windows, after the update"),
+    "val/ppl": ("", "exp(val/loss)"),
+    "optim/lr": ("", "learning rate of the step"),
+    "optim/grad_norm": ("", "global gradient norm before clipping"),
+    "optim/clip_fraction": ("", "share of the steps since the last log that were clipped"),
+    "perf/tokens_per_s": ("tokens/s", "over all ranks, without evaluation and checkpoints"),
+    "perf/step_ms": ("ms", "wall time of the step"),
+    "perf/peak_mem_gib": ("GiB", "rank 0: most memory allocated on the GPU; resident memory on a CPU"),
+    "perf/mfu_palm": ("", "FLOPs done per second over the device's peak, full attention scores (PaLM appendix B)"),
+    "perf/mfu_causal": ("", "the same, causal half of the scores"),
+    "data/fingerprint": ("", "sum of the hashes of all windows consumed, modulo 2^64, 16 hex digits"),
+}
+
+
+class Sink(Protocol):
+    """Takes every event of a run, in order."""
+
+    def write(self, event: dict[str, Any]) -> None: ...
+
+    def close(self, summary: dict[str, Any]) -> None: ...
+
+
+class RunLog:
+    """Turns what the trainer measures into events and hands them to the sinks; has none on other ranks than 0."""
+
+    def __init__(
+        self,
+        sinks: list[Sink],
+        step_tokens: int,
+        flops_per_token: tuple[int, int] = (0, 0),
+        peak_flops: float | None = None,
+    ) -> None:
+        self.sinks = sinks
+        self.step_tokens = step_tokens
+        self.flops_per_token = flops_per_token  # palm, causal
+        self.peak_flops = peak_flops  # of all ranks' devices; None: unknown, so no MFU
+
+    def step(
+        self,
+        step: int,
+        tokens: int,
+        epoch: float,
+        loss: float,
+        lr: float,
+        grad_norm: float,
+        clipped: bool,
+        seconds: float,
+        fingerprint: int,
+    ) -> None:
+        rate = self.step_tokens / seconds
+        palm, causal = (f * rate / self.peak_flops if self.peak_flops else None for f in self.flops_per_token)
+        self._emit(
+            "step",
+            {
+                "step": step,
+                "tokens": tokens,
+                "epoch": epoch,
+                "train/loss": loss,
+                "optim/lr": lr,
+                "optim/grad_norm": grad_norm,
+                "optim/clip_fraction": float(clipped),
+                "perf/tokens_per_s": rate,
+                "perf/step_ms": 1e3 * seconds,
+                "perf/peak_mem_gib": peak_memory_gib(),
+                "perf/mfu_palm": palm,
+                "perf/mfu_causal": causal,
+                "data/fingerprint": f"{fingerprint:016x}",
+            },
+        )
+
+    def evaluation(self, step: int, tokens: int, loss: float) -> None:
+        self._emit("eval", {"step": step, "tokens": tokens, "val/loss": loss, "val/ppl": perplexity(loss)})
+
+    def checkpoint(self, step: int, path: Path) -> None:
+        self._emit("checkpoint", {"step": step - 1, "tokens": step * self.step_tokens, "path": str(path)})
+
+    def sample(self, step: int, text: str) -> None:
+        self._emit("sample", {"step": step - 1, "tokens": step * self.step_tokens, "text": text})
+
+    def note(self, line: str) -> None:
+        """A line for a person; not a metric."""
+        self._emit("note", {"text": line})
+
+    def close(self, summary: dict[str, Any]) -> None:
+        for sink in self.sinks:
+            sink.close(summary)
+
+    def _emit(self, kind: str, values: dict[str, Any]) -> None:
+        for sink in self.sinks:
+            sink.write({"event": kind, **values})
+
+
+def peak_memory_gib() -> float:
+    """Most memory this process has held so far: allocated on the GPU, or resident."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        return torch.cuda.max_memory_allocated() / 2**30
+    unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux KiB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+
+
+class JsonlSink:
+    """One JSON object per event, flushed with each line."""
+
+    def __init__(self, directory: Path, resume_tokens: int) -> None:
+        path = directory / METRICS_FILE
+        _truncate(path, resume_tokens)
+        self._file = path.open("a")
+
+    def write(self, event: dict[str, Any]) -> None:
+        self._file.write(json.dumps(_finite(event)) + "\n")
+        self._file.flush()
+
+    def close(self, summary: dict[str, Any]) -> None:
+        self._file.close()
+
+
+def _truncate(path: Path, tokens: int) -> None:
+    """Drop what an earlier attempt logged beyond the checkpoint that training goes on from."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text().splitlines():
+        try:
+            event = json.loads(line)
+        except ValueError:
+            continue  # the last line of a killed process
+        if event.get("tokens", 0) <= tokens:
+            kept.append(line + "\n")
+    write_atomically(path, "".join(kept))
+
+
+def _finite(event: dict[str, Any]) -> dict[str, Any]:
+    """JSON has no NaN and no infinity: null."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in event.items()}

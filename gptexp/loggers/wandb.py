@@ -1,0 +1,83 @@
+"""wandb, on rank 0; the only file that imports it. It may fail, training may not."""
+
+import os
+import secrets
+from pathlib import Path
+from typing import Any
+
+from gptexp.config import WandbConfig
+from gptexp.run_dir import read_json, write_json
+
+INIT_TIMEOUT_S = 10.0
+ID_FILE = "wandb.json"
+
+
+class WandbSink:
+    """Logs to one wandb run, whose id is kept in the run directory so that a resumed run goes on in it."""
+
+    def __init__(self, run: Any, directory: Path, offline: bool) -> None:
+        self._run = run
+        self._offline = offline
+        self._directory = directory
+        run.define_metric("tokens", hidden=True)
+        run.define_metric("*", step_metric="tokens")
+
+    def write(self, event: dict[str, Any]) -> None:
+        values = {k: v for k, v in event.items() if k != "event" and v is not None}
+        if event["event"] in ("step", "eval"):
+            self._guarded(lambda: self._run.log(values))
+
+    def close(self, summary: dict[str, Any]) -> None:
+        self._guarded(lambda: self._run.summary.update({"status": summary["status"]}))
+        self._guarded(lambda: self._run.finish(exit_code=0 if summary["status"] == "completed" else 1))
+        if self._offline:
+            print(f"wandb ran offline; to upload: wandb sync {self._directory}/wandb/offline-run-*")
+
+    def _guarded(self, call: Any) -> None:
+        """wandb's own failures end wandb, not the run."""
+        if self._run is None:
+            return
+        try:
+            call()
+        except Exception as error:  # whatever a logging service throws
+            print(f"wandb failed ({type(error).__name__}: {error}); going on without it, metrics.jsonl is complete")
+            self._run = None
+
+
+def build_wandb(
+    cfg: WandbConfig, directory: Path, config: dict[str, Any], group: str | None, name: str
+) -> WandbSink | None:
+    """Start or continue the run's wandb run; falls back to offline with a line that says why. None if disabled."""
+    mode = os.environ.get("WANDB_MODE", cfg.mode) if cfg.mode == "auto" else cfg.mode
+    if mode == "disabled":
+        return None
+    import wandb
+    from wandb.errors import Error
+
+    if mode == "auto":
+        mode = "online" if wandb.login(prompt=False) else "offline"
+    saved = read_json(directory / ID_FILE)
+    run_id = saved.get("id") or secrets.token_hex(4)
+    write_json(directory / ID_FILE, {"id": run_id})
+
+    def init(mode: str) -> WandbSink:
+        run = wandb.init(
+            mode=mode,  # type: ignore[arg-type]
+            dir=directory,
+            id=run_id,
+            resume="allow",
+            project=cfg.project,
+            group=cfg.group or group,
+            name=cfg.name or name,
+            tags=cfg.tags,
+            job_type="train",
+            config=config,
+            settings=wandb.Settings(silent=True, console="off", init_timeout=INIT_TIMEOUT_S),
+        )
+        return WandbSink(run, directory, offline=mode == "offline")
+
+    try:
+        return init(mode)
+    except Error as error:
+        print(f"wandb: {mode} failed ({str(error).splitlines()[0]}); logging offline instead")
+        return init("offline")

@@ -1,0 +1,72 @@
+"""The head's cross-entropy: plain, or chunked so that no logits are kept.
+
+The head of a small GPT-2 costs more than its blocks, and its logits more memory than all the rest: 8,192 tokens ·
+50,304 ids · 4 bytes are 1.6 GB, written and read several times. The chunked loss makes a few hundred rows of logits
+at a time, takes their loss and their gradients at once, and forgets them. It computes what
+`cross_entropy(hidden @ weight.T, targets)` computes, the sum over rows in float32 whatever the compute type.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+ROWS = 512  # of logits at a time: 100 MB in float32
+IGNORED = -1  # a target that counts for nothing: padding
+
+
+def plain_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """Mean loss of the rows of `hidden` (N, C) under the head `weight` (V, C) and `targets` (N,); nats."""
+    logits = F.linear(hidden, weight)  # (N, V)
+    return F.cross_entropy(logits.float(), targets, ignore_index=IGNORED)
+
+
+def chunked_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """The same value and gradients as `plain_cross_entropy`, without the (N, V) logits in memory."""
+    if torch.is_autocast_enabled(hidden.device.type):
+        compute = torch.get_autocast_dtype(hidden.device.type)
+        hidden, weight = hidden.to(compute), weight.to(compute)
+    loss: Tensor = _ChunkedCrossEntropy.apply(hidden, weight, targets)
+    return loss
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        counted = targets != IGNORED
+        targets = targets.clamp(min=0)
+        n = counted.sum()
+        needs_grad = any(ctx.needs_input_grad)
+        loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        grad_hidden = torch.empty_like(hidden) if needs_grad else None
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_grad else None
+        for rows in torch.arange(len(hidden), device="cpu").split(ROWS):
+            part = slice(int(rows[0]), int(rows[-1]) + 1)
+            h, y, keep = hidden[part], targets[part, None], counted[part, None]
+            # exp(logits - max) stays unnormalised: 1/sum is applied to the (rows, C) sides of the two products
+            # below instead of to all V columns, which saves a pass over the largest tensor there is.
+            logits = (h @ weight.T).float()  # (rows, V)
+            largest = logits.amax(-1, keepdim=True)
+            of_target = logits.gather(1, y)
+            exps = logits.sub_(largest).exp_()
+            total = exps.sum(-1, keepdim=True)
+            loss += ((total.log() + largest - of_target) * keep).sum()
+            if grad_hidden is None or grad_weight is None:
+                continue
+            scale = keep / total
+            exps = exps.to(weight.dtype)
+            grad_hidden[part] = (exps @ weight) * scale - weight[y[:, 0]] * keep
+            if weight.dtype == torch.float32:
+                grad_weight.addmm_(exps.T, h * scale)
+            else:
+                grad_weight += exps.T @ (h * scale).to(weight.dtype)
+            grad_weight.index_add_(0, y[:, 0], (h * keep).float(), alpha=-1)
+        if grad_hidden is not None and grad_weight is not None:
+            ctx.save_for_backward(grad_hidden.div_(n), grad_weight.div_(n).to(weight.dtype))
+        return loss / n
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+        grad_hidden, grad_weight = ctx.saved_tensors
+        return grad_hidden * grad, grad_weight * grad, None

@@ -1,0 +1,116 @@
+"""`gptexp plan [overrides]`: what a run would be, without starting it and without torch."""
+
+import argparse
+import json
+from typing import TYPE_CHECKING, Any
+
+from gptexp import flops
+from gptexp.batch import interval_tokens, plan_batch, run_length
+from gptexp.check import seq_len
+from gptexp.schedule import resolve_schedule
+
+if TYPE_CHECKING:
+    from gptexp.config import Config
+
+
+def plan(cfg: "Config") -> dict[str, Any]:
+    """The arithmetic of a run; `epochs` is None until its corpus has been tokenised."""
+    t, world_size, total = seq_len(cfg), cfg.world.size or 1, cfg.batch.total_batch_size
+    batch = plan_batch(total, cfg.batch.micro_batch_size, t, world_size)
+    steps, run_tokens = run_length(cfg.train.max_tokens, cfg.train.max_steps, total)
+    schedule = resolve_schedule(cfg, run_tokens)
+    palm, causal = flops.flops_per_token(cfg.model, t)
+    corpus_tokens = _prepared_tokens(cfg)
+    return {
+        "parameters": flops.count_parameters(cfg.model),
+        "state_bytes": flops.state_bytes(cfg.model),
+        "tokens": steps * total,
+        "steps": steps,
+        "total_batch_size": total,
+        "micro_batch_size": batch.micro_batch_size,
+        "seq_len": t,
+        "world_size": world_size,
+        "grad_accum_steps": batch.grad_accum_steps,
+        "corpus_tokens": corpus_tokens,
+        "epochs": steps * total / corpus_tokens if corpus_tokens else None,
+        "flops_palm": palm * steps * total,
+        "flops_causal": causal * steps * total,
+        "lr": cfg.optim.lr,
+        "warmup_tokens": schedule.warmup_tokens,
+        "decay_tokens": schedule.decay_tokens,
+        "eval_every_tokens": interval_tokens(
+            cfg.train.eval_every, cfg.train.eval_every_tokens, run_tokens, total
+        ),
+        "save_every_tokens": interval_tokens(
+            cfg.train.save_every, cfg.train.save_every_tokens, run_tokens, total
+        ),
+    }  # fmt: skip
+
+
+def _prepared_tokens(cfg: "Config") -> int | None:
+    """Training tokens of an epoch, if the corpus is in the cache."""
+    from gptexp.data.prepare import cache_dir, find_corpus, tokens_dir
+    from gptexp.data.shards import MANIFEST
+
+    if cfg.data.name == "shakespeare" and not (cache_dir(cfg.data) / "downloads/tinyshakespeare.txt").exists():
+        return None
+    manifest = tokens_dir(find_corpus(cfg.data), cfg.data) / MANIFEST
+    if not manifest.exists():
+        return None
+    tokens: int = json.loads(manifest.read_text())["tokens"]
+    t = seq_len(cfg)
+    windows = (min(tokens, cfg.data.max_tokens or tokens) - 1) // t
+    held_out = 0 if cfg.data.val_path else round(cfg.data.val_tokens / t)
+    return max(0, windows - held_out) * t
+
+
+def show(p: dict[str, Any]) -> None:
+    """Print a plan as a table."""
+    from rich.console import Console
+    from rich.table import Table
+
+    epochs = f"{p['epochs']:.2f} of {p['corpus_tokens']:,} tokens" if p["epochs"] else "unknown; see `gptexp prepare`"
+    table = Table(show_header=False, box=None, pad_edge=False)
+    for name, value in (
+        ("parameters", f"{p['parameters']:,}"),
+        ("memory", f"{p['state_bytes'] / 2**30:.2f} GiB for weights, gradients and optimizer state, per rank"),
+        ("tokens", f"{p['tokens']:,} in {p['steps']:,} steps of {p['total_batch_size']:,}"),
+        (
+            "batch",
+            f"{p['micro_batch_size']} sequences × {p['seq_len']} tokens × {p['world_size']} ranks × "
+            f"{p['grad_accum_steps']} micro-steps",
+        ),
+        ("epochs", epochs),
+        ("FLOPs", f"{p['flops_palm']:.4g} (PaLM's count), {p['flops_causal']:.4g} (causal)"),
+        (
+            "learning rate",
+            f"{p['lr']:g}, warm-up over {p['warmup_tokens']:,} tokens, decay until {p['decay_tokens']:,}",
+        ),
+        ("validation", f"every {p['eval_every_tokens']:,} tokens" if p["eval_every_tokens"] else "at the end"),
+        ("checkpoint", f"every {p['save_every_tokens']:,} tokens" if p["save_every_tokens"] else "at the end"),
+    ):
+        table.add_row(name, value)
+    Console(highlight=False, soft_wrap=True).print(table)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """`gptexp plan [key=value …]`: parameters, tokens, steps, accumulation, epochs and FLOPs of a run."""
+    parser = argparse.ArgumentParser(prog="gptexp plan", description=main.__doc__)
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="as for gptexp train")
+    parser.add_argument("--json", action="store_true", help="print JSON, for scripts")
+    parser.add_argument("--config-dir", metavar="DIR", help="your own YAML files")
+    args = parser.parse_args(argv)
+
+    from gptexp.compose import compose
+
+    result = plan(compose(args.overrides, args.config_dir))
+    if args.json:
+        print(json.dumps(result, indent=1))
+    else:
+        show(result)
+
+
+if __name__ == "__main__":
+    from gptexp.cli import run_verb
+
+    run_verb(main)

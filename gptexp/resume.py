@@ -1,0 +1,37 @@
+"""`gptexp resume RUN_DIR`: go on with a run where its newest checkpoint stands."""
+
+import argparse
+from pathlib import Path
+
+from gptexp import check, run_dir
+from gptexp.errors import ConfigError
+
+
+def main(argv: list[str] | None = None) -> int:
+    """`gptexp resume RUN_DIR`: continue an unfinished run from its newest checkpoint."""
+    parser = argparse.ArgumentParser(prog="gptexp resume", description=main.__doc__)
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    parser.add_argument("--world-size", type=int, metavar="N", help="ranks (default: as before)")
+    args = parser.parse_args(argv)
+    directory: Path = args.run_dir.absolute()
+    config = run_dir.load_config(directory)
+    if args.world_size is not None:
+        if args.world_size < 1:
+            raise ConfigError(f"--world-size={args.world_size}: must be 1 or above")
+        config.world.size = args.world_size
+    assert config.world.size is not None
+    check.check(config, config.world.size)
+    if run_dir.check_reusable(directory, config) == "completed":
+        print(f"gptexp: {directory} is completed; nothing to do")
+        return 0
+    run_dir.save_config(directory, config)
+
+    from gptexp.train import start
+
+    return start(config, directory, fresh=False)
+
+
+if __name__ == "__main__":
+    from gptexp.cli import run_verb
+
+    run_verb(main)

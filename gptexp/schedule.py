@@ -1,0 +1,66 @@
+"""The learning rate as a pure function of tokens.
+
+Warm-up counts the step's own batch, decay the tokens consumed before the step. Both give 1 where they meet, the
+first step has a learning rate above 0, and at a given token count the rate after warm-up is the same for every
+batch size. The decay ends at `decay_tokens`, which may lie elsewhere: GPT-3 decays
+over 260B of its 300B tokens (arXiv 2005.14165, appendix B).
+"""
+
+import math
+from dataclasses import dataclass
+
+from gptexp.config import Config
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A schedule with all lengths in tokens. Built by `resolve_schedule`."""
+
+    name: str
+    warmup_tokens: int
+    decay_tokens: int  # horizon, counted from the start of the run
+    min_lr_ratio: float
+    cooldown_ratio: float
+    cooldown: str
+
+    def lr_factor(self, tokens_before: int, step_tokens: int) -> float:
+        """Factor of the peak learning rate for the step that consumes `step_tokens` after `tokens_before`."""
+        if tokens_before + step_tokens <= self.warmup_tokens:
+            return (tokens_before + step_tokens) / self.warmup_tokens
+        return self._decay(max(tokens_before, self.warmup_tokens))
+
+    def _decay(self, tokens: int) -> float:
+        if self.name == "constant":
+            return 1.0
+        if self.name == "inverse_sqrt":
+            return math.sqrt(self.warmup_tokens / tokens)
+        start = self.warmup_tokens
+        if self.name == "wsd":
+            start = max(start, round((1 - self.cooldown_ratio) * self.decay_tokens))
+        if tokens >= self.decay_tokens:
+            return self.min_lr_ratio
+        x = max(0.0, (tokens - start) / (self.decay_tokens - start))  # how much of the decay lies behind
+        if self.name == "cosine":
+            fall = 0.5 * (1 - math.cos(math.pi * x))
+        elif self.name == "wsd" and self.cooldown == "1-sqrt":
+            fall = math.sqrt(x)
+        else:
+            fall = x
+        return 1 - (1 - self.min_lr_ratio) * fall
+
+
+def resolve_schedule(cfg: Config, run_tokens: int) -> Schedule:
+    """Turn the ratios and steps of `cfg.schedule` into tokens, for a run of `run_tokens` tokens."""
+    c = cfg.schedule
+    per_step = cfg.batch.total_batch_size
+    if c.warmup_steps is not None:
+        warmup = c.warmup_steps * per_step
+    elif c.warmup_tokens is not None:
+        warmup = c.warmup_tokens
+    else:
+        warmup = round(c.warmup_ratio * run_tokens)
+    if c.decay_steps is not None:
+        decay = c.decay_steps * per_step
+    else:
+        decay = c.decay_tokens or run_tokens
+    return Schedule(c.name, warmup, decay, c.min_lr_ratio, c.cooldown_ratio, c.cooldown)

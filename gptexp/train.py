@@ -1,0 +1,143 @@
+"""`gptexp train`: compose, freeze the config into a run directory, start the ranks.
+
+Three ways in, one rank body (gptexp.run):
+  - one rank, one run: in this process, so that a debugger works;
+  - several ranks, or a cell of a multirun: fresh processes under torch's elastic agent;
+  - this process is a rank already (torchrun, srun): rank 0 composes and the others follow it through the store.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gptexp.distributed import Rank, launcher_rank
+from gptexp.signals import StopRequest
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from gptexp.config import Config
+
+STOP = StopRequest()
+
+
+def main() -> None:
+    """Entry of `python -m gptexp.train` and `gptexp train`."""
+    rank = launcher_rank()
+    if rank is not None and not rank.is_main:
+        follow(rank)
+        return
+    from gptexp.compose import hydra_main, report_errors
+
+    leader = Leader(rank) if rank is not None else None
+    with report_errors():
+        try:
+            hydra_main(lambda cfg: task(cfg, leader))
+        finally:
+            if leader is not None:
+                leader.finish()
+
+
+def task(cfg: Any, leader: "Leader | None") -> int:
+    """Train one composition; what Hydra calls for each job. The exit code: returned for a cell, else raised."""
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.types import RunMode
+
+    from gptexp import run_dir
+    from gptexp.compose import lr_source, to_config
+
+    hydra = HydraConfig.get()
+    is_cell = hydra.mode == RunMode.MULTIRUN
+    config = to_config(cfg)
+    directory = Path(hydra.runtime.output_dir)
+    run_dir.save_config(directory, config)
+    if config.log.progress != "off":
+        print(f"learning rate   {config.optim.lr:g}, from {lr_source(hydra.runtime.choices, hydra.overrides.task)}")
+    if leader is not None:
+        code = leader.run(config, directory)
+    else:
+        code = start(config, directory, fresh=is_cell)
+    if code and (leader is not None or not is_cell or code > 128):
+        raise SystemExit(code)
+    return code
+
+
+def start(config: "Config", directory: Path, fresh: bool) -> int:
+    """Train `config` in `directory` on this machine; `fresh`: in processes of its own even at one rank."""
+    if config.world.size == 1 and not fresh:
+        from gptexp.run import run
+
+        STOP.install(ignore_sigint=False)
+        STOP.limit(config.train.max_minutes)
+        return run(config, directory, STOP, Rank())
+    from gptexp.launch import launch
+
+    assert config.world.size is not None
+    return launch(directory, config.world.size)
+
+
+class Leader:
+    """Rank 0 under a launcher: publishes each job to the other ranks, then trains it with them."""
+
+    def __init__(self, rank: Rank) -> None:
+        from gptexp.distributed import connect
+
+        STOP.install(ignore_sigint=False)
+        self.rank = rank
+        self.store = connect()
+        self.jobs = 0
+
+    def run(self, config: "Config", directory: Path) -> int:
+        from gptexp.config import to_dict
+
+        self._publish({"directory": str(directory), "config": to_dict(config)})
+        return run_job_as(self.rank, self.store, self.jobs - 1, config, directory)
+
+    def finish(self) -> None:
+        """Let the followers go."""
+        self._publish(None)
+
+    def _publish(self, job: dict[str, Any] | None) -> None:
+        self.store.set(f"job/{self.jobs}", json.dumps(job))
+        self.jobs += 1
+
+
+def follow(rank: Rank) -> None:
+    """Train what rank 0 publishes, job after job, until it says that there are no more."""
+    from datetime import timedelta
+
+    from gptexp.config import from_dict
+    from gptexp.distributed import connect
+    from gptexp.errors import UserError
+
+    STOP.install(ignore_sigint=False)
+    store = connect()
+    number = 0
+    while True:
+        store.wait([f"job/{number}"], timedelta(days=7))
+        job = json.loads(store.get(f"job/{number}"))
+        if job is None:
+            return
+        try:
+            code = run_job_as(rank, store, number, from_dict(job["config"]), Path(job["directory"]))
+        except UserError as error:
+            print(f"gptexp: rank {rank.rank}: {error}", file=sys.stderr)
+            sys.exit(error.exit_code)
+        if code:
+            sys.exit(code)
+        number += 1
+
+
+def run_job_as(rank: Rank, store: "dist.Store", number: int, config: "Config", directory: Path) -> int:
+    """Train one published job as `rank`, in a process group with keys of its own. *Collective.*"""
+    import torch.distributed as dist
+
+    from gptexp.run import run
+
+    STOP.limit(config.train.max_minutes)
+    return run(config, directory, STOP, rank, dist.PrefixStore(f"group{number}", store))
+
+
+if __name__ == "__main__":
+    main()

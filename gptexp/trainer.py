@@ -1,0 +1,206 @@
+"""The training step and the loop around it: no Hydra, no wandb, no command line.
+
+A step of `total_batch_size` tokens runs as `grad_accum_steps` micro-steps on every rank. Gradients add up locally
+and are averaged over the ranks once, with the last micro-step; the logged loss is the mean over all micro-steps of
+all ranks.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gptexp import checkpoint
+from gptexp.batch import BatchPlan, crosses
+from gptexp.checkpoint import TrainState
+from gptexp.data.loader import Dataset, MicroBatch, micro_batches
+from gptexp.distributed import Rank, all_reduce_sum
+from gptexp.errors import DivergedError
+from gptexp.evaluate import evaluate
+from gptexp.loggers import RunLog
+from gptexp.model import GPT
+from gptexp.schedule import Schedule
+from gptexp.signals import REASONS, StopRequest
+
+Autocast = Callable[[], AbstractContextManager[object]]
+
+
+def train_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batches: Iterator[MicroBatch],
+    grad_accum_steps: int,
+    lr: float,
+    grad_clip: float,
+    autocast: Autocast,
+    dropout: bool,
+) -> tuple[Tensor, Tensor, int]:
+    """One optimizer update. *Collective.*
+
+    Returns this rank's mean loss (nats per token), the global gradient norm before clipping, both still on the
+    device, and the fingerprint of what this rank read. Nothing here waits for the device.
+    """
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    optimizer.zero_grad(set_to_none=True)
+    loss_sum: Tensor | float = 0.0
+    fingerprint = 0
+    for micro_step in range(grad_accum_steps):
+        batch = next(batches)
+        if dropout:
+            torch.manual_seed(batch.dropout_seed)
+        if isinstance(model, DistributedDataParallel):
+            # DDP reads the flag in the forward pass already: only the last micro-step's backward reduces.
+            model.require_backward_grad_sync = micro_step == grad_accum_steps - 1
+        with autocast():
+            loss = model(batch.x, batch.y)
+        (loss / grad_accum_steps).backward()  # the sum over micro-steps is then the mean over their tokens
+        loss_sum = loss_sum + loss.detach()
+        fingerprint += batch.fingerprint
+    parameters = [p for p in model.parameters() if p.grad is not None]
+    grad_norm = nn.utils.clip_grad_norm_(parameters, grad_clip or float("inf"))
+    optimizer.step()
+    return torch.as_tensor(loss_sum / grad_accum_steps), grad_norm, fingerprint % 2**64
+
+
+@dataclass
+class Training:
+    """Everything one rank trains with; the same on all ranks but for `rank` and `device`."""
+
+    model: nn.Module  # `gpt` itself, compiled, or DDP around it
+    gpt: GPT
+    optimizer: torch.optim.Optimizer
+    dataset: Dataset
+    plan: BatchPlan
+    schedule: Schedule
+    autocast: Autocast
+    rank: Rank
+    device: torch.device
+    steps: int
+    peak_lr: float
+    grad_clip: float
+    eval_every_tokens: int
+    save_every_tokens: int
+    log_every: int
+    keep_last: int
+
+
+def fit(t: Training, state: TrainState, stop: StopRequest, log: RunLog, checkpoints: Path) -> str | None:
+    """Train from `state` to the last step. *Collective.* Returns why it stopped early, or None.
+
+    Evaluates, saves and stops at step boundaries only, on all ranks after the same step. Raises `DivergedError` as
+    soon as a loss or gradient norm that is not finite is seen.
+    """
+    batches = micro_batches(t.dataset, t.plan, t.rank.rank, state.step, t.steps, t.device)
+    total = t.plan.total_batch_size
+    dropout = t.gpt.cfg.dropout > 0
+    # A GPU is still computing the step when the host has queued it: reading one step late keeps the queue full.
+    late = 1 if t.device.type == "cuda" else 0
+    unread: deque[StepReport] = deque()
+    my_fingerprint = state.fingerprint if t.rank.is_main else 0
+    reason: str | None = None
+    t.gpt.train()
+    clock = time.perf_counter()
+
+    def read(report: StepReport) -> None:
+        nonlocal clock, reason
+        loss, grad_norm, asked, state.fingerprint = report.read()
+        now = time.perf_counter()
+        seconds, clock = now - clock, now
+        state.seconds += seconds
+        if not (abs(loss) < float("inf") and abs(grad_norm) < float("inf")):
+            raise DivergedError(
+                f"step {report.step}: loss {loss}, gradient norm {grad_norm}: the run diverged; lower optim.lr, "
+                "lengthen the warm-up, or clip harder"
+            )
+        reason = reason or asked
+        if report.step % t.log_every == 0 or report.step == t.steps - 1:
+            tokens = (report.step + 1) * total
+            log.step(
+                step=report.step,
+                tokens=tokens,
+                epoch=tokens / (t.dataset.order.n_train * t.plan.seq_len),
+                loss=loss,
+                lr=report.lr,
+                grad_norm=grad_norm,
+                clipped=0 < t.grad_clip < grad_norm,
+                seconds=seconds,
+                fingerprint=state.fingerprint,
+            )
+
+    while state.step < t.steps and reason is None:
+        lr = t.peak_lr * t.schedule.lr_factor(state.tokens, total)
+        loss, grad_norm, fingerprint = train_step(
+            t.model, t.optimizer, batches, t.plan.grad_accum_steps, lr, t.grad_clip, t.autocast, dropout
+        )
+        my_fingerprint = (my_fingerprint + fingerprint) % 2**64
+        unread.append(StepReport(state.step, lr, loss, grad_norm, my_fingerprint, stop.flags(), t.rank.world_size))
+        before = state.tokens
+        state.step, state.tokens = state.step + 1, state.tokens + total
+        last = state.step == t.steps
+        due_eval = last or crosses(before, state.tokens, t.eval_every_tokens)
+        due_save = last or crosses(before, state.tokens, t.save_every_tokens)
+        while len(unread) > (0 if due_eval or due_save else late):
+            read(unread.popleft())
+        if due_eval and len(t.dataset.val_windows):
+            state.val_loss = evaluate(t.gpt, t.dataset, t.plan.micro_batch_size, t.rank, t.device, t.autocast)
+            state.best_val_loss = min(state.val_loss, state.best_val_loss or state.val_loss)
+            log.evaluation(state.step - 1, state.tokens, state.val_loss)
+        if due_save and t.rank.is_main:
+            log.checkpoint(state.step, checkpoint.save(checkpoints, t.gpt, t.optimizer, state, t.keep_last))
+        if due_eval or due_save:
+            clock = time.perf_counter()  # evaluating and saving are no part of the next step's time
+    while unread:
+        read(unread.popleft())
+    if reason is not None and t.rank.is_main:
+        log.checkpoint(state.step, checkpoint.save(checkpoints, t.gpt, t.optimizer, state, t.keep_last))
+    return reason if state.step < t.steps else None
+
+
+class StepReport:
+    """A step's numbers on their way from the devices of all ranks to this host.
+
+    The reduction and the copy are queued when the report is made; `read` waits for them. One small all-reduce of
+    float32 carries everything: the loss, one flag per reason to stop, and the fingerprint as eight bytes, whose
+    sums over the ranks stay exact integers.
+    """
+
+    def __init__(
+        self,
+        step: int,
+        lr: float,
+        loss: Tensor,
+        grad_norm: Tensor,
+        fingerprint: int,
+        stop_flags: list[float],
+        world_size: int,
+    ) -> None:
+        self.step = step
+        self.lr = lr
+        host = torch.tensor([*stop_flags, *fingerprint.to_bytes(8, "little")], dtype=torch.float32)
+        mean_share = (loss / world_size).reshape(1)
+        reduced = all_reduce_sum(torch.cat([mean_share, host.to(loss.device, non_blocking=True)]))
+        values = torch.cat([grad_norm.reshape(1).to(reduced.dtype), reduced])  # the norm is equal on all ranks
+        self._event: torch.cuda.Event | None = None
+        if values.is_cuda:
+            self._values = torch.empty(values.shape, pin_memory=True)
+            self._values.copy_(values, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+        else:
+            self._values = values
+
+    def read(self) -> tuple[float, float, str | None, int]:
+        """(mean loss over all ranks, gradient norm, reason to stop, fingerprint over all ranks)."""
+        if self._event is not None:
+            self._event.synchronize()
+        grad_norm, loss, *rest = self._values.tolist()
+        flags, limbs = rest[: len(REASONS)], rest[len(REASONS) :]
+        asked = next((name for name, flag in zip(REASONS, flags, strict=True) if flag), None)
+        return loss, grad_norm, asked, sum(int(limb) << (8 * i) for i, limb in enumerate(limbs)) % 2**64
