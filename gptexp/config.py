@@ -98,6 +98,7 @@ class WorldConfig:
 
     size: int | None = _positive(None)  # ranks in all; null: what the launcher says, else 1
     backend: str = _choice("auto", "nccl", "gloo")  # auto: nccl on GPUs, gloo on CPU
+    threads_per_rank: int | None = _positive(None)  # CPU threads; null: the node's cores shared out among its ranks
     timeout_s: float = _positive(600.0)  # seconds a rank waits in a collective before it gives up
 
 
@@ -109,7 +110,7 @@ class DataConfig:
     path: Any = None  # data=text: a file, a glob, or a list of them
     tokenizer: str = _choice("gpt2", "r50k_base", "p50k_base", "p50k_edit")  # tiktoken encodings that fit 16 bits
     order: str = _choice("shuffled", "sequential")  # shuffled: without replacement, anew each epoch
-    val_tokens: int = _not_negative(16384)  # tokens held out, rounded to whole windows; 0: no validation
+    val_tokens: int = _not_negative(8192)  # tokens held out, rounded to whole windows; 0: no validation
     val_path: Any = None  # a file, a glob or a list of them to validate on instead; nothing is held out then
     max_tokens: int | None = _positive(None)  # use only the first N tokens of the corpus
     cache_dir: str | None = None  # token cache; null: $GPTEXP_CACHE, else the user's cache directory

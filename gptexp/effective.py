@@ -74,8 +74,11 @@ def resolve(cfg: Config, device: torch.device, rank: Rank) -> Effective:
     )
     fused = resolve_fused(cfg.optim.fused, device)
     reasons["fused"] = "asked for" if cfg.optim.fused != "auto" else f"{device.type} has {'it' if fused else 'none'}"
-    threads = max(1, len(_cores()) // rank.local_world_size)
-    reasons["threads_per_rank"] = f"{len(_cores())} cores for {rank.local_world_size} ranks"
+    cores = _cores()
+    threads = cfg.world.threads_per_rank or max(1, cores // rank.local_world_size)
+    reasons["threads_per_rank"] = (
+        "asked for" if cfg.world.threads_per_rank else f"{cores} cores for {rank.local_world_size} ranks"
+    )
     return Effective(
         device=device.type,
         device_name=device_name(device),
@@ -91,8 +94,9 @@ def resolve(cfg: Config, device: torch.device, rank: Rank) -> Effective:
     )
 
 
-def _cores() -> set[int]:
-    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+def _cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def has_native_bfloat16(device: torch.device) -> bool:

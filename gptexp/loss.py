@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 ROWS = 512  # of logits at a time: 100 MB in float32
+SAFE_LOGIT = 60.0  # exp(±60) and a sum of 10^11 such are ordinary float32 numbers
 IGNORED = -1  # a target that counts for nothing: padding
 
 
@@ -27,31 +28,35 @@ def chunked_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Te
     if torch.is_autocast_enabled(hidden.device.type):
         compute = torch.get_autocast_dtype(hidden.device.type)
         hidden, weight = hidden.to(compute), weight.to(compute)
-    loss: Tensor = _ChunkedCrossEntropy.apply(hidden, weight, targets)
+    # Asked here: inside the function grad mode is always off, and needs_input_grad is set under no_grad too.
+    loss: Tensor = _ChunkedCrossEntropy.apply(hidden, weight, targets, torch.is_grad_enabled())
     return loss
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, needs_grad: bool) -> Tensor:
         counted = targets != IGNORED
         targets = targets.clamp(min=0)
         n = counted.sum()
-        needs_grad = any(ctx.needs_input_grad)
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
         grad_hidden = torch.empty_like(hidden) if needs_grad else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_grad else None
-        for rows in torch.arange(len(hidden), device="cpu").split(ROWS):
-            part = slice(int(rows[0]), int(rows[-1]) + 1)
+        # Cauchy-Schwarz bounds every logit. Where even the bound cannot overflow exp, the usual shift by the row's
+        # largest logit, two passes over the logits, is not needed. On a GPU to ask would be to wait.
+        shifted = hidden.is_cuda or bool(hidden.norm(dim=1).max() * weight.norm(dim=1).max() > SAFE_LOGIT)
+        for first in range(0, len(hidden), ROWS):
+            part = slice(first, first + ROWS)
             h, y, keep = hidden[part], targets[part, None], counted[part, None]
-            # exp(logits - max) stays unnormalised: 1/sum is applied to the (rows, C) sides of the two products
+            # exp(logits) stays unnormalised: 1/sum is applied to the (rows, C) sides of the two products
             # below instead of to all V columns, which saves a pass over the largest tensor there is.
             logits = (h @ weight.T).float()  # (rows, V)
-            largest = logits.amax(-1, keepdim=True)
+            if shifted:
+                logits.sub_(logits.amax(-1, keepdim=True))
             of_target = logits.gather(1, y)
-            exps = logits.sub_(largest).exp_()
+            exps = logits.exp_()
             total = exps.sum(-1, keepdim=True)
-            loss += ((total.log() + largest - of_target) * keep).sum()
+            loss += ((total.log() - of_target) * keep).sum()
             if grad_hidden is None or grad_weight is None:
                 continue
             scale = keep / total
@@ -67,6 +72,6 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return loss / n
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:  # type: ignore[override]
         grad_hidden, grad_weight = ctx.saved_tensors
-        return grad_hidden * grad, grad_weight * grad, None
+        return grad_hidden * grad, grad_weight * grad, None, None

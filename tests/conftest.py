@@ -1,0 +1,113 @@
+"""Fixtures: a clean environment, a cache of one's own, small corpora, and real `gptexp` processes."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# What a shell, a launcher or a CI system may have set and no test may depend on.
+_FOREIGN = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SLURM_", "TORCHELASTIC_", "WANDB_", "GPTEXP_", "HYDRA_", "OMP_")
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+    """No variable of a launcher or of wandb leaks in; tokens go to the session's cache."""
+    for name in [n for n in os.environ if n.startswith(_FOREIGN)]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("GPTEXP_CACHE", str(cache))
+    monkeypatch.setenv("WANDB_SILENT", "true")
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """120 kB of learnable text: sentences over a small vocabulary, drawn from a fixed seed."""
+    draw = random.Random(0)
+    subjects, verbs, objects = ["The cat", "A dog", "My friend", "Nobody"], ["sees", "likes", "eats"], ["fish", "bread"]
+    lines = [f"{draw.choice(subjects)} {draw.choice(verbs)} {draw.choice(objects)}." for _ in range(6000)]
+    path = tmp_path_factory.mktemp("corpus") / "text.txt"
+    path.write_text("\n".join(lines))
+    return path
+
+
+# A model so small that a run costs little more than the import of torch.
+TINY = (
+    "model.n_layer=1",
+    "model.n_head=2",
+    "model.n_embd=16",
+    "model.block_size=32",
+    "batch.total_batch_size=512",
+    "batch.micro_batch_size=2",
+    "world.threads_per_rank=1",
+    "data=text",
+    "data.val_tokens=256",
+    "optim.lr=6e-4",
+    "train.max_steps=4",
+    "log=quiet",
+)
+
+
+@pytest.fixture
+def tiny(corpus: Path) -> list[str]:
+    """Overrides of a run that takes seconds."""
+    return [*TINY, f"data.path={corpus}"]
+
+
+@pytest.fixture
+def gptexp(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run `python -m gptexp …` in `tmp_path` to its end."""
+
+    def run(*argv: str, env: dict[str, str] | None = None, timeout: float = 240) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "gptexp", *argv]
+        return subprocess.run(
+            command, cwd=tmp_path, env={**os.environ, **(env or {})}, capture_output=True, text=True, timeout=timeout
+        )
+
+    return run
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Start `python -m gptexp …` in `tmp_path` and go on; what is left at the end is killed."""
+    started: list[subprocess.Popen[str]] = []
+
+    def popen(*argv: str, **kwargs: Any) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "gptexp", *argv]
+        process = subprocess.Popen(
+            command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **kwargs
+        )
+        started.append(process)
+        return process
+
+    yield popen
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def events(directory: Path, kind: str) -> list[dict[str, Any]]:
+    """The events of one kind in a run's metrics.jsonl."""
+    lines = (directory / "metrics.jsonl").read_text().splitlines()
+    return [event for event in map(json.loads, lines) if event["event"] == kind]
+
+
+def summary(directory: Path) -> dict[str, Any]:
+    value: dict[str, Any] = json.loads((directory / "summary.json").read_text())
+    return value
+
+
+def runs(root: Path) -> list[Path]:
+    """Every run directory below `root`."""
+    return sorted(path.parent for path in root.rglob("summary.json"))

@@ -1,0 +1,67 @@
+"""The chunked loss against torch's cross-entropy over whole logits, in float64 where it matters."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from gptexp import loss as loss_module
+from gptexp.loss import IGNORED, chunked_cross_entropy, plain_cross_entropy
+
+
+def problem(scale: float = 1.0, rows: int = 1300) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    g = torch.Generator().manual_seed(0)
+    hidden = torch.randn(rows, 24, generator=g) * scale
+    weight = torch.randn(97, 24, generator=g)
+    targets = torch.randint(97, (rows,), generator=g)
+    return hidden.requires_grad_(), weight.requires_grad_(), targets
+
+
+def reference(h: torch.Tensor, w: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Loss and gradients in float64, by torch."""
+    h64, w64 = (z.detach().double().requires_grad_() for z in (h, w))
+    value = F.cross_entropy(h64 @ w64.T, y, ignore_index=IGNORED)
+    (3 * value).backward()
+    assert h64.grad is not None
+    assert w64.grad is not None
+    return value.detach(), h64.grad, w64.grad
+
+
+# The larger scale has logits beyond ±60, where exp needs the shift by the row's maximum.
+@pytest.mark.parametrize("scale", [0.1, 1.0, 30.0])
+@pytest.mark.parametrize("rows", [1, 512, 1300])
+@pytest.mark.parametrize("fn", [plain_cross_entropy, chunked_cross_entropy])
+def test_value_and_gradients(scale: float, rows: int, fn: loss_module.Any) -> None:
+    h, w, y = problem(scale, rows)
+    if rows > 1:
+        y[:: 7] = IGNORED
+    value, grad_h, grad_w = reference(h, w, y)
+    out = fn(h, w, y)
+    (3 * out).backward()
+    torch.testing.assert_close(out.double(), value, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(h.grad.double(), grad_h, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(w.grad.double(), grad_w, rtol=1e-4, atol=1e-5)
+
+
+def test_both_sides_of_the_shift_were_tested() -> None:
+    sizes = [(problem(s)[0] @ problem(s)[1].T).abs().max() for s in (0.1, 1.0, 30.0)]
+    assert sizes[0] < sizes[1] < loss_module.SAFE_LOGIT < sizes[2]
+
+
+def test_without_gradients_none_are_computed() -> None:
+    h, w, y = problem()
+    with torch.no_grad(), torch.profiler.profile() as profile:
+        value = chunked_cross_entropy(h, w, y)
+    assert not value.requires_grad
+    products = sum(e.count for e in profile.key_averages() if e.key in ("aten::mm", "aten::addmm_"))
+    assert products == 3  # one a chunk: the logits
+
+
+def test_bfloat16_keeps_the_loss_in_float32() -> None:
+    h, w, y = problem(0.3, 2048)
+    value, grad_h, _ = reference(h, w, y)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = chunked_cross_entropy(h, w, y)
+    assert out.dtype == torch.float32
+    assert abs(out.item() - value.item()) < 2e-3  # of a sum in bfloat16 nothing below 0.03 would be left
+    (3 * out).backward()
+    assert (h.grad - grad_h).norm() / grad_h.norm() < 0.02
