@@ -33,9 +33,7 @@ def plan_batch(total_batch_size: int, micro_batch_size: int, seq_len: int, world
             f"world_size = {micro_batch_size}·{seq_len}·{world_size} = {tokens_per_micro_step:,}; "
             f"{_nearest(total_batch_size, micro_batch_size, seq_len, world_size)}"
         )
-    return BatchPlan(
-        total_batch_size, micro_batch_size, seq_len, world_size, total_batch_size // tokens_per_micro_step
-    )
+    return BatchPlan(total_batch_size, micro_batch_size, seq_len, world_size, total_batch_size // tokens_per_micro_step)
 
 
 def _nearest(total: int, micro_batch_size: int, seq_len: int, world_size: int) -> str:

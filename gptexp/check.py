@@ -25,7 +25,7 @@ def check(cfg: Config, world_size: int) -> None:
 
 
 def problems(cfg: Config, world_size: int) -> list[str]:
-    """All problems of `cfg`, one line each. Rules between keys are only applied to keys that are right by themselves."""
+    """All problems of `cfg`, one line each; rules between keys apply only to keys that are right by themselves."""
     found = field_problems(cfg)
     broken = {line.split("=")[0] for line in found}
     rules = [_model(cfg), _batch(cfg, world_size), _schedule(cfg), _data(cfg), _world(cfg), _names(cfg)]

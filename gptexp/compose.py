@@ -9,7 +9,9 @@ import difflib
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import hydra
@@ -44,31 +46,34 @@ def conf_dir() -> Path:
 
 def register() -> None:
     """Tell Hydra of the typed schema and of the launcher and sweeper of gptexp."""
-    from gptexp.sweep import CellLauncher, GridSweeper
+    from gptexp import sweep
 
     store = ConfigStore.instance()
     store.store(name="schema", node=Config)
-    store.store(group="hydra/launcher", name="cells", node={"_target_": _plugin_name(CellLauncher)})
-    store.store(
-        group="hydra/sweeper",
-        name="grid",
-        node={"_target_": _plugin_name(GridSweeper), "max_batch_size": None, "params": None},
-    )
-    for plugin in (CellLauncher, GridSweeper):
-        Plugins.instance().register(plugin)
-
-
-def _plugin_name(cls: type) -> str:
-    return f"{cls.__module__}.{cls.__name__}"
+    launcher, sweeper = (f"{sweep.PLUGINS}.{cls.__name__}" for cls in (sweep.CellLauncher, sweep.GridSweeper))
+    store.store(group="hydra/launcher", name="cells", node={"_target_": launcher})
+    store.store(group="hydra/sweeper", name="grid", node={"_target_": sweeper, "max_batch_size": None, "params": None})
+    plugins = Plugins.instance()  # scans hydra_plugins, so it comes before the alias below
+    plugins.register(sweep.CellLauncher)
+    plugins.register(sweep.GridSweeper)
+    # Hydra takes plugins from packages below hydra_plugins only; a second top-level package just for that would be
+    # one more thing to install.
+    parent, _, child = sweep.PLUGINS.partition(".")
+    try:
+        package = import_module(parent)
+    except ImportError:
+        package = sys.modules[parent] = ModuleType(parent)
+    sys.modules[sweep.PLUGINS] = sweep
+    setattr(package, child, sweep)
 
 
 def hydra_main(task: Callable[[DictConfig], Any]) -> None:
     """Run `task` under `hydra.main` on `sys.argv`; `CheckBeforeStart` refuses a bad config before anything exists."""
     args = get_args_parser().parse_args()
     multirun = args.multirun or any(text.startswith(("sweep=", "hydra.mode=")) for text in args.overrides)
-    if args.run or multirun or not (args.cfg or args.info or args.shell_completion or args.help or args.hydra_help):
-        if found := override_problems(args.overrides, multirun, args.config_dir):
-            raise ConfigError(found)
+    only_asks = args.cfg or args.info or args.shell_completion or args.help or args.hydra_help
+    if not only_asks and (found := override_problems(args.overrides, multirun, args.config_dir)):
+        raise ConfigError(found)
     register()
     # Hydra would print its errors over many lines and exit with 1; this makes it raise them to `report_errors`.
     os.environ["HYDRA_FULL_ERROR"] = "1"
@@ -87,11 +92,7 @@ def compose(overrides: list[str], config_dir: str | None = None) -> Config:
 
 def to_config(cfg: DictConfig) -> Config:
     """The checked, self-contained `Config` of a composition: paths absolute, world size filled in."""
-    job = cfg.copy()
-    OmegaConf.set_struct(job, False)
-    job.pop("hydra", None)
-    config = OmegaConf.to_object(job)
-    assert isinstance(config, Config)
+    config = job_of(cfg)
     launcher = launcher_rank()
     if launcher and config.world.size not in (None, launcher.world_size):
         raise ConfigError(
@@ -105,6 +106,16 @@ def to_config(cfg: DictConfig) -> Config:
             setattr(config.data, key, [_absolute(item) for item in check.path_list(value)])
     if config.data.cache_dir:
         config.data.cache_dir = _absolute(config.data.cache_dir)
+    return config
+
+
+def job_of(cfg: DictConfig) -> Config:
+    """A composition without Hydra's own part, as dataclasses; unchecked."""
+    job = cfg.copy()
+    OmegaConf.set_struct(job, False)
+    job.pop("hydra", None)
+    config = OmegaConf.to_object(job)
+    assert isinstance(config, Config)
     return config
 
 
@@ -133,7 +144,7 @@ class CheckBeforeStart(Callback):
             name_sweep(config)
 
 
-class report_errors:  # noqa: N801  used as `with report_errors():`
+class report_errors:
     """Turn what a user can cause into lines on stderr and an exit code; let everything else keep its traceback."""
 
     def __enter__(self) -> None:
@@ -233,7 +244,7 @@ def _override_problem(
         if not multirun:
             yield f"{text}: several values need -m (--multirun)"
             return
-        values = list(override.sweep_iterator()) if override.is_discrete_sweep() else []
+        values: list[Any] = list(override.sweep_iterator()) if override.is_discrete_sweep() else []
     else:
         values = [override.value()]
     for value in values:
@@ -275,4 +286,5 @@ def _type_problem(key: str, annotation: Any, value: Any) -> str | None:
 
 
 def _schema() -> DictConfig:
-    return OmegaConf.structured(Config)
+    schema: DictConfig = OmegaConf.structured(Config)
+    return schema

@@ -225,10 +225,12 @@ def from_dict(values: dict[str, Any], cls: type[Any] = Config) -> Any:
     fields = {f.name: f for f in dataclasses.fields(cls)}
     if unknown := sorted(values.keys() - fields.keys()):
         raise ValueError(f"unknown key '{unknown[0]}' in a saved {cls.__name__}; was it written by another version?")
-    return cls(**{
-        name: from_dict(value, fields[name].type) if dataclasses.is_dataclass(fields[name].type) else value  # type: ignore[arg-type]
-        for name, value in values.items()
-    })
+    return cls(
+        **{
+            name: from_dict(value, fields[name].type) if dataclasses.is_dataclass(fields[name].type) else value  # type: ignore[arg-type]
+            for name, value in values.items()
+        }
+    )
 
 
 def result_deciding(config: Config) -> dict[str, Any]:

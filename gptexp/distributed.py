@@ -84,9 +84,7 @@ def connect() -> "dist.Store":
     return dist.PrefixStore(f"attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
-def init_process_group(
-    rank: Rank, store: "dist.Store", device: "torch.device", backend: str, timeout_s: float
-) -> None:
+def init_process_group(rank: Rank, store: "dist.Store", device: "torch.device", backend: str, timeout_s: float) -> None:
     """Join the ranks. *Collective.*"""
     import torch.distributed as dist
 

@@ -102,7 +102,7 @@ def _cores() -> int:
 def has_native_bfloat16(device: torch.device) -> bool:
     """Whether the hardware multiplies bfloat16 itself; emulation is far slower than float32."""
     if device.type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     if device.type == "cpu":
         has = torch.cpu.get_capabilities()
         return bool(has.get("avx512_bf16") or has.get("amx_bf16") or has.get("bf16"))

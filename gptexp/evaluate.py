@@ -96,12 +96,16 @@ def main(argv: list[str] | None = None) -> None:
         loaded.device,
         make_autocast(loaded.effective, loaded.device),
     )
-    print(json.dumps({
-        "step": loaded.step,
-        "tokens": len(dataset.val_windows) * dataset.seq_len,
-        "val/loss": loss,
-        "val/ppl": perplexity(loss),
-    }))
+    print(
+        json.dumps(
+            {
+                "step": loaded.step,
+                "tokens": len(dataset.val_windows) * dataset.seq_len,
+                "val/loss": loss,
+                "val/ppl": perplexity(loss),
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

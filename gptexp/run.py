@@ -136,7 +136,6 @@ def _effective(cfg: "Config", directory: Path, device: Any, rank: "Rank") -> "Ef
 
 def _wrap(gpt: "GPT", effective: "Effective", rank: "Rank") -> Any:
     """Compile and wrap in DDP as decided; at world size 1 DDP would only cost."""
-    import torch
     from torch.nn.parallel import DistributedDataParallel
 
     if effective.compile:
@@ -147,9 +146,7 @@ def _wrap(gpt: "GPT", effective: "Effective", rank: "Rank") -> Any:
     return DistributedDataParallel(gpt, device_ids=device_ids, gradient_as_bucket_view=True)
 
 
-def _open_log(
-    cfg: "Config", directory: Path, effective: "Effective", training: Any, state: "TrainState"
-) -> Any:
+def _open_log(cfg: "Config", directory: Path, effective: "Effective", training: Any, state: "TrainState") -> Any:
     from gptexp.flops import flops_per_token, peak_flops
     from gptexp.loggers import JsonlSink, RunLog
     from gptexp.loggers.console import build_console
@@ -271,7 +268,6 @@ def main() -> None:
     from gptexp.distributed import launcher_rank
     from gptexp.errors import UserError
 
-    @record
     def body() -> int:
         directory = Path(sys.argv[1])
         cfg = run_dir.load_config(directory)
@@ -281,7 +277,7 @@ def main() -> None:
         return run(cfg, directory, stop, rank)
 
     try:
-        code = body()
+        code = record(body)()
     except UserError as error:
         sys.exit(error.exit_code)  # the parent prints the message, which `record` has written for it
     # All ranks are past their last collective: a signal that still arrives has nothing left to stop.

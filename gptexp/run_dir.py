@@ -1,11 +1,11 @@
 """The files of a run directory: names, atomic writes, who may use it. No torch.
 
-    config.yaml      the whole config, resolved: enough to run again
-    effective.json   what every `auto` came to, decided once
-    metrics.jsonl    one object per event, flushed line by line: the source of truth
-    summary.json     status, losses, tokens, versions
-    checkpoints/     step-%08d/, each published by one rename
-    .lock            held while the run is alive
+config.yaml      the whole config, resolved: enough to run again
+effective.json   what every `auto` came to, decided once
+metrics.jsonl    one object per event, flushed line by line: the source of truth
+summary.json     status, losses, tokens, versions
+checkpoints/     step-%08d/, each published by one rename
+.lock            held while the run is alive
 """
 
 import json
@@ -82,8 +82,12 @@ def lock(directory: Path) -> FileLock:
     try:
         held.acquire()
     except Timeout:
-        raise ConfigError(f"{directory}: another process is running in it; wait for it or use a new directory") from None
+        raise ConfigError(_in_use(directory)) from None
     return held
+
+
+def _in_use(directory: Path) -> str:
+    return f"{directory}: another process is running in it; wait for it or use a new directory"
 
 
 def is_locked(directory: Path) -> bool:
@@ -102,7 +106,7 @@ def check_reusable(directory: Path, config: Config) -> Literal["new", "unfinishe
     if not (directory / CONFIG).exists():
         return "new"
     if is_locked(directory):
-        raise ConfigError(f"{directory}: another process is running in it; wait for it or use a new directory")
+        raise ConfigError(_in_use(directory))
     old, new = result_deciding(load_config(directory)), result_deciding(config)
     if changed := [f"{key} was {old[key]}, now {new[key]}" for key in new if old.get(key) != new[key]]:
         raise ConfigError(

@@ -17,20 +17,20 @@ from hydra.core.utils import JobReturn, JobStatus, filter_overrides, run_job, se
 from hydra.plugins.launcher import Launcher
 from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, open_dict
 
 from gptexp import run_dir
-from gptexp.config import Config, result_deciding, to_dict
+from gptexp.config import Config, result_deciding
 from gptexp.errors import EXIT_DIVERGED, EXIT_FAILED, ConfigError
 
-# Hydra instantiates plugins of packages under this name only.
-_PLUGINS = "hydra_plugins.gptexp"
+# The name under which Hydra finds this module: it instantiates plugins of packages below hydra_plugins only.
+PLUGINS = "hydra_plugins.gptexp"
 
 
 class GridSweeper(Sweeper):
     """All combinations of the swept values, named (`hydra.sweeper.params`) or given on the command line."""
 
-    __module__ = _PLUGINS
+    __module__ = PLUGINS
 
     def __init__(self, max_batch_size: int | None, params: dict[str, str] | None) -> None:
         self.max_batch_size = max_batch_size
@@ -50,13 +50,14 @@ class GridSweeper(Sweeper):
         texts = [f"{key}={value}" for key, value in self.params.items()]
         overrides = OverridesParser.create(config_loader=self.loader).parse_overrides([*texts, *arguments])
         [cells] = BasicSweeper.split_arguments(overrides, max_batch_size=None)
+        assert self.launcher is not None
         return [self.launcher.launch(cells, initial_job_idx=0)]
 
 
 class CellLauncher(Launcher):
     """One cell after the other, each in fresh processes; a cell that fails costs itself only."""
 
-    __module__ = _PLUGINS
+    __module__ = PLUGINS
 
     def __init__(self) -> None:
         self.outcomes: list[tuple[str, int]] = []
@@ -146,8 +147,9 @@ def name_sweep(config: DictConfig) -> None:
     """Give an unnamed sweep the name that the same or a widened grid will have again."""
     if config.sweep.name is not None:
         return
-    job = OmegaConf.to_object(OmegaConf.masked_copy(config, [k for k in config if k != "hydra"]))
-    # Values that are swept are not part of the base composition: it holds their defaults.
-    identity = json.dumps(to_dict(job), sort_keys=True)
+    from gptexp.compose import job_of
+
+    # Hydra leaves swept values out of this base composition, so widening a grid does not change it.
+    identity = json.dumps(result_deciding(job_of(config)), sort_keys=True)
     with open_dict(config):
         config.sweep.name = f"sweep-{hashlib.sha256(identity.encode()).hexdigest()[:8]}"

@@ -8,6 +8,7 @@ Three ways in, one rank body (gptexp.run):
 
 import json
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from gptexp.config import Config
 
 STOP = StopRequest()
+LEAVE_S = 10.0  # how long rank 0 waits for ranks that may have died
 
 
 def main() -> None:
@@ -45,7 +47,7 @@ def task(cfg: Any, leader: "Leader | None") -> int:
     from hydra.types import RunMode
 
     from gptexp import run_dir
-    from gptexp.compose import lr_source, to_config
+    from gptexp.compose import lr_source, report_errors, to_config
 
     hydra = HydraConfig.get()
     is_cell = hydra.mode == RunMode.MULTIRUN
@@ -54,10 +56,11 @@ def task(cfg: Any, leader: "Leader | None") -> int:
     run_dir.save_config(directory, config)
     if config.log.progress != "off":
         print(f"learning rate   {config.optim.lr:g}, from {lr_source(hydra.runtime.choices, hydra.overrides.task)}")
-    if leader is not None:
-        code = leader.run(config, directory)
-    else:
-        code = start(config, directory, fresh=is_cell)
+    with report_errors():  # in here: Hydra would add a line of its own to an exception
+        if leader is not None:
+            code = leader.run(config, directory)
+        else:
+            code = start(config, directory, fresh=is_cell)
     if code and (leader is not None or not is_cell or code > 128):
         raise SystemExit(code)
     return code
@@ -95,8 +98,11 @@ class Leader:
         return run_job_as(self.rank, self.store, self.jobs - 1, config, directory)
 
     def finish(self) -> None:
-        """Let the followers go."""
+        """Let the followers go, and stay until they have: under srun the store lives in this process."""
         self._publish(None)
+        deadline = time.monotonic() + LEAVE_S
+        while self.store.add("left", 0) < self.rank.world_size - 1 and time.monotonic() < deadline:
+            time.sleep(0.02)
 
     def _publish(self, job: dict[str, Any] | None) -> None:
         self.store.set(f"job/{self.jobs}", json.dumps(job))
@@ -118,6 +124,7 @@ def follow(rank: Rank) -> None:
         store.wait([f"job/{number}"], timedelta(days=7))
         job = json.loads(store.get(f"job/{number}"))
         if job is None:
+            store.add("left", 1)
             return
         try:
             code = run_job_as(rank, store, number, from_dict(job["config"]), Path(job["directory"]))

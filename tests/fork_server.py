@@ -20,10 +20,8 @@ from importlib.abc import MetaPathFinder
 from pathlib import Path
 from typing import Any
 
-import hydra  # noqa: F401  imported here, so that no child pays for it
-
-import gptexp.compose
-import gptexp.sweep  # noqa: F401
+import gptexp.compose  # and with it Hydra, so that no child pays for it
+import gptexp.sweep
 import gptexp.train
 
 TORCH = 97  # exit code of a child that went as far as importing torch

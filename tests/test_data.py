@@ -54,7 +54,7 @@ def test_ranks_are_checked_by_hash(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     damaged.write_bytes(tokenizer._RANKS.read_bytes()[:-1] + b"x")
     monkeypatch.setattr(tokenizer, "_RANKS", damaged)
     load_tokenizer.cache_clear()
-    with pytest.raises(ValueError, match="[Hh]ash"):
+    with pytest.raises(ValueError, match=r"[Hh]ash"):
         load_tokenizer("gpt2")
     load_tokenizer.cache_clear()
 

@@ -51,5 +51,5 @@ def test_fused_is_resolved_and_missing_is_an_error() -> None:
     assert resolve_fused("auto", torch.device("cpu")) is True
     assert resolve_fused("off", torch.device("cpu")) is False
     assert resolve_fused("auto", torch.device("meta")) is False
-    with pytest.raises(ConfigError, match="optim.fused=on: AdamW has no fused kernel for meta"):
+    with pytest.raises(ConfigError, match=r"optim.fused=on: AdamW has no fused kernel for meta"):
         resolve_fused("on", torch.device("meta"))

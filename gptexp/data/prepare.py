@@ -87,7 +87,9 @@ def _tokenise(corpus: corpora.Corpus, tokenizer: str, target: Path) -> None:
             advance(sum(len(piece.encode()) for piece in pieces))
     unfinished.replace(target)
     seconds = time.perf_counter() - started
-    print(f"tokenised {corpus.name}: {len(corpus.files):,} files, {writer.tokens:,} tokens in {seconds:.1f} s; {target}")
+    print(
+        f"tokenised {corpus.name}: {len(corpus.files):,} files, {writer.tokens:,} tokens in {seconds:.1f} s; {target}"
+    )
 
 
 def _texts(corpus: corpora.Corpus) -> Iterator[tuple[str, bool]]:

@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# One run over all GPUs of this node, or of several nodes; the arguments are gptexp train's.
+#
+#   launch/torchrun.sh experiment=gpt2_124m data.path='/data/*.txt'
+#   NNODES=2 HEAD=node0:29500 JOB=a launch/torchrun.sh …      (the same line on each node)
+#
+# NPROC counts the ranks of a node: a number, `gpu` for one per GPU, or `cpu`.
+set -eu
+exec torchrun \
+  --nnodes="${NNODES:-1}" \
+  --nproc-per-node="${NPROC:-gpu}" \
+  --rdzv-backend=c10d \
+  --rdzv-endpoint="${HEAD:-localhost:0}" \
+  --rdzv-id="${JOB:-$$}" \
+  -m gptexp.train "$@"

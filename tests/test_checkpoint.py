@@ -1,0 +1,125 @@
+"""Checkpoints: whole or not there, and exact."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from gptexp import checkpoint
+from gptexp.checkpoint import TrainState
+from gptexp.config import ModelConfig, OptimConfig
+from gptexp.errors import CheckpointError
+from gptexp.model import GPT
+from gptexp.optim import build_optimizer
+
+TINY = ModelConfig(n_layer=1, n_head=2, n_embd=16, block_size=8, vocab_size=64)
+
+
+def trained(steps: int = 2) -> tuple[GPT, torch.optim.AdamW]:
+    torch.manual_seed(0)
+    model = GPT(TINY)
+    optimizer = build_optimizer(model, OptimConfig(), fused=True)
+    x = torch.arange(8)[None]
+    for _ in range(steps):
+        model(x, x + 1).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def save(directory: Path, step: int, keep_last: int = 0) -> Path:
+    model, optimizer = trained()
+    return checkpoint.save(directory, model, optimizer, TrainState(step=step, tokens=10 * step), keep_last)
+
+
+def test_training_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    state = TrainState(step=2, tokens=16, fingerprint=2**64 - 1, val_loss=3.5, best_val_loss=3.25, seconds=1.5)
+    path = checkpoint.save(tmp_path / "c", model, optimizer, state, 0)
+    found, loaded = checkpoint.load_latest(tmp_path / "c") or pytest.fail("nothing found")
+    assert (found, loaded) == (path, state)
+    torch.manual_seed(9)
+    other = GPT(TINY)
+    other_optimizer = build_optimizer(other, OptimConfig(), fused=True)
+    checkpoint.load_weights(path, other)
+    checkpoint.load_optimizer(path, other_optimizer)
+    assert other.lm_head.weight is other.wte.weight
+    x = torch.arange(8)[None]
+    for m, o in ((model, optimizer), (other, other_optimizer)):
+        m(x, x).backward()
+        o.step()
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_the_newest_whole_one_is_loaded_and_each_passed_over_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step in (1, 2, 3, 4):
+        save(tmp_path, step)
+    (tmp_path / "step-00000004" / "manifest.json").unlink()
+    weights = tmp_path / "step-00000003" / "model.safetensors"
+    body = bytearray(weights.read_bytes())
+    body[-5] ^= 1
+    weights.write_bytes(body)
+    (tmp_path / "old-step-00000009").mkdir()
+    path, state = checkpoint.load_latest(tmp_path) or pytest.fail("nothing found")
+    assert (path.name, state.step) == ("step-00000002", 2)
+    out = capsys.readouterr().out
+    assert "step-00000004: " in out
+    assert "step-00000003: model.safetensors is not what was saved" in out
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "train.pt", "state.json", "manifest.json"])
+@pytest.mark.parametrize("damage", ["truncate", "flip", "remove"])
+def test_any_damage_to_any_file_is_seen(tmp_path: Path, name: str, damage: str) -> None:
+    file = save(tmp_path, 1) / name
+    body = file.read_bytes()
+    if damage == "remove":
+        file.unlink()
+    else:
+        middle = len(body) // 2
+        flipped = body[:middle] + bytes([body[middle] ^ 255]) + body[middle + 1 :]
+        file.write_bytes({"truncate": body[:-1], "flip": flipped}[damage])
+    if name == "manifest.json" and damage == "truncate":
+        return  # the last byte of the manifest is a line end
+    with pytest.raises(CheckpointError, match="no checkpoint is whole"):
+        checkpoint.load_latest(tmp_path)
+
+
+def test_pruning_keeps_the_newest_and_sweeps_leftovers(tmp_path: Path) -> None:
+    for step in (1, 2, 30):
+        save(tmp_path, step)
+    (tmp_path / ".tmp-step-00000031-1").mkdir()
+    (tmp_path / ".del-step-00000000").mkdir()
+    save(tmp_path, 100_000_000, keep_last=2)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000030", "step-100000000"]
+    assert (checkpoint.load_latest(tmp_path) or pytest.fail("none"))[1].step == 100_000_000
+
+
+def test_nothing_saved_is_none_and_a_failed_save_publishes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert checkpoint.load_latest(tmp_path / "nowhere") is None
+    save(tmp_path, 1)
+
+    def full(*_: object) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(OSError, match="No space"):
+        save(tmp_path, 2)
+    assert (checkpoint.load_latest(tmp_path) or pytest.fail("none"))[1].step == 1
+
+
+def test_weights_have_gpt2s_names_and_the_head_once(tmp_path: Path) -> None:
+    from safetensors import safe_open
+
+    path = save(tmp_path, 1)
+    with safe_open(path / "model.safetensors", "pt") as file:
+        names = set(file.keys())
+    assert {"wte.weight", "wpe.weight", "h.0.attn.c_attn.weight", "h.0.mlp.c_proj.bias", "ln_f.weight"} <= names
+    assert "lm_head.weight" not in names
+    manifest = json.loads((path / "manifest.json").read_text())
+    assert manifest.keys() == {"model.safetensors", "train.pt", "state.json"}

@@ -1,0 +1,143 @@
+"""Sinks: whole lines, resumed files, and a wandb that may fail."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from gptexp.config import WandbConfig
+from gptexp.loggers import JsonlSink, RunLog
+from gptexp.loggers.console import BarSink, LineSink, build_console
+from gptexp.loggers.wandb import WandbSink, build_wandb
+
+STEP = {
+    "step": 3, "tokens": 400, "epoch": 0.5, "loss": 2.5, "lr": 6e-4, "grad_norm": 1.25, "clipped": True,
+    "seconds": 0.5, "fingerprint": 255,
+}  # fmt: skip
+
+
+def test_rates_and_utilisation() -> None:
+    seen: list[dict[str, Any]] = []
+
+    class Memory:
+        def write(self, event: dict[str, Any]) -> None:
+            seen.append(event)
+
+        def close(self, summary: dict[str, Any]) -> None: ...
+
+    RunLog([Memory()], 100, flops_per_token=(1000, 800), peak_flops=1e6).step(**STEP)  # type: ignore[arg-type]
+    RunLog([Memory()], 100, flops_per_token=(1000, 800), peak_flops=None).step(**STEP)  # type: ignore[arg-type]
+    known, unknown = seen
+    assert known["perf/tokens_per_s"] == 200
+    assert known["perf/step_ms"] == 500
+    assert (known["perf/mfu_palm"], known["perf/mfu_causal"]) == (0.2, 0.16)
+    assert (unknown["perf/mfu_palm"], unknown["perf/mfu_causal"]) == (None, None)
+    assert known["data/fingerprint"] == "00000000000000ff"
+    assert known["optim/clip_fraction"] == 1.0
+
+
+def test_jsonl_has_no_nan_and_a_resumed_file_ends_at_the_checkpoint(tmp_path: Path) -> None:
+    log = JsonlSink(tmp_path, 0)
+    for tokens in (100, 200, 300):
+        log.write({"event": "step", "tokens": tokens, "train/loss": math.nan})
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"event": "step", "tok')  # a process killed in the middle of a line
+    JsonlSink(tmp_path, 200).write({"event": "step", "tokens": 300, "train/loss": 1.0})
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(e["tokens"], e["train/loss"]) for e in lines] == [(100, None), (200, None), (300, 1.0)]
+
+
+def test_console_is_a_bar_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert isinstance(build_console("auto", 10, 0), LineSink)
+    assert build_console("off", 10, 0) is None
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    bar = build_console("auto", 10, 0)
+    assert isinstance(bar, BarSink)
+    bar.close({})
+
+
+def test_bar_shows_loss_rate_and_time_left() -> None:
+    bar = BarSink(10, 4)
+    bar.write({"event": "step", "step": 6, "train/loss": 3.14159, "perf/tokens_per_s": 12345.6})
+    console = Console(width=120, record=True, force_terminal=True)
+    console.print(bar._progress.get_renderable())
+    bar.close({})
+    text = console.export_text()
+    assert "7/10" in text
+    assert "loss 3.1416  12,346 tok/s" in text
+    assert "left" in text
+
+
+class _Failing:
+    """A wandb run whose service has died."""
+
+    def define_metric(self, *_: object, **__: object) -> None: ...
+
+    def log(self, values: dict[str, Any]) -> None:
+        raise ConnectionResetError("gone")
+
+    def finish(self, **_: object) -> None:
+        raise AssertionError("called after it failed")
+
+
+def test_a_dead_wandb_is_said_once_and_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sink = WandbSink(_Failing(), tmp_path, offline=False)
+    for _ in range(3):
+        sink.write({"event": "step", "tokens": 1})
+    sink.close({"status": "completed"})
+    assert capsys.readouterr().out.count("wandb failed (ConnectionResetError: gone)") == 1
+
+
+def test_disabled_never_imports_wandb(tmp_path: Path) -> None:
+    code = (
+        "import sys, pathlib; from gptexp.loggers.wandb import build_wandb; from gptexp.config import WandbConfig; "
+        "assert build_wandb(WandbConfig(mode='disabled'), pathlib.Path('.'), {}, None, 'n') is None; "
+        "assert 'wandb' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_offline_writes_the_run_and_keeps_its_id(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """What lands in the offline file is read back with wandb's own reader."""
+    ids = set()
+    for attempt in range(2):
+        sink = build_wandb(WandbConfig(mode="auto"), tmp_path, {"optim": {"lr": 0.5}}, "grid", "a-name")
+        assert sink is not None
+        for step in range(3):
+            sink.write({"event": "step", "step": step, "tokens": 100 * (step + 3 * attempt), "train/loss": 5.0 - step})
+        sink.write({"event": "checkpoint", "step": 2, "tokens": 300, "path": "x"})
+        sink.close({"status": "completed"})
+        ids.add(json.loads((tmp_path / "wandb.json").read_text())["id"])
+    assert "wandb sync" in capfd.readouterr().out
+    assert len(ids) == 1
+    files = sorted((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
+    assert len(files) >= 1
+    assert all(ids.copy().pop() in f.name for f in files)
+    read = subprocess.run(
+        [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(files[0])],
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert read.returncode == 0, read.stderr
+    text = read.stdout
+    assert "train/loss" in text
+    assert "a-name" in text
+    assert "grid" in text
+
+
+@pytest.mark.slow
+def test_online_without_a_server_falls_back_within_seconds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # nobody listens
+    sink = build_wandb(WandbConfig(mode="auto"), tmp_path, {}, None, "n")
+    assert sink is not None
+    sink.write({"event": "step", "tokens": 1, "train/loss": 1.0})
+    sink.close({"status": "completed"})
+    assert "logging offline instead" in capfd.readouterr().out
+    assert list((tmp_path / "wandb").glob("offline-run-*"))

@@ -1,0 +1,67 @@
+"""The request to stop, in a process of its own."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+from gptexp.signals import EXIT_CODES, REASONS, StopRequest
+
+SCRIPT = """
+import os, signal, sys, time
+from gptexp.signals import StopRequest
+stop = StopRequest()
+stop.install(ignore_sigint=sys.argv[1] == "rank")
+print("ready", flush=True)
+while True:
+    time.sleep(0.01)
+    if stop.reason():
+        print(stop.reason(), stop.flags(), flush=True)
+        time.sleep(60)
+"""
+
+
+def start(kind: str) -> subprocess.Popen[str]:
+    process = subprocess.Popen([sys.executable, "-c", SCRIPT, kind], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGUSR1", "SIGTERM"])
+def test_first_signal_asks_second_leaves(name: str) -> None:
+    import signal
+
+    process = start("single")
+    assert process.stdout is not None
+    process.send_signal(getattr(signal, name))
+    assert process.stdout.readline().startswith(name)
+    process.send_signal(getattr(signal, name))  # the same request, passed on twice
+    time.sleep(0.3)
+    assert process.poll() is None
+    time.sleep(1)
+    process.send_signal(getattr(signal, name))
+    assert process.wait(timeout=5) == EXIT_CODES[name]
+
+
+def test_a_launched_rank_leaves_ctrl_c_to_its_parent() -> None:
+    import signal
+
+    process = start("rank")
+    assert process.stdout is not None
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    process.send_signal(signal.SIGTERM)
+    assert process.stdout.readline().startswith("SIGTERM")
+    process.kill()
+    process.wait()
+
+
+def test_time_is_a_reason_too_and_flags_are_one_hot() -> None:
+    stop = StopRequest()
+    assert (stop.reason(), stop.flags()) == (None, [0.0] * len(REASONS))
+    stop.limit(1e-9)
+    time.sleep(0.01)
+    assert stop.reason() == "time"
+    assert stop.flags() == [0.0, 0.0, 0.0, 1.0]

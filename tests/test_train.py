@@ -1,0 +1,491 @@
+"""Whole runs in real processes: what a user types, and what lies in the run directory afterwards."""
+
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from conftest import ROOT, events, runs, summary
+
+from gptexp import load_run
+from gptexp.loggers import METRICS
+
+Gptexp = Callable[..., subprocess.CompletedProcess[str]]
+Start = Callable[..., subprocess.Popen[str]]
+
+
+def weights(directory: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    newest = sorted((directory / "checkpoints").glob("step-*"))[-1]
+    return load_file(newest / "model.safetensors")
+
+
+def wait_for(condition: Callable[[], object], process: subprocess.Popen[str], seconds: float = 120) -> None:
+    """Poll until `condition` holds; fails if the process ends or the time passes first."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def processes_of(directory: Path) -> list[int]:
+    """Process ids of the ranks that train in `directory`."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            argv = path.read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if b"gptexp.run" in argv and str(directory).encode() in argv:
+            found.append(int(path.parent.name))
+    return found
+
+
+# --- one process -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> tuple[Path, str]:
+    """A run of 40 steps at world size 1, and what it printed."""
+    from conftest import TINY
+
+    root = tmp_path_factory.mktemp("finished")
+    overrides = [*TINY, f"data.path={corpus}", "log=disabled", "optim.lr=1e-2", "train.max_steps=40"]
+    command = [sys.executable, "-m", "gptexp.train", *overrides, "hydra.run.dir=out"]
+    env = {**os.environ, "GPTEXP_CACHE": str(root / "cache")}
+    done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    return root / "out", done.stdout
+
+
+def test_it_learns_and_prints_the_lines_of_the_contract(finished: tuple[Path, str]) -> None:
+    directory, out = finished
+    losses = [e["train/loss"] for e in events(directory, "step")]
+    assert losses[0] == pytest.approx(math.log(50304), abs=0.15)
+    assert losses[-1] < losses[0] - 3
+    assert "num decayed parameter tensors: 6, with 808,192 parameters" in out
+    assert "learning rate   0.01, from the command line" in out
+    [line] = [line for line in out.splitlines() if line.startswith("step   10 | loss")]
+    step10 = events(directory, "step")[10]
+    assert line == (
+        f"step   10 | loss: {step10['train/loss']:.6f} | lr {step10['optim/lr']:.4e} | "
+        f"norm: {step10['optim/grad_norm']:.4f} | dt: {step10['perf/step_ms']:.2f}ms | "
+        f"tok/sec: {step10['perf/tokens_per_s']:.2f}"
+    )
+    assert "sample: " in out
+    assert str(directory) in out.splitlines()[-1]
+
+
+def test_metrics_have_the_names_of_the_table_and_whole_counts(finished: tuple[Path, str]) -> None:
+    directory, _ = finished
+    steps, evals = events(directory, "step"), events(directory, "eval")
+    assert [e["step"] for e in steps] == list(range(40))
+    assert [e["tokens"] for e in steps] == [128 * (i + 1) for i in range(40)]
+    assert len(evals) == 10  # ten times a run
+    assert evals[-1]["tokens"] == 40 * 128
+    assert {name for e in steps + evals for name in e} - {"event"} == set(METRICS)
+    assert all(len(e["data/fingerprint"]) == 16 for e in steps)
+    assert evals[-1]["val/ppl"] == pytest.approx(math.exp(evals[-1]["val/loss"]))
+
+
+def test_summary_and_files(finished: tuple[Path, str]) -> None:
+    directory, _ = finished
+    s = summary(directory)
+    assert s["status"] == "completed"
+    assert (s["steps"], s["tokens"], s["parameters"], s["seed"]) == (40, 40 * 128, 808_432, 1337)
+    evals = [e["val/loss"] for e in events(directory, "eval")]
+    assert s["final_val_loss"] == evals[-1]
+    assert s["best_val_loss"] == min(evals)
+    assert s["versions"]["torch"] == torch.__version__
+    assert (directory / ".hydra" / "overrides.yaml").exists()
+    assert len(list((directory / "checkpoints").glob("step-*"))) == 2  # keep_last
+    effective = json.loads((directory / "effective.json").read_text())
+    assert effective["threads_per_rank"] == 1
+    assert effective["reasons"].keys() >= {"dtype", "compile", "loss", "fused", "threads_per_rank"}
+
+
+def test_validation_loss_is_that_of_the_plain_model_on_the_same_windows(finished: tuple[Path, str]) -> None:
+    """The logged number against a loop over single windows with torch's own cross-entropy."""
+    from gptexp.run import open_data
+
+    directory, _ = finished
+    model, _, config = load_run(directory)
+    os.environ["GPTEXP_CACHE"] = str(directory.parent / "cache")  # clean_environment puts it back
+    dataset = open_data(config)
+    losses = []
+    for window in dataset.val_windows:
+        ids = torch.from_numpy(dataset.val.read(int(window) * 16, 17).astype("int64"))
+        logits = model.lm_head(model.hidden(ids[None, :-1]))[0]
+        losses.append(torch.nn.functional.cross_entropy(logits, ids[1:]).item())
+    assert len(losses) == 8
+    assert summary(directory)["final_val_loss"] == pytest.approx(sum(losses) / 8, rel=1e-5)
+
+
+def test_config_yaml_is_enough_to_run_again(
+    finished: tuple[Path, str], tmp_path: Path, gptexp: Gptexp, corpus: Path
+) -> None:
+    directory, _ = finished
+    again = tmp_path / "again"
+    again.mkdir()
+    shutil.copy(directory / "config.yaml", again)
+    done = gptexp("resume", str(again), "--world-size", "1")
+    assert done.returncode == 0, done.stderr
+    for name, value in weights(directory).items():
+        assert torch.equal(value, weights(again)[name])
+
+
+def test_same_directory_again_is_skipped_and_another_config_refused(
+    finished: tuple[Path, str], gptexp: Gptexp, tmp_path: Path
+) -> None:
+    directory, _ = finished
+    overrides = yaml.safe_load((directory / ".hydra" / "overrides.yaml").read_text())
+    before = {p: p.read_bytes() for p in directory.rglob("*") if p.is_file()}
+    same = gptexp("train", *overrides, f"hydra.run.dir={directory}")
+    assert (same.returncode, "completed; nothing to do" in same.stdout) == (0, True)
+    other = gptexp("train", *overrides, "optim.lr=2e-2", f"hydra.run.dir={directory}")
+    assert other.returncode == 2
+    assert "optim.lr was 0.01, now 0.02" in other.stderr
+    assert gptexp("resume", str(directory)).returncode == 0
+    assert {p: p.read_bytes() for p in directory.rglob("*") if p.is_file()} == before
+
+
+def test_evaluate_prints_json_and_takes_other_text(finished: tuple[Path, str], gptexp: Gptexp, tmp_path: Path) -> None:
+    directory, _ = finished
+    own = json.loads(gptexp("evaluate", str(directory)).stdout.splitlines()[-1])
+    assert own["val/loss"] == pytest.approx(summary(directory)["final_val_loss"], rel=1e-6)
+    assert (own["step"], own["tokens"]) == (40, 128)
+    (tmp_path / "other.txt").write_text("Completely different words, never seen in training. " * 40)
+    args = ("evaluate", str(directory), "--data", "other.txt", "--val-tokens", "96")
+    other = json.loads(gptexp(*args).stdout.splitlines()[-1])
+    assert other["tokens"] == 96
+    assert other["val/loss"] > own["val/loss"] + 1
+
+
+def test_sample_prints_what_was_asked_for(finished: tuple[Path, str], gptexp: Gptexp) -> None:
+    directory, _ = finished
+    args = ("--prompt", "The cat", "--num-samples", "3", "--max-new-tokens", "8")
+    done = gptexp("sample", str(directory), *args)
+    samples = done.stdout.rstrip("\n").split("\n---\n")
+    assert done.returncode == 0, done.stderr
+    assert len(samples) == 3
+    assert all(s.startswith("The cat") for s in samples)
+    assert gptexp("sample", str(directory), *args).stdout == done.stdout
+    bad = gptexp("sample", str(directory), "--top-k", "-1")
+    assert (bad.returncode, bad.stderr) == (2, "gptexp: config error: --top-k=-1: must be 0 or above\n")
+
+
+@pytest.mark.parametrize("verb", ["sample", "evaluate", "resume"])
+def test_verbs_refuse_what_is_no_run(gptexp: Gptexp, tmp_path: Path, verb: str) -> None:
+    done = gptexp(verb, str(tmp_path))
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+    assert "no run directory" in done.stderr
+
+
+def test_no_whole_checkpoint_is_exit_code_four(finished: tuple[Path, str], gptexp: Gptexp, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(finished[0], broken)
+    for file in broken.glob("checkpoints/*/model.safetensors"):
+        file.write_bytes(file.read_bytes()[:-1])
+    done = gptexp("sample", str(broken))
+    assert done.returncode == 4
+    assert done.stderr.count("model.safetensors has") == 2
+    shutil.rmtree(broken / "checkpoints")
+    done = gptexp("evaluate", str(broken))
+    assert (done.returncode, "no checkpoint has been saved yet" in done.stderr) == (4, True)
+
+
+def test_bad_data_is_exit_code_three_and_divergence_five(gptexp: Gptexp, tiny: list[str], tmp_path: Path) -> None:
+    (tmp_path / "short.txt").write_text("too short")
+    short = gptexp("train", *tiny, "data.path=short.txt")
+    assert (short.returncode, len(short.stderr.splitlines())) == (3, 1), short.stderr
+    assert "fewer than one window" in short.stderr
+    wild = gptexp("train", *tiny, "optim.lr=1e30", "optim.grad_clip=0", "hydra.run.dir=wild", "train.max_steps=20")
+    assert wild.returncode == 5, wild.stderr
+    assert "diverged" in wild.stderr
+    assert summary(tmp_path / "wild")["status"] == "diverged"
+
+
+# --- stopping and going on -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def long_run(tiny: list[str]) -> list[str]:
+    """Far more steps than a test waits for."""
+    return [*tiny, "train.max_steps=100000", "train.save_every=100000", "train.eval_every=0", "hydra.run.dir=out"]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGUSR1"])
+def test_a_signal_to_the_parent_saves_and_leaves(
+    start: Start, long_run: list[str], tmp_path: Path, name: str, world_size: int
+) -> None:
+    directory = tmp_path / "out"
+    process = start("train", *long_run, f"world.size={world_size}", start_new_session=True)
+    wait_for(lambda: (directory / "metrics.jsonl").exists() and len(events(directory, "step")) > 5, process)
+    process.send_signal(getattr(signal, name))
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == {"SIGINT": 130, "SIGTERM": 143, "SIGUSR1": 138}[name], err
+    assert "Traceback" not in err
+    s = summary(directory)
+    assert s["status"] == "interrupted"
+    assert (directory / "checkpoints" / f"step-{s['steps']:08d}").is_dir()
+    assert processes_of(directory) == []
+
+
+def test_interrupted_and_resumed_at_another_world_size_equals_undisturbed(
+    start: Start, gptexp: Gptexp, tiny: list[str], tmp_path: Path
+) -> None:
+    """Dropout is on: its randomness is derived from the step, not from how often the run was started."""
+    overrides = [*tiny, "train.max_steps=200", "train.save_every=1000", "model.dropout=0.1"]
+    undisturbed = gptexp("train", *overrides, "hydra.run.dir=whole")
+    assert undisturbed.returncode == 0, undisturbed.stderr
+    directory = tmp_path / "out"
+    process = start("train", *overrides, "hydra.run.dir=out")
+    wait_for(lambda: (directory / "metrics.jsonl").exists() and len(events(directory, "step")) > 20, process)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    stopped_at = summary(directory)["steps"]
+    assert 20 < stopped_at < 200
+    resumed = gptexp("train", *overrides, "hydra.run.dir=out", "world.size=1")
+    assert resumed.returncode == 0, resumed.stderr
+    for name, value in weights(tmp_path / "whole").items():
+        assert torch.equal(value, weights(directory)[name]), name
+    assert [e["step"] for e in events(directory, "step")] == list(range(200))
+    whole, parts = (events(tmp_path / d, "step")[-1] for d in ("whole", "out"))
+    assert whole["data/fingerprint"] == parts["data/fingerprint"]
+
+
+def test_max_minutes_stops_with_code_zero(gptexp: Gptexp, long_run: list[str], tmp_path: Path) -> None:
+    done = gptexp("train", *long_run, "train.max_minutes=0.1")
+    assert done.returncode == 0, done.stderr
+    s = summary(tmp_path / "out")
+    assert s["status"] == "interrupted"
+    assert (tmp_path / "out" / "checkpoints" / f"step-{s['steps']:08d}").is_dir()
+
+
+def test_a_killed_rank_ends_the_run_and_is_named(start: Start, long_run: list[str], tmp_path: Path) -> None:
+    directory = tmp_path / "out"
+    process = start("train", *long_run, "world.size=2")
+    wait_for(lambda: (directory / "metrics.jsonl").exists() and len(events(directory, "step")) > 3, process)
+    victim = next(p for p in processes_of(directory) if b"RANK=1\0" in Path(f"/proc/{p}/environ").read_bytes())
+    os.kill(victim, signal.SIGKILL)
+    _, err = process.communicate(timeout=90)
+    assert process.returncode == 1
+    assert "rank 1 failed (exit code -9): killed by SIGKILL" in err
+    assert processes_of(directory) == []
+
+
+def test_a_killed_parent_leaves_no_rank_behind(start: Start, long_run: list[str], tmp_path: Path) -> None:
+    directory = tmp_path / "out"
+    process = start("train", *long_run, "world.size=2")
+    wait_for(lambda: (directory / "metrics.jsonl").exists() and len(events(directory, "step")) > 3, process)
+    assert len(processes_of(directory)) == 2
+    process.kill()
+    deadline = time.monotonic() + 60
+    while processes_of(directory):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert summary(directory)["status"] == "interrupted"  # they had the time to save
+
+
+def test_a_directory_in_use_is_refused(start: Start, gptexp: Gptexp, long_run: list[str], tmp_path: Path) -> None:
+    directory = tmp_path / "out"
+    process = start("train", *long_run)
+    wait_for(lambda: (directory / "metrics.jsonl").exists() and len(events(directory, "step")) > 1, process)
+    second = gptexp("train", *long_run)
+    assert (second.returncode, "another process is running in it" in second.stderr) == (2, True)
+
+
+# --- several ranks ---------------------------------------------------------------------------------------------------
+
+
+def test_losses_and_fingerprints_do_not_depend_on_ranks_or_micro_batch(
+    gptexp: Gptexp, tiny: list[str], tmp_path: Path
+) -> None:
+    """20 steps of 512 tokens at lr 6e-4, 5 warm-up steps, one thread per rank: to 1e-5 relative."""
+    cuts = [(1, 2), (2, 2), (4, 2), (1, 4), (1, 8), (4, 8)]
+    for world_size, micro_batch_size in cuts:
+        done = gptexp(
+            "train",
+            *tiny,
+            "batch.total_batch_size=512",
+            "train.max_steps=20",
+            "schedule.warmup_steps=5",
+            f"world.size={world_size}",
+            f"batch.micro_batch_size={micro_batch_size}",
+            f"hydra.run.dir=w{world_size}b{micro_batch_size}",
+        )
+        assert done.returncode == 0, done.stderr
+    reference = tmp_path / "w1b2"
+    for world_size, micro_batch_size in cuts[1:]:
+        other = tmp_path / f"w{world_size}b{micro_batch_size}"
+        for kind, keys in (("step", ("train/loss", "optim/grad_norm")), ("eval", ("val/loss",))):
+            for a, b in zip(events(reference, kind), events(other, kind), strict=True):
+                assert a.get("data/fingerprint") == b.get("data/fingerprint")
+                for key in keys:
+                    assert b[key] == pytest.approx(a[key], rel=1e-5), (other.name, a["step"], key)
+
+
+def test_reductions_do_not_grow_with_accumulation(tmp_path: Path) -> None:
+    """Counts what DDP reduces and what we reduce ourselves, in two real ranks."""
+    script = tmp_path / "count.py"
+    script.write_text(
+        textwrap.dedent("""
+        import json, sys
+        import torch, torch.distributed as dist
+        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+        from contextlib import nullcontext
+        from gptexp.config import ModelConfig
+        from gptexp.data.loader import MicroBatch
+        from gptexp.model import GPT
+        from gptexp.trainer import StepReport, train_step
+
+        dist.init_process_group("gloo")
+        counts = {"buckets": 0, "ours": 0}
+        def hook(group, bucket):
+            counts["buckets"] += 1
+            return allreduce_hook(group, bucket)
+        plain = dist.all_reduce
+        def all_reduce(*args, async_op=False, **kwargs):
+            counts["ours"] += not async_op  # the hook's own calls are asynchronous
+            return plain(*args, async_op=async_op, **kwargs)
+        dist.all_reduce = all_reduce
+        ddp = torch.nn.parallel.DistributedDataParallel(GPT(ModelConfig(1, 2, 16, 8, 64)), gradient_as_bucket_view=True)
+        ddp.register_comm_hook(None, hook)
+        optimizer = torch.optim.AdamW(ddp.parameters())
+        x = torch.zeros(2, 8, dtype=torch.int64)
+        for accumulation in (1, 4, 16):
+            counts.update(buckets=0, ours=0)
+            batches = iter([MicroBatch(x, x, 1, 0)] * accumulation)
+            out = train_step(ddp, optimizer, batches, accumulation, 1e-3, 1.0, nullcontext, False)
+            StepReport(0, 1e-3, *out, [0.0] * 4, 2).read()
+            if dist.get_rank() == 0:
+                print(json.dumps([accumulation, counts["buckets"], counts["ours"]]))
+        dist.destroy_process_group()
+        """)
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    counted = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [c[0] for c in counted] == [1, 4, 16]
+    # The first step of DDP reduces in the buckets it was built with, before it regroups them.
+    assert all(buckets in (1, 2) for _, buckets, _ in counted)
+    assert [ours for _, _, ours in counted] == [1, 1, 1]
+
+
+def test_two_torchrun_agents_train_one_run_in_one_directory(tiny: list[str], tmp_path: Path) -> None:
+    port = 29000 + os.getpid() % 1000
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d",
+        f"--rdzv-endpoint=localhost:{port}", "--rdzv-id=test", "-m", "gptexp.train", *tiny,
+    ]  # fmt: skip
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    agents = [
+        subprocess.Popen(command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    outputs = [agent.communicate(timeout=180) for agent in agents]
+    assert [agent.returncode for agent in agents] == [0, 0], outputs
+    [directory] = runs(tmp_path)
+    assert summary(directory)["world_size"] == 2
+    assert summary(directory)["status"] == "completed"
+    assert [e["step"] for e in events(directory, "step")] == list(range(4))
+    assert len(list((tmp_path / "outputs").glob("*/*"))) == 1
+
+
+def test_under_a_launcher_multirun_and_questions_work_and_world_size_must_agree(
+    tiny: list[str], tmp_path: Path
+) -> None:
+    def torchrun(*argv: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
+        env = {**os.environ, "PYTHONPATH": str(ROOT)}
+        return subprocess.run(
+            [*command, "gptexp.train", *argv], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=180
+        )
+
+    swept = torchrun("-m", *tiny, "train.seed=1,2")
+    assert swept.returncode == 0, swept.stderr
+    assert [summary(d)["world_size"] for d in runs(tmp_path)] == [2, 2]
+    asked = torchrun("--cfg", "job", *tiny)
+    assert (asked.returncode, asked.stdout.count("n_layer: 1")) == (0, 1)
+    wrong = torchrun(*tiny, "world.size=4")
+    assert wrong.returncode != 0
+    assert "world.size=4: the launcher started 2 ranks" in wrong.stderr
+    assert len(runs(tmp_path)) == 2
+
+
+# --- multirun --------------------------------------------------------------------------------------------------------
+
+
+def test_four_cells_in_four_directories_and_a_crash_costs_one(gptexp: Gptexp, tiny: list[str], tmp_path: Path) -> None:
+    (tmp_path / "short.txt").write_text("too short")
+    grid = ("optim.lr=3e-4,6e-4", "batch.total_batch_size=128,256")
+    done = gptexp("train", "-m", *tiny, *grid, "world.size=2")
+    assert done.returncode == 0, done.stderr
+    cells = runs(tmp_path)
+    assert len(cells) == 4
+    assert len({c.parent for c in cells}) == 1
+    seen = {
+        (c["optim"]["lr"], c["batch"]["total_batch_size"], summary(d)["tokens"])
+        for d in cells
+        for c in [yaml.safe_load((d / "config.yaml").read_text())]
+    }
+    assert seen == {(lr, b, 4 * b) for lr in (3e-4, 6e-4) for b in (128, 256)}
+    # A step at 2B is the union of two at B: the same tokens make the same fingerprint.
+    by_batch = {json.loads((d / "summary.json").read_text())["tokens"]: events(d, "step") for d in cells}
+    assert by_batch[512][3]["data/fingerprint"] == by_batch[1024][1]["data/fingerprint"]
+
+    stamp = {d: (d / "summary.json").stat().st_mtime_ns for d in cells}
+    widened = gptexp("train", "-m", *tiny, "optim.lr=3e-4,6e-4,1e-3", grid[1], "world.size=2")
+    assert widened.returncode == 0, widened.stderr
+    assert widened.stdout.count("completed before") == 4
+    assert len(runs(tmp_path)) == 6
+    assert {d: (d / "summary.json").stat().st_mtime_ns for d in cells} == stamp
+
+    path = next(o for o in tiny if o.startswith("data.path="))
+    crashed = gptexp("train", "-m", *tiny, f"{path},short.txt", "train.seed=1,2", "sweep.name=crash")
+    assert crashed.returncode == 1
+    assert "2 of 4 cells failed" in crashed.stderr
+    assert "exit code 3" in crashed.stderr
+    assert "Traceback" not in crashed.stderr
+    assert len([d for d in runs(tmp_path / "outputs" / "crash") if summary(d)["status"] == "completed"]) == 2
+
+
+def test_one_illegal_cell_stops_the_sweep_before_the_first(gptexp: Gptexp, tiny: list[str], tmp_path: Path) -> None:
+    done = gptexp("train", "-m", *tiny, "batch.total_batch_size=128,100")
+    assert done.returncode == 2
+    assert "(cell batch.total_batch_size=100)" in done.stderr
+    assert not (tmp_path / "outputs").exists()
+
+
+def test_ctrl_c_in_a_sweep_saves_the_cell_and_starts_no_other(
+    start: Start, long_run: list[str], tmp_path: Path
+) -> None:
+    process = start("train", "-m", *long_run, "train.seed=1,2", "sweep.name=s", start_new_session=True)
+    cells = tmp_path / "outputs" / "s"
+    wait_for(lambda: any(len(events(d.parent, "step")) > 3 for d in cells.glob("*/metrics.jsonl")), process)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    [cell] = runs(cells)
+    assert summary(cell)["status"] == "interrupted"
+    assert processes_of(cell) == []
+
+
+def test_a_named_grid_runs_as_a_sweep(gptexp: Gptexp, tiny: list[str], tmp_path: Path) -> None:
+    done = gptexp("train", *tiny, "sweep=seeds", "train.max_steps=1", "sweep.name=five")
+    assert done.returncode == 0, done.stderr
+    assert {summary(d)["seed"] for d in runs(tmp_path / "outputs" / "five")} == {1337, 1338, 1339, 1340, 1341}
