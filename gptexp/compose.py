@@ -5,34 +5,31 @@ size: everything after this reads that and not Hydra. Problems are found before 
 is created, and print as one line each with exit code 2.
 """
 
-import difflib
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 import hydra
+import yaml
 from hydra._internal.utils import get_args_parser
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
-from hydra.errors import HydraException, OverrideParseException
+from hydra.errors import HydraException
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from gptexp import check, run_dir
-from gptexp.config import Config, fields_of
+from gptexp.config import Config, shown
 from gptexp.distributed import launcher_rank
 from gptexp.errors import EXIT_CONFIG, EXIT_FAILED, ConfigError, UserError
-
-KIND = {int: "a whole number", float: "a number", bool: "true or false", str: "text", list: "a list"}
+from gptexp.overrides import override_problems
 
 
 def conf_dir() -> Path:
@@ -69,21 +66,49 @@ def register() -> None:
 
 def hydra_main(task: Callable[[DictConfig], Any]) -> None:
     """Run `task` under `hydra.main` on `sys.argv`; `CheckBeforeStart` refuses a bad config before anything exists."""
-    args = get_args_parser().parse_args()
-    multirun = args.multirun or any(text.startswith(("sweep=", "hydra.mode=")) for text in args.overrides)
-    only_asks = args.cfg or args.info or args.shell_completion or args.help or args.hydra_help
-    if not only_asks and (found := override_problems(args.overrides, multirun, args.config_dir)):
-        raise ConfigError(found)
+    parser = get_args_parser()
+    parser.error = _usage_error  # type: ignore[method-assign]
+    args = parser.parse_args()
+    modes = {"--run": args.run, "--multirun": args.multirun, "--cfg": args.cfg, "--info": args.info}
+    modes["--shell-completion"] = args.shell_completion
+    if len(given := [flag for flag, value in modes.items() if value]) > 1:
+        raise ConfigError(f"{' '.join(given)}: exclude each other; give one")
+    if args.resolve and not (args.cfg or args.help):
+        raise ConfigError("--resolve: goes with --cfg only; add --cfg job")
+    if args.experimental_rerun:
+        raise ConfigError(f"--experimental-rerun {args.experimental_rerun}: not supported; use gptexp resume RUN_DIR")
+    if not (args.shell_completion or args.help or args.hydra_help):
+        multirun = args.multirun or any(text.startswith(("sweep=", "hydra.mode=")) for text in args.overrides)
+        _refuse(args.overrides, multirun, args.config_dir)
     register()
     # Hydra would print its errors over many lines and exit with 1; this makes it raise them to `report_errors`.
     os.environ["HYDRA_FULL_ERROR"] = "1"
-    hydra.main(config_path=str(conf_dir()), config_name="config", version_base="1.3")(task)()
+    try:
+        hydra.main(config_path=str(conf_dir()), config_name="config", version_base="1.3")(task)()
+    except SystemExit as leaving:
+        if args.cfg and leaving.code == 1:  # Hydra's answer to an unknown --package
+            raise SystemExit(EXIT_CONFIG) from None
+        raise
+
+
+def _usage_error(message: str) -> NoReturn:
+    raise ConfigError(f"{message}; see --help")
+
+
+def _refuse(overrides: Sequence[str], multirun: bool, config_dir: str | None) -> None:
+    """Raise `ConfigError` for a folder that is none and for wrong overrides."""
+    folders = [conf_dir()]
+    if config_dir is not None:
+        folders.append(Path(config_dir))
+        if not folders[-1].is_dir():
+            raise ConfigError(f"--config-dir {shown(config_dir)}: no such folder")
+    if found := override_problems(overrides, multirun, folders):
+        raise ConfigError(found)
 
 
 def compose(overrides: list[str], config_dir: str | None = None) -> Config:
     """Compose and check one config without starting anything (for verbs that do not train)."""
-    if found := override_problems(overrides, False, config_dir):
-        raise ConfigError(found)
+    _refuse(overrides, False, config_dir)
     register()
     search = [f"hydra.searchpath=[file://{Path(config_dir).resolve()}]"] if config_dir else []
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
@@ -99,7 +124,8 @@ def to_config(cfg: DictConfig) -> Config:
             f"world.size={config.world.size}: the launcher started {launcher.world_size} ranks; "
             f"leave world.size out or start {config.world.size}"
         )
-    config.world.size = config.world.size or (launcher.world_size if launcher else 1)
+    if config.world.size is None:
+        config.world.size = launcher.world_size if launcher else 1
     check.check(config, config.world.size)
     for key in ("path", "val_path"):
         if (value := getattr(config.data, key)) is not None:
@@ -133,6 +159,7 @@ class CheckBeforeStart(Callback):
         with report_errors():
             HydraConfig.instance().set_config(config)
             directory = Path(config.hydra.run.dir)
+            _refuse_unusable(directory)
             if run_dir.check_reusable(directory, to_config(config)) == "completed":
                 print(f"gptexp: {directory} holds this very run, completed; nothing to do")
                 raise SystemExit(0)
@@ -142,6 +169,16 @@ class CheckBeforeStart(Callback):
             from gptexp.sweep import name_sweep
 
             name_sweep(config)
+
+
+def _refuse_unusable(directory: Path) -> None:
+    """Raise `ConfigError` where no directory can be made."""
+    try:
+        parent = next(p for p in (directory, *directory.absolute().parents) if p.exists())
+    except OSError as error:
+        raise ConfigError(f"hydra.run.dir={shown(str(directory))}: {error.strerror}; use another name") from None
+    if not parent.is_dir():
+        raise ConfigError(f"hydra.run.dir={directory}: {parent} is a file; use another name")
 
 
 class report_errors:
@@ -157,7 +194,7 @@ class report_errors:
             kind = "config error: " if isinstance(error, ConfigError) else ""
             print(*(f"gptexp: {kind}{line}" for line in str(error).splitlines()), sep="\n", file=sys.stderr)
             sys.exit(error.exit_code)
-        if isinstance(error, HydraException | OmegaConfBaseException):
+        if isinstance(error, HydraException | OmegaConfBaseException | yaml.YAMLError):
             print(f"gptexp: config error: {_one_line(error)}", file=sys.stderr)
             sys.exit(EXIT_CONFIG)
         if error is not None and not isinstance(error, SystemExit):
@@ -169,12 +206,14 @@ class report_errors:
 
 
 def _one_line(error: BaseException) -> str:
-    parts = [str(error)]
-    if error.__cause__ is not None:
-        parts.append(str(error.__cause__))
-    lines = [line.strip() for part in parts for line in part.splitlines()]
-    skip = ("full_key", "object_type", "reference_type", "Config search path", "provider=", "Set the environment")
-    return " ".join(dict.fromkeys(line for line in lines if line and not line.startswith(skip)))
+    """Hydra's and OmegaConf's many lines as one that names the key."""
+    parts = [error] if error.__cause__ is None else [error, error.__cause__]
+    lines = [line.strip() for part in parts for line in str(part).splitlines()]
+    noise = ("full_key", "object_type", "reference_type", "Config search path", "provider=", "Set the environment")
+    kept = dict.fromkeys(line for line in lines if line and not line.startswith((*noise, "To append to your config")))
+    keys = [str(key) for part in parts if (key := getattr(part, "full_key", None))]
+    text = " ".join(kept)
+    return f"{keys[-1]}: {text}" if keys and keys[-1] not in text else text
 
 
 def lr_source(choices: dict[str, str], overrides: Sequence[str]) -> str:
@@ -190,101 +229,3 @@ def lr_source(choices: dict[str, str], overrides: Sequence[str]) -> str:
         if OmegaConf.select(found, "optim.lr") is not None:
             return f"{group}={option}"
     return "the default"
-
-
-# --- overrides, checked one by one against the schema before Hydra sees them -----------------------------------------
-
-
-def override_problems(overrides: Sequence[str], multirun: bool, config_dir: str | None = None) -> list[str]:
-    """One line for each override that names no key or group, or whose value has the wrong type."""
-    keys = {key: f.type for key, f, _ in fields_of(Config())}
-    groups = _options([conf_dir(), *([Path(config_dir)] if config_dir else [])])
-    parser = OverridesParser.create()
-    found: list[str] = []
-    for text in overrides:
-        try:
-            override = parser.parse_override(text)
-        except OverrideParseException:
-            found.append(f"{text}: not a key=value override; quote a value that holds = , {{ or spaces: key='\"a=b\"'")
-            continue
-        found += _override_problem(override, keys, groups, multirun)
-    return found
-
-
-def _options(folders: list[Path]) -> dict[str, set[str]]:
-    """Group -> the names of its files."""
-    groups: dict[str, set[str]] = {}
-    for folder in folders:
-        for file in folder.glob("*/*.yaml"):
-            groups.setdefault(file.parent.name, set()).add(file.stem)
-    return groups
-
-
-def _override_problem(
-    override: Override, keys: dict[str, Any], groups: dict[str, set[str]], multirun: bool
-) -> Iterator[str]:
-    key, text = override.key_or_group, override.input_line
-    if key.split(".")[0].split("/")[0] == "hydra":
-        return
-    if key not in keys and key not in groups:
-        nodes = {k.rpartition(".")[0] for k in keys} | {k.split(".")[0] for k in keys}
-        if key in nodes:
-            inside = ", ".join(k for k in keys if k.startswith(f"{key}."))
-            yield f"{text}: {key} is a group of keys; set one of them: {inside}"
-        else:
-            yield f"{text}: unknown key '{key}'{_did_you_mean(key, [*keys, *groups])}"
-        return
-    if override.is_delete():
-        yield f"{text}: a key cannot be removed; set it to another value"
-        return
-    if override.is_add() or override.is_force_add():
-        yield f"{text}: '{key}' is there already; write {key}=… without the plus sign"
-        return
-    if override.is_sweep_override():
-        if not multirun:
-            yield f"{text}: several values need -m (--multirun)"
-            return
-        values: list[Any] = list(override.sweep_iterator()) if override.is_discrete_sweep() else []
-    else:
-        values = [override.value()]
-    for value in values:
-        if key in groups:
-            if value is not None and value not in groups[key]:
-                options = ", ".join(sorted(groups[key]))
-                yield f"{key}={value}: no such option{_did_you_mean(str(value), groups[key])}; there are {options}"
-        elif line := _type_problem(key, keys[key], value):
-            yield line
-
-
-def _did_you_mean(word: str, known: Sequence[str] | set[str]) -> str:
-    """The closest known name, as a clause: by spelling, or because `word` is the last part of it."""
-    by_tail = [name for name in known if name.rpartition(".")[2] == word]
-    close = by_tail or difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
-    if not close and "." in word:
-        tail = difflib.get_close_matches(
-            word.rpartition(".")[2], [n.rpartition(".")[2] for n in known], n=1, cutoff=0.6
-        )
-        close = [n for n in known if tail and n.rpartition(".")[2] == tail[0]]
-    return f"; did you mean '{close[0]}'?" if close else ""
-
-
-def _type_problem(key: str, annotation: Any, value: Any) -> str | None:
-    if isinstance(value, str) and "${" in value:
-        return None  # an interpolation: Hydra resolves and checks it
-    try:
-        OmegaConf.update(_schema(), key, value)
-    except OmegaConfBaseException:
-        kinds = [t for t in getattr(annotation, "__args__", (annotation,)) if t is not type(None)]
-        optional = " or null" if type(None) in getattr(annotation, "__args__", ()) else ""
-        kind = KIND.get(getattr(kinds[0], "__origin__", kinds[0]), "a value")
-        if list in (annotation, getattr(annotation, "__origin__", None)):
-            kind = KIND[list]
-        whole = isinstance(value, float) and value.is_integer() and int in kinds
-        fix = f"; write {int(value)}" if whole else ""
-        return f"{key}={value}: must be {kind}{optional}{fix}"
-    return None
-
-
-def _schema() -> DictConfig:
-    schema: DictConfig = OmegaConf.structured(Config)
-    return schema

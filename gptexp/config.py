@@ -26,11 +26,11 @@ def _choice(*values: str) -> Any:
 
 
 def _positive(default: Any) -> Any:
-    return _ruled(default, (lambda v: math.isfinite(v) and v > 0, "must be above 0"))
+    return _ruled(default, (lambda v: math.isfinite(v) and v > 0, "must be a finite number above 0"))
 
 
 def _not_negative(default: Any) -> Any:
-    return _ruled(default, (lambda v: math.isfinite(v) and v >= 0, "must be 0 or above"))
+    return _ruled(default, (lambda v: math.isfinite(v) and v >= 0, "must be a finite number, 0 or above"))
 
 
 def _ratio(default: float) -> Any:
@@ -129,7 +129,9 @@ class TrainConfig:
     keep_last: int = _not_negative(2)  # checkpoints kept; 0: all
     log_every: int = _positive(1)  # steps
     max_minutes: float | None = _positive(None)  # stop after a checkpoint once this long has passed
-    seed: int = _not_negative(1337)  # of initial weights, data order and dropout
+    seed: int = _ruled(
+        1337, (lambda v: 0 <= v < 2**63, "must lie in [0, 2^63)")
+    )  # of initial weights, data order and dropout
     deterministic: bool = False  # torch's deterministic algorithms (slower; bit-equal repeats on GPUs)
     dtype: str = _choice("auto", "float32", "bfloat16")  # auto: bfloat16 where the hardware computes in it
     compile: str = _choice("auto", "on", "off")  # torch.compile; auto: on GPUs
@@ -201,18 +203,28 @@ def fields_of(config: Any, prefix: str = "") -> Iterator[tuple[str, dataclasses.
             yield f"{prefix}{f.name}", f, value
 
 
-def field_problems(config: Config) -> list[str]:
-    """One line for each key whose value breaks the rule on its own line."""
-    problems = []
-    for key, f, value in fields_of(config):
-        choices = f.metadata.get("choices")
-        if choices and value not in choices:
-            problems.append(f"{key}={value}: must be one of {', '.join(choices)}")
-        elif "rule" in f.metadata and value is not None:
-            holds, rule = f.metadata["rule"]
-            if not holds(value):
-                problems.append(f"{key}={value}: {rule}")
-    return problems
+def field_problems(config: Config) -> dict[str, str]:
+    """For each key whose value breaks the rule on its own line, a line that says so."""
+    lines = {key: field_problem(key, f, value) for key, f, value in fields_of(config)}
+    return {key: line for key, line in lines.items() if line}
+
+
+def field_problem(key: str, f: dataclasses.Field[Any], value: Any) -> str | None:
+    """What is wrong with one value of the right type, as a line."""
+    choices = f.metadata.get("choices")
+    if choices and value not in choices:
+        return f"{key}={shown(value)}: must be one of {', '.join(choices)}"
+    if "rule" in f.metadata and value is not None:
+        holds, rule = f.metadata["rule"]
+        if not holds(value):
+            return f"{key}={shown(value)}: {rule}"
+    return None
+
+
+def shown(value: Any) -> str:
+    """A value as one would type it, cut where it is long."""
+    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def to_dict(config: Any) -> dict[str, Any]:

@@ -102,7 +102,8 @@ class CellLauncher(Launcher):
     ) -> list[tuple[DictConfig, str]]:
         from gptexp.compose import report_errors, to_config
 
-        cells, problems = [], []
+        cells: list[tuple[DictConfig, str]] = []
+        problems: dict[str, list[str]] = {}  # line -> the cells it is true of
         with report_errors():
             for number, overrides in enumerate(job_overrides, first):
                 composed = self.context.config_loader.load_sweep_config(self.config, list(overrides))
@@ -112,7 +113,8 @@ class CellLauncher(Launcher):
                     run_dir.check_reusable(Path(self.config.hydra.sweep.dir, name), config)
                 except ConfigError as error:
                     values = " ".join(filter_overrides([o for o in overrides if o.split("=")[0] in swept]))
-                    problems += [f"{line} (cell {values})" for line in error.problems]
+                    for line in error.problems:
+                        problems.setdefault(line, []).append(values)
                     continue
                 with open_dict(composed):
                     composed.hydra.job.id = f"{number}"
@@ -121,8 +123,16 @@ class CellLauncher(Launcher):
                     composed.hydra.sweep.subdir = name
                 cells.append((composed, name))
             if problems:
-                raise ConfigError(problems)
+                raise ConfigError([_of_cells(line, of, len(job_overrides)) for line, of in problems.items()])
         return cells
+
+
+def _of_cells(line: str, cells: list[str], total: int) -> str:
+    """A problem's line with the cells that have it."""
+    if len(cells) == total:
+        return f"{line} (all {total} cells)" if total > 1 else line
+    more = f" and {len(cells) - 1} more" if len(cells) > 1 else ""
+    return f"{line} (cell {cells[0]}{more})"
 
 
 def swept_keys(job_overrides: Sequence[Sequence[str]]) -> list[str]:

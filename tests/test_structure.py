@@ -12,7 +12,7 @@ FLOORS = [
     {"errors", "config"},
     {"batch", "schedule", "flops", "signals", "versions", "loss", "data"},
     {"model", "distributed", "run_dir"},
-    {"optim", "checkpoint", "check"},
+    {"optim", "checkpoint", "check", "overrides"},
     {"effective", "evaluate", "loggers"},
     {"trainer", "load", "sample"},
     {"run"},
@@ -24,8 +24,8 @@ FLOOR = {module: number for number, floor in enumerate(FLOORS) for module in flo
 
 # Third-party packages that only these modules may import.
 FENCES = {
-    "hydra": {"compose", "sweep", "train"},
-    "omegaconf": {"compose", "sweep"},
+    "hydra": {"compose", "overrides", "sweep", "train"},
+    "omegaconf": {"compose", "overrides", "sweep"},
     "wandb": {"loggers.wandb"},
     "tiktoken": {"data.tokenizer"},
     "argparse": {"plan", "prepare", "resume", "sample", "evaluate"},
@@ -36,8 +36,8 @@ FENCES = {
 TORCH_FREE = {
     "__init__", "__main__", "batch", "check", "cli", "compose", "config", "data.__init__", "data.corpora",
     "data.order", "data.prepare", "data.shards", "data.tokenizer", "distributed", "errors", "evaluate", "flops",
-    "launch", "plan", "prepare", "resume", "run", "run_dir", "sample", "schedule", "signals", "sweep", "train",
-    "versions",
+    "launch", "overrides", "plan", "prepare", "resume", "run", "run_dir", "sample", "schedule", "signals", "sweep",
+    "train", "versions",
 }  # fmt: skip
 
 
