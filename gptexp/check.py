@@ -4,7 +4,6 @@ Runs before torch is imported and before anything is created. Each line names th
 """
 
 import glob
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,6 @@ from gptexp.config import Config, field_problems, shown
 from gptexp.data.tokenizer import VOCAB_SIZES
 from gptexp.errors import ConfigError
 from gptexp.schedule import resolve_schedule
-
-NAME = re.compile(r"[A-Za-z0-9._-]{1,80}")
 
 # (the keys that a rule reads, the rule: config and world size -> lines)
 Rule = tuple[set[str], Callable[[Config, int], Iterator[str]]]
@@ -194,10 +191,3 @@ def _backend(cfg: Config, _world_size: int) -> Iterator[str]:
             f"world.backend=nccl: talks between CUDA devices only and train.device={cfg.train.device}; "
             "use world.backend=gloo or auto"
         )
-
-
-@rule("sweep.name", "log.wandb.project")
-def _names(cfg: Config, _world_size: int) -> Iterator[str]:
-    for key, name in (("sweep.name", cfg.sweep.name), ("log.wandb.project", cfg.log.wandb.project)):
-        if name is not None and (not NAME.fullmatch(name) or set(name) == {"."}):
-            yield f"{key}={shown(name)}: must be 1 to 80 of A-Z a-z 0-9 . _ - (it names a directory or a project)"

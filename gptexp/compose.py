@@ -211,7 +211,7 @@ def _one_line(error: BaseException) -> str:
     lines = [line.strip() for part in parts for line in str(part).splitlines()]
     noise = ("full_key", "object_type", "reference_type", "Config search path", "provider=", "Set the environment")
     kept = dict.fromkeys(line for line in lines if line and not line.startswith((*noise, "To append to your config")))
-    keys = [str(key) for part in parts if (key := getattr(part, "full_key", None))]
+    keys = [key for line in lines if line.startswith("full_key:") and (key := line.removeprefix("full_key:").strip())]
     text = " ".join(kept)
     return f"{keys[-1]}: {text}" if keys and keys[-1] not in text else text
 

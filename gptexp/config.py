@@ -9,6 +9,7 @@ length in tokens means the same at every batch size, a length in steps does not.
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,6 +40,12 @@ def _ratio(default: float) -> Any:
 
 def _below_one(default: float) -> Any:
     return _ruled(default, (lambda v: 0 <= v < 1, "must lie in [0, 1)"))
+
+
+def _name(default: str | None) -> Any:
+    """A key that names a directory or a project."""
+    legal = re.compile(r"(?!\.+$)[A-Za-z0-9._-]{1,80}")
+    return _ruled(default, (lambda v: legal.fullmatch(v) is not None, "must be 1 to 80 of A-Z a-z 0-9 . _ -"))
 
 
 @dataclass
@@ -142,7 +149,7 @@ class TrainConfig:
 @dataclass
 class WandbConfig:
     mode: str = _choice("auto", "online", "offline", "disabled")  # auto: online if a key is found, else offline
-    project: str = "gptexp"
+    project: str = _name("gptexp")
     group: str | None = None  # null: the sweep's name
     name: str | None = None  # null: from model, learning rate and batch
     tags: list[str] = field(default_factory=list)
@@ -157,7 +164,7 @@ class LogConfig:
 
 @dataclass
 class SweepConfig:
-    name: str | None = None  # directory under outputs/; null: a hash of the config without the swept keys
+    name: str | None = _name(None)  # directory under outputs/; null: a hash of the config without the swept keys
 
 
 @dataclass
@@ -209,15 +216,16 @@ def field_problems(config: Config) -> dict[str, str]:
     return {key: line for key, line in lines.items() if line}
 
 
-def field_problem(key: str, f: dataclasses.Field[Any], value: Any) -> str | None:
-    """What is wrong with one value of the right type, as a line."""
+def field_problem(key: str, f: dataclasses.Field[Any], value: Any, typed: str | None = None) -> str | None:
+    """What is wrong with one value of the right type, as a line; `typed` is how the user wrote it."""
+    given = f"{key}={shown(value) if typed is None else typed}"
     choices = f.metadata.get("choices")
     if choices and value not in choices:
-        return f"{key}={shown(value)}: must be one of {', '.join(choices)}"
+        return f"{given}: must be one of {', '.join(choices)}"
     if "rule" in f.metadata and value is not None:
         holds, rule = f.metadata["rule"]
         if not holds(value):
-            return f"{key}={shown(value)}: {rule}"
+            return f"{given}: {rule}"
     return None
 
 

@@ -71,7 +71,7 @@ def _problems(override: Override, fields: Fields, groups: Groups, multirun: bool
         yield f"{text}: several values need -m (--multirun)"
     elif override.is_sweep_override() and not override.is_discrete_sweep():
         yield f"{text}: a grid needs single values; write {key}=a,b,c"
-    elif override.is_sweep_override() and key in ("sweep", "experiment"):
+    elif override.is_sweep_override() and key == "sweep":
         yield f"{text}: one at a time; start several sweeps one after the other"
     elif override.value_type != ValueType.GLOB_CHOICE_SWEEP:  # Hydra expands a glob to options that exist
         values = list(override.sweep_iterator()) if override.is_sweep_override() else [override.value()]
@@ -103,7 +103,7 @@ def _wrong_value(key: str, field: dataclasses.Field[Any], value: Any) -> str | N
     except OmegaConfBaseException:
         wrong = True
     if not wrong:
-        return field_problem(key, field, OmegaConf.select(schema, key))
+        return field_problem(key, field, OmegaConf.select(schema, key), typed=shown(value))
     if choices := field.metadata.get("choices"):
         return f"{key}={shown(value)}: must be one of {', '.join(choices)}"
     optional = " or null" if type(None) in getattr(field.type, "__args__", ()) else ""
@@ -115,7 +115,7 @@ def _suggestion(key: str, fields: Fields, groups: Groups) -> str:
     """The key that was probably meant: by its last part, by spelling, or the keys of its group."""
     known: Collection[str] = [*fields, *groups]
     section, _, name = key.rpartition(".")
-    close = [k for k in known if k.rpartition(".")[2] == name and k != name]
+    close = [k for k in known if name in k.split(".")[1:]]
     close = close or difflib.get_close_matches(key, known, n=1, cutoff=0.7)
     if close:
         return f"did you mean '{close[0]}'?"

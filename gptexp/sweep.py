@@ -105,6 +105,8 @@ class CellLauncher(Launcher):
         cells: list[tuple[DictConfig, str]] = []
         problems: dict[str, list[str]] = {}  # line -> the cells it is true of
         with report_errors():
+            if not job_overrides:
+                raise ConfigError("the grid has no cells; give at least one value of each swept key")
             for number, overrides in enumerate(job_overrides, first):
                 composed = self.context.config_loader.load_sweep_config(self.config, list(overrides))
                 try:

@@ -56,6 +56,7 @@ FILES = {
     "experiment/wrong_type.yaml": "# @package _global_\nmodel:\n  n_layer: four\n",
     "experiment/out_of_range.yaml": "# @package _global_\noptim:\n  lr: -1\nmodel:\n  n_head: 3\n",
     "experiment/no_model.yaml": "# @package _global_\ndefaults:\n  - override /model: gpt5\n",
+    "experiment/no_yaml.yaml": "# @package _global_\nmodel: [1\n",
     "experiment/yaml_bool.yaml": "# @package _global_\ntrain:\n  compile: off\n",  # YAML 1.1: off is false
     "sweep/bad_cell.yaml": (
         "# @package _global_\nhydra:\n  mode: MULTIRUN\n  sweeper:\n    params:\n      optim.lr: 1e-3,-1\n"
