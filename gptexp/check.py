@@ -3,34 +3,20 @@
 Runs before torch is imported and before anything is created. Each line names the value, the rule and the fix.
 """
 
-import glob
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 from gptexp.batch import plan_batch, run_length
 from gptexp.config import Config, field_problems, shown
+from gptexp.data.corpora import is_path_list, matching_files, path_list
+from gptexp.data.order import count_val_windows
 from gptexp.data.tokenizer import VOCAB_SIZES
 from gptexp.errors import ConfigError
 from gptexp.schedule import resolve_schedule
 
-# (the keys that a rule reads, the rule: config and world size -> lines)
-Rule = tuple[set[str], Callable[[Config, int], Iterator[str]]]
-RULES: list[Rule] = []
-
 RUN_LENGTH = ("train.max_tokens", "train.max_steps", "batch.total_batch_size")
-WARMUP = ("schedule.warmup_ratio", "schedule.warmup_tokens", "schedule.warmup_steps")
+WARMUP = ("schedule.name", "schedule.warmup_ratio", "schedule.warmup_tokens", "schedule.warmup_steps")
 SEQ_LEN = ("batch.seq_len", "model.block_size")
-
-
-def rule(*keys: str) -> Callable[[Callable[[Config, int], Iterator[str]]], Callable[[Config, int], Iterator[str]]]:
-    """Apply the function to configs whose `keys` are right by themselves."""
-
-    def register(fn: Callable[[Config, int], Iterator[str]]) -> Callable[[Config, int], Iterator[str]]:
-        RULES.append((set(keys), fn))
-        return fn
-
-    return register
 
 
 def check(cfg: Config, world_size: int) -> None:
@@ -43,29 +29,13 @@ def problems(cfg: Config, world_size: int) -> list[str]:
     """All problems of `cfg`, one line each."""
     broken = field_problems(cfg)
     found = list(broken.values())
-    for keys, fn in RULES:
-        if not keys & broken.keys():
-            found += fn(cfg, world_size)
+    for rule, keys in RULES:
+        if broken.keys().isdisjoint(keys):
+            found += rule(cfg, world_size)
     return found
 
 
-def seq_len(cfg: Config) -> int:
-    """T: tokens per sequence."""
-    return cfg.batch.seq_len or cfg.model.block_size
-
-
-def is_path_list(value: Any) -> bool:
-    return isinstance(value, str) or (
-        isinstance(value, list) and bool(value) and all(isinstance(item, str) for item in value)
-    )
-
-
-def path_list(value: str | list[str]) -> list[str]:
-    return [value] if isinstance(value, str) else value
-
-
-@rule("model.n_embd", "model.n_head")
-def _heads(cfg: Config, _world_size: int) -> Iterator[str]:
+def _heads(cfg: Config, _: int) -> Iterator[str]:
     m = cfg.model
     if m.n_embd % m.n_head:
         below, above = m.n_embd // m.n_head * m.n_head, (m.n_embd // m.n_head + 1) * m.n_head
@@ -73,8 +43,7 @@ def _heads(cfg: Config, _world_size: int) -> Iterator[str]:
         yield f"model.n_embd={m.n_embd}: not divisible by model.n_head={m.n_head}; nearest: {nearest}"
 
 
-@rule("model.vocab_size", "data.tokenizer")
-def _vocabulary(cfg: Config, _world_size: int) -> Iterator[str]:
+def _vocabulary(cfg: Config, _: int) -> Iterator[str]:
     ids = VOCAB_SIZES[cfg.data.tokenizer]
     if cfg.model.vocab_size < ids:
         yield (
@@ -83,9 +52,8 @@ def _vocabulary(cfg: Config, _world_size: int) -> Iterator[str]:
         )
 
 
-@rule(*SEQ_LEN)
-def _sequence(cfg: Config, _world_size: int) -> Iterator[str]:
-    t, block_size = seq_len(cfg), cfg.model.block_size
+def _sequence(cfg: Config, _: int) -> Iterator[str]:
+    t, block_size = cfg.seq_len, cfg.model.block_size
     if t > block_size:
         yield (
             f"batch.seq_len={t}: longer than model.block_size={block_size}; "
@@ -93,19 +61,17 @@ def _sequence(cfg: Config, _world_size: int) -> Iterator[str]:
         )
 
 
-@rule("batch.total_batch_size", "batch.micro_batch_size", "world.size", *SEQ_LEN)
 def _batch(cfg: Config, world_size: int) -> Iterator[str]:
     try:
-        plan_batch(cfg.batch.total_batch_size, cfg.batch.micro_batch_size, seq_len(cfg), world_size)
+        plan_batch(cfg.batch.total_batch_size, cfg.batch.micro_batch_size, cfg.seq_len, world_size)
     except ValueError as error:
         yield str(error)
 
 
-@rule(*RUN_LENGTH, *WARMUP)
-def _warmup(cfg: Config, _world_size: int) -> Iterator[str]:
+def _warmup(cfg: Config, _: int) -> Iterator[str]:
     _, run_tokens = run_length(cfg.train.max_tokens, cfg.train.max_steps, cfg.batch.total_batch_size)
     warmup = resolve_schedule(cfg, run_tokens).warmup_tokens
-    key = _first_given(cfg.schedule, "warmup_steps", "warmup_tokens", "warmup_ratio")
+    key = _first_given(cfg.schedule, "warmup_steps", "warmup_tokens") or "warmup_ratio"
     given = f"schedule.{key}={getattr(cfg.schedule, key)}"
     if warmup >= run_tokens:
         yield (
@@ -118,8 +84,7 @@ def _warmup(cfg: Config, _world_size: int) -> Iterator[str]:
         )
 
 
-@rule("schedule.name", "schedule.decay_tokens", "schedule.decay_steps", *RUN_LENGTH, *WARMUP)
-def _decay(cfg: Config, _world_size: int) -> Iterator[str]:
+def _decay(cfg: Config, _: int) -> Iterator[str]:
     key = _first_given(cfg.schedule, "decay_steps", "decay_tokens")
     _, run_tokens = run_length(cfg.train.max_tokens, cfg.train.max_steps, cfg.batch.total_batch_size)
     schedule = resolve_schedule(cfg, run_tokens)
@@ -135,8 +100,7 @@ def _first_given(section: Any, *keys: str) -> str | None:
     return next((key for key in keys if getattr(section, key) is not None), None)
 
 
-@rule("data.path", "data.val_path")
-def _paths(cfg: Config, _world_size: int) -> Iterator[str]:
+def _paths(cfg: Config, _: int) -> Iterator[str]:
     for key in ("path", "val_path"):
         value = getattr(cfg.data, key)
         if value is None:
@@ -145,13 +109,11 @@ def _paths(cfg: Config, _world_size: int) -> Iterator[str]:
             yield f"data.{key}={shown(value)}: must be a file, a glob or a list of them"
             continue
         for pattern in path_list(value):
-            found = glob.iglob(str(Path(pattern).expanduser()), recursive=True)
-            if not any(Path(p).is_file() for p in found):
+            if not matching_files(pattern):
                 yield f"data.{key}={shown(pattern)}: no such file; give a file, a glob or a list of them"
 
 
-@rule("data.name", "data.path")
-def _corpus(cfg: Config, _world_size: int) -> Iterator[str]:
+def _corpus(cfg: Config, _: int) -> Iterator[str]:
     d = cfg.data
     if d.name == "text" and d.path is None:
         yield "data.path=null: data=text needs text to read; give data.path=FILE, a glob or a list"
@@ -159,9 +121,8 @@ def _corpus(cfg: Config, _world_size: int) -> Iterator[str]:
         yield f"data.path={shown(d.path)}: only data=text reads it; use data=text or leave it out"
 
 
-@rule("data.max_tokens", *SEQ_LEN)
-def _corpus_length(cfg: Config, _world_size: int) -> Iterator[str]:
-    window = seq_len(cfg) + 1
+def _corpus_length(cfg: Config, _: int) -> Iterator[str]:
+    window = cfg.seq_len + 1
     if cfg.data.max_tokens is not None and cfg.data.max_tokens < window:
         yield (
             f"data.max_tokens={cfg.data.max_tokens}: fewer than one window of seq_len+1 = {window} tokens; "
@@ -169,10 +130,9 @@ def _corpus_length(cfg: Config, _world_size: int) -> Iterator[str]:
         )
 
 
-@rule("data.val_tokens", "data.val_path", *SEQ_LEN)
-def _validation(cfg: Config, _world_size: int) -> Iterator[str]:
-    d, t = cfg.data, seq_len(cfg)
-    if d.val_tokens and round(d.val_tokens / t) == 0:
+def _validation(cfg: Config, _: int) -> Iterator[str]:
+    d, t = cfg.data, cfg.seq_len
+    if d.val_tokens and count_val_windows(d.val_tokens, t) == 0:
         yield (
             f"data.val_tokens={d.val_tokens}: rounds to no window of seq_len={t} tokens; use {t} or more, "
             "or 0 for no validation"
@@ -184,10 +144,25 @@ def _validation(cfg: Config, _world_size: int) -> Iterator[str]:
         )
 
 
-@rule("world.backend", "train.device")
-def _backend(cfg: Config, _world_size: int) -> Iterator[str]:
+def _backend(cfg: Config, _: int) -> Iterator[str]:
     if cfg.world.backend == "nccl" and cfg.train.device in ("cpu", "mps"):
         yield (
             f"world.backend=nccl: talks between CUDA devices only and train.device={cfg.train.device}; "
             "use world.backend=gloo or auto"
         )
+
+
+# (the rule, the keys it reads): applied where all of those are right by themselves.
+RULES: tuple[tuple[Callable[[Config, int], Iterator[str]], tuple[str, ...]], ...] = (
+    (_heads, ("model.n_embd", "model.n_head")),
+    (_vocabulary, ("model.vocab_size", "data.tokenizer")),
+    (_sequence, (*SEQ_LEN,)),
+    (_batch, ("batch.total_batch_size", "batch.micro_batch_size", "world.size", *SEQ_LEN)),
+    (_warmup, (*RUN_LENGTH, *WARMUP)),
+    (_decay, ("schedule.name", "schedule.decay_tokens", "schedule.decay_steps", *RUN_LENGTH, *WARMUP)),
+    (_paths, ("data.path", "data.val_path")),
+    (_corpus, ("data.name", "data.path")),
+    (_corpus_length, ("data.max_tokens", *SEQ_LEN)),
+    (_validation, ("data.val_tokens", "data.val_path", *SEQ_LEN)),
+    (_backend, ("world.backend", "train.device")),
+)

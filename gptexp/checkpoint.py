@@ -14,6 +14,7 @@ import json
 import os
 import re
 import shutil
+import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -72,15 +73,25 @@ def load_latest(directory: Path) -> tuple[Path, TrainState] | None:
     Prints a line for each newer one that it passes over; raises `CheckpointError` if none of several is whole.
     """
     rejected = []
-    for path in sorted(_published(directory), reverse=True):
+    for path in sorted(_published(directory), key=_step, reverse=True):
         problem = _problem(path)
         if problem is None:
             return path, TrainState(**json.loads((path / "state.json").read_text()))
         rejected.append(f"{path}: {problem}")
-        print(f"gptexp: checkpoint passed over: {rejected[-1]}")
+        print(f"gptexp: checkpoint passed over: {rejected[-1]}", file=sys.stderr)
     if rejected:
         raise CheckpointError(f"{directory}: no checkpoint is whole; " + "; ".join(rejected))
     return None
+
+
+def set_aside(directory: Path, newer_than: int) -> None:
+    """Rename the checkpoints of steps after `newer_than`: they were passed over, and training goes on before them.
+
+    Left in place they would count among the newest when old ones are removed. Nothing is deleted.
+    """
+    for path in _published(directory):
+        if _step(path) > newer_than:
+            path.rename(path.with_name(f"rejected-{os.getpid()}-{path.name}"))
 
 
 def load_weights(path: Path, model: nn.Module) -> None:
@@ -92,11 +103,20 @@ def load_weights(path: Path, model: nn.Module) -> None:
 def load_optimizer(path: Path, optimizer: torch.optim.Optimizer) -> None:
     """Put the optimizer state of checkpoint `path` into `optimizer`."""
     saved: dict[str, Any] = torch.load(path / "train.pt", map_location="cpu", weights_only=True)
+    fused = [group["fused"] for group in optimizer.param_groups]
     optimizer.load_state_dict(saved["optimizer"])
+    for group, own in zip(optimizer.param_groups, fused, strict=True):
+        group["fused"] = own  # this device's kernel, not that of the device it was saved on
 
 
 def _published(directory: Path) -> list[Path]:
     return [p for p in directory.glob("step-*") if NAME.fullmatch(p.name)] if directory.is_dir() else []
+
+
+def _step(path: Path) -> int:
+    match = NAME.fullmatch(path.name)
+    assert match is not None
+    return int(match[1])
 
 
 def _problem(path: Path) -> str | None:
@@ -116,7 +136,7 @@ def _problem(path: Path) -> str | None:
 
 def _prune(directory: Path, keep_last: int) -> None:
     """Keep the newest `keep_last` (all for 0); what a killed process left unfinished goes too."""
-    newest_first = sorted(_published(directory), reverse=True)
+    newest_first = sorted(_published(directory), key=_step, reverse=True)
     doomed = newest_first[keep_last:] if keep_last else []
     for path in doomed:
         # Renamed first, so that a half-deleted checkpoint never looks like a damaged one.

@@ -5,6 +5,7 @@ size: everything after this reads that and not Hydra. Problems are found before 
 is created, and print as one line each with exit code 2.
 """
 
+import glob
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -17,7 +18,6 @@ import hydra
 import yaml
 from hydra._internal.utils import get_args_parser
 from hydra.core.config_store import ConfigStore
-from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
@@ -27,6 +27,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from gptexp import check, run_dir
 from gptexp.config import Config, shown
+from gptexp.data.corpora import is_path_list
 from gptexp.distributed import launcher_rank
 from gptexp.errors import EXIT_CONFIG, EXIT_FAILED, ConfigError, UserError
 from gptexp.overrides import override_problems
@@ -49,7 +50,7 @@ def register() -> None:
     store.store(name="schema", node=Config)
     launcher, sweeper = (f"{sweep.PLUGINS}.{cls.__name__}" for cls in (sweep.CellLauncher, sweep.GridSweeper))
     store.store(group="hydra/launcher", name="cells", node={"_target_": launcher})
-    store.store(group="hydra/sweeper", name="grid", node={"_target_": sweeper, "max_batch_size": None, "params": None})
+    store.store(group="hydra/sweeper", name="grid", node={"_target_": sweeper, "params": None})
     plugins = Plugins.instance()  # scans hydra_plugins, so it comes before the alias below
     plugins.register(sweep.CellLauncher)
     plugins.register(sweep.GridSweeper)
@@ -112,27 +113,56 @@ def compose(overrides: list[str], config_dir: str | None = None) -> Config:
     register()
     search = [f"hydra.searchpath=[file://{Path(config_dir).resolve()}]"] if config_dir else []
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        return to_config(hydra.compose("config", overrides=[*search, *overrides]))
+        return to_config(hydra.compose("config", overrides=[*search, *overrides]), overrides)
 
 
-def to_config(cfg: DictConfig) -> Config:
-    """The checked, self-contained `Config` of a composition: paths absolute, world size filled in."""
+def to_config(cfg: DictConfig, overrides: Sequence[str], cwd: str | None = None) -> Config:
+    """The checked, self-contained `Config` of a composition: paths absolute (below `cwd`), world size filled in.
+
+    `overrides` are what the user gave: a length in tokens given there wins over one in steps out of a file.
+    """
     config = job_of(cfg)
+    _let_the_command_line_win(config, {text.split("=", 1)[0] for text in overrides})
+    for key in ("path", "val_path"):
+        value = getattr(config.data, key)
+        if isinstance(value, str):
+            setattr(config.data, key, _absolute(value, cwd))
+        elif is_path_list(value):
+            setattr(config.data, key, [_absolute(item, cwd) for item in value])
+    if config.data.cache_dir:
+        config.data.cache_dir = _absolute(config.data.cache_dir, cwd)
     launcher = launcher_rank()
+    problems = []
     if launcher and config.world.size not in (None, launcher.world_size):
-        raise ConfigError(
+        problems.append(
             f"world.size={config.world.size}: the launcher started {launcher.world_size} ranks; "
             f"leave world.size out or start {config.world.size}"
         )
     if config.world.size is None:
         config.world.size = launcher.world_size if launcher else 1
-    check.check(config, config.world.size)
-    for key in ("path", "val_path"):
-        if (value := getattr(config.data, key)) is not None:
-            setattr(config.data, key, [_absolute(item) for item in check.path_list(value)])
-    if config.data.cache_dir:
-        config.data.cache_dir = _absolute(config.data.cache_dir)
+    if problems := problems + check.problems(config, config.world.size):
+        raise ConfigError(problems)
     return config
+
+
+# A key, and those that would win over it.
+WINNERS = {
+    "schedule.warmup_ratio": ("warmup_tokens", "warmup_steps"),
+    "schedule.warmup_tokens": ("warmup_steps",),
+    "schedule.decay_tokens": ("decay_steps",),
+    "train.max_tokens": ("max_steps",),
+    "train.eval_every_tokens": ("eval_every",),
+    "train.save_every_tokens": ("save_every",),
+}
+
+
+def _let_the_command_line_win(config: Config, given: set[str]) -> None:
+    """Reset what a file says of the same length in a unit that would win."""
+    for key, winners in WINNERS.items():
+        section, _, _name = key.partition(".")
+        for winner in winners:
+            if key in given and f"{section}.{winner}" not in given:
+                setattr(getattr(config, section), winner, None)
 
 
 def job_of(cfg: DictConfig) -> Config:
@@ -145,8 +175,12 @@ def job_of(cfg: DictConfig) -> Config:
     return config
 
 
-def _absolute(path: str) -> str:
-    return str(Path(path).expanduser().absolute())
+def _absolute(path: str, cwd: str | None) -> str:
+    """The path from the root; the folders that are put before a relative one are no part of its glob."""
+    if Path(path).expanduser().is_absolute():
+        return str(Path(path).expanduser())
+    base = Path(cwd or Path.cwd())
+    return str(base / path) if (base / path).exists() else str(Path(glob.escape(str(base))) / path)
 
 
 class CheckBeforeStart(Callback):
@@ -160,7 +194,7 @@ class CheckBeforeStart(Callback):
             HydraConfig.instance().set_config(config)
             directory = Path(config.hydra.run.dir)
             _refuse_unusable(directory)
-            if run_dir.check_reusable(directory, to_config(config)) == "completed":
+            if run_dir.check_free(directory, to_config(config, config.hydra.overrides.task)) == "completed":
                 print(f"gptexp: {directory} holds this very run, completed; nothing to do")
                 raise SystemExit(0)
 
@@ -216,16 +250,26 @@ def _one_line(error: BaseException) -> str:
     return f"{keys[-1]}: {text}" if keys and keys[-1] not in text else text
 
 
-def lr_source(choices: dict[str, str], overrides: Sequence[str]) -> str:
-    """Which file or override the learning rate came from, in Hydra's order of precedence."""
-    if any(text.split("=")[0].lstrip("+") == "optim.lr" for text in overrides):
+def lr_source(hydra_config: Any) -> str:
+    """Which file or override the learning rate came from, in Hydra's order of precedence; for the reader only."""
+    choices = hydra_config.runtime.choices
+    swept_by = choices.get("sweep")
+    if swept_by and "optim.lr" in _yaml(hydra_config, "sweep", swept_by).get("hydra", {})["sweeper"]["params"]:
+        return f"sweep={swept_by}"
+    if any(text.split("=")[0] == "optim.lr" for text in hydra_config.overrides.task):
         return "the command line"
-    loader = GlobalHydra.instance().config_loader()
-    for group in ("sweep", "experiment", "optim", "model"):
-        option = choices.get(group)
-        if not option:
-            continue
-        found = loader.load_configuration(f"{group}/{option}", overrides=[], run_mode=hydra.types.RunMode.RUN)
-        if OmegaConf.select(found, "optim.lr") is not None:
-            return f"{group}={option}"
+    for group in ("experiment", "optim", "model"):
+        if option := choices.get(group):
+            content = _yaml(hydra_config, group, option)
+            if "lr" in content.get("optim", content if group == "optim" else {}):
+                return f"{group}={option}"
     return "the default"
+
+
+def _yaml(hydra_config: Any, group: str, option: str) -> dict[str, Any]:
+    """The file of an option as plain data, from the first folder of the search path that has it."""
+    for source in hydra_config.runtime.config_sources:
+        file = Path(source.path) / group / f"{option}.yaml"
+        if source.schema == "file" and file.is_file():
+            return yaml.safe_load(file.read_text()) or {}
+    return {}

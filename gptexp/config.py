@@ -80,7 +80,7 @@ class ScheduleConfig:
     """Warm-up and decay of the learning rate, as factors of optim.lr."""
 
     name: str = _choice("cosine", "linear", "wsd", "constant", "inverse_sqrt")
-    warmup_ratio: float = _ratio(0.1)  # of train.max_tokens
+    warmup_ratio: float = _ratio(0.1)  # of the run's tokens
     warmup_tokens: int | None = _not_negative(None)  # tokens; wins over warmup_ratio
     warmup_steps: int | None = _not_negative(None)  # steps; wins over warmup_tokens
     decay_tokens: int | None = _positive(None)  # tokens: where the decay ends; null: at the end of the run
@@ -142,7 +142,7 @@ class TrainConfig:
     deterministic: bool = False  # torch's deterministic algorithms (slower; bit-equal repeats on GPUs)
     dtype: str = _choice("auto", "float32", "bfloat16")  # auto: bfloat16 where the hardware computes in it
     compile: str = _choice("auto", "on", "off")  # torch.compile; auto: on GPUs
-    loss: str = _choice("auto", "plain", "chunked")  # chunked: no logits kept; auto: where nothing is compiled
+    loss: str = _choice("auto", "plain", "chunked")  # chunked: no logits kept; auto: on an uncompiled CPU
     device: str = _choice("auto", "cpu", "cuda", "mps")
 
 
@@ -151,7 +151,7 @@ class WandbConfig:
     mode: str = _choice("auto", "online", "offline", "disabled")  # auto: online if a key is found, else offline
     project: str = _name("gptexp")
     group: str | None = None  # null: the sweep's name
-    name: str | None = None  # null: from model, learning rate and batch
+    name: str | None = None  # null: model, learning rate and batch
     tags: list[str] = field(default_factory=list)
 
 
@@ -181,12 +181,20 @@ class Config:
     log: LogConfig = field(default_factory=LogConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)
 
+    @property
+    def seq_len(self) -> int:
+        """T: tokens per sequence."""
+        return self.batch.seq_len or self.model.block_size
 
-# Keys that change where, how fast or how often something is written, but not which weights come out.
+
+# Keys that change where, how fast or how often something is done, but not which weights come out (the micro-batch
+# changes their rounding and, with dropout, which values are dropped).
 IRRELEVANT_TO_RESULT = (
     "world",
     "log",
     "sweep",
+    "data.path",  # what the text is counts, not where: the run compares the tokens themselves
+    "data.val_path",
     "data.cache_dir",
     "batch.micro_batch_size",
     "train.device",

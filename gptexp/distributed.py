@@ -6,13 +6,16 @@ torch is imported inside the functions, so that the command line can ask for its
 import os
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gptexp.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
+
+
+PREPARATION = timedelta(days=2)  # how long ranks wait for the slowest to have its data
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,14 @@ def launcher_rank() -> Rank | None:
     )
 
 
+def cores_per_rank(rank: Rank) -> int:
+    """CPU cores for each rank of this node."""
+    if "SLURM_PROCID" in os.environ and "SLURM_CPUS_PER_TASK" in os.environ:
+        return int(os.environ["SLURM_CPUS_PER_TASK"])  # the cores a task sees may be its own share already
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // rank.local_world_size)
+
+
 def pick_device(wanted: str, rank: Rank) -> "torch.device":
     """The device of this rank: `auto` takes cuda, mps or cpu, the first there is; asked for and missing raises."""
     import torch
@@ -64,6 +75,8 @@ def pick_device(wanted: str, rank: Rank) -> "torch.device":
     if kind == "mps" and rank.world_size > 1:
         raise ConfigError(f"train.device=mps: runs on one rank only, not {rank.world_size}; use world.size=1")
     if kind == "cuda":
+        if torch.cuda.device_count() == 1:
+            return torch.device("cuda", 0)  # a launcher that shows each rank its own GPU only
         if rank.local_rank >= torch.cuda.device_count():
             raise ConfigError(
                 f"world.size={rank.world_size}: local rank {rank.local_rank} has no GPU, this node has "
@@ -85,11 +98,19 @@ def connect() -> "dist.Store":
 
 
 def init_process_group(rank: Rank, store: "dist.Store", device: "torch.device", backend: str, timeout_s: float) -> None:
-    """Join the ranks. *Collective.*"""
+    """Join the ranks. *Collective.*
+
+    A node may take far longer than `timeout_s` to prepare its data; the ranks wait for one another first, through the
+    store, which costs nothing.
+    """
     import torch.distributed as dist
 
     if backend == "auto":
         backend = "nccl" if device.type == "cuda" else "gloo"
+    if backend == "nccl" and device.type != "cuda":
+        raise ConfigError(f"world.backend=nccl: talks between CUDA devices only, this is a {device.type}; use auto")
+    store.set(f"prepared/{rank.rank}", "")
+    store.wait([f"prepared/{r}" for r in range(rank.world_size)], PREPARATION)
     dist.init_process_group(
         backend,
         store=store,
@@ -117,10 +138,19 @@ def all_reduce_sum(value: "torch.Tensor") -> "torch.Tensor":
     return value
 
 
-def all_reduce_max(value: "torch.Tensor") -> "torch.Tensor":
-    """Largest `value` over the ranks, in place. *Collective.*"""
+def barrier() -> None:
+    """Wait until every rank is here. *Collective.*"""
     import torch.distributed as dist
 
     if dist.is_initialized():
-        dist.all_reduce(value, op=dist.ReduceOp.MAX)
-    return value
+        dist.barrier()
+
+
+def agree(value: Any, device: "torch.device") -> Any:
+    """Rank 0's `value` on every rank; any object that pickles. *Collective.*"""
+    import torch.distributed as dist
+
+    shared = [value]
+    if dist.is_initialized():
+        dist.broadcast_object_list(shared, src=0, device=device)
+    return shared[0]

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from gptexp.config import Config
-from gptexp.distributed import Rank
+from gptexp.distributed import Rank, cores_per_rank
 from gptexp.optim import resolve_fused
 
 
@@ -32,71 +32,78 @@ class Effective:
     fused: bool  # AdamW's kernel
     matmul_precision: str  # of what stays float32: "high" is TF32
     threads_per_rank: int
-    micro_batch_size: int
-    seq_len: int
+    local_world_size: int  # ranks on a node, which share its cores
     reasons: dict[str, str] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
-def resolve(cfg: Config, device: torch.device, rank: Rank) -> Effective:
-    """Decide; raises `ConfigError` where something asked for is not there."""
+def resolve(cfg: Config, device: torch.device, rank: Rank, earlier: dict[str, Any] | None = None) -> Effective:
+    """Decide; raises `ConfigError` where something asked for is not there.
+
+    What the config asks for holds, always; an `auto` is what `earlier`, the saved decision of this run or sweep, says
+    where that was made on the same kind of device, else decided now.
+    """
+    before = earlier if earlier and earlier["device"] == device.type else {}
     reasons: dict[str, str] = {}
 
-    def choose(key: str, wanted: str, auto: tuple[str, str]) -> str:
-        """What was asked for, or `auto`'s (value, reason)."""
-        value, reason = auto
-        reasons[key] = reason if wanted == "auto" else "asked for"
-        return value if wanted == "auto" else wanted
+    def choose(key: str, wanted: Any, auto: Any, why: str) -> Any:
+        """`wanted` unless that is None, else the earlier choice, else `auto`."""
+        if wanted is not None:
+            reasons[key] = "asked for"
+            return wanted
+        reasons[key] = before.get("reasons", {}).get(key, why)
+        return before.get(key, auto)
 
-    native_bf16 = has_native_bfloat16(device)
+    bf16 = has_native_bfloat16(device)
     dtype = choose(
         "dtype",
-        cfg.train.dtype,
-        ("bfloat16", f"{device.type} computes in it")
-        if native_bf16
-        else ("float32", f"this {device.type} has no bfloat16 arithmetic of its own"),
+        _unless_auto(cfg.train.dtype),
+        "bfloat16" if bf16 else "float32",
+        f"the {device.type} computes in it" if bf16 else f"this {device.type} has no bfloat16 arithmetic of its own",
     )
+    on_gpu = device.type == "cuda"
     compiled = choose(
         "compile",
-        cfg.train.compile,
-        ("on", "a GPU: compiling pays within minutes")
-        if device.type == "cuda"
-        else ("off", f"on {device.type} compiling costs a short run more than it saves"),
+        {"on": True, "off": False, "auto": None}[cfg.train.compile],
+        on_gpu,
+        "it pays within minutes" if on_gpu else f"on this {device.type} it costs a short run more than it saves",
     )
+    chunked = device.type == "cpu" and not compiled
     loss = choose(
         "loss",
-        cfg.train.loss,
-        ("chunked", "nothing is compiled: no logits are kept")
-        if device.type == "cpu" and compiled == "off"
-        else ("plain", "the compiler fuses it" if compiled == "on" else f"fast enough on {device.type}"),
+        _unless_auto(cfg.train.loss),
+        "chunked" if chunked else "plain",
+        "no logits are kept" if chunked else "the compiler fuses it" if compiled else "fast enough here",
     )
-    fused = resolve_fused(cfg.optim.fused, device)
-    reasons["fused"] = "asked for" if cfg.optim.fused != "auto" else f"{device.type} has {'it' if fused else 'none'}"
-    cores = _cores()
-    threads = cfg.world.threads_per_rank or max(1, cores // rank.local_world_size)
-    reasons["threads_per_rank"] = (
-        "asked for" if cfg.world.threads_per_rank else f"{cores} cores for {rank.local_world_size} ranks"
+    fused = choose(
+        "fused",
+        None if cfg.optim.fused == "auto" else resolve_fused(cfg.optim.fused, device),
+        resolve_fused("auto", device),
+        f"AdamW's kernel for {device.type}",
+    )
+    if before.get("local_world_size") != rank.local_world_size:
+        before = {key: value for key, value in before.items() if key != "threads_per_rank"}
+    threads = choose(
+        "threads_per_rank", cfg.world.threads_per_rank, cores_per_rank(rank), "the node's cores shared out"
     )
     return Effective(
         device=device.type,
         device_name=device_name(device),
         dtype=dtype,
-        compile=compiled == "on",
+        compile=compiled,
         loss=loss,
         fused=fused,
-        matmul_precision="high" if device.type == "cuda" else "highest",
+        matmul_precision="high" if on_gpu else "highest",
         threads_per_rank=threads,
-        micro_batch_size=cfg.batch.micro_batch_size,
-        seq_len=cfg.batch.seq_len or cfg.model.block_size,
+        local_world_size=rank.local_world_size,
         reasons=reasons,
     )
 
 
-def _cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def _unless_auto(wanted: str) -> str | None:
+    return None if wanted == "auto" else wanted
 
 
 def has_native_bfloat16(device: torch.device) -> bool:
@@ -126,7 +133,7 @@ def apply(effective: Effective, deterministic: bool = False) -> None:
         _keep_freed_memory()
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
+    torch.use_deterministic_algorithms(deterministic)
 
 
 def make_autocast(effective: Effective, device: torch.device) -> Callable[[], AbstractContextManager[object]]:

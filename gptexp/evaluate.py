@@ -6,20 +6,20 @@ are batched nor on how many ranks share them.
 
 import argparse
 import json
-import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gptexp.data.order import count_val_windows
+from gptexp.distributed import Rank
 from gptexp.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
 
     from gptexp.data.loader import Dataset
-    from gptexp.distributed import Rank
     from gptexp.model import GPT
 
 
@@ -27,7 +27,7 @@ def evaluate(
     model: "GPT",
     dataset: "Dataset",
     batch_size: int,
-    rank: "Rank",
+    rank: Rank,
     device: "torch.device",
     autocast: Callable[[], AbstractContextManager[object]],
 ) -> float:
@@ -59,11 +59,6 @@ def evaluate(
     return float(loss / tokens)
 
 
-def perplexity(loss: float) -> float:
-    """exp(loss); infinite where that does not fit a float."""
-    return math.exp(loss) if loss < 700 else math.inf
-
-
 def main(argv: list[str] | None = None) -> None:
     """`gptexp evaluate RUN_DIR`: validation loss and perplexity of its newest checkpoint, as JSON."""
     parser = argparse.ArgumentParser(prog="gptexp evaluate", description=main.__doc__)
@@ -72,30 +67,26 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--val-tokens", type=int, metavar="N", help="how many tokens (default: as the run)")
     args = parser.parse_args(argv)
 
+    from gptexp.data.loader import build_dataset
     from gptexp.effective import apply, make_autocast
     from gptexp.load import load_checkpointed
-    from gptexp.run import open_data
+    from gptexp.loss import perplexity
 
     loaded = load_checkpointed(args.run_dir)
-    data = loaded.config.data
+    config = loaded.config
     if args.data is not None:
-        data = replace(data, val_path=[str(Path(args.data).absolute())])
+        path = [str(Path(args.data).expanduser().absolute())]
+        config = replace(config, data=replace(config.data, name="text", path=path, val_path=path, max_tokens=None))
     if args.val_tokens is not None:
-        data = replace(data, val_tokens=args.val_tokens)
-    if data.val_tokens < loaded.effective.seq_len / 2:
+        config = replace(config, data=replace(config.data, val_tokens=args.val_tokens))
+    if count_val_windows(config.data.val_tokens, config.seq_len) < 1:
         raise ConfigError(
-            f"--val-tokens={data.val_tokens}: fewer than one window of {loaded.effective.seq_len} tokens; use more"
+            f"--val-tokens={config.data.val_tokens}: rounds to no window of {config.seq_len} tokens; use more"
         )
     apply(loaded.effective)
-    dataset = open_data(replace(loaded.config, data=data))
-    loss = evaluate(
-        loaded.model,
-        dataset,
-        loaded.effective.micro_batch_size,
-        loaded.rank,
-        loaded.device,
-        make_autocast(loaded.effective, loaded.device),
-    )
+    dataset = build_dataset(config)
+    autocast = make_autocast(loaded.effective, loaded.device)
+    loss = evaluate(loaded.model, dataset, config.batch.micro_batch_size, Rank(), loaded.device, autocast)
     print(
         json.dumps(
             {

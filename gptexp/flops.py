@@ -34,6 +34,6 @@ PEAK_FLOPS = {"A100": 312e12, "H100": 989.4e12, "H200": 989.4e12, "H800": 989.4e
 
 def peak_flops(device_name: str, dtype: str) -> float | None:
     """What one device could do per second at best; None where it is not known, rather than a wrong number."""
-    if dtype != "bfloat16" or "PCIe" in device_name:
+    if dtype != "bfloat16" or "PCIe" in device_name or "NVL" in device_name:
         return None
     return next((peak for name, peak in PEAK_FLOPS.items() if name in device_name), None)

@@ -17,11 +17,12 @@ from pathlib import Path
 from types import FrameType
 
 from gptexp.errors import EXIT_CHECKPOINT, EXIT_CONFIG, EXIT_DATA, EXIT_DIVERGED, EXIT_FAILED
-from gptexp.signals import SAME_REQUEST_S, StopRequest
+from gptexp.run import PARENT
+from gptexp.signals import StopRequest
 
 GRACE_S = 60  # for a checkpoint after a signal, before the agent kills
 
-_USER_ERRORS = (EXIT_CONFIG, EXIT_DATA, EXIT_CHECKPOINT, EXIT_DIVERGED)
+_USER_ERRORS = (EXIT_CONFIG, EXIT_DATA, EXIT_CHECKPOINT)
 _STOPPED = tuple(128 + s for s in (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM))
 
 
@@ -35,7 +36,7 @@ def launch(directory: Path, world_size: int) -> int:
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # it would tell each story twice
-    with tempfile.TemporaryDirectory(prefix="gptexp-") as logs, _signals() as received, _importable():
+    with tempfile.TemporaryDirectory(prefix="gptexp-") as logs, _signals() as received, _environment():
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -45,10 +46,11 @@ def launch(directory: Path, world_size: int) -> int:
             run_id=uuid.uuid4().hex,
             max_restarts=0,
             monitor_interval=0.1,
-            shutdown_timeout=GRACE_S,
             signals_to_handle="SIGTERM,SIGHUP,SIGQUIT,SIGUSR1",
             logs_specs=DefaultLogsSpecs(log_dir=logs),
         )
+        if hasattr(config, "shutdown_timeout"):  # torch 2.12 and newer; before, the agent grants its own 30 s
+            config.shutdown_timeout = GRACE_S
         try:
             elastic_launch(config, sys.executable)("-u", "-m", "gptexp.run", str(directory))
         except SignalException as error:
@@ -61,14 +63,14 @@ def launch(directory: Path, world_size: int) -> int:
 
 def _report(rank: int, exit_code: int, message: object) -> int:
     """Print why the first rank failed, unless it was merely stopped; the run's exit code."""
-    if exit_code in _STOPPED:
-        return exit_code
+    if exit_code in (*_STOPPED, EXIT_DIVERGED):
+        return exit_code  # rank 0 has said so
     text, trace = str(message), ""
     if isinstance(message, dict):
         text, trace = str(message["message"]), str(message.get("extraInfo", {}).get("py_callstack", ""))
     if exit_code in _USER_ERRORS:
-        kind, _, line = text.partition(": ")
-        print(f"gptexp: {line if kind.endswith('Error') else text}", file=sys.stderr)
+        prefix = "config error: " if exit_code == EXIT_CONFIG else ""
+        print(f"gptexp: {prefix}{text.partition(': ')[2]}", file=sys.stderr)  # `record` writes "ClassName: message"
         return exit_code
     if exit_code < 0:
         text = f"killed by {signal.Signals(-exit_code).name}"
@@ -84,6 +86,7 @@ def _signals() -> Iterator[list[int]]:
     """
     received: list[int] = []
     first = StopRequest()
+    first.training = True
     names = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
     before = {number: signal.getsignal(number) for number in names}
 
@@ -93,9 +96,8 @@ def _signals() -> Iterator[list[int]]:
             first.on_signal(number, frame)
             os.kill(os.getpid(), signal.SIGTERM)
         else:
-            first.on_signal(number, frame)  # leaves at once, unless it came within SAME_REQUEST_S
+            first.on_signal(number, frame)  # leaves at once, unless it is the first one passed on again
 
-    assert SAME_REQUEST_S < GRACE_S
     signal.signal(signal.SIGINT, on_interrupt)
     try:
         yield received
@@ -106,11 +108,13 @@ def _signals() -> Iterator[list[int]]:
 
 
 @contextmanager
-def _importable() -> Iterator[None]:
-    """Let the ranks import this very gptexp, whatever their working directory; keep wandb's service out of them."""
-    root = str(Path(__file__).resolve().parent.parent)
+def _environment() -> Iterator[None]:
+    """The ranks' environment: this very gptexp whatever their working directory, and nothing of wandb's service."""
+    root = Path(__file__).resolve().parent.parent
     before = dict(os.environ)
-    os.environ["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [before.get("PYTHONPATH")])])
+    if (root / "conf").is_dir():  # a checkout; what is installed is found anyway
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(root), *filter(None, [before.get("PYTHONPATH")])])
+    os.environ[PARENT] = str(os.getpid())
     for name in ("WANDB_SERVICE", "HYDRA_FULL_ERROR"):
         os.environ.pop(name, None)
     try:

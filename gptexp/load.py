@@ -1,6 +1,5 @@
 """A finished (or interrupted) run back in memory, from its directory alone."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,7 +10,7 @@ from gptexp import checkpoint, run_dir
 from gptexp.config import Config
 from gptexp.data.tokenizer import load_tokenizer
 from gptexp.distributed import Rank, pick_device
-from gptexp.effective import Effective
+from gptexp.effective import Effective, resolve
 from gptexp.errors import CheckpointError
 from gptexp.loss import plain_cross_entropy
 from gptexp.model import GPT
@@ -27,7 +26,6 @@ class LoadedRun:
     effective: Effective
     step: int
     device: torch.device
-    rank: Rank
 
 
 def load_checkpointed(directory: Path | str) -> LoadedRun:
@@ -38,12 +36,11 @@ def load_checkpointed(directory: Path | str) -> LoadedRun:
     if found is None:
         raise CheckpointError(f"{directory}: no checkpoint has been saved yet")
     path, state = found
-    rank = Rank()
-    device = pick_device("auto", rank)
+    device = pick_device(config.train.device, Rank())
     model = GPT(config.model, plain_cross_entropy)
     checkpoint.load_weights(path, model)
-    effective = Effective(**json.loads((directory / run_dir.EFFECTIVE).read_text()))
-    return LoadedRun(model.to(device).eval(), config, effective, state.step, device, rank)
+    effective = resolve(config, device, Rank(), run_dir.read_json(directory / run_dir.EFFECTIVE))
+    return LoadedRun(model.to(device).eval(), config, effective, state.step, device)
 
 
 def load_run(directory: Path | str) -> "tuple[GPT, tiktoken.Encoding, Config]":

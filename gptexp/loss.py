@@ -6,11 +6,13 @@ at a time, takes their loss and their gradients at once, and forgets them. It co
 `cross_entropy(hidden @ weight.T, targets)` computes, the sum over rows in float32 whatever the compute type.
 """
 
+import math
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 ROWS = 512  # of logits at a time: 100 MB in float32
 SAFE_LOGIT = 60.0  # exp(±60) and a sum of 10^11 such are ordinary float32 numbers
@@ -29,8 +31,15 @@ def chunked_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Te
         compute = torch.get_autocast_dtype(hidden.device.type)
         hidden, weight = hidden.to(compute), weight.to(compute)
     # Asked here: inside the function grad mode is always off, and needs_input_grad is set under no_grad too.
-    loss: Tensor = _ChunkedCrossEntropy.apply(hidden, weight, targets, torch.is_grad_enabled())
+    loss: Tensor = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, targets, torch.is_grad_enabled()
+    )
     return loss
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss); infinite where that does not fit a float."""
+    return math.exp(loss) if loss < 700 else math.inf
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -72,6 +81,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return loss / n
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         grad_hidden, grad_weight = ctx.saved_tensors
         return grad_hidden * grad, grad_weight * grad, None, None

@@ -94,7 +94,7 @@ def _wrong_value(key: str, field: dataclasses.Field[Any], value: Any) -> str | N
         return None  # an interpolation: Hydra resolves and checks it
     kinds = [kind for kind in getattr(field.type, "__args__", (field.type,)) if kind is not type(None)]
     is_list = list in (field.type, getattr(field.type, "__origin__", None))
-    kind = list if is_list else kinds[0]
+    kind: Any = list if is_list else kinds[0]
     schema = OmegaConf.structured(Config)
     try:
         OmegaConf.update(schema, key, value)

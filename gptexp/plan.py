@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 from gptexp import flops
 from gptexp.batch import interval_tokens, plan_batch, run_length
-from gptexp.check import seq_len
 from gptexp.schedule import resolve_schedule
 
 if TYPE_CHECKING:
@@ -15,7 +14,7 @@ if TYPE_CHECKING:
 
 def plan(cfg: "Config") -> dict[str, Any]:
     """The arithmetic of a run; `epochs` is None until its corpus has been tokenised."""
-    t, world_size, total = seq_len(cfg), cfg.world.size or 1, cfg.batch.total_batch_size
+    t, world_size, total = cfg.seq_len, cfg.world.size or 1, cfg.batch.total_batch_size
     batch = plan_batch(total, cfg.batch.micro_batch_size, t, world_size)
     steps, run_tokens = run_length(cfg.train.max_tokens, cfg.train.max_steps, total)
     schedule = resolve_schedule(cfg, run_tokens)
@@ -49,6 +48,7 @@ def plan(cfg: "Config") -> dict[str, Any]:
 
 def _prepared_tokens(cfg: "Config") -> int | None:
     """Training tokens of an epoch, if the corpus is in the cache."""
+    from gptexp.data.order import count_val_windows, count_windows
     from gptexp.data.prepare import cache_dir, find_corpus, tokens_dir
     from gptexp.data.shards import MANIFEST
 
@@ -58,10 +58,9 @@ def _prepared_tokens(cfg: "Config") -> int | None:
     if not manifest.exists():
         return None
     tokens: int = json.loads(manifest.read_text())["tokens"]
-    t = seq_len(cfg)
-    windows = (min(tokens, cfg.data.max_tokens or tokens) - 1) // t
-    held_out = 0 if cfg.data.val_path else round(cfg.data.val_tokens / t)
-    return max(0, windows - held_out) * t
+    windows = count_windows(min(tokens, cfg.data.max_tokens or tokens), cfg.seq_len)
+    held_out = 0 if cfg.data.val_path else count_val_windows(cfg.data.val_tokens, cfg.seq_len)
+    return max(0, windows - held_out) * cfg.seq_len
 
 
 def show(p: dict[str, Any]) -> None:

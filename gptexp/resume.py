@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 
 from gptexp import check, run_dir
+from gptexp.distributed import launcher_rank
 from gptexp.errors import ConfigError
 
 
@@ -13,6 +14,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     parser.add_argument("--world-size", type=int, metavar="N", help="ranks (default: as before)")
     args = parser.parse_args(argv)
+    if launcher_rank() is not None:
+        raise ConfigError(
+            f"gptexp resume {args.run_dir}: starts its own ranks; under a launcher use gptexp train with the run's "
+            f"overrides and hydra.run.dir={args.run_dir}"
+        )
     directory: Path = args.run_dir.absolute()
     config = run_dir.load_config(directory)
     if args.world_size is not None:
@@ -21,14 +27,15 @@ def main(argv: list[str] | None = None) -> int:
         config.world.size = args.world_size
     assert config.world.size is not None
     check.check(config, config.world.size)
-    if run_dir.check_reusable(directory, config) == "completed":
+    if run_dir.check_free(directory, config) == "completed":
         print(f"gptexp: {directory} is completed; nothing to do")
         return 0
-    run_dir.save_config(directory, config)
 
     from gptexp.train import start
 
-    return start(config, directory, fresh=False)
+    with run_dir.held(directory):
+        run_dir.save_config(directory, config)
+        return start(config, directory, fresh=False)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,8 @@ import ctypes
 import os
 import signal
 import sys
+import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,55 +23,74 @@ if TYPE_CHECKING:
     from gptexp.data.loader import Dataset
     from gptexp.distributed import Rank
     from gptexp.effective import Effective
-    from gptexp.loggers import Sink
+    from gptexp.loggers import RunLog, Sink
     from gptexp.model import GPT
+    from gptexp.trainer import Training
+
+PARENT = "GPTEXP_PARENT"  # process id of the launcher, for the ranks it starts
 
 
 def run(cfg: "Config", directory: Path, stop: StopRequest, rank: "Rank", store: "dist.Store | None" = None) -> int:
-    """Train `cfg` in `directory` until done or stopped; the exit code. *Collective.*
+    """Train `cfg` in `directory` until done, stopped or diverged; the exit code. *Collective.*
 
     Continues from the newest checkpoint if there is one. Raises what a user can cause as `UserError`.
     """
+    from gptexp import run_dir
+
+    with run_dir.held(directory, run_dir.RANK_LOCK) if rank.is_main else nullcontext():
+        return _run(cfg, directory, stop, rank, store)
+
+
+def _run(cfg: "Config", directory: Path, stop: StopRequest, rank: "Rank", store: "dist.Store | None") -> int:
     import torch
 
     from gptexp import checkpoint, run_dir
     from gptexp.batch import interval_tokens, plan_batch, run_length
-    from gptexp.distributed import connect, destroy_process_group, init_process_group, pick_device
-    from gptexp.effective import apply, make_autocast
-    from gptexp.errors import DivergedError
+    from gptexp.data.loader import build_dataset
+    from gptexp.distributed import agree, barrier, connect, destroy_process_group, init_process_group, pick_device
+    from gptexp.effective import Effective, apply, make_autocast, resolve
+    from gptexp.errors import EXIT_DIVERGED, DivergedError
     from gptexp.loss import chunked_cross_entropy, plain_cross_entropy
     from gptexp.model import GPT
     from gptexp.optim import build_optimizer
     from gptexp.schedule import resolve_schedule
     from gptexp.trainer import Training, fit
 
-    lock = run_dir.lock(directory) if rank.is_main else None
-    dataset = open_data(cfg)  # before the process group: the first may tokenise for minutes while the others wait
+    checkpoints = directory / run_dir.CHECKPOINTS
+    dataset = build_dataset(cfg)  # before the process group: one rank of a node may tokenise while the others wait
     device = pick_device(cfg.train.device, rank)
     if rank.world_size > 1:
         init_process_group(rank, store or connect(), device, cfg.world.backend, cfg.world.timeout_s)
-    effective = _effective(cfg, directory, device, rank)
+
+    # Rank 0 decides and tells the others: nodes may differ, a run may not.
+    decided = None
+    if rank.is_main:
+        effective = resolve(cfg, device, rank, run_dir.read_json(directory / run_dir.EFFECTIVE))
+        run_dir.write_json(directory / run_dir.EFFECTIVE, effective.to_dict())
+        found = checkpoint.load_latest(checkpoints)
+        name, state = (found[0].name, found[1]) if found else (None, checkpoint.TrainState())
+        checkpoint.set_aside(checkpoints, state.step)
+        decided = effective.to_dict(), name, state, _same_data(directory, dataset)
+    chosen, name, state, data_hash = agree(decided, device)
+    effective = Effective(**chosen)
+    _refuse_other_data(dataset, data_hash, rank)
     apply(effective, cfg.train.deterministic)
 
     torch.manual_seed(cfg.train.seed)
     gpt = GPT(cfg.model, chunked_cross_entropy if effective.loss == "chunked" else plain_cross_entropy).to(device)
     optimizer = build_optimizer(gpt, cfg.optim, effective.fused)
-    state = checkpoint.TrainState()
-    if found := checkpoint.load_latest(directory / run_dir.CHECKPOINTS):
-        path, state = found
-        checkpoint.load_weights(path, gpt)
-        checkpoint.load_optimizer(path, optimizer)
+    if name is not None:
+        checkpoint.load_weights(checkpoints / name, gpt)
+        checkpoint.load_optimizer(checkpoints / name, optimizer)
 
-    total_batch_size = cfg.batch.total_batch_size
-    plan = plan_batch(total_batch_size, effective.micro_batch_size, effective.seq_len, rank.world_size)
-    steps, run_tokens = run_length(cfg.train.max_tokens, cfg.train.max_steps, total_batch_size)
-    train = cfg.train
+    train, total_batch_size = cfg.train, cfg.batch.total_batch_size
+    steps, run_tokens = run_length(train.max_tokens, train.max_steps, total_batch_size)
     training = Training(
         model=_wrap(gpt, effective, rank),
         gpt=gpt,
         optimizer=optimizer,
         dataset=dataset,
-        plan=plan,
+        plan=plan_batch(total_batch_size, cfg.batch.micro_batch_size, cfg.seq_len, rank.world_size),
         schedule=resolve_schedule(cfg, run_tokens),
         autocast=make_autocast(effective, device),
         rank=rank,
@@ -83,55 +104,51 @@ def run(cfg: "Config", directory: Path, stop: StopRequest, rank: "Rank", store: 
         keep_last=train.keep_last,
     )
     log = _open_log(cfg, directory, effective, training, state)
-    status = "failed"
+    summary = Summary(cfg, directory, effective, training, state)
+    summary.write("running")
+    status, reason = "failed", None
     try:
-        _write_summary(cfg, directory, effective, rank, state, "running")
-        reason = fit(training, state, stop, log, directory / run_dir.CHECKPOINTS)
+        reason = fit(training, state, stop, log, checkpoints)
         status = "interrupted" if reason else "completed"
         if reason is None and cfg.log.sample_tokens and rank.is_main:
-            _print_sample(cfg, gpt, state, log)
-    except DivergedError:
+            log.sample(state.step, _sample(cfg, gpt))
+    except DivergedError as error:
         status = "diverged"
-        raise
-    finally:
-        summary = _write_summary(cfg, directory, effective, rank, state, status)
-        log.close(summary)
         if rank.is_main:
-            _print_end(summary, directory)
+            print(f"gptexp: {error}", file=sys.stderr)
+    finally:
+        written = summary.write(status)
+        log.close(written)
+        if rank.is_main:
+            print(_end_line(written, directory), flush=True)
+    # Nobody leaves before rank 0 has written everything: a rank that ends makes launchers end the others.
+    barrier()
     destroy_process_group()
-    if lock:
-        lock.release()
-    return EXIT_CODES[reason] if reason else 0
+    return EXIT_DIVERGED if status == "diverged" else EXIT_CODES[reason] if reason else 0
 
 
-def open_data(cfg: "Config") -> "Dataset":
-    """Prepare (once a node) and open the tokens that `cfg` trains on."""
-    from gptexp.data.loader import open_dataset
-    from gptexp.data.prepare import prepare
-
-    seq_len = cfg.batch.seq_len or cfg.model.block_size
-    return open_dataset(cfg.data, *prepare(cfg.data), seq_len, cfg.train.seed, cfg.model.vocab_size)
-
-
-def _effective(cfg: "Config", directory: Path, device: Any, rank: "Rank") -> "Effective":
-    """The run's own earlier decisions where it goes on on the same kind of device, else new ones.
-
-    Rank 0 decides and tells the others: nodes may differ, a run may not.
-    """
-    import torch.distributed as dist
-
+def _same_data(directory: Path, dataset: "Dataset") -> str:
+    """The hash of the tokens that this run trains on; refuses a run directory that began with others."""
     from gptexp import run_dir
-    from gptexp.effective import Effective, resolve
+    from gptexp.errors import DataError
 
-    decided: list[Any] = [None]
-    if rank.is_main:
-        saved = run_dir.read_json(directory / run_dir.EFFECTIVE)
-        effective = Effective(**saved) if saved.get("device") == device.type else resolve(cfg, device, rank)
-        run_dir.write_json(directory / run_dir.EFFECTIVE, effective.to_dict())
-        decided = [effective.to_dict()]
-    if rank.world_size > 1:
-        dist.broadcast_object_list(decided, src=0, device=device)
-    return Effective(**decided[0])
+    before = run_dir.read_json(directory / run_dir.SUMMARY).get("data_hash", dataset.hash)
+    if before != dataset.hash:
+        raise DataError(
+            f"{directory}: began with other data (tokens {before}, now {dataset.hash}); give it the text it had, "
+            "or start a new run"
+        )
+    return dataset.hash
+
+
+def _refuse_other_data(dataset: "Dataset", expected: str, rank: "Rank") -> None:
+    from gptexp.errors import DataError
+
+    if dataset.hash != expected:
+        raise DataError(
+            f"rank {rank.rank}: has other data than rank 0 (tokens {dataset.hash}, not {expected}); "
+            "give every node the same text, and data=stdlib the same Python"
+        )
 
 
 def _wrap(gpt: "GPT", effective: "Effective", rank: "Rank") -> Any:
@@ -146,7 +163,10 @@ def _wrap(gpt: "GPT", effective: "Effective", rank: "Rank") -> Any:
     return DistributedDataParallel(gpt, device_ids=device_ids, gradient_as_bucket_view=True)
 
 
-def _open_log(cfg: "Config", directory: Path, effective: "Effective", training: Any, state: "TrainState") -> Any:
+def _open_log(
+    cfg: "Config", directory: Path, effective: "Effective", training: "Training", state: "TrainState"
+) -> "RunLog":
+    from gptexp.config import to_dict
     from gptexp.flops import flops_per_token, peak_flops
     from gptexp.loggers import JsonlSink, RunLog
     from gptexp.loggers.console import build_console
@@ -155,105 +175,131 @@ def _open_log(cfg: "Config", directory: Path, effective: "Effective", training: 
     total_batch_size, rank = training.plan.total_batch_size, training.rank
     if not rank.is_main:
         return RunLog([], total_batch_size)
-    _print_start(cfg, directory, effective, training, state)
+    if cfg.log.progress != "off":
+        print(*_start_lines(cfg, directory, effective, training, state), sep="\n", flush=True)
     sinks: list[Sink] = [JsonlSink(directory, state.tokens)]
-    if console := build_console(cfg.log.progress, training.steps, state.step):
-        sinks.append(console)
-    name = f"{directory.name.split('-')[-1]}-lr{cfg.optim.lr:g}-b{total_batch_size}"
-    from gptexp.config import to_dict
-
     config = {**to_dict(cfg), "effective": effective.to_dict()}
-    if wandb := build_wandb(cfg.log.wandb, directory, config, cfg.sweep.name, name):
+    if wandb := build_wandb(cfg.log.wandb, directory, config, cfg.sweep.name):
         sinks.append(wandb)
+    if console := build_console(cfg.log.progress, training.steps, state.step):
+        sinks.insert(0, console)  # made last, so that nothing prints into the bar; told first
     peak = peak_flops(effective.device_name, effective.dtype)
     return RunLog(
         sinks,
         total_batch_size,
-        flops_per_token(cfg.model, effective.seq_len),
+        flops_per_token(cfg.model, cfg.seq_len),
         peak * rank.world_size if peak else None,
     )
 
 
-def _print_start(cfg: "Config", directory: Path, effective: "Effective", training: Any, state: "TrainState") -> None:
+def _start_lines(
+    cfg: "Config", directory: Path, effective: "Effective", t: "Training", state: "TrainState"
+) -> list[str]:
+    """What is about to happen, a line a subject."""
     from gptexp.flops import count_parameters
     from gptexp.optim import describe_groups
 
-    if cfg.log.progress == "off":
-        return
-    m, plan, order, rank = cfg.model, training.plan, training.dataset.order, training.rank
-    per_epoch = order.n_train * plan.seq_len
-    chosen = [f"{key} {getattr(effective, key)} ({why})" for key, why in effective.reasons.items()]
+    m, plan, s = cfg.model, t.plan, t.schedule
+    total = plan.total_batch_size
+    per_epoch = t.dataset.order.n_train * plan.seq_len
+
+    def every(tokens: int) -> str:
+        return f"every {tokens:,} tokens ({tokens / total:g} steps)" if tokens else "at the end"
+
     lines = [
         f"run directory   {directory}",
         f"model           {m.n_layer} layers, {m.n_head} heads, width {m.n_embd}, block {m.block_size}, "
         f"vocabulary {m.vocab_size:,}: {count_parameters(m):,} parameters",
-        *describe_groups(training.gpt),
+        *describe_groups(t.gpt),
         f"data            {cfg.data.name}: {per_epoch:,} training tokens an epoch, "
-        f"{len(training.dataset.val_windows) * plan.seq_len:,} for validation",
-        f"batch           {plan.total_batch_size:,} tokens a step = {plan.micro_batch_size} sequences × {plan.seq_len} "
-        f"tokens × {rank.world_size} ranks × {plan.grad_accum_steps} micro-steps",
-        f"length          {training.steps:,} steps, {training.steps * plan.total_batch_size:,} tokens, "
-        f"{training.steps * plan.total_batch_size / per_epoch:.2f} epochs",
+        f"{len(t.dataset.val_windows) * plan.seq_len:,} for validation",
+        f"batch           {total:,} tokens a step = {plan.micro_batch_size} sequences × {plan.seq_len} tokens × "
+        f"{plan.world_size} ranks × {plan.grad_accum_steps} micro-steps",
+        f"length          {t.steps:,} steps, {t.steps * total:,} tokens, {t.steps * total / per_epoch:.2f} epochs",
+        f"schedule        {s.name}, warm-up over {s.warmup_tokens:,} tokens ({s.warmup_tokens / total:g} steps), "
+        f"horizon {s.decay_tokens:,} ({s.decay_tokens / total:g} steps)",
+        f"validation      {every(t.eval_every_tokens)}",
+        f"checkpoint      {every(t.save_every_tokens)}",
         f"device          {effective.device_name}",
-        f"chosen          {'; '.join(chosen)}",
     ]
+    for key, why in effective.reasons.items():
+        value = getattr(effective, key)
+        shown = {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+        lines.append(f"{key:<16}{shown}: {why}")
     if state.step:
         lines.append(f"resuming        after step {state.step - 1}, {state.tokens:,} tokens")
-    print(*lines, sep="\n", flush=True)
+    return lines
 
 
-def _print_sample(cfg: "Config", gpt: "GPT", state: "TrainState", log: Any) -> None:
+def _sample(cfg: "Config", gpt: "GPT") -> str:
     from gptexp.data.tokenizer import load_tokenizer
     from gptexp.sample import complete
 
     [text] = complete(gpt, load_tokenizer(cfg.data.tokenizer), "", 1, cfg.log.sample_tokens, seed=cfg.train.seed)
-    log.sample(state.step, f"sample: {text!r}")
+    return text
 
 
-def _print_end(summary: dict[str, Any], directory: Path) -> None:
+class Summary:
+    """summary.json of a run; written on rank 0, the last line of the terminal too."""
+
+    def __init__(
+        self, cfg: "Config", directory: Path, effective: "Effective", training: "Training", state: "TrainState"
+    ) -> None:
+        from gptexp import run_dir
+        from gptexp.flops import count_parameters
+        from gptexp.versions import git_commit, versions
+
+        self._directory, self._state, self._is_main = directory, state, training.rank.is_main
+        self._started = time.monotonic()
+        self._fixed: dict[str, Any] = {}
+        if self._is_main:
+            self._wall_before = run_dir.read_json(directory / run_dir.SUMMARY).get("wall_s", 0.0)
+            self._fixed = {
+                "parameters": count_parameters(cfg.model),
+                "world_size": training.rank.world_size,
+                "device": effective.device_name,
+                "seed": cfg.train.seed,
+                "data_hash": training.dataset.hash,
+                "versions": versions(),
+                "git_commit": git_commit(),
+            }
+
+    def write(self, status: str) -> dict[str, Any]:
+        """Write the file with `status` (rank 0); what was written, on every rank its status."""
+        from gptexp import run_dir
+
+        if not self._is_main:
+            return {"status": status}
+        state = self._state
+        summary = {
+            "status": status,
+            "final_val_loss": state.val_loss,
+            "best_val_loss": state.best_val_loss,
+            "tokens": state.tokens,
+            "steps": state.step,
+            "wall_s": round(self._wall_before + time.monotonic() - self._started, 3),
+            "train_s": round(state.seconds, 3),
+            "fingerprint": f"{state.fingerprint:016x}",
+            **self._fixed,
+        }
+        run_dir.write_json(self._directory / run_dir.SUMMARY, summary)
+        return summary
+
+
+def _end_line(summary: dict[str, Any], directory: Path) -> str:
     val = f"val loss {summary['final_val_loss']:.4f}, " if summary["final_val_loss"] is not None else ""
-    print(
+    return (
         f"{summary['status']} after {summary['steps']:,} steps, {summary['tokens']:,} tokens, "
-        f"{summary['train_seconds']:.1f} s of training; {val}all of it in {directory}",
-        flush=True,
+        f"{summary['train_s']:.1f} s of training; {val}all of it in {directory}"
     )
-
-
-def _write_summary(
-    cfg: "Config", directory: Path, effective: "Effective", rank: "Rank", state: "TrainState", status: str
-) -> dict[str, Any]:
-    """summary.json, on rank 0; the dictionary on every rank."""
-    from gptexp import run_dir
-    from gptexp.flops import count_parameters
-    from gptexp.versions import git_commit, versions
-
-    summary = {
-        "status": status,
-        "final_val_loss": state.val_loss,
-        "best_val_loss": state.best_val_loss,
-        "tokens": state.tokens,
-        "steps": state.step,
-        "train_seconds": round(state.seconds, 3),
-        "parameters": count_parameters(cfg.model),
-        "world_size": rank.world_size,
-        "device": effective.device_name,
-        "seed": cfg.train.seed,
-        "fingerprint": f"{state.fingerprint:016x}",
-        "versions": versions(),
-        "git_commit": git_commit(),
-    }
-    if rank.is_main:
-        run_dir.write_json(directory / run_dir.SUMMARY, summary)
-    return summary
 
 
 def _die_with_parent() -> None:
     """Ask Linux for SIGTERM when the parent goes, however it goes; leave at once if it is gone already."""
-    parent = os.getppid()
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM, 0, 0, 0)
-    if os.getppid() != parent or parent == 1:
+    if os.getppid() != int(os.environ[PARENT]):
         sys.exit(128 + signal.SIGTERM)
 
 

@@ -9,8 +9,11 @@ checkpoints/     step-%08d/, each published by one rename
 """
 
 import json
+import math
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,6 +29,8 @@ METRICS = "metrics.jsonl"
 SUMMARY = "summary.json"
 CHECKPOINTS = "checkpoints"
 LOCK = ".lock"
+RANK_LOCK = ".lock-rank0"
+LOCK_TIMEOUT_S = 2.0  # somebody who only asks whether a lock is held holds it for an instant
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -39,7 +44,12 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
-    write_atomically(path, json.dumps(value, indent=1) + "\n")
+    write_atomically(path, json.dumps(finite(value), indent=1) + "\n")
+
+
+def finite(values: dict[str, Any]) -> dict[str, Any]:
+    """JSON has no NaN and no infinity: null."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -76,14 +86,19 @@ def status(directory: Path) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def lock(directory: Path) -> FileLock:
-    """Hold the run directory for this process; raises `ConfigError` while another process holds it."""
-    held = FileLock(directory / LOCK, blocking=False)
+@contextmanager
+def held(directory: Path, name: str = LOCK) -> Iterator[None]:
+    """Hold a lock of the run directory; raises `ConfigError` while another process holds it."""
+    directory.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(directory / name)
     try:
-        held.acquire()
+        lock.acquire(timeout=LOCK_TIMEOUT_S)
     except Timeout:
         raise ConfigError(_in_use(directory)) from None
-    return held
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _in_use(directory: Path) -> str:
@@ -92,21 +107,27 @@ def _in_use(directory: Path) -> str:
 
 def is_locked(directory: Path) -> bool:
     """Whether a live process holds the directory."""
-    if not (directory / LOCK).exists():
-        return False
-    try:
-        with FileLock(directory / LOCK, blocking=False):
-            return False
-    except Timeout:
-        return True
+    for path in (directory / LOCK, directory / RANK_LOCK):
+        if path.exists():
+            try:
+                with FileLock(path, blocking=False):
+                    pass
+            except Timeout:
+                return True
+    return False
 
 
-def check_reusable(directory: Path, config: Config) -> Literal["new", "unfinished", "completed"]:
-    """What `directory` is to this config; raises `ConfigError` if it belongs to another one or is in use."""
-    if not (directory / CONFIG).exists():
-        return "new"
+def check_free(directory: Path, config: Config) -> Literal["new", "unfinished", "completed"]:
+    """`check_same`, and raises `ConfigError` while a process is running in `directory`."""
     if is_locked(directory):
         raise ConfigError(_in_use(directory))
+    return check_same(directory, config)
+
+
+def check_same(directory: Path, config: Config) -> Literal["new", "unfinished", "completed"]:
+    """What `directory` is to this config; raises `ConfigError` if it belongs to another one."""
+    if not (directory / CONFIG).exists():
+        return "new"
     old, new = result_deciding(load_config(directory)), result_deciding(config)
     if changed := [f"{key} was {old[key]}, now {new[key]}" for key in new if old.get(key) != new[key]]:
         raise ConfigError(

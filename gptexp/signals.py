@@ -14,18 +14,20 @@ SAME_REQUEST_S = 1.0
 
 
 class StopRequest:
-    """The first SIGINT, SIGUSR1 or SIGTERM asks for a stop after the running step, a second leaves at once."""
+    """The first SIGINT, SIGUSR1 or SIGTERM asks for a stop after the running step, a second leaves at once.
+
+    Before training has begun there is nothing to save, and the first leaves at once.
+    """
 
     def __init__(self) -> None:
         self._asked: str | None = None
         self._asked_at = 0.0
-        self._started = time.monotonic()
         self._deadline = float("inf")
+        self.training = False  # whether there is a step to finish and something to save
 
     def limit(self, max_minutes: float | None) -> None:
-        """Ask for a stop once `max_minutes` have passed since this object was made; None: never."""
-        if max_minutes is not None:
-            self._deadline = self._started + 60 * max_minutes
+        """Ask for a stop once `max_minutes` from now have passed; None: never."""
+        self._deadline = time.monotonic() + 60 * max_minutes if max_minutes is not None else float("inf")
 
     def install(self, ignore_sigint: bool) -> None:
         """Handle the signals from here on; a rank that gptexp launched leaves Ctrl-C to its parent."""
@@ -36,8 +38,11 @@ class StopRequest:
 
     def on_signal(self, number: int, _frame: FrameType | None) -> None:
         now = time.monotonic()
+        if not self.training:
+            os._exit(128 + number)
         if self._asked is None:
             self._asked, self._asked_at = signal.Signals(number).name, now
+            os.write(2, f"gptexp: {self._asked}: stopping after this step; again to leave at once\n".encode())
         elif now - self._asked_at > SAME_REQUEST_S:
             os._exit(128 + number)
 

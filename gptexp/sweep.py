@@ -13,18 +13,20 @@ from typing import Any
 
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.utils import JobReturn, JobStatus, filter_overrides, run_job, setup_globals
+from hydra.core.utils import JobReturn, JobStatus, run_job, setup_globals
 from hydra.plugins.launcher import Launcher
 from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, open_dict
 
 from gptexp import run_dir
-from gptexp.config import Config, result_deciding
-from gptexp.errors import EXIT_DIVERGED, EXIT_FAILED, ConfigError
+from gptexp.config import Config, fields_of, result_deciding
+from gptexp.errors import EXIT_DIVERGED, EXIT_FAILED, ConfigError, UserError
 
 # The name under which Hydra finds this module: it instantiates plugins of packages below hydra_plugins only.
 PLUGINS = "hydra_plugins.gptexp"
+
+OUTCOMES = ("completed", "diverged")  # a cell with one of these is done: again it would do the same
 
 
 class GridSweeper(Sweeper):
@@ -32,8 +34,7 @@ class GridSweeper(Sweeper):
 
     __module__ = PLUGINS
 
-    def __init__(self, max_batch_size: int | None, params: dict[str, str] | None) -> None:
-        self.max_batch_size = max_batch_size
+    def __init__(self, params: dict[str, str] | None) -> None:
         self.params = params or {}
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
@@ -59,25 +60,23 @@ class CellLauncher(Launcher):
 
     __module__ = PLUGINS
 
-    def __init__(self) -> None:
-        self.outcomes: list[tuple[str, int]] = []
-
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         self.context, self.task, self.config = hydra_context, task_function, config
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Compose and check all cells, then run them in order. Exits with 1 at the end if one failed."""
         setup_globals()
-        swept = swept_keys(job_overrides)
-        cells = self._compose(job_overrides, initial_job_idx, swept)
+        sweep_dir = Path(self.config.hydra.sweep.dir)
+        cells = self._compose(job_overrides, initial_job_idx)
         returns: list[JobReturn] = []
-        failed = []
+        failed = 0
         for number, (config, name) in enumerate(cells, 1):
-            directory = Path(self.config.hydra.sweep.dir, name)
+            directory = sweep_dir / name
             print(f"--- cell {number} of {len(cells)}: {name}", flush=True)
-            if run_dir.status(directory) == "completed":
-                print(f"completed before; {directory}", flush=True)
+            if run_dir.status(directory) in OUTCOMES:
+                print(f"{run_dir.status(directory)} before; {directory}", flush=True)
                 continue
+            _share(sweep_dir / run_dir.EFFECTIVE, directory / run_dir.EFFECTIVE)
             result = run_job(
                 hydra_context=self.context,
                 task_function=self.task,
@@ -85,48 +84,71 @@ class CellLauncher(Launcher):
                 job_dir_key="hydra.sweep.dir",
                 job_subdir_key="hydra.sweep.subdir",
             )
+            _share(directory / run_dir.EFFECTIVE, sweep_dir / run_dir.EFFECTIVE)
             if result.status == JobStatus.FAILED:
                 # A defect of gptexp in the parent; the cell's own failures come back as exit codes.
                 result.return_value  # noqa: B018  raises it
             returns.append(result)
-            if result.return_value not in (0, EXIT_DIVERGED):
-                failed.append(f"{name} (exit code {result.return_value})")
+            failed += result.return_value not in (0, EXIT_DIVERGED)
+        self._print_outcomes([name for _, name in cells])
         if failed:
-            print(f"gptexp: {len(failed)} of {len(cells)} cells failed: {', '.join(failed)}", file=sys.stderr)
+            print(f"gptexp: {failed} of {len(cells)} cells failed", file=sys.stderr)
             raise SystemExit(EXIT_FAILED)
-        print(f"all {len(cells)} cells are done; {self.config.hydra.sweep.dir}")
         return returns
 
-    def _compose(
-        self, job_overrides: Sequence[Sequence[str]], first: int, swept: list[str]
-    ) -> list[tuple[DictConfig, str]]:
+    def _print_outcomes(self, names: list[str]) -> None:
+        """Status and final validation loss of every cell."""
+        sweep_dir = Path(self.config.hydra.sweep.dir)
+        print(f"--- {len(names)} cells in {sweep_dir}")
+        for name in names:
+            summary = run_dir.read_json(sweep_dir / name / run_dir.SUMMARY)
+            loss = summary.get("final_val_loss")
+            shown = f"val loss {loss:.4f}" if loss is not None else ""
+            print(f"{summary.get('status', 'failed'):<12} {shown:<16} {name}", flush=True)
+
+    def _compose(self, job_overrides: Sequence[Sequence[str]], first: int) -> list[tuple[DictConfig, str]]:
         from gptexp.compose import report_errors, to_config
 
-        cells: list[tuple[DictConfig, str]] = []
+        swept = swept_keys(job_overrides)
+        composed: list[tuple[DictConfig, Config, dict[str, str]]] = []
         problems: dict[str, list[str]] = {}  # line -> the cells it is true of
         with report_errors():
             if not job_overrides:
                 raise ConfigError("the grid has no cells; give at least one value of each swept key")
             for number, overrides in enumerate(job_overrides, first):
-                composed = self.context.config_loader.load_sweep_config(self.config, list(overrides))
+                cell = self.context.config_loader.load_sweep_config(self.config, list(overrides))
+                values = {key: value for key, _, value in (text.partition("=") for text in overrides) if key in swept}
                 try:
-                    config = to_config(composed)
-                    name = cell_name(config, {o.split("=", 1)[0]: o.split("=", 1)[1] for o in overrides}, swept)
-                    run_dir.check_reusable(Path(self.config.hydra.sweep.dir, name), config)
+                    config = to_config(cell, overrides)
                 except ConfigError as error:
-                    values = " ".join(filter_overrides([o for o in overrides if o.split("=")[0] in swept]))
+                    of = " ".join(f"{key}={value}" for key, value in values.items())
                     for line in error.problems:
-                        problems.setdefault(line, []).append(values)
+                        problems.setdefault(line, []).append(of)
                     continue
-                with open_dict(composed):
-                    composed.hydra.job.id = f"{number}"
-                    composed.hydra.job.num = number
-                    composed.hydra.sweep.dir = self.config.hydra.sweep.dir
-                    composed.hydra.sweep.subdir = name
-                cells.append((composed, name))
+                with open_dict(cell):
+                    cell.hydra.job.id = f"{number}"
+                    cell.hydra.job.num = number
+                    cell.hydra.sweep.dir = self.config.hydra.sweep.dir
+                    cell.sweep.name = self.config.sweep.name
+                composed.append((cell, config, values))
             if problems:
                 raise ConfigError([_of_cells(line, of, len(job_overrides)) for line, of in problems.items()])
+            # Only now, with every cell legal, may a corpus be tokenised to learn what its cells are called.
+            cells = []
+            for cell, config, values in composed:
+                name = cell_name(config, values)
+                run_dir.check_free(Path(self.config.hydra.sweep.dir, name), config)
+                with open_dict(cell):
+                    cell.hydra.sweep.subdir = name
+                cells.append((cell, name))
         return cells
+
+
+def _share(source: Path, target: Path) -> None:
+    """Let `target` begin with the decisions in `source`, unless it has its own: a sweep decides once for its cells."""
+    if source.exists() and not target.exists():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        run_dir.write_json(target, run_dir.read_json(source))
 
 
 def _of_cells(line: str, cells: list[str], total: int) -> str:
@@ -147,21 +169,49 @@ def swept_keys(job_overrides: Sequence[Sequence[str]]) -> list[str]:
     return [key for key, seen in values.items() if len(seen) > 1]
 
 
-def cell_name(config: Config, overrides: dict[str, str], swept: list[str]) -> str:
-    """Directory of a cell: its swept values readably, and a hash of all that decides the result and of them."""
-    identity = {**result_deciding(config), "swept": {key: overrides[key] for key in swept}}
-    digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:8]
-    readable = ",".join(f"{key.rpartition('.')[2]}={overrides[key]}" for key in swept)
+def cell_name(config: Config, swept: dict[str, str]) -> str:
+    """Directory of a cell: its swept values readably, and a hash of all that decides the result and of them.
+
+    Values count as composed, so 6e-4 and 0.0006 are one cell; the text counts as its tokens, wherever it lies.
+    """
+    composed = {key: value for key, _, value in fields_of(config)}
+    # Groups and paths as they were typed: an option's name, and not the folders that lead to a file.
+    as_typed = ("data.path", "data.val_path")
+    values = {key: text if key in as_typed else composed.get(key, text) for key, text in swept.items()}
+    identity = {**result_deciding(config), "data": _data_identity(config), "swept": values}
+    digest = hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()[:8]
+    readable = ",".join(f"{key.rpartition('.')[2]}={value}" for key, value in values.items())
     return re.sub(r"[^A-Za-z0-9._=,-]", "_", f"{readable[:80]}-{digest}" if readable else digest)
 
 
+def _data_identity(config: Config) -> str:
+    """The hash of the tokens; of text that cannot be read, its path: that cell will say what is wrong."""
+    from gptexp.data.prepare import data_hash
+
+    try:
+        return data_hash(config.data)
+    except UserError:
+        return f"{config.data.path} {config.data.val_path}"
+
+
 def name_sweep(config: DictConfig) -> None:
-    """Give an unnamed sweep the name that the same or a widened grid will have again."""
-    if config.sweep.name is not None:
-        return
+    """Give an unnamed sweep the name that the same or a widened grid will have again.
+
+    It depends on which keys are swept, not on their values, and on the value of every other key that decides results.
+    """
     from gptexp.compose import job_of
 
-    # Hydra leaves swept values out of this base composition, so widening a grid does not change it.
-    identity = json.dumps(result_deciding(job_of(config)), sort_keys=True)
+    if config.sweep.name is not None:
+        return
+    params = config.hydra.sweeper.get("params") or {}
+    texts = [*(f"{key}={value}" for key, value in params.items()), *config.hydra.overrides.task]
+    overrides = [OverridesParser.create().parse_override(text) for text in texts]
+    swept = sorted({o.key_or_group for o in overrides if o.is_sweep_override()})
+    fixed = {
+        k: v for k, v in result_deciding(job_of(config)).items() if k not in swept and k.split(".")[0] not in swept
+    }
+    if "model" in swept:
+        fixed.pop("optim.lr", None)  # comes with the model
+    identity = json.dumps({**fixed, "swept": swept, "data": [config.data.path, config.data.val_path]}, default=str)
     with open_dict(config):
         config.sweep.name = f"sweep-{hashlib.sha256(identity.encode()).hexdigest()[:8]}"

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gptexp.distributed import Rank, launcher_rank
+from gptexp.errors import EXIT_DIVERGED
 from gptexp.signals import StopRequest
 
 if TYPE_CHECKING:
@@ -49,19 +50,25 @@ def task(cfg: Any, leader: "Leader | None") -> int:
     from gptexp import run_dir
     from gptexp.compose import lr_source, report_errors, to_config
 
-    hydra = HydraConfig.get()
-    is_cell = hydra.mode == RunMode.MULTIRUN
-    config = to_config(cfg)
-    directory = Path(hydra.runtime.output_dir)
-    run_dir.save_config(directory, config)
-    if config.log.progress != "off":
-        print(f"learning rate   {config.optim.lr:g}, from {lr_source(hydra.runtime.choices, hydra.overrides.task)}")
     with report_errors():  # in here: Hydra would add a line of its own to an exception
-        if leader is not None:
-            code = leader.run(config, directory)
-        else:
-            code = start(config, directory, fresh=is_cell)
-    if code and (leader is not None or not is_cell or code > 128):
+        hydra = HydraConfig.get()
+        is_cell = hydra.mode == RunMode.MULTIRUN
+        config = to_config(cfg, hydra.overrides.task, hydra.runtime.cwd)
+        if config.log.wandb.name is None:
+            model, total = hydra.runtime.choices["model"], config.batch.total_batch_size
+            config.log.wandb.name = f"{model}-lr{config.optim.lr:g}-b{total}"
+        directory = Path(hydra.runtime.output_dir)
+        with run_dir.held(directory):
+            run_dir.check_same(directory, config)
+            run_dir.save_config(directory, config)
+            if config.log.progress != "off":
+                print(f"learning rate   {config.optim.lr:g}, from {lr_source(hydra)}")
+            if leader is not None:
+                code = leader.run(config, directory)
+            else:
+                code = start(config, directory, fresh=is_cell)
+    stopped = code > 128
+    if code and (not is_cell or stopped or (leader is not None and code != EXIT_DIVERGED)):
         raise SystemExit(code)
     return code
 
@@ -129,9 +136,10 @@ def follow(rank: Rank) -> None:
         try:
             code = run_job_as(rank, store, number, from_dict(job["config"]), Path(job["directory"]))
         except UserError as error:
-            print(f"gptexp: rank {rank.rank}: {error}", file=sys.stderr)
+            if rank.local_rank == 0:  # what is wrong on this node, rank 0 says what is wrong on its own
+                print(f"gptexp: rank {rank.rank}: {error}", file=sys.stderr)
             sys.exit(error.exit_code)
-        if code:
+        if code not in (0, EXIT_DIVERGED):
             sys.exit(code)
         number += 1
 

@@ -5,6 +5,7 @@ and are averaged over the ranks once, with the last micro-step; the logged loss 
 all ranks.
 """
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -94,8 +95,8 @@ class Training:
 def fit(t: Training, state: TrainState, stop: StopRequest, log: RunLog, checkpoints: Path) -> str | None:
     """Train from `state` to the last step. *Collective.* Returns why it stopped early, or None.
 
-    Evaluates, saves and stops at step boundaries only, on all ranks after the same step. Raises `DivergedError` as
-    soon as a loss or gradient norm that is not finite is seen.
+    Evaluates, saves and stops at step boundaries only, on all ranks after the same step. Raises `DivergedError`, on
+    all ranks alike, as soon as a loss or gradient norm that is not finite is seen.
     """
     batches = micro_batches(t.dataset, t.plan, t.rank.rank, state.step, t.steps, t.device)
     total = t.plan.total_batch_size
@@ -104,23 +105,24 @@ def fit(t: Training, state: TrainState, stop: StopRequest, log: RunLog, checkpoi
     late = 1 if t.device.type == "cuda" else 0
     unread: deque[StepReport] = deque()
     my_fingerprint = state.fingerprint if t.rank.is_main else 0
-    reason: str | None = None
+    reasons: list[str] = []  # to stop early, in the order they came up
+    steps_since_log = clipped_since_log = 0
     t.gpt.train()
+    stop.training = True
     clock = time.perf_counter()
 
     def read(report: StepReport) -> None:
-        nonlocal clock, reason
+        nonlocal clock, steps_since_log, clipped_since_log
         loss, grad_norm, asked, state.fingerprint = report.read()
         now = time.perf_counter()
         seconds, clock = now - clock, now
         state.seconds += seconds
-        if not (abs(loss) < float("inf") and abs(grad_norm) < float("inf")):
-            raise DivergedError(
-                f"step {report.step}: loss {loss}, gradient norm {grad_norm}: the run diverged; lower optim.lr, "
-                "lengthen the warm-up, or clip harder"
-            )
-        reason = reason or asked
-        if report.step % t.log_every == 0 or report.step == t.steps - 1:
+        if asked:
+            reasons.append(asked)
+        finite = math.isfinite(loss) and math.isfinite(grad_norm)
+        steps_since_log += 1
+        clipped_since_log += 0 < t.grad_clip < grad_norm
+        if report.step % t.log_every == 0 or report.step == t.steps - 1 or not finite:
             tokens = (report.step + 1) * total
             log.step(
                 step=report.step,
@@ -129,12 +131,22 @@ def fit(t: Training, state: TrainState, stop: StopRequest, log: RunLog, checkpoi
                 loss=loss,
                 lr=report.lr,
                 grad_norm=grad_norm,
-                clipped=0 < t.grad_clip < grad_norm,
+                clip_fraction=clipped_since_log / steps_since_log,
                 seconds=seconds,
                 fingerprint=state.fingerprint,
             )
+            steps_since_log = clipped_since_log = 0
+        if not finite:
+            raise DivergedError(
+                f"step {report.step}: loss {loss}, gradient norm {grad_norm}: the run diverged; lower optim.lr, "
+                "lengthen the warm-up, or clip harder"
+            )
 
-    while state.step < t.steps and reason is None:
+    def save() -> None:
+        if t.rank.is_main:
+            log.checkpoint(state.step, checkpoint.save(checkpoints, t.gpt, t.optimizer, state, t.keep_last))
+
+    while state.step < t.steps and not reasons:
         lr = t.peak_lr * t.schedule.lr_factor(state.tokens, total)
         loss, grad_norm, fingerprint = train_step(
             t.model, t.optimizer, batches, t.plan.grad_accum_steps, lr, t.grad_clip, t.autocast, dropout
@@ -148,19 +160,25 @@ def fit(t: Training, state: TrainState, stop: StopRequest, log: RunLog, checkpoi
         due_save = last or crosses(before, state.tokens, t.save_every_tokens)
         while len(unread) > (0 if due_eval or due_save else late):
             read(unread.popleft())
+        if reasons and not last:
+            break  # whoever asks a run to stop gives it seconds: no evaluation first
         if due_eval and len(t.dataset.val_windows):
             state.val_loss = evaluate(t.gpt, t.dataset, t.plan.micro_batch_size, t.rank, t.device, t.autocast)
-            state.best_val_loss = min(state.val_loss, state.best_val_loss or state.val_loss)
             log.evaluation(state.step - 1, state.tokens, state.val_loss)
-        if due_save and t.rank.is_main:
-            log.checkpoint(state.step, checkpoint.save(checkpoints, t.gpt, t.optimizer, state, t.keep_last))
+            if not math.isfinite(state.val_loss):
+                raise DivergedError(f"step {state.step - 1}: validation loss {state.val_loss}: the weights diverged")
+            best = state.val_loss if state.best_val_loss is None else state.best_val_loss
+            state.best_val_loss = min(state.val_loss, best)
+        if due_save:
+            save()
         if due_eval or due_save:
             clock = time.perf_counter()  # evaluating and saving are no part of the next step's time
     while unread:
         read(unread.popleft())
-    if reason is not None and t.rank.is_main:
-        log.checkpoint(state.step, checkpoint.save(checkpoints, t.gpt, t.optimizer, state, t.keep_last))
-    return reason if state.step < t.steps else None
+    if state.step == t.steps:
+        return None
+    save()
+    return reasons[0]
 
 
 class StepReport:
@@ -184,6 +202,8 @@ class StepReport:
         self.step = step
         self.lr = lr
         host = torch.tensor([*stop_flags, *fingerprint.to_bytes(8, "little")], dtype=torch.float32)
+        if loss.is_cuda:
+            host = host.pin_memory()
         mean_share = (loss / world_size).reshape(1)
         reduced = all_reduce_sum(torch.cat([mean_share, host.to(loss.device, non_blocking=True)]))
         values = torch.cat([grad_norm.reshape(1).to(reduced.dtype), reduced])  # the norm is equal on all ranks

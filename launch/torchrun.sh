@@ -6,6 +6,10 @@
 #
 # NPROC counts the ranks of a node: a number, `gpu` for one per GPU, or `cpu`.
 set -eu
+if [ "${NNODES:-1}" != 1 ] && { [ -z "${HEAD:-}" ] || [ -z "${JOB:-}" ]; }; then
+  echo "NNODES=$NNODES needs HEAD=host:port and JOB=name, the same on each node" >&2
+  exit 2
+fi
 exec torchrun \
   --nnodes="${NNODES:-1}" \
   --nproc-per-node="${NPROC:-gpu}" \

@@ -66,7 +66,7 @@ def test_the_newest_whole_one_is_loaded_and_each_passed_over_is_named(
     (tmp_path / "old-step-00000009").mkdir()
     path, state = checkpoint.load_latest(tmp_path) or pytest.fail("nothing found")
     assert (path.name, state.step) == ("step-00000002", 2)
-    out = capsys.readouterr().out
+    out = capsys.readouterr().err
     assert "step-00000004: " in out
     assert "step-00000003: model.safetensors is not what was saved" in out
 
@@ -86,6 +86,21 @@ def test_any_damage_to_any_file_is_seen(tmp_path: Path, name: str, damage: str) 
         return  # the last byte of the manifest is a line end
     with pytest.raises(CheckpointError, match="no checkpoint is whole"):
         checkpoint.load_latest(tmp_path)
+
+
+def test_going_on_before_a_damaged_one_keeps_the_whole_ones(tmp_path: Path) -> None:
+    """Newer ones that were passed over neither count among the newest nor stand in the way; nothing is deleted."""
+    for step in (200, 300, 400):
+        save(tmp_path, step)
+    for step in (300, 400):
+        (tmp_path / f"step-{step:08d}" / "state.json").write_text("damaged")
+    _, state = checkpoint.load_latest(tmp_path) or pytest.fail("nothing found")
+    checkpoint.set_aside(tmp_path, state.step)
+    for step in (250, 300):
+        save(tmp_path, step, keep_last=2)
+    assert sorted(p.name for p in tmp_path.glob("step-*")) == ["step-00000250", "step-00000300"]
+    assert (checkpoint.load_latest(tmp_path) or pytest.fail("none"))[1].step == 300
+    assert len(list(tmp_path.glob("rejected-*"))) == 2
 
 
 def test_pruning_keeps_the_newest_and_sweeps_leftovers(tmp_path: Path) -> None:

@@ -158,7 +158,7 @@ def test_processes_that_want_it_at_once_tokenise_it_once(tmp_path: Path, corpus:
     for p in processes:
         p.join(60)
     assert [p.exitcode for p in processes] == [0] * 4
-    assert capfd.readouterr().out.count("tokenised text") == 1  # type: ignore[attr-defined]
+    assert capfd.readouterr().err.count("tokenised text") == 1  # type: ignore[attr-defined]
     [manifest] = (tmp_path / "cache").glob("*/manifest.json")
     assert stream_of(manifest.parent) == ids_of(corpus.read_text())
 
@@ -177,6 +177,13 @@ def test_a_killed_preparation_leaves_nothing_that_counts(tmp_path: Path, monkeyp
             prepare(data)
     assert not list((tmp_path / "cache").glob("*/manifest.json"))
     assert stream_of(prepare(data)[0]) == ids_of("some text")
+
+
+def test_a_name_with_glob_characters_is_that_file(tmp_path: Path) -> None:
+    (tmp_path / "d[1]").mkdir()
+    for name in ("a[1].txt", "a1.txt"):
+        (tmp_path / "d[1]" / name).write_text(name)
+    assert [f.name for f in corpora.text([f"{tmp_path}/d[1]/a[1].txt"]).files] == ["a[1].txt"]
 
 
 def test_unwritable_cache_is_one_line(tmp_path: Path) -> None:
@@ -207,6 +214,13 @@ def test_stream_reads_across_shards(three_shards: tuple[Path, np.ndarray]) -> No
     with pytest.raises(IndexError):
         stream.read(2490, 11)
     assert len(TokenStream(directory, max_tokens=1200)) == 1200
+
+
+def test_a_damaged_manifest_is_named(three_shards: tuple[Path, np.ndarray]) -> None:
+    for text in ("", "{", "[]", '{"shards": []}'):
+        (three_shards[0] / "manifest.json").write_text(text)
+        with pytest.raises(DataError, match=r"manifest.json: no manifest .*delete"):
+            TokenStream(three_shards[0])
 
 
 def test_manifest_says_what_the_files_hold(three_shards: tuple[Path, np.ndarray]) -> None:

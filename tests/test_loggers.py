@@ -16,7 +16,7 @@ from gptexp.loggers.console import BarSink, LineSink, build_console
 from gptexp.loggers.wandb import WandbSink, build_wandb
 
 STEP = {
-    "step": 3, "tokens": 400, "epoch": 0.5, "loss": 2.5, "lr": 6e-4, "grad_norm": 1.25, "clipped": True,
+    "step": 3, "tokens": 400, "epoch": 0.5, "loss": 2.5, "lr": 6e-4, "grad_norm": 1.25, "clip_fraction": 0.25,
     "seconds": 0.5, "fingerprint": 255,
 }  # fmt: skip
 
@@ -38,7 +38,7 @@ def test_rates_and_utilisation() -> None:
     assert (known["perf/mfu_palm"], known["perf/mfu_causal"]) == (0.2, 0.16)
     assert (unknown["perf/mfu_palm"], unknown["perf/mfu_causal"]) == (None, None)
     assert known["data/fingerprint"] == "00000000000000ff"
-    assert known["optim/clip_fraction"] == 1.0
+    assert known["optim/clip_fraction"] == 0.25
 
 
 def test_jsonl_has_no_nan_and_a_resumed_file_ends_at_the_checkpoint(tmp_path: Path) -> None:
@@ -90,13 +90,13 @@ def test_a_dead_wandb_is_said_once_and_left_alone(tmp_path: Path, capsys: pytest
     for _ in range(3):
         sink.write({"event": "step", "tokens": 1})
     sink.close({"status": "completed"})
-    assert capsys.readouterr().out.count("wandb failed (ConnectionResetError: gone)") == 1
+    assert capsys.readouterr().err.count("wandb: failed (ConnectionResetError: gone)") == 1
 
 
 def test_disabled_never_imports_wandb(tmp_path: Path) -> None:
     code = (
         "import sys, pathlib; from gptexp.loggers.wandb import build_wandb; from gptexp.config import WandbConfig; "
-        "assert build_wandb(WandbConfig(mode='disabled'), pathlib.Path('.'), {}, None, 'n') is None; "
+        "assert build_wandb(WandbConfig(mode='disabled'), pathlib.Path('.'), {}, None) is None; "
         "assert 'wandb' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
@@ -106,14 +106,14 @@ def test_offline_writes_the_run_and_keeps_its_id(tmp_path: Path, capfd: pytest.C
     """What lands in the offline file is read back with wandb's own reader."""
     ids = set()
     for attempt in range(2):
-        sink = build_wandb(WandbConfig(mode="auto"), tmp_path, {"optim": {"lr": 0.5}}, "grid", "a-name")
+        sink = build_wandb(WandbConfig(mode="auto", name="a-name"), tmp_path, {"optim": {"lr": 0.5}}, "grid")
         assert sink is not None
         for step in range(3):
             sink.write({"event": "step", "step": step, "tokens": 100 * (step + 3 * attempt), "train/loss": 5.0 - step})
         sink.write({"event": "checkpoint", "step": 2, "tokens": 300, "path": "x"})
         sink.close({"status": "completed"})
         ids.add(json.loads((tmp_path / "wandb.json").read_text())["id"])
-    assert "wandb sync" in capfd.readouterr().out
+    assert "wandb sync" in capfd.readouterr().err
     assert len(ids) == 1
     files = sorted((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
     assert len(files) >= 1
@@ -135,9 +135,9 @@ def test_online_without_a_server_falls_back_within_seconds(
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # nobody listens
-    sink = build_wandb(WandbConfig(mode="auto"), tmp_path, {}, None, "n")
+    sink = build_wandb(WandbConfig(mode="auto"), tmp_path, {}, None)
     assert sink is not None
     sink.write({"event": "step", "tokens": 1, "train/loss": 1.0})
     sink.close({"status": "completed"})
-    assert "logging offline instead" in capfd.readouterr().out
+    assert "logging offline instead" in capfd.readouterr().err
     assert list((tmp_path / "wandb").glob("offline-run-*"))

@@ -1,5 +1,6 @@
 """The request to stop, in a process of its own."""
 
+import signal
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ import os, signal, sys, time
 from gptexp.signals import StopRequest
 stop = StopRequest()
 stop.install(ignore_sigint=sys.argv[1] == "rank")
+stop.training = sys.argv[1] != "starting"
 print("ready", flush=True)
 while True:
     time.sleep(0.01)
@@ -31,8 +33,6 @@ def start(kind: str) -> subprocess.Popen[str]:
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGUSR1", "SIGTERM"])
 def test_first_signal_asks_second_leaves(name: str) -> None:
-    import signal
-
     process = start("single")
     assert process.stdout is not None
     process.send_signal(getattr(signal, name))
@@ -45,9 +45,14 @@ def test_first_signal_asks_second_leaves(name: str) -> None:
     assert process.wait(timeout=5) == EXIT_CODES[name]
 
 
-def test_a_launched_rank_leaves_ctrl_c_to_its_parent() -> None:
-    import signal
+@pytest.mark.parametrize("name", ["SIGINT", "SIGUSR1", "SIGTERM"])
+def test_before_training_the_first_signal_leaves(name: str) -> None:
+    process = start("starting")
+    process.send_signal(getattr(signal, name))
+    assert process.wait(timeout=5) == EXIT_CODES[name]
 
+
+def test_a_launched_rank_leaves_ctrl_c_to_its_parent() -> None:
     process = start("rank")
     assert process.stdout is not None
     process.send_signal(signal.SIGINT)

@@ -12,7 +12,9 @@ import tempfile
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
+from http.client import HTTPException
 from pathlib import Path
+from typing import Any
 
 from gptexp.errors import DataError
 
@@ -62,11 +64,29 @@ def text(patterns: list[str]) -> Corpus:
     """The files that match, each once, in the order of `patterns` and sorted within one."""
     files: dict[Path, None] = {}
     for pattern in patterns:
-        found = [Path(p) for p in sorted(glob.glob(pattern, recursive=True)) if Path(p).is_file()]
+        found = matching_files(pattern)
         if not found:
             raise DataError(f"{pattern}: no such file; give a file, a glob or a list of them")
         files.update(dict.fromkeys(found))
     return Corpus("text", list(files))
+
+
+def is_path_list(value: Any) -> bool:
+    """Whether `value` can be data.path: a path or glob, or a list of them."""
+    return isinstance(value, str) or (
+        isinstance(value, list) and bool(value) and all(isinstance(v, str) for v in value)
+    )
+
+
+def path_list(value: str | list[str]) -> list[str]:
+    return [value] if isinstance(value, str) else value
+
+
+def matching_files(pattern: str) -> list[Path]:
+    """The file of that very name, else those that the glob matches, sorted."""
+    if Path(pattern).is_file():
+        return [Path(pattern)]
+    return [Path(p) for p in sorted(glob.glob(pattern, recursive=True)) if Path(p).is_file()]
 
 
 def shakespeare(downloads: Path) -> Corpus:
@@ -85,7 +105,7 @@ def _download(path: Path) -> None:
     try:
         with urllib.request.urlopen(SHAKESPEARE_URL, timeout=30) as response:
             body = response.read(SHAKESPEARE_BYTES + 1)
-    except OSError as error:
+    except (OSError, HTTPException) as error:
         raise DataError(
             f"{SHAKESPEARE_URL}: cannot be downloaded ({error}); put the file at {path}, "
             "or use data=stdlib, which needs no network"

@@ -16,8 +16,9 @@ import numpy as np
 import torch
 
 from gptexp.batch import BatchPlan
-from gptexp.config import DataConfig
-from gptexp.data.order import Order, mix
+from gptexp.config import Config, DataConfig
+from gptexp.data.order import Order, count_val_windows, count_windows, mix
+from gptexp.data.prepare import prepare, tokens_hash
 from gptexp.data.shards import TokenStream
 from gptexp.errors import DataError
 
@@ -36,13 +37,14 @@ class MicroBatch:
 
 @dataclass
 class Dataset:
-    """A training stream with its order, and the validation windows. Built by `open_dataset`."""
+    """A training stream with its order, and the validation windows. Built by `build_dataset`."""
 
     train: TokenStream
     order: Order
     val: TokenStream
     val_windows: np.ndarray
     seq_len: int
+    hash: str  # of all tokens, wherever they lie
 
     def rows(self, stream: TokenStream, windows: np.ndarray) -> np.ndarray:
         """The tokens of `windows`, (len(windows), T + 1) uint16: inputs and targets overlap in all but one."""
@@ -50,17 +52,22 @@ class Dataset:
         return np.stack([stream.read(int(w) * t, t + 1) for w in windows])
 
 
+def build_dataset(cfg: Config) -> Dataset:
+    """Prepare (once a node) and open the tokens that `cfg` trains and validates on."""
+    return open_dataset(cfg.data, *prepare(cfg.data), cfg.seq_len, cfg.train.seed, cfg.model.vocab_size)
+
+
 def open_dataset(
     data: DataConfig, train_dir: Path, val_dir: Path | None, seq_len: int, seed: int, vocab_size: int
 ) -> Dataset:
     """Open prepared tokens; raises `DataError` where they are too few for one window or too large for the model."""
     train = TokenStream(train_dir, data.max_tokens)
-    n_windows = (len(train) - 1) // seq_len
+    n_windows = count_windows(len(train), seq_len)
     val, val_from = train, n_windows
     if val_dir is not None:
         val = TokenStream(val_dir)
-        val_from = (len(val) - 1) // seq_len
-    n_val = round(data.val_tokens / seq_len)
+        val_from = count_windows(len(val), seq_len)
+    n_val = count_val_windows(data.val_tokens, seq_len)
     for stream, path, windows in ((train, train_dir, n_windows), (val, val_dir or train_dir, val_from)):
         if windows < 1:
             raise DataError(
@@ -80,7 +87,7 @@ def open_dataset(
     held_out = 0 if val_dir else n_val
     order = Order(n_windows, held_out, seed, shuffled=data.order == "shuffled")
     from_val = Order(val_from, min(n_val, val_from), seed, shuffled=False)
-    return Dataset(train, order, val, from_val.val_windows(), seq_len)
+    return Dataset(train, order, val, from_val.val_windows(), seq_len, tokens_hash(train_dir, val_dir))
 
 
 def fingerprint(rows: np.ndarray) -> int:

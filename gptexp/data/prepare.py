@@ -1,7 +1,9 @@
 """Tokenise a corpus once into the cache, safely when many processes want it at the same time."""
 
+import hashlib
 import os
 import shutil
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -15,7 +17,7 @@ from filelock import FileLock
 
 from gptexp.config import DataConfig
 from gptexp.data import corpora
-from gptexp.data.shards import MANIFEST, VERSION, ShardWriter
+from gptexp.data.shards import MANIFEST, VERSION, ShardWriter, TokenStream
 from gptexp.data.tokenizer import END_OF_TEXT, load_tokenizer
 from gptexp.errors import DataError
 
@@ -33,7 +35,7 @@ def prepare(data: DataConfig) -> tuple[Path, Path | None]:
     A file lock lets one process on a node (on a shared file system: one of all) do the work while the others wait.
     """
     train = _tokenised(find_corpus(data), data)
-    val = _tokenised(corpora.text(data.val_path), data) if data.val_path else None
+    val = _tokenised(corpora.text(corpora.path_list(data.val_path)), data) if data.val_path else None
     return train, val
 
 
@@ -45,7 +47,7 @@ def find_corpus(data: DataConfig) -> corpora.Corpus:
         downloads = cache_dir(data) / "downloads"
         with _lock(downloads.parent / "downloads.lock"):
             return corpora.shakespeare(downloads)
-    return corpora.text(data.path)
+    return corpora.text(corpora.path_list(data.path))
 
 
 def tokens_dir(corpus: corpora.Corpus, data: DataConfig) -> Path:
@@ -60,6 +62,17 @@ def _tokenised(corpus: corpora.Corpus, data: DataConfig) -> Path:
             if not (target / MANIFEST).exists():
                 _tokenise(corpus, data.tokenizer, target)
     return target
+
+
+def data_hash(data: DataConfig) -> str:
+    """Hash of the training and validation tokens: the same wherever the text lies. Prepares them if need be."""
+    return tokens_hash(*prepare(data))
+
+
+def tokens_hash(train: Path, val: Path | None) -> str:
+    """Hash of prepared tokens."""
+    streams = [TokenStream(directory).hash for directory in (train, val) if directory]
+    return hashlib.sha256("".join(streams).encode()).hexdigest()[:16]
 
 
 def _lock(path: Path) -> FileLock:
@@ -77,7 +90,7 @@ def _tokenise(corpus: corpora.Corpus, tokenizer: str, target: Path) -> None:
     unfinished = target.with_name(f"{target.name}.tmp")
     shutil.rmtree(unfinished, ignore_errors=True)  # a process that was killed here left it
     about = {"corpus": corpus.name, "tokenizer": tokenizer, "documents": len(corpus.files)}
-    with ShardWriter(unfinished, about) as writer, _progress(corpus) as advance:
+    with _said(), ShardWriter(unfinished, about) as writer, _progress(corpus) as advance:
         texts = _texts(corpus)
         while group := list(islice(texts, PIECES_AT_ONCE)):
             pieces = [piece for piece, _ in group]
@@ -88,8 +101,18 @@ def _tokenise(corpus: corpora.Corpus, tokenizer: str, target: Path) -> None:
     unfinished.replace(target)
     seconds = time.perf_counter() - started
     print(
-        f"tokenised {corpus.name}: {len(corpus.files):,} files, {writer.tokens:,} tokens in {seconds:.1f} s; {target}"
+        f"tokenised {corpus.name}: {len(corpus.files):,} files, {writer.tokens:,} tokens in {seconds:.1f} s; {target}",
+        file=sys.stderr,
     )
+
+
+@contextmanager
+def _said() -> Iterator[None]:
+    """What the file system refuses, as one line that names the file."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"{error.filename or 'data.cache_dir'}: {error.strerror or error}; nothing was kept") from None
 
 
 def _texts(corpus: corpora.Corpus) -> Iterator[tuple[str, bool]]:

@@ -87,13 +87,19 @@ class TokenStream:
     """
 
     def __init__(self, directory: Path, max_tokens: int | None = None) -> None:
-        manifest = json.loads((directory / MANIFEST).read_text())
-        self._shards = [_open_shard(directory / s["file"], s["tokens"]) for s in manifest["shards"]]
+        try:
+            manifest = json.loads((directory / MANIFEST).read_text())
+            shards = [(directory / s["file"], s["tokens"], s["sha256"]) for s in manifest["shards"]]
+            self.max_id = int(manifest["max_id"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise DataError(
+                f"{directory / MANIFEST}: no manifest ({type(error).__name__}: {error}); "
+                f"delete {directory} to build it again"
+            ) from None
+        self._shards = [_open_shard(path, tokens) for path, tokens, _ in shards]
         self._ends = np.cumsum([len(s) for s in self._shards])
-        self.max_id: int = manifest["max_id"]
-        self.tokenizer: str = manifest["tokenizer"]
         # What the ids are, wherever they lie: the identity of the data in a run.
-        self.hash = hashlib.sha256("".join(s["sha256"] for s in manifest["shards"]).encode()).hexdigest()
+        self.hash = hashlib.sha256("".join(digest for _, _, digest in shards).encode()).hexdigest()
         self._tokens = int(self._ends[-1])
         if max_tokens is not None:
             self._tokens = min(self._tokens, max_tokens)

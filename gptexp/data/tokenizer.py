@@ -8,6 +8,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gptexp.errors import DataError
+
 if TYPE_CHECKING:
     import tiktoken
 
@@ -28,7 +30,10 @@ def load_tokenizer(name: str) -> "tiktoken.Encoding":
     from tiktoken_ext.openai_public import r50k_pat_str
 
     if name not in ("gpt2", "r50k_base"):
-        return tiktoken.get_encoding(name)
+        try:
+            return tiktoken.get_encoding(name)
+        except OSError as error:
+            raise DataError(f"data.tokenizer={name}: tiktoken cannot download it ({error}); use gpt2") from None
     return tiktoken.Encoding(
         name,
         pat_str=r50k_pat_str,

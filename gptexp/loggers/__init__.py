@@ -4,7 +4,6 @@
 """
 
 import json
-import math
 import resource
 import sys
 from pathlib import Path
@@ -12,9 +11,9 @@ from typing import Any, Protocol
 
 import torch
 
-from gptexp.evaluate import perplexity
+from gptexp.loss import perplexity
 from gptexp.run_dir import METRICS as METRICS_FILE
-from gptexp.run_dir import write_atomically
+from gptexp.run_dir import finite, write_atomically
 
 METRICS = {
     # name: (unit, meaning)
@@ -67,7 +66,7 @@ class RunLog:
         loss: float,
         lr: float,
         grad_norm: float,
-        clipped: bool,
+        clip_fraction: float,
         seconds: float,
         fingerprint: int,
     ) -> None:
@@ -82,7 +81,7 @@ class RunLog:
                 "train/loss": loss,
                 "optim/lr": lr,
                 "optim/grad_norm": grad_norm,
-                "optim/clip_fraction": float(clipped),
+                "optim/clip_fraction": clip_fraction,
                 "perf/tokens_per_s": rate,
                 "perf/step_ms": 1e3 * seconds,
                 "perf/peak_mem_gib": peak_memory_gib(),
@@ -100,10 +99,6 @@ class RunLog:
 
     def sample(self, step: int, text: str) -> None:
         self._emit("sample", {"step": step - 1, "tokens": step * self.step_tokens, "text": text})
-
-    def note(self, line: str) -> None:
-        """A line for a person; not a metric."""
-        self._emit("note", {"text": line})
 
     def close(self, summary: dict[str, Any]) -> None:
         for sink in self.sinks:
@@ -131,7 +126,7 @@ class JsonlSink:
         self._file = path.open("a")
 
     def write(self, event: dict[str, Any]) -> None:
-        self._file.write(json.dumps(_finite(event)) + "\n")
+        self._file.write(json.dumps(finite(event)) + "\n")
         self._file.flush()
 
     def close(self, summary: dict[str, Any]) -> None:
@@ -151,8 +146,3 @@ def _truncate(path: Path, tokens: int) -> None:
         if event.get("tokens", 0) <= tokens:
             kept.append(line + "\n")
     write_atomically(path, "".join(kept))
-
-
-def _finite(event: dict[str, Any]) -> dict[str, Any]:
-    """JSON has no NaN and no infinity: null."""
-    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in event.items()}

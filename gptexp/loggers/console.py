@@ -20,6 +20,10 @@ def eval_line(event: dict[str, Any]) -> str:
     return f"step {event['step']:4d} | val loss: {event['val/loss']:.6f} | perplexity: {event['val/ppl']:.2f}"
 
 
+def sample_text(event: dict[str, Any]) -> str:
+    return f"--- a sample\n{event['text']}\n---"
+
+
 class LineSink:
     """One line per event on stdout."""
 
@@ -28,8 +32,8 @@ class LineSink:
             print(step_line(event), flush=True)
         elif event["event"] == "eval":
             print(eval_line(event), flush=True)
-        elif event["event"] in ("sample", "note"):
-            print(event["text"], flush=True)
+        elif event["event"] == "sample":
+            print(sample_text(event), flush=True)
 
     def close(self, summary: dict[str, Any]) -> None:
         pass
@@ -61,9 +65,9 @@ class BarSink:
             self._progress.update(self._task, completed=event["step"] + 1, description=text)
         elif event["event"] == "eval":
             self._console.print(eval_line(event))
-        elif event["event"] in ("sample", "note"):
+        elif event["event"] == "sample":
             self._progress.stop()  # what comes after training is plain text
-            self._console.print(event["text"])
+            self._console.print(sample_text(event))
 
     def close(self, summary: dict[str, Any]) -> None:
         self._progress.stop()

@@ -2,6 +2,7 @@
 
 import os
 import secrets
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,10 @@ class WandbSink:
 
     def close(self, summary: dict[str, Any]) -> None:
         self._guarded(lambda: self._run.summary.update({"status": summary["status"]}))
-        self._guarded(lambda: self._run.finish(exit_code=0 if summary["status"] == "completed" else 1))
-        if self._offline:
-            print(f"wandb ran offline; to upload: wandb sync {self._directory}/wandb/offline-run-*")
+        fine = summary["status"] in ("completed", "interrupted")
+        self._guarded(lambda: self._run.finish(exit_code=0 if fine else 1))
+        if self._offline and self._run is not None:
+            _say(f"logged offline; to upload: wandb sync {self._directory}/wandb/offline-run-*")
 
     def _guarded(self, call: Any) -> None:
         """wandb's own failures end wandb, not the run."""
@@ -39,23 +41,16 @@ class WandbSink:
             return
         try:
             call()
-        except Exception as error:  # whatever a logging service throws
-            print(f"wandb failed ({type(error).__name__}: {error}); going on without it, metrics.jsonl is complete")
+        except Exception as error:
+            _say(f"failed ({_first_line(error)}); going on without it, metrics.jsonl is complete")
             self._run = None
 
 
-def build_wandb(
-    cfg: WandbConfig, directory: Path, config: dict[str, Any], group: str | None, name: str
-) -> WandbSink | None:
+def build_wandb(cfg: WandbConfig, directory: Path, config: dict[str, Any], group: str | None) -> WandbSink | None:
     """Start or continue the run's wandb run; falls back to offline with a line that says why. None if disabled."""
     mode = os.environ.get("WANDB_MODE", cfg.mode) if cfg.mode == "auto" else cfg.mode
     if mode == "disabled":
         return None
-    import wandb
-    from wandb.errors import Error
-
-    if mode == "auto":
-        mode = "online" if wandb.login(prompt=False) else "offline"
     saved = read_json(directory / ID_FILE)
     run_id = saved.get("id") or secrets.token_hex(4)
     write_json(directory / ID_FILE, {"id": run_id})
@@ -68,7 +63,7 @@ def build_wandb(
             resume="allow",
             project=cfg.project,
             group=cfg.group or group,
-            name=cfg.name or name,
+            name=cfg.name,
             tags=cfg.tags,
             job_type="train",
             config=config,
@@ -76,8 +71,25 @@ def build_wandb(
         )
         return WandbSink(run, directory, offline=mode == "offline")
 
+    # Whatever a logging service throws, it may not stop the run.
     try:
+        import wandb
+
+        if mode == "auto":
+            mode = "online" if wandb.login(prompt=False) else "offline"
         return init(mode)
-    except Error as error:
-        print(f"wandb: {mode} failed ({str(error).splitlines()[0]}); logging offline instead")
+    except Exception as error:
+        _say(f"{mode} failed ({_first_line(error)}); logging offline instead")
+    try:
         return init("offline")
+    except Exception as error:
+        _say(f"offline failed too ({_first_line(error)}); going on without it, metrics.jsonl is complete")
+        return None
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+
+
+def _say(line: str) -> None:
+    print(f"gptexp: wandb: {line}", file=sys.stderr)

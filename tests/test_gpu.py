@@ -1,0 +1,75 @@
+"""What only a GPU can show; run with `pytest -m gpu`."""
+
+import json
+import subprocess
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import events, summary
+
+from gptexp.config import ModelConfig, OptimConfig
+from gptexp.data.loader import MicroBatch
+from gptexp.loss import chunked_cross_entropy, plain_cross_entropy
+from gptexp.model import GPT
+from gptexp.optim import build_optimizer
+from gptexp.trainer import StepReport, train_step
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+Gptexp = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def test_it_trains_compiled_in_bfloat16_and_resumes(gptexp: Gptexp, tiny: list[str], tmp_path: Path) -> None:
+    overrides = [*tiny, "log=disabled", "optim.lr=1e-2", "train.max_steps=60", "hydra.run.dir=out"]
+    stopped = gptexp("train", *overrides, "train.max_minutes=0.0001")
+    assert stopped.returncode == 0, stopped.stderr
+    done = gptexp("train", *overrides)
+    assert done.returncode == 0, done.stderr
+    effective = json.loads((tmp_path / "out" / "effective.json").read_text())
+    assert (effective["device"], effective["dtype"], effective["compile"]) == ("cuda", "bfloat16", True)
+    losses = [e["train/loss"] for e in events(tmp_path / "out", "step")]
+    assert len(losses) == 60
+    assert losses[-1] < losses[0] - 3
+    own = json.loads(gptexp("evaluate", str(tmp_path / "out")).stdout)
+    assert own["val/loss"] == pytest.approx(summary(tmp_path / "out")["final_val_loss"], rel=1e-2)
+
+
+def test_gpu_and_cpu_agree_in_float32(gptexp: Gptexp, tiny: list[str], tmp_path: Path) -> None:
+    for device in ("cpu", "cuda"):
+        done = gptexp("train", *tiny, "train.max_steps=20", "schedule.warmup_steps=5", f"train.device={device}",
+                      "train.dtype=float32", "train.compile=off", f"hydra.run.dir={device}")  # fmt: skip
+        assert done.returncode == 0, done.stderr
+    for a, b in zip(events(tmp_path / "cpu", "step"), events(tmp_path / "cuda", "step"), strict=True):
+        assert a["data/fingerprint"] == b["data/fingerprint"]
+        assert b["train/loss"] == pytest.approx(a["train/loss"], rel=1e-3)
+
+
+def test_nothing_waits_for_the_device_inside_a_step() -> None:
+    """torch raises on every synchronising call while the mode is on."""
+    device = torch.device("cuda")
+    model = GPT(ModelConfig(n_layer=2, n_head=2, n_embd=64, block_size=32, vocab_size=512)).to(device)
+    optimizer = build_optimizer(model, OptimConfig(), fused=True)
+    x = torch.zeros(4, 32, dtype=torch.int64, device=device)
+    batches = iter([MicroBatch(x, x, 1, 0)] * 16)
+    train_step(model, optimizer, batches, 4, 1e-3, 1.0, nullcontext, False)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        out = train_step(model, optimizer, batches, 4, 1e-3, 1.0, nullcontext, False)
+        report = StepReport(0, 1e-3, *out, [0.0] * 4, 1)
+        with pytest.raises(RuntimeError, match="synchronizing"):
+            out[0].item()  # the mode does catch what it should
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert report.read()[0] > 0
+
+
+def test_losses_agree_on_the_gpu() -> None:
+    g = torch.Generator("cuda").manual_seed(0)
+    h = torch.randn(1300, 64, generator=g, device="cuda")
+    w = torch.randn(777, 64, generator=g, device="cuda")
+    y = torch.randint(777, (1300,), generator=g, device="cuda")
+    torch.testing.assert_close(chunked_cross_entropy(h, w, y), plain_cross_entropy(h, w, y), rtol=1e-4, atol=1e-4)
