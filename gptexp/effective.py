@@ -133,7 +133,8 @@ def apply(effective: Effective, deterministic: bool = False) -> None:
         _keep_freed_memory()
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(deterministic)
+    if torch.are_deterministic_algorithms_enabled() != deterministic:  # the call imports the compiler: a second
+        torch.use_deterministic_algorithms(deterministic)
 
 
 def make_autocast(effective: Effective, device: torch.device) -> Callable[[], AbstractContextManager[object]]:

@@ -203,7 +203,8 @@ def test_no_whole_checkpoint_is_exit_code_four(finished: tuple[Path, str], gptex
         file.write_bytes(file.read_bytes()[:-1])
     done = gptexp("sample", str(broken))
     assert done.returncode == 4
-    assert done.stderr.count("model.safetensors has") == 2
+    assert done.stderr.count("checkpoint passed over: ") == 2
+    assert "no checkpoint is whole" in done.stderr
     shutil.rmtree(broken / "checkpoints")
     done = gptexp("evaluate", str(broken))
     assert (done.returncode, "no checkpoint has been saved yet" in done.stderr) == (4, True)
@@ -212,8 +213,10 @@ def test_no_whole_checkpoint_is_exit_code_four(finished: tuple[Path, str], gptex
 def test_bad_data_is_exit_code_three_and_divergence_five(gptexp: Gptexp, tiny: list[str], tmp_path: Path) -> None:
     (tmp_path / "short.txt").write_text("too short")
     short = gptexp("train", *tiny, "data.path=short.txt")
-    assert (short.returncode, len(short.stderr.splitlines())) == (3, 1), short.stderr
-    assert "fewer than one window" in short.stderr
+    assert short.returncode == 3, short.stderr
+    tokenised, error = short.stderr.splitlines()
+    assert tokenised.startswith("tokenised text")
+    assert "fewer than one window" in error
     wild = gptexp("train", *tiny, "optim.lr=1e30", "optim.grad_clip=0", "hydra.run.dir=wild", "train.max_steps=20")
     assert wild.returncode == 5, wild.stderr
     assert "diverged" in wild.stderr
@@ -354,7 +357,7 @@ def test_losses_and_fingerprints_do_not_depend_on_ranks_or_micro_batch(
     gptexp: Gptexp, tiny: list[str], tmp_path: Path
 ) -> None:
     """20 steps of 512 tokens at lr 6e-4, 5 warm-up steps, one thread per rank: to 1e-5 relative."""
-    cuts = [(1, 2), (2, 2), (4, 2), (1, 4), (1, 8), (4, 8)]
+    cuts = [(1, 2), (2, 2), (4, 2), (1, 4), (1, 8)]
     for world_size, micro_batch_size in cuts:
         done = gptexp(
             "train",
@@ -362,6 +365,7 @@ def test_losses_and_fingerprints_do_not_depend_on_ranks_or_micro_batch(
             "batch.total_batch_size=512",
             "train.max_steps=20",
             "schedule.warmup_steps=5",
+            "train.eval_every=0",
             f"world.size={world_size}",
             f"batch.micro_batch_size={micro_batch_size}",
             f"hydra.run.dir=w{world_size}b{micro_batch_size}",
@@ -526,12 +530,12 @@ def test_four_cells_in_four_directories_and_a_crash_costs_one(gptexp: Gptexp, ti
     assert {d: (d / "summary.json").stat().st_mtime_ns for d in cells} == stamp
 
     path = next(o for o in tiny if o.startswith("data.path="))
-    crashed = gptexp("train", "-m", *tiny, f"{path},short.txt", "train.seed=1,2", "sweep.name=crash")
+    crashed = gptexp("train", "-m", *tiny, f"{path},short.txt", "sweep.name=crash")
     assert crashed.returncode == 1
-    assert "2 of 4 cells failed" in crashed.stderr
+    assert "1 of 2 cells failed" in crashed.stderr
     assert "fewer than one window" in crashed.stderr
     assert "Traceback" not in crashed.stderr
-    assert len([d for d in runs(tmp_path / "outputs" / "crash") if summary(d)["status"] == "completed"]) == 2
+    assert len([d for d in runs(tmp_path / "outputs" / "crash") if summary(d)["status"] == "completed"]) == 1
 
 
 def test_one_illegal_cell_stops_the_sweep_before_the_first(gptexp: Gptexp, tiny: list[str], tmp_path: Path) -> None:
@@ -547,7 +551,7 @@ def test_a_cell_that_diverges_is_an_outcome_and_not_tried_again(
     grid = ("-m", *tiny, "optim.lr=1e-3,1e30", "optim.grad_clip=0", "train.max_steps=10", "sweep.name=s")
     first = gptexp("train", *grid)
     assert first.returncode == 0, first.stderr
-    assert "the run diverged" in first.stderr
+    assert "diverged" in first.stderr
     again = gptexp("train", *grid)
     assert again.returncode == 0
     assert "diverged before" in again.stdout
@@ -579,6 +583,8 @@ def test_ctrl_c_in_a_sweep_saves_the_cell_and_starts_no_other(
 
 
 def test_a_named_grid_runs_as_a_sweep(gptexp: Gptexp, tiny: list[str], tmp_path: Path) -> None:
-    done = gptexp("train", *tiny, "sweep=seeds", "train.max_steps=1", "sweep.name=five")
-    assert done.returncode == 0, done.stderr
-    assert {summary(d)["seed"] for d in runs(tmp_path / "outputs" / "five")} == {1337, 1338, 1339, 1340, 1341}
+    (tmp_path / "short.txt").write_text("too short: all five fail at once")
+    cut = gptexp("train", *tiny, "sweep=seeds", "train.seed=1338,7", "train.max_steps=1", "sweep.name=two")
+    assert cut.returncode == 0, cut.stderr
+    assert {summary(d)["seed"] for d in runs(tmp_path / "outputs" / "two")} == {1338, 7}  # the command line wins
+    assert "cell 1 of 5: seed=1337" in gptexp("train", *tiny, "sweep=seeds", "data.path=short.txt").stdout
