@@ -27,7 +27,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from gptexp import check, run_dir
 from gptexp.config import Config, shown
-from gptexp.data.corpora import is_path_list
+from gptexp.data.corpora import is_file, is_path_list
 from gptexp.distributed import launcher_rank
 from gptexp.errors import EXIT_CONFIG, EXIT_FAILED, ConfigError, UserError
 from gptexp.overrides import override_problems
@@ -180,7 +180,7 @@ def _absolute(path: str, cwd: str | None) -> str:
     if Path(path).expanduser().is_absolute():
         return str(Path(path).expanduser())
     base = Path(cwd or Path.cwd())
-    return str(base / path) if (base / path).exists() else str(Path(glob.escape(str(base))) / path)
+    return str(base / path) if is_file(base / path) else str(Path(glob.escape(str(base))) / path)
 
 
 class CheckBeforeStart(Callback):

@@ -240,7 +240,7 @@ def field_problem(key: str, f: dataclasses.Field[Any], value: Any, typed: str | 
 def shown(value: Any) -> str:
     """A value as one would type it, cut where it is long."""
     text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    return text if len(text) <= 200 else f"{text[:197]}..."
 
 
 def to_dict(config: Any) -> dict[str, Any]:

@@ -18,7 +18,10 @@ import yaml
 from conftest import ROOT, events, runs, summary
 
 from gptexp import load_run
+from gptexp.compose import compose
+from gptexp.distributed import Rank
 from gptexp.loggers import METRICS
+from gptexp.signals import StopRequest
 
 Gptexp = Callable[..., subprocess.CompletedProcess[str]]
 Start = Callable[..., subprocess.Popen[str]]
@@ -232,8 +235,7 @@ def long_run(tiny: list[str]) -> list[str]:
     return [*tiny, "train.max_steps=100000", "train.save_every=100000", "train.eval_every=0", "hydra.run.dir=out"]
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGUSR1"])
+@pytest.mark.parametrize(("name", "world_size"), [("SIGINT", 1), ("SIGTERM", 2)])
 def test_a_signal_to_the_parent_saves_and_leaves(
     start: Start, long_run: list[str], tmp_path: Path, name: str, world_size: int
 ) -> None:
@@ -254,7 +256,7 @@ def test_interrupted_and_resumed_at_another_world_size_equals_undisturbed(
     start: Start, gptexp: Gptexp, tiny: list[str], tmp_path: Path
 ) -> None:
     """Dropout is on: its randomness is derived from the step, not from how often the run was started."""
-    overrides = [*tiny, "train.max_steps=200", "train.save_every=1000", "model.dropout=0.1"]
+    overrides = [*tiny, "train.max_steps=120", "train.save_every=1000", "train.eval_every=0", "model.dropout=0.1"]
     undisturbed = gptexp("train", *overrides, "hydra.run.dir=whole")
     assert undisturbed.returncode == 0, undisturbed.stderr
     directory = tmp_path / "out"
@@ -263,12 +265,12 @@ def test_interrupted_and_resumed_at_another_world_size_equals_undisturbed(
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=60)
     stopped_at = summary(directory)["steps"]
-    assert 20 < stopped_at < 200
+    assert 20 < stopped_at < 120
     resumed = gptexp("train", *overrides, "hydra.run.dir=out", "world.size=1")
     assert resumed.returncode == 0, resumed.stderr
     for name, value in weights(tmp_path / "whole").items():
         assert torch.equal(value, weights(directory)[name]), name
-    assert [e["step"] for e in events(directory, "step")] == list(range(200))
+    assert [e["step"] for e in events(directory, "step")] == list(range(120))
     whole, parts = (events(tmp_path / d, "step")[-1] for d in ("whole", "out"))
     assert whole["data/fingerprint"] == parts["data/fingerprint"]
 
@@ -307,14 +309,6 @@ def test_a_signal_to_one_rank_stops_all_and_loses_nothing(start: Start, long_run
     s = summary(directory)
     assert s["status"] == "interrupted"
     assert (directory / "checkpoints" / f"step-{s['steps']:08d}" / "manifest.json").exists()
-
-
-def test_max_minutes_stops_with_code_zero(gptexp: Gptexp, long_run: list[str], tmp_path: Path) -> None:
-    done = gptexp("train", *long_run, "train.max_minutes=0.02")
-    assert done.returncode == 0, done.stderr
-    s = summary(tmp_path / "out")
-    assert s["status"] == "interrupted"
-    assert (tmp_path / "out" / "checkpoints" / f"step-{s['steps']:08d}").is_dir()
 
 
 def test_a_killed_rank_ends_the_run_and_is_named(start: Start, long_run: list[str], tmp_path: Path) -> None:
@@ -359,8 +353,7 @@ def test_losses_and_fingerprints_do_not_depend_on_ranks_or_micro_batch(
     """20 steps of 512 tokens at lr 6e-4, 5 warm-up steps, one thread per rank: to 1e-5 relative."""
     cuts = [(1, 2), (2, 2), (4, 2), (1, 4), (1, 8)]
     for world_size, micro_batch_size in cuts:
-        done = gptexp(
-            "train",
+        overrides = [
             *tiny,
             "batch.total_batch_size=512",
             "train.max_steps=20",
@@ -368,9 +361,15 @@ def test_losses_and_fingerprints_do_not_depend_on_ranks_or_micro_batch(
             "train.eval_every=0",
             f"world.size={world_size}",
             f"batch.micro_batch_size={micro_batch_size}",
-            f"hydra.run.dir=w{world_size}b{micro_batch_size}",
-        )
-        assert done.returncode == 0, done.stderr
+        ]
+        name = f"w{world_size}b{micro_batch_size}"
+        if world_size > 1:
+            done = gptexp("train", *overrides, f"hydra.run.dir={name}")
+            assert done.returncode == 0, done.stderr
+        else:
+            from gptexp.run import run  # one rank needs no process of its own
+
+            assert run(compose(overrides), tmp_path / name, StopRequest(), Rank()) == 0
     reference = tmp_path / "w1b2"
     for world_size, micro_batch_size in cuts[1:]:
         other = tmp_path / f"w{world_size}b{micro_batch_size}"
@@ -522,7 +521,7 @@ def test_four_cells_in_four_directories_and_a_crash_costs_one(gptexp: Gptexp, ti
     assert by_batch[512][3]["data/fingerprint"] == by_batch[1024][1]["data/fingerprint"]
 
     stamp = {d: (d / "summary.json").stat().st_mtime_ns for d in cells}
-    widened = gptexp("train", "-m", *tiny, "optim.lr=3e-4,6e-4,1e-3", grid[1], "world.size=2")
+    widened = gptexp("train", "-m", *tiny, "optim.lr=0.0003,6e-4,1e-3", grid[1])  # at another world size
     assert widened.returncode == 0, widened.stderr
     assert widened.stdout.count("completed before") == 4
     assert widened.stdout.count("completed    val loss") == 6
@@ -583,8 +582,8 @@ def test_ctrl_c_in_a_sweep_saves_the_cell_and_starts_no_other(
 
 
 def test_a_named_grid_runs_as_a_sweep(gptexp: Gptexp, tiny: list[str], tmp_path: Path) -> None:
-    (tmp_path / "short.txt").write_text("too short: all five fail at once")
     cut = gptexp("train", *tiny, "sweep=seeds", "train.seed=1338,7", "train.max_steps=1", "sweep.name=two")
     assert cut.returncode == 0, cut.stderr
     assert {summary(d)["seed"] for d in runs(tmp_path / "outputs" / "two")} == {1338, 7}  # the command line wins
-    assert "cell 1 of 5: seed=1337" in gptexp("train", *tiny, "sweep=seeds", "data.path=short.txt").stdout
+    illegal = gptexp("train", *tiny, "sweep=seeds", "model.n_head=3")
+    assert "(all 5 cells)" in illegal.stderr

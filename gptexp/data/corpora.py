@@ -84,9 +84,17 @@ def path_list(value: str | list[str]) -> list[str]:
 
 def matching_files(pattern: str) -> list[Path]:
     """The file of that very name, else those that the glob matches, sorted."""
-    if Path(pattern).is_file():
+    if is_file(Path(pattern)):
         return [Path(pattern)]
-    return [Path(p) for p in sorted(glob.glob(pattern, recursive=True)) if Path(p).is_file()]
+    return [Path(p) for p in sorted(glob.glob(pattern, recursive=True)) if is_file(Path(p))]
+
+
+def is_file(path: Path) -> bool:
+    """Whether there is such a file; a name that cannot be one is none."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False
 
 
 def shakespeare(downloads: Path) -> Corpus:
