@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 ROWS = 512  # of logits at a time: 100 MB in float32
 SAFE_LOGIT = 60.0  # exp(±60) and a sum of 10^11 such are ordinary float32 numbers
+LOG2_E = math.log2(math.e)
 IGNORED = -1  # a target that counts for nothing: padding
 
 
@@ -57,15 +58,16 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         for first in range(0, len(hidden), ROWS):
             part = slice(first, first + ROWS)
             h, y, keep = hidden[part], targets[part, None], counted[part, None]
-            # exp(logits) stays unnormalised: 1/sum is applied to the (rows, C) sides of the two products
-            # below instead of to all V columns, which saves a pass over the largest tensor there is.
-            logits = (h @ weight.T).float()  # (rows, V)
+            # In base 2, whose exp a CPU computes almost twice as fast: exp(z) = 2^(z · log2 e), and the factor goes to
+            # the small side of the product. The result stays unnormalised: 1/sum is applied to the (rows, C) sides of
+            # the two products below and not to all V columns. Each saves a pass over the largest tensor there is.
+            logits = ((h * LOG2_E) @ weight.T).float()  # (rows, V), in bits
             if shifted:
                 logits.sub_(logits.amax(-1, keepdim=True))
             of_target = logits.gather(1, y)
-            exps = logits.exp_()
+            exps = logits.exp2_()
             total = exps.sum(-1, keepdim=True)
-            loss += ((total.log() - of_target) * keep).sum()
+            loss += ((total.log() - of_target / LOG2_E) * keep).sum()
             if grad_hidden is None or grad_weight is None:
                 continue
             scale = keep / total
