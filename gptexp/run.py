@@ -225,7 +225,7 @@ def _start_lines(
     for key, why in effective.reasons.items():
         value = getattr(effective, key)
         shown = {True: "on", False: "off"}[value] if isinstance(value, bool) else value
-        lines.append(f"{key:<16}{shown}: {why}")
+        lines.append(f"{key.removesuffix('_per_rank'):<16}{shown}: {why}")
     if state.step:
         lines.append(f"resuming        after step {state.step - 1}, {state.tokens:,} tokens")
     return lines
