@@ -75,8 +75,8 @@ def pick_device(wanted: str, rank: Rank) -> "torch.device":
     if kind == "mps" and rank.world_size > 1:
         raise ConfigError(f"train.device=mps: runs on one rank only, not {rank.world_size}; use world.size=1")
     if kind == "cuda":
-        if torch.cuda.device_count() == 1:
-            return torch.device("cuda", 0)  # a launcher that shows each rank its own GPU only
+        if torch.cuda.device_count() == 1 and "SLURM_PROCID" in os.environ:
+            return torch.device("cuda", 0)  # srun may show each task its own GPU only
         if rank.local_rank >= torch.cuda.device_count():
             raise ConfigError(
                 f"world.size={rank.world_size}: local rank {rank.local_rank} has no GPU, this node has "

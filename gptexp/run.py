@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from gptexp.signals import EXIT_CODES, StopRequest
 
 if TYPE_CHECKING:
+    import torch
     import torch.distributed as dist
 
     from gptexp.checkpoint import TrainState
@@ -86,7 +87,7 @@ def _run(cfg: "Config", directory: Path, stop: StopRequest, rank: "Rank", store:
     train, total_batch_size = cfg.train, cfg.batch.total_batch_size
     steps, run_tokens = run_length(train.max_tokens, train.max_steps, total_batch_size)
     training = Training(
-        model=_wrap(gpt, effective, rank),
+        model=_wrap(gpt, effective, rank, device),
         gpt=gpt,
         optimizer=optimizer,
         dataset=dataset,
@@ -151,7 +152,7 @@ def _refuse_other_data(dataset: "Dataset", expected: str, rank: "Rank") -> None:
         )
 
 
-def _wrap(gpt: "GPT", effective: "Effective", rank: "Rank") -> Any:
+def _wrap(gpt: "GPT", effective: "Effective", rank: "Rank", device: "torch.device") -> Any:
     """Compile and wrap in DDP as decided; at world size 1 DDP would only cost."""
     from torch.nn.parallel import DistributedDataParallel
 
@@ -159,7 +160,7 @@ def _wrap(gpt: "GPT", effective: "Effective", rank: "Rank") -> Any:
         gpt.compile()
     if rank.world_size == 1:
         return gpt
-    device_ids = [rank.local_rank] if effective.device == "cuda" else None
+    device_ids = [device] if device.type == "cuda" else None
     return DistributedDataParallel(gpt, device_ids=device_ids, gradient_as_bucket_view=True)
 
 

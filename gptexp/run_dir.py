@@ -5,7 +5,8 @@ effective.json   what every `auto` came to, decided once
 metrics.jsonl    one object per event, flushed line by line: the source of truth
 summary.json     status, losses, tokens, versions
 checkpoints/     step-%08d/, each published by one rename
-.lock            held while the run is alive
+.lock            held by the process that started the run, .lock-rank0 by the rank that writes; a run is alive
+                 while one of them is held, whatever summary.json says
 """
 
 import json

@@ -56,6 +56,13 @@ def processes_of(directory: Path) -> list[int]:
     return found
 
 
+def signal_rank(directory: Path, rank: int, number: signal.Signals) -> None:
+    """Send a signal to one of the ranks that train in `directory`."""
+    mine = f"\0RANK={rank}\0".encode()
+    [process] = [p for p in processes_of(directory) if mine in Path(f"/proc/{p}/environ").read_bytes()]
+    os.kill(process, number)
+
+
 # --- one process -----------------------------------------------------------------------------------------------------
 
 
@@ -302,8 +309,7 @@ def test_a_signal_to_one_rank_stops_all_and_loses_nothing(start: Start, long_run
     directory = tmp_path / "out"
     process = start("train", *long_run, "world.size=2")
     wait_for(lambda: (directory / "metrics.jsonl").exists() and len(events(directory, "step")) > 3, process)
-    rank0 = next(p for p in processes_of(directory) if b"RANK=0\0" in Path(f"/proc/{p}/environ").read_bytes())
-    os.kill(rank0, signal.SIGUSR1)
+    signal_rank(directory, 0, signal.SIGUSR1)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 138, err
     s = summary(directory)
@@ -315,8 +321,7 @@ def test_a_killed_rank_ends_the_run_and_is_named(start: Start, long_run: list[st
     directory = tmp_path / "out"
     process = start("train", *long_run, "world.size=2")
     wait_for(lambda: (directory / "metrics.jsonl").exists() and len(events(directory, "step")) > 3, process)
-    victim = next(p for p in processes_of(directory) if b"RANK=1\0" in Path(f"/proc/{p}/environ").read_bytes())
-    os.kill(victim, signal.SIGKILL)
+    signal_rank(directory, 1, signal.SIGKILL)
     _, err = process.communicate(timeout=90)
     assert process.returncode == 1
     assert "rank 1 failed (exit code -9): killed by SIGKILL" in err
