@@ -5,6 +5,7 @@ from the frozen config; nothing here composes.
 """
 
 import ctypes
+import gc
 import os
 import signal
 import sys
@@ -108,6 +109,7 @@ def _run(cfg: "Config", directory: Path, stop: StopRequest, rank: "Rank", store:
     summary = Summary(cfg, directory, effective, training, state)
     summary.write("running")
     status, reason = "failed", None
+    gc.freeze()  # what is imported stays: neither a collection nor the interpreter's end need walk through it
     try:
         reason = fit(training, state, stop, log, checkpoints)
         status = "interrupted" if reason else "completed"

@@ -109,7 +109,7 @@ class CellLauncher(Launcher):
     def _compose(self, job_overrides: Sequence[Sequence[str]], first: int) -> list[tuple[DictConfig, str]]:
         from gptexp.compose import report_errors, to_config
 
-        swept = swept_keys(job_overrides)
+        swept = swept_keys(self.config)
         composed: list[tuple[DictConfig, Config, dict[str, str]]] = []
         problems: dict[str, list[str]] = {}  # line -> the cells it is true of
         with report_errors():
@@ -159,14 +159,13 @@ def _of_cells(line: str, cells: list[str], total: int) -> str:
     return f"{line} (cell {cells[0]}{more})"
 
 
-def swept_keys(job_overrides: Sequence[Sequence[str]]) -> list[str]:
-    """The keys that take more than one value over the cells, in the order given."""
-    values: dict[str, set[str]] = {}
-    for overrides in job_overrides:
-        for text in overrides:
-            key, _, value = text.partition("=")
-            values.setdefault(key, set()).add(value)
-    return [key for key, seen in values.items() if len(seen) > 1]
+def swept_keys(config: DictConfig) -> list[str]:
+    """The keys that a multirun varies, in the order given: the command line wins over the sweeper's `params`."""
+    params = config.hydra.sweeper.get("params") or {}
+    texts = [*(f"{key}={value}" for key, value in params.items()), *config.hydra.overrides.task]
+    parser = OverridesParser.create()
+    overrides = {override.key_or_group: override for override in map(parser.parse_override, texts)}
+    return [key for key, override in overrides.items() if override.is_sweep_override()]
 
 
 def cell_name(config: Config, swept: dict[str, str]) -> str:
@@ -203,10 +202,7 @@ def name_sweep(config: DictConfig) -> None:
 
     if config.sweep.name is not None:
         return
-    params = config.hydra.sweeper.get("params") or {}
-    texts = [*(f"{key}={value}" for key, value in params.items()), *config.hydra.overrides.task]
-    overrides = [OverridesParser.create().parse_override(text) for text in texts]
-    swept = sorted({o.key_or_group for o in overrides if o.is_sweep_override()})
+    swept = sorted(swept_keys(config))
     fixed = {
         k: v for k, v in result_deciding(job_of(config)).items() if k not in swept and k.split(".")[0] not in swept
     }

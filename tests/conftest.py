@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 
@@ -65,15 +65,51 @@ def tiny(corpus: Path) -> list[str]:
     return [*TINY, f"data.path={corpus}"]
 
 
+class ForkServer:
+    """tests/fork_server.py in a process of its own."""
+
+    def __init__(self, *argv: str, env: dict[str, str]) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("fork_server.py")), *argv],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            encoding="utf-8",
+            env={**env, "PYTHONIOENCODING": "utf-8"},
+        )
+        self.env = env
+
+    def ask(self, argv: list[str], cwd: Path, env: dict[str, str] | None = None, timeout: float = 60) -> dict[str, Any]:
+        """What `gptexp ARGV` does in `cwd`: code, stdout, stderr, cpu_s and torch (whether that was asked for)."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        request = {"argv": argv, "cwd": str(cwd), "env": self.env if env is None else env, "timeout": timeout}
+        self.process.stdin.write(json.dumps(request) + "\n")
+        self.process.stdin.flush()
+        answer: dict[str, Any] = json.loads(self.process.stdout.readline())
+        return answer
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait(60)
+
+
+@pytest.fixture(scope="session")
+def torch_server() -> Iterator[ForkServer]:
+    with ForkServer("torch", env=dict(os.environ)) as server:
+        yield server
+
+
 @pytest.fixture
-def gptexp(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Run `python -m gptexp …` in `tmp_path` to its end."""
+def gptexp(tmp_path: Path, torch_server: ForkServer) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run `gptexp …` in `tmp_path` to its end, in a process that had torch imported; `start` makes a fresh one."""
 
     def run(*argv: str, env: dict[str, str] | None = None, timeout: float = 240) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "gptexp", *argv]
-        return subprocess.run(
-            command, cwd=tmp_path, env={**os.environ, **(env or {})}, capture_output=True, text=True, timeout=timeout
-        )
+        done = torch_server.ask(list(argv), tmp_path, {**os.environ, **(env or {})}, timeout)
+        return subprocess.CompletedProcess(argv, done["code"], done["stdout"], done["stderr"])
 
     return run
 

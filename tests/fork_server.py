@@ -1,31 +1,32 @@
-"""Answers "what does `gptexp train ARGV` do in an empty directory?" at the price of a fork instead of an interpreter.
+"""Runs `gptexp ARGV` at the price of a fork instead of an interpreter and its imports.
 
-Hydra and gptexp are imported once. Each request, a JSON object per line on stdin with `argv` and `cwd`, is run by a
-forked child that calls `gptexp.train.main()`; the answer is a JSON object per line on stdout. What one command line
-does to Hydra's singletons, to `sys` or to the environment dies with its child.
+Hydra and gptexp are imported once, and torch too where the first argument is `torch`. Each request, a JSON object per
+line on stdin with `argv`, `cwd`, `env` and `timeout`, is run by a forked child that becomes the command; the answer is
+a JSON object per line on stdout. What one command line does to Hydra's singletons, to `sys` or to the environment dies
+with its child.
 
-torch is never imported, and a child that tries is ended on the spot: that is the proof that torch had no part in an
+Without `torch` a child that tries to import it is ended on the spot: that is the proof that torch had no part in an
 answer, and the reason why a command line that turns out to be legal starts no training.
 """
 
+import atexit
+import gc
 import json
 import os
 import signal
 import sys
 import tempfile
-import time
 import traceback
 from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
-from pathlib import Path
 from typing import Any
 
+import gptexp.cli
 import gptexp.compose  # and with it Hydra, so that no child pays for it
 import gptexp.sweep
 import gptexp.train
 
 TORCH = 97  # exit code of a child that went as far as importing torch
-PATIENCE_S = 60  # a child that takes longer is killed by SIGALRM
 
 
 class TorchEndsIt(MetaPathFinder):
@@ -38,17 +39,28 @@ class TorchEndsIt(MetaPathFinder):
             os._exit(TORCH)
 
 
-def child(argv: list[str], cwd: str, stdout: int, stderr: int) -> int:
-    """Become `gptexp train ARGV`; the exit code that the interpreter would have ended with."""
-    signal.alarm(PATIENCE_S)
+def import_torch() -> None:
+    """torch, what of gptexp needs it, and the compiler that an optimizer imports when it is made."""
+    import torch
+
+    import gptexp.launch
+    import gptexp.trainer  # noqa: F401
+
+    torch.optim.AdamW([torch.zeros(1)])
+
+
+def become(argv: list[str], cwd: str, env: dict[str, str], timeout: float, stdout: int, stderr: int) -> int:
+    """Turn this process into `gptexp ARGV`; the exit code that the interpreter would end with."""
+    signal.setitimer(signal.ITIMER_REAL, timeout)  # SIGALRM ends whoever takes longer
     os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(env)
     # The server's stdin holds the next requests.
     for target, source in ((0, os.open(os.devnull, os.O_RDONLY)), (1, stdout), (2, stderr)):
         os.dup2(source, target)
-    sys.meta_path.insert(0, TorchEndsIt())
-    sys.argv = ["gptexp train", *argv]
+    sys.argv = ["gptexp", *argv]
     try:
-        gptexp.train.main()
+        gptexp.cli.main()
     except SystemExit as end:
         if end.code is None or isinstance(end.code, int):
             return end.code or 0
@@ -57,24 +69,24 @@ def child(argv: list[str], cwd: str, stdout: int, stderr: int) -> int:
     except BaseException:
         traceback.print_exc()
         return 1
+    finally:
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
     return 0
 
 
-def answer(argv: list[str], cwd: str) -> dict[str, Any]:
+def answer(argv: list[str], cwd: str, env: dict[str, str], timeout: float) -> dict[str, Any]:
     """Run one command line and say what came of it."""
     with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
-        start = time.perf_counter()
         pid = os.fork()
         if pid == 0:
-            code = TORCH
+            code = 1
             try:
-                code = child(argv, cwd, stdout.fileno(), stderr.fileno())
-                sys.stdout.flush()
-                sys.stderr.flush()
+                code = become(argv, cwd, env, timeout, stdout.fileno(), stderr.fileno())
             finally:
-                os._exit(code)
+                os._exit(code)  # taking the modules apart would copy each page that the server shares: a second
         _, status, usage = os.wait4(pid, 0)
-        wall_s = time.perf_counter() - start
         texts = []
         for file in (stdout, stderr):
             file.seek(0)
@@ -84,15 +96,18 @@ def answer(argv: list[str], cwd: str) -> dict[str, Any]:
         "code": code,
         "stdout": texts[0],
         "stderr": texts[1],
-        "wall_s": wall_s,
         "cpu_s": usage.ru_utime + usage.ru_stime,
         "torch": code == TORCH,
-        "files": sorted(str(path.relative_to(cwd)) for path in Path(cwd).rglob("*")),
     }
 
 
 def main() -> None:
-    assert "torch" not in sys.modules, "gptexp.compose, gptexp.sweep or gptexp.train imports torch"
+    assert "torch" not in sys.modules, "gptexp.cli, gptexp.compose, gptexp.sweep or gptexp.train imports torch"
+    if sys.argv[1:] == ["torch"]:
+        import_torch()
+    else:
+        sys.meta_path.insert(0, TorchEndsIt())
+    gc.freeze()  # a collection in a child then leaves the shared pages alone
     for line in sys.stdin:
         print(json.dumps(answer(**json.loads(line))), flush=True)
 

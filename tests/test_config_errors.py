@@ -4,7 +4,6 @@ The command lines and what is said to them are in config_errors.txt. fork_server
 as real processes, since a fork is not what a user starts.
 """
 
-import json
 import os
 import re
 import shlex
@@ -14,9 +13,9 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
+from conftest import ForkServer
 
 from gptexp import run_dir
 from gptexp.compose import compose
@@ -92,42 +91,15 @@ class Place:
         return not self.home.exists() and not self.cache.exists()
 
 
-class Server:
-    """tests/fork_server.py in a process of its own."""
-
-    def __init__(self, env: dict[str, str]) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, str(HERE / "fork_server.py")],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            encoding="utf-8",
-            env={**env, "PYTHONIOENCODING": "utf-8"},
-        )
-
-    def ask(self, argv: list[str], cwd: Path) -> dict[str, Any]:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write(json.dumps({"argv": argv, "cwd": str(cwd)}) + "\n")
-        self.process.stdin.flush()
-        answer: dict[str, Any] = json.loads(self.process.stdout.readline())
-        return answer
-
-    def close(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait(60)
-
-
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
     return Place(tmp_path_factory.mktemp("place"))
 
 
 @pytest.fixture(scope="module")
-def server(place: Place) -> Iterator[Server]:
-    server = Server(place.env())
-    yield server
-    server.close()
+def server(place: Place) -> Iterator[ForkServer]:
+    with ForkServer(env=place.env()) as server:
+        yield server
 
 
 def tells(line: str, parts: tuple[str, ...]) -> bool:
@@ -156,28 +128,28 @@ def test_the_table_holds_what_it_promises() -> None:
 
 
 @pytest.mark.parametrize("case", TABLE, ids=[f"{case.line}:{case.text[:60]}" for case in TABLE])
-def test_wrong_command_line(case: Case, server: Server, place: Place, tmp_path: Path) -> None:
-    answer = server.ask(shlex.split(place.fill(case.text)), tmp_path)
+def test_wrong_command_line(case: Case, server: ForkServer, place: Place, tmp_path: Path) -> None:
+    answer = server.ask(["train", *shlex.split(place.fill(case.text))], tmp_path)
     problems = [tuple(place.fill(part) for part in parts) for parts in case.problems]
     assert not answer["torch"], f"it came as far as importing torch:\n{answer['stdout']}{answer['stderr']}"
     check_refused(answer["code"], answer["stderr"], problems)
     assert answer["stdout"] == ""
-    assert answer["files"] == []
+    assert list(tmp_path.iterdir()) == []
     assert place.untouched()
 
 
-def test_a_refusal_takes_less_than_a_second(server: Server, tmp_path: Path) -> None:
+def test_a_refusal_takes_less_than_a_second(server: ForkServer, tmp_path: Path) -> None:
     """Of CPU, imports aside, in one of five tries: the machine may be busy with other things."""
     for argv in (["lr=1e-3"], ["optim.lr=-1"], ["-m", "optim.lr=1e-3,-1"]):
-        assert any(server.ask(argv, tmp_path)["cpu_s"] < 1 for _ in range(5)), argv
+        assert any(server.ask(["train", *argv], tmp_path)["cpu_s"] < 1 for _ in range(5)), argv
 
 
-def test_the_server_lets_a_right_command_line_through(server: Server, tmp_path: Path) -> None:
+def test_the_server_lets_a_right_command_line_through(server: ForkServer, tmp_path: Path) -> None:
     """Else every line of the table could be refused for a reason that is the server's own."""
-    answer = server.ask(["train.max_steps=1"], tmp_path)
+    answer = server.ask(["train", "train.max_steps=1"], tmp_path)
     assert answer["torch"], answer
     assert answer["stderr"] == ""
-    assert any(name.endswith("config.yaml") for name in answer["files"])
+    assert list(tmp_path.rglob("config.yaml"))
 
 
 REAL = (
@@ -219,7 +191,7 @@ def test_wrong_command_line_in_a_real_process(text: str, place: Place, tmp_path:
     assert place.untouched()
 
 
-def test_a_run_directory_of_another_config_is_not_overwritten(server: Server, tmp_path: Path) -> None:
+def test_a_run_directory_of_another_config_is_not_overwritten(server: ForkServer, tmp_path: Path) -> None:
     directory = tmp_path / "run"
     run_dir.save_config(directory, compose(["optim.lr=1e-3"]))
     (directory / ".hydra").mkdir()
@@ -227,7 +199,7 @@ def test_a_run_directory_of_another_config_is_not_overwritten(server: Server, tm
     before = contents(directory)
     assert len(before) == 2
 
-    answer = server.ask([f"hydra.run.dir={directory}", "optim.lr=2e-3"], tmp_path)
+    answer = server.ask(["train", f"hydra.run.dir={directory}", "optim.lr=2e-3"], tmp_path)
     check_refused(answer["code"], answer["stderr"], [(str(directory), "optim.lr was 0.001, now 0.002")])
     assert contents(directory) == before
 
