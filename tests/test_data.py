@@ -4,7 +4,10 @@ import hashlib
 import json
 import multiprocessing
 import random
+import resource
+import subprocess
 import sysconfig
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -190,6 +193,24 @@ def test_unwritable_cache_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("text")
     with pytest.raises(DataError, match=r"data.cache_dir=.*cannot be written"):
         prepare(text_config(tmp_path / "file", cache_dir=str(tmp_path / "file" / "below")))
+
+
+@pytest.mark.parametrize(("file", "limit"), [("text.txt", 20_000), ("/proc/self/mem", resource.RLIM_INFINITY)])
+def test_what_the_file_system_refuses_is_one_line_that_names_the_file(
+    start: Callable[..., subprocess.Popen[str]], tmp_path: Path, corpus: Path, file: str, limit: int
+) -> None:
+    """A real process: a file that outgrows what may be written, like a full disk, and one that cannot be read."""
+    (tmp_path / "text.txt").write_text(corpus.read_text())
+    process = start(
+        "prepare", "data=text", f"data.path={file}", f"data.cache_dir={tmp_path / 'cache'}",
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
+    )  # fmt: skip
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, len(err.splitlines())) == (3, 1), err
+    assert ("tokens-00000.bin" if file == "text.txt" else file) in err
+    assert "nothing was kept" in err
+    assert not list((tmp_path / "cache").glob("*/manifest.json"))
+    assert prepare(text_config(tmp_path / "text.txt", cache_dir=str(tmp_path / "cache")))
 
 
 # --- shards ----------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ FLOORS = [
     {"optim", "checkpoint", "check", "overrides"},
     {"effective", "evaluate", "loggers"},
     {"trainer", "load", "sample"},
+    {"summary"},
     {"run"},
     {"launch", "compose", "sweep"},
     {"train", "plan", "prepare", "resume"},

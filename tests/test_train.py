@@ -305,6 +305,20 @@ def test_resume_takes_what_may_change_and_refuses_other_data(
     assert summary(tmp_path / "out")["status"] == "completed"
 
 
+def test_ctrl_c_while_a_rank_tokenises_leaves_nothing(start: Start, tiny: list[str], tmp_path: Path) -> None:
+    """One rank tokenises the standard library, the other waits for it; neither has anything to save."""
+    cache = tmp_path / "cache"
+    overrides = [*tiny, "data=stdlib", "data.path=null", f"data.cache_dir={cache}", "hydra.run.dir=out"]
+    process = start("train", *overrides, "world.size=2", start_new_session=True)
+    wait_for(lambda: any(cache.glob("*.tmp")), process)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 130, err
+    assert "Traceback" not in err
+    assert processes_of(tmp_path / "out") == []
+    assert not list(cache.glob("*/manifest.json"))
+
+
 def test_a_signal_to_one_rank_stops_all_and_loses_nothing(start: Start, long_run: list[str], tmp_path: Path) -> None:
     directory = tmp_path / "out"
     process = start("train", *long_run, "world.size=2")

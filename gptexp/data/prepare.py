@@ -17,7 +17,7 @@ from filelock import FileLock
 
 from gptexp.config import DataConfig
 from gptexp.data import corpora
-from gptexp.data.shards import MANIFEST, VERSION, ShardWriter, TokenStream
+from gptexp.data.shards import MANIFEST, VERSION, ShardWriter, TokenStream, naming
 from gptexp.data.tokenizer import END_OF_TEXT, load_tokenizer
 from gptexp.errors import DataError
 
@@ -90,7 +90,7 @@ def _tokenise(corpus: corpora.Corpus, tokenizer: str, target: Path) -> None:
     unfinished = target.with_name(f"{target.name}.tmp")
     shutil.rmtree(unfinished, ignore_errors=True)  # a process that was killed here left it
     about = {"corpus": corpus.name, "tokenizer": tokenizer, "documents": len(corpus.files)}
-    with _said(), ShardWriter(unfinished, about) as writer, _progress(corpus) as advance:
+    with naming(unfinished), ShardWriter(unfinished, about) as writer, _progress(corpus) as advance:
         texts = _texts(corpus)
         while group := list(islice(texts, PIECES_AT_ONCE)):
             pieces = [piece for piece, _ in group]
@@ -106,20 +106,12 @@ def _tokenise(corpus: corpora.Corpus, tokenizer: str, target: Path) -> None:
     )
 
 
-@contextmanager
-def _said() -> Iterator[None]:
-    """What the file system refuses, as one line that names the file."""
-    try:
-        yield
-    except OSError as error:
-        raise DataError(f"{error.filename or 'data.cache_dir'}: {error.strerror or error}; nothing was kept") from None
-
-
 def _texts(corpus: corpora.Corpus) -> Iterator[tuple[str, bool]]:
     """Pieces of text, and whether a document begins with it; empty files are no documents."""
     for file in corpus.files:
-        for number, piece in enumerate(corpora.pieces(file)):
-            yield piece, number == 0
+        with naming(file):
+            for number, piece in enumerate(corpora.pieces(file)):
+                yield piece, number == 0
 
 
 def _progress(corpus: corpora.Corpus) -> AbstractContextManager[Any]:

@@ -9,6 +9,8 @@ Header (64 bytes, little endian): magic, version, bytes per id, count of ids, ze
 import hashlib
 import json
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -25,6 +27,15 @@ HEADER = struct.Struct("<8sIIQ40x")
 TOKENS_PER_SHARD = 100_000_000
 
 Tokens = npt.NDArray[np.uint16]
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """What the file system refuses on the way to new token files, as a `DataError` that names `path`."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror or error}; nothing was kept") from None
 
 
 class ShardWriter:
@@ -60,13 +71,14 @@ class ShardWriter:
         self._pending, self._n_pending = [], 0
         if not len(ids):
             return
-        name = f"tokens-{len(self.shards):05d}.bin"
+        path = self.directory / f"tokens-{len(self.shards):05d}.bin"
         body = ids.astype("<u2").tobytes()
         header = HEADER.pack(MAGIC, VERSION, 2, len(ids))
-        (self.directory / name).write_bytes(header + body)
+        with naming(path):
+            path.write_bytes(header + body)
         digest = hashlib.sha256(header)
         digest.update(body)
-        self.shards.append({"file": name, "tokens": len(ids), "sha256": digest.hexdigest()})
+        self.shards.append({"file": path.name, "tokens": len(ids), "sha256": digest.hexdigest()})
         self._max_id = max(self._max_id, int(ids.max()))
 
     def __exit__(self, kind: type[BaseException] | None, _error: object, _traceback: TracebackType | None) -> None:
