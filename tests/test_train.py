@@ -105,6 +105,9 @@ def test_metrics_have_the_names_of_the_table_and_whole_counts(finished: tuple[Pa
     steps, evals = events(directory, "step"), events(directory, "eval")
     assert [e["step"] for e in steps] == list(range(40))
     assert [e["tokens"] for e in steps] == [128 * (i + 1) for i in range(40)]
+    # Cosine to a tenth over 40 steps, 4 of them warm-up: the step's own batch counts in the warm-up only.
+    cosine = [0.1 + 0.9 * (1 + math.cos(math.pi * max(0, i - 4) / 36)) / 2 for i in range(40)]
+    assert [e["optim/lr"] for e in steps] == pytest.approx([1e-2 * min((i + 1) / 4, cosine[i]) for i in range(40)])
     assert len(evals) == 10  # ten times a run
     assert evals[-1]["tokens"] == 40 * 128
     assert {name for e in steps + evals for name in e} - {"event"} == set(METRICS)
@@ -231,6 +234,10 @@ def test_bad_data_is_exit_code_three_and_divergence_five(gptexp: Gptexp, tiny: l
     assert wild.returncode == 5, wild.stderr
     assert "diverged" in wild.stderr
     assert summary(tmp_path / "wild")["status"] == "diverged"
+    losses = [e["train/loss"] for e in events(tmp_path / "wild", "step")]
+    assert losses[-1] is None  # JSON has no NaN
+    assert None not in losses[:-1]  # the first step that is not finite is the last
+    assert not list(tmp_path.glob("wild/checkpoints/*"))
 
 
 # --- stopping and going on -------------------------------------------------------------------------------------------
