@@ -154,3 +154,14 @@ def agree(value: Any, device: "torch.device") -> Any:
     if dist.is_initialized():
         dist.broadcast_object_list(shared, src=0, device=device)
     return shared[0]
+
+
+def gather(value: Any) -> list[Any]:
+    """Every rank's `value` on every rank, in the order of the ranks; any object that pickles. *Collective.*"""
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values

@@ -48,7 +48,15 @@ def _run(cfg: "Config", directory: Path, stop: StopRequest, rank: "Rank", store:
     from gptexp import checkpoint, run_dir
     from gptexp.batch import interval_tokens, plan_batch, run_length
     from gptexp.data.loader import build_dataset
-    from gptexp.distributed import agree, barrier, connect, destroy_process_group, init_process_group, pick_device
+    from gptexp.distributed import (
+        agree,
+        barrier,
+        connect,
+        destroy_process_group,
+        gather,
+        init_process_group,
+        pick_device,
+    )
     from gptexp.effective import Effective, apply, make_autocast, resolve
     from gptexp.errors import EXIT_DIVERGED, DivergedError
     from gptexp.loss import chunked_cross_entropy, plain_cross_entropy
@@ -72,10 +80,11 @@ def _run(cfg: "Config", directory: Path, stop: StopRequest, rank: "Rank", store:
         found = checkpoint.load_latest(checkpoints)
         name, state = (found[0].name, found[1]) if found else (None, checkpoint.TrainState())
         checkpoint.set_aside(checkpoints, state.step)
-        decided = effective.to_dict(), name, state, _same_data(directory, dataset)
-    chosen, name, state, data_hash = agree(decided, device)
+        _refuse_changed_data(directory, dataset)
+        decided = effective.to_dict(), name, state
+    chosen, name, state = agree(decided, device)
     effective = Effective(**chosen)
-    _refuse_other_data(dataset, data_hash, rank)
+    _refuse_other_data(gather(dataset.hash))
     apply(effective, cfg.train.deterministic)
 
     torch.manual_seed(cfg.train.seed)
@@ -130,8 +139,8 @@ def _run(cfg: "Config", directory: Path, stop: StopRequest, rank: "Rank", store:
     return EXIT_DIVERGED if status == "diverged" else EXIT_CODES[reason] if reason else 0
 
 
-def _same_data(directory: Path, dataset: "Dataset") -> str:
-    """The hash of the tokens that this run trains on; refuses a run directory that began with others."""
+def _refuse_changed_data(directory: Path, dataset: "Dataset") -> None:
+    """Raise `DataError` for a run directory that began with other tokens."""
     from gptexp import run_dir
     from gptexp.errors import DataError
 
@@ -141,17 +150,18 @@ def _same_data(directory: Path, dataset: "Dataset") -> str:
             f"{directory}: began with other data (tokens {before}, now {dataset.hash}); give it the text it had, "
             "or start a new run"
         )
-    return dataset.hash
 
 
-def _refuse_other_data(dataset: "Dataset", expected: str, rank: "Rank") -> None:
+def _refuse_other_data(hashes: list[str]) -> None:
+    """Raise `DataError` on all ranks alike unless their tokens have equal hashes."""
     from gptexp.errors import DataError
 
-    if dataset.hash != expected:
-        raise DataError(
-            f"rank {rank.rank}: has other data than rank 0 (tokens {dataset.hash}, not {expected}); "
-            "give every node the same text, and data=stdlib the same Python"
-        )
+    for rank, other in enumerate(hashes):
+        if other != hashes[0]:
+            raise DataError(
+                f"rank {rank}: has other data than rank 0 (tokens {other}, not {hashes[0]}); "
+                "give every node the same text, and data=stdlib the same Python"
+            )
 
 
 def _wrap(gpt: "GPT", effective: "Effective", rank: "Rank", device: "torch.device") -> Any:

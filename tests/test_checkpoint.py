@@ -128,6 +128,14 @@ def test_nothing_saved_is_none_and_a_failed_save_publishes_nothing(
     assert (checkpoint.load_latest(tmp_path) or pytest.fail("none"))[1].step == 1
 
 
+def test_the_kernel_is_that_of_the_device_it_goes_on_with(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    path = checkpoint.save(tmp_path, model, optimizer, TrainState(step=1), 0)
+    other = build_optimizer(model, OptimConfig(), fused=False)
+    checkpoint.load_optimizer(path, other)
+    assert [group["fused"] for group in other.param_groups] == [False, False]
+
+
 def test_weights_have_gpt2s_names_and_the_head_once(tmp_path: Path) -> None:
     from safetensors import safe_open
 

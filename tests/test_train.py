@@ -19,6 +19,8 @@ from conftest import ROOT, events, runs, summary
 
 from gptexp import load_run
 from gptexp.compose import compose
+from gptexp.config import DataConfig
+from gptexp.data.prepare import prepare
 from gptexp.distributed import Rank
 from gptexp.loggers import METRICS
 from gptexp.signals import StopRequest
@@ -474,29 +476,50 @@ def test_two_torchrun_agents_train_one_run_in_one_directory(tiny: list[str], tmp
     assert len(list((tmp_path / "outputs").glob("*/*"))) == 1
 
 
-def test_srun_tasks_are_ranks_and_an_sbatch_script_is_none(tiny: list[str], tmp_path: Path) -> None:
-    """SLURM's variables, simulated: a job step of two tasks, then a script outside any step."""
+def srun(directory: Path, overrides: list[str], *envs: dict[str, str]) -> list[tuple[int, str]]:
+    """SLURM's variables, simulated: a job step of a task for each of `envs`; (exit code, stderr) of each."""
     step = {
-        "SLURM_STEP_NUM_TASKS": "2",
-        "SLURM_STEP_TASKS_PER_NODE": "2",
+        "SLURM_STEP_NUM_TASKS": str(len(envs)),
+        "SLURM_STEP_TASKS_PER_NODE": str(len(envs)),
         "SLURM_JOB_ID": str(os.getpid()),
         "SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1",
         "PYTHONPATH": str(ROOT),
     }
-    command = [sys.executable, "-m", "gptexp.train", *tiny]
     tasks = [
         subprocess.Popen(
-            command, cwd=tmp_path, stderr=subprocess.PIPE, text=True,
-            env={**os.environ, **step, "SLURM_PROCID": str(i), "SLURM_LOCALID": str(i)},
+            [sys.executable, "-m", "gptexp.train", *overrides], cwd=directory, stderr=subprocess.PIPE, text=True,
+            env={**os.environ, **step, "SLURM_PROCID": str(i), "SLURM_LOCALID": str(i), **env},
         )
-        for i in range(2)
+        for i, env in enumerate(envs)
     ]  # fmt: skip
     errors = [task.communicate(timeout=120)[1] for task in tasks]
-    assert [task.returncode for task in tasks] == [0, 0], errors
+    return [(task.returncode, error) for task, error in zip(tasks, errors, strict=True)]
+
+
+def test_ranks_with_other_data_than_rank_0_are_refused(tiny: list[str], tmp_path: Path, corpus: Path) -> None:
+    """Two nodes with caches of their own; the text of one was changed under the same size and time."""
+    text = tmp_path / "text.txt"
+    text.write_text(corpus.read_text())
+    apart = {"SLURM_LOCALID": "0", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
+    nodes = [{**apart, "GPTEXP_CACHE": str(tmp_path / f"cache{i}")} for i in range(2)]
+    prepare(DataConfig(name="text", path=[str(text)], cache_dir=nodes[1]["GPTEXP_CACHE"]))
+    time_of_change = text.stat().st_mtime_ns
+    text.write_text(corpus.read_text().replace("cat", "cow"))
+    os.utime(text, ns=(time_of_change, time_of_change))
+    done = srun(tmp_path, [*tiny, "data.path=text.txt"], *nodes)
+    assert [code for code, _ in done] == [3, 3], done
+    assert all("rank 1: has other data than rank 0" in error for _, error in done)
+
+
+def test_srun_tasks_are_ranks_and_an_sbatch_script_is_none(tiny: list[str], tmp_path: Path) -> None:
+    """A job step of two tasks, then a script outside any step."""
+    done = srun(tmp_path, tiny, {}, {})
+    assert [code for code, _ in done] == [0, 0], done
     [directory] = runs(tmp_path)
     assert summary(directory)["world_size"] == 2
     script = {**os.environ, "SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_JOB_ID": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([*command, "hydra.run.dir=alone"], cwd=tmp_path, env=script, timeout=120, capture_output=True)
+    command = [sys.executable, "-m", "gptexp.train", *tiny, "hydra.run.dir=alone"]
+    done = subprocess.run(command, cwd=tmp_path, env=script, timeout=120, capture_output=True)
     assert done.returncode == 0, done.stderr
     assert summary(tmp_path / "alone")["world_size"] == 1
 
@@ -547,6 +570,9 @@ def test_four_cells_in_four_directories_and_a_crash_costs_one(gptexp: Gptexp, ti
     assert by_batch[512][3]["data/fingerprint"] == by_batch[1024][1]["data/fingerprint"]
 
     stamp = {d: (d / "summary.json").stat().st_mtime_ns for d in cells}
+    # What the first cell decided holds for all, those of a later day too.
+    effective = json.loads((cells[0].parent / "effective.json").read_text())
+    (cells[0].parent / "effective.json").write_text(json.dumps({**effective, "loss": "plain"}))
     wider = ("optim.lr=0.0003,6e-4,1e-3", "batch.total_batch_size=choice(128)")
     widened = gptexp("train", "-m", *tiny, *wider)  # at another world size
     assert widened.returncode == 0, widened.stderr
@@ -554,6 +580,8 @@ def test_four_cells_in_four_directories_and_a_crash_costs_one(gptexp: Gptexp, ti
     assert widened.stdout.count("completed    val loss") == 3
     assert len(runs(tmp_path)) == 5
     assert {d: (d / "summary.json").stat().st_mtime_ns for d in cells} == stamp
+    [new] = set(runs(tmp_path)) - set(cells)
+    assert json.loads((new / "effective.json").read_text())["loss"] == "plain"
 
     path = next(o for o in tiny if o.startswith("data.path="))
     crashed = gptexp("train", "-m", *tiny, f"{path},short.txt", "sweep.name=crash")

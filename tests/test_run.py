@@ -1,0 +1,45 @@
+"""One rank, in this process: `gptexp.run.run` on a run directory that already holds something."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import events, summary
+
+from gptexp import checkpoint
+from gptexp.compose import compose
+from gptexp.distributed import Rank
+from gptexp.run import run
+from gptexp.signals import StopRequest
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    """The threads that a run sets are the process's own: put them back."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def test_a_run_goes_on_before_a_damaged_checkpoint_and_saves_that_step_anew(
+    tiny: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = compose([*tiny, "train.max_steps=6", "train.save_every=2", "train.eval_every=0"])
+    assert run(config, tmp_path, StopRequest(), Rank()) == 0
+    newest = tmp_path / "checkpoints" / "step-00000006"
+    weights = (newest / "model.safetensors").read_bytes()
+    (newest / "model.safetensors").write_bytes(weights[:-1])
+    assert run(config, tmp_path, StopRequest(), Rank()) == 0
+    assert "passed over" in capsys.readouterr().err
+    assert (newest / "model.safetensors").read_bytes() == weights
+    assert (checkpoint.load_latest(tmp_path / "checkpoints") or pytest.fail("none"))[1].step == 6
+    assert [e["step"] for e in events(tmp_path, "step")] == list(range(6))
+    assert summary(tmp_path)["status"] == "completed"
+
+
+def test_what_was_decided_is_what_the_process_runs_with(tiny: list[str], tmp_path: Path) -> None:
+    config = compose([*tiny, "world.threads_per_rank=2", "train.max_steps=1"])
+    torch.set_num_threads(1)
+    run(config, tmp_path, StopRequest(), Rank())
+    assert torch.get_num_threads() == 2
