@@ -120,7 +120,7 @@ def test_plan_knows_the_epochs_of_a_prepared_corpus(gptexp: Gptexp, tiny: list[s
     directory = Path(prepared.stdout.splitlines()[-1])
     tokens = json.loads((directory / "manifest.json").read_text())["tokens"]
     p = json.loads(gptexp("plan", *tiny, "--json", env=env).stdout)
-    assert p["corpus_tokens"] == ((tokens - 1) // 16 - 8) * 16
+    assert p["corpus_tokens"] == ((tokens - 1) // 16 - 7) * 16
     assert p["epochs"] == 4 * 128 / p["corpus_tokens"]
 
 

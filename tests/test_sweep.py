@@ -1,0 +1,66 @@
+"""What a multirun and its cells are called: the same grid, and a wider one, must find them again."""
+
+import hydra
+import pytest
+from hydra.core.global_hydra import GlobalHydra
+from hydra.types import RunMode
+from omegaconf import DictConfig
+
+from gptexp.compose import compose, conf_dir, register
+from gptexp.sweep import cell_name, name_sweep, swept_keys
+
+
+def composed(*overrides: str) -> DictConfig:
+    """What Hydra hands to a multirun's callback."""
+    register()
+    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        loader = GlobalHydra.instance().hydra
+        assert loader is not None
+        return loader.compose_config("config", list(overrides), RunMode.MULTIRUN)
+
+
+def sweep_name(*overrides: str) -> str:
+    config = composed(*overrides)
+    name_sweep(config)
+    return str(config.sweep.name)
+
+
+GRID = ("optim.lr=1e-3,2e-3", "train.seed=1,2")
+
+
+@pytest.mark.parametrize(
+    "again",
+    [
+        ("train.seed=2,1", "optim.lr=0.002,1e-3,4e-3"),  # wider, in another order
+        (*GRID, "log.progress=off", "world.size=2"),  # what decides no result
+        ("optim.lr=choice(1e-3)", "train.seed=range(4)"),
+    ],
+)
+def test_the_same_or_a_wider_grid_has_the_same_name(again: tuple[str, ...]) -> None:
+    assert sweep_name(*again) == sweep_name(*GRID)
+
+
+@pytest.mark.parametrize("other", [(*GRID, "model.n_layer=3"), GRID[:1], (*GRID, "optim.eps=1e-7,1e-8")])
+def test_another_grid_has_another_name(other: tuple[str, ...]) -> None:
+    assert sweep_name(*other) != sweep_name(*GRID)
+
+
+def test_models_swept_in_another_order_are_the_same_sweep() -> None:
+    """Each brings its learning rate, so which one is composed first shows in optim.lr."""
+    assert sweep_name("model=nano,mini") == sweep_name("model=mini,nano")
+
+
+def test_a_name_that_is_given_stays() -> None:
+    assert sweep_name(*GRID, "sweep.name=mine") == "mine"
+
+
+def test_the_command_line_decides_what_of_a_named_grid_is_swept() -> None:
+    assert swept_keys(composed("sweep=lr_x_batch")) == ["batch.total_batch_size", "optim.lr"]
+    assert swept_keys(composed("sweep=lr_x_batch", "optim.lr=1e-3")) == ["batch.total_batch_size"]
+    assert swept_keys(composed("sweep=lr", "data.path=[a,b]")) == ["optim.lr"]
+
+
+def test_a_cell_is_named_by_values_and_not_by_how_they_were_typed() -> None:
+    names = {cell_name(compose([f"optim.lr={text}"]), {"optim.lr": text}) for text in ("6e-4", "0.0006", "6.0e-4")}
+    assert len(names) == 1
+    assert names.pop().startswith("lr=0.0006-")
