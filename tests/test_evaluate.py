@@ -1,7 +1,6 @@
 """The validation loss against a loop over single windows."""
 
 from contextlib import nullcontext
-from pathlib import Path
 
 import pytest
 import torch
