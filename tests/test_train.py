@@ -415,7 +415,7 @@ def test_reductions_do_not_grow_with_accumulation(tmp_path: Path) -> None:
     script = tmp_path / "count.py"
     script.write_text(
         textwrap.dedent("""
-        import json, sys
+        import json, os
         import torch, torch.distributed as dist
         from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
         from contextlib import nullcontext
@@ -444,8 +444,10 @@ def test_reductions_do_not_grow_with_accumulation(tmp_path: Path) -> None:
             out = train_step(ddp, optimizer, batches, accumulation, 1e-3, 1.0, nullcontext, False)
             StepReport(0, 1e-3, *out, [0.0] * 4, 2).read()
             if dist.get_rank() == 0:
-                print(json.dumps([accumulation, counts["buckets"], counts["ours"]]))
-        dist.destroy_process_group()
+                print(json.dumps([accumulation, counts["buckets"], counts["ours"]]), flush=True)
+        dist.barrier()
+        # A gloo thread may still hold the Python hook's future, which an interpreter that tears down aborts on.
+        os._exit(0)
         """)
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
