@@ -3,18 +3,25 @@
 torch is imported inside the functions, so that the command line can ask for its rank before it pays for torch.
 """
 
+import atexit
 import os
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from gptexp.errors import ConfigError
+from gptexp.errors import EXIT_FAILED, ConfigError
 
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
 
+CAUSE_FIRST_S = 1.0  # between the end of the rank that failed first and those of its peers
 PREPARATION = timedelta(days=2)  # how long ranks wait for the slowest to have its data
 
 
@@ -127,6 +134,32 @@ def destroy_process_group() -> None:
 
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+@contextmanager
+def leaving(report: bool = True) -> Iterator[None]:
+    """Run the whole of a rank's process, and end it without taking the interpreter apart.
+
+    `report`: print what nobody caught; a launcher that has it from a file prints it once for all ranks.
+
+    A thread of gloo's that lets go of a tensor meanwhile would abort the process and hide its exit code. A rank that
+    fails for a reason of its own code waits before it goes: whoever's peer has gone fails too, within milliseconds,
+    and the launcher must see the cause first.
+    """
+    code = 0
+    try:
+        yield
+    except SystemExit as asked:
+        code = asked.code if isinstance(asked.code, int) else int(asked.code is not None)
+    except BaseException:
+        if report:
+            traceback.print_exc()
+        time.sleep(CAUSE_FIRST_S)
+        code = EXIT_FAILED
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def all_reduce_sum(value: "torch.Tensor") -> "torch.Tensor":

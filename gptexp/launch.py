@@ -56,9 +56,7 @@ def launch(directory: Path, world_size: int) -> int:
         except SignalException as error:
             return 128 + (received[0] if received else int(error.sigval))
         except ChildFailedError as error:
-            # A rank that was killed is the cause: its peers notice at once, within the same second of the record.
-            killed = [(r, f) for r, f in error.failures.items() if f.exitcode < 0 and -f.exitcode != signal.SIGTERM]
-            rank, failure = killed[0] if killed else error.get_first_failure()
+            rank, failure = error.get_first_failure()
             return _report(rank, failure.exitcode, failure.message)
     return 0
 

@@ -231,7 +231,7 @@ def main() -> None:
     from torch.distributed.elastic.multiprocessing.errors import record
 
     from gptexp import run_dir
-    from gptexp.distributed import launcher_rank
+    from gptexp.distributed import launcher_rank, leaving
     from gptexp.errors import UserError
 
     def body() -> int:
@@ -242,14 +242,15 @@ def main() -> None:
         assert rank is not None
         return run(cfg, directory, stop, rank)
 
-    try:
-        code = record(body)()
-    except UserError as error:
-        sys.exit(error.exit_code)  # the parent prints the message, which `record` has written for it
-    # All ranks are past their last collective: a signal that still arrives has nothing left to stop.
-    for name in ("SIGUSR1", "SIGTERM"):
-        signal.signal(getattr(signal, name), signal.SIG_IGN)
-    sys.exit(code)
+    with leaving(report=False):  # the parent prints what `record` writes for it
+        try:
+            code = record(body)()
+        except UserError as error:
+            sys.exit(error.exit_code)
+        # All ranks are past their last collective: a signal that still arrives has nothing left to stop.
+        for name in ("SIGUSR1", "SIGTERM"):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
+        sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gptexp.distributed import Rank, launcher_rank
+from gptexp.distributed import Rank, launcher_rank, leaving
 from gptexp.errors import EXIT_DIVERGED
 from gptexp.signals import StopRequest
 
@@ -28,12 +28,20 @@ LEAVE_S = 10.0  # how long rank 0 waits for ranks that may have died
 def main() -> None:
     """Entry of `python -m gptexp.train` and `gptexp train`."""
     rank = launcher_rank()
-    if rank is not None and not rank.is_main:
-        follow(rank)
+    if rank is None:
+        lead(None)
         return
+    with leaving():
+        if rank.is_main:
+            lead(Leader(rank))
+        else:
+            follow(rank)
+
+
+def lead(leader: "Leader | None") -> None:
+    """Compose, and run each job: with the ranks that follow `leader`, or without any."""
     from gptexp.compose import hydra_main, report_errors
 
-    leader = Leader(rank) if rank is not None else None
     with report_errors():
         try:
             hydra_main(lambda cfg: task(cfg, leader))

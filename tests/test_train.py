@@ -351,6 +351,31 @@ def test_a_killed_rank_ends_the_run_and_is_named(start: Start, long_run: list[st
     assert processes_of(directory) == []
 
 
+def test_of_a_defect_in_one_rank_the_cause_is_told_once(tiny: list[str], tmp_path: Path) -> None:
+    """Rank 1 meets an error nobody expects in the middle of training, rank 0 a connection that is gone."""
+    (tmp_path / "sitecustomize.py").write_text(
+        textwrap.dedent("""
+        import hashlib, os
+        if os.environ.get("RANK") == "1":
+            plain, calls = hashlib.blake2b, 0
+            def blake2b(*args, **kwargs):  # what makes a fingerprint
+                global calls
+                calls += 1
+                if calls == 5:
+                    raise RuntimeError("a defect")
+                return plain(*args, **kwargs)
+            hashlib.blake2b = blake2b
+        """)
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "gptexp.train", *tiny, "world.size=2"], cwd=tmp_path, capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr.count("Traceback") == 1, done.stderr
+    assert "gptexp: rank 1 failed (exit code 1): RuntimeError: a defect" in done.stderr
+
+
 def test_a_killed_parent_leaves_no_rank_behind(start: Start, long_run: list[str], tmp_path: Path) -> None:
     directory = tmp_path / "out"
     process = start("train", *long_run, "world.size=2")
