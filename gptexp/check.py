@@ -144,6 +144,20 @@ def _validation(cfg: Config, _: int) -> Iterator[str]:
         )
 
 
+def _held_out(cfg: Config, _: int) -> Iterator[str]:
+    d = cfg.data
+    if d.max_tokens is not None and d.val_path is None and d.val_tokens >= d.max_tokens:
+        yield (
+            f"data.val_tokens={d.val_tokens}: holds out all of data.max_tokens={d.max_tokens}; use fewer, or "
+            "data.val_path"
+        )
+
+
+def _one_device(cfg: Config, world_size: int) -> Iterator[str]:
+    if cfg.train.device == "mps" and world_size > 1:
+        yield f"train.device=mps: runs on one rank only, not {world_size}; use world.size=1"
+
+
 def _backend(cfg: Config, _: int) -> Iterator[str]:
     if cfg.world.backend == "nccl" and cfg.train.device in ("cpu", "mps"):
         yield (
@@ -164,5 +178,7 @@ RULES: tuple[tuple[Callable[[Config, int], Iterator[str]], tuple[str, ...]], ...
     (_corpus, ("data.name", "data.path")),
     (_corpus_length, ("data.max_tokens", *SEQ_LEN)),
     (_validation, ("data.val_tokens", "data.val_path", *SEQ_LEN)),
+    (_held_out, ("data.val_tokens", "data.max_tokens", "data.val_path")),
+    (_one_device, ("train.device", "world.size")),
     (_backend, ("world.backend", "train.device")),
 )

@@ -254,7 +254,7 @@ def lr_source(hydra_config: Any) -> str:
     """Which file or override the learning rate came from, in Hydra's order of precedence; for the reader only."""
     choices = hydra_config.runtime.choices
     swept_by = choices.get("sweep")
-    if swept_by and "optim.lr" in _yaml(hydra_config, "sweep", swept_by).get("hydra", {})["sweeper"]["params"]:
+    if swept_by and "optim.lr" in (hydra_config.sweeper.params or {}):
         return f"sweep={swept_by}"
     if any(text.split("=")[0] == "optim.lr" for text in hydra_config.overrides.task):
         return "the command line"

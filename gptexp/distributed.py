@@ -5,16 +5,17 @@ torch is imported inside the functions, so that the command line can ask for its
 
 import atexit
 import os
+import re
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from gptexp.errors import EXIT_FAILED, ConfigError
+from gptexp.errors import EXIT_FAILED, ConfigError, UserError
 
 if TYPE_CHECKING:
     import torch
@@ -33,6 +34,7 @@ class Rank:
     world_size: int = 1
     local_rank: int = 0
     local_world_size: int = 1
+    by_srun: bool = False  # a task of a SLURM job step, whose cores and GPUs may be its own share already
 
     @property
     def is_main(self) -> bool:
@@ -47,24 +49,33 @@ def launcher_rank() -> Rank | None:
     SLURM_PROCID=0 too, and is no rank.
     """
     env = os.environ
-    if "RANK" not in env and int(env.get("SLURM_STEP_NUM_TASKS", 1)) > 1 and "SLURM_PROCID" in env:
+    in_step = int(env.get("SLURM_STEP_NUM_TASKS", 1)) > 1 and "SLURM_PROCID" in env
+    if in_step and "RANK" not in env:
         env["RANK"], env["WORLD_SIZE"] = env["SLURM_PROCID"], env["SLURM_STEP_NUM_TASKS"]
         env["LOCAL_RANK"] = env["SLURM_LOCALID"]
         env["LOCAL_WORLD_SIZE"] = env["SLURM_STEP_TASKS_PER_NODE"].split("(")[0].split(",")[0]
-        env.setdefault("MASTER_ADDR", env.get("SLURM_LAUNCH_NODE_IPADDR", "127.0.0.1"))
+        env.setdefault("MASTER_ADDR", _first_host(env["SLURM_STEP_NODELIST"]))
         env.setdefault("MASTER_PORT", str(20000 + int(env["SLURM_JOB_ID"]) % 20000))
     if "RANK" not in env or "WORLD_SIZE" not in env:
         return None
-    world_size = int(env["WORLD_SIZE"])
-    return Rank(
-        int(env["RANK"]), world_size, int(env.get("LOCAL_RANK", 0)), int(env.get("LOCAL_WORLD_SIZE", world_size))
-    )
+    rank, world_size = int(env["RANK"]), int(env["WORLD_SIZE"])
+    local_rank, local_world_size = int(env.get("LOCAL_RANK", 0)), int(env.get("LOCAL_WORLD_SIZE", world_size))
+    # torchrun as a task of a job step starts more ranks than there are tasks, or says so itself.
+    by_srun = in_step and (env["RANK"], env["WORLD_SIZE"]) == (env["SLURM_PROCID"], env["SLURM_STEP_NUM_TASKS"])
+    return Rank(rank, world_size, local_rank, local_world_size, by_srun and "TORCHELASTIC_RUN_ID" not in env)
+
+
+def _first_host(node_list: str) -> str:
+    """The first of SLURM's nodes, where rank 0 runs: `node[01-04,07],other` begins with `node01`."""
+    found = re.match(r"([^,\[]+)(?:\[(\w+)[^\]]*\]([^,]*))?", node_list)
+    assert found is not None, node_list
+    return "".join(part or "" for part in found.groups())
 
 
 def cores_per_rank(rank: Rank) -> int:
     """CPU cores for each rank of this node."""
-    if "SLURM_PROCID" in os.environ and "SLURM_CPUS_PER_TASK" in os.environ:
-        return int(os.environ["SLURM_CPUS_PER_TASK"])  # the cores a task sees may be its own share already
+    if rank.by_srun and "SLURM_CPUS_PER_TASK" in os.environ:
+        return int(os.environ["SLURM_CPUS_PER_TASK"])
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // rank.local_world_size)
 
@@ -79,10 +90,8 @@ def pick_device(wanted: str, rank: Rank) -> "torch.device":
         kind = "cpu" if wanted == "auto" else kind
     if not there[kind]:
         raise ConfigError(f"train.device={kind}: no {kind} device is visible to this process; use train.device=cpu")
-    if kind == "mps" and rank.world_size > 1:
-        raise ConfigError(f"train.device=mps: runs on one rank only, not {rank.world_size}; use world.size=1")
     if kind == "cuda":
-        if torch.cuda.device_count() == 1 and "SLURM_PROCID" in os.environ:
+        if torch.cuda.device_count() == 1 and rank.by_srun:
             return torch.device("cuda", 0)  # srun may show each task its own GPU only
         if rank.local_rank >= torch.cuda.device_count():
             raise ConfigError(
@@ -179,13 +188,20 @@ def barrier() -> None:
         dist.barrier()
 
 
-def agree(value: Any, device: "torch.device") -> Any:
-    """Rank 0's `value` on every rank; any object that pickles. *Collective.*"""
+def agree(decide: Callable[[], Any], rank: Rank, device: "torch.device") -> Any:
+    """What `decide` gives on rank 0 (any object that pickles), or the `UserError` it raises, on all. *Collective.*"""
     import torch.distributed as dist
 
-    shared = [value]
+    shared: list[Any] = [None]
+    if rank.is_main:
+        try:
+            shared = [decide()]
+        except UserError as error:
+            shared = [error]
     if dist.is_initialized():
         dist.broadcast_object_list(shared, src=0, device=device)
+    if isinstance(shared[0], UserError):
+        raise shared[0]
     return shared[0]
 
 

@@ -19,6 +19,8 @@ from gptexp.config import Config
 from gptexp.distributed import Rank, cores_per_rank
 from gptexp.optim import resolve_fused
 
+ASKED = "asked for"
+
 
 @dataclass(frozen=True)
 class Effective:
@@ -51,10 +53,14 @@ def resolve(cfg: Config, device: torch.device, rank: Rank, earlier: dict[str, An
     def choose(key: str, wanted: Any, auto: Any, why: str) -> Any:
         """`wanted` unless that is None, else the earlier choice, else `auto`."""
         if wanted is not None:
-            reasons[key] = "asked for"
+            reasons[key] = ASKED
             return wanted
-        reasons[key] = before.get("reasons", {}).get(key, why)
-        return before.get(key, auto)
+        said = before.get("reasons", {}).get(key)
+        if key not in before or said == ASKED:  # what another cell of the sweep was asked for is no decision
+            reasons[key] = why
+            return auto
+        reasons[key] = said
+        return before[key]
 
     bf16 = has_native_bfloat16(device)
     dtype = choose(

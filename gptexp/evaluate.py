@@ -12,9 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gptexp import run_dir
 from gptexp.data.order import count_val_windows
 from gptexp.distributed import Rank
-from gptexp.errors import ConfigError
+from gptexp.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     import torch
@@ -85,6 +86,12 @@ def main(argv: list[str] | None = None) -> None:
         )
     apply(loaded.effective)
     dataset = build_dataset(config)
+    trained_on = run_dir.read_json(args.run_dir / run_dir.SUMMARY).get("data_hash", dataset.hash)
+    if args.data is None and dataset.hash != trained_on:
+        raise DataError(
+            f"{args.run_dir}: trained on other tokens ({trained_on}) than data={config.data.name} holds now "
+            f"({dataset.hash}); what is held out now may have been trained on: give --data FILE"
+        )
     autocast = make_autocast(loaded.effective, loaded.device)
     loss = evaluate(loaded.model, dataset, config.batch.micro_batch_size, Rank(), loaded.device, autocast)
     print(

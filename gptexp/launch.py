@@ -52,7 +52,7 @@ def launch(directory: Path, world_size: int) -> int:
         if hasattr(config, "shutdown_timeout"):  # torch 2.12 and newer; before, the agent grants its own 30 s
             config.shutdown_timeout = GRACE_S
         try:
-            elastic_launch(config, sys.executable)("-u", "-m", "gptexp.run", str(directory))
+            elastic_launch(config, sys.executable)("-uP", "-m", "gptexp.run", str(directory))
         except SignalException as error:
             return 128 + (received[0] if received else int(error.sigval))
         except ChildFailedError as error:
@@ -70,7 +70,8 @@ def _report(rank: int, exit_code: int, message: object) -> int:
         text, trace = str(message["message"]), str(message.get("extraInfo", {}).get("py_callstack", ""))
     if exit_code in _USER_ERRORS:
         prefix = "config error: " if exit_code == EXIT_CONFIG else ""
-        print(f"gptexp: {prefix}{text.partition(': ')[2]}", file=sys.stderr)  # `record` writes "ClassName: message"
+        for line in text.partition(": ")[2].splitlines():  # `record` writes "ClassName: message"
+            print(f"gptexp: {prefix}{line}", file=sys.stderr)
         return exit_code
     if exit_code < 0:
         text = f"killed by {signal.Signals(-exit_code).name}"
@@ -87,6 +88,10 @@ def _signals() -> Iterator[list[int]]:
     received: list[int] = []
     first = StopRequest()
     first.training = True
+
+    def before_the_agent(number: int, _frame: FrameType | None) -> None:
+        os._exit(128 + (received[0] if received else number))  # no rank has been started
+
     names = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
     before = {number: signal.getsignal(number) for number in names}
 
@@ -98,7 +103,8 @@ def _signals() -> Iterator[list[int]]:
         else:
             first.on_signal(number, frame)  # leaves at once, unless it is the first one passed on again
 
-    signal.signal(signal.SIGINT, on_interrupt)
+    for number in names:
+        signal.signal(number, on_interrupt if number == signal.SIGINT else before_the_agent)
     try:
         yield received
     finally:

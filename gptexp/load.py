@@ -11,7 +11,7 @@ from gptexp.config import Config
 from gptexp.data.tokenizer import load_tokenizer
 from gptexp.distributed import Rank, pick_device
 from gptexp.effective import Effective, resolve
-from gptexp.errors import CheckpointError
+from gptexp.errors import CheckpointError, ConfigError
 from gptexp.loss import plain_cross_entropy
 from gptexp.model import GPT
 
@@ -36,11 +36,19 @@ def load_checkpointed(directory: Path | str) -> LoadedRun:
     if found is None:
         raise CheckpointError(f"{directory}: no checkpoint has been saved yet")
     path, state = found
-    device = pick_device(config.train.device, Rank())
+    device = _device(config.train.device)
     model = GPT(config.model, plain_cross_entropy)
     checkpoint.load_weights(path, model)
     effective = resolve(config, device, Rank(), run_dir.read_json(directory / run_dir.EFFECTIVE))
     return LoadedRun(model.to(device).eval(), config, effective, state.step, device)
+
+
+def _device(trained_on: str) -> torch.device:
+    """The kind of device that a run trained on, or what this machine has in its place."""
+    try:
+        return pick_device(trained_on, Rank())
+    except ConfigError:
+        return pick_device("auto", Rank())
 
 
 def load_run(directory: Path | str) -> "tuple[GPT, tiktoken.Encoding, Config]":

@@ -66,23 +66,24 @@ def _run(cfg: "Config", directory: Path, stop: StopRequest, rank: "Rank", store:
     from gptexp.summary import Summary, end_line
     from gptexp.trainer import Training, fit
 
+    gc.unfreeze()  # under a launcher one process trains all cells of a sweep: what the last one left may go
     checkpoints = directory / run_dir.CHECKPOINTS
     dataset = build_dataset(cfg)  # before the process group: one rank of a node may tokenise while the others wait
     device = pick_device(cfg.train.device, rank)
     if rank.world_size > 1:
         init_process_group(rank, store or connect(), device, cfg.world.backend, cfg.world.timeout_s)
 
-    # Rank 0 decides and tells the others: nodes may differ, a run may not.
-    decided = None
-    if rank.is_main:
+    def decide() -> tuple[dict[str, Any], str | None, "TrainState"]:
+        _refuse_changed_data(directory, dataset)
         effective = resolve(cfg, device, rank, run_dir.read_json(directory / run_dir.EFFECTIVE))
         run_dir.write_json(directory / run_dir.EFFECTIVE, effective.to_dict())
         found = checkpoint.load_latest(checkpoints)
         name, state = (found[0].name, found[1]) if found else (None, checkpoint.TrainState())
         checkpoint.set_aside(checkpoints, state.step)
-        _refuse_changed_data(directory, dataset)
-        decided = effective.to_dict(), name, state
-    chosen, name, state = agree(decided, device)
+        return effective.to_dict(), name, state
+
+    # Rank 0 decides and tells the others: nodes may differ, a run may not.
+    chosen, name, state = agree(decide, rank, device)
     effective = Effective(**chosen)
     _refuse_other_data(gather(dataset.hash))
     apply(effective, cfg.train.deterministic)

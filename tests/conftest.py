@@ -55,6 +55,8 @@ TINY = (
     "data.val_tokens=112",  # seven windows: the last micro-batch of an evaluation is short
     "optim.lr=6e-4",
     "train.max_steps=4",
+    "train.device=cpu",  # wherever the tests run; test_gpu.py asks for other things
+    "train.dtype=float32",
     "log=quiet",
 )
 

@@ -51,7 +51,7 @@ def test_world_size_is_the_launchers_unless_they_disagree(monkeypatch: pytest.Mo
         (
             {
                 "SLURM_STEP_NUM_TASKS": "16", "SLURM_PROCID": "9", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "7",
-                "SLURM_STEP_TASKS_PER_NODE": "8(x2)",
+                "SLURM_STEP_TASKS_PER_NODE": "8(x2)", "SLURM_STEP_NODELIST": "n1",
             },
             (9, 16, 1, 8),
         ),

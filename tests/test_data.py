@@ -81,6 +81,13 @@ def test_pieces_tokenise_to_the_ids_of_the_whole(tmp_path: Path) -> None:
     assert cuts > 300
 
 
+@pytest.mark.parametrize("between", ["\n", "\r\n", " ", "\t"])
+def test_a_file_is_read_in_pieces_whatever_its_line_ends(tmp_path: Path, between: str) -> None:
+    path = tmp_path / "text"
+    path.write_text(between.join(["some words"] * 5000), newline="")
+    assert max(map(len, corpora.pieces(path, piece_chars=1000))) < 1100
+
+
 def test_stdlib_leaves_out_packages_and_tests() -> None:
     files = corpora.stdlib().files
     root = Path(sysconfig.get_path("stdlib"))

@@ -40,6 +40,13 @@ def test_an_earlier_decision_holds_on_the_same_device_and_node_layout() -> None:
     assert resolve(Config(), CPU, Rank(), {**earlier, "device": "cuda"}).loss == "chunked"
 
 
+def test_what_another_cell_was_asked_for_decides_nothing() -> None:
+    asked = Config()
+    asked.train.dtype, asked.world.threads_per_rank = "bfloat16", 3
+    earlier = resolve(asked, CPU, Rank()).to_dict()
+    assert resolve(Config(), CPU, Rank(), earlier) == resolve(Config(), CPU, Rank())
+
+
 def test_it_survives_json() -> None:
     effective = resolve(Config(), CPU, Rank())
     assert Effective(**effective.to_dict()) == effective

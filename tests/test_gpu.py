@@ -23,7 +23,15 @@ Gptexp = Callable[..., subprocess.CompletedProcess[str]]
 
 
 def test_it_trains_compiled_in_bfloat16_and_resumes(gptexp: Gptexp, tiny: list[str], tmp_path: Path) -> None:
-    overrides = [*tiny, "log=disabled", "optim.lr=1e-2", "train.max_steps=60", "hydra.run.dir=out"]
+    overrides = [
+        *tiny,
+        "log=disabled",
+        "train.device=cuda",
+        "train.dtype=auto",
+        "optim.lr=1e-2",
+        "train.max_steps=60",
+        "hydra.run.dir=out",
+    ]
     stopped = gptexp("train", *overrides, "train.max_minutes=0.0001")
     assert stopped.returncode == 0, stopped.stderr
     done = gptexp("train", *overrides)

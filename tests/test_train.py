@@ -5,6 +5,7 @@ import math
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -486,7 +487,8 @@ def test_reductions_do_not_grow_with_accumulation(tmp_path: Path) -> None:
 
 
 def test_two_torchrun_agents_train_one_run_in_one_directory(tiny: list[str], tmp_path: Path) -> None:
-    port = 29000 + os.getpid() % 1000
+    with socket.create_server(("localhost", 0)) as free:
+        port = free.getsockname()[1]
     command = [
         sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d",
         f"--rdzv-endpoint=localhost:{port}", "--rdzv-id=test", "-m", "gptexp.train", *tiny,
@@ -511,7 +513,7 @@ def srun(directory: Path, overrides: list[str], *envs: dict[str, str]) -> list[t
         "SLURM_STEP_NUM_TASKS": str(len(envs)),
         "SLURM_STEP_TASKS_PER_NODE": str(len(envs)),
         "SLURM_JOB_ID": str(os.getpid()),
-        "SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1",
+        "SLURM_STEP_NODELIST": "localhost",
         "PYTHONPATH": str(ROOT),
     }
     tasks = [

@@ -7,6 +7,7 @@ GPT-2 style encoding can cross, so that a file tokenises in bounded memory to th
 import glob
 import hashlib
 import os
+import re
 import sysconfig
 import tempfile
 import urllib.request
@@ -19,6 +20,8 @@ from typing import Any
 from gptexp.errors import DataError
 
 PIECE_CHARS = 1 << 20
+# Ends in something visible that white space follows, both by Python's notion and by that of tiktoken's patterns.
+_UP_TO_THE_LAST_WORD = re.compile(r".*\S(?=[ \t\r\n])", re.DOTALL)
 
 SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
@@ -126,7 +129,7 @@ def _download(path: Path) -> None:
 def pieces(path: Path, piece_chars: int = PIECE_CHARS) -> Iterator[str]:
     """The text of a file in pieces of about `piece_chars` characters.
 
-    A piece ends before a line break that follows a visible character. GPT-2's pattern has no token that begins with
+    A piece ends before white space that follows a visible character. GPT-2's pattern has no token that begins with
     something visible and ends in white space, and looks ahead from white space only, so the pieces' ids
     concatenated are the ids of the whole. Bytes that are no UTF-8 become U+FFFD.
     """
@@ -134,11 +137,8 @@ def pieces(path: Path, piece_chars: int = PIECE_CHARS) -> Iterator[str]:
     with path.open(encoding="utf-8", errors="replace", newline="") as file:
         while block := file.read(piece_chars):
             rest += block
-            cut = len(rest)
-            while (cut := rest.rfind("\n", 1, cut)) > 0 and rest[cut - 1].isspace():
-                pass
-            if cut > 0:
-                yield rest[:cut]
-                rest = rest[cut:]
+            if found := _UP_TO_THE_LAST_WORD.match(rest):
+                yield found[0]
+                rest = rest[found.end() :]
     if rest:
         yield rest

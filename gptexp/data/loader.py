@@ -111,16 +111,16 @@ def micro_batches(
 
     numbers = iter(range(first_step * plan.grad_accum_steps, steps * plan.grad_accum_steps))
     ahead: deque[Future[MicroBatch]] = deque()
-    with ThreadPoolExecutor(1, "prefetch") as thread:
-        try:
-            for number in numbers:
-                ahead.append(thread.submit(read, number))
-                if len(ahead) > PREFETCHED:
-                    yield ahead.popleft().result()
-            while ahead:
+    thread = ThreadPoolExecutor(1, "prefetch")
+    try:
+        for number in numbers:
+            ahead.append(thread.submit(read, number))
+            if len(ahead) > PREFETCHED:
                 yield ahead.popleft().result()
-        finally:
-            thread.shutdown(wait=False, cancel_futures=True)
+        while ahead:
+            yield ahead.popleft().result()
+    finally:
+        thread.shutdown(wait=False, cancel_futures=True)
 
 
 def val_batches(

@@ -57,6 +57,8 @@ class RunLog:
         self.step_tokens = step_tokens
         self.flops_per_token = flops_per_token  # palm, causal
         self.peak_flops = peak_flops  # of all ranks' devices; None: unknown, so no MFU
+        if torch.cuda.is_initialized():
+            torch.cuda.reset_peak_memory_stats()
 
     def step(
         self,
