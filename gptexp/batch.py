@@ -4,8 +4,9 @@ One optimizer step of `total_batch_size` tokens is cut into M = total / (B * T) 
 tokens; `world_size` ranks take M / world_size of them each, one after the other (gradient accumulation).
 """
 
-import math
 from dataclasses import dataclass
+
+FAR = 100_000  # a divisor farther off than this is no fix
 
 
 @dataclass(frozen=True)
@@ -51,10 +52,9 @@ def _nearest(total: int, micro_batch_size: int, seq_len: int, world_size: int) -
 
 
 def _closest_divisors(n: int, wanted: int) -> str:
-    """The divisors of `n` on either side of `wanted`, as text; there is always one below, since 1 divides."""
-    divisors = {d for i in range(1, math.isqrt(n) + 1) if n % i == 0 for d in (i, n // i)}
-    below = max((d for d in divisors if d <= wanted), default=None)
-    above = min((d for d in divisors if d > wanted), default=None)
+    """The divisors of `n` on either side of `wanted`, as text; 1 where none is near below."""
+    below = next((d for d in range(min(wanted, n), max(0, min(wanted, n) - FAR), -1) if n % d == 0), 1)
+    above = next((d for d in range(wanted + 1, min(n, wanted + FAR) + 1) if n % d == 0), None)
     return " or ".join(str(d) for d in (below, above) if d is not None)
 
 

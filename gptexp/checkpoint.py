@@ -38,6 +38,7 @@ class TrainState:
     fingerprint: int = 0  # of the windows consumed, over all ranks, modulo 2^64
     val_loss: float | None = None  # newest, in nats per token
     best_val_loss: float | None = None
+    evaluated_tokens: int = 0  # `tokens` at the newest evaluation
     seconds: float = 0.0  # of training, over all attempts
 
 
@@ -123,13 +124,15 @@ def _problem(path: Path) -> str | None:
     """What is wrong with a checkpoint, or None."""
     try:
         files = json.loads((path / MANIFEST).read_text())
+        if not isinstance(files, dict) or not files.keys() >= {"model.safetensors", "train.pt", "state.json"}:
+            return f"{MANIFEST} does not name all files"
         for name, (size, digest) in files.items():
             file = path / name
             if file.stat().st_size != size:
                 return f"{name} has {file.stat().st_size:,} bytes, not {size:,}"
             if _sha256(file) != digest:
                 return f"{name} is not what was saved (sha256 differs)"
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError) as error:
         return str(error)
     return None
 

@@ -5,7 +5,6 @@ size: everything after this reads that and not Hydra. Problems are found before 
 is created, and print as one line each with exit code 2.
 """
 
-import glob
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -27,7 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from gptexp import check, run_dir
 from gptexp.config import Config, shown
-from gptexp.data.corpora import is_file, is_path_list
+from gptexp.data.corpora import absolute, is_path_list
 from gptexp.distributed import launcher_rank
 from gptexp.errors import EXIT_CONFIG, EXIT_FAILED, ConfigError, UserError
 from gptexp.overrides import override_problems
@@ -36,10 +35,11 @@ from gptexp.overrides import override_problems
 def conf_dir() -> Path:
     """Where the YAML files lie: $GPTEXP_CONF, else the wheel's copy, else the checkout's conf/."""
     package = Path(__file__).resolve().parent
-    for candidate in (os.environ.get("GPTEXP_CONF"), package / "conf", package.parent / "conf"):
-        if candidate and Path(candidate, "config.yaml").is_file():
-            return Path(candidate).resolve()
-    raise ConfigError(f"conf/config.yaml not found beside {package}; set GPTEXP_CONF to the folder that holds it")
+    own = os.environ.get("GPTEXP_CONF")
+    for candidate in [Path(own)] if own else [package / "conf", package.parent / "conf"]:
+        if (candidate / "config.yaml").is_file():
+            return candidate.resolve()
+    raise ConfigError(f"no config.yaml in {own or package / 'conf'}; set GPTEXP_CONF to the folder that holds it")
 
 
 def register() -> None:
@@ -69,7 +69,11 @@ def hydra_main(task: Callable[[DictConfig], Any]) -> None:
     """Run `task` under `hydra.main` on `sys.argv`; `CheckBeforeStart` refuses a bad config before anything exists."""
     parser = get_args_parser()
     parser.error = _usage_error  # type: ignore[method-assign]
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()
+    flags = sys.argv[1:]
+    for override in args.overrides:
+        flags.remove(override)
+    sys.argv[1:] = [*args.overrides, *flags]  # Hydra itself takes no override after a flag
     modes = {"--run": args.run, "--multirun": args.multirun, "--cfg": args.cfg, "--info": args.info}
     modes["--shell-completion"] = args.shell_completion
     if len(given := [flag for flag, value in modes.items() if value]) > 1:
@@ -126,11 +130,11 @@ def to_config(cfg: DictConfig, overrides: Sequence[str], cwd: str | None = None)
     for key in ("path", "val_path"):
         value = getattr(config.data, key)
         if isinstance(value, str):
-            setattr(config.data, key, _absolute(value, cwd))
+            setattr(config.data, key, absolute(value, cwd))
         elif is_path_list(value):
-            setattr(config.data, key, [_absolute(item, cwd) for item in value])
+            setattr(config.data, key, [absolute(item, cwd) for item in value])
     if config.data.cache_dir:
-        config.data.cache_dir = _absolute(config.data.cache_dir, cwd)
+        config.data.cache_dir = absolute(config.data.cache_dir, cwd)
     launcher = launcher_rank()
     problems = []
     if launcher and config.world.size not in (None, launcher.world_size):
@@ -175,14 +179,6 @@ def job_of(cfg: DictConfig) -> Config:
     return config
 
 
-def _absolute(path: str, cwd: str | None) -> str:
-    """The path from the root; the folders that are put before a relative one are no part of its glob."""
-    if Path(path).expanduser().is_absolute():
-        return str(Path(path).expanduser())
-    base = Path(cwd or Path.cwd())
-    return str(base / path) if is_file(base / path) else str(Path(glob.escape(str(base))) / path)
-
-
 class CheckBeforeStart(Callback):
     """Refuses what cannot run before Hydra makes the run directory (or rewrites the `.hydra/` of an old one).
 
@@ -213,6 +209,8 @@ def _refuse_unusable(directory: Path) -> None:
         raise ConfigError(f"hydra.run.dir={shown(str(directory))}: {error.strerror}; use another name") from None
     if not parent.is_dir():
         raise ConfigError(f"hydra.run.dir={directory}: {parent} is a file; use another name")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise ConfigError(f"hydra.run.dir={directory}: {parent} cannot be written to; use another place")
 
 
 class report_errors:
@@ -228,7 +226,7 @@ class report_errors:
             kind = "config error: " if isinstance(error, ConfigError) else ""
             print(*(f"gptexp: {kind}{line}" for line in str(error).splitlines()), sep="\n", file=sys.stderr)
             sys.exit(error.exit_code)
-        if isinstance(error, HydraException | OmegaConfBaseException | yaml.YAMLError):
+        if isinstance(error, HydraException | OmegaConfBaseException | yaml.YAMLError | UnicodeDecodeError):
             print(f"gptexp: config error: {_one_line(error)}", file=sys.stderr)
             sys.exit(EXIT_CONFIG)
         if error is not None and not isinstance(error, SystemExit):
@@ -253,11 +251,11 @@ def _one_line(error: BaseException) -> str:
 def lr_source(hydra_config: Any) -> str:
     """Which file or override the learning rate came from, in Hydra's order of precedence; for the reader only."""
     choices = hydra_config.runtime.choices
+    if any(text.startswith("optim.lr=") for text in sys.argv):  # a cell's overrides hold what a named grid sweeps too
+        return "the command line"
     swept_by = choices.get("sweep")
     if swept_by and "optim.lr" in (hydra_config.sweeper.params or {}):
         return f"sweep={swept_by}"
-    if any(text.split("=")[0] == "optim.lr" for text in hydra_config.overrides.task):
-        return "the command line"
     for group in ("experiment", "optim", "model"):
         if option := choices.get(group):
             content = _yaml(hydra_config, group, option)

@@ -8,11 +8,13 @@ length in tokens means the same at every batch size, a length in steps does not.
 """
 
 import dataclasses
-import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from types import UnionType
 from typing import Any
+
+LIMIT = 2**63  # of every count: torch's and numpy's integers end there
 
 Rule = tuple[Callable[[Any], bool], str]
 
@@ -27,11 +29,11 @@ def _choice(*values: str) -> Any:
 
 
 def _positive(default: Any) -> Any:
-    return _ruled(default, (lambda v: math.isfinite(v) and v > 0, "must be a finite number above 0"))
+    return _ruled(default, (lambda v: 0 < v < LIMIT, "must be a finite number above 0, below 2^63"))
 
 
 def _not_negative(default: Any) -> Any:
-    return _ruled(default, (lambda v: math.isfinite(v) and v >= 0, "must be a finite number, 0 or above"))
+    return _ruled(default, (lambda v: 0 <= v < LIMIT, "must be a finite number, 0 or above, below 2^63"))
 
 
 def _ratio(default: float) -> Any:
@@ -106,7 +108,9 @@ class WorldConfig:
     size: int | None = _positive(None)  # ranks in all; null: what the launcher says, else 1
     backend: str = _choice("auto", "nccl", "gloo")  # auto: nccl on GPUs, gloo on CPU
     threads_per_rank: int | None = _positive(None)  # CPU threads; null: the node's cores shared out among its ranks
-    timeout_s: float = _positive(600.0)  # seconds a rank waits in a collective before it gives up
+    timeout_s: float = _ruled(
+        600.0, (lambda v: 0 < v <= 1e6, "must be above 0, at most 1000000")
+    )  # seconds a rank waits in a collective before it gives up
 
 
 @dataclass
@@ -137,7 +141,7 @@ class TrainConfig:
     log_every: int = _positive(1)  # steps
     max_minutes: float | None = _positive(None)  # stop after a checkpoint once this long has passed
     seed: int = _ruled(
-        1337, (lambda v: 0 <= v < 2**63, "must lie in [0, 2^63)")
+        1337, (lambda v: 0 <= v < LIMIT, "must lie in [0, 2^63)")
     )  # of initial weights, data order and dropout
     deterministic: bool = False  # torch's deterministic algorithms (slower; bit-equal repeats on GPUs)
     dtype: str = _choice("auto", "float32", "bfloat16")  # auto: bfloat16 where the hardware computes in it
@@ -249,16 +253,34 @@ def to_dict(config: Any) -> dict[str, Any]:
 
 
 def from_dict(values: dict[str, Any], cls: type[Any] = Config) -> Any:
-    """Rebuild a `cls` from what `to_dict` gave; an unknown key raises `ValueError`."""
+    """Rebuild a `cls` from what `to_dict` gave; an unknown key or a value of another type raises `ValueError`."""
     fields = {f.name: f for f in dataclasses.fields(cls)}
+    if not isinstance(values, dict):
+        raise ValueError(f"a saved {cls.__name__} holds keys and values, not {shown(values)}")
     if unknown := sorted(values.keys() - fields.keys()):
         raise ValueError(f"unknown key '{unknown[0]}' in a saved {cls.__name__}; was it written by another version?")
+    for name, value in values.items():
+        if not dataclasses.is_dataclass(fields[name].type) and not _fits(value, fields[name].type):
+            raise ValueError(
+                f"{name}={shown(value)} in a saved {cls.__name__}: not the type it had; write 6.0e-4 for 6e-4"
+            )
     return cls(
         **{
             name: from_dict(value, fields[name].type) if dataclasses.is_dataclass(fields[name].type) else value  # type: ignore[arg-type]
             for name, value in values.items()
         }
     )
+
+
+def _fits(value: Any, annotation: Any) -> bool:
+    """Whether `value` is of an annotated type of a config key; a whole number is a float too."""
+    if annotation is Any:
+        return True
+    kinds = getattr(annotation, "__args__", ()) if isinstance(annotation, UnionType) else (annotation,)
+    kinds = tuple(getattr(kind, "__origin__", kind) for kind in kinds)
+    if isinstance(value, bool):
+        return bool in kinds
+    return isinstance(value, (*kinds, int) if float in kinds else kinds)
 
 
 def result_deciding(config: Config) -> dict[str, Any]:

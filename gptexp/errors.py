@@ -4,7 +4,6 @@ The message is one line: the value, the rule it breaks, and the fix. Anything el
 gptexp and keeps its traceback.
 """
 
-EXIT_DONE = 0
 EXIT_FAILED = 1
 EXIT_CONFIG = 2
 EXIT_DATA = 3

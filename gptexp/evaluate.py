@@ -68,6 +68,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--val-tokens", type=int, metavar="N", help="how many tokens (default: as the run)")
     args = parser.parse_args(argv)
 
+    from gptexp.data.corpora import absolute
     from gptexp.data.loader import build_dataset
     from gptexp.effective import apply, make_autocast
     from gptexp.load import load_checkpointed
@@ -76,8 +77,13 @@ def main(argv: list[str] | None = None) -> None:
     loaded = load_checkpointed(args.run_dir)
     config = loaded.config
     if args.data is not None:
-        path = [str(Path(args.data).expanduser().absolute())]
+        path = [absolute(args.data)]
         config = replace(config, data=replace(config.data, name="text", path=path, val_path=path, max_tokens=None))
+    held_out = config.data.val_tokens if config.data.val_path is None else None  # the rest was trained on
+    if args.data is None and held_out == 0:
+        raise ConfigError(f"{args.run_dir}: data.val_tokens=0: the run has held nothing out; give --data FILE")
+    if args.val_tokens is not None and args.data is None and held_out is not None and args.val_tokens > held_out:
+        raise ConfigError(f"--val-tokens={args.val_tokens}: the run has held out {held_out}; use fewer, or --data FILE")
     if args.val_tokens is not None:
         config = replace(config, data=replace(config.data, val_tokens=args.val_tokens))
     if count_val_windows(config.data.val_tokens, config.seq_len) < 1:

@@ -34,7 +34,7 @@ def override_problems(overrides: Sequence[str], multirun: bool, folders: Sequenc
     for text in overrides:
         try:
             override = parser.parse_override(text)
-        except HydraException:
+        except (HydraException, ValueError):  # Python reads no number of more than 4,300 digits
             found.append(
                 f"{shown(text)}: not a key=value override; a value that holds = , : {{ [ or spaces needs quotes "
                 "inside the shell's: 'key=\"a=b\"'"

@@ -64,12 +64,8 @@ def _prepared_tokens(cfg: "Config") -> int | None:
 
 
 def show(p: dict[str, Any]) -> None:
-    """Print a plan as a table."""
-    from rich.console import Console
-    from rich.table import Table
-
+    """Print a plan, a line a subject."""
     epochs = f"{p['epochs']:.2f} of {p['corpus_tokens']:,} tokens" if p["epochs"] else "unknown; see `gptexp prepare`"
-    table = Table(show_header=False, box=None, pad_edge=False)
     for name, value in (
         ("parameters", f"{p['parameters']:,}"),
         ("memory", f"{p['state_bytes'] / 2**30:.2f} GiB for weights, gradients and optimizer state, per rank"),
@@ -88,8 +84,7 @@ def show(p: dict[str, Any]) -> None:
         ("validation", f"every {p['eval_every_tokens']:,} tokens" if p["eval_every_tokens"] else "at the end"),
         ("checkpoint", f"every {p['save_every_tokens']:,} tokens" if p["save_every_tokens"] else "at the end"),
     ):
-        table.add_row(name, value)
-    Console(highlight=False, soft_wrap=True).print(table)
+        print(f"{name:<15}{value}")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -98,7 +93,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="as for gptexp train")
     parser.add_argument("--json", action="store_true", help="print JSON, for scripts")
     parser.add_argument("--config-dir", metavar="DIR", help="your own YAML files")
-    args = parser.parse_args(argv)
+    args = parser.parse_intermixed_args(argv)
 
     from gptexp.compose import compose
 

@@ -8,7 +8,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="gptexp prepare", description=main.__doc__)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="as for gptexp train, e.g. data=shakespeare")
     parser.add_argument("--config-dir", metavar="DIR", help="your own YAML files")
-    args = parser.parse_args(argv)
+    args = parser.parse_intermixed_args(argv)
 
     from gptexp.compose import compose
     from gptexp.data.prepare import prepare

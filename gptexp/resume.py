@@ -25,7 +25,7 @@ def main(argv: list[str] | None = None) -> int:
         if args.world_size < 1:
             raise ConfigError(f"--world-size={args.world_size}: must be 1 or above")
         config.world.size = args.world_size
-    assert config.world.size is not None
+    config.world.size = config.world.size or 1
     check.check(config, config.world.size)
     if run_dir.check_free(directory, config) == "completed":
         print(f"gptexp: {directory} is completed; nothing to do")

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gptexp.signals import EXIT_CODES, StopRequest
+from gptexp.terminal import say
 
 if TYPE_CHECKING:
     import torch
@@ -124,7 +125,7 @@ def _run(cfg: "Config", directory: Path, stop: StopRequest, rank: "Rank", store:
         reason = fit(training, state, stop, log, checkpoints)
         status = "interrupted" if reason else "completed"
         if reason is None and cfg.log.sample_tokens and rank.is_main:
-            log.sample(state.step, _sample(cfg, gpt))
+            _sample(cfg, gpt, log, state.step)
     except DivergedError as error:
         status = "diverged"
         if rank.is_main:
@@ -133,7 +134,7 @@ def _run(cfg: "Config", directory: Path, stop: StopRequest, rank: "Rank", store:
         written = summary.write(status)
         log.close(written)
         if rank.is_main:
-            print(end_line(written, directory), flush=True)
+            say(end_line(written, directory))
     # Nobody leaves before rank 0 has written everything: a rank that ends makes launchers end the others.
     barrier()
     destroy_process_group()
@@ -191,7 +192,7 @@ def _open_log(
     if not rank.is_main:
         return RunLog([], total_batch_size)
     if cfg.log.progress != "off":
-        print(*start_lines(cfg, directory, effective, training, state), sep="\n", flush=True)
+        say(*start_lines(cfg, directory, effective, training, state))
     sinks: list[Sink] = [JsonlSink(directory, state.tokens)]
     config = {**to_dict(cfg), "effective": effective.to_dict()}
     if wandb := build_wandb(cfg.log.wandb, directory, config, cfg.sweep.name):
@@ -207,12 +208,16 @@ def _open_log(
     )
 
 
-def _sample(cfg: "Config", gpt: "GPT") -> str:
+def _sample(cfg: "Config", gpt: "GPT", log: "RunLog", step: int) -> None:
+    """Log what the model writes; whatever goes wrong with that, the run is done and saved."""
     from gptexp.data.tokenizer import load_tokenizer
     from gptexp.sample import complete
 
-    [text] = complete(gpt, load_tokenizer(cfg.data.tokenizer), "", 1, cfg.log.sample_tokens, seed=cfg.train.seed)
-    return text
+    try:
+        [text] = complete(gpt, load_tokenizer(cfg.data.tokenizer), "", 1, cfg.log.sample_tokens, seed=cfg.train.seed)
+        log.sample(step, text)
+    except Exception as error:
+        print(f"gptexp: no sample: {type(error).__name__}: {error}", file=sys.stderr)
 
 
 def _die_with_parent() -> None:

@@ -54,12 +54,15 @@ def finite(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in `path`; empty if there is no such file."""
+    """The object in `path`; empty if there is no such file. Raises `ConfigError` for anything else."""
     try:
         value = json.loads(path.read_text())
     except FileNotFoundError:
         return {}
-    assert isinstance(value, dict)
+    except ValueError as error:
+        raise ConfigError(f"{path}: no JSON ({error}); remove it, or start a new run") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path}: no JSON object; remove it, or start a new run")
     return value
 
 

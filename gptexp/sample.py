@@ -84,6 +84,10 @@ def main(argv: list[str] | None = None) -> None:
         value = getattr(args, name)
         if not lowest <= value < float("inf"):
             raise ConfigError(f"--{name.replace('_', '-')}={value}: must be {lowest} or above")
+    if 0 < args.temperature < 1e-6:
+        raise ConfigError(f"--temperature={args.temperature}: must be 0 or at least 0.000001")
+    if not 0 <= args.seed < 2**63:
+        raise ConfigError(f"--seed={args.seed}: must lie in [0, 2^63)")
 
     from gptexp.load import load_run
 

@@ -22,6 +22,7 @@ from omegaconf import DictConfig, open_dict
 from gptexp import run_dir
 from gptexp.config import Config, fields_of, result_deciding
 from gptexp.errors import EXIT_DIVERGED, EXIT_FAILED, ConfigError, UserError
+from gptexp.terminal import say
 
 # The name under which Hydra finds this module: it instantiates plugins of packages below hydra_plugins only.
 PLUGINS = "hydra_plugins.gptexp"
@@ -72,9 +73,9 @@ class CellLauncher(Launcher):
         failed = 0
         for number, (config, name) in enumerate(cells, 1):
             directory = sweep_dir / name
-            print(f"--- cell {number} of {len(cells)}: {name}", flush=True)
+            say(f"--- cell {number} of {len(cells)}: {name}")
             if run_dir.status(directory) in OUTCOMES:
-                print(f"{run_dir.status(directory)} before; {directory}", flush=True)
+                say(f"{run_dir.status(directory)} before; {directory}")
                 continue
             _share(sweep_dir / run_dir.EFFECTIVE, directory / run_dir.EFFECTIVE)
             result = run_job(
@@ -99,12 +100,12 @@ class CellLauncher(Launcher):
     def _print_outcomes(self, names: list[str]) -> None:
         """Status and final validation loss of every cell."""
         sweep_dir = Path(self.config.hydra.sweep.dir)
-        print(f"--- {len(names)} cells in {sweep_dir}")
+        say(f"--- {len(names)} cells in {sweep_dir}")
         for name in names:
             summary = run_dir.read_json(sweep_dir / name / run_dir.SUMMARY)
             loss = summary.get("final_val_loss")
             shown = f"val loss {loss:.4f}" if loss is not None else ""
-            print(f"{summary.get('status', 'failed'):<12} {shown:<16} {name}", flush=True)
+            say(f"{summary.get('status', 'failed'):<12} {shown:<16} {name}")
 
     def _compose(self, job_overrides: Sequence[Sequence[str]], first: int) -> list[tuple[DictConfig, str]]:
         from gptexp.compose import report_errors, to_config
@@ -194,12 +195,17 @@ def _data_identity(config: Config) -> str:
 
 
 def name_sweep(config: DictConfig) -> None:
-    """Give an unnamed sweep the name that the same or a widened grid will have again.
+    """Give an unnamed sweep the name that the same or a widened grid will have again; refuse another launcher.
 
     It depends on which keys are swept, not on their values, and on the value of every other key that decides results.
     """
     from gptexp.compose import job_of
 
+    for part in ("launcher", "sweeper"):
+        if not config.hydra[part]._target_.startswith(f"{PLUGINS}."):
+            raise ConfigError(
+                f"hydra/{part}={config.hydra.runtime.choices[f'hydra/{part}']}: not supported; leave it out"
+            )
     if config.sweep.name is not None:
         return
     swept = sorted(swept_keys(config))

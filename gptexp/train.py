@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from gptexp.distributed import Rank, launcher_rank, leaving
 from gptexp.errors import EXIT_DIVERGED
 from gptexp.signals import StopRequest
+from gptexp.terminal import say
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -70,7 +71,7 @@ def task(cfg: Any, leader: "Leader | None") -> int:
             run_dir.check_same(directory, config)
             run_dir.save_config(directory, config)
             if config.log.progress != "off":
-                print(f"learning rate   {config.optim.lr:g}, from {lr_source(hydra)}")
+                say(f"learning rate   {config.optim.lr:g}, from {lr_source(hydra)}")
             if leader is not None:
                 code = leader.run(config, directory)
             else:

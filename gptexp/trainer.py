@@ -142,10 +142,23 @@ def fit(t: Training, state: TrainState, stop: StopRequest, log: RunLog, checkpoi
                 "lengthen the warm-up, or clip harder"
             )
 
+    def validate() -> None:
+        if not len(t.dataset.val_windows):
+            return
+        state.val_loss = evaluate(t.gpt, t.dataset, t.plan.micro_batch_size, t.rank, t.device, t.autocast)
+        state.evaluated_tokens = state.tokens
+        log.evaluation(state.step - 1, state.tokens, state.val_loss)
+        if not math.isfinite(state.val_loss):
+            raise DivergedError(f"step {state.step - 1}: validation loss {state.val_loss}: the weights diverged")
+        best = state.val_loss if state.best_val_loss is None else state.best_val_loss
+        state.best_val_loss = min(state.val_loss, best)
+
     def save() -> None:
         if t.rank.is_main:
             log.checkpoint(state.step, checkpoint.save(checkpoints, t.gpt, t.optimizer, state, t.keep_last))
 
+    if state.evaluated_tokens < state.tokens and crosses(state.tokens - total, state.tokens, t.eval_every_tokens):
+        validate()  # was due when the run was asked to stop
     while state.step < t.steps and not reasons:
         lr = t.peak_lr * t.schedule.lr_factor(state.tokens, total)
         loss, grad_norm, fingerprint = train_step(
@@ -162,13 +175,8 @@ def fit(t: Training, state: TrainState, stop: StopRequest, log: RunLog, checkpoi
             read(unread.popleft())
         if reasons and not last:
             break  # whoever asks a run to stop gives it seconds: no evaluation first
-        if due_eval and len(t.dataset.val_windows):
-            state.val_loss = evaluate(t.gpt, t.dataset, t.plan.micro_batch_size, t.rank, t.device, t.autocast)
-            log.evaluation(state.step - 1, state.tokens, state.val_loss)
-            if not math.isfinite(state.val_loss):
-                raise DivergedError(f"step {state.step - 1}: validation loss {state.val_loss}: the weights diverged")
-            best = state.val_loss if state.best_val_loss is None else state.best_val_loss
-            state.best_val_loss = min(state.val_loss, best)
+        if due_eval:
+            validate()
         if due_save:
             save()
         if due_eval or due_save:

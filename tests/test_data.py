@@ -173,6 +173,14 @@ def test_processes_that_want_it_at_once_tokenise_it_once(tmp_path: Path, corpus:
     assert stream_of(manifest.parent) == ids_of(corpus.read_text())
 
 
+def test_tokens_without_their_manifest_are_made_anew(tmp_path: Path, corpus: Path) -> None:
+    data = DataConfig(name="text", path=[str(corpus)], cache_dir=str(tmp_path / "cache"))
+    directory, _ = prepare(data)
+    (directory / "manifest.json").unlink()
+    assert prepare(data) == (directory, None)
+    assert stream_of(directory) == ids_of(corpus.read_text())
+
+
 def test_a_killed_preparation_leaves_nothing_that_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "text"
     path.write_text("some text")

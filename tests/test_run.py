@@ -43,3 +43,40 @@ def test_what_was_decided_is_what_the_process_runs_with(tiny: list[str], tmp_pat
     torch.set_num_threads(1)
     run(config, tmp_path, StopRequest(), Rank())
     assert torch.get_num_threads() == 2
+
+
+def test_an_evaluation_that_an_interruption_put_off_is_made_first(tiny: list[str], tmp_path: Path) -> None:
+    config = compose([*tiny, "train.max_steps=6", "train.eval_every=2", "log.sample_tokens=0"])
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    whole.mkdir()
+    parts.mkdir()
+    run(config, whole, StopRequest(), Rank())
+
+    class AfterFourSteps(StopRequest):
+        steps = 0
+
+        def flags(self) -> list[float]:
+            self.steps += 1
+            return [float(self.steps == 4), 0.0, 0.0, 0.0]
+
+    assert run(config, parts, AfterFourSteps(), Rank()) == 130
+    assert [e["step"] for e in events(parts, "eval")] == [1]
+    assert run(config, parts, StopRequest(), Rank()) == 0
+    evaluations = [[(e["step"], e["val/loss"]) for e in events(d, "eval")] for d in (whole, parts)]
+    assert [step for step, _ in evaluations[0]] == [1, 3, 5]
+    assert evaluations[0] == evaluations[1]
+    # Done again from a checkpoint that was evaluated, nothing is evaluated twice.
+    assert run(config, parts, StopRequest(), Rank()) == 0
+    assert len(events(parts, "eval")) == 3
+
+
+def test_a_failing_sample_is_no_failed_run(
+    tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise UnicodeEncodeError("ascii", "…", 0, 1, "ordinal not in range")
+
+    monkeypatch.setattr("gptexp.sample.complete", fail)
+    assert run(compose([*tiny, "log.sample_tokens=4"]), tmp_path, StopRequest(), Rank()) == 0
+    assert "gptexp: no sample: UnicodeEncodeError" in capsys.readouterr().err
+    assert summary(tmp_path)["status"] == "completed"

@@ -9,7 +9,7 @@ PACKAGE = Path(gptexp.__file__).parent
 
 # From the ground up; a module imports from its own floor or below, `config` and `errors` nothing of ours.
 FLOORS = [
-    {"errors", "config"},
+    {"errors", "config", "terminal"},
     {"batch", "schedule", "flops", "signals", "versions", "loss", "data"},
     {"model", "distributed", "run_dir"},
     {"optim", "checkpoint", "check", "overrides"},
@@ -30,7 +30,7 @@ FENCES = {
     "wandb": {"loggers.wandb"},
     "tiktoken": {"data.tokenizer"},
     "argparse": {"plan", "prepare", "resume", "sample", "evaluate"},
-    "rich": {"loggers.console", "data.prepare", "plan"},
+    "rich": {"loggers.console", "data.prepare"},
 }
 
 # Composed, checked and answered before torch is loaded.
@@ -38,7 +38,7 @@ TORCH_FREE = {
     "__init__", "__main__", "batch", "check", "cli", "compose", "config", "data.__init__", "data.corpora",
     "data.order", "data.prepare", "data.shards", "data.tokenizer", "distributed", "errors", "evaluate", "flops",
     "launch", "overrides", "plan", "prepare", "resume", "run", "run_dir", "sample", "schedule", "signals", "sweep",
-    "train", "versions",
+    "terminal", "train", "versions",
 }  # fmt: skip
 
 

@@ -92,6 +92,14 @@ def matching_files(pattern: str) -> list[Path]:
     return [Path(p) for p in sorted(glob.glob(pattern, recursive=True)) if is_file(Path(p))]
 
 
+def absolute(pattern: str, cwd: str | None = None) -> str:
+    """The path or glob from the root; the folders that are put before a relative one are no part of the glob."""
+    if Path(pattern).expanduser().is_absolute():
+        return str(Path(pattern).expanduser())
+    base = Path(cwd or Path.cwd())
+    return str(base / pattern) if is_file(base / pattern) else str(Path(glob.escape(str(base))) / pattern)
+
+
 def is_file(path: Path) -> bool:
     """Whether there is such a file; a name that cannot be one is none."""
     try:

@@ -98,6 +98,7 @@ def _tokenise(corpus: corpora.Corpus, tokenizer: str, target: Path) -> None:
                 between = [END_OF_TEXT] if starts and writer.tokens else []
                 writer.append(np.array(between + ids, np.uint16))
             advance(sum(len(piece.encode()) for piece in pieces))
+    shutil.rmtree(target, ignore_errors=True)  # without its manifest, or we would not be here
     unfinished.replace(target)
     seconds = time.perf_counter() - started
     print(

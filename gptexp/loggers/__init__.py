@@ -145,6 +145,6 @@ def _truncate(path: Path, tokens: int) -> None:
             event = json.loads(line)
         except ValueError:
             continue  # the last line of a killed process
-        if event.get("tokens", 0) <= tokens:
+        if isinstance(event, dict) and event.get("tokens", 0) <= tokens:
             kept.append(line + "\n")
     write_atomically(path, "".join(kept))

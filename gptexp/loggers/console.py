@@ -6,6 +6,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from gptexp.terminal import say
+
 
 def step_line(event: dict[str, Any]) -> str:
     """The line that nanoGPT's readers know."""
@@ -29,11 +31,11 @@ class LineSink:
 
     def write(self, event: dict[str, Any]) -> None:
         if event["event"] == "step":
-            print(step_line(event), flush=True)
+            say(step_line(event))
         elif event["event"] == "eval":
-            print(eval_line(event), flush=True)
+            say(eval_line(event))
         elif event["event"] == "sample":
-            print(sample_text(event), flush=True)
+            say(sample_text(event))
 
     def close(self, summary: dict[str, Any]) -> None:
         pass
