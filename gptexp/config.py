@@ -8,6 +8,7 @@ length in tokens means the same at every batch size, a length in steps does not.
 """
 
 import dataclasses
+import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -28,12 +29,16 @@ def _choice(*values: str) -> Any:
     return field(default=values[0], metadata={"choices": values})
 
 
+def _limit(value: float) -> float:
+    return LIMIT if isinstance(value, int) else math.inf
+
+
 def _positive(default: Any) -> Any:
-    return _ruled(default, (lambda v: 0 < v < LIMIT, "must be a finite number above 0, below 2^63"))
+    return _ruled(default, (lambda v: 0 < v < _limit(v), "must be a finite number above 0 (a count: below 2^63)"))
 
 
 def _not_negative(default: Any) -> Any:
-    return _ruled(default, (lambda v: 0 <= v < LIMIT, "must be a finite number, 0 or above, below 2^63"))
+    return _ruled(default, (lambda v: 0 <= v < _limit(v), "must be a finite number, 0 or above (a count: below 2^63)"))
 
 
 def _ratio(default: float) -> Any:
