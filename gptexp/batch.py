@@ -58,6 +58,16 @@ def _closest_divisors(n: int, wanted: int) -> str:
     return " or ".join(str(d) for d in (below, above) if d is not None)
 
 
+def count_windows(tokens: int, seq_len: int) -> int:
+    """Whole windows in a stream: each needs one token more than its inputs."""
+    return max(0, (tokens - 1) // seq_len)
+
+
+def count_val_windows(val_tokens: int, seq_len: int) -> int:
+    """Windows held out, the nearest whole number."""
+    return round(val_tokens / seq_len)
+
+
 def run_length(max_tokens: int, max_steps: int | None, total_batch_size: int) -> tuple[int, int]:
     """(steps, tokens) of a run: `max_steps` wins; else the steps until at least `max_tokens` are consumed.
 

@@ -6,10 +6,9 @@ Runs before torch is imported and before anything is created. Each line names th
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from gptexp.batch import plan_batch, run_length
+from gptexp.batch import count_val_windows, plan_batch, run_length
 from gptexp.config import Config, field_problems, shown
 from gptexp.data.corpora import is_path_list, matching_files, path_list
-from gptexp.data.order import count_val_windows
 from gptexp.data.tokenizer import VOCAB_SIZES
 from gptexp.errors import ConfigError
 from gptexp.schedule import resolve_schedule

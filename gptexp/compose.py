@@ -21,7 +21,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from hydra.experimental.callback import Callback
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from gptexp import check, run_dir
@@ -29,7 +29,7 @@ from gptexp.config import Config, shown
 from gptexp.data.corpora import absolute, is_path_list
 from gptexp.distributed import launcher_rank
 from gptexp.errors import EXIT_CONFIG, EXIT_FAILED, ConfigError, UserError
-from gptexp.overrides import override_problems
+from gptexp.overrides import options, override_problems
 
 
 def conf_dir() -> Path:
@@ -82,9 +82,12 @@ def hydra_main(task: Callable[[DictConfig], Any]) -> None:
         raise ConfigError("--resolve: goes with --cfg only; add --cfg job")
     if args.experimental_rerun:
         raise ConfigError(f"--experimental-rerun {args.experimental_rerun}: not supported; use gptexp resume RUN_DIR")
-    if not (args.shell_completion or args.help or args.hydra_help):
+    if not (args.shell_completion or args.hydra_help):
         multirun = args.multirun or any(text.startswith(("sweep=", "hydra.mode=")) for text in args.overrides)
         _refuse(args.overrides, multirun, args.config_dir)
+    if args.help:
+        _print_help(args.overrides, args.config_dir)
+        return
     register()
     # Hydra would print its errors over many lines and exit with 1; this makes it raise them to `report_errors`.
     os.environ["HYDRA_FULL_ERROR"] = "1"
@@ -114,10 +117,27 @@ def _refuse(overrides: Sequence[str], multirun: bool, config_dir: str | None) ->
 def compose(overrides: list[str], config_dir: str | None = None) -> Config:
     """Compose and check one config without starting anything (for verbs that do not train)."""
     _refuse(overrides, False, config_dir)
+    return to_config(_composition(overrides, config_dir), overrides)
+
+
+def _composition(overrides: list[str], config_dir: str | None, with_hydra: bool = False) -> DictConfig:
+    """What Hydra makes of `overrides`; `with_hydra`: its own part too."""
     register()
     search = [f"hydra.searchpath=[file://{Path(config_dir).resolve()}]"] if config_dir else []
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        return to_config(hydra.compose("config", overrides=[*search, *overrides]), overrides)
+        return hydra.compose("config", overrides=[*search, *overrides], return_hydra_config=with_hydra)
+
+
+def _print_help(overrides: list[str], config_dir: str | None) -> None:
+    """The answer to --help. Hydra's own takes a second: it copies the repository of configs once per group."""
+    job = _composition(overrides, config_dir, with_hydra=True)
+    with open_dict(job):
+        text = job.pop("hydra").help
+    groups = options([conf_dir(), *([Path(config_dir)] if config_dir else [])])
+    print(text.header)
+    print("Groups (override as group=option):\n")
+    print(*(f"  {group:<11}{', '.join(sorted(names))}" for group, names in sorted(groups.items())), sep="\n")
+    print(f"\nKeys of this composition (override as key=value):\n\n{OmegaConf.to_yaml(job)}\n{text.footer}")
 
 
 def to_config(cfg: DictConfig, overrides: Sequence[str], cwd: str | None = None) -> Config:
@@ -222,6 +242,9 @@ class report_errors:
     def __exit__(self, _type: Any, error: BaseException | None, _traceback: Any) -> None:
         if isinstance(error, KeyboardInterrupt):
             sys.exit(130)
+        if isinstance(error, BrokenPipeError):  # whoever read our answer has seen enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.exit(EXIT_FAILED)
         if isinstance(error, UserError):
             kind = "config error: " if isinstance(error, ConfigError) else ""
             print(*(f"gptexp: {kind}{line}" for line in str(error).splitlines()), sep="\n", file=sys.stderr)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gptexp import run_dir
-from gptexp.data.order import count_val_windows
+from gptexp.batch import count_val_windows
 from gptexp.distributed import Rank
 from gptexp.errors import ConfigError, DataError
 

@@ -5,7 +5,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from gptexp import flops
-from gptexp.batch import interval_tokens, plan_batch, run_length
+from gptexp.batch import count_val_windows, count_windows, interval_tokens, plan_batch, run_length
 from gptexp.schedule import resolve_schedule
 
 if TYPE_CHECKING:
@@ -48,7 +48,6 @@ def plan(cfg: "Config") -> dict[str, Any]:
 
 def _prepared_tokens(cfg: "Config") -> int | None:
     """Training tokens of an epoch, if the corpus is in the cache."""
-    from gptexp.data.order import count_val_windows, count_windows
     from gptexp.data.prepare import cache_dir, find_corpus, tokens_dir
     from gptexp.data.shards import MANIFEST
 

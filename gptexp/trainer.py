@@ -26,6 +26,7 @@ from gptexp.errors import DivergedError
 from gptexp.evaluate import evaluate
 from gptexp.loggers import RunLog
 from gptexp.model import GPT
+from gptexp.phases import StepTimer, exposed_reduce_ms
 from gptexp.schedule import Schedule
 from gptexp.signals import REASONS, StopRequest
 
@@ -41,19 +42,21 @@ def train_step(
     grad_clip: float,
     autocast: Autocast,
     dropout: bool,
+    mark: Callable[[str], None] = lambda phase: None,
 ) -> tuple[Tensor, Tensor, int]:
     """One optimizer update. *Collective.*
 
     Returns this rank's mean loss (nats per token), the global gradient norm before clipping, both still on the
-    device, and the fingerprint of what this rank read. Nothing here waits for the device.
+    device, and the fingerprint of what this rank read. `mark` hears of the end of each phase. Nothing here waits for
+    the device.
     """
     for group in optimizer.param_groups:
         group["lr"] = lr
-    optimizer.zero_grad(set_to_none=True)
     loss_sum: Tensor | float = 0.0
     fingerprint = 0
     for micro_step in range(grad_accum_steps):
         batch = next(batches)
+        mark("data")
         if dropout:
             torch.manual_seed(batch.dropout_seed)
         if isinstance(model, DistributedDataParallel):
@@ -61,12 +64,17 @@ def train_step(
             model.require_backward_grad_sync = micro_step == grad_accum_steps - 1
         with autocast():
             loss = model(batch.x, batch.y)
+        mark("forward")
         (loss / grad_accum_steps).backward()  # the sum over micro-steps is then the mean over their tokens
         loss_sum = loss_sum + loss.detach()
         fingerprint += batch.fingerprint
+        mark("backward")
     parameters = [p for p in model.parameters() if p.grad is not None]
     grad_norm = nn.utils.clip_grad_norm_(parameters, grad_clip or float("inf"))
+    mark("clip")
     optimizer.step()
+    optimizer.zero_grad()
+    mark("optimizer")
     return torch.as_tensor(loss_sum / grad_accum_steps), grad_norm, fingerprint % 2**64
 
 
@@ -133,6 +141,7 @@ def fit(t: Training, state: TrainState, stop: StopRequest, log: RunLog, checkpoi
                 grad_norm=grad_norm,
                 clip_fraction=clipped_since_log / steps_since_log,
                 seconds=seconds,
+                phases_ms={**report.timer.read(), "reduce": exposed_reduce_ms(t.model)},
                 fingerprint=state.fingerprint,
             )
             steps_since_log = clipped_since_log = 0
@@ -161,11 +170,13 @@ def fit(t: Training, state: TrainState, stop: StopRequest, log: RunLog, checkpoi
         validate()  # was due when the run was asked to stop
     while state.step < t.steps and not reasons:
         lr = t.peak_lr * t.schedule.lr_factor(state.tokens, total)
+        timer = StepTimer(t.device)
         loss, grad_norm, fingerprint = train_step(
-            t.model, t.optimizer, batches, t.plan.grad_accum_steps, lr, t.grad_clip, t.autocast, dropout
+            t.model, t.optimizer, batches, t.plan.grad_accum_steps, lr, t.grad_clip, t.autocast, dropout, timer.mark
         )
         my_fingerprint = (my_fingerprint + fingerprint) % 2**64
-        unread.append(StepReport(state.step, lr, loss, grad_norm, my_fingerprint, stop.flags(), t.rank.world_size))
+        flags = stop.flags()
+        unread.append(StepReport(state.step, lr, loss, grad_norm, my_fingerprint, flags, t.rank.world_size, timer))
         before = state.tokens
         state.step, state.tokens = state.step + 1, state.tokens + total
         last = state.step == t.steps
@@ -206,8 +217,10 @@ class StepReport:
         fingerprint: int,
         stop_flags: list[float],
         world_size: int,
+        timer: StepTimer,
     ) -> None:
         self.step = step
+        self.timer = timer
         self.lr = lr
         host = torch.tensor([*stop_flags, *fingerprint.to_bytes(8, "little")], dtype=torch.float32)
         if loss.is_cuda:

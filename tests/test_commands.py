@@ -28,7 +28,7 @@ def test_help_says_what_a_user_can_do(gptexp: Gptexp, tmp_path: Path) -> None:
         assert done.returncode == 0, verb
         assert "gptexp" in done.stdout
     train = gptexp("train", "--help").stdout
-    for what in ("gptexp train model=gpt2", "-m optim.lr=", "model: gpt2, gpt2_large", "n_layer: 2", "gptexp plan"):
+    for what in ("gptexp train model=gpt2", "-m optim.lr=", "model      gpt2, gpt2_large", "n_layer: 2", "gptexp plan"):
         assert what in train
     assert not list(tmp_path.iterdir())
     wrong = gptexp("trian")

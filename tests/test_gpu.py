@@ -15,6 +15,7 @@ from gptexp.data.loader import MicroBatch
 from gptexp.loss import chunked_cross_entropy, plain_cross_entropy
 from gptexp.model import GPT
 from gptexp.optim import build_optimizer
+from gptexp.phases import StepTimer
 from gptexp.trainer import StepReport, train_step
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -66,13 +67,15 @@ def test_nothing_waits_for_the_device_inside_a_step() -> None:
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        out = train_step(model, optimizer, batches, 4, 1e-3, 1.0, nullcontext, False)
-        report = StepReport(0, 1e-3, *out, [0.0] * 4, 1)
+        timer = StepTimer(device)
+        out = train_step(model, optimizer, batches, 4, 1e-3, 1.0, nullcontext, False, timer.mark)
+        report = StepReport(0, 1e-3, *out, [0.0] * 4, 1, timer)
         with pytest.raises(RuntimeError, match="synchronizing"):
             out[0].item()  # the mode does catch what it should
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert report.read()[0] > 0
+    assert all(ms > 0 for ms in timer.read().values())
 
 
 def test_losses_agree_on_the_gpu() -> None:

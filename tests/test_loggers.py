@@ -17,7 +17,7 @@ from gptexp.loggers.wandb import WandbSink, build_wandb
 
 STEP = {
     "step": 3, "tokens": 400, "epoch": 0.5, "loss": 2.5, "lr": 6e-4, "grad_norm": 1.25, "clip_fraction": 0.25,
-    "seconds": 0.5, "fingerprint": 255,
+    "seconds": 0.5, "phases_ms": {"forward": 20.0}, "fingerprint": 255,
 }  # fmt: skip
 
 
@@ -35,6 +35,7 @@ def test_rates_and_utilisation() -> None:
     known, unknown = seen
     assert known["perf/tokens_per_s"] == 200
     assert known["perf/step_ms"] == 500
+    assert known["perf/forward_ms"] == 20
     assert (known["perf/mfu_palm"], known["perf/mfu_causal"]) == (0.2, 0.16)
     assert (unknown["perf/mfu_palm"], unknown["perf/mfu_causal"]) == (None, None)
     assert known["data/fingerprint"] == "00000000000000ff"

@@ -1,6 +1,8 @@
 """The house: which part may import which, read from the imports themselves."""
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import gptexp
@@ -10,7 +12,7 @@ PACKAGE = Path(gptexp.__file__).parent
 # From the ground up; a module imports from its own floor or below, `config` and `errors` nothing of ours.
 FLOORS = [
     {"errors", "config", "terminal"},
-    {"batch", "schedule", "flops", "signals", "versions", "loss", "data"},
+    {"batch", "schedule", "flops", "signals", "versions", "loss", "phases", "ceilings", "data"},
     {"model", "distributed", "run_dir"},
     {"optim", "checkpoint", "check", "overrides"},
     {"effective", "evaluate", "loggers"},
@@ -18,7 +20,7 @@ FLOORS = [
     {"summary"},
     {"run"},
     {"launch", "compose", "sweep"},
-    {"train", "plan", "prepare", "resume"},
+    {"train", "plan", "prepare", "resume", "bench"},
     {"cli", "__main__"},
 ]
 FLOOR = {module: number for number, floor in enumerate(FLOORS) for module in floor}
@@ -29,13 +31,13 @@ FENCES = {
     "omegaconf": {"compose", "overrides", "sweep"},
     "wandb": {"loggers.wandb"},
     "tiktoken": {"data.tokenizer"},
-    "argparse": {"plan", "prepare", "resume", "sample", "evaluate"},
-    "rich": {"loggers.console", "data.prepare"},
+    "argparse": {"plan", "prepare", "resume", "sample", "evaluate", "bench"},
+    "rich": {"loggers.console", "data.prepare", "bench"},
 }
 
 # Composed, checked and answered before torch is loaded.
 TORCH_FREE = {
-    "__init__", "__main__", "batch", "check", "cli", "compose", "config", "data.__init__", "data.corpora",
+    "__init__", "__main__", "batch", "bench", "check", "cli", "compose", "config", "data.__init__", "data.corpora",
     "data.order", "data.prepare", "data.shards", "data.tokenizer", "distributed", "errors", "evaluate", "flops",
     "launch", "overrides", "plan", "prepare", "resume", "run", "run_dir", "sample", "schedule", "signals", "sweep",
     "terminal", "train", "versions",
@@ -129,3 +131,18 @@ def test_nothing_instantiates_from_config_or_unpickles() -> None:
                 assert not called.startswith("pickle"), name
                 if called == "torch.load":
                     assert "weights_only=True" in ast.unparse(node), name
+
+
+def test_help_and_refusals_load_nothing_heavy() -> None:
+    """torch costs two seconds, numpy and rich a tenth each: an answer in half a second has room for none."""
+    for argv, code in ((["--help"], 0), (["--cfg", "job"], 0), (["optim.lr=-1"], 2)):
+        script = (
+            f"import sys; sys.argv = ['gptexp', *{argv}]\n"
+            "from gptexp.train import main\n"
+            "try: main()\n"
+            "except SystemExit as leaving: assert (leaving.code or 0) == " + str(code) + "\n"
+            "print(sorted({'torch', 'numpy', 'rich', 'wandb', 'tiktoken'} & sys.modules.keys()), file=sys.stderr)"
+        )
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        assert done.stderr.splitlines()[-1] == "[]"

@@ -500,6 +500,7 @@ def test_reductions_do_not_grow_with_accumulation(tmp_path: Path) -> None:
         from gptexp.config import ModelConfig
         from gptexp.data.loader import MicroBatch
         from gptexp.model import GPT
+        from gptexp.phases import StepTimer
         from gptexp.trainer import StepReport, train_step
 
         dist.init_process_group("gloo")
@@ -520,7 +521,7 @@ def test_reductions_do_not_grow_with_accumulation(tmp_path: Path) -> None:
             counts.update(buckets=0, ours=0)
             batches = iter([MicroBatch(x, x, 1, 0)] * accumulation)
             out = train_step(ddp, optimizer, batches, accumulation, 1e-3, 1.0, nullcontext, False)
-            StepReport(0, 1e-3, *out, [0.0] * 4, 2).read()
+            StepReport(0, 1e-3, *out, [0.0] * 4, 2, StepTimer(x.device)).read()
             if dist.get_rank() == 0:
                 print(json.dumps([accumulation, counts["buckets"], counts["ours"]]), flush=True)
         dist.barrier()

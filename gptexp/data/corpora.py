@@ -10,10 +10,8 @@ import os
 import re
 import sysconfig
 import tempfile
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
-from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +119,9 @@ def shakespeare(downloads: Path) -> Corpus:
 
 
 def _download(path: Path) -> None:
+    import urllib.request
+    from http.client import HTTPException
+
     try:
         with urllib.request.urlopen(SHAKESPEARE_URL, timeout=30) as response:
             body = response.read(SHAKESPEARE_BYTES + 1)

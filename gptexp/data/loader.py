@@ -15,9 +15,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from gptexp.batch import BatchPlan
+from gptexp.batch import BatchPlan, count_val_windows, count_windows
 from gptexp.config import Config, DataConfig
-from gptexp.data.order import Order, count_val_windows, count_windows, mix
+from gptexp.data.order import Order, mix
 from gptexp.data.prepare import prepare, tokens_hash
 from gptexp.data.shards import TokenStream
 from gptexp.errors import DataError

@@ -61,16 +61,6 @@ def _feistel(x: UInt64, half_bits: int, key: int) -> UInt64:
     return (left << shift) | right
 
 
-def count_windows(tokens: int, seq_len: int) -> int:
-    """Whole windows in a stream: each needs one token more than its inputs."""
-    return max(0, (tokens - 1) // seq_len)
-
-
-def count_val_windows(val_tokens: int, seq_len: int) -> int:
-    """Windows held out, the nearest whole number."""
-    return round(val_tokens / seq_len)
-
-
 @dataclass(frozen=True)
 class Order:
     """The windows of one token stream: which are held out, and in which order the others are read.

@@ -6,6 +6,7 @@
 import json
 import resource
 import sys
+import time
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,6 +18,7 @@ from gptexp.run_dir import finite, write_atomically
 
 METRICS = {
     # name: (unit, meaning)
+    "time": ("s", "Unix time of the event"),
     "step": ("steps", "index of the optimizer update, from 0"),
     "tokens": ("tokens", "training tokens consumed, this step's included; the x axis"),
     "epoch": ("epochs", "passes over the training windows"),
@@ -28,6 +30,12 @@ METRICS = {
     "optim/clip_fraction": ("", "share of the steps since the last log that were clipped"),
     "perf/tokens_per_s": ("tokens/s", "over all ranks, without evaluation and checkpoints"),
     "perf/step_ms": ("ms", "wall time of the step"),
+    "perf/data_ms": ("ms", "rank 0: waiting for the step's micro-batches"),
+    "perf/forward_ms": ("ms", "rank 0: forward passes, the loss included"),
+    "perf/backward_ms": ("ms", "rank 0: backward passes, perf/reduce_ms included"),
+    "perf/reduce_ms": ("ms", "rank 0: waiting for the gradients' reduction, when DDP last measured it"),
+    "perf/clip_ms": ("ms", "rank 0: norm and clipping"),
+    "perf/optimizer_ms": ("ms", "rank 0: the update"),
     "perf/peak_mem_gib": ("GiB", "rank 0: most memory allocated on the GPU; resident memory on a CPU"),
     "perf/mfu_palm": ("", "FLOPs done per second over the device's peak, full attention scores (PaLM appendix B)"),
     "perf/mfu_causal": ("", "the same, causal half of the scores"),
@@ -70,6 +78,7 @@ class RunLog:
         grad_norm: float,
         clip_fraction: float,
         seconds: float,
+        phases_ms: dict[str, float],
         fingerprint: int,
     ) -> None:
         rate = self.step_tokens / seconds
@@ -86,6 +95,7 @@ class RunLog:
                 "optim/clip_fraction": clip_fraction,
                 "perf/tokens_per_s": rate,
                 "perf/step_ms": 1e3 * seconds,
+                **{f"perf/{phase}_ms": ms for phase, ms in phases_ms.items()},
                 "perf/peak_mem_gib": peak_memory_gib(),
                 "perf/mfu_palm": palm,
                 "perf/mfu_causal": causal,
@@ -108,7 +118,7 @@ class RunLog:
 
     def _emit(self, kind: str, values: dict[str, Any]) -> None:
         for sink in self.sinks:
-            sink.write({"event": kind, **values})
+            sink.write({"event": kind, "time": time.time(), **values})
 
 
 def peak_memory_gib() -> float:

@@ -24,7 +24,7 @@ class WandbSink:
         run.define_metric("*", step_metric="tokens")
 
     def write(self, event: dict[str, Any]) -> None:
-        values = {k: v for k, v in event.items() if k != "event" and v is not None}
+        values = {k: v for k, v in event.items() if k not in ("event", "time") and v is not None}
         if event["event"] in ("step", "eval"):
             self._guarded(lambda: self._run.log(values))
 

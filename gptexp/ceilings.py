@@ -1,0 +1,106 @@
+"""What this machine can do at best: matrix products at a model's own shapes, copies, attention kernels.
+
+A training step is measured against these and not against a data sheet. All rates are medians of several calls on
+random numbers, with the outputs allocated before.
+"""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from gptexp.config import ModelConfig
+
+MEASURE_S = 0.3  # least time spent on one figure
+COPY_BYTES = {"cpu": 256 << 20, "cuda": 2 << 30}  # far more than any cache holds
+
+BACKENDS = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+
+
+def median_s(call: Callable[[], Any]) -> float:
+    """Seconds of one `call`, with the device waited for."""
+    from torch.utils.benchmark import Timer
+
+    timer = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
+    return float(timer.blocked_autorange(min_run_time=MEASURE_S).median)
+
+
+def gemm_shapes(m: ModelConfig, tokens: int) -> dict[str, tuple[int, int, int, int]]:
+    """The linear layers of a forward pass over `tokens`: name -> (rows, inner, columns, how often)."""
+    c = m.n_embd
+    return {
+        "attn.c_attn": (tokens, c, 3 * c, m.n_layer),
+        "attn.c_proj": (tokens, c, c, m.n_layer),
+        "mlp.c_fc": (tokens, c, 4 * c, m.n_layer),
+        "mlp.c_proj": (tokens, 4 * c, c, m.n_layer),
+        "lm_head": (tokens, c, m.vocab_size, 1),
+    }
+
+
+def gemm_rates(m: ModelConfig, tokens: int, device: torch.device, dtype: torch.dtype) -> dict[str, float]:
+    """FLOP/s of each layer's three products (output, gradient of the input, of the weight), and of all as `model`.
+
+    `model` weighs them as a training step does: it is the rate of a step that did nothing else.
+    """
+    rates = {}
+    all_flops = all_seconds = 0.0
+    for name, (rows, inner, columns, count) in gemm_shapes(m, tokens).items():
+        seconds = _products_s(rows, inner, columns, device, dtype)
+        flops = 3 * 2 * rows * inner * columns
+        rates[name] = flops / seconds
+        all_flops, all_seconds = all_flops + count * flops, all_seconds + count * seconds
+    return {**rates, "model": all_flops / all_seconds}
+
+
+def _products_s(rows: int, inner: int, columns: int, device: torch.device, dtype: torch.dtype) -> float:
+    """Seconds of a linear layer's forward product and the two of its backward pass."""
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device).to(dtype)
+
+    x, weight, grad = random(rows, inner), random(columns, inner), random(rows, columns)
+    out, grad_x, grad_weight = torch.empty_like(grad), torch.empty_like(x), torch.empty_like(weight)
+    return (
+        median_s(lambda: torch.mm(x, weight.T, out=out))
+        + median_s(lambda: torch.mm(grad, weight, out=grad_x))
+        + median_s(lambda: torch.mm(grad.T, x, out=grad_weight))
+    )
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Bytes per second of a copy that fits no cache, read and written bytes counted."""
+    source = torch.ones(COPY_BYTES.get(device.type, COPY_BYTES["cpu"]), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * source.numel() / median_s(lambda: target.copy_(source))
+
+
+def attention_ms(
+    m: ModelConfig, batch: int, seq_len: int, device: torch.device, dtype: torch.dtype
+) -> dict[str, float | None]:
+    """Milliseconds of one layer's causal attention, forward and backward, by backend; None where it has no kernel."""
+    shape = (batch, m.n_head, seq_len, m.n_embd // m.n_head)
+    q, k, v = (torch.randn(shape, device=device).to(dtype).requires_grad_() for _ in range(3))
+    grad = torch.randn(shape, device=device).to(dtype)
+
+    def both() -> None:
+        out: Tensor = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        torch.autograd.grad(out, (q, k, v), grad)
+
+    measured: dict[str, float | None] = {}
+    for name, backend in BACKENDS.items():
+        with sdpa_kernel(backend), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch gives each reason why a kernel is not there as a warning
+            try:
+                measured[name] = 1e3 * median_s(both)
+            except RuntimeError:  # "No available kernel."
+                measured[name] = None
+    return measured

@@ -1,0 +1,117 @@
+"""Speed against nanoGPT on this machine: `python tests/compare_nanogpt.py CHECKOUT`.
+
+CHECKOUT is a clone of github.com/karpathy/nanoGPT. Its own train.py runs, from a copy, on the same tokens, shapes and
+precision settings as `gptexp train`; the programs take turns, every turn in a fresh process, so that a machine that
+slows down slows all of them. Printed are the median and the quartiles over all counted steps, and the ratios of the
+medians of each round.
+
+  stock    as it comes: float32 on a CPU (its dtype is ignored there), compiled
+  helped   bfloat16 where asked for, compiled, and glibc's allocator told to keep freed memory, as gptexp tells it
+"""
+
+import argparse
+import json
+import os
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from gptexp.bench import Workload, run_until
+from gptexp.compose import compose
+from gptexp.config import Config
+from gptexp.data.loader import build_dataset
+
+WARM_UP = 3
+# glibc's own names for what gptexp sets in process (mallopt(3)).
+KEEP_FREED_MEMORY = {
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1),
+    "MALLOC_TOP_PAD_": str(256 << 20),
+}
+CPU_CONTEXT = "nullcontext() if device_type == 'cpu' else"  # in nanoGPT's train.py
+STEP = re.compile(r"^iter (\d+): loss ([\d.]+), time ([\d.]+)ms", re.MULTILINE)
+
+
+def peer_ms(checkout: Path, config: Config, steps: int, dtype: str, device: str, helped: bool) -> list[float]:
+    """Milliseconds of the counted steps of one nanoGPT process."""
+    m, batch = config.model, config.batch
+    with tempfile.TemporaryDirectory(prefix="nanogpt-") as name:
+        copy = Path(name)
+        for file in ("train.py", "model.py", "configurator.py"):
+            shutil.copy(checkout / file, copy)
+        if helped and device == "cpu" and dtype != "float32":
+            program = (copy / "train.py").read_text()
+            assert program.count(CPU_CONTEXT) == 1, "another nanoGPT than this script knows"
+            (copy / "train.py").write_text(program.replace(CPU_CONTEXT, ""))
+        data = copy / "data" / "compare"
+        data.mkdir(parents=True)
+        dataset = build_dataset(config)
+        tokens = dataset.train.read(0, min(len(dataset.train), 1_000_000))
+        for split in ("train", "val"):
+            tokens.tofile(data / f"{split}.bin")
+        options = {
+            "dataset": "compare", "device": device, "dtype": dtype, "compile": True, "max_iters": WARM_UP + steps,
+            "eval_interval": 10**9, "eval_iters": 1, "log_interval": 1, "out_dir": str(copy / "out"),
+            "gradient_accumulation_steps": batch.total_batch_size // (batch.micro_batch_size * config.seq_len),
+            "batch_size": batch.micro_batch_size, "block_size": config.seq_len, "bias": True, "dropout": 0.0,
+            "n_layer": m.n_layer, "n_head": m.n_head, "n_embd": m.n_embd, "learning_rate": 6e-4, "warmup_iters": 5,
+        }  # fmt: skip
+        done = subprocess.run(
+            [sys.executable, "-u", "train.py", *(f"--{key}={value}" for key, value in options.items())],
+            cwd=copy, env={**os.environ, **(KEEP_FREED_MEMORY if helped else {})},
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        if done.returncode:
+            sys.exit(f"nanoGPT failed: {done.stderr[-2000:]}")
+        return [float(ms) for _, _, ms in STEP.findall(done.stdout)][WARM_UP + 1 :]
+
+
+def own_ms(overrides: list[str], steps: int, directory: Path) -> list[float]:
+    """Milliseconds of the counted steps of one gptexp process."""
+    cache = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", directory.parent / "compile-cache"))
+    run = run_until(Workload("", tuple(overrides), steps), [], directory, cache, WARM_UP + steps)
+    return [event["perf/step_ms"] for event in run["events"][WARM_UP:][:steps]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkout", type=Path, metavar="CHECKOUT", help="a clone of github.com/karpathy/nanoGPT")
+    parser.add_argument("overrides", nargs="+", metavar="key=value", help="the workload, as for gptexp train")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=10, help="counted in each round")
+    parser.add_argument("--only", choices=("stock", "helped"), help="leave the other out")
+    args = parser.parse_args()
+    overrides = [*args.overrides, f"train.dtype={args.dtype}", f"train.device={args.device}"]
+    config = compose(overrides)
+    peers = [args.only] if args.only else ["stock", "helped"]
+    measured: dict[str, list[list[float]]] = {name: [] for name in ("gptexp", *peers)}
+    with tempfile.TemporaryDirectory(prefix="gptexp-") as out:
+        for number in range(args.rounds):
+            measured["gptexp"].append(own_ms(overrides, args.steps, Path(out) / f"run{number}"))
+            for peer in peers:
+                # As it comes, a CPU computes in float32 whatever dtype says.
+                dtype = "float32" if peer == "stock" and args.device == "cpu" else args.dtype
+                measured[peer].append(
+                    peer_ms(args.checkout, config, args.steps, dtype, args.device, helped=peer == "helped")
+                )
+            print(json.dumps({name: round(statistics.median(rounds[-1]), 1) for name, rounds in measured.items()}))
+    tokens = config.batch.total_batch_size
+    for name, rounds in measured.items():
+        low, middle, high = statistics.quantiles([ms for r in rounds for ms in r], n=4)
+        print(f"{name:<8}{middle:>10.1f} ms ({low:.1f}-{high:.1f}) {1e3 * tokens / middle:>12,.0f} tokens/s")
+    for peer in peers:
+        ratios = [
+            statistics.median(theirs) / statistics.median(ours)
+            for ours, theirs in zip(measured["gptexp"], measured[peer], strict=True)
+        ]
+        print(f"{statistics.median(ratios):.2f}× {peer} (rounds: {', '.join(f'{r:.2f}' for r in ratios)})")
+
+
+if __name__ == "__main__":
+    main()

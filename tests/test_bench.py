@@ -1,0 +1,84 @@
+"""The bench measures what `train` runs, and what it measures against."""
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT
+
+from gptexp.bench import BACKENDS, LAYERS, PHASES
+from gptexp.ceilings import BACKENDS as KERNELS
+from gptexp.ceilings import attention_ms, copy_bandwidth, gemm_rates, gemm_shapes
+from gptexp.config import ModelConfig
+from gptexp.model import GPT
+from gptexp.phases import PHASES as MEASURED_PHASES
+
+Gptexp = Callable[..., subprocess.CompletedProcess[str]]
+SMALL = ModelConfig(n_layer=3, n_head=2, n_embd=32, block_size=16, vocab_size=512)
+CPU = torch.device("cpu")
+
+
+def test_the_shapes_are_all_that_a_model_multiplies_with() -> None:
+    """Every matrix of the model once, but for the two embeddings: wpe is looked up, wte counts as lm_head."""
+    with torch.device("meta"):
+        model = GPT(SMALL)
+    matrices = sum(p.numel() for name, p in model.named_parameters() if p.dim() == 2 and name != "wpe.weight")
+    shapes = gemm_shapes(SMALL, tokens=7)
+    assert all(rows == 7 for rows, _, _, _ in shapes.values())
+    assert sum(inner * columns * count for _, inner, columns, count in shapes.values()) == matrices
+
+
+def test_rates_are_weighed_as_a_step_weighs_them() -> None:
+    rates = gemm_rates(SMALL, 64, CPU, torch.float32)
+    assert tuple(rates) == LAYERS
+    alone = [rates[layer] for layer in LAYERS[:-1]]
+    assert 0 < min(alone) <= rates["model"] <= max(alone)
+    flops = {name: rows * inner * columns * n for name, (rows, inner, columns, n) in gemm_shapes(SMALL, 64).items()}
+    mean = sum(flops.values()) / sum(flops[name] / rates[name] for name in flops)  # harmonic: the times add up
+    assert rates["model"] == pytest.approx(mean, rel=1e-9)
+
+
+def test_kernels_that_a_cpu_does_not_have_are_none() -> None:
+    measured = attention_ms(SMALL, 2, 16, CPU, torch.float32)
+    assert tuple(measured) == BACKENDS == tuple(KERNELS)
+    assert (measured["cudnn"], measured["efficient"]) == (None, None)
+    assert all(measured[name] for name in ("flash", "math"))
+    assert copy_bandwidth(CPU) > 1e8
+
+
+def test_bench_times_a_real_run_and_leaves_no_checkpoint(gptexp: Gptexp, tiny: list[str], tmp_path: Path) -> None:
+    overrides = [o for o in tiny if not o.startswith(("log=", "train.max_steps"))]
+    done = gptexp("bench", "nano", *overrides, "--device", "cpu", "--out", "out", env={"PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / "out" / "bench.json").read_text())
+    assert result["copy_bytes_per_s"] > 0
+    row = result["workloads"]["nano"]
+    assert (row["steps"], row["total_batch_size"], row["effective"]["compile"]) == (20, 128, False)
+    low, high = row["step_ms_quartiles"]
+    assert low <= row["perf/step_ms"] <= high
+    assert row["perf/tokens_per_s"] == pytest.approx(1e3 * 128 / row["perf/step_ms"], rel=0.2)
+    assert set(PHASES) == set(MEASURED_PHASES)
+    phases = sum(row[f"perf/{phase}_ms"] for phase in PHASES)
+    assert 0.5 * row["perf/step_ms"] < phases < 1.1 * row["perf/step_ms"]
+    assert row["gemm_share"] == pytest.approx(
+        row["flops_per_token_palm"] * row["perf/tokens_per_s"] / row["gemm_flops_per_s"]["model"]
+    )
+    assert 0 < row["warm_s"] < 60
+    assert not list((tmp_path / "out").rglob("*.safetensors"))
+    for heading in ("Speed", "Milliseconds of a step", "At best"):
+        assert heading in done.stdout
+
+
+def test_what_cannot_be_measured_is_one_line(gptexp: Gptexp, tmp_path: Path) -> None:
+    unknown = gptexp("bench", "huge", "--device", "cpu")
+    assert (unknown.returncode, "huge: no such workload on cpu; there are nano," in unknown.stderr) == (2, True)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    full = gptexp("bench", "nano", "--device", "cpu", "--out", "full")
+    assert (full.returncode, "not empty; name a new directory" in full.stderr) == (2, True)
+    failing = gptexp("bench", "nano", "--device", "cpu", "model.n_head=3", env={"PYTHONPATH": str(ROOT)})
+    assert failing.returncode == 1
+    assert "the run ended early (exit code 2): gptexp: config error: model.n_embd=32" in failing.stderr
