@@ -49,6 +49,7 @@ def test_kernels_that_a_cpu_does_not_have_are_none() -> None:
     assert copy_bandwidth(CPU) > 1e8
 
 
+@pytest.mark.slow
 def test_bench_times_a_real_run_and_leaves_no_checkpoint(gptexp: Gptexp, tiny: list[str], tmp_path: Path) -> None:
     overrides = [o for o in tiny if not o.startswith(("log=", "train.max_steps"))]
     done = gptexp("bench", "nano", *overrides, "--device", "cpu", "--out", "out", env={"PYTHONPATH": str(ROOT)})
@@ -72,6 +73,7 @@ def test_bench_times_a_real_run_and_leaves_no_checkpoint(gptexp: Gptexp, tiny: l
         assert heading in done.stdout
 
 
+@pytest.mark.slow
 def test_what_cannot_be_measured_is_one_line(gptexp: Gptexp, tmp_path: Path) -> None:
     unknown = gptexp("bench", "huge", "--device", "cpu")
     assert (unknown.returncode, "huge: no such workload on cpu; there are nano," in unknown.stderr) == (2, True)

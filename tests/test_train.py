@@ -595,6 +595,7 @@ def test_ranks_with_other_data_than_rank_0_are_refused(tiny: list[str], tmp_path
     assert all("rank 1: has other data than rank 0" in error for _, error in done)
 
 
+@pytest.mark.slow
 def test_srun_tasks_are_ranks_and_an_sbatch_script_is_none(tiny: list[str], tmp_path: Path) -> None:
     """A job step of two tasks, then a script outside any step."""
     done = srun(tmp_path, tiny, {}, {})
