@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 
-CAUSE_FIRST_S = 1.0  # between the end of the rank that failed first and those of its peers
+CAUSE_FIRST_S = 2.0  # between the end of the rank that failed first and those of its peers
 PREPARATION = timedelta(days=2)  # how long ranks wait for the slowest to have its data
 
 

@@ -56,7 +56,10 @@ def launch(directory: Path, world_size: int) -> int:
         except SignalException as error:
             return 128 + (received[0] if received else int(error.sigval))
         except ChildFailedError as error:
-            rank, failure = error.get_first_failure()
+            # A rank that was killed is a cause. It left no time of its own, so that a peer may seem to be first where
+            # the agent looked late.
+            killed = [(r, f) for r, f in error.failures.items() if f.exitcode < 0 and -f.exitcode != signal.SIGTERM]
+            rank, failure = killed[0] if killed else error.get_first_failure()
             return _report(rank, failure.exitcode, failure.message)
     return 0
 
