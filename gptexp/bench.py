@@ -25,9 +25,6 @@ from gptexp.versions import git_commit, versions
 
 WARM_UP = 3  # steps left out of the medians
 WIDTH = 140  # of the tables
-PHASES = ("data", "forward", "backward", "clip", "optimizer")
-LAYERS = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj", "lm_head", "model")
-BACKENDS = ("cudnn", "flash", "efficient", "math")
 
 SMALL = (
     "model.n_layer=4", "model.n_head=4", "model.n_embd=128", "model.block_size=256",
@@ -180,6 +177,9 @@ def show(results: dict[str, dict[str, Any]], bandwidth: float) -> None:
     """The tables: what the machine can do, what a step gets of it, and where its time goes."""
     from rich.console import Console
     from rich.table import Table
+
+    from gptexp.ceilings import BACKENDS, LAYERS
+    from gptexp.phases import PHASES
 
     def table(title: str, *columns: str) -> Table:
         made = Table(title=title, title_justify="left", box=None, pad_edge=False)

@@ -16,6 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from gptexp.config import ModelConfig
 
 MEASURE_S = 0.3  # least time spent on one figure
+LAYERS = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj", "lm_head", "model")  # `model`: all of a step
 COPY_BYTES = {"cpu": 256 << 20, "cuda": 2 << 30}  # far more than any cache holds
 
 BACKENDS = {

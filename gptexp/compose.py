@@ -30,6 +30,7 @@ from gptexp.data.corpora import absolute, is_path_list
 from gptexp.distributed import launcher_rank
 from gptexp.errors import EXIT_CONFIG, EXIT_FAILED, ConfigError, UserError
 from gptexp.overrides import options, override_problems
+from gptexp.terminal import hush
 
 
 def conf_dir() -> Path:
@@ -105,13 +106,17 @@ def _usage_error(message: str) -> NoReturn:
 
 def _refuse(overrides: Sequence[str], multirun: bool, config_dir: str | None) -> None:
     """Raise `ConfigError` for a folder that is none and for wrong overrides."""
-    folders = [conf_dir()]
-    if config_dir is not None:
-        folders.append(Path(config_dir))
-        if not folders[-1].is_dir():
-            raise ConfigError(f"--config-dir {shown(config_dir)}: no such folder")
-    if found := override_problems(overrides, multirun, folders):
+    if found := override_problems(overrides, multirun, _folders(config_dir)):
         raise ConfigError(found)
+
+
+def _folders(config_dir: str | None) -> list[Path]:
+    """Where groups lie: ours and the user's own, which must exist."""
+    if config_dir is None:
+        return [conf_dir()]
+    if not Path(config_dir).is_dir():
+        raise ConfigError(f"--config-dir {shown(config_dir)}: no such folder")
+    return [conf_dir(), Path(config_dir)]
 
 
 def compose(overrides: list[str], config_dir: str | None = None) -> Config:
@@ -133,7 +138,7 @@ def _print_help(overrides: list[str], config_dir: str | None) -> None:
     job = _composition(overrides, config_dir, with_hydra=True)
     with open_dict(job):
         text = job.pop("hydra").help
-    groups = options([conf_dir(), *([Path(config_dir)] if config_dir else [])])
+    groups = options(_folders(config_dir))
     print(text.header)
     print("Groups (override as group=option):\n")
     print(*(f"  {group:<11}{', '.join(sorted(names))}" for group, names in sorted(groups.items())), sep="\n")
@@ -243,7 +248,7 @@ class report_errors:
         if isinstance(error, KeyboardInterrupt):
             sys.exit(130)
         if isinstance(error, BrokenPipeError):  # whoever read our answer has seen enough
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            hush()
             sys.exit(EXIT_FAILED)
         if isinstance(error, UserError):
             kind = "config error: " if isinstance(error, ConfigError) else ""

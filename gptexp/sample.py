@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gptexp.config import LIMIT
 from gptexp.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ def main(argv: list[str] | None = None) -> None:
             raise ConfigError(f"--{name.replace('_', '-')}={value}: must be {lowest} or above")
     if 0 < args.temperature < 1e-6:
         raise ConfigError(f"--temperature={args.temperature}: must be 0 or at least 0.000001")
-    if not 0 <= args.seed < 2**63:
+    if not 0 <= args.seed < LIMIT:
         raise ConfigError(f"--seed={args.seed}: must lie in [0, 2^63)")
 
     from gptexp.load import load_run

@@ -9,4 +9,9 @@ def say(*lines: object) -> None:
     try:
         print(*lines, sep="\n", flush=True)
     except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        hush()
+
+
+def hush() -> None:
+    """Let everything that is still to be printed on stdout go nowhere, what a buffer holds too."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

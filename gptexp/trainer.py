@@ -168,6 +168,7 @@ def fit(t: Training, state: TrainState, stop: StopRequest, log: RunLog, checkpoi
 
     if state.evaluated_tokens < state.tokens and crosses(state.tokens - total, state.tokens, t.eval_every_tokens):
         validate()  # was due when the run was asked to stop
+        clock = time.perf_counter()
     while state.step < t.steps and not reasons:
         lr = t.peak_lr * t.schedule.lr_factor(state.tokens, total)
         timer = StepTimer(t.device)

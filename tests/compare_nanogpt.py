@@ -20,12 +20,11 @@ import sys
 import tempfile
 from pathlib import Path
 
-from gptexp.bench import Workload, run_until
+from gptexp.bench import WARM_UP, Workload, run_until
 from gptexp.compose import compose
 from gptexp.config import Config
 from gptexp.data.loader import build_dataset
 
-WARM_UP = 3
 # glibc's own names for what gptexp sets in process (mallopt(3)).
 KEEP_FREED_MEMORY = {
     "MALLOC_MMAP_MAX_": "0",

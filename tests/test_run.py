@@ -1,7 +1,9 @@
 """One rank, in this process: `gptexp.run.run` on a run directory that already holds something."""
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from conftest import events, summary
 from gptexp import checkpoint
 from gptexp.compose import compose
 from gptexp.distributed import Rank
+from gptexp.evaluate import evaluate
 from gptexp.run import run
 from gptexp.signals import StopRequest
 
@@ -45,7 +48,9 @@ def test_what_was_decided_is_what_the_process_runs_with(tiny: list[str], tmp_pat
     assert torch.get_num_threads() == 2
 
 
-def test_an_evaluation_that_an_interruption_put_off_is_made_first(tiny: list[str], tmp_path: Path) -> None:
+def test_an_evaluation_that_an_interruption_put_off_is_made_first(
+    tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = compose([*tiny, "train.max_steps=6", "train.eval_every=2", "log.sample_tokens=0"])
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     whole.mkdir()
@@ -61,7 +66,14 @@ def test_an_evaluation_that_an_interruption_put_off_is_made_first(tiny: list[str
 
     assert run(config, parts, AfterFourSteps(), Rank()) == 130
     assert [e["step"] for e in events(parts, "eval")] == [1]
+
+    def slowly(*args: Any) -> float:
+        time.sleep(2)
+        return evaluate(*args)
+
+    monkeypatch.setattr("gptexp.trainer.evaluate", slowly)
     assert run(config, parts, StopRequest(), Rank()) == 0
+    assert all(e["perf/step_ms"] < 2000 for e in events(parts, "step"))  # it is no part of a step's time
     evaluations = [[(e["step"], e["val/loss"]) for e in events(d, "eval")] for d in (whole, parts)]
     assert [step for step, _ in evaluations[0]] == [1, 3, 5]
     assert evaluations[0] == evaluations[1]
