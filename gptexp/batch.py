@@ -51,6 +51,12 @@ def _nearest(total: int, micro_batch_size: int, seq_len: int, world_size: int) -
     return "; ".join(fixes)
 
 
+def legal_micro_batches(total_batch_size: int, seq_len: int, world_size: int) -> list[int]:
+    """Every micro-batch size that divides a step, the largest first; `plan_batch` has accepted size 1."""
+    sequences = total_batch_size // (seq_len * world_size)
+    return [size for size in range(min(sequences, FAR), 0, -1) if sequences % size == 0]
+
+
 def _closest_divisors(n: int, wanted: int) -> str:
     """The divisors of `n` on either side of `wanted`, as text; 1 where none is near below."""
     below = next((d for d in range(min(wanted, n), max(0, min(wanted, n) - FAR), -1) if n % d == 0), 1)

@@ -6,20 +6,17 @@ compile cache of its own, so that the time to the first step is known cold and w
 
 import argparse
 import json
-import os
 import shutil
-import signal
 import statistics
-import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from gptexp import run_dir
-from gptexp.errors import ConfigError, UserError
+from gptexp.calibrate import Observed, observe
+from gptexp.errors import ConfigError
 from gptexp.flops import count_parameters, flops_per_token
 from gptexp.versions import git_commit, versions
 
@@ -73,51 +70,17 @@ def run_workload(name: str, workload: Workload, extra: list[str], out: Path) -> 
     cold = run_until(workload, extra, out / f"{name}-cold", cache, steps=1)
     warm = run_until(workload, extra, out / name, cache, steps=WARM_UP + workload.steps)
     shutil.rmtree(cache, ignore_errors=True)
-    return {**counted(warm["events"]), **described(out / name), "cold_s": cold["start_s"], "warm_s": warm["start_s"]}
+    return {**counted(warm.steps), **described(out / name), "cold_s": cold.start_s, "warm_s": warm.start_s}
 
 
-def run_until(workload: Workload, extra: list[str], directory: Path, cache: Path, steps: int) -> dict[str, Any]:
-    """Start a real run, watch its metrics until `steps` steps are there, and end it.
-
-    Its events, and the seconds from the start of the process to the end of the first step. Raises `UserError` with
-    the run's own last words where it fails.
-    """
+def run_until(workload: Workload, extra: list[str], directory: Path, cache: Path, steps: int) -> Observed:
+    """Train `workload` in `directory`, as long as `steps` steps take, with a compile cache of its own."""
     command = [
         sys.executable, "-m", "gptexp.train", "log=disabled", "log.progress=off", "data.val_tokens=0",
         "train.eval_every_tokens=0", "train.save_every_tokens=0", f"train.max_steps={steps + 10**6}",
         "schedule=constant", f"hydra.run.dir='{directory}'", *workload.overrides, *extra,
     ]  # fmt: skip
-    started = time.time()
-    log = directory.with_name(f"{directory.name}.log")
-    with log.open("w") as output:
-        run = subprocess.Popen(
-            command,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache)},
-            start_new_session=True,  # a group of its own, to be ended as one
-        )
-    try:
-        while len(events := _steps(directory / run_dir.METRICS)) < steps:
-            if run.poll() is not None:
-                raise UserError(f"the run ended early (exit code {run.returncode}): {log.read_text().strip()[-2000:]}")
-            time.sleep(0.05)
-    finally:
-        # Not asked to stop, which would save a checkpoint: nobody wants these weights.
-        if run.poll() is None:
-            os.killpg(run.pid, signal.SIGKILL)
-        run.wait()
-        while run_dir.is_locked(directory):  # ranks in sessions of their own leave by themselves, their parent gone
-            time.sleep(0.05)
-    return {"events": events, "start_s": events[0]["time"] - started}
-
-
-def _steps(metrics: Path) -> list[dict[str, Any]]:
-    """The whole lines of a file that is being written."""
-    if not metrics.exists():
-        return []
-    lines = metrics.read_text().split("\n")[:-1]
-    return [event for event in map(json.loads, lines) if event["event"] == "step"]
+    return observe(command, directory, steps, {"TORCHINDUCTOR_CACHE_DIR": str(cache)})
 
 
 def counted(events: list[dict[str, Any]]) -> dict[str, Any]:
@@ -136,7 +99,7 @@ def described(directory: Path) -> dict[str, Any]:
     return {
         "effective": effective,
         "world_size": config.world.size,
-        "micro_batch_size": config.batch.micro_batch_size,
+        "micro_batch_size": effective["micro_batch_size"],
         "seq_len": config.seq_len,
         "total_batch_size": config.batch.total_batch_size,
         "parameters": count_parameters(config.model),
@@ -156,7 +119,7 @@ def ceilings(directory: Path) -> dict[str, Any]:
     effective = Effective(**run_dir.read_json(directory / run_dir.EFFECTIVE))
     apply(effective)
     device, dtype = torch.device(effective.device), getattr(torch, effective.dtype)
-    batch, t = config.batch.micro_batch_size, config.seq_len
+    batch, t = effective.micro_batch_size, config.seq_len
     return {
         "gemm_flops_per_s": gemm_rates(config.model, batch * t, device, dtype),
         "attention_ms": attention_ms(config.model, batch, t, device, dtype),

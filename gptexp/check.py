@@ -62,7 +62,7 @@ def _sequence(cfg: Config, _: int) -> Iterator[str]:
 
 def _batch(cfg: Config, world_size: int) -> Iterator[str]:
     try:
-        plan_batch(cfg.batch.total_batch_size, cfg.batch.micro_batch_size, cfg.seq_len, world_size)
+        plan_batch(cfg.batch.total_batch_size, cfg.batch.asked_micro_batch_size or 1, cfg.seq_len, world_size)
     except ValueError as error:
         yield str(error)
 

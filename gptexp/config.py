@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from types import UnionType
 from typing import Any
 
+AUTO = "auto"  # let the machine decide; what it comes to is in effective.json
 LIMIT = 2**63  # of every count: torch's and numpy's integers end there
 
 Rule = tuple[Callable[[Any], bool], str]
@@ -102,8 +103,15 @@ class BatchConfig:
     """One optimizer step's tokens and how they are cut: total = B * T * world.size * grad_accum_steps."""
 
     total_batch_size: int = _positive(8192)  # tokens per optimizer step, over all ranks
-    micro_batch_size: int = _positive(8)  # sequences per rank and forward pass (B)
+    micro_batch_size: int | str = _ruled(
+        8, (lambda v: v == AUTO or (isinstance(v, int) and 0 < v < LIMIT), "must be a whole number above 0, or auto")
+    )  # sequences per rank and forward pass (B); auto: the most that divide and fit
     seq_len: int | None = _positive(None)  # tokens per sequence (T); null: model.block_size
+
+    @property
+    def asked_micro_batch_size(self) -> int | None:
+        """The micro-batch where it is a number; None: auto."""
+        return self.micro_batch_size if isinstance(self.micro_batch_size, int) else None
 
 
 @dataclass
@@ -150,8 +158,11 @@ class TrainConfig:
     )  # of initial weights, data order and dropout
     deterministic: bool = False  # torch's deterministic algorithms (slower; bit-equal repeats on GPUs)
     dtype: str = _choice("auto", "float32", "bfloat16")  # auto: bfloat16 where the hardware computes in it
-    compile: str = _choice("auto", "on", "off")  # torch.compile; auto: on GPUs
+    matmul_precision: str = _choice("auto", "highest", "high", "medium")  # of float32, torch's names; high: TF32
+    attention: str = _choice("auto", "cudnn", "flash", "efficient", "math")  # torch's kernels; asked for: that only
+    compile: str = _choice("auto", "on", "off")  # torch.compile; auto: on GPUs, on a CPU for runs long enough
     loss: str = _choice("auto", "plain", "chunked")  # chunked: no logits kept; auto: on an uncompiled CPU
+    activation_checkpointing: bool = False  # keep only each block's input and compute the rest again: less memory
     device: str = _choice("auto", "cpu", "cuda", "mps")
 
 
@@ -207,6 +218,7 @@ IRRELEVANT_TO_RESULT = (
     "data.cache_dir",
     "batch.micro_batch_size",
     "train.device",
+    "train.activation_checkpointing",
     "train.eval_every_tokens",
     "train.eval_every",
     "train.save_every_tokens",

@@ -4,22 +4,49 @@ A resumed run, and every cell of a sweep, reuses the decision, so that neither t
 else runs on the machine changes a bit of the result.
 """
 
-import ctypes
 import os
-import platform
-import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
+from torch.nn.attention import sdpa_kernel
 
-from gptexp.config import Config
+from gptexp.batch import legal_micro_batches, run_length
+from gptexp.ceilings import BACKENDS
+from gptexp.config import AUTO, Config
 from gptexp.distributed import Rank, cores_per_rank
+from gptexp.errors import ConfigError
+from gptexp.flops import flops_per_token
+from gptexp.machine import (
+    device_name,
+    has_native_bfloat16,
+    is_hopper,
+    keep_freed_memory,
+    medium_precision,
+    memory_bytes,
+)
+from gptexp.memory import Memory, memory_estimate
 from gptexp.optim import resolve_fused
 
+ForwardContext = Callable[[], AbstractContextManager[object]]
+
+SHORT = {"matmul_precision": "float32", "micro_batch_size": "micro-batch", "threads_per_rank": "threads"}
+
 ASKED = "asked for"
+ESTIMATED = "the largest that divides and, by estimate, fits"
+
+FLOAT32_ERROR = 2e-6  # relative, of a product of 1,024: float32 gives 3e-7, bfloat16 3e-3
+FASTER = 1.1  # a kernel that gains less gains nothing that can be told from noise
+COMPILE_S = 40.0  # what a first compilation costs on two cores: 30 to 45 s at 4 to 12 layers
+COMPILE_GAIN = 0.2  # share of an eager step's time that the compiler takes away where products are fast
+EAGER_FLOPS = 100e9  # per second and core, what an eager step gets of a CPU where products are fast
+USABLE = 0.85  # share of a machine's memory that an estimate may fill
+
+# Kernels of scaled_dot_product_attention, and where each is there.
+ATTENTION = {"cudnn": ("cuda",), "flash": ("cuda", "cpu"), "efficient": ("cuda",), "math": ("cuda", "cpu", "mps")}
 
 
 @dataclass(frozen=True)
@@ -29,16 +56,27 @@ class Effective:
     device: str  # cuda, mps or cpu
     device_name: str
     dtype: str  # of the autocast region: float32 or bfloat16
+    matmul_precision: str  # of what stays float32, in torch's words: "high" is TF32
+    attention: str  # kernel of scaled_dot_product_attention
     compile: bool
     loss: str  # plain or chunked
     fused: bool  # AdamW's kernel
-    matmul_precision: str  # of what stays float32: "high" is TF32
+    micro_batch_size: int  # sequences per rank and forward pass (B)
     threads_per_rank: int
     local_world_size: int  # ranks on a node, which share its cores
     reasons: dict[str, str] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+    def described(self) -> list[tuple[str, str]]:
+        """(short name, choice and reason) of each, for the terminal."""
+        shown = {True: "on", False: "off"}
+        values = {key: getattr(self, key) for key in self.reasons}
+        return [
+            (SHORT.get(key, key), f"{shown[value] if isinstance(value, bool) else value}: {self.reasons[key]}")
+            for key, value in values.items()
+        ]
 
 
 def resolve(cfg: Config, device: torch.device, rank: Rank, earlier: dict[str, Any] | None = None) -> Effective:
@@ -50,85 +88,128 @@ def resolve(cfg: Config, device: torch.device, rank: Rank, earlier: dict[str, An
     before = earlier if earlier and earlier["device"] == device.type else {}
     reasons: dict[str, str] = {}
 
-    def choose(key: str, wanted: Any, auto: Any, why: str) -> Any:
-        """`wanted` unless that is None, else the earlier choice, else `auto`."""
+    def choose(key: str, wanted: Any, auto: Callable[[], tuple[Any, str]], holds: bool = True) -> Any:
+        """`wanted` unless that is None, else the earlier choice if it `holds`, else what `auto` says."""
         if wanted is not None:
-            reasons[key] = ASKED
-            return wanted
-        said = before.get("reasons", {}).get(key)
-        if key not in before or said == ASKED:  # what another cell of the sweep was asked for is no decision
-            reasons[key] = why
-            return auto
-        reasons[key] = said
-        return before[key]
+            value, reasons[key] = wanted, ASKED
+        elif key in before and holds and before["reasons"].get(key) != ASKED:
+            value, reasons[key] = before[key], before["reasons"][key]
+        else:  # nothing earlier, or what another cell of the sweep was asked for, which is no decision
+            value, reasons[key] = auto()
+        return value
 
-    bf16 = has_native_bfloat16(device)
-    dtype = choose(
-        "dtype",
-        _unless_auto(cfg.train.dtype),
-        "bfloat16" if bf16 else "float32",
-        f"the {device.type} computes in it" if bf16 else f"this {device.type} has no bfloat16 arithmetic of its own",
-    )
-    on_gpu = device.type == "cuda"
-    compiled = choose(
-        "compile",
-        {"on": True, "off": False, "auto": None}[cfg.train.compile],
-        on_gpu,
-        "it pays within minutes" if on_gpu else f"on this {device.type} it costs a short run more than it saves",
-    )
-    chunked = device.type == "cpu" and not compiled
-    loss = choose(
-        "loss",
-        _unless_auto(cfg.train.loss),
-        "chunked" if chunked else "plain",
-        "no logits are kept" if chunked else "the compiler fuses it" if compiled else "fast enough here",
-    )
-    fused = choose(
-        "fused",
-        None if cfg.optim.fused == "auto" else resolve_fused(cfg.optim.fused, device),
-        resolve_fused("auto", device),
-        f"AdamW's kernel for {device.type}",
-    )
-    if before.get("local_world_size") != rank.local_world_size:
-        before = {key: value for key, value in before.items() if key != "threads_per_rank"}
+    train, kind = cfg.train, device.type
+    if train.attention != AUTO and kind not in ATTENTION[train.attention]:
+        there = ", ".join(name for name, kinds in ATTENTION.items() if kind in kinds)
+        raise ConfigError(f"train.attention={train.attention}: {kind} has no such kernel; there are {there}")
+    sizes = legal_micro_batches(cfg.batch.total_batch_size, cfg.seq_len, rank.world_size)
+    dtype = choose("dtype", _unless_auto(train.dtype), lambda: _dtype(device))
+    precision = choose("matmul_precision", _unless_auto(train.matmul_precision), lambda: _matmul_precision(device))
+    same_dtype = before.get("dtype") == dtype  # what follows from another cell's does not hold here
+    attention = choose("attention", _unless_auto(train.attention), lambda: _attention(device, dtype), same_dtype)
+    wanted_compile = {"on": True, "off": False, AUTO: None}[train.compile]
+    compiled = choose("compile", wanted_compile, lambda: _compile(cfg, kind, dtype, precision), same_dtype)
+    same_graph = same_dtype and before.get("compile") == compiled
+    loss = choose("loss", _unless_auto(train.loss), lambda: _loss(kind, dtype, compiled), same_graph)
+    wanted_fused = None if cfg.optim.fused == AUTO else resolve_fused(cfg.optim.fused, device)
+    fused = choose("fused", wanted_fused, lambda: (resolve_fused(AUTO, device), f"AdamW's kernel for {kind}"))
     threads = choose(
-        "threads_per_rank", cfg.world.threads_per_rank, cores_per_rank(rank), "the node's cores shared out"
+        "threads_per_rank",
+        cfg.world.threads_per_rank,
+        lambda: (cores_per_rank(rank), "the node's cores shared out"),
+        holds=before.get("local_world_size") == rank.local_world_size,
     )
-    return Effective(
-        device=device.type,
-        device_name=device_name(device),
-        dtype=dtype,
-        compile=compiled,
-        loss=loss,
-        fused=fused,
-        matmul_precision="high" if on_gpu else "highest",
-        threads_per_rank=threads,
-        local_world_size=rank.local_world_size,
-        reasons=reasons,
+    effective = Effective(
+        kind, device_name(device), dtype, precision, attention, compiled, loss, fused, 1, threads,
+        rank.local_world_size, reasons,
+    )  # fmt: skip
+    size = choose(
+        "micro_batch_size",
+        cfg.batch.asked_micro_batch_size,
+        lambda: _micro_batch_size(cfg, effective, device, rank),
+        holds=before.get("micro_batch_size") in sizes,
+    )
+    return replace(effective, micro_batch_size=size)
+
+
+def estimate(cfg: Config, effective: Effective, world_size: int) -> Memory:
+    """What a rank's tensors will take."""
+    return memory_estimate(
+        cfg.model,
+        micro_batch_size=effective.micro_batch_size,
+        seq_len=cfg.seq_len,
+        accumulates=effective.micro_batch_size * cfg.seq_len * world_size < cfg.batch.total_batch_size,
+        device=effective.device,
+        dtype=effective.dtype,
+        compiled=effective.compile,
+        loss=effective.loss,
+        activation_checkpointing=cfg.train.activation_checkpointing,
     )
 
 
 def _unless_auto(wanted: str) -> str | None:
-    return None if wanted == "auto" else wanted
+    return None if wanted == AUTO else wanted
 
 
-def has_native_bfloat16(device: torch.device) -> bool:
-    """Whether the hardware multiplies bfloat16 itself; emulation is far slower than float32."""
+def _dtype(device: torch.device) -> tuple[str, str]:
+    if has_native_bfloat16(device):
+        return "bfloat16", f"the {device.type} computes in it"
+    return "float32", f"this {device.type} has no bfloat16 arithmetic of its own"
+
+
+def _matmul_precision(device: torch.device) -> tuple[str, str]:
     if device.type == "cuda":
-        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-    if device.type == "cpu":
-        has = torch.cpu.get_capabilities()
-        return bool(has.get("avx512_bf16") or has.get("amx_bf16") or has.get("bf16"))
-    return False
+        return "high", "TF32 for what stays float32"
+    if device.type != "cpu" or not torch.cpu.get_capabilities().get("avx512_f"):
+        return "highest", f"this {device.type} has one float32 kernel only"
+    error, speed = medium_precision()
+    if error > FLOAT32_ERROR:
+        return "highest", f"oneDNN would round, to a relative error of {error:.1e}"
+    if speed < FASTER:
+        return "highest", f"oneDNN's float32 kernel is {speed:.2f} times as fast here"
+    return "medium", f"oneDNN's float32 kernel, {speed:.1f} times as fast at a relative error of {error:.1e}"
 
 
-def device_name(device: torch.device) -> str:
-    """What the maker calls it, as far as torch knows."""
-    if device.type == "cuda":
-        return str(torch.cuda.get_device_name(device))
-    if device.type == "cpu":
-        return f"{platform.machine()} CPU with {torch.backends.cpu.get_cpu_capability()}"
-    return device.type
+def _attention(device: torch.device, dtype: str) -> tuple[str, str]:
+    if device.type != "cuda":
+        return ("flash", "torch's kernel for CPUs") if device.type == "cpu" else ("math", "the only one here")
+    if dtype == "float32":
+        return "efficient", "the others take no float32"
+    return ("cudnn", "the fastest on Hopper") if is_hopper(device) else ("flash", "fast on every GPU")
+
+
+def _compile(cfg: Config, kind: str, dtype: str, precision: str) -> tuple[bool, str]:
+    """Whether the time saved is worth the wait; on a GPU, where a step is two times as fast, nearly always."""
+    if kind == "cuda":
+        return True, "it pays within minutes"
+    if kind != "cpu":
+        return False, f"torch compiles little for {kind}"
+    if dtype == "float32" and precision == "highest":
+        return False, "slow float32 products are nearly all of a step, and it makes none of them faster"
+    steps, _ = run_length(cfg.train.max_tokens, cfg.train.max_steps, cfg.batch.total_batch_size)
+    per_token, _ = flops_per_token(cfg.model, cfg.seq_len)
+    eager_s = steps * cfg.batch.total_batch_size * per_token / (cores_per_rank(Rank()) * EAGER_FLOPS)
+    saved_s = COMPILE_GAIN * eager_s
+    return saved_s > COMPILE_S, f"saves about {saved_s:,.0f} s of the whole run and costs {COMPILE_S:.0f} s"
+
+
+def _loss(kind: str, dtype: str, compiled: bool) -> tuple[str, str]:
+    if kind == "cpu" and (dtype == "float32" or not compiled):
+        return "chunked", "no logits are kept"
+    return "plain", "the compiler fuses it" if compiled else "fast enough here"
+
+
+def _micro_batch_size(cfg: Config, effective: Effective, device: torch.device, rank: Rank) -> tuple[int, str]:
+    memory = memory_bytes(device)
+    if memory is None:
+        return 1, "how much memory there is is not known"
+    usable = USABLE * memory / (rank.local_world_size if device.type == "cpu" else 1)
+
+    def fits(size: int) -> bool:
+        return estimate(cfg, replace(effective, micro_batch_size=size), rank.world_size).peak <= usable
+
+    sizes = legal_micro_batches(cfg.batch.total_batch_size, cfg.seq_len, rank.world_size)
+    return next(filter(fits, sizes), 1), ESTIMATED
 
 
 def apply(effective: Effective, deterministic: bool = False) -> None:
@@ -136,31 +217,30 @@ def apply(effective: Effective, deterministic: bool = False) -> None:
     torch.set_num_threads(effective.threads_per_rank)
     torch.set_float32_matmul_precision(effective.matmul_precision)
     if effective.device == "cpu":
-        _keep_freed_memory()
+        keep_freed_memory()
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if torch.are_deterministic_algorithms_enabled() != deterministic:  # the call imports the compiler: a second
         torch.use_deterministic_algorithms(deterministic)
 
 
-def make_autocast(effective: Effective, device: torch.device) -> Callable[[], AbstractContextManager[object]]:
-    """A factory of the forward pass's precision context; does nothing in float32."""
-    if effective.dtype == "float32":
-        return nullcontext
-    return lambda: torch.autocast(device.type, dtype=torch.bfloat16)
+def forward_context(effective: Effective) -> ForwardContext:
+    """A factory of what the forward pass runs in: autocast, and the choice of attention kernels.
 
-
-def _keep_freed_memory() -> None:
-    """Tell glibc's malloc to keep what is freed: it maps every large buffer anew otherwise.
-
-    The page faults of fresh mappings were half of a small model's step (mallopt(3): M_MMAP_MAX, M_TRIM_THRESHOLD,
-    M_TOP_PAD). Other C libraries have no such call.
+    A kernel that was asked for is the only one; one that was chosen is the first of those that can do it.
     """
-    if not sys.platform.startswith("linux"):
-        return
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        m_trim_threshold, m_top_pad, m_mmap_max = -1, -2, -4
-        mallopt(m_mmap_max, 0)
-        mallopt(m_trim_threshold, 2**31 - 1)
-        mallopt(m_top_pad, 256 << 20)
+    asked = effective.reasons.get("attention") == ASKED
+    if not asked and effective.device != "cuda":
+        attention: ForwardContext = nullcontext  # torch knows its own best there
+    else:
+        others = [] if asked else [kernel for name, kernel in BACKENDS.items() if name != effective.attention]
+        attention = partial(sdpa_kernel, [BACKENDS[effective.attention], *others], set_priority=True)
+    if effective.dtype == "float32":
+        return attention
+
+    @contextmanager
+    def both() -> Iterator[None]:
+        with attention(), torch.autocast(effective.device, dtype=torch.bfloat16):
+            yield
+
+    return both

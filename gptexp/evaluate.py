@@ -6,8 +6,6 @@ are batched nor on how many ranks share them.
 
 import argparse
 import json
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,6 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from gptexp.data.loader import Dataset
+    from gptexp.effective import ForwardContext
     from gptexp.model import GPT
 
 
@@ -30,7 +29,7 @@ def evaluate(
     batch_size: int,
     rank: Rank,
     device: "torch.device",
-    autocast: Callable[[], AbstractContextManager[object]],
+    forward_context: "ForwardContext",
 ) -> float:
     """Mean validation loss in nats per token. *Collective.*
 
@@ -47,7 +46,7 @@ def evaluate(
     model.eval()
     # MPS has no float64, and one rank only.
     total = torch.zeros(2, device=device, dtype=torch.float32 if device.type == "mps" else torch.float64)
-    with torch.no_grad(), autocast():
+    with torch.no_grad(), forward_context():
         for x, y in val_batches(dataset, batch_size, rank.rank, rank.world_size, device):
             tokens = y.numel()
             if missing := batch_size - len(x):
@@ -70,7 +69,7 @@ def main(argv: list[str] | None = None) -> None:
 
     from gptexp.data.corpora import absolute
     from gptexp.data.loader import build_dataset
-    from gptexp.effective import apply, make_autocast
+    from gptexp.effective import apply, forward_context
     from gptexp.load import load_checkpointed
     from gptexp.loss import perplexity
 
@@ -98,8 +97,8 @@ def main(argv: list[str] | None = None) -> None:
             f"{args.run_dir}: trained on other tokens ({trained_on}) than data={config.data.name} holds now "
             f"({dataset.hash}); what is held out now may have been trained on: give --data FILE"
         )
-    autocast = make_autocast(loaded.effective, loaded.device)
-    loss = evaluate(loaded.model, dataset, config.batch.micro_batch_size, Rank(), loaded.device, autocast)
+    context = forward_context(loaded.effective)
+    loss = evaluate(loaded.model, dataset, loaded.effective.micro_batch_size, Rank(), loaded.device, context)
     print(
         json.dumps(
             {

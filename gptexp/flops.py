@@ -1,4 +1,4 @@
-"""Counts: parameters, floating-point operations, bytes. Closed forms, no torch.
+"""Counts: parameters, floating-point operations. Closed forms, no torch.
 
 Training FLOPs per token: 6·N for the matrix products (Kaplan et al., arXiv 2001.08361: two per parameter forward,
 four backward) plus the attention scores. `palm` counts the full T × T scores (PaLM, arXiv 2204.02311, appendix B),
@@ -21,11 +21,6 @@ def flops_per_token(m: ModelConfig, seq_len: int) -> tuple[int, int]:
     n = count_parameters(m) - m.block_size * m.n_embd
     scores = m.n_layer * m.n_embd * seq_len
     return 6 * n + 12 * scores, 6 * n + 6 * scores
-
-
-def state_bytes(m: ModelConfig) -> int:
-    """Weights, gradients and AdamW's two moments in float32; activations come on top."""
-    return 16 * count_parameters(m)
 
 
 # Dense bfloat16 FLOP/s without sparsity, from NVIDIA's data sheets; SXM parts.

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from gptexp.config import ModelConfig
 from gptexp.loss import plain_cross_entropy
@@ -66,10 +67,13 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """The model; `forward` gives the training loss, `logits` the next-token logits."""
 
-    def __init__(self, cfg: ModelConfig, loss: Loss = plain_cross_entropy) -> None:
+    def __init__(
+        self, cfg: ModelConfig, loss: Loss = plain_cross_entropy, activation_checkpointing: bool = False
+    ) -> None:
         super().__init__()
         self.cfg = cfg
         self.loss = loss
+        self.activation_checkpointing = activation_checkpointing
         self.wte = nn.Embedding(cfg.vocab_size, cfg.n_embd)
         self.wpe = nn.Embedding(cfg.block_size, cfg.n_embd)
         self.h = nn.ModuleList(Block(cfg) for _ in range(cfg.n_layer))
@@ -95,7 +99,10 @@ class GPT(nn.Module):
         h = self.wte(x) + self.wpe(positions)  # (B, T, C)
         h = F.dropout(h, self.cfg.dropout, self.training)
         for block in self.h:
-            h = block(h)
+            if self.activation_checkpointing and torch.is_grad_enabled():
+                h = checkpoint(block, h, use_reentrant=False, preserve_rng_state=self.cfg.dropout > 0)
+            else:
+                h = block(h)
         out: Tensor = self.ln_f(h)
         return out
 

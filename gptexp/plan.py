@@ -1,7 +1,9 @@
-"""`gptexp plan [overrides]`: what a run would be, without starting it and without torch."""
+"""`gptexp plan [overrides]`: what a run would be on this machine, without starting it."""
 
 import argparse
 import json
+from dataclasses import asdict
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from gptexp import flops
@@ -10,19 +12,22 @@ from gptexp.schedule import resolve_schedule
 
 if TYPE_CHECKING:
     from gptexp.config import Config
+    from gptexp.effective import Effective
+    from gptexp.memory import Memory
 
 
 def plan(cfg: "Config") -> dict[str, Any]:
-    """The arithmetic of a run; `epochs` is None until its corpus has been tokenised."""
+    """The arithmetic of a run, and what every `auto` would come to; `epochs` is None until its corpus is tokenised."""
     t, world_size, total = cfg.seq_len, cfg.world.size or 1, cfg.batch.total_batch_size
-    batch = plan_batch(total, cfg.batch.micro_batch_size, t, world_size)
+    effective, memory = _on_this_machine(cfg, world_size)
+    batch = plan_batch(total, effective.micro_batch_size, t, world_size)
     steps, run_tokens = run_length(cfg.train.max_tokens, cfg.train.max_steps, total)
     schedule = resolve_schedule(cfg, run_tokens)
     palm, causal = flops.flops_per_token(cfg.model, t)
     corpus_tokens = _prepared_tokens(cfg)
     return {
         "parameters": flops.count_parameters(cfg.model),
-        "state_bytes": flops.state_bytes(cfg.model),
+        "memory_bytes": {**asdict(memory), "peak": memory.peak},
         "tokens": steps * total,
         "steps": steps,
         "total_batch_size": total,
@@ -43,7 +48,22 @@ def plan(cfg: "Config") -> dict[str, Any]:
         "save_every_tokens": interval_tokens(
             cfg.train.save_every, cfg.train.save_every_tokens, run_tokens, total
         ),
+        "effective": effective.to_dict(),
     }  # fmt: skip
+
+
+def _on_this_machine(cfg: "Config", world_size: int) -> "tuple[Effective, Memory]":
+    """What a run here would decide. A GPU that is not here is planned for all the same."""
+    import torch
+
+    from gptexp.distributed import Rank, pick_device
+    from gptexp.effective import estimate, resolve
+
+    wanted = cfg.train.device
+    device = torch.device("cuda") if wanted == "cuda" else pick_device(wanted, Rank())
+    local = min(world_size, torch.cuda.device_count() or world_size) if device.type == "cuda" else world_size
+    effective = resolve(cfg, device, Rank(0, world_size, 0, local))
+    return effective, estimate(cfg, effective, world_size)
 
 
 def _prepared_tokens(cfg: "Config") -> int | None:
@@ -64,10 +84,12 @@ def _prepared_tokens(cfg: "Config") -> int | None:
 
 def show(p: dict[str, Any]) -> None:
     """Print a plan, a line a subject."""
+    from gptexp.effective import Effective
+
     epochs = f"{p['epochs']:.2f} of {p['corpus_tokens']:,} tokens" if p["epochs"] else "unknown; see `gptexp prepare`"
     for name, value in (
         ("parameters", f"{p['parameters']:,}"),
-        ("memory", f"{p['state_bytes'] / 2**30:.2f} GiB for weights, gradients and optimizer state, per rank"),
+        ("memory", _memory_line(p["memory_bytes"])),
         ("tokens", f"{p['tokens']:,} in {p['steps']:,} steps of {p['total_batch_size']:,}"),
         (
             "batch",
@@ -82,21 +104,47 @@ def show(p: dict[str, Any]) -> None:
         ),
         ("validation", f"every {p['eval_every_tokens']:,} tokens" if p["eval_every_tokens"] else "at the end"),
         ("checkpoint", f"every {p['save_every_tokens']:,} tokens" if p["save_every_tokens"] else "at the end"),
+        ("device", p["effective"]["device_name"]),
+        *Effective(**p["effective"]).described(),
+        ("time", _time_line(p["time"]) if "time" in p else "see --time"),
     ):
         print(f"{name:<15}{value}")
 
 
+def _memory_line(memory: dict[str, int]) -> str:
+    gib = {part: size / 2**30 for part, size in memory.items()}
+    state = gib["weights"] + gib["optimizer"] + gib["gradients"]
+    return (
+        f"about {gib['peak']:.2f} GiB on each rank: {state:.2f} weights, optimizer state and gradients, "
+        f"{gib['activations']:.2f} activations, {gib['loss']:.2f} loss, {gib['holes']:.2f} holes between them"
+    )
+
+
+def _time_line(time_s: dict[str, float]) -> str:
+    return (
+        f"about {timedelta(seconds=round(time_s['total_s']))} ({time_s['step_s']:.3g} s a step, "
+        f"{time_s['validation_s']:.3g} s a validation, {time_s['start_s']:.1f} s to start)"
+    )
+
+
 def main(argv: list[str] | None = None) -> None:
-    """`gptexp plan [key=value …]`: parameters, tokens, steps, accumulation, epochs and FLOPs of a run."""
+    """`gptexp plan [key=value …]`: what a run would be: length, batch, memory, every `auto`, with --time how long."""
     parser = argparse.ArgumentParser(prog="gptexp plan", description=main.__doc__)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="as for gptexp train")
     parser.add_argument("--json", action="store_true", help="print JSON, for scripts")
+    parser.add_argument("--time", action="store_true", help="train a few steps to say how long the run would take")
     parser.add_argument("--config-dir", metavar="DIR", help="your own YAML files")
     args = parser.parse_intermixed_args(argv)
 
     from gptexp.compose import compose
 
-    result = plan(compose(args.overrides, args.config_dir))
+    config = compose(args.overrides, args.config_dir)
+    result = plan(config)
+    if args.time:
+        from gptexp.calibrate import calibrate
+
+        batch = plan_batch(*(result[key] for key in ("total_batch_size", "micro_batch_size", "seq_len", "world_size")))
+        result["time"] = asdict(calibrate(config, batch))
     if args.json:
         print(json.dumps(result, indent=1))
     else:

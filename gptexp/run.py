@@ -17,7 +17,6 @@ from gptexp.signals import EXIT_CODES, StopRequest
 from gptexp.terminal import say
 
 if TYPE_CHECKING:
-    import torch
     import torch.distributed as dist
 
     from gptexp.checkpoint import TrainState
@@ -44,10 +43,9 @@ def run(cfg: "Config", directory: Path, stop: StopRequest, rank: "Rank", store: 
 
 
 def _run(cfg: "Config", directory: Path, stop: StopRequest, rank: "Rank", store: "dist.Store | None") -> int:
-    import torch
-
-    from gptexp import checkpoint, run_dir
+    from gptexp import checkpoint, run_dir, trial
     from gptexp.batch import interval_tokens, plan_batch, run_length
+    from gptexp.build import build_gpt, compile_in_turn, wrap
     from gptexp.data.loader import build_dataset
     from gptexp.distributed import (
         agree,
@@ -58,10 +56,8 @@ def _run(cfg: "Config", directory: Path, stop: StopRequest, rank: "Rank", store:
         init_process_group,
         pick_device,
     )
-    from gptexp.effective import Effective, apply, make_autocast, resolve
+    from gptexp.effective import Effective, apply, forward_context, resolve
     from gptexp.errors import EXIT_DIVERGED, DivergedError
-    from gptexp.loss import chunked_cross_entropy, plain_cross_entropy
-    from gptexp.model import GPT
     from gptexp.optim import build_optimizer
     from gptexp.schedule import resolve_schedule
     from gptexp.summary import Summary, end_line
@@ -77,6 +73,7 @@ def _run(cfg: "Config", directory: Path, stop: StopRequest, rank: "Rank", store:
     def decide() -> tuple[dict[str, Any], str | None, "TrainState"]:
         _refuse_changed_data(directory, dataset)
         effective = resolve(cfg, device, rank, run_dir.read_json(directory / run_dir.EFFECTIVE))
+        effective = trial.settle(cfg, effective, device, rank.world_size)
         run_dir.write_json(directory / run_dir.EFFECTIVE, effective.to_dict())
         found = checkpoint.load_latest(checkpoints)
         name, state = (found[0].name, found[1]) if found else (None, checkpoint.TrainState())
@@ -89,8 +86,7 @@ def _run(cfg: "Config", directory: Path, stop: StopRequest, rank: "Rank", store:
     _refuse_other_data(gather(dataset.hash))
     apply(effective, cfg.train.deterministic)
 
-    torch.manual_seed(cfg.train.seed)
-    gpt = GPT(cfg.model, chunked_cross_entropy if effective.loss == "chunked" else plain_cross_entropy).to(device)
+    gpt = build_gpt(cfg, effective, device)
     optimizer = build_optimizer(gpt, cfg.optim, effective.fused)
     if name is not None:
         checkpoint.load_weights(checkpoints / name, gpt)
@@ -99,13 +95,13 @@ def _run(cfg: "Config", directory: Path, stop: StopRequest, rank: "Rank", store:
     train, total_batch_size = cfg.train, cfg.batch.total_batch_size
     steps, run_tokens = run_length(train.max_tokens, train.max_steps, total_batch_size)
     training = Training(
-        model=_wrap(gpt, effective, rank, device),
+        model=wrap(gpt, effective, rank, device),
         gpt=gpt,
         optimizer=optimizer,
         dataset=dataset,
-        plan=plan_batch(total_batch_size, cfg.batch.micro_batch_size, cfg.seq_len, rank.world_size),
+        plan=plan_batch(total_batch_size, effective.micro_batch_size, cfg.seq_len, rank.world_size),
         schedule=resolve_schedule(cfg, run_tokens),
-        autocast=make_autocast(effective, device),
+        forward_context=forward_context(effective),
         rank=rank,
         device=device,
         steps=steps,
@@ -122,6 +118,8 @@ def _run(cfg: "Config", directory: Path, stop: StopRequest, rank: "Rank", store:
     status, reason = "failed", None
     gc.freeze()  # what is imported stays: neither a collection nor the interpreter's end need walk through it
     try:
+        if effective.compile:
+            compile_in_turn(training)
         reason = fit(training, state, stop, log, checkpoints)
         status = "interrupted" if reason else "completed"
         if reason is None and cfg.log.sample_tokens and rank.is_main:
@@ -164,18 +162,6 @@ def _refuse_other_data(hashes: list[str]) -> None:
                 f"rank {rank}: has other data than rank 0 (tokens {other}, not {hashes[0]}); "
                 "give every node the same text, and data=stdlib the same Python"
             )
-
-
-def _wrap(gpt: "GPT", effective: "Effective", rank: "Rank", device: "torch.device") -> Any:
-    """Compile and wrap in DDP as decided; at world size 1 DDP would only cost."""
-    from torch.nn.parallel import DistributedDataParallel
-
-    if effective.compile:
-        gpt.compile()
-    if rank.world_size == 1:
-        return gpt
-    device_ids = [device] if device.type == "cuda" else None
-    return DistributedDataParallel(gpt, device_ids=device_ids, gradient_as_bucket_view=True)
 
 
 def _open_log(

@@ -39,10 +39,7 @@ def start_lines(cfg: Config, directory: Path, effective: Effective, t: Training,
         f"checkpoint      {every(t.save_every_tokens)}",
         f"device          {effective.device_name}",
     ]
-    for key, why in effective.reasons.items():
-        value = getattr(effective, key)
-        shown = {True: "on", False: "off"}[value] if isinstance(value, bool) else value
-        lines.append(f"{key.removesuffix('_per_rank'):<16}{shown}: {why}")
+    lines += [f"{name:<16}{what}" for name, what in effective.described()]
     if state.step:
         lines.append(f"resuming        after step {state.step - 1}, {state.tokens:,} tokens")
     return lines

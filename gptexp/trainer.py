@@ -5,11 +5,11 @@ and are averaged over the ranks once, with the last micro-step; the logged loss 
 all ranks.
 """
 
+import gc
 import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from gptexp.batch import BatchPlan, crosses
 from gptexp.checkpoint import TrainState
 from gptexp.data.loader import Dataset, MicroBatch, micro_batches
 from gptexp.distributed import Rank, all_reduce_sum
+from gptexp.effective import ForwardContext
 from gptexp.errors import DivergedError
 from gptexp.evaluate import evaluate
 from gptexp.loggers import RunLog
@@ -29,8 +30,6 @@ from gptexp.model import GPT
 from gptexp.phases import StepTimer, exposed_reduce_ms
 from gptexp.schedule import Schedule
 from gptexp.signals import REASONS, StopRequest
-
-Autocast = Callable[[], AbstractContextManager[object]]
 
 
 def train_step(
@@ -40,7 +39,7 @@ def train_step(
     grad_accum_steps: int,
     lr: float,
     grad_clip: float,
-    autocast: Autocast,
+    forward_context: ForwardContext,
     dropout: bool,
     mark: Callable[[str], None] = lambda phase: None,
 ) -> tuple[Tensor, Tensor, int]:
@@ -62,7 +61,7 @@ def train_step(
         if isinstance(model, DistributedDataParallel):
             # DDP reads the flag in the forward pass already: only the last micro-step's backward reduces.
             model.require_backward_grad_sync = micro_step == grad_accum_steps - 1
-        with autocast():
+        with forward_context():
             loss = model(batch.x, batch.y)
         mark("forward")
         (loss / grad_accum_steps).backward()  # the sum over micro-steps is then the mean over their tokens
@@ -88,7 +87,7 @@ class Training:
     dataset: Dataset
     plan: BatchPlan
     schedule: Schedule
-    autocast: Autocast
+    forward_context: ForwardContext
     rank: Rank
     device: torch.device
     steps: int
@@ -115,6 +114,7 @@ def fit(t: Training, state: TrainState, stop: StopRequest, log: RunLog, checkpoi
     my_fingerprint = state.fingerprint if t.rank.is_main else 0
     reasons: list[str] = []  # to stop early, in the order they came up
     steps_since_log = clipped_since_log = 0
+    first = state.step
     t.gpt.train()
     stop.training = True
     clock = time.perf_counter()
@@ -154,7 +154,7 @@ def fit(t: Training, state: TrainState, stop: StopRequest, log: RunLog, checkpoi
     def validate() -> None:
         if not len(t.dataset.val_windows):
             return
-        state.val_loss = evaluate(t.gpt, t.dataset, t.plan.micro_batch_size, t.rank, t.device, t.autocast)
+        state.val_loss = evaluate(t.gpt, t.dataset, t.plan.micro_batch_size, t.rank, t.device, t.forward_context)
         state.evaluated_tokens = state.tokens
         log.evaluation(state.step - 1, state.tokens, state.val_loss)
         if not math.isfinite(state.val_loss):
@@ -173,7 +173,15 @@ def fit(t: Training, state: TrainState, stop: StopRequest, log: RunLog, checkpoi
         lr = t.peak_lr * t.schedule.lr_factor(state.tokens, total)
         timer = StepTimer(t.device)
         loss, grad_norm, fingerprint = train_step(
-            t.model, t.optimizer, batches, t.plan.grad_accum_steps, lr, t.grad_clip, t.autocast, dropout, timer.mark
+            t.model,
+            t.optimizer,
+            batches,
+            t.plan.grad_accum_steps,
+            lr,
+            t.grad_clip,
+            t.forward_context,
+            dropout,
+            timer.mark,
         )
         my_fingerprint = (my_fingerprint + fingerprint) % 2**64
         flags = stop.flags()
@@ -185,6 +193,9 @@ def fit(t: Training, state: TrainState, stop: StopRequest, log: RunLog, checkpoi
         due_save = last or crosses(before, state.tokens, t.save_every_tokens)
         while len(unread) > (0 if due_eval or due_save else late):
             read(unread.popleft())
+        if state.step == first + 1:
+            gc.collect()
+            gc.freeze()  # compiling leaves a million objects that need not be walked through again
         if reasons and not last:
             break  # whoever asks a run to stop gives it seconds: no evaluation first
         if due_eval:

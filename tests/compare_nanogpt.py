@@ -73,7 +73,7 @@ def own_ms(overrides: list[str], steps: int, directory: Path) -> list[float]:
     """Milliseconds of the counted steps of one gptexp process."""
     cache = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", directory.parent / "compile-cache"))
     run = run_until(Workload("", tuple(overrides), steps), [], directory, cache, WARM_UP + steps)
-    return [event["perf/step_ms"] for event in run["events"][WARM_UP:][:steps]]
+    return [event["perf/step_ms"] for event in run.steps[WARM_UP:][:steps]]
 
 
 def main() -> None:

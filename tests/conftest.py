@@ -24,6 +24,15 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
         monkeypatch.delenv(name)
     monkeypatch.setenv("GPTEXP_CACHE", str(cache))
     monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")  # two tests share the cores: a thread that spins takes the other's
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """For what a test computes itself, for the same reason."""
+    import torch
+
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

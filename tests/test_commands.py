@@ -105,7 +105,10 @@ def test_plan_prints_the_arithmetic_as_a_table_and_as_json(gptexp: Gptexp, tmp_p
     assert (p["parameters"], p["steps"], p["grad_accum_steps"]) == (124_475_904, 19_074, 4)
     assert p["tokens"] == 19_074 * 524_288
     assert p["flops_palm"] == pytest.approx(855.4e6 * p["tokens"], rel=1e-3)
-    assert p["state_bytes"] == 16 * 124_475_904
+    memory = p["memory_bytes"]
+    assert memory["weights"] + memory["optimizer"] + memory["gradients"] == 16 * 124_475_904
+    assert memory.pop("peak") == sum(memory.values())
+    assert p["effective"]["reasons"]["micro_batch_size"] == "asked for"
     table = gptexp("plan", *args).stdout
     assert "124,475,904" in table
     assert "16 sequences × 1024 tokens × 8 ranks × 4 micro-steps" in table

@@ -1,12 +1,17 @@
 """What `auto` comes to: asked for wins, an earlier decision holds, else this machine decides."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
+from gptexp import effective as module
+from gptexp.batch import legal_micro_batches
 from gptexp.config import Config
 from gptexp.distributed import Rank
-from gptexp.effective import Effective, has_native_bfloat16, resolve
+from gptexp.effective import ESTIMATED, Effective, apply, estimate, forward_context, resolve
 from gptexp.errors import ConfigError
+from gptexp.machine import has_native_bfloat16, medium_precision, memory_bytes
 
 CPU = torch.device("cpu")
 
@@ -15,17 +20,19 @@ def test_auto_on_a_cpu() -> None:
     effective = resolve(Config(), CPU, Rank())
     assert effective.dtype == ("bfloat16" if has_native_bfloat16(CPU) else "float32")
     assert (effective.compile, effective.loss, effective.fused) == (False, "chunked", True)
-    assert effective.matmul_precision == "highest"
+    assert effective.attention == "flash"
     assert all(effective.reasons.values())
 
 
 def test_what_is_asked_for_is_never_changed() -> None:
     cfg = Config()
     cfg.train.dtype, cfg.train.compile, cfg.train.loss, cfg.optim.fused = "bfloat16", "on", "plain", "off"
+    cfg.train.matmul_precision, cfg.train.attention, cfg.batch.micro_batch_size = "high", "math", 4
     cfg.world.threads_per_rank = 3
     effective = resolve(cfg, CPU, Rank(), resolve(Config(), CPU, Rank()).to_dict())
     assert (effective.dtype, effective.compile, effective.loss) == ("bfloat16", True, "plain")
     assert (effective.fused, effective.threads_per_rank) == (False, 3)
+    assert (effective.matmul_precision, effective.attention, effective.micro_batch_size) == ("high", "math", 4)
     assert set(effective.reasons.values()) == {"asked for"}
 
 
@@ -59,3 +66,101 @@ def test_a_missing_device_is_one_line() -> None:
         pytest.skip("a CUDA device is there")
     with pytest.raises(ConfigError, match=r"train.device=cuda: no cuda device is visible"):
         pick_device("cuda", Rank())
+
+
+def test_medium_precision_is_taken_only_where_it_is_exact_and_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_f": True})
+    for measured, chosen in (((4e-7, 2.1), "medium"), ((3e-3, 4.0), "highest"), ((3e-7, 1.0), "highest")):
+        monkeypatch.setattr(module, "medium_precision", lambda measured=measured: measured)
+        assert resolve(Config(), CPU, Rank()).matmul_precision == chosen
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True})
+    assert resolve(Config(), CPU, Rank()).matmul_precision == "highest"
+
+
+def test_the_error_probe_knows_float32_from_bfloat16() -> None:
+    error, speed = medium_precision()
+    assert (1e-8 < error < 1e-2, speed > 0) == (True, True)
+    assert torch.get_float32_matmul_precision() == "highest"
+    a, b = torch.randn(1024, 1024), torch.randn(1024, 1024)
+    exact = a.double() @ b.double()
+    rounded = (a.bfloat16().float() @ b.bfloat16().float()).double()
+    assert (rounded - exact).norm() / exact.norm() > 100 * module.FLOAT32_ERROR
+    assert ((a @ b).double() - exact).norm() / exact.norm() < module.FLOAT32_ERROR / 2
+
+
+def test_compiling_must_pay_for_itself() -> None:
+    cfg = Config()
+    cfg.train.dtype = "bfloat16"
+    choices = []
+    for tokens in (10**4, 10**10):
+        cfg.train.max_tokens = tokens
+        choices.append(resolve(cfg, CPU, Rank()))
+    assert [e.compile for e in choices] == [False, True]
+    assert [e.loss for e in choices] == ["chunked", "plain"]
+    cfg.train.dtype, cfg.train.matmul_precision = "float32", "highest"
+    assert not resolve(cfg, CPU, Rank()).compile
+    # Once decided, a longer or shorter remainder changes nothing.
+    cfg.train.dtype, cfg.train.max_tokens = "bfloat16", 10**4
+    assert resolve(cfg, CPU, Rank(), {**choices[1].to_dict(), "reasons": dict.fromkeys(choices[1].reasons, "")}).compile
+
+
+def test_an_automatic_micro_batch_is_the_largest_that_divides_and_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    cfg = Config()
+    cfg.batch.micro_batch_size, cfg.batch.total_batch_size = "auto", 96 * cfg.seq_len
+    sizes = legal_micro_batches(96 * cfg.seq_len, cfg.seq_len, 1)
+    assert sizes == [d for d in range(96, 0, -1) if 96 % d == 0]
+    chosen = []
+    for gib in (1, 4, 16, 64, 1024):
+        monkeypatch.setattr(module, "memory_bytes", lambda device, gib=gib: gib * 2**30)
+        effective = resolve(cfg, CPU, Rank())
+        assert effective.reasons["micro_batch_size"] == ESTIMATED
+        chosen.append(effective.micro_batch_size)
+
+        def peak(size: int, effective: Effective = effective) -> int:
+            return estimate(cfg, module.replace(effective, micro_batch_size=size), 1).peak
+
+        assert chosen[-1] == max([s for s in sizes if peak(s) <= module.USABLE * gib * 2**30], default=1)
+    assert chosen == sorted(chosen)
+    assert (chosen[0], chosen[-1]) == (1, 96)
+    # Another cell's batch that the size does not divide gets its own.
+    cfg.batch.total_batch_size = 7 * cfg.seq_len
+    assert resolve(cfg, CPU, Rank(), {**effective.to_dict()}).micro_batch_size == 7
+    monkeypatch.setattr(module, "memory_bytes", lambda device: None)
+    assert resolve(cfg, CPU, Rank()).micro_batch_size == 1
+
+
+def test_free_memory_is_no_more_than_the_container_may_take(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    free = memory_bytes(CPU)
+    assert free is not None
+    assert free > 2**28
+    monkeypatch.setattr("gptexp.machine.CGROUP", tmp_path)
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "memory.current").write_text("1000\n")
+    assert memory_bytes(CPU) == pytest.approx(free, rel=0.2)
+    (tmp_path / "memory.max").write_text("5000\n")
+    assert memory_bytes(CPU) == 4000
+
+
+def test_kernels_that_are_asked_for_are_there_or_refused() -> None:
+    q = torch.randn(1, 2, 8, 4)
+    for name in ("flash", "math"):
+        cfg = Config()
+        cfg.train.attention = name
+        with forward_context(resolve(cfg, CPU, Rank()))(), torch.profiler.profile() as profile:
+            torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+        used = {e.key for e in profile.key_averages()}
+        assert ("aten::_scaled_dot_product_flash_attention_for_cpu" in used) == (name == "flash")
+    cfg.train.attention = "cudnn"
+    with pytest.raises(ConfigError, match=r"train.attention=cudnn: cpu has no such kernel; there are flash, math"):
+        resolve(cfg, CPU, Rank())
+
+
+def test_applying_sets_the_process_up() -> None:
+    threads, cfg = torch.get_num_threads(), Config()
+    cfg.train.matmul_precision, cfg.world.threads_per_rank = "high", 1
+    try:
+        apply(resolve(cfg, CPU, Rank()))
+        assert (torch.get_float32_matmul_precision(), torch.get_num_threads()) == ("high", 1)
+    finally:
+        torch.set_float32_matmul_precision("highest")
+        torch.set_num_threads(threads)

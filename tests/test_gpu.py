@@ -12,7 +12,7 @@ from conftest import events, summary
 
 from gptexp.config import ModelConfig, OptimConfig
 from gptexp.data.loader import MicroBatch
-from gptexp.loss import chunked_cross_entropy, plain_cross_entropy
+from gptexp.loss import ChunkedCrossEntropy, plain_cross_entropy
 from gptexp.model import GPT
 from gptexp.optim import build_optimizer
 from gptexp.phases import StepTimer
@@ -83,4 +83,39 @@ def test_losses_agree_on_the_gpu() -> None:
     h = torch.randn(1300, 64, generator=g, device="cuda")
     w = torch.randn(777, 64, generator=g, device="cuda")
     y = torch.randint(777, (1300,), generator=g, device="cuda")
-    torch.testing.assert_close(chunked_cross_entropy(h, w, y), plain_cross_entropy(h, w, y), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(ChunkedCrossEntropy()(h, w, y), plain_cross_entropy(h, w, y), rtol=1e-4, atol=1e-4)
+
+
+def test_an_automatic_micro_batch_fills_the_gpu_and_no_more(gptexp: Gptexp, tiny: list[str], tmp_path: Path) -> None:
+    """Tried once, at the first start; a resumed run takes what was found."""
+    overrides = [
+        *(o for o in tiny if not o.startswith(("model.", "batch.", "train."))), "model=gpt2", "batch.seq_len=1024",
+        "batch.total_batch_size=4194304", "batch.micro_batch_size=auto", "log=disabled", "train.max_steps=2",
+        "log.sample_tokens=0", "data.val_tokens=0", "hydra.run.dir=out",
+    ]  # fmt: skip
+    stopped = gptexp("train", *overrides, "train.max_minutes=0.0001", timeout=900)
+    assert stopped.returncode == 0, stopped.stderr
+    effective = json.loads((tmp_path / "out" / "effective.json").read_text())
+    assert effective["reasons"]["micro_batch_size"] == "the largest that divides and ran"
+    assert effective["micro_batch_size"] >= 64
+    done = gptexp("train", *overrides, timeout=900)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "out" / "effective.json").read_text()) == effective
+    total = torch.cuda.get_device_properties(0).total_memory / 2**30
+    assert 0.5 * total < events(tmp_path / "out", "step")[-1]["perf/peak_mem_gib"] < total
+
+
+@pytest.mark.parametrize("micro_batch_size", [16, 64])
+def test_peak_memory_is_within_15_percent_of_the_estimate(
+    gptexp: Gptexp, tiny: list[str], tmp_path: Path, micro_batch_size: int
+) -> None:
+    overrides = [
+        *(o for o in tiny if not o.startswith(("model.", "batch.", "train."))), "model=gpt2", "batch.seq_len=1024",
+        f"batch.total_batch_size={2 * 1024 * micro_batch_size}", f"batch.micro_batch_size={micro_batch_size}",
+        "train.device=cuda", "train.max_steps=4", "data.val_tokens=0", "log=disabled", "log.sample_tokens=0",
+    ]  # fmt: skip
+    plan = json.loads(gptexp("plan", *overrides, "--json").stdout)
+    done = gptexp("train", *overrides, "hydra.run.dir=out", timeout=600)
+    assert done.returncode == 0, done.stderr
+    peak = 2**30 * events(tmp_path / "out", "step")[-1]["perf/peak_mem_gib"]
+    assert plan["memory_bytes"]["peak"] == pytest.approx(peak, rel=0.15)

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from gptexp import loss as loss_module
-from gptexp.loss import IGNORED, chunked_cross_entropy, plain_cross_entropy
+from gptexp.loss import IGNORED, ChunkedCrossEntropy, plain_cross_entropy
 
 
 def problem(scale: float = 1.0, rows: int = 1300) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -29,7 +29,7 @@ def reference(h: torch.Tensor, w: torch.Tensor, y: torch.Tensor) -> tuple[torch.
 # The larger scale has logits beyond ±60, where exp needs the shift by the row's maximum.
 @pytest.mark.parametrize("scale", [0.1, 1.0, 30.0])
 @pytest.mark.parametrize("rows", [1, 512, 1300])
-@pytest.mark.parametrize("fn", [plain_cross_entropy, chunked_cross_entropy])
+@pytest.mark.parametrize("fn", [plain_cross_entropy, ChunkedCrossEntropy()])
 def test_value_and_gradients(scale: float, rows: int, fn: loss_module.Any) -> None:
     h, w, y = problem(scale, rows)
     if rows > 1:
@@ -50,7 +50,7 @@ def test_both_sides_of_the_shift_were_tested() -> None:
 def test_without_gradients_none_are_computed() -> None:
     h, w, y = problem()
     with torch.no_grad(), torch.profiler.profile() as profile:
-        value = chunked_cross_entropy(h, w, y)
+        value = ChunkedCrossEntropy()(h, w, y)
     assert not value.requires_grad
     products = sum(e.count for e in profile.key_averages() if e.key in ("aten::mm", "aten::addmm_"))
     assert products == 3  # one a chunk: the logits
@@ -60,8 +60,31 @@ def test_bfloat16_keeps_the_loss_in_float32() -> None:
     h, w, y = problem(0.3, 2048)
     value, grad_h, _ = reference(h, w, y)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = chunked_cross_entropy(h, w, y)
+        out = ChunkedCrossEntropy()(h, w, y)
     assert out.dtype == torch.float32
     assert abs(out.item() - value.item()) < 2e-3  # of a sum in bfloat16 nothing below 0.03 would be left
     (3 * out).backward()
     assert (h.grad - grad_h).norm() / grad_h.norm() < 0.02
+
+
+def test_the_memory_of_the_logits_is_kept_and_fits_what_comes() -> None:
+    """One tensor for all chunks of all calls; another only for another shape or type."""
+    loss = ChunkedCrossEntropy()
+
+    def kept() -> tuple[int, torch.Size, torch.dtype]:
+        assert loss._scratch is not None
+        return loss._scratch[0].data_ptr(), loss._scratch[0].shape, loss._scratch[0].dtype
+
+    h, w, y = problem(0.3, 1300)
+    loss(h, w, y).backward()
+    first = kept()
+    assert first[1:] == ((512, 97), torch.float32)
+    with torch.no_grad():
+        loss(h, w, y)
+    assert kept() == first
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss(h, w, y)
+    assert kept()[1:] == ((512, 97), torch.bfloat16)
+    value, _, _ = reference(h[:9], w[:50], y[:9] % 50)
+    assert loss(h[:9], w[:50], y[:9] % 50).item() == pytest.approx(value.item(), rel=1e-5)
+    assert kept()[1:] == ((9, 50), torch.float32)

@@ -12,14 +12,15 @@ PACKAGE = Path(gptexp.__file__).parent
 # From the ground up; a module imports from its own floor or below, `config` and `errors` nothing of ours.
 FLOORS = [
     {"errors", "config", "terminal"},
-    {"batch", "schedule", "flops", "signals", "versions", "loss", "phases", "ceilings", "data"},
-    {"model", "distributed", "run_dir"},
+    {"batch", "schedule", "flops", "signals", "versions", "loss", "phases", "ceilings", "machine", "data"},
+    {"model", "memory", "distributed", "run_dir"},
     {"optim", "checkpoint", "check", "overrides"},
     {"effective", "evaluate", "loggers"},
     {"trainer", "load", "sample"},
-    {"summary"},
+    {"summary", "build"},
+    {"trial"},
     {"run"},
-    {"launch", "compose", "sweep"},
+    {"launch", "compose", "sweep", "calibrate"},
     {"train", "plan", "prepare", "resume", "bench"},
     {"cli", "__main__"},
 ]
@@ -37,10 +38,10 @@ FENCES = {
 
 # Composed, checked and answered before torch is loaded.
 TORCH_FREE = {
-    "__init__", "__main__", "batch", "bench", "check", "cli", "compose", "config", "data.__init__", "data.corpora",
-    "data.order", "data.prepare", "data.shards", "data.tokenizer", "distributed", "errors", "evaluate", "flops",
-    "launch", "overrides", "plan", "prepare", "resume", "run", "run_dir", "sample", "schedule", "signals", "sweep",
-    "terminal", "train", "versions",
+    "__init__", "__main__", "batch", "bench", "calibrate", "check", "cli", "compose", "config", "data.__init__",
+    "data.corpora", "data.order", "data.prepare", "data.shards", "data.tokenizer", "distributed", "errors", "evaluate",
+    "flops", "launch", "overrides", "plan", "prepare", "resume", "run", "run_dir", "sample", "schedule", "signals",
+    "sweep", "terminal", "train", "versions",
 }  # fmt: skip
 
 

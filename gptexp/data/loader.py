@@ -133,8 +133,8 @@ def val_batches(
 
 
 def _to_device(rows: np.ndarray, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    tokens = torch.from_numpy(rows.astype(np.int64))  # (B, T + 1)
+    """Inputs and targets of `rows` (B, T + 1), each in memory of its own: a compiled model's strides never change."""
+    inputs, targets = (torch.from_numpy(part.astype(np.int64, order="C")) for part in (rows[:, :-1], rows[:, 1:]))
     if device.type == "cuda":
-        tokens = tokens.pin_memory()
-    tokens = tokens.to(device, non_blocking=True)
-    return tokens[:, :-1], tokens[:, 1:]
+        inputs, targets = inputs.pin_memory(), targets.pin_memory()
+    return inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True)

@@ -8,9 +8,11 @@ Header (64 bytes, little endian): magic, version, bytes per id, count of ids, ze
 
 import hashlib
 import json
+import os
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -25,6 +27,7 @@ MAGIC = b"gptexp\r\n"  # the line end is mangled by a transfer in text mode
 VERSION = 1
 HEADER = struct.Struct("<8sIIQ40x")
 TOKENS_PER_SHARD = 100_000_000
+OPEN_FILES = 256  # of one stream at a time; 1,024 are what a process usually may have
 
 Tokens = npt.NDArray[np.uint16]
 
@@ -93,26 +96,31 @@ class ShardWriter:
 
 
 class TokenStream:
-    """All shards of a directory as one sequence of ids, memory-mapped: opening costs nothing, whatever the size.
+    """All shards of a directory as one sequence of ids, read where they are asked for.
 
-    `max_tokens` cuts the stream short. Raises `DataError` where manifest, header and file size disagree.
+    Opening costs nothing, whatever the size; neither does reading: a memory map's pages would count as this process's
+    memory until all of the data is in it. `max_tokens` cuts the stream short. Raises `DataError` where manifest, header
+    and file size disagree.
     """
 
     def __init__(self, directory: Path, max_tokens: int | None = None) -> None:
         try:
             manifest = json.loads((directory / MANIFEST).read_text())
-            shards = [(directory / s["file"], s["tokens"], s["sha256"]) for s in manifest["shards"]]
+            shards = [(directory / s["file"], int(s["tokens"]), s["sha256"]) for s in manifest["shards"]]
             self.max_id = int(manifest["max_id"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise DataError(
                 f"{directory / MANIFEST}: no manifest ({type(error).__name__}: {error}); "
                 f"delete {directory} to build it again"
             ) from None
-        self._shards = [_open_shard(path, tokens) for path, tokens, _ in shards]
-        self._ends = np.cumsum([len(s) for s in self._shards])
+        for path, tokens, _ in shards:
+            _check_shard(path, tokens)
+        self._paths = paths = [path for path, _, _ in shards]
+        self._starts = np.cumsum([0, *(tokens for _, tokens, _ in shards)])
+        self._file = lru_cache(OPEN_FILES)(lambda shard: paths[shard].open("rb", buffering=0))
         # What the ids are, wherever they lie: the identity of the data in a run.
         self.hash = hashlib.sha256("".join(digest for _, _, digest in shards).encode()).hexdigest()
-        self._tokens = int(self._ends[-1])
+        self._tokens = int(self._starts[-1])
         if max_tokens is not None:
             self._tokens = min(self._tokens, max_tokens)
 
@@ -120,21 +128,29 @@ class TokenStream:
         return self._tokens
 
     def read(self, start: int, count: int) -> Tokens:
-        """Ids [start, start + count); a copy only where they cross from one shard into the next."""
+        """Ids [start, start + count)."""
         if not 0 <= start <= start + count <= self._tokens:
             raise IndexError(f"tokens [{start}, {start + count}) of a stream of {self._tokens}")
-        first = int(np.searchsorted(self._ends, start, side="right"))
         parts = []
-        for shard, end in zip(self._shards[first:], self._ends[first:], strict=True):
-            begin = start - (int(end) - len(shard))
-            parts.append(shard[begin : begin + count])
-            start, count = start + len(parts[-1]), count - len(parts[-1])
-            if not count:
-                break
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+        while count:
+            shard = int(np.searchsorted(self._starts, start, side="right")) - 1
+            here = min(count, int(self._starts[shard + 1]) - start)
+            parts.append(self._pread(shard, start - int(self._starts[shard]), here))
+            start, count = start + here, count - here
+        return parts[0] if len(parts) == 1 else np.concatenate([*parts, np.empty(0, np.uint16)])
+
+    def _pread(self, shard: int, start: int, count: int) -> Tokens:
+        try:
+            data = os.pread(self._file(shard).fileno(), 2 * count, HEADER.size + 2 * start)
+        except OSError as error:
+            raise DataError(f"{self._paths[shard]}: cannot be read ({error.strerror})") from None
+        if len(data) < 2 * count:
+            raise DataError(f"{self._paths[shard]}: was cut short while in use; delete its directory to build it again")
+        return np.frombuffer(data, "<u2")
 
 
-def _open_shard(path: Path, tokens: int) -> Tokens:
+def _check_shard(path: Path, tokens: int) -> None:
+    """Raise `DataError` unless `path` is a shard of `tokens` ids."""
     try:
         with path.open("rb") as file:
             head = file.read(HEADER.size)
@@ -149,4 +165,3 @@ def _open_shard(path: Path, tokens: int) -> Tokens:
             f"{path}: {size:,} bytes where the manifest's {tokens:,} ids need {expected:,}; "
             f"delete {path.parent} to build it again"
         )
-    return np.memmap(path, "<u2", mode="r", offset=HEADER.size, shape=(tokens,))

@@ -1,0 +1,62 @@
+"""The model of a run as its effective choices say: which loss, compiled, in DDP."""
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gptexp.config import Config
+from gptexp.distributed import Rank, barrier
+from gptexp.effective import Effective
+from gptexp.loss import ChunkedCrossEntropy, plain_cross_entropy
+from gptexp.model import GPT
+from gptexp.trainer import Training
+
+# DDP cuts a compiled graph wherever a bucket of gradients is full. With accumulation buckets matter in one micro-step
+# and cuts in all: fewer of them. 100 MiB cut GPT-2 124M into 5 and not 14.
+BUCKET_MIB = 100
+
+
+def build_gpt(cfg: Config, effective: Effective, device: torch.device) -> GPT:
+    """The seeded model on `device`, compiled if so decided; compiling itself happens in the first step."""
+    torch.manual_seed(cfg.train.seed)
+    loss = ChunkedCrossEntropy() if effective.loss == "chunked" else plain_cross_entropy
+    gpt = GPT(cfg.model, loss, cfg.train.activation_checkpointing).to(device)
+    if effective.compile:
+        gpt.compile(fullgraph=True, dynamic=False)  # one graph with the loss inside, or an error that says why not
+    return gpt
+
+
+def wrap(gpt: GPT, effective: Effective, rank: Rank, device: torch.device) -> nn.Module:
+    """DDP around the model; at world size 1 it would only cost."""
+    if rank.world_size == 1:
+        return gpt
+    return DistributedDataParallel(
+        gpt,
+        device_ids=[device] if device.type == "cuda" else None,
+        gradient_as_bucket_view=True,
+        bucket_cap_mb=BUCKET_MIB if effective.compile else None,
+    )
+
+
+def compile_in_turn(t: Training) -> None:
+    """Compile on the first rank of every node, then on the others, which find its result in the cache. *Collective.*
+
+    Runs one micro-step on padding, and a validation batch if there will be any; leaves no gradients.
+    """
+    if not isinstance(t.model, DistributedDataParallel):
+        return
+    x = torch.zeros((t.plan.micro_batch_size, t.plan.seq_len), dtype=torch.int64, device=t.device)
+    y = x.clone()  # one tensor twice would be compiled for just that
+    for first in (True, False):
+        if (t.rank.local_rank == 0) == first:
+            with t.model.no_sync():
+                with t.forward_context():
+                    loss = t.model(x, y)
+                loss.backward()
+            t.optimizer.zero_grad()
+            if len(t.dataset.val_windows):
+                t.gpt.eval()
+                with torch.no_grad(), t.forward_context():
+                    t.gpt(x, y)
+                t.gpt.train()
+        barrier()

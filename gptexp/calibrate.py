@@ -1,0 +1,120 @@
+"""How long a run's steps take, learnt from its first ones: a real run in processes of its own, ended early."""
+
+import json
+import math
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from gptexp import run_dir
+from gptexp.batch import BatchPlan, count_val_windows, interval_tokens, run_length
+from gptexp.config import Config
+from gptexp.errors import UserError
+
+WARM_UP, COUNTED = 2, 5  # steps of a calibration
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What was seen of a run: its step events, and the seconds from its start to the end of its first step."""
+
+    steps: list[dict[str, Any]]
+    start_s: float
+
+
+def observe(command: Sequence[str], directory: Path, steps: int, env: dict[str, str] | None = None) -> Observed:
+    """Start `command`, which trains in `directory`, watch its metrics until `steps` steps are there, and end it.
+
+    Raises `UserError` with the run's own last words where it fails.
+    """
+    started = time.time()
+    log = directory.with_name(f"{directory.name}.log")
+    with log.open("w") as output:
+        run = subprocess.Popen(
+            command,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **(env or {})},
+            start_new_session=True,  # a group of its own, to be ended as one
+        )
+    try:
+        while len(events := _steps(directory / run_dir.METRICS)) < steps:
+            if run.poll() is not None:
+                raise UserError(f"the run ended early (exit code {run.returncode}): {log.read_text().strip()[-2000:]}")
+            time.sleep(0.05)
+    finally:
+        # Not asked to stop, which would save a checkpoint: nobody wants these weights.
+        if run.poll() is None:
+            os.killpg(run.pid, signal.SIGKILL)
+        run.wait()
+        while run_dir.is_locked(directory):  # ranks in sessions of their own leave by themselves, their parent gone
+            time.sleep(0.05)
+    return Observed(events, events[0]["time"] - started)
+
+
+def _steps(metrics: Path) -> list[dict[str, Any]]:
+    """The whole lines of a file that is being written."""
+    if not metrics.exists():
+        return []
+    lines = metrics.read_text().split("\n")[:-1]
+    return [event for event in map(json.loads, lines) if event["event"] == "step"]
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Seconds, as calibrated on this machine."""
+
+    start_s: float  # from the start of the process to the first step's beginning
+    step_s: float
+    validation_s: float  # one pass over the validation set
+    total_s: float  # of the whole run; checkpoints left out
+
+
+def calibrate(cfg: Config, plan: BatchPlan) -> Pace:
+    """Train a few steps of `cfg`, with at most two micro-steps each, and work out the whole run from them.
+
+    A step of A micro-steps takes A times what one takes, and what it does once: reduce, clip, update.
+    """
+    micro_steps = min(plan.grad_accum_steps, 2)
+    quick = replace(
+        cfg,
+        batch=replace(cfg.batch, total_batch_size=plan.total_batch_size // plan.grad_accum_steps * micro_steps),
+        train=replace(cfg.train, max_steps=10**6, eval_every=0, save_every=0, log_every=1, max_minutes=None),
+        log=replace(cfg.log, progress="off", wandb=replace(cfg.log.wandb, mode="disabled")),
+    )
+    directory = Path(tempfile.mkdtemp(prefix="gptexp-")) / "run"
+    try:
+        run_dir.save_config(directory, quick)
+        seen = observe([sys.executable, "-m", "gptexp.resume", str(directory)], directory, WARM_UP + COUNTED)
+    finally:
+        shutil.rmtree(directory.parent, ignore_errors=True)
+
+    def median_s(*keys: str) -> float:
+        counted = seen.steps[WARM_UP:]
+        return 1e-3 * float(statistics.median(sum(step[f"perf/{key}_ms"] for key in keys) for step in counted))
+
+    micro_s = (median_s("data", "forward", "backward") - median_s("reduce")) / micro_steps
+    step_s = median_s("step") + (plan.grad_accum_steps - micro_steps) * micro_s
+    windows = math.ceil(count_val_windows(cfg.data.val_tokens, plan.seq_len) / plan.world_size)
+    validation_s = math.ceil(windows / plan.micro_batch_size) * micro_s / 3  # forward: a third of the multiplications
+    train, total = cfg.train, plan.total_batch_size
+    steps, run_tokens = run_length(train.max_tokens, train.max_steps, total)
+    every = interval_tokens(train.eval_every, train.eval_every_tokens, run_tokens, total)
+    validations = max(1, min(steps, steps * total // every)) if every else 1
+    start_s = seen.start_s - seen.steps[0]["perf/step_ms"] / 1e3
+    first_s = seen.steps[0]["perf/step_ms"] / 1e3 - median_s("step")  # what the first takes longer, compiling for one
+    return Pace(
+        start_s=start_s,
+        step_s=step_s,
+        validation_s=validation_s,
+        total_s=start_s + max(0.0, first_s) + steps * step_s + validations * validation_s,
+    )

@@ -1,0 +1,76 @@
+"""What one rank's tensors take at the peak of a step, in closed form."""
+
+from dataclasses import dataclass, replace
+
+from gptexp.config import ModelConfig
+from gptexp.flops import count_parameters
+from gptexp.loss import chunk_tokens
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of the tensors on one rank when a step needs the most of them."""
+
+    weights: int  # float32
+    optimizer: int  # AdamW's two moments, float32
+    gradients: int  # float32; what of them is there at the peak
+    activations: int  # kept for the backward pass, with the compute type's copies of the weights
+    loss: int  # the logits and what is computed from them
+    holes: int  # in a CPU's heap, between what stays: a quarter of the rest (measured: 0 to a half)
+
+    @property
+    def peak(self) -> int:
+        return self.tensors + self.holes
+
+    @property
+    def tensors(self) -> int:
+        return self.weights + self.optimizer + self.gradients + self.activations + self.loss
+
+
+def memory_estimate(
+    m: ModelConfig,
+    *,
+    micro_batch_size: int,
+    seq_len: int,
+    accumulates: bool,
+    device: str,
+    dtype: str,
+    compiled: bool,
+    loss: str,
+    activation_checkpointing: bool,
+) -> Memory:
+    """Count the tensors of a step without dropout; `accumulates`: it has more than one micro-step.
+
+    A block keeps, per token, its two residual inputs in float32 and 14·C numbers in the compute type: two normalised
+    inputs (2·C), queries, keys and values (3·C), attention's output (C), the MLP before and after its GELU (8·C);
+    besides H + 4 float32 numbers of attention and LayerNorms. The peak is where the loss has just been differentiated,
+    with all activations there; or, checkpointed, where the last block has been computed again; or at the end of the
+    backward pass, with all gradients there and the embedding's coming as a second tensor beside the head's.
+    """
+    c, vocab, tokens = m.n_embd, m.vocab_size, micro_batch_size * seq_len
+    width = 2 if dtype == "bfloat16" else 4
+    weights = 4 * count_parameters(m)
+    in_block = tokens * (8 * c + 14 * c * width + 4 * m.n_head + 16)
+    kept = m.n_layer * (tokens * 4 * c if activation_checkpointing else in_block)
+    copies = 2 * (12 * c * c * m.n_layer + vocab * c) if dtype == "bfloat16" else 0
+    around = tokens * (4 * c + width * c + 24)  # the final LayerNorm; token ids
+    scratch = 0
+    if loss == "chunked":
+        # Kept: the rows' logits in float32, and in the compute type if that is another. Then both gradients, first as
+        # computed (the weight's in float32), then as handed on.
+        scratch = min(tokens, chunk_tokens(device)) * vocab * (6 if dtype == "bfloat16" else 4)
+        of_loss = scratch + (4 + width) * vocab * c + 2 * tokens * c * width
+    else:
+        # Compiled: the logits and their gradient, in the compute type. Else, all in float32: log-softmax, the gradient
+        # of the picked entries, and that of the logits.
+        of_loss = tokens * vocab * (2 * width if compiled else 12)
+    accumulated = weights if accumulates else 0
+    points = [
+        (accumulated, kept + copies + around, of_loss),
+        (weights + 8 * vocab * c, in_block, scratch),
+    ]
+    if activation_checkpointing:
+        points.append((accumulated + 4 * vocab * c, kept + in_block, scratch))
+    gradients, activations, of_loss = max(points, key=sum)
+    tensors = Memory(weights, 2 * weights, gradients, activations, of_loss, holes=0)
+    return replace(tensors, holes=tensors.tensors // 4) if device == "cpu" else tensors

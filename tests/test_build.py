@@ -1,0 +1,53 @@
+"""Compiled once: one graph to train and one to validate, by one rank of a node."""
+
+import re
+import subprocess
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import events
+
+from gptexp.build import build_gpt, wrap
+from gptexp.config import Config
+from gptexp.distributed import Rank
+from gptexp.effective import resolve
+from gptexp.loss import ChunkedCrossEntropy, plain_cross_entropy
+
+Gptexp = Callable[..., subprocess.CompletedProcess[str]]
+
+LOGS = "recompiles,+torch._inductor.codecache"
+
+
+def test_a_model_is_built_as_decided() -> None:
+    cfg, cpu = Config(), torch.device("cpu")
+    cfg.model.n_layer, cfg.model.n_embd, cfg.train.activation_checkpointing = 1, 24, True
+    for name, kind in (("plain", type(plain_cross_entropy)), ("chunked", ChunkedCrossEntropy)):
+        cfg.train.loss = name
+        effective = resolve(cfg, cpu, Rank())
+        gpt = build_gpt(cfg, effective, cpu)
+        assert (type(gpt.loss), gpt.activation_checkpointing) == (kind, True)
+        assert wrap(gpt, effective, Rank(), cpu) is gpt  # DDP at world size 1 would only cost
+    again = build_gpt(cfg, effective, cpu)
+    assert all(torch.equal(a, b) for a, b in zip(gpt.parameters(), again.parameters(), strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", ["auto", "plain"])
+def test_two_ranks_compile_once_and_two_graphs_do(gptexp: Gptexp, tiny: list[str], tmp_path: Path, loss: str) -> None:
+    """Three validation windows for two ranks: the last batch is padded, and still nothing is compiled again."""
+    done = gptexp(
+        "train", *(o for o in tiny if "val_tokens" not in o), "data.val_tokens=48", "world=ddp2", "train.compile=on",
+        f"train.loss={loss}", "train.max_steps=3", "train.eval_every=1", "log=disabled", "log.sample_tokens=0",
+        "hydra.run.dir=out", env={"TORCH_LOGS": LOGS, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "compiled")},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = re.findall(r"^\[rank(\d)\].*(cache hit|cache miss|Recompiling)", done.stderr + done.stdout, re.MULTILINE)
+    count = Counter(found)
+    assert count["0", "cache miss"] >= 3  # forward, backward, validation
+    assert count["0", "cache hit"] == count["1", "cache miss"] == 0
+    assert count["1", "cache hit"] == count["0", "cache miss"]
+    assert count["0", "Recompiling"] == count["1", "Recompiling"] == 1  # validation: without gradients
+    assert len(events(tmp_path / "out", "eval")) == 3

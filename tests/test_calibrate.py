@@ -1,0 +1,61 @@
+"""A whole run's time out of a few steps."""
+
+import json
+import subprocess
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import summary
+
+from gptexp import calibrate, run_dir
+from gptexp.batch import plan_batch
+from gptexp.calibrate import COUNTED, WARM_UP, Observed
+from gptexp.config import Config
+
+Gptexp = Callable[..., subprocess.CompletedProcess[str]]
+
+MICRO = {"data": 1.0, "forward": 20.0, "backward": 39.0}  # ms
+ONCE = {"clip": 3.0, "optimizer": 7.0, "reduce": 5.0}  # the reduction counts within backward
+
+
+@pytest.mark.parametrize("grad_accum_steps", [1, 2, 16])
+def test_a_step_is_its_micro_steps_and_what_it_does_once(
+    grad_accum_steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cfg = Config()
+    cfg.batch.micro_batch_size, cfg.batch.total_batch_size = 4, 4 * 1024 * grad_accum_steps
+    cfg.data.val_tokens, cfg.train.max_steps, cfg.train.eval_every = 10 * 1024, 100, 30
+    ran: list[Config] = []
+
+    def observe(command: Sequence[str], directory: Path, steps: int) -> Observed:
+        quick = run_dir.load_config(directory)
+        ran.append(quick)
+        a = quick.batch.total_batch_size // (4 * 1024)
+        event = {f"perf/{key}_ms": a * ms for key, ms in MICRO.items()}
+        event |= {f"perf/{key}_ms": ms for key, ms in ONCE.items()}
+        event["perf/backward_ms"] += ONCE["reduce"]
+        event["perf/step_ms"] = a * sum(MICRO.values()) + sum(ONCE.values())
+        first: dict[str, Any] = {**event, "perf/step_ms": event["perf/step_ms"] + 9_000}  # it compiles
+        assert steps == WARM_UP + COUNTED
+        return Observed([first, *[event] * (steps - 1)], start_s=12 + event["perf/step_ms"] / 1e3)
+
+    monkeypatch.setattr(calibrate, "observe", observe)
+    pace = calibrate.calibrate(cfg, plan_batch(cfg.batch.total_batch_size, 4, 1024, 1))
+    assert ran[0].batch.total_batch_size == 4 * 1024 * min(grad_accum_steps, 2)
+    assert (ran[0].log.wandb.mode, ran[0].train.save_every) == ("disabled", 0)
+    assert pace.step_s == pytest.approx((60 * grad_accum_steps + 15) / 1e3)
+    assert pace.validation_s == pytest.approx(3 * 20 / 1e3)  # 10 windows in batches of 4, forward only
+    assert pace.start_s == pytest.approx(3)
+    assert pace.total_s == pytest.approx(12 + 100 * pace.step_s + 3 * pace.validation_s)
+
+
+@pytest.mark.slow
+def test_the_time_of_a_real_run_is_foretold(gptexp: Gptexp, tmp_path: Path) -> None:
+    overrides = ["train.max_tokens=245760", "log=disabled", "log.sample_tokens=0", "hydra.run.dir=out"]
+    foretold = json.loads(gptexp("plan", *overrides, "--time", "--json").stdout)["time"]
+    done = gptexp("train", *overrides)
+    assert done.returncode == 0, done.stderr
+    assert foretold["total_s"] == pytest.approx(summary(tmp_path / "out")["wall_s"] + foretold["start_s"], rel=0.5)
+    assert not list(Path("/tmp").glob("gptexp-*/run"))

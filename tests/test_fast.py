@@ -1,0 +1,115 @@
+"""What makes a step fast leaves its losses where plain float32 has them."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+
+import pytest
+import torch
+
+from gptexp.config import ModelConfig, OptimConfig
+from gptexp.data.loader import MicroBatch
+from gptexp.loss import ChunkedCrossEntropy, plain_cross_entropy
+from gptexp.model import GPT, Loss
+from gptexp.optim import build_optimizer
+from gptexp.trainer import train_step
+
+MODEL = ModelConfig(n_layer=2, n_head=4, n_embd=48, block_size=32, vocab_size=512)
+STEPS, WARM_UP, LR = 20, 5, 6e-4
+
+
+def losses(
+    loss: Loss,
+    dtype: torch.dtype = torch.float32,
+    compiled: bool = False,
+    checkpointing: bool = False,
+    fused: bool = True,
+    precision: str = "highest",
+) -> list[float]:
+    """Of twenty steps of two micro-steps, on text that can be learnt: each token follows from the one before."""
+    torch.manual_seed(1337)
+    gpt = GPT(MODEL, loss, checkpointing)
+    if compiled:
+        gpt.compile(fullgraph=True, dynamic=False)
+    optimizer = build_optimizer(gpt, OptimConfig(), fused)
+    context = nullcontext if dtype == torch.float32 else partial(torch.autocast, "cpu", dtype)
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    torch.set_float32_matmul_precision(precision)
+    try:
+        for step in range(STEPS):
+            start = torch.randint(512, (24, 1), generator=generator)
+            tokens = (start + 7 * torch.arange(33)) % 512
+            batches = [MicroBatch(half[:, :-1], half[:, 1:], 0, 0) for half in tokens.split(12)]
+            lr = LR * min(1.0, (step + 1) / WARM_UP)
+            mean, _, _ = train_step(gpt, optimizer, iter(batches), 2, lr, 1.0, context, dropout=False)
+            found.append(float(mean))
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    return found
+
+
+@pytest.fixture(scope="module")
+def plain() -> list[float]:
+    """Float32, eager, whole logits, AdamW as a loop over the tensors."""
+    found = losses(plain_cross_entropy, fused=False)
+    assert found[-1] < found[0] - 0.3  # it learns, so that a wrong gradient would show
+    return found
+
+
+SETTINGS = {
+    "chunked": lambda: {"loss": ChunkedCrossEntropy()},
+    "checkpointed": lambda: {"loss": plain_cross_entropy, "checkpointing": True},
+    "medium": lambda: {"loss": plain_cross_entropy, "precision": "medium"},
+    "bfloat16": lambda: {"loss": plain_cross_entropy, "dtype": torch.bfloat16},
+    "bfloat16, chunked": lambda: {"loss": ChunkedCrossEntropy(), "dtype": torch.bfloat16},
+}
+COMPILED = {
+    "compiled": lambda: {"loss": plain_cross_entropy, "compiled": True},
+    "compiled, chunked": lambda: {"loss": ChunkedCrossEntropy(), "compiled": True},
+    "compiled, checkpointed": lambda: {"loss": plain_cross_entropy, "compiled": True, "checkpointing": True},
+    "bfloat16, compiled": lambda: {"loss": plain_cross_entropy, "dtype": torch.bfloat16, "compiled": True},
+}
+
+
+@pytest.mark.parametrize("name", [*SETTINGS, *(pytest.param(name, marks=pytest.mark.slow) for name in COMPILED)])
+def test_losses_stay_where_plain_float32_has_them(name: str, plain: list[float]) -> None:
+    setting: Callable[[], dict[str, object]] = {**SETTINGS, **COMPILED}[name]
+    fast = losses(**setting())  # type: ignore[arg-type]
+    assert fast == pytest.approx(plain, rel=1e-3 if "bfloat16" in name else 1e-5)
+    assert fast != plain or name in ("medium", "checkpointed")  # another computation, or the very same
+
+
+def test_checkpointing_keeps_less_and_changes_no_bit() -> None:
+    assert losses(plain_cross_entropy, checkpointing=True) == losses(plain_cross_entropy)
+    x = torch.zeros(8, 32, dtype=torch.int64)
+    kept = []
+    for checkpointing in (False, True):
+        seen: dict[int, int] = {}
+
+        def pack(t: torch.Tensor, seen: dict[int, int] = seen) -> torch.Tensor:
+            seen[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+            return t
+
+        model = GPT(MODEL, plain_cross_entropy, checkpointing)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            loss = model(x, x)
+        kept.append(sum(seen.values()))
+        del loss
+    assert kept[1] < kept[0] / 2
+
+
+def test_checkpointing_drops_the_same_values_twice() -> None:
+    """With dropout the blocks are computed again from the same random numbers: gradients are equal to the bit."""
+    gradients = []
+    for checkpointing in (False, True):
+        torch.manual_seed(0)
+        model = GPT(ModelConfig(n_layer=2, n_head=2, n_embd=32, block_size=16, vocab_size=64, dropout=0.3),
+                    plain_cross_entropy, checkpointing)  # fmt: skip
+        x = torch.arange(32).view(2, 16)
+        torch.manual_seed(1)
+        model(x, x).backward()
+        gradients.append([p.grad for p in model.parameters()])
+    for a, b in zip(*gradients, strict=True):
+        assert a is not None
+        assert torch.equal(a, b)

@@ -1,0 +1,52 @@
+"""Which micro-batch a trial settles on; that a step really runs is for a GPU (test_gpu.py)."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from gptexp import trial
+from gptexp.config import Config
+from gptexp.distributed import Rank
+from gptexp.effective import ESTIMATED, resolve
+from gptexp.errors import ConfigError
+
+SIZES = [64, 32, 16, 8, 4, 2, 1]
+
+
+@pytest.mark.parametrize("first", SIZES)
+@pytest.mark.parametrize("limit", [0, 1, 5, 8, 63, 1000])
+def test_the_search_ends_at_the_largest_that_runs(first: int, limit: int) -> None:
+    tried: list[int] = []
+
+    def runs(size: int) -> bool:
+        tried.append(size)
+        return size <= limit
+
+    assert trial.largest(SIZES, first, runs) == next((size for size in SIZES if size <= limit), None)
+    assert len(tried) == len(set(tried))
+
+
+def test_only_an_estimated_size_of_a_gpu_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    cfg = Config()
+    cfg.batch.micro_batch_size, cfg.batch.total_batch_size = "auto", 64 * cfg.seq_len
+    estimated = resolve(cfg, torch.device("cpu"), Rank())
+    estimated = replace(estimated, micro_batch_size=8, reasons={**estimated.reasons, "micro_batch_size": ESTIMATED})
+    asked: list[tuple[int, bool]] = []
+
+    def step_runs(cfg: Config, effective: object, device: object, size: int, accumulates: bool) -> bool:
+        asked.append((size, accumulates))
+        return size <= most
+
+    most = 32
+    monkeypatch.setattr(trial, "step_runs", step_runs)
+    monkeypatch.setattr(trial, "apply", lambda effective: None)
+    assert trial.settle(cfg, estimated, torch.device("cpu"), 1) == estimated
+    gpu = torch.device("cuda")
+    settled = trial.settle(cfg, estimated, gpu, 1)
+    assert (settled.micro_batch_size, settled.reasons["micro_batch_size"]) == (32, trial.TRIED)
+    assert asked == [(8, True), (16, True), (32, True), (64, False)]
+    assert trial.settle(cfg, settled, gpu, 1) == settled  # once
+    most = 0
+    with pytest.raises(ConfigError, match="not even one sequence fits"):
+        trial.settle(cfg, estimated, gpu, 1)
