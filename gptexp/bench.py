@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from gptexp import run_dir
-from gptexp.calibrate import Observed, observe
+from gptexp.calibrate import Observed, medians, observe
 from gptexp.errors import ConfigError
 from gptexp.flops import count_parameters, flops_per_token
 from gptexp.versions import git_commit, versions
@@ -86,10 +86,8 @@ def run_until(workload: Workload, extra: list[str], directory: Path, cache: Path
 def counted(events: list[dict[str, Any]]) -> dict[str, Any]:
     """Medians over the steps after the warm-up, and the quartiles of their length."""
     steps = events[WARM_UP:]
-    keys = [key for key in steps[0] if key.startswith("perf/") and steps[0][key] is not None]
-    medians = {key: statistics.median(event[key] for event in steps) for key in keys}
     low, _, high = statistics.quantiles((event["perf/step_ms"] for event in steps), n=4)
-    return {**medians, "steps": len(steps), "step_ms_quartiles": [low, high]}
+    return {**medians(steps), "steps": len(steps), "step_ms_quartiles": [low, high]}
 
 
 def described(directory: Path) -> dict[str, Any]:

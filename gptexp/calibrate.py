@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import shutil
 import signal
 import statistics
 import subprocess
@@ -69,6 +68,12 @@ def _steps(metrics: Path) -> list[dict[str, Any]]:
     return [event for event in map(json.loads, lines) if event["event"] == "step"]
 
 
+def medians(steps: list[dict[str, Any]]) -> dict[str, float]:
+    """Of every `perf/` figure that the steps have."""
+    keys = [key for key in steps[0] if key.startswith("perf/") and steps[0][key] is not None]
+    return {key: statistics.median(step[key] for step in steps) for key in keys}
+
+
 @dataclass(frozen=True)
 class Pace:
     """Seconds, as calibrated on this machine."""
@@ -79,42 +84,44 @@ class Pace:
     total_s: float  # of the whole run; checkpoints left out
 
 
-def calibrate(cfg: Config, plan: BatchPlan) -> Pace:
+def calibrate(cfg: Config, plan: BatchPlan, effective: dict[str, Any]) -> Pace:
     """Train a few steps of `cfg`, with at most two micro-steps each, and work out the whole run from them.
 
-    A step of A micro-steps takes A times what one takes, and what it does once: reduce, clip, update.
+    A step of A micro-steps takes A times what one takes, and what it does once: reduce, clip, update. `effective`, what
+    the run itself would decide, holds: the few steps of another length would compile or not for reasons of their own.
     """
     micro_steps = min(plan.grad_accum_steps, 2)
     quick = replace(
         cfg,
-        batch=replace(cfg.batch, total_batch_size=plan.total_batch_size // plan.grad_accum_steps * micro_steps),
+        batch=replace(
+            cfg.batch,
+            total_batch_size=plan.total_batch_size // plan.grad_accum_steps * micro_steps,
+            micro_batch_size=plan.micro_batch_size,
+        ),
         train=replace(cfg.train, max_steps=10**6, eval_every=0, save_every=0, log_every=1, max_minutes=None),
         log=replace(cfg.log, progress="off", wandb=replace(cfg.log.wandb, mode="disabled")),
     )
-    directory = Path(tempfile.mkdtemp(prefix="gptexp-")) / "run"
-    try:
+    with tempfile.TemporaryDirectory(prefix="gptexp-") as name:
+        directory = Path(name) / "run"
         run_dir.save_config(directory, quick)
+        run_dir.write_json(directory / run_dir.EFFECTIVE, effective)
         seen = observe([sys.executable, "-m", "gptexp.resume", str(directory)], directory, WARM_UP + COUNTED)
-    finally:
-        shutil.rmtree(directory.parent, ignore_errors=True)
-
-    def median_s(*keys: str) -> float:
-        counted = seen.steps[WARM_UP:]
-        return 1e-3 * float(statistics.median(sum(step[f"perf/{key}_ms"] for key in keys) for step in counted))
-
-    micro_s = (median_s("data", "forward", "backward") - median_s("reduce")) / micro_steps
-    step_s = median_s("step") + (plan.grad_accum_steps - micro_steps) * micro_s
+    ms = medians(seen.steps[WARM_UP:])
+    in_micro_steps = ms["perf/data_ms"] + ms["perf/forward_ms"] + ms["perf/backward_ms"] - ms["perf/reduce_ms"]
+    micro_s = in_micro_steps / micro_steps / 1e3
+    quick_s, first_s = ms["perf/step_ms"] / 1e3, seen.steps[0]["perf/step_ms"] / 1e3
+    step_s = quick_s + (plan.grad_accum_steps - micro_steps) * micro_s
     windows = math.ceil(count_val_windows(cfg.data.val_tokens, plan.seq_len) / plan.world_size)
     validation_s = math.ceil(windows / plan.micro_batch_size) * micro_s / 3  # forward: a third of the multiplications
     train, total = cfg.train, plan.total_batch_size
     steps, run_tokens = run_length(train.max_tokens, train.max_steps, total)
     every = interval_tokens(train.eval_every, train.eval_every_tokens, run_tokens, total)
     validations = max(1, min(steps, steps * total // every)) if every else 1
-    start_s = seen.start_s - seen.steps[0]["perf/step_ms"] / 1e3
-    first_s = seen.steps[0]["perf/step_ms"] / 1e3 - median_s("step")  # what the first takes longer, compiling for one
+    start_s = seen.start_s - first_s
+    longer_s = max(0.0, first_s - quick_s)  # the first step may compile
     return Pace(
         start_s=start_s,
         step_s=step_s,
         validation_s=validation_s,
-        total_s=start_s + max(0.0, first_s) + steps * step_s + validations * validation_s,
+        total_s=start_s + longer_s + steps * step_s + validations * validation_s,
     )

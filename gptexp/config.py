@@ -161,7 +161,7 @@ class TrainConfig:
     matmul_precision: str = _choice("auto", "highest", "high", "medium")  # of float32, torch's names; high: TF32
     attention: str = _choice("auto", "cudnn", "flash", "efficient", "math")  # torch's kernels; asked for: that only
     compile: str = _choice("auto", "on", "off")  # torch.compile; auto: on GPUs, on a CPU for runs long enough
-    loss: str = _choice("auto", "plain", "chunked")  # chunked: no logits kept; auto: on an uncompiled CPU
+    loss: str = _choice("auto", "plain", "chunked")  # chunked: no logits kept; auto: on a CPU, but for compiled bf16
     activation_checkpointing: bool = False  # keep only each block's input and compute the rest again: less memory
     device: str = _choice("auto", "cpu", "cuda", "mps")
 

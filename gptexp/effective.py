@@ -71,12 +71,12 @@ class Effective:
 
     def described(self) -> list[tuple[str, str]]:
         """(short name, choice and reason) of each, for the terminal."""
-        shown = {True: "on", False: "off"}
-        values = {key: getattr(self, key) for key in self.reasons}
-        return [
-            (SHORT.get(key, key), f"{shown[value] if isinstance(value, bool) else value}: {self.reasons[key]}")
-            for key, value in values.items()
-        ]
+        lines = []
+        for key, why in self.reasons.items():
+            value = getattr(self, key)
+            shown = {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+            lines.append((SHORT.get(key, key), f"{shown}: {why}"))
+        return lines
 
 
 def resolve(cfg: Config, device: torch.device, rank: Rank, earlier: dict[str, Any] | None = None) -> Effective:
@@ -102,7 +102,6 @@ def resolve(cfg: Config, device: torch.device, rank: Rank, earlier: dict[str, An
     if train.attention != AUTO and kind not in ATTENTION[train.attention]:
         there = ", ".join(name for name, kinds in ATTENTION.items() if kind in kinds)
         raise ConfigError(f"train.attention={train.attention}: {kind} has no such kernel; there are {there}")
-    sizes = legal_micro_batches(cfg.batch.total_batch_size, cfg.seq_len, rank.world_size)
     dtype = choose("dtype", _unless_auto(train.dtype), lambda: _dtype(device))
     precision = choose("matmul_precision", _unless_auto(train.matmul_precision), lambda: _matmul_precision(device))
     same_dtype = before.get("dtype") == dtype  # what follows from another cell's does not hold here
@@ -127,7 +126,7 @@ def resolve(cfg: Config, device: torch.device, rank: Rank, earlier: dict[str, An
         "micro_batch_size",
         cfg.batch.asked_micro_batch_size,
         lambda: _micro_batch_size(cfg, effective, device, rank),
-        holds=before.get("micro_batch_size") in sizes,
+        holds=cfg.batch.total_batch_size % (before.get("micro_batch_size", 1) * cfg.seq_len * rank.world_size) == 0,
     )
     return replace(effective, micro_batch_size=size)
 

@@ -118,13 +118,13 @@ def _chunk(
     # In base 2, whose exp a CPU computes almost twice as fast: exp(z) = 2^(z · log2 e), and the factor goes to the
     # small side of the product. The result stays unnormalised: 1/sum is applied to the (R, C) sides of the two products
     # below and not to all V columns. Each saves a pass over the largest tensor there is.
-    h_bits = h * LOG2_E
+    h_bits, narrow = h * LOG2_E, weight.dtype != torch.float32
     if scratch is None:
         low = h_bits @ weight.T
         logits = low.float()
     else:
         low = torch.mm(h_bits, weight.T, out=scratch[0][: len(h)])  # (R, V), in bits
-        logits = scratch[1][: len(h)].copy_(low) if low.dtype != torch.float32 else low
+        logits = scratch[1][: len(h)].copy_(low) if narrow else low
     if shifted:
         logits.sub_(logits.amax(-1, keepdim=True))
     of_target = logits.gather(1, y)
@@ -135,12 +135,12 @@ def _chunk(
         return loss
     grad_hidden, grad_weight = into
     scale = keep / total
-    if low.dtype != torch.float32:
+    if narrow:
         exps = low.copy_(exps)
     grad_hidden.copy_((exps @ weight) * scale - weight[y[:, 0]] * keep)
-    if low.dtype == torch.float32:
-        grad_weight.addmm_(exps.T, h * scale)
+    if narrow:
+        grad_weight += exps.T @ (h * scale).to(weight.dtype)
     else:
-        grad_weight += exps.T @ (h * scale).to(low.dtype)
+        grad_weight.addmm_(exps.T, h * scale)
     grad_weight.index_add_(0, y[:, 0], (h * keep).float(), alpha=-1)
     return loss

@@ -16,8 +16,11 @@ if TYPE_CHECKING:
     from gptexp.memory import Memory
 
 
-def plan(cfg: "Config") -> dict[str, Any]:
-    """The arithmetic of a run, and what every `auto` would come to; `epochs` is None until its corpus is tokenised."""
+def plan(cfg: "Config", with_time: bool = False) -> dict[str, Any]:
+    """The arithmetic of a run, and what every `auto` would come to; `epochs` is None until its corpus is tokenised.
+
+    `with_time` trains a few steps to say how long it would take.
+    """
     t, world_size, total = cfg.seq_len, cfg.world.size or 1, cfg.batch.total_batch_size
     effective, memory = _on_this_machine(cfg, world_size)
     batch = plan_batch(total, effective.micro_batch_size, t, world_size)
@@ -25,7 +28,7 @@ def plan(cfg: "Config") -> dict[str, Any]:
     schedule = resolve_schedule(cfg, run_tokens)
     palm, causal = flops.flops_per_token(cfg.model, t)
     corpus_tokens = _prepared_tokens(cfg)
-    return {
+    planned = {
         "parameters": flops.count_parameters(cfg.model),
         "memory_bytes": {**asdict(memory), "peak": memory.peak},
         "tokens": steps * total,
@@ -50,6 +53,11 @@ def plan(cfg: "Config") -> dict[str, Any]:
         ),
         "effective": effective.to_dict(),
     }  # fmt: skip
+    if with_time:
+        from gptexp.calibrate import calibrate
+
+        planned["time"] = asdict(calibrate(cfg, batch, effective.to_dict()))
+    return planned
 
 
 def _on_this_machine(cfg: "Config", world_size: int) -> "tuple[Effective, Memory]":
@@ -138,13 +146,7 @@ def main(argv: list[str] | None = None) -> None:
 
     from gptexp.compose import compose
 
-    config = compose(args.overrides, args.config_dir)
-    result = plan(config)
-    if args.time:
-        from gptexp.calibrate import calibrate
-
-        batch = plan_batch(*(result[key] for key in ("total_batch_size", "micro_batch_size", "seq_len", "world_size")))
-        result["time"] = asdict(calibrate(config, batch))
+    result = plan(compose(args.overrides, args.config_dir), args.time)
     if args.json:
         print(json.dumps(result, indent=1))
     else:

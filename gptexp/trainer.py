@@ -191,11 +191,11 @@ def fit(t: Training, state: TrainState, stop: StopRequest, log: RunLog, checkpoi
         last = state.step == t.steps
         due_eval = last or crosses(before, state.tokens, t.eval_every_tokens)
         due_save = last or crosses(before, state.tokens, t.save_every_tokens)
-        while len(unread) > (0 if due_eval or due_save else late):
-            read(unread.popleft())
-        if state.step == first + 1:
+        if state.step == first + 1:  # before its report is read, or step 2 would be charged with it
             gc.collect()
             gc.freeze()  # compiling leaves a million objects that need not be walked through again
+        while len(unread) > (0 if due_eval or due_save else late):
+            read(unread.popleft())
         if reasons and not last:
             break  # whoever asks a run to stop gives it seconds: no evaluation first
         if due_eval:

@@ -25,13 +25,14 @@ def test_a_step_is_its_micro_steps_and_what_it_does_once(
     grad_accum_steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cfg = Config()
-    cfg.batch.micro_batch_size, cfg.batch.total_batch_size = 4, 4 * 1024 * grad_accum_steps
+    cfg.batch.micro_batch_size, cfg.batch.total_batch_size = "auto", 4 * 1024 * grad_accum_steps
     cfg.data.val_tokens, cfg.train.max_steps, cfg.train.eval_every = 10 * 1024, 100, 30
     ran: list[Config] = []
 
     def observe(command: Sequence[str], directory: Path, steps: int) -> Observed:
         quick = run_dir.load_config(directory)
         ran.append(quick)
+        assert run_dir.read_json(directory / run_dir.EFFECTIVE) == {"compile": True}  # as planned, not by its length
         a = quick.batch.total_batch_size // (4 * 1024)
         event = {f"perf/{key}_ms": a * ms for key, ms in MICRO.items()}
         event |= {f"perf/{key}_ms": ms for key, ms in ONCE.items()}
@@ -42,7 +43,8 @@ def test_a_step_is_its_micro_steps_and_what_it_does_once(
         return Observed([first, *[event] * (steps - 1)], start_s=12 + event["perf/step_ms"] / 1e3)
 
     monkeypatch.setattr(calibrate, "observe", observe)
-    pace = calibrate.calibrate(cfg, plan_batch(cfg.batch.total_batch_size, 4, 1024, 1))
+    pace = calibrate.calibrate(cfg, plan_batch(cfg.batch.total_batch_size, 4, 1024, 1), {"compile": True})
+    assert ran[0].batch.micro_batch_size == 4
     assert ran[0].batch.total_batch_size == 4 * 1024 * min(grad_accum_steps, 2)
     assert (ran[0].log.wandb.mode, ran[0].train.save_every) == ("disabled", 0)
     assert pace.step_s == pytest.approx((60 * grad_accum_steps + 15) / 1e3)

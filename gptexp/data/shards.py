@@ -137,16 +137,16 @@ class TokenStream:
             here = min(count, int(self._starts[shard + 1]) - start)
             parts.append(self._pread(shard, start - int(self._starts[shard]), here))
             start, count = start + here, count - here
-        return parts[0] if len(parts) == 1 else np.concatenate([*parts, np.empty(0, np.uint16)])
+        return np.frombuffer(b"".join(parts), "<u2")
 
-    def _pread(self, shard: int, start: int, count: int) -> Tokens:
+    def _pread(self, shard: int, start: int, count: int) -> bytes:
         try:
             data = os.pread(self._file(shard).fileno(), 2 * count, HEADER.size + 2 * start)
         except OSError as error:
             raise DataError(f"{self._paths[shard]}: cannot be read ({error.strerror})") from None
         if len(data) < 2 * count:
             raise DataError(f"{self._paths[shard]}: was cut short while in use; delete its directory to build it again")
-        return np.frombuffer(data, "<u2")
+        return data
 
 
 def _check_shard(path: Path, tokens: int) -> None:
