@@ -6,9 +6,12 @@ compile cache of its own, so that the time to the first step is known cold and w
 
 import argparse
 import json
+import multiprocessing
 import shutil
 import statistics
 import sys
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -16,7 +19,7 @@ from typing import Any
 
 from gptexp import run_dir
 from gptexp.calibrate import Observed, medians, observe
-from gptexp.errors import ConfigError
+from gptexp.errors import EXIT_FAILED, ConfigError, UserError
 from gptexp.flops import count_parameters, flops_per_token
 from gptexp.versions import git_commit, versions
 
@@ -49,6 +52,7 @@ CPU_WORKLOADS = {
     "small": Workload("4 layers, 128 wide, GPT-2's vocabulary", (*SMALL, "train.compile=off"), 30),
     "small_compiled": Workload("the same, compiled", (*SMALL, "train.compile=on"), 30),
     "gpt2": Workload("GPT-2 124M at T=1024", (*_gpt2("gpt2", 4), "train.compile=off"), 5),
+    "gpt2_compiled": Workload("the same, compiled", (*_gpt2("gpt2", 4), "train.compile=on"), 5),
 }
 GPU_WORKLOADS = {
     "nano": Workload("the model a newcomer trains", (), 50),
@@ -106,6 +110,12 @@ def described(directory: Path) -> dict[str, Any]:
     }
 
 
+def apart(call: Callable[..., Any], *args: Any) -> Any:
+    """`call(*args)` in a process of its own: what a GPU's allocator keeps there no workload goes without."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(call, *args).result()
+
+
 def ceilings(directory: Path) -> dict[str, Any]:
     """What the device does at best at the shapes of a run's forward pass, with the run's own settings."""
     import torch
@@ -125,10 +135,18 @@ def ceilings(directory: Path) -> dict[str, Any]:
 
 
 def measure(name: str, workload: Workload, extra: list[str], out: Path) -> dict[str, Any]:
-    """One row of the result."""
+    """One row of the result, or the `error` that kept the workload from running: it may need more than there is."""
+    try:
+        return _measured(name, workload, extra, out)
+    except UserError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return {"meaning": workload.meaning, "error": str(error)}
+
+
+def _measured(name: str, workload: Workload, extra: list[str], out: Path) -> dict[str, Any]:
     result = {"meaning": workload.meaning, **run_workload(name, workload, extra, out)}
     if result["world_size"] == 1:  # ranks that share a CPU share its ceilings
-        result |= ceilings(out / name)
+        result |= apart(ceilings, out / name)
         done_per_s = result["flops_per_token_palm"] * result["perf/tokens_per_s"]
         result["gemm_share"] = done_per_s / result["gemm_flops_per_s"]["model"]
     return result
@@ -139,7 +157,8 @@ def show(results: dict[str, dict[str, Any]], bandwidth: float) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from gptexp.ceilings import BACKENDS, LAYERS
+    from gptexp.attention import KERNELS
+    from gptexp.ceilings import LAYERS
     from gptexp.phases import PHASES
 
     def table(title: str, *columns: str) -> Table:
@@ -165,7 +184,7 @@ def show(results: dict[str, dict[str, Any]], bandwidth: float) -> None:
         "warm",
     )
     parts = table("Milliseconds of a step", *PHASES, "reduce*")
-    limits = table("At best: GFLOP/s of matrix products, ms of one layer's attention", *LAYERS, *BACKENDS)
+    limits = table("At best: GFLOP/s of matrix products, ms of one layer's attention", *LAYERS, *KERNELS)
     for name, r in results.items():
         low, high = r["step_ms_quartiles"]
         speed.add_row(
@@ -175,7 +194,7 @@ def show(results: dict[str, dict[str, Any]], bandwidth: float) -> None:
         )  # fmt: skip
         parts.add_row(name, *(f"{r[f'perf/{phase}_ms']:,.1f}" for phase in (*PHASES, "reduce")))
         if "gemm_flops_per_s" in r:
-            attention = (r["attention_ms"][backend] for backend in BACKENDS)
+            attention = (r["attention_ms"][kernel] for kernel in KERNELS)
             limits.add_row(
                 name,
                 *(f"{r['gemm_flops_per_s'][layer] / 1e9:,.0f}" for layer in LAYERS),
@@ -190,7 +209,7 @@ def show(results: dict[str, dict[str, Any]], bandwidth: float) -> None:
     console.print("* part of backward")
 
 
-def main(argv: list[str] | None = None) -> None:
+def main(argv: list[str] | None = None) -> int:
     """`gptexp bench [WORKLOAD …] [key=value …]`: this machine's speed, and where a step's time goes."""
     parser = argparse.ArgumentParser(prog="gptexp bench", description=main.__doc__)
     parser.add_argument("what", nargs="*", metavar="WORKLOAD|key=value", help="default: all; overrides go to each")
@@ -201,12 +220,18 @@ def main(argv: list[str] | None = None) -> None:
     overrides = [text for text in args.what if "=" in text]
     names = [text for text in args.what if "=" not in text]
 
+    from gptexp.compose import compose
+    from gptexp.data.prepare import prepare
     from gptexp.distributed import Rank, pick_device
 
     device = pick_device(args.device, Rank())
     known = workloads(device.type)
     if unknown := [name for name in names if name not in known]:
         raise ConfigError(f"{unknown[0]}: no such workload on {device.type}; there are {', '.join(known)}")
+    chosen = {name: known[name] for name in names or known}
+    overrides.insert(0, f"train.device={device.type}")
+    for workload in chosen.values():  # wrong overrides are told now, and no clock runs while text is tokenised
+        prepare(compose([*workload.overrides, *overrides]).data)
     out: Path = (args.out or Path("outputs/bench") / datetime.now().strftime("%Y-%m-%d-%H-%M-%S")).absolute()
     if out.exists() and any(out.iterdir()):
         raise ConfigError(f"--out {out}: not empty; name a new directory")
@@ -215,16 +240,18 @@ def main(argv: list[str] | None = None) -> None:
     from gptexp.ceilings import copy_bandwidth
 
     result: dict[str, Any] = {"versions": versions(), "git_commit": git_commit(), "workloads": {}}
-    result["copy_bytes_per_s"] = copy_bandwidth(device)
-    for name in names or known:
-        print(f"{name}: {known[name].meaning} …", file=sys.stderr, flush=True)
-        result["workloads"][name] = measure(name, known[name], [f"train.device={device.type}", *overrides], out)
+    result["copy_bytes_per_s"] = apart(copy_bandwidth, device)
+    for name, workload in chosen.items():
+        print(f"{name}: {workload.meaning} …", file=sys.stderr, flush=True)
+        result["workloads"][name] = measure(name, workload, overrides, out)
         run_dir.write_json(out / "bench.json", result)  # after each: what is measured is kept
+    measured = {name: row for name, row in result["workloads"].items() if "error" not in row}
     if args.json:
         print(json.dumps(result, indent=1))
-    else:
-        show(result["workloads"], result["copy_bytes_per_s"])
+    elif measured:
+        show(measured, result["copy_bytes_per_s"])
         print(f"\n{out}/bench.json")
+    return 0 if measured else EXIT_FAILED
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The model of a run as its effective choices say: which loss, compiled, in DDP."""
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -12,8 +13,9 @@ from gptexp.model import GPT
 from gptexp.trainer import Training
 
 # DDP cuts a compiled graph wherever a bucket of gradients is full. With accumulation buckets matter in one micro-step
-# and cuts in all: fewer of them. 100 MiB cut GPT-2 124M into 5 and not 14.
-BUCKET_MIB = 100
+# and cuts in all: fewer of them than DDP's 25 MiB make, which cut GPT-2 124M into 14.
+BUCKETS = 5
+LEAST_BUCKET_MIB = 25.0
 
 
 def build_gpt(cfg: Config, effective: Effective, device: torch.device) -> GPT:
@@ -22,6 +24,10 @@ def build_gpt(cfg: Config, effective: Effective, device: torch.device) -> GPT:
     loss = ChunkedCrossEntropy() if effective.loss == "chunked" else plain_cross_entropy
     gpt = GPT(cfg.model, loss, cfg.train.activation_checkpointing).to(device)
     if effective.compile:
+        torch.compiler.reset()  # a launcher's process trains many cells: graphs of the last ones' shapes are of no use
+        # Kernels of attention are chosen while compiling, and torch's own key of the cache does not know of it.
+        asked = effective.reasons["attention"]
+        torch.compiler.config.cache_key_tag = f"attention={effective.attention} ({asked})"
         gpt.compile(fullgraph=True, dynamic=False)  # one graph with the loss inside, or an error that says why not
     return gpt
 
@@ -30,15 +36,16 @@ def wrap(gpt: GPT, effective: Effective, rank: Rank, device: torch.device) -> nn
     """DDP around the model; at world size 1 it would only cost."""
     if rank.world_size == 1:
         return gpt
+    gradients_mib = sum(p.numel() * p.element_size() for p in gpt.parameters()) / 2**20
     return DistributedDataParallel(
         gpt,
         device_ids=[device] if device.type == "cuda" else None,
         gradient_as_bucket_view=True,
-        bucket_cap_mb=BUCKET_MIB if effective.compile else None,
+        bucket_cap_mb=max(LEAST_BUCKET_MIB, gradients_mib / BUCKETS) if effective.compile else None,
     )
 
 
-def compile_in_turn(t: Training) -> None:
+def compile_in_turn(t: Training, patient: "dist.ProcessGroup | None") -> None:
     """Compile on the first rank of every node, then on the others, which find its result in the cache. *Collective.*
 
     Runs one micro-step on padding, and a validation batch if there will be any; leaves no gradients.
@@ -59,4 +66,4 @@ def compile_in_turn(t: Training) -> None:
                 with torch.no_grad(), t.forward_context():
                     t.gpt(x, y)
                 t.gpt.train()
-        barrier()
+        barrier(patient)

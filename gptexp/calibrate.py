@@ -10,16 +10,21 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from gptexp import run_dir
 from gptexp.batch import BatchPlan, count_val_windows, interval_tokens, run_length
-from gptexp.config import Config
+from gptexp.config import Config, ScheduleConfig
+from gptexp.data.prepare import prepare
 from gptexp.errors import UserError
+from gptexp.signals import at_parents_death, ended_in_order
 
 WARM_UP, COUNTED = 2, 5  # steps of a calibration
+LEAVING_S = 3.0  # for a launcher to see that its ranks are gone, and to clean up
 
 
 @dataclass(frozen=True)
@@ -37,27 +42,43 @@ def observe(command: Sequence[str], directory: Path, steps: int, env: dict[str, 
     """
     started = time.time()
     log = directory.with_name(f"{directory.name}.log")
-    with log.open("w") as output:
+    with ended_in_order(), log.open("w") as output:
         run = subprocess.Popen(
             command,
             stdout=output,
             stderr=subprocess.STDOUT,
             env={**os.environ, **(env or {})},
-            start_new_session=True,  # a group of its own, to be ended as one
+            start_new_session=True,  # Ctrl-C is for whoever watches, who ends the run
+            preexec_fn=partial(at_parents_death, signal.SIGKILL),
         )
-    try:
-        while len(events := _steps(directory / run_dir.METRICS)) < steps:
-            if run.poll() is not None:
-                raise UserError(f"the run ended early (exit code {run.returncode}): {log.read_text().strip()[-2000:]}")
-            time.sleep(0.05)
-    finally:
-        # Not asked to stop, which would save a checkpoint: nobody wants these weights.
-        if run.poll() is None:
-            os.killpg(run.pid, signal.SIGKILL)
-        run.wait()
-        while run_dir.is_locked(directory):  # ranks in sessions of their own leave by themselves, their parent gone
-            time.sleep(0.05)
+        try:
+            while len(events := _steps(directory / run_dir.METRICS)) < steps:
+                if run.poll() is not None:
+                    said = log.read_text().strip()[-2000:]
+                    raise UserError(f"the run ended early (exit code {run.returncode}): {said}")
+                time.sleep(0.05)
+        finally:
+            _kill(run)
     return Observed(events, events[0]["time"] - started)
+
+
+def _kill(run: "subprocess.Popen[bytes]") -> None:
+    """End a run and its ranks, unasked: asked to stop they would save a checkpoint, and nobody wants these weights.
+
+    The ranks first: one that sees its parent gone stops in good order. Their launcher then leaves by itself.
+    """
+    import psutil
+
+    ranks = psutil.Process(run.pid).children(recursive=True) if run.poll() is None else []
+    for process in ranks:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    if ranks:
+        with suppress(subprocess.TimeoutExpired):
+            run.wait(LEAVING_S)
+    run.kill()
+    run.wait()
+    psutil.wait_procs(ranks)
 
 
 def _steps(metrics: Path) -> list[dict[str, Any]]:
@@ -98,9 +119,11 @@ def calibrate(cfg: Config, plan: BatchPlan, effective: dict[str, Any]) -> Pace:
             total_batch_size=plan.total_batch_size // plan.grad_accum_steps * micro_steps,
             micro_batch_size=plan.micro_batch_size,
         ),
+        schedule=ScheduleConfig(name="constant"),  # its own need not fit the length
         train=replace(cfg.train, max_steps=10**6, eval_every=0, save_every=0, log_every=1, max_minutes=None),
         log=replace(cfg.log, progress="off", wandb=replace(cfg.log.wandb, mode="disabled")),
     )
+    prepare(cfg.data)  # tokenised once, and not while the clock runs
     with tempfile.TemporaryDirectory(prefix="gptexp-") as name:
         directory = Path(name) / "run"
         run_dir.save_config(directory, quick)

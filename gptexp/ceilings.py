@@ -11,20 +11,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import sdpa_kernel
 
+from gptexp.attention import KERNELS
 from gptexp.config import ModelConfig
 
 MEASURE_S = 0.3  # least time spent on one figure
 LAYERS = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj", "lm_head", "model")  # `model`: all of a step
 COPY_BYTES = {"cpu": 256 << 20, "cuda": 2 << 30}  # far more than any cache holds
-
-BACKENDS = {
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "math": SDPBackend.MATH,
-}
 
 
 def median_s(call: Callable[[], Any]) -> float:
@@ -66,7 +60,7 @@ def _products_s(rows: int, inner: int, columns: int, device: torch.device, dtype
     """Seconds of a linear layer's forward product and the two of its backward pass."""
 
     def random(*shape: int) -> Tensor:
-        return torch.randn(shape, device=device).to(dtype)
+        return torch.randn(shape, device=device, dtype=dtype)
 
     x, weight, grad = random(rows, inner), random(columns, inner), random(rows, columns)
     out, grad_x, grad_weight = torch.empty_like(grad), torch.empty_like(x), torch.empty_like(weight)
@@ -87,18 +81,18 @@ def copy_bandwidth(device: torch.device) -> float:
 def attention_ms(
     m: ModelConfig, batch: int, seq_len: int, device: torch.device, dtype: torch.dtype
 ) -> dict[str, float | None]:
-    """Milliseconds of one layer's causal attention, forward and backward, by backend; None where it has no kernel."""
+    """Milliseconds of one layer's causal attention, forward and backward, by kernel; None where it has no kernel."""
     shape = (batch, m.n_head, seq_len, m.n_embd // m.n_head)
-    q, k, v = (torch.randn(shape, device=device).to(dtype).requires_grad_() for _ in range(3))
-    grad = torch.randn(shape, device=device).to(dtype)
+    q, k, v = (torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
+    grad = torch.randn(shape, device=device, dtype=dtype)
 
     def both() -> None:
         out: Tensor = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         torch.autograd.grad(out, (q, k, v), grad)
 
     measured: dict[str, float | None] = {}
-    for name, backend in BACKENDS.items():
-        with sdpa_kernel(backend), warnings.catch_warnings():
+    for name, kernel in KERNELS.items():
+        with sdpa_kernel(kernel.backend), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch gives each reason why a kernel is not there as a warning
             try:
                 measured[name] = 1e3 * median_s(both)

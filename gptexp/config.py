@@ -8,6 +8,8 @@ length in tokens means the same at every batch size, a length in steps does not.
 """
 
 import dataclasses
+import hashlib
+import json
 import math
 import re
 from collections.abc import Callable, Iterator
@@ -185,6 +187,7 @@ class LogConfig:
 @dataclass
 class SweepConfig:
     name: str | None = _name(None)  # directory under outputs/; null: a hash of the config without the swept keys
+    cells: int = _positive(1)  # set by multirun: how many there are, to share what the first compilation costs
 
 
 @dataclass
@@ -227,6 +230,11 @@ IRRELEVANT_TO_RESULT = (
     "train.log_every",
     "train.max_minutes",
 )
+
+
+# Keys that a step's tensors have their sizes from.
+DECIDING_MEMORY = ("model", "batch", "world.size", "train.dtype", "train.compile", "train.loss",
+                   "train.activation_checkpointing")  # fmt: skip
 
 
 def fields_of(config: Any, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field[Any], Any]]:
@@ -302,8 +310,15 @@ def _fits(value: Any, annotation: Any) -> bool:
 
 def result_deciding(config: Config) -> dict[str, Any]:
     """Dotted keys and values of everything that decides which weights come out."""
-    return {
-        key: value
-        for key, _, value in fields_of(config)
-        if not any(key == skip or key.startswith(f"{skip}.") for skip in IRRELEVANT_TO_RESULT)
-    }
+    return {key: value for key, _, value in fields_of(config) if not _is_in(key, IRRELEVANT_TO_RESULT)}
+
+
+def memory_key(config: Config) -> str:
+    """Equal for runs whose steps need the same memory, so that a micro-batch size found for one serves the other."""
+    deciding = {key: value for key, _, value in fields_of(config) if _is_in(key, DECIDING_MEMORY)}
+    return hashlib.sha256(json.dumps(deciding, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _is_in(key: str, names: tuple[str, ...]) -> bool:
+    """Whether `key` is one of `names`, keys or groups."""
+    return any(key == name or key.startswith(f"{name}.") for name in names)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 CAUSE_FIRST_S = 2.0  # between the end of the rank that failed first and those of its peers
-PREPARATION = timedelta(days=2)  # how long ranks wait for the slowest to have its data
+PREPARATION = timedelta(days=2)  # how long ranks wait for one to have its data, decide or compile
 
 
 @dataclass(frozen=True)
@@ -113,8 +113,10 @@ def connect() -> "dist.Store":
     return dist.PrefixStore(f"attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
-def init_process_group(rank: Rank, store: "dist.Store", device: "torch.device", backend: str, timeout_s: float) -> None:
-    """Join the ranks. *Collective.*
+def init_process_group(
+    rank: Rank, store: "dist.Store", device: "torch.device", backend: str, timeout_s: float
+) -> "dist.ProcessGroup":
+    """Join the ranks; returns a second, patient group, for waiting while one rank decides or compiles. *Collective.*
 
     A node may take far longer than `timeout_s` to prepare its data; the ranks wait for one another first, through the
     store, which costs nothing.
@@ -135,6 +137,8 @@ def init_process_group(rank: Rank, store: "dist.Store", device: "torch.device", 
         timeout=timedelta(seconds=timeout_s),
         device_id=device if device.type == "cuda" and backend == "nccl" else None,
     )
+    patient: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=PREPARATION)
+    return patient
 
 
 def destroy_process_group() -> None:
@@ -180,15 +184,15 @@ def all_reduce_sum(value: "torch.Tensor") -> "torch.Tensor":
     return value
 
 
-def barrier() -> None:
+def barrier(group: "dist.ProcessGroup | None" = None) -> None:
     """Wait until every rank is here. *Collective.*"""
     import torch.distributed as dist
 
     if dist.is_initialized():
-        dist.barrier()
+        dist.barrier(group)
 
 
-def agree(decide: Callable[[], Any], rank: Rank, device: "torch.device") -> Any:
+def agree(decide: Callable[[], Any], rank: Rank, group: "dist.ProcessGroup | None") -> Any:
     """What `decide` gives on rank 0 (any object that pickles), or the `UserError` it raises, on all. *Collective.*"""
     import torch.distributed as dist
 
@@ -199,7 +203,7 @@ def agree(decide: Callable[[], Any], rank: Rank, device: "torch.device") -> Any:
         except UserError as error:
             shared = [error]
     if dist.is_initialized():
-        dist.broadcast_object_list(shared, src=0, device=device)
+        dist.broadcast_object_list(shared, src=0, group=group)
     if isinstance(shared[0], UserError):
         raise shared[0]
     return shared[0]

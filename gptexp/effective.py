@@ -5,35 +5,34 @@ else runs on the machine changes a bit of the result.
 """
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch.nn.attention import sdpa_kernel
 
+from gptexp.attention import attention_kernel, best_kernel, check_kernel
 from gptexp.batch import legal_micro_batches, run_length
-from gptexp.ceilings import BACKENDS
-from gptexp.config import AUTO, Config
+from gptexp.config import AUTO, Config, memory_key
 from gptexp.distributed import Rank, cores_per_rank
-from gptexp.errors import ConfigError
 from gptexp.flops import flops_per_token
 from gptexp.machine import (
     device_name,
+    free_memory,
     has_native_bfloat16,
-    is_hopper,
     keep_freed_memory,
     medium_precision,
-    memory_bytes,
+    missing_compiler,
 )
 from gptexp.memory import Memory, memory_estimate
 from gptexp.optim import resolve_fused
 
 ForwardContext = Callable[[], AbstractContextManager[object]]
 
-SHORT = {"matmul_precision": "float32", "micro_batch_size": "micro-batch", "threads_per_rank": "threads"}
+# For the terminal, whose column is 16 wide.
+SHORT_NAMES = {"matmul_precision": "float32 matmul", "micro_batch_size": "micro-batch", "threads_per_rank": "threads"}
 
 ASKED = "asked for"
 ESTIMATED = "the largest that divides and, by estimate, fits"
@@ -44,9 +43,6 @@ COMPILE_S = 40.0  # what a first compilation costs on two cores: 30 to 45 s at 4
 COMPILE_GAIN = 0.2  # share of an eager step's time that the compiler takes away where products are fast
 EAGER_FLOPS = 100e9  # per second and core, what an eager step gets of a CPU where products are fast
 USABLE = 0.85  # share of a machine's memory that an estimate may fill
-
-# Kernels of scaled_dot_product_attention, and where each is there.
-ATTENTION = {"cudnn": ("cuda",), "flash": ("cuda", "cpu"), "efficient": ("cuda",), "math": ("cuda", "cpu", "mps")}
 
 
 @dataclass(frozen=True)
@@ -62,6 +58,7 @@ class Effective:
     loss: str  # plain or chunked
     fused: bool  # AdamW's kernel
     micro_batch_size: int  # sequences per rank and forward pass (B)
+    memory_key: str  # of the config that the micro-batch size was chosen for
     threads_per_rank: int
     local_world_size: int  # ranks on a node, which share its cores
     reasons: dict[str, str] = field(default_factory=dict)
@@ -75,7 +72,7 @@ class Effective:
         for key, why in self.reasons.items():
             value = getattr(self, key)
             shown = {True: "on", False: "off"}[value] if isinstance(value, bool) else value
-            lines.append((SHORT.get(key, key), f"{shown}: {why}"))
+            lines.append((SHORT_NAMES.get(key, key), f"{shown}: {why}"))
         return lines
 
 
@@ -99,36 +96,45 @@ def resolve(cfg: Config, device: torch.device, rank: Rank, earlier: dict[str, An
         return value
 
     train, kind = cfg.train, device.type
-    if train.attention != AUTO and kind not in ATTENTION[train.attention]:
-        there = ", ".join(name for name, kinds in ATTENTION.items() if kind in kinds)
-        raise ConfigError(f"train.attention={train.attention}: {kind} has no such kernel; there are {there}")
     dtype = choose("dtype", _unless_auto(train.dtype), lambda: _dtype(device))
     precision = choose("matmul_precision", _unless_auto(train.matmul_precision), lambda: _matmul_precision(device))
     same_dtype = before.get("dtype") == dtype  # what follows from another cell's does not hold here
-    attention = choose("attention", _unless_auto(train.attention), lambda: _attention(device, dtype), same_dtype)
+    attention = choose("attention", _unless_auto(train.attention), lambda: best_kernel(device, dtype), same_dtype)
+    check_kernel(attention, kind, dtype)
     wanted_compile = {"on": True, "off": False, AUTO: None}[train.compile]
-    compiled = choose("compile", wanted_compile, lambda: _compile(cfg, kind, dtype, precision), same_dtype)
+    compiled = choose("compile", wanted_compile, lambda: _compile(cfg, device, rank, dtype, precision), same_dtype)
     same_graph = same_dtype and before.get("compile") == compiled
     loss = choose("loss", _unless_auto(train.loss), lambda: _loss(kind, dtype, compiled), same_graph)
     wanted_fused = None if cfg.optim.fused == AUTO else resolve_fused(cfg.optim.fused, device)
     fused = choose("fused", wanted_fused, lambda: (resolve_fused(AUTO, device), f"AdamW's kernel for {kind}"))
+    same_node = before.get("local_world_size") == rank.local_world_size  # its ranks share cores and memory
     threads = choose(
         "threads_per_rank",
         cfg.world.threads_per_rank,
         lambda: (cores_per_rank(rank), "the node's cores shared out"),
-        holds=before.get("local_world_size") == rank.local_world_size,
+        same_node,
     )
-    effective = Effective(
-        kind, device_name(device), dtype, precision, attention, compiled, loss, fused, 1, threads,
-        rank.local_world_size, reasons,
-    )  # fmt: skip
+    largest = Effective(
+        device=kind,
+        device_name=device_name(device),
+        dtype=dtype,
+        matmul_precision=precision,
+        attention=attention,
+        compile=compiled,
+        loss=loss,
+        fused=fused,
+        micro_batch_size=cfg.batch.total_batch_size // (cfg.seq_len * rank.world_size),
+        memory_key=memory_key(cfg),
+        threads_per_rank=threads,
+        local_world_size=rank.local_world_size,
+    )
     size = choose(
         "micro_batch_size",
         cfg.batch.asked_micro_batch_size,
-        lambda: _micro_batch_size(cfg, effective, device, rank),
-        holds=cfg.batch.total_batch_size % (before.get("micro_batch_size", 1) * cfg.seq_len * rank.world_size) == 0,
+        lambda: _micro_batch_size(cfg, largest, device, rank),
+        same_graph and same_node and before.get("memory_key") == memory_key(cfg),
     )
-    return replace(effective, micro_batch_size=size)
+    return replace(largest, micro_batch_size=size, reasons=reasons)
 
 
 def estimate(cfg: Config, effective: Effective, world_size: int) -> Memory:
@@ -138,6 +144,7 @@ def estimate(cfg: Config, effective: Effective, world_size: int) -> Memory:
         micro_batch_size=effective.micro_batch_size,
         seq_len=cfg.seq_len,
         accumulates=effective.micro_batch_size * cfg.seq_len * world_size < cfg.batch.total_batch_size,
+        world_size=world_size,
         device=effective.device,
         dtype=effective.dtype,
         compiled=effective.compile,
@@ -158,9 +165,9 @@ def _dtype(device: torch.device) -> tuple[str, str]:
 
 def _matmul_precision(device: torch.device) -> tuple[str, str]:
     if device.type == "cuda":
-        return "high", "TF32 for what stays float32"
+        return "high", "TF32, where the GPU has it, for what stays float32"
     if device.type != "cpu" or not torch.cpu.get_capabilities().get("avx512_f"):
-        return "highest", f"this {device.type} has one float32 kernel only"
+        return "highest", "no other float32 kernel is faster here"
     error, speed = medium_precision()
     if error > FLOAT32_ERROR:
         return "highest", f"oneDNN would round, to a relative error of {error:.1e}"
@@ -169,27 +176,23 @@ def _matmul_precision(device: torch.device) -> tuple[str, str]:
     return "medium", f"oneDNN's float32 kernel, {speed:.1f} times as fast at a relative error of {error:.1e}"
 
 
-def _attention(device: torch.device, dtype: str) -> tuple[str, str]:
-    if device.type != "cuda":
-        return ("flash", "torch's kernel for CPUs") if device.type == "cpu" else ("math", "the only one here")
-    if dtype == "float32":
-        return "efficient", "the others take no float32"
-    return ("cudnn", "the fastest on Hopper") if is_hopper(device) else ("flash", "fast on every GPU")
-
-
-def _compile(cfg: Config, kind: str, dtype: str, precision: str) -> tuple[bool, str]:
+def _compile(cfg: Config, device: torch.device, rank: Rank, dtype: str, precision: str) -> tuple[bool, str]:
     """Whether the time saved is worth the wait; on a GPU, where a step is two times as fast, nearly always."""
-    if kind == "cuda":
-        return True, "it pays within minutes"
-    if kind != "cpu":
-        return False, f"torch compiles little for {kind}"
+    if device.type not in ("cuda", "cpu"):
+        return False, f"torch compiles little for {device.type}"
+    if missing := missing_compiler(device):
+        return False, missing
+    if device.type == "cuda":
+        return True, "takes a minute or two, and a step is about twice as fast"
     if dtype == "float32" and precision == "highest":
         return False, "slow float32 products are nearly all of a step, and it makes none of them faster"
     steps, _ = run_length(cfg.train.max_tokens, cfg.train.max_steps, cfg.batch.total_batch_size)
     per_token, _ = flops_per_token(cfg.model, cfg.seq_len)
-    eager_s = steps * cfg.batch.total_batch_size * per_token / (cores_per_rank(Rank()) * EAGER_FLOPS)
-    saved_s = COMPILE_GAIN * eager_s
-    return saved_s > COMPILE_S, f"saves about {saved_s:,.0f} s of the whole run and costs {COMPILE_S:.0f} s"
+    eager_s = steps * cfg.batch.total_batch_size * per_token / (rank.world_size * cores_per_rank(rank) * EAGER_FLOPS)
+    cells = cfg.sweep.cells  # the first fills a cache for the others
+    saved_s = COMPILE_GAIN * eager_s * cells
+    of = "the whole run" if cells == 1 else f"all {cells} cells"
+    return saved_s > COMPILE_S, f"saves about {saved_s:,.0f} s of {of} and costs {COMPILE_S:.0f} s"
 
 
 def _loss(kind: str, dtype: str, compiled: bool) -> tuple[str, str]:
@@ -199,7 +202,7 @@ def _loss(kind: str, dtype: str, compiled: bool) -> tuple[str, str]:
 
 
 def _micro_batch_size(cfg: Config, effective: Effective, device: torch.device, rank: Rank) -> tuple[int, str]:
-    memory = memory_bytes(device)
+    memory = free_memory(device)
     if memory is None:
         return 1, "how much memory there is is not known"
     usable = USABLE * memory / (rank.local_world_size if device.type == "cpu" else 1)
@@ -224,22 +227,12 @@ def apply(effective: Effective, deterministic: bool = False) -> None:
 
 
 def forward_context(effective: Effective) -> ForwardContext:
-    """A factory of what the forward pass runs in: autocast, and the choice of attention kernels.
-
-    A kernel that was asked for is the only one; one that was chosen is the first of those that can do it.
-    """
-    asked = effective.reasons.get("attention") == ASKED
-    if not asked and effective.device != "cuda":
-        attention: ForwardContext = nullcontext  # torch knows its own best there
-    else:
-        others = [] if asked else [kernel for name, kernel in BACKENDS.items() if name != effective.attention]
-        attention = partial(sdpa_kernel, [BACKENDS[effective.attention], *others], set_priority=True)
+    """A factory of what each forward pass runs in: autocast, or nothing."""
     if effective.dtype == "float32":
-        return attention
+        return nullcontext
+    return partial(torch.autocast, effective.device, dtype=torch.bfloat16)
 
-    @contextmanager
-    def both() -> Iterator[None]:
-        with attention(), torch.autocast(effective.device, dtype=torch.bfloat16):
-            yield
 
-    return both
+def step_context(effective: Effective) -> AbstractContextManager[object]:
+    """What whole steps run in, entered once: the choice of attention's kernel."""
+    return attention_kernel(effective.attention, effective.reasons["attention"] == ASKED, effective.device)

@@ -69,7 +69,7 @@ def main(argv: list[str] | None = None) -> None:
 
     from gptexp.data.corpora import absolute
     from gptexp.data.loader import build_dataset
-    from gptexp.effective import apply, forward_context
+    from gptexp.effective import apply, forward_context, step_context
     from gptexp.load import load_checkpointed
     from gptexp.loss import perplexity
 
@@ -98,7 +98,8 @@ def main(argv: list[str] | None = None) -> None:
             f"({dataset.hash}); what is held out now may have been trained on: give --data FILE"
         )
     context = forward_context(loaded.effective)
-    loss = evaluate(loaded.model, dataset, loaded.effective.micro_batch_size, Rank(), loaded.device, context)
+    with step_context(loaded.effective):
+        loss = evaluate(loaded.model, dataset, loaded.effective.micro_batch_size, Rank(), loaded.device, context)
     print(
         json.dumps(
             {

@@ -1,13 +1,13 @@
 """A finished (or interrupted) run back in memory, from its directory alone."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from gptexp import checkpoint, run_dir
-from gptexp.config import Config
+from gptexp.config import AUTO, Config
 from gptexp.data.tokenizer import load_tokenizer
 from gptexp.distributed import Rank, pick_device
 from gptexp.effective import Effective, resolve
@@ -39,7 +39,8 @@ def load_checkpointed(directory: Path | str) -> LoadedRun:
     device = _device(config.train.device)
     model = GPT(config.model, plain_cross_entropy)
     checkpoint.load_weights(path, model)
-    effective = resolve(config, device, Rank(), run_dir.read_json(directory / run_dir.EFFECTIVE))
+    decided = run_dir.read_json(directory / run_dir.EFFECTIVE)
+    effective = resolve(_portable(config, decided["device"], device), device, Rank(), decided)
     return LoadedRun(model.to(device).eval(), config, effective, state.step, device)
 
 
@@ -49,6 +50,13 @@ def _device(trained_on: str) -> torch.device:
         return pick_device(trained_on, Rank())
     except ConfigError:
         return pick_device("auto", Rank())
+
+
+def _portable(config: Config, trained_on: str, device: torch.device) -> Config:
+    """`config` without the kernels it asks for, where those were of another kind of device."""
+    if device.type == trained_on:
+        return config
+    return replace(config, train=replace(config.train, attention=AUTO), optim=replace(config.optim, fused=AUTO))
 
 
 def load_run(directory: Path | str) -> "tuple[GPT, tiktoken.Encoding, Config]":

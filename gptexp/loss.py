@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 SAFE_LOGIT = 60.0  # exp(±60) and a sum of 10^11 such are ordinary float32 numbers
 LOG2_E = math.log2(math.e)
+COMPILED_CHUNKS = 8
 IGNORED = -1  # a target that counts for nothing: padding
 
 Scratch = tuple[Tensor, Tensor] | None
@@ -52,7 +53,7 @@ class ChunkedCrossEntropy:
         """(R, V) in the compute type and in float32, one tensor where that is the same; None for a compiler."""
         if torch.compiler.is_compiling():
             return None
-        shape = (min(tokens, chunk_tokens(weight.device.type)), len(weight))
+        shape = (chunk_rows(tokens, weight.device.type, compiled=False), len(weight))
         if self._scratch is None or (self._scratch[0].shape, self._scratch[0].dtype) != (shape, weight.dtype):
             self._scratch = None  # before the new one is there
             low = weight.new_empty(shape)
@@ -60,9 +61,13 @@ class ChunkedCrossEntropy:
         return self._scratch
 
 
-def chunk_tokens(device: str) -> int:
-    """How many rows of logits there are at a time: 100 MB in float32, on a GPU, to fill it, 800 MB."""
-    return 4096 if device == "cuda" else 512
+def chunk_rows(tokens: int, device: str, compiled: bool) -> int:
+    """How many rows of logits there are at a time: 100 MB in float32, on a GPU, to fill it, 800 MB.
+
+    A compiler unrolls the loop over the chunks and takes 3 s for each: it gets few, each of more rows.
+    """
+    rows = min(tokens, 4096 if device == "cuda" else 512)
+    return max(rows, math.ceil(tokens / COMPILED_CHUNKS)) if compiled else rows
 
 
 def perplexity(loss: float) -> float:
@@ -86,7 +91,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         # graph cannot branch on the answer.
         unbounded = torch.compiler.is_compiling() or hidden.is_cuda
         shifted = unbounded or bool(hidden.norm(dim=1).max() * weight.norm(dim=1).max() > SAFE_LOGIT)
-        rows = chunk_tokens(hidden.device.type)
+        rows = chunk_rows(len(hidden), hidden.device.type, torch.compiler.is_compiling())
         for first in range(0, len(hidden), rows):
             part = slice(first, first + rows)
             into = None if grad_hidden is None or grad_weight is None else (grad_hidden[part], grad_weight)

@@ -1,16 +1,20 @@
 """What this machine has: its device's name and arithmetic, free memory, and glibc's allocator told to keep memory."""
 
 import ctypes
+import os
 import platform
+import shutil
 import statistics
 import sys
 import time
+from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
 PROBE = 1024  # rows and columns of the matrices that are multiplied to learn how
-CGROUP = Path("/sys/fs/cgroup")
+CGROUP, OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def device_name(device: torch.device) -> str:
@@ -35,9 +39,31 @@ def has_native_bfloat16(device: torch.device) -> bool:
     return False
 
 
-def is_hopper(device: torch.device) -> bool:
-    """Whether it is an H100 or one of its kin, whose attention cuDNN computes fastest."""
-    return device.type == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability(device)[0] == 9
+def compute_capability(device: torch.device) -> int:
+    """Of a GPU, the major number: 8 for Ampere, 9 for Hopper, 10 for Blackwell. One not here is taken for Ampere."""
+    return torch.cuda.get_device_capability(device)[0] if torch.cuda.is_available() else 8
+
+
+def missing_compiler(device: torch.device) -> str | None:
+    """What torch.compile would lack on this machine; None if nothing."""
+    if device.type == "cuda":
+        if find_spec("triton") is None:
+            return "Triton is not installed"
+        return None if compute_capability(device) >= 7 else "Triton compiles for no GPU older than Volta"
+    wanted = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+    return None if shutil.which(wanted) else f"{wanted}, the C++ compiler it needs, is not installed"
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed; only the caching allocator's own error has a type.
+
+    The CPU's allocator, the libraries' own (cuBLAS), CUDA's loading of a kernel and the compiler's benchmarks raise
+    RuntimeErrors that say so.
+    """
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
+        isinstance(error, RuntimeError)
+        and any(sign in str(error) for sign in ("out of memory", "can't allocate memory", "ALLOC_FAILED"))
+    )
 
 
 def medium_precision() -> tuple[float, float]:
@@ -70,19 +96,33 @@ def _seconds(a: torch.Tensor, b: torch.Tensor) -> float:
     return statistics.median(taken[1:])
 
 
-def memory_bytes(device: torch.device) -> int | None:
-    """All of a GPU's memory, or what a CPU's processes may still take; None where neither is known."""
+def free_memory(device: torch.device) -> int | None:
+    """Bytes that this device's processes may still take; None where that is not known."""
     if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory if torch.cuda.is_available() else None
+        return torch.cuda.mem_get_info(device)[0] if torch.cuda.is_available() else None
     if device.type != "cpu":
         return None
     import psutil
 
-    available = int(psutil.virtual_memory().available)
-    limit, used = CGROUP / "memory.max", CGROUP / "memory.current"  # a container's, or a job's under SLURM
-    if limit.exists() and used.exists() and (most := limit.read_text().strip()).isdigit():
-        available = min(available, int(most) - int(used.read_text()))
-    return max(0, available)
+    return max(0, min([psutil.virtual_memory().available, *_left_in_cgroups()]))
+
+
+def _left_in_cgroups() -> Iterator[int]:
+    """Bytes left under each limit that this process lives under, a container's or a SLURM job's (cgroup v2)."""
+    if not OWN_CGROUP.exists():
+        return
+    unified = [line[3:] for line in OWN_CGROUP.read_text().splitlines() if line.startswith("0::")]
+    for path in unified:
+        own = CGROUP / path.strip("/")
+        for group in (own, *own.parents):
+            if not group.is_relative_to(CGROUP) or not (group / "memory.max").exists():
+                continue
+            limit = (group / "memory.max").read_text().strip()
+            if limit.isdigit():  # and not "max"
+                stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+                # What is cached of files counts as used, and goes as soon as somebody needs the room.
+                used = int((group / "memory.current").read_text()) - int(stat["inactive_file"])
+                yield int(limit) - used
 
 
 def keep_freed_memory() -> None:
@@ -97,5 +137,5 @@ def keep_freed_memory() -> None:
     if mallopt is not None:
         m_trim_threshold, m_top_pad, m_mmap_max = -1, -2, -4
         mallopt(m_mmap_max, 0)
-        mallopt(m_trim_threshold, 2**31 - 1)
+        mallopt(m_trim_threshold, -1)  # never
         mallopt(m_top_pad, 256 << 20)

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from gptexp.config import ModelConfig
 from gptexp.flops import count_parameters
-from gptexp.loss import chunk_tokens
+from gptexp.loss import chunk_rows
 
 
 @dataclass(frozen=True)
@@ -16,11 +16,11 @@ class Memory:
     gradients: int  # float32; what of them is there at the peak
     activations: int  # kept for the backward pass, with the compute type's copies of the weights
     loss: int  # the logits and what is computed from them
-    holes: int  # in a CPU's heap, between what stays: a quarter of the rest (measured: 0 to a half)
+    fragmentation: int  # in a CPU's heap, between what stays: a quarter of the rest (measured: 0 to a half)
 
     @property
     def peak(self) -> int:
-        return self.tensors + self.holes
+        return self.tensors + self.fragmentation
 
     @property
     def tensors(self) -> int:
@@ -33,6 +33,7 @@ def memory_estimate(
     micro_batch_size: int,
     seq_len: int,
     accumulates: bool,
+    world_size: int,
     device: str,
     dtype: str,
     compiled: bool,
@@ -40,6 +41,8 @@ def memory_estimate(
     activation_checkpointing: bool,
 ) -> Memory:
     """Count the tensors of a step without dropout; `accumulates`: it has more than one micro-step.
+
+    On several ranks gradients lie in DDP's buckets, which stay.
 
     A block keeps, per token, its two residual inputs in float32 and 14·C numbers in the compute type: two normalised
     inputs (2·C), queries, keys and values (3·C), attention's output (C), the MLP before and after its GELU (8·C);
@@ -58,13 +61,13 @@ def memory_estimate(
     if loss == "chunked":
         # Kept: the rows' logits in float32, and in the compute type if that is another. Then both gradients, first as
         # computed (the weight's in float32), then as handed on.
-        scratch = min(tokens, chunk_tokens(device)) * vocab * (6 if dtype == "bfloat16" else 4)
+        scratch = chunk_rows(tokens, device, compiled) * vocab * (6 if dtype == "bfloat16" else 4)
         of_loss = scratch + (4 + width) * vocab * c + 2 * tokens * c * width
     else:
         # Compiled: the logits and their gradient, in the compute type. Else, all in float32: log-softmax, the gradient
         # of the picked entries, and that of the logits.
         of_loss = tokens * vocab * (2 * width if compiled else 12)
-    accumulated = weights if accumulates else 0
+    accumulated = weights if accumulates or world_size > 1 else 0
     points = [
         (accumulated, kept + copies + around, of_loss),
         (weights + 8 * vocab * c, in_block, scratch),
@@ -72,5 +75,5 @@ def memory_estimate(
     if activation_checkpointing:
         points.append((accumulated + 4 * vocab * c, kept + in_block, scratch))
     gradients, activations, of_loss = max(points, key=sum)
-    tensors = Memory(weights, 2 * weights, gradients, activations, of_loss, holes=0)
-    return replace(tensors, holes=tensors.tensors // 4) if device == "cpu" else tensors
+    tensors = Memory(weights, 2 * weights, gradients, activations, of_loss, fragmentation=0)
+    return replace(tensors, fragmentation=tensors.tensors // 4) if device == "cpu" else tensors

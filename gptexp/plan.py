@@ -124,7 +124,8 @@ def _memory_line(memory: dict[str, int]) -> str:
     state = gib["weights"] + gib["optimizer"] + gib["gradients"]
     return (
         f"about {gib['peak']:.2f} GiB on each rank: {state:.2f} weights, optimizer state and gradients, "
-        f"{gib['activations']:.2f} activations, {gib['loss']:.2f} loss, {gib['holes']:.2f} holes between them"
+        f"{gib['activations']:.2f} activations, {gib['loss']:.2f} loss"
+        + (f", {gib['fragmentation']:.2f} fragmentation" if gib["fragmentation"] else "")
     )
 
 

@@ -4,7 +4,6 @@
 from the frozen config; nothing here composes.
 """
 
-import ctypes
 import gc
 import os
 import signal
@@ -13,7 +12,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gptexp.signals import EXIT_CODES, StopRequest
+from gptexp.signals import EXIT_CODES, StopRequest, at_parents_death
 from gptexp.terminal import say
 
 if TYPE_CHECKING:
@@ -56,8 +55,9 @@ def _run(cfg: "Config", directory: Path, stop: StopRequest, rank: "Rank", store:
         init_process_group,
         pick_device,
     )
-    from gptexp.effective import Effective, apply, forward_context, resolve
-    from gptexp.errors import EXIT_DIVERGED, DivergedError
+    from gptexp.effective import Effective, apply, forward_context, resolve, step_context
+    from gptexp.errors import EXIT_DIVERGED, ConfigError, DivergedError
+    from gptexp.machine import is_out_of_memory
     from gptexp.optim import build_optimizer
     from gptexp.schedule import resolve_schedule
     from gptexp.summary import Summary, end_line
@@ -67,13 +67,14 @@ def _run(cfg: "Config", directory: Path, stop: StopRequest, rank: "Rank", store:
     checkpoints = directory / run_dir.CHECKPOINTS
     dataset = build_dataset(cfg)  # before the process group: one rank of a node may tokenise while the others wait
     device = pick_device(cfg.train.device, rank)
+    patient = None
     if rank.world_size > 1:
-        init_process_group(rank, store or connect(), device, cfg.world.backend, cfg.world.timeout_s)
+        patient = init_process_group(rank, store or connect(), device, cfg.world.backend, cfg.world.timeout_s)
 
     def decide() -> tuple[dict[str, Any], str | None, "TrainState"]:
         _refuse_changed_data(directory, dataset)
         effective = resolve(cfg, device, rank, run_dir.read_json(directory / run_dir.EFFECTIVE))
-        effective = trial.settle(cfg, effective, device, rank.world_size)
+        effective = trial.settle_micro_batch(cfg, effective, device, rank.world_size)
         run_dir.write_json(directory / run_dir.EFFECTIVE, effective.to_dict())
         found = checkpoint.load_latest(checkpoints)
         name, state = (found[0].name, found[1]) if found else (None, checkpoint.TrainState())
@@ -81,7 +82,7 @@ def _run(cfg: "Config", directory: Path, stop: StopRequest, rank: "Rank", store:
         return effective.to_dict(), name, state
 
     # Rank 0 decides and tells the others: nodes may differ, a run may not.
-    chosen, name, state = agree(decide, rank, device)
+    chosen, name, state = agree(decide, rank, patient)
     effective = Effective(**chosen)
     _refuse_other_data(gather(dataset.hash))
     apply(effective, cfg.train.deterministic)
@@ -118,9 +119,10 @@ def _run(cfg: "Config", directory: Path, stop: StopRequest, rank: "Rank", store:
     status, reason = "failed", None
     gc.freeze()  # what is imported stays: neither a collection nor the interpreter's end need walk through it
     try:
-        if effective.compile:
-            compile_in_turn(training)
-        reason = fit(training, state, stop, log, checkpoints)
+        with step_context(effective):
+            if effective.compile:
+                compile_in_turn(training, patient)
+            reason = fit(training, state, stop, log, checkpoints)
         status = "interrupted" if reason else "completed"
         if reason is None and cfg.log.sample_tokens and rank.is_main:
             _sample(cfg, gpt, log, state.step)
@@ -128,6 +130,13 @@ def _run(cfg: "Config", directory: Path, stop: StopRequest, rank: "Rank", store:
         status = "diverged"
         if rank.is_main:
             print(f"gptexp: {error}", file=sys.stderr)
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        raise ConfigError(
+            f"batch.micro_batch_size={effective.micro_batch_size}: a step needs more memory than this {device.type} "
+            "has left; use a smaller one or auto, train.loss=chunked, or train.activation_checkpointing=true"
+        ) from error
     finally:
         written = summary.write(status)
         log.close(written)
@@ -208,9 +217,7 @@ def _sample(cfg: "Config", gpt: "GPT", log: "RunLog", step: int) -> None:
 
 def _die_with_parent() -> None:
     """Ask Linux for SIGTERM when the parent goes, however it goes; leave at once if it is gone already."""
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM, 0, 0, 0)
+    at_parents_death(signal.SIGTERM)
     if os.getppid() != int(os.environ[PARENT]):
         sys.exit(128 + signal.SIGTERM)
 

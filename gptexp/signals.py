@@ -1,8 +1,15 @@
-"""A request to stop: a flag that a signal or the clock raises and the loop reads between steps."""
+"""A request to stop: a flag that a signal or the clock raises and the loop reads between steps.
 
+And the signals that go with a process's children: when it ends, and when it is ended.
+"""
+
+import ctypes
 import os
 import signal
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 # In the order of the flags that the ranks exchange; `time` is train.max_minutes.
@@ -11,6 +18,28 @@ EXIT_CODES = {"SIGINT": 130, "SIGUSR1": 138, "SIGTERM": 143, "time": 0}
 
 # A terminal and a launcher may both pass on one Ctrl-C; what arrives this soon is the same request.
 SAME_REQUEST_S = 1.0
+
+
+def at_parents_death(number: int) -> None:
+    """Have Linux send this process signal `number` when its parent ends, however that ends."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, number, 0, 0, 0)
+
+
+@contextmanager
+def ended_in_order() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP raise `SystemExit`, so that `finally` clauses run; for code that started processes."""
+
+    def leave(number: int, _frame: FrameType | None) -> None:
+        sys.exit(128 + number)
+
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class StopRequest:

@@ -20,7 +20,7 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, open_dict
 
 from gptexp import run_dir
-from gptexp.config import Config, fields_of, result_deciding
+from gptexp.config import Config, fields_of, memory_key, result_deciding
 from gptexp.errors import EXIT_DIVERGED, EXIT_FAILED, ConfigError, UserError
 from gptexp.terminal import say
 
@@ -71,13 +71,13 @@ class CellLauncher(Launcher):
         cells = self._compose(job_overrides, initial_job_idx)
         returns: list[JobReturn] = []
         failed = 0
-        for number, (config, name) in enumerate(cells, 1):
+        for number, (config, name, key) in enumerate(cells, 1):
             directory = sweep_dir / name
             say(f"--- cell {number} of {len(cells)}: {name}")
             if run_dir.status(directory) in OUTCOMES:
                 say(f"{run_dir.status(directory)} before; {directory}")
                 continue
-            _share(sweep_dir / run_dir.EFFECTIVE, directory / run_dir.EFFECTIVE)
+            _share(_decided(sweep_dir, key), directory / run_dir.EFFECTIVE)
             result = run_job(
                 hydra_context=self.context,
                 task_function=self.task,
@@ -85,13 +85,13 @@ class CellLauncher(Launcher):
                 job_dir_key="hydra.sweep.dir",
                 job_subdir_key="hydra.sweep.subdir",
             )
-            _share(directory / run_dir.EFFECTIVE, sweep_dir / run_dir.EFFECTIVE)
+            _share(run_dir.read_json(directory / run_dir.EFFECTIVE), sweep_dir / run_dir.EFFECTIVE)
             if result.status == JobStatus.FAILED:
                 # A defect of gptexp in the parent; the cell's own failures come back as exit codes.
                 result.return_value  # noqa: B018  raises it
             returns.append(result)
             failed += result.return_value not in (0, EXIT_DIVERGED)
-        self._print_outcomes([name for _, name in cells])
+        self._print_outcomes([name for _, name, _ in cells])
         if failed:
             print(f"gptexp: {failed} of {len(cells)} cells failed", file=sys.stderr)
             raise SystemExit(EXIT_FAILED)
@@ -107,7 +107,8 @@ class CellLauncher(Launcher):
             shown = f"val loss {loss:.4f}" if loss is not None else ""
             say(f"{summary.get('status', 'failed'):<12} {shown:<16} {name}")
 
-    def _compose(self, job_overrides: Sequence[Sequence[str]], first: int) -> list[tuple[DictConfig, str]]:
+    def _compose(self, job_overrides: Sequence[Sequence[str]], first: int) -> list[tuple[DictConfig, str, str]]:
+        """Of every cell its config, the name of its directory, and its `memory_key`."""
         from gptexp.compose import report_errors, to_config
 
         swept = swept_keys(self.config)
@@ -131,6 +132,7 @@ class CellLauncher(Launcher):
                     cell.hydra.job.num = number
                     cell.hydra.sweep.dir = self.config.hydra.sweep.dir
                     cell.sweep.name = self.config.sweep.name
+                    cell.sweep.cells = len(job_overrides)
                 composed.append((cell, config, values))
             if problems:
                 raise ConfigError([_of_cells(line, of, len(job_overrides)) for line, of in problems.items()])
@@ -141,15 +143,22 @@ class CellLauncher(Launcher):
                 run_dir.check_free(Path(self.config.hydra.sweep.dir, name), config)
                 with open_dict(cell):
                     cell.hydra.sweep.subdir = name
-                cells.append((cell, name))
+                cells.append((cell, name, memory_key(config)))
         return cells
 
 
-def _share(source: Path, target: Path) -> None:
-    """Let `target` begin with the decisions in `source`, unless it has its own: a sweep decides once for its cells."""
-    if source.exists() and not target.exists():
+def _decided(sweep_dir: Path, memory_key: str) -> dict[str, Any]:
+    """What a cell begins with: the sweep's decisions, by preference with a micro-batch size that was found for it."""
+    of_cells = (run_dir.read_json(path) for path in sorted(sweep_dir.glob(f"*/{run_dir.EFFECTIVE}")))
+    same = (effective for effective in of_cells if effective.get("memory_key") == memory_key)
+    return next(same, run_dir.read_json(sweep_dir / run_dir.EFFECTIVE))
+
+
+def _share(effective: dict[str, Any], target: Path) -> None:
+    """Let `target` begin with these decisions, unless it has its own: a sweep decides once for its cells."""
+    if effective and not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
-        run_dir.write_json(target, run_dir.read_json(source))
+        run_dir.write_json(target, effective)
 
 
 def _of_cells(line: str, cells: list[str], total: int) -> str:

@@ -72,7 +72,8 @@ def train_step(
     grad_norm = nn.utils.clip_grad_norm_(parameters, grad_clip or float("inf"))
     mark("clip")
     optimizer.step()
-    optimizer.zero_grad()
+    # DDP's gradients are views of its buckets: gone, the next would be made beside those, and copied.
+    optimizer.zero_grad(set_to_none=not isinstance(model, DistributedDataParallel))
     mark("optimizer")
     return torch.as_tensor(loss_sum / grad_accum_steps), grad_norm, fingerprint % 2**64
 

@@ -4,7 +4,7 @@ What is compiled, fragmented or kept by a library's workspace no closed form kno
 """
 
 import gc
-import sys
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -14,25 +14,33 @@ from gptexp.batch import legal_micro_batches
 from gptexp.build import build_gpt
 from gptexp.config import Config
 from gptexp.data.loader import MicroBatch
-from gptexp.effective import ESTIMATED, Effective, apply, forward_context
+from gptexp.effective import ESTIMATED, Effective, apply, forward_context, step_context
 from gptexp.errors import ConfigError
+from gptexp.machine import is_out_of_memory
 from gptexp.optim import build_optimizer
 from gptexp.trainer import train_step
 
 TRIED = "the largest that divides and ran"
-FULL = 0.95  # share of the GPU's memory; the rest is for the collectives of several ranks
+USABLE = 0.95  # share of the free memory; the rest is for the collectives of several ranks
 
 
-def settle(cfg: Config, effective: Effective, device: torch.device, world_size: int) -> Effective:
+def settle_micro_batch(cfg: Config, effective: Effective, device: torch.device, world_size: int) -> Effective:
     """`effective` with the micro-batch size tried out, where it is a GPU's and only estimated so far.
 
     Raises `ConfigError` if not even one sequence fits.
     """
     if effective.reasons["micro_batch_size"] != ESTIMATED or device.type != "cuda":
         return effective
-    apply(effective)
+    apply(effective, cfg.train.deterministic)
     sizes = legal_micro_batches(cfg.batch.total_batch_size, cfg.seq_len, world_size)
-    size = largest(sizes, effective.micro_batch_size, lambda b: step_runs(cfg, effective, device, b, b < sizes[0]))
+    free = torch.cuda.mem_get_info(device)[0]
+
+    def runs(size: int) -> bool:
+        # Gradients that stay, those of earlier micro-steps or DDP's buckets, are there from the second micro-step on.
+        micro_steps = 2 if size < sizes[0] or world_size > 1 else 1
+        return taken(cfg, effective, device, size, micro_steps) <= USABLE * free
+
+    size = largest(sizes, effective.micro_batch_size, runs)
     if size is None:
         raise ConfigError(
             "batch.micro_batch_size=auto: not even one sequence fits this GPU; use a smaller model or batch.seq_len, "
@@ -52,19 +60,19 @@ def largest(sizes: list[int], first: int, runs: Callable[[int], bool]) -> int | 
     return sizes[at]
 
 
-def step_runs(cfg: Config, effective: Effective, device: torch.device, size: int, accumulates: bool) -> bool:
-    """Whether a step of micro-batch `size` leaves the GPU some memory; leaves nothing behind itself."""
+def taken(cfg: Config, effective: Effective, device: torch.device, size: int, micro_steps: int) -> float:
+    """Bytes that training with micro-batch `size` takes of the GPU, infinite if it has fewer; leaves nothing behind."""
     torch.cuda.reset_peak_memory_stats(device)
     try:
-        _two_steps(cfg, effective, device, size, 2 if accumulates else 1)
-        taken = torch.cuda.max_memory_reserved(device)
-    except torch.OutOfMemoryError:
-        taken = sys.maxsize
+        _two_steps(cfg, effective, device, size, micro_steps)
+        most: float = torch.cuda.max_memory_reserved(device)
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        most = math.inf
     gc.collect()
-    if effective.compile:
-        torch.compiler.reset()
     torch.cuda.empty_cache()
-    return taken <= FULL * torch.cuda.get_device_properties(device).total_memory
+    return most
 
 
 def _two_steps(cfg: Config, effective: Effective, device: torch.device, size: int, micro_steps: int) -> None:
@@ -74,7 +82,8 @@ def _two_steps(cfg: Config, effective: Effective, device: torch.device, size: in
     x = torch.zeros((size, cfg.seq_len), dtype=torch.int64, device=device)
     y = x.clone()  # one tensor twice would be compiled for just that
     context = forward_context(effective)
-    for _ in range(2):
-        batches = iter([MicroBatch(x, y, 0, 0)] * micro_steps)
-        train_step(gpt, optimizer, batches, micro_steps, 0.0, cfg.optim.grad_clip, context, dropout=False)
+    with step_context(effective):
+        for _ in range(2):
+            batches = iter([MicroBatch(x, y, 0, 0)] * micro_steps)
+            train_step(gpt, optimizer, batches, micro_steps, 0.0, cfg.optim.grad_clip, context, dropout=False)
     torch.cuda.synchronize(device)

@@ -28,7 +28,7 @@ from gptexp.data.loader import build_dataset
 # glibc's own names for what gptexp sets in process (mallopt(3)).
 KEEP_FREED_MEMORY = {
     "MALLOC_MMAP_MAX_": "0",
-    "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1),
+    "MALLOC_TRIM_THRESHOLD_": "-1",
     "MALLOC_TOP_PAD_": str(256 << 20),
 }
 CPU_CONTEXT = "nullcontext() if device_type == 'cpu' else"  # in nanoGPT's train.py

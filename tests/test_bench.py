@@ -1,6 +1,7 @@
 """The bench measures what `train` runs, and what it measures against."""
 
 import json
+import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -9,8 +10,11 @@ import pytest
 import torch
 from conftest import ROOT
 
-from gptexp.ceilings import BACKENDS, LAYERS, attention_ms, copy_bandwidth, gemm_rates, gemm_shapes
+from gptexp import bench
+from gptexp.attention import KERNELS
+from gptexp.ceilings import LAYERS, attention_ms, copy_bandwidth, gemm_rates, gemm_shapes
 from gptexp.config import ModelConfig
+from gptexp.errors import ConfigError, UserError
 from gptexp.model import GPT
 from gptexp.phases import PHASES
 
@@ -41,10 +45,40 @@ def test_rates_are_weighed_as_a_step_weighs_them() -> None:
 
 def test_kernels_that_a_cpu_does_not_have_are_none() -> None:
     measured = attention_ms(SMALL, 2, 16, CPU, torch.float32)
-    assert tuple(measured) == tuple(BACKENDS) == ("cudnn", "flash", "efficient", "math")
+    assert tuple(measured) == tuple(KERNELS) == ("cudnn", "flash", "efficient", "math")
     assert (measured["cudnn"], measured["efficient"]) == (None, None)
     assert all(measured[name] for name in ("flash", "math"))
     assert copy_bandwidth(CPU) > 1e8
+
+
+def test_a_workload_that_does_not_fit_costs_itself_only(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = {
+        "perf/step_ms": 5.0, "step_ms_quartiles": [4.0, 6.0], "perf/tokens_per_s": 1e4, "perf/peak_mem_gib": 0.5,
+        "perf/reduce_ms": 0.0, **{f"perf/{phase}_ms": 1.0 for phase in PHASES}, "cold_s": 2.0, "warm_s": 1.0,
+        "effective": {"device_name": "a CPU", "threads_per_rank": 2},
+    }  # fmt: skip
+    fits = {"nano"}
+
+    def measured(name: str, *_: object) -> dict[str, object]:
+        if name not in fits:
+            raise UserError("the run ended early: more memory than there is")
+        return row
+
+    monkeypatch.setattr(bench, "_measured", measured)
+    monkeypatch.setattr(bench, "apart", lambda call, *args: 4e10)
+    monkeypatch.setattr("gptexp.data.prepare.prepare", lambda data: None)
+    assert bench.main(["gpt2", "nano", "--device", "cpu", "--out", str(tmp_path / "out")]) == 0
+    out, err = capsys.readouterr()
+    assert re.search(r"nano +10,000", out)
+    assert "gpt2: the run ended early: more memory" in err
+    saved = json.loads((tmp_path / "out" / "bench.json").read_text())["workloads"]
+    assert (saved["nano"]["perf/step_ms"], "more memory" in saved["gpt2"]["error"]) == (5.0, True)
+    fits.clear()
+    assert bench.main(["nano", "--device", "cpu", "--out", str(tmp_path / "none")]) == 1
+    with pytest.raises(ConfigError, match=r"optim.lr"):  # before anything is measured
+        bench.main(["nano", "optim.lr=-1", "--device", "cpu", "--out", str(tmp_path / "wrong")])
 
 
 @pytest.mark.slow

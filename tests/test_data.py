@@ -8,6 +8,7 @@ import resource
 import subprocess
 import sysconfig
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -250,6 +251,22 @@ def test_stream_reads_across_shards(three_shards: tuple[Path, np.ndarray]) -> No
     with pytest.raises(IndexError):
         stream.read(2490, 11)
     assert len(TokenStream(directory, max_tokens=1200)) == 1200
+
+
+def test_threads_that_push_one_another_out_of_the_open_files_read_their_own(
+    three_shards: tuple[Path, np.ndarray], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loader reads ahead while an evaluation reads the same stream; one open file, three shards."""
+    monkeypatch.setattr(shards, "OPEN_FILES", 1)
+    directory, ids = three_shards
+    stream = TokenStream(directory)
+
+    def read(first: int) -> bool:
+        starts = range(first, len(ids) - 7, 97)
+        return all(np.array_equal(stream.read(start, 7), ids[start : start + 7]) for _ in range(20) for start in starts)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(read, range(8)))
 
 
 def test_a_damaged_manifest_is_named(three_shards: tuple[Path, np.ndarray]) -> None:

@@ -77,9 +77,9 @@ def test_what_rank_0_refuses_is_refused() -> None:
     def refuse() -> None:
         raise ConfigError("no")
 
-    assert agree(lambda: 3, Rank(), torch.device("cpu")) == 3
+    assert agree(lambda: 3, Rank(), None) == 3
     with pytest.raises(ConfigError, match="no"):
-        agree(refuse, Rank(), torch.device("cpu"))
+        agree(refuse, Rank(), None)
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ from gptexp import effective as module
 from gptexp.batch import legal_micro_batches
 from gptexp.config import Config
 from gptexp.distributed import Rank
-from gptexp.effective import ESTIMATED, Effective, apply, estimate, forward_context, resolve
+from gptexp.effective import ESTIMATED, Effective, apply, estimate, resolve, step_context
 from gptexp.errors import ConfigError
-from gptexp.machine import has_native_bfloat16, medium_precision, memory_bytes
+from gptexp.machine import free_memory, has_native_bfloat16, is_out_of_memory, medium_precision
 
 CPU = torch.device("cpu")
 
@@ -104,6 +104,21 @@ def test_compiling_must_pay_for_itself() -> None:
     assert resolve(cfg, CPU, Rank(), {**choices[1].to_dict(), "reasons": dict.fromkeys(choices[1].reasons, "")}).compile
 
 
+def test_the_cells_of_a_sweep_share_what_compiling_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    cfg = Config()
+    cfg.train.dtype, cfg.train.max_tokens = "bfloat16", 10**4
+    while not (effective := resolve(cfg, CPU, Rank())).compile:
+        cfg.train.max_tokens *= 2
+    cfg.train.max_tokens //= 10
+    assert not resolve(cfg, CPU, Rank()).compile
+    cfg.sweep.cells = 20
+    assert resolve(cfg, CPU, Rank()).compile
+    assert "of all 20 cells" in resolve(cfg, CPU, Rank()).reasons["compile"]
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    effective = resolve(cfg, CPU, Rank())
+    assert (effective.compile, effective.reasons["compile"][:17]) == (False, "no-such-compiler,")
+
+
 def test_an_automatic_micro_batch_is_the_largest_that_divides_and_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     cfg = Config()
     cfg.batch.micro_batch_size, cfg.batch.total_batch_size = "auto", 96 * cfg.seq_len
@@ -111,7 +126,7 @@ def test_an_automatic_micro_batch_is_the_largest_that_divides_and_fits(monkeypat
     assert sizes == [d for d in range(96, 0, -1) if 96 % d == 0]
     chosen = []
     for gib in (1, 4, 16, 64, 1024):
-        monkeypatch.setattr(module, "memory_bytes", lambda device, gib=gib: gib * 2**30)
+        monkeypatch.setattr(module, "free_memory", lambda device, gib=gib: gib * 2**30)
         effective = resolve(cfg, CPU, Rank())
         assert effective.reasons["micro_batch_size"] == ESTIMATED
         chosen.append(effective.micro_batch_size)
@@ -122,23 +137,43 @@ def test_an_automatic_micro_batch_is_the_largest_that_divides_and_fits(monkeypat
         assert chosen[-1] == max([s for s in sizes if peak(s) <= module.USABLE * gib * 2**30], default=1)
     assert chosen == sorted(chosen)
     assert (chosen[0], chosen[-1]) == (1, 96)
-    # Another cell's batch that the size does not divide gets its own.
+    # It holds for whoever needs the same memory, however much there is later; for another cell it is found anew.
+    monkeypatch.setattr(module, "free_memory", lambda device: 2**30)
+    cfg.optim.lr, cfg.train.seed = 1e-2, 7
+    assert resolve(cfg, CPU, Rank(), effective.to_dict()).micro_batch_size == 96
+    assert resolve(cfg, CPU, Rank(0, 2, 0, 2), effective.to_dict()).micro_batch_size == 1
+    cfg.train.activation_checkpointing = True
+    assert resolve(cfg, CPU, Rank(), effective.to_dict()).micro_batch_size < 96
+    monkeypatch.setattr(module, "free_memory", lambda device: 2**50)
     cfg.batch.total_batch_size = 7 * cfg.seq_len
-    assert resolve(cfg, CPU, Rank(), {**effective.to_dict()}).micro_batch_size == 7
-    monkeypatch.setattr(module, "memory_bytes", lambda device: None)
+    assert resolve(cfg, CPU, Rank(), effective.to_dict()).micro_batch_size == 7
+    monkeypatch.setattr(module, "free_memory", lambda device: None)
     assert resolve(cfg, CPU, Rank()).micro_batch_size == 1
 
 
 def test_free_memory_is_no_more_than_the_container_may_take(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    free = memory_bytes(CPU)
+    free = free_memory(CPU)
     assert free is not None
     assert free > 2**28
-    monkeypatch.setattr("gptexp.machine.CGROUP", tmp_path)
-    (tmp_path / "memory.max").write_text("max\n")
-    (tmp_path / "memory.current").write_text("1000\n")
-    assert memory_bytes(CPU) == pytest.approx(free, rel=0.2)
-    (tmp_path / "memory.max").write_text("5000\n")
-    assert memory_bytes(CPU) == 4000
+    mount, own = tmp_path / "cgroup", tmp_path / "self"
+    monkeypatch.setattr("gptexp.machine.CGROUP", mount)
+    monkeypatch.setattr("gptexp.machine.OWN_CGROUP", own)
+    own.write_text("1:cpu:/elsewhere\n0::/slurm/job_7/step\n")
+
+    def limit(group: str, most: str, used: int, cached: int) -> None:
+        (mount / group).mkdir(parents=True, exist_ok=True)
+        (mount / group / "memory.max").write_text(f"{most}\n")
+        (mount / group / "memory.current").write_text(f"{used}\n")
+        (mount / group / "memory.stat").write_text(f"anon 1\ninactive_file {cached}\n")
+
+    limit("slurm/job_7/step", "max", 1000, 0)
+    assert free_memory(CPU) == pytest.approx(free, rel=0.2)
+    limit("slurm/job_7", "5000", 3000, 800)  # what is cached of files makes room
+    assert free_memory(CPU) == 2800
+    limit("slurm", "9000", 7000, 0)
+    assert free_memory(CPU) == 2000
+    limit("slurm", "6000", 7000, 0)
+    assert free_memory(CPU) == 0
 
 
 def test_kernels_that_are_asked_for_are_there_or_refused() -> None:
@@ -146,13 +181,25 @@ def test_kernels_that_are_asked_for_are_there_or_refused() -> None:
     for name in ("flash", "math"):
         cfg = Config()
         cfg.train.attention = name
-        with forward_context(resolve(cfg, CPU, Rank()))(), torch.profiler.profile() as profile:
+        with step_context(resolve(cfg, CPU, Rank())), torch.profiler.profile() as profile:
             torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
         used = {e.key for e in profile.key_averages()}
         assert ("aten::_scaled_dot_product_flash_attention_for_cpu" in used) == (name == "flash")
+    gpu = torch.device("cuda")
+    cfg.train.attention, cfg.train.dtype = "flash", "float32"
+    with pytest.raises(ConfigError, match=r"flash: takes no float32 on cuda; use train.dtype=bfloat16, or efficient"):
+        resolve(cfg, gpu, Rank())
     cfg.train.attention = "cudnn"
     with pytest.raises(ConfigError, match=r"train.attention=cudnn: cpu has no such kernel; there are flash, math"):
         resolve(cfg, CPU, Rank())
+
+
+def test_an_allocation_that_fails_is_known_by_what_it_says() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**55)
+    assert is_out_of_memory(caught.value)
+    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
+    assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
 
 
 def test_applying_sets_the_process_up() -> None:

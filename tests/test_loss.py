@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from gptexp import loss as loss_module
-from gptexp.loss import IGNORED, ChunkedCrossEntropy, plain_cross_entropy
+from gptexp.loss import IGNORED, ChunkedCrossEntropy, chunk_rows, plain_cross_entropy
 
 
 def problem(scale: float = 1.0, rows: int = 1300) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -65,6 +65,16 @@ def test_bfloat16_keeps_the_loss_in_float32() -> None:
     assert abs(out.item() - value.item()) < 2e-3  # of a sum in bfloat16 nothing below 0.03 would be left
     (3 * out).backward()
     assert (h.grad - grad_h).norm() / grad_h.norm() < 0.02
+
+
+def test_a_compiler_gets_few_chunks() -> None:
+    """It unrolls their loop."""
+    for tokens in (1, 511, 513, 4096, 4097, 65_536):
+        eager, compiled = (chunk_rows(tokens, "cpu", compiled) for compiled in (False, True))
+        assert eager == min(tokens, 512)
+        assert eager <= compiled <= tokens
+        assert -(-tokens // compiled) <= 8
+    assert chunk_rows(4096, "cpu", True) == 512  # no more memory than it takes
 
 
 def test_the_memory_of_the_logits_is_kept_and_fits_what_comes() -> None:

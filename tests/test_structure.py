@@ -12,9 +12,9 @@ PACKAGE = Path(gptexp.__file__).parent
 # From the ground up; a module imports from its own floor or below, `config` and `errors` nothing of ours.
 FLOORS = [
     {"errors", "config", "terminal"},
-    {"batch", "schedule", "flops", "signals", "versions", "loss", "phases", "ceilings", "machine", "data"},
-    {"model", "memory", "distributed", "run_dir"},
-    {"optim", "checkpoint", "check", "overrides"},
+    {"batch", "schedule", "flops", "signals", "versions", "loss", "phases", "machine", "data"},
+    {"model", "memory", "distributed", "run_dir", "attention"},
+    {"optim", "checkpoint", "check", "overrides", "ceilings"},
     {"effective", "evaluate", "loggers"},
     {"trainer", "load", "sample"},
     {"summary", "build"},

@@ -1,13 +1,17 @@
 """What a multirun and its cells are called: the same grid, and a wider one, must find them again."""
 
+from pathlib import Path
+
 import hydra
 import pytest
 from hydra.core.global_hydra import GlobalHydra
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
+from gptexp import run_dir
 from gptexp.compose import compose, conf_dir, register
-from gptexp.sweep import cell_name, name_sweep, swept_keys
+from gptexp.config import memory_key
+from gptexp.sweep import _decided, cell_name, name_sweep, swept_keys
 
 
 def composed(*overrides: str) -> DictConfig:
@@ -64,3 +68,22 @@ def test_a_cell_is_named_by_values_and_not_by_how_they_were_typed() -> None:
     names = {cell_name(compose([f"optim.lr={text}"]), {"optim.lr": text}) for text in ("6e-4", "0.0006", "6.0e-4")}
     assert len(names) == 1
     assert names.pop().startswith("lr=0.0006-")
+
+
+def test_a_cell_takes_the_micro_batch_that_was_found_for_its_like(tmp_path: Path) -> None:
+    """All else it takes from the sweep's first decision; the run itself finds a size where nobody has."""
+
+    def decided(name: str, batch: int, lr: str) -> tuple[str, dict[str, object]]:
+        key = memory_key(compose([f"batch.total_batch_size={batch}", "batch.micro_batch_size=auto", f"optim.lr={lr}"]))
+        effective = {"memory_key": key, "micro_batch_size": batch // 256}
+        (tmp_path / name).mkdir()
+        run_dir.write_json(tmp_path / name / run_dir.EFFECTIVE, effective)
+        return key, effective
+
+    small, first = decided("a", 4096, "1e-3")
+    large, other = decided("b", 8192, "1e-3")
+    run_dir.write_json(tmp_path / run_dir.EFFECTIVE, first)
+    assert decided("c", 8192, "2e-3")[0] == large != small
+    assert _decided(tmp_path, large) == other
+    assert _decided(tmp_path, small) == _decided(tmp_path, "of another model") == first
+    assert _decided(tmp_path / "nowhere", small) == {}

@@ -153,6 +153,24 @@ def test_validation_loss_is_that_of_the_plain_model_on_the_same_windows(finished
     assert summary(directory)["final_val_loss"] == pytest.approx(sum(losses) / 7, rel=1e-5)
 
 
+def test_what_a_gpu_trained_with_its_own_kernels_opens_on_a_cpu(
+    finished: tuple[Path, str], gptexp: Gptexp, tmp_path: Path
+) -> None:
+    directory = tmp_path / "from_gpu"
+    shutil.copytree(finished[0], directory)
+    config = yaml.safe_load((directory / "config.yaml").read_text())
+    config["train"].update(device="auto", attention="cudnn", dtype="auto")
+    config["optim"].update(fused="on")
+    (directory / "config.yaml").write_text(yaml.safe_dump(config))
+    effective = json.loads((directory / "effective.json").read_text())
+    (directory / "effective.json").write_text(json.dumps({**effective, "device": "cuda", "attention": "cudnn"}))
+    model, _, _ = load_run(directory)
+    assert next(model.parameters()).device.type == "cpu"
+    done = gptexp("evaluate", str(directory), env={"GPTEXP_CACHE": str(finished[0].parent / "cache")})
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["val/loss"] == pytest.approx(summary(finished[0])["final_val_loss"], rel=1e-5)
+
+
 def test_config_yaml_is_enough_to_run_again(
     finished: tuple[Path, str], tmp_path: Path, gptexp: Gptexp, corpus: Path
 ) -> None:
@@ -488,6 +506,21 @@ def test_losses_and_fingerprints_do_not_depend_on_ranks_or_micro_batch(
                     assert b[key] == pytest.approx(a[key], rel=1e-5), (other.name, a["step"], key)
 
 
+def test_too_little_memory_is_one_line_with_the_ways_out(gptexp: Gptexp, tiny: list[str], tmp_path: Path) -> None:
+    """Logits of half a million tokens, 100 GB, in one piece."""
+    options = ["batch.total_batch_size=524288", "batch.micro_batch_size=32768", "train.loss=plain", "train.compile=off"]
+    done = gptexp("train", *tiny, *options, "hydra.run.dir=out")
+    assert done.returncode == 2
+    assert "batch.micro_batch_size=32768: a step needs more memory than this cpu has left" in done.stderr
+    assert "use a smaller one or auto, train.loss=chunked" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert summary(tmp_path / "out")["status"] == "failed"
+    done = gptexp("train", *tiny, *options, "hydra.run.dir=ranks", "batch.total_batch_size=1048576", "world.size=2")
+    assert done.returncode != 0
+    assert "batch.micro_batch_size=32768: a step needs more memory than" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_reductions_do_not_grow_with_accumulation(tmp_path: Path) -> None:
     """Counts what DDP reduces and what we reduce ourselves, in two real ranks."""
     script = tmp_path / "count.py"
@@ -519,11 +552,13 @@ def test_reductions_do_not_grow_with_accumulation(tmp_path: Path) -> None:
         x = torch.zeros(2, 8, dtype=torch.int64)
         for accumulation in (1, 4, 16):
             counts.update(buckets=0, ours=0)
+            before = [p.grad.data_ptr() if p.grad is not None else 0 for p in ddp.parameters()]
             batches = iter([MicroBatch(x, x, 1, 0)] * accumulation)
             out = train_step(ddp, optimizer, batches, accumulation, 1e-3, 1.0, nullcontext, False)
             StepReport(0, 1e-3, *out, [0.0] * 4, 2, StepTimer(x.device)).read()
             if dist.get_rank() == 0:
-                print(json.dumps([accumulation, counts["buckets"], counts["ours"]]), flush=True)
+                kept = before == [p.grad.data_ptr() for p in ddp.parameters()]
+                print(json.dumps([accumulation, counts["buckets"], counts["ours"], kept]), flush=True)
         dist.barrier()
         # A gloo thread may still hold the Python hook's future, which an interpreter that tears down aborts on.
         os._exit(0)
@@ -535,8 +570,9 @@ def test_reductions_do_not_grow_with_accumulation(tmp_path: Path) -> None:
     counted = [json.loads(line) for line in done.stdout.splitlines()]
     assert [c[0] for c in counted] == [1, 4, 16]
     # The first step of DDP reduces in the buckets it was built with, before it regroups them.
-    assert all(buckets in (1, 2) for _, buckets, _ in counted)
-    assert [ours for _, _, ours in counted] == [1, 1, 1]
+    assert all(buckets in (1, 2) for _, buckets, _, _ in counted)
+    assert [ours for _, _, ours, _ in counted] == [1, 1, 1]
+    assert [kept for _, _, _, kept in counted] == [False, False, True]  # then they stay: nothing is copied
 
 
 def test_two_torchrun_agents_train_one_run_in_one_directory(tiny: list[str], tmp_path: Path) -> None:

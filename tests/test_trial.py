@@ -1,5 +1,6 @@
 """Which micro-batch a trial settles on; that a step really runs is for a GPU (test_gpu.py)."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -32,21 +33,28 @@ def test_only_an_estimated_size_of_a_gpu_is_tried(monkeypatch: pytest.MonkeyPatc
     cfg.batch.micro_batch_size, cfg.batch.total_batch_size = "auto", 64 * cfg.seq_len
     estimated = resolve(cfg, torch.device("cpu"), Rank())
     estimated = replace(estimated, micro_batch_size=8, reasons={**estimated.reasons, "micro_batch_size": ESTIMATED})
-    asked: list[tuple[int, bool]] = []
+    asked: list[tuple[int, int]] = []
 
-    def step_runs(cfg: Config, effective: object, device: object, size: int, accumulates: bool) -> bool:
-        asked.append((size, accumulates))
-        return size <= most
+    def taken(cfg: Config, effective: object, device: object, size: int, micro_steps: int) -> float:
+        asked.append((size, micro_steps))
+        return size if size <= most else math.inf
 
     most = 32
-    monkeypatch.setattr(trial, "step_runs", step_runs)
-    monkeypatch.setattr(trial, "apply", lambda effective: None)
-    assert trial.settle(cfg, estimated, torch.device("cpu"), 1) == estimated
+    monkeypatch.setattr(trial, "taken", taken)
+    monkeypatch.setattr(trial, "apply", lambda effective, deterministic: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 2000))
+    assert trial.settle_micro_batch(cfg, estimated, torch.device("cpu"), 1) == estimated
     gpu = torch.device("cuda")
-    settled = trial.settle(cfg, estimated, gpu, 1)
+    settled = trial.settle_micro_batch(cfg, estimated, gpu, 1)
     assert (settled.micro_batch_size, settled.reasons["micro_batch_size"]) == (32, trial.TRIED)
-    assert asked == [(8, True), (16, True), (32, True), (64, False)]
-    assert trial.settle(cfg, settled, gpu, 1) == settled  # once
+    assert asked == [(8, 2), (16, 2), (32, 2), (64, 1)]  # 64 is the whole batch: no gradients of earlier micro-steps
+    asked.clear()
+    most = 10**6
+    assert trial.settle_micro_batch(replace(cfg), estimated, gpu, 2).micro_batch_size == 32
+    assert asked == [(8, 2), (16, 2), (32, 2)]  # the whole share of a rank, beside DDP's buckets
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (16, 2000))
+    assert trial.settle_micro_batch(cfg, estimated, gpu, 1).micro_batch_size == 8  # 16 would take all that is free
+    assert trial.settle_micro_batch(cfg, settled, gpu, 1) == settled  # once
     most = 0
     with pytest.raises(ConfigError, match="not even one sequence fits"):
-        trial.settle(cfg, estimated, gpu, 1)
+        trial.settle_micro_batch(cfg, estimated, gpu, 1)

@@ -141,7 +141,8 @@ class TokenStream:
 
     def _pread(self, shard: int, start: int, count: int) -> bytes:
         try:
-            data = os.pread(self._file(shard).fileno(), 2 * count, HEADER.size + 2 * start)
+            file = self._file(shard)  # held: another thread that reads may push it out of the cache, which closes it
+            data = os.pread(file.fileno(), 2 * count, HEADER.size + 2 * start)
         except OSError as error:
             raise DataError(f"{self._paths[shard]}: cannot be read ({error.strerror})") from None
         if len(data) < 2 * count:
