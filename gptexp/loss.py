@@ -7,6 +7,8 @@ at a time, takes their loss and their gradients at once, and forgets them. It co
 """
 
 import math
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -16,7 +18,6 @@ from torch.autograd.function import once_differentiable
 
 SAFE_LOGIT = 60.0  # exp(±60) and a sum of 10^11 such are ordinary float32 numbers
 LOG2_E = math.log2(math.e)
-COMPILED_CHUNKS = 8
 IGNORED = -1  # a target that counts for nothing: padding
 
 Scratch = tuple[Tensor, Tensor] | None
@@ -44,16 +45,16 @@ class ChunkedCrossEntropy:
             compute = torch.get_autocast_dtype(hidden.device.type)
             hidden, weight = hidden.to(compute), weight.to(compute)
         # Asked here: inside the function grad mode is always off, and needs_input_grad is set under no_grad too.
+        needs_grad = torch.is_grad_enabled()
+        scratch = None if torch.compiler.is_compiling() else self._logits(len(hidden), weight)
         loss: Tensor = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
-            hidden, weight, targets, torch.is_grad_enabled(), self._logits(len(hidden), weight)
+            hidden, weight, targets, needs_grad, scratch
         )
         return loss
 
-    def _logits(self, tokens: int, weight: Tensor) -> Scratch:
-        """(R, V) in the compute type and in float32, one tensor where that is the same; None for a compiler."""
-        if torch.compiler.is_compiling():
-            return None
-        shape = (chunk_rows(tokens, weight.device.type, compiled=False), len(weight))
+    def _logits(self, tokens: int, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """(R, V) in the compute type and in float32, one tensor where that is the same."""
+        shape = (chunk_rows(tokens, weight.device.type), len(weight))
         if self._scratch is None or (self._scratch[0].shape, self._scratch[0].dtype) != (shape, weight.dtype):
             self._scratch = None  # before the new one is there
             low = weight.new_empty(shape)
@@ -61,13 +62,9 @@ class ChunkedCrossEntropy:
         return self._scratch
 
 
-def chunk_rows(tokens: int, device: str, compiled: bool) -> int:
-    """How many rows of logits there are at a time: 100 MB in float32, on a GPU, to fill it, 800 MB.
-
-    A compiler unrolls the loop over the chunks and takes 3 s for each: it gets few, each of more rows.
-    """
-    rows = min(tokens, 4096 if device == "cuda" else 512)
-    return max(rows, math.ceil(tokens / COMPILED_CHUNKS)) if compiled else rows
+def chunk_rows(tokens: int, device: str) -> int:
+    """How many rows of logits there are at a time: 100 MB in float32, on a GPU, to fill it, 800 MB."""
+    return min(tokens, 4096 if device == "cuda" else 512)
 
 
 def perplexity(loss: float) -> float:
@@ -80,31 +77,77 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, needs_grad: bool, scratch: Scratch
     ) -> Tensor:
-        counted = targets != IGNORED
-        targets = targets.clamp(min=0)
-        n = counted.sum()
-        loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        grad_hidden = torch.empty_like(hidden) if needs_grad else None
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_grad else None
-        # Cauchy-Schwarz bounds every logit. Where even the bound cannot overflow exp, the usual shift by the row's
-        # largest logit, two passes over the logits, is not needed. On a GPU to ask would be to wait, and a compiled
-        # graph cannot branch on the answer.
-        unbounded = torch.compiler.is_compiling() or hidden.is_cuda
-        shifted = unbounded or bool(hidden.norm(dim=1).max() * weight.norm(dim=1).max() > SAFE_LOGIT)
-        rows = chunk_rows(len(hidden), hidden.device.type, torch.compiler.is_compiling())
-        for first in range(0, len(hidden), rows):
-            part = slice(first, first + rows)
-            into = None if grad_hidden is None or grad_weight is None else (grad_hidden[part], grad_weight)
-            loss += _chunk(hidden[part], weight, targets[part, None], counted[part, None], shifted, into, scratch)
-        if grad_hidden is not None and grad_weight is not None:
-            ctx.save_for_backward(grad_hidden.div_(n), grad_weight.div_(n).to(weight.dtype))
-        return loss / n
+        found: tuple[Tensor, Tensor, Tensor]
+        if scratch is None:
+            found = _as_one_operation(hidden, weight, targets, needs_grad)
+        else:
+            found = _loss_and_gradients(hidden, weight, targets, needs_grad, _chunk, scratch)
+        loss, *gradients = found
+        ctx.save_for_backward(*gradients)
+        return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         grad_hidden, grad_weight = ctx.saved_tensors
         return grad_hidden * grad, grad_weight * grad, None, None, None
+
+
+@torch.library.custom_op("gptexp::chunked_cross_entropy", mutates_args=())
+def _as_one_operation(
+    hidden: Tensor, weight: Tensor, targets: Tensor, needs_grad: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`_loss_and_gradients` for a compiled model.
+
+    A compiler that saw the loop would unroll it, take 3 s for each chunk, and begin them all before it ends the first:
+    all logits would be there at once. So it sees one operation, within which one chunk is compiled.
+    """
+    with torch.no_grad():  # and detached: what is compiled within is to depend on the shapes alone
+        return _loss_and_gradients(hidden.detach(), weight.detach(), targets, needs_grad, _compiled_chunk(), None)
+
+
+@_as_one_operation.register_fake
+def _(hidden: Tensor, weight: Tensor, targets: Tensor, needs_grad: bool) -> tuple[Tensor, Tensor, Tensor]:
+    loss = hidden.new_empty((), dtype=torch.float32)
+    if needs_grad:
+        return loss, torch.empty_like(hidden), torch.empty_like(weight)
+    return loss, hidden.new_empty(0), weight.new_empty(0)
+
+
+def _loss_and_gradients(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    needs_grad: bool,
+    chunk: Callable[..., Tensor],
+    scratch: Scratch,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(mean loss, its gradient of `hidden`, of `weight`), these empty unless they are needed."""
+    counted = targets != IGNORED
+    targets = targets.clamp(min=0)
+    n = counted.sum()
+    loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
+    grad_hidden = torch.empty_like(hidden) if needs_grad else hidden.new_empty(0)
+    grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_grad else weight.new_empty(0)
+    # Cauchy-Schwarz bounds every logit. Where even the bound cannot overflow exp, the usual shift by the row's largest
+    # logit, two passes over the logits, is not needed. On a GPU to ask would be to wait, and a compiler makes one pass
+    # of them anyway.
+    shifted = scratch is None or hidden.is_cuda
+    shifted = shifted or bool(hidden.norm(dim=1).max() * weight.norm(dim=1).max() > SAFE_LOGIT)
+    rows = chunk_rows(len(hidden), hidden.device.type)
+    for first in range(0, len(hidden), rows):
+        part = slice(first, first + rows)
+        into = (grad_hidden[part], grad_weight) if needs_grad else None
+        loss += chunk(hidden[part], weight, targets[part, None], counted[part, None], shifted, into, scratch)
+    if needs_grad:
+        grad_hidden, grad_weight = grad_hidden.div_(n), grad_weight.div_(n).to(weight.dtype)
+    return loss / n, grad_hidden, grad_weight
+
+
+@cache
+def _compiled_chunk() -> Callable[..., Tensor]:
+    compiled: Callable[..., Tensor] = torch.compile(_chunk, fullgraph=True, dynamic=False)
+    return compiled
 
 
 def _chunk(

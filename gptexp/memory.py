@@ -16,7 +16,7 @@ class Memory:
     gradients: int  # float32; what of them is there at the peak
     activations: int  # kept for the backward pass, with the compute type's copies of the weights
     loss: int  # the logits and what is computed from them
-    fragmentation: int  # in a CPU's heap, between what stays: a quarter of the rest (measured: 0 to a half)
+    fragmentation: int  # of a CPU's heap: free, but in pieces that nothing fits into
 
     @property
     def peak(self) -> int:
@@ -59,9 +59,10 @@ def memory_estimate(
     around = tokens * (4 * c + width * c + 24)  # the final LayerNorm; token ids
     scratch = 0
     if loss == "chunked":
-        # Kept: the rows' logits in float32, and in the compute type if that is another. Then both gradients, first as
-        # computed (the weight's in float32), then as handed on.
-        scratch = chunk_rows(tokens, device, compiled) * vocab * (6 if dtype == "bfloat16" else 4)
+        # Kept: the rows' logits in float32, and in the compute type if that is another; compiled, twice in the compute
+        # type. Then both gradients, first as computed (the weight's in float32), then as handed on.
+        of_row = 2 * width if compiled else 6 if dtype == "bfloat16" else 4
+        scratch = chunk_rows(tokens, device) * vocab * of_row
         of_loss = scratch + (4 + width) * vocab * c + 2 * tokens * c * width
     else:
         # Compiled: the logits and their gradient, in the compute type. Else, all in float32: log-softmax, the gradient
@@ -76,4 +77,9 @@ def memory_estimate(
         points.append((accumulated + 4 * vocab * c, kept + in_block, scratch))
     gradients, activations, of_loss = max(points, key=sum)
     tensors = Memory(weights, 2 * weights, gradients, activations, of_loss, fragmentation=0)
-    return replace(tensors, fragmentation=tensors.tensors // 4) if device == "cpu" else tensors
+    if device != "cpu":
+        return tensors
+    # A quarter of the rest (measured: 0 to a half), and what whole logits leave, whose own holes small tensors bite
+    # into before they come again.
+    whole_logits = of_loss if loss == "plain" and not compiled else of_loss // 4
+    return replace(tensors, fragmentation=(tensors.tensors - of_loss) // 4 + whole_logits)

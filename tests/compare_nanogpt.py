@@ -1,9 +1,9 @@
-"""Speed against nanoGPT on this machine: `python tests/compare_nanogpt.py CHECKOUT`.
+"""Speed against nanoGPT on this machine: `python tests/compare_nanogpt.py CHECKOUT WORKLOAD`.
 
-CHECKOUT is a clone of github.com/karpathy/nanoGPT. Its own train.py runs, from a copy, on the same tokens, shapes and
-precision settings as `gptexp train`; the programs take turns, every turn in a fresh process, so that a machine that
-slows down slows all of them. Printed are the median and the quartiles over all counted steps, and the ratios of the
-medians of each round.
+CHECKOUT is a clone of github.com/karpathy/nanoGPT; WORKLOAD is one of `gptexp bench`, overrides, or both. nanoGPT's own
+train.py runs, from a copy, on the same tokens, shapes and precision settings as `gptexp train`; the programs take
+turns, every turn in a fresh process, so that a machine that slows down slows all of them. Printed are the median and
+the quartiles over all counted steps, and the ratios of the medians of each round.
 
   stock    as it comes: float32 on a CPU (its dtype is ignored there), compiled
   helped   bfloat16 where asked for, compiled, and glibc's allocator told to keep freed memory, as gptexp tells it
@@ -20,7 +20,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from gptexp.bench import WARM_UP, Workload, run_until
+from gptexp import run_dir
+from gptexp.bench import WARM_UP, Workload, run_until, workloads
 from gptexp.compose import compose
 from gptexp.config import Config
 from gptexp.data.loader import build_dataset
@@ -35,9 +36,12 @@ CPU_CONTEXT = "nullcontext() if device_type == 'cpu' else"  # in nanoGPT's train
 STEP = re.compile(r"^iter (\d+): loss ([\d.]+), time ([\d.]+)ms", re.MULTILINE)
 
 
-def peer_ms(checkout: Path, config: Config, steps: int, dtype: str, device: str, helped: bool) -> list[float]:
-    """Milliseconds of the counted steps of one nanoGPT process."""
-    m, batch = config.model, config.batch
+def peer_ms(
+    checkout: Path, config: Config, micro_batch_size: int, steps: int, dtype: str, device: str, helped: bool
+) -> list[float]:
+    """Milliseconds of the counted steps of one nanoGPT process, for as many tokens as a step of ours has."""
+    m, total = config.model, config.batch.total_batch_size
+    accumulation = max(1, round(total / (micro_batch_size * config.seq_len)))
     with tempfile.TemporaryDirectory(prefix="nanogpt-") as name:
         copy = Path(name)
         for file in ("train.py", "model.py", "configurator.py"):
@@ -55,8 +59,8 @@ def peer_ms(checkout: Path, config: Config, steps: int, dtype: str, device: str,
         options = {
             "dataset": "compare", "device": device, "dtype": dtype, "compile": True, "max_iters": WARM_UP + steps,
             "eval_interval": 10**9, "eval_iters": 1, "log_interval": 1, "out_dir": str(copy / "out"),
-            "gradient_accumulation_steps": batch.total_batch_size // (batch.micro_batch_size * config.seq_len),
-            "batch_size": batch.micro_batch_size, "block_size": config.seq_len, "bias": True, "dropout": 0.0,
+            "gradient_accumulation_steps": accumulation,
+            "batch_size": micro_batch_size, "block_size": config.seq_len, "bias": True, "dropout": 0.0,
             "n_layer": m.n_layer, "n_head": m.n_head, "n_embd": m.n_embd, "learning_rate": 6e-4, "warmup_iters": 5,
         }  # fmt: skip
         done = subprocess.run(
@@ -66,39 +70,45 @@ def peer_ms(checkout: Path, config: Config, steps: int, dtype: str, device: str,
         )  # fmt: skip
         if done.returncode:
             sys.exit(f"nanoGPT failed: {done.stderr[-2000:]}")
-        return [float(ms) for _, _, ms in STEP.findall(done.stdout)][WARM_UP + 1 :]
+        share = total / (accumulation * micro_batch_size * config.seq_len)
+        return [share * float(ms) for _, _, ms in STEP.findall(done.stdout)][WARM_UP + 1 :]
 
 
-def own_ms(overrides: list[str], steps: int, directory: Path) -> list[float]:
-    """Milliseconds of the counted steps of one gptexp process."""
+def own_ms(overrides: list[str], steps: int, directory: Path) -> tuple[list[float], int]:
+    """Milliseconds of the counted steps of one gptexp process, and its micro-batch size."""
     cache = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", directory.parent / "compile-cache"))
     run = run_until(Workload("", tuple(overrides), steps), [], directory, cache, WARM_UP + steps)
-    return [event["perf/step_ms"] for event in run.steps[WARM_UP:][:steps]]
+    effective = run_dir.read_json(directory / run_dir.EFFECTIVE)
+    return [event["perf/step_ms"] for event in run.steps[WARM_UP:][:steps]], effective["micro_batch_size"]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkout", type=Path, metavar="CHECKOUT", help="a clone of github.com/karpathy/nanoGPT")
-    parser.add_argument("overrides", nargs="+", metavar="key=value", help="the workload, as for gptexp train")
+    parser.add_argument("workload", nargs="+", metavar="WORKLOAD|key=value", help="as for gptexp bench")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=10, help="counted in each round")
+    parser.add_argument("--peer-micro-batch", type=int, metavar="B", help="nanoGPT's; default: the same")
     parser.add_argument("--only", choices=("stock", "helped"), help="leave the other out")
     args = parser.parse_args()
-    overrides = [*args.overrides, f"train.dtype={args.dtype}", f"train.device={args.device}"]
+    known = workloads(args.device)
+    overrides = [text for what in args.workload for text in (known[what].overrides if what in known else (what,))]
+    overrides += [f"train.dtype={args.dtype}", f"train.device={args.device}"]
     config = compose(overrides)
     peers = [args.only] if args.only else ["stock", "helped"]
     measured: dict[str, list[list[float]]] = {name: [] for name in ("gptexp", *peers)}
     with tempfile.TemporaryDirectory(prefix="gptexp-") as out:
         for number in range(args.rounds):
-            measured["gptexp"].append(own_ms(overrides, args.steps, Path(out) / f"run{number}"))
+            ours, micro_batch_size = own_ms(overrides, args.steps, Path(out) / f"run{number}")
+            measured["gptexp"].append(ours)
             for peer in peers:
                 # As it comes, a CPU computes in float32 whatever dtype says.
                 dtype = "float32" if peer == "stock" and args.device == "cpu" else args.dtype
-                measured[peer].append(
-                    peer_ms(args.checkout, config, args.steps, dtype, args.device, helped=peer == "helped")
-                )
+                size = args.peer_micro_batch or micro_batch_size
+                theirs = peer_ms(args.checkout, config, size, args.steps, dtype, args.device, peer == "helped")
+                measured[peer].append(theirs)
             print(json.dumps({name: round(statistics.median(rounds[-1]), 1) for name, rounds in measured.items()}))
     tokens = config.batch.total_batch_size
     for name, rounds in measured.items():

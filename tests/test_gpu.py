@@ -3,17 +3,20 @@
 import json
 import subprocess
 from collections.abc import Callable
-from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import events, summary
 
-from gptexp.config import ModelConfig, OptimConfig
-from gptexp.data.loader import MicroBatch
+from gptexp.batch import plan_batch
+from gptexp.build import build_gpt
+from gptexp.compose import compose
+from gptexp.data.loader import build_dataset, micro_batches
+from gptexp.distributed import Rank
+from gptexp.effective import forward_context, resolve, step_context
 from gptexp.loss import ChunkedCrossEntropy, plain_cross_entropy
-from gptexp.model import GPT
 from gptexp.optim import build_optimizer
 from gptexp.phases import StepTimer
 from gptexp.trainer import StepReport, train_step
@@ -56,34 +59,49 @@ def test_gpu_and_cpu_agree_in_float32(gptexp: Gptexp, tiny: list[str], tmp_path:
         assert b["train/loss"] == pytest.approx(a["train/loss"], rel=1e-3)
 
 
-def test_nothing_waits_for_the_device_inside_a_step() -> None:
-    """torch raises on every synchronising call while the mode is on."""
-    device = torch.device("cuda")
-    model = GPT(ModelConfig(n_layer=2, n_head=2, n_embd=64, block_size=32, vocab_size=512)).to(device)
-    optimizer = build_optimizer(model, OptimConfig(), fused=True)
-    x = torch.zeros(4, 32, dtype=torch.int64, device=device)
-    batches = iter([MicroBatch(x, x, 1, 0)] * 16)
-    train_step(model, optimizer, batches, 4, 1e-3, 1.0, nullcontext, False)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        timer = StepTimer(device)
-        out = train_step(model, optimizer, batches, 4, 1e-3, 1.0, nullcontext, False, timer.mark)
-        report = StepReport(0, 1e-3, *out, [0.0] * 4, 1, timer)
-        with pytest.raises(RuntimeError, match="synchronizing"):
-            out[0].item()  # the mode does catch what it should
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+@pytest.mark.parametrize("loss", ["plain", "chunked"])
+@pytest.mark.parametrize("compiled", ["on", "off"])
+def test_nothing_waits_for_the_device_inside_a_step(tiny: list[str], compiled: str, loss: str) -> None:
+    """torch raises on every synchronising call while the mode is on, in the thread that copies batches too."""
+    device, steps = torch.device("cuda"), 8
+    cfg = compose([
+        *tiny, "train.device=cuda", "train.dtype=bfloat16", f"train.compile={compiled}", f"train.loss={loss}",
+        "batch.total_batch_size=128", "batch.micro_batch_size=2",
+    ])  # fmt: skip
+    effective = resolve(cfg, device, Rank())
+    gpt = build_gpt(cfg, effective, device)
+    optimizer = build_optimizer(gpt, cfg.optim, effective.fused)
+    plan = plan_batch(cfg.batch.total_batch_size, 2, cfg.seq_len, 1)
+    batches = micro_batches(build_dataset(cfg), plan, 0, 0, steps, device)
+    step = partial(train_step, gpt, optimizer, batches, plan.grad_accum_steps, 1e-3, 1.0, forward_context(effective))
+    with step_context(effective):
+        for _ in range(2):
+            step(dropout=False)
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            step(dropout=False)
+            timer = StepTimer(device)
+            out = step(dropout=False, mark=timer.mark)
+            report = StepReport(0, 1e-3, *out, [0.0] * 4, 1, timer)
+            with pytest.raises(RuntimeError, match="synchronizing"):
+                out[0].item()  # the mode does catch what it should
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
     assert report.read()[0] > 0
     assert all(ms > 0 for ms in timer.read().values())
 
 
 def test_losses_agree_on_the_gpu() -> None:
+    """Over three chunks of 4,096 rows, the last one short."""
     g = torch.Generator("cuda").manual_seed(0)
-    h = torch.randn(1300, 64, generator=g, device="cuda")
-    w = torch.randn(777, 64, generator=g, device="cuda")
-    y = torch.randint(777, (1300,), generator=g, device="cuda")
-    torch.testing.assert_close(ChunkedCrossEntropy()(h, w, y), plain_cross_entropy(h, w, y), rtol=1e-4, atol=1e-4)
+    y = torch.randint(777, (9000,), generator=g, device="cuda")
+    h, w = (torch.randn(rows, 64, generator=g, device="cuda", requires_grad=True) for rows in (9000, 777))
+    found = [loss(h, w, y) for loss in (ChunkedCrossEntropy(), plain_cross_entropy)]
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+    grads = zip(*(torch.autograd.grad(loss, (h, w)) for loss in found), strict=True)
+    for chunked, plain in grads:
+        assert (chunked - plain).norm() < 1e-4 * plain.norm()
 
 
 def test_an_automatic_micro_batch_fills_the_gpu_and_no_more(gptexp: Gptexp, tiny: list[str], tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from gptexp import loss as loss_module
-from gptexp.loss import IGNORED, ChunkedCrossEntropy, chunk_rows, plain_cross_entropy
+from gptexp.loss import IGNORED, ChunkedCrossEntropy, _as_one_operation, plain_cross_entropy
 
 
 def problem(scale: float = 1.0, rows: int = 1300) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -67,14 +67,27 @@ def test_bfloat16_keeps_the_loss_in_float32() -> None:
     assert (h.grad - grad_h).norm() / grad_h.norm() < 0.02
 
 
-def test_a_compiler_gets_few_chunks() -> None:
-    """It unrolls their loop."""
-    for tokens in (1, 511, 513, 4096, 4097, 65_536):
-        eager, compiled = (chunk_rows(tokens, "cpu", compiled) for compiled in (False, True))
-        assert eager == min(tokens, 512)
-        assert eager <= compiled <= tokens
-        assert -(-tokens // compiled) <= 8
-    assert chunk_rows(4096, "cpu", True) == 512  # no more memory than it takes
+def test_a_compiler_sees_one_operation() -> None:
+    """It would unroll the loop over the chunks and keep the logits of all of them."""
+    h, w, y = problem(0.3, 2048)
+    seen: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, _inputs: object) -> torch.fx.GraphModule:
+        parts = [part for part in graph.modules() if isinstance(part, torch.fx.GraphModule)]
+        seen.extend(str(node.target) for part in parts for node in part.graph.nodes if node.op == "call_function")
+        return graph
+
+    loss = torch.compile(ChunkedCrossEntropy(), backend=backend, fullgraph=True)(h, w, y)
+    assert sum("chunked_cross_entropy" in name for name in seen) == 1
+    assert not [name for name in seen if "mm" in name or "matmul" in name or "exp2" in name]
+    (3 * loss).backward()
+    value, grad_h, grad_w = reference(h, w, y)
+    assert loss.item() == pytest.approx(value.item(), rel=1e-5)
+    assert (h.grad - grad_h).norm() / grad_h.norm() < 1e-5
+    assert (w.grad - grad_w).norm() / grad_w.norm() < 1e-5
+    for needs_grad in (True, False):
+        args = (h.detach(), w.detach(), y, needs_grad)
+        torch.library.opcheck(_as_one_operation, args, test_utils=("test_schema", "test_faketensor"))
 
 
 def test_the_memory_of_the_logits_is_kept_and_fits_what_comes() -> None:

@@ -672,7 +672,7 @@ def test_under_a_launcher_multirun_and_questions_work_and_world_size_must_agree(
 def test_four_cells_in_four_directories_and_a_crash_costs_one(gptexp: Gptexp, tiny: list[str], tmp_path: Path) -> None:
     (tmp_path / "short.txt").write_text("too short")
     grid = ("optim.lr=3e-4,6e-4", "batch.total_batch_size=128,256")
-    done = gptexp("train", "-m", *tiny, *grid, "world.size=2")
+    done = gptexp("train", "-m", *tiny, *grid)
     assert done.returncode == 0, done.stderr
     cells = runs(tmp_path)
     assert len(cells) == 4
@@ -695,7 +695,7 @@ def test_four_cells_in_four_directories_and_a_crash_costs_one(gptexp: Gptexp, ti
     effective = json.loads((cells[0].parent / "effective.json").read_text())
     (cells[0].parent / "effective.json").write_text(json.dumps({**effective, "loss": "plain"}))
     wider = ("optim.lr=0.0003,6e-4,1e-3", "batch.total_batch_size=choice(128)")
-    widened = gptexp("train", "-m", *tiny, *wider)  # at another world size
+    widened = gptexp("train", "-m", *tiny, *wider, "world.size=2")  # another world size is the same grid
     assert widened.returncode == 0, widened.stderr
     assert widened.stdout.count("completed before") == 2
     assert widened.stdout.count("completed    val loss") == 3
