@@ -127,8 +127,9 @@ from gptexp.optim import build_optimizer
 from gptexp.trainer import train_step
 import torch._dynamo  # torch's optimizers import it
 
-n_layer, n_embd, vocab, t, b, micro_steps = json.loads(sys.argv[1])
+n_layer, n_embd, vocab, t, b, micro_steps, loss = json.loads(sys.argv[1])
 cfg = Config()
+cfg.train.loss = loss
 cfg.model.n_layer, cfg.model.n_embd, cfg.model.vocab_size, cfg.model.block_size = n_layer, n_embd, vocab, t
 cfg.model.n_head, cfg.batch.micro_batch_size, cfg.batch.total_batch_size = 4, b, micro_steps * b * t
 before = psutil.Process().memory_info().rss
@@ -148,7 +149,14 @@ print(json.dumps([grown, estimate(cfg, effective, 1).peak]))
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "sizes",
-    [(4, 128, 50304, 256, 8, 1), (4, 128, 50304, 256, 8, 2), (8, 256, 8192, 256, 8, 2), (12, 768, 50304, 1024, 1, 2)],
+    [
+        (4, 128, 50304, 256, 8, 1, "auto"),
+        (4, 128, 50304, 256, 8, 2, "auto"),
+        (8, 256, 8192, 256, 8, 2, "auto"),
+        (12, 768, 50304, 1024, 1, 2, "auto"),
+        (4, 128, 50304, 256, 8, 1, "plain"),
+        (8, 256, 8192, 256, 8, 2, "plain"),
+    ],
 )
 def test_a_process_grows_by_what_is_estimated(sizes: tuple[object, ...]) -> None:
     """On a CPU, whose allocator keeps and fragments: 0.6 to 1.3 of the estimate."""
