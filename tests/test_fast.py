@@ -147,7 +147,7 @@ def test_another_kernel_is_compiled_anew(monkeypatch: pytest.MonkeyPatch, tmp_pa
     """And not taken from the cache, whose own key knows nothing of the choice."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     cfg, cpu, x = Config(), torch.device("cpu"), torch.zeros(2, 32, dtype=torch.int64)
-    cfg.model, cfg.train.compile = MODEL, "on"
+    cfg.model, cfg.train.compile, cfg.train.loss = MODEL, "on", "plain"  # a graph that the cache takes whole
     for kernel in ("math", "flash"):
         cfg.train.attention = kernel
         effective = resolve(cfg, cpu, Rank())
