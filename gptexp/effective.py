@@ -114,6 +114,7 @@ def resolve(cfg: Config, device: torch.device, rank: Rank, earlier: dict[str, An
         lambda: (cores_per_rank(rank), "the node's cores shared out"),
         same_node,
     )
+    needs = memory_key(cfg)
     largest = Effective(
         device=kind,
         device_name=device_name(device),
@@ -124,7 +125,7 @@ def resolve(cfg: Config, device: torch.device, rank: Rank, earlier: dict[str, An
         loss=loss,
         fused=fused,
         micro_batch_size=cfg.batch.total_batch_size // (cfg.seq_len * rank.world_size),
-        memory_key=memory_key(cfg),
+        memory_key=needs,
         threads_per_rank=threads,
         local_world_size=rank.local_world_size,
     )
@@ -132,7 +133,7 @@ def resolve(cfg: Config, device: torch.device, rank: Rank, earlier: dict[str, An
         "micro_batch_size",
         cfg.batch.asked_micro_batch_size,
         lambda: _micro_batch_size(cfg, largest, device, rank),
-        same_graph and same_node and before.get("memory_key") == memory_key(cfg),
+        same_graph and same_node and before.get("memory_key") == needs,
     )
     return replace(largest, micro_batch_size=size, reasons=reasons)
 

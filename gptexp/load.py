@@ -40,7 +40,7 @@ def load_checkpointed(directory: Path | str) -> LoadedRun:
     model = GPT(config.model, plain_cross_entropy)
     checkpoint.load_weights(path, model)
     decided = run_dir.read_json(directory / run_dir.EFFECTIVE)
-    effective = resolve(_portable(config, decided["device"], device), device, Rank(), decided)
+    effective = resolve(_portable(config, decided.get("device"), device), device, Rank(), decided)
     return LoadedRun(model.to(device).eval(), config, effective, state.step, device)
 
 
@@ -52,7 +52,7 @@ def _device(trained_on: str) -> torch.device:
         return pick_device("auto", Rank())
 
 
-def _portable(config: Config, trained_on: str, device: torch.device) -> Config:
+def _portable(config: Config, trained_on: str | None, device: torch.device) -> Config:
     """`config` without the kernels it asks for, where those were of another kind of device."""
     if device.type == trained_on:
         return config

@@ -54,16 +54,14 @@ def missing_compiler(device: torch.device) -> str | None:
     return None if shutil.which(wanted) else f"{wanted}, the C++ compiler it needs, is not installed"
 
 
-def is_out_of_memory(error: BaseException) -> bool:
+def is_out_of_memory(error: RuntimeError) -> bool:
     """Whether an allocation failed; only the caching allocator's own error has a type.
 
     The CPU's allocator, the libraries' own (cuBLAS), CUDA's loading of a kernel and the compiler's benchmarks raise
     RuntimeErrors that say so.
     """
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
-        isinstance(error, RuntimeError)
-        and any(sign in str(error) for sign in ("out of memory", "can't allocate memory", "ALLOC_FAILED"))
-    )
+    signs = ("out of memory", "can't allocate memory", "ALLOC_FAILED")
+    return isinstance(error, torch.OutOfMemoryError) or any(sign in str(error) for sign in signs)
 
 
 def medium_precision() -> tuple[float, float]:

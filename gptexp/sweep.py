@@ -147,10 +147,10 @@ class CellLauncher(Launcher):
         return cells
 
 
-def _decided(sweep_dir: Path, memory_key: str) -> dict[str, Any]:
-    """What a cell begins with: the sweep's decisions, by preference with a micro-batch size that was found for it."""
+def _decided(sweep_dir: Path, key: str) -> dict[str, Any]:
+    """What a cell begins with: the sweep's decisions, by preference with a micro-batch size found for its needs."""
     of_cells = (run_dir.read_json(path) for path in sorted(sweep_dir.glob(f"*/{run_dir.EFFECTIVE}")))
-    same = (effective for effective in of_cells if effective.get("memory_key") == memory_key)
+    same = (effective for effective in of_cells if effective.get("memory_key") == key)
     return next(same, run_dir.read_json(sweep_dir / run_dir.EFFECTIVE))
 
 

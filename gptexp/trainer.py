@@ -53,14 +53,15 @@ def train_step(
         group["lr"] = lr
     loss_sum: Tensor | float = 0.0
     fingerprint = 0
+    ddp = model if isinstance(model, DistributedDataParallel) else None
     for micro_step in range(grad_accum_steps):
         batch = next(batches)
         mark("data")
         if dropout:
             torch.manual_seed(batch.dropout_seed)
-        if isinstance(model, DistributedDataParallel):
+        if ddp is not None:
             # DDP reads the flag in the forward pass already: only the last micro-step's backward reduces.
-            model.require_backward_grad_sync = micro_step == grad_accum_steps - 1
+            ddp.require_backward_grad_sync = micro_step == grad_accum_steps - 1
         with forward_context():
             loss = model(batch.x, batch.y)
         mark("forward")
@@ -73,7 +74,7 @@ def train_step(
     mark("clip")
     optimizer.step()
     # DDP's gradients are views of its buckets: gone, the next would be made beside those, and copied.
-    optimizer.zero_grad(set_to_none=not isinstance(model, DistributedDataParallel))
+    optimizer.zero_grad(set_to_none=ddp is None)
     mark("optimizer")
     return torch.as_tensor(loss_sum / grad_accum_steps), grad_norm, fingerprint % 2**64
 
