@@ -1,14 +1,17 @@
 """The model of a run as its effective choices say: which loss, compiled, in DDP."""
 
+import inspect
+
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from gptexp import loss as losses
 from gptexp.config import Config
 from gptexp.distributed import Rank, barrier
 from gptexp.effective import Effective
-from gptexp.loss import ChunkedCrossEntropy, plain_cross_entropy
+from gptexp.machine import compile_options
 from gptexp.model import GPT
 from gptexp.trainer import Training
 
@@ -21,14 +24,16 @@ LEAST_BUCKET_MIB = 25.0
 def build_gpt(cfg: Config, effective: Effective, device: torch.device) -> GPT:
     """The seeded model on `device`, compiled if so decided; compiling itself happens in the first step."""
     torch.manual_seed(cfg.train.seed)
-    loss = ChunkedCrossEntropy() if effective.loss == "chunked" else plain_cross_entropy
+    loss = losses.ChunkedCrossEntropy() if effective.loss == "chunked" else losses.plain_cross_entropy
     gpt = GPT(cfg.model, loss, cfg.train.activation_checkpointing).to(device)
     if effective.compile:
         torch.compiler.reset()  # a launcher's process trains many cells: graphs of the last ones' shapes are of no use
-        # Kernels of attention are chosen while compiling, and torch's own key of the cache does not know of it.
+        # What torch's own key of the compile cache knows nothing of: which kernels attention may choose from while
+        # compiling, and how the gradients of the loss's operation come about.
         asked = effective.reasons["attention"]
-        torch.compiler.config.cache_key_tag = f"attention={effective.attention} ({asked})"
-        gpt.compile(fullgraph=True, dynamic=False)  # one graph with the loss inside, or an error that says why not
+        torch.compiler.config.cache_key_tag = f"{effective.attention} ({asked}) {inspect.getsource(losses)}"
+        # One graph with the loss inside, or an error that says why not.
+        gpt.compile(fullgraph=True, dynamic=False, options=compile_options())
     return gpt
 
 

@@ -46,10 +46,12 @@ class ChunkedCrossEntropy:
             hidden, weight = hidden.to(compute), weight.to(compute)
         # Asked here: inside the function grad mode is always off, and needs_input_grad is set under no_grad too.
         needs_grad = torch.is_grad_enabled()
-        scratch = None if torch.compiler.is_compiling() else self._logits(len(hidden), weight)
-        loss: Tensor = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
-            hidden, weight, targets, needs_grad, scratch
-        )
+        loss: Tensor
+        if torch.compiler.is_compiling():
+            loss, _, _ = _as_one_operation(hidden, weight, targets, needs_grad)
+        else:
+            scratch = self._logits(len(hidden), weight)
+            loss = _ChunkedCrossEntropy.apply(hidden, weight, targets, needs_grad, scratch)  # type: ignore[no-untyped-call]
         return loss
 
     def _logits(self, tokens: int, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -77,20 +79,14 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, needs_grad: bool, scratch: Scratch
     ) -> Tensor:
-        found: tuple[Tensor, Tensor, Tensor]
-        if scratch is None:
-            found = _as_one_operation(hidden, weight, targets, needs_grad)
-        else:
-            found = _loss_and_gradients(hidden, weight, targets, needs_grad, _chunk, scratch)
-        loss, *gradients = found
-        ctx.save_for_backward(*gradients)
-        return loss
+        found = _loss_and_gradients(hidden, weight, targets, needs_grad, _chunk, scratch)
+        _keep_gradients(ctx, (), found)
+        return found[0]
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
-        grad_hidden, grad_weight = ctx.saved_tensors
-        return grad_hidden * grad, grad_weight * grad, None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return *_scaled_gradients(ctx, grad), None
 
 
 @torch.library.custom_op("gptexp::chunked_cross_entropy", mutates_args=())
@@ -100,7 +96,8 @@ def _as_one_operation(
     """`_loss_and_gradients` for a compiled model.
 
     A compiler that saw the loop would unroll it, take 3 s for each chunk, and begin them all before it ends the first:
-    all logits would be there at once. So it sees one operation, within which one chunk is compiled.
+    all logits would be there at once. So it sees one operation, within which one chunk is compiled. An operation's
+    graph is kept in the compile cache as a whole, which that of an autograd function is not.
     """
     with torch.no_grad():  # and detached: what is compiled within is to depend on the shapes alone
         return _loss_and_gradients(hidden.detach(), weight.detach(), targets, needs_grad, _compiled_chunk(), None)
@@ -112,6 +109,18 @@ def _(hidden: Tensor, weight: Tensor, targets: Tensor, needs_grad: bool) -> tupl
     if needs_grad:
         return loss, torch.empty_like(hidden), torch.empty_like(weight)
     return loss, hidden.new_empty(0), weight.new_empty(0)
+
+
+def _keep_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*output[1:])
+
+
+def _scaled_gradients(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    grad_hidden, grad_weight = ctx.saved_tensors
+    return grad_hidden * grad, grad_weight * grad, None, None
+
+
+_as_one_operation.register_autograd(_scaled_gradients, setup_context=_keep_gradients)
 
 
 def _loss_and_gradients(

@@ -54,6 +54,14 @@ def missing_compiler(device: torch.device) -> str | None:
     return None if shutil.which(wanted) else f"{wanted}, the C++ compiler it needs, is not installed"
 
 
+def compile_options() -> dict[str, bool]:
+    """For torch.compile: not to find out by compiling and starting a process, at every start, what is known here.
+
+    That is, whether vector instructions run; torch's own kernels do run them.
+    """
+    return {"cpp.vec_isa_ok": True} if torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512") else {}
+
+
 def is_out_of_memory(error: RuntimeError) -> bool:
     """Whether an allocation failed; only the caching allocator's own error has a type.
 

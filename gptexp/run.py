@@ -64,6 +64,7 @@ def _run(cfg: "Config", directory: Path, stop: StopRequest, rank: "Rank", store:
     from gptexp.trainer import Training, fit
 
     gc.unfreeze()  # under a launcher one process trains all cells of a sweep: what the last one left may go
+    gc.disable()  # until `fit` has made a step: a tenth of the imports' time would go to looking for garbage in them
     checkpoints = directory / run_dir.CHECKPOINTS
     dataset = build_dataset(cfg)  # before the process group: one rank of a node may tokenise while the others wait
     device = pick_device(cfg.train.device, rank)

@@ -196,6 +196,7 @@ def fit(t: Training, state: TrainState, stop: StopRequest, log: RunLog, checkpoi
         if state.step == first + 1:  # before its report is read, or step 2 would be charged with it
             gc.collect()
             gc.freeze()  # compiling leaves a million objects that need not be walked through again
+            gc.enable()
         while len(unread) > (0 if due_eval or due_save else late):
             read(unread.popleft())
         if reasons and not last:

@@ -106,14 +106,17 @@ def test_compiling_must_pay_for_itself() -> None:
 
 def test_the_cells_of_a_sweep_share_what_compiling_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     cfg = Config()
+    cfg.batch.total_batch_size = 1024
     cfg.train.dtype, cfg.train.max_tokens = "bfloat16", 10**4
     while not (effective := resolve(cfg, CPU, Rank())).compile:
         cfg.train.max_tokens *= 2
-    cfg.train.max_tokens //= 10
+    cfg.train.max_tokens //= 4
     assert not resolve(cfg, CPU, Rank()).compile
     cfg.sweep.cells = 20
     assert resolve(cfg, CPU, Rank()).compile
     assert "of all 20 cells" in resolve(cfg, CPU, Rank()).reasons["compile"]
+    cfg.train.max_tokens, cfg.sweep.cells = cfg.train.max_tokens // 4, 10**6
+    assert not resolve(cfg, CPU, Rank()).compile  # each would wait longer for the cache than it saves
     monkeypatch.setenv("CXX", "no-such-compiler")
     effective = resolve(cfg, CPU, Rank())
     assert (effective.compile, effective.reasons["compile"][:17]) == (False, "no-such-compiler,")

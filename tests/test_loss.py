@@ -89,6 +89,8 @@ def test_a_compiler_sees_one_operation(monkeypatch: pytest.MonkeyPatch) -> None:
     for needs_grad in (True, False):
         args = (h.detach(), w.detach(), y, needs_grad)
         torch.library.opcheck(_as_one_operation, args, test_utils=("test_schema", "test_faketensor"))
+    args = (h.requires_grad_(), w.requires_grad_(), y, True)
+    torch.library.opcheck(_as_one_operation, args, test_utils="test_autograd_registration")
 
 
 def test_the_memory_of_the_logits_is_kept_and_fits_what_comes() -> None:
