@@ -24,7 +24,7 @@ LEAST_BUCKET_MIB = 25.0
 def build_gpt(cfg: Config, effective: Effective, device: torch.device) -> GPT:
     """The seeded model on `device`, compiled if so decided; compiling itself happens in the first step."""
     torch.manual_seed(cfg.train.seed)
-    loss = losses.ChunkedCrossEntropy() if effective.loss == "chunked" else losses.plain_cross_entropy
+    loss = losses.chunked_cross_entropy if effective.loss == "chunked" else losses.plain_cross_entropy
     gpt = GPT(cfg.model, loss, cfg.train.activation_checkpointing).to(device)
     if effective.compile:
         torch.compiler.reset()  # a launcher's process trains many cells: graphs of the last ones' shapes are of no use

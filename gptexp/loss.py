@@ -8,19 +8,16 @@ at a time, takes their loss and their gradients at once, and forgets them. It co
 
 import math
 from collections.abc import Callable
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 SAFE_LOGIT = 60.0  # exp(±60) and a sum of 10^11 such are ordinary float32 numbers
 LOG2_E = math.log2(math.e)
 IGNORED = -1  # a target that counts for nothing: padding
-
-Scratch = tuple[Tensor, Tensor] | None
 
 
 def plain_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -29,39 +26,15 @@ def plain_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tens
     return F.cross_entropy(logits.float(), targets, ignore_index=IGNORED)
 
 
-class ChunkedCrossEntropy:
-    """The same value and gradients as `plain_cross_entropy`, without the (N, V) logits in memory.
-
-    Keeps the memory of one chunk's logits from call to call: fresh memory of that size costs more time in page faults
-    than the logits in arithmetic, and leaves holes that fill with what lives longer.
-    """
-
-    def __init__(self) -> None:
-        self._scratch: Scratch = None
-
-    def __call__(self, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        """Mean loss of the rows of `hidden` (N, C) under the head `weight` (V, C) and `targets` (N,); nats."""
-        if torch.is_autocast_enabled(hidden.device.type):
-            compute = torch.get_autocast_dtype(hidden.device.type)
-            hidden, weight = hidden.to(compute), weight.to(compute)
-        # Asked here: inside the function grad mode is always off, and needs_input_grad is set under no_grad too.
-        needs_grad = torch.is_grad_enabled()
-        loss: Tensor
-        if torch.compiler.is_compiling():
-            loss, _, _ = _as_one_operation(hidden, weight, targets, needs_grad)
-        else:
-            scratch = self._logits(len(hidden), weight)
-            loss = _ChunkedCrossEntropy.apply(hidden, weight, targets, needs_grad, scratch)  # type: ignore[no-untyped-call]
-        return loss
-
-    def _logits(self, tokens: int, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """(R, V) in the compute type and in float32, one tensor where that is the same."""
-        shape = (chunk_rows(tokens, weight.device.type), len(weight))
-        if self._scratch is None or (self._scratch[0].shape, self._scratch[0].dtype) != (shape, weight.dtype):
-            self._scratch = None  # before the new one is there
-            low = weight.new_empty(shape)
-            self._scratch = (low, low.float())
-        return self._scratch
+def chunked_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """The same value and gradients as `plain_cross_entropy`, without the (N, V) logits in memory."""
+    if torch.is_autocast_enabled(hidden.device.type):
+        compute = torch.get_autocast_dtype(hidden.device.type)
+        hidden, weight = hidden.to(compute), weight.to(compute)
+    # Asked here: inside the operation grad mode is always off, and nothing is being compiled.
+    loss: Tensor
+    loss, _, _ = _chunked(hidden, weight, targets, torch.is_grad_enabled(), torch.compiler.is_compiling())
+    return loss
 
 
 def chunk_rows(tokens: int, device: str) -> int:
@@ -74,64 +47,16 @@ def perplexity(loss: float) -> float:
     return math.exp(loss) if loss < 700 else math.inf
 
 
-class _ChunkedCrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, needs_grad: bool, scratch: Scratch
-    ) -> Tensor:
-        found = _loss_and_gradients(hidden, weight, targets, needs_grad, _chunk, scratch)
-        _keep_gradients(ctx, (), found)
-        return found[0]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return *_scaled_gradients(ctx, grad), None
-
-
 @torch.library.custom_op("gptexp::chunked_cross_entropy", mutates_args=())
-def _as_one_operation(
-    hidden: Tensor, weight: Tensor, targets: Tensor, needs_grad: bool
+def _chunked(
+    hidden: Tensor, weight: Tensor, targets: Tensor, needs_grad: bool, compiled: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`_loss_and_gradients` for a compiled model.
+    """(mean loss, its gradient of `hidden`, of `weight`), these empty unless they are needed.
 
-    A compiler that saw the loop would unroll it, take 3 s for each chunk, and begin them all before it ends the first:
-    all logits would be there at once. So it sees one operation, within which one chunk is compiled. An operation's
-    graph is kept in the compile cache as a whole, which that of an autograd function is not.
+    One operation to the compiler. One that saw the loop would unroll it, take 3 s for each chunk, and begin them all
+    before it ends the first: all logits would be there at once. On a GPU, one chunk is compiled within.
     """
-    with torch.no_grad():  # and detached: what is compiled within is to depend on the shapes alone
-        return _loss_and_gradients(hidden.detach(), weight.detach(), targets, needs_grad, _compiled_chunk(), None)
-
-
-@_as_one_operation.register_fake
-def _(hidden: Tensor, weight: Tensor, targets: Tensor, needs_grad: bool) -> tuple[Tensor, Tensor, Tensor]:
-    loss = hidden.new_empty((), dtype=torch.float32)
-    if needs_grad:
-        return loss, torch.empty_like(hidden), torch.empty_like(weight)
-    return loss, hidden.new_empty(0), weight.new_empty(0)
-
-
-def _keep_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*output[1:])
-
-
-def _scaled_gradients(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-    grad_hidden, grad_weight = ctx.saved_tensors
-    return grad_hidden * grad, grad_weight * grad, None, None
-
-
-_as_one_operation.register_autograd(_scaled_gradients, setup_context=_keep_gradients)
-
-
-def _loss_and_gradients(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    needs_grad: bool,
-    chunk: Callable[..., Tensor],
-    scratch: Scratch,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(mean loss, its gradient of `hidden`, of `weight`), these empty unless they are needed."""
+    hidden, weight, on_cpu = hidden.detach(), weight.detach(), hidden.device.type == "cpu"
     counted = targets != IGNORED
     targets = targets.clamp(min=0)
     n = counted.sum()
@@ -139,18 +64,53 @@ def _loss_and_gradients(
     grad_hidden = torch.empty_like(hidden) if needs_grad else hidden.new_empty(0)
     grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_grad else weight.new_empty(0)
     # Cauchy-Schwarz bounds every logit. Where even the bound cannot overflow exp, the usual shift by the row's largest
-    # logit, two passes over the logits, is not needed. On a GPU to ask would be to wait, and a compiler makes one pass
-    # of them anyway.
-    shifted = scratch is None or hidden.is_cuda
-    shifted = shifted or bool(hidden.norm(dim=1).max() * weight.norm(dim=1).max() > SAFE_LOGIT)
+    # logit, two passes over the logits, is not needed. On a GPU to ask would be to wait.
+    shifted = not on_cpu or bool(hidden.norm(dim=1).max() * weight.norm(dim=1).max() > SAFE_LOGIT)
     rows = chunk_rows(len(hidden), hidden.device.type)
-    for first in range(0, len(hidden), rows):
-        part = slice(first, first + rows)
-        into = (grad_hidden[part], grad_weight) if needs_grad else None
-        loss += chunk(hidden[part], weight, targets[part, None], counted[part, None], shifted, into, scratch)
+    scratch = _scratch(rows, len(weight), weight.dtype) if on_cpu else None
+    chunk = _compiled_chunk() if compiled and not on_cpu else _chunk
+    with torch.no_grad():
+        for first in range(0, len(hidden), rows):
+            part = slice(first, first + rows)
+            into = (grad_hidden[part], grad_weight) if needs_grad else None
+            loss += chunk(hidden[part], weight, targets[part, None], counted[part, None], shifted, into, scratch)
     if needs_grad:
         grad_hidden, grad_weight = grad_hidden.div_(n), grad_weight.div_(n).to(weight.dtype)
     return loss / n, grad_hidden, grad_weight
+
+
+@_chunked.register_fake
+def _(
+    hidden: Tensor, weight: Tensor, targets: Tensor, needs_grad: bool, compiled: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    loss = hidden.new_empty((), dtype=torch.float32)
+    if needs_grad:
+        return loss, torch.empty_like(hidden), torch.empty_like(weight)
+    return loss, hidden.new_empty(0), weight.new_empty(0)
+
+
+def _keep_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    ctx.set_materialize_grads(False)  # nobody differentiates the gradients
+    ctx.save_for_backward(*output[1:])
+
+
+def _scaled_gradients(ctx: Any, grad: Tensor, *_: None) -> tuple[Tensor | None, ...]:
+    grad_hidden, grad_weight = ctx.saved_tensors
+    return grad_hidden * grad, grad_weight * grad, None, None, None
+
+
+_chunked.register_autograd(_scaled_gradients, setup_context=_keep_gradients)
+
+
+@lru_cache(maxsize=1)
+def _scratch(rows: int, vocab: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """A CPU's memory for the logits of one chunk, (R, V) in `dtype` and in float32, which may be one tensor.
+
+    Kept from call to call: fresh memory of that size costs more time in page faults than the logits in arithmetic, and
+    leaves holes that fill with what lives longer.
+    """
+    low = torch.empty((rows, vocab), dtype=dtype)
+    return low, low.float()
 
 
 @cache
@@ -166,7 +126,7 @@ def _chunk(
     keep: Tensor,
     shifted: bool,
     into: tuple[Tensor, Tensor] | None,
-    scratch: Scratch,
+    scratch: tuple[Tensor, Tensor] | None,
 ) -> Tensor:
     """Summed loss of the rows `h` (R, C) with targets `y` (R, 1), of which `keep` (R, 1) says which count.
 

@@ -59,9 +59,10 @@ def memory_estimate(
     around = tokens * (4 * c + width * c + 24)  # the final LayerNorm; token ids
     scratch = 0
     if loss == "chunked":
-        # Kept: the rows' logits in float32, and in the compute type if that is another; compiled, twice in the compute
-        # type. Then both gradients, first as computed (the weight's in float32), then as handed on.
-        of_row = 2 * width if compiled else 6 if dtype == "bfloat16" else 4
+        # The rows' logits in float32, and in the compute type if that is another; compiled, which on a CPU they never
+        # are, twice in the compute type. Then both gradients, first as computed (the weight's in float32), then as
+        # handed on.
+        of_row = 2 * width if compiled and device != "cpu" else 6 if dtype == "bfloat16" else 4
         scratch = chunk_rows(tokens, device) * vocab * of_row
         of_loss = scratch + (4 + width) * vocab * c + 2 * tokens * c * width
     else:

@@ -20,7 +20,7 @@ from gptexp.config import Config, ModelConfig, OptimConfig
 from gptexp.data.loader import MicroBatch
 from gptexp.distributed import Rank
 from gptexp.effective import forward_context, resolve, step_context
-from gptexp.loss import ChunkedCrossEntropy, plain_cross_entropy
+from gptexp.loss import chunked_cross_entropy, plain_cross_entropy
 from gptexp.machine import has_native_bfloat16
 from gptexp.model import GPT, Loss
 from gptexp.optim import build_optimizer
@@ -72,15 +72,15 @@ def plain() -> list[float]:
 
 
 SETTINGS = {
-    "chunked": lambda: {"loss": ChunkedCrossEntropy()},
+    "chunked": lambda: {"loss": chunked_cross_entropy},
     "checkpointed": lambda: {"loss": plain_cross_entropy, "checkpointing": True},
     "medium": lambda: {"loss": plain_cross_entropy, "precision": "medium"},
     "bfloat16": lambda: {"loss": plain_cross_entropy, "dtype": torch.bfloat16},
-    "bfloat16, chunked": lambda: {"loss": ChunkedCrossEntropy(), "dtype": torch.bfloat16},
+    "bfloat16, chunked": lambda: {"loss": chunked_cross_entropy, "dtype": torch.bfloat16},
 }
 COMPILED = {
     "compiled": lambda: {"loss": plain_cross_entropy, "compiled": True},
-    "compiled, chunked": lambda: {"loss": ChunkedCrossEntropy(), "compiled": True},
+    "compiled, chunked": lambda: {"loss": chunked_cross_entropy, "compiled": True},
     "compiled, checkpointed": lambda: {"loss": plain_cross_entropy, "compiled": True, "checkpointing": True},
     "bfloat16, compiled": lambda: {"loss": plain_cross_entropy, "dtype": torch.bfloat16, "compiled": True},
 }

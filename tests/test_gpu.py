@@ -16,7 +16,7 @@ from gptexp.compose import compose
 from gptexp.data.loader import build_dataset, micro_batches
 from gptexp.distributed import Rank
 from gptexp.effective import forward_context, resolve, step_context
-from gptexp.loss import ChunkedCrossEntropy, plain_cross_entropy
+from gptexp.loss import chunked_cross_entropy, plain_cross_entropy
 from gptexp.optim import build_optimizer
 from gptexp.phases import StepTimer
 from gptexp.trainer import StepReport, train_step
@@ -97,7 +97,7 @@ def test_losses_agree_on_the_gpu() -> None:
     g = torch.Generator("cuda").manual_seed(0)
     y = torch.randint(777, (9000,), generator=g, device="cuda")
     h, w = (torch.randn(rows, 64, generator=g, device="cuda", requires_grad=True) for rows in (9000, 777))
-    found = [loss(h, w, y) for loss in (ChunkedCrossEntropy(), plain_cross_entropy)]
+    found = [loss(h, w, y) for loss in (chunked_cross_entropy, plain_cross_entropy)]
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
     grads = zip(*(torch.autograd.grad(loss, (h, w)) for loss in found), strict=True)
     for chunked, plain in grads:

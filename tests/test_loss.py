@@ -1,11 +1,12 @@
 """The chunked loss against torch's cross-entropy over whole logits, in float64 where it matters."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
 
-from gptexp import loss as loss_module
-from gptexp.loss import IGNORED, ChunkedCrossEntropy, _as_one_operation, plain_cross_entropy
+from gptexp.loss import IGNORED, SAFE_LOGIT, _chunked, _scratch, chunked_cross_entropy, plain_cross_entropy
 
 
 def problem(scale: float = 1.0, rows: int = 1300) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -29,8 +30,8 @@ def reference(h: torch.Tensor, w: torch.Tensor, y: torch.Tensor) -> tuple[torch.
 # The larger scale has logits beyond ±60, where exp needs the shift by the row's maximum.
 @pytest.mark.parametrize("scale", [0.1, 1.0, 30.0])
 @pytest.mark.parametrize("rows", [1, 512, 1300])
-@pytest.mark.parametrize("fn", [plain_cross_entropy, ChunkedCrossEntropy()])
-def test_value_and_gradients(scale: float, rows: int, fn: loss_module.Any) -> None:
+@pytest.mark.parametrize("fn", [plain_cross_entropy, chunked_cross_entropy])
+def test_value_and_gradients(scale: float, rows: int, fn: Callable[..., torch.Tensor]) -> None:
     h, w, y = problem(scale, rows)
     if rows > 1:
         y[::7] = IGNORED
@@ -44,13 +45,13 @@ def test_value_and_gradients(scale: float, rows: int, fn: loss_module.Any) -> No
 
 def test_both_sides_of_the_shift_were_tested() -> None:
     sizes = [(problem(s)[0] @ problem(s)[1].T).abs().max() for s in (0.1, 1.0, 30.0)]
-    assert sizes[0] < sizes[1] < loss_module.SAFE_LOGIT < sizes[2]
+    assert sizes[0] < sizes[1] < SAFE_LOGIT < sizes[2]
 
 
 def test_without_gradients_none_are_computed() -> None:
     h, w, y = problem()
     with torch.no_grad(), torch.profiler.profile() as profile:
-        value = ChunkedCrossEntropy()(h, w, y)
+        value = chunked_cross_entropy(h, w, y)
     assert not value.requires_grad
     products = sum(e.count for e in profile.key_averages() if e.key in ("aten::mm", "aten::addmm_"))
     assert products == 3  # one a chunk: the logits
@@ -60,16 +61,15 @@ def test_bfloat16_keeps_the_loss_in_float32() -> None:
     h, w, y = problem(0.3, 2048)
     value, grad_h, _ = reference(h, w, y)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = ChunkedCrossEntropy()(h, w, y)
+        out = chunked_cross_entropy(h, w, y)
     assert out.dtype == torch.float32
     assert abs(out.item() - value.item()) < 2e-3  # of a sum in bfloat16 nothing below 0.03 would be left
     (3 * out).backward()
     assert (h.grad - grad_h).norm() / grad_h.norm() < 0.02
 
 
-def test_a_compiler_sees_one_operation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiler_sees_one_operation() -> None:
     """It would unroll the loop over the chunks and keep the logits of all of them."""
-    monkeypatch.setattr(loss_module, "_compiled_chunk", lambda: loss_module._chunk)  # test_fast.py compiles it
     h, w, y = problem(0.3, 2048)
     seen: list[str] = []
 
@@ -78,7 +78,7 @@ def test_a_compiler_sees_one_operation(monkeypatch: pytest.MonkeyPatch) -> None:
         seen.extend(str(node.target) for part in parts for node in part.graph.nodes if node.op == "call_function")
         return graph
 
-    loss = torch.compile(ChunkedCrossEntropy(), backend=backend, fullgraph=True)(h, w, y)
+    loss = torch.compile(chunked_cross_entropy, backend=backend, fullgraph=True)(h, w, y)
     assert sum("chunked_cross_entropy" in name for name in seen) == 1
     assert not [name for name in seen if "mm" in name or "matmul" in name or "exp2" in name]
     (3 * loss).backward()
@@ -87,30 +87,24 @@ def test_a_compiler_sees_one_operation(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (h.grad - grad_h).norm() / grad_h.norm() < 1e-5
     assert (w.grad - grad_w).norm() / grad_w.norm() < 1e-5
     for needs_grad in (True, False):
-        args = (h.detach(), w.detach(), y, needs_grad)
-        torch.library.opcheck(_as_one_operation, args, test_utils=("test_schema", "test_faketensor"))
-    args = (h.requires_grad_(), w.requires_grad_(), y, True)
-    torch.library.opcheck(_as_one_operation, args, test_utils="test_autograd_registration")
+        args = (h.detach(), w.detach(), y, needs_grad, False)
+        torch.library.opcheck(_chunked, args, test_utils=("test_schema", "test_faketensor"))
+    torch.library.opcheck(_chunked, (h, w, y, True, False), test_utils="test_autograd_registration")
 
 
 def test_the_memory_of_the_logits_is_kept_and_fits_what_comes() -> None:
-    """One tensor for all chunks of all calls; another only for another shape or type."""
-    loss = ChunkedCrossEntropy()
-
-    def kept() -> tuple[int, torch.Size, torch.dtype]:
-        assert loss._scratch is not None
-        return loss._scratch[0].data_ptr(), loss._scratch[0].shape, loss._scratch[0].dtype
-
+    """One tensor for all chunks of all calls; another only for another shape or type, in its place."""
+    _scratch.cache_clear()
     h, w, y = problem(0.3, 1300)
-    loss(h, w, y).backward()
-    first = kept()
-    assert first[1:] == ((512, 97), torch.float32)
+    chunked_cross_entropy(h, w, y).backward()
     with torch.no_grad():
-        loss(h, w, y)
-    assert kept() == first
+        chunked_cross_entropy(h, w, y)
+    assert _scratch.cache_info()[:2] == (1, 1)  # hits, misses
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss(h, w, y)
-    assert kept()[1:] == ((512, 97), torch.bfloat16)
+        chunked_cross_entropy(h, w, y)
     value, _, _ = reference(h[:9], w[:50], y[:9] % 50)
-    assert loss(h[:9], w[:50], y[:9] % 50).item() == pytest.approx(value.item(), rel=1e-5)
-    assert kept()[1:] == ((9, 50), torch.float32)
+    assert chunked_cross_entropy(h[:9], w[:50], y[:9] % 50).item() == pytest.approx(value.item(), rel=1e-5)
+    assert _scratch.cache_info() == (1, 3, 1, 1)
+    low, logits = _scratch(9, 50, torch.float32)
+    assert low is logits
+    assert (low.shape, low.dtype) == ((9, 50), torch.float32)

@@ -15,13 +15,13 @@ from torch.utils._pytree import tree_leaves
 
 from gptexp.config import ModelConfig, OptimConfig
 from gptexp.data.loader import MicroBatch
-from gptexp.loss import ChunkedCrossEntropy, plain_cross_entropy
+from gptexp.loss import _chunked, chunked_cross_entropy, plain_cross_entropy
 from gptexp.memory import memory_estimate
 from gptexp.model import GPT
 from gptexp.optim import build_optimizer
 from gptexp.trainer import train_step
 
-LOSSES = {"plain": lambda: plain_cross_entropy, "chunked": ChunkedCrossEntropy}
+LOSSES = {"plain": plain_cross_entropy, "chunked": chunked_cross_entropy}
 
 WIDE = ModelConfig(n_layer=2, n_head=2, n_embd=32, block_size=64, vocab_size=4096)  # the head is all
 DEEP = ModelConfig(n_layer=6, n_head=2, n_embd=64, block_size=64, vocab_size=256)  # the blocks are all
@@ -48,7 +48,11 @@ class LiveBytes(TorchDispatchMode):
         self.now -= self.sizes.pop(key)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = function(*args, **(kwargs or {}))
+        if function is torch.ops.gptexp.chunked_cross_entropy.default:
+            with self:  # in there too
+                out = _chunked._init_fn(*args)
+        else:
+            out = function(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
             if isinstance(leaf, torch.Tensor):
                 self.add(leaf)
@@ -60,7 +64,7 @@ def peak_bytes(m: ModelConfig, batch: int, micro_steps: int, dtype: str, loss: s
     """Of the second step: from then on the optimizer's state is there."""
     context = nullcontext if dtype == "float32" else partial(torch.autocast, "cpu", torch.bfloat16)
     with LiveBytes() as live:
-        gpt = GPT(m, LOSSES[loss](), checkpointing)
+        gpt = GPT(m, LOSSES[loss], checkpointing)
         for p in gpt.parameters():
             live.add(p)
         optimizer = build_optimizer(gpt, OptimConfig(), fused=True)
@@ -127,9 +131,11 @@ from gptexp.optim import build_optimizer
 from gptexp.trainer import train_step
 import torch._dynamo  # torch's optimizers import it
 
-n_layer, n_embd, vocab, t, b, micro_steps, loss = json.loads(sys.argv[1])
+n_layer, n_embd, vocab, t, b, micro_steps, loss, compiled = json.loads(sys.argv[1])
+if compiled == "on":  # the compiler itself is imported and started now, and not part of the growth
+    torch.compile(lambda x: (x.sin() + 1).sum())(torch.ones(64, 64, requires_grad=True)).backward()
 cfg = Config()
-cfg.train.loss = loss
+cfg.train.loss, cfg.train.compile = loss, compiled
 cfg.model.n_layer, cfg.model.n_embd, cfg.model.vocab_size, cfg.model.block_size = n_layer, n_embd, vocab, t
 cfg.model.n_head, cfg.batch.micro_batch_size, cfg.batch.total_batch_size = 4, b, micro_steps * b * t
 before = psutil.Process().memory_info().rss
@@ -150,12 +156,14 @@ print(json.dumps([grown, estimate(cfg, effective, 1).peak]))
 @pytest.mark.parametrize(
     "sizes",
     [
-        (4, 128, 50304, 256, 8, 1, "auto"),
-        (4, 128, 50304, 256, 8, 2, "auto"),
-        (8, 256, 8192, 256, 8, 2, "auto"),
-        (12, 768, 50304, 1024, 1, 2, "auto"),
-        (4, 128, 50304, 256, 8, 1, "plain"),
-        (8, 256, 8192, 256, 8, 2, "plain"),
+        (4, 128, 50304, 256, 8, 1, "auto", "off"),
+        (4, 128, 50304, 256, 8, 2, "auto", "off"),
+        (8, 256, 8192, 256, 8, 2, "auto", "off"),
+        (12, 768, 50304, 1024, 1, 2, "auto", "off"),
+        (4, 128, 50304, 256, 8, 1, "plain", "off"),
+        (8, 256, 8192, 256, 8, 2, "plain", "off"),
+        (4, 128, 50304, 256, 8, 2, "chunked", "on"),
+        (4, 128, 50304, 256, 8, 2, "plain", "on"),
     ],
 )
 def test_a_process_grows_by_what_is_estimated(sizes: tuple[object, ...]) -> None:
