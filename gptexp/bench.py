@@ -56,6 +56,7 @@ CPU_WORKLOADS = {
 }
 GPU_WORKLOADS = {
     "nano": Workload("the model a newcomer trains", (), 50),
+    "small": Workload("4 layers, 128 wide, GPT-2's vocabulary", SMALL, 50),
     **{
         f"gpt2_b{b}": Workload(f"GPT-2 124M at T=1024, micro-batch {b}", _gpt2("gpt2", b), 30)
         for b in (16, 32, 64, 128)

@@ -1,6 +1,7 @@
 """The model of a run as its effective choices say: which loss, compiled, in DDP."""
 
-import inspect
+import hashlib
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -29,9 +30,10 @@ def build_gpt(cfg: Config, effective: Effective, device: torch.device) -> GPT:
     if effective.compile:
         torch.compiler.reset()  # a launcher's process trains many cells: graphs of the last ones' shapes are of no use
         # What torch's own key of the compile cache knows nothing of: which kernels attention may choose from while
-        # compiling, and how the gradients of the loss's operation come about.
-        asked = effective.reasons["attention"]
-        torch.compiler.config.cache_key_tag = f"{effective.attention} ({asked}) {inspect.getsource(losses)}"
+        # compiling; how the gradients of the loss's operation come about; and, before torch 2.13, threads.
+        asked, source = effective.reasons["attention"], hashlib.sha256(Path(losses.__file__).read_bytes()).hexdigest()
+        tag = f"{effective.attention} ({asked}), loss {source[:16]}, {effective.threads_per_rank} threads"
+        torch.compiler.config.cache_key_tag = tag
         # One graph with the loss inside, or an error that says why not.
         gpt.compile(fullgraph=True, dynamic=False, options=compile_options())
     return gpt

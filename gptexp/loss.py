@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 SAFE_LOGIT = 60.0  # exp(±60) and a sum of 10^11 such are ordinary float32 numbers
 LOG2_E = math.log2(math.e)
@@ -31,9 +32,10 @@ def chunked_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Te
     if torch.is_autocast_enabled(hidden.device.type):
         compute = torch.get_autocast_dtype(hidden.device.type)
         hidden, weight = hidden.to(compute), weight.to(compute)
-    # Asked here: inside the operation grad mode is always off, and nothing is being compiled.
+    # Asked here: the operation's own run knows neither.
+    needs_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     loss: Tensor
-    loss, _, _ = _chunked(hidden, weight, targets, torch.is_grad_enabled(), torch.compiler.is_compiling())
+    loss, _, _ = _chunked(hidden, weight, targets, needs_grad, torch.compiler.is_compiling())
     return loss
 
 
@@ -54,7 +56,8 @@ def _chunked(
     """(mean loss, its gradient of `hidden`, of `weight`), these empty unless they are needed.
 
     One operation to the compiler. One that saw the loop would unroll it, take 3 s for each chunk, and begin them all
-    before it ends the first: all logits would be there at once. On a GPU, one chunk is compiled within.
+    before it ends the first: all logits would be there at once. On a GPU, where the model is compiled, one chunk is so
+    within; on a CPU that saves no time, and takes the logits' memory twice.
     """
     hidden, weight, on_cpu = hidden.detach(), weight.detach(), hidden.device.type == "cpu"
     counted = targets != IGNORED
@@ -94,6 +97,7 @@ def _keep_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Ten
     ctx.save_for_backward(*output[1:])
 
 
+@once_differentiable
 def _scaled_gradients(ctx: Any, grad: Tensor, *_: None) -> tuple[Tensor | None, ...]:
     grad_hidden, grad_weight = ctx.saved_tensors
     return grad_hidden * grad, grad_weight * grad, None, None, None
@@ -109,8 +113,9 @@ def _scratch(rows: int, vocab: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]
     Kept from call to call: fresh memory of that size costs more time in page faults than the logits in arithmetic, and
     leaves holes that fill with what lives longer.
     """
-    low = torch.empty((rows, vocab), dtype=dtype)
-    return low, low.float()
+    with torch.inference_mode(False):  # what is made there serves nowhere else
+        low = torch.empty((rows, vocab), dtype=dtype)
+        return low, low.float()
 
 
 @cache

@@ -55,9 +55,10 @@ def missing_compiler(device: torch.device) -> str | None:
 
 
 def compile_options() -> dict[str, bool]:
-    """For torch.compile: not to find out by compiling and starting a process, at every start, what is known here.
+    """For torch.compile: that vector instructions run, as torch's own kernels show, without a trial.
 
-    That is, whether vector instructions run; torch's own kernels do run them.
+    The trial, whether a program with them can be compiled and loaded, costs 3 s of a cold start and half a second of
+    a warm one. With AVX-512, torch still makes others, for what some CPUs have besides.
     """
     return {"cpp.vec_isa_ok": True} if torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512") else {}
 

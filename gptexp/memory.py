@@ -69,13 +69,14 @@ def memory_estimate(
         # Compiled: the logits and their gradient, in the compute type. Else, all in float32: log-softmax, the gradient
         # of the picked entries, and that of the logits.
         of_loss = tokens * vocab * (2 * width if compiled else 12)
+    kept_scratch = scratch if device == "cpu" else 0
     accumulated = weights if accumulates or world_size > 1 else 0
     points = [
         (accumulated, kept + copies + around, of_loss),
-        (weights + 8 * vocab * c, in_block, scratch),
+        (weights + 8 * vocab * c, in_block, kept_scratch),
     ]
     if activation_checkpointing:
-        points.append((accumulated + 4 * vocab * c, kept + in_block, scratch))
+        points.append((accumulated + 4 * vocab * c, kept + in_block, kept_scratch))
     gradients, activations, of_loss = max(points, key=sum)
     tensors = Memory(weights, 2 * weights, gradients, activations, of_loss, fragmentation=0)
     if device != "cpu":

@@ -37,8 +37,13 @@ def run(cfg: "Config", directory: Path, stop: StopRequest, rank: "Rank", store: 
     """
     from gptexp import run_dir
 
-    with run_dir.held(directory, run_dir.RANK_LOCK) if rank.is_main else nullcontext():
-        return _run(cfg, directory, stop, rank, store)
+    gc.unfreeze()  # under a launcher one process trains all cells of a sweep: what the last one left may go
+    gc.disable()  # until `fit` has made a step: importing makes a million objects, and none of them is garbage
+    try:
+        with run_dir.held(directory, run_dir.RANK_LOCK) if rank.is_main else nullcontext():
+            return _run(cfg, directory, stop, rank, store)
+    finally:
+        gc.enable()
 
 
 def _run(cfg: "Config", directory: Path, stop: StopRequest, rank: "Rank", store: "dist.Store | None") -> int:
@@ -63,8 +68,6 @@ def _run(cfg: "Config", directory: Path, stop: StopRequest, rank: "Rank", store:
     from gptexp.summary import Summary, end_line
     from gptexp.trainer import Training, fit
 
-    gc.unfreeze()  # under a launcher one process trains all cells of a sweep: what the last one left may go
-    gc.disable()  # until `fit` has made a step: a tenth of the imports' time would go to looking for garbage in them
     checkpoints = directory / run_dir.CHECKPOINTS
     dataset = build_dataset(cfg)  # before the process group: one rank of a node may tokenise while the others wait
     device = pick_device(cfg.train.device, rank)
@@ -228,6 +231,7 @@ def main() -> None:
     stop = StopRequest()
     stop.install(ignore_sigint=True)  # before torch is imported: Ctrl-C belongs to the parent from the first moment
     _die_with_parent()
+    gc.disable()  # as in `run`: torch is imported here
     from torch.distributed.elastic.multiprocessing.errors import record
 
     from gptexp import run_dir

@@ -92,12 +92,14 @@ def test_nothing_waits_for_the_device_inside_a_step(tiny: list[str], compiled: s
     assert all(ms > 0 for ms in timer.read().values())
 
 
-def test_losses_agree_on_the_gpu() -> None:
+@pytest.mark.parametrize("compiled", [False, True])
+def test_losses_agree_on_the_gpu(compiled: bool) -> None:
     """Over three chunks of 4,096 rows, the last one short."""
+    chunked_loss = torch.compile(chunked_cross_entropy, fullgraph=True) if compiled else chunked_cross_entropy
     g = torch.Generator("cuda").manual_seed(0)
     y = torch.randint(777, (9000,), generator=g, device="cuda")
     h, w = (torch.randn(rows, 64, generator=g, device="cuda", requires_grad=True) for rows in (9000, 777))
-    found = [loss(h, w, y) for loss in (chunked_cross_entropy, plain_cross_entropy)]
+    found = [loss(h, w, y) for loss in (chunked_loss, plain_cross_entropy)]
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
     grads = zip(*(torch.autograd.grad(loss, (h, w)) for loss in found), strict=True)
     for chunked, plain in grads:

@@ -1,12 +1,22 @@
 """The chunked loss against torch's cross-entropy over whole logits, in float64 where it matters."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from gptexp.loss import IGNORED, SAFE_LOGIT, _chunked, _scratch, chunked_cross_entropy, plain_cross_entropy
+from gptexp.loss import (
+    IGNORED,
+    SAFE_LOGIT,
+    _chunk,
+    _chunked,
+    _compiled_chunk,
+    _scratch,
+    chunked_cross_entropy,
+    plain_cross_entropy,
+)
 
 
 def problem(scale: float = 1.0, rows: int = 1300) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -92,8 +102,30 @@ def test_a_compiler_sees_one_operation() -> None:
     torch.library.opcheck(_chunked, (h, w, y, True, False), test_utils="test_autograd_registration")
 
 
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_chunk_as_a_gpu_computes_it(compiled: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its logits in fresh memory, and always shifted: it cannot be asked how large they are."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    chunk = _compiled_chunk() if compiled else _chunk
+    h, w, y = problem(30.0, 512)
+    value, grad_h, grad_w = reference(h, w, y)
+    h, w = h.detach(), w.detach()
+    into = (torch.empty_like(h), torch.zeros_like(w))
+    loss = chunk(h, w, y[:, None], torch.ones(512, 1, dtype=torch.bool), True, into, None)
+    assert loss.item() / 512 == pytest.approx(value.item(), rel=1e-5)
+    for found, expected in zip(into, (grad_h, grad_w), strict=True):
+        assert (3 * found / 512 - expected).norm() / expected.norm() < 1e-5
+
+
+def test_its_gradient_has_none() -> None:
+    h, w, y = problem()
+    [grad] = torch.autograd.grad(chunked_cross_entropy(h, w, y), h, create_graph=True)
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        grad.sum().backward()
+
+
 def test_the_memory_of_the_logits_is_kept_and_fits_what_comes() -> None:
-    """One tensor for all chunks of all calls; another only for another shape or type, in its place."""
+    """One tensor for all chunks of all calls; another, and only that, for another shape or type."""
     _scratch.cache_clear()
     h, w, y = problem(0.3, 1300)
     chunked_cross_entropy(h, w, y).backward()
