@@ -4,7 +4,9 @@ import re
 import subprocess
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -32,6 +34,18 @@ def test_a_model_is_built_as_decided() -> None:
         assert wrap(gpt, effective, Rank(), cpu) is gpt  # DDP at world size 1 would only cost
     again = build_gpt(cfg, effective, cpu)
     assert all(torch.equal(a, b) for a, b in zip(gpt.parameters(), again.parameters(), strict=True))
+
+
+def test_compiled_there_are_few_buckets_of_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each cuts the graph; and gradients are views of them, not copies."""
+    monkeypatch.setattr("gptexp.build.DistributedDataParallel", lambda gpt, **options: options)
+    cfg, cpu = Config(), torch.device("cpu")
+    effective = resolve(cfg, cpu, Rank())
+    for mib, expected in ((50, 25), (500, 100)):
+        gpt = torch.nn.Linear(1024, mib * 256, bias=False)  # float32
+        for compiled, bucket in ((True, expected), (False, None)):
+            options: Any = wrap(gpt, replace(effective, compile=compiled), Rank(0, 2), cpu)  # type: ignore[arg-type]
+            assert options == {"device_ids": None, "gradient_as_bucket_view": True, "bucket_cap_mb": bucket}
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from gptexp.effective import ESTIMATED, Effective, apply, estimate, resolve, ste
 from gptexp.errors import ConfigError
 from gptexp.machine import free_memory, has_native_bfloat16, is_out_of_memory, medium_precision
 
-CPU = torch.device("cpu")
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
 def test_auto_on_a_cpu() -> None:
@@ -22,6 +22,22 @@ def test_auto_on_a_cpu() -> None:
     assert (effective.compile, effective.loss, effective.fused) == (False, "chunked", True)
     assert effective.attention == "flash"
     assert all(effective.reasons.values())
+
+
+def test_auto_on_a_gpu_that_is_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "missing_compiler", lambda device: None)
+    cfg = Config()
+    cfg.train.max_tokens = 10**4
+    effective = resolve(cfg, GPU, Rank())
+    assert (effective.dtype, effective.matmul_precision, effective.fused) == ("bfloat16", "high", True)
+    assert (effective.compile, effective.loss) == (True, "plain")  # however short the run
+    cfg.train.compile = "off"
+    assert resolve(cfg, GPU, Rank()).loss == "plain"
+    cfg.train.compile = "auto"
+    assert not resolve(cfg, torch.device("mps"), Rank()).compile
+    monkeypatch.setattr(module, "missing_compiler", lambda device: "Triton is not installed")
+    effective = resolve(cfg, GPU, Rank())
+    assert (effective.compile, effective.reasons["compile"]) == (False, "Triton is not installed")
 
 
 def test_what_is_asked_for_is_never_changed() -> None:
@@ -45,6 +61,12 @@ def test_an_earlier_decision_holds_on_the_same_device_and_node_layout() -> None:
     two = resolve(Config(), CPU, Rank(0, 2, 0, 2), earlier)
     assert (two.loss, two.threads_per_rank != 17) == ("plain", True)
     assert resolve(Config(), CPU, Rank(), {**earlier, "device": "cuda"}).loss == "chunked"
+    # What depends on another decision holds as long as that does.
+    asked = dict.fromkeys(earlier["reasons"], "") | {"compile": "asked for", "dtype": "asked for"}
+    for other in ({"compile": True}, {"dtype": "float64", "attention": "math"}):
+        found = resolve(Config(), CPU, Rank(), {**earlier, **other, "reasons": asked})
+        assert (found.loss, found.attention) == ("chunked", "flash")
+    assert resolve(Config(), CPU, Rank(), {**earlier, "attention": "math"}).attention == "math"
 
 
 def test_what_another_cell_was_asked_for_decides_nothing() -> None:
@@ -154,6 +176,18 @@ def test_an_automatic_micro_batch_is_the_largest_that_divides_and_fits(monkeypat
     assert resolve(cfg, CPU, Rank()).micro_batch_size == 1
 
 
+def test_ranks_share_the_memory_of_a_cpu_and_not_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    cfg = Config()
+    cfg.batch.micro_batch_size, cfg.batch.total_batch_size = "auto", 256 * cfg.seq_len
+
+    def found(device: torch.device, gib: int, ranks: int) -> int:
+        monkeypatch.setattr(module, "free_memory", lambda device: gib * 2**30)
+        return resolve(cfg, device, Rank(0, 4, 0, ranks)).micro_batch_size
+
+    assert found(CPU, 32, 4) == found(CPU, 8, 1) < found(CPU, 32, 1)
+    assert found(GPU, 32, 4) == found(GPU, 32, 1) > found(GPU, 8, 1)
+
+
 def test_free_memory_is_no_more_than_the_container_may_take(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     free = free_memory(CPU)
     assert free is not None
@@ -188,10 +222,9 @@ def test_kernels_that_are_asked_for_are_there_or_refused() -> None:
             torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
         used = {e.key for e in profile.key_averages()}
         assert ("aten::_scaled_dot_product_flash_attention_for_cpu" in used) == (name == "flash")
-    gpu = torch.device("cuda")
     cfg.train.attention, cfg.train.dtype = "flash", "float32"
     with pytest.raises(ConfigError, match=r"flash: takes no float32 on cuda; use train.dtype=bfloat16, or efficient"):
-        resolve(cfg, gpu, Rank())
+        resolve(cfg, GPU, Rank())
     cfg.train.attention = "cudnn"
     with pytest.raises(ConfigError, match=r"train.attention=cudnn: cpu has no such kernel; there are flash, math"):
         resolve(cfg, CPU, Rank())
@@ -201,7 +234,9 @@ def test_an_allocation_that_fails_is_known_by_what_it_says() -> None:
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2**55)
     assert is_out_of_memory(caught.value)
-    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
+    assert is_out_of_memory(torch.OutOfMemoryError("of whatever kind"))
+    assert is_out_of_memory(RuntimeError("CUDA error: out of memory"))
+    assert is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"))
     assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
 
 
