@@ -121,6 +121,9 @@ def test_compiling_must_pay_for_itself() -> None:
     assert [e.loss for e in choices] == ["chunked", "plain"]
     cfg.train.dtype, cfg.train.matmul_precision = "float32", "highest"
     assert not resolve(cfg, CPU, Rank()).compile
+    cfg.train.matmul_precision = "medium"
+    assert resolve(cfg, CPU, Rank()).compile
+    assert resolve(cfg, CPU, Rank()).loss == "chunked"
     # Once decided, a longer or shorter remainder changes nothing.
     cfg.train.dtype, cfg.train.max_tokens = "bfloat16", 10**4
     assert resolve(cfg, CPU, Rank(), {**choices[1].to_dict(), "reasons": dict.fromkeys(choices[1].reasons, "")}).compile

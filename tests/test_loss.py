@@ -117,6 +117,28 @@ def test_a_chunk_as_a_gpu_computes_it(compiled: bool, monkeypatch: pytest.Monkey
         assert (3 * found / 512 - expected).norm() / expected.norm() < 1e-5
 
 
+def test_one_of_the_two_may_need_a_gradient() -> None:
+    for which in (0, 1):
+        h, w, y = problem()
+        _, *expected = reference(h, w, y)
+        inputs = [tensor.detach() for tensor in (h, w)]
+        inputs[which].requires_grad_()
+        (3 * chunked_cross_entropy(*inputs, y)).backward()
+        assert inputs[1 - which].grad is None
+        torch.testing.assert_close(inputs[which].grad.double(), expected[which], rtol=1e-4, atol=1e-5)
+
+
+def test_training_goes_on_after_inference() -> None:
+    """The memory of the logits, which is kept, was made in between."""
+    h, w, y = problem()
+    _scratch.cache_clear()
+    with torch.inference_mode():
+        value = chunked_cross_entropy(h, w, y).item()
+    loss = chunked_cross_entropy(h, w, y)
+    loss.backward()
+    assert loss.item() == value
+
+
 def test_its_gradient_has_none() -> None:
     h, w, y = problem()
     [grad] = torch.autograd.grad(chunked_cross_entropy(h, w, y), h, create_graph=True)

@@ -95,6 +95,17 @@ def test_the_estimate_counts_every_tensor(
     assert memory.tensors == pytest.approx(peak_bytes(m, batch, micro_steps, dtype, loss, checkpointing), rel=0.08)
 
 
+def test_on_a_cpu_a_compiled_model_has_the_same_chunks() -> None:
+    eager, compiled = (
+        memory_estimate(
+            WIDE, micro_batch_size=10, seq_len=64, accumulates=True, world_size=1, device="cpu", dtype="float32",
+            compiled=compiled, loss="chunked", activation_checkpointing=False,
+        )
+        for compiled in (False, True)
+    )  # fmt: skip
+    assert eager == compiled
+
+
 def gpt2_xl_gib(micro_batch_size: int, checkpointing: bool, accumulates: bool = True, world_size: int = 1) -> float:
     m = ModelConfig(n_layer=48, n_head=25, n_embd=1600, block_size=1024)
     memory = memory_estimate(
