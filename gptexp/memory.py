@@ -76,7 +76,8 @@ def memory_estimate(
         (weights + 8 * vocab * c, in_block, kept_scratch),
     ]
     if activation_checkpointing:
-        points.append((accumulated + 4 * vocab * c, kept + in_block, kept_scratch))
+        in_mlp = tokens * 4 * c * width  # the gradient of its hidden layer
+        points.append((accumulated + 4 * vocab * c, kept + in_block + in_mlp, kept_scratch))
     gradients, activations, of_loss = max(points, key=sum)
     tensors = Memory(weights, 2 * weights, gradients, activations, of_loss, fragmentation=0)
     if device != "cpu":

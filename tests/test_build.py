@@ -4,19 +4,22 @@ import re
 import subprocess
 from collections import Counter
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from conftest import events
 
-from gptexp.build import build_gpt, wrap
-from gptexp.config import Config
+from gptexp.build import build_gpt, compile_in_turn, wrap
+from gptexp.config import Config, ModelConfig
 from gptexp.distributed import Rank
 from gptexp.effective import resolve
 from gptexp.loss import chunked_cross_entropy, plain_cross_entropy
+from gptexp.model import GPT
 
 Gptexp = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -46,6 +49,35 @@ def test_compiled_there_are_few_buckets_of_gradients(monkeypatch: pytest.MonkeyP
         for compiled, bucket in ((True, expected), (False, None)):
             options: Any = wrap(gpt, replace(effective, compile=compiled), Rank(0, 2), cpu)  # type: ignore[arg-type]
             assert options == {"device_ids": None, "gradient_as_bucket_view": True, "bucket_cap_mb": bucket}
+
+
+@pytest.mark.parametrize("local_rank", [0, 1])
+def test_the_first_rank_compiles_first_and_no_gradient_is_left(
+    monkeypatch: pytest.MonkeyPatch, local_rank: int
+) -> None:
+    did = []
+
+    class Wrapped(torch.nn.Module):
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            did.append("step")
+            loss: torch.Tensor = gpt(x, y)
+            return loss
+
+        def no_sync(self) -> AbstractContextManager[None]:
+            return nullcontext()
+
+    monkeypatch.setattr("gptexp.build.DistributedDataParallel", Wrapped)
+    monkeypatch.setattr("gptexp.build.barrier", lambda patient: did.append("barrier"))
+    gpt = GPT(ModelConfig(n_layer=1, n_head=2, n_embd=16, block_size=8, vocab_size=64), plain_cross_entropy)
+    training: Any = SimpleNamespace(
+        model=Wrapped(), gpt=gpt, plan=SimpleNamespace(micro_batch_size=2, seq_len=8), device=torch.device("cpu"),
+        rank=Rank(local_rank, 2, local_rank, 2), forward_context=nullcontext,
+        optimizer=torch.optim.SGD(gpt.parameters()), dataset=SimpleNamespace(val_windows=[1]),
+    )  # fmt: skip
+    compile_in_turn(training, None)
+    assert did == (["step", "barrier", "barrier"] if local_rank == 0 else ["barrier", "step", "barrier"])
+    assert all(p.grad is None for p in gpt.parameters())
+    assert gpt.training
 
 
 @pytest.mark.slow

@@ -179,6 +179,14 @@ def test_an_automatic_micro_batch_is_the_largest_that_divides_and_fits(monkeypat
     assert resolve(cfg, CPU, Rank()).micro_batch_size == 1
 
 
+def test_one_micro_step_accumulates_nothing() -> None:
+    cfg = Config()
+    cfg.batch.micro_batch_size, cfg.batch.total_batch_size = 4, 4 * cfg.seq_len
+    one = estimate(cfg, resolve(cfg, CPU, Rank()), 1)
+    cfg.batch.total_batch_size *= 2
+    assert one.gradients + one.weights == estimate(cfg, resolve(cfg, CPU, Rank()), 1).gradients
+
+
 def test_ranks_share_the_memory_of_a_cpu_and_not_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     cfg = Config()
     cfg.batch.micro_batch_size, cfg.batch.total_batch_size = "auto", 256 * cfg.seq_len

@@ -139,6 +139,13 @@ def test_training_goes_on_after_inference() -> None:
     assert loss.item() == value
 
 
+def test_no_gradient_is_made_of_the_gradients() -> None:
+    loss = chunked_cross_entropy(*problem())
+    with torch.profiler.profile() as profile:
+        loss.backward()
+    assert not [event.key for event in profile.key_averages() if "zero" in event.key]  # of (V, C) numbers
+
+
 def test_its_gradient_has_none() -> None:
     h, w, y = problem()
     [grad] = torch.autograd.grad(chunked_cross_entropy(h, w, y), h, create_graph=True)

@@ -1,5 +1,6 @@
 """One rank, in this process: `gptexp.run.run` on a run directory that already holds something."""
 
+import gc
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -92,3 +93,18 @@ def test_a_failing_sample_is_no_failed_run(
     assert run(compose([*tiny, "log.sample_tokens=4"]), tmp_path, StopRequest(), Rank()) == 0
     assert "gptexp: no sample: UnicodeEncodeError" in capsys.readouterr().err
     assert summary(tmp_path)["status"] == "completed"
+
+
+def test_garbage_is_collected_again_once_a_step_was_made(tiny: list[str], tmp_path: Path) -> None:
+    enabled: list[bool] = []
+
+    class Looks(StopRequest):
+        def flags(self) -> list[float]:
+            enabled.append(gc.isenabled())
+            return super().flags()
+
+    config = compose([*tiny, "train.max_steps=3", "train.eval_every=0"])
+    assert run(config, tmp_path, Looks(), Rank()) == 0
+    assert enabled == [False, True, True]
+    assert run(config, tmp_path, StopRequest(), Rank()) == 0  # nothing is left to train
+    assert gc.isenabled()

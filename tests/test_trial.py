@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +27,29 @@ def test_the_search_ends_at_the_largest_that_runs(first: int, limit: int) -> Non
 
     assert trial.largest(SIZES, first, runs) == next((size for size in SIZES if size <= limit), None)
     assert len(tried) == len(set(tried))
+
+
+def test_only_an_error_of_memory_means_that_it_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And each trial begins with an empty cache and counts its own peak."""
+    done: list[str] = []
+    for name in ("reset_peak_memory_stats", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, name=name: done.append(name))
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 7)
+    errors: list[RuntimeError] = []
+
+    def two_steps(*_: Any) -> None:
+        if errors:
+            raise errors.pop()
+
+    monkeypatch.setattr(trial, "_two_steps", two_steps)
+    args: Any = (None, None, torch.device("cuda"), 1, 1)
+    assert trial.taken(*args) == 7
+    errors.append(torch.OutOfMemoryError("CUDA out of memory"))
+    assert trial.taken(*args) == math.inf
+    assert done == 2 * ["reset_peak_memory_stats", "empty_cache"]
+    errors.append(RuntimeError("shapes"))
+    with pytest.raises(RuntimeError, match="shapes"):
+        trial.taken(*args)
 
 
 def test_only_an_estimated_size_of_a_gpu_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
