@@ -51,6 +51,15 @@ def test_kernels_that_a_cpu_does_not_have_are_none() -> None:
     assert copy_bandwidth(CPU) > 1e8
 
 
+def test_what_is_counted() -> None:
+    """No warm-up; no figure that is null; a reduction that DDP did not measure anew, and tells of again, once."""
+    reduced = [900.0, 900.0, 900.0, 7.0, 8.0, 9.0, 120.0, 120.0, 120.0, 120.0, 120.0]
+    steps = [{"perf/step_ms": 10.0 + n, "perf/reduce_ms": r, "perf/mfu_palm": None} for n, r in enumerate(reduced)]
+    assert bench.counted(steps) == {
+        "perf/step_ms": 16.5, "perf/reduce_ms": 8.5, "steps": 8, "step_ms_quartiles": [14.25, 18.75],
+    }  # fmt: skip
+
+
 def test_a_workload_that_does_not_fit_costs_itself_only(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
