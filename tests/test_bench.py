@@ -122,6 +122,13 @@ def test_what_cannot_be_measured_is_one_line(gptexp: Gptexp, tmp_path: Path) -> 
     (tmp_path / "full" / "file").touch()
     full = gptexp("bench", "nano", "--device", "cpu", "--out", "full")
     assert (full.returncode, "not empty; name a new directory" in full.stderr) == (2, True)
-    failing = gptexp("bench", "nano", "--device", "cpu", "model.n_head=3", env={"PYTHONPATH": str(ROOT)})
+    illegal = gptexp("bench", "nano", "--device", "cpu", "model.n_head=3")
+    assert (illegal.returncode, "model.n_embd=32: not divisible by model.n_head=3" in illegal.stderr) == (2, True)
+    (tmp_path / "empty.txt").touch()
+    empty = gptexp("bench", "nano", "--device", "cpu", "data=text", "data.path=empty.txt")
+    assert (empty.returncode, "text: holds no text" in empty.stderr) == (3, True)
+    large = ["batch.total_batch_size=1048576", "batch.micro_batch_size=4096", "train.loss=plain", "train.compile=off"]
+    failing = gptexp("bench", "nano", "--device", "cpu", *large, env={"PYTHONPATH": str(ROOT)})
     assert failing.returncode == 1
-    assert "the run ended early (exit code 2): gptexp: config error: model.n_embd=32" in failing.stderr
+    assert "the run ended early (exit code 2): " in failing.stderr
+    assert "a step needs more memory than this cpu has left" in failing.stderr
