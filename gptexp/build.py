@@ -1,6 +1,7 @@
 """The model of a run as its effective choices say: which loss, compiled, in DDP."""
 
 import hashlib
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -39,9 +40,13 @@ def build_gpt(cfg: Config, effective: Effective, device: torch.device) -> GPT:
     return gpt
 
 
-def wrap(gpt: GPT, effective: Effective, rank: Rank, device: torch.device) -> nn.Module:
-    """DDP around the model; at world size 1 it would only cost."""
+def wrap(gpt: GPT, effective: Effective, reduction: str, rank: Rank, device: torch.device) -> nn.Module:
+    """DDP around the model, where it is to take the mean over several ranks. *Collective.*"""
     if rank.world_size == 1:
+        return gpt
+    if reduction == "tree":
+        for parameter in gpt.parameters():
+            dist.broadcast(parameter.data, src=0)  # as DDP does: the ranks begin with the same weights
         return gpt
     gradients_mib = sum(p.numel() * p.element_size() for p in gpt.parameters()) / 2**20
     return DistributedDataParallel(
@@ -57,13 +62,14 @@ def compile_in_turn(t: Training, patient: "dist.ProcessGroup | None") -> None:
 
     Runs one micro-step on padding, and a validation batch if there will be any; leaves no gradients.
     """
-    if not isinstance(t.model, DistributedDataParallel):
+    if t.rank.world_size == 1:
         return
+    unreduced = t.model.no_sync if isinstance(t.model, DistributedDataParallel) else nullcontext
     x = torch.zeros((t.plan.micro_batch_size, t.plan.seq_len), dtype=torch.int64, device=t.device)
     y = x.clone()  # one tensor twice would be compiled for just that
     for first in (True, False):
         if (t.rank.local_rank == 0) == first:
-            with t.model.no_sync():
+            with unreduced():
                 with t.forward_context():
                     loss = t.model(x, y)
                 loss.backward()

@@ -6,7 +6,7 @@ Runs before torch is imported and before anything is created. Each line names th
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from gptexp.batch import count_val_windows, plan_batch, run_length
+from gptexp.batch import count_val_windows, is_power_of_two, legal_micro_batches, plan_batch, run_length
 from gptexp.config import Config, field_problems, shown
 from gptexp.data.corpora import is_path_list, matching_files, path_list
 from gptexp.data.tokenizer import VOCAB_SIZES
@@ -65,6 +65,23 @@ def _batch(cfg: Config, world_size: int) -> Iterator[str]:
         plan_batch(cfg.batch.total_batch_size, cfg.batch.asked_micro_batch_size or 1, cfg.seq_len, world_size)
     except ValueError as error:
         yield str(error)
+
+
+def _tree(cfg: Config, world_size: int) -> Iterator[str]:
+    if cfg.train.reduction != "tree":
+        return
+    given, total, wanted = "train.reduction=tree", cfg.batch.total_batch_size, cfg.batch.asked_micro_batch_size
+    if not is_power_of_two(world_size):
+        yield f"{given}: adds up pairs of ranks and needs a power of two, not {world_size}; use world.size=1, 2, 4 or 8"
+    elif total % ((wanted or 1) * cfg.seq_len * world_size) == 0:
+        sizes = legal_micro_batches(total, cfg.seq_len, world_size, tree=True)
+        if wanted is not None and wanted not in sizes:
+            yield (
+                f"{given}: adds up pairs of micro-batches and needs a power of two of them, not "
+                f"{total // (wanted * cfg.seq_len)}; use batch.micro_batch_size={' or '.join(map(str, sizes[:4]))}"
+            )
+    if cfg.world.threads_per_rank not in (None, 1):
+        yield f"world.threads_per_rank={cfg.world.threads_per_rank}: {given} needs one thread per rank; leave it out"
 
 
 def _warmup(cfg: Config, _: int) -> Iterator[str]:
@@ -171,6 +188,7 @@ RULES: tuple[tuple[Callable[[Config, int], Iterator[str]], tuple[str, ...]], ...
     (_vocabulary, ("model.vocab_size", "data.tokenizer")),
     (_sequence, (*SEQ_LEN,)),
     (_batch, ("batch.total_batch_size", "batch.micro_batch_size", "world.size", *SEQ_LEN)),
+    (_tree, ("batch.total_batch_size", "batch.micro_batch_size", "world.size", "world.threads_per_rank", *SEQ_LEN)),
     (_warmup, (*RUN_LENGTH, *WARMUP)),
     (_decay, ("schedule.name", "schedule.decay_tokens", "schedule.decay_steps", *RUN_LENGTH, *WARMUP)),
     (_paths, ("data.path", "data.val_path")),

@@ -2,11 +2,11 @@
 
     checkpoints/step-00000050/model.safetensors   weights under GPT-2's names; lm_head is wte
                               train.pt            optimizer state; loads with weights_only=True
-                              state.json          counters
+                              state.json          counters, and what the run is: config, data, versions
                               manifest.json       sizes and hashes of the others, written last
 
 Only numbers that cannot be derived are saved: data order, learning rate and dropout follow from the config and the
-count of samples seen.
+counters. A checkpoint counts once its directory has its name; what is being written or removed has another.
 """
 
 import hashlib
@@ -15,18 +15,25 @@ import os
 import re
 import shutil
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from pickle import UnpicklingError
+from typing import Any, BinaryIO
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from gptexp.errors import CheckpointError
+from gptexp.batch import crosses
+from gptexp.errors import CheckpointError, StorageError
 
 NAME = re.compile(r"step-(\d{8,})")
 MANIFEST = "manifest.json"
+FILES = ("model.safetensors", "train.pt", "state.json")
+SPARE = 1.1  # times the size of what is to be saved must be free
 
 
 @dataclass
@@ -40,32 +47,100 @@ class TrainState:
     best_val_loss: float | None = None
     evaluated_tokens: int = 0  # `tokens` at the newest evaluation
     seconds: float = 0.0  # of training, over all attempts
+    skipped_updates: int = 0  # left out since loss or gradient was not finite
+    steps_passed_over: int = 0  # of data that a rollback left behind: step k reads what k + this many come to
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Which checkpoints stay when a new one is saved."""
+
+    last: int = 0  # the newest so many; 0: all
+    every_tokens: int = 0  # and the first at or after each multiple; 0: none
+    best: bool = True  # and that of the lowest validation loss
 
 
 def save(
-    directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer, state: TrainState, keep_last: int
+    directory: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    state: TrainState,
+    keep: Keep,
+    about: dict[str, Any] | None = None,
 ) -> Path:
-    """Publish the checkpoint of `state.step` in `directory` by one rename; then remove all but the newest."""
-    directory.mkdir(exist_ok=True)
+    """Publish the checkpoint of `state.step` in `directory` by one rename; then remove those that `keep` does not name.
+
+    `about` goes into state.json beside the counters. Raises `StorageError`, with everything saved before untouched.
+    """
     target = directory / f"step-{state.step:08d}"
     if target.exists():
         return target
     unfinished = directory / f".tmp-{target.name}-{os.getpid()}"
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir()
     weights = {k: v.detach().cpu().contiguous() for k, v in model.state_dict().items() if k != "lm_head.weight"}
-    save_file(weights, unfinished / "model.safetensors")
-    with (unfinished / "train.pt").open("wb") as file:
-        torch.save({"optimizer": optimizer.state_dict()}, file)
-    (unfinished / "state.json").write_text(json.dumps(asdict(state), indent=1) + "\n")
-    files = {path.name: [path.stat().st_size, _sha256(path)] for path in sorted(unfinished.iterdir())}
-    (unfinished / MANIFEST).write_text(json.dumps(files, indent=1) + "\n")
-    for path in [*unfinished.iterdir(), unfinished]:
-        _fsync(path)
-    unfinished.rename(target)
-    _fsync(directory)
-    _prune(directory, keep_last)
+    moments = optimizer.state_dict()
+    try:
+        with _storage(target):
+            directory.mkdir(exist_ok=True)
+            _refuse_a_full_disk(directory, weights, moments)
+            unfinished.mkdir()
+            save_file(weights, unfinished / "model.safetensors")
+            with (unfinished / "train.pt").open("wb") as file:
+                _save({"optimizer": moments}, file)
+            text = json.dumps({**asdict(state), "about": about or {}}, indent=1)
+            (unfinished / "state.json").write_text(text + "\n")
+            files = {name: [(unfinished / name).stat().st_size, _sha256(unfinished / name)] for name in FILES}
+            (unfinished / MANIFEST).write_text(json.dumps(files, indent=1) + "\n")
+            for path in [*unfinished.iterdir(), unfinished]:
+                _fsync(path)
+            unfinished.rename(target)
+            _fsync(directory)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    _prune(directory, keep)
     return target
+
+
+@contextmanager
+def _storage(target: Path) -> Iterator[None]:
+    """What keeps a checkpoint from being written, as one line."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        number = re.search(r"os error (\d+)", str(error))  # what safetensors says of the file system's refusal
+        reason = os.strerror(int(number[1])) if number else getattr(error, "strerror", None) or str(error)
+        raise StorageError(f"{target}: cannot be saved ({reason}); what was saved before is untouched") from error
+
+
+def _refuse_a_full_disk(directory: Path, weights: dict[str, torch.Tensor], moments: dict[str, Any]) -> None:
+    """Raise `OSError` where not all of it would fit."""
+    tensors = [*weights.values(), *(v for s in moments["state"].values() for v in s.values() if torch.is_tensor(v))]
+    needed = int(SPARE * sum(t.numel() * t.element_size() for t in tensors))
+    free = shutil.disk_usage(directory).free
+    if free < needed:
+        raise OSError(f"{needed:,} bytes are needed, {free:,} are free; free some, or save elsewhere")
+
+
+def _save(value: object, file: BinaryIO) -> None:
+    """torch.save, which answers a full disk with a RuntimeError of its own, raising what the file system said."""
+    refused: list[OSError] = []
+
+    class Watched:
+        def write(self, data: bytes) -> int:
+            try:
+                return file.write(data)
+            except OSError as error:
+                refused.append(error)
+                raise
+
+        def flush(self) -> None:
+            file.flush()
+
+    try:
+        torch.save(value, Watched())  # type: ignore[arg-type]
+    except RuntimeError:
+        if refused:
+            raise refused[0] from None
+        raise
 
 
 def load_latest(directory: Path) -> tuple[Path, TrainState] | None:
@@ -77,12 +152,20 @@ def load_latest(directory: Path) -> tuple[Path, TrainState] | None:
     for path in sorted(_published(directory), key=_step, reverse=True):
         problem = _problem(path)
         if problem is None:
-            return path, TrainState(**json.loads((path / "state.json").read_text()))
+            return path, _read_state(path)
         rejected.append(f"{path}: {problem}")
         print(f"gptexp: checkpoint passed over: {rejected[-1]}", file=sys.stderr)
     if rejected:
         raise CheckpointError(f"{directory}: no checkpoint is whole; " + "; ".join(rejected))
     return None
+
+
+def newest(directory: Path) -> tuple[Path, TrainState]:
+    """`load_latest`, where there must be one."""
+    found = load_latest(directory)
+    if found is None:
+        raise CheckpointError(f"{directory.parent}: no checkpoint has been saved yet")
+    return found
 
 
 def set_aside(directory: Path, newer_than: int) -> None:
@@ -95,17 +178,34 @@ def set_aside(directory: Path, newer_than: int) -> None:
             path.rename(path.with_name(f"rejected-{os.getpid()}-{path.name}"))
 
 
+def sweep(directory: Path) -> None:
+    """Remove what processes that were killed left half-written or half-removed; for who holds the run's lock."""
+    for leftover in [*directory.glob(".tmp-*"), *directory.glob(".del-*")]:
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
 def load_weights(path: Path, model: nn.Module) -> None:
-    """Put the weights of checkpoint `path` into `model`."""
-    weights = load_file(path / "model.safetensors")
-    model.load_state_dict({**weights, "lm_head.weight": weights["wte.weight"]})
+    """Put the weights of checkpoint `path` into `model`; raises `CheckpointError` where they are not its weights."""
+    try:
+        weights = load_file(path / "model.safetensors")
+        model.load_state_dict({**weights, "lm_head.weight": weights["wte.weight"]})
+    except (OSError, SafetensorError, KeyError, RuntimeError) as error:
+        raise CheckpointError(
+            f"{path / 'model.safetensors'}: not this model's weights ({_first_line(error)})"
+        ) from None
 
 
 def load_optimizer(path: Path, optimizer: torch.optim.Optimizer) -> None:
-    """Put the optimizer state of checkpoint `path` into `optimizer`."""
-    saved: dict[str, Any] = torch.load(path / "train.pt", map_location="cpu", weights_only=True)
+    """Put the optimizer state of checkpoint `path` into `optimizer`; raises `CheckpointError` where it is another's.
+
+    A file that holds code is refused, not run.
+    """
     fused = [group["fused"] for group in optimizer.param_groups]
-    optimizer.load_state_dict(saved["optimizer"])
+    try:
+        saved: dict[str, Any] = torch.load(path / "train.pt", map_location="cpu", weights_only=True)
+        optimizer.load_state_dict(saved["optimizer"])
+    except (OSError, UnpicklingError, RuntimeError, ValueError, KeyError, TypeError, EOFError) as error:
+        raise CheckpointError(f"{path / 'train.pt'}: not this optimizer's state ({_first_line(error)})") from None
     for group, own in zip(optimizer.param_groups, fused, strict=True):
         group["fused"] = own  # this device's kernel, not that of the device it was saved on
 
@@ -120,34 +220,59 @@ def _step(path: Path) -> int:
     return int(match[1])
 
 
-def _problem(path: Path) -> str | None:
-    """What is wrong with a checkpoint, or None."""
+def _problem(path: Path, hashes: bool = True) -> str | None:
+    """What is wrong with a checkpoint, or None; without `hashes` only what the sizes of its files show."""
     try:
+        if irregular := [name for name in (MANIFEST, *FILES) if not (path / name).is_file()]:
+            return f"{irregular[0]} is missing or no regular file"
         files = json.loads((path / MANIFEST).read_text())
-        if not isinstance(files, dict) or not files.keys() >= {"model.safetensors", "train.pt", "state.json"}:
+        if not isinstance(files, dict) or not files.keys() >= set(FILES):
             return f"{MANIFEST} does not name all files"
         for name, (size, digest) in files.items():
             file = path / name
             if file.stat().st_size != size:
                 return f"{name} has {file.stat().st_size:,} bytes, not {size:,}"
-            if _sha256(file) != digest:
+            if hashes and _sha256(file) != digest:
                 return f"{name} is not what was saved (sha256 differs)"
-    except (OSError, ValueError, TypeError) as error:
-        return str(error)
+        if f"step-{_read_state(path).step:08d}" != path.name:
+            return "state.json is of another step"
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        return f"{type(error).__name__}: {_first_line(error)}"
     return None
 
 
-def _prune(directory: Path, keep_last: int) -> None:
-    """Keep the newest `keep_last` (all for 0); what a killed process left unfinished goes too."""
+def _read_state(path: Path) -> TrainState:
+    values = json.loads((path / "state.json").read_text())
+    values.pop("about", None)
+    return TrainState(**values)
+
+
+def _prune(directory: Path, keep: Keep) -> None:
+    """Remove what `keep` does not name. What is not whole neither counts nor goes."""
+    if not keep.last:
+        return
     newest_first = sorted(_published(directory), key=_step, reverse=True)
-    doomed = newest_first[keep_last:] if keep_last else []
-    for path in doomed:
+    states = {path: _read_state(path) for path in newest_first if _problem(path, hashes=False) is None}
+    kept = set(list(states)[: keep.last])
+    losses = {
+        path: s.val_loss for path, s in states.items() if s.val_loss is not None and s.evaluated_tokens == s.tokens
+    }
+    if keep.best and losses:
+        kept.add(min(losses, key=lambda path: losses[path]))
+    before = 0
+    for path, state in reversed(states.items()):
+        if crosses(before, state.tokens, keep.every_tokens):
+            kept.add(path)
+        before = state.tokens
+    for path in states.keys() - kept:
         # Renamed first, so that a half-deleted checkpoint never looks like a damaged one.
         hidden = path.with_name(f".del-{path.name}")
         path.rename(hidden)
         shutil.rmtree(hidden, ignore_errors=True)
-    for leftover in [*directory.glob(".tmp-*"), *directory.glob(".del-*")]:
-        shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _sha256(path: Path) -> str:

@@ -13,6 +13,7 @@ VERBS = {
     "resume": "continue an unfinished run",
     "sample": "print text from a run's newest checkpoint",
     "evaluate": "print a checkpoint's validation loss as JSON",
+    "verify": "prove on this machine that runs are exact, whatever the cut and whatever happens",
     "bench": "measure this machine and the training step on it",
 }
 

@@ -6,8 +6,9 @@ is created, and print as one line each with exit code 2.
 """
 
 import os
+import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -17,15 +18,17 @@ import hydra
 import yaml
 from hydra._internal.utils import get_args_parser
 from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from hydra.experimental.callback import Callback
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from gptexp import check, run_dir
-from gptexp.config import Config, shown
+from gptexp.config import Config, fields_of, shown
 from gptexp.data.corpora import absolute, is_path_list
 from gptexp.distributed import launcher_rank
 from gptexp.errors import EXIT_CONFIG, EXIT_FAILED, ConfigError, UserError
@@ -79,6 +82,9 @@ def hydra_main(task: Callable[[DictConfig], Any]) -> None:
     modes["--shell-completion"] = args.shell_completion
     if len(given := [flag for flag, value in modes.items() if value]) > 1:
         raise ConfigError(f"{' '.join(given)}: exclude each other; give one")
+    for flag, value in (("--config-path", args.config_path), ("--config-name", args.config_name)):
+        if value:
+            raise ConfigError(f"{flag} {value}: not supported; give a folder of groups with --config-dir")
     if args.resolve and not (args.cfg or args.help):
         raise ConfigError("--resolve: goes with --cfg only; add --cfg job")
     if args.experimental_rerun:
@@ -86,6 +92,10 @@ def hydra_main(task: Callable[[DictConfig], Any]) -> None:
     if not (args.shell_completion or args.hydra_help):
         multirun = args.multirun or any(text.startswith(("sweep=", "hydra.mode=")) for text in args.overrides)
         _refuse(args.overrides, multirun, args.config_dir)
+        if args.config_dir:
+            cfg = _composition(args.overrides, args.config_dir, with_hydra=True, multirun=multirun)
+            typed = [text for text in cfg.hydra.overrides.hydra if not text.startswith("hydra.searchpath=")]
+            refuse_foreign_code(cfg, _composition(typed, None, with_hydra=True))
     if args.help:
         _print_help(args.overrides, args.config_dir)
         return
@@ -125,12 +135,37 @@ def compose(overrides: list[str], config_dir: str | None = None) -> Config:
     return to_config(_composition(overrides, config_dir), overrides)
 
 
-def _composition(overrides: list[str], config_dir: str | None, with_hydra: bool = False) -> DictConfig:
-    """What Hydra makes of `overrides`; `with_hydra`: its own part too."""
+def _composition(
+    overrides: list[str], config_dir: str | None, with_hydra: bool = False, multirun: bool = False
+) -> DictConfig:
+    """What Hydra makes of `overrides`; `with_hydra`: its own part too. Of a multirun, what all cells begin with."""
     register()
     search = [f"hydra.searchpath=[file://{Path(config_dir).resolve()}]"] if config_dir else []
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        return hydra.compose("config", overrides=[*search, *overrides], return_hydra_config=with_hydra)
+        engine = GlobalHydra.instance().hydra
+        assert engine is not None
+        mode = RunMode.MULTIRUN if multirun else RunMode.RUN
+        cfg = engine.compose_config("config", [*search, *overrides], mode, from_shell=False)
+    if not with_hydra:
+        with open_dict(cfg):
+            del cfg["hydra"]
+    return cfg
+
+
+# What of Hydra's own config calls code by its name, or sets up the processes that do.
+CODE = ("callbacks", "job_logging", "hydra_logging", "launcher._target_", "sweeper._target_", "job.env_set")
+
+
+def refuse_foreign_code(cfg: DictConfig, own: DictConfig) -> None:
+    """Raise `ConfigError` where `cfg` names other code to call than `own`, which no foreign file had a part in.
+
+    Hydra runs what `hydra.callbacks` and its logging name, before any of our code sees the config.
+    """
+    for key in CODE:
+        if OmegaConf.select(cfg.hydra, key) != OmegaConf.select(own.hydra, key):
+            raise ConfigError(
+                f"hydra.{key}: set by a file of --config-dir; such a file may choose values, not code: take it out"
+            )
 
 
 def _print_help(overrides: list[str], config_dir: str | None) -> None:
@@ -160,6 +195,8 @@ def to_config(cfg: DictConfig, overrides: Sequence[str], cwd: str | None = None)
             setattr(config.data, key, [absolute(item, cwd) for item in value])
     if config.data.cache_dir:
         config.data.cache_dir = absolute(config.data.cache_dir, cwd)
+    if config.init_from:
+        config.init_from = os.path.abspath(os.path.join(cwd or "", config.init_from))  # noqa: PTH100, PTH118  no glob
     launcher = launcher_rank()
     problems = []
     if launcher and config.world.size not in (None, launcher.world_size):
@@ -169,7 +206,7 @@ def to_config(cfg: DictConfig, overrides: Sequence[str], cwd: str | None = None)
         )
     if config.world.size is None:
         config.world.size = launcher.world_size if launcher else 1
-    if problems := problems + check.problems(config, config.world.size):
+    if problems := [*problems, *_secrets(config), *check.problems(config, config.world.size)]:
         raise ConfigError(problems)
     return config
 
@@ -183,6 +220,20 @@ WINNERS = {
     "train.eval_every_tokens": ("eval_every",),
     "train.save_every_tokens": ("save_every",),
 }
+
+
+# Variables of the environment whose values are nobody else's business.
+SECRET = re.compile(r"KEY|SECRET|TOKEN|PASSW|CREDENTIAL", re.IGNORECASE)
+SECRET_CHARS = 8  # a shorter value may well be a word of its own
+
+
+def _secrets(config: Config) -> Iterator[str]:
+    """A line for each key that holds what only the environment should: everything here is saved and logged."""
+    secrets = {name: v for name, v in os.environ.items() if SECRET.search(name) and len(v) >= SECRET_CHARS}
+    for key, _, value in fields_of(config):
+        for name, secret in secrets.items():
+            if secret in str(value):
+                yield f"{key}: holds the value of ${name}, and would be saved with the run; leave it to the environment"
 
 
 def _let_the_command_line_win(config: Config, given: set[str]) -> None:

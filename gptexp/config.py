@@ -126,6 +126,7 @@ class WorldConfig:
     timeout_s: float = _ruled(
         600.0, (lambda v: 0 < v <= 1e6, "must be above 0, at most 1000000")
     )  # seconds a rank waits in a collective before it gives up
+    max_restarts: int = _not_negative(0)  # times that gptexp's own launcher starts failed ranks anew
 
 
 @dataclass
@@ -152,7 +153,13 @@ class TrainConfig:
     eval_every: int | None = _not_negative(None)  # steps; wins over eval_every_tokens
     save_every_tokens: int | None = _not_negative(None)  # null: ten times a run; 0: only at the end
     save_every: int | None = _not_negative(None)  # steps; wins over save_every_tokens
-    keep_last: int = _not_negative(2)  # checkpoints kept; 0: all
+    keep_last: int = _not_negative(2)  # newest checkpoints kept; 0: all
+    keep_every_tokens: int = _not_negative(0)  # kept too: the first checkpoint at or after each multiple; 0: none
+    keep_every: int | None = _not_negative(None)  # steps; wins over keep_every_tokens
+    keep_best: bool = True  # kept too: the checkpoint of the lowest validation loss
+    nonfinite: str = _choice("stop", "skip", "rollback")  # of a step whose loss or gradient is no number: end as
+    # diverged, leave its update out, or go back to the newest checkpoint and on with the data behind it
+    reduction: str = _choice("mean", "tree")  # of the gradients: DDP's; tree: the same bits at any world size
     log_every: int = _positive(1)  # steps
     max_minutes: float | None = _positive(None)  # stop after a checkpoint once this long has passed
     seed: int = _ruled(
@@ -203,6 +210,7 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     log: LogConfig = field(default_factory=LogConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)
+    init_from: str | None = None  # a run directory: start a new run from its newest weights
 
     @property
     def seq_len(self) -> int:
@@ -227,6 +235,9 @@ IRRELEVANT_TO_RESULT = (
     "train.save_every_tokens",
     "train.save_every",
     "train.keep_last",
+    "train.keep_every_tokens",
+    "train.keep_every",
+    "train.keep_best",
     "train.log_every",
     "train.max_minutes",
 )

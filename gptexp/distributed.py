@@ -1,4 +1,4 @@
-"""Ranks: who am I, the process group, reductions. The only file that knows RANK and WORLD_SIZE.
+"""Ranks: who am I, the process group, how a step's gradients come together. The only file that knows RANK.
 
 torch is imported inside the functions, so that the command line can ask for its rank before it pays for torch.
 """
@@ -10,16 +10,18 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from gptexp.errors import EXIT_FAILED, ConfigError, UserError
 
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
+    from torch import nn
+    from torch.nn.parallel import DistributedDataParallel
 
 
 CAUSE_FIRST_S = 2.0  # between the end of the rank that failed first and those of its peers
@@ -173,6 +175,115 @@ def leaving(report: bool = True) -> Iterator[None]:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+class Reduction(Protocol):
+    """How the gradients of a step's micro-steps come together, over all ranks. Built by `build_reduction`."""
+
+    keeps_gradients: bool  # whether their memory must be there in the next step as well
+
+    def __call__(self, micro_step: int, grad_accum_steps: int) -> AbstractContextManager[int]:
+        """What a micro-step's forward and backward pass run in. *Collective.* Yields what to divide its loss by.
+
+        After the last of `grad_accum_steps`, `grad` of every parameter is that of the mean loss of the whole step.
+        """
+        ...
+
+
+def build_reduction(kind: str, model: "nn.Module", rank: Rank) -> Reduction:
+    """`train.reduction` for `model`, which is in DDP where the mean is to be taken over several ranks."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    if kind == "tree":
+        return TreeReduction(model, rank)
+    return MeanReduction(model if isinstance(model, DistributedDataParallel) else None)
+
+
+class MeanReduction:
+    """Gradients add up on each rank; DDP averages them over the ranks with the last micro-step."""
+
+    def __init__(self, ddp: "DistributedDataParallel | None") -> None:
+        self._ddp = ddp
+        # DDP's gradients are views of its buckets: gone, the next would be made beside those, and copied.
+        self.keeps_gradients = ddp is not None
+
+    @contextmanager
+    def __call__(self, micro_step: int, grad_accum_steps: int) -> Iterator[int]:
+        if self._ddp is not None:
+            # DDP reads the flag in the forward pass already: only the last micro-step's backward reduces.
+            self._ddp.require_backward_grad_sync = micro_step == grad_accum_steps - 1
+        yield grad_accum_steps
+
+
+class TreeReduction:
+    """The same bits at any world size: a step's M micro-gradients add up along one binary tree.
+
+    A float sum depends on its order. Here the order is fixed by the micro-batches alone: neighbours add up, then
+    neighbouring pairs, and so on. A rank's contiguous run of M / W micro-batches is one subtree, and the ranks' sums
+    meet by recursive doubling (Thakur, Rabenseifner and Gropp 2005, section 4), which goes on with the same tree. M
+    and W are powers of two. Holds up to log2(M / W) + 1 copies of the gradients, and two more while ranks exchange.
+    """
+
+    keeps_gradients = False
+
+    def __init__(self, model: "nn.Module", rank: Rank) -> None:
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._rank = rank
+        self._sums: list[list[torch.Tensor]] = []  # of the subtrees that wait for their neighbour, the largest first
+
+    @contextmanager
+    def __call__(self, micro_step: int, grad_accum_steps: int) -> Iterator[int]:
+        if micro_step == 0:
+            self._sums = []
+        yield grad_accum_steps * self._rank.world_size
+        total = []
+        for p in self._parameters:
+            assert p.grad is not None
+            total.append(p.grad)
+            p.grad = None
+        done = micro_step + 1
+        for _ in range((done & -done).bit_length() - 1):  # as often as 2 divides it, a subtree is complete
+            total = _add(self._sums.pop(), total)
+        self._sums.append(total)
+        if done == grad_accum_steps:
+            [total] = self._sums
+            self._sums = []
+            if self._rank.world_size > 1:
+                _add_over_ranks(total, self._rank)
+            for p, gradient in zip(self._parameters, total, strict=True):
+                p.grad = gradient
+
+
+def _add(a: "list[torch.Tensor]", b: "list[torch.Tensor]") -> "list[torch.Tensor]":
+    for x, y in zip(a, b, strict=True):
+        x += y
+    return a
+
+
+def _add_over_ranks(gradients: "list[torch.Tensor]", rank: Rank) -> None:
+    """Replace this rank's sum by that of all ranks: in round k those of two ranks 2^k apart are exchanged."""
+    import torch
+    import torch.distributed as dist
+
+    mine = torch.cat([g.reshape(-1) for g in gradients])
+    theirs = torch.empty_like(mine)
+    distance = 1
+    while distance < rank.world_size:
+        peer = rank.rank ^ distance
+        for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, mine, peer), dist.P2POp(dist.irecv, theirs, peer)]):
+            work.wait()
+        mine += theirs  # a + b is b + a to the last bit
+        distance *= 2
+    # Back into tensors of their own: where a view begins, vectorised kernels may add up in another order.
+    for gradient, part in zip(gradients, mine.split([g.numel() for g in gradients]), strict=True):
+        gradient.copy_(part.view_as(gradient))
+
+
+def world_size() -> int:
+    """Ranks of the process group; 1 without one."""
+    import torch.distributed as dist
+
+    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def all_reduce_sum(value: "torch.Tensor") -> "torch.Tensor":

@@ -111,7 +111,7 @@ def resolve(cfg: Config, device: torch.device, rank: Rank, earlier: dict[str, An
     same_node = before.get("local_world_size") == rank.local_world_size  # its ranks share cores and memory
     threads = choose(
         "threads_per_rank",
-        cfg.world.threads_per_rank,
+        1 if train.reduction == "tree" else cfg.world.threads_per_rank,
         lambda: (cores_per_rank(rank), "the node's cores shared out"),
         same_node,
     )
@@ -145,13 +145,14 @@ def estimate(cfg: Config, effective: Effective, world_size: int) -> Memory:
         cfg.model,
         micro_batch_size=effective.micro_batch_size,
         seq_len=cfg.seq_len,
-        accumulates=effective.micro_batch_size * cfg.seq_len * world_size < cfg.batch.total_batch_size,
+        grad_accum_steps=cfg.batch.total_batch_size // (effective.micro_batch_size * cfg.seq_len * world_size),
         world_size=world_size,
         device=effective.device,
         dtype=effective.dtype,
         compiled=effective.compile,
         loss=effective.loss,
         activation_checkpointing=cfg.train.activation_checkpointing,
+        tree=cfg.train.reduction == "tree",
     )
 
 
@@ -206,14 +207,20 @@ def _loss(kind: str, dtype: str, compiled: bool) -> tuple[str, str]:
 def _micro_batch_size(cfg: Config, effective: Effective, device: torch.device, rank: Rank) -> tuple[int, str]:
     memory = free_memory(device)
     if memory is None:
-        return 1, "how much memory there is is not known"
+        return micro_batch_sizes(cfg, rank.world_size)[-1], "how much memory there is is not known"
     usable = USABLE * memory / (rank.local_world_size if device.type == "cpu" else 1)
 
     def fits(size: int) -> bool:
         return estimate(cfg, replace(effective, micro_batch_size=size), rank.world_size).peak <= usable
 
-    sizes = legal_micro_batches(cfg.batch.total_batch_size, cfg.seq_len, rank.world_size)
-    return next(filter(fits, sizes), 1), ESTIMATED
+    sizes = micro_batch_sizes(cfg, rank.world_size)
+    return next(filter(fits, sizes), sizes[-1]), ESTIMATED
+
+
+def micro_batch_sizes(cfg: Config, world_size: int) -> list[int]:
+    """What `batch.micro_batch_size` may be, the largest first."""
+    tree = cfg.train.reduction == "tree"
+    return legal_micro_batches(cfg.batch.total_batch_size, cfg.seq_len, world_size, tree)
 
 
 def apply(effective: Effective, deterministic: bool = False) -> None:

@@ -39,6 +39,22 @@ class CheckpointError(UserError):
     exit_code = EXIT_CHECKPOINT
 
 
+class StorageError(UserError):
+    """A file of the run that cannot be written: a full disk, a file system that is gone."""
+
+
+class MicroBatchError(UserError):
+    """A micro-batch that `auto` chose and memory did not hold; a smaller one is chosen, and the run can start again."""
+
+
+class LostRankError(UserError):
+    """Ranks that have ended, as their peers see it."""
+
+
+class SilentRankError(UserError):
+    """Ranks that are there and have not answered for as long as the others wait."""
+
+
 class DivergedError(UserError):
     """The loss or the gradient stopped being a number."""
 

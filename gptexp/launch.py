@@ -16,21 +16,36 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from gptexp.errors import EXIT_CHECKPOINT, EXIT_CONFIG, EXIT_DATA, EXIT_DIVERGED, EXIT_FAILED
+from gptexp.errors import EXIT_CONFIG, EXIT_DIVERGED, EXIT_FAILED, MicroBatchError, SilentRankError, UserError
 from gptexp.run import PARENT
 from gptexp.signals import StopRequest
 
+SMALLER = -1  # in place of an exit code: a smaller micro-batch has been chosen, start anew
 GRACE_S = 60  # for a checkpoint after a signal, before the agent kills
 
-_USER_ERRORS = (EXIT_CONFIG, EXIT_DATA, EXIT_CHECKPOINT)
+_USER_ERRORS = {error.__name__ for error in UserError.__subclasses__()}
 _STOPPED = tuple(128 + s for s in (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM))
 
 
-def launch(directory: Path, world_size: int) -> int:
+def launch(directory: Path, world_size: int, max_restarts: int = 0) -> int:
     """Run `world_size` ranks in `directory` until all have left; the exit code of the run.
 
     An error is printed once: the message of the rank that failed first, with its traceback if it is no user's error.
+    Up to `max_restarts` times a run that failed goes on from its newest checkpoint.
     """
+    restarts = 0
+    while True:
+        code = _launch(directory, world_size)
+        if code == SMALLER:
+            continue
+        if code != EXIT_FAILED or restarts == max_restarts:
+            return code
+        restarts += 1
+        print(f"gptexp: restart {restarts} of {max_restarts}", file=sys.stderr)
+
+
+def _launch(directory: Path, world_size: int) -> int:
+    # The agent's own restarts would try again whatever the reason, a request to stop among them.
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -57,9 +72,11 @@ def launch(directory: Path, world_size: int) -> int:
             return 128 + (received[0] if received else int(error.sigval))
         except ChildFailedError as error:
             # A rank that was killed is a cause. It left no time of its own, so that a peer may seem to be first where
-            # the agent looked late.
+            # the agent looked late. But one that hangs is killed by the agent, after a peer has said so.
             killed = [(r, f) for r, f in error.failures.items() if f.exitcode < 0 and -f.exitcode != signal.SIGTERM]
-            rank, failure = killed[0] if killed else error.get_first_failure()
+            rank, failure = error.get_first_failure()
+            if killed and not _text(failure.message).startswith(SilentRankError.__name__):
+                rank, failure = killed[0]
             return _report(rank, failure.exitcode, failure.message)
     return 0
 
@@ -68,18 +85,24 @@ def _report(rank: int, exit_code: int, message: object) -> int:
     """Print why the first rank failed, unless it was merely stopped; the run's exit code."""
     if exit_code in (*_STOPPED, EXIT_DIVERGED):
         return exit_code  # rank 0 has said so
-    text, trace = str(message), ""
+    text, trace = _text(message), ""
     if isinstance(message, dict):
-        text, trace = str(message["message"]), str(message.get("extraInfo", {}).get("py_callstack", ""))
-    if exit_code in _USER_ERRORS:
+        trace = str(message.get("extraInfo", {}).get("py_callstack", ""))
+    kind, _, said = text.partition(": ")  # as `record` writes it
+    if kind in _USER_ERRORS:
         prefix = "config error: " if exit_code == EXIT_CONFIG else ""
-        for line in text.partition(": ")[2].splitlines():  # `record` writes "ClassName: message"
+        for line in said.splitlines():
             print(f"gptexp: {prefix}{line}", file=sys.stderr)
-        return exit_code
+        return SMALLER if kind == MicroBatchError.__name__ else exit_code
     if exit_code < 0:
         text = f"killed by {signal.Signals(-exit_code).name}"
     print(f"{trace}gptexp: rank {rank} failed (exit code {exit_code}): {text}", file=sys.stderr)
     return EXIT_FAILED
+
+
+def _text(message: object) -> str:
+    """What `record` wrote of an error: "ClassName: message"."""
+    return str(message["message"] if isinstance(message, dict) else message)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from gptexp.config import AUTO, Config
 from gptexp.data.tokenizer import load_tokenizer
 from gptexp.distributed import Rank, pick_device
 from gptexp.effective import Effective, resolve
-from gptexp.errors import CheckpointError, ConfigError
+from gptexp.errors import ConfigError
 from gptexp.loss import plain_cross_entropy
 from gptexp.model import GPT
 
@@ -32,10 +32,7 @@ def load_checkpointed(directory: Path | str) -> LoadedRun:
     """The newest whole checkpoint of a run directory; raises `ConfigError` or `CheckpointError`."""
     directory = Path(directory)
     config = run_dir.load_config(directory)
-    found = checkpoint.load_latest(directory / run_dir.CHECKPOINTS)
-    if found is None:
-        raise CheckpointError(f"{directory}: no checkpoint has been saved yet")
-    path, state = found
+    path, state = checkpoint.newest(directory / run_dir.CHECKPOINTS)
     device = _device(config.train.device)
     model = GPT(config.model, plain_cross_entropy)
     checkpoint.load_weights(path, model)

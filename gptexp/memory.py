@@ -32,17 +32,19 @@ def memory_estimate(
     *,
     micro_batch_size: int,
     seq_len: int,
-    accumulates: bool,
+    grad_accum_steps: int,
     world_size: int,
     device: str,
     dtype: str,
     compiled: bool,
     loss: str,
     activation_checkpointing: bool,
+    tree: bool = False,
 ) -> Memory:
-    """Count the tensors of a step without dropout; `accumulates`: it has more than one micro-step.
+    """Count the tensors of a step without dropout; `tree`: `train.reduction`.
 
-    On several ranks gradients lie in DDP's buckets, which stay.
+    On several ranks gradients lie in DDP's buckets, which stay. A tree has up to log2(grad_accum_steps) sums waiting
+    for their neighbours while a micro-step runs, and two more copies while ranks exchange theirs.
 
     A block keeps, per token, its two residual inputs in float32 and 14·C numbers in the compute type: two normalised
     inputs (2·C), queries, keys and values (3·C), attention's output (C), the MLP before and after its GELU (8·C);
@@ -70,11 +72,14 @@ def memory_estimate(
         # of the picked entries, and that of the logits.
         of_loss = tokens * vocab * (2 * width if compiled else 12)
     kept_scratch = scratch if device == "cpu" else 0
-    accumulated = weights if accumulates or world_size > 1 else 0
+    waiting = weights * (grad_accum_steps.bit_length() - 1) if tree else 0
+    accumulated = waiting if tree else weights if grad_accum_steps > 1 or world_size > 1 else 0
     points = [
         (accumulated, kept + copies + around, of_loss),
-        (weights + 8 * vocab * c, in_block, kept_scratch),
+        (waiting + weights + 8 * vocab * c, in_block, kept_scratch),
     ]
+    if tree and world_size > 1:
+        points.append((3 * weights, 0, kept_scratch))
     if activation_checkpointing:
         in_mlp = tokens * 4 * c * width  # the gradient of its hidden layer
         points.append((accumulated + 4 * vocab * c, kept + in_block + in_mlp, kept_scratch))

@@ -1,7 +1,7 @@
 """AdamW with weight decay on matrices only."""
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gptexp.config import OptimConfig
 from gptexp.errors import ConfigError
@@ -49,3 +49,15 @@ def build_optimizer(model: nn.Module, cfg: OptimConfig, fused: bool) -> torch.op
         eps=cfg.eps,
         fused=fused,
     )
+
+
+def step_if(finite: Tensor, optimizer: torch.optim.Optimizer) -> None:
+    """Update the weights if `finite` (0-dim bool, on their device) holds; nothing at all changes if not.
+
+    A fused kernel looks at the number itself, as it does for torch's GradScaler, so that no host waits for a GPU.
+    """
+    if optimizer.param_groups[0].get("fused"):
+        optimizer.found_inf = 1.0 - finite.float()  # type: ignore[attr-defined]
+        optimizer.step()
+    elif finite:
+        optimizer.step()

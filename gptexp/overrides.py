@@ -55,6 +55,12 @@ def options(folders: Sequence[Path]) -> Groups:
 
 def _problems(override: Override, fields: Fields, groups: Groups, multirun: bool) -> Iterator[str]:
     key, text = override.key_or_group, shown(override.input_line)
+    if key == "hydra.searchpath":
+        yield f"{text}: not supported; give one folder of groups with --config-dir"
+        return
+    if key == "hydra":
+        yield f"{text}: hydra is a group of keys; set one of them, such as hydra.run.dir=DIR"
+        return
     if key.split(".")[0].split("/")[0] == "hydra":
         return  # Hydra's own, and its to refuse
     if key not in fields and key not in groups:

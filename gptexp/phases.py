@@ -28,8 +28,10 @@ class StepTimer:
             self._marks.append((phase, time.perf_counter()))
 
     def read(self) -> dict[str, float]:
-        """Milliseconds of each phase, micro-steps added up. The device must be past the last mark."""
+        """Milliseconds of each phase, micro-steps added up; waits until a GPU is past the last mark."""
         total = dict.fromkeys(PHASES, 0.0)
+        if isinstance(last := self._marks[-1][1], torch.cuda.Event):
+            last.synchronize()
         for (_, before), (phase, now) in zip(self._marks, self._marks[1:], strict=False):
             if isinstance(now, float):
                 assert isinstance(before, float)

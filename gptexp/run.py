@@ -16,6 +16,7 @@ from gptexp.signals import EXIT_CODES, StopRequest, at_parents_death
 from gptexp.terminal import say
 
 if TYPE_CHECKING:
+    import torch
     import torch.distributed as dist
 
     from gptexp.checkpoint import TrainState
@@ -48,8 +49,7 @@ def run(cfg: "Config", directory: Path, stop: StopRequest, rank: "Rank", store: 
 
 def _run(cfg: "Config", directory: Path, stop: StopRequest, rank: "Rank", store: "dist.Store | None") -> int:
     from gptexp import checkpoint, run_dir, trial
-    from gptexp.batch import interval_tokens, plan_batch, run_length
-    from gptexp.build import build_gpt, compile_in_turn, wrap
+    from gptexp.build import compile_in_turn
     from gptexp.data.loader import build_dataset
     from gptexp.distributed import (
         agree,
@@ -60,49 +60,104 @@ def _run(cfg: "Config", directory: Path, stop: StopRequest, rank: "Rank", store:
         init_process_group,
         pick_device,
     )
-    from gptexp.effective import Effective, apply, forward_context, resolve, step_context
-    from gptexp.errors import EXIT_DIVERGED, ConfigError, DivergedError
-    from gptexp.machine import is_out_of_memory
-    from gptexp.optim import build_optimizer
-    from gptexp.schedule import resolve_schedule
+    from gptexp.effective import Effective, apply, resolve, step_context
+    from gptexp.errors import EXIT_DIVERGED, DivergedError
+    from gptexp.faults import explained
     from gptexp.summary import Summary, end_line
-    from gptexp.trainer import Training, fit
+    from gptexp.trainer import fit
 
     checkpoints = directory / run_dir.CHECKPOINTS
     dataset = build_dataset(cfg)  # before the process group: one rank of a node may tokenise while the others wait
     device = pick_device(cfg.train.device, rank)
     patient = None
     if rank.world_size > 1:
-        patient = init_process_group(rank, store or connect(), device, cfg.world.backend, cfg.world.timeout_s)
+        store = store or connect()
+        patient = init_process_group(rank, store, device, cfg.world.backend, cfg.world.timeout_s)
 
-    def decide() -> tuple[dict[str, Any], str | None, "TrainState"]:
+    def decide() -> tuple[dict[str, Any], Path | None, "TrainState"]:
         _refuse_changed_data(directory, dataset)
         effective = resolve(cfg, device, rank, run_dir.read_json(directory / run_dir.EFFECTIVE))
         effective = trial.settle_micro_batch(cfg, effective, device, rank.world_size)
         run_dir.write_json(directory / run_dir.EFFECTIVE, effective.to_dict())
+        checkpoint.sweep(checkpoints)
         found = checkpoint.load_latest(checkpoints)
-        name, state = (found[0].name, found[1]) if found else (None, checkpoint.TrainState())
+        if found is None:
+            old = checkpoint.newest(Path(cfg.init_from) / run_dir.CHECKPOINTS)[0] if cfg.init_from else None
+            return effective.to_dict(), old, checkpoint.TrainState()
+        path, state = found
         checkpoint.set_aside(checkpoints, state.step)
-        return effective.to_dict(), name, state
+        return effective.to_dict(), path, state
 
     # Rank 0 decides and tells the others: nodes may differ, a run may not.
-    chosen, name, state = agree(decide, rank, patient)
+    chosen, path, state = agree(decide, rank, patient)
     effective = Effective(**chosen)
     _refuse_other_data(gather(dataset.hash))
     apply(effective, cfg.train.deterministic)
 
+    with explained(cfg, effective, directory, rank, store, state):
+        training = _build_training(cfg, effective, dataset, rank, device, path, state)
+        log = _open_log(cfg, directory, effective, training, state)
+        summary = Summary(directory, training, state)
+        summary.write("running")
+        status, reason = "failed", None
+        gc.freeze()  # what is imported stays: neither a collection nor the interpreter's end need walk through it
+        try:
+            with step_context(effective):
+                if effective.compile:
+                    compile_in_turn(training, patient)
+                reason = fit(training, state, stop, log, checkpoints)
+            status = "interrupted" if reason else "completed"
+            if reason is None and cfg.log.sample_tokens and rank.is_main:
+                _sample(cfg, training.gpt, log, state.step)
+        except DivergedError as error:
+            status = "diverged"
+            if rank.is_main:
+                print(f"gptexp: {error}", file=sys.stderr)
+        finally:
+            written = summary.write(status)
+            log.close(written)
+            if rank.is_main:
+                say(end_line(written, directory))
+    # Nobody leaves before rank 0 has written everything: a rank that ends makes launchers end the others.
+    barrier()
+    destroy_process_group()
+    return EXIT_DIVERGED if status == "diverged" else EXIT_CODES[reason] if reason else 0
+
+
+def _build_training(
+    cfg: "Config",
+    effective: "Effective",
+    dataset: "Dataset",
+    rank: "Rank",
+    device: "torch.device",
+    path: Path | None,
+    state: "TrainState",
+) -> "Training":
+    """Model and optimizer with what the checkpoint `path` holds, and all that goes with them. *Collective.*"""
+    from gptexp import checkpoint
+    from gptexp.batch import interval_tokens, plan_batch, run_length
+    from gptexp.build import build_gpt, wrap
+    from gptexp.distributed import build_reduction
+    from gptexp.effective import forward_context
+    from gptexp.optim import build_optimizer
+    from gptexp.schedule import resolve_schedule
+    from gptexp.summary import about
+    from gptexp.trainer import Training
+
     gpt = build_gpt(cfg, effective, device)
     optimizer = build_optimizer(gpt, cfg.optim, effective.fused)
-    if name is not None:
-        checkpoint.load_weights(checkpoints / name, gpt)
-        checkpoint.load_optimizer(checkpoints / name, optimizer)
-
+    if path is not None:
+        checkpoint.load_weights(path, gpt)
+        if state.step:  # of this run; what `init_from` names gives its weights only
+            checkpoint.load_optimizer(path, optimizer)
+    model = wrap(gpt, effective, cfg.train.reduction, rank, device)
     train, total_batch_size = cfg.train, cfg.batch.total_batch_size
     steps, run_tokens = run_length(train.max_tokens, train.max_steps, total_batch_size)
-    training = Training(
-        model=wrap(gpt, effective, rank, device),
+    return Training(
+        model=model,
         gpt=gpt,
         optimizer=optimizer,
+        reduction=build_reduction(train.reduction, model, rank),
         dataset=dataset,
         plan=plan_batch(total_batch_size, effective.micro_batch_size, cfg.seq_len, rank.world_size),
         schedule=resolve_schedule(cfg, run_tokens),
@@ -112,44 +167,17 @@ def _run(cfg: "Config", directory: Path, stop: StopRequest, rank: "Rank", store:
         steps=steps,
         peak_lr=cfg.optim.lr,
         grad_clip=cfg.optim.grad_clip,
+        nonfinite=train.nonfinite,
         eval_every_tokens=interval_tokens(train.eval_every, train.eval_every_tokens, run_tokens, total_batch_size),
         save_every_tokens=interval_tokens(train.save_every, train.save_every_tokens, run_tokens, total_batch_size),
         log_every=train.log_every,
-        keep_last=train.keep_last,
+        keep=checkpoint.Keep(
+            train.keep_last,
+            train.keep_every_tokens if train.keep_every is None else train.keep_every * total_batch_size,
+            train.keep_best,
+        ),
+        about=about(cfg, effective, dataset.hash, rank.world_size) if rank.is_main else {},
     )
-    log = _open_log(cfg, directory, effective, training, state)
-    summary = Summary(cfg, directory, effective, training, state)
-    summary.write("running")
-    status, reason = "failed", None
-    gc.freeze()  # what is imported stays: neither a collection nor the interpreter's end need walk through it
-    try:
-        with step_context(effective):
-            if effective.compile:
-                compile_in_turn(training, patient)
-            reason = fit(training, state, stop, log, checkpoints)
-        status = "interrupted" if reason else "completed"
-        if reason is None and cfg.log.sample_tokens and rank.is_main:
-            _sample(cfg, gpt, log, state.step)
-    except DivergedError as error:
-        status = "diverged"
-        if rank.is_main:
-            print(f"gptexp: {error}", file=sys.stderr)
-    except RuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-        raise ConfigError(
-            f"batch.micro_batch_size={effective.micro_batch_size}: a step needs more memory than this {device.type} "
-            "has left; use a smaller one or auto, train.loss=chunked, or train.activation_checkpointing=true"
-        ) from error
-    finally:
-        written = summary.write(status)
-        log.close(written)
-        if rank.is_main:
-            say(end_line(written, directory))
-    # Nobody leaves before rank 0 has written everything: a rank that ends makes launchers end the others.
-    barrier()
-    destroy_process_group()
-    return EXIT_DIVERGED if status == "diverged" else EXIT_CODES[reason] if reason else 0
 
 
 def _refuse_changed_data(directory: Path, dataset: "Dataset") -> None:
@@ -192,7 +220,7 @@ def _open_log(
         return RunLog([], total_batch_size)
     if cfg.log.progress != "off":
         say(*start_lines(cfg, directory, effective, training, state))
-    sinks: list[Sink] = [JsonlSink(directory, state.tokens)]
+    sinks: list[Sink] = [JsonlSink(directory, state)]
     config = {**to_dict(cfg), "effective": effective.to_dict()}
     if wandb := build_wandb(cfg.log.wandb, directory, config, cfg.sweep.name):
         sinks.append(wandb)

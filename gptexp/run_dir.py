@@ -16,13 +16,13 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
 import yaml
 from filelock import FileLock, Timeout
 
-from gptexp.config import Config, from_dict, result_deciding, to_dict
-from gptexp.errors import ConfigError
+from gptexp.config import Config, fields_of, from_dict, result_deciding, shown, to_dict
+from gptexp.errors import ConfigError, StorageError
 
 CONFIG = "config.yaml"
 EFFECTIVE = "effective.json"
@@ -34,14 +34,33 @@ RANK_LOCK = ".lock-rank0"
 LOCK_TIMEOUT_S = 2.0  # somebody who only asks whether a lock is held holds it for an instant
 
 
-def write_atomically(path: Path, text: str) -> None:
+@contextmanager
+def atomic(path: Path) -> Iterator[IO[str]]:
     """Write a file that is either the old one or the new one, whatever happens in between."""
     with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+        try:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+            Path(file.name).chmod(0o644)
+            Path(file.name).replace(path)
+        except BaseException:
+            Path(file.name).unlink(missing_ok=True)
+            raise
+
+
+@contextmanager
+def storage(path: Path) -> Iterator[None]:
+    """What the file system refuses, as a `StorageError` that names `path`."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(f"{path}: cannot be written ({error.strerror or error})") from None
+
+
+def write_atomically(path: Path, text: str) -> None:
+    with storage(path), atomic(path) as file:
         file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    Path(file.name).chmod(0o644)
-    Path(file.name).replace(path)
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
@@ -77,11 +96,20 @@ def load_config(directory: Path) -> Config:
     if not path.is_file():
         raise ConfigError(f"{directory}: no run directory, {CONFIG} is missing; give the directory of a run")
     try:
-        config = from_dict(yaml.safe_load(path.read_text()))
-    except (ValueError, AttributeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path}: {str(error).splitlines()[0]}") from None
+        config = from_dict(yaml.load(path.read_text(), _PlainLoader))
+    except (OSError, ValueError, AttributeError, RecursionError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: {(str(error).splitlines() or [type(error).__name__])[0]}") from None
     assert isinstance(config, Config)
     return config
+
+
+class _PlainLoader(yaml.SafeLoader):  # type: ignore[misc]  # yaml has no types
+    """Without aliases: a few lines of them can stand for more values than any memory holds."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("holds a YAML alias (*name); write the value out")
+        return super().compose_node(parent, index)
 
 
 def status(directory: Path) -> str | None:
@@ -129,12 +157,35 @@ def check_free(directory: Path, config: Config) -> Literal["new", "unfinished", 
 
 
 def check_same(directory: Path, config: Config) -> Literal["new", "unfinished", "completed"]:
-    """What `directory` is to this config; raises `ConfigError` if it belongs to another one."""
+    """What `directory` is to this config; raises `ConfigError` if it belongs to another one.
+
+    Also for a new run that is to start from weights that are not there, or of another model.
+    """
     if not (directory / CONFIG).exists():
+        if config.init_from is not None:
+            _check_weights(config, config.init_from)
         return "new"
     old, new = result_deciding(load_config(directory)), result_deciding(config)
-    if changed := [f"{key} was {old[key]}, now {new[key]}" for key in new if old.get(key) != new[key]]:
+    completed = status(directory) == "completed"
+    changed = [key for key in new if old.get(key) != new[key]]
+    if completed and set(changed) & {"train.max_tokens", "train.max_steps"}:
         raise ConfigError(
-            [f"{directory}: cannot continue with another config: {line}; start a new run" for line in changed]
+            f"{directory}: is completed, and its learning rate has decayed; to train for longer, start a new run, from "
+            f"its weights with init_from={directory}"
         )
-    return "completed" if status(directory) == "completed" else "unfinished"
+    if changed:
+        lines = [f"{key} was {shown(old[key])}, now {shown(new[key])}; start a new run" for key in changed]
+        raise ConfigError([f"{directory}: cannot continue with another config: {line}" for line in lines])
+    return "completed" if completed else "unfinished"
+
+
+def _check_weights(config: Config, init_from: str) -> None:
+    """Raise `ConfigError` unless the run `init_from` has a model like that of `config`, but for dropout."""
+    given = f"init_from={init_from}"
+    try:
+        old = load_config(Path(init_from)).model
+    except ConfigError as error:
+        raise ConfigError(f"{given}: {error}") from None
+    pairs = [(key, getattr(config.model, key), was) for key, _, was in fields_of(old) if key != "dropout"]
+    if lines := [f"model.{key}={shown(now)}: {given} has {key}={shown(was)}" for key, now, was in pairs if now != was]:
+        raise ConfigError(lines)

@@ -52,6 +52,7 @@ class StopRequest:
         self._asked: str | None = None
         self._asked_at = 0.0
         self._deadline = float("inf")
+        self.spare_s = 0.0  # what must be left before the deadline: for a step and a checkpoint
         self.training = False  # whether there is a step to finish and something to save
 
     def limit(self, max_minutes: float | None) -> None:
@@ -77,7 +78,7 @@ class StopRequest:
 
     def reason(self) -> str | None:
         """Why this process should stop, if it should."""
-        if self._asked is None and time.monotonic() > self._deadline:
+        if self._asked is None and time.monotonic() + self.spare_s > self._deadline:
             return "time"
         return self._asked
 

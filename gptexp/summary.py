@@ -1,13 +1,15 @@
 """What a run says of itself: the block at its start, `summary.json`, the line at its end. Rank 0 speaks."""
 
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 from gptexp import run_dir
 from gptexp.checkpoint import TrainState
-from gptexp.config import Config
+from gptexp.config import Config, to_dict
 from gptexp.effective import Effective
+from gptexp.errors import StorageError
 from gptexp.flops import count_parameters
 from gptexp.optim import describe_groups
 from gptexp.trainer import Training
@@ -45,29 +47,35 @@ def start_lines(cfg: Config, directory: Path, effective: Effective, t: Training,
     return lines
 
 
+def about(cfg: Config, effective: Effective, data_hash: str, world_size: int) -> dict[str, Any]:
+    """What a run is, beyond its counters; every checkpoint carries it too."""
+    return {
+        "parameters": count_parameters(cfg.model),
+        "world_size": world_size,
+        "device": effective.device_name,
+        "seed": cfg.train.seed,
+        "data_hash": data_hash,
+        "versions": versions(),
+        "git_commit": git_commit(),
+        "config": to_dict(cfg),
+    }
+
+
 class Summary:
     """summary.json of a run, rewritten as its status changes; on other ranks than 0 it only carries the status."""
 
-    def __init__(
-        self, cfg: Config, directory: Path, effective: Effective, training: Training, state: TrainState
-    ) -> None:
+    def __init__(self, directory: Path, training: Training, state: TrainState) -> None:
         self._directory, self._state, self._is_main = directory, state, training.rank.is_main
         self._started = time.monotonic()
-        self._fixed: dict[str, Any] = {}
+        self._fixed = {key: value for key, value in training.about.items() if key != "config"}  # that has its own file
         if self._is_main:
             self._wall_before = run_dir.read_json(directory / run_dir.SUMMARY).get("wall_s", 0.0)
-            self._fixed = {
-                "parameters": count_parameters(cfg.model),
-                "world_size": training.rank.world_size,
-                "device": effective.device_name,
-                "seed": cfg.train.seed,
-                "data_hash": training.dataset.hash,
-                "versions": versions(),
-                "git_commit": git_commit(),
-            }
 
     def write(self, status: str) -> dict[str, Any]:
-        """Write the file with `status` (rank 0); what was written, on every rank its status."""
+        """Write the file with `status` (rank 0); what was written, on every rank its status.
+
+        A disk that takes no more is a line: whatever led here is the story.
+        """
         if not self._is_main:
             return {"status": status}
         state = self._state
@@ -80,9 +88,14 @@ class Summary:
             "wall_s": round(self._wall_before + time.monotonic() - self._started, 3),
             "train_s": round(state.seconds, 3),
             "fingerprint": f"{state.fingerprint:016x}",
+            "skipped_updates": state.skipped_updates,
+            "steps_passed_over": state.steps_passed_over,
             **self._fixed,
         }
-        run_dir.write_json(self._directory / run_dir.SUMMARY, summary)
+        try:
+            run_dir.write_json(self._directory / run_dir.SUMMARY, summary)
+        except StorageError as error:
+            print(f"gptexp: {error}", file=sys.stderr)
         return summary
 
 

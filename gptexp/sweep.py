@@ -109,7 +109,7 @@ class CellLauncher(Launcher):
 
     def _compose(self, job_overrides: Sequence[Sequence[str]], first: int) -> list[tuple[DictConfig, str, str]]:
         """Of every cell its config, the name of its directory, and its `memory_key`."""
-        from gptexp.compose import report_errors, to_config
+        from gptexp.compose import refuse_foreign_code, report_errors, to_config
 
         swept = swept_keys(self.config)
         composed: list[tuple[DictConfig, Config, dict[str, str]]] = []
@@ -121,6 +121,7 @@ class CellLauncher(Launcher):
                 cell = self.context.config_loader.load_sweep_config(self.config, list(overrides))
                 values = {key: value for key, _, value in (text.partition("=") for text in overrides) if key in swept}
                 try:
+                    refuse_foreign_code(cell, self.config)  # which was looked at before Hydra began
                     config = to_config(cell, overrides)
                 except ConfigError as error:
                     of = " ".join(f"{key}={value}" for key, value in values.items())

@@ -6,6 +6,7 @@ Three ways in, one rank body (gptexp.run):
   - this process is a rank already (torchrun, srun): rank 0 composes and the others follow it through the store.
 """
 
+import gc
 import json
 import sys
 import time
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gptexp.distributed import Rank, launcher_rank, leaving
-from gptexp.errors import EXIT_DIVERGED
+from gptexp.errors import EXIT_DIVERGED, MicroBatchError
 from gptexp.signals import StopRequest
 from gptexp.terminal import say
 
@@ -28,6 +29,7 @@ LEAVE_S = 10.0  # how long rank 0 waits for ranks that may have died
 
 def main() -> None:
     """Entry of `python -m gptexp.train` and `gptexp train`."""
+    STOP.install(ignore_sigint=False)  # from the first moment: a signal has one meaning, before training and in it
     rank = launcher_rank()
     if rank is None:
         lead(None)
@@ -87,13 +89,17 @@ def start(config: "Config", directory: Path, fresh: bool) -> int:
     if config.world.size == 1 and not fresh:
         from gptexp.run import run
 
-        STOP.install(ignore_sigint=False)
         STOP.limit(config.train.max_minutes)
-        return run(config, directory, STOP, Rank())
+        while True:
+            try:
+                return run(config, directory, STOP, Rank())
+            except MicroBatchError as error:
+                print(f"gptexp: {error}", file=sys.stderr)
+            gc.collect()  # what the error's frames hold is in cycles
     from gptexp.launch import launch
 
     assert config.world.size is not None
-    return launch(directory, config.world.size)
+    return launch(directory, config.world.size, config.world.max_restarts)
 
 
 class Leader:
@@ -102,7 +108,6 @@ class Leader:
     def __init__(self, rank: Rank) -> None:
         from gptexp.distributed import connect
 
-        STOP.install(ignore_sigint=False)
         self.rank = rank
         self.store = connect()
         self.jobs = 0
@@ -133,7 +138,6 @@ def follow(rank: Rank) -> None:
     from gptexp.distributed import connect
     from gptexp.errors import UserError
 
-    STOP.install(ignore_sigint=False)
     store = connect()
     number = 0
     while True:

@@ -10,11 +10,11 @@ from dataclasses import replace
 
 import torch
 
-from gptexp.batch import legal_micro_batches
 from gptexp.build import build_gpt
 from gptexp.config import Config
 from gptexp.data.loader import MicroBatch
-from gptexp.effective import ESTIMATED, Effective, apply, forward_context, step_context
+from gptexp.distributed import Rank, build_reduction
+from gptexp.effective import ESTIMATED, Effective, apply, forward_context, micro_batch_sizes, step_context
 from gptexp.errors import ConfigError
 from gptexp.machine import is_out_of_memory
 from gptexp.optim import build_optimizer
@@ -32,7 +32,7 @@ def settle_micro_batch(cfg: Config, effective: Effective, device: torch.device, 
     if effective.reasons["micro_batch_size"] != ESTIMATED or device.type != "cuda":
         return effective
     apply(effective, cfg.train.deterministic)
-    sizes = legal_micro_batches(cfg.batch.total_batch_size, cfg.seq_len, world_size)
+    sizes = micro_batch_sizes(cfg, world_size)
     free = torch.cuda.mem_get_info(device)[0]
 
     def runs(size: int) -> bool:
@@ -81,9 +81,11 @@ def _two_steps(cfg: Config, effective: Effective, device: torch.device, size: in
     optimizer = build_optimizer(gpt, cfg.optim, effective.fused)
     x = torch.zeros((size, cfg.seq_len), dtype=torch.int64, device=device)
     y = x.clone()  # one tensor twice would be compiled for just that
-    context = forward_context(effective)
+    context, reduction = forward_context(effective), build_reduction(cfg.train.reduction, gpt, Rank())
     with step_context(effective):
         for _ in range(2):
             batches = iter([MicroBatch(x, y, 0, 0)] * micro_steps)
-            train_step(gpt, optimizer, batches, micro_steps, 0.0, cfg.optim.grad_clip, context, dropout=False)
+            train_step(
+                gpt, optimizer, reduction, batches, micro_steps, 0.0, cfg.optim.grad_clip, context, dropout=False
+            )
     torch.cuda.synchronize(device)

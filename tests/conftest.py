@@ -5,6 +5,7 @@ import os
 import random
 import subprocess
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Self
@@ -142,6 +143,39 @@ def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     for process in started:
         process.kill()
         process.wait()
+
+
+@pytest.fixture
+def sabotage(tmp_path: Path) -> Callable[[str, str], dict[str, str]]:
+    """An environment in which every Python process runs `code` once it has imported `module` (`m` in the code)."""
+
+    def environment(module: str, code: str) -> dict[str, str]:
+        folder = tmp_path / "sabotage"
+        folder.mkdir()
+        (folder / "code.py").write_text(textwrap.dedent(code))
+        (folder / "sitecustomize.py").write_text(
+            textwrap.dedent(f"""
+            import importlib.util, sys
+
+            class Finder:
+                def find_spec(self, name, path, target=None):
+                    if name != {module!r}:
+                        return None
+                    sys.meta_path.remove(self)
+                    spec = importlib.util.find_spec(name)
+                    load = spec.loader.exec_module
+                    def exec_module(module):
+                        load(module)
+                        exec(open({str(folder / "code.py")!r}).read(), {{"m": module}})
+                    spec.loader.exec_module = exec_module
+                    return spec
+
+            sys.meta_path.insert(0, Finder())
+            """)
+        )
+        return {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
+
+    return environment
 
 
 def events(directory: Path, kind: str) -> list[dict[str, Any]]:

@@ -34,7 +34,7 @@ def test_a_model_is_built_as_decided() -> None:
         effective = resolve(cfg, cpu, Rank())
         gpt = build_gpt(cfg, effective, cpu)
         assert (gpt.loss, gpt.activation_checkpointing) == (loss, True)
-        assert wrap(gpt, effective, Rank(), cpu) is gpt  # DDP at world size 1 would only cost
+        assert wrap(gpt, effective, "mean", Rank(), cpu) is gpt  # DDP at world size 1 would only cost
     again = build_gpt(cfg, effective, cpu)
     assert all(torch.equal(a, b) for a, b in zip(gpt.parameters(), again.parameters(), strict=True))
 
@@ -47,7 +47,7 @@ def test_compiled_there_are_few_buckets_of_gradients(monkeypatch: pytest.MonkeyP
     for mib, expected in ((50, 25), (500, 100)):
         gpt = torch.nn.Linear(1024, mib * 256, bias=False)  # float32
         for compiled, bucket in ((True, expected), (False, None)):
-            options: Any = wrap(gpt, replace(effective, compile=compiled), Rank(0, 2), cpu)  # type: ignore[arg-type]
+            options: Any = wrap(gpt, replace(effective, compile=compiled), "mean", Rank(0, 2), cpu)  # type: ignore[arg-type]
             assert options == {"device_ids": None, "gradient_as_bucket_view": True, "bucket_cap_mb": bucket}
 
 

@@ -1,15 +1,18 @@
 """Checkpoints: whole or not there, and exact."""
 
 import json
+import os
+import resource
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
 from gptexp import checkpoint
-from gptexp.checkpoint import TrainState
+from gptexp.checkpoint import Keep, TrainState
 from gptexp.config import ModelConfig, OptimConfig
-from gptexp.errors import CheckpointError
+from gptexp.errors import CheckpointError, StorageError
 from gptexp.model import GPT
 from gptexp.optim import build_optimizer
 
@@ -30,13 +33,13 @@ def trained(steps: int = 2) -> tuple[GPT, torch.optim.AdamW]:
 
 def save(directory: Path, step: int, keep_last: int = 0) -> Path:
     model, optimizer = trained()
-    return checkpoint.save(directory, model, optimizer, TrainState(step=step, tokens=10 * step), keep_last)
+    return checkpoint.save(directory, model, optimizer, TrainState(step=step, tokens=10 * step), Keep(keep_last))
 
 
 def test_training_goes_on_bit_for_bit(tmp_path: Path) -> None:
     model, optimizer = trained()
     state = TrainState(step=2, tokens=16, fingerprint=2**64 - 1, val_loss=3.5, best_val_loss=3.25, seconds=1.5)
-    path = checkpoint.save(tmp_path / "c", model, optimizer, state, 0)
+    path = checkpoint.save(tmp_path / "c", model, optimizer, state, Keep())
     found, loaded = checkpoint.load_latest(tmp_path / "c") or pytest.fail("nothing found")
     assert (found, loaded) == (path, state)
     torch.manual_seed(9)
@@ -108,9 +111,105 @@ def test_pruning_keeps_the_newest_and_sweeps_leftovers(tmp_path: Path) -> None:
         save(tmp_path, step)
     (tmp_path / ".tmp-step-00000031-1").mkdir()
     (tmp_path / ".del-step-00000000").mkdir()
+    checkpoint.sweep(tmp_path)
     save(tmp_path, 100_000_000, keep_last=2)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000030", "step-100000000"]
     assert (checkpoint.load_latest(tmp_path) or pytest.fail("none"))[1].step == 100_000_000
+
+
+def keep(directory: Path, keep: Keep, losses: dict[int, float | None]) -> list[int]:
+    """Steps that are left once a checkpoint of each step (ten tokens a step) was saved; None: not evaluated there."""
+    model, optimizer = trained(1)
+    val_loss = None
+    for step, loss in losses.items():
+        val_loss = val_loss if loss is None else loss
+        evaluated = 10 * step if loss is not None else 0
+        state = TrainState(step=step, tokens=10 * step, val_loss=val_loss, evaluated_tokens=evaluated)
+        checkpoint.save(directory, model, optimizer, state, keep)
+    return sorted(int(p.name.removeprefix("step-")) for p in directory.glob("step-*"))
+
+
+def test_the_best_and_every_so_many_tokens_are_kept_too(tmp_path: Path) -> None:
+    losses = {1: 5.0, 2: 3.0, 3: None, 4: 4.0, 5: 2.9, 6: None, 7: 3.1, 8: None}
+    assert keep(tmp_path / "last", Keep(2, best=False), losses) == [7, 8]
+    assert keep(tmp_path / "best", Keep(2), losses) == [5, 7, 8]
+    assert keep(tmp_path / "every", Keep(1, every_tokens=30, best=False), losses) == [3, 6, 8]
+    assert keep(tmp_path / "between", Keep(1, every_tokens=25, best=False), losses) == [3, 5, 8]
+    assert keep(tmp_path / "all", Keep(0), losses) == list(losses)
+
+
+def test_what_is_not_whole_neither_counts_nor_goes(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        save(tmp_path, step)
+    (tmp_path / "step-00000003" / "train.pt").write_bytes(b"")
+    save(tmp_path, 4, keep_last=2)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000002", "step-00000003", "step-00000004"]
+
+
+def test_everything_is_on_the_disk_before_the_name_is_and_the_name_before_save_returns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kill does not lose what a power failure does; so the order of the calls is looked at."""
+    calls: list[tuple[str, str]] = []
+    plain_fsync, plain_rename = os.fsync, Path.rename
+
+    def fsync(handle: int) -> None:
+        path = Path(f"/proc/self/fd/{handle}").readlink()
+        calls.append(("fsync", path.name if path.is_dir() else f"{path.name} {path.stat().st_size}"))
+        plain_fsync(handle)
+
+    def rename(path: Path, target: Path) -> Path:
+        calls.append(("rename", target.name))
+        return plain_rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(Path, "rename", rename)
+    directory = tmp_path / "checkpoints"
+    path = save(directory, 1)
+    published = calls.index(("rename", path.name))
+    files = {("fsync", f"{file.name} {file.stat().st_size}") for file in path.iterdir()}
+    assert files | {("fsync", f".tmp-{path.name}-{os.getpid()}")} == set(calls[:published])
+    assert calls[published + 1 :] == [("fsync", "checkpoints")]
+
+
+def test_a_disk_without_room_is_seen_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, 1)
+    model, _ = trained(1)
+    size = 3 * sum(4 * p.numel() for p in model.parameters())  # weights and two moments
+    for free, fits in ((size, False), (1.2 * size, True)):
+        usage = shutil.disk_usage(tmp_path)._replace(free=int(free))
+        monkeypatch.setattr(shutil, "disk_usage", lambda _, usage=usage: usage)
+        if fits:
+            save(tmp_path, 2)
+        else:
+            with pytest.raises(StorageError, match=r"step-00000002: cannot be saved \(.* are needed, .* are free"):
+                save(tmp_path, 2)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000001", "step-00000002"]
+
+
+def test_a_disk_that_fills_up_is_named_as_the_file_system_names_it(tmp_path: Path) -> None:
+    """torch.save answers with a RuntimeError that says nothing of a disk."""
+    save(tmp_path, 1)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    size = (tmp_path / "step-00000001" / "model.safetensors").stat().st_size
+    for limit in (size // 2, size + 1):  # in the weights; in the optimizer's state
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+        try:
+            with pytest.raises(StorageError, match=r"cannot be saved \(.*(File too large|EFBIG)"):
+                save(tmp_path, 2)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        assert [p.name for p in tmp_path.iterdir()] == ["step-00000001"]
+
+
+def test_a_checkpoint_says_what_run_it_is_of(tmp_path: Path) -> None:
+    model, optimizer = trained(1)
+    about = {"data_hash": "abc", "config": {"optim": {"lr": 1.0}}}
+    path = checkpoint.save(tmp_path, model, optimizer, TrainState(step=1, tokens=10), Keep(), about)
+    assert json.loads((path / "state.json").read_text())["about"] == about
+    assert checkpoint.newest(tmp_path)[1].tokens == 10
 
 
 def test_nothing_saved_is_none_and_a_failed_save_publishes_nothing(
@@ -123,14 +222,15 @@ def test_nothing_saved_is_none_and_a_failed_save_publishes_nothing(
         raise OSError("No space left on device")
 
     monkeypatch.setattr(torch, "save", full)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(StorageError, match=r"cannot be saved \(No space left on device\); what was saved before is"):
         save(tmp_path, 2)
+    assert [p.name for p in tmp_path.iterdir()] == ["step-00000001"]
     assert (checkpoint.load_latest(tmp_path) or pytest.fail("none"))[1].step == 1
 
 
 def test_the_kernel_is_that_of_the_device_it_goes_on_with(tmp_path: Path) -> None:
     model, optimizer = trained()
-    path = checkpoint.save(tmp_path, model, optimizer, TrainState(step=1), 0)
+    path = checkpoint.save(tmp_path, model, optimizer, TrainState(step=1), Keep())
     other = build_optimizer(model, OptimConfig(), fused=False)
     checkpoint.load_optimizer(path, other)
     assert [group["fused"] for group in other.param_groups] == [False, False]

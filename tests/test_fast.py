@@ -19,7 +19,7 @@ from gptexp.bench import SMALL
 from gptexp.build import build_gpt
 from gptexp.config import Config, ModelConfig, OptimConfig
 from gptexp.data.loader import MicroBatch
-from gptexp.distributed import Rank
+from gptexp.distributed import MeanReduction, Rank
 from gptexp.effective import forward_context, resolve, step_context
 from gptexp.loss import chunked_cross_entropy, plain_cross_entropy
 from gptexp.machine import has_native_bfloat16
@@ -57,8 +57,8 @@ def losses(
             tokens = (start + 7 * torch.arange(33)) % 512
             batches = [MicroBatch(half[:, :-1], half[:, 1:], 0, 0) for half in tokens.split(12)]
             lr = LR * min(1.0, (step + 1) / WARM_UP)
-            mean, _, _ = train_step(gpt, optimizer, iter(batches), 2, lr, 1.0, context, dropout=False)
-            found.append(float(mean))
+            report = train_step(gpt, optimizer, MeanReduction(None), iter(batches), 2, lr, 1.0, context, dropout=False)
+            found.append(report.read().loss)
     finally:
         torch.set_float32_matmul_precision("highest")
     return found
@@ -148,7 +148,8 @@ def test_a_checkpointed_block_attends_twice_with_the_same_kernel() -> None:
     gpt = build_gpt(cfg, effective, cpu)
     optimizer, x = build_optimizer(gpt, cfg.optim, True), torch.zeros(2, 32, dtype=torch.int64)
     with step_context(effective), torch.profiler.profile() as profile:
-        train_step(gpt, optimizer, iter([MicroBatch(x, x, 0, 0)]), 1, 1e-3, 1.0, forward_context(effective), False)
+        batches, context = iter([MicroBatch(x, x, 0, 0)]), forward_context(effective)
+        train_step(gpt, optimizer, MeanReduction(None), batches, 1, 1e-3, 1.0, context, False)
     count = Counter(e.name for e in profile.events())
     assert count["aten::_scaled_dot_product_attention_math"] == 2 * MODEL.n_layer
     assert count["aten::_scaled_dot_product_flash_attention_for_cpu"] == 0

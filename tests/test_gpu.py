@@ -14,12 +14,12 @@ from gptexp.batch import plan_batch
 from gptexp.build import build_gpt
 from gptexp.compose import compose
 from gptexp.data.loader import build_dataset, micro_batches
-from gptexp.distributed import Rank
+from gptexp.distributed import MeanReduction, Rank
 from gptexp.effective import forward_context, resolve, step_context
 from gptexp.loss import chunked_cross_entropy, plain_cross_entropy
 from gptexp.optim import build_optimizer
 from gptexp.phases import StepTimer
-from gptexp.trainer import StepReport, train_step
+from gptexp.trainer import train_step
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -73,7 +73,8 @@ def test_nothing_waits_for_the_device_inside_a_step(tiny: list[str], compiled: s
     optimizer = build_optimizer(gpt, cfg.optim, effective.fused)
     plan = plan_batch(cfg.batch.total_batch_size, 2, cfg.seq_len, 1)
     batches = micro_batches(build_dataset(cfg), plan, 0, 0, steps, device)
-    step = partial(train_step, gpt, optimizer, batches, plan.grad_accum_steps, 1e-3, 1.0, forward_context(effective))
+    mean, context = MeanReduction(None), forward_context(effective)
+    step = partial(train_step, gpt, optimizer, mean, batches, plan.grad_accum_steps, 1e-3, 1.0, context)
     with step_context(effective):
         for _ in range(2):
             step(dropout=False)
@@ -82,13 +83,12 @@ def test_nothing_waits_for_the_device_inside_a_step(tiny: list[str], compiled: s
         try:
             step(dropout=False)
             timer = StepTimer(device)
-            out = step(dropout=False, mark=timer.mark)
-            report = StepReport(0, 1e-3, *out, [0.0] * 4, 1, timer)
+            report = step(dropout=False, mark=timer.mark)
             with pytest.raises(RuntimeError, match="synchronizing"):
-                out[0].item()  # the mode does catch what it should
+                report.finite.item()  # the mode does catch what it should
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    assert report.read()[0] > 0
+    assert report.read().loss > 0
     assert all(ms > 0 for ms in timer.read().values())
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from gptexp.checkpoint import TrainState
 from gptexp.config import WandbConfig
 from gptexp.loggers import JsonlSink, RunLog
 from gptexp.loggers.console import BarSink, LineSink, build_console
@@ -43,12 +44,12 @@ def test_rates_and_utilisation() -> None:
 
 
 def test_jsonl_has_no_nan_and_a_resumed_file_ends_at_the_checkpoint(tmp_path: Path) -> None:
-    log = JsonlSink(tmp_path, 0)
+    log = JsonlSink(tmp_path, TrainState())
     for tokens in (100, 200, 300):
         log.write({"event": "step", "tokens": tokens, "train/loss": math.nan})
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"event": "step", "tok')  # a process killed in the middle of a line
-    JsonlSink(tmp_path, 200).write({"event": "step", "tokens": 300, "train/loss": 1.0})
+    JsonlSink(tmp_path, TrainState(tokens=200)).write({"event": "step", "tokens": 300, "train/loss": 1.0})
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [(e["tokens"], e["train/loss"]) for e in lines] == [(100, None), (200, None), (300, 1.0)]
 

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from gptexp.config import ModelConfig, OptimConfig
 from gptexp.data.loader import MicroBatch
+from gptexp.distributed import MeanReduction
 from gptexp.loss import _chunked, chunked_cross_entropy, plain_cross_entropy
 from gptexp.memory import memory_estimate
 from gptexp.model import GPT
@@ -71,7 +72,8 @@ def peak_bytes(m: ModelConfig, batch: int, micro_steps: int, dtype: str, loss: s
         x = torch.zeros(batch, m.block_size, dtype=torch.int64)
         for _ in range(2):
             live.peak = live.now
-            train_step(gpt, optimizer, iter([MicroBatch(x, x, 0, 0)] * micro_steps), micro_steps, 0, 1, context, False)
+            batches = iter([MicroBatch(x, x, 0, 0)] * micro_steps)
+            train_step(gpt, optimizer, MeanReduction(None), batches, micro_steps, 0, 1, context, False)
     return live.peak
 
 
@@ -89,7 +91,7 @@ def test_the_estimate_counts_every_tensor(
     m: ModelConfig, batch: int, micro_steps: int, dtype: str, loss: str, checkpointing: bool
 ) -> None:
     memory = memory_estimate(
-        m, micro_batch_size=batch, seq_len=m.block_size, accumulates=micro_steps > 1, world_size=1, device="cpu",
+        m, micro_batch_size=batch, seq_len=m.block_size, grad_accum_steps=micro_steps, world_size=1, device="cpu",
         dtype=dtype, compiled=False, loss=loss, activation_checkpointing=checkpointing,
     )  # fmt: skip
     assert memory.tensors == pytest.approx(peak_bytes(m, batch, micro_steps, dtype, loss, checkpointing), rel=0.08)
@@ -98,7 +100,7 @@ def test_the_estimate_counts_every_tensor(
 def test_on_a_cpu_a_compiled_model_has_the_same_chunks() -> None:
     eager, compiled = (
         memory_estimate(
-            WIDE, micro_batch_size=10, seq_len=64, accumulates=True, world_size=1, device="cpu", dtype="float32",
+            WIDE, micro_batch_size=10, seq_len=64, grad_accum_steps=2, world_size=1, device="cpu", dtype="float32",
             compiled=compiled, loss="chunked", activation_checkpointing=False,
         )
         for compiled in (False, True)
@@ -110,7 +112,7 @@ def test_on_a_cpu_a_compiled_model_has_the_same_chunks() -> None:
 def gpt2_xl_gib(micro_batch_size: int, checkpointing: bool, accumulates: bool = True, world_size: int = 1) -> float:
     m = ModelConfig(n_layer=48, n_head=25, n_embd=1600, block_size=1024)
     memory = memory_estimate(
-        m, micro_batch_size=micro_batch_size, seq_len=1024, accumulates=accumulates, world_size=world_size,
+        m, micro_batch_size=micro_batch_size, seq_len=1024, grad_accum_steps=1 + accumulates, world_size=world_size,
         device="cuda", dtype="bfloat16", compiled=True, loss="plain", activation_checkpointing=checkpointing,
     )  # fmt: skip
     return memory.peak / 2**30
@@ -137,7 +139,7 @@ import psutil, resource, torch
 from gptexp.build import build_gpt
 from gptexp.config import Config
 from gptexp.data.loader import MicroBatch
-from gptexp.distributed import Rank
+from gptexp.distributed import MeanReduction, Rank
 from gptexp.effective import apply, estimate, forward_context, resolve
 from gptexp.optim import build_optimizer
 from gptexp.trainer import train_step
@@ -158,7 +160,8 @@ optimizer = build_optimizer(gpt, cfg.optim, True)
 x = torch.zeros(b, t, dtype=torch.int64)
 for _ in range(3):
     batches = iter([MicroBatch(x, x, 0, 0)] * micro_steps)
-    train_step(gpt, optimizer, batches, micro_steps, 1e-3, 1.0, forward_context(effective), False)
+    context = forward_context(effective)
+    train_step(gpt, optimizer, MeanReduction(None), batches, micro_steps, 1e-3, 1.0, context, False)
 grown = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
 print(json.dumps([grown, estimate(cfg, effective, 1).peak]))
 """

@@ -8,6 +8,7 @@ import torch
 
 from gptexp.config import ModelConfig
 from gptexp.data.loader import MicroBatch
+from gptexp.distributed import MeanReduction
 from gptexp.model import GPT
 from gptexp.phases import PHASES, StepTimer, exposed_reduce_ms
 from gptexp.trainer import train_step
@@ -50,7 +51,8 @@ def test_every_part_of_a_step_is_in_one_phase(monkeypatch: pytest.MonkeyPatch) -
     plain_clip = torch.nn.utils.clip_grad_norm_
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *args: (take(8), plain_clip(*args))[1])
     timer = StepTimer(CPU)
-    train_step(model, SlowSGD(model.parameters(), lr=0.1), batches(), 2, 0.1, 1.0, nullcontext, False, timer.mark)
+    optimizer, mean = SlowSGD(model.parameters(), lr=0.1), MeanReduction(None)
+    train_step(model, optimizer, mean, batches(), 2, 0.1, 1.0, nullcontext, False, timer.mark)
     phases = timer.read()
     assert phases.keys() == set(PHASES)
     assert phases == {"data": 1000.0, "forward": 2000.0, "backward": 4000.0, "clip": 8000.0, "optimizer": 4000.0}

@@ -15,13 +15,13 @@ FLOORS = [
     {"batch", "schedule", "flops", "signals", "versions", "loss", "phases", "machine", "data"},
     {"model", "memory", "distributed", "run_dir", "attention"},
     {"optim", "checkpoint", "check", "overrides", "ceilings"},
-    {"effective", "evaluate", "loggers"},
+    {"effective", "evaluate", "loggers", "step_report"},
     {"trainer", "load", "sample"},
-    {"summary", "build"},
+    {"summary", "build", "faults"},
     {"trial"},
     {"run"},
     {"launch", "compose", "sweep", "calibrate"},
-    {"train", "plan", "prepare", "resume", "bench"},
+    {"train", "plan", "prepare", "resume", "bench", "verify"},
     {"cli", "__main__"},
 ]
 FLOOR = {module: number for number, floor in enumerate(FLOORS) for module in floor}
@@ -32,7 +32,7 @@ FENCES = {
     "omegaconf": {"compose", "overrides", "sweep"},
     "wandb": {"loggers.wandb"},
     "tiktoken": {"data.tokenizer"},
-    "argparse": {"plan", "prepare", "resume", "sample", "evaluate", "bench"},
+    "argparse": {"plan", "prepare", "resume", "sample", "evaluate", "bench", "verify"},
     "rich": {"loggers.console", "data.prepare", "bench"},
 }
 
@@ -41,7 +41,7 @@ TORCH_FREE = {
     "__init__", "__main__", "batch", "bench", "calibrate", "check", "cli", "compose", "config", "data.__init__",
     "data.corpora", "data.order", "data.prepare", "data.shards", "data.tokenizer", "distributed", "errors", "evaluate",
     "flops", "launch", "overrides", "plan", "prepare", "resume", "run", "run_dir", "sample", "schedule", "signals",
-    "sweep", "terminal", "train", "versions",
+    "sweep", "terminal", "train", "verify", "versions",
 }  # fmt: skip
 
 

@@ -530,8 +530,8 @@ def test_reductions_do_not_grow_with_accumulation(tmp_path: Path) -> None:
         from gptexp.config import ModelConfig
         from gptexp.data.loader import MicroBatch
         from gptexp.model import GPT
-        from gptexp.phases import StepTimer
-        from gptexp.trainer import StepReport, train_step
+        from gptexp.distributed import MeanReduction
+        from gptexp.trainer import train_step
 
         dist.init_process_group("gloo")
         counts = {"buckets": 0, "ours": 0}
@@ -551,8 +551,8 @@ def test_reductions_do_not_grow_with_accumulation(tmp_path: Path) -> None:
             counts.update(buckets=0, ours=0)
             before = [p.grad.data_ptr() if p.grad is not None else 0 for p in ddp.parameters()]
             batches = iter([MicroBatch(x, x, 1, 0)] * accumulation)
-            out = train_step(ddp, optimizer, batches, accumulation, 1e-3, 1.0, nullcontext, False)
-            StepReport(0, 1e-3, *out, [0.0] * 4, 2, StepTimer(x.device)).read()
+            mean = MeanReduction(ddp)
+            train_step(ddp, optimizer, mean, batches, accumulation, 1e-3, 1.0, nullcontext, False).read()
             if dist.get_rank() == 0:
                 kept = before == [p.grad.data_ptr() for p in ddp.parameters()]
                 print(json.dumps([accumulation, counts["buckets"], counts["ours"], kept]), flush=True)

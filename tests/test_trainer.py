@@ -8,6 +8,7 @@ import torch
 
 from gptexp.config import ModelConfig
 from gptexp.data.loader import MicroBatch
+from gptexp.distributed import MeanReduction
 from gptexp.model import GPT
 from gptexp.trainer import train_step
 
@@ -22,7 +23,8 @@ def test_a_step_is_one_update_by_the_clipped_mean_gradient(grad_clip: float) -> 
     batches = [MicroBatch(t[:, :-1], t[:, 1:], 2**64 - 1, 0) for t in tokens.split(2)]
     # SGD moves in proportion to the gradient, so that clipping shows; Adam would hide it.
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    loss, norm, fingerprint = train_step(model, optimizer, iter(batches), 3, 0.5, grad_clip, nullcontext, False)
+    report = train_step(model, optimizer, MeanReduction(None), iter(batches), 3, 0.5, grad_clip, nullcontext, False)
+    numbers = report.read()
 
     expected = reference(tokens[:, :-1], tokens[:, 1:])
     expected.backward()
@@ -30,9 +32,9 @@ def test_a_step_is_one_update_by_the_clipped_mean_gradient(grad_clip: float) -> 
     expected_norm = torch.sqrt(sum((g.double() ** 2).sum() for g in gradients)).item()  # type: ignore[arg-type]
     factor = min(1.0, grad_clip / expected_norm) if grad_clip else 1.0
     assert (factor < 1) == (grad_clip == 0.05)
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
-    assert norm.item() == pytest.approx(expected_norm, rel=1e-5)
-    assert fingerprint == (3 * (2**64 - 1)) % 2**64
+    assert numbers.loss == pytest.approx(expected.item(), rel=1e-6)
+    assert numbers.grad_norm == pytest.approx(expected_norm, rel=1e-5)
+    assert numbers.fingerprint == (3 * (2**64 - 1)) % 2**64
     for new, old in zip(model.parameters(), reference.parameters(), strict=True):
         assert old.grad is not None
         torch.testing.assert_close(new, old - 0.5 * factor * old.grad, rtol=1e-4, atol=1e-7)
@@ -44,5 +46,7 @@ def test_gradients_of_the_step_before_are_gone() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     tokens = torch.randint(64, (2, 9))
     batch = MicroBatch(tokens[:, :-1], tokens[:, 1:], 1, 0)
-    norms = [train_step(model, optimizer, iter([batch]), 1, 0.0, 0.0, nullcontext, False)[1].item() for _ in range(2)]
+    mean = MeanReduction(None)
+    reports = [train_step(model, optimizer, mean, iter([batch]), 1, 0.0, 0.0, nullcontext, False) for _ in range(2)]
+    norms = [report.read().grad_norm for report in reports]
     assert norms[0] == pytest.approx(norms[1], rel=1e-6)

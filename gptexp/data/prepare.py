@@ -17,7 +17,7 @@ from filelock import FileLock
 
 from gptexp.config import DataConfig
 from gptexp.data import corpora
-from gptexp.data.shards import MANIFEST, VERSION, ShardWriter, TokenStream, naming
+from gptexp.data.shards import MANIFEST, VERSION, ShardWriter, TokenStream, naming, verify
 from gptexp.data.tokenizer import END_OF_TEXT, load_tokenizer
 from gptexp.errors import DataError
 
@@ -61,6 +61,7 @@ def _tokenised(corpus: corpora.Corpus, data: DataConfig) -> Path:
         with _lock(target.with_name(f"{target.name}.lock")):
             if not (target / MANIFEST).exists():
                 _tokenise(corpus, data.tokenizer, target)
+    verify(target)
     return target
 
 

@@ -2,6 +2,7 @@
 
     <cache>/<corpus>-<key>/manifest.json
                            tokens-00000.bin ...
+                           verified.json         in which state the files were last read whole, and found right
 
 Header (64 bytes, little endian): magic, version, bytes per id, count of ids, zeros.
 """
@@ -10,8 +11,10 @@ import hashlib
 import json
 import os
 import struct
+import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
@@ -27,6 +30,8 @@ MAGIC = b"gptexp\r\n"  # the line end is mangled by a transfer in text mode
 VERSION = 1
 HEADER = struct.Struct("<8sIIQ40x")
 TOKENS_PER_SHARD = 100_000_000
+VERIFIED = "verified.json"
+BLOCK_BYTES = 1 << 24  # read at once where all of a file is checked
 OPEN_FILES = 256  # of one stream at a time; 1,024 are what a process usually may have
 
 Tokens = npt.NDArray[np.uint16]
@@ -104,22 +109,14 @@ class TokenStream:
     """
 
     def __init__(self, directory: Path, max_tokens: int | None = None) -> None:
-        try:
-            manifest = json.loads((directory / MANIFEST).read_text())
-            shards = [(directory / s["file"], int(s["tokens"]), s["sha256"]) for s in manifest["shards"]]
-            self.max_id = int(manifest["max_id"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise DataError(
-                f"{directory / MANIFEST}: no manifest ({type(error).__name__}: {error}); "
-                f"delete {directory} to build it again"
-            ) from None
-        for path, tokens, _ in shards:
-            _check_shard(path, tokens)
-        self._paths = paths = [path for path, _, _ in shards]
-        self._starts = np.cumsum([0, *(tokens for _, tokens, _ in shards)])
+        shards, self.max_id = read_manifest(directory)
+        for shard in shards:
+            _check_header(shard)
+        self._paths = paths = [shard.path for shard in shards]
+        self._starts = np.cumsum([0, *(shard.tokens for shard in shards)])
         self._file = lru_cache(OPEN_FILES)(lambda shard: paths[shard].open("rb", buffering=0))
         # What the ids are, wherever they lie: the identity of the data in a run.
-        self.hash = hashlib.sha256("".join(digest for _, _, digest in shards).encode()).hexdigest()
+        self.hash = hashlib.sha256("".join(shard.sha256 for shard in shards).encode()).hexdigest()
         self._tokens = int(self._starts[-1])
         if max_tokens is not None:
             self._tokens = min(self._tokens, max_tokens)
@@ -150,19 +147,103 @@ class TokenStream:
         return data
 
 
-def _check_shard(path: Path, tokens: int) -> None:
-    """Raise `DataError` unless `path` is a shard of `tokens` ids."""
+@dataclass(frozen=True)
+class Shard:
+    """What a manifest says of one file."""
+
+    path: Path
+    tokens: int
+    sha256: str
+
+
+def read_manifest(directory: Path) -> tuple[list[Shard], int]:
+    """The shards of a directory in order, and the largest id in them; raises `DataError`."""
+    path = directory / MANIFEST
     try:
+        if not path.is_file():
+            raise ValueError("missing, or no regular file")
+        manifest = json.loads(path.read_text())
+        shards = [Shard(directory / s["file"], int(s["tokens"]), str(s["sha256"])) for s in manifest["shards"]]
+        max_id = int(manifest["max_id"])
+        if outside := [s.path.name for s in shards if s.path.parent != directory or s.path.name.startswith(".")]:
+            raise ValueError(f"{outside[0]} is no file beside it")
+        if len({shard.path for shard in shards}) < len(shards):
+            raise ValueError("it names a file twice")
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+        said = str(error).splitlines() or [""]
+        raise DataError(
+            f"{path}: no manifest ({type(error).__name__}: {said[0]}); delete {directory} to build it again"
+        ) from None
+    return shards, max_id
+
+
+def verify(directory: Path) -> None:
+    """Read every byte of the shards of `directory` and raise `DataError` unless they are what the manifest says.
+
+    Remembers by the files' sizes and times of change what it has read, beside them if it may write there, so that
+    each state of the files is read once.
+    """
+    shards, max_id = read_manifest(directory)
+    for shard in shards:
+        _check_header(shard)
+    seen = {path.name: _state(path) for path in (directory / MANIFEST, *(shard.path for shard in shards))}
+    try:
+        if json.loads((directory / VERIFIED).read_text()) == seen:
+            return
+    except (OSError, ValueError, RecursionError):
+        pass
+    for shard in shards:
+        _check_content(shard, max_id)
+    with suppress(OSError):
+        with tempfile.NamedTemporaryFile("w", dir=directory, prefix=f".{VERIFIED}.", delete=False) as file:
+            json.dump(seen, file)
+        Path(file.name).replace(directory / VERIFIED)
+
+
+def _state(path: Path) -> list[int]:
+    stat = path.stat()
+    return [stat.st_size, stat.st_mtime_ns]
+
+
+def _check_header(shard: Shard) -> None:
+    """Raise `DataError` unless the file is a shard of as many ids, by its header and its size."""
+    path, tokens = shard.path, shard.tokens
+    again = f"delete {path.parent} to build it again"
+    try:
+        if not path.is_file():  # a pipe would wait for a writer for ever
+            raise DataError(f"{path}: {'no regular file' if path.exists() else 'is missing'}; {again}")
         with path.open("rb") as file:
             head = file.read(HEADER.size)
         size = path.stat().st_size
     except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror}); delete {path.parent} to build it again") from None
+        raise DataError(f"{path}: cannot be read ({error.strerror}); {again}") from None
     expected = HEADER.size + 2 * tokens
     if len(head) < HEADER.size or HEADER.unpack(head) != (MAGIC, VERSION, 2, tokens):
-        raise DataError(f"{path}: byte 0: no header of {tokens:,} 16-bit ids; delete {path.parent} to build it again")
+        raise DataError(f"{path}: byte 0: no header of {tokens:,} 16-bit ids; {again}")
     if size != expected:
+        first = min(size, expected)
+        raise DataError(f"{path}: byte {first:,}: the file ends at {size:,}, {expected:,} were written; {again}")
+
+
+def _check_content(shard: Shard, max_id: int) -> None:
+    """Raise `DataError` unless the ids are those that the manifest has the hash of, and none is above `max_id`."""
+    digest = hashlib.sha256()
+    try:
+        with shard.path.open("rb") as file:
+            digest.update(file.read(HEADER.size))
+            while block := file.read(BLOCK_BYTES):
+                digest.update(block)
+                ids = np.frombuffer(block, "<u2")
+                if len(ids) and ids.max() > max_id:
+                    first = int(np.argmax(ids > max_id))
+                    raise DataError(
+                        f"{shard.path}: byte {file.tell() - len(block) + 2 * first:,}: id {ids[first]:,}, above the "
+                        f"{max_id:,} of {MANIFEST}; delete {shard.path.parent} to build it again"
+                    )
+    except OSError as error:
+        raise DataError(f"{shard.path}: cannot be read ({error.strerror})") from None
+    if digest.hexdigest() != shard.sha256:
         raise DataError(
-            f"{path}: {size:,} bytes where the manifest's {tokens:,} ids need {expected:,}; "
-            f"delete {path.parent} to build it again"
+            f"{shard.path}: bytes 0 to {HEADER.size + 2 * shard.tokens:,} are not those that were written (sha256 "
+            f"differs); delete {shard.path.parent} to build it again"
         )

@@ -3,18 +3,23 @@
 `METRICS` is the one table of names; every sink takes the same records.
 """
 
+import errno
 import json
+import os
 import resource
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
+from gptexp.checkpoint import TrainState
+from gptexp.errors import StorageError
 from gptexp.loss import perplexity
 from gptexp.run_dir import METRICS as METRICS_FILE
-from gptexp.run_dir import finite, write_atomically
+from gptexp.run_dir import atomic, finite, storage
 
 METRICS = {
     # name: (unit, meaning)
@@ -34,7 +39,7 @@ METRICS = {
     "perf/forward_ms": ("ms", "rank 0: forward passes, the loss included"),
     "perf/backward_ms": ("ms", "rank 0: backward passes, perf/reduce_ms included"),
     "perf/reduce_ms": ("ms", "rank 0: waiting for the gradients' reduction, when DDP last measured it"),
-    "perf/clip_ms": ("ms", "rank 0: norm and clipping"),
+    "perf/clip_ms": ("ms", "rank 0: norm, clipping, and the step's numbers over all ranks"),
     "perf/optimizer_ms": ("ms", "rank 0: the update"),
     "perf/peak_mem_gib": ("GiB", "rank 0: most memory allocated on the GPU; resident memory on a CPU"),
     "perf/mfu_palm": ("", "FLOPs done per second over the device's peak, full attention scores (PaLM appendix B)"),
@@ -47,6 +52,9 @@ class Sink(Protocol):
     """Takes every event of a run, in order."""
 
     def write(self, event: dict[str, Any]) -> None: ...
+
+    def rewind(self, state: TrainState) -> None:
+        """What was written of steps after `state` no longer holds: training went back."""
 
     def close(self, summary: dict[str, Any]) -> None: ...
 
@@ -109,6 +117,14 @@ class RunLog:
     def checkpoint(self, step: int, path: Path) -> None:
         self._emit("checkpoint", {"step": step - 1, "tokens": step * self.step_tokens, "path": str(path)})
 
+    def fault(self, step: int, tokens: int, text: str) -> None:
+        """Something that training had to get over."""
+        self._emit("fault", {"step": step, "tokens": tokens, "text": text})
+
+    def rewind(self, state: TrainState) -> None:
+        for sink in self.sinks:
+            sink.rewind(state)
+
     def sample(self, step: int, text: str) -> None:
         self._emit("sample", {"step": step - 1, "tokens": step * self.step_tokens, "text": text})
 
@@ -130,31 +146,48 @@ def peak_memory_gib() -> float:
 
 
 class JsonlSink:
-    """One JSON object per event, flushed with each line."""
+    """One JSON object per event, with the file system after each line. Raises `StorageError` where it takes no more."""
 
-    def __init__(self, directory: Path, resume_tokens: int) -> None:
-        path = directory / METRICS_FILE
-        _truncate(path, resume_tokens)
-        self._file = path.open("a")
+    def __init__(self, directory: Path, state: TrainState) -> None:
+        self._path = directory / METRICS_FILE
+        self._open(state)
 
     def write(self, event: dict[str, Any]) -> None:
-        self._file.write(json.dumps(finite(event)) + "\n")
-        self._file.flush()
+        line = (json.dumps(finite(event)) + "\n").encode()
+        whole = self._file.tell()
+        try:
+            if self._file.write(line) < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            with suppress(OSError):
+                self._file.truncate(whole)  # no half line
+            raise StorageError(
+                f"{self._path}: cannot be written ({error.strerror}); make room, and the same command goes on from the "
+                "newest checkpoint"
+            ) from None
+
+    def rewind(self, state: TrainState) -> None:
+        self._file.close()
+        self._open(state)
 
     def close(self, summary: dict[str, Any]) -> None:
         self._file.close()
 
+    def _open(self, state: TrainState) -> None:
+        if self._path.exists():
+            with storage(self._path), atomic(self._path) as kept, self._path.open(errors="replace") as lines:
+                kept.writelines(line for line in lines if _holds(line, state))
+        with storage(self._path):
+            self._file = self._path.open("ab", buffering=0)
 
-def _truncate(path: Path, tokens: int) -> None:
-    """Drop what an earlier attempt logged beyond the checkpoint that training goes on from."""
-    if not path.exists():
-        return
-    kept = []
-    for line in path.read_text().splitlines():
-        try:
-            event = json.loads(line)
-        except ValueError:
-            continue  # the last line of a killed process
-        if isinstance(event, dict) and event.get("tokens", 0) <= tokens:
-            kept.append(line + "\n")
-    write_atomically(path, "".join(kept))
+
+def _holds(line: str, state: TrainState) -> bool:
+    """Whether an event that an earlier attempt logged happened before the checkpoint `state` was saved."""
+    try:
+        event = json.loads(line)
+    except ValueError:
+        return False  # the last line of a killed process
+    if not isinstance(event, dict):
+        return False
+    tokens: float = event.get("tokens", 0)
+    return tokens <= (state.evaluated_tokens if event.get("event") == "eval" else state.tokens)

@@ -6,6 +6,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from gptexp.checkpoint import TrainState
 from gptexp.terminal import say
 
 
@@ -22,6 +23,10 @@ def eval_line(event: dict[str, Any]) -> str:
     return f"step {event['step']:4d} | val loss: {event['val/loss']:.6f} | perplexity: {event['val/ppl']:.2f}"
 
 
+def fault_line(event: dict[str, Any]) -> str:
+    return f"step {event['step']:4d} | {event['text']}"
+
+
 def sample_text(event: dict[str, Any]) -> str:
     return f"--- a sample\n{event['text']}\n---"
 
@@ -34,8 +39,13 @@ class LineSink:
             say(step_line(event))
         elif event["event"] == "eval":
             say(eval_line(event))
+        elif event["event"] == "fault":
+            say(fault_line(event))
         elif event["event"] == "sample":
             say(sample_text(event))
+
+    def rewind(self, state: TrainState) -> None:
+        pass
 
     def close(self, summary: dict[str, Any]) -> None:
         pass
@@ -67,9 +77,14 @@ class BarSink:
             self._progress.update(self._task, completed=event["step"] + 1, description=text)
         elif event["event"] == "eval":
             self._console.print(eval_line(event))
+        elif event["event"] == "fault":
+            self._console.print(fault_line(event))
         elif event["event"] == "sample":
             self._progress.stop()  # what comes after training is plain text
             self._console.print(sample_text(event))
+
+    def rewind(self, state: TrainState) -> None:
+        self._progress.update(self._task, completed=state.step)
 
     def close(self, summary: dict[str, Any]) -> None:
         self._progress.stop()

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from gptexp.checkpoint import TrainState
 from gptexp.config import WandbConfig
 from gptexp.run_dir import read_json, write_json
 
@@ -27,6 +28,9 @@ class WandbSink:
         values = {k: v for k, v in event.items() if k not in ("event", "time") and v is not None}
         if event["event"] in ("step", "eval"):
             self._guarded(lambda: self._run.log(values))
+
+    def rewind(self, state: TrainState) -> None:
+        pass  # its history only grows; tokens, the x axis, show that training went back
 
     def close(self, summary: dict[str, Any]) -> None:
         self._guarded(lambda: self._run.summary.update({"status": summary["status"]}))

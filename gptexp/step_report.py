@@ -1,0 +1,59 @@
+"""A step's numbers on their way from the devices of all ranks to this host."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gptexp.distributed import all_reduce_sum, world_size
+from gptexp.signals import REASONS
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """What came of a step, over all ranks and equal on them."""
+
+    loss: float  # mean, nats per token
+    grad_norm: float  # global, before clipping
+    finite: bool  # whether the weights were updated
+    asked: str | None  # why to stop
+    fingerprint: int  # of what the ranks have read, as each of them gave it
+
+
+class StepReport:
+    """A step's numbers on their way from the devices of all ranks to this host. *Collective.*
+
+    The reduction and the copy are queued when the report is made; `read` waits for them. One small all-reduce of
+    float32 carries everything: the loss, whether the gradient norm is finite, one flag per reason to stop, and the
+    fingerprint as eight bytes, whose sums over the ranks stay exact integers.
+    """
+
+    def __init__(self, loss: Tensor, grad_norm: Tensor, fingerprint: int, stop_flags: list[float]) -> None:
+        host = torch.tensor([*stop_flags, *fingerprint.to_bytes(8, "little")], dtype=torch.float32)
+        if loss.is_cuda:
+            host = host.pin_memory()
+        norm = grad_norm.detach().reshape(1).float()
+        mean_share = (loss / world_size()).reshape(1)
+        bad_norm = norm.isfinite().logical_not().float()
+        reduced = all_reduce_sum(torch.cat([mean_share, bad_norm, host.to(loss.device, non_blocking=True)]))
+        self.finite = reduced[0].isfinite() & (reduced[1] == 0)  # 0-dim, on the device: equal on all ranks
+        values = torch.cat([norm, reduced])
+        self._event: torch.cuda.Event | None = None
+        if values.is_cuda:
+            self._values = torch.empty(values.shape, pin_memory=True)
+            self._values.copy_(values, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+        else:
+            self._values = values
+
+    def read(self) -> Numbers:
+        """Wait for the numbers."""
+        if self._event is not None:
+            self._event.synchronize()
+        grad_norm, loss, bad_norms, *rest = self._values.tolist()
+        flags, limbs = rest[: len(REASONS)], rest[len(REASONS) :]
+        asked = next((name for name, flag in zip(REASONS, flags, strict=True) if flag), None)
+        fingerprint = sum(int(limb) << (8 * i) for i, limb in enumerate(limbs)) % 2**64
+        return Numbers(loss, grad_norm, math.isfinite(loss) and not bad_norms, asked, fingerprint)

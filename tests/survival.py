@@ -1,0 +1,378 @@
+"""Runs that are killed and started again, as many times as asked, against one that nothing disturbs.
+
+    python tests/survival.py kills --kills 50 --world-sizes 2
+    python tests/survival.py crash --point renamed --occurrence 2
+
+Ranks are forked from this process, which has torch imported, so that a start costs a fraction of a second; each runs
+the real `gptexp.run.run` in a real process group. A driver watches what they do through shared memory and kills by
+progress, not by the clock. The answer, a JSON object on stdout, holds the hash of the final weights and moments with
+everything that shows whether the kills fell where they mean something.
+"""
+
+import argparse
+import hashlib
+import json
+import mmap
+import os
+import random
+import shutil
+import signal
+import socket
+import struct
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from gptexp import checkpoint, loggers, run_dir, trainer
+from gptexp.checkpoint import load_latest
+from gptexp.config import Config, ModelConfig
+from gptexp.distributed import Rank
+from gptexp.run import run
+from gptexp.signals import StopRequest
+
+SAVE_EVERY = 4
+MOST_STARTS = 400  # a mutant may make no progress at all
+PATIENCE_S = 60.0  # for a rank that was told nothing and does nothing
+
+# What each mutant breaks: the module, the text, and what takes its place.
+MUTANTS = {
+    "no reseed": (trainer, "torch.manual_seed(batch.dropout_seed)", "pass"),
+    "optimizer not loaded": (checkpoint, 'optimizer.load_state_dict(saved["optimizer"])', "pass"),
+    "step off by one": (
+        checkpoint,
+        "return path, _read_state(path)",
+        "return path, TrainState(**{**asdict(_read_state(path)), 'step': _read_state(path).step + 1})",
+    ),
+    "non-atomic save": (checkpoint, 'directory / f".tmp-{target.name}-{os.getpid()}"', "target"),
+    "data from the local step": (trainer, "step in (state.step, t.steps))", "step in (0, t.steps - state.step))"),
+}
+
+
+def config(folder: Path, steps: int, **train: Any) -> Config:
+    """A small model with dropout; eight micro-batches a step, which 1, 2 and 4 ranks can share."""
+    text = folder / "text.txt"
+    if not text.exists():
+        text.write_text("\n".join(f"{i * i % 97} and {i % 13} make {i}." for i in range(20_000)))
+    cfg = Config(model=ModelConfig(n_layer=1, n_head=2, n_embd=16, block_size=16, vocab_size=50304, dropout=0.1))
+    cfg.batch.total_batch_size, cfg.batch.micro_batch_size = 8 * 16, 1
+    cfg.world.threads_per_rank = 1
+    cfg.data.name, cfg.data.path, cfg.data.val_tokens = "text", str(text), 0
+    cfg.data.cache_dir = str(folder / "cache")
+    cfg.train.max_steps, cfg.train.save_every, cfg.train.eval_every = steps, SAVE_EVERY, 0
+    cfg.train.device, cfg.train.dtype, cfg.train.compile, cfg.train.reduction = "cpu", "float32", "off", "tree"
+    cfg.log.progress, cfg.log.sample_tokens, cfg.log.wandb.mode = "off", 0, "disabled"
+    cfg.train = replace(cfg.train, **train)
+    return cfg
+
+
+class Pulse:
+    """What every rank is doing, in memory shared with the driver: steps since its start, and whether it is saving."""
+
+    RANKS = 8
+
+    def __init__(self) -> None:
+        self._memory = mmap.mmap(-1, 8 * self.RANKS)
+
+    def beat(self, rank: int, steps: int, saving: bool) -> None:
+        struct.pack_into("<ii", self._memory, 8 * rank, steps, saving)
+
+    def read(self, rank: int) -> tuple[int, bool]:
+        steps, saving = struct.unpack_from("<ii", self._memory, 8 * rank)
+        return steps, bool(saving)
+
+
+def watch(pulse: Pulse, rank: int) -> None:
+    """Have this process tell of its steps and saves."""
+    steps, plain_step, plain_save = 0, trainer.train_step, checkpoint.save
+
+    def train_step(*args: Any, **kwargs: Any) -> Any:
+        nonlocal steps
+        report = plain_step(*args, **kwargs)
+        steps += 1
+        pulse.beat(rank, steps, False)
+        return report
+
+    def save(*args: Any, **kwargs: Any) -> Path:
+        pulse.beat(rank, steps, True)
+        path = plain_save(*args, **kwargs)
+        pulse.beat(rank, steps, False)
+        return path
+
+    trainer.train_step, checkpoint.save = train_step, save
+
+
+def start(cfg: Config, directory: Path, world_size: int, prepare: Callable[[int], None]) -> list[int]:
+    """Fork the ranks of a run; their process ids. Each calls `prepare` with its rank first."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    cfg = replace(cfg, world=replace(cfg.world, size=world_size))
+    run_dir.save_config(directory, cfg)
+    pids = []
+    for rank in range(world_size):
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                os.environ.update(
+                    MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world_size)
+                )
+                os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the answer is all that stdout holds
+                prepare(rank)
+                code = run(cfg, directory, StopRequest(), Rank(rank, world_size, rank, world_size))
+            except Exception as error:
+                print(f"rank {rank}: {type(error).__name__}: {error}", file=sys.stderr)
+            finally:
+                sys.stderr.flush()
+                os._exit(code)
+        pids.append(pid)
+    return pids
+
+
+def reap(pids: list[int], seconds: float) -> list[int]:
+    """Wait for processes to end by themselves, then kill what is left; their exit codes."""
+    codes: dict[int, int] = {}
+    deadline = time.monotonic() + seconds
+    while len(codes) < len(pids):
+        late = time.monotonic() > deadline
+        for pid in pids:
+            if pid in codes:
+                continue
+            if late:
+                os.kill(pid, signal.SIGKILL)
+            done, status = os.waitpid(pid, 0 if late else os.WNOHANG)
+            if done:
+                codes[pid] = os.waitstatus_to_exitcode(status)
+        time.sleep(0.002)
+    return [codes[pid] for pid in pids]
+
+
+def contents(directory: Path) -> str:
+    """Hash of the weights and the optimizer's state that a finished run left."""
+    newest = max((directory / run_dir.CHECKPOINTS).glob("step-*"))
+    files = [(newest / name).read_bytes() for name in ("model.safetensors", "train.pt")]
+    return f"{newest.name}-{hashlib.sha256(b''.join(files)).hexdigest()[:16]}"
+
+
+def leftovers(directory: Path) -> int:
+    found = directory / run_dir.CHECKPOINTS
+    return len([*found.glob(".tmp-*"), *found.glob(".del-*")])
+
+
+def whole_metrics(directory: Path, steps: int) -> bool:
+    """Whether the file holds every step once, and nothing but whole lines."""
+    try:
+        events = [json.loads(line) for line in (directory / run_dir.METRICS).read_text().splitlines()]
+    except ValueError:
+        return False
+    return [e["step"] for e in events if e["event"] == "step"] == list(range(steps))
+
+
+def undisturbed(cfg: Config, folder: Path) -> str:
+    directory = folder / "undisturbed"
+    [code] = reap(start(cfg, directory, 1, lambda rank: None), 300)
+    assert code == 0
+    return contents(directory)
+
+
+def kills(folder: Path, count: int, steps: int, world_sizes: list[int], seed: int) -> dict[str, Any]:
+    """Kill a run `count` times, then let it end."""
+    draw, pulse = random.Random(seed), Pulse()
+    cfg = config(folder, steps)
+    expected = undisturbed(cfg, folder)
+    directory = folder / "killed"
+    resumed_at, in_save, half_written, delivered, starts, alone = set(), 0, 0, 0, 0, 0
+    sizes: dict[int, int] = {}
+    code = 1
+    while code and starts < MOST_STARTS:
+        starts += 1
+        half_written += leftovers(directory) > 0
+        found = load_latest(directory / run_dir.CHECKPOINTS)
+        resumed_at.add(found[1].step if found else 0)
+        world_size = draw.choice(world_sizes)
+        sizes[world_size] = sizes.get(world_size, 0) + 1
+        for rank in range(world_size):
+            pulse.beat(rank, 0, False)
+        pids = start(cfg, directory, world_size, lambda rank: watch(pulse, rank))
+        if delivered == count:
+            code = max(map(abs, reap(pids, PATIENCE_S)))
+            if code:
+                break
+            continue
+        victim = draw.randrange(world_size)
+        saving = draw.random() < 0.6
+        after, delay = draw.randint(1, 2 * SAVE_EVERY), draw.random() * (0.02 if saving else 0.03)
+        if not _wait(pulse, pids, 0 if saving else victim, after, saving):
+            code = max(map(abs, reap(pids, 1)))  # it ended, or never got so far
+            continue
+        time.sleep(delay)
+        in_save += pulse.read(0)[1]
+        one = world_size > 1 and draw.random() < 0.6
+        for pid in [pids[victim]] if one else pids:
+            os.kill(pid, signal.SIGKILL)
+        delivered, alone = delivered + 1, alone + one
+        reap(pids, 1.0)
+    return {
+        "expected": expected,
+        "found": contents(directory) if not code else f"never ended, {starts} starts",
+        "kills": delivered,
+        "of one rank": alone,
+        "resume steps": len(resumed_at),
+        "in a save": in_save,
+        "half-written": half_written,
+        "rejected": len(list((directory / run_dir.CHECKPOINTS).glob("rejected-*"))),
+        "left over": leftovers(directory),
+        "metrics whole": whole_metrics(directory, steps),
+        "starts per world size": sizes,
+    }
+
+
+def _wait(pulse: Pulse, pids: list[int], rank: int, steps: int, saving: bool) -> bool:
+    """Until `rank` has done so many steps, or is in a save behind so many; False if a process ends before."""
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        done, in_save = pulse.read(rank)
+        if done >= steps and (in_save or not saving):
+            return True
+        for pid in pids:
+            if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                return False
+        time.sleep(0.0002)
+    return False
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def crash_at(point: str, occurrence: int) -> None:
+    """Have this process die the `occurrence`th time that it comes to `point` of saving."""
+    seen = 0
+
+    def due(here: bool = True) -> bool:
+        nonlocal seen
+        seen += here
+        return here and seen == occurrence
+
+    def around(owner: Any, name: str, before: Callable[..., bool] | None, after: Callable[..., bool] | None) -> None:
+        plain = getattr(owner, name)
+
+        def patched(*args: Any, **kwargs: Any) -> Any:
+            if before and due(before(*args)):
+                _die()
+            result = plain(*args, **kwargs)
+            if after and due(after(*args)):
+                _die()
+            return result
+
+        setattr(owner, name, patched)
+
+    always = lambda *_: True  # noqa: E731
+    is_new = lambda path, *_: path.name.startswith(".tmp-")  # noqa: E731
+    is_step = lambda path, *_: path.name.startswith("step-")  # noqa: E731
+    patches: dict[str, tuple[Any, str, Callable[..., bool] | None, Callable[..., bool] | None]] = {
+        "before": (checkpoint, "save", always, None),
+        "weights": (checkpoint, "save_file", None, always),
+        "optimizer": (checkpoint, "_save", None, always),
+        "manifest": (checkpoint, "_fsync", lambda path: path.name == checkpoint.MANIFEST, None),
+        "synced": (Path, "rename", is_new, None),
+        "renamed": (Path, "rename", None, is_new),
+        "doomed": (Path, "rename", None, is_step),
+        "half removed": (shutil, "rmtree", None, None),
+        "half a line": (loggers.JsonlSink, "write", None, None),
+        "summary": (Path, "replace", lambda path, target: target.name == run_dir.SUMMARY, None),
+    }
+    if point == "half removed":
+        plain_rmtree = shutil.rmtree
+
+        def rmtree(path: Path, **kwargs: Any) -> None:
+            if due(path.name.startswith(".del-")):
+                (path / "state.json").unlink()
+                _die()
+            plain_rmtree(path, **kwargs)
+
+        shutil.rmtree = rmtree  # type: ignore[assignment]
+    elif point == "half a line":
+        plain_write = loggers.JsonlSink.write
+
+        def write(sink: Any, event: dict[str, Any]) -> None:
+            if due(event["event"] == "checkpoint"):
+                sink._file.write(json.dumps(event).encode()[:40])
+                _die()
+            plain_write(sink, event)
+
+        loggers.JsonlSink.write = write  # type: ignore[method-assign]
+    else:
+        around(*patches[point])
+
+
+POINTS = ("before", "weights", "optimizer", "manifest", "synced", "renamed", "doomed", "half removed", "half a line",
+          "summary")  # fmt: skip
+
+
+def crashes(folder: Path, points: list[str], occurrences: list[int]) -> list[dict[str, Any]]:
+    """At each point and occurrence a run dies once and is started again."""
+    steps = 5 * SAVE_EVERY
+    cfg = config(folder, steps)
+    expected = undisturbed(cfg, folder)
+    found = []
+    for point in points:
+        for occurrence in occurrences:
+            directory = folder / f"{point}-{occurrence}"
+            [died] = reap(start(cfg, directory, 1, lambda _: crash_at(point, occurrence)), PATIENCE_S)  # noqa: B023
+            half_written = leftovers(directory)
+            [code] = reap(start(cfg, directory, 1, lambda _: None), PATIENCE_S)
+            found.append(
+                {
+                    "point": point,
+                    "occurrence": occurrence,
+                    "died": died == -signal.SIGKILL,
+                    "half-written": half_written,
+                    "same": code == 0 and contents(directory) == expected,
+                    "left over": leftovers(directory),
+                    "rejected": len(list((directory / run_dir.CHECKPOINTS).glob("rejected-*"))),
+                    "metrics whole": whole_metrics(directory, steps),
+                }
+            )
+    return found
+
+
+def mutate(name: str) -> None:
+    """Break one line of a module that is already imported."""
+    module, old, new = MUTANTS[name]
+    assert isinstance(module, ModuleType)
+    assert module.__file__ is not None
+    source = Path(module.__file__).read_text()
+    assert source.count(old) == 1, f"{name}: {source.count(old)} places to break in {module.__name__}"
+    exec(compile(source.replace(old, new), module.__file__, "exec"), module.__dict__)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("what", choices=("kills", "crash"))
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--world-sizes", type=int, nargs="+", default=[1])
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--mutant", choices=MUTANTS)
+    parser.add_argument("--points", nargs="+", default=POINTS)
+    parser.add_argument("--occurrences", type=int, nargs="+", default=[1, 2, 3])
+    args = parser.parse_args()
+    from fork_server import import_torch
+
+    import_torch()
+    if args.mutant:
+        mutate(args.mutant)
+    if args.what == "kills":
+        print(json.dumps(kills(args.folder, args.kills, args.steps, args.world_sizes, args.seed)))
+    else:
+        print(json.dumps(crashes(args.folder, args.points, args.occurrences)))
+
+
+if __name__ == "__main__":
+    main()

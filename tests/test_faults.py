@@ -1,0 +1,340 @@
+"""What goes wrong while a run trains: numbers that are none, ranks that hang, disks that are full."""
+
+import json
+import math
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from conftest import events, summary
+from safetensors.torch import load_file
+from test_train import processes_of, signal_rank, wait_for
+
+from gptexp.config import OptimConfig
+from gptexp.optim import build_optimizer, step_if
+
+Gptexp = Callable[..., subprocess.CompletedProcess[str]]
+Start = Callable[..., subprocess.Popen[str]]
+Sabotage = Callable[[str, str], dict[str, str]]
+
+# The loss of the micro-batches (step of the data, number in the step) in `BAD` becomes VALUE.
+POISON = """
+from gptexp.config import Config
+from gptexp.data.order import mix
+bad = {mix(Config().train.seed, step, number) for step, number in BAD}
+plain = m.train_step
+
+class Poisoned:
+    def __init__(self, model):
+        self.model, self.parameters, self.seed = model, model.parameters, None
+    def __call__(self, x, y):
+        return self.model(x, y) * (float("VALUE") if self.seed in bad else 1.0)
+
+def train_step(model, optimizer, reduction, batches, *args, **kwargs):
+    poisoned = Poisoned(model)
+    def watched():
+        for batch in batches:
+            poisoned.seed = batch.dropout_seed
+            yield batch
+    return plain(poisoned, optimizer, reduction, watched(), *args, **kwargs)
+
+m.train_step = train_step
+"""
+
+
+def poison(bad: list[tuple[int, int]], value: str = "nan") -> str:
+    return POISON.replace("BAD", str(bad)).replace("VALUE", value)
+
+
+def newest(directory: Path) -> dict[str, torch.Tensor]:
+    return load_file(sorted((directory / "checkpoints").glob("step-*"))[-1] / "model.safetensors")
+
+
+# --- numbers that are none -------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_an_update_by_what_is_no_number_changes_nothing(fused: bool, value: float) -> None:
+    """Neither weights nor moments nor the count of steps that the bias correction takes."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(5, 3)
+    optimizer = build_optimizer(model, OptimConfig(), fused)
+
+    def step(factor: float, finite: bool) -> None:
+        (model(torch.ones(2, 5)).sum() * factor).backward()
+        step_if(torch.tensor(finite), optimizer)
+        optimizer.zero_grad()
+
+    step(1.0, True)
+    before = [p.detach().clone() for p in model.parameters()]
+    moments = [v.clone() for s in optimizer.state.values() for v in s.values()]
+    step(value, False)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(moments, [v for s in optimizer.state.values() for v in s.values()], strict=True)
+    )
+    step(1.0, True)
+    assert not any(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(("value", "world_size"), [("nan", 2), ("inf", 1)])
+def test_a_number_that_is_none_stops_the_run_before_the_update(
+    start: Start, sabotage: Sabotage, tiny: list[str], tmp_path: Path, value: str, world_size: int
+) -> None:
+    """In the last micro-batch of step 2, which rank 1 of two has: both stop, and what was saved before stays."""
+    env = sabotage("gptexp.trainer", poison([(2, 3)], value))
+    options = [f"world.size={world_size}", "train.save_every=1", "train.keep_last=0", "hydra.run.dir=out"]
+    process = start("train", *tiny, *options, env=env)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 5, err
+    assert "step 2: loss" in err
+    assert "the run diverged; lower optim.lr" in err
+    assert "Traceback" not in err
+    assert summary(tmp_path / "out")["status"] == "diverged"
+    saved = sorted(p.name for p in (tmp_path / "out" / "checkpoints").glob("step-*"))
+    assert saved == ["step-00000001", "step-00000002"]
+    assert [e["train/loss"] is None for e in events(tmp_path / "out", "step")] == [False, False, True]
+
+
+def test_an_update_that_is_left_out_leaves_a_run_that_goes_on(
+    start: Start, sabotage: Sabotage, tiny: list[str], tmp_path: Path
+) -> None:
+    """On one rank and on two, with a tree of gradients: the same bits."""
+    env = sabotage("gptexp.trainer", poison([(1, 0), (2, 3)]))
+    options = ["train.nonfinite=skip", "train.reduction=tree", "train.save_every=0", "train.max_steps=6"]
+    found = []
+    for world_size in (1, 2):
+        directory = tmp_path / f"w{world_size}"
+        process = start("train", *tiny, *options, f"world.size={world_size}", f"hydra.run.dir={directory}", env=env)
+        _, err = process.communicate(timeout=120)
+        assert process.returncode == 0, err
+        assert summary(directory)["skipped_updates"] == 2
+        assert [e["step"] for e in events(directory, "fault")] == [1, 2]
+        assert [e["step"] for e in events(directory, "step")] == list(range(6))
+        found.append(newest(directory))
+    assert all(value.isfinite().all() for value in found[0].values())
+    assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+
+
+def test_a_run_that_goes_on_leaving_out_updates_has_diverged(
+    start: Start, sabotage: Sabotage, tiny: list[str], tmp_path: Path
+) -> None:
+    env = sabotage("gptexp.trainer", poison([(step, 0) for step in range(3, 40)]))
+    process = start("train", *tiny, "train.nonfinite=skip", "train.max_steps=40", "hydra.run.dir=out", env=env)
+    _, err = process.communicate(timeout=120)
+    assert (process.returncode, "step 13: loss nan" in err, "diverged 11 times" in err) == (5, True, True), err
+
+
+def test_a_rollback_trains_on_the_data_behind_and_an_interruption_changes_nothing(
+    start: Start, gptexp: Gptexp, sabotage: Sabotage, tiny: list[str], tmp_path: Path
+) -> None:
+    """Data step 3 is bad: back to the checkpoint after two steps, from there on with data step 4."""
+    options = [*tiny, "train.save_every=2", "train.eval_every=0", "train.nonfinite=rollback"]
+    clean = gptexp("train", *options, "train.max_steps=8", "train.nonfinite=stop", "hydra.run.dir=clean")
+    assert clean.returncode == 0, clean.stderr
+    prefix = [int(e["data/fingerprint"], 16) for e in events(tmp_path / "clean", "step")]
+    env = sabotage("gptexp.trainer", poison([(3, 2)]))
+    for name, world_size in (("one", 1), ("two", 2)):
+        process = start(
+            "train", *options, "train.max_steps=6", f"world.size={world_size}", f"hydra.run.dir={name}", env=env
+        )
+        _, err = process.communicate(timeout=120)
+        assert process.returncode == 0, err
+        directory = tmp_path / name
+        assert summary(directory)["steps_passed_over"] == 2
+        assert [e["step"] for e in events(directory, "step")] == list(range(6))
+        [fault] = events(directory, "fault")
+        assert "step 3: loss nan" in fault["text"]
+        assert "back to after step 1" in fault["text"]
+        read = (prefix[1] + prefix[7] - prefix[3]) % 2**64
+        assert int(events(directory, "step")[-1]["data/fingerprint"], 16) == read
+    # Stopped right behind the rollback, and gone on with: the way back is taken again.
+    parts = ["train.max_steps=6", "hydra.run.dir=parts"]
+    process = start("train", *options, *parts, "train.max_minutes=0.0001", env=env)
+    process.communicate(timeout=120)
+    for _ in range(2):
+        process = start("train", *options, *parts, env=env)
+        _, err = process.communicate(timeout=120)
+        assert process.returncode == 0, err
+    for name, value in newest(tmp_path / "one").items():
+        assert torch.equal(newest(tmp_path / "parts")[name], value)
+
+
+def test_without_a_checkpoint_there_is_nothing_to_go_back_to(
+    start: Start, sabotage: Sabotage, tiny: list[str], tmp_path: Path
+) -> None:
+    env = sabotage("gptexp.trainer", poison([(1, 0)]))
+    process = start("train", *tiny, "train.nonfinite=rollback", "train.save_every=0", "hydra.run.dir=out", env=env)
+    _, err = process.communicate(timeout=120)
+    assert (process.returncode, "before its first checkpoint" in err) == (5, True), err
+
+
+# --- ranks -----------------------------------------------------------------------------------------------------------
+@pytest.fixture
+def long_run(tiny: list[str]) -> list[str]:
+    return [*tiny, "train.max_steps=100000", "train.save_every=100000", "train.eval_every=0", "hydra.run.dir=out"]
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_ends_the_run_and_is_named(start: Start, long_run: list[str], tmp_path: Path) -> None:
+    """It does not answer SIGTERM either: torch's agent kills it after half a minute."""
+    directory = tmp_path / "out"
+    process = start("train", *long_run, "world.size=2", "world.timeout_s=4")
+    wait_for(lambda: (directory / "metrics.jsonl").exists() and len(events(directory, "step")) > 3, process)
+    signal_rank(directory, 1, signal.SIGSTOP)
+    stopped = time.monotonic()
+    _, err = process.communicate(timeout=90)
+    assert process.returncode == 1, err
+    assert "gptexp: rank 1: silent for world.timeout_s=4 s" in err
+    assert "Traceback" not in err
+    assert time.monotonic() - stopped < 4 + 5 + 30 + 15
+    assert processes_of(directory) == []
+
+
+def test_a_killed_rank_is_started_again_as_often_as_asked_for(start: Start, tiny: list[str], tmp_path: Path) -> None:
+    directory = tmp_path / "out"
+    options = ["train.max_steps=400", "train.save_every=20", "train.eval_every=0", "hydra.run.dir=out"]
+    process = start("train", *tiny, *options, "world.size=2", "world.max_restarts=1")
+    wait_for(lambda: (directory / "checkpoints" / "step-00000020").exists(), process)
+    signal_rank(directory, 1, signal.SIGKILL)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert "gptexp: restart 1 of 1" in err
+    assert summary(directory)["status"] == "completed"
+    assert [e["step"] for e in events(directory, "step")] == list(range(400))
+
+
+def test_torchruns_restarts_find_one_another(tiny: list[str], tmp_path: Path) -> None:
+    """torch 2.13 hands each attempt the store of the one before, with its addresses in it (pytorch#135712)."""
+    directory = tmp_path / "out"
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "--max-restarts=1",
+        "-m",
+        "gptexp.train",
+    ]
+    options = ["train.max_steps=400", "train.save_every=20", "train.eval_every=0", "hydra.run.dir=out"]
+    process = subprocess.Popen(
+        [*command, *tiny, *options], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        wait_for(lambda: (directory / "checkpoints" / "step-00000020").exists(), process)
+        [rank] = [
+            int(p.parent.name) for p in Path("/proc").glob("[0-9]*/environ")
+            if _has(p, b"RANK=1") and _has(p, b"TORCHELASTIC_RUN_ID") and _parent(p) == process.pid
+        ]  # fmt: skip
+        os.kill(rank, signal.SIGKILL)
+        _, err = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert process.returncode == 0, err
+    assert summary(directory)["status"] == "completed"
+
+
+def _has(environ: Path, variable: bytes) -> bool:
+    try:
+        return any(entry.startswith(variable) for entry in environ.read_bytes().split(b"\0"))
+    except OSError:
+        return False
+
+
+def _parent(environ: Path) -> int:
+    return int(environ.with_name("stat").read_text().rpartition(")")[2].split()[1])
+
+
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_auto_takes_a_smaller_micro_batch_where_memory_runs_out_at_the_start(
+    start: Start, sabotage: Sabotage, tiny: list[str], tmp_path: Path, world_size: int
+) -> None:
+    """An estimate that is far too low, for a process that may have 6 GB: three times 3 GB of whole logits."""
+    guess = "m._micro_batch_size = lambda cfg, *_: (m.micro_batch_sizes(cfg, cfg.world.size)[0], 'a guess')"
+    env = sabotage("gptexp.effective", guess)
+    options = ["batch.total_batch_size=16384", "batch.micro_batch_size=auto", "train.loss=plain", "train.compile=off",
+               "train.max_steps=1", "data.val_tokens=0", f"world.size={world_size}", "hydra.run.dir=out"]  # fmt: skip
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_AS, (6 * 2**30, 6 * 2**30))
+
+    process = start("train", *tiny, *options, env=env, preexec_fn=limit)
+    _, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    assert f"=auto: a step of {1024 // world_size} sequences needs more memory than this cpu has left; trying" in err
+    assert "Traceback" not in err
+    assert summary(tmp_path / "out")["status"] == "completed"
+    chosen = json.loads((tmp_path / "out" / "effective.json").read_text())
+    assert 1 <= chosen["micro_batch_size"] < 1024 / world_size
+    assert "needed more memory than there was" in chosen["reasons"]["micro_batch_size"]
+
+
+def test_wandbs_service_may_be_killed(start: Start, tiny: list[str], tmp_path: Path) -> None:
+    options = [o for o in tiny if not o.startswith("log=")]
+    process = start("train", *options, "log=offline", "log.progress=off", "train.max_steps=300", "train.save_every=0",
+                    "train.eval_every=0", "log.sample_tokens=0", "hydra.run.dir=out")  # fmt: skip
+    directory = tmp_path / "out"
+    wait_for(lambda: (directory / "metrics.jsonl").exists() and len(events(directory, "step")) > 3, process)
+    services = [p for p in psutil.Process(process.pid).children(recursive=True) if "wandb-core" in p.name()]
+    assert services
+    for service in services:
+        service.kill()
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert "gptexp: wandb: failed" in err
+    assert summary(directory)["status"] == "completed"
+    assert [e["step"] for e in events(directory, "step")] == list(range(300))
+
+
+# --- disks -----------------------------------------------------------------------------------------------------------
+def test_checkpoints_that_do_not_fit_are_lines_until_the_run_must_leave_with_one(
+    start: Start, gptexp: Gptexp, tiny: list[str], tmp_path: Path
+) -> None:
+    """No file may have more than a megabyte, as if a disk were full; with room again the same command goes on."""
+    options = [*tiny, "train.save_every=1", "hydra.run.dir=out"]
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, resource.RLIM_INFINITY))
+
+    process = start("train", *options, preexec_fn=limit)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert err.count("cannot be saved (File too large); what was saved before is untouched; training goes on") == 3, err
+    assert err.count("cannot be saved") == 4
+    assert "Traceback" not in err
+    assert list((tmp_path / "out" / "checkpoints").iterdir()) == []
+    done = gptexp("train", *options)
+    assert done.returncode == 0, done.stderr
+    assert summary(tmp_path / "out")["status"] == "completed"
+
+
+def test_metrics_that_cannot_be_written_end_the_run_with_a_line(
+    start: Start, gptexp: Gptexp, tiny: list[str], tmp_path: Path
+) -> None:
+    options = [*tiny, "train.max_steps=60", "train.save_every=0", "train.eval_every=0", "hydra.run.dir=out"]
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (16_000, resource.RLIM_INFINITY))
+
+    assert gptexp("prepare", *options).returncode == 0  # the tokens are larger than what may be written then
+    process = start("train", *options, "world.size=2", preexec_fn=limit)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 1
+    [line] = [line for line in err.splitlines() if "cannot be written" in line]
+    assert re.search(r"^gptexp: .*metrics.jsonl: cannot be written \((No space|File too large).*; make room", line)
+    assert "Traceback" not in err
+    for text in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines():
+        json.loads(text)
+    done = gptexp("train", *options, "world.size=2")
+    assert done.returncode == 0, done.stderr
+    assert [e["step"] for e in events(tmp_path / "out", "step")] == list(range(60))

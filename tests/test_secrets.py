@@ -1,0 +1,135 @@
+"""What may not get into a run: secrets of the environment, and code that a file of somebody else's names."""
+
+import json
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from gptexp import run_dir
+from gptexp.compose import compose
+from gptexp.config import fields_of
+
+Gptexp = Callable[..., subprocess.CompletedProcess[str]]
+CANARY = "canary-0123456789abcdef"
+
+
+def holds_canary(root: Path) -> list[Path]:
+    return [path for path in root.rglob("*") if path.is_file() and CANARY.encode() in path.read_bytes()]
+
+
+@pytest.mark.parametrize("variable", ["WANDB_API_KEY", "HF_TOKEN", "my_password", "AWS_SECRET_ACCESS_KEY"])
+@pytest.mark.parametrize("override", ["log.wandb.name={}", "log.wandb.tags=[a,{}]", "data.cache_dir=/tmp/{}"])
+def test_a_secret_in_a_value_is_refused_and_lands_in_no_file(
+    gptexp: Gptexp, tiny: list[str], tmp_path: Path, variable: str, override: str
+) -> None:
+    """Whether it is pasted or taken from the environment by an interpolation."""
+    for text in (CANARY, f"${{oc.env:{variable}}}"):
+        refused = gptexp("train", *tiny, override.format(text), "hydra.run.dir=out", env={variable: CANARY})
+        assert refused.returncode == 2, refused.stderr
+        key = override.partition("=")[0]
+        assert f"{key}: holds the value of ${variable}, and would be saved with the run" in refused.stderr
+        assert CANARY not in refused.stdout + refused.stderr
+        assert holds_canary(tmp_path) == []
+
+
+def test_a_run_keeps_the_environment_out_of_its_files(gptexp: Gptexp, tiny: list[str], tmp_path: Path) -> None:
+    secrets = {"WANDB_API_KEY": CANARY, "HF_TOKEN": CANARY, "WANDB_MODE": "offline"}
+    options = [*(o for o in tiny if not o.startswith("log=")), "log=offline", "log.progress=off"]
+    done = gptexp("train", *options, "hydra.run.dir=out", env=secrets)
+    assert done.returncode == 0, done.stderr
+    assert list((tmp_path / "out" / "wandb").iterdir())
+    assert holds_canary(tmp_path / "out") == []
+
+
+def test_no_key_asks_for_a_secret() -> None:
+    from gptexp.compose import SECRET
+    from gptexp.config import Config
+
+    about_text = ("token", "key")  # tokens and keys that are none: max_tokens, tokenizer
+    names = [key.rpartition(".")[2] for key, _, _ in fields_of(Config())]
+    assert not [n for n in names if SECRET.search(n) and not any(word in n for word in about_text)]
+
+
+HOSTILE = {
+    "callback": (
+        "# @package _global_\nhydra:\n  callbacks:\n    x: {_target_: builtins.open, file: SENTINEL, mode: w}\n"
+    ),
+    "logging": (
+        "# @package _global_\nhydra:\n  job_logging:\n    version: 1\n    filters:\n"
+        "      x: {(): builtins.open, file: SENTINEL, mode: w}\n"
+    ),
+    "launcher": "# @package _global_\nhydra:\n  launcher: {_target_: os.system}\n",
+    "sweeper": "# @package _global_\nhydra:\n  sweeper: {_target_: os.system}\n",
+    "env": "# @package _global_\nhydra:\n  job:\n    env_set: {LD_PRELOAD: SENTINEL}\n",
+    "package": "# @package hydra.callbacks.x\n_target_: builtins.open\nfile: SENTINEL\nmode: w\n",
+    "default": "# @package _global_\ndefaults:\n  - /experiment@hydra.callbacks.x: package\n",
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("multirun", [False, True])
+def test_a_folder_of_configs_brings_no_code(
+    gptexp: Gptexp, tiny: list[str], tmp_path: Path, name: str, multirun: bool
+) -> None:
+    """Hydra would call what these name before any code of ours sees the config."""
+    sentinel, folder = tmp_path / "sentinel", tmp_path / "conf" / "experiment"
+    folder.mkdir(parents=True)
+    for file, text in HOSTILE.items():
+        (folder / f"{file}.yaml").write_text(text.replace("SENTINEL", str(sentinel)))
+    grid = ["-m", "optim.lr=1e-3,2e-3"] if multirun else ["hydra.run.dir=out"]
+    refused = gptexp("train", *tiny, f"experiment={name}", *grid, "--config-dir", "conf")
+    assert refused.returncode == 2, refused.stderr
+    assert "set by a file of --config-dir" in refused.stderr
+    assert not sentinel.exists()
+    if multirun:
+        refused = gptexp("train", *tiny, "-m", f"experiment={name},gpt2_124m", "--config-dir", "conf")
+        assert refused.returncode == 2, refused.stderr
+        assert not sentinel.exists()
+    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "outputs").exists()
+
+
+def test_a_folder_of_ones_own_may_choose_values_and_places(gptexp: Gptexp, tiny: list[str], tmp_path: Path) -> None:
+    folder = tmp_path / "conf" / "experiment"
+    folder.mkdir(parents=True)
+    (folder / "mine.yaml").write_text("# @package _global_\noptim: {lr: 1e-3}\nhydra:\n  run: {dir: mine}\n")
+    done = gptexp("train", *(o for o in tiny if "optim.lr" not in o), "experiment=mine", "--config-dir", "conf")
+    assert done.returncode == 0, done.stderr
+    assert run_dir.load_config(tmp_path / "mine").optim.lr == 1e-3
+
+
+@pytest.mark.parametrize("flag", ["--config-path", "--config-name"])
+def test_the_primary_config_is_gptexps(gptexp: Gptexp, flag: str) -> None:
+    refused = gptexp("train", flag, "x")
+    assert (refused.returncode, "not supported; give a folder of groups with --config-dir" in refused.stderr) == (
+        2,
+        True,
+    )
+
+
+def test_names_do_not_lead_out_of_the_output_root(gptexp: Gptexp, tiny: list[str], tmp_path: Path) -> None:
+    for name in ("..", "../x", "/tmp/x", "a/b", ".", "", "x" * 81, "a\\nb"):
+        refused = gptexp("train", "-m", *tiny, f"sweep.name='{name}'", "optim.lr=1e-3,2e-3")
+        assert refused.returncode == 2, (name, refused.stderr)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_saved_run_is_not_code(gptexp: Gptexp, tiny: list[str], tmp_path: Path) -> None:
+    """`config.yaml`, `effective.json` and `.hydra` of a stranger's run directory, given to every verb that reads it."""
+    sentinel = tmp_path / "sentinel"
+    run = tmp_path / "run"
+    run_dir.save_config(run, compose(tiny))
+    (run / ".hydra").mkdir()
+    call = f"{{_target_: os.system, command: 'touch {sentinel}'}}"
+    (run / ".hydra" / "config.yaml").write_text(f"hydra: {{callbacks: {{x: {call}}}}}")
+    (run / "config.yaml").write_text(f"model: {call}\nhydra: {{callbacks: {{x: {call}}}}}\n")
+    (run / "effective.json").write_text(json.dumps({"device": "cpu", "_target_": "os.system"}))
+    for verb in ("resume", "sample", "evaluate"):
+        refused = gptexp(verb, str(run))
+        assert refused.returncode == 2, refused.stderr
+        assert "Traceback" not in refused.stderr
+    assert not sentinel.exists()
+    assert os.environ.get("LD_PRELOAD") is None
