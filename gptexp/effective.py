@@ -7,16 +7,19 @@ else runs on the machine changes a bit of the result.
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from gptexp import run_dir
 from gptexp.attention import attention_kernel, best_kernel, check_kernel
 from gptexp.batch import legal_micro_batches, run_length
-from gptexp.config import AUTO, Config, memory_key
+from gptexp.config import AUTO, Config, from_dict, memory_key
 from gptexp.distributed import Rank, cores_per_rank
+from gptexp.errors import ConfigError
 from gptexp.flops import flops_per_token
 from gptexp.machine import (
     device_name,
@@ -62,7 +65,7 @@ class Effective:
     memory_key: str  # of the config that the micro-batch size was chosen for
     threads_per_rank: int
     local_world_size: int  # ranks on a node, which share its cores
-    reasons: dict[str, str] = field(default_factory=dict)
+    reasons: dict[str, str]
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -75,6 +78,18 @@ class Effective:
             shown = {True: "on", False: "off"}[value] if isinstance(value, bool) else value
             lines.append((SHORT_NAMES.get(key, key), f"{shown}: {why}"))
         return lines
+
+
+def load_effective(directory: Path) -> dict[str, Any]:
+    """What a run decided, as `resolve` takes it; empty before it has. Raises `ConfigError` for anything else."""
+    path = directory / run_dir.EFFECTIVE
+    values = run_dir.read_json(path)
+    try:
+        if values:
+            from_dict(values, Effective)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{path}: no decisions of a run ({error}); remove it, or start a new run") from None
+    return values
 
 
 def resolve(cfg: Config, device: torch.device, rank: Rank, earlier: dict[str, Any] | None = None) -> Effective:
@@ -129,6 +144,7 @@ def resolve(cfg: Config, device: torch.device, rank: Rank, earlier: dict[str, An
         memory_key=needs,
         threads_per_rank=threads,
         local_world_size=rank.local_world_size,
+        reasons=reasons,
     )
     size = choose(
         "micro_batch_size",

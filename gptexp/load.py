@@ -10,7 +10,7 @@ from gptexp import checkpoint, run_dir
 from gptexp.config import AUTO, Config
 from gptexp.data.tokenizer import load_tokenizer
 from gptexp.distributed import Rank, pick_device
-from gptexp.effective import Effective, resolve
+from gptexp.effective import Effective, load_effective, resolve
 from gptexp.errors import ConfigError
 from gptexp.loss import plain_cross_entropy
 from gptexp.model import GPT
@@ -36,7 +36,7 @@ def load_checkpointed(directory: Path | str) -> LoadedRun:
     device = _device(config.train.device)
     model = GPT(config.model, plain_cross_entropy)
     checkpoint.load_weights(path, model)
-    decided = run_dir.read_json(directory / run_dir.EFFECTIVE)
+    decided = load_effective(directory)
     effective = resolve(_portable(config, decided.get("device"), device), device, Rank(), decided)
     return LoadedRun(model.to(device).eval(), config, effective, state.step, device)
 

@@ -60,7 +60,7 @@ def _run(cfg: "Config", directory: Path, stop: StopRequest, rank: "Rank", store:
         init_process_group,
         pick_device,
     )
-    from gptexp.effective import Effective, apply, resolve, step_context
+    from gptexp.effective import Effective, apply, load_effective, resolve, step_context
     from gptexp.errors import EXIT_DIVERGED, DivergedError
     from gptexp.faults import explained
     from gptexp.summary import Summary, end_line
@@ -76,9 +76,10 @@ def _run(cfg: "Config", directory: Path, stop: StopRequest, rank: "Rank", store:
 
     def decide() -> tuple[dict[str, Any], Path | None, "TrainState"]:
         _refuse_changed_data(directory, dataset)
-        effective = resolve(cfg, device, rank, run_dir.read_json(directory / run_dir.EFFECTIVE))
+        effective = resolve(cfg, device, rank, load_effective(directory))
         effective = trial.settle_micro_batch(cfg, effective, device, rank.world_size)
         run_dir.write_json(directory / run_dir.EFFECTIVE, effective.to_dict())
+        run_dir.sweep(directory)
         checkpoint.sweep(checkpoints)
         found = checkpoint.load_latest(checkpoints)
         if found is None:

@@ -58,6 +58,13 @@ def storage(path: Path) -> Iterator[None]:
         raise StorageError(f"{path}: cannot be written ({error.strerror or error})") from None
 
 
+def sweep(directory: Path) -> None:
+    """Remove what processes that were killed left half-written; for who holds `RANK_LOCK`."""
+    for name in (EFFECTIVE, METRICS, SUMMARY):
+        for leftover in directory.glob(f".{name}.*"):
+            leftover.unlink(missing_ok=True)
+
+
 def write_atomically(path: Path, text: str) -> None:
     with storage(path), atomic(path) as file:
         file.write(text)

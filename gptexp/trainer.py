@@ -288,15 +288,18 @@ class _Loop:
             raise DivergedError(f"step {state.step - 1}: the weights diverged; lower optim.lr or clip harder")
 
         def publish() -> None:
-            path = checkpoint.save(self.checkpoints, t.gpt, t.optimizer, state, t.keep, t.about)
-            self.log.checkpoint(state.step, path)
+            try:
+                path = checkpoint.save(self.checkpoints, t.gpt, t.optimizer, state, t.keep, t.about)
+            except StorageError as error:
+                if to_leave_with:
+                    raise
+                print(f"gptexp: {error}; training goes on", file=sys.stderr)
+            else:
+                self.log.checkpoint(state.step, path)
 
         if to_leave_with:
             agree(publish, t.rank, None)
         elif t.rank.is_main:
-            try:
-                publish()
-            except StorageError as error:
-                print(f"gptexp: {error}; training goes on", file=sys.stderr)
+            publish()
         self.clock = time.perf_counter()
         self.save_s = self.clock - started

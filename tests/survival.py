@@ -39,16 +39,21 @@ MOST_STARTS = 400  # a mutant may make no progress at all
 PATIENCE_S = 60.0  # for a rank that was told nothing and does nothing
 
 # What each mutant breaks: the module, the text, and what takes its place.
-MUTANTS = {
-    "no reseed": (trainer, "torch.manual_seed(batch.dropout_seed)", "pass"),
-    "optimizer not loaded": (checkpoint, 'optimizer.load_state_dict(saved["optimizer"])', "pass"),
+MUTANTS: dict[str, tuple[ModuleType, dict[str, str]]] = {
+    "no reseed": (trainer, {"torch.manual_seed(batch.dropout_seed)": "pass"}),
+    "optimizer not loaded": (checkpoint, {'optimizer.load_state_dict(saved["optimizer"])': "pass"}),
     "step off by one": (
         checkpoint,
-        "return path, _read_state(path)",
-        "return path, TrainState(**{**asdict(_read_state(path)), 'step': _read_state(path).step + 1})",
+        {"return path, _read_state(path)": "state = _read_state(path); state.step += 1; return path, state"},
     ),
-    "non-atomic save": (checkpoint, 'directory / f".tmp-{target.name}-{os.getpid()}"', "target"),
-    "data from the local step": (trainer, "step in (state.step, t.steps))", "step in (0, t.steps - state.step))"),
+    "non-atomic save": (
+        checkpoint,
+        {
+            'directory / f".tmp-{target.name}-{os.getpid()}"': "target",
+            "    finally:\n        shutil.rmtree(unfinished, ignore_errors=True)\n": "    finally:\n        pass\n",
+        },
+    ),
+    "data from the local step": (trainer, {"step in (state.step, t.steps))": "step in (0, t.steps - state.step))"}),
 }
 
 
@@ -160,7 +165,7 @@ def contents(directory: Path) -> str:
 
 def leftovers(directory: Path) -> int:
     found = directory / run_dir.CHECKPOINTS
-    return len([*found.glob(".tmp-*"), *found.glob(".del-*")])
+    return len([*found.glob(".tmp-*"), *found.glob(".del-*"), *directory.glob(".*.json*.*")])
 
 
 def whole_metrics(directory: Path, steps: int) -> bool:
@@ -284,7 +289,7 @@ def crash_at(point: str, occurrence: int) -> None:
         "doomed": (Path, "rename", None, is_step),
         "half removed": (shutil, "rmtree", None, None),
         "half a line": (loggers.JsonlSink, "write", None, None),
-        "summary": (Path, "replace", lambda path, target: target.name == run_dir.SUMMARY, None),
+        "replaced": (Path, "replace", lambda _, target: target.name in (run_dir.EFFECTIVE, run_dir.SUMMARY), None),
     }
     if point == "half removed":
         plain_rmtree = shutil.rmtree
@@ -311,7 +316,7 @@ def crash_at(point: str, occurrence: int) -> None:
 
 
 POINTS = ("before", "weights", "optimizer", "manifest", "synced", "renamed", "doomed", "half removed", "half a line",
-          "summary")  # fmt: skip
+          "replaced")  # fmt: skip
 
 
 def crashes(folder: Path, points: list[str], occurrences: list[int]) -> list[dict[str, Any]]:
@@ -342,13 +347,14 @@ def crashes(folder: Path, points: list[str], occurrences: list[int]) -> list[dic
 
 
 def mutate(name: str) -> None:
-    """Break one line of a module that is already imported."""
-    module, old, new = MUTANTS[name]
-    assert isinstance(module, ModuleType)
+    """Break a module that is already imported."""
+    module, changes = MUTANTS[name]
     assert module.__file__ is not None
     source = Path(module.__file__).read_text()
-    assert source.count(old) == 1, f"{name}: {source.count(old)} places to break in {module.__name__}"
-    exec(compile(source.replace(old, new), module.__file__, "exec"), module.__dict__)
+    for old, new in changes.items():
+        assert source.count(old) == 1, f"{name}: {source.count(old)} places to break in {module.__name__}: {old}"
+        source = source.replace(old, new)
+    exec(compile(source, module.__file__, "exec"), module.__dict__)
 
 
 def main() -> None:

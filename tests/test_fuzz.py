@@ -31,6 +31,8 @@ from gptexp.config import Config, DataConfig, ModelConfig, OptimConfig, fields_o
 from gptexp.data import shards as module
 from gptexp.data.loader import open_dataset
 from gptexp.data.shards import HEADER, MAGIC, MANIFEST, VERIFIED, ShardWriter, verify
+from gptexp.distributed import Rank
+from gptexp.effective import load_effective, resolve
 from gptexp.errors import CheckpointError, ConfigError, DataError
 from gptexp.model import GPT
 from gptexp.optim import build_optimizer
@@ -155,6 +157,20 @@ def test_a_saved_config_is_data_and_nothing_else(tmp_path: Path, monkeypatch: py
     assert 0 < taken < len(texts)
     assert all(len(line.splitlines()) == 1 and len(line) < 1000 for line in said)
     assert sorted(path.name for path in tmp_path.iterdir()) == [run_dir.CONFIG]  # and no sentinel
+
+
+def test_saved_decisions_are_those_of_a_run_or_refused(tmp_path: Path) -> None:
+    whole = resolve(Config(), torch.device("cpu"), Rank()).to_dict()
+    run_dir.write_json(tmp_path / run_dir.EFFECTIVE, whole)
+    assert load_effective(tmp_path) == whole
+    values = [None, "x", -1, 1e400, [], {}, {"a": 1}, True]
+    for key in [*whole, "new"]:
+        wrong = [{**whole, key: value} for value in values if type(value) is not type(whole.get(key))]
+        for saved in [*wrong, {k: v for k, v in whole.items() if k not in (key, "reasons")}]:
+            (tmp_path / run_dir.EFFECTIVE).write_text(json.dumps(saved))
+            with pytest.raises(ConfigError, match="no decisions of a run") as refused:
+                load_effective(tmp_path)
+            assert len(str(refused.value).splitlines()) == 1
 
 
 # --- shards ----------------------------------------------------------------------------------------------------------
