@@ -51,14 +51,10 @@ def _nearest(total: int, micro_batch_size: int, seq_len: int, world_size: int) -
     return "; ".join(fixes)
 
 
-def legal_micro_batches(total_batch_size: int, seq_len: int, world_size: int, tree: bool = False) -> list[int]:
-    """Every micro-batch size that divides a step, the largest first; `plan_batch` has accepted size 1.
-
-    `tree`: only those that make a power of two of micro-batches; there may be none.
-    """
+def legal_micro_batches(total_batch_size: int, seq_len: int, world_size: int) -> list[int]:
+    """Every micro-batch size that divides a step, the largest first; `plan_batch` has accepted size 1."""
     sequences = total_batch_size // (seq_len * world_size)
-    sizes = [size for size in range(min(sequences, FAR), 0, -1) if sequences % size == 0]
-    return [size for size in sizes if is_power_of_two(sequences // size)] if tree else sizes
+    return [size for size in range(min(sequences, FAR), 0, -1) if sequences % size == 0]
 
 
 def is_power_of_two(n: int) -> bool:

@@ -70,15 +70,19 @@ def _batch(cfg: Config, world_size: int) -> Iterator[str]:
 def _tree(cfg: Config, world_size: int) -> Iterator[str]:
     if cfg.train.reduction != "tree":
         return
-    given, total, wanted = "train.reduction=tree", cfg.batch.total_batch_size, cfg.batch.asked_micro_batch_size
+    given, total, size = "train.reduction=tree", cfg.batch.total_batch_size, cfg.batch.asked_micro_batch_size
     if not is_power_of_two(world_size):
         yield f"{given}: adds up pairs of ranks and needs a power of two, not {world_size}; use world.size=1, 2, 4 or 8"
-    elif total % ((wanted or 1) * cfg.seq_len * world_size) == 0:
-        sizes = legal_micro_batches(total, cfg.seq_len, world_size, tree=True)
-        if wanted is not None and wanted not in sizes:
+    elif total % ((size or 1) * cfg.seq_len * world_size) == 0:
+        sequences = total // (cfg.seq_len * world_size)
+        legal = [s for s in legal_micro_batches(total, cfg.seq_len, world_size) if is_power_of_two(sequences // s)]
+        use = f"use batch.micro_batch_size={' or '.join(map(str, legal[:4]))}"
+        if size is None:
+            yield f"batch.micro_batch_size=auto: {given} gives equal bits at equal micro-batches, so name one; {use}"
+        elif size not in legal:
             yield (
                 f"{given}: adds up pairs of micro-batches and needs a power of two of them, not "
-                f"{total // (wanted * cfg.seq_len)}; use batch.micro_batch_size={' or '.join(map(str, sizes[:4]))}"
+                f"{total // (size * cfg.seq_len)}; {use}"
             )
     if cfg.world.threads_per_rank not in (None, 1):
         yield f"world.threads_per_rank={cfg.world.threads_per_rank}: {given} needs one thread per rank; leave it out"

@@ -15,6 +15,7 @@ import os
 import re
 import shutil
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -28,6 +29,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from gptexp.batch import crosses
+from gptexp.config import from_dict
 from gptexp.errors import CheckpointError, StorageError
 
 NAME = re.compile(r"step-(\d{8,})")
@@ -49,13 +51,14 @@ class TrainState:
     seconds: float = 0.0  # of training, over all attempts
     skipped_updates: int = 0  # left out since loss or gradient was not finite
     steps_passed_over: int = 0  # of data that a rollback left behind: step k reads what k + this many come to
+    regular: bool = True  # whether this checkpoint was due; False: saved to leave with, early
 
 
 @dataclass(frozen=True)
 class Keep:
     """Which checkpoints stay when a new one is saved."""
 
-    last: int = 0  # the newest so many; 0: all
+    last: int = 0  # the newest so many of those that were due; 0: all
     every_tokens: int = 0  # and the first at or after each multiple; 0: none
     best: bool = True  # and that of the lowest validation loss
 
@@ -80,7 +83,9 @@ def save(
     moments = optimizer.state_dict()
     try:
         with _storage(target):
-            directory.mkdir(exist_ok=True)
+            if not directory.exists():
+                directory.mkdir()
+                _fsync(directory.parent)
             _refuse_a_full_disk(directory, weights, moments)
             unfinished.mkdir()
             save_file(weights, unfinished / "model.safetensors")
@@ -96,7 +101,10 @@ def save(
             _fsync(directory)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-    _prune(directory, keep)
+    try:
+        _prune(directory, keep)
+    except OSError as error:
+        print(f"gptexp: {directory}: old checkpoints stay ({error.strerror or error})", file=sys.stderr)
     return target
 
 
@@ -143,16 +151,20 @@ def _save(value: object, file: BinaryIO) -> None:
         raise
 
 
-def load_latest(directory: Path) -> tuple[Path, TrainState] | None:
+def load_latest(directory: Path, regular: bool = False) -> tuple[Path, TrainState] | None:
     """The newest checkpoint that is whole, and its state; None if none was ever saved.
 
-    Prints a line for each newer one that it passes over; raises `CheckpointError` if none of several is whole.
+    `regular`: the newest of those that were due, whatever interruptions there were. Prints a line for each newer one
+    that is not whole; raises `CheckpointError` if none of several is.
     """
     rejected = []
     for path in sorted(_published(directory), key=_step, reverse=True):
         problem = _problem(path)
         if problem is None:
-            return path, _read_state(path)
+            state = _read_state(path)
+            if regular and not state.regular:
+                continue
+            return path, state
         rejected.append(f"{path}: {problem}")
         print(f"gptexp: checkpoint passed over: {rejected[-1]}", file=sys.stderr)
     if rejected:
@@ -175,7 +187,7 @@ def set_aside(directory: Path, newer_than: int) -> None:
     """
     for path in _published(directory):
         if _step(path) > newer_than:
-            path.rename(path.with_name(f"rejected-{os.getpid()}-{path.name}"))
+            path.rename(path.with_name(f"rejected-{time.time_ns()}-{path.name}"))
 
 
 def sweep(directory: Path) -> None:
@@ -200,14 +212,26 @@ def load_optimizer(path: Path, optimizer: torch.optim.Optimizer) -> None:
 
     A file that holds code is refused, not run.
     """
-    fused = [group["fused"] for group in optimizer.param_groups]
+    own = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     try:
         saved: dict[str, Any] = torch.load(path / "train.pt", map_location="cpu", weights_only=True)
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        _check_moments(saved["optimizer"]["state"], parameters)
         optimizer.load_state_dict(saved["optimizer"])
-    except (OSError, UnpicklingError, RuntimeError, ValueError, KeyError, TypeError, EOFError) as error:
+    except (OSError, UnpicklingError, RuntimeError, ValueError, KeyError, TypeError, AttributeError, EOFError) as error:
         raise CheckpointError(f"{path / 'train.pt'}: not this optimizer's state ({_first_line(error)})") from None
-    for group, own in zip(optimizer.param_groups, fused, strict=True):
-        group["fused"] = own  # this device's kernel, not that of the device it was saved on
+    for group, hyperparameters in zip(optimizer.param_groups, own, strict=True):
+        group.update(hyperparameters)  # the config's, and this device's kernel
+
+
+def _check_moments(state: dict[int, dict[str, torch.Tensor]], parameters: list[nn.Parameter]) -> None:
+    """Raise `ValueError` unless every parameter has AdamW's moments in its own shape: the kernels do not look."""
+    if state.keys() != set(range(len(parameters))):
+        raise ValueError(f"it holds {len(state)} parameters, not {len(parameters)}")
+    for number, parameter in enumerate(parameters):
+        shapes = {name: tuple(value.shape) for name, value in state[number].items()}
+        if shapes != {"step": (), "exp_avg": parameter.shape, "exp_avg_sq": parameter.shape}:
+            raise ValueError(f"parameter {number} of shape {tuple(parameter.shape)} has {shapes}")
 
 
 def _published(directory: Path) -> list[Path]:
@@ -226,8 +250,8 @@ def _problem(path: Path, hashes: bool = True) -> str | None:
         if irregular := [name for name in (MANIFEST, *FILES) if not (path / name).is_file()]:
             return f"{irregular[0]} is missing or no regular file"
         files = json.loads((path / MANIFEST).read_text())
-        if not isinstance(files, dict) or not files.keys() >= set(FILES):
-            return f"{MANIFEST} does not name all files"
+        if not isinstance(files, dict) or files.keys() != set(FILES):
+            return f"{MANIFEST} does not name these files"
         for name, (size, digest) in files.items():
             file = path / name
             if file.stat().st_size != size:
@@ -244,7 +268,16 @@ def _problem(path: Path, hashes: bool = True) -> str | None:
 def _read_state(path: Path) -> TrainState:
     values = json.loads((path / "state.json").read_text())
     values.pop("about", None)
-    return TrainState(**values)
+    state = from_dict(values, TrainState)
+    assert isinstance(state, TrainState)
+    return state
+
+
+def data_hash(path: Path) -> str | None:
+    """Hash of the tokens that the run of checkpoint `path` reads, if it says so."""
+    about = json.loads((path / "state.json").read_text()).get("about")
+    found = about.get("data_hash") if isinstance(about, dict) else None
+    return found if isinstance(found, str) else None
 
 
 def _prune(directory: Path, keep: Keep) -> None:
@@ -253,7 +286,8 @@ def _prune(directory: Path, keep: Keep) -> None:
         return
     newest_first = sorted(_published(directory), key=_step, reverse=True)
     states = {path: _read_state(path) for path in newest_first if _problem(path, hashes=False) is None}
-    kept = set(list(states)[: keep.last])
+    due = [path for path, state in states.items() if state.regular]
+    kept = {*due[: keep.last], next(iter(states), directory)}  # the newest, be it one to leave with
     losses = {
         path: s.val_loss for path, s in states.items() if s.val_loss is not None and s.evaluated_tokens == s.tokens
     }

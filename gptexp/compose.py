@@ -8,7 +8,7 @@ is created, and print as one line each with exit code 2.
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -35,15 +35,24 @@ from gptexp.errors import EXIT_CONFIG, EXIT_FAILED, ConfigError, UserError
 from gptexp.overrides import options, override_problems
 from gptexp.terminal import hush
 
+OWN_CONF = "GPTEXP_CONF"  # names a folder that takes the place of conf/
+
 
 def conf_dir() -> Path:
-    """Where the YAML files lie: $GPTEXP_CONF, else the wheel's copy, else the checkout's conf/."""
+    """Where the YAML files lie: $GPTEXP_CONF, else `packaged_conf`."""
+    own = os.environ.get(OWN_CONF)
+    if own is None:
+        return packaged_conf()
+    if not (Path(own) / "config.yaml").is_file():
+        raise ConfigError(f"{OWN_CONF}={own}: holds no config.yaml; set it to the folder that does, or to nothing")
+    return Path(own).resolve()
+
+
+def packaged_conf() -> Path:
+    """The wheel's copy of conf/, else the checkout's."""
     package = Path(__file__).resolve().parent
-    own = os.environ.get("GPTEXP_CONF")
-    for candidate in [Path(own)] if own else [package / "conf", package.parent / "conf"]:
-        if (candidate / "config.yaml").is_file():
-            return candidate.resolve()
-    raise ConfigError(f"no config.yaml in {own or package / 'conf'}; set GPTEXP_CONF to the folder that holds it")
+    candidates = (package / "conf", package.parent / "conf")
+    return next(folder for folder in candidates if (folder / "config.yaml").is_file())
 
 
 def register() -> None:
@@ -92,10 +101,12 @@ def hydra_main(task: Callable[[DictConfig], Any]) -> None:
     if not (args.shell_completion or args.hydra_help):
         multirun = args.multirun or any(text.startswith(("sweep=", "hydra.mode=")) for text in args.overrides)
         _refuse(args.overrides, multirun, args.config_dir)
-        if args.config_dir:
+        if args.config_dir or OWN_CONF in os.environ:
+            typed = [text for text in args.overrides if text.lstrip("+~").partition("=")[0].startswith("hydra")]
             cfg = _composition(args.overrides, args.config_dir, with_hydra=True, multirun=multirun)
-            typed = [text for text in cfg.hydra.overrides.hydra if not text.startswith("hydra.searchpath=")]
-            refuse_foreign_code(cfg, _composition(typed, None, with_hydra=True))
+            refuse_foreign_code(
+                cfg, _composition(typed, None, with_hydra=True, multirun=multirun, conf=packaged_conf())
+            )
     if args.help:
         _print_help(args.overrides, args.config_dir)
         return
@@ -116,6 +127,9 @@ def _usage_error(message: str) -> NoReturn:
 
 def _refuse(overrides: Sequence[str], multirun: bool, config_dir: str | None) -> None:
     """Raise `ConfigError` for a folder that is none and for wrong overrides."""
+    # Hydra saves what was typed as well.
+    if secrets := list(_secrets((text.partition("=")[0], text) for text in overrides)):
+        raise ConfigError(secrets)
     if found := override_problems(overrides, multirun, _folders(config_dir)):
         raise ConfigError(found)
 
@@ -136,12 +150,16 @@ def compose(overrides: list[str], config_dir: str | None = None) -> Config:
 
 
 def _composition(
-    overrides: list[str], config_dir: str | None, with_hydra: bool = False, multirun: bool = False
+    overrides: list[str],
+    config_dir: str | None,
+    with_hydra: bool = False,
+    multirun: bool = False,
+    conf: Path | None = None,
 ) -> DictConfig:
     """What Hydra makes of `overrides`; `with_hydra`: its own part too. Of a multirun, what all cells begin with."""
     register()
     search = [f"hydra.searchpath=[file://{Path(config_dir).resolve()}]"] if config_dir else []
-    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+    with hydra.initialize_config_dir(str(conf or conf_dir()), version_base="1.3"):
         engine = GlobalHydra.instance().hydra
         assert engine is not None
         mode = RunMode.MULTIRUN if multirun else RunMode.RUN
@@ -152,20 +170,49 @@ def _composition(
     return cfg
 
 
-# What of Hydra's own config calls code by its name, or sets up the processes that do.
-CODE = ("callbacks", "job_logging", "hydra_logging", "launcher._target_", "sweeper._target_", "job.env_set")
+# What of Hydra's own config calls code by its name, or sets up the processes that do, or says where they write.
+CODE = (
+    "callbacks",
+    "job_logging",
+    "hydra_logging",
+    "launcher",
+    "sweeper",
+    "job.env_set",
+    "job.env_copy",
+    "output_subdir",
+)
+PLACES = ("run.dir", "sweep.dir")
 
 
 def refuse_foreign_code(cfg: DictConfig, own: DictConfig) -> None:
     """Raise `ConfigError` where `cfg` names other code to call than `own`, which no foreign file had a part in.
 
-    Hydra runs what `hydra.callbacks` and its logging name, before any of our code sees the config.
+    Hydra runs what `hydra.callbacks` and its logging name, and builds launcher and sweeper with all that is in them,
+    before any of our code sees the config. Compared as written: what an interpolation comes to may change. A file may
+    choose where runs lie, below the working directory.
     """
+    theirs: Any = OmegaConf.to_container(cfg.hydra, resolve=False)
+    ours: Any = OmegaConf.to_container(own.hydra, resolve=False)
+    for node in (theirs, ours):
+        params = node["sweeper"].pop("params", None)
+        if node is theirs and params and not all(isinstance(v, str | int | float) for v in params.values()):
+            raise ConfigError("hydra.sweeper.params: a file names the values of a key as text: optim.lr: 1e-3,2e-3")
     for key in CODE:
-        if OmegaConf.select(cfg.hydra, key) != OmegaConf.select(own.hydra, key):
+        if _at(theirs, key) != _at(ours, key):
             raise ConfigError(
-                f"hydra.{key}: set by a file of --config-dir; such a file may choose values, not code: take it out"
+                f"hydra.{key}: set by a file of --config-dir or ${OWN_CONF}; it may choose values, not code; drop it"
             )
+    for key in PLACES:
+        place = str(_at(theirs, key))
+        outside = Path(place).is_absolute() or ".." in Path(place).parts or place.startswith("~") or "${oc." in place
+        if place != _at(ours, key) and outside:
+            raise ConfigError(f"hydra.{key}={shown(place)}: a file may name a place below the working directory only")
+
+
+def _at(node: Any, key: str) -> Any:
+    for part in key.split("."):
+        node = node.get(part) if isinstance(node, dict) else None
+    return node
 
 
 def _print_help(overrides: list[str], config_dir: str | None) -> None:
@@ -206,7 +253,8 @@ def to_config(cfg: DictConfig, overrides: Sequence[str], cwd: str | None = None)
         )
     if config.world.size is None:
         config.world.size = launcher.world_size if launcher else 1
-    if problems := [*problems, *_secrets(config), *check.problems(config, config.world.size)]:
+    problems += _secrets((key, value) for key, _, value in fields_of(config))
+    if problems := [*problems, *check.problems(config, config.world.size)]:
         raise ConfigError(problems)
     return config
 
@@ -219,6 +267,7 @@ WINNERS = {
     "train.max_tokens": ("max_steps",),
     "train.eval_every_tokens": ("eval_every",),
     "train.save_every_tokens": ("save_every",),
+    "train.keep_every_tokens": ("keep_every",),
 }
 
 
@@ -227,10 +276,10 @@ SECRET = re.compile(r"KEY|SECRET|TOKEN|PASSW|CREDENTIAL", re.IGNORECASE)
 SECRET_CHARS = 8  # a shorter value may well be a word of its own
 
 
-def _secrets(config: Config) -> Iterator[str]:
-    """A line for each key that holds what only the environment should: everything here is saved and logged."""
+def _secrets(values: Iterable[tuple[str, object]]) -> Iterator[str]:
+    """A line for each (key, value) that holds what only the environment should: everything here is saved and logged."""
     secrets = {name: v for name, v in os.environ.items() if SECRET.search(name) and len(v) >= SECRET_CHARS}
-    for key, _, value in fields_of(config):
+    for key, value in values:
         for name, secret in secrets.items():
             if secret in str(value):
                 yield f"{key}: holds the value of ${name}, and would be saved with the run; leave it to the environment"

@@ -245,7 +245,7 @@ IRRELEVANT_TO_RESULT = (
 
 # Keys that a step's tensors have their sizes from.
 DECIDING_MEMORY = ("model", "batch", "world.size", "train.dtype", "train.compile", "train.loss",
-                   "train.activation_checkpointing")  # fmt: skip
+                   "train.activation_checkpointing", "train.reduction")  # fmt: skip
 
 
 def fields_of(config: Any, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field[Any], Any]]:
@@ -321,7 +321,9 @@ def _fits(value: Any, annotation: Any) -> bool:
 
 def result_deciding(config: Config) -> dict[str, Any]:
     """Dotted keys and values of everything that decides which weights come out."""
-    return {key: value for key, _, value in fields_of(config) if not _is_in(key, IRRELEVANT_TO_RESULT)}
+    # A rollback leads to a checkpoint: then it counts when there is one.
+    also = ("train.save_every", "train.save_every_tokens") if config.train.nonfinite == "rollback" else ()
+    return {key: value for key, _, value in fields_of(config) if key in also or not _is_in(key, IRRELEVANT_TO_RESULT)}
 
 
 def memory_key(config: Config) -> str:

@@ -223,20 +223,14 @@ def _loss(kind: str, dtype: str, compiled: bool) -> tuple[str, str]:
 def _micro_batch_size(cfg: Config, effective: Effective, device: torch.device, rank: Rank) -> tuple[int, str]:
     memory = free_memory(device)
     if memory is None:
-        return micro_batch_sizes(cfg, rank.world_size)[-1], "how much memory there is is not known"
+        return 1, "how much memory there is is not known"
     usable = USABLE * memory / (rank.local_world_size if device.type == "cpu" else 1)
 
     def fits(size: int) -> bool:
         return estimate(cfg, replace(effective, micro_batch_size=size), rank.world_size).peak <= usable
 
-    sizes = micro_batch_sizes(cfg, rank.world_size)
-    return next(filter(fits, sizes), sizes[-1]), ESTIMATED
-
-
-def micro_batch_sizes(cfg: Config, world_size: int) -> list[int]:
-    """What `batch.micro_batch_size` may be, the largest first."""
-    tree = cfg.train.reduction == "tree"
-    return legal_micro_batches(cfg.batch.total_batch_size, cfg.seq_len, world_size, tree)
+    sizes = legal_micro_batches(cfg.batch.total_batch_size, cfg.seq_len, rank.world_size)
+    return next(filter(fits, sizes), 1), ESTIMATED
 
 
 def apply(effective: Effective, deterministic: bool = False) -> None:

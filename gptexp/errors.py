@@ -47,6 +47,10 @@ class MicroBatchError(UserError):
     """A micro-batch that `auto` chose and memory did not hold; a smaller one is chosen, and the run can start again."""
 
 
+class MemoryExhaustedError(UserError):
+    """Memory that ran out in the middle of a run."""
+
+
 class LostRankError(UserError):
     """Ranks that have ended, as their peers see it."""
 

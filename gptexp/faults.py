@@ -8,18 +8,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gptexp import run_dir
+from gptexp.batch import legal_micro_batches
 from gptexp.checkpoint import TrainState
 from gptexp.config import AUTO, Config
 from gptexp.distributed import Rank
-from gptexp.effective import Effective, micro_batch_sizes
-from gptexp.errors import ConfigError, LostRankError, MicroBatchError, SilentRankError, UserError
+from gptexp.effective import Effective
+from gptexp.errors import ConfigError, LostRankError, MemoryExhaustedError, MicroBatchError, SilentRankError, UserError
 from gptexp.machine import is_out_of_memory
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
 ANSWER_S = 5.0  # between a collective's failure on the first and on the last rank that is there
-SMALLER = "the next smaller one, as {} needed more memory than there was"
+SMALLER_ONE = "the next smaller one, as {} needed more memory than there was"
 
 
 @contextmanager
@@ -39,7 +40,7 @@ def explained(
             raise _too_large(cfg, effective, directory, rank, at_the_start=state.step == first) from error
         if store is not None and _of_a_collective(error) and (missing := _missing(store, rank)):
             ranks = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))}"
-            again = "the same command goes on from the newest checkpoint"
+            again = f"gptexp resume {directory} goes on from the newest checkpoint"
             if "timed out" in str(error).lower():
                 waited = f"world.timeout_s={cfg.world.timeout_s:g} s"
                 raise SilentRankError(f"{ranks}: silent for {waited}; {again}") from error
@@ -50,19 +51,21 @@ def explained(
 def _too_large(cfg: Config, effective: Effective, directory: Path, rank: Rank, at_the_start: bool) -> UserError:
     """The error of a step that memory did not hold; under `auto` the next one will be smaller."""
     size = effective.micro_batch_size
-    smaller = [s for s in micro_batch_sizes(cfg, rank.world_size) if s < size]
+    sizes = legal_micro_batches(cfg.batch.total_batch_size, cfg.seq_len, rank.world_size)
+    smaller = [s for s in sizes if s < size]
     if cfg.batch.micro_batch_size == AUTO and at_the_start and smaller:
-        reasons = {**effective.reasons, "micro_batch_size": SMALLER.format(size)}
+        reasons = {**effective.reasons, "micro_batch_size": SMALLER_ONE.format(size)}
         chosen = replace(effective, micro_batch_size=smaller[0], reasons=reasons)
         run_dir.write_json(directory / run_dir.EFFECTIVE, chosen.to_dict())
         return MicroBatchError(
             f"batch.micro_batch_size=auto: a step of {size} sequences needs more memory than this {effective.device} "
-            f"has left; trying {smaller[0]}"
+            f"has left; the next start takes {smaller[0]}"
         )
-    return ConfigError(
+    line = (
         f"batch.micro_batch_size={size}: a step needs more memory than this {effective.device} has left; use a smaller "
-        "one or auto, train.loss=chunked, or train.activation_checkpointing=true"
+        "one, train.loss=chunked, or train.activation_checkpointing=true"
     )
+    return ConfigError(line) if at_the_start else MemoryExhaustedError(f"{line}, and gptexp resume {directory}")
 
 
 def _of_a_collective(error: RuntimeError) -> bool:
@@ -74,10 +77,13 @@ def _of_a_collective(error: RuntimeError) -> bool:
 
 def _missing(store: "dist.Store", rank: Rank) -> list[int]:
     """After a collective failed: the ranks that do not say, within some seconds, that it failed for them as well."""
-    store.set(f"failed/{rank.rank}", "")
     deadline = time.monotonic() + ANSWER_S
     missing = list(range(rank.world_size))
-    while missing and time.monotonic() < deadline:
-        time.sleep(0.1)
-        missing = [r for r in missing if not store.check([f"failed/{r}"])]
+    try:
+        store.set(f"failed/{rank.rank}", "")
+        while missing and time.monotonic() < deadline:
+            time.sleep(0.1)
+            missing = [r for r in missing if not store.check([f"failed/{r}"])]
+    except RuntimeError:
+        return [0]  # under srun the store is rank 0's, and gone with it
     return missing

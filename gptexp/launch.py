@@ -16,27 +16,28 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from gptexp.errors import EXIT_CONFIG, EXIT_DIVERGED, EXIT_FAILED, MicroBatchError, SilentRankError, UserError
+from gptexp.errors import EXIT_CONFIG, EXIT_DIVERGED, EXIT_FAILED, LostRankError, MicroBatchError, UserError
 from gptexp.run import PARENT
-from gptexp.signals import StopRequest
+from gptexp.signals import DEADLINE, StopRequest, deadline_after
 
-SMALLER = -1  # in place of an exit code: a smaller micro-batch has been chosen, start anew
+START_ANEW = -1  # in place of an exit code: a smaller micro-batch has been chosen, start anew
 GRACE_S = 60  # for a checkpoint after a signal, before the agent kills
 
 _USER_ERRORS = {error.__name__ for error in UserError.__subclasses__()}
 _STOPPED = tuple(128 + s for s in (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM))
 
 
-def launch(directory: Path, world_size: int, max_restarts: int = 0) -> int:
+def launch(directory: Path, world_size: int, max_restarts: int = 0, max_minutes: float | None = None) -> int:
     """Run `world_size` ranks in `directory` until all have left; the exit code of the run.
 
     An error is printed once: the message of the rank that failed first, with its traceback if it is no user's error.
-    Up to `max_restarts` times a run that failed goes on from its newest checkpoint.
+    Up to `max_restarts` times a run that failed goes on from its newest checkpoint; `max_minutes` are those of all
+    attempts together.
     """
-    restarts = 0
+    restarts, deadline = 0, deadline_after(max_minutes)
     while True:
-        code = _launch(directory, world_size)
-        if code == SMALLER:
+        code = _launch(directory, world_size, deadline)
+        if code == START_ANEW:
             continue
         if code != EXIT_FAILED or restarts == max_restarts:
             return code
@@ -44,14 +45,14 @@ def launch(directory: Path, world_size: int, max_restarts: int = 0) -> int:
         print(f"gptexp: restart {restarts} of {max_restarts}", file=sys.stderr)
 
 
-def _launch(directory: Path, world_size: int) -> int:
+def _launch(directory: Path, world_size: int, deadline: str) -> int:
     # The agent's own restarts would try again whatever the reason, a request to stop among them.
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # it would tell each story twice
-    with tempfile.TemporaryDirectory(prefix="gptexp-") as logs, _signals() as received, _environment():
+    with tempfile.TemporaryDirectory(prefix="gptexp-") as logs, _signals() as received, _environment(deadline):
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -71,11 +72,11 @@ def _launch(directory: Path, world_size: int) -> int:
         except SignalException as error:
             return 128 + (received[0] if received else int(error.sigval))
         except ChildFailedError as error:
-            # A rank that was killed is a cause. It left no time of its own, so that a peer may seem to be first where
-            # the agent looked late. But one that hangs is killed by the agent, after a peer has said so.
+            # A rank that was killed left no time of its own: a peer that lost it seems to be first where the agent
+            # looked late. Anything else that a peer says is the cause, and the agent killed who did not leave for it.
             killed = [(r, f) for r, f in error.failures.items() if f.exitcode < 0 and -f.exitcode != signal.SIGTERM]
             rank, failure = error.get_first_failure()
-            if killed and not _text(failure.message).startswith(SilentRankError.__name__):
+            if killed and _text(failure.message).startswith(LostRankError.__name__):
                 rank, failure = killed[0]
             return _report(rank, failure.exitcode, failure.message)
     return 0
@@ -93,7 +94,7 @@ def _report(rank: int, exit_code: int, message: object) -> int:
         prefix = "config error: " if exit_code == EXIT_CONFIG else ""
         for line in said.splitlines():
             print(f"gptexp: {prefix}{line}", file=sys.stderr)
-        return SMALLER if kind == MicroBatchError.__name__ else exit_code
+        return START_ANEW if kind == MicroBatchError.__name__ else exit_code
     if exit_code < 0:
         text = f"killed by {signal.Signals(-exit_code).name}"
     print(f"{trace}gptexp: rank {rank} failed (exit code {exit_code}): {text}", file=sys.stderr)
@@ -140,13 +141,14 @@ def _signals() -> Iterator[list[int]]:
 
 
 @contextmanager
-def _environment() -> Iterator[None]:
+def _environment(deadline: str) -> Iterator[None]:
     """The ranks' environment: this very gptexp whatever their working directory, and nothing of wandb's service."""
     root = Path(__file__).resolve().parent.parent
     before = dict(os.environ)
     if (root / "conf").is_dir():  # a checkout; what is installed is found anyway
         os.environ["PYTHONPATH"] = os.pathsep.join([str(root), *filter(None, [before.get("PYTHONPATH")])])
     os.environ[PARENT] = str(os.getpid())
+    os.environ[DEADLINE] = deadline
     for name in ("WANDB_SERVICE", "HYDRA_FULL_ERROR"):
         os.environ.pop(name, None)
     try:

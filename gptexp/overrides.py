@@ -58,6 +58,9 @@ def _problems(override: Override, fields: Fields, groups: Groups, multirun: bool
     if key == "hydra.searchpath":
         yield f"{text}: not supported; give one folder of groups with --config-dir"
         return
+    if key.startswith(("hydra.job.env_set", "hydra.job.env_copy")):
+        yield f"{text}: not supported, Hydra would save the values; set variables in the shell"
+        return
     if key == "hydra":
         yield f"{text}: hydra is a group of keys; set one of them, such as hydra.run.dir=DIR"
         return

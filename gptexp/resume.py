@@ -6,10 +6,12 @@ from pathlib import Path
 from gptexp import check, run_dir
 from gptexp.distributed import launcher_rank
 from gptexp.errors import ConfigError
+from gptexp.train import STOP, start
 
 
 def main(argv: list[str] | None = None) -> int:
     """`gptexp resume RUN_DIR`: continue an unfinished run from its newest checkpoint."""
+    STOP.install(ignore_sigint=False)  # as `gptexp train` does, from the first moment
     parser = argparse.ArgumentParser(prog="gptexp resume", description=main.__doc__)
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     parser.add_argument("--world-size", type=int, metavar="N", help="ranks (default: as before)")
@@ -30,8 +32,6 @@ def main(argv: list[str] | None = None) -> int:
     if run_dir.check_free(directory, config) == "completed":
         print(f"gptexp: {directory} is completed; nothing to do")
         return 0
-
-    from gptexp.train import start
 
     with run_dir.held(directory):
         run_dir.save_config(directory, config)

@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gptexp.signals import EXIT_CODES, StopRequest, at_parents_death
+from gptexp.signals import EXIT_CODES, StopRequest, at_parents_death, ignore_stops
 from gptexp.terminal import say
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def _run(cfg: "Config", directory: Path, stop: StopRequest, rank: "Rank", store:
         pick_device,
     )
     from gptexp.effective import Effective, apply, load_effective, resolve, step_context
-    from gptexp.errors import EXIT_DIVERGED, DivergedError
+    from gptexp.errors import EXIT_DIVERGED, CheckpointError, DivergedError
     from gptexp.faults import explained
     from gptexp.summary import Summary, end_line
     from gptexp.trainer import fit
@@ -75,7 +75,7 @@ def _run(cfg: "Config", directory: Path, stop: StopRequest, rank: "Rank", store:
         patient = init_process_group(rank, store, device, cfg.world.backend, cfg.world.timeout_s)
 
     def decide() -> tuple[dict[str, Any], Path | None, "TrainState"]:
-        _refuse_changed_data(directory, dataset)
+        _refuse_changed_data(directory, run_dir.read_json(directory / run_dir.SUMMARY).get("data_hash"), dataset)
         effective = resolve(cfg, device, rank, load_effective(directory))
         effective = trial.settle_micro_batch(cfg, effective, device, rank.world_size)
         run_dir.write_json(directory / run_dir.EFFECTIVE, effective.to_dict())
@@ -86,6 +86,11 @@ def _run(cfg: "Config", directory: Path, stop: StopRequest, rank: "Rank", store:
             old = checkpoint.newest(Path(cfg.init_from) / run_dir.CHECKPOINTS)[0] if cfg.init_from else None
             return effective.to_dict(), old, checkpoint.TrainState()
         path, state = found
+        _refuse_changed_data(path, checkpoint.data_hash(path), dataset)
+        if state.tokens != state.step * cfg.batch.total_batch_size:
+            raise CheckpointError(
+                f"{path}: says {state.tokens:,} tokens after {state.step:,} steps; no state of this run"
+            )
         checkpoint.set_aside(checkpoints, state.step)
         return effective.to_dict(), path, state
 
@@ -181,15 +186,13 @@ def _build_training(
     )
 
 
-def _refuse_changed_data(directory: Path, dataset: "Dataset") -> None:
-    """Raise `DataError` for a run directory that began with other tokens."""
-    from gptexp import run_dir
+def _refuse_changed_data(path: Path, before: str | None, dataset: "Dataset") -> None:
+    """Raise `DataError` for a run directory or a checkpoint that began with other tokens."""
     from gptexp.errors import DataError
 
-    before = run_dir.read_json(directory / run_dir.SUMMARY).get("data_hash", dataset.hash)
-    if before != dataset.hash:
+    if before not in (None, dataset.hash):
         raise DataError(
-            f"{directory}: began with other data (tokens {before}, now {dataset.hash}); give it the text it had, "
+            f"{path}: began with other data (tokens {before}, now {dataset.hash}); give it the text it had, "
             "or start a new run"
         )
 
@@ -280,9 +283,7 @@ def main() -> None:
             code = record(body)()
         except UserError as error:
             sys.exit(error.exit_code)
-        # All ranks are past their last collective: a signal that still arrives has nothing left to stop.
-        for name in ("SIGUSR1", "SIGTERM"):
-            signal.signal(getattr(signal, name), signal.SIG_IGN)
+        ignore_stops()  # all ranks are past their last collective
         sys.exit(code)
 
 

@@ -44,9 +44,18 @@ def atomic(path: Path) -> Iterator[IO[str]]:
             os.fsync(file.fileno())
             Path(file.name).chmod(0o644)
             Path(file.name).replace(path)
+            _fsync(path.parent)
         except BaseException:
             Path(file.name).unlink(missing_ok=True)
             raise
+
+
+def _fsync(directory: Path) -> None:
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 @contextmanager
@@ -60,7 +69,7 @@ def storage(path: Path) -> Iterator[None]:
 
 def sweep(directory: Path) -> None:
     """Remove what processes that were killed left half-written; for who holds `RANK_LOCK`."""
-    for name in (EFFECTIVE, METRICS, SUMMARY):
+    for name in (CONFIG, EFFECTIVE, METRICS, SUMMARY):
         for leftover in directory.glob(f".{name}.*"):
             leftover.unlink(missing_ok=True)
 
@@ -81,11 +90,13 @@ def finite(values: dict[str, Any]) -> dict[str, Any]:
 
 def read_json(path: Path) -> dict[str, Any]:
     """The object in `path`; empty if there is no such file. Raises `ConfigError` for anything else."""
-    try:
-        value = json.loads(path.read_text())
-    except FileNotFoundError:
+    if not path.exists():
         return {}
-    except ValueError as error:
+    try:
+        if not path.is_file():  # a pipe would wait for a writer for ever
+            raise ValueError("no regular file")
+        value = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: no JSON ({error}); remove it, or start a new run") from None
     if not isinstance(value, dict):
         raise ConfigError(f"{path}: no JSON object; remove it, or start a new run")

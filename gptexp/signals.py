@@ -16,6 +16,8 @@ from types import FrameType
 REASONS = ("SIGINT", "SIGUSR1", "SIGTERM", "time")
 EXIT_CODES = {"SIGINT": 130, "SIGUSR1": 138, "SIGTERM": 143, "time": 0}
 
+DEADLINE = "GPTEXP_DEADLINE"  # of the system's monotonic clock, in seconds; a launcher's for all attempts of its ranks
+
 # A terminal and a launcher may both pass on one Ctrl-C; what arrives this soon is the same request.
 SAME_REQUEST_S = 1.0
 
@@ -25,6 +27,12 @@ def at_parents_death(number: int) -> None:
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, number, 0, 0, 0)
+
+
+def ignore_stops() -> None:
+    """Once all is saved and ranks only leave: a signal that still arrives has nothing left to stop."""
+    for number in (signal.SIGUSR1, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
 
 
 @contextmanager
@@ -42,6 +50,11 @@ def ended_in_order() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+def deadline_after(max_minutes: float | None) -> str:
+    """What `DEADLINE` is set to for a limit that begins now."""
+    return str(time.monotonic() + 60 * max_minutes if max_minutes is not None else float("inf"))
+
+
 class StopRequest:
     """The first SIGINT, SIGUSR1 or SIGTERM asks for a stop after the running step, a second leaves at once.
 
@@ -56,8 +69,9 @@ class StopRequest:
         self.training = False  # whether there is a step to finish and something to save
 
     def limit(self, max_minutes: float | None) -> None:
-        """Ask for a stop once `max_minutes` from now have passed; None: never."""
-        self._deadline = time.monotonic() + 60 * max_minutes if max_minutes is not None else float("inf")
+        """Ask for a stop once `max_minutes` have passed, from now or from when `DEADLINE` was set; None: never."""
+        deadline = os.environ.get(DEADLINE) or deadline_after(max_minutes)
+        self._deadline = float(deadline)
 
     def install(self, ignore_sigint: bool) -> None:
         """Handle the signals from here on; a rank that gptexp launched leaves Ctrl-C to its parent."""

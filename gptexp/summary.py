@@ -69,7 +69,8 @@ class Summary:
         self._started = time.monotonic()
         self._fixed = {key: value for key, value in training.about.items() if key != "config"}  # that has its own file
         if self._is_main:
-            self._wall_before = run_dir.read_json(directory / run_dir.SUMMARY).get("wall_s", 0.0)
+            before = run_dir.read_json(directory / run_dir.SUMMARY).get("wall_s")
+            self._wall_before = before if isinstance(before, int | float) else 0.0
 
     def write(self, status: str) -> dict[str, Any]:
         """Write the file with `status` (rank 0); what was written, on every rank its status.

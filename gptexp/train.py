@@ -10,12 +10,13 @@ import gc
 import json
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gptexp.distributed import Rank, launcher_rank, leaving
 from gptexp.errors import EXIT_DIVERGED, MicroBatchError
-from gptexp.signals import StopRequest
+from gptexp.signals import EXIT_CODES, StopRequest, ignore_stops
 from gptexp.terminal import say
 
 if TYPE_CHECKING:
@@ -86,7 +87,8 @@ def task(cfg: Any, leader: "Leader | None") -> int:
 
 def start(config: "Config", directory: Path, fresh: bool) -> int:
     """Train `config` in `directory` on this machine; `fresh`: in processes of its own even at one rank."""
-    if config.world.size == 1 and not fresh:
+    if config.world.size == 1 and not fresh and not config.world.max_restarts:
+        from gptexp.machine import release_memory
         from gptexp.run import run
 
         STOP.limit(config.train.max_minutes)
@@ -95,11 +97,13 @@ def start(config: "Config", directory: Path, fresh: bool) -> int:
                 return run(config, directory, STOP, Rank())
             except MicroBatchError as error:
                 print(f"gptexp: {error}", file=sys.stderr)
-            gc.collect()  # what the error's frames hold is in cycles
+            gc.unfreeze()
+            gc.collect()  # what the error's frames hold is in cycles: model and optimizer of the last attempt
+            release_memory()
     from gptexp.launch import launch
 
     assert config.world.size is not None
-    return launch(directory, config.world.size, config.world.max_restarts)
+    return launch(directory, config.world.size, config.world.max_restarts, config.train.max_minutes)
 
 
 class Leader:
@@ -139,22 +143,24 @@ def follow(rank: Rank) -> None:
     from gptexp.errors import UserError
 
     store = connect()
-    number = 0
+    number = code = 0
     while True:
         store.wait([f"job/{number}"], timedelta(days=7))
         job = json.loads(store.get(f"job/{number}"))
         if job is None:
-            store.add("left", 1)
-            return
+            break
         try:
             code = run_job_as(rank, store, number, from_dict(job["config"]), Path(job["directory"]))
         except UserError as error:
             if rank.local_rank == 0:  # what is wrong on this node, rank 0 says what is wrong on its own
                 print(f"gptexp: rank {rank.rank}: {error}", file=sys.stderr)
-            sys.exit(error.exit_code)
+            code = error.exit_code
         if code not in (0, EXIT_DIVERGED):
-            sys.exit(code)
+            break
         number += 1
+    with suppress(RuntimeError):  # the store may have gone with rank 0
+        store.add("left", 1)
+    sys.exit(code)
 
 
 def run_job_as(rank: Rank, store: "dist.Store", number: int, config: "Config", directory: Path) -> int:
@@ -164,7 +170,10 @@ def run_job_as(rank: Rank, store: "dist.Store", number: int, config: "Config", d
     from gptexp.run import run
 
     STOP.limit(config.train.max_minutes)
-    return run(config, directory, STOP, rank, dist.PrefixStore(f"group{number}", store))
+    code = run(config, directory, STOP, rank, dist.PrefixStore(f"group{number}", store))
+    if code in EXIT_CODES.values():
+        ignore_stops()  # srun ends the tasks that have not left yet: all is saved, and the exit code is this one
+    return code
 
 
 if __name__ == "__main__":

@@ -37,6 +37,7 @@ from gptexp.step_report import StepReport
 # How often in a row an update may be left out, or the same checkpoint be gone back to, before a run has diverged.
 MOST_IN_A_ROW = 10
 SAVES_TO_SPARE = 2.0  # before train.max_minutes are over: times what the last checkpoint took
+SLOW_DISK = 100e6  # bytes per second, until a checkpoint has been timed
 
 
 def train_step(
@@ -55,7 +56,7 @@ def train_step(
     """One optimizer update, left out where loss or gradient norm is not finite. *Collective.*
 
     `mark` hears of the end of each phase; `flags` gives this rank's reasons to stop, asked for once all micro-steps
-    are done. Nothing here waits for the device.
+    are done. With a fused optimizer nothing here waits for the device.
     """
     for group in optimizer.param_groups:
         group["lr"] = lr
@@ -114,7 +115,7 @@ def fit(t: Training, state: TrainState, stop: StopRequest, log: RunLog, checkpoi
 
     Evaluates, saves and stops at step boundaries only, on all ranks after the same step. Raises on all ranks alike:
     `DivergedError` as soon as a number is seen that is not finite (a step's: as `t.nonfinite` says), `StorageError`
-    where the checkpoint to leave with cannot be saved.
+    where the checkpoint to leave with cannot be saved; on rank 0 alone: `StorageError` where metrics cannot be.
     """
     return _Loop(t, state, stop, log, checkpoints).run()
 
@@ -125,12 +126,16 @@ class _Loop:
     def __init__(self, t: Training, state: TrainState, stop: StopRequest, log: RunLog, checkpoints: Path) -> None:
         self.t, self.state, self.stop, self.log, self.checkpoints = t, state, stop, log, checkpoints
         self.total = t.plan.total_batch_size
+        # A GPU is still computing the step when the host has queued it: reading one step late keeps the queue full.
+        self.late = 1 if t.device.type == "cuda" else 0
         self.unread: deque[tuple[int, float, StepTimer, StepReport]] = deque()
         self.reasons: list[str] = []  # to stop early, in the order they came up
         self.steps_since_log = self.clipped_since_log = 0
         self.not_finite_in_a_row = 0
         self.went_back_to = -1  # step of the checkpoint that was last gone back to
-        self.save_s = 0.0  # what the last checkpoint took
+        parameters = sum(p.numel() for p in t.gpt.parameters())
+        self.save_s = 12 * parameters / SLOW_DISK  # what the last checkpoint took: weights and two moments
+        self.eval_s: float | None = None  # what the last evaluation took
         self.batches = self.data()
         self.clock = time.perf_counter()
 
@@ -142,8 +147,6 @@ class _Loop:
 
     def run(self) -> str | None:
         t, state, total = self.t, self.state, self.total
-        # A GPU is still computing the step when the host has queued it: reading one step late keeps the queue full.
-        late = 1 if t.device.type == "cuda" else 0
         first = state.step
         t.gpt.train()
         self.stop.training = True
@@ -158,7 +161,7 @@ class _Loop:
                 gc.collect()
                 gc.freeze()  # compiling leaves a million objects that need not be walked through again
                 gc.enable()
-            went_back = self.read(leave=0 if due_eval or due_save else late)
+            went_back = self.read(leave=0 if due_eval or due_save else self.late)
             if went_back:
                 continue
             if self.reasons and not last:
@@ -166,10 +169,12 @@ class _Loop:
             if due_eval:
                 self.validate()
             if due_save:
+                state.regular = True
                 self.save(to_leave_with=last)
         if state.step == t.steps:
             return None
         self.read(leave=0)
+        state.regular = crosses(state.tokens - total, state.tokens, t.save_every_tokens)
         self.save(to_leave_with=True)
         return self.reasons[0]
 
@@ -204,7 +209,7 @@ class _Loop:
             seconds, self.clock = now - self.clock, now
             state.seconds += seconds
             state.fingerprint = (state.fingerprint + numbers.fingerprint) % 2**64
-            self.stop.spare_s = seconds + SAVES_TO_SPARE * self.save_s
+            self.stop.spare_s = self.needed_s(seconds)
             if numbers.asked:
                 self.reasons.append(numbers.asked)
             self.steps_since_log += 1
@@ -230,6 +235,13 @@ class _Loop:
                 self.not_finite_in_a_row = 0
         return False
 
+    def needed_s(self, step_s: float) -> float:
+        """Seconds from the last look at the clock to the end of a run that stops for it."""
+        eval_s = self.eval_s
+        if eval_s is None:  # a forward pass is a third of a step
+            eval_s = step_s * len(self.t.dataset.val_windows) / self.t.plan.sequences / 3
+        return (1 + 2 * self.late) * step_s + eval_s + SAVES_TO_SPARE * self.save_s
+
     def recover(self, step: int, numbers: str) -> bool:
         """Do as `t.nonfinite` says about a step whose update was left out; whether that was to go back."""
         t, state = self.t, self.state
@@ -247,9 +259,16 @@ class _Loop:
         return True
 
     def go_back(self, step: int, numbers: str) -> None:
-        """Return to the newest checkpoint, and from there on to the data behind that of `step`."""
+        """Return to the newest checkpoint that was due, and from there on to the data behind that of `step`."""
         t, state = self.t, self.state
-        found = agree(lambda: checkpoint.load_latest(self.checkpoints), t.rank, None)
+
+        def newest() -> tuple[Path, TrainState] | None:
+            found = checkpoint.load_latest(self.checkpoints, regular=True)
+            if found is not None:
+                checkpoint.set_aside(self.checkpoints, found[1].step)
+            return found
+
+        found = agree(newest, t.rank, None)
         if found is None:
             raise DivergedError(f"step {step}: {numbers}: the run diverged before its first checkpoint; lower optim.lr")
         path, saved = found
@@ -271,6 +290,7 @@ class _Loop:
         t, state = self.t, self.state
         if not len(t.dataset.val_windows):
             return
+        started = time.perf_counter()
         state.val_loss = evaluate(t.gpt, t.dataset, t.plan.micro_batch_size, t.rank, t.device, t.forward_context)
         state.evaluated_tokens = state.tokens
         self.log.evaluation(state.step - 1, state.tokens, state.val_loss)
@@ -279,11 +299,13 @@ class _Loop:
         best = state.val_loss if state.best_val_loss is None else state.best_val_loss
         state.best_val_loss = min(state.val_loss, best)
         self.clock = time.perf_counter()  # this is no part of the next step's time
+        self.eval_s = self.clock - started
 
     def save(self, to_leave_with: bool) -> None:
         """Save a checkpoint. One that cannot be saved is a line, unless the run is about to end with it."""
         t, state = self.t, self.state
         started = time.perf_counter()
+        self.log.sync()  # no metrics are lost that lie before a checkpoint
         if not nn.utils.get_total_norm([p.detach() for p in t.gpt.parameters()], math.inf).isfinite():
             raise DivergedError(f"step {state.step - 1}: the weights diverged; lower optim.lr or clip harder")
 

@@ -10,11 +10,12 @@ from dataclasses import replace
 
 import torch
 
+from gptexp.batch import legal_micro_batches
 from gptexp.build import build_gpt
 from gptexp.config import Config
 from gptexp.data.loader import MicroBatch
 from gptexp.distributed import Rank, build_reduction
-from gptexp.effective import ESTIMATED, Effective, apply, forward_context, micro_batch_sizes, step_context
+from gptexp.effective import ESTIMATED, Effective, apply, forward_context, step_context
 from gptexp.errors import ConfigError
 from gptexp.machine import is_out_of_memory
 from gptexp.optim import build_optimizer
@@ -32,7 +33,7 @@ def settle_micro_batch(cfg: Config, effective: Effective, device: torch.device, 
     if effective.reasons["micro_batch_size"] != ESTIMATED or device.type != "cuda":
         return effective
     apply(effective, cfg.train.deterministic)
-    sizes = micro_batch_sizes(cfg, world_size)
+    sizes = legal_micro_batches(cfg.batch.total_batch_size, cfg.seq_len, world_size)
     free = torch.cuda.mem_get_info(device)[0]
 
     def runs(size: int) -> bool:

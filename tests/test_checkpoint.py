@@ -168,7 +168,8 @@ def test_everything_is_on_the_disk_before_the_name_is_and_the_name_before_save_r
     path = save(directory, 1)
     published = calls.index(("rename", path.name))
     files = {("fsync", f"{file.name} {file.stat().st_size}") for file in path.iterdir()}
-    assert files | {("fsync", f".tmp-{path.name}-{os.getpid()}")} == set(calls[:published])
+    folders = {("fsync", f".tmp-{path.name}-{os.getpid()}"), ("fsync", tmp_path.name)}  # the second for its new folder
+    assert files | folders == set(calls[:published])
     assert calls[published + 1 :] == [("fsync", "checkpoints")]
 
 

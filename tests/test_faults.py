@@ -1,5 +1,6 @@
 """What goes wrong while a run trains: numbers that are none, ranks that hang, disks that are full."""
 
+import itertools
 import json
 import math
 import os
@@ -9,8 +10,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -19,8 +21,14 @@ from conftest import events, summary
 from safetensors.torch import load_file
 from test_train import processes_of, signal_rank, wait_for
 
+from gptexp import checkpoint, trainer
+from gptexp.compose import compose
 from gptexp.config import OptimConfig
+from gptexp.data.order import mix
+from gptexp.distributed import Rank
 from gptexp.optim import build_optimizer, step_if
+from gptexp.run import run
+from gptexp.signals import StopRequest
 
 Gptexp = Callable[..., subprocess.CompletedProcess[str]]
 Start = Callable[..., subprocess.Popen[str]]
@@ -157,16 +165,78 @@ def test_a_rollback_trains_on_the_data_behind_and_an_interruption_changes_nothin
         assert "back to after step 1" in fault["text"]
         read = (prefix[1] + prefix[7] - prefix[3]) % 2**64
         assert int(events(directory, "step")[-1]["data/fingerprint"], 16) == read
-    # Stopped right behind the rollback, and gone on with: the way back is taken again.
-    parts = ["train.max_steps=6", "hydra.run.dir=parts"]
-    process = start("train", *options, *parts, "train.max_minutes=0.0001", env=env)
-    process.communicate(timeout=120)
-    for _ in range(2):
-        process = start("train", *options, *parts, env=env)
-        _, err = process.communicate(timeout=120)
-        assert process.returncode == 0, err
-    for name, value in newest(tmp_path / "one").items():
-        assert torch.equal(newest(tmp_path / "parts")[name], value)
+
+
+@pytest.fixture
+def poisoned(tiny: list[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Path]]:
+    """Runs in this process whose data step 5 is bad, stopped after so many calls of `train_step` and resumed."""
+    plain, threads = trainer.train_step, torch.get_num_threads()
+    config = compose([*tiny, "train.max_steps=9", "train.eval_every=0", "model.dropout=0.1", "log.sample_tokens=0",
+                      "train.nonfinite=rollback"])  # fmt: skip
+    bad = mix(config.train.seed, 5, 1)
+
+    def train(directory: Path, stop_after: int, save_every: int = 4) -> Path:
+        config.train.save_every = save_every
+        stop, calls = StopRequest(), itertools.count(1)
+
+        def train_step(model: Any, optimizer: Any, reduction: Any, batches: Any, *args: Any, **kwargs: Any) -> Any:
+            seeds: list[int] = []
+
+            def watched() -> Iterator[Any]:
+                for batch in batches:
+                    seeds.append(batch.dropout_seed)
+                    yield batch
+
+            def forward(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+                return model(x, y) * (math.nan if seeds[-1] == bad else 1.0)
+
+            forward.parameters = model.parameters  # type: ignore[attr-defined]
+            report = plain(forward, optimizer, reduction, watched(), *args, **kwargs)  # type: ignore[arg-type]
+            if next(calls) == stop_after:
+                stop.on_signal(signal.SIGTERM, None)
+            return report
+
+        monkeypatch.setattr(trainer, "train_step", train_step)
+        assert run(config, directory, stop, Rank()) == (143 if stop_after else 0)
+        if stop_after:
+            train(directory, stop_after=0)
+        return sorted((directory / "checkpoints").glob("step-*"))[-1]
+
+    yield train
+    torch.set_num_threads(threads)
+
+
+def test_a_rollback_leads_to_the_same_checkpoint_whatever_interruptions_there_were(
+    poisoned: Callable[..., Path], tmp_path: Path
+) -> None:
+    """A checkpoint saved to leave with lies nearer to the bad step; it is not gone back to."""
+    whole = poisoned(tmp_path / "whole", stop_after=0)
+    assert json.loads((whole / "state.json").read_text())["steps_passed_over"] == 2
+    for stop_after in (2, 5, 6, 7, 8):
+        parts = poisoned(tmp_path / f"{stop_after}", stop_after)
+        assert (parts / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes(), stop_after
+
+
+def test_a_rollback_past_a_damaged_checkpoint_saves_that_step_anew(
+    poisoned: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = checkpoint.save
+
+    def damaging(directory: Path, *args: Any) -> Path:
+        path = plain(directory, *args)
+        if path.name == "step-00000004" and not list(directory.glob("rejected-*")):
+            (path / "train.pt").write_bytes(b"")
+        return path
+
+    monkeypatch.setattr(checkpoint, "save", damaging)
+    newest = poisoned(tmp_path / "out", stop_after=0, save_every=2)
+    assert newest.name == "step-00000009"
+    assert json.loads((newest / "state.json").read_text())["steps_passed_over"] == 4  # back to step 2
+    [rejected] = (tmp_path / "out" / "checkpoints").glob("rejected-*")
+    assert rejected.name.endswith("step-00000004")
+    saved = [e["step"] for e in events(tmp_path / "out", "checkpoint")]
+    assert saved == [1, 3, 5, 7, 8]
+    assert checkpoint.newest(newest.parent)[0] == newest
 
 
 def test_without_a_checkpoint_there_is_nothing_to_go_back_to(
@@ -200,12 +270,15 @@ def test_a_rank_that_hangs_ends_the_run_and_is_named(start: Start, long_run: lis
     assert processes_of(directory) == []
 
 
-def test_a_killed_rank_is_started_again_as_often_as_asked_for(start: Start, tiny: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_killed_rank_is_started_again_as_often_as_asked_for(
+    start: Start, tiny: list[str], tmp_path: Path, world_size: int
+) -> None:
     directory = tmp_path / "out"
     options = ["train.max_steps=120", "train.save_every=10", "train.eval_every=0", "hydra.run.dir=out"]
-    process = start("train", *tiny, *options, "world.size=2", "world.max_restarts=1")
+    process = start("train", *tiny, *options, f"world.size={world_size}", "world.max_restarts=1")
     wait_for(lambda: (directory / "checkpoints" / "step-00000010").exists(), process)
-    signal_rank(directory, 1, signal.SIGKILL)
+    signal_rank(directory, world_size - 1, signal.SIGKILL)
     _, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     assert "gptexp: restart 1 of 1" in err
@@ -260,7 +333,7 @@ def test_auto_takes_a_smaller_micro_batch_where_memory_runs_out_at_the_start(
     start: Start, sabotage: Sabotage, tiny: list[str], tmp_path: Path, world_size: int
 ) -> None:
     """An estimate that is far too low, for a process that may have 6 GB: three times 3 GB of whole logits."""
-    guess = "m._micro_batch_size = lambda cfg, *_: (m.micro_batch_sizes(cfg, cfg.world.size)[0], 'a guess')"
+    guess = "m._micro_batch_size = lambda cfg, *_: (cfg.batch.total_batch_size // (16 * cfg.world.size), 'a guess')"
     env = sabotage("gptexp.effective", guess)
     options = ["batch.total_batch_size=16384", "batch.micro_batch_size=auto", "train.loss=plain", "train.compile=off",
                "train.max_steps=1", "data.val_tokens=0", f"world.size={world_size}", "hydra.run.dir=out"]  # fmt: skip
@@ -271,7 +344,7 @@ def test_auto_takes_a_smaller_micro_batch_where_memory_runs_out_at_the_start(
     process = start("train", *tiny, *options, env=env, preexec_fn=limit)
     _, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
-    assert f"=auto: a step of {1024 // world_size} sequences needs more memory than this cpu has left; trying" in err
+    assert f"=auto: a step of {1024 // world_size} sequences needs more memory than this cpu has left; the next" in err
     assert "Traceback" not in err
     assert summary(tmp_path / "out")["status"] == "completed"
     chosen = json.loads((tmp_path / "out" / "effective.json").read_text())

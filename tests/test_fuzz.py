@@ -311,11 +311,35 @@ def test_what_was_read_whole_is_not_read_again_until_it_changes(shards: Path, mo
     os.utime(shards / "tokens-00001.bin", ns=(1, 1))
     verify(shards)
     assert len(read) == 3
-    (shards / VERIFIED).unlink()
-    monkeypatch.setattr(
-        module.tempfile, "NamedTemporaryFile", lambda *a, **k: (_ for _ in ()).throw(OSError("read-only"))
-    )
-    verify(shards)  # a cache that cannot be written is read each time
+    for path in (shards / "tokens-00001.bin", shards / VERIFIED):  # other bytes of the same size and time
+        body, before = bytearray(path.read_bytes()), path.stat()
+        if path.suffix == ".bin":
+            body[-1] ^= 1
+        path.write_bytes(body)
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    with pytest.raises(DataError, match="sha256 differs"):
+        verify(shards)
+
+
+def test_a_cache_that_cannot_be_written_is_read_once_a_process(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[Path] = []
+    plain = module._check_content
+
+    def counted(shard: module.Shard, largest: int) -> None:
+        read.append(shard.path)
+        plain(shard, largest)
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise OSError("read-only")
+
+    monkeypatch.setattr(module, "_check_content", counted)
+    monkeypatch.setattr(Path, "write_text", refuse)
+    verify(shards)
+    verify(shards)
+    assert len(read) == 3
+    assert not (shards / VERIFIED).exists()
+    monkeypatch.setattr(module, "_found_right", {})
+    verify(shards)
     assert len(read) == 6
 
 
@@ -451,6 +475,45 @@ def test_what_a_checkpoint_brings_is_not_run(tmp_path: Path) -> None:
         assert not sentinel.exists(), name
     grown_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     assert grown_kib < 1_000_000
+
+
+def test_moments_of_other_shapes_reach_no_kernel(tmp_path: Path) -> None:
+    """AdamW's fused kernel writes where the moments should be, however short they are."""
+    model = GPT(SMALL)
+    optimizer = build_optimizer(model, OptimConfig(), fused=True)
+    path = saved(tmp_path / "c", 1)
+    whole = torch.load(path / "train.pt", weights_only=True)
+    first = whole["optimizer"]["state"][0]
+    for state in ({}, {**whole["optimizer"]["state"], 0: {**first, "exp_avg": torch.zeros(1)}},
+                  {**whole["optimizer"]["state"], 0: {"step": first["step"]}}):  # fmt: skip
+        torch.save({"optimizer": {**whole["optimizer"], "state": state}}, path / "train.pt")
+        with pytest.raises(CheckpointError, match="not this optimizer's state"):
+            checkpoint.load_optimizer(path, optimizer)
+    for group in whole["optimizer"]["param_groups"]:
+        group.update(lr=99.0, weight_decay=99.0, betas=(0.0, 0.0))
+    torch.save(whole, path / "train.pt")
+    checkpoint.load_optimizer(path, optimizer)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]  # the config's, not the file's
+
+
+@pytest.mark.parametrize(
+    "change", [{"tokens": None}, {"step": "1"}, {"step": 2}, {"seconds": []}, {"new": 1}, {"val_loss": {}}]
+)
+def test_counters_that_are_none_are_passed_over(tmp_path: Path, change: dict[str, Any]) -> None:
+    path = saved(tmp_path / "c", 1)
+    state = json.loads((path / "state.json").read_text())
+    (path / "state.json").write_text(json.dumps({**state, **change}))
+    _rehash(path)
+    with pytest.raises(CheckpointError, match="no checkpoint is whole"):
+        checkpoint.newest(path.parent)
+
+
+def test_a_manifest_names_its_own_files_only(tmp_path: Path) -> None:
+    path = saved(tmp_path / "c", 1)
+    manifest = json.loads((path / "manifest.json").read_text())
+    (path / "manifest.json").write_text(json.dumps({**manifest, "/dev/zero": [0, ""]}))
+    with pytest.raises(CheckpointError, match="does not name these files"):
+        checkpoint.newest(path.parent)
 
 
 def test_weights_that_lie_about_themselves_are_refused(tmp_path: Path) -> None:

@@ -86,6 +86,7 @@ def test_weights_do_not_depend_on_the_world_size(
     [
         (["world.size=3", "batch.total_batch_size=96"], "needs a power of two, not 3"),
         (["batch.total_batch_size=96"], "needs a power of two of them, not 3; use batch.micro_batch_size=6 or 3"),
+        (["batch.micro_batch_size=auto"], "so name one; use batch.micro_batch_size=8 or 4 or 2 or 1"),
         (["world.threads_per_rank=2"], "needs one thread per rank"),
     ],
 )
@@ -96,10 +97,3 @@ def test_what_a_tree_cannot_add_up_is_refused(
     assert refused.returncode == 2
     assert line in refused.stderr
     assert not (tmp_path / "out").exists()
-
-
-def test_auto_takes_a_micro_batch_that_a_tree_can_add_up() -> None:
-    from gptexp.batch import legal_micro_batches
-
-    assert legal_micro_batches(12 * 16, 16, 1, tree=True) == [12, 6, 3]
-    assert legal_micro_batches(12 * 16, 16, 2, tree=True) == [6, 3]

@@ -12,6 +12,7 @@ from conftest import events, summary
 from safetensors.torch import load_file
 from test_train import wait_for
 
+from gptexp import run_dir
 from gptexp.compose import compose
 from gptexp.distributed import Rank
 from gptexp.run import run
@@ -81,18 +82,14 @@ def test_weights_that_do_not_fit_are_refused_at_once(
     gptexp: Gptexp, tiny: list[str], tmp_path: Path, overrides: list[str], line: str
 ) -> None:
     (tmp_path / "old").mkdir()
-    from gptexp.run_dir import save_config
-
-    save_config(tmp_path / "old", compose(tiny))
+    run_dir.save_config(tmp_path / "old", compose(tiny))
     refused = gptexp("train", *tiny, "init_from=old", *overrides, "hydra.run.dir=new")
     assert (refused.returncode, line in refused.stderr) == (2, True), refused.stderr
     assert not (tmp_path / "new").exists()
 
 
 def test_a_run_without_a_checkpoint_gives_no_weights(gptexp: Gptexp, tiny: list[str], tmp_path: Path) -> None:
-    from gptexp.run_dir import save_config
-
-    save_config(tmp_path / "old", compose(tiny))
+    run_dir.save_config(tmp_path / "old", compose(tiny))
     refused = gptexp("train", *tiny, "init_from=old", "hydra.run.dir=new")
     assert (refused.returncode, "no checkpoint has been saved yet" in refused.stderr) == (4, True), refused.stderr
 
@@ -134,7 +131,7 @@ def test_max_minutes_leaves_the_time_to_save(tiny: list[str], tmp_path: Path, mo
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGINT"])
-@pytest.mark.parametrize("delay_s", [0.3, 1.0])
+@pytest.mark.parametrize("delay_s", [0.3, 2.5])
 def test_a_signal_has_its_exit_code_from_the_start(
     start: Start, tiny: list[str], tmp_path: Path, name: str, delay_s: float
 ) -> None:
@@ -144,8 +141,23 @@ def test_a_signal_has_its_exit_code_from_the_start(
     number = getattr(signal, name)
     process.send_signal(number)
     _, err = process.communicate(timeout=30)
-    assert process.returncode in (128 + number, -number if delay_s < 1 else 128 + number), err
+    # Until Python has begun with gptexp's own code, a third of a second here, the signal's default holds.
+    assert process.returncode in ((128 + number,) if delay_s > 2 else (128 + number, -number)), err
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGINT"])
+def test_a_resumed_run_stops_as_any_other(start: Start, tiny: list[str], tmp_path: Path, name: str) -> None:
+    directory, number = tmp_path / "out", getattr(signal, name)
+    endless = compose([*tiny, "train.max_steps=100000", "train.save_every=0", "train.eval_every=0"])
+    run_dir.save_config(directory, endless)
+    process = start("resume", "out")
+    wait_for(lambda: (directory / "metrics.jsonl").exists() and len(events(directory, "step")) > 3, process)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + number, err
+    assert summary(directory)["status"] == "interrupted"
+    assert newest(directory).name == f"step-{summary(directory)['steps']:08d}"
 
 
 def test_nano_is_saved_and_gone_within_ten_seconds_of_a_signal(start: Start, tmp_path: Path) -> None:

@@ -1,12 +1,14 @@
 """What may not get into a run: secrets of the environment, and code that a file of somebody else's names."""
 
 import json
-import os
+import re
+import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from conftest import ROOT
 
 from gptexp import run_dir
 from gptexp.compose import compose
@@ -48,12 +50,31 @@ def test_no_key_asks_for_a_secret() -> None:
     from gptexp.compose import SECRET
     from gptexp.config import Config
 
-    about_text = ("token", "key")  # tokens and keys that are none: max_tokens, tokenizer
+    of_text = re.compile(r"tokenizer|.*_tokens")
     names = [key.rpartition(".")[2] for key, _, _ in fields_of(Config())]
-    assert not [n for n in names if SECRET.search(n) and not any(word in n for word in about_text)]
+    assert [n for n in names if SECRET.search(n) and not of_text.fullmatch(n)] == []
 
 
+REFUSED = re.compile(r"set by a file of --config-dir|a file names the values|below the working directory only")
 HOSTILE = {
+    "own override": (
+        "# @package _global_\nhydra:\n  callbacks:\n    x: {_target_: builtins.open, file: SENTINEL, mode: w}\n"
+        "  overrides:\n    hydra: ['+hydra.callbacks.x={_target_: builtins.open, file: SENTINEL, mode: w}']\n"
+    ),
+    "nested launcher": (
+        "# @package _global_\nhydra:\n  launcher:\n    x: {_target_: builtins.open, file: SENTINEL, mode: w}\n"
+    ),
+    "nested sweeper": (
+        "# @package _global_\nhydra:\n  sweeper:\n    params:\n"
+        "      optim.lr: {_target_: builtins.open, file: SENTINEL, mode: w}\n"
+    ),
+    "later": (
+        "# @package _global_\nhydra:\n  callbacks:\n    gptexp:\n"
+        "      _target_: '${hydra.sweeper.params.${hydra.job.name}}'\n      file: SENTINEL\n      mode: w\n"
+        "  sweeper:\n    params: {app: gptexp.compose.CheckBeforeStart, train: builtins.open}\n"
+    ),
+    "output": "# @package _global_\nhydra:\n  output_subdir: ../other\n",
+    "place": "# @package _global_\nhydra:\n  run: {dir: /tmp/elsewhere}\n  sweep: {dir: /tmp/elsewhere}\n",
     "callback": (
         "# @package _global_\nhydra:\n  callbacks:\n    x: {_target_: builtins.open, file: SENTINEL, mode: w}\n"
     ),
@@ -82,7 +103,7 @@ def test_a_folder_of_configs_brings_no_code(
     grid = ["-m", "optim.lr=1e-3,2e-3"] if multirun else ["hydra.run.dir=out"]
     refused = gptexp("train", *tiny, f"experiment={name}", *grid, "--config-dir", "conf")
     assert refused.returncode == 2, refused.stderr
-    assert "set by a file of --config-dir" in refused.stderr
+    assert REFUSED.search(refused.stderr)
     assert not sentinel.exists()
     if multirun:
         refused = gptexp("train", *tiny, "-m", f"experiment={name},gpt2_124m", "--config-dir", "conf")
@@ -90,6 +111,26 @@ def test_a_folder_of_configs_brings_no_code(
         assert not sentinel.exists()
     assert not (tmp_path / "out").exists()
     assert not (tmp_path / "outputs").exists()
+
+
+def test_a_whole_conf_of_somebody_elses_brings_no_code(gptexp: Gptexp, tiny: list[str], tmp_path: Path) -> None:
+    sentinel, conf = tmp_path / "sentinel", tmp_path / "conf"
+    shutil.copytree(ROOT / "conf", conf)
+    text = (conf / "config.yaml").read_text()
+    call = f"  callbacks:\n    x: {{_target_: builtins.open, file: {sentinel}, mode: w}}\n"
+    (conf / "config.yaml").write_text(text.replace("  callbacks:\n", call))
+    refused = gptexp("train", *tiny, "hydra.run.dir=out", env={"GPTEXP_CONF": str(conf)})
+    assert (refused.returncode, "hydra.callbacks: set by a file of" in refused.stderr) == (2, True), refused.stderr
+    assert not sentinel.exists()
+
+
+@pytest.mark.parametrize(
+    "override", ["+hydra.job.env_set.API_KEY=abc", "hydra.job.env_copy=[HOME]", "hydra.job.name={}"]
+)
+def test_hydras_own_files_hold_no_secret_either(gptexp: Gptexp, tiny: list[str], tmp_path: Path, override: str) -> None:
+    refused = gptexp("train", *tiny, override.format(CANARY), "hydra.run.dir=out", env={"HF_TOKEN": CANARY})
+    assert refused.returncode == 2, refused.stderr
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_folder_of_ones_own_may_choose_values_and_places(gptexp: Gptexp, tiny: list[str], tmp_path: Path) -> None:
@@ -118,18 +159,21 @@ def test_names_do_not_lead_out_of_the_output_root(gptexp: Gptexp, tiny: list[str
 
 
 def test_a_saved_run_is_not_code(gptexp: Gptexp, tiny: list[str], tmp_path: Path) -> None:
-    """`config.yaml`, `effective.json` and `.hydra` of a stranger's run directory, given to every verb that reads it."""
+    """A stranger's run directory, given to every verb that reads one; each of its files by itself."""
     sentinel = tmp_path / "sentinel"
-    run = tmp_path / "run"
-    run_dir.save_config(run, compose(tiny))
-    (run / ".hydra").mkdir()
     call = f"{{_target_: os.system, command: 'touch {sentinel}'}}"
-    (run / ".hydra" / "config.yaml").write_text(f"hydra: {{callbacks: {{x: {call}}}}}")
-    (run / "config.yaml").write_text(f"model: {call}\nhydra: {{callbacks: {{x: {call}}}}}\n")
-    (run / "effective.json").write_text(json.dumps({"device": "cpu", "_target_": "os.system"}))
-    for verb in ("resume", "sample", "evaluate"):
-        refused = gptexp(verb, str(run))
-        assert refused.returncode == 2, refused.stderr
-        assert "Traceback" not in refused.stderr
-    assert not sentinel.exists()
-    assert os.environ.get("LD_PRELOAD") is None
+    files = {
+        "config.yaml": f"model: {call}\nhydra: {{callbacks: {{x: {call}}}}}\n",
+        "effective.json": json.dumps({"device": "cpu", "_target_": "os.system"}),
+    }
+    for name, text in files.items():
+        run = tmp_path / name
+        run_dir.save_config(run, compose(tiny))
+        (run / ".hydra").mkdir()
+        (run / ".hydra" / "config.yaml").write_text(f"hydra: {{callbacks: {{x: {call}}}}}")
+        (run / name).write_text(text)
+        for verb in ("resume", "sample", "evaluate"):
+            refused = gptexp(verb, str(run))
+            assert refused.returncode in (2, 4), refused.stderr
+            assert "Traceback" not in refused.stderr
+            assert not sentinel.exists()

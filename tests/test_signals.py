@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from gptexp.signals import EXIT_CODES, REASONS, StopRequest
+from gptexp.signals import DEADLINE, EXIT_CODES, REASONS, StopRequest, deadline_after
 
 SCRIPT = """
 import os, signal, sys, time
@@ -61,6 +61,21 @@ def test_a_launched_rank_leaves_ctrl_c_to_its_parent() -> None:
     assert process.stdout.readline().startswith("SIGTERM")
     process.kill()
     process.wait()
+
+
+def test_a_launchers_deadline_holds_for_all_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
+    stop = StopRequest()
+    monkeypatch.setenv(DEADLINE, deadline_after(-0.001))
+    stop.limit(60.0)
+    assert stop.reason() == "time"
+    monkeypatch.setenv(DEADLINE, deadline_after(None))
+    stop.limit(0.0)
+    assert stop.reason() is None
+    monkeypatch.delenv(DEADLINE)
+    stop.limit(1.0)
+    assert stop.reason() is None
+    stop.spare_s = 61.0  # what a step and a checkpoint take
+    assert stop.reason() == "time"
 
 
 def test_time_is_a_reason_too_and_flags_are_one_hot() -> None:

@@ -49,6 +49,11 @@ def test_every_promise_holds_here(tmp_path: Path) -> None:
     ("module", "code", "broken"),
     [
         ("gptexp.trainer", FORGETFUL, ["weights and moments of a killed run", "… at another world size"]),
+        (
+            "gptexp.checkpoint",
+            "m.load_latest = lambda *a, **k: None",  # every start begins anew
+            ["weights and moments of a killed run", "… at another world size"],
+        ),
         ("gptexp.distributed", EAGER, ["reductions of gradients in a step"]),
         ("gptexp.evaluate", "m.evaluate = lambda *a: 3.0", ["validation loss, however it is cut"]),
     ],

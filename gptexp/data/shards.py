@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 import struct
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -177,32 +176,40 @@ def read_manifest(directory: Path) -> tuple[list[Shard], int]:
     return shards, max_id
 
 
+_found_right: dict[Path, object] = {}  # by this process, where the directory itself cannot be written
+
+
 def verify(directory: Path) -> None:
     """Read every byte of the shards of `directory` and raise `DataError` unless they are what the manifest says.
 
-    Remembers by the files' sizes and times of change what it has read, beside them if it may write there, so that
-    each state of the files is read once.
+    Remembers by the files' sizes and times what it has read, beside them if it may write there, so that each state of
+    the files is read once. The time of the last change of status, too, is none that a copy or an archive brings.
     """
     shards, max_id = read_manifest(directory)
     for shard in shards:
         _check_header(shard)
     seen = {path.name: _state(path) for path in (directory / MANIFEST, *(shard.path for shard in shards))}
-    try:
-        if json.loads((directory / VERIFIED).read_text()) == seen:
-            return
-    except (OSError, ValueError, RecursionError):
-        pass
+    if _found_right.get(directory) == seen:
+        return
+    with suppress(OSError, ValueError, RecursionError):
+        _found_right[directory] = json.loads((directory / VERIFIED).read_text())
+    if _found_right.get(directory) == seen:
+        return
     for shard in shards:
         _check_content(shard, max_id)
+    _found_right[directory] = seen
     with suppress(OSError):
-        with tempfile.NamedTemporaryFile("w", dir=directory, prefix=f".{VERIFIED}.", delete=False) as file:
-            json.dump(seen, file)
-        Path(file.name).replace(directory / VERIFIED)
+        temporary = directory / f".{VERIFIED}.{os.getpid()}"
+        try:
+            temporary.write_text(json.dumps(seen))
+            temporary.replace(directory / VERIFIED)
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
 def _state(path: Path) -> list[int]:
     stat = path.stat()
-    return [stat.st_size, stat.st_mtime_ns]
+    return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
 
 
 def _check_header(shard: Shard) -> None:

@@ -125,6 +125,12 @@ class RunLog:
         for sink in self.sinks:
             sink.rewind(state)
 
+    def sync(self) -> None:
+        """Have on the disk what metrics.jsonl holds."""
+        for sink in self.sinks:
+            if isinstance(sink, JsonlSink):
+                sink.sync()
+
     def sample(self, step: int, text: str) -> None:
         self._emit("sample", {"step": step - 1, "tokens": step * self.step_tokens, "text": text})
 
@@ -162,9 +168,12 @@ class JsonlSink:
             with suppress(OSError):
                 self._file.truncate(whole)  # no half line
             raise StorageError(
-                f"{self._path}: cannot be written ({error.strerror}); make room, and the same command goes on from the "
-                "newest checkpoint"
+                f"{self._path}: cannot be written ({error.strerror}); make room, and gptexp resume {self._path.parent} "
+                "goes on from the newest checkpoint"
             ) from None
+
+    def sync(self) -> None:
+        os.fsync(self._file.fileno())
 
     def rewind(self, state: TrainState) -> None:
         self._file.close()
