@@ -61,9 +61,10 @@ def _too_large(cfg: Config, effective: Effective, directory: Path, rank: Rank, a
             f"batch.micro_batch_size=auto: a step of {size} sequences needs more memory than this {effective.device} "
             f"has left; the next start takes {smaller[0]}"
         )
+    or_auto = "" if cfg.batch.micro_batch_size == AUTO else " or auto"
     line = (
         f"batch.micro_batch_size={size}: a step needs more memory than this {effective.device} has left; use a smaller "
-        "one, train.loss=chunked, or train.activation_checkpointing=true"
+        f"one{or_auto}, train.loss=chunked, or train.activation_checkpointing=true"
     )
     return ConfigError(line) if at_the_start else MemoryExhaustedError(f"{line}, and gptexp resume {directory}")
 

@@ -286,6 +286,7 @@ def test_a_killed_rank_is_started_again_as_often_as_asked_for(
     assert [e["step"] for e in events(directory, "step")] == list(range(120))
 
 
+@pytest.mark.slow
 def test_torchruns_restarts_find_one_another(tiny: list[str], tmp_path: Path) -> None:
     """torch 2.13 hands each attempt the store of the one before, with its addresses in it (pytorch#135712)."""
     directory = tmp_path / "out"
@@ -328,7 +329,8 @@ def _parent(environ: Path) -> int:
     return int(environ.with_name("stat").read_text().rpartition(")")[2].split()[1])
 
 
-@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2])
 def test_auto_takes_a_smaller_micro_batch_where_memory_runs_out_at_the_start(
     start: Start, sabotage: Sabotage, tiny: list[str], tmp_path: Path, world_size: int
 ) -> None:

@@ -5,6 +5,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from conftest import events, summary
 from safetensors.torch import load_file
 from test_train import wait_for
 
-from gptexp import run_dir
+from gptexp import checkpoint, run_dir, trainer
 from gptexp.compose import compose
 from gptexp.distributed import Rank
 from gptexp.run import run
@@ -107,24 +108,24 @@ def test_a_completed_run_is_not_made_longer(gptexp: Gptexp, tiny: list[str], tmp
     assert newest(tmp_path / "out").stat().st_mtime_ns == before
 
 
-def test_max_minutes_leaves_the_time_to_save(tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A checkpoint takes a second here: the run is over, and saved, before its time is."""
-    from gptexp import checkpoint
+@pytest.mark.parametrize(("module", "slow"), [(checkpoint, "save"), (trainer, "evaluate")])
+def test_max_minutes_leaves_the_time_to_save(
+    tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: ModuleType, slow: str
+) -> None:
+    """A checkpoint, or an evaluation, takes a second here: the run is over, and saved, before its time is."""
+    plain, threads = getattr(module, slow), torch.get_num_threads()
 
-    plain = checkpoint.save
-
-    def slow(*args: object, **kwargs: object) -> Path:
+    def slowly(*args: object, **kwargs: object) -> object:
         time.sleep(1)
-        return plain(*args, **kwargs)  # type: ignore[arg-type]
+        return plain(*args, **kwargs)
 
-    monkeypatch.setattr(checkpoint, "save", slow)
-    threads = torch.get_num_threads()
-    config = compose([*tiny, "train.max_steps=100000", "train.save_every=30", "train.eval_every=0"])
+    monkeypatch.setattr(module, slow, slowly)
+    config = compose([*tiny, "train.max_steps=100000", "train.save_every=30", "train.eval_every=30"])
     stop = StopRequest()
-    stop.limit(6 / 60)
+    stop.limit(8 / 60)
     started = time.monotonic()
     assert run(config, tmp_path, stop, Rank()) == 0
-    assert 2 < time.monotonic() - started < 6.5
+    assert 3 < time.monotonic() - started < 8.2
     assert summary(tmp_path)["status"] == "interrupted"
     assert newest(tmp_path).name == f"step-{summary(tmp_path)['steps']:08d}"
     torch.set_num_threads(threads)
