@@ -17,7 +17,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from pickle import UnpicklingError
@@ -30,7 +30,8 @@ from torch import nn
 
 from gptexp.batch import crosses
 from gptexp.config import from_dict
-from gptexp.errors import CheckpointError, StorageError
+from gptexp.errors import CheckpointError, StorageError, first_line
+from gptexp.run_dir import fsync
 
 NAME = re.compile(r"step-(\d{8,})")
 MANIFEST = "manifest.json"
@@ -85,7 +86,7 @@ def save(
         with _storage(target):
             if not directory.exists():
                 directory.mkdir()
-                _fsync(directory.parent)
+                fsync(directory.parent)
             _refuse_a_full_disk(directory, weights, moments)
             unfinished.mkdir()
             save_file(weights, unfinished / "model.safetensors")
@@ -96,9 +97,9 @@ def save(
             files = {name: [(unfinished / name).stat().st_size, _sha256(unfinished / name)] for name in FILES}
             (unfinished / MANIFEST).write_text(json.dumps(files, indent=1) + "\n")
             for path in [*unfinished.iterdir(), unfinished]:
-                _fsync(path)
+                fsync(path)
             unfinished.rename(target)
-            _fsync(directory)
+            fsync(directory)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     try:
@@ -159,14 +160,14 @@ def load_latest(directory: Path, regular: bool = False) -> tuple[Path, TrainStat
     """
     rejected = []
     for path in sorted(_published(directory), key=_step, reverse=True):
-        problem = _problem(path)
-        if problem is None:
-            state = _read_state(path)
-            if regular and not state.regular:
-                continue
+        try:
+            state = _checked(path)
+        except CheckpointError as error:
+            rejected.append(f"{path}: {error}")
+            print(f"gptexp: checkpoint passed over: {rejected[-1]}", file=sys.stderr)
+            continue
+        if state.regular or not regular:
             return path, state
-        rejected.append(f"{path}: {problem}")
-        print(f"gptexp: checkpoint passed over: {rejected[-1]}", file=sys.stderr)
     if rejected:
         raise CheckpointError(f"{directory}: no checkpoint is whole; " + "; ".join(rejected))
     return None
@@ -202,9 +203,7 @@ def load_weights(path: Path, model: nn.Module) -> None:
         weights = load_file(path / "model.safetensors")
         model.load_state_dict({**weights, "lm_head.weight": weights["wte.weight"]})
     except (OSError, SafetensorError, KeyError, RuntimeError) as error:
-        raise CheckpointError(
-            f"{path / 'model.safetensors'}: not this model's weights ({_first_line(error)})"
-        ) from None
+        raise CheckpointError(f"{path / 'model.safetensors'}: not this model's weights ({first_line(error)})") from None
 
 
 def load_optimizer(path: Path, optimizer: torch.optim.Optimizer) -> None:
@@ -219,7 +218,7 @@ def load_optimizer(path: Path, optimizer: torch.optim.Optimizer) -> None:
         _check_moments(saved["optimizer"]["state"], parameters)
         optimizer.load_state_dict(saved["optimizer"])
     except (OSError, UnpicklingError, RuntimeError, ValueError, KeyError, TypeError, AttributeError, EOFError) as error:
-        raise CheckpointError(f"{path / 'train.pt'}: not this optimizer's state ({_first_line(error)})") from None
+        raise CheckpointError(f"{path / 'train.pt'}: not this optimizer's state ({first_line(error)})") from None
     for group, hyperparameters in zip(optimizer.param_groups, own, strict=True):
         group.update(hyperparameters)  # the config's, and this device's kernel
 
@@ -244,32 +243,33 @@ def _step(path: Path) -> int:
     return int(match[1])
 
 
-def _problem(path: Path, hashes: bool = True) -> str | None:
-    """What is wrong with a checkpoint, or None; without `hashes` only what the sizes of its files show."""
+def _checked(path: Path, hashes: bool = True) -> TrainState:
+    """The state of a checkpoint; raises `CheckpointError` that says what is wrong with it.
+
+    Without `hashes`: only what the sizes of its files show.
+    """
     try:
         if irregular := [name for name in (MANIFEST, *FILES) if not (path / name).is_file()]:
-            return f"{irregular[0]} is missing or no regular file"
+            raise CheckpointError(f"{irregular[0]} is missing or no regular file")
         files = json.loads((path / MANIFEST).read_text())
         if not isinstance(files, dict) or files.keys() != set(FILES):
-            return f"{MANIFEST} does not name these files"
+            raise CheckpointError(f"{MANIFEST} does not name these files")
         for name, (size, digest) in files.items():
             file = path / name
             if file.stat().st_size != size:
-                return f"{name} has {file.stat().st_size:,} bytes, not {size:,}"
+                raise CheckpointError(f"{name} has {file.stat().st_size:,} bytes, not {size:,}")
             if hashes and _sha256(file) != digest:
-                return f"{name} is not what was saved (sha256 differs)"
-        if f"step-{_read_state(path).step:08d}" != path.name:
-            return "state.json is of another step"
+                raise CheckpointError(f"{name} is not what was saved (sha256 differs)")
+        values = json.loads((path / "state.json").read_text())
+        values.pop("about", None)
+        state = from_dict(values, TrainState)
+        assert isinstance(state, TrainState)
+        if state.step != _step(path):
+            raise CheckpointError("state.json is of another step")
+    except CheckpointError:
+        raise
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
-        return f"{type(error).__name__}: {_first_line(error)}"
-    return None
-
-
-def _read_state(path: Path) -> TrainState:
-    values = json.loads((path / "state.json").read_text())
-    values.pop("about", None)
-    state = from_dict(values, TrainState)
-    assert isinstance(state, TrainState)
+        raise CheckpointError(f"{type(error).__name__}: {first_line(error)}") from None
     return state
 
 
@@ -284,8 +284,10 @@ def _prune(directory: Path, keep: Keep) -> None:
     """Remove what `keep` does not name. What is not whole neither counts nor goes."""
     if not keep.last:
         return
-    newest_first = sorted(_published(directory), key=_step, reverse=True)
-    states = {path: _read_state(path) for path in newest_first if _problem(path, hashes=False) is None}
+    states: dict[Path, TrainState] = {}  # the newest first
+    for path in sorted(_published(directory), key=_step, reverse=True):
+        with suppress(CheckpointError):
+            states[path] = _checked(path, hashes=False)
     due = [path for path, state in states.items() if state.regular]
     kept = {*due[: keep.last], next(iter(states), directory)}  # the newest, be it one to leave with
     losses = {
@@ -305,18 +307,6 @@ def _prune(directory: Path, keep: Keep) -> None:
         shutil.rmtree(hidden, ignore_errors=True)
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
-
-
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _fsync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

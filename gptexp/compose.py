@@ -41,18 +41,20 @@ OWN_CONF = "GPTEXP_CONF"  # names a folder that takes the place of conf/
 def conf_dir() -> Path:
     """Where the YAML files lie: $GPTEXP_CONF, else `packaged_conf`."""
     own = os.environ.get(OWN_CONF)
-    if own is None:
+    if not own:
         return packaged_conf()
     if not (Path(own) / "config.yaml").is_file():
-        raise ConfigError(f"{OWN_CONF}={own}: holds no config.yaml; set it to the folder that does, or to nothing")
+        raise ConfigError(f"no config.yaml in {own}; set {OWN_CONF} to the folder that holds it")
     return Path(own).resolve()
 
 
 def packaged_conf() -> Path:
     """The wheel's copy of conf/, else the checkout's."""
     package = Path(__file__).resolve().parent
-    candidates = (package / "conf", package.parent / "conf")
-    return next(folder for folder in candidates if (folder / "config.yaml").is_file())
+    for candidate in (package / "conf", package.parent / "conf"):
+        if (candidate / "config.yaml").is_file():
+            return candidate
+    raise ConfigError(f"no config.yaml in {package / 'conf'}; set {OWN_CONF} to the folder that holds it")
 
 
 def register() -> None:
@@ -101,7 +103,7 @@ def hydra_main(task: Callable[[DictConfig], Any]) -> None:
     if not (args.shell_completion or args.hydra_help):
         multirun = args.multirun or any(text.startswith(("sweep=", "hydra.mode=")) for text in args.overrides)
         _refuse(args.overrides, multirun, args.config_dir)
-        if args.config_dir or OWN_CONF in os.environ:
+        if args.config_dir or os.environ.get(OWN_CONF):
             typed = [text for text in args.overrides if text.lstrip("+~").partition("=")[0].startswith("hydra")]
             cfg = _composition(args.overrides, args.config_dir, with_hydra=True, multirun=multirun)
             refuse_foreign_code(

@@ -11,6 +11,11 @@ EXIT_CHECKPOINT = 4
 EXIT_DIVERGED = 5
 
 
+def first_line(error: Exception) -> str:
+    """What a library says, as far as it fits into a line of ours; its type where it says nothing."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
 class UserError(ValueError):
     """Base of the errors that print as one line."""
 

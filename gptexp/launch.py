@@ -45,7 +45,7 @@ def launch(directory: Path, world_size: int, max_restarts: int = 0, max_minutes:
         print(f"gptexp: restart {restarts} of {max_restarts}", file=sys.stderr)
 
 
-def _launch(directory: Path, world_size: int, deadline: str) -> int:
+def _launch(directory: Path, world_size: int, deadline: float) -> int:
     # The agent's own restarts would try again whatever the reason, a request to stop among them.
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -141,14 +141,14 @@ def _signals() -> Iterator[list[int]]:
 
 
 @contextmanager
-def _environment(deadline: str) -> Iterator[None]:
+def _environment(deadline: float) -> Iterator[None]:
     """The ranks' environment: this very gptexp whatever their working directory, and nothing of wandb's service."""
     root = Path(__file__).resolve().parent.parent
     before = dict(os.environ)
     if (root / "conf").is_dir():  # a checkout; what is installed is found anyway
         os.environ["PYTHONPATH"] = os.pathsep.join([str(root), *filter(None, [before.get("PYTHONPATH")])])
     os.environ[PARENT] = str(os.getpid())
-    os.environ[DEADLINE] = deadline
+    os.environ[DEADLINE] = str(deadline)
     for name in ("WANDB_SERVICE", "HYDRA_FULL_ERROR"):
         os.environ.pop(name, None)
     try:

@@ -22,7 +22,7 @@ import yaml
 from filelock import FileLock, Timeout
 
 from gptexp.config import Config, fields_of, from_dict, result_deciding, shown, to_dict
-from gptexp.errors import ConfigError, StorageError
+from gptexp.errors import ConfigError, StorageError, first_line
 
 CONFIG = "config.yaml"
 EFFECTIVE = "effective.json"
@@ -44,14 +44,15 @@ def atomic(path: Path) -> Iterator[IO[str]]:
             os.fsync(file.fileno())
             Path(file.name).chmod(0o644)
             Path(file.name).replace(path)
-            _fsync(path.parent)
+            fsync(path.parent)
         except BaseException:
             Path(file.name).unlink(missing_ok=True)
             raise
 
 
-def _fsync(directory: Path) -> None:
-    handle = os.open(directory, os.O_RDONLY)
+def fsync(path: Path) -> None:
+    """Have on the disk what a file holds, or the names in a directory."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
@@ -116,7 +117,7 @@ def load_config(directory: Path) -> Config:
     try:
         config = from_dict(yaml.load(path.read_text(), _PlainLoader))
     except (OSError, ValueError, AttributeError, RecursionError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path}: {(str(error).splitlines() or [type(error).__name__])[0]}") from None
+        raise ConfigError(f"{path}: {first_line(error)}") from None
     assert isinstance(config, Config)
     return config
 

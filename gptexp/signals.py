@@ -50,9 +50,9 @@ def ended_in_order() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def deadline_after(max_minutes: float | None) -> str:
-    """What `DEADLINE` is set to for a limit that begins now."""
-    return str(time.monotonic() + 60 * max_minutes if max_minutes is not None else float("inf"))
+def deadline_after(max_minutes: float | None) -> float:
+    """What `DEADLINE` is for a limit that begins now; infinity for none."""
+    return time.monotonic() + 60 * max_minutes if max_minutes is not None else float("inf")
 
 
 class StopRequest:
@@ -70,8 +70,7 @@ class StopRequest:
 
     def limit(self, max_minutes: float | None) -> None:
         """Ask for a stop once `max_minutes` have passed, from now or from when `DEADLINE` was set; None: never."""
-        deadline = os.environ.get(DEADLINE) or deadline_after(max_minutes)
-        self._deadline = float(deadline)
+        self._deadline = float(os.environ.get(DEADLINE, deadline_after(max_minutes)))
 
     def install(self, ignore_sigint: bool) -> None:
         """Handle the signals from here on; a rank that gptexp launched leaves Ctrl-C to its parent."""

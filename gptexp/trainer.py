@@ -52,7 +52,7 @@ def train_step(
     dropout: bool,
     mark: Callable[[str], None] = lambda phase: None,
     flags: Callable[[], list[float]] = lambda: [0.0] * len(REASONS),
-) -> "StepReport":
+) -> StepReport:
     """One optimizer update, left out where loss or gradient norm is not finite. *Collective.*
 
     `mark` hears of the end of each phase; `flags` gives this rank's reasons to stop, asked for once all micro-steps

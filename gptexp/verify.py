@@ -189,11 +189,7 @@ def _kill_and_resume(bench: Bench) -> list[Result]:
     config = bench.config(bench.world_size, bench.micro_batch_size, STEPS)
     config.model.dropout = 0.1
     whole = bench.finish("whole", config)
-    step = _kill(bench, "killed", config)
-    killed_at = time.time()
-    difference = _difference(whole, bench.finish("killed", config))
-    if _steps_since(bench.folder / "killed", killed_at) >= STEPS:
-        difference = math.inf  # it did not go on, it began anew
+    step, difference = _killed(bench, "killed", config, config, whole)
     how = f"SIGKILL to all processes at step {step} of {STEPS}, then gptexp resume"
     return [Result("weights and moments of a killed run", how, difference, 0.0)]
 
@@ -203,19 +199,20 @@ def _another_world_size(bench: Bench) -> list[Result]:
     config = bench.config(1, bench.micro_batch_size, STEPS)
     config.model.dropout, config.train.reduction = 0.1, "tree"
     whole = bench.finish("alone", config)
-    step = _kill(bench, "moved", replace(config, world=replace(config.world, size=bench.world_size)))
-    killed_at = time.time()
-    difference = _difference(whole, bench.finish("moved", config))
-    if _steps_since(bench.folder / "moved", killed_at) >= STEPS:
-        difference = math.inf
+    several = replace(config, world=replace(config.world, size=bench.world_size))
+    step, difference = _killed(bench, "moved", several, config, whole)
     how = f"reduction=tree, {bench.world_size} ranks killed at step {step}, resumed on 1; against 1 throughout"
     return [Result("… at another world size", how, difference, 0.0)]
 
 
-def _steps_since(directory: Path, moment: float) -> int:
-    """How many of a run's steps were logged after `moment`."""
-    events = map(json.loads, (directory / run_dir.METRICS).read_text().splitlines())
-    return sum(event["event"] == "step" and event["time"] > moment for event in events)
+def _killed(bench: Bench, name: str, first: Config, then: Config, whole: Path) -> tuple[int, float]:
+    """At which step a run of `first` was killed, and how far it is from `whole` once it has gone on as `then`."""
+    step = _kill(bench, name, first)
+    killed_at = time.time()
+    difference = _difference(whole, bench.finish(name, then))
+    events = map(json.loads, (bench.folder / name / run_dir.METRICS).read_text().splitlines())
+    made_since = sum(event["event"] == "step" and event["time"] > killed_at for event in events)
+    return step, difference if made_since < STEPS else math.inf  # it did not go on, it began anew
 
 
 def _kill(bench: Bench, name: str, config: Config) -> int:

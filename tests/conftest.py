@@ -3,9 +3,11 @@
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Self
@@ -75,6 +77,12 @@ TINY = (
 def tiny(corpus: Path) -> list[str]:
     """Overrides of a run that takes seconds."""
     return [*TINY, f"data.path={corpus}"]
+
+
+@pytest.fixture
+def long_run(tiny: list[str]) -> list[str]:
+    """Far more steps than a test waits for."""
+    return [*tiny, "train.max_steps=100000", "train.save_every=100000", "train.eval_every=0", "hydra.run.dir=out"]
 
 
 class ForkServer:
@@ -192,3 +200,32 @@ def summary(directory: Path) -> dict[str, Any]:
 def runs(root: Path) -> list[Path]:
     """Every run directory below `root`."""
     return sorted(path.parent for path in root.rglob("summary.json"))
+
+
+def wait_for(condition: Callable[[], object], process: subprocess.Popen[str], seconds: float = 120) -> None:
+    """Poll until `condition` holds; fails if the process ends or the time passes first."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def processes_of(directory: Path) -> list[int]:
+    """Process ids of the ranks that train in `directory`."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            argv = path.read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if b"gptexp.run" in argv and str(directory).encode() in argv:
+            found.append(int(path.parent.name))
+    return found
+
+
+def signal_rank(directory: Path, rank: int, number: signal.Signals) -> None:
+    """Send a signal to one of the ranks that train in `directory`."""
+    mine = f"\0RANK={rank}\0".encode()
+    [process] = [p for p in processes_of(directory) if mine in Path(f"/proc/{p}/environ").read_bytes()]
+    os.kill(process, number)

@@ -44,7 +44,7 @@ MUTANTS: dict[str, tuple[ModuleType, dict[str, str]]] = {
     "optimizer not loaded": (checkpoint, {'optimizer.load_state_dict(saved["optimizer"])': "pass"}),
     "step off by one": (
         checkpoint,
-        {"return path, _read_state(path)": "state = _read_state(path); state.step += 1; return path, state"},
+        {"= _checked(path)\n": "= _checked(path); state.tokens += state.tokens // state.step; state.step += 1\n"},
     ),
     "non-atomic save": (
         checkpoint,
@@ -283,7 +283,7 @@ def crash_at(point: str, occurrence: int) -> None:
         "before": (checkpoint, "save", always, None),
         "weights": (checkpoint, "save_file", None, always),
         "optimizer": (checkpoint, "_save", None, always),
-        "manifest": (checkpoint, "_fsync", lambda path: path.name == checkpoint.MANIFEST, None),
+        "manifest": (checkpoint, "fsync", lambda path: path.name == checkpoint.MANIFEST, None),
         "synced": (Path, "rename", is_new, None),
         "renamed": (Path, "rename", None, is_new),
         "doomed": (Path, "rename", None, is_step),

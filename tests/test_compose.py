@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from gptexp.compose import compose
+from gptexp.compose import compose, conf_dir, packaged_conf
 from gptexp.distributed import launcher_rank
 from gptexp.errors import ConfigError
 
@@ -67,3 +67,11 @@ def test_who_launched_this(
         monkeypatch.setenv(name, value)
     rank = launcher_rank()
     assert (rank and (rank.rank, rank.world_size, rank.local_rank, rank.local_world_size)) == expected
+
+
+def test_an_empty_name_of_a_conf_folder_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("GPTEXP_CONF", "")
+    assert conf_dir() == packaged_conf()
+    monkeypatch.setenv("GPTEXP_CONF", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"no config\.yaml in"):
+        conf_dir()

@@ -17,9 +17,8 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from conftest import events, summary
+from conftest import events, processes_of, signal_rank, summary, wait_for
 from safetensors.torch import load_file
-from test_train import processes_of, signal_rank, wait_for
 
 from gptexp import checkpoint, trainer
 from gptexp.compose import compose
@@ -249,9 +248,6 @@ def test_without_a_checkpoint_there_is_nothing_to_go_back_to(
 
 
 # --- ranks -----------------------------------------------------------------------------------------------------------
-@pytest.fixture
-def long_run(tiny: list[str]) -> list[str]:
-    return [*tiny, "train.max_steps=100000", "train.save_every=100000", "train.eval_every=0", "hydra.run.dir=out"]
 
 
 @pytest.mark.slow

@@ -11,16 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, events, summary
-from test_train import processes_of, signal_rank, wait_for
+from conftest import ROOT, events, processes_of, signal_rank, summary, wait_for
 
 Start = Callable[..., subprocess.Popen[str]]
 Sabotage = Callable[[str, str], dict[str, str]]
-
-
-@pytest.fixture
-def long_run(tiny: list[str]) -> list[str]:
-    return [*tiny, "train.max_steps=100000", "train.save_every=0", "train.eval_every=0", "hydra.run.dir=out"]
 
 
 def begun(directory: Path, steps: int = 4) -> Callable[[], bool]:

@@ -9,9 +9,8 @@ from types import ModuleType
 
 import pytest
 import torch
-from conftest import events, summary
+from conftest import events, summary, wait_for
 from safetensors.torch import load_file
-from test_train import wait_for
 
 from gptexp import checkpoint, run_dir, trainer
 from gptexp.compose import compose

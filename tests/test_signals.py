@@ -65,10 +65,10 @@ def test_a_launched_rank_leaves_ctrl_c_to_its_parent() -> None:
 
 def test_a_launchers_deadline_holds_for_all_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
     stop = StopRequest()
-    monkeypatch.setenv(DEADLINE, deadline_after(-0.001))
+    monkeypatch.setenv(DEADLINE, str(deadline_after(-0.001)))
     stop.limit(60.0)
     assert stop.reason() == "time"
-    monkeypatch.setenv(DEADLINE, deadline_after(None))
+    monkeypatch.setenv(DEADLINE, str(deadline_after(None)))
     stop.limit(0.0)
     assert stop.reason() is None
     monkeypatch.delenv(DEADLINE)

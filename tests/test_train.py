@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from conftest import ROOT, events, runs, summary
+from conftest import ROOT, events, processes_of, runs, signal_rank, summary, wait_for
 
 from gptexp import load_run
 from gptexp.compose import compose
@@ -36,35 +36,6 @@ def weights(directory: Path) -> dict[str, torch.Tensor]:
 
     newest = sorted((directory / "checkpoints").glob("step-*"))[-1]
     return load_file(newest / "model.safetensors")
-
-
-def wait_for(condition: Callable[[], object], process: subprocess.Popen[str], seconds: float = 120) -> None:
-    """Poll until `condition` holds; fails if the process ends or the time passes first."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
-def processes_of(directory: Path) -> list[int]:
-    """Process ids of the ranks that train in `directory`."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            argv = path.read_bytes().split(b"\0")
-        except OSError:
-            continue
-        if b"gptexp.run" in argv and str(directory).encode() in argv:
-            found.append(int(path.parent.name))
-    return found
-
-
-def signal_rank(directory: Path, rank: int, number: signal.Signals) -> None:
-    """Send a signal to one of the ranks that train in `directory`."""
-    mine = f"\0RANK={rank}\0".encode()
-    [process] = [p for p in processes_of(directory) if mine in Path(f"/proc/{p}/environ").read_bytes()]
-    os.kill(process, number)
 
 
 # --- one process -----------------------------------------------------------------------------------------------------
@@ -309,12 +280,6 @@ def test_bad_data_is_exit_code_three_and_divergence_five(gptexp: Gptexp, tiny: l
 
 
 # --- stopping and going on -------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def long_run(tiny: list[str]) -> list[str]:
-    """Far more steps than a test waits for."""
-    return [*tiny, "train.max_steps=100000", "train.save_every=100000", "train.eval_every=0", "hydra.run.dir=out"]
 
 
 @pytest.mark.parametrize(("name", "world_size"), [("SIGINT", 1), ("SIGTERM", 2)])

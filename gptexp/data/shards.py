@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gptexp.errors import DataError
+from gptexp.errors import DataError, first_line
 
 MANIFEST = "manifest.json"
 MAGIC = b"gptexp\r\n"  # the line end is mangled by a transfer in text mode
@@ -169,9 +169,8 @@ def read_manifest(directory: Path) -> tuple[list[Shard], int]:
         if len({shard.path for shard in shards}) < len(shards):
             raise ValueError("it names a file twice")
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
-        said = str(error).splitlines() or [""]
         raise DataError(
-            f"{path}: no manifest ({type(error).__name__}: {said[0]}); delete {directory} to build it again"
+            f"{path}: no manifest ({type(error).__name__}: {first_line(error)}); delete {directory} to build it again"
         ) from None
     return shards, max_id
 
