@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from gptexp.config import ModelConfig, OptimConfig
 from gptexp.data.loader import MicroBatch
-from gptexp.distributed import MeanReduction
+from gptexp.distributed import MeanReduction, Rank, TreeReduction
 from gptexp.loss import _chunked, chunked_cross_entropy, plain_cross_entropy
 from gptexp.memory import memory_estimate
 from gptexp.model import GPT
@@ -61,7 +63,9 @@ class LiveBytes(TorchDispatchMode):
         return out
 
 
-def peak_bytes(m: ModelConfig, batch: int, micro_steps: int, dtype: str, loss: str, checkpointing: bool) -> int:
+def peak_bytes(
+    m: ModelConfig, batch: int, micro_steps: int, dtype: str, loss: str, checkpointing: bool, tree: Rank | None = None
+) -> int:
     """Of the second step: from then on the optimizer's state is there."""
     context = nullcontext if dtype == "float32" else partial(torch.autocast, "cpu", torch.bfloat16)
     with LiveBytes() as live:
@@ -70,10 +74,11 @@ def peak_bytes(m: ModelConfig, batch: int, micro_steps: int, dtype: str, loss: s
             live.add(p)
         optimizer = build_optimizer(gpt, OptimConfig(), fused=True)
         x = torch.zeros(batch, m.block_size, dtype=torch.int64)
+        reduction = TreeReduction(gpt, tree) if tree else MeanReduction(None)
         for _ in range(2):
             live.peak = live.now
             batches = iter([MicroBatch(x, x, 0, 0)] * micro_steps)
-            train_step(gpt, optimizer, MeanReduction(None), batches, micro_steps, 0, 1, context, False)
+            train_step(gpt, optimizer, reduction, batches, micro_steps, 0, 1, context, False)
     return live.peak
 
 
@@ -95,6 +100,22 @@ def test_the_estimate_counts_every_tensor(
         dtype=dtype, compiled=False, loss=loss, activation_checkpointing=checkpointing,
     )  # fmt: skip
     assert memory.tensors == pytest.approx(peak_bytes(m, batch, micro_steps, dtype, loss, checkpointing), rel=0.08)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("micro_steps", [1, 2, 8])
+@pytest.mark.parametrize(("m", "batch"), [(DEEP, 6), (LARGE, 1)])
+def test_the_estimate_counts_the_sums_of_a_tree(m: ModelConfig, batch: int, micro_steps: int, world_size: int) -> None:
+    memory = memory_estimate(
+        m, micro_batch_size=batch, seq_len=m.block_size, grad_accum_steps=micro_steps, world_size=world_size,
+        device="cpu", dtype="float32", compiled=False, loss="plain", activation_checkpointing=False, tree=True,
+    )  # fmt: skip
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    try:
+        counted = peak_bytes(m, batch, micro_steps, "float32", "plain", False, Rank(0, world_size))
+    finally:
+        dist.destroy_process_group()
+    assert memory.tensors == pytest.approx(counted, rel=0.08)
 
 
 def test_on_a_cpu_a_compiled_model_has_the_same_chunks() -> None:
