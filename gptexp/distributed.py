@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 
 CAUSE_FIRST_S = 2.0  # between the end of the rank that failed first and those of its peers
+NCCL_LATER_S = 30.0  # than us: its watchdog ends the whole process where we can still ask who is missing
 PREPARATION = timedelta(days=2)  # how long ranks wait for one to have its data, decide or compile
 
 
@@ -129,6 +130,8 @@ def init_process_group(
         backend = "nccl" if device.type == "cuda" else "gloo"
     if backend == "nccl" and device.type != "cuda":
         raise ConfigError(f"world.backend=nccl: talks between CUDA devices only, this is a {device.type}; use auto")
+    if backend == "nccl":
+        timeout_s += NCCL_LATER_S
     store.set(f"prepared/{rank.rank}", "")
     store.wait([f"prepared/{r}" for r in range(rank.world_size)], PREPARATION)
     dist.init_process_group(

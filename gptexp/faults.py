@@ -35,13 +35,13 @@ def explained(
     first = state.step
     try:
         yield
-    except RuntimeError as error:
+    except (RuntimeError, TimeoutError) as error:
         if is_out_of_memory(error):
             raise _too_large(cfg, effective, directory, rank, at_the_start=state.step == first) from error
         if store is not None and _of_a_collective(error) and (missing := _missing(store, rank)):
             ranks = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))}"
             again = f"gptexp resume {directory} goes on from the newest checkpoint"
-            if "timed out" in str(error).lower():
+            if isinstance(error, TimeoutError) or "timed out" in str(error).lower():
                 waited = f"world.timeout_s={cfg.world.timeout_s:g} s"
                 raise SilentRankError(f"{ranks}: silent for {waited}; {again}") from error
             raise LostRankError(f"{ranks}: gone; {again}") from error
@@ -69,11 +69,11 @@ def _too_large(cfg: Config, effective: Effective, directory: Path, rank: Rank, a
     return ConfigError(line) if at_the_start else MemoryExhaustedError(f"{line}, and gptexp resume {directory}")
 
 
-def _of_a_collective(error: RuntimeError) -> bool:
+def _of_a_collective(error: Exception) -> bool:
     """Whether ranks did not find together; gloo's errors have no type, but its name in them."""
     import torch.distributed as dist
 
-    return isinstance(error, dist.DistError) or "gloo" in str(error)
+    return isinstance(error, TimeoutError | dist.DistError) or "gloo" in str(error)
 
 
 def _missing(store: "dist.Store", rank: Rank) -> list[int]:

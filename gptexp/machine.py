@@ -63,7 +63,7 @@ def compile_options() -> dict[str, bool]:
     return {"cpp.vec_isa_ok": True} if torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512") else {}
 
 
-def is_out_of_memory(error: RuntimeError) -> bool:
+def is_out_of_memory(error: Exception) -> bool:
     """Whether an allocation failed; only the caching allocator's own error has a type.
 
     The CPU's allocator, the libraries' own (cuBLAS), CUDA's loading of a kernel and the compiler's benchmarks raise

@@ -1,6 +1,7 @@
 """A step's numbers on their way from the devices of all ranks to this host."""
 
 import math
+import time
 from dataclasses import dataclass
 
 import torch
@@ -8,6 +9,8 @@ from torch import Tensor
 
 from gptexp.distributed import all_reduce_sum, world_size
 from gptexp.signals import REASONS
+
+POLL_S = 1e-4  # between two looks at a GPU that is still at work
 
 
 @dataclass(frozen=True)
@@ -48,10 +51,16 @@ class StepReport:
         else:
             self._values = values
 
-    def read(self) -> Numbers:
-        """Wait for the numbers."""
-        if self._event is not None:
-            self._event.synchronize()
+    def read(self, timeout_s: float = math.inf) -> Numbers:
+        """Wait for the numbers; raises `TimeoutError` if a GPU, or a rank that it waits for, keeps them for longer.
+
+        On a CPU they are here already: a collective that took too long has raised an error of its own.
+        """
+        deadline = time.monotonic() + timeout_s
+        while self._event is not None and not self._event.query():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"the numbers of a step are not there after {timeout_s:g} s")
+            time.sleep(POLL_S)
         grad_norm, loss, bad_norms, *rest = self._values.tolist()
         flags, limbs = rest[: len(REASONS)], rest[len(REASONS) :]
         asked = next((name for name, flag in zip(REASONS, flags, strict=True) if flag), None)

@@ -103,6 +103,7 @@ class Training:
     peak_lr: float
     grad_clip: float
     nonfinite: str  # stop, skip or rollback
+    timeout_s: float  # that a step's numbers may let one wait
     eval_every_tokens: int
     save_every_tokens: int
     log_every: int
@@ -204,7 +205,7 @@ class _Loop:
         t, state = self.t, self.state
         while len(self.unread) > leave:
             step, lr, timer, report = self.unread.popleft()
-            numbers = report.read()
+            numbers = report.read(t.timeout_s)
             now = time.perf_counter()
             seconds, self.clock = now - self.clock, now
             state.seconds += seconds

@@ -20,11 +20,14 @@ import torch
 from conftest import events, processes_of, signal_rank, summary, wait_for
 from safetensors.torch import load_file
 
-from gptexp import checkpoint, trainer
+from gptexp import checkpoint, faults, trainer
+from gptexp.checkpoint import TrainState
 from gptexp.compose import compose
 from gptexp.config import OptimConfig
 from gptexp.data.order import mix
 from gptexp.distributed import Rank
+from gptexp.effective import resolve
+from gptexp.errors import SilentRankError
 from gptexp.optim import build_optimizer, step_if
 from gptexp.run import run
 from gptexp.signals import StopRequest
@@ -264,6 +267,21 @@ def test_a_rank_that_hangs_ends_the_run_and_is_named(start: Start, long_run: lis
     assert "Traceback" not in err
     assert time.monotonic() - stopped < 4 + 5 + 30 + 15
     assert processes_of(directory) == []
+
+
+@pytest.mark.parametrize("error", [TimeoutError("not there"), RuntimeError("gloo: Timed out")])
+def test_of_a_step_that_never_ends_the_ranks_that_do_not_answer_are_named(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(faults, "ANSWER_S", 0.3)
+    store, cfg = torch.distributed.HashStore(), compose(["world.timeout_s=7"])
+    store.set("failed/2", "")  # has given up too
+    effective = resolve(cfg, torch.device("cpu"), Rank())
+    with (
+        pytest.raises(SilentRankError, match=r"^ranks 1, 3: silent for world\.timeout_s=7 s"),
+        faults.explained(cfg, effective, tmp_path, Rank(0, 4), store, TrainState()),
+    ):
+        raise error
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

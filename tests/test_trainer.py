@@ -10,6 +10,8 @@ from gptexp.config import ModelConfig
 from gptexp.data.loader import MicroBatch
 from gptexp.distributed import MeanReduction
 from gptexp.model import GPT
+from gptexp.signals import REASONS
+from gptexp.step_report import StepReport
 from gptexp.trainer import train_step
 
 
@@ -50,3 +52,22 @@ def test_gradients_of_the_step_before_are_gone() -> None:
     reports = [train_step(model, optimizer, mean, iter([batch]), 1, 0.0, 0.0, nullcontext, False) for _ in range(2)]
     norms = [report.read().grad_norm for report in reports]
     assert norms[0] == pytest.approx(norms[1], rel=1e-6)
+
+
+def test_a_device_is_waited_for_until_it_is_done_or_the_time_is_over() -> None:
+    class Event:
+        """A GPU's, that is past it when looked at the third time."""
+
+        looks = 0
+
+        def query(self) -> bool:
+            self.looks += 1
+            return self.looks > 2
+
+    report = StepReport(torch.tensor(2.5), torch.tensor(1.0), 7, [0.0] * len(REASONS))
+    event = Event()
+    report._event = event  # type: ignore[assignment]
+    with pytest.raises(TimeoutError, match="not there after -1 s"):
+        report.read(timeout_s=-1)
+    assert event.looks == 1
+    assert (report.read(timeout_s=60).loss, event.looks) == (2.5, 3)
