@@ -76,10 +76,11 @@ def _on_this_machine(cfg: "Config", world_size: int) -> "tuple[Effective, Memory
 
 def _prepared_tokens(cfg: "Config") -> int | None:
     """Training tokens of an epoch, if the corpus is in the cache."""
-    from gptexp.data.prepare import cache_dir, find_corpus, tokens_dir
+    from gptexp.data.corpora import SHAKESPEARE_FILE
+    from gptexp.data.prepare import downloads_dir, find_corpus, tokens_dir
     from gptexp.data.shards import MANIFEST
 
-    if cfg.data.name == "shakespeare" and not (cache_dir(cfg.data) / "downloads/tinyshakespeare.txt").exists():
+    if cfg.data.name == "shakespeare" and not (downloads_dir(cfg.data) / SHAKESPEARE_FILE).exists():
         return None
     manifest = tokens_dir(find_corpus(cfg.data), cfg.data) / MANIFEST
     if not manifest.exists():

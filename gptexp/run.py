@@ -64,9 +64,12 @@ def _run(cfg: "Config", directory: Path, stop: StopRequest, rank: "Rank", store:
     from gptexp.effective import Effective, apply, load_effective, resolve, step_context
     from gptexp.errors import EXIT_DIVERGED, CheckpointError, DivergedError
     from gptexp.faults import explained
+    from gptexp.machine import replace_unwritable_compile_cache
     from gptexp.summary import Summary, end_line
     from gptexp.trainer import fit
 
+    if (problem := replace_unwritable_compile_cache()) and rank.is_main:
+        print(f"gptexp: {problem}", file=sys.stderr)
     checkpoints = directory / run_dir.CHECKPOINTS
     dataset = build_dataset(cfg)  # before the process group: one rank of a node may tokenise while the others wait
     device = pick_device(cfg.train.device, rank)

@@ -1,5 +1,6 @@
 """What goes wrong while a run trains: numbers that are none, ranks that hang, disks that are full."""
 
+import ctypes
 import itertools
 import json
 import math
@@ -427,3 +428,44 @@ def test_metrics_that_cannot_be_written_end_the_run_with_a_line(
     done = gptexp("train", *options)
     assert done.returncode == 0, done.stderr
     assert [e["step"] for e in events(tmp_path / "out", "step")] == list(range(60))
+
+
+def bound_by_permissions() -> None:
+    """For the process to come: what may not be written to cannot be, by root neither (capabilities(7))."""
+    drop_from_bounding_set, cap_dac_override = 24, 1
+    ctypes.CDLL(None).prctl(drop_from_bounding_set, cap_dac_override, 0, 0, 0)
+
+
+@pytest.mark.parametrize("choice", ["train.compile=off", pytest.param("train.compile=on", marks=pytest.mark.slow)])
+def test_caches_that_cannot_be_written_to(
+    start: Start, gptexp: Gptexp, tiny: list[str], tmp_path: Path, choice: str
+) -> None:
+    """Prepared tokens are read; what the compiler keeps lies elsewhere, and goes with the run."""
+    tokens, compiled, temporary = tmp_path / "tokens", tmp_path / "compiled", tmp_path / "temporary"
+    temporary.mkdir()
+    compiled.mkdir(mode=0o555)
+    env = {
+        **os.environ,
+        "GPTEXP_CACHE": str(tokens),
+        "TORCHINDUCTOR_CACHE_DIR": str(compiled),
+        "TMPDIR": str(temporary),
+    }
+    assert gptexp("prepare", *tiny, env=env).returncode == 0
+    for folder in (*tokens.glob("*/"), tokens):
+        folder.chmod(0o555)
+    process = start("train", *tiny, choice, "world.size=2", env=env, preexec_fn=bound_by_permissions)
+    _, err = process.communicate(timeout=240)
+    assert process.returncode == 0, err
+    assert err.count(f"TORCHINDUCTOR_CACHE_DIR={compiled}: cannot be written to (Permission denied)") == 1
+    assert "Traceback" not in err
+    assert not list(compiled.iterdir())
+    assert not list(temporary.glob("gptexp*"))
+    other = tmp_path / "other.txt"
+    other.write_text("Of something else. " * 99)
+    process = start("train", *tiny, f"data.path={other}", env=env, preexec_fn=bound_by_permissions)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 3
+    assert (
+        err.splitlines()[-1]
+        == f"gptexp: data.cache_dir={tokens}: cannot be written (Permission denied); choose another"
+    )

@@ -21,6 +21,7 @@ PIECE_CHARS = 1 << 20
 # Ends in something visible that white space follows, both by Python's notion and by that of tiktoken's patterns.
 _UP_TO_THE_LAST_WORD = re.compile(r".*\S(?=[ \t\r\n])", re.DOTALL)
 
+SHAKESPEARE_FILE = "tinyshakespeare.txt"
 SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 SHAKESPEARE_BYTES = 1_115_394
@@ -108,7 +109,7 @@ def is_file(path: Path) -> bool:
 
 def shakespeare(downloads: Path) -> Corpus:
     """Tiny Shakespeare, downloaded into `downloads` unless it is there; its hash is checked either way."""
-    path = downloads / "tinyshakespeare.txt"
+    path = downloads / SHAKESPEARE_FILE
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         _download(path)

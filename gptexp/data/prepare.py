@@ -6,7 +6,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,11 @@ def cache_dir(data: DataConfig) -> Path:
     return Path(data.cache_dir or os.environ.get("GPTEXP_CACHE") or platformdirs.user_cache_dir("gptexp"))
 
 
+def downloads_dir(data: DataConfig) -> Path:
+    """Where corpora lie that are not this machine's own."""
+    return cache_dir(data) / "downloads"
+
+
 def prepare(data: DataConfig) -> tuple[Path, Path | None]:
     """Directories of the training tokens and of `data.val_path`'s (or None), tokenised now if they are not yet.
 
@@ -44,8 +49,9 @@ def find_corpus(data: DataConfig) -> corpora.Corpus:
     if data.name == "stdlib":
         return corpora.stdlib()
     if data.name == "shakespeare":
-        downloads = cache_dir(data) / "downloads"
-        with _lock(downloads.parent / "downloads.lock"):
+        downloads = downloads_dir(data)
+        there = (downloads / corpora.SHAKESPEARE_FILE).exists()  # the cache may be read-only
+        with nullcontext() if there else _lock(downloads.with_name("downloads.lock")):
             return corpora.shakespeare(downloads)
     return corpora.text(corpora.path_list(data.path))
 
