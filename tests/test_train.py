@@ -279,6 +279,23 @@ def test_bad_data_is_exit_code_three_and_divergence_five(gptexp: Gptexp, tiny: l
     assert not list(tmp_path.glob("wild/checkpoints/*"))
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_damaged_token_file_ends_a_run_before_its_first_step(
+    gptexp: Gptexp, tiny: list[str], tmp_path: Path, world_size: int
+) -> None:
+    cache = tmp_path / "tokens"
+    assert gptexp("prepare", *tiny, f"data.cache_dir={cache}").returncode == 0
+    [shard] = cache.glob("*/*.bin")
+    body = bytearray(shard.read_bytes())
+    body[-7] ^= 1  # some token is now its neighbour: nothing but the hash can tell
+    shard.write_bytes(body)
+    done = gptexp("train", *tiny, f"data.cache_dir={cache}", f"world.size={world_size}", "hydra.run.dir=out")
+    assert done.returncode == 3
+    [line] = done.stderr.splitlines()
+    assert line.startswith(f"gptexp: {shard}: ")
+    assert not (tmp_path / "out" / "metrics.jsonl").exists()
+
+
 # --- stopping and going on -------------------------------------------------------------------------------------------
 
 
