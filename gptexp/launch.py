@@ -15,10 +15,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from gptexp.errors import EXIT_CONFIG, EXIT_DIVERGED, EXIT_FAILED, LostRankError, MicroBatchError, UserError
 from gptexp.run import PARENT
 from gptexp.signals import DEADLINE, StopRequest, deadline_after
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 START_ANEW = -1  # in place of an exit code: a smaller micro-batch has been chosen, start anew
 GRACE_S = 60  # for a checkpoint after a signal, before the agent kills
@@ -72,14 +76,22 @@ def _launch(directory: Path, world_size: int, deadline: float) -> int:
         except SignalException as error:
             return 128 + (received[0] if received else int(error.sigval))
         except ChildFailedError as error:
-            # A rank that was killed left no time of its own: a peer that lost it seems to be first where the agent
-            # looked late. Anything else that a peer says is the cause, and the agent killed who did not leave for it.
-            killed = [(r, f) for r, f in error.failures.items() if f.exitcode < 0 and -f.exitcode != signal.SIGTERM]
-            rank, failure = error.get_first_failure()
-            if killed and _text(failure.message).startswith(LostRankError.__name__):
-                rank, failure = killed[0]
+            rank, failure = _cause(error)
             return _report(rank, failure.exitcode, failure.message)
     return 0
+
+
+def _cause(error: "ChildFailedError") -> "tuple[int, ProcessFailure]":
+    """The rank that failed first, and what the agent knows of it.
+
+    A rank that was killed left no time of its own: a peer that lost it seems to be first where the agent looked late.
+    Anything else that a peer says is the cause, and the agent killed who did not leave for it.
+    """
+    rank, failure = error.get_first_failure()
+    if _text(failure.message).startswith(LostRankError.__name__):
+        killed = ((r, f) for r, f in error.failures.items() if f.exitcode < 0 and -f.exitcode != signal.SIGTERM)
+        return next(killed, (rank, failure))
+    return rank, failure
 
 
 def _report(rank: int, exit_code: int, message: object) -> int:

@@ -31,9 +31,10 @@ def trained(steps: int = 2) -> tuple[GPT, torch.optim.AdamW]:
     return model, optimizer
 
 
-def save(directory: Path, step: int, keep_last: int = 0) -> Path:
+def save(directory: Path, step: int, keep_last: int = 0, regular: bool = True) -> Path:
     model, optimizer = trained()
-    return checkpoint.save(directory, model, optimizer, TrainState(step=step, tokens=10 * step), Keep(keep_last))
+    state = TrainState(step=step, tokens=10 * step, regular=regular)
+    return checkpoint.save(directory, model, optimizer, state, Keep(keep_last))
 
 
 def test_training_goes_on_bit_for_bit(tmp_path: Path) -> None:
@@ -144,6 +145,19 @@ def test_what_is_not_whole_neither_counts_nor_goes(tmp_path: Path) -> None:
     (tmp_path / "step-00000003" / "train.pt").write_bytes(b"")
     save(tmp_path, 4, keep_last=2)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000002", "step-00000003", "step-00000004"]
+
+
+def test_one_saved_to_leave_with_is_gone_on_from_and_displaces_none(tmp_path: Path) -> None:
+    """What is kept and gone back to is then the same whether a run was interrupted or not."""
+    for step in (1, 2):
+        save(tmp_path, step, keep_last=2)
+    save(tmp_path, 3, keep_last=2, regular=False)
+    assert sorted(p.name[-1] for p in tmp_path.iterdir()) == ["1", "2", "3"]
+    for regular, step in ((False, 3), (True, 2)):
+        found = checkpoint.load_latest(tmp_path, regular) or pytest.fail("nothing found")
+        assert found[1].step == step
+    save(tmp_path, 4, keep_last=2)
+    assert sorted(p.name[-1] for p in tmp_path.iterdir()) == ["2", "4"]
 
 
 def test_everything_is_on_the_disk_before_the_name_is_and_the_name_before_save_returns(

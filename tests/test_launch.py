@@ -1,5 +1,6 @@
 """Signals and failures through the launchers: gptexp's own, and SLURM's with commands that do what theirs do."""
 
+import json
 import os
 import signal
 import socket
@@ -12,6 +13,11 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, events, processes_of, signal_rank, summary, wait_for
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+from gptexp import launch
+from gptexp.errors import EXIT_DIVERGED
+from gptexp.launch import START_ANEW
 
 Start = Callable[..., subprocess.Popen[str]]
 Sabotage = Callable[[str, str], dict[str, str]]
@@ -42,6 +48,61 @@ def test_a_signal_to_the_parent_or_to_one_rank_stops_two_ranks(
     assert time.monotonic() - asked < 10
     assert summary(directory)["status"] == "interrupted"
     assert (directory / "checkpoints" / f"step-{summary(directory)['steps']:08d}" / "manifest.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("codes", "expected", "restarts"),
+    [
+        ([0], 0, 0),
+        ([EXIT_DIVERGED], EXIT_DIVERGED, 0),  # would diverge again
+        ([143], 143, 0),  # was asked to stop
+        ([1, 0], 0, 1),
+        ([1, 1, 1], 1, 2),
+        ([START_ANEW, START_ANEW, START_ANEW, 0], 0, 0),
+        ([START_ANEW, 1, START_ANEW, 1, 0], 0, 2),
+    ],
+)
+def test_only_a_failure_is_a_reason_to_start_again(
+    codes: list[int],
+    expected: int,
+    restarts: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    left, deadlines = iter(codes), set()
+
+    def once(directory: Path, world_size: int, deadline: float) -> int:
+        deadlines.add(deadline)
+        return next(left)
+
+    monkeypatch.setattr(launch, "_launch", once)
+    assert launch.launch(tmp_path, 2, max_restarts=2, max_minutes=5.0) == expected
+    assert list(left) == []
+    assert len(deadlines) == 1
+    assert capsys.readouterr().err.count("gptexp: restart ") == restarts
+
+
+@pytest.mark.parametrize(
+    ("failures", "cause"),
+    [
+        ({0: (1, "LostRankError: rank 1: gone", 5), 1: (-9, "", 7)}, 1),  # the agent looked late
+        ({0: (1, "LostRankError: rank 1: gone", 5), 1: (1, "ValueError: its own", 4)}, 1),
+        ({0: (1, "ValueError: its own", 5), 1: (-9, "", 7)}, 0),  # the agent killed rank 1 for not leaving
+        ({0: (1, "LostRankError: rank 2: gone", 5), 1: (-15, "", 7), 2: (-11, "", 8)}, 2),
+    ],
+)
+def test_the_rank_that_failed_first_is_found(
+    failures: dict[int, tuple[int, str, int]], cause: int, tmp_path: Path
+) -> None:
+    found = {}
+    for rank, (exit_code, message, moment) in failures.items():
+        file = tmp_path / str(rank)
+        if message:
+            file.write_text(json.dumps({"message": {"message": message, "extraInfo": {"timestamp": str(moment)}}}))
+        found[rank] = ProcessFailure(rank, 100 + rank, exit_code, str(file))
+        found[rank].timestamp = moment
+    assert launch._cause(ChildFailedError("gptexp.run", found)) == (cause, found[cause])
 
 
 @pytest.mark.slow

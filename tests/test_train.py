@@ -357,8 +357,10 @@ def test_resume_takes_what_may_change_and_refuses_other_data(
     changed = ("batch.micro_batch_size=4", "world.size=2")
     original = (tmp_path / "text.txt").read_text()
     (tmp_path / "text.txt").write_text(original.replace("cat", "cow"))
-    refused = gptexp("train", *overrides, *changed)
-    assert (refused.returncode, "began with other data" in refused.stderr) == (3, True), refused.stderr
+    for told_by in ("out", f"step-{done:08d}"):  # summary.json in it; where that is gone, the checkpoint
+        refused = gptexp("train", *overrides, *changed)
+        assert (refused.returncode, f"{told_by}: began with other data" in refused.stderr) == (3, True), refused.stderr
+        (tmp_path / "out" / "summary.json").unlink(missing_ok=True)
     (tmp_path / "text.txt").write_text(original)
     resumed = gptexp("train", *overrides, *changed, "log=disabled")
     assert resumed.returncode == 0, resumed.stderr
