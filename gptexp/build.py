@@ -1,6 +1,11 @@
 """The model of a run as its effective choices say: which loss, compiled, in DDP."""
 
+import atexit
+import getpass
 import hashlib
+import os
+import shutil
+import tempfile
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -21,6 +26,31 @@ from gptexp.trainer import Training
 # and cuts in all: fewer of them than DDP's 25 MiB make, which cut GPT-2 124M into 14.
 BUCKETS = 5
 LEAST_BUCKET_MIB = 25.0
+INDUCTOR_CACHE, TRITON_CACHE = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
+
+
+def replace_unwritable_caches() -> list[str]:
+    """Have torch keep what it compiles for this process only where its folders take nothing; a line for each.
+
+    Call it before the first optimizer is made: that imports the compiler, which makes its folder or fails.
+    """
+    # Where torch itself would put it (torch._inductor.runtime.cache_dir_utils, which imports the compiler).
+    os.environ.setdefault(INDUCTOR_CACHE, f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}")
+    lines = []
+    for name in (INDUCTOR_CACHE, TRITON_CACHE):
+        folder = os.environ.get(name)
+        if folder is None:
+            continue
+        try:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder) as file:
+                file.write(b"something")
+                file.flush()
+        except OSError as error:
+            os.environ[name] = tempfile.mkdtemp(prefix="gptexp-compiled-")
+            atexit.register(shutil.rmtree, os.environ[name], ignore_errors=True)
+            lines.append(f"{name}={folder}: cannot be written to ({error.strerror}); each process compiles for itself")
+    return lines
 
 
 def build_gpt(cfg: Config, effective: Effective, device: torch.device) -> GPT:

@@ -264,7 +264,7 @@ def _checked(path: Path, hashes: bool = True) -> TrainState:
         values.pop("about", None)
         state = from_dict(values, TrainState)
         assert isinstance(state, TrainState)
-        if state.step != _step(path):
+        if path.name != f"step-{state.step:08d}":
             raise CheckpointError("state.json is of another step")
     except CheckpointError:
         raise

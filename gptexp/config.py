@@ -125,7 +125,7 @@ class WorldConfig:
     threads_per_rank: int | None = _positive(None)  # CPU threads; null: the node's cores shared out among its ranks
     timeout_s: float = _ruled(
         600.0, (lambda v: 0 < v <= 1e6, "must be above 0, at most 1000000")
-    )  # seconds a rank waits in a collective before it gives up
+    )  # seconds a rank waits for the others, in a collective or for a step's numbers, before it gives up
     max_restarts: int = _not_negative(0)  # times that gptexp's own launcher starts failed ranks anew
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 CAUSE_FIRST_S = 2.0  # between the end of the rank that failed first and those of its peers
-NCCL_LATER_S = 30.0  # than us: its watchdog ends the whole process where we can still ask who is missing
+NCCL_LATER_S = 30.0  # how much later NCCL gives up than we do: it aborts the process before anyone can be named
 PREPARATION = timedelta(days=2)  # how long ranks wait for one to have its data, decide or compile
 
 

@@ -13,7 +13,8 @@ EXIT_DIVERGED = 5
 
 def first_line(error: Exception) -> str:
     """What a library says, as far as it fits into a line of ours; its type where it says nothing."""
-    return (str(error).splitlines() or [type(error).__name__])[0]
+    first, *rest = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return f"{first} {rest[0]}" if rest and first.endswith(":") else first
 
 
 class UserError(ValueError):

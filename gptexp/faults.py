@@ -15,6 +15,7 @@ from gptexp.distributed import Rank
 from gptexp.effective import Effective
 from gptexp.errors import ConfigError, LostRankError, MemoryExhaustedError, MicroBatchError, SilentRankError, UserError
 from gptexp.machine import is_out_of_memory
+from gptexp.step_report import StepTimeout
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -35,15 +36,23 @@ def explained(
     first = state.step
     try:
         yield
-    except (RuntimeError, TimeoutError) as error:
+    except RuntimeError as error:
         if is_out_of_memory(error):
             raise _too_large(cfg, effective, directory, rank, at_the_start=state.step == first) from error
-        if store is not None and _of_a_collective(error) and (missing := _missing(store, rank)):
-            ranks = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))}"
-            again = f"gptexp resume {directory} goes on from the newest checkpoint"
-            if isinstance(error, TimeoutError) or "timed out" in str(error).lower():
-                waited = f"world.timeout_s={cfg.world.timeout_s:g} s"
+        if store is None or not _of_a_collective(error):
+            raise
+        missing = _missing(store, rank)
+        ranks = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))}"
+        again = f"gptexp resume {directory} goes on from the newest checkpoint"
+        waited = f"world.timeout_s={cfg.world.timeout_s:g} s"
+        if isinstance(error, StepTimeout) or "timed out" in str(error).lower():
+            if missing:
                 raise SilentRankError(f"{ranks}: silent for {waited}; {again}") from error
+            raise SilentRankError(
+                f"every rank is there, but a step took longer than {waited}; raise it, or see what holds the network "
+                f"or a device up; {again}"
+            ) from error
+        if missing:
             raise LostRankError(f"{ranks}: gone; {again}") from error
         raise
 
@@ -69,11 +78,11 @@ def _too_large(cfg: Config, effective: Effective, directory: Path, rank: Rank, a
     return ConfigError(line) if at_the_start else MemoryExhaustedError(f"{line}, and gptexp resume {directory}")
 
 
-def _of_a_collective(error: Exception) -> bool:
+def _of_a_collective(error: RuntimeError) -> bool:
     """Whether ranks did not find together; gloo's errors have no type, but its name in them."""
     import torch.distributed as dist
 
-    return isinstance(error, TimeoutError | dist.DistError) or "gloo" in str(error)
+    return isinstance(error, StepTimeout | dist.DistError) or "gloo" in str(error)
 
 
 def _missing(store: "dist.Store", rank: Rank) -> list[int]:

@@ -1,13 +1,11 @@
 """What this machine has: its device's name and arithmetic, free memory, and glibc's allocator told to keep memory."""
 
-import atexit
 import ctypes
 import os
 import platform
 import shutil
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -16,7 +14,6 @@ from pathlib import Path
 import torch
 
 PROBE = 1024  # rows and columns of the matrices that are multiplied to learn how
-COMPILE_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 CGROUP, OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
@@ -57,24 +54,6 @@ def missing_compiler(device: torch.device) -> str | None:
     return None if shutil.which(wanted) else f"{wanted}, the C++ compiler it needs, is not installed"
 
 
-def replace_unwritable_compile_cache() -> str | None:
-    """Have torch keep what it compiles for this process only, where the folder it was given takes nothing; says so.
-
-    Call it before torch's optimizers or compiler are imported: they make that folder, or fail.
-    """
-    asked = os.environ.get(COMPILE_CACHE)
-    if asked is None:
-        return None
-    try:
-        Path(asked).mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=asked):
-            return None
-    except OSError as error:
-        own = os.environ[COMPILE_CACHE] = tempfile.mkdtemp(prefix="gptexp-compiled-")
-        atexit.register(shutil.rmtree, own, ignore_errors=True)
-        return f"{COMPILE_CACHE}={asked}: cannot be written to ({error.strerror}); what is compiled lasts for this run"
-
-
 def compile_options() -> dict[str, bool]:
     """For torch.compile: that vector instructions run, as torch's own kernels show, without a trial.
 
@@ -84,7 +63,7 @@ def compile_options() -> dict[str, bool]:
     return {"cpp.vec_isa_ok": True} if torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512") else {}
 
 
-def is_out_of_memory(error: Exception) -> bool:
+def is_out_of_memory(error: RuntimeError) -> bool:
     """Whether an allocation failed; only the caching allocator's own error has a type.
 
     The CPU's allocator, the libraries' own (cuBLAS), CUDA's loading of a kernel and the compiler's benchmarks raise

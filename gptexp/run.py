@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,7 +51,7 @@ def run(cfg: "Config", directory: Path, stop: StopRequest, rank: "Rank", store: 
 
 def _run(cfg: "Config", directory: Path, stop: StopRequest, rank: "Rank", store: "dist.Store | None") -> int:
     from gptexp import checkpoint, run_dir, trial
-    from gptexp.build import compile_in_turn
+    from gptexp.build import compile_in_turn, replace_unwritable_caches
     from gptexp.data.loader import build_dataset
     from gptexp.distributed import (
         agree,
@@ -64,12 +65,12 @@ def _run(cfg: "Config", directory: Path, stop: StopRequest, rank: "Rank", store:
     from gptexp.effective import Effective, apply, load_effective, resolve, step_context
     from gptexp.errors import EXIT_DIVERGED, CheckpointError, DivergedError
     from gptexp.faults import explained
-    from gptexp.machine import replace_unwritable_compile_cache
     from gptexp.summary import Summary, end_line
     from gptexp.trainer import fit
 
-    if (problem := replace_unwritable_compile_cache()) and rank.is_main:
-        print(f"gptexp: {problem}", file=sys.stderr)
+    for line in replace_unwritable_caches():
+        if rank.local_rank == 0:
+            print(f"gptexp: {line}", file=sys.stderr)
     checkpoints = directory / run_dir.CHECKPOINTS
     dataset = build_dataset(cfg)  # before the process group: one rank of a node may tokenise while the others wait
     device = pick_device(cfg.train.device, rank)
@@ -104,30 +105,32 @@ def _run(cfg: "Config", directory: Path, stop: StopRequest, rank: "Rank", store:
     _refuse_other_data(gather(dataset.hash))
     apply(effective, cfg.train.deterministic)
 
-    with explained(cfg, effective, directory, rank, store, state):
+    # Around what may fail for a reason outside this process, and no more: a rank that has a reason says so at once.
+    faults_explained = partial(explained, cfg, effective, directory, rank, store, state)
+    with faults_explained():
         training = _build_training(cfg, effective, dataset, rank, device, path, state)
-        log = _open_log(cfg, directory, effective, training, state)
-        summary = Summary(directory, training, state)
-        summary.write("running")
-        status, reason = "failed", None
-        gc.freeze()  # what is imported stays: neither a collection nor the interpreter's end need walk through it
-        try:
-            with step_context(effective):
-                if effective.compile:
-                    compile_in_turn(training, patient)
-                reason = fit(training, state, stop, log, checkpoints)
-            status = "interrupted" if reason else "completed"
-            if reason is None and cfg.log.sample_tokens and rank.is_main:
-                _sample(cfg, training.gpt, log, state.step)
-        except DivergedError as error:
-            status = "diverged"
-            if rank.is_main:
-                print(f"gptexp: {error}", file=sys.stderr)
-        finally:
-            written = summary.write(status)
-            log.close(written)
-            if rank.is_main:
-                say(end_line(written, directory))
+    log = _open_log(cfg, directory, effective, training, state)
+    summary = Summary(directory, training, state)
+    summary.write("running")
+    status, reason = "failed", None
+    gc.freeze()  # what is imported stays: neither a collection nor the interpreter's end need walk through it
+    try:
+        with faults_explained(), step_context(effective):
+            if effective.compile:
+                compile_in_turn(training, patient)
+            reason = fit(training, state, stop, log, checkpoints)
+        status = "interrupted" if reason else "completed"
+        if reason is None and cfg.log.sample_tokens and rank.is_main:
+            _sample(cfg, training.gpt, log, state.step)
+    except DivergedError as error:
+        status = "diverged"
+        if rank.is_main:
+            print(f"gptexp: {error}", file=sys.stderr)
+    finally:
+        written = summary.write(status)
+        log.close(written)
+        if rank.is_main:
+            say(end_line(written, directory))
     # Nobody leaves before rank 0 has written everything: a rank that ends makes launchers end the others.
     barrier()
     destroy_process_group()

@@ -70,7 +70,7 @@ class StopRequest:
 
     def limit(self, max_minutes: float | None) -> None:
         """Ask for a stop once `max_minutes` have passed, from now or from when `DEADLINE` was set; None: never."""
-        self._deadline = float(os.environ.get(DEADLINE, deadline_after(max_minutes)))
+        self._deadline = float(os.environ.get(DEADLINE) or deadline_after(max_minutes))
 
     def install(self, ignore_sigint: bool) -> None:
         """Handle the signals from here on; a rank that gptexp launched leaves Ctrl-C to its parent."""

@@ -13,6 +13,10 @@ from gptexp.signals import REASONS
 POLL_S = 1e-4  # between two looks at a GPU that is still at work
 
 
+class StepTimeout(RuntimeError):
+    """A step's numbers did not come in time."""
+
+
 @dataclass(frozen=True)
 class Numbers:
     """What came of a step, over all ranks and equal on them."""
@@ -52,14 +56,14 @@ class StepReport:
             self._values = values
 
     def read(self, timeout_s: float = math.inf) -> Numbers:
-        """Wait for the numbers; raises `TimeoutError` if a GPU, or a rank that it waits for, keeps them for longer.
+        """Wait for the numbers; raises `StepTimeout` if a GPU, or a rank that it waits for, keeps them for longer.
 
         On a CPU they are here already: a collective that took too long has raised an error of its own.
         """
         deadline = time.monotonic() + timeout_s
         while self._event is not None and not self._event.query():
             if time.monotonic() > deadline:
-                raise TimeoutError(f"the numbers of a step are not there after {timeout_s:g} s")
+                raise StepTimeout(f"the numbers of a step are not there after {timeout_s:g} s")
             time.sleep(POLL_S)
         grad_norm, loss, bad_norms, *rest = self._values.tolist()
         flags, limbs = rest[: len(REASONS)], rest[len(REASONS) :]

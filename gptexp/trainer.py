@@ -103,7 +103,7 @@ class Training:
     peak_lr: float
     grad_clip: float
     nonfinite: str  # stop, skip or rollback
-    timeout_s: float  # that a step's numbers may let one wait
+    timeout_s: float  # s: how long to wait for a step's numbers
     eval_every_tokens: int
     save_every_tokens: int
     log_every: int

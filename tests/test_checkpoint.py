@@ -147,6 +147,13 @@ def test_what_is_not_whole_neither_counts_nor_goes(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000002", "step-00000003", "step-00000004"]
 
 
+def test_a_copy_under_another_name_of_its_step_does_not_count(tmp_path: Path) -> None:
+    path = save(tmp_path, 5)
+    shutil.copytree(path, tmp_path / "step-000000005")
+    shutil.copytree(path, tmp_path / "step-00000006")
+    assert checkpoint.newest(tmp_path)[0] == path
+
+
 def test_one_saved_to_leave_with_is_gone_on_from_and_displaces_none(tmp_path: Path) -> None:
     """What is kept and gone back to is then the same whether a run was interrupted or not."""
     for step in (1, 2):

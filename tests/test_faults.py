@@ -33,6 +33,7 @@ from gptexp.errors import ConfigError, MemoryExhaustedError, MicroBatchError, Si
 from gptexp.optim import build_optimizer, step_if
 from gptexp.run import run
 from gptexp.signals import StopRequest
+from gptexp.step_report import StepTimeout
 
 Gptexp = Callable[..., subprocess.CompletedProcess[str]]
 Start = Callable[..., subprocess.Popen[str]]
@@ -275,16 +276,24 @@ def test_a_rank_that_hangs_ends_the_run_and_is_named(start: Start, long_run: lis
     assert processes_of(directory) == []
 
 
-@pytest.mark.parametrize("error", [TimeoutError("not there"), RuntimeError("gloo: Timed out")])
+@pytest.mark.parametrize("error", [StepTimeout("not there"), RuntimeError("gloo: Timed out")])
+@pytest.mark.parametrize(
+    ("there", "line"),
+    [
+        ([2], r"^ranks 1, 3: silent for world\.timeout_s=7 s; gptexp resume"),
+        ([1, 2, 3], r"^every rank is there, but a step took longer than world\.timeout_s=7 s; raise it"),
+    ],
+)
 def test_of_a_step_that_never_ends_the_ranks_that_do_not_answer_are_named(
-    error: Exception, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    error: Exception, there: list[int], line: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(faults, "ANSWER_S", 0.3)
     store, cfg = torch.distributed.HashStore(), compose(["world.timeout_s=7"])
-    store.set("failed/2", "")  # has given up too
+    for rank in there:  # have given up too
+        store.set(f"failed/{rank}", "")
     effective = resolve(cfg, torch.device("cpu"), Rank())
     with (
-        pytest.raises(SilentRankError, match=r"^ranks 1, 3: silent for world\.timeout_s=7 s"),
+        pytest.raises(SilentRankError, match=line),
         faults.explained(cfg, effective, tmp_path, Rank(0, 4), store, TrainState()),
     ):
         raise error
@@ -497,9 +506,10 @@ def test_caches_that_cannot_be_written_to(
     start: Start, gptexp: Gptexp, tiny: list[str], tmp_path: Path, choice: str
 ) -> None:
     """Prepared tokens are read; what the compiler keeps lies elsewhere, and goes with the run."""
-    tokens, compiled, temporary = tmp_path / "tokens", tmp_path / "compiled", tmp_path / "temporary"
+    tokens, temporary = tmp_path / "tokens", tmp_path / "temporary"
     temporary.mkdir()
-    compiled.mkdir(mode=0o555)
+    (tmp_path / "read-only").mkdir(mode=0o555)
+    compiled = tmp_path / "read-only" / "compiled"  # torch would make it, and fail
     env = {
         **os.environ,
         "GPTEXP_CACHE": str(tokens),
@@ -514,7 +524,6 @@ def test_caches_that_cannot_be_written_to(
     assert process.returncode == 0, err
     assert err.count(f"TORCHINDUCTOR_CACHE_DIR={compiled}: cannot be written to (Permission denied)") == 1
     assert "Traceback" not in err
-    assert not list(compiled.iterdir())
     assert not list(temporary.glob("gptexp*"))
     other = tmp_path / "other.txt"
     other.write_text("Of something else. " * 99)

@@ -20,7 +20,7 @@ from gptexp.loss import chunked_cross_entropy, plain_cross_entropy
 from gptexp.optim import build_optimizer
 from gptexp.phases import StepTimer
 from gptexp.signals import REASONS
-from gptexp.step_report import StepReport
+from gptexp.step_report import StepReport, StepTimeout
 from gptexp.trainer import train_step
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -98,7 +98,7 @@ def test_a_gpu_that_does_not_answer_is_not_waited_for_for_ever() -> None:
     one = torch.ones((), device="cuda")
     torch.cuda._sleep(2 * 10**9)  # about a second
     report = StepReport(one, one, 7, [0.0] * len(REASONS))
-    with pytest.raises(TimeoutError, match="not there after"):
+    with pytest.raises(StepTimeout, match="not there after"):
         report.read(timeout_s=0.05)
     assert report.read(timeout_s=60).fingerprint == 7
 

@@ -1,7 +1,9 @@
 """Sinks: whole lines, resumed files, and a wandb that may fail."""
 
+import errno
 import json
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +14,7 @@ from rich.console import Console
 
 from gptexp.checkpoint import TrainState
 from gptexp.config import WandbConfig
+from gptexp.errors import StorageError, first_line
 from gptexp.loggers import JsonlSink, RunLog
 from gptexp.loggers.console import BarSink, LineSink, build_console
 from gptexp.loggers.wandb import WandbSink, build_wandb
@@ -52,6 +55,32 @@ def test_jsonl_has_no_nan_and_a_resumed_file_ends_at_the_checkpoint(tmp_path: Pa
     JsonlSink(tmp_path, TrainState(tokens=200)).write({"event": "step", "tokens": 300, "train/loss": 1.0})
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [(e["tokens"], e["train/loss"]) for e in lines] == [(100, None), (200, None), (300, 1.0)]
+
+
+def test_a_disk_that_is_full_when_metrics_reach_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    log = JsonlSink(tmp_path, TrainState())
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(StorageError, match=r"metrics\.jsonl: cannot be written \(No space left on device\)"):
+        log.sync()
+
+
+@pytest.mark.parametrize(
+    ("said", "line"),
+    [
+        ("one\ntwo", "one"),
+        ("\n  late", "late"),
+        (
+            "Error(s) in loading state_dict for GPT:\n\tMissing key(s)",
+            "Error(s) in loading state_dict for GPT: Missing key(s)",
+        ),
+        ("", "RuntimeError"),
+    ],
+)
+def test_what_a_library_says_fits_into_a_line(said: str, line: str) -> None:
+    assert first_line(RuntimeError(said)) == line
 
 
 def test_console_is_a_bar_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from gptexp.data.loader import MicroBatch
 from gptexp.distributed import MeanReduction
 from gptexp.model import GPT
 from gptexp.signals import REASONS
-from gptexp.step_report import StepReport
+from gptexp.step_report import StepReport, StepTimeout
 from gptexp.trainer import train_step
 
 
@@ -67,7 +67,7 @@ def test_a_device_is_waited_for_until_it_is_done_or_the_time_is_over() -> None:
     report = StepReport(torch.tensor(2.5), torch.tensor(1.0), 7, [0.0] * len(REASONS))
     event = Event()
     report._event = event  # type: ignore[assignment]
-    with pytest.raises(TimeoutError, match="not there after -1 s"):
+    with pytest.raises(StepTimeout, match="not there after -1 s"):
         report.read(timeout_s=-1)
     assert event.looks == 1
     assert (report.read(timeout_s=60).loss, event.looks) == (2.5, 3)

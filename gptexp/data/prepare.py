@@ -50,7 +50,7 @@ def find_corpus(data: DataConfig) -> corpora.Corpus:
         return corpora.stdlib()
     if data.name == "shakespeare":
         downloads = downloads_dir(data)
-        there = (downloads / corpora.SHAKESPEARE_FILE).exists()  # the cache may be read-only
+        there = corpora.is_file(downloads / corpora.SHAKESPEARE_FILE)  # the cache may be read-only
         with nullcontext() if there else _lock(downloads.with_name("downloads.lock")):
             return corpora.shakespeare(downloads)
     return corpora.text(corpora.path_list(data.path))
@@ -63,9 +63,9 @@ def tokens_dir(corpus: corpora.Corpus, data: DataConfig) -> Path:
 
 def _tokenised(corpus: corpora.Corpus, data: DataConfig) -> Path:
     target = tokens_dir(corpus, data)
-    if not (target / MANIFEST).exists():
+    if not corpora.is_file(target / MANIFEST):
         with _lock(target.with_name(f"{target.name}.lock")):
-            if not (target / MANIFEST).exists():
+            if not corpora.is_file(target / MANIFEST):
                 _tokenise(corpus, data.tokenizer, target)
     verify(target)
     return target

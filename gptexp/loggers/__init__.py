@@ -173,7 +173,8 @@ class JsonlSink:
             ) from None
 
     def sync(self) -> None:
-        os.fsync(self._file.fileno())
+        with storage(self._path):
+            os.fsync(self._file.fileno())
 
     def rewind(self, state: TrainState) -> None:
         self._file.close()

@@ -8,6 +8,7 @@ from typing import Any
 
 from gptexp.checkpoint import TrainState
 from gptexp.config import WandbConfig
+from gptexp.errors import first_line
 from gptexp.run_dir import read_json, write_json
 
 INIT_TIMEOUT_S = 10.0
@@ -46,7 +47,9 @@ class WandbSink:
         try:
             call()
         except Exception as error:
-            _say(f"failed ({_first_line(error)}); going on without it, metrics.jsonl is complete")
+            _say(
+                f"failed ({type(error).__name__}: {first_line(error)}); going on without it, metrics.jsonl is complete"
+            )
             self._run = None
 
 
@@ -83,16 +86,13 @@ def build_wandb(cfg: WandbConfig, directory: Path, config: dict[str, Any], group
             mode = "online" if wandb.login(prompt=False) else "offline"
         return init(mode)
     except Exception as error:
-        _say(f"{mode} failed ({_first_line(error)}); logging offline instead")
+        _say(f"{mode} failed ({type(error).__name__}: {first_line(error)}); logging offline instead")
     try:
         return init("offline")
     except Exception as error:
-        _say(f"offline failed too ({_first_line(error)}); going on without it, metrics.jsonl is complete")
+        said = f"{type(error).__name__}: {first_line(error)}"
+        _say(f"offline failed too ({said}); going on without it, metrics.jsonl is complete")
         return None
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 def _say(line: str) -> None:
