@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from gptexp.distributed import Rank, launcher_rank, leaving
 from gptexp.errors import EXIT_DIVERGED, MicroBatchError
-from gptexp.signals import EXIT_CODES, StopRequest, ignore_stops
+from gptexp.signals import StopRequest, ignore_stops
 from gptexp.terminal import say
 
 if TYPE_CHECKING:
@@ -171,7 +171,7 @@ def run_job_as(rank: Rank, store: "dist.Store", number: int, config: "Config", d
 
     STOP.limit(config.train.max_minutes)
     code = run(config, directory, STOP, rank, dist.PrefixStore(f"group{number}", store))
-    if code in EXIT_CODES.values():
+    if code > 128:  # after any other the next cell of a sweep may be asked to stop
         ignore_stops()  # srun ends the tasks that have not left yet: all is saved, and the exit code is this one
     return code
 

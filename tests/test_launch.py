@@ -7,17 +7,22 @@ import socket
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from conftest import ROOT, events, processes_of, signal_rank, summary, wait_for
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from gptexp import launch
+from gptexp import launch, train
+from gptexp.config import Config
+from gptexp.distributed import Rank
 from gptexp.errors import EXIT_DIVERGED
 from gptexp.launch import START_ANEW
+from gptexp.train import Leader
 
 Start = Callable[..., subprocess.Popen[str]]
 Sabotage = Callable[[str, str], dict[str, str]]
@@ -103,6 +108,36 @@ def test_the_rank_that_failed_first_is_found(
         found[rank] = ProcessFailure(rank, 100 + rank, exit_code, str(file))
         found[rank].timestamp = moment
     assert launch._cause(ChildFailedError("gptexp.run", found)) == (cause, found[cause])
+
+
+def test_rank_0_stays_until_the_others_have_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under srun the store is in its process, and would be gone with it."""
+    store = dist.HashStore()
+    monkeypatch.setattr("gptexp.distributed.connect", lambda: store)
+    leader = Leader(Rank(0, 3))
+    threads = [threading.Timer(seconds, store.add, ("left", 1)) for seconds in (0.2, 0.6)]
+    began = time.monotonic()
+    for thread in threads:
+        thread.start()
+    leader.finish()
+    assert 0.5 < time.monotonic() - began < 5
+    monkeypatch.setattr(train, "LEAVE_S", 0.3)
+    Leader(Rank(0, 4)).finish()  # of ranks that have died it hears nothing
+    assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize(("code", "stops"), [(138, False), (0, True), (1, True)])
+def test_a_rank_that_was_stopped_leaves_with_its_code_whatever_srun_sends_then(
+    code: int, stops: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("gptexp.run.run", lambda *_: code)
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    try:
+        assert train.run_job_as(Rank(0, 2), dist.HashStore(), 0, Config(), tmp_path) == code
+        assert [signal.getsignal(number) != signal.SIG_IGN for number in before] == [stops] * 2
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @pytest.mark.slow

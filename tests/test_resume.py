@@ -57,10 +57,11 @@ def test_a_new_run_can_begin_with_the_weights_of_another(gptexp: Gptexp, tiny: l
     old = gptexp("train", *tiny, "hydra.run.dir=old")
     assert old.returncode == 0, old.stderr
     still = ["optim.lr=1e-30", "optim.weight_decay=0", "train.max_steps=2", "init_from=old", "hydra.run.dir=new"]
-    new = gptexp("train", *tiny, *still)
+    new = gptexp("train", *tiny, *still, "log=disabled")
     assert new.returncode == 0, new.stderr
     before, after = (load_file(newest(tmp_path / name) / "model.safetensors") for name in ("old", "new"))
     assert all(torch.equal(value, after[name]) for name, value in before.items())
+    assert f"weights         the newest of {tmp_path / 'old'}" in new.stdout
     prints = [events(tmp_path / name, "step")[1]["data/fingerprint"] for name in ("old", "new")]
     assert prints[0] == prints[1]
     assert torch.load(newest(tmp_path / "new") / "train.pt", weights_only=True)["optimizer"]["state"][0]["step"] == 2
