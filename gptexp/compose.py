@@ -61,6 +61,7 @@ def register() -> None:
     """Tell Hydra of the typed schema and of the launcher and sweeper of gptexp."""
     from gptexp import sweep
 
+    OmegaConf.register_new_resolver("power_law", power_law, replace=True)
     store = ConfigStore.instance()
     store.store(name="schema", node=Config)
     launcher, sweeper = (f"{sweep.PLUGINS}.{cls.__name__}" for cls in (sweep.CellLauncher, sweep.GridSweeper))
@@ -78,6 +79,11 @@ def register() -> None:
         package = sys.modules[parent] = ModuleType(parent)
     sys.modules[sweep.PLUGINS] = sweep
     setattr(package, child, sweep)
+
+
+def power_law(tokens: int, lr: float, at_tokens: float, exponent: float) -> float:
+    """The learning rate at a batch size in tokens, by what `gptexp report --write-optim` fitted."""
+    return float(lr * (tokens / at_tokens) ** exponent)
 
 
 def hydra_main(task: Callable[[DictConfig], Any]) -> None:

@@ -28,6 +28,7 @@ CONFIG = "config.yaml"
 EFFECTIVE = "effective.json"
 METRICS = "metrics.jsonl"
 SUMMARY = "summary.json"
+SWEEP = "sweep.json"  # of a sweep: its cells, and what all of them were started with
 CHECKPOINTS = "checkpoints"
 LOCK = ".lock"
 RANK_LOCK = ".lock-rank0"

@@ -20,7 +20,7 @@ FLOORS = [
     {"summary", "build", "faults"},
     {"trial"},
     {"run"},
-    {"launch", "compose", "sweep", "calibrate"},
+    {"launch", "compose", "sweep", "calibrate", "report"},
     {"train", "plan", "prepare", "resume", "bench", "verify"},
     {"cli", "__main__"},
 ]
@@ -32,16 +32,20 @@ FENCES = {
     "omegaconf": {"compose", "overrides", "sweep"},
     "wandb": {"loggers.wandb"},
     "tiktoken": {"data.tokenizer"},
-    "argparse": {"plan", "prepare", "resume", "sample", "evaluate", "bench", "verify"},
-    "rich": {"loggers.console", "data.prepare", "bench"},
+    "argparse": {"plan", "prepare", "resume", "sample", "evaluate", "bench", "verify", "report.__init__"},
+    "rich": {"loggers.console", "data.prepare", "bench", "report.__init__"},
+    "scipy": {"report.noise", "report.curves", "report.law", "report.critical"},
+    "vl_convert": {"report.pictures"},
 }
 
 # Composed, checked and answered before torch is loaded.
 TORCH_FREE = {
     "__init__", "__main__", "batch", "bench", "calibrate", "check", "cli", "compose", "config", "data.__init__",
-    "data.corpora", "data.order", "data.prepare", "data.shards", "data.tokenizer", "distributed", "errors", "evaluate",
-    "flops", "launch", "overrides", "plan", "prepare", "resume", "run", "run_dir", "sample", "schedule", "signals",
-    "sweep", "terminal", "train", "verify", "versions",
+    "data.corpora", "data.order", "data.prepare", "data.shards", "data.tokenizer", "distributed", "errors",
+    "evaluate", "flops", "launch", "overrides", "plan", "prepare", "report.__init__", "report.__main__",
+    "report.analysis", "report.critical", "report.curves", "report.figures", "report.fitted", "report.law",
+    "report.noise", "report.page", "report.pictures", "report.proposals", "report.records", "report.verdict",
+    "resume", "run", "run_dir", "sample", "schedule", "signals", "sweep", "terminal", "train", "verify", "versions",
 }  # fmt: skip
 
 

@@ -1,0 +1,125 @@
+"""`gptexp report DIR`: what the runs of a sweep say, from their directories alone.
+
+`records` reads them; `noise`, `curves`, `law` and `critical` are the statistics, on plain numbers; `analysis` brings
+both together; `verdict`, `figures`, `page` and `proposals` tell it.
+"""
+
+import argparse
+import csv
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gptexp import run_dir
+
+if TYPE_CHECKING:
+    from gptexp.report.analysis import Analysis, Arm
+    from gptexp.report.records import Run
+
+PAGE, NUMBERS, TABLE, PICTURES = "report.html", "report.json", "cells.csv", "pictures"
+FORMULA = ("=", "+", "-", "@")  # what a spreadsheet would take for one
+
+
+def write_report(directory: Path) -> "Analysis":
+    """Write `report.html`, `report.json`, `cells.csv` and `pictures/*.png` into `directory`, a run's or a sweep's."""
+    from gptexp.report.analysis import analyse
+    from gptexp.report.figures import figures
+    from gptexp.report.page import page
+    from gptexp.report.pictures import bundle, png
+    from gptexp.report.proposals import commands
+    from gptexp.report.records import find_runs, printable
+    from gptexp.report.verdict import verdict
+
+    analysis = analyse(printable(directory.resolve().name), find_runs(directory))
+    lines, pictures = verdict(analysis), figures(analysis)
+    sweep = run_dir.read_json(directory / run_dir.SWEEP)
+    further = commands(analysis, sweep["overrides"], sweep["name"]) if sweep else []
+    run_dir.write_atomically(directory / PAGE, page(analysis, lines, pictures, further, bundle()))
+    run_dir.write_json(directory / NUMBERS, {**numbers(analysis), "verdict": lines, "next": further})
+    _write_table(directory / TABLE, analysis.runs)
+    (directory / PICTURES).mkdir(exist_ok=True)
+    for picture in pictures:
+        (directory / PICTURES / f"{picture.key}.png").write_bytes(png(picture.spec))
+    return analysis
+
+
+def numbers(analysis: "Analysis") -> dict[str, Any]:
+    """The analysis as plain JSON values: what a script would read."""
+    return {"name": analysis.name, "warnings": analysis.warnings, "arms": [_arm(arm) for arm in analysis.arms]}
+
+
+def _arm(arm: "Arm") -> dict[str, Any]:
+    curves = []
+    for batch, curve in arm.curves.of.items():
+        values: dict[str, Any] = {"total_batch_size": batch, **vars(curve)}
+        if (optimum := curve.optimum) is not None:
+            fit = optimum.parabola
+            values["optimum"] = {key: value for key, value in vars(optimum).items() if key != "parabola"}
+            values["fit"] = {"a": fit.a, "b": fit.b, "c": fit.c, "centre": fit.centre, "lrs": fit.lrs}
+        curves.append(values)
+    return {
+        "choices": arm.choices,
+        "noise": arm.curves.noise and asdict(arm.curves.noise),
+        "skewed": arm.curves.skewed,
+        "learning_rates_in_fit": arm.curves.width,
+        "curves": curves,
+        "law": arm.law and asdict(arm.law),
+        "target_loss": arm.target_loss,
+        "critical_batch_size": arm.critical and asdict(arm.critical),
+        "best": arm.best,
+        "ties": arm.ties,
+        "runs": [run.name for run in arm.runs],
+    }
+
+
+def _write_table(path: Path, runs: "Sequence[Run]") -> None:
+    """A line for each run. What a spreadsheet would take for a formula gets an apostrophe."""
+    from gptexp.report.page import COLUMNS, rows
+
+    with run_dir.storage(path), run_dir.atomic(path) as file:
+        table = csv.writer(file, lineterminator="\n")
+        table.writerow(COLUMNS)
+        for row in rows(runs):
+            table.writerow([f"'{cell}" if cell.startswith(FORMULA) else cell for cell in row])
+
+
+def show(analysis: "Analysis", lines: Sequence[str]) -> None:
+    """The table of runs and the verdict, for a terminal."""
+    from rich.console import Console
+    from rich.padding import Padding
+    from rich.table import Table
+    from rich.text import Text
+
+    from gptexp.report.page import COLUMNS, rows
+
+    alone = len(analysis.runs) == 1
+    table = Table(box=None, pad_edge=False)
+    for column in COLUMNS[not alone :]:  # the names of a sweep's cells say what the other columns do
+        table.add_column(column, justify="left" if column in ("run", "status") else "right")
+    for row in rows(analysis.runs):
+        table.add_row(*map(Text, row[not alone :]))
+    console = Console()
+    console.print(table)
+    for line in lines:
+        console.print(Padding(Text(f"- {line}"), (0, 0)))
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Report what the runs of a sweep, or a single run, say: a page, pictures, numbers, a table and a verdict."""
+    parser = argparse.ArgumentParser(prog="gptexp report", description=main.__doc__)
+    parser.add_argument("directory", type=Path, metavar="DIR", help="a sweep's directory, or a run's")
+    parser.add_argument(
+        "--write-optim", type=Path, metavar="FILE", help="write the fitted law as a config, conf/optim/NAME.yaml"
+    )
+    args = parser.parse_args(argv)
+
+    from gptexp.report.fitted import write_optim
+    from gptexp.report.verdict import verdict
+
+    analysis = write_report(args.directory)
+    show(analysis, verdict(analysis))
+    print(f"\nthe page: {args.directory / PAGE}")
+    if args.write_optim is not None:
+        write_optim(args.write_optim, analysis)
+        print(f"the law: {args.write_optim}; use it with optim={args.write_optim.stem}")

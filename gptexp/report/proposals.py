@@ -1,0 +1,50 @@
+"""Which cells are worth running next, as commands."""
+
+import math
+import shlex
+from collections.abc import Sequence
+
+from gptexp.report.analysis import Analysis, Arm
+
+SEEDS = 4  # degrees of freedom of the noise below which more seeds are asked for
+SPACING = 2.0  # between learning rates where a grid does not tell
+
+
+def commands(analysis: Analysis, overrides: Sequence[str], sweep_name: str) -> list[str]:
+    """`gptexp train -m …` that widen the sweep where its answers are open; empty where nothing is.
+
+    `overrides`: those that all cells of the sweep were started with.
+    """
+    found = []
+    for arm in analysis.arms:
+        fixed = [*overrides, *(f"{key}={value}" for key, value in arm.choices.items()), f"sweep.name={sweep_name}"]
+        for batch, lrs, seeds in _cells(arm):
+            swept = [f"batch.total_batch_size={batch}", f"optim.lr={','.join(f'{lr:.6g}' for lr in lrs)}"]
+            if seeds:
+                swept.append(f"train.seed={','.join(map(str, seeds))}")
+            found.append(shlex.join(["gptexp", "train", "-m", *fixed, *swept]))
+    return found
+
+
+def _cells(arm: Arm) -> list[tuple[int, list[float], list[int]]]:
+    """(batch size, learning rates, seeds or none) of each command."""
+    wanted: list[tuple[int, list[float], list[int]]] = []
+    for batch, curve in arm.curves.of.items():
+        lrs = sorted(arm.losses[batch])
+        step = lrs[1] / lrs[0] if len(lrs) > 1 else SPACING
+        if curve.status == "not bracketed" and curve.extend is not None:
+            beyond = curve.extend * (step if curve.extend > lrs[-1] else 1 / step)
+            diverges = any(lr <= beyond for lr in arm.diverged.get(batch, ()) if curve.extend > lrs[-1])
+            wanted.append((batch, [curve.extend] if diverges else sorted([curve.extend, beyond]), []))
+        elif curve.status in ("flat", "too few"):
+            above = [lr for lr in (lrs[-1] * step,) if lr not in arm.diverged.get(batch, ())]
+            wanted.append((batch, [lrs[0] / step, *above], []))
+    noise = arm.curves.noise
+    if arm.best is not None and (noise is None or noise.dof < SEEDS) and len(arm.runs) > 1:
+        taken = max(run.seed for run in arm.runs)
+        wanted.append((arm.best[0], [arm.best[1]], [taken + i for i in range(1, SEEDS + 1)]))
+    if arm.law is not None and not wanted and not arm.law.bends:
+        batch = 2 * max(arm.law.sizes)
+        middle = 2 ** round(math.log2(arm.law.at(batch) / min(arm.losses[batch // 2]))) * min(arm.losses[batch // 2])
+        wanted.append((batch, [middle * 2.0**i for i in range(-2, 3)], []))
+    return wanted

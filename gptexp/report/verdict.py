@@ -1,0 +1,158 @@
+"""What the numbers say, in sentences that follow from the intervals and from nothing else."""
+
+import math
+
+from gptexp.report.analysis import Analysis, Arm
+from gptexp.report.curves import Curve
+from gptexp.report.law import SLOPES
+from gptexp.report.noise import seeds_needed
+
+
+def verdict(analysis: Analysis) -> list[str]:
+    """One sentence or two a finding, arm by arm."""
+    lines = [f"Warning: {line}." for line in analysis.warnings]
+    for arm in analysis.arms:
+        prefix = f"{label(arm)}: " if label(arm) else ""
+        lines += [prefix + line for line in _of_arm(arm)]
+    return lines
+
+
+def label(arm: Arm) -> str:
+    """What sets an arm apart, in few words."""
+    return ", ".join(f"{key}={value}" for key, value in arm.choices.items())
+
+
+def _of_arm(arm: Arm) -> list[str]:
+    lines = [_at(batch, curve) for batch, curve in arm.curves.of.items()] if _is_grid(arm) else []
+    if arm.curves.skewed:
+        lines.append(
+            "The curves are skewed: a parabola over many learning rates would misplace the optimum, so each fit takes "
+            f"the {arm.curves.width} nearest to the lowest loss."
+        )
+    lines += [*_law(arm), *_sizes(arm), *_best(arm), *_noise(arm), *_critical(arm)]
+    failed = sorted({run.status for run in arm.runs} - {"completed", "diverged"})
+    for status in failed:
+        names = [run.name for run in arm.runs if run.status == status]
+        lines.append(f"{status.capitalize()}: {len(names)} of {len(arm.runs)} runs; they take no part in this.")
+    for batch, lrs in sorted(arm.diverged.items()):
+        lines.append(f"At {tokens(batch)} a run diverged at learning rate {', '.join(f'{lr:.3g}' for lr in lrs)}.")
+    return lines
+
+
+def _is_grid(arm: Arm) -> bool:
+    return any(len(at_batch) > 1 for at_batch in arm.losses.values())
+
+
+def tokens(count: float) -> str:
+    return f"{count:,.0f} tokens a step"
+
+
+def _at(batch: int, c: Curve) -> str:
+    if c.optimum is not None:
+        o = c.optimum
+        return (
+            f"At {tokens(batch)} the best learning rate is {o.lr:.3g} (95% interval {o.low:.3g} to {o.high:.3g}), with "
+            f"a loss of {o.loss:.4f}; from {o.tie_low:.3g} to {o.tie_high:.3g} one run cannot be told from one there."
+        )
+    if c.tied is not None:
+        low, high = c.tied
+        return (
+            f"At {tokens(batch)} the loss is flat within noise from {low:.3g} to {high:.3g}: {c.why}, and no optimum "
+            "can be named."
+        )
+    extend = f"; extend the grid to {c.extend:.3g}" if c.extend else ""
+    return f"At {tokens(batch)} the optimum is not bracketed: {c.why}{extend}."
+
+
+def _law(arm: Arm) -> list[str]:
+    law = arm.law
+    if law is None:
+        return []
+    admitted = [name for name, slope in SLOPES.items() if law.admits(slope)]
+    refused = [name for name in SLOPES if name not in admitted]
+
+    def rules(names: list[str]) -> str:
+        return " and ".join(f"'{name}' ({SLOPES[name]:g})" for name in names)
+
+    agrees = f"agrees with the rule {rules(admitted)}" if admitted else "agrees with none of the usual rules"
+    lines = [
+        f"The best learning rate grows with the batch size to the power {law.exponent:.2f} (95% interval {law.low:.2f} "
+        f"to {law.high:.2f}, {len(law.sizes)} batch sizes): that {agrees}"
+        + (f" and not with {rules(refused)}." if admitted and refused else ".")
+    ]
+    if law.scatter:
+        lines.append("The optima scatter about that line more than their own intervals allow; its interval is widened.")
+    if law.bends:
+        lines.append("In log-log the optima lie on a curve, not on a line: do not extrapolate.")
+    return lines
+
+
+def _sizes(arm: Arm) -> list[str]:
+    """Which batch size is best at its own optimum."""
+    optima = {b: c.optimum for b, c in arm.curves.of.items() if c.optimum is not None}
+    if len(optima) < 2 or arm.curves.noise is None:
+        return []
+    best = min(optima, key=lambda batch: optima[batch].loss)
+    lines = []
+    for batch, o in optima.items():
+        if batch != best:
+            gap = o.loss - optima[best].loss
+            spread = arm.curves.noise.t * math.hypot(o.loss_sd, optima[best].loss_sd)
+            lines.append(
+                f"{tokens(batch)}: {gap:.4f} ± {spread:.4f} nats above {tokens(best)}, each at its own optimum"
+                + (" (within noise)." if gap <= spread else ".")
+            )
+    return lines
+
+
+def _best(arm: Arm) -> list[str]:
+    if arm.best is None or sum(len(at_batch) for at_batch in arm.losses.values()) < 2:
+        return []
+    batch, lr = arm.best
+    line = f"The lowest loss is that of learning rate {lr:.3g} at {tokens(batch)}"
+    if arm.curves.noise is None:
+        return [f"{line}; without a second seed nothing says which others tie with it."]
+    if not arm.ties:
+        return [f"{line}, and no other cell ties with it."]
+    cells = ", ".join(f"{lr:.3g} at {b:,}" for b, lr in sorted(arm.ties))
+    return [f"{line}; {len(arm.ties)} other cells cannot be told from it: {cells}."]
+
+
+def _noise(arm: Arm) -> list[str]:
+    noise = arm.curves.noise
+    if noise is None:
+        return []
+    needed = " and ".join(f"{seeds_needed(d * noise.sigma, noise.sigma)} to show {d * noise.sigma:.4f}" for d in (1, 2))
+    return [
+        f"One run's final loss varies by {noise.sigma:.4f} nats ({noise.dof} degrees of freedom, from {noise.source}). "
+        f"To tell two cells apart takes {needed} (seeds of each)."
+    ]
+
+
+def _critical(arm: Arm) -> list[str]:
+    if len(arm.losses) < 2:
+        return []
+    if arm.schedule != "constant":
+        return [
+            f"The learning rate decays (schedule={arm.schedule}), so a loss midway is not that of a shorter run: the "
+            "critical batch size needs schedule=constant."
+        ]
+    c = arm.critical
+    if c is None:
+        return []
+    at = f"To reach a loss of {arm.target_loss:.4f} the critical batch size"
+    more = "; that is the largest that was run, so a lower bound" if c.twenty_percent_open else ""
+    twenty = f"{at} by the 20% rule (tokens at most 1.2 times the fewest) is {tokens(c.twenty_percent)}{more}."
+    if c.status == "too few":
+        return [f"{at} by the hyperbola needs four batch sizes, not {len(c.steps)}.", twenty]
+    if c.hyperbola is not None:
+        h = c.hyperbola
+        found = f"is {tokens(h.tokens)} (95% interval {h.low:,.0f} to {h.high:,.0f})"
+    elif c.status == "lower bound only":
+        found = f"lies above all that were run, at {tokens(c.bound or 0)} or more"
+    else:
+        found = f"lies below all that were run, at {tokens(c.bound or 0)} or less"
+    lines = [f"{at} by the hyperbola (twice the fewest steps and tokens) {found}.", twenty]
+    if c.misfit:
+        lines.append("The steps do not lie on that hyperbola: take the 20% rule's number.")
+    return lines

@@ -1,0 +1,65 @@
+"""Sweeps written to disk from a formula: run directories as real ones leave them, with optima that are known."""
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gptexp import run_dir
+from gptexp.config import Config
+
+TOKENS = 2**18
+
+
+def write_run(
+    directory: Path, batch: int, lr: float, seed: int, loss: float | None, schedule: str = "cosine", **summary: Any
+) -> None:
+    """A run that came to `loss`, exponentially; None: it diverged half-way."""
+    config = Config()
+    config.batch.total_batch_size, config.optim.lr, config.train.seed, config.world.size = batch, lr, seed, 1
+    config.train.max_tokens, config.schedule.name = TOKENS, schedule
+    run_dir.save_config(directory, config)
+    steps = TOKENS // batch // (1 if loss is not None else 2)
+    course = [(loss or 4) + 6 * math.exp(-6 * (step + 1) / steps) for step in range(steps)]
+    if loss is None:
+        course[-1] = math.nan
+    events: list[dict[str, Any]] = []
+    for step, value in enumerate(course):
+        at = {"time": 1e9 + step, "step": step, "tokens": (step + 1) * batch}
+        events.append({"event": "step", **at, "train/loss": value, "perf/step_ms": batch / 8, "perf/tokens_per_s": 8e3,
+                       "data/fingerprint": f"{at['tokens'] * seed:016x}"})  # fmt: skip
+        if (step + 1) % (steps // 8 or 1) == 0:
+            events.append({"event": "eval", **at, "val/loss": value})
+    if loss is not None:
+        events[-1]["val/loss"] = loss
+    lines = "".join(json.dumps(run_dir.finite(event)) + "\n" for event in events)
+    (directory / run_dir.METRICS).write_text(lines)
+    status = "completed" if loss is not None else "diverged"
+    of_run = {"status": status, "final_val_loss": loss, "tokens": steps * batch, "steps": steps, "train_s": 60.0}
+    run_dir.write_json(directory / run_dir.SUMMARY, {**of_run, "data_hash": "0123", "parameters": 1, **summary})
+
+
+def write_sweep(
+    root: Path,
+    batches: Sequence[int] = (4096, 8192, 16384),
+    alpha: float = 0.5,
+    centre: float = 0.02,
+    seeds: int = 5,
+    sigma: float = 0.002,
+    schedule: str = "cosine",
+) -> Path:
+    """Five learning rates an octave apart, the best in proportion to B^alpha; above them all one that diverged."""
+    rng = np.random.default_rng(1)
+    for number, batch in enumerate(batches):
+        optimum = math.log2(centre) + alpha * (number - (len(batches) - 1) / 2)
+        for octave in range(-2, 4):
+            x = math.log2(0.02) + octave
+            for seed in range(1337, 1337 + (seeds if (number, octave) == (len(batches) // 2, 0) else 1)):
+                loss = 4 + 0.01 * number + 0.02 * (x - optimum) ** 2 + sigma * rng.standard_normal()
+                name = f"lr={2**x:g},total_batch_size={batch},seed={seed}"
+                write_run(root / name, batch, 2**x, seed, None if octave == 3 else loss, schedule)
+    run_dir.write_json(root / run_dir.SWEEP, {"name": root.name, "overrides": ["model=nano"]})
+    return root
