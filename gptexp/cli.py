@@ -12,6 +12,7 @@ VERBS = {
     "prepare": "tokenise a corpus into the cache; takes Hydra overrides",
     "resume": "continue an unfinished run",
     "sample": "print text from a run's newest checkpoint",
+    "status": "say how far the cells of a sweep are",
     "report": "say what the runs of a sweep show: optima, law, noise, pictures",
     "evaluate": "print a checkpoint's validation loss as JSON",
     "verify": "prove on this machine that runs are exact, whatever the cut and whatever happens",

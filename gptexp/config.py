@@ -195,6 +195,9 @@ class LogConfig:
 class SweepConfig:
     name: str | None = _name(None)  # directory under outputs/; null: a hash of the config without the swept keys
     cells: int = _positive(1)  # set by multirun: how many there are, to share what the first compilation costs
+    parallel: int | str = _ruled(
+        AUTO, (lambda v: v == AUTO or (isinstance(v, int) and 0 < v < LIMIT), "must be a whole number above 0, or auto")
+    )  # cells that run side by side, each on GPUs of its own; auto: as many as there are GPUs for, one on a CPU
 
 
 @dataclass

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
 
 
+AT_ONCE = "GPTEXP_AT_ONCE"  # how many runs share this machine's cores and memory; a sweep's to say
 CAUSE_FIRST_S = 2.0  # between the end of the rank that failed first and those of its peers
 NCCL_LATER_S = 30.0  # how much later NCCL gives up than we do: it aborts the process before anyone can be named
 PREPARATION = timedelta(days=2)  # how long ranks wait for one to have its data, decide or compile
@@ -80,7 +81,12 @@ def cores_per_rank(rank: Rank) -> int:
     if rank.by_srun and "SLURM_CPUS_PER_TASK" in os.environ:
         return int(os.environ["SLURM_CPUS_PER_TASK"])
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // rank.local_world_size)
+    return max(1, cores // (rank.local_world_size * runs_at_once()))
+
+
+def runs_at_once() -> int:
+    """How many runs, this one among them, share the machine."""
+    return int(os.environ.get(AT_ONCE) or 1)
 
 
 def pick_device(wanted: str, rank: Rank) -> "torch.device":

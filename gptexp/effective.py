@@ -18,7 +18,7 @@ from gptexp import run_dir
 from gptexp.attention import attention_kernel, best_kernel, check_kernel
 from gptexp.batch import legal_micro_batches, run_length
 from gptexp.config import AUTO, Config, from_dict, memory_key
-from gptexp.distributed import Rank, cores_per_rank
+from gptexp.distributed import Rank, cores_per_rank, runs_at_once
 from gptexp.errors import ConfigError
 from gptexp.flops import flops_per_token
 from gptexp.machine import (
@@ -224,7 +224,7 @@ def _micro_batch_size(cfg: Config, effective: Effective, device: torch.device, r
     memory = free_memory(device)
     if memory is None:
         return 1, "how much memory there is is not known"
-    usable = USABLE * memory / (rank.local_world_size if device.type == "cpu" else 1)
+    usable = USABLE * memory / (rank.local_world_size * runs_at_once() if device.type == "cpu" else 1)
 
     def fits(size: int) -> bool:
         return estimate(cfg, replace(effective, micro_batch_size=size), rank.world_size).peak <= usable

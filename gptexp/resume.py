@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
 
     with run_dir.held(directory):
         run_dir.save_config(directory, config)
-        return start(config, directory, fresh=False)
+        return start(config, directory)
 
 
 if __name__ == "__main__":

@@ -8,20 +8,24 @@ import json
 import re
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.utils import JobReturn, JobStatus, run_job, setup_globals
+from hydra.core.utils import JobReturn, run_job, setup_globals
 from hydra.plugins.launcher import Launcher
 from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, open_dict
 
 from gptexp import run_dir
+from gptexp.batch import run_length
 from gptexp.config import Config, fields_of, memory_key, result_deciding
-from gptexp.errors import EXIT_DIVERGED, EXIT_FAILED, ConfigError, UserError
+from gptexp.distributed import launcher_rank
+from gptexp.errors import EXIT_DIVERGED, EXIT_FAILED, ConfigError, UserError, first_line
+from gptexp.pool import OUTPUT, Job, run_all, visible_gpus
 from gptexp.terminal import say
 
 # The name under which Hydra finds this module: it instantiates plugins of packages below hydra_plugins only.
@@ -56,8 +60,28 @@ class GridSweeper(Sweeper):
         return [self.launcher.launch(cells, initial_job_idx=0)]
 
 
+@dataclass
+class Cell:
+    """One point of a sweep: its composition, and the directory that its values and all that decides its result name."""
+
+    composition: DictConfig
+    config: Config
+    directory: Path
+    values: dict[str, str]  # of the swept keys, as typed
+
+    @property
+    def name(self) -> str:
+        return self.directory.name
+
+    def length(self) -> dict[str, int]:
+        """Batch size and length of the run, in tokens."""
+        total, train = self.config.batch.total_batch_size, self.config.train
+        steps, _ = run_length(train.max_tokens, train.max_steps, total)
+        return {"total_batch_size": total, "tokens": steps * total}
+
+
 class CellLauncher(Launcher):
-    """One cell after the other, each in fresh processes; a cell that fails costs itself only."""
+    """Runs cells in processes of their own, side by side where there are devices; one that fails costs itself only."""
 
     __module__ = PLUGINS
 
@@ -65,87 +89,180 @@ class CellLauncher(Launcher):
         self.context, self.task, self.config = hydra_context, task_function, config
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        """Compose and check all cells, then run them in order. Exits with 1 at the end if one failed."""
+        """Compose and check all cells, then run those that are not done. Exits with 1 at the end if one failed."""
+        from gptexp.compose import report_errors
+
         setup_globals()
-        sweep_dir = Path(self.config.hydra.sweep.dir)
-        cells = self._compose(job_overrides, initial_job_idx)
-        returns: list[JobReturn] = []
-        failed = 0
-        for number, (config, name, key) in enumerate(cells, 1):
-            directory = sweep_dir / name
-            say(f"--- cell {number} of {len(cells)}: {name}")
-            if run_dir.status(directory) in OUTCOMES:
-                say(f"{run_dir.status(directory)} before; {directory}")
-                continue
-            _share(_decided(sweep_dir, key), directory / run_dir.EFFECTIVE)
-            result = run_job(
-                hydra_context=self.context,
-                task_function=self.task,
-                config=config,
-                job_dir_key="hydra.sweep.dir",
-                job_subdir_key="hydra.sweep.subdir",
-            )
-            _share(run_dir.read_json(directory / run_dir.EFFECTIVE), sweep_dir / run_dir.EFFECTIVE)
-            if result.status == JobStatus.FAILED:
-                # A defect of gptexp in the parent; the cell's own failures come back as exit codes.
-                result.return_value  # noqa: B018  raises it
-            returns.append(result)
-            failed += result.return_value not in (0, EXIT_DIVERGED)
-        self._print_outcomes([name for _, name, _ in cells])
+        with report_errors():
+            cells = self._compose(job_overrides, initial_job_idx)
+            at_once, gpus = (1, None) if launcher_rank() else _side_by_side(cells)
+            self._record(cells)
+        failed: list[Cell] = []
+        stopped = None
+        try:
+            left = [cell for cell in cells if not self._is_done(cell)]
+            if launcher_rank():
+                self._run_among_the_ranks(left, failed)
+            else:
+                stopped = self._run(left, at_once, gpus, failed)
+        finally:
+            self._print_outcomes(cells)
+            _report(self._directory)
+        if stopped is not None:
+            raise SystemExit(128 + stopped)
         if failed:
-            print(f"gptexp: {failed} of {len(cells)} cells failed", file=sys.stderr)
+            print(f"gptexp: {len(failed)} of {len(cells)} cells failed", file=sys.stderr)
             raise SystemExit(EXIT_FAILED)
-        return returns
+        return []
 
-    def _print_outcomes(self, names: list[str]) -> None:
+    @property
+    def _directory(self) -> Path:
+        return Path(self.config.hydra.sweep.dir)
+
+    def _is_done(self, cell: Cell) -> bool:
+        status = run_dir.status(cell.directory)
+        if status in OUTCOMES:
+            say(f"--- {cell.name}: {status} before")
+        return status in OUTCOMES
+
+    def _run(self, cells: list[Cell], at_once: int, gpus: list[str] | None, failed: list[Cell]) -> int | None:
+        """In processes of their own; the signal that ended it, or None."""
+        left = {cell.directory.absolute(): cell for cell in cells}
+        done = 0
+
+        def decided() -> bool:
+            for cell in cells:
+                _share(run_dir.read_json(cell.directory / run_dir.EFFECTIVE), self._directory / run_dir.EFFECTIVE)
+            return (self._directory / run_dir.EFFECTIVE).exists()
+
+        def begins(job: Job, own: Sequence[str]) -> None:
+            cell = left[job.directory]
+            on = f" on GPU {', '.join(own)}" if own else ""
+            say(f"--- cell {list(left).index(job.directory) + 1} of {len(left)} begins{on}: {cell.name}")
+            self._prepare(cell)
+
+        def ended(job: Job, code: int) -> None:
+            nonlocal done
+            done += 1
+            cell = left[job.directory]
+            if code not in (0, EXIT_DIVERGED) and code <= 128:
+                failed.append(cell)
+            if at_once > 1:
+                where = f"; {cell.directory / OUTPUT}" if cell in failed else ""
+                say(f"--- {_outcome(cell)} ({done} of {len(left)}){where}")
+
+        jobs = [Job(directory, cell.config.world.size or 1) for directory, cell in left.items()]
+        return run_all(jobs, at_once, gpus, decided, begins, ended)
+
+    def _run_among_the_ranks(self, cells: list[Cell], failed: list[Cell]) -> None:
+        """One after the other, by all ranks of a launcher."""
+        for number, cell in enumerate(cells, 1):
+            say(f"--- cell {number} of {len(cells)} begins: {cell.name}")
+            if self._prepare(cell) not in (0, EXIT_DIVERGED):
+                failed.append(cell)
+            _share(run_dir.read_json(cell.directory / run_dir.EFFECTIVE), self._directory / run_dir.EFFECTIVE)
+
+    def _prepare(self, cell: Cell) -> Any:
+        """Have Hydra make the cell's directory and call the task; what that gives."""
+        _share(_decided(self._directory, memory_key(cell.config)), cell.directory / run_dir.EFFECTIVE)
+        result = run_job(
+            hydra_context=self.context,
+            task_function=self.task,
+            config=cell.composition,
+            job_dir_key="hydra.sweep.dir",
+            job_subdir_key="hydra.sweep.subdir",
+        )
+        return result.return_value  # raises what the task did: a defect of gptexp, as a cell fails by its exit code
+
+    def _record(self, cells: list[Cell]) -> None:
+        """Write sweep.json: the cells there are now, and those of earlier, narrower grids."""
+        path = self._directory / run_dir.SWEEP
+        swept = swept_keys(self.config)
+        keys = {text: text.lstrip("+~").partition("=")[0] for text in self.config.hydra.overrides.task}
+        fixed = [text for text, key in keys.items() if key not in (*swept, "sweep", "sweep.name")]
+        known = run_dir.read_json(path).get("cells", {})
+        new = {cell.name: {"values": cell.values, **cell.length()} for cell in cells}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        sweep = {"name": self.config.sweep.name, "overrides": fixed}
+        run_dir.write_json(path, {**sweep, "cells": {**known, **new}})
+
+    def _print_outcomes(self, cells: list[Cell]) -> None:
         """Status and final validation loss of every cell."""
-        sweep_dir = Path(self.config.hydra.sweep.dir)
-        say(f"--- {len(names)} cells in {sweep_dir}")
-        for name in names:
-            summary = run_dir.read_json(sweep_dir / name / run_dir.SUMMARY)
-            loss = summary.get("final_val_loss")
-            shown = f"val loss {loss:.4f}" if loss is not None else ""
-            say(f"{summary.get('status', 'failed'):<12} {shown:<16} {name}")
+        say(f"--- {len(cells)} cells in {self._directory}")
+        say(*map(_outcome, cells))
 
-    def _compose(self, job_overrides: Sequence[Sequence[str]], first: int) -> list[tuple[DictConfig, str, str]]:
-        """Of every cell its config, the name of its directory, and its `memory_key`."""
-        from gptexp.compose import refuse_foreign_code, report_errors, to_config
+    def _compose(self, job_overrides: Sequence[Sequence[str]], first: int) -> list[Cell]:
+        """Every cell, checked; raises `ConfigError` for all that are illegal at once."""
+        from gptexp.compose import refuse_foreign_code, to_config
 
+        if not job_overrides:
+            raise ConfigError("the grid has no cells; give at least one value of each swept key")
         swept = swept_keys(self.config)
         composed: list[tuple[DictConfig, Config, dict[str, str]]] = []
         problems: dict[str, list[str]] = {}  # line -> the cells it is true of
-        with report_errors():
-            if not job_overrides:
-                raise ConfigError("the grid has no cells; give at least one value of each swept key")
-            for number, overrides in enumerate(job_overrides, first):
-                cell = self.context.config_loader.load_sweep_config(self.config, list(overrides))
-                values = {key: value for key, _, value in (text.partition("=") for text in overrides) if key in swept}
-                try:
-                    refuse_foreign_code(cell, self.config)  # which was looked at before Hydra began
-                    config = to_config(cell, overrides)
-                except ConfigError as error:
-                    of = " ".join(f"{key}={value}" for key, value in values.items())
-                    for line in error.problems:
-                        problems.setdefault(line, []).append(of)
-                    continue
-                with open_dict(cell):
-                    cell.hydra.job.id = f"{number}"
-                    cell.hydra.job.num = number
-                    cell.hydra.sweep.dir = self.config.hydra.sweep.dir
-                    cell.sweep.name = self.config.sweep.name
-                    cell.sweep.cells = len(job_overrides)
-                composed.append((cell, config, values))
-            if problems:
-                raise ConfigError([_of_cells(line, of, len(job_overrides)) for line, of in problems.items()])
-            # Only now, with every cell legal, may a corpus be tokenised to learn what its cells are called.
-            cells = []
-            for cell, config, values in composed:
-                name = cell_name(config, values)
-                run_dir.check_free(Path(self.config.hydra.sweep.dir, name), config)
-                with open_dict(cell):
-                    cell.hydra.sweep.subdir = name
-                cells.append((cell, name, memory_key(config)))
+        for number, overrides in enumerate(job_overrides, first):
+            composition = self.context.config_loader.load_sweep_config(self.config, list(overrides))
+            values = {key: value for key, _, value in (text.partition("=") for text in overrides) if key in swept}
+            try:
+                refuse_foreign_code(composition, self.config)  # which was looked at before Hydra began
+                config = to_config(composition, overrides)
+            except ConfigError as error:
+                of = " ".join(f"{key}={value}" for key, value in values.items())
+                for line in error.problems:
+                    problems.setdefault(line, []).append(of)
+                continue
+            with open_dict(composition):
+                composition.hydra.job.id = f"{number}"
+                composition.hydra.job.num = number
+                composition.hydra.sweep.dir = self.config.hydra.sweep.dir
+                composition.sweep.name = self.config.sweep.name
+                composition.sweep.cells = len(job_overrides)
+            composed.append((composition, config, values))
+        if problems:
+            raise ConfigError([_of_cells(line, of, len(job_overrides)) for line, of in problems.items()])
+        # Only now, with every cell legal, may a corpus be tokenised to learn what its cells are called.
+        cells = []
+        for composition, config, values in composed:
+            name = cell_name(config, values)
+            run_dir.check_free(self._directory / name, config)
+            with open_dict(composition):
+                composition.hydra.sweep.subdir = name
+            cells.append(Cell(composition, config, self._directory / name, values))
         return cells
+
+
+def _side_by_side(cells: list[Cell]) -> tuple[int, list[str] | None]:
+    """How many cells run at once, and the GPUs they share out; None on a CPU."""
+    parallel, ranks = cells[0].config.sweep.parallel, max(cell.config.world.size or 1 for cell in cells)
+    devices = {cell.config.train.device for cell in cells}
+    gpus = visible_gpus() if devices <= {"auto", "cuda"} else []
+    if not gpus:
+        return (parallel if isinstance(parallel, int) else 1), None
+    fit = max(1, len(gpus) // ranks)
+    if isinstance(parallel, int) and parallel > fit:
+        raise ConfigError(
+            f"sweep.parallel={parallel}: so many cells of {ranks} GPUs need {parallel * ranks}, and {len(gpus)} are "
+            f"visible; use at most {fit}, or auto"
+        )
+    return (parallel if isinstance(parallel, int) else fit), gpus
+
+
+def _outcome(cell: Cell) -> str:
+    summary = run_dir.read_json(cell.directory / run_dir.SUMMARY)
+    loss = summary.get("final_val_loss")
+    status = summary.get("status", "failed" if cell.directory.exists() else "not begun")
+    return f"{status:<12} {f'val loss {loss:.4f}' if loss is not None else '':<16} {cell.name}"
+
+
+def _report(directory: Path) -> None:
+    """What the runs show so far; a report that fails is a line, and the runs are what they are."""
+    from gptexp.report import PAGE, write_report
+
+    try:
+        write_report(directory)
+        say(f"--- {directory / PAGE}")
+    except Exception as error:
+        print(f"gptexp: no report: {type(error).__name__}: {first_line(error)}", file=sys.stderr)
 
 
 def _decided(sweep_dir: Path, key: str) -> dict[str, Any]:

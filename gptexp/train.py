@@ -55,7 +55,10 @@ def lead(leader: "Leader | None") -> None:
 
 
 def task(cfg: Any, leader: "Leader | None") -> int:
-    """Train one composition; what Hydra calls for each job. The exit code: returned for a cell, else raised."""
+    """Train one composition; what Hydra calls for each job. The exit code: returned for a cell, else raised.
+
+    A cell of a sweep is only prepared here: `sweep` has it trained by processes of its own.
+    """
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
 
@@ -78,16 +81,16 @@ def task(cfg: Any, leader: "Leader | None") -> int:
             if leader is not None:
                 code = leader.run(config, directory)
             else:
-                code = start(config, directory, fresh=is_cell)
+                code = 0 if is_cell else start(config, directory)
     stopped = code > 128
     if code and (not is_cell or stopped or (leader is not None and code != EXIT_DIVERGED)):
         raise SystemExit(code)
     return code
 
 
-def start(config: "Config", directory: Path, fresh: bool) -> int:
-    """Train `config` in `directory` on this machine; `fresh`: in processes of its own even at one rank."""
-    if config.world.size == 1 and not fresh and not config.world.max_restarts:
+def start(config: "Config", directory: Path) -> int:
+    """Train `config` in `directory` on this machine: in this process, or in one for each of several ranks."""
+    if config.world.size == 1 and not config.world.max_restarts:
         from gptexp.machine import release_memory
         from gptexp.run import run
 

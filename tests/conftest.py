@@ -219,7 +219,7 @@ def processes_of(directory: Path) -> list[int]:
             argv = path.read_bytes().split(b"\0")
         except OSError:
             continue
-        if b"gptexp.run" in argv and str(directory).encode() in argv:
+        if {b"gptexp.run", b"gptexp.resume"} & {*argv} and str(directory).encode() in argv:
             found.append(int(path.parent.name))
     return found
 

@@ -20,8 +20,8 @@ FLOORS = [
     {"summary", "build", "faults"},
     {"trial"},
     {"run"},
-    {"launch", "compose", "sweep", "calibrate", "report"},
-    {"train", "plan", "prepare", "resume", "bench", "verify"},
+    {"launch", "compose", "sweep", "calibrate", "report", "pool"},
+    {"train", "plan", "prepare", "resume", "bench", "verify", "status"},
     {"cli", "__main__"},
 ]
 FLOOR = {module: number for number, floor in enumerate(FLOORS) for module in floor}
@@ -32,7 +32,7 @@ FENCES = {
     "omegaconf": {"compose", "overrides", "sweep"},
     "wandb": {"loggers.wandb"},
     "tiktoken": {"data.tokenizer"},
-    "argparse": {"plan", "prepare", "resume", "sample", "evaluate", "bench", "verify", "report.__init__"},
+    "argparse": {"plan", "prepare", "resume", "sample", "evaluate", "bench", "verify", "report.__init__", "status"},
     "rich": {"loggers.console", "data.prepare", "bench", "report.__init__"},
     "scipy": {"report.noise", "report.curves", "report.law", "report.critical"},
     "vl_convert": {"report.pictures"},
@@ -42,10 +42,11 @@ FENCES = {
 TORCH_FREE = {
     "__init__", "__main__", "batch", "bench", "calibrate", "check", "cli", "compose", "config", "data.__init__",
     "data.corpora", "data.order", "data.prepare", "data.shards", "data.tokenizer", "distributed", "errors",
-    "evaluate", "flops", "launch", "overrides", "plan", "prepare", "report.__init__", "report.__main__",
+    "evaluate", "flops", "launch", "overrides", "plan", "pool", "prepare", "report.__init__", "report.__main__",
     "report.analysis", "report.critical", "report.curves", "report.figures", "report.fitted", "report.law",
     "report.noise", "report.page", "report.pictures", "report.proposals", "report.records", "report.verdict",
-    "resume", "run", "run_dir", "sample", "schedule", "signals", "sweep", "terminal", "train", "verify", "versions",
+    "resume", "run", "run_dir", "sample", "schedule", "signals", "status", "sweep", "terminal", "train",
+    "verify", "versions",
 }  # fmt: skip
 
 

@@ -1,0 +1,113 @@
+"""Runs side by side: each in processes of its own, on devices that no other has, and all of them asked to stop at once.
+
+Knows processes, devices and signals; what runs is for `sweep` and how a run ends for `resume`, which each of them is.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import FrameType
+
+from gptexp.distributed import AT_ONCE
+from gptexp.signals import SAME_REQUEST_S, at_parents_death
+
+OUTPUT = "output.log"  # of a run that has no terminal of its own
+POLL_S = 0.05
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run to be begun or gone on with, in a directory that holds its config."""
+
+    directory: Path
+    world_size: int
+
+
+def visible_gpus() -> list[str]:
+    """What CUDA_VISIBLE_DEVICES would name one by one; empty without a GPU."""
+    import torch
+
+    named = [device for device in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if device]
+    return (named or [str(i) for i in range(torch.cuda.device_count())]) if torch.cuda.is_available() else []
+
+
+def run_all(
+    jobs: Sequence[Job],
+    at_once: int,
+    gpus: Sequence[str] | None,
+    decided: Callable[[], bool],
+    begins: Callable[[Job, Sequence[str]], None],
+    ended: Callable[[Job, int], None],
+) -> int | None:
+    """Run `jobs`, up to `at_once` of them side by side; the number of the signal that stopped them, or None.
+
+    With `gpus` each job has as many of them as ranks, and no other sees these. Until `decided` nothing runs beside the
+    first job: what that decides about the machine holds for all. `begins` is called before a job starts, `ended` with
+    its exit code. SIGINT, SIGTERM and SIGUSR1 are passed on to all that run, which save; nothing starts after that.
+    """
+    waiting, running = list(jobs), dict[subprocess.Popen[bytes], tuple[Job, list[str]]]()
+    free = list(gpus or [])
+    with _passed_on(running) as received:
+        while running or (waiting and not received):
+            while waiting and not received and len(running) < (at_once if decided() else 1):
+                job = next((job for job in waiting if gpus is None or job.world_size <= len(free)), None)
+                if job is None and running:
+                    break
+                job = job or waiting[0]  # needs more than there are, and will say so itself
+                waiting.remove(job)
+                own = [free.pop(0) for _ in range(min(job.world_size, len(free)))]
+                begins(job, own)
+                running[_start(job, own, at_once)] = job, own
+            time.sleep(POLL_S)
+            for process in [process for process in running if process.poll() is not None]:
+                job, own = running.pop(process)
+                free.extend(own)
+                ended(job, process.returncode)
+    return received[0] if received else None
+
+
+def _start(job: Job, gpus: Sequence[str], at_once: int) -> "subprocess.Popen[bytes]":
+    environment = {**os.environ, AT_ONCE: str(at_once)}
+    if gpus:
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+    with nullcontext() if at_once == 1 else (job.directory / OUTPUT).open("ab") as output:
+        return subprocess.Popen(
+            [sys.executable, "-m", "gptexp.resume", str(job.directory)],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=None if output is None else subprocess.STDOUT,
+            start_new_session=True,  # a terminal's Ctrl-C comes to this process, which passes it on
+            preexec_fn=partial(at_parents_death, signal.SIGTERM),
+        )
+
+
+@contextmanager
+def _passed_on(running: "dict[subprocess.Popen[bytes], tuple[Job, list[str]]]") -> Iterator[list[int]]:
+    """Pass signals on to all that run, Ctrl-C too; yields the numbers of those received."""
+    received: list[int] = []
+    last = 0.0
+
+    def pass_on(number: int, _frame: FrameType | None) -> None:
+        nonlocal last
+        if received and time.monotonic() - last < SAME_REQUEST_S:
+            return
+        last = time.monotonic()
+        received.append(number)
+        for process in running:
+            process.send_signal(number)
+
+    names = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    before = {number: signal.signal(number, pass_on) for number in names}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

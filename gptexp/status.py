@@ -1,0 +1,118 @@
+"""`gptexp status DIR`: how far the cells of a sweep are, and when they will be done. Reads files only."""
+
+import argparse
+import json
+import statistics
+from collections import Counter
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gptexp import run_dir
+from gptexp.batch import run_length
+from gptexp.errors import ConfigError
+
+if TYPE_CHECKING:
+    from gptexp.report.records import Run
+
+STATES = ("running", "completed", "diverged", "interrupted", "failed", "damaged", "left")
+DONE = ("completed", "diverged")
+
+
+@dataclass(frozen=True)
+class Progress:
+    """One cell."""
+
+    name: str
+    status: str  # one of `STATES`; "left": not begun
+    tokens: int  # trained on so far
+    of_tokens: int  # in all; 0 where nothing says
+    loss: float | None  # the newest validation loss, in nats per token
+    seconds_left: float | None  # of training; None: no cell has shown how fast it would go
+
+
+def survey(directory: Path) -> list[Progress]:
+    """Every cell of a sweep, also those not begun; of a single run, that. Raises `ConfigError` for neither."""
+    from gptexp.report.records import find_runs, printable
+
+    planned = run_dir.read_json(directory / run_dir.SWEEP).get("cells", {})
+    runs = {run.name: run for run in find_runs(directory)} if not planned else {}
+    for name in planned:
+        if (directory / name / run_dir.CONFIG).exists():
+            [runs[printable(name)]] = find_runs(directory / name)
+    rates: dict[int, list[float]] = {}
+    for run in runs.values():
+        if run.tokens_per_s:
+            rates.setdefault(run.batch, []).append(run.tokens_per_s)
+    usual = statistics.median([rate for of_batch in rates.values() for rate in of_batch]) if rates else None
+
+    def left(batch: int, tokens: int) -> float | None:
+        rate = statistics.median(rates[batch]) if batch in rates else usual
+        return tokens / rate if rate else None
+
+    def progress(run: "Run") -> Progress:
+        of = planned.get(run.name, {}).get("tokens") or _length(run)
+        tokens = max([p.tokens for p in (*run.train[-1:], *run.val[-1:])], default=0)
+        loss = run.val[-1].loss if run.val else None
+        over = run.status in DONE
+        return Progress(run.name, run.status, tokens, of, loss, 0.0 if over else left(run.batch, max(0, of - tokens)))
+
+    begun = [progress(run) for run in runs.values()]
+    rest = [
+        Progress(printable(name), "left", 0, cell["tokens"], None, left(cell["total_batch_size"], cell["tokens"]))
+        for name, cell in planned.items()
+        if printable(name) not in runs
+    ]
+    return sorted([*begun, *rest], key=lambda p: (STATES.index(p.status), p.name))
+
+
+def _length(run: "Run") -> int:
+    if not run.config:
+        return 0
+    steps, _ = run_length(run.config["train.max_tokens"], run.config["train.max_steps"], run.batch)
+    return steps * run.batch
+
+
+def ready_in(cells: list[Progress]) -> float | None:
+    """Seconds until all cells are done, as many side by side as run now; None where no cell shows how fast they go."""
+    times = [cell.seconds_left for cell in cells if cell.status not in DONE]
+    if any(seconds is None for seconds in times):
+        return None
+    at_once = max(1, sum(cell.status == "running" for cell in cells))
+    return max([sum(filter(None, times)) / at_once, *(s or 0.0 for s in times)], default=0.0)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Say how far the cells of a sweep are: done, running, failed, left, and when all will be done."""
+    parser = argparse.ArgumentParser(prog="gptexp status", description=main.__doc__)
+    parser.add_argument("directory", type=Path, metavar="DIR", help="a sweep's directory, or a run's")
+    parser.add_argument("--json", action="store_true", help="print JSON, for scripts")
+    args = parser.parse_args(argv)
+    if not args.directory.is_dir():
+        raise ConfigError(f"{args.directory}: no such directory; give a sweep or a run")
+    cells = survey(args.directory)
+    seconds = ready_in(cells)
+    if args.json:
+        print(json.dumps({"cells": [asdict(cell) for cell in cells], "ready_in_s": seconds}, indent=1))
+        return
+    for cell in cells:
+        loss = f"val loss {cell.loss:.4f}" if cell.loss is not None else ""
+        share = f"{cell.tokens / cell.of_tokens:4.0%}" if cell.of_tokens else ""
+        print(f"{cell.status:<12}{share:<6}{loss:<17}{cell.name}")
+    counts = Counter(cell.status for cell in cells)
+    said = ", ".join(f"{counts[state]} {state}" for state in STATES if counts[state])
+    if all(cell.status in DONE for cell in cells):
+        when = "all done"
+    elif seconds is None:
+        when = "no cell has shown yet how fast they go"
+    else:
+        running = "as they run now" if counts["running"] else "one after the other, once started again"
+        when = f"done in about {timedelta(seconds=round(seconds))}, {running}"
+    print(f"{len(cells)} cells: {said}; {when}")
+
+
+if __name__ == "__main__":
+    from gptexp.cli import run_verb
+
+    run_verb(main)

@@ -1,0 +1,73 @@
+"""`gptexp status`: what of a sweep is done, running, failed and left, and when it will be ready."""
+
+import json
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from sweeps import TOKENS, write_run
+
+from gptexp import run_dir
+from gptexp.status import Progress, ready_in, survey
+
+Gptexp = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def sweep(tmp_path: Path) -> Path:
+    """Six cells: completed, diverged, stopped after a quarter, running since then, failed there, not begun."""
+    root = tmp_path / "sweep"
+    names = ("a", "b", "c", "d", "e", "f")
+    for name, loss in zip(names[:5], (4.0, None, 4.0, 4.0, 4.0), strict=True):
+        write_run(root / name, 4096, 0.02, 1, loss)
+    for name, status in (("c", "interrupted"), ("d", "running"), ("e", "running")):
+        metrics = root / name / "metrics.jsonl"
+        lines = metrics.read_text().splitlines(keepends=True)
+        metrics.write_text("".join(lines[: len(lines) // 4]))
+        run_dir.write_json(root / name / "summary.json", {"status": status})
+    cells = {name: {"values": {}, "total_batch_size": 4096, "tokens": TOKENS} for name in names}
+    run_dir.write_json(root / run_dir.SWEEP, {"name": "sweep", "overrides": [], "cells": cells})
+    return root
+
+
+def test_every_cell_is_what_its_files_and_its_lock_say(sweep: Path) -> None:
+    with run_dir.held(sweep / "d"):
+        found = {cell.name: cell for cell in survey(sweep)}
+    statuses = {name: cell.status for name, cell in sorted(found.items())}
+    assert [*statuses.values()] == ["completed", "diverged", "interrupted", "running", "failed", "left"]
+    assert found["f"].seconds_left == pytest.approx(TOKENS / 8e3)  # at the others' pace
+    assert found["d"].tokens == pytest.approx(TOKENS / 4, rel=0.15)
+    assert found["d"].seconds_left == pytest.approx(0.75 * TOKENS / 8e3, rel=0.15)
+    assert found["a"].seconds_left == found["b"].seconds_left == 0
+
+
+def test_what_is_left_is_shared_out_among_those_that_run() -> None:
+    def cell(status: str, seconds: float | None) -> Progress:
+        return Progress("", status, 0, 1, None, seconds)
+
+    assert ready_in([cell("left", 60.0)] * 4) == 240
+    assert ready_in([cell("running", 60.0)] * 2 + [cell("left", 60.0)] * 2 + [cell("completed", 0.0)]) == 120
+    assert ready_in([cell("running", 600.0), cell("running", 0.0)]) == 600  # the longest is not cut in two
+    assert ready_in([cell("left", None)]) is None
+    assert ready_in([cell("completed", 0.0)]) == 0
+
+
+def test_it_is_said_in_lines_and_in_json(gptexp: Gptexp, sweep: Path) -> None:
+    said = gptexp("status", str(sweep))
+    assert said.returncode == 0, said.stderr
+    *lines, last = said.stdout.splitlines()
+    assert len(lines) == 6
+    assert last.startswith("6 cells: 1 completed, 1 diverged, 1 interrupted, 2 failed, 1 left; done in about 0:0")
+    assert "once started again" in last
+    values = json.loads(gptexp("status", str(sweep), "--json").stdout)
+    assert len(values["cells"]) == 6
+    assert values["ready_in_s"] > 60
+    for name in "cdef":
+        shutil.rmtree(sweep / name, ignore_errors=True)
+    run_dir.write_json(sweep / run_dir.SWEEP, {})
+    assert gptexp("status", str(sweep)).stdout.splitlines()[-1] == "2 cells: 1 completed, 1 diverged; all done"
+    assert gptexp("status", str(sweep / "a")).returncode == 0
+    nowhere = gptexp("status", "nowhere")
+    assert (nowhere.returncode, len(nowhere.stderr.splitlines())) == (2, 1)
