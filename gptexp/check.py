@@ -15,6 +15,11 @@ from gptexp.schedule import resolve_schedule
 
 RUN_LENGTH = ("train.max_tokens", "train.max_steps", "batch.total_batch_size")
 WARMUP = ("schedule.name", "schedule.warmup_ratio", "schedule.warmup_tokens", "schedule.warmup_steps")
+LENGTHS_IN_STEPS = {
+    "train.max_steps": "how much is trained on",
+    "schedule.warmup_steps": "the warm-up in tokens",
+    "schedule.decay_steps": "the decay in tokens",
+}
 SEQ_LEN = ("batch.seq_len", "model.block_size")
 
 
@@ -32,6 +37,13 @@ def problems(cfg: Config, world_size: int) -> list[str]:
         if broken.keys().isdisjoint(keys):
             found += rule(cfg, world_size)
     return found
+
+
+def in_steps(values: dict[str, Any]) -> Iterator[str]:
+    """A line for each length in steps among `values` (dotted key -> value): what a sweep over batch sizes confounds."""
+    for key, what in LENGTHS_IN_STEPS.items():
+        if values.get(key) is not None:
+            yield f"{key}={values[key]} counts steps, so {what} differs between batch sizes; give it in tokens"
 
 
 def _heads(cfg: Config, _: int) -> Iterator[str]:

@@ -3,6 +3,7 @@
 Knows processes, devices and signals; what runs is for `sweep` and how a run ends for `resume`, which each of them is.
 """
 
+import math
 import os
 import signal
 import subprocess
@@ -16,6 +17,7 @@ from pathlib import Path
 from types import FrameType
 
 from gptexp.distributed import AT_ONCE
+from gptexp.errors import EXIT_FAILED, UserError
 from gptexp.signals import SAME_REQUEST_S, at_parents_death
 
 OUTPUT = "output.log"  # of a run that has no terminal of its own
@@ -34,8 +36,9 @@ def visible_gpus() -> list[str]:
     """What CUDA_VISIBLE_DEVICES would name one by one; empty without a GPU."""
     import torch
 
+    count = torch.cuda.device_count()
     named = [device for device in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if device]
-    return (named or [str(i) for i in range(torch.cuda.device_count())]) if torch.cuda.is_available() else []
+    return (named or [str(number) for number in range(count)])[:count]  # CUDA stops at the first that is not there
 
 
 def run_all(
@@ -63,8 +66,19 @@ def run_all(
                 job = job or waiting[0]  # needs more than there are, and will say so itself
                 waiting.remove(job)
                 own = [free.pop(0) for _ in range(min(job.world_size, len(free)))]
-                begins(job, own)
-                running[_start(job, own, at_once)] = job, own
+                try:
+                    begins(job, own)
+                    if received:
+                        break
+                    process = _start(job, own, at_once)
+                except (OSError, UserError) as error:
+                    print(f"gptexp: {job.directory}: {error}", file=sys.stderr)
+                    free.extend(own)
+                    ended(job, EXIT_FAILED)
+                    continue
+                running[process] = job, own
+                if received:  # between the last look and now: nobody has passed it on to this one
+                    process.send_signal(received[-1])
             time.sleep(POLL_S)
             for process in [process for process in running if process.poll() is not None]:
                 job, own = running.pop(process)
@@ -93,11 +107,11 @@ def _start(job: Job, gpus: Sequence[str], at_once: int) -> "subprocess.Popen[byt
 def _passed_on(running: "dict[subprocess.Popen[bytes], tuple[Job, list[str]]]") -> Iterator[list[int]]:
     """Pass signals on to all that run, Ctrl-C too; yields the numbers of those received."""
     received: list[int] = []
-    last = 0.0
+    last = -math.inf
 
     def pass_on(number: int, _frame: FrameType | None) -> None:
         nonlocal last
-        if received and time.monotonic() - last < SAME_REQUEST_S:
+        if time.monotonic() - last < SAME_REQUEST_S:
             return
         last = time.monotonic()
         received.append(number)
@@ -109,5 +123,9 @@ def _passed_on(running: "dict[subprocess.Popen[bytes], tuple[Job, list[str]]]") 
     try:
         yield received
     finally:
+        for process in running:  # only where something of ours has failed
+            process.send_signal(signal.SIGTERM)
+        for process in running:
+            process.wait()
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -85,9 +85,13 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
     write_atomically(path, json.dumps(finite(value), indent=1) + "\n")
 
 
-def finite(values: dict[str, Any]) -> dict[str, Any]:
-    """JSON has no NaN and no infinity: null."""
-    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+def finite(value: Any) -> Any:
+    """JSON has no NaN and no infinity: null, however deep inside."""
+    if isinstance(value, dict):
+        return {key: finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import json
 import re
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,8 @@ from omegaconf import DictConfig, open_dict
 
 from gptexp import run_dir
 from gptexp.batch import run_length
-from gptexp.config import Config, fields_of, memory_key, result_deciding
+from gptexp.check import in_steps
+from gptexp.config import AUTO, Config, fields_of, memory_key, result_deciding
 from gptexp.distributed import launcher_rank
 from gptexp.errors import EXIT_DIVERGED, EXIT_FAILED, ConfigError, UserError, first_line
 from gptexp.pool import OUTPUT, Job, run_all, visible_gpus
@@ -95,8 +97,15 @@ class CellLauncher(Launcher):
         setup_globals()
         with report_errors():
             cells = self._compose(job_overrides, initial_job_idx)
+            if launcher_rank() and cells[0].config.sweep.parallel not in (AUTO, 1):
+                raise ConfigError(
+                    f"sweep.parallel={cells[0].config.sweep.parallel}: under a launcher all ranks train one cell; "
+                    "leave it out"
+                )
             at_once, gpus = (1, None) if launcher_rank() else _side_by_side(cells)
             self._record(cells)
+        for line in _confounds(cells):
+            print(f"gptexp: warning: {line}", file=sys.stderr)
         failed: list[Cell] = []
         stopped = None
         try:
@@ -131,9 +140,11 @@ class CellLauncher(Launcher):
         done = 0
 
         def decided() -> bool:
-            for cell in cells:
-                _share(run_dir.read_json(cell.directory / run_dir.EFFECTIVE), self._directory / run_dir.EFFECTIVE)
-            return (self._directory / run_dir.EFFECTIVE).exists()
+            shared = self._directory / run_dir.EFFECTIVE
+            for cell in cells if not shared.exists() else ():
+                with suppress(ConfigError):  # a damaged one: its cell will say so
+                    _share(run_dir.read_json(cell.directory / run_dir.EFFECTIVE), shared)
+            return shared.exists()
 
         def begins(job: Job, own: Sequence[str]) -> None:
             cell = left[job.directory]
@@ -145,7 +156,7 @@ class CellLauncher(Launcher):
             nonlocal done
             done += 1
             cell = left[job.directory]
-            if code not in (0, EXIT_DIVERGED) and code <= 128:
+            if code not in (0, EXIT_DIVERGED):
                 failed.append(cell)
             if at_once > 1:
                 where = f"; {cell.directory / OUTPUT}" if cell in failed else ""
@@ -239,12 +250,20 @@ def _side_by_side(cells: list[Cell]) -> tuple[int, list[str] | None]:
     if not gpus:
         return (parallel if isinstance(parallel, int) else 1), None
     fit = max(1, len(gpus) // ranks)
+    most = max(1, len(gpus) // min(cell.config.world.size or 1 for cell in cells))  # the free GPUs decide
     if isinstance(parallel, int) and parallel > fit:
         raise ConfigError(
             f"sweep.parallel={parallel}: so many cells of {ranks} GPUs need {parallel * ranks}, and {len(gpus)} are "
             f"visible; use at most {fit}, or auto"
         )
-    return (parallel if isinstance(parallel, int) else fit), gpus
+    return (parallel if isinstance(parallel, int) else most), gpus
+
+
+def _confounds(cells: list[Cell]) -> list[str]:
+    """What changes with the batch size, beside it, where cells differ in that."""
+    if len({cell.config.batch.total_batch_size for cell in cells}) < 2:
+        return []
+    return sorted({line for cell in cells for line in in_steps(result_deciding(cell.config))})
 
 
 def _outcome(cell: Cell) -> str:
@@ -329,7 +348,12 @@ def name_sweep(config: DictConfig) -> None:
     from gptexp.compose import job_of
 
     for part in ("launcher", "sweeper"):
-        if not config.hydra[part]._target_.startswith(f"{PLUGINS}."):
+        target = config.hydra[part]._target_
+        if "joblib" in target:
+            raise ConfigError(
+                "hydra/launcher=joblib: not supported, it cannot end a cell gracefully; use sweep.parallel=N"
+            )
+        if not target.startswith(f"{PLUGINS}."):
             raise ConfigError(
                 f"hydra/{part}={config.hydra.runtime.choices[f'hydra/{part}']}: not supported; leave it out"
             )

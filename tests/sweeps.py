@@ -56,10 +56,10 @@ def write_sweep(
     for number, batch in enumerate(batches):
         optimum = math.log2(centre) + alpha * (number - (len(batches) - 1) / 2)
         for octave in range(-2, 4):
-            x = math.log2(0.02) + octave
+            lr = 0.02 * 2**octave
             for seed in range(1337, 1337 + (seeds if (number, octave) == (len(batches) // 2, 0) else 1)):
-                loss = 4 + 0.01 * number + 0.02 * (x - optimum) ** 2 + sigma * rng.standard_normal()
-                name = f"lr={2**x:g},total_batch_size={batch},seed={seed}"
-                write_run(root / name, batch, 2**x, seed, None if octave == 3 else loss, schedule)
+                loss = 4 + 0.01 * number + 0.02 * (math.log2(lr) - optimum) ** 2 + sigma * rng.standard_normal()
+                name = f"lr={lr:g},total_batch_size={batch},seed={seed}"
+                write_run(root / name, batch, lr, seed, None if octave == 3 else loss, schedule)
     run_dir.write_json(root / run_dir.SWEEP, {"name": root.name, "overrides": ["model=nano"]})
     return root

@@ -125,6 +125,42 @@ def test_no_gpu_has_two_cells_and_none_is_idle_while_one_fits(sleeping: None, si
     assert (at_most, using) == (most, {})
 
 
+def test_a_signal_while_a_cell_is_prepared_starts_nothing(sleeping: None) -> None:
+    begun = []
+
+    def begins(job: Job, own: Sequence[str]) -> None:
+        begun.append(job)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    jobs = [Job(Path(str(number)), 1) for number in range(3)]
+    ended: list[Job] = []
+    assert run_all(jobs, 1, None, lambda: True, begins, lambda job, _: ended.append(job)) == signal.SIGTERM
+    assert (begun, ended) == (jobs[:1], [])
+
+
+def test_a_signal_just_after_a_cell_was_started_reaches_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def started_and_asked(job: Job, gpus: Sequence[str], at_once: int) -> "subprocess.Popen[bytes]":
+        process = subprocess.Popen(["sleep", "60"])
+        os.kill(os.getpid(), signal.SIGTERM)
+        return process
+
+    monkeypatch.setattr(pool, "_start", started_and_asked)
+    codes: list[int] = []
+    run_all([Job(Path(), 1)], 1, None, lambda: True, lambda *_: None, lambda _, code: codes.append(code))
+    assert codes == [-signal.SIGTERM]
+
+
+def test_a_cell_that_cannot_be_prepared_costs_itself_only(sleeping: None) -> None:
+    def begins(job: Job, own: Sequence[str]) -> None:
+        if job.directory.name == "1":
+            raise OSError("no room")
+
+    jobs = [Job(Path(str(number)), 1) for number in range(3)]
+    codes: dict[str, int] = {}
+    run_all(jobs, 2, ["0", "1"], lambda: True, begins, lambda job, code: codes.update({job.directory.name: code}))
+    assert codes == {"0": 0, "1": 1, "2": 0}
+
+
 def test_nothing_runs_beside_the_first_until_it_has_decided(
     sleeping: None,
 ) -> None:

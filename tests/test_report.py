@@ -143,7 +143,7 @@ def test_lengths_in_steps_are_said_to_confound_a_batch_sweep(tmp_path: Path) -> 
         config = run_dir.load_config(tmp_path / f"{batch}")
         config.schedule.warmup_steps = 5
         run_dir.save_config(tmp_path / f"{batch}", config)
-    assert "schedule.warmup_steps counts steps" in verdict(tmp_path)
+    assert "schedule.warmup_steps=5 counts steps, so the warm-up in tokens differs" in verdict(tmp_path)
 
 
 class Elements(HTMLParser):
@@ -198,6 +198,43 @@ def test_what_cannot_be_read_is_listed_and_the_rest_is_reported(swept: Path, tmp
     assert f"{a / 'config.yaml'}" in said
     assert f"{b / 'summary.json'}" in said
     assert numbers(root)["arms"][0]["law"] is not None
+
+
+@pytest.mark.parametrize(
+    ("file", "key", "value"),
+    [
+        ("summary.json", "steps", 1.5), ("summary.json", "train_s", "x"), ("summary.json", "data_hash", [1]),
+        ("summary.json", "status", "\x1b]0;owned\x07"), ("summary.json", "final_val_loss", "4"),
+        ("metrics.jsonl", "tokens", "x"), ("metrics.jsonl", "perf/tokens_per_s", None),
+        ("metrics.jsonl", "train/loss", {}), ("metrics.jsonl", "data/fingerprint", "\x1b[31m"),
+    ],
+)  # fmt: skip
+def test_values_of_other_types_cost_no_report(
+    gptexp: Gptexp, tmp_path: Path, file: str, key: str, value: object
+) -> None:
+    root = tmp_path / "sweep"
+    for lr in (0.01, 0.02, 0.04):
+        write_run(root / f"{lr}", 4096, lr, 1, 4.0)
+    path = root / "0.02" / file
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if file == "metrics.jsonl" else []
+    if file == "metrics.jsonl":
+        path.write_text("".join(json.dumps({**line, **({key: value} if key in line else {})}) + "\n" for line in lines))
+    else:
+        run_dir.write_json(path, {**run_dir.read_json(path), key: value})
+    for verb in ("report", "status"):
+        done = gptexp(verb, str(root))
+        assert done.returncode == 0, done.stderr
+        assert "\x1b" not in done.stdout
+
+
+def test_a_cell_of_which_a_seed_diverged_is_no_mean_of_survivors(tmp_path: Path) -> None:
+    root = write_sweep(tmp_path / "partly")
+    write_run(root / "another-seed", 8192, 0.02, 99, None)
+    said = verdict(root)
+    assert "At 8,192 tokens a step a run diverged at learning rate 0.02, 0.16." in said
+    [arm] = numbers(root)["arms"]
+    [at_8192] = [curve for curve in arm["curves"] if curve["total_batch_size"] == 8192]
+    assert at_8192["fit"]["lrs"] == [0.005, 0.01, 0.04, 0.08]
 
 
 def test_a_run_is_running_while_its_lock_is_held(swept: Path, tmp_path: Path) -> None:
@@ -256,7 +293,7 @@ def test_the_law_sets_the_learning_rate_of_any_batch_size(gptexp: Gptexp, swept:
 
 
 def test_the_law_goes_nowhere_else(swept: Path, tmp_path: Path) -> None:
-    analysis = write_report(swept)
+    analysis = write_report(swept).analysis
     (tmp_path / "optim").mkdir()
     (tmp_path / "optim" / "own.yaml").write_text("lr: 1\n")
     for path, said in (
@@ -268,6 +305,6 @@ def test_the_law_goes_nowhere_else(swept: Path, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=said):
             write_optim(tmp_path / path, analysis)
     assert (tmp_path / "optim" / "own.yaml").read_text() == "lr: 1\n"
-    edge = write_report(write_sweep(tmp_path / "edge", centre=0.001))
+    edge = write_report(write_sweep(tmp_path / "edge", centre=0.001)).analysis
     with pytest.raises(ValueError, match="has 0 fitted laws"):
         write_optim(tmp_path / "optim" / "fitted.yaml", edge)

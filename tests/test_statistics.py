@@ -109,6 +109,20 @@ def test_an_optimum_at_the_edge_of_the_grid_never_gets_a_number(side: int, beyon
             assert curve.extend == pytest.approx(2.0 ** (3 * side))
 
 
+@pytest.mark.parametrize("side", [-1, 1])
+def test_an_edge_is_seen_without_any_measure_of_noise(side: int) -> None:
+    sweep = {b: {2.0**x: [u_curve(4.0 * side)(x)] for x in range(-2, 3)} for b in (4096, 8192)}
+    for curve in fit_curves(sweep, {}).of.values():
+        assert (curve.status, curve.extend) == ("not bracketed", pytest.approx(2.0 ** (3 * side)))
+
+
+def test_seeds_that_agree_to_the_last_bit_are_no_reason_to_fail() -> None:
+    losses = {2.0**x: [u_curve(0.2)(x)] * 2 for x in range(-2, 3)}
+    [curve] = fit_curves({4096: losses}, {}).of.values()
+    assert curve.optimum is not None
+    assert curve.optimum.lr == pytest.approx(2**0.2)
+
+
 def test_above_the_grid_a_diverged_run_bounds_what_to_try_next() -> None:
     losses = {2.0**x: [u_curve(3.0)(x)] for x in range(-2, 3)}
     losses[4.0] *= 2
@@ -130,7 +144,7 @@ def test_what_is_flat_within_noise_is_called_so() -> None:
 
 def test_a_curve_of_few_learning_rates_or_without_a_measure_of_noise_gets_no_number() -> None:
     for lrs in (1, 2, 3):
-        [curve] = fit_curves({4096: {2.0**x: [u_curve(0)(x)] for x in range(lrs)}}, {}).of.values()
+        [curve] = fit_curves({4096: {2.0**x: [u_curve(1)(x)] for x in range(lrs)}}, {}).of.values()
         assert (curve.status, curve.optimum) == ("too few", None)
 
 
@@ -253,14 +267,19 @@ def test_a_critical_batch_size_that_the_sizes_straddle_is_found() -> None:
     assert np.mean([fit.misfit for fit in fits]) < 0.1
 
 
-@pytest.mark.parametrize(("critical", "status"), [(2.0**18.5, "lower bound only"), (2.0**11, "upper bound only")])
-def test_one_sided_data_give_a_bound_only(critical: float, status: str) -> None:
-    rng = np.random.default_rng(12)
+@pytest.mark.parametrize(
+    ("octave", "status"),
+    [(18.5, "lower bound only"), (22, "lower bound only"), (26, "lower bound only"), (11, "upper bound only")],
+)
+def test_one_sided_data_give_a_bound_only(octave: float, status: str) -> None:
+    """A bound that holds, also where steps go as one over the batch size, and no critical one can be seen."""
+    rng, critical = np.random.default_rng(12), 2.0**octave
     fits = [critical_batch_size(hyperbola(rng, critical, SIZES)) for _ in range(200)]
     assert {(fit.status, fit.hyperbola) for fit in fits} == {(status, None)}
-    bounds = np.array([fit.bound for fit in fits])
+    bounds = np.array([fit.bound for fit in fits], dtype=float)
     holds = bounds <= critical if status.startswith("lower") else bounds >= critical
     assert np.mean(holds) > 0.93  # one end of a 95% interval
+    assert np.all(bounds > SIZES[-1] / 8 if status.startswith("lower") else bounds < 8 * SIZES[0])
 
 
 def test_the_twenty_percent_rule_needs_no_fit() -> None:

@@ -11,7 +11,7 @@ from omegaconf import DictConfig
 from gptexp import run_dir
 from gptexp.compose import compose, conf_dir, register
 from gptexp.config import memory_key
-from gptexp.sweep import _decided, cell_name, name_sweep, swept_keys
+from gptexp.sweep import Cell, _confounds, _decided, cell_name, name_sweep, swept_keys
 
 
 def composed(*overrides: str) -> DictConfig:
@@ -87,3 +87,16 @@ def test_a_cell_takes_the_micro_batch_that_was_found_for_its_like(tmp_path: Path
     assert _decided(tmp_path, large) == other
     assert _decided(tmp_path, small) == _decided(tmp_path, "of another model") == first
     assert _decided(tmp_path / "nowhere", small) == {}
+
+
+def test_lengths_in_steps_confound_a_sweep_over_batch_sizes_only() -> None:
+    def warnings(*sizes: int) -> list[str]:
+        configs = [
+            compose([f"batch.total_batch_size={b}", "schedule.warmup_steps=5", "train.max_steps=9"]) for b in sizes
+        ]
+        return _confounds([Cell(config, config, Path(), {}) for config in configs])  # type: ignore[arg-type]
+
+    assert [line.partition(" counts")[0] for line in warnings(4096, 8192)] == [
+        "schedule.warmup_steps=5", "train.max_steps=9"
+    ]  # fmt: skip
+    assert warnings(4096, 4096) == []

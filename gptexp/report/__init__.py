@@ -7,7 +7,7 @@ both together; `verdict`, `figures`, `page` and `proposals` tell it.
 import argparse
 import csv
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,16 @@ PAGE, NUMBERS, TABLE, PICTURES = "report.html", "report.json", "cells.csv", "pic
 FORMULA = ("=", "+", "-", "@")  # what a spreadsheet would take for one
 
 
-def write_report(directory: Path) -> "Analysis":
+@dataclass(frozen=True)
+class Report:
+    """What was written: the analysis, its verdict, and the commands worth running next."""
+
+    analysis: "Analysis"
+    verdict: list[str]
+    further: list[str]
+
+
+def write_report(directory: Path) -> Report:
     """Write `report.html`, `report.json`, `cells.csv` and `pictures/*.png` into `directory`, a run's or a sweep's."""
     from gptexp.report.analysis import analyse
     from gptexp.report.figures import figures
@@ -32,16 +41,16 @@ def write_report(directory: Path) -> "Analysis":
     from gptexp.report.verdict import verdict
 
     analysis = analyse(printable(directory.resolve().name), find_runs(directory))
-    lines, pictures = verdict(analysis), figures(analysis)
+    lines, pictures = [printable(line) for line in verdict(analysis)], figures(analysis)
     sweep = run_dir.read_json(directory / run_dir.SWEEP)
-    further = commands(analysis, sweep["overrides"], sweep["name"]) if sweep else []
+    further = [printable(line) for line in commands(analysis, sweep["overrides"], sweep["name"])] if sweep else []
     run_dir.write_atomically(directory / PAGE, page(analysis, lines, pictures, further, bundle()))
     run_dir.write_json(directory / NUMBERS, {**numbers(analysis), "verdict": lines, "next": further})
     _write_table(directory / TABLE, analysis.runs)
     (directory / PICTURES).mkdir(exist_ok=True)
     for picture in pictures:
         (directory / PICTURES / f"{picture.key}.png").write_bytes(png(picture.spec))
-    return analysis
+    return Report(analysis, lines, further)
 
 
 def numbers(analysis: "Analysis") -> dict[str, Any]:
@@ -84,25 +93,28 @@ def _write_table(path: Path, runs: "Sequence[Run]") -> None:
             table.writerow([f"'{cell}" if cell.startswith(FORMULA) else cell for cell in row])
 
 
-def show(analysis: "Analysis", lines: Sequence[str]) -> None:
-    """The table of runs and the verdict, for a terminal."""
+def show(report: Report) -> None:
+    """The table of runs, the verdict and what to run next, for a terminal."""
     from rich.console import Console
-    from rich.padding import Padding
     from rich.table import Table
     from rich.text import Text
 
     from gptexp.report.page import COLUMNS, rows
 
-    alone = len(analysis.runs) == 1
+    runs = report.analysis.runs
+    # The names of a sweep's cells say what the other columns do, unless more than those was swept.
+    named = len(runs) == 1 or len(report.analysis.arms) > 1
     table = Table(box=None, pad_edge=False)
-    for column in COLUMNS[not alone :]:  # the names of a sweep's cells say what the other columns do
+    for column in COLUMNS[not named :]:
         table.add_column(column, justify="left" if column in ("run", "status") else "right")
-    for row in rows(analysis.runs):
-        table.add_row(*map(Text, row[not alone :]))
+    for row in rows(runs):
+        table.add_row(*map(Text, row[not named :]))
     console = Console()
     console.print(table)
-    for line in lines:
-        console.print(Padding(Text(f"- {line}"), (0, 0)))
+    for line in report.verdict:
+        console.print(Text(f"- {line}"))
+    for command in report.further:
+        console.print(Text(f"next: {command}"), soft_wrap=True)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -115,11 +127,10 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
 
     from gptexp.report.fitted import write_optim
-    from gptexp.report.verdict import verdict
 
-    analysis = write_report(args.directory)
-    show(analysis, verdict(analysis))
+    report = write_report(args.directory)
+    show(report)
     print(f"\nthe page: {args.directory / PAGE}")
     if args.write_optim is not None:
-        write_optim(args.write_optim, analysis)
+        write_optim(args.write_optim, report.analysis)
         print(f"the law: {args.write_optim}; use it with optim={args.write_optim.stem}")

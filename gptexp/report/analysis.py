@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from gptexp.check import in_steps
 from gptexp.report.critical import Critical, critical_batch_size, steps_to
 from gptexp.report.curves import Curves, fit_curves
 from gptexp.report.law import Law, fit_law
 from gptexp.report.records import Run
 
+TEXT = "data_hash"  # sets runs apart too, where several texts were swept
 AXES = ("optim.lr", "batch.total_batch_size", "train.seed")  # all else that differs sets runs apart
 
 
@@ -49,10 +51,17 @@ def analyse(name: str, runs: Sequence[Run]) -> Analysis:
     readable = [run for run in runs if run.config]
     differing = {key for run in readable for key in run.config if run.config[key] != readable[0].config.get(key)}
     apart = sorted(differing - set(AXES))
+    texts = {run.summary.get("data_hash") for run in readable} - {None}
     groups: dict[str, list[Run]] = defaultdict(list)
     for run in readable:
-        groups[repr([run.config.get(key) for key in apart])].append(run)
-    arms = [_arm({key: members[0].config.get(key) for key in apart}, members) for members in groups.values()]
+        text = run.summary.get("data_hash") if len(texts) > 1 else None
+        groups[repr([text, *(run.config.get(key) for key in apart)])].append(run)
+    arms = []
+    for members in groups.values():
+        choices = {key: members[0].config.get(key) for key in apart}
+        if len(texts) > 1:
+            choices[TEXT] = members[0].summary.get("data_hash")
+        arms.append(_arm(choices, members))
     return Analysis(name, list(runs), arms, [*_problems(runs), *_data_warnings(readable), *_confounds(arms)])
 
 
@@ -64,9 +73,15 @@ def _arm(choices: dict[str, Any], runs: list[Run]) -> Arm:
     for run in sorted(once.values(), key=lambda run: (run.batch, run.lr, run.seed)):
         if run.loss is not None:
             losses[run.batch][run.lr].append(run.loss)
-        elif run.status == "diverged":
+        elif run.status == "diverged" and run.lr not in diverged[run.batch]:
             diverged[run.batch].append(run.lr)
-    by_batch = {batch: dict(at_batch) for batch, at_batch in sorted(losses.items())}
+    # Where one seed diverged the others are survivors: their mean would flatter the cell.
+    by_batch = {
+        batch: kept
+        for batch, at_batch in sorted(losses.items())
+        if (kept := {lr: of for lr, of in at_batch.items() if lr not in diverged[batch]})
+    }
+    diverged = {batch: lrs for batch, lrs in diverged.items() if lrs}
     curves = fit_curves(by_batch, diverged)
     target, critical = _critical(runs)
     cells = {(b, lr): of for b, at_batch in by_batch.items() for lr, of in at_batch.items()}
@@ -79,7 +94,7 @@ def _arm(choices: dict[str, Any], runs: list[Run]) -> Arm:
             for cell in cells
             if cell != best and curves.noise.ties(mean[cell] - mean[best], len(cells[cell]), len(cells[best]))
         ]
-    return Arm(choices, runs, by_batch, dict(diverged), curves, fit_law(curves), target, critical, best, ties)
+    return Arm(choices, runs, by_batch, diverged, curves, fit_law(curves), target, critical, best, ties)
 
 
 def _critical(runs: list[Run]) -> tuple[float | None, Critical | None]:
@@ -89,18 +104,30 @@ def _critical(runs: list[Run]) -> tuple[float | None, Critical | None]:
     """
     if runs[0].config["schedule.name"] != "constant":
         return None, None
-    courses: dict[int, list[list[tuple[int, float]]]] = defaultdict(list)
+    courses: dict[int, dict[float, list[list[tuple[int, float]]]]] = defaultdict(lambda: defaultdict(list))
     for run in runs:
         course = [(point.step, point.loss) for point in run.val if point.loss is not None]
         if run.status == "completed" and course:
-            courses[run.batch].append(course)
+            courses[run.batch][run.lr].append(course)
     if len(courses) < 2:
         return None, None
-    target = max(min(loss for course in of_batch for _, loss in course) for of_batch in courses.values())
-    reached = {b: [s for c in of_batch if (s := steps_to(target, c)) is not None] for b, of_batch in courses.items()}
-    if not all(reached.values()):  # reached before anything was evaluated
-        return target, None
-    return target, critical_batch_size({b: min(steps) for b, steps in reached.items()})
+    # Seeds are averaged, and only then the best learning rate is taken: more seeds must not look like fewer steps.
+    lowest = [
+        min(max(min(loss for _, loss in course) for course in of_lr) for of_lr in of_batch.values())
+        for of_batch in courses.values()
+    ]
+    target = max(lowest)
+    steps: dict[int, float] = {}
+    for batch, of_batch in courses.items():
+        means = []
+        for of_lr in of_batch.values():
+            reached = [steps_to(target, course) for course in of_lr]
+            if all(reached):
+                means.append(math.fsum(filter(None, reached)) / len(reached))
+        if not means:  # reached before anything was evaluated
+            return target, None
+        steps[batch] = min(means)
+    return target, critical_batch_size(steps)
 
 
 def _problems(runs: Sequence[Run]) -> list[str]:
@@ -139,13 +166,5 @@ def _stream(run: Run) -> str:
 
 def _confounds(arms: list[Arm]) -> list[str]:
     """What changes with the batch size beside it."""
-    lines = []
-    for arm in arms:
-        if len({run.batch for run in arm.runs}) < 2:
-            continue
-        for key in ("schedule.warmup_steps", "schedule.decay_steps", "train.max_steps"):
-            if arm.runs[0].config.get(key) is not None:
-                lines.append(
-                    f"{key} counts steps: in tokens it differs from batch size to batch size; give it in tokens"
-                )
-    return sorted(set(lines))
+    several = [arm for arm in arms if len({run.batch for run in arm.runs}) > 1]
+    return sorted({line for arm in several for line in in_steps(arm.runs[0].config)})

@@ -19,6 +19,7 @@ from gptexp.report.noise import CONFIDENCE
 
 OVERHEAD = 1.2
 EXACT = 1e-16  # mean square of log S that is rounding
+FAR = 20.0  # octaves beyond the sizes that were run: there S is a power of B, or constant
 FEWEST = 4  # batch sizes that the two parameters of a hyperbola and its noise need
 
 
@@ -36,7 +37,7 @@ class Hyperbola:
 class Critical:
     """Batch sizes in tokens. `status` says what the sizes that were run allow to say by the hyperbola."""
 
-    status: Literal["bracketed", "lower bound only", "upper bound only", "too few"]
+    status: Literal["bracketed", "lower bound only", "upper bound only", "open", "too few"]
     steps: dict[int, float]  # batch size -> steps to the target loss
     twenty_percent: int  # the largest size run with at most 1.2 times the fewest tokens
     twenty_percent_open: bool  # it is the largest that was run: the true one may be larger
@@ -46,7 +47,11 @@ class Critical:
 
 
 def critical_batch_size(steps: Mapping[int, float]) -> Critical:
-    """Fit log S over the batch sizes (in tokens, two at least) by least squares; intervals from what is left over."""
+    """Fit log S over the batch sizes (in tokens, two at least) by least squares; intervals from what is left over.
+
+    The interval holds each critical batch size at which the best S_min leaves no significantly larger sum of squares:
+    where S is a power of B over all sizes it has no end.
+    """
     ordered = {b: steps[b] for b in sorted(steps)}
     sizes, s = np.array(list(ordered), dtype=float), np.array(list(ordered.values()))
     tokens = sizes * s
@@ -54,15 +59,27 @@ def critical_batch_size(steps: Mapping[int, float]) -> Critical:
     is_largest = bool(twenty == sizes[-1])
     if len(sizes) < FEWEST:
         return Critical("too few", ordered, twenty, is_largest)
-    least, crit, cost, jacobian = _fit(sizes, s, with_exponent=False)
+    least, crit, cost, _ = _fit(sizes, s, with_exponent=False)
     dof = len(sizes) - 2
-    covariance = np.linalg.pinv(jacobian.T @ jacobian) * 2 * cost / dof
-    reach = float(stats.t.ppf((1 + CONFIDENCE) / 2, dof)) * math.sqrt(covariance[1, 1])
-    low, high = crit * math.exp(-reach), crit * math.exp(min(reach, 700.0))
+    t = float(stats.t.ppf((1 + CONFIDENCE) / 2, dof))
+    limit = 2 * cost * (1 + t * t / dof) + EXACT
+
+    def off(octave: float) -> float:
+        """How far the sum of squares at a critical batch size of 2^`octave` is beyond the limit."""
+        rest = np.log(s) - np.log1p(2**octave / sizes)
+        return float(np.sum((rest - rest.mean()) ** 2)) - limit
+
+    at = float(np.clip(math.log2(crit), math.log2(sizes[0]) - FAR, math.log2(sizes[-1]) + FAR))
+    ends = []
+    for end in (math.log2(sizes[0]) - FAR, math.log2(sizes[-1]) + FAR):
+        ends.append(2.0 ** optimize.brentq(off, min(at, end), max(at, end)) if off(end) > 0 > off(at) else None)
+    low, high = ends
     misfit = _misfits(sizes, s, cost)
-    if crit > sizes[-1]:
+    if low is None and high is None:
+        return Critical("open", ordered, twenty, is_largest, misfit=misfit)
+    if high is None or crit > sizes[-1]:
         return Critical("lower bound only", ordered, twenty, is_largest, bound=low, misfit=misfit)
-    if crit < sizes[0]:
+    if low is None or crit < sizes[0]:
         return Critical("upper bound only", ordered, twenty, is_largest, bound=high, misfit=misfit)
     return Critical("bracketed", ordered, twenty, is_largest, Hyperbola(crit, low, high, least), misfit=misfit)
 

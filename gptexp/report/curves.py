@@ -166,6 +166,9 @@ def _bent(fits: Sequence[Parabola], seeds: Noise | None) -> bool:
 
 
 def _curve(losses: Losses, diverged: Sequence[float], fit: Parabola | None, noise: Noise | None) -> Curve:
+    edge = _edge(losses)
+    if len(losses) >= 3 and noise is None and edge is not None:
+        return _not_bracketed(losses, [lr for lr in losses if lr != edge], diverged)
     if len(losses) < 3 or noise is None:
         return Curve(
             "too few",
@@ -249,10 +252,10 @@ def _not_bracketed(losses: Losses, worse: Sequence[float], diverged: Sequence[fl
     """`worse`: the learning rates that are shown to be too small, or too large."""
     lrs, best = sorted(losses), _best(losses)
     if not any(lr < best for lr in worse):
-        why, extend = f"no learning rate below {best:g} is worse by more than noise", lrs[0] ** 2 / lrs[1]
+        why, extend = f"nothing that was run below {best:g} is worse by more than noise", lrs[0] ** 2 / lrs[1]
     elif above := [lr for lr in diverged if lr > lrs[-1]]:
-        why = f"no learning rate above {best:g} is worse by more than noise, and {min(above):g} diverged"
+        why = f"nothing that was run above {best:g} is worse by more than noise, and {min(above):g} diverged"
         extend = math.sqrt(lrs[-1] * min(above))
     else:
-        why, extend = f"no learning rate above {best:g} is worse by more than noise", lrs[-1] ** 2 / lrs[-2]
+        why, extend = f"nothing that was run above {best:g} is worse by more than noise", lrs[-1] ** 2 / lrs[-2]
     return Curve("not bracketed", why, extend=extend)

@@ -1,10 +1,13 @@
 """Which cells are worth running next, as commands."""
 
 import math
+import re
 import shlex
 from collections.abc import Sequence
+from typing import Any
 
-from gptexp.report.analysis import Analysis, Arm
+from gptexp.config import shown
+from gptexp.report.analysis import TEXT, Analysis, Arm
 
 SEEDS = 4  # degrees of freedom of the noise below which more seeds are asked for
 SPACING = 2.0  # between learning rates where a grid does not tell
@@ -17,13 +20,22 @@ def commands(analysis: Analysis, overrides: Sequence[str], sweep_name: str) -> l
     """
     found = []
     for arm in analysis.arms:
-        fixed = [*overrides, *(f"{key}={value}" for key, value in arm.choices.items()), f"sweep.name={sweep_name}"]
+        chosen = [f"{key}={_typed(value)}" for key, value in arm.choices.items() if key != TEXT]
+        fixed = [*overrides, *chosen, f"sweep.name={sweep_name}"]
         for batch, lrs, seeds in _cells(arm):
             swept = [f"batch.total_batch_size={batch}", f"optim.lr={','.join(f'{lr:.6g}' for lr in lrs)}"]
             if seeds:
                 swept.append(f"train.seed={','.join(map(str, seeds))}")
             found.append(shlex.join(["gptexp", "train", "-m", *fixed, *swept]))
     return found
+
+
+def _typed(value: Any) -> str:
+    """A value as Hydra's command line takes it."""
+    text = shown(value)
+    if isinstance(value, str) and not re.fullmatch(r"[A-Za-z0-9_./-]+", text):
+        return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    return text
 
 
 def _cells(arm: Arm) -> list[tuple[int, list[float], list[int]]]:
@@ -37,7 +49,7 @@ def _cells(arm: Arm) -> list[tuple[int, list[float], list[int]]]:
             diverges = any(lr <= beyond for lr in arm.diverged.get(batch, ()) if curve.extend > lrs[-1])
             wanted.append((batch, [curve.extend] if diverges else sorted([curve.extend, beyond]), []))
         elif curve.status in ("flat", "too few"):
-            above = [lr for lr in (lrs[-1] * step,) if lr not in arm.diverged.get(batch, ())]
+            above = [lr for lr in (lrs[-1] * step,) if not any(gone <= lr for gone in arm.diverged.get(batch, ()))]
             wanted.append((batch, [lrs[0] / step, *above], []))
     noise = arm.curves.noise
     if arm.best is not None and (noise is None or noise.dof < SEEDS) and len(arm.runs) > 1:

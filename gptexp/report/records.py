@@ -9,12 +9,14 @@ import re
 import statistics
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import UnionType
 from typing import Any
 
 from gptexp import run_dir
 from gptexp.config import result_deciding
 from gptexp.errors import ConfigError
 
+STATUSES = ("completed", "diverged", "interrupted", "running", "failed")
 POINTS = 512  # of a run's steps, at least, that are kept for its curve; twice that at most
 STEP_EVENT, EVAL_EVENT = '"event": "step"', '"event": "eval"'
 STEP = re.compile(r'"step": (\d+)')
@@ -65,10 +67,12 @@ def read_run(directory: Path) -> Run:
     """What the files of a run say."""
     try:
         config = run_dir.load_config(directory)
-        summary = run_dir.read_json(directory / run_dir.SUMMARY)
+        summary = _of_their_types(run_dir.read_json(directory / run_dir.SUMMARY))
     except ConfigError as error:
         return Run(printable(directory.name), directory, "damaged", {}, problem=printable(str(error)))
     status = str(summary.get("status", "failed"))
+    if status not in STATUSES:
+        status = "damaged"
     if run_dir.is_locked(directory):
         status = "running"
     elif status == "running":
@@ -97,6 +101,21 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else "\ufffd" for c in text)
 
 
+def _of_their_types(summary: dict[str, Any]) -> dict[str, Any]:
+    """The values of a summary that are what a run writes there."""
+    kinds: dict[str, type | UnionType] = {
+        "status": str, "final_val_loss": int | float, "steps": int, "tokens": int, "train_s": int | float,
+        "data_hash": str, "parameters": int, "world_size": int, "device": str, "git_commit": str,
+    }  # fmt: skip
+    kept = {key: value for key, value in summary.items() if key in kinds and isinstance(value, kinds[key])}
+    return {key: printable(value) if isinstance(value, str) else value for key, value in kept.items()}
+
+
+def _loss(value: Any) -> float | None:
+    """A loss as JSON has it: null where it was no number."""
+    return None if value is None else float(value)
+
+
 def _read_metrics(run: Run, path: Path) -> None:
     """Fill in the curves. Of many steps it parses every 2nd, 4th, …: cells of other batch sizes then meet in tokens."""
     if not path.is_file():
@@ -112,16 +131,16 @@ def _read_metrics(run: Run, path: Path) -> None:
                 continue
             try:
                 event = json.loads(line)
-                step, tokens = event["step"] + 1, event["tokens"]
+                step, tokens = int(event["step"]) + 1, int(event["tokens"])
                 if is_step:
-                    seconds += (step - done) * event["perf/step_ms"] / 1e3
+                    seconds += (step - done) * float(event["perf/step_ms"]) / 1e3
                     done = step
-                    run.train.append(Point(step, tokens, seconds, event["train/loss"]))
-                    run.fingerprints[tokens] = event["data/fingerprint"]
-                    rates.append(event["perf/tokens_per_s"])
+                    run.train.append(Point(step, tokens, seconds, _loss(event["train/loss"])))
+                    run.fingerprints[tokens] = printable(str(event["data/fingerprint"]))
+                    rates.append(float(event["perf/tokens_per_s"]))
                 else:
-                    run.val.append(Point(step, tokens, seconds, event["val/loss"]))
-            except (ValueError, KeyError, TypeError):
+                    run.val.append(Point(step, tokens, seconds, _loss(event["val/loss"])))
+            except (ValueError, KeyError, TypeError, OverflowError):
                 if line.endswith("\n"):  # else it is being written
                     run.problem = printable(f"{path}: line {number} is no event of a run")
     if rates:

@@ -60,6 +60,8 @@ def _at(batch: int, c: Curve) -> str:
             f"At {tokens(batch)} the loss is flat within noise from {low:.3g} to {high:.3g}: {c.why}, and no optimum "
             "can be named."
         )
+    if c.status == "too few":
+        return f"At {tokens(batch)} nothing can be said of the optimum: {c.why}."
     extend = f"; extend the grid to {c.extend:.3g}" if c.extend else ""
     return f"At {tokens(batch)} the optimum is not bracketed: {c.why}{extend}."
 
@@ -122,10 +124,13 @@ def _noise(arm: Arm) -> list[str]:
     noise = arm.curves.noise
     if noise is None:
         return []
-    needed = " and ".join(f"{seeds_needed(d * noise.sigma, noise.sigma)} to show {d * noise.sigma:.4f}" for d in (1, 2))
+    needed = f"a difference of 0.01 nats takes {seeds_needed(0.01, noise.sigma)} seeds of each of two cells"
+    means = sorted(math.fsum(of) / len(of) for at_batch in arm.losses.values() for of in at_batch.values())
+    if len(means) > 1 and (gap := means[1] - means[0]) > 0:
+        needed += f", that of the best from the next ({gap:.4f}) {seeds_needed(gap, noise.sigma):,}"
     return [
-        f"One run's final loss varies by {noise.sigma:.4f} nats ({noise.dof} degrees of freedom, from {noise.source}). "
-        f"To tell two cells apart takes {needed} (seeds of each)."
+        f"One run's final loss varies by {noise.sigma:.4f} nats ({noise.dof} degrees of freedom, from {noise.source}); "
+        f"to show {needed}."
     ]
 
 
@@ -148,10 +153,12 @@ def _critical(arm: Arm) -> list[str]:
     if c.hyperbola is not None:
         h = c.hyperbola
         found = f"is {tokens(h.tokens)} (95% interval {h.low:,.0f} to {h.high:,.0f})"
-    elif c.status == "lower bound only":
-        found = f"lies above all that were run, at {tokens(c.bound or 0)} or more"
+    elif c.bound is None:
+        found = "can be anything: the noise is larger than what the batch size does"
     else:
-        found = f"lies below all that were run, at {tokens(c.bound or 0)} or less"
+        found = (
+            f"is {tokens(c.bound)} or {'more' if c.status == 'lower bound only' else 'less'} (95%); no more can be said"
+        )
     lines = [f"{at} by the hyperbola (twice the fewest steps and tokens) {found}.", twenty]
     if c.misfit:
         lines.append("The steps do not lie on that hyperbola: take the 20% rule's number.")
