@@ -30,6 +30,7 @@ METRICS = "metrics.jsonl"
 SUMMARY = "summary.json"
 SWEEP = "sweep.json"  # of a sweep: its cells, and what all of them were started with
 CHECKPOINTS = "checkpoints"
+DONE = ("completed", "diverged")  # statuses of a run that would do the same again
 LOCK = ".lock"
 RANK_LOCK = ".lock-rank0"
 LOCK_TIMEOUT_S = 2.0  # somebody who only asks whether a lock is held holds it for an instant

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from gptexp.report.records import Run
 
 STATES = ("running", "completed", "diverged", "interrupted", "failed", "damaged", "left")
-DONE = ("completed", "diverged")
 
 
 @dataclass(frozen=True)
@@ -34,13 +33,13 @@ class Progress:
 
 def survey(directory: Path) -> list[Progress]:
     """Every cell of a sweep, also those not begun; of a single run, that. Raises `ConfigError` for neither."""
-    from gptexp.report.records import find_runs, printable
+    from gptexp.report.records import find_runs, printable, read_run
 
     planned = run_dir.read_json(directory / run_dir.SWEEP).get("cells", {})
     runs = {run.name: run for run in find_runs(directory)} if not planned else {}
     for name in planned:
         if (directory / name / run_dir.CONFIG).exists():
-            [runs[printable(name)]] = find_runs(directory / name)
+            runs[printable(name)] = read_run(directory / name)
     rates: dict[int, list[float]] = {}
     for run in runs.values():
         if run.tokens_per_s:
@@ -55,7 +54,7 @@ def survey(directory: Path) -> list[Progress]:
         of = planned.get(run.name, {}).get("tokens") or _length(run)
         tokens = max([p.tokens for p in (*run.train[-1:], *run.val[-1:])], default=0)
         loss = run.val[-1].loss if run.val else None
-        over = run.status in DONE
+        over = run.status in run_dir.DONE
         return Progress(run.name, run.status, tokens, of, loss, 0.0 if over else left(run.batch, max(0, of - tokens)))
 
     begun = [progress(run) for run in runs.values()]
@@ -76,7 +75,7 @@ def _length(run: "Run") -> int:
 
 def ready_in(cells: list[Progress]) -> float | None:
     """Seconds until all cells are done, as many side by side as run now; None where no cell shows how fast they go."""
-    times = [cell.seconds_left for cell in cells if cell.status not in DONE]
+    times = [cell.seconds_left for cell in cells if cell.status not in run_dir.DONE]
     if any(seconds is None for seconds in times):
         return None
     at_once = max(1, sum(cell.status == "running" for cell in cells))
@@ -102,7 +101,7 @@ def main(argv: list[str] | None = None) -> None:
         print(f"{cell.status:<12}{share:<6}{loss:<17}{cell.name}")
     counts = Counter(cell.status for cell in cells)
     said = ", ".join(f"{counts[state]} {state}" for state in STATES if counts[state])
-    if all(cell.status in DONE for cell in cells):
+    if all(cell.status in run_dir.DONE for cell in cells):
         when = "all done"
     elif seconds is None:
         when = "no cell has shown yet how fast they go"

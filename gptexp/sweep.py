@@ -33,8 +33,6 @@ from gptexp.terminal import say
 # The name under which Hydra finds this module: it instantiates plugins of packages below hydra_plugins only.
 PLUGINS = "hydra_plugins.gptexp"
 
-OUTCOMES = ("completed", "diverged")  # a cell with one of these is done: again it would do the same
-
 
 class GridSweeper(Sweeper):
     """All combinations of the swept values, named (`hydra.sweeper.params`) or given on the command line."""
@@ -97,12 +95,13 @@ class CellLauncher(Launcher):
         setup_globals()
         with report_errors():
             cells = self._compose(job_overrides, initial_job_idx)
-            if launcher_rank() and cells[0].config.sweep.parallel not in (AUTO, 1):
+            among_ranks = launcher_rank() is not None
+            if among_ranks and cells[0].config.sweep.parallel not in (AUTO, 1):
                 raise ConfigError(
                     f"sweep.parallel={cells[0].config.sweep.parallel}: under a launcher all ranks train one cell; "
                     "leave it out"
                 )
-            at_once, gpus = (1, None) if launcher_rank() else _side_by_side(cells)
+            at_once, gpus = (1, None) if among_ranks else _side_by_side(cells)
             self._record(cells)
         for line in _confounds(cells):
             print(f"gptexp: warning: {line}", file=sys.stderr)
@@ -110,7 +109,7 @@ class CellLauncher(Launcher):
         stopped = None
         try:
             left = [cell for cell in cells if not self._is_done(cell)]
-            if launcher_rank():
+            if among_ranks:
                 self._run_among_the_ranks(left, failed)
             else:
                 stopped = self._run(left, at_once, gpus, failed)
@@ -130,9 +129,9 @@ class CellLauncher(Launcher):
 
     def _is_done(self, cell: Cell) -> bool:
         status = run_dir.status(cell.directory)
-        if status in OUTCOMES:
+        if status in run_dir.DONE:
             say(f"--- {cell.name}: {status} before")
-        return status in OUTCOMES
+        return status in run_dir.DONE
 
     def _run(self, cells: list[Cell], at_once: int, gpus: list[str] | None, failed: list[Cell]) -> int | None:
         """In processes of their own; the signal that ended it, or None."""

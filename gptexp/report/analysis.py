@@ -23,6 +23,7 @@ class Arm:
     choices: dict[str, Any]  # the keys and values that set it apart from the other arms; empty where it is the only one
     runs: list[Run]
     losses: dict[int, dict[float, list[float]]]  # batch size -> learning rate -> final loss of each seed
+    means: dict[tuple[int, float], float]  # batch size and learning rate -> mean of `losses`
     diverged: dict[int, list[float]]  # batch size -> learning rates
     curves: Curves
     law: Law | None
@@ -30,6 +31,11 @@ class Arm:
     critical: Critical | None  # None where the schedule or the runs do not allow it
     best: tuple[int, float] | None  # batch size and learning rate of the lowest mean loss
     ties: list[tuple[int, float]]  # cells that cannot be told from it, itself not among them
+
+    @property
+    def is_grid(self) -> bool:
+        """Whether some batch size has several learning rates."""
+        return any(len(at_batch) > 1 for at_batch in self.losses.values())
 
     @property
     def schedule(self) -> str:
@@ -51,16 +57,16 @@ def analyse(name: str, runs: Sequence[Run]) -> Analysis:
     readable = [run for run in runs if run.config]
     differing = {key for run in readable for key in run.config if run.config[key] != readable[0].config.get(key)}
     apart = sorted(differing - set(AXES))
-    texts = {run.summary.get("data_hash") for run in readable} - {None}
+    texts = {run.summary.get(TEXT) for run in readable} - {None}
     groups: dict[str, list[Run]] = defaultdict(list)
     for run in readable:
-        text = run.summary.get("data_hash") if len(texts) > 1 else None
+        text = run.summary.get(TEXT) if len(texts) > 1 else None
         groups[repr([text, *(run.config.get(key) for key in apart)])].append(run)
     arms = []
     for members in groups.values():
         choices = {key: members[0].config.get(key) for key in apart}
         if len(texts) > 1:
-            choices[TEXT] = members[0].summary.get("data_hash")
+            choices[TEXT] = members[0].summary.get(TEXT)
         arms.append(_arm(choices, members))
     return Analysis(name, list(runs), arms, [*_problems(runs), *_data_warnings(readable), *_confounds(arms)])
 
@@ -94,7 +100,7 @@ def _arm(choices: dict[str, Any], runs: list[Run]) -> Arm:
             for cell in cells
             if cell != best and curves.noise.ties(mean[cell] - mean[best], len(cells[cell]), len(cells[best]))
         ]
-    return Arm(choices, runs, by_batch, diverged, curves, fit_law(curves), target, critical, best, ties)
+    return Arm(choices, runs, by_batch, mean, diverged, curves, fit_law(curves), target, critical, best, ties)
 
 
 def _critical(runs: list[Run]) -> tuple[float | None, Critical | None]:
@@ -137,10 +143,10 @@ def _problems(runs: Sequence[Run]) -> list[str]:
 def _data_warnings(runs: list[Run]) -> list[str]:
     """A line for each run that did not read what the others of its seed did."""
     lines = []
-    hashes = Counter(run.summary.get("data_hash") for run in runs if run.summary.get("data_hash"))
+    hashes = Counter(run.summary.get(TEXT) for run in runs if run.summary.get(TEXT))
     usual = hashes.most_common(1)[0][0] if hashes else None
     for run in runs:
-        if (own := run.summary.get("data_hash")) not in (None, usual):
+        if (own := run.summary.get(TEXT)) not in (None, usual):
             lines.append(f"{run.name}: trained on other text ({own}) than most runs here ({usual}); do not compare it")
     read: dict[tuple[str, int], Counter[str]] = defaultdict(Counter)  # stream and tokens -> fingerprints
     for run in runs:
@@ -161,7 +167,7 @@ def _data_warnings(runs: list[Run]) -> list[str]:
 def _stream(run: Run) -> str:
     """Equal for runs that must read the same tokens in the same order."""
     keys = ("train.seed", "batch.seq_len", "model.block_size", "data.order", "data.max_tokens", "data.val_tokens")
-    return repr([run.summary.get("data_hash"), *(run.config.get(key) for key in keys)])
+    return repr([run.summary.get(TEXT), *(run.config.get(key) for key in keys)])
 
 
 def _confounds(arms: list[Arm]) -> list[str]:

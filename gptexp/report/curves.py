@@ -133,6 +133,11 @@ class Curves:
     width: int  # learning rates in each fit
     skewed: bool  # whether a cubic term shows in up to `WIDEST` learning rates
 
+    @property
+    def optima(self) -> dict[int, Optimum]:
+        """Batch size in tokens -> optimum, where there is one."""
+        return {batch: curve.optimum for batch, curve in self.of.items() if curve.optimum is not None}
+
 
 def fit_curves(losses: Mapping[int, Losses], diverged: Mapping[int, Sequence[float]]) -> Curves:
     """Fit all batch sizes of one sweep: `losses` of the runs that were completed, learning rates that `diverged`.

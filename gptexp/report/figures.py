@@ -74,7 +74,7 @@ def _shown(*fields: str) -> list[Spec]:
 
 def _curves(arm: Arm) -> Figure | None:
     """Loss over learning rate, a colour for each batch size."""
-    if not any(len(at_batch) > 1 for at_batch in arm.losses.values()):
+    if not arm.is_grid:
         return None
     batches = sorted({*arm.losses, *arm.diverged})
     runs = [
@@ -85,9 +85,7 @@ def _curves(arm: Arm) -> Figure | None:
     top = max(loss for at_batch in arm.losses.values() for of in at_batch.values() for loss in of)
     diverged = [{"lr": lr, "loss": top, "size": f"{b:,}"} for b, lrs in arm.diverged.items() for lr in lrs]
     fitted, optima = [], []
-    for batch, c in arm.curves.of.items():
-        if (o := c.optimum) is None:
-            continue
+    for batch, o in arm.curves.optima.items():
         for octave in map(float, np.linspace(math.log2(o.parabola.lrs[0]), math.log2(o.parabola.lrs[-1]), SAMPLES)):
             fitted.append({"lr": 2**octave, "loss": o.parabola.at(octave), "size": f"{batch:,}"})
         optima.append({"lr": o.lr, "low": o.low, "high": o.high, "loss": o.loss, "size": f"{batch:,}"})
@@ -128,15 +126,14 @@ def _heat_map(arm: Arm) -> Figure | None:
     """Mean final loss of each cell."""
     if len(arm.losses) < 2 or arm.best is None:
         return None
-    means = {(b, lr): math.fsum(of) / len(of) for b, at_batch in arm.losses.items() for lr, of in at_batch.items()}
     cells = [
         {"lr": f"{lr:.3g}", "batch": f"{b:,}", "loss": mean, "text": f"{mean:.3f}", "seeds": len(arm.losses[b][lr])}
-        for (b, lr), mean in means.items()
+        for (b, lr), mean in arm.means.items()
     ]
     gone = [{"lr": f"{lr:.3g}", "batch": f"{b:,}", "what": "diverged"} for b, of in arm.diverged.items() for lr in of]
     lrs = sorted({lr for of in (*arm.losses.values(), *arm.diverged.values()) for lr in of})
     batches = sorted({*arm.losses, *arm.diverged}, reverse=True)
-    losses = sorted(means.values())
+    losses = sorted(arm.means.values())
     # Cells that are far off would take all the colours there are.
     ceiling = min(losses[-1], 2 * losses[len(losses) * 3 // 4] - losses[0])
     colour = {
@@ -170,11 +167,7 @@ def _law(arm: Arm) -> Figure | None:
     law = arm.law
     if law is None:
         return None
-    optima = [
-        {"batch": b, "lr": c.optimum.lr, "low": c.optimum.low, "high": c.optimum.high}
-        for b, c in arm.curves.of.items()
-        if c.optimum is not None
-    ]
+    optima = [{"batch": b, "lr": o.lr, "low": o.low, "high": o.high} for b, o in arm.curves.optima.items()]
     reach = (law.high - law.low) / (2 * law.sd) if law.sd else 0.0  # standard errors to either side
     sizes = np.geomspace(min(law.sizes), max(law.sizes), SAMPLES)
     band, rules = [], []
@@ -207,13 +200,13 @@ def _law(arm: Arm) -> Figure | None:
 
 
 def _loss_at_optimum(arm: Arm) -> Figure | None:
-    optima = []
-    for batch, c in arm.curves.of.items():
-        if c.optimum is not None and arm.curves.noise is not None:
-            loss, off = c.optimum.loss, arm.curves.noise.t * c.optimum.loss_sd
-            optima.append({"batch": batch, "loss": loss, "low": loss - off, "high": loss + off})
-    if len(optima) < 2:
+    noise = arm.curves.noise
+    if noise is None or len(arm.curves.optima) < 2:
         return None
+    optima = [
+        {"batch": b, "loss": o.loss, "low": o.loss - noise.t * o.loss_sd, "high": o.loss + noise.t * o.loss_sd}
+        for b, o in arm.curves.optima.items()
+    ]
     y = _number("loss", "loss at the best learning rate")
     layers: list[Spec] = [
         {"mark": {"type": "line", "color": "#3b528b", "opacity": 0.5}, "encoding": {"y": y}},

@@ -37,7 +37,7 @@ class Law:
 
 def fit_law(curves: Curves) -> Law | None:
     """Weighted least squares of log2 lr* over log2 B, weights 1 / variance; None with fewer than two optima."""
-    optima = {b: c.optimum for b, c in sorted(curves.of.items()) if c.optimum is not None}
+    optima = dict(sorted(curves.optima.items()))
     if len(optima) < 2 or curves.noise is None:
         return None
     x = np.log2(list(optima))

@@ -35,7 +35,7 @@ def seed_noise(losses: Sequence[Sequence[float]]) -> Noise | None:
     """Pooled over cells; `losses` holds those of each cell's seeds, in nats. None where no cell has two."""
     squares = sum(float(np.sum((np.asarray(of_cell) - np.mean(of_cell)) ** 2)) for of_cell in losses)
     dof = sum(len(of_cell) - 1 for of_cell in losses)
-    return Noise(max(LEAST, math.sqrt(squares / dof)), dof, "seeds") if dof else None
+    return _noise(squares, dof, "seeds") if dof else None
 
 
 def pool(seeds: Noise | None, residuals: Sequence[tuple[float, int]]) -> Noise | None:
@@ -44,11 +44,12 @@ def pool(seeds: Noise | None, residuals: Sequence[tuple[float, int]]) -> Noise |
     if not dof:
         return seeds
     if seeds is None:
-        return Noise(max(LEAST, math.sqrt(squares / dof)), dof, "runs around their parabolas")
-    total = seeds.dof + dof
-    return Noise(
-        math.sqrt((seeds.dof * seeds.sigma**2 + squares) / total), total, "seeds, and runs around their parabolas"
-    )
+        return _noise(squares, dof, "runs around their parabolas")
+    return _noise(seeds.dof * seeds.sigma**2 + squares, seeds.dof + dof, "seeds, and runs around their parabolas")
+
+
+def _noise(squares: float, dof: int, source: str) -> Noise:
+    return Noise(max(LEAST, math.sqrt(squares / dof)), dof, source)
 
 
 def seeds_needed(difference: float, sigma: float) -> int:

@@ -94,7 +94,7 @@ def _inert(text: str) -> str:
 def _figure(picture: Figure) -> str:
     key = f"plot-{picture.key}"
     return (
-        f'<figure><h3 id="{key}-title">{escape(picture.title)}</h3><div class="plot" id="{key}"></div>'
+        f'<figure><h3>{escape(picture.title)}</h3><div class="plot" id="{key}"></div>'
         f"<figcaption>{escape(picture.caption)}</figcaption></figure>"
     )
 

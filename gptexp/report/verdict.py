@@ -2,6 +2,7 @@
 
 import math
 
+from gptexp import run_dir
 from gptexp.report.analysis import Analysis, Arm
 from gptexp.report.curves import Curve
 from gptexp.report.law import SLOPES
@@ -23,24 +24,20 @@ def label(arm: Arm) -> str:
 
 
 def _of_arm(arm: Arm) -> list[str]:
-    lines = [_at(batch, curve) for batch, curve in arm.curves.of.items()] if _is_grid(arm) else []
+    lines = [_at(batch, curve) for batch, curve in arm.curves.of.items()] if arm.is_grid else []
     if arm.curves.skewed:
         lines.append(
             "The curves are skewed: a parabola over many learning rates would misplace the optimum, so each fit takes "
             f"the {arm.curves.width} nearest to the lowest loss."
         )
     lines += [*_law(arm), *_sizes(arm), *_best(arm), *_noise(arm), *_critical(arm)]
-    failed = sorted({run.status for run in arm.runs} - {"completed", "diverged"})
+    failed = sorted({run.status for run in arm.runs} - {*run_dir.DONE})
     for status in failed:
         names = [run.name for run in arm.runs if run.status == status]
         lines.append(f"{status.capitalize()}: {len(names)} of {len(arm.runs)} runs; they take no part in this.")
     for batch, lrs in sorted(arm.diverged.items()):
         lines.append(f"At {tokens(batch)} a run diverged at learning rate {', '.join(f'{lr:.3g}' for lr in lrs)}.")
     return lines
-
-
-def _is_grid(arm: Arm) -> bool:
-    return any(len(at_batch) > 1 for at_batch in arm.losses.values())
 
 
 def tokens(count: float) -> str:
@@ -91,7 +88,7 @@ def _law(arm: Arm) -> list[str]:
 
 def _sizes(arm: Arm) -> list[str]:
     """Which batch size is best at its own optimum."""
-    optima = {b: c.optimum for b, c in arm.curves.of.items() if c.optimum is not None}
+    optima = arm.curves.optima
     if len(optima) < 2 or arm.curves.noise is None:
         return []
     best = min(optima, key=lambda batch: optima[batch].loss)
@@ -108,7 +105,7 @@ def _sizes(arm: Arm) -> list[str]:
 
 
 def _best(arm: Arm) -> list[str]:
-    if arm.best is None or sum(len(at_batch) for at_batch in arm.losses.values()) < 2:
+    if arm.best is None or len(arm.means) < 2:
         return []
     batch, lr = arm.best
     line = f"The lowest loss is that of learning rate {lr:.3g} at {tokens(batch)}"
@@ -125,7 +122,7 @@ def _noise(arm: Arm) -> list[str]:
     if noise is None:
         return []
     needed = f"a difference of 0.01 nats takes {seeds_needed(0.01, noise.sigma)} seeds of each of two cells"
-    means = sorted(math.fsum(of) / len(of) for at_batch in arm.losses.values() for of in at_batch.values())
+    means = sorted(arm.means.values())
     if len(means) > 1 and (gap := means[1] - means[0]) > 0:
         needed += f", that of the best from the next ({gap:.4f}) {seeds_needed(gap, noise.sigma):,}"
     return [
