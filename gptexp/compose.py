@@ -9,9 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NoReturn
 
 import hydra
@@ -20,7 +18,6 @@ from hydra._internal.utils import get_args_parser
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
@@ -58,27 +55,12 @@ def packaged_conf() -> Path:
 
 
 def register() -> None:
-    """Tell Hydra of the typed schema and of the launcher and sweeper of gptexp."""
+    """Tell Hydra of the typed schema, of our resolver, and of the launchers and sweepers of gptexp."""
     from gptexp import sweep
 
     OmegaConf.register_new_resolver("power_law", power_law, replace=True)
-    store = ConfigStore.instance()
-    store.store(name="schema", node=Config)
-    launcher, sweeper = (f"{sweep.PLUGINS}.{cls.__name__}" for cls in (sweep.CellLauncher, sweep.GridSweeper))
-    store.store(group="hydra/launcher", name="cells", node={"_target_": launcher})
-    store.store(group="hydra/sweeper", name="grid", node={"_target_": sweeper, "params": None})
-    plugins = Plugins.instance()  # scans hydra_plugins, so it comes before the alias below
-    plugins.register(sweep.CellLauncher)
-    plugins.register(sweep.GridSweeper)
-    # Hydra takes plugins from packages below hydra_plugins only; a second top-level package just for that would be
-    # one more thing to install.
-    parent, _, child = sweep.PLUGINS.partition(".")
-    try:
-        package = import_module(parent)
-    except ImportError:
-        package = sys.modules[parent] = ModuleType(parent)
-    sys.modules[sweep.PLUGINS] = sweep
-    setattr(package, child, sweep)
+    ConfigStore.instance().store(name="schema", node=Config)
+    sweep.register()
 
 
 def power_law(tokens: int, lr: float, at_tokens: float, exponent: float) -> float:
@@ -329,7 +311,7 @@ class CheckBeforeStart(Callback):
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         with report_errors():
-            from gptexp.sweep import name_sweep
+            from gptexp.sweep.cells import name_sweep
 
             name_sweep(config)
 

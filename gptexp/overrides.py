@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, ValueType
+from hydra.core.override_parser.types import IntervalSweep, Override, ValueType
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -61,6 +61,12 @@ def _problems(override: Override, fields: Fields, groups: Groups, multirun: bool
     if key.startswith(("hydra.job.env_set", "hydra.job.env_copy")):
         yield f"{text}: not supported, Hydra would save the values; set variables in the shell"
         return
+    if key == "hydra/launcher" and override.value() == "joblib":
+        yield f"{text}: not supported, it cannot end a cell gracefully; use sweep.parallel=N"
+        return
+    if key in ("hydra/sweeper", "hydra/launcher") and not multirun:
+        yield f"{text}: says how a sweep is run; add -m (--multirun)"
+        return
     if key == "hydra":
         yield f"{text}: hydra is a group of keys; set one of them, such as hydra.run.dir=DIR"
         return
@@ -78,16 +84,22 @@ def _problems(override: Override, fields: Fields, groups: Groups, multirun: bool
         yield f"{text}: '{key}' is there already; write {key}=… without the plus sign"
     elif override.is_sweep_override() and not multirun:
         yield f"{text}: several values need -m (--multirun)"
-    elif override.is_sweep_override() and not override.is_discrete_sweep():
-        yield f"{text}: a grid needs single values; write {key}=a,b,c"
     elif override.is_sweep_override() and key == "sweep":
         yield f"{text}: one at a time; start several sweeps one after the other"
     elif override.value_type != ValueType.GLOB_CHOICE_SWEEP:  # Hydra expands a glob to options that exist
-        values = list(override.sweep_iterator()) if override.is_sweep_override() else [override.value()]
+        values = _values(override)
         for value in values:
             line = _no_option(key, value, groups[key]) if key in groups else _wrong_value(key, fields[key], value)
             if line:
                 yield line
+
+
+def _values(override: Override) -> list[Any]:
+    """All that an override can come to; of an interval, which Hydra takes for fractions, its ends."""
+    value = override.value()
+    if isinstance(value, IntervalSweep):
+        return [int(end) if isinstance(end, float) and end.is_integer() else end for end in (value.start, value.end)]
+    return list(override.sweep_iterator()) if override.is_sweep_override() else [value]
 
 
 def _no_option(group: str, value: Any, known: set[str]) -> str | None:

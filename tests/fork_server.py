@@ -23,7 +23,8 @@ from typing import Any
 
 import gptexp.cli
 import gptexp.compose  # and with it Hydra, so that no child pays for it
-import gptexp.sweep
+import gptexp.sweep.launchers
+import gptexp.sweep.sweepers
 import gptexp.train
 
 TORCH = 97  # exit code of a child that went as far as importing torch

@@ -7,14 +7,14 @@ import signal
 import subprocess
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import events, processes_of, runs, summary, wait_for
 
-from gptexp import pool
-from gptexp.pool import Job, run_all
+from gptexp.pool import run_all, start_here
 
 Gptexp = Callable[..., subprocess.CompletedProcess[str]]
 Start = Callable[..., subprocess.Popen[str]]
@@ -92,19 +92,24 @@ def test_a_cell_that_is_killed_costs_itself_only(start: Start, gptexp: Gptexp, t
     assert [summary(directory)["status"] for directory in runs(cells)] == ["completed"] * 2
 
 
+@dataclass(frozen=True)
+class Job:
+    directory: Path
+    world_size: int
+
+
+def no_more() -> None:
+    return None
+
+
+def sleep(job: Job, gpus: Sequence[str], at_once: int) -> "subprocess.Popen[bytes]":
+    """Instead of training."""
+    return subprocess.Popen(["sleep", "0.3"])
+
+
 # --- devices ---------------------------------------------------------------------------------------------------------
-@pytest.fixture
-def sleeping(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Jobs sleep instead of training."""
-
-    def sleep(job: Job, gpus: Sequence[str], at_once: int) -> "subprocess.Popen[bytes]":
-        return subprocess.Popen(["sleep", "0.3"])
-
-    monkeypatch.setattr(pool, "_start", sleep)
-
-
 @pytest.mark.parametrize(("sizes", "most"), [([1] * 8, 4), ([2] * 4, 2), ([4] * 2, 1), ([1, 2, 4, 1, 2, 3, 1], 3)])
-def test_no_gpu_has_two_cells_and_none_is_idle_while_one_fits(sleeping: None, sizes: list[int], most: int) -> None:
+def test_no_gpu_has_two_cells_and_none_is_idle_while_one_fits(sizes: list[int], most: int) -> None:
     using: dict[Path, list[str]] = {}
     at_most = 0
 
@@ -121,11 +126,11 @@ def test_no_gpu_has_two_cells_and_none_is_idle_while_one_fits(sleeping: None, si
         del using[job.directory]
 
     jobs = [Job(Path(str(number)), size) for number, size in enumerate(sizes)]
-    assert run_all(jobs, 8, ["0", "1", "2", "3"], lambda: True, begins, ended) is None
+    assert run_all(jobs, no_more, 8, ["0", "1", "2", "3"], lambda: True, begins, ended, sleep) is None
     assert (at_most, using) == (most, {})
 
 
-def test_a_signal_while_a_cell_is_prepared_starts_nothing(sleeping: None) -> None:
+def test_a_signal_while_a_cell_is_prepared_starts_nothing() -> None:
     begun = []
 
     def begins(job: Job, own: Sequence[str]) -> None:
@@ -134,36 +139,41 @@ def test_a_signal_while_a_cell_is_prepared_starts_nothing(sleeping: None) -> Non
 
     jobs = [Job(Path(str(number)), 1) for number in range(3)]
     ended: list[Job] = []
-    assert run_all(jobs, 1, None, lambda: True, begins, lambda job, _: ended.append(job)) == signal.SIGTERM
-    assert (begun, ended) == (jobs[:1], [])
+    told = run_all([*jobs], no_more, 1, None, lambda: True, begins, lambda job, _: ended.append(job), sleep)
+    assert (told, begun, ended) == (signal.SIGTERM, jobs[:1], [])
 
 
-def test_a_signal_just_after_a_cell_was_started_reaches_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_just_after_a_cell_was_started_reaches_it() -> None:
     def started_and_asked(job: Job, gpus: Sequence[str], at_once: int) -> "subprocess.Popen[bytes]":
         process = subprocess.Popen(["sleep", "60"])
         os.kill(os.getpid(), signal.SIGTERM)
         return process
 
-    monkeypatch.setattr(pool, "_start", started_and_asked)
     codes: list[int] = []
-    run_all([Job(Path(), 1)], 1, None, lambda: True, lambda *_: None, lambda _, code: codes.append(code))
+
+    def ended(job: Job, code: int) -> None:
+        codes.append(code)
+
+    run_all([Job(Path(), 1)], no_more, 1, None, lambda: True, lambda *_: None, ended, started_and_asked)
     assert codes == [-signal.SIGTERM]
 
 
-def test_a_cell_that_cannot_be_prepared_costs_itself_only(sleeping: None) -> None:
+def test_a_cell_that_cannot_be_prepared_costs_itself_only() -> None:
     def begins(job: Job, own: Sequence[str]) -> None:
         if job.directory.name == "1":
             raise OSError("no room")
 
     jobs = [Job(Path(str(number)), 1) for number in range(3)]
     codes: dict[str, int] = {}
-    run_all(jobs, 2, ["0", "1"], lambda: True, begins, lambda job, code: codes.update({job.directory.name: code}))
+
+    def ended(job: Job, code: int) -> None:
+        codes[job.directory.name] = code
+
+    run_all(jobs, no_more, 2, ["0", "1"], lambda: True, begins, ended, sleep)
     assert codes == {"0": 0, "1": 1, "2": 0}
 
 
-def test_nothing_runs_beside_the_first_until_it_has_decided(
-    sleeping: None,
-) -> None:
+def test_nothing_runs_beside_the_first_until_it_has_decided() -> None:
     running = 0
     decided = threading.Event()
     threading.Timer(0.6, decided.set).start()
@@ -179,7 +189,7 @@ def test_nothing_runs_beside_the_first_until_it_has_decided(
         running -= 1
 
     jobs = [Job(Path(str(number)), 1) for number in range(6)]
-    run_all(jobs, 3, None, decided.is_set, begins, ended)
+    run_all(jobs, no_more, 3, None, decided.is_set, begins, ended, sleep)
     assert max(beside_before) == 1
     assert 0 in beside_before
 
@@ -193,10 +203,10 @@ def test_a_cells_environment_names_its_devices_only(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(subprocess, "Popen", Popen)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
-    pool._start(Job(tmp_path, 2), ["6", "7"], 2)
+    start_here(Job(tmp_path, 2), ["6", "7"], 2)
     assert (seen["env"]["CUDA_VISIBLE_DEVICES"], seen["env"]["GPTEXP_AT_ONCE"]) == ("6,7", "2")
     assert seen["command"][-2:] == ["gptexp.resume", str(tmp_path)]
-    pool._start(Job(tmp_path, 1), [], 1)
+    start_here(Job(tmp_path, 1), [], 1)
     assert seen["env"]["CUDA_VISIBLE_DEVICES"] == "4,5,6,7"
 
 
@@ -212,22 +222,23 @@ def test_threads_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_more_cells_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from gptexp.compose import compose
     from gptexp.errors import ConfigError
-    from gptexp.sweep import Cell, _side_by_side
+    from gptexp.sweep.cells import Cell
+    from gptexp.sweep.launchers import side_by_side
 
     def cells(*overrides: str) -> list[Cell]:
         config = compose(list(overrides))
         return [Cell(config, config, tmp_path, {})] * 3  # type: ignore[arg-type]
 
-    monkeypatch.setattr("gptexp.sweep.visible_gpus", lambda: ["a", "b", "c", "d"])
-    assert _side_by_side(cells()) == (4, ["a", "b", "c", "d"])
-    assert _side_by_side(cells("world.size=2")) == (2, ["a", "b", "c", "d"])
-    assert _side_by_side(cells("world.size=8", "batch.micro_batch_size=4")) == (
+    monkeypatch.setattr("gptexp.sweep.launchers.visible_gpus", lambda: ["a", "b", "c", "d"])
+    assert side_by_side(cells()) == (4, ["a", "b", "c", "d"])
+    assert side_by_side(cells("world.size=2")) == (2, ["a", "b", "c", "d"])
+    assert side_by_side(cells("world.size=8", "batch.micro_batch_size=4")) == (
         1,
         ["a", "b", "c", "d"],
     )  # and the run says what it lacks
-    assert _side_by_side(cells("train.device=cpu")) == (1, None)
-    assert _side_by_side(cells("train.device=cpu", "sweep.parallel=3")) == (3, None)
+    assert side_by_side(cells("train.device=cpu")) == (1, None)
+    assert side_by_side(cells("train.device=cpu", "sweep.parallel=3")) == (3, None)
     with pytest.raises(ConfigError, match=r"sweep\.parallel=3: so many cells of 2 GPUs need 6, and 4 are visible"):
-        _side_by_side(cells("world.size=2", "sweep.parallel=3"))
-    monkeypatch.setattr("gptexp.sweep.visible_gpus", list)
-    assert _side_by_side(cells()) == (1, None)
+        side_by_side(cells("world.size=2", "sweep.parallel=3"))
+    monkeypatch.setattr("gptexp.sweep.launchers.visible_gpus", list)
+    assert side_by_side(cells()) == (1, None)

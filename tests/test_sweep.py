@@ -11,7 +11,9 @@ from omegaconf import DictConfig
 from gptexp import run_dir
 from gptexp.compose import compose, conf_dir, register
 from gptexp.config import memory_key
-from gptexp.sweep import Cell, _confounds, _decided, cell_name, name_sweep, swept_keys
+from gptexp.sweep.cells import cell_name, confounds, name_sweep
+from gptexp.sweep.space import swept_keys
+from gptexp.sweep.sweepers import _decided
 
 
 def composed(*overrides: str) -> DictConfig:
@@ -65,9 +67,25 @@ def test_the_command_line_decides_what_of_a_named_grid_is_swept() -> None:
 
 
 def test_a_cell_is_named_by_values_and_not_by_how_they_were_typed() -> None:
-    names = {cell_name(compose([f"optim.lr={text}"]), {"optim.lr": text}) for text in ("6e-4", "0.0006", "6.0e-4")}
+    names = {
+        cell_name(compose([f"optim.lr={text}"]), {"optim.lr": text}, Path("nowhere"))
+        for text in ("6e-4", "0.0006", "6.0e-4")
+    }
     assert len(names) == 1
     assert names.pop().startswith("lr=0.0006-")
+
+
+def test_a_cell_is_found_again_however_its_values_were_given(tmp_path: Path) -> None:
+    """Swept before and fixed now, or the other way round: what decides the result is the same."""
+    config = compose(["optim.lr=1e-3", "batch.total_batch_size=4096"])
+    both = cell_name(config, {"batch.total_batch_size": "4096", "optim.lr": "1e-3"}, tmp_path)
+    (tmp_path / both).mkdir()
+    assert cell_name(config, {"optim.lr": "1e-3"}, tmp_path) == both
+    assert cell_name(config, {}, tmp_path) == both
+    assert cell_name(compose(["optim.lr=2e-3"]), {"optim.lr": "2e-3"}, tmp_path) != both
+    on_two = compose(["optim.lr=1e-3", "batch.total_batch_size=4096", "world.size=2"])
+    assert cell_name(on_two, {"optim.lr": "1e-3"}, tmp_path) == both  # decides no result, and was not swept
+    assert cell_name(on_two, {"optim.lr": "1e-3", "world.size": "2"}, tmp_path) != both
 
 
 def test_a_cell_takes_the_micro_batch_that_was_found_for_its_like(tmp_path: Path) -> None:
@@ -94,7 +112,7 @@ def test_lengths_in_steps_confound_a_sweep_over_batch_sizes_only() -> None:
         configs = [
             compose([f"batch.total_batch_size={b}", "schedule.warmup_steps=5", "train.max_steps=9"]) for b in sizes
         ]
-        return _confounds([Cell(config, config, Path(), {}) for config in configs])  # type: ignore[arg-type]
+        return confounds(configs)
 
     assert [line.partition(" counts")[0] for line in warnings(4096, 8192)] == [
         "schedule.warmup_steps=5", "train.max_steps=9"
