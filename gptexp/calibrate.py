@@ -98,8 +98,19 @@ def medians(steps: list[dict[str, Any]]) -> dict[str, float]:
 
 
 @dataclass(frozen=True)
+class Sample:
+    """What a few steps took, in seconds: all that a run of the same shape, but of other length, is worked out from."""
+
+    start_s: float  # from the start of the process to the first step's beginning
+    first_s: float  # the first step, which may compile
+    step_s: float  # of `micro_steps` micro-steps, the median
+    micro_s: float  # one micro-step
+    micro_steps: int
+
+
+@dataclass(frozen=True)
 class Pace:
-    """Seconds, as calibrated on this machine."""
+    """Seconds that a run takes on this machine."""
 
     start_s: float  # from the start of the process to the first step's beginning
     step_s: float
@@ -107,11 +118,11 @@ class Pace:
     total_s: float  # of the whole run; checkpoints left out
 
 
-def calibrate(cfg: Config, plan: BatchPlan, effective: dict[str, Any]) -> Pace:
-    """Train a few steps of `cfg`, with at most two micro-steps each, and work out the whole run from them.
+def sample(cfg: Config, plan: BatchPlan, effective: dict[str, Any]) -> Sample:
+    """Train a few steps of `cfg`, with at most two micro-steps each.
 
-    A step of A micro-steps takes A times what one takes, and what it does once: reduce, clip, update. `effective`, what
-    the run itself would decide, holds: the few steps of another length would compile or not for reasons of their own.
+    `effective`, what the run itself would decide, holds: the few steps of another length would compile or not for
+    reasons of their own.
     """
     micro_steps = min(plan.grad_accum_steps, 2)
     quick = replace(
@@ -133,20 +144,33 @@ def calibrate(cfg: Config, plan: BatchPlan, effective: dict[str, Any]) -> Pace:
         seen = observe([sys.executable, "-m", "gptexp.resume", str(directory)], directory, WARM_UP + COUNTED)
     ms = medians(seen.steps[WARM_UP:])
     in_micro_steps = ms["perf/data_ms"] + ms["perf/forward_ms"] + ms["perf/backward_ms"] - ms["perf/reduce_ms"]
-    micro_s = in_micro_steps / micro_steps / 1e3
-    quick_s, first_s = ms["perf/step_ms"] / 1e3, seen.steps[0]["perf/step_ms"] / 1e3
-    step_s = quick_s + (plan.grad_accum_steps - micro_steps) * micro_s
+    first_s = seen.steps[0]["perf/step_ms"] / 1e3
+    return Sample(
+        start_s=seen.start_s - first_s,
+        first_s=first_s,
+        step_s=ms["perf/step_ms"] / 1e3,
+        micro_s=in_micro_steps / micro_steps / 1e3,
+        micro_steps=micro_steps,
+    )
+
+
+def pace(seen: Sample, cfg: Config, plan: BatchPlan) -> Pace:
+    """The whole run `cfg` out of a sample of one with the same model, micro-batch and ranks.
+
+    A step of A micro-steps takes A times what one takes, and what it does once: reduce, clip, update.
+    """
+    step_s = seen.step_s + (plan.grad_accum_steps - seen.micro_steps) * seen.micro_s
     windows = math.ceil(count_val_windows(cfg.data.val_tokens, plan.seq_len) / plan.world_size)
-    validation_s = math.ceil(windows / plan.micro_batch_size) * micro_s / 3  # forward: a third of the multiplications
+    # A forward pass has a third of the multiplications.
+    validation_s = math.ceil(windows / plan.micro_batch_size) * seen.micro_s / 3
     train, total = cfg.train, plan.total_batch_size
     steps, run_tokens = run_length(train.max_tokens, train.max_steps, total)
     every = interval_tokens(train.eval_every, train.eval_every_tokens, run_tokens, total)
     validations = max(1, min(steps, steps * total // every)) if every else 1
-    start_s = seen.start_s - first_s
-    longer_s = max(0.0, first_s - quick_s)  # the first step may compile
+    longer_s = max(0.0, seen.first_s - seen.step_s)
     return Pace(
-        start_s=start_s,
+        start_s=seen.start_s,
         step_s=step_s,
         validation_s=validation_s,
-        total_s=start_s + longer_s + steps * step_s + validations * validation_s,
+        total_s=seen.start_s + longer_s + steps * step_s + validations * validation_s,
     )

@@ -9,18 +9,21 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import hydra
 import yaml
+from hydra._internal.callbacks import Callbacks
 from hydra._internal.utils import get_args_parser
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from hydra.experimental.callback import Callback
-from hydra.types import RunMode
+from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
@@ -31,6 +34,9 @@ from gptexp.distributed import launcher_rank
 from gptexp.errors import EXIT_CONFIG, EXIT_FAILED, ConfigError, UserError
 from gptexp.overrides import options, override_problems
 from gptexp.terminal import hush
+
+if TYPE_CHECKING:
+    from gptexp.sweep.cells import Draft
 
 OWN_CONF = "GPTEXP_CONF"  # names a folder that takes the place of conf/
 
@@ -89,7 +95,7 @@ def hydra_main(task: Callable[[DictConfig], Any]) -> None:
     if args.experimental_rerun:
         raise ConfigError(f"--experimental-rerun {args.experimental_rerun}: not supported; use gptexp resume RUN_DIR")
     if not (args.shell_completion or args.hydra_help):
-        multirun = args.multirun or any(text.startswith(("sweep=", "hydra.mode=")) for text in args.overrides)
+        multirun = args.multirun or is_multirun(args.overrides)
         _refuse(args.overrides, multirun, args.config_dir)
         if args.config_dir or os.environ.get(OWN_CONF):
             typed = [text for text in args.overrides if text.lstrip("+~").partition("=")[0].startswith("hydra")]
@@ -109,6 +115,11 @@ def hydra_main(task: Callable[[DictConfig], Any]) -> None:
         if args.cfg and leaving.code == 1:  # Hydra's answer to an unknown --package
             raise SystemExit(EXIT_CONFIG) from None
         raise
+
+
+def is_multirun(overrides: Sequence[str]) -> bool:
+    """Whether they ask for several runs without -m."""
+    return any(text.startswith(("sweep=", "hydra.mode=")) for text in overrides)
 
 
 def _usage_error(message: str) -> NoReturn:
@@ -139,6 +150,29 @@ def compose(overrides: list[str], config_dir: str | None = None) -> Config:
     return to_config(_composition(overrides, config_dir), overrides)
 
 
+def compose_sweep(overrides: list[str], config_dir: str | None = None) -> "tuple[list[Draft], int]":
+    """Compose and check every cell of a multirun without starting anything; the cells, and how many will run.
+
+    More run than are composed where Optuna chooses them.
+    """
+    from gptexp.sweep.cells import draft, name_sweep
+    from gptexp.sweep.space import axes
+
+    _refuse(overrides, True, config_dir)
+    with _engine(None) as engine:
+        config = engine.compose_config("config", _searched(overrides, config_dir), RunMode.MULTIRUN, from_shell=False)
+        HydraConfig.instance().set_config(config)
+        name_sweep(config)
+        context = HydraContext(config_loader=engine.config_loader, callbacks=Callbacks())
+        sweeper: Any = Plugins.instance().instantiate_sweeper(
+            hydra_context=context, task_function=lambda _: None, config=config
+        )
+        space = axes(sweeper.params, list(config.hydra.overrides.task), engine.config_loader)
+        combinations = sweeper.combinations(space)
+        of = sweeper.count(combinations)
+        return draft(engine.config_loader, config, combinations, of), of
+
+
 def _composition(
     overrides: list[str],
     config_dir: str | None,
@@ -147,17 +181,26 @@ def _composition(
     conf: Path | None = None,
 ) -> DictConfig:
     """What Hydra makes of `overrides`; `with_hydra`: its own part too. Of a multirun, what all cells begin with."""
-    register()
-    search = [f"hydra.searchpath=[file://{Path(config_dir).resolve()}]"] if config_dir else []
-    with hydra.initialize_config_dir(str(conf or conf_dir()), version_base="1.3"):
-        engine = GlobalHydra.instance().hydra
-        assert engine is not None
+    with _engine(conf) as engine:
         mode = RunMode.MULTIRUN if multirun else RunMode.RUN
-        cfg = engine.compose_config("config", [*search, *overrides], mode, from_shell=False)
+        cfg: DictConfig = engine.compose_config("config", _searched(overrides, config_dir), mode, from_shell=False)
     if not with_hydra:
         with open_dict(cfg):
             del cfg["hydra"]
     return cfg
+
+
+@contextmanager
+def _engine(conf: Path | None) -> Iterator[Any]:
+    """Hydra on the files in `conf`, else on those of `conf_dir`."""
+    register()
+    with hydra.initialize_config_dir(str(conf or conf_dir()), version_base="1.3"):
+        yield GlobalHydra.instance().hydra
+
+
+def _searched(overrides: list[str], config_dir: str | None) -> list[str]:
+    """`overrides` with the user's own files among those that are searched."""
+    return [*([f"hydra.searchpath=[file://{Path(config_dir).resolve()}]"] if config_dir else []), *overrides]
 
 
 # What of Hydra's own config calls code by its name, or sets up the processes that do, or says where they write.

@@ -1,34 +1,39 @@
-"""`gptexp plan [overrides]`: what a run would be on this machine, without starting it."""
+"""`gptexp plan [overrides]`: what a run, or with -m each cell of a sweep, would be on this machine."""
 
 import argparse
+import heapq
 import json
-from dataclasses import asdict
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from gptexp import flops
-from gptexp.batch import count_val_windows, count_windows, interval_tokens, plan_batch, run_length
+from gptexp.batch import BatchPlan, count_val_windows, count_windows, interval_tokens, plan_batch, run_length
+from gptexp.errors import ConfigError
 from gptexp.schedule import resolve_schedule
 
 if TYPE_CHECKING:
     from gptexp.config import Config
     from gptexp.effective import Effective
     from gptexp.memory import Memory
+    from gptexp.sweep.cells import Draft
 
 
-def plan(cfg: "Config", with_time: bool = False) -> dict[str, Any]:
+def plan(cfg: "Config", earlier: dict[str, Any] | None = None) -> dict[str, Any]:
     """The arithmetic of a run, and what every `auto` would come to; `epochs` is None until its corpus is tokenised.
 
-    `with_time` trains a few steps to say how long it would take.
+    `earlier`: what another cell of the sweep would decide. Raises `ConfigError` for what this machine hasn't.
     """
     t, world_size, total = cfg.seq_len, cfg.world.size or 1, cfg.batch.total_batch_size
-    effective, memory = _on_this_machine(cfg, world_size)
+    effective, memory = _on_this_machine(cfg, world_size, earlier)
     batch = plan_batch(total, effective.micro_batch_size, t, world_size)
     steps, run_tokens = run_length(cfg.train.max_tokens, cfg.train.max_steps, total)
     schedule = resolve_schedule(cfg, run_tokens)
     palm, causal = flops.flops_per_token(cfg.model, t)
     corpus_tokens = _prepared_tokens(cfg)
-    planned = {
+    return {
         "parameters": flops.count_parameters(cfg.model),
         "memory_bytes": {**asdict(memory), "peak": memory.peak},
         "tokens": steps * total,
@@ -53,14 +58,47 @@ def plan(cfg: "Config", with_time: bool = False) -> dict[str, Any]:
         ),
         "effective": effective.to_dict(),
     }  # fmt: skip
+
+
+def plan_sweep(drafts: "Sequence[Draft]", with_time: bool) -> list[dict[str, Any]]:
+    """For each cell its swept `values`, the `problems` that make it illegal, else its `plan`, with `time` in it."""
+    cells: list[dict[str, Any]] = []
+    earlier = None
+    for draft in drafts:
+        cell: dict[str, Any] = {"values": draft.values, "problems": draft.problems, "plan": None}
+        if draft.config is not None:
+            try:
+                cell["plan"] = plan(draft.config, earlier)
+                earlier = earlier or cell["plan"]["effective"]
+            except ConfigError as error:
+                cell["problems"] = error.problems
+        cells.append(cell)
     if with_time:
-        from gptexp.calibrate import calibrate
+        legal = [(d.config, c["plan"]) for d, c in zip(drafts, cells, strict=True) if d.config and c["plan"]]
+        add_times(legal)
+    return cells
 
-        planned["time"] = asdict(calibrate(cfg, batch, effective.to_dict()))
-    return planned
+
+def add_times(runs: "Sequence[tuple[Config, dict[str, Any]]]") -> None:
+    """Give every plan its `time`, from a few real steps of one run for all that differ in nothing but their length."""
+    from gptexp.calibrate import pace, sample
+    from gptexp.config import memory_key
+
+    alike: dict[str, list[tuple[Config, dict[str, Any], BatchPlan]]] = {}
+    for cfg, planned in runs:
+        batch = plan_batch(
+            cfg.batch.total_batch_size, planned["micro_batch_size"], planned["seq_len"], planned["world_size"]
+        )
+        one = replace(cfg.batch, total_batch_size=1, micro_batch_size=planned["micro_batch_size"])
+        alike.setdefault(memory_key(replace(cfg, batch=one)), []).append((cfg, planned, batch))
+    for members in alike.values():
+        cfg, planned, batch = max(members, key=lambda member: member[2].grad_accum_steps)
+        seen = sample(cfg, batch, planned["effective"])
+        for cfg, planned, batch in members:
+            planned["time"] = asdict(pace(seen, cfg, batch))
 
 
-def _on_this_machine(cfg: "Config", world_size: int) -> "tuple[Effective, Memory]":
+def _on_this_machine(cfg: "Config", world_size: int, earlier: dict[str, Any] | None) -> "tuple[Effective, Memory]":
     """What a run here would decide. A GPU that is not here is planned for all the same."""
     import torch
 
@@ -70,7 +108,7 @@ def _on_this_machine(cfg: "Config", world_size: int) -> "tuple[Effective, Memory
     wanted = cfg.train.device
     device = torch.device("cuda") if wanted == "cuda" else pick_device(wanted, Rank())
     local = min(world_size, torch.cuda.device_count() or world_size) if device.type == "cuda" else world_size
-    effective = resolve(cfg, device, Rank(0, world_size, 0, local))
+    effective = resolve(cfg, device, Rank(0, world_size, 0, local), earlier)
     return effective, estimate(cfg, effective, world_size)
 
 
@@ -137,22 +175,98 @@ def _time_line(time_s: dict[str, float]) -> str:
     )
 
 
+def show_sweep(cells: Sequence[dict[str, Any]], of: int, at_once: int) -> None:
+    """Print the grid, a line a cell, and what it comes to in all: of `of` cells, `at_once` of them side by side."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False)
+    keys = list(cells[0]["values"])
+    timed = any(cell["plan"] and "time" in cell["plan"] for cell in cells)
+    for column in (
+        *(key.rpartition(".")[2] for key in keys),
+        "steps",
+        "micro-steps",
+        "epochs",
+        "GiB a rank",
+        *(["time"] if timed else []),
+    ):
+        table.add_column(column, justify="right")
+    for cell in cells:
+        p, values = cell["plan"], [cell["values"][key] for key in keys]
+        if p is None:
+            table.add_row(*map(Text, values), "illegal")
+            continue
+        row = [
+            f"{p['steps']:,}",
+            f"{p['grad_accum_steps']} × {p['micro_batch_size']} × {p['seq_len']}",
+            f"{p['epochs']:.2f}" if p["epochs"] else "?",
+            f"{p['memory_bytes']['peak'] / 2**30:.2f}",
+        ]
+        if timed:
+            row.append(str(timedelta(seconds=round(p["time"]["total_s"]))))
+        table.add_row(*map(Text, [*values, *row]))
+    Console().print(table)
+    legal = [cell["plan"] for cell in cells if cell["plan"]]
+    if not legal:
+        return
+    share = of / len(cells)  # Optuna's cells are not known yet, only what they are chosen from
+    tokens = round(sum(p["tokens"] for p in legal) * share)
+    side_by_side = f", {at_once} at once" if at_once > 1 else ""
+    chosen = "; chosen by Optuna, from values as in these rows" if of != len(cells) else ""
+    print(f"{of} cells, {tokens:,} tokens in all{side_by_side}{chosen}")
+    first = legal[0]
+    print(f"{'device':<15}{first['effective']['device_name']}")
+    if timed:
+        seconds = share * makespan([p["time"]["total_s"] for p in legal], at_once)
+        print(f"{'time':<15}about {timedelta(seconds=round(seconds))}")
+    else:
+        print(f"{'time':<15}see --time")
+
+
+def makespan(seconds: Sequence[float], at_once: int) -> float:
+    """When the last is done if each begins as soon as one of `at_once` places is free, in this order."""
+    ends = [0.0] * at_once
+    for duration in seconds:
+        heapq.heapreplace(ends, ends[0] + duration)
+    return max(ends)
+
+
 def main(argv: list[str] | None = None) -> None:
-    """`gptexp plan [key=value …]`: what a run would be: length, batch, memory, every `auto`, with --time how long."""
+    """Say what a run, or a sweep, would be: length, batch, memory, every `auto`, with --time how long."""
     parser = argparse.ArgumentParser(prog="gptexp plan", description=main.__doc__)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="as for gptexp train")
+    parser.add_argument("-m", "--multirun", action="store_true", help="plan every cell of a sweep")
     parser.add_argument("--json", action="store_true", help="print JSON, for scripts")
-    parser.add_argument("--time", action="store_true", help="train a few steps to say how long the run would take")
+    parser.add_argument("--time", action="store_true", help="train a few steps to say how long it would take")
     parser.add_argument("--config-dir", metavar="DIR", help="your own YAML files")
     args = parser.parse_intermixed_args(argv)
 
-    from gptexp.compose import compose
+    from gptexp.compose import compose, compose_sweep, is_multirun
 
-    result = plan(compose(args.overrides, args.config_dir), args.time)
+    if not (args.multirun or is_multirun(args.overrides)):
+        cfg = compose(args.overrides, args.config_dir)
+        planned = plan(cfg)
+        if args.time:
+            add_times([(cfg, planned)])
+        print(json.dumps(planned, indent=1)) if args.json else show(planned)
+        return
+
+    from gptexp.sweep.cells import confounds, refuse_illegal
+    from gptexp.sweep.launchers import side_by_side
+
+    drafts, of = compose_sweep(args.overrides, args.config_dir)
+    cells = plan_sweep(drafts, args.time)
+    configs = [draft.config for draft in drafts if draft.config is not None]
+    at_once, gpus = side_by_side(configs) if configs else (1, None)
     if args.json:
-        print(json.dumps(result, indent=1))
+        print(json.dumps({"cells": cells, "of": of}, indent=1))
     else:
-        show(result)
+        show_sweep(cells, of, at_once if gpus else 1)  # on a CPU those side by side share its cores
+    for line in confounds(configs):
+        print(f"gptexp: warning: {line}", file=sys.stderr)
+    refuse_illegal([(draft.title, cell["problems"]) for draft, cell in zip(drafts, cells, strict=True)])
 
 
 if __name__ == "__main__":

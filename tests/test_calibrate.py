@@ -53,7 +53,9 @@ def test_a_step_is_its_micro_steps_and_what_it_does_once(
     prepared: list[object] = []
     monkeypatch.setattr(calibrate, "prepare", prepared.append)
     monkeypatch.setattr(calibrate, "observe", observe)
-    pace = calibrate.calibrate(cfg, plan_batch(cfg.batch.total_batch_size, 4, 1024, 1), {"compile": True})
+    plan = plan_batch(cfg.batch.total_batch_size, 4, 1024, 1)
+    seen = calibrate.sample(cfg, plan, {"compile": True})
+    pace = calibrate.pace(seen, cfg, plan)
     assert ran[0].batch.micro_batch_size == 4
     assert ran[0].batch.total_batch_size == 4 * 1024 * min(grad_accum_steps, 2)
     assert prepared == [cfg.data]
@@ -63,6 +65,8 @@ def test_a_step_is_its_micro_steps_and_what_it_does_once(
     assert pace.validation_s == pytest.approx(3 * 20 / 1e3)  # 10 windows in batches of 4, forward only
     assert pace.start_s == pytest.approx(3)
     assert pace.total_s == pytest.approx(12 + 100 * pace.step_s + 3 * pace.validation_s)
+    cfg.batch.total_batch_size = 4 * 1024 * 8  # another cell of a sweep, out of the same sample
+    assert calibrate.pace(seen, cfg, plan_batch(4 * 1024 * 8, 4, 1024, 1)).step_s == pytest.approx(0.495)
 
 
 @pytest.mark.slow

@@ -219,15 +219,14 @@ def test_threads_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
         assert cores_per_rank(Rank(0, local, 0, local)) == threads
 
 
-def test_more_cells_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_more_cells_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from gptexp.compose import compose
+    from gptexp.config import Config
     from gptexp.errors import ConfigError
-    from gptexp.sweep.cells import Cell
     from gptexp.sweep.launchers import side_by_side
 
-    def cells(*overrides: str) -> list[Cell]:
-        config = compose(list(overrides))
-        return [Cell(config, config, tmp_path, {})] * 3  # type: ignore[arg-type]
+    def cells(*overrides: str) -> list[Config]:
+        return [compose(list(overrides))] * 3
 
     monkeypatch.setattr("gptexp.sweep.launchers.visible_gpus", lambda: ["a", "b", "c", "d"])
     assert side_by_side(cells()) == (4, ["a", "b", "c", "d"])

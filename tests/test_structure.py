@@ -35,7 +35,7 @@ FENCES = {
     "wandb": {"loggers.wandb"},
     "tiktoken": {"data.tokenizer"},
     "argparse": {"plan", "prepare", "resume", "sample", "evaluate", "bench", "verify", "report.__init__", "status"},
-    "rich": {"loggers.console", "data.prepare", "bench", "report.__init__"},
+    "rich": {"loggers.console", "data.prepare", "bench", "plan", "report.__init__"},
     "scipy": {"report.noise", "report.curves", "report.law", "report.critical"},
     "vl_convert": {"report.pictures"},
 }

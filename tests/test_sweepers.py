@@ -21,7 +21,7 @@ from gptexp.errors import ConfigError
 from gptexp.sweep.cells import Cell
 from gptexp.sweep.space import Axis, Interval
 from gptexp.sweep.study import STUDY, Study
-from gptexp.sweep.sweepers import GridSweeper, RandomSweeper, _samples
+from gptexp.sweep.sweepers import GridSweeper, OptunaSweeper, RandomSweeper
 
 Gptexp = Callable[..., subprocess.CompletedProcess[str]]
 Start = Callable[..., subprocess.Popen[str]]
@@ -133,7 +133,7 @@ def test_the_losses_lead_to_the_optimum(tmp_path: Path) -> None:
 
 
 def test_samples_hold_every_value_and_both_ends() -> None:
-    assert _samples([LR, BATCH, SEED]) == [
+    assert OptunaSweeper(None, 20, 0).combinations([LR, BATCH, SEED]) == [
         ["optim.lr=0.0001", "batch.total_batch_size=4096", "train.seed=7"],
         ["optim.lr=0.1", "batch.total_batch_size=8192", "train.seed=7"],
     ]
@@ -218,7 +218,7 @@ SBATCH = """
     Path(os.environ["STAND_IN"], f"{number}.sh").write_text(script.read_text())
     env = {**os.environ, "SLURM_JOB_ID": number, "SLURM_JOBID": number, "SLURM_NTASKS": "1", "SLURM_JOB_NUM_NODES": "1",
            "SLURM_NODEID": "0", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
-    job = subprocess.Popen(["bash", str(script)], env=env, start_new_session=True, stdout=open(f"{os.environ['STAND_IN']}/{number}.out","w"),stderr=subprocess.STDOUT)
+    job = subprocess.Popen(["bash", str(script)], env=env, start_new_session=True, stdout=subprocess.DEVNULL)
     Path(os.environ["STAND_IN"], number).write_text(str(job.pid))
     print(f"Submitted batch job {number}")
 """

@@ -95,12 +95,7 @@ def settle(drafts: Sequence[Draft], directory: Path) -> list[Cell]:
 
     Raises `ConfigError` for all that are illegal at once, or where a cell's directory is in use.
     """
-    problems: dict[str, list[str]] = {}  # line -> the cells it is true of
-    for drafted in drafts:
-        for line in drafted.problems:
-            problems.setdefault(line, []).append(drafted.title)
-    if problems:
-        raise ConfigError([_of_cells(line, of, len(drafts)) for line, of in problems.items()])
+    refuse_illegal([(drafted.title, drafted.problems) for drafted in drafts])
     cells: dict[str, Cell] = {}  # two ways to write a value are one cell
     for drafted in drafts:
         assert drafted.config is not None
@@ -111,6 +106,16 @@ def settle(drafts: Sequence[Draft], directory: Path) -> list[Cell]:
         path = (directory / name).absolute()
         cells.setdefault(name, Cell(drafted.composition, drafted.config, path, drafted.values))
     return list(cells.values())
+
+
+def refuse_illegal(cells: Sequence[tuple[str, list[str]]]) -> None:
+    """Raise `ConfigError` for all cells, given by title, that have problems: a line for each problem."""
+    problems: dict[str, list[str]] = {}  # line -> the cells it is true of
+    for title, lines in cells:
+        for line in lines:
+            problems.setdefault(line, []).append(title)
+    if problems:
+        raise ConfigError([_of_cells(line, of, len(cells)) for line, of in problems.items()])
 
 
 def _of_cells(line: str, cells: list[str], total: int) -> str:

@@ -14,7 +14,7 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
-from gptexp.config import AUTO
+from gptexp.config import AUTO, Config
 from gptexp.distributed import launcher_rank
 from gptexp.errors import EXIT_FAILED, ConfigError, first_line
 from gptexp.pool import OUTPUT, Process, resume_command, run_all, visible_gpus
@@ -46,7 +46,7 @@ class CellLauncher(Launcher):
         self.among_ranks = launcher_rank() is not None
         if self.among_ranks and parallel not in (AUTO, 1):
             raise ConfigError(f"sweep.parallel={parallel}: under a launcher all ranks train one cell; leave it out")
-        self.at_once, self.gpus = (1, None) if self.among_ranks else side_by_side(cells)
+        self.at_once, self.gpus = (1, None) if self.among_ranks else side_by_side([cell.config for cell in cells])
 
     def run(self, sweep: "CellSweeper") -> int | None:
         """Run the cells that `sweep` gives out; the number of the signal that ended it, or None."""
@@ -62,20 +62,23 @@ class CellLauncher(Launcher):
         return run_all(sweep.waiting, sweep.more, self.at_once, self.gpus, sweep.decided, begins, sweep.ended)
 
 
-def side_by_side(cells: Sequence[Cell]) -> tuple[int, list[str] | None]:
-    """How many cells run at once, and the GPUs they share out; None on a CPU."""
-    parallel, ranks = cells[0].config.sweep.parallel, max(cell.world_size for cell in cells)
-    devices = {cell.config.train.device for cell in cells}
+def side_by_side(configs: Sequence[Config]) -> tuple[int, list[str] | None]:
+    """How many such cells run at once, and the GPUs they share out; None on a CPU.
+
+    Raises `ConfigError` where so many as asked for cannot.
+    """
+    parallel, sizes = configs[0].sweep.parallel, [config.world.size or 1 for config in configs]
+    devices = {config.train.device for config in configs}
     gpus = visible_gpus() if devices <= {"auto", "cuda"} else []
     if not gpus:
         return (parallel if isinstance(parallel, int) else 1), None
-    fit = max(1, len(gpus) // ranks)
-    most = max(1, len(gpus) // min(cell.world_size for cell in cells))  # the free GPUs decide
+    fit = max(1, len(gpus) // max(sizes))
     if isinstance(parallel, int) and parallel > fit:
         raise ConfigError(
-            f"sweep.parallel={parallel}: so many cells of {ranks} GPUs need {parallel * ranks}, and {len(gpus)} are "
-            f"visible; use at most {fit}, or auto"
+            f"sweep.parallel={parallel}: so many cells of {max(sizes)} GPUs need {parallel * max(sizes)}, and "
+            f"{len(gpus)} are visible; use at most {fit}, or auto"
         )
+    most = max(1, len(gpus) // min(sizes))  # the free GPUs decide
     return (parallel if isinstance(parallel, int) else most), gpus
 
 

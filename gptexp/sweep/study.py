@@ -53,7 +53,7 @@ class Study:
         self.completed = sum(trial.state == self.states.COMPLETE for trial in trials)
         self.cut_off = [(trial.number, trial.params) for trial in trials if trial.state == self.states.RUNNING]
         made_good = [trial.params for trial in trials if trial.state in (self.states.COMPLETE, self.states.RUNNING)]
-        made_good += [trial.system_attrs.get("fixed_params") for trial in trials if trial.state == self.states.WAITING]
+        made_good += [trial.system_attrs["fixed_params"] for trial in trials if trial.state == self.states.WAITING]
         for trial in trials:
             if trial.state == self.states.FAIL and trial.params not in made_good:
                 made_good.append(trial.params)

@@ -57,6 +57,10 @@ class CellSweeper(Sweeper):
         """The overrides of each cell. Raises `ConfigError` for what this sweeper can't sweep."""
         raise NotImplementedError
 
+    def count(self, combinations: Sequence[Sequence[str]]) -> int:
+        """How many cells will run, if all goes well."""
+        return len(combinations)
+
     def sweep(self, arguments: list[str]) -> None:
         """Run the cells; exits with 1 at the end if one failed, with 128 + its number after a signal."""
         from gptexp.compose import report_errors
@@ -203,14 +207,29 @@ class OptunaSweeper(CellSweeper):
         super().__init__(params)
         self.n_trials, self.seed = n_trials, seed
 
+    def combinations(self, space: Sequence[Axis]) -> list[list[str]]:
+        """Few that hold every value that can come up, of an interval both ends: to be checked, not to be run."""
+        _whole_number("hydra.sweeper.n_trials", self.n_trials, 1)
+        _whole_number("hydra.sweeper.seed", self.seed, 0)
+        values = [
+            axis.among if isinstance(axis.among, list) else [*map(axis.among.text, (axis.among.low, axis.among.high))]
+            for axis in space
+        ]
+        return [
+            [axis.override(of[min(number, len(of) - 1)]) for axis, of in zip(space, values, strict=True)]
+            for number in range(max(map(len, values), default=0))
+        ]
+
+    def count(self, combinations: Sequence[Sequence[str]]) -> int:
+        assert isinstance(self.n_trials, int)
+        return self.n_trials
+
     def begin(self, space: Sequence[Axis]) -> None:
         from gptexp.sweep.study import Study
 
-        _whole_number("hydra.sweeper.n_trials", self.n_trials, 1)
-        _whole_number("hydra.sweeper.seed", self.seed, 0)
         if self.config.data.val_tokens == 0 and not self.config.data.val_path:
             raise ConfigError("data.val_tokens=0: Optuna needs a validation loss; hold some tokens out")
-        samples = self.compose(_samples(space), self.n_trials)
+        samples = self.compose(self.combinations(space), self.n_trials)
         self.check(samples)
         self.study = Study(self.directory, space, self.seed)
         self.of = max(0, self.n_trials - self.study.completed)
@@ -245,19 +264,6 @@ class OptunaSweeper(CellSweeper):
         self.running = {overrides: other for overrides, other in self.running.items() if other is not cell}
         for number in self.trials.pop(cell.directory):
             self.study.tell(number, cell)
-
-
-def _samples(space: Sequence[Axis]) -> list[list[str]]:
-    """Few combinations that hold every value of every axis, of an interval both ends."""
-    values = [
-        axis.among if isinstance(axis.among, list) else [*map(axis.among.text, (axis.among.low, axis.among.high))]
-        for axis in space
-    ]
-    most = max(map(len, values), default=0)
-    return [
-        [axis.override(of[min(number, len(of) - 1)]) for axis, of in zip(space, values, strict=True)]
-        for number in range(most)
-    ]
 
 
 def _whole_number(key: str, value: Any, least: int) -> None:
