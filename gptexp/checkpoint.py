@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, BinaryIO
@@ -30,6 +30,7 @@ from torch import nn
 
 from gptexp.batch import crosses
 from gptexp.config import from_dict
+from gptexp.divergence import LossTrend
 from gptexp.errors import CheckpointError, StorageError, first_line
 from gptexp.run_dir import fsync
 
@@ -52,6 +53,7 @@ class TrainState:
     seconds: float = 0.0  # of training, over all attempts
     skipped_updates: int = 0  # left out since loss or gradient was not finite
     steps_passed_over: int = 0  # of data that a rollback left behind: step k reads what k + this many come to
+    trend: LossTrend = field(default_factory=LossTrend)
     regular: bool = True  # whether this checkpoint was due; False: saved to leave with, early
 
 

@@ -159,6 +159,8 @@ class TrainConfig:
     keep_best: bool = True  # kept too: the checkpoint of the lowest validation loss
     nonfinite: str = _choice("stop", "skip", "rollback")  # of a step whose loss or gradient is no number: end as
     # diverged, leave its update out, or go back to the newest checkpoint and on with the data behind it
+    divergence_nats: float | None = _positive(1.0)  # a run has diverged whose smoothed loss stays so far above its
+    # lowest for a hundredth of the run; null: only once the loss is no number
     reduction: str = _choice("mean", "tree")  # of the gradients: DDP's; tree: the same bits at any world size
     log_every: int = _positive(1)  # steps
     max_minutes: float | None = _positive(None)  # stop after a checkpoint once this long has passed

@@ -184,14 +184,8 @@ def show_sweep(cells: Sequence[dict[str, Any]], of: int, at_once: int) -> None:
     table = Table(box=None, pad_edge=False)
     keys = list(cells[0]["values"])
     timed = any(cell["plan"] and "time" in cell["plan"] for cell in cells)
-    for column in (
-        *(key.rpartition(".")[2] for key in keys),
-        "steps",
-        "micro-steps",
-        "epochs",
-        "GiB a rank",
-        *(["time"] if timed else []),
-    ):
+    said = [*(key.rpartition(".")[2] for key in keys), "steps", "micro-steps", "epochs", "GiB a rank"]
+    for column in [*said, "time"] if timed else said:
         table.add_column(column, justify="right")
     for cell in cells:
         p, values = cell["plan"], [cell["values"][key] for key in keys]

@@ -181,6 +181,7 @@ def _build_training(
         peak_lr=cfg.optim.lr,
         grad_clip=cfg.optim.grad_clip,
         nonfinite=train.nonfinite,
+        divergence_nats=train.divergence_nats,
         timeout_s=cfg.world.timeout_s if rank.world_size > 1 else math.inf,
         eval_every_tokens=interval_tokens(train.eval_every, train.eval_every_tokens, run_tokens, total_batch_size),
         save_every_tokens=interval_tokens(train.save_every, train.save_every_tokens, run_tokens, total_batch_size),

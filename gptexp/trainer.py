@@ -103,6 +103,7 @@ class Training:
     peak_lr: float
     grad_clip: float
     nonfinite: str  # stop, skip or rollback
+    divergence_nats: float | None  # how far above its lowest the smoothed loss may stay
     timeout_s: float  # s: how long to wait for a step's numbers
     eval_every_tokens: int
     save_every_tokens: int
@@ -232,9 +233,21 @@ class _Loop:
                 self.steps_since_log = self.clipped_since_log = 0
             if not numbers.finite and self.recover(step, f"loss {numbers.loss}, gradient norm {numbers.grad_norm}"):
                 return True
-            if numbers.finite and t.nonfinite == "skip":
-                self.not_finite_in_a_row = 0
+            if numbers.finite:
+                self.follow(step, numbers.loss)
         return False
+
+    def follow(self, step: int, loss: float) -> None:
+        """Take in the loss of a step whose numbers are finite. Raises `DivergedError` if it has left for good."""
+        t, trend = self.t, self.state.trend
+        if t.nonfinite == "skip":
+            self.not_finite_in_a_row = 0
+        if trend.diverged(loss, t.steps, t.divergence_nats):
+            raise DivergedError(
+                f"step {step}: the smoothed loss has stayed {t.divergence_nats:g} nats above its lowest, "
+                f"{trend.lowest:.4f}, for {trend.steps_above} steps: the run diverged; lower optim.lr, lengthen the "
+                "warm-up, or train.divergence_nats=null to go on"
+            )
 
     def needed_s(self, step_s: float) -> float:
         """Seconds from the last look at the clock to the end of a run that stops for it."""

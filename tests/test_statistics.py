@@ -90,7 +90,7 @@ def test_intervals_of_optima_hold_the_truth_as_often_as_they_say(sweeps: int, kw
                 found += 1
                 held += curve.optimum.low <= 2**optimum <= curve.optimum.high
     assert found > 0.9 * sweeps * len(truth)
-    assert 0.92 <= held / found <= 0.98
+    assert (0.92 if sweeps == 1000 else 0.9) <= held / found <= 0.98
 
 
 @pytest.mark.parametrize("sigma", [0.001, SIGMA])
@@ -163,6 +163,23 @@ def test_skewed_curves_are_flagged_and_fitted_near_their_minimum() -> None:
     assert abs(np.mean(off)) < 0.15 < 0.4 < abs(np.mean(wide))
 
 
+@pytest.mark.parametrize("seeds", [1, 5])
+def test_what_is_steeper_far_from_the_minimum_does_not_pass_for_noise(seeds: int) -> None:
+    """Losses of a grid half a decade apart: at its ends the model was hardly trained, and no parabola holds that."""
+    rng = np.random.default_rng(8)
+    octaves = math.log2(10) / 2
+
+    def loss(steps: float) -> float:
+        return 3 + 0.05 * (octaves * steps) ** 2 + (1.5 if steps == -2 else 0.0) + SIGMA * rng.standard_normal()
+
+    for _ in range(20):
+        sweep = {b: {0.01 * 10 ** (k / 2): [loss(k)] for k in range(-2, 3)} for b in (1024, 2048, 4096)}
+        sweep[2048][0.01] += [loss(0) for _ in range(seeds - 1)]
+        for curve in fit_curves(sweep, {}).of.values():
+            assert curve.optimum is not None
+            assert curve.optimum.lr == pytest.approx(0.01, rel=0.1)
+
+
 def test_straight_curves_are_rarely_called_skewed() -> None:
     rng = np.random.default_rng(5)
     assert sum(fit_curves(draw(rng, [0.1] * 6, lrs=7), {}).skewed for _ in range(100)) <= 12
@@ -186,7 +203,7 @@ def test_the_exponent_is_recovered_and_its_interval_is_honest(
         assert law.at(law.tokens) == pytest.approx(law.lr)
         assert law.at(4 * law.tokens) == pytest.approx(law.lr * 4**law.exponent)
     errors = np.abs(np.array(found) - alpha)
-    assert np.median(errors) < 0.02
+    assert np.median(errors) < (0.02 if sizes == 6 else 0.03)
     assert np.quantile(errors, 0.95) < (0.04 if sizes == 6 else 0.08)
     assert abs(np.mean(found) - alpha) < 0.006
     assert 0.92 <= held / sweeps <= 0.985

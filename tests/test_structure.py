@@ -12,7 +12,7 @@ PACKAGE = Path(gptexp.__file__).parent
 # From the ground up; a module imports from its own floor or below, `config` and `errors` nothing of ours.
 FLOORS = [
     {"errors", "config", "terminal"},
-    {"batch", "schedule", "flops", "signals", "versions", "loss", "phases", "machine", "data"},
+    {"batch", "schedule", "flops", "divergence", "signals", "versions", "loss", "phases", "machine", "data"},
     {"model", "memory", "distributed", "run_dir", "attention"},
     {"optim", "checkpoint", "check", "overrides", "ceilings"},
     {"effective", "evaluate", "loggers", "step_report"},
@@ -43,12 +43,13 @@ FENCES = {
 # Composed, checked and answered before torch is loaded.
 TORCH_FREE = {
     "__init__", "__main__", "batch", "bench", "calibrate", "check", "cli", "compose", "config", "data.__init__",
-    "data.corpora", "data.order", "data.prepare", "data.shards", "data.tokenizer", "distributed", "errors",
-    "evaluate", "flops", "launch", "overrides", "plan", "pool", "prepare", "report.__init__", "report.__main__",
-    "report.analysis", "report.critical", "report.curves", "report.figures", "report.fitted", "report.law",
-    "report.noise", "report.page", "report.pictures", "report.proposals", "report.records", "report.verdict",
-    "resume", "run", "run_dir", "sample", "schedule", "signals", "status", "sweep.__init__", "sweep.cells",
-    "sweep.launchers", "sweep.space", "sweep.study", "sweep.sweepers", "terminal", "train", "verify", "versions",
+    "data.corpora", "data.order", "data.prepare", "data.shards", "data.tokenizer", "distributed", "divergence",
+    "errors", "evaluate", "flops", "launch", "overrides", "plan", "pool", "prepare", "report.__init__",
+    "report.__main__", "report.analysis", "report.critical", "report.curves", "report.figures", "report.fitted",
+    "report.law", "report.noise", "report.page", "report.pictures", "report.proposals", "report.records",
+    "report.verdict", "resume", "run", "run_dir", "sample", "schedule", "signals", "status", "sweep.__init__",
+    "sweep.cells", "sweep.launchers", "sweep.space", "sweep.study", "sweep.sweepers", "terminal", "train", "verify",
+    "versions",
 }  # fmt: skip
 
 

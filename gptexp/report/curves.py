@@ -1,9 +1,10 @@
 """Final loss against learning rate, per batch size: parabolas in log2(lr), their minima, and how sure those are.
 
 Near its minimum the loss is close to a parabola in the logarithm of the learning rate; farther off it is skewed, which
-would pull the minimum aside. So each fit takes the five learning rates nearest to the lowest loss, and all fits take
-fewer where a cubic term, common to all batch sizes, shows. The interval of a minimum is Fieller's (1954, J. R. Stat.
-Soc. B 16:175): exact for a ratio of estimates, and unbounded where the curvature could be zero.
+would pull the minimum aside, or steeper, which would pass for noise. So each fit takes the five learning rates nearest
+to the lowest loss, and all fits take fewer where a cubic term, common to all batch sizes, or a lack of fit shows. The
+interval of a minimum is Fieller's (1954, J. R. Stat. Soc. B 16:175): exact for a ratio of estimates, and unbounded
+where the curvature could be zero.
 """
 
 import math
@@ -15,10 +16,11 @@ import numpy as np
 import numpy.typing as npt
 from scipy import stats
 
-from gptexp.report.noise import CONFIDENCE, Noise, pool, seed_noise
+from gptexp.report.noise import CONFIDENCE, LEAST, Noise, pool, seed_noise
 
 LEVEL = 1 - CONFIDENCE
-WIDTHS = (5, 4, 3)  # learning rates in a fit: the most that show no cubic term
+ALONE_LEVEL = 0.1  # without seeds a lack of fit is tested with few degrees of freedom, which would miss much
+MOST = 5  # learning rates in a fit
 WIDEST = 7  # learning rates of which is said whether they lie on a skewed curve
 
 Losses = Mapping[float, Sequence[float]]  # learning rate -> the final loss of each seed, in nats per token
@@ -130,7 +132,7 @@ class Curves:
 
     of: dict[int, Curve]  # batch size in tokens -> curve
     noise: Noise | None
-    width: int  # learning rates in each fit
+    width: int  # learning rates in each fit, at most
     skewed: bool  # whether a cubic term shows in up to `WIDEST` learning rates
 
     @property
@@ -146,10 +148,10 @@ def fit_curves(losses: Mapping[int, Losses], diverged: Mapping[int, Sequence[flo
     """
     seeds = seed_noise([of_seeds for at_batch in losses.values() for of_seeds in at_batch.values()])
     inside = {b: at_batch for b, at_batch in losses.items() if len(at_batch) >= 3 and _edge(at_batch) is None}
-    for width in WIDTHS:
+    fewest = 3 if seeds else 4  # three runs leave nothing over to learn the noise from
+    for width in range(MOST, fewest - 1, -1):
         fits = {b: fit_parabola(_nearest(at_batch, width)) for b, at_batch in inside.items()}
-        # Three runs leave nothing over to learn the noise from.
-        if width == (3 if seeds else 4) or not _bent(list(fits.values()), seeds):
+        if width == fewest or not (_bent(list(fits.values()), seeds) or _misfits(inside, fits, width, seeds)):
             break
     widest = [fit_parabola(_nearest(at_batch, WIDEST)) for at_batch in inside.values()]
     noise = pool(seeds, [(fit.residual, fit.dof) for fit in fits.values() if len(fit.lrs) > 3])
@@ -168,6 +170,21 @@ def _bent(fits: Sequence[Parabola], seeds: Noise | None) -> bool:
     dof = sum(fit.dof for fit in fits) - 1
     left = sum(fit.residual for fit in fits) - explained
     return dof > 0 and bool(stats.f.sf(explained / (left / dof), 1, dof) < LEVEL)
+
+
+def _misfits(losses: Mapping[int, Losses], fits: Mapping[int, Parabola], width: int, seeds: Noise | None) -> bool:
+    """Whether the runs lie farther from `fits` than by noise: that of seeds, else what fits to one less leave over."""
+    level = LEVEL if seeds else ALONE_LEVEL
+    rest, dof = sum(fit.residual for fit in fits.values()), sum(fit.dof for fit in fits.values())
+    if seeds is not None:
+        squares, of = seeds.dof * seeds.sigma**2, seeds.dof
+    else:
+        narrower = [fit_parabola(_nearest(at_batch, width - 1)) for at_batch in losses.values()]
+        squares, of = sum(fit.residual for fit in narrower), sum(fit.dof for fit in narrower)
+        rest, dof = rest - squares, dof - of
+    if not dof or not of:
+        return False
+    return bool(stats.f.sf((rest / dof) / max(squares / of, LEAST**2), dof, of) < level)
 
 
 def _curve(losses: Losses, diverged: Sequence[float], fit: Parabola | None, noise: Noise | None) -> Curve:
