@@ -55,7 +55,15 @@ def write_report(directory: Path) -> Report:
 
 def numbers(analysis: "Analysis") -> dict[str, Any]:
     """The analysis as plain JSON values: what a script would read."""
-    return {"name": analysis.name, "warnings": analysis.warnings, "arms": [_arm(arm) for arm in analysis.arms]}
+    from gptexp.report.table import COLUMNS, values
+
+    names = [column.name for column in COLUMNS]
+    return {
+        "name": analysis.name,
+        "warnings": analysis.warnings,
+        "arms": [_arm(arm) for arm in analysis.arms],
+        "runs": [dict(zip(names, row, strict=True)) for row in values(analysis.runs)],
+    }
 
 
 def _arm(arm: "Arm") -> dict[str, Any]:
@@ -83,14 +91,14 @@ def _arm(arm: "Arm") -> dict[str, Any]:
 
 
 def _write_table(path: Path, runs: "Sequence[Run]") -> None:
-    """A line for each run. What a spreadsheet would take for a formula gets an apostrophe."""
-    from gptexp.report.page import COLUMNS, rows
+    """A line for each run, with the values as they were read. What a spreadsheet would take for a formula gets a '."""
+    from gptexp.report.table import COLUMNS, values
 
     with run_dir.storage(path), run_dir.atomic(path) as file:
         table = csv.writer(file, lineterminator="\n")
-        table.writerow(COLUMNS)
-        for row in rows(runs):
-            table.writerow([f"'{cell}" if cell.startswith(FORMULA) else cell for cell in row])
+        table.writerow(column.name for column in COLUMNS)
+        for row in values(runs):
+            table.writerow([f"'{v}" if isinstance(v, str) and v.startswith(FORMULA) else v for v in row])
 
 
 def show(report: Report) -> None:
@@ -99,15 +107,16 @@ def show(report: Report) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from gptexp.report.page import COLUMNS, rows
+    from gptexp.report.table import shown
 
     runs = report.analysis.runs
     # The names of a sweep's cells say what the other columns do, unless more than those was swept.
     named = len(runs) == 1 or len(report.analysis.arms) > 1
     table = Table(box=None, pad_edge=False)
-    for column in COLUMNS[not named :]:
+    columns, rows = shown(runs)
+    for column in columns[not named :]:
         table.add_column(column, justify="left" if column in ("run", "status") else "right")
-    for row in rows(runs):
+    for row in rows:
         table.add_row(*map(Text, row[not named :]))
     console = Console()
     console.print(table)

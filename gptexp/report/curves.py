@@ -110,7 +110,7 @@ class Optimum:
     sd_octaves: float  # standard error of log2(lr)
     loss: float  # of the parabola at `lr`
     loss_sd: float
-    tie_low: float  # from here to `tie_high` one run cannot be told from one at `lr`
+    tie_low: float  # from here to `tie_high`, within the grid, one run cannot be told from one at `lr`
     tie_high: float
     parabola: Parabola
 
@@ -219,8 +219,8 @@ def _curve(losses: Losses, diverged: Sequence[float], fit: Parabola | None, nois
         sd_octaves=fit.sd_of_minimum(noise.sigma),
         loss=fit.at(x),
         loss_sd=fit.sd_at_minimum(noise.sigma),
-        tie_low=2 ** (x - reach),
-        tie_high=2 ** (x + reach),
+        tie_low=max(2 ** (x - reach), min(losses)),
+        tie_high=min(2 ** (x + reach), max(losses)),
         parabola=fit,
     )
     return Curve("bracketed", optimum=optimum)

@@ -6,11 +6,11 @@ Nothing in it comes from a network: a content security policy forbids that. What
 import json
 from collections.abc import Sequence
 from html import escape
-from typing import Any
 
 from gptexp.report.analysis import Analysis
 from gptexp.report.figures import Figure
 from gptexp.report.records import Run
+from gptexp.report.table import shown
 
 POLICY = (
     "default-src 'none'; script-src 'unsafe-inline' 'unsafe-eval'; style-src 'unsafe-inline'; img-src data: blob:; "
@@ -105,46 +105,10 @@ def _next(commands: Sequence[str]) -> list[str]:
     return ["<h2>Worth running next</h2>", f'<pre tabindex="0">{escape(chr(10).join(commands))}</pre>']
 
 
-COLUMNS = (
-    "run",
-    "status",
-    "learning rate",
-    "tokens a step",
-    "seed",
-    "steps",
-    "tokens",
-    "val loss",
-    "tokens/s",
-    "hours",
-)
-
-
-def rows(runs: Sequence[Run]) -> list[tuple[str, ...]]:
-    """A row for each run, under `COLUMNS`; what a run does not tell is empty."""
-
-    def text(value: Any, form: str) -> str:
-        return format(value, form) if isinstance(value, int | float) else ""
-
-    return [
-        (
-            run.name,
-            run.status,
-            text(run.lr or None, ".4g"),
-            text(run.batch or None, ","),
-            text(run.seed if run.config else None, "d"),
-            text(run.summary.get("steps"), ",d"),
-            text(run.summary.get("tokens"), ",d"),
-            text(run.loss, ".4f"),
-            text(run.tokens_per_s, ",.0f"),
-            text((run.summary.get("train_s") or 0) / 3600 or None, ".3f"),
-        )
-        for run in runs
-    ]
-
-
 def _table(runs: Sequence[Run]) -> str:
-    head = "".join(f'<th scope="col">{name}</th>' for name in COLUMNS)
-    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows(runs))
+    names, rows = shown(runs)
+    head = "".join(f'<th scope="col">{name}</th>' for name in names)
+    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     return (
         '<div class="scroll" tabindex="0" role="region" aria-label="All runs">'
         f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"

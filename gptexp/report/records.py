@@ -49,6 +49,7 @@ class Run:
     val: list[Point] = field(default_factory=list)
     fingerprints: dict[int, str] = field(default_factory=dict)  # tokens -> hash of all that was read until then
     tokens_per_s: float | None = None  # median over the kept steps
+    mfu: float | None = None  # the same, of perf/mfu_palm; None on a device whose peak nobody knows
     problem: str | None = None  # why it tells less than it should, in one line
 
 
@@ -123,7 +124,9 @@ def _read_metrics(run: Run, path: Path) -> None:
     with path.open(errors="replace") as lines:
         steps = sum(STEP_EVENT in line for line in lines)
     stride = 1 << max(0, (steps // POINTS).bit_length() - 1)
-    done, seconds, rates = 0, 0.0, []
+    done, seconds = 0, 0.0
+    rates: list[float] = []
+    shares: list[float] = []
     with path.open(errors="replace") as lines:
         for number, line in enumerate(lines, 1):
             is_step, at = STEP_EVENT in line, STEP.search(line)
@@ -138,6 +141,8 @@ def _read_metrics(run: Run, path: Path) -> None:
                     run.train.append(Point(step, tokens, seconds, _loss(event["train/loss"])))
                     run.fingerprints[tokens] = printable(str(event["data/fingerprint"]))
                     rates.append(float(event["perf/tokens_per_s"]))
+                    if (share := event.get("perf/mfu_palm")) is not None:
+                        shares.append(float(share))
                 else:
                     run.val.append(Point(step, tokens, seconds, _loss(event["val/loss"])))
             except (ValueError, KeyError, TypeError, OverflowError):
@@ -145,3 +150,5 @@ def _read_metrics(run: Run, path: Path) -> None:
                     run.problem = printable(f"{path}: line {number} is no event of a run")
     if rates:
         run.tokens_per_s = statistics.median(rates)
+    if shares:
+        run.mfu = statistics.median(shares)

@@ -1,0 +1,57 @@
+"""A row for each run: as values for scripts, as text for people."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gptexp.report.records import Run
+
+
+@dataclass(frozen=True)
+class Column:
+    """`of` gives a run's value, None where it does not tell; `form` says how it is shown."""
+
+    name: str
+    of: Callable[[Run], Any]
+    form: str
+
+
+def _hours(run: Run) -> float | None:
+    seconds = run.summary.get("train_s")
+    return None if seconds is None else float(seconds) / 3600
+
+
+def _tokens_per_parameter(run: Run) -> float | None:
+    tokens, parameters = run.summary.get("tokens"), run.summary.get("parameters")
+    return tokens / parameters if tokens and parameters else None
+
+
+COLUMNS = (
+    Column("run", lambda run: run.name, ""),
+    Column("status", lambda run: run.status, ""),
+    Column("learning rate", lambda run: run.lr or None, ".4g"),
+    Column("tokens a step", lambda run: run.batch or None, ","),
+    Column("seed", lambda run: run.seed if run.config else None, "d"),
+    Column("steps", lambda run: run.summary.get("steps"), ",d"),
+    Column("tokens", lambda run: run.summary.get("tokens"), ",d"),
+    Column("tokens/parameter", _tokens_per_parameter, ".3g"),
+    Column("val loss", lambda run: run.loss, ".4f"),
+    Column("tokens/s", lambda run: run.tokens_per_s, ",.0f"),
+    Column("MFU", lambda run: run.mfu, ".1%"),
+    Column("hours", _hours, ".3f"),
+)
+
+
+def values(runs: Sequence[Run]) -> list[list[Any]]:
+    """A row for each run under all of `COLUMNS`."""
+    return [[column.of(run) for column in COLUMNS] for run in runs]
+
+
+def shown(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
+    """Names and texts of the columns that some run has a value in."""
+    columns = [column for column in COLUMNS if any(column.of(run) is not None for run in runs)]
+
+    def text(value: Any, form: str) -> str:
+        return "" if value is None else format(value, form)
+
+    return [column.name for column in columns], [[text(c.of(run), c.form) for c in columns] for run in runs]
