@@ -1,19 +1,24 @@
 """Cells side by side: the same numbers as one by one, devices that nobody shares, signals that reach all."""
 
+import csv
 import itertools
 import json
 import os
+import random
 import signal
 import subprocess
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from conftest import events, processes_of, runs, summary, wait_for
 
+from gptexp import run_dir
 from gptexp.pool import run_all, start_here
 
 Gptexp = Callable[..., subprocess.CompletedProcess[str]]
@@ -90,6 +95,48 @@ def test_a_cell_that_is_killed_costs_itself_only(start: Start, gptexp: Gptexp, t
     done = gptexp("train", *grid)
     assert done.returncode == 0, done.stderr
     assert [summary(directory)["status"] for directory in runs(cells)] == ["completed"] * 2
+
+
+def final_table(root: Path) -> dict[tuple[str, str], float]:
+    """Final validation loss by learning rate and seed, from the table that the report writes."""
+    with (root / "cells.csv").open() as file:
+        return {(row["learning rate"], row["seed"]): float(row["val loss"]) for row in csv.DictReader(file)}
+
+
+@pytest.mark.slow
+def test_a_sweep_that_is_killed_three_times_comes_to_the_same_table(
+    start: Start, gptexp: Gptexp, tiny: list[str], tmp_path: Path
+) -> None:
+    """All its processes at once, at random moments."""
+    options = ["sweep.parallel=2", "train.max_steps=400", "train.save_every=40", "train.eval_every=0"]
+    grid = ["-m", *tiny, *options, "optim.lr=1e-3,2e-3,4e-3", "train.seed=1,2"]
+    undisturbed = gptexp("train", *grid, "sweep.name=one", timeout=400)
+    assert undisturbed.returncode == 0, undisturbed.stderr
+    cells, draw = tmp_path / "outputs" / "two", random.Random(9)
+    for done_before in sorted(draw.sample(range(5), 3)):
+        process = start("train", *grid, "sweep.name=two")
+
+        def far_enough(so_many: int = done_before) -> bool:
+            done = [run_dir.status(path.parent) for path in cells.glob("*/summary.json")].count("completed")
+            trains = any(
+                run_dir.status(path.parent) == "running" and len(events(path.parent, "step")) > 50
+                for path in cells.glob("*/metrics.jsonl")
+            )
+            return done >= so_many and trains
+
+        wait_for(far_enough, process)
+        family = psutil.Process(process.pid).children(recursive=True)
+        process.kill()
+        for member in family:
+            with suppress(psutil.NoSuchProcess):
+                member.kill()
+        process.wait()
+        psutil.wait_procs(family)
+    again = gptexp("train", *grid, "sweep.name=two", timeout=400)
+    assert again.returncode == 0, again.stderr
+    assert "completed before" in again.stdout
+    assert len(final_table(cells)) == 6
+    assert final_table(cells) == final_table(tmp_path / "outputs" / "one")
 
 
 @dataclass(frozen=True)

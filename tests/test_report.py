@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import random
 import re
 import shutil
 import subprocess
@@ -19,6 +20,7 @@ from gptexp.compose import compose
 from gptexp.report import write_report
 from gptexp.report.fitted import write_optim
 from gptexp.report.records import POINTS, find_runs
+from gptexp.report.table import COLUMNS, shown, values
 
 Gptexp = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -77,7 +79,7 @@ def test_every_run_is_in_the_table(swept: Path) -> None:
     assert len(rows) == 6 * 3 + 4
     assert [row["status"] for row in rows].count("diverged") == 3
     summary = json.loads((swept / rows[0]["run"] / "summary.json").read_text())
-    assert float(rows[0]["val loss"]) == pytest.approx(summary["final_val_loss"], abs=1e-4)
+    assert float(rows[0]["val loss"]) == summary["final_val_loss"]
 
 
 def test_an_optimum_at_the_edge_is_extended_to_and_gets_no_number(tmp_path: Path) -> None:
@@ -269,6 +271,45 @@ def test_a_single_run_is_reported_too(gptexp: Gptexp, swept: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize("what", ["nothing", "empty"])
+def test_a_wide_flat_grid_wants_seeds_and_no_more_learning_rates(tmp_path: Path) -> None:
+    rng = random.Random(0)
+    for lr in (1e-3, 4e-3, 1.6e-2, 6.4e-2):
+        for seed in (1, 2):
+            write_run(tmp_path / f"{lr}-{seed}", 4096, lr, seed, 4 + rng.gauss(0, 0.05))
+    run_dir.write_json(tmp_path / "sweep.json", {"name": "s", "overrides": ["model=nano", "optim.lr=1e-3"]})
+    assert "the loss is flat within noise" in verdict(tmp_path)
+    [first, *_] = numbers(tmp_path)["next"]
+    assert "optim.lr=0.001," in first
+    assert first.endswith("0.064 train.seed=3,4,5,6")
+    assert first.count("optim.lr=") == 1  # of what all cells were started with, nothing that is swept now
+    assert "model=nano" in first
+
+
+@pytest.mark.parametrize(("centre", "edges"), [(0.02, []), (0.001, [4096, 8192, 16384])])
+def test_steps_of_a_learning_rate_at_the_edge_are_not_relied_on(
+    tmp_path: Path, centre: float, edges: list[int]
+) -> None:
+    root = write_sweep(tmp_path / "constant", centre=centre, schedule="constant")
+    said = verdict(root)
+    assert ("widen the grid before you rely on this" in said) == bool(edges)
+    assert numbers(root)["arms"][0]["critical_batch_size"]["at_an_edge"] == edges
+
+
+def test_tables_hold_what_was_read_and_pages_what_people_read(swept: Path) -> None:
+    run = find_runs(swept)[0]
+    [row] = values([run])
+    assert dict(zip((column.name for column in COLUMNS), row, strict=True)) == {
+        "run": run.name, "status": run.status, "learning rate": run.lr, "tokens a step": run.batch, "seed": run.seed,
+        "steps": run.summary["steps"], "tokens": run.summary["tokens"], "tokens/parameter": run.summary["tokens"],
+        "val loss": run.loss, "tokens/s": 8e3, "MFU": None, "hours": 1 / 60,
+    }  # fmt: skip
+    names, [texts] = shown([run])
+    assert "MFU" not in names  # no peak is known of a CPU
+    assert texts[names.index("val loss")] == f"{run.loss:.4f}"
+    run.mfu = 0.4321
+    assert "43.2%" in shown([run])[1][0]
+
+
 def test_where_there_is_no_run_a_line_says_so(gptexp: Gptexp, tmp_path: Path, what: str) -> None:
     (tmp_path / "empty").mkdir()
     done = gptexp("report", what)

@@ -36,7 +36,7 @@ FENCES = {
     "tiktoken": {"data.tokenizer"},
     "argparse": {"plan", "prepare", "resume", "sample", "evaluate", "bench", "verify", "report.__init__", "status"},
     "rich": {"loggers.console", "data.prepare", "bench", "plan", "report.__init__"},
-    "scipy": {"report.noise", "report.curves", "report.law", "report.critical"},
+    "scipy": {"report.noise", "report.critical"},
     "vl_convert": {"report.pictures"},
 }
 

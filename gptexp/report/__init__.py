@@ -83,7 +83,7 @@ def _arm(arm: "Arm") -> dict[str, Any]:
         "curves": curves,
         "law": arm.law and asdict(arm.law),
         "target_loss": arm.target_loss,
-        "critical_batch_size": arm.critical and asdict(arm.critical),
+        "critical_batch_size": arm.critical and {**asdict(arm.critical), "at_an_edge": arm.at_an_edge},
         "best": arm.best,
         "ties": arm.ties,
         "runs": [run.name for run in arm.runs],

@@ -29,6 +29,7 @@ class Arm:
     law: Law | None
     target_loss: float | None  # of `critical`
     critical: Critical | None  # None where the schedule or the runs do not allow it
+    at_an_edge: list[int]  # batch sizes whose steps in `critical` are those of the smallest or largest learning rate
     best: tuple[int, float] | None  # batch size and learning rate of the lowest mean loss
     ties: list[tuple[int, float]]  # cells that cannot be told from it, itself not among them
 
@@ -89,7 +90,7 @@ def _arm(choices: dict[str, Any], runs: list[Run]) -> Arm:
     }
     diverged = {batch: lrs for batch, lrs in diverged.items() if lrs}
     curves = fit_curves(by_batch, diverged)
-    target, critical = _critical(runs)
+    target, critical, at_an_edge = _critical(runs)
     cells = {(b, lr): of for b, at_batch in by_batch.items() for lr, of in at_batch.items()}
     mean = {cell: math.fsum(of) / len(of) for cell, of in cells.items()}
     best = min(mean, key=lambda cell: mean[cell], default=None)
@@ -100,23 +101,24 @@ def _arm(choices: dict[str, Any], runs: list[Run]) -> Arm:
             for cell in cells
             if cell != best and curves.noise.ties(mean[cell] - mean[best], len(cells[cell]), len(cells[best]))
         ]
-    return Arm(choices, runs, by_batch, mean, diverged, curves, fit_law(curves), target, critical, best, ties)
+    law = fit_law(curves)
+    return Arm(choices, runs, by_batch, mean, diverged, curves, law, target, critical, at_an_edge, best, ties)
 
 
-def _critical(runs: list[Run]) -> tuple[float | None, Critical | None]:
-    """At the lowest loss that every batch size came to, the fewest steps over its runs.
+def _critical(runs: list[Run]) -> tuple[float | None, Critical | None, list[int]]:
+    """At the lowest loss that every batch size came to, the fewest steps over its learning rates.
 
     Only at a constant learning rate: the loss in the middle of a run that decays is not that of a shorter run.
     """
     if runs[0].config["schedule.name"] != "constant":
-        return None, None
+        return None, None, []
     courses: dict[int, dict[float, list[list[tuple[int, float]]]]] = defaultdict(lambda: defaultdict(list))
     for run in runs:
         course = [(point.step, point.loss) for point in run.val if point.loss is not None]
         if run.status == "completed" and course:
             courses[run.batch][run.lr].append(course)
     if len(courses) < 2:
-        return None, None
+        return None, None, []
     # Seeds are averaged, and only then the best learning rate is taken: more seeds must not look like fewer steps.
     lowest = [
         min(max(min(loss for _, loss in course) for course in of_lr) for of_lr in of_batch.values())
@@ -124,16 +126,20 @@ def _critical(runs: list[Run]) -> tuple[float | None, Critical | None]:
     ]
     target = max(lowest)
     steps: dict[int, float] = {}
+    at_an_edge = []
     for batch, of_batch in courses.items():
-        means = []
-        for of_lr in of_batch.values():
+        means = {}
+        for lr, of_lr in of_batch.items():
             reached = [steps_to(target, course) for course in of_lr]
             if all(reached):
-                means.append(math.fsum(filter(None, reached)) / len(reached))
+                means[lr] = math.fsum(filter(None, reached)) / len(reached)
         if not means:  # reached before anything was evaluated
-            return target, None
-        steps[batch] = min(means)
-    return target, critical_batch_size(steps)
+            return target, None, []
+        fastest = min(means, key=lambda lr: means[lr])
+        steps[batch] = means[fastest]
+        if fastest in (min(of_batch), max(of_batch)):
+            at_an_edge.append(batch)
+    return target, critical_batch_size(steps), sorted(at_an_edge)
 
 
 def _problems(runs: Sequence[Run]) -> list[str]:

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-from scipy import optimize, stats
 
 from gptexp.report.curves import LEVEL, Array
-from gptexp.report.noise import CONFIDENCE
+from gptexp.report.noise import f_tail, t_quantile
 
 OVERHEAD = 1.2
 EXACT = 1e-16  # mean square of log S that is rounding
@@ -52,6 +51,8 @@ def critical_batch_size(steps: Mapping[int, float]) -> Critical:
     The interval holds each critical batch size at which the best S_min leaves no significantly larger sum of squares:
     where S is a power of B over all sizes it has no end.
     """
+    from scipy import optimize
+
     ordered = {b: steps[b] for b in sorted(steps)}
     sizes, s = np.array(list(ordered), dtype=float), np.array(list(ordered.values()))
     tokens = sizes * s
@@ -61,7 +62,7 @@ def critical_batch_size(steps: Mapping[int, float]) -> Critical:
         return Critical("too few", ordered, twenty, is_largest)
     least, crit, cost, _ = _fit(sizes, s, with_exponent=False)
     dof = len(sizes) - 2
-    t = float(stats.t.ppf((1 + CONFIDENCE) / 2, dof))
+    t = t_quantile(dof)
     limit = 2 * cost * (1 + t * t / dof) + EXACT
 
     def off(octave: float) -> float:
@@ -90,6 +91,8 @@ def _fit(sizes: Array, s: Array, with_exponent: bool) -> tuple[float, float, flo
     `with_exponent`: (B_crit / B)^p instead of B_crit / B.
     """
 
+    from scipy import optimize
+
     def off(parameters: Array) -> Array:
         p = parameters[2] if with_exponent else 1.0
         return np.asarray(parameters[0] + np.logaddexp(0, p * (parameters[1] - np.log(sizes))) - np.log(s))
@@ -103,7 +106,7 @@ def _misfits(sizes: Array, s: Array, cost: float) -> bool:
     """F-test of an exponent other than 1."""
     dof = len(sizes) - 3
     *_, other, _ = _fit(sizes, s, with_exponent=True)
-    return bool(stats.f.sf((cost - other) / max(other / dof, EXACT), 1, dof) < LEVEL)
+    return f_tail((cost - other) / max(other / dof, EXACT), 1, dof) < LEVEL
 
 
 def steps_to(loss: float, course: Sequence[tuple[int, float]]) -> float | None:

@@ -14,9 +14,8 @@ from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
-from scipy import stats
 
-from gptexp.report.noise import CONFIDENCE, LEAST, Noise, pool, seed_noise
+from gptexp.report.noise import CONFIDENCE, LEAST, Noise, f_tail, pool, seed_noise
 
 LEVEL = 1 - CONFIDENCE
 ALONE_LEVEL = 0.1  # without seeds a lack of fit is tested with few degrees of freedom, which would miss much
@@ -166,10 +165,10 @@ def _bent(fits: Sequence[Parabola], seeds: Noise | None) -> bool:
         return False
     explained = sum(fit.cubic / fit.cubic_variance for fit in fits) ** 2 / weight
     if seeds is not None:
-        return bool(stats.f.sf(explained / seeds.sigma**2, 1, seeds.dof) < LEVEL)
+        return f_tail(explained / seeds.sigma**2, 1, seeds.dof) < LEVEL
     dof = sum(fit.dof for fit in fits) - 1
     left = sum(fit.residual for fit in fits) - explained
-    return dof > 0 and bool(stats.f.sf(explained / (left / dof), 1, dof) < LEVEL)
+    return dof > 0 and f_tail(explained / (left / dof), 1, dof) < LEVEL
 
 
 def _misfits(losses: Mapping[int, Losses], fits: Mapping[int, Parabola], width: int, seeds: Noise | None) -> bool:
@@ -184,7 +183,7 @@ def _misfits(losses: Mapping[int, Losses], fits: Mapping[int, Parabola], width: 
         rest, dof = rest - squares, dof - of
     if not dof or not of:
         return False
-    return bool(stats.f.sf((rest / dof) / max(squares / of, LEAST**2), dof, of) < level)
+    return f_tail((rest / dof) / max(squares / of, LEAST**2), dof, of) < level
 
 
 def _curve(losses: Losses, diverged: Sequence[float], fit: Parabola | None, noise: Noise | None) -> Curve:
@@ -253,7 +252,7 @@ def _is_flat(losses: Losses, noise: Noise) -> bool:
     means = np.array([np.mean(of_seeds) for of_seeds in losses.values()])
     overall = np.average(means, weights=counts)
     between = float(np.sum(counts * (means - overall) ** 2)) / (len(means) - 1)
-    return bool(stats.f.sf(between / noise.sigma**2, len(means) - 1, noise.dof) > LEVEL)
+    return f_tail(between / noise.sigma**2, len(means) - 1, noise.dof) > LEVEL
 
 
 def _tie(losses: Losses, lr: float, best: float, noise: Noise) -> bool:

@@ -4,10 +4,9 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-from scipy import stats
 
 from gptexp.report.curves import LEVEL, Array, Curves
-from gptexp.report.noise import CONFIDENCE
+from gptexp.report.noise import f_tail, t_quantile
 
 SLOPES = {"none": 0.0, "square root": 0.5, "linear": 1.0}  # what rules of thumb say of the exponent
 
@@ -46,15 +45,15 @@ def fit_law(curves: Curves) -> Law | None:
     centre = float(np.average(x, weights=sd**-2))
     (slope, level), covariance, chi2 = _least_squares(np.vander(x - centre, 2), y, sd)
     dof, t = len(x) - 2, curves.noise.t
-    scatter = dof > 0 and bool(stats.f.sf(chi2 / dof, dof, curves.noise.dof) < LEVEL)
+    scatter = dof > 0 and f_tail(chi2 / dof, dof, curves.noise.dof) < LEVEL
     if scatter:
         covariance = covariance * chi2 / dof
-        t = float(stats.t.ppf((1 + CONFIDENCE) / 2, dof))
+        t = t_quantile(dof)
     bends = None
     if len(x) >= 4:
         _, _, rest = _least_squares(np.vander(x - centre, 3), y, sd)
         gain = chi2 - rest
-        bends = bool(stats.f.sf(gain, 1, curves.noise.dof) < LEVEL)
+        bends = f_tail(gain, 1, curves.noise.dof) < LEVEL
     sd_slope = math.sqrt(covariance[0, 0])
     return Law(
         2.0**level,

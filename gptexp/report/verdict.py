@@ -146,7 +146,7 @@ def _critical(arm: Arm) -> list[str]:
     more = "; that is the largest that was run, so a lower bound" if c.twenty_percent_open else ""
     twenty = f"{at} by the 20% rule (tokens at most 1.2 times the fewest) is {tokens(c.twenty_percent)}{more}."
     if c.status == "too few":
-        return [f"{at} by the hyperbola needs four batch sizes, not {len(c.steps)}.", twenty]
+        return [f"{at} by the hyperbola needs four batch sizes, not {len(c.steps)}.", twenty, *_edges(arm)]
     if c.hyperbola is not None:
         h = c.hyperbola
         found = f"is {tokens(h.tokens)} (95% interval {h.low:,.0f} to {h.high:,.0f})"
@@ -156,7 +156,17 @@ def _critical(arm: Arm) -> list[str]:
         found = (
             f"is {tokens(c.bound)} or {'more' if c.status == 'lower bound only' else 'less'} (95%); no more can be said"
         )
-    lines = [f"{at} by the hyperbola (twice the fewest steps and tokens) {found}.", twenty]
+    lines = [f"{at} by the hyperbola (twice the fewest steps and tokens) {found}.", twenty, *_edges(arm)]
     if c.misfit:
         lines.append("The steps do not lie on that hyperbola: take the 20% rule's number.")
     return lines
+
+
+def _edges(arm: Arm) -> list[str]:
+    if not arm.at_an_edge:
+        return []
+    sizes = ", ".join(f"{batch:,}" for batch in arm.at_an_edge)
+    return [
+        f"At {sizes} tokens a step the fastest learning rate is the smallest or the largest that was run, and another "
+        "may take fewer steps: widen the grid before you rely on this."
+    ]
