@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -97,12 +98,7 @@ def hydra_main(task: Callable[[DictConfig], Any]) -> None:
     if not (args.shell_completion or args.hydra_help):
         multirun = args.multirun or is_multirun(args.overrides)
         _refuse(args.overrides, multirun, args.config_dir)
-        if args.config_dir or os.environ.get(OWN_CONF):
-            typed = [text for text in args.overrides if text.lstrip("+~").partition("=")[0].startswith("hydra")]
-            cfg = _composition(args.overrides, args.config_dir, with_hydra=True, multirun=multirun)
-            refuse_foreign_code(
-                cfg, _composition(typed, None, with_hydra=True, multirun=multirun, conf=packaged_conf())
-            )
+        _refuse_code_of_files(args.overrides, multirun, args.config_dir)
     if args.help:
         _print_help(args.overrides, args.config_dir)
         return
@@ -135,6 +131,14 @@ def _refuse(overrides: Sequence[str], multirun: bool, config_dir: str | None) ->
         raise ConfigError(found)
 
 
+def _refuse_code_of_files(overrides: list[str], multirun: bool, config_dir: str | None) -> None:
+    """Raise `ConfigError` where a file that is not ours has Hydra call code; before Hydra builds anything."""
+    if config_dir or os.environ.get(OWN_CONF):
+        typed = [text for text in overrides if text.lstrip("+~").partition("=")[0].startswith("hydra")]
+        cfg = _composition(overrides, config_dir, with_hydra=True, multirun=multirun)
+        refuse_foreign_code(cfg, _composition(typed, None, with_hydra=True, multirun=multirun, conf=packaged_conf()))
+
+
 def _folders(config_dir: str | None) -> list[Path]:
     """Where groups lie: ours and the user's own, which must exist."""
     if config_dir is None:
@@ -150,15 +154,23 @@ def compose(overrides: list[str], config_dir: str | None = None) -> Config:
     return to_config(_composition(overrides, config_dir), overrides)
 
 
-def compose_sweep(overrides: list[str], config_dir: str | None = None) -> "tuple[list[Draft], int]":
-    """Compose and check every cell of a multirun without starting anything; the cells, and how many will run.
+@dataclass(frozen=True)
+class Grid:
+    """A multirun as it would run."""
 
-    More run than are composed where Optuna chooses them.
-    """
+    drafts: "list[Draft]"  # its cells; of Optuna's, some that hold every value there is
+    of: int  # how many will run
+    at_once: int
+    on_gpus: bool
+
+
+def compose_sweep(overrides: list[str], config_dir: str | None = None) -> Grid:
+    """Compose and check every cell of a multirun without starting anything."""
     from gptexp.sweep.cells import draft, name_sweep
     from gptexp.sweep.space import axes
 
     _refuse(overrides, True, config_dir)
+    _refuse_code_of_files(overrides, True, config_dir)
     with _engine(None) as engine:
         config = engine.compose_config("config", _searched(overrides, config_dir), RunMode.MULTIRUN, from_shell=False)
         HydraConfig.instance().set_config(config)
@@ -170,7 +182,10 @@ def compose_sweep(overrides: list[str], config_dir: str | None = None) -> "tuple
         space = axes(sweeper.params, list(config.hydra.overrides.task), engine.config_loader)
         combinations = sweeper.combinations(space)
         of = sweeper.count(combinations)
-        return draft(engine.config_loader, config, combinations, of), of
+        drafts = draft(engine.config_loader, config, combinations, of)
+    legal = [drafted.config for drafted in drafts if drafted.config is not None]
+    at_once, gpus = sweeper.cell_launcher.places(legal) if legal else (1, None)
+    return Grid(drafts, of, at_once, bool(gpus))
 
 
 def _composition(

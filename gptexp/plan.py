@@ -3,6 +3,7 @@
 import argparse
 import heapq
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from gptexp import flops
 from gptexp.batch import BatchPlan, count_val_windows, count_windows, interval_tokens, plan_batch, run_length
-from gptexp.errors import ConfigError
+from gptexp.errors import ConfigError, UserError, first_line
 from gptexp.schedule import resolve_schedule
 
 if TYPE_CHECKING:
@@ -60,8 +61,10 @@ def plan(cfg: "Config", earlier: dict[str, Any] | None = None) -> dict[str, Any]
     }  # fmt: skip
 
 
-def plan_sweep(drafts: "Sequence[Draft]", with_time: bool) -> list[dict[str, Any]]:
-    """For each cell its swept `values`, the `problems` that make it illegal, else its `plan`, with `time` in it."""
+def plan_sweep(drafts: "Sequence[Draft]") -> list[dict[str, Any]]:
+    """For each cell its swept `values`, and its `plan` or the `problems` that make it illegal."""
+    if not drafts:
+        raise ConfigError("the sweep has no cells; give at least one value of each swept key")
     cells: list[dict[str, Any]] = []
     earlier = None
     for draft in drafts:
@@ -73,9 +76,6 @@ def plan_sweep(drafts: "Sequence[Draft]", with_time: bool) -> list[dict[str, Any
             except ConfigError as error:
                 cell["problems"] = error.problems
         cells.append(cell)
-    if with_time:
-        legal = [(d.config, c["plan"]) for d, c in zip(drafts, cells, strict=True) if d.config and c["plan"]]
-        add_times(legal)
     return cells
 
 
@@ -93,7 +93,11 @@ def add_times(runs: "Sequence[tuple[Config, dict[str, Any]]]") -> None:
         alike.setdefault(memory_key(replace(cfg, batch=one)), []).append((cfg, planned, batch))
     for members in alike.values():
         cfg, planned, batch = max(members, key=lambda member: member[2].grad_accum_steps)
-        seen = sample(cfg, batch, planned["effective"])
+        try:
+            seen = sample(cfg, batch, planned["effective"])
+        except UserError as error:
+            print(f"gptexp: warning: no time, {first_line(error)}", file=sys.stderr)
+            continue
         for cfg, planned, batch in members:
             planned["time"] = asdict(pace(seen, cfg, batch))
 
@@ -199,7 +203,7 @@ def show_sweep(cells: Sequence[dict[str, Any]], of: int, at_once: int) -> None:
             f"{p['memory_bytes']['peak'] / 2**30:.2f}",
         ]
         if timed:
-            row.append(str(timedelta(seconds=round(p["time"]["total_s"]))))
+            row.append(str(timedelta(seconds=round(p["time"]["total_s"]))) if "time" in p else "?")
         table.add_row(*map(Text, [*values, *row]))
     Console().print(table)
     legal = [cell["plan"] for cell in cells if cell["plan"]]
@@ -213,8 +217,9 @@ def show_sweep(cells: Sequence[dict[str, Any]], of: int, at_once: int) -> None:
     first = legal[0]
     print(f"{'device':<15}{first['effective']['device_name']}")
     if timed:
-        seconds = share * makespan([p["time"]["total_s"] for p in legal], at_once)
-        print(f"{'time':<15}about {timedelta(seconds=round(seconds))}")
+        seconds = share * makespan([p["time"]["total_s"] for p in legal if "time" in p], at_once)
+        more = "" if all("time" in p for p in legal) else ", and those marked ?"
+        print(f"{'time':<15}about {timedelta(seconds=round(seconds))}{more}")
     else:
         print(f"{'time':<15}see --time")
 
@@ -247,20 +252,23 @@ def main(argv: list[str] | None = None) -> None:
         print(json.dumps(planned, indent=1)) if args.json else show(planned)
         return
 
+    from gptexp.distributed import AT_ONCE
     from gptexp.sweep.cells import confounds, refuse_illegal
-    from gptexp.sweep.launchers import side_by_side
 
-    drafts, of = compose_sweep(args.overrides, args.config_dir)
-    cells = plan_sweep(drafts, args.time)
-    configs = [draft.config for draft in drafts if draft.config is not None]
-    at_once, gpus = side_by_side(configs) if configs else (1, None)
+    grid = compose_sweep(args.overrides, args.config_dir)
+    if not grid.on_gpus:
+        os.environ[AT_ONCE] = str(grid.at_once)  # cells that run side by side share the cores
+    cells = plan_sweep(grid.drafts)
+    illegal = [(draft.title, cell["problems"]) for draft, cell in zip(grid.drafts, cells, strict=True)]
+    if args.time and not any(problems for _, problems in illegal):
+        add_times([(d.config, c["plan"]) for d, c in zip(grid.drafts, cells, strict=True) if d.config is not None])
     if args.json:
-        print(json.dumps({"cells": cells, "of": of}, indent=1))
+        print(json.dumps({"cells": cells, "of": grid.of, "at_once": grid.at_once}, indent=1))
     else:
-        show_sweep(cells, of, at_once if gpus else 1)  # on a CPU those side by side share its cores
-    for line in confounds(configs):
+        show_sweep(cells, grid.of, grid.at_once)
+    for line in confounds([draft.config for draft in grid.drafts if draft.config is not None]):
         print(f"gptexp: warning: {line}", file=sys.stderr)
-    refuse_illegal([(draft.title, cell["problems"]) for draft, cell in zip(drafts, cells, strict=True)])
+    refuse_illegal(illegal)
 
 
 if __name__ == "__main__":

@@ -35,7 +35,8 @@ def survey(directory: Path) -> list[Progress]:
     """Every cell of a sweep, also those not begun; of a single run, that. Raises `ConfigError` for neither."""
     from gptexp.report.records import find_runs, printable, read_run
 
-    planned = run_dir.read_json(directory / run_dir.SWEEP).get("cells", {})
+    sweep = run_dir.read_json(directory / run_dir.SWEEP)
+    planned = sweep.get("cells", {})
     runs = {run.name: run for run in find_runs(directory)} if not planned else {}
     for name in planned:
         if (directory / name / run_dir.CONFIG).exists():
@@ -63,7 +64,11 @@ def survey(directory: Path) -> list[Progress]:
         for name, cell in planned.items()
         if printable(name) not in runs
     ]
-    return sorted([*begun, *rest], key=lambda p: (STATES.index(p.status), p.name))
+    # Of cells that Optuna has yet to choose nothing is known, but that they are like those it has chosen.
+    tokens = round(statistics.median([cell.of_tokens for cell in (*begun, *rest)])) if begun or rest else 0
+    batch = round(statistics.median([run.batch for run in runs.values()])) if runs else 0
+    chosen = [Progress("to be chosen", "left", 0, tokens, None, left(batch, tokens))] * sweep.get("to_choose", 0)
+    return sorted([*begun, *rest, *chosen], key=lambda p: (STATES.index(p.status), p.name))
 
 
 def _length(run: "Run") -> int:

@@ -246,7 +246,7 @@ class _Loop:
             raise DivergedError(
                 f"step {step}: the smoothed loss has stayed {t.divergence_nats:g} nats above its lowest, "
                 f"{trend.lowest:.4f}, for {trend.steps_above} steps: the run diverged; lower optim.lr, lengthen the "
-                "warm-up, or train.divergence_nats=null to go on"
+                "warm-up, or start a new run with train.divergence_nats=null"
             )
 
     def needed_s(self, step_s: float) -> float:

@@ -97,10 +97,24 @@ def test_a_cell_that_is_killed_costs_itself_only(start: Start, gptexp: Gptexp, t
     assert [summary(directory)["status"] for directory in runs(cells)] == ["completed"] * 2
 
 
+def test_a_cell_that_is_in_use_costs_itself_only(start: Start, tiny: list[str], tmp_path: Path) -> None:
+    process = start("train", "-m", *tiny, "train.seed=1,2,3", "sweep.name=s")
+    cells = tmp_path / "outputs" / "s"
+    wait_for(lambda: (cells / "sweep.json").exists(), process)
+    second = cells / [*run_dir.read_json(cells / "sweep.json")["cells"]][1]
+    with run_dir.held(second):
+        _, err = process.communicate(timeout=240)
+    assert process.returncode == 1, err
+    assert f"{second.name}: another process is running in it" in err
+    assert "1 of 3 cells failed" in err
+    assert "Traceback" not in err
+    assert [summary(directory)["status"] for directory in runs(cells)] == ["completed"] * 2
+
+
 def final_table(root: Path) -> dict[tuple[str, str], float]:
     """Final validation loss by learning rate and seed, from the table that the report writes."""
     with (root / "cells.csv").open() as file:
-        return {(row["learning rate"], row["seed"]): float(row["val loss"]) for row in csv.DictReader(file)}
+        return {(row["lr"], row["seed"]): float(row["final_val_loss"]) for row in csv.DictReader(file)}
 
 
 @pytest.mark.slow

@@ -84,6 +84,10 @@ HOSTILE = {
     ),
     "launcher": "# @package _global_\nhydra:\n  launcher: {_target_: os.system}\n",
     "sweeper": "# @package _global_\nhydra:\n  sweeper: {_target_: os.system}\n",
+    "sampler": (
+        "# @package _global_\nhydra:\n  sweeper:\n    seed: {_target_: pathlib.Path.mkdir, _args_: "
+        "[{_target_: pathlib.Path, _args_: [SENTINEL]}]}\n"
+    ),
     "env": "# @package _global_\nhydra:\n  job:\n    env_set: {LD_PRELOAD: SENTINEL}\n",
     "package": "# @package hydra.callbacks.x\n_target_: builtins.open\nfile: SENTINEL\nmode: w\n",
     "default": "# @package _global_\ndefaults:\n  - /experiment@hydra.callbacks.x: package\n",
@@ -107,6 +111,9 @@ def test_a_folder_of_configs_brings_no_code(
     assert not sentinel.exists()
     if multirun:
         refused = gptexp("train", *tiny, "-m", f"experiment={name},gpt2_124m", "--config-dir", "conf")
+        assert refused.returncode == 2, refused.stderr
+        assert not sentinel.exists()
+        refused = gptexp("plan", *tiny, f"experiment={name}", *grid, "--config-dir", "conf")
         assert refused.returncode == 2, refused.stderr
         assert not sentinel.exists()
     assert not (tmp_path / "out").exists()

@@ -78,19 +78,24 @@ def test_the_interval_is_where_the_slope_may_be_zero() -> None:
 
 
 @pytest.mark.parametrize("sweeps", [100, pytest.param(1000, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kwargs", [{}, {"seeds": 1}, {"sigma": 0.006}, {"lrs": 7}], ids=str)
+@pytest.mark.parametrize(
+    "kwargs", [{}, {"seeds": 1}, {"sigma": 0.006}, {"lrs": 7}, {"sizes": 3}, {"sizes": 3, "seeds": 2}, {"sizes": 1}],
+    ids=str,
+)  # fmt: skip
 def test_intervals_of_optima_hold_the_truth_as_often_as_they_say(sweeps: int, kwargs: dict[str, float]) -> None:
+    kwargs = {**kwargs}
     rng = np.random.default_rng(2)
+    sizes = int(kwargs.pop("sizes", 6))
     held = found = 0
     for _ in range(sweeps):
-        truth = list(rng.uniform(-0.3, 0.3, 6))
+        truth = list(rng.uniform(-0.3, 0.3, sizes))
         curves = fit_curves(draw(rng, truth, **kwargs), {})  # type: ignore[arg-type]
         for optimum, curve in zip(truth, curves.of.values(), strict=True):
             if curve.optimum is not None:
                 found += 1
                 held += curve.optimum.low <= 2**optimum <= curve.optimum.high
     assert found > 0.9 * sweeps * len(truth)
-    assert (0.92 if sweeps == 1000 else 0.9) <= held / found <= 0.98
+    assert (0.92 if sweeps == 1000 else 0.88) <= held / found <= (0.98 if sweeps == 1000 else 0.99)
 
 
 @pytest.mark.parametrize("sigma", [0.001, SIGMA])

@@ -54,6 +54,13 @@ def test_what_is_left_is_shared_out_among_those_that_run() -> None:
     assert ready_in([cell("completed", 0.0)]) == 0
 
 
+def test_cells_that_optuna_has_yet_to_choose_are_left(sweep: Path) -> None:
+    run_dir.write_json(sweep / run_dir.SWEEP, {**run_dir.read_json(sweep / run_dir.SWEEP), "to_choose": 3})
+    found = survey(sweep)
+    assert [cell.name for cell in found if cell.status == "left"] == ["f", *["to be chosen"] * 3]
+    assert [cell.seconds_left for cell in found if cell.status == "left"] == [pytest.approx(TOKENS / 8e3)] * 4
+
+
 def test_it_is_said_in_lines_and_in_json(gptexp: Gptexp, sweep: Path) -> None:
     said = gptexp("status", str(sweep))
     assert said.returncode == 0, said.stderr

@@ -11,7 +11,7 @@ from omegaconf import DictConfig
 from gptexp import run_dir
 from gptexp.compose import compose, conf_dir, register
 from gptexp.config import memory_key
-from gptexp.sweep.cells import cell_name, confounds, name_sweep
+from gptexp.sweep.cells import cell_name, confounds, fixed_arguments, name_sweep
 from gptexp.sweep.space import swept_keys
 from gptexp.sweep.sweepers import _decided
 
@@ -64,6 +64,14 @@ def test_the_command_line_decides_what_of_a_named_grid_is_swept() -> None:
     assert swept_keys(composed("sweep=lr_x_batch")) == ["batch.total_batch_size", "optim.lr"]
     assert swept_keys(composed("sweep=lr_x_batch", "optim.lr=1e-3")) == ["batch.total_batch_size"]
     assert swept_keys(composed("sweep=lr", "data.path=[a,b]")) == ["optim.lr"]
+
+
+def test_what_holds_for_all_cells_is_kept_for_the_next_command() -> None:
+    swept = ["model=nano,mini", "batch=laptop,gpt2", "train.eval_every=1,2"]
+    fixed = ["model.bias=false", "batch.micro_batch_size=4", "train.eval_every_tokens=4096", "sweep.parallel=2"]
+    said = fixed_arguments(composed(*swept, *fixed, "sweep.name=s", "hydra/sweeper=random", "hydra.sweeper.n_cells=3"))
+    assert said == fixed
+    assert fixed_arguments(composed("sweep=lr", "hydra.sweep.dir=x")) == ["sweep=lr", "hydra.sweep.dir=x"]
 
 
 def test_a_cell_is_named_by_values_and_not_by_how_they_were_typed() -> None:

@@ -139,6 +139,26 @@ def test_samples_hold_every_value_and_both_ends() -> None:
     ]
 
 
+def test_what_no_study_is_gets_one_line(tmp_path: Path) -> None:
+    (tmp_path / STUDY).write_text("no database")
+    with pytest.raises(ConfigError, match=r"study\.db: no study of Optuna \(.*\); remove it") as caught:
+        Study(tmp_path, [LR], 0)
+    assert len(caught.value.problems) == 1
+
+
+def test_what_optuna_cannot_choose_costs_a_trial_and_is_not_tried_again(
+    gptexp: Gptexp, tiny: list[str], tmp_path: Path
+) -> None:
+    """Both ends of the interval are legal, and hardly anything between."""
+    command = ["-m", *tiny, "hydra/sweeper=optuna", "sweep.name=s", "batch.total_batch_size=interval(32,4064)"]
+    for trial in (1, 2):
+        done = gptexp("train", *command, "hydra.sweeper.n_trials=1")
+        assert done.returncode == 1, done.stderr
+        assert "is not divisible by" in done.stderr
+        assert "nothing that Optuna chose can run" in done.stderr
+        assert [found.state.name for found in trials(tmp_path / "outputs" / "s")] == ["PRUNED"] * trial
+
+
 def test_optuna_goes_on_after_a_kill(start: Start, gptexp: Gptexp, tiny: list[str], tmp_path: Path) -> None:
     options = ["hydra/sweeper=optuna", "sweep.name=s", "sweep.parallel=2", "train.max_steps=300", "train.eval_every=0"]
     command = ["-m", *tiny, *options, "train.save_every=20", "optim.lr=tag(log,interval(1e-4,1e-2))"]
@@ -215,10 +235,13 @@ SBATCH = """
     from pathlib import Path
     script = Path(sys.argv[1])
     number = str(os.getpid())
+    if len(list(Path(os.environ["STAND_IN"]).glob("*.sh"))) == int(os.environ.get("MOST", 100)):
+        sys.exit("sbatch: error: QOSMaxSubmitJobPerUserLimit")
     Path(os.environ["STAND_IN"], f"{number}.sh").write_text(script.read_text())
     env = {**os.environ, "SLURM_JOB_ID": number, "SLURM_JOBID": number, "SLURM_NTASKS": "1", "SLURM_JOB_NUM_NODES": "1",
            "SLURM_NODEID": "0", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
-    job = subprocess.Popen(["bash", str(script)], env=env, start_new_session=True, stdout=subprocess.DEVNULL)
+    output = open(Path(os.environ["STAND_IN"], f"{number}.out"), "w")
+    job = subprocess.Popen(["bash", str(script)], env=env, start_new_session=True, stdout=output, stderr=output)
     Path(os.environ["STAND_IN"], number).write_text(str(job.pid))
     print(f"Submitted batch job {number}")
 """
@@ -246,6 +269,7 @@ SCANCEL = """
     import os, signal, sys
     from pathlib import Path
     os.killpg(int(Path(os.environ["STAND_IN"], sys.argv[1]).read_text()), signal.SIGTERM)
+    sys.exit("scancel: error: Socket timed out")  # which may happen after all
 """
 
 
@@ -294,3 +318,33 @@ def test_a_signal_cancels_jobs_which_save(slurm: Path, start: Start, tiny: list[
     assert "Traceback" not in err
     wait_for_free(runs(cells))
     assert [summary(directory)["status"] for directory in runs(cells)] == ["interrupted"] * 2
+
+
+def test_a_job_that_is_refused_costs_itself_only(slurm: Path, gptexp: Gptexp, tiny: list[str], tmp_path: Path) -> None:
+    grid = ["-m", *tiny, "train.seed=1,2,3", "sweep.name=s", "hydra/launcher=submitit_slurm"]
+    done = gptexp("train", *grid, env={"MOST": "2"})
+    assert done.returncode == 1
+    assert "not submitted: sbatch: error: QOSMaxSubmitJobPerUserLimit" in done.stderr
+    assert "1 of 3 cells failed" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert [summary(directory)["status"] for directory in runs(tmp_path / "outputs" / "s")] == ["completed"] * 2
+    again = gptexp("train", *grid)
+    assert again.returncode == 0, again.stderr
+    assert len(list(slurm.glob("*.sh"))) == 3
+
+
+def test_jobs_that_outlive_the_command_are_found_again(
+    slurm: Path, start: Start, gptexp: Gptexp, tiny: list[str], tmp_path: Path
+) -> None:
+    grid = ["-m", *tiny, "train.seed=1,2", "train.max_steps=1500", "train.eval_every=0", "sweep.name=s"]
+    process = start("train", *grid, "hydra/launcher=submitit_slurm")
+    cells = tmp_path / "outputs" / "s"
+    wait_for(lambda: len([*cells.glob("*/job.json")]) == 2, process)
+    process.kill()
+    process.wait()
+    done = gptexp("train", *grid, "hydra/launcher=submitit_slurm")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(", of an earlier command: seed=") == 2
+    assert len(list(slurm.glob("*.sh"))) == 2
+    for directory in runs(cells):
+        assert [event["step"] for event in events(directory, "step")] == list(range(1500))

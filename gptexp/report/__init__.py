@@ -6,7 +6,6 @@ both together; `verdict`, `figures`, `page` and `proposals` tell it.
 
 import argparse
 import csv
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +14,6 @@ from gptexp import run_dir
 
 if TYPE_CHECKING:
     from gptexp.report.analysis import Analysis, Arm
-    from gptexp.report.records import Run
 
 PAGE, NUMBERS, TABLE, PICTURES = "report.html", "report.json", "cells.csv", "pictures"
 FORMULA = ("=", "+", "-", "@")  # what a spreadsheet would take for one
@@ -46,7 +44,7 @@ def write_report(directory: Path) -> Report:
     further = [printable(line) for line in commands(analysis, sweep["overrides"], sweep["name"])] if sweep else []
     run_dir.write_atomically(directory / PAGE, page(analysis, lines, pictures, further, bundle()))
     run_dir.write_json(directory / NUMBERS, {**numbers(analysis), "verdict": lines, "next": further})
-    _write_table(directory / TABLE, analysis.runs)
+    _write_table(directory / TABLE, analysis)
     (directory / PICTURES).mkdir(exist_ok=True)
     for picture in pictures:
         (directory / PICTURES / f"{picture.key}.png").write_bytes(png(picture.spec))
@@ -55,14 +53,13 @@ def write_report(directory: Path) -> Report:
 
 def numbers(analysis: "Analysis") -> dict[str, Any]:
     """The analysis as plain JSON values: what a script would read."""
-    from gptexp.report.table import COLUMNS, values
+    from gptexp.report.table import values
 
-    names = [column.name for column in COLUMNS]
     return {
         "name": analysis.name,
         "warnings": analysis.warnings,
         "arms": [_arm(arm) for arm in analysis.arms],
-        "runs": [dict(zip(names, row, strict=True)) for row in values(analysis.runs)],
+        "runs": values(analysis.runs, analysis.apart),
     }
 
 
@@ -90,15 +87,17 @@ def _arm(arm: "Arm") -> dict[str, Any]:
     }
 
 
-def _write_table(path: Path, runs: "Sequence[Run]") -> None:
+def _write_table(path: Path, analysis: "Analysis") -> None:
     """A line for each run, with the values as they were read. What a spreadsheet would take for a formula gets a '."""
-    from gptexp.report.table import COLUMNS, values
+    from gptexp.report.table import values
 
+    rows = values(analysis.runs, analysis.apart)
     with run_dir.storage(path), run_dir.atomic(path) as file:
-        table = csv.writer(file, lineterminator="\n")
-        table.writerow(column.name for column in COLUMNS)
-        for row in values(runs):
-            table.writerow([f"'{v}" if isinstance(v, str) and v.startswith(FORMULA) else v for v in row])
+        table = csv.DictWriter(file, rows[0].keys(), lineterminator="\n")
+        table.writeheader()
+        for row in rows:
+            safe = {k: f"'{v}" if isinstance(v, str) and v.startswith(FORMULA) else v for k, v in row.items()}
+            table.writerow(safe)
 
 
 def show(report: Report) -> None:

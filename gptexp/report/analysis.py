@@ -50,6 +50,7 @@ class Analysis:
     name: str
     runs: list[Run]
     arms: list[Arm]
+    apart: list[str]  # the keys of the config by which the arms differ
     warnings: list[str]
 
 
@@ -69,7 +70,7 @@ def analyse(name: str, runs: Sequence[Run]) -> Analysis:
         if len(texts) > 1:
             choices[TEXT] = members[0].summary.get(TEXT)
         arms.append(_arm(choices, members))
-    return Analysis(name, list(runs), arms, [*_problems(runs), *_data_warnings(readable), *_confounds(arms)])
+    return Analysis(name, list(runs), arms, apart, [*_problems(runs), *_data_warnings(readable), *_confounds(arms)])
 
 
 def _arm(choices: dict[str, Any], runs: list[Run]) -> Arm:

@@ -18,7 +18,9 @@ import numpy.typing as npt
 from gptexp.report.noise import CONFIDENCE, LEAST, Noise, f_tail, pool, seed_noise
 
 LEVEL = 1 - CONFIDENCE
-ALONE_LEVEL = 0.1  # without seeds a lack of fit is tested with few degrees of freedom, which would miss much
+# Levels of the tests whether fewer learning rates should be fitted. Each time they are wrong the interval comes out too
+# narrow; without seeds they have few degrees of freedom, and would miss much.
+NARROWING, NARROWING_ALONE = 0.02, 0.05
 MOST = 5  # learning rates in a fit
 WIDEST = 7  # learning rates of which is said whether they lie on a skewed curve
 
@@ -165,15 +167,15 @@ def _bent(fits: Sequence[Parabola], seeds: Noise | None) -> bool:
         return False
     explained = sum(fit.cubic / fit.cubic_variance for fit in fits) ** 2 / weight
     if seeds is not None:
-        return f_tail(explained / seeds.sigma**2, 1, seeds.dof) < LEVEL
+        return f_tail(explained / seeds.sigma**2, 1, seeds.dof) < NARROWING
     dof = sum(fit.dof for fit in fits) - 1
     left = sum(fit.residual for fit in fits) - explained
-    return dof > 0 and f_tail(explained / (left / dof), 1, dof) < LEVEL
+    return dof > 0 and f_tail(explained / (left / dof), 1, dof) < NARROWING
 
 
 def _misfits(losses: Mapping[int, Losses], fits: Mapping[int, Parabola], width: int, seeds: Noise | None) -> bool:
     """Whether the runs lie farther from `fits` than by noise: that of seeds, else what fits to one less leave over."""
-    level = LEVEL if seeds else ALONE_LEVEL
+    level = NARROWING if seeds else NARROWING_ALONE
     rest, dof = sum(fit.residual for fit in fits.values()), sum(fit.dof for fit in fits.values())
     if seeds is not None:
         squares, of = seeds.dof * seeds.sigma**2, seeds.dof

@@ -115,7 +115,8 @@ def _curves(arm: Arm) -> Figure | None:
     ]  # fmt: skip
     caption = (
         "Each point is a run; lines are the parabolas, drawn over the learning rates they were fitted to. Diamonds are "
-        "their minima, bars the 95% intervals; crosses at the top are runs that diverged."
+        "their minima, bars the 95% intervals, which hold as far as the curve is a parabola; crosses at the top are "
+        "runs that diverged."
     )
     spec = {"layer": [layer for layer in layers if layer["data"]["values"]],
             "encoding": {"x": x, "y": y, "color": colour}}  # fmt: skip

@@ -9,9 +9,10 @@ from gptexp.report.records import Run
 
 @dataclass(frozen=True)
 class Column:
-    """`of` gives a run's value, None where it does not tell; `form` says how it is shown."""
+    """`of` gives a run's value, None where it does not tell; `form` says how it is shown, under `title`."""
 
-    name: str
+    key: str
+    title: str
     of: Callable[[Run], Any]
     form: str
 
@@ -27,31 +28,34 @@ def _tokens_per_parameter(run: Run) -> float | None:
 
 
 COLUMNS = (
-    Column("run", lambda run: run.name, ""),
-    Column("status", lambda run: run.status, ""),
-    Column("learning rate", lambda run: run.lr or None, ".4g"),
-    Column("tokens a step", lambda run: run.batch or None, ","),
-    Column("seed", lambda run: run.seed if run.config else None, "d"),
-    Column("steps", lambda run: run.summary.get("steps"), ",d"),
-    Column("tokens", lambda run: run.summary.get("tokens"), ",d"),
-    Column("tokens/parameter", _tokens_per_parameter, ".3g"),
-    Column("val loss", lambda run: run.loss, ".4f"),
-    Column("tokens/s", lambda run: run.tokens_per_s, ",.0f"),
-    Column("MFU", lambda run: run.mfu, ".1%"),
-    Column("hours", _hours, ".3f"),
+    Column("run", "run", lambda run: run.name, ""),
+    Column("status", "status", lambda run: run.status, ""),
+    Column("lr", "learning rate", lambda run: run.lr or None, ".4g"),
+    Column("total_batch_size", "tokens a step", lambda run: run.batch or None, ","),
+    Column("seed", "seed", lambda run: run.seed if run.config else None, "d"),
+    Column("steps", "steps", lambda run: run.summary.get("steps"), ",d"),
+    Column("tokens", "tokens", lambda run: run.summary.get("tokens"), ",d"),
+    Column("tokens_per_parameter", "tokens/parameter", _tokens_per_parameter, ".3g"),
+    Column("final_val_loss", "val loss", lambda run: run.loss, ".4f"),
+    Column("tokens_per_s", "tokens/s", lambda run: run.tokens_per_s, ",.0f"),
+    Column("mfu_palm", "MFU", lambda run: run.mfu, ".1%"),
+    Column("train_h", "hours", _hours, ".3f"),
 )
 
 
-def values(runs: Sequence[Run]) -> list[list[Any]]:
-    """A row for each run under all of `COLUMNS`."""
-    return [[column.of(run) for column in COLUMNS] for run in runs]
+def values(runs: Sequence[Run], apart: Sequence[str]) -> list[dict[str, Any]]:
+    """A row for each run under the keys of `COLUMNS`, and of the config's keys that set arms `apart`."""
+    return [
+        {**{column.key: column.of(run) for column in COLUMNS}, **{key: run.config.get(key) for key in apart}}
+        for run in runs
+    ]
 
 
 def shown(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
-    """Names and texts of the columns that some run has a value in."""
+    """Titles and texts of the columns that some run has a value in."""
     columns = [column for column in COLUMNS if any(column.of(run) is not None for run in runs)]
 
     def text(value: Any, form: str) -> str:
         return "" if value is None else format(value, form)
 
-    return [column.name for column in columns], [[text(c.of(run), c.form) for c in columns] for run in runs]
+    return [column.title for column in columns], [[text(c.of(run), c.form) for c in columns] for run in runs]

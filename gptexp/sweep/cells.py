@@ -93,14 +93,16 @@ def draft(
 def settle(drafts: Sequence[Draft], directory: Path) -> list[Cell]:
     """Name the cells; may tokenise a corpus to learn what they are called.
 
-    Raises `ConfigError` for all that are illegal at once, or where a cell's directory is in use.
+    Raises `ConfigError` for all that are illegal at once, and for none at all.
     """
+    if not drafts:
+        raise ConfigError("the sweep has no cells; give at least one value of each swept key")
     refuse_illegal([(drafted.title, drafted.problems) for drafted in drafts])
     cells: dict[str, Cell] = {}  # two ways to write a value are one cell
     for drafted in drafts:
         assert drafted.config is not None
         name = cell_name(drafted.config, drafted.values, directory)
-        run_dir.check_free(directory / name, drafted.config)
+        run_dir.check_same(directory / name, drafted.config)
         with open_dict(drafted.composition):
             drafted.composition.hydra.sweep.subdir = name
         path = (directory / name).absolute()
@@ -164,25 +166,29 @@ def confounds(configs: Sequence[Config]) -> list[str]:
     return sorted({line for config in configs for line in in_steps(result_deciding(config))})
 
 
-def record(directory: Path, config: DictConfig, cells: Sequence[Cell]) -> None:
-    """Write sweep.json: the cells that there are now or that an earlier command has begun, and how to run more."""
+def record(directory: Path, config: DictConfig, cells: Sequence[Cell], to_choose: int) -> None:
+    """Write sweep.json: the cells that there are now or that an earlier command has begun, and how to run more.
+
+    `to_choose`: how many there will be beside them.
+    """
     path = directory / run_dir.SWEEP
     known = run_dir.read_json(path).get("cells", {})
     begun = {name: of for name, of in known.items() if (directory / name / run_dir.CONFIG).exists()}
     new = {cell.name: {"values": cell.values, **cell.length()} for cell in cells}
     directory.mkdir(parents=True, exist_ok=True)
-    sweep = {"name": config.sweep.name, "overrides": fixed_arguments(config), "cells": {**begun, **new}}
-    run_dir.write_json(path, sweep)
+    sweep = {"name": config.sweep.name, "overrides": fixed_arguments(config), "to_choose": to_choose}
+    run_dir.write_json(path, {**sweep, "cells": {**begun, **new}})
 
 
 def fixed_arguments(config: DictConfig) -> list[str]:
     """What of the command line holds for all cells, so that a command for other cells begins with it."""
-    swept = (*swept_keys(config), "sweep.name", "hydra/sweeper", "hydra.sweeper", "hydra.mode")
+    swept = {*swept_keys(config), "sweep.name", "hydra.mode"}
     given = [*config.hydra.overrides.task, *config.hydra.overrides.hydra]
     keys = {text: text.lstrip("+~").partition("=")[0] for text in given}
     own = next((s.path for s in config.hydra.runtime.config_sources if s.provider == "command-line"), None)
     folder = ["--config-dir", own] if own else []
-    return [*folder, *(text for text, key in keys.items() if not key.startswith(swept))]
+    kept = [k for k in keys if keys[k] not in swept and not keys[k].startswith(("hydra/sweeper", "hydra.sweeper"))]
+    return [*folder, *kept]
 
 
 def name_sweep(config: DictConfig) -> None:

@@ -14,9 +14,10 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
+from gptexp import run_dir
 from gptexp.config import AUTO, Config
 from gptexp.distributed import launcher_rank
-from gptexp.errors import EXIT_FAILED, ConfigError, first_line
+from gptexp.errors import EXIT_FAILED, ConfigError, UserError, first_line
 from gptexp.pool import OUTPUT, Process, resume_command, run_all, visible_gpus
 from gptexp.signals import at_parents_death
 from gptexp.sweep import PLUGINS
@@ -25,6 +26,7 @@ from gptexp.sweep.cells import Cell
 if TYPE_CHECKING:
     from gptexp.sweep.sweepers import CellSweeper
 
+JOB = "job.json"  # in a cell's directory: its job
 JOBS = ".submitit"  # what submitit keeps of its jobs, in the sweep's directory
 POLL_S = 1.0  # how often a job looks at its run
 
@@ -33,6 +35,7 @@ class CellLauncher(Launcher):
     """Runs cells in processes of their own, side by side where there are devices; one that fails costs itself only."""
 
     __module__ = PLUGINS
+    among_ranks = False
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         self.config = config
@@ -40,13 +43,17 @@ class CellLauncher(Launcher):
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         raise NotImplementedError("sweepers of gptexp give their cells out one by one, to `run`")
 
-    def check(self, cells: Sequence[Cell]) -> None:
+    def check(self, configs: Sequence[Config]) -> None:
         """Decide how many of such cells run at once. Raises `ConfigError` where so many cannot."""
-        parallel = cells[0].config.sweep.parallel
+        parallel = configs[0].sweep.parallel
         self.among_ranks = launcher_rank() is not None
         if self.among_ranks and parallel not in (AUTO, 1):
             raise ConfigError(f"sweep.parallel={parallel}: under a launcher all ranks train one cell; leave it out")
-        self.at_once, self.gpus = (1, None) if self.among_ranks else side_by_side([cell.config for cell in cells])
+        self.at_once, self.gpus = (1, None) if self.among_ranks else self.places(configs)
+
+    def places(self, configs: Sequence[Config]) -> tuple[int, list[str] | None]:
+        """How many such cells run at once, and the GPUs they share out, if they do."""
+        return side_by_side(configs)
 
     def run(self, sweep: "CellSweeper") -> int | None:
         """Run the cells that `sweep` gives out; the number of the signal that ended it, or None."""
@@ -86,7 +93,8 @@ class SubmititLauncher(CellLauncher):
     """Runs each cell as a job of SLURM, by submitit; with `cluster=local` as a process, to try it out.
 
     A job is `gptexp resume` on the cell's directory, on one node. When its time runs out it saves, and SLURM takes it
-    up again. `sweep.parallel` is how many jobs are submitted at once: on auto all, and the queue decides.
+    up again. `sweep.parallel` is how many jobs are submitted at once: on auto all, and the queue decides, but for the
+    first, which decides for the others what `auto` comes to. Jobs that outlive this process are found again.
     """
 
     __module__ = PLUGINS
@@ -103,39 +111,67 @@ class SubmititLauncher(CellLauncher):
             if value is not None
         }
 
-    def check(self, cells: Sequence[Cell]) -> None:
+    def check(self, configs: Sequence[Config]) -> None:
         if launcher_rank() is not None:
             raise ConfigError("hydra/launcher=submitit_…: submits jobs itself; start it outside of torchrun and srun")
         try:
             import submitit
         except ImportError:
             raise ConfigError("hydra/launcher=submitit_…: not installed; pip install 'gptexp[slurm]'") from None
-        parallel = cells[0].config.sweep.parallel
-        self.at_once = parallel if isinstance(parallel, int) else sys.maxsize
+        self.at_once, _ = self.places(configs)
         folder = Path(self.config.hydra.sweep.dir).absolute() / JOBS / "%j"
         try:
             self.executor = submitit.AutoExecutor(folder=folder, cluster=self.cluster, **self.timeouts)
             self.executor.update_parameters(nodes=1, tasks_per_node=1, **self.parameters)
-        except (
-            AssertionError,
-            RuntimeError,
-            NameError,
-            TypeError,
-            ValueError,
-        ) as error:  # whatever it makes of a value
+        except (AssertionError, RuntimeError, NameError, TypeError, ValueError) as error:  # as it comes
             raise ConfigError(f"hydra.launcher: {first_line(error)}") from None
 
+    def places(self, configs: Sequence[Config]) -> tuple[int, None]:
+        parallel = configs[0].sweep.parallel
+        if self.cluster != "local":
+            return (parallel if isinstance(parallel, int) else max(1, len(configs))), None
+        if parallel not in (AUTO, 1):
+            raise ConfigError(
+                f"sweep.parallel={parallel}: hydra/launcher=submitit_local runs one at a time; leave either out"
+            )
+        return 1, None
+
     def run(self, sweep: "CellSweeper") -> int | None:
+        alive: dict[Path, Any] = {}  # jobs of an earlier command, by their cells
+
         def begins(cell: Cell, _: Sequence[str]) -> None:
-            sweep.begins(cell, " as a job")
+            if (job := self._alive(cell)) is not None:
+                alive[cell.directory] = job
+                sweep.announce(cell, f"is job {job.job_id}, of an earlier command")
+            else:
+                sweep.begins(cell, " as a job")
 
         def submit(cell: Cell, _: Sequence[str], __: int) -> Process:
+            if cell.directory in alive:
+                return Submitted(alive[cell.directory])
             uses_gpus = cell.config.train.device in ("auto", "cuda")
             gpus = self.gpus_per_node if self.gpus_per_node is not None else cell.world_size if uses_gpus else 0
             self.executor.update_parameters(name=cell.name, gpus_per_node=gpus)
-            return Submitted(self.executor.submit(CellJob(cell.directory)))
+            try:
+                job = self.executor.submit(CellJob(cell.directory))
+            except Exception as error:  # submitit's own, or what the command for it raised
+                raise UserError(
+                    f"not submitted: {first_line(error)} (sweep.parallel=N submits no more than N at once)"
+                ) from None
+            run_dir.write_json(cell.directory / JOB, {"id": job.job_id})
+            return Submitted(job)
 
         return run_all(sweep.waiting, sweep.more, self.at_once, None, sweep.decided, begins, sweep.ended, submit)
+
+    def _alive(self, cell: Cell) -> Any:
+        """The job that an earlier command submitted for `cell`, if it still waits or runs."""
+        from submitit import SlurmJob
+
+        number = run_dir.read_json(cell.directory / JOB).get("id")
+        if number is None or self.cluster == "local":  # whose jobs are children of whoever submitted them
+            return None
+        job: Any = SlurmJob(self.executor.folder, str(number))
+        return None if job.done(force_check=True) else job
 
 
 class CellJob:
@@ -199,7 +235,7 @@ class Submitted:
     def send_signal(self, number: int) -> None:
         """Whichever it was: SLURM gives SIGTERM to all that runs in a job, and KillWait seconds to save."""
         self.cancelled = number
-        self.job.cancel()
+        self.job.cancel(check=False)  # one that has just ended is no reason to leave the others running
 
     def wait(self) -> int:
         while (code := self.poll()) is None:

@@ -82,6 +82,8 @@ def _interval(key: str, value: IntervalSweep, text: str) -> Interval:
     if log and low <= 0:
         raise ConfigError(f"{text}: a logarithm needs numbers above 0; begin at one, or drop tag(log, …)")
     kinds = {name: f.type for name, f, _ in fields_of(Config())}
+    if key not in kinds:
+        raise ConfigError(f"{text}: unknown key '{key}'; an interval needs a key that takes a number")
     return Interval(low, high, log, int in (kinds[key], *getattr(kinds[key], "__args__", ())))
 
 

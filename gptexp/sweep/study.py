@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gptexp import run_dir
-from gptexp.errors import ConfigError
+from gptexp.errors import ConfigError, first_line
 from gptexp.sweep.space import Axis, Interval
 
 if TYPE_CHECKING:
@@ -33,10 +33,12 @@ class Study:
         self.states = optuna.trial.TrialState
         self.space = space
         self.distributions = {axis.key: _distribution(axis) for axis in space if axis.swept}
-        self.study = optuna.create_study(
-            storage=f"sqlite:///{(directory / STUDY).absolute()}", study_name="gptexp", load_if_exists=True
-        )
-        trials = self.study.get_trials()
+        path = (directory / STUDY).absolute()
+        try:
+            self.study = optuna.create_study(storage=f"sqlite:///{path}", study_name="gptexp", load_if_exists=True)
+            trials = self.study.get_trials()
+        except Exception as error:  # SQLAlchemy's, SQLite's or Optuna's, by what is wrong with the file
+            raise ConfigError(f"{path}: no study of Optuna ({first_line(error)}); remove it to begin anew") from None
         for trial in trials:
             for key in trial.distributions.keys() & self.distributions.keys():
                 try:
@@ -92,7 +94,12 @@ class Study:
             self.fail(number)
 
     def fail(self, number: int) -> None:
+        """Record that a cell came to nothing; a later command tries it again."""
         self.study.tell(number, state=self.states.FAIL)
+
+    def refuse(self, number: int) -> None:
+        """Record that there is no such cell: the sampler learns to keep away."""
+        self.study.tell(number, state=self.states.PRUNED)
 
 
 def _distribution(axis: Axis) -> "BaseDistribution":

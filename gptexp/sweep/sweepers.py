@@ -20,7 +20,7 @@ from omegaconf import DictConfig
 
 from gptexp import run_dir
 from gptexp.config import memory_key, shown
-from gptexp.errors import EXIT_DIVERGED, EXIT_FAILED, ConfigError, first_line
+from gptexp.errors import EXIT_DIVERGED, EXIT_FAILED, ConfigError, UserError, first_line
 from gptexp.pool import OUTPUT
 from gptexp.sweep import PLUGINS
 from gptexp.sweep.cells import Cell, confounds, draft, record, settle
@@ -90,17 +90,19 @@ class CellSweeper(Sweeper):
 
     def compose(self, combinations: Sequence[Sequence[str]], of: int | None = None) -> list[Cell]:
         """The cells of these overrides. Raises `ConfigError` for all that are illegal at once."""
-        if not combinations:
-            raise ConfigError("the sweep has no cells; give at least one value of each swept key")
         drafts = draft(self.loader, self.config, combinations, of or len(combinations), len(self.cells))
         return settle(drafts, self.directory)
 
     def check(self, cells: Sequence[Cell]) -> None:
         """Raise `ConfigError` for what the launcher can't run; warn of what the sweep confounds; write sweep.json."""
-        self.cell_launcher.check(cells)
-        record(self.directory, self.config, self.cells)
+        self.cell_launcher.check([cell.config for cell in cells])
+        self.record()
         for line in confounds([cell.config for cell in cells]):
             print(f"gptexp: warning: {line}", file=sys.stderr)
+
+    def record(self) -> None:
+        """Write sweep.json."""
+        record(self.directory, self.config, self.cells, to_choose=0)
 
     def is_done(self, cell: Cell) -> bool:
         status = run_dir.status(cell.directory)
@@ -112,22 +114,32 @@ class CellSweeper(Sweeper):
         """Another cell than those of `waiting`, once these are given out; None where there is none."""
         return None
 
-    def begins(self, cell: Cell, where: str = "") -> int:
-        """Say so, and have Hydra make the cell's directory and call the task; the exit code that this gives."""
+    def announce(self, cell: Cell, how: str) -> None:
         self.begun += 1
-        say(f"--- cell {self.begun} of {self.of} begins{where}: {cell.name}")
+        say(f"--- cell {self.begun} of {self.of} {how}: {cell.name}")
+
+    def begins(self, cell: Cell, where: str = "") -> int:
+        """Say so, and have Hydra make the cell's directory and call the task; the exit code that this gives.
+
+        Raises `UserError` where the task refuses.
+        """
+        self.announce(cell, f"begins{where}")
         decided = _decided(self.directory, memory_key(cell.config))
         _share(decided, cell.directory / run_dir.EFFECTIVE)
-        result = run_job(
-            hydra_context=self.context,
-            task_function=self.task,
-            config=cell.composition,
-            job_dir_key="hydra.sweep.dir",
-            job_subdir_key="hydra.sweep.subdir",
-        )
-        code: int = (
-            result.return_value
-        )  # raises what the task did: a defect of gptexp, as a cell fails by its exit code
+        try:
+            result = run_job(
+                hydra_context=self.context,
+                task_function=self.task,
+                config=cell.composition,
+                job_dir_key="hydra.sweep.dir",
+                job_subdir_key="hydra.sweep.subdir",
+            )
+        except SystemExit as leaving:  # the task has said why; a cell costs itself only, but for ranks that wait
+            if self.cell_launcher.among_ranks:
+                raise
+            raise UserError(f"not begun (exit code {leaving.code})") from None
+        # Raises what the task did, which is a defect of gptexp: a cell that fails has an exit code.
+        code: int = result.return_value
         return code
 
     def ended(self, cell: Cell, code: int) -> None:
@@ -230,12 +242,12 @@ class OptunaSweeper(CellSweeper):
         if self.config.data.val_tokens == 0 and not self.config.data.val_path:
             raise ConfigError("data.val_tokens=0: Optuna needs a validation loss; hold some tokens out")
         samples = self.compose(self.combinations(space), self.n_trials)
-        self.check(samples)
+        self.directory.mkdir(parents=True, exist_ok=True)
         self.study = Study(self.directory, space, self.seed)
-        self.of = max(0, self.n_trials - self.study.completed)
+        self.of, self.asked, self.illegal = max(0, self.n_trials - self.study.completed), 0, 0
         self.running: dict[tuple[str, ...], Cell] = {}  # by its overrides
         self.trials: dict[Path, list[int]] = {}  # those of a cell that runs, by its directory
-        self.asked = 0
+        self.check(samples)
 
     def more(self) -> Cell | None:
         while self.asked < self.of:
@@ -244,20 +256,31 @@ class OptunaSweeper(CellSweeper):
             if (same := self.running.get(overrides)) is not None:  # among a few choices the same ones come up again
                 self.trials[same.directory].append(number)
                 continue
-            try:
-                [cell] = self.compose([overrides], self.n_trials)
-            except ConfigError:
-                self.study.fail(number)
-                raise
+            [drafted] = draft(self.loader, self.config, [overrides], self.n_trials, len(self.cells))
+            if drafted.problems:  # of values that are legal one by one
+                print(f"gptexp: {drafted.title}: {drafted.problems[0]}", file=sys.stderr)
+                self.study.refuse(number)
+                self.illegal += 1
+                continue
+            [cell] = settle([drafted], self.directory)
             if cell.name not in [known.name for known in self.cells]:
                 self.cells.append(cell)
-            record(self.directory, self.config, self.cells)
+            self.record()
             if self.is_done(cell):
                 self.study.tell(number, cell)
                 continue
             self.running[overrides], self.trials[cell.directory] = cell, [number]
             return cell
         return None
+
+    def record(self) -> None:
+        record(self.directory, self.config, self.cells, to_choose=self.of - self.asked)
+
+    def sweep(self, arguments: list[str]) -> None:
+        super().sweep(arguments)
+        if self.illegal and self.illegal == self.asked:
+            print("gptexp: nothing that Optuna chose can run; sweep values that go together", file=sys.stderr)
+            raise SystemExit(EXIT_FAILED)
 
     def ended(self, cell: Cell, code: int) -> None:
         super().ended(cell, code)
@@ -273,7 +296,10 @@ def _whole_number(key: str, value: Any, least: int) -> None:
 
 
 def _outcome(cell: Cell) -> str:
-    summary = run_dir.read_json(cell.directory / run_dir.SUMMARY)
+    try:
+        summary = run_dir.read_json(cell.directory / run_dir.SUMMARY)
+    except ConfigError:
+        summary = {"status": "damaged"}
     loss = summary.get("final_val_loss")
     status = summary.get("status", "failed" if cell.directory.exists() else "not begun")
     return f"{status:<12} {f'val loss {loss:.4f}' if loss is not None else '':<16} {cell.name}"
