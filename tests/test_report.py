@@ -270,7 +270,6 @@ def test_a_single_run_is_reported_too(gptexp: Gptexp, swept: Path, tmp_path: Pat
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", ["nothing", "empty"])
 def test_a_wide_flat_grid_wants_seeds_and_no_more_learning_rates(tmp_path: Path) -> None:
     rng = random.Random(0)
     for lr in (1e-3, 4e-3, 1.6e-2, 6.4e-2):
@@ -300,15 +299,18 @@ def test_tables_hold_what_was_read_and_pages_what_people_read(swept: Path) -> No
     assert values([run], ["model.n_layer"]) == [{
         "run": run.name, "status": run.status, "lr": run.lr, "total_batch_size": run.batch, "seed": run.seed,
         "steps": run.summary["steps"], "tokens": run.summary["tokens"], "tokens_per_parameter": run.summary["tokens"],
-        "final_val_loss": run.loss, "tokens_per_s": 8e3, "mfu_palm": None, "train_h": 1 / 60, "model.n_layer": 2,
+        "final_val_loss": run.loss, "tokens_per_s": 8e3, "mfu_palm": None, "train_h": 1 / 60, "model.n_layer": 12,
     }]  # fmt: skip
     names, [texts] = shown([run])
     assert "MFU" not in names  # no peak is known of a CPU
+    differing, _ = shown(find_runs(swept), all_of_them=False)
+    assert {"status", "val loss", "seed"} < {*differing} < {*names} - {"tokens/s"}
     assert texts[names.index("val loss")] == f"{run.loss:.4f}"
     run.mfu = 0.4321
     assert "43.2%" in shown([run])[1][0]
 
 
+@pytest.mark.parametrize("what", ["nothing", "empty"])
 def test_where_there_is_no_run_a_line_says_so(gptexp: Gptexp, tmp_path: Path, what: str) -> None:
     (tmp_path / "empty").mkdir()
     done = gptexp("report", what)

@@ -114,6 +114,16 @@ def test_an_optimum_at_the_edge_of_the_grid_never_gets_a_number(side: int, beyon
             assert curve.extend == pytest.approx(2.0 ** (3 * side))
 
 
+def test_a_minimum_whose_interval_is_wider_than_the_grid_is_no_reason_to_widen_it() -> None:
+    """Both ends are worse by more than noise, and between them the curve is too flat to say where it is lowest."""
+    losses = {1e-3: [5.7502], 3e-3: [3.8724], 1e-2: [3.7187], 3e-2: [3.7357], 1e-1: [3.8516]}
+    seeds = {1e-2: [3.1586, 3.1842, 3.2195, 3.2101, 3.1982]}
+    others = {1e-3: [4.0299], 3e-3: [3.5741], 3e-2: [3.3246], 1e-1: [3.5094]}
+    curves = fit_curves({2048: {**others, **seeds}, 4096: losses}, {})
+    assert (curves.of[4096].status, curves.of[4096].tied) == ("flat", (1e-2, 3e-2))
+    assert curves.of[2048].status == "bracketed"
+
+
 @pytest.mark.parametrize("side", [-1, 1])
 def test_an_edge_is_seen_without_any_measure_of_noise(side: int) -> None:
     sweep = {b: {2.0**x: [u_curve(4.0 * side)(x)] for x in range(-2, 3)} for b in (4096, 8192)}

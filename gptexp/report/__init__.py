@@ -112,7 +112,7 @@ def show(report: Report) -> None:
     # The names of a sweep's cells say what the other columns do, unless more than those was swept.
     named = len(runs) == 1 or len(report.analysis.arms) > 1
     table = Table(box=None, pad_edge=False)
-    columns, rows = shown(runs)
+    columns, rows = shown(runs, all_of_them=False)
     for column in columns[not named :]:
         table.add_column(column, justify="left" if column in ("run", "status") else "right")
     for row in rows:

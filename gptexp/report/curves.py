@@ -211,6 +211,9 @@ def _curve(losses: Losses, diverged: Sequence[float], fit: Parabola | None, nois
         return _flat(losses, noise, "the curvature cannot be told from zero")
     x, (low, high) = fit.minimum, interval
     if low <= math.log2(min(losses)) or high >= math.log2(max(losses)):
+        inner = sorted(losses)[1:-1]
+        if math.log2(inner[0]) <= x <= math.log2(inner[-1]):
+            return _flat(losses, noise, "the interval of the minimum is wider than the grid")
         return _not_bracketed(losses, [lr for lr in losses if (lr < best) == (x > math.log2(best))], diverged)
     reach = math.sqrt(noise.t * noise.sigma * math.sqrt(2) / fit.a)
     optimum = Optimum(

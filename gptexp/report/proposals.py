@@ -53,7 +53,7 @@ def _cells(arm: Arm) -> list[tuple[int, list[float], list[int]]]:
             wanted.append((batch, [curve.extend] if diverges else sorted([curve.extend, beyond]), []))
         elif curve.tied is not None and lrs[-1] / lrs[0] >= WIDE:  # more runs then, not others
             best = min(lrs, key=lambda lr: arm.means[batch, lr])
-            wanted.append((batch, sorted({lrs[0], best, lrs[-1]}), _new_seeds(arm)))
+            wanted.append((batch, sorted({*curve.tied, best}), _new_seeds(arm)))
         elif curve.status in ("flat", "too few"):
             above = [lr for lr in (lrs[-1] * step,) if not any(gone <= lr for gone in arm.diverged.get(batch, ()))]
             wanted.append((batch, [lrs[0] / step, *above], []))

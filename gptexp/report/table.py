@@ -51,11 +51,15 @@ def values(runs: Sequence[Run], apart: Sequence[str]) -> list[dict[str, Any]]:
     ]
 
 
-def shown(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
-    """Titles and texts of the columns that some run has a value in."""
-    columns = [column for column in COLUMNS if any(column.of(run) is not None for run in runs)]
+def shown(runs: Sequence[Run], all_of_them: bool = True) -> tuple[list[str], list[list[str]]]:
+    """Titles and texts of the columns that some run has a value in; else only of those in which runs differ."""
+
+    def tells(column: Column) -> bool:
+        found = {column.of(run) for run in runs}
+        return found != {None} and (all_of_them or len(found) > 1 or len(runs) == 1 or column.key == "status")
 
     def text(value: Any, form: str) -> str:
         return "" if value is None else format(value, form)
 
+    columns = [column for column in COLUMNS if tells(column)]
     return [column.title for column in columns], [[text(c.of(run), c.form) for c in columns] for run in runs]

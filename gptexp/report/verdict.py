@@ -114,7 +114,8 @@ def _best(arm: Arm) -> list[str]:
     if not arm.ties:
         return [f"{line}, and no other cell ties with it."]
     cells = ", ".join(f"{lr:.3g} at {b:,}" for b, lr in sorted(arm.ties))
-    return [f"{line}; {len(arm.ties)} other cells cannot be told from it: {cells}."]
+    count = f"{len(arm.ties)} other cell{'s' if len(arm.ties) > 1 else ''}"
+    return [f"{line}; {count} cannot be told from it: {cells}."]
 
 
 def _noise(arm: Arm) -> list[str]:
