@@ -116,12 +116,17 @@ def test_an_optimum_at_the_edge_of_the_grid_never_gets_a_number(side: int, beyon
 
 def test_a_minimum_whose_interval_is_wider_than_the_grid_is_no_reason_to_widen_it() -> None:
     """Both ends are worse by more than noise, and between them the curve is too flat to say where it is lowest."""
-    losses = {1e-3: [5.7502], 3e-3: [3.8724], 1e-2: [3.7187], 3e-2: [3.7357], 1e-1: [3.8516]}
-    seeds = {1e-2: [3.1586, 3.1842, 3.2195, 3.2101, 3.1982]}
-    others = {1e-3: [4.0299], 3e-3: [3.5741], 3e-2: [3.3246], 1e-1: [3.5094]}
-    curves = fit_curves({2048: {**others, **seeds}, 4096: losses}, {})
-    assert (curves.of[4096].status, curves.of[4096].tied) == ("flat", (1e-2, 3e-2))
-    assert curves.of[2048].status == "bracketed"
+    grid = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1)  # half a decade apart, and with few seeds: a real sweep's losses
+    losses = {
+        1024: [3.7329, 3.3086, 3.0226, 3.0627, 3.5716],
+        2048: [4.0299, 3.5741, 3.1586, 3.3246, 3.5094],
+        4096: [5.7502, 3.8724, 3.7187, 3.7357, 3.8516],
+    }
+    sweep = {b: {lr: [loss] for lr, loss in zip(grid, of, strict=True)} for b, of in losses.items()}
+    sweep[2048][1e-2] += [3.1842, 3.2195, 3.2101, 3.1982]
+    curve = fit_curves(sweep, {}).of[1024]
+    assert (curve.status, curve.tied, curve.extend) == ("flat", (1e-2, 3e-2), None)
+    assert "wider than the grid" in curve.why
 
 
 @pytest.mark.parametrize("side", [-1, 1])

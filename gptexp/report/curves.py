@@ -2,9 +2,9 @@
 
 Near its minimum the loss is close to a parabola in the logarithm of the learning rate; farther off it is skewed, which
 would pull the minimum aside, or steeper, which would pass for noise. So each fit takes the five learning rates nearest
-to the lowest loss, and all fits take fewer where a cubic term, common to all batch sizes, or a lack of fit shows. The
-interval of a minimum is Fieller's (1954, J. R. Stat. Soc. B 16:175): exact for a ratio of estimates, and unbounded
-where the curvature could be zero.
+to the lowest loss, and all fits take fewer where a cubic term, common to all batch sizes, or a lack of fit shows; where
+that may be chance, what the wider fits leave over still counts as noise. The interval of a minimum is Fieller's (1954,
+J. R. Stat. Soc. B 16:175): exact for a ratio of estimates, and unbounded where the curvature could be zero.
 """
 
 import math
@@ -18,9 +18,7 @@ import numpy.typing as npt
 from gptexp.report.noise import CONFIDENCE, LEAST, Noise, f_tail, pool, seed_noise
 
 LEVEL = 1 - CONFIDENCE
-# Levels of the tests whether fewer learning rates should be fitted. Each time they are wrong the interval comes out too
-# narrow; without seeds they have few degrees of freedom, and would miss much.
-NARROWING, NARROWING_ALONE = 0.02, 0.05
+CERTAIN = 0.01  # below this what a fit leaves over is no noise; from here to `LEVEL` it may be, and counts as noise
 MOST = 5  # learning rates in a fit
 WIDEST = 7  # learning rates of which is said whether they lie on a skewed curve
 
@@ -150,32 +148,35 @@ def fit_curves(losses: Mapping[int, Losses], diverged: Mapping[int, Sequence[flo
     seeds = seed_noise([of_seeds for at_batch in losses.values() for of_seeds in at_batch.values()])
     inside = {b: at_batch for b, at_batch in losses.items() if len(at_batch) >= 3 and _edge(at_batch) is None}
     fewest = 3 if seeds else 4  # three runs leave nothing over to learn the noise from
+    in_doubt: list[Parabola] = []
     for width in range(MOST, fewest - 1, -1):
         fits = {b: fit_parabola(_nearest(at_batch, width)) for b, at_batch in inside.items()}
-        if width == fewest or not (_bent(list(fits.values()), seeds) or _misfits(inside, fits, width, seeds)):
+        chance = min(_straight(list(fits.values()), seeds), _fitting(inside, fits, width, seeds))
+        if width == fewest or chance > LEVEL:
             break
+        in_doubt = in_doubt or ([*fits.values()] if chance > CERTAIN else [])
     widest = [fit_parabola(_nearest(at_batch, WIDEST)) for at_batch in inside.values()]
-    noise = pool(seeds, [(fit.residual, fit.dof) for fit in fits.values() if len(fit.lrs) > 3])
+    left_over = [(fit.residual, fit.dof) for fit in (in_doubt or fits.values()) if len(fit.lrs) > 3]
+    noise = pool(seeds, left_over)
     curves = {b: _curve(at_batch, diverged.get(b, ()), fits.get(b), noise) for b, at_batch in losses.items()}
-    return Curves(curves, noise, width, _bent(widest, seeds))
+    return Curves(curves, noise, width, _straight(widest, seeds) < LEVEL)
 
 
-def _bent(fits: Sequence[Parabola], seeds: Noise | None) -> bool:
-    """Whether a cubic term, the same at all batch sizes, is significant: F-test against seeds, else what is left."""
+def _straight(fits: Sequence[Parabola], seeds: Noise | None) -> float:
+    """Probability of such a cubic term, common to all batch sizes, by noise: F-test against seeds, or what is left."""
     weight = sum(1 / fit.cubic_variance for fit in fits)
     if not weight:
-        return False
+        return 1.0
     explained = sum(fit.cubic / fit.cubic_variance for fit in fits) ** 2 / weight
     if seeds is not None:
-        return f_tail(explained / seeds.sigma**2, 1, seeds.dof) < NARROWING
+        return f_tail(explained / seeds.sigma**2, 1, seeds.dof)
     dof = sum(fit.dof for fit in fits) - 1
     left = sum(fit.residual for fit in fits) - explained
-    return dof > 0 and f_tail(explained / (left / dof), 1, dof) < NARROWING
+    return f_tail(explained / max(left / dof, LEAST**2), 1, dof) if dof > 0 else 1.0
 
 
-def _misfits(losses: Mapping[int, Losses], fits: Mapping[int, Parabola], width: int, seeds: Noise | None) -> bool:
-    """Whether the runs lie farther from `fits` than by noise: that of seeds, else what fits to one less leave over."""
-    level = NARROWING if seeds else NARROWING_ALONE
+def _fitting(losses: Mapping[int, Losses], fits: Mapping[int, Parabola], width: int, seeds: Noise | None) -> float:
+    """Probability that the runs lie so far from `fits` by noise: that of seeds, or of fits to one less."""
     rest, dof = sum(fit.residual for fit in fits.values()), sum(fit.dof for fit in fits.values())
     if seeds is not None:
         squares, of = seeds.dof * seeds.sigma**2, seeds.dof
@@ -184,8 +185,8 @@ def _misfits(losses: Mapping[int, Losses], fits: Mapping[int, Parabola], width: 
         squares, of = sum(fit.residual for fit in narrower), sum(fit.dof for fit in narrower)
         rest, dof = rest - squares, dof - of
     if not dof or not of:
-        return False
-    return f_tail((rest / dof) / max(squares / of, LEAST**2), dof, of) < level
+        return 1.0
+    return f_tail((rest / dof) / max(squares / of, LEAST**2), dof, of)
 
 
 def _curve(losses: Losses, diverged: Sequence[float], fit: Parabola | None, noise: Noise | None) -> Curve:

@@ -79,6 +79,8 @@ def _law(arm: Arm) -> list[str]:
         f"to {law.high:.2f}, {len(law.sizes)} batch sizes): that {agrees}"
         + (f" and not with {rules(refused)}." if admitted and refused else ".")
     ]
+    if len(law.sizes) == 2:
+        lines.append("Two batch sizes lie on some line whatever the truth is: a third one would test it.")
     if law.scatter:
         lines.append("The optima scatter about that line more than their own intervals allow; its interval is widened.")
     if law.bends:
