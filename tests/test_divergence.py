@@ -56,6 +56,15 @@ def test_a_short_runs_bumps_are_no_divergence() -> None:
     """Of fifty steps one is two hundredths: a nano model's loss over its first steps, at 8,192 tokens and lr 0.032."""
     losses = [10.71, 10.2, 9.6, 8.8, 7.94, 6.9, 6.0, 5.2, 4.74, 5.0, 5.6, 6.0, 6.14, 6.0, 5.8, 5.6, 5.46]
     assert first_flagged([*losses, *[4.8] * 33], steps=50) is None
+    assert first_flagged([*[10.7] * 5, *[5.0] * 20, *[9.0] * 12, *[5.0] * 13], steps=50) is None
+    assert first_flagged([*[10.7] * 5, *[5.0] * 20, *[9.0] * 25], steps=50) is not None
+
+
+def test_bumps_do_not_add_up() -> None:
+    def bumpy(step: int) -> float:
+        return falling(step) + (2.5 if step % 500 < 45 and step > 1000 else 0.0)
+
+    assert first_flagged(map(bumpy, range(STEPS))) is None
 
 
 def test_a_resumed_run_comes_to_the_same_step() -> None:

@@ -27,6 +27,7 @@ Gptexp = Callable[..., subprocess.CompletedProcess[str]]
 Start = Callable[..., subprocess.Popen[str]]
 
 LR = Axis("optim.lr", True, Interval(1e-4, 1e-1, log=True, whole=False))
+EPS = Axis("optim.eps", True, Interval(1e-4, 1e-1, log=True, whole=False))
 LAYERS = Axis("model.n_layer", True, Interval(1, 6, log=False, whole=True))
 BATCH = Axis("batch.total_batch_size", True, ["4096", "8192"])
 SEED = Axis("train.seed", False, ["7"])
@@ -50,6 +51,8 @@ def test_values_are_spread_evenly_on_their_scale() -> None:
     lrs = [math.log(float(cell["optim.lr"])) for cell in cells]
     low, width = math.log(1e-4), math.log(1e3)
     assert stats.kstest(lrs, stats.uniform(low, width).cdf).pvalue > 0.01
+    others = [math.log(float(cell["optim.eps"])) for cell in drawn(2000, EPS)]
+    assert stats.pearsonr(lrs, others).pvalue > 0.01  # a key's values do not follow another's
     layers = [int(cell["model.n_layer"]) for cell in cells]
     assert {*layers} == {1, 2, 3, 4, 5, 6}
     assert sum(cell["batch.total_batch_size"] == "4096" for cell in cells) == pytest.approx(1000, abs=100)
