@@ -98,6 +98,17 @@ def test_intervals_of_optima_hold_the_truth_as_often_as_they_say(sweeps: int, kw
     assert (0.92 if sweeps == 1000 else 0.88) <= held / found <= (0.98 if sweeps == 1000 else 0.99)
 
 
+def test_learning_rates_that_tie_lie_within_the_grid() -> None:
+    rng = np.random.default_rng(12)
+    reached = 0
+    for _ in range(50):
+        for curve in fit_curves(draw(rng, [0.3] * 6, sigma=0.01), {}).of.values():
+            if (o := curve.optimum) is not None:
+                assert 0.25 <= o.tie_low < o.lr < o.tie_high <= 4.0
+                reached += o.tie_high == 4.0
+    assert reached
+
+
 @pytest.mark.parametrize("sigma", [0.001, SIGMA])
 @pytest.mark.parametrize("beyond", [0.0, 0.4, 1.5])
 @pytest.mark.parametrize("side", [-1, 1])
