@@ -191,6 +191,28 @@ def test_no_gpu_has_two_cells_and_none_is_idle_while_one_fits(sizes: list[int], 
     assert (at_most, using) == (most, {})
 
 
+def test_more_is_asked_for_once_nothing_waits_and_a_place_is_free() -> None:
+    """Whoever chooses the next cell wants to know how as many as possible have ended."""
+    waiting = [Job(Path(str(number)), 1) for number in range(2)]
+    happened: list[str] = []
+
+    def more() -> Job | None:
+        happened.append("asked")
+        return Job(Path("more"), 1) if happened.count("asked") < 3 else None
+
+    def begins(job: Job, own: Sequence[str]) -> None:
+        happened.append(f"begins {job.directory}")
+
+    def ended(job: Job, code: int) -> None:
+        happened.append(f"ended {job.directory}")
+
+    assert run_all(waiting, more, 1, None, lambda: True, begins, ended, sleep) is None
+    assert happened == [
+        "begins 0", "ended 0", "begins 1", "ended 1", "asked", "begins more", "ended more", "asked", "begins more",
+        "ended more", "asked",
+    ]  # fmt: skip
+
+
 def test_a_signal_while_a_cell_is_prepared_starts_nothing() -> None:
     begun = []
 
