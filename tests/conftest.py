@@ -69,6 +69,7 @@ TINY = (
     "train.max_steps=4",
     "train.device=cpu",  # wherever the tests run; test_gpu.py asks for other things
     "train.dtype=float32",
+    "train.matmul_precision=highest",  # else each run would time the alternative, and bits of two would differ by load
     "log=quiet",
 )
 

@@ -81,7 +81,7 @@ def test_every_named_choice_composes(corpus: Path) -> None:
             extra += ["train.max_tokens=300_000_000_000"]
         if group == "model" and path.stem.startswith("gpt"):
             extra += ["batch=gpt3_3m", "train.max_tokens=1_000_000_000"]
-        if path.stem == "shakespeare_50_steps":
+        if path.stem in ("shakespeare_50_steps", "tutorial"):
             extra = []
         if path.stem == "gpt2_124m":
             extra += ["world=ddp8"]

@@ -11,14 +11,21 @@ from gptexp.config import Config
 from gptexp.distributed import Rank
 from gptexp.effective import ESTIMATED, Effective, apply, estimate, resolve, step_context
 from gptexp.errors import ConfigError
-from gptexp.machine import free_memory, has_native_bfloat16, is_out_of_memory, medium_precision
+from gptexp.machine import free_memory, is_out_of_memory, medium_precision
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
+@pytest.fixture(autouse=True)
+def plain_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU that emulates bfloat16 and gains nothing by another float32 kernel, wherever the tests run."""
+    monkeypatch.setattr(module, "has_native_bfloat16", lambda device: device.type != "cpu")
+    monkeypatch.setattr(module, "medium_precision", lambda: (3e-7, 1.0))
+
+
 def test_auto_on_a_cpu() -> None:
     effective = resolve(Config(), CPU, Rank())
-    assert effective.dtype == ("bfloat16" if has_native_bfloat16(CPU) else "float32")
+    assert effective.dtype == "float32"
     assert (effective.compile, effective.loss, effective.fused) == (False, "chunked", True)
     assert effective.attention == "flash"
     assert all(effective.reasons.values())

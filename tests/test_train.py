@@ -130,7 +130,7 @@ def test_what_a_gpu_trained_with_its_own_kernels_opens_on_a_cpu(
     directory = tmp_path / "from_gpu"
     shutil.copytree(finished[0], directory)
     config = yaml.safe_load((directory / "config.yaml").read_text())
-    config["train"].update(device="auto", attention="cudnn", dtype="auto")
+    config["train"].update(device="auto", attention="cudnn")
     config["optim"].update(fused="on")
     (directory / "config.yaml").write_text(yaml.safe_dump(config))
     effective = json.loads((directory / "effective.json").read_text())
