@@ -231,16 +231,18 @@ def test_the_exponent_is_recovered_and_its_interval_is_honest(
     found, held = [], 0
     for _ in range(sweeps):
         law = fit_law(fit_curves(draw(rng, power_law(alpha, sizes), seeds=seeds), {}))
-        assert law is not None
+        if law is None:  # fits to few learning rates, and noise that is much by chance: no answer
+            continue
         found.append(law.exponent)
         held += law.admits(alpha)
         assert law.at(law.tokens) == pytest.approx(law.lr)
         assert law.at(4 * law.tokens) == pytest.approx(law.lr * 4**law.exponent)
+    assert len(found) >= 0.99 * sweeps
     errors = np.abs(np.array(found) - alpha)
     assert np.median(errors) < (0.02 if sizes == 6 else 0.03)
     assert np.quantile(errors, 0.95) < (0.04 if sizes == 6 else 0.08)
     assert abs(np.mean(found) - alpha) < 0.006
-    assert 0.92 <= held / sweeps <= 0.985
+    assert 0.92 <= held / len(found) <= 0.985
 
 
 def test_rules_that_the_data_refuse_are_refused() -> None:
