@@ -6,7 +6,6 @@ import os
 import signal
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ from gptexp.batch import BatchPlan, count_val_windows, interval_tokens, run_leng
 from gptexp.config import Config, ScheduleConfig
 from gptexp.data.prepare import prepare
 from gptexp.errors import UserError
+from gptexp.pool import resume_command
 from gptexp.signals import at_parents_death, ended_in_order
 
 WARM_UP, COUNTED = 2, 5  # steps of a calibration
@@ -141,7 +141,7 @@ def sample(cfg: Config, plan: BatchPlan, effective: dict[str, Any]) -> Sample:
         directory = Path(name) / "run"
         run_dir.save_config(directory, quick)
         run_dir.write_json(directory / run_dir.EFFECTIVE, effective)
-        seen = observe([sys.executable, "-m", "gptexp.resume", str(directory)], directory, WARM_UP + COUNTED)
+        seen = observe(resume_command(directory), directory, WARM_UP + COUNTED)
     ms = medians(seen.steps[WARM_UP:])
     in_micro_steps = ms["perf/data_ms"] + ms["perf/forward_ms"] + ms["perf/backward_ms"] - ms["perf/reduce_ms"]
     first_s = seen.steps[0]["perf/step_ms"] / 1e3

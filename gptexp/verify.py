@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from gptexp import run_dir
 from gptexp.config import Config, ModelConfig
 from gptexp.errors import EXIT_FAILED, ConfigError, UserError
+from gptexp.pool import resume_command
 from gptexp.signals import StopRequest, at_parents_death, ended_in_order
 
 if TYPE_CHECKING:
@@ -112,10 +113,9 @@ class Bench:
         """Begin a run, or go on with one, in processes as a user's command would."""
         directory = self.folder / name
         run_dir.save_config(directory, config)
-        command = [sys.executable, "-m", "gptexp.resume", str(directory)]
         leave_too = partial(at_parents_death, signal.SIGKILL)
         return subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, preexec_fn=leave_too
+            resume_command(directory), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, preexec_fn=leave_too
         )
 
     def finish(self, name: str, config: Config) -> Path:

@@ -149,6 +149,16 @@ def test_what_no_study_is_gets_one_line(tmp_path: Path) -> None:
     assert len(caught.value.problems) == 1
 
 
+def test_what_the_launcher_cannot_run_is_refused_before_there_is_a_study(
+    gptexp: Gptexp, tiny: list[str], tmp_path: Path
+) -> None:
+    how = ["hydra/sweeper=optuna", "hydra/launcher=submitit_local", "sweep.parallel=2"]
+    done = gptexp("train", "-m", *tiny, *how, "optim.lr=1e-3,2e-3")
+    assert done.returncode == 2
+    assert "submitit_local runs one at a time" in done.stderr
+    assert not (tmp_path / "outputs").exists()
+
+
 def test_what_optuna_cannot_choose_costs_a_trial_and_is_not_tried_again(
     gptexp: Gptexp, tiny: list[str], tmp_path: Path
 ) -> None:

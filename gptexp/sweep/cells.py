@@ -66,9 +66,14 @@ class Cell:
 def draft(
     loader: ConfigLoader, config: DictConfig, combinations: Sequence[Sequence[str]], of: int, first: int = 0
 ) -> list[Draft]:
-    """Compose and check each combination of overrides, the `first`-th and on of `of` cells."""
+    """Compose and check each combination of overrides, the `first`-th and on of `of` cells.
+
+    Raises `ConfigError` where there is none.
+    """
     from gptexp.compose import refuse_foreign_code, to_config
 
+    if not combinations:
+        raise ConfigError("the sweep has no cells; give at least one value of each swept key")
     swept = swept_keys(config)
     drafts = []
     for number, overrides in enumerate(combinations, first):
@@ -93,10 +98,8 @@ def draft(
 def settle(drafts: Sequence[Draft], directory: Path) -> list[Cell]:
     """Name the cells; may tokenise a corpus to learn what they are called.
 
-    Raises `ConfigError` for all that are illegal at once, and for none at all.
+    Raises `ConfigError` for all that are illegal at once.
     """
-    if not drafts:
-        raise ConfigError("the sweep has no cells; give at least one value of each swept key")
     refuse_illegal([(drafted.title, drafted.problems) for drafted in drafts])
     cells: dict[str, Cell] = {}  # two ways to write a value are one cell
     for drafted in drafts:

@@ -85,6 +85,7 @@ class CellSweeper(Sweeper):
         """Find the cells, and which of them are still to run. Raises `ConfigError` before anything exists."""
         self.cells = self.compose(self.combinations(space))
         self.check(self.cells)
+        self.record()
         self.waiting = [cell for cell in self.cells if not self.is_done(cell)]
         self.of = len(self.waiting)
 
@@ -94,10 +95,10 @@ class CellSweeper(Sweeper):
         return settle(drafts, self.directory)
 
     def check(self, cells: Sequence[Cell]) -> None:
-        """Raise `ConfigError` for what the launcher can't run; warn of what the sweep confounds; write sweep.json."""
-        self.cell_launcher.check([cell.config for cell in cells])
-        self.record()
-        for line in confounds([cell.config for cell in cells]):
+        """Raise `ConfigError` for what the launcher can't run; warn of what the sweep confounds."""
+        configs = [cell.config for cell in cells]
+        self.cell_launcher.check(configs)
+        for line in confounds(configs):
             print(f"gptexp: warning: {line}", file=sys.stderr)
 
     def record(self) -> None:
@@ -171,13 +172,14 @@ class GridSweeper(CellSweeper):
     __module__ = PLUGINS
 
     def combinations(self, space: Sequence[Axis]) -> list[list[str]]:
+        texts = []
         for axis in space:
             if isinstance(axis.among, Interval):
                 raise ConfigError(
                     f"{axis.key}: a grid needs single values; write {axis.key}=a,b,c, or add hydra/sweeper=random or "
                     "optuna"
                 )
-        texts = [[axis.override(value) for value in axis.among] for axis in space if isinstance(axis.among, list)]
+            texts.append([axis.override(value) for value in axis.among])
         return [list(cell) for cell in itertools.product(*texts)]
 
 
@@ -241,13 +243,13 @@ class OptunaSweeper(CellSweeper):
 
         if self.config.data.val_tokens == 0 and not self.config.data.val_path:
             raise ConfigError("data.val_tokens=0: Optuna needs a validation loss; hold some tokens out")
-        samples = self.compose(self.combinations(space), self.n_trials)
+        self.check(self.compose(self.combinations(space), self.n_trials))
         self.directory.mkdir(parents=True, exist_ok=True)
         self.study = Study(self.directory, space, self.seed)
         self.of, self.asked, self.illegal = max(0, self.n_trials - self.study.completed), 0, 0
         self.running: dict[tuple[str, ...], Cell] = {}  # by its overrides
         self.trials: dict[Path, list[int]] = {}  # those of a cell that runs, by its directory
-        self.check(samples)
+        self.record()
 
     def more(self) -> Cell | None:
         while self.asked < self.of:
