@@ -11,6 +11,7 @@ from gptexp.config import Config, field_problems, shown
 from gptexp.data.corpora import is_path_list, matching_files, path_list
 from gptexp.data.tokenizer import VOCAB_SIZES
 from gptexp.errors import ConfigError
+from gptexp.noise_scale import unmeasurable
 from gptexp.schedule import resolve_schedule
 
 RUN_LENGTH = ("train.max_tokens", "train.max_steps", "batch.total_batch_size")
@@ -98,6 +99,12 @@ def _tree(cfg: Config, world_size: int) -> Iterator[str]:
             )
     if cfg.world.threads_per_rank not in (None, 1):
         yield f"world.threads_per_rank={cfg.world.threads_per_rank}: {given} needs one thread per rank; leave it out"
+
+
+def _noise_scale(cfg: Config, world_size: int) -> Iterator[str]:
+    size = cfg.batch.asked_micro_batch_size  # what `auto` comes to, only the ranks know
+    if cfg.log.noise_scale == "on" and (why := unmeasurable(cfg, size or 1, world_size)):
+        yield f"log.noise_scale=on: {why}"
 
 
 def _warmup(cfg: Config, _: int) -> Iterator[str]:
@@ -205,6 +212,7 @@ RULES: tuple[tuple[Callable[[Config, int], Iterator[str]], tuple[str, ...]], ...
     (_sequence, (*SEQ_LEN,)),
     (_batch, ("batch.total_batch_size", "batch.micro_batch_size", "world.size", *SEQ_LEN)),
     (_tree, ("batch.total_batch_size", "batch.micro_batch_size", "world.size", "world.threads_per_rank", *SEQ_LEN)),
+    (_noise_scale, ("batch.total_batch_size", "batch.micro_batch_size", "world.size", "data.order", *SEQ_LEN)),
     (_warmup, (*RUN_LENGTH, *WARMUP)),
     (_decay, ("schedule.name", "schedule.decay_tokens", "schedule.decay_steps", *RUN_LENGTH, *WARMUP)),
     (_paths, ("data.path", "data.val_path")),

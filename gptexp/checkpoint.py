@@ -32,6 +32,7 @@ from gptexp.batch import crosses
 from gptexp.config import from_dict
 from gptexp.divergence import LossTrend
 from gptexp.errors import CheckpointError, StorageError, first_line
+from gptexp.noise_scale import NoiseScale
 from gptexp.run_dir import fsync
 
 NAME = re.compile(r"step-(\d{8,})")
@@ -54,6 +55,7 @@ class TrainState:
     skipped_updates: int = 0  # left out since loss or gradient was not finite
     steps_passed_over: int = 0  # of data that a rollback left behind: step k reads what k + this many come to
     trend: LossTrend = field(default_factory=LossTrend)
+    noise_scale: NoiseScale = field(default_factory=NoiseScale)
     regular: bool = True  # whether this checkpoint was due; False: saved to leave with, early
 
 

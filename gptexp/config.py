@@ -175,6 +175,7 @@ class TrainConfig:
     loss: str = _choice("auto", "plain", "chunked")  # chunked: no logits kept; auto: on a CPU, but for compiled bf16
     activation_checkpointing: bool = False  # keep only each block's input and compute the rest again: less memory
     device: str = _choice("auto", "cpu", "cuda", "mps")
+    profile: bool = False  # trace a few steps with torch's profiler and say where their time goes
 
 
 @dataclass
@@ -184,12 +185,16 @@ class WandbConfig:
     group: str | None = None  # null: the sweep's name
     name: str | None = None  # null: model, learning rate and batch
     tags: list[str] = field(default_factory=list)
+    artifacts: bool = False  # upload the newest checkpoint too when the run ends
 
 
 @dataclass
 class LogConfig:
-    progress: str = _choice("auto", "bar", "lines", "off")  # auto: a bar on a terminal, lines elsewhere
+    progress: str = _choice("auto", "bar", "lines", "json", "off")  # auto: a bar on a terminal, lines elsewhere
     sample_tokens: int = _not_negative(48)  # tokens of the sample printed after the run; 0: none
+    mfu_peak: str = _choice("auto", "measured")  # auto: of the data sheet, where known; measured: of matrix products
+    noise_scale: str = _choice("auto", "on", "off")  # the gradient noise scale, of logged steps; auto: where it shows
+    noise_half_life_tokens: int | None = _positive(None)  # tokens, of its averages; null: a hundredth of the run
     wandb: WandbConfig = field(default_factory=WandbConfig)
 
 
@@ -245,6 +250,7 @@ IRRELEVANT_TO_RESULT = (
     "train.keep_best",
     "train.log_every",
     "train.max_minutes",
+    "train.profile",
 )
 
 

@@ -295,6 +295,13 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
+def rank_index() -> int:
+    """This rank's place in the process group; 0 without one."""
+    import torch.distributed as dist
+
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
 def all_reduce_sum(value: "torch.Tensor") -> "torch.Tensor":
     """Sum `value` over the ranks in place and return it; the identity without a process group. *Collective.*"""
     import torch.distributed as dist

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from gptexp.data.loader import Dataset
     from gptexp.distributed import Rank
     from gptexp.effective import Effective
+    from gptexp.flops import Utilisation
     from gptexp.loggers import RunLog, Sink
     from gptexp.model import GPT
     from gptexp.trainer import Training
@@ -63,9 +64,9 @@ def _run(cfg: "Config", directory: Path, stop: StopRequest, rank: "Rank", store:
         pick_device,
     )
     from gptexp.effective import Effective, apply, load_effective, resolve, step_context
-    from gptexp.errors import EXIT_DIVERGED, CheckpointError, DivergedError
+    from gptexp.errors import EXIT_DIVERGED, EXIT_FAILED, CheckpointError, DivergedError
     from gptexp.faults import explained
-    from gptexp.summary import Summary, end_line
+    from gptexp.summary import Summary, end_line, end_lines
     from gptexp.trainer import fit
 
     for line in replace_unwritable_caches():
@@ -108,37 +109,39 @@ def _run(cfg: "Config", directory: Path, stop: StopRequest, rank: "Rank", store:
     # Around what may fail for a reason outside this process, and no more: a rank that has a reason says so at once.
     faults_explained = partial(explained, cfg, effective, directory, rank, store, state)
     with faults_explained():
-        training = _build_training(cfg, effective, dataset, rank, device, path, state)
-    log = _open_log(cfg, directory, effective, training, state)
-    summary = Summary(directory, training, state)
+        training = _build_training(cfg, directory, effective, dataset, rank, device, path, state)
+    utilisation = _utilisation(cfg, effective, rank, device)
+    log = _open_log(cfg, directory, effective, training, state, utilisation)
+    summary = Summary(directory, training, state, utilisation)
     summary.write("running")
-    status, reason = "failed", None
+    status, reason, code = "failed", None, EXIT_FAILED
     gc.freeze()  # what is imported stays: neither a collection nor the interpreter's end need walk through it
     try:
         with faults_explained(), step_context(effective):
             if effective.compile:
                 compile_in_turn(training, patient)
             reason = fit(training, state, stop, log, checkpoints)
-        status = "interrupted" if reason else "completed"
+        status, code = ("interrupted", EXIT_CODES[reason]) if reason else ("completed", 0)
         if reason is None and cfg.log.sample_tokens and rank.is_main:
             _sample(cfg, training.gpt, log, state.step)
     except DivergedError as error:
-        status = "diverged"
+        status, code = "diverged", EXIT_DIVERGED
         if rank.is_main:
             print(f"gptexp: {error}", file=sys.stderr)
     finally:
         written = summary.write(status)
-        log.close(written)
-        if rank.is_main:
-            say(end_line(written, directory))
+        log.close(written, code)
+        if rank.is_main and cfg.log.progress != "json":
+            say(*end_lines(written, directory) if cfg.log.progress != "off" else [end_line(written, directory)])
     # Nobody leaves before rank 0 has written everything: a rank that ends makes launchers end the others.
     barrier()
     destroy_process_group()
-    return EXIT_DIVERGED if status == "diverged" else EXIT_CODES[reason] if reason else 0
+    return code
 
 
 def _build_training(
     cfg: "Config",
+    directory: Path,
     effective: "Effective",
     dataset: "Dataset",
     rank: "Rank",
@@ -147,12 +150,15 @@ def _build_training(
     state: "TrainState",
 ) -> "Training":
     """Model and optimizer with what the checkpoint `path` holds, and all that goes with them. *Collective.*"""
-    from gptexp import checkpoint
+    from gptexp import checkpoint, run_dir
     from gptexp.batch import interval_tokens, plan_batch, run_length
     from gptexp.build import build_gpt, wrap
     from gptexp.distributed import build_reduction
     from gptexp.effective import forward_context
+    from gptexp.errors import ConfigError
+    from gptexp.noise_scale import why_unmeasured
     from gptexp.optim import build_optimizer
+    from gptexp.profiling import StepProfiler
     from gptexp.schedule import resolve_schedule
     from gptexp.summary import about
     from gptexp.trainer import Training
@@ -166,6 +172,10 @@ def _build_training(
     model = wrap(gpt, effective, cfg.train.reduction, rank, device)
     train, total_batch_size = cfg.train, cfg.batch.total_batch_size
     steps, run_tokens = run_length(train.max_tokens, train.max_steps, total_batch_size)
+    left = steps - state.step
+    unmeasured = why_unmeasured(cfg, effective.micro_batch_size, rank.world_size)
+    if unmeasured and cfg.log.noise_scale == "on":
+        raise ConfigError(f"log.noise_scale=on: {unmeasured}")
     return Training(
         model=model,
         gpt=gpt,
@@ -186,6 +196,8 @@ def _build_training(
         eval_every_tokens=interval_tokens(train.eval_every, train.eval_every_tokens, run_tokens, total_batch_size),
         save_every_tokens=interval_tokens(train.save_every, train.save_every_tokens, run_tokens, total_batch_size),
         log_every=train.log_every,
+        noise_half_life_tokens=None if unmeasured else cfg.log.noise_half_life_tokens or run_tokens / 100,
+        profiler=StepProfiler(directory / run_dir.PROFILE, rank, device, left) if train.profile and left > 1 else None,
         keep=checkpoint.Keep(
             train.keep_last,
             train.keep_every_tokens if train.keep_every is None else train.keep_every * total_batch_size,
@@ -218,34 +230,53 @@ def _refuse_other_data(hashes: list[str]) -> None:
             )
 
 
+def _utilisation(cfg: "Config", effective: "Effective", rank: "Rank", device: "torch.device") -> "Utilisation":
+    """What MFU will be a share of. *Collective.*"""
+    import torch
+
+    from gptexp.distributed import gather
+    from gptexp.flops import utilisation
+
+    measured = None
+    if cfg.log.mfu_peak == "measured":
+        from gptexp.ceilings import gemm_rates
+
+        tokens = effective.micro_batch_size * cfg.seq_len
+        # All ranks at once, as in a step: those on one CPU share what it has.
+        rates = gather(gemm_rates(cfg.model, tokens, device, getattr(torch, effective.dtype))["model"])
+        measured = sum(rates)
+    return utilisation(cfg.model, cfg.seq_len, effective.device_name, effective.dtype, rank.world_size, measured)
+
+
 def _open_log(
-    cfg: "Config", directory: Path, effective: "Effective", training: "Training", state: "TrainState"
+    cfg: "Config",
+    directory: Path,
+    effective: "Effective",
+    training: "Training",
+    state: "TrainState",
+    utilisation: "Utilisation",
 ) -> "RunLog":
-    from gptexp.config import to_dict
-    from gptexp.flops import flops_per_token, peak_flops
+    from gptexp.alerts import Alerts
     from gptexp.loggers import JsonlSink, RunLog
     from gptexp.loggers.console import build_console
     from gptexp.loggers.wandb import build_wandb
-    from gptexp.summary import start_lines
+    from gptexp.summary import start_event, start_lines
 
-    total_batch_size, rank = training.plan.total_batch_size, training.rank
-    if not rank.is_main:
+    total_batch_size = training.plan.total_batch_size
+    if not training.rank.is_main:
         return RunLog([], total_batch_size)
-    if cfg.log.progress != "off":
+    about = {**training.about, "effective": effective.to_dict(), "mfu": utilisation.to_dict()}
+    if cfg.log.progress == "json":
+        say(start_event(directory, training, state, about))
+    elif cfg.log.progress != "off":
         say(*start_lines(cfg, directory, effective, training, state))
     sinks: list[Sink] = [JsonlSink(directory, state)]
-    config = {**to_dict(cfg), "effective": effective.to_dict()}
-    if wandb := build_wandb(cfg.log.wandb, directory, config, cfg.sweep.name):
+    if wandb := build_wandb(cfg.log.wandb, directory, {**about.pop("config"), **about}, cfg.sweep.name):
         sinks.append(wandb)
-    if console := build_console(cfg.log.progress, training.steps, state.step):
+    if console := build_console(cfg.log.progress, training.steps, state):
         sinks.insert(0, console)  # made last, so that nothing prints into the bar; told first
-    peak = peak_flops(effective.device_name, effective.dtype)
-    return RunLog(
-        sinks,
-        total_batch_size,
-        flops_per_token(cfg.model, cfg.seq_len),
-        peak * rank.world_size if peak else None,
-    )
+    alerts = Alerts(training.schedule.warmup_tokens, training.grad_clip)
+    return RunLog(sinks, total_batch_size, utilisation, alerts)
 
 
 def _sample(cfg: "Config", gpt: "GPT", log: "RunLog", step: int) -> None:

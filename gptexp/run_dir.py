@@ -5,6 +5,7 @@ effective.json   what every `auto` came to, decided once
 metrics.jsonl    one object per event, flushed line by line: the source of truth
 summary.json     status, losses, tokens, versions
 checkpoints/     step-%08d/, each published by one rename
+profile/         traces of train.profile
 .lock            held by the process that started the run, .lock-rank0 by the rank that writes; a run is alive
                  while one of them is held, whatever summary.json says
 """
@@ -30,6 +31,7 @@ METRICS = "metrics.jsonl"
 SUMMARY = "summary.json"
 SWEEP = "sweep.json"  # of a sweep: its cells, and what all of them were started with
 CHECKPOINTS = "checkpoints"
+PROFILE = "profile"
 DONE = ("completed", "diverged")  # statuses of a run that would do the same again
 LOCK = ".lock"
 RANK_LOCK = ".lock-rank0"

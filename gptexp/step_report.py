@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gptexp.distributed import all_reduce_sum, world_size
+from gptexp.distributed import all_reduce_sum, rank_index, world_size
 from gptexp.signals import REASONS
 
 POLL_S = 1e-4  # between two looks at a GPU that is still at work
@@ -26,25 +26,39 @@ class Numbers:
     finite: bool  # whether the weights were updated
     asked: str | None  # why to stop
     fingerprint: int  # of what the ranks have read, as each of them gave it
+    small_sq_norm: float  # mean over the ranks of the squared norm of one micro-batch's gradient; 0: not measured
+    work_ms: list[float]  # of each rank, as it gave it
 
 
 class StepReport:
     """A step's numbers on their way from the devices of all ranks to this host. *Collective.*
 
     The reduction and the copy are queued when the report is made; `read` waits for them. One small all-reduce of
-    float32 carries everything: the loss, whether the gradient norm is finite, one flag per reason to stop, and the
-    fingerprint as eight bytes, whose sums over the ranks stay exact integers.
+    float32 carries everything: the loss, whether the gradient norm is finite, the squared norm of this rank's small
+    gradient, one flag per reason to stop, the fingerprint as eight bytes, whose sums over the ranks stay exact
+    integers, and each rank's `work_ms` in a place of its own.
     """
 
-    def __init__(self, loss: Tensor, grad_norm: Tensor, fingerprint: int, stop_flags: list[float]) -> None:
-        host = torch.tensor([*stop_flags, *fingerprint.to_bytes(8, "little")], dtype=torch.float32)
+    def __init__(
+        self,
+        loss: Tensor,
+        grad_norm: Tensor,
+        fingerprint: int,
+        stop_flags: list[float],
+        small_sq_norm: Tensor | None = None,
+        work_ms: float = 0.0,
+    ) -> None:
+        ranks = world_size()
+        work = [work_ms * (r == rank_index()) for r in range(ranks)]
+        host = torch.tensor([*stop_flags, *fingerprint.to_bytes(8, "little"), *work], dtype=torch.float32)
         if loss.is_cuda:
             host = host.pin_memory()
         norm = grad_norm.detach().reshape(1).float()
-        mean_share = (loss / world_size()).reshape(1)
         bad_norm = norm.isfinite().logical_not().float()
-        reduced = all_reduce_sum(torch.cat([mean_share, bad_norm, host.to(loss.device, non_blocking=True)]))
-        self.finite = reduced[0].isfinite() & (reduced[1] == 0)  # 0-dim, on the device: equal on all ranks
+        small = torch.zeros_like(norm) if small_sq_norm is None else small_sq_norm.reshape(1)
+        mean_shares = torch.cat([loss.reshape(1), small]) / ranks
+        reduced = all_reduce_sum(torch.cat([mean_shares, bad_norm, host.to(loss.device, non_blocking=True)]))
+        self.finite = reduced[0].isfinite() & (reduced[2] == 0)  # 0-dim, on the device: equal on all ranks
         values = torch.cat([norm, reduced])
         self._event: torch.cuda.Event | None = None
         if values.is_cuda:
@@ -65,8 +79,9 @@ class StepReport:
             if time.monotonic() > deadline:
                 raise StepTimeout(f"the numbers of a step are not there after {timeout_s:g} s")
             time.sleep(POLL_S)
-        grad_norm, loss, bad_norms, *rest = self._values.tolist()
-        flags, limbs = rest[: len(REASONS)], rest[len(REASONS) :]
+        grad_norm, loss, small, bad_norms, *rest = self._values.tolist()
+        flags, rest = rest[: len(REASONS)], rest[len(REASONS) :]
+        limbs, work = rest[:8], rest[8:]
         asked = next((name for name, flag in zip(REASONS, flags, strict=True) if flag), None)
         fingerprint = sum(int(limb) << (8 * i) for i, limb in enumerate(limbs)) % 2**64
-        return Numbers(loss, grad_norm, math.isfinite(loss) and not bad_norms, asked, fingerprint)
+        return Numbers(loss, grad_norm, math.isfinite(loss) and not bad_norms, asked, fingerprint, small, work)

@@ -11,6 +11,7 @@ import json
 import sys
 import time
 from contextlib import suppress
+from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,13 +71,12 @@ def task(cfg: Any, leader: "Leader | None") -> int:
         is_cell = hydra.mode == RunMode.MULTIRUN
         config = to_config(cfg, hydra.overrides.task, hydra.runtime.cwd)
         if config.log.wandb.name is None:
-            model, total = hydra.runtime.choices["model"], config.batch.total_batch_size
-            config.log.wandb.name = f"{model}-lr{config.optim.lr:g}-b{total}"
+            config.log.wandb.name = readable_name(hydra.runtime.choices["model"], config)
         directory = Path(hydra.runtime.output_dir)
         with run_dir.held(directory):
             run_dir.check_same(directory, config)
             run_dir.save_config(directory, config)
-            if config.log.progress != "off":
+            if config.log.progress not in ("off", "json"):
                 say(f"learning rate   {config.optim.lr:g}, from {lr_source(hydra)}")
             if leader is not None:
                 code = leader.run(config, directory)
@@ -86,6 +86,14 @@ def task(cfg: Any, leader: "Leader | None") -> int:
     if code and (not is_cell or stopped or (leader is not None and code != EXIT_DIVERGED)):
         raise SystemExit(code)
     return code
+
+
+def readable_name(model: str, config: "Config") -> str:
+    """What wandb calls a run: `gpt2-lr6e-4-b524288`, with the seed where that is not the usual one."""
+    from gptexp.config import TrainConfig
+
+    name = f"{model}-lr{Decimal(repr(config.optim.lr)).normalize():e}-b{config.batch.total_batch_size}"
+    return name if config.train.seed == TrainConfig.seed else f"{name}-seed{config.train.seed}"
 
 
 def start(config: "Config", directory: Path) -> int:

@@ -11,6 +11,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,13 +27,16 @@ from gptexp.distributed import Rank, Reduction, agree
 from gptexp.effective import ForwardContext
 from gptexp.errors import DivergedError, StorageError
 from gptexp.evaluate import evaluate
+from gptexp.local_gradient import LocalGradient
 from gptexp.loggers import RunLog
 from gptexp.model import GPT
+from gptexp.noise_scale import Norms, metrics
 from gptexp.optim import step_if
 from gptexp.phases import StepTimer, exposed_reduce_ms
+from gptexp.profiling import StepProfiler
 from gptexp.schedule import Schedule
 from gptexp.signals import REASONS, StopRequest
-from gptexp.step_report import StepReport
+from gptexp.step_report import Numbers, StepReport
 
 # How often in a row an update may be left out, or the same checkpoint be gone back to, before a run has diverged.
 MOST_IN_A_ROW = 10
@@ -52,11 +56,14 @@ def train_step(
     dropout: bool,
     mark: Callable[[str], None] = lambda phase: None,
     flags: Callable[[], list[float]] = lambda: [0.0] * len(REASONS),
+    local_gradient: LocalGradient | None = None,
+    work_ms: float = 0.0,
 ) -> StepReport:
     """One optimizer update, left out where loss or gradient norm is not finite. *Collective.*
 
     `mark` hears of the end of each phase; `flags` gives this rank's reasons to stop, asked for once all micro-steps
-    are done. With a fused optimizer nothing here waits for the device.
+    are done; `local_gradient`, where given, measures the first micro-batch's; the others are told of `work_ms`. With a
+    fused optimizer nothing here waits for the device.
     """
     for group in optimizer.param_groups:
         group["lr"] = lr
@@ -71,13 +78,21 @@ def train_step(
             with forward_context():
                 loss = model(batch.x, batch.y)
             mark("forward")
-            (loss / divisor).backward()  # the sum over all micro-steps is then the mean over their tokens
+            with local_gradient(divisor) if local_gradient and micro_step == 0 else nullcontext():
+                (loss / divisor).backward()  # the sum over all micro-steps is then the mean over their tokens
         loss_sum = loss_sum + loss.detach()
         fingerprint += batch.fingerprint
         mark("backward")
     parameters = [p for p in model.parameters() if p.grad is not None]
     grad_norm = nn.utils.clip_grad_norm_(parameters, grad_clip or float("inf"))
-    report = StepReport(torch.as_tensor(loss_sum / grad_accum_steps), grad_norm, fingerprint % 2**64, flags())
+    report = StepReport(
+        torch.as_tensor(loss_sum / grad_accum_steps),
+        grad_norm,
+        fingerprint % 2**64,
+        flags(),
+        local_gradient.sq_norm if local_gradient else None,
+        work_ms,
+    )
     mark("clip")
     step_if(report.finite, optimizer)
     optimizer.zero_grad(set_to_none=not reduction.keeps_gradients)
@@ -108,6 +123,8 @@ class Training:
     eval_every_tokens: int
     save_every_tokens: int
     log_every: int
+    noise_half_life_tokens: float | None  # None: the noise scale is not measured
+    profiler: StepProfiler | None
     keep: checkpoint.Keep
     about: dict[str, Any]  # what every checkpoint says of its run
 
@@ -138,6 +155,8 @@ class _Loop:
         parameters = sum(p.numel() for p in t.gpt.parameters())
         self.save_s = 12 * parameters / SLOW_DISK  # what the last checkpoint took: weights and two moments
         self.eval_s: float | None = None  # what the last evaluation took
+        self.local_gradient = LocalGradient(t.model, t.plan.grad_accum_steps) if t.noise_half_life_tokens else None
+        self.work_ms = 0.0  # of this rank in the newest logged step: all that it did without the others
         self.batches = self.data()
         self.clock = time.perf_counter()
 
@@ -180,6 +199,9 @@ class _Loop:
         self.save(to_leave_with=True)
         return self.reasons[0]
 
+    def is_logged(self, step: int) -> bool:
+        return step % self.t.log_every == 0 or step == self.t.steps - 1
+
     def step(self) -> None:
         """Queue one step; its report is read later."""
         t, state = self.t, self.state
@@ -197,9 +219,17 @@ class _Loop:
             dropout=t.gpt.cfg.dropout > 0,
             mark=timer.mark,
             flags=self.stop.flags,
+            local_gradient=self.local_gradient if self.is_logged(state.step) else None,
+            work_ms=self.work_ms,
         )
         self.unread.append((state.step, lr, timer, report))
         state.step, state.tokens = state.step + 1, state.tokens + self.total
+        if t.profiler:
+            over = time.perf_counter()
+            if found := t.profiler.step(timer):
+                t.profiler = None
+                self.log.profile(state.step - 1, state.tokens, found)
+            self.clock += time.perf_counter() - over  # writing the trace is no part of the step
 
     def read(self, leave: int) -> bool:
         """Read and log all reports but the newest `leave`; whether training went back to a checkpoint over one."""
@@ -216,8 +246,10 @@ class _Loop:
                 self.reasons.append(numbers.asked)
             self.steps_since_log += 1
             self.clipped_since_log += 0 < t.grad_clip < numbers.grad_norm
-            if step % t.log_every == 0 or step == t.steps - 1 or not numbers.finite:
+            if self.is_logged(step) or not numbers.finite:
                 tokens = (step + 1) * self.total
+                phases_ms = timer.read()
+                self.work_ms = phases_ms["data"] + phases_ms["forward"]
                 self.log.step(
                     step=step,
                     tokens=tokens,
@@ -227,7 +259,9 @@ class _Loop:
                     grad_norm=numbers.grad_norm,
                     clip_fraction=self.clipped_since_log / self.steps_since_log,
                     seconds=seconds,
-                    phases_ms={**timer.read(), "reduce": exposed_reduce_ms(t.model)},
+                    phases_ms={**phases_ms, "reduce": exposed_reduce_ms(t.model)},
+                    work_ms=numbers.work_ms,
+                    noise_scale=self.noise_scale(tokens, numbers),
                     fingerprint=state.fingerprint,
                 )
                 self.steps_since_log = self.clipped_since_log = 0
@@ -236,6 +270,15 @@ class _Loop:
             if numbers.finite:
                 self.follow(step, numbers.loss)
         return False
+
+    def noise_scale(self, tokens: int, numbers: Numbers) -> dict[str, float]:
+        """What the norms of a step's gradients tell; nothing of a step that was not measured, or not finite."""
+        t = self.t
+        if t.noise_half_life_tokens is None or not numbers.finite or not 0 < numbers.small_sq_norm < math.inf:
+            return {}
+        norms = Norms(numbers.small_sq_norm, numbers.grad_norm**2, t.plan.micro_batch_size, t.plan.sequences)
+        self.state.noise_scale.take(norms, tokens, t.noise_half_life_tokens)
+        return metrics(norms, self.state.noise_scale, t.plan.seq_len)
 
     def follow(self, step: int, loss: float) -> None:
         """Take in the loss of a step whose numbers are finite. Raises `DivergedError` if it has left for good."""

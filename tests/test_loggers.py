@@ -12,38 +12,68 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from gptexp.alerts import Alerts
 from gptexp.checkpoint import TrainState
 from gptexp.config import WandbConfig
 from gptexp.errors import StorageError, first_line
-from gptexp.loggers import JsonlSink, RunLog
-from gptexp.loggers.console import BarSink, LineSink, build_console
+from gptexp.flops import Utilisation
+from gptexp.loggers import JsonlSink, RunLog, straggler
+from gptexp.loggers.console import BarSink, JsonSink, LineSink, build_console
 from gptexp.loggers.wandb import WandbSink, build_wandb
 
 STEP = {
     "step": 3, "tokens": 400, "epoch": 0.5, "loss": 2.5, "lr": 6e-4, "grad_norm": 1.25, "clip_fraction": 0.25,
-    "seconds": 0.5, "phases_ms": {"forward": 20.0}, "fingerprint": 255,
+    "seconds": 0.5, "phases_ms": {"forward": 20.0}, "work_ms": [20.0], "noise_scale": {"gns/cos": 0.5},
+    "fingerprint": 255,
 }  # fmt: skip
 
 
+class Memory:
+    """A sink that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.events: list[dict[str, Any]] = []
+
+    def write(self, event: dict[str, Any]) -> None:
+        self.events.append(event)
+
+    def rewind(self, state: TrainState) -> None: ...
+
+    def close(self, summary: dict[str, Any], exit_code: int) -> None: ...
+
+
+def log_to(sink: Memory, peak: float | None = None) -> RunLog:
+    return RunLog([sink], 100, Utilisation(150, 1000, 800, peak, "somebody said so"), Alerts(0, 1.0))
+
+
 def test_rates_and_utilisation() -> None:
-    seen: list[dict[str, Any]] = []
-
-    class Memory:
-        def write(self, event: dict[str, Any]) -> None:
-            seen.append(event)
-
-        def close(self, summary: dict[str, Any]) -> None: ...
-
-    RunLog([Memory()], 100, flops_per_token=(1000, 800), peak_flops=1e6).step(**STEP)  # type: ignore[arg-type]
-    RunLog([Memory()], 100, flops_per_token=(1000, 800), peak_flops=None).step(**STEP)  # type: ignore[arg-type]
-    known, unknown = seen
+    with_peak, without = Memory(), Memory()
+    log_to(with_peak, 1e6).step(**STEP)  # type: ignore[arg-type]
+    log_to(without).step(**STEP)  # type: ignore[arg-type]
+    [known], [unknown] = with_peak.events, without.events
     assert known["perf/tokens_per_s"] == 200
     assert known["perf/step_ms"] == 500
     assert known["perf/forward_ms"] == 20
     assert (known["perf/mfu_palm"], known["perf/mfu_causal"]) == (0.2, 0.16)
     assert (unknown["perf/mfu_palm"], unknown["perf/mfu_causal"]) == (None, None)
+    assert known["flops"] == 400 * 1000
+    assert known["gns/cos"] == 0.5
     assert known["data/fingerprint"] == "00000000000000ff"
     assert known["optim/clip_fraction"] == 0.25
+    assert "perf/slowest_rank" not in known  # one rank is nobody's straggler
+
+
+def test_the_slowest_of_several_ranks_is_told_from_the_usual_one() -> None:
+    assert straggler([10.0, 30.0, 12.0, 8.0]) == {"perf/straggler_ratio": 3.0, "perf/slowest_rank": 1}
+    assert straggler([10.0, 20.0]) == {"perf/straggler_ratio": 2.0, "perf/slowest_rank": 1}
+    assert straggler([0.0, 0.0]) == {}  # nobody has said anything yet
+
+
+def test_an_alert_is_an_event_of_its_own() -> None:
+    sink = Memory()
+    log_to(sink).step(**{**STEP, "epoch": 1.5})  # type: ignore[arg-type]
+    assert [event["event"] for event in sink.events] == ["step", "alert"]
+    assert sink.events[1]["text"].startswith("the text repeats")
 
 
 def test_jsonl_has_no_nan_and_a_resumed_file_ends_at_the_checkpoint(tmp_path: Path) -> None:
@@ -84,24 +114,37 @@ def test_what_a_library_says_fits_into_a_line(said: str, line: str) -> None:
 
 
 def test_console_is_a_bar_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert isinstance(build_console("auto", 10, 0), LineSink)
-    assert build_console("off", 10, 0) is None
+    assert isinstance(build_console("auto", 10, TrainState()), LineSink)
+    assert isinstance(build_console("json", 10, TrainState()), JsonSink)
+    assert build_console("off", 10, TrainState()) is None
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    bar = build_console("auto", 10, 0)
+    bar = build_console("auto", 10, TrainState())
     assert isinstance(bar, BarSink)
-    bar.close({})
+    bar.close({}, 0)
 
 
-def test_bar_shows_loss_rate_and_time_left() -> None:
-    bar = BarSink(10, 4)
-    bar.write({"event": "step", "step": 6, "train/loss": 3.14159, "perf/tokens_per_s": 12345.6})
-    console = Console(width=120, record=True, force_terminal=True)
-    console.print(bar._progress.get_renderable())
-    bar.close({})
-    text = console.export_text()
-    assert "7/10" in text
-    assert "loss 3.1416  12,346 tok/s" in text
+@pytest.mark.parametrize(("mfu", "shown"), [(None, ""), (0.4213, "  MFU 42.1%")])
+def test_bar_shows_losses_rate_utilisation_and_time_left(
+    mfu: float | None, shown: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bar = BarSink(10, TrainState(step=4, val_loss=9.0))
+    step = {"event": "step", "step": 6, "train/loss": 3.14159, "perf/tokens_per_s": 12345.6, "perf/mfu_palm": mfu}
+
+    def drawn() -> str:
+        console = Console(width=120, record=True, force_terminal=True)
+        console.print(bar._progress.get_renderable())
+        return console.export_text()
+
+    bar.write(step)
+    assert f"loss 3.1416  val 9.0000  12,346 tok/s{shown}" in drawn()
+    bar.write({"event": "eval", "step": 6, "val/loss": 4.5, "val/ppl": 90.0})
+    bar.write({**step, "step": 7})
+    assert "val 4.5000" in (text := drawn())
+    assert "8/10" in text
     assert "left" in text
+    bar.write({"event": "alert", "step": 7, "text": "look out"})
+    assert "step    7 | warning: look out" in capsys.readouterr().out
+    bar.close({}, 0)
 
 
 class _Failing:
@@ -117,10 +160,10 @@ class _Failing:
 
 
 def test_a_dead_wandb_is_said_once_and_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    sink = WandbSink(_Failing(), tmp_path, offline=False)
+    sink = WandbSink(_Failing(), tmp_path, offline=False, artifacts=False, finish_timeout_s=1)
     for _ in range(3):
         sink.write({"event": "step", "tokens": 1})
-    sink.close({"status": "completed"})
+    sink.close({"status": "completed"}, 0)
     assert capsys.readouterr().err.count("wandb: failed (ConnectionResetError: gone)") == 1
 
 
@@ -142,7 +185,7 @@ def test_offline_writes_the_run_and_keeps_its_id(tmp_path: Path, capfd: pytest.C
         for step in range(3):
             sink.write({"event": "step", "step": step, "tokens": 100 * (step + 3 * attempt), "train/loss": 5.0 - step})
         sink.write({"event": "checkpoint", "step": 2, "tokens": 300, "path": "x"})
-        sink.close({"status": "completed"})
+        sink.close({"status": "completed"}, 0)
         ids.add(json.loads((tmp_path / "wandb.json").read_text())["id"])
     assert "wandb sync" in capfd.readouterr().err
     assert len(ids) == 1
@@ -169,6 +212,6 @@ def test_online_without_a_server_falls_back_within_seconds(
     sink = build_wandb(WandbConfig(mode="auto"), tmp_path, {}, None)
     assert sink is not None
     sink.write({"event": "step", "tokens": 1, "train/loss": 1.0})
-    sink.close({"status": "completed"})
+    sink.close({"status": "completed"}, 0)
     assert "logging offline instead" in capfd.readouterr().err
     assert list((tmp_path / "wandb").glob("offline-run-*"))

@@ -12,9 +12,22 @@ PACKAGE = Path(gptexp.__file__).parent
 # From the ground up; a module imports from its own floor or below, `config` and `errors` nothing of ours.
 FLOORS = [
     {"errors", "config", "terminal"},
-    {"batch", "schedule", "flops", "divergence", "signals", "versions", "loss", "phases", "machine", "data"},
-    {"model", "memory", "distributed", "run_dir", "attention"},
-    {"optim", "checkpoint", "check", "overrides", "ceilings"},
+    {
+        "batch",
+        "schedule",
+        "flops",
+        "divergence",
+        "noise_scale",
+        "alerts",
+        "signals",
+        "versions",
+        "loss",
+        "phases",
+        "machine",
+        "data",
+    },
+    {"model", "memory", "distributed", "run_dir", "attention", "local_gradient"},
+    {"optim", "checkpoint", "check", "overrides", "ceilings", "profiling"},
     {"effective", "evaluate", "loggers", "step_report"},
     {"trainer", "load", "sample"},
     {"summary", "build", "faults"},
@@ -42,9 +55,9 @@ FENCES = {
 
 # Composed, checked and answered before torch is loaded.
 TORCH_FREE = {
-    "__init__", "__main__", "batch", "bench", "calibrate", "check", "cli", "compose", "config", "data.__init__",
+    "__init__", "__main__", "alerts", "batch", "bench", "calibrate", "check", "cli", "compose", "config", "data.__init__",
     "data.corpora", "data.order", "data.prepare", "data.shards", "data.tokenizer", "distributed", "divergence",
-    "errors", "evaluate", "flops", "launch", "overrides", "plan", "pool", "prepare", "report.__init__",
+    "errors", "evaluate", "flops", "launch", "noise_scale", "overrides", "plan", "pool", "prepare", "report.__init__",
     "report.__main__", "report.analysis", "report.critical", "report.curves", "report.figures", "report.fitted",
     "report.law", "report.noise", "report.page", "report.pictures", "report.proposals", "report.records",
     "report.verdict", "resume", "run", "run_dir", "sample", "schedule", "signals", "status", "sweep.__init__",

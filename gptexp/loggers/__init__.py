@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import resource
+import statistics
 import sys
 import time
 from contextlib import suppress
@@ -15,8 +16,10 @@ from typing import Any, Protocol
 
 import torch
 
+from gptexp.alerts import Alerts
 from gptexp.checkpoint import TrainState
 from gptexp.errors import StorageError
+from gptexp.flops import Utilisation
 from gptexp.loss import perplexity
 from gptexp.run_dir import METRICS as METRICS_FILE
 from gptexp.run_dir import atomic, finite, storage
@@ -26,6 +29,7 @@ METRICS = {
     "time": ("s", "Unix time of the event"),
     "step": ("steps", "index of the optimizer update, from 0"),
     "tokens": ("tokens", "training tokens consumed, this step's included; the x axis"),
+    "flops": ("FLOPs", "training FLOPs done, as perf/mfu_palm counts them"),
     "epoch": ("epochs", "passes over the training windows"),
     "train/loss": ("nats/token", "mean over all micro-steps of all ranks, before the update"),
     "val/loss": ("nats/token", "mean over the fixed validation windows, after the update"),
@@ -44,6 +48,16 @@ METRICS = {
     "perf/peak_mem_gib": ("GiB", "rank 0: most memory allocated on the GPU; resident memory on a CPU"),
     "perf/mfu_palm": ("", "FLOPs done per second over the device's peak, full attention scores (PaLM appendix B)"),
     "perf/mfu_causal": ("", "the same, causal half of the scores"),
+    "perf/straggler_ratio": ("", "data and forward passes of the slowest rank over the median of the others'"),
+    "perf/slowest_rank": ("", "which rank that was, in the logged step before"),
+    "gns/small_sq_norm": ("", "squared norm of one micro-batch's gradient: the first's, mean over ranks"),
+    "gns/big_sq_norm": ("", "squared norm of the step's gradient, before clipping"),
+    "gns/small_sequences": ("sequences", "in the one micro-batch"),
+    "gns/grad_sq": ("", "running estimate of the true gradient's squared norm"),
+    "gns/noise_trace": ("", "running estimate of the trace of one sequence's gradient covariance"),
+    "gns/sequences": ("sequences", "gradient noise scale: gns/noise_trace over gns/grad_sq"),
+    "gns/tokens": ("tokens", "the same in tokens: compare with the batch size"),
+    "gns/cos": ("", "cosine of two micro-batches' gradients, from the same estimates"),
     "data/fingerprint": ("", "sum of the hashes of all windows consumed, modulo 2^64, 16 hex digits"),
 }
 
@@ -56,7 +70,7 @@ class Sink(Protocol):
     def rewind(self, state: TrainState) -> None:
         """What was written of steps after `state` no longer holds: training went back."""
 
-    def close(self, summary: dict[str, Any]) -> None: ...
+    def close(self, summary: dict[str, Any], exit_code: int) -> None: ...
 
 
 class RunLog:
@@ -66,13 +80,13 @@ class RunLog:
         self,
         sinks: list[Sink],
         step_tokens: int,
-        flops_per_token: tuple[int, int] = (0, 0),
-        peak_flops: float | None = None,
+        utilisation: Utilisation | None = None,
+        alerts: Alerts | None = None,
     ) -> None:
         self.sinks = sinks
         self.step_tokens = step_tokens
-        self.flops_per_token = flops_per_token  # palm, causal
-        self.peak_flops = peak_flops  # of all ranks' devices; None: unknown, so no MFU
+        self.utilisation = utilisation
+        self.alerts = alerts
         if torch.cuda.is_initialized():
             torch.cuda.reset_peak_memory_stats()
 
@@ -87,32 +101,43 @@ class RunLog:
         clip_fraction: float,
         seconds: float,
         phases_ms: dict[str, float],
+        work_ms: list[float],
+        noise_scale: dict[str, float],
         fingerprint: int,
     ) -> None:
+        if not self.sinks:
+            return
+        assert self.utilisation is not None
+        assert self.alerts is not None
         rate = self.step_tokens / seconds
-        palm, causal = (f * rate / self.peak_flops if self.peak_flops else None for f in self.flops_per_token)
-        self._emit(
-            "step",
-            {
-                "step": step,
-                "tokens": tokens,
-                "epoch": epoch,
-                "train/loss": loss,
-                "optim/lr": lr,
-                "optim/grad_norm": grad_norm,
-                "optim/clip_fraction": clip_fraction,
-                "perf/tokens_per_s": rate,
-                "perf/step_ms": 1e3 * seconds,
-                **{f"perf/{phase}_ms": ms for phase, ms in phases_ms.items()},
-                "perf/peak_mem_gib": peak_memory_gib(),
-                "perf/mfu_palm": palm,
-                "perf/mfu_causal": causal,
-                "data/fingerprint": f"{fingerprint:016x}",
-            },
-        )
+        palm, causal = self.utilisation.mfu(rate)
+        values = {
+            "step": step,
+            "tokens": tokens,
+            "flops": tokens * self.utilisation.flops_per_token_palm,
+            "epoch": epoch,
+            "train/loss": loss,
+            "optim/lr": lr,
+            "optim/grad_norm": grad_norm,
+            "optim/clip_fraction": clip_fraction,
+            "perf/tokens_per_s": rate,
+            "perf/step_ms": 1e3 * seconds,
+            **{f"perf/{phase}_ms": ms for phase, ms in phases_ms.items()},
+            **straggler(work_ms),
+            "perf/peak_mem_gib": peak_memory_gib(),
+            "perf/mfu_palm": palm,
+            "perf/mfu_causal": causal,
+            **noise_scale,
+            "data/fingerprint": f"{fingerprint:016x}",
+        }
+        self._emit("step", values)
+        for line in self.alerts.look(values):
+            self._emit("alert", {"step": step, "tokens": tokens, "text": line})
 
     def evaluation(self, step: int, tokens: int, loss: float) -> None:
-        self._emit("eval", {"step": step, "tokens": tokens, "val/loss": loss, "val/ppl": perplexity(loss)})
+        flops = tokens * self.utilisation.flops_per_token_palm if self.utilisation else 0
+        values = {"step": step, "tokens": tokens, "flops": flops, "val/loss": loss, "val/ppl": perplexity(loss)}
+        self._emit("eval", values)
 
     def checkpoint(self, step: int, path: Path) -> None:
         self._emit("checkpoint", {"step": step - 1, "tokens": step * self.step_tokens, "path": str(path)})
@@ -120,6 +145,9 @@ class RunLog:
     def fault(self, step: int, tokens: int, text: str) -> None:
         """Something that training had to get over."""
         self._emit("fault", {"step": step, "tokens": tokens, "text": text})
+
+    def profile(self, step: int, tokens: int, found: dict[str, Any]) -> None:
+        self._emit("profile", {"step": step, "tokens": tokens, **found})
 
     def rewind(self, state: TrainState) -> None:
         for sink in self.sinks:
@@ -134,13 +162,27 @@ class RunLog:
     def sample(self, step: int, text: str) -> None:
         self._emit("sample", {"step": step - 1, "tokens": step * self.step_tokens, "text": text})
 
-    def close(self, summary: dict[str, Any]) -> None:
+    def close(self, summary: dict[str, Any], exit_code: int) -> None:
+        """Finish with what summary.json says of a process that ends with `exit_code`."""
+        if self.alerts is not None and summary["status"] == "interrupted":
+            step, tokens = summary["steps"] - 1, summary["tokens"]
+            if line := self.alerts.stopped(tokens):
+                self._emit("alert", {"step": step, "tokens": tokens, "text": line})
         for sink in self.sinks:
-            sink.close(summary)
+            sink.close(summary, exit_code)
 
     def _emit(self, kind: str, values: dict[str, Any]) -> None:
         for sink in self.sinks:
             sink.write({"event": kind, "time": time.time(), **values})
+
+
+def straggler(work_ms: list[float]) -> dict[str, float]:
+    """How far the slowest of several ranks is behind, given what each was busy for without the others."""
+    slowest = max(range(len(work_ms)), key=lambda rank: work_ms[rank])
+    others = [ms for rank, ms in enumerate(work_ms) if rank != slowest]
+    if not others or not (usual := statistics.median(others)):
+        return {}
+    return {"perf/straggler_ratio": work_ms[slowest] / usual, "perf/slowest_rank": slowest}
 
 
 def peak_memory_gib() -> float:
@@ -180,7 +222,7 @@ class JsonlSink:
         self._file.close()
         self._open(state)
 
-    def close(self, summary: dict[str, Any]) -> None:
+    def close(self, summary: dict[str, Any], exit_code: int) -> None:
         self._file.close()
 
     def _open(self, state: TrainState) -> None:

@@ -1,13 +1,18 @@
-"""The terminal: a live bar where someone watches, a line per step elsewhere."""
+"""The terminal: a live bar where someone watches, a line per step elsewhere, or JSON for whatever reads along."""
 
+import json
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from gptexp.checkpoint import TrainState
+from gptexp.run_dir import finite
 from gptexp.terminal import say
+
+NAME_CHARS = 70  # of an operation; kernels of templates have names of thousands
 
 
 def step_line(event: dict[str, Any]) -> str:
@@ -27,39 +32,82 @@ def fault_line(event: dict[str, Any]) -> str:
     return f"step {event['step']:4d} | {event['text']}"
 
 
+def alert_line(event: dict[str, Any]) -> str:
+    return f"step {event['step']:4d} | warning: {event['text']}"
+
+
 def sample_text(event: dict[str, Any]) -> str:
     return f"--- a sample\n{event['text']}\n---"
 
 
+def profile_text(event: dict[str, Any]) -> str:
+    of = event["shares"]
+    rows = [
+        f"{op['share']:7.1%} {op['ms_per_step']:12,.3f} {op['calls_per_step']:9,.1f}  {op['name'][:NAME_CHARS]}"
+        for op in event["operations"]
+    ]
+    return "\n".join(
+        [
+            "--- the costliest operations, by what they take themselves",
+            "  share      ms/step     calls  operation",
+            *rows,
+            f"of a step: {of['data']:.1%} waiting for data, {of['collectives']:.1%} in collectives (other work may run "
+            f"beside them), {of['optimizer']:.1%} in the optimizer",
+            f"the trace: {event['path']}",
+            "---",
+        ]
+    )
+
+
+LINES: dict[str, Callable[[dict[str, Any]], str]] = {
+    "eval": eval_line,
+    "fault": fault_line,
+    "alert": alert_line,
+    "profile": profile_text,
+    "sample": sample_text,
+}
+
+
 class LineSink:
-    """One line per event on stdout."""
+    """What `lines` makes of each kind of event on stdout."""
+
+    def __init__(self, lines: dict[str, Callable[[dict[str, Any]], str]]) -> None:
+        self._lines = lines
 
     def write(self, event: dict[str, Any]) -> None:
-        if event["event"] == "step":
-            say(step_line(event))
-        elif event["event"] == "eval":
-            say(eval_line(event))
-        elif event["event"] == "fault":
-            say(fault_line(event))
-        elif event["event"] == "sample":
-            say(sample_text(event))
+        if line := self._lines.get(event["event"]):
+            say(line(event))
 
     def rewind(self, state: TrainState) -> None:
         pass
 
-    def close(self, summary: dict[str, Any]) -> None:
+    def close(self, summary: dict[str, Any], exit_code: int) -> None:
         pass
 
 
-class BarSink:
-    """A bar with loss, tokens/s and the time left; validation and notes scroll by above it."""
+class JsonSink:
+    """Every event as metrics.jsonl has it, and the summary as the last."""
 
-    def __init__(self, steps: int, first_step: int) -> None:
+    def write(self, event: dict[str, Any]) -> None:
+        say(json.dumps(finite(event)))
+
+    def rewind(self, state: TrainState) -> None:
+        self.write({"event": "rewind", "step": state.step - 1, "tokens": state.tokens})
+
+    def close(self, summary: dict[str, Any], exit_code: int) -> None:
+        self.write({"event": "end", **summary, "exit_code": exit_code})
+
+
+class BarSink:
+    """A bar with losses, tokens/s, MFU and the time left; validation and what else is worth a line go by above it."""
+
+    def __init__(self, steps: int, state: TrainState) -> None:
+        self._val_loss = state.val_loss
         self._console = Console(highlight=False, markup=False)
         self._progress = Progress(
             TextColumn("step"),
             MofNCompleteColumn(),
-            BarColumn(),
+            BarColumn(bar_width=20),
             TextColumn("{task.description}"),
             TimeElapsedColumn(),
             TextColumn("left"),
@@ -68,32 +116,38 @@ class BarSink:
             redirect_stdout=False,
             redirect_stderr=False,
         )
-        self._task = self._progress.add_task("starting", total=steps, completed=first_step)
+        self._task = self._progress.add_task("starting", total=steps, completed=state.step)
         self._progress.start()
 
     def write(self, event: dict[str, Any]) -> None:
         if event["event"] == "step":
-            text = f"loss {event['train/loss']:.4f}  {event['perf/tokens_per_s']:,.0f} tok/s"
-            self._progress.update(self._task, completed=event["step"] + 1, description=text)
-        elif event["event"] == "eval":
-            self._console.print(eval_line(event))
-        elif event["event"] == "fault":
-            self._console.print(fault_line(event))
-        elif event["event"] == "sample":
+            self._progress.update(self._task, completed=event["step"] + 1, description=self._described(event))
+            return
+        if event["event"] == "eval":
+            self._val_loss = event["val/loss"]
+        if event["event"] == "sample":
             self._progress.stop()  # what comes after training is plain text
-            self._console.print(sample_text(event))
+        if line := LINES.get(event["event"]):
+            self._console.print(line(event))
+
+    def _described(self, step: dict[str, Any]) -> str:
+        val = f"  val {self._val_loss:.4f}" if self._val_loss is not None else ""
+        mfu = f"  MFU {step['perf/mfu_palm']:.1%}" if step["perf/mfu_palm"] is not None else ""
+        return f"loss {step['train/loss']:.4f}{val}  {step['perf/tokens_per_s']:,.0f} tok/s{mfu}"
 
     def rewind(self, state: TrainState) -> None:
         self._progress.update(self._task, completed=state.step)
 
-    def close(self, summary: dict[str, Any]) -> None:
+    def close(self, summary: dict[str, Any], exit_code: int) -> None:
         self._progress.stop()
 
 
-def build_console(progress: str, steps: int, first_step: int) -> LineSink | BarSink | None:
+def build_console(progress: str, steps: int, state: TrainState) -> LineSink | JsonSink | BarSink | None:
     """What log.progress asks for; `auto` looks whether stdout is a terminal."""
     if progress == "off":
         return None
+    if progress == "json":
+        return JsonSink()
     if progress == "bar" or (progress == "auto" and sys.stdout.isatty()):
-        return BarSink(steps, first_step)
-    return LineSink()
+        return BarSink(steps, state)
+    return LineSink({"step": step_line, **LINES})

@@ -1,0 +1,58 @@
+"""The profiler's own arithmetic, and a trace of real steps on real ranks."""
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import events
+
+from gptexp.profiling import COSTLIEST, covered
+
+
+def test_overlapping_intervals_count_once() -> None:
+    assert covered([(5, 6), (0, 2), (1, 3), (1, 2)]) == 4
+    assert covered([]) == 0
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_trace_is_written_of_steps_that_have_settled(
+    gptexp: Any, tiny: list[str], tmp_path: Path, world: int
+) -> None:
+    done = gptexp(
+        "train", *tiny, "train.max_steps=11", "train.profile=true", f"world.size={world}", "log.progress=lines",
+        "hydra.run.dir=out",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "USDT" not in done.stderr
+    [found] = events(tmp_path / "out", "profile")
+    assert found["step"] == 8
+    traces = sorted((tmp_path / "out/profile").iterdir())
+    assert [path.name for path in traces] == [f"steps-6-8-rank{rank}.json.gz" for rank in range(world)]
+    trace = json.loads(gzip.decompress(traces[0].read_bytes()))
+    marked = {e["name"] for e in trace["traceEvents"] if e.get("name", "").startswith("ProfilerStep")}
+    assert len(marked) == 3
+    operations = found["operations"]
+    assert len(operations) == COSTLIEST
+    assert operations == sorted(operations, key=lambda op: -op["ms_per_step"])
+    assert any(op["name"].startswith("aten::") for op in operations)
+    assert (found["shares"]["collectives"] > 0) == (world == 2)
+    assert 0 < found["shares"]["optimizer"] < 0.9
+    assert "the costliest operations" in done.stdout
+    assert f"in the optimizer\nthe trace: {traces[0]}" in done.stdout
+
+
+def test_a_run_too_short_to_settle_is_traced_from_where_it_can(gptexp: Any, tiny: list[str], tmp_path: Path) -> None:
+    done = gptexp("train", *tiny, "train.max_steps=2", "train.profile=true", "hydra.run.dir=out")
+    assert done.returncode == 0, done.stderr
+    assert [path.name for path in (tmp_path / "out/profile").iterdir()] == ["steps-1-1-rank0.json.gz"]
+
+
+def test_watching_changes_no_bit(gptexp: Any, tiny: list[str], tmp_path: Path) -> None:
+    for wanted in ("true", "false"):
+        assert gptexp("train", *tiny, f"train.profile={wanted}", f"hydra.run.dir=out-{wanted}").returncode == 0
+    weights = [
+        (tmp_path / f"out-{w}" / "checkpoints/step-00000004/model.safetensors").read_bytes() for w in ("true", "false")
+    ]
+    assert weights[0] == weights[1]
