@@ -194,7 +194,7 @@ class LogConfig:
     sample_tokens: int = _not_negative(48)  # tokens of the sample printed after the run; 0: none
     mfu_peak: str = _choice("auto", "measured")  # auto: of the data sheet, where known; measured: of matrix products
     noise_scale: str = _choice("auto", "on", "off")  # the gradient noise scale, of logged steps; auto: where it shows
-    noise_half_life_tokens: int | None = _positive(None)  # tokens, of its averages; null: a hundredth of the run
+    noise_half_life_tokens: int | None = _positive(None)  # tokens; null: 1% of the run, 4 steps at least
     wandb: WandbConfig = field(default_factory=WandbConfig)
 
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from gptexp.batch import legal_micro_batches
 from gptexp.config import Config
 
+LEAST_STEPS = 4  # that a half-life is long unless it is given
+
 
 @dataclass(frozen=True)
 class Norms:
@@ -31,6 +33,10 @@ class Norms:
         """Estimate of tr S, per sequence: the small gradients' sample variance, times their sequences."""
         n = self.big_sequences / self.small_sequences
         return self.small_sequences * n * (self.small - self.big) / (n - 1)
+
+    def cosine(self) -> float:
+        """Of two small gradients: their mean product over their mean squared norm."""
+        return self.signal() / self.small
 
 
 @dataclass
@@ -65,13 +71,8 @@ class NoiseScale:
         """The noise scale; NaN while too few steps are averaged for both estimates to be positive."""
         return self.noise_sum / self.signal_sum if min(self.signal_sum, self.noise_sum) > 0 else math.nan
 
-    def cosine(self, sequences: int) -> float:
-        """Of two gradients over `sequences` each: |G|² / (|G|² + tr S / b), as means of product and squared norm."""
-        squared_norm = self.signal_sum + self.noise_sum / sequences
-        return self.signal_sum / squared_norm if squared_norm > 0 else math.nan
 
-
-def metrics(norms: Norms, averages: NoiseScale, seq_len: int) -> dict[str, float]:
+def metrics(norms: Norms, cosine: float, averages: NoiseScale, seq_len: int) -> dict[str, float]:
     """What is logged of a measured step: the raw pair, from which any other average can be taken, and ours."""
     return {
         "gns/small_sq_norm": norms.small,
@@ -81,8 +82,13 @@ def metrics(norms: Norms, averages: NoiseScale, seq_len: int) -> dict[str, float
         "gns/noise_trace": averages.noise,
         "gns/sequences": averages.sequences,
         "gns/tokens": averages.sequences * seq_len,
-        "gns/cos": averages.cosine(norms.small_sequences),
+        "gns/cos": cosine,
     }
+
+
+def noise_half_life(cfg: Config, run_tokens: int) -> float:
+    """Of the averages, in tokens."""
+    return cfg.log.noise_half_life_tokens or max(run_tokens / 100, LEAST_STEPS * cfg.batch.total_batch_size)
 
 
 def why_unmeasured(cfg: Config, micro_batch_size: int, world_size: int) -> str | None:

@@ -156,7 +156,7 @@ def _build_training(
     from gptexp.distributed import build_reduction
     from gptexp.effective import forward_context
     from gptexp.errors import ConfigError
-    from gptexp.noise_scale import why_unmeasured
+    from gptexp.noise_scale import noise_half_life, why_unmeasured
     from gptexp.optim import build_optimizer
     from gptexp.profiling import StepProfiler
     from gptexp.schedule import resolve_schedule
@@ -196,7 +196,7 @@ def _build_training(
         eval_every_tokens=interval_tokens(train.eval_every, train.eval_every_tokens, run_tokens, total_batch_size),
         save_every_tokens=interval_tokens(train.save_every, train.save_every_tokens, run_tokens, total_batch_size),
         log_every=train.log_every,
-        noise_half_life_tokens=None if unmeasured else cfg.log.noise_half_life_tokens or run_tokens / 100,
+        noise_half_life_tokens=None if unmeasured else noise_half_life(cfg, run_tokens),
         profiler=StepProfiler(directory / run_dir.PROFILE, rank, device, left) if train.profile and left > 1 else None,
         keep=checkpoint.Keep(
             train.keep_last,

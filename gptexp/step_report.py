@@ -26,7 +26,8 @@ class Numbers:
     finite: bool  # whether the weights were updated
     asked: str | None  # why to stop
     fingerprint: int  # of what the ranks have read, as each of them gave it
-    small_sq_norm: float  # mean over the ranks of the squared norm of one micro-batch's gradient; 0: not measured
+    small_sq_norm: float  # mean squared norm of one micro-batch's gradient; 0: not measured
+    cosine: float  # mean over the ranks, of two micro-batches' gradients; NaN: a rank has only one
     work_ms: list[float]  # of each rank, as it gave it
 
 
@@ -34,9 +35,9 @@ class StepReport:
     """A step's numbers on their way from the devices of all ranks to this host. *Collective.*
 
     The reduction and the copy are queued when the report is made; `read` waits for them. One small all-reduce of
-    float32 carries everything: the loss, whether the gradient norm is finite, the squared norm of this rank's small
-    gradient, one flag per reason to stop, the fingerprint as eight bytes, whose sums over the ranks stay exact
-    integers, and each rank's `work_ms` in a place of its own.
+    float32 carries everything: the loss, what was measured of `small_gradients`, whether the gradient norm is finite,
+    one flag per reason to stop, the fingerprint as eight bytes, whose sums over the ranks stay exact integers, and
+    each rank's `work_ms` in a place of its own.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class StepReport:
         grad_norm: Tensor,
         fingerprint: int,
         stop_flags: list[float],
-        small_sq_norm: Tensor | None = None,
+        small_gradients: Tensor | None = None,
         work_ms: float = 0.0,
     ) -> None:
         ranks = world_size()
@@ -55,10 +56,10 @@ class StepReport:
             host = host.pin_memory()
         norm = grad_norm.detach().reshape(1).float()
         bad_norm = norm.isfinite().logical_not().float()
-        small = torch.zeros_like(norm) if small_sq_norm is None else small_sq_norm.reshape(1)
+        small = norm.new_zeros(2) if small_gradients is None else small_gradients
         mean_shares = torch.cat([loss.reshape(1), small]) / ranks
         reduced = all_reduce_sum(torch.cat([mean_shares, bad_norm, host.to(loss.device, non_blocking=True)]))
-        self.finite = reduced[0].isfinite() & (reduced[2] == 0)  # 0-dim, on the device: equal on all ranks
+        self.finite = reduced[0].isfinite() & (reduced[3] == 0)  # 0-dim, on the device: equal on all ranks
         values = torch.cat([norm, reduced])
         self._event: torch.cuda.Event | None = None
         if values.is_cuda:
@@ -79,9 +80,9 @@ class StepReport:
             if time.monotonic() > deadline:
                 raise StepTimeout(f"the numbers of a step are not there after {timeout_s:g} s")
             time.sleep(POLL_S)
-        grad_norm, loss, small, bad_norms, *rest = self._values.tolist()
+        grad_norm, loss, small, cosine, bad_norms, *rest = self._values.tolist()
         flags, rest = rest[: len(REASONS)], rest[len(REASONS) :]
         limbs, work = rest[:8], rest[8:]
         asked = next((name for name, flag in zip(REASONS, flags, strict=True) if flag), None)
         fingerprint = sum(int(limb) << (8 * i) for i, limb in enumerate(limbs)) % 2**64
-        return Numbers(loss, grad_norm, math.isfinite(loss) and not bad_norms, asked, fingerprint, small, work)
+        return Numbers(loss, grad_norm, math.isfinite(loss) and not bad_norms, asked, fingerprint, small, cosine, work)

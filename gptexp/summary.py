@@ -65,7 +65,7 @@ def start_event(directory: Path, t: Training, state: TrainState, about: dict[str
 def _noise_scale(cfg: Config, t: Training) -> str:
     if t.noise_half_life_tokens is None:
         return f"not measured: {why_unmeasured(cfg, t.plan.micro_batch_size, t.plan.world_size)}"
-    measured = t.plan.micro_batch_size * t.plan.world_size
+    measured = t.plan.micro_batch_size * t.plan.world_size * min(2, t.plan.grad_accum_steps)
     return (
         f"from {measured} of {t.plan.sequences} sequences of a step, averaged with a half-life of "
         f"{t.noise_half_life_tokens:,.0f} tokens"

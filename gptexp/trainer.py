@@ -27,7 +27,6 @@ from gptexp.distributed import Rank, Reduction, agree
 from gptexp.effective import ForwardContext
 from gptexp.errors import DivergedError, StorageError
 from gptexp.evaluate import evaluate
-from gptexp.local_gradient import LocalGradient
 from gptexp.loggers import RunLog
 from gptexp.model import GPT
 from gptexp.noise_scale import Norms, metrics
@@ -36,6 +35,7 @@ from gptexp.phases import StepTimer, exposed_reduce_ms
 from gptexp.profiling import StepProfiler
 from gptexp.schedule import Schedule
 from gptexp.signals import REASONS, StopRequest
+from gptexp.small_gradients import SmallGradients
 from gptexp.step_report import Numbers, StepReport
 
 # How often in a row an update may be left out, or the same checkpoint be gone back to, before a run has diverged.
@@ -56,14 +56,14 @@ def train_step(
     dropout: bool,
     mark: Callable[[str], None] = lambda phase: None,
     flags: Callable[[], list[float]] = lambda: [0.0] * len(REASONS),
-    local_gradient: LocalGradient | None = None,
+    small_gradients: SmallGradients | None = None,
     work_ms: float = 0.0,
 ) -> StepReport:
     """One optimizer update, left out where loss or gradient norm is not finite. *Collective.*
 
     `mark` hears of the end of each phase; `flags` gives this rank's reasons to stop, asked for once all micro-steps
-    are done; `local_gradient`, where given, measures the first micro-batch's; the others are told of `work_ms`. With a
-    fused optimizer nothing here waits for the device.
+    are done; `small_gradients`, where given, measures those of the first micro-batches; the other ranks are told of
+    `work_ms`. With a fused optimizer nothing here waits for the device.
     """
     for group in optimizer.param_groups:
         group["lr"] = lr
@@ -78,7 +78,7 @@ def train_step(
             with forward_context():
                 loss = model(batch.x, batch.y)
             mark("forward")
-            with local_gradient(divisor) if local_gradient and micro_step == 0 else nullcontext():
+            with small_gradients(micro_step, divisor) if small_gradients else nullcontext():
                 (loss / divisor).backward()  # the sum over all micro-steps is then the mean over their tokens
         loss_sum = loss_sum + loss.detach()
         fingerprint += batch.fingerprint
@@ -90,7 +90,7 @@ def train_step(
         grad_norm,
         fingerprint % 2**64,
         flags(),
-        local_gradient.sq_norm if local_gradient else None,
+        small_gradients.measured() if small_gradients else None,
         work_ms,
     )
     mark("clip")
@@ -155,7 +155,7 @@ class _Loop:
         parameters = sum(p.numel() for p in t.gpt.parameters())
         self.save_s = 12 * parameters / SLOW_DISK  # what the last checkpoint took: weights and two moments
         self.eval_s: float | None = None  # what the last evaluation took
-        self.local_gradient = LocalGradient(t.model, t.plan.grad_accum_steps) if t.noise_half_life_tokens else None
+        self.small_gradients = SmallGradients(t.model, t.plan.grad_accum_steps) if t.noise_half_life_tokens else None
         self.work_ms = 0.0  # of this rank in the newest logged step: all that it did without the others
         self.batches = self.data()
         self.clock = time.perf_counter()
@@ -219,7 +219,7 @@ class _Loop:
             dropout=t.gpt.cfg.dropout > 0,
             mark=timer.mark,
             flags=self.stop.flags,
-            local_gradient=self.local_gradient if self.is_logged(state.step) else None,
+            small_gradients=self.small_gradients if self.is_logged(state.step) else None,
             work_ms=self.work_ms,
         )
         self.unread.append((state.step, lr, timer, report))
@@ -278,7 +278,9 @@ class _Loop:
             return {}
         norms = Norms(numbers.small_sq_norm, numbers.grad_norm**2, t.plan.micro_batch_size, t.plan.sequences)
         self.state.noise_scale.take(norms, tokens, t.noise_half_life_tokens)
-        return metrics(norms, self.state.noise_scale, t.plan.seq_len)
+        # With one micro-batch a rank every one of them was measured, and the norms tell how far they agree.
+        cosine = norms.cosine() if math.isnan(numbers.cosine) else numbers.cosine
+        return metrics(norms, cosine, self.state.noise_scale, t.plan.seq_len)
 
     def follow(self, step: int, loss: float) -> None:
         """Take in the loss of a step whose numbers are finite. Raises `DivergedError` if it has left for good."""

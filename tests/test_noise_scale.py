@@ -64,14 +64,12 @@ def test_mutants_break_the_identities(mutant: Any) -> None:
 
 def test_cosine_is_that_of_pairs() -> None:
     g = gradients()
-    averages = NoiseScale()
-    averages.take(norms_of(g), 100, 50)
     pairs = [float(g[i] @ g[j]) for i, j in itertools.permutations(range(len(g)), 2)]
-    assert averages.cosine(B) == pytest.approx(np.mean(pairs) / np.mean((g**2).sum(1)), rel=1e-9)
+    assert norms_of(g).cosine() == pytest.approx(np.mean(pairs) / np.mean((g**2).sum(1)), rel=1e-9)
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_known_noise_scale_is_found_from_two_of_32_micro_batches(seed: int) -> None:
+def test_a_known_noise_scale_is_found_from_four_of_32_micro_batches(seed: int) -> None:
     """Loss |θ - x|²/2 with x ~ N(0, S): a sequence's gradient has covariance S, and |G| is |θ|."""
     draw = np.random.default_rng(seed)
     width, m, world, accumulated, steps = 2000, 8, 2, 16, 200
@@ -82,7 +80,7 @@ def test_a_known_noise_scale_is_found_from_two_of_32_micro_batches(seed: int) ->
     for step in range(1, steps + 1):
         # A mean of m sequences is itself Gaussian: drawn as such.
         means = theta - draw.normal(size=(world * accumulated, width)) * spread / math.sqrt(m)
-        first = means[::accumulated]  # each rank's first
+        first = means.reshape(world, accumulated, width)[:, :2].reshape(-1, width)  # the first two of each rank
         sequences = m * world * accumulated
         norms = Norms(float((first**2).sum(1).mean()), float((means.mean(0) ** 2).sum()), m, sequences)
         averages.take(norms, step * 1000, 1e9)
@@ -109,8 +107,8 @@ def test_no_signal_is_no_number() -> None:
     assert math.isnan(NoiseScale().sequences)
 
 
-def run_gradients(directory: Path, micro_batch: int) -> tuple[list[float], float]:
-    """Of a run's first step: the squared gradient norm of each micro-batch, and of the step, computed here."""
+def run_gradients(directory: Path, micro_batch: int) -> torch.Tensor:
+    """The gradient of every micro-batch of a run's first step, computed here; (micro-batches, parameters)."""
     cfg = run_dir.load_config(directory)
     torch.manual_seed(cfg.train.seed)
     model = GPT(cfg.model, plain_cross_entropy)
@@ -120,23 +118,24 @@ def run_gradients(directory: Path, micro_batch: int) -> tuple[list[float], float
         model.zero_grad()
         model(batch.x, batch.y).backward()
         found.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
-    every = torch.stack(found)
-    return every.square().sum(1).tolist(), float(every.mean(0).square().sum())
+    return torch.stack(found).double()
 
 
 @pytest.mark.parametrize(
     ("world", "micro_batch", "reduction", "seen"),
     [
-        (1, 2, "mean", [0]),  # four micro-batches, of each rank its first
-        (2, 2, "mean", [0, 2]),
-        (2, 4, "mean", [0, 1]),  # one micro-batch a rank: by hooks
-        (2, 4, "tree", [0, 1]),
-        (2, 2, "tree", [0, 2]),
-        (4, 2, "mean", [0, 1, 2, 3]),
+        (1, 2, "mean", [(0, 1)]),  # four micro-batches, of each rank its first two
+        (1, 4, "mean", [(0, 1)]),
+        (2, 2, "mean", [(0, 1), (2, 3)]),  # DDP reduces in the second backward pass
+        (2, 1, "mean", [(0, 1), (4, 5)]),
+        (2, 4, "mean", [(0,), (1,)]),  # DDP reduces in the only one
+        (2, 4, "tree", [(0,), (1,)]),
+        (2, 2, "tree", [(0, 1), (2, 3)]),
+        (4, 2, "mean", [(0,), (1,), (2,), (3,)]),
     ],
 )
 def test_every_way_of_measuring_sees_what_one_process_computes(
-    gptexp: Any, tiny: list[str], tmp_path: Path, world: int, micro_batch: int, reduction: str, seen: list[int]
+    gptexp: Any, tiny: list[str], tmp_path: Path, world: int, micro_batch: int, reduction: str, seen: Any
 ) -> None:
     done = gptexp(
         "train", *tiny, "train.max_steps=2", f"world.size={world}", f"batch.micro_batch_size={micro_batch}",
@@ -144,13 +143,20 @@ def test_every_way_of_measuring_sees_what_one_process_computes(
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     first = events(tmp_path / "out", "step")[0]
-    small, big = run_gradients(tmp_path / "out", micro_batch)
-    assert first["gns/small_sq_norm"] == pytest.approx(sum(small[i] for i in seen) / len(seen), rel=1e-4)
-    assert first["gns/big_sq_norm"] == pytest.approx(big, rel=1e-4)
+    g = run_gradients(tmp_path / "out", micro_batch)
+    cosines = (g @ g.T) / (g.norm(dim=1)[:, None] * g.norm(dim=1))
+    small = float(g[[i for of_rank in seen for i in of_rank]].square().sum(1).mean())
+    assert first["gns/small_sq_norm"] == pytest.approx(small, rel=1e-4)
+    assert first["gns/big_sq_norm"] == pytest.approx(float(g.mean(0).square().sum()), rel=1e-4)
     assert first["gns/small_sequences"] == micro_batch
     norms = Norms(first["gns/small_sq_norm"], first["gns/big_sq_norm"], micro_batch, 8)
+    if len(seen[0]) == 2:
+        assert first["gns/cos"] == pytest.approx(np.mean([float(cosines[i, j]) for i, j in seen]), rel=1e-4)
+    else:
+        assert first["gns/cos"] == pytest.approx(norms.cosine(), rel=1e-5)
     assert first["gns/grad_sq"] == pytest.approx(norms.signal(), rel=1e-5)
-    assert first["gns/tokens"] == pytest.approx(16 * norms.noise() / norms.signal(), rel=1e-5)
+    if norms.noise() > 0:
+        assert first["gns/tokens"] == pytest.approx(16 * norms.noise() / norms.signal(), rel=1e-5)
 
 
 def test_measuring_changes_no_bit(gptexp: Any, tiny: list[str], tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ FLOORS = [
         "machine",
         "data",
     },
-    {"model", "memory", "distributed", "run_dir", "attention", "local_gradient"},
+    {"model", "memory", "distributed", "run_dir", "attention", "small_gradients"},
     {"optim", "checkpoint", "check", "overrides", "ceilings", "profiling"},
     {"effective", "evaluate", "loggers", "step_report"},
     {"trainer", "load", "sample"},
@@ -55,14 +55,14 @@ FENCES = {
 
 # Composed, checked and answered before torch is loaded.
 TORCH_FREE = {
-    "__init__", "__main__", "alerts", "batch", "bench", "calibrate", "check", "cli", "compose", "config", "data.__init__",
-    "data.corpora", "data.order", "data.prepare", "data.shards", "data.tokenizer", "distributed", "divergence",
-    "errors", "evaluate", "flops", "launch", "noise_scale", "overrides", "plan", "pool", "prepare", "report.__init__",
-    "report.__main__", "report.analysis", "report.critical", "report.curves", "report.figures", "report.fitted",
-    "report.law", "report.noise", "report.page", "report.pictures", "report.proposals", "report.records",
-    "report.verdict", "resume", "run", "run_dir", "sample", "schedule", "signals", "status", "sweep.__init__",
-    "sweep.cells", "sweep.launchers", "sweep.space", "sweep.study", "sweep.sweepers", "terminal", "train", "verify",
-    "versions",
+    "__init__", "__main__", "alerts", "batch", "bench", "calibrate", "check", "cli", "compose", "config",
+    "data.__init__", "data.corpora", "data.order", "data.prepare", "data.shards", "data.tokenizer", "distributed",
+    "divergence", "errors", "evaluate", "flops", "launch", "noise_scale", "overrides", "plan", "pool", "prepare",
+    "report.__init__", "report.__main__", "report.analysis", "report.courses", "report.critical", "report.curves",
+    "report.figures", "report.fitted", "report.law", "report.noise", "report.noise_scale", "report.page",
+    "report.pictures", "report.proposals", "report.records", "report.spec", "report.verdict", "resume", "run",
+    "run_dir", "sample", "schedule", "signals", "status", "sweep.__init__", "sweep.cells", "sweep.launchers",
+    "sweep.space", "sweep.study", "sweep.sweepers", "terminal", "train", "verify", "versions",
 }  # fmt: skip
 
 

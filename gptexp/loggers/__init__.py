@@ -50,14 +50,14 @@ METRICS = {
     "perf/mfu_causal": ("", "the same, causal half of the scores"),
     "perf/straggler_ratio": ("", "data and forward passes of the slowest rank over the median of the others'"),
     "perf/slowest_rank": ("", "which rank that was, in the logged step before"),
-    "gns/small_sq_norm": ("", "squared norm of one micro-batch's gradient: the first's, mean over ranks"),
+    "gns/small_sq_norm": ("", "squared norm of one micro-batch's gradient: mean over the first two of each rank"),
     "gns/big_sq_norm": ("", "squared norm of the step's gradient, before clipping"),
     "gns/small_sequences": ("sequences", "in the one micro-batch"),
     "gns/grad_sq": ("", "running estimate of the true gradient's squared norm"),
     "gns/noise_trace": ("", "running estimate of the trace of one sequence's gradient covariance"),
     "gns/sequences": ("sequences", "gradient noise scale: gns/noise_trace over gns/grad_sq"),
     "gns/tokens": ("tokens", "the same in tokens: compare with the batch size"),
-    "gns/cos": ("", "cosine of two micro-batches' gradients, from the same estimates"),
+    "gns/cos": ("", "cosine of two micro-batches' gradients in this step"),
     "data/fingerprint": ("", "sum of the hashes of all windows consumed, modulo 2^64, 16 hex digits"),
 }
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from html import escape
 
 from gptexp.report.analysis import Analysis
-from gptexp.report.figures import Figure
 from gptexp.report.records import Run
+from gptexp.report.spec import Figure
 from gptexp.report.table import shown
 
 POLICY = (

@@ -15,11 +15,12 @@ from typing import Any
 from gptexp import run_dir
 from gptexp.config import result_deciding
 from gptexp.errors import ConfigError
+from gptexp.noise_scale import Norms
 
 STATUSES = ("completed", "diverged", "interrupted", "running", "failed")
 POINTS = 512  # of a run's steps, at least, that are kept for its curve; twice that at most
-STEP_EVENT, EVAL_EVENT = '"event": "step"', '"event": "eval"'
-STEP = re.compile(r'"step": (\d+)')
+STEP_EVENT = '"event": "step"'
+KEPT_EVENT = re.compile(r'"event": "(eval|alert|fault|sample)"')
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,29 @@ class Point:
     tokens: int
     seconds: float
     loss: float | None  # nats per token; None: no number
+
+
+@dataclass(frozen=True)
+class Step(Point):
+    """An optimizer update. What an older version did not log, or no number, is None."""
+
+    lr: float | None
+    grad_norm: float | None  # before clipping
+    clip_fraction: float | None
+    tokens_per_s: float
+    mfu: float | None  # perf/mfu_palm
+    noise_scale: float | None  # tokens, the run's own average
+    cosine: float | None  # of two micro-batches' gradients
+    norms: Norms | None  # from which other averages follow
+
+
+@dataclass(frozen=True)
+class Note:
+    """Something that a run said: an alert, a fault, a sample."""
+
+    kind: str
+    step: int
+    text: str
 
 
 @dataclass
@@ -45,12 +69,19 @@ class Run:
     seed: int = 0
     loss: float | None = None  # the final validation loss of a completed run
     summary: dict[str, Any] = field(default_factory=dict)
-    train: list[Point] = field(default_factory=list)  # thinned
+    seq_len: int = 1  # tokens
+    train: list[Step] = field(default_factory=list)  # thinned
     val: list[Point] = field(default_factory=list)
+    notes: list[Note] = field(default_factory=list)
     fingerprints: dict[int, str] = field(default_factory=dict)  # tokens -> hash of all that was read until then
     tokens_per_s: float | None = None  # median over the kept steps
     mfu: float | None = None  # the same, of perf/mfu_palm; None on a device whose peak nobody knows
     problem: str | None = None  # why it tells less than it should, in one line
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether it has told a gradient noise scale."""
+        return any(step.noise_scale is not None for step in self.train)
 
 
 def find_runs(directory: Path) -> list[Run]:
@@ -89,6 +120,7 @@ def read_run(directory: Path) -> Run:
         config.train.seed,
         float(loss) if status == "completed" and isinstance(loss, int | float) else None,
         summary,
+        config.seq_len,
     )
     try:
         _read_metrics(run, directory / run_dir.METRICS)
@@ -112,8 +144,8 @@ def _of_their_types(summary: dict[str, Any]) -> dict[str, Any]:
     return {key: printable(value) if isinstance(value, str) else value for key, value in kept.items()}
 
 
-def _loss(value: Any) -> float | None:
-    """A loss as JSON has it: null where it was no number."""
+def _number(value: Any) -> float | None:
+    """A number as JSON has it: null where it was none."""
     return None if value is None else float(value)
 
 
@@ -124,31 +156,55 @@ def _read_metrics(run: Run, path: Path) -> None:
     with path.open(errors="replace") as lines:
         steps = sum(STEP_EVENT in line for line in lines)
     stride = 1 << max(0, (steps // POINTS).bit_length() - 1)
-    done, seconds = 0, 0.0
-    rates: list[float] = []
-    shares: list[float] = []
+    seen, done, seconds = 0, 0, 0.0
     with path.open(errors="replace") as lines:
         for number, line in enumerate(lines, 1):
-            is_step, at = STEP_EVENT in line, STEP.search(line)
-            if at is None or (is_step and (int(at[1]) + 1) % stride) or not (is_step or EVAL_EVENT in line):
+            if STEP_EVENT in line:
+                seen += 1
+                if seen % stride:
+                    continue
+            elif not KEPT_EVENT.search(line):
                 continue
             try:
                 event = json.loads(line)
                 step, tokens = int(event["step"]) + 1, int(event["tokens"])
-                if is_step:
+                if event["event"] == "step":
                     seconds += (step - done) * float(event["perf/step_ms"]) / 1e3
                     done = step
-                    run.train.append(Point(step, tokens, seconds, _loss(event["train/loss"])))
+                    run.train.append(_step(event, step, tokens, seconds, run))
                     run.fingerprints[tokens] = printable(str(event["data/fingerprint"]))
-                    rates.append(float(event["perf/tokens_per_s"]))
-                    if (share := event.get("perf/mfu_palm")) is not None:
-                        shares.append(float(share))
+                elif event["event"] == "eval":
+                    run.val.append(Point(step, tokens, seconds, _number(event["val/loss"])))
                 else:
-                    run.val.append(Point(step, tokens, seconds, _loss(event["val/loss"])))
+                    text = "\n".join(map(printable, str(event["text"]).split("\n")))
+                    run.notes.append(Note(event["event"], step - 1, text))
             except (ValueError, KeyError, TypeError, OverflowError):
                 if line.endswith("\n"):  # else it is being written
                     run.problem = printable(f"{path}: line {number} is no event of a run")
-    if rates:
-        run.tokens_per_s = statistics.median(rates)
-    if shares:
+    if run.train:
+        run.tokens_per_s = statistics.median(step.tokens_per_s for step in run.train)
+    if shares := [step.mfu for step in run.train if step.mfu is not None]:
         run.mfu = statistics.median(shares)
+
+
+def _step(event: dict[str, Any], step: int, tokens: int, seconds: float, run: Run) -> Step:
+    small, big = _number(event.get("gns/small_sq_norm")), _number(event.get("gns/big_sq_norm"))
+    norms = None
+    if small is not None and big is not None:
+        norms = Norms(small, big, int(event["gns/small_sequences"]), run.batch // run.seq_len)
+        if not 0 < norms.small_sequences < norms.big_sequences:
+            raise ValueError("a part is smaller than the whole")
+    return Step(
+        step,
+        tokens,
+        seconds,
+        _number(event["train/loss"]),
+        lr=_number(event.get("optim/lr")),
+        grad_norm=_number(event.get("optim/grad_norm")),
+        clip_fraction=_number(event.get("optim/clip_fraction")),
+        tokens_per_s=float(event["perf/tokens_per_s"]),
+        mfu=_number(event.get("perf/mfu_palm")),
+        noise_scale=_number(event.get("gns/tokens")),
+        cosine=_number(event.get("gns/cos")),
+        norms=norms,
+    )

@@ -7,6 +7,7 @@ from gptexp.report.analysis import Analysis, Arm
 from gptexp.report.curves import Curve
 from gptexp.report.law import SLOPES
 from gptexp.report.noise import seeds_needed
+from gptexp.report.noise_scale import FACTOR, at_the_end
 
 
 def verdict(analysis: Analysis) -> list[str]:
@@ -30,7 +31,7 @@ def _of_arm(arm: Arm) -> list[str]:
             "The curves are skewed: a parabola over many learning rates would misplace the optimum, so each fit takes "
             f"the {arm.curves.width} nearest to the lowest loss."
         )
-    lines += [*_law(arm), *_sizes(arm), *_best(arm), *_noise(arm), *_critical(arm)]
+    lines += [*_law(arm), *_sizes(arm), *_best(arm), *_noise(arm), *_critical(arm), *_noise_scale(arm)]
     failed = sorted({run.status for run in arm.runs} - {*run_dir.DONE})
     for status in failed:
         names = [run.name for run in arm.runs if run.status == status]
@@ -162,6 +163,30 @@ def _critical(arm: Arm) -> list[str]:
     lines = [f"{at} by the hyperbola (twice the fewest steps and tokens) {found}.", twenty, *_edges(arm)]
     if c.misfit:
         lines.append("The steps do not lie on that hyperbola: take the 20% rule's number.")
+    return lines
+
+
+def _noise_scale(arm: Arm) -> list[str]:
+    """Of the run with the lowest loss, or the only one: beside its batch size, and the critical one if measured."""
+    measured = [run for run in arm.runs if run.train and run.train[-1].norms]
+    if not measured:
+        return []
+    run = min(measured, key=lambda run: (run.loss is None, run.loss or 0.0))
+    of = "" if len(arm.runs) == 1 else f" of {run.name}"
+    scale = at_the_end(run)
+    if scale is None:
+        return [f"The gradient noise scale{of} cannot be told from what was measured: train for longer."]
+    interval = f"{scale.low:,.0f} to {scale.high:,.0f}" if scale.high else f"{scale.low:,.0f} or more"
+    lines = [
+        f"Over the last fifth of training the gradient noise scale{of} is {scale.tokens:,.0f} tokens (95% interval "
+        f"{interval}); a step has {run.batch:,}."
+    ]
+    if arm.critical is not None and arm.critical.hyperbola is not None:
+        ratio = arm.critical.hyperbola.tokens / scale.tokens
+        agrees = "agree within" if 1 / FACTOR <= ratio <= FACTOR else "do not agree within"
+        lines.append(
+            f"The critical batch size measured is {ratio:.2g} times that: the two {agrees} a factor {FACTOR:g}."
+        )
     return lines
 
 
