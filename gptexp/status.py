@@ -4,6 +4,7 @@ import argparse
 import json
 import statistics
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -30,17 +31,26 @@ class Progress:
     loss: float | None  # the newest validation loss, in nats per token
     seconds_left: float | None  # of training; None: no cell has shown how fast it would go
 
+    @property
+    def share(self) -> float:
+        """Of its tokens."""
+        return self.tokens / self.of_tokens if self.of_tokens else 0.0
 
-def survey(directory: Path) -> list[Progress]:
-    """Every cell of a sweep, also those not begun; of a single run, that. Raises `ConfigError` for neither."""
+
+def survey(directory: Path, read: "Callable[[Path], Run] | None" = None) -> list[Progress]:
+    """Every cell of a sweep, also those not begun; of a single run, that. Raises `ConfigError` for neither.
+
+    `read` reads a run; one that remembers them spares reading those that have not changed.
+    """
     from gptexp.report.records import find_runs, printable, read_run
 
+    read = read or read_run
     sweep = run_dir.read_json(directory / run_dir.SWEEP)
     planned = sweep.get("cells", {})
-    runs = {run.name: run for run in find_runs(directory)} if not planned else {}
+    runs = {run.name: run for run in find_runs(directory, read)} if not planned else {}
     for name in planned:
         if (directory / name / run_dir.CONFIG).exists():
-            runs[printable(name)] = read_run(directory / name)
+            runs[printable(name)] = read(directory / name)
     rates: dict[int, list[float]] = {}
     for run in runs.values():
         if run.tokens_per_s:
@@ -87,6 +97,25 @@ def ready_in(cells: list[Progress]) -> float | None:
     return max([sum(filter(None, times)) / at_once, *(s or 0.0 for s in times)], default=0.0)
 
 
+def seconds_shown(seconds: float) -> str:
+    return str(timedelta(seconds=round(seconds)))
+
+
+def in_all(cells: list[Progress]) -> str:
+    """How many cells are how far, and when all will be done."""
+    seconds = ready_in(cells)
+    counts = Counter(cell.status for cell in cells)
+    said = ", ".join(f"{counts[state]} {state}" for state in STATES if counts[state])
+    if all(cell.status in run_dir.DONE for cell in cells):
+        when = "all done"
+    elif seconds is None:
+        when = "no cell has shown yet how fast they go"
+    else:
+        running = "as they run now" if counts["running"] else "one after the other, once started again"
+        when = f"done in about {seconds_shown(seconds)}, {running}"
+    return f"{len(cells)} cells: {said}; {when}" if len(cells) > 1 else f"{cells[0].status}; {when}"
+
+
 def main(argv: list[str] | None = None) -> None:
     """Say how far the cells of a sweep are: done, running, failed, left, and when all will be done."""
     parser = argparse.ArgumentParser(prog="gptexp status", description=main.__doc__)
@@ -96,24 +125,14 @@ def main(argv: list[str] | None = None) -> None:
     if not args.directory.is_dir():
         raise ConfigError(f"{args.directory}: no such directory; give a sweep or a run")
     cells = survey(args.directory)
-    seconds = ready_in(cells)
     if args.json:
-        print(json.dumps({"cells": [asdict(cell) for cell in cells], "ready_in_s": seconds}, indent=1))
+        print(json.dumps({"cells": [asdict(cell) for cell in cells], "ready_in_s": ready_in(cells)}, indent=1))
         return
     for cell in cells:
         loss = f"val loss {cell.loss:.4f}" if cell.loss is not None else ""
-        share = f"{cell.tokens / cell.of_tokens:4.0%}" if cell.of_tokens else ""
+        share = f"{cell.share:4.0%}" if cell.of_tokens else ""
         print(f"{cell.status:<12}{share:<6}{loss:<17}{cell.name}")
-    counts = Counter(cell.status for cell in cells)
-    said = ", ".join(f"{counts[state]} {state}" for state in STATES if counts[state])
-    if all(cell.status in run_dir.DONE for cell in cells):
-        when = "all done"
-    elif seconds is None:
-        when = "no cell has shown yet how fast they go"
-    else:
-        running = "as they run now" if counts["running"] else "one after the other, once started again"
-        when = f"done in about {timedelta(seconds=round(seconds))}, {running}"
-    print(f"{len(cells)} cells: {said}; {when}")
+    print(in_all(cells))
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from gptexp import run_dir
 from gptexp.config import Config
 
 TOKENS = 2**18
+NOISE_SCALE = 6  # sequences
 
 
 def write_run(
@@ -29,7 +30,9 @@ def write_run(
     events: list[dict[str, Any]] = []
     for step, value in enumerate(course):
         at = {"time": 1e9 + step, "step": step, "tokens": (step + 1) * batch}
-        events.append({"event": "step", **at, "train/loss": value, "perf/step_ms": batch / 8, "perf/tokens_per_s": 8e3,
+        events.append({"event": "step", **at, "train/loss": value, "optim/lr": lr, "optim/grad_norm": 1.0,
+                       "optim/clip_fraction": 0.5, "perf/step_ms": batch / 8, "perf/tokens_per_s": 8e3,
+                       **noise_scale(batch // config.seq_len, config.seq_len),
                        "data/fingerprint": f"{at['tokens'] * seed:016x}"})  # fmt: skip
         if (step + 1) % (steps // 8 or 1) == 0:
             events.append({"event": "eval", **at, "val/loss": value})
@@ -40,6 +43,15 @@ def write_run(
     status = "completed" if loss is not None else "diverged"
     of_run = {"status": status, "final_val_loss": loss, "tokens": steps * batch, "steps": steps, "train_s": 60.0}
     run_dir.write_json(directory / run_dir.SUMMARY, {**of_run, "data_hash": "0123", "parameters": 1, **summary})
+
+
+def noise_scale(sequences: int, seq_len: int) -> dict[str, float]:
+    """Of a step: |G|² of 2, and a noise scale of `NOISE_SCALE` sequences; nothing of a step of one sequence."""
+    if sequences < 2:
+        return {}
+    small, big = 2 * (1 + NOISE_SCALE), 2 * (1 + NOISE_SCALE / sequences)
+    scale = {"gns/sequences": NOISE_SCALE, "gns/tokens": NOISE_SCALE * seq_len, "gns/cos": 1 / (1 + NOISE_SCALE)}
+    return {"gns/small_sq_norm": small, "gns/big_sq_norm": big, "gns/small_sequences": 1, **scale}
 
 
 def write_sweep(

@@ -1,28 +1,15 @@
 """The report's page in a real browser: everything drawn, nothing complained about, nothing fetched."""
 
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
-import axe_core_python
 import pytest
-from playwright.sync_api import Browser, Page, sync_playwright
+from pages import needs_chromium, violations
+from playwright.sync_api import Browser
 from sweeps import write_sweep
 
 from gptexp.report import write_report
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-AXE = Path(axe_core_python.__file__).with_name("axe.min.js")
-
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium; apt-get install chromium")
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield browser
-        browser.close()
+pytestmark = needs_chromium
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +31,7 @@ def test_every_picture_is_drawn_and_nothing_is_complained_about(browser: Browser
     page.on("request", lambda request: asked.append(request.url))
     page.goto(report.as_uri())
     pictures = page.evaluate("drawn.then(views => views.length)")
-    assert pictures == len(list((report.parent / "pictures").glob("*.png"))) == 9
+    assert pictures == len(list((report.parent / "pictures").glob("*.png"))) == 11
     assert said == []
     assert asked == [report.as_uri()]
     boxes = page.evaluate("""[...document.querySelectorAll(".plot")].map(plot => {
@@ -58,12 +45,6 @@ def test_every_picture_is_drawn_and_nothing_is_complained_about(browser: Browser
     assert page.evaluate("document.documentElement.scrollWidth") <= width  # no sideways scrolling
     assert violations(page) == []
     page.close()
-
-
-def violations(page: Page) -> list[str]:
-    """Those of axe's rules that the page breaks."""
-    page.evaluate(AXE.read_text())
-    return [f"{v['id']}: {v['nodes'][0]['html'][:200]}" for v in page.evaluate("axe.run()")["violations"]]
 
 
 def test_the_accessibility_check_can_fail(browser: Browser) -> None:

@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sweeps import write_run, write_sweep
+from sweeps import NOISE_SCALE, write_run, write_sweep
 
 from gptexp import run_dir
 from gptexp.compose import compose
 from gptexp.report import write_report
+from gptexp.report.analysis import analyse
+from gptexp.report.figures import figures
 from gptexp.report.fitted import write_optim
 from gptexp.report.records import POINTS, find_runs
 from gptexp.report.table import shown, values
@@ -67,7 +69,7 @@ def test_the_same_files_give_the_same_bytes(swept: Path, tmp_path: Path) -> None
         path.unlink()
     write_report(again)
     written = [*swept.glob("pictures/*.png"), swept / "report.html", swept / "report.json", swept / "cells.csv"]
-    assert len(written) == 8 + 3
+    assert len(written) == 10 + 3
     for path in written:
         assert path.read_bytes() == (again / path.relative_to(swept)).read_bytes(), path.name
         assert path.suffix != ".png" or path.read_bytes().startswith(b"\x89PNG")
@@ -266,8 +268,32 @@ def test_a_single_run_is_reported_too(gptexp: Gptexp, swept: Path, tmp_path: Pat
     done = gptexp("report", str(directory))
     assert done.returncode == 0, done.stderr
     assert {path.stem for path in (directory / "pictures").glob("*.png")} == {
-        "course-tokens", "course-steps", "course-seconds"
+        "course-tokens", "course-steps", "course-seconds", "noise-scale", "cosine", "learning-rate", "gradient-norm",
+        "clipping", "speed",
     }  # fmt: skip
+
+
+def test_a_run_that_logs_every_tenth_step_has_its_curve_too(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", 64, 0.02, 1, 4.0)
+    path = tmp_path / "run" / "metrics.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps({**row, "step": 10 * row["step"]}) + "\n" for row in rows))
+    [run] = find_runs(tmp_path / "run")
+    assert len(run.train) >= POINTS
+
+
+def test_the_noise_scale_is_told_beside_batch_size_and_critical_one(tmp_path: Path) -> None:
+    root = write_sweep(tmp_path / "sweep", batches=(2048, 4096, 8192, 16384), schedule="constant")
+    lines = write_report(root).verdict
+    [line] = [line for line in lines if "gradient noise scale" in line]
+    best = min((run for run in find_runs(root) if run.loss is not None), key=lambda run: run.loss or 0.0)
+    assert f"of {best.name} is {NOISE_SCALE * 1024:,} tokens" in line
+    assert f"a step has {best.batch:,}" in line
+    [spec] = [f.spec for f in figures(analyse("sweep", find_runs(root))) if f.key == "noise-scale"]
+    marked = {row["value"] for row in spec["layer"][1]["data"]["values"]}
+    assert marked >= {2048, 4096, 8192, 16384}
+    critical = [line for line in lines if "The critical batch size measured is" in line]
+    assert len(critical) == (len(marked) > 4)
 
 
 def test_a_wide_flat_grid_wants_seeds_and_no_more_learning_rates(tmp_path: Path) -> None:

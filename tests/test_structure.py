@@ -35,6 +35,7 @@ FLOORS = [
     {"run"},
     {"launch", "compose", "sweep", "calibrate", "report", "pool"},
     {"train", "plan", "prepare", "resume", "bench", "verify", "status"},
+    {"watch"},
     {"cli", "__main__"},
 ]
 FLOOR = {module: number for number, floor in enumerate(FLOORS) for module in floor}
@@ -47,7 +48,18 @@ FENCES = {
     "submitit": {"sweep.launchers"},
     "wandb": {"loggers.wandb"},
     "tiktoken": {"data.tokenizer"},
-    "argparse": {"plan", "prepare", "resume", "sample", "evaluate", "bench", "verify", "report.__init__", "status"},
+    "argparse": {
+        "plan",
+        "prepare",
+        "resume",
+        "sample",
+        "evaluate",
+        "bench",
+        "verify",
+        "report.__init__",
+        "status",
+        "watch",
+    },
     "rich": {"loggers.console", "data.prepare", "bench", "plan", "report.__init__"},
     "scipy": {"report.noise", "report.critical"},
     "vl_convert": {"report.pictures"},
@@ -62,7 +74,7 @@ TORCH_FREE = {
     "report.figures", "report.fitted", "report.law", "report.noise", "report.noise_scale", "report.page",
     "report.pictures", "report.proposals", "report.records", "report.spec", "report.verdict", "resume", "run",
     "run_dir", "sample", "schedule", "signals", "status", "sweep.__init__", "sweep.cells", "sweep.launchers",
-    "sweep.space", "sweep.study", "sweep.sweepers", "terminal", "train", "verify", "versions",
+    "sweep.space", "sweep.study", "sweep.sweepers", "terminal", "train", "verify", "versions", "watch",
 }  # fmt: skip
 
 

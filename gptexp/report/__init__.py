@@ -32,7 +32,7 @@ def write_report(directory: Path) -> Report:
     """Write `report.html`, `report.json`, `cells.csv` and `pictures/*.png` into `directory`, a run's or a sweep's."""
     from gptexp.report.analysis import analyse
     from gptexp.report.figures import figures
-    from gptexp.report.page import page
+    from gptexp.report.page import page, sections
     from gptexp.report.pictures import bundle, png
     from gptexp.report.proposals import commands
     from gptexp.report.records import find_runs, printable
@@ -42,7 +42,8 @@ def write_report(directory: Path) -> Report:
     lines, pictures = [printable(line) for line in verdict(analysis)], figures(analysis)
     sweep = run_dir.read_json(directory / run_dir.SWEEP)
     further = [printable(line) for line in commands(analysis, sweep["overrides"], sweep["name"])] if sweep else []
-    run_dir.write_atomically(directory / PAGE, page(analysis, lines, pictures, further, bundle()))
+    parts = sections(analysis, lines, pictures, further)
+    run_dir.write_atomically(directory / PAGE, page(analysis.name, parts, pictures, bundle()))
     run_dir.write_json(directory / NUMBERS, {**numbers(analysis), "verdict": lines, "next": further})
     _write_table(directory / TABLE, analysis)
     (directory / PICTURES).mkdir(exist_ok=True)

@@ -68,8 +68,8 @@ def _noise_scale(arm: Arm) -> Figure | None:
     )
     spec = picture.spec
     lines = {key: spec.pop(key) for key in ("data", "mark", "encoding", "params")}
-    dashes = {"field": "what", "type": "nominal", "title": None,
-              "scale": {"domain": [BATCH, CRITICAL], "range": [[2, 3], [8, 3]]}}  # fmt: skip
+    dashes = {"field": "what", "type": "nominal", "title": None, "sort": [BATCH, CRITICAL],
+              "scale": {"range": [[2, 3], [8, 3]]}}  # fmt: skip
     marked = {
         "data": {"name": "rules", "values": rules},
         "mark": {"type": "rule", "color": "#555555"},

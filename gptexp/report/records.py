@@ -7,6 +7,7 @@ what cannot is said.
 import json
 import re
 import statistics
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import UnionType
@@ -84,15 +85,18 @@ class Run:
         return any(step.noise_scale is not None for step in self.train)
 
 
-def find_runs(directory: Path) -> list[Run]:
-    """The run in `directory`, or those in the directories right below it, by name. Raises `ConfigError` for none."""
+def find_runs(directory: Path, read: "Callable[[Path], Run] | None" = None) -> list[Run]:
+    """The run in `directory`, or those in the directories right below it, by name, as `read` (`read_run`) has them.
+
+    Raises `ConfigError` where there is none.
+    """
     if not directory.is_dir():
         raise ConfigError(f"{directory}: no such directory; give a run or a sweep")
     found = [directory] if (directory / run_dir.CONFIG).exists() else []
     found = found or sorted(path.parent for path in directory.glob(f"*/{run_dir.CONFIG}"))
     if not found:
         raise ConfigError(f"{directory}: holds no run; give a run directory, or the directory of a sweep")
-    return [read_run(path) for path in found]
+    return [(read or read_run)(path) for path in found]
 
 
 def read_run(directory: Path) -> Run:
@@ -182,6 +186,8 @@ def _read_metrics(run: Run, path: Path) -> None:
                 if line.endswith("\n"):  # else it is being written
                     run.problem = printable(f"{path}: line {number} is no event of a run")
     if run.train:
+        if run.status not in run_dir.DONE:  # summary.json is as old as the run's last start or stop
+            run.summary |= {"steps": run.train[-1].step, "tokens": run.train[-1].tokens, "train_s": seconds}
         run.tokens_per_s = statistics.median(step.tokens_per_s for step in run.train)
     if shares := [step.mfu for step in run.train if step.mfu is not None]:
         run.mfu = statistics.median(shares)

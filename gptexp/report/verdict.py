@@ -33,7 +33,7 @@ def _of_arm(arm: Arm) -> list[str]:
         )
     lines += [*_law(arm), *_sizes(arm), *_best(arm), *_noise(arm), *_critical(arm), *_noise_scale(arm)]
     failed = sorted({run.status for run in arm.runs} - {*run_dir.DONE})
-    for status in failed:
+    for status in failed if len(arm.runs) > 1 else ():
         names = [run.name for run in arm.runs if run.status == status]
         lines.append(f"{status.capitalize()}: {len(names)} of {len(arm.runs)} runs; they take no part in this.")
     for batch, lrs in sorted(arm.diverged.items()):
