@@ -15,6 +15,7 @@ VERBS = {
     "status": "say how far the cells of a sweep are",
     "report": "say what the runs of a sweep show: optima, law, noise, pictures",
     "watch": "show a run or a sweep as a live page on this machine",
+    "dashboard": "build the project's dashboard on wandb",
     "evaluate": "print a checkpoint's validation loss as JSON",
     "verify": "prove on this machine that runs are exact, whatever the cut and whatever happens",
     "bench": "measure this machine and the training step on it",

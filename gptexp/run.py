@@ -111,7 +111,7 @@ def _run(cfg: "Config", directory: Path, stop: StopRequest, rank: "Rank", store:
     with faults_explained():
         training = _build_training(cfg, directory, effective, dataset, rank, device, path, state)
     utilisation = _utilisation(cfg, effective, rank, device)
-    log = _open_log(cfg, directory, effective, training, state, utilisation)
+    log, to_wandb = _open_log(cfg, directory, effective, training, state, utilisation)
     summary = Summary(directory, training, state, utilisation)
     summary.write("running")
     status, reason, code = "failed", None, EXIT_FAILED
@@ -130,6 +130,10 @@ def _run(cfg: "Config", directory: Path, stop: StopRequest, rank: "Rank", store:
             print(f"gptexp: {error}", file=sys.stderr)
     finally:
         written = summary.write(status)
+        if to_wandb and cfg.sweep.name is None:  # a sweep has one report for all its cells
+            from gptexp.report import files_of_report
+
+            log.report(state.step, files_of_report(directory))
         log.close(written, code)
         if rank.is_main and cfg.log.progress != "json":
             say(*end_lines(written, directory) if cfg.log.progress != "off" else [end_line(written, directory)])
@@ -255,7 +259,8 @@ def _open_log(
     training: "Training",
     state: "TrainState",
     utilisation: "Utilisation",
-) -> "RunLog":
+) -> "tuple[RunLog, bool]":
+    """Where the numbers go, and whether wandb is among it."""
     from gptexp.alerts import Alerts
     from gptexp.loggers import JsonlSink, RunLog
     from gptexp.loggers.console import build_console
@@ -264,19 +269,20 @@ def _open_log(
 
     total_batch_size = training.plan.total_batch_size
     if not training.rank.is_main:
-        return RunLog([], total_batch_size)
+        return RunLog([], total_batch_size), False
     about = {**training.about, "effective": effective.to_dict(), "mfu": utilisation.to_dict()}
     if cfg.log.progress == "json":
         say(start_event(directory, training, state, about))
     elif cfg.log.progress != "off":
         say(*start_lines(cfg, directory, effective, training, state))
     sinks: list[Sink] = [JsonlSink(directory, state)]
-    if wandb := build_wandb(cfg.log.wandb, directory, {**about.pop("config"), **about}, cfg.sweep.name):
+    wandb = build_wandb(cfg.log.wandb, directory, {**about.pop("config"), **about}, cfg.sweep.name)
+    if wandb is not None:
         sinks.append(wandb)
     if console := build_console(cfg.log.progress, training.steps, state):
         sinks.insert(0, console)  # made last, so that nothing prints into the bar; told first
     alerts = Alerts(training.schedule.warmup_tokens, training.grad_clip)
-    return RunLog(sinks, total_batch_size, utilisation, alerts)
+    return RunLog(sinks, total_batch_size, utilisation, alerts), wandb is not None
 
 
 def _sample(cfg: "Config", gpt: "GPT", log: "RunLog", step: int) -> None:

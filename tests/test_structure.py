@@ -30,11 +30,11 @@ FLOORS = [
     {"optim", "checkpoint", "check", "overrides", "ceilings", "profiling"},
     {"effective", "evaluate", "loggers", "step_report"},
     {"trainer", "load", "sample"},
-    {"summary", "build", "faults"},
+    {"summary", "build", "faults", "report"},
     {"trial"},
     {"run"},
-    {"launch", "compose", "sweep", "calibrate", "report", "pool"},
-    {"train", "plan", "prepare", "resume", "bench", "verify", "status"},
+    {"launch", "compose", "sweep", "calibrate", "pool"},
+    {"train", "plan", "prepare", "resume", "bench", "verify", "status", "dashboard"},
     {"watch"},
     {"cli", "__main__"},
 ]
@@ -46,7 +46,8 @@ FENCES = {
     "omegaconf": {"compose", "overrides", "sweep"},
     "optuna": {"sweep.study"},
     "submitit": {"sweep.launchers"},
-    "wandb": {"loggers.wandb"},
+    "wandb": {"loggers.wandb", "dashboard"},
+    "wandb_workspaces": {"dashboard"},
     "tiktoken": {"data.tokenizer"},
     "argparse": {
         "plan",
@@ -59,6 +60,7 @@ FENCES = {
         "report.__init__",
         "status",
         "watch",
+        "dashboard",
     },
     "rich": {"loggers.console", "data.prepare", "bench", "plan", "report.__init__"},
     "scipy": {"report.noise", "report.critical"},
@@ -67,7 +69,7 @@ FENCES = {
 
 # Composed, checked and answered before torch is loaded.
 TORCH_FREE = {
-    "__init__", "__main__", "alerts", "batch", "bench", "calibrate", "check", "cli", "compose", "config",
+    "__init__", "__main__", "alerts", "batch", "bench", "calibrate", "check", "cli", "compose", "config", "dashboard",
     "data.__init__", "data.corpora", "data.order", "data.prepare", "data.shards", "data.tokenizer", "distributed",
     "divergence", "errors", "evaluate", "flops", "launch", "noise_scale", "overrides", "plan", "pool", "prepare",
     "report.__init__", "report.__main__", "report.analysis", "report.courses", "report.critical", "report.curves",

@@ -162,6 +162,10 @@ class RunLog:
     def sample(self, step: int, text: str) -> None:
         self._emit("sample", {"step": step - 1, "tokens": step * self.step_tokens, "text": text})
 
+    def report(self, step: int, files: list[Path]) -> None:
+        """What the run shows has been written."""
+        self._emit("report", {"step": step - 1, "tokens": step * self.step_tokens, "paths": list(map(str, files))})
+
     def close(self, summary: dict[str, Any], exit_code: int) -> None:
         """Finish with what summary.json says of a process that ends with `exit_code`."""
         if self.alerts is not None and summary["status"] == "interrupted":

@@ -6,11 +6,13 @@ both together; `verdict`, `figures`, `page` and `proposals` tell it.
 
 import argparse
 import csv
+import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gptexp import run_dir
+from gptexp.errors import first_line
 
 if TYPE_CHECKING:
     from gptexp.report.analysis import Analysis, Arm
@@ -26,6 +28,7 @@ class Report:
     analysis: "Analysis"
     verdict: list[str]
     further: list[str]
+    files: list[Path]
 
 
 def write_report(directory: Path) -> Report:
@@ -47,9 +50,19 @@ def write_report(directory: Path) -> Report:
     run_dir.write_json(directory / NUMBERS, {**numbers(analysis), "verdict": lines, "next": further})
     _write_table(directory / TABLE, analysis)
     (directory / PICTURES).mkdir(exist_ok=True)
-    for picture in pictures:
-        (directory / PICTURES / f"{picture.key}.png").write_bytes(png(picture.spec))
-    return Report(analysis, lines, further)
+    drawn = [directory / PICTURES / f"{picture.key}.png" for picture in pictures]
+    for path, picture in zip(drawn, pictures, strict=True):
+        path.write_bytes(png(picture.spec))
+    return Report(analysis, lines, further, [*(directory / name for name in (PAGE, NUMBERS, TABLE)), *drawn])
+
+
+def files_of_report(directory: Path) -> list[Path]:
+    """What `write_report` writes, the page first; where it fails, a line says so: the runs are what they are."""
+    try:
+        return write_report(directory).files
+    except Exception as error:
+        print(f"gptexp: no report: {type(error).__name__}: {first_line(error)}", file=sys.stderr)
+        return []
 
 
 def numbers(analysis: "Analysis") -> dict[str, Any]:

@@ -20,7 +20,7 @@ from omegaconf import DictConfig
 
 from gptexp import run_dir
 from gptexp.config import memory_key, shown
-from gptexp.errors import EXIT_DIVERGED, EXIT_FAILED, ConfigError, UserError, first_line
+from gptexp.errors import EXIT_DIVERGED, EXIT_FAILED, ConfigError, UserError
 from gptexp.pool import OUTPUT
 from gptexp.sweep import PLUGINS
 from gptexp.sweep.cells import Cell, confounds, draft, record, settle
@@ -74,7 +74,7 @@ class CellSweeper(Sweeper):
                 stopped = self.cell_launcher.run(self)
         finally:
             self._print_outcomes()
-            _report(self.directory)
+            _report(self.directory, self.cells)
         if stopped is not None:
             raise SystemExit(128 + stopped)
         if self.failed:
@@ -307,15 +307,18 @@ def _outcome(cell: Cell) -> str:
     return f"{status:<12} {f'val loss {loss:.4f}' if loss is not None else '':<16} {cell.name}"
 
 
-def _report(directory: Path) -> None:
-    """What the runs show so far; a report that fails is a line, and the runs are what they are."""
-    from gptexp.report import PAGE, write_report
+def _report(directory: Path, cells: Sequence[Cell]) -> None:
+    """What the runs show so far, in the sweep's directory and on wandb."""
+    from gptexp.report import files_of_report
 
-    try:
-        write_report(directory)
-        say(f"--- {directory / PAGE}")
-    except Exception as error:
-        print(f"gptexp: no report: {type(error).__name__}: {first_line(error)}", file=sys.stderr)
+    files = files_of_report(directory)
+    if files:
+        say(f"--- {files[0]}")
+        wandb = cells[0].config.log.wandb
+        if wandb.mode != "disabled":
+            from gptexp.loggers.wandb import log_report
+
+            log_report(wandb, directory, directory.name, files)
 
 
 def _decided(sweep_dir: Path, key: str) -> dict[str, Any]:

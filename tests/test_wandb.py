@@ -1,0 +1,354 @@
+"""Runs with wandb switched on, against a server of our own: what arrives, and what happens when it does not."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import ROOT, TINY, ForkServer, events, summary, wait_for
+from wandb_server import ENTITY, WandbServer
+
+from gptexp.config import fields_of, from_dict
+from gptexp.loggers import METRICS
+
+Start = Callable[..., subprocess.Popen[str]]
+Sabotage = Callable[[str, str], dict[str, str]]
+
+SOON = "m.INIT_TIMEOUT_S, m.FINISH_TIMEOUT_S, m.HTTP_TIMEOUT_S = 3.0, 3.0, 2.0"
+
+
+@pytest.fixture
+def server() -> Iterator[WandbServer]:
+    with WandbServer() as server:
+        yield server
+
+
+@pytest.fixture
+def logged(tiny: list[str]) -> list[str]:
+    """Overrides of a run that says what it does, and logs to wandb."""
+    return [*(text for text in tiny if text != "log=quiet"), "log.progress=lines", "log.sample_tokens=8"]
+
+
+@pytest.fixture
+def online(server: WandbServer, sabotage: Sabotage, tmp_path: Path) -> dict[str, str]:
+    """The environment of somebody with an account on the server."""
+    return {**sabotage("gptexp.loggers.wandb", SOON), **server.environment(tmp_path)}
+
+
+def ended(process: subprocess.Popen[str], seconds: float = 120) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=seconds)
+    return process.returncode, out, err
+
+
+def of_wandb(stderr: str) -> list[str]:
+    return [line for line in stderr.splitlines() if "wandb" in line]
+
+
+def steps_logged(server: WandbServer, run: str) -> list[tuple[int, float]]:
+    return [(row["step"], row["train/loss"]) for row in server.runs[run].history if "train/loss" in row]
+
+
+def run_id(directory: Path) -> str:
+    return str(json.loads((directory / "wandb.json").read_text())["id"])
+
+
+def sync(server: WandbServer, directory: Path, *paths: Path) -> None:
+    env = {**os.environ, **server.environment(directory)}
+    command = [sys.executable, "-m", "wandb", "sync", "--include-online", *map(str, paths)]
+    done = subprocess.run(command, env=env, cwd=directory, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+
+
+def test_what_a_run_brings_to_the_server(
+    server: WandbServer, start: Start, logged: list[str], online: dict[str, str], tmp_path: Path
+) -> None:
+    code, _, err = ended(
+        start(
+            "train", *logged, "model=mini", *logged[:4], "world.size=2", "log.wandb.tags=[a,b]",
+            "log.wandb.artifacts=true", "optim.lr=6e-4", "hydra.run.dir=out", env=online,
+        )
+    )  # fmt: skip
+    assert (code, of_wandb(err)) == (0, [])
+    out = tmp_path / "out"
+    [run] = server.runs.values()
+    assert (run.id, run.project, run.job_type, run.tags) == (run_id(out), "gptexp", "train", ["a", "b"])
+    assert run.display_name == "mini-lr6e-4-b128"
+    assert run.group is None
+    config = {key: of["value"] for key, of in run.config.items() if key != "_wandb"}
+    saved = yaml.safe_load((out / "config.yaml").read_text())
+    assert {key: config[key] for key in saved} == saved
+    assert config["effective"] == json.loads((out / "effective.json").read_text())
+    assert config["mfu"] == summary(out)["mfu"]
+    assert config["data_hash"] == summary(out)["data_hash"]
+    # Every number of metrics.jsonl, under its name.
+    rows = [{k: v for k, v in row.items() if not k.startswith("_")} for row in run.history]
+    expected = [
+        {k: v for k, v in event.items() if k not in ("event", "time") and v is not None}
+        for event in map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
+        if event["event"] in ("step", "eval")
+    ]
+    assert [row for row in rows if "samples" not in row] == expected
+    assert run.summary["val/loss"] == {"min": summary(out)["best_val_loss"]}
+    assert run.summary["train/loss"]["min"] == min(event["train/loss"] for event in events(out, "step"))
+    assert run.summary["status"] == "completed"
+    assert run.summary["final_val_loss"] == summary(out)["final_val_loss"]
+    assert run.exit_code == 0
+    definitions = run.config["_wandb"]["value"]["m"]
+    assert any(d.get("2") == "*" or "tokens" in str(d) for d in definitions)
+    kinds = {artifact.type: artifact for artifact in run.artifacts}
+    assert kinds.keys() == {"run_table", "report", "model"}
+    assert all(artifact.state == "COMMITTED" for artifact in run.artifacts)
+    table = json.loads(kinds["run_table"].files["samples.table.json"])
+    assert table["columns"] == ["step", "tokens", "text"]
+    assert table["data"] == [[3, 512, events(out, "sample")[0]["text"]]]
+    assert {"report.html", "report.json", "cells.csv"} <= kinds["report"].files.keys()
+    assert kinds["report"].files["report.html"] == (out / "report.html").read_bytes()
+    weights = "checkpoints/step-00000004/model.safetensors"
+    assert kinds["model"].files["step-00000004/model.safetensors"] == (out / weights).read_bytes()
+    assert not server.faults
+
+
+LOOK = """
+import atexit, time
+plain = {name: getattr(m.RunLog, name) for name in ("step", "evaluation", "checkpoint", "sync")}
+spent, began = [0.0, 0], []
+def timed(name):
+    def call(*args, **kwargs):
+        now = time.perf_counter()
+        began.append(now)
+        plain[name](*args, **kwargs)
+        spent[0] += time.perf_counter() - now
+    return call
+for name in plain:
+    setattr(m.RunLog, name, timed(name))
+atexit.register(lambda: began and open("share.txt", "a").write(f"{spent[0] / (began[-1] - began[0])}\\n"))
+"""
+
+
+STEPS = 150
+LONGER = [f"train.max_steps={STEPS}", "train.eval_every=0", "train.save_every=0", "log.progress=off"]
+
+
+@pytest.fixture(scope="module")
+def plain_weights(torch_server: ForkServer, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """Of the same run without wandb."""
+    folder = tmp_path_factory.mktemp("plain")
+    done = torch_server.ask(["train", *TINY, f"data.path={corpus}", *LONGER, "hydra.run.dir=out"], folder)
+    assert done["code"] == 0, done["stderr"]
+    return (folder / f"out/checkpoints/step-{STEPS:08d}/model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("when", "behaviour", "said"),
+    [
+        ("always", "ok", None),
+        ("always", "refuse", "logging offline instead"),
+        ("always", "error", "logging offline instead"),
+        ("always", "hang", "logging offline instead"),
+        ("always", "gone", "logging offline instead"),
+        ("midway", "refuse", "files were not uploaded (AuthenticationError: "),
+        ("midway", "error", "not all was uploaded within 3 s; to upload: wandb sync --include-online "),
+        ("midway", "hang", "not all was uploaded within 3 s; to upload: wandb sync --include-online "),
+        ("midway", "gone", "not all was uploaded within 3 s; to upload: wandb sync --include-online "),
+    ],
+)
+def test_whatever_the_server_does_the_run_is_the_same_and_one_line_says_what_to_do(
+    server: WandbServer,
+    start: Start,
+    logged: list[str],
+    online: dict[str, str],
+    tmp_path: Path,
+    plain_weights: bytes,
+    when: str,
+    behaviour: str,
+    said: str | None,
+) -> None:
+    steps, run = STEPS, [*logged, *LONGER]
+
+    def misbehave() -> None:
+        if behaviour == "gone":
+            server.die()
+        else:
+            server.behaviour = behaviour  # type: ignore[assignment]
+
+    if when == "always":
+        misbehave()
+    training = start("train", *run, "hydra.run.dir=out", env=online)
+    out = tmp_path / "out"
+    if when == "midway":
+        metrics = out / "metrics.jsonl"
+        wait_for(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 20, training)
+        misbehave()
+    code, _, err = ended(training)
+    assert code == 0, err
+    assert "Traceback" not in err
+    lines = of_wandb(err)
+    if said is None:
+        assert lines == []
+        assert len(steps_logged(server, run_id(out))) == steps
+        return
+    assert said in lines[0]
+    assert len(lines) == (2 if when == "always" else 1)  # what failed, and at the end how to upload what was kept
+    assert "wandb sync" in lines[-1]
+    # Metrics and weights are those of a run that never heard of wandb.
+    assert [event["step"] for event in events(out, "step")] == list(range(steps))
+    assert (out / f"checkpoints/step-{steps:08d}/model.safetensors").read_bytes() == plain_weights
+    # And what the line says to do brings all of it to a server that is well.
+    with WandbServer() as well:
+        sync(well, tmp_path, *(out / "wandb").glob("*run-*"))
+        assert steps_logged(well, run_id(out)) == [(e["step"], e["train/loss"]) for e in events(out, "step")]
+        assert not well.faults
+
+
+@pytest.mark.parametrize("behaviour", ["ok", "hang"])
+def test_logging_takes_less_than_a_hundredth_of_the_loop(
+    server: WandbServer,
+    start: Start,
+    logged: list[str],
+    sabotage: Sabotage,
+    tmp_path: Path,
+    behaviour: str,
+) -> None:
+    """Of steps of a tenth of a second; the server is there at first, and then no longer answers."""
+    env = {**sabotage("gptexp.loggers", LOOK), **server.environment(tmp_path)}
+    larger = ["model.n_embd=64", "model.block_size=128", "batch.total_batch_size=2048", "data.val_tokens=256"]
+    training = start(
+        "train", *logged, *larger, "train.max_steps=60", "train.eval_every=20", "train.save_every=20",
+        "log.wandb.mode=online", "hydra.run.dir=out", env=env,
+    )  # fmt: skip
+    metrics = tmp_path / "out/metrics.jsonl"
+    wait_for(lambda: metrics.exists() and metrics.stat().st_size, training)
+    server.behaviour = behaviour  # type: ignore[assignment]
+    code, _, err = ended(training)
+    assert code == 0, err
+    share = float((tmp_path / "share.txt").read_text())
+    print(f"logging with a server that is {behaviour}: {share:.2%} of the loop")
+    assert share < 0.01
+
+
+def test_an_offline_run_is_uploaded_whole(server: WandbServer, start: Start, logged: list[str], tmp_path: Path) -> None:
+    code, _, err = ended(start("train", *logged, "log.wandb.mode=offline", "hydra.run.dir=out"))
+    assert code == 0
+    [line] = of_wandb(err)
+    assert line == f"gptexp: wandb: logged offline; to upload: wandb sync {tmp_path}/out/wandb/offline-run-*"
+    assert not server.requests
+    sync(server, tmp_path, *(tmp_path / "out/wandb").glob("offline-run-*"))
+    out = tmp_path / "out"
+    assert steps_logged(server, run_id(out)) == [(e["step"], e["train/loss"]) for e in events(out, "step")]
+    run = server.runs[run_id(out)]
+    assert run.exit_code == 0
+    assert {artifact.type for artifact in run.artifacts} == {"run_table", "report"}
+    assert not server.faults
+
+
+def test_a_killed_run_goes_on_in_its_own(
+    server: WandbServer, start: Start, logged: list[str], online: dict[str, str], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    training = start(
+        "train", *logged, "train.max_steps=400", "train.save_every=20", "train.eval_every=0", "log.progress=off",
+        "hydra.run.dir=out", env=online,
+    )  # fmt: skip
+    wait_for(lambda: len(list((out / "checkpoints").glob("step-*"))) >= 2, training)
+    training.kill()
+    training.wait()
+    code, _, err = ended(start("resume", "out", env=online))
+    assert (code, of_wandb(err)) == (0, [])
+    [run] = server.runs.values()
+    assert run.id == run_id(out)
+    seen = steps_logged(server, run.id)
+    assert seen[-1][0] == 399
+    # The second attempt's steps are all there, after what came through of the first.
+    again = [step for step, _ in seen].index(399) - (399 - resumed_at(seen))
+    assert [step for step, _ in seen[again:]] == list(range(resumed_at(seen), 400))
+    assert run.exit_code == 0
+    assert [event["step"] for event in events(out, "step")] == list(range(400))
+    assert not server.faults
+
+
+def resumed_at(seen: list[tuple[int, float]]) -> int:
+    """The step that the last attempt began with."""
+    at = len(seen) - 1
+    while at and seen[at - 1][0] == seen[at][0] - 1:
+        at -= 1
+    return seen[at][0]
+
+
+def test_how_a_run_ended_is_what_its_process_said(
+    server: WandbServer, start: Start, logged: list[str], online: dict[str, str], tmp_path: Path
+) -> None:
+    diverging = ["optim.lr=1e6", "optim.grad_clip=0", "train.max_steps=200", "hydra.run.dir=diverged"]
+    code, _, _ = ended(start("train", *logged, *diverging, env=online))
+    assert code == 5
+    assert server.runs[run_id(tmp_path / "diverged")].exit_code == 5
+    stopped = start(
+        "train", *logged, "train.max_steps=100000", "train.eval_every=0", "hydra.run.dir=stopped", env=online
+    )
+    metrics = tmp_path / "stopped/metrics.jsonl"
+    wait_for(lambda: metrics.exists() and metrics.stat().st_size, stopped)
+    os.kill(stopped.pid, signal.SIGTERM)
+    code, _, err = ended(stopped)
+    assert code == 143, err
+    run = server.runs[run_id(tmp_path / "stopped")]
+    assert (run.exit_code, run.preempting, run.summary["status"]) == (143, True, "interrupted")
+    assert [alert["title"] for alert in run.alerts] == ["stopped within the warm-up of 1,280,000 tokens"]
+
+
+def test_the_runs_of_a_sweep_are_a_group_with_its_report(
+    server: WandbServer, start: Start, logged: list[str], online: dict[str, str], tmp_path: Path
+) -> None:
+    code, _, err = ended(
+        start("train", "-m", *logged, "optim.lr=1e-3,2e-3", "train.seed=3", "sweep.name=grid", env=online)
+    )
+    assert code == 0, err
+    runs = {run.display_name: run for run in server.runs.values()}
+    assert runs.keys() == {"nano-lr1e-3-b128-seed3", "nano-lr2e-3-b128-seed3", "grid-report"}
+    assert {run.group for run in runs.values()} == {"grid"}
+    assert {run.job_type for run in runs.values()} == {"train", "report"}
+    [report] = runs["grid-report"].artifacts
+    assert report.files["report.html"] == (tmp_path / "outputs/grid/report.html").read_bytes()
+    assert [a.type for a in runs["nano-lr1e-3-b128-seed3"].artifacts] == ["run_table"]  # one report for all cells
+
+
+def test_an_agent_of_a_wandb_sweep_trains_its_trials(
+    server: WandbServer, logged: list[str], online: dict[str, str], tmp_path: Path
+) -> None:
+    """conf/wandb_sweep.yaml as it is, but for a grid of two: the stand-in has no Bayesian optimisation."""
+    sweep = yaml.safe_load((ROOT / "conf/wandb_sweep.yaml").read_text())
+    grid = {"optim.lr": {"values": [1e-3, 2e-3]}, "batch.total_batch_size": {"values": [256]}}
+    assert sweep["parameters"].keys() == grid.keys()
+    fixed = [text for text in logged if text.partition("=")[0] not in grid]
+    sweep |= {"method": "grid", "parameters": grid, "command": [*sweep["command"], *fixed]}
+    (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(sweep))
+
+    env = {**online, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}  # `python` is this one
+
+    def wandb(*argv: str) -> None:
+        swift = "import wandb.wandb_agent as w, wandb.cli.cli as c; w.Agent.POLL_INTERVAL = 0.2; c.cli()"
+        done = subprocess.run(
+            [sys.executable, "-c", swift, *argv], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200
+        )
+        assert done.returncode == 0, done.stderr
+
+    wandb("sweep", "sweep.yaml")
+    [made] = server.sweeps.values()
+    wandb("agent", f"{ENTITY}/gptexp/{made.id}")
+    assert len(made.runs) == 2
+    assert server.runs.keys() == set(made.runs)
+    assert sorted(run.config["optim"]["value"]["lr"] for run in server.runs.values()) == [1e-3, 2e-3]
+    for run in server.runs.values():
+        assert (run.sweep, run.exit_code) == (made.id, 0)
+        assert "min" in run.summary["val/loss"]
+        assert run.config["batch"]["value"]["total_batch_size"] == 256
+
+
+def test_the_sweep_file_names_keys_and_metrics_that_there_are() -> None:
+    sweep = yaml.safe_load((ROOT / "conf/wandb_sweep.yaml").read_text())
+    keys = {key for key, _, _ in fields_of(from_dict({}))}
+    assert sweep["parameters"].keys() <= keys
+    assert sweep["metric"]["name"] in METRICS
