@@ -78,5 +78,5 @@ def utilisation(
     elif one is not None:
         peak, source = one * world_size, f"data sheet: {one / 1e12:g} TFLOP/s of dense {dtype} a device"
     else:
-        peak, source = None, f"unknown for {device_name} in {dtype}"
+        peak, source = None, f"unknown for {device_name} in {dtype}; log.mfu_peak=measured measures one"
     return Utilisation(multiplied_parameters(m), *flops_per_token(m, seq_len), peak, source)

@@ -130,7 +130,7 @@ def _run(cfg: "Config", directory: Path, stop: StopRequest, rank: "Rank", store:
             print(f"gptexp: {error}", file=sys.stderr)
     finally:
         written = summary.write(status)
-        if to_wandb and cfg.sweep.name is None:  # a sweep has one report for all its cells
+        if to_wandb and status in run_dir.DONE and cfg.sweep.name is None:  # a sweep has one report for all its cells
             from gptexp.report import files_of_report
 
             log.report(state.step, files_of_report(directory))

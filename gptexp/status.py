@@ -111,8 +111,9 @@ def in_all(cells: list[Progress]) -> str:
     elif seconds is None:
         when = "no cell has shown yet how fast they go"
     else:
-        running = "as they run now" if counts["running"] else "one after the other, once started again"
-        when = f"done in about {seconds_shown(seconds)}, {running}"
+        when = f"done in about {seconds_shown(seconds)}"
+        if len(cells) > 1:
+            when += ", as they run now" if counts["running"] else ", one after the other, once started again"
     return f"{len(cells)} cells: {said}; {when}" if len(cells) > 1 else f"{cells[0].status}; {when}"
 
 

@@ -126,7 +126,7 @@ def _cells(cells: "list[Progress]") -> str:
     heads = "".join(f'<th scope="col">{head}</th>' for head in ("run", "status", "progress", "val loss", "left"))
     return (
         f"<h2>Progress</h2><p>{escape(in_all(cells))}</p>"
-        '<div class="scroll" tabindex="0" role="region" aria-label="Progress of each run">'
+        '<div class="scroll low" tabindex="0" role="region" aria-label="Progress of each run">'
         f"<table><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table></div>"
     )
 

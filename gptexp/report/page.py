@@ -34,6 +34,7 @@ figure h3 { font-size: 1rem; margin: 0; }
 figcaption { color: #4a4a4a; font-size: .875rem; }
 .plot { width: 100%; min-height: 20rem; }
 .scroll { overflow-x: auto; }
+.low { max-height: 18rem; overflow-y: auto; }
 table { border-collapse: collapse; font-size: .875rem; font-variant-numeric: tabular-nums; }
 th, td { border-bottom: 1px solid #ddd; padding: .25rem .6rem; text-align: right; white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; }
