@@ -57,7 +57,7 @@ class SmallGradients:
         """Of the newest step, (2,): mean squared norm, and cosine of the two; NaN where there was only one."""
         squares = torch.stack(self._norms).square()
         if self._product is None:
-            return torch.stack([squares.mean(), squares.new_tensor(math.nan)])
+            return torch.stack([squares.mean(), torch.full_like(squares[0], math.nan)])
         return torch.stack([squares.mean(), self._product / squares.prod().sqrt()])
 
     def _norm_of_first(self) -> Tensor:

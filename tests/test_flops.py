@@ -88,3 +88,18 @@ def test_peak_is_none_rather_than_wrong() -> None:
     assert flops.peak_flops("NVIDIA H100 80GB HBM3", "bfloat16") == 989.4e12
     assert flops.peak_flops("NVIDIA H100 80GB HBM3", "float32") is None
     assert flops.peak_flops("NVIDIA GeForce RTX 9999", "bfloat16") is None
+
+
+def test_utilisation_is_of_all_devices_together() -> None:
+    cfg = model_config("gpt2")
+    eight = flops.utilisation(cfg, 1024, "NVIDIA H100 80GB HBM3", "bfloat16", 8, None)
+    assert eight.parameters_counted == 124_475_904 - 1024 * 768  # all but wpe
+    assert eight.peak_flops_per_s == 8 * 989.4e12
+    palm, causal = eight.mfu(8 * 470_000)  # tokens/s: what facts of the field give one H100
+    assert palm == pytest.approx(0.406, abs=0.001)
+    assert causal == pytest.approx(palm * (855.4 - 6 * 12 * 768 * 1024 / 1e6) / 855.4, rel=1e-3)
+    unknown = flops.utilisation(cfg, 1024, "x86_64 CPU", "float32", 2, None)
+    assert unknown.mfu(1e6) == (None, None)
+    assert "log.mfu_peak=measured" in unknown.peak_source
+    measured = flops.utilisation(cfg, 1024, "x86_64 CPU", "float32", 2, 1e12)
+    assert measured.mfu(1e12 / measured.flops_per_token_palm)[0] == pytest.approx(1.0)

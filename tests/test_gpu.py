@@ -13,13 +13,14 @@ from conftest import events, summary
 from gptexp.batch import plan_batch
 from gptexp.build import build_gpt
 from gptexp.compose import compose
-from gptexp.data.loader import build_dataset, micro_batches
+from gptexp.data.loader import MicroBatch, build_dataset, micro_batches
 from gptexp.distributed import MeanReduction, Rank
 from gptexp.effective import forward_context, resolve, step_context
 from gptexp.loss import chunked_cross_entropy, plain_cross_entropy
 from gptexp.optim import build_optimizer
 from gptexp.phases import StepTimer
 from gptexp.signals import REASONS
+from gptexp.small_gradients import SmallGradients
 from gptexp.step_report import StepReport, StepTimeout
 from gptexp.trainer import train_step
 
@@ -150,3 +151,44 @@ def test_peak_memory_is_within_15_percent_of_the_estimate(
     assert done.returncode == 0, done.stderr
     peak = 2**30 * events(tmp_path / "out", "step")[-1]["perf/peak_mem_gib"]
     assert plan["memory_bytes"]["peak"] == pytest.approx(peak, rel=0.15)
+
+
+@pytest.mark.parametrize("compiled", ["off", "on"])
+def test_the_noise_scale_is_what_a_cpu_measures(gptexp: Gptexp, tiny: list[str], tmp_path: Path, compiled: str) -> None:
+    for device, more in (("cpu", []), ("cuda", [f"train.compile={compiled}"])):
+        done = gptexp("train", *tiny, *more, f"train.device={device}", f"hydra.run.dir={device}")
+        assert done.returncode == 0, done.stderr
+    cpu, cuda = (events(tmp_path / device, "step")[0] for device in ("cpu", "cuda"))
+    for name in ("gns/small_sq_norm", "gns/big_sq_norm", "gns/cos"):
+        assert cuda[name] == pytest.approx(cpu[name], rel=1e-3)
+
+
+def test_measuring_the_noise_scale_keeps_the_queue_full() -> None:
+    """Nothing of it waits for the device: torch raises where a step would."""
+    cfg = compose(["model=gpt2", "model.n_layer=2", "batch.total_batch_size=4096", "batch.micro_batch_size=1"])
+    device = torch.device("cuda")
+    effective = resolve(cfg, device, Rank())
+    gpt = build_gpt(cfg, effective, device)
+    optimizer = build_optimizer(gpt, cfg.optim, effective.fused)
+    x = torch.zeros((1, 1024), dtype=torch.int64, device=device)
+    batches = (MicroBatch(x, x.clone(), 0, 0) for _ in range(8))
+    small = SmallGradients(gpt, 4)
+    step = partial(
+        train_step, gpt, optimizer, MeanReduction(None), batches, 4, 1e-4, 1.0, forward_context(effective), False
+    )
+    with step_context(effective):
+        step(small_gradients=small)  # compiles
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            report = step(small_gradients=small)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert report.read().small_sq_norm > 0
+
+
+def test_a_trace_tells_the_kernels_of_the_gpu(gptexp: Gptexp, tiny: list[str], tmp_path: Path) -> None:
+    done = gptexp("train", *tiny, "train.device=cuda", "train.max_steps=12", "train.profile=true", "hydra.run.dir=out")
+    assert done.returncode == 0, done.stderr
+    [found] = events(tmp_path / "out", "profile")
+    assert len(found["operations"]) == 10
+    assert sum(operation["share"] for operation in found["operations"]) > 0.3

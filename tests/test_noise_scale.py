@@ -175,7 +175,21 @@ def test_measuring_changes_no_bit(gptexp: Any, tiny: list[str], tmp_path: Path) 
         assert weights[0] == weights[1]
 
 
-def test_only_logged_steps_are_measured_and_a_resumed_run_goes_on_averaging(
+def test_what_is_not_logged_is_not_measured(start: Any, tiny: list[str], sabotage: Any, tmp_path: Path) -> None:
+    count = """
+        plain = m.SmallGradients.measured
+        def measured(self):
+            open("measured.txt", "a").write("x")
+            return plain(self)
+        m.SmallGradients.measured = measured
+        """
+    env = sabotage("gptexp.small_gradients", count)
+    training = start("train", *tiny, "train.max_steps=12", "train.log_every=3", env=env)
+    assert training.wait(100) == 0
+    assert len((tmp_path / "measured.txt").read_text()) == 5  # steps 0, 3, 6, 9 and the last
+
+
+def test_only_logged_steps_are_averaged_and_a_resumed_run_goes_on_averaging(
     gptexp: Any, tiny: list[str], tmp_path: Path
 ) -> None:
     def train(out: str, *more: str) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from conftest import events
 
+from gptexp.phases import PHASES
 from gptexp.profiling import COSTLIEST, covered
 
 
@@ -33,6 +34,9 @@ def test_a_trace_is_written_of_steps_that_have_settled(
     trace = json.loads(gzip.decompress(traces[0].read_bytes()))
     marked = {e["name"] for e in trace["traceEvents"] if e.get("name", "").startswith("ProfilerStep")}
     assert len(marked) == 3
+    # Writing the trace takes far longer than a step, and is no part of one.
+    last = events(tmp_path / "out", "step")[8]
+    assert last["perf/step_ms"] < 5 * sum(last[f"perf/{phase}_ms"] for phase in PHASES)
     operations = found["operations"]
     assert len(operations) == COSTLIEST
     assert operations == sorted(operations, key=lambda op: -op["ms_per_step"])

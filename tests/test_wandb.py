@@ -37,7 +37,9 @@ def logged(tiny: list[str]) -> list[str]:
 @pytest.fixture
 def online(server: WandbServer, sabotage: Sabotage, tmp_path: Path) -> dict[str, str]:
     """The environment of somebody with an account on the server."""
-    return {**sabotage("gptexp.loggers.wandb", SOON), **server.environment(tmp_path)}
+    env = {**sabotage("gptexp.loggers.wandb", SOON), **server.environment(tmp_path)}
+    del env["WANDB_SILENT"]  # what wandb itself says counts as well
+    return env
 
 
 def ended(process: subprocess.Popen[str], seconds: float = 120) -> tuple[int, str, str]:
