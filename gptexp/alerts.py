@@ -2,8 +2,9 @@
 
 import math
 import statistics
+import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 WINDOW = 20  # logged steps that are looked at together
@@ -15,21 +16,40 @@ MOSTLY = 0.8  # of the window
 
 
 class Alerts:
-    """Takes a run's logged steps, under the names of `loggers.METRICS`, and gives warnings."""
+    """Takes a run's logged steps, under the names of `loggers.METRICS`, and gives warnings.
 
-    def __init__(self, warmup_tokens: int, grad_clip: float) -> None:
-        self._warmup_tokens, self._grad_clip = warmup_tokens, grad_clip
+    `deadline`: when the run must end, of the monotonic clock; `said`: what earlier attempts have warned of.
+    """
+
+    def __init__(
+        self, warmup_tokens: int, grad_clip: float, deadline: float = math.inf, said: Iterable[str] = ()
+    ) -> None:
+        self._warmup_tokens, self._grad_clip, self._deadline = warmup_tokens, grad_clip, deadline
         self._newest: deque[dict[str, Any]] = deque(maxlen=WINDOW)
         self._lowest_norm = math.inf  # of the medians of the gradient norm
-        self._silent: set[Callable[[], str | None]] = set()  # what has spoken
+        self._said = set(said)
+        self._checks: dict[str, Callable[[], str | None]] = {
+            "epoch": self._repeats,
+            "warm-up": self._ends_too_soon,
+            "clipping": self._clipped,
+            "gradient norm": self._climbs,
+            "data": self._waits_for_data,
+            "straggler": self._straggles,
+        }
 
-    def look(self, step: dict[str, Any]) -> Iterator[str]:
-        """Take in the values of a logged step; yields a line for each thing that shows now for the first time."""
+    def look(self, step: dict[str, Any]) -> Iterator[tuple[str, str]]:
+        """Take in the values of a logged step; yields (kind, line) for each thing that shows for the first time."""
+        if not math.isfinite(step["optim/grad_norm"]):
+            return  # the run itself says what it does about that
         self._newest.append(step)
-        for check in (self._repeats, self._clipped, self._climbs, self._waits_for_data, self._straggles):
-            if check not in self._silent and (line := check()):
-                self._silent.add(check)
-                yield line
+        for about, check in self._checks.items():
+            if about not in self._said and (line := check()):
+                self._said.add(about)
+                yield about, line
+
+    def rewind(self) -> None:
+        """Training went back: what comes now does not follow on what was seen."""
+        self._newest.clear()
 
     def stopped(self, tokens: int) -> str | None:
         """What to say of a run that stops early, after `tokens`."""
@@ -45,6 +65,18 @@ class Alerts:
         if epoch <= 1:
             return None
         return f"the text repeats: epoch {math.ceil(epoch)} has begun; the training loss now flatters the model"
+
+    def _ends_too_soon(self) -> str | None:
+        tokens = self._newest[-1]["tokens"]
+        if len(self._newest) < WINDOW or tokens >= self._warmup_tokens or self._deadline == math.inf:
+            return None
+        rate = statistics.median(s["perf/tokens_per_s"] for s in self._newest)
+        if tokens + rate * (self._deadline - time.monotonic()) >= self._warmup_tokens:
+            return None
+        return (
+            f"train.max_minutes will be over within the warm-up of {self._warmup_tokens:,} tokens: the learning rate "
+            "will not reach its peak; allow for more time, or shorten the warm-up"
+        )
 
     def _settled(self) -> bool:
         """Whether all of a full window lies behind the warm-up."""

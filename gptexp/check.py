@@ -107,6 +107,12 @@ def _noise_scale(cfg: Config, world_size: int) -> Iterator[str]:
         yield f"log.noise_scale=on: {why}"
 
 
+def _profile(cfg: Config, _: int) -> Iterator[str]:
+    steps, _tokens = run_length(cfg.train.max_tokens, cfg.train.max_steps, cfg.batch.total_batch_size)
+    if cfg.train.profile and steps < 2:
+        yield "train.profile=true: traces the second step at the earliest, and this run has one; lengthen it"
+
+
 def _warmup(cfg: Config, _: int) -> Iterator[str]:
     _, run_tokens = run_length(cfg.train.max_tokens, cfg.train.max_steps, cfg.batch.total_batch_size)
     warmup = resolve_schedule(cfg, run_tokens).warmup_tokens
@@ -213,6 +219,7 @@ RULES: tuple[tuple[Callable[[Config, int], Iterator[str]], tuple[str, ...]], ...
     (_batch, ("batch.total_batch_size", "batch.micro_batch_size", "world.size", *SEQ_LEN)),
     (_tree, ("batch.total_batch_size", "batch.micro_batch_size", "world.size", "world.threads_per_rank", *SEQ_LEN)),
     (_noise_scale, ("batch.total_batch_size", "batch.micro_batch_size", "world.size", "data.order", *SEQ_LEN)),
+    (_profile, (*RUN_LENGTH,)),
     (_warmup, (*RUN_LENGTH, *WARMUP)),
     (_decay, ("schedule.name", "schedule.decay_tokens", "schedule.decay_steps", *RUN_LENGTH, *WARMUP)),
     (_paths, ("data.path", "data.val_path")),

@@ -66,6 +66,7 @@ class Effective:
     threads_per_rank: int
     local_world_size: int  # ranks on a node, which share its cores
     reasons: dict[str, str]
+    peak_flops_per_rank: float | None = None  # FLOP/s of matrix products, where log.mfu_peak has had it measured
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -145,6 +146,7 @@ def resolve(cfg: Config, device: torch.device, rank: Rank, earlier: dict[str, An
         threads_per_rank=threads,
         local_world_size=rank.local_world_size,
         reasons=reasons,
+        peak_flops_per_rank=before.get("peak_flops_per_rank") if same_dtype and same_node else None,
     )
     size = choose(
         "micro_batch_size",

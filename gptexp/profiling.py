@@ -22,13 +22,15 @@ QUIET = "99"  # for the profiler's own log, which tells stderr when it starts an
 
 
 class StepProfiler:
-    """Watches steps until it has traced its few, of a run that has `steps` left, at least two."""
+    """Watches steps from `first` until it has traced its few, or as many as a run of `steps` has left."""
 
-    def __init__(self, directory: Path, rank: Rank, device: torch.device, steps: int) -> None:
+    def __init__(self, directory: Path, rank: Rank, device: torch.device, first: int, steps: int) -> None:
         os.environ.setdefault("KINETO_LOG_LEVEL", QUIET)
         self._directory, self._rank, self._on_gpu = directory, rank, device.type == "cuda"
-        self._traced = min(TRACED, steps - WARM_UP)
-        self._skipped = min(SKIPPED, steps - WARM_UP - self._traced)
+        left = steps - first
+        self._traced = max(1, min(TRACED, left - WARM_UP))
+        self._skipped = max(0, min(SKIPPED, left - WARM_UP - self._traced))
+        self._first = first + self._skipped + WARM_UP  # traced
         self._timers: list[StepTimer] = []
         self._steps = 0
         self._profile = profile(
@@ -48,10 +50,15 @@ class StepProfiler:
         self._profile.step()
         return None
 
+    def give_up(self) -> str:
+        """The run is over before all was traced: what to say."""
+        self._profile.stop()
+        return f"train.profile: no trace, the run ended before step {self._first + self._traced}"
+
     def _found(self) -> dict[str, Any]:
         self._profile.stop()
-        first = self._skipped + WARM_UP
-        path = self._directory / f"steps-{first}-{first + self._traced - 1}-rank{self._rank.rank}.json.gz"
+        last = self._first + self._traced - 1
+        path = self._directory / f"steps-{self._first}-{last}-rank{self._rank.rank}.json.gz"
         self._directory.mkdir(exist_ok=True)
         self._profile.export_chrome_trace(str(path))
         return {"path": str(path), "shares": self._shares(), "operations": self._costliest()}

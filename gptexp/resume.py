@@ -6,6 +6,7 @@ from pathlib import Path
 from gptexp import check, run_dir
 from gptexp.distributed import launcher_rank
 from gptexp.errors import ConfigError
+from gptexp.terminal import divert, say
 from gptexp.train import STOP, start
 
 
@@ -30,7 +31,9 @@ def main(argv: list[str] | None = None) -> int:
     config.world.size = config.world.size or 1
     check.check(config, config.world.size)
     if run_dir.check_free(directory, config) == "completed":
-        print(f"gptexp: {directory} is completed; nothing to do")
+        if config.log.progress == "json":
+            divert()
+        say(f"gptexp: {directory} is completed; nothing to do")
         return 0
 
     with run_dir.held(directory):

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gptexp.signals import EXIT_CODES, StopRequest, at_parents_death, ignore_stops
-from gptexp.terminal import say
+from gptexp.terminal import emit, say
 
 if TYPE_CHECKING:
     import torch
@@ -110,8 +110,9 @@ def _run(cfg: "Config", directory: Path, stop: StopRequest, rank: "Rank", store:
     faults_explained = partial(explained, cfg, effective, directory, rank, store, state)
     with faults_explained():
         training = _build_training(cfg, directory, effective, dataset, rank, device, path, state)
-    utilisation = _utilisation(cfg, effective, rank, device)
-    log, to_wandb = _open_log(cfg, directory, effective, training, state, utilisation)
+    utilisation = _utilisation(cfg, directory, effective, rank, device)
+    log, to_wandb = _open_log(cfg, directory, effective, training, state, utilisation, stop)
+    barrier(patient)  # rank 0 may have waited for wandb, which is no reason to lose patience in a step
     summary = Summary(directory, training, state, utilisation)
     summary.write("running")
     status, reason, code = "failed", None, EXIT_FAILED
@@ -136,9 +137,13 @@ def _run(cfg: "Config", directory: Path, stop: StopRequest, rank: "Rank", store:
             log.report(state.step, files_of_report(directory))
         log.close(written, code)
         if rank.is_main and cfg.log.progress != "json":
-            say(*end_lines(written, directory) if cfg.log.progress != "off" else [end_line(written, directory)])
+            say(
+                *end_lines(written, directory, training)
+                if cfg.log.progress != "off"
+                else [end_line(written, directory)]
+            )
     # Nobody leaves before rank 0 has written everything: a rank that ends makes launchers end the others.
-    barrier()
+    barrier(patient)
     destroy_process_group()
     return code
 
@@ -176,7 +181,6 @@ def _build_training(
     model = wrap(gpt, effective, cfg.train.reduction, rank, device)
     train, total_batch_size = cfg.train, cfg.batch.total_batch_size
     steps, run_tokens = run_length(train.max_tokens, train.max_steps, total_batch_size)
-    left = steps - state.step
     unmeasured = why_unmeasured(cfg, effective.micro_batch_size, rank.world_size)
     if unmeasured and cfg.log.noise_scale == "on":
         raise ConfigError(f"log.noise_scale=on: {unmeasured}")
@@ -201,7 +205,7 @@ def _build_training(
         save_every_tokens=interval_tokens(train.save_every, train.save_every_tokens, run_tokens, total_batch_size),
         log_every=train.log_every,
         noise_half_life_tokens=None if unmeasured else noise_half_life(cfg, run_tokens),
-        profiler=StepProfiler(directory / run_dir.PROFILE, rank, device, left) if train.profile and left > 1 else None,
+        profiler=StepProfiler(directory / run_dir.PROFILE, rank, device, state.step, steps) if train.profile else None,
         keep=checkpoint.Keep(
             train.keep_last,
             train.keep_every_tokens if train.keep_every is None else train.keep_every * total_batch_size,
@@ -234,21 +238,31 @@ def _refuse_other_data(hashes: list[str]) -> None:
             )
 
 
-def _utilisation(cfg: "Config", effective: "Effective", rank: "Rank", device: "torch.device") -> "Utilisation":
-    """What MFU will be a share of. *Collective.*"""
+def _utilisation(
+    cfg: "Config", directory: Path, effective: "Effective", rank: "Rank", device: "torch.device"
+) -> "Utilisation":
+    """What MFU will be a share of; a peak is measured once for all attempts of a run. *Collective.*"""
+    from dataclasses import replace
+
     import torch
 
+    from gptexp import run_dir
     from gptexp.distributed import gather
     from gptexp.flops import utilisation
 
-    measured = None
-    if cfg.log.mfu_peak == "measured":
+    if cfg.log.mfu_peak != "measured":
+        return utilisation(cfg.model, cfg.seq_len, effective.device_name, effective.dtype, rank.world_size, None)
+    a_rank = effective.peak_flops_per_rank
+    if a_rank is None:
         from gptexp.ceilings import gemm_rates
 
         tokens = effective.micro_batch_size * cfg.seq_len
         # All ranks at once, as in a step: those on one CPU share what it has.
         rates = gather(gemm_rates(cfg.model, tokens, device, getattr(torch, effective.dtype))["model"])
-        measured = sum(rates)
+        a_rank = sum(rates) / rank.world_size
+        if rank.is_main:
+            run_dir.write_json(directory / run_dir.EFFECTIVE, replace(effective, peak_flops_per_rank=a_rank).to_dict())
+    measured = a_rank * rank.world_size
     return utilisation(cfg.model, cfg.seq_len, effective.device_name, effective.dtype, rank.world_size, measured)
 
 
@@ -259,6 +273,7 @@ def _open_log(
     training: "Training",
     state: "TrainState",
     utilisation: "Utilisation",
+    stop: StopRequest,
 ) -> "tuple[RunLog, bool]":
     """Where the numbers go, and whether wandb is among it."""
     from gptexp.alerts import Alerts
@@ -272,16 +287,17 @@ def _open_log(
         return RunLog([], total_batch_size), False
     about = {**training.about, "effective": effective.to_dict(), "mfu": utilisation.to_dict()}
     if cfg.log.progress == "json":
-        say(start_event(directory, training, state, about))
+        emit(start_event(directory, training, state, about))
     elif cfg.log.progress != "off":
         say(*start_lines(cfg, directory, effective, training, state))
-    sinks: list[Sink] = [JsonlSink(directory, state)]
+    metrics = JsonlSink(directory, state)
+    sinks: list[Sink] = [metrics]
     wandb = build_wandb(cfg.log.wandb, directory, {**about.pop("config"), **about}, cfg.sweep.name)
     if wandb is not None:
         sinks.append(wandb)
     if console := build_console(cfg.log.progress, training.steps, state):
         sinks.insert(0, console)  # made last, so that nothing prints into the bar; told first
-    alerts = Alerts(training.schedule.warmup_tokens, training.grad_clip)
+    alerts = Alerts(training.schedule.warmup_tokens, training.grad_clip, stop.deadline, metrics.alerts_before)
     return RunLog(sinks, total_batch_size, utilisation, alerts), wandb is not None
 
 

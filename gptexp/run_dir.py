@@ -10,6 +10,7 @@ profile/         traces of train.profile
                  while one of them is held, whatever summary.json says
 """
 
+import fcntl
 import json
 import math
 import os
@@ -165,14 +166,20 @@ def _in_use(directory: Path) -> str:
 
 
 def is_locked(directory: Path) -> bool:
-    """Whether a live process holds the directory."""
+    """Whether a live process holds the directory. Asks by a shared lock: askers do not take one another for a run."""
     for path in (directory / LOCK, directory / RANK_LOCK):
-        if path.exists():
-            try:
-                with FileLock(path, blocking=False):
-                    pass
-            except Timeout:
-                return True
+        try:
+            handle = os.open(path, os.O_RDONLY)
+        except OSError:  # there is none, or it is not ours to read
+            continue
+        try:
+            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:  # a file system without locks
+            continue
+        finally:
+            os.close(handle)
     return False
 
 

@@ -64,13 +64,13 @@ class StopRequest:
     def __init__(self) -> None:
         self._asked: str | None = None
         self._asked_at = 0.0
-        self._deadline = float("inf")
+        self.deadline = float("inf")  # of the monotonic clock, s
         self.spare_s = 0.0  # what must be left before the deadline: for a step and a checkpoint
         self.training = False  # whether there is a step to finish and something to save
 
     def limit(self, max_minutes: float | None) -> None:
         """Ask for a stop once `max_minutes` have passed, from now or from when `DEADLINE` was set; None: never."""
-        self._deadline = float(os.environ.get(DEADLINE) or deadline_after(max_minutes))
+        self.deadline = float(os.environ.get(DEADLINE) or deadline_after(max_minutes))
 
     def install(self, ignore_sigint: bool) -> None:
         """Handle the signals from here on; a rank that gptexp launched leaves Ctrl-C to its parent."""
@@ -91,7 +91,7 @@ class StopRequest:
 
     def reason(self) -> str | None:
         """Why this process should stop, if it should."""
-        if self._asked is None and time.monotonic() + self.spare_s > self._deadline:
+        if self._asked is None and time.monotonic() + self.spare_s > self.deadline:
             return "time"
         return self._asked
 

@@ -41,9 +41,11 @@ class SmallGradients:
 
         by_hooks = micro_step == 1 or self._reduced_at_once
         hooks = [p.register_hook(partial(see, number)) for number, p in enumerate(self._parameters) if by_hooks]
-        yield
-        for hook in hooks:
-            hook.remove()
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
         if micro_step == 0:
             self._norms, self._product = [], None
             self._first = [] if by_hooks else [p.grad for p in self._parameters]

@@ -19,6 +19,8 @@ from gptexp.optim import describe_groups
 from gptexp.trainer import Training
 from gptexp.versions import git_commit, versions
 
+HALF_LIVES = 4  # of its average that a noise scale is worth a line
+
 
 def start_lines(cfg: Config, directory: Path, effective: Effective, t: Training, state: TrainState) -> list[str]:
     """What is about to happen, a line a subject."""
@@ -92,6 +94,7 @@ class Summary:
     def __init__(self, directory: Path, training: Training, state: TrainState, utilisation: Utilisation) -> None:
         self._directory, self._state, self._is_main = directory, state, training.rank.is_main
         self._seq_len, self._utilisation = training.plan.seq_len, utilisation
+        self._is_measured = training.noise_half_life_tokens is not None
         self._started = time.monotonic()
         self._fixed = {key: value for key, value in training.about.items() if key != "config"}  # that has its own file
         if self._is_main:
@@ -119,7 +122,7 @@ class Summary:
             "tokens_per_s": rate,
             "mfu_palm": palm,
             "mfu_causal": causal,
-            "noise_scale_tokens": state.noise_scale.sequences * self._seq_len,
+            "noise_scale_tokens": state.noise_scale.sequences * self._seq_len if self._is_measured else None,
             "fingerprint": f"{state.fingerprint:016x}",
             "skipped_updates": state.skipped_updates,
             "steps_passed_over": state.steps_passed_over,
@@ -142,7 +145,7 @@ def end_line(summary: dict[str, Any], directory: Path) -> str:
     )
 
 
-def end_lines(summary: dict[str, Any], directory: Path) -> list[str]:
+def end_lines(summary: dict[str, Any], directory: Path, t: Training) -> list[str]:
     """What came of the run, and what can be done with it."""
     lines = [end_line(summary, directory)]
     if summary["best_val_loss"] is not None:
@@ -152,8 +155,11 @@ def end_lines(summary: dict[str, Any], directory: Path) -> list[str]:
         mfu = f"MFU {palm:.1%}, {causal:.1%} with causal attention; " if palm is not None else "no MFU; "
         source = f"peak {summary['mfu']['peak_source']}"
         lines.append(f"speed           {summary['tokens_per_s']:,.0f} tokens/s; {mfu}{source}")
-    if math.isfinite(summary["noise_scale_tokens"]):
-        lines.append(f"noise scale     {summary['noise_scale_tokens']:,.0f} tokens")
-    if summary["status"] == "interrupted":
+    scale, half_life = summary["noise_scale_tokens"], t.noise_half_life_tokens
+    settled = half_life is not None and summary["tokens"] > HALF_LIVES * half_life
+    if settled and scale is not None and math.isfinite(scale):
+        about = f"an average with a half-life of {half_life:,.0f}; gptexp report gives an interval"
+        lines.append(f"noise scale     {scale:,.0f} tokens, {about}")
+    if summary["status"] in ("interrupted", "failed"):
         return [*lines, f"go on           gptexp resume {directory}"]
     return [*lines, *(f"{verb:<16}gptexp {verb} {directory}" for verb in ("report", "sample", "watch"))]

@@ -1,13 +1,34 @@
-"""What a run says on stdout. Nobody listening is no reason to stop."""
+"""What a run says on stdout. Nobody listening is no reason to stop.
+
+Where programs read stdout (log.progress=json), what is said to people goes to stderr.
+"""
 
 import os
 import sys
+from typing import TextIO
+
+_for_people = 1  # file descriptor
+
+
+def divert() -> None:
+    """From now on stdout is for programs."""
+    global _for_people
+    _for_people = 2
 
 
 def say(*lines: object) -> None:
-    """Print, a line each; into the void once the reader has gone (`… | head`)."""
+    """Print for people, a line each; into the void once the reader has gone (`… | head`)."""
+    _print(sys.stdout if _for_people == 1 else sys.stderr, *lines)
+
+
+def emit(line: str) -> None:
+    """Print for programs."""
+    _print(sys.stdout, line)
+
+
+def _print(stream: TextIO, *lines: object) -> None:
     try:
-        print(*lines, sep="\n", flush=True)
+        print(*lines, sep="\n", flush=True, file=stream)
     except OSError:
         hush()
 

@@ -136,7 +136,11 @@ def fit(t: Training, state: TrainState, stop: StopRequest, log: RunLog, checkpoi
     `DivergedError` as soon as a number is seen that is not finite (a step's: as `t.nonfinite` says), `StorageError`
     where the checkpoint to leave with cannot be saved; on rank 0 alone: `StorageError` where metrics cannot be.
     """
-    return _Loop(t, state, stop, log, checkpoints).run()
+    try:
+        return _Loop(t, state, stop, log, checkpoints).run()
+    finally:
+        if t.profiler:
+            log.alert(state.step - 1, state.tokens, "profile", t.profiler.give_up())
 
 
 class _Loop:

@@ -62,7 +62,9 @@ class Watched:
             directories = sorted(path.parent for path in self.directory.glob(f"*/{run_dir.CONFIG}"))
         except OSError:
             directories = []
-        return {directory: signature(directory) for directory in (self.directory, *directories)}
+        seen = {directory: signature(directory) for directory in (self.directory, *directories)}
+        self._runs = {directory: run for directory, run in self._runs.items() if directory in seen}
+        return seen
 
     def _read(self, directory: Path) -> "Run":
         from gptexp.report.records import read_run
@@ -100,10 +102,7 @@ def signature(directory: Path) -> tuple[Any, ...]:
             marks.append((stat.st_mtime_ns, stat.st_size, stat.st_ino))
         except OSError:
             marks.append(None)
-    try:
-        return (*marks, run_dir.is_locked(directory))
-    except OSError:
-        return (*marks, None)
+    return (*marks, run_dir.is_locked(directory))
 
 
 def _nothing(why: str) -> dict[str, Any]:
@@ -148,7 +147,7 @@ def build_server(watched: Watched, port: int) -> ThreadingHTTPServer:
 
         def do_GET(self) -> None:
             # A page from elsewhere that has its own name resolve to this machine must not read along.
-            if (self.headers.get("Host") or "").rpartition(":")[0] not in (HOST, "localhost"):
+            if urlsplit(f"//{self.headers.get('Host')}").hostname not in (HOST, "localhost"):
                 return self._send(HTTPStatus.FORBIDDEN, "text/plain", b"only for this machine\n")
             url = urlsplit(self.path)
             if url.path not in answers:
@@ -163,8 +162,9 @@ def build_server(watched: Watched, port: int) -> ThreadingHTTPServer:
 
         def _send(self, status: HTTPStatus, kind: str, body: bytes) -> None:
             self.send_response(status)
-            self.send_header("Content-Type", kind)
-            self.send_header("Content-Length", str(len(body)))
+            if status != HTTPStatus.NO_CONTENT:
+                self.send_header("Content-Type", kind)
+                self.send_header("Content-Length", str(len(body)))
             self.send_header("Cache-Control", "no-store")
             self.send_header("X-Content-Type-Options", "nosniff")
             self.end_headers()

@@ -1,5 +1,6 @@
 """Warnings: each comes when what it warns of is there, once, and not otherwise."""
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -28,7 +29,7 @@ def steps(count: int, **changed: Any) -> Iterator[dict[str, Any]]:
 
 def lines(run: Iterator[dict[str, Any]]) -> list[tuple[int, str]]:
     alerts = Alerts(WARMUP_TOKENS, 1.0)
-    return [(number, line) for number, step in enumerate(run) for line in alerts.look(step)]
+    return [(number, line) for number, step in enumerate(run) for _, line in alerts.look(step)]
 
 
 def test_a_healthy_run_is_left_alone() -> None:
@@ -69,6 +70,28 @@ def test_what_is_usual_is_not_worth_a_line(changed: dict[str, Any]) -> None:
 def test_a_run_without_peers_has_no_straggler() -> None:
     alone = ({k: v for k, v in step.items() if "slowest" not in k and "straggler" not in k} for step in steps(60))
     assert lines(alone) == []
+
+
+def test_what_an_earlier_attempt_has_said_is_not_said_again() -> None:
+    repeating = list(steps(30, epoch=1.5))
+    first = Alerts(WARMUP_TOKENS, 1.0)
+    assert [about for step in repeating for about, _ in first.look(step)] == ["epoch"]
+    again = Alerts(WARMUP_TOKENS, 1.0, said={"epoch"})
+    assert [about for step in repeating for about, _ in again.look(step)] == []
+
+
+def test_a_limit_too_short_for_the_warm_up_is_foreseen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "monotonic", lambda: 0.0)
+    slow = list(steps(30, **{"perf/tokens_per_s": 10.0}))  # 2,000 tokens after 20 steps; 8,000 more take 800 s
+    for deadline, said in ((799.0, ["warm-up"]), (801.0, [])):
+        alerts = Alerts(10_000, 1.0, deadline)
+        assert [about for step in slow for about, _ in alerts.look(step)] == said
+
+
+def test_steps_that_are_no_numbers_are_no_measure() -> None:
+    norms = [float("nan") if s % 7 == 3 else 1.0 if s < 40 else 4.0 for s in range(90)]
+    [(_, line)] = lines(steps(90, **{"optim/grad_norm": lambda s: norms[s]}))
+    assert "the gradient norm climbs" in line
 
 
 def test_stopping_within_the_warm_up_is_said() -> None:

@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from gptexp.errors import StorageError, first_line
 from gptexp.flops import Utilisation
 from gptexp.loggers import JsonlSink, RunLog, straggler
 from gptexp.loggers.console import BarSink, JsonSink, LineSink, build_console
-from gptexp.loggers.wandb import WandbSink, build_wandb
+from gptexp.loggers.wandb import WandbSink, _mode, build_wandb
 
 STEP = {
     "step": 3, "tokens": 400, "epoch": 0.5, "loss": 2.5, "lr": 6e-4, "grad_norm": 1.25, "clip_fraction": 0.25,
@@ -159,12 +160,93 @@ class _Failing:
         raise AssertionError("called after it failed")
 
 
-def test_a_dead_wandb_is_said_once_and_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    sink = WandbSink(_Failing(), tmp_path, offline=False, artifacts=False, finish_timeout_s=1)
+def test_a_dead_wandb_is_said_once_and_left_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(WandbSink, "_init", lambda self: _Failing())
+    sink = build_wandb(WandbConfig(mode="offline"), tmp_path, {}, None)
+    assert sink is not None
     for _ in range(3):
         sink.write({"event": "step", "tokens": 1})
     sink.close({"status": "completed"}, 0)
     assert capsys.readouterr().err.count("wandb: failed (ConnectionResetError: gone)") == 1
+
+
+def test_a_stuck_wandb_is_given_up_and_never_waited_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release = threading.Event()
+
+    class Stuck(_Failing):
+        def log(self, values: dict[str, Any]) -> None:
+            release.wait(60)
+
+    monkeypatch.setattr(WandbSink, "_init", lambda self: Stuck())
+    monkeypatch.setattr("gptexp.loggers.wandb.MOST_WAITING", 5)
+    sink = build_wandb(WandbConfig(mode="offline"), tmp_path, {}, None)
+    assert sink is not None
+    for _ in range(20):
+        sink.write({"event": "step", "tokens": 1})
+    sink.close({"status": "completed"}, 0)
+    release.set()
+    assert capsys.readouterr().err.count("wandb: is stuck; going on without it") == 1
+
+
+def test_a_start_that_hangs_is_left_to_itself(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release = threading.Event()
+    monkeypatch.setattr(WandbSink, "_init", lambda self: release.wait(60))
+    monkeypatch.setattr("gptexp.loggers.wandb.INIT_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("gptexp.loggers.wandb.FINISH_TIMEOUT_S", 0.0)
+    monkeypatch.setattr("gptexp.loggers.wandb.SPARE_S", 0.2)
+    sink = build_wandb(WandbConfig(mode="offline"), tmp_path, {}, None)  # and goes on
+    assert sink is not None
+    sink.write({"event": "step", "tokens": 1})
+    sink.close({"status": "completed"}, 0)
+    release.set()
+    assert capsys.readouterr().err.count("wandb: hangs; going on without it") == 1
+
+
+@pytest.mark.parametrize(
+    ("value", "mode", "said"),
+    [
+        ("", "auto", ""),
+        ("dryrun", "offline", ""),
+        ("offline", "offline", ""),
+        ("garbage", "auto", "WANDB_MODE=garbage:"),
+    ],
+)
+def test_the_mode_of_the_environment(
+    value: str, mode: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", value)
+    assert _mode() == mode
+    assert os.environ.get("WANDB_MODE") == (mode if mode != "auto" else None)
+    err = capsys.readouterr().err
+    assert said in err
+    assert bool(said) == bool(err)
+
+
+def test_a_damaged_id_file_and_an_agents_id(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "wandb.json").write_text("garbage")
+    monkeypatch.setattr(WandbSink, "_init", lambda self: self._id())
+    monkeypatch.setattr(WandbSink, "_work", lambda self: self._begun.set())
+    sink = build_wandb(WandbConfig(mode="offline"), tmp_path, {}, None)
+    assert sink is not None
+    made = sink._id()
+    assert "beginning a new run" in capsys.readouterr().err
+    assert sink._id() == made == json.loads((tmp_path / "wandb.json").read_text())["id"]
+    monkeypatch.setenv("WANDB_RUN_ID", "ofagent")
+    assert sink._id() == made  # what a run has, it keeps
+    (tmp_path / "wandb.json").unlink()
+    assert sink._id() == "ofagent"
+    (tmp_path / "wandb.json").unlink()
+    cell = build_wandb(WandbConfig(mode="offline"), tmp_path, {}, "sweep")
+    assert cell is not None
+    assert cell._id() != "ofagent"  # not one run for all cells
 
 
 def test_disabled_never_imports_wandb(tmp_path: Path) -> None:
@@ -215,3 +297,36 @@ def test_online_without_a_server_falls_back_within_seconds(
     sink.close({"status": "completed"}, 0)
     assert "logging offline instead" in capfd.readouterr().err
     assert list((tmp_path / "wandb").glob("offline-run-*"))
+
+
+def test_stdout_is_json_from_the_first_line_to_the_last(gptexp: Any, tiny: list[str], tmp_path: Path) -> None:
+    """Of a run, of the same one again, of a resumed one, of two ranks and of a sweep."""
+    json_mode = [*tiny, "log.progress=json", "log.sample_tokens=4"]
+    commands = {
+        "run": ("train", *json_mode, "hydra.run.dir=out"),
+        "again": ("train", *json_mode, "hydra.run.dir=out"),
+        "resumed": ("resume", "out"),
+        "ranks": ("train", *json_mode, "world.size=2"),
+        "sweep": ("train", "-m", *json_mode, "optim.lr=1e-3,2e-3"),
+    }
+    kinds = {}
+    for name, command in commands.items():
+        done = gptexp(*command)
+        assert done.returncode == 0, done.stderr
+        kinds[name] = [json.loads(line)["event"] for line in done.stdout.splitlines()]
+    for name, times in (("run", 1), ("ranks", 1), ("sweep", 2)):
+        assert (kinds[name][0], kinds[name][-1]) == ("start", "end")
+        assert [kinds[name].count(kind) for kind in ("start", "step", "sample", "end")] == [
+            times,
+            4 * times,
+            times,
+            times,
+        ]
+    assert kinds["again"] == kinds["resumed"] == []  # there is nothing to do: that is for people
+
+
+def test_quiet_is_a_line(gptexp: Any, tiny: list[str], tmp_path: Path) -> None:
+    done = gptexp("train", *tiny, "hydra.run.dir=out")
+    assert (done.returncode, done.stderr) == (0, "")
+    [line] = done.stdout.splitlines()
+    assert line.startswith("completed after 4 steps")

@@ -160,6 +160,22 @@ def test_every_way_of_measuring_sees_what_one_process_computes(
         assert first["gns/tokens"] == pytest.approx(16 * norms.noise() / norms.signal(), rel=1e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("micro_batch", [2, 4])
+def test_hooks_see_the_same_in_a_compiled_model(gptexp: Any, tiny: list[str], tmp_path: Path, micro_batch: int) -> None:
+    """Under DDP, with two micro-steps and with one."""
+    found = []
+    for compiled in ("off", "on"):
+        done = gptexp(
+            "train", *tiny, "train.max_steps=2", "world.size=2", f"batch.micro_batch_size={micro_batch}",
+            f"train.compile={compiled}", f"hydra.run.dir={compiled}-run",
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        first = events(tmp_path / f"{compiled}-run", "step")[0]
+        found.append([first[f"gns/{name}"] for name in ("small_sq_norm", "big_sq_norm", "cos")])
+    assert found[0] == pytest.approx(found[1], rel=1e-4)
+
+
 def test_measuring_changes_no_bit(gptexp: Any, tiny: list[str], tmp_path: Path) -> None:
     for micro_batch in (2, 4):
         weights = []

@@ -60,3 +60,28 @@ def test_watching_changes_no_bit(gptexp: Any, tiny: list[str], tmp_path: Path) -
         (tmp_path / f"out-{w}" / "checkpoints/step-00000004/model.safetensors").read_bytes() for w in ("true", "false")
     ]
     assert weights[0] == weights[1]
+
+
+def test_a_resumed_run_traces_its_own_steps_beside_the_first_traces(
+    gptexp: Any, tiny: list[str], tmp_path: Path
+) -> None:
+    run = ["train", *tiny, "train.profile=true", "train.save_every=10", "hydra.run.dir=out"]
+    assert gptexp(*run, "train.max_steps=20").returncode == 0
+    last = tmp_path / "out/checkpoints/step-00000020"
+    last.rename(last.with_name("gone"))
+    path = tmp_path / "out/summary.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "status": "running"}))
+    assert gptexp("resume", "out").returncode == 0
+    names = sorted(path.name for path in (tmp_path / "out/profile").iterdir())
+    assert names == ["steps-16-18-rank0.json.gz", "steps-6-8-rank0.json.gz"]
+
+
+def test_a_trace_that_cannot_be_is_refused_or_said(gptexp: Any, tiny: list[str], tmp_path: Path) -> None:
+    refused = gptexp("train", *tiny, "train.max_steps=1", "train.profile=true")
+    assert refused.returncode == 2
+    assert "train.profile=true: traces the second step at the earliest" in refused.stderr
+    diverging = ["optim.lr=1e6", "optim.grad_clip=0", "train.max_steps=200", "hydra.run.dir=out"]
+    done = gptexp("train", *tiny, *diverging, "train.profile=true", "log.progress=lines")
+    assert done.returncode == 5
+    steps = len(events(tmp_path / "out", "step"))
+    assert ("no trace, the run ended before step 9" in done.stdout) == (steps < 9)

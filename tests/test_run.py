@@ -1,6 +1,7 @@
 """One rank, in this process: `gptexp.run.run` on a run directory that already holds something."""
 
 import gc
+import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -108,3 +109,22 @@ def test_garbage_is_collected_again_once_a_step_was_made(tiny: list[str], tmp_pa
     assert enabled == [False, True, True]
     assert run(config, tmp_path, StopRequest(), Rank()) == 0  # nothing is left to train
     assert gc.isenabled()
+
+
+def test_a_measured_peak_is_measured_once(gptexp: Any, tiny: list[str], tmp_path: Path) -> None:
+    """MFU of all attempts is a share of the same number, and says of which."""
+    out = tmp_path / "out"
+    done = gptexp("train", *tiny, "train.save_every=2", "log.mfu_peak=measured", "hydra.run.dir=out")
+    assert done.returncode == 0, done.stderr
+    effective = json.loads((out / "effective.json").read_text())
+    mfu = summary(out)["mfu"]
+    assert mfu["peak_flops_per_s"] == effective["peak_flops_per_rank"] > 1e8
+    last = events(out, "step")[-1]
+    assert last["perf/mfu_palm"] == pytest.approx(
+        last["perf/tokens_per_s"] * mfu["flops_per_token_palm"] / mfu["peak_flops_per_s"]
+    )
+    (out / "checkpoints/step-00000004").rename(out / "checkpoints/gone")
+    (out / "effective.json").write_text(json.dumps({**effective, "peak_flops_per_rank": 1e12}))
+    (out / "summary.json").write_text(json.dumps({**summary(out), "status": "running"}))
+    assert gptexp("resume", "out").returncode == 0
+    assert summary(out)["mfu"]["peak_flops_per_s"] == 1e12

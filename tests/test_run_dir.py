@@ -5,6 +5,7 @@ import math
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -76,3 +77,31 @@ def test_a_lock_is_held_by_a_living_process_only(tmp_path: Path) -> None:
     assert not run_dir.is_locked(tmp_path)
     with run_dir.held(tmp_path):
         pass
+
+
+def test_those_who_ask_for_a_lock_do_not_take_one_another_for_a_run(tmp_path: Path) -> None:
+    with run_dir.held(tmp_path):
+        assert run_dir.is_locked(tmp_path)
+    (tmp_path / run_dir.LOCK).touch()
+    found = []
+
+    def ask() -> None:
+        found.extend(run_dir.is_locked(tmp_path) for _ in range(3000))
+
+    askers = [threading.Thread(target=ask) for _ in range(4)]
+    for asker in askers:
+        asker.start()
+    for asker in askers:
+        asker.join()
+    assert len(found) == 12_000
+    assert not any(found)
+
+
+def test_a_lock_that_is_not_ours_to_open_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / run_dir.LOCK).touch()
+
+    def refused(*_: object) -> int:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "open", refused)
+    assert not run_dir.is_locked(tmp_path)

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -232,6 +233,55 @@ def test_logging_takes_less_than_a_hundredth_of_the_loop(
     share = float((tmp_path / "share.txt").read_text())
     print(f"logging with a server that is {behaviour}: {share:.2%} of the loop")
     assert share < 0.01
+
+
+@pytest.mark.parametrize("when", ["always", "midway"])
+def test_ranks_wait_for_the_one_that_waits_for_wandb(
+    server: WandbServer, start: Start, logged: list[str], online: dict[str, str], tmp_path: Path, when: str
+) -> None:
+    """For longer than they wait for one another in a step."""
+    if when == "always":
+        server.behaviour = "hang"
+    training = start(
+        "train", *logged, *LONGER, "world.size=2", "world.timeout_s=2", "hydra.run.dir=out", env=online
+    )  # fmt: skip
+    metrics = tmp_path / "out/metrics.jsonl"
+    if when == "midway":
+        wait_for(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 20, training)
+        server.behaviour = "hang"
+    code, _, err = ended(training)
+    assert code == 0, err
+    assert summary(tmp_path / "out")["status"] == "completed"
+    assert "wandb sync" in of_wandb(err)[-1]
+
+
+def test_the_first_step_waits_for_wandb_ten_seconds_at_most(
+    server: WandbServer, start: Start, logged: list[str], tmp_path: Path
+) -> None:
+    """With wandb's own timeouts as they are: the time between the file's opening and its first line."""
+    server.behaviour = "hang"
+    env = {**os.environ, **server.environment(tmp_path)}
+    training = start("train", *logged, "train.max_steps=2", "hydra.run.dir=out", env=env)
+    metrics = tmp_path / "out/metrics.jsonl"
+    wait_for(metrics.exists, training)
+    began = time.monotonic()
+    wait_for(lambda: metrics.stat().st_size, training)
+    assert time.monotonic() - began < 10 + 3  # what a first step itself takes
+    assert ended(training)[0] == 0
+
+
+def test_a_run_that_is_told_to_stop_does_not_wait_for_an_upload(
+    server: WandbServer, start: Start, logged: list[str], online: dict[str, str], tmp_path: Path
+) -> None:
+    endless = ["train.max_steps=100000", "train.eval_every=0", "train.save_every=5", "log.wandb.artifacts=true"]
+    training = start("train", *logged, *endless, "hydra.run.dir=out", env=online)
+    metrics = tmp_path / "out/metrics.jsonl"
+    wait_for(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 20, training)
+    server.behaviour = "hang"
+    os.kill(training.pid, signal.SIGTERM)
+    code, _, err = ended(training, seconds=30)  # what SLURM gives
+    assert code == 143, err
+    assert "wandb sync" in of_wandb(err)[-1]
 
 
 def test_an_offline_run_is_uploaded_whole(server: WandbServer, start: Start, logged: list[str], tmp_path: Path) -> None:

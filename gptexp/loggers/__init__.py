@@ -131,8 +131,8 @@ class RunLog:
             "data/fingerprint": f"{fingerprint:016x}",
         }
         self._emit("step", values)
-        for line in self.alerts.look(values):
-            self._emit("alert", {"step": step, "tokens": tokens, "text": line})
+        for about, line in self.alerts.look(values):
+            self.alert(step, tokens, about, line)
 
     def evaluation(self, step: int, tokens: int, loss: float) -> None:
         flops = tokens * self.utilisation.flops_per_token_palm if self.utilisation else 0
@@ -142,6 +142,10 @@ class RunLog:
     def checkpoint(self, step: int, path: Path) -> None:
         self._emit("checkpoint", {"step": step - 1, "tokens": step * self.step_tokens, "path": str(path)})
 
+    def alert(self, step: int, tokens: int, about: str, text: str) -> None:
+        """Something worth a look, of the kind `about`."""
+        self._emit("alert", {"step": step, "tokens": tokens, "about": about, "text": text})
+
     def fault(self, step: int, tokens: int, text: str) -> None:
         """Something that training had to get over."""
         self._emit("fault", {"step": step, "tokens": tokens, "text": text})
@@ -150,6 +154,8 @@ class RunLog:
         self._emit("profile", {"step": step, "tokens": tokens, **found})
 
     def rewind(self, state: TrainState) -> None:
+        if self.alerts is not None:
+            self.alerts.rewind()
         for sink in self.sinks:
             sink.rewind(state)
 
@@ -171,7 +177,7 @@ class RunLog:
         if self.alerts is not None and summary["status"] == "interrupted":
             step, tokens = summary["steps"] - 1, summary["tokens"]
             if line := self.alerts.stopped(tokens):
-                self._emit("alert", {"step": step, "tokens": tokens, "text": line})
+                self.alert(step, tokens, "stopped", line)
         for sink in self.sinks:
             sink.close(summary, exit_code)
 
@@ -202,6 +208,7 @@ class JsonlSink:
 
     def __init__(self, directory: Path, state: TrainState) -> None:
         self._path = directory / METRICS_FILE
+        self.alerts_before: set[str] = set()  # what earlier attempts have warned of
         self._open(state)
 
     def write(self, event: dict[str, Any]) -> None:
@@ -232,18 +239,26 @@ class JsonlSink:
     def _open(self, state: TrainState) -> None:
         if self._path.exists():
             with storage(self._path), atomic(self._path) as kept, self._path.open(errors="replace") as lines:
-                kept.writelines(line for line in lines if _holds(line, state))
+                for line in lines:
+                    event = _event(line)
+                    if event is not None and _holds(event, state):
+                        kept.write(line)
+                        if event.get("event") == "alert":
+                            self.alerts_before.add(str(event.get("about")))
         with storage(self._path):
             self._file = self._path.open("ab", buffering=0)
 
 
-def _holds(line: str, state: TrainState) -> bool:
-    """Whether an event that an earlier attempt logged happened before the checkpoint `state` was saved."""
+def _event(line: str) -> dict[str, Any] | None:
+    """What a line holds; None for the last one of a killed process."""
     try:
         event = json.loads(line)
     except ValueError:
-        return False  # the last line of a killed process
-    if not isinstance(event, dict):
-        return False
+        return None
+    return event if isinstance(event, dict) else None
+
+
+def _holds(event: dict[str, Any], state: TrainState) -> bool:
+    """Whether an event that an earlier attempt logged happened before the checkpoint `state` was saved."""
     tokens: float = event.get("tokens", 0)
     return tokens <= (state.evaluated_tokens if event.get("event") == "eval" else state.tokens)

@@ -10,7 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from gptexp.checkpoint import TrainState
 from gptexp.run_dir import finite
-from gptexp.terminal import say
+from gptexp.terminal import emit, say
 
 NAME_CHARS = 70  # of an operation; kernels of templates have names of thousands
 
@@ -89,7 +89,7 @@ class JsonSink:
     """Every event as metrics.jsonl has it, and the summary as the last."""
 
     def write(self, event: dict[str, Any]) -> None:
-        say(json.dumps(finite(event)))
+        emit(json.dumps(finite(event)))
 
     def rewind(self, state: TrainState) -> None:
         self.write({"event": "rewind", "step": state.step - 1, "tokens": state.tokens})

@@ -55,12 +55,16 @@ const bare = spec => JSON.stringify(
 async function draw(pictures) {
     for (const [key, spec] of pictures) {
         const element = document.getElementById(key), known = views.get(key), form = bare(spec);
-        if (known?.form === form && element.contains(known.view.container())) {
-            for (const layer of layers(spec)) known.view.data(layer.data.name, layer.data.values);
-            await known.view.runAsync();
-        } else {
-            known?.finalize();
-            views.set(key, {form, ...await vegaEmbed(element, spec, options)});
+        try {
+            if (known?.form === form && element.contains(known.view.container())) {
+                for (const layer of layers(spec)) known.view.data(layer.data.name, layer.data.values);
+                await known.view.runAsync();
+            } else {
+                known?.finalize();
+                views.set(key, {form, ...await vegaEmbed(element, spec, options)});
+            }
+        } catch (error) {
+            console.error(key, error);
         }
     }
     return [...views.values()];
@@ -74,31 +78,34 @@ window.drawn = draw(JSON.parse(document.getElementById("specs").textContent));
 # What a server on this machine sends is HTML of ours: whatever a run is called was made into text before.
 FROM_THE_SERVER = """
 let have = "";
+async function answer() {
+    const response = await fetch(`state.json?have=${have}`, {signal: AbortSignal.timeout(PATIENCE_MS)});
+    if (!response.ok) throw new Error(response.statusText);
+    return response.status === 204 ? null : response.json();
+}
 async function poll() {
     const state = document.getElementById("state");
-    try {
-        const response = await fetch(`state.json?have=${have}`);
-        if (response.status === 200) {
-            const {version, sections, pictures} = await response.json();
-            for (const [name, html] of Object.entries(sections)) {
-                const section = document.getElementById(name);
-                if (section.shown !== html) section.innerHTML = section.shown = html;
-            }
-            for (const [key, {finalize}] of views)
-                if (!document.getElementById(key)) { finalize(); views.delete(key); }
-            window.drawn = draw(pictures);
-            await window.drawn;
-            have = version;
-        }
-        state.textContent = "";
-    } catch (error) {
+    const news = await answer().then(found => { state.textContent = ""; return found; }, () => {
         state.textContent = "No answer from gptexp watch: this is what it said last.";
+        return null;
+    });
+    if (news) {
+        have = news.version;
+        for (const [name, html] of Object.entries(news.sections)) {
+            const section = document.getElementById(name);
+            if (section.shown !== html) section.innerHTML = section.shown = html;
+        }
+        for (const [key, {finalize}] of views)
+            if (!document.getElementById(key)) { finalize(); views.delete(key); }
+        window.drawn = draw(news.pictures);
+        await window.drawn;
     }
     setTimeout(poll, POLL_MS);
 }
 poll();
 """
 POLL_MS = 1000
+PATIENCE_MS = 20_000  # for one answer
 
 
 def page(name: str, sections: Mapping[str, str], pictures: Sequence[Figure], bundle: str) -> str:
@@ -113,7 +120,7 @@ def live_page(name: str, bundle: str) -> str:
     """The same page, empty: `state.json` of the server that it comes from fills it, over and over."""
     body = [f"<h1>{escape(name)}</h1>", '<p id="state" role="status"></p>']
     shown = [f'<div id="{key}"></div>' for key in SECTIONS]
-    script = SCRIPT + FROM_THE_SERVER.replace("POLL_MS", str(POLL_MS))
+    script = SCRIPT + FROM_THE_SERVER.replace("POLL_MS", str(POLL_MS)).replace("PATIENCE_MS", str(PATIENCE_MS))
     return _document(name, f"{POLICY}; connect-src 'self'", [*body, *shown], [], bundle, script)
 
 

@@ -168,7 +168,7 @@ def _critical(arm: Arm) -> list[str]:
 
 def _noise_scale(arm: Arm) -> list[str]:
     """Of the run with the lowest loss, or the only one: beside its batch size, and the critical one if measured."""
-    measured = [run for run in arm.runs if run.train and run.train[-1].norms]
+    measured = [run for run in arm.runs if run.is_measured]
     if not measured:
         return []
     run = min(measured, key=lambda run: (run.loss is None, run.loss or 0.0))
