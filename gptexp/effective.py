@@ -4,6 +4,7 @@ A resumed run, and every cell of a sweep, reuses the decision, so that neither t
 else runs on the machine changes a bit of the result.
 """
 
+import math
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -88,6 +89,9 @@ def load_effective(directory: Path) -> dict[str, Any]:
     try:
         if values:
             from_dict(values, Effective)
+            peak = values.get("peak_flops_per_rank")
+            if peak is not None and not 0 < peak < math.inf:
+                raise ValueError(f"peak_flops_per_rank={peak} is no rate")
     except (ValueError, TypeError) as error:
         raise ConfigError(f"{path}: no decisions of a run ({error}); remove it, or start a new run") from None
     return values

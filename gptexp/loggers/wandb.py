@@ -32,9 +32,10 @@ SPARE_S = 25.0  # more than all of that together: then wandb hangs
 STOPPED_SPARE_S = 5.0  # the same for a run that was told to stop
 MOST_WAITING = 10_000  # events, before wandb is given up as stuck
 ID_FILE = "wandb.json"
-MODE = "WANDB_MODE"
-MODES = {"": "auto", "online": "online", "run": "online", "offline": "offline", "dryrun": "offline",
-         "disabled": "disabled"}  # fmt: skip  # of the variable, old names too
+MODE = "WANDB_MODE"  # and what it may say, in wandb's old words too
+MODES = {
+    "": "auto", "online": "online", "run": "online", "offline": "offline", "dryrun": "offline", "disabled": "disabled",
+}  # fmt: skip
 LOSSES = ("train/loss", "val/loss", "val/ppl")
 PREEMPTED = (138, 143)  # exit codes of a run that SIGUSR1 or SIGTERM has stopped
 SUMMARY = ("status", "final_val_loss", "best_val_loss", "train_s", "wall_s", "noise_scale_tokens")
@@ -110,6 +111,8 @@ class WandbSink:
                 self._mode = "online" if wandb.login(prompt=False) else "offline"
             self._run = self._init()
         except Exception as error:
+            if self._mode == "offline":
+                raise
             _say(f"{self._mode} failed ({type(error).__name__}: {first_line(error)}); logging offline instead")
             self._mode = "offline"
             wandb.teardown()  # what has failed holds the run's id
