@@ -133,8 +133,10 @@ def sample(cfg: Config, plan: BatchPlan, effective: dict[str, Any]) -> Sample:
             micro_batch_size=plan.micro_batch_size,
         ),
         schedule=ScheduleConfig(name="constant"),  # its own need not fit the length
-        train=replace(cfg.train, max_steps=10**6, eval_every=0, save_every=0, log_every=1, max_minutes=None),
-        log=replace(cfg.log, progress="off", wandb=replace(cfg.log.wandb, mode="disabled")),
+        train=replace(
+            cfg.train, max_steps=10**6, eval_every=0, save_every=0, log_every=1, max_minutes=None, profile=False
+        ),
+        log=replace(cfg.log, progress="off", mfu_peak="auto", wandb=replace(cfg.log.wandb, mode="disabled")),
     )
     prepare(cfg.data)  # tokenised once, and not while the clock runs
     with tempfile.TemporaryDirectory(prefix="gptexp-") as name:

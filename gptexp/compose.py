@@ -34,7 +34,7 @@ from gptexp.data.corpora import absolute, is_path_list
 from gptexp.distributed import launcher_rank
 from gptexp.errors import EXIT_CONFIG, EXIT_FAILED, ConfigError, UserError
 from gptexp.overrides import options, override_problems
-from gptexp.terminal import divert, hush, say
+from gptexp.terminal import hush, say, talk_as_asked
 
 if TYPE_CHECKING:
     from gptexp.sweep.cells import Draft
@@ -364,7 +364,7 @@ class CheckBeforeStart(Callback):
             directory = Path(config.hydra.run.dir)
             _refuse_unusable(directory)
             composed = to_config(config, config.hydra.overrides.task)
-            _talk_as_asked(composed)
+            talk_as_asked(composed.log.progress)
             if run_dir.check_free(directory, composed) == "completed":
                 say(f"gptexp: {directory} holds this very run, completed; nothing to do")
                 raise SystemExit(0)
@@ -374,13 +374,7 @@ class CheckBeforeStart(Callback):
             from gptexp.sweep.cells import name_sweep
 
             name_sweep(config)
-            _talk_as_asked(job_of(config))
-
-
-def _talk_as_asked(config: Config) -> None:
-    """Keep stdout for programs where they read it."""
-    if config.log.progress == "json":
-        divert()
+            talk_as_asked(config.log.progress)
 
 
 def _refuse_unusable(directory: Path) -> None:

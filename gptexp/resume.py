@@ -6,7 +6,7 @@ from pathlib import Path
 from gptexp import check, run_dir
 from gptexp.distributed import launcher_rank
 from gptexp.errors import ConfigError
-from gptexp.terminal import divert, say
+from gptexp.terminal import say, talk_as_asked
 from gptexp.train import STOP, start
 
 
@@ -31,8 +31,7 @@ def main(argv: list[str] | None = None) -> int:
     config.world.size = config.world.size or 1
     check.check(config, config.world.size)
     if run_dir.check_free(directory, config) == "completed":
-        if config.log.progress == "json":
-            divert()
+        talk_as_asked(config.log.progress)
         say(f"gptexp: {directory} is completed; nothing to do")
         return 0
 

@@ -241,29 +241,36 @@ def _refuse_other_data(hashes: list[str]) -> None:
 def _utilisation(
     cfg: "Config", directory: Path, effective: "Effective", rank: "Rank", device: "torch.device"
 ) -> "Utilisation":
-    """What MFU will be a share of; a peak is measured once for all attempts of a run. *Collective.*"""
+    """What MFU will be a share of. *Collective.*"""
+    from gptexp.flops import utilisation
+
+    measured = None
+    if cfg.log.mfu_peak == "measured":
+        measured = rank.world_size * _peak_flops_per_rank(cfg, directory, effective, rank, device)
+    return utilisation(cfg.model, cfg.seq_len, effective.device_name, effective.dtype, rank.world_size, measured)
+
+
+def _peak_flops_per_rank(
+    cfg: "Config", directory: Path, effective: "Effective", rank: "Rank", device: "torch.device"
+) -> float:
+    """What a rank's matrix products reach, measured once for all attempts of a run. *Collective.*"""
     from dataclasses import replace
 
     import torch
 
     from gptexp import run_dir
+    from gptexp.ceilings import gemm_rates
     from gptexp.distributed import gather
-    from gptexp.flops import utilisation
 
-    if cfg.log.mfu_peak != "measured":
-        return utilisation(cfg.model, cfg.seq_len, effective.device_name, effective.dtype, rank.world_size, None)
-    a_rank = effective.peak_flops_per_rank
-    if a_rank is None:
-        from gptexp.ceilings import gemm_rates
-
-        tokens = effective.micro_batch_size * cfg.seq_len
-        # All ranks at once, as in a step: those on one CPU share what it has.
-        rates = gather(gemm_rates(cfg.model, tokens, device, getattr(torch, effective.dtype))["model"])
-        a_rank = sum(rates) / rank.world_size
-        if rank.is_main:
-            run_dir.write_json(directory / run_dir.EFFECTIVE, replace(effective, peak_flops_per_rank=a_rank).to_dict())
-    measured = a_rank * rank.world_size
-    return utilisation(cfg.model, cfg.seq_len, effective.device_name, effective.dtype, rank.world_size, measured)
+    if effective.peak_flops_per_rank is not None:
+        return effective.peak_flops_per_rank
+    tokens = effective.micro_batch_size * cfg.seq_len
+    # All ranks at once, as in a step: those on one CPU share what it has.
+    rates = gather(gemm_rates(cfg.model, tokens, device, getattr(torch, effective.dtype))["model"])
+    peak: float = sum(rates) / rank.world_size
+    if rank.is_main:
+        run_dir.write_json(directory / run_dir.EFFECTIVE, replace(effective, peak_flops_per_rank=peak).to_dict())
+    return peak
 
 
 def _open_log(

@@ -50,7 +50,8 @@ class StepReport:
         work_ms: float = 0.0,
     ) -> None:
         ranks = world_size()
-        work = [work_ms * (r == rank_index()) for r in range(ranks)]
+        work = [0.0] * ranks
+        work[rank_index()] = work_ms
         host = torch.tensor([*stop_flags, *fingerprint.to_bytes(8, "little"), *work], dtype=torch.float32)
         if loss.is_cuda:
             host = host.pin_memory()

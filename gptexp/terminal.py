@@ -10,10 +10,11 @@ from typing import TextIO
 _for_people = 1  # file descriptor
 
 
-def divert() -> None:
-    """From now on stdout is for programs."""
+def talk_as_asked(progress: str) -> None:
+    """Keep stdout for programs from now on, where log.progress says that they read it."""
     global _for_people
-    _for_people = 2
+    if progress == "json":
+        _for_people = 2
 
 
 def say(*lines: object) -> None:

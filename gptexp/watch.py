@@ -36,7 +36,7 @@ class Watched:
         self.name = directory.resolve().name
         self._lock = threading.Lock()
         self._runs: dict[Path, tuple[Any, Run]] = {}  # with the state of the files that they were read from
-        self._seen: Any = None
+        self._seen: dict[Path, Any] = {}
         self._version, self._state = "", b""
 
     def state(self, have: str) -> bytes | None:
@@ -49,14 +49,15 @@ class Watched:
     def _newest(self) -> bytes:
         seen = self._look()
         if seen != self._seen or not self._state:
+            self._seen = seen
             try:
                 shown = self._shown()
             except Exception as error:  # a directory that goes away, or comes to be, while it is read
                 shown = _nothing(str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}")
-            self._seen, self._state = seen, json.dumps(run_dir.finite(shown)).encode()
+            self._state = json.dumps(run_dir.finite(shown)).encode()
         return self._state
 
-    def _look(self) -> Any:
+    def _look(self) -> dict[Path, Any]:
         """Equal as long as no file that counts has changed."""
         try:
             directories = sorted(path.parent for path in self.directory.glob(f"*/{run_dir.CONFIG}"))
@@ -69,7 +70,7 @@ class Watched:
     def _read(self, directory: Path) -> "Run":
         from gptexp.report.records import read_run
 
-        now = signature(directory)
+        now = self._seen.get(directory)  # from before it is read: what changes meanwhile is seen the next time
         before, run = self._runs.get(directory, (None, None))
         if run is None or before != now:
             run = read_run(directory)

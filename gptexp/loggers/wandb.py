@@ -22,6 +22,7 @@ from gptexp.config import WandbConfig
 from gptexp.errors import ConfigError, first_line
 from gptexp.loss import perplexity
 from gptexp.run_dir import read_json, write_json
+from gptexp.signals import EXIT_CODES
 
 INIT_TIMEOUT_S = 10.0
 FINISH_TIMEOUT_S = 20.0  # for what is left to upload at the end; SLURM gives 30 from SIGTERM on
@@ -37,7 +38,7 @@ MODES = {
     "": "auto", "online": "online", "run": "online", "offline": "offline", "dryrun": "offline", "disabled": "disabled",
 }  # fmt: skip
 LOSSES = ("train/loss", "val/loss", "val/ppl")
-PREEMPTED = (138, 143)  # exit codes of a run that SIGUSR1 or SIGTERM has stopped
+PREEMPTED = (EXIT_CODES["SIGUSR1"], EXIT_CODES["SIGTERM"])
 SUMMARY = ("status", "final_val_loss", "best_val_loss", "train_s", "wall_s", "noise_scale_tokens")
 
 

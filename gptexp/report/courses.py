@@ -40,7 +40,7 @@ def _losses(arm: Arm) -> list[Figure]:
         encoding["color"] = colours
     what = "Validation and training loss" if alone else "Validation losses"
     return [
-        _lines(f"course-{field}", f"{what} over {title}", ZOOM, points, field, title, encoding)
+        figure(f"course-{field}", f"{what} over {title}", ZOOM, _lines(points, field, title, encoding))
         for field, title in (("tokens", "training tokens"), ("steps", "steps"), ("seconds", "seconds of training"))
     ]
 
@@ -50,34 +50,26 @@ def _noise_scale(arm: Arm) -> Figure | None:
     points = _values(arm, lambda step: step.noise_scale)
     if not points:
         return None
-    rules = [{"value": run.batch, "what": BATCH} for run in {run.batch: run for run in arm.runs}.values()]
+    rules = [{"value": batch, "what": BATCH} for batch in sorted({run.batch for run in arm.runs})]
     if arm.critical is not None and arm.critical.hyperbola is not None:
         rules.append({"value": arm.critical.hyperbola.tokens, "what": CRITICAL})
-    y = log("value", "tokens", form="~s")
-    encoding = _encoding(arm, y, shown("run", "rate", "size", "tokens", "value"))
-    picture = _lines(
-        "noise-scale",
-        "Gradient noise scale",
-        "The batch size at which a gradient's noise is as long as its signal, a running average; smaller batches "
-        "are mostly noise, larger ones mostly repeat themselves. A proxy of the critical batch size: it takes updates "
-        "to be plain gradient steps.",
-        points,
-        "tokens",
-        "training tokens",
-        encoding,
-    )
-    spec = picture.spec
-    lines = {key: spec.pop(key) for key in ("data", "mark", "encoding", "params")}
+    encoding = _encoding(arm, log("value", "tokens", form="~s"), shown("run", "rate", "size", "tokens", "value"))
     dashes = {"field": "what", "type": "nominal", "title": None, "sort": [BATCH, CRITICAL],
               "scale": {"range": [[2, 3], [8, 3]]}}  # fmt: skip
     marked = {
-        "data": {"name": "rules", "values": rules},
+        "data": {"values": rules},
         "mark": {"type": "rule", "color": "#555555"},
         "encoding": {"y": {"field": "value", "type": "quantitative"}, "strokeDash": dashes,
                      "tooltip": shown("what", "value")},
     }  # fmt: skip
-    resolve = {"scale": {"strokeDash": "independent"}}
-    return Figure(picture.key, picture.title, picture.caption, {**spec, "layer": [lines, marked], "resolve": resolve})
+    caption = (
+        "The batch size at which a gradient's noise is as long as its signal, a running average; smaller batches are "
+        "mostly noise, larger ones mostly repeat themselves. A proxy of the critical batch size: it takes updates to "
+        "be plain gradient steps."
+    )
+    layers = [_lines(points, "tokens", "training tokens", encoding), marked]
+    spec = {"layer": layers, "resolve": {"scale": {"strokeDash": "independent"}}}
+    return figure("noise-scale", "Gradient noise scale", caption, spec)
 
 
 def _cosine(arm: Arm) -> Figure | None:
@@ -119,7 +111,7 @@ def _single(
     if not points:
         return None
     encoding = _encoding(arm, scale("value", title.lower()), shown("run", "rate", "size", "tokens", "value"))
-    return _lines(key, title, caption, points, "tokens", "training tokens", encoding)
+    return figure(key, title, caption, _lines(points, "tokens", "training tokens", encoding))
 
 
 def _values(arm: Arm, of: Callable[[Step], float | None]) -> list[Spec]:
@@ -154,14 +146,12 @@ def _encoding(arm: Arm, y: Spec, tooltip: list[Spec]) -> Spec:
     return encoding
 
 
-def _lines(
-    key: str, title: str, caption: str, points: list[Spec], field: str, field_title: str, encoding: Spec
-) -> Figure:
-    spec = {
+def _lines(points: list[Spec], field: str, title: str, encoding: Spec) -> Spec:
+    """Lines over `field`, to be moved and zoomed."""
+    return {
         "data": {"values": points},
         "mark": {"type": "line", "strokeWidth": 1.5, "clip": True},
-        "encoding": {"x": {**number(field, field_title), "axis": {"format": "~s"}}, **encoding},
+        "encoding": {"x": {**number(field, title), "axis": {"format": "~s"}}, **encoding},
         "params": [{"name": "zoom", "select": {"type": "interval", "zoom": "wheel![event.shiftKey]"},
                     "bind": "scales"}],
     }  # fmt: skip
-    return figure(key, title, caption, spec)
