@@ -326,6 +326,7 @@ def test_stdout_is_json_from_the_first_line_to_the_last(gptexp: Any, tiny: list[
 
 
 def test_quiet_is_a_line(gptexp: Any, tiny: list[str], tmp_path: Path) -> None:
+    assert gptexp("prepare", *tiny).returncode == 0  # who tokenises a text first, says so
     done = gptexp("train", *tiny, "hydra.run.dir=out")
     assert (done.returncode, done.stderr) == (0, "")
     [line] = done.stdout.splitlines()
