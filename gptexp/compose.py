@@ -124,8 +124,8 @@ def _usage_error(message: str) -> NoReturn:
 
 def _refuse(overrides: Sequence[str], multirun: bool, config_dir: str | None) -> None:
     """Raise `ConfigError` for a folder that is none and for wrong overrides."""
-    # Hydra saves what was typed as well.
-    if secrets := list(_secrets((text.partition("=")[0], text) for text in overrides)):
+    # Hydra saves the overrides as typed.
+    if secrets := list(_secrets((key, value) for key, _, value in (text.partition("=") for text in overrides))):
         raise ConfigError(secrets)
     if found := override_problems(overrides, multirun, _folders(config_dir)):
         raise ConfigError(found)
@@ -319,18 +319,17 @@ WINNERS = {
 }
 
 
-# Variables of the environment whose values are nobody else's business.
-SECRET = re.compile(r"KEY|SECRET|TOKEN|PASSW|CREDENTIAL", re.IGNORECASE)
-SECRET_CHARS = 8  # a shorter value may well be a word of its own
+SECRET = re.compile(r".*(API_KEY|TOKEN|SECRET|PASSWORD)", re.IGNORECASE)  # names of environment variables
 
 
 def _secrets(values: Iterable[tuple[str, object]]) -> Iterator[str]:
-    """A line for each (key, value) that holds what only the environment should: everything here is saved and logged."""
-    secrets = {name: v for name, v in os.environ.items() if SECRET.search(name) and len(v) >= SECRET_CHARS}
+    """Yield a line for each (key, value) that equals a secret of the environment: the run directory would keep it."""
+    secrets = {value: name for name, value in os.environ.items() if value and SECRET.fullmatch(name)}
     for key, value in values:
-        for name, secret in secrets.items():
-            if secret in str(value):
-                yield f"{key}: holds the value of ${name}, and would be saved with the run; leave it to the environment"
+        for item in value if isinstance(value, list) else [value]:
+            if isinstance(item, str) and item in secrets:
+                name = secrets[item]
+                yield f"{key}: equals ${name}, and would be saved with the run; leave it to the environment"
 
 
 def _let_the_command_line_win(config: Config, given: set[str]) -> None:
