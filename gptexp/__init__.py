@@ -7,9 +7,9 @@ __all__ = ["__version__", "load_run"]
 
 
 def __getattr__(name: str) -> Any:
-    # torch costs two seconds to import; `gptexp --help` must not pay them.
+    # Importing torch takes two seconds, which `gptexp --help` must not need.
     if name == "load_run":
-        from gptexp.load import load_run
+        from gptexp.run.load import load_run
 
         return load_run
     raise AttributeError(f"module 'gptexp' has no attribute '{name}'")

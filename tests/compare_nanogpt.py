@@ -20,11 +20,11 @@ import sys
 import tempfile
 from pathlib import Path
 
-from gptexp import run_dir
-from gptexp.bench import WARM_UP, Workload, run_until, workloads
-from gptexp.compose import compose
-from gptexp.config import Config
+from gptexp.config.compose import compose
+from gptexp.config.schema import Config
 from gptexp.data.loader import build_dataset
+from gptexp.run.benchmark import WARM_UP, Workload, run_until, workloads
+from gptexp.storage import run_dir
 
 # glibc's own names for what gptexp sets in process (mallopt(3)).
 KEEP_FREED_MEMORY = {

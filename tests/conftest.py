@@ -1,4 +1,8 @@
-"""Fixtures: a clean environment, a cache of one's own, small corpora, and real `gptexp` processes."""
+"""Fixtures: a clean environment, a token cache for the session, a small corpus, and real `gptexp` processes.
+
+Tests lie in folders as the package does. pytest puts this folder on `sys.path`, so that the tests of all folders import
+the helper modules that lie beside this file.
+"""
 
 import json
 import os
@@ -8,7 +12,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -19,23 +23,30 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# What a shell, a launcher or a CI system may have set and no test may depend on.
+# Variables that a shell, a launcher or a CI system may have set. No test may depend on them.
 _FOREIGN = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SLURM_", "TORCHELASTIC_", "WANDB_", "GPTEXP_", "HYDRA_", "OMP_")
+
+
+def clean(environ: Mapping[str, str], cache: Path) -> dict[str, str]:
+    """`environ` without the variables of a launcher or of wandb; tokens are cached in `cache`."""
+    kept = {name: value for name, value in environ.items() if not name.startswith(_FOREIGN)}
+    # Two tests share the cores: a thread that spins would slow down the other test.
+    return {**kept, "GPTEXP_CACHE": str(cache), "WANDB_SILENT": "true", "OMP_WAIT_POLICY": "PASSIVE"}
 
 
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
-    """No variable of a launcher or of wandb leaks in; tokens go to the session's cache."""
-    for name in [n for n in os.environ if n.startswith(_FOREIGN)]:
+    """The environment of every test is `clean`."""
+    wanted = clean(os.environ, cache)
+    for name in os.environ.keys() - wanted.keys():
         monkeypatch.delenv(name)
-    monkeypatch.setenv("GPTEXP_CACHE", str(cache))
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")  # two tests share the cores: a thread that spins takes the other's
+    for name in ("GPTEXP_CACHE", "WANDB_SILENT", "OMP_WAIT_POLICY"):
+        monkeypatch.setenv(name, wanted[name])
 
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
-    """For what a test computes itself, for the same reason."""
+    """torch computes with one thread in the tests' own process, since two tests share the cores."""
     import torch
 
     torch.set_num_threads(1)
@@ -57,7 +68,8 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-# A model and a step so small that a run costs little more than the import of torch: 128 tokens, and still 50,304 ids.
+# A model and a step of 128 tokens, so small that a run costs little more than the import of torch. The vocabulary keeps
+# its 50,304 ids.
 TINY = (
     "model.n_layer=1",
     "model.n_head=2",
@@ -70,27 +82,27 @@ TINY = (
     "data.val_tokens=112",  # seven windows: the last micro-batch of an evaluation is short
     "optim.lr=6e-4",
     "train.max_steps=4",
-    "train.device=cpu",  # wherever the tests run; test_gpu.py asks for other things
+    "train.device=cpu",  # on every machine; test_gpu.py sets others
     "train.dtype=float32",
-    "train.matmul_precision=highest",  # else each run would time the alternative, and bits of two would differ by load
+    "train.matmul_precision=highest",  # `auto` times both and decides by the machine's load, which changes a run's bits
     "log=quiet",
 )
 
 
 @pytest.fixture
 def tiny(corpus: Path) -> list[str]:
-    """Overrides of a run that takes seconds."""
+    """Overrides of a run of a few seconds."""
     return [*TINY, f"data.path={corpus}"]
 
 
 @pytest.fixture
 def long_run(tiny: list[str]) -> list[str]:
-    """Far more steps than a test waits for."""
+    """Overrides of a run with more steps than any test waits for."""
     return [*tiny, "train.max_steps=100000", "train.save_every=100000", "train.eval_every=0", "hydra.run.dir=out"]
 
 
 class ForkServer:
-    """tests/fork_server.py in a process of its own."""
+    """tests/fork_server.py, running in a process."""
 
     def __init__(self, *argv: str, env: dict[str, str]) -> None:
         self.process = subprocess.Popen(
@@ -103,7 +115,7 @@ class ForkServer:
         self.env = env
 
     def ask(self, argv: list[str], cwd: Path, env: dict[str, str] | None = None, timeout: float = 60) -> dict[str, Any]:
-        """What `gptexp ARGV` does in `cwd`: code, stdout, stderr, cpu_s and torch (whether that was asked for)."""
+        """Run `gptexp ARGV` in `cwd`; its code, stdout, stderr, cpu_s, and whether it asked for torch (`torch`)."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         request = {"argv": argv, "cwd": str(cwd), "env": self.env if env is None else env, "timeout": timeout}
@@ -127,9 +139,19 @@ def torch_server() -> Iterator[ForkServer]:
         yield server
 
 
+@pytest.fixture(scope="session")
+def finished_run(torch_server: ForkServer, corpus: Path, cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of one completed run of `TINY`. All tests of the session share it: read it, never write to it."""
+    folder = tmp_path_factory.mktemp("finished")
+    argv = ["train", *TINY, f"data.path={corpus}", "hydra.run.dir=out"]
+    done = torch_server.ask(argv, folder, clean(os.environ, cache), timeout=240)
+    assert done["code"] == 0, done["stderr"]
+    return folder / "out"
+
+
 @pytest.fixture
 def gptexp(tmp_path: Path, torch_server: ForkServer) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Run `gptexp …` in `tmp_path` to its end, in a process that had torch imported; `start` makes a fresh one."""
+    """Run `gptexp …` in `tmp_path` to its end, in a fork of a process that has imported torch."""
 
     def run(*argv: str, env: dict[str, str] | None = None, timeout: float = 240) -> subprocess.CompletedProcess[str]:
         done = torch_server.ask(list(argv), tmp_path, {**os.environ, **(env or {})}, timeout)
@@ -140,7 +162,7 @@ def gptexp(tmp_path: Path, torch_server: ForkServer) -> Callable[..., subprocess
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Start `python -m gptexp …` in `tmp_path` and go on; what is left at the end is killed."""
+    """Start `python -m gptexp …` in `tmp_path` without waiting for it; what still runs at the test's end is killed."""
     started: list[subprocess.Popen[str]] = []
 
     def popen(*argv: str, **kwargs: Any) -> subprocess.Popen[str]:
@@ -162,6 +184,8 @@ def browser() -> Iterator["Browser"]:
     from pages import CHROMIUM
     from playwright.sync_api import sync_playwright
 
+    if CHROMIUM is None:
+        pytest.skip("no Chromium; apt-get install chromium")
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield browser

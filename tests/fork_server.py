@@ -1,12 +1,11 @@
-"""Runs `gptexp ARGV` at the price of a fork instead of an interpreter and its imports.
+"""Runs `gptexp ARGV` in a fork, which is faster than a new interpreter that imports everything again.
 
-Hydra and gptexp are imported once, and torch too where the first argument is `torch`. Each request, a JSON object per
-line on stdin with `argv`, `cwd`, `env` and `timeout`, is run by a forked child that becomes the command; the answer is
-a JSON object per line on stdout. What one command line does to Hydra's singletons, to `sys` or to the environment dies
-with its child.
+Hydra and gptexp are imported once, and torch too where the first argument is `torch`. Each request is a JSON object per
+line on stdin with `argv`, `cwd`, `env` and `timeout`. A forked child runs it; the answer is a JSON object per line on
+stdout. Changes that a command makes to Hydra's singletons, to `sys` or to the environment end with its child.
 
-Without `torch` a child that tries to import it is ended on the spot: that is the proof that torch had no part in an
-answer, and the reason why a command line that turns out to be legal starts no training.
+Without `torch`, a child that tries to import torch is ended at once. This proves that an answer needed no torch, and a
+command line that turns out to be legal starts no training.
 """
 
 import atexit
@@ -22,16 +21,18 @@ from importlib.abc import MetaPathFinder
 from typing import Any
 
 import gptexp.cli
-import gptexp.compose  # and with it Hydra, so that no child pays for it
-import gptexp.sweep.launchers
-import gptexp.sweep.sweepers
+
+# The verbs import these when they run. Imported here, they and Hydra cost no child any time.
+import gptexp.command.lead
+import gptexp.plan
+import gptexp.sweep.grid
 import gptexp.train
 
 TORCH = 97  # exit code of a child that went as far as importing torch
 
 
 class TorchEndsIt(MetaPathFinder):
-    """Stands first in `sys.meta_path`: no `try` around an import can hide that torch was asked for."""
+    """Ends the process at an import of torch. It is first in `sys.meta_path`, so that no `try` can hide the import."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: Any = None) -> None:
         if name.partition(".")[0] == "torch":
@@ -41,18 +42,20 @@ class TorchEndsIt(MetaPathFinder):
 
 
 def import_torch() -> None:
-    """torch, what of gptexp needs it, and the compiler that an optimizer imports when it is made."""
+    """Import torch, the parts of gptexp that need it, and the compiler, which an optimizer imports when it is made."""
     import torch
 
-    import gptexp.launch
-    import gptexp.trainer  # noqa: F401
+    import gptexp.command.planning
+    import gptexp.run.launch
+    import gptexp.run.load
+    import gptexp.run.rank  # noqa: F401
 
     torch.optim.AdamW([torch.zeros(1)])
 
 
 def become(argv: list[str], cwd: str, env: dict[str, str], timeout: float, stdout: int, stderr: int) -> int:
-    """Turn this process into `gptexp ARGV`; the exit code that the interpreter would end with."""
-    signal.setitimer(signal.ITIMER_REAL, timeout)  # SIGALRM ends whoever takes longer
+    """Run `gptexp ARGV` in this process; the exit code that the interpreter would end with."""
+    signal.setitimer(signal.ITIMER_REAL, timeout)  # SIGALRM ends a command that takes longer
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)
@@ -78,7 +81,7 @@ def become(argv: list[str], cwd: str, env: dict[str, str], timeout: float, stdou
 
 
 def answer(argv: list[str], cwd: str, env: dict[str, str], timeout: float) -> dict[str, Any]:
-    """Run one command line and say what came of it."""
+    """Run one command line; its exit code, output and CPU seconds."""
     with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
         pid = os.fork()
         if pid == 0:
@@ -86,7 +89,9 @@ def answer(argv: list[str], cwd: str, env: dict[str, str], timeout: float) -> di
             try:
                 code = become(argv, cwd, env, timeout, stdout.fileno(), stderr.fileno())
             finally:
-                os._exit(code)  # taking the modules apart would copy each page that the server shares: a second
+                os._exit(
+                    code
+                )  # finalising the interpreter would copy each page shared with the server, which takes a second
         _, status, usage = os.wait4(pid, 0)
         texts = []
         for file in (stdout, stderr):
@@ -103,12 +108,12 @@ def answer(argv: list[str], cwd: str, env: dict[str, str], timeout: float) -> di
 
 
 def main() -> None:
-    assert "torch" not in sys.modules, "gptexp.cli, gptexp.compose, gptexp.sweep or gptexp.train imports torch"
+    assert "torch" not in sys.modules, "gptexp.cli, command.lead, plan, sweep.grid or train imports torch"
     if sys.argv[1:] == ["torch"]:
         import_torch()
     else:
         sys.meta_path.insert(0, TorchEndsIt())
-    gc.freeze()  # a collection in a child then leaves the shared pages alone
+    gc.freeze()  # a collection in a child then does not touch the shared pages
     for line in sys.stdin:
         print(json.dumps(answer(**json.loads(line))), flush=True)
 

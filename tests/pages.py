@@ -1,19 +1,32 @@
-"""What tests of pages share: Chromium, and axe's rules of accessibility."""
+"""What tests of pages share: Chromium, and the accessibility rules of axe."""
 
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import axe_core_python
 import pytest
-from playwright.sync_api import Page
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-AXE = Path(axe_core_python.__file__).with_name("axe.min.js")
-
-needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium; apt-get install chromium")
 
 
-def violations(page: Page) -> list[str]:
-    """Those of axe's rules that the page breaks."""
-    page.evaluate(AXE.read_text())
+def _missing() -> str:
+    """What to install before pages can be tested; empty if nothing is missing."""
+    packages = [name for name in ("playwright", "axe_core_python") if find_spec(name) is None]
+    if packages:
+        return f"no {' and no '.join(packages)}; pip install 'gptexp[test]'"
+    return "" if CHROMIUM else "no Chromium; apt-get install chromium"
+
+
+needs_chromium = pytest.mark.skipif(bool(_missing()), reason=_missing() or "never skipped")
+
+
+def violations(page: "Page") -> list[str]:
+    """The rules of axe that the page violates, each with the first element that does."""
+    import axe_core_python
+
+    page.evaluate(Path(axe_core_python.__file__).with_name("axe.min.js").read_text())
     return [f"{v['id']}: {v['nodes'][0]['html'][:200]}" for v in page.evaluate("axe.run()")["violations"]]

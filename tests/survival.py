@@ -1,10 +1,10 @@
 """Runs that are killed and started again, as many times as asked, against one that nothing disturbs.
 
     python tests/survival.py kills --kills 50 --world-sizes 2
-    python tests/survival.py crash --point renamed --occurrence 2
+    python tests/survival.py crash --points renamed --occurrences 2
 
 Ranks are forked from this process, which has torch imported, so that a start costs a fraction of a second; each runs
-the real `gptexp.run.run` in a real process group. A driver watches what they do through shared memory and kills by
+the real `gptexp.run.rank.run` in a real process group. A driver watches what they do through shared memory and kills by
 progress, not by the clock. The answer, a JSON object on stdout, holds the hash of the final weights and moments with
 everything that shows whether the kills fell where they mean something.
 """
@@ -24,37 +24,56 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-from gptexp import checkpoint, loggers, run_dir, trainer
-from gptexp.checkpoint import load_latest
-from gptexp.config import Config, ModelConfig
-from gptexp.distributed import Rank
-from gptexp.run import run
-from gptexp.signals import StopRequest
+import gptexp
+from gptexp.config.schema import Config, ModelConfig
+from gptexp.distributed.ranks import Rank
+from gptexp.loggers.jsonl import JsonlSink
+from gptexp.process.signals import StopRequest
+from gptexp.run.job import Job
+from gptexp.run.rank import run
+from gptexp.storage import checkpoint, run_dir
+from gptexp.storage.checkpoint import load_latest
+from gptexp.training.step import TrainStep
 
 SAVE_EVERY = 4
 MOST_STARTS = 400  # a mutant may make no progress at all
 PATIENCE_S = 60.0  # for a rank that was told nothing and does nothing
 
-# What each mutant breaks: the module, the text, and what takes its place.
-MUTANTS: dict[str, tuple[ModuleType, dict[str, str]]] = {
-    "no reseed": (trainer, {"torch.manual_seed(batch.dropout_seed)": "pass"}),
-    "optimizer not loaded": (checkpoint, {'optimizer.load_state_dict(saved["optimizer"])': "pass"}),
+# What each mutant breaks: a file of the package, the text, and what takes its place.
+MUTANTS: dict[str, tuple[str, dict[str, str]]] = {
+    "no reseed": ("training/step.py", {"torch.manual_seed(batch.dropout_seed)": "pass"}),
+    "optimizer not loaded": ("storage/checkpoint.py", {'optimizer.load_state_dict(saved["optimizer"])': "pass"}),
     "step off by one": (
-        checkpoint,
+        "storage/checkpoint.py",
         {"= _checked(path)\n": "= _checked(path); state.tokens += state.tokens // state.step; state.step += 1\n"},
     ),
     "non-atomic save": (
-        checkpoint,
+        "storage/checkpoint.py",
         {
             'directory / f".tmp-{target.name}-{os.getpid()}"': "target",
             "    finally:\n        shutil.rmtree(unfinished, ignore_errors=True)\n": "    finally:\n        pass\n",
         },
     ),
-    "data from the local step": (trainer, {"step in (state.step, t.steps))": "step in (0, t.steps - state.step))"}),
+    "data from the local step": (
+        "training/loop.py",
+        {"step in (state.step, t.plan.steps))": "step in (0, t.plan.steps - state.step))"},
+    ),
 }
+
+
+def mutated_package(name: str, folder: Path) -> Path:
+    """Copy the package into `folder` with one mutant's change; the folder to put on PYTHONPATH."""
+    package = folder / f"mutant-{name.replace(' ', '-')}" / "gptexp"
+    shutil.copytree(Path(gptexp.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
+    file, changes = MUTANTS[name]
+    source = (package / file).read_text()
+    for old, new in changes.items():
+        assert source.count(old) == 1, f"{name}: {source.count(old)} places to break in {file}: {old}"
+        source = source.replace(old, new)
+    (package / file).write_text(source)
+    return package.parent
 
 
 def config(folder: Path, steps: int, **train: Any) -> Config:
@@ -91,8 +110,8 @@ class Pulse:
 
 
 def watch(pulse: Pulse, rank: int) -> None:
-    """Have this process tell of its steps and saves."""
-    steps, plain_step, plain_save = 0, trainer.train_step, checkpoint.save
+    """Have this process report its steps and saves."""
+    steps, plain_step, plain_save = 0, TrainStep.__call__, checkpoint.save
 
     def train_step(*args: Any, **kwargs: Any) -> Any:
         nonlocal steps
@@ -107,7 +126,7 @@ def watch(pulse: Pulse, rank: int) -> None:
         pulse.beat(rank, steps, False)
         return path
 
-    trainer.train_step, checkpoint.save = train_step, save
+    TrainStep.__call__, checkpoint.save = train_step, save  # type: ignore[method-assign]
 
 
 def start(cfg: Config, directory: Path, world_size: int, prepare: Callable[[int], None]) -> list[int]:
@@ -128,7 +147,7 @@ def start(cfg: Config, directory: Path, world_size: int, prepare: Callable[[int]
                 )
                 os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the answer is all that stdout holds
                 prepare(rank)
-                code = run(cfg, directory, StopRequest(), Rank(rank, world_size, rank, world_size))
+                code = run(Job(cfg, directory, Rank(rank, world_size, rank, world_size), StopRequest()))
             except Exception as error:
                 print(f"rank {rank}: {type(error).__name__}: {error}", file=sys.stderr)
             finally:
@@ -222,6 +241,7 @@ def kills(folder: Path, count: int, steps: int, world_sizes: list[int], seed: in
         delivered, alone = delivered + 1, alone + one
         reap(pids, 1.0)
     return {
+        "package": str(Path(gptexp.__file__).parent.parent),
         "expected": expected,
         "found": contents(directory) if not code else f"never ended, {starts} starts",
         "kills": delivered,
@@ -288,7 +308,7 @@ def crash_at(point: str, occurrence: int) -> None:
         "renamed": (Path, "rename", None, is_new),
         "doomed": (Path, "rename", None, is_step),
         "half removed": (shutil, "rmtree", None, None),
-        "half a line": (loggers.JsonlSink, "write", None, None),
+        "half a line": (JsonlSink, "write", None, None),
         "replaced": (Path, "replace", lambda _, target: target.name in (run_dir.EFFECTIVE, run_dir.SUMMARY), None),
     }
     if point == "half removed":
@@ -302,7 +322,7 @@ def crash_at(point: str, occurrence: int) -> None:
 
         shutil.rmtree = rmtree  # type: ignore[assignment]
     elif point == "half a line":
-        plain_write = loggers.JsonlSink.write
+        plain_write = JsonlSink.write
 
         def write(sink: Any, event: dict[str, Any]) -> None:
             if due(event["event"] == "checkpoint"):
@@ -310,7 +330,7 @@ def crash_at(point: str, occurrence: int) -> None:
                 _die()
             plain_write(sink, event)
 
-        loggers.JsonlSink.write = write  # type: ignore[method-assign]
+        JsonlSink.write = write  # type: ignore[method-assign]
     else:
         around(*patches[point])
 
@@ -346,17 +366,6 @@ def crashes(folder: Path, points: list[str], occurrences: list[int]) -> list[dic
     return found
 
 
-def mutate(name: str) -> None:
-    """Break a module that is already imported."""
-    module, changes = MUTANTS[name]
-    assert module.__file__ is not None
-    source = Path(module.__file__).read_text()
-    for old, new in changes.items():
-        assert source.count(old) == 1, f"{name}: {source.count(old)} places to break in {module.__name__}: {old}"
-        source = source.replace(old, new)
-    exec(compile(source, module.__file__, "exec"), module.__dict__)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("what", choices=("kills", "crash"))
@@ -365,15 +374,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--world-sizes", type=int, nargs="+", default=[1])
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--mutant", choices=MUTANTS)
     parser.add_argument("--points", nargs="+", default=POINTS)
     parser.add_argument("--occurrences", type=int, nargs="+", default=[1, 2, 3])
     args = parser.parse_args()
     from fork_server import import_torch
 
     import_torch()
-    if args.mutant:
-        mutate(args.mutant)
     if args.what == "kills":
         print(json.dumps(kills(args.folder, args.kills, args.steps, args.world_sizes, args.seed)))
     else:

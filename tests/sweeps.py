@@ -1,15 +1,24 @@
-"""Sweeps written to disk from a formula: run directories as real ones leave them, with optima that are known."""
+"""Helpers of tests of sweeps: run directories written from a formula with known optima; waiting for real ones."""
 
 import json
 import math
+import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from conftest import wait_for
 
-from gptexp import run_dir
-from gptexp.config import Config
+from gptexp.config.compose import composition, hydra_engine
+from gptexp.config.schema import Config
+from gptexp.reporting.analysis import analyse
+from gptexp.reporting.proposals import commands
+from gptexp.reporting.records import find_runs
+from gptexp.reporting.verdict import verdict
+from gptexp.reporting.write import numbers
+from gptexp.storage import run_dir
+from gptexp.sweep.grid import Grid, compose_cells
 
 TOKENS = 2**18
 NOISE_SCALE = 6  # sequences
@@ -75,3 +84,29 @@ def write_sweep(
                 write_run(root / name, batch, lr, seed, None if octave == 3 else loss, schedule)
     run_dir.write_json(root / run_dir.SWEEP, {"name": root.name, "overrides": ["model=nano"]})
     return root
+
+
+def report_of(directory: Path) -> dict[str, Any]:
+    """What report.json of `directory` would hold, without drawing its pictures."""
+    analysis = analyse(directory.resolve().name, find_runs(directory))
+    sweep = run_dir.read_json(directory / run_dir.SWEEP)
+    further = commands(analysis, sweep["overrides"], sweep["name"]) if sweep else []
+    report = {**numbers(analysis), "verdict": verdict(analysis), "next": further}
+    plain: dict[str, Any] = json.loads(json.dumps(run_dir.finite(report)))
+    return plain
+
+
+def wait_until_free(directories: Sequence[Path]) -> None:
+    """Wait until no process runs in `directories`; the ranks of a killed parent need a moment to notice."""
+    idle = subprocess.Popen(["sleep", "60"], text=True)
+    try:
+        wait_for(lambda: not any(run_dir.is_locked(directory) for directory in directories), idle, 60)
+    finally:
+        idle.kill()
+        idle.wait()
+
+
+def compose_sweep(overrides: Sequence[str], config_dir: str | None = None) -> Grid:
+    """The cells of a multirun, as `gptexp plan -m` composes them."""
+    with hydra_engine() as engine:
+        return compose_cells(engine, composition(engine, overrides, config_dir, multirun=True))

@@ -1,185 +1,256 @@
-"""The house: which part may import which, read from the imports themselves."""
+"""The package's layout: which file may import which, read from the imports themselves."""
 
 import ast
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 import gptexp
 
 PACKAGE = Path(gptexp.__file__).parent
 
-# From the ground up; a module imports from its own floor or below, `config` and `errors` nothing of ours.
-FLOORS = [
-    {"errors", "config", "terminal"},
-    {
-        "batch",
-        "schedule",
-        "flops",
-        "divergence",
-        "noise_scale",
-        "alerts",
-        "signals",
-        "versions",
-        "loss",
-        "phases",
-        "machine",
-        "data",
-    },
-    {"model", "memory", "distributed", "run_dir", "attention", "small_gradients"},
-    {"optim", "checkpoint", "check", "overrides", "ceilings", "profiling"},
-    {"effective", "evaluate", "loggers", "step_report"},
-    {"trainer", "load", "sample"},
-    {"summary", "build", "faults", "report"},
-    {"trial"},
-    {"run"},
-    {"launch", "compose", "sweep", "calibrate", "pool"},
-    {"train", "plan", "prepare", "resume", "bench", "verify", "status", "dashboard"},
-    {"watch"},
-    {"cli", "__main__"},
-]
-FLOOR = {module: number for number, floor in enumerate(FLOORS) for module in floor}
+# From the top down. A folder imports from those after it, and never from those before it.
+FOLDERS = (
+    "command", "sweep", "run", "training", "machine", "loggers", "reporting", "model", "data", "storage",
+    "distributed", "config", "process",
+)  # fmt: skip
+TOP = ""  # the verbs, cli and the package itself; they stand above all folders
 
-# Third-party packages that only these modules may import.
+# Third-party packages that only these folders or files may import.
 FENCES = {
-    "hydra": {"compose", "overrides", "sweep", "train"},
-    "omegaconf": {"compose", "overrides", "sweep"},
-    "optuna": {"sweep.study"},
-    "submitit": {"sweep.launchers"},
-    "wandb": {"loggers.wandb", "dashboard"},
-    "wandb_workspaces": {"dashboard"},
-    "tiktoken": {"data.tokenizer"},
-    "argparse": {
-        "plan",
-        "prepare",
-        "resume",
-        "sample",
-        "evaluate",
-        "bench",
-        "verify",
-        "report.__init__",
-        "status",
-        "watch",
-        "dashboard",
+    "hydra": {"command", "config", "sweep"},
+    "omegaconf": {"command", "config", "sweep"},
+    "optuna": {"sweep/study.py"},
+    "submitit": {"sweep/launchers.py"},
+    "wandb": {"loggers"},
+    "wandb_workspaces": {"loggers/dashboard.py"},
+    "tiktoken": {"data/tokenizer.py"},
+    "tiktoken_ext": {"data/tokenizer.py"},
+    "argparse": {TOP, "command/hydra_main.py"},
+    "rich": {
+        "command/planning.py", "data/prepare.py", "loggers/console.py", "reporting/write.py", "run/benchmark.py",
     },
-    "rich": {"loggers.console", "data.prepare", "bench", "plan", "report.__init__"},
-    "scipy": {"report.noise", "report.critical"},
-    "vl_convert": {"report.pictures"},
-}
-
-# Composed, checked and answered before torch is loaded.
-TORCH_FREE = {
-    "__init__", "__main__", "alerts", "batch", "bench", "calibrate", "check", "cli", "compose", "config", "dashboard",
-    "data.__init__", "data.corpora", "data.order", "data.prepare", "data.shards", "data.tokenizer", "distributed",
-    "divergence", "errors", "evaluate", "flops", "launch", "noise_scale", "overrides", "plan", "pool", "prepare",
-    "report.__init__", "report.__main__", "report.analysis", "report.courses", "report.critical", "report.curves",
-    "report.figures", "report.fitted", "report.law", "report.noise", "report.noise_scale", "report.page",
-    "report.pictures", "report.proposals", "report.records", "report.spec", "report.verdict", "resume", "run",
-    "run_dir", "sample", "schedule", "signals", "status", "sweep.__init__", "sweep.cells", "sweep.launchers",
-    "sweep.space", "sweep.study", "sweep.sweepers", "terminal", "train", "verify", "versions", "watch",
+    "scipy": {"reporting"},
+    "vl_convert": {"reporting/pictures.py"},
+    "safetensors": {"storage/checkpoint.py", "run/verification.py"},
 }  # fmt: skip
+FOR_TYPES = {"tiktoken": {"model/generate.py", "run/load.py"}}  # beside those, inside `if TYPE_CHECKING`
+
+RANK_VARIABLES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 
 
-def modules() -> dict[str, ast.Module]:
-    return {
-        ".".join(path.relative_to(PACKAGE).with_suffix("").parts): ast.parse(path.read_text())
-        for path in PACKAGE.rglob("*.py")
-    }
+class File:
+    """A file of the package and what it imports."""
+
+    def __init__(self, path: Path) -> None:
+        self.name = path.relative_to(PACKAGE).as_posix()
+        self.tree = ast.parse(path.read_text(encoding="utf-8"))
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        self.module = ".".join(("gptexp", *(parts[:-1] if parts[-1] == "__init__" else parts)))
+        self.folder = parts[0] if len(parts) > 1 else TOP
+        self.imports = list(imports(self.tree))
+        self.imports_with_types = list(imports(self.tree, for_types=True))
+
+    @property
+    def floor(self) -> int:
+        return FOLDERS.index(self.folder) if self.folder != TOP else -1
+
+    def inside(self, places: set[str]) -> bool:
+        return bool({self.name, self.folder} & places)
 
 
-def imports(tree: ast.AST) -> list[str]:
-    """Dotted names of everything imported anywhere in `tree`, `if TYPE_CHECKING` left out."""
-    found = []
+def imports(tree: ast.AST, for_types: bool = False) -> Iterator[str]:
+    """Yield the dotted names imported anywhere in `tree`, also in functions.
+
+    `for_types`: also those inside `if TYPE_CHECKING`.
+    """
     for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test) and not for_types:
+            yield from (name for other in node.orelse for name in imports(other))
             continue
         if isinstance(node, ast.Import):
-            found += [alias.name for alias in node.names]
+            yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            found += [f"{node.module}.{alias.name}" for alias in node.names]
-        found += imports(node)
-    return found
+            assert node.level == 0, f"line {node.lineno}: a relative import; name the package"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        yield from imports(node, for_types)
 
 
-def top_level_imports(tree: ast.Module) -> list[str]:
-    """Those that are paid for when the module is imported."""
-    body = [n for n in tree.body if not isinstance(n, ast.FunctionDef | ast.ClassDef)]
-    guards = [n for n in body if isinstance(n, ast.If) and "__name__" in ast.unparse(n.test)]
-    return imports(ast.Module([n for n in body if n not in guards], []))
+FILES = {file.module: file for file in map(File, sorted(PACKAGE.rglob("*.py")))}
 
 
-def test_every_module_has_a_floor() -> None:
-    parts = {name.split(".")[0] for name in modules()} - {"__init__"}
-    assert parts == FLOOR.keys()
+def imported_files(file: File, for_types: bool = False) -> set[str]:
+    """The modules of the package that `file` imports.
 
-
-def test_arrows_point_down() -> None:
-    up = []
-    for name, tree in modules().items():
-        part = name.split(".")[0]
-        if part == "__init__":
+    The package's own `__init__`, which holds the version, is left out: whoever imports a file has imported it before.
+    """
+    found = set()
+    for name in file.imports_with_types if for_types else file.imports:
+        if name.split(".")[0] != "gptexp":
             continue
-        body = ast.Module([n for n in tree.body if not isinstance(n, ast.If)], [])  # `if __name__ == ...` runs the CLI
-        for imported in imports(body):
-            package, _, rest = imported.partition(".")
-            target = rest.split(".")[0]
-            if package == "gptexp" and target in FLOOR and FLOOR[target] > FLOOR[part]:
-                up.append(f"{name} -> {target}")
-    assert sorted(up) == ALLOWED_UP
+        module = name if name in FILES else name.rpartition(".")[0]
+        assert module in FILES, f"{file.name}: {name}: no such module"
+        found.add(module)
+    return found - {"gptexp"}
 
 
-# `evaluate` is a verb too: its `main` loads a run.
-ALLOWED_UP = ["evaluate -> load"]
+def circles(arrows: dict[str, set[str]]) -> list[list[str]]:
+    """The strongly connected components of more than one node: sets of nodes that all reach one another."""
+
+    def reached(start: str) -> set[str]:
+        seen, left = set[str](), [start]
+        while left:
+            for target in arrows.get(left.pop(), set()) - seen:
+                seen.add(target)
+                left.append(target)
+        return seen
+
+    reach = {node: reached(node) for node in arrows}
+    found = {
+        frozenset(other for other in reach[node] if node in reach[other]) for node in arrows if node in reach[node]
+    }
+    return sorted(map(sorted, found))
 
 
-def test_ground_floor_imports_nothing_of_ours() -> None:
-    for name in ("config", "errors"):
-        assert not [i for i in imports(modules()[name]) if i.startswith("gptexp")]
+def test_every_folder_has_its_place() -> None:
+    assert {file.folder for file in FILES.values()} == {TOP, *FOLDERS}
 
 
-def test_fences() -> None:
-    for name, tree in modules().items():
-        for imported in imports(tree):
-            package = imported.split(".")[0].replace("tiktoken_ext", "tiktoken")
-            allowed = FENCES.get(package, {name})
-            assert {name, name.split(".")[0]} & allowed, f"{name} imports {imported}"
+def test_folders_import_downwards_only() -> None:
+    up = [
+        f"{file.name} -> {module}"
+        for file in FILES.values()
+        for module in imported_files(file)
+        if FILES[module].floor < file.floor
+    ]
+    assert sorted(up) == []
 
 
-def test_torch_is_not_loaded_before_it_is_needed() -> None:
-    for name, tree in modules().items():
-        loads = [i for i in top_level_imports(tree) if i.split(".")[0] in ("torch", "wandb", "safetensors")]
-        assert not loads or name not in TORCH_FREE, f"{name} imports {loads}"
-    assert modules().keys() >= TORCH_FREE
+def test_types_are_imported_downwards_too() -> None:
+    """Else a folder could not be read without those above it."""
+    up = [
+        f"{file.name} -> {module}"
+        for file in FILES.values()
+        for module in imported_files(file, for_types=True)
+        if FILES[module].floor < file.floor
+    ]
+    assert sorted(up) == []
 
 
-def test_only_distributed_knows_the_rank_variables() -> None:
-    for name, tree in modules().items():
-        words = {n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
-        assert name == "distributed" or not words & {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"}, name
+def test_files_import_one_another_in_no_circle() -> None:
+    assert circles({file.module: imported_files(file) for file in FILES.values()}) == []
 
 
-def test_nothing_instantiates_from_config_or_unpickles() -> None:
-    for name, tree in modules().items():
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Call):
-                called = ast.unparse(node.func)
-                assert called not in {"eval", "exec"}, (name, called)
-                assert called.split(".")[-1] not in {"instantiate", "get_class"}, (name, called)
-                assert not called.startswith("pickle"), name
-                if called == "torch.load":
-                    assert "weights_only=True" in ast.unparse(node), name
+def test_a_circle_would_be_found() -> None:
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}, "e": set()}) == [["a", "b", "c"]]
+    assert circles({"a": {"b"}, "b": {"c"}, "c": set()}) == []
 
 
-def test_help_and_refusals_load_nothing_heavy() -> None:
-    """torch costs two seconds, numpy and rich a tenth each: an answer in half a second has room for none."""
-    for argv, code in ((["--help"], 0), (["--cfg", "job"], 0), (["optim.lr=-1"], 2)):
-        script = (
-            f"import sys; sys.argv = ['gptexp', *{argv}]\n"
-            "from gptexp.train import main\n"
-            "try: main()\n"
-            "except SystemExit as leaving: assert (leaving.code or 0) == " + str(code) + "\n"
-            "print(sorted({'torch', 'numpy', 'rich', 'wandb', 'tiktoken'} & sys.modules.keys()), file=sys.stderr)"
-        )
-        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
-        assert done.returncode == 0, done.stderr
-        assert done.stderr.splitlines()[-1] == "[]"
+@pytest.mark.parametrize("package", FENCES)
+def test_a_package_is_imported_in_its_place_only(package: str) -> None:
+    users = {
+        file.name
+        for file in FILES.values()
+        if package in {name.split(".")[0] for name in file.imports} and not file.inside(FENCES[package])
+    }
+    assert users == set()
+    for_types = FENCES[package] | FOR_TYPES.get(package, set())
+    users = {
+        file.name
+        for file in FILES.values()
+        if package in {name.split(".")[0] for name in file.imports_with_types} and not file.inside(for_types)
+    }
+    assert users == set()
+
+
+def test_the_fences_are_around_packages_that_are_used() -> None:
+    """A fence with a wrong name would hold nothing back."""
+    used = {name.split(".")[0] for file in FILES.values() for name in file.imports}
+    assert FENCES.keys() <= used
+
+
+def test_only_ranks_names_the_launchers_variables() -> None:
+    for file in FILES.values():
+        words = {n.value for n in ast.walk(file.tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
+        assert file.name == "distributed/ranks.py" or not words & RANK_VARIABLES, file.name
+
+
+def test_nothing_is_instantiated_from_a_config_evaluated_or_unpickled() -> None:
+    loads = 0
+    for file in FILES.values():
+        for name in file.imports:
+            if name != "pickle.UnpicklingError":
+                assert name.split(".")[0] not in {"pickle", "dill", "cloudpickle", "marshal", "shelve"}, file.name
+        for node in ast.walk(file.tree):
+            if not isinstance(node, ast.Call):
+                continue
+            called = ast.unparse(node.func)
+            assert called not in {"eval", "exec", "compile", "__import__"}, (file.name, called)
+            assert called.split(".")[-1] not in {"instantiate", "get_class", "get_object"}, (file.name, called)
+            assert called not in {"yaml.unsafe_load", "yaml.full_load", "yaml.load_all"}, (file.name, called)
+            if called == "yaml.load":
+                assert ast.unparse(node.args[1]) in safe_loaders(file), file.name
+            if called == "torch.load":
+                loads += 1
+                assert "weights_only=True" in ast.unparse(node), file.name
+    assert loads  # else torch is imported under another name, and this test sees nothing
+
+
+def safe_loaders(file: File) -> set[str]:
+    """The classes of a file that derive from YAML's SafeLoader."""
+    classes = [node for node in ast.walk(file.tree) if isinstance(node, ast.ClassDef)]
+    return {node.name for node in classes if any("SafeLoader" in ast.unparse(base) for base in node.bases)}
+
+
+# What answers before torch is loaded: whole folders, and single files.
+TORCH_FREE = {
+    TOP, "command", "sweep", "reporting", "data", "storage", "config", "process",
+    "distributed/ranks.py", "loggers/alerts.py", "model/flops.py", "run/__main__.py", "run/observe.py",
+    "run/pool.py", "run/workloads.py",
+}  # fmt: skip
+WITH_TORCH = {"command/leader.py", "command/planning.py", "data/loader.py", "storage/checkpoint.py"}  # of those folders
+
+
+def test_importing_what_answers_before_training_loads_neither_torch_nor_wandb() -> None:
+    modules = [
+        file.module
+        for file in FILES.values()
+        if file.inside(TORCH_FREE) and file.name not in WITH_TORCH and file.name != "__main__.py"  # which runs the CLI
+    ]
+    assert len(modules) > 50
+    script = (
+        f"import sys, importlib\nfor name in {modules}:\n    importlib.import_module(name)\n"
+        "    assert not {'torch', 'wandb'} & sys.modules.keys(), name"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+HEAVY = {"torch", "numpy", "rich", "wandb", "tiktoken"}  # torch takes two seconds, numpy and rich a tenth each
+SCRIPT = """
+import sys
+sys.argv = ["gptexp", *{argv}]
+from gptexp.cli import main
+try:
+    main()
+except SystemExit as end:
+    assert (end.code or 0) == {code}, end.code
+print(sorted({heavy} & sys.modules.keys()), file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize(
+    ("argv", "code"),
+    [(["train", "--help"], 0), (["train", "--cfg", "job"], 0), (["train", "optim.lr=-1"], 2), (["plan", "lr=1"], 2)],
+    ids=["help", "cfg", "train", "plan"],
+)
+def test_help_and_refusals_load_nothing_heavy(argv: list[str], code: int, tmp_path: Path) -> None:
+    script = SCRIPT.format(argv=argv, code=code, heavy=HEAVY)
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.splitlines()[-1] == "[]"
+    assert list(tmp_path.iterdir()) == []

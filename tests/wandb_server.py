@@ -8,6 +8,7 @@ files it refuses and notes in `faults`: a test that ends without any has not bee
 import base64
 import itertools
 import json
+import os
 import re
 import socket
 import threading
@@ -539,3 +540,10 @@ class _Request(BaseHTTPRequestHandler):
 
     def log_message(self, *_: object) -> None:
         pass  # pytest's output is not for every request
+
+
+def minimal_environment(cache: Path) -> dict[str, str]:
+    """The environment of a command that no setting of the user's shell, launcher or wandb account reaches."""
+    kept = ("PATH", "HOME", "PYTHONPATH", "LD_LIBRARY_PATH", "TMPDIR", "VIRTUAL_ENV", "LANG")
+    own = {name: os.environ[name] for name in kept if name in os.environ}
+    return {**own, "GPTEXP_CACHE": str(cache), "OMP_WAIT_POLICY": "PASSIVE"}

@@ -1,5 +1,5 @@
-"""Text -> tokens -> shards -> batches.
+"""Text -> tokens -> token files -> batches.
 
-corpora.py finds the text, prepare.py tokenises it once into shards.py's files, order.py says which window comes
-when, loader.py turns windows into tensors.
+corpora.py finds the text. prepare.py tokenises it once into the files of shards.py. order.py determines the order of
+the windows. loader.py converts windows to tensors.
 """

@@ -1,24 +1,25 @@
-"""Where text comes from: Python's own source, tiny Shakespeare, your files.
+"""Corpora: Python's own source, tiny Shakespeare, the user's files.
 
-A corpus is a list of files, read as UTF-8 in pieces. Documents are the files; pieces are cut where no token of a
-GPT-2 style encoding can cross, so that a file tokenises in bounded memory to the very ids it has as a whole.
+A corpus is a list of files. Each file is one document, read as UTF-8 in pieces. No token of GPT-2's encodings can cross
+the end of a piece, so a file is tokenised in bounded memory to the same ids as in one piece.
 """
 
-import glob
 import hashlib
 import os
 import re
 import sysconfig
 import tempfile
+import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
+from http.client import HTTPException
 from pathlib import Path
-from typing import Any
 
-from gptexp.errors import DataError
+from gptexp.config.paths import matching_files
+from gptexp.process.errors import DataError
 
 PIECE_CHARS = 1 << 20
-# Ends in something visible that white space follows, both by Python's notion and by that of tiktoken's patterns.
+# Matches up to the last visible character before white space. These four are white space in Python and in tiktoken.
 _UP_TO_THE_LAST_WORD = re.compile(r".*\S(?=[ \t\r\n])", re.DOTALL)
 
 SHAKESPEARE_FILE = "tinyshakespeare.txt"
@@ -31,14 +32,14 @@ _NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test", "
 
 @dataclass(frozen=True)
 class Corpus:
-    """Files in a fixed order, and a key that changes when one of them does."""
+    """Files in a fixed order, with a key that changes when a file changes."""
 
     name: str
     files: list[Path]
 
     @property
     def key(self) -> str:
-        """Sixteen hex digits over the files' paths, sizes and times of change."""
+        """Hash of the files' paths, sizes and modification times; 16 hex digits."""
         digest = hashlib.sha256()
         for file in self.files:
             stat = file.stat()
@@ -51,78 +52,43 @@ class Corpus:
 
 
 def stdlib() -> Corpus:
-    """The Python source of the standard library, without installed packages and tests."""
+    """The Python source of the standard library, without installed packages and tests. Raises `DataError`."""
     root = Path(sysconfig.get_path("stdlib"))
     files = []
     for folder, folders, names in os.walk(root):
         folders[:] = sorted(f for f in folders if f not in _NOT_STDLIB)
         files += [Path(folder, name) for name in sorted(names) if name.endswith(".py")]
     if not files:
-        raise DataError(f"{root}: holds no Python source; use data=text data.path=FILE")
+        raise DataError(f"{root}: contains no Python source; use data=text data.path=FILE")
     return Corpus("stdlib", files)
 
 
 def text(patterns: list[str]) -> Corpus:
-    """The files that match, each once, in the order of `patterns` and sorted within one."""
+    """The matching files, each once, in the order of `patterns`. Raises `DataError` if a pattern matches no file."""
     files: dict[Path, None] = {}
     for pattern in patterns:
-        found = matching_files(pattern)
-        if not found:
+        matching = matching_files(pattern)
+        if not matching:
             raise DataError(f"{pattern}: no such file; give a file, a glob or a list of them")
-        files.update(dict.fromkeys(found))
+        files.update(dict.fromkeys(matching))
     return Corpus("text", list(files))
 
 
-def is_path_list(value: Any) -> bool:
-    """Whether `value` can be data.path: a path or glob, or a list of them."""
-    return isinstance(value, str) or (
-        isinstance(value, list) and bool(value) and all(isinstance(v, str) for v in value)
-    )
-
-
-def path_list(value: str | list[str]) -> list[str]:
-    return [value] if isinstance(value, str) else value
-
-
-def matching_files(pattern: str) -> list[Path]:
-    """The file of that very name, else those that the glob matches, sorted."""
-    if is_file(Path(pattern)):
-        return [Path(pattern)]
-    return [Path(p) for p in sorted(glob.glob(pattern, recursive=True)) if is_file(Path(p))]
-
-
-def absolute(pattern: str, cwd: str | None = None) -> str:
-    """The path or glob from the root; the folders that are put before a relative one are no part of the glob."""
-    if Path(pattern).expanduser().is_absolute():
-        return str(Path(pattern).expanduser())
-    base = Path(cwd or Path.cwd())
-    return str(base / pattern) if is_file(base / pattern) else str(Path(glob.escape(str(base))) / pattern)
-
-
-def is_file(path: Path) -> bool:
-    """Whether there is such a file; a name that cannot be one is none."""
-    try:
-        return path.is_file()
-    except OSError:
-        return False
-
-
 def shakespeare(downloads: Path) -> Corpus:
-    """Tiny Shakespeare, downloaded into `downloads` unless it is there; its hash is checked either way."""
+    """Tiny Shakespeare. Downloads it into `downloads` if it is missing there. Raises `DataError` for a wrong hash."""
     path = downloads / SHAKESPEARE_FILE
     if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
+        downloads.mkdir(parents=True, exist_ok=True)
         _download(path)
     body = path.read_bytes()
     if len(body) != SHAKESPEARE_BYTES or hashlib.sha256(body).hexdigest() != SHAKESPEARE_SHA256:
-        raise DataError(f"{path}: {len(body):,} bytes, not tiny Shakespeare's {SHAKESPEARE_BYTES:,}; delete it")
+        raise DataError(
+            f"{path}: not tiny Shakespeare ({len(body):,} bytes, sha256 differs); delete it to download it again"
+        )
     return Corpus("shakespeare", [path])
 
 
 def _download(path: Path) -> None:
-    import urllib.request
-    from http.client import HTTPException
-
     try:
         with urllib.request.urlopen(SHAKESPEARE_URL, timeout=30) as response:
             body = response.read(SHAKESPEARE_BYTES + 1)
@@ -139,9 +105,9 @@ def _download(path: Path) -> None:
 def pieces(path: Path, piece_chars: int = PIECE_CHARS) -> Iterator[str]:
     """The text of a file in pieces of about `piece_chars` characters.
 
-    A piece ends before white space that follows a visible character. GPT-2's pattern has no token that begins with
-    something visible and ends in white space, and looks ahead from white space only, so the pieces' ids
-    concatenated are the ids of the whole. Bytes that are no UTF-8 become U+FFFD.
+    A piece ends before white space that follows a visible character. In GPT-2's pattern no token begins with a visible
+    character and ends in white space, and only white space has a look-ahead. So the concatenated ids of the pieces are
+    the ids of the whole text. Bytes that are not UTF-8 become U+FFFD.
     """
     rest = ""
     with path.open(encoding="utf-8", errors="replace", newline="") as file:

@@ -1,8 +1,8 @@
-"""Which window of the token stream is read when: a pure function of (seed, epoch, position).
+"""The order of the windows of a token stream: a pure function of (seed, epoch, position).
 
-Nothing here knows of ranks, micro-batches or steps, and nothing has a state to save: sample number s is window
-`permutation(n, seed, epoch)[s mod n]` of epoch s // n on every machine, for ever. The integers are our own
-(splitmix64, Feistel network), since numpy and torch promise their random streams for one version only.
+It does not depend on ranks, micro-batches or steps, and it has no state: sample number s is window
+`permutation(n, seed, epoch)[s mod n]` of epoch s // n on every machine. The permutation uses splitmix64 and a Feistel
+network, because numpy and torch guarantee their random numbers only within one version.
 """
 
 from dataclasses import dataclass
@@ -14,11 +14,11 @@ import numpy.typing as npt
 Int64 = npt.NDArray[np.int64]
 UInt64 = npt.NDArray[np.uint64]
 
-# Below this many items a permutation by sorting hashes is exact and cheap; above it the Feistel network is
+# For fewer items than this, hashes are sorted, which is uniform and cheap. For more items, a Feistel network is
 # indistinguishable from uniform and needs no memory.
 _SORT_BELOW = 65_536
 _FEISTEL_ROUNDS = 6
-_VALIDATION_KEY = 0x76616C6964617465  # "validate": which windows are held out does not depend on the seed
+_VALIDATION_KEY = 0x76616C6964617465  # "validate" in ASCII: the held-out windows do not depend on the seed
 
 
 def splitmix64(x: UInt64) -> UInt64:
@@ -30,7 +30,7 @@ def splitmix64(x: UInt64) -> UInt64:
 
 
 def mix(*values: int) -> int:
-    """One 64-bit key from several integers; the order counts."""
+    """One 64-bit key from several integers; it depends on their order."""
     key = np.zeros(1, np.uint64)
     for value in values:
         key = splitmix64(key ^ np.array([value % 2**64], np.uint64))
@@ -38,12 +38,12 @@ def mix(*values: int) -> int:
 
 
 def permute(index: Int64, n: int, key: int) -> Int64:
-    """Where each of `index` (in [0, n)) lands under the permutation of [0, n) that `key` names."""
+    """The images of `index`, with values in [0, n), under the permutation of [0, n) that `key` determines."""
     if n < _SORT_BELOW:
         return _sorted_permutation(n, key)[index]
     half_bits = ((n - 1).bit_length() + 1) // 2
     out = _feistel(index.astype(np.uint64), half_bits, key)
-    while (outside := out >= n).any():  # cycle walking: at most four times too large, so this ends soon
+    while (outside := out >= n).any():  # cycle walking; the network's domain is at most 4 n
         out[outside] = _feistel(out[outside], half_bits, key)
     return out.astype(np.int64)
 
@@ -63,9 +63,9 @@ def _feistel(x: UInt64, half_bits: int, key: int) -> UInt64:
 
 @dataclass(frozen=True)
 class Order:
-    """The windows of one token stream: which are held out, and in which order the others are read.
+    """The held-out windows of one token stream and the order of the training windows.
 
-    Window i covers tokens [i*T, i*T + T], T inputs and their T targets.
+    Window i consists of tokens i*T to i*T + T inclusive: T inputs and their T targets.
     """
 
     n_windows: int
@@ -79,19 +79,19 @@ class Order:
         return self.n_windows - self.n_val
 
     def train_windows(self, samples: Int64) -> Int64:
-        """The window of each global sample number, over all epochs."""
+        """The window of each global sample number. Sample numbers count over all epochs."""
         epochs, positions = np.divmod(samples, self.n_train)
         if self.shuffled:
             for epoch in np.unique(epochs):
                 inside = epochs == epoch
                 positions[inside] = permute(positions[inside], self.n_train, mix(self.seed, int(epoch)))
-        # Position p is the p-th window that is not held out. The j-th held-out window stands behind
-        # `held_out[j] - j` of the others, so every one with held_out[j] - j <= p moves p up by one.
+        # Position p is the p-th window that is not held out. `held_out[j] - j` training windows precede the j-th
+        # held-out window, so each j with held_out[j] - j <= p increases the window of p by one.
         held_out = self.val_windows()
         return positions + np.searchsorted(held_out - np.arange(len(held_out)), positions, side="right")
 
     def val_windows(self) -> Int64:
-        """The held-out windows, ascending: spread over the whole stream by hash, the same for every seed."""
+        """The held-out windows in ascending order: spread over the stream by a hash, the same for every seed."""
         return _val_windows(self.n_windows, self.n_val)
 
 

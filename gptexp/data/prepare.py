@@ -1,85 +1,85 @@
-"""Tokenise a corpus once into the cache, safely when many processes want it at the same time."""
+"""Tokenisation of a corpus into the cache, once, with a lock against concurrent processes."""
 
 import hashlib
 import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import platformdirs
 from filelock import FileLock
 
-from gptexp.config import DataConfig
+from gptexp.config.paths import is_file, path_list
+from gptexp.config.schema import DataConfig, counted
 from gptexp.data import corpora
-from gptexp.data.shards import MANIFEST, VERSION, ShardWriter, TokenStream, naming, verify
+from gptexp.data.shards import MANIFEST, VERSION, ShardWriter, TokenStream, data_errors, verify
 from gptexp.data.tokenizer import END_OF_TEXT, load_tokenizer
-from gptexp.errors import DataError
+from gptexp.process.errors import DataError
 
-PIECES_AT_ONCE = 64  # of text, shared out among tiktoken's threads
+PIECES_AT_ONCE = 64  # pieces of text per call of tiktoken, which tokenises them in parallel threads
 
 
 def cache_dir(data: DataConfig) -> Path:
-    """Where tokens lie: data.cache_dir, else $GPTEXP_CACHE, else the user's cache directory."""
+    """The directory of token files: data.cache_dir, else $GPTEXP_CACHE, else the user's cache directory."""
     return Path(data.cache_dir or os.environ.get("GPTEXP_CACHE") or platformdirs.user_cache_dir("gptexp"))
 
 
 def downloads_dir(data: DataConfig) -> Path:
-    """Where corpora lie that are not this machine's own."""
+    """The directory of downloaded corpora."""
     return cache_dir(data) / "downloads"
 
 
 def prepare(data: DataConfig) -> tuple[Path, Path | None]:
-    """Directories of the training tokens and of `data.val_path`'s (or None), tokenised now if they are not yet.
+    """Tokenise the corpus and `data.val_path` if they are not in the cache. Returns both directories; None for no path.
 
-    A file lock lets one process on a node (on a shared file system: one of all) do the work while the others wait.
+    A file lock lets one process that uses the cache do the work while the others wait. Raises `DataError`.
     """
     train = _tokenised(find_corpus(data), data)
-    val = _tokenised(corpora.text(corpora.path_list(data.val_path)), data) if data.val_path else None
+    val = _tokenised(corpora.text(path_list(data.val_path)), data) if data.val_path else None
     return train, val
 
 
 def find_corpus(data: DataConfig) -> corpora.Corpus:
-    """The corpus that `data` names; downloads shakespeare if it must."""
+    """The corpus `data.name`. Downloads shakespeare if it is missing. Raises `DataError`."""
     if data.name == "stdlib":
         return corpora.stdlib()
     if data.name == "shakespeare":
         downloads = downloads_dir(data)
-        there = corpora.is_file(downloads / corpora.SHAKESPEARE_FILE)  # the cache may be read-only
-        with nullcontext() if there else _lock(downloads.with_name("downloads.lock")):
+        exists = is_file(downloads / corpora.SHAKESPEARE_FILE)  # then no lock, as the cache may be read-only
+        with nullcontext() if exists else _lock(downloads.with_name("downloads.lock")):
             return corpora.shakespeare(downloads)
-    return corpora.text(corpora.path_list(data.path))
+    return corpora.text(path_list(data.path))
 
 
 def tokens_dir(corpus: corpora.Corpus, data: DataConfig) -> Path:
-    """Where the tokens of `corpus` lie once they are prepared."""
+    """The directory of the prepared tokens of `corpus`."""
     return cache_dir(data) / f"{corpus.name}-{data.tokenizer}-v{VERSION}-{corpus.key}"
 
 
 def _tokenised(corpus: corpora.Corpus, data: DataConfig) -> Path:
     target = tokens_dir(corpus, data)
-    if not corpora.is_file(target / MANIFEST):
+    if not is_file(target / MANIFEST):
         with _lock(target.with_name(f"{target.name}.lock")):
-            if not corpora.is_file(target / MANIFEST):
+            if not is_file(target / MANIFEST):
                 _tokenise(corpus, data.tokenizer, target)
     verify(target)
     return target
 
 
 def data_hash(data: DataConfig) -> str:
-    """Hash of the training and validation tokens: the same wherever the text lies. Prepares them if need be."""
+    """Hash of the training and validation tokens, independent of paths. Prepares the tokens if they are missing."""
     return tokens_hash(*prepare(data))
 
 
 def tokens_hash(train: Path, val: Path | None) -> str:
-    """Hash of prepared tokens."""
-    streams = [TokenStream(directory).hash for directory in (train, val) if directory]
-    return hashlib.sha256("".join(streams).encode()).hexdigest()[:16]
+    """Hash of the tokens in the directories `train` and `val`; 16 hex digits."""
+    hashes = [TokenStream(directory).hash for directory in (train, val) if directory]
+    return hashlib.sha256("".join(hashes).encode()).hexdigest()[:16]
 
 
 def _lock(path: Path) -> FileLock:
@@ -95,44 +95,43 @@ def _tokenise(corpus: corpora.Corpus, tokenizer: str, target: Path) -> None:
     started = time.perf_counter()
     encoding = load_tokenizer(tokenizer)
     unfinished = target.with_name(f"{target.name}.tmp")
-    shutil.rmtree(unfinished, ignore_errors=True)  # a process that was killed here left it
+    shutil.rmtree(unfinished, ignore_errors=True)  # left by a killed process
     about = {"corpus": corpus.name, "tokenizer": tokenizer, "documents": len(corpus.files)}
-    with naming(unfinished), ShardWriter(unfinished, about) as writer, _progress(corpus) as advance:
+    with data_errors(unfinished), ShardWriter(unfinished, about) as writer, _progress(corpus) as advance:
         texts = _texts(corpus)
         while group := list(islice(texts, PIECES_AT_ONCE)):
             pieces = [piece for piece, _ in group]
-            for (_, starts), ids in zip(group, encoding.encode_ordinary_batch(pieces), strict=True):
-                between = [END_OF_TEXT] if starts and writer.tokens else []
+            for (_, is_first), ids in zip(group, encoding.encode_ordinary_batch(pieces), strict=True):
+                between = [END_OF_TEXT] if is_first and writer.tokens else []
                 writer.append(np.array(between + ids, np.uint16))
             advance(sum(len(piece.encode()) for piece in pieces))
-    shutil.rmtree(target, ignore_errors=True)  # without its manifest, or we would not be here
+    shutil.rmtree(target, ignore_errors=True)  # incomplete: it has no manifest
     unfinished.replace(target)
     seconds = time.perf_counter() - started
     print(
-        f"tokenised {corpus.name}: {len(corpus.files):,} files, {writer.tokens:,} tokens in {seconds:.1f} s; {target}",
+        f"tokenised {corpus.name}: {counted(len(corpus.files), 'file')}, {counted(writer.tokens, 'token')} in "
+        f"{seconds:.1f} s; saved in {target}",
         file=sys.stderr,
     )
 
 
 def _texts(corpus: corpora.Corpus) -> Iterator[tuple[str, bool]]:
-    """Pieces of text, and whether a document begins with it; empty files are no documents."""
+    """Yield pieces of text, each with whether it is the first of its document. Empty files yield nothing."""
     for file in corpus.files:
-        with naming(file):
+        with data_errors(file):
             for number, piece in enumerate(corpora.pieces(file)):
                 yield piece, number == 0
 
 
-def _progress(corpus: corpora.Corpus) -> AbstractContextManager[Any]:
-    """A progress bar in bytes on a terminal, nothing elsewhere; gives the function that advances it."""
+@contextmanager
+def _progress(corpus: corpora.Corpus) -> Iterator[Callable[[int], None]]:
+    """Show a progress bar if stderr is a terminal. Yields a function that advances it by a number of bytes."""
+    # Imported here because most calls of `prepare` find the tokens in the cache.
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-    @contextmanager
-    def bar() -> Any:
-        columns = (TextColumn("tokenising {task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-        console = Console(stderr=True)
-        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-            task = progress.add_task(corpus.name, total=corpus.bytes)
-            yield lambda count: progress.advance(task, count)
-
-    return bar()
+    columns = (TextColumn("tokenising {task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(corpus.name, total=corpus.bytes)
+        yield lambda count: progress.advance(task, count)

@@ -1,8 +1,8 @@
-"""Token files: a header that says what follows, then 16-bit ids; a manifest that says what the files hold.
+"""Token files ("shards"): a header and 16-bit ids. A manifest lists the files of a directory with their hashes.
 
     <cache>/<corpus>-<key>/manifest.json
                            tokens-00000.bin ...
-                           verified.json         in which state the files were last read whole, and found right
+                           verified.json         sizes and times of the files when their hashes were last verified
 
 Header (64 bytes, little endian): magic, version, bytes per id, count of ids, zeros.
 """
@@ -22,99 +22,92 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gptexp.errors import DataError, first_line
+from gptexp.process.errors import DataError, first_line
+from gptexp.storage.reader import read_json
+from gptexp.storage.run_dir import atomic
 
 MANIFEST = "manifest.json"
-MAGIC = b"gptexp\r\n"  # the line end is mangled by a transfer in text mode
+MAGIC = b"gptexp\r\n"  # a transfer in text mode changes the line end
 VERSION = 1
 HEADER = struct.Struct("<8sIIQ40x")
 TOKENS_PER_SHARD = 100_000_000
 VERIFIED = "verified.json"
-BLOCK_BYTES = 1 << 24  # read at once where all of a file is checked
-OPEN_FILES = 256  # of one stream at a time; 1,024 are what a process usually may have
+BLOCK_BYTES = 1 << 24  # bytes per read while a whole file is checked
+OPEN_FILES = 256  # maximum per stream; the usual limit of a process is 1,024
 
 Tokens = npt.NDArray[np.uint16]
 
 
 @contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """What the file system refuses on the way to new token files, as a `DataError` that names `path`."""
+def data_errors(path: Path) -> Iterator[None]:
+    """Convert an `OSError` of the body to a `DataError` that names `path`."""
     try:
         yield
     except OSError as error:
-        raise DataError(f"{path}: {error.strerror or error}; nothing was kept") from None
+        raise DataError(f"{path}: {error.strerror or error}; no tokens were saved") from None
 
 
 class ShardWriter:
-    """Appends ids to the shards of `directory`; leaving the `with` block writes the manifest, last."""
+    """Context manager that appends ids to the shards of `directory` and writes the manifest at its end."""
 
     def __init__(self, directory: Path, about: dict[str, Any], tokens_per_shard: int = TOKENS_PER_SHARD) -> None:
         self.directory = directory
         self.about = about
         self.tokens_per_shard = tokens_per_shard
         self.shards: list[dict[str, Any]] = []
-        self.tokens = 0  # appended so far
+        self.tokens = 0  # number of appended ids
         self._max_id = 0
-        self._pending: list[Tokens] = []
-        self._n_pending = 0
+        self._pending: list[Tokens] = []  # ids that are not written yet
 
     def __enter__(self) -> "ShardWriter":
         self.directory.mkdir(parents=True)
         return self
 
     def append(self, ids: Tokens) -> None:
-        """Add ids to the stream."""
-        self.tokens += len(ids)
-        while self._n_pending + len(ids) >= self.tokens_per_shard:
-            room = self.tokens_per_shard - self._n_pending
+        while len(ids) >= (room := self.tokens_per_shard - self.tokens % self.tokens_per_shard):
             self._pending.append(ids[:room])
+            self.tokens += room
             self._flush()
             ids = ids[room:]
         self._pending.append(ids)
-        self._n_pending += len(ids)
+        self.tokens += len(ids)
 
     def _flush(self) -> None:
-        ids = np.concatenate(self._pending) if self._pending else np.empty(0, np.uint16)
-        self._pending, self._n_pending = [], 0
+        ids = np.concatenate(self._pending)
+        self._pending = []
         if not len(ids):
             return
         path = self.directory / f"tokens-{len(self.shards):05d}.bin"
-        body = ids.astype("<u2").tobytes()
-        header = HEADER.pack(MAGIC, VERSION, 2, len(ids))
-        with naming(path):
-            path.write_bytes(header + body)
-        digest = hashlib.sha256(header)
-        digest.update(body)
-        self.shards.append({"file": path.name, "tokens": len(ids), "sha256": digest.hexdigest()})
+        data = HEADER.pack(MAGIC, VERSION, 2, len(ids)) + ids.astype("<u2").tobytes()
+        with data_errors(path):
+            path.write_bytes(data)
+        self.shards.append({"file": path.name, "tokens": len(ids), "sha256": hashlib.sha256(data).hexdigest()})
         self._max_id = max(self._max_id, int(ids.max()))
 
     def __exit__(self, kind: type[BaseException] | None, _error: object, _traceback: TracebackType | None) -> None:
         if kind is not None:
             return
-        self._flush()
         if not self.tokens:
-            raise DataError(f"{self.about.get('corpus', 'corpus')}: holds no text; give files that are not empty")
+            raise DataError(f"{self.about.get('corpus', 'corpus')}: contains no text; give files that are not empty")
+        self._flush()
         manifest = {**self.about, "version": VERSION, "tokens": self.tokens, "max_id": self._max_id,
                     "shards": self.shards}  # fmt: skip
         (self.directory / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
 
 
 class TokenStream:
-    """All shards of a directory as one sequence of ids, read where they are asked for.
+    """All shards of a directory as one sequence of ids, limited to the first `max_tokens`.
 
-    Opening costs nothing, whatever the size; neither does reading: a memory map's pages would count as this process's
-    memory until all of the data is in it. `max_tokens` cuts the stream short. Raises `DataError` where manifest, header
-    and file size disagree.
+    Raises `DataError` if manifest, headers and file sizes disagree. Ids are read when they are requested. A memory map
+    is not used, because its pages count as memory of the process until all of the data is in it.
     """
 
     def __init__(self, directory: Path, max_tokens: int | None = None) -> None:
         shards, self.max_id = read_manifest(directory)
-        for shard in shards:
-            _check_header(shard)
         self._paths = paths = [shard.path for shard in shards]
         self._starts = np.cumsum([0, *(shard.tokens for shard in shards)])
         self._file = lru_cache(OPEN_FILES)(lambda shard: paths[shard].open("rb", buffering=0))
-        # What the ids are, wherever they lie: the identity of the data in a run.
+        # Identifies the data of a run, independent of paths.
         self.hash = hashlib.sha256("".join(shard.sha256 for shard in shards).encode()).hexdigest()
         self._tokens = int(self._starts[-1])
         if max_tokens is not None:
@@ -124,9 +117,9 @@ class TokenStream:
         return self._tokens
 
     def read(self, start: int, count: int) -> Tokens:
-        """Ids [start, start + count)."""
+        """Read ids [start, start + count)."""
         if not 0 <= start <= start + count <= self._tokens:
-            raise IndexError(f"tokens [{start}, {start + count}) of a stream of {self._tokens}")
+            raise IndexError(f"tokens [{start}, {start + count}) are outside the stream of {self._tokens} tokens")
         parts = []
         while count:
             shard = int(np.searchsorted(self._starts, start, side="right")) - 1
@@ -137,18 +130,18 @@ class TokenStream:
 
     def _pread(self, shard: int, start: int, count: int) -> bytes:
         try:
-            file = self._file(shard)  # held: another thread that reads may push it out of the cache, which closes it
+            file = self._file(shard)  # keeps a reference: another thread may evict it from the cache, which closes it
             data = os.pread(file.fileno(), 2 * count, HEADER.size + 2 * start)
         except OSError as error:
             raise DataError(f"{self._paths[shard]}: cannot be read ({error.strerror})") from None
         if len(data) < 2 * count:
-            raise DataError(f"{self._paths[shard]}: was cut short while in use; delete its directory to build it again")
+            raise DataError(f"{self._paths[shard]}: truncated during the run; delete its directory to build it again")
         return data
 
 
 @dataclass(frozen=True)
 class Shard:
-    """What a manifest says of one file."""
+    """The entry of one file in a manifest."""
 
     path: Path
     tokens: int
@@ -156,54 +149,50 @@ class Shard:
 
 
 def read_manifest(directory: Path) -> tuple[list[Shard], int]:
-    """The shards of a directory in order, and the largest id in them; raises `DataError`."""
+    """Read a directory's manifest: its shards in order, and the largest id.
+
+    Raises `DataError`, also if the header or the size of a file does not match the manifest.
+    """
     path = directory / MANIFEST
     try:
-        if not path.is_file():
-            raise ValueError("missing, or no regular file")
-        manifest = json.loads(path.read_text())
+        manifest = read_json(path)
         shards = [Shard(directory / s["file"], int(s["tokens"]), str(s["sha256"])) for s in manifest["shards"]]
         max_id = int(manifest["max_id"])
         if outside := [s.path.name for s in shards if s.path.parent != directory or s.path.name.startswith(".")]:
-            raise ValueError(f"{outside[0]} is no file beside it")
+            raise ValueError(f"{outside[0]} is not a file in its directory")
         if len({shard.path for shard in shards}) < len(shards):
-            raise ValueError("it names a file twice")
-    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+            raise ValueError("it lists a file twice")
+    except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
         raise DataError(
-            f"{path}: no manifest ({type(error).__name__}: {first_line(error)}); delete {directory} to build it again"
+            f"{path}: not a valid manifest ({type(error).__name__}: {first_line(error)}); delete {directory} to "
+            "build it again"
         ) from None
+    for shard in shards:
+        _check_header(shard)
     return shards, max_id
 
 
-_found_right: dict[Path, object] = {}  # by this process, where the directory itself cannot be written
+_found_right: dict[Path, object] = {}  # states that this process has verified, for directories that are read-only
 
 
 def verify(directory: Path) -> None:
-    """Read every byte of the shards of `directory` and raise `DataError` unless they are what the manifest says.
+    """Read all shards of `directory`. Raises `DataError` unless their content matches the manifest.
 
-    Remembers by the files' sizes and times what it has read, beside them if it may write there, so that each state of
-    the files is read once. The time of the last change of status, too, is none that a copy or an archive brings.
+    Files that were verified before are not read again. verified.json holds their sizes and times at that moment, if the
+    directory is writable. The times include that of the last status change, which copies and archives do not preserve.
     """
     shards, max_id = read_manifest(directory)
-    for shard in shards:
-        _check_header(shard)
-    seen = {path.name: _state(path) for path in (directory / MANIFEST, *(shard.path for shard in shards))}
-    if _found_right.get(directory) == seen:
-        return
-    with suppress(OSError, ValueError, RecursionError):
-        _found_right[directory] = json.loads((directory / VERIFIED).read_text())
-    if _found_right.get(directory) == seen:
+    state = {path.name: _state(path) for path in (directory / MANIFEST, *(shard.path for shard in shards))}
+    if _found_right.get(directory) != state:
+        with suppress(OSError, ValueError):
+            _found_right[directory] = read_json(directory / VERIFIED)
+    if _found_right.get(directory) == state:
         return
     for shard in shards:
         _check_content(shard, max_id)
-    _found_right[directory] = seen
-    with suppress(OSError):
-        temporary = directory / f".{VERIFIED}.{os.getpid()}"
-        try:
-            temporary.write_text(json.dumps(seen))
-            temporary.replace(directory / VERIFIED)
-        finally:
-            temporary.unlink(missing_ok=True)
+    _found_right[directory] = state
+    with suppress(OSError), atomic(directory / VERIFIED) as file:
+        json.dump(state, file)
 
 
 def _state(path: Path) -> list[int]:
@@ -212,12 +201,12 @@ def _state(path: Path) -> list[int]:
 
 
 def _check_header(shard: Shard) -> None:
-    """Raise `DataError` unless the file is a shard of as many ids, by its header and its size."""
+    """Raise `DataError` unless the header and the size of the file match its number of ids."""
     path, tokens = shard.path, shard.tokens
     again = f"delete {path.parent} to build it again"
     try:
-        if not path.is_file():  # a pipe would wait for a writer for ever
-            raise DataError(f"{path}: {'no regular file' if path.exists() else 'is missing'}; {again}")
+        if not path.is_file():
+            raise DataError(f"{path}: missing; {again}")
         with path.open("rb") as file:
             head = file.read(HEADER.size)
         size = path.stat().st_size
@@ -225,14 +214,14 @@ def _check_header(shard: Shard) -> None:
         raise DataError(f"{path}: cannot be read ({error.strerror}); {again}") from None
     expected = HEADER.size + 2 * tokens
     if len(head) < HEADER.size or HEADER.unpack(head) != (MAGIC, VERSION, 2, tokens):
-        raise DataError(f"{path}: byte 0: no header of {tokens:,} 16-bit ids; {again}")
+        raise DataError(f"{path}: byte 0: not the header of {tokens:,} 16-bit ids; {again}")
     if size != expected:
         first = min(size, expected)
-        raise DataError(f"{path}: byte {first:,}: the file ends at {size:,}, {expected:,} were written; {again}")
+        raise DataError(f"{path}: byte {first:,}: the file has {size:,} bytes, but {expected:,} were written; {again}")
 
 
 def _check_content(shard: Shard, max_id: int) -> None:
-    """Raise `DataError` unless the ids are those that the manifest has the hash of, and none is above `max_id`."""
+    """Raise `DataError` unless the hash of the file matches the manifest and no id is above `max_id`."""
     digest = hashlib.sha256()
     try:
         with shard.path.open("rb") as file:
@@ -243,13 +232,13 @@ def _check_content(shard: Shard, max_id: int) -> None:
                 if len(ids) and ids.max() > max_id:
                     first = int(np.argmax(ids > max_id))
                     raise DataError(
-                        f"{shard.path}: byte {file.tell() - len(block) + 2 * first:,}: id {ids[first]:,}, above the "
-                        f"{max_id:,} of {MANIFEST}; delete {shard.path.parent} to build it again"
+                        f"{shard.path}: byte {file.tell() - len(block) + 2 * first:,}: id {ids[first]:,} exceeds "
+                        f"the max_id of {max_id:,} in {MANIFEST}; delete {shard.path.parent} to build it again"
                     )
     except OSError as error:
         raise DataError(f"{shard.path}: cannot be read ({error.strerror})") from None
     if digest.hexdigest() != shard.sha256:
         raise DataError(
-            f"{shard.path}: bytes 0 to {HEADER.size + 2 * shard.tokens:,} are not those that were written (sha256 "
-            f"differs); delete {shard.path.parent} to build it again"
+            f"{shard.path}: bytes 0 to {HEADER.size + 2 * shard.tokens:,} have changed since they were written "
+            f"(sha256 differs); delete {shard.path.parent} to build it again"
         )

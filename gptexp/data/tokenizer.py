@@ -1,40 +1,36 @@
-"""GPT-2's byte-pair encoding through tiktoken; the only file that imports it.
+"""GPT-2's byte-pair encoding by tiktoken. No other file imports tiktoken.
 
-The ranks of gpt2 (the same as r50k_base) ship beside this file and are checked by hash, so that tokenising needs no
-network. tiktoken downloads its other encodings itself.
+The ranks of gpt2, which are those of r50k_base, are in a file beside this one, so that tokenising needs no network.
+Their hash is checked. tiktoken downloads its other encodings.
 """
 
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from gptexp.errors import DataError
+from tiktoken import Encoding, get_encoding
+from tiktoken.load import load_tiktoken_bpe
+from tiktoken_ext.openai_public import r50k_pat_str
 
-if TYPE_CHECKING:
-    import tiktoken
+from gptexp.process.errors import DataError
 
-# Ids including special tokens. Encodings with more than 65,536 ids do not fit the 16-bit shards.
-VOCAB_SIZES = {"gpt2": 50257, "r50k_base": 50257, "p50k_base": 50281, "p50k_edit": 50284}
-
-END_OF_TEXT = 50256  # <|endoftext|>, the same id in all four
+END_OF_TEXT = 50256  # id of <|endoftext|> in all four encodings
 
 _RANKS = Path(__file__).with_name("gpt2.tiktoken")
 _RANKS_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
 
 
 @cache
-def load_tokenizer(name: str) -> "tiktoken.Encoding":
-    """The encoding `name`. `encode_ordinary` treats special tokens as text; `decode` needs ids below `n_vocab`."""
-    import tiktoken
-    from tiktoken.load import load_tiktoken_bpe
-    from tiktoken_ext.openai_public import r50k_pat_str
+def load_tokenizer(name: str) -> Encoding:
+    """Load the encoding `name`. Raises `DataError` if it cannot be downloaded.
 
+    Its `encode_ordinary` treats special tokens as text. Its `decode` accepts ids below `n_vocab`.
+    """
     if name not in ("gpt2", "r50k_base"):
         try:
-            return tiktoken.get_encoding(name)
+            return get_encoding(name)
         except OSError as error:
             raise DataError(f"data.tokenizer={name}: tiktoken cannot download it ({error}); use gpt2") from None
-    return tiktoken.Encoding(
+    return Encoding(
         name,
         pat_str=r50k_pat_str,
         mergeable_ranks=load_tiktoken_bpe(str(_RANKS), expected_hash=_RANKS_SHA256),

@@ -1,4 +1,4 @@
-"""The terminal: a live bar where someone watches, a line per step elsewhere, or JSON for whatever reads along."""
+"""The terminal: a progress bar on a terminal, one line per step otherwise, or JSON for a program."""
 
 import json
 import sys
@@ -8,15 +8,16 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from gptexp.checkpoint import TrainState
-from gptexp.run_dir import finite
-from gptexp.terminal import emit, say
+from gptexp.loggers.run_log import Sink
+from gptexp.process.terminal import emit, say
+from gptexp.storage.checkpoint import TrainState
+from gptexp.storage.run_dir import finite
 
-NAME_CHARS = 70  # of an operation; kernels of templates have names of thousands
+NAME_CHARS = 70  # largest length of an operation's name; the names of C++ templates have thousands
 
 
 def step_line(event: dict[str, Any]) -> str:
-    """The line that nanoGPT's readers know."""
+    """Format a step in nanoGPT's style."""
     return (
         f"step {event['step']:4d} | loss: {event['train/loss']:.6f} | lr {event['optim/lr']:.4e} | "
         f"norm: {event['optim/grad_norm']:.4f} | dt: {event['perf/step_ms']:.2f}ms | "
@@ -28,31 +29,19 @@ def eval_line(event: dict[str, Any]) -> str:
     return f"step {event['step']:4d} | val loss: {event['val/loss']:.6f} | perplexity: {event['val/ppl']:.2f}"
 
 
-def fault_line(event: dict[str, Any]) -> str:
-    return f"step {event['step']:4d} | {event['text']}"
-
-
-def alert_line(event: dict[str, Any]) -> str:
-    return f"step {event['step']:4d} | warning: {event['text']}"
-
-
-def sample_text(event: dict[str, Any]) -> str:
-    return f"--- a sample\n{event['text']}\n---"
-
-
 def profile_text(event: dict[str, Any]) -> str:
-    of = event["shares"]
+    shares = event["shares"]
     rows = [
         f"{op['share']:7.1%} {op['ms_per_step']:12,.3f} {op['calls_per_step']:9,.1f}  {op['name'][:NAME_CHARS]}"
         for op in event["operations"]
     ]
     return "\n".join(
         [
-            "--- the costliest operations, by what they take themselves",
+            "--- the most expensive operations, by their own time",
             "  share      ms/step     calls  operation",
             *rows,
-            f"of a step: {of['data']:.1%} waiting for data, {of['collectives']:.1%} in collectives (other work may run "
-            f"beside them), {of['optimizer']:.1%} in the optimizer",
+            f"shares of a step: {shares['data']:.1%} waiting for data, {shares['collectives']:.1%} in collectives "
+            f"(other work may overlap them), {shares['optimizer']:.1%} in the optimizer",
             f"the trace: {event['path']}",
             "---",
         ]
@@ -61,21 +50,20 @@ def profile_text(event: dict[str, Any]) -> str:
 
 LINES: dict[str, Callable[[dict[str, Any]], str]] = {
     "eval": eval_line,
-    "fault": fault_line,
-    "alert": alert_line,
+    "fault": lambda event: f"step {event['step']:4d} | {event['text']}",
+    "alert": lambda event: f"step {event['step']:4d} | warning: {event['text']}",
     "profile": profile_text,
-    "sample": sample_text,
+    "sample": lambda event: f"--- a sample\n{event['text']}\n---",
 }
 
 
 class LineSink:
-    """What `lines` makes of each kind of event on stdout."""
-
-    def __init__(self, lines: dict[str, Callable[[dict[str, Any]], str]]) -> None:
-        self._lines = lines
+    """Prints a line for each step and each event in `LINES`."""
 
     def write(self, event: dict[str, Any]) -> None:
-        if line := self._lines.get(event["event"]):
+        if event["event"] == "step":
+            say(step_line(event))
+        elif line := LINES.get(event["event"]):
             say(line(event))
 
     def rewind(self, state: TrainState) -> None:
@@ -86,7 +74,7 @@ class LineSink:
 
 
 class JsonSink:
-    """Every event as metrics.jsonl has it, and the summary as the last."""
+    """Prints each event as the line that metrics.jsonl has, and the summary at the end."""
 
     def write(self, event: dict[str, Any]) -> None:
         emit(json.dumps(finite(event)))
@@ -99,7 +87,7 @@ class JsonSink:
 
 
 class BarSink:
-    """A bar with losses, tokens/s, MFU and the time left; validation and what else is worth a line go by above it."""
+    """Shows a progress bar with loss, tokens/s, MFU and remaining time, and prints the events in `LINES` above it."""
 
     def __init__(self, steps: int, state: TrainState) -> None:
         self._val_loss = state.val_loss
@@ -126,7 +114,7 @@ class BarSink:
         if event["event"] == "eval":
             self._val_loss = event["val/loss"]
         if event["event"] == "sample":
-            self._progress.stop()  # what comes after training is plain text
+            self._progress.stop()  # training is over; the lines after it are plain text
         if line := LINES.get(event["event"]):
             self._console.print(line(event))
 
@@ -142,12 +130,12 @@ class BarSink:
         self._progress.stop()
 
 
-def build_console(progress: str, steps: int, state: TrainState) -> LineSink | JsonSink | BarSink | None:
-    """What log.progress asks for; `auto` looks whether stdout is a terminal."""
+def build_console(progress: str, steps: int, state: TrainState) -> Sink | None:
+    """Build the sink that `log.progress` asks for; `auto` is a bar if stdout is a terminal. None if it is off."""
     if progress == "off":
         return None
     if progress == "json":
         return JsonSink()
     if progress == "bar" or (progress == "auto" and sys.stdout.isatty()):
         return BarSink(steps, state)
-    return LineSink({"step": step_line, **LINES})
+    return LineSink()

@@ -1,8 +1,8 @@
-"""wandb, on rank 0; the only file that imports it for a run. It may fail or hang, training may not.
+"""Logging to wandb, on rank 0. The only file of a run that imports wandb, which may fail or hang without stopping it.
 
-All that talks to wandb is done by a thread of its own, in order. Training waits for it twice: up to `INIT_TIMEOUT_S`
-before the first step, so that what went wrong is said before a progress bar is drawn, and at the end. A step costs
-training no more than putting its numbers into a queue.
+One thread makes all calls to wandb, in order; a step only puts its numbers into that thread's queue. Training waits for
+the thread twice: up to `INIT_TIMEOUT_S` before the first step, so that an error is printed before the progress bar
+starts, and at the end.
 """
 
 import math
@@ -13,28 +13,28 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from gptexp.checkpoint import TrainState
-from gptexp.config import WandbConfig
-from gptexp.errors import ConfigError, first_line
-from gptexp.loss import perplexity
-from gptexp.run_dir import read_json, write_json
-from gptexp.signals import EXIT_CODES
+from gptexp.config.schema import WandbConfig
+from gptexp.model.loss import perplexity
+from gptexp.process.errors import ConfigError, first_line
+from gptexp.process.signals import EXIT_CODES
+from gptexp.storage.checkpoint import TrainState
+from gptexp.storage.run_dir import read_json, write_json
 
 INIT_TIMEOUT_S = 10.0
-FINISH_TIMEOUT_S = 20.0  # for what is left to upload at the end; SLURM gives 30 from SIGTERM on
-UPLOAD_TIMEOUT_S = 600.0  # for a checkpoint, of a run that nobody hurries
-HTTP_TIMEOUT_S = 5.0  # for an answer that something waits for
-RETRIES = 2  # of a request; wandb's own 20, minutes apart, would hold up the end of a run whatever its timeout says
-SPARE_S = 25.0  # more than all of that together: then wandb hangs
-STOPPED_SPARE_S = 5.0  # the same for a run that was told to stop
-MOST_WAITING = 10_000  # events, before wandb is given up as stuck
+FINISH_TIMEOUT_S = 20.0  # for remaining uploads at the end of a run; SLURM kills a job 30 s after SIGTERM
+UPLOAD_TIMEOUT_S = 600.0  # for a checkpoint, if the run was not stopped by a signal
+HTTP_TIMEOUT_S = 5.0  # for the answer to one request
+RETRIES = 2  # of a request; wandb's default of 20, minutes apart, would delay the end of a run beyond any timeout
+SPARE_S = 25.0  # beyond these timeouts; after that wandb counts as hanging
+STOPPED_SPARE_S = 5.0  # the same for a run that was stopped by a signal
+MOST_WAITING = 10_000  # queued events, beyond which wandb counts as stuck
 ID_FILE = "wandb.json"
-MODE = "WANDB_MODE"  # and what it may say, in wandb's old words too
-MODES = {
+MODE = "WANDB_MODE"  # environment variable
+MODES = {  # its values, wandb's older names included
     "": "auto", "online": "online", "run": "online", "offline": "offline", "dryrun": "offline", "disabled": "disabled",
 }  # fmt: skip
 LOSSES = ("train/loss", "val/loss", "val/ppl")
@@ -42,25 +42,17 @@ PREEMPTED = (EXIT_CODES["SIGUSR1"], EXIT_CODES["SIGTERM"])
 SUMMARY = ("status", "final_val_loss", "best_val_loss", "train_s", "wall_s", "noise_scale_tokens")
 
 
-@dataclass(frozen=True)
-class Identity:
-    """What wandb is to know of a run before it begins."""
-
-    job_type: str
-    name: str | None
-    group: str | None
-    config: dict[str, Any]
-
-
 class WandbSink:
-    """Logs to one wandb run, whose id is kept in the run directory so that a resumed run goes on in it."""
+    """Logs to one wandb run. The run directory keeps the run's id, so that a resumed run continues it."""
 
-    def __init__(self, cfg: WandbConfig, mode: str, directory: Path, identity: Identity) -> None:
-        self._cfg, self._mode, self._directory, self._identity = cfg, mode, directory, identity
+    def __init__(self, cfg: WandbConfig, directory: Path, config: dict[str, Any], sweep: str | None, kind: str) -> None:
+        self._cfg, self._mode, self._directory, self._config = cfg, cfg.mode, directory, config
+        self._sweep, self._kind = sweep, kind
+        self._wandb: Any = None  # the module, imported by the thread
         self._run: Any = None
         self._checkpoint: Path | None = None  # the newest
         self._failed = self._finished = False
-        self._not_uploaded: str | None = None  # what went wrong with the first file that could not be
+        self._upload_error: str | None = None  # of the first file whose upload failed
         self._waiting: queue.Queue[Callable[[], None]] = queue.Queue(MOST_WAITING)
         self._begun = threading.Event()
         self._put(self._begin)
@@ -83,11 +75,11 @@ class WandbSink:
             self._put(lambda: self._upload(lambda: self._log_artifact("report", map(Path, event["paths"]), 0)))
 
     def rewind(self, state: TrainState) -> None:
-        pass  # its history only grows; tokens, the x axis, show that training went back
+        pass  # wandb cannot delete logged steps; on the x axis, tokens, the lines go back
 
     def close(self, summary: dict[str, Any], exit_code: int) -> None:
         patience_s = FINISH_TIMEOUT_S + STOPPED_SPARE_S
-        if exit_code <= 128:  # else whoever stopped it gives it seconds
+        if exit_code <= 128:  # after a signal only seconds are left
             patience_s = FINISH_TIMEOUT_S + SPARE_S
             if self._cfg.artifacts and self._checkpoint is not None:
                 path = self._checkpoint
@@ -97,14 +89,15 @@ class WandbSink:
         if not self._failed:
             self._thread.join(patience_s)
             if self._thread.is_alive():
-                self._fail("hangs")
+                self._fail("does not respond")
         if self._failed:
             _end_service()
 
     def _begin(self) -> None:
-        """Start the run or go on with it; offline, with a line that says why, where online does not work."""
-        import wandb
+        """Start or continue the run. If that fails online, prints the reason and continues offline."""
+        import wandb  # takes a second, and may fail
 
+        self._wandb = wandb
         os.environ.setdefault("WANDB_HTTP_TIMEOUT", f"{HTTP_TIMEOUT_S:g}")
         wandb.setup(wandb.Settings(silent=True))
         try:
@@ -116,7 +109,7 @@ class WandbSink:
                 raise
             _say(f"{self._mode} failed ({type(error).__name__}: {first_line(error)}); logging offline instead")
             self._mode = "offline"
-            wandb.teardown()  # what has failed holds the run's id
+            wandb.teardown()  # the failed run still holds the run's id
             wandb.setup(wandb.Settings(silent=True))
             self._run = self._init()
         self._run.define_metric("tokens", hidden=True)
@@ -126,20 +119,18 @@ class WandbSink:
         self._begun.set()
 
     def _init(self) -> Any:
-        import wandb
-
-        return wandb.init(
-            mode=self._mode,  # type: ignore[arg-type]
+        return self._wandb.init(
+            mode=self._mode,
             dir=self._directory,
             id=self._id(),
             resume="allow",
             project=self._cfg.project,
-            group=self._cfg.group or self._identity.group,
-            name=self._identity.name,
+            group=self._cfg.group or self._sweep,
+            name=self._cfg.name,
             tags=self._cfg.tags,
-            job_type=self._identity.job_type,
-            config=self._identity.config,
-            settings=wandb.Settings(
+            job_type=self._kind,
+            config=self._config,
+            settings=self._wandb.Settings(
                 silent=True,
                 console="off",
                 init_timeout=INIT_TIMEOUT_S,
@@ -152,42 +143,39 @@ class WandbSink:
         )
 
     def _id(self) -> str:
-        """The run's own, the one that the agent of a wandb sweep has for it, or a new one; kept."""
+        """Return the saved id, else the id that the agent of a wandb sweep sets, else a new one; saves it."""
         try:
-            known = read_json(self._directory / ID_FILE).get("id")
+            run_id = read_json(self._directory / ID_FILE).get("id")
         except ConfigError as error:
-            _say(f"{error}; beginning a new run there")
-            known = None
-        of_agent = os.environ.get("WANDB_RUN_ID") if self._identity.group is None else None  # not for every cell
-        run_id = str(known or of_agent or secrets.token_hex(4))
+            _say(f"{error}; starting a new wandb run")
+            run_id = None
+        if self._sweep is None:  # the cells of a sweep must not share the agent's id
+            run_id = run_id or os.environ.get("WANDB_RUN_ID")
+        run_id = str(run_id or secrets.token_hex(4))
         write_json(self._directory / ID_FILE, {"id": run_id})
         return run_id
 
     @property
-    def _how(self) -> str:
+    def _how_to_upload(self) -> str:
         what = "" if self._mode == "offline" else "--include-online "
         runs = "offline-run-*" if self._mode == "offline" else "run-*"
         return f"to upload: wandb sync {what}{self._directory}/wandb/{runs}"
 
     def _upload(self, call: Callable[[], None]) -> None:
-        """Log something for which wandb asks the server at once. One that does not answer is asked no more."""
-        if self._not_uploaded is None:
+        """Make a call that waits for the server. After the first one that fails, makes no more of them."""
+        if self._upload_error is None:
             try:
                 call()
             except Exception as error:
-                self._not_uploaded = f"{type(error).__name__}: {first_line(error)}"
+                self._upload_error = f"{type(error).__name__}: {first_line(error)}"
 
     def _log_sample(self, event: dict[str, Any]) -> None:
-        import wandb
-
-        table = wandb.Table(["step", "tokens", "text"], [[event["step"], event["tokens"], event["text"]]])
+        table = self._wandb.Table(["step", "tokens", "text"], [[event["step"], event["tokens"], event["text"]]])
         self._run.log({"samples": table, "step": event["step"], "tokens": event["tokens"]})
 
     def _log_artifact(self, kind: str, paths: Iterable[Path], timeout_s: float) -> None:
-        """Upload files and directories as the newest version of the run's `kind`; waits for it up to `timeout_s`."""
-        import wandb
-
-        artifact = wandb.Artifact(f"{kind}-{self._run.id}", type=kind)
+        """Upload files and directories as the newest version of the run's `kind`; waits up to `timeout_s`."""
+        artifact = self._wandb.Artifact(f"{kind}-{self._run.id}", type=kind)
         for path in paths:
             if path.is_dir():
                 artifact.add_dir(str(path), name=path.name)
@@ -199,7 +187,7 @@ class WandbSink:
 
     def _finish(self, summary: dict[str, Any], exit_code: int) -> None:
         self._run.summary.update({key: value for key, value in summary.items() if is_value(value)})
-        best = summary.get("best_val_loss")  # of all attempts; wandb's own minimum is this one's
+        best = summary.get("best_val_loss")  # over all attempts; wandb's own minimum is over this attempt
         if best is not None:
             self._run.summary.update({"val/loss": {"min": best}, "val/ppl": {"min": perplexity(best)}})
         if exit_code in PREEMPTED:
@@ -207,13 +195,13 @@ class WandbSink:
         try:
             self._run.finish(exit_code)
         except TimeoutError:
-            _say(f"not all was uploaded within {FINISH_TIMEOUT_S:g} s; {self._how}")
+            _say(f"not everything was uploaded within {FINISH_TIMEOUT_S:g} s; {self._how_to_upload}")
             self._failed = True
         else:
             if self._mode == "offline":
-                _say(f"logged offline; {self._how}")
-            elif self._not_uploaded is not None:
-                _say(f"files were not uploaded ({self._not_uploaded}); {self._how}")
+                _say(f"logged offline; {self._how_to_upload}")
+            elif self._upload_error is not None:
+                _say(f"files were not uploaded ({self._upload_error}); {self._how_to_upload}")
         self._finished = True
 
     def _put(self, call: Callable[[], None]) -> None:
@@ -222,10 +210,10 @@ class WandbSink:
         try:
             self._waiting.put_nowait(call)
         except queue.Full:
-            self._fail("is stuck")
+            self._fail("is too slow")
 
     def _work(self) -> None:
-        """The thread: do one thing after another until the run is finished, or one fails."""
+        """Make the queued calls in order until the run is finished or a call fails; the body of the thread."""
         while not self._failed and not self._finished:
             try:
                 self._waiting.get()()
@@ -235,54 +223,51 @@ class WandbSink:
 
     def _fail(self, what: str) -> None:
         if not self._failed:
-            _say(f"{what}; going on without it, metrics.jsonl is complete; {self._how}")
+            _say(f"{what}; continuing without wandb, metrics.jsonl is complete; {self._how_to_upload}")
         self._failed = True
 
 
 def is_value(value: Any) -> bool:
-    """Whether wandb can do something with it: one NaN would be the minimum of a loss for good."""
+    """Whether to log a value: a NaN would stay the minimum of a loss in wandb's summary."""
     return value is not None and not (isinstance(value, float) and not math.isfinite(value))
 
 
-def build_wandb(cfg: WandbConfig, directory: Path, config: dict[str, Any], sweep: str | None) -> WandbSink | None:
-    """Start or continue the run's wandb run, a cell's in the group of its `sweep`; None if disabled."""
-    return _build(cfg, directory, Identity("train", cfg.name, sweep, config))
+def build_wandb(
+    cfg: WandbConfig, directory: Path, config: dict[str, Any], sweep: str | None, kind: str = "train"
+) -> WandbSink | None:
+    """Start or continue a wandb run, for a cell in the group of its `sweep`. Returns None if wandb is disabled."""
+    mode = _mode() if cfg.mode == "auto" else cfg.mode
+    return None if mode == "disabled" else WandbSink(replace(cfg, mode=mode), directory, config, sweep, kind)
 
 
 def log_report(cfg: WandbConfig, directory: Path, sweep: str, paths: Sequence[Path]) -> None:
-    """Log the report of a `sweep` as an artifact of a wandb run of its own, in the group of the sweep's runs."""
-    sink = _build(cfg, directory, Identity("report", f"{sweep}-report", sweep, {}))
+    """Log the report of a `sweep` as an artifact of its own wandb run, in the group of the sweep's runs."""
+    sink = build_wandb(replace(cfg, name=f"{sweep}-report"), directory, {}, sweep, "report")
     if sink is not None:
         sink.write({"event": "report", "paths": [str(path) for path in paths]})
         sink.close({"status": "completed"}, 0)
 
 
-def _build(cfg: WandbConfig, directory: Path, identity: Identity) -> WandbSink | None:
-    mode = _mode() if cfg.mode == "auto" else cfg.mode
-    return None if mode == "disabled" else WandbSink(cfg, mode, directory, identity)
-
-
 def _mode() -> str:
-    """What the variable says, `auto` where it says nothing; leaves wandb only what that understands."""
-    wanted = os.environ.get(MODE, "")
+    """Return the mode that WANDB_MODE sets, else `auto`; rewrites the variable to a value that wandb accepts."""
+    wanted = os.environ.pop(MODE, "")
     if wanted not in MODES:
-        _say(f"{MODE}={wanted}: must be online, offline or disabled; going on as if it were not set")
+        _say(f"{MODE}={wanted}: must be online, offline or disabled; the variable is ignored")
     mode = MODES.get(wanted, "auto")
-    os.environ.pop(MODE, None)
     if mode != "auto":
         os.environ[MODE] = mode
     return mode
 
 
 def _end_service() -> None:
-    """End wandb's own process, which the interpreter would wait for at its end: it may wait for a server for ever."""
+    """Kill wandb's service process: the interpreter waits for it at exit, and it may wait for a server forever."""
     import psutil
     import wandb
 
     for child in psutil.Process().children():
         if "wandb-core" in child.name():
             child.kill()
-    with suppress(Exception, SystemExit):  # it finds its process gone, and would leave with that one's exit code
+    with suppress(Exception, SystemExit):  # teardown would exit with the exit code of the killed process
         wandb.teardown()
 
 

@@ -1,7 +1,8 @@
-"""The cells of a sweep: composed, checked and named, and what the sweep's directory says of them.
+"""The cells of a sweep: composing, checking and naming them, and the sweep's record, sweep.json.
 
-A cell's directory is found by a hash of all that decides its result, and of the swept keys that do not: issued again
-the same sweep finds its cells, a wider one those that it shares, and so does a single value of a key swept before.
+A cell's directory name ends in a hash. It covers every value that determines the cell's result, and every other swept
+key. So the same command finds its cells again, a wider grid finds the cells that it shares with an earlier one, and a
+command that fixes a key which was swept before finds the cell with that value.
 """
 
 import hashlib
@@ -14,15 +15,17 @@ from pathlib import Path
 from hydra.core.config_loader import ConfigLoader
 from omegaconf import DictConfig, open_dict
 
-from gptexp import run_dir
-from gptexp.batch import run_length
-from gptexp.check import in_steps
-from gptexp.config import Config, fields_of, result_deciding
-from gptexp.errors import ConfigError, UserError
-from gptexp.sweep import PLUGINS
+from gptexp.config.compose import hydra_errors_as_config_errors, job_of, to_config
+from gptexp.config.rules import in_steps
+from gptexp.config.schema import Config, fields_of, result_deciding
+from gptexp.data.prepare import data_hash
+from gptexp.distributed.ranks import launcher_world_size
+from gptexp.process.errors import ConfigError, UserError
+from gptexp.storage import run_dir
 from gptexp.sweep.space import swept_keys
 
-READABLE_CHARS = 80  # of a directory's name, before the hash
+PLUGINS = "hydra_plugins.gptexp"  # the module in which Hydra looks up gptexp's sweepers and launchers
+READABLE_CHARS = 80  # largest length of a directory name, without the hash
 
 
 @dataclass(frozen=True)
@@ -30,8 +33,8 @@ class Draft:
     """A combination of swept values, composed and checked."""
 
     composition: DictConfig
-    values: dict[str, str]  # of the swept keys, as typed
-    config: Config | None  # None where it is illegal
+    values: dict[str, str]  # swept key -> its value as typed
+    config: Config | None  # None if the combination is illegal
     problems: list[str]
 
     @property
@@ -41,7 +44,7 @@ class Draft:
 
 @dataclass(frozen=True)
 class Cell:
-    """One point of a sweep, and the directory that it has or will have."""
+    """One run of a sweep, and its directory, which may not exist yet."""
 
     composition: DictConfig
     config: Config
@@ -56,106 +59,96 @@ class Cell:
     def world_size(self) -> int:
         return self.config.world.size or 1
 
-    def length(self) -> dict[str, int]:
-        """Batch size and length of the run, in tokens."""
-        total, train = self.config.batch.total_batch_size, self.config.train
-        steps, _ = run_length(train.max_tokens, train.max_steps, total)
-        return {"total_batch_size": total, "tokens": steps * total}
-
 
 def draft(
-    loader: ConfigLoader, config: DictConfig, combinations: Sequence[Sequence[str]], of: int, first: int = 0
+    loader: ConfigLoader, config: DictConfig, combinations: Sequence[Sequence[str]], total: int, first: int = 0
 ) -> list[Draft]:
-    """Compose and check each combination of overrides, the `first`-th and on of `of` cells.
+    """Compose and check each combination of overrides.
 
-    Raises `ConfigError` where there is none.
+    `total` is the number of cells in the sweep, `first` the number of the first combination in it. Raises
+    `ConfigError` if `combinations` is empty; an illegal combination is returned with its problems.
     """
-    from gptexp.compose import refuse_foreign_code, to_config
-
     if not combinations:
         raise ConfigError("the sweep has no cells; give at least one value of each swept key")
     swept = swept_keys(config)
     drafts = []
     for number, overrides in enumerate(combinations, first):
-        composition = loader.load_sweep_config(config, list(overrides))
+        with hydra_errors_as_config_errors():
+            composition = loader.load_sweep_config(config, list(overrides))
         values = {key: value for key, _, value in (text.partition("=") for text in overrides) if key in swept}
         with open_dict(composition):
             composition.hydra.job.id = f"{number}"
             composition.hydra.job.num = number
             composition.hydra.sweep.dir = config.hydra.sweep.dir
             composition.sweep.name = config.sweep.name
-            composition.sweep.cells = of
-        checked, problems = None, list[str]()
+            composition.sweep.cells = total
         try:
-            refuse_foreign_code(composition, config)  # which was looked at before Hydra began
-            checked = to_config(composition, overrides)
+            checked = to_config(composition, overrides, launcher_world_size())
+            drafts.append(Draft(composition, values, checked, []))
         except ConfigError as error:
-            problems = error.problems
-        drafts.append(Draft(composition, values, checked, problems))
+            drafts.append(Draft(composition, values, None, error.problems))
     return drafts
 
 
 def settle(drafts: Sequence[Draft], directory: Path) -> list[Cell]:
-    """Name the cells; may tokenise a corpus to learn what they are called.
+    """Turn drafts into cells with directories below `directory`. Tokenises a corpus whose hash is not known yet.
 
-    Raises `ConfigError` for all that are illegal at once.
+    Drafts that spell the same values differently become one cell. Raises one `ConfigError` for all illegal drafts.
     """
     refuse_illegal([(drafted.title, drafted.problems) for drafted in drafts])
-    cells: dict[str, Cell] = {}  # two ways to write a value are one cell
+    cells: dict[str, Cell] = {}
     for drafted in drafts:
         assert drafted.config is not None
         name = cell_name(drafted.config, drafted.values, directory)
         run_dir.check_same(directory / name, drafted.config)
         with open_dict(drafted.composition):
             drafted.composition.hydra.sweep.subdir = name
-        path = (directory / name).absolute()
-        cells.setdefault(name, Cell(drafted.composition, drafted.config, path, drafted.values))
+        cell = Cell(drafted.composition, drafted.config, (directory / name).absolute(), drafted.values)
+        cells.setdefault(name, cell)
     return list(cells.values())
 
 
 def refuse_illegal(cells: Sequence[tuple[str, list[str]]]) -> None:
-    """Raise `ConfigError` for all cells, given by title, that have problems: a line for each problem."""
-    problems: dict[str, list[str]] = {}  # line -> the cells it is true of
-    for title, lines in cells:
-        for line in lines:
-            problems.setdefault(line, []).append(title)
-    if problems:
-        raise ConfigError([_of_cells(line, of, len(cells)) for line, of in problems.items()])
+    """Raise `ConfigError` if any cell, given as (title, problems), has problems: one line for each distinct problem."""
+    titles: dict[str, list[str]] = {}  # problem -> the cells that have it
+    for title, problems in cells:
+        for problem in problems:
+            titles.setdefault(problem, []).append(title)
+    if titles:
+        raise ConfigError([_with_cells(problem, titles[problem], len(cells)) for problem in titles])
 
 
-def _of_cells(line: str, cells: list[str], total: int) -> str:
-    """A problem's line with the cells that have it."""
-    if len(cells) == total:
-        return f"{line} (all {total} cells)" if total > 1 else line
-    more = f" and {len(cells) - 1} more" if len(cells) > 1 else ""
-    return f"{line} (cell {cells[0]}{more})"
+def _with_cells(problem: str, titles: list[str], total: int) -> str:
+    """Append the cells that have the problem to its line."""
+    if len(titles) == total:
+        return f"{problem} (all {total} cells)" if total > 1 else problem
+    more = f" and {len(titles) - 1} more" if len(titles) > 1 else ""
+    return f"{problem} (cell {titles[0]}{more})"
 
 
 def cell_name(config: Config, swept: dict[str, str], directory: Path) -> str:
-    """Directory of a cell below `directory`: its swept values readably, and the hash; or the one that has that hash.
+    """Return the name of a cell's directory: readable swept values, then the hash.
 
-    Values count as composed, so 6e-4 and 0.0006 are one cell; the text counts as its tokens, wherever it lies.
+    Returns the existing name if a directory below `directory` already ends in this hash. The hash uses composed values,
+    so 6e-4 and 0.0006 are one cell, and the hash of the corpus's tokens instead of its path.
     """
     composed, deciding = {key: value for key, _, value in fields_of(config)}, result_deciding(config)
-    # Groups and paths as they were typed: an option's name, and not the folders that lead to a file.
+    # Groups and paths stay as typed: composed, a group is no single value, and a path is absolute.
     as_typed = ("data.path", "data.val_path")
     values = {key: text if key in as_typed else composed.get(key, text) for key, text in swept.items()}
     others = {key: value for key, value in values.items() if key not in deciding}
     identity = {**deciding, "data": _data_identity(config), "swept": others}
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()[:8]
-    if known := sorted(
-        path.name for path in directory.glob(f"*{digest}") if re.fullmatch(f"(.*-)?{digest}", path.name)
-    ):
-        return known[0]
+    existing = [path.name for path in directory.glob(f"*{digest}") if re.fullmatch(f"(.*-)?{digest}", path.name)]
+    if existing:
+        return min(existing)
     readable = ",".join(f"{key.rpartition('.')[2]}={value}" for key, value in values.items())
     name = f"{readable[:READABLE_CHARS]}-{digest}" if readable else digest
     return re.sub(r"[^A-Za-z0-9._=,-]", "_", name)
 
 
 def _data_identity(config: Config) -> str:
-    """The hash of the tokens; of text that cannot be read, its path: that cell will say what is wrong."""
-    from gptexp.data.prepare import data_hash
-
+    """Return the hash of the tokens, or the paths if the text cannot be read: the cell's own run reports that error."""
     try:
         return data_hash(config.data)
     except UserError:
@@ -163,50 +156,49 @@ def _data_identity(config: Config) -> str:
 
 
 def confounds(configs: Sequence[Config]) -> list[str]:
-    """What changes with the batch size, beside it, where cells differ in that."""
+    """Return a line for each key given in steps if the batch size varies: its length in tokens varies too."""
     if len({config.batch.total_batch_size for config in configs}) < 2:
         return []
     return sorted({line for config in configs for line in in_steps(result_deciding(config))})
 
 
 def record(directory: Path, config: DictConfig, cells: Sequence[Cell], to_choose: int) -> None:
-    """Write sweep.json: the cells that there are now or that an earlier command has begun, and how to run more.
+    """Write sweep.json: `cells`, the cells that earlier commands started, and the overrides that all cells share.
 
-    `to_choose`: how many there will be beside them.
+    `to_choose` is the number of further cells that the sweeper has yet to choose.
     """
     path = directory / run_dir.SWEEP
-    known = run_dir.read_json(path).get("cells", {})
-    begun = {name: of for name, of in known.items() if (directory / name / run_dir.CONFIG).exists()}
-    new = {cell.name: {"values": cell.values, **cell.length()} for cell in cells}
+    earlier = run_dir.read_json(path).get("cells", {})
+    recorded = {name: entry for name, entry in earlier.items() if (directory / name / run_dir.CONFIG).exists()}
+    for cell in cells:
+        total, (steps, _) = cell.config.batch.total_batch_size, cell.config.run_length
+        recorded[cell.name] = {"values": cell.values, "total_batch_size": total, "tokens": steps * total}
     directory.mkdir(parents=True, exist_ok=True)
     sweep = {"name": config.sweep.name, "overrides": fixed_arguments(config), "to_choose": to_choose}
-    run_dir.write_json(path, {**sweep, "cells": {**begun, **new}})
+    run_dir.write_json(path, {**sweep, "cells": recorded})
 
 
 def fixed_arguments(config: DictConfig) -> list[str]:
-    """What of the command line holds for all cells, so that a command for other cells begins with it."""
+    """Return the command-line arguments that all cells share: a command for further cells starts with them."""
     swept = {*swept_keys(config), "sweep.name", "hydra.mode"}
     given = [*config.hydra.overrides.task, *config.hydra.overrides.hydra]
     keys = {text: text.lstrip("+~").partition("=")[0] for text in given}
-    own = next((s.path for s in config.hydra.runtime.config_sources if s.provider == "command-line"), None)
-    folder = ["--config-dir", own] if own else []
+    config_dir = next((s.path for s in config.hydra.runtime.config_sources if s.provider == "command-line"), None)
+    folder = ["--config-dir", config_dir] if config_dir else []
     kept = [k for k in keys if keys[k] not in swept and not keys[k].startswith(("hydra/sweeper", "hydra.sweeper"))]
     return [*folder, *kept]
 
 
 def name_sweep(config: DictConfig) -> None:
-    """Give an unnamed sweep the name that the same or a widened grid will have again; refuse what is not ours.
+    """Set `sweep.name` if it is not given, so that the same grid, or a wider one, gets the same name again.
 
-    It depends on which keys are swept, not on their values, and on the value of every other key that decides results.
+    The name is a hash of the swept keys without their values, and of the value of every other key that determines
+    results. Raises `ConfigError` for a sweeper or launcher that is not gptexp's.
     """
-    from gptexp.compose import job_of
-
     for part in ("launcher", "sweeper"):
         target = config.hydra[part]._target_
         if not target.startswith(f"{PLUGINS}."):
-            raise ConfigError(
-                f"hydra/{part}={config.hydra.runtime.choices[f'hydra/{part}']}: not supported; leave it out"
-            )
+            raise ConfigError(f"hydra/{part}={config.hydra.runtime.choices[f'hydra/{part}']}: not supported; remove it")
     if config.sweep.name is not None:
         return
     swept = sorted(swept_keys(config))
@@ -214,7 +206,7 @@ def name_sweep(config: DictConfig) -> None:
         k: v for k, v in result_deciding(job_of(config)).items() if k not in swept and k.split(".")[0] not in swept
     }
     if "model" in swept:
-        fixed.pop("optim.lr", None)  # comes with the model
+        fixed.pop("optim.lr", None)  # each model file sets its own
     identity = json.dumps({**fixed, "swept": swept, "data": [config.data.path, config.data.val_path]}, default=str)
     with open_dict(config):
         config.sweep.name = f"sweep-{hashlib.sha256(identity.encode()).hexdigest()[:8]}"

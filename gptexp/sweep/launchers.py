@@ -1,4 +1,4 @@
-"""How cells are run: side by side on this machine, by the ranks of a launcher, or each as a job of SLURM."""
+"""How the cells of a sweep run: side by side on this machine, with the ranks of a launcher, or as SLURM jobs."""
 
 import math
 import signal
@@ -7,32 +7,50 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from hydra.core.utils import JobReturn
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
-from gptexp import run_dir
-from gptexp.config import AUTO, Config
-from gptexp.distributed import launcher_rank
-from gptexp.errors import EXIT_FAILED, ConfigError, UserError, first_line
-from gptexp.pool import OUTPUT, Process, resume_command, run_all, visible_gpus
-from gptexp.signals import at_parents_death
-from gptexp.sweep import PLUGINS
-from gptexp.sweep.cells import Cell
+from gptexp.config.schema import AUTO, Config
+from gptexp.distributed.ranks import launcher_rank
+from gptexp.process.errors import EXIT_DIVERGED, EXIT_FAILED, ConfigError, UserError, first_line
+from gptexp.process.signals import at_parents_death
+from gptexp.run.pool import (
+    OUTPUT,
+    Places,
+    Process,
+    Source,
+    require_devices,
+    resume_command,
+    run_all,
+    start_here,
+    visible_gpus,
+)
+from gptexp.storage import run_dir
+from gptexp.sweep.cells import PLUGINS, Cell
 
-if TYPE_CHECKING:
-    from gptexp.sweep.sweepers import CellSweeper
+JOB = "job.json"  # in a cell's directory: the id of its job
+JOBS = ".submitit"  # in the sweep's directory: submitit's own files
+POLL_S = 1.0  # s: between two checks of a job or of its run
+# submitit's parameters that every cluster has. It expects the name of the cluster in front of any other.
+COMMON_PARAMETERS = ("timeout_min", "cpus_per_task", "mem_gb")
 
-JOB = "job.json"  # in a cell's directory: its job
-JOBS = ".submitit"  # what submitit keeps of its jobs, in the sweep's directory
-POLL_S = 1.0  # how often a job looks at its run
+
+class CellSource(Source[Cell], Protocol):
+    """The interface of a sweeper that launchers use."""
+
+    def begins(self, cell: Cell, where: str = "") -> int:
+        """Print that a cell begins and prepare its directory; under a launcher also train it. Returns the exit code."""
+
+    def announce(self, cell: Cell, how: str) -> None:
+        """Print the number and name of a cell, and how it runs."""
 
 
 class CellLauncher(Launcher):
-    """Runs cells in processes of their own, side by side where there are devices; one that fails costs itself only."""
+    """Runs each cell in new processes, several at once if there are GPUs. A cell that fails stops no other cell."""
 
     __module__ = PLUGINS
     among_ranks = False
@@ -44,57 +62,74 @@ class CellLauncher(Launcher):
         raise NotImplementedError("sweepers of gptexp give their cells out one by one, to `run`")
 
     def check(self, configs: Sequence[Config]) -> None:
-        """Decide how many of such cells run at once. Raises `ConfigError` where so many cannot."""
+        """Decide how many cells run at once. Raises `ConfigError` if they cannot run here."""
         parallel = configs[0].sweep.parallel
         self.among_ranks = launcher_rank() is not None
-        if self.among_ranks and parallel not in (AUTO, 1):
-            raise ConfigError(f"sweep.parallel={parallel}: under a launcher all ranks train one cell; leave it out")
-        self.at_once, self.gpus = (1, None) if self.among_ranks else self.places(configs)
+        if self.among_ranks:
+            if parallel not in (AUTO, 1):
+                raise ConfigError(
+                    f"sweep.parallel={parallel}: under a launcher all ranks train one cell at a time; leave it out"
+                )
+            return
+        require_devices(configs)
+        self.room = self.places(configs)
 
-    def places(self, configs: Sequence[Config]) -> tuple[int, list[str] | None]:
-        """How many such cells run at once, and the GPUs they share out, if they do."""
+    def places(self, configs: Sequence[Config]) -> Places:
+        """Return how many cells run at once, and on which GPUs."""
         return side_by_side(configs)
 
-    def run(self, sweep: "CellSweeper") -> int | None:
-        """Run the cells that `sweep` gives out; the number of the signal that ended it, or None."""
-        if self.among_ranks:
-            while (cell := sweep.waiting.pop(0) if sweep.waiting else sweep.more()) is not None:
-                sweep.ended(cell, sweep.begins(cell))
-                sweep.decided()
-            return None
+    def run(self, cells: CellSource) -> int | None:
+        """Run all cells. Returns the number of the signal that stopped the sweep, or None.
 
-        def begins(cell: Cell, own: Sequence[str]) -> None:
-            sweep.begins(cell, f" on GPU {', '.join(own)}" if own else "")
+        Under a launcher its ranks train one cell after another, and a rank that fails or is stopped ends them all.
+        """
+        self.cells = cells
+        if not self.among_ranks:
+            return run_all(cells, self, self.room)
+        while (cell := cells.waiting.pop(0) if cells.waiting else cells.more()) is not None:
+            code = cells.begins(cell)
+            if code not in (0, EXIT_DIVERGED):
+                raise SystemExit(code)
+            cells.ended(cell, code)
+            cells.decided()
+        return None
 
-        return run_all(sweep.waiting, sweep.more, self.at_once, self.gpus, sweep.decided, begins, sweep.ended)
+    def begin(self, cell: Cell, gpus: Sequence[str]) -> None:
+        """Prepare the directory of a cell; for `run_all`."""
+        self.cells.begins(cell, f" on GPU {', '.join(gpus)}" if gpus else "")
+
+    def start(self, cell: Cell, gpus: Sequence[str], at_once: int) -> Process:
+        """Start the processes of a cell; for `run_all`."""
+        return start_here(cell, gpus, at_once)
 
 
-def side_by_side(configs: Sequence[Config]) -> tuple[int, list[str] | None]:
-    """How many such cells run at once, and the GPUs they share out; None on a CPU.
+def side_by_side(configs: Sequence[Config]) -> Places:
+    """Return how many cells run at once on this machine, and its GPUs if it has any.
 
-    Raises `ConfigError` where so many as asked for cannot.
+    Raises `ConfigError` if `sweep.parallel` needs more GPUs than there are.
     """
     parallel, sizes = configs[0].sweep.parallel, [config.world.size or 1 for config in configs]
     devices = {config.train.device for config in configs}
     gpus = visible_gpus() if devices <= {"auto", "cuda"} else []
     if not gpus:
-        return (parallel if isinstance(parallel, int) else 1), None
+        return Places(parallel if isinstance(parallel, int) else 1)
     fit = max(1, len(gpus) // max(sizes))
     if isinstance(parallel, int) and parallel > fit:
         raise ConfigError(
-            f"sweep.parallel={parallel}: so many cells of {max(sizes)} GPUs need {parallel * max(sizes)}, and "
-            f"{len(gpus)} are visible; use at most {fit}, or auto"
+            f"sweep.parallel={parallel}: needs {parallel * max(sizes)} GPUs, up to {max(sizes)} per cell; visible "
+            f"GPUs: {len(gpus)}; use at most {fit}, or auto"
         )
-    most = max(1, len(gpus) // min(sizes))  # the free GPUs decide
-    return (parallel if isinstance(parallel, int) else most), gpus
+    most = max(1, len(gpus) // min(sizes))  # an upper bound: a cell also waits until enough GPUs are free
+    return Places(parallel if isinstance(parallel, int) else most, gpus)
 
 
 class SubmititLauncher(CellLauncher):
-    """Runs each cell as a job of SLURM, by submitit; with `cluster=local` as a process, to try it out.
+    """Runs each cell as a SLURM job, with submitit; with `cluster=local` as a local process, for trying it out.
 
-    A job is `gptexp resume` on the cell's directory, on one node. When its time runs out it saves, and SLURM takes it
-    up again. `sweep.parallel` is how many jobs are submitted at once: on auto all, and the queue decides, but for the
-    first, which decides for the others what `auto` comes to. Jobs that outlive this process are found again.
+    A job runs `gptexp resume` on the cell's directory, on one node. Shortly before its time limit the run saves a
+    checkpoint and SLURM requeues the job. `sweep.parallel` limits how many jobs are submitted at once; `auto` submits
+    all, after the first cell has resolved every `auto` value for the others. If this process ends before its jobs, the
+    same command finds them again.
     """
 
     __module__ = PLUGINS
@@ -103,10 +138,11 @@ class SubmititLauncher(CellLauncher):
         self, cluster: str, gpus_per_node: int | None = None, max_num_timeout: int | None = None, **parameters: Any
     ) -> None:
         self.cluster, self.gpus_per_node = cluster, gpus_per_node
+        self.alive: dict[Path, Any] = {}  # cell's directory -> its unfinished job of an earlier command
         self.timeouts = {} if max_num_timeout is None else {f"{cluster}_max_num_timeout": max_num_timeout}
         given: Any = OmegaConf.to_container(OmegaConf.create(parameters))
         self.parameters = {
-            key if key in OF_ALL_CLUSTERS else f"{cluster}_{key}": value
+            key if key in COMMON_PARAMETERS else f"{cluster}_{key}": value
             for key, value in given.items()
             if value is not None
         }
@@ -118,64 +154,68 @@ class SubmititLauncher(CellLauncher):
             import submitit
         except ImportError:
             raise ConfigError("hydra/launcher=submitit_…: not installed; pip install 'gptexp[slurm]'") from None
-        self.at_once, _ = self.places(configs)
+        self.room = self.places(configs)
         folder = Path(self.config.hydra.sweep.dir).absolute() / JOBS / "%j"
         try:
             self.executor = submitit.AutoExecutor(folder=folder, cluster=self.cluster, **self.timeouts)
             self.executor.update_parameters(nodes=1, tasks_per_node=1, **self.parameters)
-        except (AssertionError, RuntimeError, NameError, TypeError, ValueError) as error:  # as it comes
+        except (
+            AssertionError,
+            RuntimeError,
+            NameError,
+            TypeError,
+            ValueError,
+        ) as error:  # submitit's, by kind of mistake
             raise ConfigError(f"hydra.launcher: {first_line(error)}") from None
 
-    def places(self, configs: Sequence[Config]) -> tuple[int, None]:
+    def places(self, configs: Sequence[Config]) -> Places:
         parallel = configs[0].sweep.parallel
         if self.cluster != "local":
-            return (parallel if isinstance(parallel, int) else max(1, len(configs))), None
+            return Places(parallel if isinstance(parallel, int) else max(1, len(configs)))
         if parallel not in (AUTO, 1):
             raise ConfigError(
-                f"sweep.parallel={parallel}: hydra/launcher=submitit_local runs one at a time; leave either out"
+                f"sweep.parallel={parallel}: hydra/launcher=submitit_local runs one cell at a time; leave out one "
+                "of the two"
             )
-        return 1, None
+        return Places(1)
 
-    def run(self, sweep: "CellSweeper") -> int | None:
-        alive: dict[Path, Any] = {}  # jobs of an earlier command, by their cells
+    def begin(self, cell: Cell, gpus: Sequence[str]) -> None:
+        """Prepare the directory of a cell, unless a job of an earlier command still uses it."""
+        if (job := self._unfinished_job(cell)) is not None:
+            self.alive[cell.directory] = job
+            self.cells.announce(cell, f"runs as job {job.job_id} of an earlier command")
+        else:
+            self.cells.begins(cell, " as a job")
 
-        def begins(cell: Cell, _: Sequence[str]) -> None:
-            if (job := self._alive(cell)) is not None:
-                alive[cell.directory] = job
-                sweep.announce(cell, f"is job {job.job_id}, of an earlier command")
-            else:
-                sweep.begins(cell, " as a job")
+    def start(self, cell: Cell, gpus: Sequence[str], at_once: int) -> Process:
+        """Submit a cell, or watch its job of an earlier command."""
+        if cell.directory in self.alive:
+            return Submitted(self.alive[cell.directory])
+        uses_gpus = cell.config.train.device in ("auto", "cuda")
+        gpus_per_node = self.gpus_per_node if self.gpus_per_node is not None else cell.world_size if uses_gpus else 0
+        self.executor.update_parameters(name=cell.name, gpus_per_node=gpus_per_node)
+        try:
+            job = self.executor.submit(CellJob(cell.directory))
+        except Exception as error:  # submitit's own, or one from the submit command
+            raise UserError(
+                f"not submitted: {first_line(error)} (sweep.parallel=N limits how many are submitted at once)"
+            ) from None
+        run_dir.write_json(cell.directory / JOB, {"id": job.job_id})
+        return Submitted(job)
 
-        def submit(cell: Cell, _: Sequence[str], __: int) -> Process:
-            if cell.directory in alive:
-                return Submitted(alive[cell.directory])
-            uses_gpus = cell.config.train.device in ("auto", "cuda")
-            gpus = self.gpus_per_node if self.gpus_per_node is not None else cell.world_size if uses_gpus else 0
-            self.executor.update_parameters(name=cell.name, gpus_per_node=gpus)
-            try:
-                job = self.executor.submit(CellJob(cell.directory))
-            except Exception as error:  # submitit's own, or what the command for it raised
-                raise UserError(
-                    f"not submitted: {first_line(error)} (sweep.parallel=N submits no more than N at once)"
-                ) from None
-            run_dir.write_json(cell.directory / JOB, {"id": job.job_id})
-            return Submitted(job)
-
-        return run_all(sweep.waiting, sweep.more, self.at_once, None, sweep.decided, begins, sweep.ended, submit)
-
-    def _alive(self, cell: Cell) -> Any:
-        """The job that an earlier command submitted for `cell`, if it still waits or runs."""
+    def _unfinished_job(self, cell: Cell) -> Any:
+        """Return the job that an earlier command submitted for `cell` if it is pending or running, else None."""
         from submitit import SlurmJob
 
         number = run_dir.read_json(cell.directory / JOB).get("id")
-        if number is None or self.cluster == "local":  # whose jobs are children of whoever submitted them
+        if number is None or self.cluster == "local":  # a local job ends with the process that submitted it
             return None
         job: Any = SlurmJob(self.executor.folder, str(number))
         return None if job.done(force_check=True) else job
 
 
 class CellJob:
-    """What a job does: begin the run of a cell, or go on with it."""
+    """The body of a job: start or resume the run of a cell. submitit pickles it."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -184,15 +224,15 @@ class CellJob:
     def __call__(self) -> int:
         with (self.directory / OUTPUT).open("ab") as output:
             self.run = subprocess.Popen(
-                resume_command(self.directory), stdout=output, stderr=subprocess.STDOUT, preexec_fn=_as_part_of_a_job
+                resume_command(self.directory), stdout=output, stderr=subprocess.STDOUT, preexec_fn=_in_run_process
             )
-        # Not `wait`: that would keep `checkpoint`, which a signal's handler calls, from waiting in its turn.
+        # Not `wait`: it holds a lock, and `checkpoint`, which runs in a signal handler, could not wait as well.
         while (code := self.run.poll()) is None:
             time.sleep(POLL_S)
         return code
 
     def checkpoint(self) -> Any:
-        """Called by submitit when the time is nearly over: the run saves, and goes on in the job that comes next."""
+        """Stop the run with a checkpoint, and resubmit it. submitit calls this shortly before the time limit."""
         from submitit.helpers import DelayedSubmission
 
         assert self.run is not None
@@ -202,69 +242,41 @@ class CellJob:
         return DelayedSubmission(CellJob(self.directory))
 
 
-def _as_part_of_a_job() -> None:
-    """In the run's process: SLURM gives the signal that time is nearly over to it too, and `CellJob` answers for it."""
+def _in_run_process() -> None:
+    """Ignore SLURM's signal before the time limit, which reaches this process too; `CellJob` handles it."""
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     at_parents_death(signal.SIGTERM)
 
 
 class Submitted:
-    """A job of submitit, as `run_all` sees processes."""
+    """A submitit job with the interface of a process, for `run_all`."""
 
     def __init__(self, job: Any) -> None:
         self.job = job
-        self.looked = -math.inf
-        self.cancelled: int | None = None
+        self.polled = -math.inf
+        self.cancelled: int | None = None  # the signal for which the job was cancelled
 
     def poll(self) -> int | None:
-        now = time.monotonic()
-        if now - self.looked < POLL_S:
+        if time.monotonic() - self.polled < POLL_S:
             return None
-        self.looked = now
+        self.polled = time.monotonic()
         if not self.job.done():
             return None
         if self.cancelled is not None:
             return 128 + self.cancelled
         try:
             code: int = self.job.result()
-        except Exception as error:  # the job's own, or submitit's where it never began or was killed
+        except Exception as error:  # the job's own, or submitit's if the job never began or was killed
             print(f"gptexp: job {self.job.job_id}: {first_line(error)}", file=sys.stderr)
             return EXIT_FAILED
         return code
 
     def send_signal(self, number: int) -> None:
-        """Whichever it was: SLURM gives SIGTERM to all that runs in a job, and KillWait seconds to save."""
+        """Cancel the job: SLURM then sends SIGTERM to its processes, and SIGKILL after KillWait seconds."""
         self.cancelled = number
-        self.job.cancel(check=False)  # one that has just ended is no reason to leave the others running
+        self.job.cancel(check=False)  # an error for a job that has just ended must not keep the others running
 
     def wait(self) -> int:
         while (code := self.poll()) is None:
             time.sleep(POLL_S)
         return code
-
-
-# As submitit calls them, for whichever cluster; what else there is, it wants to hear of which.
-OF_ALL_CLUSTERS = ("timeout_min", "cpus_per_task", "mem_gb")
-
-OPTIONS: dict[str, tuple[type[CellLauncher], dict[str, Any]]] = {
-    "cells": (CellLauncher, {}),
-    "submitit_local": (SubmititLauncher, {"cluster": "local", "timeout_min": 60}),
-    "submitit_slurm": (
-        SubmititLauncher,
-        {
-            "cluster": "slurm",
-            "timeout_min": 60,
-            "signal_delay_s": 120,  # before that: for the checkpoint
-            "max_num_timeout": 100,  # how often a job is taken up again
-            "gpus_per_node": None,  # null: as many as the cell has ranks
-            "cpus_per_task": None,
-            "mem_gb": None,
-            "partition": None,
-            "account": None,
-            "qos": None,
-            "constraint": None,
-            "setup": None,
-            "additional_parameters": None,
-        },
-    ),
-}

@@ -1,66 +1,76 @@
-"""What a sweep varies: each swept key with its values, or with the interval that values are drawn from.
+"""The search space of a sweep: each swept key with its values, or with the interval that values are drawn from.
 
-Hydra's own grammar says it: `key=a,b,c`, `choice(…)`, `range(…)`, `interval(low, high)`, `tag(log, interval(…))`.
+The syntax is Hydra's: `key=a,b,c`, `choice(…)`, `range(…)`, `interval(low, high)`, `tag(log, interval(…))`.
 """
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, Override
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
-from gptexp.config import Config, fields_of
-from gptexp.errors import ConfigError
+from gptexp.config.compose import hydra_errors_as_config_errors
+from gptexp.config.schema import Config, fields_of
+from gptexp.process.errors import ConfigError
 
-DIGITS = 4  # of a value out of an interval: as many as anybody wants to read in a name
+DIGITS = 4  # significant digits of a value drawn from an interval; few, as the value appears in a directory name
 
 
 @dataclass(frozen=True)
 class Interval:
-    """Numbers from `low` to `high`, both among them."""
+    """The numbers from `low` to `high`, both included."""
 
     low: float
     high: float
-    log: bool
-    whole: bool  # no fractions
+    log: bool  # draw uniformly on a logarithmic scale
+    whole: bool  # integers only
 
     def draw(self, generator: random.Random) -> float:
-        """One of them, evenly on the scale."""
+        """Draw a number uniformly, on a logarithmic scale if `log`."""
         if self.log:
             drawn: float = self.low * (self.high / self.low) ** generator.random()
-        else:
-            drawn = generator.uniform(self.low, self.high)
-        return round(drawn) if self.whole else drawn
+            return drawn
+        return generator.uniform(self.low, self.high)
 
     def text(self, value: float) -> str:
-        """A value as the command line takes it."""
+        """Format a value for the command line."""
         return str(round(value)) if self.whole else f"{value:.{DIGITS}g}"
 
 
 @dataclass(frozen=True)
 class Axis:
-    """A key and what is swept of it; a key with one value is not swept."""
+    """One overridden key: its values if it is swept, otherwise its one value."""
 
     key: str
     swept: bool
-    among: list[str] | Interval  # the values as the command line takes them
+    among: list[str] | Interval  # values in the command line's syntax
 
     def override(self, value: str) -> str:
         return f"{self.key}={value}"
 
 
-def axes(params: dict[str, Any], arguments: Sequence[str], loader: ConfigLoader) -> list[Axis]:
-    """What a named grid's `params` and the command line say, which wins over `params` of the same key.
+def axes(params: Mapping[str, Any], arguments: Sequence[str], loader: ConfigLoader) -> list[Axis]:
+    """Parse a named grid's `params` and the command line's `arguments`, which win for a key that both have.
 
-    Raises `ConfigError` for an interval that is none.
+    Raises `ConfigError` for an invalid interval.
     """
-    texts = [*(f"{key}={value}" for key, value in params.items()), *arguments]
-    parsed = OverridesParser.create(config_loader=loader).parse_overrides(texts)
+    texts = [*params_as_overrides(params), *arguments]
+    with hydra_errors_as_config_errors():
+        parsed = OverridesParser.create(config_loader=loader).parse_overrides(texts)
     return [_axis(override) for override in {o.get_key_element(): o for o in parsed}.values()]
+
+
+def params_as_overrides(params: Mapping[str, Any]) -> list[str]:
+    """Convert a sweeper's `params` to overrides. A list is swept, unless the key itself takes a list."""
+    takes_list = {"data.path", "data.val_path", "log.wandb.tags"}
+    return [
+        f"{key}={','.join(map(str, value))}" if OmegaConf.is_list(value) and key not in takes_list else f"{key}={value}"
+        for key, value in params.items()
+    ]
 
 
 def _axis(override: Override) -> Axis:
@@ -75,12 +85,12 @@ def _axis(override: Override) -> Axis:
 def _interval(key: str, value: IntervalSweep, text: str) -> Interval:
     low, high = value.start, value.end
     if low is None or high is None or not low < high:
-        raise ConfigError(f"{text}: an interval goes from a smaller number to a larger one; swap them")
+        raise ConfigError(f"{text}: an interval must start below its end; write interval(low, high) with low < high")
     if unknown := value.tags - {"log"}:
-        raise ConfigError(f"{text}: the only tag is log; drop {', '.join(sorted(unknown))}")
+        raise ConfigError(f"{text}: log is the only tag; remove {', '.join(sorted(unknown))}")
     log = "log" in value.tags
     if log and low <= 0:
-        raise ConfigError(f"{text}: a logarithm needs numbers above 0; begin at one, or drop tag(log, …)")
+        raise ConfigError(f"{text}: a logarithmic interval must start above 0; raise its start, or remove tag(log, …)")
     kinds = {name: f.type for name, f, _ in fields_of(Config())}
     if key not in kinds:
         raise ConfigError(f"{text}: unknown key '{key}'; an interval needs a key that takes a number")
@@ -88,9 +98,9 @@ def _interval(key: str, value: IntervalSweep, text: str) -> Interval:
 
 
 def swept_keys(config: DictConfig) -> list[str]:
-    """The keys that a multirun varies, in the order given: the command line wins over the sweeper's `params`."""
+    """Return the keys that a multirun varies, in the given order; the command line wins over the sweeper's `params`."""
     params = config.hydra.sweeper.get("params") or {}
-    texts = [*(f"{key}={value}" for key, value in params.items()), *config.hydra.overrides.task]
+    texts = [*params_as_overrides(params), *config.hydra.overrides.task]
     parser = OverridesParser.create()
     overrides = {override.key_or_group: override for override in map(parser.parse_override, texts)}
     return [key for key, override in overrides.items() if override.is_sweep_override()]

@@ -1,29 +1,25 @@
-"""An Optuna study in a sweep's directory: which cell next, and how those before it ended."""
+"""The Optuna study of a sweep: it chooses the next cell from the results of the earlier ones."""
 
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from gptexp import run_dir
-from gptexp.errors import ConfigError, first_line
+from gptexp.process.errors import ConfigError, first_line
+from gptexp.storage import run_dir
+from gptexp.sweep.cells import Cell
 from gptexp.sweep.space import Axis, Interval
-
-if TYPE_CHECKING:
-    from optuna.distributions import BaseDistribution
-
-    from gptexp.sweep.cells import Cell
 
 STUDY = "study.db"  # SQLite; `optuna-dashboard sqlite:///…/study.db` shows it
 
 
 class Study:
-    """The trials of a sweep: each is a choice of values, and the cell that they name is its run."""
+    """The trials of a sweep, kept in its directory. Each trial chooses values, and the cell with them is its run."""
 
     def __init__(self, directory: Path, space: Sequence[Axis], seed: int) -> None:
-        """Open the study of `directory`, or make it. What was cut off is asked for first, then what has failed.
+        """Open the study in `directory`, or create it. `ask` returns interrupted trials first, then failed ones.
 
-        Raises `ConfigError` where Optuna is not installed, or an earlier study chose among other values.
+        Raises `ConfigError` if Optuna is not installed, or if the stored study chose from other values.
         """
         try:
             import optuna
@@ -38,7 +34,9 @@ class Study:
             self.study = optuna.create_study(storage=f"sqlite:///{path}", study_name="gptexp", load_if_exists=True)
             trials = self.study.get_trials()
         except Exception as error:  # SQLAlchemy's, SQLite's or Optuna's, by what is wrong with the file
-            raise ConfigError(f"{path}: no study of Optuna ({first_line(error)}); remove it to begin anew") from None
+            raise ConfigError(
+                f"{path}: not a study of Optuna ({first_line(error)}); remove it to start a new one"
+            ) from None
         for trial in trials:
             for key in trial.distributions.keys() & self.distributions.keys():
                 try:
@@ -47,27 +45,28 @@ class Study:
                     )
                 except ValueError:
                     raise ConfigError(
-                        f"{key}: the study in {directory} chose from {_shown(trial.distributions[key])}, and Optuna "
-                        "cannot change that; give the same, or another sweep.name"
+                        f"{key}: the study in {directory} was created with {_shown(trial.distributions[key])}, and "
+                        "Optuna cannot change that; give the same, or set another sweep.name"
                     ) from None
-        # With the seed alone each command would draw the same first trials again.
+        # With `seed` alone each command would draw the same trials as the one before.
         self.study.sampler = optuna.samplers.TPESampler(seed=seed + len(trials))
         self.completed = sum(trial.state == self.states.COMPLETE for trial in trials)
-        self.cut_off = [(trial.number, trial.params) for trial in trials if trial.state == self.states.RUNNING]
-        made_good = [trial.params for trial in trials if trial.state in (self.states.COMPLETE, self.states.RUNNING)]
-        made_good += [trial.system_attrs["fixed_params"] for trial in trials if trial.state == self.states.WAITING]
+        self.interrupted = [(trial.number, trial.params) for trial in trials if trial.state == self.states.RUNNING]
+        # Retry each failed choice once, unless another trial has it already.
+        covered = [trial.params for trial in trials if trial.state in (self.states.COMPLETE, self.states.RUNNING)]
+        covered += [trial.system_attrs["fixed_params"] for trial in trials if trial.state == self.states.WAITING]
         for trial in trials:
-            if trial.state == self.states.FAIL and trial.params not in made_good:
-                made_good.append(trial.params)
+            if trial.state == self.states.FAIL and trial.params not in covered:
+                covered.append(trial.params)
                 self.study.enqueue_trial(trial.params)
 
     def ask(self) -> tuple[int, tuple[str, ...]]:
-        """A trial's number, and the overrides of its cell."""
-        while self.cut_off:
-            number, params = self.cut_off.pop(0)
+        """Return the next trial's number, and the overrides of its cell."""
+        while self.interrupted:
+            number, params = self.interrupted.pop(0)
             if params.keys() == self.distributions.keys():
                 return number, self._overrides(params)
-            self.fail(number)  # killed in the middle of its choice
+            self.fail(number)  # the process was killed before all values were chosen
         trial = self.study.ask(self.distributions)
         return trial.number, self._overrides(trial.params)
 
@@ -80,10 +79,11 @@ class Study:
                 texts.append(axis.override(params[axis.key] if axis.swept else axis.among[0]))
         return tuple(texts)
 
-    def tell(self, number: int, cell: "Cell") -> None:
-        """Record how a cell ended. One that diverged counts with the loss of a uniform guess, the worst that is sane.
+    def tell(self, number: int, cell: Cell) -> None:
+        """Record the result of a cell.
 
-        One that was interrupted is left as it is: it goes on with the next command.
+        A diverged cell gets the loss of a uniform guess over the vocabulary: no useful model has a higher one. An
+        interrupted trial stays open, so that the next command continues it.
         """
         status = run_dir.status(cell.directory)
         if status == "completed":
@@ -94,15 +94,15 @@ class Study:
             self.fail(number)
 
     def fail(self, number: int) -> None:
-        """Record that a cell came to nothing; a later command tries it again."""
+        """Record that a cell failed; a later command tries it again."""
         self.study.tell(number, state=self.states.FAIL)
 
     def refuse(self, number: int) -> None:
-        """Record that there is no such cell: the sampler learns to keep away."""
+        """Record that a combination is illegal, so that the sampler avoids similar ones."""
         self.study.tell(number, state=self.states.PRUNED)
 
 
-def _distribution(axis: Axis) -> "BaseDistribution":
+def _distribution(axis: Axis) -> Any:
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
     if isinstance(axis.among, list):
@@ -113,6 +113,6 @@ def _distribution(axis: Axis) -> "BaseDistribution":
     return FloatDistribution(low, high, log=axis.among.log)
 
 
-def _shown(distribution: "BaseDistribution") -> str:
+def _shown(distribution: Any) -> str:
     choices = getattr(distribution, "choices", None)
     return ", ".join(map(str, choices)) if choices else "an interval"

@@ -1,0 +1,161 @@
+"""Hydra's command line: checks the overrides, composes once, then runs one job or a sweep.
+
+`hydra.main` composes twice, first to find the mode and then to run, and creates the run directory before the config
+can be checked. So it only handles flags that run nothing (--cfg, --info, …). A run calls the same public parts of Hydra
+as `hydra.main`, in the same order, with the check in between.
+
+Files in conf/ and in --config-dir are trusted. A run directory, a checkpoint and downloaded data are not: they are read
+as data only.
+"""
+
+import os
+import sys
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import hydra
+from hydra._internal.callbacks import Callbacks
+from hydra._internal.utils import get_args_parser
+from hydra.core.plugins import Plugins
+from hydra.core.utils import run_job
+from hydra.types import HydraContext
+from omegaconf import DictConfig
+
+from gptexp.command.help import print_help
+from gptexp.config.compose import (
+    CONFIG_NAME,
+    composition,
+    folders,
+    hydra_engine,
+    hydra_errors_as_config_errors,
+    is_multirun,
+    is_sweep,
+    to_config,
+)
+from gptexp.config.overrides import override_problems
+from gptexp.config.paths import conf_dir
+from gptexp.config.schema import Config, shown
+from gptexp.process.errors import EXIT_CONFIG, ConfigError, UserError, first_line
+from gptexp.process.terminal import print_error, reserve_stdout, say
+from gptexp.run.pool import require_devices
+from gptexp.storage import run_dir
+
+# Trains a config, given the composition that it came from. Returns an exit code.
+Task = Callable[[Config, DictConfig], int]
+
+
+def hydra_main(train: Task, begin_cell: Task, launcher_world_size: int | None) -> int:
+    """Run `sys.argv`: call `train` for one run, or `begin_cell` for each cell of a sweep. Returns the exit code.
+
+    Raises `ConfigError`, before any directory is made, for a command line or a config that cannot run.
+    """
+    args = _parse()
+    multirun = args.multirun or is_multirun(args.overrides)
+    if args.help:
+        print_help(args.overrides, args.config_dir)
+        return 0
+    if args.cfg or args.info or args.hydra_help or args.shell_completion or args.resolve or (args.run and multirun):
+        return _let_hydra_answer(args, multirun)
+    with hydra_engine() as engine:
+        cfg = composition(engine, args.overrides, args.config_dir, multirun)
+        context = HydraContext(config_loader=engine.config_loader, callbacks=Callbacks(cfg))
+        if is_sweep(cfg):
+            return _sweep(cfg, context, begin_cell)
+        return _run(cfg, context, train, launcher_world_size)
+
+
+def _parse() -> Namespace:
+    """Parse the command line with Hydra's own parser; flags and overrides may be in any order."""
+    parser = get_args_parser()
+    parser.error = _usage_error  # type: ignore[method-assign]
+    args = parser.parse_intermixed_args()
+    for flag, value in (("--config-path", args.config_path), ("--config-name", args.config_name)):
+        if value:
+            raise ConfigError(f"{flag} {value}: not supported; give a folder with config groups: --config-dir DIR")
+    if args.experimental_rerun:
+        raise ConfigError(f"--experimental-rerun {args.experimental_rerun}: not supported; use gptexp resume RUN_DIR")
+    return args
+
+
+def _usage_error(message: str) -> NoReturn:
+    raise ConfigError(f"{message}; see --help")
+
+
+def _let_hydra_answer(args: Namespace, multirun: bool) -> int:
+    """Let `hydra.main` print the answer to a question about the config."""
+    checked = not (args.shell_completion or args.hydra_help)
+    if checked and (problems := override_problems(args.overrides, multirun, folders(args.config_dir))):
+        raise ConfigError(problems)
+    flags = sys.argv[1:]
+    for override in args.overrides:
+        flags.remove(override)
+    sys.argv[1:] = [*args.overrides, *flags]  # Hydra itself accepts no override after a flag
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # raise errors instead of printing them
+    with hydra_engine():  # registers the schema
+        pass
+    try:
+        with hydra_errors_as_config_errors():
+            hydra.main(config_path=str(conf_dir()), config_name=CONFIG_NAME, version_base="1.3")(lambda _: None)()
+    except ValueError as error:  # flags that exclude each other
+        raise ConfigError(first_line(error)) from None
+    except SystemExit as leaving:
+        return EXIT_CONFIG if args.cfg and leaving.code == 1 else int(leaving.code or 0)  # 1: an unknown --package
+    return 0
+
+
+def _run(cfg: DictConfig, context: HydraContext, train: Task, launcher_world_size: int | None) -> int:
+    """Check the config and its directory, then train: the part of `hydra.main` for one job."""
+    config = to_config(cfg, cfg.hydra.overrides.task, launcher_world_size)
+    directory = Path(cfg.hydra.run.dir)
+    _refuse_unusable(directory)
+    reserve_stdout(config.log.progress)
+    if run_dir.check_free(directory, config) == "completed":
+        say(f"gptexp: {directory}: this run is completed; nothing to do")
+        return 0
+    if launcher_world_size is None:  # under a launcher, other nodes may have the devices
+        require_devices([config])
+
+    def job(_: Any) -> int:
+        try:
+            return train(config, cfg)
+        except UserError as error:  # not raised, because Hydra would print a line of its own
+            print_error(error)
+            return error.exit_code
+
+    context.callbacks.on_run_start(config=cfg, config_name=CONFIG_NAME)
+    result = run_job(
+        hydra_context=context, task_function=job, config=cfg, job_dir_key="hydra.run.dir", job_subdir_key=None
+    )
+    context.callbacks.on_run_end(config=cfg, config_name=CONFIG_NAME, job_return=result)
+    code: int = result.return_value
+    return code
+
+
+def _sweep(cfg: DictConfig, context: HydraContext, begin_cell: Task) -> int:
+    """Run the cells of a sweep: the part of `hydra.main` for a multirun."""
+    from gptexp.sweep.cells import name_sweep  # imports numpy, which a single run's parent does not need
+    from gptexp.sweep.plugins import register
+
+    register()
+    name_sweep(cfg)
+    reserve_stdout(cfg.log.progress)
+    context.callbacks.on_multirun_start(config=cfg, config_name=CONFIG_NAME)
+    task: Any = begin_cell  # called by gptexp's own sweepers only
+    sweeper: Any = Plugins.instance().instantiate_sweeper(hydra_context=context, task_function=task, config=cfg)
+    code: int = sweeper.sweep(arguments=list(cfg.hydra.overrides.task))
+    context.callbacks.on_multirun_end(config=cfg, config_name=CONFIG_NAME)
+    return code
+
+
+def _refuse_unusable(directory: Path) -> None:
+    """Raise `ConfigError` if `directory` cannot be created."""
+    try:
+        parent = next(p for p in (directory, *directory.absolute().parents) if p.exists())
+    except OSError as error:
+        raise ConfigError(f"hydra.run.dir={shown(str(directory))}: {error.strerror}; use another name") from None
+    if not parent.is_dir():
+        raise ConfigError(f"hydra.run.dir={directory}: {parent} is a file; use another name")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise ConfigError(f"hydra.run.dir={directory}: {parent} cannot be written; use another directory")

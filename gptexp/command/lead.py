@@ -1,0 +1,100 @@
+"""From a composed config to the ranks that train it.
+
+Training starts in one of three ways; each rank runs gptexp.run.rank:
+  - one rank, one run: in this process, so that a debugger works;
+  - several ranks, or a cell of a sweep: in new processes under torch's elastic agent;
+  - this process is already a rank (torchrun, srun): rank 0 composes, and the other ranks receive each job from it.
+"""
+
+import sys
+from decimal import Decimal
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import yaml
+from omegaconf import DictConfig
+
+from gptexp.command.hydra_main import hydra_main
+from gptexp.command.start import start
+from gptexp.config.schema import Config, TrainConfig
+from gptexp.distributed.ranks import launcher_world_size
+from gptexp.process.signals import StopRequest
+from gptexp.process.terminal import report_errors, say
+from gptexp.storage import run_dir
+
+if TYPE_CHECKING:
+    from gptexp.command.leader import Leader  # imports torch
+
+
+def lead(stop: StopRequest, leader: "Leader | None" = None) -> NoReturn:
+    """Compose the command line, train its run or sweep, and exit. Under a launcher, `leader` trains with all ranks."""
+    with report_errors():
+        try:
+            code = hydra_main(
+                train=partial(train, stop, leader),
+                begin_cell=partial(begin_cell, leader),
+                launcher_world_size=launcher_world_size(),
+            )
+        finally:
+            if leader is not None:
+                leader.finish()
+    sys.exit(code)
+
+
+def train(stop: StopRequest, leader: "Leader | None", config: Config, cfg: DictConfig) -> int:
+    """Train one run. Returns the exit code."""
+    directory = Path(cfg.hydra.runtime.output_dir)
+    with run_dir.held(directory):
+        freeze(config, cfg, directory)
+        return leader.run(config, directory) if leader is not None else start(config, directory, stop)
+
+
+def begin_cell(leader: "Leader | None", config: Config, cfg: DictConfig) -> int:
+    """Prepare the directory of a sweep's cell; under a launcher also train it. Returns the exit code."""
+    directory = Path(cfg.hydra.runtime.output_dir)
+    with run_dir.held(directory):
+        freeze(config, cfg, directory)
+        return leader.run(config, directory) if leader is not None else 0
+
+
+def freeze(config: Config, cfg: DictConfig, directory: Path) -> None:
+    """Save the config in the run directory, and print the source of the learning rate."""
+    if config.log.wandb.name is None:
+        config.log.wandb.name = readable_name(cfg.hydra.runtime.choices["model"], config)
+    run_dir.check_same(directory, config)
+    run_dir.save_config(directory, config)
+    if config.log.progress not in ("off", "json"):
+        say(f"learning rate   {config.optim.lr:g}, from {lr_source(cfg.hydra)}")
+
+
+def readable_name(model: str, config: Config) -> str:
+    """Return the name of a run on wandb: `gpt2-lr6e-4-b524288`, with the seed if it is not the default."""
+    name = f"{model}-lr{Decimal(repr(config.optim.lr)).normalize():e}-b{config.batch.total_batch_size}"
+    return name if config.train.seed == TrainConfig.seed else f"{name}-seed{config.train.seed}"
+
+
+def lr_source(hydra: Any) -> str:
+    """Return the file or override that sets the learning rate, in Hydra's order of precedence."""
+    if any(
+        text.startswith("optim.lr=") for text in sys.argv
+    ):  # not the composed overrides: a cell's contain the values of a named grid
+        return "the command line"
+    swept_by = hydra.runtime.choices.get("sweep")
+    if swept_by and "optim.lr" in (hydra.sweeper.params or {}):
+        return f"sweep={swept_by}"
+    for group in ("experiment", "optim", "model"):
+        if option := hydra.runtime.choices.get(group):
+            content = _yaml(hydra, group, option)
+            if "lr" in content.get("optim", content if group == "optim" else {}):
+                return f"{group}={option}"
+    return "the default"
+
+
+def _yaml(hydra: Any, group: str, option: str) -> dict[str, Any]:
+    """Return the content of an option's file, from the first folder on the search path that has it."""
+    for source in hydra.runtime.config_sources:
+        file = Path(source.path) / group / f"{option}.yaml"
+        if source.schema == "file" and file.is_file():
+            return yaml.safe_load(file.read_text()) or {}
+    return {}

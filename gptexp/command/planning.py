@@ -1,0 +1,228 @@
+"""`gptexp plan`: tokens, memory, resolved `auto` values and time of a run, or of each cell of a sweep."""
+
+import heapq
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from gptexp.config.batch import count_val_windows, count_windows
+from gptexp.config.run_plan import RunPlan, plan_run
+from gptexp.config.schema import Config, counted, memory_key
+from gptexp.data.corpora import SHAKESPEARE_FILE
+from gptexp.data.prepare import downloads_dir, find_corpus, tokens_dir
+from gptexp.data.shards import MANIFEST
+from gptexp.distributed.ranks import AT_ONCE, Rank
+from gptexp.machine.device import pick_device
+from gptexp.machine.effective import Effective, estimate, resolve
+from gptexp.model.flops import count_parameters, flops_per_token
+from gptexp.process.errors import ConfigError, UserError, first_line
+from gptexp.run.calibrate import pace, sample
+from gptexp.storage.reader import read_json
+from gptexp.sweep.cells import Draft, confounds, refuse_illegal
+from gptexp.sweep.grid import Grid
+
+
+def print_plan(cfg: Config, with_time: bool, as_json: bool) -> None:
+    """Print the plan of a run."""
+    planned = plan(cfg)
+    if with_time:
+        add_times([(cfg, planned)])
+    print(json.dumps(planned, indent=1)) if as_json else show(planned)
+
+
+def print_sweep(grid: Grid, with_time: bool, as_json: bool) -> None:
+    """Print the plan of a sweep. Raises `ConfigError` for illegal cells, after printing."""
+    if not grid.on_gpus:
+        os.environ[AT_ONCE] = str(grid.at_once)  # cells that run at once share the cores
+    cells = plan_sweep(grid.drafts)
+    problems = [(draft.title, cell["problems"]) for draft, cell in zip(grid.drafts, cells, strict=True)]
+    if with_time and not any(lines for _, lines in problems):
+        add_times([(d.config, c["plan"]) for d, c in zip(grid.drafts, cells, strict=True) if d.config is not None])
+    if as_json:
+        print(json.dumps({"cells": cells, "of": grid.of, "at_once": grid.at_once}, indent=1))
+    else:
+        show_sweep(cells, grid.of, grid.at_once)
+    for line in confounds([draft.config for draft in grid.drafts if draft.config is not None]):
+        print(f"gptexp: warning: {line}", file=sys.stderr)
+    refuse_illegal(problems)
+
+
+def plan(cfg: Config, earlier: Effective | None = None) -> dict[str, Any]:
+    """Return the arithmetic of a run and its resolved `auto` values. `epochs` is None until the corpus is tokenised.
+
+    `earlier` are the values of an earlier cell of the sweep. Raises `ConfigError` for a device that is missing.
+    """
+    world_size = cfg.world.size or 1
+    # A GPU that is asked for and missing here is planned for all the same.
+    device = torch.device("cuda") if cfg.train.device == "cuda" else pick_device(cfg.train.device, Rank())
+    local = min(world_size, torch.cuda.device_count() or world_size) if device.type == "cuda" else world_size
+    effective = resolve(cfg, device, Rank(0, world_size, 0, local), earlier)
+    memory = estimate(cfg, effective, world_size)
+    p = plan_run(cfg, effective.micro_batch_size.value)
+    palm, causal = flops_per_token(cfg.model, cfg.seq_len)
+    corpus_tokens = _prepared_tokens(cfg)
+    return {
+        "parameters": count_parameters(cfg.model),
+        "memory_bytes": {**asdict(memory), "peak": memory.peak},
+        "tokens": p.tokens,
+        "steps": p.steps,
+        **asdict(p.batch),
+        "corpus_tokens": corpus_tokens,
+        "epochs": p.tokens / corpus_tokens if corpus_tokens else None,
+        "flops_palm": palm * p.tokens,
+        "flops_causal": causal * p.tokens,
+        "lr": cfg.optim.lr,
+        "warmup_tokens": p.schedule.warmup_tokens,
+        "decay_tokens": p.schedule.decay_tokens,
+        "eval_every_tokens": p.eval_every_tokens,
+        "save_every_tokens": p.save_every_tokens,
+        "effective": effective.to_dict(),
+    }
+
+
+def plan_sweep(drafts: Sequence[Draft]) -> list[dict[str, Any]]:
+    """Return the swept `values` of each cell, and its `plan`, or the `problems` that make it illegal."""
+    cells: list[dict[str, Any]] = []
+    earlier = None
+    for draft in drafts:
+        cell: dict[str, Any] = {"values": draft.values, "problems": draft.problems, "plan": None}
+        if draft.config is not None:
+            try:
+                cell["plan"] = plan(draft.config, earlier)
+                earlier = earlier or Effective.from_dict(cell["plan"]["effective"])
+            except ConfigError as error:
+                cell["problems"] = error.problems
+        cells.append(cell)
+    return cells
+
+
+def add_times(runs: Sequence[tuple[Config, dict[str, Any]]]) -> None:
+    """Add `time` to every plan. Times a few steps of one run for all runs that differ only in batch size or length."""
+    alike: dict[str, list[tuple[Config, dict[str, Any], RunPlan]]] = {}
+    for cfg, planned in runs:
+        size = planned["micro_batch_size"]
+        one = replace(cfg.batch, total_batch_size=1, micro_batch_size=size)
+        alike.setdefault(memory_key(replace(cfg, batch=one)), []).append((cfg, planned, plan_run(cfg, size)))
+    for members in alike.values():
+        cfg, planned, run = max(members, key=lambda member: member[2].batch.grad_accum_steps)
+        try:
+            seen = sample(cfg, run, Effective.from_dict(planned["effective"]))
+        except UserError as error:
+            print(f"gptexp: warning: the time cannot be estimated: {first_line(error)}", file=sys.stderr)
+            continue
+        for cfg, planned, run in members:
+            planned["time"] = asdict(pace(seen, cfg, run))
+
+
+def _prepared_tokens(cfg: Config) -> int | None:
+    """Return the training tokens of an epoch, or None if the corpus is not in the cache."""
+    if cfg.data.name == "shakespeare" and not (downloads_dir(cfg.data) / SHAKESPEARE_FILE).exists():
+        return None
+    manifest = tokens_dir(find_corpus(cfg.data), cfg.data) / MANIFEST
+    if not manifest.exists():
+        return None
+    tokens: int = read_json(manifest)["tokens"]
+    windows = count_windows(min(tokens, cfg.data.max_tokens or tokens), cfg.seq_len)
+    held_out = 0 if cfg.data.val_path else count_val_windows(cfg.data.val_tokens, cfg.seq_len)
+    return max(0, windows - held_out) * cfg.seq_len
+
+
+def show(p: dict[str, Any]) -> None:
+    """Print the plan of a run."""
+    epochs = f"{p['epochs']:.2f} of {p['corpus_tokens']:,} tokens" if p["epochs"] else "unknown; run gptexp prepare"
+    for name, value in (
+        ("parameters", f"{p['parameters']:,}"),
+        ("memory", _memory_line(p["memory_bytes"])),
+        ("tokens", f"{p['tokens']:,} in {counted(p['steps'], 'step')} of {p['total_batch_size']:,}"),
+        (
+            "batch",
+            f"{counted(p['micro_batch_size'], 'sequence')} × {p['seq_len']} tokens × "
+            f"{counted(p['world_size'], 'rank')} × {counted(p['grad_accum_steps'], 'micro-step')}",
+        ),
+        ("epochs", epochs),
+        ("FLOPs", f"{p['flops_palm']:.4g} (PaLM's count), {p['flops_causal']:.4g} (causal)"),
+        (
+            "learning rate",
+            f"{p['lr']:g}, warm-up over {p['warmup_tokens']:,} tokens, decay until {p['decay_tokens']:,} tokens",
+        ),
+        ("validation", f"every {p['eval_every_tokens']:,} tokens" if p["eval_every_tokens"] else "at the end"),
+        ("checkpoint", f"every {p['save_every_tokens']:,} tokens" if p["save_every_tokens"] else "at the end"),
+        ("device", p["effective"]["device_name"]),
+        *Effective.from_dict(p["effective"]).described(),
+        ("time", _time_line(p["time"]) if "time" in p else "unknown; add --time"),
+    ):
+        print(f"{name:<15}{value}")
+
+
+def _memory_line(memory: dict[str, int]) -> str:
+    gib = {part: size / 2**30 for part, size in memory.items()}
+    state = gib["weights"] + gib["optimizer"] + gib["gradients"]
+    return (
+        f"about {gib['peak']:.2f} GiB on each rank: {state:.2f} weights, optimizer state and gradients, "
+        f"{gib['activations']:.2f} activations, {gib['loss']:.2f} loss"
+        + (f", {gib['fragmentation']:.2f} fragmentation" if gib["fragmentation"] else "")
+    )
+
+
+def _time_line(time_s: dict[str, float]) -> str:
+    return (
+        f"about {timedelta(seconds=round(time_s['total_s']))} ({time_s['step_s']:.3g} s per step, "
+        f"{time_s['validation_s']:.3g} s per validation, {time_s['start_s']:.1f} s to start)"
+    )
+
+
+def show_sweep(cells: Sequence[dict[str, Any]], total: int, at_once: int) -> None:
+    """Print a line for each cell, and the totals of the sweep: `total` cells will run, `at_once` of them at a time."""
+    table = Table(box=None, pad_edge=False)
+    keys = list(cells[0]["values"])
+    timed = any(cell["plan"] and "time" in cell["plan"] for cell in cells)
+    columns = [*(key.rpartition(".")[2] for key in keys), "steps", "micro-steps", "epochs", "GiB per rank"]
+    for column in [*columns, "time"] if timed else columns:
+        table.add_column(column, justify="right")
+    for cell in cells:
+        p, values = cell["plan"], [cell["values"][key] for key in keys]
+        if p is None:
+            table.add_row(*map(Text, values), "illegal")
+            continue
+        row = [
+            f"{p['steps']:,}",
+            f"{p['grad_accum_steps']} × {p['micro_batch_size']} × {p['seq_len']}",
+            f"{p['epochs']:.2f}" if p["epochs"] else "?",
+            f"{p['memory_bytes']['peak'] / 2**30:.2f}",
+        ]
+        if timed:
+            row.append(str(timedelta(seconds=round(p["time"]["total_s"]))) if "time" in p else "?")
+        table.add_row(*map(Text, [*values, *row]))
+    Console().print(table)
+    legal = [cell["plan"] for cell in cells if cell["plan"]]
+    if not legal:
+        return
+    scale = total / len(cells)  # Optuna's cells are not chosen yet; these rows are examples
+    tokens = round(sum(p["tokens"] for p in legal) * scale)
+    side_by_side = f", {at_once} at once" if at_once > 1 else ""
+    chosen = "; Optuna chooses their values, for example as in these rows" if total != len(cells) else ""
+    print(f"{counted(total, 'cell')}, {tokens:,} tokens in all{side_by_side}{chosen}")
+    print(f"{'device':<15}{legal[0]['effective']['device_name']}")
+    if timed:
+        seconds = scale * makespan([p["time"]["total_s"] for p in legal if "time" in p], at_once)
+        more = "" if all("time" in p for p in legal) else ", plus the cells marked ?"
+        print(f"{'time':<15}about {timedelta(seconds=round(seconds))}{more}")
+    else:
+        print(f"{'time':<15}unknown; add --time")
+
+
+def makespan(seconds: Sequence[float], at_once: int) -> float:
+    """Return the time at which the last job ends if `at_once` jobs run at a time, in the given order."""
+    ends = [0.0] * at_once
+    for duration in seconds:
+        heapq.heapreplace(ends, ends[0] + duration)
+    return max(ends)

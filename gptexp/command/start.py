@@ -1,0 +1,48 @@
+"""Starts or resumes a run with a frozen config: one rank in this process, several in new ones."""
+
+from pathlib import Path
+
+from gptexp.config import rules
+from gptexp.config.schema import Config
+from gptexp.distributed.ranks import launcher_rank
+from gptexp.process.errors import ConfigError
+from gptexp.process.signals import StopRequest
+from gptexp.process.terminal import reserve_stdout, say
+from gptexp.storage import run_dir
+
+
+def start(config: Config, directory: Path, stop: StopRequest) -> int:
+    """Train `config` in `directory` on this machine. Returns the exit code."""
+    assert config.world.size is not None
+    if config.world.size > 1 or config.world.max_restarts:
+        from gptexp.run.launch import launch
+
+        return launch(directory, config.world.size, config.world.max_restarts, config.train.max_minutes)
+
+    from gptexp.run.rank import run_alone
+
+    return run_alone(config, directory, stop)
+
+
+def resume(directory: Path, world_size: int | None, stop: StopRequest) -> int:
+    """Resume the run in `directory`, on `world_size` ranks if given. Returns the exit code."""
+    if launcher_rank() is not None:
+        raise ConfigError(
+            f"gptexp resume {directory}: starts its own ranks; under a launcher use gptexp train with the run's "
+            f"overrides and hydra.run.dir={directory}"
+        )
+    directory = directory.absolute()
+    config = run_dir.load_config(directory)
+    if world_size is not None:
+        if world_size < 1:
+            raise ConfigError(f"--world-size={world_size}: must be 1 or above")
+        config.world.size = world_size
+    config.world.size = config.world.size or 1
+    rules.check(config, config.world.size)
+    if run_dir.check_free(directory, config) == "completed":
+        reserve_stdout(config.log.progress)
+        say(f"gptexp: {directory}: this run is completed; nothing to do")
+        return 0
+    with run_dir.held(directory):
+        run_dir.save_config(directory, config)
+        return start(config, directory, stop)

@@ -1,0 +1,175 @@
+"""Composition of YAML files and overrides by Hydra into a checked `Config`.
+
+Other code reads the `Config` and does not use Hydra. Errors are raised before torch is imported and before a file is
+created.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import hydra
+import yaml
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from gptexp.config import rules
+from gptexp.config.overrides import override_problems, secret_problems
+from gptexp.config.paths import absolute, conf_dir, is_path_list
+from gptexp.config.schema import Config, counted, fields_of, shown
+from gptexp.process.errors import ConfigError
+
+CONFIG_NAME = "config"  # conf/config.yaml
+
+
+@cache
+def _register() -> None:
+    """Make the schema and the resolver of `optim=fitted` known to Hydra."""
+    OmegaConf.register_new_resolver("power_law", power_law, replace=True)
+    ConfigStore.instance().store(name="schema", node=Config)
+
+
+@contextmanager
+def hydra_engine() -> Iterator[Any]:
+    """Initialise Hydra on the YAML files of `conf_dir` and yield its engine, which composes configs."""
+    _register()
+    with hydra.initialize_config_dir(str(conf_dir()), job_name="train", version_base="1.3"):
+        yield GlobalHydra.instance().hydra
+
+
+def power_law(tokens: int, lr: float, at_tokens: float, exponent: float) -> float:
+    """Learning rate at a batch size of `tokens`, by a power law that `gptexp report --write-optim` has fitted."""
+    return float(lr * (tokens / at_tokens) ** exponent)
+
+
+def is_multirun(overrides: Sequence[str]) -> bool:
+    """Whether the overrides request several runs without the flag -m."""
+    return any(text.startswith(("sweep=", "hydra.mode=")) for text in overrides)
+
+
+def compose(overrides: Sequence[str], config_dir: str | None = None, launcher_world_size: int | None = None) -> Config:
+    """Compose and check the config of one run. Raises `ConfigError` with a line for each problem."""
+    with hydra_engine() as engine:
+        return to_config(composition(engine, overrides, config_dir, multirun=False), overrides, launcher_world_size)
+
+
+def composition(engine: Any, overrides: Sequence[str], config_dir: str | None, multirun: bool) -> DictConfig:
+    """Compose the files and `overrides`, including Hydra's own keys. For a multirun, the swept keys are not set.
+
+    `config_dir` is a folder with the user's YAML files. Raises `ConfigError` for wrong overrides.
+    """
+    if found := override_problems(overrides, multirun, folders(config_dir)):
+        raise ConfigError(found)
+    search_path = [f"hydra.searchpath=[file://{Path(config_dir).resolve()}]"] if config_dir else []
+    mode = RunMode.MULTIRUN if multirun else RunMode.RUN
+    with hydra_errors_as_config_errors():
+        cfg: DictConfig = engine.compose_config(CONFIG_NAME, [*search_path, *overrides], mode)
+        if multirun:
+            cfg.hydra.mode = RunMode.MULTIRUN
+        HydraConfig.instance().set_config(cfg)
+    return cfg
+
+
+def is_sweep(cfg: DictConfig) -> bool:
+    """Whether a composition describes a sweep: by -m, or because a file sets `hydra.mode`."""
+    return bool(cfg.hydra.mode == RunMode.MULTIRUN)
+
+
+def folders(config_dir: str | None) -> list[Path]:
+    """The folders with config groups: gptexp's and the user's. Raises `ConfigError` if the user's does not exist."""
+    if config_dir is None:
+        return [conf_dir()]
+    if not Path(config_dir).is_dir():
+        raise ConfigError(f"--config-dir {shown(config_dir)}: no such folder; give a folder with config groups")
+    return [conf_dir(), Path(config_dir)]
+
+
+@contextmanager
+def hydra_errors_as_config_errors() -> Iterator[None]:
+    """Convert errors of Hydra, OmegaConf and YAML, which have many lines, to a `ConfigError` of one line."""
+    try:
+        yield
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(_one_line(error)) from None
+
+
+def _one_line(error: BaseException) -> str:
+    parts = [error] if error.__cause__ is None else [error, error.__cause__]
+    lines = [line.strip() for part in parts for line in str(part).splitlines()]
+    noise = ("full_key", "object_type", "reference_type", "Config search path", "provider=", "Set the environment")
+    kept = dict.fromkeys(line for line in lines if line and not line.startswith((*noise, "To append to your config")))
+    keys = [key for line in lines if line.startswith("full_key:") and (key := line.removeprefix("full_key:").strip())]
+    text = " ".join(kept)
+    return f"{keys[-1]}: {text}" if keys and keys[-1] not in text else text
+
+
+def to_config(cfg: DictConfig, overrides: Sequence[str], launcher_world_size: int | None = None) -> Config:
+    """Convert a composition to a checked `Config` that depends on no other file.
+
+    Makes paths absolute. Sets `world.size`, if it is null, to the number of ranks that a launcher has started
+    (`launcher_world_size`), else to 1. `overrides` are the command line's: a length given there in tokens takes
+    precedence over a length in steps from a file. Raises `ConfigError` with a line for each problem.
+    """
+    config = job_of(cfg)
+    _let_the_command_line_win(config, {text.split("=", 1)[0] for text in overrides})
+    for key in ("path", "val_path"):
+        value = getattr(config.data, key)
+        if is_path_list(value):
+            setattr(config.data, key, absolute(value) if isinstance(value, str) else [absolute(v) for v in value])
+    if config.data.cache_dir:
+        config.data.cache_dir = absolute(config.data.cache_dir)
+    if config.init_from:
+        config.init_from = os.path.abspath(config.init_from)  # noqa: PTH100  `absolute` would take it for a glob
+    problems = []
+    if launcher_world_size is not None and config.world.size not in (None, launcher_world_size):
+        problems.append(
+            f"world.size={config.world.size}: the launcher started {counted(launcher_world_size, 'rank')}; "
+            f"leave out world.size, or start {counted(config.world.size, 'rank')}"
+        )
+    if config.world.size is None:
+        config.world.size = launcher_world_size or 1
+    problems += secret_problems((key, value) for key, _, value in fields_of(config))
+    problems += rules.problems(config, config.world.size)
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+# For each key, the keys that take precedence over it.
+PRECEDING = {
+    "schedule.warmup_ratio": ("warmup_tokens", "warmup_steps"),
+    "schedule.warmup_tokens": ("warmup_steps",),
+    "schedule.decay_tokens": ("decay_steps",),
+    "train.max_tokens": ("max_steps",),
+    "train.eval_every_tokens": ("eval_every",),
+    "train.save_every_tokens": ("save_every",),
+    "train.keep_every_tokens": ("keep_every",),
+}
+
+
+def _let_the_command_line_win(config: Config, given: set[str]) -> None:
+    """Set to null a key from a file that would override the same length in another unit on the command line."""
+    for key in PRECEDING.keys() & given:
+        section = key.split(".")[0]
+        for name in PRECEDING[key]:
+            if f"{section}.{name}" not in given:
+                setattr(getattr(config, section), name, None)
+
+
+def job_of(cfg: DictConfig) -> Config:
+    """Convert a composition without Hydra's own keys to dataclasses, unchecked."""
+    job = cfg.copy()
+    OmegaConf.set_struct(job, False)
+    job.pop("hydra", None)
+    with hydra_errors_as_config_errors():
+        config = OmegaConf.to_object(job)
+    assert isinstance(config, Config)
+    return config

@@ -1,0 +1,154 @@
+"""Checks of the command line's overrides against the schema, before Hydra parses them.
+
+Hydra alone accepts `+key` for an unknown key, prints a dozen lines for an error and stops at the first one. Here every
+override with an unknown key or group, a value of the wrong type or a value that breaks the key's rule gets one line.
+"""
+
+import dataclasses
+import difflib
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import IntervalSweep, Override, ValueType
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from gptexp.config.schema import Config, field_problem, fields_of, shown
+
+SECRET = re.compile(r".*(API_KEY|TOKEN|SECRET|PASSWORD)", re.IGNORECASE)  # names of environment variables
+KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", list: "a list of texts"}
+
+Fields = dict[str, dataclasses.Field[Any]]
+Groups = dict[str, set[str]]
+
+
+def override_problems(overrides: Sequence[str], multirun: bool, folders: Sequence[Path]) -> list[str]:
+    """One line for each wrong override. `folders` contain the YAML files of the groups."""
+    fields = {key: f for key, f, _ in fields_of(Config())}
+    groups = options(folders)
+    parser = OverridesParser.create()
+    found = []
+    for text in overrides:
+        try:
+            override = parser.parse_override(text)
+        except (HydraException, ValueError):  # ValueError: Python parses no number of more than 4,300 digits
+            found.append(
+                f"{shown(text)}: not a key=value override; quote a value that contains = , : {{ [ or spaces, inside "
+                "the shell's quotes: 'key=\"a=b\"'"
+            )
+            continue
+        # Checked here too, because Hydra saves the overrides before the config is checked.
+        secrets = list(secret_problems((override.key_or_group, value) for value in _values(override)))
+        found += secrets or _problems(override, fields, groups, multirun)
+    return found
+
+
+def secret_problems(values: Iterable[tuple[str, object]]) -> Iterator[str]:
+    """Yield a line for each (key, value) whose value is a secret of the environment and would be saved with the run."""
+    secrets = {value: name for name, value in os.environ.items() if value and SECRET.fullmatch(name)}
+    for key, value in values:
+        for item in value if isinstance(value, list) else [value]:
+            if isinstance(item, str) and item in secrets:
+                name = secrets[item]
+                yield f"{key}: equals the secret ${name}, which would be saved with the run; leave it out"
+
+
+def options(folders: Sequence[Path]) -> Groups:
+    """The config groups with the names of their files, without `base`, which is not selectable."""
+    groups: Groups = {}
+    for folder in folders:
+        for file in (*folder.glob("*/*.yaml"), *folder.glob("hydra/*/*.yaml")):
+            group = file.parent.relative_to(folder).as_posix()
+            if group != "base":
+                groups.setdefault(group, set()).add(file.stem)
+    return groups
+
+
+def _problems(override: Override, fields: Fields, groups: Groups, multirun: bool) -> list[str]:
+    key, text = override.key_or_group, shown(override.input_line)
+    if key == "hydra.searchpath":
+        return [f"{text}: not supported; give one folder with config groups: --config-dir DIR"]
+    if key.startswith(("hydra.job.env_set", "hydra.job.env_copy")):
+        return [f"{text}: not supported, because Hydra would save the values; set the variables in the shell"]
+    if key == "hydra/launcher" and override.value() == "joblib":
+        return [f"{text}: not supported, because it cannot stop a cell after a checkpoint; use sweep.parallel=N"]
+    if key in ("hydra/sweeper", "hydra/launcher") and not multirun:
+        return [f"{text}: applies only to a sweep; add -m (--multirun)"]
+    if key == "hydra":
+        return [f"{text}: hydra is a group of keys; set one of them, such as hydra.run.dir=DIR"]
+    if key.split(".")[0].split("/")[0] == "hydra":
+        return []  # Hydra checks its own keys
+    if key not in fields and key not in groups:
+        if inside := [known for known in fields if known.startswith(f"{key}.")]:
+            return [f"{text}: {key} is a group of keys; set one of them: {', '.join(inside)}"]
+        return [f"{text}: unknown key '{shown(key)}'; {_suggestion(key, fields, groups)}"]
+    if override.is_delete():
+        return [f"{text}: a key cannot be removed; set it to another value"]
+    if override.is_add() or override.is_force_add():
+        return [f"{text}: '{key}' exists already; write {key}=… without the plus sign"]
+    if override.is_sweep_override() and not multirun:
+        return [f"{text}: several values need -m (--multirun)"]
+    if override.is_sweep_override() and key == "sweep":
+        return [f"{text}: a command runs only one named sweep; use a command for each"]
+    if key in groups:
+        lines = [_unknown_option(key, value, groups[key]) for value in _values(override)]
+    else:
+        lines = [_wrong_value(key, fields[key], value) for value in _values(override)]
+    return [line for line in lines if line]
+
+
+def _values(override: Override) -> list[Any]:
+    """The values of an override: both ends of an interval, and none of a glob, which Hydra expands."""
+    if override.value_type == ValueType.GLOB_CHOICE_SWEEP:
+        return []
+    value = override.value()
+    if isinstance(value, IntervalSweep):
+        return [int(end) if isinstance(end, float) and end.is_integer() else end for end in (value.start, value.end)]
+    return list(override.sweep_iterator()) if override.is_sweep_override() else [value]
+
+
+def _unknown_option(group: str, value: Any, known: set[str]) -> str | None:
+    if isinstance(value, str) and value in known:
+        return None
+    close = difflib.get_close_matches(str(value), known, n=1, cutoff=0.5)
+    hint = f"did you mean '{close[0]}'? Options" if close else "options"
+    return f"{group}={shown(value)}: no such option; {hint}: {', '.join(sorted(known))}"
+
+
+def _wrong_value(key: str, field: dataclasses.Field[Any], value: Any) -> str | None:
+    if isinstance(value, str) and "${" in value:
+        return None  # Hydra resolves and checks an interpolation
+    kinds = [kind for kind in getattr(field.type, "__args__", (field.type,)) if kind is not type(None)]
+    is_list = list in (field.type, getattr(field.type, "__origin__", None))
+    kind: Any = list if is_list else kinds[0]
+    schema = OmegaConf.structured(Config)
+    try:
+        OmegaConf.update(schema, key, value)
+        wrong = kind is bool and not isinstance(value, bool | str)  # OmegaConf converts any number to a bool
+        wrong |= is_list and any(not isinstance(item, str) for item in value)
+    except OmegaConfBaseException:
+        wrong = True
+    if not wrong:
+        return field_problem(key, field, OmegaConf.select(schema, key), typed=shown(value))
+    if choices := field.metadata.get("choices"):
+        return f"{key}={shown(value)}: must be one of {', '.join(choices)}"
+    optional = " or null" if type(None) in getattr(field.type, "__args__", ()) else ""
+    fix = f"; write {int(value)}" if kind is int and isinstance(value, float) and value.is_integer() else ""
+    return f"{key}={shown(value)}: must be {KINDS.get(kind, 'a value')}{optional}{fix}"
+
+
+def _suggestion(key: str, fields: Fields, groups: Groups) -> str:
+    """Suggest a key with the same last part, a key of similar spelling, or the keys of the same group."""
+    known = [*fields, *groups]
+    section, _, name = key.rpartition(".")
+    same_name = [k for k in known if name in k.split(".")[1:]]
+    if close := same_name or difflib.get_close_matches(key, known, n=1, cutoff=0.7):
+        return f"did you mean '{close[0]}'?"
+    if section and (inside := [k.rpartition(".")[2] for k in fields if k.rpartition(".")[0] == section]):
+        return f"keys of {section}: {', '.join(inside)}"
+    return "gptexp train --help lists all keys"

@@ -1,0 +1,64 @@
+"""Paths: files and globs in the configuration, and the folder of the YAML files."""
+
+import glob
+import os
+from pathlib import Path
+from typing import Any
+
+import gptexp
+from gptexp.process.errors import ConfigError
+
+OWN_CONF = "GPTEXP_CONF"  # environment: path of a folder that replaces conf/
+
+
+def conf_dir() -> Path:
+    """The folder of YAML files: $GPTEXP_CONF if it is set, else `packaged_conf`. Raises `ConfigError`."""
+    own = os.environ.get(OWN_CONF)
+    if not own:
+        return packaged_conf()
+    if not (Path(own) / "config.yaml").is_file():
+        raise ConfigError(f"{OWN_CONF}={own}: contains no config.yaml; set {OWN_CONF} to the folder that contains it")
+    return Path(own).resolve()
+
+
+def packaged_conf() -> Path:
+    """conf/ in the installed package, else in the checkout. Raises `ConfigError`."""
+    package = Path(gptexp.__file__).resolve().parent
+    for candidate in (package / "conf", package.parent / "conf"):
+        if (candidate / "config.yaml").is_file():
+            return candidate
+    raise ConfigError(f"{package / 'conf'}: contains no config.yaml; set {OWN_CONF} to the folder that contains it")
+
+
+def is_path_list(value: Any) -> bool:
+    """Whether `value` is a path or a glob, or a non-empty list of them."""
+    return isinstance(value, str) or (
+        isinstance(value, list) and bool(value) and all(isinstance(v, str) for v in value)
+    )
+
+
+def path_list(value: str | list[str]) -> list[str]:
+    return [value] if isinstance(value, str) else value
+
+
+def matching_files(pattern: str) -> list[Path]:
+    """The file with exactly this name if there is one, else the files that match the glob, sorted."""
+    if is_file(Path(pattern)):
+        return [Path(pattern)]
+    return [Path(p) for p in sorted(glob.glob(pattern, recursive=True)) if is_file(Path(p))]
+
+
+def absolute(pattern: str) -> str:
+    """The absolute path or glob. Special characters in the path of the working directory are escaped in a glob."""
+    if Path(pattern).expanduser().is_absolute():
+        return str(Path(pattern).expanduser())
+    path = Path.cwd() / pattern
+    return str(path if is_file(path) else Path(glob.escape(str(Path.cwd()))) / pattern)
+
+
+def is_file(path: Path) -> bool:
+    """Whether `path` is a file. False where `Path.is_file` raises `OSError`, for example for a long name."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False

@@ -1,0 +1,256 @@
+"""The rules that concern several configuration keys.
+
+They are checked before torch is imported and before a file is created. Each problem is one line with the value, the
+rule and the fix.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from gptexp.config.batch import count_val_windows, is_power_of_two, legal_micro_batches, plan_batch
+from gptexp.config.paths import is_path_list, matching_files, path_list
+from gptexp.config.schedule import resolve_schedule
+from gptexp.config.schema import VOCAB_SIZES, Config, field_problems, shown
+from gptexp.process.errors import ConfigError
+
+RUN_LENGTH = ("train.max_tokens", "train.max_steps", "batch.total_batch_size")
+WARMUP = ("schedule.name", "schedule.warmup_ratio", "schedule.warmup_tokens", "schedule.warmup_steps")
+LENGTHS_IN_STEPS = {
+    "train.max_steps": "the number of training tokens",
+    "schedule.warmup_steps": "the number of warm-up tokens",
+    "schedule.decay_steps": "the number of decay tokens",
+}
+SEQ_LEN = ("batch.seq_len", "model.block_size")
+LEAST_STEPS = 4  # minimum of the default half-life of the noise scale's averages
+
+
+def check(cfg: Config, world_size: int) -> None:
+    """Raise `ConfigError` with every problem of a run of `cfg` on `world_size` ranks."""
+    if found := problems(cfg, world_size):
+        raise ConfigError(found)
+
+
+def problems(cfg: Config, world_size: int) -> list[str]:
+    """Every problem of `cfg`, one line each. A rule is skipped if one of its keys has an invalid value."""
+    invalid = field_problems(cfg)
+    found = list(invalid.values())
+    for rule, keys in RULES:
+        if invalid.keys().isdisjoint(keys):
+            found += rule(cfg, world_size)
+    return found
+
+
+def in_steps(values: dict[str, Any]) -> Iterator[str]:
+    """Yield a line for each length in steps in `values` (dotted key -> value): it confounds a sweep of batch sizes."""
+    for key, what in LENGTHS_IN_STEPS.items():
+        if values.get(key) is not None:
+            yield f"{key}={values[key]} counts steps, so {what} differs between batch sizes; give it in tokens"
+
+
+def noise_half_life(cfg: Config, run_tokens: int) -> float:
+    """Half-life of the noise scale's averages, in tokens."""
+    return cfg.log.noise_half_life_tokens or max(run_tokens / 100, LEAST_STEPS * cfg.batch.total_batch_size)
+
+
+def why_unmeasured(cfg: Config, micro_batch_size: int, world_size: int) -> str | None:
+    """The reason why a run does not measure its noise scale; None if it does."""
+    return "log.noise_scale=off" if cfg.log.noise_scale == "off" else unmeasurable(cfg, micro_batch_size, world_size)
+
+
+def unmeasurable(cfg: Config, micro_batch_size: int, world_size: int) -> str | None:
+    """The reason why a run cannot measure its noise scale, with the fix; None if it can."""
+    total, t = cfg.batch.total_batch_size, cfg.seq_len
+    if cfg.data.order == "sequential":
+        return (
+            "data.order=sequential puts consecutive text into one micro-batch, but the estimate needs independent "
+            "sequences; "
+            "use data.order=shuffled"
+        )
+    if micro_batch_size * t * world_size < total or world_size > 1:
+        return None
+    smaller = [size for size in legal_micro_batches(total, t, world_size) if size < micro_batch_size]
+    fix = f"use batch.micro_batch_size={smaller[0]}" if smaller else "use a larger batch.total_batch_size"
+    return f"the estimate compares micro-batches, and a step on one rank has only one; {fix}"
+
+
+def _heads(cfg: Config, _: int) -> Iterator[str]:
+    m = cfg.model
+    if m.n_embd % m.n_head:
+        below = m.n_embd // m.n_head * m.n_head
+        nearest = f"{below} or {below + m.n_head}" if below else m.n_head
+        yield f"model.n_embd={m.n_embd}: not divisible by model.n_head={m.n_head}; nearest: {nearest}"
+
+
+def _vocabulary(cfg: Config, _: int) -> Iterator[str]:
+    ids = VOCAB_SIZES[cfg.data.tokenizer]
+    if cfg.model.vocab_size < ids:
+        yield (
+            f"model.vocab_size={cfg.model.vocab_size}: smaller than the {ids:,} ids of "
+            f"data.tokenizer={cfg.data.tokenizer}; use {-(-ids // 128) * 128} (padded to a multiple of 128)"
+        )
+
+
+def _sequence(cfg: Config, _: int) -> Iterator[str]:
+    t, block_size = cfg.seq_len, cfg.model.block_size
+    if t > block_size:
+        yield (
+            f"batch.seq_len={t}: longer than model.block_size={block_size}; "
+            f"use batch.seq_len={block_size} or model.block_size={t}"
+        )
+
+
+def _batch(cfg: Config, world_size: int) -> Iterator[str]:
+    try:
+        plan_batch(cfg.batch.total_batch_size, cfg.batch.asked_micro_batch_size or 1, cfg.seq_len, world_size)
+    except ValueError as error:
+        yield str(error)
+
+
+def _tree(cfg: Config, world_size: int) -> Iterator[str]:
+    if cfg.train.reduction != "tree":
+        return
+    given, total, size = "train.reduction=tree", cfg.batch.total_batch_size, cfg.batch.asked_micro_batch_size
+    if not is_power_of_two(world_size):
+        yield f"{given}: the number of ranks must be a power of two, not {world_size}; use world.size=1, 2, 4 or 8"
+    elif total % ((size or 1) * cfg.seq_len * world_size) == 0:
+        sequences = total // (cfg.seq_len * world_size)
+        legal = [s for s in legal_micro_batches(total, cfg.seq_len, world_size) if is_power_of_two(sequences // s)]
+        use = f"use batch.micro_batch_size={' or '.join(map(str, legal[:4]))}"
+        if size is None:
+            yield f"batch.micro_batch_size=auto: {given} needs a number, because its result depends on the size; {use}"
+        elif size not in legal:
+            yield (
+                f"{given}: the number of micro-batches in a step must be a power of two, not "
+                f"{total // (size * cfg.seq_len)}; {use}"
+            )
+    if cfg.world.threads_per_rank not in (None, 1):
+        yield f"world.threads_per_rank={cfg.world.threads_per_rank}: {given} needs one thread per rank; leave it out"
+
+
+def _noise_scale(cfg: Config, world_size: int) -> Iterator[str]:
+    size = cfg.batch.asked_micro_batch_size or 1  # the ranks resolve `auto` later
+    if cfg.log.noise_scale == "on" and (why := unmeasurable(cfg, size, world_size)):
+        yield f"log.noise_scale=on: {why}"
+
+
+def _profile(cfg: Config, _: int) -> Iterator[str]:
+    steps, _tokens = cfg.run_length
+    if cfg.train.profile and steps < 2:
+        yield "train.profile=true: the profiler skips the first step, and this run has only one; lengthen the run"
+
+
+def _warmup(cfg: Config, _: int) -> Iterator[str]:
+    _, run_tokens = cfg.run_length
+    warmup = resolve_schedule(cfg, run_tokens).warmup_tokens
+    key = _first_given(cfg.schedule, "warmup_steps", "warmup_tokens") or "warmup_ratio"
+    given = f"schedule.{key}={getattr(cfg.schedule, key)}"
+    if warmup >= run_tokens:
+        yield (
+            f"{given}: the warm-up of {warmup:,} tokens is not shorter than the run of {run_tokens:,} tokens, "
+            "so the learning rate would not reach its peak; shorten the warm-up or lengthen the run"
+        )
+    if cfg.schedule.name == "inverse_sqrt" and warmup == 0:
+        yield f"{given}: inverse_sqrt needs a warm-up; set schedule.warmup_ratio above 0"
+
+
+def _decay(cfg: Config, _: int) -> Iterator[str]:
+    key = _first_given(cfg.schedule, "decay_steps", "decay_tokens")
+    _, run_tokens = cfg.run_length
+    schedule = resolve_schedule(cfg, run_tokens)
+    if key and cfg.schedule.name in ("cosine", "linear", "wsd") and schedule.decay_tokens <= schedule.warmup_tokens:
+        yield (
+            f"schedule.{key}={getattr(cfg.schedule, key)}: the decay ends at {schedule.decay_tokens:,} tokens, not "
+            f"after the warm-up of {schedule.warmup_tokens:,} tokens; lengthen the decay or shorten the warm-up"
+        )
+
+
+def _first_given(section: Any, *keys: str) -> str | None:
+    """The first of `keys` that is not null; it takes precedence over the others."""
+    return next((key for key in keys if getattr(section, key) is not None), None)
+
+
+def _paths(cfg: Config, _: int) -> Iterator[str]:
+    for key in ("path", "val_path"):
+        value = getattr(cfg.data, key)
+        if value is None:
+            continue
+        if not is_path_list(value):
+            yield f"data.{key}={shown(value)}: must be a file, a glob or a list of them"
+            continue
+        for pattern in path_list(value):
+            if not matching_files(pattern):
+                yield f"data.{key}={shown(pattern)}: no such file; give a file, a glob or a list of them"
+
+
+def _corpus(cfg: Config, _: int) -> Iterator[str]:
+    d = cfg.data
+    if d.name == "text" and d.path is None:
+        yield "data.path=null: data=text needs text to read; give data.path=FILE, a glob or a list"
+    if d.name != "text" and d.path is not None:
+        yield f"data.path={shown(d.path)}: only data=text reads it; use data=text or leave it out"
+
+
+def _corpus_length(cfg: Config, _: int) -> Iterator[str]:
+    window = cfg.seq_len + 1
+    if cfg.data.max_tokens is not None and cfg.data.max_tokens < window:
+        yield (
+            f"data.max_tokens={cfg.data.max_tokens}: fewer than one window of seq_len+1 = {window} tokens; "
+            f"use {window} or more"
+        )
+
+
+def _validation(cfg: Config, _: int) -> Iterator[str]:
+    d, t = cfg.data, cfg.seq_len
+    if d.val_tokens and count_val_windows(d.val_tokens, t) == 0:
+        yield (
+            f"data.val_tokens={d.val_tokens}: rounds to 0 windows of seq_len={t} tokens; use {t} or more, "
+            "or 0 for no validation"
+        )
+    if d.val_path is not None and d.val_tokens == 0:
+        yield (
+            f"data.val_path={shown(d.val_path)}: conflicts with data.val_tokens=0, which turns validation off; "
+            "leave out one of them"
+        )
+
+
+def _held_out(cfg: Config, _: int) -> Iterator[str]:
+    d = cfg.data
+    if d.max_tokens is not None and d.val_path is None and d.val_tokens >= d.max_tokens:
+        yield (
+            f"data.val_tokens={d.val_tokens}: leaves none of data.max_tokens={d.max_tokens} for training; use fewer, "
+            "or set data.val_path"
+        )
+
+
+def _one_device(cfg: Config, world_size: int) -> Iterator[str]:
+    if cfg.train.device == "mps" and world_size > 1:
+        yield f"train.device=mps: supports only one rank, not {world_size}; use world.size=1"
+
+
+def _backend(cfg: Config, _: int) -> Iterator[str]:
+    if cfg.world.backend == "nccl" and cfg.train.device in ("cpu", "mps"):
+        yield (
+            f"world.backend=nccl: needs CUDA devices, and train.device={cfg.train.device}; "
+            "use world.backend=gloo or auto"
+        )
+
+
+# Each rule with the keys that it reads. It is applied if each of these keys has a valid value.
+RULES: tuple[tuple[Callable[[Config, int], Iterator[str]], tuple[str, ...]], ...] = (
+    (_heads, ("model.n_embd", "model.n_head")),
+    (_vocabulary, ("model.vocab_size", "data.tokenizer")),
+    (_sequence, SEQ_LEN),
+    (_batch, ("batch.total_batch_size", "batch.micro_batch_size", "world.size", *SEQ_LEN)),
+    (_tree, ("batch.total_batch_size", "batch.micro_batch_size", "world.size", "world.threads_per_rank", *SEQ_LEN)),
+    (_noise_scale, ("batch.total_batch_size", "batch.micro_batch_size", "world.size", "data.order", *SEQ_LEN)),
+    (_profile, RUN_LENGTH),
+    (_warmup, (*RUN_LENGTH, *WARMUP)),
+    (_decay, ("schedule.name", "schedule.decay_tokens", "schedule.decay_steps", *RUN_LENGTH, *WARMUP)),
+    (_paths, ("data.path", "data.val_path")),
+    (_corpus, ("data.name", "data.path")),
+    (_corpus_length, ("data.max_tokens", *SEQ_LEN)),
+    (_validation, ("data.val_tokens", "data.val_path", *SEQ_LEN)),
+    (_held_out, ("data.val_tokens", "data.max_tokens", "data.val_path")),
+    (_one_device, ("train.device", "world.size")),
+    (_backend, ("world.backend", "train.device")),
+)

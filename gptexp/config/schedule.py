@@ -1,0 +1,60 @@
+"""The learning rate as a pure function of tokens.
+
+The warm-up counts the tokens up to the end of the step, the decay those before the step. So both factors are 1 where
+the warm-up ends, the first step has a learning rate above 0, and after the warm-up the rate at a given token count is
+the same for every batch size. The decay ends at `decay_tokens`, which may differ from the length of the run: GPT-3
+decays over 260B of its 300B tokens (arXiv 2005.14165, appendix B).
+"""
+
+import math
+from dataclasses import dataclass
+
+from gptexp.config.schema import Config
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A learning-rate schedule with all lengths in tokens. Built by `resolve_schedule`."""
+
+    name: str
+    warmup_tokens: int
+    decay_tokens: int  # end of the decay, counted from the start of the run
+    min_lr_ratio: float
+    cooldown_ratio: float
+    cooldown: str
+
+    def lr_factor(self, tokens_before: int, step_tokens: int) -> float:
+        """Factor of the peak learning rate for the step that consumes `step_tokens` after `tokens_before`."""
+        if tokens_before + step_tokens <= self.warmup_tokens:
+            return (tokens_before + step_tokens) / self.warmup_tokens
+        return self._decay(max(tokens_before, self.warmup_tokens))
+
+    def _decay(self, tokens: int) -> float:
+        if self.name == "constant":
+            return 1.0
+        if self.name == "inverse_sqrt":
+            return math.sqrt(self.warmup_tokens / tokens)
+        start = self.warmup_tokens
+        if self.name == "wsd":
+            start = max(start, round((1 - self.cooldown_ratio) * self.decay_tokens))
+        if tokens >= self.decay_tokens:
+            return self.min_lr_ratio
+        x = max(0.0, (tokens - start) / (self.decay_tokens - start))  # completed share of the decay
+        if self.name == "cosine":
+            x = 0.5 * (1 - math.cos(math.pi * x))
+        elif self.name == "wsd" and self.cooldown == "1-sqrt":
+            x = math.sqrt(x)
+        return 1 - (1 - self.min_lr_ratio) * x
+
+
+def resolve_schedule(cfg: Config, run_tokens: int) -> Schedule:
+    """Convert the ratios and steps of `cfg.schedule` to tokens, for a run of `run_tokens` tokens."""
+    c, step_tokens = cfg.schedule, cfg.batch.total_batch_size
+    if c.warmup_steps is not None:
+        warmup = c.warmup_steps * step_tokens
+    elif c.warmup_tokens is not None:
+        warmup = c.warmup_tokens
+    else:
+        warmup = round(c.warmup_ratio * run_tokens)
+    decay = c.decay_tokens or run_tokens if c.decay_steps is None else c.decay_steps * step_tokens
+    return Schedule(c.name, warmup, decay, c.min_lr_ratio, c.cooldown_ratio, c.cooldown)

@@ -1,0 +1,361 @@
+"""Every configuration key: its type, its default and its legal values.
+
+All defaults are defined here. Files under conf/ only set values that differ from them. A rule that concerns a single
+key is on that key's line and is checked by `field_problems`. Rules that concern several keys are in rules.py.
+
+A key in steps (`*_steps`, `*_every`) is null by default and takes precedence over the same key in tokens. The defaults
+are in tokens because the meaning of a length in steps depends on the batch size.
+"""
+
+import dataclasses
+import hashlib
+import json
+import math
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import UnionType
+from typing import Any
+
+from gptexp.config.batch import run_length
+
+AUTO = "auto"  # the value is chosen on the machine and saved in effective.json
+LIMIT = 2**63  # exclusive upper bound of counts: torch and numpy have 64-bit integers
+
+# Number of ids, including special tokens. Encodings with more than 65,536 ids do not fit into the 16-bit token files.
+VOCAB_SIZES = {"gpt2": 50257, "r50k_base": 50257, "p50k_base": 50281, "p50k_edit": 50284}
+
+
+def _ruled(default: Any, holds: Callable[[Any], bool], rule: str) -> Any:
+    """A key whose value must satisfy `holds` unless it is None; `rule` is the text of the error."""
+    return field(default=default, metadata={"rule": (holds, rule)})
+
+
+def _choice(*values: str) -> Any:
+    """A key whose value is one of `values`; the first is the default."""
+    return field(default=values[0], metadata={"choices": values})
+
+
+def _limit(value: float) -> float:
+    return LIMIT if isinstance(value, int) else math.inf
+
+
+def _positive(default: Any) -> Any:
+    return _ruled(default, lambda v: 0 < v < _limit(v), "must be a finite number above 0 (a count: below 2^63)")
+
+
+def _not_negative(default: Any) -> Any:
+    return _ruled(default, lambda v: 0 <= v < _limit(v), "must be a finite number, 0 or above (a count: below 2^63)")
+
+
+def _ratio(default: float) -> Any:
+    return _ruled(default, lambda v: 0 <= v <= 1, "must lie in [0, 1]")
+
+
+def _below_one(default: float) -> Any:
+    return _ruled(default, lambda v: 0 <= v < 1, "must lie in [0, 1)")
+
+
+def _count_or_auto(default: int | str) -> Any:
+    legal = lambda v: v == AUTO or (isinstance(v, int) and 0 < v < LIMIT)  # noqa: E731
+    return _ruled(default, legal, "must be a whole number above 0, or auto")
+
+
+def _name(default: str | None) -> Any:
+    """A key with the name of a directory or a project."""
+    legal = re.compile(r"(?!\.+$)[A-Za-z0-9._-]{1,80}")
+    return _ruled(default, lambda v: legal.fullmatch(v) is not None, "must be 1 to 80 characters of A-Z a-z 0-9 . _ -")
+
+
+@dataclass
+class ModelConfig:
+    """GPT-2's architecture: pre-norm, GELU(tanh), learned positions, wte tied to lm_head."""
+
+    n_layer: int = _positive(12)  # number of blocks
+    n_head: int = _positive(12)  # number of attention heads; must divide n_embd
+    n_embd: int = _positive(768)  # width of the residual stream
+    block_size: int = _positive(1024)  # tokens: maximum length of a sequence
+    vocab_size: int = _positive(50304)  # ids: GPT-2's 50,257, padded to a multiple of 128
+    dropout: float = _below_one(0.0)  # probability; 0 for pretraining, where one epoch does not overfit
+    bias: bool = True  # whether linear layers and LayerNorms have biases, as in GPT-2
+
+
+@dataclass
+class OptimConfig:
+    """AdamW as GPT-3 uses it (arXiv 2005.14165, appendix B)."""
+
+    name: str = _choice("adamw")  # algorithm of the updates
+    lr: float = _positive(6e-4)  # peak learning rate; each model file sets its own
+    beta1: float = _below_one(0.9)  # decay rate of the first moment
+    beta2: float = _below_one(0.95)  # decay rate of the second moment
+    eps: float = _positive(1e-8)  # added to the square root of the second moment
+    weight_decay: float = _not_negative(0.1)  # decoupled; only for tensors of two or more dimensions
+    grad_clip: float = _not_negative(1.0)  # maximum of the global gradient norm; 0: no clipping
+    fused: str = _choice("auto", "on", "off")  # AdamW's fused kernel; auto: used if the device has one
+
+
+@dataclass
+class ScheduleConfig:
+    """Warm-up and decay of the learning rate."""
+
+    name: str = _choice("cosine", "linear", "wsd", "constant", "inverse_sqrt")  # shape after the warm-up
+    warmup_ratio: float = _ratio(0.1)  # share of the run's tokens
+    warmup_tokens: int | None = _not_negative(None)  # tokens; takes precedence over warmup_ratio
+    warmup_steps: int | None = _not_negative(None)  # steps; takes precedence over warmup_tokens
+    decay_tokens: int | None = _positive(None)  # tokens: end of the decay; null: the end of the run
+    decay_steps: int | None = _positive(None)  # steps; takes precedence over decay_tokens
+    min_lr_ratio: float = _ratio(0.1)  # share of optim.lr: final value of cosine, linear and wsd
+    cooldown_ratio: float = _ruled(0.2, lambda v: 0 < v <= 1, "must lie in (0, 1]")  # of the horizon: decay of wsd
+    cooldown: str = _choice("linear", "1-sqrt")  # shape of wsd's decay; arXiv 2405.18392
+
+
+@dataclass
+class BatchConfig:
+    """Tokens of one optimizer step: total_batch_size = B * T * world.size * grad_accum_steps."""
+
+    total_batch_size: int = _positive(8192)  # tokens per optimizer step, summed over all ranks
+    micro_batch_size: int | str = _count_or_auto(8)  # B: sequences per rank and forward pass; auto: the maximum that
+    # divides the step and fits into memory
+    seq_len: int | None = _positive(None)  # T: tokens per sequence; null: model.block_size
+
+    @property
+    def asked_micro_batch_size(self) -> int | None:
+        """micro_batch_size if it is a number; None for auto."""
+        return self.micro_batch_size if isinstance(self.micro_batch_size, int) else None
+
+
+@dataclass
+class WorldConfig:
+    """The processes of one run."""
+
+    size: int | None = _positive(None)  # number of ranks; null: as started by the launcher, else 1
+    backend: str = _choice("auto", "nccl", "gloo")  # of torch.distributed; auto: nccl on GPUs, gloo on CPUs
+    threads_per_rank: int | None = _positive(None)  # CPU threads; null: the node's cores divided by its ranks
+    timeout_s: float = _ruled(600.0, lambda v: 0 < v <= 1e6, "must be above 0, at most 1000000")  # seconds that a rank
+    # waits for the others, in a collective or for the metrics of a step, before it fails
+    max_restarts: int = _not_negative(0)  # number of restarts of failed ranks by gptexp's launcher
+
+
+@dataclass
+class DataConfig:
+    """Corpus, tokenizer, order and validation set."""
+
+    name: str = _choice("stdlib", "shakespeare", "text")  # corpus
+    path: Any = None  # of data=text: a file, a glob or a list of them
+    tokenizer: str = _choice("gpt2", "r50k_base", "p50k_base", "p50k_edit")  # of tiktoken, with ids that fit 16 bits
+    order: str = _choice("shuffled", "sequential")  # shuffled: without replacement, in another order each epoch
+    val_tokens: int = _not_negative(8192)  # tokens held out, rounded to complete windows; 0: no validation
+    val_path: Any = None  # validation text: a file, a glob or a list of them; null: held out from the corpus
+    max_tokens: int | None = _positive(None)  # tokens: only the first of the corpus are used; null: all
+    cache_dir: str | None = None  # directory of token files; null: $GPTEXP_CACHE, else the user's cache directory
+
+
+@dataclass
+class TrainConfig:
+    """Length, intervals, numerics."""
+
+    max_tokens: int = _positive(409_600)  # tokens: the run ends with the step that reaches them
+    max_steps: int | None = _positive(None)  # steps; takes precedence over max_tokens
+    eval_every_tokens: int | None = _not_negative(None)  # tokens; null: a tenth of the run; 0: only at the end
+    eval_every: int | None = _not_negative(None)  # steps; takes precedence over eval_every_tokens
+    save_every_tokens: int | None = _not_negative(None)  # tokens; null: a tenth of the run; 0: only at the end
+    save_every: int | None = _not_negative(None)  # steps; takes precedence over save_every_tokens
+    keep_last: int = _not_negative(2)  # number of newest checkpoints that are kept; 0: all
+    keep_every_tokens: int = _not_negative(0)  # tokens: also keeps the first checkpoint after each multiple; 0: none
+    keep_every: int | None = _not_negative(None)  # steps; takes precedence over keep_every_tokens
+    keep_best: bool = True  # also keeps the checkpoint with the lowest validation loss
+    nonfinite: str = _choice("stop", "skip", "rollback")  # action after a step with a non-finite loss or gradient: end
+    # as diverged; leave out the update; or load the newest checkpoint and skip the data of the steps since then
+    divergence_nats: float | None = _positive(1.0)  # nats per token: the run has diverged if its smoothed loss stays
+    # this far above its minimum for 1% of the run; null: only if the loss is non-finite
+    reduction: str = _choice("mean", "tree")  # of gradients; mean: by DDP; tree: the same bits at any world size
+    log_every: int = _positive(1)  # steps
+    max_minutes: float | None = _positive(None)  # minutes until the run saves a checkpoint and stops; null: no limit
+    seed: int = _ruled(1337, lambda v: 0 <= v < LIMIT, "must lie in [0, 2^63)")  # of weights, data order and dropout
+    deterministic: bool = False  # torch's deterministic algorithms: slower, the same bits in each run on GPUs
+    dtype: str = _choice("auto", "float32", "bfloat16")  # auto: bfloat16 if the hardware has bfloat16 arithmetic
+    matmul_precision: str = _choice("auto", "highest", "high", "medium")  # of float32, torch's names; high: TF32
+    attention: str = _choice("auto", "cudnn", "flash", "efficient", "math")  # torch's kernels; if set, no other is used
+    compile: str = _choice("auto", "on", "off")  # torch.compile; auto: on for GPUs and for long runs on CPUs
+    loss: str = _choice("auto", "plain", "chunked")  # chunked: keeps no logits; auto: for CPUs without compiled bf16
+    activation_checkpointing: bool = False  # keeps only each block's input and recomputes the rest: needs less memory
+    device: str = _choice("auto", "cpu", "cuda", "mps")  # auto: the first available of cuda, mps and cpu
+    profile: bool = False  # traces a few steps with torch's profiler and reports their time by kind of work
+
+
+@dataclass
+class WandbConfig:
+    mode: str = _choice("auto", "online", "offline", "disabled")  # auto: online if an API key is found, else offline
+    project: str = _name("gptexp")  # project on wandb
+    group: str | None = None  # null: the sweep's name
+    name: str | None = None  # null: model, learning rate and batch
+    tags: list[str] = field(default_factory=list)  # tags of the run on wandb
+    artifacts: bool = False  # also uploads the newest checkpoint when the run ends
+
+
+@dataclass
+class LogConfig:
+    progress: str = _choice("auto", "bar", "lines", "json", "off")  # auto: a bar on a terminal, else lines
+    sample_tokens: int = _not_negative(48)  # tokens of the sample that is printed after the run; 0: no sample
+    mfu_peak: str = _choice("auto", "measured")  # of MFU; auto: from the data sheet; measured: rate of matrix products
+    noise_scale: str = _choice("auto", "on", "off")  # gradient noise scale of logged steps; auto: if measurable
+    noise_half_life_tokens: int | None = _positive(None)  # tokens; null: 1% of the run, at least 4 steps
+    wandb: WandbConfig = field(default_factory=WandbConfig)
+
+
+@dataclass
+class SweepConfig:
+    name: str | None = _name(None)  # directory in outputs/; null: a hash of the config without swept keys
+    cells: int = _positive(1)  # number of cells, set by multirun: they share the cost of the first compilation
+    parallel: int | str = _count_or_auto(AUTO)  # number of cells that run at once, each on its own GPUs; auto: as many
+    # as the GPUs allow, one on a CPU
+
+
+@dataclass
+class Config:
+    """The configuration of one run."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    world: WorldConfig = field(default_factory=WorldConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    sweep: SweepConfig = field(default_factory=SweepConfig)
+    init_from: str | None = None  # run directory: the new run starts from its newest weights
+
+    @property
+    def seq_len(self) -> int:
+        """T: tokens per sequence."""
+        return self.batch.seq_len or self.model.block_size
+
+    @property
+    def run_length(self) -> tuple[int, int]:
+        """(steps, tokens) of the run; see `batch.run_length`."""
+        return run_length(self.train.max_tokens, self.train.max_steps, self.batch.total_batch_size)
+
+
+# Keys that do not change the final weights, except that the micro-batch size changes their rounding and, with dropout,
+# the dropped values.
+IRRELEVANT_TO_RESULT = (
+    "world",
+    "log",
+    "sweep",
+    "data.path",  # paths do not matter: a run compares the hash of the tokens
+    "data.val_path",
+    "data.cache_dir",
+    "batch.micro_batch_size",
+    "train.device",
+    "train.activation_checkpointing",
+    "train.eval_every_tokens",
+    "train.eval_every",
+    "train.save_every_tokens",
+    "train.save_every",
+    "train.keep_last",
+    "train.keep_every_tokens",
+    "train.keep_every",
+    "train.keep_best",
+    "train.log_every",
+    "train.max_minutes",
+    "train.profile",
+)
+
+
+# Keys that determine the sizes of a step's tensors.
+DECIDING_MEMORY = ("model", "batch", "world.size", "train.dtype", "train.compile", "train.loss",
+                   "train.activation_checkpointing", "train.reduction")  # fmt: skip
+
+
+def fields_of(config: Any, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field[Any], Any]]:
+    """Yield (dotted key, field, value) for every leaf of a config dataclass."""
+    for f in dataclasses.fields(config):
+        value = getattr(config, f.name)
+        if dataclasses.is_dataclass(value):
+            yield from fields_of(value, f"{prefix}{f.name}.")
+        else:
+            yield f"{prefix}{f.name}", f, value
+
+
+def field_problems(config: Config) -> dict[str, str]:
+    """For each key whose value breaks the key's own rule, a line with the error."""
+    lines = {key: field_problem(key, f, value) for key, f, value in fields_of(config)}
+    return {key: line for key, line in lines.items() if line}
+
+
+def field_problem(key: str, f: dataclasses.Field[Any], value: Any, typed: str | None = None) -> str | None:
+    """The error of a value of the right type, as a line, or None. `typed` is the text that the user gave."""
+    given = f"{key}={shown(value) if typed is None else typed}"
+    if (choices := f.metadata.get("choices")) and value not in choices:
+        return f"{given}: must be one of {', '.join(choices)}"
+    if "rule" in f.metadata and value is not None:
+        holds, rule = f.metadata["rule"]
+        if not holds(value):
+            return f"{given}: {rule}"
+    return None
+
+
+def shown(value: Any) -> str:
+    """The value as text for the command line, at most 200 characters long."""
+    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    return text if len(text) <= 200 else f"{text[:197]}..."
+
+
+def counted(number: int, noun: str) -> str:
+    """The number with its noun, for example "1 rank" or "2,000 ranks"."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """Convert a config dataclass to nested dictionaries and lists for YAML and JSON."""
+    return dataclasses.asdict(config)
+
+
+def from_dict(values: dict[str, Any], cls: type[Any] = Config) -> Any:
+    """Rebuild a `cls` from the result of `to_dict`. Raises `ValueError` for an unknown key or a wrong type."""
+    fields = {f.name: f for f in dataclasses.fields(cls)}
+    if not isinstance(values, dict):
+        raise ValueError(f"a saved {cls.__name__} must be a mapping of keys to values, not {shown(values)}")
+    if unknown := sorted(values.keys() - fields.keys()):
+        raise ValueError(
+            f"unknown key '{unknown[0]}' in a saved {cls.__name__}; another version of gptexp may have saved it"
+        )
+    rebuilt = {}
+    for name, value in values.items():
+        kind = fields[name].type
+        if dataclasses.is_dataclass(kind):
+            rebuilt[name] = from_dict(value, kind)  # type: ignore[arg-type]
+        elif fits_type(value, kind):
+            rebuilt[name] = value
+        else:
+            raise ValueError(f"{name}={shown(value)} in a saved {cls.__name__}: wrong type; write 6.0e-4 for 6e-4")
+    return cls(**rebuilt)
+
+
+def fits_type(value: Any, annotation: Any) -> bool:
+    """Whether `value` has the type in a field's `annotation`. An int is accepted for a float."""
+    if annotation is Any:
+        return True
+    kinds = getattr(annotation, "__args__", ()) if isinstance(annotation, UnionType) else (annotation,)
+    kinds = tuple(getattr(kind, "__origin__", kind) for kind in kinds)
+    if isinstance(value, bool):
+        return bool in kinds
+    return isinstance(value, (*kinds, int) if float in kinds else kinds)
+
+
+def result_deciding(config: Config) -> dict[str, Any]:
+    """Dotted keys and values of all keys that determine the final weights."""
+    # A rollback loads the newest checkpoint, so its step affects the weights.
+    also = ("train.save_every", "train.save_every_tokens") if config.train.nonfinite == "rollback" else ()
+    return {key: value for key, _, value in fields_of(config) if key in also or not _is_in(key, IRRELEVANT_TO_RESULT)}
+
+
+def memory_key(config: Config) -> str:
+    """A hash that is equal for runs whose steps need the same memory, so that they can share a micro-batch size."""
+    deciding = {key: value for key, _, value in fields_of(config) if _is_in(key, DECIDING_MEMORY)}
+    return hashlib.sha256(json.dumps(deciding, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _is_in(key: str, names: tuple[str, ...]) -> bool:
+    return any(key == name or key.startswith(f"{name}.") for name in names)

@@ -1,0 +1,109 @@
+"""The process group and the collectives that gptexp uses."""
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gptexp.distributed.ranks import Rank, rendezvous
+from gptexp.process.errors import ConfigError, UserError
+
+# Seconds added to NCCL's timeout, which aborts the process: gptexp must time out first to report which rank failed.
+NCCL_LATER_S = 30.0
+PREPARATION = timedelta(days=2)  # timeout of waiting for a rank that prepares data, decides or compiles
+
+
+def connect(rank: Rank) -> dist.Store:
+    """Connect to the key-value store of the launcher that started `rank`. *Collective.*"""
+    store, _, _ = next(dist.rendezvous(rendezvous(rank)))
+    # torch 2.13 reuses the store after a restart: without a prefix, an attempt reads the addresses of the previous
+    # attempt (pytorch#135712).
+    return dist.PrefixStore(f"attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def init_process_group(
+    rank: Rank, store: dist.Store, device: torch.device, backend: str, timeout_s: float
+) -> dist.ProcessGroup:
+    """Create the process group. Raises `ConfigError` for NCCL without a GPU. *Collective.*
+
+    Returns a second group with a timeout of `PREPARATION`, for waiting while one rank decides or compiles. The ranks
+    first wait for each other through the store, because data preparation may take far longer than `timeout_s`.
+    """
+    if backend == "auto":
+        backend = "nccl" if device.type == "cuda" else "gloo"
+    if backend == "nccl" and device.type != "cuda":
+        raise ConfigError(
+            f"world.backend=nccl: needs CUDA devices, and this rank uses {device.type}; use world.backend=auto"
+        )
+    if backend == "nccl":
+        timeout_s += NCCL_LATER_S
+    store.set(f"prepared/{rank.rank}", "")
+    store.wait([f"prepared/{r}" for r in range(rank.world_size)], PREPARATION)
+    dist.init_process_group(
+        backend,
+        store=store,
+        rank=rank.rank,
+        world_size=rank.world_size,
+        timeout=timedelta(seconds=timeout_s),
+        device_id=device if device.type == "cuda" and backend == "nccl" else None,
+    )
+    patient: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=PREPARATION)
+    return patient
+
+
+def destroy_process_group() -> None:
+    """Destroy the process group. Call it only after success: closed connections would hide which rank failed."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def world_size() -> int:
+    """Number of ranks in the process group; 1 without a group."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def rank_index() -> int:
+    """Number of this rank in the process group; 0 without a group."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def all_reduce_sum(value: torch.Tensor) -> torch.Tensor:
+    """Sum `value` over the ranks in place and return it; without a process group, return it unchanged. *Collective.*"""
+    if dist.is_initialized():
+        dist.all_reduce(value)
+    return value
+
+
+def barrier(group: dist.ProcessGroup | None = None) -> None:
+    """Wait until every rank has called this. Does nothing without a process group. *Collective.*"""
+    if dist.is_initialized():
+        dist.barrier(group)
+
+
+def agree(decide: Callable[[], Any], rank: Rank, group: dist.ProcessGroup | None = None) -> Any:
+    """Call `decide` on rank 0 and return its result (any object that pickles) on every rank. *Collective.*
+
+    A `UserError` that `decide` raises is raised on every rank.
+    """
+    shared: list[Any] = [None]
+    if rank.is_main:
+        try:
+            shared = [decide()]
+        except UserError as error:
+            shared = [error]
+    if dist.is_initialized():
+        dist.broadcast_object_list(shared, src=0, group=group)
+    if isinstance(shared[0], UserError):
+        raise shared[0]
+    return shared[0]
+
+
+def gather(value: Any) -> list[Any]:
+    """Return the `value` (any object that pickles) of every rank, in rank order. *Collective.*"""
+    values = [value] * world_size()
+    if dist.is_initialized():
+        dist.all_gather_object(values, value)
+    return values

@@ -1,0 +1,72 @@
+"""metrics.jsonl: one JSON object per event."""
+
+import errno
+import json
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from gptexp.process.errors import StorageError
+from gptexp.storage.checkpoint import TrainState
+from gptexp.storage.reader import parse_json
+from gptexp.storage.run_dir import METRICS as METRICS_FILE
+from gptexp.storage.run_dir import atomic, finite, storage
+
+
+class JsonlSink:
+    """Writes one line per event, unbuffered. Raises `StorageError` if the file cannot be written.
+
+    Opening removes the lines of steps after `state`: the resumed run logs them again.
+    """
+
+    def __init__(self, directory: Path, state: TrainState) -> None:
+        self._path = directory / METRICS_FILE
+        self.alerts_before: set[str] = set()  # kinds of the alerts that earlier attempts have logged
+        self._open(state)
+
+    def write(self, event: dict[str, Any]) -> None:
+        line = (json.dumps(finite(event)) + "\n").encode()
+        end = self._file.tell()
+        try:
+            if self._file.write(line) < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            with suppress(OSError):
+                self._file.truncate(end)  # leaves no partial line
+            raise StorageError(
+                f"{self._path}: cannot be written ({error.strerror}); free disk space, then continue from the "
+                f"newest checkpoint with gptexp resume {self._path.parent}"
+            ) from None
+
+    def sync(self) -> None:
+        with storage(self._path):
+            os.fsync(self._file.fileno())
+
+    def rewind(self, state: TrainState) -> None:
+        self._file.close()
+        self._open(state)
+
+    def close(self, summary: dict[str, Any], exit_code: int) -> None:
+        self._file.close()
+
+    def _open(self, state: TrainState) -> None:
+        if self._path.exists():
+            with storage(self._path), atomic(self._path) as kept, self._path.open(errors="replace") as lines:
+                for line in lines:
+                    try:
+                        event = parse_json(line)
+                    except ValueError:  # the partial last line of a killed process
+                        continue
+                    if isinstance(event, dict) and _is_before(event, state):
+                        kept.write(line)
+                        if event.get("event") == "alert":
+                            self.alerts_before.add(str(event.get("about")))
+        with storage(self._path):
+            self._file = self._path.open("ab", buffering=0)
+
+
+def _is_before(event: dict[str, Any], state: TrainState) -> bool:
+    """Whether an event was logged before the checkpoint with `state` was saved."""
+    tokens: float = event.get("tokens", 0)
+    return tokens <= (state.evaluated_tokens if event.get("event") == "eval" else state.tokens)

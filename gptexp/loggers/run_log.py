@@ -1,0 +1,189 @@
+"""The log of a run: turns measurements into events and writes each event to every sink.
+
+The sinks are metrics.jsonl, and the terminal and wandb if enabled. `METRICS` defines all metric names.
+"""
+
+import resource
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from gptexp.loggers.alerts import Alerts
+from gptexp.loggers.jsonl import JsonlSink
+from gptexp.model.flops import Utilisation
+from gptexp.model.loss import perplexity
+from gptexp.storage.checkpoint import TrainState
+
+METRICS = {
+    # name: (unit, meaning)
+    "time": ("s", "Unix time of the event"),
+    "step": ("steps", "index of the optimizer update, from 0"),
+    "tokens": ("tokens", "training tokens consumed, this step's included; the x axis"),
+    "flops": ("FLOPs", "training FLOPs done, as perf/mfu_palm counts them"),
+    "epoch": ("epochs", "passes over the training windows"),
+    "train/loss": ("nats/token", "mean over all micro-steps of all ranks, before the update"),
+    "val/loss": ("nats/token", "mean over the fixed validation windows, after the update"),
+    "val/ppl": ("", "exp(val/loss)"),
+    "optim/lr": ("", "learning rate of the step"),
+    "optim/grad_norm": ("", "global gradient norm before clipping"),
+    "optim/clip_fraction": ("", "share of the steps since the last log that were clipped"),
+    "perf/tokens_per_s": ("tokens/s", "over all ranks, without evaluation and checkpoints"),
+    "perf/step_ms": ("ms", "wall time of the step"),
+    "perf/data_ms": ("ms", "rank 0: waiting for the step's micro-batches"),
+    "perf/forward_ms": ("ms", "rank 0: forward passes, the loss included"),
+    "perf/backward_ms": ("ms", "rank 0: backward passes, perf/reduce_ms included"),
+    "perf/reduce_ms": ("ms", "rank 0: waiting for the gradients' reduction, when DDP last measured it"),
+    "perf/clip_ms": ("ms", "rank 0: gradient norm, clipping, and the sums of the step's values over all ranks"),
+    "perf/optimizer_ms": ("ms", "rank 0: the update"),
+    "perf/peak_mem_gib": ("GiB", "rank 0: most memory allocated on the GPU; resident memory on a CPU"),
+    "perf/mfu_palm": ("", "FLOPs done per second over the device's peak, full attention scores (PaLM appendix B)"),
+    "perf/mfu_causal": ("", "the same with the causal half of the attention scores"),
+    "perf/straggler_ratio": ("", "data and forward passes of the slowest rank over the median of the others'"),
+    "perf/slowest_rank": ("", "the slowest rank; both are measured in the logged step before"),
+    "gns/small_sq_norm": ("", "squared norm of one micro-batch's gradient: mean over the first two of each rank"),
+    "gns/big_sq_norm": ("", "squared norm of the step's gradient, before clipping"),
+    "gns/small_sequences": ("sequences", "sequences of that micro-batch"),
+    "gns/grad_sq": ("", "running estimate of the true gradient's squared norm"),
+    "gns/noise_trace": ("", "running estimate of the trace of one sequence's gradient covariance"),
+    "gns/sequences": ("sequences", "gradient noise scale: gns/noise_trace over gns/grad_sq"),
+    "gns/tokens": ("tokens", "the same in tokens: compare with the batch size"),
+    "gns/cos": ("", "cosine of two micro-batches' gradients in this step"),
+    "data/fingerprint": ("", "sum of the hashes of all windows consumed, modulo 2^64, 16 hex digits"),
+}
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """The measurements of one logged step; units and meanings as in `METRICS`."""
+
+    step: int
+    tokens: int
+    epoch: float
+    loss: float
+    lr: float
+    grad_norm: float
+    clip_fraction: float
+    seconds: float
+    phases_ms: dict[str, float]  # of rank 0
+    work_ms: list[float]  # of each rank, in the logged step before this one
+    noise_scale: dict[str, float]  # metric name -> value; empty if not measured
+    fingerprint: int
+
+
+class Sink(Protocol):
+    """Receives every event of a run, in order."""
+
+    def write(self, event: dict[str, Any]) -> None: ...
+
+    def rewind(self, state: TrainState) -> None:
+        """Discard the steps after `state`: training has gone back to that checkpoint."""
+
+    def close(self, summary: dict[str, Any], exit_code: int) -> None: ...
+
+
+class RunLog:
+    """Turns measurements into events for the sinks. On ranks other than 0 there are no sinks."""
+
+    def __init__(self, sinks: list[Sink], step_tokens: int, utilisation: Utilisation, alerts: Alerts) -> None:
+        self.sinks, self.step_tokens, self.utilisation, self.alerts = sinks, step_tokens, utilisation, alerts
+        if torch.cuda.is_initialized():
+            torch.cuda.reset_peak_memory_stats()
+
+    def step(self, record: StepRecord) -> None:
+        """Log a step, and the alerts that it causes."""
+        if not self.sinks:
+            return
+        rate = self.step_tokens / record.seconds
+        palm, causal = self.utilisation.mfu(rate)
+        values = {
+            "step": record.step,
+            "tokens": record.tokens,
+            "flops": record.tokens * self.utilisation.flops_per_token_palm,
+            "epoch": record.epoch,
+            "train/loss": record.loss,
+            "optim/lr": record.lr,
+            "optim/grad_norm": record.grad_norm,
+            "optim/clip_fraction": record.clip_fraction,
+            "perf/tokens_per_s": rate,
+            "perf/step_ms": 1e3 * record.seconds,
+            **{f"perf/{phase}_ms": ms for phase, ms in record.phases_ms.items()},
+            **straggler(record.work_ms),
+            "perf/peak_mem_gib": peak_memory_gib(),
+            "perf/mfu_palm": palm,
+            "perf/mfu_causal": causal,
+            **record.noise_scale,
+            "data/fingerprint": f"{record.fingerprint:016x}",
+        }
+        self._emit("step", values)
+        for about, line in self.alerts.look(values):
+            self.alert(record.step, record.tokens, about, line)
+
+    def evaluation(self, step: int, tokens: int, loss: float) -> None:
+        flops = tokens * self.utilisation.flops_per_token_palm
+        values = {"step": step, "tokens": tokens, "flops": flops, "val/loss": loss, "val/ppl": perplexity(loss)}
+        self._emit("eval", values)
+
+    def checkpoint(self, step: int, path: Path) -> None:
+        self._emit("checkpoint", {"step": step - 1, "tokens": step * self.step_tokens, "path": str(path)})
+
+    def alert(self, step: int, tokens: int, about: str, text: str) -> None:
+        """Log a warning of the kind `about`."""
+        self._emit("alert", {"step": step, "tokens": tokens, "about": about, "text": text})
+
+    def fault(self, step: int, tokens: int, text: str) -> None:
+        """Log an error from which training recovers."""
+        self._emit("fault", {"step": step, "tokens": tokens, "text": text})
+
+    def profile(self, step: int, tokens: int, found: dict[str, Any]) -> None:
+        self._emit("profile", {"step": step, "tokens": tokens, **found})
+
+    def rewind(self, state: TrainState) -> None:
+        self.alerts.rewind()
+        for sink in self.sinks:
+            sink.rewind(state)
+
+    def sync(self) -> None:
+        """Force metrics.jsonl to disk."""
+        for sink in self.sinks:
+            if isinstance(sink, JsonlSink):
+                sink.sync()
+
+    def sample(self, step: int, text: str) -> None:
+        self._emit("sample", {"step": step - 1, "tokens": step * self.step_tokens, "text": text})
+
+    def report(self, step: int, files: list[Path]) -> None:
+        """Log that the files of the report have been written."""
+        self._emit("report", {"step": step - 1, "tokens": step * self.step_tokens, "paths": list(map(str, files))})
+
+    def close(self, summary: dict[str, Any], exit_code: int) -> None:
+        """Close the sinks, given the content of summary.json and the exit code of the process."""
+        if self.sinks and summary["status"] == "interrupted" and (line := self.alerts.stopped(summary["tokens"])):
+            self.alert(summary["steps"] - 1, summary["tokens"], "stopped", line)
+        for sink in self.sinks:
+            sink.close(summary, exit_code)
+
+    def _emit(self, kind: str, values: dict[str, Any]) -> None:
+        for sink in self.sinks:
+            sink.write({"event": kind, "time": time.time(), **values})
+
+
+def straggler(work_ms: list[float]) -> dict[str, float]:
+    """Compare the slowest rank with the median of the others, from each rank's own work in a step, in ms."""
+    slowest = max(range(len(work_ms)), key=lambda rank: work_ms[rank])
+    others = [ms for rank, ms in enumerate(work_ms) if rank != slowest]
+    if not others or not (usual := statistics.median(others)):
+        return {}
+    return {"perf/straggler_ratio": work_ms[slowest] / usual, "perf/slowest_rank": slowest}
+
+
+def peak_memory_gib() -> float:
+    """Peak memory of this process: allocated on the GPU, or resident on a CPU."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        return torch.cuda.max_memory_allocated() / 2**30
+    unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux KiB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30

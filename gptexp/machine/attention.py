@@ -1,0 +1,63 @@
+"""The kernels of scaled_dot_product_attention: the devices that have them, and the choice of one."""
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from gptexp.machine.device import compute_capability
+from gptexp.process.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Kernel:
+    backend: SDPBackend
+    devices: tuple[str, ...]
+    float32_on: tuple[str, ...]  # devices on which it supports float32
+
+
+KERNELS = {
+    "cudnn": Kernel(SDPBackend.CUDNN_ATTENTION, ("cuda",), ()),
+    "flash": Kernel(SDPBackend.FLASH_ATTENTION, ("cuda", "cpu"), ("cpu",)),
+    "efficient": Kernel(SDPBackend.EFFICIENT_ATTENTION, ("cuda",), ("cuda",)),
+    "math": Kernel(SDPBackend.MATH, ("cuda", "cpu", "mps"), ("cuda", "cpu", "mps")),
+}
+
+
+def check_kernel(name: str, device: str, dtype: str) -> None:
+    """Raise `ConfigError` unless `device` has the kernel and the kernel supports `dtype` there."""
+    available = {other: k for other, k in KERNELS.items() if device in k.devices}
+    if name not in available:
+        raise ConfigError(f"train.attention={name}: {device} has no such kernel; use {' or '.join(available)}")
+    if dtype == "float32" and device not in KERNELS[name].float32_on:
+        able = " or ".join(other for other, k in available.items() if device in k.float32_on)
+        raise ConfigError(
+            f"train.attention={name}: does not support float32 on {device}; use train.dtype=bfloat16 or "
+            f"train.attention={able}"
+        )
+
+
+def best_kernel(device: torch.device, dtype: str) -> tuple[str, str]:
+    """The fastest kernel for `dtype`, with the reason."""
+    if device.type == "cpu":
+        return "flash", "torch's kernel for CPUs"
+    if device.type != "cuda":
+        return "math", "the only kernel for this device"
+    if dtype == "float32":
+        return "efficient", "the fastest kernel that supports float32"
+    if compute_capability(device) in (9, 10):
+        return "cudnn", "the fastest kernel on Hopper and Blackwell"
+    return "flash", "the fastest kernel on GPUs older than Hopper"
+
+
+def attention_kernel(name: str, asked: bool, device: str) -> AbstractContextManager[object]:
+    """A context in which attention uses kernel `name`. Unless it was `asked` for, other kernels serve as fallback.
+
+    It must contain the backward pass, because a checkpointed block recomputes its attention there.
+    """
+    if not asked and device != "cuda":
+        return nullcontext()  # torch chooses the kernel
+    first = KERNELS[name].backend
+    others = [] if asked else [k.backend for k in KERNELS.values() if k.backend != first]
+    return sdpa_kernel([first, *others], set_priority=True)

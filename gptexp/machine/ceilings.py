@@ -1,0 +1,101 @@
+"""Measured upper limits of this machine: matrix products with a model's shapes, copies, attention kernels.
+
+A training step is compared with these measurements and not with a data sheet. All rates are medians of several calls
+on random numbers. Outputs are allocated before the measurement.
+"""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import sdpa_kernel
+
+from gptexp.config.schema import ModelConfig
+from gptexp.machine.attention import KERNELS
+
+MEASURE_S = 0.3  # minimum duration of one measurement in seconds
+LAYERS = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj", "lm_head", "model")  # "model": all of a step
+COPY_BYTES = {"cpu": 256 << 20, "cuda": 2 << 30}  # far more than the size of any cache
+
+
+def median_s(call: Callable[[], Any]) -> float:
+    """Median of the seconds of one `call`, including its work on the device."""
+    from torch.utils.benchmark import Timer  # takes a second
+
+    timer = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
+    return float(timer.blocked_autorange(min_run_time=MEASURE_S).median)
+
+
+def gemm_shapes(m: ModelConfig, tokens: int) -> dict[str, tuple[int, int, int, int]]:
+    """The linear layers of a forward pass over `tokens`: name -> (rows, inner, columns, number of layers)."""
+    c = m.n_embd
+    return {
+        "attn.c_attn": (tokens, c, 3 * c, m.n_layer),
+        "attn.c_proj": (tokens, c, c, m.n_layer),
+        "mlp.c_fc": (tokens, c, 4 * c, m.n_layer),
+        "mlp.c_proj": (tokens, 4 * c, c, m.n_layer),
+        "lm_head": (tokens, c, m.vocab_size, 1),
+    }
+
+
+def gemm_rates(m: ModelConfig, tokens: int, device: torch.device, dtype: torch.dtype) -> dict[str, float]:
+    """FLOP/s of each layer's three products: output, gradient of the input, gradient of the weight.
+
+    "model" is the FLOP/s of all products of a training step together.
+    """
+    rates = {}
+    all_flops = all_seconds = 0.0
+    for name, (rows, inner, columns, count) in gemm_shapes(m, tokens).items():
+        seconds = _products_s(rows, inner, columns, device, dtype)
+        flops = 3 * 2 * rows * inner * columns
+        rates[name] = flops / seconds
+        all_flops, all_seconds = all_flops + count * flops, all_seconds + count * seconds
+    return {**rates, "model": all_flops / all_seconds}
+
+
+def _products_s(rows: int, inner: int, columns: int, device: torch.device, dtype: torch.dtype) -> float:
+    """Seconds of a linear layer's product in the forward pass and its two products in the backward pass."""
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device, dtype=dtype)
+
+    x, weight, grad = random(rows, inner), random(columns, inner), random(rows, columns)
+    out, grad_x, grad_weight = torch.empty_like(grad), torch.empty_like(x), torch.empty_like(weight)
+    return (
+        median_s(lambda: torch.mm(x, weight.T, out=out))
+        + median_s(lambda: torch.mm(grad, weight, out=grad_x))
+        + median_s(lambda: torch.mm(grad.T, x, out=grad_weight))
+    )
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Bytes per second, read plus written, of a copy that is larger than any cache."""
+    source = torch.ones(COPY_BYTES.get(device.type, COPY_BYTES["cpu"]), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * source.numel() / median_s(lambda: target.copy_(source))
+
+
+def attention_ms(
+    m: ModelConfig, batch: int, seq_len: int, device: torch.device, dtype: torch.dtype
+) -> dict[str, float | None]:
+    """Milliseconds of one layer's causal attention, forward and backward, by kernel; None if it is not available."""
+    shape = (batch, m.n_head, seq_len, m.n_embd // m.n_head)
+    q, k, v = (torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
+    grad = torch.randn(shape, device=device, dtype=dtype)
+
+    def forward_backward() -> None:
+        out: Tensor = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        torch.autograd.grad(out, (q, k, v), grad)
+
+    measured: dict[str, float | None] = {}
+    for name, kernel in KERNELS.items():
+        with sdpa_kernel(kernel.backend), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns about each reason why a kernel is not available
+            try:
+                measured[name] = 1e3 * median_s(forward_backward)
+            except RuntimeError:  # "No available kernel."
+                measured[name] = None
+    return measured

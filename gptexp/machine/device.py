@@ -1,0 +1,194 @@
+"""Properties of this machine's devices, free memory, the choice of a device, and settings of glibc's allocator."""
+
+import ctypes
+import os
+import platform
+import shutil
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import psutil
+import torch
+from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
+
+from gptexp.config.schema import counted
+from gptexp.distributed.ranks import Rank
+from gptexp.process.errors import ConfigError
+
+PROBE = 1024  # rows and columns of the matrices in `medium_precision`
+CGROUP, OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+
+
+def device_name(device: torch.device) -> str:
+    """The product name of a GPU, the architecture and vector instructions of a CPU, else the type of the device."""
+    if device.type == "cuda" and torch.cuda.is_available():
+        return str(torch.cuda.get_device_name(device))
+    if device.type == "cpu":
+        return f"{platform.machine()} CPU with {torch.backends.cpu.get_cpu_capability()}"
+    return device.type
+
+
+def has_native_bfloat16(device: torch.device) -> bool:
+    """Whether the hardware has bfloat16 arithmetic; emulation is far slower than float32.
+
+    Without a GPU on this machine, "cuda" (in `gptexp plan`) stands for a GPU from 2020 or later.
+    """
+    if device.type == "cuda":
+        return not torch.cuda.is_available() or bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    if device.type == "cpu":
+        has = torch.cpu.get_capabilities()
+        return bool(has.get("avx512_bf16") or has.get("amx_bf16") or has.get("bf16"))
+    return False
+
+
+def compute_capability(device: torch.device) -> int:
+    """Major compute capability of a GPU: 8 Ampere, 9 Hopper, 10 Blackwell. Without a GPU on this machine: 8."""
+    return torch.cuda.get_device_capability(device)[0] if torch.cuda.is_available() else 8
+
+
+def missing_compiler(device: torch.device) -> str | None:
+    """The reason why torch.compile does not work on this machine; None if it works."""
+    if device.type == "cuda":
+        if find_spec("triton") is None:
+            return "Triton is not installed"
+        return None if compute_capability(device) >= 7 else "Triton does not support GPUs older than Volta"
+    wanted = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+    return None if shutil.which(wanted) else f"the C++ compiler {wanted} is not installed"
+
+
+def compile_options() -> dict[str, bool]:
+    """Options of torch.compile that skip its test of vector instructions, which torch's own kernels use already.
+
+    The test compiles and loads a program. It takes 3 s in a cold start and 0.5 s in a warm one. With AVX-512, torch
+    still tests the extensions that only some CPUs have.
+    """
+    return {"cpp.vec_isa_ok": True} if torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512") else {}
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether the error is a failed allocation.
+
+    Only torch's caching allocator has its own type of error. The CPU's allocator, cuBLAS, the loading of CUDA kernels
+    and the compiler's benchmarks raise RuntimeErrors with one of these messages.
+    """
+    messages = ("out of memory", "can't allocate memory", "ALLOC_FAILED")
+    return isinstance(error, torch.OutOfMemoryError) or any(message in str(error) for message in messages)
+
+
+def medium_precision() -> tuple[float, float]:
+    """Relative error of this CPU's float32 products at matmul precision "medium", and their speedup over "highest".
+
+    "medium" allows oneDNN. With AVX-512, oneDNN has a float32 kernel that is exact and twice as fast. On CPUs with AMX
+    it rounds to bfloat16. Neither is documented, so both are measured.
+    """
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(PROBE, PROBE, generator=generator) for _ in range(2))
+    exact = a.double() @ b.double()
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("highest")
+        slow = _seconds(a, b)
+        torch.set_float32_matmul_precision("medium")
+        error = float(((a @ b).double() - exact).norm() / exact.norm())
+        return error, slow / _seconds(a, b)
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def _seconds(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Seconds of one product: the median of five, after one that is not measured."""
+    seconds = []
+    for _ in range(6):
+        started = time.perf_counter()
+        a @ b
+        seconds.append(time.perf_counter() - started)
+    return statistics.median(seconds[1:])
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes of memory that processes on this device can still allocate; None if unknown."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] if torch.cuda.is_available() else None
+    if device.type != "cpu":
+        return None
+    return max(0, min([psutil.virtual_memory().available, *_left_in_cgroups()]))
+
+
+def _left_in_cgroups() -> Iterator[int]:
+    """Yield the free bytes under each memory limit of this process, by a container or a SLURM job (cgroup v2)."""
+    if not OWN_CGROUP.exists():
+        return
+    unified = [line[3:] for line in OWN_CGROUP.read_text().splitlines() if line.startswith("0::")]
+    for path in unified:
+        own = CGROUP / path.strip("/")
+        for group in (own, *own.parents):
+            if not group.is_relative_to(CGROUP) or not (group / "memory.max").exists():
+                continue
+            limit = (group / "memory.max").read_text().strip()
+            if limit.isdigit():  # "max": no limit
+                stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+                # The page cache counts as used, but the kernel frees it on demand.
+                used = int((group / "memory.current").read_text()) - int(stat["inactive_file"])
+                yield int(limit) - used
+
+
+def keep_freed_memory() -> None:
+    """Configure glibc's malloc to keep freed memory; by default it maps every large buffer again.
+
+    The page faults of new mappings took half of the time of a small model's step (mallopt(3): M_MMAP_MAX,
+    M_TRIM_THRESHOLD, M_TOP_PAD). Other C libraries have no mallopt.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        m_trim_threshold, m_top_pad, m_mmap_max = -1, -2, -4
+        mallopt(m_mmap_max, 0)
+        mallopt(m_trim_threshold, -1)  # never trims
+        mallopt(m_top_pad, 256 << 20)
+
+
+def check_device(wanted: str, rank: Rank) -> str:
+    """The type of the device of `rank`: `wanted`, or for "auto" the first available of cuda, mps and cpu.
+
+    Raises `ConfigError` if the wanted device is missing, or if there are more ranks than GPUs on the node.
+    """
+    available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    kind = next(k for k in available if available[k]) if wanted == "auto" else wanted
+    if kind == "mps" and rank.world_size > 1 and wanted == "auto":
+        kind = "cpu"
+    if not available[kind]:
+        raise ConfigError(f"train.device={kind}: no {kind} device is visible to this process; use train.device=cpu")
+    if kind == "cuda" and rank.local_rank >= torch.cuda.device_count() and not _sees_only_its_gpu(rank):
+        raise ConfigError(
+            f"world.size={rank.world_size}: local rank {rank.local_rank} has no GPU, because this node has "
+            f"{counted(torch.cuda.device_count(), 'GPU')}; start at most that many ranks per node, or use "
+            "train.device=cpu"
+        )
+    return kind
+
+
+def pick_device(wanted: str, rank: Rank) -> torch.device:
+    """The device of this rank, checked by `check_device`. A GPU becomes the current device of the process."""
+    kind = check_device(wanted, rank)
+    if kind != "cuda":
+        return torch.device(kind)
+    if _sees_only_its_gpu(rank):
+        return torch.device("cuda", 0)
+    torch.cuda.set_device(rank.local_rank)
+    return torch.device("cuda", rank.local_rank)
+
+
+def _sees_only_its_gpu(rank: Rank) -> bool:
+    """Whether srun has made only one GPU visible to this task."""
+    return rank.by_srun and torch.cuda.device_count() == 1
+
+
+def resolve_fused(wanted: str, device: torch.device) -> bool:
+    """Whether to use AdamW's fused kernel. Raises `ConfigError` if it is "on" and the device has none."""
+    available = device.type in _get_fused_kernels_supported_devices()
+    if wanted == "on" and not available:
+        raise ConfigError(f"optim.fused=on: AdamW has no fused kernel for {device.type}; use optim.fused=auto")
+    return available and wanted != "off"

@@ -1,0 +1,1 @@
+"""GPT-2, its loss, text generation, and closed forms of its parameters, FLOPs and memory."""

@@ -1,0 +1,82 @@
+"""Closed forms of the number of parameters and floating-point operations, and MFU. No torch.
+
+Training FLOPs per token: 6·N for the matrix products (Kaplan et al., arXiv 2001.08361: two per parameter forward,
+four backward) plus the attention scores. `palm` counts the full T × T scores (PaLM, arXiv 2204.02311, appendix B),
+`causal` the half below the diagonal, which a causal kernel computes. N excludes wpe, which is never multiplied, and
+counts wte once, for lm_head.
+"""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from gptexp.config.schema import ModelConfig
+
+
+def count_parameters(m: ModelConfig) -> int:
+    """Number of all parameters; the tied wte and lm_head count once."""
+    per_block = 12 * m.n_embd**2 + (13 if m.bias else 2) * m.n_embd
+    final_norm = (2 if m.bias else 1) * m.n_embd
+    return (m.vocab_size + m.block_size) * m.n_embd + m.n_layer * per_block + final_norm
+
+
+def multiplied_parameters(m: ModelConfig) -> int:
+    """N: the number of parameters without wpe."""
+    return count_parameters(m) - m.block_size * m.n_embd
+
+
+def flops_per_token(m: ModelConfig, seq_len: int) -> tuple[int, int]:
+    """Training FLOPs per token, forward and backward, as (palm, causal)."""
+    n = multiplied_parameters(m)
+    scores = m.n_layer * m.n_embd * seq_len
+    return 6 * n + 12 * scores, 6 * n + 6 * scores
+
+
+# Dense bfloat16 FLOP/s without sparsity, from NVIDIA's data sheets; SXM parts.
+PEAK_FLOPS = {"A100": 312e12, "H100": 989.4e12, "H200": 989.4e12, "H800": 989.4e12}
+
+
+def peak_flops(device_name: str, dtype: str) -> float | None:
+    """Peak FLOP/s of one device, or None if it is unknown."""
+    if dtype != "bfloat16" or "PCIe" in device_name or "NVL" in device_name:
+        return None
+    return next((peak for name, peak in PEAK_FLOPS.items() if name in device_name), None)
+
+
+@dataclass(frozen=True)
+class Utilisation:
+    """The constants from which the MFU of a run is computed."""
+
+    parameters_counted: int  # N
+    flops_per_token_palm: int
+    flops_per_token_causal: int
+    peak_flops_per_s: float | None  # sum over all ranks' devices; None: unknown, and MFU is null
+    peak_source: str
+
+    def mfu(self, tokens_per_s: float) -> tuple[float | None, float | None]:
+        """Model FLOPs utilisation, as (palm, causal)."""
+        if self.peak_flops_per_s is None:
+            return None, None
+        share = tokens_per_s / self.peak_flops_per_s
+        return self.flops_per_token_palm * share, self.flops_per_token_causal * share
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields and the formulas, for a run's metadata."""
+        return {
+            "formula_palm": "(6 N + 12 n_layer n_embd seq_len) tokens_per_s / peak",
+            "formula_causal": "(6 N + 6 n_layer n_embd seq_len) tokens_per_s / peak",
+            **asdict(self),
+        }
+
+
+def utilisation(
+    m: ModelConfig, seq_len: int, device_name: str, dtype: str, world_size: int, measured: float | None
+) -> Utilisation:
+    """Build the `Utilisation` of a run. `measured` is the peak of all ranks in FLOP/s; None: from the data sheet."""
+    per_device = peak_flops(device_name, dtype)
+    if measured is not None:
+        peak, source = measured, "rate of matrix products at the model's own shapes, measured at the start"
+    elif per_device is not None:
+        peak, source = per_device * world_size, f"data sheet: {per_device / 1e12:g} TFLOP/s of dense {dtype} a device"
+    else:
+        peak, source = None, f"unknown for {device_name} in {dtype}; log.mfu_peak=measured measures one"
+    return Utilisation(multiplied_parameters(m), *flops_per_token(m, seq_len), peak, source)

@@ -1,0 +1,169 @@
+"""Cross-entropy of the head: plain, or chunked, which keeps no logits.
+
+The head of a small GPT-2 takes more time than its blocks, and its logits take more memory than everything else: 8,192
+tokens · 50,304 ids · 4 bytes are 1.6 GB, written and read several times. The chunked loss computes a few hundred rows
+of logits at a time with their loss and gradients, and then discards them. Its value is that of
+`cross_entropy(hidden @ weight.T, targets)`. The sum over rows is in float32 for every compute type.
+"""
+
+import math
+from collections.abc import Callable
+from functools import cache, lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+SAFE_LOGIT = 60.0  # exp(±60) and a sum of 10^11 such values do not overflow or underflow in float32
+LOG2_E = math.log2(math.e)
+IGNORED = -1  # target of padding, which has no loss
+
+
+def plain_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """Mean loss in nats of the rows of `hidden` (N, C) for the head `weight` (V, C) and `targets` (N,)."""
+    logits = F.linear(hidden, weight)  # (N, V)
+    return F.cross_entropy(logits.float(), targets, ignore_index=IGNORED)
+
+
+def chunked_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """Value and gradients of `plain_cross_entropy`, without the (N, V) logits in memory."""
+    if torch.is_autocast_enabled(hidden.device.type):
+        compute = torch.get_autocast_dtype(hidden.device.type)
+        hidden, weight = hidden.to(compute), weight.to(compute)
+    # Computed here, because gradients are disabled inside the custom operation.
+    needs_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    loss: Tensor
+    loss, _, _ = _chunked(hidden, weight, targets, needs_grad, torch.compiler.is_compiling())
+    return loss
+
+
+def chunk_rows(tokens: int, device: str) -> int:
+    """Number of rows of logits per chunk: 100 MB in float32; 800 MB on a GPU, to use all of it."""
+    return min(tokens, 4096 if device == "cuda" else 512)
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss), or infinity if it exceeds the range of a float."""
+    return math.exp(loss) if loss < 700 else math.inf
+
+
+@torch.library.custom_op("gptexp::chunked_cross_entropy", mutates_args=())
+def _chunked(
+    hidden: Tensor, weight: Tensor, targets: Tensor, needs_grad: bool, compiled: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(mean loss, gradient of `hidden`, gradient of `weight`). The gradients are empty unless `needs_grad`.
+
+    This is one opaque operation for the compiler. Otherwise the compiler would unroll the loop, take 3 s per chunk, and
+    schedule all chunks at once, with all logits in memory. In a compiled model on a GPU, each chunk is compiled
+    separately. On a CPU that saves no time and doubles the memory of the logits.
+    """
+    hidden, weight, on_cpu = hidden.detach(), weight.detach(), hidden.device.type == "cpu"
+    counted = targets != IGNORED
+    targets = targets.clamp(min=0)
+    n = counted.sum()
+    loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
+    grad_hidden = torch.empty_like(hidden) if needs_grad else hidden.new_empty(0)
+    grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_grad else weight.new_empty(0)
+    # Cauchy-Schwarz bounds every logit. If exp of the bound does not overflow, the usual shift by the row's maximum,
+    # two passes over the logits, is not needed. On a GPU the comparison would wait for the device.
+    shifted = not on_cpu or bool(hidden.norm(dim=1).max() * weight.norm(dim=1).max() > SAFE_LOGIT)
+    rows = chunk_rows(len(hidden), hidden.device.type)
+    scratch = _scratch(rows, len(weight), weight.dtype) if on_cpu else None
+    chunk = _compiled_chunk() if compiled and not on_cpu else _chunk
+    with torch.no_grad():
+        for first in range(0, len(hidden), rows):
+            part = slice(first, first + rows)
+            into = (grad_hidden[part], grad_weight) if needs_grad else None
+            loss += chunk(hidden[part], weight, targets[part, None], counted[part, None], shifted, into, scratch)
+    if needs_grad:
+        grad_hidden, grad_weight = grad_hidden.div_(n), grad_weight.div_(n).to(weight.dtype)
+    return loss / n, grad_hidden, grad_weight
+
+
+@_chunked.register_fake
+def _(
+    hidden: Tensor, weight: Tensor, targets: Tensor, needs_grad: bool, compiled: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    loss = hidden.new_empty((), dtype=torch.float32)
+    if needs_grad:
+        return loss, torch.empty_like(hidden), torch.empty_like(weight)
+    return loss, hidden.new_empty(0), weight.new_empty(0)
+
+
+def _keep_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    ctx.set_materialize_grads(False)  # the gradients among the outputs are never differentiated
+    ctx.save_for_backward(*output[1:])
+
+
+@once_differentiable
+def _scaled_gradients(ctx: Any, grad: Tensor, *_: None) -> tuple[Tensor | None, ...]:
+    grad_hidden, grad_weight = ctx.saved_tensors
+    return grad_hidden * grad, grad_weight * grad, None, None, None
+
+
+_chunked.register_autograd(_scaled_gradients, setup_context=_keep_gradients)
+
+
+@lru_cache(maxsize=1)
+def _scratch(rows: int, vocab: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Buffers on the CPU for the logits of one chunk: (R, V) in `dtype` and in float32, one tensor if these are equal.
+
+    They are reused by every call: the page faults of new memory of this size take more time than the arithmetic, and
+    freed buffers leave the heap fragmented.
+    """
+    with torch.inference_mode(False):  # tensors from inference mode cannot be used in training
+        low = torch.empty((rows, vocab), dtype=dtype)
+        return low, low.float()
+
+
+@cache
+def _compiled_chunk() -> Callable[..., Tensor]:
+    compiled: Callable[..., Tensor] = torch.compile(_chunk, fullgraph=True, dynamic=False)
+    return compiled
+
+
+def _chunk(
+    h: Tensor,
+    weight: Tensor,
+    y: Tensor,
+    keep: Tensor,
+    shifted: bool,
+    into: tuple[Tensor, Tensor] | None,
+    scratch: tuple[Tensor, Tensor] | None,
+) -> Tensor:
+    """Sum of the losses of the rows `h` (R, C) with targets `y` (R, 1). `keep` (R, 1) is False for ignored rows.
+
+    The gradient of `h` is written to `into[0]`, and that of `weight` is added to `into[1]`. The logits are written to
+    `scratch`.
+    """
+    # Logits are in base 2, because a CPU computes exp2 almost twice as fast as exp: exp(z) = 2^(z · log2 e), and the
+    # factor is applied to the smaller operand `h`. The softmax stays unnormalised: 1/sum is applied to the (R, C)
+    # operands of the two products below and not to all V columns. Each saves a pass over the largest tensor.
+    h_bits, narrow = h * LOG2_E, weight.dtype != torch.float32
+    if scratch is None:
+        low = h_bits @ weight.T
+        logits = low.float()
+    else:
+        low = torch.mm(h_bits, weight.T, out=scratch[0][: len(h)])  # (R, V), in base 2
+        logits = scratch[1][: len(h)].copy_(low) if narrow else low
+    if shifted:
+        logits.sub_(logits.amax(-1, keepdim=True))
+    of_target = logits.gather(1, y)
+    exps = logits.exp2_()
+    total = exps.sum(-1, keepdim=True)
+    loss = ((total.log() - of_target / LOG2_E) * keep).sum()
+    if into is None:
+        return loss
+    grad_hidden, grad_weight = into
+    scale = keep / total
+    if narrow:
+        exps = low.copy_(exps)
+    grad_hidden.copy_((exps @ weight) * scale - weight[y[:, 0]] * keep)
+    if narrow:
+        grad_weight += exps.T @ (h * scale).to(weight.dtype)
+    else:
+        grad_weight.addmm_(exps.T, h * scale)
+    grad_weight.index_add_(0, y[:, 0], (h * keep).float(), alpha=-1)
+    return loss

@@ -1,0 +1,95 @@
+"""Closed-form estimate of the memory of one rank's tensors at the peak of a step."""
+
+from dataclasses import dataclass, replace
+
+from gptexp.config.schema import ModelConfig
+from gptexp.model.flops import count_parameters
+from gptexp.model.loss import chunk_rows
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of the tensors of one rank at the peak of a step."""
+
+    weights: int  # float32
+    optimizer: int  # AdamW's two moments, float32
+    gradients: int  # float32; those that exist at the peak
+    activations: int  # kept for the backward pass, and the copies of the weights in the compute type
+    loss: int  # the logits and the tensors that are computed from them
+    fragmentation: int  # of a CPU's heap: free memory in blocks that are too small to be used
+
+    @property
+    def peak(self) -> int:
+        return self.tensors + self.fragmentation
+
+    @property
+    def tensors(self) -> int:
+        return self.weights + self.optimizer + self.gradients + self.activations + self.loss
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """The settings, besides the model, that determine the sizes of a step's tensors."""
+
+    micro_batch_size: int  # B, sequences
+    seq_len: int  # T, tokens
+    grad_accum_steps: int
+    world_size: int
+    device: str  # cuda, mps or cpu
+    dtype: str  # float32 or bfloat16
+    compiled: bool
+    loss: str  # plain or chunked
+    activation_checkpointing: bool
+    tree: bool = False  # train.reduction=tree
+
+
+def memory_estimate(m: ModelConfig, step: StepShape) -> Memory:
+    """Estimate the memory of a step without dropout.
+
+    On several ranks the gradients are in DDP's buckets, which are never freed. A tree reduction holds up to
+    log2(grad_accum_steps) partial sums during a micro-step, and two more copies while ranks exchange their sums.
+
+    A block keeps, per token, its two residual inputs in float32 and 14·C numbers in the compute type: two normalised
+    inputs (2·C), queries, keys and values (3·C), the output of attention (C), the MLP before and after its GELU (8·C).
+    Attention and the LayerNorms keep H + 4 float32 numbers. The peak is at one of these points: after the backward pass
+    of the loss, when all activations exist; with activation checkpointing, after the recomputation of the last block;
+    at the end of the backward pass, when all gradients exist and wte has a second one from the embedding.
+    """
+    c, vocab, tokens = m.n_embd, m.vocab_size, step.micro_batch_size * step.seq_len
+    width = 2 if step.dtype == "bfloat16" else 4
+    weights = 4 * count_parameters(m)
+    in_block = tokens * (8 * c + 14 * c * width + 4 * m.n_head + 16)
+    kept = m.n_layer * (tokens * 4 * c if step.activation_checkpointing else in_block)
+    copies = 2 * (12 * c * c * m.n_layer + vocab * c) if step.dtype == "bfloat16" else 0
+    around = tokens * (4 * c + width * c + 24)  # the final LayerNorm; token ids
+    scratch = 0
+    if step.loss == "chunked":
+        # A chunk's logits in float32, and in the compute type if it differs. Compiled, which never happens on a CPU:
+        # twice in the compute type. Then both gradients twice: as computed (the weight's in float32), and as returned.
+        bytes_per_logit = 2 * width if step.compiled and step.device != "cpu" else 6 if step.dtype == "bfloat16" else 4
+        scratch = chunk_rows(tokens, step.device) * vocab * bytes_per_logit
+        loss = scratch + (4 + width) * vocab * c + 2 * tokens * c * width
+    else:
+        # Compiled: the logits and their gradient in the compute type. Else in float32: the log-softmax, the gradient of
+        # the gathered entries and the gradient of the logits.
+        loss = tokens * vocab * (2 * width if step.compiled else 12)
+    kept_scratch = scratch if step.device == "cpu" else 0
+    waiting = weights * (step.grad_accum_steps.bit_length() - 1) if step.tree else 0
+    accumulated = waiting if step.tree else weights if step.grad_accum_steps > 1 or step.world_size > 1 else 0
+    points = [
+        (accumulated, kept + copies + around, loss),
+        (waiting + weights + 8 * vocab * c, in_block, kept_scratch),
+    ]
+    if step.tree and step.world_size > 1:
+        points.append((3 * weights, 0, kept_scratch))
+    if step.activation_checkpointing:
+        in_mlp = tokens * 4 * c * width  # the gradient of the hidden layer
+        points.append((accumulated + 4 * vocab * c, kept + in_block + in_mlp, kept_scratch))
+    gradients, activations, loss = max(points, key=sum)
+    tensors = Memory(weights, 2 * weights, gradients, activations, loss, fragmentation=0)
+    if step.device != "cpu":
+        return tensors
+    # A quarter of the other tensors (measured: 0 to a half). The blocks that full logits leave are partly reused by
+    # small tensors, so the next logits do not fit into them.
+    of_logits = loss if step.loss == "plain" and not step.compiled else loss // 4
+    return replace(tensors, fragmentation=(tensors.tensors - loss) // 4 + of_logits)

@@ -1,0 +1,1 @@
+"""Facilities of every process: errors with exit codes, signals, output to the terminal, versions."""

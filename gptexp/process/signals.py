@@ -1,0 +1,112 @@
+"""Stop requests from signals and from the time limit, and the signals between a process and its children.
+
+A request sets a flag. The training loop reads the flag between steps.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+# By reason, in the order of the flags that the ranks exchange; `time` is train.max_minutes.
+EXIT_CODES = {"SIGINT": 130, "SIGUSR1": 138, "SIGTERM": 143, "time": 0}
+REASONS = tuple(EXIT_CODES)
+
+DEADLINE = "GPTEXP_DEADLINE"  # environment: seconds of the monotonic clock; a launcher sets it for all its attempts
+PARENT = "GPTEXP_PARENT"  # environment: process id of the launcher, for the ranks that it starts
+
+# Seconds. A terminal and a launcher may both pass on one Ctrl-C; signals closer together than this are one request.
+SAME_REQUEST_S = 1.0
+
+
+def at_parents_death(number: int) -> None:
+    """Have Linux send signal `number` to this process when its parent ends for any reason."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, number, 0, 0, 0)
+
+
+def die_with_parent() -> None:
+    """Have Linux send SIGTERM to this process when its launcher ends; exit now if the launcher has ended already."""
+    at_parents_death(signal.SIGTERM)
+    if os.getppid() != int(os.environ[PARENT]):
+        sys.exit(128 + signal.SIGTERM)
+
+
+def ignore_stops() -> None:
+    """Ignore SIGUSR1 and SIGTERM. Call it after the last save, when only the exit of the process is left."""
+    for number in (signal.SIGUSR1, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+
+
+@contextmanager
+def ended_in_order() -> Iterator[None]:
+    """Raise `SystemExit` on SIGTERM and SIGHUP, so that `finally` clauses can end the processes that were started."""
+
+    def leave(number: int, _frame: FrameType | None) -> None:
+        sys.exit(128 + number)
+
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def deadline_after(max_minutes: float | None) -> float:
+    """The monotonic time in seconds at which `max_minutes` from now have passed; infinity for None."""
+    return time.monotonic() + 60 * max_minutes if max_minutes is not None else float("inf")
+
+
+class StopRequest:
+    """Records the first SIGINT, SIGUSR1 or SIGTERM; the loop then stops after the running step.
+
+    A second signal ends the process at once. Before training has begun there is nothing to save, so the first signal
+    ends the process at once.
+    """
+
+    def __init__(self) -> None:
+        self._signal: str | None = None  # name of the first signal
+        self._received_at = 0.0
+        self.deadline = float("inf")  # seconds of the monotonic clock
+        self.spare_s = 0.0  # time for a step and a checkpoint, which must be left before the deadline
+        self.training = False  # whether there is a step to finish and something to save
+
+    def limit(self, max_minutes: float | None) -> None:
+        """Set the deadline: $GPTEXP_DEADLINE if it is set, else `max_minutes` from now; None: no limit."""
+        self.deadline = float(os.environ.get(DEADLINE) or deadline_after(max_minutes))
+
+    def install(self, ignore_sigint: bool) -> None:
+        """Handle the signals from now on. A rank that gptexp launched ignores SIGINT: its parent handles Ctrl-C."""
+        for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM):
+            signal.signal(number, self.on_signal)
+        if ignore_sigint:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def on_signal(self, number: int, _frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if not self.training:
+            os._exit(128 + number)
+        if self._signal is None:
+            self._signal, self._received_at = signal.Signals(number).name, now
+            os.write(
+                2,
+                f"gptexp: {self._signal}: the run stops after this step; repeat the signal to stop at once\n".encode(),
+            )
+        elif now - self._received_at > SAME_REQUEST_S:
+            os._exit(128 + number)
+
+    def reason(self) -> str | None:
+        """The reason for which this process should stop now, one of `REASONS`, or None."""
+        if self._signal is None and time.monotonic() + self.spare_s > self.deadline:
+            return "time"
+        return self._signal
+
+    def flags(self) -> list[float]:
+        """One number per reason, 1 if it applies. Summed over the ranks, they give every rank the same answer."""
+        return [float(self.reason() == name) for name in REASONS]

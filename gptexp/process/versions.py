@@ -1,0 +1,27 @@
+"""Versions of the software that a run uses."""
+
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import gptexp
+
+
+def versions() -> dict[str, str]:
+    """Versions of gptexp, Python and the packages that affect numerics or file formats."""
+    packages = ("torch", "numpy", "tiktoken", "hydra-core", "omegaconf", "wandb", "safetensors")
+    own = {"gptexp": gptexp.__version__, "python": sys.version.split()[0]}
+    return own | {name: version(name) for name in packages}
+
+
+def git_commit() -> str | None:
+    """The git commit of the checkout, with `-dirty` if files are modified; None if gptexp is installed as a package."""
+    root = Path(gptexp.__file__).resolve().parent.parent
+    if not (root / ".git").exists():
+        return None
+    try:
+        command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None

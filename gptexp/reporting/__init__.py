@@ -1,0 +1,1 @@
+"""Reports on runs and sweeps, made from their run directories alone."""

@@ -1,0 +1,171 @@
+"""The analysis of a sweep: runs grouped into arms, and each arm's optima, law, noise and critical batch size."""
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gptexp.config.rules import in_steps
+from gptexp.reporting.critical import Critical, critical_batch_size, steps_to
+from gptexp.reporting.curves import Curves, fit_curves
+from gptexp.reporting.law import Law, fit_law
+from gptexp.reporting.records import Run
+
+TEXT = "data_hash"  # key of the summary; runs that trained on different text belong to different arms
+AXES = ("optim.lr", "batch.total_batch_size", "train.seed")  # runs that differ in any other key belong to other arms
+
+
+@dataclass(frozen=True)
+class Arm:
+    """Runs that differ only in learning rate, batch size and seed."""
+
+    choices: dict[str, Any]  # keys and values that distinguish it from the other arms; empty if it is the only one
+    runs: list[Run]
+    losses: dict[int, dict[float, list[float]]]  # batch size -> learning rate -> final loss of each seed
+    means: dict[tuple[int, float], float]  # (batch size, learning rate) -> mean of `losses`
+    diverged: dict[int, list[float]]  # batch size -> learning rates
+    curves: Curves
+    law: Law | None
+    target_loss: float | None  # the loss for which `critical` counts the steps
+    critical: Critical | None  # None if the schedule or the runs do not allow it
+    at_an_edge: list[int]  # batch sizes whose fastest learning rate in `critical` is the smallest or largest one
+    best: tuple[int, float] | None  # (batch size, learning rate) of the lowest mean loss
+    ties: list[tuple[int, float]]  # other cells that do not differ significantly from the best one
+
+    @property
+    def is_grid(self) -> bool:
+        """Whether any batch size has several learning rates."""
+        return any(len(at_batch) > 1 for at_batch in self.losses.values())
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """The results of a sweep, from which the sentences, figures and files of a report are made."""
+
+    name: str
+    runs: list[Run]
+    arms: list[Arm]
+    differing: list[str]  # the config's keys in which the arms differ
+    warnings: list[str]
+
+
+def analyse(name: str, runs: Sequence[Run]) -> Analysis:
+    """Group `runs` into arms and fit each arm. Runs without a readable config are in no arm."""
+    readable = [run for run in runs if run.config]
+    keys = {key for run in readable for key in run.config if run.config[key] != readable[0].config.get(key)}
+    differing = sorted(keys - set(AXES))
+    texts = {run.summary.get(TEXT) for run in readable} - {None}
+    groups: dict[str, tuple[dict[str, Any], list[Run]]] = {}
+    for run in readable:
+        choices = {key: run.config.get(key) for key in differing}
+        if len(texts) > 1:
+            choices[TEXT] = run.summary.get(TEXT)
+        groups.setdefault(repr(choices), (choices, []))[1].append(run)
+    arms = [_arm(choices, members) for choices, members in groups.values()]
+    problems = [run.problem for run in runs if run.problem]
+    several_batches = [arm for arm in arms if len({run.batch for run in arm.runs}) > 1]
+    confounds = sorted({line for arm in several_batches for line in in_steps(arm.runs[0].config)})
+    return Analysis(name, list(runs), arms, differing, [*problems, *_data_warnings(readable), *confounds])
+
+
+def _arm(choices: dict[str, Any], runs: list[Run]) -> Arm:
+    losses: dict[int, dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
+    diverged: dict[int, list[float]] = defaultdict(list)
+    # A cell that ran under two names counts once: its equal losses would look like two seeds without noise.
+    once = {(run.batch, run.lr, run.seed): run for run in sorted(runs, key=lambda run: run.loss is not None)}
+    for _, run in sorted(once.items()):
+        if run.loss is not None:
+            losses[run.batch][run.lr].append(run.loss)
+        elif run.status == "diverged" and run.lr not in diverged[run.batch]:
+            diverged[run.batch].append(run.lr)
+    # A cell with a diverged seed is left out: the mean over its other seeds would be too low.
+    by_batch = {
+        batch: kept
+        for batch, at_batch in sorted(losses.items())
+        if (kept := {lr: of_seeds for lr, of_seeds in at_batch.items() if lr not in diverged[batch]})
+    }
+    diverged = {batch: lrs for batch, lrs in diverged.items() if lrs}
+    curves = fit_curves(by_batch, diverged)
+    target, critical, at_an_edge = _critical(runs)
+    cells = {(batch, lr): of_seeds for batch, at_batch in by_batch.items() for lr, of_seeds in at_batch.items()}
+    means = {cell: math.fsum(of_seeds) / len(of_seeds) for cell, of_seeds in cells.items()}
+    best = min(means, key=lambda cell: means[cell], default=None)
+    ties = []
+    if best is not None and curves.noise is not None:
+        ties = [
+            cell
+            for cell in cells
+            if cell != best and curves.noise.ties(means[cell] - means[best], len(cells[cell]), len(cells[best]))
+        ]
+    law = fit_law(curves)
+    return Arm(choices, runs, by_batch, means, diverged, curves, law, target, critical, at_an_edge, best, ties)
+
+
+def _critical(runs: list[Run]) -> tuple[float | None, Critical | None, list[int]]:
+    """`target_loss`, `critical` and `at_an_edge` of an arm.
+
+    The target is the lowest loss that every batch size reaches; each batch size counts at its fastest learning rate.
+    Needs a constant learning rate: with decay, the loss in the middle of a run is not that of a shorter run.
+    """
+    if runs[0].config["schedule.name"] != "constant":
+        return None, None, []
+    courses: dict[int, dict[float, list[list[tuple[int, float]]]]] = defaultdict(lambda: defaultdict(list))
+    for run in runs:
+        course = [(point.step, point.loss) for point in run.val if point.loss is not None]
+        if run.status == "completed" and course:
+            courses[run.batch][run.lr].append(course)
+    if len(courses) < 2:
+        return None, None, []
+    # Average over seeds before taking the best learning rate: the minimum over more seeds would need fewer steps.
+    target = max(
+        min(max(min(loss for _, loss in course) for course in of_lr) for of_lr in of_batch.values())
+        for of_batch in courses.values()
+    )
+    steps: dict[int, float] = {}
+    at_an_edge = []
+    for batch, of_batch in courses.items():
+        means = {}
+        for lr, of_lr in of_batch.items():
+            reached = [steps_to(target, course) for course in of_lr]
+            if all(reached):
+                means[lr] = math.fsum(filter(None, reached)) / len(reached)
+        if not means:  # every run reached the target before its first evaluation
+            return target, None, []
+        fastest = min(means, key=lambda lr: means[lr])
+        steps[batch] = means[fastest]
+        if fastest in (min(of_batch), max(of_batch)):
+            at_an_edge.append(batch)
+    return target, critical_batch_size(steps), sorted(at_an_edge)
+
+
+def _data_warnings(runs: list[Run]) -> list[str]:
+    """A line for each run that read other data than most runs of its seed."""
+    lines = []
+    hashes = Counter(run.summary.get(TEXT) for run in runs if run.summary.get(TEXT))
+    usual = hashes.most_common(1)[0][0] if hashes else None
+    for run in runs:
+        if (own := run.summary.get(TEXT)) not in (None, usual):
+            lines.append(
+                f"{run.name}: trained on other text (hash {own}) than most runs (hash {usual}); do not compare it"
+            )
+    read: dict[tuple[str, int], Counter[str]] = defaultdict(Counter)  # (data, tokens) -> fingerprints
+    for run in runs:
+        for tokens, fingerprint in run.fingerprints.items():
+            read[_data(run), tokens][fingerprint] += 1
+    for run in runs:
+        for tokens, fingerprint in sorted(run.fingerprints.items()):
+            [(most_had, _)] = read[_data(run), tokens].most_common(1)
+            if fingerprint != most_had:
+                lines.append(
+                    f"{run.name}: read other data in its first {tokens:,} tokens than other runs of its seed "
+                    f"(fingerprint {fingerprint}, not {most_had}); do not compare them"
+                )
+                break
+    return lines
+
+
+def _data(run: Run) -> str:
+    """Equal for runs that must read the same tokens in the same order."""
+    keys = ("train.seed", "batch.seq_len", "model.block_size", "data.order", "data.max_tokens", "data.val_tokens")
+    return repr([run.summary.get(TEXT), *(run.config.get(key) for key in keys)])

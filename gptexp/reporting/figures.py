@@ -1,0 +1,208 @@
+"""The figures of a sweep's results. Those of runs over their training are in line_charts.py."""
+
+import math
+from collections.abc import Collection
+
+import numpy as np
+
+from gptexp.reporting.analysis import Analysis, Arm
+from gptexp.reporting.law import SLOPES
+from gptexp.reporting.line_charts import line_charts
+from gptexp.reporting.vega_lite import Figure, Spec, figure, linear, log, tooltip
+
+SAMPLES = 48  # points of a fitted curve
+INTERVAL = {"y": {"field": "low", "type": "quantitative"}, "y2": {"field": "high"}}
+DOT = {"type": "point", "filled": True, "size": 80, "color": "black"}
+
+
+def figures(analysis: Analysis) -> list[Figure]:
+    """All figures that the runs have values for, arm by arm."""
+    found = []
+    for index, arm in enumerate(analysis.arms):
+        suffix = f"-{index}" if len(analysis.arms) > 1 else ""
+        of_arm = [_curves(arm), _heat_map(arm), _law(arm), _loss_at_optimum(arm), _iso_loss(arm), *line_charts(arm),
+                  _throughput(arm)]  # fmt: skip
+        found += [Figure(f"{f.key}{suffix}", f.title, f.caption, f.spec) for f in of_arm if f is not None]
+    return found
+
+
+def _batch(sizes: Collection[int]) -> Spec:
+    return log("batch", "batch size, tokens a step", sizes, ",")
+
+
+def _curves(arm: Arm) -> Figure | None:
+    """Loss over learning rate, with a colour for each batch size."""
+    if not arm.is_grid:
+        return None
+    batches = sorted({*arm.losses, *arm.diverged})
+    runs = [
+        {"lr": r.lr, "loss": r.loss, "size": f"{r.batch:,}", "seed": r.seed, "run": r.name}
+        for r in arm.runs
+        if r.loss is not None
+    ]
+    top = max(loss for at_batch in arm.losses.values() for of_seeds in at_batch.values() for loss in of_seeds)
+    diverged = [{"lr": lr, "loss": top, "size": f"{b:,}"} for b, lrs in arm.diverged.items() for lr in lrs]
+    fitted, optima = [], []
+    for batch, o in arm.curves.optima.items():
+        for octave in map(float, np.linspace(math.log2(o.parabola.lrs[0]), math.log2(o.parabola.lrs[-1]), SAMPLES)):
+            fitted.append({"lr": 2**octave, "loss": o.parabola.at(octave), "size": f"{batch:,}"})
+        optima.append({"lr": o.lr, "low": o.low, "high": o.high, "loss": o.loss, "size": f"{batch:,}"})
+    encoding = {
+        "x": log("lr", "peak learning rate", {r.lr for r in arm.runs}, "~r"),
+        "y": linear("loss", "final validation loss, nats per token"),
+        "color": {"field": "size", "type": "nominal", "title": "tokens a step", "sort": [f"{b:,}" for b in batches],
+                  "scale": {"scheme": {"name": "viridis", "extent": [0.0, 0.85]}}},
+    }  # fmt: skip
+    layers: list[Spec] = [
+        {"data": {"values": fitted}, "mark": {"type": "line"}},
+        {"data": {"values": runs}, "mark": {"type": "point", "filled": True, "size": 60},
+         "encoding": {"tooltip": tooltip("run", "lr", "size", "seed", "loss")}},
+        {"data": {"values": diverged},
+         "mark": {"type": "point", "shape": "cross", "angle": 45, "size": 90, "filled": True},
+         "encoding": {"tooltip": tooltip("size", "lr")}},
+        {"data": {"values": optima}, "mark": {"type": "rule", "size": 5, "opacity": 0.6},
+         "encoding": {"x": {"field": "low", "type": "quantitative"}, "x2": {"field": "high"},
+                      "tooltip": tooltip("size", "lr", "low", "high", "loss")}},
+        {"data": {"values": optima}, "mark": {"type": "point", "shape": "diamond", "size": 130, "filled": True}},
+    ]  # fmt: skip
+    caption = (
+        "Each point is a run. Lines are the fitted parabolas, drawn over the learning rates of the fit. Diamonds are "
+        "their minima. Bars are the 95% intervals of the minima, which are valid if the curve is a parabola over these "
+        "learning rates. Crosses at the top are runs that diverged."
+    )
+    spec = {"layer": [layer for layer in layers if layer["data"]["values"]], "encoding": encoding}
+    return figure("curves", "Loss against learning rate", caption, spec)
+
+
+def _heat_map(arm: Arm) -> Figure | None:
+    """Mean final loss of each cell."""
+    if len(arm.losses) < 2 or arm.best is None:
+        return None
+    cells = [
+        {"lr": f"{lr:.3g}", "batch": f"{b:,}", "loss": mean, "text": f"{mean:.3f}", "seeds": len(arm.losses[b][lr])}
+        for (b, lr), mean in arm.means.items()
+    ]
+    diverged = [
+        {"lr": f"{lr:.3g}", "batch": f"{b:,}", "what": "diverged"} for b, lrs in arm.diverged.items() for lr in lrs
+    ]
+    lrs = sorted({lr for at_batch in (*arm.losses.values(), *arm.diverged.values()) for lr in at_batch})
+    batches = sorted({*arm.losses, *arm.diverged}, reverse=True)
+    losses = sorted(arm.means.values())
+    # Without a ceiling a few very high losses would use up the colour scale.
+    ceiling = min(losses[-1], 2 * losses[len(losses) * 3 // 4] - losses[0])
+    scale = {"scheme": "viridis", "reverse": True, "domain": [losses[0], ceiling], "clamp": True}
+    colour = {"field": "loss", "type": "quantitative", "title": "loss", "scale": scale}
+    dark = (losses[0] + ceiling) / 2
+    best = [{"lr": f"{arm.best[1]:.3g}", "batch": f"{arm.best[0]:,}"}]
+    layers: list[Spec] = [
+        {"data": {"values": cells}, "mark": "rect",
+         "encoding": {"color": colour, "tooltip": tooltip("batch", "lr", "loss", "seeds")}},
+        {"data": {"values": diverged}, "mark": {"type": "rect", "color": "#d0d0d0"}},
+        {"data": {"values": best}, "mark": {"type": "rect", "filled": False, "stroke": "#d62728", "strokeWidth": 3}},
+        {"data": {"values": cells}, "mark": {"type": "text", "fontSize": 12},
+         "encoding": {"text": {"field": "text"},
+                      "color": {"condition": {"test": f"datum.loss < {dark!r}", "value": "black"}, "value": "white"}}},
+        {"data": {"values": diverged}, "mark": {"type": "text", "color": "#333333"},
+         "encoding": {"text": {"field": "what"}}},
+    ]  # fmt: skip
+    encoding = {
+        "x": {"field": "lr", "type": "ordinal", "title": "peak learning rate", "sort": [f"{lr:.3g}" for lr in lrs],
+              "axis": {"labelAngle": 0}},
+        "y": {"field": "batch", "type": "ordinal", "title": "tokens a step", "sort": [f"{b:,}" for b in batches]},
+    }  # fmt: skip
+    spec = {"layer": [layer for layer in layers if layer["data"]["values"]], "encoding": encoding}
+    caption = "Mean loss over seeds. The lowest has a red frame. In a grey cell a run diverged."
+    return figure("heatmap", "Loss of every cell", caption, spec)
+
+
+def _law(arm: Arm) -> Figure | None:
+    """Best learning rate over batch size in log-log, with the law and the usual scaling rules."""
+    law = arm.law
+    if law is None:
+        return None
+    optima = [{"batch": b, "lr": o.lr, "low": o.low, "high": o.high} for b, o in arm.curves.optima.items()]
+    t = (law.high - law.low) / (2 * law.sd) if law.sd else 0.0  # half width of an interval in standard errors
+    sizes = np.geomspace(min(law.sizes), max(law.sizes), SAMPLES)
+    band, rules = [], []
+    for size in map(float, sizes):
+        octaves = math.log2(size / law.tokens)
+        half = t * math.hypot(law.lr_sd_octaves, octaves * law.sd)
+        band.append({"batch": size, "lr": law.at(size), "low": law.at(size) * 2**-half, "high": law.at(size) * 2**half})
+    for name, slope in SLOPES.items():
+        for size in (float(sizes[0]), float(sizes[-1])):
+            rules.append({"batch": size, "lr": law.lr * (size / law.tokens) ** slope, "rule": f"{name} ({slope:g})"})
+    y = log("lr", "best learning rate")
+    layers: list[Spec] = [
+        {"data": {"values": band}, "mark": {"type": "area", "opacity": 0.2, "color": "#3b528b"}, "encoding": INTERVAL},
+        {"data": {"values": band}, "mark": {"type": "line", "color": "#3b528b"}, "encoding": {"y": y}},
+        {"data": {"values": rules}, "mark": {"type": "line", "strokeDash": [4, 4], "strokeWidth": 1.5},
+         "encoding": {"y": y, "color": {"field": "rule", "type": "nominal", "title": "rule (exponent)",
+                                        "sort": None, "scale": {"range": ["#777777", "#d95f02", "#1b7837"]}}}},
+        {"data": {"values": optima}, "mark": {"type": "rule", "size": 2}, "encoding": INTERVAL},
+        {"data": {"values": optima}, "mark": DOT,
+         "encoding": {"y": y, "tooltip": tooltip("batch", "lr", "low", "high")}},
+    ]  # fmt: skip
+    caption = (
+        f"The fitted exponent is {law.exponent:.2f} (95% interval {law.low:.2f} to {law.high:.2f}). The band is the "
+        "95% interval of the line. Dashed lines are the usual rules, drawn through the centre of the fit."
+    )
+    return figure("law", "Best learning rate against batch size", caption,
+                   {"layer": layers, "encoding": {"x": _batch(law.sizes)}})  # fmt: skip
+
+
+def _loss_at_optimum(arm: Arm) -> Figure | None:
+    noise = arm.curves.noise
+    if noise is None or len(arm.curves.optima) < 2:
+        return None
+    optima = [
+        {"batch": b, "loss": o.loss, "low": o.loss - noise.t * o.loss_sd, "high": o.loss + noise.t * o.loss_sd}
+        for b, o in arm.curves.optima.items()
+    ]
+    y = linear("loss", "loss at the best learning rate")
+    layers: list[Spec] = [
+        {"mark": {"type": "line", "color": "#3b528b", "opacity": 0.5}, "encoding": {"y": y}},
+        {"mark": {"type": "rule", "size": 2}, "encoding": INTERVAL},
+        {"mark": DOT, "encoding": {"y": y, "tooltip": tooltip("batch", "loss", "low", "high")}},
+    ]
+    spec = {"data": {"values": optima}, "layer": layers, "encoding": {"x": _batch(arm.curves.of)}}
+    caption = "The fitted loss of each batch size at its own best learning rate, with 95% intervals."
+    return figure("optima", "Loss at the optimum", caption, spec)
+
+
+def _iso_loss(arm: Arm) -> Figure | None:
+    """Steps against tokens to reach one loss, with the hyperbola if there is one."""
+    c = arm.critical
+    if c is None or len(c.steps) < 2:
+        return None
+    points = [{"steps": s, "tokens": s * b, "batch": b} for b, s in c.steps.items()]
+    layers: list[Spec] = [
+        {"data": {"values": points}, "mark": DOT, "encoding": {"tooltip": tooltip("batch", "steps", "tokens")}},
+        {"data": {"values": points}, "mark": {"type": "text", "dx": 8, "align": "left"},
+         "encoding": {"text": {"field": "batch", "type": "quantitative", "format": "~s"}}},
+    ]  # fmt: skip
+    if (h := c.hyperbola) is not None:
+        curve = [
+            {"steps": h.least_steps * (1 + h.tokens / b), "tokens": h.least_steps * (b + h.tokens)}
+            for b in map(float, np.geomspace(min(c.steps), max(c.steps), SAMPLES))
+        ]
+        layers.insert(0, {"data": {"values": curve}, "mark": {"type": "line", "color": "#3b528b", "order": False}})
+    encoding = {"x": log("steps", "steps", form="~s"), "y": log("tokens", "tokens", form="~s")}
+    caption = f"Steps and tokens to reach a loss of {arm.target_loss:.4f}. Labels are tokens a step."
+    return figure("isoloss", "Steps and tokens to reach one loss", caption, {"layer": layers, "encoding": encoding})
+
+
+def _throughput(arm: Arm) -> Figure | None:
+    points = [
+        {"batch": run.batch, "rate": run.tokens_per_s, "lr": run.lr, "run": run.name}
+        for run in arm.runs
+        if run.tokens_per_s is not None
+    ]
+    if len({point["batch"] for point in points}) < 2:
+        return None
+    y = {**linear("rate", "tokens per second"), "axis": {"format": "~s"}, "scale": {"zero": True}}
+    spec = {
+        "data": {"values": points},
+        "mark": {"type": "point", "filled": True, "size": 50, "opacity": 0.6},
+        "encoding": {"x": _batch({run.batch for run in arm.runs}), "y": y, "tooltip": tooltip("run", "lr", "rate")},
+    }
+    return figure("throughput", "Throughput", "Median over the steps of each run.", spec)

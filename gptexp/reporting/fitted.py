@@ -1,0 +1,43 @@
+"""A config file with the fitted law: `optim=NAME` then sets the learning rate that belongs to the batch size."""
+
+from pathlib import Path
+
+from gptexp.process.errors import ConfigError
+from gptexp.reporting.analysis import Analysis
+from gptexp.storage.run_dir import storage, write_atomically
+
+MARK = "# Fitted by gptexp report"
+
+
+def write_optim(path: Path, analysis: Analysis) -> None:
+    """Write the law of `analysis` to `path`, a file optim/NAME.yaml in conf/ or in a folder given with --config-dir.
+
+    Raises `ConfigError` if there is not exactly one law, or if `path` is unsuitable.
+    """
+    given = f"--write-optim {path}"
+    laws = [arm.law for arm in analysis.arms if arm.law is not None]
+    if len(laws) != 1:
+        raise ConfigError(
+            f"{given}: {analysis.name} has {len(laws)} fitted laws, and must have one; "
+            + ("report a sweep with one arm" if laws else "at least two batch sizes need a bracketed optimum")
+        )
+    if path.parent.name != "optim" or path.suffix != ".yaml":
+        raise ConfigError(f"{given}: an option of the group optim must be a file optim/NAME.yaml; give such a path")
+    if "site-packages" in path.resolve().parts:
+        raise ConfigError(f"{given}: is in an installed package, whose removal deletes it; use a folder of your own")
+    if path.exists() and not path.read_text(errors="replace").startswith(MARK):
+        raise ConfigError(f"{given}: exists, and gptexp report did not write it; give another name")
+
+    [law] = laws
+    sizes = ", ".join(f"{size:,}" for size in law.sizes)
+    warning = "# In log-log the optima lie on a curve: use this law between these sizes only.\n" if law.bends else ""
+    text = (
+        f"{MARK} from {analysis.name}: optima at {sizes} tokens a step.\n"
+        f"# lr = {law.lr:.6g} * (batch.total_batch_size / {law.tokens:.6g}) ** {law.exponent:.4f}; 95% interval of the "
+        f"exponent: {law.low:.3f} to {law.high:.3f}.\n{warning}"
+        "defaults:\n  - adamw\n"
+        f"lr: ${{power_law:${{batch.total_batch_size}},{law.lr:.6g},{law.tokens:.6g},{law.exponent:.4f}}}\n"
+    )
+    with storage(path.parent):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, text)

@@ -1,0 +1,76 @@
+"""The best learning rate as a power of the batch size, lr*(B) = lr_0 (B / B_0)^alpha, fitted to a sweep's optima."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from gptexp.reporting.curves import LEVEL, Array, Curves
+from gptexp.reporting.noise import f_tail, t_quantile
+
+SLOPES = {"none": 0.0, "square root": 0.5, "linear": 1.0}  # exponents of the usual scaling rules
+
+
+@dataclass(frozen=True)
+class Law:
+    """lr*(B) = lr (B / tokens)^exponent; `tokens` is the weighted geometric mean of the batch sizes."""
+
+    lr: float
+    tokens: float
+    exponent: float
+    low: float  # 95% interval of the exponent
+    high: float
+    sd: float  # standard error of the exponent
+    lr_sd_octaves: float  # standard error of log2(lr); independent of the exponent's
+    sizes: tuple[int, ...]  # tokens per step
+    scatter: bool  # the optima scatter more than their intervals allow; the exponent's interval includes the scatter
+    bends: bool | None  # a quadratic term in log2(B) is significant; None with fewer than four batch sizes
+
+    def at(self, tokens: float) -> float:
+        """The best learning rate at a batch size in tokens."""
+        return float(self.lr * (tokens / self.tokens) ** self.exponent)
+
+    def admits(self, exponent: float) -> bool:
+        return self.low <= exponent <= self.high
+
+
+def fit_law(curves: Curves) -> Law | None:
+    """Fit log2 lr* over log2 B by least squares with weights 1 / variance. Returns None with fewer than two optima."""
+    optima = dict(sorted(curves.optima.items()))
+    if len(optima) < 2 or curves.noise is None:
+        return None
+    x = np.log2(list(optima))
+    y = np.log2([optimum.lr for optimum in optima.values()])
+    sd = np.array([optimum.sd_octaves for optimum in optima.values()])
+    centre = float(np.average(x, weights=sd**-2))
+    (slope, level), covariance, chi2 = _least_squares(np.vander(x - centre, 2), y, sd)
+    dof, t = len(x) - 2, curves.noise.t
+    scatter = dof > 0 and f_tail(chi2 / dof, dof, curves.noise.dof) < LEVEL
+    if scatter:
+        covariance = covariance * chi2 / dof
+        t = t_quantile(dof)
+    bends = None
+    if len(x) >= 4:
+        *_, chi2_quadratic = _least_squares(np.vander(x - centre, 3), y, sd)
+        bends = f_tail(chi2 - chi2_quadratic, 1, curves.noise.dof) < LEVEL
+    sd_slope, sd_level = (math.sqrt(variance) for variance in np.diag(covariance))
+    return Law(
+        lr=2.0**level,
+        tokens=2.0**centre,
+        exponent=float(slope),
+        low=float(slope - t * sd_slope),
+        high=float(slope + t * sd_slope),
+        sd=sd_slope,
+        lr_sd_octaves=sd_level,
+        sizes=tuple(optima),
+        scatter=scatter,
+        bends=bends,
+    )
+
+
+def _least_squares(design: Array, y: Array, sd: Array) -> tuple[Array, Array, float]:
+    """Weighted least squares: the coefficients, their covariance, and the weighted sum of squared residuals."""
+    weighted = design / sd[:, None]
+    covariance = np.linalg.inv(weighted.T @ weighted)
+    coefficients = covariance @ (weighted.T @ (y / sd))
+    return coefficients, covariance, float(np.sum((y / sd - weighted @ coefficients) ** 2))

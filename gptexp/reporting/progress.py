@@ -1,0 +1,113 @@
+"""Progress of a sweep's cells and the time they still need, from their run directories alone."""
+
+import statistics
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+from gptexp.config.batch import run_length
+from gptexp.reporting.records import Run, find_runs, printable, read_run
+from gptexp.storage import run_dir
+
+STATES = ("running", "completed", "diverged", "interrupted", "failed", "damaged", "left")
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Progress of one cell."""
+
+    name: str
+    status: str  # one of `STATES`; "left": not started
+    tokens: int  # trained on so far
+    of_tokens: int  # length of the run; 0 if unknown
+    loss: float | None  # the newest validation loss, in nats per token
+    seconds_left: float | None  # of training; None while no cell has measured a speed
+
+    @property
+    def share(self) -> float:
+        return self.tokens / self.of_tokens if self.of_tokens else 0.0
+
+
+def survey(directory: Path, read: Callable[[Path], Run] = read_run) -> list[Progress]:
+    """Progress of every cell of a sweep, started or not, or of a single run.
+
+    `read` reads a run directory; it may cache runs. Raises `ConfigError` if `directory` holds neither.
+    """
+    sweep = run_dir.read_json(directory / run_dir.SWEEP)
+    planned = sweep.get("cells", {})
+    runs = {run.name: run for run in find_runs(directory, read)} if not planned else {}
+    for name in planned:
+        if (directory / name / run_dir.CONFIG).exists():
+            runs[printable(name)] = read(directory / name)
+    rates: dict[int, list[float]] = {}
+    for run in runs.values():
+        if run.tokens_per_s:
+            rates.setdefault(run.batch, []).append(run.tokens_per_s)
+    usual = statistics.median([rate for of_batch in rates.values() for rate in of_batch]) if rates else None
+
+    def seconds_for(batch: int, tokens: int) -> float | None:
+        rate = statistics.median(rates[batch]) if batch in rates else usual
+        return tokens / rate if rate else None
+
+    cells = []
+    for run in runs.values():
+        length = planned.get(run.name, {}).get("tokens") or _length(run)
+        tokens = max([p.tokens for p in (*run.train[-1:], *run.val[-1:])], default=0)
+        loss = run.val[-1].loss if run.val else None
+        left = 0.0 if run.status in run_dir.DONE else seconds_for(run.batch, max(0, length - tokens))
+        cells.append(Progress(run.name, run.status, tokens, length, loss, left))
+    for name, cell in planned.items():
+        if printable(name) not in runs:
+            left = seconds_for(cell["total_batch_size"], cell["tokens"])
+            cells.append(Progress(printable(name), "left", 0, cell["tokens"], None, left))
+    # Cells that Optuna has not chosen yet are assumed to be like the others.
+    tokens = round(statistics.median(cell.of_tokens for cell in cells)) if cells else 0
+    batch = round(statistics.median(run.batch for run in runs.values())) if runs else 0
+    cells += [Progress("to be chosen", "left", 0, tokens, None, seconds_for(batch, tokens))] * sweep.get("to_choose", 0)
+    return sorted(cells, key=lambda cell: (STATES.index(cell.status), cell.name))
+
+
+def _length(run: Run) -> int:
+    """Tokens of the whole run; 0 if its config cannot be read."""
+    if not run.config:
+        return 0
+    steps, _ = run_length(run.config["train.max_tokens"], run.config["train.max_steps"], run.batch)
+    return steps * run.batch
+
+
+def ready_in(cells: list[Progress]) -> float | None:
+    """Seconds until all cells are done if as many run at once as now. None if a cell's `seconds_left` is None."""
+    times = [cell.seconds_left for cell in cells if cell.status not in run_dir.DONE]
+    if any(seconds is None for seconds in times):
+        return None
+    at_once = max(1, sum(cell.status == "running" for cell in cells))
+    return max([sum(filter(None, times)) / at_once, *(s or 0.0 for s in times)], default=0.0)
+
+
+def line_of(cell: Progress) -> str:
+    """A line for the terminal."""
+    loss = f"val loss {cell.loss:.4f}" if cell.loss is not None else ""
+    share = f"{cell.share:4.0%}" if cell.of_tokens else ""
+    return f"{cell.status:<12}{share:<6}{loss:<17}{cell.name}"
+
+
+def seconds_shown(seconds: float) -> str:
+    return str(timedelta(seconds=round(seconds)))
+
+
+def in_all(cells: list[Progress]) -> str:
+    """One line: the number of cells by status, and the time until all are done."""
+    seconds = ready_in(cells)
+    counts = Counter(cell.status for cell in cells)
+    by_status = ", ".join(f"{counts[state]} {state}" for state in STATES if counts[state])
+    if all(cell.status in run_dir.DONE for cell in cells):
+        when = "all done"
+    elif seconds is None:
+        when = "time left unknown until a cell has logged a step"
+    else:
+        when = f"done in about {seconds_shown(seconds)}"
+        if len(cells) > 1:
+            when += " if as many run at once as now" if counts["running"] else " after a restart, one cell at a time"
+    return f"{len(cells)} cells: {by_status}; {when}" if len(cells) > 1 else f"{cells[0].status}; {when}"

@@ -1,0 +1,207 @@
+"""Runs as read from their directories: config, summary, metrics. It only reads.
+
+A directory may belong to a run that is training, was killed or is damaged. Whatever can be read is used; whatever
+cannot is named in `Run.problem`.
+"""
+
+import re
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import UnionType
+from typing import Any
+
+from gptexp.config.schema import result_deciding
+from gptexp.process.errors import ConfigError
+from gptexp.storage import run_dir
+from gptexp.storage.noise_scale import Norms
+from gptexp.storage.reader import parse_json
+
+STATUSES = ("completed", "diverged", "interrupted", "running", "failed")
+POINTS = 512  # steps of a run that are kept for its curves: at least this many, at most twice as many
+STEP_EVENT = '"event": "step"'
+OPTIONAL_METRICS = {  # field of `Step` -> metric
+    "lr": "optim/lr", "grad_norm": "optim/grad_norm", "clip_fraction": "optim/clip_fraction", "mfu": "perf/mfu_palm",
+    "noise_scale": "gns/tokens", "cosine": "gns/cos",
+}  # fmt: skip
+KEPT_EVENT = re.compile(r'"event": "(eval|alert|fault|sample)"')
+
+
+@dataclass(frozen=True)
+class Point:
+    """The state of a run after `step` updates, `tokens` tokens and `seconds` of training."""
+
+    step: int
+    tokens: int
+    seconds: float
+    loss: float | None  # nats per token; None if it was not finite
+
+
+@dataclass(frozen=True)
+class Step(Point):
+    """An optimizer update. A value is None if it was not finite, or if an older version did not log it."""
+
+    lr: float | None
+    grad_norm: float | None  # before clipping
+    clip_fraction: float | None
+    tokens_per_s: float
+    mfu: float | None  # perf/mfu_palm
+    noise_scale: float | None  # tokens; the run's moving average
+    cosine: float | None  # between the gradients of two micro-batches
+    norms: Norms | None  # what `noise_scale` is computed from
+
+
+@dataclass(frozen=True)
+class Note:
+    """A text that a run logged."""
+
+    kind: str  # "alert", "fault" or "sample"
+    step: int
+    text: str
+
+
+@dataclass
+class Run:
+    """One run directory. Losses in nats per token."""
+
+    name: str
+    status: str  # of summary.json; "running" while a process holds the lock, "damaged" if it cannot be read
+    config: dict[str, Any]  # dotted key -> value, of the keys that decide the result; empty if it cannot be read
+    batch: int = 0  # tokens per step, over all ranks
+    lr: float = 0.0  # peak learning rate
+    seed: int = 0
+    loss: float | None = None  # final validation loss of a completed run
+    summary: dict[str, Any] = field(default_factory=dict)
+    seq_len: int = 1  # tokens
+    train: list[Step] = field(default_factory=list)  # thinned, see `POINTS`
+    val: list[Point] = field(default_factory=list)
+    notes: list[Note] = field(default_factory=list)
+    fingerprints: dict[int, str] = field(default_factory=dict)  # tokens -> hash of all data read so far
+    tokens_per_s: float | None = None  # median over the kept steps
+    mfu: float | None = None  # median of perf/mfu_palm; None on a device of unknown peak
+    problem: str | None = None  # one line: what could not be read
+
+
+def read_run(directory: Path) -> Run:
+    """Read a run's files. A damaged file sets `Run.problem` and raises nothing."""
+    name = printable(directory.name)
+    try:
+        config = run_dir.load_config(directory)
+        summary = _checked_types(run_dir.read_json(directory / run_dir.SUMMARY))
+    except ConfigError as error:
+        return Run(name, "damaged", {}, problem=printable(str(error)))
+    status = summary.get("status", "failed")
+    if run_dir.is_locked(directory):
+        status = "running"
+    elif status == "running":
+        status = "failed"  # its process ended without writing another status
+    elif status not in STATUSES:
+        status = "damaged"
+    run = Run(
+        name,
+        status,
+        result_deciding(config),
+        batch=config.batch.total_batch_size,
+        lr=config.optim.lr,
+        seed=config.train.seed,
+        summary=summary,
+        seq_len=config.seq_len,
+    )
+    if status == "completed" and "final_val_loss" in summary:
+        run.loss = float(summary["final_val_loss"])
+    try:
+        _read_metrics(run, directory / run_dir.METRICS)
+    except OSError as error:
+        run.problem = printable(f"{directory / run_dir.METRICS}: cannot be read ({error.strerror})")
+    return run
+
+
+def find_runs(directory: Path, read: Callable[[Path], Run] = read_run) -> list[Run]:
+    """The run in `directory`, or else those in its subdirectories, sorted by name.
+
+    Raises `ConfigError` if there is none.
+    """
+    if not directory.is_dir():
+        raise ConfigError(f"{directory}: no such directory; give a run or a sweep")
+    if (directory / run_dir.CONFIG).exists():
+        return [read(directory)]
+    found = sorted(path.parent for path in directory.glob(f"*/{run_dir.CONFIG}"))
+    if not found:
+        raise ConfigError(f"{directory}: contains no run; give the directory of a run or a sweep")
+    return [read(path) for path in found]
+
+
+def printable(text: str) -> str:
+    """`text` with a replacement for each character that could control a terminal or is not allowed in XML."""
+    return "".join(c if c.isprintable() else "\ufffd" for c in text)
+
+
+def _checked_types(summary: dict[str, Any]) -> dict[str, Any]:
+    """The values of a summary that reports use and that have the right type."""
+    types: dict[str, type | UnionType] = {
+        "status": str, "final_val_loss": int | float, "steps": int, "tokens": int, "train_s": int | float,
+        "data_hash": str, "parameters": int, "world_size": int, "device": str, "git_commit": str,
+    }  # fmt: skip
+    kept = {key: value for key, value in summary.items() if key in types and isinstance(value, types[key])}
+    return {key: printable(value) if isinstance(value, str) else value for key, value in kept.items()}
+
+
+def _number(value: Any) -> float | None:
+    """A number as JSON holds it: null if it was not finite."""
+    return None if value is None else float(value)
+
+
+def _read_metrics(run: Run, path: Path) -> None:
+    """Read the curves, notes and fingerprints from metrics.jsonl.
+
+    Of many steps it parses every 2nd, 4th, 8th, …, so that runs of different batch sizes keep steps at equal tokens.
+    """
+    if not path.is_file():
+        return
+    with path.open(errors="replace") as lines:
+        steps = sum(STEP_EVENT in line for line in lines)
+    stride = 1 << max(0, (steps // POINTS).bit_length() - 1)
+    step_events, last_step, seconds = 0, 0, 0.0
+    with path.open(errors="replace") as lines:
+        for number, line in enumerate(lines, 1):
+            if STEP_EVENT in line:
+                step_events += 1
+                if step_events % stride:
+                    continue
+            elif not KEPT_EVENT.search(line):
+                continue
+            try:
+                event = parse_json(line)
+                step, tokens = int(event["step"]) + 1, int(event["tokens"])
+                if event["event"] == "step":
+                    seconds += (step - last_step) * float(event["perf/step_ms"]) / 1e3
+                    last_step = step
+                    run.train.append(_step(event, step, tokens, seconds, run))
+                    run.fingerprints[tokens] = printable(str(event["data/fingerprint"]))
+                elif event["event"] == "eval":
+                    run.val.append(Point(step, tokens, seconds, _number(event["val/loss"])))
+                else:
+                    text = "\n".join(map(printable, str(event["text"]).split("\n")))
+                    run.notes.append(Note(event["event"], step - 1, text))
+            except (ValueError, KeyError, TypeError, OverflowError):
+                if line.endswith("\n"):  # a line without an end is still being written
+                    run.problem = printable(f"{path}: line {number} is not a valid event")
+    if run.train:
+        if run.status not in run_dir.DONE:  # summary.json is only written when a run starts or stops
+            run.summary |= {"steps": run.train[-1].step, "tokens": run.train[-1].tokens, "train_s": seconds}
+        run.tokens_per_s = statistics.median(step.tokens_per_s for step in run.train)
+    if mfus := [step.mfu for step in run.train if step.mfu is not None]:
+        run.mfu = statistics.median(mfus)
+
+
+def _step(event: dict[str, Any], step: int, tokens: int, seconds: float, run: Run) -> Step:
+    small, big = _number(event.get("gns/small_sq_norm")), _number(event.get("gns/big_sq_norm"))
+    norms = None
+    if small is not None and big is not None:
+        norms = Norms(small, big, int(event["gns/small_sequences"]), run.batch // run.seq_len)
+        if not 0 < norms.small_sequences < norms.big_sequences:
+            raise ValueError("a part is smaller than the whole")
+    optional = {name: _number(event.get(metric)) for name, metric in OPTIONAL_METRICS.items()}
+    loss, tokens_per_s = _number(event["train/loss"]), float(event["perf/tokens_per_s"])
+    return Step(step, tokens, seconds, loss, tokens_per_s=tokens_per_s, norms=norms, **optional)

@@ -1,0 +1,68 @@
+"""The table of runs: as values for scripts, as text for readers."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gptexp.reporting.records import Run
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of the table; `value` returns None if the run does not have it."""
+
+    key: str
+    title: str
+    value: Callable[[Run], Any]
+    form: str  # format specification
+
+    def text(self, run: Run) -> str:
+        value = self.value(run)
+        return "" if value is None else format(value, self.form)
+
+
+def _hours(run: Run) -> float | None:
+    seconds = run.summary.get("train_s")
+    return None if seconds is None else float(seconds) / 3600
+
+
+def _tokens_per_parameter(run: Run) -> float | None:
+    tokens, parameters = run.summary.get("tokens"), run.summary.get("parameters")
+    return tokens / parameters if tokens and parameters else None
+
+
+COLUMNS = (
+    Column("run", "run", lambda run: run.name, ""),
+    Column("status", "status", lambda run: run.status, ""),
+    Column("lr", "learning rate", lambda run: run.lr or None, ".4g"),
+    Column("total_batch_size", "tokens a step", lambda run: run.batch or None, ","),
+    Column("seed", "seed", lambda run: run.seed if run.config else None, "d"),
+    Column("steps", "steps", lambda run: run.summary.get("steps"), ",d"),
+    Column("tokens", "tokens", lambda run: run.summary.get("tokens"), ",d"),
+    Column("tokens_per_parameter", "tokens/parameter", _tokens_per_parameter, ".3g"),
+    Column("final_val_loss", "val loss", lambda run: run.loss, ".4f"),
+    Column("tokens_per_s", "tokens/s", lambda run: run.tokens_per_s, ",.0f"),
+    Column("mfu_palm", "MFU", lambda run: run.mfu, ".1%"),
+    Column("train_h", "hours", _hours, ".3f"),
+)
+
+
+def values(runs: Sequence[Run], config_keys: Sequence[str]) -> list[dict[str, Any]]:
+    """A row for each run: the keys of `COLUMNS`, and `config_keys`."""
+    return [
+        {column.key: column.value(run) for column in COLUMNS} | {key: run.config.get(key) for key in config_keys}
+        for run in runs
+    ]
+
+
+def shown(runs: Sequence[Run], all_of_them: bool = True) -> tuple[list[str], list[list[str]]]:
+    """Titles, and a row of texts for each run. Omits the columns that no run has a value in.
+
+    Without `all_of_them` it also omits the columns in which several runs agree, except the status.
+    """
+    columns = []
+    for column in COLUMNS:
+        found = {column.value(run) for run in runs}
+        if found != {None} and (all_of_them or len(found) > 1 or len(runs) == 1 or column.key == "status"):
+            columns.append(column)
+    return [column.title for column in columns], [[column.text(run) for column in columns] for run in runs]

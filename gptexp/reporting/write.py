@@ -1,0 +1,122 @@
+"""The files and terminal output of `gptexp report DIR`.
+
+`records` reads the runs. `noise`, `curves`, `law` and `critical` hold the statistics, on plain numbers, and `analysis`
+applies them to the runs. `verdict`, `figures`, `page`, `table` and `proposals` present the result.
+"""
+
+import csv
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from gptexp.process.errors import first_line
+from gptexp.reporting.analysis import Analysis, Arm, analyse
+from gptexp.reporting.figures import figures
+from gptexp.reporting.page import page, sections
+from gptexp.reporting.pictures import bundle, png
+from gptexp.reporting.proposals import commands
+from gptexp.reporting.records import find_runs, printable
+from gptexp.reporting.table import shown, values
+from gptexp.reporting.verdict import verdict
+from gptexp.storage import run_dir
+
+PAGE, NUMBERS, TABLE, PICTURES = "report.html", "report.json", "cells.csv", "pictures"
+
+
+@dataclass(frozen=True)
+class Report:
+    """The result of `write_report`."""
+
+    analysis: Analysis
+    verdict: list[str]
+    further: list[str]  # commands to run next
+    files: list[Path]  # those written, the page first
+
+
+def write_report(directory: Path) -> Report:
+    """Write `report.html`, `report.json`, `cells.csv` and `pictures/*.png` into `directory`, of a run or a sweep."""
+    analysis = analyse(printable(directory.resolve().name), find_runs(directory))
+    lines, pictures = [printable(line) for line in verdict(analysis)], figures(analysis)
+    sweep = run_dir.read_json(directory / run_dir.SWEEP)
+    further = [printable(line) for line in commands(analysis, sweep["overrides"], sweep["name"])] if sweep else []
+    parts = sections(analysis, lines, pictures, further)
+    run_dir.write_atomically(directory / PAGE, page(analysis.name, parts, pictures, bundle()))
+    run_dir.write_json(directory / NUMBERS, {**numbers(analysis), "verdict": lines, "next": further})
+    rows = values(analysis.runs, analysis.differing)
+    with run_dir.storage(directory / TABLE), run_dir.atomic(directory / TABLE) as file:
+        table = csv.DictWriter(file, rows[0].keys(), lineterminator="\n")
+        table.writeheader()
+        table.writerows(rows)
+    (directory / PICTURES).mkdir(exist_ok=True)
+    files = [directory / name for name in (PAGE, NUMBERS, TABLE)]
+    for picture in pictures:
+        files.append(directory / PICTURES / f"{picture.key}.png")
+        files[-1].write_bytes(png(picture.spec))
+    return Report(analysis, lines, further, files)
+
+
+def files_of_report(directory: Path) -> list[Path]:
+    """Write a report and return its files. An error is printed, not raised: it must not fail a run that succeeded."""
+    try:
+        return write_report(directory).files
+    except Exception as error:
+        print(f"gptexp: the report failed: {type(error).__name__}: {first_line(error)}", file=sys.stderr)
+        return []
+
+
+def numbers(analysis: Analysis) -> dict[str, Any]:
+    """The content of report.json: the analysis as JSON values."""
+    return {
+        "name": analysis.name,
+        "warnings": analysis.warnings,
+        "arms": [_arm(arm) for arm in analysis.arms],
+        "runs": values(analysis.runs, analysis.differing),
+    }
+
+
+def _arm(arm: Arm) -> dict[str, Any]:
+    curves = []
+    for batch, curve in arm.curves.of.items():
+        values: dict[str, Any] = {"total_batch_size": batch, **vars(curve)}
+        if (optimum := curve.optimum) is not None:
+            fit = optimum.parabola
+            values["optimum"] = {key: value for key, value in vars(optimum).items() if key != "parabola"}
+            values["fit"] = {"a": fit.a, "b": fit.b, "c": fit.c, "centre": fit.centre, "lrs": fit.lrs}
+        curves.append(values)
+    return {
+        "choices": arm.choices,
+        "noise": arm.curves.noise and asdict(arm.curves.noise),
+        "skewed": arm.curves.skewed,
+        "learning_rates_in_fit": arm.curves.width,
+        "curves": curves,
+        "law": arm.law and asdict(arm.law),
+        "target_loss": arm.target_loss,
+        "critical_batch_size": arm.critical and {**asdict(arm.critical), "at_an_edge": arm.at_an_edge},
+        "best": arm.best,
+        "ties": arm.ties,
+        "runs": [run.name for run in arm.runs],
+    }
+
+
+def show(report: Report) -> None:
+    """Print the table of runs, the verdict and the commands to run next."""
+    runs = report.analysis.runs
+    # The column of names repeats what the other columns show, unless other keys were swept too.
+    named = len(runs) == 1 or len(report.analysis.arms) > 1
+    table = Table(box=None, pad_edge=False)
+    columns, rows = shown(runs, all_of_them=False)
+    for column in columns[not named :]:
+        table.add_column(column, justify="left" if column in ("run", "status") else "right")
+    for row in rows:
+        table.add_row(*map(Text, row[not named :]))
+    console = Console()
+    console.print(table)
+    for line in report.verdict:
+        console.print(Text(f"- {line}"))
+    for command in report.further:
+        console.print(Text(f"next: {command}"), soft_wrap=True)

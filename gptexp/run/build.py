@@ -1,0 +1,117 @@
+"""Builds the model of a run as its effective choices say: loss, compilation, DDP."""
+
+import atexit
+import getpass
+import hashlib
+import os
+import shutil
+import tempfile
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gptexp.config.schema import Config
+from gptexp.distributed.group import barrier
+from gptexp.distributed.ranks import Rank
+from gptexp.machine.device import compile_options
+from gptexp.machine.effective import Effective
+from gptexp.model import loss as losses
+from gptexp.model.gpt import GPT
+from gptexp.training.loop import Training
+
+# DDP splits a compiled graph wherever a gradient bucket is full. With gradient accumulation the buckets help in one
+# micro-step, and the splits cost time in all. DDP's default of 25 MiB splits GPT-2 124M into 14 graphs.
+BUCKETS = 5
+LEAST_BUCKET_MIB = 25.0
+INDUCTOR_CACHE, TRITON_CACHE = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
+
+
+def replace_unwritable_caches() -> list[str]:
+    """Replace compile caches that cannot be written by temporary ones. Returns a line for each.
+
+    Must run before the first optimizer is built: that imports the compiler, which creates its folder or fails.
+    """
+    # torch's own default (torch._inductor.runtime.cache_dir_utils, which cannot be used: it imports the compiler).
+    os.environ.setdefault(INDUCTOR_CACHE, f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}")
+    lines = []
+    for name in (INDUCTOR_CACHE, TRITON_CACHE):
+        folder = os.environ.get(name)
+        if folder is None:
+            continue
+        try:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder) as file:
+                file.write(b"something")
+                file.flush()
+        except OSError as error:
+            os.environ[name] = tempfile.mkdtemp(prefix="gptexp-compiled-")
+            atexit.register(shutil.rmtree, os.environ[name], ignore_errors=True)
+            lines.append(
+                f"{name}={folder}: cannot be written ({error.strerror}); each process uses a temporary compile cache"
+            )
+    return lines
+
+
+def build_gpt(cfg: Config, effective: Effective, device: torch.device) -> GPT:
+    """Build the seeded model on `device`. If `effective` says so, the first step compiles it."""
+    torch.manual_seed(cfg.train.seed)
+    loss = losses.chunked_cross_entropy if effective.loss.value == "chunked" else losses.plain_cross_entropy
+    gpt = GPT(cfg.model, loss, cfg.train.activation_checkpointing).to(device)
+    if effective.compile.value:
+        torch.compiler.reset()  # under a launcher one process trains many cells; drop the last cell's graphs
+        # torch's own key of the compile cache lacks: the attention kernels allowed while compiling, the backward pass
+        # of the loss's custom operation and, before torch 2.13, the number of threads.
+        attention, source = effective.attention, hashlib.sha256(Path(losses.__file__).read_bytes()).hexdigest()
+        only = "only" if attention.source == "asked" else "first"
+        tag = f"{attention.value} {only}, loss {source[:16]}, {effective.threads_per_rank.value} threads"
+        torch.compiler.config.cache_key_tag = tag
+        # `fullgraph`: one graph that includes the loss, or an error.
+        gpt.compile(fullgraph=True, dynamic=False, options=compile_options())
+    return gpt
+
+
+def wrap(gpt: GPT, effective: Effective, reduction: str, rank: Rank, device: torch.device) -> nn.Module:
+    """Wrap the model in DDP if several ranks average their gradients with it. *Collective.*"""
+    if rank.world_size == 1:
+        return gpt
+    if reduction == "tree":
+        for parameter in gpt.parameters():
+            dist.broadcast(parameter.data, src=0)  # as DDP does: all ranks start with rank 0's weights
+        return gpt
+    gradients_mib = sum(p.numel() * p.element_size() for p in gpt.parameters()) / 2**20
+    return DistributedDataParallel(
+        gpt,
+        device_ids=[device] if device.type == "cuda" else None,
+        gradient_as_bucket_view=True,
+        bucket_cap_mb=max(LEAST_BUCKET_MIB, gradients_mib / BUCKETS) if effective.compile.value else None,
+    )
+
+
+def compile_in_turn(t: Training, patient: dist.ProcessGroup | None) -> None:
+    """Compile on the first rank of every node, then on the others, which use the first one's cache. *Collective.*
+
+    Runs one micro-step on padding, and a validation batch if the run validates; leaves no gradients.
+    """
+    if t.rank.world_size == 1:
+        return
+    model, batch = t.step.model, t.plan.batch
+    unreduced = model.no_sync if isinstance(model, DistributedDataParallel) else nullcontext
+    x = torch.zeros((batch.micro_batch_size, batch.seq_len), dtype=torch.int64, device=t.device)
+    y = x.clone()  # torch.compile would specialise on one tensor passed twice
+    for first in (True, False):
+        if (t.rank.local_rank == 0) == first:
+            with unreduced():
+                with t.step.forward_context():
+                    loss = model(x, y)
+                loss.backward()
+            t.step.optimizer.zero_grad()
+            if len(t.dataset.val_windows):
+                t.gpt.eval()
+                with torch.no_grad(), t.step.forward_context():
+                    t.gpt(x, y)
+                t.gpt.train()
+        barrier(patient)

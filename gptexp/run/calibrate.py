@@ -1,0 +1,98 @@
+"""Predicts how long a run takes, from a few steps of a real run in new processes."""
+
+import math
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from gptexp.config.batch import count_val_windows
+from gptexp.config.run_plan import RunPlan
+from gptexp.config.schema import Config, ScheduleConfig
+from gptexp.data.prepare import prepare
+from gptexp.machine.effective import Effective, save_effective
+from gptexp.run.observe import medians, observe
+from gptexp.run.pool import resume_command
+from gptexp.storage import run_dir
+
+WARM_UP, COUNTED = 2, 5  # steps that are run first, and steps that are measured
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Times of a few steps. They predict every run with the same model, micro-batch and ranks, whatever its length."""
+
+    start_s: float  # from the start of the process to the first step's beginning
+    first_s: float  # the first step, which may compile
+    step_s: float  # median, of a step with `micro_steps` micro-steps
+    micro_s: float  # one micro-step
+    micro_steps: int
+
+
+@dataclass(frozen=True)
+class Pace:
+    """The predicted times of a run on this machine."""
+
+    start_s: float  # from the start of the process to the first step's beginning
+    step_s: float
+    validation_s: float  # one pass over the validation set
+    total_s: float  # of the whole run, without checkpoints
+
+
+def sample(cfg: Config, plan: RunPlan, effective: Effective) -> Sample:
+    """Time a few steps of `cfg`, with at most two micro-steps each.
+
+    Uses the resolved `effective` values of the run itself: for so short a run, `auto` could decide otherwise about
+    compiling.
+    """
+    batch = plan.batch
+    micro_steps = min(batch.grad_accum_steps, 2)
+    quick = replace(
+        cfg,
+        batch=replace(
+            cfg.batch,
+            total_batch_size=batch.total_batch_size // batch.grad_accum_steps * micro_steps,
+            micro_batch_size=batch.micro_batch_size,
+        ),
+        schedule=ScheduleConfig(name="constant"),  # the run's own schedule may not fit this length
+        train=replace(
+            cfg.train, max_steps=10**6, eval_every=0, save_every=0, log_every=1, max_minutes=None, profile=False
+        ),
+        log=replace(cfg.log, progress="off", mfu_peak="auto", wandb=replace(cfg.log.wandb, mode="disabled")),
+    )
+    prepare(cfg.data)  # before the clock starts
+    with tempfile.TemporaryDirectory(prefix="gptexp-") as name:
+        directory = Path(name) / "run"
+        run_dir.save_config(directory, quick)
+        save_effective(directory, effective)
+        seen = observe(resume_command(directory), directory, WARM_UP + COUNTED)
+    ms = medians(seen.steps[WARM_UP:])
+    in_micro_steps = ms["perf/data_ms"] + ms["perf/forward_ms"] + ms["perf/backward_ms"] - ms["perf/reduce_ms"]
+    first_s = seen.steps[0]["perf/step_ms"] / 1e3
+    return Sample(
+        start_s=seen.start_s - first_s,
+        first_s=first_s,
+        step_s=ms["perf/step_ms"] / 1e3,
+        micro_s=in_micro_steps / micro_steps / 1e3,
+        micro_steps=micro_steps,
+    )
+
+
+def pace(seen: Sample, cfg: Config, plan: RunPlan) -> Pace:
+    """Predict the time of the whole run `cfg` from a sample with the same model, micro-batch and ranks.
+
+    A step of A micro-steps takes A times as long as one micro-step, plus one reduction, clipping and update.
+    """
+    batch = plan.batch
+    step_s = seen.step_s + (batch.grad_accum_steps - seen.micro_steps) * seen.micro_s
+    windows = math.ceil(count_val_windows(cfg.data.val_tokens, batch.seq_len) / batch.world_size)
+    # A forward pass has a third of the multiplications.
+    validation_s = math.ceil(windows / batch.micro_batch_size) * seen.micro_s / 3
+    every = plan.eval_every_tokens
+    validations = max(1, min(plan.steps, plan.tokens // every)) if every else 1
+    compile_s = max(0.0, seen.first_s - seen.step_s)
+    return Pace(
+        start_s=seen.start_s,
+        step_s=step_s,
+        validation_s=validation_s,
+        total_s=seen.start_s + compile_s + plan.steps * step_s + validations * validation_s,
+    )

@@ -1,0 +1,98 @@
+"""Turns exhausted memory and lost or silent ranks into errors that tell the user what to do."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch.distributed as dist
+
+from gptexp.config.batch import legal_micro_batches
+from gptexp.config.schema import AUTO
+from gptexp.distributed.ranks import Rank
+from gptexp.machine.device import is_out_of_memory
+from gptexp.machine.effective import Choice, Effective, save_effective
+from gptexp.process.errors import (
+    ConfigError,
+    LostRankError,
+    MemoryExhaustedError,
+    MicroBatchError,
+    SilentRankError,
+    UserError,
+)
+from gptexp.run.job import Job
+from gptexp.storage.checkpoint import TrainState
+from gptexp.training.step_report import StepTimeout
+
+ANSWER_S = 5.0  # longest time between the failures of one collective on two live ranks
+
+
+@contextmanager
+def explained(job: Job, store: dist.Store | None, effective: Effective, state: TrainState) -> Iterator[None]:
+    """Context for building the model and training from `state`, which the body advances.
+
+    Raises a `UserError` for exhausted memory, and for ranks that have ended or do not answer. If memory is exhausted
+    before the first step and the micro-batch is `auto`, saves a smaller one first. Raises any other error unchanged.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if is_out_of_memory(error):
+            raise _too_large(job, effective, at_the_start=state.step == state.resumed_at) from error
+        if store is None or not _of_a_collective(error):
+            raise
+        missing = _missing(store, job.rank)
+        ranks = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))}"
+        again = f"gptexp resume {job.directory} continues from the newest checkpoint"
+        waited = f"world.timeout_s={job.cfg.world.timeout_s:g} s"
+        if isinstance(error, StepTimeout) or "timed out" in str(error).lower():
+            if missing:
+                raise SilentRankError(f"{ranks}: no answer for {waited}; {again}") from error
+            raise SilentRankError(
+                f"every rank answers, but a step took longer than {waited}; raise world.timeout_s, or check the "
+                f"network and the devices; {again}"
+            ) from error
+        if missing:
+            ended = "its process has ended" if len(missing) == 1 else "their processes have ended"
+            raise LostRankError(f"{ranks}: {ended}; {again}") from error
+        raise
+
+
+def _too_large(job: Job, effective: Effective, at_the_start: bool) -> UserError:
+    """Return the error for exhausted memory. At the start, if the micro-batch is `auto`, saves a smaller one."""
+    cfg, size = job.cfg, effective.micro_batch_size.value
+    sizes = legal_micro_batches(cfg.batch.total_batch_size, cfg.seq_len, job.rank.world_size)
+    smaller = [s for s in sizes if s < size]
+    if cfg.batch.micro_batch_size == AUTO and at_the_start and smaller:
+        chosen = Choice(smaller[0], "decided", f"the next smaller size, because {size} did not fit into memory")
+        save_effective(job.directory, replace(effective, micro_batch_size=chosen))
+        return MicroBatchError(
+            f"batch.micro_batch_size=auto: a step of {size} sequences needs more memory than this {effective.device} "
+            f"has free; the next start uses {smaller[0]}"
+        )
+    or_auto = "" if cfg.batch.micro_batch_size == AUTO else " or auto"
+    line = (
+        f"batch.micro_batch_size={size}: a step needs more memory than this {effective.device} has free; use a smaller "
+        f"size{or_auto}, train.loss=chunked, or train.activation_checkpointing=true"
+    )
+    again = f"gptexp resume {job.directory} continues from the newest checkpoint"
+    return ConfigError(line) if at_the_start else MemoryExhaustedError(f"{line}; {again}")
+
+
+def _of_a_collective(error: RuntimeError) -> bool:
+    """Whether a collective failed. gloo's errors have no type of their own, but contain its name."""
+    return isinstance(error, StepTimeout | dist.DistError) or "gloo" in str(error)
+
+
+def _missing(store: dist.Store, rank: Rank) -> list[int]:
+    """Return the ranks that do not report, within `ANSWER_S`, that the collective failed for them too."""
+    deadline = time.monotonic() + ANSWER_S
+    missing = list(range(rank.world_size))
+    try:
+        store.set(f"failed/{rank.rank}", "")
+        while missing and time.monotonic() < deadline:
+            time.sleep(0.1)
+            missing = [r for r in missing if not store.check([f"failed/{r}"])]
+    except RuntimeError:
+        return [0]  # under srun rank 0 hosts the store
+    return missing

@@ -1,0 +1,85 @@
+"""Loads the model of a run from the run directory alone, to sample, to evaluate, or for a notebook."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gptexp.config.schema import AUTO, Config
+from gptexp.data.loader import build_dataset
+from gptexp.data.tokenizer import load_tokenizer
+from gptexp.distributed.ranks import Rank
+from gptexp.machine.device import pick_device
+from gptexp.machine.effective import Effective, apply, forward_context, load_effective, resolve, step_context
+from gptexp.model.gpt import GPT
+from gptexp.model.loss import perplexity, plain_cross_entropy
+from gptexp.process.errors import ConfigError, DataError
+from gptexp.storage import checkpoint, run_dir
+from gptexp.training.validation import evaluate
+
+
+@dataclass
+class LoadedRun:
+    model: GPT  # in eval mode, on `device`
+    config: Config
+    effective: Effective
+    step: int
+    device: torch.device
+
+
+def load_checkpointed(directory: Path | str) -> LoadedRun:
+    """Load the newest valid checkpoint of a run. Raises `ConfigError` or `CheckpointError`."""
+    directory = Path(directory)
+    config = run_dir.load_config(directory)
+    path, state = checkpoint.newest(directory / run_dir.CHECKPOINTS)
+    device = _device(config.train.device)
+    model = GPT(config.model, plain_cross_entropy)
+    checkpoint.load_weights(path, model)
+    saved = load_effective(directory)
+    on_device = config
+    if saved is None or saved.device != device.type:  # the kernels that the config asks for may not exist here
+        on_device = replace(
+            config, train=replace(config.train, attention=AUTO), optim=replace(config.optim, fused=AUTO)
+        )
+    effective = resolve(on_device, device, Rank(), saved)
+    return LoadedRun(model.to(device).eval(), config, effective, state.step, device)
+
+
+def _device(trained_on: str) -> torch.device:
+    """Return the kind of device that the run trained on, or the best one that this machine has."""
+    try:
+        return pick_device(trained_on, Rank())
+    except ConfigError:
+        return pick_device("auto", Rank())
+
+
+def load_run(directory: Path | str) -> tuple[GPT, Any, Config]:
+    """Return the model in eval mode, its tokenizer (`tiktoken.Encoding`) and the run's config, for a notebook."""
+    run = load_checkpointed(directory)
+    return run.model, load_tokenizer(run.config.data.tokenizer), run.config
+
+
+def evaluate_checkpoint(directory: Path, config: Config, of_the_run: bool) -> dict[str, float]:
+    """Compute the validation loss and perplexity of a run's newest checkpoint on the held-out text of `config`.
+
+    If that text is the run's own (`of_the_run`), raises `DataError` unless its hash is the one that the run trained on.
+    """
+    loaded = load_checkpointed(directory)
+    apply(loaded.effective)
+    dataset = build_dataset(config)
+    trained_on = run_dir.read_json(directory / run_dir.SUMMARY).get("data_hash", dataset.hash)
+    if of_the_run and dataset.hash != trained_on:
+        raise DataError(
+            f"{directory}: trained on other tokens ({trained_on}) than data={config.data.name} contains now "
+            f"({dataset.hash}), so the held-out text may be part of the training text; give --data FILE"
+        )
+    context, batch_size = forward_context(loaded.effective), loaded.effective.micro_batch_size.value
+    with step_context(loaded.effective):
+        loss = evaluate(loaded.model, dataset, batch_size, Rank(), loaded.device, context)
+    return {
+        "step": loaded.step,
+        "tokens": len(dataset.val_windows) * dataset.seq_len,
+        "val/loss": loss,
+        "val/ppl": perplexity(loss),
+    }

@@ -1,0 +1,90 @@
+"""Starts a run in a new process, reads its metrics, and kills it after a given number of steps."""
+
+import json
+import os
+import signal
+import statistics
+import subprocess
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from gptexp.process.errors import UserError
+from gptexp.process.signals import at_parents_death, ended_in_order
+from gptexp.storage import run_dir
+
+LEAVING_S = 3.0  # longest wait for a launcher to clean up after its ranks have ended
+
+
+@dataclass(frozen=True)
+class Observed:
+    """The step events of a run, and the time until its first step."""
+
+    steps: list[dict[str, Any]]
+    start_s: float  # from the start of the process to the end of the first step
+
+
+def observe(command: Sequence[str], directory: Path, steps: int, env: dict[str, str] | None = None) -> Observed:
+    """Start `command`, which trains in `directory`, and kill it once it has logged `steps` steps.
+
+    Raises `UserError` with the end of the run's output if the run fails.
+    """
+    started = time.time()
+    log = directory.with_name(f"{directory.name}.log")
+    with ended_in_order(), log.open("w") as output:
+        run = subprocess.Popen(
+            command,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **(env or {})},
+            start_new_session=True,  # Ctrl-C reaches only this process, which then kills the run
+            preexec_fn=partial(at_parents_death, signal.SIGKILL),
+        )
+        try:
+            while len(events := _steps(directory / run_dir.METRICS)) < steps:
+                if run.poll() is not None:
+                    said = log.read_text().strip()[-2000:]
+                    raise UserError(f"the run ended early (exit code {run.returncode}): {said}")
+                time.sleep(0.05)
+        finally:
+            _kill(run)
+    return Observed(events, events[0]["time"] - started)
+
+
+def _kill(run: "subprocess.Popen[bytes]") -> None:
+    """Kill a run and its ranks: after a signal to stop they would save a checkpoint that nobody needs.
+
+    Kills the ranks first, because a rank whose parent has ended saves a checkpoint. Their launcher then ends by itself.
+    """
+    ranks = psutil.Process(run.pid).children(recursive=True) if run.poll() is None else []
+    for process in ranks:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    if ranks:
+        with suppress(subprocess.TimeoutExpired):
+            run.wait(LEAVING_S)
+    run.kill()
+    run.wait()
+    psutil.wait_procs(ranks)
+
+
+def _steps(metrics: Path) -> list[dict[str, Any]]:
+    """Return the step events of a metrics file; the text after its last newline is still being written."""
+    if not metrics.exists():
+        return []
+    lines = metrics.read_text().split("\n")[:-1]
+    return [event for event in map(json.loads, lines) if event["event"] == "step"]
+
+
+def medians(steps: list[dict[str, Any]]) -> dict[str, float]:
+    """Return the median of every `perf/` metric. DDP measures rarely: repeats of `perf/reduce_ms` count once."""
+    keys = [key for key in steps[0] if key.startswith("perf/") and steps[0][key] is not None]
+    columns = {key: [step[key] for step in steps] for key in keys}
+    columns["perf/reduce_ms"] = list(dict.fromkeys(columns["perf/reduce_ms"]))
+    return {key: statistics.median(values) for key, values in columns.items()}

@@ -1,0 +1,378 @@
+"""One rank of a run: prepare, decide, build, train, finish.
+
+Reads the frozen config. Resumes from the newest checkpoint if there is one.
+"""
+
+import gc
+import math
+import sys
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from gptexp.config.rules import noise_half_life, why_unmeasured
+from gptexp.config.run_plan import plan_run
+from gptexp.config.schema import Config, counted
+from gptexp.data.loader import Dataset, build_dataset
+from gptexp.data.tokenizer import load_tokenizer
+from gptexp.distributed.group import agree, barrier, connect, destroy_process_group, gather, init_process_group
+from gptexp.distributed.ranks import Rank, ending_rank, launcher_rank
+from gptexp.distributed.reduction import build_reduction
+from gptexp.loggers.alerts import Alerts
+from gptexp.loggers.console import build_console
+from gptexp.loggers.jsonl import JsonlSink
+from gptexp.loggers.run_log import RunLog, Sink
+from gptexp.loggers.wandb import build_wandb
+from gptexp.machine.ceilings import gemm_rates
+from gptexp.machine.device import pick_device
+from gptexp.machine.effective import (
+    Effective,
+    apply,
+    forward_context,
+    load_effective,
+    resolve,
+    save_effective,
+    step_context,
+)
+from gptexp.model.flops import Utilisation, utilisation
+from gptexp.model.generate import Sampling, complete
+from gptexp.process.errors import (
+    EXIT_DIVERGED,
+    EXIT_FAILED,
+    CheckpointError,
+    ConfigError,
+    DataError,
+    DivergedError,
+    MicroBatchError,
+    UserError,
+)
+from gptexp.process.signals import EXIT_CODES, StopRequest, ignore_stops
+from gptexp.process.terminal import emit, say
+from gptexp.run.build import build_gpt, compile_in_turn, replace_unwritable_caches, wrap
+from gptexp.run.faults import explained
+from gptexp.run.job import Job
+from gptexp.run.summary import Summary, about, end_line, end_lines, start_event, start_lines
+from gptexp.run.trial import settle_micro_batch
+from gptexp.storage import checkpoint, run_dir
+from gptexp.storage.checkpoint import TrainState
+from gptexp.training.loop import Training, fit
+from gptexp.training.optim import build_optimizer
+from gptexp.training.profiling import StepProfiler
+from gptexp.training.step import TrainStep
+
+
+def run_alone(cfg: Config, directory: Path, stop: StopRequest) -> int:
+    """Train a run of one rank in this process. Restarts with a smaller micro-batch if `auto` chose one too large."""
+    stop.limit(cfg.train.max_minutes)
+    while True:
+        try:
+            return run(Job(cfg, directory, Rank(), stop))
+        except MicroBatchError as error:
+            print(f"gptexp: {error}", file=sys.stderr)
+        gc.unfreeze()
+        gc.collect()  # frees the last attempt's model and optimizer, which the error's frames keep in cycles
+        torch.cuda.empty_cache()
+
+
+def run_launched(directory: Path, stop: StopRequest) -> NoReturn:
+    """Train as a rank that gptexp's launcher has started, then end the process."""
+
+    def body() -> int:
+        cfg = run_dir.load_config(directory)
+        stop.limit(cfg.train.max_minutes)
+        rank = launcher_rank()
+        assert rank is not None
+        return run(Job(cfg, directory, rank, stop))
+
+    with ending_rank(report=False):  # `record` writes the error to a file, and the parent prints it
+        try:
+            code = record(body)()
+        except UserError as error:
+            sys.exit(error.exit_code)
+        ignore_stops()  # all ranks are past their last collective
+        sys.exit(code)
+
+
+def run(job: Job) -> int:
+    """Train until the run is completed, stopped or diverged. Returns the exit code. *Collective.*
+
+    Raises `UserError` for errors that a user can cause.
+    """
+    gc.unfreeze()  # under a launcher one process trains all cells of a sweep: free the last cell's objects
+    gc.disable()  # until the first step is done: importing creates a million objects that are never freed
+    try:
+        with run_dir.held(job.directory, run_dir.RANK_LOCK) if job.rank.is_main else nullcontext():
+            return _run(job)
+    finally:
+        gc.enable()
+
+
+def _run(job: Job) -> int:
+    prepared = prepare(job)
+    decision = decide(job, prepared)
+    built = build(job, prepared, decision)
+    outcome = Outcome("failed", EXIT_FAILED)
+    try:
+        outcome = train(job, prepared, decision, built)
+    finally:
+        finish(job, decision, built, outcome)
+    # No rank ends before rank 0 has written everything: when one ends, launchers end the others.
+    barrier(prepared.patient)
+    destroy_process_group()
+    return outcome.code
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The data, the device and the process group of a rank."""
+
+    dataset: Dataset
+    device: torch.device
+    store: dist.Store | None  # None: one rank
+    patient: dist.ProcessGroup | None  # for waiting while one rank decides or compiles
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The choices of rank 0 for all ranks. Nodes may differ in hardware, but one run needs one set of choices."""
+
+    effective: Effective
+    checkpoint: Path | None  # the weights to start from; None: random ones
+    state: TrainState  # the counters to start from; training advances them
+
+
+@dataclass(frozen=True)
+class Built:
+    """The training objects, and the logs."""
+
+    training: Training
+    log: RunLog
+    logs_to_wandb: bool
+    summary: Summary
+
+
+@dataclass(frozen=True)
+class Outcome:
+    status: str  # for summary.json
+    code: int  # the exit code
+
+
+def prepare(job: Job) -> Prepared:
+    """Open the data and join the other ranks. *Collective.*"""
+    for line in replace_unwritable_caches():
+        if job.rank.local_rank == 0:
+            print(f"gptexp: {line}", file=sys.stderr)
+    dataset = build_dataset(
+        job.cfg
+    )  # before the process group: a rank that waits for another to tokenise must not time out
+    device = pick_device(job.cfg.train.device, job.rank)
+    if job.rank.world_size == 1:
+        return Prepared(dataset, device, None, None)
+    store = job.store or connect(job.rank)
+    world = job.cfg.world
+    return Prepared(dataset, device, store, init_process_group(job.rank, store, device, world.backend, world.timeout_s))
+
+
+def decide(job: Job, prepared: Prepared) -> Decision:
+    """Resolve every `auto` and choose the checkpoint, on rank 0 for all ranks. *Collective.*"""
+    chosen, path, state = agree(partial(_decide, job, prepared), job.rank, prepared.patient)
+    _refuse_different_data(gather(prepared.dataset.hash))
+    apply(chosen, job.cfg.train.deterministic)
+    return Decision(chosen, path, state)
+
+
+def _decide(job: Job, prepared: Prepared) -> tuple[Effective, Path | None, TrainState]:
+    cfg, directory, dataset = job.cfg, job.directory, prepared.dataset
+    checkpoints = directory / run_dir.CHECKPOINTS
+    _refuse_changed_data(directory, run_dir.read_json(directory / run_dir.SUMMARY).get("data_hash"), dataset)
+    effective = resolve(cfg, prepared.device, job.rank, load_effective(directory))
+    effective = settle_micro_batch(cfg, effective, prepared.device, job.rank.world_size)
+    save_effective(directory, effective)
+    run_dir.sweep(directory)
+    checkpoint.sweep(checkpoints)
+    found = checkpoint.load_latest(checkpoints)
+    if found is None:
+        weights = checkpoint.newest(Path(cfg.init_from) / run_dir.CHECKPOINTS)[0] if cfg.init_from else None
+        return effective, weights, TrainState()
+    path, state = found
+    _refuse_changed_data(path, checkpoint.data_hash(path), dataset)
+    if state.tokens != state.step * cfg.batch.total_batch_size:
+        raise CheckpointError(
+            f"{path}: {counted(state.tokens, 'token')} after {counted(state.step, 'step')} do not match "
+            f"batch.total_batch_size={cfg.batch.total_batch_size:,}; not a checkpoint of this run"
+        )
+    checkpoint.set_aside(checkpoints, state.step)
+    return effective, path, state
+
+
+def build(job: Job, prepared: Prepared, decision: Decision) -> Built:
+    """Build model, optimizer and logs. *Collective.*"""
+    # Only this part can fail because of another rank. A rank with an error of its own reports it at once.
+    with explained(job, prepared.store, decision.effective, decision.state):
+        training = _build_training(job, prepared, decision)
+    used = _utilisation(job, prepared, decision)
+    log, logs_to_wandb = _open_log(job, decision, training, used)
+    barrier(prepared.patient)  # rank 0 may wait for wandb; a step must not time out because of that
+    summary = Summary(job.directory, training, decision.state, used)
+    summary.write("running")
+    return Built(training, log, logs_to_wandb, summary)
+
+
+def train(job: Job, prepared: Prepared, decision: Decision, built: Built) -> Outcome:
+    """Train to the end, then log a sample. *Collective.*"""
+    state = decision.state
+    gc.freeze()  # neither a collection nor the interpreter's exit then visits the imported objects
+    try:
+        with explained(job, prepared.store, decision.effective, state), step_context(decision.effective):
+            if decision.effective.compile.value:
+                compile_in_turn(built.training, prepared.patient)
+            reason = fit(built.training, state, job.stop, built.log, job.directory / run_dir.CHECKPOINTS)
+    except DivergedError as error:
+        if job.rank.is_main:
+            print(f"gptexp: {error}", file=sys.stderr)
+        return Outcome("diverged", EXIT_DIVERGED)
+    if reason is not None:
+        return Outcome("interrupted", EXIT_CODES[reason])
+    if job.cfg.log.sample_tokens and job.rank.is_main:
+        _sample(job, built, state.step)
+    return Outcome("completed", 0)
+
+
+def finish(job: Job, decision: Decision, built: Built, outcome: Outcome) -> None:
+    """Write the summary and the report, close the logs and print the outcome. Runs after a failure too."""
+    cfg = job.cfg
+    written = built.summary.write(outcome.status)
+    if built.logs_to_wandb and outcome.status in run_dir.DONE and cfg.sweep.name is None:  # a sweep has one report
+        from gptexp.reporting.write import files_of_report  # imports scipy, which nothing else here needs
+
+        built.log.report(decision.state.step, files_of_report(job.directory))
+    built.log.close(written, outcome.code)
+    if not job.rank.is_main or cfg.log.progress == "json":
+        return
+    if cfg.log.progress == "off":
+        say(end_line(written, job.directory))
+    else:
+        say(*end_lines(written, job.directory, built.training))
+
+
+def _build_training(job: Job, prepared: Prepared, decision: Decision) -> Training:
+    """Build model and optimizer, and load the checkpoint into them. *Collective.*"""
+    cfg, rank, device = job.cfg, job.rank, prepared.device
+    effective, path, state = decision.effective, decision.checkpoint, decision.state
+    gpt = build_gpt(cfg, effective, device)
+    optimizer = build_optimizer(gpt, cfg.optim, effective.fused.value)
+    if path is not None:
+        checkpoint.load_weights(path, gpt)
+        if state.step:  # a checkpoint of this run; `init_from` gives its weights only
+            checkpoint.load_optimizer(path, optimizer)
+    model = wrap(gpt, effective, cfg.train.reduction, rank, device)
+    plan = plan_run(cfg, effective.micro_batch_size.value)
+    unmeasured = why_unmeasured(cfg, effective.micro_batch_size.value, rank.world_size)
+    if unmeasured and cfg.log.noise_scale == "on":
+        raise ConfigError(f"log.noise_scale=on: {unmeasured}")
+    profiler = None
+    if cfg.train.profile:
+        profiler = StepProfiler(job.directory / run_dir.PROFILE, rank, device, state.step, plan.steps)
+    return Training(
+        cfg=cfg.train,
+        plan=plan,
+        step=TrainStep(
+            model=model,
+            optimizer=optimizer,
+            reduction=build_reduction(cfg.train.reduction, model, rank),
+            grad_accum_steps=plan.batch.grad_accum_steps,
+            grad_clip=cfg.optim.grad_clip,
+            forward_context=forward_context(effective),
+            dropout=cfg.model.dropout > 0,
+        ),
+        gpt=gpt,
+        dataset=prepared.dataset,
+        rank=rank,
+        device=device,
+        timeout_s=cfg.world.timeout_s if rank.world_size > 1 else math.inf,
+        noise_half_life_tokens=None if unmeasured else noise_half_life(cfg, cfg.run_length[1]),
+        profiler=profiler,
+        about=about(cfg, effective, prepared.dataset.hash, rank.world_size) if rank.is_main else {},
+    )
+
+
+def _refuse_changed_data(path: Path, before: str | None, dataset: Dataset) -> None:
+    """Raise `DataError` if a run directory or a checkpoint was trained on other tokens."""
+    if before not in (None, dataset.hash):
+        raise DataError(
+            f"{path}: trained on other data (tokens {before}, now {dataset.hash}); restore that text, "
+            "or start a new run"
+        )
+
+
+def _refuse_different_data(hashes: list[str]) -> None:
+    """Raise `DataError`, on all ranks, unless their tokens have equal hashes."""
+    for rank, other in enumerate(hashes):
+        if other != hashes[0]:
+            raise DataError(
+                f"rank {rank}: its data differs from that of rank 0 (tokens {other}, not {hashes[0]}); "
+                "give every node the same text, or for data=stdlib the same Python"
+            )
+
+
+def _utilisation(job: Job, prepared: Prepared, decision: Decision) -> Utilisation:
+    """Return the FLOPs and the peak rate from which MFU is computed. *Collective.*"""
+    cfg, effective, world_size = job.cfg, decision.effective, job.rank.world_size
+    measured = None
+    if cfg.log.mfu_peak == "measured":
+        measured = world_size * _peak_flops_per_rank(job, prepared, effective)
+    return utilisation(cfg.model, cfg.seq_len, effective.device_name, effective.dtype.value, world_size, measured)
+
+
+def _peak_flops_per_rank(job: Job, prepared: Prepared, effective: Effective) -> float:
+    """Return the FLOP/s of a rank's matrix products, measured once per run and saved. *Collective.*"""
+    if effective.peak_flops_per_rank is not None:
+        return effective.peak_flops_per_rank
+    tokens = effective.micro_batch_size.value * job.cfg.seq_len
+    dtype = getattr(torch, effective.dtype.value)
+    # All ranks measure at once, as in a step: ranks on one CPU share its cores.
+    rates = gather(gemm_rates(job.cfg.model, tokens, prepared.device, dtype)["model"])
+    peak: float = sum(rates) / job.rank.world_size
+    if job.rank.is_main:
+        save_effective(job.directory, replace(effective, peak_flops_per_rank=peak))
+    return peak
+
+
+def _open_log(job: Job, decision: Decision, training: Training, used: Utilisation) -> tuple[RunLog, bool]:
+    """Open the log, without sinks on ranks other than 0. Also returns whether it logs to wandb."""
+    cfg, directory, effective, state = job.cfg, job.directory, decision.effective, decision.state
+    step_tokens, schedule = training.plan.step_tokens, training.plan.schedule
+    if not job.rank.is_main:
+        return RunLog([], step_tokens, used, Alerts(schedule.warmup_tokens, cfg.optim.grad_clip)), False
+    metadata = {**training.about, "effective": effective.to_dict(), "mfu": used.to_dict()}
+    if cfg.log.progress == "json":
+        emit(start_event(directory, training, state, metadata))
+    elif cfg.log.progress != "off":
+        say(*start_lines(cfg, directory, effective, training, state))
+    metrics = JsonlSink(directory, state)
+    sinks: list[Sink] = [metrics]
+    wandb = build_wandb(cfg.log.wandb, directory, {**metadata.pop("config"), **metadata}, cfg.sweep.name)
+    if wandb is not None:
+        sinks.append(wandb)
+    if console := build_console(cfg.log.progress, training.plan.steps, state):
+        sinks.insert(
+            0, console
+        )  # built last, so that no line is printed into the bar; first in the list, so that it prints at once
+    alerts = Alerts(schedule.warmup_tokens, cfg.optim.grad_clip, job.stop.deadline, metrics.alerts_before)
+    return RunLog(sinks, step_tokens, used, alerts), wandb is not None
+
+
+def _sample(job: Job, built: Built, step: int) -> None:
+    """Log a generated text. An error is only printed: the run is completed and saved."""
+    how = Sampling(job.cfg.log.sample_tokens, seed=job.cfg.train.seed)
+    try:
+        [text] = complete(built.training.gpt, load_tokenizer(job.cfg.data.tokenizer), "", 1, how)
+        built.log.sample(step, text)
+    except Exception as error:
+        print(f"gptexp: sampling failed: {type(error).__name__}: {error}", file=sys.stderr)

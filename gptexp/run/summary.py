@@ -1,0 +1,165 @@
+"""The lines that rank 0 prints at the start and the end of a run, and `summary.json`."""
+
+import json
+import math
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from gptexp.config.rules import why_unmeasured
+from gptexp.config.schema import Config, counted, to_dict
+from gptexp.machine.effective import Effective
+from gptexp.model.flops import Utilisation, count_parameters
+from gptexp.process.errors import StorageError
+from gptexp.process.versions import git_commit, versions
+from gptexp.storage import run_dir
+from gptexp.storage.checkpoint import TrainState
+from gptexp.training.loop import Training
+from gptexp.training.optim import describe_groups
+
+HALF_LIVES = 4  # of its running average, after which the noise scale is printed
+
+
+def start_lines(cfg: Config, directory: Path, effective: Effective, t: Training, state: TrainState) -> list[str]:
+    """Return the lines that describe the run before it starts."""
+    m, plan, s = cfg.model, t.plan.batch, t.plan.schedule
+    total, steps = plan.total_batch_size, t.plan.steps
+    per_epoch = t.dataset.order.n_train * plan.seq_len
+
+    def in_steps(tokens: float) -> str:
+        return "1 step" if tokens == total else f"{tokens / total:g} steps"
+
+    def every(tokens: int) -> str:
+        return f"every {tokens:,} tokens ({in_steps(tokens)})" if tokens else "at the end"
+
+    lines = [
+        f"run directory   {directory}",
+        f"model           {counted(m.n_layer, 'layer')}, {counted(m.n_head, 'head')}, width {m.n_embd}, "
+        f"block {m.block_size}, vocabulary {m.vocab_size:,}: {count_parameters(m):,} parameters",
+        *describe_groups(t.gpt),
+        f"data            {cfg.data.name}: {per_epoch:,} training tokens per epoch, "
+        f"{len(t.dataset.val_windows) * plan.seq_len:,} for validation",
+        f"batch           {total:,} tokens per step = {counted(plan.micro_batch_size, 'sequence')} × "
+        f"{plan.seq_len} tokens × {counted(plan.world_size, 'rank')} × {counted(plan.grad_accum_steps, 'micro-step')}",
+        f"length          {counted(steps, 'step')}, {t.plan.tokens:,} tokens, {t.plan.tokens / per_epoch:.2f} epochs",
+        f"schedule        {s.name}, warm-up over {s.warmup_tokens:,} tokens ({in_steps(s.warmup_tokens)}), "
+        f"end at {s.decay_tokens:,} tokens ({in_steps(s.decay_tokens)})",
+        f"validation      {every(t.plan.eval_every_tokens)}",
+        f"checkpoint      {every(t.plan.save_every_tokens)}",
+        f"world           {counted(plan.world_size, 'rank')}, {effective.local_world_size} on this node; "
+        f"reduction of gradients: {cfg.train.reduction}",
+        f"noise scale     {_noise_scale(cfg, t)}",
+        f"device          {effective.device_name}",
+    ]
+    lines += [f"{name:<16}{what}" for name, what in effective.described()]
+    if state.step:
+        lines.append(f"resuming        after step {state.step - 1}, {state.tokens:,} tokens")
+    elif cfg.init_from:
+        lines.append(f"weights         newest checkpoint of {cfg.init_from}")
+    return lines
+
+
+def start_event(directory: Path, t: Training, state: TrainState, about: dict[str, Any]) -> str:
+    """Return the description of the run as one line of JSON."""
+    numbers = {"step": state.step - 1, "tokens": state.tokens, "steps": t.plan.steps, **asdict(t.plan.batch)}
+    return json.dumps(run_dir.finite({"event": "start", "directory": str(directory), **numbers, **about}))
+
+
+def _noise_scale(cfg: Config, t: Training) -> str:
+    if t.noise_half_life_tokens is None:
+        return f"not measured: {why_unmeasured(cfg, t.plan.batch.micro_batch_size, t.plan.batch.world_size)}"
+    measured = t.plan.batch.micro_batch_size * t.plan.batch.world_size * min(2, t.plan.batch.grad_accum_steps)
+    return (
+        f"measured on {measured} of the {t.plan.batch.sequences} sequences of a step, averaged with a half-life of "
+        f"{t.noise_half_life_tokens:,.0f} tokens"
+    )
+
+
+def about(cfg: Config, effective: Effective, data_hash: str, world_size: int) -> dict[str, Any]:
+    """Return the description of a run that summary.json and every checkpoint contain."""
+    return {
+        "parameters": count_parameters(cfg.model),
+        "world_size": world_size,
+        "device": effective.device_name,
+        "seed": cfg.train.seed,
+        "data_hash": data_hash,
+        "versions": versions(),
+        "git_commit": git_commit(),
+        "config": to_dict(cfg),
+    }
+
+
+class Summary:
+    """Writes summary.json, on rank 0, when the status of the run changes."""
+
+    def __init__(self, directory: Path, training: Training, state: TrainState, utilisation: Utilisation) -> None:
+        self._directory, self._training, self._state, self._utilisation = directory, training, state, utilisation
+        self._started = time.monotonic()
+        if training.rank.is_main:
+            wall_s = run_dir.read_json(directory / run_dir.SUMMARY).get("wall_s")
+            self._earlier_wall_s = wall_s if isinstance(wall_s, int | float) else 0.0
+
+    def write(self, status: str) -> dict[str, Any]:
+        """Write the file. Returns its content; on ranks other than 0 only the status.
+
+        Only prints an error of the disk, so that it does not hide the error that ended the run.
+        """
+        t, state = self._training, self._state
+        if not t.rank.is_main:
+            return {"status": status}
+        scale = state.noise_scale.sequences * t.plan.batch.seq_len if t.noise_half_life_tokens is not None else None
+        rate = state.tokens / state.seconds if state.seconds else None
+        palm, causal = self._utilisation.mfu(rate) if rate else (None, None)
+        summary = {
+            "status": status,
+            "final_val_loss": state.val_loss,
+            "best_val_loss": state.best_val_loss,
+            "tokens": state.tokens,
+            "steps": state.step,
+            "wall_s": round(self._earlier_wall_s + time.monotonic() - self._started, 3),
+            "train_s": round(state.seconds, 3),
+            "tokens_per_s": rate,
+            "mfu_palm": palm,
+            "mfu_causal": causal,
+            "noise_scale_tokens": scale,
+            "fingerprint": f"{state.fingerprint:016x}",
+            "skipped_updates": state.skipped_updates,
+            "steps_passed_over": state.steps_passed_over,
+            **{key: value for key, value in t.about.items() if key != "config"},  # config.yaml has it
+            "mfu": self._utilisation.to_dict(),
+        }
+        try:
+            run_dir.write_json(self._directory / run_dir.SUMMARY, summary)
+        except StorageError as error:
+            print(f"gptexp: {error}", file=sys.stderr)
+        return summary
+
+
+def end_line(summary: dict[str, Any], directory: Path) -> str:
+    """Return the outcome of the run in one line."""
+    val = f"val loss {summary['final_val_loss']:.4f}, " if summary["final_val_loss"] is not None else ""
+    return (
+        f"{summary['status']} after {counted(summary['steps'], 'step')}, {counted(summary['tokens'], 'token')}, "
+        f"{summary['train_s']:.1f} s of training; {val}saved in {directory}"
+    )
+
+
+def end_lines(summary: dict[str, Any], directory: Path, t: Training) -> list[str]:
+    """Return the outcome of the run, and the commands to use next."""
+    lines = [end_line(summary, directory)]
+    if summary["best_val_loss"] is not None:
+        lines.append(f"lowest val loss {summary['best_val_loss']:.4f}")
+    if summary["tokens_per_s"]:
+        palm, causal = summary["mfu_palm"], summary["mfu_causal"]
+        mfu = f"MFU {palm:.1%}, {causal:.1%} with causal attention" if palm is not None else "no MFU"
+        peak = summary["mfu"]["peak_source"]
+        lines.append(f"speed           {summary['tokens_per_s']:,.0f} tokens/s; {mfu}; peak {peak}")
+    scale, half_life = summary["noise_scale_tokens"], t.noise_half_life_tokens
+    if half_life is not None and summary["tokens"] > HALF_LIVES * half_life and math.isfinite(scale):
+        average = f"an average with a half-life of {half_life:,.0f} tokens; gptexp report gives an interval"
+        lines.append(f"noise scale     {scale:,.0f} tokens, {average}")
+    if summary["status"] in ("interrupted", "failed"):
+        return [*lines, f"resume          gptexp resume {directory}"]
+    return [*lines, *(f"{verb:<16}gptexp {verb} {directory}" for verb in ("report", "sample", "watch"))]

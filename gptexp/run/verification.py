@@ -1,0 +1,334 @@
+"""`gptexp verify`: checks gptexp's guarantees on this machine, with real runs in new processes.
+
+Every check trains a small model on a generated text and compares tensors from checkpoints with an independent
+reference: plain torch, or an uninterrupted run. All files are temporary.
+"""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import nullcontext, redirect_stdout
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from gptexp.config.schema import Config, ModelConfig, counted
+from gptexp.data.loader import MicroBatch, build_dataset
+from gptexp.distributed.ranks import Rank
+from gptexp.distributed.reduction import MeanReduction
+from gptexp.machine.effective import resolve
+from gptexp.model.gpt import GPT
+from gptexp.process.errors import EXIT_FAILED, ConfigError, UserError
+from gptexp.process.signals import StopRequest, at_parents_death, ended_in_order
+from gptexp.run.build import build_gpt, wrap
+from gptexp.run.job import Job
+from gptexp.run.pool import resume_command
+from gptexp.run.rank import run
+from gptexp.storage import run_dir
+from gptexp.storage.checkpoint import load_weights
+from gptexp.training.optim import build_optimizer
+from gptexp.training.step import TrainStep
+
+SEQUENCES, SEQ_LEN = 8, 32  # per step
+STEPS, SAVE_EVERY, KILL_AFTER = 48, 7, 11  # steps
+PATIENCE_S = 300.0  # longest wait for `KILL_AFTER` steps
+TOLERANCE = 1e-5  # relative to the largest value: another order of additions rounds differently
+
+
+@dataclass(frozen=True)
+class Result:
+    """One row of the table: the largest `difference` found, and the largest `allowed`."""
+
+    promise: str
+    how: str
+    difference: float
+    allowed: float
+    seconds: float = 0.0
+
+    @property
+    def holds(self) -> bool:
+        return self.difference <= self.allowed
+
+
+def verify(device: str, world_size: int | None) -> int:
+    """Run all checks on `device` with `world_size` ranks, and print the results. Returns the exit code.
+
+    `world_size=None` means 2 ranks on a CPU, else the largest power of two with one GPU per rank.
+    """
+    kind = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    gpus = torch.cuda.device_count()
+    if world_size is None:
+        world_size = 1 << (min(gpus, SEQUENCES).bit_length() - 1) if kind == "cuda" else 2
+    if kind == "cuda" and world_size > gpus:
+        raise ConfigError(
+            f"--world-size={world_size}: more than the {counted(gpus, 'GPU')} of this machine; use fewer, or "
+            "--device=cpu"
+        )
+    with ended_in_order(), tempfile.TemporaryDirectory(prefix="gptexp-verify-") as folder:
+        bench, results = Bench(Path(folder), kind, world_size), list[Result]()
+        checks = [_factorisations, _kill_and_resume]
+        for check in checks if world_size == 1 else [*checks, _another_world_size, _reductions]:
+            started = time.monotonic()
+            first, *others = check(bench)
+            results += [replace(first, seconds=time.monotonic() - started), *others]
+    _print(results, kind, world_size)
+    return 0 if all(result.holds for result in results) else EXIT_FAILED
+
+
+class Bench:
+    """Configures, starts and finishes the runs of the checks, in `folder`."""
+
+    def __init__(self, folder: Path, kind: str, world_size: int) -> None:
+        self.folder, self.kind, self.world_size = folder, kind, world_size
+        self.micro_batch_size = SEQUENCES // max(4, world_size)  # small enough that each rank accumulates, if possible
+        subjects, verbs = ("a cat", "the dog", "nobody", "my friend"), ("sees", "likes", "eats", "finds")
+        text = [f"{subjects[i * i % 7 % 4]} {verbs[i // 3 % 4]} {subjects[i % 4]}, {i % 97}." for i in range(4000)]
+        (folder / "text.txt").write_text("\n".join(text))
+
+    def config(self, world_size: int, micro_batch_size: int, steps: int) -> Config:
+        """Return the config of a model with two layers, and on a GPU with kernels that are bitwise deterministic."""
+        config = Config(model=ModelConfig(n_layer=2, n_head=2, n_embd=32, block_size=SEQ_LEN))
+        config.batch.total_batch_size = SEQUENCES * SEQ_LEN
+        config.batch.micro_batch_size = micro_batch_size
+        config.world.size, config.world.threads_per_rank = world_size, 1
+        config.data.name, config.data.path = "text", str(self.folder / "text.txt")
+        config.data.cache_dir, config.data.val_tokens = str(self.folder / "cache"), 11 * SEQ_LEN
+        config.train.max_steps, config.train.eval_every, config.train.save_every = steps, 0, SAVE_EVERY
+        config.train.device, config.train.dtype, config.train.compile = self.kind, "float32", "off"
+        config.train.matmul_precision, config.train.attention = "highest", "math"
+        config.train.deterministic = self.kind == "cuda"
+        config.optim.lr = 1e-3
+        config.log.progress, config.log.sample_tokens, config.log.wandb.mode = "off", 0, "disabled"
+        return config
+
+    def start(self, name: str, config: Config) -> subprocess.Popen[str]:
+        """Start or resume a run in new processes, as `gptexp resume` does."""
+        run_dir.save_config(self.folder / name, config)
+        return subprocess.Popen(
+            resume_command(self.folder / name),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            preexec_fn=partial(at_parents_death, signal.SIGKILL),
+        )
+
+    def finish(self, name: str, config: Config) -> Path:
+        """Run or resume a run to its end; one rank runs in this process. Returns the newest checkpoint."""
+        if config.world.size == 1:
+            run_dir.save_config(self.folder / name, config)
+            with redirect_stdout(None):
+                run(Job(config, self.folder / name, Rank(), StopRequest()))
+        else:
+            process = self.start(name, config)
+            output, _ = process.communicate()
+            if process.returncode:
+                raise UserError(f"a run of verify failed (exit code {process.returncode}): {output.strip()[-2000:]}")
+        return max((self.folder / name / run_dir.CHECKPOINTS).glob("step-*"))
+
+
+def _factorisations(bench: Bench) -> list[Result]:
+    """Train one step with every factorisation of the batch. AdamW's first moment is then (1 - beta1) × gradient."""
+    device = torch.device(bench.kind)
+    gradient = loss = 0.0
+    cuts = [(1, size) for size in (1, 2, SEQUENCES)]
+    if bench.world_size > 1:
+        cuts += [(bench.world_size, size) for size in (1, SEQUENCES // bench.world_size)]
+    for world_size, micro_batch_size in cuts:
+        config = bench.config(world_size, micro_batch_size, steps=1)
+        config.optim.grad_clip = 0.0
+        name = f"cut-{world_size}-{micro_batch_size}"
+        path = bench.finish(name, config)
+        dataset = build_dataset(config)
+        torch.manual_seed(config.train.seed)
+        model = GPT(config.model).to(device)
+        windows = dataset.order.train_windows(torch.arange(SEQUENCES).numpy())
+        rows = torch.from_numpy(dataset.rows(dataset.train, windows).astype("int64")).to(device)
+        model(rows[:, :-1], rows[:, 1:]).backward()
+        moments = _optimizer_state(path)
+        parameters = [p for group in build_optimizer(model, config.optim, False).param_groups for p in group["params"]]
+        for number, parameter in enumerate(parameters):
+            expected = (1 - config.optim.beta1) * parameter.grad.cpu()
+            gradient = max(gradient, _relative(moments[number]["exp_avg"], expected))
+        load_weights(path, model)
+        held_out = torch.from_numpy(dataset.rows(dataset.val, dataset.val_windows).astype("int64")).to(device)
+        with torch.no_grad():
+            alone = float(model.eval()(held_out[:, :-1], held_out[:, 1:]))
+        logged = run_dir.read_json(bench.folder / name / run_dir.SUMMARY)["final_val_loss"]
+        loss = max(loss, abs(alone - logged) / alone)
+    ways = ", ".join(f"{w}×{SEQUENCES // (w * b)}×{b}" for w, b in cuts)
+    how = f"ranks×micro-steps×sequences: {ways}; compared with plain torch"
+    same = "the same splits; compared with plain torch, all windows at once"
+    return [
+        Result("gradients of a step, for every split", how, gradient, TOLERANCE),
+        Result("validation loss, for every split", same, loss, TOLERANCE),
+    ]
+
+
+def _kill_and_resume(bench: Bench) -> list[Result]:
+    """Compare an uninterrupted run with one whose processes are all killed, and which is then resumed."""
+    config = bench.config(bench.world_size, bench.micro_batch_size, STEPS)
+    config.model.dropout = 0.1
+    whole = bench.finish("whole", config)
+    step, difference = _killed(bench, "killed", config, config, whole)
+    how = f"SIGKILL to all processes at step {step} of {STEPS}, then gptexp resume"
+    return [Result("weights and moments of a resumed run", how, difference, 0.0)]
+
+
+def _another_world_size(bench: Bench) -> list[Result]:
+    """Compare a run on one rank with one on several ranks that is killed and resumed on one. Tree reduction."""
+    config = bench.config(1, bench.micro_batch_size, STEPS)
+    config.model.dropout, config.train.reduction = 0.1, "tree"
+    whole = bench.finish("alone", config)
+    several = replace(config, world=replace(config.world, size=bench.world_size))
+    step, difference = _killed(bench, "moved", several, config, whole)
+    ranks = f"{bench.world_size} ranks killed at step {step}, resumed on 1 rank; compared with 1 rank throughout"
+    how = f"reduction=tree, {ranks}"
+    return [Result("the same, resumed at another world size", how, difference, 0.0)]
+
+
+def _killed(bench: Bench, name: str, first: Config, then: Config, whole: Path) -> tuple[int, float]:
+    """Kill a run of `first` and resume it as `then`. Returns the step of the kill, and the difference to `whole`."""
+    step = _kill(bench, name, first)
+    killed_at = time.time()
+    difference = _difference(whole, bench.finish(name, then))
+    events = map(json.loads, (bench.folder / name / run_dir.METRICS).read_text().splitlines())
+    steps_since = sum(event["event"] == "step" and event["time"] > killed_at for event in events)
+    return step, difference if steps_since < STEPS else math.inf  # all steps: it started again, and did not resume
+
+
+def _kill(bench: Bench, name: str, config: Config) -> int:
+    """Start a run and kill all its processes between two checkpoints. Returns the number of logged steps."""
+    process = bench.start(name, config)
+    metrics = bench.folder / name / run_dir.METRICS
+    deadline = time.monotonic() + PATIENCE_S
+    try:
+        while not metrics.exists() or (steps := metrics.read_text().count('"event": "step"')) < KILL_AFTER:
+            if process.poll() is not None:
+                assert process.stdout is not None
+                raise UserError(f"a run of verify ended early: {process.stdout.read().strip()[-2000:]}")
+            if time.monotonic() > deadline:
+                raise UserError(f"a run of verify did not reach {KILL_AFTER} steps in {PATIENCE_S:g} s")
+            time.sleep(0.005)
+    finally:
+        if process.poll() is None:
+            for child in psutil.Process(process.pid).children(recursive=True):
+                child.kill()
+            process.kill()
+        process.communicate()
+    if run_dir.status(bench.folder / name) == "completed":
+        raise UserError(f"a run of verify ended before it could be killed after step {steps}; try again")
+    return steps
+
+
+def _reductions(bench: Bench) -> list[Result]:
+    """Count the reductions of gradients in steps with 1, 2 and 8 micro-steps."""
+    context = torch.multiprocessing.get_context("spawn")
+    processes = [context.Process(target=_count_reductions, args=(rank, bench)) for rank in range(bench.world_size)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    exit_codes = [process.exitcode for process in processes]
+    if any(exit_codes):
+        raise UserError(f"ranks of verify ended with exit codes {exit_codes}")
+    counts = json.loads((bench.folder / "counts.json").read_text())
+    how = "in steps of 1, 2 and 8 micro-steps: " + ", ".join(map(str, counts))
+    if bench.kind == "cuda":
+        how += "; no call in a step waits for the GPU"
+    extra = max(counts) - min(counts) if counts[0] else math.inf
+    return [Result("reductions of gradients in a step", how, extra, 0.0)]
+
+
+def _count_reductions(number: int, bench: Bench) -> None:
+    """Train real steps as one rank, with a hook that counts DDP's reductions."""
+    rank, on_gpu = Rank(number, bench.world_size, number, bench.world_size), bench.kind == "cuda"
+    device = torch.device("cuda", number) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    store = f"file://{bench.folder}/store"
+    dist.init_process_group("nccl" if on_gpu else "gloo", store, rank=number, world_size=rank.world_size)
+    config = bench.config(rank.world_size, 1, 1)
+    effective = resolve(config, device, rank)
+    model = build_gpt(config, effective, device)
+    optimizer = build_optimizer(model, config.optim, effective.fused.value)
+    ddp = wrap(model, effective, "mean", rank, device)
+    assert isinstance(ddp, DistributedDataParallel)
+    sent = 0
+
+    def hook(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        nonlocal sent
+        sent += 1
+        return allreduce_hook(group, bucket)
+
+    ddp.register_comm_hook(None, hook)
+    x = torch.zeros((1, SEQ_LEN), dtype=torch.int64, device=device)
+    batch = MicroBatch(x, x.clone(), 0, 0)
+    mean = MeanReduction(ddp)
+    counts: list[int] = []
+    for micro_steps in (1, 1, 2, 8):  # in the first step DDP arranges its buckets
+        sent = 0
+        if counts and on_gpu:
+            torch.cuda.set_sync_debug_mode("error")
+        step = TrainStep(ddp, optimizer, mean, micro_steps, grad_clip=1.0, forward_context=nullcontext, dropout=False)
+        step(iter([batch] * micro_steps), lr_factor=1.0)
+        counts.append(sent)
+    if on_gpu:
+        torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.synchronize()
+    dist.barrier()
+    if number == 0:
+        (bench.folder / "counts.json").write_text(json.dumps(counts[1:]))
+    os._exit(0)  # a gloo thread may still hold the hook's future, and would abort the interpreter's exit
+
+
+def _relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Return the largest difference relative to the largest value; infinite if a value is non-finite."""
+    found = float((a - b).abs().max() / b.abs().max())
+    return found if math.isfinite(found) else math.inf
+
+
+def _difference(a: Path, b: Path) -> float:
+    """Return the largest difference between weights and moments of two checkpoints; 0 only if all bits are equal."""
+    worst = 0.0
+    for x, y in zip(_tensors(a), _tensors(b), strict=True):
+        if not torch.equal(x, y):
+            worst = max(worst, float((x - y).abs().max()), sys.float_info.min)
+    return worst
+
+
+def _tensors(path: Path) -> list[torch.Tensor]:
+    moments = [tensor for state in _optimizer_state(path).values() for tensor in state.values()]
+    return [*load_file(path / "model.safetensors").values(), *moments]
+
+
+def _optimizer_state(path: Path) -> dict[int, dict[str, torch.Tensor]]:
+    """Return AdamW's state of each parameter, by its number in the order of the optimizer's groups."""
+    saved: dict[str, Any] = torch.load(path / "train.pt", map_location="cpu", weights_only=True)
+    return dict(saved["optimizer"]["state"])
+
+
+def _print(results: list[Result], kind: str, world_size: int) -> None:
+    print(f"{'':<6}{f'{world_size} × {kind}':<42}{'largest difference':<20}{'allowed':<18}seconds")
+    for r in results:
+        verdict = "PASS" if r.holds else "FAIL"
+        found = f"{r.difference:.1e}" if r.difference else "none"
+        allowed = f"{r.allowed:.0e} relative" if r.allowed else "none"
+        print(f"{verdict:<6}{r.promise:<42}{found:<20}{allowed:<18}{f'{r.seconds:.0f}' if r.seconds else ''}")
+        print(f"{'':<6}{r.how}")
+    if world_size == 1:
+        print("SKIP  another world size, and reductions in a step: they need several ranks, --world-size 2 or more")
+    if kind == "cuda":
+        print("All runs use train.deterministic=true, train.attention=math, and float32 without TF32.")

@@ -1,0 +1,307 @@
+"""Checkpoints: one directory per saved step, published by one rename.
+
+    checkpoints/step-00000050/model.safetensors   weights under GPT-2's names; lm_head is tied to wte
+                              train.pt            optimizer state; loads with weights_only=True
+                              state.json          counters; config, data and versions of the run
+                              manifest.json       sizes and hashes of the other files, written last
+
+Only state that cannot be derived is saved: data order, learning rate and dropout follow from the config and the
+counters. A directory that is being written or removed has another name.
+"""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import sys
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from gptexp.config.batch import crosses
+from gptexp.config.schema import from_dict
+from gptexp.process.errors import CheckpointError, StorageError, first_line
+from gptexp.storage.divergence import LossTrend
+from gptexp.storage.noise_scale import NoiseScale
+from gptexp.storage.reader import read_json
+from gptexp.storage.run_dir import fsync
+
+NAME = re.compile(r"step-\d{8,}")
+MANIFEST = "manifest.json"
+FILES = ("model.safetensors", "train.pt", "state.json")
+SPARE = 1.1  # required free disk space, as a multiple of the size of the tensors
+
+
+@dataclass
+class TrainState:
+    """The counters and statistics of a run."""
+
+    step: int = 0  # optimizer updates done
+    tokens: int = 0  # training tokens consumed
+    fingerprint: int = 0  # of the consumed windows of all ranks, modulo 2^64
+    val_loss: float | None = None  # of the newest evaluation, in nats per token
+    best_val_loss: float | None = None
+    evaluated_tokens: int = 0  # `tokens` at the newest evaluation
+    seconds: float = 0.0  # training time of all attempts
+    skipped_updates: int = 0  # number of updates skipped because the loss or gradient was non-finite
+    steps_passed_over: int = 0  # offset of the data after rollbacks: step k reads the data of step k + offset
+    trend: LossTrend = field(default_factory=LossTrend)
+    noise_scale: NoiseScale = field(default_factory=NoiseScale)
+    regular: bool = True  # False: saved before it was due, because the run stopped early
+    resumed_at: int = 0  # first step of this attempt; not saved
+
+    def go_back(self, saved: "TrainState", passing_over: int) -> None:
+        """Restore the counters of an earlier checkpoint and skip the data of the `passing_over` steps after it."""
+        steps_passed_over = self.steps_passed_over + passing_over
+        for name, value in vars(saved).items():
+            if name not in ("seconds", "resumed_at"):
+                setattr(self, name, value)
+        self.steps_passed_over = steps_passed_over
+
+
+@dataclass(frozen=True)
+class Keep:
+    """The checkpoints that are kept when a new one is saved."""
+
+    last: int = 0  # number of the newest that were due; 0: all
+    every_tokens: int = 0  # the first at or after each multiple; 0: none
+    best: bool = True  # the one with the lowest validation loss
+
+
+def save(
+    directory: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    state: TrainState,
+    keep: Keep,
+    about: dict[str, Any] | None = None,
+) -> Path:
+    """Save the checkpoint of `state.step` in `directory`; then remove the checkpoints that `keep` does not select.
+
+    state.json contains `about` beside the counters. Raises `StorageError` and leaves earlier checkpoints unchanged.
+    """
+    target = directory / f"step-{state.step:08d}"
+    if target.exists():
+        return target
+    unfinished = directory / f".tmp-{target.name}-{os.getpid()}"
+    weights = {k: v.detach().cpu().contiguous() for k, v in model.state_dict().items() if k != "lm_head.weight"}
+    moments = optimizer.state_dict()
+    try:
+        if not directory.exists():
+            directory.mkdir()
+            fsync(directory.parent)
+        _refuse_a_full_disk(directory, weights, moments)
+        unfinished.mkdir()
+        save_file(weights, unfinished / "model.safetensors")
+        _save({"optimizer": moments}, unfinished / "train.pt")
+        counters = {key: value for key, value in asdict(state).items() if key != "resumed_at"}
+        text = json.dumps({**counters, "about": about or {}}, indent=1)
+        (unfinished / "state.json").write_text(text + "\n")
+        files = {name: [(unfinished / name).stat().st_size, _sha256(unfinished / name)] for name in FILES}
+        (unfinished / MANIFEST).write_text(json.dumps(files, indent=1) + "\n")
+        for path in [*unfinished.iterdir(), unfinished]:
+            fsync(path)
+        unfinished.rename(target)
+        fsync(directory)
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or first_line(error)
+        raise StorageError(f"{target}: cannot be saved ({reason}); earlier checkpoints are unchanged") from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    try:
+        _prune(directory, keep)
+    except OSError as error:
+        print(f"gptexp: {directory}: old checkpoints cannot be removed ({error.strerror or error})", file=sys.stderr)
+    return target
+
+
+def _refuse_a_full_disk(directory: Path, weights: dict[str, torch.Tensor], moments: dict[str, Any]) -> None:
+    """Raise `OSError` if the checkpoint does not fit on the disk."""
+    tensors = [*weights.values(), *(v for s in moments["state"].values() for v in s.values() if torch.is_tensor(v))]
+    needed = int(SPARE * sum(t.numel() * t.element_size() for t in tensors))
+    free = shutil.disk_usage(directory).free
+    if free < needed:
+        raise OSError(f"{needed:,} bytes are needed, {free:,} are free; free disk space, or use another run directory")
+
+
+def _save(value: object, path: Path) -> None:
+    """Save `value` with torch. Raises `OSError` if the file system fails."""
+    try:
+        with path.open("wb") as file:
+            torch.save(value, file)
+    except RuntimeError as error:
+        # On a full disk torch raises a RuntimeError without the reason while it handles the file's OSError.
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise
+
+
+def load_latest(directory: Path, regular: bool = False) -> tuple[Path, TrainState] | None:
+    """Find the newest intact checkpoint. Returns its path and state, or None if no checkpoint exists.
+
+    With `regular`, only checkpoints that were due are considered, so that interruptions do not change the result.
+    Prints a line for each newer checkpoint that is damaged. Raises `CheckpointError` if no checkpoint is intact.
+    """
+    rejected = []
+    for path in _published(directory):
+        try:
+            state = _checked(path)
+        except CheckpointError as error:
+            rejected.append(f"{path}: {error}")
+            print(f"gptexp: damaged checkpoint skipped: {rejected[-1]}", file=sys.stderr)
+            continue
+        if state.regular or not regular:
+            return path, state
+    if rejected:
+        raise CheckpointError(f"{directory}: no checkpoint is intact; " + "; ".join(rejected))
+    return None
+
+
+def newest(directory: Path) -> tuple[Path, TrainState]:
+    """`load_latest` for a run that must have a checkpoint. Raises `CheckpointError` if there is none."""
+    found = load_latest(directory)
+    if found is None:
+        raise CheckpointError(f"{directory.parent}: no checkpoint has been saved yet")
+    return found
+
+
+def set_aside(directory: Path, newer_than: int) -> None:
+    """Rename the checkpoints of steps after `newer_than`, which are damaged or not used after a rollback.
+
+    With their names they would be among the newest when old checkpoints are removed. Nothing is deleted.
+    """
+    for path in _published(directory):
+        if _step(path) > newer_than:
+            path.rename(path.with_name(f"rejected-{time.time_ns()}-{path.name}"))
+
+
+def sweep(directory: Path) -> None:
+    """Remove directories that killed processes have partly written or removed. The caller must hold the run's lock."""
+    for leftover in [*directory.glob(".tmp-*"), *directory.glob(".del-*")]:
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+def load_weights(path: Path, model: nn.Module) -> None:
+    """Load the weights of checkpoint `path` into `model`. Raises `CheckpointError` if they do not fit."""
+    try:
+        weights = load_file(path / "model.safetensors")
+        model.load_state_dict({**weights, "lm_head.weight": weights["wte.weight"]})
+    except (OSError, SafetensorError, KeyError, RuntimeError) as error:
+        raise CheckpointError(
+            f"{path / 'model.safetensors'}: weights that do not fit the model ({first_line(error)})"
+        ) from None
+
+
+def load_optimizer(path: Path, optimizer: torch.optim.Optimizer) -> None:
+    """Load the state of checkpoint `path` into `optimizer`. Raises `CheckpointError` if it does not fit.
+
+    Code in the file is never run.
+    """
+    configured = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    try:
+        saved: dict[str, Any] = torch.load(path / "train.pt", map_location="cpu", weights_only=True)
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        _check_moments(saved["optimizer"]["state"], parameters)
+        optimizer.load_state_dict(saved["optimizer"])
+    except (OSError, UnpicklingError, RuntimeError, ValueError, KeyError, TypeError, AttributeError, EOFError) as error:
+        raise CheckpointError(
+            f"{path / 'train.pt'}: state that does not fit the optimizer ({first_line(error)})"
+        ) from None
+    # The hyperparameters of the config and the kernel of this device replace the saved ones.
+    for group, hyperparameters in zip(optimizer.param_groups, configured, strict=True):
+        group.update(hyperparameters)
+
+
+def _check_moments(state: dict[int, dict[str, torch.Tensor]], parameters: list[nn.Parameter]) -> None:
+    """Raise `ValueError` unless every parameter has moments of its own shape: the kernels do not check shapes."""
+    if state.keys() != set(range(len(parameters))):
+        raise ValueError(f"it contains {len(state)} parameters, not {len(parameters)}")
+    for number, parameter in enumerate(parameters):
+        shapes = {name: tuple(value.shape) for name, value in state[number].items()}
+        if shapes != {"step": (), "exp_avg": parameter.shape, "exp_avg_sq": parameter.shape}:
+            raise ValueError(f"parameter {number} of shape {tuple(parameter.shape)} has moments of shapes {shapes}")
+
+
+def _published(directory: Path) -> list[Path]:
+    """The published checkpoints, newest first."""
+    return sorted((p for p in directory.glob("step-*") if NAME.fullmatch(p.name)), key=_step, reverse=True)
+
+
+def _step(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
+
+
+def _checked(path: Path, hashes: bool = True) -> TrainState:
+    """Check a checkpoint and return its state. Raises `CheckpointError` if it is damaged.
+
+    Without `hashes`, only names and sizes of the files are checked.
+    """
+    try:
+        if missing := [name for name in (MANIFEST, *FILES) if not (path / name).is_file()]:
+            raise CheckpointError(f"{missing[0]} is missing")
+        files = read_json(path / MANIFEST)
+        if not isinstance(files, dict) or files.keys() != set(FILES):
+            raise CheckpointError(f"{MANIFEST} does not list the files of a checkpoint")
+        for name, (size, digest) in files.items():
+            file = path / name
+            if file.stat().st_size != size:
+                raise CheckpointError(f"{name} has {file.stat().st_size:,} bytes, not {size:,}")
+            if hashes and _sha256(file) != digest:
+                raise CheckpointError(f"{name} has changed since it was saved (sha256 differs)")
+        values = read_json(path / "state.json")
+        values.pop("about", None)
+        state: TrainState = from_dict(values, TrainState)
+        state.resumed_at = state.step
+        if path.name != f"step-{state.step:08d}":
+            raise CheckpointError("state.json belongs to another step")
+    except CheckpointError:
+        raise
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{type(error).__name__}: {first_line(error)}") from None
+    return state
+
+
+def data_hash(path: Path) -> str | None:
+    """Hash of the tokens of the run of checkpoint `path`; None if the checkpoint does not contain it."""
+    about = read_json(path / "state.json").get("about")
+    found = about.get("data_hash") if isinstance(about, dict) else None
+    return found if isinstance(found, str) else None
+
+
+def _prune(directory: Path, keep: Keep) -> None:
+    """Remove the checkpoints that `keep` does not select. Damaged checkpoints are not counted and not removed."""
+    if not keep.last:
+        return
+    states: dict[Path, TrainState] = {}  # newest first
+    for path in _published(directory):
+        with suppress(CheckpointError):
+            states[path] = _checked(path, hashes=False)
+    due = [path for path, state in states.items() if state.regular]
+    kept = {*due[: keep.last], *list(states)[:1]}  # the newest is kept even if it was not due
+    losses = {p: s.val_loss for p, s in states.items() if s.val_loss is not None and s.evaluated_tokens == s.tokens}
+    if keep.best and losses:
+        kept.add(min(losses, key=lambda path: losses[path]))
+    before = 0
+    for path, state in reversed(states.items()):
+        if crosses(before, state.tokens, keep.every_tokens):
+            kept.add(path)
+        before = state.tokens
+    for path in states.keys() - kept:
+        # Renamed first, so that a partly removed checkpoint is not taken for a damaged one.
+        hidden = path.with_name(f".del-{path.name}")
+        path.rename(hidden)
+        shutil.rmtree(hidden, ignore_errors=True)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,31 @@
+"""Detection of divergence with a finite loss. No torch.
+
+A loss that rises and stays high does not recover, while a spike does. So a run has diverged if its smoothed loss stays
+above its minimum for long enough.
+"""
+
+from dataclasses import dataclass
+
+SMOOTHING = 0.0025  # share of the run: half-life of the moving average
+SMOOTHING_STEPS = 5  # minimum of the half-life
+PATIENCE = 0.01  # share of the run: time above the limit after which the run has diverged
+PATIENCE_STEPS = 20  # minimum of that time
+
+
+@dataclass
+class LossTrend:
+    """Statistics of the training loss, in nats per token. Checkpoints hold them."""
+
+    smoothed: float | None = None  # exponential moving average; None before the first step
+    lowest: float | None = None  # minimum of `smoothed`
+    steps_above: int = 0  # consecutive steps with `smoothed` above the limit
+
+    def diverged(self, loss: float, steps: int, nats: float | None) -> bool:
+        """Update with a step's loss and return whether the run of `steps` steps has diverged. `nats` None: never."""
+        keep = 0.5 ** (1 / max(SMOOTHING_STEPS, SMOOTHING * steps))
+        self.smoothed = loss if self.smoothed is None else keep * self.smoothed + (1 - keep) * loss
+        self.lowest = self.smoothed if self.lowest is None else min(self.lowest, self.smoothed)
+        if nats is None:
+            return False
+        self.steps_above = self.steps_above + 1 if self.smoothed > self.lowest + nats else 0
+        return self.steps_above >= max(PATIENCE_STEPS, PATIENCE * steps)

@@ -1,0 +1,71 @@
+"""Safe reading of small text files of untrusted origin, from a run directory, a checkpoint or a token cache.
+
+The files are read as data and never run as code. Links, large files, deeply nested values, non-finite numbers and YAML
+aliases are rejected.
+"""
+
+import json
+import math
+import os
+import stat
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml
+
+MAX_BYTES = 64 << 20  # the largest legitimate file, the manifest of 10^12 tokens, has 2 MB
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a regular file. Raises `OSError` or `ValueError`."""
+    # Without O_NONBLOCK, opening a pipe would wait for its writer.
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), encoding="utf-8") as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError("not a regular file")
+        if status.st_size > MAX_BYTES:
+            raise ValueError(f"{status.st_size:,} bytes, more than the limit of {MAX_BYTES:,}")
+        return file.read()
+
+
+def read_json(path: Path) -> Any:
+    """Return the value of a JSON file. Raises `OSError` or `ValueError`."""
+    return parse_json(read_text(path))
+
+
+def parse_json(text: str) -> Any:
+    """Return the value of a JSON text. Raises `ValueError`, also for NaN and infinity, which are not JSON."""
+    try:
+        return json.loads(text, parse_constant=_refuse, parse_float=_finite)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def _refuse(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"the number {text} is too large")
+    return value
+
+
+def read_yaml(path: Path) -> Any:
+    """Return the value of a YAML file as plain data. Raises `OSError` or `ValueError`."""
+    try:
+        return yaml.load(read_text(path), _PlainLoader)
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from None
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+class _PlainLoader(yaml.SafeLoader):  # type: ignore[misc]  # yaml has no types
+    """Rejects aliases: a few lines of nested aliases can expand to more values than fit into memory."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("contains a YAML alias (*name); write the value in its place")
+        return super().compose_node(parent, index)

@@ -1,0 +1,221 @@
+"""The files of a run directory: names, atomic writes and locks. No torch.
+
+config.yaml      the complete, resolved config, sufficient to run again
+effective.json   the value that was chosen for each `auto`
+metrics.jsonl    one JSON object per event, flushed line by line; the source of all results
+summary.json     status, losses, tokens, versions
+checkpoints/     step-%08d/, each published by one rename
+profile/         traces of train.profile
+.lock            lock of the process that starts the run
+.lock-rank0      lock of the rank that writes; a run is alive while one of the two locks is held
+"""
+
+import fcntl
+import json
+import math
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, Literal
+
+import yaml
+from filelock import FileLock, Timeout
+
+from gptexp.config.schema import Config, fields_of, from_dict, result_deciding, shown, to_dict
+from gptexp.process.errors import CheckpointError, ConfigError, StorageError, first_line
+from gptexp.storage import reader
+
+CONFIG = "config.yaml"
+EFFECTIVE = "effective.json"
+METRICS = "metrics.jsonl"
+SUMMARY = "summary.json"
+SWEEP = "sweep.json"  # in the directory of a sweep: its cells and their common settings
+CHECKPOINTS = "checkpoints"
+PROFILE = "profile"
+DONE = ("completed", "diverged")  # statuses of runs that are not started again: the result would be the same
+LOCK = ".lock"
+RANK_LOCK = ".lock-rank0"
+LOCK_TIMEOUT_S = 2.0  # `is_locked` of another process holds a lock for a moment
+
+
+@contextmanager
+def atomic(path: Path) -> Iterator[IO[str]]:
+    """Yield a file that replaces `path` at the end of the body, so that a crash leaves the old or the new file."""
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+        try:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+            Path(file.name).chmod(0o644)
+            Path(file.name).replace(path)
+            fsync(path.parent)
+        except BaseException:
+            Path(file.name).unlink(missing_ok=True)
+            raise
+
+
+def fsync(path: Path) -> None:
+    """Write the content of a file, or the names in a directory, to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def storage(path: Path) -> Iterator[None]:
+    """Convert an `OSError` of the body to a `StorageError` that names `path`."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(f"{path}: cannot be written ({error.strerror or error})") from None
+
+
+def sweep(directory: Path) -> None:
+    """Remove the temporary files of killed processes. The caller must hold `RANK_LOCK`."""
+    for name in (CONFIG, EFFECTIVE, METRICS, SUMMARY):
+        for leftover in directory.glob(f".{name}.*"):
+            leftover.unlink(missing_ok=True)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    with storage(path), atomic(path) as file:
+        file.write(text)
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    write_atomically(path, json.dumps(finite(value), indent=1) + "\n")
+
+
+def finite(value: Any) -> Any:
+    """Replace every NaN and infinity in `value` by None, because JSON has neither."""
+    if isinstance(value, dict):
+        return {key: finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file; empty if the file is missing. Raises `ConfigError` if it is invalid."""
+    if not path.exists():
+        return {}
+    try:
+        value = reader.read_json(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: not JSON ({error}); remove it, or start a new run") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path}: not a JSON object; remove it, or start a new run")
+    return value
+
+
+def save_config(directory: Path, config: Config) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    write_atomically(directory / CONFIG, yaml.safe_dump(to_dict(config), sort_keys=False))
+
+
+def load_config(directory: Path) -> Config:
+    """Read the config of a run directory, without composition by Hydra. Raises `ConfigError`."""
+    path = directory / CONFIG
+    if not path.is_file():
+        raise ConfigError(f"{directory}: not a run directory, because {CONFIG} is missing; give the directory of a run")
+    try:
+        config: Config = from_dict(reader.read_yaml(path))
+    except (OSError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{path}: {first_line(error)}") from None
+    return config
+
+
+def require_checkpoint(directory: Path) -> Config:
+    """Read the config of a run. Raises `ConfigError`, or `CheckpointError` if the run has saved no checkpoint."""
+    config = load_config(directory)
+    if not any((directory / CHECKPOINTS).glob("step-*")):
+        raise CheckpointError(f"{directory}: no checkpoint has been saved yet")
+    return config
+
+
+def status(directory: Path) -> str | None:
+    """The status in summary.json, or None. For whether the run is alive see `is_locked`."""
+    value = read_json(directory / SUMMARY).get("status")
+    return value if isinstance(value, str) else None
+
+
+@contextmanager
+def held(directory: Path, name: str = LOCK) -> Iterator[None]:
+    """Hold a lock of the run directory. Raises `ConfigError` if another process holds it."""
+    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        lock = FileLock(directory / name).acquire(timeout=LOCK_TIMEOUT_S)
+    except Timeout:
+        raise ConfigError(_in_use(directory)) from None
+    with lock:
+        yield
+
+
+def _in_use(directory: Path) -> str:
+    return f"{directory}: another process uses it; wait until it ends, or use a new directory"
+
+
+def is_locked(directory: Path) -> bool:
+    """Whether a process holds a lock of the directory. Tests with a shared lock, so that tests do not conflict."""
+    for path in (directory / LOCK, directory / RANK_LOCK):
+        try:
+            handle = os.open(path, os.O_RDONLY)
+        except OSError:  # the file is missing or not readable
+            continue
+        try:
+            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:  # a file system without locks
+            continue
+        finally:
+            os.close(handle)
+    return False
+
+
+def check_free(directory: Path, config: Config) -> Literal["new", "unfinished", "completed"]:
+    """`check_same` for a run that is about to start. Raises `ConfigError` if a process is running in `directory`."""
+    if is_locked(directory):
+        raise ConfigError(_in_use(directory))
+    return check_same(directory, config)
+
+
+def check_same(directory: Path, config: Config) -> Literal["new", "unfinished", "completed"]:
+    """State of the run of `config` in `directory`.
+
+    Raises `ConfigError` if the directory belongs to another config, or if a new run has an `init_from` that is not a
+    run of the same model.
+    """
+    if not (directory / CONFIG).exists():
+        if config.init_from is not None:
+            _check_weights(config, config.init_from)
+        return "new"
+    old, new = result_deciding(load_config(directory)), result_deciding(config)
+    completed = status(directory) == "completed"
+    changed = [key for key in new if old.get(key) != new[key]]
+    if completed and set(changed) & {"train.max_tokens", "train.max_steps"}:
+        raise ConfigError(
+            f"{directory}: the run is completed, and its learning rate has decayed; to train longer, start a new run "
+            f"with init_from={directory}"
+        )
+    if changed:
+        lines = [f"{key} was {shown(old[key])}, now {shown(new[key])}; start a new run" for key in changed]
+        raise ConfigError([f"{directory}: cannot resume with another config: {line}" for line in lines])
+    return "completed" if completed else "unfinished"
+
+
+def _check_weights(config: Config, init_from: str) -> None:
+    """Raise `ConfigError` unless the run `init_from` has the model of `config`, except for dropout."""
+    given = f"init_from={init_from}"
+    try:
+        old = load_config(Path(init_from)).model
+    except ConfigError as error:
+        raise ConfigError(f"{given}: {error}") from None
+    pairs = [(key, getattr(config.model, key), was) for key, _, was in fields_of(old) if key != "dropout"]
+    different = [(key, shown(now), shown(was)) for key, now, was in pairs if now != was]
+    if lines := [f"model.{key}={now}: {given} has {key}={was}; use the same value" for key, now, was in different]:
+        raise ConfigError(lines)

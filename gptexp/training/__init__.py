@@ -1,0 +1,1 @@
+"""The training step, the training loop, validation and measurements. No Hydra, no wandb."""

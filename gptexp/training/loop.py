@@ -1,0 +1,359 @@
+"""The training loop: steps, and between them evaluation, checkpoints, recovery and stopping.
+
+No Hydra, no wandb, no command line. All ranks evaluate, save and stop after the same step. A step whose loss or
+gradient norm is non-finite on any rank does not update the weights.
+"""
+
+import gc
+import math
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from gptexp.config.batch import crosses
+from gptexp.config.run_plan import RunPlan
+from gptexp.config.schema import TrainConfig
+from gptexp.data.loader import Dataset, MicroBatch, micro_batches
+from gptexp.distributed.group import agree
+from gptexp.distributed.ranks import Rank
+from gptexp.loggers.run_log import RunLog, StepRecord
+from gptexp.model.gpt import GPT
+from gptexp.process.errors import DivergedError, StorageError
+from gptexp.process.signals import StopRequest
+from gptexp.storage import checkpoint
+from gptexp.storage.checkpoint import TrainState
+from gptexp.storage.noise_scale import Norms, metrics
+from gptexp.training.phases import StepTimer, exposed_reduce_ms
+from gptexp.training.profiling import StepProfiler
+from gptexp.training.small_gradients import SmallGradients
+from gptexp.training.step import Probe, TrainStep
+from gptexp.training.step_report import Numbers, StepReport
+from gptexp.training.stopwatch import Stopwatch
+from gptexp.training.validation import evaluate
+
+MOST_IN_A_ROW = 10  # most updates skipped in a row, and most returns to one checkpoint, before the run fails
+SAVES_TO_SPARE = 2.0  # time kept for the last checkpoint before train.max_minutes, in durations of the one before
+SLOW_DISK = 100e6  # bytes/s: assumed until a checkpoint has been timed
+
+
+@dataclass
+class Training:
+    """Everything that one rank trains with. Equal on all ranks, except `rank` and `device`."""
+
+    cfg: TrainConfig
+    plan: RunPlan
+    step: TrainStep
+    gpt: GPT  # the model itself; `step.model` may be DDP around it
+    dataset: Dataset
+    rank: Rank
+    device: torch.device
+    timeout_s: float  # longest wait for the numbers of a step
+    noise_half_life_tokens: float | None  # of the noise scale's average; None: not measured
+    profiler: StepProfiler | None
+    about: dict[str, Any]  # description of the run that every checkpoint contains
+
+
+def fit(t: Training, state: TrainState, stop: StopRequest, log: RunLog, checkpoints: Path) -> str | None:
+    """Train from `state` to the last step. *Collective.* Returns the reason for stopping early, or None.
+
+    Raises on all ranks: `DivergedError` for a non-finite loss (for a training step only as `train.nonfinite` says),
+    `StorageError` if the last checkpoint cannot be saved. Raises on rank 0 only: `StorageError` if the metrics cannot
+    be written.
+    """
+    try:
+        return _Loop(t, state, stop, log, checkpoints).run()
+    finally:
+        if t.profiler is not None:
+            log.alert(state.step - 1, state.tokens, "profile", t.profiler.give_up())
+
+
+@dataclass(frozen=True)
+class _Queued:
+    """A step that the host has queued and whose numbers it has not read yet."""
+
+    step: int
+    lr: float
+    timer: StepTimer
+    report: StepReport
+
+
+class _Loop:
+    """The state that `fit` keeps between steps."""
+
+    def __init__(self, t: Training, state: TrainState, stop: StopRequest, log: RunLog, checkpoints: Path) -> None:
+        self.t, self.state, self.stop, self.log, self.checkpoints = t, state, stop, log, checkpoints
+        # Read the numbers of a step one step late, so that the GPU already computes the next one.
+        self.late = 1 if t.device.type == "cuda" else 0
+        self.unread: deque[_Queued] = deque()
+        self.reasons: list[str] = []  # to stop early, oldest first
+        self.steps_since_log = self.clipped_since_log = 0
+        self.nonfinite_in_a_row = 0
+        self.went_back_to = -1  # step of the checkpoint that training last returned to
+        parameters = sum(p.numel() for p in t.gpt.parameters())
+        self.save_s = (
+            12 * parameters / SLOW_DISK
+        )  # duration of the last checkpoint; estimated from weights and two moments
+        self.eval_s: float | None = None  # duration of the last evaluation
+        self.small_gradients = (
+            SmallGradients(t.step.model, t.step.grad_accum_steps) if t.noise_half_life_tokens else None
+        )
+        self.work_ms = 0.0  # this rank's own work in the last logged step
+        self.batches = self.data()
+        self.clock = Stopwatch()
+
+    def data(self) -> Iterator[MicroBatch]:
+        """Return the micro-batches that follow `state`."""
+        t, state = self.t, self.state
+        first, end = (step + state.steps_passed_over for step in (state.step, t.plan.steps))
+        return micro_batches(t.dataset, t.plan.batch, t.rank.rank, first, end, t.device)
+
+    def run(self) -> str | None:
+        t, state = self.t, self.state
+        t.gpt.train()
+        self.stop.training = True
+        if state.evaluated_tokens < state.tokens and self.is_due(t.plan.eval_every_tokens):
+            self.validate()  # the earlier attempt was stopped before this evaluation
+        while state.step < t.plan.steps and not self.reasons:
+            self.queue_step()
+            if state.step == state.resumed_at + 1:
+                _freeze_garbage()  # here, so that the time counts for the first step
+            last = state.step == t.plan.steps
+            due_eval = last or self.is_due(t.plan.eval_every_tokens)
+            due_save = last or self.is_due(t.plan.save_every_tokens)
+            if self.read(leave=0 if due_eval or due_save else self.late) == "went back":
+                continue
+            if self.reasons and not last:
+                break  # after a signal only seconds are left: save without evaluating
+            if due_eval:
+                self.validate()
+            if due_save:
+                state.regular = True
+                self.save(is_last=last)
+        if state.step == t.plan.steps:
+            return None
+        self.read(leave=0)
+        state.regular = self.is_due(t.plan.save_every_tokens)
+        self.save(is_last=True)
+        return self.reasons[0]
+
+    def is_due(self, every_tokens: int) -> bool:
+        """Whether the last step crossed a multiple of `every_tokens`."""
+        return crosses(self.state.tokens - self.t.plan.step_tokens, self.state.tokens, every_tokens)
+
+    def is_logged(self, step: int) -> bool:
+        return step % self.t.cfg.log_every == 0 or step == self.t.plan.steps - 1
+
+    def queue_step(self) -> None:
+        """Queue one step; its numbers are read later."""
+        t, state = self.t, self.state
+        probe = Probe(
+            timer=StepTimer(t.device),
+            stop=self.stop,
+            small_gradients=self.small_gradients if self.is_logged(state.step) else None,
+            work_ms=self.work_ms,
+        )
+        report = t.step(self.batches, t.plan.schedule.lr_factor(state.tokens, t.plan.step_tokens), probe)
+        assert probe.timer is not None
+        self.unread.append(_Queued(state.step, t.step.optimizer.param_groups[0]["lr"], probe.timer, report))
+        state.step, state.tokens = state.step + 1, state.tokens + t.plan.step_tokens
+        if t.profiler is not None:
+            with self.clock.paused():  # while it writes the trace
+                if profile := t.profiler.step(probe.timer):
+                    t.profiler = None
+                    self.log.profile(state.step - 1, state.tokens, profile)
+
+    def read(self, leave: int) -> Literal["went on", "went back"]:
+        """Read and log the numbers of all queued steps except the newest `leave`.
+
+        Returns early if training goes back to a checkpoint.
+        """
+        while len(self.unread) > leave:
+            queued = self.unread.popleft()
+            numbers = queued.report.read(self.t.timeout_s)
+            seconds = self.clock.lap()
+            self.count(numbers, seconds)
+            if self.is_logged(queued.step) or not numbers.finite:
+                self.log_step(queued, numbers, seconds)
+            if numbers.finite:
+                self.follow_loss(queued.step, numbers.loss)
+            elif self.recover(queued.step, f"loss {numbers.loss}, gradient norm {numbers.grad_norm}") == "went back":
+                return "went back"
+        return "went on"
+
+    def count(self, numbers: Numbers, seconds: float) -> None:
+        state = self.state
+        state.seconds += seconds
+        state.fingerprint = (state.fingerprint + numbers.fingerprint) % 2**64
+        self.stop.spare_s = self.needed_s(seconds)
+        if numbers.asked:
+            self.reasons.append(numbers.asked)
+        self.steps_since_log += 1
+        self.clipped_since_log += 0 < self.t.step.grad_clip < numbers.grad_norm
+
+    def log_step(self, queued: _Queued, numbers: Numbers, seconds: float) -> None:
+        t = self.t
+        tokens = (queued.step + 1) * t.plan.step_tokens
+        phases_ms = queued.timer.read()
+        self.work_ms = phases_ms["data"] + phases_ms["forward"]
+        self.log.step(
+            StepRecord(
+                step=queued.step,
+                tokens=tokens,
+                epoch=tokens / (t.dataset.order.n_train * t.plan.batch.seq_len),
+                loss=numbers.loss,
+                lr=queued.lr,
+                grad_norm=numbers.grad_norm,
+                clip_fraction=self.clipped_since_log / self.steps_since_log,
+                seconds=seconds,
+                phases_ms={**phases_ms, "reduce": exposed_reduce_ms(t.step.model)},
+                work_ms=numbers.work_ms,
+                noise_scale=self.noise_scale(tokens, numbers),
+                fingerprint=self.state.fingerprint,
+            )
+        )
+        self.steps_since_log = self.clipped_since_log = 0
+
+    def noise_scale(self, tokens: int, numbers: Numbers) -> dict[str, float]:
+        """Return the metrics of the noise scale; empty for a step that was not measured or is non-finite."""
+        t, batch = self.t, self.t.plan.batch
+        if t.noise_half_life_tokens is None or not numbers.finite or not 0 < numbers.small_sq_norm < math.inf:
+            return {}
+        norms = Norms(numbers.small_sq_norm, numbers.grad_norm**2, batch.micro_batch_size, batch.sequences)
+        self.state.noise_scale.take(norms, tokens, t.noise_half_life_tokens)
+        # With one micro-batch per rank all were measured, and the cosine follows from the norms.
+        cosine = norms.cosine() if math.isnan(numbers.cosine) else numbers.cosine
+        return metrics(norms, cosine, self.state.noise_scale, batch.seq_len)
+
+    def follow_loss(self, step: int, loss: float) -> None:
+        """Update the smoothed loss. Raises `DivergedError` if it has risen and stayed high."""
+        cfg, trend = self.t.cfg, self.state.trend
+        if cfg.nonfinite == "skip":
+            self.nonfinite_in_a_row = 0
+        if trend.diverged(loss, self.t.plan.steps, cfg.divergence_nats):
+            raise DivergedError(
+                f"step {step}: the smoothed loss has stayed {cfg.divergence_nats:g} nats above its minimum of "
+                f"{trend.lowest:.4f} for {trend.steps_above} steps: the run diverged; lower optim.lr, lengthen the "
+                "warm-up, or start a new run with train.divergence_nats=null"
+            )
+
+    def needed_s(self, step_s: float) -> float:
+        """Return the seconds that a run needs from its last check of train.max_minutes to its end."""
+        eval_s = self.eval_s
+        if eval_s is None:  # a forward pass is a third of a step
+            eval_s = step_s * len(self.t.dataset.val_windows) / self.t.plan.batch.sequences / 3
+        return (1 + 2 * self.late) * step_s + eval_s + SAVES_TO_SPARE * self.save_s
+
+    def recover(self, step: int, numbers: str) -> Literal["skipped", "went back"]:
+        """Handle a step whose update was skipped, as train.nonfinite says. Returns what was done.
+
+        Raises `DivergedError` if train.nonfinite is `stop`, or after `MOST_IN_A_ROW` such steps.
+        """
+        t, state = self.t, self.state
+        self.nonfinite_in_a_row += 1
+        if t.cfg.nonfinite == "stop" or self.nonfinite_in_a_row > MOST_IN_A_ROW:
+            again = f" after {self.nonfinite_in_a_row} non-finite steps" if t.cfg.nonfinite != "stop" else ""
+            raise DivergedError(
+                f"step {step}: {numbers}: the run diverged{again}; lower optim.lr, lengthen the warm-up, or clip "
+                "gradients to a smaller norm"
+            )
+        if t.cfg.nonfinite == "skip":
+            state.skipped_updates += 1
+            self.log.fault(step, (step + 1) * t.plan.step_tokens, f"{numbers}: the update is skipped")
+            return "skipped"
+        with self.clock.paused():
+            self.go_back(step, numbers)
+        return "went back"
+
+    def go_back(self, step: int, numbers: str) -> None:
+        """Load the newest regular checkpoint, and continue with the data that follows `step`."""
+        t, state = self.t, self.state
+
+        def newest() -> tuple[Path, TrainState] | None:
+            found = checkpoint.load_latest(self.checkpoints, regular=True)
+            if found is not None:
+                checkpoint.set_aside(self.checkpoints, found[1].step)
+            return found
+
+        found = agree(newest, t.rank)
+        if found is None:
+            raise DivergedError(f"step {step}: {numbers}: the run diverged before its first checkpoint; lower optim.lr")
+        path, saved = found
+        if saved.step != self.went_back_to:
+            self.went_back_to, self.nonfinite_in_a_row = saved.step, 1
+        checkpoint.load_weights(path, t.gpt)
+        checkpoint.load_optimizer(path, t.step.optimizer)
+        state.go_back(saved, passing_over=step + 1 - saved.step)
+        self.unread.clear()
+        self.batches = self.data()
+        self.log.rewind(state)
+        reloaded = f"reloaded the checkpoint after step {state.step - 1}; the data since then is skipped"
+        self.log.fault(state.step - 1, state.tokens, f"step {step}: {numbers}: {reloaded}")
+
+    def validate(self) -> None:
+        t, state = self.t, self.state
+        if not len(t.dataset.val_windows):
+            return
+        started = time.perf_counter()
+        with self.clock.paused():
+            state.val_loss = evaluate(
+                t.gpt, t.dataset, t.plan.batch.micro_batch_size, t.rank, t.device, t.step.forward_context
+            )
+            state.evaluated_tokens = state.tokens
+            self.log.evaluation(state.step - 1, state.tokens, state.val_loss)
+        if not math.isfinite(state.val_loss):
+            raise DivergedError(
+                f"step {state.step - 1}: validation loss {state.val_loss}: the run diverged; lower optim.lr, or clip "
+                "gradients to a smaller norm"
+            )
+        best = state.val_loss if state.best_val_loss is None else state.best_val_loss
+        state.best_val_loss = min(state.val_loss, best)
+        self.eval_s = time.perf_counter() - started
+
+    def save(self, is_last: bool) -> None:
+        """Save a checkpoint. Raises if the last one fails; for an earlier one only prints the error."""
+        started = time.perf_counter()
+        with self.clock.paused():
+            self._save(is_last)
+        self.save_s = time.perf_counter() - started
+
+    def _save(self, is_last: bool) -> None:
+        t, state = self.t, self.state
+        self.log.sync()  # a checkpoint on disk must not be newer than the metrics there
+        if not nn.utils.get_total_norm([p.detach() for p in t.gpt.parameters()], math.inf).isfinite():
+            raise DivergedError(
+                f"step {state.step - 1}: non-finite weights: the run diverged; lower optim.lr, or clip gradients to a "
+                "smaller norm"
+            )
+        keep = checkpoint.Keep(t.cfg.keep_last, t.plan.keep_every_tokens, t.cfg.keep_best)
+
+        def publish() -> None:
+            try:
+                path = checkpoint.save(self.checkpoints, t.gpt, t.step.optimizer, state, keep, t.about)
+            except StorageError as error:
+                if is_last:
+                    raise
+                print(f"gptexp: {error}; training continues", file=sys.stderr)
+            else:
+                self.log.checkpoint(state.step, path)
+
+        if is_last:
+            agree(publish, t.rank)
+        elif t.rank.is_main:
+            publish()
+
+
+def _freeze_garbage() -> None:
+    """Collect garbage once, exempt the rest from later collections, and re-enable them (`run.rank.run` disables them).
+
+    Importing and compiling create a million objects that live until the end.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.enable()

@@ -1,0 +1,55 @@
+"""Times the phases of a step, with CUDA events on a GPU and the host's clock elsewhere."""
+
+import time
+
+import torch
+
+PHASES = ("data", "forward", "backward", "clip", "optimizer")
+
+
+class StepTimer:
+    """Times the phases of one step. On a GPU, `mark` queues an event and does not wait.
+
+    There the phases are the device's: `data` is how long it was idle because the host was late.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._marks: list[tuple[str, torch.cuda.Event | float]] = []
+        self.mark("start")
+
+    def mark(self, phase: str) -> None:
+        """End `phase`, which began at the previous mark."""
+        if self._cuda:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._marks.append((phase, event))
+        else:
+            self._marks.append((phase, time.perf_counter()))
+
+    def read(self) -> dict[str, float]:
+        """Return the ms of each phase, summed over micro-steps. Waits until a GPU has reached the last mark."""
+        total = dict.fromkeys(PHASES, 0.0)
+        if isinstance(last := self._marks[-1][1], torch.cuda.Event):
+            last.synchronize()
+        for (_, before), (phase, now) in zip(self._marks, self._marks[1:], strict=False):
+            if isinstance(now, float):
+                assert isinstance(before, float)
+                total[phase] += 1e3 * (now - before)
+            else:
+                assert not isinstance(before, float)
+                total[phase] += before.elapsed_time(now)
+        return total
+
+
+def exposed_reduce_ms(model: torch.nn.Module) -> float:
+    """Return how long DDP's backward pass waited for the reduction when DDP last measured it; 0 without DDP.
+
+    The rest of the reduction overlaps with the backward pass. DDP measures the first ten steps and every hundredth,
+    and publishes a measurement when the next step begins.
+    """
+    if not isinstance(model, torch.nn.parallel.DistributedDataParallel):
+        return 0.0
+    measured = model._get_ddp_logging_data()
+    total_ns, hidden_ns = measured.get("backward_comm_time", 0), measured.get("backward_compute_comm_overlap_time", 0)
+    return float(max(0, total_ns - hidden_ns)) / 1e6

@@ -1,0 +1,67 @@
+"""Norms and cosine of single micro-batches' gradients, taken before any averaging. For the gradient noise scale."""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+class SmallGradients:
+    """Measures this rank's gradients of the mean loss of a step's first micro-batch, and of the second if there is one.
+
+    After the first of several backward passes, `grad` holds the first gradient, and one read measures it. The second
+    gradient is added to `grad`, and if DDP reduces in the only backward pass the first is overwritten. In these cases
+    hooks read each tensor's gradient before it is accumulated or reduced.
+    """
+
+    def __init__(self, model: nn.Module, grad_accum_steps: int) -> None:
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._reduced_at_once = isinstance(model, DistributedDataParallel) and grad_accum_steps == 1
+        # The first gradient of each parameter. Nothing writes to it before the hooks of the second pass have read it.
+        self._first: list[Tensor | None] = []
+        self._norms: list[Tensor] = []
+        self._product: Tensor | None = None
+
+    @contextmanager
+    def __call__(self, micro_step: int, divisor: int) -> Iterator[None]:
+        """Context for the backward pass of a micro-step's loss divided by `divisor`."""
+        if micro_step > 1:
+            yield
+            return
+        norms: list[Tensor] = []
+        products: list[Tensor] = []
+
+        def measure(number: int, gradient: Tensor) -> None:
+            norms.append(torch.linalg.vector_norm(gradient, dtype=torch.float32))
+            if micro_step == 1 and (first := self._first[number]) is not None:
+                products.append(torch.vdot(first.flatten(), gradient.flatten()).float())
+
+        with_hooks = micro_step == 1 or self._reduced_at_once
+        hooks = [p.register_hook(partial(measure, i)) for i, p in enumerate(self._parameters) if with_hooks]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+        if micro_step == 0:
+            self._norms, self._product = [], None
+            self._first = [p.grad for p in self._parameters]
+        else:
+            self._product = torch.stack(products).sum() * divisor**2
+        if with_hooks:
+            norm = torch.linalg.vector_norm(torch.stack(norms))
+            self._first = []
+        else:
+            norm = nn.utils.get_total_norm([gradient for gradient in self._first if gradient is not None])
+        self._norms.append(norm * divisor)
+
+    def measured(self) -> Tensor:
+        """Return mean squared norm and cosine of the newest step, shape (2,); the cosine of one gradient is NaN."""
+        squares = torch.stack(self._norms).square()
+        if self._product is None:
+            return torch.stack([squares.mean(), torch.full_like(squares[0], math.nan)])
+        return torch.stack([squares.mean(), self._product / squares.prod().sqrt()])

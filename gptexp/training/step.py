@@ -1,0 +1,96 @@
+"""One training step: micro-steps, reduction, clipping, update."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from gptexp.data.loader import MicroBatch
+from gptexp.distributed.reduction import Reduction
+from gptexp.machine.effective import ForwardContext
+from gptexp.process.signals import REASONS, StopRequest
+from gptexp.training.optim import set_lr, step_if
+from gptexp.training.phases import StepTimer
+from gptexp.training.small_gradients import SmallGradients
+from gptexp.training.step_report import StepReport
+
+
+@dataclass
+class Probe:
+    """The measurements of one step, all optional. They do not change the update."""
+
+    timer: StepTimer | None = None  # times the phases
+    stop: StopRequest | None = None  # read after the last micro-step: whether this rank should stop
+    small_gradients: SmallGradients | None = None  # measures the gradients of the first micro-batches
+    work_ms: float = 0.0  # this rank's own work in the last logged step; the report sends it to all ranks
+
+    def mark(self, phase: str) -> None:
+        """End a phase of the step."""
+        if self.timer is not None:
+            self.timer.mark(phase)
+
+    def backward(self, micro_step: int, divisor: int) -> AbstractContextManager[None]:
+        """Return the context for a micro-step's backward pass."""
+        return nullcontext() if self.small_gradients is None else self.small_gradients(micro_step, divisor)
+
+    def stop_flags(self) -> list[float]:
+        """Return one number per reason to stop: 1 if this rank has it, else 0."""
+        return self.stop.flags() if self.stop is not None else [0.0] * len(REASONS)
+
+    def small_gradient_norms(self) -> Tensor | None:
+        return None if self.small_gradients is None else self.small_gradients.measured()
+
+
+@dataclass(frozen=True)
+class TrainStep:
+    """One optimizer update on the next `grad_accum_steps` micro-batches."""
+
+    model: nn.Module  # returns the mean loss of a micro-batch; may be compiled or wrapped in DDP
+    optimizer: torch.optim.Optimizer
+    reduction: Reduction
+    grad_accum_steps: int
+    grad_clip: float  # largest global gradient norm; 0 means no clipping
+    forward_context: ForwardContext  # autocast, or a null context
+    dropout: bool
+
+    def __call__(self, batches: Iterator[MicroBatch], lr_factor: float, probe: Probe | None = None) -> StepReport:
+        """Train on the next micro-batches at `lr_factor` times the peak learning rate. *Collective.*
+
+        Skips the update if the loss or the gradient norm is non-finite on any rank. With a fused optimizer the host
+        does not wait for the device.
+        """
+        probe = probe or Probe()
+        set_lr(self.optimizer, lr_factor)
+        loss_sum: Tensor | float = 0.0
+        fingerprint = 0
+        for micro_step in range(self.grad_accum_steps):
+            batch = next(batches)  # a thread has prefetched it
+            probe.mark("data")
+            if self.dropout:
+                torch.manual_seed(batch.dropout_seed)  # dropout must not depend on rank or micro-batch size
+            with self.reduction(micro_step, self.grad_accum_steps) as divisor:
+                with self.forward_context():
+                    loss = self.model(batch.x, batch.y)
+                probe.mark("forward")
+                with probe.backward(micro_step, divisor):
+                    (loss / divisor).backward()  # the sum over all micro-steps is then the mean over their tokens
+            loss_sum = loss_sum + loss.detach()
+            fingerprint += batch.fingerprint
+            probe.mark("backward")
+        parameters = [p for p in self.model.parameters() if p.grad is not None]
+        grad_norm = nn.utils.clip_grad_norm_(parameters, self.grad_clip or float("inf"))
+        report = StepReport(
+            loss=torch.as_tensor(loss_sum / self.grad_accum_steps),
+            grad_norm=grad_norm,
+            fingerprint=fingerprint % 2**64,
+            stop_flags=probe.stop_flags(),
+            small_gradients=probe.small_gradient_norms(),
+            work_ms=probe.work_ms,
+        )
+        probe.mark("clip")
+        step_if(report.finite, self.optimizer)
+        self.optimizer.zero_grad(set_to_none=not self.reduction.keeps_gradients)
+        probe.mark("optimizer")
+        return report

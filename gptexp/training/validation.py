@@ -1,0 +1,38 @@
+"""Validation loss: the mean over every target token of a fixed set of windows, in nats.
+
+Losses are summed over windows and ranks before one division. So the result depends neither on the batches into which
+the windows are grouped nor on the number of ranks.
+"""
+
+import torch
+
+from gptexp.data.loader import Dataset, val_batches
+from gptexp.distributed.group import all_reduce_sum
+from gptexp.distributed.ranks import Rank
+from gptexp.machine.effective import ForwardContext
+from gptexp.model.gpt import GPT
+from gptexp.model.loss import IGNORED
+
+
+def evaluate(
+    model: GPT, dataset: Dataset, batch_size: int, rank: Rank, device: torch.device, forward_context: ForwardContext
+) -> float:
+    """Return the mean validation loss in nats per token. *Collective.*
+
+    Every forward pass has the same shape, so the model compiles once: the last batch is padded with ignored targets.
+    """
+    was_training = model.training
+    model.eval()
+    # MPS has no float64.
+    total = torch.zeros(2, device=device, dtype=torch.float32 if device.type == "mps" else torch.float64)
+    with torch.no_grad(), forward_context():
+        for x, y in val_batches(dataset, batch_size, rank.rank, rank.world_size, device):
+            tokens = y.numel()
+            if missing := batch_size - len(x):
+                x = torch.cat([x, x.new_zeros(missing, dataset.seq_len)])
+                y = torch.cat([y, y.new_full((missing, dataset.seq_len), IGNORED)])
+            total[0] += model(x, y) * tokens
+            total[1] += tokens
+    model.train(was_training)
+    loss, tokens = all_reduce_sum(total).tolist()
+    return float(loss / tokens)

@@ -1,0 +1,259 @@
+"""A folder of the user's own YAML files: whatever Hydra lets such a file say works, from every verb that composes.
+
+Who types --config-dir, or names a folder in GPTEXP_CONF, trusts its files.
+"""
+
+import json
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import ROOT, runs, summary
+from sweeps import compose_sweep
+
+from gptexp.config.compose import compose
+from gptexp.config.schema import Config
+from gptexp.storage import run_dir
+
+Gptexp = Callable[..., subprocess.CompletedProcess[str]]
+
+FILES = {
+    "model/small.yaml": (
+        "# @package _global_\nmodel: {n_layer: 3, n_head: 3, n_embd: 48, block_size: 64}\noptim: {lr: 0.003}\n"
+    ),
+    "optim/mine.yaml": "defaults: [adamw]\nlr: 2e-3\nbeta2: 0.99\n",
+    "experiment/places.yaml": "# @package _global_\nhydra:\n  run: {dir: mine}\n",
+    "experiment/slurm.yaml": (
+        "# @package _global_\ndefaults:\n  - override /hydra/launcher: submitit_slurm\n"
+        "hydra:\n  launcher: {partition: gpu_long, timeout_min: 30}\n"
+    ),
+    "experiment/local.yaml": "# @package _global_\ndefaults:\n  - override /hydra/launcher: submitit_local\n",
+    "experiment/optuna.yaml": (
+        "# @package _global_\ndefaults:\n  - override /hydra/sweeper: optuna\n"
+        "hydra:\n  mode: MULTIRUN\n  sweeper: {n_trials: 3}\n"
+    ),
+    "experiment/callback.yaml": (
+        "# @package _global_\nhydra:\n  callbacks:\n"
+        "    mine: {_target_: callback_of_mine.Trace, path: '${oc.env:TRACE}'}\n"
+    ),
+    "sweep/lists.yaml": (
+        "# @package _global_\nhydra:\n  mode: MULTIRUN\n  sweeper:\n    params:\n"
+        "      optim.lr: [1e-3, 2e-3]\n      train.seed: 1,2\n"
+    ),
+}
+CALLBACK = """
+from hydra.experimental.callback import Callback
+
+class Trace(Callback):
+    def __init__(self, path):
+        self.path = path
+
+    def _note(self, what):
+        with open(self.path, "a") as file:
+            print(what, file=file)
+
+    def on_run_start(self, config, **kwargs):
+        self._note("run start")
+
+    def on_run_end(self, config, **kwargs):
+        self._note("run end")
+
+    def on_multirun_start(self, config, **kwargs):
+        self._note("multirun start")
+
+    def on_multirun_end(self, config, **kwargs):
+        self._note("multirun end")
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    """The working directory, with `FILES` in conf/."""
+    for name, text in FILES.items():
+        path = tmp_path / "conf" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return tmp_path
+
+
+def without(tiny: list[str], *keys: str) -> list[str]:
+    return [option for option in tiny if not option.startswith(keys)]
+
+
+def test_a_model_of_ones_own_is_shown_and_planned(gptexp: Gptexp, own: Path) -> None:
+    shown = gptexp("train", "--cfg", "job", "--config-dir", "conf", "model=small")
+    assert shown.returncode == 0, shown.stderr
+    assert yaml.safe_load(shown.stdout)["model"]["n_layer"] == 3
+    planned = gptexp("plan", "--config-dir", "conf", "model=small", "--json")
+    assert planned.returncode == 0, planned.stderr
+    assert json.loads(planned.stdout)["lr"] == 0.003
+
+
+def test_an_unknown_key_in_a_file_of_ones_own_is_refused_in_a_line(gptexp: Gptexp, own: Path) -> None:
+    (own / "conf" / "model" / "small.yaml").write_text("# @package _global_\nmodel: {n_layers: 3}\n")
+    done = gptexp("plan", "--config-dir", "conf", "model=small")
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+    assert "n_layers" in done.stderr
+
+
+def test_an_optimizer_of_ones_own_builds_on_the_packaged_one(own: Path) -> None:
+    packaged = compose(["data=stdlib"]).optim
+    mine = compose(["optim=mine"], str(own / "conf")).optim
+    assert (mine.lr, mine.beta2) == (2e-3, 0.99)
+    assert (mine.name, mine.weight_decay) == (packaged.name, packaged.weight_decay)
+
+
+def test_a_run_with_files_of_ones_own_trains_where_they_say(gptexp: Gptexp, tiny: list[str], own: Path) -> None:
+    options = ["experiment=places", "optim=mine", "--config-dir", "conf"]
+    done = gptexp("train", *without(tiny, "optim.lr"), *options)
+    assert done.returncode == 0, done.stderr
+    assert run_dir.load_config(own / "mine").optim.beta2 == 0.99
+    assert summary(own / "mine")["status"] == "completed"
+
+
+def test_the_values_of_a_sweep_may_be_lists(own: Path) -> None:
+    grid = compose_sweep(["sweep=lists"], str(own / "conf"))
+    found = {(d.config.optim.lr, d.config.train.seed) for d in grid.drafts if isinstance(d.config, Config)}
+    assert found == {(1e-3, 1), (1e-3, 2), (2e-3, 1), (2e-3, 2)}
+    assert grid.of == 4
+
+
+@pytest.mark.e2e
+def test_a_sweep_of_lists_trains_every_cell(gptexp: Gptexp, tiny: list[str], own: Path) -> None:
+    options = ["sweep=lists", "sweep.name=lists", "train.max_steps=1", "--config-dir", "conf"]
+    done = gptexp("train", *without(tiny, "optim.lr", "train.max_steps"), *options)
+    assert done.returncode == 0, done.stderr
+    cells = [run_dir.load_config(path) for path in runs(own / "outputs" / "lists")]
+    assert {(c.optim.lr, c.train.seed) for c in cells} == {(1e-3, 1), (1e-3, 2), (2e-3, 1), (2e-3, 2)}
+
+
+def test_a_file_of_ones_own_chooses_slurm_and_its_partition(gptexp: Gptexp, own: Path) -> None:
+    """Without SLURM here, what it composes to."""
+    shown = gptexp("train", "--cfg", "hydra", "experiment=slurm", "--config-dir", "conf")
+    assert shown.returncode == 0, shown.stderr
+    launcher = yaml.safe_load(shown.stdout)["hydra"]["launcher"]
+    assert (launcher["cluster"], launcher["partition"], launcher["timeout_min"]) == ("slurm", "gpu_long", 30)
+    assert launcher["signal_delay_s"] == 120  # the packaged file's, which the user's does not name
+
+
+@pytest.mark.e2e
+def test_a_sweep_on_slurm_of_a_file_of_ones_own_is_planned(gptexp: Gptexp, tiny: list[str], own: Path) -> None:
+    options = ["-m", "experiment=slurm", "optim.lr=1e-3,2e-3", "--config-dir", "conf"]
+    planned = gptexp("plan", *without(tiny, "optim.lr"), *options, "--json")
+    assert planned.returncode == 0, planned.stderr
+    answer = json.loads(planned.stdout)
+    assert (answer["of"], answer["at_once"]) == (2, 2)  # jobs run side by side
+
+
+@pytest.mark.e2e
+def test_a_sweep_on_slurm_without_slurm_is_refused_in_lines(gptexp: Gptexp, tiny: list[str], own: Path) -> None:
+    options = ["-m", "experiment=slurm", "optim.lr=1e-3,2e-3", "--config-dir", "conf"]
+    refused = gptexp("train", *without(tiny, "optim.lr"), *options, env={"PATH": "/nowhere"})
+    assert refused.returncode == 2, refused.stderr
+    assert all(line.startswith("gptexp: ") for line in refused.stderr.splitlines())
+    assert not (own / "outputs").exists()
+
+
+@pytest.mark.e2e
+def test_a_file_of_ones_own_runs_a_sweep_through_submitit(gptexp: Gptexp, tiny: list[str], own: Path) -> None:
+    pytest.importorskip("submitit", reason="no submitit; pip install 'gptexp[slurm]'")
+    options = ["-m", "experiment=local", "optim.lr=1e-3,2e-3", "sweep.name=jobs", "--config-dir", "conf"]
+    done = gptexp("train", *without(tiny, "optim.lr"), *options)
+    assert done.returncode == 0, done.stderr
+    cells = runs(own / "outputs" / "jobs")
+    assert [summary(cell)["status"] for cell in cells] == ["completed"] * 2
+    assert list((own / "outputs" / "jobs" / ".submitit").iterdir())
+
+
+def test_a_file_of_ones_own_chooses_optuna_and_its_trials(own: Path) -> None:
+    pytest.importorskip("optuna", reason="no Optuna; pip install 'gptexp[optuna]'")
+    grid = compose_sweep(
+        ["experiment=optuna", "hydra.mode=MULTIRUN", "optim.lr=interval(1e-3,1e-2)"], str(own / "conf")
+    )
+    assert grid.of == 3
+
+
+@pytest.mark.e2e
+def test_a_sweep_of_optuna_of_a_file_of_ones_own_trains_its_trials(gptexp: Gptexp, tiny: list[str], own: Path) -> None:
+    pytest.importorskip("optuna", reason="no Optuna; pip install 'gptexp[optuna]'")
+    options = ["-m", "experiment=optuna", "optim.lr=interval(1e-3,1e-2)", "sweep.name=trials", "--config-dir", "conf"]
+    done = gptexp("train", *without(tiny, "optim.lr"), *options)
+    assert done.returncode == 0, done.stderr
+    assert len(runs(own / "outputs" / "trials")) == 3
+
+
+@pytest.fixture
+def trace(own: Path) -> tuple[Path, dict[str, str]]:
+    """The file that the user's callback writes, and the environment in which Hydra finds the callback."""
+    (own / "callback_of_mine.py").write_text(CALLBACK)
+    return own / "trace", {"TRACE": str(own / "trace"), "PYTHONPATH": f"{own}:{ROOT}"}
+
+
+def test_a_callback_of_ones_own_sees_a_run(
+    start: Callable[..., "subprocess.Popen[str]"], tiny: list[str], trace: tuple[Path, dict[str, str]], own: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    path, env = trace
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    process = start("train", *tiny, "experiment=callback", "hydra.run.dir=out", "--config-dir", "conf")
+    _, stderr = process.communicate(timeout=240)
+    assert process.returncode == 0, stderr
+    assert path.read_text().splitlines() == ["run start", "run end"]
+    assert summary(own / "out")["status"] == "completed"
+
+
+@pytest.mark.e2e
+def test_a_callback_of_ones_own_sees_a_sweep(
+    start: Callable[..., "subprocess.Popen[str]"], tiny: list[str], trace: tuple[Path, dict[str, str]], own: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    path, env = trace
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    options = ["-m", "experiment=callback", "optim.lr=1e-3,2e-3", "--config-dir", "conf"]
+    process = start("train", *without(tiny, "optim.lr"), *options)
+    _, stderr = process.communicate(timeout=240)
+    assert process.returncode == 0, stderr
+    lines = path.read_text().splitlines()
+    assert lines[0] == "multirun start"
+    assert lines[-1] == "multirun end"
+    assert len(runs(own / "outputs")) == 2
+
+
+@pytest.mark.e2e
+def test_a_plan_with_a_callback_of_ones_own_is_a_plan(
+    gptexp: Gptexp, tiny: list[str], trace: tuple[Path, dict[str, str]]
+) -> None:
+    path, env = trace
+    done = gptexp("plan", *tiny, "experiment=callback", "--config-dir", "conf", "--json", env=env)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["steps"] == 4
+    assert not path.exists()  # nothing ran
+
+
+def test_a_whole_conf_of_ones_own_replaces_the_packaged_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    conf = tmp_path / "conf"
+    shutil.copytree(ROOT / "conf", conf)
+    (conf / "optim" / "adamw.yaml").write_text("beta2: 0.9\n")
+    monkeypatch.setenv("GPTEXP_CONF", str(conf))
+    assert compose([]).optim.beta2 == 0.9
+
+
+@pytest.mark.e2e
+def test_a_run_goes_on_without_the_files_that_it_was_composed_from(gptexp: Gptexp, tiny: list[str], own: Path) -> None:
+    """A run directory is sufficient by itself."""
+    options = ["experiment=places", "optim=mine", "--config-dir", "conf", "train.max_minutes=1e-6"]
+    first = gptexp("train", *without(tiny, "optim.lr"), *options)
+    assert first.returncode == 0, first.stderr
+    assert summary(own / "mine")["status"] == "interrupted"
+    shutil.rmtree(own / "conf")
+    config = yaml.safe_load((own / "mine" / "config.yaml").read_text())
+    config["train"]["max_minutes"] = None
+    (own / "mine" / "config.yaml").write_text(yaml.safe_dump(config))
+    done = gptexp("resume", "mine")
+    assert done.returncode == 0, done.stderr
+    assert summary(own / "mine")["status"] == "completed"

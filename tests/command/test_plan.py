@@ -1,0 +1,145 @@
+"""`gptexp plan`: what a run or a grid would be, what is illegal in it, and how long it takes, before anything runs."""
+
+import itertools
+import json
+import random
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from sweeps import compose_sweep
+
+from gptexp.command import planning
+from gptexp.command.planning import add_times, makespan, plan, plan_sweep, print_plan
+from gptexp.config.compose import compose
+from gptexp.config.run_plan import RunPlan
+from gptexp.config.schema import Config
+from gptexp.machine.effective import Effective
+from gptexp.run.calibrate import Sample
+
+Gptexp = Callable[..., subprocess.CompletedProcess[str]]
+
+GRID = ["batch.total_batch_size=4096,10000,16384", "optim.lr=1e-3,2e-3"]
+
+
+def test_a_plan_is_the_arithmetic_of_the_run(corpus: Path) -> None:
+    p = plan(compose(["experiment=gpt2_124m", f"data.path={corpus}", "world=ddp8"]))
+    assert (p["parameters"], p["steps"], p["grad_accum_steps"]) == (124_475_904, 19_074, 4)
+    assert p["tokens"] == 19_074 * 524_288
+    assert p["flops_palm"] == pytest.approx(855.4e6 * p["tokens"], rel=1e-3)
+    memory = p["memory_bytes"]
+    assert memory["weights"] + memory["optimizer"] + memory["gradients"] == 16 * 124_475_904
+    assert memory.pop("peak") == sum(memory.values())
+    assert p["effective"]["sources"]["micro_batch_size"] == "asked"
+
+
+def test_a_plan_is_printed_as_a_table_and_as_json(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = compose(["experiment=gpt2_124m", f"data.path={corpus}", "world=ddp8"])
+    print_plan(config, with_time=False, as_json=True)
+    assert json.loads(capsys.readouterr().out)["parameters"] == 124_475_904
+    print_plan(config, with_time=False, as_json=False)
+    table = capsys.readouterr().out
+    assert "124,475,904" in table
+    assert "16 sequences × 1024 tokens × 8 ranks × 4 micro-steps" in table
+
+
+def test_a_plan_knows_the_epochs_of_a_prepared_corpus(gptexp: Gptexp, tiny: list[str], tmp_path: Path) -> None:
+    env = {"GPTEXP_CACHE": str(tmp_path / "cache")}
+    assert json.loads(gptexp("plan", *tiny, "--json", env=env).stdout)["epochs"] is None
+    prepared = gptexp("prepare", *tiny, env=env)
+    assert prepared.returncode == 0, prepared.stderr
+    directory = Path(prepared.stdout.splitlines()[-1])
+    tokens = json.loads((directory / "manifest.json").read_text())["tokens"]
+    p = json.loads(gptexp("plan", *tiny, "--json", env=env).stdout)
+    assert p["corpus_tokens"] == ((tokens - 1) // 16 - 7) * 16
+    assert p["epochs"] == 4 * 128 / p["corpus_tokens"]
+
+
+def test_every_cell_is_what_it_would_be_by_itself() -> None:
+    grid = compose_sweep(GRID)
+    cells = plan_sweep(grid.drafts)
+    assert len(cells) == grid.of == 6
+    for cell, (batch, lr) in zip(cells, itertools.product((4096, 10000, 16384), (1e-3, 2e-3)), strict=True):
+        assert {key: float(value) for key, value in cell["values"].items()} == {
+            "batch.total_batch_size": batch, "optim.lr": lr
+        }  # fmt: skip
+        if batch == 10000:
+            assert cell["plan"] is None
+            assert "nearest batch: 8,192 or 10,240" in cell["problems"][0]
+        else:
+            alone = plan(compose([f"batch.total_batch_size={batch}", f"optim.lr={lr}"]))
+            for how in ("reasons", "sources"):  # the first cell's choices serve the others
+                alone["effective"][how] = cell["plan"]["effective"][how]
+            assert cell["plan"] == alone
+
+
+def test_one_sample_serves_all_cells_of_a_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two models and three batch sizes: two samples, of the runs with the most micro-steps."""
+    sampled: list[tuple[int, int]] = []
+
+    def sample(cfg: Config, run: RunPlan, effective: Effective) -> Sample:
+        sampled.append((cfg.model.n_layer, run.batch.grad_accum_steps))
+        return Sample(start_s=2.0, first_s=1.0, step_s=0.3, micro_s=0.1, micro_steps=2)
+
+    monkeypatch.setattr(planning, "sample", sample)
+    grid = compose_sweep(["batch.total_batch_size=2048,8192,4096", "model.n_layer=1,2", "train.max_tokens=81920"])
+    cells = plan_sweep(grid.drafts)
+    add_times([(d.config, c["plan"]) for d, c in zip(grid.drafts, cells, strict=True) if d.config is not None])
+    assert sorted(sampled) == [(1, 4), (2, 4)]
+    steps = {cell["plan"]["total_batch_size"]: cell["plan"]["time"]["step_s"] for cell in cells}
+    assert steps == {2048: pytest.approx(0.2), 4096: pytest.approx(0.3), 8192: pytest.approx(0.5)}
+
+
+def test_the_makespan_is_that_of_a_queue() -> None:
+    draw = random.Random(0)
+    for _ in range(50):
+        times, places = [draw.uniform(1, 9) for _ in range(draw.randint(1, 12))], draw.randint(1, 4)
+        free = [0.0] * places
+        for duration in times:  # a brute-force queue
+            place = free.index(min(free))
+            free[place] += duration
+        assert makespan(times, places) == pytest.approx(max(free))
+    assert makespan([1.0, 2.0, 3.0], 1) == 6
+
+
+def test_a_grid_with_illegal_cells_is_shown_whole_refused_and_starts_nothing(gptexp: Gptexp, tmp_path: Path) -> None:
+    done = gptexp("plan", "-m", *GRID)
+    assert done.returncode == 2
+    assert done.stdout.count("illegal") == 2
+    assert "nearest batch: 8,192 or 10,240 (cell batch.total_batch_size=10000 optim.lr=0.001 and 1 more)" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.e2e
+def test_a_named_grid_is_planned_as_json(gptexp: Gptexp) -> None:
+    values = json.loads(gptexp("plan", "sweep=lr", "--json").stdout)
+    assert len(values["cells"]) == values["of"] == 7
+
+
+@pytest.mark.e2e
+def test_a_sweep_of_optuna_is_planned_from_examples(gptexp: Gptexp) -> None:
+    optuna = gptexp("plan", "-m", "hydra/sweeper=optuna", "hydra.sweeper.n_trials=9", "optim.lr=interval(1e-3,1e-2)")
+    assert optuna.returncode == 0, optuna.stderr
+    assert "9 cells, 3,686,400 tokens in all; Optuna chooses their values" in optuna.stdout
+
+
+@pytest.mark.e2e
+def test_a_grid_without_cells_is_refused(gptexp: Gptexp) -> None:
+    none = gptexp("plan", "-m", "model=glob(gpt9*)")
+    assert (none.returncode, none.stderr) == (
+        2, "gptexp: config error: the sweep has no cells; give at least one value of each swept key\n"
+    )  # fmt: skip
+
+
+@pytest.mark.e2e
+def test_the_jobs_of_a_slurm_sweep_run_side_by_side(gptexp: Gptexp) -> None:
+    jobs = gptexp("plan", "-m", "optim.lr=1e-3,2e-3,4e-3", "hydra/launcher=submitit_slurm")
+    assert "3 cells, 1,228,800 tokens in all, 3 at once" in jobs.stdout
+
+
+@pytest.mark.e2e
+def test_a_length_in_steps_that_varies_with_the_batch_is_warned_of(gptexp: Gptexp) -> None:
+    confounded = gptexp("plan", "-m", GRID[0].replace("10000,", ""), "schedule.warmup_steps=5")
+    assert "warning: schedule.warmup_steps=5 counts steps" in confounded.stderr

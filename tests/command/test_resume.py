@@ -1,0 +1,203 @@
+"""Continuing a run: the same bits after a kill or a stop, and what may change in between."""
+
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ForkServer, events, summary, wait_for
+from real_runs import Finished, begun, equal, finished_run, newest, train_here, weights
+
+from gptexp.config.compose import compose
+from gptexp.process.signals import StopRequest
+from gptexp.storage import run_dir
+from gptexp.training.step import TrainStep
+
+Gptexp = Callable[..., subprocess.CompletedProcess[str]]
+Start = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def finished(tmp_path_factory: pytest.TempPathFactory, corpus: Path, torch_server: ForkServer) -> Finished:
+    return finished_run(tmp_path_factory, corpus, torch_server)
+
+
+def test_config_yaml_is_enough_to_run_again(finished: Finished, tmp_path: Path, gptexp: Gptexp) -> None:
+    again = tmp_path / "again"
+    again.mkdir()
+    shutil.copy(finished.directory / "config.yaml", again)
+    done = gptexp("resume", str(again), "--world-size", "1")
+    assert done.returncode == 0, done.stderr
+    assert equal(finished.directory, again)
+
+
+def test_resume_of_a_completed_run_changes_no_file(finished: Finished, gptexp: Gptexp) -> None:
+    before = {p: p.read_bytes() for p in finished.directory.rglob("*") if p.is_file()}
+    done = gptexp("resume", str(finished.directory))
+    assert (done.returncode, "completed; nothing to do" in done.stdout) == (0, True)
+    assert {p: p.read_bytes() for p in finished.directory.rglob("*") if p.is_file()} == before
+
+
+def test_a_killed_run_ends_with_the_bits_of_an_undisturbed_one(
+    start: Start, gptexp: Gptexp, tiny: list[str], tmp_path: Path
+) -> None:
+    """Dropout is on: its randomness is derived from the step, not from how often the run was started."""
+    overrides = [*tiny, "train.max_steps=40", "train.save_every=4", "train.eval_every=0", "model.dropout=0.1"]
+    assert train_here(overrides, tmp_path / "whole") == 0
+    directory = tmp_path / "out"
+    process = start("train", *overrides, "hydra.run.dir=out")
+    wait_for((directory / "checkpoints" / "step-00000004").exists, process)
+    process.kill()
+    assert process.wait(60) == -signal.SIGKILL
+    logged = len(events(directory, "step"))
+    assert 4 <= logged < 40, "the kill must fall between the first checkpoint and the end"
+    resumed = gptexp("resume", "out")
+    assert resumed.returncode == 0, resumed.stderr
+    assert equal(directory, tmp_path / "whole")
+    whole, parts = (events(tmp_path / d, "step") for d in ("whole", "out"))
+    assert [e["step"] for e in parts] == list(range(40))
+    assert [e["data/fingerprint"] for e in parts] == [e["data/fingerprint"] for e in whole]
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_interrupted_and_resumed_on_one_rank_equals_undisturbed(
+    start: Start, gptexp: Gptexp, tiny: list[str], tmp_path: Path, world_size: int
+) -> None:
+    """What began on one rank ends with the same bits; two ranks add up their gradients in another order."""
+    overrides = [*tiny, "train.max_steps=60", "train.save_every=1000", "train.eval_every=0", "model.dropout=0.1"]
+    undisturbed = gptexp("train", *overrides, "hydra.run.dir=whole")
+    assert undisturbed.returncode == 0, undisturbed.stderr
+    directory = tmp_path / "out"
+    process = start("train", *overrides, "hydra.run.dir=out", f"world.size={world_size}")
+    wait_for(begun(directory, 9), process)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    stopped_at = summary(directory)["steps"]
+    assert 8 < stopped_at < 60
+    resumed = gptexp("train", *overrides, "hydra.run.dir=out", "world.size=1")
+    assert resumed.returncode == 0, resumed.stderr
+    for name, value in weights(tmp_path / "whole").items():
+        tolerance = {"rtol": 0.0, "atol": 0.0} if world_size == 1 else {"rtol": 1e-4, "atol": 1e-6}
+        torch.testing.assert_close(weights(directory)[name], value, **tolerance)
+    assert [e["step"] for e in events(directory, "step")] == list(range(60))
+    whole, parts = (events(tmp_path / d, "step")[-1] for d in ("whole", "out"))
+    assert whole["data/fingerprint"] == parts["data/fingerprint"]
+
+
+@pytest.fixture
+def stopped(tiny: list[str], corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
+    """Overrides of a run of 40 steps in `out`, on `text.txt`, that was asked to stop in its second step."""
+    (tmp_path / "text.txt").write_text(corpus.read_text())
+    overrides = [*tiny, f"data.path={tmp_path}/text.txt", "train.max_steps=40", "train.save_every=2"]
+    stop, plain = StopRequest(), TrainStep.__call__
+
+    def stopping(step: TrainStep, *args: object, **kwargs: object) -> object:
+        stop.on_signal(signal.SIGTERM, None)
+        return plain(step, *args, **kwargs)  # type: ignore[arg-type]
+
+    def train() -> list[str]:
+        with monkeypatch.context() as patch:
+            patch.setattr(TrainStep, "__call__", stopping)
+            assert train_here(overrides, tmp_path / "out", stop) == 143
+        assert summary(tmp_path / "out")["steps"] == 1
+        run_dir.save_config(tmp_path / "out", compose(overrides))
+        return [*overrides, "hydra.run.dir=out"]
+
+    return train
+
+
+def test_other_data_at_the_same_place_is_refused(
+    stopped: Callable[[], list[str]], gptexp: Gptexp, tmp_path: Path
+) -> None:
+    overrides = stopped()
+    text = (tmp_path / "text.txt").read_text()
+    (tmp_path / "text.txt").write_text(text.replace("cat", "cow"))
+    for told_by in ("out", "step-00000001"):  # summary.json in the directory; once that is gone, the checkpoint
+        refused = gptexp("train", *overrides)
+        assert (refused.returncode, f"{told_by}: trained on other data" in refused.stderr) == (3, True), refused.stderr
+        (tmp_path / "out" / "summary.json").unlink(missing_ok=True)
+
+
+@pytest.mark.e2e
+def test_another_micro_batch_and_world_size_are_taken(
+    stopped: Callable[[], list[str]], gptexp: Gptexp, tmp_path: Path
+) -> None:
+    overrides = stopped()
+    resumed = gptexp("train", *overrides, "batch.micro_batch_size=4", "world.size=2", "log=disabled")
+    assert resumed.returncode == 0, resumed.stderr
+    assert "4 sequences × 16 tokens × 2 ranks × 1 micro-step" in resumed.stdout
+    assert "resuming        after step 0" in resumed.stdout
+    assert summary(tmp_path / "out")["status"] == "completed"
+
+
+def test_a_run_without_minutes_left_stops_and_exits_with_zero(gptexp: Gptexp, tiny: list[str], tmp_path: Path) -> None:
+    done = gptexp("train", *tiny, "train.max_steps=40", "train.max_minutes=0.000001", "hydra.run.dir=out")
+    assert done.returncode == 0, done.stderr
+    assert summary(tmp_path / "out")["status"] == "interrupted"
+    assert 0 < summary(tmp_path / "out")["steps"] < 40
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGINT"])
+def test_a_resumed_run_stops_as_any_other(start: Start, tiny: list[str], tmp_path: Path, name: str) -> None:
+    directory, number = tmp_path / "out", getattr(signal, name)
+    endless = compose([*tiny, "train.max_steps=100000", "train.save_every=0", "train.eval_every=0"])
+    run_dir.save_config(directory, endless)
+    process = start("resume", "out")
+    wait_for(begun(directory), process)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + number, err
+    assert summary(directory)["status"] == "interrupted"
+    assert newest(directory).name == f"step-{summary(directory)['steps']:08d}"
+
+
+# --- init_from: the weights of another run ---------------------------------------------------------------------------
+
+
+def test_a_new_run_can_begin_with_the_weights_of_another(
+    finished: Finished, gptexp: Gptexp, tiny: list[str], tmp_path: Path
+) -> None:
+    """With a learning rate near zero it ends with the other's weights; its moments and its data begin anew."""
+    shutil.copytree(finished.directory, tmp_path / "old")
+    still = ["optim.lr=1e-30", "optim.weight_decay=0", "train.max_steps=2", "init_from=old", "hydra.run.dir=new"]
+    new = gptexp("train", *tiny, *still, "log=disabled")
+    assert new.returncode == 0, new.stderr
+    before, after = (weights(tmp_path / name) for name in ("old", "new"))
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+    assert f"weights         newest checkpoint of {tmp_path / 'old'}" in new.stdout
+    prints = [events(tmp_path / name, "step")[1]["data/fingerprint"] for name in ("old", "new")]
+    assert prints[0] == prints[1]
+    assert torch.load(newest(tmp_path / "new") / "train.pt", weights_only=True)["optimizer"]["state"][0]["step"] == 2
+    # The new run does not need the other one to continue.
+    (tmp_path / "old").rename(tmp_path / "moved")
+    again = gptexp("resume", "new")
+    assert (again.returncode, "completed; nothing to do" in again.stdout) == (0, True), again.stderr
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (["init_from=nowhere"], "init_from="),
+        (["model.n_embd=32"], "model.n_embd=32: init_from="),
+        (["model.n_layer=2", "model.bias=false"], "has n_layer=1"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused_at_once(
+    gptexp: Gptexp, tiny: list[str], tmp_path: Path, overrides: list[str], line: str
+) -> None:
+    (tmp_path / "old").mkdir()
+    run_dir.save_config(tmp_path / "old", compose(tiny))
+    refused = gptexp("train", *tiny, "init_from=old", *overrides, "hydra.run.dir=new")
+    assert (refused.returncode, line in refused.stderr) == (2, True), refused.stderr
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_run_without_a_checkpoint_gives_no_weights(gptexp: Gptexp, tiny: list[str], tmp_path: Path) -> None:
+    run_dir.save_config(tmp_path / "old", compose(tiny))
+    refused = gptexp("train", *tiny, "init_from=old", "hydra.run.dir=new")
+    assert (refused.returncode, "no checkpoint has been saved yet" in refused.stderr) == (4, True), refused.stderr

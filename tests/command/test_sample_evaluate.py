@@ -1,0 +1,122 @@
+"""`gptexp sample` and `gptexp evaluate`: what they print of a run, and what they refuse."""
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import ForkServer, summary
+from real_runs import Finished, finished_run
+
+Gptexp = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def finished(tmp_path_factory: pytest.TempPathFactory, corpus: Path, torch_server: ForkServer) -> Path:
+    run: Finished = finished_run(tmp_path_factory, corpus, torch_server)
+    return run.directory
+
+
+@pytest.fixture
+def copied(finished: Path, tmp_path: Path) -> Path:
+    """A copy of the finished run that a test may damage."""
+    shutil.copytree(finished, tmp_path / "run")
+    return tmp_path / "run"
+
+
+def test_evaluate_prints_the_runs_own_loss_as_json(finished: Path, gptexp: Gptexp) -> None:
+    own = json.loads(gptexp("evaluate", str(finished)).stdout)
+    assert own["val/loss"] == pytest.approx(summary(finished)["final_val_loss"], rel=1e-6)
+    assert (own["step"], own["tokens"]) == (40, 112)
+
+
+def test_evaluate_takes_another_text(finished: Path, gptexp: Gptexp, tmp_path: Path) -> None:
+    (tmp_path / "other.txt").write_text("Completely different words, never seen in training. " * 40)
+    other = json.loads(gptexp("evaluate", str(finished), "--data", "other.txt", "--val-tokens", "96").stdout)
+    assert other["tokens"] == 96
+    assert other["val/loss"] > summary(finished)["final_val_loss"] + 1
+
+
+def test_evaluate_refuses_more_tokens_than_were_held_out(finished: Path, gptexp: Gptexp) -> None:
+    more = gptexp("evaluate", str(finished), "--val-tokens", "128")
+    assert (more.returncode, "the run has 112 validation tokens; use fewer, or give --data FILE" in more.stderr) == (
+        2,
+        True,
+    )
+
+
+def test_evaluate_refuses_a_run_that_held_nothing_out(copied: Path, gptexp: Gptexp) -> None:
+    config = copied / "config.yaml"
+    assert "val_tokens: 112" in config.read_text()
+    config.write_text(config.read_text().replace("val_tokens: 112", "val_tokens: 0"))
+    nothing = gptexp("evaluate", str(copied))
+    assert (nothing.returncode, "has no validation tokens; give --data FILE" in nothing.stderr) == (2, True)
+
+
+def test_evaluate_refuses_a_text_that_has_changed(copied: Path, gptexp: Gptexp, tmp_path: Path) -> None:
+    (tmp_path / "now.txt").write_text("Another text. " * 500)
+    config = copied / "config.yaml"
+    text, replaced = re.subn(r"path: .*text\.txt", f"path: {tmp_path}/now.txt", config.read_text())
+    assert replaced == 1
+    config.write_text(text)
+    changed = gptexp("evaluate", str(copied))
+    assert (changed.returncode, "trained on other tokens" in changed.stderr) == (3, True)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "said"),
+    [
+        ("config.yaml", "optim: {lr: 6e-4}", "lr=6e-4 in a saved OptimConfig: wrong type; write 6.0e-4"),
+        ("config.yaml", "[1, 2]", "a saved Config must be a mapping of keys to values"),
+        ("effective.json", "", "effective.json: not JSON"),
+        ("summary.json", "[]", "summary.json: not a JSON object"),
+    ],
+)
+def test_a_damaged_run_directory_is_one_line(copied: Path, gptexp: Gptexp, file: str, content: str, said: str) -> None:
+    (copied / file).write_text(content)
+    done = gptexp("evaluate", str(copied))
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_sample_prints_what_was_asked_for_and_the_same_again(finished: Path, gptexp: Gptexp) -> None:
+    args = ("--prompt", "The cat", "--num-samples", "3", "--max-new-tokens", "8")
+    done = gptexp("sample", str(finished), *args)
+    samples = done.stdout.rstrip("\n").split("\n---\n")
+    assert done.returncode == 0, done.stderr
+    assert len(samples) == 3
+    assert all(s.startswith("The cat") for s in samples)
+    assert gptexp("sample", str(finished), *args).stdout == done.stdout
+
+
+def test_sample_refuses_a_negative_top_k(finished: Path, gptexp: Gptexp) -> None:
+    bad = gptexp("sample", str(finished), "--top-k", "-1")
+    assert (bad.returncode, bad.stderr) == (2, "gptexp: config error: --top-k=-1: must be 0 or above\n")
+
+
+@pytest.mark.parametrize("verb", ["sample", "evaluate", "resume"])
+def test_verbs_refuse_what_is_no_run(gptexp: Gptexp, tmp_path: Path, verb: str) -> None:
+    done = gptexp(verb, str(tmp_path))
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+    assert "not a run directory" in done.stderr
+
+
+def test_checkpoints_that_are_all_damaged_are_exit_code_four(copied: Path, gptexp: Gptexp) -> None:
+    damaged = list(copied.glob("checkpoints/*/model.safetensors"))
+    assert len(damaged) == 2
+    for file in damaged:
+        file.write_bytes(file.read_bytes()[:-1])
+    done = gptexp("sample", str(copied))
+    assert done.returncode == 4
+    assert done.stderr.count("damaged checkpoint skipped: ") == 2
+    assert "no checkpoint is intact" in done.stderr
+
+
+def test_a_run_without_checkpoints_is_exit_code_four(copied: Path, gptexp: Gptexp) -> None:
+    shutil.rmtree(copied / "checkpoints")
+    done = gptexp("evaluate", str(copied))
+    assert (done.returncode, "no checkpoint has been saved yet" in done.stderr) == (4, True)

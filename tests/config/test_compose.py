@@ -1,0 +1,109 @@
+"""From overrides to a config: precedence, named choices, the launcher's world size."""
+
+from pathlib import Path
+
+import pytest
+
+from gptexp.config.compose import compose
+from gptexp.config.paths import packaged_conf
+from gptexp.config.schema import Config, fields_of
+from gptexp.process.errors import ConfigError
+
+
+def test_a_length_on_the_command_line_wins_over_a_file() -> None:
+    """schedule=gpt3 sets warmup_tokens, which would win over a ratio; what was typed wins over both."""
+    long = ["schedule=gpt3", "batch=gpt3_3m", "model=gpt3_125m", "train.max_tokens=300_000_000_000"]
+    assert compose(long).schedule.warmup_tokens == 375_000_000
+    typed = compose([*long, "schedule.warmup_ratio=0.01"]).schedule
+    assert (typed.warmup_tokens, typed.warmup_ratio, typed.decay_tokens) == (None, 0.01, 260_000_000_000)
+    both = compose([*long, "schedule.warmup_ratio=0.01", "schedule.warmup_steps=50"]).schedule
+    assert both.warmup_steps == 50
+
+
+def test_the_world_size_is_the_launchers_where_none_is_given() -> None:
+    assert compose([]).world.size == 1
+    assert compose([], launcher_world_size=4).world.size == 4
+    assert compose(["world=ddp4"], launcher_world_size=4).world.size == 4
+
+
+def test_another_world_size_than_the_launchers_is_refused_beside_other_problems() -> None:
+    with pytest.raises(ConfigError) as error:
+        compose(["world=single", "optim.lr=1e-3", "model.n_head=3"], launcher_world_size=4)
+    assert len(error.value.problems) == 2
+    assert "the launcher started 4 ranks" in error.value.problems[0]
+    assert "model.n_head=3" in error.value.problems[1]
+
+
+def test_composing_reads_no_variable_of_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert compose([]).world.size == 1
+
+
+@pytest.mark.parametrize(
+    ("overrides", "lr"),
+    [
+        (["model=gpt2"], 6e-4),
+        (["model=gpt2_medium"], 3e-4),
+        (["model=gpt3_175b", "batch=gpt3_3m"], 0.6e-4),
+        (["experiment=gpt2_124m", "data=stdlib"], 6e-4),
+        (["model=gpt2", "optim.lr=1e-3"], 1e-3),
+        (["optim.lr=1e-3", "model=gpt2"], 1e-3),
+    ],
+)
+def test_a_model_sets_its_learning_rate_and_the_command_line_wins(overrides: list[str], lr: float) -> None:
+    assert compose(overrides).optim.lr == lr
+
+
+def test_a_model_changes_the_model_and_its_learning_rate_only() -> None:
+    before, after = ({k: v for k, _, v in fields_of(compose(o))} for o in ([], ["model=gpt2"]))
+    changed = {key for key in before if before[key] != after[key]}
+    assert changed <= {"model.n_layer", "model.n_head", "model.n_embd", "model.block_size", "optim.lr"}
+
+
+# Each file of a group under conf/, by itself; a sweep's file describes no single run. The default tier has one of each
+# group.
+GROUPS = {
+    path.name: [f"{path.name}={file.stem}" for file in sorted(path.glob("*.yaml"))]
+    for path in sorted(packaged_conf().iterdir())
+    if path.is_dir() and path.name not in ("base", "hydra", "sweep")
+}
+CHOICES = [
+    pytest.param(choice, marks=pytest.mark.e2e if number else ())
+    for choices in GROUPS.values()
+    for number, choice in enumerate(choices)
+]
+
+
+def needs(choice: str, corpus: Path) -> list[str]:
+    """What a named choice needs beside itself: text, time or a smaller micro-batch."""
+    group, _, name = choice.partition("=")
+    if name in ("shakespeare_50_steps", "tutorial"):
+        return []
+    extra = [f"data.path={corpus}"] if name == "text" or group == "experiment" else []
+    if group == "world" and name.startswith("ddp"):
+        extra += ["batch.micro_batch_size=1"]
+    if group == "batch":
+        extra += ["train.max_tokens=1_000_000_000"]
+    if name in ("gpt3", "gpt3_125m"):
+        extra += ["train.max_tokens=300_000_000_000"]
+    if group == "model" and name.startswith("gpt"):
+        extra += ["batch=gpt3_3m", "train.max_tokens=1_000_000_000"]
+    if name == "gpt2_124m":
+        extra += ["world=ddp8"]
+    return extra
+
+
+def test_there_are_named_choices() -> None:
+    assert len(CHOICES) > 35
+    assert {"model", "optim", "schedule", "batch", "world", "data", "log", "experiment"} <= GROUPS.keys()
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_every_named_choice_composes(choice: str, corpus: Path) -> None:
+    assert isinstance(compose([choice, *needs(choice, corpus)]), Config)
+
+
+def test_gpt2_on_eight_ranks_is_the_same_program() -> None:
+    config = compose(["model=gpt2", "optim.lr=6e-4", "world=ddp8", "batch=gpt2", "train.max_tokens=10_000_000_000"])
+    assert (config.world.size, config.optim.lr, config.batch.total_batch_size) == (8, 6e-4, 524_288)

@@ -1,0 +1,266 @@
+"""Wrong command lines of `gptexp train`: one line for each problem, exit code 2, nothing created.
+
+The command lines and their messages are in config_errors.txt. All of them are checked in this process, by the function
+that `gptexp train` calls. About twenty are also run as real processes, which must not import torch.
+"""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+from conftest import ForkServer
+
+from gptexp.command.hydra_main import hydra_main
+from gptexp.config.compose import compose
+from gptexp.process.terminal import report_errors
+from gptexp.storage import run_dir
+
+HERE = Path(__file__).resolve().parent
+PREFIX = "gptexp: "
+GAP = " ... "
+
+
+@dataclass(frozen=True)
+class Case:
+    """A wrong command line; for each of its problems, the parts that one line of stderr holds in this order."""
+
+    line: int  # in config_errors.txt
+    text: str  # as typed into a shell
+    e2e: bool
+    problems: tuple[tuple[str, ...], ...] = ()
+
+
+def is_sweep(text: str) -> bool:
+    return text.startswith(("-m ", "--multirun ", "sweep=", "hydra.mode=")) or " sweep=" in text
+
+
+def read_table(path: Path) -> list[Case]:
+    cases: list[Case] = []
+    tier = "default"
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if line.startswith("$ "):
+            # A sweep composes each of its cells, which takes up to a second; `REAL` has some in the default tier.
+            cases.append(Case(number, line[2:], tier == "e2e" or is_sweep(line[2:])))
+        elif line.startswith(" "):
+            case = cases.pop()
+            cases.append(replace(case, problems=(*case.problems, tuple(line.strip().split(GAP)))))
+        elif line.startswith("#tier "):
+            tier = line.removeprefix("#tier ")
+            assert tier in ("default", "e2e"), f"{path.name}:{number}: no such tier"
+        else:
+            assert not line or line.startswith("#"), f"{path.name}:{number}: neither command line, message nor comment"
+    return cases
+
+
+TABLE = read_table(HERE / "config_errors.txt")
+
+# Wrong files, as a user may write them, for `--config-dir @CONF`.
+FILES = {
+    "experiment/unknown_key.yaml": "# @package _global_\noptim:\n  learning_rate: 1e-3\n",
+    "experiment/wrong_type.yaml": "# @package _global_\nmodel:\n  n_layer: four\n",
+    "experiment/out_of_range.yaml": "# @package _global_\noptim:\n  lr: -1\nmodel:\n  n_head: 3\n",
+    "experiment/no_model.yaml": "# @package _global_\ndefaults:\n  - override /model: gpt5\n",
+    "experiment/no_yaml.yaml": "# @package _global_\nmodel: [1\n",
+    "experiment/yaml_bool.yaml": "# @package _global_\ntrain:\n  compile: off\n",  # YAML 1.1: off is false
+    "sweep/bad_cell.yaml": (
+        "# @package _global_\nhydra:\n  mode: MULTIRUN\n  sweeper:\n    params:\n      optim.lr: 1e-3,-1\n"
+    ),
+}
+
+
+class Place:
+    """A home and a cache that do not exist, and files to name in overrides."""
+
+    def __init__(self, root: Path) -> None:
+        self.home, self.cache = root / "home", root / "cache"
+        text = root / "text.txt"
+        text.write_text("Some text.\n")
+        for name, content in FILES.items():
+            file = root / "conf" / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(content)
+        self.values = {"@TEXT": str(text), "@CONF": str(root / "conf"), "@10kB": "x" * 10_000}
+
+    def fill(self, text: str) -> str:
+        for name, value in self.values.items():
+            text = text.replace(name, value)
+        return text
+
+    def problems(self, case: Case) -> list[tuple[str, ...]]:
+        return [tuple(self.fill(part) for part in parts) for parts in case.problems]
+
+    def env(self) -> dict[str, str]:
+        """Only what a Python process needs: no variable of a launcher, of Hydra, wandb or gptexp."""
+        wanted = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TMPDIR")
+        kept = {name: os.environ[name] for name in wanted if name in os.environ}
+        return {**kept, "HOME": str(self.home), "GPTEXP_CACHE": str(self.cache)}
+
+    def untouched(self) -> bool:
+        return not self.home.exists() and not self.cache.exists()
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
+    return Place(tmp_path_factory.mktemp("place"))
+
+
+@pytest.fixture(scope="module")
+def server(place: Place) -> Iterator[ForkServer]:
+    with ForkServer(env=place.env()) as server:
+        yield server
+
+
+def tells(line: str, parts: tuple[str, ...]) -> bool:
+    """Whether `line` holds all `parts`, in this order."""
+    return re.search(".*".join(map(re.escape, parts)), line) is not None
+
+
+def check_refused(code: int, stderr: str, problems: list[tuple[str, ...]]) -> None:
+    """Exit code 2, and on stderr one line of gptexp's for each problem and nothing else."""
+    assert code == 2, stderr
+    assert "Traceback" not in stderr
+    lines = stderr.splitlines()
+    assert lines
+    assert all(line.startswith(PREFIX) for line in lines), stderr
+    for parts in problems:
+        assert any(tells(line, parts) for line in lines), f"no line says {parts}\n{stderr}"
+    for line in lines:
+        assert any(tells(line, parts) for parts in problems), f"this line says no problem of the table: {line}"
+    # A problem shared by the cells of a grid may be told for each of two or three of them.
+    assert len(lines) <= 3 * len(problems), stderr
+
+
+def test_the_table_has_no_line_twice_and_none_without_a_message() -> None:
+    assert len({tuple(shlex.split(case.text)) for case in TABLE}) == len(TABLE) >= 200
+    assert [case.text for case in TABLE if not case.problems] == []
+    assert sum(not case.e2e for case in TABLE) >= 200
+
+
+def trained(*_: object) -> NoReturn:
+    raise AssertionError("the command line was not refused")
+
+
+CASES = [
+    pytest.param(case, id=f"{case.line}:{case.text[:60]}", marks=pytest.mark.e2e if case.e2e else ()) for case in TABLE
+]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_wrong_command_line_is_refused_with_a_line_for_each_problem(
+    case: Case, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "")  # the test restores the variable, which gptexp sets
+    for name in ("HOME", "GPTEXP_CACHE"):
+        monkeypatch.setenv(name, place.env()[name])
+    monkeypatch.setattr(sys, "argv", ["gptexp train", *shlex.split(place.fill(case.text))])
+    with pytest.raises(SystemExit) as end, report_errors():
+        sys.exit(hydra_main(train=trained, begin_cell=trained, launcher_world_size=None))
+    said = capsys.readouterr()
+    assert isinstance(end.value.code, int)
+    check_refused(end.value.code, said.err, place.problems(case))
+    assert said.out == ""
+    assert list(tmp_path.iterdir()) == []
+    assert place.untouched()
+
+
+def test_a_refusal_takes_less_than_a_second_of_cpu(server: ForkServer, tmp_path: Path) -> None:
+    """Without imports, in one of five attempts: the machine may be busy."""
+    for argv in (["lr=1e-3"], ["optim.lr=-1"], ["-m", "optim.lr=1e-3,-1"]):
+        assert any(server.ask(["train", *argv], tmp_path)["cpu_s"] < 1 for _ in range(5)), argv
+
+
+def test_a_right_command_line_is_let_through(server: ForkServer, tmp_path: Path) -> None:
+    """Without this, the table would pass if every command line were refused."""
+    answer = server.ask(["train", "train.max_steps=1"], tmp_path)
+    assert answer["torch"], answer
+    assert answer["stderr"] == ""
+    assert list(tmp_path.rglob("config.yaml"))
+
+
+# One line of each kind: a group, a key, a type, a range, a rule between keys, a path, a sweep, a file of the user's,
+# Hydra's own keys and flags.
+REAL = (
+    "lr=1e-3",
+    "model=gpt2_larg",
+    "~optim.lr",
+    "batch.total_batch_size=1e3",
+    "optim.lr=nan",
+    "optim.name=AdamW",
+    "model.n_head=3",
+    "world=ddp8 batch.total_batch_size=10000",
+    "model.n_head=3 batch.total_batch_size=1000 schedule.warmup_ratio=1 data=text",
+    "data=text data.path=nope.txt",
+    "sweep.name=..",
+    "optim.lr=1e-3,2e-3",
+    "-m optim.lr=1e-3,-1",
+    "sweep=batch_size batch.micro_batch_size=32",
+    "-m hydra/sweeper=random 'optim.lr=interval(3,1)'",
+    "-m hydra/sweeper=optuna data.val_tokens=0 optim.lr=1e-3,2e-3",
+    "--config-dir @CONF experiment=unknown_key",
+    "--config-dir @CONF experiment=no_yaml",
+    "hydra.run.dirr=x",
+    "hydra.run.dir=@TEXT/x",
+    "--config-name nope",
+    "--info foo",
+)
+
+
+@pytest.mark.parametrize("text", REAL)
+def test_a_wrong_command_line_imports_no_torch_and_creates_nothing(
+    text: str, server: ForkServer, place: Place, tmp_path: Path
+) -> None:
+    [case] = [case for case in TABLE if case.text == text]
+    answer = server.ask(["train", *shlex.split(place.fill(text))], tmp_path)
+    assert not answer["torch"], f"it imported torch:\n{answer['stdout']}{answer['stderr']}"
+    check_refused(answer["code"], answer["stderr"], place.problems(case))
+    assert answer["stdout"] == ""
+    assert list(tmp_path.iterdir()) == []
+    assert place.untouched()
+
+
+@pytest.mark.parametrize("text", REAL[:: len(REAL) // 3], ids=lambda text: text[:40])
+def test_a_new_interpreter_refuses_as_the_fork_server_does(text: str, place: Place, tmp_path: Path) -> None:
+    [case] = [case for case in TABLE if case.text == text]
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "gptexp", "train", *shlex.split(place.fill(text))],
+        cwd=tmp_path,
+        env=place.env(),
+        capture_output=True,
+        encoding="utf-8",
+        timeout=120,
+    )
+    # -X importtime lists every module on stderr, the lines of gptexp stand between them.
+    lines = done.stderr.splitlines(keepends=True)
+    imported = {line.rpartition("|")[2].strip() for line in lines if line.startswith("import time:")}
+    stderr = "".join(line for line in lines if not line.startswith("import time:"))
+    assert "hydra" in imported
+    assert "torch" not in imported
+    check_refused(done.returncode, stderr, place.problems(case))
+    assert done.stdout == ""
+    assert list(tmp_path.iterdir()) == []
+    assert place.untouched()
+
+
+def test_a_run_directory_of_another_config_is_not_overwritten(server: ForkServer, tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    run_dir.save_config(directory, compose(["optim.lr=1e-3"]))
+    (directory / ".hydra").mkdir()
+    (directory / ".hydra" / "config.yaml").write_text("what Hydra wrote\n")
+    before = contents(directory)
+    assert len(before) == 2
+
+    answer = server.ask(["train", f"hydra.run.dir={directory}", "optim.lr=2e-3"], tmp_path)
+    check_refused(answer["code"], answer["stderr"], [(str(directory), "optim.lr was 0.001, now 0.002")])
+    assert contents(directory) == before
+
+
+def contents(directory: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}

@@ -1,0 +1,37 @@
+"""When the noise scale cannot be measured, and what the message proposes instead."""
+
+import pytest
+
+from gptexp.config.rules import problems, unmeasurable
+from gptexp.config.schema import Config
+
+
+def config(micro_batch_size: int | str, noise_scale: str = "on") -> Config:
+    """A step of eight sequences."""
+    cfg = Config()
+    cfg.batch.total_batch_size, cfg.batch.micro_batch_size = 8 * cfg.seq_len, micro_batch_size
+    cfg.log.noise_scale = noise_scale
+    return cfg
+
+
+def test_one_micro_batch_on_one_rank_is_refused() -> None:
+    [problem] = problems(config(8), 1)
+    assert "log.noise_scale=on: the estimate compares micro-batches, and a step on one rank has only one" in problem
+    assert "use batch.micro_batch_size=4" in problem
+
+
+@pytest.mark.parametrize(("micro_batch_size", "world_size"), [(4, 1), (4, 2), (1, 1)])
+def test_two_micro_batches_are_enough(micro_batch_size: int, world_size: int) -> None:
+    assert problems(config(micro_batch_size), world_size) == []
+
+
+def test_an_automatic_micro_batch_is_checked_later() -> None:
+    """Only the ranks know what it comes to."""
+    assert problems(config("auto"), 1) == []
+
+
+def test_neighbouring_windows_are_no_random_sample() -> None:
+    cfg = Config()
+    assert unmeasurable(cfg, 8, 2) is None
+    cfg.data.order = "sequential"
+    assert "use data.order=shuffled" in str(unmeasurable(cfg, 8, 2))

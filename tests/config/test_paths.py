@@ -1,0 +1,40 @@
+"""Paths in the configuration, and the folder of YAML files."""
+
+from pathlib import Path
+
+import pytest
+
+from gptexp.config.compose import compose
+from gptexp.config.paths import conf_dir, matching_files, packaged_conf
+from gptexp.process.errors import ConfigError
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, with a text file; its name would match as a glob."""
+    folder = tmp_path / "d[1]"
+    folder.mkdir()
+    (folder / "x.txt").write_text("text")
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def test_a_relative_path_becomes_absolute(folder: Path) -> None:
+    assert compose(["data=text", "data.path=x.txt"]).data.path == str(folder / "x.txt")
+
+
+def test_the_folders_put_before_a_relative_glob_are_taken_literally(folder: Path) -> None:
+    pattern = compose(["data=text", "data.path=*.txt"]).data.path
+    assert isinstance(pattern, str)
+    assert matching_files(pattern) == [folder / "x.txt"]
+
+
+def test_an_empty_name_of_a_conf_folder_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GPTEXP_CONF", "")
+    assert conf_dir() == packaged_conf()
+
+
+def test_a_conf_folder_without_config_yaml_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("GPTEXP_CONF", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"contains no config\.yaml"):
+        conf_dir()

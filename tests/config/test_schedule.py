@@ -1,0 +1,104 @@
+"""Schedules against closed forms and the published 50-step table."""
+
+import itertools
+import math
+
+import pytest
+
+from gptexp.config.schedule import Schedule, resolve_schedule
+from gptexp.config.schema import Config
+
+
+def make(name: str, warmup: int = 100, decay: int = 1100, **kwargs: object) -> Schedule:
+    defaults = {"min_lr_ratio": 0.1, "cooldown_ratio": 0.2, "cooldown": "linear"}
+    return Schedule(name, warmup, decay, **{**defaults, **kwargs})  # type: ignore[arg-type]
+
+
+def test_fifty_step_table() -> None:
+    """The learning rates that the reference run prints, digit for digit."""
+    cfg = Config()
+    cfg.schedule.warmup_steps = 10
+    cfg.batch.total_batch_size = 8192
+    schedule = resolve_schedule(cfg, 50 * 8192)
+    printed = {s: f"{6e-4 * schedule.lr_factor(s * 8192, 8192):.4e}" for s in (0, 9, 10, 11, 30, 49)}
+    assert printed == {
+        0: "6.0000e-05",
+        9: "6.0000e-04",
+        10: "6.0000e-04",
+        11: "5.9917e-04",
+        30: "3.3000e-04",
+        49: "6.0832e-05",
+    }
+
+
+# Tokens before the step -> factor, worked out by hand for a warm-up of 100, an end at 1100 and steps of 10 tokens.
+CLOSED_FORMS = {
+    "constant": {0: 0.1, 50: 0.6, 90: 1.0, 600: 1.0, 5000: 1.0},
+    "linear": {0: 0.1, 90: 1.0, 100: 1.0, 600: 0.55, 1100: 0.1, 5000: 0.1},
+    "cosine": {0: 0.1, 90: 1.0, 350: 0.1 + 0.45 * (1 + math.sqrt(0.5)), 600: 0.55, 1100: 0.1, 5000: 0.1},
+    "wsd": {0: 0.1, 100: 1.0, 880: 1.0, 990: 0.55, 1100: 0.1},
+    "inverse_sqrt": {0: 0.1, 90: 1.0, 100: 1.0, 400: 0.5, 900: 1 / 3, 10_000: 0.1},
+}
+
+
+@pytest.mark.parametrize("name", CLOSED_FORMS)
+def test_closed_forms(name: str) -> None:
+    schedule = make(name)
+    for tokens, factor in CLOSED_FORMS[name].items():
+        assert schedule.lr_factor(tokens, 10) == pytest.approx(factor, abs=1e-12), tokens
+
+
+def test_wsd_one_minus_sqrt() -> None:
+    schedule = make("wsd", cooldown="1-sqrt", min_lr_ratio=0.0)
+    assert schedule.lr_factor(880, 10) == 1.0
+    assert schedule.lr_factor(935, 10) == pytest.approx(1 - math.sqrt(0.25))
+    assert schedule.lr_factor(1100, 10) == 0.0
+
+
+@pytest.mark.parametrize("name", CLOSED_FORMS)
+def test_joints_are_continuous_and_the_first_step_moves(name: str) -> None:
+    schedule = make(name, warmup=100_000, decay=1_100_000)
+    factors = [schedule.lr_factor(t, 100) for t in range(0, 1_300_000, 100)]
+    assert factors[0] > 0
+    assert max(abs(a - b) for a, b in itertools.pairwise(factors)) <= 0.0011
+    assert max(factors) == 1.0
+
+
+@pytest.mark.parametrize("name", CLOSED_FORMS)
+def test_after_warmup_the_rate_at_a_token_count_is_the_same_at_every_batch_size(name: str) -> None:
+    schedule = make(name, warmup=2**21, decay=2**26)
+    for tokens in range(2**21, 2**26, 2**20):
+        assert len({schedule.lr_factor(tokens, b) for b in (2**17, 2**18, 2**19, 2**20)}) == 1
+
+
+def test_warmup_that_is_no_multiple_of_the_batch_reaches_the_peak_and_never_passes_it() -> None:
+    schedule = make("cosine", warmup=105)
+    assert schedule.lr_factor(90, 10) == pytest.approx(100 / 105)
+    assert schedule.lr_factor(100, 10) == 1.0
+
+
+def test_gpt3() -> None:
+    """Warm-up over 375M tokens, cosine over 260B of 300B, then a tenth (arXiv 2005.14165, appendix B)."""
+    cfg = Config()
+    cfg.batch.total_batch_size = 2**19
+    cfg.schedule.warmup_tokens = 375_000_000
+    cfg.schedule.decay_tokens = 260_000_000_000
+    schedule = resolve_schedule(cfg, 300_000_000_000)
+    assert schedule.lr_factor(375_000_000, 2**19) == 1.0
+    assert schedule.lr_factor(260_000_000_000, 2**19) == pytest.approx(0.1)
+    assert schedule.lr_factor(299_000_000_000, 2**19) == pytest.approx(0.1)
+
+
+def test_steps_win_over_tokens_and_tokens_over_the_ratio() -> None:
+    cfg = Config()
+    cfg.batch.total_batch_size = 1000
+    assert resolve_schedule(cfg, 50_000).warmup_tokens == 5000
+    cfg.schedule.warmup_tokens = 7000
+    assert resolve_schedule(cfg, 50_000).warmup_tokens == 7000
+    cfg.schedule.warmup_steps = 3
+    assert resolve_schedule(cfg, 50_000).warmup_tokens == 3000
+    assert resolve_schedule(cfg, 50_000).decay_tokens == 50_000
+    cfg.schedule.decay_tokens = 40_000
+    assert resolve_schedule(cfg, 50_000).decay_tokens == 40_000
+    cfg.schedule.decay_steps = 30
+    assert resolve_schedule(cfg, 50_000).decay_tokens == 30_000

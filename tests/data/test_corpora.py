@@ -1,0 +1,77 @@
+"""Which files a corpus has, and in which pieces they are read."""
+
+import hashlib
+import random
+import sysconfig
+from pathlib import Path
+
+import pytest
+from texts import ids_of
+
+from gptexp.data import corpora
+from gptexp.process.errors import DataError
+
+
+def test_the_pieces_of_a_text_have_the_ids_of_the_whole(tmp_path: Path) -> None:
+    """Random text of all kinds of characters that GPT-2's pattern distinguishes, in pieces of all sizes."""
+    alphabet = ["a", "Bc", "1", "23", " ", "  ", "\n", "\n\n", "\r\n", "\t", "'s", "'ll", "!", "…", "é", "漢", "\u00a0"]
+    draw = random.Random(0)
+    path = tmp_path / "text"
+    cuts = 0
+    for _ in range(300):
+        text = "".join(draw.choices(alphabet, k=draw.randint(0, 60)))
+        path.write_text(text, newline="")
+        parts = list(corpora.pieces(path, piece_chars=draw.randint(1, 12)))
+        assert "".join(parts) == text
+        assert [i for part in parts for i in ids_of(part)] == ids_of(text)
+        cuts += max(0, len(parts) - 1)
+    assert cuts > 300
+
+
+@pytest.mark.parametrize("between", ["\n", "\r\n", " ", "\t"])
+def test_a_file_is_read_in_pieces_whatever_its_line_ends(tmp_path: Path, between: str) -> None:
+    path = tmp_path / "text"
+    path.write_text(between.join(["some words"] * 5000), newline="")
+    assert max(map(len, corpora.pieces(path, piece_chars=1000))) < 1100
+
+
+def test_stdlib_leaves_out_packages_and_tests() -> None:
+    files = corpora.stdlib().files
+    root = Path(sysconfig.get_path("stdlib"))
+    inside = {part for f in files for part in f.relative_to(root).parts}
+    assert not inside & {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
+    assert {"argparse.py", "asyncio", "json"} <= inside
+    assert 5e6 < corpora.stdlib().bytes < 40e6
+
+
+def test_text_takes_globs_each_file_once_and_names_what_is_missing(tmp_path: Path) -> None:
+    for name in ("b.txt", "a.txt", "sub/c.txt", "sub/d.md"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    found = corpora.text([f"{tmp_path}/**/*.txt", f"{tmp_path}/a.txt"]).files
+    assert [f.name for f in found] == ["a.txt", "b.txt", "c.txt"]
+    with pytest.raises(DataError, match="nowhere: no such file"):
+        corpora.text([str(tmp_path / "nowhere")])
+
+
+def test_shakespeare_is_checked_by_size_and_hash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    body = b"To be, or not to be"
+    source = tmp_path / "source.txt"
+    source.write_bytes(body)
+    monkeypatch.setattr(corpora, "SHAKESPEARE_URL", source.as_uri())
+    with pytest.raises(DataError, match=r"tinyshakespeare.txt: not tiny Shakespeare \(19 bytes, sha256 differs\)"):
+        corpora.shakespeare(tmp_path / "a")
+    monkeypatch.setattr(corpora, "SHAKESPEARE_BYTES", len(body))
+    monkeypatch.setattr(corpora, "SHAKESPEARE_SHA256", hashlib.sha256(body).hexdigest())
+    assert corpora.shakespeare(tmp_path / "b").files[0].read_bytes() == body
+    monkeypatch.setattr(corpora, "SHAKESPEARE_URL", (tmp_path / "gone").as_uri())
+    assert corpora.shakespeare(tmp_path / "b").files[0].read_bytes() == body  # not downloaded again
+    with pytest.raises(DataError, match="cannot be downloaded"):
+        corpora.shakespeare(tmp_path / "c")
+
+
+def test_a_name_with_glob_characters_is_that_file(tmp_path: Path) -> None:
+    (tmp_path / "d[1]").mkdir()
+    for name in ("a[1].txt", "a1.txt"):
+        (tmp_path / "d[1]" / name).write_text(name)
+    assert [f.name for f in corpora.text([f"{tmp_path}/d[1]/a[1].txt"]).files] == ["a[1].txt"]

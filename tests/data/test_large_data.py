@@ -1,0 +1,95 @@
+"""Ten billion tokens: neither the time of a step nor the memory grows with the size of the data."""
+
+import json
+import statistics
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import events
+
+from gptexp.config.compose import compose
+from gptexp.data.prepare import find_corpus, tokens_dir
+from gptexp.data.shards import HEADER, MAGIC, MANIFEST, VERSION, TokenStream
+from gptexp.process.errors import DataError
+
+Gptexp = Callable[..., subprocess.CompletedProcess[str]]
+
+SHARDS, TOKENS_PER_SHARD = 100, 100_000_000
+
+
+def write_sparse(directory: Path, shards: int, tokens_per_shard: int) -> None:
+    """Shards of zeros as sparse files, and their manifest."""
+    directory.mkdir(parents=True)
+    names = [f"tokens-{number:05d}.bin" for number in range(shards)]
+    for name in names:
+        with (directory / name).open("wb") as file:
+            file.write(HEADER.pack(MAGIC, VERSION, 2, tokens_per_shard))
+            file.truncate(HEADER.size + 2 * tokens_per_shard)
+    manifest = {
+        "tokens": shards * tokens_per_shard,
+        "max_id": 0,
+        "shards": [{"file": name, "tokens": tokens_per_shard, "sha256": name} for name in names],
+    }
+    (directory / MANIFEST).write_text(json.dumps(manifest))
+
+
+def median(found: list[dict[str, Any]], key: str) -> float:
+    return statistics.median(event[key] for event in found)
+
+
+@pytest.mark.slow
+def test_ten_billion_tokens_cost_what_ten_million_cost(gptexp: Gptexp, tmp_path: Path, corpus: Path) -> None:
+    """A real run on a data set larger than the memory: reading takes less than a percent of a step."""
+    peaks = {}
+    for name, shards, tokens in (("small", 1, 10_000_000), ("large", SHARDS, TOKENS_PER_SHARD)):
+        cache = tmp_path / f"cache-{name}"
+        overrides = [
+            *("data=text", f"data.path={corpus}", f"data.cache_dir={cache}", "data.val_tokens=0"),
+            *(
+                "batch.total_batch_size=2048",
+                "train.max_steps=7",
+                "log=disabled",
+                "log.sample_tokens=0",
+                f"hydra.run.dir={name}",
+            ),
+        ]
+        data = compose(overrides[:4]).data
+        write_sparse(tokens_dir(find_corpus(data), data), shards, tokens)
+        done = gptexp("train", *overrides)
+        assert done.returncode == 0, done.stderr
+        steps = events(tmp_path / name, "step")[2:]
+        assert median(steps, "perf/data_ms") < 0.01 * median(steps, "perf/step_ms")
+        peaks[name] = steps[-1]["perf/peak_mem_gib"]
+    assert peaks["large"] < 1.1 * peaks["small"]
+
+
+def test_reading_keeps_nothing_in_memory(tmp_path: Path) -> None:
+    """A thousand windows of every shard. With a memory map, the pages read would count as this process's memory."""
+    import psutil
+
+    write_sparse(tmp_path / "sparse", SHARDS, TOKENS_PER_SHARD)
+    stream = TokenStream(tmp_path / "sparse")
+    assert len(stream) == 10**10
+    process = psutil.Process()
+    before, files = process.memory_info().rss, process.num_fds()
+    for shard in range(SHARDS):
+        for window in range(1000):
+            assert len(stream.read(shard * TOKENS_PER_SHARD + window * 99_000, 1025)) == 1025
+    assert process.memory_info().rss - before < 20 * 2**20
+    assert process.num_fds() - files <= SHARDS
+    del stream
+    assert process.num_fds() == files
+
+
+def test_a_shard_that_is_cut_short_while_it_is_open_is_an_error_and_no_crash(tmp_path: Path) -> None:
+    write_sparse(tmp_path / "sparse", 2, 1000)
+    stream = TokenStream(tmp_path / "sparse")
+    assert len(stream.read(990, 20)) == 20
+    with (tmp_path / "sparse" / "tokens-00001.bin").open("r+b") as file:
+        file.truncate(HEADER.size + 100)
+    assert len(stream.read(990, 20)) == 20
+    with pytest.raises(DataError, match=r"tokens-00001.bin: truncated during the run"):
+        stream.read(990, 100)

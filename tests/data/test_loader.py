@@ -1,0 +1,120 @@
+"""From shards to micro-batches: the same windows however a step is cut, and held-out ones apart."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from texts import ids_of, text_config
+
+from gptexp.config.batch import plan_batch
+from gptexp.data.loader import fingerprint, micro_batches, open_dataset, val_batches
+from gptexp.data.prepare import prepare
+from gptexp.process.errors import DataError
+
+
+def dataset_of(corpus: Path, seq_len: int = 16, **kwargs: object) -> object:
+    data = text_config(corpus, **{"val_tokens": 64, **kwargs})
+    return open_dataset(data, *prepare(data), seq_len, 1337, 50304)
+
+
+def read_all(dataset: object, micro_batch_size: int, world_size: int, steps: int) -> tuple[torch.Tensor, list[int]]:
+    """Inputs of `steps` steps in global order, and the fingerprint after each step, over all ranks."""
+    plan = plan_batch(8 * 16, micro_batch_size, 16, world_size)
+    ranks = [micro_batches(dataset, plan, r, 0, steps, torch.device("cpu")) for r in range(world_size)]  # type: ignore[arg-type]
+    inputs, total, prints = [], 0, []
+    for _ in range(steps):
+        for rank in ranks:
+            for _ in range(plan.grad_accum_steps):
+                batch = next(rank)
+                assert torch.equal(batch.x[:, 1:], batch.y[:, :-1])
+                inputs.append(batch.x)
+                total = (total + batch.fingerprint) % 2**64
+        prints.append(total)
+    return torch.cat(inputs), prints
+
+
+def test_a_step_has_the_same_tokens_at_every_micro_batch_and_world_size(corpus: Path) -> None:
+    dataset = dataset_of(corpus)
+    reference, prints = read_all(dataset, 8, 1, 6)
+    for micro_batch_size, world_size in ((1, 1), (2, 2), (4, 2), (1, 4), (2, 4)):
+        inputs, others = read_all(dataset, micro_batch_size, world_size, 6)
+        assert torch.equal(inputs, reference)
+        assert others == prints
+    assert len(set(prints)) == 6
+
+
+def test_the_fingerprint_depends_on_the_windows_and_not_on_their_order() -> None:
+    rows = np.arange(40, dtype=np.uint16).reshape(4, 10)
+    assert fingerprint(rows) == fingerprint(rows[[2, 0, 3, 1]])
+    assert fingerprint(rows) == (fingerprint(rows[:1]) + fingerprint(rows[1:])) % 2**64
+    changed = rows.copy()
+    changed[3, 9] += 1
+    assert fingerprint(rows) != fingerprint(changed)
+
+
+def test_reading_can_start_anywhere(corpus: Path) -> None:
+    dataset = dataset_of(corpus)
+    plan = plan_batch(8 * 16, 4, 16, 1)
+    all_of_it = [b.x for b in micro_batches(dataset, plan, 0, 0, 5, torch.device("cpu"))]  # type: ignore[arg-type]
+    from_third = [b.x for b in micro_batches(dataset, plan, 0, 3, 5, torch.device("cpu"))]  # type: ignore[arg-type]
+    assert torch.equal(torch.cat(all_of_it[6:]), torch.cat(from_third))
+
+
+def test_sequential_order_is_the_text_itself_and_drops_the_tail(corpus: Path) -> None:
+    dataset = dataset_of(corpus, order="sequential", val_tokens=0, max_tokens=16 * 20 + 7)
+    inputs, _ = read_all(dataset, 8, 1, 3)
+    ids = ids_of(corpus.read_text())
+    assert inputs.flatten().tolist() == ids[:320] + ids[:64]  # 20 windows, then from the start
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_validation_windows_do_not_depend_on_batch_or_world(corpus: Path, world_size: int) -> None:
+    dataset = dataset_of(corpus, val_tokens=7 * 16)
+    for batch_size in (1, 3, 8):
+        rows = [
+            x
+            for rank in range(world_size)
+            for x, _ in val_batches(dataset, batch_size, rank, world_size, torch.device("cpu"))  # type: ignore[arg-type]
+        ]
+        assert len(torch.cat(rows)) == 7
+        first = torch.from_numpy(np.sort(dataset.val_windows)).tolist()  # type: ignore[attr-defined]
+        ids = ids_of(corpus.read_text())
+        assert torch.cat(rows).tolist() == [ids[w * 16 : w * 16 + 16] for w in first]
+
+
+def test_held_out_windows_are_never_trained_on(corpus: Path) -> None:
+    dataset = dataset_of(corpus, val_tokens=160)
+    order = dataset.order  # type: ignore[attr-defined]
+    trained = set(order.train_windows(np.arange(2 * order.n_train)).tolist())
+    assert not trained & set(dataset.val_windows.tolist())  # type: ignore[attr-defined]
+    assert len(trained) + 10 == order.n_windows
+
+
+def test_val_path_takes_its_own_text_and_leaves_training_whole(corpus: Path, tmp_path: Path) -> None:
+    other = tmp_path / "val.txt"
+    other.write_text("Something else entirely. " * 40)
+    dataset = dataset_of(corpus, val_path=[str(other)], val_tokens=48)
+    assert dataset.order.n_val == 0  # type: ignore[attr-defined]
+    x = torch.cat([x for x, _ in val_batches(dataset, 2, 0, 1, torch.device("cpu"))])  # type: ignore[arg-type]
+    ids = ids_of(other.read_text())
+    assert len(x) == 3
+    assert all(row.tolist() in [ids[w * 16 : w * 16 + 16] for w in range(len(ids) // 16)] for row in x)
+
+
+def test_a_text_that_is_too_short_is_an_error(tmp_path: Path) -> None:
+    short = tmp_path / "short"
+    short.write_text("a b c")
+    with pytest.raises(DataError, match=r"3 tokens, fewer than one window of seq_len\+1 = 17"):
+        dataset_of(short)
+
+
+def test_a_validation_set_larger_than_the_corpus_is_an_error(corpus: Path) -> None:
+    with pytest.raises(DataError, match="leave none of the corpus's"):
+        dataset_of(corpus, val_tokens=10**6)
+
+
+def test_an_id_outside_of_the_vocabulary_is_an_error(corpus: Path) -> None:
+    data = text_config(corpus)
+    with pytest.raises(DataError, match=r"outside model.vocab_size=100"):
+        open_dataset(data, *prepare(data), 16, 0, 100)

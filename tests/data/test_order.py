@@ -1,0 +1,107 @@
+"""The data order: a bijection, statistically random, equal in all versions, independent of how a step is cut."""
+
+import hashlib
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from gptexp.config.batch import plan_batch
+from gptexp.data.order import Order, mix, permute, splitmix64
+
+FEISTEL = 70_001  # just above the size below which hashes are sorted
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 5, 1000, 65_535, 65_536, FEISTEL, 2**17])
+def test_permutation_is_a_bijection(n: int) -> None:
+    assert np.array_equal(np.sort(permute(np.arange(n), n, mix(1337, 0))), np.arange(n))
+
+
+def test_splitmix64_is_the_published_function() -> None:
+    """First outputs of the reference implementation (Vigna, splitmix64.c) seeded with 1234567."""
+    state, out = np.array([1234567], np.uint64), []
+    for _ in range(3):
+        out.append(int(splitmix64(state)[0]))
+        state = state + np.uint64(0x9E3779B97F4A7C15)
+    assert out == [6457827717110365317, 3203168211198807973, 9817491932198370423]
+
+
+@pytest.mark.parametrize("n", [1000, FEISTEL])
+def test_permutation_is_pinned(n: int) -> None:
+    """A run that is resumed by a later version reads the same data: these digests must not change."""
+    digest = hashlib.sha256(permute(np.arange(n), n, mix(1337, 0)).astype("<i8").tobytes()).hexdigest()
+    assert digest[:16] == {1000: "af1a1ad3b0b5f181", FEISTEL: "0f09785f63c2bdb1"}[n]
+
+
+def test_feistel_quality() -> None:
+    """Neighbours land far apart, parities are independent, and the 32 × 32 grid of (from, to) fills evenly."""
+    table = np.zeros((32, 32))
+    correlations, flips = [], []
+    for seed in range(20):
+        to = permute(np.arange(FEISTEL), FEISTEL, mix(seed))
+        correlations.append(np.corrcoef(to[:-1], to[1:])[0, 1])
+        flips.append(np.mean(to[:-1] % 2 != to[1:] % 2))
+        np.add.at(table, (np.arange(FEISTEL) * 32 // FEISTEL, to * 32 // FEISTEL), 1)
+    assert abs(np.mean(correlations)) < 4 / np.sqrt(20 * FEISTEL)
+    assert abs(np.mean(flips) - 0.5) < 4 * 0.5 / np.sqrt(20 * FEISTEL)
+    # Rows and columns have fixed sums, so 31 × 31 cells are free.
+    chi2 = ((table - table.mean()) ** 2 / table.mean()).sum()
+    assert 0.001 < stats.chi2.sf(chi2, 31 * 31) < 0.999
+
+
+def test_small_permutations_are_uniform() -> None:
+    counts: dict[tuple[int, ...], int] = {}
+    for seed in range(12_000):
+        key = tuple(permute(np.arange(4), 4, mix(seed)).tolist())
+        counts[key] = counts.get(key, 0) + 1
+    assert len(counts) == 24
+    assert stats.chisquare(list(counts.values())).pvalue > 0.001
+
+
+@pytest.mark.parametrize(("n", "n_val"), [(100, 0), (100, 7), (100, 99), (FEISTEL, 512)])
+@pytest.mark.parametrize("shuffled", [True, False])
+def test_an_epoch_reads_each_training_window_once_and_no_held_out_one(n: int, n_val: int, shuffled: bool) -> None:
+    order = Order(n, n_val, seed=3, shuffled=shuffled)
+    for epoch in range(2):
+        samples = np.arange(epoch * order.n_train, (epoch + 1) * order.n_train)
+        windows = order.train_windows(samples)
+        assert np.array_equal(np.sort(np.concatenate([windows, order.val_windows()])), np.arange(n))
+        if not shuffled:
+            assert np.array_equal(windows, np.sort(windows))
+    assert len(order.val_windows()) == n_val
+
+
+def test_epochs_and_seeds_differ_and_validation_does_not_depend_on_the_seed() -> None:
+    a, b = Order(1000, 50, 1, True), Order(1000, 50, 2, True)
+    first, second = a.train_windows(np.arange(950)), a.train_windows(np.arange(950, 1900))
+    assert np.mean(first == second) < 0.05
+    assert np.mean(first == b.train_windows(np.arange(950))) < 0.05
+    assert np.array_equal(a.val_windows(), b.val_windows())
+
+
+def test_validation_is_spread_over_the_whole_corpus() -> None:
+    held_out = Order(100_000, 1000, 0, True).val_windows()
+    assert stats.kstest(held_out / 100_000, "uniform").pvalue > 0.001
+
+
+def test_a_batch_across_the_epoch_end_is_the_end_of_one_and_the_start_of_the_next() -> None:
+    order = Order(10, 3, seed=5, shuffled=True)
+    whole = order.train_windows(np.arange(21))
+    assert np.array_equal(order.train_windows(np.arange(5, 9)), whole[5:9])
+    assert sorted(whole[:7]) == sorted(whole[7:14]) == sorted(whole[14:])
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 2, 4, 8])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_a_step_reads_the_same_windows_however_it_is_cut(micro_batch_size: int, world_size: int) -> None:
+    """Rank r takes micro-batches [r·A, (r+1)·A) of the step; concatenated over ranks that is the plain order."""
+    order, sequences = Order(100, 10, 7, True), 32
+    plan = plan_batch(sequences * 16, micro_batch_size, 16, world_size)
+    step = 5
+    starts = [
+        step * plan.sequences + (rank * plan.grad_accum_steps + micro) * micro_batch_size
+        for rank in range(world_size)
+        for micro in range(plan.grad_accum_steps)
+    ]
+    read = np.concatenate([order.train_windows(np.arange(s, s + micro_batch_size)) for s in starts])
+    assert np.array_equal(read, order.train_windows(np.arange(step * sequences, (step + 1) * sequences)))

@@ -1,0 +1,57 @@
+"""The data of a step, and so its loss, depend neither on the number of ranks nor on the micro-batch size."""
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import events
+from real_runs import train_here
+
+Gptexp = Callable[..., subprocess.CompletedProcess[str]]
+
+# 20 steps of 512 tokens at lr 6e-4, 5 warm-up steps, one thread per rank.
+OPTIONS = ["batch.total_batch_size=512", "train.max_steps=20", "schedule.warmup_steps=5", "train.eval_every=0"]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("trained")
+
+
+@pytest.fixture
+def reference(trained: Path, tiny: list[str]) -> Path:
+    """One rank with micro-batches of two sequences."""
+    directory = trained / "w1b2"
+    if not directory.exists():
+        assert train_here([*tiny, *OPTIONS, "batch.micro_batch_size=2"], directory) == 0
+    return directory
+
+
+def check_equal(reference: Path, other: Path) -> None:
+    """Same data, and losses to 1e-5 relative."""
+    for kind, keys in (("step", ("train/loss", "optim/grad_norm")), ("eval", ("val/loss",))):
+        assert len(events(reference, kind)) == (20 if kind == "step" else 1)
+        for a, b in zip(events(reference, kind), events(other, kind), strict=True):
+            assert a.get("data/fingerprint") == b.get("data/fingerprint")
+            for key in keys:
+                assert b[key] == pytest.approx(a[key], rel=1e-5), (a["step"], key)
+
+
+@pytest.mark.parametrize("micro_batch_size", [8, pytest.param(4, marks=pytest.mark.e2e)])
+def test_another_micro_batch_size_gives_the_same_losses(
+    reference: Path, tiny: list[str], tmp_path: Path, micro_batch_size: int
+) -> None:
+    overrides = [*tiny, *OPTIONS, f"batch.micro_batch_size={micro_batch_size}"]
+    assert train_here(overrides, tmp_path / "out") == 0
+    check_equal(reference, tmp_path / "out")
+
+
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.e2e)])
+def test_several_ranks_give_the_same_losses_as_one(
+    reference: Path, gptexp: Gptexp, tiny: list[str], tmp_path: Path, world_size: int
+) -> None:
+    overrides = [*tiny, *OPTIONS, "batch.micro_batch_size=2", f"world.size={world_size}"]
+    done = gptexp("train", *overrides, "hydra.run.dir=out")
+    assert done.returncode == 0, done.stderr
+    check_equal(reference, tmp_path / "out")

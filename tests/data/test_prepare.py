@@ -1,0 +1,113 @@
+"""From text to cached shards: once, whole, and again when the text changes."""
+
+import multiprocessing
+import resource
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from texts import ids_of, stream_of, text_config
+
+from gptexp.config.schema import DataConfig
+from gptexp.data.prepare import prepare
+from gptexp.data.shards import ShardWriter
+from gptexp.data.tokenizer import END_OF_TEXT
+from gptexp.process.errors import DataError
+
+
+def test_documents_are_separated_and_a_single_file_is_unchanged(tmp_path: Path) -> None:
+    a, empty, b = tmp_path / "a", tmp_path / "empty", tmp_path / "b"
+    a.write_text("one <|endoftext|> document\n")
+    empty.write_text("")
+    b.write_text("another")
+    assert stream_of(prepare(text_config(a))[0]) == ids_of(a.read_text())
+    assert stream_of(prepare(text_config(a, empty, b))[0]) == [
+        *ids_of(a.read_text()), END_OF_TEXT, *ids_of(b.read_text())
+    ]  # fmt: skip
+
+
+def test_no_text_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "empty").write_text("")
+    with pytest.raises(DataError, match="contains no text"):
+        prepare(text_config(tmp_path / "empty"))
+
+
+def test_a_changed_file_is_tokenised_again(tmp_path: Path) -> None:
+    path = tmp_path / "text"
+    path.write_text("first")
+    before = prepare(text_config(path))[0]
+    assert prepare(text_config(path))[0] == before
+    path.write_text("second, longer")
+    assert stream_of(prepare(text_config(path))[0]) == ids_of("second, longer")
+    assert stream_of(before) == ids_of("first")
+
+
+def _prepare_in_process(path: str, cache: str, barrier: object) -> None:
+    barrier.wait()  # type: ignore[attr-defined]
+    prepare(DataConfig(name="text", path=[path], cache_dir=cache))
+
+
+@pytest.mark.e2e
+def test_processes_that_prepare_a_corpus_at_once_tokenise_it_once(tmp_path: Path, corpus: Path, capfd: object) -> None:
+    context = multiprocessing.get_context("spawn")
+    barrier = context.Barrier(4)
+    args = (str(corpus), str(tmp_path / "cache"), barrier)
+    processes = [context.Process(target=_prepare_in_process, args=args) for _ in range(4)]
+    for p in processes:
+        p.start()
+    for p in processes:
+        p.join(60)
+    assert [p.exitcode for p in processes] == [0] * 4
+    assert capfd.readouterr().err.count("tokenised text") == 1  # type: ignore[attr-defined]
+    [manifest] = (tmp_path / "cache").glob("*/manifest.json")
+    assert stream_of(manifest.parent) == ids_of(corpus.read_text())
+
+
+def test_shards_without_a_manifest_are_built_again(tmp_path: Path, corpus: Path) -> None:
+    data = DataConfig(name="text", path=[str(corpus)], cache_dir=str(tmp_path / "cache"))
+    directory, _ = prepare(data)
+    (directory / "manifest.json").unlink()
+    assert prepare(data) == (directory, None)
+    assert stream_of(directory) == ids_of(corpus.read_text())
+
+
+def test_a_killed_preparation_leaves_nothing_that_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "text"
+    path.write_text("some text")
+    data = text_config(path, cache_dir=str(tmp_path / "cache"))
+
+    def die(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ShardWriter, "append", die)
+        with pytest.raises(KeyboardInterrupt):
+            prepare(data)
+    assert not list((tmp_path / "cache").glob("*/manifest.json"))
+    assert stream_of(prepare(data)[0]) == ids_of("some text")
+
+
+def test_unwritable_cache_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("text")
+    with pytest.raises(DataError, match=r"data.cache_dir=.*cannot be written"):
+        prepare(text_config(tmp_path / "file", cache_dir=str(tmp_path / "file" / "below")))
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(("file", "limit"), [("text.txt", 20_000), ("/proc/self/mem", resource.RLIM_INFINITY)])
+def test_what_the_file_system_refuses_is_one_line_that_names_the_file(
+    start: Callable[..., subprocess.Popen[str]], tmp_path: Path, corpus: Path, file: str, limit: int
+) -> None:
+    """A real process, whose shard reaches the limit of file sizes, or whose text cannot be read."""
+    (tmp_path / "text.txt").write_text(corpus.read_text())
+    process = start(
+        "prepare", "data=text", f"data.path={file}", f"data.cache_dir={tmp_path / 'cache'}",
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
+    )  # fmt: skip
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, len(err.splitlines())) == (3, 1), err
+    assert ("tokens-00000.bin" if file == "text.txt" else file) in err
+    assert "no tokens were saved" in err
+    assert not list((tmp_path / "cache").glob("*/manifest.json"))
+    assert prepare(text_config(tmp_path / "text.txt", cache_dir=str(tmp_path / "cache")))

@@ -1,0 +1,30 @@
+"""GPT-2's tokenizer: known ids, and its file is checked."""
+
+from pathlib import Path
+
+import pytest
+
+from gptexp.config.schema import VOCAB_SIZES
+from gptexp.data.tokenizer import END_OF_TEXT, load_tokenizer
+
+
+def test_the_tokenizer_is_that_of_gpt2() -> None:
+    """Ids from the examples in OpenAI's and Hugging Face's documentation."""
+    tokenizer = load_tokenizer("gpt2")
+    assert tokenizer.encode_ordinary("Hello world") == [15496, 995]
+    assert tokenizer.encode_ordinary("<|endoftext|>") != [END_OF_TEXT]
+    assert tokenizer.eot_token == END_OF_TEXT
+    assert tokenizer.n_vocab == VOCAB_SIZES["gpt2"] == 50257
+    assert tokenizer.decode(tokenizer.encode_ordinary("naïve 漢字 🙂\r\n\tx")) == "naïve 漢字 🙂\r\n\tx"
+
+
+def test_a_damaged_vocabulary_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from gptexp.data import tokenizer
+
+    damaged = tmp_path / "gpt2.tiktoken"
+    damaged.write_bytes(tokenizer._RANKS.read_bytes()[:-1] + b"x")
+    monkeypatch.setattr(tokenizer, "_RANKS", damaged)
+    load_tokenizer.cache_clear()
+    with pytest.raises(ValueError, match=r"[Hh]ash"):
+        load_tokenizer("gpt2")
+    load_tokenizer.cache_clear()

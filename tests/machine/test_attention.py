@@ -1,0 +1,39 @@
+"""`train.attention`: the kernel that was asked for runs, or is refused."""
+
+import pytest
+import torch
+
+from gptexp.config.schema import Config
+from gptexp.distributed.ranks import Rank
+from gptexp.machine.effective import resolve, step_context
+from gptexp.process.errors import ConfigError
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.mark.parametrize("name", ["flash", "math"])
+def test_a_kernel_that_is_asked_for_runs(name: str) -> None:
+    q = torch.randn(1, 2, 8, 4)
+    cfg = Config()
+    cfg.train.attention = name
+    with step_context(resolve(cfg, CPU, Rank())), torch.profiler.profile() as profile:
+        torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+    used = {e.key for e in profile.key_averages()}
+    assert ("aten::_scaled_dot_product_flash_attention_for_cpu" in used) == (name == "flash")
+
+
+def test_a_kernel_that_does_not_take_the_dtype_is_refused() -> None:
+    cfg = Config()
+    cfg.train.attention, cfg.train.dtype = "flash", "float32"
+    with pytest.raises(
+        ConfigError,
+        match=r"flash: does not support float32 on cuda; use train.dtype=bfloat16 or train.attention=efficient",
+    ):
+        resolve(cfg, GPU, Rank())
+
+
+def test_a_kernel_that_the_device_does_not_have_is_refused() -> None:
+    cfg = Config()
+    cfg.train.attention = "cudnn"
+    with pytest.raises(ConfigError, match=r"train.attention=cudnn: cpu has no such kernel; use flash or math"):
+        resolve(cfg, CPU, Rank())

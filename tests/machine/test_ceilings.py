@@ -1,0 +1,43 @@
+"""What the machine reaches at best, at the shapes that a model multiplies with."""
+
+import pytest
+import torch
+
+from gptexp.config.schema import ModelConfig
+from gptexp.machine.attention import KERNELS
+from gptexp.machine.ceilings import LAYERS, attention_ms, copy_bandwidth, gemm_rates, gemm_shapes
+from gptexp.model.gpt import GPT
+
+SMALL = ModelConfig(n_layer=3, n_head=2, n_embd=32, block_size=16, vocab_size=512)
+CPU = torch.device("cpu")
+
+
+def test_the_shapes_cover_all_matrices_of_a_model() -> None:
+    """Each matrix once. wpe is only looked up; wte is multiplied as lm_head."""
+    with torch.device("meta"):
+        model = GPT(SMALL)
+    matrices = sum(p.numel() for name, p in model.named_parameters() if p.dim() == 2 and name != "wpe.weight")
+    shapes = gemm_shapes(SMALL, tokens=7)
+    assert all(rows == 7 for rows, _, _, _ in shapes.values())
+    assert sum(inner * columns * count for _, inner, columns, count in shapes.values()) == matrices
+
+
+def test_the_models_rate_is_the_harmonic_mean_of_its_layers_rates() -> None:
+    rates = gemm_rates(SMALL, 64, CPU, torch.float32)
+    assert tuple(rates) == LAYERS
+    alone = [rates[layer] for layer in LAYERS[:-1]]
+    assert 0 < min(alone) <= rates["model"] <= max(alone)
+    flops = {name: rows * inner * columns * n for name, (rows, inner, columns, n) in gemm_shapes(SMALL, 64).items()}
+    mean = sum(flops.values()) / sum(flops[name] / rates[name] for name in flops)  # the times add up
+    assert rates["model"] == pytest.approx(mean, rel=1e-9)
+
+
+def test_attention_kernels_that_a_cpu_does_not_have_are_none() -> None:
+    measured = attention_ms(SMALL, 2, 16, CPU, torch.float32)
+    assert tuple(measured) == tuple(KERNELS) == ("cudnn", "flash", "efficient", "math")
+    assert (measured["cudnn"], measured["efficient"]) == (None, None)
+    assert all(measured[name] for name in ("flash", "math"))
+
+
+def test_copying_is_faster_than_100_mb_per_second() -> None:
+    assert copy_bandwidth(CPU) > 1e8

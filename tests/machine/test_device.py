@@ -1,0 +1,88 @@
+"""What is found out about this machine: its memory, its float32 products, its devices, failed allocations."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from gptexp.distributed.ranks import Rank
+from gptexp.machine.device import free_memory, is_out_of_memory, medium_precision, pick_device, resolve_fused
+from gptexp.machine.effective import FLOAT32_ERROR
+from gptexp.process.errors import ConfigError
+
+CPU = torch.device("cpu")
+
+
+def test_free_memory_is_at_most_what_each_enclosing_cgroup_has_left(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    free = free_memory(CPU)
+    assert free is not None
+    assert free > 2**28
+    mount, own = tmp_path / "cgroup", tmp_path / "self"
+    monkeypatch.setattr("gptexp.machine.device.CGROUP", mount)
+    monkeypatch.setattr("gptexp.machine.device.OWN_CGROUP", own)
+    own.write_text("1:cpu:/elsewhere\n0::/slurm/job_7/step\n")
+
+    def limit(group: str, most: str, used: int, cached: int) -> None:
+        (mount / group).mkdir(parents=True, exist_ok=True)
+        (mount / group / "memory.max").write_text(f"{most}\n")
+        (mount / group / "memory.current").write_text(f"{used}\n")
+        (mount / group / "memory.stat").write_text(f"anon 1\ninactive_file {cached}\n")
+
+    limit("slurm/job_7/step", "max", 1000, 0)
+    assert free_memory(CPU) == pytest.approx(free, rel=0.2)
+    limit("slurm/job_7", "5000", 3000, 800)  # the file cache can be reclaimed
+    assert free_memory(CPU) == 2800
+    limit("slurm", "9000", 7000, 0)
+    assert free_memory(CPU) == 2000
+    limit("slurm", "6000", 7000, 0)
+    assert free_memory(CPU) == 0
+
+
+def test_a_failed_allocation_of_torch_is_recognised() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**55)
+    assert is_out_of_memory(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (torch.OutOfMemoryError("any text"), True),
+        (RuntimeError("CUDA error: out of memory"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+    ],
+)
+def test_an_allocation_that_fails_is_recognised_by_its_message(error: RuntimeError, expected: bool) -> None:
+    assert is_out_of_memory(error) == expected
+
+
+def test_the_error_limit_separates_float32_from_bfloat16() -> None:
+    error, speed = medium_precision()
+    assert (1e-8 < error < 1e-2, speed > 0) == (True, True)
+    assert torch.get_float32_matmul_precision() == "highest"  # as before
+    a, b = torch.randn(1024, 1024), torch.randn(1024, 1024)
+    exact = a.double() @ b.double()
+    rounded = (a.bfloat16().float() @ b.bfloat16().float()).double()
+    assert (rounded - exact).norm() / exact.norm() > 100 * FLOAT32_ERROR
+    assert ((a @ b).double() - exact).norm() / exact.norm() < FLOAT32_ERROR / 2
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+def test_a_missing_device_is_one_line() -> None:
+    with pytest.raises(ConfigError, match=r"train.device=cuda: no cuda device is visible"):
+        pick_device("cuda", Rank())
+
+
+@pytest.mark.parametrize(
+    ("wanted", "device", "fused"), [("auto", "cpu", True), ("off", "cpu", False), ("auto", "meta", False)]
+)
+def test_fused_is_on_where_the_device_has_the_kernel(wanted: str, device: str, fused: bool) -> None:
+    assert resolve_fused(wanted, torch.device(device)) is fused
+
+
+def test_a_fused_kernel_that_is_asked_for_and_missing_is_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"optim.fused=on: AdamW has no fused kernel for meta"):
+        resolve_fused("on", torch.device("meta"))

@@ -1,0 +1,429 @@
+"""What every `auto` comes to: the config decides, then an earlier decision, then this machine."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gptexp.config.batch import legal_micro_batches
+from gptexp.config.schema import Config
+from gptexp.distributed.ranks import Rank
+from gptexp.machine import effective as module
+from gptexp.machine.effective import Choice, Effective, apply, estimate, load_effective, resolve, save_effective
+from gptexp.process.errors import ConfigError
+from gptexp.storage import run_dir
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.fixture(autouse=True)
+def plain_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU that emulates bfloat16 and has no faster float32 kernel, on whatever machine the tests run."""
+    monkeypatch.setattr(module, "has_native_bfloat16", lambda device: device.type != "cpu")
+    monkeypatch.setattr(module, "medium_precision", lambda: (3e-7, 1.0))
+
+
+def values(effective: Effective) -> dict[str, Any]:
+    return {key: choice.value for key, choice in effective.choices.items()}
+
+
+def sources(effective: Effective) -> set[str]:
+    return {choice.source for choice in effective.choices.values()}
+
+
+# --- what this machine decides ---------------------------------------------------------------------------------------
+
+
+def test_auto_on_a_cpu() -> None:
+    effective = resolve(Config(), CPU, Rank())
+    expected = {"dtype": "float32", "compile": False, "loss": "chunked", "fused": True, "attention": "flash"}
+    assert expected.items() <= values(effective).items()
+
+
+def test_each_choice_has_a_reason() -> None:
+    assert all(choice.reason for choice in resolve(Config(), CPU, Rank()).choices.values())
+
+
+def test_auto_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "missing_compiler", lambda device: None)
+    cfg = Config()
+    cfg.train.max_tokens = 10**4  # a GPU compiles however short the run is
+    expected = {"dtype": "bfloat16", "matmul_precision": "high", "fused": True, "compile": True, "loss": "plain"}
+    assert expected.items() <= values(resolve(cfg, GPU, Rank())).items()
+
+
+def test_a_gpu_computes_whole_logits_also_where_nothing_is_compiled() -> None:
+    cfg = Config()
+    cfg.train.compile = "off"
+    assert resolve(cfg, GPU, Rank()).loss.value == "plain"
+
+
+def test_nothing_is_compiled_on_mps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "missing_compiler", lambda device: None)
+    assert not resolve(Config(), torch.device("mps"), Rank()).compile.value
+
+
+def test_a_missing_compiler_is_the_reason_for_not_compiling(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "missing_compiler", lambda device: "Triton is not installed")
+    assert resolve(Config(), GPU, Rank()).compile == Choice(False, "decided", "Triton is not installed")
+
+
+@pytest.mark.parametrize(
+    ("measured", "chosen"), [((4e-7, 2.1), "medium"), ((3e-3, 4.0), "highest"), ((3e-7, 1.0), "highest")]
+)
+def test_medium_precision_is_taken_where_it_is_exact_and_faster(
+    monkeypatch: pytest.MonkeyPatch, measured: tuple[float, float], chosen: str
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_f": True})
+    monkeypatch.setattr(module, "medium_precision", lambda: measured)
+    assert resolve(Config(), CPU, Rank()).matmul_precision.value == chosen
+
+
+def test_medium_precision_is_not_taken_without_avx512(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True})
+    monkeypatch.setattr(module, "medium_precision", lambda: (4e-7, 2.1))
+    assert resolve(Config(), CPU, Rank()).matmul_precision.value == "highest"
+
+
+# --- what the config asks for ----------------------------------------------------------------------------------------
+
+
+def asking_for_everything() -> Config:
+    cfg = Config()
+    cfg.train.dtype, cfg.train.compile, cfg.train.loss, cfg.optim.fused = "bfloat16", "on", "plain", "off"
+    cfg.train.matmul_precision, cfg.train.attention, cfg.batch.micro_batch_size = "high", "math", 4
+    cfg.world.threads_per_rank = 3
+    return cfg
+
+
+def test_what_is_asked_for_is_never_changed() -> None:
+    """Neither by this machine nor by an earlier decision."""
+    effective = resolve(asking_for_everything(), CPU, Rank(), resolve(Config(), CPU, Rank()))
+    assert values(effective) == {
+        "dtype": "bfloat16", "compile": True, "loss": "plain", "fused": False, "threads_per_rank": 3,
+        "matmul_precision": "high", "attention": "math", "micro_batch_size": 4,
+    }  # fmt: skip
+    assert sources(effective) == {"asked"}
+
+
+def test_what_another_cell_was_asked_for_decides_nothing() -> None:
+    asked = Config()
+    asked.train.dtype, asked.world.threads_per_rank = "bfloat16", 3
+    earlier = resolve(asked, CPU, Rank())
+    assert values(resolve(Config(), CPU, Rank(), earlier)) == values(resolve(Config(), CPU, Rank()))
+
+
+# --- an earlier decision ---------------------------------------------------------------------------------------------
+
+
+def decided(**choices: Any) -> Effective:
+    """An earlier decision of this machine, with other values for some keys."""
+    plain = resolve(Config(), CPU, Rank())
+    return replace(plain, **{key: Choice(value, "decided", "") for key, value in choices.items()})
+
+
+def test_an_earlier_decision_is_kept() -> None:
+    found = resolve(Config(), CPU, Rank(), decided(loss="plain", threads_per_rank=17, attention="math"))
+    assert (found.loss.value, found.threads_per_rank.value, found.attention.value) == ("plain", 17, "math")
+    assert {found.loss.source, found.threads_per_rank.source, found.attention.source} == {"saved"}
+
+
+def test_a_saved_decision_is_kept_at_every_later_start() -> None:
+    earlier = decided(loss="plain", threads_per_rank=17)
+    for _ in range(3):
+        found = resolve(Config(), CPU, Rank(), earlier)
+        assert (found.loss.value, found.threads_per_rank.value) == ("plain", 17)
+        earlier = found
+
+
+def test_threads_are_decided_again_where_the_node_has_another_number_of_ranks() -> None:
+    two = resolve(Config(), CPU, Rank(0, 2, 0, 2), decided(loss="plain", threads_per_rank=17))
+    assert (two.loss.value, two.threads_per_rank.value != 17) == ("plain", True)
+
+
+def test_a_decision_for_another_kind_of_device_does_not_count() -> None:
+    assert resolve(Config(), CPU, Rank(), replace(decided(loss="plain"), device="cuda")).loss.value == "chunked"
+
+
+@pytest.mark.parametrize("other", [{"compile": True}, {"dtype": "float64"}])
+def test_a_decision_does_not_count_where_one_that_it_depends_on_has_changed(other: dict[str, Any]) -> None:
+    """Another cell was asked to compile, or for another dtype; its loss and attention followed from that."""
+    key, value = next(iter(other.items()))
+    earlier = replace(decided(loss="plain"), **{key: Choice(value, "asked", "asked for")})
+    assert resolve(Config(), CPU, Rank(), earlier).loss.value == "chunked"
+
+
+def test_the_attention_of_another_dtype_does_not_count() -> None:
+    earlier = replace(decided(attention="math"), dtype=Choice("float64", "asked", "asked for"))
+    assert resolve(Config(), CPU, Rank(), earlier).attention.value == "flash"
+
+
+# --- effective.json --------------------------------------------------------------------------------------------------
+
+
+def as_older_version(effective: Effective) -> dict[str, Any]:
+    """effective.json as versions without `sources` wrote it: flat values and reasons."""
+    written = effective.to_dict()
+    del written["sources"]
+    return written
+
+
+@pytest.mark.parametrize("cfg", [Config(), asking_for_everything()])
+def test_it_is_loaded_as_it_was_saved(tmp_path: Path, cfg: Config) -> None:
+    effective = replace(resolve(cfg, CPU, Rank()), peak_flops_per_rank=1e12)
+    save_effective(tmp_path, effective)
+    assert load_effective(tmp_path) == effective
+    saved = json.loads((tmp_path / run_dir.EFFECTIVE).read_text())
+    assert saved["dtype"] == effective.dtype.value  # flat values, for other tools
+
+
+def test_there_is_nothing_to_load_before_the_first_start(tmp_path: Path) -> None:
+    assert load_effective(tmp_path) is None
+
+
+def test_a_file_of_an_older_version_is_loaded(tmp_path: Path) -> None:
+    """It has no sources: where the reason is `asked for`, the config asked; all else was decided."""
+    cfg = Config()
+    cfg.train.dtype, cfg.world.threads_per_rank = "bfloat16", 3
+    effective = resolve(cfg, CPU, Rank())
+    run_dir.write_json(tmp_path / run_dir.EFFECTIVE, as_older_version(effective))
+    loaded = load_effective(tmp_path)
+    assert loaded is not None
+    assert values(loaded) == values(effective)
+    asked = {key for key, choice in loaded.choices.items() if choice.source == "asked"}
+    assert {"dtype", "threads_per_rank"} <= asked
+    assert asked == {key for key, reason in as_older_version(effective)["reasons"].items() if reason == "asked for"}
+    assert {choice.source for key, choice in loaded.choices.items() if key not in asked} == {"decided"}
+
+
+def test_a_file_written_by_hand_as_an_older_version_wrote_it_decides_as_it_did(tmp_path: Path) -> None:
+    """A literal file, which no change of this package can alter."""
+    text = """{
+     "device": "cpu", "device_name": "x86_64 CPU", "dtype": "float32", "matmul_precision": "highest",
+     "attention": "flash", "compile": false, "loss": "plain", "fused": true, "micro_batch_size": 2,
+     "memory_key": "another", "threads_per_rank": 17, "local_world_size": 1,
+     "reasons": {"dtype": "this CPU emulates bfloat16", "matmul_precision": "the fastest here", "attention": "",
+                 "compile": "saves less than it costs", "loss": "asked for", "fused": "AdamW's kernel for cpu",
+                 "threads_per_rank": "the node's cores shared out", "micro_batch_size": "asked for"},
+     "peak_flops_per_rank": null}"""
+    (tmp_path / run_dir.EFFECTIVE).write_text(text)
+    cfg = Config()
+    cfg.batch.micro_batch_size = 4
+    found = resolve(cfg, CPU, Rank(), load_effective(tmp_path))
+    assert found.loss == Choice("chunked", "decided", found.loss.reason)  # asked for by that run, not by this one
+    assert (found.threads_per_rank.value, found.threads_per_rank.source) == (17, "saved")
+    assert (found.micro_batch_size.value, found.micro_batch_size.source) == (4, "asked")
+
+
+@pytest.mark.parametrize("words", ["", "asked for", "another text", "asked"])
+def test_the_words_of_a_saved_reason_decide_nothing(tmp_path: Path, words: str) -> None:
+    """`resolve` returns the same values and sources however the reasons of an earlier file are worded."""
+    earlier_cfg = Config()
+    earlier_cfg.train.dtype = "bfloat16"  # one key was asked for, another by nobody
+    earlier_cfg.train.loss = "plain"
+    earlier = replace(resolve(earlier_cfg, CPU, Rank()), threads_per_rank=Choice(17, "decided", "the node's cores"))
+    found = []
+    for reworded in (False, True):
+        written = earlier.to_dict()
+        if reworded:
+            written["reasons"] = dict.fromkeys(written["reasons"], words)
+        run_dir.write_json(tmp_path / run_dir.EFFECTIVE, written)
+        effective = resolve(Config(), CPU, Rank(), load_effective(tmp_path))
+        found.append({key: (choice.value, choice.source) for key, choice in effective.choices.items()})
+    assert found[0] == found[1]
+    assert found[0]["threads_per_rank"] == (17, "saved")
+    assert found[0]["dtype"] == ("float32", "decided")
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ({"dtype": 3}, "dtype=3: wrong type"),
+        ({"compile": "on"}, "compile="),
+        ({"peak_flops_per_rank": -1.0}, "must be a finite number above 0"),
+        ({"colour": "red"}, "unknown key 'colour'"),
+        ({"reasons": {}}, "not the saved choices of a run"),
+        ({"sources": {"dtype": "guessed"}}, "sources.dtype="),
+    ],
+)
+def test_a_damaged_file_is_one_line_that_says_what_to_do(tmp_path: Path, change: dict[str, Any], line: str) -> None:
+    written = {**resolve(Config(), CPU, Rank()).to_dict(), **change}
+    (tmp_path / run_dir.EFFECTIVE).write_text(json.dumps(written))
+    with pytest.raises(
+        ConfigError, match=r"effective.json: not the saved choices of a run .*remove it, or start a new run"
+    ) as e:
+        load_effective(tmp_path)
+    assert line in str(e.value)
+
+
+# --- compiling -------------------------------------------------------------------------------------------------------
+
+
+def test_compiling_must_save_more_than_it_costs() -> None:
+    cfg = Config()
+    cfg.train.dtype = "bfloat16"
+    choices = []
+    for tokens in (10**4, 10**10):
+        cfg.train.max_tokens = tokens
+        choices.append(resolve(cfg, CPU, Rank()))
+    assert [e.compile.value for e in choices] == [False, True]
+    assert [e.loss.value for e in choices] == ["chunked", "plain"]
+    # Once it is decided, a longer or shorter remainder changes nothing.
+    for tokens, earlier in ((10**10, choices[0]), (10**4, choices[1])):
+        cfg.train.max_tokens = tokens
+        assert resolve(cfg, CPU, Rank(), earlier).compile.value == earlier.compile.value
+
+
+def test_a_long_float32_run_is_compiled_only_where_its_products_are_fast() -> None:
+    cfg = Config()
+    cfg.train.dtype, cfg.train.max_tokens = "float32", 10**10
+    cfg.train.matmul_precision = "highest"
+    assert not resolve(cfg, CPU, Rank()).compile.value
+    cfg.train.matmul_precision = "medium"
+    assert resolve(cfg, CPU, Rank()).compile.value
+    assert resolve(cfg, CPU, Rank()).loss.value == "chunked"
+
+
+@pytest.fixture
+def too_short_to_compile() -> Config:
+    """A run that is a quarter of the shortest one, in powers of two, that is compiled."""
+    cfg = Config()
+    cfg.batch.total_batch_size = 1024
+    cfg.train.dtype, cfg.train.max_tokens = "bfloat16", 10**4
+    while not resolve(cfg, CPU, Rank()).compile.value:
+        cfg.train.max_tokens *= 2
+    cfg.train.max_tokens //= 4
+    assert not resolve(cfg, CPU, Rank()).compile.value
+    return cfg
+
+
+def test_the_cells_of_a_sweep_share_the_cost_of_compiling(too_short_to_compile: Config) -> None:
+    cfg = too_short_to_compile
+    cfg.sweep.cells = 20
+    effective = resolve(cfg, CPU, Rank())
+    assert effective.compile.value
+    assert "20 cells" in effective.compile.reason
+
+
+def test_a_cell_that_saves_less_than_reading_the_cache_costs_is_not_compiled(too_short_to_compile: Config) -> None:
+    cfg = too_short_to_compile
+    cfg.train.max_tokens, cfg.sweep.cells = cfg.train.max_tokens // 4, 10**6
+    assert not resolve(cfg, CPU, Rank()).compile.value
+
+
+def test_a_compiler_that_does_not_exist_is_named(too_short_to_compile: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    too_short_to_compile.sweep.cells = 20
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    choice = resolve(too_short_to_compile, CPU, Rank()).compile
+    assert (choice.value, choice.source, "no-such-compiler" in choice.reason) == (False, "decided", True)
+
+
+# --- the micro-batch -------------------------------------------------------------------------------------------------
+
+
+def automatic(sequences: int) -> Config:
+    cfg = Config()
+    cfg.batch.micro_batch_size, cfg.batch.total_batch_size = "auto", sequences * cfg.seq_len
+    return cfg
+
+
+def with_memory(monkeypatch: pytest.MonkeyPatch, memory: int | None) -> None:
+    monkeypatch.setattr(module, "free_memory", lambda device: memory)
+
+
+@pytest.mark.parametrize("sequences", [7, 96])
+def test_an_automatic_micro_batch_is_the_largest_divisor_that_fits(
+    monkeypatch: pytest.MonkeyPatch, sequences: int
+) -> None:
+    """Some reserve is left: what is chosen needs less than the memory, and no less than half of what would fit."""
+    cfg = automatic(sequences)
+    divisors = [d for d in range(1, sequences + 1) if sequences % d == 0]
+    assert sorted(legal_micro_batches(cfg.batch.total_batch_size, cfg.seq_len, 1)) == divisors
+    chosen = []
+    for gib in (1, 4, 16, 64, 1024):
+        with_memory(monkeypatch, gib * 2**30)
+        effective = resolve(cfg, CPU, Rank())
+
+        def share(size: int, effective: Effective = effective, gib: int = gib) -> float:
+            """Of the memory that there is, what a step with micro-batches of `size` needs by estimate."""
+            tried = replace(effective, micro_batch_size=Choice(size, "decided", ""))
+            return estimate(cfg, tried, 1).peak / (gib * 2**30)
+
+        size = effective.micro_batch_size.value
+        chosen.append(size)
+        assert size in divisors
+        assert size == 1 or share(size) < 0.95
+        assert all(share(larger) > 0.75 for larger in divisors if larger > size)
+    assert chosen == sorted(chosen)
+    assert (chosen[0], chosen[-1]) == (1, sequences)
+
+
+def test_it_is_one_where_the_memory_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_memory(monkeypatch, None)
+    assert resolve(automatic(96), CPU, Rank()).micro_batch_size.value == 1
+
+
+@pytest.fixture
+def decided_with_much_memory(monkeypatch: pytest.MonkeyPatch) -> Effective:
+    """All 96 sequences at once. From here on there is 1 GiB."""
+    with_memory(monkeypatch, 2**40)
+    earlier = resolve(automatic(96), CPU, Rank())
+    assert earlier.micro_batch_size.value == 96
+    with_memory(monkeypatch, 2**30)
+    return earlier
+
+
+def test_a_decided_micro_batch_is_kept_for_a_run_with_the_same_memory_needs(
+    decided_with_much_memory: Effective,
+) -> None:
+    cfg = automatic(96)
+    cfg.optim.lr, cfg.train.seed = 1e-2, 7
+    assert resolve(cfg, CPU, Rank(), decided_with_much_memory).micro_batch_size.value == 96
+
+
+def test_a_micro_batch_is_decided_again_for_another_number_of_ranks(decided_with_much_memory: Effective) -> None:
+    assert resolve(automatic(96), CPU, Rank(0, 2, 0, 2), decided_with_much_memory).micro_batch_size.value == 1
+
+
+def test_a_micro_batch_is_decided_again_for_another_use_of_memory(decided_with_much_memory: Effective) -> None:
+    cfg = automatic(96)
+    cfg.train.activation_checkpointing = True
+    assert resolve(cfg, CPU, Rank(), decided_with_much_memory).micro_batch_size.value < 96
+
+
+def test_a_micro_batch_is_decided_again_for_another_batch(
+    decided_with_much_memory: Effective, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_memory(monkeypatch, 2**50)
+    assert resolve(automatic(7), CPU, Rank(), decided_with_much_memory).micro_batch_size.value == 7
+
+
+def test_one_micro_step_accumulates_no_gradients() -> None:
+    cfg = Config()
+    cfg.batch.micro_batch_size, cfg.batch.total_batch_size = 4, 4 * cfg.seq_len
+    one = estimate(cfg, resolve(cfg, CPU, Rank()), 1)
+    cfg.batch.total_batch_size *= 2
+    assert one.gradients + one.weights == estimate(cfg, resolve(cfg, CPU, Rank()), 1).gradients
+
+
+def test_ranks_share_the_memory_of_a_cpu_and_not_that_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    def found(device: torch.device, gib: int, ranks: int) -> int:
+        with_memory(monkeypatch, gib * 2**30)
+        return resolve(automatic(256), device, Rank(0, 4, 0, ranks)).micro_batch_size.value
+
+    assert found(CPU, 32, 4) == found(CPU, 8, 1) < found(CPU, 32, 1)
+    assert found(GPU, 32, 4) == found(GPU, 32, 1) > found(GPU, 8, 1)
+
+
+def test_applying_sets_threads_and_precision_of_the_process() -> None:
+    threads, cfg = torch.get_num_threads(), Config()
+    cfg.train.matmul_precision, cfg.world.threads_per_rank = "high", 1
+    try:
+        apply(resolve(cfg, CPU, Rank()))
+        assert (torch.get_float32_matmul_precision(), torch.get_num_threads()) == ("high", 1)
+    finally:
+        torch.set_float32_matmul_precision("highest")
+        torch.set_num_threads(threads)

@@ -1,0 +1,111 @@
+"""Counts of parameters and FLOPs against the model on the meta device, torch's counter and published figures."""
+
+import pytest
+import torch
+import yaml
+
+from gptexp.config.paths import conf_dir
+from gptexp.config.schema import ModelConfig
+from gptexp.model import flops
+from gptexp.model.gpt import GPT
+
+
+def model_config(name: str, **changes: object) -> ModelConfig:
+    values = yaml.safe_load((conf_dir() / "model" / f"{name}.yaml").read_text())["model"]
+    return ModelConfig(**{**values, **changes})
+
+
+# Tied, with biases, for V = 50,257 and V = 50,304: GPT-2's published sizes; GPT-3's table 2.1 with context 2048.
+PARAMETERS = {
+    "gpt2": (124_439_808, 124_475_904),
+    "gpt2_medium": (354_823_168, 354_871_296),
+    "gpt2_large": (774_030_080, 774_090_240),
+    "gpt2_xl": (1_557_611_200, 1_557_686_400),
+    "gpt3_125m": (125_226_240, 125_262_336),
+    "gpt3_350m": (355_871_744, 355_919_872),
+    "gpt3_760m": (760_300_032, 760_372_224),
+    "gpt3_1300m": (1_315_723_264, 1_315_819_520),
+    "gpt3_2700m": (2_651_553_280, 2_651_673_600),
+    "gpt3_6700m": (6_658_404_352, 6_658_596_864),
+    "gpt3_13b": (12_853_386_240, 12_853_626_880),
+    "gpt3_175b": (174_604_259_328, 174_604_836_864),
+}
+WITHOUT_BIAS = {
+    "gpt2": (124_337_664, 124_373_760),
+    "gpt2_medium": (354_551_808, 354_599_936),
+    "gpt2_large": (773_521_920, 773_582_080),
+    "gpt2_xl": (1_556_764_800, 1_556_840_000),
+}
+
+
+def built_parameters(cfg: ModelConfig) -> int:
+    with torch.device("meta"):
+        return sum(p.numel() for p in GPT(cfg).parameters())
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+@pytest.mark.parametrize("padded", [False, True])
+def test_every_published_size_has_the_exact_count(name: str, padded: bool) -> None:
+    cfg = model_config(name, vocab_size=50304 if padded else 50257)
+    assert built_parameters(cfg) == flops.count_parameters(cfg) == PARAMETERS[name][padded]
+
+
+@pytest.mark.parametrize("name", WITHOUT_BIAS)
+@pytest.mark.parametrize("padded", [False, True])
+def test_counts_without_biases(name: str, padded: bool) -> None:
+    cfg = model_config(name, vocab_size=50304 if padded else 50257, bias=False)
+    assert built_parameters(cfg) == flops.count_parameters(cfg) == WITHOUT_BIAS[name][padded]
+
+
+def test_every_model_file_is_covered_and_carries_a_learning_rate() -> None:
+    names = {path.stem for path in (conf_dir() / "model").glob("*.yaml")}
+    assert names == PARAMETERS.keys() | {"nano", "mini"}
+    for name in names:
+        assert yaml.safe_load((conf_dir() / "model" / f"{name}.yaml").read_text())["optim"]["lr"] > 0
+
+
+def test_flops_are_what_torch_counts() -> None:
+    """torch's counter over one forward and backward pass counts full attention scores, and 2 FLOPs a multiply-add."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    cfg = ModelConfig(n_layer=3, n_head=4, n_embd=64, block_size=32, vocab_size=256, bias=False)
+    model = GPT(cfg)
+    tokens = torch.zeros(2, 32, dtype=torch.int64)
+    with FlopCounterMode(display=False) as counter, torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        model(tokens, tokens).backward()
+    palm, causal = flops.flops_per_token(cfg, 32)
+    # The closed form also multiplies with the LayerNorms' few weights; nothing else differs.
+    norms = 6 * (2 * cfg.n_layer + 1) * cfg.n_embd
+    assert counter.get_total_flops() == (palm - norms) * tokens.numel()
+    assert palm - causal == 6 * cfg.n_layer * cfg.n_embd * 32
+
+
+def test_gpt2_flops_per_token_as_nanogpt_counts_them() -> None:
+    assert flops.flops_per_token(model_config("gpt2"), 1024)[0] / 1e6 == pytest.approx(855.4, abs=0.1)
+
+
+def test_the_peak_of_an_unknown_device_or_dtype_is_none() -> None:
+    assert flops.peak_flops("NVIDIA H100 80GB HBM3", "bfloat16") == 989.4e12
+    assert flops.peak_flops("NVIDIA H100 80GB HBM3", "float32") is None
+    assert flops.peak_flops("NVIDIA GeForce RTX 9999", "bfloat16") is None
+
+
+def test_utilisation_is_a_share_of_the_peak_of_all_devices() -> None:
+    cfg = model_config("gpt2")
+    eight = flops.utilisation(cfg, 1024, "NVIDIA H100 80GB HBM3", "bfloat16", 8, None)
+    assert eight.parameters_counted == 124_475_904 - 1024 * 768  # all but wpe
+    assert eight.peak_flops_per_s == 8 * 989.4e12
+    palm, causal = eight.mfu(8 * 470_000)  # 470,000 tokens/s on one H100
+    assert palm == pytest.approx(0.406, abs=0.001)
+    assert causal == pytest.approx(palm * (855.4 - 6 * 12 * 768 * 1024 / 1e6) / 855.4, rel=1e-3)
+
+
+def test_utilisation_of_an_unknown_device_is_none_and_says_what_to_do() -> None:
+    unknown = flops.utilisation(model_config("gpt2"), 1024, "x86_64 CPU", "float32", 2, None)
+    assert unknown.mfu(1e6) == (None, None)
+    assert "log.mfu_peak=measured" in unknown.peak_source
+
+
+def test_a_measured_peak_takes_the_place_of_a_published_one() -> None:
+    measured = flops.utilisation(model_config("gpt2"), 1024, "x86_64 CPU", "float32", 2, 1e12)
+    assert measured.mfu(1e12 / measured.flops_per_token_palm)[0] == pytest.approx(1.0)

@@ -1,0 +1,97 @@
+"""The model against transformers' GPT-2, weight by weight."""
+
+import math
+
+import pytest
+import torch
+
+from gptexp.config.schema import ModelConfig
+from gptexp.model.gpt import GPT
+
+SMALL = ModelConfig(n_layer=3, n_head=4, n_embd=48, block_size=24, vocab_size=101)
+
+
+def tokens(batch: int, length: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(SMALL.vocab_size, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def test_logits_and_gradients_equal_transformers_gpt2() -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    ours = GPT(SMALL)
+    theirs = GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=SMALL.vocab_size,
+            n_positions=SMALL.block_size,
+            n_embd=SMALL.n_embd,
+            n_layer=SMALL.n_layer,
+            n_head=SMALL.n_head,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+        )
+    )
+    with torch.no_grad():
+        for p in ours.parameters():
+            p.normal_(std=0.3)  # far from the initial values, also the biases: a missing term changes the result
+    mapped = {}
+    for name, value in ours.state_dict().items():
+        transposed = name.endswith("weight") and ".c_" in name  # transformers has GPT-2's Conv1D: (in, out)
+        mapped[name if name.startswith("lm_head") else f"transformer.{name}"] = value.T if transposed else value
+    missing = theirs.load_state_dict(mapped, strict=False)
+    assert not missing.unexpected_keys
+    assert all("attn.bias" in key or "masked_bias" in key for key in missing.missing_keys)
+
+    x = tokens(2, 24)
+    out = theirs(x, labels=x)
+    torch.testing.assert_close(ours.logits(x), out.logits[:, -1], rtol=1e-4, atol=1e-4)
+    loss = ours(x[:, :-1], x[:, 1:])
+    torch.testing.assert_close(loss, out.loss, rtol=1e-5, atol=1e-5)
+    loss.backward()
+    out.loss.backward()
+    torch.testing.assert_close(ours.wte.weight.grad, theirs.transformer.wte.weight.grad, rtol=1e-3, atol=1e-5)
+
+
+def test_no_token_sees_the_future() -> None:
+    torch.manual_seed(0)
+    model = GPT(SMALL).eval()
+    x = tokens(1, 20)
+    changed = x.clone()
+    changed[:, 12:] = (changed[:, 12:] + 1) % SMALL.vocab_size
+    before, after = model.hidden(x), model.hidden(changed)
+    torch.testing.assert_close(before[:, :12], after[:, :12])
+    assert not torch.allclose(before[:, 12:], after[:, 12:])
+
+
+def test_initial_weights() -> None:
+    torch.manual_seed(0)
+    cfg = ModelConfig(n_layer=2, n_head=4, n_embd=256, block_size=64, vocab_size=512)
+    model = GPT(cfg)
+    for name, p in model.named_parameters():
+        if "ln_" in name and name.endswith("weight"):
+            assert torch.all(p == 1)
+        elif p.dim() == 1:
+            assert torch.all(p == 0)
+        else:
+            std = 0.02 / math.sqrt(2 * cfg.n_layer) if name.endswith("c_proj.weight") else 0.02
+            assert p.std().item() == pytest.approx(std, rel=0.03), name
+    assert model.lm_head.weight is model.wte.weight
+
+
+def test_initial_loss_is_a_uniform_guess_for_gpt2() -> None:
+    """ln 50304 = 10.83, plus a little for the spread of the initial logits."""
+    torch.manual_seed(0)
+    model = GPT(ModelConfig(n_layer=2))
+    x = torch.randint(50257, (2, 65), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        assert 10.80 < model(x[:, :-1], x[:, 1:]).item() < 11.10
+
+
+def test_dropout_acts_in_training_only() -> None:
+    torch.manual_seed(0)
+    model = GPT(ModelConfig(n_layer=1, n_head=2, n_embd=32, block_size=16, vocab_size=64, dropout=0.5))
+    x = torch.zeros(1, 16, dtype=torch.int64)
+    assert not torch.equal(model.hidden(x), model.hidden(x))
+    model.eval()
+    assert torch.equal(model.hidden(x), model.hidden(x))

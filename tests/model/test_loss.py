@@ -1,0 +1,199 @@
+"""The chunked loss against torch's cross-entropy over whole logits in float64."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from gptexp.model.loss import (
+    IGNORED,
+    SAFE_LOGIT,
+    _chunk,
+    _chunked,
+    _compiled_chunk,
+    _scratch,
+    chunked_cross_entropy,
+    plain_cross_entropy,
+)
+
+
+def problem(scale: float = 1.0, rows: int = 1300) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    g = torch.Generator().manual_seed(0)
+    hidden = torch.randn(rows, 24, generator=g) * scale
+    weight = torch.randn(97, 24, generator=g)
+    targets = torch.randint(97, (rows,), generator=g)
+    return hidden.requires_grad_(), weight.requires_grad_(), targets
+
+
+def reference(h: torch.Tensor, w: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Loss and gradients in float64, by torch."""
+    h64, w64 = (z.detach().double().requires_grad_() for z in (h, w))
+    value = F.cross_entropy(h64 @ w64.T, y, ignore_index=IGNORED)
+    (3 * value).backward()
+    assert h64.grad is not None
+    assert w64.grad is not None
+    return value.detach(), h64.grad, w64.grad
+
+
+# The largest scale has logits beyond ±60, where exp needs the shift by the row's maximum.
+@pytest.mark.parametrize("scale", [0.1, 1.0, 30.0])
+@pytest.mark.parametrize("rows", [1, 512, 1300])
+@pytest.mark.parametrize("fn", [plain_cross_entropy, chunked_cross_entropy])
+def test_value_and_gradients(scale: float, rows: int, fn: Callable[..., torch.Tensor]) -> None:
+    h, w, y = problem(scale, rows)
+    if rows > 1:
+        y[::7] = IGNORED
+    value, grad_h, grad_w = reference(h, w, y)
+    out = fn(h, w, y)
+    (3 * out).backward()
+    torch.testing.assert_close(out.double(), value, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(h.grad.double(), grad_h, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(w.grad.double(), grad_w, rtol=1e-4, atol=1e-5)
+
+
+def test_the_scales_lie_on_both_sides_of_the_shift() -> None:
+    sizes = [(problem(s)[0] @ problem(s)[1].T).abs().max() for s in (0.1, 1.0, 30.0)]
+    assert sizes[0] < sizes[1] < SAFE_LOGIT < sizes[2]
+
+
+def test_without_gradients_none_are_computed() -> None:
+    h, w, y = problem()
+    with torch.no_grad(), torch.profiler.profile() as profile:
+        value = chunked_cross_entropy(h, w, y)
+    assert not value.requires_grad
+    products = sum(e.count for e in profile.key_averages() if e.key in ("aten::mm", "aten::addmm_"))
+    assert products == 3  # the logits, once a chunk
+
+
+def test_bfloat16_keeps_the_loss_in_float32() -> None:
+    h, w, y = problem(0.3, 2048)
+    value, grad_h, _ = reference(h, w, y)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = chunked_cross_entropy(h, w, y)
+    assert out.dtype == torch.float32
+    assert abs(out.item() - value.item()) < 2e-3  # a sum in bfloat16 would be off by up to 0.03
+    (3 * out).backward()
+    assert (h.grad - grad_h).norm() / grad_h.norm() < 0.02
+
+
+def test_the_compiled_graph_contains_the_loss_as_one_operation() -> None:
+    """Otherwise the compiler would unroll the loop over the chunks and keep the logits of all of them."""
+    h, w, y = problem(0.3, 2048)
+    seen: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, _inputs: object) -> torch.fx.GraphModule:
+        parts = [part for part in graph.modules() if isinstance(part, torch.fx.GraphModule)]
+        seen.extend(str(node.target) for part in parts for node in part.graph.nodes if node.op == "call_function")
+        return graph
+
+    loss = torch.compile(chunked_cross_entropy, backend=backend, fullgraph=True)(h, w, y)
+    assert sum("chunked_cross_entropy" in name for name in seen) == 1
+    assert not [name for name in seen if "mm" in name or "matmul" in name or "exp2" in name]
+    (3 * loss).backward()
+    value, grad_h, grad_w = reference(h, w, y)
+    assert loss.item() == pytest.approx(value.item(), rel=1e-5)
+    assert (h.grad - grad_h).norm() / grad_h.norm() < 1e-5
+    assert (w.grad - grad_w).norm() / grad_w.norm() < 1e-5
+    for needs_grad in (True, False):
+        args = (h.detach(), w.detach(), y, needs_grad, False)
+        torch.library.opcheck(_chunked, args, test_utils=("test_schema", "test_faketensor"))
+    torch.library.opcheck(_chunked, (h, w, y, True, False), test_utils="test_autograd_registration")
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_the_chunk_function_of_a_gpu_has_the_right_value_and_gradients(
+    compiled: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """On a GPU logits are always shifted: reading their size would make the host wait."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    chunk = _compiled_chunk() if compiled else _chunk
+    h, w, y = problem(30.0, 512)
+    value, grad_h, grad_w = reference(h, w, y)
+    h, w = h.detach(), w.detach()
+    into = (torch.empty_like(h), torch.zeros_like(w))
+    loss = chunk(h, w, y[:, None], torch.ones(512, 1, dtype=torch.bool), True, into, None)
+    assert loss.item() / 512 == pytest.approx(value.item(), rel=1e-5)
+    for found, expected in zip(into, (grad_h, grad_w), strict=True):
+        assert (3 * found / 512 - expected).norm() / expected.norm() < 1e-5
+
+
+def test_only_one_input_may_need_a_gradient() -> None:
+    for which in (0, 1):
+        h, w, y = problem()
+        _, *expected = reference(h, w, y)
+        inputs = [tensor.detach() for tensor in (h, w)]
+        inputs[which].requires_grad_()
+        (3 * chunked_cross_entropy(*inputs, y)).backward()
+        assert inputs[1 - which].grad is None
+        torch.testing.assert_close(inputs[which].grad.double(), expected[which], rtol=1e-4, atol=1e-5)
+
+
+def test_training_works_after_inference() -> None:
+    """The memory of the logits is kept between calls; it was allocated in inference mode."""
+    h, w, y = problem()
+    _scratch.cache_clear()
+    with torch.inference_mode():
+        value = chunked_cross_entropy(h, w, y).item()
+    loss = chunked_cross_entropy(h, w, y)
+    loss.backward()
+    assert loss.item() == value
+
+
+def test_the_backward_pass_allocates_no_zeros_for_the_unused_gradients() -> None:
+    loss = chunked_cross_entropy(*problem())
+    with torch.profiler.profile() as profile:
+        loss.backward()
+    assert not [event.key for event in profile.key_averages() if "zero" in event.key]  # of (V, C) numbers
+
+
+def test_a_second_derivative_is_an_error() -> None:
+    h, w, y = problem()
+    [grad] = torch.autograd.grad(chunked_cross_entropy(h, w, y), h, create_graph=True)
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        grad.sum().backward()
+
+
+def largest_allocation(rows: int = 1300, vocab: int = 97) -> int:
+    """Bytes of the largest single allocation of the loss without gradients."""
+    h, w, y = problem(0.3, 1300)
+    with torch.no_grad(), torch.profiler.profile(profile_memory=True) as profile:
+        chunked_cross_entropy(h[:rows], w[:vocab], y[:rows] % vocab)
+    return max(event.self_cpu_memory_usage for event in profile.events())
+
+
+LOGITS = 512 * 97 * 4  # bytes of one chunk of `problem`; one chunk is the largest tensor that the loss allocates
+
+
+def test_the_memory_of_the_logits_is_allocated_once_for_all_calls() -> None:
+    _scratch.cache_clear()
+    assert largest_allocation() >= LOGITS
+    assert largest_allocation() < LOGITS
+    h, w, y = problem(0.3, 1300)
+    chunked_cross_entropy(h, w, y).backward()
+    assert largest_allocation() < LOGITS
+
+
+def test_the_memory_of_the_logits_is_kept_for_one_shape_only() -> None:
+    """What is kept does not grow with the number of shapes."""
+    largest_allocation()
+    largest_allocation(rows=9, vocab=50)
+    assert largest_allocation() >= LOGITS
+
+
+def test_another_shape_or_dtype_does_not_use_the_memory_of_the_first() -> None:
+    h, w, y = problem(0.3, 1300)
+    chunked_cross_entropy(h, w, y)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        chunked_cross_entropy(h, w, y)
+    value, _, _ = reference(h[:9], w[:50], y[:9] % 50)
+    assert chunked_cross_entropy(h[:9], w[:50], y[:9] % 50).item() == pytest.approx(value.item(), rel=1e-5)
+
+
+def test_float32_needs_one_tensor_of_logits() -> None:
+    """With bfloat16 there are two: the product, and its copy in float32."""
+    low, logits = _scratch(9, 50, torch.float32)
+    assert low is logits
+    low, logits = _scratch(9, 50, torch.bfloat16)
+    assert (low.dtype, logits.dtype) == (torch.bfloat16, torch.float32)

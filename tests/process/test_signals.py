@@ -1,0 +1,87 @@
+"""A request to stop, by a signal or by the clock."""
+
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from gptexp.process.signals import DEADLINE, EXIT_CODES, REASONS, StopRequest, deadline_after
+
+SCRIPT = """
+import os, signal, sys, time
+from gptexp.process.signals import StopRequest
+stop = StopRequest()
+stop.install(ignore_sigint=sys.argv[1] == "rank")
+stop.training = sys.argv[1] != "starting"
+print("ready", flush=True)
+while True:
+    time.sleep(0.01)
+    if stop.reason():
+        print(stop.reason(), stop.flags(), flush=True)
+        time.sleep(60)
+"""
+
+
+def start(kind: str) -> subprocess.Popen[str]:
+    process = subprocess.Popen([sys.executable, "-c", SCRIPT, kind], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGUSR1", "SIGTERM"])
+def test_the_first_signal_asks_for_a_stop_and_a_later_one_ends_the_process(name: str) -> None:
+    process = start("single")
+    assert process.stdout is not None
+    process.send_signal(getattr(signal, name))
+    assert process.stdout.readline().startswith(name)
+    process.send_signal(getattr(signal, name))  # a signal this soon after is the same request
+    time.sleep(0.3)
+    assert process.poll() is None
+    time.sleep(1)
+    process.send_signal(getattr(signal, name))
+    assert process.wait(timeout=5) == EXIT_CODES[name]
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGUSR1", "SIGTERM"])
+def test_before_training_the_first_signal_ends_the_process(name: str) -> None:
+    process = start("starting")
+    process.send_signal(getattr(signal, name))
+    assert process.wait(timeout=5) == EXIT_CODES[name]
+
+
+def test_a_launched_rank_ignores_ctrl_c_which_its_parent_handles() -> None:
+    process = start("rank")
+    assert process.stdout is not None
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    process.send_signal(signal.SIGTERM)
+    assert process.stdout.readline().startswith("SIGTERM")
+    process.kill()
+    process.wait()
+
+
+def test_the_launchers_deadline_wins_over_the_ranks_own_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    stop = StopRequest()
+    monkeypatch.setenv(DEADLINE, str(deadline_after(-0.001)))
+    stop.limit(60.0)
+    assert stop.reason() == "time"
+    monkeypatch.setenv(DEADLINE, str(deadline_after(None)))
+    stop.limit(0.0)
+    assert stop.reason() is None
+    monkeypatch.delenv(DEADLINE)
+    stop.limit(1.0)
+    assert stop.reason() is None
+    stop.spare_s = 61.0  # what a step and a checkpoint take
+    assert stop.reason() == "time"
+
+
+def test_a_limit_that_has_passed_is_a_reason_to_stop() -> None:
+    stop = StopRequest()
+    assert (stop.reason(), stop.flags()) == (None, [0.0] * len(REASONS))
+    stop.limit(1e-9)
+    time.sleep(0.01)
+    assert stop.reason() == "time"
+    assert stop.flags() == [0.0, 0.0, 0.0, 1.0]

@@ -1,0 +1,79 @@
+"""What tests of real runs share: a run in this process, one finished run for all, and what a run directory holds."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from conftest import _FOREIGN, TINY, ForkServer, events
+from safetensors.torch import load_file
+
+from gptexp.config.compose import compose
+from gptexp.distributed.ranks import Rank
+from gptexp.process.signals import StopRequest
+from gptexp.run.job import Job
+from gptexp.run.rank import run
+
+
+def train_here(overrides: list[str], directory: Path, stop: StopRequest | None = None) -> int:
+    """Train on one rank in this process; the exit code."""
+    return run(Job(compose(overrides), directory, Rank(), stop or StopRequest()))
+
+
+def environment(cache: Path) -> dict[str, str]:
+    """For fixtures that live longer than one test: no variable of a launcher or of wandb, and this token cache."""
+    own = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)}
+    return {**own, "GPTEXP_CACHE": str(cache), "WANDB_SILENT": "true", "OMP_WAIT_POLICY": "PASSIVE"}
+
+
+class Finished(NamedTuple):
+    """A completed run of 40 steps on one rank. It is shared: copy the directory before changing it."""
+
+    directory: Path
+    stdout: str
+
+
+_finished: list[Finished] = []  # the one of this process
+
+
+def finished_run(factory: pytest.TempPathFactory, corpus: Path, server: ForkServer) -> Finished:
+    """The finished run of this test session; `tokens` next to its directory is the token cache that it used."""
+    if not _finished:
+        _finished.append(_train_one(factory, corpus, server))
+    return _finished[0]
+
+
+def _train_one(factory: pytest.TempPathFactory, corpus: Path, server: ForkServer) -> Finished:
+    root = factory.mktemp("finished")
+    overrides = [*TINY, f"data.path={corpus}", "log=disabled", "optim.lr=1e-2", "train.max_steps=40"]
+    done = server.ask(["train", *overrides, "hydra.run.dir=out"], root, environment(root / "tokens"), timeout=240)
+    assert done["code"] == 0, done["stderr"]
+    return Finished(root / "out", done["stdout"])
+
+
+def newest(directory: Path) -> Path:
+    """The newest checkpoint of a run directory."""
+    return sorted((directory / "checkpoints").glob("step-*"))[-1]
+
+
+def weights(directory: Path) -> dict[str, torch.Tensor]:
+    """The weights in the newest checkpoint of a run directory."""
+    return load_file(newest(directory) / "model.safetensors")
+
+
+def equal(a: Path, b: Path) -> bool:
+    """Whether the newest checkpoints of two run directories hold the same weights and moments, to the last bit."""
+    moments = [torch.load(newest(d) / "train.pt", weights_only=True)["optimizer"]["state"] for d in (a, b)]
+    of_a, of_b = weights(a), weights(b)
+    assert of_a.keys() == of_b.keys()
+    assert moments[0].keys() == moments[1].keys()
+    return all(torch.equal(value, of_b[name]) for name, value in of_a.items()) and all(
+        torch.equal(value, moments[1][i][name]) for i, state in moments[0].items() for name, value in state.items()
+    )
+
+
+def begun(directory: Path, steps: int = 4) -> Callable[[], bool]:
+    """A condition for `wait_for`: the run in `directory` has logged so many steps."""
+    return lambda: (directory / "metrics.jsonl").exists() and len(events(directory, "step")) >= steps

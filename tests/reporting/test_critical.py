@@ -1,0 +1,82 @@
+"""The critical batch size on steps drawn from a hyperbola, and on a model that does not follow one."""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from scipy import optimize
+
+from gptexp.reporting.critical import critical_batch_size, steps_to
+
+Rng = np.random.Generator
+
+
+def hyperbola(rng: Rng, critical: float, sizes: Sequence[int], noise: float = 0.03) -> dict[int, float]:
+    return {b: 100 * (1 + critical / b) * math.exp(noise * rng.standard_normal()) for b in sizes}
+
+
+SIZES = [2**n for n in range(12, 18)]
+
+
+def test_a_critical_batch_size_that_the_sizes_straddle_is_found() -> None:
+    rng = np.random.default_rng(11)
+    truth = 2**14.5
+    fits = [critical_batch_size(hyperbola(rng, truth, SIZES)) for _ in range(400)]
+    assert {fit.status for fit in fits} == {"bracketed"}
+    found = [fit.hyperbola for fit in fits if fit.hyperbola is not None]
+    assert np.mean([abs(h.tokens / truth - 1) < 0.15 for h in found]) >= 0.95
+    assert 0.92 <= np.mean([h.low <= truth <= h.high for h in found]) <= 0.98
+    assert np.mean([fit.misfit for fit in fits]) < 0.1
+
+
+@pytest.mark.parametrize(
+    ("octave", "status"),
+    [(18.5, "lower bound only"), (22, "lower bound only"), (26, "lower bound only"), (11, "upper bound only")],
+)
+def test_one_sided_data_give_a_bound_only(octave: float, status: str) -> None:
+    """The bound holds, also if the steps fall as one over the batch size and no critical batch size shows."""
+    rng, critical = np.random.default_rng(12), 2.0**octave
+    fits = [critical_batch_size(hyperbola(rng, critical, SIZES)) for _ in range(200)]
+    assert {(fit.status, fit.hyperbola) for fit in fits} == {(status, None)}
+    bounds = np.array([fit.bound for fit in fits], dtype=float)
+    holds = bounds <= critical if status.startswith("lower") else bounds >= critical
+    assert np.mean(holds) > 0.93  # one end of a 95% interval
+    assert np.all(bounds > SIZES[-1] / 8 if status.startswith("lower") else bounds < 8 * SIZES[0])
+
+
+def test_the_twenty_percent_rule_needs_no_fit() -> None:
+    exact = {
+        b: 100 * (1 + 1000 / b) for b in (50, 100, 200, 400, 800)
+    }  # these sizes need 5% to 80% more tokens than the least
+    fit = critical_batch_size(exact)
+    assert (fit.twenty_percent, fit.twenty_percent_open) == (200, False)
+    assert critical_batch_size({b: exact[b] for b in (50, 100)}).twenty_percent_open
+    assert critical_batch_size({b: exact[b] for b in (50, 100)}).status == "too few"
+
+
+def test_a_noisy_quadratic_model_does_not_lie_on_the_hyperbola() -> None:
+    """SGD on H = diag(1/i) with gradient noise of covariance H / B (Zhang et al. 2019, arXiv 1907.04164), best lr."""
+    h = 1 / np.arange(1, 201)
+
+    def loss(lr: float, batch: int, steps: float) -> float:
+        decay, settled = (1 - lr * h) ** 2, lr * lr * h / batch / (1 - (1 - lr * h) ** 2)
+        return float(0.5 * np.sum(h * (settled + (1 - settled) * decay**steps)))
+
+    def steps(lr: float, batch: int) -> float:
+        if loss(lr, batch, 1e7) > 0.05:
+            return math.inf
+        return float(optimize.brentq(lambda s: loss(lr, batch, s) - 0.05, 0, 1e7))
+
+    best = {
+        batch: min(steps(lr, batch) for lr in np.geomspace(0.02, 1.9, 40)) for batch in [2**n for n in range(1, 14)]
+    }
+    assert critical_batch_size(best).misfit
+
+
+def test_steps_to_a_loss_are_read_between_evaluations() -> None:
+    course = [(10, 5.0), (20, 4.0), (30, 3.0), (40, 3.5)]
+    assert steps_to(3.25, course) == pytest.approx(27.5)
+    assert steps_to(4.0, course) == 20
+    assert steps_to(2.0, course) is None
+    assert steps_to(6.0, course) is None  # before anything was evaluated

@@ -1,0 +1,52 @@
+"""The noise scale at the end of a run: Fieller's interval of a ratio of means, against simulation."""
+
+import math
+
+import numpy as np
+import pytest
+
+from gptexp.reporting.noise_scale import end_scale, ratio_interval
+from gptexp.storage.noise_scale import Norms
+
+
+def test_the_interval_contains_the_true_ratio_in_95_percent_of_the_draws() -> None:
+    """Over 2,000 draws of correlated pairs. Without their covariance, the interval would contain it more often."""
+    draw = np.random.default_rng(0)
+    above, below, n, draws = 6.0, 2.0, 10, 2000
+    contained = 0
+    for _ in range(draws):
+        common = draw.normal(size=n)
+        low, high = ratio_interval(above + 3 * common, below + common + 0.3 * draw.normal(size=n))
+        contained += low <= above / below <= (high or math.inf)
+    assert 0.935 < contained / draws < 0.965
+
+
+def test_a_denominator_that_may_be_zero_gives_no_upper_end() -> None:
+    draw = np.random.default_rng(0)
+    low, high = ratio_interval(6 + 0.1 * draw.normal(size=10), 0.1 + draw.normal(size=10))
+    assert high is None
+    # At the lower end, the difference of the means is just significant.
+    pairs = draw.normal(size=(10, 2))
+    pairs += np.array([6.0, 0.2]) - pairs.mean(0)
+    low, high = ratio_interval(*pairs.T)
+    assert high is None
+    assert low > 0
+    rest = pairs @ [1, -low]
+    t = rest.mean() / (rest.std(ddof=1) / math.sqrt(10))
+    assert abs(t) == pytest.approx(2.262, abs=0.001)  # Student's quantile, 9 degrees of freedom
+
+
+def test_a_known_scale_is_found_at_the_end_of_a_run() -> None:
+    exact = [Norms(2 * (1 + 6 / 1), 2 * (1 + 6 / n), 1, n) for n in (4, 8) * 20]
+    scale = end_scale(exact, seq_len=100)
+    assert scale is not None
+    assert (scale.tokens, scale.low, scale.high) == pytest.approx((600, 600, 600))
+
+
+def test_too_few_steps_have_no_scale() -> None:
+    exact = [Norms(2 * (1 + 6 / 1), 2 * (1 + 6 / n), 1, n) for n in (4, 8) * 20]
+    assert end_scale(exact[:9], 100) is None
+
+
+def test_steps_without_a_signal_have_no_scale() -> None:
+    assert end_scale([Norms(8.0, 0.5, 1, 8)] * 20, 100) is None

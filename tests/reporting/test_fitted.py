@@ -1,0 +1,68 @@
+"""The law of a sweep as a config: it sets the learning rate of any batch size, and is written to no wrong place."""
+
+from pathlib import Path
+
+import pytest
+from sweeps import report_of, write_sweep
+
+from gptexp.config.compose import compose
+from gptexp.process.errors import ConfigError
+from gptexp.reporting.analysis import Analysis, analyse
+from gptexp.reporting.fitted import write_optim
+from gptexp.reporting.records import find_runs
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A sweep whose best learning rate grows with the root of the batch size; tests must not write into it."""
+    return write_sweep(tmp_path_factory.mktemp("sweeps") / "root")
+
+
+@pytest.fixture(scope="module")
+def analysis(swept: Path) -> Analysis:
+    return analyse("sweep", find_runs(swept))
+
+
+def test_the_law_sets_the_learning_rate_of_any_batch_size(swept: Path, analysis: Analysis, tmp_path: Path) -> None:
+    own = tmp_path / "mine"
+    write_optim(own / "optim" / "fitted.yaml", analysis)
+    law = report_of(swept)["arms"][0]["law"]
+    for batch in (4096, 32768):
+        cfg = compose(["optim=fitted", f"batch.total_batch_size={batch}"], str(own))
+        assert cfg.optim.lr == pytest.approx(law["lr"] * (batch / law["tokens"]) ** law["exponent"], rel=1e-3)
+        assert cfg.optim.name == "adamw"
+    assert compose(["optim=fitted", "optim.lr=0.5"], str(own)).optim.lr == 0.5
+
+
+def test_a_law_replaces_one_written_before(analysis: Analysis, tmp_path: Path) -> None:
+    path = tmp_path / "optim" / "fitted.yaml"
+    write_optim(path, analysis)
+    text = path.read_text()
+    path.write_text(text + "# more\n")
+    write_optim(path, analysis)
+    assert path.read_text() == text
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("fitted.yaml", "must be a file optim/NAME.yaml"),
+        ("optim/fitted.txt", "must be a file optim/NAME.yaml"),
+        ("lib/site-packages/gptexp/conf/optim/fitted.yaml", "is in an installed package"),
+        ("optim/own.yaml", "exists, and gptexp report did not write it"),
+    ],
+)
+def test_a_law_is_written_to_no_other_place(analysis: Analysis, tmp_path: Path, path: str, said: str) -> None:
+    own = tmp_path / "optim" / "own.yaml"
+    own.parent.mkdir()
+    own.write_text("lr: 1\n")
+    with pytest.raises(ConfigError, match=said):
+        write_optim(tmp_path / path, analysis)
+    assert [file for file in tmp_path.rglob("*") if file.is_file()] == [own]
+    assert own.read_text() == "lr: 1\n"
+
+
+def test_a_sweep_without_a_law_writes_none(tmp_path: Path) -> None:
+    edge = analyse("edge", find_runs(write_sweep(tmp_path / "edge", centre=0.001)))
+    with pytest.raises(ConfigError, match="has 0 fitted laws"):
+        write_optim(tmp_path / "optim" / "fitted.yaml", edge)

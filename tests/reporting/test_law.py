@@ -1,0 +1,54 @@
+"""The law of the learning rate on sweeps whose exponent is known."""
+
+import numpy as np
+import pytest
+from drawn import draw, power_law
+
+from gptexp.reporting.curves import fit_curves
+from gptexp.reporting.law import fit_law
+
+
+@pytest.mark.parametrize("sweeps", [100, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("alpha", "sizes", "seeds"), [(0.5, 6, 5), (0.0, 6, 5), (0.1, 6, 1), (1.0, 4, 5)])
+def test_the_exponent_is_recovered_and_its_interval_has_the_coverage_it_claims(
+    alpha: float, sizes: int, seeds: int, sweeps: int
+) -> None:
+    rng = np.random.default_rng(6)
+    found, held = [], 0
+    for _ in range(sweeps):
+        law = fit_law(fit_curves(draw(rng, power_law(alpha, sizes), seeds=seeds), {}))
+        if law is None:  # few learning rates and much noise by chance: no answer
+            continue
+        found.append(law.exponent)
+        held += law.admits(alpha)
+        assert law.at(law.tokens) == pytest.approx(law.lr)
+        assert law.at(4 * law.tokens) == pytest.approx(law.lr * 4**law.exponent)
+    assert len(found) >= 0.99 * sweeps
+    errors = np.abs(np.array(found) - alpha)
+    assert np.median(errors) < (0.02 if sizes == 6 else 0.03)
+    assert np.quantile(errors, 0.95) < (0.04 if sizes == 6 else 0.08)
+    assert abs(np.mean(found) - alpha) < 0.006
+    assert 0.92 <= held / len(found) <= 0.985
+
+
+def test_rules_that_the_data_refuse_are_refused() -> None:
+    rng = np.random.default_rng(7)
+    for alpha in (0.0, 0.5, 1.0):
+        law = fit_law(fit_curves(draw(rng, power_law(alpha)), {}))
+        assert law is not None
+        assert [rule for rule in (0.0, 0.5, 1.0) if law.admits(rule)] == [alpha]
+
+
+def test_optima_that_bend_in_log_log_are_flagged() -> None:
+    """The optima grow with the root for four octaves, and then no more."""
+    rng = np.random.default_rng(8)
+    surge = [0.0, 0.5, 1.0, 1.4, 1.5, 1.5]
+    law = fit_law(fit_curves(draw(rng, surge, sigma=0.001), {}))
+    assert law is not None
+    assert law.bends
+    straight = [fit_law(fit_curves(draw(rng, power_law(0.5), sigma=0.001), {})) for _ in range(60)]
+    assert sum(law is not None and bool(law.bends) for law in straight) <= 8
+
+
+def test_one_optimum_makes_no_law() -> None:
+    assert fit_law(fit_curves(draw(np.random.default_rng(9), [0.2]), {})) is None

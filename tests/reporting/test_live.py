@@ -1,0 +1,266 @@
+"""The live page: Chromium beside a real run, and directories that change, vanish or are damaged."""
+
+import http.client
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from conftest import wait_for
+from pages import needs_chromium, violations
+from sweeps import write_run, write_sweep
+
+from gptexp.reporting import records
+from gptexp.reporting.live import Watched, build_server
+from gptexp.storage import run_dir
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+Start = Callable[..., subprocess.Popen[str]]
+
+LOSS = "views.get('plot-course-tokens').view"
+
+
+@contextmanager
+def served(directory: Path) -> Iterator[str]:
+    """The address of a server in this process."""
+    server = build_server(directory, 0)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def state_of(watched: Watched) -> dict[str, Any]:
+    state: dict[str, Any] = json.loads(watched.state("") or b"")
+    return state
+
+
+def opened(browser: "Browser", address: str) -> "tuple[Page, list[str]]":
+    """The page, and a list of what it logs and of its requests to other addresses."""
+    page, messages = browser.new_page(), list[str]()
+    page.on("console", lambda message: messages.append(message.text))
+    page.on("pageerror", lambda error: messages.append(str(error)))
+    page.on("request", lambda r: None if r.url.startswith(address) else messages.append(r.url))
+    page.goto(address)
+    return page, messages
+
+
+def last_tokens(page: "Page") -> int:
+    return int(page.evaluate(f"Math.max(...{LOSS}.data('data0').map(point => point.tokens))"))
+
+
+@pytest.mark.e2e
+@needs_chromium
+def test_curves_follow_a_run_and_nothing_that_happens_to_its_directory_breaks_the_page(
+    browser: "Browser",
+    start: Start,
+    long_run: list[str],
+    tmp_path: Path,
+) -> None:
+    out = tmp_path / "out"
+    training = start("train", *long_run, "train.eval_every=50")
+    wait_for(lambda: (out / "metrics.jsonl").exists() and '"eval"' in (out / "metrics.jsonl").read_text(), training)
+    watching = start("watch", "out", "--port=0")
+    assert watching.stdout is not None
+    address = watching.stdout.readline().split()[2]
+    page, messages = opened(browser, address)
+    page.wait_for_selector("#plot-course-tokens svg.marks")
+    page.evaluate(f"window.unchanged = {LOSS}; null")
+    before = last_tokens(page)
+    for _ in range(2):  # twice: the first change may belong to the first drawing
+        page.wait_for_function(f"Math.max(...{LOSS}.data('data0').map(p => p.tokens)) > {before}")
+        drawn = page.locator("#plot-course-tokens .mark-line path").first.get_attribute("d")
+        before = last_tokens(page)
+    page.wait_for_function(
+        "old => document.querySelector('#plot-course-tokens .mark-line path').getAttribute('d') !== old", arg=drawn
+    )
+    assert page.evaluate(f"window.unchanged === {LOSS}")  # new data in the same view: a zoom stays
+    assert page.inner_text("#cells td:nth-child(2)") == "running"
+    assert violations(page) == []
+    os.kill(training.pid, signal.SIGTERM)
+    training.wait(60)
+    page.wait_for_function("document.querySelector('#cells td:nth-child(2)').innerText === 'interrupted'")
+    # The run was interrupted within the warm-up; the page shows its warning.
+    page.wait_for_function("document.getElementById('notes').innerText.includes('has not reached its peak')")
+    (out / "config.yaml").write_text("train: [\n")
+    page.wait_for_function("document.getElementById('verdict').innerText.includes('config.yaml')")
+    shutil.rmtree(out)
+    page.wait_for_function("document.getElementById('verdict').innerText.includes('no such directory')")
+    write_run(out, 4096, 0.02, 1, 4.0)  # another run in its place
+    page.wait_for_function(f"views.size && Math.max(...{LOSS}.data('data0').map(p => p.tokens)) === {2**18}")
+    assert messages == []
+    watching.send_signal(signal.SIGINT)
+    assert watching.wait(10) == 0
+    page.wait_for_function("document.getElementById('state').innerText.startsWith('No answer')")
+    page.close()
+
+
+@pytest.mark.e2e
+@needs_chromium
+def test_of_fifty_cells_only_a_changed_one_is_read_and_drawn_again(
+    browser: "Browser",
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    root = write_sweep(tmp_path / "sweep", batches=[2048 * 2**i for i in range(7)], seeds=9)
+    runs = sorted(root.glob("lr=*"))
+    assert len(runs) == 50
+    read: list[str] = []
+    plain = records.read_run
+
+    def counted(directory: Path) -> records.Run:
+        read.append(directory.name)
+        return plain(directory)
+
+    monkeypatch.setattr("gptexp.reporting.live.read_run", counted)
+    with served(root) as address:
+        page, messages = opened(browser, address)
+        page.wait_for_selector("#plot-noise-scale svg.marks")
+        page.evaluate("drawn.then(() => null)")
+        assert page.locator("#cells tbody tr").count() == 50
+        assert sorted(read) == [run.name for run in runs]  # once each
+        read.clear()
+        page.evaluate(f"window.unchanged = {LOSS}; null")
+        page.evaluate("""window.longest = 0; new PerformanceObserver(list => {
+            for (const task of list.getEntries()) longest = Math.max(longest, task.duration);
+        }).observe({type: "longtask", buffered: false})""")
+        lines = (runs[7] / "metrics.jsonl").read_text().splitlines()
+        event = {**json.loads([line for line in lines if '"eval"' in line][-1]), "val/loss": 3.25}
+        with (runs[7] / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(event) + "\n")
+        page.wait_for_function(f"{LOSS}.data('data0').some(point => point.loss === 3.25)")
+        assert set(read) == {runs[7].name}
+        assert page.evaluate(f"window.unchanged === {LOSS}")
+        page.evaluate("drawn.then(() => null)")
+        print("the longest task of an update of 50 cells:", page.evaluate("longest"), "ms")
+        assert messages == []
+        page.close()
+
+
+def test_an_unchanged_state_is_not_sent_again(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", 4096, 0.02, 1, 4.0)
+    watched = Watched(tmp_path / "run")
+    version = state_of(watched)["version"]
+    assert watched.state(version) is None
+    with (tmp_path / "run/metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"event": "alert", "step": 3, "tokens": 1, "text": "look <b>out</b>"}) + "\n")
+    changed = state_of(watched)
+    assert changed["version"] != version
+    assert "look &lt;b&gt;out&lt;/b&gt;" in changed["sections"]["notes"]
+
+
+def request(address: str, method: str, path: str, host: str | None = None) -> tuple[int, bytes]:
+    place = address.removeprefix("http://").rstrip("/")
+    connection = http.client.HTTPConnection(place, timeout=10)
+    connection.request(method, path, headers={"Host": host or place})
+    answer = connection.getresponse()
+    body = answer.read()
+    connection.close()
+    return answer.status, body
+
+
+def test_the_server_answers_reads_of_the_page_from_this_machine_only(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", 4096, 0.02, 1, 4.0)
+    with served(tmp_path / "run") as address:
+        assert request(address, "GET", "/")[0] == 200
+        assert request(address, "HEAD", "/") == (200, b"")
+        for host in ("localhost:80", "localhost", "127.0.0.1"):  # a browser leaves out port 80
+            assert request(address, "GET", "/", host)[0] == 200
+        assert request(address, "GET", "/state.json", "evil.example:80")[0] == 403  # DNS rebinding
+        for path in ("/config.yaml", "/../../etc/passwd", "//etc/passwd", "/state.json/", "/%2e%2e/"):
+            assert request(address, "GET", path)[0] == 404
+        for method in ("POST", "PUT", "DELETE", "OPTIONS", "PATCH"):
+            assert request(address, method, "/state.json")[0] == 501
+        port = int(address.rstrip("/").rpartition(":")[2])
+        own = [i[4][0] for i in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)]
+        for outside in (ip for ip in own if not str(ip).startswith("127.")):
+            with socket.socket() as knock:
+                knock.settimeout(2)
+                assert knock.connect_ex((outside, port)) != 0
+
+
+def test_watching_writes_nothing(tmp_path: Path) -> None:
+    root = write_sweep(tmp_path / "sweep", batches=(4096, 8192))
+
+    def listing() -> dict[str, tuple[int, int]]:
+        return {str(p): (p.stat().st_size, p.stat().st_mtime_ns) for p in root.rglob("*") if p.is_file()}
+
+    before = listing()
+    state_of(Watched(root))
+    assert listing() == before
+
+
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.e2e) for seed in range(2, 8))])
+def test_damaged_files_do_not_stop_the_answers(tmp_path: Path, seed: int) -> None:
+    """Bytes are flipped, cut off or inserted, files become directories and the reverse, all between two answers."""
+    root = write_sweep(tmp_path / "sweep", batches=(4096, 8192), seeds=1)
+    watched = Watched(root)
+    state_of(watched)
+    draw = random.Random(seed)
+    for _ in range(12):
+        path = draw.choice([p for p in root.rglob("*") if p.is_file()])
+        content = bytearray(path.read_bytes())
+        kind = draw.randrange(6)
+        if kind == 0 and content:
+            content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+            path.write_bytes(content)
+        elif kind == 1:
+            path.write_bytes(content[: draw.randrange(len(content) + 1)])
+        elif kind == 2:
+            at = draw.randrange(len(content) + 1)
+            path.write_bytes(content[:at] + draw.randbytes(9) + content[at:])
+        elif kind == 3:
+            path.unlink()
+            path.mkdir()
+        elif kind == 4:
+            shutil.rmtree(path.parent, ignore_errors=True) if path.parent != root else path.unlink()
+        else:
+            path.write_text(draw.choice(["null", "[]", '{"status": 3}', '{"cells": {"a": 1}}', "\x00"]))
+        state = state_of(watched)
+        assert state.keys() == {"version", "sections", "pictures"}
+
+
+@pytest.mark.parametrize(
+    ("argv", "line"),
+    [
+        (["nowhere"], "nowhere: no such directory; give a run or a sweep"),
+        ([".", "--port=1000000"], "--port=1000000: cannot be used"),
+    ],
+)
+def test_what_cannot_be_watched_is_refused_in_one_line(gptexp: Any, argv: list[str], line: str) -> None:
+    refused = gptexp("watch", *argv)
+    assert refused.returncode == 2
+    assert line in refused.stderr
+    assert len(refused.stderr.splitlines()) == 1
+
+
+def test_a_port_in_use_is_refused_if_it_was_asked_for(start: Start, gptexp: Any, tmp_path: Path) -> None:
+    write_run(tmp_path / "run", 4096, 0.02, 1, 4.0)
+    first = start("watch", "run", "--port=0")
+    assert first.stdout is not None
+    port = first.stdout.readline().split()[2].rstrip("/").rpartition(":")[2]
+    refused = gptexp("watch", "run", f"--port={port}")
+    assert refused.returncode == 2
+    assert f"--port={port}: cannot be used (" in refused.stderr
+
+
+def test_a_run_whose_lock_is_held_is_shown_as_running(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", 4096, 0.02, 1, 4.0)
+    watched = Watched(tmp_path / "run")
+    assert "<td>completed</td>" in state_of(watched)["sections"]["cells"]
+    with run_dir.held(tmp_path / "run"):
+        assert "<td>running</td>" in state_of(watched)["sections"]["cells"]

@@ -1,0 +1,91 @@
+"""`gptexp status`: which cells of a sweep are done, running, failed or left, and when all will be done."""
+
+import json
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from sweeps import TOKENS, write_run
+
+from gptexp.reporting.progress import Progress, ready_in, survey
+from gptexp.status import main
+from gptexp.storage import run_dir
+
+Gptexp = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def sweep(tmp_path: Path) -> Path:
+    """Six cells: completed, diverged, and after a quarter interrupted, running and failed; one has not begun."""
+    root = tmp_path / "sweep"
+    names = ("a", "b", "c", "d", "e", "f")
+    for name, loss in zip(names[:5], (4.0, None, 4.0, 4.0, 4.0), strict=True):
+        write_run(root / name, 4096, 0.02, 1, loss)
+    for name, status in (("c", "interrupted"), ("d", "running"), ("e", "running")):
+        metrics = root / name / "metrics.jsonl"
+        lines = metrics.read_text().splitlines(keepends=True)
+        metrics.write_text("".join(lines[: len(lines) // 4]))
+        run_dir.write_json(root / name / "summary.json", {"status": status})
+    cells = {name: {"values": {}, "total_batch_size": 4096, "tokens": TOKENS} for name in names}
+    run_dir.write_json(root / run_dir.SWEEP, {"name": "sweep", "overrides": [], "cells": cells})
+    return root
+
+
+def test_a_cells_status_follows_from_its_files_and_its_lock(sweep: Path) -> None:
+    with run_dir.held(sweep / "d"):
+        found = {cell.name: cell for cell in survey(sweep)}
+    statuses = {name: cell.status for name, cell in sorted(found.items())}
+    assert [*statuses.values()] == ["completed", "diverged", "interrupted", "running", "failed", "left"]
+    assert found["f"].seconds_left == pytest.approx(TOKENS / 8e3)  # at the speed of the others
+    assert found["d"].tokens == pytest.approx(TOKENS / 4, rel=0.15)
+    assert found["d"].seconds_left == pytest.approx(0.75 * TOKENS / 8e3, rel=0.15)
+    assert found["a"].seconds_left == found["b"].seconds_left == 0
+
+
+def test_the_time_left_is_divided_by_the_cells_that_run_at_once() -> None:
+    def cell(status: str, seconds: float | None) -> Progress:
+        return Progress("", status, 0, 1, None, seconds)
+
+    assert ready_in([cell("left", 60.0)] * 4) == 240
+    assert ready_in([cell("running", 60.0)] * 2 + [cell("left", 60.0)] * 2 + [cell("completed", 0.0)]) == 120
+    assert ready_in([cell("running", 600.0), cell("running", 0.0)]) == 600  # the longest cell is not divided
+    assert ready_in([cell("left", None)]) is None
+    assert ready_in([cell("completed", 0.0)]) == 0
+
+
+def test_cells_that_optuna_has_yet_to_choose_count_as_left(sweep: Path) -> None:
+    run_dir.write_json(sweep / run_dir.SWEEP, {**run_dir.read_json(sweep / run_dir.SWEEP), "to_choose": 3})
+    found = survey(sweep)
+    assert [cell.name for cell in found if cell.status == "left"] == ["f", *["to be chosen"] * 3]
+    assert [cell.seconds_left for cell in found if cell.status == "left"] == [pytest.approx(TOKENS / 8e3)] * 4
+
+
+def test_status_prints_a_line_for_each_cell_and_one_for_all(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main([str(sweep)])
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert len(lines) == 6
+    assert last.startswith("6 cells: 1 completed, 1 diverged, 1 interrupted, 2 failed, 1 left; done in about 0:0")
+    assert "after a restart" in last
+
+
+def test_status_prints_json_for_scripts(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main([str(sweep), "--json"])
+    values = json.loads(capsys.readouterr().out)
+    assert len(values["cells"]) == 6
+    assert values["ready_in_s"] > 60
+
+
+def test_status_of_cells_that_are_done_says_so(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in "cdef":
+        shutil.rmtree(sweep / name, ignore_errors=True)
+    run_dir.write_json(sweep / run_dir.SWEEP, {})
+    main([str(sweep)])
+    assert capsys.readouterr().out.splitlines()[-1] == "2 cells: 1 completed, 1 diverged; all done"
+
+
+def test_the_command_takes_a_run_and_refuses_a_directory_that_is_not_there(gptexp: Gptexp, sweep: Path) -> None:
+    assert gptexp("status", str(sweep / "a")).returncode == 0
+    nowhere = gptexp("status", "nowhere")
+    assert (nowhere.returncode, len(nowhere.stderr.splitlines())) == (2, 1)

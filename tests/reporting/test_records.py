@@ -1,0 +1,125 @@
+"""Runs as the report reads them: damaged files, values of other types, long runs, runs that are running."""
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from sweeps import report_of, write_run, write_sweep
+
+from gptexp.report import main as report
+from gptexp.reporting.records import POINTS, find_runs
+from gptexp.status import main as status
+from gptexp.storage import run_dir
+
+Gptexp = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A sweep whose best learning rate grows with the root of the batch size; tests must not write into it."""
+    return write_sweep(tmp_path_factory.mktemp("sweeps") / "root")
+
+
+def test_unreadable_files_are_listed_and_the_other_runs_are_reported(swept: Path, tmp_path: Path) -> None:
+    root = tmp_path / "damaged"
+    shutil.copytree(swept, root)
+    a, b, c, d, *_ = sorted(root.glob("lr=0.16*")) + sorted(root.glob("lr=*seed=1338"))
+    (a / "config.yaml").write_text("model: [")
+    (b / "summary.json").write_text("{")
+    (c / "metrics.jsonl").write_bytes(b"\xff\n{}\n" + (c / "metrics.jsonl").read_bytes()[:-20])
+    (d / "summary.json").unlink()
+    os.mkfifo(root / "pipe")
+    runs = {run.name: run for run in find_runs(root)}
+    assert [runs[path.name].status for path in (a, b, c, d)] == ["damaged", "damaged", "diverged", "failed"]
+    report = report_of(root)
+    said = "\n".join(report["verdict"])
+    assert f"{a / 'config.yaml'}" in said
+    assert f"{b / 'summary.json'}" in said
+    assert report["arms"][0]["law"] is not None
+
+
+WRONG_TYPES = [
+    ("summary.json", "steps", 1.5), ("summary.json", "train_s", "x"), ("summary.json", "data_hash", [1]),
+    ("summary.json", "status", "\x1b]0;owned\x07"), ("summary.json", "final_val_loss", "4"),
+    ("metrics.jsonl", "tokens", "x"), ("metrics.jsonl", "perf/tokens_per_s", None),
+    ("metrics.jsonl", "train/loss", {}), ("metrics.jsonl", "data/fingerprint", "\x1b[31m"),
+]  # fmt: skip
+
+
+def with_a_wrong_value(root: Path, file: str, key: str, value: object) -> Path:
+    """A sweep of three runs; in one of them `key` has `value`, which no run writes."""
+    for lr in (0.01, 0.02, 0.04):
+        write_run(root / f"{lr}", 4096, lr, 1, 4.0)
+    path = root / "0.02" / file
+    if file == "metrics.jsonl":
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        path.write_text("".join(json.dumps({**line, **({key: value} if key in line else {})}) + "\n" for line in lines))
+    else:
+        run_dir.write_json(path, {**run_dir.read_json(path), key: value})
+    return root
+
+
+@pytest.mark.parametrize(("file", "key", "value"), WRONG_TYPES)
+def test_a_value_of_another_type_prevents_no_report(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    file: str,
+    key: str,
+    value: object,
+) -> None:
+    """In this process and without PNGs, which cost most of the time."""
+    monkeypatch.setattr("gptexp.reporting.write.png", lambda _: b"")
+    root = with_a_wrong_value(tmp_path / "sweep", file, key, value)
+    report([str(root)])
+    status([str(root)])
+    printed = capsys.readouterr().out
+    assert "0.01" in printed
+    assert "\x1b" not in printed
+    assert (root / "report.html").exists()
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(("file", "key", "value"), WRONG_TYPES)
+def test_the_commands_report_a_value_of_another_type(
+    gptexp: Gptexp, tmp_path: Path, file: str, key: str, value: object
+) -> None:
+    root = with_a_wrong_value(tmp_path / "sweep", file, key, value)
+    for verb in ("report", "status"):
+        done = gptexp(verb, str(root))
+        assert done.returncode == 0, done.stderr
+        assert "\x1b" not in done.stdout
+
+
+def test_a_run_is_running_while_its_lock_is_held(swept: Path, tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    shutil.copytree(sorted(swept.glob("lr=*"))[0], directory)
+    run_dir.write_json(
+        directory / "summary.json", {**run_dir.read_json(directory / "summary.json"), "status": "running"}
+    )
+    with run_dir.held(directory):
+        assert [run.status for run in find_runs(directory)] == ["running"]
+    assert [run.status for run in find_runs(directory)] == ["failed"]
+
+
+def test_a_long_run_is_thinned_to_steps_that_runs_of_other_batch_sizes_share(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", 64, 0.02, 1, 4.0)
+    write_run(tmp_path / "b", 128, 0.02, 1, 4.0)
+    runs = find_runs(tmp_path)
+    for run in runs:
+        assert POINTS <= len(run.train) <= 2 * POINTS
+    assert runs[0].fingerprints.keys() == runs[1].fingerprints.keys()
+    assert runs[0].train[-1].seconds == pytest.approx(4096 * 8e-3)
+
+
+def test_a_run_that_logs_every_tenth_step_keeps_all_points_of_its_curve(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", 64, 0.02, 1, 4.0)
+    path = tmp_path / "run" / "metrics.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps({**row, "step": 10 * row["step"]}) + "\n" for row in rows))
+    [run] = find_runs(tmp_path / "run")
+    assert len(run.train) >= POINTS

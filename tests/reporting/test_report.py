@@ -1,0 +1,169 @@
+"""`gptexp report` on run directories: which files it writes, and what no run directory can make it do."""
+
+import csv
+import json
+import shutil
+import subprocess
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from sweeps import report_of, write_sweep
+
+from gptexp.report import main
+from gptexp.reporting.records import find_runs
+from gptexp.reporting.table import shown, values
+from gptexp.reporting.write import write_report
+
+Gptexp = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A sweep with its report, but with empty PNGs, which cost most of the time; tests must not write into it."""
+    root = write_sweep(tmp_path_factory.mktemp("sweeps") / "root")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("gptexp.reporting.write.png", lambda _: b"")
+        write_report(root)
+    return root
+
+
+def test_report_json_holds_what_the_page_says(swept: Path) -> None:
+    assert json.loads((swept / "report.json").read_text()) == report_of(swept)
+
+
+def files_of_report(directory: Path) -> dict[str, bytes]:
+    """The files of a report, by their names below `directory`."""
+    found = [*directory.glob("report.*"), *directory.glob("pictures/*"), directory / "cells.csv"]
+    return {str(path.relative_to(directory)): path.read_bytes() for path in found}
+
+
+@pytest.mark.e2e
+def test_the_same_sweep_gives_the_same_bytes(swept: Path, tmp_path: Path) -> None:
+    written = []
+    for parent in ("a", "b"):
+        root = tmp_path / parent / "root"
+        shutil.copytree(swept, root, ignore=shutil.ignore_patterns("report.*", "pictures", "cells.csv"))
+        write_report(root)
+        written.append(files_of_report(root))
+    assert len(written[0]) == 10 + 3
+    assert written[0] == written[1]
+
+
+def test_cells_csv_has_a_line_for_every_run(swept: Path) -> None:
+    with (swept / "cells.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 6 * 3 + 4
+    assert [row["status"] for row in rows].count("diverged") == 3
+    summary = json.loads((swept / rows[0]["run"] / "summary.json").read_text())
+    assert float(rows[0]["final_val_loss"]) == summary["final_val_loss"]
+
+
+class Elements(HTMLParser):
+    """The names of all elements, and their attributes' names."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.names += [tag, *(f"@{name}" for name, _ in attrs)]
+
+
+HOSTILE = [
+    "<img src=x onerror=alert(1)>",
+    "</script><script>alert(1)",
+    "=cmd|' '!A0",
+    "@SUM(1)",
+    "a\x1b[31mred",
+    "$(x)`y`",
+]
+
+
+def renamed(swept: Path, root: Path) -> Path:
+    """A copy of the sweep in which runs have names that a page, a terminal, a shell or a spreadsheet may run."""
+    shutil.copytree(swept, root)
+    for name, path in zip(HOSTILE, sorted(root.glob("lr=*")), strict=False):
+        path.rename(root / name.replace("/", "∕"))
+    (root / HOSTILE[0]).mkdir(exist_ok=True)
+    return root
+
+
+def is_harmless(root: Path, printed: str, swept: Path) -> bool:
+    """Whether the page of `root` has the elements of that of `swept`, and the output no escape sequence."""
+    same = Elements((root / "report.html").read_text()).names == Elements((swept / "report.html").read_text()).names
+    return same and "\x1b" not in printed
+
+
+def test_a_runs_name_injects_nothing(
+    swept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In this process and without PNGs, which cost most of the time."""
+    monkeypatch.setattr("gptexp.reporting.write.png", lambda _: b"")
+    root = renamed(swept, tmp_path / "sweep <b>")
+    main([str(root)])
+    assert is_harmless(root, capsys.readouterr().out, swept)
+
+
+@pytest.mark.e2e
+def test_a_runs_name_injects_nothing_into_the_commands_output(gptexp: Gptexp, swept: Path, tmp_path: Path) -> None:
+    root = renamed(swept, tmp_path / "sweep <b>")
+    done = gptexp("report", str(root))
+    assert done.returncode == 0, done.stderr
+    assert is_harmless(root, done.stdout, swept)
+
+
+def test_a_single_run_has_its_pictures_and_a_second_report_has_the_same_bytes(
+    gptexp: Gptexp, swept: Path, tmp_path: Path
+) -> None:
+    directory = tmp_path / "run"
+    shutil.copytree(sorted(swept.glob("lr=*"))[0], directory)
+    done = gptexp("report", str(directory))
+    assert done.returncode == 0, done.stderr
+    written = files_of_report(directory)
+    pictures = {Path(name).stem: content for name, content in written.items() if name.endswith(".png")}
+    assert pictures.keys() == {
+        "course-tokens", "course-steps", "course-seconds", "noise-scale", "cosine", "learning-rate", "gradient-norm",
+        "clipping", "speed",
+    }  # fmt: skip
+    assert all(content.startswith(b"\x89PNG") for content in pictures.values())
+    for name in written:
+        (directory / name).unlink()
+    write_report(directory)
+    assert files_of_report(directory) == written
+
+
+def test_the_table_has_values_as_read_and_the_page_has_them_rounded(swept: Path) -> None:
+    run = find_runs(swept)[0]
+    assert values([run], ["model.n_layer"]) == [{
+        "run": run.name, "status": run.status, "lr": run.lr, "total_batch_size": run.batch, "seed": run.seed,
+        "steps": run.summary["steps"], "tokens": run.summary["tokens"], "tokens_per_parameter": run.summary["tokens"],
+        "final_val_loss": run.loss, "tokens_per_s": 8e3, "mfu_palm": None, "train_h": 1 / 60, "model.n_layer": 12,
+    }]  # fmt: skip
+    names, [texts] = shown([run])
+    assert "MFU" not in names  # no peak is known of a CPU
+    differing, _ = shown(find_runs(swept), all_of_them=False)
+    assert {"status", "val loss", "seed"} < {*differing} < {*names} - {"tokens/s"}
+    assert texts[names.index("val loss")] == f"{run.loss:.4f}"
+    run.mfu = 0.4321
+    assert "43.2%" in shown([run])[1][0]
+
+
+@pytest.mark.parametrize("what", ["nothing", "empty"])
+def test_a_directory_without_a_run_is_refused_in_one_line(gptexp: Gptexp, tmp_path: Path, what: str) -> None:
+    (tmp_path / "empty").mkdir()
+    done = gptexp("report", what)
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+
+
+def test_the_command_writes_the_law_and_says_how_to_use_it(
+    swept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("gptexp.reporting.write.png", lambda _: b"")
+    root, file = tmp_path / "root", tmp_path / "mine" / "optim" / "fitted.yaml"
+    shutil.copytree(swept, root)
+    main([str(root), "--write-optim", str(file)])
+    assert "use it with optim=fitted" in capsys.readouterr().out
+    assert file.exists()

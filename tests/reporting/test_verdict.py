@@ -1,0 +1,156 @@
+"""What the report concludes from the runs of a sweep: optima, the law, warnings, and what to run next."""
+
+import random
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from sweeps import NOISE_SCALE, report_of, write_run, write_sweep
+
+from gptexp.reporting.analysis import analyse
+from gptexp.reporting.figures import figures
+from gptexp.reporting.records import find_runs
+from gptexp.storage import run_dir
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A sweep whose best learning rate grows with the root of the batch size; tests must not write into it."""
+    return write_sweep(tmp_path_factory.mktemp("sweeps") / "root")
+
+
+def verdict(directory: Path) -> str:
+    return "\n".join(report_of(directory)["verdict"])
+
+
+def test_the_known_optima_law_and_noise_are_found(swept: Path) -> None:
+    report = report_of(swept)
+    [arm] = report["arms"]
+    assert [curve["status"] for curve in arm["curves"]] == ["bracketed"] * 3
+    for curve, truth in zip(arm["curves"], (0.02 / 2**0.5, 0.02, 0.02 * 2**0.5), strict=True):
+        assert curve["optimum"]["low"] < truth < curve["optimum"]["high"]
+        assert curve["optimum"]["loss"] == pytest.approx(4 + 0.01 * (curve["total_batch_size"] // 8192), abs=0.006)
+    assert arm["law"]["exponent"] == pytest.approx(0.5, abs=0.04)
+    assert arm["law"]["low"] < 0.5 < arm["law"]["high"]
+    assert arm["noise"]["sigma"] == pytest.approx(0.002, rel=0.6)
+    said = "\n".join(report["verdict"])
+    assert "agrees with the rule 'square root' (0.5) and not with 'none' (0) and 'linear' (1)" in said
+    assert "diverged at learning rate 0.16" in said
+    assert "the critical batch size needs schedule=constant" in said
+    [command] = report["next"]
+    assert command.startswith("gptexp train -m model=nano sweep.name=root batch.total_batch_size=32768 optim.lr=")
+
+
+def test_an_optimum_at_the_edge_gets_no_number_and_the_grid_is_extended(tmp_path: Path) -> None:
+    root = write_sweep(tmp_path / "edge", centre=0.001)
+    report = report_of(root)
+    said = "\n".join(report["verdict"])
+    assert said.count("the optimum is not bracketed") == 3
+    assert "extend the grid to 0.0025" in said
+    assert "best learning rate is" not in said
+    [arm] = report["arms"]
+    assert arm["law"] is None
+    assert [command.split("optim.lr=")[1] for command in report["next"]] == ["0.00125,0.0025"] * 3
+
+
+def test_a_constant_schedule_gives_the_critical_batch_size(tmp_path: Path) -> None:
+    root = write_sweep(tmp_path / "constant", batches=(2048, 4096, 8192, 16384), schedule="constant")
+    report = report_of(root)
+    [arm] = report["arms"]
+    assert arm["critical_batch_size"]["steps"].keys() == {"2048", "4096", "8192", "16384"}
+    assert "by the 20% rule" in "\n".join(report["verdict"])
+    assert "isoloss" in {picture.key for picture in figures(analyse("sweep", find_runs(root)))}
+
+
+def test_runs_of_other_settings_are_arms_of_their_own(swept: Path, tmp_path: Path) -> None:
+    root = tmp_path / "arms"
+    shutil.copytree(swept, root)
+    for path in sorted(root.glob("lr=*")):
+        other = root / f"beta-{path.name}"
+        shutil.copytree(path, other)
+        config = run_dir.load_config(other)
+        config.optim.beta2 = 0.99
+        run_dir.save_config(other, config)
+    arms = report_of(root)["arms"]
+    assert [arm["choices"] for arm in arms] == [{"optim.beta2": 0.99}, {"optim.beta2": 0.95}]
+    assert arms[0]["law"]["exponent"] == arms[1]["law"]["exponent"]
+
+
+def test_the_same_cell_under_two_names_counts_once(swept: Path, tmp_path: Path) -> None:
+    root = tmp_path / "twice"
+    shutil.copytree(swept, root)
+    for path in sorted(root.glob("lr=*")):
+        shutil.copytree(path, root / f"again-{path.name}")
+    assert report_of(root)["arms"][0]["noise"] == report_of(swept)["arms"][0]["noise"]
+
+
+def test_runs_that_trained_on_other_data_are_flagged(swept: Path, tmp_path: Path) -> None:
+    root = tmp_path / "data"
+    shutil.copytree(swept, root)
+    first, second, *_ = sorted(root.glob("lr=*"))
+    run_dir.write_json(first / "summary.json", {**run_dir.read_json(first / "summary.json"), "data_hash": "4567"})
+    text = (second / "metrics.jsonl").read_text()
+    (second / "metrics.jsonl").write_text(re.sub(r'"data/fingerprint": "0', '"data/fingerprint": "1', text))
+    said = verdict(root)
+    assert f"{first.name}: trained on other text (hash 4567)" in said
+    assert f"{second.name}: read other data in its first" in said
+    assert said.count("Warning:") == 2
+
+
+def test_a_warm_up_in_steps_is_flagged_in_a_sweep_of_batch_sizes(tmp_path: Path) -> None:
+    for batch in (4096, 8192):
+        write_run(tmp_path / f"{batch}", batch, 0.02, 1, 4.0)
+        config = run_dir.load_config(tmp_path / f"{batch}")
+        config.schedule.warmup_steps = 5
+        run_dir.save_config(tmp_path / f"{batch}", config)
+    assert "schedule.warmup_steps=5 counts steps, so the number of warm-up tokens differs" in verdict(tmp_path)
+
+
+def test_a_cell_with_a_diverged_seed_is_left_out_of_the_fit(tmp_path: Path) -> None:
+    root = write_sweep(tmp_path / "partly")
+    write_run(root / "another-seed", 8192, 0.02, 99, None)
+    report = report_of(root)
+    assert "At 8,192 tokens a step training diverged at learning rates 0.02, 0.16." in "\n".join(report["verdict"])
+    [arm] = report["arms"]
+    [at_8192] = [curve for curve in arm["curves"] if curve["total_batch_size"] == 8192]
+    assert at_8192["fit"]["lrs"] == [0.005, 0.01, 0.04, 0.08]
+
+
+def test_the_noise_scale_stands_beside_the_batch_sizes_and_the_critical_one(tmp_path: Path) -> None:
+    root = write_sweep(tmp_path / "sweep", batches=(2048, 4096, 8192, 16384), schedule="constant")
+    lines = report_of(root)["verdict"]
+    [line] = [line for line in lines if "gradient noise scale" in line]
+    best = min((run for run in find_runs(root) if run.loss is not None), key=lambda run: run.loss or 0.0)
+    assert f"of {best.name} is {NOISE_SCALE * 1024:,} tokens" in line
+    assert f"a step has {best.batch:,}" in line
+    [spec] = [f.spec for f in figures(analyse("sweep", find_runs(root))) if f.key == "noise-scale"]
+    marked = {row["value"] for row in spec["layer"][1]["data"]["values"]}
+    assert marked >= {2048, 4096, 8192, 16384}
+    critical = [line for line in lines if "The measured critical batch size is" in line]
+    assert len(critical) == (len(marked) > 4)
+
+
+def test_a_flat_grid_gets_more_seeds_and_no_more_learning_rates(tmp_path: Path) -> None:
+    rng = random.Random(0)
+    for lr in (1e-3, 4e-3, 1.6e-2, 6.4e-2):
+        for seed in (1, 2):
+            write_run(tmp_path / f"{lr}-{seed}", 4096, lr, seed, 4 + rng.gauss(0, 0.05))
+    run_dir.write_json(tmp_path / "sweep.json", {"name": "s", "overrides": ["model=nano", "optim.lr=1e-3"]})
+    report = report_of(tmp_path)
+    assert "the loss is flat within noise" in "\n".join(report["verdict"])
+    [first, *_] = report["next"]
+    assert "optim.lr=0.001," in first
+    assert first.endswith("0.064 train.seed=3,4,5,6")
+    assert first.count("optim.lr=") == 1  # the old override of a key that is swept now is dropped
+    assert "model=nano" in first
+
+
+@pytest.mark.parametrize(("centre", "edges"), [(0.02, []), (0.001, [4096, 8192, 16384])])
+def test_a_critical_batch_size_from_learning_rates_at_the_edge_is_flagged(
+    tmp_path: Path, centre: float, edges: list[int]
+) -> None:
+    root = write_sweep(tmp_path / "constant", centre=centre, schedule="constant")
+    report = report_of(root)
+    assert ("widen the grid before you rely on this" in "\n".join(report["verdict"])) == bool(edges)
+    assert report["arms"][0]["critical_batch_size"]["at_an_edge"] == edges

@@ -1,0 +1,49 @@
+"""Opening a run on another machine than the one that trained it."""
+
+import json
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import ForkServer, summary
+from real_runs import finished_run
+
+from gptexp import load_run
+
+
+@pytest.fixture
+def finished(tmp_path_factory: pytest.TempPathFactory, corpus: Path, torch_server: ForkServer) -> Path:
+    return finished_run(tmp_path_factory, corpus, torch_server).directory
+
+
+@pytest.fixture
+def from_gpu(finished: Path, tmp_path: Path) -> Path:
+    """The finished run as a GPU that used kernels of its own would have left it."""
+    directory = tmp_path / "from_gpu"
+    shutil.copytree(finished, directory)
+    config = yaml.safe_load((directory / "config.yaml").read_text())
+    config["train"].update(device="auto", attention="cudnn")
+    config["optim"].update(fused="on")
+    (directory / "config.yaml").write_text(yaml.safe_dump(config))
+    effective = json.loads((directory / "effective.json").read_text())
+    assert {"device", "attention"} <= effective.keys()
+    (directory / "effective.json").write_text(json.dumps({**effective, "device": "cuda", "attention": "cudnn"}))
+    return directory
+
+
+def test_a_run_of_a_gpu_is_loaded_on_a_cpu(from_gpu: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    model, _, _ = load_run(from_gpu)
+    assert next(model.parameters()).device.type == "cpu"
+
+
+def test_a_run_of_a_gpu_is_evaluated_on_a_cpu(
+    from_gpu: Path, finished: Path, gptexp: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    env = {"GPTEXP_CACHE": str(finished.parent / "tokens"), "CUDA_VISIBLE_DEVICES": ""}
+    done = gptexp("evaluate", str(from_gpu), env=env)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["val/loss"] == pytest.approx(summary(finished)["final_val_loss"], rel=1e-5)

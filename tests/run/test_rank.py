@@ -1,0 +1,139 @@
+"""One rank in this process: `gptexp.run.rank.run`, from a directory to a finished or resumed run."""
+
+import gc
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import events, summary
+
+from gptexp.config.compose import compose
+from gptexp.config.schema import Config
+from gptexp.distributed.ranks import Rank
+from gptexp.process.signals import StopRequest
+from gptexp.run.job import Job
+from gptexp.run.rank import run
+from gptexp.storage import checkpoint
+from gptexp.training.validation import evaluate
+
+
+def train(config: Config, directory: Path, stop: StopRequest | None = None) -> int:
+    return run(Job(config, directory, Rank(), stop or StopRequest()))
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    """A run sets the number of threads of this process: restore it."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def test_a_run_resumes_before_a_damaged_checkpoint_and_saves_that_step_again(
+    tiny: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = compose([*tiny, "train.max_steps=6", "train.save_every=2", "train.eval_every=0"])
+    assert train(config, tmp_path) == 0
+    newest = tmp_path / "checkpoints" / "step-00000006"
+    weights = (newest / "model.safetensors").read_bytes()
+    (newest / "model.safetensors").write_bytes(weights[:-1])
+    assert train(config, tmp_path) == 0
+    assert "checkpoint skipped" in capsys.readouterr().err
+    assert (newest / "model.safetensors").read_bytes() == weights
+    assert (checkpoint.load_latest(tmp_path / "checkpoints") or pytest.fail("none"))[1].step == 6
+    assert [e["step"] for e in events(tmp_path, "step")] == list(range(6))
+    assert summary(tmp_path)["status"] == "completed"
+
+
+def test_the_process_runs_with_the_number_of_threads_that_was_decided(tiny: list[str], tmp_path: Path) -> None:
+    config = compose([*tiny, "world.threads_per_rank=2", "train.max_steps=1"])
+    torch.set_num_threads(1)
+    train(config, tmp_path)
+    assert torch.get_num_threads() == 2
+
+
+def test_an_evaluation_that_was_due_at_the_interruption_is_the_first_thing_after_it(
+    tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = compose([*tiny, "train.max_steps=6", "train.eval_every=2", "log.sample_tokens=0"])
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    whole.mkdir()
+    parts.mkdir()
+    train(config, whole)
+
+    class AfterFourSteps(StopRequest):
+        steps = 0
+
+        def flags(self) -> list[float]:
+            self.steps += 1
+            return [float(self.steps == 4), 0.0, 0.0, 0.0]
+
+    assert train(config, parts, AfterFourSteps()) == 130
+    assert [e["step"] for e in events(parts, "eval")] == [1]
+
+    def slowly(*args: Any) -> float:
+        time.sleep(2)
+        return evaluate(*args)
+
+    monkeypatch.setattr("gptexp.training.loop.evaluate", slowly)
+    assert train(config, parts) == 0
+    assert all(
+        e["perf/step_ms"] < 2000 for e in events(parts, "step")
+    )  # an evaluation does not count as a part of a step
+    evaluations = [[(e["step"], e["val/loss"]) for e in events(d, "eval")] for d in (whole, parts)]
+    assert [step for step, _ in evaluations[0]] == [1, 3, 5]
+    assert evaluations[0] == evaluations[1]
+    # Resumed from a checkpoint that was evaluated, nothing is evaluated twice.
+    assert train(config, parts) == 0
+    assert len(events(parts, "eval")) == 3
+
+
+def test_a_run_whose_sample_fails_is_completed(
+    tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise UnicodeEncodeError("ascii", "…", 0, 1, "ordinal not in range")
+
+    monkeypatch.setattr("gptexp.run.rank.complete", fail)
+    assert train(compose([*tiny, "log.sample_tokens=4"]), tmp_path) == 0
+    assert "gptexp: sampling failed: UnicodeEncodeError" in capsys.readouterr().err
+    assert summary(tmp_path)["status"] == "completed"
+
+
+def test_garbage_collection_is_off_until_the_first_step_is_done(tiny: list[str], tmp_path: Path) -> None:
+    enabled: list[bool] = []
+
+    class Looks(StopRequest):
+        def flags(self) -> list[float]:
+            enabled.append(gc.isenabled())
+            return super().flags()
+
+    config = compose([*tiny, "train.max_steps=3", "train.eval_every=0"])
+    assert train(config, tmp_path, Looks()) == 0
+    assert enabled == [False, True, True]
+    assert train(config, tmp_path) == 0  # nothing is left to train
+    assert gc.isenabled()
+
+
+@pytest.mark.e2e
+def test_a_measured_peak_is_measured_once(gptexp: Any, tiny: list[str], tmp_path: Path) -> None:
+    """All attempts use the same number, and the summary names it."""
+    out = tmp_path / "out"
+    done = gptexp("train", *tiny, "train.save_every=2", "log.mfu_peak=measured", "hydra.run.dir=out")
+    assert done.returncode == 0, done.stderr
+    effective = json.loads((out / "effective.json").read_text())
+    mfu = summary(out)["mfu"]
+    assert mfu["peak_flops_per_s"] == effective["peak_flops_per_rank"] > 1e8
+    last = events(out, "step")[-1]
+    assert last["perf/mfu_palm"] == pytest.approx(
+        last["perf/tokens_per_s"] * mfu["flops_per_token_palm"] / mfu["peak_flops_per_s"]
+    )
+    (out / "checkpoints/step-00000004").rename(out / "checkpoints/gone")
+    (out / "effective.json").write_text(json.dumps({**effective, "peak_flops_per_rank": 1e12}))
+    (out / "summary.json").write_text(json.dumps({**summary(out), "status": "running"}))
+    assert gptexp("resume", "out").returncode == 0
+    assert summary(out)["mfu"]["peak_flops_per_s"] == 1e12

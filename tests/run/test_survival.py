@@ -1,0 +1,99 @@
+"""Killed at any moment, a run ends with the bits of one that nothing disturbed; tests/survival.py does the killing.
+
+The gates are part of it: kills that all fall before the first step, or between two saves, would prove nothing.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ROOT
+from survival import MUTANTS, POINTS, mutated_package
+
+SCRIPT = ROOT / "tests" / "survival.py"
+GPTEXP = ROOT / "gptexp"
+
+
+def survive(tmp_path: Path, *argv: object, package: Path = ROOT, timeout: float = 900) -> Any:
+    """The answer of survival.py; `package`: the folder with the gptexp that it runs."""
+    command = [sys.executable, str(SCRIPT), *map(str, argv[:1]), str(tmp_path), *map(str, argv[1:])]
+    environment = {**os.environ, "PYTHONPATH": str(package)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)
+
+
+def unharmed(found: dict[str, Any]) -> bool:
+    """Whether nothing of the kills is left: same bits, nothing rejected, no half file, every step logged once."""
+    return (
+        found["found"] == found["expected"]
+        and not found["rejected"]
+        and not found["left over"]
+        and bool(found["metrics whole"])
+    )
+
+
+@pytest.mark.e2e
+def test_fifteen_kills_at_world_sizes_that_change(tmp_path: Path) -> None:
+    found = survive(tmp_path, "kills", "--kills", 15, "--steps", 100, "--world-sizes", 1, 2)
+    assert unharmed(found), found
+    assert found["kills"] == 15, found
+    assert found["resume steps"] >= 6, found
+    assert found["in a save"] >= 4, found
+    assert found["half-written"] >= 2, found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_sizes", [(1,), (2,), (1, 2, 4)], ids=str)
+def test_fifty_kills(tmp_path: Path, world_sizes: tuple[int, ...]) -> None:
+    found = survive(tmp_path, "kills", "--kills", 50, "--world-sizes", *world_sizes)
+    print(found)
+    assert unharmed(found), found
+    assert found["kills"] == 50, found
+    assert found["resume steps"] >= 15, found
+    assert found["in a save"] >= 15, found
+    assert found["half-written"] >= 8, found
+    assert found["starts per world size"].keys() == {str(size) for size in world_sizes}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_every_mutant_finds_the_text_that_it_replaces(tmp_path: Path, mutant: str) -> None:
+    package = mutated_package(mutant, tmp_path) / "gptexp"
+    changed = [
+        p for p in (ROOT / "gptexp").rglob("*.py") if p.read_text() != (package / p.relative_to(GPTEXP)).read_text()
+    ]
+    assert changed == [GPTEXP / MUTANTS[mutant][0]]
+    compile((package / MUTANTS[mutant][0]).read_text(), mutant, "exec")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_kills_reveal_each_mutant(tmp_path: Path, mutant: str) -> None:
+    """Otherwise the tests above could not fail."""
+    package = mutated_package(mutant, tmp_path)
+    found = survive(tmp_path, "kills", "--kills", 15, "--steps", 100, "--world-sizes", 1, 2, package=package)
+    assert found["package"] == str(package)
+    assert not unharmed(found), found
+
+
+@pytest.mark.parametrize(
+    "occurrence",
+    [
+        pytest.param(2, marks=pytest.mark.e2e),
+        pytest.param(1, marks=pytest.mark.slow),
+        pytest.param(3, marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_that_dies_at_any_point_of_saving_goes_on_unharmed(tmp_path: Path, occurrence: int) -> None:
+    found = survive(tmp_path, "crash", "--occurrences", occurrence)
+    assert [f["point"] for f in found] == list(POINTS)
+    for f in found:
+        assert f["died"], f
+        assert f["same"], f
+        assert f["metrics whole"], f
+        assert (f["left over"], f["rejected"]) == (0, 0), f
+    assert sum(f["half-written"] for f in found) >= 5

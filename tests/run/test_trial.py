@@ -1,0 +1,156 @@
+"""Which micro-batch a trial settles on, with a simulated GPU; real steps on a GPU are in test_gpu.py."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from gptexp.config.schema import Config
+from gptexp.distributed.ranks import Rank
+from gptexp.machine.effective import Choice, Effective, resolve
+from gptexp.process.errors import ConfigError
+from gptexp.run import trial
+
+SIZES = [64, 32, 16, 8, 4, 2, 1]
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.mark.parametrize("first", SIZES)
+@pytest.mark.parametrize("limit", [0, 1, 5, 8, 63, 1000])
+def test_the_search_ends_at_the_largest_that_runs_and_tries_no_size_twice(first: int, limit: int) -> None:
+    tried: list[int] = []
+
+    def runs(size: int) -> bool:
+        tried.append(size)
+        return size <= limit
+
+    assert trial.largest(SIZES, first, runs) == next((size for size in SIZES if size <= limit), None)
+    assert len(tried) == len(set(tried))
+
+
+class Gpu:
+    """An allocator like torch's: it caches freed memory, and remembers the most that it held until that is reset."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.held = self.most = 0
+        for name, function in {
+            "reset_peak_memory_stats": self.reset,
+            "empty_cache": self.empty,
+            "max_memory_reserved": lambda *_: self.most,
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, function)
+
+    def reset(self, *_: object) -> None:
+        self.most = self.held
+
+    def empty(self) -> None:
+        self.held = 0
+
+    def hold(self, size: int) -> None:
+        self.held = max(self.held, size)
+        self.most = max(self.most, self.held)
+
+
+def taken(monkeypatch: pytest.MonkeyPatch, gpu: Gpu, size: int, error: RuntimeError | None = None) -> float:
+    def two_steps(*_: Any) -> None:
+        gpu.hold(size)
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr(trial, "_two_steps", two_steps)
+    args: Any = (None, None, GPU, 1, 1)
+    return trial.taken(*args)
+
+
+def test_each_trial_measures_its_own_peak_and_leaves_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = Gpu(monkeypatch)
+    for size in (70, 7, 20):
+        assert taken(monkeypatch, gpu, size) == size
+        assert gpu.held == 0
+
+
+def test_a_size_that_does_not_fit_takes_more_than_there_is_and_leaves_no_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpu = Gpu(monkeypatch)
+    assert taken(monkeypatch, gpu, 70, torch.OutOfMemoryError("CUDA out of memory")) == math.inf
+    assert gpu.held == 0
+    assert taken(monkeypatch, gpu, 7) == 7
+
+
+def test_any_other_error_of_a_trial_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RuntimeError, match="shapes"):
+        taken(monkeypatch, Gpu(monkeypatch), 7, RuntimeError("shapes"))
+
+
+GRADIENTS = 10  # units of memory; a sequence takes one
+
+
+@pytest.fixture
+def cfg() -> Config:
+    cfg = Config()
+    cfg.batch.micro_batch_size, cfg.batch.total_batch_size = "auto", 64 * cfg.seq_len
+    return cfg
+
+
+@pytest.fixture
+def estimated(cfg: Config) -> Effective:
+    return replace(resolve(cfg, CPU, Rank()), micro_batch_size=Choice(8, "decided", "any words"))
+
+
+def settle(
+    monkeypatch: pytest.MonkeyPatch, cfg: Config, estimated: Effective, free: int, world_size: int = 1
+) -> Effective:
+    """Settle where `free` units of memory are free. Gradients of earlier micro-steps take some from the second on."""
+    monkeypatch.setattr(trial, "taken", lambda cfg, effective, device, size, steps: size + GRADIENTS * (steps > 1))
+    monkeypatch.setattr(trial, "apply", lambda effective, deterministic: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 10**6))
+    return trial.settle_micro_batch(cfg, estimated, GPU, world_size)
+
+
+@pytest.mark.parametrize(
+    ("free", "world_size", "expected"),
+    [
+        (10**6, 1, 64),
+        (10**6, 2, 32),  # the whole share of a rank
+        (70, 1, 64),  # the whole batch at once: no gradients of earlier micro-steps
+        (60, 1, 32),  # 32 + 10, not 64
+        (40, 1, 16),  # 32 + 10 does not fit
+        (40, 2, 16),  # DDP's buckets hold gradients also with one micro-step
+        (26, 1, 8),  # 16 + 10 would take all that is free
+        (12, 1, 1),  # smaller than the estimate
+    ],
+)
+def test_the_largest_size_whose_step_fits_is_taken(
+    monkeypatch: pytest.MonkeyPatch, cfg: Config, estimated: Effective, free: int, world_size: int, expected: int
+) -> None:
+    settled = settle(monkeypatch, cfg, estimated, free, world_size)
+    assert (settled.micro_batch_size.value, settled.micro_batch_size.source) == (expected, "decided")
+    assert replace(settled, micro_batch_size=estimated.micro_batch_size) == estimated  # nothing else changes
+
+
+def test_not_even_one_sequence_is_an_error(monkeypatch: pytest.MonkeyPatch, cfg: Config, estimated: Effective) -> None:
+    with pytest.raises(ConfigError, match="not even one sequence fits"):
+        settle(monkeypatch, cfg, estimated, free=5)
+
+
+@pytest.mark.parametrize("source", ["asked", "saved"])
+def test_a_size_that_was_asked_for_or_saved_is_not_tried(
+    monkeypatch: pytest.MonkeyPatch, cfg: Config, estimated: Effective, source: Any
+) -> None:
+    given = replace(estimated, micro_batch_size=Choice(8, source, estimated.micro_batch_size.reason))
+    assert settle(monkeypatch, cfg, given, free=10**6) == given
+
+
+def test_a_size_that_was_settled_is_not_tried_at_the_next_start(
+    monkeypatch: pytest.MonkeyPatch, cfg: Config, estimated: Effective
+) -> None:
+    settled = settle(monkeypatch, cfg, replace(estimated, device="cpu"), free=60)
+    resumed = resolve(cfg, CPU, Rank(), Effective.from_dict(settled.to_dict()))
+    assert settle(monkeypatch, cfg, resumed, free=10**6).micro_batch_size.value == 32
+
+
+def test_a_cpu_needs_no_trial(cfg: Config, estimated: Effective) -> None:
+    assert trial.settle_micro_batch(cfg, estimated, CPU, 1) == estimated

@@ -1,0 +1,120 @@
+"""A loss that rises and stays high is a divergence; one with spikes or noise is not."""
+
+import math
+import random
+import subprocess
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+from conftest import events, summary
+
+from gptexp.config.compose import compose
+from gptexp.config.schema import from_dict
+from gptexp.distributed.ranks import Rank
+from gptexp.process.signals import StopRequest
+from gptexp.run.job import Job
+from gptexp.run.rank import run
+from gptexp.storage.checkpoint import TrainState
+from gptexp.storage.divergence import LossTrend
+
+Gptexp = Callable[..., subprocess.CompletedProcess[str]]
+
+STEPS = 10_000
+
+
+def first_flagged(losses: Iterable[float], nats: float | None = 1.0, steps: int = STEPS) -> int | None:
+    """The step after which the run counts as diverged; None if it never does."""
+    trend = LossTrend()
+    return next((step for step, loss in enumerate(losses) if trend.diverged(loss, steps, nats)), None)
+
+
+def falling(step: int) -> float:
+    """The loss of a normal run: from 10.8 to 3.3, with noise."""
+    return 3.3 + 7.5 * math.exp(-step / 300) + random.Random(step).gauss(0, 0.15)
+
+
+def test_neither_a_falling_loss_nor_one_with_spikes_is_a_divergence() -> None:
+    def spiking(step: int) -> float:
+        since = step % 1000  # spikes of 1.5 nats that decay within half a percent of the run
+        return falling(step) + 1.5 * math.exp(-since / 15)
+
+    assert first_flagged(map(falling, range(STEPS))) is None
+    assert first_flagged(map(spiking, range(STEPS))) is None
+    assert max(spiking(step) - falling(step) for step in range(STEPS)) == pytest.approx(1.5)
+
+
+@pytest.mark.parametrize("begins", [0, 200, 5000])
+def test_a_loss_that_stays_high_is_seen_within_two_and_a_half_percent_of_the_run(begins: int) -> None:
+    def rising(step: int) -> float:
+        return falling(min(step, begins)) + min(3.0, max(0, step - begins) / 50)
+
+    flagged = first_flagged(map(rising, range(STEPS)))
+    assert flagged is not None
+    assert begins + 0.01 * STEPS < flagged < begins + 0.025 * STEPS
+    assert first_flagged(map(rising, range(STEPS)), nats=None) is None
+    assert first_flagged(map(rising, range(STEPS)), nats=4.0) is None
+
+
+def test_bumps_in_a_short_run_are_no_divergence() -> None:
+    """The first losses are measured: a nano model's, at 8,192 tokens a step and lr 0.032."""
+    losses = [10.71, 10.2, 9.6, 8.8, 7.94, 6.9, 6.0, 5.2, 4.74, 5.0, 5.6, 6.0, 6.14, 6.0, 5.8, 5.6, 5.46]
+    assert first_flagged([*losses, *[4.8] * 33], steps=50) is None
+    assert first_flagged([*[10.7] * 5, *[5.0] * 20, *[9.0] * 12, *[5.0] * 13], steps=50) is None
+    assert first_flagged([*[10.7] * 5, *[5.0] * 20, *[9.0] * 25], steps=50) is not None
+
+
+def test_repeated_bumps_do_not_accumulate() -> None:
+    def bumpy(step: int) -> float:
+        return falling(step) + (2.5 if step % 500 < 45 and step > 1000 else 0.0)
+
+    assert first_flagged(map(bumpy, range(STEPS))) is None
+
+
+def test_a_resumed_run_diverges_at_the_same_step() -> None:
+    losses = [falling(step) for step in range(300)] + [12.0] * 300
+    straight = first_flagged(losses)
+    assert straight is not None
+    state = TrainState()
+    for step, loss in enumerate(losses):
+        if step % 7 == 0:  # saved and loaded again
+            state = from_dict(asdict(state), TrainState)
+        if state.trend.diverged(loss, STEPS, 1.0):
+            break
+    assert step == straight
+
+
+@pytest.fixture
+def wild(tiny: list[str]) -> list[str]:
+    return [*tiny, "optim.lr=10", "train.max_steps=1000", "train.eval_every=0", "log.sample_tokens=0"]
+
+
+def test_a_run_whose_loss_stays_high_ends_early_as_diverged(
+    wild: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(Job(compose(wild), tmp_path, Rank(), StopRequest())) == 5
+    assert summary(tmp_path)["status"] == "diverged"
+    assert len(events(tmp_path, "step")) < 60  # of 1,000
+    assert "has stayed 1 nats above its minimum" in capsys.readouterr().err
+
+
+@pytest.mark.e2e
+def test_without_the_check_the_same_run_goes_on(gptexp: Gptexp, wild: list[str]) -> None:
+    done = gptexp("train", *wild, "train.max_steps=100", "train.divergence_nats=null")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.e2e
+def test_a_diverged_cell_is_an_outcome_of_its_sweep(gptexp: Gptexp, tiny: list[str], tmp_path: Path) -> None:
+    """The sweep succeeds; started again, it does not run the cell again."""
+    grid = ["-m", *tiny, "optim.lr=1e-3,10", "train.max_steps=200", "train.eval_every=0", "sweep.name=s"]
+    done = gptexp("train", *grid)
+    assert done.returncode == 0, done.stderr
+    cells = tmp_path / "outputs" / "s"
+    [calm], [wild] = cells.glob("lr=0.001-*"), cells.glob("lr=10.0-*")
+    assert (summary(calm)["status"], summary(wild)["status"]) == ("completed", "diverged")
+    assert len(events(wild, "step")) < 60
+    assert "has stayed 1 nats above its minimum" in done.stderr
+    again = gptexp("train", *grid)
+    assert "already diverged" in again.stdout

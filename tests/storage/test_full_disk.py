@@ -1,0 +1,123 @@
+"""Disks that are full or read-only, under real runs."""
+
+import ctypes
+import json
+import os
+import re
+import resource
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import events, summary
+
+Gptexp = Callable[..., subprocess.CompletedProcess[str]]
+Start = Callable[..., subprocess.Popen[str]]
+
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler; apt-get install g++")
+
+
+def largest_file(size: int) -> Callable[[], None]:
+    """For `preexec_fn`: a longer file is refused, as by a full disk."""
+    return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+
+@pytest.mark.e2e
+def test_checkpoints_that_do_not_fit_are_lines_and_the_last_one_ends_the_run(
+    start: Start, gptexp: Gptexp, tiny: list[str], tmp_path: Path
+) -> None:
+    """No file may have more than a megabyte; with room again the same command continues."""
+    options = [*tiny, "train.save_every=1", "hydra.run.dir=out"]
+    process = start("train", *options, preexec_fn=largest_file(1_000_000))
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert err.count("cannot be saved (File too large); earlier checkpoints are unchanged; training continues") == 3, (
+        err
+    )
+    assert err.count("cannot be saved") == 4
+    assert "Traceback" not in err
+    assert list((tmp_path / "out" / "checkpoints").iterdir()) == []
+    done = gptexp("train", *options)
+    assert done.returncode == 0, done.stderr
+    assert summary(tmp_path / "out")["status"] == "completed"
+
+
+@pytest.mark.e2e
+def test_metrics_that_cannot_be_written_end_the_run_with_a_line(
+    start: Start, gptexp: Gptexp, tiny: list[str], tmp_path: Path
+) -> None:
+    options = [*tiny, "train.max_steps=60", "train.save_every=0", "train.eval_every=0", "hydra.run.dir=out"]
+    assert gptexp("prepare", *options).returncode == 0  # the token file is longer than what may be written later
+    process = start("train", *options, "world.size=2", preexec_fn=largest_file(16_000))
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 1
+    [line] = [line for line in err.splitlines() if "cannot be written" in line]
+    assert re.search(
+        r"^gptexp: .*metrics.jsonl: cannot be written \((No space|File too large).*; free disk space", line
+    )
+    assert "Traceback" not in err
+    for text in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines():
+        json.loads(text)
+    done = gptexp("train", *options)
+    assert done.returncode == 0, done.stderr
+    assert [e["step"] for e in events(tmp_path / "out", "step")] == list(range(60))
+
+
+def bound_by_permissions() -> None:
+    """For `preexec_fn`: root, too, may write only where permissions allow it (capabilities(7))."""
+    drop_from_bounding_set, cap_dac_override = 24, 1
+    ctypes.CDLL(None).prctl(drop_from_bounding_set, cap_dac_override, 0, 0, 0)
+
+
+@pytest.fixture
+def read_only(tiny: list[str], gptexp: Gptexp, tmp_path: Path) -> dict[str, str]:
+    """An environment whose token cache is filled and read-only, and whose compile cache cannot be made."""
+    tokens, temporary = tmp_path / "tokens", tmp_path / "temporary"
+    temporary.mkdir()
+    (tmp_path / "read-only").mkdir(mode=0o555)
+    compiled = tmp_path / "read-only" / "compiled"  # torch would make it, and fail
+    env = {
+        **os.environ,
+        "GPTEXP_CACHE": str(tokens),
+        "TORCHINDUCTOR_CACHE_DIR": str(compiled),
+        "TMPDIR": str(temporary),
+    }
+    assert gptexp("prepare", *tiny, env=env).returncode == 0
+    for folder in (*tokens.glob("*/"), tokens):
+        folder.chmod(0o555)
+    return env
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        pytest.param("train.compile=off", marks=pytest.mark.e2e),
+        pytest.param("train.compile=on", marks=[pytest.mark.slow, needs_compiler]),
+    ],
+)
+def test_a_run_reads_a_read_only_token_cache_and_compiles_elsewhere(
+    start: Start, read_only: dict[str, str], tiny: list[str], choice: str
+) -> None:
+    """The folder that replaces the compile cache is removed at the end."""
+    process = start("train", *tiny, choice, "world.size=2", env=read_only, preexec_fn=bound_by_permissions)
+    _, err = process.communicate(timeout=240)
+    assert process.returncode == 0, err
+    line = f"TORCHINDUCTOR_CACHE_DIR={read_only['TORCHINDUCTOR_CACHE_DIR']}: cannot be written (Permission denied)"
+    assert err.count(line) == 1
+    assert "Traceback" not in err
+    assert not list(Path(read_only["TMPDIR"]).glob("gptexp*"))
+
+
+@pytest.mark.e2e
+def test_new_tokens_in_a_read_only_cache_are_refused(
+    start: Start, read_only: dict[str, str], tiny: list[str], tmp_path: Path
+) -> None:
+    other = tmp_path / "other.txt"
+    other.write_text("Of something else. " * 99)
+    process = start("train", *tiny, f"data.path={other}", env=read_only, preexec_fn=bound_by_permissions)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 3
+    line = f"gptexp: data.cache_dir={read_only['GPTEXP_CACHE']}: cannot be written (Permission denied); choose another"
+    assert err.splitlines()[-1] == line

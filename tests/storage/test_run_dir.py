@@ -1,0 +1,108 @@
+"""The run directory: atomic files, identity, locks."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from gptexp.config.schema import Config, from_dict, to_dict
+from gptexp.process.errors import ConfigError
+from gptexp.storage import run_dir
+
+
+def test_config_survives_yaml(tmp_path: Path) -> None:
+    config = Config()
+    config.data.path = ["a", "b"]
+    config.log.wandb.tags = ["x"]
+    config.optim.lr = 6e-4
+    run_dir.save_config(tmp_path, config)
+    assert run_dir.load_config(tmp_path) == config
+    assert from_dict(to_dict(config)) == config
+
+
+@pytest.mark.parametrize("text", ["nonsense: 1", "model: {n_layers: 2}", "- 1", "a: [", ""])
+def test_a_damaged_config_is_refused_in_one_line(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=r"config\.yaml: ") as error:
+        run_dir.load_config(tmp_path)
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_yaml_tags_run_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.yaml").write_text("model: !!python/object/apply:os.system ['touch owned']")
+    with pytest.raises(ConfigError):
+        run_dir.load_config(tmp_path)
+    assert not (tmp_path / "owned").exists()
+
+
+def test_a_key_that_decides_the_result_must_agree_and_others_may_change(tmp_path: Path) -> None:
+    old = Config()
+    assert run_dir.check_same(tmp_path, old) == "new"
+    run_dir.save_config(tmp_path, old)
+    changed = Config()
+    changed.world.size, changed.log.progress, changed.batch.micro_batch_size, changed.train.save_every = 4, "off", 2, 7
+    assert run_dir.check_same(tmp_path, changed) == "unfinished"
+    changed.optim.lr, changed.model.n_layer = 1.0, 3
+    with pytest.raises(ConfigError, match=r"optim\.lr was 0\.0006, now 1\.0") as error:
+        run_dir.check_same(tmp_path, changed)
+    assert len(error.value.problems) == 2
+    run_dir.write_json(tmp_path / "summary.json", {"status": "completed"})
+    assert run_dir.check_same(tmp_path, old) == "completed"
+
+
+def test_json_has_no_nan(tmp_path: Path) -> None:
+    run_dir.write_json(tmp_path / "x.json", {"a": math.nan, "b": math.inf, "c": 1.5})
+    assert json.loads((tmp_path / "x.json").read_text()) == {"a": None, "b": None, "c": 1.5}
+    assert [p.name for p in tmp_path.iterdir()] == ["x.json"]
+
+
+def test_a_lock_is_held_by_a_living_process_only(tmp_path: Path) -> None:
+    code = (
+        "import sys, time; from pathlib import Path; from gptexp.storage import run_dir\n"
+        "with run_dir.held(Path(sys.argv[1])):\n    print('held', flush=True); time.sleep(60)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    assert run_dir.is_locked(tmp_path)
+    with pytest.raises(ConfigError, match="another process uses it"), run_dir.held(tmp_path):
+        pass
+    os.kill(process.pid, 9)
+    process.wait()
+    assert not run_dir.is_locked(tmp_path)
+    with run_dir.held(tmp_path):
+        pass
+
+
+def test_threads_that_ask_whether_a_run_is_locked_do_not_hold_its_lock(tmp_path: Path) -> None:
+    with run_dir.held(tmp_path):
+        assert run_dir.is_locked(tmp_path)
+    (tmp_path / run_dir.LOCK).touch()
+    found = []
+
+    def ask() -> None:
+        found.extend(run_dir.is_locked(tmp_path) for _ in range(3000))
+
+    askers = [threading.Thread(target=ask) for _ in range(4)]
+    for asker in askers:
+        asker.start()
+    for asker in askers:
+        asker.join()
+    assert len(found) == 12_000
+    assert not any(found)
+
+
+def test_a_lock_file_that_cannot_be_opened_counts_as_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / run_dir.LOCK).touch()
+
+    def refused(*_: object) -> int:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "open", refused)
+    assert not run_dir.is_locked(tmp_path)

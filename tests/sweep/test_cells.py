@@ -1,0 +1,111 @@
+"""The names of a multirun and of its cells: the same grid, and a wider one, must find their directories again."""
+
+from pathlib import Path
+
+import pytest
+from omegaconf import DictConfig
+
+from gptexp.config.compose import compose, composition, hydra_engine
+from gptexp.sweep.cells import cell_name, confounds, fixed_arguments, name_sweep
+from gptexp.sweep.space import swept_keys
+
+
+def composed(*overrides: str) -> DictConfig:
+    """The part of the config that is common to the cells of a multirun."""
+    with hydra_engine() as engine:
+        return composition(engine, overrides, None, multirun=True)
+
+
+def sweep_name(*overrides: str) -> str:
+    config = composed(*overrides)
+    name_sweep(config)
+    return str(config.sweep.name)
+
+
+GRID = ("optim.lr=1e-3,2e-3", "train.seed=1,2")
+
+
+@pytest.mark.parametrize(
+    "again",
+    [
+        ("train.seed=2,1", "optim.lr=0.002,1e-3,4e-3"),  # a wider grid, in another order
+        (*GRID, "log.progress=off", "world.size=2"),  # keys that decide no result
+        ("optim.lr=choice(1e-3)", "train.seed=range(4)"),
+    ],
+)
+def test_the_same_or_a_wider_grid_has_the_same_name(again: tuple[str, ...]) -> None:
+    assert sweep_name(*again) == sweep_name(*GRID)
+
+
+@pytest.mark.parametrize("other", [(*GRID, "model.n_layer=3"), GRID[:1], (*GRID, "optim.eps=1e-7,1e-8")])
+def test_another_grid_has_another_name(other: tuple[str, ...]) -> None:
+    assert sweep_name(*other) != sweep_name(*GRID)
+
+
+def test_models_swept_in_another_order_are_the_same_sweep() -> None:
+    """Each model file sets optim.lr, so optim.lr depends on which model is composed first."""
+    assert sweep_name("model=nano,mini") == sweep_name("model=mini,nano")
+
+
+def test_a_given_sweep_name_is_kept() -> None:
+    assert sweep_name(*GRID, "sweep.name=mine") == "mine"
+
+
+def test_a_value_on_the_command_line_replaces_the_swept_values_of_a_named_grid() -> None:
+    assert swept_keys(composed("sweep=lr_x_batch")) == ["batch.total_batch_size", "optim.lr"]
+    assert swept_keys(composed("sweep=lr_x_batch", "optim.lr=1e-3")) == ["batch.total_batch_size"]
+    assert swept_keys(composed("sweep=lr", "data.path=[a,b]")) == ["optim.lr"]
+
+
+def test_the_overrides_common_to_all_cells_are_kept_for_the_next_command() -> None:
+    swept = ["model=nano,mini", "batch=laptop,gpt2", "train.eval_every=1,2"]
+    fixed = ["model.bias=false", "batch.micro_batch_size=4", "train.eval_every_tokens=4096", "sweep.parallel=2"]
+    said = fixed_arguments(composed(*swept, *fixed, "sweep.name=s", "hydra/sweeper=random", "hydra.sweeper.n_cells=3"))
+    assert said == fixed
+    assert fixed_arguments(composed("sweep=lr", "hydra.sweep.dir=x")) == ["sweep=lr", "hydra.sweep.dir=x"]
+
+
+@pytest.fixture
+def text(corpus: Path) -> list[str]:
+    """A corpus that is tokenised in no time; the name of a cell holds the hash of its tokens."""
+    return ["data=text", f"data.path={corpus}"]
+
+
+def test_different_spellings_of_a_value_give_one_cell_name(text: list[str]) -> None:
+    names = {
+        cell_name(compose([*text, f"optim.lr={lr}"]), {"optim.lr": lr}, Path("nowhere"))
+        for lr in ("6e-4", "0.0006", "6.0e-4")
+    }
+    assert len(names) == 1
+    assert names.pop().startswith("lr=0.0006-")
+
+
+def test_a_cell_is_found_again_whether_a_key_was_swept_or_fixed(text: list[str], tmp_path: Path) -> None:
+    """The values that decide the result are the same in both cases."""
+    config = compose([*text, "optim.lr=1e-3", "batch.total_batch_size=4096"])
+    both = cell_name(config, {"batch.total_batch_size": "4096", "optim.lr": "1e-3"}, tmp_path)
+    (tmp_path / both).mkdir()
+    assert cell_name(config, {"optim.lr": "1e-3"}, tmp_path) == both
+    assert cell_name(config, {}, tmp_path) == both
+    assert cell_name(compose([*text, "optim.lr=2e-3"]), {"optim.lr": "2e-3"}, tmp_path) != both
+
+
+def test_a_key_that_decides_no_result_names_a_cell_only_if_it_is_swept(text: list[str], tmp_path: Path) -> None:
+    alone = compose([*text, "optim.lr=1e-3", "batch.total_batch_size=4096"])
+    on_two = compose([*text, "optim.lr=1e-3", "batch.total_batch_size=4096", "world.size=2"])
+    name = cell_name(alone, {"optim.lr": "1e-3"}, tmp_path)
+    assert cell_name(on_two, {"optim.lr": "1e-3"}, tmp_path) == name
+    assert cell_name(on_two, {"optim.lr": "1e-3", "world.size": "2"}, tmp_path) != name
+
+
+def test_lengths_in_steps_give_a_warning_only_if_the_batch_size_is_swept() -> None:
+    def warnings(*sizes: int) -> list[str]:
+        configs = [
+            compose([f"batch.total_batch_size={b}", "schedule.warmup_steps=5", "train.max_steps=9"]) for b in sizes
+        ]
+        return confounds(configs)
+
+    assert [line.partition(" counts")[0] for line in warnings(4096, 8192)] == [
+        "schedule.warmup_steps=5", "train.max_steps=9"
+    ]  # fmt: skip
+    assert warnings(4096, 4096) == []

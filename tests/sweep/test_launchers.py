@@ -1,0 +1,392 @@
+"""Cells in processes of their own: side by side on this machine, or each as a job of SLURM."""
+
+import csv
+import json
+import os
+import random
+import signal
+import stat
+import subprocess
+import textwrap
+from collections.abc import Callable
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+
+import psutil
+import pytest
+from conftest import events, processes_of, runs, summary, wait_for
+from sweeps import wait_until_free
+
+from gptexp.config.compose import compose
+from gptexp.config.schema import Config
+from gptexp.process.errors import ConfigError
+from gptexp.run.pool import Places
+from gptexp.storage import run_dir
+from gptexp.sweep.cells import cell_name
+from gptexp.sweep.launchers import side_by_side
+
+Gptexp = Callable[..., subprocess.CompletedProcess[str]]
+Start = Callable[..., subprocess.Popen[str]]
+
+needs_submitit = pytest.mark.skipif(find_spec("submitit") is None, reason="no submitit; pip install 'gptexp[slurm]'")
+
+GPUS = ["a", "b", "c", "d"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "gpus", "places"),
+    [
+        ([], GPUS, Places(4, GPUS)),
+        (["world.size=2"], GPUS, Places(2, GPUS)),
+        (["world.size=8", "batch.micro_batch_size=4"], GPUS, Places(1, GPUS)),  # the run itself then fails
+        (["train.device=cpu"], GPUS, Places(1)),
+        (["train.device=cpu", "sweep.parallel=3"], GPUS, Places(3)),
+        ([], [], Places(1)),
+    ],
+)
+def test_as_many_cells_run_at_once_as_there_are_gpus_for(
+    monkeypatch: pytest.MonkeyPatch, overrides: list[str], gpus: list[str], places: Places
+) -> None:
+    monkeypatch.setattr("gptexp.sweep.launchers.visible_gpus", lambda: gpus)
+    assert side_by_side([compose(overrides)] * 3) == places
+
+
+def test_more_cells_at_once_than_there_are_gpus_for_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gptexp.sweep.launchers.visible_gpus", lambda: GPUS)
+    cells: list[Config] = [compose(["world.size=2", "sweep.parallel=3"])] * 3
+    with pytest.raises(ConfigError, match=r"sweep\.parallel=3: needs 6 GPUs, up to 2 per cell; visible GPUs: 4"):
+        side_by_side(cells)
+
+
+# --- on this machine -------------------------------------------------------------------------------------------------
+def test_a_cell_that_is_in_use_stops_no_other_cell(gptexp: Gptexp, tiny: list[str], tmp_path: Path) -> None:
+    grid = ["-m", *tiny, "train.seed=1,2", "sweep.name=s"]
+    cells = tmp_path / "outputs" / "s"
+    first = cells / cell_name(compose([*tiny, "train.seed=1"]), {"train.seed": "1"}, cells)
+    with run_dir.held(first):
+        done = gptexp("train", *grid)
+    assert done.returncode == 1, done.stderr
+    assert f"{first.name}: another process uses it" in done.stderr
+    assert "1 of 2 cells failed" in done.stderr
+    assert "Traceback" not in done.stderr
+    [completed] = runs(cells)
+    assert completed != first
+    assert summary(completed)["status"] == "completed"
+    assert list(final_table(cells)) == [("0.0006", "2")]
+
+
+@pytest.mark.e2e
+def test_the_same_command_runs_only_the_cells_that_are_left(gptexp: Gptexp, tiny: list[str], tmp_path: Path) -> None:
+    cells = tmp_path / "outputs" / "s"
+    assert gptexp("train", "-m", *tiny, "train.seed=2,3", "sweep.name=s").returncode == 0
+    before = {directory: (directory / "metrics.jsonl").read_bytes() for directory in runs(cells)}
+    grid = ["-m", *tiny, "train.seed=1,2", "sweep.name=s"]
+    again = gptexp("train", *grid)
+    assert again.returncode == 0, again.stderr
+    [common] = [directory for directory in before if directory.name.startswith("seed=2-")]
+    assert f"{common.name}: already completed" in again.stdout
+    assert [summary(directory)["status"] for directory in runs(cells)] == ["completed"] * 3
+    assert {directory: (directory / "metrics.jsonl").read_bytes() for directory in before} == before
+
+
+def losses(root: Path) -> dict[str, list[tuple[int, float]]]:
+    """The training losses of every cell, by its seed and learning rate."""
+    found = {}
+    for directory in runs(root):
+        config = (directory / "config.yaml").read_text()
+        key = "".join(line for line in config.splitlines(keepends=True) if "  lr:" in line or "  seed:" in line)
+        found[key] = [(e["step"], e["train/loss"]) for e in events(directory, "step")]
+    return found
+
+
+@pytest.mark.e2e
+def test_cells_have_the_same_losses_side_by_side_as_one_by_one(gptexp: Gptexp, tiny: list[str], tmp_path: Path) -> None:
+    grid = ["-m", *tiny, "optim.lr=1e-3,2e-3", "train.seed=1,2", "world.size=2", "train.max_steps=30"]
+    for parallel in (1, 2):
+        done = gptexp("train", *grid, f"sweep.parallel={parallel}", f"sweep.name=p{parallel}", timeout=400)
+        assert done.returncode == 0, done.stderr
+        assert len(runs(tmp_path / "outputs" / f"p{parallel}")) == 4
+    alone, beside = (losses(tmp_path / "outputs" / name) for name in ("p1", "p2"))
+    assert len(alone) == 4
+    assert alone == beside
+    assert done.stdout.index("cell 2 of 4 begins") < done.stdout.index("(1 of 4)")  # cell 2 begins before cell 1 ends
+    assert {(d / "output.log").exists() for d in runs(tmp_path / "outputs" / "p2")} == {True}
+    decided = [json.loads((d / "effective.json").read_text()) for d in runs(tmp_path / "outputs" / "p2")]
+    assert all(effective == decided[0] for effective in decided)
+
+
+@pytest.mark.e2e
+def test_a_signal_stops_every_cell_and_the_same_command_continues_them(
+    start: Start, gptexp: Gptexp, tiny: list[str], tmp_path: Path
+) -> None:
+    options = ["train.max_steps=400", "train.save_every=0", "train.eval_every=0", "sweep.parallel=2", "sweep.name=s"]
+    grid = ["-m", *tiny, *options, "train.seed=1,2,3"]
+    process = start("train", *grid, start_new_session=True)
+    cells = tmp_path / "outputs" / "s"
+
+    def both_train() -> bool:
+        return sum(len(events(path.parent, "step")) > 3 for path in cells.glob("*/metrics.jsonl")) == 2
+
+    wait_for(both_train, process)
+    os.killpg(process.pid, signal.SIGINT)  # a terminal sends Ctrl-C to the whole group
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "Traceback" not in err
+    stopped = runs(cells)
+    assert [summary(directory)["status"] for directory in stopped] == ["interrupted"] * 2
+    assert [processes_of(directory) for directory in stopped] == [[], []]
+    assert (cells / "report.html").exists()
+    steps = {directory: summary(directory)["steps"] for directory in stopped}
+    done = gptexp("train", *grid)
+    assert done.returncode == 0, done.stderr
+    assert [summary(directory)["status"] for directory in runs(cells)] == ["completed"] * 3
+    for directory in stopped:
+        assert 3 < steps[directory] < 400
+        assert [e["step"] for e in events(directory, "step")] == list(range(400))
+
+
+@pytest.mark.e2e
+def test_a_killed_cell_stops_no_other_cell(start: Start, gptexp: Gptexp, tiny: list[str], tmp_path: Path) -> None:
+    grid = ["-m", *tiny, "train.max_steps=300", "train.seed=1,2", "sweep.parallel=2", "sweep.name=s"]
+    process = start("train", *grid)
+    cells = tmp_path / "outputs" / "s"
+    wait_for(lambda: any(len(events(p.parent, "step")) > 3 for p in cells.glob("seed=1-*/metrics.jsonl")), process)
+    [victim] = cells.glob("seed=1-*")
+    [rank] = processes_of(victim)
+    os.kill(rank, signal.SIGKILL)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert "1 of 2 cells failed" in err
+    done = gptexp("train", *grid)
+    assert done.returncode == 0, done.stderr
+    assert [summary(directory)["status"] for directory in runs(cells)] == ["completed"] * 2
+
+
+def final_table(root: Path) -> dict[tuple[str, str], float]:
+    """Final validation loss by learning rate and seed, from the table of the report."""
+    with (root / "cells.csv").open() as file:
+        return {(row["lr"], row["seed"]): float(row["final_val_loss"]) for row in csv.DictReader(file)}
+
+
+@pytest.mark.slow
+def test_a_sweep_killed_three_times_ends_with_the_same_table(
+    start: Start, gptexp: Gptexp, tiny: list[str], tmp_path: Path
+) -> None:
+    """SIGKILL for all its processes at once, at random moments."""
+    options = ["sweep.parallel=2", "train.max_steps=400", "train.save_every=40", "train.eval_every=0"]
+    grid = ["-m", *tiny, *options, "optim.lr=1e-3,2e-3,4e-3", "train.seed=1,2"]
+    undisturbed = gptexp("train", *grid, "sweep.name=one", timeout=400)
+    assert undisturbed.returncode == 0, undisturbed.stderr
+    cells, draw = tmp_path / "outputs" / "two", random.Random(9)
+    for done_before in sorted(draw.sample(range(5), 3)):
+        process = start("train", *grid, "sweep.name=two")
+
+        def far_enough(so_many: int = done_before) -> bool:
+            done = [run_dir.status(path.parent) for path in cells.glob("*/summary.json")].count("completed")
+            trains = any(
+                run_dir.status(path.parent) == "running" and len(events(path.parent, "step")) > 50
+                for path in cells.glob("*/metrics.jsonl")
+            )
+            return done >= so_many and trains
+
+        wait_for(far_enough, process)
+        family = psutil.Process(process.pid).children(recursive=True)
+        process.kill()
+        for member in family:
+            with suppress(psutil.NoSuchProcess):
+                member.kill()
+        process.wait()
+        psutil.wait_procs(family)
+    again = gptexp("train", *grid, "sweep.name=two", timeout=400)
+    assert again.returncode == 0, again.stderr
+    assert "already completed" in again.stdout
+    assert len(final_table(cells)) == 6
+    assert final_table(cells) == final_table(tmp_path / "outputs" / "one")
+
+
+# --- jobs ------------------------------------------------------------------------------------------------------------
+@needs_submitit
+def test_more_local_jobs_at_once_than_one_are_refused_before_anything_is_written(
+    gptexp: Gptexp, tiny: list[str], tmp_path: Path
+) -> None:
+    how = ["hydra/sweeper=optuna", "hydra/launcher=submitit_local", "sweep.parallel=2"]
+    done = gptexp("train", "-m", *tiny, *how, "optim.lr=1e-3,2e-3")
+    assert done.returncode == 2
+    assert "submitit_local runs one cell at a time" in done.stderr
+    assert not (tmp_path / "outputs").exists()
+
+
+@pytest.mark.e2e
+@needs_submitit
+def test_a_job_whose_time_is_over_saves_and_continues_in_the_next_job(
+    start: Start, tiny: list[str], tmp_path: Path
+) -> None:
+    """SLURM sends the signal to all processes of the job; the test sends it to those of submitit's local executor."""
+    grid = ["-m", *tiny, "train.seed=1,2", "train.max_steps=800", "train.eval_every=0", "train.save_every=0"]
+    process = start("train", *grid, "hydra/launcher=submitit_local", "sweep.name=s")
+    cells = tmp_path / "outputs" / "s"
+    wait_for(
+        lambda: any(len(events(path.parent, "step")) > 3 for path in cells.glob("seed=1-*/metrics.jsonl")), process
+    )
+    for number in jobs_of(cells) + processes_of(next(cells.glob("seed=1-*"))):
+        os.kill(number, signal.SIGUSR2)
+    _, err = process.communicate(timeout=240)
+    assert process.returncode == 0, err
+    found = runs(cells)
+    assert [summary(directory)["status"] for directory in found] == ["completed"] * 2
+    for directory in found:
+        assert [event["step"] for event in events(directory, "step")] == list(range(800))
+    assert "the run stops after this step" in (found[0] / "output.log").read_text()
+    decided = [json.loads((directory / "effective.json").read_text()) for directory in found]
+    assert decided[0] == decided[1]
+
+
+def jobs_of(cells: Path) -> list[int]:
+    """Process ids of submitit's jobs of a sweep."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        argv = path.read_bytes().split(b"\0")
+        if b"submitit.core._submit" in argv and str(cells).encode() in b" ".join(argv):
+            found.append(int(path.parent.name))
+    return found
+
+
+SBATCH = """
+    #!/usr/bin/env python3
+    import os, subprocess, sys
+    from pathlib import Path
+    script = Path(sys.argv[1])
+    number = str(os.getpid())
+    if len(list(Path(os.environ["STAND_IN"]).glob("*.sh"))) == int(os.environ.get("MOST", 100)):
+        sys.exit("sbatch: error: QOSMaxSubmitJobPerUserLimit")
+    Path(os.environ["STAND_IN"], f"{number}.sh").write_text(script.read_text())
+    env = {**os.environ, "SLURM_JOB_ID": number, "SLURM_JOBID": number, "SLURM_NTASKS": "1", "SLURM_JOB_NUM_NODES": "1",
+           "SLURM_NODEID": "0", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+    output = open(Path(os.environ["STAND_IN"], f"{number}.out"), "w")
+    job = subprocess.Popen(["bash", str(script)], env=env, start_new_session=True, stdout=output, stderr=output)
+    Path(os.environ["STAND_IN"], number).write_text(str(job.pid))
+    print(f"Submitted batch job {number}")
+"""
+SRUN = """
+    #!/usr/bin/env python3
+    import os, sys
+    words = sys.argv[1:]
+    while words[0].startswith("-"):
+        del words[: 1 if "=" in words[0] or words[0] == "--unbuffered" else 2]
+    os.execvp(words[0], words)
+"""
+SACCT = """
+    #!/usr/bin/env python3
+    import os
+    from pathlib import Path
+    print("JobID|State|NodeList")
+    for path in Path(os.environ["STAND_IN"]).glob("[0-9]*"):
+        if path.suffix == "":
+            alive = Path(f"/proc/{path.read_text()}/status")
+            running = alive.exists() and "State:\\tZ" not in alive.read_text()
+            print(f"{path.name}|{'RUNNING' if running else 'COMPLETED'}|here")
+"""
+SCANCEL = """
+    #!/usr/bin/env python3
+    import os, signal, sys
+    from pathlib import Path
+    os.killpg(int(Path(os.environ["STAND_IN"], sys.argv[1]).read_text()), signal.SIGTERM)
+    sys.exit("scancel: error: Socket timed out")  # a real scancel may fail like this
+"""
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Stand-ins for the commands of SLURM that submitit calls: a job starts here, at once."""
+    folder = tmp_path / "slurm"
+    folder.mkdir()
+    for name, source in (("sbatch", SBATCH), ("srun", SRUN), ("sacct", SACCT), ("scancel", SCANCEL)):
+        path = folder / name
+        path.write_text(textwrap.dedent(source).lstrip())
+        path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("STAND_IN", str(folder))
+    return folder
+
+
+@needs_submitit
+def test_a_wrong_option_of_the_launcher_is_refused(slurm: Path, gptexp: Gptexp, tiny: list[str]) -> None:
+    grid = ["-m", *tiny, "train.seed=1,2", "hydra/launcher=submitit_slurm"]
+    wrong = gptexp("train", *grid, "hydra.launcher.partition=debug", "hydra.launcher.timeout_min=soon")
+    assert wrong.returncode == 2
+    assert "hydra.launcher: " in wrong.stderr
+    assert "timeout_min" in wrong.stderr
+
+
+@pytest.mark.e2e
+@needs_submitit
+def test_cells_run_as_jobs_of_slurm_with_the_options_asked_for(
+    slurm: Path, gptexp: Gptexp, tiny: list[str], tmp_path: Path
+) -> None:
+    grid = ["-m", *tiny, "train.seed=1,2", "sweep.name=s", "hydra/launcher=submitit_slurm"]
+    job = ["hydra.launcher.partition=debug", "hydra.launcher.timeout_min=30", "hydra.launcher.cpus_per_task=3"]
+    done = gptexp("train", *grid, *job, "hydra.launcher.additional_parameters={reservation: ours}", timeout=400)
+    assert done.returncode == 0, done.stderr
+    assert [summary(directory)["status"] for directory in runs(tmp_path / "outputs" / "s")] == ["completed"] * 2
+    scripts = [path.read_text() for path in slurm.glob("*.sh")]
+    assert len(scripts) == 2
+    for option in ("--partition=debug", "--time=30", "--cpus-per-task=3", "--reservation=ours", "--signal=USR2@120"):
+        assert all(option in script for script in scripts), option
+
+
+@pytest.mark.e2e
+@needs_submitit
+def test_a_signal_cancels_the_jobs_and_their_runs_save(
+    slurm: Path, start: Start, tiny: list[str], tmp_path: Path
+) -> None:
+    grid = ["-m", *tiny, "train.seed=1,2", "train.max_steps=100000", "train.eval_every=0", "train.save_every=0"]
+    process = start("train", *grid, "sweep.name=s", "hydra/launcher=submitit_slurm", "sweep.parallel=2")
+    cells = tmp_path / "outputs" / "s"
+
+    def both_train() -> bool:
+        return sum(len(events(path.parent, "step")) > 3 for path in cells.glob("*/metrics.jsonl")) == 2
+
+    wait_for(both_train, process)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=90)
+    assert process.returncode == 128 + signal.SIGTERM, err
+    assert "Traceback" not in err
+    wait_until_free(runs(cells))
+    assert [summary(directory)["status"] for directory in runs(cells)] == ["interrupted"] * 2
+
+
+@pytest.mark.e2e
+@needs_submitit
+def test_a_job_that_slurm_refuses_stops_no_other_cell(
+    slurm: Path, gptexp: Gptexp, tiny: list[str], tmp_path: Path
+) -> None:
+    grid = ["-m", *tiny, "train.seed=1,2,3", "sweep.name=s", "hydra/launcher=submitit_slurm"]
+    done = gptexp("train", *grid, env={"MOST": "2"})
+    assert done.returncode == 1
+    assert "not submitted: sbatch: error: QOSMaxSubmitJobPerUserLimit" in done.stderr
+    assert "1 of 3 cells failed" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert [summary(directory)["status"] for directory in runs(tmp_path / "outputs" / "s")] == ["completed"] * 2
+    again = gptexp("train", *grid)
+    assert again.returncode == 0, again.stderr
+    assert len(list(slurm.glob("*.sh"))) == 3
+
+
+@pytest.mark.e2e
+@needs_submitit
+def test_jobs_that_outlive_the_command_are_found_again(
+    slurm: Path, start: Start, gptexp: Gptexp, tiny: list[str], tmp_path: Path
+) -> None:
+    grid = ["-m", *tiny, "train.seed=1,2", "train.max_steps=1500", "train.eval_every=0", "sweep.name=s"]
+    process = start("train", *grid, "hydra/launcher=submitit_slurm")
+    cells = tmp_path / "outputs" / "s"
+    wait_for(lambda: len([*cells.glob("*/job.json")]) == 2, process)
+    process.kill()
+    process.wait()
+    done = gptexp("train", *grid, "hydra/launcher=submitit_slurm")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(" of an earlier command: seed=") == 2
+    assert len(list(slurm.glob("*.sh"))) == 2
+    for directory in runs(cells):
+        assert [event["step"] for event in events(directory, "step")] == list(range(1500))

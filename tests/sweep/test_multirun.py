@@ -1,0 +1,141 @@
+"""`gptexp train -m` in real processes: the cells' directories, repeated and widened grids, cells that fail."""
+
+import json
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import TINY, ForkServer, events, processes_of, runs, summary, wait_for
+from real_runs import environment
+
+Gptexp = Callable[..., subprocess.CompletedProcess[str]]
+Start = Callable[..., subprocess.Popen[str]]
+
+
+def config_of(cell: Path) -> dict[str, dict[str, object]]:
+    config: dict[str, dict[str, object]] = yaml.safe_load((cell / "config.yaml").read_text())
+    return config
+
+
+def test_a_cell_that_fails_costs_no_other_cell(gptexp: Gptexp, tiny: list[str], tmp_path: Path) -> None:
+    (tmp_path / "short.txt").write_text("too short")
+    path = next(o for o in tiny if o.startswith("data.path="))
+    crashed = gptexp("train", "-m", *tiny, f"{path},short.txt", "sweep.name=crash")
+    assert crashed.returncode == 1
+    assert "1 of 2 cells failed" in crashed.stderr
+    assert "fewer than one window" in crashed.stderr
+    assert "Traceback" not in crashed.stderr
+    assert len([d for d in runs(tmp_path / "outputs" / "crash") if summary(d)["status"] == "completed"]) == 1
+
+
+def test_one_illegal_cell_stops_the_sweep_before_the_first(gptexp: Gptexp, tiny: list[str], tmp_path: Path) -> None:
+    done = gptexp("train", "-m", *tiny, "batch.total_batch_size=128,100")
+    assert done.returncode == 2
+    assert "(cell batch.total_batch_size=100)" in done.stderr
+    assert not (tmp_path / "outputs").exists()
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory: pytest.TempPathFactory, corpus: Path, torch_server: ForkServer, cache: Path) -> Path:
+    """The folder in which a grid of two learning rates and two batch sizes was run."""
+    root = tmp_path_factory.mktemp("swept")
+    grid = ["optim.lr=3e-4,6e-4", "batch.total_batch_size=128,256"]
+    argv = ["train", "-m", *TINY, f"data.path={corpus}", *grid]
+    done = torch_server.ask(argv, root, environment(cache), timeout=240)
+    assert done["code"] == 0, done["stderr"]
+    return root
+
+
+@pytest.mark.e2e
+def test_four_cells_lie_in_four_directories_of_one_sweep(swept: Path) -> None:
+    cells = runs(swept)
+    assert len(cells) == 4
+    assert len({c.parent for c in cells}) == 1
+    assert {config_of(d)["sweep"]["name"] for d in cells} == {cells[0].parent.name}
+
+
+@pytest.mark.e2e
+def test_every_cell_trains_what_its_values_say(swept: Path) -> None:
+    seen = {
+        (c["optim"]["lr"], c["batch"]["total_batch_size"], summary(d)["tokens"])
+        for d in runs(swept)
+        for c in [config_of(d)]
+    }
+    assert seen == {(lr, b, 4 * b) for lr in (3e-4, 6e-4) for b in (128, 256)}
+
+
+@pytest.mark.e2e
+def test_two_steps_of_a_batch_read_what_one_step_of_twice_the_batch_reads(swept: Path) -> None:
+    by_tokens = {summary(d)["tokens"]: events(d, "step") for d in runs(swept)}
+    assert by_tokens[512][3]["data/fingerprint"] == by_tokens[1024][1]["data/fingerprint"]
+
+
+@pytest.mark.e2e
+def test_a_widened_grid_trains_the_new_cells_only_and_keeps_the_decisions(
+    swept: Path, gptexp: Gptexp, tiny: list[str], tmp_path: Path
+) -> None:
+    shutil.copytree(swept / "outputs", tmp_path / "outputs")
+    cells = runs(tmp_path)
+    stamp = {d: (d / "summary.json").stat().st_mtime_ns for d in cells}
+    # What the first cell decided holds for all, for those of a later day too.
+    effective = json.loads((cells[0].parent / "effective.json").read_text())
+    assert effective["loss"] != "plain"
+    (cells[0].parent / "effective.json").write_text(json.dumps({**effective, "loss": "plain"}))
+    wider = ("optim.lr=0.0003,6e-4,1e-3", "batch.total_batch_size=choice(128)")
+    widened = gptexp("train", "-m", *tiny, *wider, "world.size=2")  # another world size is the same grid
+    assert widened.returncode == 0, widened.stderr
+    assert widened.stdout.count("already completed") == 2
+    assert widened.stdout.count("completed    val loss") == 3
+    assert len(runs(tmp_path)) == 5
+    assert {d: (d / "summary.json").stat().st_mtime_ns for d in cells} == stamp
+    [new] = set(runs(tmp_path)) - set(cells)
+    assert json.loads((new / "effective.json").read_text())["loss"] == "plain"
+
+
+@pytest.mark.e2e
+def test_a_cell_that_diverges_is_an_outcome_and_not_tried_again(
+    gptexp: Gptexp, tiny: list[str], tmp_path: Path
+) -> None:
+    grid = ("-m", *tiny, "optim.lr=1e-3,1e30", "optim.grad_clip=0", "train.max_steps=10", "sweep.name=s")
+    first = gptexp("train", *grid)
+    assert first.returncode == 0, first.stderr
+    assert "diverged" in first.stderr
+    again = gptexp("train", *grid)
+    assert again.returncode == 0
+    assert "already diverged" in again.stdout
+    assert sorted(summary(d)["status"] for d in runs(tmp_path)) == ["completed", "diverged"]
+
+
+@pytest.mark.e2e
+def test_ctrl_c_in_a_sweep_saves_the_cell_and_starts_no_other(
+    start: Start, long_run: list[str], tmp_path: Path
+) -> None:
+    process = start("train", "-m", *long_run, "train.seed=1,2", "sweep.name=s", start_new_session=True)
+    cells = tmp_path / "outputs" / "s"
+    wait_for(lambda: any(len(events(d.parent, "step")) > 3 for d in cells.glob("*/metrics.jsonl")), process)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    [cell] = runs(cells)
+    assert summary(cell)["status"] == "interrupted"
+    assert processes_of(cell) == []
+
+
+@pytest.mark.e2e
+def test_a_named_grid_runs_as_a_sweep_and_the_command_line_wins(
+    gptexp: Gptexp, tiny: list[str], tmp_path: Path
+) -> None:
+    cut = gptexp("train", *tiny, "sweep=seeds", "train.seed=1338,7", "train.max_steps=1", "sweep.name=two")
+    assert cut.returncode == 0, cut.stderr
+    assert {summary(d)["seed"] for d in runs(tmp_path / "outputs" / "two")} == {1338, 7}
+
+
+def test_an_error_in_all_cells_of_a_named_grid_is_told_once(gptexp: Gptexp, tiny: list[str], tmp_path: Path) -> None:
+    illegal = gptexp("train", *tiny, "sweep=seeds", "model.n_head=3")
+    assert illegal.returncode == 2
+    assert "(all 5 cells)" in illegal.stderr
+    assert not (tmp_path / "outputs").exists()

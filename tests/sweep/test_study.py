@@ -1,0 +1,146 @@
+"""The study of a sweep by Optuna: which cells it asks for, what it records, and sweeps that it leads."""
+
+import json
+import math
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import events, runs, summary, wait_for
+from sweeps import wait_until_free
+
+from gptexp.config.schema import Config
+from gptexp.process.errors import ConfigError
+from gptexp.storage import run_dir
+from gptexp.sweep.cells import Cell
+from gptexp.sweep.space import Axis, Interval
+from gptexp.sweep.study import STUDY, Study
+
+optuna = pytest.importorskip("optuna", reason="no Optuna; pip install 'gptexp[optuna]'")
+
+Gptexp = Callable[..., subprocess.CompletedProcess[str]]
+Start = Callable[..., subprocess.Popen[str]]
+
+LR = Axis("optim.lr", True, Interval(1e-4, 1e-1, log=True, whole=False))
+BATCH = Axis("batch.total_batch_size", True, ["4096", "8192"])
+SEED = Axis("train.seed", False, ["7"])
+CONFIG = Config()
+
+
+def told(directory: Path, status: str, loss: float | None) -> Cell:
+    """A cell with this status and final loss."""
+    directory.mkdir(exist_ok=True)
+    run_dir.write_json(directory / "summary.json", {"status": status, "final_val_loss": loss})
+    return Cell(CONFIG, CONFIG, directory, {})  # type: ignore[arg-type]
+
+
+def trials(directory: Path) -> list[Any]:
+    """All trials of the study in `directory`, as Optuna reads them."""
+    return optuna.load_study(study_name="gptexp", storage=f"sqlite:///{directory / STUDY}").trials
+
+
+def test_a_study_records_how_its_cells_ended_and_repeats_what_failed(tmp_path: Path) -> None:
+    study = Study(tmp_path, [LR, BATCH, SEED], 0)
+    endings = (("completed", 3.5), ("diverged", None), ("failed", None), ("interrupted", None))
+    asked = []
+    for status, loss in endings:
+        number, overrides = study.ask()
+        assert overrides[2] == "train.seed=7"
+        assert 1e-4 <= float(overrides[0].partition("=")[2]) <= 1e-1
+        study.tell(number, told(tmp_path / "cell", status, loss))
+        asked.append(overrides)
+    found = trials(tmp_path)
+    assert [trial.value for trial in found] == [3.5, pytest.approx(math.log(50304)), None, None]
+    assert [trial.state.name for trial in found] == ["COMPLETE", "COMPLETE", "FAIL", "RUNNING"]
+    again = Study(tmp_path, [LR, BATCH, SEED], 0)
+    assert again.completed == 2
+    assert again.ask() == (3, asked[3])  # first the trial that was cut off
+    number, overrides = again.ask()
+    assert (number, overrides) == (4, asked[2])  # then the one that failed
+    again.tell(number, told(tmp_path / "cell", "completed", 3.4))
+    assert again.ask()[1] not in asked  # then a new one
+    assert len(trials(tmp_path)) == 6
+    once_more = Study(tmp_path, [LR, BATCH, SEED], 0)
+    assert [once_more.ask()[0] for _ in range(3)] == [3, 5, 6]  # the failed one completed at the second attempt
+
+
+def test_each_command_draws_other_values(tmp_path: Path) -> None:
+    """A sampler with a constant seed would draw the same first trial each time."""
+    seen = []
+    for _ in range(3):
+        study = Study(tmp_path, [LR], 0)
+        number, overrides = study.ask()
+        study.tell(number, told(tmp_path / "cell", "completed", 3.0))
+        seen.append(overrides)
+    assert len({*seen}) == 3
+
+
+def test_a_study_with_other_choices_is_refused(tmp_path: Path) -> None:
+    Study(tmp_path, [BATCH], 0).ask()
+    with pytest.raises(ConfigError, match=r"total_batch_size: the study in .* was created with 4096, 8192"):
+        Study(tmp_path, [Axis(BATCH.key, True, ["4096", "16384"])], 0)
+    with pytest.raises(ConfigError, match="created with 4096, 8192"):
+        Study(tmp_path, [Axis(BATCH.key, True, Interval(1, 2, log=False, whole=True))], 0)
+
+
+def test_trials_come_close_to_the_optimum_more_often_than_random_ones(tmp_path: Path) -> None:
+    study = Study(tmp_path, [LR], 1)
+    for _ in range(40):
+        number, [text] = study.ask()
+        loss = (math.log10(float(text.partition("=")[2])) + 2.5) ** 2
+        study.tell(number, told(tmp_path / "cell", "completed", loss))
+    values = [trial.value for trial in trials(tmp_path)]
+    assert sum(value < 0.05 for value in values if value is not None) > 12  # random draws: 6 of 40
+
+
+def test_a_file_that_is_no_study_is_refused_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / STUDY).write_text("no database")
+    with pytest.raises(ConfigError, match=r"study\.db: not a study of Optuna \(.*\); remove it") as caught:
+        Study(tmp_path, [LR], 0)
+    assert len(caught.value.problems) == 1
+
+
+def test_an_illegal_choice_of_optuna_is_pruned_and_not_repeated(
+    gptexp: Gptexp, tiny: list[str], tmp_path: Path
+) -> None:
+    """Both ends of the interval are legal; hardly any value between them is."""
+    command = ["-m", *tiny, "hydra/sweeper=optuna", "sweep.name=s", "batch.total_batch_size=interval(32,4064)"]
+    for trial in (1, 2):
+        done = gptexp("train", *command, "hydra.sweeper.n_trials=1")
+        assert done.returncode == 1, done.stderr
+        assert "is not divisible by" in done.stderr
+        assert "all combinations that Optuna chose are illegal" in done.stderr
+        assert [found.state.name for found in trials(tmp_path / "outputs" / "s")] == ["PRUNED"] * trial
+
+
+@pytest.mark.e2e
+def test_a_killed_sweep_of_optuna_continues_its_trials(
+    start: Start, gptexp: Gptexp, tiny: list[str], tmp_path: Path
+) -> None:
+    options = ["hydra/sweeper=optuna", "sweep.name=s", "sweep.parallel=2", "train.max_steps=300", "train.eval_every=0"]
+    command = ["-m", *tiny, *options, "train.save_every=20", "optim.lr=tag(log,interval(1e-4,1e-2))"]
+    process = start("train", *command, "hydra.sweeper.n_trials=3")
+    cells = tmp_path / "outputs" / "s"
+
+    def half_way() -> bool:
+        return any(len(events(path.parent, "step")) > 100 for path in cells.glob("*/metrics.jsonl"))
+
+    wait_for(half_way, process)
+    process.kill()
+    process.wait()
+    begun = sorted(path.parent for path in cells.glob("*/metrics.jsonl"))
+    assert len(begun) == 2
+    wait_until_free(begun)
+    done = gptexp("train", *command, "hydra.sweeper.n_trials=4")
+    assert done.returncode == 0, done.stderr
+    found = runs(cells)
+    assert len(found) == 4  # a trial that was cut off keeps its cell
+    assert {*begun} < {*found}
+    for directory in found:
+        assert summary(directory)["status"] == "completed"
+        assert [event["step"] for event in events(directory, "step")] == list(range(300))
+    told_losses = sorted(trial.value for trial in trials(cells) if trial.value is not None)
+    assert told_losses == sorted(summary(directory)["final_val_loss"] for directory in found)
+    assert json.loads((cells / "report.json").read_text())["arms"]

@@ -1,0 +1,80 @@
+"""Which cells a sweeper chooses: a grid, a random sample, and the samples by which a sweep of Optuna is checked."""
+
+import math
+from pathlib import Path
+
+import pytest
+from scipy import stats
+
+from gptexp.config.compose import compose
+from gptexp.config.schema import memory_key
+from gptexp.process.errors import ConfigError
+from gptexp.storage import run_dir
+from gptexp.sweep.space import Axis, Interval
+from gptexp.sweep.sweepers import GridSweeper, OptunaSweeper, RandomSweeper, _decided
+
+LR = Axis("optim.lr", True, Interval(1e-4, 1e-1, log=True, whole=False))
+EPS = Axis("optim.eps", True, Interval(1e-4, 1e-1, log=True, whole=False))
+LAYERS = Axis("model.n_layer", True, Interval(1, 6, log=False, whole=True))
+BATCH = Axis("batch.total_batch_size", True, ["4096", "8192"])
+SEED = Axis("train.seed", False, ["7"])
+
+
+def drawn(n_cells: int, *space: Axis, seed: int = 0) -> list[dict[str, str]]:
+    """The values of each cell of a random sample, by key."""
+    cells = RandomSweeper(None, n_cells, seed).combinations(space)
+    return [dict(text.split("=") for text in cell) for cell in cells]
+
+
+def test_a_larger_sample_or_another_key_keeps_the_values_drawn_before() -> None:
+    few, many = drawn(5, LR, BATCH), drawn(50, LAYERS, BATCH, SEED, LR)
+    assert [{key: cell[key] for key in few[0]} for cell in many[:5]] == few
+    assert drawn(5, LR, BATCH, seed=1) != few
+    assert {cell["train.seed"] for cell in many} == {"7"}
+
+
+def test_random_values_are_uniform_on_their_scale_and_independent() -> None:
+    cells = drawn(2000, LR, LAYERS, BATCH)
+    lrs = [math.log(float(cell["optim.lr"])) for cell in cells]
+    low, width = math.log(1e-4), math.log(1e3)
+    assert stats.kstest(lrs, stats.uniform(low, width).cdf).pvalue > 0.01
+    others = [math.log(float(cell["optim.eps"])) for cell in drawn(2000, EPS)]
+    assert stats.pearsonr(lrs, others).pvalue > 0.01  # two keys are uncorrelated
+    layers = [int(cell["model.n_layer"]) for cell in cells]
+    assert {*layers} == {1, 2, 3, 4, 5, 6}
+    assert sum(cell["batch.total_batch_size"] == "4096" for cell in cells) == pytest.approx(1000, abs=100)
+
+
+def test_a_grid_is_the_product_and_takes_no_interval() -> None:
+    lr = Axis("optim.lr", True, ["1e-3", "2e-3", "4e-3"])
+    cells = GridSweeper(None).combinations([BATCH, lr, SEED])
+    assert len({tuple(cell) for cell in cells}) == 6
+    assert all(cell[2] == "train.seed=7" for cell in cells)
+    with pytest.raises(ConfigError, match=r"optim\.lr: a grid needs single values"):
+        GridSweeper(None).combinations([LR])
+
+
+def test_samples_of_a_sweep_of_optuna_hold_every_value_and_both_ends() -> None:
+    assert OptunaSweeper(None, 20, 0).combinations([LR, BATCH, SEED]) == [
+        ["optim.lr=0.0001", "batch.total_batch_size=4096", "train.seed=7"],
+        ["optim.lr=0.1", "batch.total_batch_size=8192", "train.seed=7"],
+    ]
+
+
+def test_a_cell_reuses_the_micro_batch_found_for_a_cell_of_the_same_memory_needs(tmp_path: Path) -> None:
+    """Without such a cell it starts from the first decision of the sweep."""
+
+    def decided(name: str, batch: int, lr: str) -> tuple[str, dict[str, object]]:
+        key = memory_key(compose([f"batch.total_batch_size={batch}", "batch.micro_batch_size=auto", f"optim.lr={lr}"]))
+        effective = {"memory_key": key, "micro_batch_size": batch // 256}
+        (tmp_path / name).mkdir()
+        run_dir.write_json(tmp_path / name / run_dir.EFFECTIVE, effective)
+        return key, effective
+
+    small, first = decided("a", 4096, "1e-3")
+    large, other = decided("b", 8192, "1e-3")
+    run_dir.write_json(tmp_path / run_dir.EFFECTIVE, first)
+    assert decided("c", 8192, "2e-3")[0] == large != small
+    assert _decided(tmp_path, large) == other
+    assert _decided(tmp_path, small) == _decided(tmp_path, "of another model") == first
+    assert _decided(tmp_path / "nowhere", small) == {}

@@ -1,0 +1,64 @@
+"""`TrainState.go_back`: which counters a run takes over from an earlier checkpoint, and which data it then reads."""
+
+from dataclasses import fields, replace
+
+import numpy as np
+
+from gptexp.data.order import Order
+from gptexp.storage.checkpoint import TrainState
+from gptexp.storage.divergence import LossTrend
+
+KEPT = {"seconds", "resumed_at", "steps_passed_over"}  # these describe the attempt, not the checkpoint
+
+SAVED = TrainState(
+    step=40, tokens=400, fingerprint=4, val_loss=4.0, best_val_loss=3.9, evaluated_tokens=400, seconds=8.0,
+    skipped_updates=1, trend=LossTrend(steps_above=2), regular=True, resumed_at=40,
+)  # fmt: skip
+NOW = TrainState(
+    step=53, tokens=530, fingerprint=5, val_loss=3.0, best_val_loss=2.9, evaluated_tokens=500, seconds=11.5,
+    skipped_updates=6, trend=LossTrend(steps_above=7), regular=False, resumed_at=20,
+)  # fmt: skip
+
+
+def test_the_example_differs_in_every_counter_that_is_taken_over() -> None:
+    """Or the next test could not see one that is forgotten; the noise scale is tested in whole runs."""
+    taken_over = {f.name for f in fields(TrainState)} - KEPT - {"noise_scale"}
+    assert all(getattr(SAVED, name) != getattr(NOW, name) for name in taken_over)
+
+
+def test_the_counters_are_those_of_the_checkpoint_and_the_time_spent_stays() -> None:
+    state = replace(NOW)
+    state.go_back(SAVED, passing_over=14)
+    assert state == replace(SAVED, seconds=11.5, resumed_at=20, steps_passed_over=14)
+
+
+def test_steps_that_are_passed_over_add_up() -> None:
+    """Also those since the checkpoint was saved: the checkpoint does not know of them."""
+    state = replace(NOW, steps_passed_over=5)
+    state.go_back(replace(SAVED, steps_passed_over=2), passing_over=14)
+    assert state.steps_passed_over == 19
+
+
+def test_training_continues_on_the_data_after_the_failed_step() -> None:
+    """Step k reads the windows of position k + steps_passed_over. No window is read twice after the checkpoint."""
+    order, sequences = Order(1000, 0, seed=3, shuffled=True), 4
+
+    def windows(step: int, state: TrainState) -> list[int]:
+        first = (step + state.steps_passed_over) * sequences
+        return order.train_windows(np.arange(first, first + sequences)).tolist()
+
+    state = TrainState()
+    read = {i for step in range(53) for i in windows(step, state)}
+    state.step = 53
+    state.go_back(SAVED, passing_over=53 - SAVED.step)  # step 52 failed
+    assert windows(state.step, state) == windows(53, TrainState())
+    state.step = 60
+    state.go_back(SAVED, passing_over=60 - SAVED.step)  # step 59, which read position 72, failed
+    assert windows(state.step, state) == windows(73, TrainState())
+    assert not read & set(windows(state.step, state))
+
+
+def test_going_back_changes_nothing_in_the_checkpoints_own_counters() -> None:
+    saved = replace(SAVED)
+    replace(NOW).go_back(saved, passing_over=14)
+    assert saved == SAVED

@@ -1,0 +1,296 @@
+"""Losses and gradients that are not finite: no update, and then train.nonfinite=stop, skip or rollback."""
+
+import itertools
+import json
+import math
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import events, summary
+from real_runs import newest, train_here, weights
+
+from gptexp.config.schema import OptimConfig
+from gptexp.process.signals import StopRequest
+from gptexp.storage import checkpoint
+from gptexp.training import step as step_module
+from gptexp.training.optim import build_optimizer, step_if
+from gptexp.training.step import TrainStep
+
+Start = Callable[..., subprocess.Popen[str]]
+Sabotage = Callable[[str, str], dict[str, str]]
+Poison = Callable[..., None]
+
+# The loss of the micro-batches (step of the data, number in the step) in `BAD` becomes VALUE; `m` is training.step.
+POISON = """
+from dataclasses import replace
+from gptexp.config.schema import Config
+from gptexp.data.order import mix
+bad = {mix(Config().train.seed, step, number) for step, number in BAD}
+plain = m.TrainStep.__call__
+
+class PoisonedModel:
+    def __init__(self, model):
+        self.model, self.parameters, self.seed = model, model.parameters, None
+    def __call__(self, x, y):
+        return self.model(x, y) * (float("VALUE") if self.seed in bad else 1.0)
+
+def poisoned(self, batches, *args, **kwargs):
+    model = PoisonedModel(self.model)
+    def watched():
+        for batch in batches:
+            model.seed = batch.dropout_seed
+            yield batch
+    return plain(replace(self, model=model), watched(), *args, **kwargs)
+
+m.TrainStep.__call__ = poisoned
+"""
+
+
+def poison_code(bad: list[tuple[int, int]], value: str = "nan") -> str:
+    return POISON.replace("BAD", str(bad)).replace("VALUE", value)
+
+
+@pytest.fixture
+def poison(monkeypatch: pytest.MonkeyPatch) -> Poison:
+    """Poisons micro-batches of the runs in this process."""
+    monkeypatch.setattr(TrainStep, "__call__", TrainStep.__call__)  # put back at the end
+
+    def apply(bad: list[tuple[int, int]], value: str = "nan") -> None:
+        exec(poison_code(bad, value), {"m": step_module})
+
+    return apply
+
+
+def check_stopped(directory: Path, err: str) -> None:
+    """A run whose step 2 was bad, and which saved after each step."""
+    assert "step 2: loss" in err
+    assert "the run diverged; lower optim.lr" in err
+    assert "Traceback" not in err
+    assert summary(directory)["status"] == "diverged"
+    saved = sorted(p.name for p in (directory / "checkpoints").glob("step-*"))
+    assert saved == ["step-00000001", "step-00000002"]
+    assert [e["train/loss"] is None for e in events(directory, "step")] == [False, False, True]
+
+
+# --- the update ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_an_update_that_is_not_finite_changes_nothing(fused: bool, value: float) -> None:
+    """Neither weights nor moments nor the count of steps that the bias correction takes."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(5, 3)
+    optimizer = build_optimizer(model, OptimConfig(), fused)
+
+    def step(factor: float, finite: bool) -> None:
+        (model(torch.ones(2, 5)).sum() * factor).backward()
+        step_if(torch.tensor(finite), optimizer)
+        optimizer.zero_grad()
+
+    step(1.0, True)
+    before = [p.detach().clone() for p in model.parameters()]
+    moments = [v.clone() for s in optimizer.state.values() for v in s.values()]
+    step(value, False)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(moments, [v for s in optimizer.state.values() for v in s.values()], strict=True)
+    )
+    step(1.0, True)
+    assert not any(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+# --- train.nonfinite=stop --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_a_loss_that_is_not_finite_stops_the_run_before_the_update(
+    poison: Poison, tiny: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], value: str
+) -> None:
+    poison([(2, 3)], value)
+    assert train_here([*tiny, "train.save_every=1", "train.keep_last=0"], tmp_path / "out") == 5
+    check_stopped(tmp_path / "out", capsys.readouterr().err)
+
+
+@pytest.mark.e2e
+def test_a_loss_that_is_not_finite_on_rank_1_stops_both_ranks(
+    start: Start, sabotage: Sabotage, tiny: list[str], tmp_path: Path
+) -> None:
+    """In the last micro-batch of step 2, which rank 1 of two has."""
+    env = sabotage("gptexp.training.step", poison_code([(2, 3)]))
+    options = ["world.size=2", "train.save_every=1", "train.keep_last=0", "hydra.run.dir=out"]
+    process = start("train", *tiny, *options, env=env)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 5, err
+    check_stopped(tmp_path / "out", err)
+
+
+# --- train.nonfinite=skip --------------------------------------------------------------------------------------------
+
+BAD_BUT_NOT_IN_A_ROW = [1, 2, *range(4, 26, 2)]
+SKIP = ["train.nonfinite=skip", "train.reduction=tree", "train.save_every=0", "train.max_steps=26"]
+MICRO_BATCHES = [(step, step % 4) for step in BAD_BUT_NOT_IN_A_ROW]
+
+
+def check_skipped(directory: Path) -> None:
+    assert summary(directory)["skipped_updates"] == len(BAD_BUT_NOT_IN_A_ROW) > 11
+    assert [e["step"] for e in events(directory, "fault")] == BAD_BUT_NOT_IN_A_ROW
+    assert [e["step"] for e in events(directory, "step")] == list(range(26))
+    assert all(value.isfinite().all() for value in weights(directory).values())
+
+
+def test_a_run_goes_on_after_any_number_of_skipped_updates_that_are_not_in_a_row(
+    poison: Poison, tiny: list[str], tmp_path: Path
+) -> None:
+    poison(MICRO_BATCHES)
+    assert train_here([*tiny, *SKIP], tmp_path / "out") == 0
+    check_skipped(tmp_path / "out")
+
+
+@pytest.mark.e2e
+def test_two_ranks_that_skip_updates_end_with_the_bits_of_one(
+    start: Start, sabotage: Sabotage, poison: Poison, tiny: list[str], tmp_path: Path
+) -> None:
+    """Gradients are added up in a tree, whose result does not depend on the number of ranks."""
+    env = sabotage("gptexp.training.step", poison_code(MICRO_BATCHES))
+    process = start("train", *tiny, *SKIP, "world.size=2", "hydra.run.dir=two", env=env)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    check_skipped(tmp_path / "two")
+    poison(MICRO_BATCHES)
+    assert train_here([*tiny, *SKIP], tmp_path / "one") == 0
+    one, two = weights(tmp_path / "one"), weights(tmp_path / "two")
+    assert all(torch.equal(value, two[name]) for name, value in one.items())
+
+
+@pytest.mark.parametrize(("nonfinite", "last"), [("skip", 13), ("rollback", 2)])
+def test_a_run_diverges_after_eleven_bad_steps_in_a_row(
+    poison: Poison, tiny: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], nonfinite: str, last: int
+) -> None:
+    poison([(step, 0) for step in range(3, 40)])
+    options = [f"train.nonfinite={nonfinite}", "train.save_every=2", "train.max_steps=40"]
+    assert train_here([*tiny, *options], tmp_path / "out") == 5
+    err = capsys.readouterr().err
+    assert f"step {last}: loss nan" in err
+    assert "diverged after 11 non-finite steps" in err
+
+
+# --- train.nonfinite=rollback ----------------------------------------------------------------------------------------
+
+# Data steps 3 and 6 are bad: back to after two steps and on with data step 4; then to after four, and with 7.
+TWICE_BAD = [(3, 2), (6, 1)]
+ROLLBACK = ["train.save_every=2", "train.eval_every=0", "log.sample_tokens=0"]
+
+
+def check_rolled_back(directory: Path, prefix: list[int]) -> None:
+    """`prefix`: the fingerprints of a run that met nothing bad, after each step."""
+    assert summary(directory)["steps_passed_over"] == 3
+    assert [e["step"] for e in events(directory, "step")] == list(range(8))
+    texts = [fault["text"] for fault in events(directory, "fault")]
+    for text, bad, good in zip(texts, (3, 4), (1, 3), strict=True):
+        assert f"step {bad}: loss nan" in text
+        assert f"reloaded the checkpoint after step {good}" in text
+    read = (prefix[1] + prefix[5] - prefix[3] + prefix[10] - prefix[6]) % 2**64
+    assert int(events(directory, "step")[-1]["data/fingerprint"], 16) == read
+
+
+@pytest.fixture
+def prefix(tiny: list[str], tmp_path: Path) -> list[int]:
+    assert train_here([*tiny, *ROLLBACK, "train.max_steps=11"], tmp_path / "clean") == 0
+    return [int(e["data/fingerprint"], 16) for e in events(tmp_path / "clean", "step")]
+
+
+def test_a_rollback_goes_on_with_the_data_behind_the_bad_step(
+    prefix: list[int], poison: Poison, tiny: list[str], tmp_path: Path
+) -> None:
+    poison(TWICE_BAD)
+    options = [*ROLLBACK, "train.max_steps=8", "train.nonfinite=rollback"]
+    assert train_here([*tiny, *options], tmp_path / "one") == 0
+    check_rolled_back(tmp_path / "one", prefix)
+
+
+@pytest.mark.e2e
+def test_two_ranks_roll_back_as_one_does(
+    prefix: list[int], start: Start, sabotage: Sabotage, tiny: list[str], tmp_path: Path
+) -> None:
+    env = sabotage("gptexp.training.step", poison_code(TWICE_BAD))
+    options = [*ROLLBACK, "train.max_steps=8", "train.nonfinite=rollback", "world.size=2", "hydra.run.dir=two"]
+    process = start("train", *tiny, *options, env=env)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    check_rolled_back(tmp_path / "two", prefix)
+
+
+def test_without_a_checkpoint_a_rollback_ends_the_run(
+    poison: Poison, tiny: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    poison([(1, 0)])
+    assert train_here([*tiny, "train.nonfinite=rollback", "train.save_every=0"], tmp_path / "out") == 5
+    assert "before its first checkpoint" in capsys.readouterr().err
+
+
+@pytest.fixture
+def rollback_run(tiny: list[str], poison: Poison, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+    """Trains 9 steps, of which data step 5 is bad, with an interruption after `stop_after` steps (0: none)."""
+    poison([(5, 1)])
+    options = ["train.max_steps=9", "train.eval_every=0", "model.dropout=0.1", "log.sample_tokens=0",
+               "train.nonfinite=rollback"]  # fmt: skip
+
+    def train(directory: Path, stop_after: int, save_every: int = 4) -> Path:
+        overrides = [*tiny, *options, f"train.save_every={save_every}"]
+        stop, calls, plain = StopRequest(), itertools.count(1), TrainStep.__call__
+
+        def counted(step: TrainStep, *args: Any, **kwargs: Any) -> Any:
+            report = plain(step, *args, **kwargs)
+            if next(calls) == stop_after:
+                stop.on_signal(signal.SIGTERM, None)
+            return report
+
+        if stop_after:
+            with monkeypatch.context() as patch:
+                patch.setattr(TrainStep, "__call__", counted)
+                assert train_here(overrides, directory, stop) == 143
+        assert train_here(overrides, directory) == 0
+        return newest(directory)
+
+    return train
+
+
+@pytest.mark.parametrize("stops", [(4,), pytest.param((2, 5, 6, 8), marks=pytest.mark.e2e)])
+def test_a_rollback_leads_to_the_same_checkpoint_whatever_interruptions_there_were(
+    rollback_run: Callable[..., Path], tmp_path: Path, stops: tuple[int, ...]
+) -> None:
+    """A checkpoint that was saved because the run was asked to stop is nearer to the bad step; it is not used."""
+    whole = rollback_run(tmp_path / "whole", stop_after=0)
+    assert json.loads((whole / "state.json").read_text())["steps_passed_over"] == 2
+    for stop_after in stops:  # after 4 it ends with step 5, as the request is seen in the next step
+        parts = rollback_run(tmp_path / f"{stop_after}", stop_after)
+        assert (parts / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes(), stop_after
+
+
+def test_a_rollback_past_a_damaged_checkpoint_saves_that_step_anew(
+    rollback_run: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = checkpoint.save
+
+    def damaging(directory: Path, *args: Any) -> Path:
+        path = plain(directory, *args)
+        if path.name == "step-00000004" and not list(directory.glob("rejected-*")):
+            (path / "train.pt").write_bytes(b"")
+        return path
+
+    monkeypatch.setattr(checkpoint, "save", damaging)
+    last = rollback_run(tmp_path / "out", stop_after=0, save_every=2)
+    assert last.name == "step-00000009"
+    assert json.loads((last / "state.json").read_text())["steps_passed_over"] == 4  # back to step 2
+    [rejected] = (tmp_path / "out" / "checkpoints").glob("rejected-*")
+    assert rejected.name.endswith("step-00000004")
+    saved = [e["step"] for e in events(tmp_path / "out", "checkpoint")]
+    assert saved == [1, 3, 5, 7, 8]
+    assert checkpoint.newest(last.parent)[0] == last

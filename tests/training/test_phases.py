@@ -1,0 +1,65 @@
+"""The phases of a step: micro-steps are summed, and the phases of a step add up to all of it."""
+
+import time
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from gptexp.config.schema import ModelConfig
+from gptexp.data.loader import MicroBatch
+from gptexp.distributed.reduction import MeanReduction
+from gptexp.model.gpt import GPT
+from gptexp.training.phases import PHASES, StepTimer, exposed_reduce_ms
+from gptexp.training.step import Probe, TrainStep
+
+CPU = torch.device("cpu")
+
+
+def test_the_time_of_a_phase_is_summed_over_micro_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([10.0, 10.5, 11.5, 11.75, 14.0])
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
+    timer = StepTimer(CPU)
+    for phase in ("data", "forward", "data", "forward"):
+        timer.mark(phase)
+    assert timer.read() == {"data": 750.0, "forward": 3250.0, "backward": 0.0, "clip": 0.0, "optimizer": 0.0}
+
+
+def test_every_part_of_a_step_is_in_one_phase(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the reader, the model, a gradient and the update move the clock: each counts for its own phase."""
+    now = 0.0
+
+    def take(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    model = GPT(ModelConfig(n_layer=1, n_head=1, n_embd=8, block_size=8, vocab_size=32))
+    x = torch.zeros(1, 8, dtype=torch.int64)
+
+    def batches():  # type: ignore[no-untyped-def]
+        while True:
+            take(0.5)
+            yield MicroBatch(x, x, 0, 0)
+
+    class SlowSGD(torch.optim.SGD):
+        def step(self, closure=None):  # type: ignore[no-untyped-def]
+            take(4)
+
+    model.register_forward_pre_hook(lambda *_: take(1))
+    model.wpe.weight.register_post_accumulate_grad_hook(lambda _: take(2))
+    plain_clip = torch.nn.utils.clip_grad_norm_
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *args: (take(8), plain_clip(*args))[1])
+    timer = StepTimer(CPU)
+    optimizer, mean = SlowSGD(model.parameters(), lr=0.1), MeanReduction(None)
+    optimizer.param_groups[0]["initial_lr"] = 0.1
+    step = TrainStep(model, optimizer, mean, 2, 1.0, nullcontext, dropout=False)
+    step(batches(), lr_factor=1.0, probe=Probe(timer=timer))
+    phases = timer.read()
+    assert phases.keys() == set(PHASES)
+    assert phases == {"data": 1000.0, "forward": 2000.0, "backward": 4000.0, "clip": 8000.0, "optimizer": 4000.0}
+    assert sum(phases.values()) == 1e3 * now
+
+
+def test_without_ddp_there_is_no_time_of_reduction() -> None:
+    assert exposed_reduce_ms(torch.nn.Linear(1, 1)) == 0.0
