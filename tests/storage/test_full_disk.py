@@ -33,9 +33,8 @@ def test_checkpoints_that_do_not_fit_are_lines_and_the_last_one_ends_the_run(
     process = start("train", *options, preexec_fn=largest_file(1_000_000))
     _, err = process.communicate(timeout=120)
     assert process.returncode == 1
-    assert err.count("cannot be saved (File too large); earlier checkpoints are unchanged; training continues") == 3, (
-        err
-    )
+    unsaved = r"cannot be saved \(.*File too large.*\); earlier checkpoints are unchanged; training continues"
+    assert len(re.findall(unsaved, err)) == 3, err
     assert err.count("cannot be saved") == 4
     assert "Traceback" not in err
     assert list((tmp_path / "out" / "checkpoints").iterdir()) == []
