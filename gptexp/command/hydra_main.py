@@ -32,6 +32,7 @@ from gptexp.config.compose import (
     hydra_errors_as_config_errors,
     is_multirun,
     is_sweep,
+    register_schema,
     to_config,
 )
 from gptexp.config.overrides import override_problems
@@ -93,8 +94,7 @@ def _let_hydra_answer(args: Namespace, multirun: bool) -> int:
         flags.remove(override)
     sys.argv[1:] = [*args.overrides, *flags]  # Hydra itself accepts no override after a flag
     os.environ["HYDRA_FULL_ERROR"] = "1"  # raise errors instead of printing them
-    with hydra_engine():  # registers the schema
-        pass
+    register_schema()
     try:
         with hydra_errors_as_config_errors():
             hydra.main(config_path=str(conf_dir()), config_name=CONFIG_NAME, version_base="1.3")(lambda _: None)()

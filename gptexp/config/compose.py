@@ -31,7 +31,7 @@ CONFIG_NAME = "config"  # conf/config.yaml
 
 
 @cache
-def _register() -> None:
+def register_schema() -> None:
     """Make the schema and the resolver of `optim=fitted` known to Hydra."""
     OmegaConf.register_new_resolver("power_law", power_law, replace=True)
     ConfigStore.instance().store(name="schema", node=Config)
@@ -40,7 +40,7 @@ def _register() -> None:
 @contextmanager
 def hydra_engine() -> Iterator[Any]:
     """Initialise Hydra on the YAML files of `conf_dir` and yield its engine, which composes configs."""
-    _register()
+    register_schema()
     with hydra.initialize_config_dir(str(conf_dir()), job_name="train", version_base="1.3"):
         yield GlobalHydra.instance().hydra
 
