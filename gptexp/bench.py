@@ -13,9 +13,8 @@ from gptexp.run.workloads import CPU_WORKLOADS, GPU_WORKLOADS
 def main(argv: list[str] | None = None) -> int:
     """Measure the speed of this machine, and the share of it that a training step uses."""
     parser = argparse.ArgumentParser(prog="gptexp bench", description=main.__doc__)
-    parser.add_argument(
-        "what", nargs="*", metavar="WORKLOAD|key=value", help="default: all workloads; overrides apply to each"
-    )
+    what = "default: all workloads; overrides apply to each"
+    parser.add_argument("what", nargs="*", metavar="WORKLOAD|key=value", help=what)
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--out", type=Path, metavar="DIR", help="default: outputs/bench/<date and time>")
     parser.add_argument("--json", action="store_true", help="print JSON, for scripts")
@@ -28,8 +27,8 @@ def main(argv: list[str] | None = None) -> int:
         raise ConfigError(f"{unknown[0]}: no such workload; use one of {', '.join(known)}")
     compose(overrides)  # raises for illegal overrides
     out: Path = (args.out or Path("outputs/bench") / datetime.now().strftime("%Y-%m-%d-%H-%M-%S")).absolute()
-    if out.exists() and any(out.iterdir()):
-        raise ConfigError(f"--out {out}: not empty; give a new directory")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"--out {out}: exists and is not an empty directory; give a new one")
 
     from gptexp.run.benchmark import bench
 

@@ -17,9 +17,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="gptexp evaluate", description=main.__doc__)
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     parser.add_argument("--data", metavar="PATH", help="file or glob to use instead of the run's validation text")
-    parser.add_argument(
-        "--val-tokens", type=int, metavar="N", help="number of validation tokens (default: as in the run)"
-    )
+    parser.add_argument("--val-tokens", type=int, metavar="N", help="validation tokens (default: as in the run)")
     args = parser.parse_args(argv)
 
     config = run_dir.require_checkpoint(args.run_dir)
@@ -32,9 +30,7 @@ def main(argv: list[str] | None = None) -> None:
     elif held_out == 0:
         raise ConfigError(f"{args.run_dir}: data.val_tokens=0: the run has no validation tokens; give --data FILE")
     elif args.val_tokens is not None and held_out is not None and args.val_tokens > held_out:
-        raise ConfigError(
-            f"--val-tokens={args.val_tokens}: the run has {held_out} validation tokens; use fewer, or give --data FILE"
-        )
+        raise ConfigError(f"--val-tokens={args.val_tokens}: the run has {held_out}; use fewer, or give --data FILE")
     if args.val_tokens is not None:
         config.data.val_tokens = args.val_tokens
     if count_val_windows(config.data.val_tokens, config.seq_len) < 1:

@@ -5,21 +5,21 @@ from pathlib import Path
 
 from gptexp.process.errors import ConfigError
 from gptexp.process.terminal import run_verb
+from gptexp.reporting.fitted import check_target, write_optim
 
 
 def main(argv: list[str] | None = None) -> None:
     """Report the results of a sweep or a run: an HTML page, pictures, a table, JSON, and a verdict in sentences."""
     parser = argparse.ArgumentParser(prog="gptexp report", description=main.__doc__)
     parser.add_argument("directory", type=Path, metavar="DIR", help="a sweep's directory, or a run's")
-    parser.add_argument(
-        "--write-optim", type=Path, metavar="FILE", help="write the fitted law as a config file, optim/NAME.yaml"
-    )
+    parser.add_argument("--write-optim", type=Path, metavar="FILE", help="write the fitted law as optim/NAME.yaml")
     args = parser.parse_args(argv)
 
     if not args.directory.is_dir():
         raise ConfigError(f"{args.directory}: no such directory; give a run or a sweep")
+    if args.write_optim is not None:
+        check_target(args.write_optim)
 
-    from gptexp.reporting.fitted import write_optim
     from gptexp.reporting.write import PAGE, show, write_report
 
     report = write_report(args.directory)

@@ -1,11 +1,15 @@
 """`gptexp train [overrides]`: train a model, or with -m a sweep of them."""
 
+import sys
+
 from gptexp.distributed.ranks import ending_rank, launcher_rank
 from gptexp.process.signals import StopRequest
 
 
 def main(argv: list[str] | None = None) -> None:
     """Train what the command line describes; as every rank, if a launcher has started this process."""
+    if argv is not None:
+        sys.argv[1:] = argv  # Hydra reads it
     stop = StopRequest()
     stop.install(ignore_sigint=False)  # before any slow import, so that a signal is handled from the start
     from gptexp.command.lead import lead

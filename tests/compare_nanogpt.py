@@ -1,12 +1,12 @@
-"""Speed against nanoGPT on this machine: `python tests/compare_nanogpt.py CHECKOUT WORKLOAD`.
+"""Compares the speed with nanoGPT's on this machine: `python tests/compare_nanogpt.py CHECKOUT WORKLOAD`.
 
-CHECKOUT is a clone of github.com/karpathy/nanoGPT; WORKLOAD is one of `gptexp bench`, overrides, or both. nanoGPT's own
-train.py runs, from a copy, on the same tokens, shapes and precision settings as `gptexp train`; the programs take
-turns, every turn in a fresh process, so that a machine that slows down slows all of them. Printed are the median and
-the quartiles over all counted steps, and the ratios of the medians of each round.
+CHECKOUT is a clone of github.com/karpathy/nanoGPT. WORKLOAD is a workload of `gptexp bench`, overrides, or both. A copy
+of nanoGPT's train.py runs on the same tokens, shapes and precision settings as `gptexp train`. The programs run in
+turns, each turn in a new process, so a machine that slows down slows all of them. The script prints the median and the
+quartiles over all counted steps, and the ratio of the medians in each round.
 
-  stock    as it comes: float32 on a CPU (its dtype is ignored there), compiled
-  helped   bfloat16 where asked for, compiled, and glibc's allocator told to keep freed memory, as gptexp tells it
+  stock    unchanged: float32 on a CPU (its dtype is ignored there), compiled
+  helped   bfloat16 if requested, compiled; glibc's allocator keeps freed memory, as in gptexp
 """
 
 import argparse
@@ -26,7 +26,7 @@ from gptexp.data.loader import build_dataset
 from gptexp.run.benchmark import WARM_UP, Workload, run_until, workloads
 from gptexp.storage import run_dir
 
-# glibc's own names for what gptexp sets in process (mallopt(3)).
+# glibc's environment variables for the options that gptexp sets with mallopt(3).
 KEEP_FREED_MEMORY = {
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": "-1",
@@ -104,7 +104,7 @@ def main() -> None:
             ours, micro_batch_size = own_ms(overrides, args.steps, Path(out) / f"run{number}")
             measured["gptexp"].append(ours)
             for peer in peers:
-                # As it comes, a CPU computes in float32 whatever dtype says.
+                # Unchanged nanoGPT ignores dtype on a CPU and computes in float32.
                 dtype = "float32" if peer == "stock" and args.device == "cpu" else args.dtype
                 size = args.peer_micro_batch or micro_batch_size
                 theirs = peer_ms(args.checkout, config, size, args.steps, dtype, args.device, peer == "helped")

@@ -36,7 +36,7 @@ def clean(environ: Mapping[str, str], cache: Path) -> dict[str, str]:
 
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
-    """The environment of every test is `clean`."""
+    """Give every test the environment that `clean` returns."""
     wanted = clean(os.environ, cache)
     for name in os.environ.keys() - wanted.keys():
         monkeypatch.delenv(name)
@@ -46,7 +46,7 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
-    """torch computes with one thread in the tests' own process, since two tests share the cores."""
+    """Set torch to one thread in the process of the tests, because two tests share the cores."""
     import torch
 
     torch.set_num_threads(1)
@@ -68,8 +68,8 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-# A model and a step of 128 tokens, so small that a run costs little more than the import of torch. The vocabulary keeps
-# its 50,304 ids.
+# A small model and a step of 128 tokens: a run takes little longer than the import of torch. The vocabulary keeps its
+# 50,304 ids.
 TINY = (
     "model.n_layer=1",
     "model.n_head=2",
@@ -97,7 +97,7 @@ def tiny(corpus: Path) -> list[str]:
 
 @pytest.fixture
 def long_run(tiny: list[str]) -> list[str]:
-    """Overrides of a run with more steps than any test waits for."""
+    """Overrides of a run that is too long to complete within a test."""
     return [*tiny, "train.max_steps=100000", "train.save_every=100000", "train.eval_every=0", "hydra.run.dir=out"]
 
 
@@ -115,7 +115,7 @@ class ForkServer:
         self.env = env
 
     def ask(self, argv: list[str], cwd: Path, env: dict[str, str] | None = None, timeout: float = 60) -> dict[str, Any]:
-        """Run `gptexp ARGV` in `cwd`; its code, stdout, stderr, cpu_s, and whether it asked for torch (`torch`)."""
+        """Run `gptexp ARGV` in `cwd`; its code, stdout, stderr, cpu_s, and whether it imported torch (`torch`)."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         request = {"argv": argv, "cwd": str(cwd), "env": self.env if env is None else env, "timeout": timeout}
@@ -162,7 +162,7 @@ def gptexp(tmp_path: Path, torch_server: ForkServer) -> Callable[..., subprocess
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Start `python -m gptexp …` in `tmp_path` without waiting for it; what still runs at the test's end is killed."""
+    """Start `python -m gptexp …` in `tmp_path` without waiting. A process that still runs after the test is killed."""
     started: list[subprocess.Popen[str]] = []
 
     def popen(*argv: str, **kwargs: Any) -> subprocess.Popen[str]:

@@ -6,7 +6,7 @@ import numpy as np
 
 from gptexp.reporting.curves import Losses
 
-CURVATURE, SIGMA = 0.01, 0.003  # nats per octave squared; nats: the standard deviation of a small net's seeds
+CURVATURE, SIGMA = 0.01, 0.003  # nats per octave squared; the standard deviation over seeds of a small model, in nats
 Rng = np.random.Generator
 
 

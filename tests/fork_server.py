@@ -1,11 +1,11 @@
-"""Runs `gptexp ARGV` in a fork, which is faster than a new interpreter that imports everything again.
+"""Runs `gptexp ARGV` in a forked process, which is faster than a new interpreter that imports everything again.
 
-Hydra and gptexp are imported once, and torch too where the first argument is `torch`. Each request is a JSON object per
-line on stdin with `argv`, `cwd`, `env` and `timeout`. A forked child runs it; the answer is a JSON object per line on
-stdout. Changes that a command makes to Hydra's singletons, to `sys` or to the environment end with its child.
+Hydra and gptexp are imported once, and torch too if the first argument is `torch`. Each line on stdin is a request: a
+JSON object with `argv`, `cwd`, `env` and `timeout`. A forked child runs it. Each line on stdout is an answer, a JSON
+object. A command's changes to Hydra's singletons, to `sys` or to the environment are lost with its child.
 
-Without `torch`, a child that tries to import torch is ended at once. This proves that an answer needed no torch, and a
-command line that turns out to be legal starts no training.
+Without the argument `torch`, a child exits as soon as it imports torch. So a test can check that a command imports no
+torch, and a valid command line starts no training.
 """
 
 import atexit
@@ -22,17 +22,17 @@ from typing import Any
 
 import gptexp.cli
 
-# The verbs import these when they run. Imported here, they and Hydra cost no child any time.
+# The verbs import these modules when they run. Importing them here saves each child that time.
 import gptexp.command.lead
 import gptexp.plan
 import gptexp.sweep.grid
 import gptexp.train
 
-TORCH = 97  # exit code of a child that went as far as importing torch
+TORCH = 97  # exit code of a child that imported torch
 
 
 class TorchEndsIt(MetaPathFinder):
-    """Ends the process at an import of torch. It is first in `sys.meta_path`, so that no `try` can hide the import."""
+    """Exits the process at an import of torch. It is first in `sys.meta_path`, so no `try` can hide the import."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: Any = None) -> None:
         if name.partition(".")[0] == "torch":
@@ -81,7 +81,7 @@ def become(argv: list[str], cwd: str, env: dict[str, str], timeout: float, stdou
 
 
 def answer(argv: list[str], cwd: str, env: dict[str, str], timeout: float) -> dict[str, Any]:
-    """Run one command line; its exit code, output and CPU seconds."""
+    """Run one command line in a child; its exit code, output and CPU seconds."""
     with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
         pid = os.fork()
         if pid == 0:
@@ -89,9 +89,8 @@ def answer(argv: list[str], cwd: str, env: dict[str, str], timeout: float) -> di
             try:
                 code = become(argv, cwd, env, timeout, stdout.fileno(), stderr.fileno())
             finally:
-                os._exit(
-                    code
-                )  # finalising the interpreter would copy each page shared with the server, which takes a second
+                # Finalising the interpreter would copy each page shared with the server, which takes a second.
+                os._exit(code)
         _, status, usage = os.wait4(pid, 0)
         texts = []
         for file in (stdout, stderr):

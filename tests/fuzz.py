@@ -1,4 +1,4 @@
-"""What tests with random input share: values that nobody means, and kinds of damage to files."""
+"""Helpers of tests with random input: unusual values, and kinds of damage to files."""
 
 import random
 from collections.abc import Callable

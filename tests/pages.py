@@ -1,4 +1,4 @@
-"""What tests of pages share: Chromium, and the accessibility rules of axe."""
+"""Helpers of tests of pages: Chromium, and the accessibility rules of axe."""
 
 import shutil
 from importlib.util import find_spec

@@ -1,4 +1,4 @@
-"""What tests of real runs share: a run in this process, one finished run for all, and what a run directory holds."""
+"""Helpers of tests of real runs: a run in this process, one shared finished run, and readers of run directories."""
 
 import os
 from collections.abc import Callable
@@ -23,7 +23,7 @@ def train_here(overrides: list[str], directory: Path, stop: StopRequest | None =
 
 
 def environment(cache: Path) -> dict[str, str]:
-    """For fixtures that live longer than one test: no variable of a launcher or of wandb, and this token cache."""
+    """An environment for fixtures of wider scope: no variable of a launcher or of wandb, and this token cache."""
     own = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)}
     return {**own, "GPTEXP_CACHE": str(cache), "WANDB_SILENT": "true", "OMP_WAIT_POLICY": "PASSIVE"}
 
@@ -35,11 +35,11 @@ class Finished(NamedTuple):
     stdout: str
 
 
-_finished: list[Finished] = []  # the one of this process
+_finished: list[Finished] = []  # at most one for each process
 
 
 def finished_run(factory: pytest.TempPathFactory, corpus: Path, server: ForkServer) -> Finished:
-    """The finished run of this test session; `tokens` next to its directory is the token cache that it used."""
+    """The finished run of this process. The folder `tokens` next to its directory is the token cache that it used."""
     if not _finished:
         _finished.append(_train_one(factory, corpus, server))
     return _finished[0]
@@ -75,5 +75,5 @@ def equal(a: Path, b: Path) -> bool:
 
 
 def begun(directory: Path, steps: int = 4) -> Callable[[], bool]:
-    """A condition for `wait_for`: the run in `directory` has logged so many steps."""
+    """A condition for `wait_for`: the run in `directory` has logged at least `steps` steps."""
     return lambda: (directory / "metrics.jsonl").exists() and len(events(directory, "step")) >= steps

@@ -1,12 +1,12 @@
-"""Runs that are killed and started again, as many times as asked, against one that nothing disturbs.
+"""Kills a run as often as requested, starts it again each time, and compares it with an undisturbed run.
 
     python tests/survival.py kills --kills 50 --world-sizes 2
     python tests/survival.py crash --points renamed --occurrences 2
 
-Ranks are forked from this process, which has torch imported, so that a start costs a fraction of a second; each runs
-the real `gptexp.run.rank.run` in a real process group. A driver watches what they do through shared memory and kills by
-progress, not by the clock. The answer, a JSON object on stdout, holds the hash of the final weights and moments with
-everything that shows whether the kills fell where they mean something.
+Ranks are forked from this process, which has imported torch, so a start takes a fraction of a second. Each rank runs
+the real `gptexp.run.rank.run` in a real process group. A driver reads their progress from shared memory, which decides
+when it kills. The result is a JSON object on stdout: the hash of the final weights and moments, and counts of the kills
+in different phases of the run.
 """
 
 import argparse
@@ -38,10 +38,10 @@ from gptexp.storage.checkpoint import load_latest
 from gptexp.training.step import TrainStep
 
 SAVE_EVERY = 4
-MOST_STARTS = 400  # a mutant may make no progress at all
-PATIENCE_S = 60.0  # for a rank that was told nothing and does nothing
+MOST_STARTS = 400  # a run of a mutant may make no progress
+PATIENCE_S = 60.0  # longest wait for a rank that makes no progress
 
-# What each mutant breaks: a file of the package, the text, and what takes its place.
+# What each mutant changes: a file of the package, and texts in it with their replacements.
 MUTANTS: dict[str, tuple[str, dict[str, str]]] = {
     "no reseed": ("training/step.py", {"torch.manual_seed(batch.dropout_seed)": "pass"}),
     "optimizer not loaded": ("storage/checkpoint.py", {'optimizer.load_state_dict(saved["optimizer"])': "pass"}),
@@ -64,7 +64,7 @@ MUTANTS: dict[str, tuple[str, dict[str, str]]] = {
 
 
 def mutated_package(name: str, folder: Path) -> Path:
-    """Copy the package into `folder` with one mutant's change; the folder to put on PYTHONPATH."""
+    """Copy the package into `folder`, apply one mutant, and return the folder for PYTHONPATH."""
     package = folder / f"mutant-{name.replace(' ', '-')}" / "gptexp"
     shutil.copytree(Path(gptexp.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
     file, changes = MUTANTS[name]
@@ -77,7 +77,7 @@ def mutated_package(name: str, folder: Path) -> Path:
 
 
 def config(folder: Path, steps: int, **train: Any) -> Config:
-    """A small model with dropout; eight micro-batches a step, which 1, 2 and 4 ranks can share."""
+    """A small model with dropout. A step has eight micro-batches, which 1, 2 and 4 ranks can share."""
     text = folder / "text.txt"
     if not text.exists():
         text.write_text("\n".join(f"{i * i % 97} and {i % 13} make {i}." for i in range(20_000)))
@@ -94,7 +94,7 @@ def config(folder: Path, steps: int, **train: Any) -> Config:
 
 
 class Pulse:
-    """What every rank is doing, in memory shared with the driver: steps since its start, and whether it is saving."""
+    """The progress of each rank, in memory shared with the driver: its steps, and whether it is saving."""
 
     RANKS = 8
 
@@ -110,7 +110,7 @@ class Pulse:
 
 
 def watch(pulse: Pulse, rank: int) -> None:
-    """Have this process report its steps and saves."""
+    """Patch this process so that it reports its steps and saves to `pulse`."""
     steps, plain_step, plain_save = 0, TrainStep.__call__, checkpoint.save
 
     def train_step(*args: Any, **kwargs: Any) -> Any:
@@ -145,7 +145,7 @@ def start(cfg: Config, directory: Path, world_size: int, prepare: Callable[[int]
                 os.environ.update(
                     MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world_size)
                 )
-                os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the answer is all that stdout holds
+                os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # stdout is for the result only
                 prepare(rank)
                 code = run(Job(cfg, directory, Rank(rank, world_size, rank, world_size), StopRequest()))
             except Exception as error:
@@ -158,7 +158,7 @@ def start(cfg: Config, directory: Path, world_size: int, prepare: Callable[[int]
 
 
 def reap(pids: list[int], seconds: float) -> list[int]:
-    """Wait for processes to end by themselves, then kill what is left; their exit codes."""
+    """Wait `seconds` for processes to end, then kill the others; their exit codes."""
     codes: dict[int, int] = {}
     deadline = time.monotonic() + seconds
     while len(codes) < len(pids):
@@ -176,7 +176,7 @@ def reap(pids: list[int], seconds: float) -> list[int]:
 
 
 def contents(directory: Path) -> str:
-    """Hash of the weights and the optimizer's state that a finished run left."""
+    """Hash of the final weights and optimizer state of a run."""
     newest = max((directory / run_dir.CHECKPOINTS).glob("step-*"))
     files = [(newest / name).read_bytes() for name in ("model.safetensors", "train.pt")]
     return f"{newest.name}-{hashlib.sha256(b''.join(files)).hexdigest()[:16]}"
@@ -188,7 +188,7 @@ def leftovers(directory: Path) -> int:
 
 
 def whole_metrics(directory: Path, steps: int) -> bool:
-    """Whether the file holds every step once, and nothing but whole lines."""
+    """Whether metrics.jsonl has every step exactly once, and whole lines only."""
     try:
         events = [json.loads(line) for line in (directory / run_dir.METRICS).read_text().splitlines()]
     except ValueError:
@@ -204,7 +204,7 @@ def undisturbed(cfg: Config, folder: Path) -> str:
 
 
 def kills(folder: Path, count: int, steps: int, world_sizes: list[int], seed: int) -> dict[str, Any]:
-    """Kill a run `count` times, then let it end."""
+    """Kill a run `count` times, then let it complete."""
     draw, pulse = random.Random(seed), Pulse()
     cfg = config(folder, steps)
     expected = undisturbed(cfg, folder)
@@ -231,7 +231,7 @@ def kills(folder: Path, count: int, steps: int, world_sizes: list[int], seed: in
         saving = draw.random() < 0.6
         after, delay = draw.randint(1, 2 * SAVE_EVERY), draw.random() * (0.02 if saving else 0.03)
         if not _wait(pulse, pids, 0 if saving else victim, after, saving):
-            code = max(map(abs, reap(pids, 1)))  # it ended, or never got so far
+            code = max(map(abs, reap(pids, 1)))  # it ended before the kill, or made no progress
             continue
         time.sleep(delay)
         in_save += pulse.read(0)[1]
@@ -257,7 +257,7 @@ def kills(folder: Path, count: int, steps: int, world_sizes: list[int], seed: in
 
 
 def _wait(pulse: Pulse, pids: list[int], rank: int, steps: int, saving: bool) -> bool:
-    """Until `rank` has done so many steps, or is in a save behind so many; False if a process ends before."""
+    """Wait until `rank` has done `steps` steps and, if `saving`, saves; False if a process ends before."""
     deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
         done, in_save = pulse.read(rank)
@@ -275,7 +275,7 @@ def _die() -> None:
 
 
 def crash_at(point: str, occurrence: int) -> None:
-    """Have this process die the `occurrence`th time that it comes to `point` of saving."""
+    """Patch this process so that it kills itself the `occurrence`th time that it reaches `point` of saving."""
     seen = 0
 
     def due(here: bool = True) -> bool:
@@ -340,7 +340,7 @@ POINTS = ("before", "weights", "optimizer", "manifest", "synced", "renamed", "do
 
 
 def crashes(folder: Path, points: list[str], occurrences: list[int]) -> list[dict[str, Any]]:
-    """At each point and occurrence a run dies once and is started again."""
+    """For each point and occurrence, kill a run once and start it again."""
     steps = 5 * SAVE_EVERY
     cfg = config(folder, steps)
     expected = undisturbed(cfg, folder)

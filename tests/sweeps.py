@@ -27,7 +27,7 @@ NOISE_SCALE = 6  # sequences
 def write_run(
     directory: Path, batch: int, lr: float, seed: int, loss: float | None, schedule: str = "cosine", **summary: Any
 ) -> None:
-    """A run that came to `loss`, exponentially; None: it diverged half-way."""
+    """Write a run whose loss falls exponentially to `loss`. None: the run diverged half-way."""
     config = Config()
     config.batch.total_batch_size, config.optim.lr, config.train.seed, config.world.size = batch, lr, seed, 1
     config.train.max_tokens, config.schedule.name = TOKENS, schedule
@@ -55,7 +55,7 @@ def write_run(
 
 
 def noise_scale(sequences: int, seq_len: int) -> dict[str, float]:
-    """Of a step: |G|² of 2, and a noise scale of `NOISE_SCALE` sequences; nothing of a step of one sequence."""
+    """The measurements of a step with |G|² = 2 and a noise scale of `NOISE_SCALE` sequences; none for one sequence."""
     if sequences < 2:
         return {}
     small, big = 2 * (1 + NOISE_SCALE), 2 * (1 + NOISE_SCALE / sequences)
@@ -72,7 +72,7 @@ def write_sweep(
     sigma: float = 0.002,
     schedule: str = "cosine",
 ) -> Path:
-    """Five learning rates an octave apart, the best in proportion to B^alpha; above them all one that diverged."""
+    """Write five learning rates an octave apart, the best in proportion to B^alpha, and a higher one that diverged."""
     rng = np.random.default_rng(1)
     for number, batch in enumerate(batches):
         optimum = math.log2(centre) + alpha * (number - (len(batches) - 1) / 2)
@@ -97,7 +97,7 @@ def report_of(directory: Path) -> dict[str, Any]:
 
 
 def wait_until_free(directories: Sequence[Path]) -> None:
-    """Wait until no process runs in `directories`; the ranks of a killed parent need a moment to notice."""
+    """Wait until no process runs in `directories`. Ranks whose parent was killed exit a moment later."""
     idle = subprocess.Popen(["sleep", "60"], text=True)
     try:
         wait_for(lambda: not any(run_dir.is_locked(directory) for directory in directories), idle, 60)

@@ -1,4 +1,4 @@
-"""The pages for readers: what they link to exists, and what they say of the code is so."""
+"""The pages for readers: their links and files exist, and their tables agree with the code and the tests."""
 
 import ast
 import re
@@ -12,6 +12,8 @@ from gptexp.cli import VERBS
 from gptexp.loggers.run_log import METRICS
 
 PACKAGE = ROOT / "gptexp"
+TESTS = ROOT / "tests"
+TIERS = ("default", "e2e", "slow", "gpu")  # the order in which tests/README.md lists them
 PAGES = sorted(
     path
     for path in (*ROOT.glob("*.md"), *ROOT.glob(".github/*.md"), *ROOT.glob("*/README.md"), *ROOT.glob("*/*/README.md"))
@@ -39,17 +41,16 @@ def test_links_and_files_exist(page: Path) -> None:
         assert (ROOT / name).exists() or "NAME" in name, name
 
 
-def test_readme_is_short_names_every_command_and_the_version() -> None:
+def test_readme_is_short_and_names_every_command() -> None:
     text = (ROOT / "README.md").read_text()
     assert len(text.splitlines()) <= 150
     for verb in VERBS:
         assert re.search(rf"gptexp {verb}\b|`{verb}( DIR| RUN_DIR)?`", text), verb
-    assert f"version = {{{gptexp.__version__}}}" in text
     assert f"## {gptexp.__version__}\n" in (ROOT / ".github" / "CHANGELOG.md").read_text()
 
 
 def test_the_marked_block_is_the_test_command() -> None:
-    """.ci/run runs what stands between the marker and the end of its block."""
+    """.ci/run runs the lines between the marker and the end of its block."""
     assert "<!-- tests -->\n```sh\npip install -e '.[test]' && pytest\n```\n" in (ROOT / "README.md").read_text()
 
 
@@ -90,3 +91,59 @@ def test_the_table_of_folders_names_files_that_exist() -> None:
     for folder, names in rows:
         for name in re.findall(r"`(\w+\.py)`", names):
             assert (PACKAGE / folder / name).is_file(), (folder, name)
+
+
+def test_every_test_file_has_a_row_in_the_table_of_promises() -> None:
+    named = {file for files, _ in _rows() for file in files}
+    assert {path.relative_to(TESTS).as_posix() for path in TESTS.rglob("test_*.py")} - named == set()
+
+
+def test_the_files_named_in_the_tests_page_exist() -> None:
+    """Names in this page are relative to tests/."""
+    named = re.findall(r"`([\w/]+\.py)`", (TESTS / "README.md").read_text())
+    assert "compare_nanogpt.py" in named
+    for name in [*named, *(file for files, _ in _rows() for file in files)]:
+        assert (TESTS / name).is_file(), name
+
+
+def test_the_tiers_of_a_row_are_those_of_its_files() -> None:
+    rows = _rows()
+    assert rows
+    for files, tiers in rows:
+        found = set().union(*(_tiers(TESTS / file) for file in files if (TESTS / file).is_file()))
+        assert tiers == ", ".join(tier for tier in TIERS if tier in found), files
+
+
+def _rows() -> list[tuple[list[str], str]]:
+    """The files and the tiers of each row in the table of promises of tests/README.md."""
+    table = (TESTS / "README.md").read_text().partition("## Which promise is tested where\n")[2]
+    rows = re.findall(r"^\| .* \| (`.*`) \| (.*) \|$", table, re.MULTILINE)
+    return [(re.findall(r"`([^`]*)`", files), tiers) for files, tiers in rows]
+
+
+def _marked(node: ast.AST) -> set[str]:
+    """The tiers whose markers `node` contains."""
+    found = [n for n in ast.walk(node) if isinstance(n, ast.Attribute) and n.attr in TIERS]
+    return {n.attr for n in found if isinstance(n.value, ast.Attribute) and n.value.attr == "mark"}
+
+
+def _marks_all_cases(decorator: ast.expr) -> bool:
+    """Whether a decorator marks every case of its test."""
+    if isinstance(decorator, ast.Call) and ast.unparse(decorator.func) == "pytest.mark.parametrize":
+        values = decorator.args[1]
+        return isinstance(values, ast.List) and all(map(_marked, values.elts))
+    return bool(_marked(decorator))
+
+
+def _tiers(path: Path) -> set[str]:
+    """The tiers of the tests in a file, read from its markers."""
+    text = path.read_text()
+    if not re.search(rf"mark\.({'|'.join(TIERS)})", text):  # most files; parsing all would take a second
+        return {"default"}
+    tree = ast.parse(text)
+    marked = _marked(tree)
+    of_file = [n for n in tree.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "pytestmark"]
+    tests = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name.startswith("test_")]
+    if any(map(_marked, of_file)) or all(any(map(_marks_all_cases, test.decorator_list)) for test in tests):
+        return marked
+    return marked | {"default"}

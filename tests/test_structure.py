@@ -1,4 +1,4 @@
-"""The package's layout: which file may import which, read from the imports themselves."""
+"""The package's layout: the imports of each file, and which imports are allowed."""
 
 import ast
 import subprocess
@@ -12,7 +12,7 @@ import gptexp
 
 PACKAGE = Path(gptexp.__file__).parent
 
-# From the top down. A folder imports from those after it, and never from those before it.
+# From the top down. A folder may import from the folders after it, and not from those before it.
 FOLDERS = (
     "command", "sweep", "run", "training", "machine", "loggers", "reporting", "model", "data", "storage",
     "distributed", "config", "process",
@@ -37,7 +37,7 @@ FENCES = {
     "vl_convert": {"reporting/pictures.py"},
     "safetensors": {"storage/checkpoint.py", "run/verification.py"},
 }  # fmt: skip
-FOR_TYPES = {"tiktoken": {"model/generate.py", "run/load.py"}}  # beside those, inside `if TYPE_CHECKING`
+FOR_TYPES = {"tiktoken": {"model/generate.py", "run/load.py"}}  # in addition, inside `if TYPE_CHECKING`
 
 RANK_VARIABLES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 
@@ -85,7 +85,7 @@ FILES = {file.module: file for file in map(File, sorted(PACKAGE.rglob("*.py")))}
 def imported_files(file: File, for_types: bool = False) -> set[str]:
     """The modules of the package that `file` imports.
 
-    The package's own `__init__`, which holds the version, is left out: whoever imports a file has imported it before.
+    The package's own `__init__`, which has the version, is left out: Python imports it before every other file.
     """
     found = set()
     for name in file.imports_with_types if for_types else file.imports:
@@ -115,7 +115,7 @@ def circles(arrows: dict[str, set[str]]) -> list[list[str]]:
     return sorted(map(sorted, found))
 
 
-def test_every_folder_has_its_place() -> None:
+def test_the_list_of_folders_is_complete() -> None:
     assert {file.folder for file in FILES.values()} == {TOP, *FOLDERS}
 
 
@@ -130,7 +130,7 @@ def test_folders_import_downwards_only() -> None:
 
 
 def test_types_are_imported_downwards_too() -> None:
-    """Else a folder could not be read without those above it."""
+    """Otherwise a folder could not be understood without those above it."""
     up = [
         f"{file.name} -> {module}"
         for file in FILES.values()
@@ -140,17 +140,17 @@ def test_types_are_imported_downwards_too() -> None:
     assert sorted(up) == []
 
 
-def test_files_import_one_another_in_no_circle() -> None:
+def test_there_are_no_circular_imports() -> None:
     assert circles({file.module: imported_files(file) for file in FILES.values()}) == []
 
 
-def test_a_circle_would_be_found() -> None:
+def test_a_circular_import_would_be_found() -> None:
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}, "e": set()}) == [["a", "b", "c"]]
     assert circles({"a": {"b"}, "b": {"c"}, "c": set()}) == []
 
 
 @pytest.mark.parametrize("package", FENCES)
-def test_a_package_is_imported_in_its_place_only(package: str) -> None:
+def test_a_third_party_package_is_imported_only_where_allowed(package: str) -> None:
     users = {
         file.name
         for file in FILES.values()
@@ -166,19 +166,19 @@ def test_a_package_is_imported_in_its_place_only(package: str) -> None:
     assert users == set()
 
 
-def test_the_fences_are_around_packages_that_are_used() -> None:
-    """A fence with a wrong name would hold nothing back."""
+def test_every_fenced_package_is_used() -> None:
+    """A fence around a misspelt package would forbid nothing."""
     used = {name.split(".")[0] for file in FILES.values() for name in file.imports}
     assert FENCES.keys() <= used
 
 
-def test_only_ranks_names_the_launchers_variables() -> None:
+def test_only_ranks_py_names_the_launchers_variables() -> None:
     for file in FILES.values():
         words = {n.value for n in ast.walk(file.tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
         assert file.name == "distributed/ranks.py" or not words & RANK_VARIABLES, file.name
 
 
-def test_nothing_is_instantiated_from_a_config_evaluated_or_unpickled() -> None:
+def test_no_file_instantiates_from_a_config_evaluates_text_or_unpickles() -> None:
     loads = 0
     for file in FILES.values():
         for name in file.imports:
@@ -196,7 +196,7 @@ def test_nothing_is_instantiated_from_a_config_evaluated_or_unpickled() -> None:
             if called == "torch.load":
                 loads += 1
                 assert "weights_only=True" in ast.unparse(node), file.name
-    assert loads  # else torch is imported under another name, and this test sees nothing
+    assert loads  # otherwise torch is imported under another name, which this test does not find
 
 
 def safe_loaders(file: File) -> set[str]:
@@ -205,16 +205,21 @@ def safe_loaders(file: File) -> set[str]:
     return {node.name for node in classes if any("SafeLoader" in ast.unparse(base) for base in node.bases)}
 
 
-# What answers before torch is loaded: whole folders, and single files.
+# Modules that run before torch is imported: whole folders, and single files.
 TORCH_FREE = {
     TOP, "command", "sweep", "reporting", "data", "storage", "config", "process",
     "distributed/ranks.py", "loggers/alerts.py", "model/flops.py", "run/__main__.py", "run/observe.py",
     "run/pool.py", "run/workloads.py",
 }  # fmt: skip
-WITH_TORCH = {"command/leader.py", "command/planning.py", "data/loader.py", "storage/checkpoint.py"}  # of those folders
+WITH_TORCH = {
+    "command/leader.py",
+    "command/planning.py",
+    "data/loader.py",
+    "storage/checkpoint.py",
+}  # exceptions in those folders
 
 
-def test_importing_what_answers_before_training_loads_neither_torch_nor_wandb() -> None:
+def test_modules_that_run_before_training_import_neither_torch_nor_wandb() -> None:
     modules = [
         file.module
         for file in FILES.values()
@@ -247,7 +252,7 @@ print(sorted({heavy} & sys.modules.keys()), file=sys.stderr)
     [(["train", "--help"], 0), (["train", "--cfg", "job"], 0), (["train", "optim.lr=-1"], 2), (["plan", "lr=1"], 2)],
     ids=["help", "cfg", "train", "plan"],
 )
-def test_help_and_refusals_load_nothing_heavy(argv: list[str], code: int, tmp_path: Path) -> None:
+def test_help_and_refusals_import_no_heavy_package(argv: list[str], code: int, tmp_path: Path) -> None:
     script = SCRIPT.format(argv=argv, code=code, heavy=HEAVY)
     command = [sys.executable, "-c", script]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)

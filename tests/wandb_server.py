@@ -1,8 +1,8 @@
-"""A stand-in for the wandb server on 127.0.0.1: answers what wandb 0.31 asks for and keeps what arrives.
+"""A stand-in for the wandb server on 127.0.0.1: answers the requests of wandb 0.31 and stores the data.
 
-It owns the protocol (GraphQL, file_stream, uploads) and what a server remembers: runs, artifacts, views and sweeps. It
-asks for no key and draws nothing. What it does not know, history that does not follow on, and an artifact that lacks
-files it refuses and notes in `faults`: a test that ends without any has not been answered by guesswork.
+It implements the protocol (GraphQL, file_stream, uploads) and stores runs, artifacts, views and sweeps. It checks no
+API key and shows no page. It refuses unknown requests, history with a gap and artifacts without their files, and
+records each refusal in `faults`. A test without faults has sent only requests that this server implements.
 """
 
 import base64
@@ -30,7 +30,7 @@ HISTORY, EVENTS, SUMMARY = "wandb-history.jsonl", "wandb-events.jsonl", "wandb-s
 
 @dataclass
 class Run:
-    """One run, as far as it has arrived."""
+    """One run, with the data received so far."""
 
     id: str
     entity: str
@@ -41,7 +41,7 @@ class Run:
     job_type: str | None = None
     tags: list[str] = field(default_factory=list)
     sweep: str | None = None
-    lines: dict[str, list[str]] = field(default_factory=dict)  # what file_stream brought, by file
+    lines: dict[str, list[str]] = field(default_factory=dict)  # received by file_stream, by file
     exit_code: int | None = None  # None: still running
     preempting: bool = False
     files: dict[str, bytes] = field(default_factory=dict)  # uploaded, by name
@@ -94,22 +94,24 @@ class View:
 
 @dataclass
 class Sweep:
-    """A sweep over a grid, and who runs it."""
+    """A sweep over a grid, and its runs."""
 
     id: str
     entity: str
     project: str
     config: dict[str, Any]
-    trials: list[dict[str, Any]] = field(default_factory=list)  # the parameters of those not handed out yet
-    runs: list[str] = field(default_factory=list)  # ids of those that were
+    trials: list[dict[str, Any]] = field(
+        default_factory=list
+    )  # parameters of the trials that no agent has received yet
+    runs: list[str] = field(default_factory=list)  # ids of the trials that an agent has received
 
 
 class NotFoundError(Exception):
-    """What a real server answers with 404: no fault of the client's."""
+    """An error that a real server answers with 404. It is not recorded as a fault."""
 
 
 class WandbServer:
-    """Listens from construction on; `with` closes it, whatever still hangs."""
+    """Listens from its construction. `with` closes it, even if requests still wait."""
 
     behaviour: Literal["ok", "refuse", "error", "hang"] = "ok"
 
@@ -135,14 +137,14 @@ class WandbServer:
         self.die()
 
     def die(self) -> None:
-        """Close the socket and every connection, for good."""
+        """Close the socket and every connection. The server cannot be started again."""
         self.over.set()
         self._http.shutdown()
         self._http.server_close()
         self._http.cut()
 
     def environment(self, directory: Path) -> dict[str, str]:
-        """Variables that lead wandb here, and away from the user's own settings, keys and caches."""
+        """Variables with which wandb uses this server, and not the user's settings, keys and caches."""
         return {
             "WANDB_BASE_URL": self.url,
             "WANDB_API_KEY": "0123456789" * 4,
@@ -186,7 +188,7 @@ class WandbServer:
             "eventsTail": json.dumps(own[EVENTS][-1:]),
             "tags": run.tags,
             "notes": None,
-            # Empty for a run that a sweep has laid out and no process has begun: wandb takes that for a new one.
+            # Empty for a run that a sweep has created and no process has started: wandb treats it as new.
             "wandbConfig": json.dumps(run.config.get("_wandb", {}).get("value", {})),
         }
         return {"model": {"id": "project", "name": run.project, "entity": _named(run.entity), "bucket": bucket}}
@@ -199,7 +201,7 @@ class WandbServer:
         self.projects.add((run.entity, run.project))
         if v["config"] is not None:
             run.config = json.loads(v["config"])
-        # What is null stays as it was.
+        # A value of null does not change the stored one.
         sent = {"display_name": v["displayName"], "group": v["groupName"], "job_type": v["jobType"], "tags": v["tags"]}
         for key, value in {**sent, "sweep": v["sweep"]}.items():
             if value is not None:
@@ -228,13 +230,13 @@ class WandbServer:
         return {"notifyScriptableRunAlert": {"success": True}}
 
     def stream(self, run_id: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Take in what one file_stream request brings. Raises `ValueError` for lines that do not follow on."""
+        """Store the lines of one file_stream request. Raises `ValueError` for history with a gap."""
         with self._lock:
             run = self.runs[run_id]
             for name, chunk in body.get("files", {}).items():
                 lines, offset, content = run.lines.setdefault(name, []), chunk["offset"], chunk["content"]
                 if name == HISTORY:
-                    again = lines[offset : offset + len(content)]  # sent a second time, as its answer got lost
+                    again = lines[offset : offset + len(content)]  # sent a second time, because the answer was lost
                     same = all(_row(old) == _row(new) for old, new in zip(again, content, strict=False))
                     if offset > len(lines) or not same:
                         raise ValueError(f"{run_id}: history at line {offset} does not follow on {len(lines)} lines")
@@ -286,7 +288,7 @@ class WandbServer:
         return {"createArtifact": {"artifact": answer}}
 
     def _create_manifest(self, v: dict[str, Any]) -> dict[str, Any]:
-        # It comes twice: once to have an id for the files, and once, with `includeUpload`, to be filled.
+        # wandb sends it twice: first to get an id for the files, then with `includeUpload` to upload them.
         url = self._upload_url("manifest", v["artifactID"], v["name"])
         file = {"id": "file", "uploadUrl": url, "uploadHeaders": []}
         return {"createArtifactManifest": {"artifactManifest": {"id": f"manifest:{v['artifactID']}", "file": file}}}
@@ -395,7 +397,7 @@ class WandbServer:
         return {"createAgent": {"agent": {"id": f"agent of {self.sweeps[v['sweep']].id}"}}}
 
     def _heartbeat(self, v: dict[str, Any]) -> dict[str, Any]:
-        """One trial after the other, and the order to leave when there are no more."""
+        """Order the next trial, or the exit of the agent if there is none."""
         sweep = self.sweeps[v["id"].removeprefix("agent of ")]
         commands: list[dict[str, Any]] = []
         if not json.loads(v["runState"]):
@@ -403,7 +405,7 @@ class WandbServer:
         return {"agentHeartbeat": {"agent": {"id": v["id"]}, "commands": json.dumps(commands)}}
 
     def _next_trial(self, sweep: Sweep) -> dict[str, Any]:
-        """The order to run a trial, whose run exists from now on."""
+        """Create the run of the next trial; the order to run it."""
         args = {key: {"value": value} for key, value in sweep.trials.pop(0).items()}
         run_id = f"{sweep.id}-{len(sweep.runs)}"
         self.runs[run_id] = Run(run_id, sweep.entity, sweep.project, config=dict(args), sweep=sweep.id)
@@ -440,7 +442,7 @@ def _opaque(*parts: str) -> str:
 
 
 def _row(line: str) -> str:
-    """A row of history in a form that can be compared: keys come in any order, and NaN is not NaN."""
+    """A row of history in a form that can be compared, although keys have any order and NaN differs from NaN."""
     return json.dumps(json.loads(line), sort_keys=True)
 
 
@@ -449,7 +451,7 @@ def _named(name: str) -> dict[str, Any]:
 
 
 class _Http(ThreadingHTTPServer):
-    """Knows its connections, so that they can be cut while threads wait on them."""
+    """Keeps its connections, so that they can be closed while threads wait on them."""
 
     wandb: WandbServer
     daemon_threads = True
@@ -473,11 +475,11 @@ class _Http(ThreadingHTTPServer):
                 connection.shutdown(socket.SHUT_RDWR)  # wakes the thread that reads it, which closes it
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        pass  # a client that has died, or a connection that was cut
+        pass  # a client that died, or a connection that this server closed
 
 
 class _Request(BaseHTTPRequestHandler):
-    """One request after the other on a connection."""
+    """Handles the requests of a connection in turn."""
 
     protocol_version = "HTTP/1.1"
     server: _Http
@@ -511,7 +513,7 @@ class _Request(BaseHTTPRequestHandler):
         raise ValueError(f"no such address here: {self.command} {self.path}")
 
     def _serve(self, answer: Callable[[], Any], request: str) -> None:
-        """Send what `answer` returns, or what the server's behaviour asks for instead."""
+        """Send the value of `answer`, or the failure that the server's behaviour simulates."""
         wandb = self.server.wandb
         wandb.requests.append(request)
         if wandb.behaviour == "hang":
@@ -539,11 +541,11 @@ class _Request(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def log_message(self, *_: object) -> None:
-        pass  # pytest's output is not for every request
+        pass  # a line for each request would clutter pytest's output
 
 
 def minimal_environment(cache: Path) -> dict[str, str]:
-    """The environment of a command that no setting of the user's shell, launcher or wandb account reaches."""
+    """The environment of a command without settings of the user's shell, launcher or wandb account."""
     kept = ("PATH", "HOME", "PYTHONPATH", "LD_LIBRARY_PATH", "TMPDIR", "VIRTUAL_ENV", "LANG")
     own = {name: os.environ[name] for name in kept if name in os.environ}
     return {**own, "GPTEXP_CACHE": str(cache), "OMP_WAIT_POLICY": "PASSIVE"}

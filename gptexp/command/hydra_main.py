@@ -36,7 +36,7 @@ from gptexp.config.compose import (
     to_config,
 )
 from gptexp.config.overrides import override_problems
-from gptexp.config.paths import conf_dir
+from gptexp.config.paths import conf_dir, why_not_creatable
 from gptexp.config.schema import Config, shown
 from gptexp.process.errors import EXIT_CONFIG, ConfigError, UserError, first_line
 from gptexp.process.terminal import print_error, reserve_stdout, say
@@ -57,7 +57,8 @@ def hydra_main(train: Task, begin_cell: Task, launcher_world_size: int | None) -
     if args.help:
         print_help(args.overrides, args.config_dir)
         return 0
-    if args.cfg or args.info or args.hydra_help or args.shell_completion or args.resolve or (args.run and multirun):
+    question = args.cfg or args.info or args.hydra_help or args.shell_completion or args.resolve
+    if question or (args.run and args.multirun):  # Hydra refuses this pair of flags
         return _let_hydra_answer(args, multirun)
     with hydra_engine() as engine:
         cfg = composition(engine, args.overrides, args.config_dir, multirun)
@@ -109,7 +110,8 @@ def _run(cfg: DictConfig, context: HydraContext, train: Task, launcher_world_siz
     """Check the config and its directory, then train: the part of `hydra.main` for one job."""
     config = to_config(cfg, cfg.hydra.overrides.task, launcher_world_size)
     directory = Path(cfg.hydra.run.dir)
-    _refuse_unusable(directory)
+    if why := why_not_creatable(directory):
+        raise ConfigError(f"hydra.run.dir={shown(str(directory))}: {why}; use another directory")
     reserve_stdout(config.log.progress)
     if run_dir.check_free(directory, config) == "completed":
         say(f"gptexp: {directory}: this run is completed; nothing to do")
@@ -125,9 +127,7 @@ def _run(cfg: DictConfig, context: HydraContext, train: Task, launcher_world_siz
             return error.exit_code
 
     context.callbacks.on_run_start(config=cfg, config_name=CONFIG_NAME)
-    result = run_job(
-        hydra_context=context, task_function=job, config=cfg, job_dir_key="hydra.run.dir", job_subdir_key=None
-    )
+    result = run_job(job, cfg, job_dir_key="hydra.run.dir", job_subdir_key=None, hydra_context=context)
     context.callbacks.on_run_end(config=cfg, config_name=CONFIG_NAME, job_return=result)
     code: int = result.return_value
     return code
@@ -147,15 +147,3 @@ def _sweep(cfg: DictConfig, context: HydraContext, begin_cell: Task) -> int:
     code: int = sweeper.sweep(arguments=list(cfg.hydra.overrides.task))
     context.callbacks.on_multirun_end(config=cfg, config_name=CONFIG_NAME)
     return code
-
-
-def _refuse_unusable(directory: Path) -> None:
-    """Raise `ConfigError` if `directory` cannot be created."""
-    try:
-        parent = next(p for p in (directory, *directory.absolute().parents) if p.exists())
-    except OSError as error:
-        raise ConfigError(f"hydra.run.dir={shown(str(directory))}: {error.strerror}; use another name") from None
-    if not parent.is_dir():
-        raise ConfigError(f"hydra.run.dir={directory}: {parent} is a file; use another name")
-    if not os.access(parent, os.W_OK | os.X_OK):
-        raise ConfigError(f"hydra.run.dir={directory}: {parent} cannot be written; use another directory")

@@ -7,8 +7,9 @@ Training starts in one of three ways; each rank runs gptexp.run.rank:
 """
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from decimal import Decimal
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -29,33 +30,31 @@ if TYPE_CHECKING:
 
 def lead(stop: StopRequest, leader: "Leader | None" = None) -> NoReturn:
     """Compose the command line, train its run or sweep, and exit. Under a launcher, `leader` trains with all ranks."""
+
+    def train(config: Config, cfg: DictConfig) -> int:
+        with prepared(config, cfg) as directory:
+            return leader.run(config, directory) if leader is not None else start(config, directory, stop)
+
+    def begin_cell(config: Config, cfg: DictConfig) -> int:
+        with prepared(config, cfg) as directory:
+            return leader.run(config, directory) if leader is not None else 0  # the sweep starts its processes
+
     with report_errors():
         try:
-            code = hydra_main(
-                train=partial(train, stop, leader),
-                begin_cell=partial(begin_cell, leader),
-                launcher_world_size=launcher_world_size(),
-            )
+            code = hydra_main(train, begin_cell, launcher_world_size())
         finally:
             if leader is not None:
                 leader.finish()
     sys.exit(code)
 
 
-def train(stop: StopRequest, leader: "Leader | None", config: Config, cfg: DictConfig) -> int:
-    """Train one run. Returns the exit code."""
+@contextmanager
+def prepared(config: Config, cfg: DictConfig) -> Iterator[Path]:
+    """Hold the lock of the run's directory, save the config in it, and yield the directory."""
     directory = Path(cfg.hydra.runtime.output_dir)
     with run_dir.held(directory):
         freeze(config, cfg, directory)
-        return leader.run(config, directory) if leader is not None else start(config, directory, stop)
-
-
-def begin_cell(leader: "Leader | None", config: Config, cfg: DictConfig) -> int:
-    """Prepare the directory of a sweep's cell; under a launcher also train it. Returns the exit code."""
-    directory = Path(cfg.hydra.runtime.output_dir)
-    with run_dir.held(directory):
-        freeze(config, cfg, directory)
-        return leader.run(config, directory) if leader is not None else 0
+        yield directory
 
 
 def freeze(config: Config, cfg: DictConfig, directory: Path) -> None:
@@ -76,9 +75,8 @@ def readable_name(model: str, config: Config) -> str:
 
 def lr_source(hydra: Any) -> str:
     """Return the file or override that sets the learning rate, in Hydra's order of precedence."""
-    if any(
-        text.startswith("optim.lr=") for text in sys.argv
-    ):  # not the composed overrides: a cell's contain the values of a named grid
+    # Not the composed overrides: a cell's contain the values of a named grid.
+    if any(text.startswith("optim.lr=") for text in sys.argv):
         return "the command line"
     swept_by = hydra.runtime.choices.get("sweep")
     if swept_by and "optim.lr" in (hydra.sweeper.params or {}):

@@ -15,6 +15,7 @@ from gptexp.distributed.group import connect
 from gptexp.distributed.ranks import Rank
 from gptexp.process.errors import EXIT_DIVERGED, UserError
 from gptexp.process.signals import StopRequest, ignore_stops
+from gptexp.process.terminal import warn
 from gptexp.run.job import Job
 from gptexp.run.rank import run
 
@@ -62,7 +63,7 @@ def follow(stop: StopRequest, rank: Rank) -> None:
             code = _run_published(stop, rank, store, number, from_dict(job["config"]), Path(job["directory"]))
         except UserError as error:
             if rank.local_rank == 0:  # one rank per node prints; rank 0 prints its own errors
-                print(f"gptexp: rank {rank.rank}: {error}", file=sys.stderr)
+                warn(f"rank {rank.rank}: {error}")
             code = error.exit_code
         if code not in (0, EXIT_DIVERGED):
             break

@@ -3,7 +3,6 @@
 import heapq
 import json
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from datetime import timedelta
@@ -25,6 +24,7 @@ from gptexp.machine.device import pick_device
 from gptexp.machine.effective import Effective, estimate, resolve
 from gptexp.model.flops import count_parameters, flops_per_token
 from gptexp.process.errors import ConfigError, UserError, first_line
+from gptexp.process.terminal import warn
 from gptexp.run.calibrate import pace, sample
 from gptexp.storage.reader import read_json
 from gptexp.sweep.cells import Draft, confounds, refuse_illegal
@@ -52,7 +52,7 @@ def print_sweep(grid: Grid, with_time: bool, as_json: bool) -> None:
     else:
         show_sweep(cells, grid.of, grid.at_once)
     for line in confounds([draft.config for draft in grid.drafts if draft.config is not None]):
-        print(f"gptexp: warning: {line}", file=sys.stderr)
+        warn(f"warning: {line}")
     refuse_illegal(problems)
 
 
@@ -117,7 +117,7 @@ def add_times(runs: Sequence[tuple[Config, dict[str, Any]]]) -> None:
         try:
             seen = sample(cfg, run, Effective.from_dict(planned["effective"]))
         except UserError as error:
-            print(f"gptexp: warning: the time cannot be estimated: {first_line(error)}", file=sys.stderr)
+            warn(f"warning: the time cannot be estimated: {first_line(error)}")
             continue
         for cfg, planned, run in members:
             planned["time"] = asdict(pace(seen, cfg, run))

@@ -8,6 +8,7 @@ from gptexp.distributed.ranks import launcher_rank
 from gptexp.process.errors import ConfigError
 from gptexp.process.signals import StopRequest
 from gptexp.process.terminal import reserve_stdout, say
+from gptexp.run.pool import require_devices
 from gptexp.storage import run_dir
 
 
@@ -43,6 +44,7 @@ def resume(directory: Path, world_size: int | None, stop: StopRequest) -> int:
         reserve_stdout(config.log.progress)
         say(f"gptexp: {directory}: this run is completed; nothing to do")
         return 0
+    require_devices([config])
     with run_dir.held(directory):
         run_dir.save_config(directory, config)
         return start(config, directory, stop)

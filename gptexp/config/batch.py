@@ -43,11 +43,9 @@ def _nearest(total: int, micro_batch_size: int, seq_len: int, world_size: int) -
     below, above = total // quantum * quantum, (total // quantum + 1) * quantum
     fixes = [f"nearest batch: {below:,} or {above:,}" if below else f"nearest batch: {above:,}"]
     if total % (micro_batch_size * seq_len) == 0:
-        fixes.append(f"nearest world.size: {_closest_divisors(total // (micro_batch_size * seq_len), world_size)}")
+        fixes.append(f"nearest world.size: {_near_divisors(total // (micro_batch_size * seq_len), world_size)}")
     if total % (seq_len * world_size) == 0:
-        fixes.append(
-            f"nearest micro_batch_size: {_closest_divisors(total // (seq_len * world_size), micro_batch_size)}"
-        )
+        fixes.append(f"nearest micro_batch_size: {_near_divisors(total // (seq_len * world_size), micro_batch_size)}")
     return "; ".join(fixes)
 
 
@@ -61,7 +59,7 @@ def is_power_of_two(n: int) -> bool:
     return n > 0 and n & (n - 1) == 0
 
 
-def _closest_divisors(n: int, wanted: int) -> str:
+def _near_divisors(n: int, wanted: int) -> str:
     """The nearest divisors of `n` below and above `wanted`, as text. If none below is near, 1 is named."""
     below = next((d for d in range(min(wanted, n), max(0, min(wanted, n) - SEARCH_RANGE), -1) if n % d == 0), 1)
     above = next((d for d in range(wanted + 1, min(n, wanted + SEARCH_RANGE) + 1) if n % d == 0), None)

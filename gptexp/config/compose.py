@@ -39,9 +39,15 @@ def register_schema() -> None:
 
 @contextmanager
 def hydra_engine() -> Iterator[Any]:
-    """Initialise Hydra on the YAML files of `conf_dir` and yield its engine, which composes configs."""
+    """Initialise Hydra on the YAML files of `conf_dir` and yield its engine, which composes configs.
+
+    Errors of Hydra in the body become `ConfigError`.
+    """
     register_schema()
-    with hydra.initialize_config_dir(str(conf_dir()), job_name="train", version_base="1.3"):
+    with (
+        hydra_errors_as_config_errors(),
+        hydra.initialize_config_dir(str(conf_dir()), job_name="train", version_base="1.3"),
+    ):
         yield GlobalHydra.instance().hydra
 
 
@@ -52,7 +58,7 @@ def power_law(tokens: int, lr: float, at_tokens: float, exponent: float) -> floa
 
 def is_multirun(overrides: Sequence[str]) -> bool:
     """Whether the overrides request several runs without the flag -m."""
-    return any(text.startswith(("sweep=", "hydra.mode=")) for text in overrides)
+    return any(text.startswith("sweep=") or text == "hydra.mode=MULTIRUN" for text in overrides)
 
 
 def compose(overrides: Sequence[str], config_dir: str | None = None, launcher_world_size: int | None = None) -> Config:
@@ -70,11 +76,10 @@ def composition(engine: Any, overrides: Sequence[str], config_dir: str | None, m
         raise ConfigError(found)
     search_path = [f"hydra.searchpath=[file://{Path(config_dir).resolve()}]"] if config_dir else []
     mode = RunMode.MULTIRUN if multirun else RunMode.RUN
-    with hydra_errors_as_config_errors():
-        cfg: DictConfig = engine.compose_config(CONFIG_NAME, [*search_path, *overrides], mode)
-        if multirun:
-            cfg.hydra.mode = RunMode.MULTIRUN
-        HydraConfig.instance().set_config(cfg)
+    cfg: DictConfig = engine.compose_config(CONFIG_NAME, [*search_path, *overrides], mode)
+    if multirun:
+        cfg.hydra.mode = RunMode.MULTIRUN
+    HydraConfig.instance().set_config(cfg)
     return cfg
 
 

@@ -18,6 +18,11 @@ def conf_dir() -> Path:
         return packaged_conf()
     if not (Path(own) / "config.yaml").is_file():
         raise ConfigError(f"{OWN_CONF}={own}: contains no config.yaml; set {OWN_CONF} to the folder that contains it")
+    if not (Path(own) / "base" / "default.yaml").is_file():
+        raise ConfigError(
+            f"{OWN_CONF}={own}: contains no base/default.yaml, so it is from an older version; copy it again from "
+            f"{packaged_conf()}"
+        )
     return Path(own).resolve()
 
 
@@ -62,3 +67,16 @@ def is_file(path: Path) -> bool:
         return path.is_file()
     except OSError:
         return False
+
+
+def why_not_creatable(directory: Path) -> str | None:
+    """The reason why `directory` cannot be created or written, or None."""
+    try:
+        parent = next(p for p in (directory, *directory.absolute().parents) if p.exists())
+    except OSError as error:
+        return f"{error.strerror}"
+    if not parent.is_dir():
+        return f"{parent} is a file"
+    if not os.access(parent, os.W_OK | os.X_OK):
+        return f"{parent} cannot be written"
+    return None

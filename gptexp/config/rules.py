@@ -5,12 +5,13 @@ rule and the fix.
 """
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from gptexp.config.batch import count_val_windows, is_power_of_two, legal_micro_batches, plan_batch
-from gptexp.config.paths import is_path_list, matching_files, path_list
+from gptexp.config.paths import is_path_list, matching_files, path_list, why_not_creatable
 from gptexp.config.schedule import resolve_schedule
-from gptexp.config.schema import VOCAB_SIZES, Config, field_problems, shown
+from gptexp.config.schema import ATTENTION_DEVICES, AUTO, VOCAB_SIZES, Config, field_problems, shown
 from gptexp.process.errors import ConfigError
 
 RUN_LENGTH = ("train.max_tokens", "train.max_steps", "batch.total_batch_size")
@@ -63,14 +64,21 @@ def unmeasurable(cfg: Config, micro_batch_size: int, world_size: int) -> str | N
     if cfg.data.order == "sequential":
         return (
             "data.order=sequential puts consecutive text into one micro-batch, but the estimate needs independent "
-            "sequences; "
-            "use data.order=shuffled"
+            "sequences; use data.order=shuffled"
         )
     if micro_batch_size * t * world_size < total or world_size > 1:
         return None
     smaller = [size for size in legal_micro_batches(total, t, world_size) if size < micro_batch_size]
     fix = f"use batch.micro_batch_size={smaller[0]}" if smaller else "use a larger batch.total_batch_size"
     return f"the estimate compares micro-batches, and a step on one rank has only one; {fix}"
+
+
+def missing_kernel(name: str, device: str) -> str | None:
+    """The error if `device` does not have the attention kernel `name`, else None."""
+    if device in ATTENTION_DEVICES[name]:
+        return None
+    available = " or ".join(other for other, devices in ATTENTION_DEVICES.items() if device in devices)
+    return f"train.attention={name}: {device} has no such kernel; use {available}"
 
 
 def _heads(cfg: Config, _: int) -> Iterator[str]:
@@ -93,10 +101,7 @@ def _vocabulary(cfg: Config, _: int) -> Iterator[str]:
 def _sequence(cfg: Config, _: int) -> Iterator[str]:
     t, block_size = cfg.seq_len, cfg.model.block_size
     if t > block_size:
-        yield (
-            f"batch.seq_len={t}: longer than model.block_size={block_size}; "
-            f"use batch.seq_len={block_size} or model.block_size={t}"
-        )
+        yield f"batch.seq_len={t}: longer than model.block_size={block_size}; use that, or model.block_size={t}"
 
 
 def _batch(cfg: Config, world_size: int) -> Iterator[str]:
@@ -119,10 +124,7 @@ def _tree(cfg: Config, world_size: int) -> Iterator[str]:
         if size is None:
             yield f"batch.micro_batch_size=auto: {given} needs a number, because its result depends on the size; {use}"
         elif size not in legal:
-            yield (
-                f"{given}: the number of micro-batches in a step must be a power of two, not "
-                f"{total // (size * cfg.seq_len)}; {use}"
-            )
+            yield f"{given}: micro-batches of a step must be a power of two, not {total // (size * cfg.seq_len)}; {use}"
     if cfg.world.threads_per_rank not in (None, 1):
         yield f"world.threads_per_rank={cfg.world.threads_per_rank}: {given} needs one thread per rank; leave it out"
 
@@ -193,33 +195,21 @@ def _corpus(cfg: Config, _: int) -> Iterator[str]:
 def _corpus_length(cfg: Config, _: int) -> Iterator[str]:
     window = cfg.seq_len + 1
     if cfg.data.max_tokens is not None and cfg.data.max_tokens < window:
-        yield (
-            f"data.max_tokens={cfg.data.max_tokens}: fewer than one window of seq_len+1 = {window} tokens; "
-            f"use {window} or more"
-        )
+        yield f"data.max_tokens={cfg.data.max_tokens}: less than a window of seq_len+1 = {window}; use that or more"
 
 
 def _validation(cfg: Config, _: int) -> Iterator[str]:
     d, t = cfg.data, cfg.seq_len
     if d.val_tokens and count_val_windows(d.val_tokens, t) == 0:
-        yield (
-            f"data.val_tokens={d.val_tokens}: rounds to 0 windows of seq_len={t} tokens; use {t} or more, "
-            "or 0 for no validation"
-        )
+        yield f"data.val_tokens={d.val_tokens}: rounds to 0 windows of seq_len={t}; use {t} or more, or 0 for none"
     if d.val_path is not None and d.val_tokens == 0:
-        yield (
-            f"data.val_path={shown(d.val_path)}: conflicts with data.val_tokens=0, which turns validation off; "
-            "leave out one of them"
-        )
+        yield f"data.val_path={shown(d.val_path)}: data.val_tokens=0 turns validation off; leave out one of them"
 
 
 def _held_out(cfg: Config, _: int) -> Iterator[str]:
     d = cfg.data
     if d.max_tokens is not None and d.val_path is None and d.val_tokens >= d.max_tokens:
-        yield (
-            f"data.val_tokens={d.val_tokens}: leaves none of data.max_tokens={d.max_tokens} for training; use fewer, "
-            "or set data.val_path"
-        )
+        yield f"data.val_tokens={d.val_tokens}: must be below data.max_tokens={d.max_tokens}; or set data.val_path"
 
 
 def _one_device(cfg: Config, world_size: int) -> Iterator[str]:
@@ -229,10 +219,19 @@ def _one_device(cfg: Config, world_size: int) -> Iterator[str]:
 
 def _backend(cfg: Config, _: int) -> Iterator[str]:
     if cfg.world.backend == "nccl" and cfg.train.device in ("cpu", "mps"):
-        yield (
-            f"world.backend=nccl: needs CUDA devices, and train.device={cfg.train.device}; "
-            "use world.backend=gloo or auto"
-        )
+        yield f"world.backend=nccl: needs CUDA devices, not train.device={cfg.train.device}; use gloo or auto"
+
+
+def _attention(cfg: Config, _: int) -> Iterator[str]:
+    name, device = cfg.train.attention, cfg.train.device
+    if AUTO not in (name, device) and (missing := missing_kernel(name, device)):
+        yield missing
+
+
+def _cache(cfg: Config, _: int) -> Iterator[str]:
+    folder = cfg.data.cache_dir  # one that exists may be read-only
+    if folder and not Path(folder).is_dir() and (why := why_not_creatable(Path(folder))):
+        yield f"data.cache_dir={shown(folder)}: {why}; choose another"
 
 
 # Each rule with the keys that it reads. It is applied if each of these keys has a valid value.
@@ -253,4 +252,6 @@ RULES: tuple[tuple[Callable[[Config, int], Iterator[str]], tuple[str, ...]], ...
     (_held_out, ("data.val_tokens", "data.max_tokens", "data.val_path")),
     (_one_device, ("train.device", "world.size")),
     (_backend, ("world.backend", "train.device")),
+    (_attention, ("train.attention", "train.device")),
+    (_cache, ("data.cache_dir",)),
 )

@@ -1,10 +1,10 @@
 """Every configuration key: its type, its default and its legal values.
 
-All defaults are defined here. Files under conf/ only set values that differ from them. A rule that concerns a single
+All defaults are defined here. Files under conf/ override them. A rule that concerns a single
 key is on that key's line and is checked by `field_problems`. Rules that concern several keys are in rules.py.
 
-A key in steps (`*_steps`, `*_every`) is null by default and takes precedence over the same key in tokens. The defaults
-are in tokens because the meaning of a length in steps depends on the batch size.
+Most lengths have two keys, one in tokens and one in steps (`warmup_tokens`, `warmup_steps`). The key in steps is null
+by default, because the meaning of a length in steps depends on the batch size. If it is set, it takes precedence.
 """
 
 import dataclasses
@@ -19,11 +19,16 @@ from typing import Any
 
 from gptexp.config.batch import run_length
 
-AUTO = "auto"  # the value is chosen on the machine and saved in effective.json
+AUTO = "auto"  # the value is chosen at run time; effective.json holds the choices that affect training
 LIMIT = 2**63  # exclusive upper bound of counts: torch and numpy have 64-bit integers
 
 # Number of ids, including special tokens. Encodings with more than 65,536 ids do not fit into the 16-bit token files.
 VOCAB_SIZES = {"gpt2": 50257, "r50k_base": 50257, "p50k_base": 50281, "p50k_edit": 50284}
+
+# The kernels of torch's attention, each with the devices that have it.
+ATTENTION_DEVICES = {
+    "cudnn": ("cuda",), "flash": ("cuda", "cpu"), "efficient": ("cuda",), "math": ("cuda", "cpu", "mps"),
+}  # fmt: skip
 
 
 def _ruled(default: Any, holds: Callable[[Any], bool], rule: str) -> Any:
@@ -41,11 +46,11 @@ def _limit(value: float) -> float:
 
 
 def _positive(default: Any) -> Any:
-    return _ruled(default, lambda v: 0 < v < _limit(v), "must be a finite number above 0 (a count: below 2^63)")
+    return _ruled(default, lambda v: 0 < v < _limit(v), "must be finite and above 0 (integers: below 2^63)")
 
 
 def _not_negative(default: Any) -> Any:
-    return _ruled(default, lambda v: 0 <= v < _limit(v), "must be a finite number, 0 or above (a count: below 2^63)")
+    return _ruled(default, lambda v: 0 <= v < _limit(v), "must be finite, 0 or above (integers: below 2^63)")
 
 
 def _ratio(default: float) -> Any:
@@ -64,7 +69,11 @@ def _count_or_auto(default: int | str) -> Any:
 def _name(default: str | None) -> Any:
     """A key with the name of a directory or a project."""
     legal = re.compile(r"(?!\.+$)[A-Za-z0-9._-]{1,80}")
-    return _ruled(default, lambda v: legal.fullmatch(v) is not None, "must be 1 to 80 characters of A-Z a-z 0-9 . _ -")
+    return _ruled(
+        default,
+        lambda v: legal.fullmatch(v) is not None,
+        "must have 1 to 80 characters A-Za-z0-9._- and not only dots",
+    )
 
 
 @dataclass
@@ -105,7 +114,8 @@ class ScheduleConfig:
     decay_tokens: int | None = _positive(None)  # tokens: end of the decay; null: the end of the run
     decay_steps: int | None = _positive(None)  # steps; takes precedence over decay_tokens
     min_lr_ratio: float = _ratio(0.1)  # share of optim.lr: final value of cosine, linear and wsd
-    cooldown_ratio: float = _ruled(0.2, lambda v: 0 < v <= 1, "must lie in (0, 1]")  # of the horizon: decay of wsd
+    cooldown_ratio: float = _ruled(0.2, lambda v: 0 < v <= 1, "must lie in (0, 1]")  # wsd: share of decay_tokens over
+    # which the learning rate decays
     cooldown: str = _choice("linear", "1-sqrt")  # shape of wsd's decay; arXiv 2405.18392
 
 
@@ -133,7 +143,7 @@ class WorldConfig:
     threads_per_rank: int | None = _positive(None)  # CPU threads; null: the node's cores divided by its ranks
     timeout_s: float = _ruled(600.0, lambda v: 0 < v <= 1e6, "must be above 0, at most 1000000")  # seconds that a rank
     # waits for the others, in a collective or for the metrics of a step, before it fails
-    max_restarts: int = _not_negative(0)  # number of restarts of failed ranks by gptexp's launcher
+    max_restarts: int = _not_negative(0)  # number of times that a failed run is restarted
 
 
 @dataclass
@@ -144,9 +154,9 @@ class DataConfig:
     path: Any = None  # of data=text: a file, a glob or a list of them
     tokenizer: str = _choice("gpt2", "r50k_base", "p50k_base", "p50k_edit")  # of tiktoken, with ids that fit 16 bits
     order: str = _choice("shuffled", "sequential")  # shuffled: without replacement, in another order each epoch
-    val_tokens: int = _not_negative(8192)  # tokens held out, rounded to complete windows; 0: no validation
+    val_tokens: int = _not_negative(8192)  # tokens for validation, rounded to complete windows; 0: no validation
     val_path: Any = None  # validation text: a file, a glob or a list of them; null: held out from the corpus
-    max_tokens: int | None = _positive(None)  # tokens: only the first of the corpus are used; null: all
+    max_tokens: int | None = _positive(None)  # tokens to use from the start of the corpus; null: all
     cache_dir: str | None = None  # directory of token files; null: $GPTEXP_CACHE, else the user's cache directory
 
 
@@ -161,23 +171,26 @@ class TrainConfig:
     save_every_tokens: int | None = _not_negative(None)  # tokens; null: a tenth of the run; 0: only at the end
     save_every: int | None = _not_negative(None)  # steps; takes precedence over save_every_tokens
     keep_last: int = _not_negative(2)  # number of newest checkpoints that are kept; 0: all
-    keep_every_tokens: int = _not_negative(0)  # tokens: also keeps the first checkpoint after each multiple; 0: none
+    keep_every_tokens: int = _not_negative(0)  # also keeps one checkpoint per this many tokens; 0: none
     keep_every: int | None = _not_negative(None)  # steps; takes precedence over keep_every_tokens
     keep_best: bool = True  # also keeps the checkpoint with the lowest validation loss
     nonfinite: str = _choice("stop", "skip", "rollback")  # action after a step with a non-finite loss or gradient: end
-    # as diverged; leave out the update; or load the newest checkpoint and skip the data of the steps since then
+    # as diverged; leave out the update; or load the newest checkpoint that was due and skip the data since then
     divergence_nats: float | None = _positive(1.0)  # nats per token: the run has diverged if its smoothed loss stays
-    # this far above its minimum for 1% of the run; null: only if the loss is non-finite
-    reduction: str = _choice("mean", "tree")  # of gradients; mean: by DDP; tree: the same bits at any world size
+    # this far above its minimum for 1% of the run, at least 20 steps; null: no such limit
+    reduction: str = _choice(
+        "mean", "tree"
+    )  # of gradients over ranks; mean: by DDP; tree: equal bits for 1, 2, 4 … ranks
     log_every: int = _positive(1)  # steps
     max_minutes: float | None = _positive(None)  # minutes until the run saves a checkpoint and stops; null: no limit
     seed: int = _ruled(1337, lambda v: 0 <= v < LIMIT, "must lie in [0, 2^63)")  # of weights, data order and dropout
     deterministic: bool = False  # torch's deterministic algorithms: slower, the same bits in each run on GPUs
     dtype: str = _choice("auto", "float32", "bfloat16")  # auto: bfloat16 if the hardware has bfloat16 arithmetic
     matmul_precision: str = _choice("auto", "highest", "high", "medium")  # of float32, torch's names; high: TF32
-    attention: str = _choice("auto", "cudnn", "flash", "efficient", "math")  # torch's kernels; if set, no other is used
+    attention: str = _choice("auto", *ATTENTION_DEVICES)  # torch's kernels; if set, no other is used
     compile: str = _choice("auto", "on", "off")  # torch.compile; auto: on for GPUs and for long runs on CPUs
-    loss: str = _choice("auto", "plain", "chunked")  # chunked: keeps no logits; auto: for CPUs without compiled bf16
+    loss: str = _choice("auto", "plain", "chunked")  # chunked: keeps no logits; auto: plain on GPUs and for compiled
+    # bfloat16, else chunked
     activation_checkpointing: bool = False  # keeps only each block's input and recomputes the rest: needs less memory
     device: str = _choice("auto", "cpu", "cuda", "mps")  # auto: the first available of cuda, mps and cpu
     profile: bool = False  # traces a few steps with torch's profiler and reports their time by kind of work
@@ -197,7 +210,7 @@ class WandbConfig:
 class LogConfig:
     progress: str = _choice("auto", "bar", "lines", "json", "off")  # auto: a bar on a terminal, else lines
     sample_tokens: int = _not_negative(48)  # tokens of the sample that is printed after the run; 0: no sample
-    mfu_peak: str = _choice("auto", "measured")  # of MFU; auto: from the data sheet; measured: rate of matrix products
+    mfu_peak: str = _choice("auto", "measured")  # peak FLOP/s for MFU; auto: data sheet; measured: matrix products
     noise_scale: str = _choice("auto", "on", "off")  # gradient noise scale of logged steps; auto: if measurable
     noise_half_life_tokens: int | None = _positive(None)  # tokens; null: 1% of the run, at least 4 steps
     wandb: WandbConfig = field(default_factory=WandbConfig)
@@ -206,7 +219,7 @@ class LogConfig:
 @dataclass
 class SweepConfig:
     name: str | None = _name(None)  # directory in outputs/; null: a hash of the config without swept keys
-    cells: int = _positive(1)  # number of cells, set by multirun: they share the cost of the first compilation
+    cells: int = _positive(1)  # number of cells, set by multirun; decides whether compilation saves time
     parallel: int | str = _count_or_auto(AUTO)  # number of cells that run at once, each on its own GPUs; auto: as many
     # as the GPUs allow, one on a CPU
 
@@ -237,8 +250,8 @@ class Config:
         return run_length(self.train.max_tokens, self.train.max_steps, self.batch.total_batch_size)
 
 
-# Keys that do not change the final weights, except that the micro-batch size changes their rounding and, with dropout,
-# the dropped values.
+# Keys that change at most the rounding of the final weights. The micro-batch size also changes the values that dropout
+# drops.
 IRRELEVANT_TO_RESULT = (
     "world",
     "log",
@@ -285,7 +298,10 @@ def field_problems(config: Config) -> dict[str, str]:
 
 
 def field_problem(key: str, f: dataclasses.Field[Any], value: Any, typed: str | None = None) -> str | None:
-    """The error of a value of the right type, as a line, or None. `typed` is the text that the user gave."""
+    """A one-line error if `value` breaks the key's own rule, else None. `typed` is the text that the user gave.
+
+    The type of `value` must be right already.
+    """
     given = f"{key}={shown(value) if typed is None else typed}"
     if (choices := f.metadata.get("choices")) and value not in choices:
         return f"{given}: must be one of {', '.join(choices)}"
@@ -329,7 +345,8 @@ def from_dict(values: dict[str, Any], cls: type[Any] = Config) -> Any:
         elif fits_type(value, kind):
             rebuilt[name] = value
         else:
-            raise ValueError(f"{name}={shown(value)} in a saved {cls.__name__}: wrong type; write 6.0e-4 for 6e-4")
+            fix = "; in YAML 6e-4 is text, write 6.0e-4" if isinstance(value, str) and kind is float else ""
+            raise ValueError(f"{name}={shown(value)} in a saved {cls.__name__}: wrong type{fix}")
     return cls(**rebuilt)
 
 

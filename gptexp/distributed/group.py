@@ -35,9 +35,7 @@ def init_process_group(
     if backend == "auto":
         backend = "nccl" if device.type == "cuda" else "gloo"
     if backend == "nccl" and device.type != "cuda":
-        raise ConfigError(
-            f"world.backend=nccl: needs CUDA devices, and this rank uses {device.type}; use world.backend=auto"
-        )
+        raise ConfigError(f"world.backend=nccl: needs CUDA devices, not {device.type}; use world.backend=auto")
     if backend == "nccl":
         timeout_s += NCCL_LATER_S
     store.set(f"prepared/{rank.rank}", "")

@@ -57,7 +57,7 @@ LINES: dict[str, Callable[[dict[str, Any]], str]] = {
 }
 
 
-class LineSink:
+class LineSink(Sink):
     """Prints a line for each step and each event in `LINES`."""
 
     def write(self, event: dict[str, Any]) -> None:
@@ -66,14 +66,8 @@ class LineSink:
         elif line := LINES.get(event["event"]):
             say(line(event))
 
-    def rewind(self, state: TrainState) -> None:
-        pass
 
-    def close(self, summary: dict[str, Any], exit_code: int) -> None:
-        pass
-
-
-class JsonSink:
+class JsonSink(Sink):
     """Prints each event as the line that metrics.jsonl has, and the summary at the end."""
 
     def write(self, event: dict[str, Any]) -> None:
@@ -86,7 +80,7 @@ class JsonSink:
         self.write({"event": "end", **summary, "exit_code": exit_code})
 
 
-class BarSink:
+class BarSink(Sink):
     """Shows a progress bar with loss, tokens/s, MFU and remaining time, and prints the events in `LINES` above it."""
 
     def __init__(self, steps: int, state: TrainState) -> None:

@@ -7,14 +7,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from gptexp.loggers.run_log import Sink
 from gptexp.process.errors import StorageError
 from gptexp.storage.checkpoint import TrainState
-from gptexp.storage.reader import parse_json
+from gptexp.storage.reader import open_text, parse_json
 from gptexp.storage.run_dir import METRICS as METRICS_FILE
 from gptexp.storage.run_dir import atomic, finite, storage
 
 
-class JsonlSink:
+class JsonlSink(Sink):
     """Writes one line per event, unbuffered. Raises `StorageError` if the file cannot be written.
 
     Opening removes the lines of steps after `state`: the resumed run logs them again.
@@ -52,7 +53,7 @@ class JsonlSink:
 
     def _open(self, state: TrainState) -> None:
         if self._path.exists():
-            with storage(self._path), atomic(self._path) as kept, self._path.open(errors="replace") as lines:
+            with storage(self._path), atomic(self._path) as kept, open_text(self._path, "replace") as lines:
                 for line in lines:
                     try:
                         event = parse_json(line)

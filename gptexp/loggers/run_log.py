@@ -7,14 +7,12 @@ import resource
 import statistics
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from gptexp.loggers.alerts import Alerts
-from gptexp.loggers.jsonl import JsonlSink
 from gptexp.model.flops import Utilisation
 from gptexp.model.loss import perplexity
 from gptexp.storage.checkpoint import TrainState
@@ -57,33 +55,20 @@ METRICS = {
 }
 
 
-@dataclass(frozen=True)
-class StepRecord:
-    """The measurements of one logged step; units and meanings as in `METRICS`."""
-
-    step: int
-    tokens: int
-    epoch: float
-    loss: float
-    lr: float
-    grad_norm: float
-    clip_fraction: float
-    seconds: float
-    phases_ms: dict[str, float]  # of rank 0
-    work_ms: list[float]  # of each rank, in the logged step before this one
-    noise_scale: dict[str, float]  # metric name -> value; empty if not measured
-    fingerprint: int
-
-
-class Sink(Protocol):
+class Sink:
     """Receives every event of a run, in order."""
 
-    def write(self, event: dict[str, Any]) -> None: ...
+    def write(self, event: dict[str, Any]) -> None:
+        raise NotImplementedError
 
     def rewind(self, state: TrainState) -> None:
         """Discard the steps after `state`: training has gone back to that checkpoint."""
 
-    def close(self, summary: dict[str, Any], exit_code: int) -> None: ...
+    def sync(self) -> None:
+        """Force all events to disk, if the sink has a file that results depend on."""
+
+    def close(self, summary: dict[str, Any], exit_code: int) -> None:
+        """End the log, given the content of summary.json and the exit code of the process."""
 
 
 class RunLog:
@@ -94,34 +79,23 @@ class RunLog:
         if torch.cuda.is_initialized():
             torch.cuda.reset_peak_memory_stats()
 
-    def step(self, record: StepRecord) -> None:
-        """Log a step, and the alerts that it causes."""
+    def step(self, values: dict[str, Any]) -> None:
+        """Log a step, with the metrics that follow from its `values`, and the alerts that it causes."""
         if not self.sinks:
             return
-        rate = self.step_tokens / record.seconds
+        rate = 1e3 * self.step_tokens / values["perf/step_ms"]
         palm, causal = self.utilisation.mfu(rate)
         values = {
-            "step": record.step,
-            "tokens": record.tokens,
-            "flops": record.tokens * self.utilisation.flops_per_token_palm,
-            "epoch": record.epoch,
-            "train/loss": record.loss,
-            "optim/lr": record.lr,
-            "optim/grad_norm": record.grad_norm,
-            "optim/clip_fraction": record.clip_fraction,
+            **values,
+            "flops": values["tokens"] * self.utilisation.flops_per_token_palm,
             "perf/tokens_per_s": rate,
-            "perf/step_ms": 1e3 * record.seconds,
-            **{f"perf/{phase}_ms": ms for phase, ms in record.phases_ms.items()},
-            **straggler(record.work_ms),
             "perf/peak_mem_gib": peak_memory_gib(),
             "perf/mfu_palm": palm,
             "perf/mfu_causal": causal,
-            **record.noise_scale,
-            "data/fingerprint": f"{record.fingerprint:016x}",
         }
         self._emit("step", values)
         for about, line in self.alerts.look(values):
-            self.alert(record.step, record.tokens, about, line)
+            self.alert(values["step"], values["tokens"], about, line)
 
     def evaluation(self, step: int, tokens: int, loss: float) -> None:
         flops = tokens * self.utilisation.flops_per_token_palm
@@ -150,8 +124,7 @@ class RunLog:
     def sync(self) -> None:
         """Force metrics.jsonl to disk."""
         for sink in self.sinks:
-            if isinstance(sink, JsonlSink):
-                sink.sync()
+            sink.sync()
 
     def sample(self, step: int, text: str) -> None:
         self._emit("sample", {"step": step - 1, "tokens": step * self.step_tokens, "text": text})

@@ -1,15 +1,14 @@
-"""Logging to wandb, on rank 0. The only file of a run that imports wandb, which may fail or hang without stopping it.
+"""Logging to wandb, on rank 0. A failure of wandb, or a wandb that hangs, does not stop the run.
 
-One thread makes all calls to wandb, in order; a step only puts its numbers into that thread's queue. Training waits for
-the thread twice: up to `INIT_TIMEOUT_S` before the first step, so that an error is printed before the progress bar
-starts, and at the end.
+One thread makes all calls to a run of wandb, in order; a step only puts its numbers into that thread's queue. Training
+waits for the thread twice: up to `INIT_TIMEOUT_S` before the first step, so that an error is printed before the
+progress bar starts, and at the end.
 """
 
 import math
 import os
 import queue
 import secrets
-import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -18,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from gptexp.config.schema import WandbConfig
+from gptexp.loggers.run_log import Sink
 from gptexp.model.loss import perplexity
 from gptexp.process.errors import ConfigError, first_line
 from gptexp.process.signals import EXIT_CODES
-from gptexp.storage.checkpoint import TrainState
+from gptexp.process.terminal import warn
 from gptexp.storage.run_dir import read_json, write_json
 
 INIT_TIMEOUT_S = 10.0
@@ -29,7 +29,7 @@ FINISH_TIMEOUT_S = 20.0  # for remaining uploads at the end of a run; SLURM kill
 UPLOAD_TIMEOUT_S = 600.0  # for a checkpoint, if the run was not stopped by a signal
 HTTP_TIMEOUT_S = 5.0  # for the answer to one request
 RETRIES = 2  # of a request; wandb's default of 20, minutes apart, would delay the end of a run beyond any timeout
-SPARE_S = 25.0  # beyond these timeouts; after that wandb counts as hanging
+SPARE_S = 25.0  # added to these timeouts before wandb counts as hanging
 STOPPED_SPARE_S = 5.0  # the same for a run that was stopped by a signal
 MOST_WAITING = 10_000  # queued events, beyond which wandb counts as stuck
 ID_FILE = "wandb.json"
@@ -42,8 +42,11 @@ PREEMPTED = (EXIT_CODES["SIGUSR1"], EXIT_CODES["SIGTERM"])
 SUMMARY = ("status", "final_val_loss", "best_val_loss", "train_s", "wall_s", "noise_scale_tokens")
 
 
-class WandbSink:
-    """Logs to one wandb run. The run directory keeps the run's id, so that a resumed run continues it."""
+class WandbSink(Sink):
+    """Logs to one wandb run. The run directory keeps the run's id, so that a resumed run continues it.
+
+    wandb cannot delete logged steps: after a rollback the curves jump back to fewer tokens.
+    """
 
     def __init__(self, cfg: WandbConfig, directory: Path, config: dict[str, Any], sweep: str | None, kind: str) -> None:
         self._cfg, self._mode, self._directory, self._config = cfg, cfg.mode, directory, config
@@ -74,12 +77,9 @@ class WandbSink:
         elif kind == "report":
             self._put(lambda: self._upload(lambda: self._log_artifact("report", map(Path, event["paths"]), 0)))
 
-    def rewind(self, state: TrainState) -> None:
-        pass  # wandb cannot delete logged steps; on the x axis, tokens, the lines go back
-
     def close(self, summary: dict[str, Any], exit_code: int) -> None:
         patience_s = FINISH_TIMEOUT_S + STOPPED_SPARE_S
-        if exit_code <= 128:  # after a signal only seconds are left
+        if exit_code <= 128:  # otherwise, after a signal, only seconds are left
             patience_s = FINISH_TIMEOUT_S + SPARE_S
             if self._cfg.artifacts and self._checkpoint is not None:
                 path = self._checkpoint
@@ -107,7 +107,7 @@ class WandbSink:
         except Exception as error:
             if self._mode == "offline":
                 raise
-            _say(f"{self._mode} failed ({type(error).__name__}: {first_line(error)}); logging offline instead")
+            warn(f"wandb: {self._mode} failed ({type(error).__name__}: {first_line(error)}); logging offline instead")
             self._mode = "offline"
             wandb.teardown()  # the failed run still holds the run's id
             wandb.setup(wandb.Settings(silent=True))
@@ -138,7 +138,7 @@ class WandbSink:
                 finish_timeout_raises=True,
                 x_graphql_retry_max=RETRIES,
                 x_graphql_timeout_seconds=HTTP_TIMEOUT_S,
-                reinit="create_new",  # under a launcher one process trains many cells
+                reinit="create_new",  # under torchrun one process trains many cells
             ),
         )
 
@@ -147,7 +147,7 @@ class WandbSink:
         try:
             run_id = read_json(self._directory / ID_FILE).get("id")
         except ConfigError as error:
-            _say(f"{error}; starting a new wandb run")
+            warn(f"wandb: {error}; starting a new wandb run")
             run_id = None
         if self._sweep is None:  # the cells of a sweep must not share the agent's id
             run_id = run_id or os.environ.get("WANDB_RUN_ID")
@@ -174,7 +174,7 @@ class WandbSink:
         self._run.log({"samples": table, "step": event["step"], "tokens": event["tokens"]})
 
     def _log_artifact(self, kind: str, paths: Iterable[Path], timeout_s: float) -> None:
-        """Upload files and directories as the newest version of the run's `kind`; waits up to `timeout_s`."""
+        """Upload files and directories as a new version of the run's artifact `kind`; waits up to `timeout_s`."""
         artifact = self._wandb.Artifact(f"{kind}-{self._run.id}", type=kind)
         for path in paths:
             if path.is_dir():
@@ -195,13 +195,13 @@ class WandbSink:
         try:
             self._run.finish(exit_code)
         except TimeoutError:
-            _say(f"not everything was uploaded within {FINISH_TIMEOUT_S:g} s; {self._how_to_upload}")
+            warn(f"wandb: not everything was uploaded within {FINISH_TIMEOUT_S:g} s; {self._how_to_upload}")
             self._failed = True
         else:
             if self._mode == "offline":
-                _say(f"logged offline; {self._how_to_upload}")
+                warn(f"wandb: logged offline; {self._how_to_upload}")
             elif self._upload_error is not None:
-                _say(f"files were not uploaded ({self._upload_error}); {self._how_to_upload}")
+                warn(f"wandb: files were not uploaded ({self._upload_error}); {self._how_to_upload}")
         self._finished = True
 
     def _put(self, call: Callable[[], None]) -> None:
@@ -223,7 +223,7 @@ class WandbSink:
 
     def _fail(self, what: str) -> None:
         if not self._failed:
-            _say(f"{what}; continuing without wandb, metrics.jsonl is complete; {self._how_to_upload}")
+            warn(f"wandb: {what}; continuing without wandb, metrics.jsonl is complete; {self._how_to_upload}")
         self._failed = True
 
 
@@ -235,7 +235,7 @@ def is_value(value: Any) -> bool:
 def build_wandb(
     cfg: WandbConfig, directory: Path, config: dict[str, Any], sweep: str | None, kind: str = "train"
 ) -> WandbSink | None:
-    """Start or continue a wandb run, for a cell in the group of its `sweep`. Returns None if wandb is disabled."""
+    """Start or continue a wandb run, that of a cell in group `sweep`. Returns None if wandb is disabled."""
     mode = _mode() if cfg.mode == "auto" else cfg.mode
     return None if mode == "disabled" else WandbSink(replace(cfg, mode=mode), directory, config, sweep, kind)
 
@@ -252,7 +252,7 @@ def _mode() -> str:
     """Return the mode that WANDB_MODE sets, else `auto`; rewrites the variable to a value that wandb accepts."""
     wanted = os.environ.pop(MODE, "")
     if wanted not in MODES:
-        _say(f"{MODE}={wanted}: must be online, offline or disabled; the variable is ignored")
+        warn(f"wandb: {MODE}={wanted}: must be online, offline or disabled; the variable is ignored")
     mode = MODES.get(wanted, "auto")
     if mode != "auto":
         os.environ[MODE] = mode
@@ -269,7 +269,3 @@ def _end_service() -> None:
             child.kill()
     with suppress(Exception, SystemExit):  # teardown would exit with the exit code of the killed process
         wandb.teardown()
-
-
-def _say(line: str) -> None:
-    print(f"gptexp: wandb: {line}", file=sys.stderr)

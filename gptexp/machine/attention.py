@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from gptexp.config.rules import missing_kernel
 from gptexp.machine.device import compute_capability
 from gptexp.process.errors import ConfigError
 
@@ -13,29 +14,24 @@ from gptexp.process.errors import ConfigError
 @dataclass(frozen=True)
 class Kernel:
     backend: SDPBackend
-    devices: tuple[str, ...]
     float32_on: tuple[str, ...]  # devices on which it supports float32
 
 
 KERNELS = {
-    "cudnn": Kernel(SDPBackend.CUDNN_ATTENTION, ("cuda",), ()),
-    "flash": Kernel(SDPBackend.FLASH_ATTENTION, ("cuda", "cpu"), ("cpu",)),
-    "efficient": Kernel(SDPBackend.EFFICIENT_ATTENTION, ("cuda",), ("cuda",)),
-    "math": Kernel(SDPBackend.MATH, ("cuda", "cpu", "mps"), ("cuda", "cpu", "mps")),
+    "cudnn": Kernel(SDPBackend.CUDNN_ATTENTION, ()),
+    "flash": Kernel(SDPBackend.FLASH_ATTENTION, ("cpu",)),
+    "efficient": Kernel(SDPBackend.EFFICIENT_ATTENTION, ("cuda",)),
+    "math": Kernel(SDPBackend.MATH, ("cuda", "cpu", "mps")),
 }
 
 
 def check_kernel(name: str, device: str, dtype: str) -> None:
     """Raise `ConfigError` unless `device` has the kernel and the kernel supports `dtype` there."""
-    available = {other: k for other, k in KERNELS.items() if device in k.devices}
-    if name not in available:
-        raise ConfigError(f"train.attention={name}: {device} has no such kernel; use {' or '.join(available)}")
+    if missing := missing_kernel(name, device):
+        raise ConfigError(missing)
     if dtype == "float32" and device not in KERNELS[name].float32_on:
-        able = " or ".join(other for other, k in available.items() if device in k.float32_on)
-        raise ConfigError(
-            f"train.attention={name}: does not support float32 on {device}; use train.dtype=bfloat16 or "
-            f"train.attention={able}"
-        )
+        able = " or ".join(other for other, k in KERNELS.items() if device in k.float32_on)
+        raise ConfigError(f"train.attention={name}: no float32 on {device}; use train.dtype=bfloat16 or {able}")
 
 
 def best_kernel(device: torch.device, dtype: str) -> tuple[str, str]:

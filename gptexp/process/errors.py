@@ -13,7 +13,8 @@ EXIT_DIVERGED = 5
 
 def first_line(error: Exception) -> str:
     """The first line of the error's message, with the second where the first ends in a colon; else the type's name."""
-    first, *rest = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    text = getattr(error, "strerror", None) or str(error)
+    first, *rest = [line.strip() for line in text.splitlines() if line.strip()] or [type(error).__name__]
     return f"{first} {rest[0]}" if rest and first.endswith(":") else first
 
 

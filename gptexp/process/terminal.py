@@ -33,6 +33,11 @@ def emit(line: str) -> None:
     _print(sys.stdout, line)
 
 
+def warn(line: str) -> None:
+    """Print an error or a warning that does not end the process."""
+    print(f"gptexp: {line}", file=sys.stderr)
+
+
 def _print(stream: TextIO, *lines: object) -> None:
     try:
         print(*lines, sep="\n", flush=True, file=stream)

@@ -146,9 +146,7 @@ def _data_warnings(runs: list[Run]) -> list[str]:
     usual = hashes.most_common(1)[0][0] if hashes else None
     for run in runs:
         if (own := run.summary.get(TEXT)) not in (None, usual):
-            lines.append(
-                f"{run.name}: trained on other text (hash {own}) than most runs (hash {usual}); do not compare it"
-            )
+            lines.append(f"{run.name}: trained on other text (hash {own}) than most (hash {usual}); do not compare it")
     read: dict[tuple[str, int], Counter[str]] = defaultdict(Counter)  # (data, tokens) -> fingerprints
     for run in runs:
         for tokens, fingerprint in run.fingerprints.items():

@@ -1,11 +1,11 @@
 """Final loss against learning rate, for each batch size: parabolas in log2(lr) and the intervals of their minima.
 
-Near its minimum the loss is close to a parabola in the logarithm of the learning rate. Farther away it is skewed, which
-would shift the fitted minimum, or steeper, which would look like noise. So each fit takes the five learning rates
-nearest to the lowest loss. All fits take fewer if a cubic term, common to all batch sizes, or a lack of fit is
-significant; where its p-value leaves doubt, the residuals of the wider fits still count as noise. The interval of a
-minimum is Fieller's (1954, J. R. Stat. Soc. B 16:175): exact for a ratio of estimates, and unbounded where the
-curvature could be zero.
+Near its minimum the loss is close to a parabola in the logarithm of the learning rate. Farther away it may be skewed,
+which shifts the fitted minimum, or steeper, which enlarges the residuals. So each fit takes the five learning rates
+nearest to the lowest loss. All fits take fewer if a lack of fit, or a cubic term common to all batch sizes, is
+significant. If the evidence is weak (p between `CERTAIN` and `LEVEL`), the noise is still estimated from the wider
+fits. The interval of a minimum is Fieller's (1954, J. R. Stat. Soc. B 16:175): exact for a ratio of estimates, and
+unbounded where the curvature could be zero.
 """
 
 import math
@@ -16,10 +16,11 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from gptexp.config.schema import counted
 from gptexp.reporting.noise import CONFIDENCE, MIN_SIGMA, Noise, f_tail, pool, seed_noise
 
 LEVEL = 1 - CONFIDENCE
-CERTAIN = 0.01  # a misfit with a smaller p-value is no noise; between this and `LEVEL` it may be, and counts as noise
+CERTAIN = 0.01  # p-value below which a misfit is real; from here to `LEVEL` its residuals still count as noise
 MOST = 5  # learning rates in a fit
 WIDEST = 7  # learning rates that are tested for a cubic term, to report skewed curves
 
@@ -76,8 +77,8 @@ class Parabola:
 
 
 def fit_parabola(losses: Losses) -> Parabola:
-    """Fit three learning rates or more, with one weight for every run."""
-    root = np.sqrt([len(of_seeds) for of_seeds in losses.values()])  # of the weights
+    """Fit three learning rates or more. Every run has the same weight."""
+    root = np.sqrt([len(of_seeds) for of_seeds in losses.values()])  # square roots of the weights
     x = np.log2(list(losses))
     y = root * [np.mean(of_seeds) for of_seeds in losses.values()]
     centre = float(np.average(x, weights=root**2))
@@ -103,7 +104,7 @@ class Optimum:
     sd_octaves: float  # standard error of log2(lr)
     loss: float  # of the parabola at `lr`
     loss_sd: float
-    tie_low: float  # between this and `tie_high`, one run does not differ significantly from a run at `lr`
+    tie_low: float  # a run between this and `tie_high` does not differ significantly from a run at `lr`
     tie_high: float
     parabola: Parabola
 
@@ -188,11 +189,13 @@ def _curve(losses: Losses, diverged: Sequence[float], fit: Parabola | None, nois
     if len(losses) >= 3 and noise is None and _best_is_at_edge(losses):
         return _not_bracketed(losses, [lr for lr in losses if lr != best], diverged)
     if len(losses) < 3 or noise is None:
-        completed = f"{len(losses)} learning rate{'' if len(losses) == 1 else 's'} completed"
-        return Curve("too few", f"{completed}; an optimum with an interval needs four, or three with several seeds")
+        completed = counted(len(losses), "learning rate")
+        return Curve(
+            "too few", f"{completed} completed; an optimum with an interval needs four, or three with several seeds"
+        )
     if _is_flat(losses, noise):
         return _flat(losses, noise, "the losses of the learning rates do not differ significantly")
-    # A run at the end of the grid must be worse by more than noise to show that the optimum lies before it.
+    # The optimum is bracketed only if a learning rate on each side of the best is significantly worse.
     worse = _worse(losses, noise)
     if not any(lr < best for lr in worse) or not any(lr > best for lr in worse):
         return _not_bracketed(losses, worse, diverged)
@@ -236,9 +239,7 @@ def _nearest(losses: Losses, width: int) -> Losses:
     lrs, best = sorted(losses), _best(losses)
     i = lrs.index(best)
     neighbours = lrs[i - 1 : i + 2]
-    others = sorted(
-        set(lrs) - set(neighbours), key=lambda lr: (round(abs(math.log2(lr / best)), 6), np.mean(losses[lr]))
-    )
+    others = sorted(set(lrs) - {*neighbours}, key=lambda lr: (round(abs(math.log2(lr / best)), 6), np.mean(losses[lr])))
     return {lr: losses[lr] for lr in [*neighbours, *others][:width]}
 
 
@@ -271,7 +272,7 @@ def _flat(losses: Losses, noise: Noise, why: str) -> Curve:
 
 
 def _not_bracketed(losses: Losses, worse: Sequence[float], diverged: Sequence[float], why: str = "") -> Curve:
-    """`worse`: the learning rates known to be too small, or too large. `why` replaces the usual reason."""
+    """`worse`: learning rates known to be too small, or too large. `why` replaces the usual reason."""
     lrs, best = sorted(losses), _best(losses)
     side = "above" if any(lr < best for lr in worse) else "below"
     why = why or f"no learning rate {side} {best:g} has a significantly higher loss"

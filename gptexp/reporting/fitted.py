@@ -1,26 +1,20 @@
 """A config file with the fitted law: `optim=NAME` then sets the learning rate that belongs to the batch size."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from gptexp.process.errors import ConfigError
-from gptexp.reporting.analysis import Analysis
 from gptexp.storage.run_dir import storage, write_atomically
+
+if TYPE_CHECKING:
+    from gptexp.reporting.analysis import Analysis  # imports scipy
 
 MARK = "# Fitted by gptexp report"
 
 
-def write_optim(path: Path, analysis: Analysis) -> None:
-    """Write the law of `analysis` to `path`, a file optim/NAME.yaml in conf/ or in a folder given with --config-dir.
-
-    Raises `ConfigError` if there is not exactly one law, or if `path` is unsuitable.
-    """
+def check_target(path: Path) -> None:
+    """Raise `ConfigError` unless the law can be written to `path`, a file optim/NAME.yaml in a folder of configs."""
     given = f"--write-optim {path}"
-    laws = [arm.law for arm in analysis.arms if arm.law is not None]
-    if len(laws) != 1:
-        raise ConfigError(
-            f"{given}: {analysis.name} has {len(laws)} fitted laws, and must have one; "
-            + ("report a sweep with one arm" if laws else "at least two batch sizes need a bracketed optimum")
-        )
     if path.parent.name != "optim" or path.suffix != ".yaml":
         raise ConfigError(f"{given}: an option of the group optim must be a file optim/NAME.yaml; give such a path")
     if "site-packages" in path.resolve().parts:
@@ -28,6 +22,15 @@ def write_optim(path: Path, analysis: Analysis) -> None:
     if path.exists() and not path.read_text(errors="replace").startswith(MARK):
         raise ConfigError(f"{given}: exists, and gptexp report did not write it; give another name")
 
+
+def write_optim(path: Path, analysis: "Analysis") -> None:
+    """Write the law of `analysis` to `path`. Raises `ConfigError` if there is not exactly one law."""
+    laws = [arm.law for arm in analysis.arms if arm.law is not None]
+    if len(laws) != 1:
+        raise ConfigError(
+            f"--write-optim {path}: {analysis.name} has {len(laws)} fitted laws, and must have one; "
+            + ("report a sweep with one arm" if laws else "at least two batch sizes need a bracketed optimum")
+        )
     [law] = laws
     sizes = ", ".join(f"{size:,}" for size in law.sizes)
     warning = "# In log-log the optima lie on a curve: use this law between these sizes only.\n" if law.bends else ""

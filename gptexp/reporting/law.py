@@ -8,7 +8,7 @@ import numpy as np
 from gptexp.reporting.curves import LEVEL, Array, Curves
 from gptexp.reporting.noise import f_tail, t_quantile
 
-SLOPES = {"none": 0.0, "square root": 0.5, "linear": 1.0}  # exponents of the usual scaling rules
+SLOPES = {"constant": 0.0, "square root": 0.5, "linear": 1.0}  # exponents of the usual scaling rules
 
 
 @dataclass(frozen=True)

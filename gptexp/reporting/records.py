@@ -16,7 +16,7 @@ from gptexp.config.schema import result_deciding
 from gptexp.process.errors import ConfigError
 from gptexp.storage import run_dir
 from gptexp.storage.noise_scale import Norms
-from gptexp.storage.reader import parse_json
+from gptexp.storage.reader import open_text, parse_json
 
 STATUSES = ("completed", "diverged", "interrupted", "running", "failed")
 POINTS = 512  # steps of a run that are kept for its curves: at least this many, at most twice as many
@@ -159,11 +159,11 @@ def _read_metrics(run: Run, path: Path) -> None:
     """
     if not path.is_file():
         return
-    with path.open(errors="replace") as lines:
+    with open_text(path, "replace") as lines:
         steps = sum(STEP_EVENT in line for line in lines)
     stride = 1 << max(0, (steps // POINTS).bit_length() - 1)
     step_events, last_step, seconds = 0, 0, 0.0
-    with path.open(errors="replace") as lines:
+    with open_text(path, "replace") as lines:
         for number, line in enumerate(lines, 1):
             if STEP_EVENT in line:
                 step_events += 1

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 
+from gptexp.config.schema import counted
 from gptexp.reporting.analysis import Analysis, Arm
 from gptexp.reporting.curves import Curve
 from gptexp.reporting.law import SLOPES
@@ -48,8 +49,8 @@ def _optimum(batch: int, c: Curve) -> str:
         o = c.optimum
         return (
             f"At {tokens(batch)} the best learning rate is {o.lr:.3g} (95% interval {o.low:.3g} to {o.high:.3g}), with "
-            f"a loss of {o.loss:.4f}; from {o.tie_low:.3g} to {o.tie_high:.3g} one run does not differ significantly "
-            "from a run at that learning rate."
+            f"a loss of {o.loss:.4f}; a run at any learning rate from {o.tie_low:.3g} to {o.tie_high:.3g} does not "
+            f"differ significantly from one at {o.lr:.3g}."
         )
     if c.tied is not None:
         low, high = c.tied
@@ -126,7 +127,7 @@ def _noise(arm: Arm) -> Iterator[str]:
     noise = arm.curves.noise
     if noise is None:
         return
-    degrees = f"{noise.dof} degree{'' if noise.dof == 1 else 's'} of freedom"
+    degrees = f"{counted(noise.dof, 'degree')} of freedom"
     needed = f"A difference of 0.01 nats between two cells needs {_seeds(0.01, noise.sigma)} to be significant"
     means = sorted(arm.means.values())
     if len(means) > 1 and (gap := means[1] - means[0]) > 0:
@@ -139,8 +140,7 @@ def _noise(arm: Arm) -> Iterator[str]:
 
 def _seeds(difference: float, sigma: float) -> str:
     """The seeds that show a difference, in words."""
-    count = seeds_needed(difference, sigma)
-    return f"{count:,} seed{'' if count == 1 else 's'} per cell"
+    return f"{counted(seeds_needed(difference, sigma), 'seed')} per cell"
 
 
 def _critical(arm: Arm) -> Iterator[str]:

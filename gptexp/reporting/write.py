@@ -5,7 +5,6 @@ applies them to the runs. `verdict`, `figures`, `page`, `table` and `proposals` 
 """
 
 import csv
-import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gptexp.process.errors import first_line
+from gptexp.process.terminal import warn
 from gptexp.reporting.analysis import Analysis, Arm, analyse
 from gptexp.reporting.figures import figures
 from gptexp.reporting.page import page, sections
@@ -65,7 +65,7 @@ def files_of_report(directory: Path) -> list[Path]:
     try:
         return write_report(directory).files
     except Exception as error:
-        print(f"gptexp: the report failed: {type(error).__name__}: {first_line(error)}", file=sys.stderr)
+        warn(f"the report failed: {type(error).__name__}: {first_line(error)}")
         return []
 
 

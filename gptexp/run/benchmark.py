@@ -133,18 +133,8 @@ def show(results: dict[str, dict[str, Any]], bandwidth: float) -> None:
     def percent(value: float | None) -> str:
         return "-" if value is None else f"{100 * value:.1f}%"
 
-    speed = table(
-        "Speed",
-        "tokens/s",
-        "ms/step",
-        "quartiles",
-        "MFU palm",
-        "causal",
-        "of GEMM rate",
-        "GiB",
-        "1st step cold",
-        "warm",
-    )
+    speed = table("Speed", "tokens/s", "ms/step", "quartiles", "MFU palm", "causal", "of GEMM rate", "GiB",
+                  "1st step cold", "warm")  # fmt: skip
     parts = table("Milliseconds of a step", *PHASES, "reduce*")
     limits = table("Highest rates: GFLOP/s of matrix products, ms of one layer's attention", *LAYERS, *KERNELS)
     for name, r in results.items():
@@ -161,9 +151,7 @@ def show(results: dict[str, dict[str, Any]], bandwidth: float) -> None:
             limits.add_row(name, *rates, *times)
     console = Console(highlight=False, width=max(Console().width, WIDTH))  # a narrower table would cut numbers
     first = next(iter(results.values()))["effective"]
-    console.print(
-        f"{first['device_name']}; threads: {first['threads_per_rank']}; copies: {bandwidth / 1e9:,.1f} GB/s\n"
-    )
+    console.print(f"{first['device_name']}; threads: {first['threads_per_rank']}; copy: {bandwidth / 1e9:,.1f} GB/s\n")
     for each in (speed, parts, limits):
         console.print(each)
         console.print()
@@ -186,9 +174,7 @@ def bench(names: list[str], overrides: list[str], device: str, out: Path, as_jso
     for name, workload in chosen.items():
         print(f"{name}: {workload.meaning} …", file=sys.stderr, flush=True)
         result["workloads"][name] = measure(name, workload, overrides, out)
-        run_dir.write_json(
-            out / "bench.json", result
-        )  # after each workload, so that an interrupted benchmark keeps its results
+        run_dir.write_json(out / "bench.json", result)  # each time, so that an interrupted benchmark keeps its results
     measured = {name: row for name, row in result["workloads"].items() if "error" not in row}
     if as_json:
         print(json.dumps(result, indent=1))

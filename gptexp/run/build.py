@@ -50,9 +50,7 @@ def replace_unwritable_caches() -> list[str]:
         except OSError as error:
             os.environ[name] = tempfile.mkdtemp(prefix="gptexp-compiled-")
             atexit.register(shutil.rmtree, os.environ[name], ignore_errors=True)
-            lines.append(
-                f"{name}={folder}: cannot be written ({error.strerror}); each process uses a temporary compile cache"
-            )
+            lines.append(f"{name}={folder}: cannot be written ({error.strerror}); a temporary cache is used")
     return lines
 
 

@@ -23,6 +23,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 import gptexp
 from gptexp.process.errors import EXIT_CONFIG, EXIT_DIVERGED, EXIT_FAILED, LostRankError, MicroBatchError, UserError
 from gptexp.process.signals import DEADLINE, PARENT, StopRequest, deadline_after
+from gptexp.process.terminal import warn
 
 START_ANEW = -1  # instead of an exit code: a smaller micro-batch is saved, start the ranks again
 GRACE_S = 60  # for a checkpoint after a signal, before the agent kills the ranks
@@ -45,7 +46,7 @@ def launch(directory: Path, world_size: int, max_restarts: int = 0, max_minutes:
         if code != EXIT_FAILED or restarts == max_restarts:
             return code
         restarts += 1
-        print(f"gptexp: restart {restarts} of {max_restarts}", file=sys.stderr)
+        warn(f"restart {restarts} of {max_restarts}")
 
 
 def _launch(directory: Path, world_size: int, deadline: float) -> int:
@@ -99,7 +100,7 @@ def _report(rank: int, exit_code: int, message: object) -> int:
     if kind in _USER_ERRORS:
         prefix = "config error: " if exit_code == EXIT_CONFIG else ""
         for line in lines.splitlines():
-            print(f"gptexp: {prefix}{line}", file=sys.stderr)
+            warn(f"{prefix}{line}")
         return START_ANEW if kind == MicroBatchError.__name__ else exit_code
     if exit_code < 0:
         text = f"killed by {signal.Signals(-exit_code).name}"
@@ -156,8 +157,7 @@ def _environment(deadline: float) -> Iterator[None]:
         os.environ["PYTHONPATH"] = os.pathsep.join([str(root), *filter(None, [before.get("PYTHONPATH")])])
     os.environ[PARENT] = str(os.getpid())
     os.environ[DEADLINE] = str(deadline)
-    for name in ("WANDB_SERVICE", "HYDRA_FULL_ERROR"):
-        os.environ.pop(name, None)
+    os.environ.pop("WANDB_SERVICE", None)
     try:
         yield
     finally:

@@ -21,6 +21,8 @@ from gptexp.training.validation import evaluate
 
 @dataclass
 class LoadedRun:
+    """The newest checkpoint of a run, ready for use."""
+
     model: GPT  # in eval mode, on `device`
     config: Config
     effective: Effective
@@ -37,12 +39,10 @@ def load_checkpointed(directory: Path | str) -> LoadedRun:
     model = GPT(config.model, plain_cross_entropy)
     checkpoint.load_weights(path, model)
     saved = load_effective(directory)
-    on_device = config
+    here = config
     if saved is None or saved.device != device.type:  # the kernels that the config asks for may not exist here
-        on_device = replace(
-            config, train=replace(config.train, attention=AUTO), optim=replace(config.optim, fused=AUTO)
-        )
-    effective = resolve(on_device, device, Rank(), saved)
+        here = replace(config, train=replace(config.train, attention=AUTO), optim=replace(config.optim, fused=AUTO))
+    effective = resolve(here, device, Rank(), saved)
     return LoadedRun(model.to(device).eval(), config, effective, state.step, device)
 
 
@@ -55,7 +55,11 @@ def _device(trained_on: str) -> torch.device:
 
 
 def load_run(directory: Path | str) -> tuple[GPT, Any, Config]:
-    """Return the model in eval mode, its tokenizer (`tiktoken.Encoding`) and the run's config, for a notebook."""
+    """Return the model in eval mode, its tokenizer (`tiktoken.Encoding`) and the run's config, for a notebook.
+
+    Raises `ConfigError` if `directory` is no run, `CheckpointError` if it has no intact checkpoint, and `DataError` if
+    the tokenizer cannot be downloaded.
+    """
     run = load_checkpointed(directory)
     return run.model, load_tokenizer(run.config.data.tokenizer), run.config
 

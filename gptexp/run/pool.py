@@ -21,6 +21,7 @@ from gptexp.config.schema import Config
 from gptexp.distributed.ranks import AT_ONCE, Rank
 from gptexp.process.errors import EXIT_FAILED, UserError
 from gptexp.process.signals import SAME_REQUEST_S, at_parents_death
+from gptexp.process.terminal import warn
 
 OUTPUT = "output.log"  # in a run's directory: its output, if several runs share the terminal
 POLL_S = 0.05  # s: between two checks of all processes
@@ -61,8 +62,8 @@ class Source(Protocol[R]):
     def more(self) -> R | None:
         """Return another run once `waiting` is empty; None if there is none now."""
 
-    def decided(self) -> bool:
-        """Whether the first run has resolved every `auto`; until then it runs alone."""
+    def share_decisions(self) -> bool:
+        """Give the first run's `auto` values to the others. Returns whether it has any; until then it runs alone."""
 
     def ended(self, run: R, code: int) -> None:
         """Record that a run has ended with this exit code."""
@@ -100,9 +101,8 @@ def visible_gpus() -> list[str]:
 
     count = torch.cuda.device_count()
     named = [device for device in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if device]
-    return (named or [str(number) for number in range(count)])[
-        :count
-    ]  # CUDA ignores the names after the first invalid one
+    # CUDA ignores the names after the first invalid one.
+    return (named or [str(number) for number in range(count)])[:count]
 
 
 def start_here(run: Runnable, gpus: Sequence[str], at_once: int) -> Process:
@@ -136,7 +136,7 @@ def run_all(source: Source[R], starter: Starter[R], places: Places) -> int | Non
     free = list(places.gpus or [])
     with _forwarding_signals(running) as received:
         while True:
-            while not received and len(running) < (places.at_once if source.decided() else 1):
+            while not received and len(running) < (places.at_once if source.share_decisions() else 1):
                 run = _next(source, places, len(free), idle=not running)
                 if run is None:
                     break
@@ -147,7 +147,7 @@ def run_all(source: Source[R], starter: Starter[R], places: Places) -> int | Non
                         break
                     process = starter.start(run, gpus, places.at_once)
                 except (OSError, UserError) as error:
-                    print(f"gptexp: {run.directory}: {error}", file=sys.stderr)
+                    warn(f"{run.directory}: {error}")
                     free.extend(gpus)
                     source.ended(run, EXIT_FAILED)
                     continue

@@ -1,6 +1,6 @@
 """One rank of a run: prepare, decide, build, train, finish.
 
-Reads the frozen config. Resumes from the newest checkpoint if there is one.
+The config is the one saved in the run directory. Resumes from the newest checkpoint if there is one.
 """
 
 import gc
@@ -53,7 +53,7 @@ from gptexp.process.errors import (
     UserError,
 )
 from gptexp.process.signals import EXIT_CODES, StopRequest, ignore_stops
-from gptexp.process.terminal import emit, say
+from gptexp.process.terminal import emit, say, warn
 from gptexp.run.build import build_gpt, compile_in_turn, replace_unwritable_caches, wrap
 from gptexp.run.faults import explained
 from gptexp.run.job import Job
@@ -74,9 +74,9 @@ def run_alone(cfg: Config, directory: Path, stop: StopRequest) -> int:
         try:
             return run(Job(cfg, directory, Rank(), stop))
         except MicroBatchError as error:
-            print(f"gptexp: {error}", file=sys.stderr)
+            warn(str(error))
         gc.unfreeze()
-        gc.collect()  # frees the last attempt's model and optimizer, which the error's frames keep in cycles
+        gc.collect()  # frees the model and optimizer, which the error's traceback holds in reference cycles
         torch.cuda.empty_cache()
 
 
@@ -104,7 +104,7 @@ def run(job: Job) -> int:
 
     Raises `UserError` for errors that a user can cause.
     """
-    gc.unfreeze()  # under a launcher one process trains all cells of a sweep: free the last cell's objects
+    gc.unfreeze()  # under torchrun one process trains all cells: make the last cell's objects collectable
     gc.disable()  # until the first step is done: importing creates a million objects that are never freed
     try:
         with run_dir.held(job.directory, run_dir.RANK_LOCK) if job.rank.is_main else nullcontext():
@@ -167,10 +167,9 @@ def prepare(job: Job) -> Prepared:
     """Open the data and join the other ranks. *Collective.*"""
     for line in replace_unwritable_caches():
         if job.rank.local_rank == 0:
-            print(f"gptexp: {line}", file=sys.stderr)
-    dataset = build_dataset(
-        job.cfg
-    )  # before the process group: a rank that waits for another to tokenise must not time out
+            warn(line)
+    # Before the process group: a rank that waits for another to tokenise must not time out.
+    dataset = build_dataset(job.cfg)
     device = pick_device(job.cfg.train.device, job.rank)
     if job.rank.world_size == 1:
         return Prepared(dataset, device, None, None)
@@ -194,8 +193,8 @@ def _decide(job: Job, prepared: Prepared) -> tuple[Effective, Path | None, Train
     effective = resolve(cfg, prepared.device, job.rank, load_effective(directory))
     effective = settle_micro_batch(cfg, effective, prepared.device, job.rank.world_size)
     save_effective(directory, effective)
-    run_dir.sweep(directory)
-    checkpoint.sweep(checkpoints)
+    run_dir.remove_leftovers(directory)
+    checkpoint.remove_leftovers(checkpoints)
     found = checkpoint.load_latest(checkpoints)
     if found is None:
         weights = checkpoint.newest(Path(cfg.init_from) / run_dir.CHECKPOINTS)[0] if cfg.init_from else None
@@ -213,12 +212,11 @@ def _decide(job: Job, prepared: Prepared) -> tuple[Effective, Path | None, Train
 
 def build(job: Job, prepared: Prepared, decision: Decision) -> Built:
     """Build model, optimizer and logs. *Collective.*"""
-    # Only this part can fail because of another rank. A rank with an error of its own reports it at once.
     with explained(job, prepared.store, decision.effective, decision.state):
         training = _build_training(job, prepared, decision)
-    used = _utilisation(job, prepared, decision)
-    log, logs_to_wandb = _open_log(job, decision, training, used)
-    barrier(prepared.patient)  # rank 0 may wait for wandb; a step must not time out because of that
+        used = _utilisation(job, prepared, decision)
+        log, logs_to_wandb = _open_log(job, decision, training, used)
+        barrier(prepared.patient)  # rank 0 may wait for wandb; a step must not time out because of that
     summary = Summary(job.directory, training, decision.state, used)
     summary.write("running")
     return Built(training, log, logs_to_wandb, summary)
@@ -235,7 +233,7 @@ def train(job: Job, prepared: Prepared, decision: Decision, built: Built) -> Out
             reason = fit(built.training, state, job.stop, built.log, job.directory / run_dir.CHECKPOINTS)
     except DivergedError as error:
         if job.rank.is_main:
-            print(f"gptexp: {error}", file=sys.stderr)
+            warn(str(error))
         return Outcome("diverged", EXIT_DIVERGED)
     if reason is not None:
         return Outcome("interrupted", EXIT_CODES[reason])
@@ -245,7 +243,7 @@ def train(job: Job, prepared: Prepared, decision: Decision, built: Built) -> Out
 
 
 def finish(job: Job, decision: Decision, built: Built, outcome: Outcome) -> None:
-    """Write the summary and the report, close the logs and print the outcome. Runs after a failure too."""
+    """Write the summary, log the report to wandb, close the logs and print the outcome. Runs after a failure too."""
     cfg = job.cfg
     written = built.summary.write(outcome.status)
     if built.logs_to_wandb and outcome.status in run_dir.DONE and cfg.sweep.name is None:  # a sweep has one report
@@ -306,8 +304,8 @@ def _refuse_changed_data(path: Path, before: str | None, dataset: Dataset) -> No
     """Raise `DataError` if a run directory or a checkpoint was trained on other tokens."""
     if before not in (None, dataset.hash):
         raise DataError(
-            f"{path}: trained on other data (tokens {before}, now {dataset.hash}); restore that text, "
-            "or start a new run"
+            f"{path}: trained on other data (token hash {before}, now {dataset.hash}); restore the old "
+            "text, or start a new run"
         )
 
 
@@ -316,7 +314,7 @@ def _refuse_different_data(hashes: list[str]) -> None:
     for rank, other in enumerate(hashes):
         if other != hashes[0]:
             raise DataError(
-                f"rank {rank}: its data differs from that of rank 0 (tokens {other}, not {hashes[0]}); "
+                f"rank {rank}: its data differs from that of rank 0 (token hash {other}, not {hashes[0]}); "
                 "give every node the same text, or for data=stdlib the same Python"
             )
 
@@ -351,19 +349,19 @@ def _open_log(job: Job, decision: Decision, training: Training, used: Utilisatio
     if not job.rank.is_main:
         return RunLog([], step_tokens, used, Alerts(schedule.warmup_tokens, cfg.optim.grad_clip)), False
     metadata = {**training.about, "effective": effective.to_dict(), "mfu": used.to_dict()}
+    for_wandb = {**training.about["config"], **{key: value for key, value in metadata.items() if key != "config"}}
     if cfg.log.progress == "json":
         emit(start_event(directory, training, state, metadata))
     elif cfg.log.progress != "off":
         say(*start_lines(cfg, directory, effective, training, state))
     metrics = JsonlSink(directory, state)
     sinks: list[Sink] = [metrics]
-    wandb = build_wandb(cfg.log.wandb, directory, {**metadata.pop("config"), **metadata}, cfg.sweep.name)
+    wandb = build_wandb(cfg.log.wandb, directory, for_wandb, cfg.sweep.name)
     if wandb is not None:
         sinks.append(wandb)
+    # Built last, so that no line is printed into the bar; first in the list, so that it prints at once.
     if console := build_console(cfg.log.progress, training.plan.steps, state):
-        sinks.insert(
-            0, console
-        )  # built last, so that no line is printed into the bar; first in the list, so that it prints at once
+        sinks.insert(0, console)
     alerts = Alerts(schedule.warmup_tokens, cfg.optim.grad_clip, job.stop.deadline, metrics.alerts_before)
     return RunLog(sinks, step_tokens, used, alerts), wandb is not None
 
@@ -375,4 +373,4 @@ def _sample(job: Job, built: Built, step: int) -> None:
         [text] = complete(built.training.gpt, load_tokenizer(job.cfg.data.tokenizer), "", 1, how)
         built.log.sample(step, text)
     except Exception as error:
-        print(f"gptexp: sampling failed: {type(error).__name__}: {error}", file=sys.stderr)
+        warn(f"sampling failed: {type(error).__name__}: {error}")

@@ -2,7 +2,6 @@
 
 import json
 import math
-import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -13,6 +12,7 @@ from gptexp.config.schema import Config, counted, to_dict
 from gptexp.machine.effective import Effective
 from gptexp.model.flops import Utilisation, count_parameters
 from gptexp.process.errors import StorageError
+from gptexp.process.terminal import warn
 from gptexp.process.versions import git_commit, versions
 from gptexp.storage import run_dir
 from gptexp.storage.checkpoint import TrainState
@@ -133,7 +133,7 @@ class Summary:
         try:
             run_dir.write_json(self._directory / run_dir.SUMMARY, summary)
         except StorageError as error:
-            print(f"gptexp: {error}", file=sys.stderr)
+            warn(str(error))
         return summary
 
 

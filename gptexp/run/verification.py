@@ -1,7 +1,7 @@
-"""`gptexp verify`: checks gptexp's guarantees on this machine, with real runs in new processes.
+"""`gptexp verify`: checks gptexp's guarantees on this machine, with real runs.
 
-Every check trains a small model on a generated text and compares tensors from checkpoints with an independent
-reference: plain torch, or an uninterrupted run. All files are temporary.
+The checks train a small model on a generated text. Most compare its checkpoints with an independent reference: plain
+torch, or an uninterrupted run. All files are temporary.
 """
 
 import json
@@ -18,7 +18,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
@@ -35,6 +34,7 @@ from gptexp.process.errors import EXIT_FAILED, ConfigError, UserError
 from gptexp.process.signals import StopRequest, at_parents_death, ended_in_order
 from gptexp.run.build import build_gpt, wrap
 from gptexp.run.job import Job
+from gptexp.run.observe import observe
 from gptexp.run.pool import resume_command
 from gptexp.run.rank import run
 from gptexp.storage import run_dir
@@ -42,9 +42,9 @@ from gptexp.storage.checkpoint import load_weights
 from gptexp.training.optim import build_optimizer
 from gptexp.training.step import TrainStep
 
-SEQUENCES, SEQ_LEN = 8, 32  # per step
-STEPS, SAVE_EVERY, KILL_AFTER = 48, 7, 11  # steps
-PATIENCE_S = 300.0  # longest wait for `KILL_AFTER` steps
+SEQUENCES, SEQ_LEN = 8, 32  # sequences per step, tokens per sequence
+STEPS, SAVE_EVERY, KILL_AFTER = 64, 7, 11  # steps
+TIMEOUT_S = 120.0  # after which a collective that hangs is an error
 TOLERANCE = 1e-5  # relative to the largest value: another order of additions rounds differently
 
 
@@ -66,20 +66,19 @@ class Result:
 def verify(device: str, world_size: int | None) -> int:
     """Run all checks on `device` with `world_size` ranks, and print the results. Returns the exit code.
 
-    `world_size=None` means 2 ranks on a CPU, else the largest power of two with one GPU per rank.
+    `world_size=None` means 2 ranks on a CPU, else the largest power of two with one GPU per rank, at most 8.
     """
     kind = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     gpus = torch.cuda.device_count()
+    if kind == "cuda" and not gpus:
+        raise ConfigError("--device=cuda: no GPU is visible to this process; use --device=cpu")
     if world_size is None:
         world_size = 1 << (min(gpus, SEQUENCES).bit_length() - 1) if kind == "cuda" else 2
     if kind == "cuda" and world_size > gpus:
-        raise ConfigError(
-            f"--world-size={world_size}: more than the {counted(gpus, 'GPU')} of this machine; use fewer, or "
-            "--device=cpu"
-        )
+        raise ConfigError(f"--world-size={world_size}: only {counted(gpus, 'GPU')} here; use fewer, or --device=cpu")
     with ended_in_order(), tempfile.TemporaryDirectory(prefix="gptexp-verify-") as folder:
         bench, results = Bench(Path(folder), kind, world_size), list[Result]()
-        checks = [_factorisations, _kill_and_resume]
+        checks = [_splits, _kill_and_resume]
         for check in checks if world_size == 1 else [*checks, _another_world_size, _reductions]:
             started = time.monotonic()
             first, *others = check(bench)
@@ -93,17 +92,18 @@ class Bench:
 
     def __init__(self, folder: Path, kind: str, world_size: int) -> None:
         self.folder, self.kind, self.world_size = folder, kind, world_size
-        self.micro_batch_size = SEQUENCES // max(4, world_size)  # small enough that each rank accumulates, if possible
+        self.micro_batch_size = max(1, SEQUENCES // 2 // world_size)  # ranks with two sequences or more accumulate
         subjects, verbs = ("a cat", "the dog", "nobody", "my friend"), ("sees", "likes", "eats", "finds")
         text = [f"{subjects[i * i % 7 % 4]} {verbs[i // 3 % 4]} {subjects[i % 4]}, {i % 97}." for i in range(4000)]
         (folder / "text.txt").write_text("\n".join(text))
 
     def config(self, world_size: int, micro_batch_size: int, steps: int) -> Config:
-        """Return the config of a model with two layers, and on a GPU with kernels that are bitwise deterministic."""
+        """Return a config with two layers and, on a GPU, kernels that are bitwise deterministic."""
         config = Config(model=ModelConfig(n_layer=2, n_head=2, n_embd=32, block_size=SEQ_LEN))
         config.batch.total_batch_size = SEQUENCES * SEQ_LEN
         config.batch.micro_batch_size = micro_batch_size
         config.world.size, config.world.threads_per_rank = world_size, 1
+        config.world.timeout_s = TIMEOUT_S
         config.data.name, config.data.path = "text", str(self.folder / "text.txt")
         config.data.cache_dir, config.data.val_tokens = str(self.folder / "cache"), 11 * SEQ_LEN
         config.train.max_steps, config.train.eval_every, config.train.save_every = steps, 0, SAVE_EVERY
@@ -114,42 +114,32 @@ class Bench:
         config.log.progress, config.log.sample_tokens, config.log.wandb.mode = "off", 0, "disabled"
         return config
 
-    def start(self, name: str, config: Config) -> subprocess.Popen[str]:
-        """Start or resume a run in new processes, as `gptexp resume` does."""
-        run_dir.save_config(self.folder / name, config)
-        return subprocess.Popen(
-            resume_command(self.folder / name),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            preexec_fn=partial(at_parents_death, signal.SIGKILL),
-        )
-
     def finish(self, name: str, config: Config) -> Path:
-        """Run or resume a run to its end; one rank runs in this process. Returns the newest checkpoint."""
+        """Start or resume a run and finish it; if it has one rank, in this process. Returns the newest checkpoint."""
+        run_dir.save_config(self.folder / name, config)
         if config.world.size == 1:
-            run_dir.save_config(self.folder / name, config)
             with redirect_stdout(None):
                 run(Job(config, self.folder / name, Rank(), StopRequest()))
         else:
-            process = self.start(name, config)
-            output, _ = process.communicate()
-            if process.returncode:
-                raise UserError(f"a run of verify failed (exit code {process.returncode}): {output.strip()[-2000:]}")
+            command, kill = resume_command(self.folder / name), partial(at_parents_death, signal.SIGKILL)
+            done = subprocess.run(command, capture_output=True, text=True, preexec_fn=kill)
+            if done.returncode:
+                said = f"{done.stdout}{done.stderr}".strip()[-2000:]
+                raise UserError(f"a run of verify failed (exit code {done.returncode}): {said}")
         return max((self.folder / name / run_dir.CHECKPOINTS).glob("step-*"))
 
 
-def _factorisations(bench: Bench) -> list[Result]:
-    """Train one step with every factorisation of the batch. AdamW's first moment is then (1 - beta1) × gradient."""
+def _splits(bench: Bench) -> list[Result]:
+    """Train one step with several splits of the batch. AdamW's first moment is then (1 - beta1) × gradient."""
     device = torch.device(bench.kind)
     gradient = loss = 0.0
-    cuts = [(1, size) for size in (1, 2, SEQUENCES)]
+    splits = [(1, size) for size in (1, 2, SEQUENCES)]
     if bench.world_size > 1:
-        cuts += [(bench.world_size, size) for size in (1, SEQUENCES // bench.world_size)]
-    for world_size, micro_batch_size in cuts:
+        splits += [(bench.world_size, size) for size in (1, SEQUENCES // bench.world_size)]
+    for world_size, micro_batch_size in splits:
         config = bench.config(world_size, micro_batch_size, steps=1)
         config.optim.grad_clip = 0.0
-        name = f"cut-{world_size}-{micro_batch_size}"
+        name = f"split-{world_size}-{micro_batch_size}"
         path = bench.finish(name, config)
         dataset = build_dataset(config)
         torch.manual_seed(config.train.seed)
@@ -168,12 +158,12 @@ def _factorisations(bench: Bench) -> list[Result]:
             alone = float(model.eval()(held_out[:, :-1], held_out[:, 1:]))
         logged = run_dir.read_json(bench.folder / name / run_dir.SUMMARY)["final_val_loss"]
         loss = max(loss, abs(alone - logged) / alone)
-    ways = ", ".join(f"{w}×{SEQUENCES // (w * b)}×{b}" for w, b in cuts)
+    ways = ", ".join(f"{w}×{SEQUENCES // (w * b)}×{b}" for w, b in splits)
     how = f"ranks×micro-steps×sequences: {ways}; compared with plain torch"
     same = "the same splits; compared with plain torch, all windows at once"
     return [
-        Result("gradients of a step, for every split", how, gradient, TOLERANCE),
-        Result("validation loss, for every split", same, loss, TOLERANCE),
+        Result("gradients of a step, for several splits", how, gradient, TOLERANCE),
+        Result("validation loss, for several splits", same, loss, TOLERANCE),
     ]
 
 
@@ -188,7 +178,7 @@ def _kill_and_resume(bench: Bench) -> list[Result]:
 
 
 def _another_world_size(bench: Bench) -> list[Result]:
-    """Compare a run on one rank with one on several ranks that is killed and resumed on one. Tree reduction."""
+    """Compare a run on 1 rank with a run that is killed on several ranks and resumed on 1. Uses tree reduction."""
     config = bench.config(1, bench.micro_batch_size, STEPS)
     config.model.dropout, config.train.reduction = 0.1, "tree"
     whole = bench.finish("alone", config)
@@ -201,36 +191,17 @@ def _another_world_size(bench: Bench) -> list[Result]:
 
 def _killed(bench: Bench, name: str, first: Config, then: Config, whole: Path) -> tuple[int, float]:
     """Kill a run of `first` and resume it as `then`. Returns the step of the kill, and the difference to `whole`."""
-    step = _kill(bench, name, first)
+    directory = bench.folder / name
+    run_dir.save_config(directory, first)
+    step = len(observe(resume_command(directory), directory, KILL_AFTER).steps)
+    if run_dir.status(directory) == "completed":
+        raise UserError(f"a run of verify ended before it could be killed after step {step}; try again")
     killed_at = time.time()
     difference = _difference(whole, bench.finish(name, then))
-    events = map(json.loads, (bench.folder / name / run_dir.METRICS).read_text().splitlines())
+    events = map(json.loads, (directory / run_dir.METRICS).read_text().splitlines())
     steps_since = sum(event["event"] == "step" and event["time"] > killed_at for event in events)
-    return step, difference if steps_since < STEPS else math.inf  # all steps: it started again, and did not resume
-
-
-def _kill(bench: Bench, name: str, config: Config) -> int:
-    """Start a run and kill all its processes between two checkpoints. Returns the number of logged steps."""
-    process = bench.start(name, config)
-    metrics = bench.folder / name / run_dir.METRICS
-    deadline = time.monotonic() + PATIENCE_S
-    try:
-        while not metrics.exists() or (steps := metrics.read_text().count('"event": "step"')) < KILL_AFTER:
-            if process.poll() is not None:
-                assert process.stdout is not None
-                raise UserError(f"a run of verify ended early: {process.stdout.read().strip()[-2000:]}")
-            if time.monotonic() > deadline:
-                raise UserError(f"a run of verify did not reach {KILL_AFTER} steps in {PATIENCE_S:g} s")
-            time.sleep(0.005)
-    finally:
-        if process.poll() is None:
-            for child in psutil.Process(process.pid).children(recursive=True):
-                child.kill()
-            process.kill()
-        process.communicate()
-    if run_dir.status(bench.folder / name) == "completed":
-        raise UserError(f"a run of verify ended before it could be killed after step {steps}; try again")
-    return steps
+    restarted = steps_since >= STEPS  # all steps were logged again: it did not resume
+    return step, math.inf if restarted else difference
 
 
 def _reductions(bench: Bench) -> list[Result]:
@@ -301,7 +272,7 @@ def _relative(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def _difference(a: Path, b: Path) -> float:
-    """Return the largest difference between weights and moments of two checkpoints; 0 only if all bits are equal."""
+    """Return the largest difference between weights and moments of two checkpoints; 0 only if all are equal."""
     worst = 0.0
     for x, y in zip(_tensors(a), _tensors(b), strict=True):
         if not torch.equal(x, y):

@@ -14,10 +14,9 @@ import json
 import os
 import re
 import shutil
-import sys
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -30,6 +29,7 @@ from torch import nn
 from gptexp.config.batch import crosses
 from gptexp.config.schema import from_dict
 from gptexp.process.errors import CheckpointError, StorageError, first_line
+from gptexp.process.terminal import warn
 from gptexp.storage.divergence import LossTrend
 from gptexp.storage.noise_scale import NoiseScale
 from gptexp.storage.reader import read_json
@@ -45,7 +45,7 @@ SPARE = 1.1  # required free disk space, as a multiple of the size of the tensor
 class TrainState:
     """The counters and statistics of a run."""
 
-    step: int = 0  # optimizer updates done
+    step: int = 0  # number of steps done, including skipped updates
     tokens: int = 0  # training tokens consumed
     fingerprint: int = 0  # of the consumed windows of all ranks, modulo 2^64
     val_loss: float | None = None  # of the newest evaluation, in nats per token
@@ -57,14 +57,13 @@ class TrainState:
     trend: LossTrend = field(default_factory=LossTrend)
     noise_scale: NoiseScale = field(default_factory=NoiseScale)
     regular: bool = True  # False: saved before it was due, because the run stopped early
-    resumed_at: int = 0  # first step of this attempt; not saved
 
     def go_back(self, saved: "TrainState", passing_over: int) -> None:
         """Restore the counters of an earlier checkpoint and skip the data of the `passing_over` steps after it."""
         steps_passed_over = self.steps_passed_over + passing_over
-        for name, value in vars(saved).items():
-            if name not in ("seconds", "resumed_at"):
-                setattr(self, name, value)
+        for each in fields(self):
+            if each.name != "seconds":  # of all attempts, also of steps that were undone
+                setattr(self, each.name, getattr(saved, each.name))
         self.steps_passed_over = steps_passed_over
 
 
@@ -72,7 +71,7 @@ class TrainState:
 class Keep:
     """The checkpoints that are kept when a new one is saved."""
 
-    last: int = 0  # number of the newest that were due; 0: all
+    last: int = 0  # number of newest regular checkpoints; 0: all
     every_tokens: int = 0  # the first at or after each multiple; 0: none
     best: bool = True  # the one with the lowest validation loss
 
@@ -87,7 +86,7 @@ def save(
 ) -> Path:
     """Save the checkpoint of `state.step` in `directory`; then remove the checkpoints that `keep` does not select.
 
-    state.json contains `about` beside the counters. Raises `StorageError` and leaves earlier checkpoints unchanged.
+    state.json contains `about` beside the counters. After a `StorageError` earlier checkpoints are unchanged.
     """
     target = directory / f"step-{state.step:08d}"
     if target.exists():
@@ -103,8 +102,7 @@ def save(
         unfinished.mkdir()
         save_file(weights, unfinished / "model.safetensors")
         _save({"optimizer": moments}, unfinished / "train.pt")
-        counters = {key: value for key, value in asdict(state).items() if key != "resumed_at"}
-        text = json.dumps({**counters, "about": about or {}}, indent=1)
+        text = json.dumps({**asdict(state), "about": about or {}}, indent=1)
         (unfinished / "state.json").write_text(text + "\n")
         files = {name: [(unfinished / name).stat().st_size, _sha256(unfinished / name)] for name in FILES}
         (unfinished / MANIFEST).write_text(json.dumps(files, indent=1) + "\n")
@@ -113,14 +111,13 @@ def save(
         unfinished.rename(target)
         fsync(directory)
     except (OSError, SafetensorError) as error:
-        reason = getattr(error, "strerror", None) or first_line(error)
-        raise StorageError(f"{target}: cannot be saved ({reason}); earlier checkpoints are unchanged") from error
+        raise StorageError(f"{target}: cannot be saved ({first_line(error)}); earlier ones are unchanged") from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     try:
         _prune(directory, keep)
     except OSError as error:
-        print(f"gptexp: {directory}: old checkpoints cannot be removed ({error.strerror or error})", file=sys.stderr)
+        warn(f"{directory}: old checkpoints cannot be removed ({error.strerror or error})")
     return target
 
 
@@ -130,7 +127,7 @@ def _refuse_a_full_disk(directory: Path, weights: dict[str, torch.Tensor], momen
     needed = int(SPARE * sum(t.numel() * t.element_size() for t in tensors))
     free = shutil.disk_usage(directory).free
     if free < needed:
-        raise OSError(f"{needed:,} bytes are needed, {free:,} are free; free disk space, or use another run directory")
+        raise OSError(f"{needed:,} bytes are needed, {free:,} are free; delete files, or use another run directory")
 
 
 def _save(value: object, path: Path) -> None:
@@ -139,17 +136,17 @@ def _save(value: object, path: Path) -> None:
         with path.open("wb") as file:
             torch.save(value, file)
     except RuntimeError as error:
-        # On a full disk torch raises a RuntimeError without the reason while it handles the file's OSError.
+        # On a full disk torch's RuntimeError lacks the reason; its context is the file's OSError.
         if isinstance(error.__context__, OSError):
             raise error.__context__ from None
         raise
 
 
 def load_latest(directory: Path, regular: bool = False) -> tuple[Path, TrainState] | None:
-    """Find the newest intact checkpoint. Returns its path and state, or None if no checkpoint exists.
+    """Find the newest intact checkpoint. Returns its path and state, or None if there is none to consider.
 
     With `regular`, only checkpoints that were due are considered, so that interruptions do not change the result.
-    Prints a line for each newer checkpoint that is damaged. Raises `CheckpointError` if no checkpoint is intact.
+    Prints a line for each newer checkpoint that is damaged. Raises `CheckpointError` if damaged ones are all there is.
     """
     rejected = []
     for path in _published(directory):
@@ -157,12 +154,12 @@ def load_latest(directory: Path, regular: bool = False) -> tuple[Path, TrainStat
             state = _checked(path)
         except CheckpointError as error:
             rejected.append(f"{path}: {error}")
-            print(f"gptexp: damaged checkpoint skipped: {rejected[-1]}", file=sys.stderr)
+            warn(f"damaged checkpoint skipped: {rejected[-1]}")
             continue
         if state.regular or not regular:
             return path, state
     if rejected:
-        raise CheckpointError(f"{directory}: no checkpoint is intact; " + "; ".join(rejected))
+        raise CheckpointError(f"{directory}: no intact checkpoint can be used; " + "; ".join(rejected))
     return None
 
 
@@ -175,16 +172,16 @@ def newest(directory: Path) -> tuple[Path, TrainState]:
 
 
 def set_aside(directory: Path, newer_than: int) -> None:
-    """Rename the checkpoints of steps after `newer_than`, which are damaged or not used after a rollback.
+    """Rename all checkpoints of steps after `newer_than`: they are damaged, or left behind by a rollback.
 
-    With their names they would be among the newest when old checkpoints are removed. Nothing is deleted.
+    Under their old names they would count among the newest when old checkpoints are removed. Nothing is deleted.
     """
     for path in _published(directory):
         if _step(path) > newer_than:
             path.rename(path.with_name(f"rejected-{time.time_ns()}-{path.name}"))
 
 
-def sweep(directory: Path) -> None:
+def remove_leftovers(directory: Path) -> None:
     """Remove directories that killed processes have partly written or removed. The caller must hold the run's lock."""
     for leftover in [*directory.glob(".tmp-*"), *directory.glob(".del-*")]:
         shutil.rmtree(leftover, ignore_errors=True)
@@ -196,9 +193,7 @@ def load_weights(path: Path, model: nn.Module) -> None:
         weights = load_file(path / "model.safetensors")
         model.load_state_dict({**weights, "lm_head.weight": weights["wte.weight"]})
     except (OSError, SafetensorError, KeyError, RuntimeError) as error:
-        raise CheckpointError(
-            f"{path / 'model.safetensors'}: weights that do not fit the model ({first_line(error)})"
-        ) from None
+        raise CheckpointError(f"{path / 'model.safetensors'}: does not fit the model ({first_line(error)})") from None
 
 
 def load_optimizer(path: Path, optimizer: torch.optim.Optimizer) -> None:
@@ -213,9 +208,7 @@ def load_optimizer(path: Path, optimizer: torch.optim.Optimizer) -> None:
         _check_moments(saved["optimizer"]["state"], parameters)
         optimizer.load_state_dict(saved["optimizer"])
     except (OSError, UnpicklingError, RuntimeError, ValueError, KeyError, TypeError, AttributeError, EOFError) as error:
-        raise CheckpointError(
-            f"{path / 'train.pt'}: state that does not fit the optimizer ({first_line(error)})"
-        ) from None
+        raise CheckpointError(f"{path / 'train.pt'}: does not fit the optimizer ({first_line(error)})") from None
     # The hyperparameters of the config and the kernel of this device replace the saved ones.
     for group, hyperparameters in zip(optimizer.param_groups, configured, strict=True):
         group.update(hyperparameters)
@@ -260,7 +253,6 @@ def _checked(path: Path, hashes: bool = True) -> TrainState:
         values = read_json(path / "state.json")
         values.pop("about", None)
         state: TrainState = from_dict(values, TrainState)
-        state.resumed_at = state.step
         if path.name != f"step-{state.step:08d}":
             raise CheckpointError("state.json belongs to another step")
     except CheckpointError:
@@ -278,7 +270,7 @@ def data_hash(path: Path) -> str | None:
 
 
 def _prune(directory: Path, keep: Keep) -> None:
-    """Remove the checkpoints that `keep` does not select. Damaged checkpoints are not counted and not removed."""
+    """Remove the checkpoints that `keep` does not select. Damaged ones are left alone; hashes are not checked."""
     if not keep.last:
         return
     states: dict[Path, TrainState] = {}  # newest first

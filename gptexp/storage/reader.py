@@ -1,30 +1,42 @@
-"""Safe reading of small text files of untrusted origin, from a run directory, a checkpoint or a token cache.
+"""Safe reading of text files of untrusted origin, from a run directory, a checkpoint or a token cache.
 
 The files are read as data and never run as code. Links, large files, deeply nested values, non-finite numbers and YAML
 aliases are rejected.
 """
 
+import errno
 import json
 import math
 import os
 import stat
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 import yaml
 
 MAX_BYTES = 64 << 20  # the largest legitimate file, the manifest of 10^12 tokens, has 2 MB
 
 
+def open_text(path: Path, errors: str = "strict") -> TextIO:
+    """Open a regular file of text in UTF-8; `errors` is that of `open`. Raises `OSError`."""
+    try:
+        # Without O_NONBLOCK, opening a pipe would wait for its writer.
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(errno.ELOOP, "a link, and links are not followed; copy the file") from None
+        raise
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(errno.EINVAL, "not a regular file")
+    return os.fdopen(handle, encoding="utf-8", errors=errors)
+
+
 def read_text(path: Path) -> str:
-    """Return the text of a regular file. Raises `OSError` or `ValueError`."""
-    # Without O_NONBLOCK, opening a pipe would wait for its writer.
-    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), encoding="utf-8") as file:
-        status = os.fstat(file.fileno())
-        if not stat.S_ISREG(status.st_mode):
-            raise ValueError("not a regular file")
-        if status.st_size > MAX_BYTES:
-            raise ValueError(f"{status.st_size:,} bytes, more than the limit of {MAX_BYTES:,}")
+    """Return the text of a small file. Raises `OSError` or `ValueError`."""
+    with open_text(path) as file:
+        if (size := os.fstat(file.fileno()).st_size) > MAX_BYTES:
+            raise ValueError(f"{size:,} bytes, more than the limit of {MAX_BYTES:,}")
         return file.read()
 
 

@@ -74,7 +74,7 @@ def storage(path: Path) -> Iterator[None]:
         raise StorageError(f"{path}: cannot be written ({error.strerror or error})") from None
 
 
-def sweep(directory: Path) -> None:
+def remove_leftovers(directory: Path) -> None:
     """Remove the temporary files of killed processes. The caller must hold `RANK_LOCK`."""
     for name in (CONFIG, EFFECTIVE, METRICS, SUMMARY):
         for leftover in directory.glob(f".{name}.*"):
@@ -188,7 +188,7 @@ def check_same(directory: Path, config: Config) -> Literal["new", "unfinished", 
     """State of the run of `config` in `directory`.
 
     Raises `ConfigError` if the directory belongs to another config, or if a new run has an `init_from` that is not a
-    run of the same model.
+    run of the same model; `CheckpointError` if that run has no checkpoint.
     """
     if not (directory / CONFIG).exists():
         if config.init_from is not None:
@@ -209,7 +209,7 @@ def check_same(directory: Path, config: Config) -> Literal["new", "unfinished", 
 
 
 def _check_weights(config: Config, init_from: str) -> None:
-    """Raise `ConfigError` unless the run `init_from` has the model of `config`, except for dropout."""
+    """Raise unless the run `init_from` has the model of `config`, except for dropout, and a checkpoint."""
     given = f"init_from={init_from}"
     try:
         old = load_config(Path(init_from)).model
@@ -219,3 +219,4 @@ def _check_weights(config: Config, init_from: str) -> None:
     different = [(key, shown(now), shown(was)) for key, now, was in pairs if now != was]
     if lines := [f"model.{key}={now}: {given} has {key}={was}; use the same value" for key, now, was in different]:
         raise ConfigError(lines)
+    require_checkpoint(Path(init_from))

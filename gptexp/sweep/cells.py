@@ -15,7 +15,7 @@ from pathlib import Path
 from hydra.core.config_loader import ConfigLoader
 from omegaconf import DictConfig, open_dict
 
-from gptexp.config.compose import hydra_errors_as_config_errors, job_of, to_config
+from gptexp.config.compose import job_of, to_config
 from gptexp.config.rules import in_steps
 from gptexp.config.schema import Config, fields_of, result_deciding
 from gptexp.data.prepare import data_hash
@@ -73,8 +73,7 @@ def draft(
     swept = swept_keys(config)
     drafts = []
     for number, overrides in enumerate(combinations, first):
-        with hydra_errors_as_config_errors():
-            composition = loader.load_sweep_config(config, list(overrides))
+        composition = loader.load_sweep_config(config, list(overrides))
         values = {key: value for key, _, value in (text.partition("=") for text in overrides) if key in swept}
         with open_dict(composition):
             composition.hydra.job.id = f"{number}"
@@ -195,16 +194,15 @@ def name_sweep(config: DictConfig) -> None:
     The name is a hash of the swept keys without their values, and of the value of every other key that determines
     results. Raises `ConfigError` for a sweeper or launcher that is not gptexp's.
     """
+    choices = config.hydra.runtime.choices
     for part in ("launcher", "sweeper"):
-        target = config.hydra[part]._target_
-        if not target.startswith(f"{PLUGINS}."):
-            raise ConfigError(f"hydra/{part}={config.hydra.runtime.choices[f'hydra/{part}']}: not supported; remove it")
+        if not config.hydra[part]._target_.startswith(f"{PLUGINS}."):
+            raise ConfigError(f"hydra/{part}={choices[f'hydra/{part}']}: not supported; leave it out")
     if config.sweep.name is not None:
         return
     swept = sorted(swept_keys(config))
-    fixed = {
-        k: v for k, v in result_deciding(job_of(config)).items() if k not in swept and k.split(".")[0] not in swept
-    }
+    deciding = result_deciding(job_of(config))
+    fixed = {key: value for key, value in deciding.items() if not {key, key.split(".")[0]} & {*swept}}
     if "model" in swept:
         fixed.pop("optim.lr", None)  # each model file sets its own
     identity = json.dumps({**fixed, "swept": swept, "data": [config.data.path, config.data.val_path]}, default=str)

@@ -1,9 +1,8 @@
-"""How the cells of a sweep run: side by side on this machine, with the ranks of a launcher, or as SLURM jobs."""
+"""How the cells of a sweep run: side by side on this machine, on the ranks of torchrun or srun, or as SLURM jobs."""
 
 import math
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ from gptexp.config.schema import AUTO, Config
 from gptexp.distributed.ranks import launcher_rank
 from gptexp.process.errors import EXIT_DIVERGED, EXIT_FAILED, ConfigError, UserError, first_line
 from gptexp.process.signals import at_parents_death
+from gptexp.process.terminal import warn
 from gptexp.run.pool import (
     OUTPUT,
     Places,
@@ -35,7 +35,7 @@ from gptexp.sweep.cells import PLUGINS, Cell
 JOB = "job.json"  # in a cell's directory: the id of its job
 JOBS = ".submitit"  # in the sweep's directory: submitit's own files
 POLL_S = 1.0  # s: between two checks of a job or of its run
-# submitit's parameters that every cluster has. It expects the name of the cluster in front of any other.
+# submitit's parameters for every cluster. Others that a user may set need the cluster's name as a prefix.
 COMMON_PARAMETERS = ("timeout_min", "cpus_per_task", "mem_gb")
 
 
@@ -43,14 +43,17 @@ class CellSource(Source[Cell], Protocol):
     """The interface of a sweeper that launchers use."""
 
     def begins(self, cell: Cell, where: str = "") -> int:
-        """Print that a cell begins and prepare its directory; under a launcher also train it. Returns the exit code."""
+        """Announce a cell and prepare its directory; under torchrun or srun also train it. Returns the exit code."""
 
     def announce(self, cell: Cell, how: str) -> None:
         """Print the number and name of a cell, and how it runs."""
 
 
 class CellLauncher(Launcher):
-    """Runs each cell in new processes, several at once if there are GPUs. A cell that fails stops no other cell."""
+    """Runs each cell in new processes, several at once if there are GPUs; under torchrun or srun, on its ranks.
+
+    In new processes, a cell that fails does not stop the others.
+    """
 
     __module__ = PLUGINS
     among_ranks = False
@@ -59,7 +62,7 @@ class CellLauncher(Launcher):
         self.config = config
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        raise NotImplementedError("sweepers of gptexp give their cells out one by one, to `run`")
+        raise NotImplementedError("gptexp's sweepers call `run`, which takes the cells one by one")
 
     def check(self, configs: Sequence[Config]) -> None:
         """Decide how many cells run at once. Raises `ConfigError` if they cannot run here."""
@@ -67,9 +70,7 @@ class CellLauncher(Launcher):
         self.among_ranks = launcher_rank() is not None
         if self.among_ranks:
             if parallel not in (AUTO, 1):
-                raise ConfigError(
-                    f"sweep.parallel={parallel}: under a launcher all ranks train one cell at a time; leave it out"
-                )
+                raise ConfigError(f"sweep.parallel={parallel}: torchrun and srun run one cell at a time; leave it out")
             return
         require_devices(configs)
         self.room = self.places(configs)
@@ -81,7 +82,7 @@ class CellLauncher(Launcher):
     def run(self, cells: CellSource) -> int | None:
         """Run all cells. Returns the number of the signal that stopped the sweep, or None.
 
-        Under a launcher its ranks train one cell after another, and a rank that fails or is stopped ends them all.
+        Under torchrun or srun the ranks train one cell after another; a rank that fails or is stopped ends the sweep.
         """
         self.cells = cells
         if not self.among_ranks:
@@ -91,7 +92,7 @@ class CellLauncher(Launcher):
             if code not in (0, EXIT_DIVERGED):
                 raise SystemExit(code)
             cells.ended(cell, code)
-            cells.decided()
+            cells.share_decisions()
         return None
 
     def begin(self, cell: Cell, gpus: Sequence[str]) -> None:
@@ -127,8 +128,8 @@ class SubmititLauncher(CellLauncher):
     """Runs each cell as a SLURM job, with submitit; with `cluster=local` as a local process, for trying it out.
 
     A job runs `gptexp resume` on the cell's directory, on one node. Shortly before its time limit the run saves a
-    checkpoint and SLURM requeues the job. `sweep.parallel` limits how many jobs are submitted at once; `auto` submits
-    all, after the first cell has resolved every `auto` value for the others. If this process ends before its jobs, the
+    checkpoint and SLURM requeues the job. `sweep.parallel` limits how many jobs are submitted at once; by default
+    all are, once the first cell has resolved every `auto` value. If this process ends before its jobs, the
     same command finds them again.
     """
 
@@ -165,7 +166,7 @@ class SubmititLauncher(CellLauncher):
             NameError,
             TypeError,
             ValueError,
-        ) as error:  # submitit's, by kind of mistake
+        ) as error:  # each mistake has its own type
             raise ConfigError(f"hydra.launcher: {first_line(error)}") from None
 
     def places(self, configs: Sequence[Config]) -> Places:
@@ -173,10 +174,7 @@ class SubmititLauncher(CellLauncher):
         if self.cluster != "local":
             return Places(parallel if isinstance(parallel, int) else max(1, len(configs)))
         if parallel not in (AUTO, 1):
-            raise ConfigError(
-                f"sweep.parallel={parallel}: hydra/launcher=submitit_local runs one cell at a time; leave out one "
-                "of the two"
-            )
+            raise ConfigError(f"sweep.parallel={parallel}: submitit_local runs one cell at a time; leave it out")
         return Places(1)
 
     def begin(self, cell: Cell, gpus: Sequence[str]) -> None:
@@ -197,9 +195,7 @@ class SubmititLauncher(CellLauncher):
         try:
             job = self.executor.submit(CellJob(cell.directory))
         except Exception as error:  # submitit's own, or one from the submit command
-            raise UserError(
-                f"not submitted: {first_line(error)} (sweep.parallel=N limits how many are submitted at once)"
-            ) from None
+            raise UserError(f"not submitted: {first_line(error)} (sweep.parallel=N limits the jobs)") from None
         run_dir.write_json(cell.directory / JOB, {"id": job.job_id})
         return Submitted(job)
 
@@ -226,7 +222,7 @@ class CellJob:
             self.run = subprocess.Popen(
                 resume_command(self.directory), stdout=output, stderr=subprocess.STDOUT, preexec_fn=_in_run_process
             )
-        # Not `wait`: it holds a lock, and `checkpoint`, which runs in a signal handler, could not wait as well.
+        # Not `wait`: it holds a lock, so `poll` in `checkpoint`, a signal handler, would never see the exit.
         while (code := self.run.poll()) is None:
             time.sleep(POLL_S)
         return code
@@ -243,7 +239,7 @@ class CellJob:
 
 
 def _in_run_process() -> None:
-    """Ignore SLURM's signal before the time limit, which reaches this process too; `CellJob` handles it."""
+    """Ignore SIGUSR2, SLURM's warning of the time limit: the parent handles it. Die with the parent."""
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     at_parents_death(signal.SIGTERM)
 
@@ -267,7 +263,7 @@ class Submitted:
         try:
             code: int = self.job.result()
         except Exception as error:  # the job's own, or submitit's if the job never began or was killed
-            print(f"gptexp: job {self.job.job_id}: {first_line(error)}", file=sys.stderr)
+            warn(f"job {self.job.job_id}: {first_line(error)}")
             return EXIT_FAILED
         return code
 

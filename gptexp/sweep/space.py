@@ -13,7 +13,6 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, Override
 from omegaconf import DictConfig, OmegaConf
 
-from gptexp.config.compose import hydra_errors_as_config_errors
 from gptexp.config.schema import Config, fields_of
 from gptexp.process.errors import ConfigError
 
@@ -59,8 +58,7 @@ def axes(params: Mapping[str, Any], arguments: Sequence[str], loader: ConfigLoad
     Raises `ConfigError` for an invalid interval.
     """
     texts = [*params_as_overrides(params), *arguments]
-    with hydra_errors_as_config_errors():
-        parsed = OverridesParser.create(config_loader=loader).parse_overrides(texts)
+    parsed = OverridesParser.create(config_loader=loader).parse_overrides(texts)
     return [_axis(override) for override in {o.get_key_element(): o for o in parsed}.values()]
 
 

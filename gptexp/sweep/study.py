@@ -34,9 +34,7 @@ class Study:
             self.study = optuna.create_study(storage=f"sqlite:///{path}", study_name="gptexp", load_if_exists=True)
             trials = self.study.get_trials()
         except Exception as error:  # SQLAlchemy's, SQLite's or Optuna's, by what is wrong with the file
-            raise ConfigError(
-                f"{path}: not a study of Optuna ({first_line(error)}); remove it to start a new one"
-            ) from None
+            raise ConfigError(f"{path}: not a study of Optuna ({first_line(error)}); delete it to start anew") from None
         for trial in trials:
             for key in trial.distributions.keys() & self.distributions.keys():
                 try:

@@ -6,7 +6,6 @@ The sweeper prints the outcomes, and writes a report when the sweep ends, also a
 
 import itertools
 import random
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -18,9 +17,9 @@ from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext
 from omegaconf import DictConfig
 
-from gptexp.config.schema import memory_key, shown
+from gptexp.config.schema import counted, memory_key, shown
 from gptexp.process.errors import EXIT_DIVERGED, EXIT_FAILED, ConfigError, UserError
-from gptexp.process.terminal import say
+from gptexp.process.terminal import say, warn
 from gptexp.run.pool import OUTPUT
 from gptexp.storage import run_dir
 from gptexp.sweep.cells import PLUGINS, Cell, confounds, draft, record, settle
@@ -30,7 +29,7 @@ from gptexp.sweep.study import Study
 
 
 class CellSweeper(Sweeper):
-    """A sweep over a list of cells that is known at the start; the base of all sweepers."""
+    """The base of all sweepers. By default all cells are known at the start."""
 
     config: DictConfig
 
@@ -55,7 +54,7 @@ class CellSweeper(Sweeper):
         raise NotImplementedError
 
     def count(self, combinations: Sequence[Sequence[str]]) -> int:
-        """Return how many cells will run."""
+        """Return the number of cells, including those that are done."""
         return len(combinations)
 
     def sweep(self, arguments: list[str]) -> int:
@@ -65,13 +64,13 @@ class CellSweeper(Sweeper):
         try:
             stopped = self.cell_launcher.run(self)
         finally:
-            say(f"--- {_counted(self.cells)} in {self.directory}")
+            say(f"--- {counted(len(self.cells), 'cell')} in {self.directory}")
             say(*map(_outcome, self.cells))
             _report(self.directory, self.cells)
         if stopped is not None:
             return 128 + stopped
         if self.failed:
-            print(f"gptexp: {len(self.failed)} of {_counted(self.cells)} failed", file=sys.stderr)
+            warn(f"{len(self.failed)} of {counted(len(self.cells), 'cell')} failed")
             return EXIT_FAILED
         return 0
 
@@ -80,7 +79,7 @@ class CellSweeper(Sweeper):
         self.cells = self.compose(self.combinations(space))
         self.check(self.cells)
         self.record()
-        self.waiting = [cell for cell in self.cells if not self.is_done(cell)]
+        self.waiting = [cell for cell in self.cells if not self.skips(cell)]
         self.total = len(self.waiting)
 
     def compose(self, combinations: Sequence[Sequence[str]]) -> list[Cell]:
@@ -88,17 +87,18 @@ class CellSweeper(Sweeper):
         return settle(draft(self.loader, self.config, combinations, self.count(combinations)), self.directory)
 
     def check(self, cells: Sequence[Cell]) -> None:
-        """Raise `ConfigError` for cells that the launcher cannot run; warn of confounded lengths."""
+        """Raise `ConfigError` for cells that the launcher cannot run; warn of lengths in steps if batch sizes vary."""
         configs = [cell.config for cell in cells]
         self.cell_launcher.check(configs)
         for line in confounds(configs):
-            print(f"gptexp: warning: {line}", file=sys.stderr)
+            warn(f"warning: {line}")
 
     def record(self) -> None:
         """Write sweep.json."""
         record(self.directory, self.config, self.cells, to_choose=0)
 
-    def is_done(self, cell: Cell) -> bool:
+    def skips(self, cell: Cell) -> bool:
+        """Print that the cell is done, if it is. Returns whether it is."""
         status = run_dir.status(cell.directory)
         if status in run_dir.DONE:
             say(f"--- {cell.name}: already {status}")
@@ -127,11 +127,7 @@ class CellSweeper(Sweeper):
                 return error
 
         result = run_job(
-            hydra_context=self.context,
-            task_function=task,
-            config=cell.composition,
-            job_dir_key="hydra.sweep.dir",
-            job_subdir_key="hydra.sweep.subdir",
+            task, cell.composition, "hydra.sweep.dir", job_subdir_key="hydra.sweep.subdir", hydra_context=self.context
         )
         if isinstance(result.return_value, UserError):
             raise result.return_value
@@ -146,8 +142,8 @@ class CellSweeper(Sweeper):
             where = f"; {cell.directory / OUTPUT}" if cell in self.failed else ""
             say(f"--- {_outcome(cell)} ({self.done} of {self.total}){where}")
 
-    def decided(self) -> bool:
-        """Whether a first cell has resolved every `auto` value. Copies them to the sweep's directory if so."""
+    def share_decisions(self) -> bool:
+        """Copy a cell's resolved `auto` values to the sweep's directory. Returns whether they are there."""
         shared = self.directory / run_dir.EFFECTIVE
         for cell in self.cells if not shared.exists() else ():
             with suppress(ConfigError):  # a damaged file: the cell's own run reports it
@@ -164,10 +160,7 @@ class GridSweeper(CellSweeper):
         texts = []
         for axis in space:
             if isinstance(axis.among, Interval):
-                raise ConfigError(
-                    f"{axis.key}: a grid needs single values; write {axis.key}=a,b,c, or add hydra/sweeper=random or "
-                    "optuna"
-                )
+                raise ConfigError(f"{axis.key}: a grid needs a list (1e-3,2e-3); or add hydra/sweeper=random or optuna")
             texts.append([axis.override(value) for value in axis.among])
         return [list(cell) for cell in itertools.product(*texts)]
 
@@ -246,7 +239,7 @@ class OptunaSweeper(CellSweeper):
                 continue
             [drafted] = draft(self.loader, self.config, [overrides], self.n_trials, len(self.cells))
             if drafted.problems:  # each value is legal, their combination is not
-                print(f"gptexp: {drafted.title}: {drafted.problems[0]}", file=sys.stderr)
+                warn(f"{drafted.title}: {drafted.problems[0]}")
                 self.study.refuse(number)
                 self.illegal += 1
                 continue
@@ -254,7 +247,7 @@ class OptunaSweeper(CellSweeper):
             if cell.name not in [known.name for known in self.cells]:
                 self.cells.append(cell)
             self.record()
-            if self.is_done(cell):
+            if self.skips(cell):
                 self.study.tell(number, cell)
                 continue
             self.running[overrides], self.trials[cell.directory] = cell, [number]
@@ -267,10 +260,7 @@ class OptunaSweeper(CellSweeper):
     def sweep(self, arguments: list[str]) -> int:
         code = super().sweep(arguments)
         if self.illegal and self.illegal == self.asked:
-            print(
-                "gptexp: all combinations that Optuna chose are illegal; sweep values that fit together",
-                file=sys.stderr,
-            )
+            warn("all combinations that Optuna chose are illegal; sweep values that fit together")
             return EXIT_FAILED
         return code
 
@@ -285,10 +275,6 @@ def _whole_number(key: str, value: Any, least: int) -> None:
     """Raise `ConfigError` unless `value` is an integer of at least `least`: Hydra's own keys have no schema here."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ConfigError(f"{key}={shown(value)}: must be a whole number, {least} or above")
-
-
-def _counted(cells: Sequence[Cell]) -> str:
-    return f"{len(cells)} cell{'' if len(cells) == 1 else 's'}"
 
 
 def _outcome(cell: Cell) -> str:
@@ -319,7 +305,7 @@ def _report(directory: Path, cells: Sequence[Cell]) -> None:
 def _decided(sweep_dir: Path, key: str) -> dict[str, Any]:
     """Return the resolved `auto` values that a cell starts with.
 
-    These are the values of a cell with the same memory needs, whose micro-batch size fits; else the sweep's own.
+    Prefers those of a cell with equal memory needs, so that the micro-batch size fits; else the sweep's own.
     """
     for path in sorted(sweep_dir.glob(f"*/{run_dir.EFFECTIVE}")):
         effective = run_dir.read_json(path)

@@ -6,7 +6,6 @@ gradient norm is non-finite on any rank does not update the weights.
 
 import gc
 import math
-import sys
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -23,10 +22,11 @@ from gptexp.config.schema import TrainConfig
 from gptexp.data.loader import Dataset, MicroBatch, micro_batches
 from gptexp.distributed.group import agree
 from gptexp.distributed.ranks import Rank
-from gptexp.loggers.run_log import RunLog, StepRecord
+from gptexp.loggers.run_log import RunLog, straggler
 from gptexp.model.gpt import GPT
 from gptexp.process.errors import DivergedError, StorageError
 from gptexp.process.signals import StopRequest
+from gptexp.process.terminal import warn
 from gptexp.storage import checkpoint
 from gptexp.storage.checkpoint import TrainState
 from gptexp.storage.noise_scale import Norms, metrics
@@ -38,14 +38,14 @@ from gptexp.training.step_report import Numbers, StepReport
 from gptexp.training.stopwatch import Stopwatch
 from gptexp.training.validation import evaluate
 
-MOST_IN_A_ROW = 10  # most updates skipped in a row, and most returns to one checkpoint, before the run fails
-SAVES_TO_SPARE = 2.0  # time kept for the last checkpoint before train.max_minutes, in durations of the one before
+MOST_IN_A_ROW = 10  # more skipped updates in a row, or returns to one checkpoint, than this: diverged
+SAVES_TO_SPARE = 2.0  # time reserved for the final checkpoint, as a multiple of the previous one's duration
 SLOW_DISK = 100e6  # bytes/s: assumed until a checkpoint has been timed
 
 
 @dataclass
 class Training:
-    """Everything that one rank trains with. Equal on all ranks, except `rank` and `device`."""
+    """Everything that one rank trains with."""
 
     cfg: TrainConfig
     plan: RunPlan
@@ -63,9 +63,8 @@ class Training:
 def fit(t: Training, state: TrainState, stop: StopRequest, log: RunLog, checkpoints: Path) -> str | None:
     """Train from `state` to the last step. *Collective.* Returns the reason for stopping early, or None.
 
-    Raises on all ranks: `DivergedError` for a non-finite loss (for a training step only as `train.nonfinite` says),
-    `StorageError` if the last checkpoint cannot be saved. Raises on rank 0 only: `StorageError` if the metrics cannot
-    be written.
+    Raises `DivergedError` on all ranks if the run diverges; `train.nonfinite` says what a non-finite step means. Raises
+    `StorageError` on all ranks if the final checkpoint cannot be saved, and on rank 0 if the metrics cannot be written.
     """
     try:
         return _Loop(t, state, stop, log, checkpoints).run()
@@ -97,14 +96,13 @@ class _Loop:
         self.nonfinite_in_a_row = 0
         self.went_back_to = -1  # step of the checkpoint that training last returned to
         parameters = sum(p.numel() for p in t.gpt.parameters())
-        self.save_s = (
-            12 * parameters / SLOW_DISK
-        )  # duration of the last checkpoint; estimated from weights and two moments
-        self.eval_s: float | None = None  # duration of the last evaluation
-        self.small_gradients = (
-            SmallGradients(t.step.model, t.step.grad_accum_steps) if t.noise_half_life_tokens else None
-        )
+        # Seconds of the previous checkpoint. Estimated before the first one: weights and two moments in float32.
+        self.save_s = 12 * parameters / SLOW_DISK
+        self.eval_s: float | None = None  # seconds of the previous evaluation
+        measured = t.noise_half_life_tokens is not None
+        self.small_gradients = SmallGradients(t.step.model, t.step.grad_accum_steps) if measured else None
         self.work_ms = 0.0  # this rank's own work in the last logged step
+        self.first_step = state.step  # of this attempt
         self.batches = self.data()
         self.clock = Stopwatch()
 
@@ -122,15 +120,15 @@ class _Loop:
             self.validate()  # the earlier attempt was stopped before this evaluation
         while state.step < t.plan.steps and not self.reasons:
             self.queue_step()
-            if state.step == state.resumed_at + 1:
-                _freeze_garbage()  # here, so that the time counts for the first step
+            if state.step == self.first_step + 1:
+                _freeze_garbage()  # here, so that its duration is part of the first step's
             last = state.step == t.plan.steps
             due_eval = last or self.is_due(t.plan.eval_every_tokens)
             due_save = last or self.is_due(t.plan.save_every_tokens)
             if self.read(leave=0 if due_eval or due_save else self.late) == "went back":
                 continue
             if self.reasons and not last:
-                break  # after a signal only seconds are left: save without evaluating
+                break  # only seconds may be left: save without evaluating
             if due_eval:
                 self.validate()
             if due_save:
@@ -153,19 +151,19 @@ class _Loop:
     def queue_step(self) -> None:
         """Queue one step; its numbers are read later."""
         t, state = self.t, self.state
+        timer = StepTimer(t.device)
         probe = Probe(
-            timer=StepTimer(t.device),
+            timer=timer,
             stop=self.stop,
             small_gradients=self.small_gradients if self.is_logged(state.step) else None,
             work_ms=self.work_ms,
         )
         report = t.step(self.batches, t.plan.schedule.lr_factor(state.tokens, t.plan.step_tokens), probe)
-        assert probe.timer is not None
-        self.unread.append(_Queued(state.step, t.step.optimizer.param_groups[0]["lr"], probe.timer, report))
+        self.unread.append(_Queued(state.step, t.step.optimizer.param_groups[0]["lr"], timer, report))
         state.step, state.tokens = state.step + 1, state.tokens + t.plan.step_tokens
         if t.profiler is not None:
             with self.clock.paused():  # while it writes the trace
-                if profile := t.profiler.step(probe.timer):
+                if profile := t.profiler.step(timer):
                     t.profiler = None
                     self.log.profile(state.step - 1, state.tokens, profile)
 
@@ -203,20 +201,21 @@ class _Loop:
         phases_ms = queued.timer.read()
         self.work_ms = phases_ms["data"] + phases_ms["forward"]
         self.log.step(
-            StepRecord(
-                step=queued.step,
-                tokens=tokens,
-                epoch=tokens / (t.dataset.order.n_train * t.plan.batch.seq_len),
-                loss=numbers.loss,
-                lr=queued.lr,
-                grad_norm=numbers.grad_norm,
-                clip_fraction=self.clipped_since_log / self.steps_since_log,
-                seconds=seconds,
-                phases_ms={**phases_ms, "reduce": exposed_reduce_ms(t.step.model)},
-                work_ms=numbers.work_ms,
-                noise_scale=self.noise_scale(tokens, numbers),
-                fingerprint=self.state.fingerprint,
-            )
+            {
+                "step": queued.step,
+                "tokens": tokens,
+                "epoch": tokens / (t.dataset.order.n_train * t.plan.batch.seq_len),
+                "train/loss": numbers.loss,
+                "optim/lr": queued.lr,
+                "optim/grad_norm": numbers.grad_norm,
+                "optim/clip_fraction": self.clipped_since_log / self.steps_since_log,
+                "perf/step_ms": 1e3 * seconds,
+                **{f"perf/{phase}_ms": ms for phase, ms in phases_ms.items()},
+                "perf/reduce_ms": exposed_reduce_ms(t.step.model),
+                **straggler(numbers.work_ms),
+                **self.noise_scale(tokens, numbers),
+                "data/fingerprint": f"{self.state.fingerprint:016x}",
+            }
         )
         self.steps_since_log = self.clipped_since_log = 0
 
@@ -227,7 +226,7 @@ class _Loop:
             return {}
         norms = Norms(numbers.small_sq_norm, numbers.grad_norm**2, batch.micro_batch_size, batch.sequences)
         self.state.noise_scale.take(norms, tokens, t.noise_half_life_tokens)
-        # With one micro-batch per rank all were measured, and the cosine follows from the norms.
+        # With one micro-batch per rank each is measured, so the norms give the mean cosine.
         cosine = norms.cosine() if math.isnan(numbers.cosine) else numbers.cosine
         return metrics(norms, cosine, self.state.noise_scale, batch.seq_len)
 
@@ -251,7 +250,7 @@ class _Loop:
         return (1 + 2 * self.late) * step_s + eval_s + SAVES_TO_SPARE * self.save_s
 
     def recover(self, step: int, numbers: str) -> Literal["skipped", "went back"]:
-        """Handle a step whose update was skipped, as train.nonfinite says. Returns what was done.
+        """Do what train.nonfinite says after a non-finite step, whose update was skipped. Returns what was done.
 
         Raises `DivergedError` if train.nonfinite is `stop`, or after `MOST_IN_A_ROW` such steps.
         """
@@ -293,7 +292,7 @@ class _Loop:
         self.unread.clear()
         self.batches = self.data()
         self.log.rewind(state)
-        reloaded = f"reloaded the checkpoint after step {state.step - 1}; the data since then is skipped"
+        reloaded = f"reloaded {path.name}; the data since then is skipped"
         self.log.fault(state.step - 1, state.tokens, f"step {step}: {numbers}: {reloaded}")
 
     def validate(self) -> None:
@@ -317,7 +316,7 @@ class _Loop:
         self.eval_s = time.perf_counter() - started
 
     def save(self, is_last: bool) -> None:
-        """Save a checkpoint. Raises if the last one fails; for an earlier one only prints the error."""
+        """Save a checkpoint. Raises `StorageError` if the final one fails; for an earlier one only prints the error."""
         started = time.perf_counter()
         with self.clock.paused():
             self._save(is_last)
@@ -339,7 +338,7 @@ class _Loop:
             except StorageError as error:
                 if is_last:
                     raise
-                print(f"gptexp: {error}; training continues", file=sys.stderr)
+                warn(f"{error}; training continues")
             else:
                 self.log.checkpoint(state.step, path)
 

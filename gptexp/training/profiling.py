@@ -59,9 +59,7 @@ class StepProfiler:
     def give_up(self) -> str:
         """Stop the profiler because the run ends too early. Returns the warning."""
         self._profile.stop()
-        return (
-            f"train.profile=true: no trace was written, because the run ended before step {self._first + self._traced}"
-        )
+        return f"train.profile=true: no trace, because the run ended before step {self._first + self._traced}"
 
     def _shares(self) -> dict[str, float]:
         """Return shares of the traced steps' time on this rank. Collectives may overlap with other work."""

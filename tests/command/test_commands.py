@@ -1,6 +1,7 @@
-"""What the commands answer without training: help, Hydra's questions, tab completion, refusals of wrong names."""
+"""Commands that do not train: help, Hydra's information flags, tab completion, and wrong arguments."""
 
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -9,14 +10,17 @@ from pathlib import Path
 import pytest
 from conftest import ForkServer
 
+import gptexp
 from gptexp.cli import VERBS
+from gptexp.config.compose import compose
+from gptexp.storage import run_dir
 
 Gptexp = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
-    """A fork server whose children end where they import torch."""
+    """A fork server whose children exit when they import torch."""
     home = tmp_path_factory.mktemp("home")
     kept = {name: os.environ[name] for name in ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH") if name in os.environ}
     with ForkServer(env={**kept, "HOME": str(home), "GPTEXP_CACHE": str(home / "cache")}) as server:
@@ -30,14 +34,14 @@ def test_help_lists_the_verbs(server: ForkServer, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_each_verb_answers_help_without_torch(server: ForkServer, tmp_path: Path, verb: str) -> None:
+def test_each_verb_prints_help_without_importing_torch(server: ForkServer, tmp_path: Path, verb: str) -> None:
     done = server.ask([verb, "--help"], tmp_path)
     assert done["code"] == 0, done
     assert "gptexp" in done["stdout"]
     assert not list(tmp_path.iterdir())
 
 
-def test_the_help_of_train_shows_commands_groups_and_keys(server: ForkServer, tmp_path: Path) -> None:
+def test_the_help_of_train_lists_commands_groups_and_keys(server: ForkServer, tmp_path: Path) -> None:
     train = server.ask(["train", "--help"], tmp_path)["stdout"]
     for what in ("gptexp train model=gpt2", "-m optim.lr=", "model           gpt2, gpt2_large", "n_layer: 2",
                  "gptexp plan", "hydra/launcher  cells, submitit_local"):  # fmt: skip
@@ -52,7 +56,7 @@ def test_an_unknown_verb_is_refused_with_the_list_of_verbs(server: ForkServer, t
 
 
 def test_the_version_is_printed(server: ForkServer, tmp_path: Path) -> None:
-    assert server.ask(["--version"], tmp_path)["stdout"].startswith("gptexp 0.")
+    assert server.ask(["--version"], tmp_path)["stdout"] == f"gptexp {gptexp.__version__}\n"
 
 
 @pytest.mark.parametrize(
@@ -67,7 +71,7 @@ def test_the_version_is_printed(server: ForkServer, tmp_path: Path) -> None:
         ("--hydra-help", ["Hydra"]),
     ],
 )
-def test_hydra_answers_its_questions_and_creates_nothing(
+def test_hydras_information_flags_print_and_create_no_file(
     server: ForkServer, tmp_path: Path, argv: str, said: list[str]
 ) -> None:
     done = server.ask(["train", *argv.split()], tmp_path)
@@ -76,7 +80,7 @@ def test_hydra_answers_its_questions_and_creates_nothing(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_question_about_a_wrong_override_is_refused(server: ForkServer, tmp_path: Path) -> None:
+def test_cfg_with_a_wrong_override_is_refused(server: ForkServer, tmp_path: Path) -> None:
     done = server.ask(["train", "--cfg", "job", "lr=1"], tmp_path)
     assert done["code"] == 2
     assert done["stderr"].startswith("gptexp: config error: lr=1: unknown key 'lr'")
@@ -95,7 +99,10 @@ def test_a_question_about_a_wrong_override_is_refused(server: ForkServer, tmp_pa
         ("sample . --temperature nan", "--temperature=nan"),
         ("resume . --world-size 0", "."),
         ("bench nosuch", "nosuch: no such workload"),
-        ("bench --out .", ": not empty; give a new directory"),
+        ("bench --out .", "exists and is not an empty directory; give a new one"),
+        ("bench --out 'a file'", "exists and is not an empty directory; give a new one"),
+        ("report . --write-optim bad.txt", "--write-optim bad.txt: an option of the group optim must be a file"),
+        ("plan -m 'sweep.name=${nosuch}' optim.lr=1e-3,2e-3", "sweep.name: Interpolation key 'nosuch' not found"),
         ("verify --world-size 3", "--world-size=3"),
         ("dashboard push --entity a/b", "--entity=a/b"),
         ("plan lr=1", "lr=1: unknown key 'lr'"),
@@ -104,11 +111,11 @@ def test_a_question_about_a_wrong_override_is_refused(server: ForkServer, tmp_pa
         ("prepare data=text", "data.path=null"),
     ],
 )
-def test_a_wrong_argument_is_refused_in_a_line_without_torch(
+def test_a_wrong_argument_is_refused_in_one_line_without_importing_torch(
     server: ForkServer, tmp_path: Path, argv: str, said: str
 ) -> None:
     (tmp_path / "a file").touch()
-    done = server.ask(argv.split(), tmp_path)
+    done = server.ask(shlex.split(argv), tmp_path)
     assert not done["torch"], done
     assert done["code"] == 2, done
     [line] = done["stderr"].splitlines()
@@ -119,14 +126,14 @@ def test_a_wrong_argument_is_refused_in_a_line_without_torch(
 
 
 @pytest.mark.parametrize("argv", ["sample", "evaluate --val-tokens x DIR", "verify --nothing", "status a b"])
-def test_wrong_usage_is_exit_code_2_without_torch(server: ForkServer, tmp_path: Path, argv: str) -> None:
+def test_wrong_usage_exits_with_2_without_importing_torch(server: ForkServer, tmp_path: Path, argv: str) -> None:
     done = server.ask(argv.split(), tmp_path)
     assert (done["code"], done["torch"]) == (2, False), done
     assert "usage: gptexp" in done["stderr"]
 
 
 @pytest.mark.parametrize("grid", [[], ["-m", "optim.lr=1e-3,2e-3"]], ids=["train", "train -m"])
-def test_a_gpu_that_is_missing_leaves_no_run_directory(
+def test_a_missing_gpu_is_refused_before_a_run_directory_is_created(
     gptexp: Gptexp, tiny: list[str], tmp_path: Path, grid: list[str]
 ) -> None:
     options = [option for option in tiny if not option.startswith(("train.device", "optim.lr"))]
@@ -138,8 +145,20 @@ def test_a_gpu_that_is_missing_leaves_no_run_directory(
     assert not list(tmp_path.iterdir())
 
 
-def test_tab_completion_completes_what_follows_the_verb(tmp_path: Path) -> None:
-    """As Hydra's bash function calls the console script, with the verb in the line."""
+def test_a_resume_without_its_gpu_changes_nothing(gptexp: Gptexp, tiny: list[str], tmp_path: Path) -> None:
+    config = compose([option for option in tiny if not option.startswith("train.device")])
+    config.train.device, config.world.size = "cuda", 1
+    run_dir.save_config(tmp_path / "run", config)
+    before = (tmp_path / "run" / "config.yaml").stat()
+    done = gptexp("resume", "run", env={"CUDA_VISIBLE_DEVICES": ""})
+    assert done.returncode == 2, done.stderr
+    assert "train.device=cuda" in done.stderr
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["config.yaml"]
+    assert (tmp_path / "run" / "config.yaml").stat() == before
+
+
+def test_tab_completion_works_after_the_verb(tmp_path: Path) -> None:
+    """The call is that of Hydra's bash function, with the verb in the line."""
     env = {**os.environ, "COMP_LINE": "gptexp train model=gpt2_", "COMP_POINT": "24"}
     command = [sys.executable, "-m", "gptexp", "train", "-sc", "query=bash"]
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)

@@ -1,4 +1,4 @@
-"""An installed gptexp, from a wheel or as a link to the checkout, finds its YAML files and its ranks."""
+"""An installed gptexp, from a wheel or editable, finds its YAML files and trains."""
 
 import os
 import shutil
@@ -26,7 +26,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_wheel_holds_conf_and_ranks(wheel: Path) -> None:
+def test_the_wheel_contains_conf_and_no_tests(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     shipped = {str(p.relative_to(ROOT)) for p in (ROOT / "conf").rglob("*.yaml")}
     assert {f"gptexp/{name}" for name in shipped} <= names
@@ -35,8 +35,10 @@ def test_wheel_holds_conf_and_ranks(wheel: Path) -> None:
 
 
 @pytest.mark.parametrize("editable", [False, True])
-def test_installed_elsewhere_it_trains(wheel: Path, tmp_path: Path, editable: bool, tiny: list[str]) -> None:
-    """In a virtual environment of its own (the test's packages shared), far from the checkout."""
+def test_an_installed_package_trains_outside_of_the_checkout(
+    wheel: Path, tmp_path: Path, editable: bool, tiny: list[str]
+) -> None:
+    """In a new virtual environment that shares the packages of the tests."""
     venv.create(tmp_path / "env", with_pip=False)
     site = next((tmp_path / "env" / "lib").glob("python*/site-packages"))
     installer = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(site)]
@@ -48,7 +50,7 @@ def test_installed_elsewhere_it_trains(wheel: Path, tmp_path: Path, editable: bo
     (site / "shared.pth").write_text(f"{shared}\n")
     (tmp_path / "work").mkdir()
     python = str(tmp_path / "env" / "bin" / "python")
-    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # which could name a checkout
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # it could contain a checkout
     where = subprocess.run(
         [python, "-c", "import gptexp, gptexp.config.paths as c; print(gptexp.__file__, c.conf_dir(), sep='\\n')"],
         cwd=tmp_path / "work", capture_output=True, text=True, check=True, timeout=60, env=env,
@@ -58,4 +60,4 @@ def test_installed_elsewhere_it_trains(wheel: Path, tmp_path: Path, editable: bo
     command = [python, "-m", "gptexp", "train", *tiny, "train.max_steps=1", "world.size=2"]
     done = subprocess.run(command, cwd=tmp_path / "work", capture_output=True, text=True, timeout=180, env=env)
     assert done.returncode == 0, done.stderr
-    assert "completed after 1 steps" in done.stdout
+    assert "completed after 1 step" in done.stdout

@@ -1,4 +1,4 @@
-"""Under torchrun or srun: rank 0 composes and the other ranks follow it through the store."""
+"""Runs under torchrun or srun: rank 0 composes the config and sends it to the other ranks through the store."""
 
 import os
 import signal
@@ -26,7 +26,7 @@ from gptexp.process.signals import StopRequest
 # --- in this process -------------------------------------------------------------------------------------------------
 
 
-def test_rank_0_stays_until_the_others_have_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_0_waits_until_the_other_ranks_have_exited(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under srun the store is in the process of rank 0, and ends with it."""
     store = dist.HashStore()
     monkeypatch.setattr("gptexp.command.leader.connect", lambda rank: store)
@@ -39,7 +39,7 @@ def test_rank_0_stays_until_the_others_have_left(monkeypatch: pytest.MonkeyPatch
     assert 0.5 < time.monotonic() - began < 5
 
 
-def test_rank_0_does_not_wait_for_ever_for_ranks_that_have_died(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_0_stops_waiting_for_ranks_that_died(monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.HashStore()
     monkeypatch.setattr("gptexp.command.leader.connect", lambda rank: store)
     monkeypatch.setattr(leader, "LEAVE_S", 0.3)
@@ -49,10 +49,10 @@ def test_rank_0_does_not_wait_for_ever_for_ranks_that_have_died(monkeypatch: pyt
 
 
 @pytest.mark.parametrize(("code", "stops"), [(138, False), (0, True), (1, True)])
-def test_a_rank_that_was_stopped_ignores_further_signals(
+def test_a_stopped_rank_ignores_further_signals(
     code: int, stops: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """srun ends the tasks that have not left yet; the exit code must stay that of the stop."""
+    """srun terminates tasks that have not exited yet. The exit code must remain that of the stop."""
     monkeypatch.setattr("gptexp.command.leader.run", lambda job: code)
     before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGTERM, signal.SIGUSR1)}
     try:
@@ -113,7 +113,7 @@ def test_torchrun_trains_every_cell_of_a_multirun_with_all_ranks(
 
 
 @pytest.mark.e2e
-def test_under_torchrun_a_question_is_answered_once(
+def test_under_torchrun_the_config_is_printed_once(
     torchrun: Callable[..., subprocess.CompletedProcess[str]], tiny: list[str], tmp_path: Path
 ) -> None:
     asked = torchrun("--cfg", "job", *tiny)
@@ -122,7 +122,7 @@ def test_under_torchrun_a_question_is_answered_once(
 
 
 @pytest.mark.e2e
-def test_another_world_size_than_torchruns_is_refused(
+def test_a_world_size_that_differs_from_torchruns_is_refused(
     torchrun: Callable[..., subprocess.CompletedProcess[str]], tiny: list[str], tmp_path: Path
 ) -> None:
     wrong = torchrun(*tiny, "world.size=4")
@@ -135,7 +135,7 @@ def test_another_world_size_than_torchruns_is_refused(
 
 
 def srun(directory: Path, overrides: list[str], *envs: dict[str, str]) -> list[tuple[int, str]]:
-    """SLURM's variables, simulated: a job step of a task for each of `envs`; (exit code, stderr) of each."""
+    """Simulate a job step with one task for each of `envs`; (exit code, stderr) of each task."""
     step = {
         "SLURM_STEP_NUM_TASKS": str(len(envs)),
         "SLURM_STEP_TASKS_PER_NODE": str(len(envs)),
@@ -155,8 +155,8 @@ def srun(directory: Path, overrides: list[str], *envs: dict[str, str]) -> list[t
 
 
 @pytest.mark.e2e
-def test_ranks_with_other_data_than_rank_0_are_refused(tiny: list[str], tmp_path: Path, corpus: Path) -> None:
-    """Two nodes with caches of their own; the text of one was changed under the same size and time."""
+def test_ranks_whose_data_differ_from_rank_0_are_refused(tiny: list[str], tmp_path: Path, corpus: Path) -> None:
+    """Two nodes have separate token caches. The text of one was replaced by one of the same size and time."""
     text = tmp_path / "text.txt"
     text.write_text(corpus.read_text())
     apart = {"SLURM_LOCALID": "0", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
@@ -171,7 +171,7 @@ def test_ranks_with_other_data_than_rank_0_are_refused(tiny: list[str], tmp_path
 
 
 @pytest.mark.slow
-def test_tasks_of_a_job_step_are_ranks(tiny: list[str], tmp_path: Path) -> None:
+def test_each_task_of_a_slurm_job_step_is_a_rank(tiny: list[str], tmp_path: Path) -> None:
     done = srun(tmp_path, tiny, {}, {})
     assert [code for code, _ in done] == [0, 0], done
     [directory] = runs(tmp_path)
@@ -179,7 +179,7 @@ def test_tasks_of_a_job_step_are_ranks(tiny: list[str], tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_sbatch_script_outside_any_job_step_is_no_rank(tiny: list[str], tmp_path: Path) -> None:
+def test_a_process_outside_of_a_job_step_trains_on_one_rank(tiny: list[str], tmp_path: Path) -> None:
     script = {**os.environ, "SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_JOB_ID": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "gptexp.train", *tiny, "hydra.run.dir=alone"]
     done = subprocess.run(command, cwd=tmp_path, env=script, timeout=120, capture_output=True)
@@ -220,8 +220,8 @@ def _read(path: Path) -> bytes:
 
 
 @pytest.mark.slow
-def test_a_slurm_job_is_requeued_at_its_time_limit_and_goes_on(tiny: list[str], tmp_path: Path) -> None:
-    """launch/slurm.sbatch itself, with an srun and a scontrol that do what SLURM's do."""
+def test_a_slurm_job_is_requeued_at_its_time_limit_and_continues(tiny: list[str], tmp_path: Path) -> None:
+    """Runs launch/slurm.sbatch with stand-ins for srun and scontrol."""
     tools = tmp_path / "bin"
     tools.mkdir()
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):

@@ -1,6 +1,6 @@
-"""A folder of the user's own YAML files: whatever Hydra lets such a file say works, from every verb that composes.
+"""The user's own YAML files, from --config-dir or GPTEXP_CONF: all features of Hydra work, in each verb that composes.
 
-Who types --config-dir, or names a folder in GPTEXP_CONF, trusts its files.
+These files are trusted, because the user gives their folder.
 """
 
 import json
@@ -16,6 +16,7 @@ from sweeps import compose_sweep
 
 from gptexp.config.compose import compose
 from gptexp.config.schema import Config
+from gptexp.process.errors import ConfigError
 from gptexp.storage import run_dir
 
 Gptexp = Callable[..., subprocess.CompletedProcess[str]]
@@ -83,7 +84,7 @@ def without(tiny: list[str], *keys: str) -> list[str]:
     return [option for option in tiny if not option.startswith(keys)]
 
 
-def test_a_model_of_ones_own_is_shown_and_planned(gptexp: Gptexp, own: Path) -> None:
+def test_a_users_model_file_works_in_train_and_plan(gptexp: Gptexp, own: Path) -> None:
     shown = gptexp("train", "--cfg", "job", "--config-dir", "conf", "model=small")
     assert shown.returncode == 0, shown.stderr
     assert yaml.safe_load(shown.stdout)["model"]["n_layer"] == 3
@@ -92,21 +93,32 @@ def test_a_model_of_ones_own_is_shown_and_planned(gptexp: Gptexp, own: Path) -> 
     assert json.loads(planned.stdout)["lr"] == 0.003
 
 
-def test_an_unknown_key_in_a_file_of_ones_own_is_refused_in_a_line(gptexp: Gptexp, own: Path) -> None:
+def test_an_unknown_key_in_a_users_file_is_refused_in_one_line(gptexp: Gptexp, own: Path) -> None:
     (own / "conf" / "model" / "small.yaml").write_text("# @package _global_\nmodel: {n_layers: 3}\n")
     done = gptexp("plan", "--config-dir", "conf", "model=small")
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
     assert "n_layers" in done.stderr
 
 
-def test_an_optimizer_of_ones_own_builds_on_the_packaged_one(own: Path) -> None:
+def test_a_plan_uses_an_optimizer_of_ones_own(gptexp: Gptexp, own: Path) -> None:
+    planned = gptexp("plan", "--config-dir", "conf", "optim=mine", "--json")
+    assert planned.returncode == 0, planned.stderr
+    assert json.loads(planned.stdout)["lr"] == 2e-3
+
+
+def test_a_sweep_uses_an_optimizer_of_ones_own(own: Path) -> None:
+    grid = compose_sweep(["hydra.mode=MULTIRUN", "optim=mine", "train.seed=1,2"], str(own / "conf"))
+    assert [drafted.config.optim.beta2 for drafted in grid.drafts if drafted.config] == [0.99, 0.99]
+
+
+def test_a_users_optimizer_file_extends_the_packaged_one(own: Path) -> None:
     packaged = compose(["data=stdlib"]).optim
     mine = compose(["optim=mine"], str(own / "conf")).optim
     assert (mine.lr, mine.beta2) == (2e-3, 0.99)
     assert (mine.name, mine.weight_decay) == (packaged.name, packaged.weight_decay)
 
 
-def test_a_run_with_files_of_ones_own_trains_where_they_say(gptexp: Gptexp, tiny: list[str], own: Path) -> None:
+def test_a_users_file_sets_the_run_directory(gptexp: Gptexp, tiny: list[str], own: Path) -> None:
     options = ["experiment=places", "optim=mine", "--config-dir", "conf"]
     done = gptexp("train", *without(tiny, "optim.lr"), *options)
     assert done.returncode == 0, done.stderr
@@ -114,15 +126,15 @@ def test_a_run_with_files_of_ones_own_trains_where_they_say(gptexp: Gptexp, tiny
     assert summary(own / "mine")["status"] == "completed"
 
 
-def test_the_values_of_a_sweep_may_be_lists(own: Path) -> None:
+def test_a_users_sweep_file_may_list_its_values(own: Path) -> None:
     grid = compose_sweep(["sweep=lists"], str(own / "conf"))
     found = {(d.config.optim.lr, d.config.train.seed) for d in grid.drafts if isinstance(d.config, Config)}
     assert found == {(1e-3, 1), (1e-3, 2), (2e-3, 1), (2e-3, 2)}
     assert grid.of == 4
 
 
-@pytest.mark.e2e
-def test_a_sweep_of_lists_trains_every_cell(gptexp: Gptexp, tiny: list[str], own: Path) -> None:
+@pytest.mark.slow
+def test_a_sweep_with_listed_values_trains_every_cell(gptexp: Gptexp, tiny: list[str], own: Path) -> None:
     options = ["sweep=lists", "sweep.name=lists", "train.max_steps=1", "--config-dir", "conf"]
     done = gptexp("train", *without(tiny, "optim.lr", "train.max_steps"), *options)
     assert done.returncode == 0, done.stderr
@@ -130,17 +142,17 @@ def test_a_sweep_of_lists_trains_every_cell(gptexp: Gptexp, tiny: list[str], own
     assert {(c.optim.lr, c.train.seed) for c in cells} == {(1e-3, 1), (1e-3, 2), (2e-3, 1), (2e-3, 2)}
 
 
-def test_a_file_of_ones_own_chooses_slurm_and_its_partition(gptexp: Gptexp, own: Path) -> None:
-    """Without SLURM here, what it composes to."""
+def test_a_users_file_selects_slurm_and_its_partition(gptexp: Gptexp, own: Path) -> None:
+    """Checks the composed config, because this machine has no SLURM."""
     shown = gptexp("train", "--cfg", "hydra", "experiment=slurm", "--config-dir", "conf")
     assert shown.returncode == 0, shown.stderr
     launcher = yaml.safe_load(shown.stdout)["hydra"]["launcher"]
     assert (launcher["cluster"], launcher["partition"], launcher["timeout_min"]) == ("slurm", "gpu_long", 30)
-    assert launcher["signal_delay_s"] == 120  # the packaged file's, which the user's does not name
+    assert launcher["signal_delay_s"] == 120  # from the packaged file; the user's file does not set it
 
 
 @pytest.mark.e2e
-def test_a_sweep_on_slurm_of_a_file_of_ones_own_is_planned(gptexp: Gptexp, tiny: list[str], own: Path) -> None:
+def test_a_slurm_sweep_from_a_users_file_is_planned(gptexp: Gptexp, tiny: list[str], own: Path) -> None:
     options = ["-m", "experiment=slurm", "optim.lr=1e-3,2e-3", "--config-dir", "conf"]
     planned = gptexp("plan", *without(tiny, "optim.lr"), *options, "--json")
     assert planned.returncode == 0, planned.stderr
@@ -149,7 +161,7 @@ def test_a_sweep_on_slurm_of_a_file_of_ones_own_is_planned(gptexp: Gptexp, tiny:
 
 
 @pytest.mark.e2e
-def test_a_sweep_on_slurm_without_slurm_is_refused_in_lines(gptexp: Gptexp, tiny: list[str], own: Path) -> None:
+def test_a_slurm_sweep_on_a_machine_without_slurm_is_refused(gptexp: Gptexp, tiny: list[str], own: Path) -> None:
     options = ["-m", "experiment=slurm", "optim.lr=1e-3,2e-3", "--config-dir", "conf"]
     refused = gptexp("train", *without(tiny, "optim.lr"), *options, env={"PATH": "/nowhere"})
     assert refused.returncode == 2, refused.stderr
@@ -158,7 +170,7 @@ def test_a_sweep_on_slurm_without_slurm_is_refused_in_lines(gptexp: Gptexp, tiny
 
 
 @pytest.mark.e2e
-def test_a_file_of_ones_own_runs_a_sweep_through_submitit(gptexp: Gptexp, tiny: list[str], own: Path) -> None:
+def test_a_users_file_runs_a_sweep_through_submitit(gptexp: Gptexp, tiny: list[str], own: Path) -> None:
     pytest.importorskip("submitit", reason="no submitit; pip install 'gptexp[slurm]'")
     options = ["-m", "experiment=local", "optim.lr=1e-3,2e-3", "sweep.name=jobs", "--config-dir", "conf"]
     done = gptexp("train", *without(tiny, "optim.lr"), *options)
@@ -168,7 +180,7 @@ def test_a_file_of_ones_own_runs_a_sweep_through_submitit(gptexp: Gptexp, tiny: 
     assert list((own / "outputs" / "jobs" / ".submitit").iterdir())
 
 
-def test_a_file_of_ones_own_chooses_optuna_and_its_trials(own: Path) -> None:
+def test_a_users_file_selects_optuna_and_the_number_of_trials(own: Path) -> None:
     pytest.importorskip("optuna", reason="no Optuna; pip install 'gptexp[optuna]'")
     grid = compose_sweep(
         ["experiment=optuna", "hydra.mode=MULTIRUN", "optim.lr=interval(1e-3,1e-2)"], str(own / "conf")
@@ -177,7 +189,7 @@ def test_a_file_of_ones_own_chooses_optuna_and_its_trials(own: Path) -> None:
 
 
 @pytest.mark.e2e
-def test_a_sweep_of_optuna_of_a_file_of_ones_own_trains_its_trials(gptexp: Gptexp, tiny: list[str], own: Path) -> None:
+def test_an_optuna_sweep_from_a_users_file_trains_its_trials(gptexp: Gptexp, tiny: list[str], own: Path) -> None:
     pytest.importorskip("optuna", reason="no Optuna; pip install 'gptexp[optuna]'")
     options = ["-m", "experiment=optuna", "optim.lr=interval(1e-3,1e-2)", "sweep.name=trials", "--config-dir", "conf"]
     done = gptexp("train", *without(tiny, "optim.lr"), *options)
@@ -192,7 +204,7 @@ def trace(own: Path) -> tuple[Path, dict[str, str]]:
     return own / "trace", {"TRACE": str(own / "trace"), "PYTHONPATH": f"{own}:{ROOT}"}
 
 
-def test_a_callback_of_ones_own_sees_a_run(
+def test_a_users_callback_is_called_for_a_run(
     start: Callable[..., "subprocess.Popen[str]"], tiny: list[str], trace: tuple[Path, dict[str, str]], own: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
@@ -207,7 +219,7 @@ def test_a_callback_of_ones_own_sees_a_run(
 
 
 @pytest.mark.e2e
-def test_a_callback_of_ones_own_sees_a_sweep(
+def test_a_users_callback_is_called_for_a_sweep(
     start: Callable[..., "subprocess.Popen[str]"], tiny: list[str], trace: tuple[Path, dict[str, str]], own: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
@@ -225,7 +237,7 @@ def test_a_callback_of_ones_own_sees_a_sweep(
 
 
 @pytest.mark.e2e
-def test_a_plan_with_a_callback_of_ones_own_is_a_plan(
+def test_a_plan_does_not_call_a_users_callback(
     gptexp: Gptexp, tiny: list[str], trace: tuple[Path, dict[str, str]]
 ) -> None:
     path, env = trace
@@ -235,16 +247,19 @@ def test_a_plan_with_a_callback_of_ones_own_is_a_plan(
     assert not path.exists()  # nothing ran
 
 
-def test_a_whole_conf_of_ones_own_replaces_the_packaged_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gptexp_conf_replaces_the_packaged_conf_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     conf = tmp_path / "conf"
     shutil.copytree(ROOT / "conf", conf)
     (conf / "optim" / "adamw.yaml").write_text("beta2: 0.9\n")
     monkeypatch.setenv("GPTEXP_CONF", str(conf))
     assert compose([]).optim.beta2 == 0.9
+    shutil.rmtree(conf / "base")
+    with pytest.raises(ConfigError, match=r"contains no base/default.yaml, so it is from an older version"):
+        compose([])
 
 
 @pytest.mark.e2e
-def test_a_run_goes_on_without_the_files_that_it_was_composed_from(gptexp: Gptexp, tiny: list[str], own: Path) -> None:
+def test_a_run_resumes_without_the_files_that_it_was_composed_from(gptexp: Gptexp, tiny: list[str], own: Path) -> None:
     """A run directory is sufficient by itself."""
     options = ["experiment=places", "optim=mine", "--config-dir", "conf", "train.max_minutes=1e-6"]
     first = gptexp("train", *without(tiny, "optim.lr"), *options)

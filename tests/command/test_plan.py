@@ -1,4 +1,4 @@
-"""`gptexp plan`: what a run or a grid would be, what is illegal in it, and how long it takes, before anything runs."""
+"""`gptexp plan`: the arithmetic of a run or a grid, its illegal cells and its estimated time, without training."""
 
 import itertools
 import json
@@ -23,7 +23,7 @@ Gptexp = Callable[..., subprocess.CompletedProcess[str]]
 GRID = ["batch.total_batch_size=4096,10000,16384", "optim.lr=1e-3,2e-3"]
 
 
-def test_a_plan_is_the_arithmetic_of_the_run(corpus: Path) -> None:
+def test_a_plan_has_the_parameters_steps_flops_and_memory_of_the_run(corpus: Path) -> None:
     p = plan(compose(["experiment=gpt2_124m", f"data.path={corpus}", "world=ddp8"]))
     assert (p["parameters"], p["steps"], p["grad_accum_steps"]) == (124_475_904, 19_074, 4)
     assert p["tokens"] == 19_074 * 524_288
@@ -44,7 +44,9 @@ def test_a_plan_is_printed_as_a_table_and_as_json(corpus: Path, capsys: pytest.C
     assert "16 sequences × 1024 tokens × 8 ranks × 4 micro-steps" in table
 
 
-def test_a_plan_knows_the_epochs_of_a_prepared_corpus(gptexp: Gptexp, tiny: list[str], tmp_path: Path) -> None:
+def test_a_plan_has_the_number_of_epochs_if_the_corpus_is_prepared(
+    gptexp: Gptexp, tiny: list[str], tmp_path: Path
+) -> None:
     env = {"GPTEXP_CACHE": str(tmp_path / "cache")}
     assert json.loads(gptexp("plan", *tiny, "--json", env=env).stdout)["epochs"] is None
     prepared = gptexp("prepare", *tiny, env=env)
@@ -56,7 +58,7 @@ def test_a_plan_knows_the_epochs_of_a_prepared_corpus(gptexp: Gptexp, tiny: list
     assert p["epochs"] == 4 * 128 / p["corpus_tokens"]
 
 
-def test_every_cell_is_what_it_would_be_by_itself() -> None:
+def test_a_cell_of_a_grid_has_the_plan_of_the_same_single_run() -> None:
     grid = compose_sweep(GRID)
     cells = plan_sweep(grid.drafts)
     assert len(cells) == grid.of == 6
@@ -69,13 +71,13 @@ def test_every_cell_is_what_it_would_be_by_itself() -> None:
             assert "nearest batch: 8,192 or 10,240" in cell["problems"][0]
         else:
             alone = plan(compose([f"batch.total_batch_size={batch}", f"optim.lr={lr}"]))
-            for how in ("reasons", "sources"):  # the first cell's choices serve the others
+            for how in ("reasons", "sources"):  # the other cells reuse the choices of the first
                 alone["effective"][how] = cell["plan"]["effective"][how]
             assert cell["plan"] == alone
 
 
-def test_one_sample_serves_all_cells_of_a_shape(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two models and three batch sizes: two samples, of the runs with the most micro-steps."""
+def test_cells_of_one_shape_share_one_timing_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two models at three batch sizes need two samples, each of the run with the most micro-steps."""
     sampled: list[tuple[int, int]] = []
 
     def sample(cfg: Config, run: RunPlan, effective: Effective) -> Sample:
@@ -91,7 +93,7 @@ def test_one_sample_serves_all_cells_of_a_shape(monkeypatch: pytest.MonkeyPatch)
     assert steps == {2048: pytest.approx(0.2), 4096: pytest.approx(0.3), 8192: pytest.approx(0.5)}
 
 
-def test_the_makespan_is_that_of_a_queue() -> None:
+def test_the_makespan_equals_that_of_a_simulated_queue() -> None:
     draw = random.Random(0)
     for _ in range(50):
         times, places = [draw.uniform(1, 9) for _ in range(draw.randint(1, 12))], draw.randint(1, 4)
@@ -103,7 +105,7 @@ def test_the_makespan_is_that_of_a_queue() -> None:
     assert makespan([1.0, 2.0, 3.0], 1) == 6
 
 
-def test_a_grid_with_illegal_cells_is_shown_whole_refused_and_starts_nothing(gptexp: Gptexp, tmp_path: Path) -> None:
+def test_a_grid_with_illegal_cells_is_printed_and_refused(gptexp: Gptexp, tmp_path: Path) -> None:
     done = gptexp("plan", "-m", *GRID)
     assert done.returncode == 2
     assert done.stdout.count("illegal") == 2
@@ -119,7 +121,7 @@ def test_a_named_grid_is_planned_as_json(gptexp: Gptexp) -> None:
 
 
 @pytest.mark.e2e
-def test_a_sweep_of_optuna_is_planned_from_examples(gptexp: Gptexp) -> None:
+def test_an_optuna_sweep_is_planned_from_example_cells(gptexp: Gptexp) -> None:
     optuna = gptexp("plan", "-m", "hydra/sweeper=optuna", "hydra.sweeper.n_trials=9", "optim.lr=interval(1e-3,1e-2)")
     assert optuna.returncode == 0, optuna.stderr
     assert "9 cells, 3,686,400 tokens in all; Optuna chooses their values" in optuna.stdout
@@ -134,12 +136,12 @@ def test_a_grid_without_cells_is_refused(gptexp: Gptexp) -> None:
 
 
 @pytest.mark.e2e
-def test_the_jobs_of_a_slurm_sweep_run_side_by_side(gptexp: Gptexp) -> None:
+def test_a_plan_counts_slurm_jobs_as_running_side_by_side(gptexp: Gptexp) -> None:
     jobs = gptexp("plan", "-m", "optim.lr=1e-3,2e-3,4e-3", "hydra/launcher=submitit_slurm")
     assert "3 cells, 1,228,800 tokens in all, 3 at once" in jobs.stdout
 
 
 @pytest.mark.e2e
-def test_a_length_in_steps_that_varies_with_the_batch_is_warned_of(gptexp: Gptexp) -> None:
+def test_a_plan_warns_of_a_length_in_steps_if_the_batch_size_is_swept(gptexp: Gptexp) -> None:
     confounded = gptexp("plan", "-m", GRID[0].replace("10000,", ""), "schedule.warmup_steps=5")
     assert "warning: schedule.warmup_steps=5 counts steps" in confounded.stderr

@@ -1,4 +1,4 @@
-"""`gptexp sample` and `gptexp evaluate`: what they print of a run, and what they refuse."""
+"""`gptexp sample` and `gptexp evaluate`: their output, and the arguments and runs that they refuse."""
 
 import json
 import re
@@ -33,7 +33,7 @@ def test_evaluate_prints_the_runs_own_loss_as_json(finished: Path, gptexp: Gptex
     assert (own["step"], own["tokens"]) == (40, 112)
 
 
-def test_evaluate_takes_another_text(finished: Path, gptexp: Gptexp, tmp_path: Path) -> None:
+def test_evaluate_accepts_another_text(finished: Path, gptexp: Gptexp, tmp_path: Path) -> None:
     (tmp_path / "other.txt").write_text("Completely different words, never seen in training. " * 40)
     other = json.loads(gptexp("evaluate", str(finished), "--data", "other.txt", "--val-tokens", "96").stdout)
     assert other["tokens"] == 96
@@ -42,13 +42,13 @@ def test_evaluate_takes_another_text(finished: Path, gptexp: Gptexp, tmp_path: P
 
 def test_evaluate_refuses_more_tokens_than_were_held_out(finished: Path, gptexp: Gptexp) -> None:
     more = gptexp("evaluate", str(finished), "--val-tokens", "128")
-    assert (more.returncode, "the run has 112 validation tokens; use fewer, or give --data FILE" in more.stderr) == (
+    assert (more.returncode, "the run has 112; use fewer, or give --data FILE" in more.stderr) == (
         2,
         True,
     )
 
 
-def test_evaluate_refuses_a_run_that_held_nothing_out(copied: Path, gptexp: Gptexp) -> None:
+def test_evaluate_refuses_a_run_without_validation_tokens(copied: Path, gptexp: Gptexp) -> None:
     config = copied / "config.yaml"
     assert "val_tokens: 112" in config.read_text()
     config.write_text(config.read_text().replace("val_tokens: 112", "val_tokens: 0"))
@@ -69,13 +69,19 @@ def test_evaluate_refuses_a_text_that_has_changed(copied: Path, gptexp: Gptexp, 
 @pytest.mark.parametrize(
     ("file", "content", "said"),
     [
-        ("config.yaml", "optim: {lr: 6e-4}", "lr=6e-4 in a saved OptimConfig: wrong type; write 6.0e-4"),
+        (
+            "config.yaml",
+            "optim: {lr: 6e-4}",
+            "lr=6e-4 in a saved OptimConfig: wrong type; in YAML 6e-4 is text, write 6.0e-4",
+        ),
         ("config.yaml", "[1, 2]", "a saved Config must be a mapping of keys to values"),
         ("effective.json", "", "effective.json: not JSON"),
         ("summary.json", "[]", "summary.json: not a JSON object"),
     ],
 )
-def test_a_damaged_run_directory_is_one_line(copied: Path, gptexp: Gptexp, file: str, content: str, said: str) -> None:
+def test_a_damaged_run_directory_is_refused_without_a_traceback(
+    copied: Path, gptexp: Gptexp, file: str, content: str, said: str
+) -> None:
     (copied / file).write_text(content)
     done = gptexp("evaluate", str(copied))
     assert done.returncode == 2
@@ -83,7 +89,7 @@ def test_a_damaged_run_directory_is_one_line(copied: Path, gptexp: Gptexp, file:
     assert "Traceback" not in done.stderr
 
 
-def test_sample_prints_what_was_asked_for_and_the_same_again(finished: Path, gptexp: Gptexp) -> None:
+def test_sample_prints_the_requested_samples_reproducibly(finished: Path, gptexp: Gptexp) -> None:
     args = ("--prompt", "The cat", "--num-samples", "3", "--max-new-tokens", "8")
     done = gptexp("sample", str(finished), *args)
     samples = done.stdout.rstrip("\n").split("\n---\n")
@@ -99,13 +105,13 @@ def test_sample_refuses_a_negative_top_k(finished: Path, gptexp: Gptexp) -> None
 
 
 @pytest.mark.parametrize("verb", ["sample", "evaluate", "resume"])
-def test_verbs_refuse_what_is_no_run(gptexp: Gptexp, tmp_path: Path, verb: str) -> None:
+def test_verbs_refuse_a_directory_that_is_not_a_run(gptexp: Gptexp, tmp_path: Path, verb: str) -> None:
     done = gptexp(verb, str(tmp_path))
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
     assert "not a run directory" in done.stderr
 
 
-def test_checkpoints_that_are_all_damaged_are_exit_code_four(copied: Path, gptexp: Gptexp) -> None:
+def test_a_run_with_only_damaged_checkpoints_exits_with_4(copied: Path, gptexp: Gptexp) -> None:
     damaged = list(copied.glob("checkpoints/*/model.safetensors"))
     assert len(damaged) == 2
     for file in damaged:
@@ -113,10 +119,10 @@ def test_checkpoints_that_are_all_damaged_are_exit_code_four(copied: Path, gptex
     done = gptexp("sample", str(copied))
     assert done.returncode == 4
     assert done.stderr.count("damaged checkpoint skipped: ") == 2
-    assert "no checkpoint is intact" in done.stderr
+    assert "no intact checkpoint can be used" in done.stderr
 
 
-def test_a_run_without_checkpoints_is_exit_code_four(copied: Path, gptexp: Gptexp) -> None:
+def test_a_run_without_checkpoints_exits_with_4(copied: Path, gptexp: Gptexp) -> None:
     shutil.rmtree(copied / "checkpoints")
     done = gptexp("evaluate", str(copied))
     assert (done.returncode, "no checkpoint has been saved yet" in done.stderr) == (4, True)

@@ -1,4 +1,4 @@
-"""`gptexp train`: what a user types, the lines that it prints, its exit codes."""
+"""`gptexp train`: its command lines, its printed lines and its exit codes."""
 
 import math
 import re
@@ -25,13 +25,13 @@ def finished(tmp_path_factory: pytest.TempPathFactory, corpus: Path, torch_serve
     return finished_run(tmp_path_factory, corpus, torch_server)
 
 
-def test_a_run_learns(finished: Finished) -> None:
+def test_the_loss_falls_from_that_of_a_uniform_guess(finished: Finished) -> None:
     losses = [e["train/loss"] for e in events(finished.directory, "step")]
     assert losses[0] == pytest.approx(math.log(50304), abs=0.15)
     assert losses[-1] < losses[0] - 3
 
 
-def test_the_start_block_tells_the_plan(finished: Finished) -> None:
+def test_the_start_block_prints_schedule_validation_and_learning_rate(finished: Finished) -> None:
     assert (
         "schedule        cosine, warm-up over 512 tokens (4 steps), end at 5,120 tokens (40 steps)" in finished.stdout
     )
@@ -40,7 +40,7 @@ def test_the_start_block_tells_the_plan(finished: Finished) -> None:
     assert "learning rate   0.01, from the command line" in finished.stdout
 
 
-def test_a_step_is_printed_in_the_format_of_the_contract(finished: Finished) -> None:
+def test_a_step_is_printed_in_the_documented_format(finished: Finished) -> None:
     [line] = [line for line in finished.stdout.splitlines() if line.startswith("step   10 | loss")]
     step10 = events(finished.directory, "step")[10]
     assert line == (
@@ -50,12 +50,12 @@ def test_a_step_is_printed_in_the_format_of_the_contract(finished: Finished) -> 
     )
 
 
-def test_the_end_shows_a_sample_and_the_run_directory(finished: Finished) -> None:
+def test_the_last_lines_are_a_sample_and_the_run_directory(finished: Finished) -> None:
     assert "--- a sample" in finished.stdout
     assert str(finished.directory) in finished.stdout.splitlines()[-1]
 
 
-def test_a_completed_directory_is_skipped_and_another_config_for_it_refused(finished: Finished, gptexp: Gptexp) -> None:
+def test_a_completed_directory_is_skipped_and_refused_for_another_config(finished: Finished, gptexp: Gptexp) -> None:
     directory = finished.directory
     overrides = yaml.safe_load((directory / ".hydra" / "overrides.yaml").read_text())
     before = {p: p.read_bytes() for p in directory.rglob("*") if p.is_file()}
@@ -67,7 +67,7 @@ def test_a_completed_directory_is_skipped_and_another_config_for_it_refused(fini
     assert {p: p.read_bytes() for p in directory.rglob("*") if p.is_file()} == before
 
 
-def test_a_completed_run_is_not_made_longer(finished: Finished, gptexp: Gptexp, tmp_path: Path) -> None:
+def test_extending_a_completed_run_is_refused(finished: Finished, gptexp: Gptexp, tmp_path: Path) -> None:
     shutil.copytree(finished.directory, tmp_path / "out")
     overrides = yaml.safe_load((tmp_path / "out" / ".hydra" / "overrides.yaml").read_text())
     before = {p: p.read_bytes() for p in (tmp_path / "out" / "checkpoints").rglob("*") if p.is_file()}
@@ -79,7 +79,7 @@ def test_a_completed_run_is_not_made_longer(finished: Finished, gptexp: Gptexp, 
     assert {p: p.read_bytes() for p in (tmp_path / "out" / "checkpoints").rglob("*") if p.is_file()} == before
 
 
-def test_a_directory_that_another_process_holds_is_refused(gptexp: Gptexp, tiny: list[str], tmp_path: Path) -> None:
+def test_a_run_directory_locked_by_another_process_is_refused(gptexp: Gptexp, tiny: list[str], tmp_path: Path) -> None:
     directory = tmp_path / "out"
     directory.mkdir()
     with run_dir.held(directory):
@@ -89,7 +89,7 @@ def test_a_directory_that_another_process_holds_is_refused(gptexp: Gptexp, tiny:
 
 
 @pytest.mark.e2e
-def test_a_run_holds_its_directory_while_it_trains(
+def test_a_run_locks_its_directory_while_it_trains(
     start: Start, gptexp: Gptexp, long_run: list[str], tmp_path: Path
 ) -> None:
     process = start("train", *long_run)
@@ -99,7 +99,7 @@ def test_a_run_holds_its_directory_while_it_trains(
     assert process.poll() is None
 
 
-def test_bad_data_is_exit_code_three(gptexp: Gptexp, tiny: list[str], tmp_path: Path) -> None:
+def test_a_too_short_text_exits_with_3(gptexp: Gptexp, tiny: list[str], tmp_path: Path) -> None:
     (tmp_path / "short.txt").write_text("too short")
     short = gptexp("train", *tiny, "data.path=short.txt")
     assert short.returncode == 3, short.stderr
@@ -108,14 +108,14 @@ def test_bad_data_is_exit_code_three(gptexp: Gptexp, tiny: list[str], tmp_path: 
     assert "fewer than one window" in error
 
 
-def test_divergence_is_exit_code_five(gptexp: Gptexp, tiny: list[str], tmp_path: Path) -> None:
+def test_a_diverged_run_exits_with_5(gptexp: Gptexp, tiny: list[str], tmp_path: Path) -> None:
     wild = gptexp("train", *tiny, "optim.lr=1e30", "optim.grad_clip=0", "hydra.run.dir=wild", "train.max_steps=20")
     assert wild.returncode == 5, wild.stderr
     assert "diverged" in wild.stderr
     assert summary(tmp_path / "wild")["status"] == "diverged"
     losses = [e["train/loss"] for e in events(tmp_path / "wild", "step")]
     assert losses[-1] is None  # JSON has no NaN
-    assert None not in losses[:-1]  # the first step that is not finite is the last
+    assert None not in losses[:-1]  # the first non-finite step is the last
     assert not list(tmp_path.glob("wild/checkpoints/*"))
 
 
@@ -138,7 +138,7 @@ def test_a_damaged_token_file_ends_a_run_before_its_first_step(
 
 @pytest.mark.parametrize("name", ["gpt2_124m", "gpt3_125m", "shakespeare_50_steps"])
 def test_every_recipe_starts(gptexp: Gptexp, tmp_path: Path, name: str) -> None:
-    """Up to the data, which is too short or cannot be downloaded here."""
+    """The run stops at its data, which is too short or cannot be downloaded here."""
     (tmp_path / "short.txt").write_text("too short")
     path = () if name.startswith("shakespeare") else ("data.path=short.txt",)
     done = gptexp("train", f"experiment={name}", *path, env={"https_proxy": "http://127.0.0.1:9"})
@@ -147,7 +147,7 @@ def test_every_recipe_starts(gptexp: Gptexp, tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.e2e
-def test_a_run_completes_after_the_reader_of_stdout_has_gone(start: Start, long_run: list[str], tmp_path: Path) -> None:
+def test_a_run_completes_after_its_stdout_is_closed(start: Start, long_run: list[str], tmp_path: Path) -> None:
     process = start("train", *long_run, "train.max_steps=60", "log.progress=lines")
     assert process.stdout is not None
     process.stdout.readline()
@@ -158,7 +158,7 @@ def test_a_run_completes_after_the_reader_of_stdout_has_gone(start: Start, long_
 
 
 @pytest.mark.e2e
-def test_ctrl_c_on_one_rank_saves_and_exits_with_130(start: Start, long_run: list[str], tmp_path: Path) -> None:
+def test_ctrl_c_saves_a_checkpoint_and_exits_with_130(start: Start, long_run: list[str], tmp_path: Path) -> None:
     directory = tmp_path / "out"
     process = start("train", *long_run, start_new_session=True)
     wait_for(begun(directory, 6), process)
@@ -179,23 +179,23 @@ def test_ctrl_c_on_one_rank_saves_and_exits_with_130(start: Start, long_run: lis
         *(pytest.param(0.3, name, marks=pytest.mark.e2e) for name in ("SIGTERM", "SIGUSR1", "SIGINT")),
     ],
 )
-def test_a_signal_has_its_exit_code_from_the_start(
+def test_a_signal_before_training_has_the_documented_exit_code(
     start: Start, tiny: list[str], tmp_path: Path, name: str, delay_s: float
 ) -> None:
-    """Before torch is imported and while it is, there is nothing to save; the exit code is the documented one."""
+    """The signal arrives before or during the import of torch, when there is nothing to save."""
     process = start("train", *tiny, "train.max_steps=100000", "hydra.run.dir=out")
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(delay_s)
     number = getattr(signal, name)
     process.send_signal(number)
     _, err = process.communicate(timeout=30)
-    # Until Python has begun with gptexp's own code, a third of a second here, the signal's default holds.
+    # Until Python runs gptexp's code, after a third of a second here, the signal has its default action.
     assert process.returncode in ((128 + number,) if delay_s > 2 else (128 + number, -number)), err
     assert "Traceback" not in err
 
 
 @pytest.mark.e2e
-def test_nano_is_saved_and_gone_within_ten_seconds_of_a_signal(start: Start, tmp_path: Path) -> None:
+def test_nano_saves_and_exits_within_ten_seconds_of_a_signal(start: Start, tmp_path: Path) -> None:
     directory = tmp_path / "out"
     process = start("train", "log=quiet", "world.size=2", "train.save_every_tokens=0", "hydra.run.dir=out")
     wait_for(begun(directory, 2), process)

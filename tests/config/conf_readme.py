@@ -72,7 +72,7 @@ def page() -> str:
 
 
 def _doc(cls: type) -> str:
-    """The first line of a class's docstring; empty where a dataclass has only the one that Python makes."""
+    """The first line of a class's docstring; empty if it is the one that Python generates for a dataclass."""
     doc = (cls.__doc__ or "").strip()
     return "" if doc.startswith(f"{cls.__name__}(") else doc.splitlines()[0]
 
@@ -109,7 +109,7 @@ def _comment(path: Path) -> str:
 
 
 def _settings(path: Path) -> list[str]:
-    """`key=value` for everything that an option sets, as it stands in the file."""
+    """`key=value` for each key that an option sets, with the text of the value in the file."""
     text = path.read_text()
     values = yaml.load(text, yaml.BaseLoader)
     prefix = "" if text.startswith(GLOBAL) else f"{path.parent.relative_to(CONF).as_posix().replace('/', '.')}."
@@ -168,7 +168,7 @@ def _kind(f: "dataclasses.Field[Any]") -> str:
     name = f.type.__name__ if isinstance(f.type, type) and not hasattr(f.type, "__args__") else str(f.type)
     kind = name.replace("typing.Any", "path or list").replace("None", "null").replace(" | ", " or ")
     rule: str = f.metadata["rule"][1] if f.metadata else ""
-    rule = re.sub(r"^must (be )?(lie )?(a finite number,? )?| \(a count.*", "", rule)
+    rule = re.sub(r"^must (be )?(lie )?(have )?(finite,? )?(and )?| \(integers.*", "", rule)
     if rule.endswith("or auto"):
         return rule
     return _cell(f"{kind}, {rule}" if rule else kind)

@@ -9,11 +9,11 @@ from gptexp.config.batch import crosses, interval_tokens, plan_batch, run_length
 
 
 @pytest.mark.parametrize(("world_size", "expected"), [(1, 32), (2, 16), (4, 8), (8, 4)])
-def test_gpt2_half_million_tokens(world_size: int, expected: int) -> None:
+def test_accumulation_steps_for_half_a_million_tokens(world_size: int, expected: int) -> None:
     assert plan_batch(2**19, 16, 1024, world_size).grad_accum_steps == expected
 
 
-def test_every_legal_cut_multiplies_out_and_every_other_is_refused() -> None:
+def test_a_batch_is_accepted_exactly_if_its_sizes_divide_it() -> None:
     draw = random.Random(0)
     legal = 0
     for _ in range(2000):
@@ -60,13 +60,13 @@ def test_an_error_proposes_the_nearest_legal_values() -> None:
     assert min(checked.values()) > 50
 
 
-def test_run_length_rounds_steps_up_and_keeps_the_tokens_asked_for() -> None:
+def test_run_length_rounds_steps_up_and_keeps_the_requested_tokens() -> None:
     assert run_length(300_000_000_000, None, 2**19) == (572_205, 300_000_000_000)
     assert run_length(409_600, None, 8192) == (50, 409_600)
     assert run_length(409_600, 7, 8192) == (7, 57_344)
 
 
-def test_interval_prefers_steps_and_defaults_to_ten_a_run() -> None:
+def test_an_interval_in_steps_takes_precedence_and_the_default_is_ten_per_run() -> None:
     assert interval_tokens(3, 999, 10_000, 100) == 300
     assert interval_tokens(None, 999, 10_000, 100) == 999
     assert interval_tokens(None, None, 10_000, 100) == 1000
@@ -75,7 +75,7 @@ def test_interval_prefers_steps_and_defaults_to_ten_a_run() -> None:
 
 @pytest.mark.parametrize("total", [1, 7, 64, 100])
 @pytest.mark.parametrize("every", [1, 7, 64, 150])
-def test_crosses_fires_once_for_each_multiple_reached(total: int, every: int) -> None:
+def test_crosses_is_true_once_for_each_multiple_reached(total: int, every: int) -> None:
     fired = [n for n in range(200) if crosses(n * total, (n + 1) * total, every)]
     brute = [n for n in range(200) if any(k % every == 0 for k in range(n * total + 1, (n + 1) * total + 1))]
     assert fired == brute

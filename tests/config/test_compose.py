@@ -1,4 +1,4 @@
-"""From overrides to a config: precedence, named choices, the launcher's world size."""
+"""From overrides to a config: precedence, options of groups, the launcher's world size."""
 
 from pathlib import Path
 
@@ -10,8 +10,8 @@ from gptexp.config.schema import Config, fields_of
 from gptexp.process.errors import ConfigError
 
 
-def test_a_length_on_the_command_line_wins_over_a_file() -> None:
-    """schedule=gpt3 sets warmup_tokens, which would win over a ratio; what was typed wins over both."""
+def test_a_length_on_the_command_line_takes_precedence_over_a_file() -> None:
+    """schedule=gpt3 sets warmup_tokens, which takes precedence over a ratio. The command line overrides both."""
     long = ["schedule=gpt3", "batch=gpt3_3m", "model=gpt3_125m", "train.max_tokens=300_000_000_000"]
     assert compose(long).schedule.warmup_tokens == 375_000_000
     typed = compose([*long, "schedule.warmup_ratio=0.01"]).schedule
@@ -20,13 +20,13 @@ def test_a_length_on_the_command_line_wins_over_a_file() -> None:
     assert both.warmup_steps == 50
 
 
-def test_the_world_size_is_the_launchers_where_none_is_given() -> None:
+def test_the_launcher_sets_the_world_size_if_the_config_does_not() -> None:
     assert compose([]).world.size == 1
     assert compose([], launcher_world_size=4).world.size == 4
     assert compose(["world=ddp4"], launcher_world_size=4).world.size == 4
 
 
-def test_another_world_size_than_the_launchers_is_refused_beside_other_problems() -> None:
+def test_a_wrong_world_size_is_reported_together_with_other_problems() -> None:
     with pytest.raises(ConfigError) as error:
         compose(["world=single", "optim.lr=1e-3", "model.n_head=3"], launcher_world_size=4)
     assert len(error.value.problems) == 2
@@ -51,18 +51,18 @@ def test_composing_reads_no_variable_of_a_launcher(monkeypatch: pytest.MonkeyPat
         (["optim.lr=1e-3", "model=gpt2"], 1e-3),
     ],
 )
-def test_a_model_sets_its_learning_rate_and_the_command_line_wins(overrides: list[str], lr: float) -> None:
+def test_the_command_line_overrides_the_learning_rate_of_a_model(overrides: list[str], lr: float) -> None:
     assert compose(overrides).optim.lr == lr
 
 
-def test_a_model_changes_the_model_and_its_learning_rate_only() -> None:
+def test_a_model_option_changes_only_the_model_and_the_learning_rate() -> None:
     before, after = ({k: v for k, _, v in fields_of(compose(o))} for o in ([], ["model=gpt2"]))
     changed = {key for key in before if before[key] != after[key]}
     assert changed <= {"model.n_layer", "model.n_head", "model.n_embd", "model.block_size", "optim.lr"}
 
 
-# Each file of a group under conf/, by itself; a sweep's file describes no single run. The default tier has one of each
-# group.
+# Each option file of the groups under conf/. A sweep file is left out, because it describes several runs. The default
+# tier has one option of each group.
 GROUPS = {
     path.name: [f"{path.name}={file.stem}" for file in sorted(path.glob("*.yaml"))]
     for path in sorted(packaged_conf().iterdir())
@@ -76,7 +76,7 @@ CHOICES = [
 
 
 def needs(choice: str, corpus: Path) -> list[str]:
-    """What a named choice needs beside itself: text, time or a smaller micro-batch."""
+    """The overrides that an option needs in order to compose: text, a length or a smaller micro-batch."""
     group, _, name = choice.partition("=")
     if name in ("shakespeare_50_steps", "tutorial"):
         return []
@@ -94,16 +94,16 @@ def needs(choice: str, corpus: Path) -> list[str]:
     return extra
 
 
-def test_there_are_named_choices() -> None:
+def test_the_groups_and_their_options_are_found() -> None:
     assert len(CHOICES) > 35
     assert {"model", "optim", "schedule", "batch", "world", "data", "log", "experiment"} <= GROUPS.keys()
 
 
 @pytest.mark.parametrize("choice", CHOICES)
-def test_every_named_choice_composes(choice: str, corpus: Path) -> None:
+def test_every_option_of_every_group_composes(choice: str, corpus: Path) -> None:
     assert isinstance(compose([choice, *needs(choice, corpus)]), Config)
 
 
-def test_gpt2_on_eight_ranks_is_the_same_program() -> None:
+def test_gpt2_composes_for_eight_ranks() -> None:
     config = compose(["model=gpt2", "optim.lr=6e-4", "world=ddp8", "batch=gpt2", "train.max_tokens=10_000_000_000"])
     assert (config.world.size, config.optim.lr, config.batch.total_batch_size) == (8, 6e-4, 524_288)

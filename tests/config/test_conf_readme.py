@@ -1,4 +1,4 @@
-"""conf/README.md says what the schema and the files say."""
+"""conf/README.md agrees with the schema and the files of conf/."""
 
 from conf_readme import CONF, PAGE, page
 
@@ -6,7 +6,7 @@ from gptexp.config.compose import compose
 from gptexp.config.schema import Config, fields_of
 
 
-def test_the_page_is_current() -> None:
+def test_the_page_is_up_to_date() -> None:
     assert PAGE.read_text() == page(), "run python tests/config/conf_readme.py"
 
 
@@ -23,7 +23,7 @@ def test_every_option_is_on_the_page() -> None:
         assert f"({path.relative_to(CONF).as_posix()})" in text
 
 
-def test_hydra_composes_beside_the_page() -> None:
-    """A file in conf/ that is no YAML is neither a group nor an option."""
+def test_hydra_ignores_the_page_in_conf() -> None:
+    """A file in conf/ that is not YAML is neither a group nor an option."""
     assert PAGE.parent == CONF
     assert compose(["model=gpt2"]).model.n_layer == 12

@@ -29,7 +29,7 @@ GAP = " ... "
 
 @dataclass(frozen=True)
 class Case:
-    """A wrong command line; for each of its problems, the parts that one line of stderr holds in this order."""
+    """A wrong command line. `problems`: for each problem, the parts of one line of stderr, in this order."""
 
     line: int  # in config_errors.txt
     text: str  # as typed into a shell
@@ -46,7 +46,7 @@ def read_table(path: Path) -> list[Case]:
     tier = "default"
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         if line.startswith("$ "):
-            # A sweep composes each of its cells, which takes up to a second; `REAL` has some in the default tier.
+            # A sweep composes each of its cells, which takes up to a second. `REAL` has sweeps in the default tier.
             cases.append(Case(number, line[2:], tier == "e2e" or is_sweep(line[2:])))
         elif line.startswith(" "):
             case = cases.pop()
@@ -61,7 +61,7 @@ def read_table(path: Path) -> list[Case]:
 
 TABLE = read_table(HERE / "config_errors.txt")
 
-# Wrong files, as a user may write them, for `--config-dir @CONF`.
+# Wrong files of a user, for `--config-dir @CONF`.
 FILES = {
     "experiment/unknown_key.yaml": "# @package _global_\noptim:\n  learning_rate: 1e-3\n",
     "experiment/wrong_type.yaml": "# @package _global_\nmodel:\n  n_layer: four\n",
@@ -69,6 +69,11 @@ FILES = {
     "experiment/no_model.yaml": "# @package _global_\ndefaults:\n  - override /model: gpt5\n",
     "experiment/no_yaml.yaml": "# @package _global_\nmodel: [1\n",
     "experiment/yaml_bool.yaml": "# @package _global_\ntrain:\n  compile: off\n",  # YAML 1.1: off is false
+    "experiment/options_of_optuna.yaml": "# @package _global_\nhydra:\n  sweeper: {n_trials: 3}\n",
+    "experiment/options_of_slurm.yaml": "# @package _global_\nhydra:\n  launcher: {partition: gpu}\n",
+    "experiment/lost_callback.yaml": (
+        "# @package _global_\nhydra:\n  callbacks:\n    mine: {_target_: nosuch.Callback}\n"
+    ),
     "sweep/bad_cell.yaml": (
         "# @package _global_\nhydra:\n  mode: MULTIRUN\n  sweeper:\n    params:\n      optim.lr: 1e-3,-1\n"
     ),
@@ -118,12 +123,12 @@ def server(place: Place) -> Iterator[ForkServer]:
 
 
 def tells(line: str, parts: tuple[str, ...]) -> bool:
-    """Whether `line` holds all `parts`, in this order."""
+    """Whether `line` contains all `parts`, in this order."""
     return re.search(".*".join(map(re.escape, parts)), line) is not None
 
 
 def check_refused(code: int, stderr: str, problems: list[tuple[str, ...]]) -> None:
-    """Exit code 2, and on stderr one line of gptexp's for each problem and nothing else."""
+    """Check for exit code 2, and for exactly one line of gptexp on stderr for each problem."""
     assert code == 2, stderr
     assert "Traceback" not in stderr
     lines = stderr.splitlines()
@@ -133,11 +138,11 @@ def check_refused(code: int, stderr: str, problems: list[tuple[str, ...]]) -> No
         assert any(tells(line, parts) for line in lines), f"no line says {parts}\n{stderr}"
     for line in lines:
         assert any(tells(line, parts) for parts in problems), f"this line says no problem of the table: {line}"
-    # A problem shared by the cells of a grid may be told for each of two or three of them.
+    # A problem that cells of a grid share may be printed for two or three of them.
     assert len(lines) <= 3 * len(problems), stderr
 
 
-def test_the_table_has_no_line_twice_and_none_without_a_message() -> None:
+def test_the_table_has_no_duplicates_and_a_message_for_each_line() -> None:
     assert len({tuple(shlex.split(case.text)) for case in TABLE}) == len(TABLE) >= 200
     assert [case.text for case in TABLE if not case.problems] == []
     assert sum(not case.e2e for case in TABLE) >= 200
@@ -172,12 +177,12 @@ def test_a_wrong_command_line_is_refused_with_a_line_for_each_problem(
 
 
 def test_a_refusal_takes_less_than_a_second_of_cpu(server: ForkServer, tmp_path: Path) -> None:
-    """Without imports, in one of five attempts: the machine may be busy."""
+    """Imports are not counted. One of five attempts is enough, because the machine may be busy."""
     for argv in (["lr=1e-3"], ["optim.lr=-1"], ["-m", "optim.lr=1e-3,-1"]):
         assert any(server.ask(["train", *argv], tmp_path)["cpu_s"] < 1 for _ in range(5)), argv
 
 
-def test_a_right_command_line_is_let_through(server: ForkServer, tmp_path: Path) -> None:
+def test_a_valid_command_line_is_accepted(server: ForkServer, tmp_path: Path) -> None:
     """Without this, the table would pass if every command line were refused."""
     answer = server.ask(["train", "train.max_steps=1"], tmp_path)
     assert answer["torch"], answer
@@ -185,8 +190,8 @@ def test_a_right_command_line_is_let_through(server: ForkServer, tmp_path: Path)
     assert list(tmp_path.rglob("config.yaml"))
 
 
-# One line of each kind: a group, a key, a type, a range, a rule between keys, a path, a sweep, a file of the user's,
-# Hydra's own keys and flags.
+# One command line of each kind: a group, a key, a type, a range, a rule between keys, a path, a sweep, a file of the
+# user, Hydra's own keys and flags.
 REAL = (
     "lr=1e-3",
     "model=gpt2_larg",
@@ -214,7 +219,7 @@ REAL = (
 
 
 @pytest.mark.parametrize("text", REAL)
-def test_a_wrong_command_line_imports_no_torch_and_creates_nothing(
+def test_a_wrong_command_line_imports_no_torch_and_creates_no_file(
     text: str, server: ForkServer, place: Place, tmp_path: Path
 ) -> None:
     [case] = [case for case in TABLE if case.text == text]
@@ -227,7 +232,7 @@ def test_a_wrong_command_line_imports_no_torch_and_creates_nothing(
 
 
 @pytest.mark.parametrize("text", REAL[:: len(REAL) // 3], ids=lambda text: text[:40])
-def test_a_new_interpreter_refuses_as_the_fork_server_does(text: str, place: Place, tmp_path: Path) -> None:
+def test_a_new_interpreter_prints_the_same_refusal_as_the_fork_server(text: str, place: Place, tmp_path: Path) -> None:
     [case] = [case for case in TABLE if case.text == text]
     done = subprocess.run(
         [sys.executable, "-X", "importtime", "-m", "gptexp", "train", *shlex.split(place.fill(text))],
@@ -237,7 +242,7 @@ def test_a_new_interpreter_refuses_as_the_fork_server_does(text: str, place: Pla
         encoding="utf-8",
         timeout=120,
     )
-    # -X importtime lists every module on stderr, the lines of gptexp stand between them.
+    # -X importtime prints a line for each module to stderr, between the lines of gptexp.
     lines = done.stderr.splitlines(keepends=True)
     imported = {line.rpartition("|")[2].strip() for line in lines if line.startswith("import time:")}
     stderr = "".join(line for line in lines if not line.startswith("import time:"))

@@ -1,6 +1,6 @@
-"""Random command lines: each is refused with lines of gptexp and exit code 2, or it is legal.
+"""Random command lines: each is valid, or refused with exit code 2 and lines of gptexp.
 
-Nothing else happens: no traceback, no hang, no file of a refused run.
+There is no traceback, no hang, and no file of a refused run.
 """
 
 import os
@@ -16,7 +16,7 @@ from fuzz import VALUES
 from gptexp.config.schema import Config, fields_of
 
 KEYS = [key for key, _, _ in fields_of(Config())]
-TORCH = 97  # fork_server.py's exit code for a legal config, which goes on to import torch
+TORCH = 97  # fork_server.py's exit code for a valid config, after which gptexp imports torch
 
 
 def command_lines(seed: int, count: int) -> Iterator[list[str]]:
@@ -26,7 +26,7 @@ def command_lines(seed: int, count: int) -> Iterator[list[str]]:
         name = draw.choice(KEYS)
         match draw.randrange(12):
             case 0:
-                return name.replace(draw.choice(name), "", 1)  # a letter lost
+                return name.replace(draw.choice(name), "", 1)  # remove a letter
             case 1:
                 return f"{name}.{draw.choice(['x', '0', 'lr'])}"
             case 2:
@@ -56,7 +56,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
     ("seed", "count"),
     [(3, 40), pytest.param(0, 200, marks=pytest.mark.e2e), pytest.param(1, 2000, marks=pytest.mark.slow)],
 )
-def test_a_command_line_is_right_or_refused_in_lines(server: ForkServer, tmp_path: Path, seed: int, count: int) -> None:
+def test_a_random_command_line_is_valid_or_refused_without_a_traceback(
+    server: ForkServer, tmp_path: Path, seed: int, count: int
+) -> None:
     refused = legal = 0
     for line in command_lines(seed, count):
         answer = server.ask(["train", *line], tmp_path, timeout=10)

@@ -1,4 +1,4 @@
-"""When the noise scale cannot be measured, and what the message proposes instead."""
+"""Configs whose noise scale cannot be measured, and the fix that the message proposes."""
 
 import pytest
 
@@ -21,16 +21,16 @@ def test_one_micro_batch_on_one_rank_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("micro_batch_size", "world_size"), [(4, 1), (4, 2), (1, 1)])
-def test_two_micro_batches_are_enough(micro_batch_size: int, world_size: int) -> None:
+def test_two_micro_batches_are_accepted(micro_batch_size: int, world_size: int) -> None:
     assert problems(config(micro_batch_size), world_size) == []
 
 
-def test_an_automatic_micro_batch_is_checked_later() -> None:
-    """Only the ranks know what it comes to."""
+def test_an_automatic_micro_batch_is_not_refused_at_composition() -> None:
+    """Only the ranks know its size."""
     assert problems(config("auto"), 1) == []
 
 
-def test_neighbouring_windows_are_no_random_sample() -> None:
+def test_the_noise_scale_is_refused_for_sequential_order() -> None:
     cfg = Config()
     assert unmeasurable(cfg, 8, 2) is None
     cfg.data.order = "sequential"

@@ -11,7 +11,7 @@ from gptexp.process.errors import ConfigError
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working directory, with a text file; its name would match as a glob."""
+    """The working directory, with a text file. Its name has glob characters."""
     folder = tmp_path / "d[1]"
     folder.mkdir()
     (folder / "x.txt").write_text("text")
@@ -23,13 +23,13 @@ def test_a_relative_path_becomes_absolute(folder: Path) -> None:
     assert compose(["data=text", "data.path=x.txt"]).data.path == str(folder / "x.txt")
 
 
-def test_the_folders_put_before_a_relative_glob_are_taken_literally(folder: Path) -> None:
+def test_glob_characters_in_the_working_directory_are_literal(folder: Path) -> None:
     pattern = compose(["data=text", "data.path=*.txt"]).data.path
     assert isinstance(pattern, str)
     assert matching_files(pattern) == [folder / "x.txt"]
 
 
-def test_an_empty_name_of_a_conf_folder_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_empty_gptexp_conf_selects_the_packaged_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GPTEXP_CONF", "")
     assert conf_dir() == packaged_conf()
 

@@ -14,8 +14,8 @@ def make(name: str, warmup: int = 100, decay: int = 1100, **kwargs: object) -> S
     return Schedule(name, warmup, decay, **{**defaults, **kwargs})  # type: ignore[arg-type]
 
 
-def test_fifty_step_table() -> None:
-    """The learning rates that the reference run prints, digit for digit."""
+def test_the_learning_rates_of_the_reference_run_are_reproduced() -> None:
+    """Compares all printed digits."""
     cfg = Config()
     cfg.schedule.warmup_steps = 10
     cfg.batch.total_batch_size = 8192
@@ -42,13 +42,13 @@ CLOSED_FORMS = {
 
 
 @pytest.mark.parametrize("name", CLOSED_FORMS)
-def test_closed_forms(name: str) -> None:
+def test_each_schedule_equals_its_closed_form(name: str) -> None:
     schedule = make(name)
     for tokens, factor in CLOSED_FORMS[name].items():
         assert schedule.lr_factor(tokens, 10) == pytest.approx(factor, abs=1e-12), tokens
 
 
-def test_wsd_one_minus_sqrt() -> None:
+def test_the_1_sqrt_cooldown_of_wsd_equals_its_closed_form() -> None:
     schedule = make("wsd", cooldown="1-sqrt", min_lr_ratio=0.0)
     assert schedule.lr_factor(880, 10) == 1.0
     assert schedule.lr_factor(935, 10) == pytest.approx(1 - math.sqrt(0.25))
@@ -56,7 +56,7 @@ def test_wsd_one_minus_sqrt() -> None:
 
 
 @pytest.mark.parametrize("name", CLOSED_FORMS)
-def test_joints_are_continuous_and_the_first_step_moves(name: str) -> None:
+def test_schedules_are_continuous_and_positive_at_the_first_step(name: str) -> None:
     schedule = make(name, warmup=100_000, decay=1_100_000)
     factors = [schedule.lr_factor(t, 100) for t in range(0, 1_300_000, 100)]
     assert factors[0] > 0
@@ -65,19 +65,19 @@ def test_joints_are_continuous_and_the_first_step_moves(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CLOSED_FORMS)
-def test_after_warmup_the_rate_at_a_token_count_is_the_same_at_every_batch_size(name: str) -> None:
+def test_after_the_warm_up_the_rate_does_not_depend_on_the_batch_size(name: str) -> None:
     schedule = make(name, warmup=2**21, decay=2**26)
     for tokens in range(2**21, 2**26, 2**20):
         assert len({schedule.lr_factor(tokens, b) for b in (2**17, 2**18, 2**19, 2**20)}) == 1
 
 
-def test_warmup_that_is_no_multiple_of_the_batch_reaches_the_peak_and_never_passes_it() -> None:
+def test_a_warm_up_that_is_not_a_multiple_of_the_batch_ends_at_the_peak() -> None:
     schedule = make("cosine", warmup=105)
     assert schedule.lr_factor(90, 10) == pytest.approx(100 / 105)
     assert schedule.lr_factor(100, 10) == 1.0
 
 
-def test_gpt3() -> None:
+def test_the_schedule_of_gpt3_equals_the_paper() -> None:
     """Warm-up over 375M tokens, cosine over 260B of 300B, then a tenth (arXiv 2005.14165, appendix B)."""
     cfg = Config()
     cfg.batch.total_batch_size = 2**19
@@ -89,7 +89,7 @@ def test_gpt3() -> None:
     assert schedule.lr_factor(299_000_000_000, 2**19) == pytest.approx(0.1)
 
 
-def test_steps_win_over_tokens_and_tokens_over_the_ratio() -> None:
+def test_steps_take_precedence_over_tokens_and_tokens_over_the_ratio() -> None:
     cfg = Config()
     cfg.batch.total_batch_size = 1000
     assert resolve_schedule(cfg, 50_000).warmup_tokens == 5000

@@ -1,4 +1,4 @@
-"""What must not get into a run directory: secrets of the environment. And names that lead out of the output root."""
+"""Secrets of the environment stay out of run directories. A sweep name stays inside the output folder."""
 
 import subprocess
 from collections.abc import Callable
@@ -62,7 +62,7 @@ def test_a_refused_secret_is_in_no_file_and_no_output(
 @pytest.mark.parametrize(
     "override", ["+hydra.job.env_set.API_KEY=abc", "hydra.job.env_copy=[HOME]", f"hydra.job.name={CANARY}"]
 )
-def test_hydras_own_files_hold_no_secret_either(monkeypatch: pytest.MonkeyPatch, override: str) -> None:
+def test_hydra_keys_that_would_save_a_secret_are_refused(monkeypatch: pytest.MonkeyPatch, override: str) -> None:
     monkeypatch.setenv("HF_TOKEN", CANARY)
     with pytest.raises(ConfigError) as refused:
         compose([override])
@@ -70,7 +70,7 @@ def test_hydras_own_files_hold_no_secret_either(monkeypatch: pytest.MonkeyPatch,
 
 
 @pytest.mark.e2e
-def test_a_run_keeps_the_environment_out_of_its_files(gptexp: Gptexp, tiny: list[str], tmp_path: Path) -> None:
+def test_a_run_writes_no_secret_to_its_files(gptexp: Gptexp, tiny: list[str], tmp_path: Path) -> None:
     secrets = {"WANDB_API_KEY": CANARY, "HF_TOKEN": CANARY, "WANDB_MODE": "offline"}
     options = [*(o for o in tiny if not o.startswith("log=")), "log=offline", "log.progress=off"]
     done = gptexp("train", *options, "hydra.run.dir=out", env=secrets)
@@ -79,7 +79,7 @@ def test_a_run_keeps_the_environment_out_of_its_files(gptexp: Gptexp, tiny: list
     assert holds_canary(tmp_path / "out") == []
 
 
-def test_no_key_asks_for_a_secret() -> None:
+def test_no_config_key_has_the_name_of_a_secret() -> None:
     names = [key.rpartition(".")[2] for key, _, _ in fields_of(Config())]
     assert [name for name in names if SECRET.fullmatch(name)] == []
 
@@ -87,7 +87,7 @@ def test_no_key_asks_for_a_secret() -> None:
 def test_a_value_that_only_contains_a_secrets_value_is_accepted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """TOKENIZERS_CACHE is no secret, and a path below it is none either."""
+    """TOKENIZERS_CACHE is not a secret, so a path below it is accepted too."""
     monkeypatch.setenv("TOKENIZERS_CACHE", str(tmp_path))
     monkeypatch.setenv("HF_TOKEN", "tok")
     (tmp_path / "tok.txt").write_text("text")
@@ -96,13 +96,13 @@ def test_a_value_that_only_contains_a_secrets_value_is_accepted(
 
 
 @pytest.mark.parametrize("name", ["..", "../x", "/tmp/x", "a/b", ".", "", "x" * 81, "a\\nb"])
-def test_a_sweeps_name_does_not_lead_out_of_the_output_root(name: str) -> None:
+def test_a_sweep_name_that_leads_out_of_the_output_folder_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=r"sweep\.name"):
         compose_sweep([f"sweep.name='{name}'", "optim.lr=1e-3,2e-3"])
 
 
 @pytest.mark.parametrize("flag", ["--config-path", "--config-name"])
-def test_the_primary_config_is_gptexps(gptexp: Gptexp, flag: str) -> None:
+def test_another_primary_config_is_refused(gptexp: Gptexp, flag: str) -> None:
     refused = gptexp("train", flag, "x")
     assert refused.returncode == 2
     assert "not supported; give a folder with config groups: --config-dir DIR" in refused.stderr

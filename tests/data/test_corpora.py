@@ -1,4 +1,4 @@
-"""Which files a corpus has, and in which pieces they are read."""
+"""The files of a corpus, and the pieces in which they are read."""
 
 import hashlib
 import random
@@ -12,8 +12,8 @@ from gptexp.data import corpora
 from gptexp.process.errors import DataError
 
 
-def test_the_pieces_of_a_text_have_the_ids_of_the_whole(tmp_path: Path) -> None:
-    """Random text of all kinds of characters that GPT-2's pattern distinguishes, in pieces of all sizes."""
+def test_a_text_read_in_pieces_has_the_same_token_ids(tmp_path: Path) -> None:
+    """Random text with each class of characters that GPT-2's pattern distinguishes, in pieces of random sizes."""
     alphabet = ["a", "Bc", "1", "23", " ", "  ", "\n", "\n\n", "\r\n", "\t", "'s", "'ll", "!", "…", "é", "漢", "\u00a0"]
     draw = random.Random(0)
     path = tmp_path / "text"
@@ -29,13 +29,13 @@ def test_the_pieces_of_a_text_have_the_ids_of_the_whole(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("between", ["\n", "\r\n", " ", "\t"])
-def test_a_file_is_read_in_pieces_whatever_its_line_ends(tmp_path: Path, between: str) -> None:
+def test_a_file_is_read_in_pieces_with_every_kind_of_separator(tmp_path: Path, between: str) -> None:
     path = tmp_path / "text"
     path.write_text(between.join(["some words"] * 5000), newline="")
     assert max(map(len, corpora.pieces(path, piece_chars=1000))) < 1100
 
 
-def test_stdlib_leaves_out_packages_and_tests() -> None:
+def test_the_stdlib_corpus_excludes_packages_and_tests() -> None:
     files = corpora.stdlib().files
     root = Path(sysconfig.get_path("stdlib"))
     inside = {part for f in files for part in f.relative_to(root).parts}
@@ -44,7 +44,7 @@ def test_stdlib_leaves_out_packages_and_tests() -> None:
     assert 5e6 < corpora.stdlib().bytes < 40e6
 
 
-def test_text_takes_globs_each_file_once_and_names_what_is_missing(tmp_path: Path) -> None:
+def test_globs_select_each_file_once_and_a_missing_file_is_named(tmp_path: Path) -> None:
     for name in ("b.txt", "a.txt", "sub/c.txt", "sub/d.md"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name)
@@ -59,7 +59,7 @@ def test_shakespeare_is_checked_by_size_and_hash(tmp_path: Path, monkeypatch: py
     source = tmp_path / "source.txt"
     source.write_bytes(body)
     monkeypatch.setattr(corpora, "SHAKESPEARE_URL", source.as_uri())
-    with pytest.raises(DataError, match=r"tinyshakespeare.txt: not tiny Shakespeare \(19 bytes, sha256 differs\)"):
+    with pytest.raises(DataError, match=r"tinyshakespeare.txt: not tiny Shakespeare \(sha256 differs\)"):
         corpora.shakespeare(tmp_path / "a")
     monkeypatch.setattr(corpora, "SHAKESPEARE_BYTES", len(body))
     monkeypatch.setattr(corpora, "SHAKESPEARE_SHA256", hashlib.sha256(body).hexdigest())
@@ -70,7 +70,7 @@ def test_shakespeare_is_checked_by_size_and_hash(tmp_path: Path, monkeypatch: py
         corpora.shakespeare(tmp_path / "c")
 
 
-def test_a_name_with_glob_characters_is_that_file(tmp_path: Path) -> None:
+def test_a_file_name_with_glob_characters_selects_that_file(tmp_path: Path) -> None:
     (tmp_path / "d[1]").mkdir()
     for name in ("a[1].txt", "a1.txt"):
         (tmp_path / "d[1]" / name).write_text(name)

@@ -50,7 +50,7 @@ def _file(change: Callable[[Path, random.Random], object]) -> Damage:
 
 
 def _put_id(directory: Path, draw: random.Random, rehash: bool) -> None:
-    """An id that no vocabulary has, with the hash of what it was or, a lie well told, of what it is now."""
+    """Write an id outside of every vocabulary. `rehash`: also write the hash of the changed shard to the manifest."""
     import hashlib
 
     paths = sorted(directory.glob("*.bin"))
@@ -117,14 +117,14 @@ DAMAGES: dict[str, Damage] = {
 
 
 def _open(directory: Path) -> None:
-    """As a run does before its first step."""
+    """Open the data as a run does before its first step."""
     verify(directory)
     open_dataset(DataConfig(val_tokens=0), directory, None, 16, 1337, LARGEST + 1)
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_shard_is_refused_with_file_and_place(shards: Path, damage: str) -> None:
-    """Twenty times each, from a seed; before any step, in one line that names a file of the data set."""
+def test_a_damaged_shard_is_refused_in_one_line_that_names_the_file(shards: Path, damage: str) -> None:
+    """Each kind of damage is applied with twenty seeds."""
     verify(shards)
     for seed in range(20):
         directory = shards.with_name(f"{seed}")
@@ -139,7 +139,7 @@ def test_a_damaged_shard_is_refused_with_file_and_place(shards: Path, damage: st
             assert ": byte " in text
 
 
-def test_what_was_read_whole_is_not_read_again_until_it_changes(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_verified_shard_is_read_again_only_after_it_changes(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     verify(shards)
     read: list[Path] = []
     plain = module._check_content
@@ -151,7 +151,7 @@ def test_what_was_read_whole_is_not_read_again_until_it_changes(shards: Path, mo
     os.utime(shards / "tokens-00001.bin", ns=(1, 1))
     verify(shards)
     assert len(read) == 3
-    for path in (shards / "tokens-00001.bin", shards / VERIFIED):  # other bytes of the same size and time
+    for path in (shards / "tokens-00001.bin", shards / VERIFIED):  # changed bytes, but the same size and time
         body, before = bytearray(path.read_bytes()), path.stat()
         if path.suffix == ".bin":
             body[-1] ^= 1
@@ -161,7 +161,9 @@ def test_what_was_read_whole_is_not_read_again_until_it_changes(shards: Path, mo
         verify(shards)
 
 
-def test_a_cache_that_cannot_be_written_is_read_once_a_process(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shards_in_a_read_only_cache_are_verified_once_per_process(
+    shards: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     read: list[Path] = []
     plain = module._check_content
 

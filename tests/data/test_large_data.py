@@ -41,8 +41,8 @@ def median(found: list[dict[str, Any]], key: str) -> float:
 
 
 @pytest.mark.slow
-def test_ten_billion_tokens_cost_what_ten_million_cost(gptexp: Gptexp, tmp_path: Path, corpus: Path) -> None:
-    """A real run on a data set larger than the memory: reading takes less than a percent of a step."""
+def test_memory_and_reading_time_do_not_grow_with_the_data(gptexp: Gptexp, tmp_path: Path, corpus: Path) -> None:
+    """A real run on a data set that is larger than the memory. Reading takes less than 1% of a step."""
     peaks = {}
     for name, shards, tokens in (("small", 1, 10_000_000), ("large", SHARDS, TOKENS_PER_SHARD)):
         cache = tmp_path / f"cache-{name}"
@@ -66,8 +66,8 @@ def test_ten_billion_tokens_cost_what_ten_million_cost(gptexp: Gptexp, tmp_path:
     assert peaks["large"] < 1.1 * peaks["small"]
 
 
-def test_reading_keeps_nothing_in_memory(tmp_path: Path) -> None:
-    """A thousand windows of every shard. With a memory map, the pages read would count as this process's memory."""
+def test_reading_windows_does_not_increase_memory(tmp_path: Path) -> None:
+    """Reads a thousand windows of each shard. With a memory map, the pages would count as memory of this process."""
     import psutil
 
     write_sparse(tmp_path / "sparse", SHARDS, TOKENS_PER_SHARD)
@@ -84,7 +84,7 @@ def test_reading_keeps_nothing_in_memory(tmp_path: Path) -> None:
     assert process.num_fds() == files
 
 
-def test_a_shard_that_is_cut_short_while_it_is_open_is_an_error_and_no_crash(tmp_path: Path) -> None:
+def test_a_shard_truncated_while_it_is_open_raises_an_error(tmp_path: Path) -> None:
     write_sparse(tmp_path / "sparse", 2, 1000)
     stream = TokenStream(tmp_path / "sparse")
     assert len(stream.read(990, 20)) == 20

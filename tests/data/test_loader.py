@@ -1,4 +1,4 @@
-"""From shards to micro-batches: the same windows however a step is cut, and held-out ones apart."""
+"""From shards to micro-batches: equal windows at every micro-batch and world size, and held-out validation."""
 
 from pathlib import Path
 
@@ -53,7 +53,7 @@ def test_the_fingerprint_depends_on_the_windows_and_not_on_their_order() -> None
     assert fingerprint(rows) != fingerprint(changed)
 
 
-def test_reading_can_start_anywhere(corpus: Path) -> None:
+def test_reading_can_start_at_any_step(corpus: Path) -> None:
     dataset = dataset_of(corpus)
     plan = plan_batch(8 * 16, 4, 16, 1)
     all_of_it = [b.x for b in micro_batches(dataset, plan, 0, 0, 5, torch.device("cpu"))]  # type: ignore[arg-type]
@@ -61,7 +61,7 @@ def test_reading_can_start_anywhere(corpus: Path) -> None:
     assert torch.equal(torch.cat(all_of_it[6:]), torch.cat(from_third))
 
 
-def test_sequential_order_is_the_text_itself_and_drops_the_tail(corpus: Path) -> None:
+def test_sequential_order_reads_the_text_in_order_and_drops_the_tail(corpus: Path) -> None:
     dataset = dataset_of(corpus, order="sequential", val_tokens=0, max_tokens=16 * 20 + 7)
     inputs, _ = read_all(dataset, 8, 1, 3)
     ids = ids_of(corpus.read_text())
@@ -91,7 +91,7 @@ def test_held_out_windows_are_never_trained_on(corpus: Path) -> None:
     assert len(trained) + 10 == order.n_windows
 
 
-def test_val_path_takes_its_own_text_and_leaves_training_whole(corpus: Path, tmp_path: Path) -> None:
+def test_val_path_adds_validation_text_and_trains_on_the_whole_corpus(corpus: Path, tmp_path: Path) -> None:
     other = tmp_path / "val.txt"
     other.write_text("Something else entirely. " * 40)
     dataset = dataset_of(corpus, val_path=[str(other)], val_tokens=48)

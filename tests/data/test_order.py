@@ -1,4 +1,4 @@
-"""The data order: a bijection, statistically random, equal in all versions, independent of how a step is cut."""
+"""The data order: a bijection, random by statistical tests, equal in all versions and at every world size."""
 
 import hashlib
 
@@ -27,13 +27,13 @@ def test_splitmix64_is_the_published_function() -> None:
 
 
 @pytest.mark.parametrize("n", [1000, FEISTEL])
-def test_permutation_is_pinned(n: int) -> None:
-    """A run that is resumed by a later version reads the same data: these digests must not change."""
+def test_the_permutation_does_not_change_between_versions(n: int) -> None:
+    """These digests must not change: a later version that resumes a run must read the same data."""
     digest = hashlib.sha256(permute(np.arange(n), n, mix(1337, 0)).astype("<i8").tobytes()).hexdigest()
     assert digest[:16] == {1000: "af1a1ad3b0b5f181", FEISTEL: "0f09785f63c2bdb1"}[n]
 
 
-def test_feistel_quality() -> None:
+def test_the_feistel_permutation_passes_tests_of_randomness() -> None:
     """Neighbours land far apart, parities are independent, and the 32 × 32 grid of (from, to) fills evenly."""
     table = np.zeros((32, 32))
     correlations, flips = [], []
@@ -84,7 +84,7 @@ def test_validation_is_spread_over_the_whole_corpus() -> None:
     assert stats.kstest(held_out / 100_000, "uniform").pvalue > 0.001
 
 
-def test_a_batch_across_the_epoch_end_is_the_end_of_one_and_the_start_of_the_next() -> None:
+def test_a_batch_may_cross_the_end_of_an_epoch() -> None:
     order = Order(10, 3, seed=5, shuffled=True)
     whole = order.train_windows(np.arange(21))
     assert np.array_equal(order.train_windows(np.arange(5, 9)), whole[5:9])
@@ -93,7 +93,9 @@ def test_a_batch_across_the_epoch_end_is_the_end_of_one_and_the_start_of_the_nex
 
 @pytest.mark.parametrize("micro_batch_size", [1, 2, 4, 8])
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_a_step_reads_the_same_windows_however_it_is_cut(micro_batch_size: int, world_size: int) -> None:
+def test_a_step_reads_the_same_windows_at_every_micro_batch_and_world_size(
+    micro_batch_size: int, world_size: int
+) -> None:
     """Rank r takes micro-batches [r·A, (r+1)·A) of the step; concatenated over ranks that is the plain order."""
     order, sequences = Order(100, 10, 7, True), 32
     plan = plan_batch(sequences * 16, micro_batch_size, 16, world_size)

@@ -1,4 +1,4 @@
-"""The data of a step, and so its loss, depend neither on the number of ranks nor on the micro-batch size."""
+"""The data and the loss of a step depend neither on the number of ranks nor on the micro-batch size."""
 
 import subprocess
 from collections.abc import Callable
@@ -29,7 +29,7 @@ def reference(trained: Path, tiny: list[str]) -> Path:
 
 
 def check_equal(reference: Path, other: Path) -> None:
-    """Same data, and losses to 1e-5 relative."""
+    """Check for equal data, and for losses within a relative 1e-5."""
     for kind, keys in (("step", ("train/loss", "optim/grad_norm")), ("eval", ("val/loss",))):
         assert len(events(reference, kind)) == (20 if kind == "step" else 1)
         for a, b in zip(events(reference, kind), events(other, kind), strict=True):

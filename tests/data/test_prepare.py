@@ -1,4 +1,4 @@
-"""From text to cached shards: once, whole, and again when the text changes."""
+"""From text to cached shards: a corpus is tokenised once, and again after its text changes."""
 
 import multiprocessing
 import resource
@@ -16,7 +16,7 @@ from gptexp.data.tokenizer import END_OF_TEXT
 from gptexp.process.errors import DataError
 
 
-def test_documents_are_separated_and_a_single_file_is_unchanged(tmp_path: Path) -> None:
+def test_end_of_text_separates_several_files_and_is_not_added_to_one(tmp_path: Path) -> None:
     a, empty, b = tmp_path / "a", tmp_path / "empty", tmp_path / "b"
     a.write_text("one <|endoftext|> document\n")
     empty.write_text("")
@@ -72,7 +72,7 @@ def test_shards_without_a_manifest_are_built_again(tmp_path: Path, corpus: Path)
     assert stream_of(directory) == ids_of(corpus.read_text())
 
 
-def test_a_killed_preparation_leaves_nothing_that_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_preparation_leaves_no_valid_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "text"
     path.write_text("some text")
     data = text_config(path, cache_dir=str(tmp_path / "cache"))
@@ -88,7 +88,7 @@ def test_a_killed_preparation_leaves_nothing_that_counts(tmp_path: Path, monkeyp
     assert stream_of(prepare(data)[0]) == ids_of("some text")
 
 
-def test_unwritable_cache_is_one_line(tmp_path: Path) -> None:
+def test_an_unwritable_cache_raises_an_error_that_names_it(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("text")
     with pytest.raises(DataError, match=r"data.cache_dir=.*cannot be written"):
         prepare(text_config(tmp_path / "file", cache_dir=str(tmp_path / "file" / "below")))
@@ -96,10 +96,10 @@ def test_unwritable_cache_is_one_line(tmp_path: Path) -> None:
 
 @pytest.mark.e2e
 @pytest.mark.parametrize(("file", "limit"), [("text.txt", 20_000), ("/proc/self/mem", resource.RLIM_INFINITY)])
-def test_what_the_file_system_refuses_is_one_line_that_names_the_file(
+def test_an_error_of_the_file_system_is_one_line_that_names_the_file(
     start: Callable[..., subprocess.Popen[str]], tmp_path: Path, corpus: Path, file: str, limit: int
 ) -> None:
-    """A real process, whose shard reaches the limit of file sizes, or whose text cannot be read."""
+    """In a real process: its shard exceeds the limit of file sizes, or its text cannot be read."""
     (tmp_path / "text.txt").write_text(corpus.read_text())
     process = start(
         "prepare", "data=text", f"data.path={file}", f"data.cache_dir={tmp_path / 'cache'}",

@@ -1,4 +1,4 @@
-"""Shards: written with a manifest, read across files, and a damaged one is named."""
+"""Shards: writing them with a manifest, reading across files, and errors that name a damaged file."""
 
 import hashlib
 import json
@@ -37,7 +37,7 @@ def test_stream_reads_across_shards(three_shards: tuple[Path, np.ndarray]) -> No
 def test_threads_that_share_a_limited_number_of_open_files_read_the_right_tokens(
     three_shards: tuple[Path, np.ndarray], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The loader reads ahead while an evaluation reads the same stream. One file may be open, of three shards."""
+    """The loader reads ahead while an evaluation reads the same stream. Only one of three files may be open."""
     monkeypatch.setattr(shards, "OPEN_FILES", 1)
     directory, ids = three_shards
     stream = TokenStream(directory)

@@ -1,4 +1,4 @@
-"""GPT-2's tokenizer: known ids, and its file is checked."""
+"""GPT-2's tokenizer: known ids, and the check of its file."""
 
 from pathlib import Path
 

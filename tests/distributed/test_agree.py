@@ -1,4 +1,4 @@
-"""What rank 0 decides, or refuses, holds for all ranks."""
+"""`agree` gives all ranks the value or the error of rank 0; here on a single rank."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from gptexp.distributed.ranks import Rank
 from gptexp.process.errors import ConfigError
 
 
-def test_a_single_rank_gets_what_its_function_returns() -> None:
+def test_agree_returns_the_value_of_the_function_on_a_single_rank() -> None:
     assert agree(lambda: 3, Rank(), None) == 3
 
 

@@ -1,4 +1,4 @@
-"""Which rank a launcher's environment makes of this process, and how a rank's process ends."""
+"""The rank of this process by the variables of a launcher, and the exit of a rank's process."""
 
 import os
 import subprocess
@@ -27,7 +27,7 @@ def set_environment(monkeypatch: pytest.MonkeyPatch, env: dict[str, str]) -> Non
     [
         ({}, None),
         ({"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, Rank(3, 8, 1, 2)),
-        # An sbatch script, which is no task of a job step.
+        # An sbatch script is not a task of a job step.
         ({"SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_JOB_ID": "7"}, None),
         ({"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "SLURM_JOB_ID": "7"}, None),
         (
@@ -39,7 +39,7 @@ def set_environment(monkeypatch: pytest.MonkeyPatch, env: dict[str, str]) -> Non
         ),
     ],
 )  # fmt: skip
-def test_the_environment_names_the_rank(
+def test_the_rank_is_read_from_the_launchers_variables(
     monkeypatch: pytest.MonkeyPatch, env: dict[str, str], expected: Rank | None
 ) -> None:
     set_environment(monkeypatch, env)
@@ -47,21 +47,21 @@ def test_the_environment_names_the_rank(
     assert launcher_world_size() == (expected.world_size if expected else None)
 
 
-def test_asking_for_the_rank_changes_no_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_the_rank_changes_no_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     set_environment(monkeypatch, STEP)
     before = dict(os.environ)
     assert launcher_rank() == launcher_rank() == Rank(3, 4, 1, 2, by_srun=True)
     assert dict(os.environ) == before
 
 
-def test_a_task_of_a_job_step_has_the_cores_that_slurm_gave_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slurm_task_uses_the_cores_that_slurm_assigned(monkeypatch: pytest.MonkeyPatch) -> None:
     set_environment(monkeypatch, STEP)
     rank = launcher_rank()
     assert rank is not None
     assert cores_per_rank(rank) == 5
 
 
-def test_torchrun_inside_a_job_step_shares_out_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_of_torchrun_in_a_slurm_job_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     """The ranks of torchrun inherit SLURM's variables from the sbatch script or task that starts it."""
     set_environment(monkeypatch, {**STEP, "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0", **TORCHRUN})
     assert launcher_rank() == Rank(0, 2, 0, 1)
@@ -73,14 +73,16 @@ def test_torchrun_inside_a_job_step_shares_out_the_cores(monkeypatch: pytest.Mon
     ("nodes", "first"),
     [("localhost", "localhost"), ("a,b", "a"), ("node[01-04,07],other", "node01"), ("n[3,5]-ib", "n3-ib")],
 )
-def test_under_srun_the_ranks_meet_on_the_first_node(monkeypatch: pytest.MonkeyPatch, nodes: str, first: str) -> None:
+def test_under_srun_the_rendezvous_is_on_the_first_node(
+    monkeypatch: pytest.MonkeyPatch, nodes: str, first: str
+) -> None:
     set_environment(monkeypatch, {**STEP, "SLURM_STEP_NODELIST": nodes})
     place = rendezvous(Rank(3, 4, 1, 2, by_srun=True))
     assert place.startswith(f"tcp://{first}:")
     assert place.endswith("?rank=3&world_size=4")
 
 
-def test_under_srun_a_job_has_a_port_that_ordinary_users_may_open(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_under_srun_the_port_of_a_job_is_unprivileged(monkeypatch: pytest.MonkeyPatch) -> None:
     ports = set()
     for job in range(1, 200_000, 997):
         set_environment(monkeypatch, {**STEP, "SLURM_JOB_ID": f"{job}"})
@@ -91,12 +93,12 @@ def test_under_srun_a_job_has_a_port_that_ordinary_users_may_open(monkeypatch: p
     assert len(ports) > 100
 
 
-def test_under_srun_the_users_own_address_and_port_win(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_under_srun_the_users_address_and_port_take_precedence(monkeypatch: pytest.MonkeyPatch) -> None:
     set_environment(monkeypatch, {**STEP, "MASTER_ADDR": "here", "MASTER_PORT": "4321"})
     assert rendezvous(Rank(3, 4, 1, 2, by_srun=True)).startswith("tcp://here:4321?")
 
 
-def test_under_torchrun_the_ranks_meet_where_it_says() -> None:
+def test_under_torchrun_the_rendezvous_comes_from_its_variables() -> None:
     assert rendezvous(Rank(0, 2, 0, 1)) == "env://"  # torch reads MASTER_ADDR and MASTER_PORT
 
 
@@ -109,8 +111,8 @@ def test_under_torchrun_the_ranks_meet_where_it_says() -> None:
         ("raise OSError('no such disk')", 1, "OSError: no such disk"),
     ],
 )
-def test_a_rank_ends_with_its_own_exit_code_and_all_output(end: str, code: int, said: str) -> None:
-    """Its exit handlers run; the interpreter, which other threads may still use, is not finalised."""
+def test_a_rank_exits_with_its_own_code_and_flushes_its_output(end: str, code: int, said: str) -> None:
+    """Its exit handlers run. The interpreter is not finalised, because other threads may still use it."""
     script = textwrap.dedent(f"""
         import atexit, sys
         from gptexp.distributed.ranks import ending_rank

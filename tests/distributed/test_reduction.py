@@ -48,10 +48,10 @@ def test_the_tree_adds_gradients_in_pairs(micro_steps: int) -> None:
     assert torch.equal(tree, pairwise(alone))
     mean = reduced(lambda _: MeanReduction(None), inputs)
     torch.testing.assert_close(tree, mean, rtol=1e-5, atol=1e-5 * float(mean.abs().max()))
-    assert torch.equal(tree, mean) == (micro_steps <= 2)  # else the test could not tell a tree from a chain
+    assert torch.equal(tree, mean) == (micro_steps <= 2)  # otherwise the test could not distinguish a tree from a chain
 
 
-def test_gradients_of_an_abandoned_step_do_not_count() -> None:
+def test_gradients_of_an_abandoned_step_are_discarded() -> None:
     x = torch.ones(2, 257)
     model = torch.nn.Linear(257, 1, bias=False)
     tree = TreeReduction(model, Rank())
@@ -78,16 +78,17 @@ def trained(gptexp: Gptexp, tiny: list[str], directory: Path, reduction: str, wo
     return contents(directory / f"w{world_size}")
 
 
+@pytest.mark.e2e
 def test_a_tree_gives_equal_weights_on_one_and_two_ranks(gptexp: Gptexp, tiny: list[str], tmp_path: Path) -> None:
     assert trained(gptexp, tiny, tmp_path, "tree", 1) == trained(gptexp, tiny, tmp_path, "tree", 2)
 
 
 @pytest.mark.e2e
 @pytest.mark.parametrize("reduction", ["tree", "mean"])
-def test_only_with_a_tree_do_weights_not_depend_on_the_world_size(
+def test_weights_are_independent_of_the_world_size_only_with_the_tree(
     gptexp: Gptexp, tiny: list[str], tmp_path: Path, reduction: str
 ) -> None:
-    """On one, two and four ranks; a mean rounds to other bits."""
+    """On one, two and four ranks. The mean rounds to other bits at each world size."""
     found = {trained(gptexp, tiny, tmp_path, reduction, world_size) for world_size in (1, 2, 4)}
     assert (len(found) == 1) == (reduction == "tree")
 
@@ -98,7 +99,7 @@ def test_only_with_a_tree_do_weights_not_depend_on_the_world_size(
         (["world.size=3", "batch.total_batch_size=96"], "the number of ranks must be a power of two, not 3"),
         (
             ["batch.total_batch_size=96"],
-            "the number of micro-batches in a step must be a power of two, not 3; use batch.micro_batch_size=6 or 3",
+            "micro-batches of a step must be a power of two, not 3; use batch.micro_batch_size=6 or 3",
         ),
         (
             ["batch.micro_batch_size=auto"],
@@ -107,13 +108,13 @@ def test_only_with_a_tree_do_weights_not_depend_on_the_world_size(
         (["world.threads_per_rank=2"], "needs one thread per rank"),
     ],
 )
-def test_what_a_tree_cannot_add_up_is_refused(tiny: list[str], overrides: list[str], line: str) -> None:
+def test_a_config_that_the_tree_does_not_support_is_refused(tiny: list[str], overrides: list[str], line: str) -> None:
     with pytest.raises(ConfigError) as refused:
         compose([*tiny, "train.reduction=tree", *overrides])
     assert line in str(refused.value)
 
 
-def test_a_refused_tree_leaves_no_directory(gptexp: Gptexp, tiny: list[str], tmp_path: Path) -> None:
+def test_a_refused_tree_creates_no_directory(gptexp: Gptexp, tiny: list[str], tmp_path: Path) -> None:
     refused = gptexp("train", *tiny, "train.reduction=tree", "world.threads_per_rank=2", "hydra.run.dir=out")
     assert refused.returncode == 2
     assert "needs one thread per rank" in refused.stderr

@@ -1,4 +1,4 @@
-"""How often two real ranks talk to each other in a step."""
+"""The number of collectives in a step of two real ranks."""
 
 import json
 import subprocess
@@ -51,7 +51,7 @@ os._exit(0)
 
 
 @pytest.mark.e2e
-def test_reductions_do_not_grow_with_accumulation(tmp_path: Path) -> None:
+def test_the_number_of_reductions_does_not_grow_with_accumulation(tmp_path: Path) -> None:
     """Counts what DDP reduces and what a step reduces itself, in two real ranks."""
     script = tmp_path / "count.py"
     script.write_text(textwrap.dedent(SCRIPT))
@@ -63,4 +63,4 @@ def test_reductions_do_not_grow_with_accumulation(tmp_path: Path) -> None:
     # The first step of DDP reduces in the buckets it was built with, before it regroups them.
     assert all(buckets in (1, 2) for _, buckets, _, _ in counted)
     assert [ours for _, _, ours, _ in counted] == [1, 1, 1]
-    assert [kept for _, _, _, kept in counted] == [False, False, True]  # from then on nothing is copied
+    assert [kept for _, _, _, kept in counted] == [False, False, True]  # after that, no gradient is copied

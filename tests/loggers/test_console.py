@@ -1,4 +1,4 @@
-"""What a run prints: lines, a bar, JSON, or one line."""
+"""The output of a run: lines, a bar, JSON, or one line."""
 
 import json
 import subprocess
@@ -14,7 +14,7 @@ from gptexp.storage.checkpoint import TrainState
 Gptexp = Callable[..., subprocess.CompletedProcess[str]]
 
 
-def test_console_is_a_bar_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_progress_bar_is_shown_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(build_console("auto", 10, TrainState()), LineSink)
     assert isinstance(build_console("json", 10, TrainState()), JsonSink)
     assert build_console("off", 10, TrainState()) is None
@@ -58,7 +58,7 @@ def kinds(done: subprocess.CompletedProcess[str]) -> list[str]:
 
 
 def of_runs(found: list[str], runs: int) -> bool:
-    """Whether these are the events of so many runs of four steps and one sample, from start to end."""
+    """Whether `found` are the events of `runs` runs, each with four steps and one sample."""
     counts = [found.count(kind) for kind in ("start", "step", "sample", "end")]
     return (found[0], found[-1]) == ("start", "end") and counts == [runs, 4 * runs, runs, runs]
 
@@ -66,7 +66,7 @@ def of_runs(found: list[str], runs: int) -> bool:
 def test_stdout_of_a_run_is_json_only(gptexp: Gptexp, tiny: list[str]) -> None:
     run = ("train", *tiny, *JSON_MODE, "hydra.run.dir=out")
     assert of_runs(kinds(gptexp(*run)), 1)
-    assert kinds(gptexp(*run)) == kinds(gptexp("resume", "out")) == []  # the run is done: nothing for a program
+    assert kinds(gptexp(*run)) == kinds(gptexp("resume", "out")) == []  # the run is completed: no event
 
 
 @pytest.mark.e2e
@@ -80,7 +80,7 @@ def test_stdout_of_a_sweep_is_json_only(gptexp: Gptexp, tiny: list[str]) -> None
 
 
 def test_log_quiet_prints_one_line(gptexp: Gptexp, tiny: list[str]) -> None:
-    assert gptexp("prepare", *tiny).returncode == 0  # the first command that tokenises a text prints that
+    assert gptexp("prepare", *tiny).returncode == 0  # the first command that tokenises a text prints a line
     done = gptexp("train", *tiny, "hydra.run.dir=out")
     assert (done.returncode, done.stderr) == (0, "")
     [line] = done.stdout.splitlines()

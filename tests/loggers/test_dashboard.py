@@ -1,11 +1,10 @@
-"""The dashboard: every name on it is one that runs log, and a second push changes the same view."""
+"""The dashboard: runs log every name on it, and a second push updates the same view."""
 
 import json
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,12 @@ from conftest import ROOT, TINY, ForkServer
 from wandb_server import ENTITY, Run, WandbServer, minimal_environment
 
 from gptexp.config.schema import Config, fields_of
-from gptexp.loggers.dashboard import definition
 from gptexp.loggers.run_log import METRICS
 
 Gptexp = Callable[..., subprocess.CompletedProcess[str]]
 
-needs_workspaces = pytest.mark.skipif(
-    find_spec("wandb_workspaces") is None, reason="no wandb-workspaces; pip install 'gptexp[dashboard]'"
+dashboard = pytest.importorskip(
+    "gptexp.loggers.dashboard", reason="no wandb-workspaces; pip install 'gptexp[dashboard]'"
 )
 
 
@@ -43,12 +41,12 @@ def push(gptexp: Gptexp, server: WandbServer, tmp_path: Path) -> Callable[..., s
 
 
 def spec(name: str = "gptexp") -> dict[str, Any]:
-    view: dict[str, Any] = json.loads(json.dumps(definition(ENTITY, "p", name)._spec))
+    view: dict[str, Any] = json.loads(json.dumps(dashboard.definition(ENTITY, "p", name)._spec))
     return view
 
 
 def names() -> set[str]:
-    """What the definition reads from runs: `config:…`, `summary:…`, `run:…`; names of the history are bare."""
+    """The names that the definition reads: `config:…`, `summary:…`, `run:…`; names of the history have no prefix."""
     section = spec()["spec"]["section"]
     found = [section["settings"]["xAxis"]]
     for panel in [panel for part in section["panelBankConfig"]["sections"] for panel in part["panels"]]:
@@ -61,7 +59,7 @@ def names() -> set[str]:
 
 
 def metrics() -> set[str]:
-    """The metrics on the dashboard; for a summary value the metric whose minimum it is."""
+    """The metrics on the dashboard. A minimum in the summary counts as its metric."""
     logged = [name.removeprefix("summary:") for name in names() if not name.startswith(("config:", "run:"))]
     return {name.removesuffix(".min") for name in logged}
 
@@ -75,7 +73,7 @@ def config_keys() -> set[str]:
 def logged(
     torch_server: ForkServer, corpus: Path, cache: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[set[str], Run]:
-    """What a finished run has sent to the server, and the names in its metrics.jsonl."""
+    """The names in the metrics.jsonl of a finished run, and the run on the server."""
     folder = tmp_path_factory.mktemp("logged")
     with WandbServer() as server:
         env = {**minimal_environment(cache), **server.environment(folder)}
@@ -87,19 +85,16 @@ def logged(
         return {name for line in lines for name in json.loads(line)}, run
 
 
-@needs_workspaces
 def test_every_metric_on_the_dashboard_is_in_the_table_and_logged_by_a_run(logged: tuple[set[str], Run]) -> None:
     assert {"val/loss", "flops", "tokens", "gns/tokens"} <= metrics() <= METRICS.keys()
     assert metrics() <= logged[0]
 
 
-@needs_workspaces
-def test_every_key_on_the_dashboard_is_one_of_the_config() -> None:
+def test_every_key_on_the_dashboard_is_a_config_key() -> None:
     assert config_keys() == {"optim.lr", "batch.total_batch_size"}
     assert config_keys() <= {key for key, _, _ in fields_of(Config())}
 
 
-@needs_workspaces
 def test_a_run_sends_the_numbers_of_all_scatter_plots_and_columns(logged: tuple[set[str], Run]) -> None:
     run = logged[1]
     found = 0
@@ -114,15 +109,13 @@ def test_a_run_sends_the_numbers_of_all_scatter_plots_and_columns(logged: tuple[
     assert found > 3
 
 
-@needs_workspaces
 def test_the_definition_is_the_same_each_time() -> None:
     assert spec() == spec()
     panels = [panel for part in spec()["spec"]["section"]["panelBankConfig"]["sections"] for panel in part["panels"]]
     assert len({panel["__id__"] for panel in panels}) == len(panels)
 
 
-@needs_workspaces
-def test_a_second_push_changes_the_view_of_the_first(push: Gptexp, server: WandbServer) -> None:
+def test_a_second_push_updates_the_same_view(push: Gptexp, server: WandbServer) -> None:
     done = push()
     assert (done.returncode, done.stderr) == (0, "")
     [view] = server.views
@@ -136,14 +129,12 @@ def test_a_second_push_changes_the_view_of_the_first(push: Gptexp, server: Wandb
     assert not server.faults
 
 
-@needs_workspaces
 def test_the_definition_is_printed_without_a_server_or_a_key(gptexp: Gptexp) -> None:
     done = gptexp("dashboard", "push", "--entity", ENTITY, "--project", "p", "--name", "another", "--json")
     assert (done.returncode, done.stderr) == (0, "")
     assert json.loads(done.stdout) == spec("another")
 
 
-@needs_workspaces
 @pytest.mark.parametrize(
     "behaviour", [*(pytest.param(how, marks=pytest.mark.e2e) for how in ("refuse", "error", "hang")), "dead"]
 )
@@ -161,7 +152,6 @@ def test_a_failing_server_gives_one_line(push: Gptexp, server: WandbServer, beha
     assert server.url in done.stderr
 
 
-@needs_workspaces
 @pytest.mark.parametrize(
     ("argv", "env", "code", "said"),
     [

@@ -1,4 +1,4 @@
-"""metrics.jsonl: whole lines, no NaN, resumed files, a disk that is full."""
+"""metrics.jsonl: whole lines, no NaN, resumed files, a full disk."""
 
 import errno
 import json

@@ -1,17 +1,15 @@
 """The events of a run: rates, utilisation, stragglers and alerts."""
 
-from dataclasses import replace
 from typing import Any
 
 from gptexp.loggers.alerts import Alerts
-from gptexp.loggers.run_log import RunLog, StepRecord, straggler
+from gptexp.loggers.run_log import RunLog, straggler
 from gptexp.model.flops import Utilisation
 from gptexp.storage.checkpoint import TrainState
 
-STEP = StepRecord(
-    step=3, tokens=400, epoch=0.5, loss=2.5, lr=6e-4, grad_norm=1.25, clip_fraction=0.25, seconds=0.5,
-    phases_ms={"forward": 20.0}, work_ms=[20.0], noise_scale={"gns/cos": 0.5}, fingerprint=255,
-)  # fmt: skip
+STEP = {
+    "step": 3, "tokens": 400, "epoch": 0.5, "optim/grad_norm": 1.25, "perf/step_ms": 500.0, "gns/cos": 0.5,
+}  # fmt: skip
 
 
 class Memory:
@@ -38,25 +36,21 @@ def test_a_step_has_rates_and_utilisation() -> None:
     log_to(without).step(STEP)
     [known], [unknown] = with_peak.events, without.events
     assert known["perf/tokens_per_s"] == 200
-    assert known["perf/step_ms"] == 500
-    assert known["perf/forward_ms"] == 20
     assert (known["perf/mfu_palm"], known["perf/mfu_causal"]) == (0.2, 0.16)
     assert (unknown["perf/mfu_palm"], unknown["perf/mfu_causal"]) == (None, None)
     assert known["flops"] == 400 * 1000
-    assert known["gns/cos"] == 0.5
-    assert known["data/fingerprint"] == "00000000000000ff"
-    assert known["optim/clip_fraction"] == 0.25
-    assert "perf/slowest_rank" not in known  # there is one rank only
+    assert STEP.items() <= known.items()
 
 
 def test_the_straggler_is_the_slowest_rank_against_the_median_of_the_others() -> None:
     assert straggler([10.0, 30.0, 12.0, 8.0]) == {"perf/straggler_ratio": 3.0, "perf/slowest_rank": 1}
     assert straggler([10.0, 20.0]) == {"perf/straggler_ratio": 2.0, "perf/slowest_rank": 1}
     assert straggler([0.0, 0.0]) == {}  # no rank has reported yet
+    assert straggler([20.0]) == {}
 
 
 def test_an_alert_is_an_event_of_its_own() -> None:
     sink = Memory()
-    log_to(sink).step(replace(STEP, epoch=1.5))
+    log_to(sink).step({**STEP, "epoch": 1.5})
     assert [event["event"] for event in sink.events] == ["step", "alert"]
     assert sink.events[1]["text"].startswith("the text repeats")

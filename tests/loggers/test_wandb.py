@@ -1,4 +1,4 @@
-"""wandb: the sink beside a wandb that fails or hangs, and runs that log to a stand-in for the server."""
+"""wandb: the sink with a wandb that fails or hangs, and runs that log to a stand-in for the server."""
 
 import json
 import os
@@ -97,7 +97,7 @@ def test_a_dead_wandb_is_reported_once_and_not_called_again(
     assert capsys.readouterr().err.count("wandb: failed (ConnectionResetError: gone)") == 1
 
 
-def test_a_stuck_wandb_is_given_up_without_waiting(
+def test_a_run_gives_up_on_a_stuck_wandb_without_waiting(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     release = threading.Event()
@@ -155,7 +155,7 @@ def test_the_mode_follows_the_environment(
 
 @pytest.fixture
 def no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sink that only finds its id: it starts no wandb run."""
+    """The sink determines its id and starts no wandb run."""
     monkeypatch.setattr(WandbSink, "_init", lambda self: self._id())
     monkeypatch.setattr(WandbSink, "_work", lambda self: self._begun.set())
 
@@ -171,12 +171,14 @@ def test_a_damaged_id_file_gives_a_new_id_which_is_kept(tmp_path: Path, capsys: 
 
 
 @pytest.mark.usefixtures("no_thread")
-def test_the_id_of_an_agent_is_for_a_new_run_that_is_no_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_new_run_outside_of_a_sweep_takes_the_id_of_an_agent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("WANDB_RUN_ID", "of-agent")
     for name, sweep, known, expected in (
         ("new", None, None, True),
         ("resumed", None, "own", False),  # a run keeps the id that it has
-        ("cell", "sweep", None, False),  # the cells of a sweep have runs of their own
+        ("cell", "sweep", None, False),  # each cell of a sweep has its own wandb run
     ):
         directory = tmp_path / name
         directory.mkdir()
@@ -201,7 +203,7 @@ def test_disabled_never_imports_wandb(tmp_path: Path) -> None:
 def test_a_resumed_offline_run_keeps_its_id_and_wandb_reads_its_file(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """What lands in the offline file is read back with wandb's own reader."""
+    """wandb's own reader reads the offline file."""
     ids = set()
     for attempt in range(2):
         sink = build_wandb(WandbConfig(mode="auto", name="a-name"), tmp_path, {"optim": {"lr": 0.5}}, "grid")
@@ -254,7 +256,7 @@ class Online:
 
 @pytest.fixture(scope="module")
 def finished(torch_server: ForkServer, corpus: Path, cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Online:
-    """A run with everything that gptexp logs to wandb."""
+    """A run that logs everything that gptexp can log to wandb."""
     folder = tmp_path_factory.mktemp("online")
     with WandbServer() as server:
         own = [
@@ -269,7 +271,7 @@ def finished(torch_server: ForkServer, corpus: Path, cache: Path, tmp_path_facto
         return Online(folder / "out", done["stderr"], run, server.faults)
 
 
-def test_a_run_names_its_wandb_run_and_prints_nothing_about_it(finished: Online) -> None:
+def test_a_run_sets_name_and_tags_of_its_wandb_run_and_prints_no_warning(finished: Online) -> None:
     assert of_wandb(finished.stderr) == []
     run = finished.run
     assert (run.id, run.project, run.job_type, run.tags) == (run_id(finished.out), "gptexp", "train", ["a", "b"])
@@ -358,19 +360,22 @@ def plain_weights(
     return (folder / f"out/checkpoints/step-{STEPS:08d}/model.safetensors").read_bytes()
 
 
-@pytest.mark.e2e
+E2E, SLOW = pytest.mark.e2e, pytest.mark.slow
+NOT_ALL = "not everything was uploaded within 3 s; to upload: wandb sync --include-online "
+
+
 @pytest.mark.parametrize(
     ("when", "behaviour", "said"),
     [
-        ("always", "ok", None),
-        ("always", "refuse", "logging offline instead"),
-        ("always", "error", "logging offline instead"),
-        ("always", "hang", "logging offline instead"),
-        ("always", "gone", "logging offline instead"),
-        ("midway", "refuse", "files were not uploaded (AuthenticationError: "),
-        ("midway", "error", "not everything was uploaded within 3 s; to upload: wandb sync --include-online "),
-        ("midway", "hang", "not everything was uploaded within 3 s; to upload: wandb sync --include-online "),
-        ("midway", "gone", "not everything was uploaded within 3 s; to upload: wandb sync --include-online "),
+        pytest.param("always", "ok", None, marks=SLOW),
+        pytest.param("always", "refuse", "logging offline instead", marks=SLOW),
+        pytest.param("always", "error", "logging offline instead", marks=SLOW),
+        pytest.param("always", "hang", "logging offline instead", marks=E2E),
+        pytest.param("always", "gone", "logging offline instead", marks=SLOW),
+        pytest.param("midway", "refuse", "files were not uploaded (AuthenticationError: ", marks=E2E),
+        pytest.param("midway", "error", NOT_ALL, marks=SLOW),
+        pytest.param("midway", "hang", NOT_ALL, marks=SLOW),
+        pytest.param("midway", "gone", NOT_ALL, marks=E2E),
     ],
 )
 def test_a_failing_server_changes_no_run_and_one_line_says_how_to_upload(
@@ -409,7 +414,7 @@ def test_a_failing_server_changes_no_run_and_one_line_says_how_to_upload(
         assert len(steps_logged(server, run_id(out))) == steps
         return
     assert said in lines[0]
-    assert len(lines) == (2 if when == "always" else 1)  # first what failed, at the end how to upload
+    assert len(lines) == (2 if when == "always" else 1)  # the first names the failure, the last the command to upload
     assert "wandb sync" in lines[-1]
     # Metrics and weights are those of a run without wandb.
     assert [event["step"] for event in events(out, "step")] == list(range(steps))
@@ -421,9 +426,9 @@ def test_a_failing_server_changes_no_run_and_one_line_says_how_to_upload(
         assert not healthy.faults
 
 
-@pytest.mark.e2e
+@pytest.mark.slow
 @pytest.mark.parametrize("behaviour", ["ok", "hang"])
-def test_logging_takes_less_than_a_hundredth_of_the_loop(
+def test_logging_takes_less_than_one_percent_of_the_time_of_the_loop(
     server: WandbServer,
     start: Start,
     logged: list[str],
@@ -448,8 +453,7 @@ def test_logging_takes_less_than_a_hundredth_of_the_loop(
     assert share < 0.01
 
 
-@pytest.mark.e2e
-@pytest.mark.parametrize("when", ["always", "midway"])
+@pytest.mark.parametrize("when", [pytest.param("always", marks=SLOW), pytest.param("midway", marks=E2E)])
 def test_the_other_ranks_wait_while_rank_0_waits_for_wandb(
     server: WandbServer, start: Start, logged: list[str], online: dict[str, str], tmp_path: Path, when: str
 ) -> None:
@@ -469,11 +473,11 @@ def test_the_other_ranks_wait_while_rank_0_waits_for_wandb(
     assert "wandb sync" in of_wandb(err)[-1]
 
 
-@pytest.mark.e2e
+@pytest.mark.slow
 def test_the_first_step_waits_for_wandb_ten_seconds_at_most(
     server: WandbServer, start: Start, logged: list[str], tmp_path: Path
 ) -> None:
-    """With wandb's own timeouts as they are: the time between the file's opening and its first line."""
+    """With unchanged timeouts. Measures the time from the opening of metrics.jsonl to its first line."""
     server.behaviour = "hang"
     env = {**os.environ, **server.environment(tmp_path)}
     training = start("train", *logged, "train.max_steps=2", "hydra.run.dir=out", env=env)
@@ -486,7 +490,7 @@ def test_the_first_step_waits_for_wandb_ten_seconds_at_most(
 
 
 @pytest.mark.e2e
-def test_a_run_that_is_told_to_stop_does_not_wait_for_an_upload(
+def test_a_stopped_run_does_not_wait_for_an_upload(
     server: WandbServer, start: Start, logged: list[str], online: dict[str, str], tmp_path: Path
 ) -> None:
     endless = ["train.max_steps=100000", "train.eval_every=0", "train.save_every=5", "log.wandb.artifacts=true"]
@@ -501,7 +505,9 @@ def test_a_run_that_is_told_to_stop_does_not_wait_for_an_upload(
 
 
 @pytest.mark.e2e
-def test_an_offline_run_is_uploaded_whole(server: WandbServer, start: Start, logged: list[str], tmp_path: Path) -> None:
+def test_wandb_sync_uploads_an_offline_run_completely(
+    server: WandbServer, start: Start, logged: list[str], tmp_path: Path
+) -> None:
     code, _, err = ended(start("train", *logged, "log.wandb.mode=offline", "hydra.run.dir=out"))
     assert code == 0
     [line] = of_wandb(err)
@@ -534,7 +540,7 @@ def test_a_killed_run_continues_its_wandb_run(
     assert run.id == run_id(out)
     seen = steps_logged(server, run.id)
     assert seen[-1][0] == 199
-    # All steps of the second attempt follow those that arrived of the first.
+    # All steps of the second attempt follow the steps of the first that the server received.
     again = [step for step, _ in seen].index(199) - (199 - resumed_at(seen))
     assert [step for step, _ in seen[again:]] == list(range(resumed_at(seen), 200))
     assert run.exit_code == 0
@@ -543,14 +549,14 @@ def test_a_killed_run_continues_its_wandb_run(
 
 
 def resumed_at(seen: list[tuple[int, float]]) -> int:
-    """The step that the last attempt began with."""
+    """The first step of the last attempt."""
     at = len(seen) - 1
     while at and seen[at - 1][0] == seen[at][0] - 1:
         at -= 1
     return seen[at][0]
 
 
-@pytest.mark.e2e
+@pytest.mark.slow
 def test_a_diverged_run_has_its_exit_code_on_the_server(
     server: WandbServer, start: Start, logged: list[str], online: dict[str, str], tmp_path: Path
 ) -> None:
@@ -598,7 +604,7 @@ def test_the_runs_of_a_sweep_are_a_group_with_its_report(
 def test_an_agent_of_a_wandb_sweep_trains_its_trials(
     server: WandbServer, logged: list[str], online: dict[str, str], tmp_path: Path
 ) -> None:
-    """conf/wandb_sweep.yaml as it is, but for a grid of two: the stand-in has no Bayesian optimisation."""
+    """Uses conf/wandb_sweep.yaml with a grid of two cells, because the stand-in has no Bayesian optimisation."""
     sweep = yaml.safe_load((ROOT / "conf/wandb_sweep.yaml").read_text())
     grid = {"optim.lr": {"values": [1e-3, 2e-3]}, "batch.total_batch_size": {"values": [256]}}
     assert sweep["parameters"].keys() == grid.keys()

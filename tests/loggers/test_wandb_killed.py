@@ -1,4 +1,4 @@
-"""A run goes on without wandb's service."""
+"""A run completes without wandb's service."""
 
 import subprocess
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The stand-in for the wandb server: the real wandb client drives it, since a wrong stand-in would hide faults."""
+"""The stand-in for the wandb server, tested with the real wandb client: a wrong stand-in would hide faults."""
 
 import math
 import os
@@ -128,6 +128,6 @@ def test_a_failing_server_starts_no_run(
     assert not server.runs
 
 
-def test_an_unknown_request_is_a_fault(server: WandbServer, tmp_path: Path) -> None:
+def test_an_unknown_request_is_recorded_as_a_fault(server: WandbServer, tmp_path: Path) -> None:
     python(server, tmp_path, "-c", "import wandb\ntry: wandb.Api().run('e/p/r')\nexcept Exception: pass")
     assert "no such operation here" in server.faults[0]

@@ -1,4 +1,4 @@
-"""`train.attention`: the kernel that was asked for runs, or is refused."""
+"""`train.attention`: the requested kernel runs, or is refused."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
 @pytest.mark.parametrize("name", ["flash", "math"])
-def test_a_kernel_that_is_asked_for_runs(name: str) -> None:
+def test_the_requested_kernel_runs(name: str) -> None:
     q = torch.randn(1, 2, 8, 4)
     cfg = Config()
     cfg.train.attention = name
@@ -22,12 +22,12 @@ def test_a_kernel_that_is_asked_for_runs(name: str) -> None:
     assert ("aten::_scaled_dot_product_flash_attention_for_cpu" in used) == (name == "flash")
 
 
-def test_a_kernel_that_does_not_take_the_dtype_is_refused() -> None:
+def test_a_kernel_that_does_not_support_the_dtype_is_refused() -> None:
     cfg = Config()
     cfg.train.attention, cfg.train.dtype = "flash", "float32"
     with pytest.raises(
         ConfigError,
-        match=r"flash: does not support float32 on cuda; use train.dtype=bfloat16 or train.attention=efficient",
+        match=r"flash: no float32 on cuda; use train.dtype=bfloat16 or efficient",
     ):
         resolve(cfg, GPU, Rank())
 

@@ -1,4 +1,4 @@
-"""What the machine reaches at best, at the shapes that a model multiplies with."""
+"""The highest rates of this machine for the matrix shapes of a model."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
 
 
 def test_the_shapes_cover_all_matrices_of_a_model() -> None:
-    """Each matrix once. wpe is only looked up; wte is multiplied as lm_head."""
+    """Counts each matrix once. wpe is only looked up. wte is multiplied as lm_head."""
     with torch.device("meta"):
         model = GPT(SMALL)
     matrices = sum(p.numel() for name, p in model.named_parameters() if p.dim() == 2 and name != "wpe.weight")

@@ -1,4 +1,4 @@
-"""What is found out about this machine: its memory, its float32 products, its devices, failed allocations."""
+"""Properties of this machine: free memory, float32 precision, devices, and errors of failed allocations."""
 
 from pathlib import Path
 
@@ -71,7 +71,7 @@ def test_the_error_limit_separates_float32_from_bfloat16() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
-def test_a_missing_device_is_one_line() -> None:
+def test_a_missing_device_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"train.device=cuda: no cuda device is visible"):
         pick_device("cuda", Rank())
 
@@ -79,10 +79,10 @@ def test_a_missing_device_is_one_line() -> None:
 @pytest.mark.parametrize(
     ("wanted", "device", "fused"), [("auto", "cpu", True), ("off", "cpu", False), ("auto", "meta", False)]
 )
-def test_fused_is_on_where_the_device_has_the_kernel(wanted: str, device: str, fused: bool) -> None:
+def test_fused_is_on_if_the_device_has_the_kernel(wanted: str, device: str, fused: bool) -> None:
     assert resolve_fused(wanted, torch.device(device)) is fused
 
 
-def test_a_fused_kernel_that_is_asked_for_and_missing_is_an_error() -> None:
+def test_a_requested_fused_kernel_that_is_missing_is_an_error() -> None:
     with pytest.raises(ConfigError, match=r"optim.fused=on: AdamW has no fused kernel for meta"):
         resolve_fused("on", torch.device("meta"))

@@ -1,6 +1,7 @@
-"""What every `auto` comes to: the config decides, then an earlier decision, then this machine."""
+"""How each `auto` is resolved: from the config, then from an earlier decision, then from this machine."""
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,14 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
 @pytest.fixture(autouse=True)
+def compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program in place of the C++ compiler, which the machine may lack; nothing is compiled here."""
+    monkeypatch.setenv("CXX", sys.executable)
+
+
+@pytest.fixture(autouse=True)
 def plain_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CPU that emulates bfloat16 and has no faster float32 kernel, on whatever machine the tests run."""
+    """Simulate a CPU that emulates bfloat16 and has no faster float32 kernel, on every machine."""
     monkeypatch.setattr(module, "has_native_bfloat16", lambda device: device.type != "cpu")
     monkeypatch.setattr(module, "medium_precision", lambda: (3e-7, 1.0))
 
@@ -34,10 +41,10 @@ def sources(effective: Effective) -> set[str]:
     return {choice.source for choice in effective.choices.values()}
 
 
-# --- what this machine decides ---------------------------------------------------------------------------------------
+# --- decisions of this machine ---------------------------------------------------------------------------------------
 
 
-def test_auto_on_a_cpu() -> None:
+def test_the_automatic_choices_on_a_cpu() -> None:
     effective = resolve(Config(), CPU, Rank())
     expected = {"dtype": "float32", "compile": False, "loss": "chunked", "fused": True, "attention": "flash"}
     assert expected.items() <= values(effective).items()
@@ -47,15 +54,15 @@ def test_each_choice_has_a_reason() -> None:
     assert all(choice.reason for choice in resolve(Config(), CPU, Rank()).choices.values())
 
 
-def test_auto_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_automatic_choices_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "missing_compiler", lambda device: None)
     cfg = Config()
-    cfg.train.max_tokens = 10**4  # a GPU compiles however short the run is
+    cfg.train.max_tokens = 10**4  # on a GPU, a run of any length is compiled
     expected = {"dtype": "bfloat16", "matmul_precision": "high", "fused": True, "compile": True, "loss": "plain"}
     assert expected.items() <= values(resolve(cfg, GPU, Rank())).items()
 
 
-def test_a_gpu_computes_whole_logits_also_where_nothing_is_compiled() -> None:
+def test_a_gpu_uses_the_plain_loss_without_compilation_too() -> None:
     cfg = Config()
     cfg.train.compile = "off"
     assert resolve(cfg, GPU, Rank()).loss.value == "plain"
@@ -74,7 +81,7 @@ def test_a_missing_compiler_is_the_reason_for_not_compiling(monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("measured", "chosen"), [((4e-7, 2.1), "medium"), ((3e-3, 4.0), "highest"), ((3e-7, 1.0), "highest")]
 )
-def test_medium_precision_is_taken_where_it_is_exact_and_faster(
+def test_medium_precision_is_chosen_if_it_is_accurate_and_faster(
     monkeypatch: pytest.MonkeyPatch, measured: tuple[float, float], chosen: str
 ) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_f": True})
@@ -82,13 +89,13 @@ def test_medium_precision_is_taken_where_it_is_exact_and_faster(
     assert resolve(Config(), CPU, Rank()).matmul_precision.value == chosen
 
 
-def test_medium_precision_is_not_taken_without_avx512(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_medium_precision_is_not_chosen_without_avx512(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True})
     monkeypatch.setattr(module, "medium_precision", lambda: (4e-7, 2.1))
     assert resolve(Config(), CPU, Rank()).matmul_precision.value == "highest"
 
 
-# --- what the config asks for ----------------------------------------------------------------------------------------
+# --- values set in the config ----------------------------------------------------------------------------------------
 
 
 def asking_for_everything() -> Config:
@@ -99,8 +106,8 @@ def asking_for_everything() -> Config:
     return cfg
 
 
-def test_what_is_asked_for_is_never_changed() -> None:
-    """Neither by this machine nor by an earlier decision."""
+def test_values_set_in_the_config_are_never_changed() -> None:
+    """Neither this machine nor an earlier decision changes them."""
     effective = resolve(asking_for_everything(), CPU, Rank(), resolve(Config(), CPU, Rank()))
     assert values(effective) == {
         "dtype": "bfloat16", "compile": True, "loss": "plain", "fused": False, "threads_per_rank": 3,
@@ -109,14 +116,14 @@ def test_what_is_asked_for_is_never_changed() -> None:
     assert sources(effective) == {"asked"}
 
 
-def test_what_another_cell_was_asked_for_decides_nothing() -> None:
+def test_values_set_in_the_config_of_another_cell_are_ignored() -> None:
     asked = Config()
     asked.train.dtype, asked.world.threads_per_rank = "bfloat16", 3
     earlier = resolve(asked, CPU, Rank())
     assert values(resolve(Config(), CPU, Rank(), earlier)) == values(resolve(Config(), CPU, Rank()))
 
 
-# --- an earlier decision ---------------------------------------------------------------------------------------------
+# --- earlier decisions ---------------------------------------------------------------------------------------------
 
 
 def decided(**choices: Any) -> Effective:
@@ -139,24 +146,24 @@ def test_a_saved_decision_is_kept_at_every_later_start() -> None:
         earlier = found
 
 
-def test_threads_are_decided_again_where_the_node_has_another_number_of_ranks() -> None:
+def test_threads_are_decided_again_for_another_number_of_ranks_per_node() -> None:
     two = resolve(Config(), CPU, Rank(0, 2, 0, 2), decided(loss="plain", threads_per_rank=17))
     assert (two.loss.value, two.threads_per_rank.value != 17) == ("plain", True)
 
 
-def test_a_decision_for_another_kind_of_device_does_not_count() -> None:
+def test_a_decision_for_another_kind_of_device_is_ignored() -> None:
     assert resolve(Config(), CPU, Rank(), replace(decided(loss="plain"), device="cuda")).loss.value == "chunked"
 
 
 @pytest.mark.parametrize("other", [{"compile": True}, {"dtype": "float64"}])
-def test_a_decision_does_not_count_where_one_that_it_depends_on_has_changed(other: dict[str, Any]) -> None:
-    """Another cell was asked to compile, or for another dtype; its loss and attention followed from that."""
+def test_a_decision_is_ignored_if_a_value_that_it_depends_on_has_changed(other: dict[str, Any]) -> None:
+    """The config of another cell set compilation or another dtype, on which its loss and attention depend."""
     key, value = next(iter(other.items()))
     earlier = replace(decided(loss="plain"), **{key: Choice(value, "asked", "asked for")})
     assert resolve(Config(), CPU, Rank(), earlier).loss.value == "chunked"
 
 
-def test_the_attention_of_another_dtype_does_not_count() -> None:
+def test_the_attention_decided_for_another_dtype_is_ignored() -> None:
     earlier = replace(decided(attention="math"), dtype=Choice("float64", "asked", "asked for"))
     assert resolve(Config(), CPU, Rank(), earlier).attention.value == "flash"
 
@@ -172,7 +179,7 @@ def as_older_version(effective: Effective) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("cfg", [Config(), asking_for_everything()])
-def test_it_is_loaded_as_it_was_saved(tmp_path: Path, cfg: Config) -> None:
+def test_effective_json_is_loaded_as_it_was_saved(tmp_path: Path, cfg: Config) -> None:
     effective = replace(resolve(cfg, CPU, Rank()), peak_flops_per_rank=1e12)
     save_effective(tmp_path, effective)
     assert load_effective(tmp_path) == effective
@@ -180,12 +187,12 @@ def test_it_is_loaded_as_it_was_saved(tmp_path: Path, cfg: Config) -> None:
     assert saved["dtype"] == effective.dtype.value  # flat values, for other tools
 
 
-def test_there_is_nothing_to_load_before_the_first_start(tmp_path: Path) -> None:
+def test_loading_before_the_first_start_returns_none(tmp_path: Path) -> None:
     assert load_effective(tmp_path) is None
 
 
 def test_a_file_of_an_older_version_is_loaded(tmp_path: Path) -> None:
-    """It has no sources: where the reason is `asked for`, the config asked; all else was decided."""
+    """It has no sources. A value with the reason `asked for` was set in the config; the others were decided."""
     cfg = Config()
     cfg.train.dtype, cfg.world.threads_per_rank = "bfloat16", 3
     effective = resolve(cfg, CPU, Rank())
@@ -199,8 +206,8 @@ def test_a_file_of_an_older_version_is_loaded(tmp_path: Path) -> None:
     assert {choice.source for key, choice in loaded.choices.items() if key not in asked} == {"decided"}
 
 
-def test_a_file_written_by_hand_as_an_older_version_wrote_it_decides_as_it_did(tmp_path: Path) -> None:
-    """A literal file, which no change of this package can alter."""
+def test_decisions_in_a_literal_file_of_an_older_version_are_kept(tmp_path: Path) -> None:
+    """The file is a literal, so a change of this package cannot change it."""
     text = """{
      "device": "cpu", "device_name": "x86_64 CPU", "dtype": "float32", "matmul_precision": "highest",
      "attention": "flash", "compile": false, "loss": "plain", "fused": true, "micro_batch_size": 2,
@@ -213,16 +220,18 @@ def test_a_file_written_by_hand_as_an_older_version_wrote_it_decides_as_it_did(t
     cfg = Config()
     cfg.batch.micro_batch_size = 4
     found = resolve(cfg, CPU, Rank(), load_effective(tmp_path))
-    assert found.loss == Choice("chunked", "decided", found.loss.reason)  # asked for by that run, not by this one
+    assert found.loss == Choice(
+        "chunked", "decided", found.loss.reason
+    )  # that run's config set it, this config does not
     assert (found.threads_per_rank.value, found.threads_per_rank.source) == (17, "saved")
     assert (found.micro_batch_size.value, found.micro_batch_size.source) == (4, "asked")
 
 
 @pytest.mark.parametrize("words", ["", "asked for", "another text", "asked"])
-def test_the_words_of_a_saved_reason_decide_nothing(tmp_path: Path, words: str) -> None:
-    """`resolve` returns the same values and sources however the reasons of an earlier file are worded."""
+def test_the_text_of_a_saved_reason_has_no_effect(tmp_path: Path, words: str) -> None:
+    """`resolve` returns the same values and sources for every wording of the reasons in an earlier file."""
     earlier_cfg = Config()
-    earlier_cfg.train.dtype = "bfloat16"  # one key was asked for, another by nobody
+    earlier_cfg.train.dtype = "bfloat16"  # set in the earlier config only
     earlier_cfg.train.loss = "plain"
     earlier = replace(resolve(earlier_cfg, CPU, Rank()), threads_per_rank=Choice(17, "decided", "the node's cores"))
     found = []
@@ -243,13 +252,13 @@ def test_the_words_of_a_saved_reason_decide_nothing(tmp_path: Path, words: str) 
     [
         ({"dtype": 3}, "dtype=3: wrong type"),
         ({"compile": "on"}, "compile="),
-        ({"peak_flops_per_rank": -1.0}, "must be a finite number above 0"),
+        ({"peak_flops_per_rank": -1.0}, "must be finite and above 0"),
         ({"colour": "red"}, "unknown key 'colour'"),
         ({"reasons": {}}, "not the saved choices of a run"),
         ({"sources": {"dtype": "guessed"}}, "sources.dtype="),
     ],
 )
-def test_a_damaged_file_is_one_line_that_says_what_to_do(tmp_path: Path, change: dict[str, Any], line: str) -> None:
+def test_a_damaged_file_is_refused_with_a_fix(tmp_path: Path, change: dict[str, Any], line: str) -> None:
     written = {**resolve(Config(), CPU, Rank()).to_dict(), **change}
     (tmp_path / run_dir.EFFECTIVE).write_text(json.dumps(written))
     with pytest.raises(
@@ -262,7 +271,7 @@ def test_a_damaged_file_is_one_line_that_says_what_to_do(tmp_path: Path, change:
 # --- compiling -------------------------------------------------------------------------------------------------------
 
 
-def test_compiling_must_save_more_than_it_costs() -> None:
+def test_a_run_is_compiled_only_if_that_saves_time() -> None:
     cfg = Config()
     cfg.train.dtype = "bfloat16"
     choices = []
@@ -271,13 +280,13 @@ def test_compiling_must_save_more_than_it_costs() -> None:
         choices.append(resolve(cfg, CPU, Rank()))
     assert [e.compile.value for e in choices] == [False, True]
     assert [e.loss.value for e in choices] == ["chunked", "plain"]
-    # Once it is decided, a longer or shorter remainder changes nothing.
+    # A later change of the length does not change the decision.
     for tokens, earlier in ((10**10, choices[0]), (10**4, choices[1])):
         cfg.train.max_tokens = tokens
         assert resolve(cfg, CPU, Rank(), earlier).compile.value == earlier.compile.value
 
 
-def test_a_long_float32_run_is_compiled_only_where_its_products_are_fast() -> None:
+def test_a_long_float32_run_is_compiled_only_with_fast_matrix_products() -> None:
     cfg = Config()
     cfg.train.dtype, cfg.train.max_tokens = "float32", 10**10
     cfg.train.matmul_precision = "highest"
@@ -289,7 +298,7 @@ def test_a_long_float32_run_is_compiled_only_where_its_products_are_fast() -> No
 
 @pytest.fixture
 def too_short_to_compile() -> Config:
-    """A run that is a quarter of the shortest one, in powers of two, that is compiled."""
+    """A run with a quarter of the tokens of the shortest run, in powers of two, that is compiled."""
     cfg = Config()
     cfg.batch.total_batch_size = 1024
     cfg.train.dtype, cfg.train.max_tokens = "bfloat16", 10**4
@@ -308,13 +317,15 @@ def test_the_cells_of_a_sweep_share_the_cost_of_compiling(too_short_to_compile: 
     assert "20 cells" in effective.compile.reason
 
 
-def test_a_cell_that_saves_less_than_reading_the_cache_costs_is_not_compiled(too_short_to_compile: Config) -> None:
+def test_a_short_cell_of_a_large_sweep_is_not_compiled(too_short_to_compile: Config) -> None:
     cfg = too_short_to_compile
     cfg.train.max_tokens, cfg.sweep.cells = cfg.train.max_tokens // 4, 10**6
     assert not resolve(cfg, CPU, Rank()).compile.value
 
 
-def test_a_compiler_that_does_not_exist_is_named(too_short_to_compile: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_compiler_is_named_in_the_reason(
+    too_short_to_compile: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
     too_short_to_compile.sweep.cells = 20
     monkeypatch.setenv("CXX", "no-such-compiler")
     choice = resolve(too_short_to_compile, CPU, Rank()).compile
@@ -338,7 +349,7 @@ def with_memory(monkeypatch: pytest.MonkeyPatch, memory: int | None) -> None:
 def test_an_automatic_micro_batch_is_the_largest_divisor_that_fits(
     monkeypatch: pytest.MonkeyPatch, sequences: int
 ) -> None:
-    """Some reserve is left: what is chosen needs less than the memory, and no less than half of what would fit."""
+    """The chosen size needs less than 95% of the memory. Each larger size needs more than 75%."""
     cfg = automatic(sequences)
     divisors = [d for d in range(1, sequences + 1) if sequences % d == 0]
     assert sorted(legal_micro_batches(cfg.batch.total_batch_size, cfg.seq_len, 1)) == divisors
@@ -348,7 +359,7 @@ def test_an_automatic_micro_batch_is_the_largest_divisor_that_fits(
         effective = resolve(cfg, CPU, Rank())
 
         def share(size: int, effective: Effective = effective, gib: int = gib) -> float:
-            """Of the memory that there is, what a step with micro-batches of `size` needs by estimate."""
+            """The share of the memory that a step with micro-batches of `size` needs by estimate."""
             tried = replace(effective, micro_batch_size=Choice(size, "decided", ""))
             return estimate(cfg, tried, 1).peak / (gib * 2**30)
 
@@ -361,14 +372,14 @@ def test_an_automatic_micro_batch_is_the_largest_divisor_that_fits(
     assert (chosen[0], chosen[-1]) == (1, sequences)
 
 
-def test_it_is_one_where_the_memory_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_automatic_micro_batch_is_1_if_the_free_memory_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     with_memory(monkeypatch, None)
     assert resolve(automatic(96), CPU, Rank()).micro_batch_size.value == 1
 
 
 @pytest.fixture
 def decided_with_much_memory(monkeypatch: pytest.MonkeyPatch) -> Effective:
-    """All 96 sequences at once. From here on there is 1 GiB."""
+    """A decision for all 96 sequences at once. Afterwards, only 1 GiB is free."""
     with_memory(monkeypatch, 2**40)
     earlier = resolve(automatic(96), CPU, Rank())
     assert earlier.micro_batch_size.value == 96

@@ -1,4 +1,4 @@
-"""Which device a rank of a node gets."""
+"""The device of a rank."""
 
 import pytest
 import torch

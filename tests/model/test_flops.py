@@ -45,26 +45,26 @@ def built_parameters(cfg: ModelConfig) -> int:
 
 @pytest.mark.parametrize("name", PARAMETERS)
 @pytest.mark.parametrize("padded", [False, True])
-def test_every_published_size_has_the_exact_count(name: str, padded: bool) -> None:
+def test_parameter_counts_equal_the_published_sizes(name: str, padded: bool) -> None:
     cfg = model_config(name, vocab_size=50304 if padded else 50257)
     assert built_parameters(cfg) == flops.count_parameters(cfg) == PARAMETERS[name][padded]
 
 
 @pytest.mark.parametrize("name", WITHOUT_BIAS)
 @pytest.mark.parametrize("padded", [False, True])
-def test_counts_without_biases(name: str, padded: bool) -> None:
+def test_parameter_counts_are_exact_without_biases(name: str, padded: bool) -> None:
     cfg = model_config(name, vocab_size=50304 if padded else 50257, bias=False)
     assert built_parameters(cfg) == flops.count_parameters(cfg) == WITHOUT_BIAS[name][padded]
 
 
-def test_every_model_file_is_covered_and_carries_a_learning_rate() -> None:
+def test_every_model_file_is_tested_and_sets_a_learning_rate() -> None:
     names = {path.stem for path in (conf_dir() / "model").glob("*.yaml")}
     assert names == PARAMETERS.keys() | {"nano", "mini"}
     for name in names:
         assert yaml.safe_load((conf_dir() / "model" / f"{name}.yaml").read_text())["optim"]["lr"] > 0
 
 
-def test_flops_are_what_torch_counts() -> None:
+def test_flops_equal_those_of_torchs_counter() -> None:
     """torch's counter over one forward and backward pass counts full attention scores, and 2 FLOPs a multiply-add."""
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -74,13 +74,13 @@ def test_flops_are_what_torch_counts() -> None:
     with FlopCounterMode(display=False) as counter, torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         model(tokens, tokens).backward()
     palm, causal = flops.flops_per_token(cfg, 32)
-    # The closed form also multiplies with the LayerNorms' few weights; nothing else differs.
+    # The closed form also counts the weights of the LayerNorms. This is the only difference.
     norms = 6 * (2 * cfg.n_layer + 1) * cfg.n_embd
     assert counter.get_total_flops() == (palm - norms) * tokens.numel()
     assert palm - causal == 6 * cfg.n_layer * cfg.n_embd * 32
 
 
-def test_gpt2_flops_per_token_as_nanogpt_counts_them() -> None:
+def test_flops_per_token_of_gpt2_equal_those_of_nanogpt() -> None:
     assert flops.flops_per_token(model_config("gpt2"), 1024)[0] / 1e6 == pytest.approx(855.4, abs=0.1)
 
 
@@ -100,12 +100,12 @@ def test_utilisation_is_a_share_of_the_peak_of_all_devices() -> None:
     assert causal == pytest.approx(palm * (855.4 - 6 * 12 * 768 * 1024 / 1e6) / 855.4, rel=1e-3)
 
 
-def test_utilisation_of_an_unknown_device_is_none_and_says_what_to_do() -> None:
+def test_utilisation_of_an_unknown_device_is_none_and_proposes_a_measurement() -> None:
     unknown = flops.utilisation(model_config("gpt2"), 1024, "x86_64 CPU", "float32", 2, None)
     assert unknown.mfu(1e6) == (None, None)
     assert "log.mfu_peak=measured" in unknown.peak_source
 
 
-def test_a_measured_peak_takes_the_place_of_a_published_one() -> None:
+def test_a_measured_peak_replaces_a_published_one() -> None:
     measured = flops.utilisation(model_config("gpt2"), 1024, "x86_64 CPU", "float32", 2, 1e12)
     assert measured.mfu(1e12 / measured.flops_per_token_palm)[0] == pytest.approx(1.0)

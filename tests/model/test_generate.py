@@ -44,7 +44,7 @@ def test_temperature_zero_takes_the_most_probable_id(model: GPT) -> None:
         assert out[0, i] == model.logits(out[:, max(0, i - 8) : i])[0, :20].argmax()
 
 
-def test_padded_ids_are_not_drawn_even_where_most_probable(model: GPT) -> None:
+def test_padded_ids_are_not_drawn_even_if_most_probable(model: GPT) -> None:
     with torch.no_grad():
         model.wte.weight[20:] = model.hidden(torch.tensor([[3]]))[0, -1] * 100
     out = generate(model, torch.tensor([[3]]).expand(500, -1), 20, Sampling(4))

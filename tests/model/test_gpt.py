@@ -53,7 +53,7 @@ def test_logits_and_gradients_equal_transformers_gpt2() -> None:
     torch.testing.assert_close(ours.wte.weight.grad, theirs.transformer.wte.weight.grad, rtol=1e-3, atol=1e-5)
 
 
-def test_no_token_sees_the_future() -> None:
+def test_no_token_attends_to_later_tokens() -> None:
     torch.manual_seed(0)
     model = GPT(SMALL).eval()
     x = tokens(1, 20)
@@ -64,7 +64,7 @@ def test_no_token_sees_the_future() -> None:
     assert not torch.allclose(before[:, 12:], after[:, 12:])
 
 
-def test_initial_weights() -> None:
+def test_initial_weights_have_the_standard_deviations_of_gpt2() -> None:
     torch.manual_seed(0)
     cfg = ModelConfig(n_layer=2, n_head=4, n_embd=256, block_size=64, vocab_size=512)
     model = GPT(cfg)
@@ -79,7 +79,7 @@ def test_initial_weights() -> None:
     assert model.lm_head.weight is model.wte.weight
 
 
-def test_initial_loss_is_a_uniform_guess_for_gpt2() -> None:
+def test_the_initial_loss_is_that_of_a_uniform_guess() -> None:
     """ln 50304 = 10.83, plus a little for the spread of the initial logits."""
     torch.manual_seed(0)
     model = GPT(ModelConfig(n_layer=2))

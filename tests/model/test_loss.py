@@ -37,11 +37,13 @@ def reference(h: torch.Tensor, w: torch.Tensor, y: torch.Tensor) -> tuple[torch.
     return value.detach(), h64.grad, w64.grad
 
 
-# The largest scale has logits beyond ±60, where exp needs the shift by the row's maximum.
+# The largest scale has logits beyond ±60, for which exp needs a shift by the row's maximum.
 @pytest.mark.parametrize("scale", [0.1, 1.0, 30.0])
 @pytest.mark.parametrize("rows", [1, 512, 1300])
 @pytest.mark.parametrize("fn", [plain_cross_entropy, chunked_cross_entropy])
-def test_value_and_gradients(scale: float, rows: int, fn: Callable[..., torch.Tensor]) -> None:
+def test_loss_and_gradients_equal_cross_entropy_in_float64(
+    scale: float, rows: int, fn: Callable[..., torch.Tensor]
+) -> None:
     h, w, y = problem(scale, rows)
     if rows > 1:
         y[::7] = IGNORED
@@ -53,12 +55,12 @@ def test_value_and_gradients(scale: float, rows: int, fn: Callable[..., torch.Te
     torch.testing.assert_close(w.grad.double(), grad_w, rtol=1e-4, atol=1e-5)
 
 
-def test_the_scales_lie_on_both_sides_of_the_shift() -> None:
+def test_the_tested_logits_lie_on_both_sides_of_the_limit_for_shifting() -> None:
     sizes = [(problem(s)[0] @ problem(s)[1].T).abs().max() for s in (0.1, 1.0, 30.0)]
     assert sizes[0] < sizes[1] < SAFE_LOGIT < sizes[2]
 
 
-def test_without_gradients_none_are_computed() -> None:
+def test_no_gradient_is_computed_under_no_grad() -> None:
     h, w, y = problem()
     with torch.no_grad(), torch.profiler.profile() as profile:
         value = chunked_cross_entropy(h, w, y)
@@ -106,7 +108,7 @@ def test_the_compiled_graph_contains_the_loss_as_one_operation() -> None:
 def test_the_chunk_function_of_a_gpu_has_the_right_value_and_gradients(
     compiled: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """On a GPU logits are always shifted: reading their size would make the host wait."""
+    """On a GPU, logits are always shifted, because reading their size would make the host wait."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     chunk = _compiled_chunk() if compiled else _chunk
     h, w, y = problem(30.0, 512)
@@ -119,7 +121,7 @@ def test_the_chunk_function_of_a_gpu_has_the_right_value_and_gradients(
         assert (3 * found / 512 - expected).norm() / expected.norm() < 1e-5
 
 
-def test_only_one_input_may_need_a_gradient() -> None:
+def test_gradients_are_right_if_only_one_input_needs_them() -> None:
     for which in (0, 1):
         h, w, y = problem()
         _, *expected = reference(h, w, y)
@@ -130,8 +132,8 @@ def test_only_one_input_may_need_a_gradient() -> None:
         torch.testing.assert_close(inputs[which].grad.double(), expected[which], rtol=1e-4, atol=1e-5)
 
 
-def test_training_works_after_inference() -> None:
-    """The memory of the logits is kept between calls; it was allocated in inference mode."""
+def test_training_works_after_inference_mode() -> None:
+    """The memory of the logits is kept between calls. Here it was allocated in inference mode."""
     h, w, y = problem()
     _scratch.cache_clear()
     with torch.inference_mode():
@@ -176,13 +178,13 @@ def test_the_memory_of_the_logits_is_allocated_once_for_all_calls() -> None:
 
 
 def test_the_memory_of_the_logits_is_kept_for_one_shape_only() -> None:
-    """What is kept does not grow with the number of shapes."""
+    """The kept memory does not grow with the number of shapes."""
     largest_allocation()
     largest_allocation(rows=9, vocab=50)
     assert largest_allocation() >= LOGITS
 
 
-def test_another_shape_or_dtype_does_not_use_the_memory_of_the_first() -> None:
+def test_another_shape_or_dtype_does_not_reuse_the_memory_of_the_first() -> None:
     h, w, y = problem(0.3, 1300)
     chunked_cross_entropy(h, w, y)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -191,7 +193,7 @@ def test_another_shape_or_dtype_does_not_use_the_memory_of_the_first() -> None:
     assert chunked_cross_entropy(h[:9], w[:50], y[:9] % 50).item() == pytest.approx(value.item(), rel=1e-5)
 
 
-def test_float32_needs_one_tensor_of_logits() -> None:
+def test_float32_uses_one_tensor_of_logits_and_bfloat16_two() -> None:
     """With bfloat16 there are two: the product, and its copy in float32."""
     low, logits = _scratch(9, 50, torch.float32)
     assert low is logits

@@ -28,9 +28,9 @@ from gptexp.training.step import TrainStep
 
 LOSSES = {"plain": plain_cross_entropy, "chunked": chunked_cross_entropy}
 
-WIDE = ModelConfig(n_layer=2, n_head=2, n_embd=32, block_size=64, vocab_size=4096)  # the head is all
-DEEP = ModelConfig(n_layer=6, n_head=2, n_embd=64, block_size=64, vocab_size=256)  # the blocks are all
-LARGE = ModelConfig(n_layer=2, n_head=4, n_embd=192, block_size=64, vocab_size=2048)  # beside its few tokens
+WIDE = ModelConfig(n_layer=2, n_head=2, n_embd=32, block_size=64, vocab_size=4096)  # the head needs most memory
+DEEP = ModelConfig(n_layer=6, n_head=2, n_embd=64, block_size=64, vocab_size=256)  # the blocks need most memory
+LARGE = ModelConfig(n_layer=2, n_head=4, n_embd=192, block_size=64, vocab_size=2048)  # many parameters for its tokens
 
 
 def cpu_step(m: ModelConfig, batch: int, micro_steps: int, **changes: Any) -> StepShape:
@@ -128,14 +128,14 @@ def test_the_estimate_counts_the_sums_of_a_tree(m: ModelConfig, batch: int, micr
     assert memory.tensors == pytest.approx(counted, rel=0.08)
 
 
-def test_compiling_does_not_change_the_chunks_of_a_cpu() -> None:
+def test_compiling_does_not_change_the_estimate_of_the_chunked_loss_on_a_cpu() -> None:
     step = cpu_step(WIDE, 10, 2, loss="chunked")
     assert memory_estimate(WIDE, step) == memory_estimate(WIDE, replace(step, compiled=True))
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_only_a_cpus_heap_is_fragmented(loss: str) -> None:
-    """By less than what is allocated; the tests with real processes (slow) have the measured growth."""
+def test_fragmentation_is_estimated_for_a_cpu_only(loss: str) -> None:
+    """By less than the size of the tensors. The slow tests measure the growth of real processes."""
     on_cpu, on_gpu = (memory_estimate(DEEP, cpu_step(DEEP, 6, 2, device=d, loss=loss)) for d in ("cpu", "cuda"))
     assert on_cpu.tensors < on_cpu.peak < 2 * on_cpu.tensors
     assert on_gpu.peak == on_gpu.tensors
@@ -150,14 +150,14 @@ def gpt2_xl_gib(micro_batch_size: int, checkpointing: bool, accumulates: bool = 
     return memory_estimate(m, step).peak / 2**30
 
 
-def test_gpt2_xl_fits_an_80_gb_gpu() -> None:
+def test_the_estimate_for_gpt2_xl_equals_a_count_by_hand() -> None:
     """Counted by hand for micro-batches of 8, 12, 16 and 20, plain DDP with bucket views: 51, 63, 74 and 86 GB."""
     for size, gigabytes in ((8, 51), (12, 63), (16, 74), (20, 86)):
         assert gpt2_xl_gib(size, checkpointing=False) * 2**30 / 1e9 == pytest.approx(gigabytes, rel=0.05)
-    assert gpt2_xl_gib(64, checkpointing=True) < 74  # four times what fits without
+    assert gpt2_xl_gib(64, checkpointing=True) < 74  # four times the size that fits without checkpointing
 
 
-def test_the_gradient_buckets_of_ddp_stay_allocated() -> None:
+def test_the_estimate_counts_the_gradient_buckets_of_ddp() -> None:
     """One rank without accumulation holds no gradients while it computes activations; DDP always holds its buckets."""
     alone = gpt2_xl_gib(12, checkpointing=False, accumulates=False)
     ranks = [gpt2_xl_gib(12, checkpointing=False, accumulates=a, world_size=2) for a in (False, True)]
@@ -213,8 +213,8 @@ print(json.dumps([grown, estimate(cfg, effective, 1).peak]))
         (4, 128, 50304, 256, 8, 2, "plain", "on"),
     ],
 )
-def test_a_process_grows_by_what_is_estimated(sizes: tuple[object, ...]) -> None:
-    """On a CPU, whose allocator keeps freed memory and fragments: by 0.6 to 1.3 times the estimate."""
+def test_a_process_grows_by_about_the_estimate(sizes: tuple[object, ...]) -> None:
+    """By 0.6 to 1.3 times the estimate, on a CPU, whose allocator keeps freed memory and fragments."""
     done = subprocess.run(
         [sys.executable, "-c", GROWTH, json.dumps(sizes)], capture_output=True, text=True, timeout=300
     )

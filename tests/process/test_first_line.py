@@ -1,4 +1,4 @@
-"""The message of a library's error in one line."""
+"""The message of a library's error, shortened to one line."""
 
 import pytest
 

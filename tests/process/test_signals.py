@@ -32,7 +32,7 @@ def start(kind: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGUSR1", "SIGTERM"])
-def test_the_first_signal_asks_for_a_stop_and_a_later_one_ends_the_process(name: str) -> None:
+def test_the_first_signal_requests_a_stop_and_a_later_one_ends_the_process(name: str) -> None:
     process = start("single")
     assert process.stdout is not None
     process.send_signal(getattr(signal, name))
@@ -63,7 +63,7 @@ def test_a_launched_rank_ignores_ctrl_c_which_its_parent_handles() -> None:
     process.wait()
 
 
-def test_the_launchers_deadline_wins_over_the_ranks_own_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_launchers_deadline_takes_precedence_over_the_ranks_own_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     stop = StopRequest()
     monkeypatch.setenv(DEADLINE, str(deadline_after(-0.001)))
     stop.limit(60.0)
@@ -78,7 +78,7 @@ def test_the_launchers_deadline_wins_over_the_ranks_own_limit(monkeypatch: pytes
     assert stop.reason() == "time"
 
 
-def test_a_limit_that_has_passed_is_a_reason_to_stop() -> None:
+def test_a_passed_time_limit_requests_a_stop() -> None:
     stop = StopRequest()
     assert (stop.reason(), stop.flags()) == (None, [0.0] * len(REASONS))
     stop.limit(1e-9)

@@ -19,7 +19,7 @@ def hyperbola(rng: Rng, critical: float, sizes: Sequence[int], noise: float = 0.
 SIZES = [2**n for n in range(12, 18)]
 
 
-def test_a_critical_batch_size_that_the_sizes_straddle_is_found() -> None:
+def test_a_critical_batch_size_within_the_tested_sizes_is_recovered() -> None:
     rng = np.random.default_rng(11)
     truth = 2**14.5
     fits = [critical_batch_size(hyperbola(rng, truth, SIZES)) for _ in range(400)]
@@ -35,7 +35,7 @@ def test_a_critical_batch_size_that_the_sizes_straddle_is_found() -> None:
     [(18.5, "lower bound only"), (22, "lower bound only"), (26, "lower bound only"), (11, "upper bound only")],
 )
 def test_one_sided_data_give_a_bound_only(octave: float, status: str) -> None:
-    """The bound holds, also if the steps fall as one over the batch size and no critical batch size shows."""
+    """The bound holds even if the steps fall as one over the batch size, without a visible critical batch size."""
     rng, critical = np.random.default_rng(12), 2.0**octave
     fits = [critical_batch_size(hyperbola(rng, critical, SIZES)) for _ in range(200)]
     assert {(fit.status, fit.hyperbola) for fit in fits} == {(status, None)}
@@ -55,7 +55,7 @@ def test_the_twenty_percent_rule_needs_no_fit() -> None:
     assert critical_batch_size({b: exact[b] for b in (50, 100)}).status == "too few"
 
 
-def test_a_noisy_quadratic_model_does_not_lie_on_the_hyperbola() -> None:
+def test_a_noisy_quadratic_model_is_flagged_as_a_misfit() -> None:
     """SGD on H = diag(1/i) with gradient noise of covariance H / B (Zhang et al. 2019, arXiv 1907.04164), best lr."""
     h = 1 / np.arange(1, 201)
 
@@ -74,7 +74,7 @@ def test_a_noisy_quadratic_model_does_not_lie_on_the_hyperbola() -> None:
     assert critical_batch_size(best).misfit
 
 
-def test_steps_to_a_loss_are_read_between_evaluations() -> None:
+def test_steps_to_a_loss_are_interpolated_between_evaluations() -> None:
     course = [(10, 5.0), (20, 4.0), (30, 3.0), (40, 3.5)]
     assert steps_to(3.25, course) == pytest.approx(27.5)
     assert steps_to(4.0, course) == 20

@@ -1,4 +1,4 @@
-"""Optima and their intervals on losses whose truth is known: drawn from formulas, with noise of known size."""
+"""Optima and their intervals for losses with a known optimum: drawn from formulas, with noise of known size."""
 
 import math
 
@@ -11,7 +11,7 @@ from gptexp.reporting.curves import fit_curves, fit_parabola
 from gptexp.reporting.noise import Noise
 
 
-def test_the_parabola_is_numpys_and_its_errors_are_those_of_least_squares() -> None:
+def test_the_parabola_and_its_covariance_equal_numpys_least_squares() -> None:
     rng = np.random.default_rng(0)
     losses = {
         2.0**x: [u_curve(0.3)(x) + rng.normal(0, 0.01) for _ in range(n)] for x, n in ((-2, 1), (-1, 2), (0, 3), (1, 1))
@@ -28,7 +28,7 @@ def test_the_parabola_is_numpys_and_its_errors_are_those_of_least_squares() -> N
     assert fit.residual == pytest.approx(sum(off))
 
 
-def test_the_interval_is_where_the_slope_may_be_zero() -> None:
+def test_the_interval_of_the_minimum_equals_a_scan_of_the_slope() -> None:
     """The interval of Fieller against its definition: a t-test of the slope at each learning rate of a fine grid."""
     rng = np.random.default_rng(1)
     fit = fit_parabola({2.0**x: [u_curve(0.2)(x) + rng.normal(0, 0.004)] for x in range(-2, 3)})
@@ -48,7 +48,7 @@ def test_the_interval_is_where_the_slope_may_be_zero() -> None:
     "kwargs", [{}, {"seeds": 1}, {"sigma": 0.006}, {"lrs": 7}, {"sizes": 3}, {"sizes": 3, "seeds": 2}, {"sizes": 1}],
     ids=str,
 )  # fmt: skip
-def test_intervals_of_optima_have_the_coverage_they_claim(sweeps: int, kwargs: dict[str, float]) -> None:
+def test_intervals_of_optima_have_the_stated_coverage(sweeps: int, kwargs: dict[str, float]) -> None:
     kwargs = {**kwargs}
     rng = np.random.default_rng(2)
     sizes = int(kwargs.pop("sizes", 6))
@@ -92,7 +92,7 @@ def test_an_optimum_at_the_edge_of_the_grid_never_gets_a_number(side: int, beyon
 
 
 def test_an_interval_wider_than_the_grid_does_not_extend_the_grid() -> None:
-    """Both ends are worse by more than the noise; between them the curve is too flat to locate the minimum."""
+    """Both ends are worse by more than the noise. Between them, the curve is too flat to locate the minimum."""
     grid = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1)  # half a decade apart, few seeds: the losses of a real sweep
     losses = {
         1024: [3.7329, 3.3086, 3.0226, 3.0627, 3.5716],
@@ -107,7 +107,7 @@ def test_an_interval_wider_than_the_grid_does_not_extend_the_grid() -> None:
 
 
 @pytest.mark.parametrize("side", [-1, 1])
-def test_an_edge_is_seen_without_any_measure_of_noise(side: int) -> None:
+def test_an_edge_is_detected_without_any_measure_of_noise(side: int) -> None:
     sweep = {b: {2.0**x: [u_curve(4.0 * side)(x)] for x in range(-2, 3)} for b in (4096, 8192)}
     for curve in fit_curves(sweep, {}).of.values():
         assert (curve.status, curve.extend) == ("not bracketed", pytest.approx(2.0 ** (3 * side)))
@@ -162,7 +162,7 @@ def test_skewed_curves_are_flagged_and_fitted_near_their_minimum() -> None:
 
 @pytest.mark.parametrize(("seeds", "steep"), [(1, (-2,)), (5, (-2,)), (5, (-2, 2))])
 def test_a_steep_rise_far_from_the_minimum_is_not_counted_as_noise(seeds: int, steep: tuple[int, ...]) -> None:
-    """A grid half a decade apart: at an end the model hardly learned, and no parabola fits that."""
+    """Learning rates half a decade apart. At one end the model hardly learned, which no parabola fits."""
     rng = np.random.default_rng(8)
     octaves = math.log2(10) / 2
 
@@ -180,6 +180,6 @@ def test_a_steep_rise_far_from_the_minimum_is_not_counted_as_noise(seeds: int, s
             assert curve.optimum.lr == pytest.approx(0.01, rel=0.1)
 
 
-def test_straight_curves_are_rarely_called_skewed() -> None:
+def test_symmetric_curves_are_rarely_flagged_as_skewed() -> None:
     rng = np.random.default_rng(5)
     assert sum(fit_curves(draw(rng, [0.1] * 6, lrs=7), {}).skewed for _ in range(100)) <= 12

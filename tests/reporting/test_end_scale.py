@@ -43,10 +43,10 @@ def test_a_known_scale_is_found_at_the_end_of_a_run() -> None:
     assert (scale.tokens, scale.low, scale.high) == pytest.approx((600, 600, 600))
 
 
-def test_too_few_steps_have_no_scale() -> None:
+def test_too_few_steps_give_no_scale() -> None:
     exact = [Norms(2 * (1 + 6 / 1), 2 * (1 + 6 / n), 1, n) for n in (4, 8) * 20]
     assert end_scale(exact[:9], 100) is None
 
 
-def test_steps_without_a_signal_have_no_scale() -> None:
+def test_steps_without_a_signal_give_no_scale() -> None:
     assert end_scale([Norms(8.0, 0.5, 1, 8)] * 20, 100) is None

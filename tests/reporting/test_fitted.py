@@ -1,4 +1,4 @@
-"""The law of a sweep as a config: it sets the learning rate of any batch size, and is written to no wrong place."""
+"""The law of a sweep as a config file. It sets the learning rate of any batch size and overwrites no other file."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from sweeps import report_of, write_sweep
 from gptexp.config.compose import compose
 from gptexp.process.errors import ConfigError
 from gptexp.reporting.analysis import Analysis, analyse
-from gptexp.reporting.fitted import write_optim
+from gptexp.reporting.fitted import check_target, write_optim
 from gptexp.reporting.records import find_runs
 
 
@@ -52,17 +52,17 @@ def test_a_law_replaces_one_written_before(analysis: Analysis, tmp_path: Path) -
         ("optim/own.yaml", "exists, and gptexp report did not write it"),
     ],
 )
-def test_a_law_is_written_to_no_other_place(analysis: Analysis, tmp_path: Path, path: str, said: str) -> None:
+def test_a_law_is_not_written_to_a_wrong_path_or_over_another_file(tmp_path: Path, path: str, said: str) -> None:
     own = tmp_path / "optim" / "own.yaml"
     own.parent.mkdir()
     own.write_text("lr: 1\n")
     with pytest.raises(ConfigError, match=said):
-        write_optim(tmp_path / path, analysis)
+        check_target(tmp_path / path)
     assert [file for file in tmp_path.rglob("*") if file.is_file()] == [own]
     assert own.read_text() == "lr: 1\n"
 
 
-def test_a_sweep_without_a_law_writes_none(tmp_path: Path) -> None:
+def test_a_sweep_without_a_law_writes_no_file(tmp_path: Path) -> None:
     edge = analyse("edge", find_runs(write_sweep(tmp_path / "edge", centre=0.001)))
     with pytest.raises(ConfigError, match="has 0 fitted laws"):
         write_optim(tmp_path / "optim" / "fitted.yaml", edge)

@@ -10,14 +10,14 @@ from gptexp.reporting.law import fit_law
 
 @pytest.mark.parametrize("sweeps", [100, pytest.param(1000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("alpha", "sizes", "seeds"), [(0.5, 6, 5), (0.0, 6, 5), (0.1, 6, 1), (1.0, 4, 5)])
-def test_the_exponent_is_recovered_and_its_interval_has_the_coverage_it_claims(
+def test_the_exponent_is_recovered_and_its_interval_has_the_stated_coverage(
     alpha: float, sizes: int, seeds: int, sweeps: int
 ) -> None:
     rng = np.random.default_rng(6)
     found, held = [], 0
     for _ in range(sweeps):
         law = fit_law(fit_curves(draw(rng, power_law(alpha, sizes), seeds=seeds), {}))
-        if law is None:  # few learning rates and much noise by chance: no answer
+        if law is None:  # by chance too few learning rates or too much noise
             continue
         found.append(law.exponent)
         held += law.admits(alpha)
@@ -31,7 +31,7 @@ def test_the_exponent_is_recovered_and_its_interval_has_the_coverage_it_claims(
     assert 0.92 <= held / len(found) <= 0.985
 
 
-def test_rules_that_the_data_refuse_are_refused() -> None:
+def test_rules_that_contradict_the_data_are_rejected() -> None:
     rng = np.random.default_rng(7)
     for alpha in (0.0, 0.5, 1.0):
         law = fit_law(fit_curves(draw(rng, power_law(alpha)), {}))
@@ -39,8 +39,8 @@ def test_rules_that_the_data_refuse_are_refused() -> None:
         assert [rule for rule in (0.0, 0.5, 1.0) if law.admits(rule)] == [alpha]
 
 
-def test_optima_that_bend_in_log_log_are_flagged() -> None:
-    """The optima grow with the root for four octaves, and then no more."""
+def test_optima_that_are_not_straight_in_log_log_are_flagged() -> None:
+    """The optima grow with the root of the batch size for four octaves and are constant above."""
     rng = np.random.default_rng(8)
     surge = [0.0, 0.5, 1.0, 1.4, 1.5, 1.5]
     law = fit_law(fit_curves(draw(rng, surge, sigma=0.001), {}))
@@ -50,5 +50,5 @@ def test_optima_that_bend_in_log_log_are_flagged() -> None:
     assert sum(law is not None and bool(law.bends) for law in straight) <= 8
 
 
-def test_one_optimum_makes_no_law() -> None:
+def test_a_single_optimum_gives_no_law() -> None:
     assert fit_law(fit_curves(draw(np.random.default_rng(9), [0.2]), {})) is None

@@ -1,4 +1,4 @@
-"""The live page: Chromium beside a real run, and directories that change, vanish or are damaged."""
+"""The live page: Chromium beside a real run, and directories that change, are deleted or are damaged."""
 
 import http.client
 import json
@@ -65,7 +65,7 @@ def last_tokens(page: "Page") -> int:
 
 @pytest.mark.e2e
 @needs_chromium
-def test_curves_follow_a_run_and_nothing_that_happens_to_its_directory_breaks_the_page(
+def test_the_page_follows_a_run_whose_directory_changes_is_damaged_and_vanishes(
     browser: "Browser",
     start: Start,
     long_run: list[str],
@@ -81,14 +81,14 @@ def test_curves_follow_a_run_and_nothing_that_happens_to_its_directory_breaks_th
     page.wait_for_selector("#plot-course-tokens svg.marks")
     page.evaluate(f"window.unchanged = {LOSS}; null")
     before = last_tokens(page)
-    for _ in range(2):  # twice: the first change may belong to the first drawing
+    for _ in range(2):  # twice, because the first change may belong to the first drawing
         page.wait_for_function(f"Math.max(...{LOSS}.data('data0').map(p => p.tokens)) > {before}")
         drawn = page.locator("#plot-course-tokens .mark-line path").first.get_attribute("d")
         before = last_tokens(page)
     page.wait_for_function(
         "old => document.querySelector('#plot-course-tokens .mark-line path').getAttribute('d') !== old", arg=drawn
     )
-    assert page.evaluate(f"window.unchanged === {LOSS}")  # new data in the same view: a zoom stays
+    assert page.evaluate(f"window.unchanged === {LOSS}")  # new data in the same view, so a zoom is kept
     assert page.inner_text("#cells td:nth-child(2)") == "running"
     assert violations(page) == []
     os.kill(training.pid, signal.SIGTERM)
@@ -105,13 +105,13 @@ def test_curves_follow_a_run_and_nothing_that_happens_to_its_directory_breaks_th
     assert messages == []
     watching.send_signal(signal.SIGINT)
     assert watching.wait(10) == 0
-    page.wait_for_function("document.getElementById('state').innerText.startsWith('No answer')")
+    page.wait_for_function("document.getElementById('state').innerText.startsWith('gptexp watch does not answer')")
     page.close()
 
 
 @pytest.mark.e2e
 @needs_chromium
-def test_of_fifty_cells_only_a_changed_one_is_read_and_drawn_again(
+def test_only_a_changed_cell_is_read_and_drawn_again(
     browser: "Browser",
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -193,7 +193,7 @@ def test_the_server_answers_reads_of_the_page_from_this_machine_only(tmp_path: P
                 assert knock.connect_ex((outside, port)) != 0
 
 
-def test_watching_writes_nothing(tmp_path: Path) -> None:
+def test_watching_writes_no_file(tmp_path: Path) -> None:
     root = write_sweep(tmp_path / "sweep", batches=(4096, 8192))
 
     def listing() -> dict[str, tuple[int, int]]:
@@ -205,8 +205,8 @@ def test_watching_writes_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.e2e) for seed in range(2, 8))])
-def test_damaged_files_do_not_stop_the_answers(tmp_path: Path, seed: int) -> None:
-    """Bytes are flipped, cut off or inserted, files become directories and the reverse, all between two answers."""
+def test_the_server_answers_despite_damaged_files(tmp_path: Path, seed: int) -> None:
+    """Between two answers, bytes are changed, cut off or inserted, and files are replaced by directories or deleted."""
     root = write_sweep(tmp_path / "sweep", batches=(4096, 8192), seeds=1)
     watched = Watched(root)
     state_of(watched)
@@ -241,14 +241,14 @@ def test_damaged_files_do_not_stop_the_answers(tmp_path: Path, seed: int) -> Non
         ([".", "--port=1000000"], "--port=1000000: cannot be used"),
     ],
 )
-def test_what_cannot_be_watched_is_refused_in_one_line(gptexp: Any, argv: list[str], line: str) -> None:
+def test_an_invalid_directory_or_port_is_refused_in_one_line(gptexp: Any, argv: list[str], line: str) -> None:
     refused = gptexp("watch", *argv)
     assert refused.returncode == 2
     assert line in refused.stderr
     assert len(refused.stderr.splitlines()) == 1
 
 
-def test_a_port_in_use_is_refused_if_it_was_asked_for(start: Start, gptexp: Any, tmp_path: Path) -> None:
+def test_a_requested_port_that_is_in_use_is_refused(start: Start, gptexp: Any, tmp_path: Path) -> None:
     write_run(tmp_path / "run", 4096, 0.02, 1, 4.0)
     first = start("watch", "run", "--port=0")
     assert first.stdout is not None

@@ -23,11 +23,11 @@ def test_noise_is_pooled_within_cells() -> None:
     ("sigma", "difference", "seeds"),
     [(0.002, 0.005, 3), (0.002, 0.003, 7), (0.005, 0.005, 16), (0.005, 0.01, 4), (0.001, 1.0, 1)],
 )
-def test_seeds_that_a_difference_needs(sigma: float, difference: float, seeds: int) -> None:
+def test_the_number_of_seeds_needed_for_a_difference(sigma: float, difference: float, seeds: int) -> None:
     assert seeds_needed(difference, sigma) == seeds
 
 
-def test_as_many_seeds_as_needed_show_the_difference_at_the_promised_rate() -> None:
+def test_the_proposed_number_of_seeds_shows_the_difference_at_the_stated_rate() -> None:
     rng = np.random.default_rng(10)
     n = seeds_needed(0.005, 0.005)
     a, b = rng.normal(0, 0.005, (2000, n)), rng.normal(0.005, 0.005, (2000, n))

@@ -1,4 +1,4 @@
-"""The page of a report in Chromium: it draws every picture, logs no error and fetches nothing."""
+"""The page of a report in Chromium: it draws every picture, logs no error and sends no further request."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -70,7 +70,7 @@ def test_a_point_has_a_tooltip(browser: "Browser", report: Path) -> None:
 
 
 @pytest.mark.e2e
-def test_no_name_of_a_run_is_executed(browser: "Browser", tmp_path: Path) -> None:
+def test_a_run_name_is_not_executed_as_html(browser: "Browser", tmp_path: Path) -> None:
     """Neither in the page nor in a tooltip, which Vega writes as HTML."""
     root = write_sweep(tmp_path / "<img src=x onerror=window.owned=1>")
     for path in root.glob("lr=0.02*"):

@@ -1,4 +1,4 @@
-"""`gptexp status`: which cells of a sweep are done, running, failed or left, and when all will be done."""
+"""`gptexp status`: the state of each cell of a sweep, and the time until all are completed."""
 
 import json
 import shutil
@@ -18,7 +18,7 @@ Gptexp = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture
 def sweep(tmp_path: Path) -> Path:
-    """Six cells: completed, diverged, and after a quarter interrupted, running and failed; one has not begun."""
+    """Six cells: completed, diverged, three stopped after a quarter (interrupted, running, failed), one not started."""
     root = tmp_path / "sweep"
     names = ("a", "b", "c", "d", "e", "f")
     for name, loss in zip(names[:5], (4.0, None, 4.0, 4.0, 4.0), strict=True):
@@ -77,7 +77,7 @@ def test_status_prints_json_for_scripts(sweep: Path, capsys: pytest.CaptureFixtu
     assert values["ready_in_s"] > 60
 
 
-def test_status_of_cells_that_are_done_says_so(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_says_that_all_cells_are_done(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in "cdef":
         shutil.rmtree(sweep / name, ignore_errors=True)
     run_dir.write_json(sweep / run_dir.SWEEP, {})
@@ -85,7 +85,7 @@ def test_status_of_cells_that_are_done_says_so(sweep: Path, capsys: pytest.Captu
     assert capsys.readouterr().out.splitlines()[-1] == "2 cells: 1 completed, 1 diverged; all done"
 
 
-def test_the_command_takes_a_run_and_refuses_a_directory_that_is_not_there(gptexp: Gptexp, sweep: Path) -> None:
+def test_status_accepts_a_run_and_refuses_a_missing_directory(gptexp: Gptexp, sweep: Path) -> None:
     assert gptexp("status", str(sweep / "a")).returncode == 0
     nowhere = gptexp("status", "nowhere")
     assert (nowhere.returncode, len(nowhere.stderr.splitlines())) == (2, 1)

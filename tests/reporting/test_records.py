@@ -1,4 +1,4 @@
-"""Runs as the report reads them: damaged files, values of other types, long runs, runs that are running."""
+"""Runs as the report reads them: damaged files, values of wrong types, long runs, unfinished runs."""
 
 import json
 import os
@@ -64,7 +64,7 @@ def with_a_wrong_value(root: Path, file: str, key: str, value: object) -> Path:
 
 
 @pytest.mark.parametrize(("file", "key", "value"), WRONG_TYPES)
-def test_a_value_of_another_type_prevents_no_report(
+def test_a_value_of_a_wrong_type_does_not_prevent_the_report(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -85,7 +85,7 @@ def test_a_value_of_another_type_prevents_no_report(
 
 @pytest.mark.e2e
 @pytest.mark.parametrize(("file", "key", "value"), WRONG_TYPES)
-def test_the_commands_report_a_value_of_another_type(
+def test_the_commands_succeed_with_a_value_of_a_wrong_type(
     gptexp: Gptexp, tmp_path: Path, file: str, key: str, value: object
 ) -> None:
     root = with_a_wrong_value(tmp_path / "sweep", file, key, value)
@@ -123,3 +123,14 @@ def test_a_run_that_logs_every_tenth_step_keeps_all_points_of_its_curve(tmp_path
     path.write_text("".join(json.dumps({**row, "step": 10 * row["step"]}) + "\n" for row in rows))
     [run] = find_runs(tmp_path / "run")
     assert len(run.train) >= POINTS
+
+
+def test_metrics_behind_a_link_are_not_read(swept: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(next(swept.glob("lr=0.02*")), tmp_path / "run")
+    (run / "metrics.jsonl").rename(tmp_path / "elsewhere.jsonl")
+    (run / "metrics.jsonl").symlink_to(tmp_path / "elsewhere.jsonl")
+    [read] = find_runs(run)
+    assert read.train == []
+    assert (
+        read.problem == f"{run / 'metrics.jsonl'}: cannot be read (a link, and links are not followed; copy the file)"
+    )

@@ -1,4 +1,4 @@
-"""`gptexp report` on run directories: which files it writes, and what no run directory can make it do."""
+"""`gptexp report`: the files that it writes, and run names that try to inject code."""
 
 import csv
 import json
@@ -29,7 +29,7 @@ def swept(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_report_json_holds_what_the_page_says(swept: Path) -> None:
+def test_report_json_equals_the_analysis(swept: Path) -> None:
     assert json.loads((swept / "report.json").read_text()) == report_of(swept)
 
 
@@ -83,7 +83,7 @@ HOSTILE = [
 
 
 def renamed(swept: Path, root: Path) -> Path:
-    """A copy of the sweep in which runs have names that a page, a terminal, a shell or a spreadsheet may run."""
+    """A copy of the sweep whose runs have names that a page, a terminal, a shell or a spreadsheet may execute."""
     shutil.copytree(swept, root)
     for name, path in zip(HOSTILE, sorted(root.glob("lr=*")), strict=False):
         path.rename(root / name.replace("/", "∕"))
@@ -92,12 +92,12 @@ def renamed(swept: Path, root: Path) -> Path:
 
 
 def is_harmless(root: Path, printed: str, swept: Path) -> bool:
-    """Whether the page of `root` has the elements of that of `swept`, and the output no escape sequence."""
+    """Whether the page of `root` has the same elements as that of `swept`, and the output no escape sequence."""
     same = Elements((root / "report.html").read_text()).names == Elements((swept / "report.html").read_text()).names
     return same and "\x1b" not in printed
 
 
-def test_a_runs_name_injects_nothing(
+def test_a_run_name_cannot_inject_html_or_escape_sequences(
     swept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In this process and without PNGs, which cost most of the time."""
@@ -108,7 +108,7 @@ def test_a_runs_name_injects_nothing(
 
 
 @pytest.mark.e2e
-def test_a_runs_name_injects_nothing_into_the_commands_output(gptexp: Gptexp, swept: Path, tmp_path: Path) -> None:
+def test_a_run_name_cannot_inject_into_the_output_of_the_command(gptexp: Gptexp, swept: Path, tmp_path: Path) -> None:
     root = renamed(swept, tmp_path / "sweep <b>")
     done = gptexp("report", str(root))
     assert done.returncode == 0, done.stderr
@@ -135,7 +135,7 @@ def test_a_single_run_has_its_pictures_and_a_second_report_has_the_same_bytes(
     assert files_of_report(directory) == written
 
 
-def test_the_table_has_values_as_read_and_the_page_has_them_rounded(swept: Path) -> None:
+def test_the_table_has_exact_values_and_the_page_rounded_ones(swept: Path) -> None:
     run = find_runs(swept)[0]
     assert values([run], ["model.n_layer"]) == [{
         "run": run.name, "status": run.status, "lr": run.lr, "total_batch_size": run.batch, "seed": run.seed,
@@ -158,7 +158,7 @@ def test_a_directory_without_a_run_is_refused_in_one_line(gptexp: Gptexp, tmp_pa
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
 
 
-def test_the_command_writes_the_law_and_says_how_to_use_it(
+def test_the_command_writes_the_law_and_prints_how_to_use_it(
     swept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("gptexp.reporting.write.png", lambda _: b"")

@@ -1,4 +1,4 @@
-"""What the report concludes from the runs of a sweep: optima, the law, warnings, and what to run next."""
+"""The conclusions of the report from the runs of a sweep: optima, the law, warnings, and the next command."""
 
 import random
 import re
@@ -35,7 +35,7 @@ def test_the_known_optima_law_and_noise_are_found(swept: Path) -> None:
     assert arm["law"]["low"] < 0.5 < arm["law"]["high"]
     assert arm["noise"]["sigma"] == pytest.approx(0.002, rel=0.6)
     said = "\n".join(report["verdict"])
-    assert "agrees with the rule 'square root' (0.5) and not with 'none' (0) and 'linear' (1)" in said
+    assert "agrees with the rule 'square root' (0.5) and not with 'constant' (0) and 'linear' (1)" in said
     assert "diverged at learning rate 0.16" in said
     assert "the critical batch size needs schedule=constant" in said
     [command] = report["next"]
@@ -63,7 +63,7 @@ def test_a_constant_schedule_gives_the_critical_batch_size(tmp_path: Path) -> No
     assert "isoloss" in {picture.key for picture in figures(analyse("sweep", find_runs(root)))}
 
 
-def test_runs_of_other_settings_are_arms_of_their_own(swept: Path, tmp_path: Path) -> None:
+def test_runs_with_other_settings_are_separate_arms(swept: Path, tmp_path: Path) -> None:
     root = tmp_path / "arms"
     shutil.copytree(swept, root)
     for path in sorted(root.glob("lr=*")):
@@ -117,7 +117,7 @@ def test_a_cell_with_a_diverged_seed_is_left_out_of_the_fit(tmp_path: Path) -> N
     assert at_8192["fit"]["lrs"] == [0.005, 0.01, 0.04, 0.08]
 
 
-def test_the_noise_scale_stands_beside_the_batch_sizes_and_the_critical_one(tmp_path: Path) -> None:
+def test_the_noise_scale_is_reported_with_the_batch_sizes_and_the_critical_batch_size(tmp_path: Path) -> None:
     root = write_sweep(tmp_path / "sweep", batches=(2048, 4096, 8192, 16384), schedule="constant")
     lines = report_of(root)["verdict"]
     [line] = [line for line in lines if "gradient noise scale" in line]
@@ -131,7 +131,7 @@ def test_the_noise_scale_stands_beside_the_batch_sizes_and_the_critical_one(tmp_
     assert len(critical) == (len(marked) > 4)
 
 
-def test_a_flat_grid_gets_more_seeds_and_no_more_learning_rates(tmp_path: Path) -> None:
+def test_more_seeds_are_proposed_for_a_flat_grid(tmp_path: Path) -> None:
     rng = random.Random(0)
     for lr in (1e-3, 4e-3, 1.6e-2, 6.4e-2):
         for seed in (1, 2):

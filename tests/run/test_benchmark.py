@@ -1,4 +1,4 @@
-"""`gptexp bench`: the figures of a run, tables and bench.json, and what it refuses."""
+"""`gptexp bench`: the figures of a run, its tables, bench.json, and refused arguments."""
 
 import json
 import re
@@ -35,7 +35,7 @@ ROW = {
 
 @pytest.fixture
 def only_nano_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`bench` with known results in the place of runs."""
+    """Replace the runs of `bench` by known results."""
 
     def measured(name: str, *_: object) -> dict[str, object]:
         if name != "nano":
@@ -48,9 +48,7 @@ def only_nano_fits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("only_nano_fits")
-def test_a_workload_that_does_not_fit_leaves_the_results_of_the_others(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_failing_workload_keeps_the_results_of_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert bench.main(["gpt2", "nano", "--device", "cpu", "--out", str(tmp_path / "out")]) == 0
     out, err = capsys.readouterr()
     assert re.search(r"nano +10,000", out)
@@ -60,7 +58,7 @@ def test_a_workload_that_does_not_fit_leaves_the_results_of_the_others(
 
 
 @pytest.mark.usefixtures("only_nano_fits")
-def test_it_fails_where_no_workload_fits(tmp_path: Path) -> None:
+def test_bench_fails_if_every_workload_fails(tmp_path: Path) -> None:
     assert bench.main(["gpt2", "--device", "cpu", "--out", str(tmp_path / "none")]) == 1
 
 
@@ -99,12 +97,12 @@ def test_a_real_run_is_measured_and_leaves_no_checkpoint(gptexp: Gptexp, tiny: l
     ("argv", "code", "line"),
     [
         (["huge"], 2, "huge: no such workload"),
-        (["nano", "--out", "full"], 2, "not empty; give a new directory"),
+        (["nano", "--out", "full"], 2, "not an empty directory; give a new one"),
         (["nano", "model.n_head=3"], 2, "model.n_embd=32: not divisible by model.n_head=3"),
         (["nano", "data=text", "data.path=empty.txt"], 3, "text: contains no text"),
     ],
 )
-def test_what_cannot_be_measured_is_one_line(
+def test_an_invalid_workload_or_option_is_refused(
     gptexp: Gptexp, tmp_path: Path, argv: list[str], code: int, line: str
 ) -> None:
     (tmp_path / "full").mkdir()
@@ -115,14 +113,14 @@ def test_what_cannot_be_measured_is_one_line(
 
 
 @pytest.mark.e2e
-def test_a_workload_of_another_device_is_refused_with_those_of_this_one(gptexp: Gptexp) -> None:
+def test_a_workload_of_another_device_is_refused_with_the_list_of_workloads(gptexp: Gptexp) -> None:
     refused = gptexp("bench", "gpt2_xl", "--device", "cpu")
     assert refused.returncode == 2
     assert "gpt2_xl: no such workload on cpu; workloads: nano," in refused.stderr
 
 
 @pytest.mark.slow
-def test_a_run_that_needs_too_much_memory_is_named_as_the_run_names_it(gptexp: Gptexp) -> None:
+def test_bench_repeats_the_out_of_memory_message_of_the_run(gptexp: Gptexp) -> None:
     large = ["batch.total_batch_size=1048576", "batch.micro_batch_size=4096", "train.loss=plain", "train.compile=off"]
     failing = gptexp("bench", "nano", "--device", "cpu", *large, env={"PYTHONPATH": str(ROOT)})
     assert failing.returncode == 1

@@ -1,4 +1,4 @@
-"""The model as the choices say; DDP's buckets; compiling by one rank of a node first."""
+"""Building the model from its choices, DDP's buckets, and compilation by one rank of a node first."""
 
 import re
 import subprocess
@@ -52,7 +52,7 @@ def test_the_initial_weights_are_a_function_of_the_seed() -> None:
     assert not torch.equal(first.wte.weight, other.wte.weight)
 
 
-def test_one_rank_has_no_ddp_around_its_model() -> None:
+def test_a_single_rank_uses_no_ddp() -> None:
     cfg = Config()
     cfg.model.n_layer, cfg.model.n_embd = 1, 24
     effective = resolve(cfg, CPU, Rank())
@@ -62,7 +62,7 @@ def test_one_rank_has_no_ddp_around_its_model() -> None:
 
 @pytest.fixture
 def one_of_two() -> Iterator[Rank]:
-    """A rank that is told of a second one; in the process group it is alone, so nothing waits."""
+    """A rank with a world size of two. It is alone in its process group, so nothing waits."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield Rank(0, 2)
@@ -71,7 +71,7 @@ def one_of_two() -> Iterator[Rank]:
 
 
 def wrapped(one_of_two: Rank, layers: int, compiled: bool) -> Any:
-    """DDP around so many layers of 4 MiB each."""
+    """DDP around `layers` layers of 4 MiB each."""
     effective = replace(resolve(Config(), CPU, Rank()), compile=Choice(compiled, "decided", ""))
     linear = [torch.nn.utils.skip_init(torch.nn.Linear, 1024, 1024, bias=False) for _ in range(layers)]
     model: Any = torch.nn.Sequential(*linear)
@@ -79,7 +79,7 @@ def wrapped(one_of_two: Rank, layers: int, compiled: bool) -> Any:
 
 
 def buckets(ddp: Any) -> int:
-    """How many buckets there are once DDP has seen the order of the gradients, which are views of them."""
+    """The number of buckets after DDP knows the order of the gradients. The gradients are views of the buckets."""
     for _ in range(3):
         ddp(torch.ones(1, 1024)).sum().backward()
     return len({p.grad.untyped_storage().data_ptr() for p in ddp.parameters()})
@@ -92,18 +92,18 @@ def test_the_gradients_of_a_large_compiled_model_are_in_few_buckets(one_of_two: 
 
 
 @pytest.mark.e2e
-def test_a_small_compiled_model_has_no_more_buckets_than_by_ddps_default(one_of_two: Rank) -> None:
+def test_a_small_compiled_model_has_no_more_buckets_than_ddps_default(one_of_two: Rank) -> None:
     """Each bucket costs a reduction."""
     assert buckets(wrapped(one_of_two, 13, True)) <= buckets(wrapped(one_of_two, 13, False)) < 13
 
 
 def test_the_first_rank_of_a_node_compiles_first_and_no_gradient_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two threads take the place of two ranks. The second begins when the first has finished."""
+    """Two threads simulate two ranks. The second begins after the first has finished."""
     used: dict[int, list[float]] = {0: [], 1: []}  # by rank: when its model is used
     together = threading.Barrier(2, timeout=60)
 
     class Wrapped(torch.nn.Module):
-        """In the place of DDP, whose reduction would wait for the other rank."""
+        """Replaces DDP, whose reduction would wait for the other rank."""
 
         def __init__(self, gpt: GPT, rank: int) -> None:
             super().__init__()

@@ -1,4 +1,4 @@
-"""The time of a whole run, worked out from a few steps."""
+"""The time of a whole run, estimated from a few steps."""
 
 import json
 import os
@@ -33,13 +33,13 @@ ONCE = {"clip": 3.0, "optimizer": 7.0, "reduce": 5.0}  # ms of a step; the reduc
 
 
 @pytest.mark.parametrize("grad_accum_steps", [1, 2, 16])
-def test_a_step_takes_its_micro_steps_and_what_it_does_once(
+def test_the_estimated_time_of_a_step_scales_only_its_micro_steps(
     grad_accum_steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The real run is replaced by one with known times; the first of its steps compiles for 9 s."""
     cfg = Config()
     cfg.batch.micro_batch_size, cfg.batch.total_batch_size = "auto", 4 * 1024 * grad_accum_steps
-    cfg.schedule.decay_steps = 50  # of so long a run the warm-up, a tenth, would end after the decay
+    cfg.schedule.decay_steps = 50  # shorter than the run: the warm-up, a tenth of the run, must end before
     cfg.data.val_tokens, cfg.train.max_steps, cfg.train.eval_every = 10 * 1024, 100, 30
     planned = replace(
         resolve(cfg, torch.device("cpu"), Rank()), compile=Choice(True, "decided", "for the length of the whole run")
@@ -48,7 +48,7 @@ def test_a_step_takes_its_micro_steps_and_what_it_does_once(
     prepared: list[object] = []
 
     def observe(command: Sequence[str], directory: Path, steps: int) -> Observed:
-        assert prepared == [cfg.data]  # no clock runs while text is tokenised
+        assert prepared == [cfg.data]  # the text is tokenised before the time is measured
         quick = run_dir.load_config(directory)
         ran.append(quick)
         assert load_effective(directory) == planned
@@ -82,7 +82,7 @@ def test_a_step_takes_its_micro_steps_and_what_it_does_once(
 def test_an_observed_run_leaves_no_process_and_no_checkpoint(
     start: Start, tiny: list[str], tmp_path: Path, end: signal.Signals | None
 ) -> None:
-    """Two ranks, ended after their steps, or when the observing process is ended. Asked to stop they would save."""
+    """Two ranks end after their steps, or with the observing process. A stop request would make them save."""
     found = tmp_path / "found"
     found.mkdir()
     observing = start("plan", *tiny, "world=ddp2", "--time", env={**os.environ, "TMPDIR": str(found)})

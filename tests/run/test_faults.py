@@ -1,4 +1,4 @@
-"""Errors of the machine and of peers in the middle of a run: silent ranks, memory that runs out."""
+"""Failures during a run: ranks that do not answer, and out-of-memory errors."""
 
 import json
 import resource
@@ -34,12 +34,12 @@ Sabotage = Callable[[str, str], dict[str, str]]
         ([1, 2, 3], r"^every rank answers, but a step took longer than world\.timeout_s=7 s; raise world\.timeout_s"),
     ],
 )
-def test_of_a_step_that_never_ends_the_ranks_that_do_not_answer_are_named(
+def test_ranks_that_do_not_answer_within_the_timeout_are_named(
     error: Exception, there: list[int], line: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(faults, "ANSWER_S", 0.3)
     store, cfg = torch.distributed.HashStore(), compose(["world.timeout_s=7"])
-    for rank in there:  # these ranks have given up as well
+    for rank in there:  # these ranks answer: they have failed too
         store.set(f"failed/{rank}", "")
     effective = resolve(cfg, torch.device("cpu"), Rank(), None)
     job = Job(cfg, tmp_path, Rank(0, 4), StopRequest())
@@ -54,7 +54,7 @@ def test_of_a_step_that_never_ends_the_ranks_that_do_not_answer_are_named(
 def test_a_smaller_micro_batch_is_chosen_only_for_auto_and_before_the_first_step(
     size: str, steps_made: int, error: type[Exception], tmp_path: Path
 ) -> None:
-    cfg, state = compose([f"batch.micro_batch_size={size}"]), TrainState(step=40, resumed_at=40)
+    cfg, state = compose([f"batch.micro_batch_size={size}"]), TrainState(step=40)
     effective = resolve(cfg, torch.device("cpu"), Rank(), None)
     effective = replace(effective, micro_batch_size=replace(effective.micro_batch_size, value=8))
 
@@ -71,10 +71,10 @@ def test_a_smaller_micro_batch_is_chosen_only_for_auto_and_before_the_first_step
 
 
 @pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.e2e)])
-def test_too_little_memory_is_one_line_with_the_ways_out(
+def test_an_out_of_memory_error_proposes_fixes_without_a_traceback(
     gptexp: Gptexp, tiny: list[str], tmp_path: Path, world_size: int
 ) -> None:
-    """Logits of half a million tokens, 100 GB, in one piece, on each rank."""
+    """Each rank needs 100 GB for the logits of half a million tokens."""
     options = ["batch.total_batch_size=1048576", "batch.micro_batch_size=32768", "train.loss=plain",
                "train.compile=off", f"world.size={world_size}"]  # fmt: skip
     done = gptexp("train", *tiny, *options, "hydra.run.dir=out")
@@ -87,10 +87,10 @@ def test_too_little_memory_is_one_line_with_the_ways_out(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_auto_takes_a_smaller_micro_batch_where_memory_runs_out_at_the_start(
+def test_auto_retries_with_a_smaller_micro_batch_after_running_out_of_memory(
     start: Start, sabotage: Sabotage, tiny: list[str], tmp_path: Path, world_size: int
 ) -> None:
-    """An estimate that is far too low, for a process that may have 6 GB: three times 3 GB of whole logits."""
+    """The estimate is far too low: the process may use 6 GB, and the whole logits need three times 3 GB."""
     guess = "m._micro_batch_size = lambda cfg, *_: (cfg.batch.total_batch_size // (16 * cfg.world.size), 'a guess')"
     env = sabotage("gptexp.machine.effective", guess)
     options = ["batch.total_batch_size=16384", "batch.micro_batch_size=auto", "train.loss=plain", "train.compile=off",

@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 Gptexp = Callable[..., subprocess.CompletedProcess[str]]
 
 
-def test_it_trains_compiled_in_bfloat16_and_resumes(gptexp: Gptexp, tiny: list[str], tmp_path: Path) -> None:
+def test_a_run_trains_compiled_in_bfloat16_and_resumes(gptexp: Gptexp, tiny: list[str], tmp_path: Path) -> None:
     overrides = [
         *tiny,
         "log=disabled",
@@ -64,7 +64,7 @@ def test_gpu_and_cpu_agree_in_float32(gptexp: Gptexp, tiny: list[str], tmp_path:
 
 @pytest.mark.parametrize("loss", ["plain", "chunked"])
 @pytest.mark.parametrize("compiled", ["on", "off"])
-def test_nothing_waits_for_the_device_inside_a_step(tiny: list[str], compiled: str, loss: str) -> None:
+def test_a_step_does_not_synchronise_with_the_device(tiny: list[str], compiled: str, loss: str) -> None:
     """torch raises at every synchronising call while the mode is on, also in the thread that copies batches."""
     device, steps = torch.device("cuda"), 8
     cfg = compose([
@@ -105,7 +105,7 @@ def test_waiting_for_a_gpu_that_does_not_answer_ends_after_the_timeout() -> None
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_losses_agree_on_the_gpu(compiled: bool) -> None:
+def test_the_chunked_and_the_plain_loss_agree_on_the_gpu(compiled: bool) -> None:
     """With three chunks of 4,096 rows, the last one short."""
     chunked_loss = torch.compile(chunked_cross_entropy, fullgraph=True) if compiled else chunked_cross_entropy
     g = torch.Generator("cuda").manual_seed(0)
@@ -121,7 +121,7 @@ def test_losses_agree_on_the_gpu(compiled: bool) -> None:
 def test_an_automatic_micro_batch_takes_more_than_half_of_the_gpu(
     gptexp: Gptexp, tiny: list[str], tmp_path: Path
 ) -> None:
-    """The first start finds it by trials; a resumed run uses what was found."""
+    """The first start finds the size by trials. A resumed run uses the same size."""
     overrides = [
         *(o for o in tiny if not o.startswith(("model.", "batch.", "train."))), "model=gpt2", "batch.seq_len=1024",
         "batch.total_batch_size=4194304", "batch.micro_batch_size=auto", "log=disabled", "train.max_steps=2",
@@ -158,7 +158,7 @@ def test_peak_memory_is_within_15_percent_of_the_estimate(
 
 
 @pytest.mark.parametrize("compiled", ["off", "on"])
-def test_the_noise_scale_is_what_a_cpu_measures(gptexp: Gptexp, tiny: list[str], tmp_path: Path, compiled: str) -> None:
+def test_the_noise_scale_equals_that_of_a_cpu(gptexp: Gptexp, tiny: list[str], tmp_path: Path, compiled: str) -> None:
     for device, more in (("cpu", []), ("cuda", [f"train.compile={compiled}"])):
         done = gptexp("train", *tiny, *more, f"train.device={device}", f"hydra.run.dir={device}")
         assert done.returncode == 0, done.stderr
@@ -167,7 +167,7 @@ def test_the_noise_scale_is_what_a_cpu_measures(gptexp: Gptexp, tiny: list[str],
         assert cuda[name] == pytest.approx(cpu[name], rel=1e-3)
 
 
-def test_measuring_the_noise_scale_keeps_the_queue_full() -> None:
+def test_measuring_the_noise_scale_does_not_synchronise_with_the_device() -> None:
     """torch raises where a step would wait for the device."""
     cfg = compose(["model=gpt2", "model.n_layer=2", "batch.total_batch_size=4096", "batch.micro_batch_size=1"])
     device = torch.device("cuda")

@@ -29,15 +29,15 @@ Sabotage = Callable[[str, str], dict[str, str]]
     ("codes", "expected", "restarts"),
     [
         ([0], 0, 0),
-        ([EXIT_DIVERGED], EXIT_DIVERGED, 0),  # would diverge again
-        ([143], 143, 0),  # was asked to stop
+        ([EXIT_DIVERGED], EXIT_DIVERGED, 0),  # it would diverge again
+        ([143], 143, 0),  # it was stopped by a signal
         ([1, 0], 0, 1),
         ([1, 1, 1], 1, 2),
         ([START_ANEW, START_ANEW, START_ANEW, 0], 0, 0),
         ([START_ANEW, 1, START_ANEW, 1, 0], 0, 2),
     ],
 )
-def test_only_a_failure_is_a_reason_to_start_again(
+def test_a_run_is_restarted_only_after_a_failure(
     codes: list[int],
     expected: int,
     restarts: int,
@@ -61,9 +61,12 @@ def test_only_a_failure_is_a_reason_to_start_again(
 @pytest.mark.parametrize(
     ("failures", "cause"),
     [
-        ({0: (1, "LostRankError: rank 1: its process has ended", 5), 1: (-9, "", 7)}, 1),  # the agent looked late
+        (
+            {0: (1, "LostRankError: rank 1: its process has ended", 5), 1: (-9, "", 7)},
+            1,
+        ),  # the agent noticed rank 1 late
         ({0: (1, "LostRankError: rank 1: its process has ended", 5), 1: (1, "ValueError: its own", 4)}, 1),
-        ({0: (1, "ValueError: its own", 5), 1: (-9, "", 7)}, 0),  # the agent killed rank 1 for not leaving
+        ({0: (1, "ValueError: its own", 5), 1: (-9, "", 7)}, 0),  # the agent killed rank 1, which did not exit
         ({0: (1, "LostRankError: rank 2: its process has ended", 5), 1: (-15, "", 7), 2: (-11, "", 8)}, 2),
     ],
 )
@@ -114,8 +117,8 @@ def test_a_signal_to_the_parent_or_to_one_rank_stops_two_ranks(
 
 
 @pytest.mark.e2e
-def test_ctrl_c_while_a_rank_tokenises_leaves_nothing(start: Start, tiny: list[str], tmp_path: Path) -> None:
-    """One rank tokenises the standard library, the other waits for it; neither has anything to save."""
+def test_ctrl_c_during_tokenisation_leaves_no_process_or_cache(start: Start, tiny: list[str], tmp_path: Path) -> None:
+    """One rank tokenises the standard library and the other waits for it. Neither has anything to save."""
     cache = tmp_path / "cache"
     overrides = [*tiny, "data=stdlib", "data.path=null", f"data.cache_dir={cache}", "hydra.run.dir=out"]
     process = start("train", *overrides, "world.size=2", start_new_session=True)
@@ -129,8 +132,8 @@ def test_ctrl_c_while_a_rank_tokenises_leaves_nothing(start: Start, tiny: list[s
 
 
 @pytest.mark.slow
-def test_a_second_signal_leaves_at_once(start: Start, sabotage: Sabotage, long_run: list[str], tmp_path: Path) -> None:
-    """While rank 0 saves for a minute."""
+def test_a_second_signal_exits_at_once(start: Start, sabotage: Sabotage, long_run: list[str], tmp_path: Path) -> None:
+    """The second signal arrives while rank 0 saves for a minute."""
     directory = tmp_path / "out"
     env = sabotage(
         "gptexp.storage.checkpoint", "import time\nplain = m.save\ndef save(*a):\n    time.sleep(60)\nm.save = save"
@@ -151,7 +154,7 @@ def test_a_second_signal_leaves_at_once(start: Start, sabotage: Sabotage, long_r
 
 
 @pytest.mark.e2e
-def test_a_killed_parent_leaves_no_rank_behind(start: Start, long_run: list[str], tmp_path: Path) -> None:
+def test_a_killed_parent_leaves_no_rank_running(start: Start, long_run: list[str], tmp_path: Path) -> None:
     directory = tmp_path / "out"
     process = start("train", *long_run, "world.size=2")
     wait_for(begun(directory), process)
@@ -163,7 +166,7 @@ def test_a_killed_parent_leaves_no_rank_behind(start: Start, long_run: list[str]
     for number in left:
         os.kill(number, signal.SIGKILL)
     assert left == []
-    assert summary(directory)["status"] == "interrupted"  # they had the time to save
+    assert summary(directory)["status"] == "interrupted"  # the ranks saved before they exited
 
 
 # --- ranks that fail or are killed -----------------------------------------------------------------------------------
@@ -204,10 +207,10 @@ def test_an_unexpected_error_in_one_rank_is_printed_once(start: Start, sabotage:
 
 
 @pytest.mark.slow
-def test_the_user_error_of_one_rank_is_the_cause_and_not_the_others_end(
+def test_the_error_of_one_rank_is_reported_instead_of_the_end_of_the_others(
     start: Start, sabotage: Sabotage, long_run: list[str]
 ) -> None:
-    """Rank 1 finds its data cut short. Rank 0 does not react to SIGTERM, as in a collective of NCCL: it is killed."""
+    """Rank 1 finds truncated data. Rank 0 ignores SIGTERM, as in a collective of NCCL, and is killed."""
     code = """
     import os, signal, time
     plain, calls = m._Loop.queue_step, 0
@@ -232,7 +235,7 @@ def test_the_user_error_of_one_rank_is_the_cause_and_not_the_others_end(
 
 @pytest.mark.slow
 def test_a_rank_that_hangs_ends_the_run_and_is_named(start: Start, long_run: list[str], tmp_path: Path) -> None:
-    """It does not react to SIGTERM either: torch's agent kills it after half a minute."""
+    """The rank does not react to SIGTERM either. torch's agent kills it after half a minute."""
     directory = tmp_path / "out"
     process = start("train", *long_run, "world.size=2", "world.timeout_s=4")
     wait_for(begun(directory), process)
@@ -246,9 +249,10 @@ def test_a_rank_that_hangs_ends_the_run_and_is_named(start: Start, long_run: lis
     assert processes_of(directory) == []
 
 
-@pytest.mark.e2e
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_killed_rank_is_started_again_as_often_as_asked_for(
+@pytest.mark.parametrize(
+    "world_size", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.e2e)]
+)
+def test_a_run_with_a_killed_rank_is_restarted_up_to_max_restarts(
     start: Start, tiny: list[str], tmp_path: Path, world_size: int
 ) -> None:
     directory = tmp_path / "out"
@@ -264,8 +268,8 @@ def test_a_killed_rank_is_started_again_as_often_as_asked_for(
 
 
 @pytest.mark.slow
-def test_ranks_that_torchrun_restarts_find_one_another(tiny: list[str], tmp_path: Path) -> None:
-    """torch 2.13 hands each attempt the store of the one before, with its addresses in it (pytorch#135712)."""
+def test_ranks_that_torchrun_restarts_connect_again(tiny: list[str], tmp_path: Path) -> None:
+    """torch 2.13 gives each attempt the store of the previous one, with its old addresses (pytorch#135712)."""
     directory = tmp_path / "out"
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1",

@@ -21,7 +21,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, corpus: Path, torch_serve
 
 @pytest.fixture
 def from_gpu(finished: Path, tmp_path: Path) -> Path:
-    """The finished run as a GPU that used kernels of its own would have left it."""
+    """The finished run, changed to look like a run on a GPU with kernels that a CPU does not have."""
     directory = tmp_path / "from_gpu"
     shutil.copytree(finished, directory)
     config = yaml.safe_load((directory / "config.yaml").read_text())

@@ -1,4 +1,4 @@
-"""Runs side by side: no GPU has two runs, signals reach every process, a run that cannot start stops no other."""
+"""Runs side by side: a GPU has at most one run, signals reach every process, and runs do not stop one another."""
 
 import itertools
 import os
@@ -23,10 +23,10 @@ class Run:
 
 @dataclass
 class Runs:
-    """A source and a starter of runs; each run is a `sleep`, and `codes` has the exit codes of those that ended."""
+    """A source and a starter of runs. Each run is a `sleep`. `codes` has the exit codes of runs that ended."""
 
     waiting: list[Run]
-    later: list[Run] = field(default_factory=list)  # what `more` gives out
+    later: list[Run] = field(default_factory=list)  # the runs that `more` returns
     on_begin: Callable[[Run], None] = lambda _: None
     on_more: Callable[["Runs"], None] = lambda _: None
     is_decided: Callable[[], bool] = lambda: True
@@ -34,13 +34,13 @@ class Runs:
     begun: list[Run] = field(default_factory=list)
     codes: dict[str, int] = field(default_factory=dict)
     gpus: dict[Run, list[str]] = field(default_factory=dict)  # of the runs that are running
-    at_most: int = 0  # so many ran at the same time
+    at_most: int = 0  # the largest number of runs at the same time
 
     def more(self) -> Run | None:
         self.on_more(self)
         return self.later.pop(0) if self.later else None
 
-    def decided(self) -> bool:
+    def share_decisions(self) -> bool:
         return self.is_decided()
 
     def begin(self, run: Run, gpus: Sequence[str]) -> None:
@@ -83,7 +83,7 @@ def test_no_gpu_has_two_runs_and_none_is_idle_while_a_run_fits(sizes: list[int],
 
 
 @pytest.mark.parametrize("at_once", [1, 2])
-def test_more_is_asked_for_only_if_nothing_waits_and_a_place_is_free(at_once: int) -> None:
+def test_the_next_run_is_requested_only_if_none_waits_and_a_place_is_free(at_once: int) -> None:
     """An optimiser that chooses the next run needs the results of as many runs as possible."""
 
     def asked(runs: Runs) -> None:
@@ -95,7 +95,7 @@ def test_more_is_asked_for_only_if_nothing_waits_and_a_place_is_free(at_once: in
     assert runs.codes == {"0": 0, "1": 0, "more": 0, "and more": 0}
 
 
-def test_after_a_signal_while_a_run_is_prepared_nothing_starts() -> None:
+def test_no_run_starts_after_a_signal_during_preparation() -> None:
     runs = Runs(numbered(1, 1, 1), on_begin=lambda _: os.kill(os.getpid(), signal.SIGTERM))
     told = runs.run(1)
     assert (told, runs.begun, runs.codes) == (signal.SIGTERM, numbered(1), {})
@@ -115,7 +115,7 @@ def test_a_signal_right_after_a_run_was_started_reaches_it() -> None:
     assert runs.codes == {"0": -signal.SIGTERM}
 
 
-def test_a_run_that_cannot_be_prepared_stops_no_other() -> None:
+def test_a_run_that_cannot_be_prepared_does_not_stop_the_others() -> None:
     def begin(run: Run) -> None:
         if run.directory.name == "1":
             raise OSError("no room")
@@ -125,7 +125,7 @@ def test_a_run_that_cannot_be_prepared_stops_no_other() -> None:
     assert runs.codes == {"0": 0, "1": 1, "2": 0}
 
 
-def test_nothing_runs_beside_the_first_run_until_it_has_decided() -> None:
+def test_the_first_run_runs_alone_until_it_has_decided() -> None:
     decided = threading.Event()
     timer = threading.Timer(0.5, decided.set)
     beside: list[tuple[bool, int]] = []
@@ -149,7 +149,9 @@ def test_a_runs_process_sees_its_own_gpus_only(tmp_path: Path, monkeypatch: pyte
             process.wait()
         assert f"CUDA_VISIBLE_DEVICES={seen}".encode() in environment
         assert f"GPTEXP_AT_ONCE={at_once}".encode() in environment
-        assert (tmp_path / OUTPUT).exists()  # since the first, which shares the terminal with another run
+        assert (
+            tmp_path / OUTPUT
+        ).exists()  # written since the first process, which shares the terminal with another run
 
 
 def test_runs_side_by_side_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,14 +49,14 @@ def test_a_run_resumes_before_a_damaged_checkpoint_and_saves_that_step_again(
     assert summary(tmp_path)["status"] == "completed"
 
 
-def test_the_process_runs_with_the_number_of_threads_that_was_decided(tiny: list[str], tmp_path: Path) -> None:
+def test_the_process_uses_the_decided_number_of_threads(tiny: list[str], tmp_path: Path) -> None:
     config = compose([*tiny, "world.threads_per_rank=2", "train.max_steps=1"])
     torch.set_num_threads(1)
     train(config, tmp_path)
     assert torch.get_num_threads() == 2
 
 
-def test_an_evaluation_that_was_due_at_the_interruption_is_the_first_thing_after_it(
+def test_an_evaluation_that_was_due_at_an_interruption_runs_first_after_resuming(
     tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = compose([*tiny, "train.max_steps=6", "train.eval_every=2", "log.sample_tokens=0"])
@@ -120,7 +120,7 @@ def test_garbage_collection_is_off_until_the_first_step_is_done(tiny: list[str],
 
 
 @pytest.mark.e2e
-def test_a_measured_peak_is_measured_once(gptexp: Any, tiny: list[str], tmp_path: Path) -> None:
+def test_the_peak_rate_is_measured_once_per_run(gptexp: Any, tiny: list[str], tmp_path: Path) -> None:
     """All attempts use the same number, and the summary names it."""
     out = tmp_path / "out"
     done = gptexp("train", *tiny, "train.save_every=2", "log.mfu_peak=measured", "hydra.run.dir=out")

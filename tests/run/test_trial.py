@@ -1,4 +1,4 @@
-"""Which micro-batch a trial settles on, with a simulated GPU; real steps on a GPU are in test_gpu.py."""
+"""The micro-batch that trials select, on a simulated GPU. test_gpu.py has the tests on a real one."""
 
 import math
 from dataclasses import replace
@@ -19,7 +19,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 @pytest.mark.parametrize("first", SIZES)
 @pytest.mark.parametrize("limit", [0, 1, 5, 8, 63, 1000])
-def test_the_search_ends_at_the_largest_that_runs_and_tries_no_size_twice(first: int, limit: int) -> None:
+def test_the_search_finds_the_largest_size_that_runs_and_tries_no_size_twice(first: int, limit: int) -> None:
     tried: list[int] = []
 
     def runs(size: int) -> bool:
@@ -31,7 +31,7 @@ def test_the_search_ends_at_the_largest_that_runs_and_tries_no_size_twice(first:
 
 
 class Gpu:
-    """An allocator like torch's: it caches freed memory, and remembers the most that it held until that is reset."""
+    """Simulates torch's allocator: it caches freed memory and keeps its peak until the peak is reset."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.held = self.most = 0
@@ -64,14 +64,14 @@ def taken(monkeypatch: pytest.MonkeyPatch, gpu: Gpu, size: int, error: RuntimeEr
     return trial.taken(*args)
 
 
-def test_each_trial_measures_its_own_peak_and_leaves_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_trial_measures_its_own_peak_and_frees_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = Gpu(monkeypatch)
     for size in (70, 7, 20):
         assert taken(monkeypatch, gpu, size) == size
         assert gpu.held == 0
 
 
-def test_a_size_that_does_not_fit_takes_more_than_there_is_and_leaves_no_memory(
+def test_a_size_that_does_not_fit_counts_as_infinite_and_frees_its_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     gpu = Gpu(monkeypatch)
@@ -103,7 +103,7 @@ def estimated(cfg: Config) -> Effective:
 def settle(
     monkeypatch: pytest.MonkeyPatch, cfg: Config, estimated: Effective, free: int, world_size: int = 1
 ) -> Effective:
-    """Settle where `free` units of memory are free. Gradients of earlier micro-steps take some from the second on."""
+    """Settle with `free` units of free memory. From the second micro-step on, accumulated gradients take some."""
     monkeypatch.setattr(trial, "taken", lambda cfg, effective, device, size, steps: size + GRADIENTS * (steps > 1))
     monkeypatch.setattr(trial, "apply", lambda effective, deterministic: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 10**6))
@@ -131,20 +131,22 @@ def test_the_largest_size_whose_step_fits_is_taken(
     assert replace(settled, micro_batch_size=estimated.micro_batch_size) == estimated  # nothing else changes
 
 
-def test_not_even_one_sequence_is_an_error(monkeypatch: pytest.MonkeyPatch, cfg: Config, estimated: Effective) -> None:
+def test_an_error_is_raised_if_one_sequence_does_not_fit(
+    monkeypatch: pytest.MonkeyPatch, cfg: Config, estimated: Effective
+) -> None:
     with pytest.raises(ConfigError, match="not even one sequence fits"):
         settle(monkeypatch, cfg, estimated, free=5)
 
 
 @pytest.mark.parametrize("source", ["asked", "saved"])
-def test_a_size_that_was_asked_for_or_saved_is_not_tried(
+def test_a_requested_or_saved_size_is_not_tried(
     monkeypatch: pytest.MonkeyPatch, cfg: Config, estimated: Effective, source: Any
 ) -> None:
     given = replace(estimated, micro_batch_size=Choice(8, source, estimated.micro_batch_size.reason))
     assert settle(monkeypatch, cfg, given, free=10**6) == given
 
 
-def test_a_size_that_was_settled_is_not_tried_at_the_next_start(
+def test_a_decided_size_is_not_tried_again_at_the_next_start(
     monkeypatch: pytest.MonkeyPatch, cfg: Config, estimated: Effective
 ) -> None:
     settled = settle(monkeypatch, cfg, replace(estimated, device="cpu"), free=60)

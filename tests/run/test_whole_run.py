@@ -1,4 +1,4 @@
-"""One rank's run from its directory's point of view: metrics, summary, and what must not change the result."""
+"""A whole run on one rank: its metrics, its summary, and options that must not change the result."""
 
 import json
 import math
@@ -33,20 +33,20 @@ def test_metrics_have_the_names_of_the_table(finished: Path) -> None:
     assert all(len(e["data/fingerprint"]) == 16 for e in events(finished, "step"))
 
 
-def test_steps_count_from_zero_and_tokens_by_the_step(finished: Path) -> None:
+def test_step_numbers_begin_at_zero_and_tokens_grow_with_each_step(finished: Path) -> None:
     steps = events(finished, "step")
     assert [e["step"] for e in steps] == list(range(40))
     assert [e["tokens"] for e in steps] == [128 * (i + 1) for i in range(40)]
 
 
 def test_the_learning_rate_follows_the_cosine(finished: Path) -> None:
-    """To a tenth over 40 steps, 4 of them warm-up: the step's own batch counts in the warm-up only."""
+    """To a tenth over 40 steps with 4 steps of warm-up. Only the warm-up counts the tokens of the step itself."""
     cosine = [0.1 + 0.9 * (1 + math.cos(math.pi * max(0, i - 4) / 36)) / 2 for i in range(40)]
     expected = [1e-2 * min((i + 1) / 4, cosine[i]) for i in range(40)]
     assert [e["optim/lr"] for e in events(finished, "step")] == pytest.approx(expected)
 
 
-def test_it_evaluates_ten_times_a_run(finished: Path) -> None:
+def test_a_run_evaluates_ten_times(finished: Path) -> None:
     evals = events(finished, "eval")
     assert [e["tokens"] for e in evals] == [512 * (i + 1) for i in range(10)]
     assert evals[-1]["val/ppl"] == pytest.approx(math.exp(evals[-1]["val/loss"]))
@@ -74,7 +74,7 @@ def test_a_run_directory_holds_the_decisions_and_the_newest_checkpoints(finished
 def test_validation_loss_is_that_of_the_plain_model_on_the_same_windows(finished: Path) -> None:
     """The logged number against a loop over single windows with torch's own cross-entropy."""
     model, _, config = load_run(finished)
-    os.environ["GPTEXP_CACHE"] = str(finished.parent / "tokens")  # clean_environment puts it back
+    os.environ["GPTEXP_CACHE"] = str(finished.parent / "tokens")  # clean_environment restores it
     dataset = build_dataset(config)
     losses = []
     for window in dataset.val_windows:
@@ -85,8 +85,8 @@ def test_validation_loss_is_that_of_the_plain_model_on_the_same_windows(finished
     assert summary(finished)["final_val_loss"] == pytest.approx(sum(losses) / 7, rel=1e-5)
 
 
-def test_looking_at_a_run_does_not_change_it(tiny: list[str], tmp_path: Path) -> None:
-    """Evaluated, saved, logged and sampled from at any interval, a run with dropout ends with the same bits."""
+def test_evaluating_saving_logging_and_sampling_do_not_change_the_weights(tiny: list[str], tmp_path: Path) -> None:
+    """At every interval, and with dropout, the run ends with the same bits."""
     ways = {
         "never": ["train.eval_every=0", "train.save_every=0", "train.log_every=100", "log.sample_tokens=0"],
         "always": ["train.eval_every=1", "train.save_every=1", "train.log_every=1", "log.sample_tokens=9"],
@@ -104,7 +104,7 @@ def test_looking_at_a_run_does_not_change_it(tiny: list[str], tmp_path: Path) ->
 def test_max_minutes_leaves_the_time_to_save(
     tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: ModuleType, slow: str
 ) -> None:
-    """A checkpoint, or an evaluation, takes a second here: the run has ended and saved before its time is over."""
+    """A save or an evaluation takes a second here. The run saves and ends within its time."""
     assert train_here([*tiny, "train.max_steps=1"], tmp_path / "warm-up") == 0  # imports and tokens take no time later
     plain: Callable[..., object] = getattr(module, slow)
 
@@ -127,7 +127,7 @@ def test_max_minutes_leaves_the_time_to_save(
 def test_metrics_are_on_the_disk_before_the_checkpoint_that_depends_on_them(
     tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A power failure after a save loses no step before it; a kill would not show that."""
+    """A power failure after a save must lose no step before it. A kill cannot test that."""
     plain_fsync, plain_rename = os.fsync, Path.rename
     steps_on_disk, when_published = 0, []
 

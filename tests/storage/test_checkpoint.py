@@ -1,10 +1,9 @@
-"""Checkpoints: complete or not there, exact, and which of them are kept."""
+"""Checkpoints: complete or absent, exact, and pruned as configured."""
 
 import json
 import os
 import resource
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -43,7 +42,7 @@ def test_training_continues_bit_for_bit(tmp_path: Path) -> None:
     state = TrainState(step=2, tokens=16, fingerprint=2**64 - 1, val_loss=3.5, best_val_loss=3.25, seconds=1.5)
     path = checkpoint.save(tmp_path / "c", model, optimizer, state, Keep())
     found, loaded = checkpoint.load_latest(tmp_path / "c") or pytest.fail("nothing found")
-    assert (found, loaded) == (path, replace(state, resumed_at=2))
+    assert (found, loaded) == (path, state)
     torch.manual_seed(9)
     other = GPT(TINY)
     other_optimizer = build_optimizer(other, OptimConfig(), fused=True)
@@ -58,7 +57,7 @@ def test_training_continues_bit_for_bit(tmp_path: Path) -> None:
         assert torch.equal(a, b)
 
 
-def test_the_newest_whole_checkpoint_is_loaded_and_each_damaged_one_is_named(
+def test_the_newest_intact_checkpoint_is_loaded_and_each_damaged_one_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for step in (1, 2, 3, 4):
@@ -78,7 +77,7 @@ def test_the_newest_whole_checkpoint_is_loaded_and_each_damaged_one_is_named(
 
 @pytest.mark.parametrize("name", ["model.safetensors", "train.pt", "state.json", "manifest.json"])
 @pytest.mark.parametrize("damage", ["truncate", "flip", "remove"])
-def test_any_damage_to_any_file_is_seen(tmp_path: Path, name: str, damage: str) -> None:
+def test_any_damage_to_any_file_is_detected(tmp_path: Path, name: str, damage: str) -> None:
     file = save(tmp_path, 1) / name
     body = file.read_bytes()
     if damage == "remove":
@@ -87,12 +86,12 @@ def test_any_damage_to_any_file_is_seen(tmp_path: Path, name: str, damage: str) 
         middle = len(body) // 2
         flipped = body[:middle] + bytes([body[middle] ^ 255]) + body[middle + 1 :]
         file.write_bytes({"truncate": body[:-2], "flip": flipped}[damage])  # the last byte may be a line end
-    with pytest.raises(CheckpointError, match="no checkpoint is intact"):
+    with pytest.raises(CheckpointError, match="no intact checkpoint can be used"):
         checkpoint.load_latest(tmp_path)
 
 
-def test_damaged_checkpoints_that_were_set_aside_do_not_count_among_the_newest(tmp_path: Path) -> None:
-    """They are not deleted, and their steps can be saved again."""
+def test_rejected_checkpoints_do_not_count_among_the_newest(tmp_path: Path) -> None:
+    """Rejected checkpoints are not deleted. Their steps can be saved again."""
     for step in (200, 300, 400):
         save(tmp_path, step)
     for step in (300, 400):
@@ -106,19 +105,19 @@ def test_damaged_checkpoints_that_were_set_aside_do_not_count_among_the_newest(t
     assert len(list(tmp_path.glob("rejected-*"))) == 2
 
 
-def test_pruning_keeps_the_newest_and_sweeps_leftovers(tmp_path: Path) -> None:
+def test_pruning_keeps_the_newest_and_removes_leftovers(tmp_path: Path) -> None:
     for step in (1, 2, 30):
         save(tmp_path, step)
     (tmp_path / ".tmp-step-00000031-1").mkdir()
     (tmp_path / ".del-step-00000000").mkdir()
-    checkpoint.sweep(tmp_path)
+    checkpoint.remove_leftovers(tmp_path)
     save(tmp_path, 100_000_000, keep_last=2)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000030", "step-100000000"]
     assert (checkpoint.load_latest(tmp_path) or pytest.fail("none"))[1].step == 100_000_000
 
 
 def keep(directory: Path, keep: Keep, losses: dict[int, float | None]) -> list[int]:
-    """The steps that are kept of a checkpoint at each step, of ten tokens; a loss of None: not evaluated there."""
+    """Save a checkpoint after each step of ten tokens; the steps that are kept. A loss of None: no evaluation."""
     model, optimizer = trained(1)
     val_loss = None
     for step, loss in losses.items():
@@ -129,7 +128,7 @@ def keep(directory: Path, keep: Keep, losses: dict[int, float | None]) -> list[i
     return sorted(int(p.name.removeprefix("step-")) for p in directory.glob("step-*"))
 
 
-def test_the_best_and_those_at_multiples_of_tokens_are_kept_too(tmp_path: Path) -> None:
+def test_the_best_checkpoint_and_those_at_multiples_of_tokens_are_kept_too(tmp_path: Path) -> None:
     losses = {1: 5.0, 2: 3.0, 3: None, 4: 4.0, 5: 2.9, 6: None, 7: 3.1, 8: None}
     assert keep(tmp_path / "last", Keep(2, best=False), losses) == [7, 8]
     assert keep(tmp_path / "best", Keep(2), losses) == [5, 7, 8]
@@ -146,14 +145,14 @@ def test_a_damaged_checkpoint_is_neither_counted_nor_removed(tmp_path: Path) -> 
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000002", "step-00000003", "step-00000004"]
 
 
-def test_a_copy_under_another_name_of_its_step_does_not_count(tmp_path: Path) -> None:
+def test_a_copied_checkpoint_under_another_name_is_ignored(tmp_path: Path) -> None:
     path = save(tmp_path, 5)
     shutil.copytree(path, tmp_path / "step-000000005")
     shutil.copytree(path, tmp_path / "step-00000006")
     assert checkpoint.newest(tmp_path)[0] == path
 
 
-def test_a_checkpoint_of_an_interruption_is_resumed_from_and_replaces_no_regular_one(tmp_path: Path) -> None:
+def test_a_checkpoint_of_an_interruption_is_loaded_and_replaces_no_regular_one(tmp_path: Path) -> None:
     """Which checkpoints a run keeps and goes back to does not depend on whether it was interrupted."""
     for step in (1, 2):
         save(tmp_path, step, keep_last=2)
@@ -169,7 +168,7 @@ def test_a_checkpoint_of_an_interruption_is_resumed_from_and_replaces_no_regular
 def test_files_are_synced_before_the_rename_and_the_rename_before_save_returns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A test cannot cut the power, and a kill loses nothing that was written; so the order of the calls is checked."""
+    """Checks the order of the calls: a test cannot cut the power, and a kill loses no written data."""
     calls: list[tuple[str, str]] = []
     plain_fsync, plain_rename = os.fsync, Path.rename
 
@@ -188,14 +187,15 @@ def test_files_are_synced_before_the_rename_and_the_rename_before_save_returns(
     path = save(directory, 1)
     published = calls.index(("rename", path.name))
     files = {("fsync", f"{file.name} {file.stat().st_size}") for file in path.iterdir()}
-    folders = {("fsync", f".tmp-{path.name}-{os.getpid()}"), ("fsync", tmp_path.name)}  # the second for its new folder
+    folders = {
+        ("fsync", f".tmp-{path.name}-{os.getpid()}"),
+        ("fsync", tmp_path.name),
+    }  # the second one, because it has a new folder
     assert files | folders == set(calls[:published])
     assert calls[published + 1 :] == [("fsync", "checkpoints")]
 
 
-def test_a_disk_without_room_is_seen_before_anything_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_detected_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, 1)
     model, _ = trained(1)
     size = 3 * sum(4 * p.numel() for p in model.parameters())  # weights and two moments
@@ -210,7 +210,7 @@ def test_a_disk_without_room_is_seen_before_anything_is_written(
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000001", "step-00000002"]
 
 
-def test_an_error_of_the_file_system_is_reported_in_its_words(tmp_path: Path) -> None:
+def test_the_message_of_a_file_system_error_is_reported(tmp_path: Path) -> None:
     """torch.save itself raises a RuntimeError that does not mention the disk."""
     save(tmp_path, 1)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -225,7 +225,7 @@ def test_an_error_of_the_file_system_is_reported_in_its_words(tmp_path: Path) ->
         assert [p.name for p in tmp_path.iterdir()] == ["step-00000001"]
 
 
-def test_a_checkpoint_contains_what_describes_its_run(tmp_path: Path) -> None:
+def test_a_checkpoint_contains_the_description_of_its_run(tmp_path: Path) -> None:
     model, optimizer = trained(1)
     about = {"data_hash": "abc", "config": {"optim": {"lr": 1.0}}}
     path = checkpoint.save(tmp_path, model, optimizer, TrainState(step=1, tokens=10), Keep(), about)
@@ -233,7 +233,7 @@ def test_a_checkpoint_contains_what_describes_its_run(tmp_path: Path) -> None:
     assert checkpoint.newest(tmp_path)[1].tokens == 10
 
 
-def test_there_is_nothing_to_load_before_the_first_save(tmp_path: Path) -> None:
+def test_loading_before_the_first_save_returns_none(tmp_path: Path) -> None:
     assert checkpoint.load_latest(tmp_path / "nowhere") is None
 
 
@@ -244,15 +244,13 @@ def test_a_failed_save_publishes_nothing(tmp_path: Path, monkeypatch: pytest.Mon
         raise OSError("No space left on device")
 
     monkeypatch.setattr(torch, "save", full)
-    with pytest.raises(
-        StorageError, match=r"cannot be saved \(No space left on device\); earlier checkpoints are unchanged"
-    ):
+    with pytest.raises(StorageError, match=r"cannot be saved \(No space left on device\); earlier ones are unchanged"):
         save(tmp_path, 2)
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000001"]
     assert (checkpoint.load_latest(tmp_path) or pytest.fail("none"))[1].step == 1
 
 
-def test_the_optimizers_kernel_is_that_of_the_device_on_which_it_is_loaded(tmp_path: Path) -> None:
+def test_loading_keeps_the_fused_setting_of_the_optimizer(tmp_path: Path) -> None:
     model, optimizer = trained()
     path = checkpoint.save(tmp_path, model, optimizer, TrainState(step=1), Keep())
     other = build_optimizer(model, OptimConfig(), fused=False)

@@ -1,4 +1,4 @@
-"""Disks that are full or read-only, under real runs."""
+"""Real runs on full and read-only disks."""
 
 import ctypes
 import json
@@ -20,20 +20,20 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ 
 
 
 def largest_file(size: int) -> Callable[[], None]:
-    """For `preexec_fn`: a longer file is refused, as by a full disk."""
+    """For `preexec_fn`: limit the size of files, which simulates a full disk."""
     return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
 
 @pytest.mark.e2e
-def test_checkpoints_that_do_not_fit_are_lines_and_the_last_one_ends_the_run(
+def test_each_failed_save_is_one_line_and_a_failed_last_save_ends_the_run(
     start: Start, gptexp: Gptexp, tiny: list[str], tmp_path: Path
 ) -> None:
-    """No file may have more than a megabyte; with room again the same command continues."""
+    """No file may exceed a megabyte. Without the limit, the same command continues the run."""
     options = [*tiny, "train.save_every=1", "hydra.run.dir=out"]
     process = start("train", *options, preexec_fn=largest_file(1_000_000))
     _, err = process.communicate(timeout=120)
     assert process.returncode == 1
-    unsaved = r"cannot be saved \(.*File too large.*\); earlier checkpoints are unchanged; training continues"
+    unsaved = r"cannot be saved \(.*File too large.*\); earlier ones are unchanged; training continues"
     assert len(re.findall(unsaved, err)) == 3, err
     assert err.count("cannot be saved") == 4
     assert "Traceback" not in err
@@ -44,7 +44,7 @@ def test_checkpoints_that_do_not_fit_are_lines_and_the_last_one_ends_the_run(
 
 
 @pytest.mark.e2e
-def test_metrics_that_cannot_be_written_end_the_run_with_a_line(
+def test_metrics_that_cannot_be_written_end_the_run_with_one_line(
     start: Start, gptexp: Gptexp, tiny: list[str], tmp_path: Path
 ) -> None:
     options = [*tiny, "train.max_steps=60", "train.save_every=0", "train.eval_every=0", "hydra.run.dir=out"]
@@ -65,18 +65,18 @@ def test_metrics_that_cannot_be_written_end_the_run_with_a_line(
 
 
 def bound_by_permissions() -> None:
-    """For `preexec_fn`: root, too, may write only where permissions allow it (capabilities(7))."""
+    """For `preexec_fn`: make permissions apply to root too (capabilities(7))."""
     drop_from_bounding_set, cap_dac_override = 24, 1
     ctypes.CDLL(None).prctl(drop_from_bounding_set, cap_dac_override, 0, 0, 0)
 
 
 @pytest.fixture
 def read_only(tiny: list[str], gptexp: Gptexp, tmp_path: Path) -> dict[str, str]:
-    """An environment whose token cache is filled and read-only, and whose compile cache cannot be made."""
+    """An environment whose token cache is filled and read-only, and whose compile cache cannot be created."""
     tokens, temporary = tmp_path / "tokens", tmp_path / "temporary"
     temporary.mkdir()
     (tmp_path / "read-only").mkdir(mode=0o555)
-    compiled = tmp_path / "read-only" / "compiled"  # torch would make it, and fail
+    compiled = tmp_path / "read-only" / "compiled"  # torch would try to create it, and fail
     env = {
         **os.environ,
         "GPTEXP_CACHE": str(tokens),

@@ -1,4 +1,4 @@
-"""Damaged and hostile checkpoints: passed over or refused with one line; no code in them is run."""
+"""Damaged and hostile checkpoints: each is skipped or refused with one line. No code in them is executed."""
 
 import io
 import json
@@ -66,7 +66,9 @@ CORRUPTIONS: dict[str, Damage] = {
 
 
 @pytest.mark.parametrize("kind", CORRUPTIONS)
-def test_a_corrupt_checkpoint_is_passed_over(tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_checkpoint_is_skipped_with_one_line(
+    tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     for step in (1, 2):
         saved(tmp_path / "whole", step)
     for seed in range(25):
@@ -80,7 +82,7 @@ def test_a_corrupt_checkpoint_is_passed_over(tmp_path: Path, kind: str, capsys: 
 
 
 class Payload:
-    """What a pickle can be made to call."""
+    """A pickle that calls `function(*args)` when it is loaded."""
 
     def __init__(self, function: Any, *args: object) -> None:
         self.call = function, args
@@ -98,7 +100,7 @@ def _zip_bomb() -> bytes:
 
 
 def _lying_storage() -> bytes:
-    """A file that torch wrote, whose tensor claims a trillion elements."""
+    """A file written by torch whose header claims a tensor of a trillion elements."""
     body = io.BytesIO()
     torch.save({"optimizer": torch.zeros(7)}, body)
     source, target = zipfile.ZipFile(io.BytesIO(body.getvalue())), io.BytesIO()
@@ -112,7 +114,7 @@ def _lying_storage() -> bytes:
 
 
 def hostile(sentinel: Path) -> dict[str, bytes]:
-    """Contents for train.pt."""
+    """Hostile contents for train.pt, by name."""
     touch = f"touch {sentinel}"
     objects = {
         "system": Payload(os.system, touch),
@@ -138,8 +140,8 @@ def hostile(sentinel: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
-def test_what_a_checkpoint_brings_is_not_run(tmp_path: Path) -> None:
-    """The hashes are right: whoever made these wrote the manifest too."""
+def test_code_in_a_checkpoint_is_not_executed(tmp_path: Path) -> None:
+    """The hashes are right, because the attacker wrote the manifest too."""
     sentinel = tmp_path / "sentinel"
     model = GPT(SMALL)
     optimizer = build_optimizer(model, OptimConfig(), fused=True)
@@ -149,7 +151,7 @@ def test_what_a_checkpoint_brings_is_not_run(tmp_path: Path) -> None:
         (path / "train.pt").write_bytes(body)
         _rehash(path)
         assert checkpoint.newest(path.parent)[0] == path, name
-        with pytest.raises(CheckpointError, match=r"train.pt: state that does not fit the optimizer") as refused:
+        with pytest.raises(CheckpointError, match=r"train.pt: does not fit the optimizer") as refused:
             checkpoint.load_optimizer(path, optimizer)
         assert len(str(refused.value).splitlines()) == 1
         assert not sentinel.exists(), name
@@ -157,8 +159,8 @@ def test_what_a_checkpoint_brings_is_not_run(tmp_path: Path) -> None:
     assert grown_kib < 1_000_000
 
 
-def test_moments_of_other_shapes_reach_no_kernel(tmp_path: Path) -> None:
-    """AdamW's fused kernel writes where the moments should be, however short they are."""
+def test_optimizer_state_of_a_wrong_shape_is_refused(tmp_path: Path) -> None:
+    """AdamW's fused kernel would write beyond moments that are too short. The config's hyperparameters are kept."""
     model = GPT(SMALL)
     optimizer = build_optimizer(model, OptimConfig(), fused=True)
     path = saved(tmp_path / "c", 1)
@@ -167,7 +169,7 @@ def test_moments_of_other_shapes_reach_no_kernel(tmp_path: Path) -> None:
     for state in ({}, {**whole["optimizer"]["state"], 0: {**first, "exp_avg": torch.zeros(1)}},
                   {**whole["optimizer"]["state"], 0: {"step": first["step"]}}):  # fmt: skip
         torch.save({"optimizer": {**whole["optimizer"], "state": state}}, path / "train.pt")
-        with pytest.raises(CheckpointError, match="state that does not fit the optimizer"):
+        with pytest.raises(CheckpointError, match="does not fit the optimizer"):
             checkpoint.load_optimizer(path, optimizer)
     for group in whole["optimizer"]["param_groups"]:
         group.update(lr=99.0, weight_decay=99.0, betas=(0.0, 0.0))
@@ -179,16 +181,16 @@ def test_moments_of_other_shapes_reach_no_kernel(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "change", [{"tokens": None}, {"step": "1"}, {"step": 2}, {"seconds": []}, {"new": 1}, {"val_loss": {}}]
 )
-def test_counters_that_are_none_are_passed_over(tmp_path: Path, change: dict[str, Any]) -> None:
+def test_a_checkpoint_with_invalid_counters_is_skipped(tmp_path: Path, change: dict[str, Any]) -> None:
     path = saved(tmp_path / "c", 1)
     state = json.loads((path / "state.json").read_text())
     (path / "state.json").write_text(json.dumps({**state, **change}))
     _rehash(path)
-    with pytest.raises(CheckpointError, match="no checkpoint is intact"):
+    with pytest.raises(CheckpointError, match="no intact checkpoint can be used"):
         checkpoint.newest(path.parent)
 
 
-def test_a_manifest_names_its_own_files_only(tmp_path: Path) -> None:
+def test_a_manifest_that_names_other_files_is_refused(tmp_path: Path) -> None:
     path = saved(tmp_path / "c", 1)
     manifest = json.loads((path / "manifest.json").read_text())
     (path / "manifest.json").write_text(json.dumps({**manifest, "/dev/zero": [0, ""]}))
@@ -196,7 +198,7 @@ def test_a_manifest_names_its_own_files_only(tmp_path: Path) -> None:
         checkpoint.newest(path.parent)
 
 
-def test_weights_that_lie_about_themselves_are_refused(tmp_path: Path) -> None:
+def test_weights_with_a_wrong_header_are_refused(tmp_path: Path) -> None:
     model = GPT(SMALL)
     path = saved(tmp_path / "c", 1)
     good = (path / "model.safetensors").read_bytes()
@@ -222,7 +224,7 @@ def test_weights_that_lie_about_themselves_are_refused(tmp_path: Path) -> None:
     ):
         (path / "model.safetensors").write_bytes(body)
         _rehash(path)
-        with pytest.raises(CheckpointError, match=r"model.safetensors: weights that do not fit the model"):
+        with pytest.raises(CheckpointError, match=r"model.safetensors: does not fit the model"):
             checkpoint.load_weights(path, model)
 
 

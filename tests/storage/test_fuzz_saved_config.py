@@ -1,4 +1,4 @@
-"""Random and hostile files of a saved run: each is read as data, or refused with one line; no code in it is run."""
+"""Random and hostile files of a run: each is read as data or refused with one line. No code in it is executed."""
 
 import json
 import random
@@ -61,7 +61,7 @@ def mutated(seed: int, count: int) -> Iterator[str]:
 
 
 def read(directory: Path, text: str) -> str | None:
-    """Save `text` as a run's config and load it; the error's message, or None where it is a config."""
+    """Save `text` as a run's config and load it; the error's message, or None if it is a valid config."""
     (directory / run_dir.CONFIG).write_bytes(text.encode("utf-8", "surrogateescape"))
     started = time.process_time()
     try:
@@ -73,7 +73,7 @@ def read(directory: Path, text: str) -> str | None:
         return message
     finally:
         assert time.process_time() - started < 5, text[:200]
-        assert [path.name for path in directory.iterdir()] == [run_dir.CONFIG]  # and no sentinel
+        assert [path.name for path in directory.iterdir()] == [run_dir.CONFIG]  # no code has created a sentinel
     return None
 
 
@@ -136,7 +136,7 @@ def test_saved_choices_with_a_wrong_missing_or_unknown_key_are_refused_in_one_li
 @pytest.mark.e2e
 @pytest.mark.parametrize("name", ["config.yaml", "effective.json"])
 @pytest.mark.parametrize("verb", ["resume", "sample", "evaluate", "report", "status"])
-def test_no_verb_runs_what_a_strangers_run_directory_names(
+def test_no_verb_executes_code_named_in_a_run_directory(
     gptexp: Callable[..., subprocess.CompletedProcess[str]], tiny: list[str], tmp_path: Path, name: str, verb: str
 ) -> None:
     sentinel, run = tmp_path / "sentinel", tmp_path / "run"

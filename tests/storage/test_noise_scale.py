@@ -20,7 +20,7 @@ def gradients(n: int = 6, width: int = 40) -> np.ndarray:
 
 
 def norms_of(g: np.ndarray, scale: float = 1.0) -> Norms:
-    """The norms of all small gradients; `scale` is a factor that is wrongly left in their squares."""
+    """The norms of all small gradients. `scale`: a wrong factor in their squares."""
     return Norms(float((g**2).sum(1).mean()) * scale, float((g.mean(0) ** 2).sum()), B, B * len(g))
 
 
@@ -55,7 +55,7 @@ def test_the_identities_fail_for_wrong_estimates(mutant: Any) -> None:
         check_identities(*mutant)
 
 
-def test_cosine_is_that_of_pairs() -> None:
+def test_the_cosine_equals_the_mean_over_pairs() -> None:
     g = gradients()
     pairs = [float(g[i] @ g[j]) for i, j in itertools.permutations(range(len(g)), 2)]
     assert norms_of(g).cosine() == pytest.approx(np.mean(pairs) / np.mean((g**2).sum(1)), rel=1e-9)
@@ -71,7 +71,7 @@ def test_a_known_noise_scale_is_found_from_four_of_32_micro_batches(seed: int) -
     truth = float((spread**2).sum() / (theta**2).sum())
     averages = NoiseScale()
     for step in range(1, steps + 1):
-        # The mean of m sequences is Gaussian too, and is drawn directly.
+        # The mean of m sequences is Gaussian too, so it is drawn directly.
         means = theta - draw.normal(size=(world * accumulated, width)) * spread / math.sqrt(m)
         first = means.reshape(world, accumulated, width)[:, :2].reshape(-1, width)  # the first two of each rank
         sequences = m * world * accumulated
@@ -81,7 +81,7 @@ def test_a_known_noise_scale_is_found_from_four_of_32_micro_batches(seed: int) -
 
 
 def test_the_weight_of_a_step_halves_in_a_half_life_at_every_batch_size() -> None:
-    """Equal numbers of tokens have equal weight: one large step counts as much as two of half its size."""
+    """Equal numbers of tokens have equal weight: one step counts as much as two steps of half its size."""
     early, late = Norms(10.0, 2.0, 1, 8), Norms(4.0, 3.0, 1, 8)
     coarse, fine = NoiseScale(), NoiseScale()
     for averages, step in ((coarse, 1000), (fine, 500)):

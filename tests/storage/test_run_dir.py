@@ -15,7 +15,7 @@ from gptexp.process.errors import ConfigError
 from gptexp.storage import run_dir
 
 
-def test_config_survives_yaml(tmp_path: Path) -> None:
+def test_a_config_is_equal_after_saving_and_loading(tmp_path: Path) -> None:
     config = Config()
     config.data.path = ["a", "b"]
     config.log.wandb.tags = ["x"]
@@ -33,7 +33,7 @@ def test_a_damaged_config_is_refused_in_one_line(tmp_path: Path, text: str) -> N
     assert len(str(error.value).splitlines()) == 1
 
 
-def test_yaml_tags_run_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_yaml_tags_execute_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "config.yaml").write_text("model: !!python/object/apply:os.system ['touch owned']")
     with pytest.raises(ConfigError):
@@ -41,7 +41,7 @@ def test_yaml_tags_run_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert not (tmp_path / "owned").exists()
 
 
-def test_a_key_that_decides_the_result_must_agree_and_others_may_change(tmp_path: Path) -> None:
+def test_only_keys_that_change_the_result_must_agree(tmp_path: Path) -> None:
     old = Config()
     assert run_dir.check_same(tmp_path, old) == "new"
     run_dir.save_config(tmp_path, old)
@@ -62,7 +62,7 @@ def test_json_has_no_nan(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["x.json"]
 
 
-def test_a_lock_is_held_by_a_living_process_only(tmp_path: Path) -> None:
+def test_a_lock_is_released_when_its_process_ends(tmp_path: Path) -> None:
     code = (
         "import sys, time; from pathlib import Path; from gptexp.storage import run_dir\n"
         "with run_dir.held(Path(sys.argv[1])):\n    print('held', flush=True); time.sleep(60)"
@@ -80,7 +80,7 @@ def test_a_lock_is_held_by_a_living_process_only(tmp_path: Path) -> None:
         pass
 
 
-def test_threads_that_ask_whether_a_run_is_locked_do_not_hold_its_lock(tmp_path: Path) -> None:
+def test_checking_a_lock_from_several_threads_does_not_take_it(tmp_path: Path) -> None:
     with run_dir.held(tmp_path):
         assert run_dir.is_locked(tmp_path)
     (tmp_path / run_dir.LOCK).touch()
@@ -98,7 +98,7 @@ def test_threads_that_ask_whether_a_run_is_locked_do_not_hold_its_lock(tmp_path:
     assert not any(found)
 
 
-def test_a_lock_file_that_cannot_be_opened_counts_as_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lock_file_that_cannot_be_opened_counts_as_unlocked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / run_dir.LOCK).touch()
 
     def refused(*_: object) -> int:

@@ -1,4 +1,4 @@
-"""The names of a multirun and of its cells: the same grid, and a wider one, must find their directories again."""
+"""The names of a sweep and of its cells: the same grid, or a wider one, must find the same directories again."""
 
 from pathlib import Path
 
@@ -67,7 +67,7 @@ def test_the_overrides_common_to_all_cells_are_kept_for_the_next_command() -> No
 
 @pytest.fixture
 def text(corpus: Path) -> list[str]:
-    """A corpus that is tokenised in no time; the name of a cell holds the hash of its tokens."""
+    """A small corpus, because the name of a cell contains the hash of its tokens."""
     return ["data=text", f"data.path={corpus}"]
 
 
@@ -81,7 +81,7 @@ def test_different_spellings_of_a_value_give_one_cell_name(text: list[str]) -> N
 
 
 def test_a_cell_is_found_again_whether_a_key_was_swept_or_fixed(text: list[str], tmp_path: Path) -> None:
-    """The values that decide the result are the same in both cases."""
+    """In both cases, the values that determine the result are the same."""
     config = compose([*text, "optim.lr=1e-3", "batch.total_batch_size=4096"])
     both = cell_name(config, {"batch.total_batch_size": "4096", "optim.lr": "1e-3"}, tmp_path)
     (tmp_path / both).mkdir()
@@ -90,7 +90,7 @@ def test_a_cell_is_found_again_whether_a_key_was_swept_or_fixed(text: list[str],
     assert cell_name(compose([*text, "optim.lr=2e-3"]), {"optim.lr": "2e-3"}, tmp_path) != both
 
 
-def test_a_key_that_decides_no_result_names_a_cell_only_if_it_is_swept(text: list[str], tmp_path: Path) -> None:
+def test_a_key_that_does_not_change_the_result_is_in_a_cell_name_only_if_swept(text: list[str], tmp_path: Path) -> None:
     alone = compose([*text, "optim.lr=1e-3", "batch.total_batch_size=4096"])
     on_two = compose([*text, "optim.lr=1e-3", "batch.total_batch_size=4096", "world.size=2"])
     name = cell_name(alone, {"optim.lr": "1e-3"}, tmp_path)

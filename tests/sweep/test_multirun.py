@@ -1,4 +1,4 @@
-"""`gptexp train -m` in real processes: the cells' directories, repeated and widened grids, cells that fail."""
+"""`gptexp train -m` in real processes: the directories of cells, repeated and widened grids, failing cells."""
 
 import json
 import shutil
@@ -21,7 +21,7 @@ def config_of(cell: Path) -> dict[str, dict[str, object]]:
     return config
 
 
-def test_a_cell_that_fails_costs_no_other_cell(gptexp: Gptexp, tiny: list[str], tmp_path: Path) -> None:
+def test_a_failing_cell_does_not_stop_the_others(gptexp: Gptexp, tiny: list[str], tmp_path: Path) -> None:
     (tmp_path / "short.txt").write_text("too short")
     path = next(o for o in tiny if o.startswith("data.path="))
     crashed = gptexp("train", "-m", *tiny, f"{path},short.txt", "sweep.name=crash")
@@ -32,7 +32,7 @@ def test_a_cell_that_fails_costs_no_other_cell(gptexp: Gptexp, tiny: list[str], 
     assert len([d for d in runs(tmp_path / "outputs" / "crash") if summary(d)["status"] == "completed"]) == 1
 
 
-def test_one_illegal_cell_stops_the_sweep_before_the_first(gptexp: Gptexp, tiny: list[str], tmp_path: Path) -> None:
+def test_one_illegal_cell_is_refused_before_any_cell_starts(gptexp: Gptexp, tiny: list[str], tmp_path: Path) -> None:
     done = gptexp("train", "-m", *tiny, "batch.total_batch_size=128,100")
     assert done.returncode == 2
     assert "(cell batch.total_batch_size=100)" in done.stderr
@@ -59,7 +59,7 @@ def test_four_cells_lie_in_four_directories_of_one_sweep(swept: Path) -> None:
 
 
 @pytest.mark.e2e
-def test_every_cell_trains_what_its_values_say(swept: Path) -> None:
+def test_every_cell_trains_with_its_own_values(swept: Path) -> None:
     seen = {
         (c["optim"]["lr"], c["batch"]["total_batch_size"], summary(d)["tokens"])
         for d in runs(swept)
@@ -69,7 +69,7 @@ def test_every_cell_trains_what_its_values_say(swept: Path) -> None:
 
 
 @pytest.mark.e2e
-def test_two_steps_of_a_batch_read_what_one_step_of_twice_the_batch_reads(swept: Path) -> None:
+def test_two_steps_read_the_same_data_as_one_step_of_twice_the_batch(swept: Path) -> None:
     by_tokens = {summary(d)["tokens"]: events(d, "step") for d in runs(swept)}
     assert by_tokens[512][3]["data/fingerprint"] == by_tokens[1024][1]["data/fingerprint"]
 
@@ -81,12 +81,12 @@ def test_a_widened_grid_trains_the_new_cells_only_and_keeps_the_decisions(
     shutil.copytree(swept / "outputs", tmp_path / "outputs")
     cells = runs(tmp_path)
     stamp = {d: (d / "summary.json").stat().st_mtime_ns for d in cells}
-    # What the first cell decided holds for all, for those of a later day too.
+    # All cells reuse the decisions of the first cell, also in a later command.
     effective = json.loads((cells[0].parent / "effective.json").read_text())
     assert effective["loss"] != "plain"
     (cells[0].parent / "effective.json").write_text(json.dumps({**effective, "loss": "plain"}))
     wider = ("optim.lr=0.0003,6e-4,1e-3", "batch.total_batch_size=choice(128)")
-    widened = gptexp("train", "-m", *tiny, *wider, "world.size=2")  # another world size is the same grid
+    widened = gptexp("train", "-m", *tiny, *wider, "world.size=2")  # the world size is not part of the grid
     assert widened.returncode == 0, widened.stderr
     assert widened.stdout.count("already completed") == 2
     assert widened.stdout.count("completed    val loss") == 3
@@ -97,7 +97,7 @@ def test_a_widened_grid_trains_the_new_cells_only_and_keeps_the_decisions(
 
 
 @pytest.mark.e2e
-def test_a_cell_that_diverges_is_an_outcome_and_not_tried_again(
+def test_a_diverged_cell_does_not_fail_the_sweep_and_is_not_repeated(
     gptexp: Gptexp, tiny: list[str], tmp_path: Path
 ) -> None:
     grid = ("-m", *tiny, "optim.lr=1e-3,1e30", "optim.grad_clip=0", "train.max_steps=10", "sweep.name=s")
@@ -126,15 +126,13 @@ def test_ctrl_c_in_a_sweep_saves_the_cell_and_starts_no_other(
 
 
 @pytest.mark.e2e
-def test_a_named_grid_runs_as_a_sweep_and_the_command_line_wins(
-    gptexp: Gptexp, tiny: list[str], tmp_path: Path
-) -> None:
+def test_the_command_line_overrides_a_named_grid(gptexp: Gptexp, tiny: list[str], tmp_path: Path) -> None:
     cut = gptexp("train", *tiny, "sweep=seeds", "train.seed=1338,7", "train.max_steps=1", "sweep.name=two")
     assert cut.returncode == 0, cut.stderr
     assert {summary(d)["seed"] for d in runs(tmp_path / "outputs" / "two")} == {1338, 7}
 
 
-def test_an_error_in_all_cells_of_a_named_grid_is_told_once(gptexp: Gptexp, tiny: list[str], tmp_path: Path) -> None:
+def test_an_error_in_all_cells_of_a_named_grid_is_printed_once(gptexp: Gptexp, tiny: list[str], tmp_path: Path) -> None:
     illegal = gptexp("train", *tiny, "sweep=seeds", "model.n_head=3")
     assert illegal.returncode == 2
     assert "(all 5 cells)" in illegal.stderr

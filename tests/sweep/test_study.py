@@ -1,4 +1,4 @@
-"""The study of a sweep by Optuna: which cells it asks for, what it records, and sweeps that it leads."""
+"""The study of an Optuna sweep: the cells that it chooses, the results that it records, and real sweeps."""
 
 import json
 import math
@@ -41,7 +41,7 @@ def trials(directory: Path) -> list[Any]:
     return optuna.load_study(study_name="gptexp", storage=f"sqlite:///{directory / STUDY}").trials
 
 
-def test_a_study_records_how_its_cells_ended_and_repeats_what_failed(tmp_path: Path) -> None:
+def test_a_study_records_how_its_cells_ended_and_repeats_failed_trials(tmp_path: Path) -> None:
     study = Study(tmp_path, [LR, BATCH, SEED], 0)
     endings = (("completed", 3.5), ("diverged", None), ("failed", None), ("interrupted", None))
     asked = []
@@ -56,7 +56,7 @@ def test_a_study_records_how_its_cells_ended_and_repeats_what_failed(tmp_path: P
     assert [trial.state.name for trial in found] == ["COMPLETE", "COMPLETE", "FAIL", "RUNNING"]
     again = Study(tmp_path, [LR, BATCH, SEED], 0)
     assert again.completed == 2
-    assert again.ask() == (3, asked[3])  # first the trial that was cut off
+    assert again.ask() == (3, asked[3])  # first the interrupted trial
     number, overrides = again.ask()
     assert (number, overrides) == (4, asked[2])  # then the one that failed
     again.tell(number, told(tmp_path / "cell", "completed", 3.4))
@@ -95,9 +95,9 @@ def test_trials_come_close_to_the_optimum_more_often_than_random_ones(tmp_path: 
     assert sum(value < 0.05 for value in values if value is not None) > 12  # random draws: 6 of 40
 
 
-def test_a_file_that_is_no_study_is_refused_in_one_line(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_study_is_refused_in_one_line(tmp_path: Path) -> None:
     (tmp_path / STUDY).write_text("no database")
-    with pytest.raises(ConfigError, match=r"study\.db: not a study of Optuna \(.*\); remove it") as caught:
+    with pytest.raises(ConfigError, match=r"study\.db: not a study of Optuna \(.*\); delete it") as caught:
         Study(tmp_path, [LR], 0)
     assert len(caught.value.problems) == 1
 
@@ -105,7 +105,7 @@ def test_a_file_that_is_no_study_is_refused_in_one_line(tmp_path: Path) -> None:
 def test_an_illegal_choice_of_optuna_is_pruned_and_not_repeated(
     gptexp: Gptexp, tiny: list[str], tmp_path: Path
 ) -> None:
-    """Both ends of the interval are legal; hardly any value between them is."""
+    """Both ends of the interval are legal. Few values between them are."""
     command = ["-m", *tiny, "hydra/sweeper=optuna", "sweep.name=s", "batch.total_batch_size=interval(32,4064)"]
     for trial in (1, 2):
         done = gptexp("train", *command, "hydra.sweeper.n_trials=1")
@@ -115,12 +115,12 @@ def test_an_illegal_choice_of_optuna_is_pruned_and_not_repeated(
         assert [found.state.name for found in trials(tmp_path / "outputs" / "s")] == ["PRUNED"] * trial
 
 
-@pytest.mark.e2e
-def test_a_killed_sweep_of_optuna_continues_its_trials(
+@pytest.mark.slow
+def test_a_killed_optuna_sweep_continues_its_trials(
     start: Start, gptexp: Gptexp, tiny: list[str], tmp_path: Path
 ) -> None:
     options = ["hydra/sweeper=optuna", "sweep.name=s", "sweep.parallel=2", "train.max_steps=300", "train.eval_every=0"]
-    command = ["-m", *tiny, *options, "train.save_every=20", "optim.lr=tag(log,interval(1e-4,1e-2))"]
+    command = ["-m", *tiny, *options, "train.save_every=50", "optim.lr=tag(log,interval(1e-4,1e-2))"]
     process = start("train", *command, "hydra.sweeper.n_trials=3")
     cells = tmp_path / "outputs" / "s"
 
@@ -136,7 +136,7 @@ def test_a_killed_sweep_of_optuna_continues_its_trials(
     done = gptexp("train", *command, "hydra.sweeper.n_trials=4")
     assert done.returncode == 0, done.stderr
     found = runs(cells)
-    assert len(found) == 4  # a trial that was cut off keeps its cell
+    assert len(found) == 4  # an interrupted trial keeps its cell
     assert {*begun} < {*found}
     for directory in found:
         assert summary(directory)["status"] == "completed"

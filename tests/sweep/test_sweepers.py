@@ -1,4 +1,4 @@
-"""Which cells a sweeper chooses: a grid, a random sample, and the samples by which a sweep of Optuna is checked."""
+"""The cells of a grid and of a random sample, and the example cells by which an Optuna sweep is checked."""
 
 import math
 from pathlib import Path
@@ -45,16 +45,16 @@ def test_random_values_are_uniform_on_their_scale_and_independent() -> None:
     assert sum(cell["batch.total_batch_size"] == "4096" for cell in cells) == pytest.approx(1000, abs=100)
 
 
-def test_a_grid_is_the_product_and_takes_no_interval() -> None:
+def test_a_grid_is_the_product_of_its_values_and_refuses_an_interval() -> None:
     lr = Axis("optim.lr", True, ["1e-3", "2e-3", "4e-3"])
     cells = GridSweeper(None).combinations([BATCH, lr, SEED])
     assert len({tuple(cell) for cell in cells}) == 6
     assert all(cell[2] == "train.seed=7" for cell in cells)
-    with pytest.raises(ConfigError, match=r"optim\.lr: a grid needs single values"):
+    with pytest.raises(ConfigError, match=r"optim\.lr: a grid needs a list"):
         GridSweeper(None).combinations([LR])
 
 
-def test_samples_of_a_sweep_of_optuna_hold_every_value_and_both_ends() -> None:
+def test_example_cells_of_an_optuna_sweep_contain_every_value_and_both_ends() -> None:
     assert OptunaSweeper(None, 20, 0).combinations([LR, BATCH, SEED]) == [
         ["optim.lr=0.0001", "batch.total_batch_size=4096", "train.seed=7"],
         ["optim.lr=0.1", "batch.total_batch_size=8192", "train.seed=7"],
@@ -62,7 +62,7 @@ def test_samples_of_a_sweep_of_optuna_hold_every_value_and_both_ends() -> None:
 
 
 def test_a_cell_reuses_the_micro_batch_found_for_a_cell_of_the_same_memory_needs(tmp_path: Path) -> None:
-    """Without such a cell it starts from the first decision of the sweep."""
+    """Without such a cell, it reuses the first decision of the sweep."""
 
     def decided(name: str, batch: int, lr: str) -> tuple[str, dict[str, object]]:
         key = memory_key(compose([f"batch.total_batch_size={batch}", "batch.micro_batch_size=auto", f"optim.lr={lr}"]))

@@ -1,4 +1,4 @@
-"""What makes a step fast (compiling, bfloat16, chunks, checkpointing) keeps its losses close to plain float32."""
+"""Compilation, bfloat16, the chunked loss and activation checkpointing keep losses close to plain float32."""
 
 import os
 import re
@@ -42,7 +42,7 @@ def losses(
     fused: bool = True,
     precision: str = "highest",
 ) -> list[float]:
-    """Losses of twenty steps of two micro-steps. Each token follows from the one before, so they can be learnt."""
+    """Losses of twenty steps with two micro-steps. Each token determines the next, so the model can learn."""
     torch.manual_seed(1337)
     gpt = GPT(MODEL, loss, checkpointing)
     if compiled:
@@ -107,7 +107,7 @@ def test_losses_are_close_to_those_of_plain_float32(
     )  # other settings compute in another way: equal bits would mean that they had no effect
 
 
-def test_checkpointing_keeps_less_memory_and_changes_no_bit() -> None:
+def test_activation_checkpointing_saves_memory_and_changes_no_bit() -> None:
     assert losses(plain_cross_entropy, checkpointing=True) == losses(plain_cross_entropy)
     x = torch.zeros(8, 32, dtype=torch.int64)
     kept = []
@@ -126,8 +126,8 @@ def test_checkpointing_keeps_less_memory_and_changes_no_bit() -> None:
     assert kept[1] < kept[0] / 2
 
 
-def test_a_recomputed_block_drops_the_same_values() -> None:
-    """With dropout, a block is recomputed from the same random numbers: gradients are equal to the bit."""
+def test_dropout_is_the_same_in_a_recomputed_block() -> None:
+    """A block is recomputed with the same random numbers, so its gradients are equal to the bit."""
     gradients = []
     for checkpointing in (False, True):
         torch.manual_seed(0)
@@ -142,8 +142,8 @@ def test_a_recomputed_block_drops_the_same_values() -> None:
         assert torch.equal(a, b)
 
 
-def test_a_recomputed_block_uses_the_attention_kernel_that_was_asked_for() -> None:
-    """The backward pass recomputes it, outside the context in which the forward pass runs."""
+def test_a_recomputed_block_uses_the_requested_attention_kernel() -> None:
+    """The backward pass recomputes the block outside of the context of the forward pass."""
     cfg = Config()
     cfg.model, cfg.train.attention, cfg.train.activation_checkpointing = MODEL, "math", True
     cfg.batch.micro_batch_size = 2
@@ -241,7 +241,7 @@ EMULATED = pytest.mark.skipif(
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["auto", "compiled", pytest.param("bfloat16", marks=EMULATED)])
 def test_the_automatic_choices_keep_the_losses_of_a_real_run(gptexp: Gptexp, tmp_path: Path, name: str) -> None:
-    """`gptexp train` as it chooses, against float32, eager mode, whole logits and AdamW as a loop over the tensors."""
+    """Compares `gptexp train` with float32, eager mode, whole logits and AdamW as a loop over the tensors."""
     found = []
     for directory, overrides in (("plain", [*PLAIN_RUN, "optim.fused=off"]), ("chosen", CHOICES[name])):
         done = gptexp("train", *SMALL_RUN, *overrides, f"hydra.run.dir={directory}")

@@ -1,4 +1,4 @@
-"""`TrainState.go_back`: which counters a run takes over from an earlier checkpoint, and which data it then reads."""
+"""`TrainState.go_back`: the counters that a rollback restores, and the data that the run then reads."""
 
 from dataclasses import fields, replace
 
@@ -8,32 +8,32 @@ from gptexp.data.order import Order
 from gptexp.storage.checkpoint import TrainState
 from gptexp.storage.divergence import LossTrend
 
-KEPT = {"seconds", "resumed_at", "steps_passed_over"}  # these describe the attempt, not the checkpoint
+KEPT = {"seconds", "steps_passed_over"}  # these describe the attempt, not the checkpoint
 
 SAVED = TrainState(
     step=40, tokens=400, fingerprint=4, val_loss=4.0, best_val_loss=3.9, evaluated_tokens=400, seconds=8.0,
-    skipped_updates=1, trend=LossTrend(steps_above=2), regular=True, resumed_at=40,
+    skipped_updates=1, trend=LossTrend(steps_above=2), regular=True,
 )  # fmt: skip
 NOW = TrainState(
     step=53, tokens=530, fingerprint=5, val_loss=3.0, best_val_loss=2.9, evaluated_tokens=500, seconds=11.5,
-    skipped_updates=6, trend=LossTrend(steps_above=7), regular=False, resumed_at=20,
+    skipped_updates=6, trend=LossTrend(steps_above=7), regular=False,
 )  # fmt: skip
 
 
-def test_the_example_differs_in_every_counter_that_is_taken_over() -> None:
-    """Or the next test could not see one that is forgotten; the noise scale is tested in whole runs."""
+def test_the_example_differs_in_every_counter_that_is_restored() -> None:
+    """Otherwise the next test could miss a counter. The noise scale is tested in whole runs."""
     taken_over = {f.name for f in fields(TrainState)} - KEPT - {"noise_scale"}
     assert all(getattr(SAVED, name) != getattr(NOW, name) for name in taken_over)
 
 
-def test_the_counters_are_those_of_the_checkpoint_and_the_time_spent_stays() -> None:
+def test_a_rollback_restores_the_counters_and_keeps_the_time_spent() -> None:
     state = replace(NOW)
     state.go_back(SAVED, passing_over=14)
-    assert state == replace(SAVED, seconds=11.5, resumed_at=20, steps_passed_over=14)
+    assert state == replace(SAVED, seconds=11.5, steps_passed_over=14)
 
 
-def test_steps_that_are_passed_over_add_up() -> None:
-    """Also those since the checkpoint was saved: the checkpoint does not know of them."""
+def test_steps_passed_over_add_up_over_several_rollbacks() -> None:
+    """The state has more passed-over steps than the checkpoint, which was saved before."""
     state = replace(NOW, steps_passed_over=5)
     state.go_back(replace(SAVED, steps_passed_over=2), passing_over=14)
     assert state.steps_passed_over == 19
@@ -58,7 +58,7 @@ def test_training_continues_on_the_data_after_the_failed_step() -> None:
     assert not read & set(windows(state.step, state))
 
 
-def test_going_back_changes_nothing_in_the_checkpoints_own_counters() -> None:
+def test_a_rollback_does_not_change_the_state_of_the_checkpoint() -> None:
     saved = replace(SAVED)
     replace(NOW).go_back(saved, passing_over=14)
     assert saved == SAVED

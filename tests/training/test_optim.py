@@ -24,7 +24,7 @@ def test_every_parameter_is_in_exactly_one_group() -> None:
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_update_is_adamw_of_the_paper(fused: bool) -> None:
+def test_the_update_equals_adamw_of_the_paper(fused: bool) -> None:
     """Two updates against the algorithm written out (Loshchilov and Hutter, arXiv 1711.05101, algorithm 2)."""
     cfg = OptimConfig(lr=0.01, beta1=0.8, beta2=0.9, eps=1e-2, weight_decay=0.2)
     torch.manual_seed(0)
@@ -54,7 +54,7 @@ def test_the_learning_rate_is_the_peak_times_the_factor_in_every_group() -> None
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_a_step_that_is_not_finite_changes_neither_weights_nor_moments(fused: bool) -> None:
+def test_a_non_finite_step_changes_neither_weights_nor_moments(fused: bool) -> None:
     model = torch.nn.Linear(5, 3)
     optimizer = build_optimizer(model, OptimConfig(lr=0.01), fused)
     found = []

@@ -26,7 +26,7 @@ def test_the_time_of_a_phase_is_summed_over_micro_steps(monkeypatch: pytest.Monk
 
 
 def test_every_part_of_a_step_is_in_one_phase(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the reader, the model, a gradient and the update move the clock: each counts for its own phase."""
+    """Only the reader, the model, a gradient, clipping and the update advance the clock, each in its own phase."""
     now = 0.0
 
     def take(seconds: float) -> None:
@@ -61,5 +61,5 @@ def test_every_part_of_a_step_is_in_one_phase(monkeypatch: pytest.MonkeyPatch) -
     assert sum(phases.values()) == 1e3 * now
 
 
-def test_without_ddp_there_is_no_time_of_reduction() -> None:
+def test_the_reduction_time_is_zero_without_ddp() -> None:
     assert exposed_reduce_ms(torch.nn.Linear(1, 1)) == 0.0

@@ -18,7 +18,7 @@ def test_overlapping_intervals_count_once() -> None:
 
 
 @pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.e2e)])
-def test_a_trace_is_written_of_steps_that_have_settled(
+def test_a_trace_is_written_of_steps_after_the_warm_up(
     gptexp: Any, tiny: list[str], tmp_path: Path, world: int
 ) -> None:
     done = gptexp(
@@ -66,7 +66,7 @@ def test_profiling_changes_no_bit_of_the_weights(gptexp: Any, tiny: list[str], t
     assert weights[0] == weights[1]
 
 
-@pytest.mark.e2e
+@pytest.mark.slow
 def test_a_resumed_run_traces_its_own_steps_beside_the_first_traces(
     gptexp: Any, tiny: list[str], tmp_path: Path
 ) -> None:
@@ -89,9 +89,11 @@ def test_a_run_of_one_step_cannot_be_traced(gptexp: Any, tiny: list[str]) -> Non
 
 
 @pytest.mark.e2e
-def test_a_run_that_ends_before_the_traced_steps_says_so(gptexp: Any, tiny: list[str], tmp_path: Path) -> None:
+def test_a_run_that_ends_before_the_traced_steps_prints_that_no_trace_was_written(
+    gptexp: Any, tiny: list[str], tmp_path: Path
+) -> None:
     diverging = ["optim.lr=1e6", "optim.grad_clip=0", "train.max_steps=200", "hydra.run.dir=out"]
     done = gptexp("train", *tiny, *diverging, "train.profile=true", "log.progress=lines")
     assert done.returncode == 5
     steps = len(events(tmp_path / "out", "step"))
-    assert ("no trace was written, because the run ended before step 9" in done.stdout) == (steps < 9)
+    assert ("no trace, because the run ended before step 9" in done.stdout) == (steps < 9)

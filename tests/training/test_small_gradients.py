@@ -1,4 +1,4 @@
-"""How the gradients of single micro-batches are measured: in this process, and in runs with DDP and trees."""
+"""The measured gradients of single micro-batches: in this process, and in runs with DDP and with trees."""
 
 import json
 from contextlib import nullcontext
@@ -50,7 +50,7 @@ def test_a_step_on_one_rank_measures_its_first_two_micro_batches(micro_steps: in
     optimizer.param_groups[0]["initial_lr"] = 0.0
     step = TrainStep(model, optimizer, MeanReduction(None), micro_steps, 1.0, nullcontext, dropout=False)
     probe = Probe(small_gradients=SmallGradients(model, micro_steps))
-    for _ in range(2):  # the second step measures anew
+    for _ in range(2):  # the second step measures again
         numbers = step(iter(batches), lr_factor=1.0, probe=probe).read()
         assert numbers.small_sq_norm == pytest.approx(float(g.square().sum(1).mean()), rel=1e-5)
         if micro_steps > 1:
@@ -125,8 +125,9 @@ def test_a_compiled_model_has_the_same_measured_gradients(
     assert found[0] == pytest.approx(found[1], rel=1e-4)
 
 
-@pytest.mark.e2e
-@pytest.mark.parametrize("micro_batch", [2, 4])
+@pytest.mark.parametrize(
+    "micro_batch", [pytest.param(2, marks=pytest.mark.e2e), pytest.param(4, marks=pytest.mark.slow)]
+)
 def test_measuring_changes_no_bit_of_the_weights(
     gptexp: Any, tiny: list[str], tmp_path: Path, micro_batch: int
 ) -> None:
@@ -169,7 +170,7 @@ def test_only_steps_that_are_logged_are_measured(
 
 @pytest.mark.e2e
 def test_a_resumed_run_continues_its_averages(gptexp: Any, tiny: list[str], tmp_path: Path) -> None:
-    """The averages are of logged steps only, and are equal to those of a run that was not interrupted."""
+    """The averages are over logged steps only. They are equal to those of an uninterrupted run."""
 
     def train(out: str, *more: str) -> None:
         done = gptexp("train", *tiny, "train.max_steps=12", "train.log_every=3", f"hydra.run.dir={out}", *more)
@@ -190,7 +191,7 @@ def test_a_resumed_run_continues_its_averages(gptexp: Any, tiny: list[str], tmp_
     assert [event["gns/grad_sq"] for event in cut] == [event["gns/grad_sq"] for event in whole]
 
 
-def test_a_refused_measurement_leaves_no_directory(gptexp: Any, tiny: list[str], tmp_path: Path) -> None:
+def test_a_refused_measurement_creates_no_directory(gptexp: Any, tiny: list[str], tmp_path: Path) -> None:
     refused = gptexp("train", *tiny, "batch.micro_batch_size=8", "log.noise_scale=on", "hydra.run.dir=out")
     assert refused.returncode == 2
     assert (
@@ -201,7 +202,9 @@ def test_a_refused_measurement_leaves_no_directory(gptexp: Any, tiny: list[str],
 
 
 @pytest.mark.e2e
-def test_left_on_auto_a_run_that_cannot_measure_says_why(gptexp: Any, tiny: list[str], tmp_path: Path) -> None:
+def test_a_run_that_cannot_measure_the_noise_scale_prints_the_reason(
+    gptexp: Any, tiny: list[str], tmp_path: Path
+) -> None:
     done = gptexp("train", *tiny, "batch.micro_batch_size=8", "log.progress=lines", "hydra.run.dir=out")
     assert "noise scale     not measured: the estimate compares micro-batches" in done.stdout
     assert not any(key.startswith("gns/") for key in events(tmp_path / "out", "step")[0])
@@ -210,14 +213,14 @@ def test_left_on_auto_a_run_that_cannot_measure_says_why(gptexp: Any, tiny: list
 def test_an_automatic_micro_batch_that_cannot_be_measured_is_refused_by_the_rank(
     tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What `auto` comes to, only the rank knows."""
+    """Only the rank knows the size that `auto` selects."""
     cfg = compose([*tiny, "batch.micro_batch_size=auto", "log.noise_scale=on"])
     with pytest.raises(ConfigError, match=r"log.noise_scale=on: .*use batch.micro_batch_size=4"):
         run(Job(cfg, tmp_path, Rank(), StopRequest()))
 
 
 @pytest.mark.e2e
-def test_the_refusal_of_a_rank_is_the_exit_code_of_the_command(gptexp: Any, tiny: list[str]) -> None:
+def test_a_config_error_of_a_rank_sets_the_exit_code_of_the_command(gptexp: Any, tiny: list[str]) -> None:
     late = gptexp("train", *tiny, "batch.micro_batch_size=auto", "log.noise_scale=on", "hydra.run.dir=late")
     assert late.returncode == 2
     assert "use batch.micro_batch_size=4" in late.stderr

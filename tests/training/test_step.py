@@ -19,7 +19,7 @@ def small_model() -> GPT:
 
 
 def sgd_step(model: GPT, peak_lr: float, grad_accum_steps: int, grad_clip: float) -> TrainStep:
-    """SGD moves the weights in proportion to the gradient, so clipping has an effect; Adam would hide it."""
+    """Uses SGD: its update is proportional to the gradient, so clipping has an effect. Adam would hide it."""
     optimizer = torch.optim.SGD(model.parameters(), lr=peak_lr)
     optimizer.param_groups[0]["initial_lr"] = peak_lr
     return TrainStep(model, optimizer, MeanReduction(None), grad_accum_steps, grad_clip, nullcontext, dropout=False)
@@ -57,7 +57,7 @@ def test_gradients_of_the_previous_step_are_cleared() -> None:
     assert norms[0] == pytest.approx(norms[1], rel=1e-6)
 
 
-def test_the_learning_rate_of_a_step_is_the_peak_times_its_factor_and_no_product_of_factors() -> None:
+def test_the_learning_rate_of_a_step_is_the_peak_times_its_own_factor() -> None:
     """Each step's factor applies to the peak, not to the learning rate of the step before."""
     model = small_model()
     step = sgd_step(model, peak_lr=2.0, grad_accum_steps=1, grad_clip=0.0)

@@ -1,4 +1,4 @@
-"""`Stopwatch` on a clock that the test moves."""
+"""`Stopwatch` with a simulated clock."""
 
 import time
 
