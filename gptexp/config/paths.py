@@ -2,8 +2,11 @@
 
 import glob
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
+
+import platformdirs
 
 import gptexp
 from gptexp.process.errors import ConfigError
@@ -33,6 +36,14 @@ def packaged_conf() -> Path:
         if (candidate / "config.yaml").is_file():
             return candidate
     raise ConfigError(f"{package / 'conf'}: contains no config.yaml; set {OWN_CONF} to the folder that contains it")
+
+
+def user_cache_dir() -> Path:
+    """gptexp's folder in the user's cache directory, or in the temporary directory for a user without a home."""
+    try:
+        return Path(platformdirs.user_cache_dir("gptexp"))
+    except RuntimeError:
+        return Path(tempfile.gettempdir()) / f"gptexp-{os.getuid()}"
 
 
 def is_path_list(value: Any) -> bool:

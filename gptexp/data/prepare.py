@@ -11,10 +11,9 @@ from itertools import islice
 from pathlib import Path
 
 import numpy as np
-import platformdirs
 from filelock import FileLock
 
-from gptexp.config.paths import is_file, path_list
+from gptexp.config.paths import is_file, path_list, user_cache_dir
 from gptexp.config.schema import DataConfig, counted
 from gptexp.data import corpora
 from gptexp.data.shards import MANIFEST, VERSION, ShardWriter, TokenStream, data_errors, verify
@@ -26,7 +25,7 @@ PIECES_AT_ONCE = 64  # pieces of text per call of tiktoken, which tokenises them
 
 def cache_dir(data: DataConfig) -> Path:
     """The directory of token files: data.cache_dir, else $GPTEXP_CACHE, else the user's cache directory."""
-    return Path(data.cache_dir or os.environ.get("GPTEXP_CACHE") or platformdirs.user_cache_dir("gptexp"))
+    return Path(data.cache_dir or os.environ.get("GPTEXP_CACHE") or user_cache_dir())
 
 
 def downloads_dir(data: DataConfig) -> Path:

@@ -2,10 +2,9 @@
 
 import os
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
-import platformdirs
+from gptexp.config.paths import user_cache_dir
 
 VEGA_LITE = "6.4"  # newest version in vl-convert 1.9; the page and the PNGs use the same
 PNG_WIDTH = 640  # pixels before scaling; replaces the width of the page's container
@@ -26,7 +25,7 @@ def bundle() -> str:
     """
     import vl_convert
 
-    cached = Path(platformdirs.user_cache_dir("gptexp")) / f"vega-lite-{VEGA_LITE}-{version('vl-convert-python')}.js"
+    cached = user_cache_dir() / f"vega-lite-{VEGA_LITE}-{version('vl-convert-python')}.js"
     try:
         return cached.read_text()
     except OSError:

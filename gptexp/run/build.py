@@ -36,7 +36,11 @@ def replace_unwritable_caches() -> list[str]:
     Must run before the first optimizer is built: that imports the compiler, which creates its folder or fails.
     """
     # torch's own default (torch._inductor.runtime.cache_dir_utils, which cannot be used: it imports the compiler).
-    os.environ.setdefault(INDUCTOR_CACHE, f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}")
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a container may run under a user id that has no name; torch asks for the name too
+        user = os.environ["USER"] = str(os.getuid())
+    os.environ.setdefault(INDUCTOR_CACHE, f"{tempfile.gettempdir()}/torchinductor_{user}")
     lines = []
     for name in (INDUCTOR_CACHE, TRITON_CACHE):
         folder = os.environ.get(name)

@@ -16,7 +16,7 @@ import math
 import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, Literal
 
@@ -187,14 +187,15 @@ def check_free(directory: Path, config: Config) -> Literal["new", "unfinished", 
 def check_same(directory: Path, config: Config) -> Literal["new", "unfinished", "completed"]:
     """State of the run of `config` in `directory`.
 
-    Raises `ConfigError` if the directory belongs to another config, or if a new run has an `init_from` that is not a
-    run of the same model; `CheckpointError` if that run has no checkpoint.
+    Raises `ConfigError` if the directory or its newest checkpoint belongs to another config, or if a new run has an
+    `init_from` that is not a run of the same model; `CheckpointError` if that run has no checkpoint.
     """
     if not (directory / CONFIG).exists():
         if config.init_from is not None:
             _check_weights(config, config.init_from)
         return "new"
-    old, new = result_deciding(load_config(directory)), result_deciding(config)
+    # A user may have edited config.yaml since the checkpoint was saved.
+    old, new = result_deciding(load_config(directory)) | _trained_with(directory), result_deciding(config)
     completed = status(directory) == "completed"
     changed = [key for key in new if old.get(key) != new[key]]
     if completed and set(changed) & {"train.max_tokens", "train.max_steps"}:
@@ -206,6 +207,15 @@ def check_same(directory: Path, config: Config) -> Literal["new", "unfinished", 
         lines = [f"{key} was {shown(old[key])}, now {shown(new[key])}; start a new run" for key in changed]
         raise ConfigError([f"{directory}: cannot resume with another config: {line}" for line in lines])
     return "completed" if completed else "unfinished"
+
+
+def _trained_with(directory: Path) -> dict[str, Any]:
+    """Dotted keys and values that determined the newest checkpoint; empty if none can be read."""
+    published = (directory / CHECKPOINTS).glob("step-*")
+    for path in sorted(published, key=lambda path: (len(path.name), path.name), reverse=True):
+        with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
+            return result_deciding(from_dict(reader.read_json(path / "state.json")["about"]["config"]))
+    return {}
 
 
 def _check_weights(config: Config, init_from: str) -> None:

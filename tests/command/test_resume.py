@@ -34,6 +34,20 @@ def test_a_run_can_be_repeated_from_config_yaml_alone(finished: Finished, tmp_pa
     assert equal(finished.directory, again)
 
 
+def test_a_config_edited_after_an_interruption_is_refused_by_key(
+    finished: Finished, gptexp: Gptexp, tmp_path: Path
+) -> None:
+    directory = shutil.copytree(finished.directory, tmp_path / "run")
+    (directory / "summary.json").write_text('{"status": "interrupted"}')
+    config = run_dir.load_config(directory)
+    config.optim.lr, config.train.seed, config.train.log_every = 3e-4, 7, 5
+    run_dir.save_config(directory, config)
+    refused = gptexp("resume", "run")
+    assert refused.returncode == 2, refused.stderr
+    lines = refused.stderr.splitlines()
+    assert ["optim.lr was" in lines[0], "train.seed was 1337, now 7" in lines[1], len(lines)] == [True, True, 2]
+
+
 def test_resume_of_a_completed_run_changes_no_file(finished: Finished, gptexp: Gptexp) -> None:
     before = {p: p.read_bytes() for p in finished.directory.rglob("*") if p.is_file()}
     done = gptexp("resume", str(finished.directory))

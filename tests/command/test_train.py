@@ -1,17 +1,20 @@
 """`gptexp train`: its command lines, its printed lines and its exit codes."""
 
 import math
+import os
 import re
 import shutil
 import signal
 import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import yaml
-from conftest import ForkServer, events, processes_of, summary, wait_for
+from conftest import ROOT, ForkServer, events, processes_of, summary, wait_for
 from real_runs import Finished, begun, finished_run
 
 from gptexp.storage import run_dir
@@ -204,3 +207,24 @@ def test_nano_saves_and_exits_within_ten_seconds_of_a_signal(start: Start, tmp_p
     _, err = process.communicate(timeout=60)
     assert (process.returncode, time.monotonic() - asked < 10) == (143, True), err
     assert (directory / "checkpoints" / f"step-{summary(directory)['steps']:08d}" / "manifest.json").exists()
+
+
+@pytest.mark.e2e
+@pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("setpriv") is None, reason="needs root and setpriv, to become another user"
+)
+def test_a_user_without_a_name_and_a_home_trains_and_reports(tiny: list[str]) -> None:
+    """As in a container that runs under any user id. The user may read Python, which may lie in root's home."""
+    user = ["--reuid=54321", "--regid=54321", "--clear-groups"]
+    may_read = ["--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search"]
+    with tempfile.TemporaryDirectory() as name:  # pytest's own directories are closed to other users
+        folder = Path(name)
+        folder.chmod(0o777)
+        env = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "TMPDIR": name}
+        for argv in (["train", *tiny, "hydra.run.dir=out"], ["report", "out"]):
+            command = ["setpriv", *user, *may_read, sys.executable, "-m", "gptexp", *argv]
+            done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=240)
+            assert done.returncode == 0, done.stderr
+        assert summary(folder / "out")["status"] == "completed"
+        assert (folder / "out" / "report.html").stat().st_uid == 54321
+        assert (folder / "gptexp-54321").is_dir()

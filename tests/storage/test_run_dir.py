@@ -56,6 +56,33 @@ def test_only_keys_that_change_the_result_must_agree(tmp_path: Path) -> None:
     assert run_dir.check_same(tmp_path, old) == "completed"
 
 
+def test_keys_edited_after_a_checkpoint_are_refused_by_name(tmp_path: Path) -> None:
+    trained, edited = Config(), Config()
+    for step, lr in ((8, 0.5), (10, 6e-4)):  # the newest checkpoint counts
+        trained.optim.lr = lr
+        (tmp_path / f"checkpoints/step-{step:08d}").mkdir(parents=True)
+        about = {"about": {"config": to_dict(trained)}}
+        run_dir.write_json(tmp_path / f"checkpoints/step-{step:08d}" / "state.json", about)
+    edited.optim.lr, edited.train.seed, edited.train.log_every, edited.world.size = 3e-4, 7, 5, 2
+    run_dir.save_config(tmp_path, edited)
+    with pytest.raises(ConfigError) as error:
+        run_dir.check_same(tmp_path, edited)
+    assert [line.partition(": ")[2] for line in error.value.problems] == [
+        "cannot resume with another config: optim.lr was 0.0006, now 0.0003; start a new run",
+        "cannot resume with another config: train.seed was 1337, now 7; start a new run",
+    ]
+    edited.optim.lr, edited.train.seed = 6e-4, 1337
+    assert run_dir.check_same(tmp_path, edited) == "unfinished"
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"about": {}}', '{"about": {"config": {"nosuch": 1}}}'])
+def test_a_checkpoint_that_does_not_state_its_config_is_no_obstacle(tmp_path: Path, text: str) -> None:
+    run_dir.save_config(tmp_path, Config())
+    (tmp_path / "checkpoints/step-00000008").mkdir(parents=True)
+    (tmp_path / "checkpoints/step-00000008/state.json").write_text(text)
+    assert run_dir.check_same(tmp_path, Config()) == "unfinished"
+
+
 def test_json_has_no_nan(tmp_path: Path) -> None:
     run_dir.write_json(tmp_path / "x.json", {"a": math.nan, "b": math.inf, "c": 1.5})
     assert json.loads((tmp_path / "x.json").read_text()) == {"a": None, "b": None, "c": 1.5}
