@@ -40,6 +40,8 @@ class Report:
 
 def write_report(directory: Path) -> Report:
     """Write `report.html`, `report.json`, `cells.csv` and `pictures/*.png` into `directory`, of a run or a sweep."""
+    run_dir.refuse_links(directory)
+    run_dir.refuse_links(directory / PICTURES)
     analysis = analyse(printable(directory.resolve().name), find_runs(directory))
     lines, pictures = [printable(line) for line in verdict(analysis)], figures(analysis)
     sweep = run_dir.read_json(directory / run_dir.SWEEP)

@@ -74,6 +74,13 @@ def storage(path: Path) -> Iterator[None]:
         raise StorageError(f"{path}: cannot be written ({error.strerror or error})") from None
 
 
+def refuse_links(directory: Path) -> None:
+    """Raise `ConfigError` if an entry of `directory` is a link: nothing is written through one."""
+    for path in sorted(directory.iterdir()) if directory.is_dir() else ():
+        if path.is_symlink():
+            raise ConfigError(f"{path}: a link, and gptexp writes through none; put a copy in its place")
+
+
 def remove_leftovers(directory: Path) -> None:
     """Remove the temporary files of killed processes. The caller must hold `RANK_LOCK`."""
     for name in (CONFIG, EFFECTIVE, METRICS, SUMMARY):
@@ -163,8 +170,8 @@ def is_locked(directory: Path) -> bool:
     """Whether a process holds a lock of the directory. Tests with a shared lock, so that tests do not conflict."""
     for path in (directory / LOCK, directory / RANK_LOCK):
         try:
-            handle = os.open(path, os.O_RDONLY)
-        except OSError:  # the file is missing or not readable
+            handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except OSError:  # the file is missing, not readable or a link
             continue
         try:
             fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -190,6 +197,7 @@ def check_same(directory: Path, config: Config) -> Literal["new", "unfinished", 
     Raises `ConfigError` if the directory or its newest checkpoint belongs to another config, or if a new run has an
     `init_from` that is not a run of the same model; `CheckpointError` if that run has no checkpoint.
     """
+    refuse_links(directory)
     if not (directory / CONFIG).exists():
         if config.init_from is not None:
             _check_weights(config, config.init_from)

@@ -166,6 +166,7 @@ def record(directory: Path, config: DictConfig, cells: Sequence[Cell], to_choose
 
     `to_choose` is the number of further cells that the sweeper has yet to choose.
     """
+    run_dir.refuse_links(directory)
     path = directory / run_dir.SWEEP
     earlier = run_dir.read_json(path).get("cells", {})
     recorded = {name: entry for name, entry in earlier.items() if (directory / name / run_dir.CONFIG).exists()}

@@ -48,6 +48,19 @@ def test_a_config_edited_after_an_interruption_is_refused_by_key(
     assert ["optim.lr was" in lines[0], "train.seed was 1337, now 7" in lines[1], len(lines)] == [True, True, 2]
 
 
+def test_a_run_directory_with_a_linked_lock_is_refused_in_one_line(
+    finished: Finished, gptexp: Gptexp, tmp_path: Path
+) -> None:
+    directory = shutil.copytree(finished.directory, tmp_path / "run")
+    (tmp_path / "precious").write_text("precious")
+    (directory / ".lock").unlink(missing_ok=True)
+    (directory / ".lock").symlink_to(tmp_path / "precious")
+    refused = gptexp("resume", "run")
+    assert (refused.returncode, len(refused.stderr.splitlines())) == (2, 1), refused.stderr
+    assert ".lock: a link" in refused.stderr
+    assert (tmp_path / "precious").read_text() == "precious"
+
+
 def test_resume_of_a_completed_run_changes_no_file(finished: Finished, gptexp: Gptexp) -> None:
     before = {p: p.read_bytes() for p in finished.directory.rglob("*") if p.is_file()}
     done = gptexp("resume", str(finished.directory))

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from sweeps import report_of, write_sweep
 
+from gptexp.process.errors import ConfigError
 from gptexp.report import main
 from gptexp.reporting.records import find_runs
 from gptexp.reporting.table import shown, values
@@ -167,3 +168,16 @@ def test_the_command_writes_the_law_and_prints_how_to_use_it(
     main([str(root), "--write-optim", str(file)])
     assert "use it with optim=fitted" in capsys.readouterr().out
     assert file.exists()
+
+
+@pytest.mark.parametrize("link", ["pictures/curves.png", "pictures", "report.json"])
+def test_a_report_is_not_written_through_a_link(swept: Path, tmp_path: Path, link: str) -> None:
+    without_report = shutil.ignore_patterns("report.*", "pictures")
+    root, target = shutil.copytree(swept, tmp_path / "root", ignore=without_report), tmp_path / "target"
+    target.mkdir() if link == "pictures" else target.write_text("precious")
+    (root / link).parent.mkdir(exist_ok=True)
+    (root / link).symlink_to(target)
+    with pytest.raises(ConfigError, match="a link, and gptexp writes through none"):
+        write_report(root)
+    assert not (root / "report.html").exists()
+    assert target.is_dir() and not list(target.iterdir()) if link == "pictures" else target.read_text() == "precious"

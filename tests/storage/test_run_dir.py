@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -81,6 +82,19 @@ def test_a_checkpoint_that_does_not_state_its_config_is_no_obstacle(tmp_path: Pa
     (tmp_path / "checkpoints/step-00000008").mkdir(parents=True)
     (tmp_path / "checkpoints/step-00000008/state.json").write_text(text)
     assert run_dir.check_same(tmp_path, Config()) == "unfinished"
+
+
+@pytest.mark.parametrize("name", [".lock", ".lock-rank0", "metrics.jsonl", "summary.json", "checkpoints", ".hydra"])
+def test_a_run_directory_with_a_link_is_refused(tmp_path: Path, name: str) -> None:
+    run_dir.save_config(tmp_path / "run", Config())
+    (tmp_path / "run" / name).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match=rf"{re.escape(name)}: a link, and gptexp writes through none"):
+        run_dir.check_same(tmp_path / "run", Config())
+
+
+def test_a_lock_that_is_a_pipe_does_not_block(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / ".lock")
+    assert not run_dir.is_locked(tmp_path)
 
 
 def test_json_has_no_nan(tmp_path: Path) -> None:
