@@ -43,7 +43,7 @@ class Corpus:
         digest = hashlib.sha256()
         for file in self.files:
             stat = file.stat()
-            digest.update(f"{file}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode())
+            digest.update(os.fsencode(file) + f"\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode())
         return digest.hexdigest()[:16]
 
     @property

@@ -228,3 +228,16 @@ def test_a_user_without_a_name_and_a_home_trains_and_reports(tiny: list[str]) ->
         assert summary(folder / "out")["status"] == "completed"
         assert (folder / "out" / "report.html").stat().st_uid == 54321
         assert (folder / "gptexp-54321").is_dir()
+
+
+@pytest.mark.e2e
+def test_names_that_are_not_utf8_can_be_trained_on_and_into(tiny: list[str], corpus: Path, tmp_path: Path) -> None:
+    text, folder = (Path(os.fsdecode(os.fsencode(tmp_path) + name)) for name in (b"/a\xff.txt", b"/d\xfe"))
+    shutil.copy(corpus, text)
+    folder.mkdir()
+    others = [option for option in tiny if not option.startswith("data.path=")]
+    command = [sys.executable, "-m", "gptexp", "train", *others, f'data.path="{text}"', f'hydra.run.dir="{folder}/run"']
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert summary(folder / "run")["status"] == "completed"
+    assert run_dir.load_config(folder / "run").data.path == str(text)

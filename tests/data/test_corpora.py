@@ -1,6 +1,7 @@
 """The files of a corpus, and the pieces in which they are read."""
 
 import hashlib
+import os
 import random
 import sysconfig
 from pathlib import Path
@@ -75,3 +76,12 @@ def test_a_file_name_with_glob_characters_selects_that_file(tmp_path: Path) -> N
     for name in ("a[1].txt", "a1.txt"):
         (tmp_path / "d[1]" / name).write_text(name)
     assert [f.name for f in corpora.text([f"{tmp_path}/d[1]/a[1].txt"]).files] == ["a[1].txt"]
+
+
+@pytest.mark.parametrize("name", [b"a\xff.txt", "é漢.txt".encode(), b"plain.txt"])
+def test_the_key_of_a_corpus_hashes_the_bytes_of_its_files_names(tmp_path: Path, name: bytes) -> None:
+    file = Path(os.fsdecode(os.fsencode(tmp_path) + b"/" + name))
+    file.write_text("some text")
+    stat = file.stat()
+    line = os.fsencode(tmp_path) + b"/" + name + b"\0%d\0%d\n" % (stat.st_size, stat.st_mtime_ns)
+    assert corpora.text([f"{tmp_path}/*.txt"]).key == hashlib.sha256(line).hexdigest()[:16]
