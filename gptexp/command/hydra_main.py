@@ -127,7 +127,8 @@ def _run(cfg: DictConfig, context: HydraContext, train: Task, launcher_world_siz
             return error.exit_code
 
     context.callbacks.on_run_start(config=cfg, config_name=CONFIG_NAME)
-    result = run_job(job, cfg, job_dir_key="hydra.run.dir", job_subdir_key=None, hydra_context=context)
+    with run_dir.storage(directory):  # Hydra creates it and writes .hydra/
+        result = run_job(job, cfg, job_dir_key="hydra.run.dir", job_subdir_key=None, hydra_context=context)
     context.callbacks.on_run_end(config=cfg, config_name=CONFIG_NAME, job_return=result)
     code: int = result.return_value
     return code

@@ -126,9 +126,9 @@ class CellSweeper(Sweeper):
             except UserError as error:  # returned, because Hydra prints a line of its own for a raised error
                 return error
 
-        result = run_job(
-            task, cell.composition, "hydra.sweep.dir", job_subdir_key="hydra.sweep.subdir", hydra_context=self.context
-        )
+        subdir, context = "hydra.sweep.subdir", self.context
+        with run_dir.storage(cell.directory):  # Hydra creates it and writes .hydra/
+            result = run_job(task, cell.composition, "hydra.sweep.dir", job_subdir_key=subdir, hydra_context=context)
         if isinstance(result.return_value, UserError):
             raise result.return_value
         code: int = result.return_value

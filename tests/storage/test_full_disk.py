@@ -25,6 +25,19 @@ def largest_file(size: int) -> Callable[[], None]:
 
 
 @pytest.mark.e2e
+@pytest.mark.parametrize("grid", [[], ["-m", "train.seed=1,2"]], ids=["train", "train -m"])
+def test_a_disk_that_is_full_at_the_start_is_one_line(
+    start: Start, gptexp: Gptexp, tiny: list[str], grid: list[str]
+) -> None:
+    assert gptexp("prepare", *tiny).returncode == 0
+    process = start("train", *tiny, *grid, "log=quiet", preexec_fn=largest_file(0))
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 1
+    [line] = err.splitlines()
+    assert re.fullmatch(r"gptexp: .*: cannot be written \(File too large\)", line)
+
+
+@pytest.mark.e2e
 def test_each_failed_save_is_one_line_and_a_failed_last_save_ends_the_run(
     start: Start, gptexp: Gptexp, tiny: list[str], tmp_path: Path
 ) -> None:
