@@ -27,6 +27,10 @@ class JsonlSink(Sink):
         self._open(state)
 
     def write(self, event: dict[str, Any]) -> None:
+        if not os.fstat(self._file.fileno()).st_nlink:
+            raise StorageError(
+                f"{self._path}: deleted while the run trains, which can save nothing now; start it again"
+            )
         line = (json.dumps(finite(event)) + "\n").encode()
         end = self._file.tell()
         try:

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import events, summary
+from conftest import events, summary, wait_for
+from real_runs import begun
 
 Gptexp = Callable[..., subprocess.CompletedProcess[str]]
 Start = Callable[..., subprocess.Popen[str]]
@@ -75,6 +76,19 @@ def test_metrics_that_cannot_be_written_end_the_run_with_one_line(
     done = gptexp("train", *options)
     assert done.returncode == 0, done.stderr
     assert [e["step"] for e in events(tmp_path / "out", "step")] == list(range(60))
+
+
+@pytest.mark.e2e
+def test_a_run_whose_directory_is_deleted_ends_with_a_line(start: Start, long_run: list[str], tmp_path: Path) -> None:
+    process = start("train", *long_run, "log=quiet", "hydra.run.dir=out")
+    wait_for(begun(tmp_path / "out", 3), process)
+    shutil.rmtree(tmp_path / "out")
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    errors = [line for line in err.splitlines() if line.startswith("gptexp: ")]
+    assert "metrics.jsonl: deleted while the run trains" in errors[-1]
+    assert all(str(tmp_path / "out") in line for line in errors), err
+    assert "Traceback" not in err
 
 
 def bound_by_permissions() -> None:
