@@ -130,8 +130,7 @@ def _run(cfg: DictConfig, context: HydraContext, train: Task, launcher_world_siz
     with run_dir.storage(directory):  # Hydra creates it and writes .hydra/
         result = run_job(job, cfg, job_dir_key="hydra.run.dir", job_subdir_key=None, hydra_context=context)
     context.callbacks.on_run_end(config=cfg, config_name=CONFIG_NAME, job_return=result)
-    code: int = result.return_value
-    return code
+    return int(result.return_value)
 
 
 def _sweep(cfg: DictConfig, context: HydraContext, begin_cell: Task) -> int:

@@ -49,7 +49,7 @@ def user_cache_dir() -> Path:
 def is_path_list(value: Any) -> bool:
     """Whether `value` is a path or a glob, or a non-empty list of them."""
     return isinstance(value, str) or (
-        isinstance(value, list) and bool(value) and all(isinstance(v, str) for v in value)
+        isinstance(value, list) and value != [] and all(isinstance(v, str) for v in value)
     )
 
 

@@ -334,9 +334,7 @@ def from_dict(values: dict[str, Any], cls: type[Any] = Config) -> Any:
     if not isinstance(values, dict):
         raise ValueError(f"a saved {cls.__name__} must be a mapping of keys to values, not {shown(values)}")
     if unknown := sorted(values.keys() - fields.keys()):
-        raise ValueError(
-            f"unknown key '{unknown[0]}' in a saved {cls.__name__}; another version of gptexp may have saved it"
-        )
+        raise ValueError(f"unknown key '{unknown[0]}' in a saved {cls.__name__}; another version may have saved it")
     rebuilt = {}
     for name, value in values.items():
         kind = fields[name].type

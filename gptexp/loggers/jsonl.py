@@ -28,9 +28,7 @@ class JsonlSink(Sink):
 
     def write(self, event: dict[str, Any]) -> None:
         if not os.fstat(self._file.fileno()).st_nlink:
-            raise StorageError(
-                f"{self._path}: deleted while the run trains, which can save nothing now; start it again"
-            )
+            raise StorageError(f"{self._path}: deleted while the run trains, so nothing can be saved; start again")
         line = (json.dumps(finite(event)) + "\n").encode()
         end = self._file.tell()
         try:

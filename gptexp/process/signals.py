@@ -94,10 +94,8 @@ class StopRequest:
             os._exit(128 + number)
         if self._signal is None:
             self._signal, self._received_at = signal.Signals(number).name, now
-            os.write(
-                2,
-                f"gptexp: {self._signal}: the run stops after this step; repeat the signal to stop at once\n".encode(),
-            )
+            text = f"gptexp: {self._signal}: the run stops after this step; repeat the signal to stop at once\n"
+            os.write(2, text.encode())
         elif now - self._received_at > SAME_REQUEST_S:
             os._exit(128 + number)
 

@@ -190,9 +190,7 @@ def _curve(losses: Losses, diverged: Sequence[float], fit: Parabola | None, nois
         return _not_bracketed(losses, [lr for lr in losses if lr != best], diverged)
     if len(losses) < 3 or noise is None:
         completed = counted(len(losses), "learning rate")
-        return Curve(
-            "too few", f"{completed} completed; an optimum with an interval needs four, or three with several seeds"
-        )
+        return Curve("too few", f"{completed} completed; an interval needs four, or three with several seeds")
     if _is_flat(losses, noise):
         return _flat(losses, noise, "the losses of the learning rates do not differ significantly")
     # The optimum is bracketed only if a learning rate on each side of the best is significantly worse.

@@ -37,14 +37,13 @@ class Study:
             raise ConfigError(f"{path}: not a study of Optuna ({first_line(error)}); delete it to start anew") from None
         for trial in trials:
             for key in trial.distributions.keys() & self.distributions.keys():
+                stored = trial.distributions[key]
                 try:
-                    optuna.distributions.check_distribution_compatibility(
-                        trial.distributions[key], self.distributions[key]
-                    )
+                    optuna.distributions.check_distribution_compatibility(stored, self.distributions[key])
                 except ValueError:
                     raise ConfigError(
-                        f"{key}: the study in {directory} was created with {_shown(trial.distributions[key])}, and "
-                        "Optuna cannot change that; give the same, or set another sweep.name"
+                        f"{key}: the study in {directory} was created with {_shown(stored)}, and Optuna cannot change "
+                        "that; give the same, or set another sweep.name"
                     ) from None
         # With `seed` alone each command would draw the same trials as the one before.
         self.study.sampler = optuna.samplers.TPESampler(seed=seed + len(trials))

@@ -131,8 +131,7 @@ class CellSweeper(Sweeper):
             result = run_job(task, cell.composition, "hydra.sweep.dir", job_subdir_key=subdir, hydra_context=context)
         if isinstance(result.return_value, UserError):
             raise result.return_value
-        code: int = result.return_value
-        return code
+        return int(result.return_value)
 
     def ended(self, cell: Cell, code: int) -> None:
         self.done += 1

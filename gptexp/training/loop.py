@@ -299,11 +299,9 @@ class _Loop:
         t, state = self.t, self.state
         if not len(t.dataset.val_windows):
             return
-        started = time.perf_counter()
+        started, size = time.perf_counter(), t.plan.batch.micro_batch_size
         with self.clock.paused():
-            state.val_loss = evaluate(
-                t.gpt, t.dataset, t.plan.batch.micro_batch_size, t.rank, t.device, t.step.forward_context
-            )
+            state.val_loss = evaluate(t.gpt, t.dataset, size, t.rank, t.device, t.step.forward_context)
             state.evaluated_tokens = state.tokens
             self.log.evaluation(state.step - 1, state.tokens, state.val_loss)
         if not math.isfinite(state.val_loss):

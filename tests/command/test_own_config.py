@@ -163,6 +163,7 @@ def test_a_slurm_sweep_from_a_users_file_is_planned(gptexp: Gptexp, tiny: list[s
 @pytest.mark.e2e
 def test_a_slurm_sweep_on_a_machine_without_slurm_is_refused(gptexp: Gptexp, tiny: list[str], own: Path) -> None:
     options = ["-m", "experiment=slurm", "optim.lr=1e-3,2e-3", "--config-dir", "conf"]
+    assert gptexp("prepare", *tiny).returncode == 0  # otherwise a line says that the text was tokenised
     refused = gptexp("train", *without(tiny, "optim.lr"), *options, env={"PATH": "/nowhere"})
     assert refused.returncode == 2, refused.stderr
     assert all(line.startswith("gptexp: ") for line in refused.stderr.splitlines())
