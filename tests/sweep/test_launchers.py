@@ -338,6 +338,25 @@ def test_cells_run_as_slurm_jobs_with_the_requested_options(
 
 @pytest.mark.e2e
 @needs_submitit
+def test_a_users_file_submits_jobs_to_its_partition(
+    slurm: Path, gptexp: Gptexp, tiny: list[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "conf" / "experiment" / "lab.yaml"
+    file.parent.mkdir(parents=True)
+    file.write_text(
+        "# @package _global_\ndefaults:\n  - override /hydra/launcher: submitit_slurm\n"
+        "hydra:\n  launcher: {partition: gpu_long}\n"
+    )
+    grid = ["-m", *tiny, "train.seed=1,2", "sweep.name=s", "experiment=lab", "--config-dir", "conf"]
+    done = gptexp("train", *grid, timeout=400)
+    assert done.returncode == 0, done.stderr
+    assert [summary(directory)["status"] for directory in runs(tmp_path / "outputs" / "s")] == ["completed"] * 2
+    scripts = [path.read_text() for path in slurm.glob("*.sh")]
+    assert ["--partition=gpu_long" in script for script in scripts] == [True, True]
+
+
+@pytest.mark.e2e
+@needs_submitit
 def test_a_signal_cancels_the_jobs_and_their_runs_save(
     slurm: Path, start: Start, tiny: list[str], tmp_path: Path
 ) -> None:
