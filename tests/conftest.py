@@ -149,6 +149,15 @@ def finished_run(torch_server: ForkServer, corpus: Path, cache: Path, tmp_path_f
     return folder / "out"
 
 
+@pytest.fixture(scope="session")
+def light_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
+    """A fork server whose children exit when they import torch."""
+    home = tmp_path_factory.mktemp("home")
+    kept = {name: os.environ[name] for name in ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH") if name in os.environ}
+    with ForkServer(env={**kept, "HOME": str(home), "GPTEXP_CACHE": str(home / "cache")}) as server:
+        yield server
+
+
 @pytest.fixture
 def gptexp(tmp_path: Path, torch_server: ForkServer) -> Callable[..., subprocess.CompletedProcess[str]]:
     """Run `gptexp …` in `tmp_path` to its end, in a fork of a process that has imported torch."""

@@ -69,11 +69,8 @@ def _count_or_auto(default: int | str) -> Any:
 def _name(default: str | None) -> Any:
     """A key with the name of a directory or a project."""
     legal = re.compile(r"(?!\.+$)[A-Za-z0-9._-]{1,80}")
-    return _ruled(
-        default,
-        lambda v: legal.fullmatch(v) is not None,
-        "must have 1 to 80 characters A-Za-z0-9._- and not only dots",
-    )
+    rule = "must have 1 to 80 characters A-Za-z0-9._- and not only dots"
+    return _ruled(default, lambda v: legal.fullmatch(v) is not None, rule)
 
 
 @dataclass
@@ -178,9 +175,7 @@ class TrainConfig:
     # as diverged; leave out the update; or load the newest checkpoint that was due and skip the data since then
     divergence_nats: float | None = _positive(1.0)  # nats per token: the run has diverged if its smoothed loss stays
     # this far above its minimum for 1% of the run, at least 20 steps; null: no such limit
-    reduction: str = _choice(
-        "mean", "tree"
-    )  # of gradients over ranks; mean: by DDP; tree: equal bits for 1, 2, 4 … ranks
+    reduction: str = _choice("mean", "tree")  # of gradients; mean: by DDP; tree: equal bits for 1, 2, 4 … ranks
     log_every: int = _positive(1)  # steps
     max_minutes: float | None = _positive(None)  # minutes until the run saves a checkpoint and stops; null: no limit
     seed: int = _ruled(1337, lambda v: 0 <= v < LIMIT, "must lie in [0, 2^63)")  # of weights, data order and dropout

@@ -126,7 +126,7 @@ class Bench:
             if done.returncode:
                 said = f"{done.stdout}{done.stderr}".strip()[-2000:]
                 raise UserError(f"a run of verify failed (exit code {done.returncode}): {said}")
-        return max((self.folder / name / run_dir.CHECKPOINTS).glob("step-*"))
+        return run_dir.published(self.folder / name / run_dir.CHECKPOINTS)[0]
 
 
 def _splits(bench: Bench) -> list[Result]:

@@ -12,7 +12,6 @@ counters. A directory that is being written or removed has another name.
 import hashlib
 import json
 import os
-import re
 import shutil
 import time
 from contextlib import suppress
@@ -33,9 +32,8 @@ from gptexp.process.terminal import warn
 from gptexp.storage.divergence import LossTrend
 from gptexp.storage.noise_scale import NoiseScale
 from gptexp.storage.reader import read_json
-from gptexp.storage.run_dir import fsync
+from gptexp.storage.run_dir import fsync, published, step_of
 
-NAME = re.compile(r"step-\d{8,}")
 MANIFEST = "manifest.json"
 FILES = ("model.safetensors", "train.pt", "state.json")
 SPARE = 1.1  # required free disk space, as a multiple of the size of the tensors
@@ -149,7 +147,7 @@ def load_latest(directory: Path, regular: bool = False) -> tuple[Path, TrainStat
     Prints a line for each newer checkpoint that is damaged. Raises `CheckpointError` if damaged ones are all there is.
     """
     rejected = []
-    for path in _published(directory):
+    for path in published(directory):
         try:
             state = _checked(path)
         except CheckpointError as error:
@@ -176,8 +174,8 @@ def set_aside(directory: Path, newer_than: int) -> None:
 
     Under their old names they would count among the newest when old checkpoints are removed. Nothing is deleted.
     """
-    for path in _published(directory):
-        if _step(path) > newer_than:
+    for path in published(directory):
+        if step_of(path) > newer_than:
             path.rename(path.with_name(f"rejected-{time.time_ns()}-{path.name}"))
 
 
@@ -224,15 +222,6 @@ def _check_moments(state: dict[int, dict[str, torch.Tensor]], parameters: list[n
             raise ValueError(f"parameter {number} of shape {tuple(parameter.shape)} has moments of shapes {shapes}")
 
 
-def _published(directory: Path) -> list[Path]:
-    """The published checkpoints, newest first."""
-    return sorted((p for p in directory.glob("step-*") if NAME.fullmatch(p.name)), key=_step, reverse=True)
-
-
-def _step(path: Path) -> int:
-    return int(path.name.removeprefix("step-"))
-
-
 def _checked(path: Path, hashes: bool = True) -> TrainState:
     """Check a checkpoint and return its state. Raises `CheckpointError` if it is damaged.
 
@@ -274,7 +263,7 @@ def _prune(directory: Path, keep: Keep) -> None:
     if not keep.last:
         return
     states: dict[Path, TrainState] = {}  # newest first
-    for path in _published(directory):
+    for path in published(directory):
         with suppress(CheckpointError):
             states[path] = _checked(path, hashes=False)
     due = [path for path, state in states.items() if state.regular]

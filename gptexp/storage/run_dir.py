@@ -14,6 +14,7 @@ import fcntl
 import json
 import math
 import os
+import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -33,6 +34,7 @@ METRICS = "metrics.jsonl"
 SUMMARY = "summary.json"
 SWEEP = "sweep.json"  # in the directory of a sweep: its cells and their common settings
 CHECKPOINTS = "checkpoints"
+STEP_NAME = re.compile(r"step-\d{8,}")  # of a published checkpoint
 PROFILE = "profile"
 DONE = ("completed", "diverged")  # statuses of runs that are not started again: the result would be the same
 LOCK = ".lock"
@@ -136,10 +138,20 @@ def load_config(directory: Path) -> Config:
     return config
 
 
+def published(checkpoints: Path) -> list[Path]:
+    """The published checkpoints in the directory `checkpoints`, newest first."""
+    return sorted((p for p in checkpoints.glob("step-*") if STEP_NAME.fullmatch(p.name)), key=step_of, reverse=True)
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step of a published checkpoint."""
+    return int(checkpoint.name.removeprefix("step-"))
+
+
 def require_checkpoint(directory: Path) -> Config:
     """Read the config of a run. Raises `ConfigError`, or `CheckpointError` if the run has saved no checkpoint."""
     config = load_config(directory)
-    if not any((directory / CHECKPOINTS).glob("step-*")):
+    if not published(directory / CHECKPOINTS):
         raise CheckpointError(f"{directory}: no checkpoint has been saved yet")
     return config
 
@@ -219,8 +231,7 @@ def check_same(directory: Path, config: Config) -> Literal["new", "unfinished", 
 
 def _trained_with(directory: Path) -> dict[str, Any]:
     """Dotted keys and values that determined the newest checkpoint; empty if none can be read."""
-    published = (directory / CHECKPOINTS).glob("step-*")
-    for path in sorted(published, key=lambda path: (len(path.name), path.name), reverse=True):
+    for path in published(directory / CHECKPOINTS):
         with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
             return result_deciding(from_dict(reader.read_json(path / "state.json")["about"]["config"]))
     return {}

@@ -4,7 +4,7 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,45 +18,36 @@ from gptexp.storage import run_dir
 Gptexp = Callable[..., subprocess.CompletedProcess[str]]
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
-    """A fork server whose children exit when they import torch."""
-    home = tmp_path_factory.mktemp("home")
-    kept = {name: os.environ[name] for name in ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH") if name in os.environ}
-    with ForkServer(env={**kept, "HOME": str(home), "GPTEXP_CACHE": str(home / "cache")}) as server:
-        yield server
-
-
-def test_help_lists_the_verbs(server: ForkServer, tmp_path: Path) -> None:
-    top = server.ask(["--help"], tmp_path)
+def test_help_lists_the_verbs(light_server: ForkServer, tmp_path: Path) -> None:
+    top = light_server.ask(["--help"], tmp_path)
     assert top["code"] == 0
     assert all(verb in top["stdout"] for verb in VERBS)
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_each_verb_prints_help_without_importing_torch(server: ForkServer, tmp_path: Path, verb: str) -> None:
-    done = server.ask([verb, "--help"], tmp_path)
+def test_each_verb_prints_help_without_importing_torch(light_server: ForkServer, tmp_path: Path, verb: str) -> None:
+    done = light_server.ask([verb, "--help"], tmp_path)
     assert done["code"] == 0, done
     assert "gptexp" in done["stdout"]
     assert not list(tmp_path.iterdir())
 
 
-def test_the_help_of_train_lists_commands_groups_and_keys(server: ForkServer, tmp_path: Path) -> None:
-    train = server.ask(["train", "--help"], tmp_path)["stdout"]
+def test_the_help_of_train_lists_commands_groups_and_keys(light_server: ForkServer, tmp_path: Path) -> None:
+    train = light_server.ask(["train", "--help"], tmp_path)["stdout"]
     for what in ("gptexp train model=gpt2", "-m optim.lr=", "model           gpt2, gpt2_large", "n_layer: 2",
                  "gptexp plan", "hydra/launcher  cells, submitit_local"):  # fmt: skip
         assert what in train
 
 
-def test_an_unknown_verb_is_refused_with_the_list_of_verbs(server: ForkServer, tmp_path: Path) -> None:
-    wrong = server.ask(["trian"], tmp_path)
+def test_an_unknown_verb_is_refused_with_the_list_of_verbs(light_server: ForkServer, tmp_path: Path) -> None:
+    wrong = light_server.ask(["trian"], tmp_path)
     assert wrong["code"] == 2
     assert "no such verb" in wrong["stderr"]
     assert all(verb in wrong["stderr"] for verb in VERBS)
 
 
-def test_the_version_is_printed(server: ForkServer, tmp_path: Path) -> None:
-    assert server.ask(["--version"], tmp_path)["stdout"] == f"gptexp {gptexp.__version__}\n"
+def test_the_version_is_printed(light_server: ForkServer, tmp_path: Path) -> None:
+    assert light_server.ask(["--version"], tmp_path)["stdout"] == f"gptexp {gptexp.__version__}\n"
 
 
 @pytest.mark.parametrize(
@@ -72,16 +63,16 @@ def test_the_version_is_printed(server: ForkServer, tmp_path: Path) -> None:
     ],
 )
 def test_hydras_information_flags_print_and_create_no_file(
-    server: ForkServer, tmp_path: Path, argv: str, said: list[str]
+    light_server: ForkServer, tmp_path: Path, argv: str, said: list[str]
 ) -> None:
-    done = server.ask(["train", *argv.split()], tmp_path)
+    done = light_server.ask(["train", *argv.split()], tmp_path)
     assert done["code"] == 0, done
     assert all(text in done["stdout"] for text in said), done["stdout"]
     assert not list(tmp_path.iterdir())
 
 
-def test_cfg_with_a_wrong_override_is_refused(server: ForkServer, tmp_path: Path) -> None:
-    done = server.ask(["train", "--cfg", "job", "lr=1"], tmp_path)
+def test_cfg_with_a_wrong_override_is_refused(light_server: ForkServer, tmp_path: Path) -> None:
+    done = light_server.ask(["train", "--cfg", "job", "lr=1"], tmp_path)
     assert done["code"] == 2
     assert done["stderr"].startswith("gptexp: config error: lr=1: unknown key 'lr'")
 
@@ -112,10 +103,10 @@ def test_cfg_with_a_wrong_override_is_refused(server: ForkServer, tmp_path: Path
     ],
 )
 def test_a_wrong_argument_is_refused_in_one_line_without_importing_torch(
-    server: ForkServer, tmp_path: Path, argv: str, said: str
+    light_server: ForkServer, tmp_path: Path, argv: str, said: str
 ) -> None:
     (tmp_path / "a file").touch()
-    done = server.ask(shlex.split(argv), tmp_path)
+    done = light_server.ask(shlex.split(argv), tmp_path)
     assert not done["torch"], done
     assert done["code"] == 2, done
     [line] = done["stderr"].splitlines()
@@ -126,8 +117,8 @@ def test_a_wrong_argument_is_refused_in_one_line_without_importing_torch(
 
 
 @pytest.mark.parametrize("argv", ["sample", "evaluate --val-tokens x DIR", "verify --nothing", "status a b"])
-def test_wrong_usage_exits_with_2_without_importing_torch(server: ForkServer, tmp_path: Path, argv: str) -> None:
-    done = server.ask(argv.split(), tmp_path)
+def test_wrong_usage_exits_with_2_without_importing_torch(light_server: ForkServer, tmp_path: Path, argv: str) -> None:
+    done = light_server.ask(argv.split(), tmp_path)
     assert (done["code"], done["torch"]) == (2, False), done
     assert "usage: gptexp" in done["stderr"]
 

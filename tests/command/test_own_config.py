@@ -199,53 +199,44 @@ def test_an_optuna_sweep_from_a_users_file_trains_its_trials(gptexp: Gptexp, tin
 
 
 @pytest.fixture
-def trace(own: Path) -> tuple[Path, dict[str, str]]:
-    """The file that the user's callback writes, and the environment in which Hydra finds the callback."""
+def trace(own: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file that the user's callback writes. The environment lets Hydra find the callback."""
     (own / "callback_of_mine.py").write_text(CALLBACK)
-    return own / "trace", {"TRACE": str(own / "trace"), "PYTHONPATH": f"{own}:{ROOT}"}
+    monkeypatch.setenv("TRACE", str(own / "trace"))
+    monkeypatch.setenv("PYTHONPATH", f"{own}:{ROOT}")
+    return own / "trace"
 
 
 def test_a_users_callback_is_called_for_a_run(
-    start: Callable[..., "subprocess.Popen[str]"], tiny: list[str], trace: tuple[Path, dict[str, str]], own: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    path, env = trace
-    for name, value in env.items():
-        monkeypatch.setenv(name, value)
+    start: Callable[..., "subprocess.Popen[str]"], tiny: list[str], trace: Path, own: Path
+) -> None:
     process = start("train", *tiny, "experiment=callback", "hydra.run.dir=out", "--config-dir", "conf")
     _, stderr = process.communicate(timeout=240)
     assert process.returncode == 0, stderr
-    assert path.read_text().splitlines() == ["run start", "run end"]
+    assert trace.read_text().splitlines() == ["run start", "run end"]
     assert summary(own / "out")["status"] == "completed"
 
 
 @pytest.mark.e2e
 def test_a_users_callback_is_called_for_a_sweep(
-    start: Callable[..., "subprocess.Popen[str]"], tiny: list[str], trace: tuple[Path, dict[str, str]], own: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    path, env = trace
-    for name, value in env.items():
-        monkeypatch.setenv(name, value)
+    start: Callable[..., "subprocess.Popen[str]"], tiny: list[str], trace: Path, own: Path
+) -> None:
     options = ["-m", "experiment=callback", "optim.lr=1e-3,2e-3", "--config-dir", "conf"]
     process = start("train", *without(tiny, "optim.lr"), *options)
     _, stderr = process.communicate(timeout=240)
     assert process.returncode == 0, stderr
-    lines = path.read_text().splitlines()
+    lines = trace.read_text().splitlines()
     assert lines[0] == "multirun start"
     assert lines[-1] == "multirun end"
     assert len(runs(own / "outputs")) == 2
 
 
 @pytest.mark.e2e
-def test_a_plan_does_not_call_a_users_callback(
-    gptexp: Gptexp, tiny: list[str], trace: tuple[Path, dict[str, str]]
-) -> None:
-    path, env = trace
-    done = gptexp("plan", *tiny, "experiment=callback", "--config-dir", "conf", "--json", env=env)
+def test_a_plan_does_not_call_a_users_callback(gptexp: Gptexp, tiny: list[str], trace: Path) -> None:
+    done = gptexp("plan", *tiny, "experiment=callback", "--config-dir", "conf", "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["steps"] == 4
-    assert not path.exists()  # nothing ran
+    assert not trace.exists()  # nothing ran
 
 
 def test_gptexp_conf_replaces_the_packaged_conf_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

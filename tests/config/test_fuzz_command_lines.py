@@ -3,7 +3,6 @@
 There is no traceback, no hang, and no file of a refused run.
 """
 
-import os
 import random
 import shutil
 from collections.abc import Iterator
@@ -44,24 +43,16 @@ def command_lines(seed: int, count: int) -> Iterator[list[str]]:
         yield line
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
-    home = tmp_path_factory.mktemp("home")
-    kept = {name: os.environ[name] for name in ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH") if name in os.environ}
-    with ForkServer(env={**kept, "HOME": str(home), "GPTEXP_CACHE": str(home / "cache")}) as server:
-        yield server
-
-
 @pytest.mark.parametrize(
     ("seed", "count"),
     [(3, 40), pytest.param(0, 200, marks=pytest.mark.e2e), pytest.param(1, 2000, marks=pytest.mark.slow)],
 )
 def test_a_random_command_line_is_valid_or_refused_without_a_traceback(
-    server: ForkServer, tmp_path: Path, seed: int, count: int
+    light_server: ForkServer, tmp_path: Path, seed: int, count: int
 ) -> None:
     refused = legal = 0
     for line in command_lines(seed, count):
-        answer = server.ask(["train", *line], tmp_path, timeout=10)
+        answer = light_server.ask(["train", *line], tmp_path, timeout=10)
         code, err = answer["code"], answer["stderr"]
         assert code in (0, 2, TORCH), (line, answer)
         assert "Traceback" not in err, (line, err)
