@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from gptexp.config.compose import compose
+from gptexp.config.compose import compose, composition, hydra_engine, is_multirun, is_sweep
 from gptexp.config.paths import packaged_conf
 from gptexp.config.schema import Config, fields_of
 from gptexp.process.errors import ConfigError
@@ -107,3 +107,10 @@ def test_every_option_of_every_group_composes(choice: str, corpus: Path) -> None
 def test_gpt2_composes_for_eight_ranks() -> None:
     config = compose(["model=gpt2", "optim.lr=6e-4", "world=ddp8", "batch=gpt2", "train.max_tokens=10_000_000_000"])
     assert (config.world.size, config.optim.lr, config.batch.total_batch_size) == (8, 6e-4, 524_288)
+
+
+@pytest.mark.parametrize(("mode", "sweep"), [("RUN", False), ("MULTIRUN", True)])
+def test_hydra_mode_alone_selects_a_run_or_a_sweep(mode: str, sweep: bool) -> None:
+    overrides = [f"hydra.mode={mode}"]
+    with hydra_engine() as engine:
+        assert is_sweep(composition(engine, overrides, None, is_multirun(overrides))) is sweep
