@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from gptexp.training.norms import dot, total_norm
+
 
 class SmallGradients:
     """Measures this rank's gradients of the mean loss of a step's first micro-batch, and of the second if there is one.
@@ -36,9 +38,9 @@ class SmallGradients:
         products: list[Tensor] = []
 
         def measure(number: int, gradient: Tensor) -> None:
-            norms.append(torch.linalg.vector_norm(gradient, dtype=torch.float32))
+            norms.append(total_norm([gradient]))
             if micro_step == 1 and (first := self._first[number]) is not None:
-                products.append(torch.vdot(first.flatten(), gradient.flatten()).float())
+                products.append(dot(first, gradient))
 
         with_hooks = micro_step == 1 or self._reduced_at_once
         hooks = [p.register_hook(partial(measure, i)) for i, p in enumerate(self._parameters) if with_hooks]
@@ -53,10 +55,10 @@ class SmallGradients:
         else:
             self._product = torch.stack(products).sum() * divisor**2
         if with_hooks:
-            norm = torch.linalg.vector_norm(torch.stack(norms))
+            norm = total_norm(norms)
             self._first = []
         else:
-            norm = nn.utils.get_total_norm([gradient for gradient in self._first if gradient is not None])
+            norm = total_norm([gradient for gradient in self._first if gradient is not None])
         self._norms.append(norm * divisor)
 
     def measured(self) -> Tensor:

@@ -11,6 +11,7 @@ from gptexp.data.loader import MicroBatch
 from gptexp.distributed.reduction import Reduction
 from gptexp.machine.effective import ForwardContext
 from gptexp.process.signals import REASONS, StopRequest
+from gptexp.training.norms import total_norm
 from gptexp.training.optim import set_lr, step_if
 from gptexp.training.phases import StepTimer
 from gptexp.training.small_gradients import SmallGradients
@@ -80,7 +81,9 @@ class TrainStep:
             fingerprint += batch.fingerprint
             probe.mark("backward")
         parameters = [p for p in self.model.parameters() if p.grad is not None]
-        grad_norm = nn.utils.clip_grad_norm_(parameters, self.grad_clip or float("inf"))
+        grad_norm = total_norm([p.grad for p in parameters if p.grad is not None])
+        if self.grad_clip:
+            nn.utils.clip_grads_with_norm_(parameters, self.grad_clip, grad_norm)
         report = StepReport(
             loss=torch.as_tensor(loss_sum / self.grad_accum_steps),
             grad_norm=grad_norm,

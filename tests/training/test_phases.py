@@ -48,8 +48,8 @@ def test_every_part_of_a_step_is_in_one_phase(monkeypatch: pytest.MonkeyPatch) -
 
     model.register_forward_pre_hook(lambda *_: take(1))
     model.wpe.weight.register_post_accumulate_grad_hook(lambda _: take(2))
-    plain_clip = torch.nn.utils.clip_grad_norm_
-    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *args: (take(8), plain_clip(*args))[1])
+    plain_clip = torch.nn.utils.clip_grads_with_norm_
+    monkeypatch.setattr(torch.nn.utils, "clip_grads_with_norm_", lambda *args: (take(8), plain_clip(*args))[1])
     timer = StepTimer(CPU)
     optimizer, mean = SlowSGD(model.parameters(), lr=0.1), MeanReduction(None)
     optimizer.param_groups[0]["initial_lr"] = 0.1
