@@ -5,7 +5,7 @@ import sys
 from importlib import import_module
 
 import gptexp
-from gptexp.process.terminal import run_verb
+from gptexp.process.terminal import report_errors, run_verb
 
 VERBS = {
     "train": "train a model, or a sweep of them (-m); takes Hydra overrides",
@@ -24,6 +24,11 @@ VERBS = {
 
 
 def main() -> None:
+    with report_errors():
+        _main()
+
+
+def _main() -> None:
     if "_ARGCOMPLETE" in os.environ or "COMP_LINE" in os.environ:
         # Hydra completes the text after the program's name, so the verb must be removed.
         for verb in VERBS:

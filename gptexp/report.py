@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from gptexp.process.errors import ConfigError
-from gptexp.process.terminal import run_verb
+from gptexp.process.terminal import run_verb, say
 from gptexp.reporting.fitted import check_target, write_optim
 
 
@@ -24,10 +24,10 @@ def main(argv: list[str] | None = None) -> None:
 
     report = write_report(args.directory)
     show(report)
-    print(f"\nthe page: {args.directory / PAGE}")
+    say(f"\nthe page: {args.directory / PAGE}")
     if args.write_optim is not None:
         write_optim(args.write_optim, report.analysis)
-        print(f"the law: {args.write_optim}; use it with optim={args.write_optim.stem}")
+        say(f"the law: {args.write_optim}; use it with optim={args.write_optim.stem}")
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from gptexp.config.schema import LIMIT
 from gptexp.process.errors import ConfigError
-from gptexp.process.terminal import run_verb
+from gptexp.process.terminal import run_verb, say
 from gptexp.storage import run_dir
 
 
@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> None:
 
     model, tokenizer, _ = load_run(args.run_dir)
     how = Sampling(args.max_new_tokens, args.temperature, args.top_k, args.seed)
-    print(*complete(model, tokenizer, args.prompt, args.num_samples, how), sep="\n---\n")
+    say("\n---\n".join(complete(model, tokenizer, args.prompt, args.num_samples, how)))
 
 
 if __name__ == "__main__":

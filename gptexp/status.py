@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from gptexp.process.errors import ConfigError
-from gptexp.process.terminal import run_verb
+from gptexp.process.terminal import run_verb, say
 from gptexp.reporting.progress import in_all, line_of, ready_in, survey
 
 
@@ -22,7 +22,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.json:
         print(json.dumps({"cells": [asdict(cell) for cell in cells], "ready_in_s": ready_in(cells)}, indent=1))
     else:
-        print(*map(line_of, cells), in_all(cells), sep="\n")
+        say(*map(line_of, cells), in_all(cells))
 
 
 if __name__ == "__main__":

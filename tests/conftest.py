@@ -12,7 +12,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -104,9 +104,9 @@ def long_run(tiny: list[str]) -> list[str]:
 class ForkServer:
     """tests/fork_server.py, running in a process."""
 
-    def __init__(self, *argv: str, env: dict[str, str]) -> None:
+    def __init__(self, *argv: str, env: dict[str, str], prefix: Sequence[str] = ()) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("fork_server.py")), *argv],
+            [*prefix, sys.executable, str(Path(__file__).with_name("fork_server.py")), *argv],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             encoding="utf-8",
@@ -201,37 +201,36 @@ def browser() -> Iterator["Browser"]:
         browser.close()
 
 
+def sabotaged(folder: Path, module: str, code: str) -> dict[str, str]:
+    """An environment in which every Python process runs `code` once it has imported `module` (`m` in the code)."""
+    folder.mkdir()
+    (folder / "code.py").write_text(textwrap.dedent(code))
+    (folder / "sitecustomize.py").write_text(
+        textwrap.dedent(f"""
+        import importlib.util, sys
+
+        class Finder:
+            def find_spec(self, name, path, target=None):
+                if name != {module!r}:
+                    return None
+                sys.meta_path.remove(self)
+                spec = importlib.util.find_spec(name)
+                load = spec.loader.exec_module
+                def exec_module(module):
+                    load(module)
+                    exec(open({str(folder / "code.py")!r}).read(), {{"m": module}})
+                spec.loader.exec_module = exec_module
+                return spec
+
+        sys.meta_path.insert(0, Finder())
+        """)
+    )
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
+
+
 @pytest.fixture
 def sabotage(tmp_path: Path) -> Callable[[str, str], dict[str, str]]:
-    """An environment in which every Python process runs `code` once it has imported `module` (`m` in the code)."""
-
-    def environment(module: str, code: str) -> dict[str, str]:
-        folder = tmp_path / "sabotage"
-        folder.mkdir()
-        (folder / "code.py").write_text(textwrap.dedent(code))
-        (folder / "sitecustomize.py").write_text(
-            textwrap.dedent(f"""
-            import importlib.util, sys
-
-            class Finder:
-                def find_spec(self, name, path, target=None):
-                    if name != {module!r}:
-                        return None
-                    sys.meta_path.remove(self)
-                    spec = importlib.util.find_spec(name)
-                    load = spec.loader.exec_module
-                    def exec_module(module):
-                        load(module)
-                        exec(open({str(folder / "code.py")!r}).read(), {{"m": module}})
-                    spec.loader.exec_module = exec_module
-                    return spec
-
-            sys.meta_path.insert(0, Finder())
-            """)
-        )
-        return {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
-
-    return environment
+    return lambda module, code: sabotaged(tmp_path / "sabotage", module, code)
 
 
 def events(directory: Path, kind: str) -> list[dict[str, Any]]:

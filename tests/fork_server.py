@@ -46,6 +46,7 @@ def import_torch() -> None:
     import torch
 
     import gptexp.command.planning
+    import gptexp.reporting.write
     import gptexp.run.launch
     import gptexp.run.load
     import gptexp.run.rank  # noqa: F401

@@ -41,6 +41,12 @@ def problems(cfg: Config, world_size: int) -> list[str]:
     return found
 
 
+def saved_problems(cfg: Config) -> list[str]:
+    """The problems of a saved config that make it useless on any machine: those of single keys and of the model."""
+    invalid = field_problems(cfg)
+    return [*invalid.values()] or [line for rule in (_heads, _vocabulary, _sequence) for line in rule(cfg, 1)]
+
+
 def in_steps(values: dict[str, Any]) -> Iterator[str]:
     """Yield a line for each length in steps in `values` (dotted key -> value): it confounds a sweep of batch sizes."""
     for key, what in LENGTHS_IN_STEPS.items():

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from gptexp.loggers.run_log import Sink
-from gptexp.process.terminal import emit, say
+from gptexp.process.terminal import LAYOUT, emit, printable, say
 from gptexp.storage.checkpoint import TrainState
 from gptexp.storage.run_dir import finite
 
@@ -110,7 +110,7 @@ class BarSink(Sink):
         if event["event"] == "sample":
             self._progress.stop()  # training is over; the lines after it are plain text
         if line := LINES.get(event["event"]):
-            self._console.print(line(event))
+            self._console.print(printable(line(event), LAYOUT))
 
     def _described(self, step: dict[str, Any]) -> str:
         val = f"  val {self._val_loss:.4f}" if self._val_loss is not None else ""

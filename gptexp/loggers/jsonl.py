@@ -9,7 +9,9 @@ from typing import Any
 
 from gptexp.loggers.run_log import Sink
 from gptexp.process.errors import StorageError
+from gptexp.process.terminal import warn
 from gptexp.storage.checkpoint import TrainState
+from gptexp.storage.missing_steps import described, missing_steps
 from gptexp.storage.reader import open_text, parse_json
 from gptexp.storage.run_dir import METRICS as METRICS_FILE
 from gptexp.storage.run_dir import atomic, finite, storage
@@ -18,13 +20,15 @@ from gptexp.storage.run_dir import atomic, finite, storage
 class JsonlSink(Sink):
     """Writes one line per event, unbuffered. Raises `StorageError` if the file cannot be written.
 
-    Opening removes the lines of steps after `state`: the resumed run logs them again.
+    Opening removes the lines of steps after `state`: the resumed run logs them again. It prints a line if steps before
+    `state` are missing.
     """
 
-    def __init__(self, directory: Path, state: TrainState) -> None:
+    def __init__(self, directory: Path, state: TrainState, log_every: int) -> None:
         self._path = directory / METRICS_FILE
         self.alerts_before: set[str] = set()  # kinds of the alerts that earlier attempts have logged
-        self._open(state)
+        if gaps := missing_steps(self._open(state), state.step, log_every):
+            warn(f"{self._path}: {described(gaps)}; the curves have a gap there")
 
     def write(self, event: dict[str, Any]) -> None:
         if not os.fstat(self._file.fileno()).st_nlink:
@@ -53,7 +57,9 @@ class JsonlSink(Sink):
     def close(self, summary: dict[str, Any], exit_code: int) -> None:
         self._file.close()
 
-    def _open(self, state: TrainState) -> None:
+    def _open(self, state: TrainState) -> list[int]:
+        """Open the file for further lines, and return the steps that it has."""
+        steps = []
         if self._path.exists():
             with storage(self._path), atomic(self._path) as kept, open_text(self._path, "replace") as lines:
                 for line in lines:
@@ -65,11 +71,15 @@ class JsonlSink(Sink):
                         kept.write(line)
                         if event.get("event") == "alert":
                             self.alerts_before.add(str(event.get("about")))
+                        elif event.get("event") == "step" and isinstance(event.get("step"), int):
+                            steps.append(event["step"])
         with storage(self._path):
             self._file = self._path.open("ab", buffering=0)
+        return steps
 
 
 def _is_before(event: dict[str, Any], state: TrainState) -> bool:
     """Whether an event was logged before the checkpoint with `state` was saved."""
-    tokens: float = event.get("tokens", 0)
-    return tokens <= (state.evaluated_tokens if event.get("event") == "eval" else state.tokens)
+    tokens = event.get("tokens", 0)
+    before = state.evaluated_tokens if event.get("event") == "eval" else state.tokens
+    return isinstance(tokens, int) and tokens <= before

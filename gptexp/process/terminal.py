@@ -13,6 +13,7 @@ from typing import Any, NoReturn, TextIO
 
 from gptexp.process.errors import EXIT_FAILED, ConfigError, UserError
 
+LAYOUT = "\n\t"  # control characters that may be printed
 _people_read_stdout = True
 
 
@@ -23,9 +24,19 @@ def reserve_stdout(progress: str) -> None:
         _people_read_stdout = False
 
 
-def say(*lines: object) -> None:
+def printable(text: str, keep: str = "") -> str:
+    """`text` with a replacement for each character that could control a terminal or is not allowed in XML.
+
+    Names of files and texts of models may hold any character. Those in `keep` are left.
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in keep else "\ufffd" for c in text)
+
+
+def say(*lines: str) -> None:
     """Print each of `lines` for people."""
-    _print(sys.stdout if _people_read_stdout else sys.stderr, *lines)
+    _print(sys.stdout if _people_read_stdout else sys.stderr, *(printable(line, LAYOUT) for line in lines))
 
 
 def emit(line: str) -> None:
@@ -35,10 +46,10 @@ def emit(line: str) -> None:
 
 def warn(line: str) -> None:
     """Print an error or a warning that does not end the process."""
-    print(f"gptexp: {line}", file=sys.stderr)
+    print(f"gptexp: {printable(line, LAYOUT)}", file=sys.stderr)
 
 
-def _print(stream: TextIO, *lines: object) -> None:
+def _print(stream: TextIO, *lines: str) -> None:
     try:
         print(*lines, sep="\n", flush=True, file=stream)
     except OSError:
@@ -54,6 +65,7 @@ def _discard_stdout() -> None:
 def report_errors() -> Iterator[None]:
     """Print an error of the body and exit. A `UserError` prints its lines, any other error its traceback."""
     try:
+        _require_utf8()
         yield
     except KeyboardInterrupt:
         sys.exit(130)
@@ -68,6 +80,13 @@ def report_errors() -> Iterator[None]:
         sys.exit(EXIT_FAILED)
 
 
+def _require_utf8() -> None:
+    """Raise `ConfigError` if Python decodes names of files in another encoding: other processes could not find them."""
+    encoding = sys.getfilesystemencoding()
+    if encoding != "utf-8":
+        raise ConfigError(f"the encoding of this locale is {encoding}: set LC_ALL=C.UTF-8, or PYTHONUTF8=1")
+
+
 def run_verb(verb: Callable[[list[str]], Any]) -> NoReturn:
     """Call a verb's `main` with the command line's arguments and exit with the code that it returns, else with 0."""
     with report_errors():
@@ -77,4 +96,4 @@ def run_verb(verb: Callable[[list[str]], Any]) -> NoReturn:
 
 def print_error(error: UserError) -> None:
     kind = "config error: " if isinstance(error, ConfigError) else ""
-    print(*(f"gptexp: {kind}{line}" for line in str(error).splitlines()), sep="\n", file=sys.stderr)
+    print(*(f"gptexp: {kind}{printable(line)}" for line in str(error).split("\n")), sep="\n", file=sys.stderr)

@@ -43,7 +43,14 @@ def _losses(arm: Arm) -> list[Figure]:
         losses: dict[str, Sequence[Point]] = {"validation": run.val, "training": run.train if single else []}
         for kind, course in losses.items():
             points += [
-                {"tokens": p.tokens, "steps": p.step, "seconds": p.seconds, "loss": p.loss, "of": kind, **_labels(run)}
+                {
+                    "tokens": p.tokens,
+                    "steps": p.step,
+                    "seconds": p.seconds,
+                    "loss": p.loss,
+                    "of": kind,
+                    **_labels(run, p),
+                }
                 for p in course
                 if p.loss is not None
             ]
@@ -105,17 +112,19 @@ def _values(arm: Arm, value_of: StepValue) -> list[Spec]:
         stride = 1 if len(arm.runs) == 1 else max(1, len(run.train) // THIN)
         for step in run.train[stride - 1 :: stride]:
             if (value := value_of(step)) is not None:
-                points.append({"tokens": step.tokens, "value": value, **_labels(run)})
+                points.append({"tokens": step.tokens, "value": value, **_labels(run, step)})
     return points
 
 
-def _labels(run: Run) -> Spec:
-    return {"run": run.name, "rate": f"{run.lr:.3g}", "size": f"{run.batch:,}"}
+def _labels(run: Run, point: Point) -> Spec:
+    """The run of a point; of a run with missing steps also the part of its line, which has a gap there."""
+    part = {"part": sum(gap.stop <= point.step for gap in run.gaps)} if run.gaps else {}
+    return {"run": run.name, "rate": f"{run.lr:.3g}", "size": f"{run.batch:,}", **part}
 
 
 def _encoding(arm: Arm, y: Spec, fields: list[Spec]) -> Spec:
     """One line per run. Several runs have a colour for each learning rate and a dash pattern for each batch size."""
-    encoding: Spec = {"y": y, "detail": [{"field": "run"}], "tooltip": fields}
+    encoding: Spec = {"y": y, "detail": [{"field": "run"}, {"field": "part"}], "tooltip": fields}
     if len(arm.runs) > 1:
         rates = [f"{lr:.3g}" for lr in sorted({run.lr for run in arm.runs})]
         sizes = [f"{batch:,}" for batch in sorted({run.batch for run in arm.runs})]

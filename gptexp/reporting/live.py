@@ -14,12 +14,13 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from gptexp.process.errors import ConfigError
+from gptexp.process.terminal import printable
 from gptexp.reporting.analysis import analyse
 from gptexp.reporting.figures import figures
 from gptexp.reporting.page import SECTIONS, html_table, live_page, sections, specifications
 from gptexp.reporting.pictures import bundle
 from gptexp.reporting.progress import Progress, in_all, seconds_shown, survey
-from gptexp.reporting.records import Run, find_runs, printable, read_run
+from gptexp.reporting.records import Run, find_runs, read_run
 from gptexp.reporting.verdict import verdict
 from gptexp.storage import run_dir
 
@@ -47,7 +48,7 @@ class Watched:
 
     def _update(self) -> None:
         try:
-            directories = sorted(path.parent for path in self.directory.glob(f"*/{run_dir.CONFIG}"))
+            directories = sorted(path for path in self.directory.iterdir() if path.is_dir())
         except OSError:
             directories = []
         signatures = {directory: _signature(directory) for directory in (self.directory, *directories)}

@@ -8,8 +8,9 @@ from datetime import timedelta
 from pathlib import Path
 
 from gptexp.config.batch import run_length
-from gptexp.reporting.records import Run, find_runs, printable, read_run
-from gptexp.storage import run_dir
+from gptexp.process.terminal import printable
+from gptexp.reporting.records import Run, find_runs, read_run
+from gptexp.storage import run_dir, sweep_record
 
 STATES = ("running", "completed", "diverged", "interrupted", "failed", "damaged", "left")
 
@@ -24,6 +25,7 @@ class Progress:
     of_tokens: int  # length of the run; 0 if unknown
     loss: float | None  # the newest validation loss, in nats per token
     seconds_left: float | None  # of training; None while no cell has measured a speed
+    problem: str | None = None  # one line: what of the cell could not be read
 
     @property
     def share(self) -> float:
@@ -35,11 +37,11 @@ def survey(directory: Path, read: Callable[[Path], Run] = read_run) -> list[Prog
 
     `read` reads a run directory; it may cache runs. Raises `ConfigError` if `directory` holds neither.
     """
-    sweep = run_dir.read_json(directory / run_dir.SWEEP)
-    planned = sweep.get("cells", {})
+    sweep = sweep_record.load(directory)
+    planned = sweep.cells if sweep is not None else {}
     runs = {run.name: run for run in find_runs(directory, read)} if not planned else {}
     for name in planned:
-        if (directory / name / run_dir.CONFIG).exists():
+        if run_dir.is_run(directory / name):
             runs[printable(name)] = read(directory / name)
     rates: dict[int, list[float]] = {}
     for run in runs.values():
@@ -53,19 +55,20 @@ def survey(directory: Path, read: Callable[[Path], Run] = read_run) -> list[Prog
 
     cells = []
     for run in runs.values():
-        length = planned.get(run.name, {}).get("tokens") or _length(run)
+        length = planned[run.name].tokens if run.name in planned else _length(run)
         tokens = max([p.tokens for p in (*run.train[-1:], *run.val[-1:])], default=0)
         loss = run.val[-1].loss if run.val else None
         left = 0.0 if run.status in run_dir.DONE else seconds_for(run.batch, max(0, length - tokens))
-        cells.append(Progress(run.name, run.status, tokens, length, loss, left))
+        cells.append(Progress(run.name, run.status, tokens, length, loss, left, run.problem))
     for name, cell in planned.items():
         if printable(name) not in runs:
-            left = seconds_for(cell["total_batch_size"], cell["tokens"])
-            cells.append(Progress(printable(name), "left", 0, cell["tokens"], None, left))
+            left = seconds_for(cell.total_batch_size, cell.tokens)
+            cells.append(Progress(printable(name), "left", 0, cell.tokens, None, left))
     # Cells that Optuna has not chosen yet are assumed to be like the others.
     tokens = round(statistics.median(cell.of_tokens for cell in cells)) if cells else 0
     batch = round(statistics.median(run.batch for run in runs.values())) if runs else 0
-    cells += [Progress("to be chosen", "left", 0, tokens, None, seconds_for(batch, tokens))] * sweep.get("to_choose", 0)
+    to_choose = sweep.to_choose if sweep is not None else 0
+    cells += [Progress("to be chosen", "left", 0, tokens, None, seconds_for(batch, tokens))] * to_choose
     return sorted(cells, key=lambda cell: (STATES.index(cell.status), cell.name))
 
 
@@ -90,7 +93,8 @@ def line_of(cell: Progress) -> str:
     """A line for the terminal."""
     loss = f"val loss {cell.loss:.4f}" if cell.loss is not None else ""
     share = f"{cell.share:4.0%}" if cell.of_tokens else ""
-    return f"{cell.status:<12}{share:<6}{loss:<17}{cell.name}"
+    problem = f"  ({cell.problem})" if cell.problem else ""
+    return f"{cell.status:<12}{share:<6}{loss:<17}{cell.name}{problem}"
 
 
 def seconds_shown(seconds: float) -> str:

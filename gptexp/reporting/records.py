@@ -4,23 +4,27 @@ A directory may belong to a run that is training, was killed or is damaged. What
 cannot is named in `Run.problem`.
 """
 
+import os
 import re
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import UnionType
 from typing import Any
 
 from gptexp.config.schema import result_deciding
 from gptexp.process.errors import ConfigError
+from gptexp.process.terminal import LAYOUT, printable
 from gptexp.storage import run_dir
+from gptexp.storage.missing_steps import described, missing_steps
 from gptexp.storage.noise_scale import Norms
 from gptexp.storage.reader import open_text, parse_json
 
 STATUSES = ("completed", "diverged", "interrupted", "running", "failed")
 POINTS = 512  # steps of a run that are kept for its curves: at least this many, at most twice as many
+WROTE_ITS_END = ("completed", "diverged", "interrupted")
 STEP_EVENT = '"event": "step"'
+STEP_NUMBER = re.compile(r'"step": (\d{1,15}),')
 OPTIONAL_METRICS = {  # field of `Step` -> metric
     "lr": "optim/lr", "grad_norm": "optim/grad_norm", "clip_fraction": "optim/clip_fraction", "mfu": "perf/mfu_palm",
     "noise_scale": "gns/tokens", "cosine": "gns/cos",
@@ -81,6 +85,7 @@ class Run:
     tokens_per_s: float | None = None  # median over the kept steps
     mfu: float | None = None  # median of perf/mfu_palm; None on a device of unknown peak
     problem: str | None = None  # one line: what could not be read
+    gaps: list[range] = field(default_factory=list)  # steps that should have been logged and are missing
 
 
 def read_run(directory: Path) -> Run:
@@ -88,7 +93,8 @@ def read_run(directory: Path) -> Run:
     name = printable(directory.name)
     try:
         config = run_dir.load_config(directory)
-        summary = _checked_types(run_dir.read_json(directory / run_dir.SUMMARY))
+        values = run_dir.read_summary(directory)
+        summary = {key: printable(value) if isinstance(value, str) else value for key, value in values.items()}
     except ConfigError as error:
         return Run(name, "damaged", {}, problem=printable(str(error)))
     status = summary.get("status", "failed")
@@ -111,7 +117,7 @@ def read_run(directory: Path) -> Run:
     if status == "completed" and "final_val_loss" in summary:
         run.loss = float(summary["final_val_loss"])
     try:
-        _read_metrics(run, directory / run_dir.METRICS)
+        _read_metrics(run, directory / run_dir.METRICS, config.train.log_every)
     except OSError as error:
         run.problem = printable(f"{directory / run_dir.METRICS}: cannot be read ({error.strerror})")
     return run
@@ -124,27 +130,15 @@ def find_runs(directory: Path, read: Callable[[Path], Run] = read_run) -> list[R
     """
     if not directory.is_dir():
         raise ConfigError(f"{directory}: no such directory; give a run or a sweep")
-    if (directory / run_dir.CONFIG).exists():
+    if run_dir.is_run(directory):
         return [read(directory)]
-    found = sorted(path.parent for path in directory.glob(f"*/{run_dir.CONFIG}"))
+    try:
+        found = sorted(path for path in directory.iterdir() if path.is_dir() and run_dir.is_run(path))
+    except OSError as error:
+        raise ConfigError(f"{directory}: cannot be read ({error.strerror})") from None
     if not found:
         raise ConfigError(f"{directory}: contains no run; give the directory of a run or a sweep")
     return [read(path) for path in found]
-
-
-def printable(text: str) -> str:
-    """`text` with a replacement for each character that could control a terminal or is not allowed in XML."""
-    return "".join(c if c.isprintable() else "\ufffd" for c in text)
-
-
-def _checked_types(summary: dict[str, Any]) -> dict[str, Any]:
-    """The values of a summary that reports use and that have the right type."""
-    types: dict[str, type | UnionType] = {
-        "status": str, "final_val_loss": int | float, "steps": int, "tokens": int, "train_s": int | float,
-        "data_hash": str, "parameters": int, "world_size": int, "device": str, "git_commit": str,
-    }  # fmt: skip
-    kept = {key: value for key, value in summary.items() if key in types and isinstance(value, types[key])}
-    return {key: printable(value) if isinstance(value, str) else value for key, value in kept.items()}
 
 
 def _number(value: Any) -> float | None:
@@ -152,16 +146,22 @@ def _number(value: Any) -> float | None:
     return None if value is None else float(value)
 
 
-def _read_metrics(run: Run, path: Path) -> None:
+def _read_metrics(run: Run, path: Path, log_every: int) -> None:
     """Read the curves, notes and fingerprints from metrics.jsonl.
 
     Of many steps it parses every 2nd, 4th, 8th, …, so that runs of different batch sizes keep steps at equal tokens.
     """
-    if not path.is_file():
+    if not os.path.lexists(path) and not run.summary.get("steps"):
         return
     with open_text(path, "replace") as lines:
-        steps = sum(STEP_EVENT in line for line in lines)
-    stride = 1 << max(0, (steps // POINTS).bit_length() - 1)
+        numbers = [STEP_NUMBER.search(line) for line in lines if STEP_EVENT in line]
+    logged = [int(number[1]) for number in numbers if number]
+    stride = 1 << max(0, (len(numbers) // POINTS).bit_length() - 1)
+    # Only a process that ended by itself has written its number of steps.
+    end = run.summary.get("steps", 0) if run.status in WROTE_ITS_END else logged[-1] + 1 if logged else 0
+    run.gaps = missing_steps(logged, end, log_every)
+    if run.gaps:
+        run.problem = printable(f"{path}: {described(run.gaps)}")
     step_events, last_step, seconds = 0, 0, 0.0
     with open_text(path, "replace") as lines:
         for number, line in enumerate(lines, 1):
@@ -182,8 +182,7 @@ def _read_metrics(run: Run, path: Path) -> None:
                 elif event["event"] == "eval":
                     run.val.append(Point(step, tokens, seconds, _number(event["val/loss"])))
                 else:
-                    text = "\n".join(map(printable, str(event["text"]).split("\n")))
-                    run.notes.append(Note(event["event"], step - 1, text))
+                    run.notes.append(Note(event["event"], step - 1, printable(str(event["text"]), LAYOUT)))
             except (ValueError, KeyError, TypeError, OverflowError):
                 if line.endswith("\n"):  # a line without an end is still being written
                     run.problem = printable(f"{path}: line {number} is not a valid event")

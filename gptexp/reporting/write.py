@@ -14,16 +14,16 @@ from rich.table import Table
 from rich.text import Text
 
 from gptexp.process.errors import first_line
-from gptexp.process.terminal import warn
+from gptexp.process.terminal import printable, warn
 from gptexp.reporting.analysis import Analysis, Arm, analyse
 from gptexp.reporting.figures import figures
 from gptexp.reporting.page import page, sections
 from gptexp.reporting.pictures import bundle, png
 from gptexp.reporting.proposals import commands
-from gptexp.reporting.records import find_runs, printable
+from gptexp.reporting.records import find_runs
 from gptexp.reporting.table import shown, values
 from gptexp.reporting.verdict import verdict
-from gptexp.storage import run_dir
+from gptexp.storage import run_dir, sweep_record
 
 PAGE, NUMBERS, TABLE, PICTURES = "report.html", "report.json", "cells.csv", "pictures"
 
@@ -40,12 +40,14 @@ class Report:
 
 def write_report(directory: Path) -> Report:
     """Write `report.html`, `report.json`, `cells.csv` and `pictures/*.png` into `directory`, of a run or a sweep."""
-    run_dir.refuse_links(directory)
-    run_dir.refuse_links(directory / PICTURES)
     analysis = analyse(printable(directory.resolve().name), find_runs(directory))
+    with run_dir.storage(directory):
+        for name in (PAGE, NUMBERS, TABLE, PICTURES):  # runs may be links: a report only reads them
+            run_dir.refuse_link(directory / name)
+        run_dir.refuse_links(directory / PICTURES)
     lines, pictures = [printable(line) for line in verdict(analysis)], figures(analysis)
-    sweep = run_dir.read_json(directory / run_dir.SWEEP)
-    further = [printable(line) for line in commands(analysis, sweep["overrides"], sweep["name"])] if sweep else []
+    sweep = sweep_record.load(directory)
+    further = [printable(line) for line in commands(analysis, sweep.overrides, sweep.name)] if sweep else []
     parts = sections(analysis, lines, pictures, further)
     run_dir.write_atomically(directory / PAGE, page(analysis.name, parts, pictures, bundle()))
     run_dir.write_json(directory / NUMBERS, {**numbers(analysis), "verdict": lines, "next": further})
@@ -54,11 +56,13 @@ def write_report(directory: Path) -> Report:
         table = csv.DictWriter(file, rows[0].keys(), lineterminator="\n")
         table.writeheader()
         table.writerows(rows)
-    (directory / PICTURES).mkdir(exist_ok=True)
     files = [directory / name for name in (PAGE, NUMBERS, TABLE)]
+    with run_dir.storage(directory / PICTURES):
+        (directory / PICTURES).mkdir(exist_ok=True)
     for picture in pictures:
         files.append(directory / PICTURES / f"{picture.key}.png")
-        files[-1].write_bytes(png(picture.spec))
+        with run_dir.storage(files[-1]), run_dir.atomic(files[-1], "wb") as file:
+            file.write(png(picture.spec))
     return Report(analysis, lines, further, files)
 
 

@@ -6,12 +6,13 @@ from typing import Any
 
 import torch
 
-from gptexp.config.schema import AUTO, Config
+from gptexp.config.schema import AUTO, Config, result_deciding, shown
 from gptexp.data.loader import build_dataset
 from gptexp.data.tokenizer import load_tokenizer
 from gptexp.distributed.ranks import Rank
 from gptexp.machine.device import pick_device
 from gptexp.machine.effective import Effective, apply, forward_context, load_effective, resolve, step_context
+from gptexp.model.flops import count_parameters
 from gptexp.model.gpt import GPT
 from gptexp.model.loss import perplexity, plain_cross_entropy
 from gptexp.process.errors import ConfigError, DataError
@@ -35,6 +36,8 @@ def load_checkpointed(directory: Path | str) -> LoadedRun:
     directory = Path(directory)
     config = run_dir.load_config(directory)
     path, state = checkpoint.newest(directory / run_dir.CHECKPOINTS)
+    _refuse_another_model(directory, config)
+    checkpoint.refuse_other_size(path, count_parameters(config.model))
     device = _device(config.train.device)
     model = GPT(config.model, plain_cross_entropy)
     checkpoint.load_weights(path, model)
@@ -44,6 +47,17 @@ def load_checkpointed(directory: Path | str) -> LoadedRun:
         here = replace(config, train=replace(config.train, attention=AUTO), optim=replace(config.optim, fused=AUTO))
     effective = resolve(here, device, Rank(), saved)
     return LoadedRun(model.to(device).eval(), config, effective, state.step, device)
+
+
+def _refuse_another_model(directory: Path, config: Config) -> None:
+    """Raise `ConfigError` if config.yaml was edited: weights of the same shapes would be another model."""
+    trained, now = run_dir.trained_with(directory), result_deciding(config)
+    for key, value in trained.items():
+        if value != now[key] and (key.startswith("model.") or key == "data.tokenizer"):
+            raise ConfigError(
+                f"{directory / run_dir.CONFIG}: {key}={shown(now[key])}, and the weights were trained with "
+                f"{shown(value)}; restore that value"
+            )
 
 
 def _device(trained_on: str) -> torch.device:
@@ -72,7 +86,7 @@ def evaluate_checkpoint(directory: Path, config: Config, of_the_run: bool) -> di
     loaded = load_checkpointed(directory)
     apply(loaded.effective)
     dataset = build_dataset(config)
-    trained_on = run_dir.read_json(directory / run_dir.SUMMARY).get("data_hash", dataset.hash)
+    trained_on = run_dir.read_summary(directory).get("data_hash", dataset.hash)
     if of_the_run and dataset.hash != trained_on:
         raise DataError(
             f"{directory}: trained on other tokens ({trained_on}) than data={config.data.name} contains now "

@@ -40,7 +40,7 @@ from gptexp.machine.effective import (
     save_effective,
     step_context,
 )
-from gptexp.model.flops import Utilisation, utilisation
+from gptexp.model.flops import Utilisation, count_parameters, utilisation
 from gptexp.model.generate import Sampling, complete
 from gptexp.process.errors import (
     EXIT_DIVERGED,
@@ -189,7 +189,7 @@ def decide(job: Job, prepared: Prepared) -> Decision:
 def _decide(job: Job, prepared: Prepared) -> tuple[Effective, Path | None, TrainState]:
     cfg, directory, dataset = job.cfg, job.directory, prepared.dataset
     checkpoints = directory / run_dir.CHECKPOINTS
-    _refuse_changed_data(directory, run_dir.read_json(directory / run_dir.SUMMARY).get("data_hash"), dataset)
+    _refuse_changed_data(directory, run_dir.read_summary(directory).get("data_hash"), dataset)
     effective = resolve(cfg, prepared.device, job.rank, load_effective(directory))
     effective = settle_micro_batch(cfg, effective, prepared.device, job.rank.world_size)
     save_effective(directory, effective)
@@ -263,6 +263,8 @@ def _build_training(job: Job, prepared: Prepared, decision: Decision) -> Trainin
     """Build model and optimizer, and load the checkpoint into them. *Collective.*"""
     cfg, rank, device = job.cfg, job.rank, prepared.device
     effective, path, state = decision.effective, decision.checkpoint, decision.state
+    if path is not None:
+        checkpoint.refuse_other_size(path, count_parameters(cfg.model))
     gpt = build_gpt(cfg, effective, device)
     optimizer = build_optimizer(gpt, cfg.optim, effective.fused.value)
     if path is not None:
@@ -354,7 +356,7 @@ def _open_log(job: Job, decision: Decision, training: Training, used: Utilisatio
         emit(start_event(directory, training, state, metadata))
     elif cfg.log.progress != "off":
         say(*start_lines(cfg, directory, effective, training, state))
-    metrics = JsonlSink(directory, state)
+    metrics = JsonlSink(directory, state, cfg.train.log_every)
     sinks: list[Sink] = [metrics]
     wandb = build_wandb(cfg.log.wandb, directory, for_wandb, cfg.sweep.name)
     if wandb is not None:

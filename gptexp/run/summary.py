@@ -98,8 +98,7 @@ class Summary:
         self._directory, self._training, self._state, self._utilisation = directory, training, state, utilisation
         self._started = time.monotonic()
         if training.rank.is_main:
-            wall_s = run_dir.read_json(directory / run_dir.SUMMARY).get("wall_s")
-            self._earlier_wall_s = wall_s if isinstance(wall_s, int | float) else 0.0
+            self._earlier_wall_s = run_dir.read_summary(directory).get("wall_s", 0.0)
 
     def write(self, status: str) -> dict[str, Any]:
         """Write the file. Returns its content; on ranks other than 0 only the status.

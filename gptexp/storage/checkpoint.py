@@ -11,6 +11,7 @@ counters. A directory that is being written or removed has another name.
 
 import hashlib
 import json
+import math
 import os
 import shutil
 import time
@@ -21,12 +22,12 @@ from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 from gptexp.config.batch import crosses
-from gptexp.config.schema import from_dict
+from gptexp.config.schema import from_dict, shown
 from gptexp.process.errors import CheckpointError, StorageError, first_line
 from gptexp.process.terminal import warn
 from gptexp.storage.divergence import LossTrend
@@ -87,12 +88,12 @@ def save(
     state.json contains `about` beside the counters. After a `StorageError` earlier checkpoints are unchanged.
     """
     target = directory / f"step-{state.step:08d}"
-    if target.exists():
-        return target
     unfinished = directory / f".tmp-{target.name}-{os.getpid()}"
     weights = {k: v.detach().cpu().contiguous() for k, v in model.state_dict().items() if k != "lm_head.weight"}
     moments = optimizer.state_dict()
     try:
+        if target.exists():
+            return target
         if not directory.exists():
             directory.mkdir()
             fsync(directory.parent)
@@ -165,7 +166,7 @@ def newest(directory: Path) -> tuple[Path, TrainState]:
     """`load_latest` for a run that must have a checkpoint. Raises `CheckpointError` if there is none."""
     found = load_latest(directory)
     if found is None:
-        raise CheckpointError(f"{directory.parent}: no checkpoint has been saved yet")
+        raise CheckpointError(f"{directory}: no checkpoint has been saved yet")
     return found
 
 
@@ -183,6 +184,18 @@ def remove_leftovers(directory: Path) -> None:
     """Remove directories that killed processes have partly written or removed. The caller must hold the run's lock."""
     for leftover in [*directory.glob(".tmp-*"), *directory.glob(".del-*")]:
         shutil.rmtree(leftover, ignore_errors=True)
+
+
+def refuse_other_size(path: Path, parameters: int) -> None:
+    """Raise `CheckpointError` unless checkpoint `path` has as many parameters, before a model of that size is built."""
+    file = path / "model.safetensors"
+    try:
+        with safe_open(file, "pt") as weights:
+            found = sum(math.prod(weights.get_slice(name).get_shape()) for name in weights.keys())  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{file}: does not fit the model ({first_line(error)})") from None
+    if found != parameters:
+        raise CheckpointError(f"{file}: does not fit the model (it has {found:,} parameters, not {parameters:,})")
 
 
 def load_weights(path: Path, model: nn.Module) -> None:
@@ -227,17 +240,19 @@ def _checked(path: Path, hashes: bool = True) -> TrainState:
 
     Without `hashes`, only names and sizes of the files are checked.
     """
+    name = MANIFEST
     try:
-        if missing := [name for name in (MANIFEST, *FILES) if not (path / name).is_file()]:
+        if missing := [file for file in (MANIFEST, *FILES) if not (path / file).is_file()]:
             raise CheckpointError(f"{missing[0]} is missing")
         files = read_json(path / MANIFEST)
-        if not isinstance(files, dict) or files.keys() != set(FILES):
+        if files.keys() != set(FILES):
             raise CheckpointError(f"{MANIFEST} does not list the files of a checkpoint")
-        for name, (size, digest) in files.items():
-            file = path / name
-            if file.stat().st_size != size:
-                raise CheckpointError(f"{name} has {file.stat().st_size:,} bytes, not {size:,}")
-            if hashes and _sha256(file) != digest:
+        for name in FILES:
+            size, digest = files[name]
+            found = (path / name).stat().st_size
+            if found != size:
+                raise CheckpointError(f"{name} has {found:,} bytes, and {MANIFEST} says {shown(size)}")
+            if hashes and _sha256(path / name) != digest:
                 raise CheckpointError(f"{name} has changed since it was saved (sha256 differs)")
         values = read_json(path / "state.json")
         values.pop("about", None)
@@ -247,7 +262,7 @@ def _checked(path: Path, hashes: bool = True) -> TrainState:
     except CheckpointError:
         raise
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{type(error).__name__}: {first_line(error)}") from None
+        raise CheckpointError(f"{name}: {first_line(error)}") from None
     return state
 
 

@@ -15,6 +15,7 @@ from typing import Any, NoReturn, TextIO
 import yaml
 
 MAX_BYTES = 64 << 20  # the largest legitimate file, the manifest of 10^12 tokens, has 2 MB
+MAX_DIGITS = 20  # of an integer; fingerprints have 64 bits
 
 
 def open_text(path: Path, errors: str = "strict") -> TextIO:
@@ -46,9 +47,9 @@ def read_json(path: Path) -> Any:
 
 
 def parse_json(text: str) -> Any:
-    """Return the value of a JSON text. Raises `ValueError`, also for NaN and infinity, which are not JSON."""
+    """Return the value of a JSON text. Raises `ValueError`, also for NaN, infinity and numbers beyond 64 bits."""
     try:
-        return json.loads(text, parse_constant=_refuse, parse_float=_finite)
+        return json.loads(text, parse_constant=_refuse, parse_float=_finite, parse_int=_bounded)
     except RecursionError:
         raise ValueError("nested too deeply") from None
 
@@ -62,6 +63,12 @@ def _finite(text: str) -> float:
     if not math.isfinite(value):
         raise ValueError(f"the number {text} is too large")
     return value
+
+
+def _bounded(text: str) -> int:
+    if len(text) > MAX_DIGITS:
+        raise ValueError(f"the number {text[:MAX_DIGITS]}... is too large")
+    return int(text)
 
 
 def read_yaml(path: Path) -> Any:

@@ -11,6 +11,7 @@ profile/         traces of train.profile
 """
 
 import fcntl
+import hashlib
 import json
 import math
 import os
@@ -24,7 +25,8 @@ from typing import IO, Any, Literal
 import yaml
 from filelock import FileLock, Timeout
 
-from gptexp.config.schema import Config, fields_of, from_dict, result_deciding, shown, to_dict
+from gptexp.config.rules import saved_problems
+from gptexp.config.schema import Config, fields_of, fits_type, from_dict, result_deciding, shown, to_dict
 from gptexp.process.errors import CheckpointError, ConfigError, StorageError, first_line
 from gptexp.storage import reader
 
@@ -36,6 +38,10 @@ SWEEP = "sweep.json"  # in the directory of a sweep: its cells and their common 
 CHECKPOINTS = "checkpoints"
 STEP_NAME = re.compile(r"step-\d{8,}")  # of a published checkpoint
 PROFILE = "profile"
+SUMMARY_TYPES: dict[str, Any] = {  # of the values that are read
+    "status": str, "final_val_loss": float, "steps": int, "tokens": int, "wall_s": float, "train_s": float,
+    "data_hash": str, "parameters": int, "world_size": int, "device": str, "git_commit": str,
+}  # fmt: skip
 DONE = ("completed", "diverged")  # statuses of runs that are not started again: the result would be the same
 LOCK = ".lock"
 RANK_LOCK = ".lock-rank0"
@@ -43,9 +49,9 @@ LOCK_TIMEOUT_S = 2.0  # `is_locked` of another process holds a lock for a moment
 
 
 @contextmanager
-def atomic(path: Path) -> Iterator[IO[str]]:
+def atomic(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
     """Yield a file that replaces `path` at the end of the body, so that a crash leaves the old or the new file."""
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+    with tempfile.NamedTemporaryFile(mode, dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
         try:
             yield file
             file.flush()
@@ -77,10 +83,19 @@ def storage(path: Path) -> Iterator[None]:
 
 
 def refuse_links(directory: Path) -> None:
-    """Raise `ConfigError` if an entry of `directory` is a link: nothing is written through one."""
-    for path in sorted(directory.iterdir()) if directory.is_dir() else ():
-        if path.is_symlink():
-            raise ConfigError(f"{path}: a link, and gptexp writes through none; put a copy in its place")
+    """Raise `ConfigError` if an entry of `directory` is a link, or if it cannot be read."""
+    try:
+        paths = sorted(directory.iterdir()) if directory.is_dir() else []
+    except OSError as error:
+        raise ConfigError(f"{directory}: cannot be read ({error.strerror})") from None
+    for path in paths:
+        refuse_link(path)
+
+
+def refuse_link(path: Path) -> None:
+    """Raise `ConfigError` if `path` is a link: a stranger's run must not make gptexp write to another place."""
+    if path.is_symlink():
+        raise ConfigError(f"{path}: a link, and gptexp writes through none; put a copy in its place")
 
 
 def remove_leftovers(directory: Path) -> None:
@@ -110,15 +125,21 @@ def finite(value: Any) -> Any:
 
 def read_json(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file; empty if the file is missing. Raises `ConfigError` if it is invalid."""
-    if not path.exists():
-        return {}
     try:
+        if not path.exists():
+            return {}
         value = reader.read_json(path)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: not JSON ({error}); remove it, or start a new run") from None
     if not isinstance(value, dict):
         raise ConfigError(f"{path}: not a JSON object; remove it, or start a new run")
     return value
+
+
+def read_summary(directory: Path) -> dict[str, Any]:
+    """The values of summary.json that have the right type; empty if it is missing. Raises `ConfigError` if invalid."""
+    values = read_json(directory / SUMMARY)
+    return {key: values[key] for key, kind in SUMMARY_TYPES.items() if fits_type(values.get(key), kind)}
 
 
 def save_config(directory: Path, config: Config) -> None:
@@ -129,18 +150,37 @@ def save_config(directory: Path, config: Config) -> None:
 def load_config(directory: Path) -> Config:
     """Read the config of a run directory, without composition by Hydra. Raises `ConfigError`."""
     path = directory / CONFIG
-    if not path.is_file():
-        raise ConfigError(f"{directory}: not a run directory, because {CONFIG} is missing; give the directory of a run")
     try:
+        if not path.exists():
+            raise ConfigError(f"{directory}: not a run directory, because {CONFIG} is missing; give that of a run")
         config: Config = from_dict(reader.read_yaml(path))
+    except ConfigError:
+        raise
     except (OSError, ValueError, AttributeError) as error:
         raise ConfigError(f"{path}: {first_line(error)}") from None
+    if problems := saved_problems(config):
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        raise ConfigError(f"{path}: {problems[0]}{more}")
     return config
 
 
+def is_run(directory: Path) -> bool:
+    """Whether a directory holds the files of a run, complete or not, or cannot be read."""
+    try:
+        return any((directory / name).exists() for name in (CONFIG, METRICS))
+    except PermissionError:
+        return True
+
+
 def published(checkpoints: Path) -> list[Path]:
-    """The published checkpoints in the directory `checkpoints`, newest first."""
-    return sorted((p for p in checkpoints.glob("step-*") if STEP_NAME.fullmatch(p.name)), key=step_of, reverse=True)
+    """The published checkpoints in the directory `checkpoints`, newest first. Raises `CheckpointError`."""
+    try:
+        paths = list(checkpoints.iterdir())
+    except FileNotFoundError:
+        return []
+    except OSError as error:  # not the same as no checkpoints: a run must not start again from its first step
+        raise CheckpointError(f"{checkpoints}: cannot be read ({error.strerror})") from None
+    return sorted((path for path in paths if STEP_NAME.fullmatch(path.name)), key=step_of, reverse=True)
 
 
 def step_of(checkpoint: Path) -> int:
@@ -152,24 +192,24 @@ def require_checkpoint(directory: Path) -> Config:
     """Read the config of a run. Raises `ConfigError`, or `CheckpointError` if the run has saved no checkpoint."""
     config = load_config(directory)
     if not published(directory / CHECKPOINTS):
-        raise CheckpointError(f"{directory}: no checkpoint has been saved yet")
+        raise CheckpointError(f"{directory / CHECKPOINTS}: no checkpoint has been saved yet")
     return config
 
 
 def status(directory: Path) -> str | None:
     """The status in summary.json, or None. For whether the run is alive see `is_locked`."""
-    value = read_json(directory / SUMMARY).get("status")
-    return value if isinstance(value, str) else None
+    return read_summary(directory).get("status")
 
 
 @contextmanager
 def held(directory: Path, name: str = LOCK) -> Iterator[None]:
-    """Hold a lock of the run directory. Raises `ConfigError` if another process holds it."""
-    directory.mkdir(parents=True, exist_ok=True)
-    try:
-        lock = FileLock(directory / name).acquire(timeout=LOCK_TIMEOUT_S)
-    except Timeout:
-        raise ConfigError(_in_use(directory)) from None
+    """Hold a lock of the run directory. Raises `ConfigError` if another process holds it, else `StorageError`."""
+    with storage(directory / name):
+        directory.mkdir(parents=True, exist_ok=True)
+        try:
+            lock = FileLock(directory / name).acquire(timeout=LOCK_TIMEOUT_S)
+        except Timeout:
+            raise ConfigError(_in_use(directory)) from None
     with lock:
         yield
 
@@ -210,12 +250,12 @@ def check_same(directory: Path, config: Config) -> Literal["new", "unfinished", 
     `init_from` that is not a run of the same model; `CheckpointError` if that run has no checkpoint.
     """
     refuse_links(directory)
-    if not (directory / CONFIG).exists():
+    if not is_run(directory):
         if config.init_from is not None:
             _check_weights(config, config.init_from)
         return "new"
-    # A user may have edited config.yaml since the checkpoint was saved.
-    old, new = result_deciding(load_config(directory)) | _trained_with(directory), result_deciding(config)
+    # config.yaml may have been edited since the checkpoint was saved.
+    old, new = result_deciding(load_config(directory)) | trained_with(directory), result_deciding(config)
     completed = status(directory) == "completed"
     changed = [key for key in new if old.get(key) != new[key]]
     if completed and set(changed) & {"train.max_tokens", "train.max_steps"}:
@@ -229,11 +269,14 @@ def check_same(directory: Path, config: Config) -> Literal["new", "unfinished", 
     return "completed" if completed else "unfinished"
 
 
-def _trained_with(directory: Path) -> dict[str, Any]:
+def trained_with(directory: Path) -> dict[str, Any]:
     """Dotted keys and values that determined the newest checkpoint; empty if none can be read."""
     for path in published(directory / CHECKPOINTS):
         with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
-            return result_deciding(from_dict(reader.read_json(path / "state.json")["about"]["config"]))
+            state = reader.read_text(path / "state.json")
+            # A damaged checkpoint is reported when it is loaded.
+            if hashlib.sha256(state.encode()).hexdigest() == reader.read_json(path / "manifest.json")["state.json"][1]:
+                return result_deciding(from_dict(reader.parse_json(state)["about"]["config"]))
     return {}
 
 

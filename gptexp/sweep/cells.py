@@ -21,7 +21,8 @@ from gptexp.config.schema import Config, fields_of, result_deciding
 from gptexp.data.prepare import data_hash
 from gptexp.distributed.ranks import launcher_world_size
 from gptexp.process.errors import ConfigError, UserError
-from gptexp.storage import run_dir
+from gptexp.storage import run_dir, sweep_record
+from gptexp.storage.sweep_record import PlannedCell, SweepRecord
 from gptexp.sweep.space import swept_keys
 
 PLUGINS = "hydra_plugins.gptexp"  # the module in which Hydra looks up gptexp's sweepers and launchers
@@ -167,15 +168,14 @@ def record(directory: Path, config: DictConfig, cells: Sequence[Cell], to_choose
     `to_choose` is the number of further cells that the sweeper has yet to choose.
     """
     run_dir.refuse_links(directory)
-    path = directory / run_dir.SWEEP
-    earlier = run_dir.read_json(path).get("cells", {})
-    recorded = {name: entry for name, entry in earlier.items() if (directory / name / run_dir.CONFIG).exists()}
+    earlier = sweep_record.load(directory)
+    recorded = earlier.cells if earlier is not None else {}
+    recorded = {name: cell for name, cell in recorded.items() if run_dir.is_run(directory / name)}
     for cell in cells:
         total, (steps, _) = cell.config.batch.total_batch_size, cell.config.run_length
-        recorded[cell.name] = {"values": cell.values, "total_batch_size": total, "tokens": steps * total}
+        recorded[cell.name] = PlannedCell(cell.values, total, steps * total)
     directory.mkdir(parents=True, exist_ok=True)
-    sweep = {"name": config.sweep.name, "overrides": fixed_arguments(config), "to_choose": to_choose}
-    run_dir.write_json(path, {**sweep, "cells": recorded})
+    sweep_record.save(directory, SweepRecord(config.sweep.name, fixed_arguments(config), to_choose, recorded))
 
 
 def fixed_arguments(config: DictConfig) -> list[str]:

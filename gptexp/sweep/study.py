@@ -84,7 +84,7 @@ class Study:
         """
         status = run_dir.status(cell.directory)
         if status == "completed":
-            self.study.tell(number, run_dir.read_json(cell.directory / run_dir.SUMMARY)["final_val_loss"])
+            self.study.tell(number, run_dir.read_summary(cell.directory)["final_val_loss"])
         elif status == "diverged":
             self.study.tell(number, math.log(cell.config.model.vocab_size))
         elif status != "interrupted":

@@ -22,6 +22,7 @@ from gptexp.process.errors import EXIT_DIVERGED, EXIT_FAILED, ConfigError, UserE
 from gptexp.process.terminal import say, warn
 from gptexp.run.pool import OUTPUT
 from gptexp.storage import run_dir
+from gptexp.storage.sweep_record import MOST_CELLS
 from gptexp.sweep.cells import PLUGINS, Cell, confounds, draft, record, settle
 from gptexp.sweep.launchers import CellLauncher
 from gptexp.sweep.space import Axis, Interval, axes
@@ -204,7 +205,7 @@ class OptunaSweeper(CellSweeper):
 
     def combinations(self, space: Sequence[Axis]) -> list[list[str]]:
         """Return examples to check, not to run. Together they contain every value, and both ends of an interval."""
-        _whole_number("hydra.sweeper.n_trials", self.n_trials, 1)
+        _whole_number("hydra.sweeper.n_trials", self.n_trials, 1, MOST_CELLS)
         _whole_number("hydra.sweeper.seed", self.seed, 0)
         texts = [
             axis.among if isinstance(axis.among, list) else [*map(axis.among.text, (axis.among.low, axis.among.high))]
@@ -270,15 +271,17 @@ class OptunaSweeper(CellSweeper):
             self.study.tell(number, cell)
 
 
-def _whole_number(key: str, value: Any, least: int) -> None:
-    """Raise `ConfigError` unless `value` is an integer of at least `least`: Hydra's own keys have no schema here."""
+def _whole_number(key: str, value: Any, least: int, most: int | None = None) -> None:
+    """Raise `ConfigError` unless `value` is an integer from `least` to `most`: Hydra's own keys have no schema here."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ConfigError(f"{key}={shown(value)}: must be a whole number, {least} or above")
+    if most is not None and value > most:
+        raise ConfigError(f"{key}={shown(value)}: must be at most {most}")
 
 
 def _outcome(cell: Cell) -> str:
     try:
-        summary = run_dir.read_json(cell.directory / run_dir.SUMMARY)
+        summary = run_dir.read_summary(cell.directory)
     except ConfigError:
         summary = {"status": "damaged"}
     loss = summary.get("final_val_loss")
@@ -307,9 +310,10 @@ def _decided(sweep_dir: Path, key: str) -> dict[str, Any]:
     Prefers those of a cell with equal memory needs, so that the micro-batch size fits; else the sweep's own.
     """
     for path in sorted(sweep_dir.glob(f"*/{run_dir.EFFECTIVE}")):
-        effective = run_dir.read_json(path)
-        if effective.get("memory_key") == key:
-            return effective
+        with suppress(ConfigError):  # a damaged file: that cell's own run reports it
+            effective = run_dir.read_json(path)
+            if effective.get("memory_key") == key:
+                return effective
     return run_dir.read_json(sweep_dir / run_dir.EFFECTIVE)
 
 

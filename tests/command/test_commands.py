@@ -39,6 +39,18 @@ def test_the_help_of_train_lists_commands_groups_and_keys(light_server: ForkServ
         assert what in train
 
 
+@pytest.mark.parametrize("argv", [["--help"], ["train", "hydra.run.dir=n\u00eb"], ["status", "n\u00eb"]])
+def test_a_locale_that_is_not_utf8_is_refused_with_one_line(tmp_path: Path, argv: list[str]) -> None:
+    """Names of files would be other names there than for a process with UTF-8."""
+    env = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    refused = subprocess.run([sys.executable, "-m", "gptexp", *argv], cwd=tmp_path, env=env, capture_output=True)
+    assert refused.returncode == 2
+    assert refused.stderr.decode() == (
+        "gptexp: config error: the encoding of this locale is ascii: set LC_ALL=C.UTF-8, or PYTHONUTF8=1\n"
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_an_unknown_verb_is_refused_with_the_list_of_verbs(light_server: ForkServer, tmp_path: Path) -> None:
     wrong = light_server.ask(["trian"], tmp_path)
     assert wrong["code"] == 2

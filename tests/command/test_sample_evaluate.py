@@ -1,5 +1,6 @@
 """`gptexp sample` and `gptexp evaluate`: their output, and the arguments and runs that they refuse."""
 
+import hashlib
 import json
 import re
 import shutil
@@ -54,6 +55,45 @@ def test_evaluate_refuses_a_run_without_validation_tokens(copied: Path, gptexp: 
     config.write_text(config.read_text().replace("val_tokens: 112", "val_tokens: 0"))
     nothing = gptexp("evaluate", str(copied))
     assert (nothing.returncode, "has no validation tokens; give --data FILE" in nothing.stderr) == (2, True)
+
+
+@pytest.mark.parametrize("verb", ["sample", "evaluate"])
+@pytest.mark.parametrize(
+    ("before", "after", "why"),
+    [
+        ("n_head: 2", "n_head: 4", "model.n_head=4, and the weights were trained with 2; restore that value"),
+        ("n_layer: 1", "n_layer: 1000000000", "model.n_layer=1000000000, and the weights were trained with 1"),
+        ("tokenizer: gpt2", "tokenizer: r50k_base", "data.tokenizer=r50k_base, and the weights were trained with gpt2"),
+    ],
+)
+def test_another_model_than_was_trained_is_refused(
+    copied: Path, gptexp: Gptexp, verb: str, before: str, after: str, why: str
+) -> None:
+    """Also with weights of the same shapes, which would load."""
+    config = copied / "config.yaml"
+    assert before in config.read_text()
+    config.write_text(config.read_text().replace(before, after))
+    refused = gptexp(verb, str(copied))
+    assert (refused.returncode, len(refused.stderr.splitlines())) == (2, 1)
+    assert why in refused.stderr
+
+
+@pytest.mark.parametrize("key", ["n_layer", "n_embd"])
+def test_a_strangers_huge_model_is_refused_before_it_is_built(copied: Path, gptexp: Gptexp, key: str) -> None:
+    """The checkpoint, too, claims that it was trained so."""
+    state = copied / "checkpoints/step-00000040/state.json"
+    for path, form in ((copied / "config.yaml", f"{key}: "), (state, f'"{key}": ')):
+        path.write_text(re.sub(rf"{form}\d+", f"{form}3200000000", path.read_text()))
+    manifest = state.with_name("manifest.json")
+    files = json.loads(manifest.read_text())
+    text = state.read_bytes()
+    manifest.write_text(json.dumps({**files, "state.json": [len(text), hashlib.sha256(text).hexdigest()]}))
+    for verb in ("sample", "evaluate", "resume"):
+        if verb == "resume":
+            (copied / "summary.json").unlink()
+        refused = gptexp(verb, str(copied), timeout=60)
+        assert (refused.returncode, len(refused.stderr.splitlines())) == (4, 1), refused.stderr
+        assert "model.safetensors: does not fit the model (it has" in refused.stderr
 
 
 def test_evaluate_refuses_a_text_that_has_changed(copied: Path, gptexp: Gptexp, tmp_path: Path) -> None:

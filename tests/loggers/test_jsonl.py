@@ -14,12 +14,13 @@ from gptexp.storage.checkpoint import TrainState
 
 
 def test_a_resumed_file_ends_at_the_checkpoint_and_has_no_nan(tmp_path: Path) -> None:
-    log = JsonlSink(tmp_path, TrainState())
-    for tokens in (100, 200, 300):
-        log.write({"event": "step", "tokens": tokens, "train/loss": math.nan})
+    log = JsonlSink(tmp_path, TrainState(), log_every=1)
+    for step, tokens in enumerate((100, 200, 300)):
+        log.write({"event": "step", "step": step, "tokens": tokens, "train/loss": math.nan})
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"event": "step", "tok')  # the process was killed while it wrote a line
-    JsonlSink(tmp_path, TrainState(tokens=200)).write({"event": "step", "tokens": 300, "train/loss": 1.0})
+    resumed = JsonlSink(tmp_path, TrainState(step=2, tokens=200), log_every=1)
+    resumed.write({"event": "step", "step": 2, "tokens": 300, "train/loss": 1.0})
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [(e["tokens"], e["train/loss"]) for e in lines] == [(100, None), (200, None), (300, 1.0)]
 
@@ -28,7 +29,7 @@ def test_a_full_disk_raises_an_error_that_names_the_file(tmp_path: Path, monkeyp
     def full(_: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    log = JsonlSink(tmp_path, TrainState())
+    log = JsonlSink(tmp_path, TrainState(), log_every=1)
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(StorageError, match=r"metrics\.jsonl: cannot be written \(No space left on device\)"):
         log.sync()

@@ -1,13 +1,16 @@
 """Runs as the report reads them: damaged files, values of wrong types, long runs, unfinished runs."""
 
 import json
+import math
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
 from sweeps import report_of, write_run, write_sweep
 
 from gptexp.report import main as report
@@ -45,6 +48,10 @@ def test_unreadable_files_are_listed_and_the_other_runs_are_reported(swept: Path
 WRONG_TYPES = [
     ("summary.json", "steps", 1.5), ("summary.json", "train_s", "x"), ("summary.json", "data_hash", [1]),
     ("summary.json", "status", "\x1b]0;owned\x07"), ("summary.json", "final_val_loss", "4"),
+    ("summary.json", "final_val_loss", math.nan), ("summary.json", "final_val_loss", math.inf),
+    ("summary.json", "final_val_loss", 10**400), ("summary.json", "steps", 10**400), ("summary.json", "tokens", None),
+    ("metrics.jsonl", "train/loss", math.nan), ("metrics.jsonl", "tokens", 10**400),
+    ("metrics.jsonl", "train/loss", [[[]]]), ("metrics.jsonl", "step", -1),
     ("metrics.jsonl", "tokens", "x"), ("metrics.jsonl", "perf/tokens_per_s", None),
     ("metrics.jsonl", "train/loss", {}), ("metrics.jsonl", "data/fingerprint", "\x1b[31m"),
 ]  # fmt: skip
@@ -59,7 +66,7 @@ def with_a_wrong_value(root: Path, file: str, key: str, value: object) -> Path:
         lines = [json.loads(line) for line in path.read_text().splitlines()]
         path.write_text("".join(json.dumps({**line, **({key: value} if key in line else {})}) + "\n" for line in lines))
     else:
-        run_dir.write_json(path, {**run_dir.read_json(path), key: value})
+        path.write_text(json.dumps({**run_dir.read_json(path), key: value}))
     return root
 
 
@@ -79,6 +86,7 @@ def test_a_value_of_a_wrong_type_does_not_prevent_the_report(
     status([str(root)])
     printed = capsys.readouterr().out
     assert "0.01" in printed
+    assert not re.search(r"\bnan\b|\binf\b", printed)
     assert "\x1b" not in printed
     assert (root / "report.html").exists()
 
@@ -93,6 +101,38 @@ def test_the_commands_succeed_with_a_value_of_a_wrong_type(
         done = gptexp(verb, str(root))
         assert done.returncode == 0, done.stderr
         assert "\x1b" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "why"),
+    [
+        ("optim.lr", "nan", "optim.lr=nan: must be finite"),
+        ("data.tokenizer", "klingon", "data.tokenizer=klingon: must be one of gpt2"),
+        ("model.n_head", "5", "model.n_embd=768: not divisible by model.n_head=5"),
+        ("batch.total_batch_size", "-4096", "batch.total_batch_size=-4096: must be finite and above 0"),
+    ],
+)
+def test_a_run_with_an_illegal_config_is_left_out_and_named(tmp_path: Path, key: str, value: str, why: str) -> None:
+    for lr in (0.01, 0.02):
+        write_run(tmp_path / f"{lr}", 4096, lr, 1, 4.0)
+    path = tmp_path / "0.01/config.yaml"
+    section, _, name = key.partition(".")
+    content = yaml.safe_load(path.read_text())
+    content[section][name] = yaml.safe_load(value if value != "nan" else ".nan")
+    path.write_text(yaml.safe_dump(content))
+    runs = {run.name: run for run in find_runs(tmp_path)}
+    assert [runs[name].status for name in ("0.01", "0.02")] == ["damaged", "completed"]
+    assert f"{path}: {why}" in (runs["0.01"].problem or "")
+
+
+def test_a_directory_that_has_lost_its_config_is_named(tmp_path: Path) -> None:
+    for lr in (0.01, 0.02):
+        write_run(tmp_path / f"{lr}", 4096, lr, 1, 4.0)
+    (tmp_path / "0.01/config.yaml").unlink()
+    (tmp_path / "pictures").mkdir()
+    damaged, whole = find_runs(tmp_path)
+    assert (damaged.status, whole.status) == ("damaged", "completed")
+    assert "config.yaml is missing" in (damaged.problem or "")
 
 
 def test_a_run_is_running_while_its_lock_is_held(swept: Path, tmp_path: Path) -> None:

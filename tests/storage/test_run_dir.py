@@ -1,5 +1,6 @@
 """The run directory: atomic files, identity, locks."""
 
+import hashlib
 import json
 import math
 import os
@@ -57,13 +58,20 @@ def test_only_keys_that_change_the_result_must_agree(tmp_path: Path) -> None:
     assert run_dir.check_same(tmp_path, old) == "completed"
 
 
+def write_state(checkpoint: Path, text: str) -> None:
+    """Write state.json, and its hash, into a checkpoint."""
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "state.json").write_text(text)
+    (checkpoint / "manifest.json").write_text(
+        json.dumps({"state.json": [len(text), hashlib.sha256(text.encode()).hexdigest()]})
+    )
+
+
 def test_keys_edited_after_a_checkpoint_are_refused_by_name(tmp_path: Path) -> None:
     trained, edited = Config(), Config()
     for step, lr in ((8, 0.5), (10, 6e-4)):  # the newest checkpoint counts
         trained.optim.lr = lr
-        (tmp_path / f"checkpoints/step-{step:08d}").mkdir(parents=True)
-        about = {"about": {"config": to_dict(trained)}}
-        run_dir.write_json(tmp_path / f"checkpoints/step-{step:08d}" / "state.json", about)
+        write_state(tmp_path / f"checkpoints/step-{step:08d}", json.dumps({"about": {"config": to_dict(trained)}}))
     edited.optim.lr, edited.train.seed, edited.train.log_every, edited.world.size = 3e-4, 7, 5, 2
     run_dir.save_config(tmp_path, edited)
     with pytest.raises(ConfigError) as error:
@@ -76,11 +84,21 @@ def test_keys_edited_after_a_checkpoint_are_refused_by_name(tmp_path: Path) -> N
     assert run_dir.check_same(tmp_path, edited) == "unfinished"
 
 
+def test_the_config_in_a_damaged_checkpoint_does_not_count(tmp_path: Path) -> None:
+    """The checkpoint is skipped, and named, when it is loaded."""
+    trained, damaged = Config(), Config()
+    damaged.optim.lr = 0.5
+    write_state(tmp_path / "checkpoints/step-00000008", json.dumps({"about": {"config": to_dict(trained)}}))
+    write_state(tmp_path / "checkpoints/step-00000010", json.dumps({"about": {"config": to_dict(trained)}}))
+    (tmp_path / "checkpoints/step-00000010/state.json").write_text(json.dumps({"about": {"config": to_dict(damaged)}}))
+    run_dir.save_config(tmp_path, trained)
+    assert run_dir.check_same(tmp_path, trained) == "unfinished"
+
+
 @pytest.mark.parametrize("text", ["{", "[]", '{"about": {}}', '{"about": {"config": {"nosuch": 1}}}'])
 def test_a_checkpoint_that_does_not_state_its_config_is_no_obstacle(tmp_path: Path, text: str) -> None:
     run_dir.save_config(tmp_path, Config())
-    (tmp_path / "checkpoints/step-00000008").mkdir(parents=True)
-    (tmp_path / "checkpoints/step-00000008/state.json").write_text(text)
+    write_state(tmp_path / "checkpoints/step-00000008", text)
     assert run_dir.check_same(tmp_path, Config()) == "unfinished"
 
 

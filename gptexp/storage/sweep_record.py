@@ -1,0 +1,66 @@
+"""sweep.json, in the directory of a sweep: the cells, also those not started, and the settings that they share."""
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gptexp.config.schema import LIMIT, from_dict, shown
+from gptexp.process.errors import ConfigError
+from gptexp.storage import run_dir
+
+MOST_CELLS = 1_000_000  # of a sweep whose cells are chosen one by one
+
+
+@dataclass(frozen=True)
+class PlannedCell:
+    """A cell, as it was planned."""
+
+    values: dict[str, Any]  # swept key -> its value as typed
+    total_batch_size: int  # tokens
+    tokens: int  # length of the run
+
+
+@dataclass(frozen=True)
+class SweepRecord:
+    """The content of sweep.json."""
+
+    name: str
+    overrides: list[str]  # command-line arguments that all cells share
+    to_choose: int = 0  # number of further cells that the sweeper has yet to choose
+    cells: dict[str, PlannedCell] = field(default_factory=dict)  # name of the directory -> cell
+
+
+def save(directory: Path, record: SweepRecord) -> None:
+    run_dir.write_json(directory / run_dir.SWEEP, asdict(record))
+
+
+def load(directory: Path) -> SweepRecord | None:
+    """Read sweep.json; None if there is none. Raises `ConfigError` if it is not the record of a sweep."""
+    path = directory / run_dir.SWEEP
+    values = run_dir.read_json(path)
+    if not values:
+        return None
+    try:
+        cells = {name: from_dict(cell, PlannedCell) for name, cell in values.pop("cells", {}).items()}
+        record: SweepRecord = from_dict({**values, "cells": cells}, SweepRecord)
+        _check(record)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ConfigError(
+            f"{path}: not the record of a sweep ({error}); remove it, and start the sweep again to write it"
+        ) from None
+    return record
+
+
+def _check(record: SweepRecord) -> None:
+    """Raise `ValueError` for a value that no sweep has."""
+    if not 0 <= record.to_choose <= MOST_CELLS:
+        raise ValueError(f"to_choose={record.to_choose}: must lie in [0, {MOST_CELLS}]")
+    for text in record.overrides:
+        if not isinstance(text, str):
+            raise ValueError(f"an override is not text: {shown(text)}")
+    for name, cell in record.cells.items():
+        if Path(name).name != name or name in ("", "..") or "\0" in name:
+            raise ValueError(f"{shown(name)} is not the name of a directory in it")
+        for key, value in (("total_batch_size", cell.total_batch_size), ("tokens", cell.tokens)):
+            if not 0 < value < LIMIT:
+                raise ValueError(f"{key}={value} of {shown(name)}: must be above 0, below 2^63")

@@ -1,0 +1,248 @@
+"""Every verb that reads a run, before a run of which one file is damaged in every way.
+
+The run is a cell of a sweep, and it was stopped, so that `resume` continues it. A verb works, works and names the file,
+or refuses with one line that names it. `damaged_runs.txt` holds what each verb does. Each test prints its rows of that
+table (`pytest -m e2e -rP`) and compares them.
+"""
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from conftest import TINY, ForkServer, clean, sabotaged
+
+pytestmark = pytest.mark.e2e
+
+EXPECTED = Path(__file__).with_name("damaged_runs.txt")
+OF_SWEEPS = ("status", "report", "watch")
+VERBS = (*OF_SWEEPS, "sample", "evaluate", "resume")
+CELL = "stopped"  # the run that is damaged; the sweep has another, which is completed
+STEP = "checkpoints/step-00000001"
+TEXTS = (
+    *(f"{CELL}/{name}" for name in ("config.yaml", "effective.json", "summary.json", "metrics.jsonl")),
+    *(f"{CELL}/{STEP}/{name}" for name in ("state.json", "manifest.json")),
+    "sweep.json",
+)
+WRITTEN = ("report.html", "report.json", "cells.csv", "pictures", "pictures/course-tokens.png")
+FILES = (
+    *TEXTS,
+    *(f"{CELL}/{STEP}/{name}" for name in ("model.safetensors", "train.pt")),
+    *(f"{CELL}/{name}" for name in (STEP, "checkpoints", ".lock", ".lock-rank0")),
+    CELL,
+    ".",
+    *WRITTEN,
+)
+WIDTHS = (54, 16, *(10 for _ in VERBS))  # of the columns of the table
+
+
+def in_all_values(value: Any, change: Callable[[Any], Any]) -> Any:
+    """`value` with every leaf changed."""
+    if isinstance(value, dict):
+        return {key: in_all_values(inner, change) for key, inner in value.items()}
+    if isinstance(value, list) and value:
+        return [in_all_values(inner, change) for inner in value]
+    return change(value)
+
+
+def numbers(new: Any) -> Callable[[Any], Any]:
+    return lambda old: new if isinstance(old, int | float) and not isinstance(old, bool) else old
+
+
+def other_type(old: Any) -> Any:
+    return 7 if isinstance(old, str) else {"a": [old]} if old is None else str(old) if isinstance(old, bool) else "x"
+
+
+VALUES: dict[str, Callable[[Any], Any]] = {
+    "NaN": numbers(float("nan")),
+    "-Infinity": numbers(float("-inf")),
+    "huge": numbers(10**400),
+    "big": numbers(10**15),
+    "negative": numbers(-1),
+    "null": lambda _: None,
+    "wrong types": other_type,
+}
+
+
+def rewrite(path: Path, change: Callable[[Any], Any]) -> None:
+    """Change all values in a file of JSON, JSON lines or YAML."""
+    text = path.read_text()
+    if path.suffix == ".yaml":
+        path.write_text(yaml.safe_dump(in_all_values(yaml.safe_load(text), change), sort_keys=False))
+    elif path.suffix == ".jsonl":
+        keep = ("event", "text", "kind")
+        events = [json.loads(line) for line in text.splitlines()]
+        new = [{k: v if k in keep else in_all_values(v, change) for k, v in event.items()} for event in events]
+        path.write_text("".join(json.dumps(event) + "\n" for event in new))
+    else:
+        path.write_text(json.dumps(in_all_values(json.loads(text), change)))
+
+
+def link(path: Path, target: Path) -> None:
+    if path.is_dir():
+        shutil.copytree(path, target / path.name)
+        shutil.rmtree(path)
+    else:
+        (target / path.name).write_bytes(path.read_bytes() if path.exists() else b"")
+        path.unlink(missing_ok=True)
+    path.symlink_to(target / path.name)
+
+
+def replaced(make: Callable[[Path], object]) -> Callable[[Path, Path], object]:
+    def damage(path: Path, _: Path) -> None:
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        make(path)
+
+    return damage
+
+
+def halved(path: Path, _: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+ANYTHING: dict[str, Callable[[Path, Path], object]] = {
+    "a link": link,
+    "a broken link": replaced(lambda path: path.symlink_to("/nowhere/at/all")),
+    "a directory": replaced(lambda path: path.mkdir()),
+    "a pipe": replaced(os.mkfifo),
+    "unreadable": lambda path, _: path.chmod(0),
+    "missing": replaced(lambda path: None),
+    "empty": replaced(lambda path: path.write_bytes(b"")),
+    "noise": replaced(lambda path: path.write_bytes(bytes(range(256)) * 8)),
+}
+TEXT_ONLY: dict[str, Callable[[Path, Path], object]] = {
+    **{name: (lambda path, _, change=change: rewrite(path, change)) for name, change in VALUES.items()},
+    "deep": replaced(lambda path: path.write_text("[" * 100_000)),
+    "deep line": lambda path, _: path.write_text(path.read_text() + '{"event": "step", "x": ' + "[" * 100_000 + "\n"),
+    "a list": replaced(lambda path: path.write_text("[1, 2]\n")),
+    "halved": halved,
+}
+
+
+NAMES: dict[str, Callable[[Path, Path], object]] = {
+    "no UTF-8": lambda path, _: path.rename(os.fsdecode(os.fsencode(path.parent) + b"/stopped\xff")),
+    "escapes": lambda path, _: path.rename(path.with_name("stopped\x1b[31m\n")),
+}
+
+
+def damages(file: str) -> dict[str, Callable[[Path, Path], object]]:
+    """The kinds of damage that apply to a file, and what each does to a path, with a folder for targets of links."""
+    kinds = {**ANYTHING, **(TEXT_ONLY if file in TEXTS else {}), **(NAMES if file == CELL else {})}
+    if file in WRITTEN:  # a report writes them anew
+        kinds = {name: kinds[name] for name in ("a link", "a broken link", "a directory", "a pipe", "noise")}
+    return kinds
+
+
+class Place:
+    """A sweep of two cells, and the processes that read it, which cannot read files of mode 0 even as root."""
+
+    def __init__(self, root: Path, corpus: Path, cache: Path) -> None:
+        self.root, self.sweep, self.outside = root, root / "sweep", root / "outside"
+        prefix = ["setpriv", "--bounding-set=-dac_override,-dac_read_search"] if os.geteuid() == 0 else []
+        # The drawing of PNGs takes 3 s in each process.
+        without_pictures = sabotaged(root / "sabotage", "gptexp.reporting.write", "m.png = lambda spec: b''")
+        self.env = clean(without_pictures, cache)
+        self.server = ForkServer("torch", env=self.env, prefix=prefix)
+        self._train(corpus)
+        shutil.copytree(self.whole, self.sweep)
+        self.outside.mkdir()
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.port = free.getsockname()[1]
+        watch = [*prefix, sys.executable, "-m", "gptexp", "watch", str(self.sweep), f"--port={self.port}"]
+        self.watching = subprocess.Popen(watch, cwd=root, env=self.env, stdout=subprocess.PIPE, text=True)
+        assert self.watching.stdout is not None
+        assert "watching" in self.watching.stdout.readline()
+
+    def _train(self, corpus: Path) -> None:
+        small = [*(o for o in TINY if "n_embd" not in o), "model.n_embd=2", f"data.path={corpus}", "train.save_every=2"]
+        for name, lr, minutes in ((CELL, "1e-2", "0.0001"), ("completed", "2e-2", "null")):
+            argv = ["train", *small, f"optim.lr={lr}", f"train.max_minutes={minutes}", f"hydra.run.dir=whole/{name}"]
+            done = self.server.ask(argv, self.root, self.env, timeout=240)
+            assert done["code"] == 0, done["stderr"]
+        self.whole = self.root / "whole"
+        entry = {"values": {"optim.lr": "1e-2"}, "total_batch_size": 128, "tokens": 512}
+        cells = dict.fromkeys((CELL, "completed", "not started"), entry)
+        sweep = {"name": "sweep", "overrides": [*small, "sweep.name=sweep"], "to_choose": 1, "cells": cells}
+        (self.whole / "sweep.json").write_text(json.dumps(sweep))
+        config = self.whole / CELL / "config.yaml"
+        config.write_text(config.read_text().replace("max_minutes: 0.0001", "max_minutes: null"))
+
+    def close(self) -> None:
+        self.watching.kill()
+        self.watching.wait()
+        self.server.__exit__()
+
+    def damage(self, file: str, kind: str) -> dict[Path, bytes]:
+        """Damage one file of a whole sweep; the files that links now point to, with their content."""
+        for folder in (self.sweep, self.outside):
+            folder.unlink(missing_ok=True) if folder.is_symlink() or not folder.is_dir() else shutil.rmtree(folder)
+        shutil.copytree(self.whole, self.sweep)
+        self.outside.mkdir()
+        path = self.sweep if file == "." else self.sweep / file
+        path.parent.mkdir(exist_ok=True)
+        damages(file)[kind](path, self.outside)
+        return self.targets()
+
+    def targets(self) -> dict[Path, bytes]:
+        return {path: path.read_bytes() for path in self.outside.rglob("*") if path.is_file()}
+
+    def outcome(self, verb: str, file: str) -> str:
+        """What a verb does: "works", "names it" if it also says what it left out, or the code that it exits with."""
+        about = "checkpoints" if file.endswith(STEP) else "sweep" if file == "." else Path(file).name
+        if verb == "watch":
+            return self.page(about)
+        cell = next(self.sweep.glob("stopped*"), self.sweep / CELL)
+        directory = self.sweep if verb in ("status", "report") else cell
+        few = ["--num-samples=1", "--max-new-tokens=2"] if verb == "sample" else []
+        done = self.server.ask([verb, str(directory), *few], self.root, self.env, timeout=60)
+        code, said = done["code"], done["stdout"] + done["stderr"]
+        assert code in (0, 1, 2, 3, 4), (code, said)
+        assert "Traceback" not in said, said
+        assert "\x1b" not in said, said
+        assert not re.search(r"(?<!=)\bnan\b", done["stdout"]), said
+        assert max(map(len, said.splitlines()), default=0) < 1000, said
+        if code:
+            assert about in done["stderr"], said
+            return str(code)
+        return "names it" if about in said else "works"
+
+    def page(self, about: str) -> str:
+        """The same for the page of the `gptexp watch` that runs all the time."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/state.json", timeout=60) as answer:
+            page = json.loads(answer.read())["sections"]
+        said = "".join(page.values())
+        assert "Error" not in said, said
+        return "names it" if about in said else "works" if "<table" in said else "refuses"
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory, corpus: Path, cache: Path) -> Iterator[Place]:
+    place = Place(tmp_path_factory.mktemp("damaged"), corpus, cache)
+    yield place
+    place.close()
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_each_verb_works_or_names_the_damaged_file(place: Place, file: str) -> None:
+    rows = []
+    for kind in damages(file):
+        found = []
+        for verb in VERBS if file.startswith((CELL, ".")) else OF_SWEEPS:
+            targets = place.damage(file, kind)
+            found.append(place.outcome(verb, file))
+            if file not in (CELL, "."):  # a run, or a sweep, may be given by a link
+                assert place.targets() == targets, f"{verb} wrote through {kind} to {file}"
+        rows.append("".join(f"{part:<{width}}" for part, width in zip((file, kind, *found), WIDTHS, strict=False)))
+    rows = [row.strip() for row in rows]
+    print(*rows, sep="\n")
+    expected = [line for line in EXPECTED.read_text().splitlines() if line.startswith(f"{file} ")]
+    assert rows == expected
