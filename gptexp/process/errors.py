@@ -34,6 +34,10 @@ class ConfigError(UserError):
         super().__init__("\n".join(self.problems))
 
 
+class InUseError(ConfigError):
+    """Another process uses the run directory."""
+
+
 class DataError(UserError):
     """A corpus or a token file cannot be used."""
 

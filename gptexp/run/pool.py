@@ -19,7 +19,7 @@ from typing import Protocol, TypeVar
 
 from gptexp.config.schema import Config
 from gptexp.distributed.ranks import AT_ONCE, Rank
-from gptexp.process.errors import EXIT_FAILED, UserError
+from gptexp.process.errors import EXIT_FAILED, InUseError, UserError
 from gptexp.process.signals import SAME_REQUEST_S, at_parents_death
 from gptexp.process.terminal import warn
 
@@ -58,9 +58,13 @@ class Source(Protocol[R]):
     """Chooses the runs, and receives their exit codes."""
 
     waiting: list[R]  # runs to start; `run_all` removes each run that it starts
+    elsewhere: list[R]  # runs that another command runs
 
     def more(self) -> R | None:
         """Return another run once `waiting` is empty; None if there is none now."""
+
+    def set_aside(self, run: R) -> None:
+        """Add a run to `elsewhere`. `more` removes it, and returns it if it has ended there and is not done."""
 
     def share_decisions(self) -> bool:
         """Give the first run's `auto` values to the others. Returns whether it has any; until then it runs alone."""
@@ -71,7 +75,7 @@ class Source(Protocol[R]):
 
 class Starter(Protocol[R_contra]):
     def begin(self, run: R_contra, gpus: Sequence[str]) -> object:
-        """Prepare the directory of a run. Raises `UserError` if the run cannot start."""
+        """Prepare the directory of a run. Raises `InUseError` if another command runs it, `UserError` if it fails."""
 
     def start(self, run: R_contra, gpus: Sequence[str], at_once: int) -> Process:
         """Start the run on these GPUs, as one of `at_once` runs."""
@@ -128,7 +132,7 @@ def resume_command(directory: Path) -> list[str]:
 
 
 def run_all(source: Source[R], starter: Starter[R], places: Places) -> int | None:
-    """Run all runs of `source`. Returns the number of the signal that stopped them, or None.
+    """Run all runs of `source`, and wait for those that run elsewhere. Returns the signal that stopped them, or None.
 
     Forwards SIGINT, SIGTERM and SIGUSR1 to all runs, which save a checkpoint; starts no run after that.
     """
@@ -146,6 +150,10 @@ def run_all(source: Source[R], starter: Starter[R], places: Places) -> int | Non
                     if received:
                         break
                     process = starter.start(run, gpus, places.at_once)
+                except InUseError:
+                    free.extend(gpus)
+                    source.set_aside(run)
+                    continue
                 except (OSError, UserError) as error:
                     warn(f"{run.directory}: {error}")
                     free.extend(gpus)
@@ -154,7 +162,7 @@ def run_all(source: Source[R], starter: Starter[R], places: Places) -> int | Non
                 running[process] = run, gpus
                 if received:  # between the check above and this line, when the process was not in `running`
                     process.send_signal(received[-1])
-            if not running:
+            if not running and (received or not source.elsewhere):
                 return received[0] if received else None
             time.sleep(POLL_S)
             for process, code in [(process, process.poll()) for process in running]:

@@ -8,6 +8,7 @@ checkpoints/     step-%08d/, each published by one rename
 profile/         traces of train.profile
 .lock            lock of the process that starts the run
 .lock-rank0      lock of the rank that writes; a run is alive while one of the two locks is held
+.lock-sweep      lock of the sweep that runs this cell, also shortly before and after the run
 """
 
 import fcntl
@@ -23,11 +24,11 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 import yaml
-from filelock import FileLock, Timeout
+from filelock import BaseFileLock, FileLock, Timeout
 
 from gptexp.config.rules import saved_problems
 from gptexp.config.schema import Config, fields_of, fits_type, from_dict, result_deciding, shown, to_dict
-from gptexp.process.errors import CheckpointError, ConfigError, StorageError, first_line
+from gptexp.process.errors import CheckpointError, ConfigError, InUseError, StorageError, first_line
 from gptexp.storage import reader
 
 CONFIG = "config.yaml"
@@ -45,6 +46,9 @@ SUMMARY_TYPES: dict[str, Any] = {  # of the values that are read
 DONE = ("completed", "diverged")  # statuses of runs that are not started again: the result would be the same
 LOCK = ".lock"
 RANK_LOCK = ".lock-rank0"
+SWEEP_LOCK = ".lock-sweep"
+IN_USE = "another process uses it; wait until it ends, or use a new directory"
+LOCKS = (LOCK, RANK_LOCK, SWEEP_LOCK)
 LOCK_TIMEOUT_S = 2.0  # `is_locked` of another process holds a lock for a moment
 
 
@@ -203,24 +207,35 @@ def status(directory: Path) -> str | None:
 
 @contextmanager
 def held(directory: Path, name: str = LOCK) -> Iterator[None]:
-    """Hold a lock of the run directory. Raises `ConfigError` if another process holds it, else `StorageError`."""
+    """Hold a lock of the run directory. Raises `InUseError` if another process holds it, else `StorageError`."""
+    lock = acquire(directory, name)
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def acquire(directory: Path, name: str) -> BaseFileLock:
+    """Take a lock of the run directory; the caller releases it. Raises as `held` does."""
+    lock = FileLock(directory / name)
     with storage(directory / name):
         directory.mkdir(parents=True, exist_ok=True)
         try:
-            lock = FileLock(directory / name).acquire(timeout=LOCK_TIMEOUT_S)
+            lock.acquire(timeout=LOCK_TIMEOUT_S)
         except Timeout:
-            raise ConfigError(_in_use(directory)) from None
-    with lock:
-        yield
+            raise InUseError(f"{directory}: {IN_USE}") from None
+    return lock
 
 
-def _in_use(directory: Path) -> str:
-    return f"{directory}: another process uses it; wait until it ends, or use a new directory"
+def check_unlocked(directory: Path, names: tuple[str, ...] = (LOCK, RANK_LOCK)) -> None:
+    """Raise `InUseError` if a process holds one of these locks."""
+    if is_locked(directory, names):
+        raise InUseError(f"{directory}: {IN_USE}")
 
 
-def is_locked(directory: Path) -> bool:
+def is_locked(directory: Path, names: tuple[str, ...] = (LOCK, RANK_LOCK)) -> bool:
     """Whether a process holds a lock of the directory. Tests with a shared lock, so that tests do not conflict."""
-    for path in (directory / LOCK, directory / RANK_LOCK):
+    for path in (directory / name for name in names):
         try:
             handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         except OSError:  # the file is missing, not readable or a link
@@ -237,9 +252,8 @@ def is_locked(directory: Path) -> bool:
 
 
 def check_free(directory: Path, config: Config) -> Literal["new", "unfinished", "completed"]:
-    """`check_same` for a run that is about to start. Raises `ConfigError` if a process is running in `directory`."""
-    if is_locked(directory):
-        raise ConfigError(_in_use(directory))
+    """`check_same` for a run that is about to start. Raises `InUseError` if a process is running in `directory`."""
+    check_unlocked(directory)
     return check_same(directory, config)
 
 

@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from gptexp.config.schema import AUTO, Config
 from gptexp.distributed.ranks import launcher_rank
-from gptexp.process.errors import EXIT_DIVERGED, EXIT_FAILED, ConfigError, UserError, first_line
+from gptexp.process.errors import EXIT_DIVERGED, EXIT_FAILED, ConfigError, InUseError, UserError, first_line
 from gptexp.process.signals import at_parents_death
 from gptexp.process.terminal import warn
 from gptexp.run.pool import (
@@ -41,6 +41,9 @@ COMMON_PARAMETERS = ("timeout_min", "cpus_per_task", "mem_gb")
 
 class CellSource(Source[Cell], Protocol):
     """The interface of a sweeper that launchers use."""
+
+    def claim(self, cell: Cell, runs: bool = False) -> None:
+        """Reserve a cell, which may run as a job, until `ended`. Raises `InUseError` if another process runs it."""
 
     def begins(self, cell: Cell, where: str = "") -> int:
         """Announce a cell and prepare its directory; under torchrun or srun also train it. Returns the exit code."""
@@ -87,16 +90,27 @@ class CellLauncher(Launcher):
         self.cells = cells
         if not self.among_ranks:
             return run_all(cells, self, self.room)
-        while (cell := cells.waiting.pop(0) if cells.waiting else cells.more()) is not None:
+        while True:
+            cell = cells.waiting.pop(0) if cells.waiting else cells.more()
+            if cell is None:
+                if not cells.elsewhere:
+                    return None
+                time.sleep(POLL_S)
+                continue
+            try:
+                cells.claim(cell)
+            except InUseError:
+                cells.set_aside(cell)
+                continue
             code = cells.begins(cell)
             if code not in (0, EXIT_DIVERGED):
                 raise SystemExit(code)
             cells.ended(cell, code)
             cells.share_decisions()
-        return None
 
     def begin(self, cell: Cell, gpus: Sequence[str]) -> None:
         """Prepare the directory of a cell; for `run_all`."""
+        self.cells.claim(cell)
         self.cells.begins(cell, f" on GPU {', '.join(gpus)}" if gpus else "")
 
     def start(self, cell: Cell, gpus: Sequence[str], at_once: int) -> Process:
@@ -179,7 +193,9 @@ class SubmititLauncher(CellLauncher):
 
     def begin(self, cell: Cell, gpus: Sequence[str]) -> None:
         """Prepare the directory of a cell, unless a job of an earlier command still uses it."""
-        if (job := self._unfinished_job(cell)) is not None:
+        job = self._unfinished_job(cell)
+        self.cells.claim(cell, runs=job is not None)
+        if job is not None:
             self.alive[cell.directory] = job
             self.cells.announce(cell, f"runs as job {job.job_id} of an earlier command")
         else:

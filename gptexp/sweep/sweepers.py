@@ -6,11 +6,13 @@ The sweeper prints the outcomes, and writes a report when the sweep ends, also a
 
 import itertools
 import random
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from filelock import BaseFileLock
 from hydra.core.plugins import Plugins
 from hydra.core.utils import run_job
 from hydra.plugins.sweeper import Sweeper
@@ -28,6 +30,8 @@ from gptexp.sweep.launchers import CellLauncher
 from gptexp.sweep.space import Axis, Interval, axes
 from gptexp.sweep.study import Study
 
+LOOK_S = 1.0  # s: between two looks at the locks of cells that run elsewhere
+
 
 class CellSweeper(Sweeper):
     """The base of all sweepers. By default all cells are known at the start."""
@@ -38,6 +42,9 @@ class CellSweeper(Sweeper):
         self.params = params or {}
         self.cells: list[Cell] = []  # all cells chosen so far
         self.waiting: list[Cell] = []
+        self.elsewhere: list[Cell] = []  # cells that another command runs
+        self.claims: dict[Path, BaseFileLock] = {}  # directory of a cell that this command runs -> its lock
+        self.looked = 0.0  # s: when `more` last looked whether a cell elsewhere has ended
         self.failed: list[Cell] = []
         self.begun = self.done = self.total = 0  # cells of this command: started, ended, to run
 
@@ -105,9 +112,36 @@ class CellSweeper(Sweeper):
             say(f"--- {cell.name}: already {status}")
         return status in run_dir.DONE
 
+    def claim(self, cell: Cell, runs: bool = False) -> None:
+        """Reserve a cell for this command until `ended`. Raises `InUseError` if another process runs it.
+
+        With `runs`, it runs as a job that no other command watches.
+        """
+        if not runs:
+            run_dir.check_unlocked(cell.directory, run_dir.LOCKS)
+        self.claims[cell.directory] = run_dir.acquire(cell.directory, run_dir.SWEEP_LOCK)
+
+    def set_aside(self, cell: Cell) -> None:
+        say(f"--- {cell.name}: running elsewhere; waiting for its end")
+        self.elsewhere.append(cell)
+
     def more(self) -> Cell | None:
-        """Return the next cell once `waiting` is empty; None if there is none."""
+        """Return the next cell once `waiting` is empty; None if there is none now.
+
+        Here only a cell that ran elsewhere, and was interrupted or failed there.
+        """
+        if not self.elsewhere or time.monotonic() - self.looked < LOOK_S:
+            return None
+        self.looked = time.monotonic()
+        for cell in [cell for cell in self.elsewhere if not run_dir.is_locked(cell.directory, run_dir.LOCKS)]:
+            self.elsewhere.remove(cell)
+            if not self.skips(cell):
+                return cell
+            self.ended_elsewhere(cell)
         return None
+
+    def ended_elsewhere(self, cell: Cell) -> None:
+        """Record that another command has completed a cell."""
 
     def announce(self, cell: Cell, how: str) -> None:
         self.begun += 1
@@ -135,6 +169,8 @@ class CellSweeper(Sweeper):
         return int(result.return_value)
 
     def ended(self, cell: Cell, code: int) -> None:
+        if (lock := self.claims.pop(cell.directory, None)) is not None:
+            lock.release()
         self.done += 1
         if code not in (0, EXIT_DIVERGED):
             self.failed.append(cell)
@@ -231,6 +267,8 @@ class OptunaSweeper(CellSweeper):
         self.record()
 
     def more(self) -> Cell | None:
+        if (again := super().more()) is not None:
+            return again
         while self.asked < self.total:
             self.asked += 1
             number, overrides = self.study.ask()
@@ -266,6 +304,9 @@ class OptunaSweeper(CellSweeper):
 
     def ended(self, cell: Cell, code: int) -> None:
         super().ended(cell, code)
+        self.ended_elsewhere(cell)
+
+    def ended_elsewhere(self, cell: Cell) -> None:
         self.running = {overrides: other for overrides, other in self.running.items() if other is not cell}
         for number in self.trials.pop(cell.directory):
             self.study.tell(number, cell)

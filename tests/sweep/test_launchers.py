@@ -61,20 +61,56 @@ def test_more_parallel_cells_than_the_gpus_allow_are_refused(monkeypatch: pytest
 
 # --- on this machine -------------------------------------------------------------------------------------------------
 @pytest.mark.e2e
-def test_a_cell_that_is_in_use_does_not_stop_the_others(gptexp: Gptexp, tiny: list[str], tmp_path: Path) -> None:
-    grid = ["-m", *tiny, "train.seed=1,2", "sweep.name=s"]
+def test_a_sweep_waits_for_a_cell_that_another_process_runs(start: Start, tiny: list[str], tmp_path: Path) -> None:
+    """It trains the other cell meanwhile. The cell was not completed there, so it trains that too."""
     cells = tmp_path / "outputs" / "s"
     first = cells / cell_name(compose([*tiny, "train.seed=1"]), {"train.seed": "1"}, cells)
     with run_dir.held(first):
-        done = gptexp("train", *grid)
-    assert done.returncode == 1, done.stderr
-    assert f"{first.name}: another process uses it" in done.stderr
-    assert "1 of 2 cells failed" in done.stderr
-    assert "Traceback" not in done.stderr
-    [completed] = runs(cells)
-    assert completed != first
-    assert summary(completed)["status"] == "completed"
-    assert list(final_table(cells)) == [("0.0006", "2")]
+        process = start("train", "-m", *tiny, "train.seed=1,2", "sweep.name=s")
+        wait_for(lambda: [d for d in runs(cells) if summary(d)["status"] == "completed"], process)
+        assert process.poll() is None
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert out.index(f"{first.name}: running elsewhere; waiting for its end") < out.index("cell 1 of 2 begins: seed=2")
+    assert [summary(directory)["status"] for directory in runs(cells)] == ["completed"] * 2
+    assert list(final_table(cells)) == [("0.0006", "1"), ("0.0006", "2")]
+
+
+@pytest.mark.e2e
+def test_ctrl_c_ends_the_wait_for_a_cell_elsewhere(start: Start, tiny: list[str], tmp_path: Path) -> None:
+    cells = tmp_path / "outputs" / "s"
+    cell = cells / cell_name(compose([*tiny, "train.seed=1"]), {"train.seed": "1"}, cells)
+    with run_dir.held(cell, run_dir.SWEEP_LOCK):
+        process = start("train", "-m", *tiny, "train.seed=1", "sweep.name=s")
+        assert process.stdout is not None
+        while "running elsewhere" not in process.stdout.readline():
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("how", ["both to the end", "the first is killed"])
+def test_the_same_sweep_issued_twice_at_once_trains_each_cell_once(
+    start: Start, tiny: list[str], tmp_path: Path, how: str
+) -> None:
+    options = ["train.max_steps=80", "train.eval_every=0", "sweep.name=s", "train.seed=1,2,3"]
+    both = [start("train", "-m", *tiny, *options) for _ in range(2)]
+    cells = tmp_path / "outputs" / "s"
+    if how == "the first is killed":
+        wait_for(lambda: any(cells.glob("*/metrics.jsonl")), both[0])
+        both.pop(0).kill()
+    begun = 0
+    for process in both:
+        out, err = process.communicate(timeout=300)
+        assert process.returncode == 0, err
+        assert "failed" not in out + err
+        begun += out.count(" begins: ")
+    assert begun == 3 or len(both) == 1
+    for directory in runs(cells):
+        assert summary(directory)["status"] == "completed"
+        assert [event["step"] for event in events(directory, "step")] == list(range(80))
+    assert len(final_table(cells)) == 3
 
 
 @pytest.mark.slow
