@@ -12,11 +12,15 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="gptexp prepare", description=main.__doc__)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="as for gptexp train, e.g. data=shakespeare")
     parser.add_argument("--config-dir", metavar="DIR", help="your own YAML files")
+    parser.add_argument("--verify", action="store_true", help="tokenise it again, and compare the cache with that")
     args = parser.parse_intermixed_args(argv)
 
-    for directory in data.prepare(compose(args.overrides, args.config_dir).data):
+    config = compose(args.overrides, args.config_dir).data
+    for directory in data.prepare(config):
         if directory is not None:
             print(directory)
+    if args.verify:
+        data.compare(config)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from gptexp.config.run_plan import RunPlan, plan_run
 from gptexp.config.schema import Config, counted, memory_key
 from gptexp.data.corpora import SHAKESPEARE_FILE
 from gptexp.data.prepare import downloads_dir, find_corpus, tokens_dir
-from gptexp.data.shards import MANIFEST
+from gptexp.data.shards import MANIFEST, TokenStream
 from gptexp.distributed.ranks import AT_ONCE, Rank
 from gptexp.machine.device import pick_device
 from gptexp.machine.effective import Effective, estimate, resolve
@@ -26,7 +26,6 @@ from gptexp.model.flops import count_parameters, flops_per_token
 from gptexp.process.errors import ConfigError, UserError, first_line
 from gptexp.process.terminal import warn
 from gptexp.run.calibrate import pace, sample
-from gptexp.storage.reader import read_json
 from gptexp.sweep.cells import Draft, confounds, refuse_illegal
 from gptexp.sweep.grid import Grid
 
@@ -127,10 +126,10 @@ def _prepared_tokens(cfg: Config) -> int | None:
     """Return the training tokens of an epoch, or None if the corpus is not in the cache."""
     if cfg.data.name == "shakespeare" and not (downloads_dir(cfg.data) / SHAKESPEARE_FILE).exists():
         return None
-    manifest = tokens_dir(find_corpus(cfg.data), cfg.data) / MANIFEST
-    if not manifest.exists():
+    directory = tokens_dir(find_corpus(cfg.data), cfg.data)
+    if not (directory / MANIFEST).exists():
         return None
-    tokens: int = read_json(manifest)["tokens"]
+    tokens = len(TokenStream(directory))
     windows = count_windows(min(tokens, cfg.data.max_tokens or tokens), cfg.seq_len)
     held_out = 0 if cfg.data.val_path else count_val_windows(cfg.data.val_tokens, cfg.seq_len)
     return max(0, windows - held_out) * cfg.seq_len

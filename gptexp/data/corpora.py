@@ -39,11 +39,14 @@ class Corpus:
 
     @property
     def key(self) -> str:
-        """Hash of the files' paths, sizes and modification times; 16 hex digits."""
+        """Hash of the files' paths, sizes and times; 16 hex digits.
+
+        The time of the last status change is one of them, because a program can reset that of the last modification.
+        """
         digest = hashlib.sha256()
         for file in self.files:
             stat = file.stat()
-            digest.update(os.fsencode(file) + f"\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode())
+            digest.update(os.fsencode(file) + f"\0{stat.st_size}\0{stat.st_mtime_ns}\0{stat.st_ctime_ns}\n".encode())
         return digest.hexdigest()[:16]
 
     @property

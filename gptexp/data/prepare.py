@@ -16,7 +16,7 @@ from filelock import FileLock
 from gptexp.config.paths import is_file, path_list, user_cache_dir
 from gptexp.config.schema import DataConfig, counted
 from gptexp.data import corpora
-from gptexp.data.shards import MANIFEST, VERSION, ShardWriter, TokenStream, data_errors, verify
+from gptexp.data.shards import MANIFEST, VERSION, ShardWriter, Tokens, TokenStream, data_errors, verify
 from gptexp.data.tokenizer import END_OF_TEXT, load_tokenizer
 from gptexp.process.errors import DataError
 
@@ -41,6 +41,16 @@ def prepare(data: DataConfig) -> tuple[Path, Path | None]:
     train = _tokenised(find_corpus(data), data)
     val = _tokenised(corpora.text(path_list(data.val_path)), data) if data.val_path else None
     return train, val
+
+
+def compare(data: DataConfig) -> None:
+    """Tokenise the corpus and `data.val_path` again and compare them with the cache, which `prepare` has filled.
+
+    Raises `DataError` if a token differs: a file has changed and kept its size and times, or the cache is damaged.
+    """
+    _compare(find_corpus(data), data)
+    if data.val_path:
+        _compare(corpora.text(path_list(data.val_path)), data)
 
 
 def find_corpus(data: DataConfig) -> corpora.Corpus:
@@ -70,6 +80,31 @@ def _tokenised(corpus: corpora.Corpus, data: DataConfig) -> Path:
     return target
 
 
+def _compare(corpus: corpora.Corpus, data: DataConfig) -> None:
+    target = tokens_dir(corpus, data)
+    stream, done = TokenStream(target), 0
+    for ids in _token_ids(corpus, data.tokenizer):
+        cached = stream.read(done, min(len(ids), len(stream) - done))
+        same = len(cached) == len(ids) and bool((cached == ids).all())
+        if not same:
+            raise DataError(_differs(target, done + _equal_at_the_start(cached, ids)))
+        done += len(ids)
+    if done < len(stream):
+        raise DataError(_differs(target, done))
+    print(f"{target}: its {counted(done, 'token')} are those of the text", file=sys.stderr)
+
+
+def _equal_at_the_start(a: Tokens, b: Tokens) -> int:
+    """The number of ids before the first that differs."""
+    both = min(len(a), len(b))
+    different = np.flatnonzero(a[:both] != b[:both])
+    return int(different[0]) if len(different) else both
+
+
+def _differs(target: Path, token: int) -> str:
+    return f"{target}: differs from the text from token {token:,} on; delete it to tokenise the text again"
+
+
 def data_hash(data: DataConfig) -> str:
     """Hash of the training and validation tokens, independent of paths. Prepares the tokens if they are missing."""
     return tokens_hash(*prepare(data))
@@ -92,18 +127,12 @@ def _lock(path: Path) -> FileLock:
 
 def _tokenise(corpus: corpora.Corpus, tokenizer: str, target: Path) -> None:
     started = time.perf_counter()
-    encoding = load_tokenizer(tokenizer)
     unfinished = target.with_name(f"{target.name}.tmp")
     shutil.rmtree(unfinished, ignore_errors=True)  # left by a killed process
     about = {"corpus": corpus.name, "tokenizer": tokenizer, "documents": len(corpus.files)}
-    with data_errors(unfinished), ShardWriter(unfinished, about) as writer, _progress(corpus) as advance:
-        texts = _texts(corpus)
-        while group := list(islice(texts, PIECES_AT_ONCE)):
-            pieces = [piece for piece, _ in group]
-            for (_, is_first), ids in zip(group, encoding.encode_ordinary_batch(pieces), strict=True):
-                between = [END_OF_TEXT] if is_first and writer.tokens else []
-                writer.append(np.array(between + ids, np.uint16))
-            advance(sum(len(piece.encode()) for piece in pieces))
+    with data_errors(unfinished), ShardWriter(unfinished, about) as writer:
+        for ids in _token_ids(corpus, tokenizer):
+            writer.append(ids)
     shutil.rmtree(target, ignore_errors=True)  # incomplete: it has no manifest
     unfinished.replace(target)
     seconds = time.perf_counter() - started
@@ -112,6 +141,19 @@ def _tokenise(corpus: corpora.Corpus, tokenizer: str, target: Path) -> None:
         f"{seconds:.1f} s; saved in {target}",
         file=sys.stderr,
     )
+
+
+def _token_ids(corpus: corpora.Corpus, tokenizer: str) -> Iterator[Tokens]:
+    """Yield the ids of a corpus piece by piece, with end-of-text between documents. Shows its progress."""
+    encoding = load_tokenizer(tokenizer)
+    texts, between = _texts(corpus), False
+    with _progress(corpus) as advance:
+        while group := list(islice(texts, PIECES_AT_ONCE)):
+            pieces = [piece for piece, _ in group]
+            for (_, is_first), ids in zip(group, encoding.encode_ordinary_batch(pieces), strict=True):
+                yield np.array([END_OF_TEXT] * (is_first and between) + ids, np.uint16)
+                between = True
+            advance(sum(len(piece.encode()) for piece in pieces))
 
 
 def _texts(corpus: corpora.Corpus) -> Iterator[tuple[str, bool]]:

@@ -83,5 +83,5 @@ def test_the_key_of_a_corpus_hashes_the_bytes_of_its_files_names(tmp_path: Path,
     file = Path(os.fsdecode(os.fsencode(tmp_path) + b"/" + name))
     file.write_text("some text")
     stat = file.stat()
-    line = os.fsencode(tmp_path) + b"/" + name + b"\0%d\0%d\n" % (stat.st_size, stat.st_mtime_ns)
+    line = os.fsencode(tmp_path) + b"/" + name + b"\0%d\0%d\0%d\n" % (stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
     assert corpora.text([f"{tmp_path}/*.txt"]).key == hashlib.sha256(line).hexdigest()[:16]

@@ -1,16 +1,20 @@
 """From text to cached shards: a corpus is tokenised once, and again after its text changes."""
 
 import multiprocessing
+import os
 import resource
+import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
+from conftest import ForkServer
 from texts import ids_of, stream_of, text_config
 
 from gptexp.config.schema import DataConfig
-from gptexp.data.prepare import prepare
+from gptexp.data.prepare import compare, prepare
 from gptexp.data.shards import ShardWriter
 from gptexp.data.tokenizer import END_OF_TEXT
 from gptexp.process.errors import DataError
@@ -41,6 +45,68 @@ def test_a_changed_file_is_tokenised_again(tmp_path: Path) -> None:
     path.write_text("second, longer")
     assert stream_of(prepare(text_config(path))[0]) == ids_of("second, longer")
     assert stream_of(before) == ids_of("first")
+
+
+def test_a_bit_changed_under_the_same_size_and_time_is_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "text"
+    path.write_text("one plain text")
+    before, _ = prepare(text_config(path))
+    times = path.stat()
+    path.write_bytes(path.read_bytes().replace(b"plain", b"pla\x69l"))
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert (path.stat().st_size, path.stat().st_mtime_ns) == (times.st_size, times.st_mtime_ns)
+    after, _ = prepare(text_config(path))
+    assert stream_of(after) == ids_of("one plail text")
+    assert stream_of(before) == ids_of("one plain text")
+
+
+@pytest.mark.parametrize(
+    ("change", "token"),
+    [
+        (lambda ids: ids, None),
+        (lambda ids: [*ids[:30_000], 7, *ids[30_001:]], 30_000),
+        (lambda ids: [7, *ids[1:]], 0),
+        (lambda ids: ids[:-1], -1),
+        (lambda ids: [*ids, 7], 0),
+        (lambda ids: ids[:100], 100),
+    ],
+)
+def test_verifying_compares_the_cache_with_the_text(
+    tmp_path: Path, corpus: Path, change: Callable[[list[int]], list[int]], token: int | None
+) -> None:
+    """Also a cache whose hashes are right, as after a change of the text that no time shows."""
+    data = text_config(corpus, cache_dir=str(tmp_path))
+    directory, _ = prepare(data)
+    ids = stream_of(directory)
+    shutil.rmtree(directory)
+    with ShardWriter(directory, {}, tokens_per_shard=10_000) as writer:
+        writer.append(np.array(change(ids), np.uint16))
+    assert prepare(data)[0] == directory  # finds nothing wrong
+    if token is None:
+        compare(data)
+        return
+    at = token if token > 0 or change(ids)[0] == 7 else len(ids) + token
+    with pytest.raises(DataError, match=rf"differs from the text from token {at:,} on; delete it to tokenise"):
+        compare(data)
+
+
+def test_prepare_verify_reads_the_text_and_the_validation_text(
+    light_server: ForkServer, tmp_path: Path, corpus: Path
+) -> None:
+    (tmp_path / "val.txt").write_text("held out " * 100)
+    argv = ["prepare", "data=text", f"data.path={corpus}", "data.val_path=val.txt", "--verify"]
+    done = light_server.ask(argv, tmp_path)
+    assert done["code"] == 0, done["stderr"]
+    train, val = done["stdout"].splitlines()
+    verified = [line for line in done["stderr"].splitlines() if "are those of the text" in line]
+    assert [line.partition(":")[0] for line in verified] == [train, val]
+    shutil.rmtree(val)
+    with ShardWriter(Path(val), {}) as writer:
+        writer.append(np.array([1, 2, 3], np.uint16))
+    refused = light_server.ask(argv, tmp_path)
+    assert (refused["code"], refused["stderr"].splitlines()[-1]) == (
+        3, f"gptexp: {val}: differs from the text from token 0 on; delete it to tokenise the text again"
+    )  # fmt: skip
 
 
 def _prepare_in_process(path: str, cache: str, barrier: object) -> None:
