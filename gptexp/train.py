@@ -1,9 +1,10 @@
 """`gptexp train [overrides]`: train a model, or with -m a sweep of them."""
 
+import signal
 import sys
 
 from gptexp.distributed.ranks import ending_rank, launcher_rank
-from gptexp.process.signals import StopRequest
+from gptexp.process.signals import StopRequest, at_parents_death
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -17,6 +18,8 @@ def main(argv: list[str] | None = None) -> None:
     rank = launcher_rank()
     if rank is None:
         lead(stop)
+    # A rank whose agent of torchrun is killed would train on, and nobody would see how it ends. It stops and saves.
+    at_parents_death(signal.SIGTERM)
     with ending_rank():
         from gptexp.command.leader import Leader, follow  # imports torch
 

@@ -40,10 +40,11 @@ class Leader:
 
         Under srun this process hosts the store, so it must not end first.
         """
-        self._publish(None)
         deadline = time.monotonic() + LEAVE_S
-        while self.store.add("left", 0) < self.rank.world_size - 1 and time.monotonic() < deadline:
-            time.sleep(0.02)
+        with suppress(RuntimeError):  # under torchrun an agent hosts the store, and it may have been killed
+            self._publish(None)
+            while self.store.add("left", 0) < self.rank.world_size - 1 and time.monotonic() < deadline:
+                time.sleep(0.02)
 
     def _publish(self, job: dict[str, Any] | None) -> None:
         self.store.set(f"job/{self.jobs}", json.dumps(job))

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 import torch.distributed as dist
 from conftest import ROOT, events, runs, summary, wait_for
@@ -19,7 +20,7 @@ from real_runs import begun
 from gptexp.command import leader
 from gptexp.command.leader import Leader
 from gptexp.config.schema import Config, DataConfig
-from gptexp.data.prepare import prepare
+from gptexp.data.prepare import find_corpus, prepare, tokens_dir
 from gptexp.distributed.ranks import Rank
 from gptexp.process.signals import StopRequest
 
@@ -81,19 +82,24 @@ def torchrun(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     return run
 
 
-@pytest.mark.e2e
-def test_two_torchrun_agents_train_one_run_in_one_directory(tiny: list[str], tmp_path: Path) -> None:
+def two_agents(directory: Path, overrides: list[str]) -> list[subprocess.Popen[str]]:
+    """Start torchrun twice in `directory`, as on two nodes, with one rank each."""
     with socket.create_server(("localhost", 0)) as free:
         port = free.getsockname()[1]
     command = [
         sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d",
-        f"--rdzv-endpoint=localhost:{port}", "--rdzv-id=test", "-m", "gptexp.train", *tiny,
+        f"--rdzv-endpoint=localhost:{port}", "--rdzv-id=test", "-m", "gptexp.train", *overrides,
     ]  # fmt: skip
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    agents = [
-        subprocess.Popen(command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return [
+        subprocess.Popen(command, cwd=directory, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for _ in range(2)
     ]
+
+
+@pytest.mark.e2e
+def test_two_torchrun_agents_train_one_run_in_one_directory(tiny: list[str], tmp_path: Path) -> None:
+    agents = two_agents(tmp_path, tiny)
     outputs = [agent.communicate(timeout=180) for agent in agents]
     assert [agent.returncode for agent in agents] == [0, 0], outputs
     [directory] = runs(tmp_path)
@@ -101,6 +107,35 @@ def test_two_torchrun_agents_train_one_run_in_one_directory(tiny: list[str], tmp
     assert summary(directory)["status"] == "completed"
     assert [e["step"] for e in events(directory, "step")] == list(range(4))
     assert len(list((tmp_path / "outputs").glob("*/*"))) == 1
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("of_rank", [0, 1])
+def test_a_run_whose_torchrun_agent_is_killed_is_interrupted_and_resumes(
+    gptexp: Callable[..., subprocess.CompletedProcess[str]], long_run: list[str], tmp_path: Path, of_rank: int
+) -> None:
+    """No rank is left without an agent, whose end nobody would see."""
+    agents = two_agents(tmp_path, long_run)
+    try:
+        wait_for(begun(tmp_path / "out"), agents[0])
+        ranks = {int(p.environ()["RANK"]): p for agent in agents for p in psutil.Process(agent.pid).children()}
+        killed = next(agent for agent in agents if agent.pid == ranks[of_rank].ppid())
+        killed.kill()
+        [other] = [agent for agent in agents if agent is not killed]
+        _, err = other.communicate(timeout=120)
+        assert other.returncode == 1, err
+        psutil.wait_procs(ranks.values(), timeout=60)
+        assert not any(process.is_running() for process in ranks.values())
+    finally:
+        for agent in agents:
+            agent.kill()
+            agent.communicate()
+    assert summary(tmp_path / "out")["status"] == "interrupted"
+    done = summary(tmp_path / "out")["steps"]
+    assert [event["step"] for event in events(tmp_path / "out", "step")] == list(range(done))
+    resumed = gptexp("train", *long_run, "world.size=2", "train.max_minutes=0.0001")
+    assert resumed.returncode == 0, resumed.stderr
+    assert summary(tmp_path / "out")["steps"] > done
 
 
 @pytest.mark.e2e
@@ -156,15 +191,15 @@ def srun(directory: Path, overrides: list[str], *envs: dict[str, str]) -> list[t
 
 @pytest.mark.e2e
 def test_ranks_whose_data_differ_from_rank_0_are_refused(tiny: list[str], tmp_path: Path, corpus: Path) -> None:
-    """Two nodes have separate token caches. The text of one was replaced by one of the same size and time."""
+    """Two nodes have separate token caches, and that of one holds the tokens of another text."""
     text = tmp_path / "text.txt"
     text.write_text(corpus.read_text())
     apart = {"SLURM_LOCALID": "0", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
     nodes = [{**apart, "GPTEXP_CACHE": str(tmp_path / f"cache{i}")} for i in range(2)]
-    prepare(DataConfig(name="text", path=[str(text)], cache_dir=nodes[1]["GPTEXP_CACHE"]))
-    time_of_change = text.stat().st_mtime_ns
+    data = DataConfig(name="text", path=[str(text)], cache_dir=nodes[1]["GPTEXP_CACHE"])
+    stale, _ = prepare(data)
     text.write_text(corpus.read_text().replace("cat", "cow"))
-    os.utime(text, ns=(time_of_change, time_of_change))
+    stale.rename(tokens_dir(find_corpus(data), data))
     done = srun(tmp_path, [*tiny, "data.path=text.txt"], *nodes)
     assert [code for code, _ in done] == [3, 3], done
     assert all("rank 1: its data differs from that of rank 0" in error for _, error in done)
