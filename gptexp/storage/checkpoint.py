@@ -15,7 +15,8 @@ import math
 import os
 import shutil
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from pickle import UnpicklingError
@@ -23,7 +24,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import nn
 
 from gptexp.config.batch import crosses
@@ -190,7 +191,7 @@ def refuse_other_size(path: Path, parameters: int) -> None:
     """Raise `CheckpointError` unless checkpoint `path` has as many parameters, before a model of that size is built."""
     file = path / "model.safetensors"
     try:
-        with safe_open(file, "pt") as weights:
+        with _opened(file) as weights:
             found = sum(math.prod(weights.get_slice(name).get_shape()) for name in weights.keys())  # noqa: SIM118
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{file}: does not fit the model ({first_line(error)})") from None
@@ -198,10 +199,20 @@ def refuse_other_size(path: Path, parameters: int) -> None:
         raise CheckpointError(f"{file}: does not fit the model (it has {found:,} parameters, not {parameters:,})")
 
 
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """Open a file of safetensors, which refuses a name that is not UTF-8: that file is opened by its descriptor."""
+    with path.open("rb") as file:
+        name = str(path) if str(path).isprintable() else f"/dev/fd/{file.fileno()}"
+        with safe_open(name, "pt") as tensors:
+            yield tensors
+
+
 def load_weights(path: Path, model: nn.Module) -> None:
     """Load the weights of checkpoint `path` into `model`. Raises `CheckpointError` if they do not fit."""
     try:
-        weights = load_file(path / "model.safetensors")
+        with _opened(path / "model.safetensors") as file:
+            weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         model.load_state_dict({**weights, "lm_head.weight": weights["wte.weight"]})
     except (OSError, SafetensorError, KeyError, RuntimeError) as error:
         raise CheckpointError(f"{path / 'model.safetensors'}: does not fit the model ({first_line(error)})") from None

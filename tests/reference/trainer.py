@@ -1,0 +1,196 @@
+"""An independent trainer in float64, written from the definitions. It imports nothing of gptexp.
+
+The model is GPT-2 (Radford et al. 2019, with the layer norms of Ba et al. 2016 and the GELU of Hendrycks and Gimpel
+2016), the optimizer AdamW (Loshchilov and Hutter 2019, algorithm 2), the schedule a linear warm-up and a cosine.
+Weights decay if they have two dimensions. The order of the data is that of gptexp/data/README.md.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+VALIDATION_KEY = int.from_bytes(b"validate", "big")
+Weights = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a run is told on its command line. Lengths in tokens."""
+
+    text: Path
+    n_layer: int
+    n_head: int
+    seq_len: int
+    total_batch_size: int
+    micro_batch_size: int
+    world_size: int
+    steps: int
+    val_tokens: int
+    eval_every: int
+    lr: float
+    warmup: int
+    min_lr_ratio: float
+    seed: int
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    grad_clip: float  # 0: none
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a run logs of a step; `val_loss` after it, or None."""
+
+    loss: float
+    lr: float
+    grad_norm: float
+    small_sq_norm: float  # mean over the first two micro-batches of each rank, or the only one
+    val_loss: float | None
+
+
+# --- data ------------------------------------------------------------------------------------------------------------
+
+
+def token_ids(text: Path, ranks: Path) -> list[int]:
+    """GPT-2's ids of a text, by tiktoken; `ranks` is the published table of its byte pairs."""
+    from tiktoken import Encoding
+    from tiktoken.load import load_tiktoken_bpe
+
+    pattern = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
+    return Encoding("gpt2", pat_str=pattern, mergeable_ranks=load_tiktoken_bpe(str(ranks)), special_tokens={}).encode(
+        text.read_text(encoding="utf-8")
+    )
+
+
+def splitmix64(x: int) -> int:
+    """Steele, Lea and Flood 2014, figure 17, with the state `x`."""
+    mask = 2**64 - 1
+    z = (x + 0x9E3779B97F4A7C15) & mask
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
+    return z ^ (z >> 31)
+
+
+def key_of(*values: int) -> int:
+    key = 0
+    for value in values:
+        key = splitmix64(key ^ value)
+    return key
+
+
+def shuffled(n: int, key: int) -> list[int]:
+    """The numbers below `n` (at most 65,535), sorted by their hashes."""
+    return sorted(range(n), key=lambda i: splitmix64(i ^ key))
+
+
+def windows(n: int, n_val: int, seed: int, samples: range) -> tuple[list[int], list[int]]:
+    """The training windows of these samples, and the validation windows, of a text of `n` windows."""
+    held_out = sorted(shuffled(n, VALIDATION_KEY)[:n_val])
+    kept = [window for window in range(n) if window not in set(held_out)]
+    found = []
+    for sample in samples:
+        epoch, position = divmod(sample, len(kept))
+        found.append(kept[shuffled(len(kept), key_of(seed, epoch))[position]])
+    return found, held_out
+
+
+# --- model -----------------------------------------------------------------------------------------------------------
+
+
+def layer_norm(x: Tensor, w: Weights, name: str) -> Tensor:
+    centred = x - x.mean(-1, keepdim=True)
+    scaled = centred / torch.sqrt(centred.square().mean(-1, keepdim=True) + 1e-5)
+    return scaled * w[f"{name}.weight"] + w.get(f"{name}.bias", 0)
+
+
+def linear(x: Tensor, w: Weights, name: str) -> Tensor:
+    return x @ w[f"{name}.weight"].T + w.get(f"{name}.bias", 0)
+
+
+def gelu(x: Tensor) -> Tensor:
+    return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+def attention(x: Tensor, w: Weights, name: str, n_head: int) -> Tensor:
+    b, t, c = x.shape
+    q, k, v = (
+        part.reshape(b, t, n_head, c // n_head).transpose(1, 2) for part in linear(x, w, f"{name}.c_attn").chunk(3, -1)
+    )
+    scores = q @ k.transpose(-2, -1) / math.sqrt(c // n_head)
+    scores = scores.masked_fill(torch.ones(t, t).triu(1).bool(), -math.inf)
+    weights = torch.exp(scores - scores.amax(-1, keepdim=True))
+    y = (weights / weights.sum(-1, keepdim=True)) @ v
+    return linear(y.transpose(1, 2).reshape(b, t, c), w, f"{name}.c_proj")
+
+
+def mean_loss(w: Weights, rows: Tensor, s: Setup) -> Tensor:
+    """Mean cross-entropy of rows of T + 1 ids: each id is predicted from those before it."""
+    x, y = rows[:, :-1], rows[:, 1:]
+    h = w["wte.weight"][x] + w["wpe.weight"][: s.seq_len]
+    for block in (f"h.{i}" for i in range(s.n_layer)):
+        h = h + attention(layer_norm(h, w, f"{block}.ln_1"), w, f"{block}.attn", s.n_head)
+        m = layer_norm(h, w, f"{block}.ln_2")
+        h = h + linear(gelu(linear(m, w, f"{block}.mlp.c_fc")), w, f"{block}.mlp.c_proj")
+    logits = layer_norm(h, w, "ln_f") @ w["wte.weight"].T
+    chosen = logits.gather(-1, y[..., None])[..., 0]
+    return (torch.logsumexp(logits, -1) - chosen).mean()
+
+
+# --- training --------------------------------------------------------------------------------------------------------
+
+
+def lr_at(step: int, s: Setup) -> float:
+    before, after, end = step * s.total_batch_size, (step + 1) * s.total_batch_size, s.steps * s.total_batch_size
+    if after <= s.warmup:
+        return s.lr * after / s.warmup
+    done = (max(before, s.warmup) - s.warmup) / (end - s.warmup)
+    return s.lr * (s.min_lr_ratio + (1 - s.min_lr_ratio) * (1 + math.cos(math.pi * done)) / 2)
+
+
+def train(weights: Weights, ids: list[int], s: Setup) -> Iterator[Step]:
+    """Train `weights` in place and yield each step."""
+    w = {name: value.double().requires_grad_() for name, value in weights.items()}
+    m = {name: torch.zeros_like(value) for name, value in w.items()}
+    v = {name: torch.zeros_like(value) for name, value in w.items()}
+    sequences = s.total_batch_size // s.seq_len
+    per_rank = sequences // s.micro_batch_size // s.world_size
+    order, held_out = windows(
+        (len(ids) - 1) // s.seq_len, round(s.val_tokens / s.seq_len), s.seed, range(s.steps * sequences)
+    )
+
+    def rows(of: list[int]) -> Tensor:
+        return torch.tensor([ids[i * s.seq_len : (i + 1) * s.seq_len + 1] for i in of])
+
+    for step in range(s.steps):
+        mine = order[step * sequences : (step + 1) * sequences]
+        total = {name: torch.zeros_like(value) for name, value in w.items()}
+        losses, small = [], []
+        for number in range(sequences // s.micro_batch_size):
+            batch = rows(mine[number * s.micro_batch_size : (number + 1) * s.micro_batch_size])
+            loss = mean_loss(w, batch, s)
+            gradient = dict(zip(w, torch.autograd.grad(loss, list(w.values())), strict=True))
+            losses.append(loss.item())
+            if number % per_rank < 2:
+                small.append(sum(float(g.square().sum()) for g in gradient.values()))
+            for name, g in gradient.items():
+                total[name] += g / (sequences // s.micro_batch_size)
+        norm = math.sqrt(sum(float(g.square().sum()) for g in total.values()))
+        factor = min(1.0, s.grad_clip / (norm + 1e-6)) if s.grad_clip else 1.0
+        lr = lr_at(step, s)
+        with torch.no_grad():
+            for name, value in w.items():
+                g = factor * total[name]
+                m[name] = s.beta1 * m[name] + (1 - s.beta1) * g
+                v[name] = s.beta2 * v[name] + (1 - s.beta2) * g * g
+                m_hat, v_hat = m[name] / (1 - s.beta1 ** (step + 1)), v[name] / (1 - s.beta2 ** (step + 1))
+                decay = s.weight_decay if value.dim() >= 2 else 0.0
+                value -= lr * (m_hat / (v_hat.sqrt() + s.eps) + decay * value)
+            val_loss = None
+            if (step + 1) % s.eval_every == 0 or step + 1 == s.steps:
+                val_loss = float(mean_loss(w, rows(held_out), s))
+        yield Step(sum(losses) / len(losses), lr, norm, sum(small) / len(small), val_loss)
