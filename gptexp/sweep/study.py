@@ -82,9 +82,10 @@ class Study:
         A diverged cell gets the loss of a uniform guess over the vocabulary: no useful model has a higher one. An
         interrupted trial stays open, so that the next command continues it.
         """
-        status = run_dir.status(cell.directory)
-        if status == "completed":
-            self.study.tell(number, run_dir.read_summary(cell.directory)["final_val_loss"])
+        summary = run_dir.read_summary(cell.directory)
+        status = summary.get("status")
+        if status == "completed" and "final_val_loss" in summary:
+            self.study.tell(number, summary["final_val_loss"])
         elif status == "diverged":
             self.study.tell(number, math.log(cell.config.model.vocab_size))
         elif status != "interrupted":

@@ -20,7 +20,7 @@ from hydra.types import HydraContext
 from omegaconf import DictConfig
 
 from gptexp.config.schema import counted, memory_key, shown
-from gptexp.process.errors import EXIT_DIVERGED, EXIT_FAILED, ConfigError, UserError
+from gptexp.process.errors import EXIT_DIVERGED, EXIT_FAILED, ConfigError, InUseError, UserError
 from gptexp.process.terminal import say, warn
 from gptexp.run.pool import OUTPUT
 from gptexp.storage import run_dir
@@ -113,16 +113,21 @@ class CellSweeper(Sweeper):
         return status in run_dir.DONE
 
     def claim(self, cell: Cell, runs: bool = False) -> None:
-        """Reserve a cell for this command until `ended`. Raises `InUseError` if another process runs it.
+        """Reserve a cell for this command until `ended`. Raises `InUseError` if another command runs or has run it.
 
         With `runs`, it runs as a job that no other command watches.
         """
         if not runs:
             run_dir.check_unlocked(cell.directory, run_dir.LOCKS)
-        self.claims[cell.directory] = run_dir.acquire(cell.directory, run_dir.SWEEP_LOCK)
+        lock = run_dir.acquire(cell.directory, run_dir.SWEEP_LOCK)
+        if run_dir.status(cell.directory) in run_dir.DONE:  # since this sweep began
+            lock.release()
+            raise InUseError(f"{cell.directory}: another command has completed it")
+        self.claims[cell.directory] = lock
 
     def set_aside(self, cell: Cell) -> None:
-        say(f"--- {cell.name}: running elsewhere; waiting for its end")
+        if run_dir.is_locked(cell.directory, run_dir.LOCKS):
+            say(f"--- {cell.name}: running elsewhere; waiting for its end")
         self.elsewhere.append(cell)
 
     def more(self) -> Cell | None:

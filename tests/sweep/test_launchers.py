@@ -4,6 +4,7 @@ import csv
 import json
 import os
 import random
+import re
 import signal
 import stat
 import subprocess
@@ -74,6 +75,19 @@ def test_a_sweep_waits_for_a_cell_that_another_process_runs(start: Start, tiny: 
     assert out.index(f"{first.name}: running elsewhere; waiting for its end") < out.index("cell 1 of 2 begins: seed=2")
     assert [summary(directory)["status"] for directory in runs(cells)] == ["completed"] * 2
     assert list(final_table(cells)) == [("0.0006", "1"), ("0.0006", "2")]
+
+
+@pytest.mark.e2e
+def test_a_cell_that_another_command_completed_meanwhile_is_not_run_again(
+    start: Start, tiny: list[str], tmp_path: Path
+) -> None:
+    three = start("train", "-m", *tiny, "train.seed=1,2,3", "sweep.name=s")
+    other = start("train", "-m", *tiny, "train.seed=3,4", "sweep.name=s")
+    outputs = [process.communicate(timeout=240) for process in (three, other)]
+    assert [three.returncode, other.returncode] == [0, 0], outputs
+    assert "begins: seed=3" in outputs[1][0]
+    assert "begins: seed=3" not in outputs[0][0]
+    assert re.search(r"--- seed=3-\w+: already completed", outputs[0][0])
 
 
 @pytest.mark.e2e
