@@ -1,11 +1,12 @@
 """`gptexp sample RUN_DIR`: text from a run's newest checkpoint."""
 
 import argparse
+import sys
 from pathlib import Path
 
 from gptexp.config.schema import LIMIT
 from gptexp.process.errors import ConfigError
-from gptexp.process.terminal import run_verb, say
+from gptexp.process.terminal import emit, run_verb, say
 from gptexp.storage import run_dir
 
 
@@ -35,7 +36,8 @@ def main(argv: list[str] | None = None) -> None:
 
     model, tokenizer, _ = load_run(args.run_dir)
     how = Sampling(args.max_new_tokens, args.temperature, args.top_k, args.seed)
-    say("\n---\n".join(complete(model, tokenizer, args.prompt, args.num_samples, how)))
+    text = "\n---\n".join(complete(model, tokenizer, args.prompt, args.num_samples, how))
+    (say if sys.stdout.isatty() else emit)(text)  # a file gets the text as it is
 
 
 if __name__ == "__main__":

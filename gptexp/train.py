@@ -1,14 +1,15 @@
 """`gptexp train [overrides]`: train a model, or with -m a sweep of them."""
 
-import signal
+import os
 import sys
 
 from gptexp.distributed.ranks import ending_rank, launcher_rank
-from gptexp.process.signals import StopRequest, at_parents_death
+from gptexp.process.signals import StopRequest, die_with_parent
 
 
 def main(argv: list[str] | None = None) -> None:
     """Train what the command line describes; as every rank, if a launcher has started this process."""
+    parent = os.getppid()
     if argv is not None:
         sys.argv[1:] = argv  # Hydra reads it
     stop = StopRequest()
@@ -19,7 +20,7 @@ def main(argv: list[str] | None = None) -> None:
     if rank is None:
         lead(stop)
     # A rank whose agent of torchrun is killed would train on, and nobody would see how it ends. It stops and saves.
-    at_parents_death(signal.SIGTERM)
+    die_with_parent(parent)
     with ending_rank():
         from gptexp.command.leader import Leader, follow  # imports torch
 

@@ -14,7 +14,7 @@ from gptexp.config.schema import Config, from_dict, to_dict
 from gptexp.distributed.group import connect
 from gptexp.distributed.ranks import Rank
 from gptexp.process.errors import EXIT_DIVERGED, UserError
-from gptexp.process.signals import StopRequest, ignore_stops
+from gptexp.process.signals import EXIT_CODES, StopRequest, ignore_stops
 from gptexp.process.terminal import warn
 from gptexp.run.job import Job
 from gptexp.run.rank import run
@@ -80,6 +80,9 @@ def _run_published(
     """Train one published job as `rank`, with its own key prefix in the store. *Collective.*"""
     stop.limit(config.train.max_minutes)
     code = run(Job(config, directory, rank, stop, dist.PrefixStore(f"group{number}", store)))
+    stop.training = False  # nothing is left to save, so that a signal ends this process while it waits for a job
+    if code in (0, EXIT_DIVERGED) and (reason := stop.reason()) is not None:
+        code = EXIT_CODES[reason] or code  # a signal that came after the last step; `time` counts for one run
     if code > 128:  # after a signal; otherwise the next cell of a sweep still needs the handlers
         ignore_stops()  # srun signals the tasks that still run; their exit code must not change
     return code

@@ -30,10 +30,10 @@ def at_parents_death(number: int) -> None:
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, number, 0, 0, 0)
 
 
-def die_with_parent() -> None:
-    """Have Linux send SIGTERM to this process when its launcher ends; exit now if the launcher has ended already."""
+def die_with_parent(parent: int) -> None:
+    """Have Linux send SIGTERM to this process when process `parent` ends; exit now if it has ended already."""
     at_parents_death(signal.SIGTERM)
-    if os.getppid() != int(os.environ[PARENT]):
+    if os.getppid() != parent:
         sys.exit(128 + signal.SIGTERM)
 
 

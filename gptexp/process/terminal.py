@@ -5,15 +5,19 @@ closed pipe (`gptexp train | head`) does not stop a run.
 """
 
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from io import TextIOWrapper
 from typing import Any, NoReturn, TextIO
 
 from gptexp.process.errors import EXIT_FAILED, ConfigError, UserError
 
 LAYOUT = "\n\t"  # control characters that may be printed
+# Control characters, bytes of a name that are not UTF-8, separators of lines, and those that reverse the direction.
+_CONTROLS = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff\u2028-\u202e\u2066-\u2069\ufffe\uffff]")
 _people_read_stdout = True
 
 
@@ -29,9 +33,7 @@ def printable(text: str, keep: str = "") -> str:
 
     Names of files and texts of models may hold any character. Those in `keep` are left.
     """
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() or c in keep else "\ufffd" for c in text)
+    return _CONTROLS.sub(lambda found: found[0] if found[0] in keep else "\ufffd", text)
 
 
 def say(*lines: str) -> None:
@@ -81,7 +83,13 @@ def report_errors() -> Iterator[None]:
 
 
 def _require_utf8() -> None:
-    """Raise `ConfigError` if Python decodes names of files in another encoding: other processes could not find them."""
+    """Raise `ConfigError` if Python decodes names of files in another encoding: other processes could not find them.
+
+    Output in another encoding (PYTHONIOENCODING) has escapes for the characters that it lacks.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper) and stream.encoding.lower() != "utf-8":
+            stream.reconfigure(errors="backslashreplace")
     encoding = sys.getfilesystemencoding()
     if encoding != "utf-8":
         raise ConfigError(f"the encoding of this locale is {encoding}: set LC_ALL=C.UTF-8, or PYTHONUTF8=1")

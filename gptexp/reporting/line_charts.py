@@ -1,5 +1,6 @@
 """Charts with a line per run over its training: losses and noise scale, and more of a single run."""
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 
 from gptexp.reporting.analysis import Arm
@@ -118,7 +119,7 @@ def _values(arm: Arm, value_of: StepValue) -> list[Spec]:
 
 def _labels(run: Run, point: Point) -> Spec:
     """The run of a point; of a run with missing steps also the part of its line, which has a gap there."""
-    part = {"part": sum(gap.stop <= point.step for gap in run.gaps)} if run.gaps else {}
+    part = {"part": bisect_right(run.gaps, point.step, key=lambda gap: gap.stop)} if run.gaps else {}
     return {"run": run.name, "rate": f"{run.lr:.3g}", "size": f"{run.batch:,}", **part}
 
 

@@ -12,6 +12,7 @@ from gptexp.process.terminal import printable
 from gptexp.reporting.records import Run, find_runs, read_run
 from gptexp.storage import run_dir, sweep_record
 
+YEARS_1000 = 1000 * 365.25 * 86_400  # s
 STATES = ("running", "completed", "diverged", "interrupted", "failed", "damaged", "left")
 
 
@@ -98,7 +99,7 @@ def line_of(cell: Progress) -> str:
 
 
 def seconds_shown(seconds: float) -> str:
-    return str(timedelta(seconds=round(seconds)))
+    return str(timedelta(seconds=round(seconds))) if seconds < YEARS_1000 else "more than a thousand years"
 
 
 def in_all(cells: list[Progress]) -> str:

@@ -114,8 +114,11 @@ def read_run(directory: Path) -> Run:
         summary=summary,
         seq_len=config.seq_len,
     )
-    if status == "completed" and "final_val_loss" in summary:
-        run.loss = float(summary["final_val_loss"])
+    if status == "completed":
+        if "final_val_loss" in summary:
+            run.loss = float(summary["final_val_loss"])
+        elif config.data.val_tokens or config.data.val_path:
+            run.status, run.problem = "damaged", printable(f"{directory / run_dir.SUMMARY}: final_val_loss is missing")
     try:
         _read_metrics(run, directory / run_dir.METRICS, config.train.log_every)
     except OSError as error:

@@ -1,17 +1,18 @@
 """`python -m gptexp.run RUN_DIR`: one rank, started by gptexp's own launcher. Installs signals before torch loads."""
 
 import gc
+import os
 import sys
 from pathlib import Path
 
-from gptexp.process.signals import StopRequest, die_with_parent
+from gptexp.process.signals import PARENT, StopRequest, die_with_parent
 
 
 def main() -> None:
     """Train as the rank that the environment names."""
     stop = StopRequest()
     stop.install(ignore_sigint=True)  # the parent handles Ctrl-C, also before torch is imported
-    die_with_parent()
+    die_with_parent(int(os.environ[PARENT]))
     gc.disable()  # as in `run`: the next line imports torch
     from gptexp.run.rank import run_launched
 

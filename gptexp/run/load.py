@@ -27,6 +27,7 @@ class LoadedRun:
     model: GPT  # in eval mode, on `device`
     config: Config
     effective: Effective
+    checkpoint: Path
     step: int
     device: torch.device
 
@@ -46,14 +47,15 @@ def load_checkpointed(directory: Path | str) -> LoadedRun:
     if saved is None or saved.device != device.type:  # the kernels that the config asks for may not exist here
         here = replace(config, train=replace(config.train, attention=AUTO), optim=replace(config.optim, fused=AUTO))
     effective = resolve(here, device, Rank(), saved)
-    return LoadedRun(model.to(device).eval(), config, effective, state.step, device)
+    return LoadedRun(model.to(device).eval(), config, effective, path, state.step, device)
 
 
 def _refuse_another_model(directory: Path, config: Config) -> None:
     """Raise `ConfigError` if config.yaml was edited: weights of the same shapes would be another model."""
     trained, now = run_dir.trained_with(directory), result_deciding(config)
     for key, value in trained.items():
-        if value != now[key] and (key.startswith("model.") or key == "data.tokenizer"):
+        decides = (key.startswith("model.") and key != "model.dropout") or key == "data.tokenizer"
+        if decides and value != now[key]:
             raise ConfigError(
                 f"{directory / run_dir.CONFIG}: {key}={shown(now[key])}, and the weights were trained with "
                 f"{shown(value)}; restore that value"
@@ -86,8 +88,8 @@ def evaluate_checkpoint(directory: Path, config: Config, of_the_run: bool) -> di
     loaded = load_checkpointed(directory)
     apply(loaded.effective)
     dataset = build_dataset(config)
-    trained_on = run_dir.read_summary(directory).get("data_hash", dataset.hash)
-    if of_the_run and dataset.hash != trained_on:
+    trained_on = run_dir.read_summary(directory).get("data_hash") or checkpoint.data_hash(loaded.checkpoint)
+    if of_the_run and trained_on not in (None, dataset.hash):
         raise DataError(
             f"{directory}: trained on other tokens ({trained_on}) than data={config.data.name} contains now "
             f"({dataset.hash}), so the held-out text may be part of the training text; give --data FILE"

@@ -9,14 +9,15 @@ def missing_steps(logged: Sequence[int], end: int, log_every: int) -> list[range
     """Return the ranges of steps before `end` that should have a line and have none.
 
     `logged` holds the steps that have one, in the order of the lines. A run may have been resumed with another
-    `train.log_every`, so a distance between two lines is regular if it is as large as the one before or after it.
+    `train.log_every`, so a distance between two lines is regular if it is as large as the one before or after it. So a
+    single line that was cut next to another such one is not found.
     """
     if not logged:
         return [range(end)] if end else []
     distances = [after - before for before, after in zip(logged, [*logged[1:], end], strict=True)]
     gaps = [range(logged[0])] if logged[0] > 0 else []
     for number, distance in enumerate(distances):
-        neighbours = (*distances[max(0, number - 1) : number], *distances[number + 1 :][:1])
+        neighbours = (*distances[max(0, number - 1) : number], *distances[number + 1 : number + 2])
         if distance > max(log_every, *neighbours, 1):
             gaps.append(range(logged[number] + 1, logged[number] + distance))
     return gaps
@@ -24,6 +25,6 @@ def missing_steps(logged: Sequence[int], end: int, log_every: int) -> list[range
 
 def described(gaps: Sequence[range]) -> str:
     """The gaps in one line, at most three of them."""
-    parts = [f"{gap[0]} to {gap[-1]}" if len(gap) > 1 else f"{gap[0]}" for gap in gaps[:3]]
+    parts = [f"{gap.start} to {gap.stop - 1}" if gap.stop - gap.start > 1 else f"{gap.start}" for gap in gaps[:3]]
     more = f" and {counted(len(gaps) - 3, 'further gap')}" if len(gaps) > 3 else ""
-    return f"no line for steps {', '.join(parts)}{more}: the file was cut or edited"
+    return f"no line for steps {', '.join(parts)}{more}: the file may have been cut"

@@ -15,7 +15,7 @@ from typing import Any, NoReturn, TextIO
 import yaml
 
 MAX_BYTES = 64 << 20  # the largest legitimate file, the manifest of 10^12 tokens, has 2 MB
-MAX_DIGITS = 20  # of an integer; fingerprints have 64 bits
+INTEGER_LIMIT = 2**64  # of its absolute value: fingerprints have 64 bits
 
 
 def open_text(path: Path, errors: str = "strict") -> TextIO:
@@ -66,9 +66,9 @@ def _finite(text: str) -> float:
 
 
 def _bounded(text: str) -> int:
-    if len(text) > MAX_DIGITS:
-        raise ValueError(f"the number {text[:MAX_DIGITS]}... is too large")
-    return int(text)
+    if len(text) > 21 or abs(value := int(text)) >= INTEGER_LIMIT:  # a long text is not converted: that takes time
+        raise ValueError(f"the number {text[:21]} is too large")
+    return value
 
 
 def read_yaml(path: Path) -> Any:

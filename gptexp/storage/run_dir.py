@@ -39,6 +39,7 @@ SWEEP = "sweep.json"  # in the directory of a sweep: its cells and their common 
 CHECKPOINTS = "checkpoints"
 STEP_NAME = re.compile(r"step-\d{8,}")  # of a published checkpoint
 PROFILE = "profile"
+HYDRA = ".hydra"  # Hydra's own record of the command line
 SUMMARY_TYPES: dict[str, Any] = {  # of the values that are read
     "status": str, "final_val_loss": float, "steps": int, "tokens": int, "wall_s": float, "train_s": float,
     "data_hash": str, "parameters": int, "world_size": int, "device": str, "git_commit": str,
@@ -141,9 +142,15 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_summary(directory: Path) -> dict[str, Any]:
-    """The values of summary.json that have the right type; empty if it is missing. Raises `ConfigError` if invalid."""
-    values = read_json(directory / SUMMARY)
-    return {key: values[key] for key, kind in SUMMARY_TYPES.items() if fits_type(values.get(key), kind)}
+    """The values of summary.json that are read and not null; empty if it is missing. Raises `ConfigError`."""
+    path = directory / SUMMARY
+    values = {key: value for key, value in read_json(path).items() if key in SUMMARY_TYPES and value is not None}
+    for key, value in values.items():
+        is_negative = isinstance(value, int | float) and value < 0
+        if is_negative or not fits_type(value, SUMMARY_TYPES[key]):
+            why = "must be 0 or above" if is_negative else "wrong type"
+            raise ConfigError(f"{path}: {key}={shown(value)}: {why}; remove the file, or start a new run")
+    return values
 
 
 def save_config(directory: Path, config: Config) -> None:
@@ -171,7 +178,7 @@ def load_config(directory: Path) -> Config:
 def is_run(directory: Path) -> bool:
     """Whether a directory holds the files of a run, complete or not, or cannot be read."""
     try:
-        return any((directory / name).exists() for name in (CONFIG, METRICS))
+        return any((directory / name).exists() for name in (CONFIG, METRICS, CHECKPOINTS))
     except PermissionError:
         return True
 
@@ -263,11 +270,14 @@ def check_same(directory: Path, config: Config) -> Literal["new", "unfinished", 
     Raises `ConfigError` if the directory or its newest checkpoint belongs to another config, or if a new run has an
     `init_from` that is not a run of the same model; `CheckpointError` if that run has no checkpoint.
     """
-    refuse_links(directory)
+    for below in (".", HYDRA, PROFILE):
+        refuse_links(directory / below)
     if not is_run(directory):
         if config.init_from is not None:
             _check_weights(config, config.init_from)
         return "new"
+    if not (directory / CONFIG).exists():
+        raise ConfigError(f"{directory}: holds a run that has lost its {CONFIG}; restore it, or use a new directory")
     # config.yaml may have been edited since the checkpoint was saved.
     old, new = result_deciding(load_config(directory)) | trained_with(directory), result_deciding(config)
     completed = status(directory) == "completed"

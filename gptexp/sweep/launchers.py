@@ -99,10 +99,10 @@ class CellLauncher(Launcher):
                 continue
             try:
                 cells.claim(cell)
+                code = cells.begins(cell)
             except InUseError:
                 cells.set_aside(cell)
                 continue
-            code = cells.begins(cell)
             if code not in (0, EXIT_DIVERGED):
                 raise SystemExit(code)
             cells.ended(cell, code)

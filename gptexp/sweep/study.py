@@ -57,6 +57,11 @@ class Study:
                 covered.append(trial.params)
                 self.study.enqueue_trial(trial.params)
 
+    def wants(self, trials: int) -> bool:
+        """Whether a study of `trials` trials needs another one, beside those that any command runs."""
+        counted = (self.states.COMPLETE, self.states.RUNNING)
+        return bool(self.interrupted) or len(self.study.get_trials(deepcopy=False, states=counted)) < trials
+
     def ask(self) -> tuple[int, tuple[str, ...]]:
         """Return the next trial's number, and the overrides of its cell."""
         while self.interrupted:
@@ -84,16 +89,17 @@ class Study:
         """
         summary = run_dir.read_summary(cell.directory)
         status = summary.get("status")
+        # Another command that ran the same trial may have told its result.
         if status == "completed" and "final_val_loss" in summary:
-            self.study.tell(number, summary["final_val_loss"])
+            self.study.tell(number, summary["final_val_loss"], skip_if_finished=True)
         elif status == "diverged":
-            self.study.tell(number, math.log(cell.config.model.vocab_size))
+            self.study.tell(number, math.log(cell.config.model.vocab_size), skip_if_finished=True)
         elif status != "interrupted":
             self.fail(number)
 
     def fail(self, number: int) -> None:
         """Record that a cell failed; a later command tries it again."""
-        self.study.tell(number, state=self.states.FAIL)
+        self.study.tell(number, state=self.states.FAIL, skip_if_finished=True)
 
     def refuse(self, number: int) -> None:
         """Record that a combination is illegal, so that the sampler avoids similar ones."""

@@ -107,7 +107,10 @@ class CellSweeper(Sweeper):
 
     def skips(self, cell: Cell) -> bool:
         """Print that the cell is done, if it is. Returns whether it is."""
-        status = run_dir.status(cell.directory)
+        try:
+            status = run_dir.status(cell.directory)
+        except ConfigError:  # a damaged file: the cell's own run reports it
+            return False
         if status in run_dir.DONE:
             say(f"--- {cell.name}: already {status}")
         return status in run_dir.DONE
@@ -125,7 +128,12 @@ class CellSweeper(Sweeper):
             raise InUseError(f"{cell.directory}: another command has completed it")
         self.claims[cell.directory] = lock
 
+    def release(self, cell: Cell) -> None:
+        if (lock := self.claims.pop(cell.directory, None)) is not None:
+            lock.release()
+
     def set_aside(self, cell: Cell) -> None:
+        self.release(cell)
         if run_dir.is_locked(cell.directory, run_dir.LOCKS):
             say(f"--- {cell.name}: running elsewhere; waiting for its end")
         self.elsewhere.append(cell)
@@ -174,8 +182,7 @@ class CellSweeper(Sweeper):
         return int(result.return_value)
 
     def ended(self, cell: Cell, code: int) -> None:
-        if (lock := self.claims.pop(cell.directory, None)) is not None:
-            lock.release()
+        self.release(cell)
         self.done += 1
         if code not in (0, EXIT_DIVERGED):
             self.failed.append(cell)
@@ -274,7 +281,7 @@ class OptunaSweeper(CellSweeper):
     def more(self) -> Cell | None:
         if (again := super().more()) is not None:
             return again
-        while self.asked < self.total:
+        while self.asked < self.total and self.study.wants(self.n_trials):
             self.asked += 1
             number, overrides = self.study.ask()
             if (same := self.running.get(overrides)) is not None:  # with few choices Optuna repeats some
@@ -313,7 +320,7 @@ class OptunaSweeper(CellSweeper):
 
     def ended_elsewhere(self, cell: Cell) -> None:
         self.running = {overrides: other for overrides, other in self.running.items() if other is not cell}
-        for number in self.trials.pop(cell.directory):
+        for number in self.trials.pop(cell.directory, ()):
             self.study.tell(number, cell)
 
 

@@ -1,4 +1,4 @@
-"""L2 norms and dot products of gradients, to a relative error below 1e-6 at any number of elements.
+"""L2 norms of gradients, to a relative error below 1e-6 at any number of elements, and dot products.
 
 A CPU kernel of torch adds all squares of a tensor to a few float32 sums. A sum over 10^7 squares is so large that each
 further one is rounded by a relative 10^-3, and the norm comes out too low. Here short blocks are added in float32 and
@@ -24,7 +24,10 @@ def total_norm(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def dot(a: Tensor, b: Tensor) -> Tensor:
-    """Return the sum of the products of all elements of two float32 tensors of one shape, 0-dim, float32."""
+    """Return the dot product of two float32 tensors of one shape, 0-dim, float32.
+
+    Its error is below 1e-6 times the product of their norms, so that of a cosine is below 1e-6.
+    """
     if not a.is_cpu:
         return torch.dot(a.flatten(), b.flatten())
     chunks = zip(a.flatten().split(DOT_CHUNK), b.flatten().split(DOT_CHUNK), strict=True)

@@ -51,6 +51,13 @@ def test_a_locale_that_is_not_utf8_is_refused_with_one_line(tmp_path: Path, argv
     assert list(tmp_path.iterdir()) == []
 
 
+def test_output_in_another_encoding_has_escapes(tmp_path: Path) -> None:
+    env = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([sys.executable, "-m", "gptexp", "--help"], cwd=tmp_path, env=env, capture_output=True)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert b"usage: gptexp VERB \\u2026" in done.stdout
+
+
 def test_an_unknown_verb_is_refused_with_the_list_of_verbs(light_server: ForkServer, tmp_path: Path) -> None:
     wrong = light_server.ask(["trian"], tmp_path)
     assert wrong["code"] == 2

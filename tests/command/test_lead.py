@@ -23,6 +23,7 @@ from gptexp.config.schema import Config, DataConfig
 from gptexp.data.prepare import find_corpus, prepare, tokens_dir
 from gptexp.distributed.ranks import Rank
 from gptexp.process.signals import StopRequest
+from gptexp.run.job import Job
 
 # --- in this process -------------------------------------------------------------------------------------------------
 
@@ -63,6 +64,22 @@ def test_a_stopped_rank_ignores_further_signals(
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def test_between_two_jobs_a_signal_ends_a_rank(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its loop, which would read a request to stop, has ended. A request that came too late for it still counts."""
+    stop = StopRequest()
+
+    def trained(job: Job) -> int:
+        job.stop.training = True
+        return 0
+
+    monkeypatch.setattr("gptexp.command.leader.run", trained)
+    assert leader._run_published(stop, Rank(0, 2), dist.HashStore(), 0, Config(), tmp_path) == 0
+    assert not stop.training
+    stop.training = True
+    stop.on_signal(signal.SIGINT, None)
+    assert leader._run_published(stop, Rank(0, 2), dist.HashStore(), 0, Config(), tmp_path) == 130
 
 
 # --- torchrun --------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
 from conftest import ForkServer, summary
 from real_runs import Finished, finished_run
 
@@ -94,6 +95,18 @@ def test_a_strangers_huge_model_is_refused_before_it_is_built(copied: Path, gpte
         refused = gptexp(verb, str(copied), timeout=60)
         assert (refused.returncode, len(refused.stderr.splitlines())) == (4, 1), refused.stderr
         assert "model.safetensors: does not fit the model (it has" in refused.stderr
+
+
+def test_evaluate_refuses_another_text_without_a_summary_too(copied: Path, gptexp: Gptexp, tmp_path: Path) -> None:
+    """The checkpoint holds the hash of the data as well."""
+    (copied / "summary.json").unlink()
+    assert gptexp("evaluate", str(copied)).returncode == 0
+    (tmp_path / "now.txt").write_text("Another text. " * 500)
+    config = yaml.safe_load((copied / "config.yaml").read_text())
+    config["data"]["path"] = str(tmp_path / "now.txt")
+    (copied / "config.yaml").write_text(yaml.safe_dump(config))
+    refused = gptexp("evaluate", str(copied))
+    assert (refused.returncode, "trained on other tokens" in refused.stderr) == (3, True), refused.stderr
 
 
 def test_evaluate_refuses_a_text_that_has_changed(copied: Path, gptexp: Gptexp, tmp_path: Path) -> None:

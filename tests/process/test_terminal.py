@@ -9,7 +9,7 @@ from gptexp.process.terminal import LAYOUT, print_error, printable, say, warn
 def test_control_characters_and_broken_names_are_replaced() -> None:
     assert printable("\x1b[31mred\x07 \udcff\u202e\n") == "\ufffd[31mred\ufffd \ufffd\ufffd\ufffd"
     assert printable("a\tb\nc\r", LAYOUT) == "a\tb\nc\ufffd"
-    for text in ("", "plain", "ünï – 8 × 16 日本語"):
+    for text in ("", "plain", "ünï – 8 × 16 日本語\u3000\u00a0", "می\u200cخواهم", "👩\u200d🔬", "soft\u00adhyphen"):
         assert printable(text) == text
 
 

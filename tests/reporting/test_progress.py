@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from sweeps import TOKENS, write_run
 
-from gptexp.reporting.progress import Progress, ready_in, survey
+from gptexp.reporting.progress import Progress, ready_in, seconds_shown, survey
 from gptexp.status import main
 from gptexp.storage import run_dir
 
@@ -60,6 +60,11 @@ def test_cells_that_optuna_has_yet_to_choose_count_as_left(sweep: Path) -> None:
     found = survey(sweep)
     assert [cell.name for cell in found if cell.status == "left"] == ["f", *["to be chosen"] * 3]
     assert [cell.seconds_left for cell in found if cell.status == "left"] == [pytest.approx(TOKENS / 8e3)] * 4
+
+
+def test_a_time_beyond_all_calendars_is_shown() -> None:
+    assert seconds_shown(59.6) == "0:01:00"
+    assert seconds_shown(1e17) == "more than a thousand years"
 
 
 def test_status_prints_a_line_for_each_cell_and_one_for_all(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -125,6 +125,23 @@ def test_a_run_with_an_illegal_config_is_left_out_and_named(tmp_path: Path, key:
     assert f"{path}: {why}" in (runs["0.01"].problem or "")
 
 
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [
+        ("x", "final_val_loss=x: wrong type"), (-1.0, "final_val_loss=-1.0: must be 0 or above"),
+        (True, "final_val_loss=true: wrong type"), (None, "final_val_loss is missing"),
+        (math.nan, "NaN is not a JSON number"), (10**400, "is too large"),
+    ],
+)  # fmt: skip
+def test_a_completed_run_without_a_right_loss_is_left_out_and_named(tmp_path: Path, value: object, why: str) -> None:
+    root = with_a_wrong_value(tmp_path / "sweep", "summary.json", "final_val_loss", value)
+    runs = {run.name: run for run in find_runs(root)}
+    assert [runs[name].status for name in ("0.01", "0.02", "0.04")] == ["completed", "damaged", "completed"]
+    assert runs["0.02"].loss is None
+    assert f"{root / '0.02/summary.json'}: " in (runs["0.02"].problem or "")
+    assert why in (runs["0.02"].problem or "")
+
+
 def test_a_directory_that_has_lost_its_config_is_named(tmp_path: Path) -> None:
     for lr in (0.01, 0.02):
         write_run(tmp_path / f"{lr}", 4096, lr, 1, 4.0)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from gptexp.distributed.ranks import Rank, cores_per_rank
+from gptexp.process.errors import InUseError
 from gptexp.run.pool import OUTPUT, Places, Process, run_all, start_here
 
 
@@ -31,6 +32,7 @@ class Runs:
     on_more: Callable[["Runs"], None] = lambda _: None
     is_decided: Callable[[], bool] = lambda: True
     command: Sequence[str] = ("sleep", "0.2")
+    elsewhere: list[Run] = field(default_factory=list)
     begun: list[Run] = field(default_factory=list)
     codes: dict[str, int] = field(default_factory=dict)
     gpus: dict[Run, list[str]] = field(default_factory=dict)  # of the runs that are running
@@ -39,6 +41,9 @@ class Runs:
     def more(self) -> Run | None:
         self.on_more(self)
         return self.later.pop(0) if self.later else None
+
+    def set_aside(self, run: Run) -> None:
+        self.elsewhere.append(run)
 
     def share_decisions(self) -> bool:
         return self.is_decided()
@@ -159,3 +164,31 @@ def test_runs_side_by_side_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> N
     for at_once, local, threads in ((1, 1, 16), (4, 1, 4), (4, 2, 2), (32, 1, 1)):
         monkeypatch.setenv("GPTEXP_AT_ONCE", str(at_once))
         assert cores_per_rank(Rank(0, local, 0, local)) == threads
+
+
+def test_a_run_that_another_command_runs_is_waited_for_while_others_run() -> None:
+    in_use = True
+
+    def refuse_the_first(run: Run) -> None:
+        if run.directory.name == "0" and in_use:
+            raise InUseError("in use")
+
+    def look(runs: Runs) -> None:
+        nonlocal in_use
+        if runs.elsewhere and len(runs.codes) == 2:  # both others have ended
+            in_use = False
+            runs.later.append(runs.elsewhere.pop())
+
+    runs = Runs(numbered(1, 1, 1), on_begin=refuse_the_first, on_more=look)
+    assert runs.run(1) is None
+    assert [*runs.codes.items()] == [("1", 0), ("2", 0), ("0", 0)]
+
+
+def test_a_signal_ends_the_wait_for_a_run_elsewhere() -> None:
+    def refuse(run: Run) -> None:
+        raise InUseError("in use")
+
+    runs = Runs(numbered(1), on_begin=refuse)
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    assert runs.run(1) == signal.SIGTERM
+    assert (runs.codes, len(runs.elsewhere)) == ({}, 1)

@@ -102,9 +102,23 @@ def test_a_checkpoint_that_does_not_state_its_config_is_no_obstacle(tmp_path: Pa
     assert run_dir.check_same(tmp_path, Config()) == "unfinished"
 
 
-@pytest.mark.parametrize("name", [".lock", ".lock-rank0", "metrics.jsonl", "summary.json", "checkpoints", ".hydra"])
+@pytest.mark.parametrize("trace", ["metrics.jsonl", "checkpoints/step-00000008/state.json"])
+def test_a_run_that_has_lost_its_config_is_not_taken_for_a_new_one(tmp_path: Path, trace: str) -> None:
+    """Otherwise a run of another config would continue from its checkpoints."""
+    (tmp_path / trace).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / trace).touch()
+    with pytest.raises(ConfigError, match=r"holds a run that has lost its config\.yaml; restore it, or use a new"):
+        run_dir.check_same(tmp_path, Config())
+
+
+@pytest.mark.parametrize(
+    "name",
+    [".lock", ".lock-rank0", ".lock-sweep", "metrics.jsonl", "summary.json", "checkpoints", ".hydra",
+     ".hydra/config.yaml", "profile/trace.json"],
+)  # fmt: skip
 def test_a_run_directory_with_a_link_is_refused(tmp_path: Path, name: str) -> None:
     run_dir.save_config(tmp_path / "run", Config())
+    (tmp_path / "run" / name).parent.mkdir(exist_ok=True)
     (tmp_path / "run" / name).symlink_to(tmp_path / "elsewhere")
     with pytest.raises(ConfigError, match=rf"{re.escape(name)}: a link, and gptexp writes through none"):
         run_dir.check_same(tmp_path / "run", Config())

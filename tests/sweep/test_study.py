@@ -77,6 +77,39 @@ def test_each_command_draws_other_values(tmp_path: Path) -> None:
     assert len({*seen}) == 3
 
 
+def test_two_commands_share_the_trials_of_a_study(tmp_path: Path) -> None:
+    """The second takes up what the first still runs, and neither tells a result twice or asks for too many."""
+    first = Study(tmp_path, [LR], seed=0)
+    number, overrides = first.ask()
+    second = Study(tmp_path, [LR], seed=0)
+    assert second.ask() == (number, overrides)
+    others = second.ask()[0], first.ask()[0]
+    assert not first.wants(3)
+    assert first.wants(4)
+    for study in (first, second):
+        study.tell(number, told(tmp_path / "cell", "completed", 4.0))
+        study.fail(others[0])
+        study.tell(others[1], told(tmp_path / "other", "diverged", None))
+    assert [trial.state.name for trial in trials(tmp_path)] == ["COMPLETE", "FAIL", "COMPLETE"]
+
+
+@pytest.mark.slow
+def test_an_optuna_sweep_issued_twice_at_once_runs_its_trials_once(
+    start: Start, tiny: list[str], tmp_path: Path
+) -> None:
+    sweep = ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=4", "sweep.name=s"]
+    lr = "optim.lr=tag(log,interval(1e-3,1e-1))"
+    both = [start("train", "-m", *tiny, *sweep, lr) for _ in range(2)]
+    outputs = [process.communicate(timeout=400) for process in both]
+    assert [process.returncode for process in both] == [0, 0], outputs
+    assert not any("failed" in out + err for out, err in outputs)
+    states = [trial.state.name for trial in trials(tmp_path / "outputs/s")]
+    assert set(states) == {"COMPLETE"}
+    assert 4 <= len(states) <= 5  # both may ask for the last one
+    for directory in runs(tmp_path / "outputs/s"):
+        assert [event["step"] for event in events(directory, "step")] == list(range(4))
+
+
 def test_a_study_with_other_choices_is_refused(tmp_path: Path) -> None:
     Study(tmp_path, [BATCH], 0).ask()
     with pytest.raises(ConfigError, match=r"total_batch_size: the study in .* was created with 4096, 8192"):
