@@ -31,13 +31,14 @@ STEP = "checkpoints/step-00000001"
 TEXTS = (
     *(f"{CELL}/{name}" for name in ("config.yaml", "effective.json", "summary.json", "metrics.jsonl")),
     *(f"{CELL}/{STEP}/{name}" for name in ("state.json", "manifest.json")),
+    *(f"completed/{name}" for name in ("config.yaml", "summary.json", "metrics.jsonl")),
     "sweep.json",
 )
 WRITTEN = ("report.html", "report.json", "cells.csv", "pictures", "pictures/course-tokens.png")
 FILES = (
     *TEXTS,
     *(f"{CELL}/{STEP}/{name}" for name in ("model.safetensors", "train.pt")),
-    *(f"{CELL}/{name}" for name in (STEP, "checkpoints", ".lock", ".lock-rank0")),
+    *(f"{CELL}/{name}" for name in (STEP, "checkpoints", ".lock", ".lock-rank0", ".lock-sweep", ".hydra/config.yaml")),
     CELL,
     ".",
     *WRITTEN,
@@ -67,6 +68,7 @@ VALUES: dict[str, Callable[[Any], Any]] = {
     "-Infinity": numbers(float("-inf")),
     "huge": numbers(10**400),
     "big": numbers(10**15),
+    "64 bits": numbers(10**19),
     "negative": numbers(-1),
     "null": lambda _: None,
     "wrong types": other_type,
@@ -173,6 +175,7 @@ class Place:
         cells = dict.fromkeys((CELL, "completed", "not started"), entry)
         sweep = {"name": "sweep", "overrides": [*small, "sweep.name=sweep"], "to_choose": 1, "cells": cells}
         (self.whole / "sweep.json").write_text(json.dumps(sweep))
+        (self.whole / CELL / ".lock-sweep").touch()
         config = self.whole / CELL / "config.yaml"
         config.write_text(config.read_text().replace("max_minutes: 0.0001", "max_minutes: null"))
 
@@ -196,10 +199,13 @@ class Place:
         return {path: path.read_bytes() for path in self.outside.rglob("*") if path.is_file()}
 
     def outcome(self, verb: str, file: str) -> str:
-        """What a verb does: "works", "names it" if it also says what it left out, or the code that it exits with."""
+        """What a verb does: "works", "names it" if it also names the file, or the code that it exits with.
+
+        The names of the run and the sweep are in all output, so there "names it" would say nothing.
+        """
         about = "checkpoints" if file.endswith(STEP) else "sweep" if file == "." else Path(file).name
         if verb == "watch":
-            return self.page(about)
+            return self.page(file, about)
         cell = next(self.sweep.glob("stopped*"), self.sweep / CELL)
         directory = self.sweep if verb in ("status", "report") else cell
         few = ["--num-samples=1", "--max-new-tokens=2"] if verb == "sample" else []
@@ -213,15 +219,16 @@ class Place:
         if code:
             assert about in done["stderr"], said
             return str(code)
-        return "names it" if about in said else "works"
+        return "names it" if about in said and file not in (CELL, ".") else "works"
 
-    def page(self, about: str) -> str:
+    def page(self, file: str, about: str) -> str:
         """The same for the page of the `gptexp watch` that runs all the time."""
         with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/state.json", timeout=60) as answer:
             page = json.loads(answer.read())["sections"]
         said = "".join(page.values())
         assert "Error" not in said, said
-        return "names it" if about in said else "works" if "<table" in said else "refuses"
+        names = about in said and file not in (CELL, ".")
+        return "names it" if names else "works" if "<table" in said else "refuses"
 
 
 @pytest.fixture(scope="module")

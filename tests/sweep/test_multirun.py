@@ -32,6 +32,20 @@ def test_a_failing_cell_does_not_stop_the_others(gptexp: Gptexp, tiny: list[str]
     assert len([d for d in runs(tmp_path / "outputs" / "crash") if summary(d)["status"] == "completed"]) == 1
 
 
+@pytest.mark.e2e
+def test_a_cell_with_a_damaged_file_is_named_before_any_cell_starts(
+    gptexp: Gptexp, tiny: list[str], tmp_path: Path
+) -> None:
+    cells = tmp_path / "outputs/s"
+    assert gptexp("train", "-m", *tiny, "train.seed=1,2", "sweep.name=s").returncode == 0
+    [damaged] = cells.glob("seed=1-*")
+    (damaged / "summary.json").write_text("{")
+    again = gptexp("train", "-m", *tiny, "train.seed=1,2,3", "sweep.name=s")
+    assert (again.returncode, len(again.stderr.splitlines())) == (2, 1)
+    assert f"{damaged.relative_to(tmp_path)}/summary.json: not JSON" in again.stderr
+    assert not list(cells.glob("seed=3-*"))
+
+
 def test_one_illegal_cell_is_refused_before_any_cell_starts(gptexp: Gptexp, tiny: list[str], tmp_path: Path) -> None:
     done = gptexp("train", "-m", *tiny, "batch.total_batch_size=128,100")
     assert done.returncode == 2

@@ -7,9 +7,10 @@ import pytest
 from scipy import stats
 
 from gptexp.config.compose import compose
-from gptexp.config.schema import memory_key
-from gptexp.process.errors import ConfigError
+from gptexp.config.schema import Config, memory_key
+from gptexp.process.errors import ConfigError, InUseError
 from gptexp.storage import run_dir
+from gptexp.sweep.cells import Cell
 from gptexp.sweep.space import Axis, Interval
 from gptexp.sweep.sweepers import GridSweeper, OptunaSweeper, RandomSweeper, _decided
 
@@ -78,3 +79,25 @@ def test_a_cell_reuses_the_micro_batch_found_for_a_cell_of_the_same_memory_needs
     assert _decided(tmp_path, large) == other
     assert _decided(tmp_path, small) == _decided(tmp_path, "of another model") == first
     assert _decided(tmp_path / "nowhere", small) == {}
+
+
+def test_a_cell_is_claimed_by_one_command_and_returned_once_it_is_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gptexp.sweep.sweepers.LOOK_S", 0.0)
+    cell = Cell(Config(), Config(), tmp_path / "cell", {})  # type: ignore[arg-type]
+    one, other = GridSweeper(None), GridSweeper(None)
+    one.claim(cell)
+    with pytest.raises(InUseError):
+        other.claim(cell)
+    other.set_aside(cell)
+    assert other.more() is None
+    one.set_aside(cell)  # its run was started by hand just then; the claim is given back
+    assert other.more() is cell
+    with run_dir.held(cell.directory), pytest.raises(InUseError):
+        other.claim(cell)
+    run_dir.write_json(cell.directory / run_dir.SUMMARY, {"status": "completed"})
+    with pytest.raises(InUseError, match="another command has completed it"):
+        other.claim(cell)
+    other.set_aside(cell)
+    assert (other.more(), other.elsewhere) == (None, [])
