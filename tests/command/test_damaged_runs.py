@@ -139,8 +139,10 @@ NAMES: dict[str, Callable[[Path, Path], object]] = {
 def damages(file: str) -> dict[str, Callable[[Path, Path], object]]:
     """The kinds of damage that apply to a file, and what each does to a path, with a folder for targets of links."""
     kinds = {**ANYTHING, **(TEXT_ONLY if file in TEXTS else {}), **(NAMES if file == CELL else {})}
-    if file in WRITTEN:  # a report writes them anew
-        kinds = {name: kinds[name] for name in ("a link", "a broken link", "a directory", "a pipe", "noise")}
+    if file in WRITTEN or Path(file).name.startswith(".lock"):  # written anew, or empty
+        return {name: kinds[name] for name in ("a link", "a broken link", "a directory", "a pipe", "noise")}
+    if file.startswith(f"{CELL}/{STEP}/"):  # one hash detects each change of the content
+        return {name: kinds[name] for name in kinds if name in (*ANYTHING, "NaN", "deep", "wrong types")}
     return kinds
 
 
