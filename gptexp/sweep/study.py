@@ -5,11 +5,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock
+
 from gptexp.process.errors import ConfigError, first_line
 from gptexp.storage import run_dir
 from gptexp.sweep.cells import Cell
 from gptexp.sweep.space import Axis, Interval
 
+LOCK = ".lock-study"
 STUDY = "study.db"  # SQLite; `optuna-dashboard sqlite:///…/study.db` shows it
 
 
@@ -31,7 +34,8 @@ class Study:
         self.distributions = {axis.key: _distribution(axis) for axis in space if axis.swept}
         path = (directory / STUDY).absolute()
         try:
-            self.study = optuna.create_study(storage=f"sqlite:///{path}", study_name="gptexp", load_if_exists=True)
+            with FileLock(directory / LOCK):  # Optuna fails if another command creates the tables just then
+                self.study = optuna.create_study(storage=f"sqlite:///{path}", study_name="gptexp", load_if_exists=True)
             trials = self.study.get_trials()
         except Exception as error:  # SQLAlchemy's, SQLite's or Optuna's, by what is wrong with the file
             raise ConfigError(f"{path}: not a study of Optuna ({first_line(error)}); delete it to start anew") from None
