@@ -67,7 +67,7 @@ def _discard_stdout() -> None:
 def report_errors() -> Iterator[None]:
     """Print an error of the body and exit. A `UserError` prints its lines, any other error its traceback."""
     try:
-        _require_utf8()
+        _check_encodings()
         yield
     except KeyboardInterrupt:
         sys.exit(130)
@@ -82,7 +82,7 @@ def report_errors() -> Iterator[None]:
         sys.exit(EXIT_FAILED)
 
 
-def _require_utf8() -> None:
+def _check_encodings() -> None:
     """Raise `ConfigError` if Python decodes names of files in another encoding: other processes could not find them.
 
     Output in another encoding (PYTHONIOENCODING) has escapes for the characters that it lacks.

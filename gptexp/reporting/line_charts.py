@@ -43,18 +43,10 @@ def _losses(arm: Arm) -> list[Figure]:
     for run in arm.runs:
         losses: dict[str, Sequence[Point]] = {"validation": run.val, "training": run.train if single else []}
         for kind, course in losses.items():
-            points += [
-                {
-                    "tokens": p.tokens,
-                    "steps": p.step,
-                    "seconds": p.seconds,
-                    "loss": p.loss,
-                    "of": kind,
-                    **_labels(run, p),
-                }
-                for p in course
-                if p.loss is not None
-            ]
+            for p in course:
+                if p.loss is not None:
+                    at = {"tokens": p.tokens, "steps": p.step, "seconds": p.seconds}
+                    points.append({**at, "loss": p.loss, "of": kind, **_labels(run, p)})
     if not points:
         return []
     y = linear("loss", "loss, nats per token")

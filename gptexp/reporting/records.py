@@ -160,8 +160,9 @@ def _read_metrics(run: Run, path: Path, log_every: int) -> None:
         numbers = [STEP_NUMBER.search(line) for line in lines if STEP_EVENT in line]
     logged = [int(number[1]) for number in numbers if number]
     stride = 1 << max(0, (len(numbers) // POINTS).bit_length() - 1)
-    # Only a process that ended by itself has written its number of steps.
-    end = run.summary.get("steps", 0) if run.status in WROTE_ITS_END else logged[-1] + 1 if logged else 0
+    end = logged[-1] + 1 if logged else 0
+    if run.status in WROTE_ITS_END:  # a process that was killed has not written its number of steps
+        end = run.summary.get("steps", 0)
     run.gaps = missing_steps(logged, end, log_every)
     if run.gaps:
         run.problem = printable(f"{path}: {described(run.gaps)}")
