@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parent.parent
 
+# A shell starts a job in the background with SIGINT ignored, and the processes of the tests would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
 # Variables that a shell, a launcher or a CI system may have set. No test may depend on them.
 _FOREIGN = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SLURM_", "TORCHELASTIC_", "WANDB_", "GPTEXP_", "HYDRA_", "OMP_")
 

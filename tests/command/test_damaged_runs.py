@@ -2,7 +2,7 @@
 
 The run is a cell of a sweep, and it was stopped, so that `resume` continues it. A verb works, works and names the file,
 or refuses with one line that names it. `damaged_runs.txt` holds what each verb does. Each test prints its rows of that
-table (`pytest -m e2e -rP`) and compares them.
+table (`pytest -m 'e2e or slow' -rP`) and compares them; half of the kinds of damage are in the tier `slow`.
 """
 
 import json
@@ -20,8 +20,6 @@ from typing import Any
 import pytest
 import yaml
 from conftest import TINY, ForkServer, clean, sabotaged
-
-pytestmark = pytest.mark.e2e
 
 EXPECTED = Path(__file__).with_name("damaged_runs.txt")
 OF_SWEEPS = ("status", "report", "watch")
@@ -146,6 +144,19 @@ def damages(file: str) -> dict[str, Callable[[Path, Path], object]]:
     return kinds
 
 
+# Each of these is like another kind, or is less likely.
+SLOW = (
+    "a broken link", "a pipe", "empty", "noise", "-Infinity", "64 bits", "huge", "negative", "null", "deep", "a list",
+)  # fmt: skip
+
+
+def table() -> dict[tuple[str, str], str]:
+    """The rows of `damaged_runs.txt` by file and kind of damage."""
+    _, *rows = EXPECTED.read_text().splitlines()
+    end = sum(WIDTHS[:2])
+    return {(row[: WIDTHS[0]].strip(), row[WIDTHS[0] : end].strip()): row for row in rows}
+
+
 class Place:
     """A sweep of two cells, and the processes that read it, which cannot read files of mode 0 even as root."""
 
@@ -241,9 +252,13 @@ def place(tmp_path_factory: pytest.TempPathFactory, corpus: Path, cache: Path) -
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_each_verb_works_or_names_the_damaged_file(place: Place, file: str) -> None:
+@pytest.mark.parametrize(
+    "is_slow", [pytest.param(False, marks=pytest.mark.e2e), pytest.param(True, marks=pytest.mark.slow)]
+)
+def test_each_verb_works_or_names_the_damaged_file(place: Place, file: str, is_slow: bool) -> None:
     rows = []
-    for kind in damages(file):
+    kinds = [kind for kind in damages(file) if (kind in SLOW) == is_slow]
+    for kind in kinds:
         found = []
         for verb in VERBS if file.startswith((CELL, ".")) else OF_SWEEPS:
             targets = place.damage(file, kind)
@@ -253,5 +268,9 @@ def test_each_verb_works_or_names_the_damaged_file(place: Place, file: str) -> N
         rows.append("".join(f"{part:<{width}}" for part, width in zip((file, kind, *found), WIDTHS, strict=False)))
     rows = [row.strip() for row in rows]
     print(*rows, sep="\n")
-    expected = [line for line in EXPECTED.read_text().splitlines() if line.startswith(f"{file} ")]
-    assert rows == expected
+    assert rows == [table()[file, kind] for kind in kinds]
+
+
+def test_the_table_lists_every_kind_of_damage_to_every_file() -> None:
+    """Otherwise a row that no test compares would stay."""
+    assert [*table()] == [(file, kind) for file in FILES for kind in damages(file)]

@@ -80,9 +80,17 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(
-    "case", [case if case in ("clipped", "two ranks") else pytest.param(case, marks=pytest.mark.e2e) for case in CASES]
-)
+TIER = {
+    "one rank": [pytest.mark.e2e],
+    "one micro-batch": [pytest.mark.slow],
+    "two ranks, clipped": [pytest.mark.slow],
+    "two ranks, tree": [pytest.mark.e2e],
+    "chunked": [pytest.mark.e2e],
+    "checkpointed": [pytest.mark.slow],
+}
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=TIER.get(case, [])) for case in CASES])
 def test_a_run_trains_as_the_independent_trainer(gptexp: Gptexp, short_text: Path, tmp_path: Path, case: str) -> None:
     """Losses, norms, learning rates and validation losses of twelve steps, over an epoch's end."""
     setup, more = CASES[case]

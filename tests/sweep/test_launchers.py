@@ -103,8 +103,13 @@ def test_ctrl_c_ends_the_wait_for_a_cell_elsewhere(start: Start, tiny: list[str]
         assert process.wait(60) == 130
 
 
-@pytest.mark.e2e
-@pytest.mark.parametrize("how", ["both to the end", "the first is killed"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param("both to the end", marks=pytest.mark.e2e),
+        pytest.param("the first is killed", marks=pytest.mark.slow),
+    ],
+)
 def test_the_same_sweep_issued_twice_at_once_trains_each_cell_once(
     start: Start, tiny: list[str], tmp_path: Path, how: str
 ) -> None:
