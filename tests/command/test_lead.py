@@ -143,6 +143,7 @@ def test_a_run_whose_torchrun_agent_is_killed_is_interrupted_and_resumes(
         assert other.returncode == 1, err
         psutil.wait_procs(ranks.values(), timeout=60)
         assert not any(process.is_running() for process in ranks.values())
+        assert "in finish" not in err + killed.communicate()[1]  # no traceback of rank 0
     finally:
         for agent in agents:
             agent.kill()
