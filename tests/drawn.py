@@ -1,10 +1,12 @@
 """Sweeps drawn from formulas with noise of known size, for the tests of the report's statistics."""
 
+import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 
-from gptexp.reporting.curves import Losses
+from gptexp.reporting.noise import Losses
 
 CURVATURE, SIGMA = 0.01, 0.003  # nats per octave squared; the standard deviation over seeds of a small model, in nats
 Rng = np.random.Generator
@@ -15,19 +17,42 @@ def u_curve(optimum: float, cubic: float = 0.0) -> Callable[[float], float]:
     return lambda x: 3 + CURVATURE * ((x - optimum) ** 2 + cubic * (x - optimum) ** 3)
 
 
+def steep(u: float) -> float:
+    """A skewed curve: it falls slowly and rises fast."""
+    return 0.05 * u**2 + 0.01 * u**3
+
+
+def wall(u: float) -> float:
+    """A parabola up to one octave above its minimum, and a wall from there."""
+    return 0.03 * u**2 + 0.06 * max(0.0, u - 1) ** 3
+
+
 def draw(
-    rng: Rng, optima: Sequence[float], sigma: float = SIGMA, lrs: int = 5, seeds: int = 5, cubic: float = 0.0
+    rng: Rng,
+    optima: Sequence[float],
+    sigma: float = SIGMA,
+    lrs: int = 5,
+    seeds: int = 2,
+    cubic: float = 0.0,
+    truth: Callable[[float], float] | None = None,
+    growth: float = 1.0,
+    heavy_tails: bool = False,
 ) -> dict[int, Losses]:
-    """A sweep over learning rates an octave apart, a batch size for each optimum; the centre cell has several seeds."""
+    """A sweep over learning rates an octave apart, a batch size for each optimum, `seeds` runs in each cell.
+
+    `truth` is the loss over the distance to the optimum in octaves, else `u_curve`. From one batch size to the next the
+    noise grows by the factor `growth`. Heavy tails are those of Student's t with three degrees of freedom.
+    """
     sweep: dict[int, Losses] = {}
     for number, optimum in enumerate(optima):
-        loss = u_curve(optimum, cubic)
+        loss = partial(lambda x, optimum: truth(x - optimum), optimum=optimum) if truth else u_curve(optimum, cubic)
+        spread = sigma * growth**number
         grid = round(optimum) + np.arange(lrs) - lrs // 2
-        at_batch = {2.0**x: [loss(x) + sigma * rng.standard_normal()] for x in map(float, grid)}
-        if number == len(optima) // 2:
-            x = float(grid[lrs // 2])
-            at_batch[2.0**x] += [loss(x) + sigma * rng.standard_normal() for _ in range(seeds - 1)]
-        sweep[2 ** (12 + number)] = at_batch
+        noise = rng.standard_t(3, (lrs, seeds)) / math.sqrt(3) if heavy_tails else rng.standard_normal((lrs, seeds))
+        sweep[2 ** (12 + number)] = {
+            2.0**x: [loss(x) + spread * float(z) for z in of_seeds]
+            for x, of_seeds in zip(map(float, grid), noise, strict=True)
+        }
     return sweep
 
 

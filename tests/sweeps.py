@@ -4,6 +4,7 @@ import json
 import math
 import subprocess
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,11 @@ from conftest import wait_for
 from gptexp.config.compose import composition, hydra_engine
 from gptexp.config.schema import Config
 from gptexp.reporting.analysis import analyse
-from gptexp.reporting.proposals import commands
+from gptexp.reporting.proposals import proposals
 from gptexp.reporting.records import find_runs
 from gptexp.reporting.verdict import verdict
 from gptexp.reporting.write import numbers
-from gptexp.storage import run_dir
+from gptexp.storage import run_dir, sweep_record
 from gptexp.sweep.grid import Grid, compose_cells
 
 TOKENS = 2**18
@@ -68,7 +69,7 @@ def write_sweep(
     batches: Sequence[int] = (4096, 8192, 16384),
     alpha: float = 0.5,
     centre: float = 0.02,
-    seeds: int = 5,
+    seeds: int = 2,
     sigma: float = 0.002,
     schedule: str = "cosine",
 ) -> Path:
@@ -78,7 +79,7 @@ def write_sweep(
         optimum = math.log2(centre) + alpha * (number - (len(batches) - 1) / 2)
         for octave in range(-2, 4):
             lr = 0.02 * 2**octave
-            for seed in range(1337, 1337 + (seeds if (number, octave) == (len(batches) // 2, 0) else 1)):
+            for seed in range(1337, 1337 + (seeds if octave < 3 else 1)):
                 loss = 4 + 0.01 * number + 0.02 * (math.log2(lr) - optimum) ** 2 + sigma * rng.standard_normal()
                 name = f"lr={lr:g},total_batch_size={batch},seed={seed}"
                 write_run(root / name, batch, lr, seed, None if octave == 3 else loss, schedule)
@@ -89,9 +90,9 @@ def write_sweep(
 def report_of(directory: Path) -> dict[str, Any]:
     """What report.json of `directory` would hold, without drawing its pictures."""
     analysis = analyse(directory.resolve().name, find_runs(directory))
-    sweep = run_dir.read_json(directory / run_dir.SWEEP)
-    further = commands(analysis, sweep["overrides"], sweep["name"]) if sweep else []
-    report = {**numbers(analysis), "verdict": verdict(analysis), "next": further}
+    sweep = sweep_record.load(directory)
+    further = proposals(analysis, sweep) if sweep is not None else []
+    report = {**numbers(analysis), "verdict": verdict(analysis), "next": [asdict(proposal) for proposal in further]}
     plain: dict[str, Any] = json.loads(json.dumps(run_dir.finite(report)))
     return plain
 

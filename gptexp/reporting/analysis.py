@@ -1,6 +1,7 @@
 """The analysis of a sweep: runs grouped into arms, and each arm's optima, law, noise and critical batch size."""
 
 import math
+import statistics
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,9 +11,11 @@ from gptexp.config.rules import in_steps
 from gptexp.reporting.critical import Critical, critical_batch_size, steps_to
 from gptexp.reporting.curves import Curves, fit_curves
 from gptexp.reporting.law import Law, fit_law
+from gptexp.reporting.noise import usual_spread
 from gptexp.reporting.records import Run
 
 TEXT = "data_hash"  # key of the summary; runs that trained on different text belong to different arms
+ABOVE_A_GUESS = 1.0  # nats: a completed run whose loss is higher than that of a uniform guess by so much has diverged
 AXES = ("optim.lr", "batch.total_batch_size", "train.seed")  # runs that differ in any other key belong to other arms
 
 
@@ -23,7 +26,7 @@ class Arm:
     choices: dict[str, Any]  # keys and values that distinguish it from the other arms; empty if it is the only one
     runs: list[Run]
     losses: dict[int, dict[float, list[float]]]  # batch size -> learning rate -> final loss of each seed
-    means: dict[tuple[int, float], float]  # (batch size, learning rate) -> mean of `losses`
+    means: dict[tuple[int, float], float]  # (batch size, learning rate) -> mean of `losses`, without outliers
     diverged: dict[int, list[float]]  # batch size -> learning rates
     curves: Curves
     law: Law | None
@@ -64,6 +67,12 @@ def analyse(name: str, runs: Sequence[Run]) -> Analysis:
         groups.setdefault(repr(choices), (choices, []))[1].append(run)
     arms = [_arm(choices, members) for choices, members in groups.values()]
     problems = [run.problem for run in runs if run.problem]
+    problems += [
+        f"{run.name}: completed with a loss of {run.loss:.4g}, far above that of a uniform guess "
+        f"({_of_a_guess(run):.1f}); it counts as diverged"
+        for run in readable
+        if _has_diverged(run) and run.loss is not None
+    ]
     several_batches = [arm for arm in arms if len({run.batch for run in arm.runs}) > 1]
     confounds = sorted({line for arm in several_batches for line in in_steps(arm.runs[0].config)})
     return Analysis(name, list(runs), arms, differing, [*problems, *_data_warnings(readable), *confounds])
@@ -75,10 +84,11 @@ def _arm(choices: dict[str, Any], runs: list[Run]) -> Arm:
     # A cell that ran under two names counts once: its equal losses would look like two seeds without noise.
     once = {(run.batch, run.lr, run.seed): run for run in sorted(runs, key=lambda run: run.loss is not None)}
     for _, run in sorted(once.items()):
-        if run.loss is not None:
+        if _has_diverged(run):
+            if run.lr not in diverged[run.batch]:
+                diverged[run.batch].append(run.lr)
+        elif run.loss is not None:
             losses[run.batch][run.lr].append(run.loss)
-        elif run.status == "diverged" and run.lr not in diverged[run.batch]:
-            diverged[run.batch].append(run.lr)
     # A cell with a diverged seed is left out: the mean over its other seeds would be too low.
     by_batch = {
         batch: kept
@@ -86,20 +96,33 @@ def _arm(choices: dict[str, Any], runs: list[Run]) -> Arm:
         if (kept := {lr: of_seeds for lr, of_seeds in at_batch.items() if lr not in diverged[batch]})
     }
     diverged = {batch: lrs for batch, lrs in diverged.items() if lrs}
-    curves = fit_curves(by_batch, diverged)
+    curves = fit_curves(by_batch, diverged, _usual_spread(runs))
     target, critical, at_an_edge = _critical(runs)
-    cells = {(batch, lr): of_seeds for batch, at_batch in by_batch.items() for lr, of_seeds in at_batch.items()}
-    means = {cell: math.fsum(of_seeds) / len(of_seeds) for cell, of_seeds in cells.items()}
+    means = {
+        (batch, lr): math.fsum(of_seeds) / len(of_seeds)
+        for batch, at_batch in curves.losses.items()
+        for lr, of_seeds in at_batch.items()
+    }
     best = min(means, key=lambda cell: means[cell], default=None)
-    ties = []
-    if best is not None and curves.noise is not None:
-        ties = [
-            cell
-            for cell in cells
-            if cell != best and curves.noise.ties(means[cell] - means[best], len(cells[cell]), len(cells[best]))
-        ]
+    ties = [cell for cell in means if best is not None and cell != best and curves.ties(cell, best)]
     law = fit_law(curves)
     return Arm(choices, runs, by_batch, means, diverged, curves, law, target, critical, at_an_edge, best, ties)
+
+
+def _of_a_guess(run: Run) -> float:
+    """The loss of a uniform guess over the vocabulary, in nats."""
+    return math.log(run.config["model.vocab_size"])
+
+
+def _has_diverged(run: Run) -> bool:
+    return run.status == "diverged" or (run.loss is not None and run.loss > _of_a_guess(run) + ABOVE_A_GUESS)
+
+
+def _usual_spread(runs: Sequence[Run]) -> float:
+    """The standard deviation over seeds that runs of this size and length have had, in nats."""
+    sizes = [run.summary["parameters"] for run in runs if run.summary.get("parameters")]
+    lengths = [run.summary["tokens"] for run in runs if run.loss is not None and run.summary.get("tokens")]
+    return usual_spread(statistics.median(sizes or [0]), statistics.median(lengths or [0]))
 
 
 def _critical(runs: list[Run]) -> tuple[float | None, Critical | None, list[int]]:

@@ -15,8 +15,8 @@ from typing import Literal
 import numpy as np
 from scipy import optimize
 
-from gptexp.reporting.curves import LEVEL, Array
-from gptexp.reporting.noise import f_tail, t_quantile
+from gptexp.reporting.linex import Array
+from gptexp.reporting.noise import LEVEL, f_tail, t_quantile
 
 OVERHEAD = 1.2
 ROUNDING = 1e-16  # mean square of log S; smaller ones are rounding errors

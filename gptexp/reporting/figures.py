@@ -35,17 +35,22 @@ def _curves(arm: Arm) -> Figure | None:
     if not arm.is_grid:
         return None
     batches = sorted({*arm.losses, *arm.diverged})
-    runs = [
-        {"lr": r.lr, "loss": r.loss, "size": f"{r.batch:,}", "seed": r.seed, "run": r.name}
-        for r in arm.runs
-        if r.loss is not None
-    ]
+    used: list[Spec] = []
+    left_out: list[Spec] = []
+    for r in arm.runs:
+        if r.loss in arm.losses.get(r.batch, {}).get(r.lr, ()):
+            is_outlier = any((o.lr, o.loss) == (r.lr, r.loss) for o in arm.curves.of[r.batch].outliers)
+            point = {"lr": r.lr, "loss": r.loss, "size": f"{r.batch:,}", "seed": r.seed, "run": r.name}
+            (left_out if is_outlier else used).append(point)
     top = max(loss for at_batch in arm.losses.values() for of_seeds in at_batch.values() for loss in of_seeds)
     diverged = [{"lr": lr, "loss": top, "size": f"{b:,}"} for b, lrs in arm.diverged.items() for lr in lrs]
+    joined = [{"lr": lr, "loss": mean, "size": f"{b:,}"} for (b, lr), mean in sorted(arm.means.items())]
     fitted, optima = [], []
     for batch, o in arm.curves.optima.items():
-        for octave in map(float, np.linspace(math.log2(o.parabola.lrs[0]), math.log2(o.parabola.lrs[-1]), SAMPLES)):
-            fitted.append({"lr": 2**octave, "loss": o.parabola.at(octave), "size": f"{batch:,}"})
+        assert o.curve is not None
+        octaves = np.linspace(math.log2(o.curve.lrs[0]), math.log2(o.curve.lrs[-1]), SAMPLES)
+        for octave, loss in zip(map(float, octaves), map(float, o.curve.at(octaves)), strict=True):
+            fitted.append({"lr": 2**octave, "loss": loss, "size": f"{batch:,}"})
         optima.append({"lr": o.lr, "low": o.low, "high": o.high, "loss": o.loss, "size": f"{batch:,}"})
     encoding = {
         "x": log("lr", "peak learning rate", {r.lr for r in arm.runs}, "~r"),
@@ -54,8 +59,11 @@ def _curves(arm: Arm) -> Figure | None:
                   "scale": {"scheme": {"name": "viridis", "extent": [0.0, 0.85]}}},
     }  # fmt: skip
     layers: list[Spec] = [
+        {"data": {"values": joined}, "mark": {"type": "line", "strokeWidth": 1, "opacity": 0.5}},
         {"data": {"values": fitted}, "mark": {"type": "line"}},
-        {"data": {"values": runs}, "mark": {"type": "point", "filled": True, "size": 60},
+        {"data": {"values": used}, "mark": {"type": "point", "filled": True, "size": 60},
+         "encoding": {"tooltip": tooltip("run", "lr", "size", "seed", "loss")}},
+        {"data": {"values": left_out}, "mark": {"type": "point", "size": 60},
          "encoding": {"tooltip": tooltip("run", "lr", "size", "seed", "loss")}},
         {"data": {"values": diverged},
          "mark": {"type": "point", "shape": "cross", "angle": 45, "size": 90, "filled": True},
@@ -66,9 +74,9 @@ def _curves(arm: Arm) -> Figure | None:
         {"data": {"values": optima}, "mark": {"type": "point", "shape": "diamond", "size": 130, "filled": True}},
     ]  # fmt: skip
     caption = (
-        "Each point is a run. Lines are the fitted parabolas, drawn over the learning rates of the fit. Diamonds are "
-        "their minima. Bars are the 95% intervals of the minima, which are valid if the curve is a parabola over these "
-        "learning rates. Crosses at the top are runs that diverged."
+        "Each point is a run, hollow if it is left out. Thin lines join the means over seeds. Thick lines are fitted "
+        "curves, drawn over the learning rates of the fit; diamonds are their minima, bars the 95% intervals of these. "
+        "Crosses at the top are runs that diverged."
     )
     spec = {"layer": [layer for layer in layers if layer["data"]["values"]], "encoding": encoding}
     return figure("curves", "Loss against learning rate", caption, spec)
@@ -151,13 +159,12 @@ def _law(arm: Arm) -> Figure | None:
 
 
 def _loss_at_optimum(arm: Arm) -> Figure | None:
-    noise = arm.curves.noise
-    if noise is None or len(arm.curves.optima) < 2:
+    if len(arm.curves.optima) < 2:
         return None
-    optima = [
-        {"batch": b, "loss": o.loss, "low": o.loss - noise.t * o.loss_sd, "high": o.loss + noise.t * o.loss_sd}
-        for b, o in arm.curves.optima.items()
-    ]
+    optima = []
+    for batch, o in arm.curves.optima.items():
+        half = o.loss_half_width or 0.0
+        optima.append({"batch": batch, "loss": o.loss, "low": o.loss - half, "high": o.loss + half})
     y = linear("loss", "loss at the best learning rate")
     layers: list[Spec] = [
         {"mark": {"type": "line", "color": "#3b528b", "opacity": 0.5}, "encoding": {"y": y}},

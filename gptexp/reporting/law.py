@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gptexp.reporting.curves import LEVEL, Array, Curves
-from gptexp.reporting.noise import f_tail, t_quantile
+from gptexp.reporting.curves import Curves
+from gptexp.reporting.linex import Array
+from gptexp.reporting.noise import LEVEL, f_tail, t_quantile
 
 SLOPES = {"constant": 0.0, "square root": 0.5, "linear": 1.0}  # exponents of the usual scaling rules
 
@@ -37,22 +38,23 @@ class Law:
 def fit_law(curves: Curves) -> Law | None:
     """Fit log2 lr* over log2 B by least squares with weights 1 / variance. Returns None with fewer than two optima."""
     optima = dict(sorted(curves.optima.items()))
-    if len(optima) < 2 or curves.noise is None:
+    if len(optima) < 2:
         return None
     x = np.log2(list(optima))
     y = np.log2([optimum.lr for optimum in optima.values()])
-    sd = np.array([optimum.sd_octaves for optimum in optima.values()])
+    sd = np.array([optimum.sd_octaves for optimum in optima.values()], float)
+    dof_of_noise = min(curves.noises[batch].dof for batch in optima)
     centre = float(np.average(x, weights=sd**-2))
     (slope, level), covariance, chi2 = _least_squares(np.vander(x - centre, 2), y, sd)
-    dof, t = len(x) - 2, curves.noise.t
-    scatter = dof > 0 and f_tail(chi2 / dof, dof, curves.noise.dof) < LEVEL
+    dof, t = len(x) - 2, t_quantile(dof_of_noise)
+    scatter = dof > 0 and f_tail(chi2 / dof, dof, dof_of_noise) < LEVEL
     if scatter:
         covariance = covariance * chi2 / dof
         t = t_quantile(dof)
     bends = None
     if len(x) >= 4:
         *_, chi2_quadratic = _least_squares(np.vander(x - centre, 3), y, sd)
-        bends = f_tail(chi2 - chi2_quadratic, 1, curves.noise.dof) < LEVEL
+        bends = f_tail(chi2 - chi2_quadratic, 1, dof_of_noise) < LEVEL
     sd_slope, sd_level = (math.sqrt(variance) for variance in np.diag(covariance))
     return Law(
         lr=2.0**level,

@@ -1,15 +1,40 @@
-"""The standard deviation of a run's final loss, t-tests with it, and the number of seeds that a difference needs."""
+"""How much one run's final loss varies over seeds: measured at each batch size, or usual for runs of a size and length.
+
+Only seeds measure noise. What is left over by a fit to a few learning rates is misfit as much as noise.
+"""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from scipy import special  # scipy.stats has the same functions under clearer names, but takes a second to import
 
 CONFIDENCE = 0.95
+LEVEL = 1 - CONFIDENCE  # of tests
 POWER = 0.8
-MIN_SIGMA = 1e-9  # nats; smaller differences are rounding errors
+MIN_SIGMA = 1e-6  # nats; smaller differences are rounding errors of float32
+POOLED = 0.2  # p-value above which the noise of several batch sizes counts as equal
+
+Losses = Mapping[float, Sequence[float]]  # learning rate -> the final loss of each seed, in nats per token
+
+# Standard deviations over seeds, in nats: (parameters, training tokens, standard deviation).
+USUAL_SPREADS = (
+    (7.2e6, 2.05e5, 0.026),  # 4 layers of width 128 on this package's `stdlib` corpus
+    (1.24e8, 7e8, 0.005),  # modded-nanogpt, logs of 2024-11-19 at a loss of 3.28
+    (1.24e8, 1.5e9, 0.002),  # modded-nanogpt, logs of 2025-01-16 to 2025-10
+    (3.5e8, 3e9, 0.0007),  # modded-nanogpt, medium track, 19 runs
+)
+LARGEST_SPREAD = 0.05  # of shorter or smaller runs
+
+
+def usual_spread(parameters: float, tokens: float) -> float:
+    """Return the standard deviation over seeds that runs of this size and length have had, in nats.
+
+    It decreases with both, so each row is an upper bound for larger and longer runs.
+    """
+    bounds = [sd for size, length, sd in USUAL_SPREADS if size <= parameters and length <= tokens]
+    return min(bounds, default=LARGEST_SPREAD)
 
 
 def t_quantile(dof: int) -> float:
@@ -24,47 +49,51 @@ def f_tail(ratio: float, dof: int, dof_below: int) -> float:
 
 @dataclass(frozen=True)
 class Noise:
-    """Standard deviation of one run's final loss, in nats, and the degrees of freedom of its estimate."""
+    """Standard deviation of one run's final loss over seeds, in nats, and the degrees of freedom of its estimate."""
 
     sigma: float
     dof: int
-    source: str
+    batches: tuple[int, ...]  # batch sizes whose seeds it was estimated from, in tokens
 
     @property
     def t(self) -> float:
         """Student's two-sided quantile at `CONFIDENCE`."""
         return t_quantile(self.dof)
 
-    def ties(self, difference: float, n: int, m: int) -> bool:
-        """Whether a t-test finds no significant `difference` between the means of `n` and of `m` runs."""
-        return abs(difference) <= self.t * self.sigma * math.sqrt(1 / n + 1 / m)
 
+def ties(difference: float, one: Noise, n: int, other: Noise, m: int) -> bool:
+    """Whether a t-test finds no significant `difference` between the means of `n` and of `m` runs.
 
-def seed_noise(losses: Sequence[Sequence[float]]) -> Noise | None:
-    """Noise pooled over cells. `losses` holds each cell's losses over its seeds, in nats.
-
-    Returns None if no cell has two seeds.
+    For unequal variances it takes the fewer degrees of freedom, so that it is rather too careful.
     """
-    squares = sum(float(np.sum((np.asarray(of_cell) - np.mean(of_cell)) ** 2)) for of_cell in losses)
-    dof = sum(len(of_cell) - 1 for of_cell in losses)
-    return _noise(squares, dof, "seeds") if dof else None
+    spread = math.sqrt(one.sigma**2 / n + other.sigma**2 / m)
+    return abs(difference) <= t_quantile(min(one.dof, other.dof)) * spread
 
 
-def pool(seeds: Noise | None, residuals: Sequence[tuple[float, int]]) -> Noise | None:
-    """Pool the noise between seeds with the residuals of fits: (sum of squares, degrees of freedom) of each fit.
+def measure(losses: Mapping[int, Losses]) -> dict[int, Noise]:
+    """The noise of each batch size (tokens) at which a learning rate has two seeds.
 
-    Returns None without any degree of freedom.
+    It is pooled over all of them if Bartlett's test (1937, Proc. R. Soc. A 160:268) finds no difference.
     """
-    squares, dof = sum(rest for rest, _ in residuals), sum(dof for _, dof in residuals)
-    if not dof:
-        return seeds
-    if seeds is None:
-        return _noise(squares, dof, "runs around their parabolas")
-    return _noise(seeds.dof * seeds.sigma**2 + squares, seeds.dof + dof, "seeds, and runs around their parabolas")
+    found: dict[int, Noise] = {}
+    for batch, at_batch in losses.items():
+        dof = sum(len(of_seeds) - 1 for of_seeds in at_batch.values())
+        squares = sum(float(np.sum((np.asarray(seeds) - np.mean(seeds)) ** 2)) for seeds in at_batch.values())
+        if dof:
+            found[batch] = Noise(max(MIN_SIGMA, math.sqrt(squares / dof)), dof, (batch,))
+    if len(found) < 2 or _p_of_equal_variances(list(found.values())) < POOLED:
+        return found
+    dof = sum(noise.dof for noise in found.values())
+    sigma = math.sqrt(sum(noise.dof * noise.sigma**2 for noise in found.values()) / dof)
+    return dict.fromkeys(found, Noise(sigma, dof, tuple(found)))
 
 
-def _noise(squares: float, dof: int, source: str) -> Noise:
-    return Noise(max(MIN_SIGMA, math.sqrt(squares / dof)), dof, source)
+def _p_of_equal_variances(groups: Sequence[Noise]) -> float:
+    dof = sum(group.dof for group in groups)
+    pooled = sum(group.dof * group.sigma**2 for group in groups) / dof
+    statistic = dof * math.log(pooled) - sum(group.dof * math.log(group.sigma**2) for group in groups)
+    correction = 1 + (sum(1 / group.dof for group in groups) - 1 / dof) / (3 * (len(groups) - 1))
+    return float(special.chdtrc(len(groups) - 1, statistic / correction))
 
 
 def seeds_needed(difference: float, sigma: float) -> int:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
 from gptexp.reporting.analysis import Analysis
+from gptexp.reporting.proposals import Proposal
 from gptexp.reporting.records import Run
 from gptexp.reporting.table import shown
 from gptexp.reporting.vega_lite import Figure, Spec
@@ -153,14 +154,14 @@ SECTIONS = ("verdict", "cells", "next", "figures", "notes", "common", "runs")  #
 
 
 def sections(
-    analysis: Analysis, lines: Sequence[str], pictures: Sequence[Figure], commands: Sequence[str], cells: str = ""
+    analysis: Analysis, lines: Sequence[str], pictures: Sequence[Figure], further: Sequence[Proposal], cells: str = ""
 ) -> dict[str, str]:
     """The HTML of each of `SECTIONS`. `lines`: the verdict; `cells`: HTML of the progress."""
     titles, rows = shown(analysis.runs)
     return {
         "verdict": _list(lines),
         "cells": cells,
-        "next": _next(commands),
+        "next": _next(further),
         "figures": _figures(pictures),
         "notes": _notes(analysis.runs),
         "common": _common(analysis),
@@ -197,10 +198,12 @@ def _notes(runs: Sequence[Run]) -> str:
     return html + (f"<h2>Samples</h2>{''.join(samples[:MOST_SAMPLES])}" if samples else "")
 
 
-def _next(commands: Sequence[str]) -> str:
-    if not commands:
-        return ""
-    return f'<h2>Commands to run next</h2><pre tabindex="0">{escape(chr(10).join(commands))}</pre>'
+def _next(proposals: Sequence[Proposal]) -> str:
+    blocks = "".join(
+        f'<p>{escape(proposal.cost)}: {escape(proposal.why)}</p><pre tabindex="0">{escape(proposal.command)}</pre>'
+        for proposal in proposals
+    )
+    return f"<h2>Run next</h2>{blocks}" if blocks else ""
 
 
 def html_table(label: str, titles: Sequence[str], rows: Iterable[Iterable[str]], css_class: str = "scroll") -> str:

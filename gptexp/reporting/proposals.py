@@ -1,32 +1,71 @@
-"""Commands that run further cells where the analysis leaves a question open."""
+"""What to run next where the analysis leaves a question open: commands, with their reason and their cost."""
 
 import math
 import re
 import shlex
-from collections.abc import Sequence
+import statistics
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
-from gptexp.config.schema import shown
+from gptexp.config.schema import counted, shown
+from gptexp.process.terminal import printable
 from gptexp.reporting.analysis import AXES, TEXT, Analysis, Arm
+from gptexp.reporting.curves import Curve
+from gptexp.reporting.shape import SURE_DOF
+from gptexp.storage.sweep_record import SweepRecord
 
-SEEDS = 4  # new seeds of a proposal; proposed if the noise has fewer degrees of freedom
 WIDE = 64.0  # largest over smallest learning rate; a flat grid this wide needs more seeds, not more learning rates
 SPACING = 2.0  # ratio of learning rates if the grid has only one
+SEEDS = 2  # new seeds of a proposal
 
 
-def commands(analysis: Analysis, overrides: Sequence[str], sweep_name: str) -> list[str]:
-    """`gptexp train -m …` commands that extend the sweep; `overrides` are those of its own command line."""
+@dataclass(frozen=True)
+class Proposal:
+    """A command of a sweep that answers an open question."""
+
+    command: str
+    why: str
+    runs: int
+    minutes: float | None  # of all its runs, one after the other; None if no run of the sweep has ended
+
+    @property
+    def cost(self) -> str:
+        runs = counted(self.runs, "run")
+        if self.minutes is None:
+            return runs
+        return f"{runs}, {counted(max(1, round(self.minutes)), 'minute')}"
+
+
+@dataclass(frozen=True)
+class _Cells:
+    """The cells of a proposal, at one batch size."""
+
+    batch: int
+    lrs: list[float]
+    seeds: list[int]  # empty: that of the config
+    why: str
+
+
+def proposals(analysis: Analysis, sweep: SweepRecord) -> list[Proposal]:
+    """Extensions of a sweep, without cells that it already has, whether they run, wait or have ended."""
     found = []
     for arm in analysis.arms:
         chosen = [f"{key}={_typed(value)}" for key, value in arm.choices.items() if key != TEXT]
         replaced = {text.partition("=")[0] for text in chosen} | {*AXES}
-        kept = [text for text in overrides if text.partition("=")[0] not in replaced]
-        fixed = [*kept, *chosen, f"sweep.name={sweep_name}"]
-        for batch, lrs, seeds in _cells(arm):
-            swept = [f"batch.total_batch_size={batch}", f"optim.lr={','.join(f'{lr:.6g}' for lr in lrs)}"]
-            if seeds:
-                swept.append(f"train.seed={','.join(map(str, seeds))}")
-            found.append(shlex.join(["gptexp", "train", "-m", *fixed, *swept]))
+        kept = [text for text in sweep.overrides if text.partition("=")[0] not in replaced]
+        fixed = [*kept, *chosen, f"sweep.name={sweep.name}"]
+        for cells in _wanted(arm):
+            lrs = [lr for lr in cells.lrs if cells.seeds or not _exists(arm, sweep, cells.batch, lr)]
+            if not lrs:
+                continue
+            swept = [f"batch.total_batch_size={cells.batch}", f"optim.lr={','.join(f'{lr:.6g}' for lr in lrs)}"]
+            if cells.seeds:
+                swept.append(f"train.seed={','.join(map(str, cells.seeds))}")
+            command = printable(shlex.join(["gptexp", "train", "-m", *fixed, *swept]))
+            runs = len(lrs) * max(1, len(cells.seeds))
+            found.append(Proposal(command, cells.why, runs, _minutes(arm, cells.batch, runs)))
     return found
 
 
@@ -38,30 +77,77 @@ def _typed(value: Any) -> str:
     return text
 
 
-def _cells(arm: Arm) -> list[tuple[int, list[float], list[int]]]:
-    """(batch size, learning rates, seeds) of each command; no seeds: those of the config."""
-    new_seeds = [max(run.seed for run in arm.runs) + i for i in range(1, SEEDS + 1)]
-    wanted: list[tuple[int, list[float], list[int]]] = []
+def _exists(arm: Arm, sweep: SweepRecord, batch: int, lr: float) -> bool:
+    """Whether the sweep has a cell at nearly this learning rate, also one that runs or waits."""
+    here = [run.lr for run in arm.runs if run.batch == batch]
+    for cell in sweep.cells.values():
+        if cell.total_batch_size == batch:
+            with suppress(KeyError, ValueError, TypeError):  # a sweep of other keys, or values that somebody edited
+                here.append(float(cell.values["optim.lr"]))
+    return any(math.isclose(lr, other, rel_tol=0.02) for other in here)
+
+
+def _minutes(arm: Arm, batch: int, runs: int) -> float | None:
+    ended = [run for run in arm.runs if run.status == "completed" and run.summary.get("wall_s")]
+    alike = [run for run in ended if run.batch == batch] or ended
+    return runs * statistics.median(run.summary["wall_s"] for run in alike) / 60 if alike else None
+
+
+def _wanted(arm: Arm) -> list[_Cells]:
+    """The cells of each proposal. Shapes come first, seeds where the shape is known, then a larger batch size."""
+    seeds = [max(run.seed for run in arm.runs) + i for i in range(1, SEEDS + 1)]
+    found: list[_Cells] = []
     for batch, curve in arm.curves.of.items():
-        lrs = sorted(arm.losses[batch])
-        step = lrs[1] / lrs[0] if len(lrs) > 1 else SPACING
-        if curve.status == "not bracketed" and curve.extend is not None:
-            beyond = curve.extend * (step if curve.extend > lrs[-1] else 1 / step)
-            diverges = curve.extend > lrs[-1] and any(lr <= beyond for lr in arm.diverged.get(batch, ()))
-            wanted.append((batch, [curve.extend] if diverges else sorted([curve.extend, beyond]), []))
-        elif curve.tied is not None and lrs[-1] / lrs[0] >= WIDE:
-            best = min(lrs, key=lambda lr: arm.means[batch, lr])
-            wanted.append((batch, sorted({*curve.tied, best}), new_seeds))
-        elif curve.status in ("flat", "too few"):
-            below, above = lrs[0] / step, lrs[-1] * step
-            diverges = any(lr <= above for lr in arm.diverged.get(batch, ()))
-            wanted.append((batch, [below] if diverges else [below, above], []))
-    noise = arm.curves.noise
-    if arm.best is not None and (noise is None or noise.dof < SEEDS) and len(arm.runs) > 1:
-        wanted.append((arm.best[0], [arm.best[1]], new_seeds))
-    if arm.law is not None and not wanted and not arm.law.bends:
+        found += _for_the_shape(arm, batch, curve, seeds)
+        for outlier in curve.outliers:
+            found.append(_Cells(batch, [outlier.lr], seeds[:1], "one run there is left out, as nothing explains it"))
+    for batch, curve in arm.curves.of.items():
+        if curve.bracket is not None and (curve.noise is None or curve.noise.dof < SURE_DOF):
+            why = "measures the noise at this batch size, which gives its best learning rate an interval"
+            found.append(_Cells(batch, _around(arm, batch, curve), seeds, why))
+    if arm.law is not None and not found and not arm.law.bends:
         batch = 2 * max(arm.law.sizes)
         smallest = min(arm.losses[batch // 2])
         middle = 2 ** round(math.log2(arm.law.at(batch) / smallest)) * smallest  # keeps to the grid of octaves
-        wanted.append((batch, [middle * 2.0**i for i in range(-2, 3)], []))
-    return wanted
+        why = "tests the law at twice the largest batch size"
+        found.append(_Cells(batch, [middle * 2.0**i for i in range(-2, 3)], [], why))
+    return found
+
+
+def _for_the_shape(arm: Arm, batch: int, curve: Curve, seeds: list[int]) -> Iterator[_Cells]:
+    lrs = sorted(arm.losses[batch])
+    limit = min((lr for lr in arm.diverged.get(batch, ()) if lr > lrs[-1]), default=math.inf)
+    below, above = lrs[0] / SPACING, lrs[-1] * SPACING
+    if len(lrs) > 1:
+        below, above = lrs[0] ** 2 / lrs[1], lrs[-1] ** 2 / lrs[-2]
+    if curve.next_lr is not None and lrs[0] < curve.next_lr < lrs[-1]:
+        yield _Cells(batch, [curve.next_lr], [], "the lowest point may lie in this gap of the grid")
+    elif curve.next_lr is not None:
+        upwards = curve.next_lr > lrs[-1]
+        beyond = curve.next_lr**2 / (lrs[-1] if upwards else lrs[0])
+        side = "highest" if upwards else "lowest"
+        why = f"no worse loss is known beyond the {side} learning rate"
+        yield _Cells(batch, [curve.next_lr] if beyond >= limit else sorted([curve.next_lr, beyond]), [], why)
+    elif curve.status == "not bracketed":
+        ends = sorted({lrs[0], curve.best or lrs[0], lrs[-1]})
+        yield _Cells(batch, ends, seeds, "seeds show whether the loss rises on both sides of the best learning rate")
+    elif curve.status == "jagged":
+        yield _Cells(batch, lrs, seeds[:1], "a second seed shows whether the losses really rise and fall")
+    elif curve.tied is not None and lrs[-1] / lrs[0] >= WIDE:
+        tied = sorted({*curve.tied, curve.best or curve.tied[0]})
+        yield _Cells(batch, tied, seeds, "more seeds tell these learning rates apart, if they differ")
+    elif curve.tied is not None:
+        outside = [below] if above >= limit else [below, above]
+        yield _Cells(batch, outside, [], "the grid is too narrow to show where the loss rises")
+    elif curve.status == "too few":
+        ends = [lr for lr in (below, above) if lr < limit]
+        if len(lrs) > 1:
+            ends = [below if curve.best == lrs[0] else above]
+        yield _Cells(batch, [lr for lr in ends if lr < limit], [], "a lowest point needs three learning rates")
+
+
+def _around(arm: Arm, batch: int, curve: Curve) -> list[float]:
+    """The best learning rate and its two neighbours."""
+    lrs = sorted(arm.curves.losses[batch])
+    best = lrs.index(curve.best) if curve.best is not None else 0
+    return lrs[best - 1 : best + 2]

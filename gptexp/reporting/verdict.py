@@ -24,11 +24,7 @@ def verdict(analysis: Analysis) -> list[str]:
 def _of_arm(arm: Arm) -> Iterator[str]:
     if arm.is_grid:
         yield from (_optimum(batch, curve) for batch, curve in arm.curves.of.items())
-    if arm.curves.skewed:
-        yield (
-            "The curves are skewed: a parabola over many learning rates would shift the optimum, so each fit uses at "
-            f"most the {arm.curves.width} learning rates nearest to the lowest loss."
-        )
+    yield from _outliers(arm)
     for findings in (_law, _sizes, _best, _noise, _critical, _noise_scale):
         yield from findings(arm)
     unfinished = sorted({run.status for run in arm.runs} - {*run_dir.DONE})
@@ -45,23 +41,40 @@ def tokens(count: float) -> str:
 
 
 def _optimum(batch: int, c: Curve) -> str:
-    if c.optimum is not None:
-        o = c.optimum
+    at, o = f"At {tokens(batch)}", c.optimum
+    if o is not None and o.low is not None:
         return (
-            f"At {tokens(batch)} the best learning rate is {o.lr:.3g} (95% interval {o.low:.3g} to {o.high:.3g}), with "
-            f"a loss of {o.loss:.4f}; a run at any learning rate from {o.tie_low:.3g} to {o.tie_high:.3g} does not "
-            f"differ significantly from one at {o.lr:.3g}."
+            f"{at} the best learning rate is {o.lr:.3g} (95% interval {o.low:.3g} to {o.high:.3g}), with a loss of "
+            f"{o.loss:.4f}; a run at any learning rate from {o.tie_low:.3g} to {o.tie_high:.3g} does not differ "
+            f"significantly from one at {o.lr:.3g}."
+        )
+    if o is not None and c.bracket is not None:
+        low, high = c.bracket
+        return (
+            f"{at} the best learning rate is near {o.lr:.2g}, between {low:g} and {high:g}, whose losses are clearly "
+            "higher; an interval needs a second seed."
         )
     if c.tied is not None:
         low, high = c.tied
-        return (
-            f"At {tokens(batch)} the loss is flat within noise from {low:.3g} to {high:.3g}: {c.why}, so no optimum is "
-            "given."
-        )
+        return f"{at} the loss is flat from {low:g} to {high:g}: {c.why}, so no optimum is given."
     if c.status == "too few":
-        return f"At {tokens(batch)} the optimum cannot be estimated: {c.why}."
-    extend = f"; extend the grid to {c.extend:.3g}" if c.extend else ""
-    return f"At {tokens(batch)} the optimum is not bracketed: {c.why}{extend}."
+        return f"{at} nothing can be said of the best learning rate: {c.why}."
+    if c.status == "jagged":
+        return f"{at} no optimum is given: {c.why}."
+    then = "run more seeds" if c.next_lr is None else f"run {c.next_lr:.3g}"
+    return f"{at} the best learning rate is not bracketed: {c.why}; {then} next."
+
+
+def _outliers(arm: Arm) -> Iterator[str]:
+    for batch, curve in arm.curves.of.items():
+        for outlier in curve.outliers:
+            name = next(
+                run.name for run in arm.runs if (run.batch, run.lr, run.loss) == (batch, outlier.lr, outlier.loss)
+            )
+            yield (
+                f"Left out: {name}, with a loss of {outlier.loss:.4f} at learning rate {outlier.lr:g} and "
+                f"{tokens(batch)}: {outlier.why}. Run it again with another seed."
+            )
 
 
 def _law(arm: Arm) -> Iterator[str]:
@@ -94,13 +107,13 @@ def _law(arm: Arm) -> Iterator[str]:
 def _sizes(arm: Arm) -> Iterator[str]:
     """Compare the batch sizes, each at its own best learning rate."""
     optima = arm.curves.optima
-    if len(optima) < 2 or arm.curves.noise is None:
+    if len(optima) < 2:
         return
     best = min(optima, key=lambda batch: optima[batch].loss)
     for batch, o in optima.items():
         if batch != best:
             gap = o.loss - optima[best].loss
-            spread = arm.curves.noise.t * math.hypot(o.loss_sd, optima[best].loss_sd)
+            spread = math.hypot(o.loss_half_width or 0.0, optima[best].loss_half_width or 0.0)
             end = " (within noise)." if gap <= spread else "."
             yield (
                 f"At {tokens(batch)} the loss is {gap:.4f} ± {spread:.4f} nats above that at {tokens(best)}, each at "
@@ -113,10 +126,12 @@ def _best(arm: Arm) -> Iterator[str]:
         return
     batch, lr = arm.best
     line = f"The lowest mean loss is that of learning rate {lr:.3g} at {tokens(batch)}"
-    if arm.curves.noise is None:
-        yield f"{line}; without a second seed it cannot be tested against the other cells."
+    tested = [cell for cell in arm.means if cell != arm.best and arm.curves.ties(cell, arm.best) is not None]
+    if not tested:
+        yield f"{line}."
     elif not arm.ties:
-        yield f"{line}, and every other cell is significantly worse."
+        every = "every other cell is" if len(tested) == len(arm.means) - 1 else "those of known noise are"
+        yield f"{line}, and {every} significantly worse."
     else:
         cells = ", ".join(f"{lr:.3g} at {b:,}" for b, lr in sorted(arm.ties))
         count = f"{len(arm.ties)} other cells do" if len(arm.ties) > 1 else "1 other cell does"
@@ -124,18 +139,31 @@ def _best(arm: Arm) -> Iterator[str]:
 
 
 def _noise(arm: Arm) -> Iterator[str]:
-    noise = arm.curves.noise
-    if noise is None:
-        return
-    degrees = f"{counted(noise.dof, 'degree')} of freedom"
-    needed = f"A difference of 0.01 nats between two cells needs {_seeds(0.01, noise.sigma)} to be significant"
+    unknown = [batch for batch in arm.curves.of if batch not in arm.curves.noises]
+    if unknown and len(arm.means) > 1:
+        where = (
+            "" if len(unknown) == len(arm.curves.of) else f" at {', '.join(f'{b:,}' for b in unknown)} tokens a step"
+        )
+        yield (
+            f"Noise unknown{where}: no learning rate has two seeds, so nothing is said about ties, 95% intervals or "
+            "numbers of seeds. Runs of this size and length have had a standard deviation of "
+            f"{arm.curves.usual_spread:.2g} nats over seeds; a difference counts as clear if it is five times that."
+        )
     means = sorted(arm.means.values())
-    if len(means) > 1 and (gap := means[1] - means[0]) > 0:
-        needed += f", that between the best and the next cell ({gap:.4f}) needs {_seeds(gap, noise.sigma)}"
-    yield (
-        f"The final loss of one run has a standard deviation of {noise.sigma:.4f} nats ({degrees}, from "
-        f"{noise.source}). {needed} (power {POWER:g})."
-    )
+    for noise in dict.fromkeys(arm.curves.noises.values()):
+        at = f" at {', '.join(f'{b:,}' for b in noise.batches)} tokens a step" if len(arm.curves.of) > 1 else ""
+        needed = f"A difference of 0.01 nats between two cells needs {_seeds(0.01, noise.sigma)} to be significant"
+        if (
+            arm.best is not None
+            and arm.best[0] in noise.batches
+            and len(means) > 1
+            and (gap := means[1] - means[0]) > 0
+        ):
+            needed += f", that between the best and the next cell ({gap:.4f}) needs {_seeds(gap, noise.sigma)}"
+        yield (
+            f"The final loss of one run{at} has a standard deviation of {noise.sigma:.4f} nats over seeds "
+            f"({counted(noise.dof, 'degree')} of freedom). {needed} (power {POWER:g})."
+        )
 
 
 def _seeds(difference: float, sigma: float) -> str:

@@ -1,7 +1,8 @@
 """The files and terminal output of `gptexp report DIR`.
 
-`records` reads the runs. `noise`, `curves`, `law` and `critical` hold the statistics, on plain numbers, and `analysis`
-applies them to the runs. `verdict`, `figures`, `page`, `table` and `proposals` present the result.
+`records` reads the runs. `noise`, `shape`, `linex`, `curves`, `law` and `critical` hold the statistics, on plain
+numbers, and `analysis` applies them to the runs. `verdict`, `figures`, `page`, `table` and `proposals` present the
+result.
 """
 
 import csv
@@ -19,7 +20,7 @@ from gptexp.reporting.analysis import Analysis, Arm, analyse
 from gptexp.reporting.figures import figures
 from gptexp.reporting.page import page, sections
 from gptexp.reporting.pictures import bundle, png
-from gptexp.reporting.proposals import commands
+from gptexp.reporting.proposals import Proposal, proposals
 from gptexp.reporting.records import find_runs
 from gptexp.reporting.table import shown, values
 from gptexp.reporting.verdict import verdict
@@ -34,7 +35,7 @@ class Report:
 
     analysis: Analysis
     verdict: list[str]
-    further: list[str]  # commands to run next
+    further: list[Proposal]  # to run next
     files: list[Path]  # those written, the page first
 
 
@@ -47,10 +48,12 @@ def write_report(directory: Path) -> Report:
         run_dir.refuse_links(directory / PICTURES)
     lines, pictures = [printable(line) for line in verdict(analysis)], figures(analysis)
     sweep = sweep_record.load(directory)
-    further = [printable(line) for line in commands(analysis, sweep.overrides, sweep.name)] if sweep else []
+    further = proposals(analysis, sweep) if sweep is not None else []
     parts = sections(analysis, lines, pictures, further)
     run_dir.write_atomically(directory / PAGE, page(analysis.name, parts, pictures, bundle()))
-    run_dir.write_json(directory / NUMBERS, {**numbers(analysis), "verdict": lines, "next": further})
+    run_dir.write_json(
+        directory / NUMBERS, {**numbers(analysis), "verdict": lines, "next": [asdict(proposal) for proposal in further]}
+    )
     rows = values(analysis.runs, analysis.differing)
     with run_dir.storage(directory / TABLE), run_dir.atomic(directory / TABLE) as file:
         table = csv.DictWriter(file, rows[0].keys(), lineterminator="\n")
@@ -88,17 +91,14 @@ def numbers(analysis: Analysis) -> dict[str, Any]:
 def _arm(arm: Arm) -> dict[str, Any]:
     curves = []
     for batch, curve in arm.curves.of.items():
-        values: dict[str, Any] = {"total_batch_size": batch, **vars(curve)}
-        if (optimum := curve.optimum) is not None:
-            fit = optimum.parabola
-            values["optimum"] = {key: value for key, value in vars(optimum).items() if key != "parabola"}
-            values["fit"] = {"a": fit.a, "b": fit.b, "c": fit.c, "centre": fit.centre, "lrs": fit.lrs}
+        values: dict[str, Any] = {"total_batch_size": batch, **asdict(curve)}
+        if curve.optimum is not None:
+            fit = values["optimum"].pop("curve")
+            values["fit"] = fit and {key: value for key, value in fit.items() if key != "covariance"}
         curves.append(values)
     return {
         "choices": arm.choices,
-        "noise": arm.curves.noise and asdict(arm.curves.noise),
-        "skewed": arm.curves.skewed,
-        "learning_rates_in_fit": arm.curves.width,
+        "usual_spread": arm.curves.usual_spread,
         "curves": curves,
         "law": arm.law and asdict(arm.law),
         "target_loss": arm.target_loss,
@@ -124,5 +124,5 @@ def show(report: Report) -> None:
     console.print(table)
     for line in report.verdict:
         console.print(Text(f"- {line}"))
-    for command in report.further:
-        console.print(Text(f"next: {command}"), soft_wrap=True)
+    for proposal in report.further:
+        console.print(Text(f"next: {proposal.cost}: {proposal.why}\n  {proposal.command}"), soft_wrap=True)

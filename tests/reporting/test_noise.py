@@ -4,19 +4,50 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from gptexp.reporting.noise import pool, seed_noise, seeds_needed
+from gptexp.reporting.noise import USUAL_SPREADS, Noise, measure, seeds_needed, ties, usual_spread
 
 
-def test_noise_is_pooled_within_cells() -> None:
-    cells = [[1.0, 3.0], [10.0], [5.0, 6.0, 7.0]]
-    noise = seed_noise(cells)
-    assert noise is not None
-    assert (noise.sigma**2 * noise.dof, noise.dof) == pytest.approx((2.0 + 2.0, 3))
-    assert seed_noise([[1.0], [2.0]]) is None
-    both = pool(noise, [(6.0, 2), (0.0, 0)])
-    assert both is not None
-    assert (both.sigma**2 * both.dof, both.dof) == pytest.approx((10.0, 5))
-    assert noise.t == pytest.approx(stats.t.ppf(0.975, 3))
+def test_noise_is_measured_within_cells() -> None:
+    noises = measure({8: {1.0: [1.0, 3.0], 2.0: [10.0], 3.0: [5.0, 6.0, 7.0]}, 16: {1.0: [1.0], 2.0: [2.0]}})
+    assert noises.keys() == {8}  # one seed measures nothing
+    assert (noises[8].sigma ** 2 * noises[8].dof, noises[8].dof) == pytest.approx((2.0 + 2.0, 3))
+    assert noises[8].t == pytest.approx(stats.t.ppf(0.975, 3))
+
+
+def test_batch_sizes_are_pooled_only_if_bartletts_test_allows_it() -> None:
+    rng = np.random.default_rng(0)
+    for factor in (1.0, 1.3, 2.0, 4.0):
+        for _ in range(20):
+            groups = [rng.normal(0, factor**i, (4, 3)) for i in range(3)]
+            noises = measure({i: dict(enumerate(map(list, group))) for i, group in enumerate(groups)})
+            residuals = [(group - group.mean(axis=1, keepdims=True)).ravel() for group in groups]
+            # scipy's test counts n - 1 degrees of freedom: nine values with the same variance stand for 4 x 3 runs
+            samples = [np.sqrt(r @ r / 8) * _unit(9) for r in residuals]
+            pooled = stats.bartlett(*samples).pvalue >= 0.2
+            assert (len({*noises.values()}) == 1) == pooled
+            if pooled:
+                squares = sum(float(r @ r) for r in residuals)
+                assert noises[0].sigma == pytest.approx((squares / 24) ** 0.5)
+
+
+def _unit(n: int) -> np.ndarray:
+    """`n` values with a sample variance of one."""
+    values = np.arange(n) - (n - 1) / 2
+    return values / values.std(ddof=1)
+
+
+def test_two_cells_tie_by_a_t_test() -> None:
+    one, other = Noise(0.01, 4, (8,)), Noise(0.02, 10, (16,))
+    limit = stats.t.ppf(0.975, 4) * (0.01**2 / 2 + 0.02**2 / 3) ** 0.5
+    assert ties(0.99 * limit, one, 2, other, 3)
+    assert not ties(-1.01 * limit, one, 2, other, 3)
+
+
+def test_the_usual_spread_decreases_with_size_and_length() -> None:
+    assert usual_spread(1e5, 1e4) > max(sd for _, _, sd in USUAL_SPREADS)
+    for size, length, sd in USUAL_SPREADS:
+        assert usual_spread(size, length) == usual_spread(2 * size, length) == sd
+        assert usual_spread(size / 2, length) > sd
 
 
 @pytest.mark.parametrize(

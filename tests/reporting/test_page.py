@@ -63,7 +63,7 @@ def test_a_point_has_a_tooltip(browser: "Browser", report: Path) -> None:
     page = browser.new_page()
     page.goto(report.as_uri())
     page.evaluate("drawn.then(views => views.length)")
-    page.locator("#plot-curves .mark-symbol path").first.hover()
+    page.locator("#plot-curves .mark-symbol path").first.hover(force=True)  # another seed may lie above it
     page.wait_for_selector("#vg-tooltip-element.visible")
     assert "loss" in page.inner_text("#vg-tooltip-element")
     page.close()

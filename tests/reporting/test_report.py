@@ -55,7 +55,7 @@ def test_the_same_sweep_gives_the_same_bytes(swept: Path, tmp_path: Path) -> Non
 def test_cells_csv_has_a_line_for_every_run(swept: Path) -> None:
     with (swept / "cells.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert len(rows) == 6 * 3 + 4
+    assert len(rows) == (5 * 2 + 1) * 3
     assert [row["status"] for row in rows].count("diverged") == 3
     summary = json.loads((swept / rows[0]["run"] / "summary.json").read_text())
     assert float(rows[0]["final_val_loss"]) == summary["final_val_loss"]

@@ -1,0 +1,199 @@
+"""What the losses at one batch size say before anything is fitted: where they fall, and whether a lowest point is
+enclosed by worse ones. A cell that no curve through its neighbours explains is named.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from gptexp.reporting.noise import LEVEL, Losses, Noise, f_tail, t_quantile
+
+CLEAR = 5.0  # standard deviations; a difference that is no noise, whoever has estimated the deviation
+SURE_DOF = 4  # degrees of freedom from which t-tests with a measured noise replace `CLEAR` times a usual one
+NEVER_FLAT = 1.0  # nats: learning rates that differ by so much are not flat, whatever the noise
+DECISIVE = 0.5  # of two cells that could be the outlier, one leaves less than this share of the other's roughness
+
+Status = Literal["bracketed", "not bracketed", "flat", "too few", "jagged"]
+
+
+@dataclass(frozen=True)
+class Points:
+    """Mean final losses by rising learning rate, and the noise that judges their differences."""
+
+    lrs: tuple[float, ...]
+    means: tuple[float, ...]
+    counts: tuple[int, ...]  # runs
+    noise: Noise | None
+    usual: float  # standard deviation over seeds that such runs have had, in nats
+
+    @property
+    def sigma(self) -> float:
+        """The standard deviation that decides what is clear: measured, unless from too few seeds."""
+        if self.noise is None:
+            return self.usual
+        return self.noise.sigma if self.noise.dof >= SURE_DOF else max(self.noise.sigma, self.usual)
+
+    @property
+    def best(self) -> int:
+        """The index of the lowest mean."""
+        return min(range(len(self.means)), key=lambda i: self.means[i])
+
+    def clear_margin(self, i: int, j: int) -> float:
+        """A difference between two means that is clear without a test: five standard deviations of single runs."""
+        return CLEAR * self.sigma * math.sqrt((1 / self.counts[i] + 1 / self.counts[j]) / 2)
+
+    def is_worse(self, i: int, j: int) -> bool:
+        """Whether point `i` is worse than point `j`: by a t-test, or clearly if too few seeds measure the noise."""
+        margin = self.clear_margin(i, j)
+        if self.noise is not None and self.noise.dof >= SURE_DOF:
+            margin = self.noise.t * self.noise.sigma * math.sqrt(1 / self.counts[i] + 1 / self.counts[j])
+        return self.means[i] - self.means[j] > margin
+
+    def without(self, i: int) -> "Points":
+        def rest(values: tuple) -> tuple:  # type: ignore[type-arg]
+            return values[:i] + values[i + 1 :]
+
+        return Points(rest(self.lrs), rest(self.means), rest(self.counts), self.noise, self.usual)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the points say."""
+
+    status: Status
+    below: float | None = None  # the nearest learning rate below the best one that is worse
+    above: float | None = None  # the nearest above
+
+    @property
+    def bracket(self) -> tuple[float, float] | None:
+        """The learning rates between which the minimum lies, if worse ones enclose it."""
+        if self.status != "bracketed" or self.below is None or self.above is None:
+            return None
+        return self.below, self.above
+
+
+def points_of(losses: Losses, noise: Noise | None, usual: float) -> Points:
+    lrs = tuple(sorted(losses))
+    means = tuple(float(np.mean(losses[lr])) for lr in lrs)
+    return Points(lrs, means, tuple(len(losses[lr]) for lr in lrs), noise, usual)
+
+
+def shape_of(points: Points) -> Shape:
+    """Judge points without outliers."""
+    if len(points.lrs) < 3:
+        return Shape("too few")
+    if _is_flat(points):
+        return Shape("flat")
+    if not _has_one_minimum(points):
+        return Shape("jagged")
+    best = points.best
+    worse = [i for i in range(len(points.lrs)) if points.is_worse(i, best)]
+    below = max((points.lrs[i] for i in worse if i < best), default=None)
+    above = min((points.lrs[i] for i in worse if i > best), default=None)
+    if below is None and above is None:
+        return Shape("flat")
+    return Shape("not bracketed" if below is None or above is None else "bracketed", below, above)
+
+
+def _is_flat(points: Points) -> bool:
+    """One-way analysis of variance; without a sure noise, whether any two points clearly differ."""
+    best = points.best
+    worst = max(range(len(points.means)), key=lambda i: points.means[i])
+    spread = points.means[worst] - points.means[best]
+    if spread >= NEVER_FLAT:
+        return False
+    if points.noise is None or points.noise.dof < SURE_DOF:
+        return spread <= points.clear_margin(worst, best)
+    means = np.array(points.means)
+    between = np.average((means - np.average(points.means, weights=points.counts)) ** 2, weights=points.counts)
+    dof = len(points.means) - 1
+    ratio = float(between) * sum(points.counts) / dof / points.noise.sigma**2
+    return f_tail(ratio, dof, points.noise.dof) > LEVEL
+
+
+def _has_one_minimum(points: Points) -> bool:
+    """Whether the loss falls up to the best point, and from there never comes back down more than half of its rise.
+
+    Far above the best learning rate training is unstable, and smaller ups and downs mean little.
+    """
+    best, means = points.best, points.means
+    for j in range(1, best):
+        i = min(range(j), key=lambda i: means[i])
+        if means[j] - means[i] > points.clear_margin(i, j):
+            return False
+    for k in range(best + 2, len(means)):
+        j = max(range(best + 1, k), key=lambda j: means[j])
+        if means[j] - means[k] > max(points.clear_margin(j, k), means[k] - means[best]):
+            return False
+    return True
+
+
+def outlier(points: Points) -> float | None:
+    """The learning rate of the one point without which the others make a curve; None if there is none, or several.
+
+    Only a cell of a single run can be an outlier: several seeds that agree are a finding.
+    """
+    if len(points.lrs) < 4:
+        return None
+    if _has_one_minimum(points):
+        return points.lrs[points.best] if points.counts[points.best] == 1 and _is_a_spike(points) else None
+    candidates = []
+    for i in range(len(points.lrs)):
+        rest = points.without(i)
+        if points.counts[i] == 1 and _has_one_minimum(rest):
+            candidates.append((_roughness(rest), i))
+    candidates.sort()
+    if not candidates:
+        return None
+    if len(candidates) > 1 and candidates[0][0] > DECISIVE * candidates[1][0] - 1e-12:
+        return None
+    return points.lrs[candidates[0][1]]
+
+
+def _is_a_spike(points: Points) -> bool:
+    """Whether the lowest point lies clearly below the lines through its neighbours, where no convex curve passes."""
+    best, means = points.best, points.means
+    if not 2 <= best <= len(means) - 3:
+        return False
+    x = [math.log2(lr) for lr in points.lrs]
+    depths = []
+    for side in (-1, 1):
+        near, far = best + side, best + 2 * side
+        line = means[near] + (means[near] - means[far]) * (x[best] - x[near]) / (x[near] - x[far])
+        depths.append(line - means[best])
+    around = [means[i] for i in range(best - 2, best + 3) if i != best]
+    return min(depths) > max(points.clear_margin(best, best), (max(around) - min(around)) / 2)
+
+
+def _roughness(points: Points) -> float:
+    """How far the points lie from the chords of their neighbours, in sum."""
+    x, means, total = np.log2(points.lrs), points.means, 0.0
+    for i in range(1, len(means) - 1):
+        share = (x[i] - x[i - 1]) / (x[i + 1] - x[i - 1])
+        total += abs(means[i] - means[i - 1] - share * (means[i + 1] - means[i - 1]))
+    return total
+
+
+def outlying_seed(losses: Losses, usual: float) -> tuple[float, float] | None:
+    """The run whose loss is far from that of the other seeds of its cell: (learning rate, loss), or None.
+
+    Far is five standard deviations of the other runs over their seeds, and of the `usual` ones. Of two seeds, the one
+    that is farther from the median of all runs counts.
+    """
+    median = float(np.median([loss for of_seeds in losses.values() for loss in of_seeds]))
+    found: list[tuple[float, float, float, float]] = []
+    for lr, of_seeds in losses.items():
+        for number, loss in enumerate(of_seeds):
+            others = [*of_seeds[:number], *of_seeds[number + 1 :]]
+            rest = [values for values in {**losses, lr: others}.values() if values]
+            dof = sum(len(values) - 1 for values in rest)
+            if not others or not dof:
+                continue
+            squares = sum(float(np.sum((np.asarray(values) - np.mean(values)) ** 2)) for values in rest)
+            sigma = max(math.sqrt(squares / dof), usual) * math.sqrt(1 + 1 / len(others))
+            distance = abs(loss - float(np.mean(others))) / sigma
+            if distance > max(CLEAR, t_quantile(dof)):
+                found.append((round(distance, 6), abs(loss - median), lr, loss))
+    return max(found)[2:] if found else None

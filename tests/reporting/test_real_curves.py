@@ -1,0 +1,107 @@
+"""The verdict on real sweeps (`real_curves.yaml`), and on every subset of their learning rates.
+
+A subset knows less than the whole curve. It must not contradict it: its bracket or interval holds the optimum, the side
+to which it would extend the grid is not away from it, and it is not 'flat' where its own points clearly differ.
+"""
+
+import itertools
+import random
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from gptexp.reporting.curves import Curve, fit_curves
+
+CURVES = Path(__file__).with_name("real_curves.yaml")
+BATCH = 1  # any key
+MOST_SUBSETS = 60  # of one size, drawn at random if there are more
+
+
+@dataclass(frozen=True)
+class Real:
+    """A curve of the library."""
+
+    name: str
+    spread: float  # standard deviation over seeds, in nats
+    status: str
+    optimum: tuple[float, float]  # the range that holds the best learning rate
+    losses: dict[float, list[float]]
+    diverged: list[float]
+
+    def judged(self, lrs: tuple[float, ...]) -> Curve:
+        """The verdict on some of its learning rates."""
+        losses = {lr: self.losses[lr] for lr in lrs if lr in self.losses}
+        diverged = [lr for lr in lrs if lr in self.diverged]
+        return fit_curves({BATCH: losses}, {BATCH: diverged}, self.spread).of[BATCH]
+
+    def contradicts(self, curve: Curve, lrs: tuple[float, ...]) -> str | None:
+        """Why the verdict on a subset contradicts this curve."""
+        low, high = self.optimum
+        if curve.bracket is not None:
+            o = curve.optimum
+            ends = (o.low, o.high) if o is not None and o.low is not None and o.high is not None else curve.bracket
+            if ends[0] > high or ends[1] < low:
+                return f"{ends} does not hold the optimum"
+        if curve.next_lr is not None:
+            inner = [lr for lr in lrs if lr in self.losses]
+            if curve.next_lr > max(inner) and high < sorted(inner)[-2]:
+                return f"extends to {curve.next_lr:g}, away from the optimum"
+            if curve.next_lr < min(inner) and low > sorted(inner)[1]:
+                return f"extends to {curve.next_lr:g}, away from the optimum"
+        if curve.status == "flat":
+            means = [sum(self.losses[lr]) / len(self.losses[lr]) for lr in lrs if lr in self.losses]
+            if max(means) - min(means) > 5 * self.spread:
+                return f"flat, with a difference of {max(means) - min(means):.3f} nats"
+        return None
+
+
+def library() -> list[Real]:
+    found = []
+    for source in yaml.safe_load(CURVES.read_text()):
+        for curve in source["curves"]:
+            values: dict[str, Any] = {"diverged": [], "spread": source.get("spread"), **curve}
+            losses = {float(lr): of if isinstance(of, list) else [of] for lr, of in curve["losses"].items()}
+            values |= {"losses": losses, "optimum": tuple(map(float, curve["optimum"]))}
+            found.append(Real(**values))
+    return found
+
+
+REAL = library()
+ids = [real.name for real in REAL]
+
+
+@pytest.mark.parametrize("real", REAL, ids=ids)
+def test_the_verdict_on_a_real_curve_is_that_of_a_reader(real: Real) -> None:
+    lrs = (*real.losses, *real.diverged)
+    curve = real.judged(lrs)
+    assert curve.status == real.status, curve
+    assert real.contradicts(curve, lrs) is None
+    if curve.optimum is not None:
+        assert real.optimum[0] <= curve.optimum.lr <= real.optimum[1]
+
+
+@pytest.mark.parametrize("real", REAL, ids=ids)
+def test_no_subset_of_a_real_curve_contradicts_it(real: Real) -> None:
+    draw = random.Random(0)
+    found: Counter[str] = Counter()
+    large = 0
+    lrs = sorted([*real.losses, *real.diverged])
+    for size in range(3, len(lrs) + 1):
+        subsets = list(itertools.combinations(lrs, size))
+        for subset in subsets if len(subsets) <= MOST_SUBSETS else draw.sample(subsets, MOST_SUBSETS):
+            if sum(lr in real.losses for lr in subset) == 0:
+                continue
+            curve = real.judged(subset)
+            problem = real.contradicts(curve, subset)
+            assert problem is None, (problem, subset, [real.losses.get(lr) for lr in subset], curve)
+            if sum(lr in real.losses for lr in subset) >= 4:
+                found[curve.status] += 1
+                large += 1
+    print(real.name, dict(found))
+    assert found["too few"] <= 0.2 * large
+    if real.status != "jagged":
+        assert found["jagged"] <= 0.05 * large
