@@ -1,6 +1,8 @@
 """`gptexp report DIR`: reports the results of a sweep or of a run."""
 
 import argparse
+import shutil
+import sys
 from pathlib import Path
 
 from gptexp.process.errors import ConfigError
@@ -23,7 +25,7 @@ def main(argv: list[str] | None = None) -> None:
     from gptexp.reporting.write import PAGE, show, write_report
 
     report = write_report(args.directory)
-    show(report)
+    show(report, shutil.get_terminal_size().columns if sys.stdout.isatty() else None)
     say(f"\nthe page: {args.directory / PAGE}")
     if args.write_optim is not None:
         write_optim(args.write_optim, report.analysis)

@@ -157,7 +157,8 @@ def sections(
     analysis: Analysis, lines: Sequence[str], pictures: Sequence[Figure], further: Sequence[Proposal], cells: str = ""
 ) -> dict[str, str]:
     """The HTML of each of `SECTIONS`. `lines`: the verdict; `cells`: HTML of the progress."""
-    titles, rows = shown(analysis.runs)
+    columns = shown(analysis.runs)
+    rows = zip(*(texts for _, texts in columns), strict=True)
     return {
         "verdict": _list(lines),
         "cells": cells,
@@ -165,7 +166,8 @@ def sections(
         "figures": _figures(pictures),
         "notes": _notes(analysis.runs),
         "common": _common(analysis),
-        "runs": "<h2>Runs</h2>" + html_table("All runs", titles, (map(escape, row) for row in rows)),
+        "runs": "<h2>Runs</h2>"
+        + html_table("All runs", [title for title, _ in columns], (map(escape, row) for row in rows)),
     }
 
 

@@ -106,7 +106,10 @@ def in_all(cells: list[Progress]) -> str:
     """One line: the number of cells by status, and the time until all are done."""
     seconds = ready_in(cells)
     counts = Counter(cell.status for cell in cells)
-    by_status = ", ".join(f"{counts[state]} {state}" for state in STATES if counts[state])
+    first, *others = [state for state in STATES if counts[state]]
+    by_status = ", ".join(
+        [f"{counts[first]} of {len(cells)} cells {first}", *(f"{counts[state]} {state}" for state in others)]
+    )
     if all(cell.status in run_dir.DONE for cell in cells):
         when = "all done"
     elif seconds is None:
@@ -115,4 +118,4 @@ def in_all(cells: list[Progress]) -> str:
         when = f"done in about {seconds_shown(seconds)}"
         if len(cells) > 1:
             when += " if as many run at once as now" if counts["running"] else " after a restart, one cell at a time"
-    return f"{len(cells)} cells: {by_status}; {when}" if len(cells) > 1 else f"{cells[0].status}; {when}"
+    return f"{by_status}; {when}" if len(cells) > 1 else f"{cells[0].status}; {when}"

@@ -55,8 +55,8 @@ def values(runs: Sequence[Run], config_keys: Sequence[str]) -> list[dict[str, An
     ]
 
 
-def shown(runs: Sequence[Run], all_of_them: bool = True) -> tuple[list[str], list[list[str]]]:
-    """Titles, and a row of texts for each run. Omits the columns that no run has a value in.
+def shown(runs: Sequence[Run], all_of_them: bool = True) -> list[tuple[str, list[str]]]:
+    """The title of each column, with a text for each run. Omits the columns that no run has a value in.
 
     Without `all_of_them` it also omits the columns in which several runs agree, except the status.
     """
@@ -64,5 +64,5 @@ def shown(runs: Sequence[Run], all_of_them: bool = True) -> tuple[list[str], lis
     for column in COLUMNS:
         found = {column.value(run) for run in runs}
         if found != {None} and (all_of_them or len(found) > 1 or len(runs) == 1 or column.key == "status"):
-            columns.append(column)
-    return [column.title for column in columns], [[column.text(run) for column in columns] for run in runs]
+            columns.append((column.title, [column.text(run) for run in runs]))
+    return columns

@@ -71,7 +71,7 @@ def test_status_prints_a_line_for_each_cell_and_one_for_all(sweep: Path, capsys:
     main([str(sweep)])
     *lines, last = capsys.readouterr().out.splitlines()
     assert len(lines) == 6
-    assert last.startswith("6 cells: 1 completed, 1 diverged, 1 interrupted, 2 failed, 1 left; done in about 0:0")
+    assert last.startswith("1 of 6 cells completed, 1 diverged, 1 interrupted, 2 failed, 1 left; done in about 0:0")
     assert "after a restart" in last
 
 
@@ -87,7 +87,7 @@ def test_status_says_that_all_cells_are_done(sweep: Path, capsys: pytest.Capture
         shutil.rmtree(sweep / name, ignore_errors=True)
     run_dir.write_json(sweep / run_dir.SWEEP, {})
     main([str(sweep)])
-    assert capsys.readouterr().out.splitlines()[-1] == "2 cells: 1 completed, 1 diverged; all done"
+    assert capsys.readouterr().out.splitlines()[-1] == "1 of 2 cells completed, 1 diverged; all done"
 
 
 def test_status_accepts_a_run_and_refuses_a_missing_directory(gptexp: Gptexp, sweep: Path) -> None:

@@ -13,9 +13,10 @@ from sweeps import report_of, write_sweep
 
 from gptexp.process.errors import ConfigError
 from gptexp.report import main
+from gptexp.reporting.analysis import analyse
 from gptexp.reporting.records import find_runs
 from gptexp.reporting.table import shown, values
-from gptexp.reporting.write import write_report
+from gptexp.reporting.write import Report, show, write_report
 
 Gptexp = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -143,13 +144,32 @@ def test_the_table_has_exact_values_and_the_page_rounded_ones(swept: Path) -> No
         "steps": run.summary["steps"], "tokens": run.summary["tokens"], "tokens_per_parameter": run.summary["tokens"],
         "final_val_loss": run.loss, "tokens_per_s": 8e3, "mfu_palm": None, "train_h": 1 / 60, "model.n_layer": 12,
     }]  # fmt: skip
-    names, [texts] = shown([run])
-    assert "MFU" not in names  # no peak is known of a CPU
-    differing, _ = shown(find_runs(swept), all_of_them=False)
-    assert {"status", "val loss", "seed"} < {*differing} < {*names} - {"tokens/s"}
-    assert texts[names.index("val loss")] == f"{run.loss:.4f}"
+    columns = dict(shown([run]))
+    assert "MFU" not in columns  # no peak is known of a CPU
+    differing = dict(shown(find_runs(swept), all_of_them=False))
+    assert {"status", "val loss", "seed"} < {*differing} < {*columns} - {"tokens/s"}
+    assert columns["val loss"] == [f"{run.loss:.4f}"]
     run.mfu = 0.4321
-    assert "43.2%" in shown([run])[1][0]
+    assert dict(shown([run]))["MFU"] == ["43.2%"]
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 120, None])
+def test_no_number_is_cut_on_a_narrow_terminal(
+    swept: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], width: int | None
+) -> None:
+    """Nor in a pipe, where a line has no limit."""
+    runs = find_runs(swept)
+    for number, run in enumerate(runs):
+        run.mfu = 0.4
+        run.summary |= {"tokens": 123_456_789 + number, "train_s": 3600.0 * number}
+    show(Report(analyse("sweep", runs), ["A long sentence. " * 20], [], []), width)
+    out = capsys.readouterr().out
+    assert "\u2026" not in out
+    for run in runs:
+        if run.loss is not None:
+            assert f" {run.loss:.4f}" in out
+    assert max(map(len, out.splitlines())) <= (width or 10_000)
+    assert ("123,456,789" in out) == (width is None or width >= 80)
 
 
 @pytest.mark.parametrize("what", ["nothing", "empty"])
