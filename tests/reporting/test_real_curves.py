@@ -5,7 +5,9 @@ to which it would extend the grid is not away from it, and it is not 'flat' wher
 """
 
 import itertools
+import math
 import random
+import statistics
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +40,15 @@ class Real:
         diverged = [lr for lr in lrs if lr in self.diverged]
         return fit_curves({BATCH: losses}, {BATCH: diverged}, self.spread).of[BATCH]
 
+    @property
+    def spread_of_means(self) -> float:
+        """Standard deviation of the mean of a cell: of its own seeds, if it has several."""
+        seeds = [of_seeds for of_seeds in self.losses.values() if len(of_seeds) > 1]
+        if not seeds:
+            return self.spread
+        variance = statistics.fmean(statistics.variance(of_seeds) for of_seeds in seeds)
+        return math.sqrt(variance / min(map(len, seeds)))
+
     def contradicts(self, curve: Curve, lrs: tuple[float, ...]) -> str | None:
         """Why the verdict on a subset contradicts this curve."""
         low, high = self.optimum
@@ -54,7 +65,7 @@ class Real:
                 return f"extends to {curve.next_lr:g}, away from the optimum"
         if curve.status == "flat":
             means = [sum(self.losses[lr]) / len(self.losses[lr]) for lr in lrs if lr in self.losses]
-            if max(means) - min(means) > 5 * self.spread:
+            if max(means) - min(means) > 5 * self.spread_of_means:
                 return f"flat, with a difference of {max(means) - min(means):.3f} nats"
         return None
 
