@@ -9,7 +9,7 @@ from typing import Any
 
 from gptexp.config.rules import in_steps
 from gptexp.reporting.critical import Critical, critical_batch_size, steps_to
-from gptexp.reporting.curves import Curves, fit_curves
+from gptexp.reporting.curves import Curves, Outlier, fit_curves
 from gptexp.reporting.law import Law, fit_law
 from gptexp.reporting.noise import usual_spread
 from gptexp.reporting.records import Run
@@ -35,6 +35,17 @@ class Arm:
     at_an_edge: list[int]  # batch sizes whose fastest learning rate in `critical` is the smallest or largest one
     best: tuple[int, float] | None  # (batch size, learning rate) of the lowest mean loss
     ties: list[tuple[int, float]]  # other cells that do not differ significantly from the best one
+
+    @property
+    def left_out(self) -> list[tuple[Run, Outlier]]:
+        """The runs that take no part in the curves."""
+        return [
+            (run, outlier)
+            for batch, curve in self.curves.of.items()
+            for outlier in curve.outliers
+            for run in self.runs
+            if (run.batch, run.lr, run.loss) == (batch, outlier.lr, outlier.loss)
+        ]
 
     @property
     def is_grid(self) -> bool:
@@ -99,7 +110,7 @@ def _arm(choices: dict[str, Any], runs: list[Run]) -> Arm:
     curves = fit_curves(by_batch, diverged, _usual_spread(runs))
     target, critical, at_an_edge = _critical(runs)
     means = {
-        (batch, lr): math.fsum(of_seeds) / len(of_seeds)
+        (batch, lr): statistics.fmean(of_seeds)
         for batch, at_batch in curves.losses.items()
         for lr, of_seeds in at_batch.items()
     }

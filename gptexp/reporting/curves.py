@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from statistics import fmean
 
 import numpy as np
 
@@ -17,7 +18,6 @@ from gptexp.reporting.linex import MISFIT, SCAN, Fitted, Linex, Target, fit_all
 from gptexp.reporting.noise import Losses, Noise, measure, ties
 from gptexp.reporting.shape import (
     CLEAR,
-    SURE_DOF,
     Points,
     Shape,
     Status,
@@ -28,6 +28,7 @@ from gptexp.reporting.shape import (
 )
 
 MOST = 5  # learning rates in a fit
+SPACING = 2.0  # ratio of learning rates next to a grid of only one
 WIDE_GAP = 1.9  # ratio of two learning rates between which the lowest point may be missed: about an octave
 MOST_OUTLIERS = 0.25  # of a batch size's runs; more of them are no outliers, and the curve is jagged
 
@@ -95,8 +96,7 @@ class Curves:
         if noise is None or other_noise is None:
             return None
         of_one, of_other = self.losses[one[0]][one[1]], self.losses[other[0]][other[1]]
-        difference = math.fsum(of_one) / len(of_one) - math.fsum(of_other) / len(of_other)
-        return ties(difference, noise, len(of_one), other_noise, len(of_other))
+        return ties(fmean(of_one) - fmean(of_other), noise, len(of_one), other_noise, len(of_other))
 
 
 def fit_curves(losses: Mapping[int, Losses], diverged: Mapping[int, Sequence[float]], usual_spread: float) -> Curves:
@@ -133,8 +133,7 @@ def _without_outliers(losses: Losses, usual_spread: float) -> tuple[dict[float, 
         if (seed := outlying_seed(kept, usual_spread)) is not None:
             lr, loss = seed
             kept[lr].remove(loss)
-            others = math.fsum(kept[lr]) / len(kept[lr])
-            found.append(Outlier(lr, loss, f"other seeds of its cell have a loss of {others:.4f}"))
+            found.append(Outlier(lr, loss, f"other seeds of its cell have a loss of {fmean(kept[lr]):.4f}"))
         elif (alone := outlier(points_of(kept, measure({0: kept}).get(0), usual_spread))) is not None:
             [loss] = kept.pop(alone)
             found.append(Outlier(alone, loss, "no curve through its neighbours explains its loss"))
@@ -205,9 +204,9 @@ def _curve(
 
 def _differences(points: Points) -> str:
     spread = max(points.means) - min(points.means)
-    if points.noise is not None and points.noise.dof >= SURE_DOF:
+    if points.sure_noise is not None:
         return "the differences are not significant"
-    return f"the losses differ by {spread:.2g} nats, less than {CLEAR:g} times what seeds change in such runs"
+    return f"the losses differ by {spread:.2g} nats, less than {CLEAR:g} times the standard deviation over seeds"
 
 
 def _tied(points: Points) -> tuple[float, float]:
@@ -217,6 +216,13 @@ def _tied(points: Points) -> tuple[float, float]:
     low = max((i for i in worse if i < best), default=-1) + 1
     high = min((i for i in worse if i > best), default=len(points.lrs)) - 1
     return points.lrs[low], points.lrs[high]
+
+
+def one_step_outside(lrs: Sequence[float]) -> tuple[float, float]:
+    """The learning rates below and above a grid of rising ones, as far from its ends as the next ones inside."""
+    if len(lrs) < 2:
+        return lrs[0] / SPACING, lrs[0] * SPACING
+    return lrs[0] ** 2 / lrs[1], lrs[-1] ** 2 / lrs[-2]
 
 
 def _next(points: Points, shape: Shape, diverged: Sequence[float]) -> tuple[str, float | None]:
@@ -231,10 +237,10 @@ def _next(points: Points, shape: Shape, diverged: Sequence[float]) -> tuple[str,
             if at == 0
             else f"it does not clearly rise below {lrs[at]:g}"
         )
-        beyond = lrs[0] ** 2 / lrs[1] if at <= 1 else None
+        beyond = one_step_outside(lrs)[0] if at <= 1 else None
     else:
         why = "the loss falls to the top of the grid" if at == last else f"it does not clearly rise above {lrs[at]:g}"
-        beyond = lrs[-1] ** 2 / lrs[-2] if at >= last - 1 else None
+        beyond = one_step_outside(lrs)[1] if at >= last - 1 else None
         if beyond is not None and (limits := [lr for lr in diverged if lr > lrs[-1]]):
             why += f", and {min(limits):g} diverged"
             beyond = math.sqrt(lrs[-1] * min(limits))

@@ -37,11 +37,11 @@ def _curves(arm: Arm) -> Figure | None:
     batches = sorted({*arm.losses, *arm.diverged})
     used: list[Spec] = []
     left_out: list[Spec] = []
+    outliers = {run.name for run, _ in arm.left_out}
     for r in arm.runs:
         if r.loss in arm.losses.get(r.batch, {}).get(r.lr, ()):
-            is_outlier = any((o.lr, o.loss) == (r.lr, r.loss) for o in arm.curves.of[r.batch].outliers)
             point = {"lr": r.lr, "loss": r.loss, "size": f"{r.batch:,}", "seed": r.seed, "run": r.name}
-            (left_out if is_outlier else used).append(point)
+            (left_out if r.name in outliers else used).append(point)
     top = max(loss for at_batch in arm.losses.values() for of_seeds in at_batch.values() for loss in of_seeds)
     diverged = [{"lr": lr, "loss": top, "size": f"{b:,}"} for b, lrs in arm.diverged.items() for lr in lrs]
     joined = [{"lr": lr, "loss": mean, "size": f"{b:,}"} for (b, lr), mean in sorted(arm.means.items())]

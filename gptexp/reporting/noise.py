@@ -4,7 +4,7 @@ Only seeds measure noise. What is left over by a fit to a few learning rates is 
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,7 +32,7 @@ LARGEST_SPREAD = 0.065  # of shorter or smaller runs: root mean square of the sa
 def usual_spread(parameters: float, tokens: float) -> float:
     """Return the standard deviation over seeds that runs of this size and length have had, in nats.
 
-    It decreases with both, so each row is an upper bound for larger and longer runs.
+    Larger and longer runs usually vary less. So it is the smallest of the rows whose runs are no larger and no longer.
     """
     bounds = [sd for size, length, sd in USUAL_SPREADS if size <= parameters and length <= tokens]
     return min(bounds, default=LARGEST_SPREAD)
@@ -71,6 +71,15 @@ def ties(difference: float, one: Noise, n: int, other: Noise, m: int) -> bool:
     return abs(difference) <= t_quantile(min(one.dof, other.dof)) * spread
 
 
+def within_cells(cells: Iterable[Sequence[float]]) -> tuple[float, int]:
+    """The sum of squared distances to the mean of each cell, and its degrees of freedom."""
+    squares, dof = 0.0, 0
+    for of_seeds in cells:
+        squares += float(np.sum((np.asarray(of_seeds) - np.mean(of_seeds)) ** 2))
+        dof += len(of_seeds) - 1
+    return squares, dof
+
+
 def measure(losses: Mapping[int, Losses]) -> dict[int, Noise]:
     """The noise of each batch size (tokens) at which a learning rate has two seeds.
 
@@ -78,8 +87,7 @@ def measure(losses: Mapping[int, Losses]) -> dict[int, Noise]:
     """
     found: dict[int, Noise] = {}
     for batch, at_batch in losses.items():
-        dof = sum(len(of_seeds) - 1 for of_seeds in at_batch.values())
-        squares = sum(float(np.sum((np.asarray(seeds) - np.mean(seeds)) ** 2)) for seeds in at_batch.values())
+        squares, dof = within_cells(at_batch.values())
         if dof:
             found[batch] = Noise(max(MIN_SIGMA, math.sqrt(squares / dof)), dof, (batch,))
     if len(found) < 2 or _p_of_equal_variances(list(found.values())) < POOLED:

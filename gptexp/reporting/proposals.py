@@ -12,12 +12,11 @@ from typing import Any
 from gptexp.config.schema import counted, shown
 from gptexp.process.terminal import printable
 from gptexp.reporting.analysis import AXES, TEXT, Analysis, Arm
-from gptexp.reporting.curves import Curve
+from gptexp.reporting.curves import Curve, one_step_outside
 from gptexp.reporting.shape import SURE_DOF
 from gptexp.storage.sweep_record import SweepRecord
 
 WIDE = 64.0  # largest over smallest learning rate; a flat grid this wide needs more seeds, not more learning rates
-SPACING = 2.0  # ratio of learning rates if the grid has only one
 SEEDS = 2  # new seeds of a proposal
 
 
@@ -115,11 +114,9 @@ def _wanted(arm: Arm) -> list[_Cells]:
 
 
 def _for_the_shape(arm: Arm, batch: int, curve: Curve, seeds: list[int]) -> Iterator[_Cells]:
-    lrs = sorted(arm.losses[batch])
+    lrs = sorted(arm.curves.losses[batch])  # those that the curve was judged by
     limit = min((lr for lr in arm.diverged.get(batch, ()) if lr > lrs[-1]), default=math.inf)
-    below, above = lrs[0] / SPACING, lrs[-1] * SPACING
-    if len(lrs) > 1:
-        below, above = lrs[0] ** 2 / lrs[1], lrs[-1] ** 2 / lrs[-2]
+    below, above = one_step_outside(lrs)
     if curve.next_lr is not None and lrs[0] < curve.next_lr < lrs[-1]:
         yield _Cells(batch, [curve.next_lr], [], "the lowest point may lie in this gap of the grid")
     elif curve.next_lr is not None:
@@ -140,7 +137,7 @@ def _for_the_shape(arm: Arm, batch: int, curve: Curve, seeds: list[int]) -> Iter
         outside = [below] if above >= limit else [below, above]
         yield _Cells(batch, outside, [], "the grid is too narrow to show where the loss rises")
     elif curve.status == "too few":
-        ends = [lr for lr in (below, above) if lr < limit]
+        ends = [below, above]
         if len(lrs) > 1:
             ends = [below if curve.best == lrs[0] else above]
         yield _Cells(batch, [lr for lr in ends if lr < limit], [], "a lowest point needs three learning rates")

@@ -3,17 +3,19 @@ enclosed by worse ones. A cell that no curve through its neighbours explains is 
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 
-from gptexp.reporting.noise import LEVEL, Losses, Noise, f_tail, t_quantile
+from gptexp.reporting.noise import LEVEL, Losses, Noise, f_tail, t_quantile, within_cells
 
-CLEAR = 5.0  # standard deviations; a difference that is no noise, whoever has estimated the deviation
-SURE_DOF = 4  # degrees of freedom from which t-tests with a measured noise replace `CLEAR` times a usual one
+CLEAR = 5.0  # standard deviations of a run: a larger difference is clear, even if the deviation is only a usual one
+SURE_DOF = 4  # degrees of freedom from which a t-test with the measured noise decides what is worse, not `CLEAR`
 NEVER_FLAT = 1.0  # nats: learning rates that differ by so much are not flat, whatever the noise
-DECISIVE = 0.5  # of two cells that could be the outlier, one leaves less than this share of the other's roughness
+# Of two possible outliers one is named if leaving it out leaves less than this share of the roughness that leaving out
+# the other leaves.
+DECISIVE = 0.5
 
 Status = Literal["bracketed", "not bracketed", "flat", "too few", "jagged"]
 
@@ -29,11 +31,16 @@ class Points:
     usual: float  # standard deviation over seeds that such runs have had, in nats
 
     @property
+    def sure_noise(self) -> Noise | None:
+        """The noise, if enough seeds have measured it."""
+        return self.noise if self.noise is not None and self.noise.dof >= SURE_DOF else None
+
+    @property
     def sigma(self) -> float:
         """The standard deviation that decides what is clear: measured, unless from too few seeds."""
-        if self.noise is None:
-            return self.usual
-        return self.noise.sigma if self.noise.dof >= SURE_DOF else max(self.noise.sigma, self.usual)
+        if self.sure_noise is not None:
+            return self.sure_noise.sigma
+        return self.usual if self.noise is None else max(self.noise.sigma, self.usual)
 
     @property
     def best(self) -> int:
@@ -47,15 +54,18 @@ class Points:
     def is_worse(self, i: int, j: int) -> bool:
         """Whether point `i` is worse than point `j`: by a t-test, or clearly if too few seeds measure the noise."""
         margin = self.clear_margin(i, j)
-        if self.noise is not None and self.noise.dof >= SURE_DOF:
-            margin = self.noise.t * self.noise.sigma * math.sqrt(1 / self.counts[i] + 1 / self.counts[j])
+        if (noise := self.sure_noise) is not None:
+            margin = noise.t * noise.sigma * math.sqrt(1 / self.counts[i] + 1 / self.counts[j])
         return self.means[i] - self.means[j] > margin
 
     def without(self, i: int) -> "Points":
-        def rest(values: tuple) -> tuple:  # type: ignore[type-arg]
-            return values[:i] + values[i + 1 :]
-
-        return Points(rest(self.lrs), rest(self.means), rest(self.counts), self.noise, self.usual)
+        """The points but for point `i`."""
+        return replace(
+            self,
+            lrs=self.lrs[:i] + self.lrs[i + 1 :],
+            means=self.means[:i] + self.means[i + 1 :],
+            counts=self.counts[:i] + self.counts[i + 1 :],
+        )
 
 
 @dataclass(frozen=True)
@@ -104,13 +114,11 @@ def _is_flat(points: Points) -> bool:
     spread = points.means[worst] - points.means[best]
     if spread >= NEVER_FLAT:
         return False
-    if points.noise is None or points.noise.dof < SURE_DOF:
+    if (noise := points.sure_noise) is None:
         return spread <= points.clear_margin(worst, best)
-    means = np.array(points.means)
-    between = np.average((means - np.average(points.means, weights=points.counts)) ** 2, weights=points.counts)
-    dof = len(points.means) - 1
-    ratio = float(between) * sum(points.counts) / dof / points.noise.sigma**2
-    return f_tail(ratio, dof, points.noise.dof) > LEVEL
+    means, counts, dof = np.array(points.means), np.array(points.counts), len(points.means) - 1
+    between = float(np.sum(counts * (means - np.average(means, weights=counts)) ** 2)) / dof
+    return f_tail(between / noise.sigma**2, dof, noise.dof) > LEVEL
 
 
 def _has_one_minimum(points: Points) -> bool:
@@ -187,11 +195,11 @@ def outlying_seed(losses: Losses, usual: float) -> tuple[float, float] | None:
     for lr, of_seeds in losses.items():
         for number, loss in enumerate(of_seeds):
             others = [*of_seeds[:number], *of_seeds[number + 1 :]]
-            rest = [values for values in {**losses, lr: others}.values() if values]
-            dof = sum(len(values) - 1 for values in rest)
-            if not others or not dof:
+            if not others:
                 continue
-            squares = sum(float(np.sum((np.asarray(values) - np.mean(values)) ** 2)) for values in rest)
+            squares, dof = within_cells({**losses, lr: others}.values())
+            if not dof:
+                continue
             sigma = max(math.sqrt(squares / dof), usual) * math.sqrt(1 + 1 / len(others))
             distance = abs(loss - float(np.mean(others))) / sigma
             if distance > max(CLEAR, t_quantile(dof)):

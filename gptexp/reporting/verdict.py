@@ -66,15 +66,11 @@ def _optimum(batch: int, c: Curve) -> str:
 
 
 def _outliers(arm: Arm) -> Iterator[str]:
-    for batch, curve in arm.curves.of.items():
-        for outlier in curve.outliers:
-            name = next(
-                run.name for run in arm.runs if (run.batch, run.lr, run.loss) == (batch, outlier.lr, outlier.loss)
-            )
-            yield (
-                f"Left out: {name}, with a loss of {outlier.loss:.4f} at learning rate {outlier.lr:g} and "
-                f"{tokens(batch)}: {outlier.why}. Run it again with another seed."
-            )
+    for run, outlier in arm.left_out:
+        yield (
+            f"Left out: {run.name}, with a loss of {outlier.loss:.4f} at learning rate {outlier.lr:g} and "
+            f"{tokens(run.batch)}: {outlier.why}. Run it again with another seed."
+        )
 
 
 def _law(arm: Arm) -> Iterator[str]:
@@ -130,8 +126,8 @@ def _best(arm: Arm) -> Iterator[str]:
     if not tested:
         yield f"{line}."
     elif not arm.ties:
-        every = "every other cell is" if len(tested) == len(arm.means) - 1 else "those of known noise are"
-        yield f"{line}, and {every} significantly worse."
+        known = "" if len(tested) == len(arm.means) - 1 else " whose noise is known"
+        yield f"{line}, and every other cell{known} is significantly worse."
     else:
         cells = ", ".join(f"{lr:.3g} at {b:,}" for b, lr in sorted(arm.ties))
         count = f"{len(arm.ties)} other cells do" if len(arm.ties) > 1 else "1 other cell does"
@@ -141,9 +137,7 @@ def _best(arm: Arm) -> Iterator[str]:
 def _noise(arm: Arm) -> Iterator[str]:
     unknown = [batch for batch in arm.curves.of if batch not in arm.curves.noises]
     if unknown and len(arm.means) > 1:
-        where = (
-            "" if len(unknown) == len(arm.curves.of) else f" at {', '.join(f'{b:,}' for b in unknown)} tokens a step"
-        )
+        where = f" at {', '.join(f'{b:,}' for b in unknown)} tokens a step" if arm.curves.noises else ""
         yield (
             f"Noise unknown{where}: no learning rate has two seeds, so nothing is said about ties, 95% intervals or "
             "numbers of seeds. Runs of this size and length have had a standard deviation of "
