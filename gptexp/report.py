@@ -24,7 +24,7 @@ def main(argv: list[str] | None = None) -> None:
 
     from gptexp.reporting.write import PAGE, show, write_report
 
-    report = write_report(args.directory)
+    report, _ = write_report(args.directory)
     show(report, shutil.get_terminal_size().columns if sys.stdout.isatty() else None)
     say(f"\nthe page: {args.directory / PAGE}")
     if args.write_optim is not None:

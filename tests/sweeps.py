@@ -4,7 +4,6 @@ import json
 import math
 import subprocess
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +12,9 @@ from conftest import wait_for
 
 from gptexp.config.compose import composition, hydra_engine
 from gptexp.config.schema import Config
-from gptexp.reporting.analysis import analyse
-from gptexp.reporting.proposals import proposals
-from gptexp.reporting.records import find_runs
-from gptexp.reporting.verdict import verdict
+from gptexp.reporting.report import build_report
 from gptexp.reporting.write import numbers
-from gptexp.storage import run_dir, sweep_record
+from gptexp.storage import run_dir
 from gptexp.sweep.grid import Grid, compose_cells
 
 TOKENS = 2**18
@@ -89,10 +85,7 @@ def write_sweep(
 
 def report_of(directory: Path) -> dict[str, Any]:
     """What report.json of `directory` would hold, without drawing its pictures."""
-    analysis = analyse(directory.resolve().name, find_runs(directory))
-    sweep = sweep_record.load(directory)
-    further = proposals(analysis, sweep) if sweep is not None else []
-    report = {**numbers(analysis), "verdict": verdict(analysis), "next": [asdict(proposal) for proposal in further]}
+    report = numbers(build_report(directory))
     plain: dict[str, Any] = json.loads(json.dumps(run_dir.finite(report)))
     return plain
 

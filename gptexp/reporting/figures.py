@@ -2,17 +2,32 @@
 
 import math
 from collections.abc import Collection
+from dataclasses import replace
 
 import numpy as np
 
 from gptexp.reporting.analysis import Analysis, Arm
 from gptexp.reporting.law import SLOPES
 from gptexp.reporting.line_charts import line_charts
-from gptexp.reporting.vega_lite import Figure, Spec, figure, linear, log, tooltip
+from gptexp.reporting.vega_lite import (
+    LABELLED,
+    MARGIN,
+    Control,
+    Figure,
+    Spec,
+    apart,
+    count,
+    figure,
+    isolated,
+    linear,
+    log,
+    ordinal,
+    tooltip,
+)
 
 SAMPLES = 48  # points of a fitted curve
 INTERVAL = {"y": {"field": "low", "type": "quantitative"}, "y2": {"field": "high"}}
-DOT = {"type": "point", "filled": True, "size": 80, "color": "black"}
+DOT = {"type": "point", "filled": True, "size": 80, "style": "ink"}
 
 
 def figures(analysis: Analysis) -> list[Figure]:
@@ -20,9 +35,9 @@ def figures(analysis: Analysis) -> list[Figure]:
     found = []
     for index, arm in enumerate(analysis.arms):
         suffix = f"-{index}" if len(analysis.arms) > 1 else ""
-        of_arm = [_curves(arm), _heat_map(arm), _law(arm), _loss_at_optimum(arm), _iso_loss(arm), *line_charts(arm),
+        of_arm = [_curves(arm), *line_charts(arm), _heat_map(arm), _law(arm), _loss_at_optimum(arm), _iso_loss(arm),
                   _throughput(arm)]  # fmt: skip
-        found += [Figure(f"{f.key}{suffix}", f.title, f.caption, f.spec) for f in of_arm if f is not None]
+        found += [replace(f, key=f"{f.key}{suffix}") for f in of_arm if f is not None]
     return found
 
 
@@ -41,10 +56,18 @@ def _curves(arm: Arm) -> Figure | None:
     for r in arm.runs:
         if r.loss in arm.losses.get(r.batch, {}).get(r.lr, ()):
             point = {"lr": r.lr, "loss": r.loss, "size": f"{r.batch:,}", "seed": r.seed, "run": r.name}
-            (left_out if r.name in outliers else used).append(point)
-    top = max(loss for at_batch in arm.losses.values() for of_seeds in at_batch.values() for loss in of_seeds)
-    diverged = [{"lr": lr, "loss": top, "size": f"{b:,}"} for b, lrs in arm.diverged.items() for lr in lrs]
-    joined = [{"lr": lr, "loss": mean, "size": f"{b:,}"} for (b, lr), mean in sorted(arm.means.items())]
+            (left_out if r.name in outliers else used).append({**point, "href": f"#run-{r.name}"})
+    every = [loss for at_batch in arm.losses.values() for of_seeds in at_batch.values() for loss in of_seeds]
+    low, high = min(every), max(every)
+    diverged = [{"lr": lr, "loss": high, "size": f"{b:,}"} for b, lrs in arm.diverged.items() for lr in lrs]
+    joined: list[Spec] = [{"lr": lr, "loss": mean, "size": f"{b:,}"} for (b, lr), mean in sorted(arm.means.items())]
+    ends = {point["size"]: point for point in joined}  # the last one of each batch size
+    heights = apart({size: point["loss"] for size, point in ends.items()}, low, high)
+    labels = [{**point, "height": heights[size], "label": size} for size, point in ends.items()]
+    best = []
+    if arm.best is not None:
+        batch, lr = arm.best
+        best = [{"lr": lr, "loss": arm.means[arm.best], "size": f"{batch:,}", "label": f"lowest: {lr:.3g}"}]
     fitted, optima = [], []
     for batch, o in arm.curves.optima.items():
         assert o.curve is not None
@@ -52,34 +75,50 @@ def _curves(arm: Arm) -> Figure | None:
         for octave, loss in zip(map(float, octaves), map(float, o.curve.at(octaves)), strict=True):
             fitted.append({"lr": 2**octave, "loss": loss, "size": f"{batch:,}"})
         optima.append({"lr": o.lr, "low": o.low, "high": o.high, "loss": o.loss, "size": f"{batch:,}"})
+    y = linear("loss", "final validation loss, nats per token")
     encoding = {
         "x": log("lr", "peak learning rate", {r.lr for r in arm.runs}, "~r"),
-        "y": linear("loss", "final validation loss, nats per token"),
-        "color": {"field": "size", "type": "nominal", "title": "tokens a step", "sort": [f"{b:,}" for b in batches],
-                  "scale": {"scheme": {"name": "viridis", "extent": [0.0, 0.85]}}},
-    }  # fmt: skip
+        "y": y,
+        "color": {**ordinal("size", "tokens a step", [f"{b:,}" for b in batches]), "scale": {"range": "ordinal"}},
+        "opacity": {"condition": {"param": "isolated", "value": 1}, "value": 0.1},
+    }
+    of_run = {"tooltip": tooltip("run", "lr", "size", "seed", "loss"), "href": {"field": "href"}}
     layers: list[Spec] = [
-        {"data": {"values": joined}, "mark": {"type": "line", "strokeWidth": 1, "opacity": 0.5}},
-        {"data": {"values": fitted}, "mark": {"type": "line"}},
-        {"data": {"values": used}, "mark": {"type": "point", "filled": True, "size": 60},
-         "encoding": {"tooltip": tooltip("run", "lr", "size", "seed", "loss")}},
-        {"data": {"values": left_out}, "mark": {"type": "point", "size": 60},
-         "encoding": {"tooltip": tooltip("run", "lr", "size", "seed", "loss")}},
+        {"data": {"values": joined}, "mark": {"type": "line", "strokeWidth": 1}, "params": [isolated("size")]},
+        {"data": {"values": fitted}, "mark": {"type": "line", "strokeWidth": 2.5}},
+        {"data": {"values": used}, "mark": {"type": "point", "filled": True, "size": 60}, "encoding": of_run},
+        {"data": {"values": left_out}, "mark": {"type": "point", "size": 60}, "encoding": of_run},
         {"data": {"values": diverged},
          "mark": {"type": "point", "shape": "cross", "angle": 45, "size": 90, "filled": True},
          "encoding": {"tooltip": tooltip("size", "lr")}},
-        {"data": {"values": optima}, "mark": {"type": "rule", "size": 5, "opacity": 0.6},
+        {"data": {"values": optima}, "mark": {"type": "rule", "size": 5},
          "encoding": {"x": {"field": "low", "type": "quantitative"}, "x2": {"field": "high"},
                       "tooltip": tooltip("size", "lr", "low", "high", "loss")}},
         {"data": {"values": optima}, "mark": {"type": "point", "shape": "diamond", "size": 130, "filled": True}},
+        {"data": {"values": best}, "mark": {"type": "point", "size": 260, "strokeWidth": 2, "style": "best"},
+         "encoding": {"color": None}},
+        {"data": {"values": best}, "mark": {"type": "text", "style": "label", "dx": 0, "dy": 24, "align": "center",
+                                            "fontWeight": "bold"},
+         "encoding": {"text": {"field": "label"}}},
+        {"data": {"values": labels}, "mark": {"type": "text", "style": "label", "dx": 10},
+         "encoding": {"y": {**y, "field": "height"}, "text": {"field": "label"}}},
     ]  # fmt: skip
     caption = (
         "Each point is a run, hollow if it is left out. Thin lines join the means over seeds. Thick lines are fitted "
         "curves, drawn over the learning rates of the fit; diamonds are their minima, bars the 95% intervals of these. "
-        "Crosses at the top are runs that diverged."
+        "Crosses at the top are runs that diverged. A click on a point opens its run."
     )
-    spec = {"layer": [layer for layer in layers if layer["data"]["values"]], "encoding": encoding}
-    return figure("curves", "Loss against learning rate", caption, spec)
+    layers = [layer for layer in layers if layer["data"]["values"]]
+    spec = {"layer": layers, "encoding": encoding, "padding": LABELLED}
+    near = {"scale": {"domain": [low - MARGIN * (high - low), _ceiling(arm)], "clamp": True}}
+    controls = [Control("Losses", {"all": {}, "near the lowest": {"encoding": {"y": near}}})]
+    return figure("curves", "Loss against learning rate", caption, spec, controls=controls, is_wide=True)
+
+
+def _ceiling(arm: Arm) -> float:
+    """A loss above most cells' mean losses: a few very high losses must not use up a scale."""
+    losses = sorted(arm.means.values())
+    return min(losses[-1], 2 * losses[len(losses) * 3 // 4] - losses[0])
 
 
 def _heat_map(arm: Arm) -> Figure | None:
@@ -95,31 +134,27 @@ def _heat_map(arm: Arm) -> Figure | None:
     ]
     lrs = sorted({lr for at_batch in (*arm.losses.values(), *arm.diverged.values()) for lr in at_batch})
     batches = sorted({*arm.losses, *arm.diverged}, reverse=True)
-    losses = sorted(arm.means.values())
-    # Without a ceiling a few very high losses would use up the colour scale.
-    ceiling = min(losses[-1], 2 * losses[len(losses) * 3 // 4] - losses[0])
-    scale = {"scheme": "viridis", "reverse": True, "domain": [losses[0], ceiling], "clamp": True}
-    colour = {"field": "loss", "type": "quantitative", "title": "loss", "scale": scale}
-    dark = (losses[0] + ceiling) / 2
+    lowest, ceiling = min(arm.means.values()), _ceiling(arm)
+    scale = {"scheme": "viridis", "reverse": True, "domain": [lowest, ceiling], "clamp": True}
+    colour = {"field": "loss", "type": "quantitative", "title": "loss", "scale": scale, "legend": None}
+    dark = (lowest + ceiling) / 2
     best = [{"lr": f"{arm.best[1]:.3g}", "batch": f"{arm.best[0]:,}"}]
     layers: list[Spec] = [
         {"data": {"values": cells}, "mark": "rect",
          "encoding": {"color": colour, "tooltip": tooltip("batch", "lr", "loss", "seeds")}},
-        {"data": {"values": diverged}, "mark": {"type": "rect", "color": "#d0d0d0"}},
-        {"data": {"values": best}, "mark": {"type": "rect", "filled": False, "stroke": "#d62728", "strokeWidth": 3}},
-        {"data": {"values": cells}, "mark": {"type": "text", "fontSize": 12},
+        {"data": {"values": diverged}, "mark": {"type": "rect", "style": "empty"}},
+        {"data": {"values": best}, "mark": {"type": "rect", "filled": False, "style": "best", "strokeWidth": 4}},
+        {"data": {"values": cells}, "mark": {"type": "text"},
          "encoding": {"text": {"field": "text"},
                       "color": {"condition": {"test": f"datum.loss < {dark!r}", "value": "black"}, "value": "white"}}},
-        {"data": {"values": diverged}, "mark": {"type": "text", "color": "#333333"},
-         "encoding": {"text": {"field": "what"}}},
+        {"data": {"values": diverged}, "mark": {"type": "text"}, "encoding": {"text": {"field": "what"}}},
     ]  # fmt: skip
     encoding = {
-        "x": {"field": "lr", "type": "ordinal", "title": "peak learning rate", "sort": [f"{lr:.3g}" for lr in lrs],
-              "axis": {"labelAngle": 0}},
-        "y": {"field": "batch", "type": "ordinal", "title": "tokens a step", "sort": [f"{b:,}" for b in batches]},
-    }  # fmt: skip
+        "x": {**ordinal("lr", "peak learning rate", [f"{lr:.3g}" for lr in lrs]), "axis": {"labelAngle": 0}},
+        "y": ordinal("batch", "tokens a step", [f"{b:,}" for b in batches]),
+    }
     spec = {"layer": [layer for layer in layers if layer["data"]["values"]], "encoding": encoding}
-    caption = "Mean loss over seeds. The lowest has a red frame. In a grey cell a run diverged."
+    caption = "Mean loss over seeds. The lowest has a frame. In a grey cell a run diverged."
     return figure("heatmap", "Loss of every cell", caption, spec)
 
 
@@ -141,12 +176,12 @@ def _law(arm: Arm) -> Figure | None:
             rules.append({"batch": size, "lr": law.lr * (size / law.tokens) ** slope, "rule": f"{name} ({slope:g})"})
     y = log("lr", "best learning rate")
     layers: list[Spec] = [
-        {"data": {"values": band}, "mark": {"type": "area", "opacity": 0.2, "color": "#3b528b"}, "encoding": INTERVAL},
-        {"data": {"values": band}, "mark": {"type": "line", "color": "#3b528b"}, "encoding": {"y": y}},
+        {"data": {"values": band}, "mark": {"type": "area", "opacity": 0.2, "style": "band"}, "encoding": INTERVAL},
+        {"data": {"values": band}, "mark": {"type": "line", "style": "accent"}, "encoding": {"y": y}},
         {"data": {"values": rules}, "mark": {"type": "line", "strokeDash": [4, 4], "strokeWidth": 1.5},
          "encoding": {"y": y, "color": {"field": "rule", "type": "nominal", "title": "rule (exponent)",
-                                        "sort": None, "scale": {"range": ["#777777", "#d95f02", "#1b7837"]}}}},
-        {"data": {"values": optima}, "mark": {"type": "rule", "size": 2}, "encoding": INTERVAL},
+                                        "sort": None, "scale": {"range": "ramp"}}}},
+        {"data": {"values": optima}, "mark": {"type": "rule", "size": 2, "style": "ink"}, "encoding": INTERVAL},
         {"data": {"values": optima}, "mark": DOT,
          "encoding": {"y": y, "tooltip": tooltip("batch", "lr", "low", "high")}},
     ]  # fmt: skip
@@ -167,8 +202,8 @@ def _loss_at_optimum(arm: Arm) -> Figure | None:
         optima.append({"batch": batch, "loss": o.loss, "low": o.loss - half, "high": o.loss + half})
     y = linear("loss", "loss at the best learning rate")
     layers: list[Spec] = [
-        {"mark": {"type": "line", "color": "#3b528b", "opacity": 0.5}, "encoding": {"y": y}},
-        {"mark": {"type": "rule", "size": 2}, "encoding": INTERVAL},
+        {"mark": {"type": "line", "style": "accent", "opacity": 0.5}, "encoding": {"y": y}},
+        {"mark": {"type": "rule", "size": 2, "style": "ink"}, "encoding": INTERVAL},
         {"mark": DOT, "encoding": {"y": y, "tooltip": tooltip("batch", "loss", "low", "high")}},
     ]
     spec = {"data": {"values": optima}, "layer": layers, "encoding": {"x": _batch(arm.curves.of)}}
@@ -184,15 +219,15 @@ def _iso_loss(arm: Arm) -> Figure | None:
     points = [{"steps": s, "tokens": s * b, "batch": b} for b, s in c.steps.items()]
     layers: list[Spec] = [
         {"data": {"values": points}, "mark": DOT, "encoding": {"tooltip": tooltip("batch", "steps", "tokens")}},
-        {"data": {"values": points}, "mark": {"type": "text", "dx": 8, "align": "left"},
-         "encoding": {"text": {"field": "batch", "type": "quantitative", "format": "~s"}}},
+        {"data": {"values": points}, "mark": {"type": "text", "style": "label"},
+         "encoding": {"text": {"field": "batch", "type": "quantitative", "format": ","}}},
     ]  # fmt: skip
     if (h := c.hyperbola) is not None:
         curve = [
             {"steps": h.least_steps * (1 + h.tokens / b), "tokens": h.least_steps * (b + h.tokens)}
             for b in map(float, np.geomspace(min(c.steps), max(c.steps), SAMPLES))
         ]
-        layers.insert(0, {"data": {"values": curve}, "mark": {"type": "line", "color": "#3b528b", "order": False}})
+        layers.insert(0, {"data": {"values": curve}, "mark": {"type": "line", "style": "accent", "order": False}})
     encoding = {"x": log("steps", "steps", form="~s"), "y": log("tokens", "tokens", form="~s")}
     caption = f"Steps and tokens to reach a loss of {arm.target_loss:.4f}. Labels are tokens a step."
     return figure("isoloss", "Steps and tokens to reach one loss", caption, {"layer": layers, "encoding": encoding})
@@ -206,10 +241,10 @@ def _throughput(arm: Arm) -> Figure | None:
     ]
     if len({point["batch"] for point in points}) < 2:
         return None
-    y = {**linear("rate", "tokens per second"), "axis": {"format": "~s"}, "scale": {"zero": True}}
+    y = {**count("rate", "tokens per second"), "scale": {"zero": True}}
     spec = {
         "data": {"values": points},
-        "mark": {"type": "point", "filled": True, "size": 50, "opacity": 0.6},
+        "mark": {"type": "point", "filled": True, "size": 50, "opacity": 0.6, "style": "accent"},
         "encoding": {"x": _batch({run.batch for run in arm.runs}), "y": y, "tooltip": tooltip("run", "lr", "rate")},
     }
-    return figure("throughput", "Throughput", "Median over the steps of each run.", spec)
+    return figure("throughput", "Throughput", "Median over the steps of each run.", spec, is_diagnostic=True)

@@ -1,63 +1,173 @@
-"""Charts with a line per run over its training: losses and noise scale, and more of a single run."""
+"""Charts with a line per run over its training: loss and noise scale, and more of a single run."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from statistics import fmean
 
 from gptexp.reporting.analysis import Arm
 from gptexp.reporting.records import Point, Run, Step
-from gptexp.reporting.vega_lite import Figure, Spec, figure, linear, log, tooltip
+from gptexp.reporting.vega_lite import (
+    LABELLED,
+    MARGIN,
+    MOST_LABELS,
+    Control,
+    Figure,
+    Spec,
+    apart,
+    count,
+    figure,
+    isolated,
+    linear,
+    log,
+    ordinal,
+    tooltip,
+)
 
-ZOOM = "Drag to move. Hold Shift and scroll to zoom."
+ZOOM = "Drag to move, Shift and scroll to zoom, double-click to reset."
 THIN = 64  # points per run in a chart of several runs: at least this many, at most twice as many
+SMOOTH = 0.05  # of a run's logged steps: the window of the running mean of a loss
+RUNNING = 0.1  # the same, for the share of clipped steps
+SETTLED = 0.1  # of a run: the range of losses is that of the points after this part, and after the warm-up
+NEARLY_ALL = 0.98  # of these points: a few spikes do not decide the range
+
 StepValue = Callable[[Step], float | None]
 BATCH, CRITICAL = "batch size in use", "critical batch size, measured"
 
 
 def line_charts(arm: Arm) -> list[Figure]:
     """The charts that the runs have values for; loss first."""
-    cosine_caption = (
+    cosine = (
         "Near 1 the gradients have the same direction, and a larger batch helps little; this is usual early in "
         "training. Near 0 the gradients are orthogonal."
     )
-    norm_caption = "The norm before clipping. A norm that rises, or has repeated spikes, often precedes divergence."
-    clipping_caption = "Share of the steps since the last logged step whose gradient was clipped to optim.grad_clip."
+    norm = "The norm before clipping. A norm that rises, or has repeated spikes, often precedes divergence."
+    clipping = "Of the last tenth of the logged steps, the share whose gradient was clipped to optim.grad_clip."
     charts = [
-        *_losses(arm),
+        _losses(arm),
         _noise_scale(arm),
-        _chart(arm, "cosine", "Cosine of two micro-batches' gradients", cosine_caption, lambda step: step.cosine),
+        _chart(arm, "cosine", "Cosine of two micro-batches' gradients", cosine, lambda step: step.cosine),
     ]
     if len(arm.runs) == 1:
         charts += [
             _chart(arm, "learning-rate", "Learning rate", ZOOM, lambda step: step.lr),
-            _chart(arm, "gradient-norm", "Gradient norm", norm_caption, lambda step: step.grad_norm or None, log),
-            _chart(arm, "clipping", "Clipped steps", clipping_caption, lambda step: step.clip_fraction),
+            _chart(arm, "gradient-norm", "Gradient norm", norm, lambda step: step.grad_norm or None, log),
+            _chart(arm, "clipping", "Clipped steps", clipping, lambda step: step.clip_fraction, running=RUNNING),
             _chart(arm, "speed", "Tokens per second", ZOOM, lambda step: step.tokens_per_s),
         ]
     return [chart for chart in charts if chart is not None]
 
 
-def _losses(arm: Arm) -> list[Figure]:
-    """Validation losses over tokens, steps and seconds; of a single run the training loss too."""
+def _losses(arm: Arm) -> Figure | None:
+    """The losses of all runs over tokens, steps or time.
+
+    Of a single run both losses; of several runs the validation loss, or the training loss if no run has been evaluated
+    twice.
+    """
     single = len(arm.runs) == 1
-    points = []
-    for run in arm.runs:
-        losses: dict[str, Sequence[Point]] = {"validation": run.val, "training": run.train if single else []}
-        for kind, course in losses.items():
-            for p in course:
-                if p.loss is not None:
-                    at = {"tokens": p.tokens, "steps": p.step, "seconds": p.seconds}
-                    points.append({**at, "loss": p.loss, "of": kind, **_labels(run, p)})
+    validated = any(len(run.val) > 1 for run in arm.runs)
+    kinds = ["validation", "training"] if single else ["validation"] if validated else ["training"]
+    points = [point for run in arm.runs for kind in kinds for point in _course(run, kind, thinned=not single)]
     if not points:
-        return []
-    y = linear("loss", "loss, nats per token")
-    encoding = _encoding(arm, y, tooltip("run", "rate", "size", "tokens", "loss"))
+        return None
+    unit = _in_readable_time(points)
+    over = {
+        "tokens": count("tokens", "training tokens"),
+        "steps": count("steps", "steps"),
+        "time": linear("time", f"{unit} of training"),
+    }
+    low, high = _range(points)
+    shown = {"domainMin": {"expr": "low"}, "domainMax": {"expr": "high"}, "zero": False, "nice": False}
+    y: Spec = {**linear("smooth", "loss, nats per token"), "scale": shown}
+    encoding = {"x": over["tokens"], "y": y, **_per_run(arm)}
+    fields = tooltip("of" if single else "run", "rate", "size", "tokens", "steps", "loss")
+    encoding["tooltip"] = fields
     if single:
-        encoding["color"] = {"field": "of", "type": "nominal", "title": None,
-                             "scale": {"range": ["#35b779", "#440154"]}}  # fmt: skip
-    what = "Validation and training loss" if single else "Validation losses"
+        encoding["color"] = {"field": "of", "type": "nominal", "legend": None, "sort": kinds,
+                             "scale": {"range": "ordinal"}}  # fmt: skip
+    line = {"type": "line", "strokeWidth": 1.75, "clip": True}
+    layers: list[Spec] = [{"mark": line, "params": [_zoom(), isolated("rate")]}]
+    if single:
+        faint = {"mark": {**line, "strokeWidth": 1, "opacity": 0.3}, "encoding": {"y": {**y, "field": "loss"}}}
+        layers.append({**faint, "transform": [{"filter": "datum.of == 'training'"}]})
+    if any(point["dot"] for point in points):
+        layers.append({"mark": {"type": "point", "filled": True, "size": 20, "clip": True},
+                       "transform": [{"filter": "datum.dot"}]})  # fmt: skip
+    if labels := _end_labels(arm, points, low, high):
+        beside = {"x": {"value": "width"}, "y": {**y, "field": "height"}, "text": {"field": "label"}}
+        layers.append({"data": {"values": labels}, "mark": {"type": "text", "style": "label", "clip": False},
+                       "encoding": {**beside, "tooltip": None, "strokeDash": None}})  # fmt: skip
+    controls = [
+        Control("Over", {name: {"encoding": {"x": x}} for name, x in over.items()}),
+        Control("Axis", {"linear": {}, "log": {"encoding": {"y": {"scale": {"type": "log"}}}}}),
+    ]
+    if "training" in kinds:
+        controls.append(Control("Training loss", {"smoothed": {}, "as logged": {"encoding": {"y": {"field": "loss"}}}}))
+    title = "Loss" if single else f"{kinds[0].capitalize()} loss"
+    smoothed = f"The training loss is a running mean over {SMOOTH:.0%} of the steps. " if "training" in kinds else ""
+    spec = {
+        "data": {"values": points},
+        "params": [{"name": "low", "value": low}, {"name": "high", "value": high}],
+        "layer": layers,
+        "encoding": encoding,
+        "padding": LABELLED,
+    }
+    return figure("loss", title, smoothed + ZOOM, spec, controls=controls, is_wide=True)
+
+
+def _course(run: Run, kind: str, thinned: bool) -> list[Spec]:
+    """The points of a run's validation or training loss, with the running mean of the training loss."""
+    course: Sequence[Point] = run.val
+    if kind == "training":
+        course = run.train[_stride(run) - 1 :: _stride(run)] if thinned else run.train
+    finite = [point for point in course if point.loss is not None]
+    losses = [point.loss or 0.0 for point in finite]
+    smooth = _running_mean(losses, SMOOTH) if kind == "training" else losses
+    settled = max(run.warmup_tokens, SETTLED * run.of_tokens)
+    dot = kind == "validation" or len(finite) == 1
     return [
-        figure(f"course-{field}", f"{what} over {title}", ZOOM, _lines(points, field, title, encoding))
-        for field, title in (("tokens", "training tokens"), ("steps", "steps"), ("seconds", "seconds of training"))
+        {"tokens": p.tokens, "steps": p.step, "time": p.seconds, "loss": p.loss, "smooth": mean, "of": kind,
+         "dot": dot, "settled": p.tokens > settled, **_labels(run, p)}
+        for p, mean in zip(finite, smooth, strict=True)
+    ]  # fmt: skip
+
+
+def _running_mean(values: Sequence[float], share: float) -> list[float]:
+    """The mean of each value and those before it, over this share of all values."""
+    window = max(1, round(share * len(values)))
+    return [fmean(values[max(0, end - window) : end]) for end in range(1, len(values) + 1)]
+
+
+def _in_readable_time(points: list[Spec]) -> str:
+    """Convert `time` from seconds to the unit that suits the longest run, and return its name."""
+    longest = max(point["time"] for point in points)
+    unit, seconds = ("hours", 3600) if longest > 7200 else ("minutes", 60) if longest > 120 else ("seconds", 1)
+    for point in points:
+        point["time"] /= seconds
+    return unit
+
+
+def _range(points: list[Spec]) -> tuple[float, float]:
+    """The range of nearly all losses after the warm-up, with a margin; of all losses before a run has got there."""
+    shown = sorted([point["smooth"] for point in points if point["settled"]] or [point["smooth"] for point in points])
+    low, high = shown[0], shown[int(NEARLY_ALL * (len(shown) - 1))]
+    margin = MARGIN * (high - low) or MARGIN
+    return low - margin, high + margin
+
+
+def _end_labels(arm: Arm, points: list[Spec], low: float, high: float) -> list[Spec]:
+    """A label at the end of the lines of each learning rate and batch size; none if there are many."""
+    single, several_sizes = len(arm.runs) == 1, len({run.batch for run in arm.runs}) > 1
+    ends: dict[str, Spec] = {}
+    for p in points:
+        name = p["of"] if single else f"{p['rate']}, {p['size']}" if several_sizes else p["rate"]
+        ends[name] = p
+    ends = {name: p for name, p in ends.items() if low <= p["smooth"] <= high}
+    if len(ends) > MOST_LABELS:
+        return []
+    heights = apart({name: p["smooth"] for name, p in ends.items()}, low, high)
+    return [
+        {**p, "label": f"{name} {p['smooth']:.3f}" if single else name, "height": heights[name]}
+        for name, p in ends.items()
     ]
 
 
@@ -69,12 +179,11 @@ def _noise_scale(arm: Arm) -> Figure | None:
     rules = [{"value": batch, "what": BATCH} for batch in sorted({run.batch for run in arm.runs})]
     if arm.critical is not None and arm.critical.hyperbola is not None:
         rules.append({"value": arm.critical.hyperbola.tokens, "what": CRITICAL})
-    encoding = _encoding(arm, log("value", "tokens", form="~s"), tooltip("run", "rate", "size", "tokens", "value"))
     dashes = {"field": "what", "type": "nominal", "title": None, "sort": [BATCH, CRITICAL],
               "scale": {"range": [[2, 3], [8, 3]]}}  # fmt: skip
     rule_layer = {
         "data": {"values": rules},
-        "mark": {"type": "rule", "color": "#555555"},
+        "mark": {"type": "rule", "style": "faint"},
         "encoding": {"y": {"field": "value", "type": "quantitative"}, "strokeDash": dashes,
                      "tooltip": tooltip("what", "value")},
     }  # fmt: skip
@@ -83,26 +192,37 @@ def _noise_scale(arm: Arm) -> Figure | None:
         "smaller batches the noise is larger than the signal, in larger batches it is smaller. The noise scale is a "
         "proxy for the critical batch size, and assumes plain gradient steps."
     )
-    layers = [_lines(points, "tokens", "training tokens", encoding), rule_layer]
+    layers = [_lines(arm, points, log("value", "tokens", form="~s")), rule_layer]
     spec = {"layer": layers, "resolve": {"scale": {"strokeDash": "independent"}}}
-    return figure("noise-scale", "Gradient noise scale", caption, spec)
+    return figure("noise-scale", "Gradient noise scale", caption, spec, is_diagnostic=True)
 
 
 def _chart(
-    arm: Arm, key: str, title: str, caption: str, value: StepValue, scale: Callable[[str, str], Spec] = linear
+    arm: Arm,
+    key: str,
+    title: str,
+    caption: str,
+    value: StepValue,
+    scale: Callable[[str, str], Spec] = linear,
+    running: float = 0.0,
 ) -> Figure | None:
-    """A chart of one value of the logged steps over tokens."""
+    """A chart of one value of the logged steps over tokens; `running`: the share of the steps to take the mean over."""
     points = _values(arm, value)
     if not points:
         return None
-    encoding = _encoding(arm, scale("value", title.lower()), tooltip("run", "rate", "size", "tokens", "value"))
-    return figure(key, title, caption, _lines(points, "tokens", "training tokens", encoding))
+    for point, mean in zip(points, _running_mean([p["value"] for p in points], running), strict=True):
+        point["value"] = mean
+    return figure(key, title, caption, _lines(arm, points, scale("value", title.lower())), is_diagnostic=True)
+
+
+def _stride(run: Run) -> int:
+    return max(1, len(run.train) // THIN)
 
 
 def _values(arm: Arm, value_of: StepValue) -> list[Spec]:
     points = []
     for run in arm.runs:
-        stride = 1 if len(arm.runs) == 1 else max(1, len(run.train) // THIN)
+        stride = 1 if len(arm.runs) == 1 else _stride(run)
         for step in run.train[stride - 1 :: stride]:
             if (value := value_of(step)) is not None:
                 points.append({"tokens": step.tokens, "value": value, **_labels(run, step)})
@@ -115,25 +235,29 @@ def _labels(run: Run, point: Point) -> Spec:
     return {"run": run.name, "rate": f"{run.lr:.3g}", "size": f"{run.batch:,}", **part}
 
 
-def _encoding(arm: Arm, y: Spec, fields: list[Spec]) -> Spec:
+def _per_run(arm: Arm) -> Spec:
     """One line per run. Several runs have a colour for each learning rate and a dash pattern for each batch size."""
-    encoding: Spec = {"y": y, "detail": [{"field": "run"}, {"field": "part"}], "tooltip": fields}
+    encoding: Spec = {"detail": [{"field": "run"}, {"field": "part"}]}
     if len(arm.runs) > 1:
         rates = [f"{lr:.3g}" for lr in sorted({run.lr for run in arm.runs})]
         sizes = [f"{batch:,}" for batch in sorted({run.batch for run in arm.runs})]
-        encoding["color"] = {"field": "rate", "type": "nominal", "title": "learning rate", "sort": rates,
-                             "scale": {"scheme": "viridis"}}  # fmt: skip
-        encoding["strokeDash"] = {"field": "size", "type": "nominal", "title": "tokens a step", "sort": sizes,
-                                  "legend": {"symbolType": "stroke"}}  # fmt: skip
+        encoding["color"] = {**ordinal("rate", "learning rate", rates), "scale": {"range": "ramp"}}
+        encoding["opacity"] = {"condition": {"param": "isolated", "value": 1}, "value": 0.1}
+        if len(sizes) > 1:
+            encoding["strokeDash"] = {**ordinal("size", "tokens a step", sizes), "legend": {"symbolType": "stroke"}}
     return encoding
 
 
-def _lines(points: list[Spec], field: str, title: str, encoding: Spec) -> Spec:
-    """Lines over `field` that the reader can move and zoom."""
+def _lines(arm: Arm, points: list[Spec], y: Spec) -> Spec:
+    """Lines over training tokens that the reader can move, zoom and isolate."""
     return {
         "data": {"values": points},
-        "mark": {"type": "line", "strokeWidth": 1.5, "clip": True},
-        "encoding": {"x": {**linear(field, title), "axis": {"format": "~s"}}, **encoding},
-        "params": [{"name": "zoom", "select": {"type": "interval", "zoom": "wheel![event.shiftKey]"},
-                    "bind": "scales"}],
+        "mark": {"type": "line", "strokeWidth": 1.5, "clip": True, "point": len(points) == 1},
+        "encoding": {"x": count("tokens", "training tokens"), "y": y, **_per_run(arm),
+                     "tooltip": tooltip("run", "rate", "size", "tokens", "value")},
+        "params": [_zoom(), isolated("rate")],
     }  # fmt: skip
+
+
+def _zoom() -> Spec:
+    return {"name": "zoom", "select": {"type": "interval", "zoom": "wheel![event.shiftKey]"}, "bind": "scales"}

@@ -15,13 +15,10 @@ from urllib.parse import parse_qs, urlsplit
 
 from gptexp.process.errors import ConfigError
 from gptexp.process.terminal import printable
-from gptexp.reporting.analysis import analyse
-from gptexp.reporting.figures import figures
-from gptexp.reporting.page import SECTIONS, html_table, live_page, sections, specifications
+from gptexp.reporting.page import SECTIONS, live_page, sections, specifications, title
 from gptexp.reporting.pictures import bundle
-from gptexp.reporting.progress import Progress, in_all, seconds_shown, survey
-from gptexp.reporting.records import Run, find_runs, read_run
-from gptexp.reporting.verdict import verdict
+from gptexp.reporting.records import Run, read_run
+from gptexp.reporting.report import build_report
 from gptexp.storage import run_dir
 
 HOST = "127.0.0.1"
@@ -40,7 +37,7 @@ class Watched:
         self._state = b""
 
     def state(self, have: str) -> bytes | None:
-        """JSON with `version`, `sections` of the page and `pictures`. Returns None if `have` is the current version."""
+        """JSON with `version`, `title`, `sections` and `figures` of the page; None if `have` is the current version."""
         with self._lock:
             self._update()
             version = hashlib.sha256(self._state).hexdigest()[:16]
@@ -60,16 +57,13 @@ class Watched:
             content = self._content()
         except Exception as error:  # the directory may vanish, or appear, while it is read
             why = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
-            content = {"sections": {**dict.fromkeys(SECTIONS, ""), "verdict": f"<p>{escape(why)}</p>"}, "pictures": []}
+            message = {**dict.fromkeys(SECTIONS, ""), "verdict": f'<p class="problem">{escape(why)}</p>'}
+            content = {"title": f"{self.name} · gptexp", "sections": message, "figures": []}
         self._state = json.dumps(run_dir.finite(content)).encode()
 
     def _content(self) -> dict[str, Any]:
-        cells = survey(self.directory, self._read)
-        analysis = analyse(self.name, find_runs(self.directory, self._read))
-        pictures = figures(analysis)
-        lines = [printable(line) for line in verdict(analysis)]
-        parts = sections(analysis, lines, pictures, [], _cells(cells))
-        return {"sections": parts, "pictures": specifications(pictures)}
+        report = build_report(self.directory, self._read)
+        return {"title": title(report), "sections": sections(report), "figures": specifications(report.figures)}
 
     def _read(self, directory: Path) -> Run:
         # The signature was taken before the files are read, so that a change in between shows at the next poll.
@@ -91,24 +85,6 @@ def _signature(directory: Path) -> tuple[Any, ...]:
         except OSError:
             files.append(None)
     return (*files, run_dir.is_locked(directory))
-
-
-def _cells(cells: list[Progress]) -> str:
-    """The progress of each cell as an HTML table."""
-    titles = ("run", "status", "progress", "val loss", "left")
-    rows = [
-        (
-            escape(cell.name),
-            cell.status,
-            f'<progress max="{cell.of_tokens or 1}" value="{cell.tokens}" aria-label="{escape(cell.name)}"></progress>'
-            f" {cell.share:.0%}",
-            "" if cell.loss is None else f"{cell.loss:.4f}",
-            seconds_shown(cell.seconds_left) if cell.seconds_left else "",
-        )
-        for cell in cells
-    ]
-    table = html_table("Progress of each run", titles, rows, css_class="scroll low")
-    return f"<h2>Progress</h2><p>{escape(in_all(cells))}</p>{table}"
 
 
 def build_server(directory: Path, port: int) -> ThreadingHTTPServer:

@@ -5,6 +5,7 @@ from importlib.metadata import version
 from typing import Any
 
 from gptexp.config.paths import user_cache_dir
+from gptexp.reporting.vega_lite import theme
 
 VEGA_LITE = "6.4"  # newest version in vl-convert 1.9; the page and the PNGs use the same
 PNG_WIDTH = 640  # pixels before scaling; replaces the width of the page's container
@@ -14,7 +15,7 @@ SCALE = 2.0
 def png(spec: dict[str, Any]) -> bytes:
     import vl_convert
 
-    fixed = {**spec, "width": PNG_WIDTH, "background": "white"}
+    fixed = {**spec, "width": PNG_WIDTH, "config": {**theme("light"), "background": "white"}}
     return bytes(vl_convert.vegalite_to_png(fixed, vl_version=VEGA_LITE, scale=SCALE))
 
 

@@ -2,12 +2,11 @@
 
 import statistics
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-from gptexp.config.batch import run_length
 from gptexp.process.terminal import printable
 from gptexp.reporting.records import Run, find_runs, read_run
 from gptexp.storage import run_dir, sweep_record
@@ -56,7 +55,7 @@ def survey(directory: Path, read: Callable[[Path], Run] = read_run) -> list[Prog
 
     cells = []
     for run in runs.values():
-        length = planned[run.name].tokens if run.name in planned else _length(run)
+        length = planned[run.name].tokens if run.name in planned else run.of_tokens
         tokens = max([p.tokens for p in (*run.train[-1:], *run.val[-1:])], default=0)
         loss = run.val[-1].loss if run.val else None
         left = 0.0 if run.status in run_dir.DONE else seconds_for(run.batch, max(0, length - tokens))
@@ -73,15 +72,7 @@ def survey(directory: Path, read: Callable[[Path], Run] = read_run) -> list[Prog
     return sorted(cells, key=lambda cell: (STATES.index(cell.status), cell.name))
 
 
-def _length(run: Run) -> int:
-    """Tokens of the whole run; 0 if its config cannot be read."""
-    if not run.config:
-        return 0
-    steps, _ = run_length(run.config["train.max_tokens"], run.config["train.max_steps"], run.batch)
-    return steps * run.batch
-
-
-def ready_in(cells: list[Progress]) -> float | None:
+def ready_in(cells: Sequence[Progress]) -> float | None:
     """Seconds until all cells are done if as many run at once as now. None if a cell's `seconds_left` is None."""
     times = [cell.seconds_left for cell in cells if cell.status not in run_dir.DONE]
     if any(seconds is None for seconds in times):
@@ -102,20 +93,31 @@ def seconds_shown(seconds: float) -> str:
     return str(timedelta(seconds=round(seconds))) if seconds < YEARS_1000 else "more than a thousand years"
 
 
-def in_all(cells: list[Progress]) -> str:
-    """One line: the number of cells by status, and the time until all are done."""
+def time_left(cells: Sequence[Progress]) -> tuple[str, str]:
+    """The time until all cells are done, and the condition of this estimate; ("", "all done") if they are."""
     seconds = ready_in(cells)
-    counts = Counter(cell.status for cell in cells)
-    first, *others = [state for state in STATES if counts[state]]
-    by_status = ", ".join(
-        [f"{counts[first]} of {len(cells)} cells {first}", *(f"{counts[state]} {state}" for state in others)]
-    )
     if all(cell.status in run_dir.DONE for cell in cells):
-        when = "all done"
-    elif seconds is None:
-        when = "time left unknown until a cell has logged a step"
-    else:
-        when = f"done in about {seconds_shown(seconds)}"
-        if len(cells) > 1:
-            when += " if as many run at once as now" if counts["running"] else " after a restart, one cell at a time"
-    return f"{by_status}; {when}" if len(cells) > 1 else f"{cells[0].status}; {when}"
+        return "", "all done"
+    if seconds is None:
+        return "unknown", "until a cell has logged a step"
+    if len(cells) == 1:
+        return seconds_shown(seconds), "" if cells[0].status == "running" else "after a restart"
+    running = any(cell.status == "running" for cell in cells)
+    return seconds_shown(seconds), "if as many run at once as now" if running else "after a restart, one cell at a time"
+
+
+def by_status(cells: Sequence[Progress]) -> list[str]:
+    """The number of cells of each status that occurs, for example "2 running"."""
+    counts = Counter(cell.status for cell in cells)
+    return [f"{counts[state]} {state}" for state in STATES if counts[state]]
+
+
+def in_all(cells: Sequence[Progress]) -> str:
+    """One line: the number of cells by status, and the time until all are done."""
+    left, condition = time_left(cells)
+    when = f"time left: {left} {condition}".strip() if left else condition
+    if len(cells) == 1:
+        return f"{cells[0].status}; {when}"
+    first, *others = by_status(cells)
+    number, status = first.split(" ", 1)
+    return f"{', '.join([f'{number} of {len(cells)} cells {status}', *others])}; {when}"

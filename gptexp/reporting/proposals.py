@@ -5,7 +5,6 @@ import re
 import shlex
 import statistics
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,7 +47,7 @@ class _Cells:
 
 
 def proposals(analysis: Analysis, sweep: SweepRecord) -> list[Proposal]:
-    """Extensions of a sweep, without cells that it already has, whether they run, wait or have ended."""
+    """Extensions of a sweep, without cells that it already has; none at a batch size where cells still run or wait."""
     found = []
     for arm in analysis.arms:
         chosen = [f"{key}={_typed(value)}" for key, value in arm.choices.items() if key != TEXT]
@@ -56,7 +55,9 @@ def proposals(analysis: Analysis, sweep: SweepRecord) -> list[Proposal]:
         kept = [text for text in sweep.overrides if text.partition("=")[0] not in replaced]
         fixed = [*kept, *chosen, f"sweep.name={sweep.name}"]
         for cells in _wanted(arm):
-            lrs = [lr for lr in cells.lrs if cells.seeds or not _exists(arm, sweep, cells.batch, lr)]
+            if _is_unfinished(analysis, sweep, cells.batch):
+                continue
+            lrs = [lr for lr in cells.lrs if cells.seeds or not _exists(arm, cells.batch, lr)]
             if not lrs:
                 continue
             swept = [f"batch.total_batch_size={cells.batch}", f"optim.lr={','.join(f'{lr:.6g}' for lr in lrs)}"]
@@ -76,14 +77,17 @@ def _typed(value: Any) -> str:
     return text
 
 
-def _exists(arm: Arm, sweep: SweepRecord, batch: int, lr: float) -> bool:
-    """Whether the sweep has a cell at nearly this learning rate, also one that runs or waits."""
-    here = [run.lr for run in arm.runs if run.batch == batch]
-    for cell in sweep.cells.values():
-        if cell.total_batch_size == batch:
-            with suppress(KeyError, ValueError, TypeError):  # a sweep of other keys, or values that somebody edited
-                here.append(float(cell.values["optim.lr"]))
-    return any(math.isclose(lr, other, rel_tol=0.02) for other in here)
+def _exists(arm: Arm, batch: int, lr: float) -> bool:
+    """Whether a cell at nearly this learning rate has been run, with whatever outcome."""
+    return any(run.batch == batch and math.isclose(lr, run.lr, rel_tol=0.02) for run in arm.runs)
+
+
+def _is_unfinished(analysis: Analysis, sweep: SweepRecord, batch: int) -> bool:
+    """Whether a cell at this batch size runs or waits: its loss may answer the question."""
+    statuses = {run.name: run.status for run in analysis.runs}
+    of_cells = [statuses.get(printable(n), "left") for n, cell in sweep.cells.items() if cell.total_batch_size == batch]
+    of_runs = [run.status for run in analysis.runs if run.batch == batch]
+    return not {"running", "interrupted", "left"}.isdisjoint(of_cells + of_runs)
 
 
 def _minutes(arm: Arm, batch: int, runs: int) -> float | None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from gptexp.config.schedule import resolve_schedule
 from gptexp.config.schema import result_deciding
 from gptexp.process.errors import ConfigError
 from gptexp.process.terminal import LAYOUT, printable
@@ -70,6 +71,7 @@ class Run:
     """One run directory. Losses in nats per token."""
 
     name: str
+    directory: Path
     status: str  # of summary.json; "running" while a process holds the lock, "damaged" if it cannot be read
     config: dict[str, Any]  # dotted key -> value, of the keys that decide the result; empty if it cannot be read
     batch: int = 0  # tokens per step, over all ranks
@@ -78,6 +80,9 @@ class Run:
     loss: float | None = None  # final validation loss of a completed run
     summary: dict[str, Any] = field(default_factory=dict)
     seq_len: int = 1  # tokens
+    of_tokens: int = 0  # length of the whole run; 0 if its config cannot be read
+    warmup_tokens: int = 0
+    started: float | None = None  # Unix time of the first event, in s
     train: list[Step] = field(default_factory=list)  # thinned, see `POINTS`
     val: list[Point] = field(default_factory=list)
     notes: list[Note] = field(default_factory=list)
@@ -96,7 +101,7 @@ def read_run(directory: Path) -> Run:
         values = run_dir.read_summary(directory)
         summary = {key: printable(value) if isinstance(value, str) else value for key, value in values.items()}
     except ConfigError as error:
-        return Run(name, "damaged", {}, problem=printable(str(error)))
+        return Run(name, directory, "damaged", {}, problem=printable(str(error)))
     status = summary.get("status", "failed")
     if run_dir.is_locked(directory):
         status = "running"
@@ -104,8 +109,10 @@ def read_run(directory: Path) -> Run:
         status = "failed"  # its process ended without writing another status
     elif status not in STATUSES:
         status = "damaged"
+    _, of_tokens = config.run_length
     run = Run(
         name,
+        directory,
         status,
         result_deciding(config),
         batch=config.batch.total_batch_size,
@@ -113,6 +120,8 @@ def read_run(directory: Path) -> Run:
         seed=config.train.seed,
         summary=summary,
         seq_len=config.seq_len,
+        of_tokens=of_tokens,
+        warmup_tokens=resolve_schedule(config, of_tokens).warmup_tokens,
     )
     if status == "completed":
         if "final_val_loss" in summary:
@@ -178,6 +187,8 @@ def _read_metrics(run: Run, path: Path, log_every: int) -> None:
             try:
                 event = parse_json(line)
                 step, tokens = int(event["step"]) + 1, int(event["tokens"])
+                if run.started is None:
+                    run.started = _number(event.get("time"))
                 if event["event"] == "step":
                     seconds += (step - last_step) * float(event["perf/step_ms"]) / 1e3
                     last_step = step

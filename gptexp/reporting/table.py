@@ -55,14 +55,19 @@ def values(runs: Sequence[Run], config_keys: Sequence[str]) -> list[dict[str, An
     ]
 
 
-def shown(runs: Sequence[Run], all_of_them: bool = True) -> list[tuple[str, list[str]]]:
-    """The title of each column, with a text for each run. Omits the columns that no run has a value in.
+def chosen(runs: Sequence[Run], all_of_them: bool = True) -> list[Column]:
+    """The columns that any run has a value in.
 
-    Without `all_of_them` it also omits the columns in which several runs agree, except the status.
+    Without `all_of_them` it omits those in which several runs agree, except the status.
     """
     columns = []
     for column in COLUMNS:
         found = {column.value(run) for run in runs}
         if found != {None} and (all_of_them or len(found) > 1 or len(runs) == 1 or column.key == "status"):
-            columns.append((column.title, [column.text(run) for run in runs]))
+            columns.append(column)
     return columns
+
+
+def shown(runs: Sequence[Run], all_of_them: bool = True) -> list[tuple[str, list[str]]]:
+    """The title of each of the `chosen` columns, with a text for each run."""
+    return [(column.title, [column.text(run) for run in runs]) for column in chosen(runs, all_of_them)]

@@ -1,12 +1,12 @@
 """The files and terminal output of `gptexp report DIR`.
 
 `records` reads the runs. `noise`, `shape`, `linex`, `curves`, `law` and `critical` hold the statistics, on plain
-numbers, and `analysis` applies them to the runs. `verdict`, `figures`, `page`, `table` and `proposals` present the
-result.
+numbers, and `analysis` applies them to the runs. `verdict`, `figures`, `table`, `overview` and `proposals` present the
+result, `report` puts them together, and `page` makes HTML of it.
 """
 
 import csv
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +15,13 @@ from rich.table import Table
 from rich.text import Text
 
 from gptexp.process.errors import first_line
-from gptexp.process.terminal import printable, warn
-from gptexp.reporting.analysis import Analysis, Arm, analyse
-from gptexp.reporting.figures import figures
-from gptexp.reporting.page import page, sections
+from gptexp.process.terminal import warn
+from gptexp.reporting.analysis import Arm
+from gptexp.reporting.page import page
 from gptexp.reporting.pictures import bundle, png
-from gptexp.reporting.proposals import Proposal, proposals
-from gptexp.reporting.records import find_runs
+from gptexp.reporting.report import Report, build_report
 from gptexp.reporting.table import shown, values
-from gptexp.reporting.verdict import verdict
-from gptexp.storage import run_dir, sweep_record
+from gptexp.storage import run_dir
 
 # Columns that are left out first on a narrow terminal, in this order.
 LEAST_NEEDED = ("tokens/parameter", "hours", "MFU", "steps", "tokens", "tokens/s", "seed", "status")
@@ -33,32 +30,19 @@ PIPE_WIDTH = 10_000  # characters of a line in a file or a pipe, where nothing i
 PAGE, NUMBERS, TABLE, PICTURES = "report.html", "report.json", "cells.csv", "pictures"
 
 
-@dataclass(frozen=True)
-class Report:
-    """The result of `write_report`."""
+def write_report(directory: Path) -> tuple[Report, list[Path]]:
+    """Write `report.html`, `report.json`, `cells.csv` and `pictures/*.png` into `directory`, of a run or a sweep.
 
-    analysis: Analysis
-    verdict: list[str]
-    further: list[Proposal]  # to run next
-    files: list[Path]  # those written, the page first
-
-
-def write_report(directory: Path) -> Report:
-    """Write `report.html`, `report.json`, `cells.csv` and `pictures/*.png` into `directory`, of a run or a sweep."""
-    analysis = analyse(printable(directory.resolve().name), find_runs(directory))
+    Returns the report and the files, the page first.
+    """
+    report = build_report(directory)
     with run_dir.storage(directory):
         for name in (PAGE, NUMBERS, TABLE, PICTURES):  # runs may be links: a report only reads them
             run_dir.refuse_link(directory / name)
         run_dir.refuse_links(directory / PICTURES)
-    lines, pictures = [printable(line) for line in verdict(analysis)], figures(analysis)
-    sweep = sweep_record.load(directory)
-    further = proposals(analysis, sweep) if sweep is not None else []
-    parts = sections(analysis, lines, pictures, further)
-    run_dir.write_atomically(directory / PAGE, page(analysis.name, parts, pictures, bundle()))
-    run_dir.write_json(
-        directory / NUMBERS, {**numbers(analysis), "verdict": lines, "next": [asdict(proposal) for proposal in further]}
-    )
-    rows = values(analysis.runs, analysis.differing)
+    run_dir.write_atomically(directory / PAGE, page(report, bundle()))
+    run_dir.write_json(directory / NUMBERS, numbers(report))
+    rows = values(report.analysis.runs, report.analysis.differing)
     with run_dir.storage(directory / TABLE), run_dir.atomic(directory / TABLE) as file:
         table = csv.DictWriter(file, rows[0].keys(), lineterminator="\n")
         table.writeheader()
@@ -66,29 +50,32 @@ def write_report(directory: Path) -> Report:
     files = [directory / name for name in (PAGE, NUMBERS, TABLE)]
     with run_dir.storage(directory / PICTURES):
         (directory / PICTURES).mkdir(exist_ok=True)
-    for picture in pictures:
+    for picture in report.figures:
         files.append(directory / PICTURES / f"{picture.key}.png")
         with run_dir.storage(files[-1]), run_dir.atomic(files[-1], "wb") as file:
             file.write(png(picture.spec))
-    return Report(analysis, lines, further, files)
+    return report, files
 
 
 def files_of_report(directory: Path) -> list[Path]:
     """Write a report and return its files. An error is printed, not raised: it must not fail a run that succeeded."""
     try:
-        return write_report(directory).files
+        return write_report(directory)[1]
     except Exception as error:
         warn(f"the report failed: {type(error).__name__}: {first_line(error)}")
         return []
 
 
-def numbers(analysis: Analysis) -> dict[str, Any]:
-    """The content of report.json: the analysis as JSON values."""
+def numbers(report: Report) -> dict[str, Any]:
+    """The content of report.json: the report as JSON values."""
+    analysis = report.analysis
     return {
         "name": analysis.name,
         "warnings": analysis.warnings,
         "arms": [_arm(arm) for arm in analysis.arms],
         "runs": values(analysis.runs, analysis.differing),
+        "verdict": report.verdict.lines,
+        "next": [asdict(proposal) for proposal in report.further],
     }
 
 
@@ -139,7 +126,7 @@ def show(report: Report, width: int | None = None) -> None:
         table.add_row(*map(Text, row))
     console = Console(width=width or PIPE_WIDTH)
     console.print(table)
-    for line in report.verdict:
+    for line in report.verdict.lines:
         console.print(Text(f"- {line}"))
     for proposal in report.further:
         console.print(Text(f"next: {proposal.cost}: {proposal.why}\n  {proposal.command}"), soft_wrap=True)

@@ -28,6 +28,7 @@ class SweepRecord:
     overrides: list[str]  # command-line arguments that all cells share
     to_choose: int = 0  # number of further cells that the sweeper has yet to choose
     cells: dict[str, PlannedCell] = field(default_factory=dict)  # name of the directory -> cell
+    commands: list[str] = field(default_factory=list)  # that started the sweep and widened it, newest last
 
 
 def save(directory: Path, record: SweepRecord) -> None:
@@ -55,9 +56,9 @@ def _check(record: SweepRecord) -> None:
     """Raise `ValueError` for a value that no sweep has."""
     if not 0 <= record.to_choose <= MOST_CELLS:
         raise ValueError(f"to_choose={record.to_choose}: must lie in [0, {MOST_CELLS}]")
-    for text in record.overrides:
+    for text in (*record.overrides, *record.commands):
         if not isinstance(text, str):
-            raise ValueError(f"an override is not text: {shown(text)}")
+            raise ValueError(f"an override or a command is not text: {shown(text)}")
     for name, cell in record.cells.items():
         if Path(name).name != name or name in ("", "..") or "\0" in name:
             raise ValueError(f"{shown(name)} is not the name of a directory in it")

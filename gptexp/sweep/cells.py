@@ -8,6 +8,7 @@ command that fixes a key which was swept before finds the cell with that value.
 import hashlib
 import json
 import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -174,8 +175,23 @@ def record(directory: Path, config: DictConfig, cells: Sequence[Cell], to_choose
     for cell in cells:
         total, (steps, _) = cell.config.batch.total_batch_size, cell.config.run_length
         recorded[cell.name] = PlannedCell(cell.values, total, steps * total)
+    commands = [text for text in (earlier.commands if earlier is not None else []) if text != command(config)]
+    commands.append(command(config))
     directory.mkdir(parents=True, exist_ok=True)
-    sweep_record.save(directory, SweepRecord(config.sweep.name, fixed_arguments(config), to_choose, recorded))
+    shared = fixed_arguments(config)
+    sweep_record.save(directory, SweepRecord(config.sweep.name, shared, to_choose, recorded, commands))
+
+
+def command(config: DictConfig) -> str:
+    """The command that started the sweep of `config`, in the syntax of a shell."""
+    given = [text for text in config.hydra.overrides.hydra if text != "hydra.mode=MULTIRUN"]
+    return shlex.join(["gptexp", "train", "-m", *config_dir(config), *given, *config.hydra.overrides.task])
+
+
+def config_dir(config: DictConfig) -> list[str]:
+    """The flag `--config-dir` and its value, if they were given."""
+    sources = config.hydra.runtime.config_sources
+    return [text for s in sources if s.provider == "command-line" for text in ("--config-dir", s.path)]
 
 
 def fixed_arguments(config: DictConfig) -> list[str]:
@@ -183,10 +199,8 @@ def fixed_arguments(config: DictConfig) -> list[str]:
     swept = {*swept_keys(config), "sweep.name", "hydra.mode"}
     given = [*config.hydra.overrides.task, *config.hydra.overrides.hydra]
     keys = {text: text.lstrip("+~").partition("=")[0] for text in given}
-    config_dir = next((s.path for s in config.hydra.runtime.config_sources if s.provider == "command-line"), None)
-    folder = ["--config-dir", config_dir] if config_dir else []
     kept = [k for k in keys if keys[k] not in swept and not keys[k].startswith(("hydra/sweeper", "hydra.sweeper"))]
-    return [*folder, *kept]
+    return [*config_dir(config), *kept]
 
 
 def name_sweep(config: DictConfig) -> None:

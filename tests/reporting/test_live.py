@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 Start = Callable[..., subprocess.Popen[str]]
 
-LOSS = "views.get('plot-course-tokens').view"
+LOSS = "views.get('plot-loss').view"
 
 
 @contextmanager
@@ -78,22 +78,33 @@ def test_the_page_follows_a_run_whose_directory_changes_is_damaged_and_vanishes(
     assert watching.stdout is not None
     address = watching.stdout.readline().split()[2]
     page, messages = opened(browser, address)
-    page.wait_for_selector("#plot-course-tokens svg.marks")
+    page.wait_for_selector("#plot-loss svg.marks")
     page.evaluate(f"window.unchanged = {LOSS}; null")
     before = last_tokens(page)
     for _ in range(2):  # twice, because the first change may belong to the first drawing
         page.wait_for_function(f"Math.max(...{LOSS}.data('data0').map(p => p.tokens)) > {before}")
-        drawn = page.locator("#plot-course-tokens .mark-line path").first.get_attribute("d")
+        drawn = page.locator("#plot-loss .mark-line path").first.get_attribute("d")
         before = last_tokens(page)
     page.wait_for_function(
-        "old => document.querySelector('#plot-course-tokens .mark-line path').getAttribute('d') !== old", arg=drawn
+        "old => document.querySelector('#plot-loss .mark-line path').getAttribute('d') !== old", arg=drawn
     )
     assert page.evaluate(f"window.unchanged === {LOSS}")  # new data in the same view, so a zoom is kept
-    assert page.inner_text("#cells td:nth-child(2)") == "running"
+    assert page.title().split()[0].endswith("%")
+    assert page.inner_text("#state").startswith("updated ")
+    zoom = "JSON.stringify(views.get('plot-loss').view.scale('x').domain())"
+    page.locator("#plot-loss svg.marks").hover()
+    page.keyboard.down("Shift")
+    page.mouse.wheel(0, -200)
+    page.keyboard.up("Shift")
+    zoomed = page.evaluate(zoom)
+    before = last_tokens(page)
+    page.wait_for_function(f"Math.max(...{LOSS}.data('data0').map(p => p.tokens)) > {before}")
+    assert page.evaluate(zoom) == zoomed
     assert violations(page) == []
     os.kill(training.pid, signal.SIGTERM)
     training.wait(60)
-    page.wait_for_function("document.querySelector('#cells td:nth-child(2)').innerText === 'interrupted'")
+    page.wait_for_function("document.getElementById('tiles').innerText.includes('after a restart')")
+    assert "gptexp resume" in page.inner_text("#next")
     # The run was interrupted within the warm-up; the page shows its warning.
     page.wait_for_function("document.getElementById('notes').innerText.includes('has not reached its peak')")
     (out / "config.yaml").write_text("train: [\n")
@@ -129,9 +140,9 @@ def test_only_a_changed_cell_is_read_and_drawn_again(
     monkeypatch.setattr("gptexp.reporting.live.read_run", counted)
     with served(root) as address:
         page, messages = opened(browser, address)
-        page.wait_for_selector("#plot-noise-scale svg.marks")
+        page.wait_for_selector("#plot-heatmap svg.marks")
         page.evaluate("drawn.then(() => null)")
-        assert page.locator("#cells tbody tr").count() == 42
+        assert page.locator("#runs tbody").count() == 42
         assert sorted(read) == [run.name for run in runs]  # once each
         read.clear()
         page.evaluate(f"window.unchanged = {LOSS}; null")
@@ -231,7 +242,7 @@ def test_the_server_answers_despite_damaged_files(tmp_path: Path, seed: int) -> 
         else:
             path.write_text(draw.choice(["null", "[]", '{"status": 3}', '{"cells": {"a": 1}}', "\x00"]))
         state = state_of(watched)
-        assert state.keys() == {"version", "sections", "pictures"}
+        assert state.keys() == {"version", "title", "sections", "figures"}
 
 
 @pytest.mark.parametrize(
@@ -261,6 +272,6 @@ def test_a_requested_port_that_is_in_use_is_refused(start: Start, gptexp: Any, t
 def test_a_run_whose_lock_is_held_is_shown_as_running(tmp_path: Path) -> None:
     write_run(tmp_path / "run", 4096, 0.02, 1, 4.0)
     watched = Watched(tmp_path / "run")
-    assert "<td>completed</td>" in state_of(watched)["sections"]["cells"]
+    assert "completed" in state_of(watched)["sections"]["tiles"]
     with run_dir.held(tmp_path / "run"):
-        assert "<td>running</td>" in state_of(watched)["sections"]["cells"]
+        assert "gptexp watch" in state_of(watched)["sections"]["next"]

@@ -1,55 +1,99 @@
-"""The page of a report in Chromium: it draws every picture, logs no error and sends no further request."""
+"""The page of a report in Chromium: what it shows, and what happens when a reader clicks."""
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 from pages import needs_chromium, violations
-from sweeps import write_sweep
+from sweeps import write_run, write_sweep
 
 from gptexp.reporting.write import write_report
+from gptexp.storage import run_dir
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser
+    from playwright.sync_api import Browser, Page
 
 pytestmark = needs_chromium
+Open = Callable[..., "Page"]
 
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A report at a constant learning rate, which has every kind of picture."""
+    """The page of a sweep at a constant learning rate, which has every kind of figure. Two cells have not started."""
     root = write_sweep(
         tmp_path_factory.mktemp("page") / "sweep", batches=(2048, 4096, 8192, 16384), schedule="constant"
     )
-    write_report(root)
+    names = [*(path.name for path in root.glob("lr=*")), "lr=0.32", "<b>lr=0.64"]
+    values = {"optim.lr": "0.32", "train.seed": "1337"}
+    cells = {name: {"values": values, "total_batch_size": 2048, "tokens": 2**18} for name in names}
+    command = "gptexp train -m model=nano optim.lr=0.005,0.01"
+    run_dir.write_json(
+        root / run_dir.SWEEP, {"name": "sweep", "overrides": ["model=nano"], "cells": cells, "commands": [command]}
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("gptexp.reporting.write.png", lambda _: b"")  # PNGs cost most of the time
+        write_report(root)
     return root / "report.html"
 
 
-@pytest.mark.parametrize("width", [1280, pytest.param(390, marks=pytest.mark.e2e)])
-def test_every_picture_is_drawn_without_an_error_or_an_accessibility_violation(
-    browser: "Browser", report: Path, width: int
+@pytest.fixture
+def opened(browser: "Browser") -> Iterator[Open]:
+    """Open a page, in a window of its own, and wait until its figures are drawn."""
+    contexts = []
+
+    def open_page(path: Path, width: int = 1280, scheme: str = "light") -> "Page":
+        context = browser.new_context(viewport={"width": width, "height": 844}, color_scheme=scheme)  # type: ignore[arg-type]
+        contexts.append(context)
+        page = context.new_page()
+        page.goto(path.as_uri())
+        page.evaluate("drawn.then(() => null)")
+        return page
+
+    yield open_page
+    for context in contexts:
+        context.close()
+
+
+@pytest.mark.parametrize(
+    ("width", "scheme"),
+    [
+        (1280, "light"),
+        (390, "dark"),
+        pytest.param(390, "light", marks=pytest.mark.e2e),
+        pytest.param(1280, "dark", marks=pytest.mark.e2e),
+    ],
+)
+def test_every_figure_is_drawn_readable_and_accessible(
+    browser: "Browser", report: Path, width: int, scheme: str
 ) -> None:
-    page = browser.new_page(viewport={"width": width, "height": 844})
+    context = browser.new_context(viewport={"width": width, "height": 844}, color_scheme=scheme)  # type: ignore[arg-type]
+    page = context.new_page()
     errors, requests = [], []
     page.on("console", lambda message: errors.append(message.text))
     page.on("pageerror", lambda error: errors.append(str(error)))
     page.on("request", lambda request: requests.append(request.url))
     page.goto(report.as_uri())
-    pictures = page.evaluate("drawn.then(views => views.length)")
-    assert pictures == len(list((report.parent / "pictures").glob("*.png"))) == 11
+    page.locator("#diagnostics > summary").click()
+    page.wait_for_function("views.size === PAGE.figures.length")
+    assert page.evaluate("redraw().then(drawn => drawn.length)") == 9
     assert errors == []
     assert requests == [report.as_uri()]
-    boxes = page.evaluate("""[...document.querySelectorAll(".plot")].map(plot => {
-        const marks = plot.querySelectorAll(".mark-symbol path, .mark-rect path, .mark-line path, .mark-text text");
-        const svg = plot.querySelector("svg.marks").getBoundingClientRect();
-        return [marks.length, svg.width, svg.height];
-    })""")
-    assert all(marks > 5 and 0.7 * min(width, 600) < drawn <= width and high > 200 for marks, drawn, high in boxes), (
-        boxes
-    )
+    figures = page.evaluate("""[...document.querySelectorAll(".plot")].map(plot => ({
+        marks: plot.querySelectorAll(".mark-symbol path, .mark-rect path, .mark-line path, .mark-text text").length,
+        box: plot.querySelector("svg.marks").getBoundingClientRect().toJSON(),
+        sizes: [...plot.querySelectorAll("text")].map(text => parseFloat(getComputedStyle(text).fontSize)),
+        ink: getComputedStyle(plot.querySelector(".role-axis-title text")).fill,
+    }))""")
+    for figure in figures:
+        assert figure["marks"] > 3, figure
+        assert 0.7 * min(width, 600) < figure["box"]["width"] <= width
+        assert figure["box"]["height"] > 200
+        assert min(figure["sizes"]) >= 12
+        assert figure["ink"] == ("rgb(31, 35, 40)" if scheme == "light" else "rgb(230, 232, 235)")
     assert page.evaluate("document.documentElement.scrollWidth") <= width  # no sideways scrolling
     assert violations(page) == []
-    page.close()
+    context.close()
 
 
 def test_the_accessibility_check_finds_a_violation(browser: "Browser") -> None:
@@ -59,29 +103,156 @@ def test_the_accessibility_check_finds_a_violation(browser: "Browser") -> None:
     page.close()
 
 
-def test_a_point_has_a_tooltip(browser: "Browser", report: Path) -> None:
-    page = browser.new_page()
-    page.goto(report.as_uri())
-    page.evaluate("drawn.then(views => views.length)")
+def test_the_head_says_what_was_run_and_how_far_it_is(opened: Open, report: Path) -> None:
+    page = opened(report)
+    assert page.inner_text("h1") == "sweep: learning rate × batch size × seed"
+    assert page.title() == "91% sweep: learning rate × batch size × seed · gptexp"
+    assert page.inner_text("header .command pre") == "gptexp train -m model=nano optim.lr=0.005,0.01"
+    tiles = [text.split("\n")[:2] for text in page.locator(".tiles li").all_inner_texts()]
+    assert tiles == [
+        ["Best cell", "lr 0.01"],
+        ["Its validation loss", "4.0003"],
+        ["Gap to the next", "0.0116"],
+        ["Cells done", "44 of 46"],
+        ["Time left", "0:01:06"],
+    ]
+    answer = page.locator(".answers li").first
+    assert answer.locator(".badge").inner_text() == "bracketed"
+    assert "best learning rate is 0.0116 (95% interval" in answer.locator(".finding").inner_text()
+    assert not answer.locator("details p").is_visible()
+    answer.locator("summary").click()
+    assert "does not differ significantly" in answer.locator("details p").inner_text()
+
+
+def test_the_switches_of_a_chart_change_its_axes(opened: Open, report: Path) -> None:
+    page = opened(report)
+    chart = page.locator("[data-key=loss]")
+
+    def axis(kind: str) -> str:
+        return chart.locator(f".role-axis-title text:has-text('{kind}')").first.text_content() or ""
+
+    def ticks() -> list[str]:
+        return chart.locator(".mark-text.role-axis-label").first.locator("text").all_text_contents()
+
+    assert axis("tokens") == "training tokens"
+    assert ticks() == ["50k", "100k", "150k", "200k", "250k"]
+    before = chart.locator(".mark-line path").first.get_attribute("d")
+    chart.get_by_role("button", name="steps").click()
+    page.wait_for_selector("[data-key=loss] .role-axis-title text:has-text('steps')")
+    assert chart.get_by_role("button", name="steps").get_attribute("aria-pressed") == "true"
+    assert chart.get_by_role("button", name="tokens").get_attribute("aria-pressed") == "false"
+    assert chart.locator(".mark-line path").first.get_attribute("d") != before
+    chart.get_by_role("button", name="log").click()
+    page.evaluate("drawn.then(() => null)")
+    scale = page.evaluate("views.get('plot-loss').view.scale('y').type")
+    assert scale == "log"
+    assert axis("steps") == "steps"  # the other choice stands
+
+
+def test_a_click_on_the_legend_isolates_its_lines(opened: Open, report: Path) -> None:
+    page = opened(report)
+    faint = "[...document.querySelectorAll('#plot-curves .mark-line path')].map(p => +(p.getAttribute('opacity') ?? 1))"
+    assert set(page.evaluate(faint)) == {1}
+    page.locator("#plot-curves .role-legend-symbol path").first.click(force=True)
+    page.wait_for_function(f"{faint}.some(opacity => opacity < 0.5)")
+    assert set(page.evaluate(faint)) == {1, 0.1}
+
+
+def test_the_table_is_sorted_by_a_click_and_its_rows_open(opened: Open, report: Path) -> None:
+    page = opened(report)
+
+    def column(number: int) -> list[str]:
+        return page.locator(f"tbody > tr:first-child > td:nth-child({number})").all_inner_texts()
+
+    heads = page.locator("thead th").all_inner_texts()
+    assert heads == ["learning rate", "tokens a step", "seed", "val loss", "status", "above lowest", "tokens/s", "time"]
+    assert column(2)[0] == "2,048"
+    loss = page.get_by_role("button", name="val loss")
+    loss.click()
+    losses = [float(text.split()[0]) for text in column(4) if text]
+    assert losses == sorted(losses)
+    assert column(4)[-6:] == [""] * 6  # diverged and not started: last in both orders
+    assert page.locator("th[aria-sort=ascending]").inner_text().startswith("val loss")
+    loss.click()
+    assert [float(text.split()[0]) for text in column(4) if text] == losses[::-1]
+    assert column(4)[-6:] == [""] * 6
+    best = page.locator("tbody.best")
+    assert best.count() == 2
+    assert "best" in best.first.inner_text()
+    assert "not started" in page.locator("tbody[id='run-<b>lr=0.64']").inner_text()
+    row = best.first
+    assert not row.locator(".more").is_visible()
+    row.locator("td").nth(4).click()
+    assert "gptexp sample" in row.locator(".more").inner_text()
+    row.locator(".opens").click()
+    assert not row.locator(".more").is_visible()
+
+
+def test_a_click_on_a_point_opens_its_run(opened: Open, report: Path) -> None:
+    page = opened(report)
+    page.locator("#plot-curves .mark-symbol path").first.click(force=True)
+    page.wait_for_function("document.querySelector('.more:not([hidden])') !== null")
+    name = page.locator(".more:not([hidden]) .name").inner_text()
+    assert page.evaluate("decodeURIComponent(location.hash)") == f"#run-{name}"
+
+
+def test_a_command_is_copied(opened: Open, report: Path) -> None:
+    page = opened(report)
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    page.locator("header .copy").click()
+    page.wait_for_selector("header .copy:has-text('Copied')")
+    assert page.evaluate("navigator.clipboard.readText()") == "gptexp train -m model=nano optim.lr=0.005,0.01"
+
+
+def test_paper_shows_no_buttons_and_dark_text(opened: Open, report: Path) -> None:
+    page = opened(report, scheme="dark")
+    page.emulate_media(media="print")
+    assert not page.locator("header .copy").is_visible()
+    assert not page.locator("fieldset").first.is_visible()
+    assert page.evaluate("getComputedStyle(document.body).color") == "rgb(0, 0, 0)"
+    assert page.evaluate("getComputedStyle(document.querySelector('.plot text')).fill") == "rgb(34, 34, 34)"
+
+
+def test_the_page_follows_the_color_scheme_of_the_system(opened: Open, report: Path) -> None:
+    page = opened(report)
+    page.emulate_media(color_scheme="dark")
+    page.wait_for_function("""() => {
+        const title = document.querySelector("#plot-loss .role-axis-title text");
+        return title && getComputedStyle(title).fill === "rgb(230, 232, 235)";
+    }""")
+
+
+def test_a_single_point_is_drawn(opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run with one step and one evaluation, as right after its start."""
+    monkeypatch.setattr("gptexp.reporting.write.png", lambda _: b"")
+    write_run(tmp_path / "run", 2**18, 0.02, 1, 4.0)
+    write_report(tmp_path / "run")
+    page = opened(tmp_path / "run/report.html")
+    assert page.inner_text("h1") == "run, learning rate 0.02"
+    assert page.locator("#plot-loss .mark-symbol path").count() >= 1
+    assert "validation 4.000" in page.locator("#plot-loss").text_content()
+    page.locator("#diagnostics > summary").click()
+    page.wait_for_selector("#plot-speed svg.marks")
+    assert page.locator("#plot-speed .mark-symbol path").count() == 1
+
+
+def test_a_point_has_a_tooltip(opened: Open, report: Path) -> None:
+    page = opened(report)
     page.locator("#plot-curves .mark-symbol path").first.hover(force=True)  # another seed may lie above it
     page.wait_for_selector("#vg-tooltip-element.visible")
     assert "loss" in page.inner_text("#vg-tooltip-element")
-    page.close()
 
 
 @pytest.mark.e2e
-def test_a_run_name_is_not_executed_as_html(browser: "Browser", tmp_path: Path) -> None:
+def test_a_run_name_is_not_executed_as_html(opened: Open, tmp_path: Path) -> None:
     """Neither in the page nor in a tooltip, which Vega writes as HTML."""
     root = write_sweep(tmp_path / "<img src=x onerror=window.owned=1>")
     for path in root.glob("lr=0.02*"):
         path.rename(root / f"<img src=x onerror=window.owned=1>{path.name}")
     write_report(root)
-    page = browser.new_page()
-    page.goto((root / "report.html").as_uri())
-    page.evaluate("drawn.then(views => views.length)")
+    page = opened(root / "report.html")
     for number in range(page.locator("#plot-curves .mark-symbol path").count()):
         page.locator("#plot-curves .mark-symbol path").nth(number).hover(force=True)
     page.wait_for_timeout(300)
     assert page.evaluate("window.owned === undefined")
     assert page.locator("img").count() == 0
-    page.close()

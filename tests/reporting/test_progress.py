@@ -71,7 +71,7 @@ def test_status_prints_a_line_for_each_cell_and_one_for_all(sweep: Path, capsys:
     main([str(sweep)])
     *lines, last = capsys.readouterr().out.splitlines()
     assert len(lines) == 6
-    assert last.startswith("1 of 6 cells completed, 1 diverged, 1 interrupted, 2 failed, 1 left; done in about 0:0")
+    assert last.startswith("1 of 6 cells completed, 1 diverged, 1 interrupted, 2 failed, 1 left; time left: 0:0")
     assert "after a restart" in last
 
 

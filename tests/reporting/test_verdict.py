@@ -4,6 +4,7 @@ import random
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sweeps import NOISE_SCALE, report_of, write_run, write_sweep
@@ -116,7 +117,7 @@ def test_a_cell_with_a_diverged_seed_is_left_out_of_the_fit(tmp_path: Path) -> N
     root = write_sweep(tmp_path / "partly")
     write_run(root / "another-seed", 8192, 0.02, 99, None)
     report = report_of(root)
-    assert "At 8,192 tokens a step training diverged at learning rates 0.02, 0.16." in "\n".join(report["verdict"])
+    assert "Training diverged at learning rates 0.02, 0.16 at 8,192 tokens a step." in "\n".join(report["verdict"])
     [arm] = report["arms"]
     [at_8192] = [curve for curve in arm["curves"] if curve["total_batch_size"] == 8192]
     assert at_8192["fit"]["lrs"] == [0.005, 0.01, 0.04, 0.08]
@@ -193,14 +194,22 @@ def test_the_first_sweep_of_a_new_user_gets_a_right_answer(tmp_path: Path) -> No
     assert "measures the noise" in measure["why"]
 
 
-def test_a_cell_that_exists_or_waits_is_not_proposed(tmp_path: Path) -> None:
+def test_nothing_is_proposed_at_a_batch_size_where_a_cell_waits_or_runs(tmp_path: Path) -> None:
     write_losses(tmp_path, NEW_USER, (3e-3, 1e-2, 3e-2, 9e-2))
     waiting = {"values": {"optim.lr": "0.27"}, "total_batch_size": 1024, "tokens": 2**18}
-    odd = {"values": {"optim.lr": "none"}, "total_batch_size": 1024, "tokens": 2**18}
-    run_dir.write_json(
-        tmp_path / run_dir.SWEEP, {"name": "s", "overrides": [], "cells": {"waiting": waiting, "odd": odd}}
-    )
-    assert report_of(tmp_path)["next"][0]["command"].endswith("optim.lr=0.81")
+
+    def proposed(cells: dict[str, Any]) -> list[str]:
+        run_dir.write_json(tmp_path / run_dir.SWEEP, {"name": "s", "overrides": [], "cells": cells})
+        found = [proposal["command"].split(" batch.total_batch_size=")[1] for proposal in report_of(tmp_path)["next"]]
+        assert found.pop() == "2048 optim.lr=0.01,0.03,0.09 train.seed=2,3"
+        return found
+
+    assert proposed({}) == ["1024 optim.lr=0.27,0.81"]
+    assert proposed({"waiting": waiting}) == []
+    write_run(tmp_path / "waiting", 1024, 0.27, 1, 4.3)
+    with run_dir.held(tmp_path / "waiting"):
+        assert proposed({"waiting": waiting}) == []
+    assert proposed({"waiting": waiting}) != []
 
 
 def test_no_cell_beyond_a_diverged_one_is_proposed(tmp_path: Path) -> None:
@@ -227,4 +236,4 @@ def test_a_completed_run_that_is_worse_than_a_guess_counts_as_diverged(tmp_path:
     report = report_of(tmp_path)
     [warning] = [line for line in report["verdict"] if line.startswith("Warning")]
     assert "completed with a loss of 25, far above that of a uniform guess (10.8); it counts as diverged" in warning
-    assert "At 4,096 tokens a step training diverged at learning rate 0.016." in report["verdict"]
+    assert "Training diverged at learning rate 0.016 at 4,096 tokens a step." in report["verdict"]

@@ -1,0 +1,124 @@
+"""The table of a sweep's cells on its page: swept values, progress, losses, and what to do with each cell."""
+
+import shlex
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+
+from gptexp.config.schema import shown
+from gptexp.process.terminal import printable
+from gptexp.reporting.progress import seconds_shown
+from gptexp.reporting.records import Run
+from gptexp.reporting.report import Report
+from gptexp.reporting.table import COLUMNS, Column, chosen
+from gptexp.storage import run_dir
+
+NOT_STARTED = "left"  # status of a planned cell
+KEPT = ("lr", "total_batch_size", "seed")  # columns of `COLUMNS` before those of other swept keys
+STATUS, LOSS, SPEED = (
+    next(column for column in COLUMNS if column.key == key) for key in ("status", "final_val_loss", "tokens_per_s")
+)
+TIME = Column("time", "time", lambda run: run.summary.get("train_s"), "")
+MINOR = (SPEED.key, TIME.key)  # left out on a phone
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One field of the table."""
+
+    text: str
+    value: float | str = ""  # to sort by; empty ones come last
+
+
+@dataclass(frozen=True)
+class Row:
+    """A cell of the sweep. `run` of one that has not started holds only what was planned."""
+
+    run: Run
+    entries: list[Entry]  # one for each column
+    share: float  # of its tokens that are done
+    is_best: bool
+    commands: list[tuple[str, str]]  # what the command does, the command
+
+
+@dataclass(frozen=True)
+class CellsTable:
+    columns: list[Column]
+    rows: list[Row]
+
+
+def cells_table(report: Report) -> CellsTable | None:
+    """A row for each cell of a sweep, started or not; None for a single run."""
+    runs = [*report.analysis.runs, *_not_started(report)]
+    if report.sweep is None and len(runs) == 1:
+        return None
+    keys = report.analysis.differing
+    runs.sort(key=lambda run: ([str(run.config.get(key)) for key in keys], run.batch, run.lr, run.seed))
+    winners = _winners(report)
+    losses = [run.loss for run in runs if run.loss is not None]
+    gap = Column("gap", "above lowest", lambda run: None if run.loss is None else run.loss - min(losses), ".4f")
+    columns = [
+        *(column for column in chosen(runs, all_of_them=False) if column.key in KEPT),
+        *(Column(key, key.rpartition(".")[2], partial(_config_value, key), "") for key in keys),
+        *([LOSS, STATUS, gap] if losses else [STATUS]),
+        *(column for column in (SPEED, TIME) if any(column.value(run) for run in runs)),
+    ]
+    shares = {cell.name: cell.share for cell in report.cells}
+    rows = [
+        Row(run, [_entry(column, run) for column in columns], shares.get(run.name, 0.0), run in winners, commands(run))
+        for run in runs
+    ]
+    return CellsTable(columns, rows)
+
+
+def commands(run: Run) -> list[tuple[str, str]]:
+    """What can be done with a run: in words, and as a command."""
+    if run.status in ("interrupted", "failed"):
+        verbs = {"resume": "Continue from its newest checkpoint"}
+    elif run.status in run_dir.DONE:
+        verbs = {"sample": "Generate text", "evaluate": "Evaluate it again, or on other text (--data FILE)"}
+    elif run.status == "running":
+        verbs = {"watch": "Watch it"}
+    else:
+        verbs = {}
+    where = printable(shlex.quote(str(run.directory)))
+    return [(what, f"gptexp {verb} {where}") for verb, what in verbs.items()]
+
+
+def _not_started(report: Report) -> list[Run]:
+    """The cells of the sweep that are only planned."""
+    known, runs = {run.name for run in report.analysis.runs}, []
+    for name, cell in report.sweep.cells.items() if report.sweep is not None else ():
+        if printable(name) not in known:
+            run = Run(printable(name), report.directory / name, NOT_STARTED, cell.values, batch=cell.total_batch_size)
+            with suppress(KeyError, ValueError, TypeError):  # a sweep of other keys, or values that somebody edited
+                run.lr = float(cell.values["optim.lr"])
+                run.seed = int(cell.values["train.seed"])
+            runs.append(run)
+    return runs
+
+
+def _winners(report: Report) -> list[Run]:
+    """The runs of the cell with the lowest mean loss."""
+    found = [(arm.means[arm.best], arm) for arm in report.analysis.arms if arm.best is not None]
+    if not found:
+        return []
+    _, arm = min(found, key=lambda pair: pair[0])
+    return [run for run in arm.runs if (run.batch, run.lr) == arm.best and run.loss is not None]
+
+
+def _config_value(key: str, run: Run) -> str | None:
+    value = run.config.get(key)
+    return None if value is None else printable(shown(value))
+
+
+def _entry(column: Column, run: Run) -> Entry:
+    value, text = column.value(run), column.text(run)
+    if column is STATUS and value == NOT_STARTED:
+        text = "not started"
+    elif column is TIME and value is not None:
+        text = seconds_shown(value)
+    elif column is LOSS and value is None and run.val and run.val[-1].loss is not None:
+        value = run.val[-1].loss
+        text = f"{value:.4f} so far"
+    return Entry(text, "" if value is None else value)

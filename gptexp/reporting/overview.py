@@ -1,0 +1,157 @@
+"""The head of a page: what was run and how, how far it is, and its key figures."""
+
+import shlex
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from gptexp.config.schema import counted, shown
+from gptexp.process.terminal import printable
+from gptexp.reporting.analysis import Analysis, Arm
+from gptexp.reporting.progress import Progress, by_status, seconds_shown, time_left
+from gptexp.reporting.records import Run
+from gptexp.storage import reader, run_dir
+from gptexp.storage.sweep_record import SweepRecord
+
+COMMIT_CHARS = 10
+MOST_LISTED = 5  # values
+AXES = {"optim.lr": "learning rate", "batch.total_batch_size": "batch size", "train.seed": "seed"}
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A key figure."""
+
+    label: str
+    value: str
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Overview:
+    """The head of a page. All texts are printable."""
+
+    title: str
+    facts: list[tuple[str, str]]  # label, value
+    commands: list[str]  # that were issued, newest last
+    tiles: list[Tile]
+    share: float  # of all training tokens: done so far
+    is_done: bool
+
+
+def overview(directory: Path, analysis: Analysis, cells: Sequence[Progress], sweep: SweepRecord | None) -> Overview:
+    """The head of the page of the run or the sweep in `directory`."""
+    run = analysis.runs[0]
+    choices, command = _as_started(run.directory)
+    is_sweep = sweep is not None or len(analysis.runs) > 1
+    model, data = choices.get("model", ""), choices.get("data", "")
+    what = " on ".join(printable(part) for part in (model, data) if part) or analysis.name
+    of_tokens = sum(cell.of_tokens for cell in cells)
+    return Overview(
+        title=f"{what}: {_axes(analysis)}" if is_sweep else f"{what}, learning rate {run.lr:.3g}",
+        facts=list(_facts(directory, analysis.runs)),
+        commands=list(map(printable, sweep.commands)) if sweep is not None else [command] if command else [],
+        tiles=_of_a_sweep(analysis, cells) if is_sweep else _of_a_run(run, cells[0]),
+        share=sum(cell.tokens for cell in cells) / of_tokens if of_tokens else 0.0,
+        is_done=all(cell.status in run_dir.DONE for cell in cells),
+    )
+
+
+def _as_started(directory: Path) -> tuple[dict[str, str], str]:
+    """The options of the config groups, and the command line, from Hydra's own record; empty if it cannot be read."""
+    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+        hydra = reader.read_yaml(directory / run_dir.HYDRA / "hydra.yaml")["hydra"]
+        choices = {str(group): str(option) for group, option in hydra["runtime"]["choices"].items()}
+        sources = hydra["runtime"]["config_sources"]
+        given = [text for s in sources if s["provider"] == "command-line" for text in ("--config-dir", s["path"])]
+        given += [str(text) for part in ("hydra", "task") for text in hydra["overrides"][part]]
+        return choices, printable(shlex.join(["gptexp", "train", *given]))
+    return {}, ""
+
+
+def _axes(analysis: Analysis) -> str:
+    """The swept keys, for example 'learning rate × batch size'."""
+    readable = [run for run in analysis.runs if run.config]
+    swept = [name for key, name in AXES.items() if len({repr(run.config[key]) for run in readable}) > 1]
+    return " × ".join([*swept, *map(printable, analysis.differing)]) or counted(len(analysis.runs), "run")
+
+
+def _facts(directory: Path, runs: Sequence[Run]) -> Iterator[tuple[str, str]]:
+    yield "Directory", printable(str(directory))
+    readable = [run for run in runs if run.config]
+    if not readable:
+        return
+    config, summary = readable[0].config, readable[0].summary
+    parameters = f", {summary['parameters']:,} parameters" if "parameters" in summary else ""
+    layers = counted(config["model.n_layer"], "layer")
+    yield "Model", f"{layers}, width {config['model.n_embd']:,}{parameters}"
+    yield "Batch size", f"{_listed(sorted({run.batch for run in readable}), ',')} tokens a step"
+    yield "Learning rate", _listed(sorted({run.lr for run in readable}), ".3g")
+    yield "Length", f"{_listed(sorted({run.of_tokens for run in readable}), ',')} tokens"
+    if "device" in summary:
+        ranks = sorted({run.summary.get("world_size", 1) for run in readable})
+        yield "Machine", f"{summary['device']}, {_listed(ranks, ',')} rank{'' if ranks == [1] else 's'}"
+    if started := [run.started for run in readable if run.started is not None]:
+        yield "Started", datetime.fromtimestamp(min(started)).strftime("%Y-%m-%d %H:%M")
+    if wall := [run.summary["wall_s"] for run in readable if run.summary.get("wall_s")]:
+        yield "Took", seconds_shown(sum(wall)) + (f", {len(wall)} runs in all" if len(wall) > 1 else "")
+    if commit := summary.get("git_commit"):
+        changed = " with changes" if commit.endswith("-dirty") else ""
+        yield "Commit", commit.removesuffix("-dirty")[:COMMIT_CHARS] + changed
+
+
+def _listed(values: Sequence[float], form: str) -> str:
+    if len(values) > MOST_LISTED:
+        return f"{values[0]:{form}} to {values[-1]:{form}} ({len(values)} values)"
+    return ", ".join(format(value, form) for value in values)
+
+
+def _of_a_run(run: Run, cell: Progress) -> list[Tile]:
+    tiles = []
+    losses = [(point.loss, point.step) for point in run.val if point.loss is not None]
+    if losses:
+        lowest, step = min(losses)
+        note = "the lowest of the run" if losses[-1][0] == lowest else f"lowest {lowest:.4f}, after step {step:,}"
+        tiles.append(Tile("Validation loss", f"{losses[-1][0]:.4f}", note))
+    elif run.train and run.train[-1].loss is not None:
+        tiles.append(Tile("Training loss", f"{run.train[-1].loss:.4f}", "the last logged step"))
+    if cell.of_tokens:
+        tiles.append(Tile("Tokens", f"{cell.tokens:,}", f"of {cell.of_tokens:,}"))
+    if run.tokens_per_s:
+        tiles.append(Tile("Tokens per second", f"{run.tokens_per_s:,.0f}", f"MFU {run.mfu:.1%}" if run.mfu else ""))
+    left, condition = time_left([cell])
+    tiles.append(Tile("Progress", f"{cell.share:.0%}", f"{left} left {condition}".strip() if left else run.status))
+    return tiles
+
+
+def _of_a_sweep(analysis: Analysis, cells: Sequence[Progress]) -> list[Tile]:
+    tiles = []
+    best = [(arm.means[arm.best], arm) for arm in analysis.arms if arm.best is not None]
+    if best:
+        loss, arm = min(best, key=lambda found: found[0])
+        tiles += _best(arm, loss)
+    done = sum(cell.status in run_dir.DONE for cell in cells)
+    tiles.append(Tile("Cells done", f"{done} of {len(cells)}", ", ".join(by_status(cells))))
+    left, condition = time_left(cells)
+    tiles.append(Tile("Time left", left or "none", condition))
+    return tiles
+
+
+def _best(arm: Arm, loss: float) -> list[Tile]:
+    assert arm.best is not None
+    batch, lr = arm.best
+    seeds = len(arm.curves.losses[batch][lr])
+    which = ", ".join([f"{batch:,} tokens a step", *(f"{key}={shown(value)}" for key, value in arm.choices.items())])
+    tiles = [
+        Tile("Best cell", f"lr {lr:.3g}", printable(which)),
+        Tile("Its validation loss", f"{loss:.4f}", f"mean of {counted(seeds, 'seed')}" if seeds > 1 else "one run"),
+    ]
+    if len(arm.means) > 1:
+        _, following = sorted(arm.means, key=lambda cell: arm.means[cell])[:2]
+        tie = arm.curves.ties(following, arm.best)
+        known = "noise unknown" if tie is None else "not significant" if tie else "significant"
+        batch, lr = following
+        tiles.append(Tile("Gap to the next", f"{arm.means[following] - loss:.4f}", f"{lr:.3g} at {batch:,}: {known}"))
+    return tiles

@@ -1,0 +1,51 @@
+"""Everything that a report shows of a run or a sweep, as files, on the terminal or as a live page."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from gptexp.process.terminal import printable
+from gptexp.reporting.analysis import Analysis, analyse
+from gptexp.reporting.figures import figures
+from gptexp.reporting.overview import Overview, overview
+from gptexp.reporting.progress import Progress, survey
+from gptexp.reporting.proposals import Proposal, proposals
+from gptexp.reporting.records import Run, find_runs, read_run
+from gptexp.reporting.vega_lite import Figure
+from gptexp.reporting.verdict import Verdict, verdict
+from gptexp.storage import sweep_record
+from gptexp.storage.sweep_record import SweepRecord
+
+
+@dataclass(frozen=True)
+class Report:
+    """The content of a report. Its texts are printable."""
+
+    directory: Path
+    analysis: Analysis
+    cells: list[Progress]
+    sweep: SweepRecord | None
+    overview: Overview
+    verdict: Verdict
+    further: list[Proposal]  # to run next
+    figures: list[Figure]
+
+
+def build_report(directory: Path, read: Callable[[Path], Run] = read_run) -> Report:
+    """The report of the run or the sweep in `directory`; `read` reads a run directory, and may cache runs.
+
+    Raises `ConfigError` if `directory` holds neither.
+    """
+    sweep = sweep_record.load(directory)
+    cells = survey(directory, read)
+    analysis = analyse(printable(directory.resolve().name), find_runs(directory, read))
+    return Report(
+        directory,
+        analysis,
+        cells,
+        sweep,
+        overview(directory, analysis, cells, sweep),
+        verdict(analysis),
+        proposals(analysis, sweep) if sweep is not None else [],
+        figures(analysis),
+    )
