@@ -1,4 +1,7 @@
-"""The terminal: a progress bar on a terminal, one line per step otherwise, or JSON for a program."""
+"""The terminal: a progress bar on a terminal, one line per step otherwise, or JSON for a program.
+
+Text for people counts completed steps: the first step is step 1. The events, and so JSON, count steps from 0.
+"""
 
 import json
 import sys
@@ -9,24 +12,29 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from gptexp.loggers.run_log import Sink
-from gptexp.process.terminal import LAYOUT, emit, printable, say
+from gptexp.process.terminal import emit, say
 from gptexp.storage.checkpoint import TrainState
 from gptexp.storage.run_dir import finite
 
 NAME_CHARS = 70  # largest length of an operation's name; the names of C++ templates have thousands
 
 
+def _after(event: dict[str, Any], what: str) -> str:
+    """`what` after the number of completed steps, in nanoGPT's style."""
+    return f"step {event['step'] + 1:4d} | {what}"
+
+
 def step_line(event: dict[str, Any]) -> str:
-    """Format a step in nanoGPT's style."""
-    return (
-        f"step {event['step']:4d} | loss: {event['train/loss']:.6f} | lr {event['optim/lr']:.4e} | "
+    return _after(
+        event,
+        f"loss: {event['train/loss']:.6f} | lr {event['optim/lr']:.4e} | "
         f"norm: {event['optim/grad_norm']:.4f} | dt: {event['perf/step_ms']:.2f}ms | "
-        f"tok/sec: {event['perf/tokens_per_s']:.2f}"
+        f"tok/sec: {event['perf/tokens_per_s']:.2f}",
     )
 
 
 def eval_line(event: dict[str, Any]) -> str:
-    return f"step {event['step']:4d} | val loss: {event['val/loss']:.6f} | perplexity: {event['val/ppl']:.2f}"
+    return _after(event, f"val loss: {event['val/loss']:.6f} | perplexity: {event['val/ppl']:.2f}")
 
 
 def profile_text(event: dict[str, Any]) -> str:
@@ -50,8 +58,8 @@ def profile_text(event: dict[str, Any]) -> str:
 
 LINES: dict[str, Callable[[dict[str, Any]], str]] = {
     "eval": eval_line,
-    "fault": lambda event: f"step {event['step']:4d} | {event['text']}",
-    "alert": lambda event: f"step {event['step']:4d} | warning: {event['text']}",
+    "fault": lambda event: _after(event, event["text"]),
+    "alert": lambda event: _after(event, f"warning: {event['text']}"),
     "profile": profile_text,
     "sample": lambda event: f"--- a sample\n{event['text']}\n---",
 }
@@ -81,11 +89,11 @@ class JsonSink(Sink):
 
 
 class BarSink(Sink):
-    """Shows a progress bar with loss, tokens/s, MFU and remaining time, and prints the events in `LINES` above it."""
+    """Shows a progress bar with losses, tokens/s, MFU and remaining time. What else is printed appears above it."""
 
     def __init__(self, steps: int, state: TrainState) -> None:
-        self._val_loss = state.val_loss
-        self._console = Console(highlight=False, markup=False)
+        self._loss = self._speed = ""  # of the newest step
+        self._val = _val(state.val_loss)
         self._progress = Progress(
             TextColumn("step"),
             MofNCompleteColumn(),
@@ -94,34 +102,40 @@ class BarSink(Sink):
             TimeElapsedColumn(),
             TextColumn("left"),
             TimeRemainingColumn(),
-            console=self._console,
-            redirect_stdout=False,
-            redirect_stderr=False,
+            console=Console(highlight=False, markup=False, emoji=False, soft_wrap=True),
+            redirect_stderr=sys.stderr.isatty(),  # a file of errors stays one
         )
         self._task = self._progress.add_task("starting", total=steps, completed=state.step)
         self._progress.start()
 
     def write(self, event: dict[str, Any]) -> None:
         if event["event"] == "step":
-            self._progress.update(self._task, completed=event["step"] + 1, description=self._described(event))
+            mfu = f"  MFU {event['perf/mfu_palm']:.1%}" if event["perf/mfu_palm"] is not None else ""
+            self._loss, self._speed = f"loss {event['train/loss']:.4f}", f"{event['perf/tokens_per_s']:,.0f} tok/s{mfu}"
+            self._update(event["step"] + 1)
             return
         if event["event"] == "eval":
-            self._val_loss = event["val/loss"]
+            self._val = _val(event["val/loss"])
+            self._update(event["step"] + 1)
         if event["event"] == "sample":
             self._progress.stop()  # training is over; the lines after it are plain text
         if line := LINES.get(event["event"]):
-            self._console.print(printable(line(event), LAYOUT))
-
-    def _described(self, step: dict[str, Any]) -> str:
-        val = f"  val {self._val_loss:.4f}" if self._val_loss is not None else ""
-        mfu = f"  MFU {step['perf/mfu_palm']:.1%}" if step["perf/mfu_palm"] is not None else ""
-        return f"loss {step['train/loss']:.4f}{val}  {step['perf/tokens_per_s']:,.0f} tok/s{mfu}"
+            say(line(event))
 
     def rewind(self, state: TrainState) -> None:
-        self._progress.update(self._task, completed=state.step)
+        self._val = _val(state.val_loss)
+        self._update(state.step)
+
+    def _update(self, steps: int) -> None:
+        parts = filter(None, (self._loss, self._val, self._speed))
+        self._progress.update(self._task, completed=steps, description="  ".join(parts))
 
     def close(self, summary: dict[str, Any], exit_code: int) -> None:
         self._progress.stop()
+
+
+def _val(loss: float | None) -> str:
+    return f"val {loss:.4f}" if loss is not None else ""
 
 
 def build_console(progress: str, steps: int, state: TrainState) -> Sink | None:

@@ -20,7 +20,7 @@ from gptexp.storage.checkpoint import TrainState
 METRICS = {
     # name: (unit, meaning)
     "time": ("s", "Unix time of the event"),
-    "step": ("steps", "index of the optimizer update, from 0"),
+    "step": ("steps", "index of the optimizer update, from 0; text for people counts from 1"),
     "tokens": ("tokens", "training tokens consumed, this step's included; the x axis"),
     "flops": ("FLOPs", "training FLOPs done, as perf/mfu_palm counts them"),
     "epoch": ("epochs", "passes over the training windows"),

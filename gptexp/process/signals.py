@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from gptexp.process.terminal import show_cursor, warn_at_once
+
 # By reason, in the order of the flags that the ranks exchange; `time` is train.max_minutes.
 EXIT_CODES = {"SIGINT": 130, "SIGUSR1": 138, "SIGTERM": 143, "time": 0}
 REASONS = tuple(EXIT_CODES)
@@ -94,9 +96,9 @@ class StopRequest:
             os._exit(128 + number)
         if self._signal is None:
             self._signal, self._received_at = signal.Signals(number).name, now
-            text = f"gptexp: {self._signal}: the run stops after this step; repeat the signal to stop at once\n"
-            os.write(2, text.encode())
+            warn_at_once(f"{self._signal}: the run stops after this step; repeat the signal to stop at once")
         elif now - self._received_at > SAME_REQUEST_S:
+            show_cursor()
             os._exit(128 + number)
 
     def reason(self) -> str | None:

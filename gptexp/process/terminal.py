@@ -18,6 +18,8 @@ from gptexp.process.errors import EXIT_FAILED, ConfigError, UserError
 LAYOUT = "\n\t"  # control characters that may be printed
 # Control characters, bytes of a name that are not UTF-8, separators of lines, and those that reverse the direction.
 _CONTROLS = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff\u2028-\u202e\u2066-\u2069\ufffe\uffff]")
+ERASE_LINE = "\r\x1b[2K"  # the line of the cursor, where another process on this terminal may draw a progress bar
+SHOW_CURSOR = "\x1b[?25h"
 _people_read_stdout = True
 
 
@@ -48,7 +50,23 @@ def emit(line: str) -> None:
 
 def warn(line: str) -> None:
     """Print an error or a warning that does not end the process."""
-    print(f"gptexp: {printable(line, LAYOUT)}", file=sys.stderr)
+    _print_errors(f"gptexp: {printable(line, LAYOUT)}")
+
+
+def warn_at_once(line: str) -> None:
+    """`warn`, from a handler of signals: it may have interrupted a write to Python's buffers."""
+    os.write(2, f"{ERASE_LINE if os.isatty(2) else ''}gptexp: {line}\n".encode())
+
+
+def show_cursor() -> None:
+    """Show the cursor, which a progress bar hides, before the process ends at once."""
+    if os.isatty(1):
+        os.write(1, SHOW_CURSOR.encode())
+
+
+def _print_errors(*lines: str) -> None:
+    erase = ERASE_LINE if sys.stderr.isatty() else ""
+    print(f"{erase}{lines[0]}", *lines[1:], sep="\n", file=sys.stderr)
 
 
 def _print(stream: TextIO, *lines: str) -> None:
@@ -104,4 +122,4 @@ def run_verb(verb: Callable[[list[str]], Any]) -> NoReturn:
 
 def print_error(error: UserError) -> None:
     kind = "config error: " if isinstance(error, ConfigError) else ""
-    print(*(f"gptexp: {kind}{printable(line)}" for line in str(error).split("\n")), sep="\n", file=sys.stderr)
+    _print_errors(*(f"gptexp: {kind}{printable(line)}" for line in str(error).split("\n")))

@@ -62,7 +62,7 @@ class Note:
     """A text that a run logged."""
 
     kind: str  # "alert", "fault" or "sample"
-    step: int
+    step: int  # number of completed steps
     text: str
 
 
@@ -197,7 +197,7 @@ def _read_metrics(run: Run, path: Path, log_every: int) -> None:
                 elif event["event"] == "eval":
                     run.val.append(Point(step, tokens, seconds, _number(event["val/loss"])))
                 else:
-                    run.notes.append(Note(event["event"], step - 1, printable(str(event["text"]), LAYOUT)))
+                    run.notes.append(Note(event["event"], step, printable(str(event["text"]), LAYOUT)))
             except (ValueError, KeyError, TypeError, OverflowError):
                 if line.endswith("\n"):  # a line without an end is still being written
                     run.problem = printable(f"{path}: line {number} is not a valid event")

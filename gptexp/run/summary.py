@@ -55,7 +55,7 @@ def start_lines(cfg: Config, directory: Path, effective: Effective, t: Training,
     ]
     lines += [f"{name:<16}{what}" for name, what in effective.described()]
     if state.step:
-        lines.append(f"resuming        after step {state.step - 1}, {state.tokens:,} tokens")
+        lines.append(f"resuming        after step {state.step:,}, {state.tokens:,} tokens")
     elif cfg.init_from:
         lines.append(f"weights         newest checkpoint of {cfg.init_from}")
     return lines

@@ -24,7 +24,8 @@ def missing_steps(logged: Sequence[int], end: int, log_every: int) -> list[range
 
 
 def described(gaps: Sequence[range]) -> str:
-    """The gaps in one line, at most three of them."""
-    parts = [f"{gap.start} to {gap.stop - 1}" if gap.stop - gap.start > 1 else f"{gap.start}" for gap in gaps[:3]]
+    """The gaps in one line, at most three of them. Steps are counted from 1, as everywhere in text for people."""
+    parts = [f"{gap.start + 1} to {gap.stop}" if gap.stop - gap.start > 1 else f"{gap.stop}" for gap in gaps[:3]]
     more = f" and {counted(len(gaps) - 3, 'further gap')}" if len(gaps) > 3 else ""
-    return f"no line for steps {', '.join(parts)}{more}: the file may have been cut"
+    steps = "step" if len(gaps) == 1 and " " not in parts[0] else "steps"
+    return f"no line for {steps} {', '.join(parts)}{more}: the file may have been cut"

@@ -1,7 +1,8 @@
 """The training loop: steps, and between them evaluation, checkpoints, recovery and stopping.
 
 No Hydra, no wandb, no command line. All ranks evaluate, save and stop after the same step. A step whose loss or
-gradient norm is non-finite on any rank does not update the weights.
+gradient norm is non-finite on any rank does not update the weights. Steps are counted from 0; text for people names
+the number of completed steps, so it counts from 1.
 """
 
 import gc
@@ -237,7 +238,7 @@ class _Loop:
             self.nonfinite_in_a_row = 0
         if trend.diverged(loss, self.t.plan.steps, cfg.divergence_nats):
             raise DivergedError(
-                f"step {step}: the smoothed loss has stayed {cfg.divergence_nats:g} nats above its minimum of "
+                f"step {step + 1}: the smoothed loss has stayed {cfg.divergence_nats:g} nats above its minimum of "
                 f"{trend.lowest:.4f} for {trend.steps_above} steps: the run diverged; lower optim.lr, lengthen the "
                 "warm-up, or start a new run with train.divergence_nats=null"
             )
@@ -259,7 +260,7 @@ class _Loop:
         if t.cfg.nonfinite == "stop" or self.nonfinite_in_a_row > MOST_IN_A_ROW:
             again = f" after {self.nonfinite_in_a_row} non-finite steps" if t.cfg.nonfinite != "stop" else ""
             raise DivergedError(
-                f"step {step}: {numbers}: the run diverged{again}; lower optim.lr, lengthen the warm-up, or clip "
+                f"step {step + 1}: {numbers}: the run diverged{again}; lower optim.lr, lengthen the warm-up, or clip "
                 "gradients to a smaller norm"
             )
         if t.cfg.nonfinite == "skip":
@@ -282,7 +283,9 @@ class _Loop:
 
         found = agree(newest, t.rank)
         if found is None:
-            raise DivergedError(f"step {step}: {numbers}: the run diverged before its first checkpoint; lower optim.lr")
+            raise DivergedError(
+                f"step {step + 1}: {numbers}: the run diverged before its first checkpoint; lower optim.lr"
+            )
         path, saved = found
         if saved.step != self.went_back_to:
             self.went_back_to, self.nonfinite_in_a_row = saved.step, 1
@@ -293,7 +296,7 @@ class _Loop:
         self.batches = self.data()
         self.log.rewind(state)
         reloaded = f"reloaded {path.name}; the data since then is skipped"
-        self.log.fault(state.step - 1, state.tokens, f"step {step}: {numbers}: {reloaded}")
+        self.log.fault(state.step - 1, state.tokens, f"step {step + 1}: {numbers}: {reloaded}")
 
     def validate(self) -> None:
         t, state = self.t, self.state
@@ -306,7 +309,7 @@ class _Loop:
             self.log.evaluation(state.step - 1, state.tokens, state.val_loss)
         if not math.isfinite(state.val_loss):
             raise DivergedError(
-                f"step {state.step - 1}: validation loss {state.val_loss}: the run diverged; lower optim.lr, or clip "
+                f"step {state.step}: validation loss {state.val_loss}: the run diverged; lower optim.lr, or clip "
                 "gradients to a smaller norm"
             )
         best = state.val_loss if state.best_val_loss is None else state.best_val_loss
@@ -325,7 +328,7 @@ class _Loop:
         self.log.sync()  # a checkpoint on disk must not be newer than the metrics there
         if not nn.utils.get_total_norm([p.detach() for p in t.gpt.parameters()], math.inf).isfinite():
             raise DivergedError(
-                f"step {state.step - 1}: non-finite weights: the run diverged; lower optim.lr, or clip gradients to a "
+                f"step {state.step}: non-finite weights: the run diverged; lower optim.lr, or clip gradients to a "
                 "smaller norm"
             )
         keep = checkpoint.Keep(t.cfg.keep_last, t.plan.keep_every_tokens, t.cfg.keep_best)

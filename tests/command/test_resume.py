@@ -158,7 +158,8 @@ def test_a_run_resumes_with_another_micro_batch_and_world_size(
     resumed = gptexp("train", *overrides, "batch.micro_batch_size=4", "world.size=2", "log=disabled")
     assert resumed.returncode == 0, resumed.stderr
     assert "4 sequences × 16 tokens × 2 ranks × 1 micro-step" in resumed.stdout
-    assert "resuming        after step 0" in resumed.stdout
+    assert "resuming        after step 1, 128 tokens" in resumed.stdout
+    assert next(line for line in resumed.stdout.splitlines() if line.startswith("step ")).startswith("step    2 | loss")
     assert summary(tmp_path / "out")["status"] == "completed"
 
 

@@ -44,10 +44,10 @@ def test_the_start_block_prints_schedule_validation_and_learning_rate(finished: 
 
 
 def test_a_step_is_printed_in_the_documented_format(finished: Finished) -> None:
-    [line] = [line for line in finished.stdout.splitlines() if line.startswith("step   10 | loss")]
+    [line] = [line for line in finished.stdout.splitlines() if line.startswith("step   11 | loss")]
     step10 = events(finished.directory, "step")[10]
     assert line == (
-        f"step   10 | loss: {step10['train/loss']:.6f} | lr {step10['optim/lr']:.4e} | "
+        f"step   11 | loss: {step10['train/loss']:.6f} | lr {step10['optim/lr']:.4e} | "
         f"norm: {step10['optim/grad_norm']:.4f} | dt: {step10['perf/step_ms']:.2f}ms | "
         f"tok/sec: {step10['perf/tokens_per_s']:.2f}"
     )

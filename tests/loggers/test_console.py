@@ -1,14 +1,23 @@
 """The output of a run: lines, a bar, JSON, or one line."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
+from conftest import ROOT, clean, summary, wait_for
+from real_runs import begun
 from rich.console import Console
+from screens import Screen, written_to
 
 from gptexp.loggers.console import BarSink, JsonSink, LineSink, build_console
+from gptexp.process.signals import StopRequest
+from gptexp.process.terminal import say, warn
 from gptexp.storage.checkpoint import TrainState
 
 Gptexp = Callable[..., subprocess.CompletedProcess[str]]
@@ -25,9 +34,7 @@ def test_the_progress_bar_is_shown_on_a_terminal_only(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(("mfu", "shown"), [(None, ""), (0.4213, "  MFU 42.1%")])
-def test_bar_shows_losses_rate_utilisation_and_time_left(
-    mfu: float | None, shown: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bar_shows_losses_rate_utilisation_and_time_left(mfu: float | None, shown: str) -> None:
     bar = BarSink(10, TrainState(step=4, val_loss=9.0))
     step = {"event": "step", "step": 6, "train/loss": 3.14159, "perf/tokens_per_s": 12345.6, "perf/mfu_palm": mfu}
 
@@ -39,13 +46,108 @@ def test_bar_shows_losses_rate_utilisation_and_time_left(
     bar.write(step)
     assert f"loss 3.1416  val 9.0000  12,346 tok/s{shown}" in drawn()
     bar.write({"event": "eval", "step": 6, "val/loss": 4.5, "val/ppl": 90.0})
+    assert "loss 3.1416  val 4.5000" in drawn()  # before the next step
     bar.write({**step, "step": 7})
-    assert "val 4.5000" in (text := drawn())
-    assert "8/10" in text
+    assert "8/10" in (text := drawn())
     assert "left" in text
-    bar.write({"event": "alert", "step": 7, "text": "look out"})
-    assert "step    7 | warning: look out" in capsys.readouterr().out
+    bar.rewind(TrainState(step=4, val_loss=9.0))
+    assert "val 9.0000" in (text := drawn())
+    assert "4/10" in text
     bar.close({}, 0)
+
+
+def step_event(step: int) -> dict[str, Any]:
+    return {"event": "step", "step": step, "train/loss": 5.5, "perf/tokens_per_s": 6912.3, "perf/mfu_palm": 0.421}
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_every_message_has_a_line_of_its_own_above_the_bar(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each kind of output of a run, and that of libraries, between the steps of a bar on a terminal."""
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", str(columns))
+    stop, screen = StopRequest(), Screen(columns)
+    with written_to(screen):
+        bar = BarSink(10, TrainState())
+        for step, output in enumerate(
+            (
+                lambda: warn("wandb: a warning"),
+                lambda: say("a line that is said"),
+                lambda: print("a library prints :warning: [bold]"),
+                lambda: print("a library warns", file=sys.stderr),
+                lambda: bar.write({"event": "eval", "step": 4, "val/loss": 4.5, "val/ppl": 90.0}),
+                lambda: stop.on_signal(signal.SIGINT, None),
+                lambda: bar.write({"event": "alert", "step": 6, "text": "x" * (columns + 5)}),
+            )
+        ):
+            stop.training = True
+            bar.write(step_event(step))
+            bar._progress.refresh()
+            output()
+            bar._progress.refresh()
+        bar.write({"event": "eval", "step": 6, "val/loss": 3.5, "val/ppl": 33.1})
+        bar.close({}, 0)
+        say("the end")
+    *lines, drawn, last = screen.lines()
+    alert = f"step    7 | warning: {'x' * (columns + 5)}"
+    assert lines == [
+        "gptexp: wandb: a warning",
+        "a line that is said",
+        "a library prints :warning: [bold]",
+        "a library warns",
+        "step    5 | val loss: 4.500000 | perplexity: 90.00",
+        "gptexp: SIGINT: the run stops after this step; repeat the signal to stop at once",
+        alert[:columns],
+        alert[columns:],
+        "step    7 | val loss: 3.500000 | perplexity: 33.10",
+    ]
+    assert drawn.startswith("step  7/10 ")
+    assert "loss 5.5000  val 3.5000  6,912 tok/s" in drawn
+    assert last == "the end"
+    assert screen.shows_cursor
+
+
+def test_stderr_in_a_file_stays_there_while_a_bar_is_drawn(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    bar = BarSink(10, TrainState())
+    warn("a warning")
+    bar.close({}, 0)
+    assert capsys.readouterr().err == "gptexp: a warning\n"
+
+
+@pytest.mark.e2e
+def test_a_run_on_a_terminal_that_is_interrupted_and_resumed(tiny: list[str], tmp_path: Path, cache: Path) -> None:
+    """The bar, the messages and the last lines of a real run that Ctrl-C stops, then of its second half."""
+    run = ["train", *tiny, "log=disabled", "log.progress=bar", "log.sample_tokens=0", "hydra.run.dir=out"]
+    run += ["train.max_steps=300", "train.eval_every=20", "train.save_every=0"]
+    env = {**clean(os.environ, cache), "TERM": "xterm", "PYTHONPATH": str(ROOT)}
+
+    def on(screen: Screen) -> "subprocess.Popen[bytes]":
+        return subprocess.Popen(
+            [sys.executable, "-m", "gptexp", *run], stdout=screen.fd, stderr=screen.fd, cwd=tmp_path, env=env
+        )
+
+    first, second = Screen(120), Screen(120)
+    process = on(first)
+    wait_for(begun(tmp_path / "out", 25), process)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 130
+    steps = summary(tmp_path / "out")["steps"]
+    lines = first.lines()
+    assert "gptexp: SIGINT: the run stops after this step; repeat the signal to stop at once" in lines
+    assert any(line.startswith("step   20 | val loss: ") for line in lines)
+    [bar] = [line for line in lines if "/300" in line]
+    assert bar.startswith(f"step  {steps}/300 ")
+    assert any(line.startswith(f"interrupted after {steps} steps") for line in lines)
+    assert on(second).wait(60) == 0
+    lines = second.lines()
+    assert any(line.startswith(f"resuming        after step {steps}, ") for line in lines)
+    [bar] = [line for line in lines if "/300" in line]
+    final = summary(tmp_path / "out")["final_val_loss"]
+    assert bar.startswith("step 300/300 ")
+    assert f"val {final:.4f}" in bar
+    assert any(line.startswith("step  300 | val loss: ") for line in lines)
 
 
 JSON_MODE = ("log.progress=json", "log.sample_tokens=4")

@@ -52,17 +52,18 @@ def test_a_file_of_a_million_lines_is_checked_at_once() -> None:
 
 def test_steps_beyond_63_bits_are_described() -> None:
     assert described(missing_steps([0, 1, 2], 10**19, 1)) == (
-        "no line for steps 3 to 9999999999999999999: the file may have been cut"
+        "no line for steps 4 to 10000000000000000000: the file may have been cut"
     )
 
 
 def test_the_line_names_three_gaps_at_most() -> None:
-    assert described([range(3, 4), range(11, 30)]) == "no line for steps 3, 11 to 29: the file may have been cut"
+    assert described([range(3, 4), range(11, 30)]) == "no line for steps 4, 12 to 30: the file may have been cut"
+    assert described([range(3, 4)]) == "no line for step 4: the file may have been cut"
     assert "and 1 further gap" in described([range(i, i + 1) for i in range(0, 8, 2)])
     assert "and 2 further gaps" in described([range(i, i + 1) for i in range(0, 10, 2)])
 
 
-@pytest.mark.parametrize(("kept", "named"), [(range(0), "0 to 9"), (range(3), "3 to 9"), ((0, 1, 8, 9), "2 to 7")])
+@pytest.mark.parametrize(("kept", "named"), [(range(0), "1 to 10"), (range(3), "4 to 10"), ((0, 1, 8, 9), "3 to 8")])
 def test_opening_a_cut_file_prints_which_steps_are_missing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], kept: range, named: str
 ) -> None:
@@ -84,7 +85,7 @@ def test_a_report_names_the_missing_steps_and_its_curves_have_a_gap(tmp_path: Pa
     path.write_text("".join(line for line in lines if not 19 < json.loads(line)["step"] < 40))
     [run] = find_runs(tmp_path / "run")
     assert run.gaps == [range(20, 40)]
-    assert run.problem == f"{path}: no line for steps 20 to 39: the file may have been cut"
+    assert run.problem == f"{path}: no line for steps 21 to 40: the file may have been cut"
     [loss] = [figure for figure in figures(analyse("run", [run])) if figure.key == "course-steps"]
     assert {"field": "part"} in loss.spec["encoding"]["detail"]
     parts = {(point["part"], point["steps"] > 20) for point in loss.spec["data"]["values"]}

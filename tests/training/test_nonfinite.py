@@ -67,8 +67,8 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> Poison:
 
 
 def check_stopped(directory: Path, err: str) -> None:
-    """Check a run whose step 2 was non-finite and which saved after each step."""
-    assert "step 2: loss" in err
+    """Check a run whose third step was non-finite and which saved after each step."""
+    assert "step 3: loss" in err
     assert "the run diverged; lower optim.lr" in err
     assert "Traceback" not in err
     assert summary(directory)["status"] == "diverged"
@@ -169,7 +169,7 @@ def test_two_ranks_that_skip_updates_have_the_bits_of_one_rank(
     assert all(torch.equal(value, two[name]) for name, value in one.items())
 
 
-@pytest.mark.parametrize(("nonfinite", "last"), [("skip", 13), ("rollback", 2)])
+@pytest.mark.parametrize(("nonfinite", "last"), [("skip", 14), ("rollback", 3)])
 def test_a_run_diverges_after_eleven_consecutive_non_finite_steps(
     poison: Poison, tiny: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], nonfinite: str, last: int
 ) -> None:
@@ -195,7 +195,7 @@ def check_rolled_back(directory: Path, prefix: list[int]) -> None:
     assert [e["step"] for e in events(directory, "step")] == list(range(8))
     texts = [fault["text"] for fault in events(directory, "fault")]
     for text, bad, good in zip(texts, (3, 4), (1, 3), strict=True):
-        assert f"step {bad}: loss nan" in text
+        assert f"step {bad + 1}: loss nan" in text
         assert f"reloaded step-{good + 1:08d};" in text
     read = (prefix[1] + prefix[5] - prefix[3] + prefix[10] - prefix[6]) % 2**64
     assert int(events(directory, "step")[-1]["data/fingerprint"], 16) == read
