@@ -1,7 +1,8 @@
 """`gptexp verify`: checks gptexp's guarantees on this machine, with real runs.
 
 The checks train a small model on a generated text. Most compare its checkpoints with an independent reference: plain
-torch, or an uninterrupted run. All files are temporary.
+torch, or an uninterrupted run. All files are temporary. The terminal shows each check as it runs, and the output of its
+runs only if it fails.
 """
 
 import json
@@ -12,7 +13,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import nullcontext, redirect_stdout
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -50,17 +52,19 @@ TOLERANCE = 1e-5  # relative to the largest value: another order of additions ro
 
 @dataclass(frozen=True)
 class Result:
-    """One row of the table: the largest `difference` found, and the largest `allowed`."""
+    """A row of the table: the largest `difference` found, and the largest `allowed`."""
 
     promise: str
     how: str
     difference: float
     allowed: float
-    seconds: float = 0.0
 
     @property
     def holds(self) -> bool:
         return self.difference <= self.allowed
+
+
+Check = Callable[["Bench"], list[Result]]
 
 
 def verify(device: str, world_size: int | None) -> int:
@@ -76,15 +80,57 @@ def verify(device: str, world_size: int | None) -> int:
         world_size = 1 << (min(gpus, SEQUENCES).bit_length() - 1) if kind == "cuda" else 2
     if kind == "cuda" and world_size > gpus:
         raise ConfigError(f"--world-size={world_size}: only {counted(gpus, 'GPU')} here; use fewer, or --device=cpu")
+    _say("", f"{world_size} × {kind}", "difference", "allowed", "seconds")
     with ended_in_order(), tempfile.TemporaryDirectory(prefix="gptexp-verify-") as folder:
-        bench, results = Bench(Path(folder), kind, world_size), list[Result]()
-        checks = [_splits, _kill_and_resume]
-        for check in checks if world_size == 1 else [*checks, _another_world_size, _reductions]:
-            started = time.monotonic()
-            first, *others = check(bench)
-            results += [replace(first, seconds=time.monotonic() - started), *others]
-    _print(results, kind, world_size)
-    return 0 if all(result.holds for result in results) else EXIT_FAILED
+        bench = Bench(Path(folder), kind, world_size)
+        hold = [_hold(what, check, bench) for what, check in (CHECKS if world_size > 1 else ALONE).items()]
+    if world_size == 1:
+        print("SKIP  another world size, and reductions in a step: they need several ranks, --world-size 2 or more")
+    if kind == "cuda":
+        print("All runs use train.deterministic=true, train.attention=math, and float32 without TF32.")
+    return 0 if all(hold) else EXIT_FAILED
+
+
+def _hold(what: str, check: Check, bench: "Bench") -> bool:
+    """Run a check, and print its beginning and its results. Returns whether all of them hold."""
+    _say("RUN", what)
+    output, started = bench.folder / "output.txt", time.monotonic()
+    try:
+        with _written_to(output):
+            results = check(bench)
+    except Exception:
+        sys.stderr.write(output.read_text(errors="replace"))
+        raise
+    seconds = f"{time.monotonic() - started:.0f}"
+    for r in results:
+        found = f"{r.difference:.1e}" if r.difference else "none"
+        allowed = f"{r.allowed:.0e} relative" if r.allowed else "none"
+        _say("PASS" if r.holds else "FAIL", r.promise, found, allowed, seconds if r is results[0] else "")
+        _say("", r.how)
+    hold = all(result.holds for result in results)
+    if not hold:
+        sys.stderr.write(output.read_text(errors="replace"))
+    return hold
+
+
+def _say(verdict: str, what: str, found: str = "", allowed: str = "", seconds: str = "") -> None:
+    """Print a row of the table at once. It is as wide as a narrow terminal."""
+    print(f"{verdict:<6}{what:<41}{found:<11}{allowed:<15}{seconds:>7}".rstrip(), flush=True)
+
+
+@contextmanager
+def _written_to(path: Path) -> Iterator[None]:
+    """Send stdout and stderr of this process, and of those that it starts, to a new file."""
+    terminal = {number: os.dup(number) for number in (1, 2)}
+    with path.open("w", buffering=1) as file, redirect_stdout(file), redirect_stderr(file):
+        for number in terminal:
+            os.dup2(file.fileno(), number)
+        try:
+            yield
+        finally:
+            for number, saved in terminal.items():
+                os.dup2(saved, number)
+                os.close(saved)
 
 
 class Bench:
@@ -118,14 +164,11 @@ class Bench:
         """Start or resume a run and finish it; if it has one rank, in this process. Returns the newest checkpoint."""
         run_dir.save_config(self.folder / name, config)
         if config.world.size == 1:
-            with redirect_stdout(None):
-                run(Job(config, self.folder / name, Rank(), StopRequest()))
+            run(Job(config, self.folder / name, Rank(), StopRequest()))
         else:
             command, kill = resume_command(self.folder / name), partial(at_parents_death, signal.SIGKILL)
-            done = subprocess.run(command, capture_output=True, text=True, preexec_fn=kill)
-            if done.returncode:
-                said = f"{done.stdout}{done.stderr}".strip()[-2000:]
-                raise UserError(f"a run of verify failed (exit code {done.returncode}): {said}")
+            if code := subprocess.run(command, preexec_fn=kill).returncode:
+                raise UserError(f"a run of verify failed (exit code {code})")
         return run_dir.published(self.folder / name / run_dir.CHECKPOINTS)[0]
 
 
@@ -194,6 +237,7 @@ def _killed(bench: Bench, name: str, first: Config, then: Config, whole: Path) -
     directory = bench.folder / name
     run_dir.save_config(directory, first)
     step = len(observe(resume_command(directory), directory, KILL_AFTER).steps)
+    print(directory.with_name(f"{name}.log").read_text(), end="")
     if run_dir.status(directory) == "completed":
         raise UserError(f"a run of verify ended before it could be killed after step {step}; try again")
     killed_at = time.time()
@@ -291,15 +335,13 @@ def _optimizer_state(path: Path) -> dict[int, dict[str, torch.Tensor]]:
     return dict(saved["optimizer"]["state"])
 
 
-def _print(results: list[Result], kind: str, world_size: int) -> None:
-    print(f"{'':<6}{f'{world_size} × {kind}':<42}{'largest difference':<20}{'allowed':<18}seconds")
-    for r in results:
-        verdict = "PASS" if r.holds else "FAIL"
-        found = f"{r.difference:.1e}" if r.difference else "none"
-        allowed = f"{r.allowed:.0e} relative" if r.allowed else "none"
-        print(f"{verdict:<6}{r.promise:<42}{found:<20}{allowed:<18}{f'{r.seconds:.0f}' if r.seconds else ''}")
-        print(f"{'':<6}{r.how}")
-    if world_size == 1:
-        print("SKIP  another world size, and reductions in a step: they need several ranks, --world-size 2 or more")
-    if kind == "cuda":
-        print("All runs use train.deterministic=true, train.attention=math, and float32 without TF32.")
+# By what the terminal shows when the check begins. Those of `ALONE` need one rank only.
+ALONE: dict[str, Check] = {
+    "a step that is split in several ways": _splits,
+    "a run that is killed and resumed": _kill_and_resume,
+}
+CHECKS: dict[str, Check] = {
+    **ALONE,
+    "the same, resumed at another world size": _another_world_size,
+    "reductions of gradients in a step": _reductions,
+}
