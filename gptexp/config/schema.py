@@ -20,6 +20,8 @@ from typing import Any
 from gptexp.config.batch import run_length
 
 AUTO = "auto"  # the value is chosen at run time; effective.json holds the choices that affect training
+DAY_S = 86_400
+YEAR_S = 365.25 * DAY_S
 LIMIT = 2**63  # exclusive upper bound of counts: torch and numpy have 64-bit integers
 
 # Number of ids, including special tokens. Encodings with more than 65,536 ids do not fit into the 16-bit token files.
@@ -316,6 +318,24 @@ def shown(value: Any) -> str:
 def counted(number: int, noun: str) -> str:
     """The number with its noun, for example "1 rank" or "2,000 ranks"."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def duration(seconds: float) -> str:
+    """A time as text, for example "4.5 s", "3 min 20 s", "1 h 5 min" or "3.2 days"."""
+    if not seconds < 1000 * YEAR_S:
+        return "more than a thousand years"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{seconds:.1f} s" if whole < 10 else f"{whole} s"
+    if whole < 3600:
+        minutes, rest = divmod(whole, 60)
+        return f"{minutes} min {rest} s" if rest else f"{minutes} min"
+    hours, minutes = divmod(round(seconds / 60), 60)
+    if hours < 24:
+        return f"{hours} h {minutes} min" if minutes else f"{hours} h"
+    if seconds < YEAR_S:
+        return f"{seconds / DAY_S:.1f} days"
+    return f"{seconds / YEAR_S:,.1f} years"
 
 
 def to_dict(config: Any) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from gptexp.config.batch import BatchPlan, count_val_windows, count_windows
-from gptexp.config.schema import Config, DataConfig
+from gptexp.config.schema import Config, DataConfig, counted
 from gptexp.data.order import Order, mix
 from gptexp.data.prepare import prepare, tokens_hash
 from gptexp.data.shards import TokenStream
@@ -69,7 +69,7 @@ def open_dataset(
     for stream, path, windows in ((train, train_dir, n_windows), (val, val_dir or train_dir, n_val_stream)):
         if windows < 1:
             raise DataError(
-                f"{path}: {len(stream):,} tokens, fewer than one window of seq_len+1 = {seq_len + 1}; "
+                f"{path}: {counted(len(stream), 'token')}, fewer than one window of seq_len+1 = {seq_len + 1}; "
                 "give more text or a smaller batch.seq_len"
             )
         if stream.max_id >= vocab_size:
@@ -79,8 +79,8 @@ def open_dataset(
             )
     if val_dir is None and n_val >= n_windows:
         raise DataError(
-            f"data.val_tokens={data.val_tokens:,}: {n_val} validation windows of {seq_len} tokens leave none of the "
-            f"corpus's {n_windows} for training; use fewer, or give more text"
+            f"data.val_tokens={data.val_tokens:,}: for {counted(n_val, 'validation window')}, and the corpus has only "
+            f"{n_windows}, so none is left for training; use fewer, or give more text"
         )
     order = Order(n_windows, 0 if val_dir else n_val, seed, shuffled=data.order == "shuffled")
     val_order = Order(n_val_stream, min(n_val, n_val_stream), seed, shuffled=False)

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from gptexp.config.schema import counted
 from gptexp.process.errors import DataError, first_line
 from gptexp.storage.reader import read_json
 from gptexp.storage.run_dir import atomic
@@ -217,7 +218,9 @@ def _check_header(shard: Shard) -> None:
         raise DataError(f"{path}: byte 0: not the header of {tokens:,} 16-bit ids; {again}")
     if size != expected:
         first = min(size, expected)
-        raise DataError(f"{path}: byte {first:,}: the file has {size:,} bytes, but {expected:,} were written; {again}")
+        raise DataError(
+            f"{path}: byte {first:,}: the file has {counted(size, 'byte')}, but {expected:,} were written; {again}"
+        )
 
 
 def _check_content(shard: Shard, max_id: int) -> None:

@@ -5,9 +5,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
-from gptexp.config.schema import shown
+from gptexp.config.schema import duration, shown
 from gptexp.process.terminal import printable
-from gptexp.reporting.progress import seconds_shown
 from gptexp.reporting.records import Run
 from gptexp.reporting.report import Report
 from gptexp.reporting.table import COLUMNS, Column, chosen
@@ -117,7 +116,7 @@ def _entry(column: Column, run: Run) -> Entry:
     if column is STATUS and value == NOT_STARTED:
         text = "not started"
     elif column is TIME and value is not None:
-        text = seconds_shown(value)
+        text = duration(value)
     elif column is LOSS and value is None and run.val and run.val[-1].loss is not None:
         value = run.val[-1].loss
         text = f"{value:.4f} so far"

@@ -46,6 +46,18 @@ def at_the_end(run: Run) -> EndScale | None:
     return end_scale([s.norms for s in run.train if s.norms and s.tokens > (1 - END_RATIO) * last], run.seq_len)
 
 
+def in_words(run: Run, of_run: str = "") -> str:
+    """The sentence about the noise scale of `run` in reports and at the end of the run."""
+    scale = at_the_end(run)
+    if scale is None:
+        return f"The gradient noise scale{of_run} cannot be estimated from the logged steps: train for longer."
+    interval = f"{scale.low:,.0f} to {scale.high:,.0f}" if scale.high else f"{scale.low:,.0f} or more"
+    return (
+        f"Over the last fifth of training the gradient noise scale{of_run} is {scale.tokens:,.0f} tokens (95% interval "
+        f"{interval}); a step has {run.batch:,}."
+    )
+
+
 def ratio_interval(above: np.ndarray, below: np.ndarray) -> tuple[float, float | None]:
     """Fieller's 95% interval of the ratio of two positive means, from paired samples.
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from gptexp.config.schema import counted, shown
+from gptexp.config.schema import counted, duration, shown
 from gptexp.process.terminal import printable
 from gptexp.reporting.analysis import Analysis, Arm
-from gptexp.reporting.progress import Progress, by_status, seconds_shown, time_left
+from gptexp.reporting.progress import Progress, by_status, time_left
 from gptexp.reporting.records import Run
 from gptexp.storage import reader, run_dir
 from gptexp.storage.sweep_record import SweepRecord
@@ -96,7 +96,7 @@ def _facts(directory: Path, runs: Sequence[Run]) -> Iterator[tuple[str, str]]:
     if started := [run.started for run in readable if run.started is not None]:
         yield "Started", datetime.fromtimestamp(min(started)).strftime("%Y-%m-%d %H:%M")
     if wall := [run.summary["wall_s"] for run in readable if run.summary.get("wall_s")]:
-        yield "Took", seconds_shown(sum(wall)) + (f", {len(wall)} runs in all" if len(wall) > 1 else "")
+        yield "Took", duration(sum(wall)) + (f", {len(wall)} runs in all" if len(wall) > 1 else "")
     if commit := summary.get("git_commit"):
         changed = " with changes" if commit.endswith("-dirty") else ""
         yield "Commit", commit.removesuffix("-dirty")[:COMMIT_CHARS] + changed

@@ -4,14 +4,13 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 
+from gptexp.config.schema import counted, duration
 from gptexp.process.terminal import printable
 from gptexp.reporting.records import Run, find_runs, read_run
 from gptexp.storage import run_dir, sweep_record
 
-YEARS_1000 = 1000 * 365.25 * 86_400  # s
 STATES = ("running", "completed", "diverged", "interrupted", "failed", "damaged", "left")
 
 
@@ -89,10 +88,6 @@ def line_of(cell: Progress) -> str:
     return f"{cell.status:<12}{share:<6}{loss:<17}{cell.name}{problem}"
 
 
-def seconds_shown(seconds: float) -> str:
-    return str(timedelta(seconds=round(seconds))) if seconds < YEARS_1000 else "more than a thousand years"
-
-
 def time_left(cells: Sequence[Progress]) -> tuple[str, str]:
     """The time until all cells are done, and the condition of this estimate; ("", "all done") if they are."""
     seconds = ready_in(cells)
@@ -101,9 +96,9 @@ def time_left(cells: Sequence[Progress]) -> tuple[str, str]:
     if seconds is None:
         return "unknown", "until a cell has logged a step"
     if len(cells) == 1:
-        return seconds_shown(seconds), "" if cells[0].status == "running" else "after a restart"
+        return duration(seconds), "" if cells[0].status == "running" else "after a restart"
     running = any(cell.status == "running" for cell in cells)
-    return seconds_shown(seconds), "if as many run at once as now" if running else "after a restart, one cell at a time"
+    return duration(seconds), "if as many run at once as now" if running else "after a restart, one cell at a time"
 
 
 def by_status(cells: Sequence[Progress]) -> list[str]:
@@ -120,4 +115,4 @@ def in_all(cells: Sequence[Progress]) -> str:
         return f"{cells[0].status}; {when}"
     first, *others = by_status(cells)
     number, status = first.split(" ", 1)
-    return f"{', '.join([f'{number} of {len(cells)} cells {status}', *others])}; {when}"
+    return f"{', '.join([f'{number} of {counted(len(cells), "cell")} {status}', *others])}; {when}"

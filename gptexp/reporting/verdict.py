@@ -10,7 +10,7 @@ from gptexp.reporting.analysis import Analysis, Arm
 from gptexp.reporting.curves import Curve
 from gptexp.reporting.law import SLOPES
 from gptexp.reporting.noise import POWER, seeds_needed
-from gptexp.reporting.noise_scale import FACTOR, at_the_end
+from gptexp.reporting.noise_scale import FACTOR, at_the_end, in_words
 from gptexp.storage import run_dir
 
 
@@ -280,17 +280,9 @@ def _noise_scale(arm: Arm) -> Iterator[Finding]:
     run = min(measured, key=lambda run: (run.loss is None, run.loss or 0.0))
     of_run = "" if len(arm.runs) == 1 else f" of {run.name}"
     scale = at_the_end(run)
-    if scale is None:
-        yield Finding(f"The gradient noise scale{of_run} cannot be estimated from the logged steps: train for longer.")
-        return
-    interval = f"{scale.low:,.0f} to {scale.high:,.0f}" if scale.high else f"{scale.low:,.0f} or more"
     why = ""
-    if arm.critical is not None and arm.critical.hyperbola is not None:
+    if scale is not None and arm.critical is not None and arm.critical.hyperbola is not None:
         ratio = arm.critical.hyperbola.tokens / scale.tokens
         agrees = "agree within" if 1 / FACTOR <= ratio <= FACTOR else "do not agree within"
         why = f"The measured critical batch size is {ratio:.2g} times that: the two {agrees} a factor of {FACTOR:g}."
-    yield Finding(
-        f"Over the last fifth of training the gradient noise scale{of_run} is {scale.tokens:,.0f} tokens (95% interval "
-        f"{interval}); a step has {run.batch:,}.",
-        why,
-    )
+    yield Finding(in_words(run, of_run), why)

@@ -1,25 +1,23 @@
 """The lines that rank 0 prints at the start and the end of a run, and `summary.json`."""
 
 import json
-import math
 import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from gptexp.config.rules import why_unmeasured
-from gptexp.config.schema import Config, counted, to_dict
+from gptexp.config.schema import Config, counted, duration, to_dict
 from gptexp.machine.effective import Effective
 from gptexp.model.flops import Utilisation, count_parameters
 from gptexp.process.errors import StorageError
 from gptexp.process.terminal import warn
 from gptexp.process.versions import git_commit, versions
+from gptexp.reporting.records import read_run
 from gptexp.storage import run_dir
 from gptexp.storage.checkpoint import TrainState
 from gptexp.training.loop import Training
 from gptexp.training.optim import describe_groups
-
-HALF_LIVES = 4  # of its running average, after which the noise scale is printed
 
 
 def start_lines(cfg: Config, directory: Path, effective: Effective, t: Training, state: TrainState) -> list[str]:
@@ -28,11 +26,12 @@ def start_lines(cfg: Config, directory: Path, effective: Effective, t: Training,
     total, steps = plan.total_batch_size, t.plan.steps
     per_epoch = t.dataset.order.n_train * plan.seq_len
 
-    def in_steps(tokens: float) -> str:
-        return "1 step" if tokens == total else f"{tokens / total:g} steps"
+    def in_steps(tokens: int) -> str:
+        whole, rest = divmod(tokens, total)
+        return f"{tokens / total:,.1f} steps" if rest else counted(whole, "step")
 
     def every(tokens: int) -> str:
-        return f"every {tokens:,} tokens ({in_steps(tokens)})" if tokens else "at the end"
+        return f"every {counted(tokens, 'token')} ({in_steps(tokens)})" if tokens else "at the end"
 
     lines = [
         f"run directory   {directory}",
@@ -42,10 +41,11 @@ def start_lines(cfg: Config, directory: Path, effective: Effective, t: Training,
         f"data            {cfg.data.name}: {per_epoch:,} training tokens per epoch, "
         f"{len(t.dataset.val_windows) * plan.seq_len:,} for validation",
         f"batch           {total:,} tokens per step = {counted(plan.micro_batch_size, 'sequence')} × "
-        f"{plan.seq_len} tokens × {counted(plan.world_size, 'rank')} × {counted(plan.grad_accum_steps, 'micro-step')}",
+        f"{counted(plan.seq_len, 'token')} × {counted(plan.world_size, 'rank')} × "
+        f"{counted(plan.grad_accum_steps, 'micro-step')}",
         f"length          {counted(steps, 'step')}, {t.plan.tokens:,} tokens, {t.plan.tokens / per_epoch:.2f} epochs",
-        f"schedule        {s.name}, warm-up over {s.warmup_tokens:,} tokens ({in_steps(s.warmup_tokens)}), "
-        f"end at {s.decay_tokens:,} tokens ({in_steps(s.decay_tokens)})",
+        f"schedule        {s.name}, warm-up over {counted(s.warmup_tokens, 'token')} ({in_steps(s.warmup_tokens)}), "
+        f"end at {counted(s.decay_tokens, 'token')} ({in_steps(s.decay_tokens)})",
         f"validation      {every(t.plan.eval_every_tokens)}",
         f"checkpoint      {every(t.plan.save_every_tokens)}",
         f"world           {counted(plan.world_size, 'rank')}, {effective.local_world_size} on this node; "
@@ -141,7 +141,7 @@ def end_line(summary: dict[str, Any], directory: Path) -> str:
     val = f"val loss {summary['final_val_loss']:.4f}, " if summary["final_val_loss"] is not None else ""
     return (
         f"{summary['status']} after {counted(summary['steps'], 'step')}, {counted(summary['tokens'], 'token')}, "
-        f"{summary['train_s']:.1f} s of training; {val}saved in {directory}"
+        f"{duration(summary['train_s'])} of training; {val}saved in {directory}"
     )
 
 
@@ -155,10 +155,10 @@ def end_lines(summary: dict[str, Any], directory: Path, t: Training) -> list[str
         mfu = f"MFU {palm:.1%}, {causal:.1%} with causal attention" if palm is not None else "no MFU"
         peak = summary["mfu"]["peak_source"]
         lines.append(f"speed           {summary['tokens_per_s']:,.0f} tokens/s; {mfu}; peak {peak}")
-    scale, half_life = summary["noise_scale_tokens"], t.noise_half_life_tokens
-    if half_life is not None and summary["tokens"] > HALF_LIVES * half_life and math.isfinite(scale):
-        average = f"an average with a half-life of {half_life:,.0f} tokens; gptexp report gives an interval"
-        lines.append(f"noise scale     {scale:,.0f} tokens, {average}")
+    if t.noise_half_life_tokens is not None and summary["status"] in run_dir.DONE:
+        from gptexp.reporting.noise_scale import in_words  # imports scipy, which no rank needs before the end
+
+        lines.append(f"noise scale     {in_words(read_run(directory))}")
     if summary["status"] in ("interrupted", "failed"):
         return [*lines, f"resume          gptexp resume {directory}"]
     return [*lines, *(f"{verb:<16}gptexp {verb} {directory}" for verb in ("report", "sample", "watch"))]

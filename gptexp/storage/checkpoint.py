@@ -28,7 +28,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from gptexp.config.batch import crosses
-from gptexp.config.schema import from_dict, shown
+from gptexp.config.schema import counted, from_dict, shown
 from gptexp.process.errors import CheckpointError, StorageError, first_line
 from gptexp.process.terminal import warn
 from gptexp.storage.divergence import LossTrend
@@ -196,7 +196,9 @@ def refuse_other_size(path: Path, parameters: int) -> None:
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{file}: does not fit the model ({first_line(error)})") from None
     if found != parameters:
-        raise CheckpointError(f"{file}: does not fit the model (it has {found:,} parameters, not {parameters:,})")
+        raise CheckpointError(
+            f"{file}: does not fit the model (it has {counted(found, 'parameter')}, not {parameters:,})"
+        )
 
 
 @contextmanager
@@ -239,7 +241,7 @@ def load_optimizer(path: Path, optimizer: torch.optim.Optimizer) -> None:
 def _check_moments(state: dict[int, dict[str, torch.Tensor]], parameters: list[nn.Parameter]) -> None:
     """Raise `ValueError` unless every parameter has moments of its own shape: the kernels do not check shapes."""
     if state.keys() != set(range(len(parameters))):
-        raise ValueError(f"it contains {len(state)} parameters, not {len(parameters)}")
+        raise ValueError(f"it contains {counted(len(state), 'parameter')}, not {len(parameters)}")
     for number, parameter in enumerate(parameters):
         shapes = {name: tuple(value.shape) for name, value in state[number].items()}
         if shapes != {"step": (), "exp_avg": parameter.shape, "exp_avg_sq": parameter.shape}:
@@ -262,7 +264,7 @@ def _checked(path: Path, hashes: bool = True) -> TrainState:
             size, digest = files[name]
             found = (path / name).stat().st_size
             if found != size:
-                raise CheckpointError(f"{name} has {found:,} bytes, and {MANIFEST} says {shown(size)}")
+                raise CheckpointError(f"{name} has {counted(found, 'byte')}, and {MANIFEST} says {shown(size)}")
             if hashes and _sha256(path / name) != digest:
                 raise CheckpointError(f"{name} has changed since it was saved (sha256 differs)")
         values = read_json(path / "state.json")

@@ -13,7 +13,7 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
-from gptexp.config.schema import AUTO, Config
+from gptexp.config.schema import AUTO, Config, counted
 from gptexp.distributed.ranks import launcher_rank
 from gptexp.process.errors import EXIT_DIVERGED, EXIT_FAILED, ConfigError, InUseError, UserError, first_line
 from gptexp.process.signals import at_parents_death
@@ -131,8 +131,8 @@ def side_by_side(configs: Sequence[Config]) -> Places:
     fit = max(1, len(gpus) // max(sizes))
     if isinstance(parallel, int) and parallel > fit:
         raise ConfigError(
-            f"sweep.parallel={parallel}: needs {parallel * max(sizes)} GPUs, up to {max(sizes)} per cell; visible "
-            f"GPUs: {len(gpus)}; use at most {fit}, or auto"
+            f"sweep.parallel={parallel}: needs {counted(parallel * max(sizes), 'GPU')}, up to {max(sizes)} per cell; "
+            f"visible GPUs: {len(gpus)}; use at most {fit}, or auto"
         )
     most = max(1, len(gpus) // min(sizes))  # an upper bound: a cell also waits until enough GPUs are free
     return Places(parallel if isinstance(parallel, int) else most, gpus)

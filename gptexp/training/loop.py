@@ -182,7 +182,9 @@ class _Loop:
                 self.log_step(queued, numbers, seconds)
             if numbers.finite:
                 self.follow_loss(queued.step, numbers.loss)
-            elif self.recover(queued.step, f"loss {numbers.loss}, gradient norm {numbers.grad_norm}") == "went back":
+                continue
+            found = f"loss {numbers.loss:.6g}, gradient norm {numbers.grad_norm:.6g}"
+            if self.recover(queued.step, found) == "went back":
                 return "went back"
         return "went on"
 
@@ -309,7 +311,7 @@ class _Loop:
             self.log.evaluation(state.step - 1, state.tokens, state.val_loss)
         if not math.isfinite(state.val_loss):
             raise DivergedError(
-                f"step {state.step}: validation loss {state.val_loss}: the run diverged; lower optim.lr, or clip "
+                f"step {state.step}: validation loss {state.val_loss:.6g}: the run diverged; lower optim.lr, or clip "
                 "gradients to a smaller norm"
             )
         best = state.val_loss if state.best_val_loss is None else state.best_val_loss

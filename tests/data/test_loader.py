@@ -110,7 +110,7 @@ def test_a_text_that_is_too_short_is_an_error(tmp_path: Path) -> None:
 
 
 def test_a_validation_set_larger_than_the_corpus_is_an_error(corpus: Path) -> None:
-    with pytest.raises(DataError, match="leave none of the corpus's"):
+    with pytest.raises(DataError, match="so none is left for training"):
         dataset_of(corpus, val_tokens=10**6)
 
 

@@ -1,11 +1,19 @@
 """The noise scale at the end of a run: Fieller's interval of a ratio of means, against simulation."""
 
 import math
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
+from real_runs import train_here
 
+from gptexp.config.compose import compose
+from gptexp.reporting.analysis import analyse
 from gptexp.reporting.noise_scale import end_scale, ratio_interval
+from gptexp.reporting.records import find_runs
+from gptexp.reporting.verdict import verdict
+from gptexp.storage import run_dir
 from gptexp.storage.noise_scale import Norms
 
 
@@ -41,6 +49,19 @@ def test_a_known_scale_is_found_at_the_end_of_a_run() -> None:
     scale = end_scale(exact, seq_len=100)
     assert scale is not None
     assert (scale.tokens, scale.low, scale.high) == pytest.approx((600, 600, 600))
+
+
+def test_a_run_ends_with_the_sentence_of_its_report(
+    tiny: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for steps, name in ((60, "long"), (10, "short")):
+        overrides = [*tiny, "log=disabled", "log.progress=lines", f"train.max_steps={steps}", "train.save_every=0"]
+        run_dir.save_config(tmp_path / name, compose(overrides))
+        assert train_here(overrides, tmp_path / name) == 0
+        [line] = [line for line in capsys.readouterr().out.splitlines() if re.match("noise scale .* noise scale", line)]
+        [run] = find_runs(tmp_path / name)
+        assert line.removeprefix("noise scale     ") in verdict(analyse(name, [run]))
+        assert ("cannot be estimated" in line) == (steps == 10)
 
 
 def test_too_few_steps_give_no_scale() -> None:

@@ -114,7 +114,7 @@ def test_the_head_says_what_was_run_and_how_far_it_is(opened: Open, report: Path
         ["Its validation loss", "4.0003"],
         ["Gap to the next", "0.0116"],
         ["Cells done", "44 of 46"],
-        ["Time left", "0:01:06"],
+        ["Time left", "1 min 6 s"],
     ]
     answer = page.locator(".answers li").first
     assert answer.locator(".badge").inner_text() == "bracketed"
