@@ -1,38 +1,57 @@
-"""`gptexp plan [overrides]`: describes a run, or with -m each cell of a sweep, without training it."""
+"""`gptexp plan [device=GPU] [overrides]`: describes a run, or with -m each cell of a sweep, without training it."""
 
 import argparse
 
 from gptexp.config.compose import composition, hydra_engine, is_multirun, is_sweep, to_config
+from gptexp.config.schema import shown
 from gptexp.distributed.ranks import launcher_world_size
+from gptexp.model.gpus import GPUS, Gpu
+from gptexp.process.errors import ConfigError
 from gptexp.process.terminal import run_verb
+
+DEVICE = "device="  # not a key of the config: a run has train.device, and is planned here for another machine
 
 
 def main(argv: list[str] | None = None) -> None:
     """Describe a run or a sweep without training it: length, batch, memory, the value of every `auto`."""
     parser = argparse.ArgumentParser(prog="gptexp plan", description=main.__doc__)
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="as for gptexp train")
+    what = f"as for gptexp train; device=GPU plans for a GPU that need not be here: {', '.join(GPUS)}"
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help=what)
     parser.add_argument("-m", "--multirun", action="store_true", help="plan every cell of a sweep")
     parser.add_argument("--json", action="store_true", help="print JSON, for scripts")
     parser.add_argument("--time", action="store_true", help="also train a few steps, and estimate the duration")
     parser.add_argument("--config-dir", metavar="DIR", help="your own YAML files")
     args = parser.parse_intermixed_args(argv)
+    overrides = [text for text in args.overrides if not text.startswith(DEVICE)]
+    gpu = _gpu([text.removeprefix(DEVICE) for text in args.overrides if text.startswith(DEVICE)])
+    if gpu is not None and args.time:
+        raise ConfigError("--time: times a few steps on this machine; leave it out, device=GPU estimates the duration")
 
     with hydra_engine() as engine:
-        multirun = args.multirun or is_multirun(args.overrides)
-        composed = composition(engine, args.overrides, args.config_dir, multirun)
+        multirun = args.multirun or is_multirun(overrides)
+        composed = composition(engine, overrides, args.config_dir, multirun)
         if is_sweep(composed):
             from gptexp.sweep.grid import compose_cells  # imports numpy, which a refusal does not need
 
             grid = compose_cells(engine, composed)
         else:
-            config = to_config(composed, args.overrides, launcher_world_size())
+            config = to_config(composed, overrides, launcher_world_size())
 
     from gptexp.command.planning import print_plan, print_sweep  # imports torch
 
     if is_sweep(composed):
-        print_sweep(grid, args.time, args.json)
+        print_sweep(grid, args.time, args.json, gpu)
     else:
-        print_plan(config, args.time, args.json)
+        print_plan(config, args.time, args.json, gpu)
+
+
+def _gpu(names: list[str]) -> Gpu | None:
+    """The GPU that the last `device=` names. Raises `ConfigError` if its figures are unknown."""
+    if not names:
+        return None
+    if names[-1] not in GPUS:
+        raise ConfigError(f"{DEVICE}{shown(names[-1])}: unknown; use one of {', '.join(GPUS)}, or leave it out")
+    return GPUS[names[-1]]
 
 
 if __name__ == "__main__":

@@ -3,9 +3,8 @@
 import heapq
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -15,34 +14,41 @@ from rich.text import Text
 
 from gptexp.config.batch import count_val_windows, count_windows
 from gptexp.config.run_plan import RunPlan, plan_run
-from gptexp.config.schema import Config, counted, memory_key
+from gptexp.config.schema import Config, counted, duration, memory_key
 from gptexp.data.corpora import SHAKESPEARE_FILE
 from gptexp.data.prepare import downloads_dir, find_corpus, tokens_dir
 from gptexp.data.shards import MANIFEST, TokenStream
 from gptexp.distributed.ranks import AT_ONCE, Rank
-from gptexp.machine.device import pick_device
+from gptexp.machine.device import Device, pick_device
 from gptexp.machine.effective import Effective, estimate, resolve
 from gptexp.model.flops import count_parameters, flops_per_token
+from gptexp.model.gpus import UNKNOWN_GPU, Gpu
 from gptexp.process.errors import ConfigError, UserError, first_line
 from gptexp.process.terminal import warn
 from gptexp.run.calibrate import pace, sample
 from gptexp.sweep.cells import Draft, confounds, refuse_illegal
 from gptexp.sweep.grid import Grid
 
+MOST_EPOCHS = 4  # up to which repeated text is nearly as good as new text (Muennighoff et al. 2023, arXiv 2305.16264)
+ASSUMED_MFU = 0.4  # Llama 3 trained at 38 to 43% (arXiv 2407.21783, table 4)
+ASSUMPTION = f"not measured, at an assumed MFU of {ASSUMED_MFU:.0%} (arXiv 2407.21783 reports 38 to 43%)"
 
-def print_plan(cfg: Config, with_time: bool, as_json: bool) -> None:
-    """Print the plan of a run."""
-    planned = plan(cfg)
+
+def print_plan(cfg: Config, with_time: bool, as_json: bool, gpu: Gpu | None = None) -> None:
+    """Print the plan of a run, on `gpu` if given, else on this machine."""
+    planned = plan(cfg, gpu=gpu)
     if with_time:
         add_times([(cfg, planned)])
     print(json.dumps(planned, indent=1)) if as_json else show(planned)
+    for line in planned["warnings"]:
+        warn(f"warning: {line}")
 
 
-def print_sweep(grid: Grid, with_time: bool, as_json: bool) -> None:
-    """Print the plan of a sweep. Raises `ConfigError` for illegal cells, after printing."""
+def print_sweep(grid: Grid, with_time: bool, as_json: bool, gpu: Gpu | None = None) -> None:
+    """Print the plan of a sweep, as `print_plan`. Raises `ConfigError` for illegal cells, after printing."""
     if not grid.on_gpus:
         os.environ[AT_ONCE] = str(grid.at_once)  # cells that run at once share the cores
-    cells = plan_sweep(grid.drafts)
+    cells = plan_sweep(grid.drafts, gpu)
     problems = [(draft.title, cell["problems"]) for draft, cell in zip(grid.drafts, cells, strict=True)]
     if with_time and not any(lines for _, lines in problems):
         add_times([(d.config, c["plan"]) for d, c in zip(grid.drafts, cells, strict=True) if d.config is not None])
@@ -50,26 +56,35 @@ def print_sweep(grid: Grid, with_time: bool, as_json: bool) -> None:
         print(json.dumps({"cells": cells, "of": grid.of, "at_once": grid.at_once}, indent=1))
     else:
         show_sweep(cells, grid.of, grid.at_once)
-    for line in confounds([draft.config for draft in grid.drafts if draft.config is not None]):
+    lines = [line for cell in cells if cell["plan"] for line in cell["plan"]["warnings"]]
+    lines += confounds([draft.config for draft in grid.drafts if draft.config is not None])
+    for line in dict.fromkeys(lines):
         warn(f"warning: {line}")
     refuse_illegal(problems)
 
 
-def plan(cfg: Config, earlier: Effective | None = None) -> dict[str, Any]:
+def plan(cfg: Config, earlier: Effective | None = None, gpu: Gpu | None = None) -> dict[str, Any]:
     """Return the arithmetic of a run and its resolved `auto` values. `epochs` is None until the corpus is tokenised.
 
-    `earlier` are the values of an earlier cell of the sweep. Raises `ConfigError` for a device that is missing.
+    `earlier` are the values of an earlier cell of the sweep. On a `gpu`, which this machine need not have, it adds the
+    figures that it takes for granted and the `time` that follows from them. Raises `ConfigError` for a device that is
+    missing.
     """
     world_size = cfg.world.size or 1
-    # A GPU that is asked for and missing here is planned for all the same.
-    device = torch.device("cuda") if cfg.train.device == "cuda" else pick_device(cfg.train.device, Rank())
-    local = min(world_size, torch.cuda.device_count() or world_size) if device.type == "cuda" else world_size
+    if gpu is not None and cfg.train.device not in ("auto", "cuda"):
+        raise ConfigError(f"train.device={cfg.train.device}: the plan is for the GPU {gpu.name}; leave out one of them")
+    device: Device = gpu or UNKNOWN_GPU
+    if gpu is None and (cfg.train.device != "cuda" or torch.cuda.is_available()):
+        device = pick_device(cfg.train.device, Rank())
+    local = world_size
+    if isinstance(device, torch.device) and device.type == "cuda":
+        local = min(world_size, torch.cuda.device_count())
     effective = resolve(cfg, device, Rank(0, world_size, 0, local), earlier)
     memory = estimate(cfg, effective, world_size)
     p = plan_run(cfg, effective.micro_batch_size.value)
     palm, causal = flops_per_token(cfg.model, cfg.seq_len)
     corpus_tokens = _prepared_tokens(cfg)
-    return {
+    planned = {
         "parameters": count_parameters(cfg.model),
         "memory_bytes": {**asdict(memory), "peak": memory.peak},
         "tokens": p.tokens,
@@ -86,9 +101,37 @@ def plan(cfg: Config, earlier: Effective | None = None) -> dict[str, Any]:
         "save_every_tokens": p.save_every_tokens,
         "effective": effective.to_dict(),
     }
+    if gpu is not None:
+        planned |= _assumed(gpu, planned, effective.dtype.value)
+    return {**planned, "warnings": [*_warnings(planned)]}
 
 
-def plan_sweep(drafts: Sequence[Draft]) -> list[dict[str, Any]]:
+def _assumed(gpu: Gpu, planned: dict[str, Any], dtype: str) -> dict[str, Any]:
+    """Return the published figures of a GPU, and the time of a run at the assumed MFU if its dtype has a peak."""
+    peak = gpu.peak_flops if dtype == "bfloat16" else None
+    figures = {"memory_bytes": gpu.memory_bytes, "peak_flops_per_s": peak, "mfu": ASSUMED_MFU}
+    if peak is None:
+        return {"assumed": figures}
+    total_s = planned["flops_palm"] / (peak * planned["world_size"] * ASSUMED_MFU)
+    return {"assumed": figures, "time": {"step_s": total_s / planned["steps"], "total_s": total_s}}
+
+
+def _warnings(planned: dict[str, Any]) -> Iterator[str]:
+    if planned["epochs"] and planned["epochs"] > MOST_EPOCHS:
+        yield (
+            f"{planned['epochs']:.1f} epochs: text that is read more than {MOST_EPOCHS} times is worth clearly less "
+            "than new text (arXiv 2305.16264); give more text, or train for fewer tokens"
+        )
+    free, peak = planned.get("assumed", {}).get("memory_bytes"), planned["memory_bytes"]["peak"]
+    if free is not None and peak > free:
+        yield (
+            f"a rank needs about {peak / 2**30:.1f} GiB, and the {planned['effective']['device_name']} has "
+            f"{free / 2**30:.1f} GiB; use batch.micro_batch_size=auto, a smaller model or batch.seq_len, or "
+            "train.activation_checkpointing=true"
+        )
+
+
+def plan_sweep(drafts: Sequence[Draft], gpu: Gpu | None = None) -> list[dict[str, Any]]:
     """Return the swept `values` of each cell, and its `plan`, or the `problems` that make it illegal."""
     cells: list[dict[str, Any]] = []
     earlier = None
@@ -96,7 +139,7 @@ def plan_sweep(drafts: Sequence[Draft]) -> list[dict[str, Any]]:
         cell: dict[str, Any] = {"values": draft.values, "problems": draft.problems, "plan": None}
         if draft.config is not None:
             try:
-                cell["plan"] = plan(draft.config, earlier)
+                cell["plan"] = plan(draft.config, earlier, gpu)
                 earlier = earlier or Effective.from_dict(cell["plan"]["effective"])
             except ConfigError as error:
                 cell["problems"] = error.problems
@@ -137,6 +180,9 @@ def _prepared_tokens(cfg: Config) -> int | None:
 
 def show(p: dict[str, Any]) -> None:
     """Print the plan of a run."""
+    described = Effective.from_dict(p["effective"]).described()
+    if "assumed" in p:  # the cores beside that GPU are unknown
+        described = [(name, what) for name, what in described if name != "threads"]
     epochs = f"{p['epochs']:.2f} of {p['corpus_tokens']:,} tokens" if p["epochs"] else "unknown; run gptexp prepare"
     for name, value in (
         ("parameters", f"{p['parameters']:,}"),
@@ -144,22 +190,27 @@ def show(p: dict[str, Any]) -> None:
         ("tokens", f"{p['tokens']:,} in {counted(p['steps'], 'step')} of {p['total_batch_size']:,}"),
         (
             "batch",
-            f"{counted(p['micro_batch_size'], 'sequence')} × {p['seq_len']} tokens × "
+            f"{counted(p['micro_batch_size'], 'sequence')} × {counted(p['seq_len'], 'token')} × "
             f"{counted(p['world_size'], 'rank')} × {counted(p['grad_accum_steps'], 'micro-step')}",
         ),
         ("epochs", epochs),
         ("FLOPs", f"{p['flops_palm']:.4g} (PaLM's count), {p['flops_causal']:.4g} (causal)"),
         (
             "learning rate",
-            f"{p['lr']:g}, warm-up over {p['warmup_tokens']:,} tokens, decay until {p['decay_tokens']:,} tokens",
+            f"{p['lr']:g}, warm-up over {counted(p['warmup_tokens'], 'token')}, decay until "
+            f"{counted(p['decay_tokens'], 'token')}",
         ),
-        ("validation", f"every {p['eval_every_tokens']:,} tokens" if p["eval_every_tokens"] else "at the end"),
-        ("checkpoint", f"every {p['save_every_tokens']:,} tokens" if p["save_every_tokens"] else "at the end"),
-        ("device", p["effective"]["device_name"]),
-        *Effective.from_dict(p["effective"]).described(),
-        ("time", _time_line(p["time"]) if "time" in p else "unknown; add --time"),
+        ("validation", _every(p["eval_every_tokens"])),
+        ("checkpoint", _every(p["save_every_tokens"])),
+        ("device", _device_line(p)),
+        *described,
+        ("time", _time_line(p)),
     ):
         print(f"{name:<15}{value}")
+
+
+def _every(tokens: int) -> str:
+    return f"every {counted(tokens, 'token')}" if tokens else "at the end"
 
 
 def _memory_line(memory: dict[str, int]) -> str:
@@ -172,11 +223,22 @@ def _memory_line(memory: dict[str, int]) -> str:
     )
 
 
-def _time_line(time_s: dict[str, float]) -> str:
-    return (
-        f"about {timedelta(seconds=round(time_s['total_s']))} ({time_s['step_s']:.3g} s per step, "
-        f"{time_s['validation_s']:.3g} s per validation, {time_s['start_s']:.1f} s to start)"
-    )
+def _device_line(p: dict[str, Any]) -> str:
+    name = str(p["effective"]["device_name"])
+    if "assumed" not in p:
+        return name
+    return f"{name} with {p['assumed']['memory_bytes'] / 1e9:.0f} GB, from its data sheet; nothing is measured"
+
+
+def _time_line(p: dict[str, Any]) -> str:
+    if "time" not in p:
+        return "unknown: the published peak is that of bfloat16" if "assumed" in p else "unknown; add --time"
+    time_s = p["time"]
+    total, step = f"about {duration(time_s['total_s'])}", f"{time_s['step_s']:.3g} s per step"
+    if "assumed" in p:
+        peak = f"{p['assumed']['peak_flops_per_s'] / 1e12:,.0f} TFLOP/s"
+        return f"{total} ({step}): {ASSUMPTION}; the peak is {peak} on each rank"
+    return f"{total} ({step}, {time_s['validation_s']:.3g} s per validation, {time_s['start_s']:.1f} s to start)"
 
 
 def show_sweep(cells: Sequence[dict[str, Any]], total: int, at_once: int) -> None:
@@ -199,7 +261,7 @@ def show_sweep(cells: Sequence[dict[str, Any]], total: int, at_once: int) -> Non
             f"{p['memory_bytes']['peak'] / 2**30:.2f}",
         ]
         if timed:
-            row.append(str(timedelta(seconds=round(p["time"]["total_s"]))) if "time" in p else "?")
+            row.append(duration(p["time"]["total_s"]) if "time" in p else "?")
         table.add_row(*map(Text, [*values, *row]))
     Console().print(table)
     legal = [cell["plan"] for cell in cells if cell["plan"]]
@@ -210,18 +272,19 @@ def show_sweep(cells: Sequence[dict[str, Any]], total: int, at_once: int) -> Non
     side_by_side = f", {at_once} at once" if at_once > 1 else ""
     chosen = "; Optuna chooses their values, for example as in these rows" if total != len(cells) else ""
     print(f"{counted(total, 'cell')}, {tokens:,} tokens in all{side_by_side}{chosen}")
-    print(f"{'device':<15}{legal[0]['effective']['device_name']}")
+    print(f"{'device':<15}{_device_line(legal[0])}")
     if timed:
         seconds = scale * makespan([p["time"]["total_s"] for p in legal if "time" in p], at_once)
         more = "" if all("time" in p for p in legal) else ", plus the cells marked ?"
-        print(f"{'time':<15}about {timedelta(seconds=round(seconds))}{more}")
+        assumption = f": {ASSUMPTION}" if "assumed" in legal[0] else ""
+        print(f"{'time':<15}about {duration(seconds)}{more}{assumption}")
     else:
-        print(f"{'time':<15}unknown; add --time")
+        print(f"{'time':<15}{_time_line(legal[0])}")
 
 
 def makespan(seconds: Sequence[float], at_once: int) -> float:
     """Return the time at which the last job ends if `at_once` jobs run at a time, in the given order."""
     ends = [0.0] * at_once
-    for duration in seconds:
-        heapq.heapreplace(ends, ends[0] + duration)
+    for needed in seconds:
+        heapq.heapreplace(ends, ends[0] + needed)
     return max(ends)

@@ -3,11 +3,10 @@
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
-import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gptexp.config.rules import missing_kernel
-from gptexp.machine.device import compute_capability
+from gptexp.machine.device import Device, compute_capability
 from gptexp.process.errors import ConfigError
 
 
@@ -34,7 +33,7 @@ def check_kernel(name: str, device: str, dtype: str) -> None:
         raise ConfigError(f"train.attention={name}: no float32 on {device}; use train.dtype=bfloat16 or {able}")
 
 
-def best_kernel(device: torch.device, dtype: str) -> tuple[str, str]:
+def best_kernel(device: Device, dtype: str) -> tuple[str, str]:
     """The fastest kernel for `dtype`, with the reason."""
     if device.type == "cpu":
         return "flash", "torch's kernel for CPUs"

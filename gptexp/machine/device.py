@@ -17,41 +17,47 @@ from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
 from gptexp.config.schema import counted
 from gptexp.distributed.ranks import Rank
+from gptexp.model.gpus import Gpu
 from gptexp.process.errors import ConfigError
+
+Device = torch.device | Gpu  # of this machine, or of another one that a run is planned for
 
 PROBE = 1024  # rows and columns of the matrices in `medium_precision`
 CGROUP, OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
-def device_name(device: torch.device) -> str:
+def device_name(device: Device) -> str:
     """The product name of a GPU, the architecture and vector instructions of a CPU, else the type of the device."""
-    if device.type == "cuda" and torch.cuda.is_available():
+    if isinstance(device, Gpu):
+        return device.name
+    if device.type == "cuda":
         return str(torch.cuda.get_device_name(device))
     if device.type == "cpu":
         return f"{platform.machine()} CPU with {torch.backends.cpu.get_cpu_capability()}"
     return device.type
 
 
-def has_native_bfloat16(device: torch.device) -> bool:
-    """Whether the hardware has bfloat16 arithmetic; emulation is far slower than float32.
-
-    Without a GPU on this machine, "cuda" (in `gptexp plan`) stands for a GPU from 2020 or later.
-    """
+def has_native_bfloat16(device: Device) -> bool:
+    """Whether the hardware has bfloat16 arithmetic; emulation is far slower than float32."""
+    if isinstance(device, Gpu):
+        return device.capability >= 8
     if device.type == "cuda":
-        return not torch.cuda.is_available() or bool(torch.cuda.is_bf16_supported(including_emulation=False))
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     if device.type == "cpu":
         has = torch.cpu.get_capabilities()
         return bool(has.get("avx512_bf16") or has.get("amx_bf16") or has.get("bf16"))
     return False
 
 
-def compute_capability(device: torch.device) -> int:
-    """Major compute capability of a GPU: 8 Ampere, 9 Hopper, 10 Blackwell. Without a GPU on this machine: 8."""
-    return torch.cuda.get_device_capability(device)[0] if torch.cuda.is_available() else 8
+def compute_capability(device: Device) -> int:
+    """Major compute capability of a GPU: 8 Ampere and Ada, 9 Hopper, 10 Blackwell."""
+    return device.capability if isinstance(device, Gpu) else torch.cuda.get_device_capability(device)[0]
 
 
-def missing_compiler(device: torch.device) -> str | None:
-    """The reason why torch.compile does not work on this machine; None if it works."""
+def missing_compiler(device: Device) -> str | None:
+    """The reason why torch.compile does not work on the machine of `device`; None if it works."""
+    if isinstance(device, Gpu):
+        return None
     if device.type == "cuda":
         if find_spec("triton") is None:
             return "Triton is not installed"
@@ -109,10 +115,12 @@ def _seconds(a: torch.Tensor, b: torch.Tensor) -> float:
     return statistics.median(seconds[1:])
 
 
-def free_memory(device: torch.device) -> int | None:
+def free_memory(device: Device) -> int | None:
     """Bytes of memory that processes on this device can still allocate; None if unknown."""
+    if isinstance(device, Gpu):
+        return device.memory_bytes
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0] if torch.cuda.is_available() else None
+        return torch.cuda.mem_get_info(device)[0]
     if device.type != "cpu":
         return None
     return max(0, min([psutil.virtual_memory().available, *_left_in_cgroups()]))
@@ -186,7 +194,7 @@ def _sees_only_its_gpu(rank: Rank) -> bool:
     return rank.by_srun and torch.cuda.device_count() == 1
 
 
-def resolve_fused(wanted: str, device: torch.device) -> bool:
+def resolve_fused(wanted: str, device: Device) -> bool:
     """Whether to use AdamW's fused kernel. Raises `ConfigError` if it is "on" and the device has none."""
     available = device.type in _get_fused_kernels_supported_devices()
     if wanted == "on" and not available:

@@ -16,10 +16,11 @@ from typing import Any, Generic, Literal, TypeVar, get_args
 import torch
 
 from gptexp.config.batch import legal_micro_batches
-from gptexp.config.schema import AUTO, Config, fits_type, memory_key, shown
+from gptexp.config.schema import AUTO, Config, duration, fits_type, memory_key, shown
 from gptexp.distributed.ranks import Rank, cores_per_rank, runs_at_once
 from gptexp.machine.attention import attention_kernel, best_kernel, check_kernel
 from gptexp.machine.device import (
+    Device,
     device_name,
     free_memory,
     has_native_bfloat16,
@@ -156,7 +157,7 @@ def _choose(asked: T | None, saved: Choice[T] | None, decide: Callable[[], tuple
     return Choice(value, "decided", reason)
 
 
-def resolve(cfg: Config, device: torch.device, rank: Rank, earlier: Effective | None = None) -> Effective:
+def resolve(cfg: Config, device: Device, rank: Rank, earlier: Effective | None = None) -> Effective:
     """Choose a value for every `auto`. `earlier` holds the saved choices of this run or sweep.
 
     Values in the config take precedence over `earlier`, which is used only for the same type of device. Raises
@@ -232,13 +233,13 @@ def estimate(cfg: Config, effective: Effective, world_size: int) -> Memory:
     return memory_estimate(cfg.model, step)
 
 
-def _dtype(device: torch.device) -> tuple[str, str]:
+def _dtype(device: Device) -> tuple[str, str]:
     if has_native_bfloat16(device):
         return "bfloat16", f"this {device.type} has bfloat16 arithmetic"
     return "float32", f"this {device.type} has no bfloat16 arithmetic"
 
 
-def _matmul_precision(device: torch.device) -> tuple[str, str]:
+def _matmul_precision(device: Device) -> tuple[str, str]:
     if device.type == "cuda":
         return "high", "TF32 for float32 products, if the GPU supports it"
     if device.type != "cpu" or not torch.cpu.get_capabilities().get("avx512_f"):
@@ -251,12 +252,12 @@ def _matmul_precision(device: torch.device) -> tuple[str, str]:
     return "medium", f"oneDNN's float32 kernel is {speed:.1f} times as fast; relative error {error:.1e}"
 
 
-def _fused(device: torch.device) -> tuple[bool, str]:
+def _fused(device: Device) -> tuple[bool, str]:
     fused = resolve_fused(AUTO, device)
     return fused, f"AdamW has {'a' if fused else 'no'} fused kernel for {device.type}"
 
 
-def _compile(cfg: Config, device: torch.device, rank: Rank, dtype: str, precision: str) -> tuple[bool, str]:
+def _compile(cfg: Config, device: Device, rank: Rank, dtype: str, precision: str) -> tuple[bool, str]:
     """Whether compilation saves more time than it takes. On a GPU it nearly always does: a step is twice as fast."""
     if device.type not in ("cuda", "cpu"):
         return False, f"torch.compile is incomplete for {device.type}"
@@ -272,7 +273,8 @@ def _compile(cfg: Config, device: torch.device, rank: Rank, dtype: str, precisio
     cells = cfg.sweep.cells
     saved_s, cost_s = COMPILE_GAIN * eager_s * cells, COMPILE_S + CACHED_S * (cells - 1)
     runs = "the whole run" if cells == 1 else f"all {cells} cells"
-    return saved_s > cost_s, f"estimate: compilation saves {saved_s:,.0f} s of {runs} and takes {cost_s:,.0f} s"
+    saved, cost = duration(saved_s), duration(cost_s)
+    return saved_s > cost_s, f"estimate: compilation saves {saved} of {runs} and takes {cost}"
 
 
 def _loss(kind: str, dtype: str, compiled: bool) -> tuple[str, str]:
@@ -281,7 +283,7 @@ def _loss(kind: str, dtype: str, compiled: bool) -> tuple[str, str]:
     return "plain", "the compiler fuses the loss" if compiled else "fast enough on this device"
 
 
-def _micro_batch_size(cfg: Config, effective: Effective, device: torch.device, rank: Rank) -> tuple[int, str]:
+def _micro_batch_size(cfg: Config, effective: Effective, device: Device, rank: Rank) -> tuple[int, str]:
     memory = free_memory(device)
     if memory is None:
         return 1, "the free memory is unknown"

@@ -6,10 +6,12 @@ four backward) plus the attention scores. `palm` counts the full T × T scores (
 counts wte once, for lm_head.
 """
 
+import re
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from gptexp.config.schema import ModelConfig
+from gptexp.model.gpus import GPUS
 
 
 def count_parameters(m: ModelConfig) -> int:
@@ -31,15 +33,14 @@ def flops_per_token(m: ModelConfig, seq_len: int) -> tuple[int, int]:
     return 6 * n + 12 * scores, 6 * n + 6 * scores
 
 
-# Dense bfloat16 FLOP/s without sparsity, from NVIDIA's data sheets; SXM parts.
-PEAK_FLOPS = {"A100": 312e12, "H100": 989.4e12, "H200": 989.4e12, "H800": 989.4e12}
+OTHER_PARTS = ("PCIe", "NVL", "Laptop", "4090 D")  # in names of GPUs: slower parts with the names of those in `GPUS`
 
 
 def peak_flops(device_name: str, dtype: str) -> float | None:
     """Peak FLOP/s of one device, or None if it is unknown."""
-    if dtype != "bfloat16" or "PCIe" in device_name or "NVL" in device_name:
+    if dtype != "bfloat16" or any(part in device_name for part in OTHER_PARTS):
         return None
-    return next((peak for name, peak in PEAK_FLOPS.items() if name in device_name), None)
+    return next((gpu.peak_flops for gpu in GPUS.values() if re.search(rf"\b{gpu.name}\b", device_name)), None)
 
 
 @dataclass(frozen=True)

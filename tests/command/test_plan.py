@@ -3,6 +3,7 @@
 import itertools
 import json
 import random
+import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,11 @@ from gptexp.command.planning import add_times, makespan, plan, plan_sweep, print
 from gptexp.config.compose import compose
 from gptexp.config.run_plan import RunPlan
 from gptexp.config.schema import Config
+from gptexp.data.prepare import prepare
 from gptexp.machine.effective import Effective
+from gptexp.model.gpus import GPUS
+from gptexp.plan import main
+from gptexp.process.errors import ConfigError
 from gptexp.run.calibrate import Sample
 
 Gptexp = Callable[..., subprocess.CompletedProcess[str]]
@@ -41,7 +46,7 @@ def test_a_plan_is_printed_as_a_table_and_as_json(corpus: Path, capsys: pytest.C
     print_plan(config, with_time=False, as_json=False)
     table = capsys.readouterr().out
     assert "124,475,904" in table
-    assert "16 sequences × 1024 tokens × 8 ranks × 4 micro-steps" in table
+    assert "16 sequences × 1,024 tokens × 8 ranks × 4 micro-steps" in table
 
 
 def test_a_plan_has_the_number_of_epochs_if_the_corpus_is_prepared(
@@ -112,6 +117,81 @@ def test_a_grid_with_illegal_cells_is_printed_and_refused(gptexp: Gptexp, tmp_pa
     assert "nearest batch: 8,192 or 10,240 (cell batch.total_batch_size=10000 optim.lr=0.001 and 1 more)" in done.stderr
     assert len(done.stderr.splitlines()) == 1
     assert not list(tmp_path.iterdir())
+
+
+GPT2_ON_8 = ["model=gpt2", "batch=gpt2", "world=ddp8", "batch.micro_batch_size=auto"]
+
+
+def test_a_plan_for_a_gpu_that_is_not_here_has_the_choices_and_the_time_of_that_gpu() -> None:
+    found = {}
+    for name in ("rtx4090", "h100"):
+        p = plan(compose([*GPT2_ON_8, "train.max_tokens=10000000000"]), gpu=GPUS[name])
+        e, gpu = p["effective"], GPUS[name]
+        assert (e["device"], e["dtype"], e["compile"], e["loss"]) == ("cuda", "bfloat16", True, "plain")
+        assert p["memory_bytes"]["peak"] <= 0.85 * gpu.memory_bytes
+        peak, mfu = {"rtx4090": 165.2e12, "h100": 989.4e12}[name], 0.4
+        assert p["time"]["total_s"] == pytest.approx(p["flops_palm"] / (8 * peak * mfu))
+        assert p["assumed"] == {"memory_bytes": gpu.memory_bytes, "peak_flops_per_s": peak, "mfu": mfu}
+        found[name] = p["micro_batch_size"], e["attention"]
+    assert found == {"rtx4090": (32, "flash"), "h100": (64, "cudnn")}
+
+
+def test_a_plan_for_another_gpu_says_that_it_is_an_estimate(capsys: pytest.CaptureFixture[str]) -> None:
+    main([*GPT2_ON_8, "device=a100", "train.max_tokens=10000000000"])
+    out, err = capsys.readouterr()
+    lines = dict(line.split(maxsplit=1) for line in out.splitlines() if line.startswith(("device", "time")))
+    assert lines["device"] == "A100 with 80 GB, from its data sheet; nothing is measured"
+    assert re.fullmatch(
+        r"about 2 h 23 min \(0\.449 s per step\): not measured, at an assumed MFU of 40% \(arXiv .*\); the peak is 312 "
+        r"TFLOP/s on each rank",
+        lines["time"],
+    )
+    assert "threads" not in out  # the cores beside that GPU are unknown
+    assert err == ""
+    main(["-m", *GPT2_ON_8, "device=a100", "train.max_tokens=10000000000", "optim.lr=1e-3,2e-3"])
+    out = capsys.readouterr().out
+    assert "about 4 h 46 min: not measured, at an assumed MFU of 40%" in out
+    main([*GPT2_ON_8, "device=a100", "train.dtype=float32"])
+    assert "time           unknown: the published peak is that of bfloat16" in capsys.readouterr().out
+
+
+def test_a_plan_warns_if_a_rank_does_not_fit_a_published_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["model=gpt2", "batch=gpt2", "batch.micro_batch_size=64", "device=rtx4090"])
+    [line] = capsys.readouterr().err.splitlines()
+    assert re.match(r"gptexp: warning: a rank needs about \d\d\.\d GiB, and the RTX 4090 has 22\.4 GiB; use ", line)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (
+            ["device=h900"],
+            "device=h900: unknown; use one of a100, h100, h200, h800, b200, l40s, rtx4090, or leave",
+        ),
+        (["device=h100", "train.device=cpu"], "train.device=cpu: the plan is for the GPU H100; leave out one of them"),
+        (["device=h100", "--time"], "--time: times a few steps on this machine; leave it out, device=GPU estimates"),
+    ],
+)
+def test_a_plan_for_a_gpu_that_cannot_be_made_is_refused(arguments: list[str], line: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        main(arguments)
+    assert line in str(refused.value)
+
+
+@pytest.mark.parametrize(("steps", "warned"), [(150, False), (2000, True)])
+def test_a_plan_warns_of_more_than_four_epochs(
+    tiny: list[str], steps: int, warned: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prepare(compose(tiny).data)
+    main([*tiny, f"train.max_steps={steps}"])
+    p = plan(compose([*tiny, f"train.max_steps={steps}"]))
+    assert (p["epochs"] > 4) == warned
+    capsys.readouterr()
+    main([*tiny, f"train.max_steps={steps}", "--json"])
+    out, err = capsys.readouterr()
+    warnings = json.loads(out)["warnings"]
+    assert [f"gptexp: warning: {line}" for line in warnings] == err.splitlines()
+    assert [line.startswith(f"{p['epochs']:.1f} epochs: ") for line in warnings] == [True] * warned
 
 
 @pytest.mark.e2e

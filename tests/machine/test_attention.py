@@ -6,9 +6,10 @@ import torch
 from gptexp.config.schema import Config
 from gptexp.distributed.ranks import Rank
 from gptexp.machine.effective import resolve, step_context
+from gptexp.model.gpus import UNKNOWN_GPU
 from gptexp.process.errors import ConfigError
 
-CPU, GPU = torch.device("cpu"), torch.device("cuda")
+CPU, GPU = torch.device("cpu"), UNKNOWN_GPU
 
 
 @pytest.mark.parametrize("name", ["flash", "math"])

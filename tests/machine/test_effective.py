@@ -13,11 +13,13 @@ from gptexp.config.batch import legal_micro_batches
 from gptexp.config.schema import Config
 from gptexp.distributed.ranks import Rank
 from gptexp.machine import effective as module
+from gptexp.machine.device import Device
 from gptexp.machine.effective import Choice, Effective, apply, estimate, load_effective, resolve, save_effective
+from gptexp.model.gpus import UNKNOWN_GPU
 from gptexp.process.errors import ConfigError
 from gptexp.storage import run_dir
 
-CPU, GPU = torch.device("cpu"), torch.device("cuda")
+CPU, GPU = torch.device("cpu"), UNKNOWN_GPU
 
 
 @pytest.fixture(autouse=True)
@@ -421,7 +423,7 @@ def test_one_micro_step_accumulates_no_gradients() -> None:
 
 
 def test_ranks_share_the_memory_of_a_cpu_and_not_that_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    def found(device: torch.device, gib: int, ranks: int) -> int:
+    def found(device: Device, gib: int, ranks: int) -> int:
         with_memory(monkeypatch, gib * 2**30)
         return resolve(automatic(256), device, Rank(0, 4, 0, ranks)).micro_batch_size.value
 

@@ -90,6 +90,18 @@ def test_the_peak_of_an_unknown_device_or_dtype_is_none() -> None:
     assert flops.peak_flops("NVIDIA GeForce RTX 9999", "bfloat16") is None
 
 
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 312e12), ("NVIDIA H200", 989.4e12), ("NVIDIA B200", 2250e12), ("NVIDIA L40S", 362e12),
+        ("NVIDIA GeForce RTX 4090", 165.2e12), ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA GeForce RTX 4090 D", None), ("NVIDIA GB200", None), ("NVIDIA L40", None), ("NVIDIA H100 PCIe", None),
+    ],
+)  # fmt: skip
+def test_a_peak_is_that_of_the_part_with_exactly_this_name(name: str, peak: float | None) -> None:
+    assert flops.peak_flops(name, "bfloat16") == peak
+
+
 def test_utilisation_is_a_share_of_the_peak_of_all_devices() -> None:
     cfg = model_config("gpt2")
     eight = flops.utilisation(cfg, 1024, "NVIDIA H100 80GB HBM3", "bfloat16", 8, None)
