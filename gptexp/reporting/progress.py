@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gptexp.config.schema import counted, duration
+from gptexp.config.schema import duration
 from gptexp.process.terminal import printable
 from gptexp.reporting.records import Run, find_runs, read_run
 from gptexp.storage import run_dir, sweep_record
@@ -115,4 +115,5 @@ def in_all(cells: Sequence[Progress]) -> str:
         return f"{cells[0].status}; {when}"
     first, *others = by_status(cells)
     number, status = first.split(" ", 1)
-    return f"{', '.join([f'{number} of {counted(len(cells), "cell")} {status}', *others])}; {when}"
+    statuses = ", ".join([f"{number} of {len(cells)} cells {status}", *others])  # there are at least two
+    return f"{statuses}; {when}"
