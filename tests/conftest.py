@@ -88,7 +88,9 @@ TINY = (
     "train.device=cpu",  # on every machine; test_gpu.py sets others
     "train.dtype=float32",
     "train.matmul_precision=highest",  # `auto` times both and decides by the machine's load, which changes a run's bits
-    "log=quiet",
+    "log=disabled",
+    "log.progress=off",
+    "log.sample_tokens=0",
 )
 
 

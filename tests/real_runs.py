@@ -47,8 +47,9 @@ def finished_run(factory: pytest.TempPathFactory, corpus: Path, server: ForkServ
 
 def _train_one(factory: pytest.TempPathFactory, corpus: Path, server: ForkServer) -> Finished:
     root = factory.mktemp("finished")
-    overrides = [*TINY, f"data.path={corpus}", "log=disabled", "optim.lr=1e-2", "train.max_steps=40"]
-    done = server.ask(["train", *overrides, "hydra.run.dir=out"], root, environment(root / "tokens"), timeout=240)
+    own = ["optim.lr=1e-2", "train.max_steps=40", "log.progress=auto", "log.sample_tokens=48", "hydra.run.dir=out"]
+    argv = ["train", *TINY, f"data.path={corpus}", *own]
+    done = server.ask(argv, root, environment(root / "tokens"), timeout=240)
     assert done["code"] == 0, done["stderr"]
     return Finished(root / "out", done["stdout"])
 

@@ -155,7 +155,7 @@ def test_a_run_resumes_with_another_micro_batch_and_world_size(
     stopped: Callable[[], list[str]], gptexp: Gptexp, tmp_path: Path
 ) -> None:
     overrides = stopped()
-    resumed = gptexp("train", *overrides, "batch.micro_batch_size=4", "world.size=2", "log=disabled")
+    resumed = gptexp("train", *overrides, "batch.micro_batch_size=4", "world.size=2", "log.progress=auto")
     assert resumed.returncode == 0, resumed.stderr
     assert "4 sequences × 16 tokens × 2 ranks × 1 micro-step" in resumed.stdout
     assert "resuming        after step 1, 128 tokens" in resumed.stdout
@@ -194,7 +194,7 @@ def test_init_from_loads_the_weights_only(finished: Finished, gptexp: Gptexp, ti
     """With a learning rate near zero, the new run ends with the loaded weights. Moments and data start from zero."""
     shutil.copytree(finished.directory, tmp_path / "old")
     still = ["optim.lr=1e-30", "optim.weight_decay=0", "train.max_steps=2", "init_from=old", "hydra.run.dir=new"]
-    new = gptexp("train", *tiny, *still, "log=disabled")
+    new = gptexp("train", *tiny, *still, "log.progress=auto")
     assert new.returncode == 0, new.stderr
     before, after = (weights(tmp_path / name) for name in ("old", "new"))
     assert all(torch.equal(value, after[name]) for name, value in before.items())

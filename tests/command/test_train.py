@@ -200,7 +200,8 @@ def test_a_signal_before_training_has_the_documented_exit_code(
 @pytest.mark.e2e
 def test_nano_saves_and_exits_within_ten_seconds_of_a_signal(start: Start, tmp_path: Path) -> None:
     directory = tmp_path / "out"
-    process = start("train", "log=quiet", "world.size=2", "train.save_every_tokens=0", "hydra.run.dir=out")
+    options = ["log=disabled", "log.progress=off", "world.size=2", "train.save_every_tokens=0", "hydra.run.dir=out"]
+    process = start("train", *options)
     wait_for(begun(directory, 2), process)
     asked = time.monotonic()
     process.send_signal(signal.SIGTERM)

@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT, clean, summary, wait_for
+from conftest import ROOT, clean, events, summary, wait_for
 from real_runs import begun
 from rich.console import Console
 from screens import Screen, written_to
 
+from gptexp.config.compose import compose
+from gptexp.config.schema import fields_of
 from gptexp.loggers.console import BarSink, JsonSink, LineSink, build_console
 from gptexp.process.signals import StopRequest
 from gptexp.process.terminal import say, warn
@@ -181,9 +183,14 @@ def test_stdout_of_a_sweep_is_json_only(gptexp: Gptexp, tiny: list[str]) -> None
     assert of_runs(kinds(gptexp("train", "-m", *tiny, *JSON_MODE, "optim.lr=1e-3,2e-3")), 2)
 
 
-def test_log_quiet_prints_one_line(gptexp: Gptexp, tiny: list[str]) -> None:
+def test_log_quiet_prints_one_line_and_logs_everything(gptexp: Gptexp, tiny: list[str], tmp_path: Path) -> None:
     assert gptexp("prepare", *tiny).returncode == 0  # the first command that tokenises a text prints a line
-    done = gptexp("train", *tiny, "hydra.run.dir=out")
-    assert (done.returncode, done.stderr) == (0, "")
+    options = [option for option in tiny if not option.startswith("log")]
+    done = gptexp("train", *options, "log=quiet", "log.wandb.mode=offline", "hydra.run.dir=out")
+    assert done.returncode == 0
+    assert "wandb sync" in done.stderr  # how to upload what wandb has logged offline
     [line] = done.stdout.splitlines()
     assert line.startswith("completed after 4 steps")
+    assert len(events(tmp_path / "out", "sample")) == 1
+    quiet, default = ({key: value for key, _, value in fields_of(compose(o))} for o in (["log=quiet"], []))
+    assert {key for key in quiet if quiet[key] != default[key]} == {"log.progress"}

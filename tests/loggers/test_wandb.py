@@ -37,7 +37,7 @@ def server() -> Iterator[WandbServer]:
 @pytest.fixture
 def logged(tiny: list[str]) -> list[str]:
     """Overrides of a run that prints lines and logs to wandb."""
-    return [*(text for text in tiny if text != "log=quiet"), "log.progress=lines", "log.sample_tokens=8"]
+    return [*(text for text in tiny if text != "log=disabled"), "log.progress=lines", "log.sample_tokens=8"]
 
 
 @pytest.fixture
@@ -263,7 +263,7 @@ def finished(torch_server: ForkServer, corpus: Path, cache: Path, tmp_path_facto
             "model=mini", *TINY[:4], "world.size=2", "log.progress=lines", "log.sample_tokens=8",
             "log.wandb.tags=[a,b]", "log.wandb.artifacts=true", "hydra.run.dir=out",
         ]  # fmt: skip
-        kept = (text for text in TINY if text != "log=quiet")
+        kept = (text for text in TINY if text != "log=disabled")
         env = {**minimal_environment(cache), **server.environment(folder)}
         done = torch_server.ask(["train", *kept, f"data.path={corpus}", *own], folder, env, 120)
         assert done["code"] == 0, done["stderr"]

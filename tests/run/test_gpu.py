@@ -32,7 +32,7 @@ Gptexp = Callable[..., subprocess.CompletedProcess[str]]
 def test_a_run_trains_compiled_in_bfloat16_and_resumes(gptexp: Gptexp, tiny: list[str], tmp_path: Path) -> None:
     overrides = [
         *tiny,
-        "log=disabled",
+        "log.progress=auto",
         "train.device=cuda",
         "train.dtype=auto",
         "optim.lr=1e-2",

@@ -31,7 +31,7 @@ def test_a_disk_that_is_full_at_the_start_is_one_line(
     start: Start, gptexp: Gptexp, tiny: list[str], grid: list[str]
 ) -> None:
     assert gptexp("prepare", *tiny).returncode == 0
-    process = start("train", *tiny, *grid, "log=quiet", preexec_fn=largest_file(0))
+    process = start("train", *tiny, *grid, preexec_fn=largest_file(0))
     _, err = process.communicate(timeout=120)
     assert process.returncode == 1
     [line] = err.splitlines()
@@ -80,7 +80,7 @@ def test_metrics_that_cannot_be_written_end_the_run_with_one_line(
 
 @pytest.mark.e2e
 def test_a_run_whose_directory_is_deleted_ends_with_a_line(start: Start, long_run: list[str], tmp_path: Path) -> None:
-    process = start("train", *long_run, "log=quiet", "hydra.run.dir=out")
+    process = start("train", *long_run, "hydra.run.dir=out")
     wait_for(begun(tmp_path / "out", 3), process)
     shutil.rmtree(tmp_path / "out")
     _, err = process.communicate(timeout=60)

@@ -223,7 +223,8 @@ def test_a_compiled_model_is_compiled_again_after_a_change_of_the_loss_gradient(
 
 
 SMALL_RUN = [  # a workload of `gptexp bench`: 4 layers, 128 wide, 50,304 ids, 2,048 tokens a step
-    *SMALL, "train.max_steps=20", "schedule.warmup_steps=5", "train.eval_every=0", "log=quiet", "data.val_tokens=0",
+    *SMALL, "train.max_steps=20", "schedule.warmup_steps=5", "train.eval_every=0", "data.val_tokens=0",
+    "log=disabled", "log.progress=off", "log.sample_tokens=0",
 ]  # fmt: skip
 PLAIN_RUN = ["train.dtype=float32", "train.matmul_precision=highest", "train.compile=off", "train.loss=plain"]
 
