@@ -1,4 +1,7 @@
-"""`gptexp plan [device=GPU] [overrides]`: describes a run, or with -m each cell of a sweep, without training it."""
+"""`gptexp plan [device=GPU] [overrides]`: describes a run, or with -m each cell of a sweep, without training it.
+
+`gptexp train … --dry-run` is the same.
+"""
 
 import argparse
 
@@ -35,7 +38,7 @@ def main(argv: list[str] | None = None) -> None:
 
             grid = compose_cells(engine, composed)
         else:
-            config = to_config(composed, overrides, launcher_world_size())
+            config = to_config(composed, composed.hydra.overrides.task, launcher_world_size())
 
     from gptexp.command.planning import print_plan, print_sweep  # imports torch
 

@@ -5,13 +5,22 @@ import sys
 
 from gptexp.distributed.ranks import ending_rank, launcher_rank
 from gptexp.process.signals import StopRequest, die_with_parent
+from gptexp.process.terminal import run_verb
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Train what the command line describes; as every rank, if a launcher has started this process."""
+    """Train what the command line describes; as every rank, if a launcher has started this process.
+
+    With --dry-run it is `gptexp plan`.
+    """
     parent = os.getppid()
     if argv is not None:
         sys.argv[1:] = argv  # Hydra reads it
+    if "--dry-run" in sys.argv[1:]:
+        from gptexp import plan
+
+        sys.argv.remove("--dry-run")
+        run_verb(plan.main)
     stop = StopRequest()
     stop.install(ignore_sigint=False)  # before any slow import, so that a signal is handled from the start
     from gptexp.command.lead import lead

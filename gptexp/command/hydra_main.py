@@ -35,7 +35,7 @@ from gptexp.config.compose import (
     register_schema,
     to_config,
 )
-from gptexp.config.overrides import override_problems
+from gptexp.config.overrides import canonical, override_problems
 from gptexp.config.paths import conf_dir, why_not_creatable
 from gptexp.config.schema import Config, shown
 from gptexp.process.errors import EXIT_CONFIG, ConfigError, UserError, first_line
@@ -87,13 +87,13 @@ def _usage_error(message: str) -> NoReturn:
 
 def _let_hydra_answer(args: Namespace, multirun: bool) -> int:
     """Let `hydra.main` print the answer to a question about the config."""
-    checked = not (args.shell_completion or args.hydra_help)
-    if checked and (problems := override_problems(args.overrides, multirun, folders(args.config_dir))):
+    checked, overrides = not (args.shell_completion or args.hydra_help), canonical(args.overrides)
+    if checked and (problems := override_problems(overrides, multirun, folders(args.config_dir))):
         raise ConfigError(problems)
     flags = sys.argv[1:]
     for override in args.overrides:
         flags.remove(override)
-    sys.argv[1:] = [*args.overrides, *flags]  # Hydra itself accepts no override after a flag
+    sys.argv[1:] = [*overrides, *flags]  # Hydra itself accepts no override after a flag
     os.environ["HYDRA_FULL_ERROR"] = "1"  # raise errors instead of printing them
     register_schema()
     try:

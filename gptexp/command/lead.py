@@ -76,7 +76,7 @@ def readable_name(model: str, config: Config) -> str:
 def lr_source(hydra: Any) -> str:
     """Return the file or override that sets the learning rate, in Hydra's order of precedence."""
     # Not the composed overrides: a cell's contain the values of a named grid.
-    if any(text.startswith("optim.lr=") for text in sys.argv):
+    if any(text.lstrip("+").startswith("optim.lr=") for text in sys.argv):
         return "the command line"
     swept_by = hydra.runtime.choices.get("sweep")
     if swept_by and "optim.lr" in (hydra.sweeper.params or {}):

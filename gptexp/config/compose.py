@@ -22,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from gptexp.config import rules
-from gptexp.config.overrides import override_problems, secret_problems
+from gptexp.config.overrides import canonical, override_problems, secret_problems
 from gptexp.config.paths import absolute, conf_dir, is_path_list
 from gptexp.config.schema import Config, counted, fields_of, shown
 from gptexp.process.errors import ConfigError
@@ -64,7 +64,8 @@ def is_multirun(overrides: Sequence[str]) -> bool:
 def compose(overrides: Sequence[str], config_dir: str | None = None, launcher_world_size: int | None = None) -> Config:
     """Compose and check the config of one run. Raises `ConfigError` with a line for each problem."""
     with hydra_engine() as engine:
-        return to_config(composition(engine, overrides, config_dir, multirun=False), overrides, launcher_world_size)
+        composed = composition(engine, overrides, config_dir, multirun=False)
+        return to_config(composed, composed.hydra.overrides.task, launcher_world_size)
 
 
 def composition(engine: Any, overrides: Sequence[str], config_dir: str | None, multirun: bool) -> DictConfig:
@@ -72,6 +73,7 @@ def composition(engine: Any, overrides: Sequence[str], config_dir: str | None, m
 
     `config_dir` is a folder with the user's YAML files. Raises `ConfigError` for wrong overrides.
     """
+    overrides = canonical(overrides)
     if found := override_problems(overrides, multirun, folders(config_dir)):
         raise ConfigError(found)
     search_path = [f"hydra.searchpath=[file://{Path(config_dir).resolve()}]"] if config_dir else []

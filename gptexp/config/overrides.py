@@ -1,4 +1,4 @@
-"""Checks of the command line's overrides against the schema, before Hydra parses them.
+"""Checks of the command line's overrides against the schema, before Hydra parses them, and their spelling.
 
 Hydra alone accepts `+key` for an unknown key, prints a dozen lines for an error and stops at the first one. Here every
 override with an unknown key or group, a value of the wrong type or a value that breaks the key's rule gets one line.
@@ -9,9 +9,11 @@ import difflib
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, Override, ValueType
 from hydra.errors import HydraException
@@ -21,10 +23,35 @@ from omegaconf.errors import OmegaConfBaseException
 from gptexp.config.schema import Config, field_problem, fields_of, shown
 
 SECRET = re.compile(r".*(API_KEY|TOKEN|SECRET|PASSWORD)", re.IGNORECASE)  # names of environment variables
+NUMBER = re.compile(r"(?<![\w.])[+-]?([0-9][0-9_]*(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]{1,3})?(?![\w.])")
+PACKAGE = re.compile(r"([ \t]*(#.*)?\n)*?[ \t]*#[ \t]*@package\b")  # Hydra reads it in the comment at the top of a file
 KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", list: "a list of texts"}
 
 Fields = dict[str, dataclasses.Field[Any]]
-Groups = dict[str, set[str]]
+Groups = dict[str, dict[str, Path]]  # group -> option -> its file
+
+
+def canonical(overrides: Sequence[str]) -> list[str]:
+    """The overrides as gptexp spells them: whole numbers as 1000000, not 1e6, and `++key` of the schema as `key`.
+
+    Hydra reads 1e6 as a float, which it refuses for a key with whole numbers. `++key` sets a key that may not exist.
+    """
+    fields = {key: f for key, f, _ in fields_of(Config())}
+    spelt = []
+    for text in overrides:
+        key, equals, value = text.partition("=")
+        field = fields.get(key.removeprefix("++"))
+        if field is not None and equals:
+            whole = int in _kinds(field) and "${" not in value
+            text = f"{key.removeprefix('++')}={NUMBER.sub(_whole, value) if whole else value}"
+        spelt.append(text)
+    return spelt
+
+
+def _whole(number: re.Match[str]) -> str:
+    """A number's text, without exponent and fraction if it is whole and not beyond all integer keys."""
+    value = Decimal(number[0])
+    return str(int(value)) if value == value.to_integral_value() and value.adjusted() < 30 else number[0]
 
 
 def override_problems(overrides: Sequence[str], multirun: bool, folders: Sequence[Path]) -> list[str]:
@@ -59,13 +86,13 @@ def secret_problems(values: Iterable[tuple[str, object]]) -> Iterator[str]:
 
 
 def options(folders: Sequence[Path]) -> Groups:
-    """The config groups with the names of their files, without `base`, which is not selectable."""
+    """The config groups with their files, without `base`, which is not selectable. The first of two folders wins."""
     groups: Groups = {}
     for folder in folders:
         for file in (*folder.glob("*/*.yaml"), *folder.glob("hydra/*/*.yaml")):
             group = file.parent.relative_to(folder).as_posix()
             if group != "base":
-                groups.setdefault(group, set()).add(file.stem)
+                groups.setdefault(group, {}).setdefault(file.stem, file)
     return groups
 
 
@@ -96,7 +123,7 @@ def _problems(override: Override, fields: Fields, groups: Groups, multirun: bool
     if override.is_sweep_override() and key == "sweep":
         return [f"{text}: a command runs only one named sweep; use a command for each"]
     if key in groups:
-        lines = [_unknown_option(key, value, groups[key]) for value in _values(override)]
+        lines = [_wrong_option(key, value, groups[key]) for value in _values(override)]
     else:
         lines = [_wrong_value(key, fields[key], value) for value in _values(override)]
     return [line for line in lines if line]
@@ -112,20 +139,32 @@ def _values(override: Override) -> list[Any]:
     return list(override.sweep_iterator()) if override.is_sweep_override() else [value]
 
 
-def _unknown_option(group: str, value: Any, known: set[str]) -> str | None:
+def _wrong_option(group: str, value: Any, known: dict[str, Path]) -> str | None:
     if isinstance(value, str) and value in known:
-        return None
+        return _misplaced_keys(group, known[value])
     close = difflib.get_close_matches(str(value), known, n=1, cutoff=0.5)
     hint = f"did you mean '{close[0]}'? Options" if close else "options"
     return f"{group}={shown(value)}: no such option; {hint}: {', '.join(sorted(known))}"
 
 
+def _misplaced_keys(group: str, file: Path) -> str | None:
+    """The error if a file sets keys outside of its group and lacks the line for that. Hydra's own error is obscure."""
+    try:
+        text = file.read_text()
+        keys = {str(key) for key in yaml.safe_load(text) or {}}
+    except (OSError, ValueError, TypeError, yaml.YAMLError):
+        return None  # Hydra reports it
+    sections = {f.name for f in dataclasses.fields(Config)} | {"hydra"}
+    if PACKAGE.match(text) or not (keys if group == "experiment" else keys & sections):
+        return None
+    return f"{file}: its first line must be '# @package _global_'; without it, its keys belong to {group}"
+
+
 def _wrong_value(key: str, field: dataclasses.Field[Any], value: Any) -> str | None:
     if isinstance(value, str) and "${" in value:
         return None  # Hydra resolves and checks an interpolation
-    kinds = [kind for kind in getattr(field.type, "__args__", (field.type,)) if kind is not type(None)]
     is_list = list in (field.type, getattr(field.type, "__origin__", None))
-    kind: Any = list if is_list else kinds[0]
+    kind: Any = list if is_list else _kinds(field)[0]
     schema = OmegaConf.structured(Config)
     try:
         OmegaConf.update(schema, key, value)
@@ -138,8 +177,12 @@ def _wrong_value(key: str, field: dataclasses.Field[Any], value: Any) -> str | N
     if choices := field.metadata.get("choices"):
         return f"{key}={shown(value)}: must be one of {', '.join(choices)}"
     optional = " or null" if type(None) in getattr(field.type, "__args__", ()) else ""
-    fix = f"; write {int(value)}" if kind is int and isinstance(value, float) and value.is_integer() else ""
-    return f"{key}={shown(value)}: must be {KINDS.get(kind, 'a value')}{optional}{fix}"
+    return f"{key}={shown(value)}: must be {KINDS.get(kind, 'a value')}{optional}"
+
+
+def _kinds(field: dataclasses.Field[Any]) -> list[Any]:
+    """The types in a field's annotation, without that of null."""
+    return [kind for kind in getattr(field.type, "__args__", (field.type,)) if kind is not type(None)]
 
 
 def _suggestion(key: str, fields: Fields, groups: Groups) -> str:

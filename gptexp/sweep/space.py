@@ -13,6 +13,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, Override
 from omegaconf import DictConfig, OmegaConf
 
+from gptexp.config.overrides import canonical
 from gptexp.config.schema import Config, fields_of
 from gptexp.process.errors import ConfigError
 
@@ -65,10 +66,14 @@ def axes(params: Mapping[str, Any], arguments: Sequence[str], loader: ConfigLoad
 def params_as_overrides(params: Mapping[str, Any]) -> list[str]:
     """Convert a sweeper's `params` to overrides. A list is swept, unless the key itself takes a list."""
     takes_list = {"data.path", "data.val_path", "log.wandb.tags"}
-    return [
-        f"{key}={','.join(map(str, value))}" if OmegaConf.is_list(value) and key not in takes_list else f"{key}={value}"
-        for key, value in params.items()
-    ]
+    return canonical(
+        [
+            f"{key}={','.join(map(str, value))}"
+            if OmegaConf.is_list(value) and key not in takes_list
+            else f"{key}={value}"
+            for key, value in params.items()
+        ]
+    )
 
 
 def _axis(override: Override) -> Axis:

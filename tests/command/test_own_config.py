@@ -100,6 +100,14 @@ def test_an_unknown_key_in_a_users_file_is_refused_in_one_line(gptexp: Gptexp, o
     assert "n_layers" in done.stderr
 
 
+def test_a_users_file_may_set_keys_of_its_own_group_only(own: Path) -> None:
+    """Such a file needs no line with its package."""
+    (own / "conf" / "sweep" / "named.yaml").write_text("name: mine\nparallel: 2\n")
+    (own / "conf" / "model" / "small.yaml").write_text("n_layer: 3\n")
+    config = compose(["sweep=named", "model=small"], str(own / "conf"))
+    assert (config.sweep.name, config.sweep.parallel, config.model.n_layer) == ("mine", 2, 3)
+
+
 def test_a_plan_uses_an_optimizer_of_ones_own(gptexp: Gptexp, own: Path) -> None:
     planned = gptexp("plan", "--config-dir", "conf", "optim=mine", "--json")
     assert planned.returncode == 0, planned.stderr

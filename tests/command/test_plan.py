@@ -49,6 +49,17 @@ def test_a_plan_is_printed_as_a_table_and_as_json(corpus: Path, capsys: pytest.C
     assert "16 sequences × 1,024 tokens × 8 ranks × 4 micro-steps" in table
 
 
+@pytest.mark.parametrize("grid", [[], ["-m", "train.seed=1,2"]], ids=["train", "train -m"])
+def test_a_dry_run_of_train_is_the_plan_and_writes_nothing(
+    gptexp: Gptexp, tiny: list[str], tmp_path: Path, grid: list[str]
+) -> None:
+    dry, planned = gptexp("train", *grid, *tiny, "--dry-run"), gptexp("plan", *grid, *tiny)
+    assert (dry.returncode, dry.stderr) == (0, "")
+    assert dry.stdout == planned.stdout != ""
+    assert gptexp("train", "--dry-run", *tiny, "lr=1").returncode == 2
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_plan_has_the_number_of_epochs_if_the_corpus_is_prepared(
     gptexp: Gptexp, tiny: list[str], tmp_path: Path
 ) -> None:

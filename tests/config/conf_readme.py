@@ -44,6 +44,7 @@ gptexp train --config-dir my model=small   # also find options in your own folde
 - `auto` is decided once at the start of a run; the decision and its reason are in `effective.json`.
 - `on` and `off` need quotes in YAML files (`"on"`), because YAML reads them as booleans.
 - The environment variable `GPTEXP_CONF` names a folder that replaces `conf/`.
+- A key with whole numbers also takes `1e6` and `1.5e6`. `++key=value` is `key=value`.
 - A wrong config exits with code 2 before anything is created, with one line for each problem.
 """
 

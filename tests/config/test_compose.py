@@ -3,11 +3,13 @@
 from pathlib import Path
 
 import pytest
+from sweeps import compose_sweep
 
 from gptexp.config.compose import compose, composition, hydra_engine, is_multirun, is_sweep
 from gptexp.config.paths import packaged_conf
 from gptexp.config.schema import Config, fields_of
 from gptexp.process.errors import ConfigError
+from gptexp.sweep.cells import cell_name
 
 
 def test_a_length_on_the_command_line_takes_precedence_over_a_file() -> None:
@@ -53,6 +55,37 @@ def test_composing_reads_no_variable_of_a_launcher(monkeypatch: pytest.MonkeyPat
 )
 def test_the_command_line_overrides_the_learning_rate_of_a_model(overrides: list[str], lr: float) -> None:
     assert compose(overrides).optim.lr == lr
+
+
+@pytest.mark.parametrize("text", ["1e6", "1.0E6", "1_000e3", "1000000.0", ".1e7", "+1e6"])
+def test_a_whole_number_may_be_written_as_a_float(text: str, tmp_path: Path) -> None:
+    written, plain = (compose([f"train.max_tokens={value}", "world.size=1"]) for value in (text, "1000000"))
+    assert written.train.max_tokens == 1_000_000
+    assert isinstance(written.train.max_tokens, int)
+    assert written == plain
+    assert cell_name(written, {}, tmp_path) == cell_name(plain, {}, tmp_path)
+    assert compose([f"schedule.warmup_tokens={text}", "train.max_tokens=1e9"]).schedule.warmup_tokens == 1_000_000
+
+
+@pytest.mark.parametrize(
+    ("value", "sizes"),
+    [
+        ("2e3,4e3", [2000, 4000]),
+        ("choice(2e3,4000.0)", [2000, 4000]),
+        ("range(2e3,6.1e3,2e3)", [2000, 4000, 6000]),
+    ],
+)
+def test_a_sweep_of_whole_numbers_may_be_written_as_floats(value: str, sizes: list[int]) -> None:
+    overrides = ["model.block_size=1e1", "batch.micro_batch_size=1e1", "data.val_tokens=1e2"]
+    grid = compose_sweep(["hydra.mode=MULTIRUN", *overrides, f"++batch.total_batch_size={value}"])
+    assert [d.config.batch.total_batch_size for d in grid.drafts if d.config] == sizes
+    assert [d.values for d in grid.drafts] == [{"batch.total_batch_size": str(size)} for size in sizes]
+
+
+def test_two_plus_signs_set_an_existing_key() -> None:
+    assert compose(["++optim.lr=2e-3"]).optim.lr == 2e-3
+    typed = ["schedule=gpt3", "train.max_tokens=300e9", "++schedule.warmup_ratio=0.01"]
+    assert compose(typed).schedule.warmup_tokens is None  # as without the plus signs
 
 
 def test_a_model_option_changes_only_the_model_and_the_learning_rate() -> None:

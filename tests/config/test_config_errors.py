@@ -68,6 +68,9 @@ FILES = {
     "experiment/out_of_range.yaml": "# @package _global_\noptim:\n  lr: -1\nmodel:\n  n_head: 3\n",
     "experiment/no_model.yaml": "# @package _global_\ndefaults:\n  - override /model: gpt5\n",
     "experiment/no_yaml.yaml": "# @package _global_\nmodel: [1\n",
+    "experiment/no_package.yaml": "# My recipe.\n\noptim:\n  lr: 1e-3\n# @package _global_\n",
+    "model/no_package.yaml": "model:\n  n_layer: 3\n",
+    "sweep/no_package.yaml": "hydra:\n  mode: MULTIRUN\n  sweeper:\n    params:\n      optim.lr: 1e-3,2e-3\n",
     "experiment/yaml_bool.yaml": "# @package _global_\ntrain:\n  compile: off\n",  # YAML 1.1: off is false
     "experiment/options_of_optuna.yaml": "# @package _global_\nhydra:\n  sweeper: {n_trials: 3}\n",
     "experiment/options_of_slurm.yaml": "# @package _global_\nhydra:\n  launcher: {partition: gpu}\n",
@@ -210,6 +213,7 @@ REAL = (
     "-m hydra/sweeper=random 'optim.lr=interval(3,1)'",
     "-m hydra/sweeper=optuna data.val_tokens=0 optim.lr=1e-3,2e-3",
     "--config-dir @CONF experiment=unknown_key",
+    "--config-dir @CONF experiment=no_package",
     "--config-dir @CONF experiment=no_yaml",
     "hydra.run.dirr=x",
     "hydra.run.dir=@TEXT/x",
