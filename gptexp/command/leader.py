@@ -5,6 +5,7 @@ import sys
 import time
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from gptexp.process.signals import EXIT_CODES, StopRequest, ignore_stops
 from gptexp.process.terminal import warn
 from gptexp.run.job import Job
 from gptexp.run.rank import run
+from gptexp.storage import run_dir
 
 LEAVE_S = 10.0  # longest wait of rank 0 at the end: other ranks may have died
 
@@ -79,6 +81,8 @@ def _run_published(
 ) -> int:
     """Train one published job as `rank`, with its own key prefix in the store. *Collective.*"""
     stop.limit(config.train.max_minutes)
+    if rank.is_main:
+        stop.record = partial(run_dir.mark_interrupted, directory)
     code = run(Job(config, directory, rank, stop, dist.PrefixStore(f"group{number}", store)))
     stop.training = False  # nothing is left to save, so that a signal ends this process while it waits for a job
     if code in (0, EXIT_DIVERGED) and (reason := stop.reason()) is not None:

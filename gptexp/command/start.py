@@ -1,5 +1,6 @@
 """Starts or resumes a run with a frozen config: one rank in this process, several in new ones."""
 
+from functools import partial
 from pathlib import Path
 
 from gptexp.config import rules
@@ -15,6 +16,7 @@ from gptexp.storage import run_dir
 def start(config: Config, directory: Path, stop: StopRequest) -> int:
     """Train `config` in `directory` on this machine. Returns the exit code."""
     assert config.world.size is not None
+    stop.record = partial(run_dir.mark_interrupted, directory)
     if config.world.size > 1 or config.world.max_restarts:
         from gptexp.run.launch import launch
 

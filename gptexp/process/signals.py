@@ -8,15 +8,19 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType
+from typing import NoReturn
 
 from gptexp.process.terminal import show_cursor, warn_at_once
 
 # By reason, in the order of the flags that the ranks exchange; `time` is train.max_minutes.
 EXIT_CODES = {"SIGINT": 130, "SIGUSR1": 138, "SIGTERM": 143, "time": 0}
 REASONS = tuple(EXIT_CODES)
+HANDLED = (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM)
+BEFORE_TRAINING = "interrupted before the first step; repeat the command to go on"
+STOPPED = tuple(128 + number for number in HANDLED)  # exit codes of a process that a signal has stopped
 
 DEADLINE = "GPTEXP_DEADLINE"  # environment: seconds of the monotonic clock; a launcher sets it for all its attempts
 PARENT = "GPTEXP_PARENT"  # environment: process id of the launcher, for the ranks that it starts
@@ -43,6 +47,15 @@ def ignore_stops() -> None:
     """Ignore SIGUSR1 and SIGTERM. Call it after the last save, when only the exit of the process is left."""
     for number in (signal.SIGUSR1, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+
+
+def start_a_run() -> None:
+    """For `preexec_fn`, in a process that runs a `StopRequest`: die with the parent, and lose no signal.
+
+    Until `install` the signals are blocked. Without that, Python would print a traceback for an early SIGINT.
+    """
+    at_parents_death(signal.SIGTERM)
+    signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)
 
 
 @contextmanager
@@ -78,6 +91,8 @@ class StopRequest:
         self.deadline = float("inf")  # seconds of the monotonic clock
         self.spare_s = 0.0  # time for a step and a checkpoint, which must be left before the deadline
         self.training = False  # whether there is a step to finish and something to save
+        self.record: Callable[[], object] = lambda: None  # writes that the run was interrupted, before an exit at once
+        self._silent = False
 
     def limit(self, max_minutes: float | None) -> None:
         """Set the deadline: $GPTEXP_DEADLINE if it is set, else `max_minutes` from now; None: no limit."""
@@ -85,21 +100,31 @@ class StopRequest:
 
     def install(self, ignore_sigint: bool) -> None:
         """Handle the signals from now on. A rank that gptexp launched ignores SIGINT: its parent handles Ctrl-C."""
-        for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM):
+        self._silent = ignore_sigint
+        for number in HANDLED:
             signal.signal(number, self.on_signal)
         if ignore_sigint:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)
 
     def on_signal(self, number: int, _frame: FrameType | None) -> None:
         now = time.monotonic()
         if not self.training:
-            os._exit(128 + number)
+            self.leave(number, BEFORE_TRAINING)
         if self._signal is None:
             self._signal, self._received_at = signal.Signals(number).name, now
             warn_at_once(f"{self._signal}: the run stops after this step; repeat the signal to stop at once")
         elif now - self._received_at > SAME_REQUEST_S:
+            self.leave(number, "interrupted at once; steps after the newest checkpoint are lost")
+
+    def leave(self, number: int, why: str) -> NoReturn:
+        """End the process now, because of a signal. An exception would not do: libraries catch it."""
+        if not self._silent:
+            warn_at_once(f"{signal.Signals(number).name}: {why}")
             show_cursor()
-            os._exit(128 + number)
+        with suppress(Exception):
+            self.record()
+        os._exit(128 + number)
 
     def reason(self) -> str | None:
         """The reason for which this process should stop now, one of `REASONS`, or None."""

@@ -13,6 +13,7 @@ import tempfile
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -22,14 +23,14 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import gptexp
 from gptexp.process.errors import EXIT_CONFIG, EXIT_DIVERGED, EXIT_FAILED, LostRankError, MicroBatchError, UserError
-from gptexp.process.signals import DEADLINE, PARENT, StopRequest, deadline_after
+from gptexp.process.signals import BEFORE_TRAINING, DEADLINE, PARENT, STOPPED, StopRequest, deadline_after
 from gptexp.process.terminal import warn
+from gptexp.storage import run_dir
 
 START_ANEW = -1  # instead of an exit code: a smaller micro-batch is saved, start the ranks again
 GRACE_S = 60  # for a checkpoint after a signal, before the agent kills the ranks
 
 _USER_ERRORS = {error.__name__ for error in UserError.__subclasses__()}
-_STOPPED = tuple(128 + s for s in (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM))
 
 
 def launch(directory: Path, world_size: int, max_restarts: int = 0, max_minutes: float | None = None) -> int:
@@ -43,6 +44,8 @@ def launch(directory: Path, world_size: int, max_restarts: int = 0, max_minutes:
         code = _launch(directory, world_size, deadline)
         if code == START_ANEW:
             continue
+        if code in STOPPED and run_dir.mark_interrupted(directory):
+            warn(BEFORE_TRAINING)
         if code != EXIT_FAILED or restarts == max_restarts:
             return code
         restarts += 1
@@ -51,7 +54,7 @@ def launch(directory: Path, world_size: int, max_restarts: int = 0, max_minutes:
 
 def _launch(directory: Path, world_size: int, deadline: float) -> int:
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # it would print each error a second time
-    with tempfile.TemporaryDirectory(prefix="gptexp-") as logs, _signals() as received, _environment(deadline):
+    with tempfile.TemporaryDirectory(prefix="gptexp-") as logs, _signals(directory) as received, _environment(deadline):
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -91,7 +94,7 @@ def _cause(error: ChildFailedError) -> tuple[int, ProcessFailure]:
 
 def _report(rank: int, exit_code: int, message: object) -> int:
     """Print the error of the rank that failed first, unless it was stopped. Returns the exit code of the run."""
-    if exit_code in (*_STOPPED, EXIT_DIVERGED):
+    if exit_code in (*STOPPED, EXIT_DIVERGED):
         return exit_code  # rank 0 has printed the reason
     text, trace = _text(message), ""
     if isinstance(message, dict):
@@ -114,7 +117,7 @@ def _text(message: object) -> str:
 
 
 @contextmanager
-def _signals() -> Iterator[list[int]]:
+def _signals(directory: Path) -> Iterator[list[int]]:
     """Turn Ctrl-C into the SIGTERM that the agent forwards; restore all handlers afterwards.
 
     Yields a list that contains SIGINT once it has arrived. A second Ctrl-C ends this process at once, and its ranks
@@ -123,9 +126,10 @@ def _signals() -> Iterator[list[int]]:
     received: list[int] = []
     first = StopRequest()
     first.training = True
+    first.record = partial(run_dir.mark_interrupted, directory)
 
     def before_the_agent(number: int, _frame: FrameType | None) -> None:
-        os._exit(128 + (received[0] if received else number))  # no rank is running yet
+        first.leave(received[0] if received else number, BEFORE_TRAINING)  # no rank is running yet
 
     names = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
     before = {number: signal.getsignal(number) for number in names}

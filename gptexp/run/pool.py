@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Protocol, TypeVar
@@ -20,7 +19,7 @@ from typing import Protocol, TypeVar
 from gptexp.config.schema import Config
 from gptexp.distributed.ranks import AT_ONCE, Rank
 from gptexp.process.errors import EXIT_FAILED, InUseError, UserError
-from gptexp.process.signals import SAME_REQUEST_S, at_parents_death
+from gptexp.process.signals import HANDLED, SAME_REQUEST_S, start_a_run
 from gptexp.process.terminal import warn
 
 OUTPUT = "output.log"  # in a run's directory: its output, if several runs share the terminal
@@ -122,7 +121,7 @@ def start_here(run: Runnable, gpus: Sequence[str], at_once: int) -> Process:
             stdout=output,
             stderr=None if output is None else subprocess.STDOUT,
             start_new_session=True,  # a terminal's Ctrl-C reaches only this process, which forwards it
-            preexec_fn=partial(at_parents_death, signal.SIGTERM),
+            preexec_fn=start_a_run,
         )
 
 
@@ -148,6 +147,7 @@ def run_all(source: Source[R], starter: Starter[R], places: Places) -> int | Non
                 try:
                     starter.begin(run, gpus)
                     if received:
+                        source.ended(run, 128 + received[-1])
                         break
                     process = starter.start(run, gpus, places.at_once)
                 except InUseError:
@@ -202,8 +202,7 @@ def _forwarding_signals(running: dict[Process, tuple[R, list[str]]]) -> Iterator
         for process in running:
             process.send_signal(number)
 
-    names = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-    before = {number: signal.signal(number, forward) for number in names}
+    before = {number: signal.signal(number, forward) for number in HANDLED}
     try:
         yield received
     finally:

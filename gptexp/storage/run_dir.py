@@ -212,6 +212,18 @@ def status(directory: Path) -> str | None:
     return read_summary(directory).get("status")
 
 
+def mark_interrupted(directory: Path) -> bool:
+    """Write the status of a run that was stopped before it wrote one itself; without one it would count as failed.
+
+    No process of the run may be running, except for the caller. Returns whether it has written.
+    """
+    with suppress(ConfigError, StorageError):  # a damaged file stays as it is
+        if (directory / CONFIG).exists() and status(directory) not in (*DONE, "interrupted"):
+            write_json(directory / SUMMARY, {**read_json(directory / SUMMARY), "status": "interrupted"})
+            return True
+    return False
+
+
 @contextmanager
 def held(directory: Path, name: str = LOCK) -> Iterator[None]:
     """Hold a lock of the run directory. Raises `InUseError` if another process holds it, else `StorageError`."""

@@ -21,6 +21,7 @@ from omegaconf import DictConfig
 
 from gptexp.config.schema import counted, memory_key, shown
 from gptexp.process.errors import EXIT_DIVERGED, EXIT_FAILED, ConfigError, InUseError, UserError
+from gptexp.process.signals import STOPPED
 from gptexp.process.terminal import say, warn
 from gptexp.run.pool import OUTPUT
 from gptexp.storage import run_dir
@@ -76,6 +77,9 @@ class CellSweeper(Sweeper):
             say(*map(_outcome, self.cells))
             _report(self.directory, self.cells)
         if stopped is not None:
+            left = sum(_status(cell) not in run_dir.DONE for cell in self.cells) + self.to_choose()
+            total = len(self.cells) + self.to_choose()
+            warn(f"interrupted: {left} of {counted(total, 'cell')} left; repeat the command to go on")
             return 128 + stopped
         if self.failed:
             warn(f"{len(self.failed)} of {counted(len(self.cells), 'cell')} failed")
@@ -101,16 +105,17 @@ class CellSweeper(Sweeper):
         for line in confounds(configs):
             warn(f"warning: {line}")
 
+    def to_choose(self) -> int:
+        """Return the number of further cells that the sweeper has yet to choose."""
+        return 0
+
     def record(self) -> None:
         """Write sweep.json."""
-        record(self.directory, self.config, self.cells, to_choose=0)
+        record(self.directory, self.config, self.cells, self.to_choose())
 
     def skips(self, cell: Cell) -> bool:
         """Print that the cell is done, if it is. Returns whether it is."""
-        try:
-            status = run_dir.status(cell.directory)
-        except ConfigError:  # a damaged file: the cell's own run reports it
-            return False
+        status = _status(cell)
         if status in run_dir.DONE:
             say(f"--- {cell.name}: already {status}")
         return status in run_dir.DONE
@@ -182,6 +187,8 @@ class CellSweeper(Sweeper):
         return int(result.return_value)
 
     def ended(self, cell: Cell, code: int) -> None:
+        if code in STOPPED:
+            run_dir.mark_interrupted(cell.directory)  # before its first step, a run writes no status
         self.release(cell)
         self.done += 1
         if code not in (0, EXIT_DIVERGED):
@@ -304,8 +311,8 @@ class OptunaSweeper(CellSweeper):
             return cell
         return None
 
-    def record(self) -> None:
-        record(self.directory, self.config, self.cells, to_choose=self.total - self.asked)
+    def to_choose(self) -> int:
+        return self.total - self.asked
 
     def sweep(self, arguments: list[str]) -> int:
         code = super().sweep(arguments)
@@ -330,6 +337,14 @@ def _whole_number(key: str, value: Any, least: int, most: int | None = None) -> 
         raise ConfigError(f"{key}={shown(value)}: must be a whole number, {least} or above")
     if most is not None and value > most:
         raise ConfigError(f"{key}={shown(value)}: must be at most {most}")
+
+
+def _status(cell: Cell) -> str | None:
+    """Return the status in the cell's summary; None for a damaged file, which the cell's own run reports."""
+    try:
+        return run_dir.status(cell.directory)
+    except ConfigError:
+        return None
 
 
 def _outcome(cell: Cell) -> str:

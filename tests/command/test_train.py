@@ -14,13 +14,15 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import ROOT, ForkServer, events, processes_of, summary, wait_for
+from conftest import ROOT, ForkServer, events, processes_of, runs, summary, wait_for
 from real_runs import Finished, begun, finished_run
 
+from gptexp.reporting.progress import survey
 from gptexp.storage import run_dir
 
 Gptexp = Callable[..., subprocess.CompletedProcess[str]]
 Start = Callable[..., subprocess.Popen[str]]
+Sabotage = Callable[[str, str], dict[str, str]]
 
 
 @pytest.fixture
@@ -195,6 +197,76 @@ def test_a_signal_before_training_has_the_documented_exit_code(
     # Until Python runs gptexp's code, after a third of a second here, the signal has its default action.
     assert process.returncode in ((128 + number,) if delay_s > 2 else (128 + number, -number)), err
     assert "Traceback" not in err
+
+
+# Code that makes a process wait at a moment before the first step: a module, and what runs once it is imported.
+WAIT = "import pathlib, time; pathlib.Path('reached').touch(); time.sleep(100)"
+WAITING = {
+    "the import of torch": ("torch", WAIT),
+    "its data": ("gptexp.data.loader", f"def wait(*_):\n    {WAIT}\nm.build_dataset = wait"),
+    "the first step": ("gptexp.training.loop", f"def wait(*_):\n    {WAIT}\nm.fit = wait"),
+}
+
+
+@pytest.mark.parametrize(
+    ("options", "moment"),
+    [
+        ([], "the import of torch"),
+        (["-m", "train.seed=1,2"], "its data"),
+        *(
+            pytest.param(options.split(), moment, marks=pytest.mark.e2e)
+            for options, moment in (
+                ("", "its data"),
+                ("", "the first step"),
+                ("world.size=2", "its data"),
+                ("world.size=2", "the first step"),
+                ("-m train.seed=1,2", "the import of torch"),
+                ("-m train.seed=1,2", "the first step"),
+                ("-m train.seed=1,2 world.size=2", "its data"),
+            )
+        ),
+    ],
+)
+def test_a_run_that_ctrl_c_stops_before_its_first_step_is_interrupted(
+    start: Start, gptexp: Gptexp, tiny: list[str], tmp_path: Path, sabotage: Sabotage, options: list[str], moment: str
+) -> None:
+    """The terminal sends SIGINT to all processes of its group."""
+    assert gptexp("prepare", *tiny).returncode == 0
+    where = "hydra.sweep.dir=out" if "-m" in options else "hydra.run.dir=out"
+    process = start("train", *options, *tiny, where, start_new_session=True, env=sabotage(*WAITING[moment]))
+    wait_for((tmp_path / "reached").exists, process)
+    os.killpg(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "interrupted before the first step; repeat the command to go on" in err
+    assert "fail" not in out + err
+    assert "Traceback" not in err
+    statuses = [run.status for run in survey(tmp_path / "out")]
+    if "-m" in options:
+        assert statuses == ["interrupted", "left"]
+        assert "gptexp: interrupted: 2 of 2 cells left; repeat the command to go on" in err
+    else:
+        assert statuses == ["interrupted"]
+    [directory] = runs(tmp_path)
+    assert processes_of(directory) == []
+
+
+@pytest.mark.e2e
+def test_a_second_ctrl_c_in_the_first_step_ends_an_interrupted_run(
+    start: Start, tiny: list[str], tmp_path: Path, sabotage: Sabotage
+) -> None:
+    """As while the model is compiled, which takes long and cannot be stopped."""
+    env = sabotage("gptexp.training.step", f"def wait(*_):\n    {WAIT}\nm.TrainStep.__call__ = wait")
+    process = start("train", *tiny, "hydra.run.dir=out", start_new_session=True, env=env)
+    wait_for((tmp_path / "reached").exists, process)
+    os.killpg(process.pid, signal.SIGINT)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(1.5)
+    os.killpg(process.pid, signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "interrupted at once" in err
+    assert summary(tmp_path / "out")["status"] == "interrupted"
 
 
 @pytest.mark.e2e

@@ -7,7 +7,15 @@ import time
 
 import pytest
 
-from gptexp.process.signals import DEADLINE, EXIT_CODES, REASONS, StopRequest, deadline_after
+from gptexp.process.signals import (
+    BEFORE_TRAINING,
+    DEADLINE,
+    EXIT_CODES,
+    REASONS,
+    StopRequest,
+    deadline_after,
+    start_a_run,
+)
 
 SCRIPT = """
 import os, signal, sys, time
@@ -50,6 +58,14 @@ def test_before_training_the_first_signal_ends_the_process(name: str) -> None:
     process = start("starting")
     process.send_signal(getattr(signal, name))
     assert process.wait(timeout=5) == EXIT_CODES[name]
+
+
+def test_a_process_that_is_just_starting_loses_no_signal_and_prints_no_traceback() -> None:
+    command = [sys.executable, "-c", SCRIPT, "starting"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=start_a_run)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=10)
+    assert (process.returncode, err) == (130, f"gptexp: SIGINT: {BEFORE_TRAINING}\n")
 
 
 def test_a_launched_rank_ignores_ctrl_c_which_its_parent_handles() -> None:
