@@ -112,6 +112,7 @@ def _run(cfg: DictConfig, context: HydraContext, train: Task, launcher_world_siz
     directory = Path(cfg.hydra.run.dir)
     if why := why_not_creatable(directory):
         raise ConfigError(f"hydra.run.dir={shown(str(directory))}: {why}; use another directory")
+    run_dir.refuse_run_in(directory)
     reserve_stdout(config.log.progress)
     if run_dir.check_free(directory, config) == "completed":
         say(f"gptexp: {directory}: this run is completed; nothing to do")
@@ -140,6 +141,7 @@ def _sweep(cfg: DictConfig, context: HydraContext, begin_cell: Task) -> int:
 
     register()
     name_sweep(cfg)
+    run_dir.refuse_sweep_in(Path(cfg.hydra.sweep.dir))
     reserve_stdout(cfg.log.progress)
     context.callbacks.on_multirun_start(config=cfg, config_name=CONFIG_NAME)
     task: Any = begin_cell  # called by gptexp's own sweepers only

@@ -271,5 +271,26 @@ def test_a_run_directory_of_another_config_is_not_overwritten(server: ForkServer
     assert contents(directory) == before
 
 
+@pytest.mark.parametrize(
+    ("argv", "made", "said"),
+    [
+        (["hydra.run.dir=there"], "there/cell", "hydra.run.dir=there: holds a sweep or other runs; leave it out"),
+        (["hydra.run.dir=there/x"], "there", "hydra.run.dir=there/x: lies in the directory of a run"),
+        (["-m", "optim.lr=1e-3,2e-3", "hydra.sweep.dir=there"], "there", "hydra.sweep.dir=there: holds a single run"),
+        (["sweep=seeds", "sweep.name=x"], "outputs/x", "hydra.sweep.dir=outputs/x: holds a single run"),
+    ],
+)
+def test_runs_and_sweeps_are_not_mixed_in_a_folder(
+    server: ForkServer, tmp_path: Path, argv: list[str], made: str, said: str
+) -> None:
+    run_dir.save_config(tmp_path / made, compose([]))
+    (tmp_path / made / ".lock").touch()
+    before = contents(tmp_path)
+    answer = server.ask(["train", *argv], tmp_path)
+    assert not answer["torch"]
+    check_refused(answer["code"], answer["stderr"], [(said,)])
+    assert contents(tmp_path) == before
+
+
 def contents(directory: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
