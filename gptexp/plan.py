@@ -4,8 +4,10 @@
 """
 
 import argparse
+import sys
 
 from gptexp.config.compose import composition, hydra_engine, is_multirun, is_sweep, to_config
+from gptexp.config.describe import answer_help
 from gptexp.config.schema import shown
 from gptexp.distributed.ranks import launcher_world_size
 from gptexp.model.gpus import GPUS, Gpu
@@ -17,6 +19,8 @@ DEVICE = "device="  # not a key of the config: a run has train.device, and is pl
 
 def main(argv: list[str] | None = None) -> None:
     """Describe a run or a sweep without training it: length, batch, memory, the value of every `auto`."""
+    if answer_help(sys.argv[1:] if argv is None else argv):
+        return
     parser = argparse.ArgumentParser(prog="gptexp plan", description=main.__doc__)
     what = f"as for gptexp train; device=GPU plans for a GPU that need not be here: {', '.join(GPUS)}"
     parser.add_argument("overrides", nargs="*", metavar="key=value", help=what)

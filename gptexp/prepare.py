@@ -1,14 +1,18 @@
 """`gptexp prepare [overrides]`: fills the token cache."""
 
 import argparse
+import sys
 
 from gptexp.config.compose import compose
+from gptexp.config.describe import answer_help
 from gptexp.data import prepare as data
 from gptexp.process.terminal import run_verb
 
 
 def main(argv: list[str] | None = None) -> None:
     """Tokenise the corpus of a config into the cache; print the directories of the tokens."""
+    if answer_help(sys.argv[1:] if argv is None else argv):
+        return
     parser = argparse.ArgumentParser(prog="gptexp prepare", description=main.__doc__)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="as for gptexp train, e.g. data=shakespeare")
     parser.add_argument("--config-dir", metavar="DIR", help="your own YAML files")

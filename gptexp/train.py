@@ -3,6 +3,7 @@
 import os
 import sys
 
+from gptexp.config.describe import answer_help
 from gptexp.distributed.ranks import ending_rank, launcher_rank
 from gptexp.process.signals import StopRequest, die_with_parent
 from gptexp.process.terminal import run_verb
@@ -16,6 +17,8 @@ def main(argv: list[str] | None = None) -> None:
     parent = os.getppid()
     if argv is not None:
         sys.argv[1:] = argv  # Hydra reads it
+    if answer_help(sys.argv[1:]):
+        return
     if "--dry-run" in sys.argv[1:]:
         from gptexp import plan
 

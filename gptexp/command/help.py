@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from omegaconf import OmegaConf, open_dict
 
-from gptexp.config.compose import composition, folders, hydra_engine, is_multirun
-from gptexp.config.overrides import options
+from gptexp.config.compose import composition, hydra_engine, is_multirun
+from gptexp.config.paths import folders, options
 
 
 def print_help(overrides: Sequence[str], config_dir: str | None) -> None:

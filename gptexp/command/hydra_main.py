@@ -27,7 +27,6 @@ from gptexp.command.help import print_help
 from gptexp.config.compose import (
     CONFIG_NAME,
     composition,
-    folders,
     hydra_engine,
     hydra_errors_as_config_errors,
     is_multirun,
@@ -36,7 +35,7 @@ from gptexp.config.compose import (
     to_config,
 )
 from gptexp.config.overrides import canonical, override_problems
-from gptexp.config.paths import conf_dir, why_not_creatable
+from gptexp.config.paths import conf_dir, folders, why_not_creatable
 from gptexp.config.schema import Config, shown
 from gptexp.process.errors import EXIT_CONFIG, ConfigError, UserError, first_line
 from gptexp.process.terminal import print_error, reserve_stdout, say

@@ -23,8 +23,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from gptexp.config import rules
 from gptexp.config.overrides import canonical, override_problems, secret_problems
-from gptexp.config.paths import absolute, conf_dir, is_path_list
-from gptexp.config.schema import Config, counted, fields_of, shown
+from gptexp.config.paths import absolute, conf_dir, folders, is_path_list
+from gptexp.config.schema import Config, counted, fields_of
 from gptexp.process.errors import ConfigError
 
 CONFIG_NAME = "config"  # conf/config.yaml
@@ -88,15 +88,6 @@ def composition(engine: Any, overrides: Sequence[str], config_dir: str | None, m
 def is_sweep(cfg: DictConfig) -> bool:
     """Whether a composition describes a sweep: by -m, or because a file sets `hydra.mode`."""
     return bool(cfg.hydra.mode == RunMode.MULTIRUN)
-
-
-def folders(config_dir: str | None) -> list[Path]:
-    """The folders with config groups: gptexp's and the user's. Raises `ConfigError` if the user's does not exist."""
-    if config_dir is None:
-        return [conf_dir()]
-    if not Path(config_dir).is_dir():
-        raise ConfigError(f"--config-dir {shown(config_dir)}: no such folder; give a folder with config groups")
-    return [conf_dir(), Path(config_dir)]
 
 
 @contextmanager

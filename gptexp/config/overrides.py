@@ -20,15 +20,15 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from gptexp.config.describe import PACKAGE, nearest
+from gptexp.config.paths import Groups, options
 from gptexp.config.schema import Config, field_problem, fields_of, shown
 
 SECRET = re.compile(r".*(API_KEY|TOKEN|SECRET|PASSWORD)", re.IGNORECASE)  # names of environment variables
 NUMBER = re.compile(r"(?<![\w.])[+-]?([0-9][0-9_]*(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]{1,3})?(?![\w.])")
-PACKAGE = re.compile(r"([ \t]*(#.*)?\n)*?[ \t]*#[ \t]*@package\b")  # Hydra reads it in the comment at the top of a file
 KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", list: "a list of texts"}
 
 Fields = dict[str, dataclasses.Field[Any]]
-Groups = dict[str, dict[str, Path]]  # group -> option -> its file
 
 
 def canonical(overrides: Sequence[str]) -> list[str]:
@@ -83,17 +83,6 @@ def secret_problems(values: Iterable[tuple[str, object]]) -> Iterator[str]:
             if isinstance(item, str) and item in secrets:
                 name = secrets[item]
                 yield f"{key}: equals the secret ${name}, which would be saved with the run; leave it out"
-
-
-def options(folders: Sequence[Path]) -> Groups:
-    """The config groups with their files, without `base`, which is not selectable. The first of two folders wins."""
-    groups: Groups = {}
-    for folder in folders:
-        for file in (*folder.glob("*/*.yaml"), *folder.glob("hydra/*/*.yaml")):
-            group = file.parent.relative_to(folder).as_posix()
-            if group != "base":
-                groups.setdefault(group, {}).setdefault(file.stem, file)
-    return groups
 
 
 def _problems(override: Override, fields: Fields, groups: Groups, multirun: bool) -> list[str]:
@@ -188,9 +177,8 @@ def _kinds(field: dataclasses.Field[Any]) -> list[Any]:
 def _suggestion(key: str, fields: Fields, groups: Groups) -> str:
     """Suggest a key with the same last part, a key of similar spelling, or the keys of the same group."""
     known = [*fields, *groups]
-    section, _, name = key.rpartition(".")
-    same_name = [k for k in known if name in k.split(".")[1:]]
-    if close := same_name or difflib.get_close_matches(key, known, n=1, cutoff=0.7):
+    section = key.rpartition(".")[0]
+    if close := nearest(key, known, most=1, cutoff=0.7):
         return f"did you mean '{close[0]}'?"
     if section and (inside := [k.rpartition(".")[2] for k in fields if k.rpartition(".")[0] == section]):
         return f"keys of {section}: {', '.join(inside)}"

@@ -1,17 +1,21 @@
-"""Paths: files and globs in the configuration, and the folder of the YAML files."""
+"""Paths: files and globs in the configuration, and the YAML files."""
 
 import glob
 import os
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import platformdirs
 
 import gptexp
+from gptexp.config.schema import shown
 from gptexp.process.errors import ConfigError
 
 OWN_CONF = "GPTEXP_CONF"  # environment: path of a folder that replaces conf/
+
+Groups = dict[str, dict[str, Path]]  # group -> option -> its file
 
 
 def conf_dir() -> Path:
@@ -36,6 +40,26 @@ def packaged_conf() -> Path:
         if (candidate / "config.yaml").is_file():
             return candidate
     raise ConfigError(f"{package / 'conf'}: contains no config.yaml; set {OWN_CONF} to the folder that contains it")
+
+
+def folders(config_dir: str | None) -> list[Path]:
+    """The folders with config groups: gptexp's and the user's. Raises `ConfigError` if the user's does not exist."""
+    if config_dir is None:
+        return [conf_dir()]
+    if not Path(config_dir).is_dir():
+        raise ConfigError(f"--config-dir {shown(config_dir)}: no such folder; give a folder with config groups")
+    return [conf_dir(), Path(config_dir)]
+
+
+def options(folders: Sequence[Path]) -> Groups:
+    """The config groups with their files, without `base`, which is not selectable. The first of two folders wins."""
+    groups: Groups = {}
+    for folder in folders:
+        for file in (*folder.glob("*/*.yaml"), *folder.glob("hydra/*/*.yaml")):
+            group = file.parent.relative_to(folder).as_posix()
+            if group != "base":
+                groups.setdefault(group, {}).setdefault(file.stem, file)
+    return groups
 
 
 def user_cache_dir() -> Path:

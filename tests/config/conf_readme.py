@@ -1,23 +1,16 @@
 """conf/README.md, written from gptexp/config/schema.py and the files of conf/: `python tests/config/conf_readme.py`."""
 
-import ast
 import dataclasses
-import io
-import re
-import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from gptexp.config import schema
+from gptexp.config.describe import comment, default_options, doc, kind, meanings, settings
 from gptexp.config.schema import Config, shown
 
 ROOT = Path(__file__).resolve().parents[2]
 CONF = ROOT / "conf"
 PAGE = CONF / "README.md"
-GLOBAL = "# @package _global_"
 
 HEAD = """\
 # Configuration
@@ -31,6 +24,7 @@ A run is described by one config. `conf/config.yaml` names one option of each gr
 gptexp train model=gpt2 optim.lr=3e-4      # an option of a group, and a single key
 gptexp train model=gpt2 --cfg job          # print the composed config, and train nothing
 gptexp train --help                        # print the groups, their options, and the keys
+gptexp train --help optim.lr               # what a key means, its values, and the files that set it
 gptexp train --config-dir my model=small   # also find options in your own folder, here my/model/small.yaml
 ```
 
@@ -57,8 +51,13 @@ def page() -> str:
         section = getattr(config, f.name)
         if not dataclasses.is_dataclass(section) or f.name == "sweep":
             continue
-        doc = _doc(type(section))
-        parts += [f"### `{f.name}`\n", *([f"{doc}\n"] if doc else []), _options(CONF / f.name), _keys(section, f.name)]
+        text = doc(type(section))
+        parts += [
+            f"### `{f.name}`\n",
+            *([f"{text}\n"] if text else []),
+            _options(CONF / f.name),
+            _keys(section, f.name),
+        ]
     parts += ["### `sweep.*` and top-level keys\n", _keys(config.sweep, "sweep"), _keys(config, "", nested=False)]
     parts += ["## Recipes and grids\n", "### `experiment`\n", _options(CONF / "experiment")]
     parts += ["### `sweep`\n", _options(CONF / "sweep")]
@@ -68,70 +67,32 @@ def page() -> str:
         parts += [_hydra_option(group, path) for path in sorted((CONF / group).glob("*.yaml"))]
     parts += ["## Other files\n", "| file | content |\n|---|---|"]
     for name in ("config.yaml", "base/default.yaml", "wandb_sweep.yaml"):
-        parts.append(f"| [{name}]({name}) | {_cell(_comment(CONF / name))} |")
+        parts.append(f"| [{name}]({name}) | {_cell(comment(CONF / name))} |")
     return "\n".join(parts) + "\n"
-
-
-def _doc(cls: type) -> str:
-    """The first line of a class's docstring; empty if it is the one that Python generates for a dataclass."""
-    doc = (cls.__doc__ or "").strip()
-    return "" if doc.startswith(f"{cls.__name__}(") else doc.splitlines()[0]
 
 
 def _options(folder: Path) -> str:
     """A table of a group's files."""
-    default = _defaults().get(folder.name)
+    default = default_options().get(folder.name)
     rows = ["| option | sets | |\n|---|---|---|"]
     if not folder.exists():
         return "This group has no files.\n"
     for path in sorted(folder.glob("*.yaml")):
         name = f"[{path.stem}]({path.relative_to(CONF).as_posix()})" + (" (default)" if path.stem == default else "")
         sets = " ".join(f"`{text}`" for text in _settings(path))
-        rows.append(f"| {name} | {sets} | {_cell(_comment(path))} |")
+        rows.append(f"| {name} | {sets} | {_cell(comment(path))} |")
     return "\n".join(rows) + "\n"
-
-
-def _defaults() -> dict[str, str]:
-    """Group -> the option that conf/config.yaml names."""
-    entries = yaml.safe_load((CONF / "config.yaml").read_text())["defaults"]
-    return {key: value for entry in entries if isinstance(entry, dict) for key, value in entry.items()}
-
-
-def _comment(path: Path) -> str:
-    """The comment that a YAML file begins with."""
-    lines = []
-    for line in path.read_text().splitlines():
-        if not line.startswith("#"):
-            break
-        text = line.removeprefix("#").strip()
-        if line != GLOBAL:
-            lines.append(f"`{text}`" if line.startswith("#   ") else text)  # an indented line is a command
-    return " ".join(lines)
 
 
 def _settings(path: Path) -> list[str]:
     """`key=value` for each key that an option sets, with the text of the value in the file."""
-    text = path.read_text()
-    values = yaml.load(text, yaml.BaseLoader)
-    prefix = "" if text.startswith(GLOBAL) else f"{path.parent.relative_to(CONF).as_posix().replace('/', '.')}."
-    found = []
-    for entry in values.pop("defaults", []):
-        found += [f"{group.removeprefix('override /')}={option}" for group, option in entry.items()]
-    found += [f"{key}={value}" for key, value in _flat(values, prefix)]
-    return [setting.removeprefix("hydra.sweeper.params.") for setting in found if setting != "hydra.mode=MULTIRUN"]
-
-
-def _flat(values: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
+    found = settings(path, path.parent.relative_to(CONF).as_posix())
+    return [f"{key}={value}" for key, value in found if (key, value) != ("hydra.mode", "MULTIRUN")]
 
 
 def _hydra_option(group: str, path: Path) -> str:
     """A launcher or sweeper: its comment and its own keys with the comments on their lines."""
-    rows = [f"[{path.stem}]({path.relative_to(CONF).as_posix()}): {_comment(path)}\n"]
+    rows = [f"[{path.stem}]({path.relative_to(CONF).as_posix()}): {comment(path)}\n"]
     keys = [line for line in path.read_text().splitlines() if not line.startswith(("#", "_target_"))]
     if not keys:
         return rows[0]
@@ -151,49 +112,21 @@ def _keys(section: Any, prefix: str, nested: bool = True) -> str:
 
 
 def _rows(section: Any, prefix: str, nested: bool) -> Iterator[str]:
-    meanings = _meanings(type(section).__name__)
+    comments = meanings(type(section).__name__)
     for f in dataclasses.fields(section):
         value = getattr(section, f.name)
         if dataclasses.is_dataclass(value):
             if nested:
                 yield from _rows(value, f"{prefix}{f.name}.", nested)
             continue
-        kind, default = _kind(f), "[]" if value == [] else shown(value)
-        yield f"| `{prefix}{f.name}` | {kind} | `{default}` | {_cell(meanings.get(f.name, ''))} |"
+        of_kind, default = _kind(f), "[]" if value == [] else shown(value)
+        yield f"| `{prefix}{f.name}` | {of_kind} | `{default}` | {_cell(comments.get(f.name, ''))} |"
 
 
 def _kind(f: "dataclasses.Field[Any]") -> str:
-    """The values that a key takes: its choices, or its type and rule."""
-    if choices := f.metadata.get("choices"):
-        return ", ".join(f"`{choice}`" for choice in choices)
-    name = f.type.__name__ if isinstance(f.type, type) and not hasattr(f.type, "__args__") else str(f.type)
-    kind = name.replace("typing.Any", "path or list").replace("None", "null").replace(" | ", " or ")
-    rule: str = f.metadata["rule"][1] if f.metadata else ""
-    rule = re.sub(r"^must (be )?(lie )?(have )?(finite,? )?(and )?| \(integers.*", "", rule)
-    if rule.endswith("or auto"):
-        return rule
-    return _cell(f"{kind}, {rule}" if rule else kind)
-
-
-def _meanings(class_name: str) -> dict[str, str]:
-    """Key -> the comment on its line, and on the comment lines that follow."""
-    source = Path(schema.__file__).read_text()
-    comments = {
-        token.start[0]: token.string.removeprefix("#").strip()
-        for token in tokenize.generate_tokens(io.StringIO(source).readline)
-        if token.type == tokenize.COMMENT
-    }
-    alone = {number for number, line in enumerate(source.splitlines(), 1) if line.strip().startswith("#")}
-    [cls] = [n for n in ast.parse(source).body if isinstance(n, ast.ClassDef) and n.name == class_name]
-    meanings = {}
-    for node in cls.body:
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.end_lineno is not None:
-            lines, number = [comments.get(node.end_lineno, "")], node.end_lineno + 1
-            while number in alone:
-                lines.append(comments[number])
-                number += 1
-            meanings[node.target.id] = " ".join(filter(None, lines))
-    return meanings
+    """The values that a key takes; its choices are code."""
+    text = kind(f)
+    return ", ".join(f"`{choice}`" for choice in text.split(", ")) if f.metadata.get("choices") else _cell(text)
 
 
 def _cell(text: str) -> str:

@@ -1,0 +1,190 @@
+"""What a key means, and which files set it: the answer to `gptexp train --help KEY`.
+
+The meanings are the comments in schema.py. Nothing here imports Hydra, so that the answer takes no time.
+"""
+
+import ast
+import dataclasses
+import difflib
+import io
+import re
+import tokenize
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from gptexp.config import schema
+from gptexp.config.paths import Groups, conf_dir, folders, options
+from gptexp.config.schema import Config, fields_of, shown
+from gptexp.process.errors import ConfigError, first_line
+
+# Hydra reads the package of a file in the comment at its top.
+PACKAGE = re.compile(r"(?:[ \t]*(?:#.*)?\n)*?[ \t]*#[ \t]*@package[ \t]+(\S+)")
+
+
+def answer_help(argv: Sequence[str]) -> bool:
+    """Print what the keys and groups after --help mean. Returns whether there are any; else the verb's own help is due.
+
+    Raises `ConfigError` for an unknown key.
+    """
+    asked, config_dir, names = False, None, list[str]()
+    texts = iter(argv)
+    for text in texts:
+        if text == "--config-dir":
+            config_dir = next(texts, None)
+        elif text.startswith("--config-dir="):
+            config_dir = text.partition("=")[2]
+        elif asked and not text.startswith("-") and "=" not in text:
+            names.append(text)
+        asked |= text in ("-h", "--help")
+    if names:
+        print(*describe(names, options(folders(config_dir))), sep="\n\n")
+    return names != []
+
+
+def describe(names: Sequence[str], groups: Groups) -> list[str]:
+    """A text for each key or group. Raises `ConfigError` with a line for each unknown one."""
+    keys = [key for key, _, _ in fields_of(Config())]
+    known = [*keys, *groups, *{key.rpartition(".")[0] for key in keys if "." in key} - groups.keys()]
+    if unknown := [name for name in names if name not in known]:
+        raise ConfigError([_unknown(name, known) for name in unknown])
+    return [_key(name, groups) if name in keys else _group(name, groups.get(name, {})) for name in names]
+
+
+def _unknown(name: str, known: list[str]) -> str:
+    close = ", ".join(nearest(name, known))
+    return (
+        f"--help {shown(name)}: unknown key; {f'nearest: {close}' if close else 'gptexp train --help lists all keys'}"
+    )
+
+
+def nearest(name: str, known: Iterable[str], most: int = 3, cutoff: float = 0.5) -> list[str]:
+    """The keys with the same last part, else those of similar spelling."""
+    known = list(known)
+    same = [key for key in known if name.rpartition(".")[2] in key.split(".")[1:]]
+    return same[:most] or difflib.get_close_matches(name, known, n=most, cutoff=cutoff)
+
+
+def _key(key: str, groups: Groups) -> str:
+    field, default, section = next((f, value, cls) for k, f, value, cls in _leaves(Config()) if k == key)
+    lines = [key, f"  meaning   {meanings(section.__name__).get(field.name, '')}", f"  values    {kind(field)}"]
+    lines += [f"  default   {shown(default)}"]
+    if section_doc := doc(section):
+        lines.append(f"  part of   {key.rpartition('.')[0] or 'the config'}: {section_doc}")
+    chosen = default_options()
+    setters = [
+        f"{group}={name} ({value})" + (", by default" if chosen.get(group) == name else "")
+        for group, files in sorted(groups.items())
+        for name, file in sorted(files.items())
+        for of_key, value in settings(file, group)
+        if of_key == key
+    ]
+    return "\n".join([*lines, "  set by    " + "\n            ".join(setters or ["no file"])])
+
+
+def _group(group: str, files: dict[str, Path]) -> str:
+    leaves = [leaf for leaf in _leaves(Config()) if leaf[0].startswith(f"{group}.")]
+    docs = {doc(section) for key, _, _, section in leaves if key.count(".") == group.count(".") + 1} - {""}
+    lines = [": ".join([group, *docs])]
+    lines += [f"  {group}={name:<22} {comment(file)}".rstrip() for name, file in sorted(files.items())]
+    for key, field, default, section in leaves:
+        lines.append(f"  {key}={shown(default)}  ({kind(field)})  {meanings(section.__name__).get(field.name, '')}")
+    return "\n".join(lines)
+
+
+def _leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field[Any], Any, type]]:
+    """Yield (dotted key, field, default, dataclass that holds the field) for every key."""
+    for f in dataclasses.fields(config):
+        value = getattr(config, f.name)
+        if dataclasses.is_dataclass(value):
+            yield from _leaves(value, f"{prefix}{f.name}.")
+        else:
+            yield f"{prefix}{f.name}", f, value, type(config)
+
+
+def doc(cls: type) -> str:
+    """The first line of a class's docstring; empty if it is the one that Python generates for a dataclass."""
+    text = (cls.__doc__ or "").strip()
+    return "" if text.startswith(f"{cls.__name__}(") else text.splitlines()[0]
+
+
+def kind(f: dataclasses.Field[Any]) -> str:
+    """The values that a key takes: its choices, or its type and rule."""
+    if choices := f.metadata.get("choices"):
+        return ", ".join(choices)
+    name = f.type.__name__ if isinstance(f.type, type) and not hasattr(f.type, "__args__") else str(f.type)
+    text = name.replace("typing.Any", "path or list").replace("None", "null").replace(" | ", " or ")
+    rule: str = f.metadata["rule"][1] if f.metadata else ""
+    rule = re.sub(r"^must (be )?(lie )?(have )?(finite,? )?(and )?| \(integers.*", "", rule)
+    if rule.endswith("or auto"):
+        return rule
+    return f"{text}, {rule}" if rule else text
+
+
+@cache
+def meanings(class_name: str) -> dict[str, str]:
+    """Key -> the comment on its line in schema.py, and on the comment lines that follow."""
+    source = Path(schema.__file__).read_text()
+    comments = {
+        token.start[0]: token.string.removeprefix("#").strip()
+        for token in tokenize.generate_tokens(io.StringIO(source).readline)
+        if token.type == tokenize.COMMENT
+    }
+    alone = {number for number, line in enumerate(source.splitlines(), 1) if line.strip().startswith("#")}
+    [cls] = [n for n in ast.parse(source).body if isinstance(n, ast.ClassDef) and n.name == class_name]
+    found = {}
+    for node in cls.body:
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.end_lineno is not None:
+            lines, number = [comments.get(node.end_lineno, "")], node.end_lineno + 1
+            while number in alone:
+                lines.append(comments[number])
+                number += 1
+            found[node.target.id] = " ".join(filter(None, lines))
+    return found
+
+
+def comment(file: Path) -> str:
+    """The comment that a YAML file begins with. In backquotes: its indented lines, which are commands."""
+    lines = []
+    for line in file.read_text().splitlines():
+        if not line.startswith("#"):
+            break
+        text = line.removeprefix("#").strip()
+        if not text.startswith("@package"):
+            lines.append(f"`{text}`" if line.startswith("#   ") else text)
+    return " ".join(lines)
+
+
+def default_options() -> dict[str, str]:
+    """Group -> the option that conf/config.yaml selects."""
+    entries = yaml.safe_load((conf_dir() / "config.yaml").read_text()).get("defaults", [])
+    return {group: option for entry in entries if isinstance(entry, dict) for group, option in entry.items()}
+
+
+def settings(file: Path, group: str) -> list[tuple[str, str]]:
+    """(key, value as written) for each group and key that an option's file sets, also for each key that it sweeps."""
+    try:
+        text = file.read_text()
+        values = yaml.load(text, yaml.BaseLoader) or {}
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"{file}: {first_line(error)}") from None
+    package = found[1] if (found := PACKAGE.match(text)) else group.replace("/", ".")
+    chosen = [
+        (of_group.removeprefix("override /"), option)
+        for entry in values.pop("defaults", [])
+        if isinstance(entry, dict)
+        for of_group, option in entry.items()
+    ]
+    flat = _flat(values, "" if package == "_global_" else f"{package}.")
+    return [(key.removeprefix("hydra.sweeper.params."), value) for key, value in (*chosen, *flat)]
+
+
+def _flat(values: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

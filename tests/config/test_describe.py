@@ -1,0 +1,72 @@
+"""`gptexp train --help KEY`: what a key means, its values and default, and the files that set it."""
+
+from pathlib import Path
+
+import pytest
+from conftest import ForkServer
+
+from gptexp.config.describe import answer_help, describe, meanings
+from gptexp.config.paths import folders, options, packaged_conf
+from gptexp.config.schema import Config, fields_of
+from gptexp.process.errors import ConfigError
+
+
+def test_a_key_has_its_meaning_source_values_default_and_files(tmp_path: Path) -> None:
+    (tmp_path / "optim").mkdir()
+    (tmp_path / "optim" / "mine.yaml").write_text("lr: 2e-3\n")
+    [text] = describe(["optim.lr"], options(folders(str(tmp_path))))
+    lines = text.splitlines()
+    assert lines[:5] == [
+        "optim.lr",
+        "  meaning   peak learning rate; each model file sets its own",
+        "  values    float, above 0",
+        "  default   0.0006",
+        "  part of   optim: AdamW as GPT-3 uses it (arXiv 2005.14165, appendix B).",
+    ]
+    set_by = [line.removeprefix("  set by").strip() for line in lines[5:]]
+    for setter in (
+        "model=gpt2 (6.0e-4)",
+        "model=nano (3.0e-2), by default",
+        "optim=mine (2e-3)",
+        "experiment=tutorial (1.0e-2)",
+        "sweep=lr (3.75e-3,7.5e-3,1.5e-2,3e-2,6e-2,1.2e-1,2.4e-1)",
+    ):
+        assert setter in set_by
+    assert not any(line.startswith("schedule") for line in set_by)
+
+
+def test_every_key_and_group_is_described() -> None:
+    groups = options([packaged_conf()])
+    keys = [key for key, _, _ in fields_of(Config())]
+    for key, text in zip(keys, describe(keys, groups), strict=True):
+        assert text.splitlines()[0] == key
+        assert "  default " in text
+    for group, text in zip(groups, describe(list(groups), groups), strict=True):
+        assert all(f"{group}={name}" in text for name in groups[group])
+        assert all(key in text for key in keys if key.startswith(f"{group}."))
+    assert meanings("ModelConfig")["block_size"] == "tokens: maximum length of a sequence"
+
+
+def test_an_unknown_key_is_refused_with_the_nearest_ones() -> None:
+    with pytest.raises(ConfigError) as error:
+        answer_help(["--help", "optim.lrr", "lr", "qqqqqq"])
+    first, second, third = error.value.problems
+    assert first.startswith("--help optim.lrr: unknown key; nearest: optim.lr")
+    assert second == "--help lr: unknown key; nearest: optim.lr"
+    assert third == "--help qqqqqq: unknown key; gptexp train --help lists all keys"
+
+
+@pytest.mark.parametrize("argv", [["optim.lr=1"], ["--help"], ["--help", "optim.lr=1"], ["--cfg", "job", "-h"]])
+def test_help_without_a_key_is_that_of_the_verb(argv: list[str]) -> None:
+    assert not answer_help(argv)
+
+
+@pytest.mark.parametrize("verb", ["train", "plan", "prepare"])
+def test_each_verb_that_composes_answers_at_once(light_server: ForkServer, tmp_path: Path, verb: str) -> None:
+    done = light_server.ask([verb, "--config-dir", ".", "--help", "model.n_layer", "log"], tmp_path)
+    assert (done["code"], done["stderr"], done["torch"]) == (0, "", False)
+    assert "number of blocks" in done["stdout"]
+    assert "log.wandb.mode=auto" in done["stdout"]
+    assert any(light_server.ask([verb, "--help", "optim.lr"], tmp_path)["cpu_s"] < 0.5 for _ in range(5))
+    refused = light_server.ask([verb, "--help", "optim.lrr"], tmp_path)
+    assert (refused["code"], len(refused["stderr"].splitlines())) == (2, 1)
