@@ -1,6 +1,7 @@
 """The `gptexp` command: `gptexp VERB …` is `python -m gptexp.VERB …`."""
 
 import os
+import re
 import sys
 from importlib import import_module
 
@@ -29,14 +30,10 @@ def main() -> None:
 
 
 def _main() -> None:
-    if "_ARGCOMPLETE" in os.environ or "COMP_LINE" in os.environ:
-        # Hydra completes the text after the program's name, so the verb must be removed.
-        for verb in VERBS:
-            os.environ["COMP_LINE"] = os.environ.get("COMP_LINE", "").replace(f" {verb} ", " ", 1)
+    if {"-sc", "--shell-completion"} & {*sys.argv[1:3]}:
+        _complete()
+        return
     verb = sys.argv[1] if len(sys.argv) > 1 else "--help"
-    if verb in ("-sc", "--shell-completion"):
-        verb = "train"
-        sys.argv.insert(1, verb)
     if verb in ("-V", "--version"):
         print(f"gptexp {gptexp.__version__}")
         return
@@ -50,6 +47,22 @@ def _main() -> None:
         sys.exit(2)
     sys.argv[:2] = [f"{sys.argv[0]} {verb}"]
     run_verb(import_module(f"gptexp.{verb}").main)
+
+
+def _complete() -> None:
+    """Answer the shell, which asks what can stand at the end of the line in $COMP_LINE, or install the completion."""
+    line = os.environ.get("COMP_LINE", "")
+    if sys.argv[-1].startswith("query="):
+        from gptexp.command.completion import candidates
+
+        found = candidates(line, VERBS)
+        if found is not None:
+            print("\n".join(found) if sys.argv[-1] == "query=fish" else " ".join(found))
+            return
+    # Hydra completes the text after the program's name, so the verb must be removed.
+    os.environ["COMP_LINE"] = re.sub(rf"^(\s*\S+)\s+({'|'.join(VERBS)})\s", r"\1 ", line)
+    sys.argv[1:] = sys.argv[-2:]
+    run_verb(import_module("gptexp.train").main)
 
 
 if __name__ == "__main__":

@@ -165,11 +165,3 @@ def test_a_resume_without_its_gpu_changes_nothing(gptexp: Gptexp, tiny: list[str
     assert "train.device=cuda" in done.stderr
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["config.yaml"]
     assert (tmp_path / "run" / "config.yaml").stat() == before
-
-
-def test_tab_completion_works_after_the_verb(tmp_path: Path) -> None:
-    """The call is that of Hydra's bash function, with the verb in the line."""
-    env = {**os.environ, "COMP_LINE": "gptexp train model=gpt2_", "COMP_POINT": "24"}
-    command = [sys.executable, "-m", "gptexp", "train", "-sc", "query=bash"]
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
-    assert set(done.stdout.split()) == {"model=gpt2_large", "model=gpt2_medium", "model=gpt2_xl"}
