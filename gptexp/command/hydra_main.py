@@ -31,6 +31,7 @@ from gptexp.config.compose import (
     hydra_errors_as_config_errors,
     is_multirun,
     is_sweep,
+    refuse_config_name,
     register_schema,
     to_config,
 )
@@ -72,9 +73,11 @@ def _parse() -> Namespace:
     parser = get_args_parser()
     parser.error = _usage_error  # type: ignore[method-assign]
     args = parser.parse_intermixed_args()
-    for flag, value in (("--config-path", args.config_path), ("--config-name", args.config_name)):
-        if value:
-            raise ConfigError(f"{flag} {value}: not supported; give a folder with config groups: --config-dir DIR")
+    refuse_config_name(args.config_name)
+    if args.config_path:
+        raise ConfigError(
+            f"--config-path {args.config_path}: not supported; give a folder with config groups: --config-dir DIR"
+        )
     if args.experimental_rerun:
         raise ConfigError(f"--experimental-rerun {args.experimental_rerun}: not supported; use gptexp resume RUN_DIR")
     return args

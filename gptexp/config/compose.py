@@ -24,7 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 from gptexp.config import rules
 from gptexp.config.overrides import canonical, override_problems, secret_problems
 from gptexp.config.paths import absolute, conf_dir, folders, is_path_list
-from gptexp.config.schema import Config, counted, fields_of
+from gptexp.config.schema import Config, counted, fields_of, shown
 from gptexp.process.errors import ConfigError
 
 CONFIG_NAME = "config"  # conf/config.yaml
@@ -83,6 +83,15 @@ def composition(engine: Any, overrides: Sequence[str], config_dir: str | None, m
         cfg.hydra.mode = RunMode.MULTIRUN
     HydraConfig.instance().set_config(cfg)
     return cfg
+
+
+def refuse_config_name(name: str | None) -> None:
+    """Raise `ConfigError` if a config is given that would replace conf/config.yaml: an experiment builds on it."""
+    if name:
+        raise ConfigError(
+            f"--config-name {shown(name)}: not supported; save it as DIR/experiment/{shown(name)}.yaml with the first "
+            f"line '# @package _global_', and give --config-dir DIR experiment={shown(name)}"
+        )
 
 
 def is_sweep(cfg: DictConfig) -> bool:

@@ -100,6 +100,20 @@ def test_an_unknown_key_in_a_users_file_is_refused_in_one_line(gptexp: Gptexp, o
     assert "n_layers" in done.stderr
 
 
+@pytest.mark.parametrize("verb", ["train", "plan", "prepare"])
+def test_a_config_in_place_of_gptexps_own_is_refused_and_works_as_an_experiment(
+    gptexp: Gptexp, own: Path, verb: str
+) -> None:
+    refused = gptexp(verb, "--config-dir", "conf", "--config-name", "mine")
+    assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
+    assert "--config-name mine: not supported; save it as DIR/experiment/mine.yaml" in refused.stderr
+    assert "--config-dir DIR experiment=mine" in refused.stderr
+    text = "# @package _global_\ndefaults:\n  - override /model: small\ntrain: {max_tokens: 8192}\n"
+    (own / "conf" / "experiment" / "mine.yaml").write_text(text)
+    config = compose(["experiment=mine"], str(own / "conf"))
+    assert (config.model.n_layer, config.train.max_tokens) == (3, 8192)
+
+
 def test_a_users_file_may_set_keys_of_its_own_group_only(own: Path) -> None:
     """Such a file needs no line with its package."""
     (own / "conf" / "sweep" / "named.yaml").write_text("name: mine\nparallel: 2\n")
