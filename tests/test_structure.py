@@ -37,7 +37,6 @@ FENCES = {
     "vl_convert": {"reporting/pictures.py"},
     "safetensors": {"storage/checkpoint.py", "run/verification.py"},
 }  # fmt: skip
-FOR_TYPES = {"tiktoken": {"model/generate.py", "run/load.py"}}  # in addition, inside `if TYPE_CHECKING`
 
 RANK_VARIABLES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 
@@ -151,17 +150,11 @@ def test_a_circular_import_would_be_found() -> None:
 
 @pytest.mark.parametrize("package", FENCES)
 def test_a_third_party_package_is_imported_only_where_allowed(package: str) -> None:
+    """Also for types."""
     users = {
         file.name
         for file in FILES.values()
-        if package in {name.split(".")[0] for name in file.imports} and not file.inside(FENCES[package])
-    }
-    assert users == set()
-    for_types = FENCES[package] | FOR_TYPES.get(package, set())
-    users = {
-        file.name
-        for file in FILES.values()
-        if package in {name.split(".")[0] for name in file.imports_with_types} and not file.inside(for_types)
+        if package in {name.split(".")[0] for name in file.imports_with_types} and not file.inside(FENCES[package])
     }
     assert users == set()
 

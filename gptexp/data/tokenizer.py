@@ -1,11 +1,13 @@
-"""GPT-2's byte-pair encoding by tiktoken. No other file imports tiktoken.
+"""What a tokenizer offers, and GPT-2's byte-pair encoding by tiktoken. No other file imports tiktoken.
 
 The ranks of gpt2, which are those of r50k_base, are in a file beside this one, so that tokenising needs no network.
 Their hash is checked. tiktoken downloads its other encodings.
 """
 
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from typing import Protocol
 
 from tiktoken import Encoding, get_encoding
 from tiktoken.load import load_tiktoken_bpe
@@ -19,12 +21,30 @@ _RANKS = Path(__file__).with_name("gpt2.tiktoken")
 _RANKS_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
 
 
-@cache
-def load_tokenizer(name: str) -> Encoding:
-    """Load the encoding `name`. Raises `DataError` if it cannot be downloaded.
+class Tokenizer(Protocol):
+    """Turns text into ids and back. A `tiktoken.Encoding` is one."""
 
-    Its `encode_ordinary` treats special tokens as text. Its `decode` accepts ids below `n_vocab`.
-    """
+    @property
+    def n_vocab(self) -> int:
+        """Number of ids, special tokens included. The model's vocabulary may be larger: the rest is padding."""
+
+    @property
+    def eot_token(self) -> int:
+        """The id between two documents."""
+
+    def encode_ordinary(self, text: str) -> list[int]:
+        """The ids of `text`, in which special tokens are text too."""
+
+    def encode_ordinary_batch(self, text: list[str]) -> list[list[int]]:
+        """The ids of several texts."""
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of ids below `n_vocab`. Bytes that are not UTF-8 become U+FFFD."""
+
+
+@cache
+def load_tokenizer(name: str) -> Tokenizer:
+    """Load the tokenizer `name`. Raises `DataError` if it cannot be downloaded."""
     if name not in ("gpt2", "r50k_base"):
         try:
             return get_encoding(name)

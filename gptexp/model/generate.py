@@ -1,14 +1,11 @@
 """Text generation by top-k sampling, one token at a time."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
+from gptexp.data.tokenizer import Tokenizer
 from gptexp.model.gpt import GPT
-
-if TYPE_CHECKING:
-    import tiktoken
 
 
 @dataclass(frozen=True)
@@ -44,7 +41,7 @@ def generate(model: GPT, tokens: torch.Tensor, n_vocab: int, how: Sampling) -> t
     return tokens
 
 
-def complete(model: GPT, tokenizer: "tiktoken.Encoding", prompt: str, num_samples: int, how: Sampling) -> list[str]:
+def complete(model: GPT, tokenizer: Tokenizer, prompt: str, num_samples: int, how: Sampling) -> list[str]:
     """Return `num_samples` continuations of `prompt`, each with the prompt. An empty prompt starts a document."""
     ids = tokenizer.encode_ordinary(prompt) or [tokenizer.eot_token]
     tokens = torch.tensor([ids] * num_samples, device=model.wte.weight.device)

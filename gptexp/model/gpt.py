@@ -65,7 +65,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """The model. `forward` returns the training loss, `logits` the logits of the next token."""
+    """The model. `forward` returns the training loss or all logits, `logits` those of the next token alone."""
 
     def __init__(
         self, cfg: ModelConfig, loss: Loss = plain_cross_entropy, activation_checkpointing: bool = False
@@ -106,12 +106,17 @@ class GPT(nn.Module):
         out: Tensor = self.ln_f(h)
         return out
 
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
         """Mean cross-entropy of the targets `y` (B, T) given the inputs `x` (B, T), a scalar in nats.
 
         The loss is part of the forward pass, so that DDP and torch.compile process one graph that returns no logits.
+        Without `y`, returns the logits (B, T, V). V is model.vocab_size: the ids from the tokenizer's n_vocab up are
+        padding, which no text contains.
         """
         h = self.hidden(x)
+        if y is None:
+            logits: Tensor = self.lm_head(h)
+            return logits
         return self.loss(h.flatten(0, 1), self.lm_head.weight, y.flatten())
 
     def logits(self, x: Tensor) -> Tensor:

@@ -45,6 +45,7 @@ def test_logits_and_gradients_equal_transformers_gpt2() -> None:
 
     x = tokens(2, 24)
     out = theirs(x, labels=x)
+    torch.testing.assert_close(ours(x), out.logits, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(ours.logits(x), out.logits[:, -1], rtol=1e-4, atol=1e-4)
     loss = ours(x[:, :-1], x[:, 1:])
     torch.testing.assert_close(loss, out.loss, rtol=1e-5, atol=1e-5)
