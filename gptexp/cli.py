@@ -13,7 +13,7 @@ VERBS = {
     "plan": "describe a run or a sweep without training it; takes Hydra overrides",
     "prepare": "tokenise a corpus into the cache; takes Hydra overrides",
     "resume": "continue an unfinished run",
-    "sample": "print text from a run's newest checkpoint",
+    "sample": "print text from the newest checkpoint of a run, or of a sweep's best run",
     "evaluate": "print a checkpoint's validation loss as JSON",
     "report": "report the results of a sweep or a run: optima, law, noise, pictures",
     "status": "show the progress of a sweep's cells",

@@ -1,4 +1,4 @@
-"""`gptexp evaluate RUN_DIR`: the validation loss of a run's newest checkpoint, as JSON."""
+"""`gptexp evaluate DIR`: the validation loss of the newest checkpoint of a run, or of a sweep's best run, as JSON."""
 
 import argparse
 import json
@@ -9,18 +9,20 @@ from gptexp.config.paths import absolute, matching_files
 from gptexp.config.schema import shown
 from gptexp.process.errors import ConfigError, DataError
 from gptexp.process.terminal import run_verb
+from gptexp.reporting.best import one_run
 from gptexp.storage import run_dir
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Print validation loss and perplexity of the newest checkpoint of a run, as JSON."""
+    """Print validation loss and perplexity of the newest checkpoint of a run, or of a sweep's best run, as JSON."""
     parser = argparse.ArgumentParser(prog="gptexp evaluate", description=main.__doc__)
-    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    parser.add_argument("directory", type=Path, metavar="DIR", help="a run's directory, or a sweep's")
     parser.add_argument("--data", metavar="PATH", help="file or glob to use instead of the run's validation text")
     parser.add_argument("--val-tokens", type=int, metavar="N", help="validation tokens (default: as in the run)")
     args = parser.parse_args(argv)
 
-    config = run_dir.require_checkpoint(args.run_dir)
+    directory = one_run(args.directory)
+    config = run_dir.require_checkpoint(directory)
     held_out = config.data.val_tokens if config.data.val_path is None else None  # the run was trained on the rest
     if args.data is not None:
         config.data.name, config.data.path, config.data.max_tokens = "text", [absolute(args.data)], None
@@ -28,7 +30,7 @@ def main(argv: list[str] | None = None) -> None:
         if not matching_files(absolute(args.data)):
             raise DataError(f"--data {shown(args.data)}: no such file; give a file or a glob")
     elif held_out == 0:
-        raise ConfigError(f"{args.run_dir}: data.val_tokens=0: the run has no validation tokens; give --data FILE")
+        raise ConfigError(f"{directory}: data.val_tokens=0: the run has no validation tokens; give --data FILE")
     elif args.val_tokens is not None and held_out is not None and args.val_tokens > held_out:
         raise ConfigError(f"--val-tokens={args.val_tokens}: the run has {held_out}; use fewer, or give --data FILE")
     if args.val_tokens is not None:
@@ -41,7 +43,8 @@ def main(argv: list[str] | None = None) -> None:
 
     from gptexp.run.load import evaluate_checkpoint
 
-    print(json.dumps(evaluate_checkpoint(args.run_dir, config, of_the_run=args.data is None)))
+    found = evaluate_checkpoint(directory, config, of_the_run=args.data is None)
+    print(json.dumps({"directory": str(directory), **found}))
 
 
 if __name__ == "__main__":

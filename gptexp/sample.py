@@ -1,4 +1,4 @@
-"""`gptexp sample RUN_DIR`: text from a run's newest checkpoint."""
+"""`gptexp sample DIR`: text from the newest checkpoint of a run, or of a sweep's best run."""
 
 import argparse
 import sys
@@ -7,13 +7,14 @@ from pathlib import Path
 from gptexp.config.schema import LIMIT
 from gptexp.process.errors import ConfigError
 from gptexp.process.terminal import emit, run_verb, say
+from gptexp.reporting.best import one_run
 from gptexp.storage import run_dir
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Generate text with the newest checkpoint of a run, and print it."""
+    """Generate text with the newest checkpoint of a run, or of a sweep's best run, and print it."""
     parser = argparse.ArgumentParser(prog="gptexp sample", description=main.__doc__)
-    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    parser.add_argument("directory", type=Path, metavar="DIR", help="a run's directory, or a sweep's")
     parser.add_argument("--prompt", default="", help="text to continue (default: none, so that a new document starts)")
     parser.add_argument("--num-samples", type=int, default=3, metavar="N")
     parser.add_argument("--max-new-tokens", type=int, default=100, metavar="N")
@@ -29,12 +30,13 @@ def main(argv: list[str] | None = None) -> None:
         raise ConfigError(f"--temperature={args.temperature}: must be 0 or at least 0.000001")
     if not 0 <= args.seed < LIMIT:
         raise ConfigError(f"--seed={args.seed}: must lie in [0, 2^63)")
-    run_dir.require_checkpoint(args.run_dir)
+    directory = one_run(args.directory)
+    run_dir.require_checkpoint(directory)
 
     from gptexp.model.generate import Sampling, complete
     from gptexp.run.load import load_run
 
-    model, tokenizer, _ = load_run(args.run_dir)
+    model, tokenizer, _ = load_run(directory)
     how = Sampling(args.max_new_tokens, args.temperature, args.top_k, args.seed)
     text = "\n---\n".join(complete(model, tokenizer, args.prompt, args.num_samples, how))
     (say if sys.stdout.isatty() else emit)(text)  # a file gets the text as it is

@@ -37,6 +37,11 @@ class Arm:
     ties: list[tuple[int, float]]  # other cells that do not differ significantly from the best one
 
     @property
+    def counted(self) -> list[Run]:
+        """The runs that take part in the curves: completed, not diverged and not left out."""
+        return [run for run in self.runs if run.loss in self.curves.losses.get(run.batch, {}).get(run.lr, [])]
+
+    @property
     def left_out(self) -> list[tuple[Run, Outlier]]:
         """The runs that take no part in the curves."""
         return [

@@ -2,13 +2,12 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from gptexp.config.schema import AUTO, Config, result_deciding, shown
 from gptexp.data.loader import build_dataset
-from gptexp.data.tokenizer import load_tokenizer
+from gptexp.data.tokenizer import Tokenizer, load_tokenizer
 from gptexp.distributed.ranks import Rank
 from gptexp.machine.device import pick_device
 from gptexp.machine.effective import Effective, apply, forward_context, load_effective, resolve, step_context
@@ -16,6 +15,7 @@ from gptexp.model.flops import count_parameters
 from gptexp.model.gpt import GPT
 from gptexp.model.loss import perplexity, plain_cross_entropy
 from gptexp.process.errors import ConfigError, DataError
+from gptexp.reporting.best import one_run
 from gptexp.storage import checkpoint, run_dir
 from gptexp.training.validation import evaluate
 
@@ -70,13 +70,14 @@ def _device(trained_on: str) -> torch.device:
         return pick_device("auto", Rank())
 
 
-def load_run(directory: Path | str) -> tuple[GPT, Any, Config]:
-    """Return the model in eval mode, its tokenizer (`tiktoken.Encoding`) and the run's config, for a notebook.
+def load_run(directory: Path | str) -> tuple[GPT, Tokenizer, Config]:
+    """Return the model in eval mode, its tokenizer and the run's config, for a notebook.
 
-    Raises `ConfigError` if `directory` is no run, `CheckpointError` if it has no intact checkpoint, and `DataError` if
-    the tokenizer cannot be downloaded.
+    `directory` is that of a run, or of a sweep, whose best run is loaded. `model(x)` returns the logits (B, T, V) of
+    token ids `x` (B, T), and `model(x, y)` the mean loss of the targets `y`. Raises `ConfigError` if there is no run,
+    `CheckpointError` if it has no intact checkpoint, and `DataError` if the tokenizer cannot be downloaded.
     """
-    run = load_checkpointed(directory)
+    run = load_checkpointed(one_run(Path(directory)))
     return run.model, load_tokenizer(run.config.data.tokenizer), run.config
 
 

@@ -33,6 +33,7 @@ def test_evaluate_prints_the_runs_own_loss_as_json(finished: Path, gptexp: Gptex
     own = json.loads(gptexp("evaluate", str(finished)).stdout)
     assert own["val/loss"] == pytest.approx(summary(finished)["final_val_loss"], rel=1e-6)
     assert (own["step"], own["tokens"]) == (40, 112)
+    assert own["directory"] == str(finished)
 
 
 def test_evaluate_accepts_another_text(finished: Path, gptexp: Gptexp, tmp_path: Path) -> None:
@@ -152,16 +153,58 @@ def test_sample_prints_the_requested_samples_reproducibly(finished: Path, gptexp
     assert gptexp("sample", str(finished), *args).stdout == done.stdout
 
 
+@pytest.fixture
+def sweep(finished: Path, tmp_path: Path) -> Path:
+    """A sweep of the finished run, a diverged one, and a better one that did not complete."""
+    root = tmp_path / "sweep"
+    for name, changes in {
+        "lr=0.01": {},
+        "lr=0.02": {"status": "diverged", "final_val_loss": 0.1},
+        "lr=0.03": {"status": "interrupted", "final_val_loss": 0.2},
+    }.items():
+        shutil.copytree(finished, root / name)
+        (root / name / "summary.json").write_text(json.dumps({**summary(finished), **changes}))
+    return root
+
+
+def test_evaluate_and_sample_take_the_best_run_of_a_sweep(sweep: Path, finished: Path, gptexp: Gptexp) -> None:
+    said = f"gptexp: {sweep}: its best run is lr=0.01, with a validation loss of "
+    evaluated = gptexp("evaluate", str(sweep))
+    assert (evaluated.returncode, len(evaluated.stderr.splitlines())) == (0, 1), evaluated.stderr
+    assert evaluated.stderr.startswith(said)
+    alone = json.loads(gptexp("evaluate", str(finished)).stdout)
+    assert json.loads(evaluated.stdout) == {**alone, "directory": str(sweep / "lr=0.01")}
+    few = ("--num-samples", "1", "--max-new-tokens", "4")
+    sampled = gptexp("sample", str(sweep), *few)
+    assert sampled.stderr == evaluated.stderr
+    assert sampled.stdout == gptexp("sample", str(finished), *few).stdout
+
+
+@pytest.mark.parametrize("verb", ["sample", "evaluate"])
+def test_a_sweep_without_a_completed_run_exits_with_4(sweep: Path, gptexp: Gptexp, verb: str) -> None:
+    shutil.rmtree(sweep / "lr=0.01")
+    done = gptexp(verb, str(sweep))
+    assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (4, "", 1)
+    assert f"{sweep}: of its 2 runs, none has completed with a validation loss that counts" in done.stderr
+
+
 def test_sample_refuses_a_negative_top_k(finished: Path, gptexp: Gptexp) -> None:
     bad = gptexp("sample", str(finished), "--top-k", "-1")
     assert (bad.returncode, bad.stderr) == (2, "gptexp: config error: --top-k=-1: must be 0 or above\n")
 
 
-@pytest.mark.parametrize("verb", ["sample", "evaluate", "resume"])
-def test_verbs_refuse_a_directory_that_is_not_a_run(gptexp: Gptexp, tmp_path: Path, verb: str) -> None:
+@pytest.mark.parametrize(
+    ("verb", "why"),
+    [
+        ("sample", "contains no run; give the directory of a run or a sweep"),
+        ("evaluate", "contains no run; give the directory of a run or a sweep"),
+        ("resume", "not a run directory"),
+    ],
+)
+def test_verbs_refuse_a_directory_without_a_run(gptexp: Gptexp, tmp_path: Path, verb: str, why: str) -> None:
     done = gptexp(verb, str(tmp_path))
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
-    assert "not a run directory" in done.stderr
+    assert why in done.stderr
 
 
 def test_a_run_with_only_damaged_checkpoints_exits_with_4(copied: Path, gptexp: Gptexp) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from conftest import ForkServer, summary
 from real_runs import finished_run
@@ -47,3 +48,29 @@ def test_a_run_of_a_gpu_is_evaluated_on_a_cpu(
     done = gptexp("evaluate", str(from_gpu), env=env)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["val/loss"] == pytest.approx(summary(finished)["final_val_loss"], rel=1e-5)
+
+
+def test_a_loaded_model_returns_logits_and_loss(finished: Path) -> None:
+    """The mean loss of the targets is that of torch's own cross-entropy on the logits of all positions."""
+    model, tokenizer, config = load_run(finished)
+    ids = torch.tensor([[*tokenizer.encode_ordinary("The cat sees bread."), tokenizer.eot_token]] * 2)
+    x, y = ids[:, :-1], ids[:, 1:]
+    logits = model(x)
+    assert logits.shape == (*x.shape, config.model.vocab_size)
+    assert config.model.vocab_size > tokenizer.n_vocab
+    loss = model(x, y)
+    assert loss.shape == ()
+    torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten()))
+    assert tokenizer.decode(x[0].tolist()) == "The cat sees bread."
+
+
+def test_of_a_sweep_its_best_run_is_loaded(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, loss in {"worse": 5.0, "better": 4.0}.items():
+        shutil.copytree(finished, tmp_path / name)
+        (tmp_path / name / "summary.json").write_text(json.dumps({**summary(finished), "final_val_loss": loss}))
+        config = yaml.safe_load((finished / "config.yaml").read_text())
+        config["optim"]["lr"] = loss / 100
+        (tmp_path / name / "config.yaml").write_text(yaml.safe_dump(config))
+    _, _, config = load_run(str(tmp_path))
+    assert config.optim.lr == 0.04
+    assert "its best run is better" in capsys.readouterr().err

@@ -1,0 +1,41 @@
+"""The best run of a sweep, for commands that need a single run."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from gptexp.config.schema import counted
+from gptexp.process.errors import CheckpointError
+from gptexp.process.terminal import warn
+from gptexp.reporting.records import Run, find_runs
+from gptexp.storage import run_dir
+
+
+def one_run(directory: Path) -> Path:
+    """Return `directory` if it is a run's. If it is a sweep's, return that of its best run, and name it on stderr.
+
+    Raises `ConfigError` if there is no run, and `CheckpointError` if no run of the sweep has a loss that counts.
+    """
+    if run_dir.is_run(directory):
+        return directory
+    runs = find_runs(directory)
+    best = best_run(runs)
+    if best is None:
+        raise CheckpointError(
+            f"{directory}: of its {counted(len(runs), 'run')}, none has completed with a validation loss that counts; "
+            "give the directory of a run"
+        )
+    warn(f"{directory}: its best run is {best.name}, with a validation loss of {best.loss:.4f}")
+    return best.directory
+
+
+def best_run(runs: Sequence[Run]) -> Run | None:
+    """The run with the lowest final validation loss of those that count in a report.
+
+    A run that has diverged does not count, nor does one that the report leaves out.
+    """
+    if all(run.loss is None for run in runs):
+        return None
+    from gptexp.reporting.analysis import analyse  # scipy takes half a second to import
+
+    of_loss = {run.loss: run for arm in analyse("", runs).arms for run in arm.counted if run.loss is not None}
+    return of_loss[min(of_loss)] if of_loss else None

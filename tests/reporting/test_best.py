@@ -1,0 +1,54 @@
+"""The best run of a sweep: of those that count in a report."""
+
+import math
+from pathlib import Path
+
+import pytest
+from sweeps import write_run, write_sweep
+
+from gptexp.process.errors import CheckpointError
+from gptexp.reporting.analysis import analyse
+from gptexp.reporting.best import best_run, one_run
+from gptexp.reporting.records import find_runs
+
+
+def test_it_has_the_lowest_loss_at_any_batch_size_and_seed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The brute-force minimum of a sweep, in which each loss belongs to one run."""
+    sweep = write_sweep(tmp_path / "sweep", batches=(8192, 16384))
+    losses = {run.loss: run.name for run in find_runs(sweep) if run.loss is not None}
+    best = losses[min(losses)]
+    assert one_run(sweep) == sweep / best
+    assert capsys.readouterr().err == (
+        f"gptexp: {sweep}: its best run is {best}, with a validation loss of {min(losses):.4f}\n"
+    )
+
+
+def test_a_run_is_its_own_best(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(tmp_path / "run", 4096, 0.02, 1, None)
+    assert one_run(tmp_path / "run") == tmp_path / "run"
+    assert capsys.readouterr().err == ""
+
+
+def test_a_run_that_the_report_leaves_out_does_not_win(tmp_path: Path) -> None:
+    """One seed far below the others of its cell."""
+    for lr in (0.005, 0.01, 0.02, 0.04, 0.08):
+        for seed in range(4):
+            loss = 4 + 0.02 * math.log2(lr / 0.02) ** 2 + 0.001 * seed
+            write_run(tmp_path / f"{lr}-{seed}", 4096, lr, seed, 3.0 if (lr, seed) == (0.08, 2) else loss)
+    runs = find_runs(tmp_path)
+    [arm] = analyse("", runs).arms
+    assert [run.name for run, _ in arm.left_out] == ["0.08-2"]  # otherwise this test shows nothing
+    best = best_run(runs)
+    assert best is not None
+    assert best.name == "0.02-0"
+
+
+def test_runs_that_count_as_diverged_do_not_win(tmp_path: Path) -> None:
+    """Also one that completed, far above a guess; and the other seed of a cell that diverged does not count."""
+    write_run(tmp_path / "diverged", 4096, 0.08, 1, None)
+    write_run(tmp_path / "its seed", 4096, 0.08, 2, 3.0)
+    write_run(tmp_path / "above a guess", 4096, 0.04, 1, 13.0)
+    with pytest.raises(CheckpointError, match="of its 3 runs, none has completed with a validation loss that counts"):
+        one_run(tmp_path)
+    write_run(tmp_path / "other", 4096, 0.02, 1, 4.0)
+    assert one_run(tmp_path) == tmp_path / "other"
