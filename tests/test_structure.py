@@ -34,6 +34,7 @@ FENCES = {
         "command/planning.py", "data/prepare.py", "loggers/console.py", "reporting/write.py", "run/benchmark.py",
     },
     "scipy": {"reporting"},
+    "pandas": {"reporting/frames.py"},
     "vl_convert": {"reporting/pictures.py"},
     "safetensors": {"storage/checkpoint.py", "run/verification.py"},
 }  # fmt: skip
@@ -227,7 +228,7 @@ def test_modules_that_run_before_training_import_neither_torch_nor_wandb() -> No
     assert done.returncode == 0, done.stderr
 
 
-HEAVY = {"torch", "numpy", "rich", "wandb", "tiktoken"}  # torch takes two seconds, numpy and rich a tenth each
+HEAVY = {"torch", "numpy", "pandas", "rich", "wandb", "tiktoken"}  # torch takes two seconds, each a tenth or more
 SCRIPT = """
 import sys
 sys.argv = ["gptexp", *{argv}]

@@ -12,11 +12,10 @@ from gptexp.reporting.critical import Critical, critical_batch_size, steps_to
 from gptexp.reporting.curves import Curves, Outlier, fit_curves
 from gptexp.reporting.law import Law, fit_law
 from gptexp.reporting.noise import usual_spread
-from gptexp.reporting.records import Run
+from gptexp.reporting.records import Run, differing_keys
 
 TEXT = "data_hash"  # key of the summary; runs that trained on different text belong to different arms
 ABOVE_A_GUESS = 1.0  # nats: a completed run whose loss is higher than that of a uniform guess by so much has diverged
-AXES = ("optim.lr", "batch.total_batch_size", "train.seed")  # runs that differ in any other key belong to other arms
 
 
 @dataclass(frozen=True)
@@ -72,8 +71,7 @@ class Analysis:
 def analyse(name: str, runs: Sequence[Run]) -> Analysis:
     """Group `runs` into arms and fit each arm. Runs without a readable config are in no arm."""
     readable = [run for run in runs if run.config]
-    keys = {key for run in readable for key in run.config if run.config[key] != readable[0].config.get(key)}
-    differing = sorted(keys - set(AXES))
+    differing = differing_keys(readable)
     texts = {run.summary.get(TEXT) for run in readable} - {None}
     groups: dict[str, tuple[dict[str, Any], list[Run]]] = {}
     for run in readable:

@@ -10,8 +10,9 @@ from typing import Any
 
 from gptexp.config.schema import counted, shown
 from gptexp.process.terminal import printable
-from gptexp.reporting.analysis import AXES, TEXT, Analysis, Arm
+from gptexp.reporting.analysis import TEXT, Analysis, Arm
 from gptexp.reporting.curves import Curve, one_step_outside
+from gptexp.reporting.records import AXES
 from gptexp.reporting.shape import SURE_DOF
 from gptexp.storage.sweep_record import SweepRecord
 

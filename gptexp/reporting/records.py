@@ -7,7 +7,7 @@ cannot is named in `Run.problem`.
 import os
 import re
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from gptexp.storage.reader import open_text, parse_json
 
 STATUSES = ("completed", "diverged", "interrupted", "running", "failed")
 POINTS = 512  # steps of a run that are kept for its curves: at least this many, at most twice as many
+AXES = ("optim.lr", "batch.total_batch_size", "train.seed")  # each of these has a field in `Run`
 WROTE_ITS_END = ("completed", "diverged", "interrupted")
 STEP_EVENT = '"event": "step"'
 STEP_NUMBER = re.compile(r'"step": (\d{1,15}),')
@@ -151,6 +152,12 @@ def find_runs(directory: Path, read: Callable[[Path], Run] = read_run) -> list[R
     if not found:
         raise ConfigError(f"{directory}: contains no run; give the directory of a run or a sweep")
     return [read(path) for path in found]
+
+
+def differing_keys(runs: Sequence[Run]) -> list[str]:
+    """The config's keys, except for `AXES`, in which those of `runs` whose config can be read differ."""
+    configs = [run.config for run in runs if run.config]
+    return sorted({key for one in configs for key in one if one[key] != configs[0].get(key)} - {*AXES})
 
 
 def _number(value: Any) -> float | None:

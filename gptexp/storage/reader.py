@@ -49,7 +49,7 @@ def read_json(path: Path) -> Any:
 def parse_json(text: str) -> Any:
     """Return the value of a JSON text. Raises `ValueError`, also for NaN, infinity and numbers beyond 64 bits."""
     try:
-        return json.loads(text, parse_constant=_refuse, parse_float=_finite, parse_int=_bounded)
+        return _DECODER.decode(text)
     except RecursionError:
         raise ValueError("nested too deeply") from None
 
@@ -69,6 +69,10 @@ def _bounded(text: str) -> int:
     if len(text) > 21 or abs(value := int(text)) >= INTEGER_LIMIT:  # a long text is not converted: that takes time
         raise ValueError(f"the number {text[:21]} is too large")
     return value
+
+
+# `json.loads` would build it for each call, which takes a quarter of the time of a line of metrics.
+_DECODER = json.JSONDecoder(parse_constant=_refuse, parse_float=_finite, parse_int=_bounded)
 
 
 def read_yaml(path: Path) -> Any:
