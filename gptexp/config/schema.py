@@ -324,15 +324,15 @@ def duration(seconds: float) -> str:
     """A time as text, for example "4.5 s", "3 min 20 s", "1 h 5 min" or "3.2 days"."""
     if not seconds < 1000 * YEAR_S:
         return "more than a thousand years"
-    whole = round(seconds)
+    whole, minutes = round(seconds), round(seconds / 60)
     if whole < 60:
         return f"{seconds:.1f} s" if whole < 10 else f"{whole} s"
-    if whole < 3600:
-        minutes, rest = divmod(whole, 60)
-        return f"{minutes} min {rest} s" if rest else f"{minutes} min"
-    hours, minutes = divmod(round(seconds / 60), 60)
-    if hours < 24:
-        return f"{hours} h {minutes} min" if minutes else f"{hours} h"
+    if whole < 600:
+        return f"{whole // 60} min {whole % 60} s" if whole % 60 else f"{whole // 60} min"
+    if minutes < 60:
+        return f"{minutes} min"
+    if minutes < 1440:
+        return f"{minutes // 60} h {minutes % 60} min" if minutes % 60 else f"{minutes // 60} h"
     if seconds < YEAR_S:
         return f"{seconds / DAY_S:.1f} days"
     return f"{seconds / YEAR_S:,.1f} years"

@@ -10,12 +10,14 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Column
 
 from gptexp.loggers.run_log import Sink
 from gptexp.process.terminal import emit, say
 from gptexp.storage.checkpoint import TrainState
 from gptexp.storage.run_dir import finite
 
+WIDE = 100  # characters of a line; a narrower one shows less text, so that no number is cut
 NAME_CHARS = 70  # largest length of an operation's name; the names of C++ templates have thousands
 
 
@@ -94,15 +96,18 @@ class BarSink(Sink):
     def __init__(self, steps: int, state: TrainState) -> None:
         self._loss = self._speed = ""  # of the newest step
         self._val = _val(state.val_loss)
+        console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
+        wide = console.width >= WIDE
         self._progress = Progress(
-            TextColumn("step"),
+            *([TextColumn("step")] if wide else []),
             MofNCompleteColumn(),
-            BarColumn(bar_width=20),
+            BarColumn(bar_width=None, table_column=Column(ratio=1)),  # takes the width that the others leave
             TextColumn("{task.description}"),
-            TimeElapsedColumn(),
+            *([TimeElapsedColumn()] if wide else []),
             TextColumn("left"),
             TimeRemainingColumn(),
-            console=Console(highlight=False, markup=False, emoji=False, soft_wrap=True),
+            console=console,
+            expand=True,
             redirect_stderr=sys.stderr.isatty(),  # a file of errors stays one
         )
         self._task = self._progress.add_task("starting", total=steps, completed=state.step)

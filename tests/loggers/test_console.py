@@ -102,10 +102,25 @@ def test_every_message_has_a_line_of_its_own_above_the_bar(columns: int, monkeyp
         alert[columns:],
         "step    7 | val loss: 3.500000 | perplexity: 33.10",
     ]
-    assert drawn.startswith("step  7/10 ")
+    assert drawn.startswith("step  7/10 ━" if columns == 120 else " 7/10 ━")
     assert "loss 5.5000  val 3.5000  6,912 tok/s" in drawn
     assert last == "the end"
     assert screen.shows_cursor
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_no_number_of_the_bar_is_cut(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", str(columns))
+    screen = Screen(columns)
+    with written_to(screen):
+        bar = BarSink(19074, TrainState(val_loss=3.4))
+        bar.write({**step_event(12344), "perf/tokens_per_s": 1234567.8})
+        bar.close({}, 0)
+    [line] = screen.lines()
+    assert "12345/19074 " in line
+    assert "loss 5.5000  val 3.4000  1,234,568 tok/s  MFU 42.1% " in line
+    assert line.endswith("left -:--:--")
 
 
 def test_stderr_in_a_file_stays_there_while_a_bar_is_drawn(
