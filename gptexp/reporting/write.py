@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from gptexp.process.errors import first_line
@@ -21,12 +20,11 @@ from gptexp.reporting.page import page
 from gptexp.reporting.pictures import bundle, png
 from gptexp.reporting.report import Report, build_report
 from gptexp.reporting.table import shown, values
+from gptexp.reporting.terminal_table import PIPE_WIDTH, print_table
 from gptexp.storage import run_dir
 
 # Columns that are left out first on a narrow terminal, in this order.
 LEAST_NEEDED = ("tokens/parameter", "hours", "MFU", "steps", "tokens", "tokens/s", "seed", "status")
-NARROWEST_NAME = 24  # characters
-PIPE_WIDTH = 10_000  # characters of a line in a file or a pipe, where nothing is wrapped
 PAGE, NUMBERS, TABLE, PICTURES = "report.html", "report.json", "cells.csv", "pictures"
 
 
@@ -100,12 +98,6 @@ def _arm(arm: Arm) -> dict[str, Any]:
     }
 
 
-def _width(column: tuple[str, list[str]]) -> int:
-    """Characters that a column needs, with the space beside it; names of runs may take several lines."""
-    title, texts = column
-    return max(map(len, (title, *texts))) + 2 if title != "run" else NARROWEST_NAME
-
-
 def show(report: Report, width: int | None = None) -> None:
     """Print the table of runs, the verdict and the commands to run next, on lines of `width` characters if given.
 
@@ -115,17 +107,8 @@ def show(report: Report, width: int | None = None) -> None:
     # The column of names repeats what the other columns show, unless other keys were swept too.
     named = len(runs) == 1 or len(report.analysis.arms) > 1
     columns = shown(runs, all_of_them=False)[not named :]
-    for title in LEAST_NEEDED:
-        if width is not None and sum(map(_width, columns)) > width:
-            columns = [column for column in columns if column[0] != title]
-    table = Table(box=None, pad_edge=False)
-    for title, _ in columns:
-        is_name = title == "run"
-        table.add_column(title, justify="left" if is_name or title == "status" else "right", no_wrap=not is_name)
-    for row in zip(*(texts for _, texts in columns), strict=True):
-        table.add_row(*map(Text, row))
+    print_table(columns, "run", ("status",), LEAST_NEEDED, width)
     console = Console(width=width or PIPE_WIDTH)
-    console.print(table)
     for line in report.verdict.lines:
         console.print(Text(f"- {line}"))
     for proposal in report.further:

@@ -1,0 +1,39 @@
+"""A table for the terminal. On a narrow one it has fewer columns, and names take several lines; no number is cut."""
+
+from collections.abc import Collection, Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+NARROWEST_NAME = 24  # characters
+PIPE_WIDTH = 10_000  # characters of a line in a file or a pipe, where nothing is wrapped
+
+Columns = Sequence[tuple[str, Sequence[str]]]  # the title of each column, with its texts
+
+
+def print_table(
+    columns: Columns, name: str, to_the_left: Collection[str], least_needed: Sequence[str], width: int | None
+) -> None:
+    """Print `columns` on lines of `width` characters, or on lines of any length if it is None.
+
+    `name` is the title of the column that may be wrapped. `least_needed` are the titles of columns that are left out
+    first, in this order.
+    """
+    for title in least_needed:
+        if width is not None and sum(_width(column, name) for column in columns) > width:
+            columns = [column for column in columns if column[0] != title]
+    table = Table(box=None, pad_edge=False)
+    for title, _ in columns:
+        left = title == name or title in to_the_left
+        table.add_column(title, justify="left" if left else "right", no_wrap=title != name, overflow="fold")
+    for row in zip(*(texts for _, texts in columns), strict=True):
+        table.add_row(*map(Text, row))
+    Console(width=width or PIPE_WIDTH).print(table)
+
+
+def _width(column: tuple[str, Sequence[str]], name: str) -> int:
+    """Characters that a column needs, with the space beside it."""
+    title, texts = column
+    needed = max(map(len, (title, *texts))) + 2
+    return min(needed, NARROWEST_NAME) if title == name else needed
