@@ -14,8 +14,9 @@ def main(argv: list[str] | None = None) -> None:
     """Save a view of the project on wandb. A later push replaces the view of the same name."""
     parser = argparse.ArgumentParser(prog="gptexp dashboard", description=main.__doc__)
     parser.add_argument("action", choices=("push",))
+    project = os.environ.get("WANDB_PROJECT") or WandbConfig().project
     parser.add_argument("--entity", required=True, help="the user or team that owns the project")
-    parser.add_argument("--project", default=WandbConfig().project, help="default: %(default)s, as log.wandb.project")
+    parser.add_argument("--project", default=project, help="default: %(default)s, as log.wandb.project")
     parser.add_argument("--name", default="gptexp", help="the view's name; default: %(default)s")
     parser.add_argument("--json", action="store_true", help="print the view as JSON; needs no network and no API key")
     args = parser.parse_args(argv)

@@ -40,6 +40,7 @@ class Run:
     group: str | None = None
     job_type: str | None = None
     tags: list[str] = field(default_factory=list)
+    notes: str | None = None
     sweep: str | None = None
     lines: dict[str, list[str]] = field(default_factory=dict)  # received by file_stream, by file
     exit_code: int | None = None  # None: still running
@@ -203,7 +204,7 @@ class WandbServer:
             run.config = json.loads(v["config"])
         # A value of null does not change the stored one.
         sent = {"display_name": v["displayName"], "group": v["groupName"], "job_type": v["jobType"], "tags": v["tags"]}
-        for key, value in {**sent, "sweep": v["sweep"]}.items():
+        for key, value in {**sent, "notes": v["notes"], "sweep": v["sweep"]}.items():
             if value is not None:
                 setattr(run, key, value)
         return {"upsertBucket": {"bucket": self._bucket(run), "inserted": inserted}}

@@ -9,15 +9,17 @@ as data only.
 """
 
 import os
+import re
 import sys
-from argparse import Namespace
-from collections.abc import Callable
+from argparse import ArgumentError, ArgumentParser, Namespace
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import hydra
 from hydra._internal.callbacks import Callbacks
 from hydra._internal.utils import get_args_parser
+from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.core.plugins import Plugins
 from hydra.core.utils import run_job
 from hydra.types import HydraContext
@@ -70,6 +72,7 @@ def hydra_main(train: Task, begin_cell: Task, launcher_world_size: int | None) -
 
 def _parse() -> Namespace:
     """Parse the command line with Hydra's own parser; flags and overrides may be in any order."""
+    sys.argv[1:] = spelled_out(sys.argv[1:])
     parser = get_args_parser()
     parser.error = _usage_error  # type: ignore[method-assign]
     args = parser.parse_intermixed_args()
@@ -81,6 +84,36 @@ def _parse() -> Namespace:
     if args.experimental_rerun:
         raise ConfigError(f"--experimental-rerun {args.experimental_rerun}: not supported; use gptexp resume RUN_DIR")
     return args
+
+
+def spelled_out(argv: Sequence[str]) -> list[str]:
+    """`argv` with overrides of log.tags and log.note in place of `--tag T --tag U --note TEXT`.
+
+    Raises `ConfigError`.
+    """
+    parser = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--tag", action="append")
+    parser.add_argument("--note")
+    try:
+        short, rest = parser.parse_known_args(argv)
+    except ArgumentError as error:
+        _usage_error(str(error))
+    short_forms = []
+    if short.tag is not None:
+        short_forms.append(("--tag", "log.tags", f"[{','.join(map(_quoted, short.tag))}]"))
+    if short.note is not None:
+        short_forms.append(("--note", "log.note", _quoted(short.note)))
+    for flag, key, value in short_forms:
+        if any(text.startswith(f"{key}=") for text in rest):
+            raise ConfigError(f"{flag}: a short form of {key}=…, which is given too; leave out one of them")
+        rest.append(f"{key}={value}")
+    return rest
+
+
+def _quoted(text: str) -> str:
+    """`text` as a value that neither Hydra nor OmegaConf changes."""
+    uninterpolated = re.sub(r"(\\*)\$\{", r"\1\1\\${", text)
+    return QuotedString(uninterpolated, Quote.double).with_quotes()
 
 
 def _usage_error(message: str) -> NoReturn:

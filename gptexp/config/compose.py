@@ -24,7 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 from gptexp.config import rules
 from gptexp.config.overrides import canonical, override_problems, secret_problems
 from gptexp.config.paths import absolute, conf_dir, folders, is_path_list
-from gptexp.config.schema import Config, counted, fields_of, shown
+from gptexp.config.schema import Config, counted, field_problem, fields_of, shown
 from gptexp.process.errors import ConfigError
 
 CONFIG_NAME = "config"  # conf/config.yaml
@@ -126,7 +126,9 @@ def to_config(cfg: DictConfig, overrides: Sequence[str], launcher_world_size: in
     precedence over a length in steps from a file. Raises `ConfigError` with a line for each problem.
     """
     config = job_of(cfg)
-    _let_the_command_line_win(config, {text.split("=", 1)[0] for text in overrides})
+    given = {text.split("=", 1)[0] for text in overrides}
+    _let_the_command_line_win(config, given)
+    problems = _take_from_environment(config, given)
     for key in ("path", "val_path"):
         value = getattr(config.data, key)
         if is_path_list(value):
@@ -135,7 +137,6 @@ def to_config(cfg: DictConfig, overrides: Sequence[str], launcher_world_size: in
         config.data.cache_dir = absolute(config.data.cache_dir)
     if config.init_from:
         config.init_from = os.path.abspath(config.init_from)  # noqa: PTH100  `absolute` would take it for a glob
-    problems = []
     if launcher_world_size is not None and config.world.size not in (None, launcher_world_size):
         problems.append(
             f"world.size={config.world.size}: the launcher started {counted(launcher_world_size, 'rank')}; "
@@ -169,6 +170,42 @@ def _let_the_command_line_win(config: Config, given: set[str]) -> None:
         for name in PRECEDING[key]:
             if f"{section}.{name}" not in given:
                 setattr(getattr(config, section), name, None)
+
+
+# wandb's own environment variables, and the key that each one sets. WANDB_MODE and WANDB_DIR: see loggers/wandb.py.
+WANDB_VARIABLES = {
+    "WANDB_ENTITY": "log.wandb.entity",
+    "WANDB_PROJECT": "log.wandb.project",
+    "WANDB_RUN_GROUP": "log.wandb.group",
+    "WANDB_NAME": "log.wandb.name",
+    "WANDB_TAGS": "log.wandb.tags",
+    "WANDB_NOTES": "log.note",
+}
+
+
+def _take_from_environment(config: Config, given: set[str]) -> list[str]:
+    """Set keys of wandb from its environment variables, unless a file or the command line sets them.
+
+    The config keeps them, so that a resumed run continues its wandb run. Returns a line for each wrong value.
+    """
+    if config.log.wandb.mode == "disabled":
+        return []
+    problems, fields = [], {key: (f, default) for key, f, default in fields_of(Config())}
+    for variable, key in WANDB_VARIABLES.items():
+        if variable == "WANDB_NAME" and config.sweep.name is not None:
+            continue  # all cells would have the same name
+        section: Any = config.log if key == "log.note" else config.log.wandb
+        name = key.rpartition(".")[2]
+        field, default = fields[key]
+        text = os.environ.get(variable, "").strip()
+        if not text or key in given or getattr(section, name) != default:
+            continue
+        value = [tag.strip() for tag in text.split(",") if tag.strip()] if isinstance(default, list) else text
+        if problem := field_problem(variable, field, value, typed=shown(text)):
+            problems.append(f"{problem}; or set {key}")
+        else:
+            setattr(section, name, value)
+    return problems
 
 
 def job_of(cfg: DictConfig) -> Config:

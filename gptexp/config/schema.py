@@ -75,6 +75,10 @@ def _name(default: str | None) -> Any:
     return _ruled(default, lambda v: legal.fullmatch(v) is not None, rule)
 
 
+# A rule of lists of tags, which are as long as wandb accepts them.
+_TAGS = {"rule": (lambda tags: all(0 < len(tag) <= 64 for tag in tags), "each tag must have 1 to 64 characters")}
+
+
 @dataclass
 class ModelConfig:
     """GPT-2's architecture: pre-norm, GELU(tanh), learned positions, wte tied to lm_head."""
@@ -196,15 +200,18 @@ class TrainConfig:
 @dataclass
 class WandbConfig:
     mode: str = _choice("auto", "online", "offline", "disabled")  # auto: online if an API key is found, else offline
-    project: str = _name("gptexp")  # project on wandb
-    group: str | None = None  # null: the sweep's name
-    name: str | None = None  # null: model, learning rate and batch
-    tags: list[str] = field(default_factory=list)  # tags of the run on wandb
+    project: str = _name("gptexp")  # project on wandb; default: $WANDB_PROJECT, else gptexp
+    entity: str | None = None  # user or team on wandb; null: $WANDB_ENTITY, else the user's default
+    group: str | None = None  # null: $WANDB_RUN_GROUP, else the sweep's name
+    name: str | None = None  # null: $WANDB_NAME, except in a sweep; else model, learning rate and batch
+    tags: list[str] = field(default_factory=list, metadata=_TAGS)  # beside log.tags; default: $WANDB_TAGS
     artifacts: bool = False  # also uploads the newest checkpoint when the run ends
 
 
 @dataclass
 class LogConfig:
+    tags: list[str] = field(default_factory=list, metadata=_TAGS)  # for gptexp ls and wandb; short form: --tag T
+    note: str | None = None  # what the run is for; short form: --note TEXT; null: $WANDB_NOTES
     progress: str = _choice("auto", "bar", "lines", "json", "off")  # auto: a bar on a terminal, else lines
     sample_tokens: int = _not_negative(48)  # tokens of the sample that is printed after the run; 0: no sample
     mfu_peak: str = _choice("auto", "measured")  # peak FLOP/s for MFU; auto: data sheet; measured: matrix products

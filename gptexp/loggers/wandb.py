@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from gptexp.config.schema import WandbConfig
+from gptexp.config.schema import LogConfig
 from gptexp.loggers.run_log import Sink
 from gptexp.model.loss import perplexity
 from gptexp.process.errors import ConfigError, first_line
@@ -48,8 +48,13 @@ class WandbSink(Sink):
     wandb cannot delete logged steps: after a rollback the curves jump back to fewer tokens.
     """
 
-    def __init__(self, cfg: WandbConfig, directory: Path, config: dict[str, Any], sweep: str | None, kind: str) -> None:
-        self._cfg, self._mode, self._directory, self._config = cfg, cfg.mode, directory, config
+    def __init__(
+        self, cfg: LogConfig, mode: str, directory: Path, config: dict[str, Any], sweep: str | None, kind: str
+    ) -> None:
+        self._log, self._cfg, self._mode = cfg, cfg.wandb, mode
+        self._directory, self._config = directory, config
+        self._folder = Path(os.environ.get("WANDB_DIR") or directory).absolute() / "wandb"  # of wandb's own files
+        self._run_id = ""
         self._sweep, self._kind = sweep, kind
         self._wandb: Any = None  # the module, imported by the thread
         self._run: Any = None
@@ -121,13 +126,15 @@ class WandbSink(Sink):
     def _init(self) -> Any:
         return self._wandb.init(
             mode=self._mode,
-            dir=self._directory,
+            dir=self._folder.parent,
             id=self._id(),
             resume="allow",
+            entity=self._cfg.entity,
             project=self._cfg.project,
             group=self._cfg.group or self._sweep,
             name=self._cfg.name,
-            tags=self._cfg.tags,
+            tags=list(dict.fromkeys([*self._log.tags, *self._cfg.tags])),
+            notes=self._log.note,
             job_type=self._kind,
             config=self._config,
             settings=self._wandb.Settings(
@@ -151,15 +158,15 @@ class WandbSink(Sink):
             run_id = None
         if self._sweep is None:  # the cells of a sweep must not share the agent's id
             run_id = run_id or os.environ.get("WANDB_RUN_ID")
-        run_id = str(run_id or secrets.token_hex(4))
-        write_json(self._directory / ID_FILE, {"id": run_id})
-        return run_id
+        self._run_id = str(run_id or secrets.token_hex(4))
+        write_json(self._directory / ID_FILE, {"id": self._run_id})
+        return self._run_id
 
     @property
     def _how_to_upload(self) -> str:
         what = "" if self._mode == "offline" else "--include-online "
         runs = "offline-run-*" if self._mode == "offline" else "run-*"
-        return f"to upload: wandb sync {what}{self._directory}/wandb/{runs}"
+        return f"to upload: wandb sync {what}{self._folder}/{runs}{self._run_id}"
 
     def _upload(self, call: Callable[[], None]) -> None:
         """Make a call that waits for the server. After the first one that fails, makes no more of them."""
@@ -233,16 +240,17 @@ def is_value(value: Any) -> bool:
 
 
 def build_wandb(
-    cfg: WandbConfig, directory: Path, config: dict[str, Any], sweep: str | None, kind: str = "train"
+    cfg: LogConfig, directory: Path, config: dict[str, Any], sweep: str | None, kind: str = "train"
 ) -> WandbSink | None:
     """Start or continue a wandb run, that of a cell in group `sweep`. Returns None if wandb is disabled."""
-    mode = _mode() if cfg.mode == "auto" else cfg.mode
-    return None if mode == "disabled" else WandbSink(replace(cfg, mode=mode), directory, config, sweep, kind)
+    mode = _mode() if cfg.wandb.mode == "auto" else cfg.wandb.mode
+    return None if mode == "disabled" else WandbSink(cfg, mode, directory, config, sweep, kind)
 
 
-def log_report(cfg: WandbConfig, directory: Path, sweep: str, paths: Sequence[Path]) -> None:
+def log_report(cfg: LogConfig, directory: Path, sweep: str, paths: Sequence[Path]) -> None:
     """Log the report of a `sweep` as an artifact of its own wandb run, in the group of the sweep's runs."""
-    sink = build_wandb(replace(cfg, name=f"{sweep}-report"), directory, {}, sweep, "report")
+    named = replace(cfg, wandb=replace(cfg.wandb, name=f"{sweep}-report"))
+    sink = build_wandb(named, directory, {}, sweep, "report")
     if sink is not None:
         sink.write({"event": "report", "paths": [str(path) for path in paths]})
         sink.close({"status": "completed"}, 0)

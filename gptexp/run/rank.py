@@ -358,7 +358,7 @@ def _open_log(job: Job, decision: Decision, training: Training, used: Utilisatio
         say(*start_lines(cfg, directory, effective, training, state))
     metrics = JsonlSink(directory, state, cfg.train.log_every)
     sinks: list[Sink] = [metrics]
-    wandb = build_wandb(cfg.log.wandb, directory, for_wandb, cfg.sweep.name)
+    wandb = build_wandb(cfg.log, directory, for_wandb, cfg.sweep.name)
     if wandb is not None:
         sinks.append(wandb)
     # Built last, so that no line is printed into the bar; first in the list, so that it prints at once.

@@ -65,7 +65,7 @@ def axes(params: Mapping[str, Any], arguments: Sequence[str], loader: ConfigLoad
 
 def params_as_overrides(params: Mapping[str, Any]) -> list[str]:
     """Convert a sweeper's `params` to overrides. A list is swept, unless the key itself takes a list."""
-    takes_list = {"data.path", "data.val_path", "log.wandb.tags"}
+    takes_list = {"data.path", "data.val_path", "log.tags", "log.wandb.tags"}
     return canonical(
         [
             f"{key}={','.join(map(str, value))}"

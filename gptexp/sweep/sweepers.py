@@ -365,11 +365,11 @@ def _report(directory: Path, cells: Sequence[Cell]) -> None:
     if not files:
         return
     say(f"--- {files[0]}")
-    wandb = cells[0].config.log.wandb
-    if wandb.mode != "disabled":
+    log = cells[0].config.log
+    if log.wandb.mode != "disabled":
         from gptexp.loggers.wandb import log_report  # imports torch
 
-        log_report(wandb, directory, directory.name, files)
+        log_report(log, directory, directory.name, files)
 
 
 def _decided(sweep_dir: Path, key: str) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from conftest import ROOT, TINY, ForkServer, events, summary, wait_for
 from wandb_server import ENTITY, WandbServer, minimal_environment
 from wandb_server import Run as WandbRun
 
-from gptexp.config.schema import WandbConfig, fields_of, from_dict
+from gptexp.config.schema import LogConfig, WandbConfig, fields_of, from_dict
 from gptexp.loggers.run_log import METRICS
 from gptexp.loggers.wandb import WandbSink, _mode, build_wandb
 
@@ -89,7 +89,7 @@ def test_a_dead_wandb_is_reported_once_and_not_called_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(WandbSink, "_init", lambda self: _Failing())
-    sink = build_wandb(WandbConfig(mode="offline"), tmp_path, {}, None)
+    sink = build_wandb(LogConfig(wandb=WandbConfig(mode="offline")), tmp_path, {}, None)
     assert sink is not None
     for _ in range(3):
         sink.write({"event": "step", "tokens": 1})
@@ -108,7 +108,7 @@ def test_a_run_gives_up_on_a_stuck_wandb_without_waiting(
 
     monkeypatch.setattr(WandbSink, "_init", lambda self: Stuck())
     monkeypatch.setattr("gptexp.loggers.wandb.MOST_WAITING", 5)
-    sink = build_wandb(WandbConfig(mode="offline"), tmp_path, {}, None)
+    sink = build_wandb(LogConfig(wandb=WandbConfig(mode="offline")), tmp_path, {}, None)
     assert sink is not None
     for _ in range(20):
         sink.write({"event": "step", "tokens": 1})
@@ -125,7 +125,7 @@ def test_training_continues_without_a_wandb_that_hangs_at_its_start(
     monkeypatch.setattr("gptexp.loggers.wandb.INIT_TIMEOUT_S", 0.2)
     monkeypatch.setattr("gptexp.loggers.wandb.FINISH_TIMEOUT_S", 0.0)
     monkeypatch.setattr("gptexp.loggers.wandb.SPARE_S", 0.2)
-    sink = build_wandb(WandbConfig(mode="offline"), tmp_path, {}, None)  # returns after INIT_TIMEOUT_S
+    sink = build_wandb(LogConfig(wandb=WandbConfig(mode="offline")), tmp_path, {}, None)  # returns after INIT_TIMEOUT_S
     assert sink is not None
     sink.write({"event": "step", "tokens": 1})
     sink.close({"status": "completed"}, 0)
@@ -163,7 +163,7 @@ def no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("no_thread")
 def test_a_damaged_id_file_gives_a_new_id_which_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "wandb.json").write_text("garbage")
-    sink = build_wandb(WandbConfig(mode="offline"), tmp_path, {}, None)
+    sink = build_wandb(LogConfig(wandb=WandbConfig(mode="offline")), tmp_path, {}, None)
     assert sink is not None
     made = sink._id()
     assert "starting a new wandb run" in capsys.readouterr().err
@@ -184,7 +184,7 @@ def test_only_a_new_run_outside_of_a_sweep_takes_the_id_of_an_agent(
         directory.mkdir()
         if known is not None:
             (directory / "wandb.json").write_text(json.dumps({"id": known}))
-        sink = build_wandb(WandbConfig(mode="offline"), directory, {}, sweep)
+        sink = build_wandb(LogConfig(wandb=WandbConfig(mode="offline")), directory, {}, sweep)
         assert sink is not None
         assert (sink._id() == "of-agent") == expected
         assert known is None or sink._id() == known
@@ -193,8 +193,8 @@ def test_only_a_new_run_outside_of_a_sweep_takes_the_id_of_an_agent(
 def test_disabled_never_imports_wandb(tmp_path: Path) -> None:
     code = (
         "import sys, pathlib; "
-        "from gptexp.loggers.wandb import build_wandb; from gptexp.config.schema import WandbConfig; "
-        "assert build_wandb(WandbConfig(mode='disabled'), pathlib.Path('.'), {}, None) is None; "
+        "from gptexp.loggers.wandb import build_wandb; from gptexp.config.schema import LogConfig, WandbConfig; "
+        "assert build_wandb(LogConfig(wandb=WandbConfig(mode='disabled')), pathlib.Path('.'), {}, None) is None; "
         "assert 'wandb' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
@@ -206,7 +206,9 @@ def test_a_resumed_offline_run_keeps_its_id_and_wandb_reads_its_file(
     """wandb's own reader reads the offline file."""
     ids = set()
     for attempt in range(2):
-        sink = build_wandb(WandbConfig(mode="auto", name="a-name"), tmp_path, {"optim": {"lr": 0.5}}, "grid")
+        sink = build_wandb(
+            LogConfig(wandb=WandbConfig(mode="auto", name="a-name")), tmp_path, {"optim": {"lr": 0.5}}, "grid"
+        )
         assert sink is not None
         for step in range(3):
             sink.write({"event": "step", "step": step, "tokens": 100 * (step + 3 * attempt), "train/loss": 5.0 - step})
@@ -229,13 +231,27 @@ def test_a_resumed_offline_run_keeps_its_id_and_wandb_reads_its_file(
     assert "grid" in text
 
 
+def test_wandb_writes_its_files_into_its_own_directory_if_one_is_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path / "all"))
+    (tmp_path / "run").mkdir()
+    sink = build_wandb(LogConfig(wandb=WandbConfig(mode="offline")), tmp_path / "run", {}, None)
+    assert sink is not None
+    sink.close({"status": "completed"}, 0)
+    [written] = (tmp_path / "all/wandb").glob("offline-run-*")
+    pattern = capfd.readouterr().err.split()[-1]
+    assert [*Path("/").glob(pattern[1:])] == [written]
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["wandb.json"]
+
+
 @pytest.mark.slow
 def test_online_without_a_server_falls_back_within_seconds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # nobody listens
-    sink = build_wandb(WandbConfig(mode="auto"), tmp_path, {}, None)
+    sink = build_wandb(LogConfig(wandb=WandbConfig(mode="auto")), tmp_path, {}, None)
     assert sink is not None
     sink.write({"event": "step", "tokens": 1, "train/loss": 1.0})
     sink.close({"status": "completed"}, 0)
@@ -261,10 +277,11 @@ def finished(torch_server: ForkServer, corpus: Path, cache: Path, tmp_path_facto
     with WandbServer() as server:
         own = [
             "model=mini", *TINY[:4], "world.size=2", "log.progress=lines", "log.sample_tokens=8",
-            "log.wandb.tags=[a,b]", "log.wandb.artifacts=true", "hydra.run.dir=out",
+            "log.wandb.tags=[a,b]", "log.wandb.artifacts=true", "hydra.run.dir=out", "--tag", "b", "--tag", "c d",
         ]  # fmt: skip
         kept = (text for text in TINY if text != "log=disabled")
         env = {**minimal_environment(cache), **server.environment(folder)}
+        env |= {"WANDB_ENTITY": "a-team", "WANDB_NOTES": "why, and how", "WANDB_TAGS": "not,these"}
         done = torch_server.ask(["train", *kept, f"data.path={corpus}", *own], folder, env, 120)
         assert done["code"] == 0, done["stderr"]
         [run] = server.runs.values()
@@ -274,7 +291,8 @@ def finished(torch_server: ForkServer, corpus: Path, cache: Path, tmp_path_facto
 def test_a_run_sets_name_and_tags_of_its_wandb_run_and_prints_no_warning(finished: Online) -> None:
     assert of_wandb(finished.stderr) == []
     run = finished.run
-    assert (run.id, run.project, run.job_type, run.tags) == (run_id(finished.out), "gptexp", "train", ["a", "b"])
+    assert (run.id, run.project, run.job_type, run.tags) == (run_id(finished.out), "gptexp", "train", ["b", "c d", "a"])
+    assert (run.entity, run.notes) == ("a-team", "why, and how")
     assert run.display_name == "mini-lr6e-4-b128"
     assert run.group is None
     assert run.exit_code == 0
@@ -511,7 +529,8 @@ def test_wandb_sync_uploads_an_offline_run_completely(
     code, _, err = ended(start("train", *logged, "log.wandb.mode=offline", "hydra.run.dir=out"))
     assert code == 0
     [line] = of_wandb(err)
-    assert line == f"gptexp: wandb: logged offline; to upload: wandb sync {tmp_path}/out/wandb/offline-run-*"
+    files = f"{tmp_path}/out/wandb/offline-run-*{run_id(tmp_path / 'out')}"
+    assert line == f"gptexp: wandb: logged offline; to upload: wandb sync {files}"
     assert not server.requests
     sync(server, tmp_path, *(tmp_path / "out/wandb").glob("offline-run-*"))
     out = tmp_path / "out"
