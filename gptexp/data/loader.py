@@ -20,8 +20,10 @@ from gptexp.config.schema import Config, DataConfig, counted
 from gptexp.data.order import Order, mix
 from gptexp.data.prepare import prepare, tokens_hash
 from gptexp.data.shards import TokenStream
+from gptexp.data.tokenizer import Tokenizer, bytes_of_ids
 from gptexp.process.errors import DataError
 
+WINDOWS_AT_ONCE = 1024  # of validation windows that are counted
 PREFETCHED = 2  # number of micro-batches that are read in advance
 
 
@@ -126,6 +128,14 @@ def val_batches(
     mine = np.array_split(dataset.val_windows, world_size)[rank]
     for i in range(0, len(mine), batch_size):
         yield _to_device(dataset.rows(dataset.val, mine[i : i + batch_size]), device)
+
+
+def val_bytes_per_token(dataset: Dataset, tokenizer: Tokenizer) -> float:
+    """Bytes of text that a validation target stands for, on average over all of them."""
+    lengths = np.array(bytes_of_ids(tokenizer))
+    parts = np.array_split(dataset.val_windows, len(dataset.val_windows) // WINDOWS_AT_ONCE + 1)
+    total = sum(int(lengths[dataset.rows(dataset.val, part)[:, 1:]].sum()) for part in parts)
+    return total / (len(dataset.val_windows) * dataset.seq_len)
 
 
 def _to_device(rows: np.ndarray, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

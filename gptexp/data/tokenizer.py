@@ -41,6 +41,9 @@ class Tokenizer(Protocol):
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of ids below `n_vocab`. Bytes that are not UTF-8 become U+FFFD."""
 
+    def decode_tokens_bytes(self, tokens: Sequence[int]) -> list[bytes]:
+        """The bytes of each id."""
+
 
 @cache
 def load_tokenizer(name: str) -> Tokenizer:
@@ -56,3 +59,10 @@ def load_tokenizer(name: str) -> Tokenizer:
         mergeable_ranks=load_tiktoken_bpe(str(_RANKS), expected_hash=_RANKS_SHA256),
         special_tokens={"<|endoftext|>": END_OF_TEXT},
     )
+
+
+def bytes_of_ids(tokenizer: Tokenizer) -> list[int]:
+    """How many bytes of text each id stands for; none for the id between two documents."""
+    lengths = [len(text) for text in tokenizer.decode_tokens_bytes(range(tokenizer.n_vocab))]
+    lengths[tokenizer.eot_token] = 0
+    return lengths

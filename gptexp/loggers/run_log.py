@@ -14,7 +14,7 @@ import torch
 
 from gptexp.loggers.alerts import Alerts
 from gptexp.model.flops import Utilisation
-from gptexp.model.loss import perplexity
+from gptexp.model.loss import bits_per_byte, perplexity
 from gptexp.storage.checkpoint import TrainState
 
 METRICS = {
@@ -27,6 +27,7 @@ METRICS = {
     "train/loss": ("nats/token", "mean over all micro-steps of all ranks, before the update"),
     "val/loss": ("nats/token", "mean over the fixed validation windows, after the update"),
     "val/ppl": ("", "exp(val/loss)"),
+    "val/bpb": ("bits/byte", "val/loss in bits over the bytes of text that a target stands for, on average"),
     "optim/lr": ("", "learning rate of the step"),
     "optim/grad_norm": ("", "global gradient norm before clipping"),
     "optim/clip_fraction": ("", "share of the steps since the last log that were clipped"),
@@ -74,8 +75,16 @@ class Sink:
 class RunLog:
     """Turns measurements into events for the sinks. On ranks other than 0 there are no sinks."""
 
-    def __init__(self, sinks: list[Sink], step_tokens: int, utilisation: Utilisation, alerts: Alerts) -> None:
+    def __init__(
+        self,
+        sinks: list[Sink],
+        step_tokens: int,
+        utilisation: Utilisation,
+        alerts: Alerts,
+        val_bytes_per_token: float | None = None,
+    ) -> None:
         self.sinks, self.step_tokens, self.utilisation, self.alerts = sinks, step_tokens, utilisation, alerts
+        self.val_bytes_per_token = val_bytes_per_token
         if torch.cuda.is_initialized():
             torch.cuda.reset_peak_memory_stats()
 
@@ -100,6 +109,8 @@ class RunLog:
     def evaluation(self, step: int, tokens: int, loss: float) -> None:
         flops = tokens * self.utilisation.flops_per_token_palm
         values = {"step": step, "tokens": tokens, "flops": flops, "val/loss": loss, "val/ppl": perplexity(loss)}
+        if self.val_bytes_per_token is not None:
+            values["val/bpb"] = bits_per_byte(loss, self.val_bytes_per_token)
         self._emit("eval", values)
 
     def checkpoint(self, step: int, path: Path) -> None:

@@ -49,6 +49,11 @@ def perplexity(loss: float) -> float:
     return math.exp(loss) if loss < 700 else math.inf
 
 
+def bits_per_byte(loss: float, bytes_per_token: float) -> float:
+    """The loss in bits for each byte of text, which does not depend on the tokenizer; infinity if there is no text."""
+    return loss / (math.log(2) * bytes_per_token) if bytes_per_token else math.inf
+
+
 @torch.library.custom_op("gptexp::chunked_cross_entropy", mutates_args=())
 def _chunked(
     hidden: Tensor, weight: Tensor, targets: Tensor, needs_grad: bool, compiled: bool

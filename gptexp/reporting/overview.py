@@ -115,6 +115,8 @@ def _of_a_run(run: Run, cell: Progress) -> list[Tile]:
         lowest, step = min(losses)
         note = "the lowest of the run" if losses[-1][0] == lowest else f"lowest {lowest:.4f}, after step {step:,}"
         tiles.append(Tile("Validation loss", f"{losses[-1][0]:.4f}", note))
+        if run.bits_per_byte is not None:
+            tiles.append(Tile("Bits per byte", f"{run.bits_per_byte:.4f}", "of the validation text"))
     elif run.train and run.train[-1].loss is not None:
         tiles.append(Tile("Training loss", f"{run.train[-1].loss:.4f}", "the last logged step"))
     if cell.of_tokens:

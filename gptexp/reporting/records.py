@@ -86,6 +86,7 @@ class Run:
     started: float | None = None  # Unix time of the first event, in s
     train: list[Step] = field(default_factory=list)  # thinned, see `POINTS`
     val: list[Point] = field(default_factory=list)
+    bits_per_byte: float | None = None  # of the newest evaluation
     notes: list[Note] = field(default_factory=list)
     fingerprints: dict[int, str] = field(default_factory=dict)  # tokens -> hash of all data read so far
     tokens_per_s: float | None = None  # median over the kept steps
@@ -203,6 +204,7 @@ def _read_metrics(run: Run, path: Path, log_every: int) -> None:
                     run.fingerprints[tokens] = printable(str(event["data/fingerprint"]))
                 elif event["event"] == "eval":
                     run.val.append(Point(step, tokens, seconds, _number(event["val/loss"])))
+                    run.bits_per_byte = _number(event.get("val/bpb"))
                 else:
                     run.notes.append(Note(event["event"], step, printable(str(event["text"]), LAYOUT)))
             except (ValueError, KeyError, TypeError, OverflowError):

@@ -6,14 +6,14 @@ from pathlib import Path
 import torch
 
 from gptexp.config.schema import AUTO, Config, result_deciding, shown
-from gptexp.data.loader import build_dataset
+from gptexp.data.loader import build_dataset, val_bytes_per_token
 from gptexp.data.tokenizer import Tokenizer, load_tokenizer
 from gptexp.distributed.ranks import Rank
 from gptexp.machine.device import pick_device
 from gptexp.machine.effective import Effective, apply, forward_context, load_effective, resolve, step_context
 from gptexp.model.flops import count_parameters
 from gptexp.model.gpt import GPT
-from gptexp.model.loss import perplexity, plain_cross_entropy
+from gptexp.model.loss import bits_per_byte, perplexity, plain_cross_entropy
 from gptexp.process.errors import ConfigError, DataError
 from gptexp.reporting.best import one_run
 from gptexp.storage import checkpoint, run_dir
@@ -103,4 +103,5 @@ def evaluate_checkpoint(directory: Path, config: Config, of_the_run: bool) -> di
         "tokens": len(dataset.val_windows) * dataset.seq_len,
         "val/loss": loss,
         "val/ppl": perplexity(loss),
+        "val/bpb": bits_per_byte(loss, val_bytes_per_token(dataset, load_tokenizer(config.data.tokenizer))),
     }

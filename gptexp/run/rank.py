@@ -19,7 +19,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from gptexp.config.rules import noise_half_life, why_unmeasured
 from gptexp.config.run_plan import plan_run
 from gptexp.config.schema import Config, counted
-from gptexp.data.loader import Dataset, build_dataset
+from gptexp.data.loader import Dataset, build_dataset, val_bytes_per_token
 from gptexp.data.tokenizer import load_tokenizer
 from gptexp.distributed.group import agree, barrier, connect, destroy_process_group, gather, init_process_group
 from gptexp.distributed.ranks import Rank, ending_rank, launcher_rank
@@ -365,7 +365,19 @@ def _open_log(job: Job, decision: Decision, training: Training, used: Utilisatio
     if console := build_console(cfg.log.progress, training.plan.steps, state):
         sinks.insert(0, console)
     alerts = Alerts(schedule.warmup_tokens, cfg.optim.grad_clip, job.stop.deadline, metrics.alerts_before)
-    return RunLog(sinks, step_tokens, used, alerts), wandb is not None
+    bytes_per_token = _val_bytes_per_token(cfg.data.tokenizer, training.dataset)
+    return RunLog(sinks, step_tokens, used, alerts, bytes_per_token), wandb is not None
+
+
+def _val_bytes_per_token(tokenizer: str, dataset: Dataset) -> float | None:
+    """`val_bytes_per_token`; None without validation, or if a resumed run cannot download its tokenizer."""
+    if not len(dataset.val_windows):
+        return None
+    try:
+        return val_bytes_per_token(dataset, load_tokenizer(tokenizer))
+    except DataError as error:
+        warn(f"val/bpb is not logged: {error}")
+        return None
 
 
 def _sample(job: Job, built: Built, step: int) -> None:

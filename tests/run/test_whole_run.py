@@ -15,9 +15,10 @@ from real_runs import equal, finished_run, newest, train_here
 
 from gptexp import load_run
 from gptexp.data.loader import build_dataset
+from gptexp.data.tokenizer import load_tokenizer
 from gptexp.loggers.run_log import METRICS
 from gptexp.process.signals import StopRequest
-from gptexp.storage import checkpoint
+from gptexp.storage import checkpoint, run_dir
 from gptexp.training import loop
 
 
@@ -50,6 +51,14 @@ def test_a_run_evaluates_ten_times(finished: Path) -> None:
     evals = events(finished, "eval")
     assert [e["tokens"] for e in evals] == [512 * (i + 1) for i in range(10)]
     assert evals[-1]["val/ppl"] == pytest.approx(math.exp(evals[-1]["val/loss"]))
+
+
+def test_bits_per_byte_are_those_of_the_decoded_validation_text(finished: Path) -> None:
+    dataset, tokenizer = build_dataset(run_dir.load_config(finished)), load_tokenizer("gpt2")
+    targets = dataset.rows(dataset.val, dataset.val_windows)[:, 1:].ravel().tolist()
+    text_bytes = sum(len(tokenizer.decode_tokens_bytes([i])[0]) for i in targets if i != tokenizer.eot_token)
+    last = events(finished, "eval")[-1]
+    assert last["val/bpb"] == pytest.approx(last["val/loss"] / math.log(2) * len(targets) / text_bytes)
 
 
 def test_the_summary_agrees_with_the_metrics(finished: Path) -> None:
