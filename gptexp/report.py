@@ -1,12 +1,10 @@
 """`gptexp report DIR`: reports the results of a sweep or of a run."""
 
 import argparse
-import shutil
-import sys
 from pathlib import Path
 
 from gptexp.process.errors import ConfigError
-from gptexp.process.terminal import run_verb, say
+from gptexp.process.terminal import run_verb, say, terminal_width
 from gptexp.reporting.fitted import check_target, write_optim
 
 
@@ -25,7 +23,7 @@ def main(argv: list[str] | None = None) -> None:
     from gptexp.reporting.write import PAGE, show, write_report
 
     report, _ = write_report(args.directory)
-    show(report, shutil.get_terminal_size().columns if sys.stdout.isatty() else None)
+    show(report, terminal_width())
     say(f"\nthe page: {args.directory / PAGE}")
     if args.write_optim is not None:
         write_optim(args.write_optim, report.analysis)

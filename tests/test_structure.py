@@ -211,6 +211,7 @@ WITH_TORCH = {
     "command/planning.py",
     "data/loader.py",
     "storage/checkpoint.py",
+    "storage/garbage.py",
 }  # exceptions in those folders
 
 

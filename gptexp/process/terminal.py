@@ -6,6 +6,7 @@ closed pipe (`gptexp train | head`) does not stop a run.
 
 import os
 import re
+import shutil
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -67,6 +68,23 @@ def show_cursor() -> None:
 def _print_errors(*lines: str) -> None:
     erase = ERASE_LINE if sys.stderr.isatty() else ""
     print(f"{erase}{lines[0]}", *lines[1:], sep="\n", file=sys.stderr)
+
+
+def terminal_width() -> int | None:
+    """Characters of a line of the terminal; None if stdout is a file or a pipe."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+def confirmed(question: str, yes: bool) -> bool:
+    """Whether the user agrees; `yes` is an answer given before. Raises `ConfigError` if there is no terminal."""
+    if yes:
+        return True
+    if not sys.stdin.isatty():
+        raise ConfigError("there is no terminal to ask on; add --yes to go on without a question")
+    try:
+        return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
+    except EOFError:
+        return False
 
 
 def _print(stream: TextIO, *lines: str) -> None:

@@ -21,7 +21,6 @@ from gptexp.storage.missing_steps import described, missing_steps
 from gptexp.storage.noise_scale import Norms
 from gptexp.storage.reader import open_text, parse_json
 
-STATUSES = ("completed", "diverged", "interrupted", "running", "failed")
 POINTS = 512  # steps of a run that are kept for its curves: at least this many, at most twice as many
 AXES = ("optim.lr", "batch.total_batch_size", "train.seed")  # each of these has a field in `Run`
 WROTE_ITS_END = ("completed", "diverged", "interrupted")
@@ -104,13 +103,7 @@ def read_run(directory: Path) -> Run:
         summary = {key: printable(value) if isinstance(value, str) else value for key, value in values.items()}
     except ConfigError as error:
         return Run(name, directory, "damaged", {}, problem=printable(str(error)))
-    status = summary.get("status", "failed")
-    if run_dir.is_locked(directory):
-        status = "running"
-    elif status == "running":
-        status = "failed"  # its process ended without writing another status
-    elif status not in STATUSES:
-        status = "damaged"
+    status = run_dir.present_status(directory, summary)
     _, of_tokens = config.run_length
     run = Run(
         name,
@@ -146,10 +139,7 @@ def find_runs(directory: Path, read: Callable[[Path], Run] = read_run) -> list[R
         raise ConfigError(f"{directory}: no such directory; give a run or a sweep")
     if run_dir.is_run(directory):
         return [read(directory)]
-    try:
-        found = sorted(path for path in directory.iterdir() if path.is_dir() and run_dir.is_run(path))
-    except OSError as error:
-        raise ConfigError(f"{directory}: cannot be read ({error.strerror})") from None
+    found = [path for path in run_dir.subdirectories(directory) if run_dir.is_run(path)]
     if not found:
         raise ConfigError(f"{directory}: contains no run; give the directory of a run or a sweep")
     return [read(path) for path in found]

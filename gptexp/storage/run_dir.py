@@ -45,6 +45,7 @@ SUMMARY_TYPES: dict[str, Any] = {  # of the values that are read
     "status": str, "final_val_loss": float, "steps": int, "tokens": int, "wall_s": float, "train_s": float,
     "data_hash": str, "parameters": int, "world_size": int, "device": str, "git_commit": str,
 }  # fmt: skip
+STATUSES = ("completed", "diverged", "interrupted", "running", "failed")
 DONE = ("completed", "diverged")  # statuses of runs that are not started again: the result would be the same
 LOCK = ".lock"
 RANK_LOCK = ".lock-rank0"
@@ -218,6 +219,14 @@ def _is_begun(directory: Path) -> bool:
     return is_file(directory / CONFIG) and any(is_file(directory / name) for name in (LOCK, EFFECTIVE, METRICS))
 
 
+def subdirectories(directory: Path) -> list[Path]:
+    """The directories in `directory` that are not hidden, sorted by name. Raises `ConfigError` if it cannot be read."""
+    try:
+        return sorted(path for path in directory.iterdir() if not path.name.startswith(".") and path.is_dir())
+    except OSError as error:
+        raise ConfigError(f"{directory}: cannot be read ({error.strerror})") from None
+
+
 def published(checkpoints: Path) -> list[Path]:
     """The published checkpoints in the directory `checkpoints`, newest first. Raises `CheckpointError`."""
     try:
@@ -257,6 +266,16 @@ def mark_interrupted(directory: Path) -> bool:
             write_json(directory / SUMMARY, {**read_json(directory / SUMMARY), "status": "interrupted"})
             return True
     return False
+
+
+def present_status(directory: Path, summary: dict[str, Any]) -> str:
+    """One of `STATUSES`, or "damaged", for a run with this `summary`. "running" while a process holds its lock."""
+    if is_locked(directory):
+        return "running"
+    saved: str = summary.get("status", "failed")
+    if saved == "running":
+        return "failed"  # its process ended without writing another status
+    return saved if saved in STATUSES else "damaged"
 
 
 @contextmanager

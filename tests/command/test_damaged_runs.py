@@ -22,7 +22,7 @@ import yaml
 from conftest import TINY, ForkServer, clean, sabotaged
 
 EXPECTED = Path(__file__).with_name("damaged_runs.txt")
-OF_SWEEPS = ("status", "report", "watch")
+OF_SWEEPS = ("status", "report", "watch", "ls")
 VERBS = (*OF_SWEEPS, "sample", "evaluate", "resume")
 CELL = "stopped"  # the run that is damaged; the sweep has another, which is completed
 STEP = "checkpoints/step-00000001"
@@ -220,7 +220,7 @@ class Place:
         if verb == "watch":
             return self.page(file, about)
         cell = next(self.sweep.glob("stopped*"), self.sweep / CELL)
-        directory = self.sweep if verb in ("status", "report") else cell
+        directory = self.sweep if verb in OF_SWEEPS else cell
         few = ["--num-samples=1", "--max-new-tokens=2"] if verb == "sample" else []
         done = self.server.ask([verb, str(directory), *few], self.root, self.env, timeout=60)
         code, said = done["code"], done["stdout"] + done["stderr"]

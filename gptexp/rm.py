@@ -1,0 +1,40 @@
+"""`gptexp rm DIR…`: removes runs and sweeps."""
+
+import argparse
+from pathlib import Path
+
+from gptexp.process.errors import EXIT_FAILED
+from gptexp.process.terminal import confirmed, printable, run_verb, say
+from gptexp.storage.inventory import bytes_on_disk, size_shown
+from gptexp.storage.removal import check_removable, remove
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Remove runs and sweeps, with all their files, after a question."""
+    parser = argparse.ArgumentParser(prog="gptexp rm", description=main.__doc__)
+    parser.add_argument("directories", type=Path, nargs="+", metavar="DIR", help="a run's directory, or a sweep's")
+    parser.add_argument("--yes", action="store_true", help="do not ask")
+    args = parser.parse_args(argv)
+    named = list(dict.fromkeys(map(_without_links_above, args.directories)))
+    directories = [path for path in named if not {*path.parents} & {*named}]  # a cell is removed with its sweep
+    for path in directories:
+        check_removable(path)
+    sizes = {path: bytes_on_disk(path) for path in directories}
+    say(*(f"{size_shown(size):>12}  {printable(str(path))}" for path, size in sizes.items()))
+    if not confirmed(f"Remove {len(sizes)} of these, {size_shown(sum(sizes.values()))}?", args.yes):
+        say("nothing was removed")
+        return EXIT_FAILED
+    for path in directories:
+        remove(path)
+    say(f"freed {size_shown(sum(sizes.values()))}")
+    return 0
+
+
+def _without_links_above(path: Path) -> Path:
+    """The absolute path, of which only the last part may be a link."""
+    path = path.absolute()
+    return path.resolve() if path.name == ".." else path.parent.resolve() / path.name
+
+
+if __name__ == "__main__":
+    run_verb(main)

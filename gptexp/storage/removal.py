@@ -1,0 +1,163 @@
+"""Removes whole runs and sweeps. Only files that gptexp writes are removed; any other file refuses the whole directory.
+
+A directory is first renamed to `.removed-<number>` beside it, and then emptied file by file. One rename is atomic: a
+kill leaves either the whole run under its name or a hidden rest that no command takes for a run, and that `gptexp gc`
+removes. The name of the run is not part of the new one, because a sweep looks for its cells by the end of their names.
+"""
+
+import re
+import stat
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from gptexp.config.schema import from_dict
+from gptexp.process.errors import ConfigError, StorageError
+from gptexp.storage import run_dir, sweep_record
+from gptexp.storage.inventory import cells, is_sweep
+from gptexp.storage.reader import open_text, parse_json, read_json, read_yaml
+
+REMOVED = re.compile(r"\.removed-\d+")  # name of a directory that is being removed
+DATE = re.compile(r"\d{4}-\d\d-\d\d")  # name of the folder of a day's runs
+CELL = re.compile(r"(.*-)?[0-9a-f]{8}")
+_TEMPORARY = r"[a-z0-9_]{8}"  # end of the name of a file that a killed process was writing
+_CHECKPOINT = r"checkpoints/(\.tmp-|\.del-|rejected-\d+-)?step-\d{8,}(-\d+)?"
+_WANDB_RUN = r"wandb/(offline-)?run-\d{8}_\d{6}-"
+_REPORT = r"report\.html|report\.json|cells\.csv|effective\.json|wandb\.json"
+_OF_BOTH = (
+    rf"{_REPORT}|\.({_REPORT})\.{_TEMPORARY}",
+    rf"pictures/([a-z0-9-]+\.png|\.[a-z0-9-]+\.png\.{_TEMPORARY})",
+    rf"{_WANDB_RUN}.*|wandb/(latest-run|debug.*\.log)",
+)
+_RUN_FILES = r"config\.yaml|metrics\.jsonl|summary\.json|job\.json"
+_OF_RUN = (
+    *_OF_BOTH,
+    rf"{_RUN_FILES}|\.({_RUN_FILES})\.{_TEMPORARY}|output\.log|\.lock|\.lock-rank0|\.lock-sweep",
+    r"\.hydra/(config|hydra|overrides)\.yaml",
+    rf"{_CHECKPOINT}/(model\.safetensors|train\.pt|state\.json|manifest\.json)",
+    r"profile/steps-\d+-\d+-rank\d+\.json\.gz",
+)
+_OF_SWEEP = (
+    *_OF_BOTH,
+    rf"sweep\.json|\.sweep\.json\.{_TEMPORARY}|study\.db(-journal|-wal|-shm)?|\.lock-study|\.submitit/.*",
+)
+_RUN, _SWEEP = (re.compile("|".join(parts), re.DOTALL) for parts in (_OF_RUN, _OF_SWEEP))
+_FOLDERS = re.compile(
+    rf"\.hydra|checkpoints|{_CHECKPOINT}|profile|pictures|wandb|{_WANDB_RUN}.*|\.submitit(/.*)?", re.DOTALL
+)
+
+
+def check_removable(directory: Path) -> None:
+    """Raise `ConfigError` unless `directory` is a run or a sweep, is not running, and holds nothing else."""
+    if directory.is_symlink():
+        raise ConfigError(f"{directory}: a link, and gptexp removes none; give the directory that it points to")
+    if not directory.is_dir():
+        raise ConfigError(f"{directory}: no such directory; give a run or a sweep")
+    runs = [directory, *(cells(directory) if is_sweep(directory) else [])]
+    if not _shows_a_sweep(directory) and not any(map(_shows_a_run, runs)):
+        raise ConfigError(f"{directory}: nothing in it shows that it is a run or a sweep of gptexp; remove it yourself")
+    for _ in entries(directory):
+        pass
+    for path in runs:
+        run_dir.check_unlocked(path, run_dir.LOCKS)
+
+
+def remove(directory: Path) -> None:
+    """Remove a run or a sweep. Raises as `check_removable` does, or `StorageError`; then nothing is removed."""
+    check_removable(directory)
+    hidden = directory.with_name(f".removed-{time.time_ns()}")
+    with _removal(directory):
+        directory.rename(hidden)
+    try:
+        check_removable(hidden)  # a run may have begun, or a file been added, since the check
+    except ConfigError as error:
+        hidden.rename(directory)
+        raise type(error)(str(error).replace(str(hidden), str(directory))) from None
+    with _removal(directory):
+        empty(hidden)
+    if DATE.fullmatch(directory.parent.name):
+        with suppress(OSError):  # other runs are in it
+            directory.parent.rmdir()
+
+
+def empty(directory: Path, root: Path | None = None) -> None:
+    """Remove a directory with the files that gptexp has written in it; `root` is the run that it belongs to.
+
+    Raises `OSError`, or `ConfigError` for another file. That file stays, because only an empty directory is removed.
+    """
+    for path in entries(directory, root):
+        if path.is_dir() and not path.is_symlink():
+            path.rmdir()
+        else:
+            path.unlink()
+    directory.rmdir()
+
+
+def entries(directory: Path, root: Path | None = None) -> Iterator[Path]:
+    """The files and folders in a run, in a sweep, or in a folder of the run `root`; a folder follows its content.
+
+    Raises `ConfigError` for one that gptexp does not write.
+    """
+    root = root or directory
+    return _entries(root, directory, _SWEEP if is_sweep(root) else _RUN)
+
+
+def _entries(root: Path, folder: Path, files: re.Pattern[str]) -> Iterator[Path]:
+    for path in _sorted(folder):
+        below, mode = path.relative_to(root).as_posix(), path.lstat().st_mode
+        if stat.S_ISDIR(mode) and _FOLDERS.fullmatch(below):
+            yield from _entries(root, path, files)
+        elif stat.S_ISDIR(mode) and files is _SWEEP and folder == root and _is_cell(path):
+            yield from _entries(path, path, _RUN)
+        elif stat.S_ISLNK(mode) and not below.startswith("wandb/"):  # wandb makes links to its newest run
+            raise ConfigError(f"{path}: a link, which gptexp does not make; remove it yourself first")
+        elif stat.S_ISDIR(mode) or not files.fullmatch(below):
+            raise ConfigError(f"{path}: no part of a run or a sweep; move it elsewhere first")
+        yield path
+
+
+def _sorted(folder: Path) -> list[Path]:
+    """The content of a folder; sweep.json, which says what the others are, is the last."""
+    try:
+        return sorted(folder.iterdir(), key=lambda path: (path.name == run_dir.SWEEP, path.name))
+    except OSError as error:
+        raise ConfigError(f"{folder}: cannot be read ({error.strerror})") from None
+
+
+def _is_cell(path: Path) -> bool:
+    return CELL.fullmatch(path.name) is not None or _shows_a_run(path)
+
+
+def _shows_a_run(directory: Path) -> bool:
+    """Whether a file in `directory` can only be gptexp's: others write a config.yaml or a metrics.jsonl, too."""
+    with suppress(OSError, ValueError, AttributeError):
+        values = read_yaml(directory / run_dir.CONFIG)
+        from_dict(values)
+        if {"model", "optim", "batch", "train"} <= values.keys():
+            return True
+    with suppress(OSError, ValueError, AttributeError):
+        if read_json(directory / run_dir.SUMMARY).get("status") in run_dir.STATUSES:
+            return True
+    with suppress(OSError, ValueError, AttributeError), open_text(directory / run_dir.METRICS) as lines:
+        if {"event", "time", "step", "tokens"} <= parse_json(lines.readline()).keys():
+            return True
+    return any(
+        (path / "manifest.json").is_file() and (path / "train.pt").is_file()
+        for path in (directory / run_dir.CHECKPOINTS).glob("step-*")
+    )
+
+
+@contextmanager
+def _removal(directory: Path) -> Iterator[None]:
+    """Convert an `OSError` of the body to a `StorageError`."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(f"{directory}: cannot be removed ({error.strerror})") from None
+
+
+def _shows_a_sweep(directory: Path) -> bool:
+    with suppress(ConfigError):
+        return sweep_record.load(directory) is not None
+    return False
