@@ -22,8 +22,8 @@ def main(argv: list[str] | None = None) -> None:
     if "--dry-run" in sys.argv[1:]:
         from gptexp import plan
 
-        sys.argv.remove("--dry-run")
-        run_verb(plan.main)
+        plan.main([text for text in sys.argv[1:] if text != "--dry-run"])
+        return
     stop = StopRequest()
     stop.install(ignore_sigint=False)  # before any slow import, so that a signal is handled from the start
     from gptexp.command.lead import lead
@@ -42,4 +42,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_verb(main)

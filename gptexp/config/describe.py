@@ -48,7 +48,7 @@ def answer_help(argv: Sequence[str]) -> bool:
 def describe(names: Sequence[str], groups: Groups) -> list[str]:
     """A text for each key or group. Raises `ConfigError` with a line for each unknown one."""
     keys = [key for key, _, _ in fields_of(Config())]
-    known = [*keys, *groups, *{key.rpartition(".")[0] for key in keys if "." in key} - groups.keys()]
+    known = list(dict.fromkeys([*keys, *groups, *(key.rpartition(".")[0] for key in keys if "." in key)]))
     if unknown := [name for name in names if name not in known]:
         raise ConfigError([_unknown(name, known) for name in unknown])
     return [_key(name, groups) if name in keys else _group(name, groups.get(name, {})) for name in names]
@@ -149,7 +149,7 @@ def meanings(class_name: str) -> dict[str, str]:
 def comment(file: Path) -> str:
     """The comment that a YAML file begins with. In backquotes: its indented lines, which are commands."""
     lines = []
-    for line in file.read_text().splitlines():
+    for line in file.read_text(errors="replace").splitlines():
         if not line.startswith("#"):
             break
         text = line.removeprefix("#").strip()
@@ -171,10 +171,12 @@ def settings(file: Path, group: str) -> list[tuple[str, str]]:
         values = yaml.load(text, yaml.BaseLoader) or {}
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"{file}: {first_line(error)}") from None
+    if not isinstance(values, dict):
+        return []  # not a config: Hydra refuses it if it is selected
     package = found[1] if (found := PACKAGE.match(text)) else group.replace("/", ".")
     chosen = [
         (of_group.removeprefix("override /"), option)
-        for entry in values.pop("defaults", [])
+        for entry in values.pop("defaults", None) or []
         if isinstance(entry, dict)
         for of_group, option in entry.items()
     ]

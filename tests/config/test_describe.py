@@ -1,11 +1,14 @@
 """`gptexp train --help KEY`: what a key means, its values and default, and the files that set it."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from conftest import ForkServer
+from conftest import ROOT, ForkServer
 
-from gptexp.config.describe import answer_help, describe, meanings
+from gptexp.config.describe import answer_help, describe, meanings, settings
 from gptexp.config.paths import folders, options, packaged_conf
 from gptexp.config.schema import Config, fields_of
 from gptexp.process.errors import ConfigError
@@ -47,6 +50,12 @@ def test_every_key_and_group_is_described() -> None:
     assert meanings("ModelConfig")["block_size"] == "tokens: maximum length of a sequence"
 
 
+@pytest.mark.parametrize("text", ["", "- 1", "defaults:", "model:", "text"])
+def test_a_file_that_sets_no_key_is_no_obstacle(tmp_path: Path, text: str) -> None:
+    (tmp_path / "odd.yaml").write_text(text)
+    assert "lr" not in dict(settings(tmp_path / "odd.yaml", "optim"))
+
+
 def test_an_unknown_key_is_refused_with_the_nearest_ones() -> None:
     with pytest.raises(ConfigError) as error:
         answer_help(["--help", "optim.lrr", "lr", "qqqqqq"])
@@ -70,3 +79,11 @@ def test_each_verb_that_composes_answers_at_once(light_server: ForkServer, tmp_p
     assert any(light_server.ask([verb, "--help", "optim.lr"], tmp_path)["cpu_s"] < 0.5 for _ in range(5))
     refused = light_server.ask([verb, "--help", "optim.lrr"], tmp_path)
     assert (refused["code"], len(refused["stderr"].splitlines())) == (2, 1)
+
+
+def test_the_module_of_train_answers_like_the_verb(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "gptexp.train", "--help", "optim.lrr"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=env)
+    assert done.returncode == 2
+    assert done.stderr.startswith("gptexp: config error: --help optim.lrr: unknown key; nearest: optim.lr")
