@@ -1,4 +1,4 @@
-"""`gptexp watch DIR`: a run or a sweep as a live page."""
+"""`gptexp watch DIR`: a run, a sweep or a directory with many as a live page."""
 
 import argparse
 from pathlib import Path
@@ -10,13 +10,16 @@ PORT = 8642
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Serve a live page of a run or a sweep on this machine: curves, progress, samples, warnings. Ctrl-C ends it."""
+    """Serve a live page on this machine: of a run, of a sweep, or of all runs and sweeps below a directory.
+
+    A directory that does not exist yet is shown as soon as it does. Ctrl-C ends the page.
+    """
     parser = argparse.ArgumentParser(prog="gptexp watch", description=main.__doc__)
-    parser.add_argument("directory", type=Path, metavar="DIR", help="a run's directory, or a sweep's")
+    parser.add_argument("directory", type=Path, metavar="DIR", help="of a run, of a sweep, or of many (outputs)")
     parser.add_argument("--port", type=int, metavar="N", help=f"default: {PORT}, or a free port if it is taken")
     args = parser.parse_args(argv)
-    if not args.directory.is_dir():
-        raise ConfigError(f"{args.directory}: no such directory; give a run or a sweep")
+    if args.directory.exists() and not args.directory.is_dir():
+        raise ConfigError(f"{args.directory}: not a directory; give that of a run, of a sweep, or of many")
 
     from gptexp.reporting.live import build_server  # imports scipy
 
@@ -26,6 +29,8 @@ def main(argv: list[str] | None = None) -> None:
         if args.port is not None:
             raise ConfigError(f"--port={args.port}: cannot be used ({first_line(error)}); give another") from None
         server = build_server(args.directory, 0)
+    if not args.directory.exists():
+        say(f"{args.directory}: does not exist yet; the page waits for it")
     say(f"watching {args.directory}: http://{server.server_address[0]!s}:{server.server_port}/  (Ctrl-C to end)")
     try:
         server.serve_forever()

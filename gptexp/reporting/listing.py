@@ -67,19 +67,27 @@ class Listed:
     configs: list[dict[str, Any]]  # dotted key -> value
 
 
-def list_runs(directory: Path) -> list[Listed]:
-    """The runs and sweeps below `directory`; the cells of a sweep; or a run itself. Raises `ConfigError`."""
+Read = Callable[[Path, str], Listed]
+
+
+def list_runs(directory: Path, read: Read | None = None) -> list[Listed]:
+    """The runs and sweeps below `directory`; the cells of a sweep; or a run itself. Raises `ConfigError`.
+
+    `read` returns the row of a run, given its directory and its name; it may cache rows.
+    """
+    read = read or read_row
     if not directory.is_dir():
         raise ConfigError(f"{directory}: no such directory; give a directory with runs")
     if run_dir.is_run(directory):
-        return [_run(directory, directory.name)]
+        return [read(directory, directory.name)]
     if is_sweep(directory):
-        return [_run(path, path.name) for path in cells(directory)]
+        return [read(path, path.name) for path in cells(directory)]
     found = [(path, str(path.relative_to(directory))) for path in find(directory)]
-    return [_sweep(path, name) if is_sweep(path) else _run(path, name) for path, name in found]
+    return [_sweep(path, name, read) if is_sweep(path) else read(path, name) for path, name in found]
 
 
-def _run(path: Path, name: str) -> Listed:
+def read_row(path: Path, name: str) -> Listed:
+    """The row of a run."""
     damaged = Row("run", str(path), name, _started(path), "damaged", bytes_on_disk(path))
     try:
         config, summary = run_dir.load_config(path), run_dir.read_summary(path)
@@ -104,7 +112,7 @@ def _run(path: Path, name: str) -> Listed:
     return Listed(row, [{key: value for key, _, value in fields_of(config)}])
 
 
-def _sweep(path: Path, name: str) -> Listed:
+def _sweep(path: Path, name: str, read: Read) -> Listed:
     problem, planned, to_choose = None, set[str](), 0
     try:
         if (record := sweep_record.load(path)) is not None:
@@ -112,7 +120,7 @@ def _sweep(path: Path, name: str) -> Listed:
     except ConfigError as error:
         problem = str(error)
     try:
-        listed = [_run(cell, cell.name) for cell in cells(path)]
+        listed = [read(cell, cell.name) for cell in cells(path)]
     except ConfigError as error:
         listed, problem = [], str(error)
     rows = [cell.row for cell in listed]

@@ -1,28 +1,34 @@
-"""`gptexp watch DIR`: the report of a run or a sweep as a live page, served to this machine only.
+"""`gptexp watch DIR`: the page of a run, of a sweep or of a directory with many, live and for this machine only.
 
-It writes no files. The page polls `state.json` every second and gets a new state only if something has changed.
+It writes no files. A page polls its `state.json` every second and gets a new state only if something has changed. The
+pages of the runs and sweeps below DIR are at their paths below it.
 """
 
 import hashlib
 import json
 import threading
+from collections.abc import Callable
 from html import escape
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
-from urllib.parse import parse_qs, urlsplit
+from typing import Any, TypeVar
+from urllib.parse import parse_qs, unquote, urlsplit
 
 from gptexp.process.errors import ConfigError
 from gptexp.process.terminal import printable
-from gptexp.reporting.page import SECTIONS, live_page, sections, specifications, title
+from gptexp.reporting.index import build_index
+from gptexp.reporting.listing import Listed, read_row
+from gptexp.reporting.page import SECTIONS, index_sections, live_page, sections, specifications, title
 from gptexp.reporting.pictures import bundle
 from gptexp.reporting.records import Run, read_run
 from gptexp.reporting.report import build_report
 from gptexp.storage import run_dir
+from gptexp.storage.inventory import cells, find, is_sweep
 
 HOST = "127.0.0.1"
 FILES = (run_dir.METRICS, run_dir.SUMMARY, run_dir.CONFIG, run_dir.SWEEP)
+T = TypeVar("T")
 
 
 class Watched:
@@ -33,7 +39,7 @@ class Watched:
         self.name = printable(directory.resolve().name)
         self._lock = threading.Lock()
         self._signatures: dict[Path, Any] = {}  # of each directory at the last poll
-        self._runs: dict[Path, tuple[Any, Run]] = {}  # directory -> (signature, run)
+        self._known: dict[tuple[str, Path], tuple[Any, Any]] = {}  # what was read of a directory, with its signature
         self._state = b""
 
     def state(self, have: str) -> bytes | None:
@@ -44,40 +50,65 @@ class Watched:
             return None if have == version else b'{"version": "%b", %b' % (version.encode(), self._state[1:])
 
     def _update(self) -> None:
-        try:
-            directories = sorted(path for path in self.directory.iterdir() if path.is_dir())
-        except OSError:
-            directories = []
-        signatures = {directory: _signature(directory) for directory in (self.directory, *directories)}
+        signatures = {directory: _signature(directory) for directory in _watched(self.directory)}
         if signatures == self._signatures:
             return
         self._signatures = signatures
-        self._runs = {directory: run for directory, run in self._runs.items() if directory in signatures}
+        self._known = {key: known for key, known in self._known.items() if key[1] in signatures}
         try:
             content = self._content()
         except Exception as error:  # the directory may vanish, or appear, while it is read
             why = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
-            message = {**dict.fromkeys(SECTIONS, ""), "verdict": f'<p class="problem">{escape(why)}</p>'}
+            message = {**dict.fromkeys(SECTIONS, ""), "verdict": f'<p class="problem">{escape(printable(why))}</p>'}
             content = {"title": f"{self.name} · gptexp", "sections": message, "figures": []}
         self._state = json.dumps(run_dir.finite(content)).encode()
 
     def _content(self) -> dict[str, Any]:
-        report = build_report(self.directory, self._read)
-        return {"title": title(report), "sections": sections(report), "figures": specifications(report.figures)}
+        if not self.directory.is_dir():
+            raise ConfigError(f"{self.directory}: does not exist yet; this page shows it as soon as it does")
+        if _has_a_report(self.directory):
+            report = build_report(self.directory, self._run)
+            html = sections(report, is_live=True)
+            return {"title": title(report), "sections": html, "figures": specifications(report.figures)}
+        index = build_index(self.directory, self._row)
+        return {"title": f"{index.title} · gptexp", "sections": index_sections(index), "figures": []}
 
-    def _read(self, directory: Path) -> Run:
+    def _run(self, directory: Path) -> Run:
+        return self._kept("run", directory, lambda: read_run(directory))
+
+    def _row(self, directory: Path, name: str) -> Listed:
+        return self._kept("row", directory, lambda: read_row(directory, name))
+
+    def _kept(self, kind: str, directory: Path, read: Callable[[], T]) -> T:
+        """What `read` has returned for a directory, until a file in it changes."""
         # The signature was taken before the files are read, so that a change in between shows at the next poll.
         now = self._signatures.get(directory)
-        before, run = self._runs.get(directory, (None, None))
-        if run is None or before != now:
-            run = read_run(directory)
-            self._runs[directory] = now, run
-        return run
+        before, value = self._known.get((kind, directory), (None, None))
+        if value is None or before != now:
+            value = read()
+            self._known[kind, directory] = now, value
+        found: T = value
+        return found
+
+
+def _has_a_report(directory: Path) -> bool:
+    return run_dir.is_run(directory) or is_sweep(directory)
+
+
+def _watched(directory: Path) -> list[Path]:
+    """The directories whose files the page of `directory` depends on."""
+    try:
+        if _has_a_report(directory):
+            return [directory, *run_dir.subdirectories(directory)]
+        found = find(directory)
+        return [directory, *found, *(cell for path in found if is_sweep(path) for cell in cells(path))]
+    except (ConfigError, OSError):
+        return [directory]
 
 
 def _signature(directory: Path) -> tuple[Any, ...]:
     """Equal as long as a run's files do not change and its lock is held, or not held, as before."""
-    files: list[Any] = []
+    files: list[Any] = [directory.is_dir()]
     for name in FILES:
         try:
             stat = (directory / name).stat()
@@ -87,26 +118,49 @@ def _signature(directory: Path) -> tuple[Any, ...]:
     return (*files, run_dir.is_locked(directory))
 
 
+class Site:
+    """The pages of a directory and of all runs and sweeps below it. Thread-safe."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.script = root, bundle()
+        self._lock = threading.Lock()
+        self._pages: dict[Path, Watched] = {}
+
+    def find(self, parts: list[str]) -> Watched | None:
+        """The page at a path below the root; None if there is no run and no sweep."""
+        directory = self.root.joinpath(*parts)
+        hidden = any(part.startswith(".") or "/" in part or "\0" in part for part in parts)
+        if hidden or (parts and not _has_a_report(directory)):
+            return None
+        with self._lock:
+            return self._pages.setdefault(directory, Watched(directory))
+
+    def html(self, watched: Watched, parts: list[str]) -> bytes:
+        """A page without its content, with a link to the page that it was opened from."""
+        up = next((n for n in range(1, len(parts)) if is_sweep(self.root.joinpath(*parts[:-n]))), len(parts))
+        return live_page(watched.name, self.script, "../" * up).encode()
+
+
 def build_server(directory: Path, port: int) -> ThreadingHTTPServer:
     """A server for this machine only, on `port` (0: any free port). Raises `OSError` if the port is taken."""
-    watched = Watched(directory)
-    page = live_page(watched.name, bundle()).encode()
+    site = Site(directory)
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
         def do_GET(self) -> None:
             url = urlsplit(self.path)
+            *folders, name = [unquote(part) for part in url.path.split("/")[1:]] or [""]
             # Guards against DNS rebinding: another site whose name resolves to this machine must not read the page.
             if urlsplit(f"//{self.headers.get('Host')}").hostname not in (HOST, "localhost"):
                 self._send(HTTPStatus.FORBIDDEN, "text/plain", b"this page is for this machine only\n")
-            elif url.path == "/":
-                self._send(HTTPStatus.OK, "text/html; charset=utf-8", page)
-            elif url.path == "/state.json":
+            elif name not in ("", "state.json") or (watched := site.find(folders)) is None:
+                self._send(HTTPStatus.NOT_FOUND, "text/plain", b"not found; the paths of runs and sweeps end with /\n")
+            elif name == "":
+                self._send(HTTPStatus.OK, "text/html; charset=utf-8", site.html(watched, folders))
+            else:
                 state = watched.state(parse_qs(url.query).get("have", [""])[0])
                 self._send(HTTPStatus.OK if state else HTTPStatus.NO_CONTENT, "application/json", state or b"")
-            else:
-                self._send(HTTPStatus.NOT_FOUND, "text/plain", b"not found; use / or /state.json\n")
 
         do_HEAD = do_GET
 

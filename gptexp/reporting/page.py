@@ -16,6 +16,7 @@ from markupsafe import Markup
 from gptexp.config.schema import counted, shown
 from gptexp.process.terminal import printable
 from gptexp.reporting.cells_table import MINOR, cells_table, commands
+from gptexp.reporting.index import Index
 from gptexp.reporting.report import Report
 from gptexp.reporting.vega_lite import Figure, theme
 from gptexp.storage import run_dir
@@ -35,10 +36,13 @@ def page(report: Report, bundle: str) -> str:
     return _document(title(report), POLICY, sections(report), data, bundle)
 
 
-def live_page(name: str, bundle: str) -> str:
-    """The same page without content. It polls its server's `state.json` and shows what that holds."""
+def live_page(name: str, bundle: str, up: str) -> str:
+    """The same page without content. It polls its server's `state.json` and shows what that holds.
+
+    `up`: relative address of the page that lists this one; empty if there is none.
+    """
     data = {"figures": [], "live": {"every_ms": EVERY_MS, "patience_ms": PATIENCE_MS}}
-    return _document(name, f"{POLICY}; connect-src 'self'", dict.fromkeys(SECTIONS, ""), data, bundle)
+    return _document(name, f"{POLICY}; connect-src 'self'", dict.fromkeys(SECTIONS, ""), data, bundle, up)
 
 
 def title(report: Report) -> str:
@@ -47,8 +51,15 @@ def title(report: Report) -> str:
     return f"{share}{report.overview.title} · gptexp"
 
 
-def sections(report: Report) -> dict[str, str]:
-    """The HTML of each of `SECTIONS`."""
+def index_sections(index: Index) -> dict[str, str]:
+    """The HTML of each of `SECTIONS`, for a directory with runs and sweeps."""
+    part: Any = _templates().get_template("index.html").module
+    shown = {"header": part.header(index), "tiles": part.tiles(index), "runs": part.runs(index)}
+    return {**dict.fromkeys(SECTIONS, ""), **shown}
+
+
+def sections(report: Report, is_live: bool = False) -> dict[str, str]:
+    """The HTML of each of `SECTIONS`. On a live page a row of the table has a link to the page of its run."""
     part: Any = _templates().get_template("sections.html").module
     table = cells_table(report)
     run = report.analysis.runs[0] if table is None else None
@@ -58,7 +69,7 @@ def sections(report: Report) -> dict[str, str]:
         "verdict": part.verdict(report),
         "next": part.next(report, commands(run) if run is not None else _to_continue(report)),
         "charts": part.charts(report),
-        "runs": part.runs(table, MINOR),
+        "runs": part.runs(table, MINOR, is_live),
         "notes": part.notes_of_the_run(run),
         "foot": part.foot(report, _settings(report)),
     }
@@ -93,7 +104,9 @@ def _templates() -> Environment:
     )
 
 
-def _document(name: str, policy: str, parts: Mapping[str, str], data: Mapping[str, Any], bundle: str) -> str:
+def _document(
+    name: str, policy: str, parts: Mapping[str, str], data: Mapping[str, Any], bundle: str, up: str = ""
+) -> str:
     web = files("gptexp.reporting") / "web"
     themes = {brightness: theme(brightness) for brightness in ("light", "dark")}
     # Without "<" the JSON cannot end the script element that holds it.
@@ -103,6 +116,7 @@ def _document(name: str, policy: str, parts: Mapping[str, str], data: Mapping[st
         .get_template("page.html")
         .render(
             title=name,
+            up=up,
             policy=policy,
             sections={key: Markup(html) for key, html in parts.items()},
             data=Markup(values),

@@ -96,13 +96,13 @@ def theme(brightness: str) -> Spec:
     }
 
 
-def linear(field: str, title: str, form: str = "~g") -> Spec:
+def linear(field: str, title: str) -> Spec:
     """Encoding of a number on a linear scale that need not include zero."""
-    axis = {"format": form, "tickCount": 6}
+    axis = {"format": "~r", "tickCount": 6}
     return {"field": field, "type": "quantitative", "title": title, "scale": {"zero": False}, "axis": axis}
 
 
-def log(field: str, title: str, ticks: Iterable[float] = (), form: str = "~g") -> Spec:
+def log(field: str, title: str, ticks: Iterable[float] = (), form: str = "~r") -> Spec:
     """Encoding of a number on a logarithmic scale, with ticks at `ticks` only if given; `form` formats them."""
     axis = {"values": sorted(set(ticks)), "format": form, "labelOverlap": True} if ticks else {"format": form}
     scale = {"type": "log", "nice": False, "padding": 16}

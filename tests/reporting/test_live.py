@@ -110,7 +110,7 @@ def test_the_page_follows_a_run_whose_directory_changes_is_damaged_and_vanishes(
     (out / "config.yaml").write_text("train: [\n")
     page.wait_for_function("document.getElementById('verdict').innerText.includes('config.yaml')")
     shutil.rmtree(out)
-    page.wait_for_function("document.getElementById('verdict').innerText.includes('no such directory')")
+    page.wait_for_function("document.getElementById('verdict').innerText.includes('does not exist yet')")
     write_run(out, 4096, 0.02, 1, 4.0)  # another run in its place
     page.wait_for_function(f"views.size && Math.max(...{LOSS}.data('data0').map(p => p.tokens)) === {2**18}")
     assert messages == []
@@ -215,6 +215,64 @@ def test_watching_writes_no_file(tmp_path: Path) -> None:
     assert listing() == before
 
 
+def test_every_run_below_the_directory_has_a_page_and_no_other_path_has_one(tmp_path: Path) -> None:
+    root = tmp_path / "outputs"
+    write_sweep(root / "sweep <b>", batches=(4096,), seeds=1)
+    cell = next((root / "sweep <b>").glob("lr=*")).name
+    write_run(root / "2026-11-23/12-00-00-nano", 4096, 0.02, 1, 4.0)
+    (root / "notes").mkdir()
+    (root / ".hidden").mkdir()
+    write_run(root / ".hidden/run", 4096, 0.02, 1, 4.0)
+    with served(root) as address:
+        listed = json.loads(request(address, "GET", "/state.json")[1])
+        assert "sweep &lt;b&gt;" in listed["sections"]["runs"]
+        assert 'href="2026-11-23/12-00-00-nano/"' in listed["sections"]["runs"]
+        assert listed["title"] == "1 sweep and 1 run · gptexp"
+        pages = {f"/sweep%20%3Cb%3E/{cell}/": "../", "/sweep%20%3Cb%3E/": "../", "/2026-11-23/12-00-00-nano/": "../../"}
+        for path, up in pages.items():
+            status, html = request(address, "GET", path)
+            assert (status, f'<a href="{up}">' in html.decode()) == (200, True)
+            state = json.loads(request(address, "GET", f"{path}state.json")[1])
+            assert "learning rate" in state["title"]
+        for path in ("/notes/", "/2026-11-23/", "/.hidden/run/", "/../outputs/", "/nothing/", f"/sweep/{cell}/x.json"):
+            assert request(address, "GET", path)[0] == 404, path
+
+
+def test_a_directory_that_does_not_exist_is_waited_for(tmp_path: Path) -> None:
+    watched = Watched(tmp_path / "outputs/run")
+    assert "does not exist yet" in state_of(watched)["sections"]["verdict"]
+    (tmp_path / "outputs/run").mkdir(parents=True)
+    assert state_of(watched)["title"] == "No runs yet · gptexp"
+    write_run(tmp_path / "outputs/run", 4096, 0.02, 1, 4.0)
+    assert "learning rate 0.02" in state_of(watched)["title"]
+    above = Watched(tmp_path / "outputs")
+    assert "4.0000" in state_of(above)["sections"]["runs"]
+
+
+@needs_chromium
+def test_the_index_opens_a_sweep_and_a_sweep_its_cell(browser: "Browser", tmp_path: Path) -> None:
+    write_sweep(tmp_path / "outputs/sweep", batches=(4096,), seeds=1)
+    write_run(tmp_path / "outputs/a run", 4096, 0.02, 1, 3.9)
+    with served(tmp_path / "outputs") as address:
+        page, messages = opened(browser, address)
+        page.wait_for_selector("table.index")
+        assert violations(page) == []
+        page.get_by_role("button", name="val loss").click()
+        assert page.locator("tbody a").all_inner_texts() == ["a run", "sweep"]
+        page.get_by_role("link", name="sweep").click()
+        page.wait_for_selector("#plot-curves svg.marks")
+        page.locator(".opens").first.click()
+        page.get_by_role("link", name="open its page").first.click()
+        page.wait_for_selector("#plot-loss svg.marks")
+        assert page.inner_text("h1").endswith("learning rate 0.005")
+        page.get_by_role("link", name="back").click()
+        page.wait_for_selector("#plot-curves svg.marks")
+        page.get_by_role("link", name="back").click()
+        page.wait_for_selector("table.index")
+        assert messages == []
+        page.close()
+
+
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.e2e) for seed in range(2, 8))])
 def test_the_server_answers_despite_damaged_files(tmp_path: Path, seed: int) -> None:
     """Between two answers, bytes are changed, cut off or inserted, and files are replaced by directories or deleted."""
@@ -248,11 +306,14 @@ def test_the_server_answers_despite_damaged_files(tmp_path: Path, seed: int) -> 
 @pytest.mark.parametrize(
     ("argv", "line"),
     [
-        (["nowhere"], "nowhere: no such directory; give a run or a sweep"),
+        (["a file"], "a file: not a directory; give that of a run, of a sweep, or of many"),
         ([".", "--port=1000000"], "--port=1000000: cannot be used"),
     ],
 )
-def test_an_invalid_directory_or_port_is_refused_in_one_line(gptexp: Any, argv: list[str], line: str) -> None:
+def test_an_invalid_directory_or_port_is_refused_in_one_line(
+    gptexp: Any, tmp_path: Path, argv: list[str], line: str
+) -> None:
+    (tmp_path / "a file").touch()
     refused = gptexp("watch", *argv)
     assert refused.returncode == 2
     assert line in refused.stderr

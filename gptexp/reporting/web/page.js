@@ -135,7 +135,7 @@ document.addEventListener("click", event => {
   if (button?.classList.contains("copy")) copy(button);
   else if (button?.closest("fieldset[data-control]")) choose(button);
   else if (button?.closest("thead")) sortBy(button.textContent.trim());
-  else if (row && getSelection().isCollapsed) toggle(row.parentElement);
+  else if (row?.nextElementSibling && getSelection().isCollapsed) toggle(row.parentElement);
 });
 document.addEventListener("toggle", redraw, true);
 DARK.addEventListener("change", redraw);
