@@ -64,9 +64,7 @@ def opened(browser: "Browser") -> Iterator[Open]:
         pytest.param(1280, "dark", marks=pytest.mark.e2e),
     ],
 )
-def test_every_figure_is_drawn_readable_and_accessible(
-    browser: "Browser", report: Path, width: int, scheme: str
-) -> None:
+def test_every_figure_is_drawn_and_readable(browser: "Browser", report: Path, width: int, scheme: str) -> None:
     context = browser.new_context(viewport={"width": width, "height": 844}, color_scheme=scheme)  # type: ignore[arg-type]
     page = context.new_page()
     errors, requests = [], []
@@ -92,8 +90,24 @@ def test_every_figure_is_drawn_readable_and_accessible(
         assert min(figure["sizes"]) >= 12
         assert figure["ink"] == ("rgb(31, 35, 40)" if scheme == "light" else "rgb(230, 232, 235)")
     assert page.evaluate("document.documentElement.scrollWidth") <= width  # no sideways scrolling
-    assert violations(page) == []
     context.close()
+
+
+@pytest.mark.parametrize(
+    ("width", "scheme"),
+    [(390, "dark"), *(pytest.param(*case, marks=pytest.mark.e2e) for case in ((390, "light"), (1280, "dark")))],
+)
+def test_the_page_has_no_accessibility_violation(
+    opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int, scheme: str
+) -> None:
+    """Of a small sweep: the check takes long for each element."""
+    monkeypatch.setattr("gptexp.reporting.write.png", lambda _: b"")
+    write_report(write_sweep(tmp_path / "sweep", batches=(4096, 8192), seeds=1))
+    page = opened(tmp_path / "sweep/report.html", width, scheme)
+    page.locator("#diagnostics > summary").click()
+    page.locator(".opens").first.click()
+    page.evaluate("redraw().then(() => null)")
+    assert violations(page) == []
 
 
 def test_the_accessibility_check_finds_a_violation(browser: "Browser") -> None:
