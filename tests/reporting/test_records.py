@@ -14,6 +14,8 @@ import yaml
 from sweeps import report_of, write_run, write_sweep
 
 from gptexp.report import main as report
+from gptexp.reporting.analysis import analyse
+from gptexp.reporting.page import sections
 from gptexp.reporting.records import POINTS, find_runs
 from gptexp.status import main as status
 from gptexp.storage import run_dir
@@ -150,6 +152,18 @@ def test_a_directory_that_has_lost_its_config_is_named(tmp_path: Path) -> None:
     damaged, whole = find_runs(tmp_path)
     assert (damaged.status, whole.status) == ("damaged", "completed")
     assert "config.yaml is missing" in (damaged.problem or "")
+
+
+def test_warnings_and_samples_are_named_by_the_completed_steps(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", 4096, 0.02, 1, 4.0)
+    lines = ({"event": kind, "step": 4, "tokens": 5 * 4096, "text": f"of {kind}"} for kind in ("alert", "sample"))
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as metrics:
+        metrics.writelines(f"{json.dumps(line)}\n" for line in lines)
+    [run] = find_runs(tmp_path / "run")
+    assert [(note.kind, note.step) for note in run.notes] == [("alert", 5), ("sample", 5)]
+    notes = sections(analyse("run", [run]), [], [], [])["notes"]
+    assert "step 5: of alert" in notes
+    assert "after step 5</p>" in notes
 
 
 def test_a_run_is_running_while_its_lock_is_held(swept: Path, tmp_path: Path) -> None:
