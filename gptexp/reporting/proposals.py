@@ -61,7 +61,9 @@ def proposals(analysis: Analysis, sweep: SweepRecord) -> list[Proposal]:
             lrs = [lr for lr in cells.lrs if cells.seeds or not _exists(arm, cells.batch, lr)]
             if not lrs:
                 continue
-            swept = [f"batch.total_batch_size={cells.batch}", f"optim.lr={','.join(f'{lr:.6g}' for lr in lrs)}"]
+            digits = ".6g" if cells.seeds else ".3g"  # seeds are for learning rates that exist
+            rates = ",".join(format(lr, digits) for lr in lrs)
+            swept = [f"batch.total_batch_size={cells.batch}", f"optim.lr={rates}"]
             if cells.seeds:
                 swept.append(f"train.seed={','.join(map(str, cells.seeds))}")
             command = printable(shlex.join(["gptexp", "train", "-m", *fixed, *swept]))
