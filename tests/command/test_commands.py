@@ -104,7 +104,6 @@ def test_cfg_with_a_wrong_override_is_refused(light_server: ForkServer, tmp_path
         ("resume NOSUCHDIR", "NOSUCHDIR"),
         ("report NOSUCHDIR", "NOSUCHDIR"),
         ("status NOSUCHDIR", "NOSUCHDIR"),
-        ("watch NOSUCHDIR", "NOSUCHDIR"),
         ("ls NOSUCHDIR", "NOSUCHDIR"),
         ("ls . --where lr=1", "--where lr=1: unknown key 'lr'; did you mean 'optim.lr'?"),
         ("rm NOSUCHDIR --yes", "NOSUCHDIR"),

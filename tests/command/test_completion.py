@@ -35,7 +35,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("gptexp re", ["report", "resume"]),
         ("gptexp report ", ["outputs/day/run", "outputs/grid", "outputs/grid/lr=1e-3,seed=2", "mine/run"]),
         ("gptexp resume ", ["outputs/day/run", "outputs/grid/lr=1e-3,seed=2", "mine/run"]),
-        ("gptexp sample --top-k 3 out", ["outputs/day/run", "outputs/grid/lr=1e-3,seed=2"]),
+        ("gptexp sample --top-k 3 out", ["outputs/day/run", "outputs/grid", "outputs/grid/lr=1e-3,seed=2"]),
         ("gptexp status outputs/g", ["outputs/grid", "outputs/grid/lr=1e-3,seed=2"]),
         ("gptexp watch ./mine/", ["./mine/run"]),
         ("gptexp report --w", ["--write-optim"]),
