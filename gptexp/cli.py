@@ -1,9 +1,11 @@
 """The `gptexp` command: `gptexp VERB …` is `python -m gptexp.VERB …`."""
 
+import itertools
 import os
 import re
 import sys
 from importlib import import_module
+from pathlib import Path
 
 import gptexp
 from gptexp.process.terminal import report_errors, run_verb
@@ -54,6 +56,8 @@ def _main() -> None:
 
 def _complete() -> None:
     """Answer the shell, which asks what can stand at the end of the line in $COMP_LINE, or install the completion."""
+    from gptexp.config.paths import FILE_FLAGS
+
     line = os.environ.get("COMP_LINE", "")
     if sys.argv[-1].startswith("query="):
         from gptexp.command.completion import candidates
@@ -62,9 +66,13 @@ def _complete() -> None:
         if found is not None:
             print("\n".join(found) if sys.argv[-1] == "query=fish" else " ".join(found))
             return
-    # Hydra completes the text after the program's name, so the verb must be removed.
-    os.environ["COMP_LINE"] = re.sub(rf"^(\s*\S+)\s+({'|'.join(VERBS)})\s", r"\1 ", line)
-    sys.argv[1:] = sys.argv[-2:]
+    # Hydra completes the text after the program's name, so the verb must be removed. It reads the flags that name the
+    # user's files from its own arguments.
+    line = re.sub(rf"^(\s*\S+)\s+({'|'.join(VERBS)})\s", r"\1 ", line)
+    file_flag = re.compile(rf"\s({'|'.join(FILE_FLAGS)})[\s=]\s*(\S+)(?=\s)")
+    given = itertools.chain(*file_flag.findall(line))
+    sys.argv[1:] = [*(str(Path(text).expanduser()) for text in given), *sys.argv[-2:]]
+    os.environ["COMP_LINE"] = file_flag.sub("", line)
     run_verb(import_module("gptexp.train").main)
 
 

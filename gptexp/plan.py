@@ -6,7 +6,7 @@
 import argparse
 import sys
 
-from gptexp.config.compose import composition, hydra_engine, is_multirun, is_sweep, refuse_config_name, to_config
+from gptexp.config.compose import composition, hydra_engine, is_multirun, is_sweep, to_config
 from gptexp.config.describe import answer_help
 from gptexp.config.schema import shown
 from gptexp.distributed.ranks import launcher_world_size
@@ -27,18 +27,17 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("-m", "--multirun", action="store_true", help="plan every cell of a sweep")
     parser.add_argument("--json", action="store_true", help="print JSON, for scripts")
     parser.add_argument("--time", action="store_true", help="also train a few steps, and estimate the duration")
-    parser.add_argument("--config-dir", metavar="DIR", help="your own YAML files")
-    parser.add_argument("--config-name", help=argparse.SUPPRESS)
+    parser.add_argument("--config-dir", "-cd", metavar="DIR", help="your own YAML files")
+    parser.add_argument("--config-name", "-cn", metavar="NAME", help="DIR/NAME.yaml, a config that includes gptexp's")
     args = parser.parse_intermixed_args(argv)
-    refuse_config_name(args.config_name)
     overrides = [text for text in args.overrides if not text.startswith(DEVICE)]
     gpu = _gpu([text.removeprefix(DEVICE) for text in args.overrides if text.startswith(DEVICE)])
     if gpu is not None and args.time:
         raise ConfigError("--time: times a few steps on this machine; leave it out, device=GPU estimates the duration")
 
-    with hydra_engine() as engine:
+    with hydra_engine(args.config_dir) as engine:
         multirun = args.multirun or is_multirun(overrides)
-        composed = composition(engine, overrides, args.config_dir, multirun)
+        composed = composition(engine, overrides, args.config_dir, multirun, args.config_name)
         if is_sweep(composed):
             from gptexp.sweep.grid import compose_cells  # imports numpy, which a refusal does not need
 

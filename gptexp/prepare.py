@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from gptexp.config.compose import compose, refuse_config_name
+from gptexp.config.compose import compose
 from gptexp.config.describe import answer_help
 from gptexp.data import prepare as data
 from gptexp.process.terminal import run_verb
@@ -15,13 +15,12 @@ def main(argv: list[str] | None = None) -> None:
         return
     parser = argparse.ArgumentParser(prog="gptexp prepare", description=main.__doc__)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="as for gptexp train, e.g. data=shakespeare")
-    parser.add_argument("--config-dir", metavar="DIR", help="your own YAML files")
-    parser.add_argument("--config-name", help=argparse.SUPPRESS)
+    parser.add_argument("--config-dir", "-cd", metavar="DIR", help="your own YAML files")
+    parser.add_argument("--config-name", "-cn", metavar="NAME", help="DIR/NAME.yaml, a config that includes gptexp's")
     parser.add_argument("--verify", action="store_true", help="tokenise it again, and compare the cache with that")
     args = parser.parse_intermixed_args(argv)
-    refuse_config_name(args.config_name)
 
-    config = compose(args.overrides, args.config_dir).data
+    config = compose(args.overrides, args.config_dir, args.config_name).data
     for directory in data.prepare(config):
         if directory is not None:
             print(directory)

@@ -100,7 +100,7 @@ def wait_until_free(directories: Sequence[Path]) -> None:
         idle.wait()
 
 
-def compose_sweep(overrides: Sequence[str], config_dir: str | None = None) -> Grid:
+def compose_sweep(overrides: Sequence[str], config_dir: str | None = None, config_name: str | None = None) -> Grid:
     """The cells of a multirun, as `gptexp plan -m` composes them."""
-    with hydra_engine() as engine:
-        return compose_cells(engine, composition(engine, overrides, config_dir, multirun=True))
+    with hydra_engine(config_dir) as engine:
+        return compose_cells(engine, composition(engine, overrides, config_dir, multirun=True, config_name=config_name))

@@ -8,13 +8,13 @@ from gptexp.config.compose import composition, hydra_engine, is_multirun
 from gptexp.config.paths import folders, options
 
 
-def print_help(overrides: Sequence[str], config_dir: str | None) -> None:
+def print_help(overrides: Sequence[str], config_dir: str | None, config_name: str | None) -> None:
     """Print usage, the config groups and the composed keys.
 
     Hydra's own --help takes a second, because it copies the repository of configs for each group.
     """
-    with hydra_engine() as engine:
-        job = composition(engine, overrides, config_dir, is_multirun(overrides))
+    with hydra_engine(config_dir) as engine:
+        job = composition(engine, overrides, config_dir, is_multirun(overrides), config_name)
     with open_dict(job):
         text = job.pop("hydra").help
     print(text.header)

@@ -27,18 +27,17 @@ from omegaconf import DictConfig
 
 from gptexp.command.help import print_help
 from gptexp.config.compose import (
-    CONFIG_NAME,
     composition,
     hydra_engine,
     hydra_errors_as_config_errors,
     is_multirun,
     is_sweep,
-    refuse_config_name,
+    primary_config,
     register_schema,
     to_config,
 )
 from gptexp.config.overrides import canonical, override_problems
-from gptexp.config.paths import conf_dir, folders, why_not_creatable
+from gptexp.config.paths import CONFIG_NAME, conf_dir, folders, why_not_creatable
 from gptexp.config.schema import Config, shown
 from gptexp.process.errors import EXIT_CONFIG, ConfigError, UserError, first_line
 from gptexp.process.terminal import print_error, reserve_stdout, say
@@ -57,13 +56,13 @@ def hydra_main(train: Task, begin_cell: Task, launcher_world_size: int | None) -
     args = _parse()
     multirun = args.multirun or is_multirun(args.overrides)
     if args.help:
-        print_help(args.overrides, args.config_dir)
+        print_help(args.overrides, args.config_dir, args.config_name)
         return 0
     question = args.cfg or args.info or args.hydra_help or args.shell_completion or args.resolve
     if question or (args.run and args.multirun):  # Hydra refuses this pair of flags
         return _let_hydra_answer(args, multirun)
-    with hydra_engine() as engine:
-        cfg = composition(engine, args.overrides, args.config_dir, multirun)
+    with hydra_engine(args.config_dir) as engine:
+        cfg = composition(engine, args.overrides, args.config_dir, multirun, args.config_name)
         context = HydraContext(config_loader=engine.config_loader, callbacks=Callbacks(cfg))
         if is_sweep(cfg):
             return _sweep(cfg, context, begin_cell)
@@ -76,7 +75,6 @@ def _parse() -> Namespace:
     parser = get_args_parser()
     parser.error = _usage_error  # type: ignore[method-assign]
     args = parser.parse_intermixed_args()
-    refuse_config_name(args.config_name)
     if args.config_path:
         raise ConfigError(
             f"--config-path {args.config_path}: not supported; give a folder with config groups: --config-dir DIR"
@@ -125,6 +123,8 @@ def _let_hydra_answer(args: Namespace, multirun: bool) -> int:
     checked, overrides = not (args.shell_completion or args.hydra_help), canonical(args.overrides)
     if checked and (problems := override_problems(overrides, multirun, folders(args.config_dir))):
         raise ConfigError(problems)
+    if checked:
+        primary_config(args.config_dir, args.config_name)
     flags = sys.argv[1:]
     for override in args.overrides:
         flags.remove(override)
@@ -162,10 +162,10 @@ def _run(cfg: DictConfig, context: HydraContext, train: Task, launcher_world_siz
             print_error(error)
             return error.exit_code
 
-    context.callbacks.on_run_start(config=cfg, config_name=CONFIG_NAME)
+    context.callbacks.on_run_start(config=cfg, config_name=cfg.hydra.job.config_name)
     with run_dir.storage(directory):  # Hydra creates it and writes .hydra/
         result = run_job(job, cfg, job_dir_key="hydra.run.dir", job_subdir_key=None, hydra_context=context)
-    context.callbacks.on_run_end(config=cfg, config_name=CONFIG_NAME, job_return=result)
+    context.callbacks.on_run_end(config=cfg, config_name=cfg.hydra.job.config_name, job_return=result)
     return int(result.return_value)
 
 
@@ -178,9 +178,9 @@ def _sweep(cfg: DictConfig, context: HydraContext, begin_cell: Task) -> int:
     name_sweep(cfg)
     run_dir.refuse_sweep_in(Path(cfg.hydra.sweep.dir))
     reserve_stdout(cfg.log.progress)
-    context.callbacks.on_multirun_start(config=cfg, config_name=CONFIG_NAME)
+    context.callbacks.on_multirun_start(config=cfg, config_name=cfg.hydra.job.config_name)
     task: Any = begin_cell  # called by gptexp's own sweepers only
     sweeper: Any = Plugins.instance().instantiate_sweeper(hydra_context=context, task_function=task, config=cfg)
     code: int = sweeper.sweep(arguments=list(cfg.hydra.overrides.task))
-    context.callbacks.on_multirun_end(config=cfg, config_name=CONFIG_NAME)
+    context.callbacks.on_multirun_end(config=cfg, config_name=cfg.hydra.job.config_name)
     return code

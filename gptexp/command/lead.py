@@ -18,6 +18,7 @@ from omegaconf import DictConfig
 
 from gptexp.command.hydra_main import hydra_main
 from gptexp.command.start import start
+from gptexp.config.paths import CONFIG_NAME
 from gptexp.config.schema import Config, TrainConfig
 from gptexp.distributed.ranks import launcher_world_size
 from gptexp.process.signals import StopRequest
@@ -81,6 +82,9 @@ def lr_source(hydra: Any) -> str:
     swept_by = hydra.runtime.choices.get("sweep")
     if swept_by and "optim.lr" in (hydra.sweeper.params or {}):
         return f"sweep={swept_by}"
+    name = hydra.job.config_name
+    if name != CONFIG_NAME and "lr" in _yaml(hydra, "", name).get("optim", {}):
+        return f"{name}.yaml"
     for group in ("experiment", "optim", "model"):
         if option := hydra.runtime.choices.get(group):
             content = _yaml(hydra, group, option)

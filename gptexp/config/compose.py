@@ -8,7 +8,6 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import hydra
@@ -23,11 +22,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from gptexp.config import rules
 from gptexp.config.overrides import canonical, override_problems, secret_problems
-from gptexp.config.paths import absolute, conf_dir, folders, is_path_list
+from gptexp.config.paths import CONFIG_NAME, absolute, conf_dir, folders, is_path_list, own_config
 from gptexp.config.schema import Config, counted, field_problem, fields_of, shown
-from gptexp.process.errors import ConfigError
-
-CONFIG_NAME = "config"  # conf/config.yaml
+from gptexp.process.errors import ConfigError, first_line
 
 
 @cache
@@ -38,17 +35,23 @@ def register_schema() -> None:
 
 
 @contextmanager
-def hydra_engine() -> Iterator[Any]:
-    """Initialise Hydra on the YAML files of `conf_dir` and yield its engine, which composes configs.
+def hydra_engine(config_dir: str | None = None) -> Iterator[Any]:
+    """Initialise Hydra on gptexp's YAML files and the user's, and yield its engine, which composes configs.
 
-    Errors of Hydra in the body become `ConfigError`.
+    `config_dir` is the folder of the user's files. Errors of Hydra in the body become `ConfigError`.
     """
     register_schema()
+    _, *own = folders(config_dir)
     with (
         hydra_errors_as_config_errors(),
         hydra.initialize_config_dir(str(conf_dir()), job_name="train", version_base="1.3"),
     ):
-        yield GlobalHydra.instance().hydra
+        engine: Any = GlobalHydra.instance().hydra
+        for folder in own:  # as `hydra.main` does for --config-dir; a primary config is not found on hydra.searchpath
+            path = engine.config_loader.get_search_path()
+            path.prepend("command-line", f"file://{folder.resolve()}", anchor="schema")
+            engine.config_loader.repository.initialize_sources(path)
+        yield engine
 
 
 def power_law(tokens: int, lr: float, at_tokens: float, exponent: float) -> float:
@@ -61,37 +64,58 @@ def is_multirun(overrides: Sequence[str]) -> bool:
     return any(text.startswith("sweep=") or text == "hydra.mode=MULTIRUN" for text in overrides)
 
 
-def compose(overrides: Sequence[str], config_dir: str | None = None, launcher_world_size: int | None = None) -> Config:
+def compose(
+    overrides: Sequence[str],
+    config_dir: str | None = None,
+    config_name: str | None = None,
+    launcher_world_size: int | None = None,
+) -> Config:
     """Compose and check the config of one run. Raises `ConfigError` with a line for each problem."""
-    with hydra_engine() as engine:
-        composed = composition(engine, overrides, config_dir, multirun=False)
+    with hydra_engine(config_dir) as engine:
+        composed = composition(engine, overrides, config_dir, multirun=False, config_name=config_name)
         return to_config(composed, composed.hydra.overrides.task, launcher_world_size)
 
 
-def composition(engine: Any, overrides: Sequence[str], config_dir: str | None, multirun: bool) -> DictConfig:
+def composition(
+    engine: Any, overrides: Sequence[str], config_dir: str | None, multirun: bool, config_name: str | None = None
+) -> DictConfig:
     """Compose the files and `overrides`, including Hydra's own keys. For a multirun, the swept keys are not set.
 
-    `config_dir` is a folder with the user's YAML files. Raises `ConfigError` for wrong overrides.
+    `config_dir` is the folder that `engine` was given, `config_name` the user's primary config in it. Raises
+    `ConfigError` for wrong overrides or a wrong primary config.
     """
     overrides = canonical(overrides)
     if found := override_problems(overrides, multirun, folders(config_dir)):
         raise ConfigError(found)
-    search_path = [f"hydra.searchpath=[file://{Path(config_dir).resolve()}]"] if config_dir else []
     mode = RunMode.MULTIRUN if multirun else RunMode.RUN
-    cfg: DictConfig = engine.compose_config(CONFIG_NAME, [*search_path, *overrides], mode)
+    cfg: DictConfig = engine.compose_config(primary_config(config_dir, config_name), overrides, mode)
     if multirun:
         cfg.hydra.mode = RunMode.MULTIRUN
     HydraConfig.instance().set_config(cfg)
     return cfg
 
 
-def refuse_config_name(name: str | None) -> None:
-    """Raise `ConfigError` if a config is given that would replace conf/config.yaml: an experiment builds on it."""
-    if name:
+def primary_config(config_dir: str | None, config_name: str | None) -> str:
+    """The name of the config that composition begins with.
+
+    Raises `ConfigError` for a user's that does not exist, or does not include gptexp's: it would lack the schema and
+    gptexp's settings of Hydra.
+    """
+    file = own_config(config_dir, config_name)
+    if file is None:
+        return CONFIG_NAME
+    try:
+        content = yaml.load(file.read_text(), yaml.BaseLoader)
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"{file}: {first_line(error)}") from None
+    defaults = content.get("defaults") if isinstance(content, dict) else None
+    included = [entry for entry in defaults or [] if entry in (CONFIG_NAME, "_self_")]
+    if included != [CONFIG_NAME, "_self_"]:
         raise ConfigError(
-            f"--config-name {shown(name)}: not supported; save it as DIR/experiment/{shown(name)}.yaml with the first "
-            f"line '# @package _global_', and give --config-dir DIR experiment={shown(name)}"
+            f"{file}: does not build on gptexp's config; its defaults list must contain '- config' and after it "
+            "'- _self_'"
         )
+    return file.stem
 
 
 def is_sweep(cfg: DictConfig) -> bool:

@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from gptexp.config import schema
-from gptexp.config.paths import Groups, conf_dir, folders, options
+from gptexp.config.paths import FILE_FLAGS, Groups, conf_dir, folders, options, own_config
 from gptexp.config.schema import Config, fields_of, shown
 from gptexp.process.errors import ConfigError, first_line
 
@@ -30,28 +30,29 @@ def answer_help(argv: Sequence[str]) -> bool:
 
     Raises `ConfigError` for an unknown key.
     """
-    asked, config_dir, names = False, None, list[str]()
+    asked, files, names = False, dict[str, str | None](), list[str]()
     texts = iter(argv)
     for text in texts:
-        if text == "--config-dir":
-            config_dir = next(texts, None)
-        elif text.startswith("--config-dir="):
-            config_dir = text.partition("=")[2]
+        flag, equals, value = text.partition("=")
+        if flag in FILE_FLAGS:
+            files[FILE_FLAGS[flag]] = value if equals else next(texts, None)
         elif asked and not text.startswith("-") and "=" not in text:
             names.append(text)
         asked |= text in ("-h", "--help")
     if names:
-        print(*describe(names, options(folders(config_dir))), sep="\n\n")
+        config_dir = files.get("dir")
+        own = own_config(config_dir, files.get("name"))
+        print(*describe(names, options(folders(config_dir)), own), sep="\n\n")
     return names != []
 
 
-def describe(names: Sequence[str], groups: Groups) -> list[str]:
-    """A text for each key or group. Raises `ConfigError` with a line for each unknown one."""
+def describe(names: Sequence[str], groups: Groups, own: Path | None = None) -> list[str]:
+    """A text for each key or group. `own` is the user's primary config. Raises `ConfigError` for unknown names."""
     keys = [key for key, _, _ in fields_of(Config())]
     known = list(dict.fromkeys([*keys, *groups, *(key.rpartition(".")[0] for key in keys if "." in key)]))
     if unknown := [name for name in names if name not in known]:
         raise ConfigError([_unknown(name, known) for name in unknown])
-    return [_key(name, groups) if name in keys else _group(name, groups.get(name, {})) for name in names]
+    return [_key(name, groups, own) if name in keys else _group(name, groups.get(name, {})) for name in names]
 
 
 def _unknown(name: str, known: list[str]) -> str:
@@ -68,7 +69,7 @@ def nearest(name: str, known: Iterable[str], most: int = 3, cutoff: float = 0.5)
     return same[:most] or difflib.get_close_matches(name, known, n=most, cutoff=cutoff)
 
 
-def _key(key: str, groups: Groups) -> str:
+def _key(key: str, groups: Groups, own: Path | None) -> str:
     field, default, section = next((f, value, cls) for k, f, value, cls in _leaves(Config()) if k == key)
     lines = [key, f"  meaning   {meanings(section.__name__).get(field.name, '')}", f"  values    {kind(field)}"]
     lines += [f"  default   {shown(default)}"]
@@ -82,6 +83,8 @@ def _key(key: str, groups: Groups) -> str:
         for of_key, value in settings(file, group)
         if of_key == key
     ]
+    if own is not None:
+        setters += [f"{own} ({value})" for of_key, value in settings(own, "_global_") if of_key == key]
     return "\n".join([*lines, "  set by    " + "\n            ".join(setters or ["no file"])])
 
 

@@ -1,4 +1,4 @@
-"""Paths: files and globs in the configuration, and the YAML files."""
+"""Paths: files and globs in the configuration, and the YAML files with the flags that name them."""
 
 import glob
 import os
@@ -13,6 +13,8 @@ import gptexp
 from gptexp.config.schema import shown
 from gptexp.process.errors import ConfigError
 
+CONFIG_NAME = "config"  # conf/config.yaml, which every other primary config includes
+FILE_FLAGS = {"--config-dir": "dir", "-cd": "dir", "--config-name": "name", "-cn": "name"}  # Hydra's, for own files
 OWN_CONF = "GPTEXP_CONF"  # environment: path of a folder that replaces conf/
 
 Groups = dict[str, dict[str, Path]]  # group -> option -> its file
@@ -49,6 +51,31 @@ def folders(config_dir: str | None) -> list[Path]:
     if not Path(config_dir).is_dir():
         raise ConfigError(f"--config-dir {shown(config_dir)}: no such folder; give a folder with config groups")
     return [conf_dir(), Path(config_dir)]
+
+
+def config_flags(hydra: Any) -> list[str]:
+    """The flags --config-dir and --config-name with their values, of the command whose composition has these keys."""
+    sources = hydra["runtime"]["config_sources"]
+    given = [text for s in sources if s["provider"] == "command-line" for text in ("--config-dir", s["path"])]
+    name = hydra["job"]["config_name"]
+    return given if name == CONFIG_NAME else [*given, "--config-name", name]
+
+
+def own_config(config_dir: str | None, config_name: str | None) -> Path | None:
+    """The user's primary config, DIR/NAME.yaml; None if no name is given. Raises `ConfigError` if it does not exist."""
+    if config_name is None:
+        return None
+    given, name = f"--config-name {shown(config_name)}", config_name.removesuffix(".yaml")
+    if Path(name).name != name:
+        raise ConfigError(f"{given}: must be a name without a path; give its folder: --config-dir DIR")
+    if config_dir is None:
+        raise ConfigError(f"{given}: needs the folder of {shown(name)}.yaml; add --config-dir DIR")
+    own, file = folders(config_dir)[-1], f"{name}.yaml"
+    if not is_file(own / file):
+        raise ConfigError(f"{given}: {shown(str(own / file))} does not exist; give the name of a YAML file in {own}")
+    if is_file(conf_dir() / file) or name == "schema":
+        raise ConfigError(f"{given}: gptexp has a {file} of its own; rename {own / file}")
+    return own / file
 
 
 def options(folders: Sequence[Path]) -> Groups:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
+from gptexp.config.paths import config_flags
 from gptexp.config.schema import counted, duration, shown
 from gptexp.process.terminal import printable
 from gptexp.reporting.analysis import Analysis, Arm
@@ -64,8 +65,7 @@ def _as_started(directory: Path) -> tuple[dict[str, str], str]:
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         hydra = reader.read_yaml(directory / run_dir.HYDRA / "hydra.yaml")["hydra"]
         choices = {str(group): str(option) for group, option in hydra["runtime"]["choices"].items()}
-        sources = hydra["runtime"]["config_sources"]
-        given = [text for s in sources if s["provider"] == "command-line" for text in ("--config-dir", s["path"])]
+        given = config_flags(hydra)
         given += [str(text) for part in ("hydra", "task") for text in hydra["overrides"][part]]
         return choices, printable(shlex.join(["gptexp", "train", *given]))
     return {}, ""

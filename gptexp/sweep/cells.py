@@ -17,6 +17,7 @@ from hydra.core.config_loader import ConfigLoader
 from omegaconf import DictConfig, open_dict
 
 from gptexp.config.compose import job_of, to_config
+from gptexp.config.paths import config_flags
 from gptexp.config.rules import in_steps
 from gptexp.config.schema import Config, fields_of, result_deciding
 from gptexp.data.prepare import data_hash
@@ -185,13 +186,7 @@ def record(directory: Path, config: DictConfig, cells: Sequence[Cell], to_choose
 def command(config: DictConfig) -> str:
     """The command that started the sweep of `config`, in the syntax of a shell."""
     given = [text for text in config.hydra.overrides.hydra if text != "hydra.mode=MULTIRUN"]
-    return shlex.join(["gptexp", "train", "-m", *config_dir(config), *given, *config.hydra.overrides.task])
-
-
-def config_dir(config: DictConfig) -> list[str]:
-    """The flag `--config-dir` and its value, if they were given."""
-    sources = config.hydra.runtime.config_sources
-    return [text for s in sources if s.provider == "command-line" for text in ("--config-dir", s.path)]
+    return shlex.join(["gptexp", "train", "-m", *config_flags(config.hydra), *given, *config.hydra.overrides.task])
 
 
 def fixed_arguments(config: DictConfig) -> list[str]:
@@ -200,7 +195,7 @@ def fixed_arguments(config: DictConfig) -> list[str]:
     given = [*config.hydra.overrides.task, *config.hydra.overrides.hydra]
     keys = {text: text.lstrip("+~").partition("=")[0] for text in given}
     kept = [k for k in keys if keys[k] not in swept and not keys[k].startswith(("hydra/sweeper", "hydra.sweeper"))]
-    return [*config_dir(config), *kept]
+    return [*config_flags(config.hydra), *kept]
 
 
 def name_sweep(config: DictConfig) -> None:

@@ -75,6 +75,22 @@ def test_hydra_completes_overrides(
     assert done["stdout"].split() == found, done["stderr"]
 
 
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("gptexp train --config-dir my model=sm", ["model=small"]),
+        ("gptexp plan model=small -cd my --config-name=mine optim.lr", ["optim.lr="]),
+        ("gptexp train -cd=my -cn mine optim.lr=", ["optim.lr=0.25"]),
+    ],
+)
+def test_files_of_ones_own_are_completed(light_server: ForkServer, tmp_path: Path, line: str, found: list[str]) -> None:
+    (tmp_path / "my" / "model").mkdir(parents=True)
+    (tmp_path / "my" / "model" / "small.yaml").write_text("n_layer: 3\n")
+    (tmp_path / "my" / "mine.yaml").write_text("defaults: [config, _self_]\noptim: {lr: 0.25}\n")
+    done = light_server.ask(["-sc", "query=bash"], tmp_path, {**light_server.env, "COMP_LINE": line})
+    assert (done["stdout"].split(), done["stderr"]) == (found, "")
+
+
 @pytest.mark.skipif(shutil.which("bash") is None, reason="no bash")
 def test_the_tab_key_completes_in_bash(folder: Path) -> None:
     script = folder / "bin" / "gptexp"

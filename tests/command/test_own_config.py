@@ -4,6 +4,7 @@ These files are trusted, because the user gives their folder.
 """
 
 import json
+import shlex
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -11,21 +12,26 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import ROOT, runs, summary
+from conftest import ROOT, ForkServer, runs, summary
 from sweeps import compose_sweep
 
-from gptexp.config.compose import compose
+from gptexp.config.compose import compose, composition, hydra_engine
 from gptexp.config.schema import Config
 from gptexp.process.errors import ConfigError
 from gptexp.storage import run_dir
+from gptexp.sweep.cells import cell_name, command, fixed_arguments
 
 Gptexp = Callable[..., subprocess.CompletedProcess[str]]
 
+KEYS = "optim: {lr: 1e-3}\ntrain: {max_tokens: 8192}\n"
+PRIMARY = f"defaults:\n  - config\n  - _self_\n  - override model: small\n  - override optim: mine\n{KEYS}"
 FILES = {
     "model/small.yaml": (
         "# @package _global_\nmodel: {n_layer: 3, n_head: 3, n_embd: 48, block_size: 64}\noptim: {lr: 0.003}\n"
     ),
     "optim/mine.yaml": "defaults: [adamw]\nlr: 2e-3\nbeta2: 0.99\n",
+    "mine.yaml": PRIMARY,
+    "experiment/same.yaml": f"# @package _global_\ndefaults: [override /model: small, override /optim: mine]\n{KEYS}",
     "experiment/places.yaml": "# @package _global_\nhydra:\n  run: {dir: mine}\n",
     "experiment/slurm.yaml": (
         "# @package _global_\ndefaults:\n  - override /hydra/launcher: submitit_slurm\n"
@@ -100,18 +106,73 @@ def test_an_unknown_key_in_a_users_file_is_refused_in_one_line(gptexp: Gptexp, o
     assert "n_layers" in done.stderr
 
 
-@pytest.mark.parametrize("verb", ["train", "plan", "prepare"])
-def test_a_config_in_place_of_gptexps_own_is_refused_and_works_as_an_experiment(
-    gptexp: Gptexp, own: Path, verb: str
+@pytest.mark.parametrize("override", ["override model", "override /model"])
+def test_a_primary_config_of_ones_own_composes_as_an_experiment_does(own: Path, override: str) -> None:
+    primary = PRIMARY.replace("override model", override)
+    (own / "conf" / "mine.yaml").write_text(primary)
+    mine = compose(["train.seed=2"], str(own / "conf"), "mine")
+    assert (mine.model.n_layer, mine.optim.lr, mine.optim.beta2, mine.train.max_tokens) == (3, 1e-3, 0.99, 8192)
+    assert mine == compose(["train.seed=2", "experiment=same"], str(own / "conf"))
+    assert compose(["optim.lr=4e-3", "model=nano"], str(own / "conf"), "mine.yaml").optim.lr == 4e-3
+
+
+def test_each_verb_takes_a_primary_config(gptexp: Gptexp, light_server: ForkServer, own: Path, corpus: Path) -> None:
+    flags = ["-cd", "conf", "--config-name", "mine", "data=text", f"data.path={corpus}", "data.val_tokens=256"]
+    for argv in (["plan", "--json"], ["train", "--dry-run", "--json"], ["prepare"]):
+        done = gptexp(*argv, *flags)
+        assert done.returncode == 0, done.stderr
+        assert argv == ["prepare"] or json.loads(done.stdout)["lr"] == 1e-3
+    for argv in (["train", "--cfg", "job"], ["train", "--help"]):
+        assert "n_layer: 3\n" in light_server.ask([*argv, *flags], own)["stdout"]
+    assert "conf/mine.yaml (1e-3)\n" in light_server.ask(["prepare", "--help", "optim.lr", *flags], own)["stdout"]
+    refused = light_server.ask(["prepare", *flags, "-cn", "nope"], own)
+    assert (refused["code"], refused["stderr"].count("\n")) == (2, 1)
+    assert "--config-name nope: conf/nope.yaml does not exist" in refused["stderr"]
+
+
+def test_a_sweep_with_a_primary_config_has_the_cells_and_the_name_of_the_same_experiment(
+    own: Path, corpus: Path
 ) -> None:
-    refused = gptexp(verb, "--config-dir", "conf", "--config-name", "mine")
-    assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
-    assert "--config-name mine: not supported; save it as DIR/experiment/mine.yaml" in refused.stderr
-    assert "--config-dir DIR experiment=mine" in refused.stderr
-    text = "# @package _global_\ndefaults:\n  - override /model: small\ntrain: {max_tokens: 8192}\n"
-    (own / "conf" / "experiment" / "mine.yaml").write_text(text)
-    config = compose(["experiment=mine"], str(own / "conf"))
-    assert (config.model.n_layer, config.train.max_tokens) == (3, 8192)
+    folder, given = str(own / "conf"), ["optim.lr=1e-3,2e-3", "data=text", f"data.path={corpus}"]
+    mine, same = compose_sweep(given, folder, "mine"), compose_sweep([*given, "experiment=same"], folder)
+    names = [
+        [cell_name(drafted.config, drafted.values, own) for drafted in grid.drafts if drafted.config is not None]
+        for grid in (mine, same)
+    ]
+    assert names[0] == names[1]
+    assert len(names[0]) == 2
+    assert mine.drafts[0].composition.sweep.name == same.drafts[0].composition.sweep.name
+
+
+def test_the_commands_of_a_sweep_name_the_users_files(own: Path) -> None:
+    """Each command that gptexp prints must be accepted by gptexp."""
+    folder = str(own / "conf")
+    with hydra_engine(folder) as engine:
+        given = ["optim.lr=1e-3,2e-3", "train.seed=3"]
+        mine = composition(engine, given, folder, multirun=True, config_name="mine")
+        plain = composition(engine, given, folder, multirun=True)
+    flags = ["--config-dir", folder]
+    assert command(plain) == shlex.join(["gptexp", "train", "-m", *flags, *given])
+    assert command(mine) == shlex.join(["gptexp", "train", "-m", *flags, "--config-name", "mine", *given])
+    assert fixed_arguments(mine) == [*flags, "--config-name", "mine", "train.seed=3"]
+
+
+@pytest.mark.e2e
+def test_a_run_and_a_sweep_from_a_primary_config(gptexp: Gptexp, tiny: list[str], own: Path) -> None:
+    options = [*without(tiny, "optim.lr", "log.progress", "model."), "--config-dir", "conf", "-cn", "mine"]
+    done = gptexp("train", *options, "hydra.run.dir=out")
+    assert done.returncode == 0, done.stderr
+    assert "learning rate   0.001, from mine.yaml" in done.stderr + done.stdout
+    assert run_dir.load_config(own / "out").model.n_layer == 3
+    assert gptexp("report", "out").returncode == 0
+    flags = f"--config-dir {own / 'conf'} --config-name mine"
+    assert f"gptexp train {flags} hydra.run.dir=out" in (own / "out" / "report.html").read_text()
+    done = gptexp("train", "-m", *options, "optim.lr=1e-3,2e-3", "sweep.name=s")
+    assert done.returncode == 0, done.stderr
+    sweep = json.loads((own / "outputs" / "s" / "sweep.json").read_text())
+    assert sweep["commands"][0].startswith(f"gptexp train -m {flags} ")
+    again = gptexp(*shlex.split(sweep["commands"][0])[1:])
+    assert "already completed" in again.stderr + again.stdout
 
 
 def test_a_users_file_may_set_keys_of_its_own_group_only(own: Path) -> None:

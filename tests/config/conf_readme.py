@@ -26,6 +26,17 @@ gptexp train model=gpt2 --cfg job          # print the composed config, and trai
 gptexp train --help                        # print the groups, their options, and the keys
 gptexp train --help optim.lr               # what a key means, its values, and the files that set it
 gptexp train --config-dir my model=small   # also find options in your own folder, here my/model/small.yaml
+gptexp train --config-dir my --config-name mine   # compose my/mine.yaml in place of conf/config.yaml
+```
+
+A config for `--config-name` includes gptexp's, and its own values win. An option of a group is chosen with `override`:
+
+```yaml
+defaults:
+  - config                  # gptexp's conf/config.yaml
+  - _self_
+  - override model: gpt2
+optim: {lr: 1e-3}
 ```
 
 - An option file holds only the values that differ from the defaults.

@@ -77,6 +77,11 @@ FILES = {
     "experiment/lost_callback.yaml": (
         "# @package _global_\nhydra:\n  callbacks:\n    mine: {_target_: nosuch.Callback}\n"
     ),
+    "alone.yaml": "defaults: [_self_, {model: gpt2}]\noptim: {lr: 1e-3}\n",
+    "early.yaml": "defaults: [_self_, config]\n",
+    "no_yaml.yaml": "defaults: [config\n",
+    "no_key.yaml": "defaults: [config, _self_]\noptim: {learning_rate: 1}\n",
+    "config.yaml": "defaults: [config, _self_]\n",
     "sweep/bad_cell.yaml": (
         "# @package _global_\nhydra:\n  mode: MULTIRUN\n  sweeper:\n    params:\n      optim.lr: 1e-3,-1\n"
     ),
