@@ -1,12 +1,14 @@
 """The table of a sweep's cells on its page: swept values, progress, losses, and what to do with each cell."""
 
-import shlex
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
 from gptexp.config.schema import duration, shown
 from gptexp.process.terminal import printable
+from gptexp.reporting.overview import as_command, link_to
+from gptexp.reporting.progress import in_words
 from gptexp.reporting.records import Run
 from gptexp.reporting.report import Report
 from gptexp.reporting.table import COLUMNS, Column, chosen
@@ -37,6 +39,7 @@ class Row:
     entries: list[Entry]  # one for each column
     share: float  # of its tokens that are done
     is_best: bool
+    link: str  # relative address of its page, for a live page
     commands: list[tuple[str, str]]  # what the command does, the command
 
 
@@ -46,7 +49,7 @@ class CellsTable:
     rows: list[Row]
 
 
-def cells_table(report: Report) -> CellsTable | None:
+def cells_table(report: Report, is_live: bool = False) -> CellsTable | None:
     """A row for each cell of a sweep, started or not; None for a single run."""
     runs = [*report.analysis.runs, *_not_started(report)]
     if report.sweep is None and len(runs) == 1:
@@ -58,30 +61,42 @@ def cells_table(report: Report) -> CellsTable | None:
     gap = Column("gap", "above lowest", lambda run: None if run.loss is None else run.loss - min(losses), ".4f")
     columns = [
         *(column for column in chosen(runs, all_of_them=False) if column.key in KEPT),
-        *(Column(key, key.rpartition(".")[2], partial(_config_value, key), "") for key in keys),
+        *(Column(key, title, partial(_config_value, key), "") for key, title in zip(keys, _titles(keys), strict=True)),
         *([LOSS, STATUS, gap] if losses else [STATUS]),
         *(column for column in (SPEED, TIME) if any(column.value(run) for run in runs)),
     ]
     shares = {cell.name: cell.share for cell in report.cells}
     rows = [
-        Row(run, [_entry(column, run) for column in columns], shares.get(run.name, 0.0), run in winners, commands(run))
+        Row(
+            run,
+            [_entry(column, run) for column in columns],
+            shares.get(run.name, 0.0),
+            run in winners,
+            link_to(run.directory.name),
+            commands(run, is_live),
+        )
         for run in runs
     ]
     return CellsTable(columns, rows)
 
 
-def commands(run: Run) -> list[tuple[str, str]]:
-    """What can be done with a run: in words, and as a command."""
+def _titles(keys: Sequence[str]) -> list[str]:
+    """The last part of each key if no other key ends so, else the whole key."""
+    last = [key.rpartition(".")[2] for key in keys]
+    return [key if last.count(part) > 1 or part == "name" else part for key, part in zip(keys, last, strict=True)]
+
+
+def commands(run: Run, is_live: bool = False) -> list[tuple[str, str]]:
+    """What can be done with a run: in words, and as a command. The page may be read in another directory."""
     if run.status in ("interrupted", "failed"):
         verbs = {"resume": "Continue from its newest checkpoint"}
     elif run.status in run_dir.DONE:
         verbs = {"sample": "Generate text", "evaluate": "Evaluate it again, or on other text (--data FILE)"}
-    elif run.status == "running":
+    elif run.status == "running" and not is_live:
         verbs = {"watch": "Watch it"}
     else:
         verbs = {}
-    where = printable(shlex.quote(str(run.directory)))
-    return [(what, f"gptexp {verb} {where}") for verb, what in verbs.items()]
+    return [(what, as_command([verb, str(run.directory.absolute())])) for verb, what in verbs.items()]
 
 
 def _not_started(report: Report) -> list[Run]:
@@ -113,8 +128,8 @@ def _config_value(key: str, run: Run) -> str | None:
 
 def _entry(column: Column, run: Run) -> Entry:
     value, text = column.value(run), column.text(run)
-    if column is STATUS and value == NOT_STARTED:
-        text = "not started"
+    if column is STATUS:
+        text = in_words(run.status)
     elif column is TIME and value is not None:
         text = duration(value)
     elif column is LOSS and value is None and run.val and run.val[-1].loss is not None:

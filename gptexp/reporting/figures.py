@@ -1,15 +1,19 @@
 """The figures of a sweep's results. Those of runs over their training are in line_charts.py."""
 
 import math
+import os
 from collections.abc import Collection
 from dataclasses import replace
+from urllib.parse import quote
 
 import numpy as np
 
 from gptexp.reporting.analysis import Analysis, Arm
 from gptexp.reporting.law import SLOPES
 from gptexp.reporting.line_charts import line_charts
+from gptexp.reporting.records import Run
 from gptexp.reporting.vega_lite import (
+    END_LABELS,
     LABELLED,
     MARGIN,
     Control,
@@ -55,11 +59,14 @@ def _curves(arm: Arm) -> Figure | None:
     outliers = {run.name for run, _ in arm.left_out}
     for r in arm.runs:
         if r.loss in arm.losses.get(r.batch, {}).get(r.lr, ()):
-            point = {"lr": r.lr, "loss": r.loss, "size": f"{r.batch:,}", "seed": r.seed, "run": r.name}
-            (left_out if r.name in outliers else used).append({**point, "href": f"#run-{r.name}"})
+            (left_out if r.name in outliers else used).append({"lr": r.lr, "loss": r.loss, **_of_run(r)})
     every = [loss for at_batch in arm.losses.values() for of_seeds in at_batch.values() for loss in of_seeds]
     low, high = min(every), max(every)
-    diverged = [{"lr": lr, "loss": high, "size": f"{b:,}"} for b, lrs in arm.diverged.items() for lr in lrs]
+    diverged = [
+        {"lr": run.lr, "loss": high + (1 + batches.index(run.batch)) * MARGIN * (high - low), **_of_run(run)}
+        for run in arm.runs
+        if run.lr in arm.diverged.get(run.batch, ())
+    ]
     joined: list[Spec] = [{"lr": lr, "loss": mean, "size": f"{b:,}"} for (b, lr), mean in sorted(arm.means.items())]
     ends = {point["size"]: point for point in joined}  # the last one of each batch size
     heights = apart({size: point["loss"] for size, point in ends.items()}, low, high)
@@ -90,29 +97,40 @@ def _curves(arm: Arm) -> Figure | None:
         {"data": {"values": left_out}, "mark": {"type": "point", "size": 60}, "encoding": of_run},
         {"data": {"values": diverged},
          "mark": {"type": "point", "shape": "cross", "angle": 45, "size": 90, "filled": True},
-         "encoding": {"tooltip": tooltip("size", "lr")}},
+         "encoding": {"tooltip": tooltip("run", "lr", "size", "seed"), "href": {"field": "href"}}},
         {"data": {"values": optima}, "mark": {"type": "rule", "size": 5},
          "encoding": {"x": {"field": "low", "type": "quantitative"}, "x2": {"field": "high"},
                       "tooltip": tooltip("size", "lr", "low", "high", "loss")}},
         {"data": {"values": optima}, "mark": {"type": "point", "shape": "diamond", "size": 130, "filled": True}},
         {"data": {"values": best}, "mark": {"type": "point", "size": 260, "strokeWidth": 2, "style": "best"},
          "encoding": {"color": None}},
-        {"data": {"values": best}, "mark": {"type": "text", "style": "label", "dx": 0, "dy": 24, "align": "center",
+        {"data": {"values": best}, "mark": {"type": "text", "style": "label", "dx": 0, "dy": -18, "align": "center",
                                             "fontWeight": "bold"},
          "encoding": {"text": {"field": "label"}}},
-        {"data": {"values": labels}, "mark": {"type": "text", "style": "label", "dx": 10},
+        {"name": END_LABELS, "data": {"values": labels}, "mark": {"type": "text", "style": "label", "dx": 10},
          "encoding": {"y": {**y, "field": "height"}, "text": {"field": "label"}}},
     ]  # fmt: skip
-    caption = (
-        "Each point is a run, hollow if it is left out. Thin lines join the means over seeds. Thick lines are fitted "
-        "curves, drawn over the learning rates of the fit; diamonds are their minima, bars the 95% intervals of these. "
-        "Crosses at the top are runs that diverged. A click on a point opens its run."
-    )
+    caption = [
+        "Each point is a run, and a click opens it. Thin lines join the means over seeds.",
+        "Thick lines are fitted curves, drawn over the learning rates of the fit; diamonds are their minima, bars the "
+        "95% intervals of these."
+        if optima
+        else "",
+        "Hollow points are left out." if left_out else "",
+        "Crosses at the top are runs that diverged." if diverged else "",
+    ]
     layers = [layer for layer in layers if layer["data"]["values"]]
     spec = {"layer": layers, "encoding": encoding, "padding": LABELLED}
     near = {"scale": {"domain": [low - MARGIN * (high - low), _ceiling(arm)], "clamp": True}}
     controls = [Control("Losses", {"all": {}, "near the lowest": {"encoding": {"y": near}}})]
-    return figure("curves", "Loss against learning rate", caption, spec, controls=controls, is_wide=True)
+    text = " ".join(filter(None, caption))
+    return figure("curves", "Loss against learning rate", text, spec, controls=controls, is_wide=True)
+
+
+def _of_run(run: Run) -> Spec:
+    """What a point says of its run, and a link to the run's row on the page."""
+    link = f"#run-{quote(os.fsencode(run.name), safe='')}"
+    return {"size": f"{run.batch:,}", "seed": run.seed, "run": run.name, "href": link}
 
 
 def _ceiling(arm: Arm) -> float:

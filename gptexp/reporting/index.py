@@ -5,12 +5,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 from gptexp.config.schema import counted
 from gptexp.process.terminal import printable
 from gptexp.reporting.listing import STATUSES, Read, Row, list_runs, ordered
-from gptexp.reporting.overview import Tile
+from gptexp.reporting.overview import Tile, link_to
 from gptexp.storage.inventory import size_shown
 
 
@@ -47,6 +46,6 @@ def _fields(row: Row) -> dict[str, Any]:
     texts = {key: printable(value) if isinstance(value, str) else value for key, value in asdict(row).items()}
     return texts | {
         "tags": list(map(printable, row.tags)),
-        "link": f"{quote(row.name)}/",
+        "link": link_to(row.name),
         "size": size_shown(row.size_bytes),
     }

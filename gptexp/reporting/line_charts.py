@@ -7,6 +7,7 @@ from statistics import fmean
 from gptexp.reporting.analysis import Arm
 from gptexp.reporting.records import Point, Run, Step
 from gptexp.reporting.vega_lite import (
+    END_LABELS,
     LABELLED,
     MARGIN,
     MOST_LABELS,
@@ -24,10 +25,11 @@ from gptexp.reporting.vega_lite import (
 )
 
 ZOOM = "Drag to move, Shift and scroll to zoom, double-click to reset."
-THIN = 64  # points per run in a chart of several runs: at least this many, at most twice as many
+THIN, LEAST = 64, 8  # points of a run in a chart of several runs, at least; the fewer, the more runs
+MOST_POINTS = 16_384  # in such a chart, about
 SMOOTH = 0.05  # of a run's logged steps: the window of the running mean of a loss
 RUNNING = 0.1  # the same, for the share of clipped steps
-SETTLED = 0.1  # of a run: the range of losses is that of the points after this part, and after the warm-up
+SETTLED = 0.5  # of a run: the range of losses is that of the points after this part, and after the warm-up
 NEARLY_ALL = 0.98  # of these points: a few spikes do not decide the range
 
 StepValue = Callable[[Step], float | None]
@@ -66,7 +68,7 @@ def _losses(arm: Arm) -> Figure | None:
     single = len(arm.runs) == 1
     validated = any(len(run.val) > 1 for run in arm.runs)
     kinds = ["validation", "training"] if single else ["validation"] if validated else ["training"]
-    points = [point for run in arm.runs for kind in kinds for point in _course(run, kind, thinned=not single)]
+    points = [point for run in arm.runs for kind in kinds for point in _course(run, kind, _stride(arm, run))]
     if not points:
         return None
     unit = _in_readable_time(points)
@@ -94,7 +96,8 @@ def _losses(arm: Arm) -> Figure | None:
                        "transform": [{"filter": "datum.dot"}]})  # fmt: skip
     if labels := _end_labels(arm, points, low, high):
         beside = {"x": {"value": "width"}, "y": {**y, "field": "height"}, "text": {"field": "label"}}
-        layers.append({"data": {"values": labels}, "mark": {"type": "text", "style": "label", "clip": False},
+        mark = {"type": "text", "style": "label", "clip": False}
+        layers.append({"name": END_LABELS, "data": {"values": labels}, "mark": mark,
                        "encoding": {**beside, "tooltip": None, "strokeDash": None}})  # fmt: skip
     controls = [
         Control("Over", {name: {"encoding": {"x": x}} for name, x in over.items()}),
@@ -114,11 +117,11 @@ def _losses(arm: Arm) -> Figure | None:
     return figure("loss", title, smoothed + ZOOM, spec, controls=controls, is_wide=True)
 
 
-def _course(run: Run, kind: str, thinned: bool) -> list[Spec]:
+def _course(run: Run, kind: str, stride: int) -> list[Spec]:
     """The points of a run's validation or training loss, with the running mean of the training loss."""
     course: Sequence[Point] = run.val
     if kind == "training":
-        course = run.train[_stride(run) - 1 :: _stride(run)] if thinned else run.train
+        course = run.train[stride - 1 :: stride]
     finite = [point for point in course if point.loss is not None]
     losses = [point.loss or 0.0 for point in finite]
     smooth = _running_mean(losses, SMOOTH) if kind == "training" else losses
@@ -179,7 +182,7 @@ def _noise_scale(arm: Arm) -> Figure | None:
     rules = [{"value": batch, "what": BATCH} for batch in sorted({run.batch for run in arm.runs})]
     if arm.critical is not None and arm.critical.hyperbola is not None:
         rules.append({"value": arm.critical.hyperbola.tokens, "what": CRITICAL})
-    dashes = {"field": "what", "type": "nominal", "title": None, "sort": [BATCH, CRITICAL],
+    dashes = {"field": "what", "type": "nominal", "title": None, "sort": [BATCH, CRITICAL], "legend": {"columns": 1},
               "scale": {"range": [[2, 3], [8, 3]]}}  # fmt: skip
     rule_layer = {
         "data": {"values": rules},
@@ -215,14 +218,17 @@ def _chart(
     return figure(key, title, caption, _lines(arm, points, scale("value", title.lower())), is_diagnostic=True)
 
 
-def _stride(run: Run) -> int:
-    return max(1, len(run.train) // THIN)
+def _stride(arm: Arm, run: Run) -> int:
+    """Of the steps of a run, every how many are drawn."""
+    if len(arm.runs) == 1:
+        return 1
+    return max(1, len(run.train) // max(LEAST, min(THIN, MOST_POINTS // len(arm.runs))))
 
 
 def _values(arm: Arm, value_of: StepValue) -> list[Spec]:
     points = []
     for run in arm.runs:
-        stride = 1 if len(arm.runs) == 1 else _stride(run)
+        stride = _stride(arm, run)
         for step in run.train[stride - 1 :: stride]:
             if (value := value_of(step)) is not None:
                 points.append({"tokens": step.tokens, "value": value, **_labels(run, step)})

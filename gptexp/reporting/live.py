@@ -6,14 +6,16 @@ pages of the runs and sweeps below DIR are at their paths below it.
 
 import hashlib
 import json
+import os
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from html import escape
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import parse_qs, unquote, urlsplit
+from urllib.parse import parse_qs, unquote_to_bytes, urlsplit
 
 from gptexp.process.errors import ConfigError
 from gptexp.process.terminal import printable
@@ -27,6 +29,7 @@ from gptexp.storage import run_dir
 from gptexp.storage.inventory import cells, find, is_sweep
 
 HOST = "127.0.0.1"
+SHARE = 10  # no content is computed for this many times as long as the last one took
 FILES = (run_dir.METRICS, run_dir.SUMMARY, run_dir.CONFIG, run_dir.SWEEP)
 T = TypeVar("T")
 
@@ -41,6 +44,7 @@ class Watched:
         self._signatures: dict[Path, Any] = {}  # of each directory at the last poll
         self._known: dict[tuple[str, Path], tuple[Any, Any]] = {}  # what was read of a directory, with its signature
         self._state = b""
+        self._pause_until = 0.0  # s of the monotonic clock: no new content before
 
     def state(self, have: str) -> bytes | None:
         """JSON with `version`, `title`, `sections` and `figures` of the page; None if `have` is the current version."""
@@ -50,6 +54,8 @@ class Watched:
             return None if have == version else b'{"version": "%b", %b' % (version.encode(), self._state[1:])
 
     def _update(self) -> None:
+        if (started := time.monotonic()) < self._pause_until:
+            return
         signatures = {directory: _signature(directory) for directory in _watched(self.directory)}
         if signatures == self._signatures:
             return
@@ -61,7 +67,9 @@ class Watched:
             why = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
             message = {**dict.fromkeys(SECTIONS, ""), "verdict": f'<p class="problem">{escape(printable(why))}</p>'}
             content = {"title": f"{self.name} · gptexp", "sections": message, "figures": []}
-        self._state = json.dumps(run_dir.finite(content)).encode()
+        self._state = json.dumps(run_dir.finite({**content, "changed": _newest(signatures)})).encode()
+        # A large sweep must not take a core from the training on this machine.
+        self._pause_until = time.monotonic() + SHARE * (time.monotonic() - started)
 
     def _content(self) -> dict[str, Any]:
         if not self.directory.is_dir():
@@ -104,6 +112,12 @@ def _watched(directory: Path) -> list[Path]:
         return [directory, *found, *(cell for path in found if is_sweep(path) for cell in cells(path))]
     except (ConfigError, OSError):
         return [directory]
+
+
+def _newest(signatures: Mapping[Path, tuple[Any, ...]]) -> float | None:
+    """Unix time of the newest change of a file, in s."""
+    times = [part[0] for signature in signatures.values() for part in signature if isinstance(part, tuple)]
+    return max(times) / 1e9 if times else None
 
 
 def _signature(directory: Path) -> tuple[Any, ...]:
@@ -150,7 +164,7 @@ def build_server(directory: Path, port: int) -> ThreadingHTTPServer:
 
         def do_GET(self) -> None:
             url = urlsplit(self.path)
-            *folders, name = [unquote(part) for part in url.path.split("/")[1:]] or [""]
+            *folders, name = [os.fsdecode(unquote_to_bytes(part)) for part in url.path.split("/")[1:]] or [""]
             # Guards against DNS rebinding: another site whose name resolves to this machine must not read the page.
             if urlsplit(f"//{self.headers.get('Host')}").hostname not in (HOST, "localhost"):
                 self._send(HTTPStatus.FORBIDDEN, "text/plain", b"this page is for this machine only\n")

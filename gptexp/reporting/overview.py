@@ -1,11 +1,13 @@
 """The head of a page: what was run and how, how far it is, and its key figures."""
 
+import os
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from urllib.parse import quote
 
 from gptexp.config.paths import config_flags
 from gptexp.config.schema import counted, duration, shown
@@ -45,30 +47,41 @@ class Overview:
 def overview(directory: Path, analysis: Analysis, cells: Sequence[Progress], sweep: SweepRecord | None) -> Overview:
     """The head of the page of the run or the sweep in `directory`."""
     run = analysis.runs[0]
-    choices, command = _as_started(run.directory)
+    choices, arguments = _as_started(run.directory)
     is_sweep = sweep is not None or len(analysis.runs) > 1
-    model, data = choices.get("model", ""), choices.get("data", "")
-    what = " on ".join(printable(part) for part in (model, data) if part) or analysis.name
+    varied = {key.partition(".")[0] for key in analysis.differing}
+    same = [printable(choices[group]) for group in ("model", "data") if group in choices and group not in varied]
+    what = " on ".join(same) or analysis.name
     of_tokens = sum(cell.of_tokens for cell in cells)
     return Overview(
         title=f"{what}: {_axes(analysis)}" if is_sweep else f"{what}, learning rate {run.lr:.3g}",
         facts=list(_facts(directory, analysis.runs)),
-        commands=list(map(printable, sweep.commands)) if sweep is not None else [command] if command else [],
+        commands=[as_command(given) for given in (sweep.commands if sweep is not None else [arguments]) if given],
         tiles=_of_a_sweep(analysis, cells) if is_sweep else _of_a_run(run, cells[0]),
         share=sum(cell.tokens for cell in cells) / of_tokens if of_tokens else 0.0,
         is_done=all(cell.status in run_dir.DONE for cell in cells),
     )
 
 
-def _as_started(directory: Path) -> tuple[dict[str, str], str]:
-    """The options of the config groups, and the command line, from Hydra's own record; empty if it cannot be read."""
+def _as_started(directory: Path) -> tuple[dict[str, str], list[str]]:
+    """The options of the config groups and the arguments of gptexp, as Hydra recorded them; empty if it did not."""
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         hydra = reader.read_yaml(directory / run_dir.HYDRA / "hydra.yaml")["hydra"]
         choices = {str(group): str(option) for group, option in hydra["runtime"]["choices"].items()}
         given = config_flags(hydra)
         given += [str(text) for part in ("hydra", "task") for text in hydra["overrides"][part]]
-        return choices, printable(shlex.join(["gptexp", "train", *given]))
-    return {}, ""
+        return choices, ["train", *given]
+    return {}, []
+
+
+def as_command(arguments: Sequence[str]) -> str:
+    """A command of gptexp for a shell. The arguments may come from a stranger's file: none of them can end it."""
+    return printable(shlex.join(["gptexp", *arguments]))
+
+
+def link_to(name: str) -> str:
+    """The address of the page of a run or a sweep, relative to the page above it. Its name need not be UTF-8."""
+    return f"{quote(os.fsencode(name))}/"
 
 
 def _axes(analysis: Analysis) -> str:
@@ -83,23 +96,39 @@ def _facts(directory: Path, runs: Sequence[Run]) -> Iterator[tuple[str, str]]:
     readable = [run for run in runs if run.config]
     if not readable:
         return
-    config, summary = readable[0].config, readable[0].summary
-    parameters = f", {summary['parameters']:,} parameters" if "parameters" in summary else ""
-    layers = counted(config["model.n_layer"], "layer")
-    yield "Model", f"{layers}, width {config['model.n_embd']:,}{parameters}"
+    yield "Model", _each(map(_model, readable), "models")
+    yield (
+        "Data",
+        _each((f"{r.config['data.name']}, tokenizer {r.config['data.tokenizer']}" for r in readable), "corpora"),
+    )
     yield "Batch size", f"{_listed(sorted({run.batch for run in readable}), ',')} tokens a step"
     yield "Learning rate", _listed(sorted({run.lr for run in readable}), ".3g")
     yield "Length", f"{_listed(sorted({run.of_tokens for run in readable}), ',')} tokens"
-    if "device" in summary:
-        ranks = sorted({run.summary.get("world_size", 1) for run in readable})
-        yield "Machine", f"{summary['device']}, {_listed(ranks, ',')} rank{'' if ranks == [1] else 's'}"
+    if devices := [run for run in readable if "device" in run.summary]:
+        on = (f"{run.summary['device']}, {counted(run.summary.get('world_size', 1), 'rank')}" for run in devices)
+        yield "Machine", _each(on, "machines")
     if started := [run.started for run in readable if run.started is not None]:
         yield "Started", datetime.fromtimestamp(min(started)).strftime("%Y-%m-%d %H:%M")
     if wall := [run.summary["wall_s"] for run in readable if run.summary.get("wall_s")]:
         yield "Took", duration(sum(wall)) + (f", {len(wall)} runs in all" if len(wall) > 1 else "")
-    if commit := summary.get("git_commit"):
-        changed = " with changes" if commit.endswith("-dirty") else ""
-        yield "Commit", commit.removesuffix("-dirty")[:COMMIT_CHARS] + changed
+    if commits := [run.summary["git_commit"] for run in readable if "git_commit" in run.summary]:
+        yield "Commit", _each((_commit(commit) for commit in commits), "commits")
+
+
+def _model(run: Run) -> str:
+    layers, width = counted(run.config["model.n_layer"], "layer"), run.config["model.n_embd"]
+    size = run.summary.get("parameters")
+    return f"{layers}, width {width:,}" + (f", {counted(size, 'parameter')}" if size else "")
+
+
+def _commit(commit: str) -> str:
+    return commit.removesuffix("-dirty")[:COMMIT_CHARS] + (" with changes" if commit.endswith("-dirty") else "")
+
+
+def _each(texts: Iterable[str], plural: str) -> str:
+    """The text that all runs share, or all of them with their number."""
+    different = list(dict.fromkeys(texts))
+    return different[0] if len(different) == 1 else f"{len(different)} {plural}: {'; '.join(different)}"
 
 
 def _listed(values: Sequence[float], form: str) -> str:
@@ -145,15 +174,16 @@ def _best(arm: Arm, loss: float) -> list[Tile]:
     assert arm.best is not None
     batch, lr = arm.best
     seeds = len(arm.curves.losses[batch][lr])
+    of = f"mean of {counted(seeds, 'seed')}" if seeds > 1 else "one run"
     which = ", ".join([f"{batch:,} tokens a step", *(f"{key}={shown(value)}" for key, value in arm.choices.items())])
     tiles = [
-        Tile("Best cell", f"lr {lr:.3g}", printable(which)),
-        Tile("Its validation loss", f"{loss:.4f}", f"mean of {counted(seeds, 'seed')}" if seeds > 1 else "one run"),
+        Tile("Best cell", f"{loss:.4f}", f"lr {lr:.3g} at {printable(which)}; {of}"),
     ]
     if len(arm.means) > 1:
         _, following = sorted(arm.means, key=lambda cell: arm.means[cell])[:2]
         tie = arm.curves.ties(following, arm.best)
         known = "noise unknown" if tie is None else "not significant" if tie else "significant"
         batch, lr = following
-        tiles.append(Tile("Gap to the next", f"{arm.means[following] - loss:.4f}", f"{lr:.3g} at {batch:,}: {known}"))
+        gap = f"{arm.means[following] - loss:.4f} nats"
+        tiles.append(Tile("Gap to the next cell", gap, f"lr {lr:.3g} at {batch:,}: {known}"))
     return tiles

@@ -4,6 +4,8 @@ A content security policy forbids loading anything from a network. Names of runs
 same page and updates it. `web/` holds its templates, styles and script.
 """
 
+import base64
+import hashlib
 import json
 from collections.abc import Mapping
 from functools import cache
@@ -17,12 +19,15 @@ from gptexp.config.schema import counted, shown
 from gptexp.process.terminal import printable
 from gptexp.reporting.cells_table import MINOR, cells_table, commands
 from gptexp.reporting.index import Index
+from gptexp.reporting.overview import as_command
 from gptexp.reporting.report import Report
-from gptexp.reporting.vega_lite import Figure, theme
+from gptexp.reporting.vega_lite import END_LABELS, Figure, theme
 from gptexp.storage import run_dir
 
+# Only the page's own two scripts run, known by their hashes: a script in a run's name would not. Vega compiles its
+# expressions by `eval`, and writes styles into the page.
 POLICY = (
-    "default-src 'none'; script-src 'unsafe-inline' 'unsafe-eval'; style-src 'unsafe-inline'; img-src data: blob:; "
+    "default-src 'none'; script-src {hashes} 'unsafe-eval'; style-src 'unsafe-inline'; img-src data: blob:; "
     "base-uri 'none'; form-action 'none'"
 )
 SECTIONS = ("header", "tiles", "verdict", "next", "charts", "runs", "notes", "foot")  # in the order of the page
@@ -61,13 +66,13 @@ def index_sections(index: Index) -> dict[str, str]:
 def sections(report: Report, is_live: bool = False) -> dict[str, str]:
     """The HTML of each of `SECTIONS`. On a live page a row of the table has a link to the page of its run."""
     part: Any = _templates().get_template("sections.html").module
-    table = cells_table(report)
+    table = cells_table(report, is_live)
     run = report.analysis.runs[0] if table is None else None
     return {
         "header": part.header(report),
         "tiles": part.tiles(report),
         "verdict": part.verdict(report),
-        "next": part.next(report, commands(run) if run is not None else _to_continue(report)),
+        "next": part.next(report, commands(run, is_live) if run is not None else _to_continue(report)),
         "charts": part.charts(report),
         "runs": part.runs(table, MINOR, is_live),
         "notes": part.notes_of_the_run(run),
@@ -81,8 +86,8 @@ def _to_continue(report: Report) -> list[tuple[str, str]]:
     waiting = sum(status not in run_dir.DONE for status in statuses)
     if report.sweep is None or not report.sweep.commands or not waiting or "running" in statuses:
         return []
-    what = f"The sweep has stopped with {counted(waiting, 'cell')} left. The same command goes on:"
-    return [(what, printable(report.sweep.commands[-1]))]
+    what = f"The sweep has stopped with {counted(waiting, 'cell')} left. Its newest command goes on with its own:"
+    return [(what, as_command(report.sweep.commands[-1]))]
 
 
 def specifications(figures: list[Figure]) -> list[dict[str, Any]]:
@@ -108,23 +113,31 @@ def _document(
     name: str, policy: str, parts: Mapping[str, str], data: Mapping[str, Any], bundle: str, up: str = ""
 ) -> str:
     web = files("gptexp.reporting") / "web"
+    script = (web / "page.js").read_text()
+    hashes = " ".join(_hash(text) for text in (bundle, script))
     themes = {brightness: theme(brightness) for brightness in ("light", "dark")}
     # Without "<" the JSON cannot end the script element that holds it.
-    values = json.dumps({"live": None, "themes": themes, **data}, separators=(",", ":")).replace("<", "\\u003c")
+    values = {"live": None, "themes": themes, "end_labels": END_LABELS, **data}
+    text = json.dumps(values, separators=(",", ":")).replace("<", "\\u003c")
     return (
         _templates()
         .get_template("page.html")
         .render(
             title=name,
             up=up,
-            policy=policy,
+            policy=policy.format(hashes=hashes),
             sections={key: Markup(html) for key, html in parts.items()},
-            data=Markup(values),
+            data=Markup(text),
             bundle=Markup(bundle),
             style=Markup((web / "page.css").read_text()),
-            script=Markup((web / "page.js").read_text()),
+            script=Markup(script),
         )
     )
+
+
+def _hash(script: str) -> str:
+    """A script's hash, as a content security policy has it."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
 
 
 def _settings(report: Report) -> list[tuple[str, str]]:

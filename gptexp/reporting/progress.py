@@ -85,7 +85,11 @@ def line_of(cell: Progress) -> str:
     loss = f"val loss {cell.loss:.4f}" if cell.loss is not None else ""
     share = f"{cell.share:4.0%}" if cell.of_tokens else ""
     problem = f"  ({cell.problem})" if cell.problem else ""
-    return f"{cell.status:<12}{share:<6}{loss:<17}{cell.name}{problem}"
+    return f"{in_words(cell.status):<12}{share:<6}{loss:<17}{cell.name}{problem}"
+
+
+def in_words(status: str) -> str:
+    return "not started" if status == "left" else status
 
 
 def time_left(cells: Sequence[Progress]) -> tuple[str, str]:
@@ -104,7 +108,7 @@ def time_left(cells: Sequence[Progress]) -> tuple[str, str]:
 def by_status(cells: Sequence[Progress]) -> list[str]:
     """The number of cells of each status that occurs, for example "2 running"."""
     counts = Counter(cell.status for cell in cells)
-    return [f"{counts[state]} {state}" for state in STATES if counts[state]]
+    return [f"{counts[state]} {in_words(state)}" for state in STATES if counts[state]]
 
 
 def in_all(cells: Sequence[Progress]) -> str:

@@ -15,16 +15,17 @@ FONT_SIZE = 12  # pixels; smaller text is hard to read on a phone
 MOST_LABELS = 12  # lines of a chart that are labelled at their ends
 LABEL_ROOM = 1 / 18  # of a chart's height: needed by one label
 MARGIN = 0.06  # of a range of losses, above and below it
+END_LABELS = "ends"  # name of the layer of labels, which a phone has no room for
 LABELLED = {"left": 5, "top": 5, "bottom": 5, "right": 90}  # pixels around a chart whose lines are labelled
 
 # Sequences of colours that differ in lightness as well as in hue, for the colour-blind. Batch sizes are cool, learning
-# rates warm. Each is readable on its background.
+# rates warm. On its background each has a contrast of 4.5 or more.
 BATCH_COLOURS = {
-    "light": ["#3b0f70", "#2f6cb3", "#178f86", "#5aa832"],
+    "light": ["#3b0f70", "#2f6cb3", "#0b7a75", "#4d7c0f"],
     "dark": ["#9a86e8", "#5aa5ea", "#3fc4b0", "#c3e06b"],
 }
 RATE_COLOURS = {
-    "light": ["#5c1a66", "#b3294e", "#dd6a12", "#c79a00"],
+    "light": ["#5c1a66", "#b3294e", "#b4480a", "#8a6a00"],
     "dark": ["#b98be0", "#f0708f", "#f7a04a", "#f5dc6a"],
 }
 INK = {"light": "#1f2328", "dark": "#e6e8eb"}

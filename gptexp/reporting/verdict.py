@@ -65,8 +65,10 @@ def _findings(arm: Arm) -> Iterator[Finding]:
     yield from _best(arm)
     yield from _outliers(arm)
     yield from _diverged(arm)
-    for findings in (_law, _sizes, _critical, _noise_scale):
+    for findings in (_law, _sizes, _critical):
         yield from findings(arm)
+    if len(arm.runs) == 1:
+        yield from _noise_scale(arm)
     unfinished = sorted({run.status for run in arm.runs} - {*run_dir.DONE})
     for status in unfinished if len(arm.runs) > 1 else ():
         count = sum(run.status == status for run in arm.runs)
@@ -84,6 +86,8 @@ def _diverged(arm: Arm) -> Iterator[Finding]:
 
 def _caveats(arm: Arm) -> Iterator[Finding]:
     yield from _noise(arm)
+    if len(arm.runs) > 1:
+        yield from _noise_scale(arm)
     schedule = arm.runs[0].config["schedule.name"]
     if len(arm.losses) > 1 and schedule != "constant":
         yield Finding(
@@ -98,7 +102,8 @@ def tokens(count: float) -> str:
 
 def _badges(c: Curve, lrs: Collection[float]) -> tuple[str, ...]:
     at_an_edge = c.status == "not bracketed" and c.best in (min(lrs), max(lrs))
-    shape = "edge" if at_an_edge else "tied" if c.status == "flat" else c.status
+    flat = "tied" if c.noise is not None else "unclear"
+    shape = "edge" if at_an_edge else flat if c.status == "flat" else c.status
     return (shape,) if c.noise is not None else (shape, "noise unknown")
 
 
@@ -120,7 +125,12 @@ def _answer(batch: int, c: Curve, lrs: Collection[float]) -> Finding:
         )
     if c.tied is not None:
         low, high = c.tied
-        text = f"{at} the loss is flat from {low:g} to {high:g}, so no optimum is given."
+        if c.noise is None:
+            text = (
+                f"{at} the losses from {low:g} to {high:g} cannot be told apart without seeds, so no optimum is given."
+            )
+        else:
+            text = f"{at} the loss is flat from {low:g} to {high:g}, so no optimum is given."
         return Finding(text, _sentence(c.why), badges)
     if c.status == "too few":
         return Finding(f"{at} nothing can be said of the best learning rate: {c.why}.", badges=badges)

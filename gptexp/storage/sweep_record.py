@@ -1,5 +1,6 @@
 """sweep.json, in the directory of a sweep: the cells, also those not started, and the settings that they share."""
 
+import itertools
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ class SweepRecord:
     overrides: list[str]  # command-line arguments that all cells share
     to_choose: int = 0  # number of further cells that the sweeper has yet to choose
     cells: dict[str, PlannedCell] = field(default_factory=dict)  # name of the directory -> cell
-    commands: list[str] = field(default_factory=list)  # that started the sweep and widened it, newest last
+    commands: list[list[str]] = field(default_factory=list)  # arguments of gptexp that began or widened it, newest last
 
 
 def save(directory: Path, record: SweepRecord) -> None:
@@ -56,9 +57,9 @@ def _check(record: SweepRecord) -> None:
     """Raise `ValueError` for a value that no sweep has."""
     if not 0 <= record.to_choose <= MOST_CELLS:
         raise ValueError(f"to_choose={record.to_choose}: must lie in [0, {MOST_CELLS}]")
-    for text in (*record.overrides, *record.commands):
+    for text in itertools.chain(record.overrides, *record.commands):
         if not isinstance(text, str):
-            raise ValueError(f"an override or a command is not text: {shown(text)}")
+            raise ValueError(f"an override or an argument is not text: {shown(text)}")
     for name, cell in record.cells.items():
         if Path(name).name != name or name in ("", "..") or "\0" in name:
             raise ValueError(f"{shown(name)} is not the name of a directory in it")

@@ -8,7 +8,6 @@ command that fixes a key which was swept before finds the cell with that value.
 import hashlib
 import json
 import re
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -176,17 +175,17 @@ def record(directory: Path, config: DictConfig, cells: Sequence[Cell], to_choose
     for cell in cells:
         total, (steps, _) = cell.config.batch.total_batch_size, cell.config.run_length
         recorded[cell.name] = PlannedCell(cell.values, total, steps * total)
-    commands = [text for text in (earlier.commands if earlier is not None else []) if text != command(config)]
-    commands.append(command(config))
+    newest = command(config)
+    commands = [given for given in (earlier.commands if earlier is not None else []) if given != newest]
     directory.mkdir(parents=True, exist_ok=True)
     shared = fixed_arguments(config)
-    sweep_record.save(directory, SweepRecord(config.sweep.name, shared, to_choose, recorded, commands))
+    sweep_record.save(directory, SweepRecord(config.sweep.name, shared, to_choose, recorded, [*commands, newest]))
 
 
-def command(config: DictConfig) -> str:
-    """The command that started the sweep of `config`, in the syntax of a shell."""
+def command(config: DictConfig) -> list[str]:
+    """The arguments of gptexp that started the sweep of `config`."""
     given = [text for text in config.hydra.overrides.hydra if text != "hydra.mode=MULTIRUN"]
-    return shlex.join(["gptexp", "train", "-m", *config_flags(config.hydra), *given, *config.hydra.overrides.task])
+    return ["train", "-m", *config_flags(config.hydra), *given, *config.hydra.overrides.task]
 
 
 def fixed_arguments(config: DictConfig) -> list[str]:

@@ -60,7 +60,7 @@ def test_a_run_ends_with_the_sentence_of_its_report(
         assert train_here(overrides, tmp_path / name) == 0
         [line] = [line for line in capsys.readouterr().out.splitlines() if re.match("noise scale .* noise scale", line)]
         [run] = find_runs(tmp_path / name)
-        assert line.removeprefix("noise scale     ") in verdict(analyse(name, [run]))
+        assert line.removeprefix("noise scale     ") in verdict(analyse(name, [run])).lines
         assert ("cannot be estimated" in line) == (steps == 10)
 
 

@@ -31,6 +31,12 @@ Start = Callable[..., subprocess.Popen[str]]
 LOSS = "views.get('plot-loss').view"
 
 
+@pytest.fixture(autouse=True)
+def without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A change shows at the next question, however long the last answer took."""
+    monkeypatch.setattr("gptexp.reporting.live.SHARE", 0)
+
+
 @contextmanager
 def served(directory: Path) -> Iterator[str]:
     """The address of a server in this process."""
@@ -162,6 +168,54 @@ def test_only_a_changed_cell_is_read_and_drawn_again(
         page.close()
 
 
+@needs_chromium
+def test_an_update_leaves_focus_scrolling_order_and_open_rows_alone(browser: "Browser", tmp_path: Path) -> None:
+    root = write_sweep(tmp_path / "sweep", batches=(4096, 8192), seeds=1)
+    run = root / "lr=0.02,total_batch_size=4096,seed=1337"
+    with served(root) as address:
+        page, messages = opened(browser, address)
+        page.set_viewport_size({"width": 390, "height": 844})
+        page.wait_for_selector("#plot-curves svg.marks")
+        page.get_by_role("button", name="val loss").click()
+        row = page.locator(f"tbody[id='run-{run.name}']")
+        row.locator(".opens").press("Enter")
+        row.locator(".opens").focus()
+        page.evaluate("document.querySelector('#runs .scroll').scrollLeft = 40")
+        page.evaluate(f"window.unchanged = {LOSS}; null")
+        with run_dir.held(run):
+            page.wait_for_function("document.querySelector('.status.running') !== null")
+            assert page.evaluate("document.activeElement.closest('tbody').id") == f"run-{run.name}"
+            assert page.evaluate("document.querySelector('#runs .scroll').scrollLeft") == 40
+            assert row.locator(".more").is_visible()
+            assert page.locator("th[aria-sort=ascending]").inner_text().startswith("val loss")
+            page.evaluate("drawn.then(() => null)")
+            assert page.evaluate(f"window.unchanged === {LOSS}")
+        assert messages == []
+        shutil.rmtree(root)
+        page.wait_for_function("document.getElementById('verdict').innerText.includes('does not exist yet')")
+        page.close()
+
+
+def test_a_slow_page_is_computed_again_only_after_ten_times_its_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gptexp.reporting.live.SHARE", 10)
+    write_run(tmp_path / "run", 4096, 0.02, 1, 4.0)
+    watched, now = Watched(tmp_path / "run"), [0.0]
+
+    def clock() -> float:
+        now[0] += 0.5  # twice in each computation, which takes half a second
+        return now[0]
+
+    monkeypatch.setattr("gptexp.reporting.live.time.monotonic", clock)
+    state_of(watched)
+    (tmp_path / "run/summary.json").unlink()
+    shown = state_of(watched)["sections"]["tiles"]
+    assert "completed" in shown
+    now[0] += 10
+    assert "completed" not in state_of(watched)["sections"]["tiles"]
+
+
 def test_an_unchanged_state_is_not_sent_again(tmp_path: Path) -> None:
     write_run(tmp_path / "run", 4096, 0.02, 1, 4.0)
     watched = Watched(tmp_path / "run")
@@ -218,6 +272,8 @@ def test_watching_writes_no_file(tmp_path: Path) -> None:
 def test_every_run_below_the_directory_has_a_page_and_no_other_path_has_one(tmp_path: Path) -> None:
     root = tmp_path / "outputs"
     write_sweep(root / "sweep <b>", batches=(4096,), seeds=1)
+    odd = Path(os.fsdecode(os.fsencode(root) + b"/\xff odd"))  # not UTF-8
+    write_run(odd, 4096, 0.02, 1, 4.0)
     cell = next((root / "sweep <b>").glob("lr=*")).name
     write_run(root / "2026-11-23/12-00-00-nano", 4096, 0.02, 1, 4.0)
     (root / "notes").mkdir()
@@ -227,8 +283,9 @@ def test_every_run_below_the_directory_has_a_page_and_no_other_path_has_one(tmp_
         listed = json.loads(request(address, "GET", "/state.json")[1])
         assert "sweep &lt;b&gt;" in listed["sections"]["runs"]
         assert 'href="2026-11-23/12-00-00-nano/"' in listed["sections"]["runs"]
-        assert listed["title"] == "1 sweep and 1 run · gptexp"
-        pages = {f"/sweep%20%3Cb%3E/{cell}/": "../", "/sweep%20%3Cb%3E/": "../", "/2026-11-23/12-00-00-nano/": "../../"}
+        assert listed["title"] == "1 sweep and 2 runs · gptexp"
+        pages = {f"/sweep%20%3Cb%3E/{cell}/": "../", "/sweep%20%3Cb%3E/": "../", "/2026-11-23/12-00-00-nano/": "../../",
+                 "/%FF%20odd/": "../"}  # fmt: skip
         for path, up in pages.items():
             status, html = request(address, "GET", path)
             assert (status, f'<a href="{up}">' in html.decode()) == (200, True)
@@ -300,7 +357,7 @@ def test_the_server_answers_despite_damaged_files(tmp_path: Path, seed: int) -> 
         else:
             path.write_text(draw.choice(["null", "[]", '{"status": 3}', '{"cells": {"a": 1}}', "\x00"]))
         state = state_of(watched)
-        assert state.keys() == {"version", "title", "sections", "figures"}
+        assert state.keys() == {"version", "title", "sections", "figures", "changed"}
 
 
 @pytest.mark.parametrize(
@@ -335,4 +392,4 @@ def test_a_run_whose_lock_is_held_is_shown_as_running(tmp_path: Path) -> None:
     watched = Watched(tmp_path / "run")
     assert "completed" in state_of(watched)["sections"]["tiles"]
     with run_dir.held(tmp_path / "run"):
-        assert "gptexp watch" in state_of(watched)["sections"]["next"]
+        assert "gptexp sample" not in state_of(watched)["sections"]["next"]

