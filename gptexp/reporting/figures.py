@@ -10,7 +10,7 @@ import numpy as np
 
 from gptexp.reporting.analysis import Analysis, Arm
 from gptexp.reporting.law import SLOPES
-from gptexp.reporting.line_charts import line_charts
+from gptexp.reporting.line_charts import Lines, line_charts
 from gptexp.reporting.records import Run
 from gptexp.reporting.vega_lite import (
     END_LABELS,
@@ -39,7 +39,9 @@ def figures(analysis: Analysis) -> list[Figure]:
     found = []
     for index, arm in enumerate(analysis.arms):
         suffix = f"-{index}" if len(analysis.arms) > 1 else ""
-        of_arm = [_curves(arm), *line_charts(arm), _heat_map(arm), _law(arm), _loss_at_optimum(arm), _iso_loss(arm),
+        hyperbola = arm.critical.hyperbola if arm.critical is not None else None
+        lines = Lines(arm.runs, critical_batch=hyperbola.tokens if hyperbola is not None else None)
+        of_arm = [_curves(arm), *line_charts(lines), _heat_map(arm), _law(arm), _loss_at_optimum(arm), _iso_loss(arm),
                   _throughput(arm)]  # fmt: skip
         found += [replace(f, key=f"{f.key}{suffix}") for f in of_arm if f is not None]
     return found

@@ -1,10 +1,10 @@
-"""Charts with a line per run over its training: loss and noise scale, and more of a single run."""
+"""Charts with a line per run over its training: loss and noise scale, and more of a single run or of a few."""
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import fmean
 
-from gptexp.reporting.analysis import Arm
 from gptexp.reporting.records import Point, Run, Step
 from gptexp.reporting.vega_lite import (
     END_LABELS,
@@ -34,9 +34,35 @@ NEARLY_ALL = 0.98  # of these points: a few spikes do not decide the range
 
 StepValue = Callable[[Step], float | None]
 BATCH, CRITICAL = "batch size in use", "critical batch size, measured"
+LEGEND_CHARACTERS = 44  # of a row on a phone
+FAINT_UNLESS_ISOLATED = {"condition": {"param": "isolated", "value": 1}, "value": 0.1}
 
 
-def line_charts(arm: Arm) -> list[Figure]:
+@dataclass(frozen=True)
+class Lines:
+    """The runs that a chart draws, and how a reader tells them apart."""
+
+    runs: Sequence[Run]
+    labels: Mapping[str, str] | None = None  # of each run by its name; None: learning rate and batch size tell them
+    critical_batch: float | None = None  # measured, in tokens
+
+    @property
+    def in_detail(self) -> bool:
+        """Whether there is room for all points and for charts of every metric."""
+        return len(self.runs) == 1 or (self.labels is not None and len(self.runs) <= MOST_LABELS)
+
+    @property
+    def coloured_by(self) -> str:
+        """The field of the points that a click on the legend isolates."""
+        return "rate" if self.labels is None else "run"
+
+    @property
+    def told_by(self) -> tuple[str, ...]:
+        """The fields of the points that name the run in a tooltip."""
+        return ("run", "rate", "size") if self.labels is None else ("run",)
+
+
+def line_charts(lines: Lines) -> list[Figure]:
     """The charts that the runs have values for; loss first."""
     cosine = (
         "Near 1 the gradients have the same direction, and a larger batch helps little; this is usual early in "
@@ -45,30 +71,40 @@ def line_charts(arm: Arm) -> list[Figure]:
     norm = "The norm before clipping. A norm that rises, or has repeated spikes, often precedes divergence."
     clipping = "Of the last tenth of the logged steps, the share whose gradient was clipped to optim.grad_clip."
     charts = [
-        _losses(arm),
-        _noise_scale(arm),
-        _chart(arm, "cosine", "Cosine of two micro-batches' gradients", cosine, lambda step: step.cosine),
+        *_loss_charts(lines),
+        _noise_scale(lines),
+        _chart(lines, "cosine", "Cosine of two micro-batches' gradients", cosine, lambda step: step.cosine),
     ]
-    if len(arm.runs) == 1:
+    if lines.in_detail:
         charts += [
-            _chart(arm, "learning-rate", "Learning rate", ZOOM, lambda step: step.lr),
-            _chart(arm, "gradient-norm", "Gradient norm", norm, lambda step: step.grad_norm or None, log),
-            _chart(arm, "clipping", "Clipped steps", clipping, lambda step: step.clip_fraction, running=RUNNING),
-            _chart(arm, "speed", "Tokens per second", ZOOM, lambda step: step.tokens_per_s),
+            _chart(lines, "learning-rate", "Learning rate", ZOOM, lambda step: step.lr),
+            _chart(lines, "gradient-norm", "Gradient norm", norm, lambda step: step.grad_norm or None, log),
+            _chart(lines, "clipping", "Clipped steps", clipping, lambda step: step.clip_fraction, running=RUNNING),
+            _chart(lines, "speed", "Tokens per second", ZOOM, lambda step: step.tokens_per_s),
         ]
     return [chart for chart in charts if chart is not None]
 
 
-def _losses(arm: Arm) -> Figure | None:
-    """The losses of all runs over tokens, steps or time.
+def _loss_charts(lines: Lines) -> list[Figure | None]:
+    """Of a single run both losses in one chart, of labelled runs in two. Of other runs the validation loss.
 
-    Of a single run both losses; of several runs the validation loss, or the training loss if no run has been evaluated
-    twice.
+    Of several runs of which none has been evaluated twice only the training loss.
     """
-    single = len(arm.runs) == 1
-    validated = any(len(run.val) > 1 for run in arm.runs)
-    kinds = ["validation", "training"] if single else ["validation"] if validated else ["training"]
-    points = [point for run in arm.runs for kind in kinds for point in _course(run, kind, _stride(arm, run))]
+    if len(lines.runs) == 1:
+        return [_losses(lines, "loss", ["validation", "training"])]
+    validated = any(len(run.val) > 1 for run in lines.runs)
+    if not validated:
+        return [_losses(lines, "loss", ["training"])]
+    charts = [_losses(lines, "loss", ["validation"])]
+    if lines.labels is not None:
+        charts.append(_losses(lines, "training-loss", ["training"]))
+    return charts
+
+
+def _losses(lines: Lines, key: str, kinds: Sequence[str]) -> Figure | None:
+    """The losses of all runs over tokens, steps or time."""
+    single = len(lines.runs) == 1
+    points = [point for run in lines.runs for kind in kinds for point in _course(lines, run, kind)]
     if not points:
         return None
     unit = _in_readable_time(points)
@@ -80,21 +116,21 @@ def _losses(arm: Arm) -> Figure | None:
     low, high = _range(points)
     shown = {"domainMin": {"expr": "low"}, "domainMax": {"expr": "high"}, "zero": False, "nice": False}
     y: Spec = {**linear("smooth", "loss, nats per token"), "scale": shown}
-    encoding = {"x": over["tokens"], "y": y, **_per_run(arm)}
-    fields = tooltip("of" if single else "run", "rate", "size", "tokens", "steps", "loss")
-    encoding["tooltip"] = fields
+    encoding = {"x": over["tokens"], "y": y, **_per_run(lines)}
+    told_by = ("of", "rate", "size") if single else lines.told_by
+    encoding["tooltip"] = tooltip(*told_by, "tokens", "steps", "loss")
     if single:
         encoding["color"] = {"field": "of", "type": "nominal", "legend": None, "sort": kinds,
                              "scale": {"range": "ordinal"}}  # fmt: skip
     line = {"type": "line", "strokeWidth": 1.75, "clip": True}
-    layers: list[Spec] = [{"mark": line, "params": [_zoom(), isolated("rate")]}]
+    layers: list[Spec] = [{"mark": line, "params": [_zoom(), isolated(lines.coloured_by)]}]
     if single:
         faint = {"mark": {**line, "strokeWidth": 1, "opacity": 0.3}, "encoding": {"y": {**y, "field": "loss"}}}
         layers.append({**faint, "transform": [{"filter": "datum.of == 'training'"}]})
     if any(point["dot"] for point in points):
         layers.append({"mark": {"type": "point", "filled": True, "size": 20, "clip": True},
                        "transform": [{"filter": "datum.dot"}]})  # fmt: skip
-    if labels := _end_labels(arm, points, low, high):
+    if labels := _end_labels(lines, points, low, high):
         beside = {"x": {"value": "width"}, "y": {**y, "field": "height"}, "text": {"field": "label"}}
         mark = {"type": "text", "style": "label", "clip": False}
         layers.append({"name": END_LABELS, "data": {"values": labels}, "mark": mark,
@@ -114,14 +150,14 @@ def _losses(arm: Arm) -> Figure | None:
         "encoding": encoding,
         "padding": LABELLED,
     }
-    return figure("loss", title, smoothed + ZOOM, spec, controls=controls, is_wide=True)
+    return figure(key, title, smoothed + ZOOM, spec, controls=controls, is_wide=True)
 
 
-def _course(run: Run, kind: str, stride: int) -> list[Spec]:
+def _course(lines: Lines, run: Run, kind: str) -> list[Spec]:
     """The points of a run's validation or training loss, with the running mean of the training loss."""
     course: Sequence[Point] = run.val
     if kind == "training":
-        course = run.train[stride - 1 :: stride]
+        course = _kept(lines, run)
     finite = [point for point in course if point.loss is not None]
     losses = [point.loss or 0.0 for point in finite]
     smooth = _running_mean(losses, SMOOTH) if kind == "training" else losses
@@ -129,7 +165,7 @@ def _course(run: Run, kind: str, stride: int) -> list[Spec]:
     dot = kind == "validation" or len(finite) == 1
     return [
         {"tokens": p.tokens, "steps": p.step, "time": p.seconds, "loss": p.loss, "smooth": mean, "of": kind,
-         "dot": dot, "settled": p.tokens > settled, **_labels(run, p)}
+         "dot": dot, "settled": p.tokens > settled, **_labels(lines, run, p)}
         for p, mean in zip(finite, smooth, strict=True)
     ]  # fmt: skip
 
@@ -157,32 +193,33 @@ def _range(points: list[Spec]) -> tuple[float, float]:
     return low - margin, high + margin
 
 
-def _end_labels(arm: Arm, points: list[Spec], low: float, high: float) -> list[Spec]:
-    """A label at the end of the lines of each learning rate and batch size; none if there are many."""
-    single, several_sizes = len(arm.runs) == 1, len({run.batch for run in arm.runs}) > 1
+def _end_labels(lines: Lines, points: list[Spec], low: float, high: float) -> list[Spec]:
+    """A label at the end of the lines of each run, or of each learning rate and batch size; none if there are many."""
+    single, several_sizes = len(lines.runs) == 1, len({run.batch for run in lines.runs}) > 1
+    with_loss = single or lines.labels is not None
     ends: dict[str, Spec] = {}
     for p in points:
-        name = p["of"] if single else f"{p['rate']}, {p['size']}" if several_sizes else p["rate"]
-        ends[name] = p
+        of_cell = f"{p['rate']}, {p['size']}" if several_sizes else p["rate"]
+        ends[p["of"] if single else p["short"] if with_loss else of_cell] = p
     ends = {name: p for name, p in ends.items() if low <= p["smooth"] <= high}
     if len(ends) > MOST_LABELS:
         return []
     heights = apart({name: p["smooth"] for name, p in ends.items()}, low, high)
     return [
-        {**p, "label": f"{name} {p['smooth']:.3f}" if single else name, "height": heights[name]}
+        {**p, "label": f"{name} {p['smooth']:.3f}" if with_loss else name, "height": heights[name]}
         for name, p in ends.items()
     ]
 
 
-def _noise_scale(arm: Arm) -> Figure | None:
+def _noise_scale(lines: Lines) -> Figure | None:
     """Noise scale over tokens, with rules at the batch sizes in use and at the measured critical batch size."""
-    points = _values(arm, lambda step: step.noise_scale)
+    points = _values(lines, lambda step: step.noise_scale)
     if not points:
         return None
-    rules = [{"value": batch, "what": BATCH} for batch in sorted({run.batch for run in arm.runs})]
-    if arm.critical is not None and arm.critical.hyperbola is not None:
-        rules.append({"value": arm.critical.hyperbola.tokens, "what": CRITICAL})
-    dashes = {"field": "what", "type": "nominal", "title": None, "sort": [BATCH, CRITICAL], "legend": {"columns": 1},
+    rules = [{"value": batch, "what": BATCH} for batch in sorted({run.batch for run in lines.runs})]
+    if lines.critical_batch is not None:
+        rules.append({"value": lines.critical_batch, "what": CRITICAL})
+    dashes = {"field": "what", "type": "nominal", "title": None, "sort": [BATCH, CRITICAL],
               "scale": {"range": [[2, 3], [8, 3]]}}  # fmt: skip
     rule_layer = {
         "data": {"values": rules},
@@ -195,13 +232,13 @@ def _noise_scale(arm: Arm) -> Figure | None:
         "smaller batches the noise is larger than the signal, in larger batches it is smaller. The noise scale is a "
         "proxy for the critical batch size, and assumes plain gradient steps."
     )
-    layers = [_lines(arm, points, log("value", "tokens", form="~s")), rule_layer]
+    layers = [_lines(lines, points, log("value", "tokens", form="~s")), rule_layer]
     spec = {"layer": layers, "resolve": {"scale": {"strokeDash": "independent"}}}
     return figure("noise-scale", "Gradient noise scale", caption, spec, is_diagnostic=True)
 
 
 def _chart(
-    arm: Arm,
+    lines: Lines,
     key: str,
     title: str,
     caption: str,
@@ -210,58 +247,69 @@ def _chart(
     running: float = 0.0,
 ) -> Figure | None:
     """A chart of one value of the logged steps over tokens; `running`: the share of the steps to take the mean over."""
-    points = _values(arm, value)
+    points = _values(lines, value, running)
     if not points:
         return None
-    for point, mean in zip(points, _running_mean([p["value"] for p in points], running), strict=True):
-        point["value"] = mean
-    return figure(key, title, caption, _lines(arm, points, scale("value", title.lower())), is_diagnostic=True)
+    return figure(key, title, caption, _lines(lines, points, scale("value", title.lower())), is_diagnostic=True)
 
 
-def _stride(arm: Arm, run: Run) -> int:
-    """Of the steps of a run, every how many are drawn."""
-    if len(arm.runs) == 1:
-        return 1
-    return max(1, len(run.train) // max(LEAST, min(THIN, MOST_POINTS // len(arm.runs))))
+def _kept(lines: Lines, run: Run) -> list[Step]:
+    """The steps of a run that the chart shows."""
+    wanted = max(LEAST, min(THIN, MOST_POINTS // len(lines.runs)))
+    stride = 1 if lines.in_detail else max(1, len(run.train) // wanted)
+    return run.train[stride - 1 :: stride]
 
 
-def _values(arm: Arm, value_of: StepValue) -> list[Spec]:
-    points = []
-    for run in arm.runs:
-        stride = _stride(arm, run)
-        for step in run.train[stride - 1 :: stride]:
-            if (value := value_of(step)) is not None:
-                points.append({"tokens": step.tokens, "value": value, **_labels(run, step)})
+def _values(lines: Lines, value_of: StepValue, running: float = 0.0) -> list[Spec]:
+    points: list[Spec] = []
+    for run in lines.runs:
+        steps = [(step, value) for step in _kept(lines, run) if (value := value_of(step)) is not None]
+        means = _running_mean([value for _, value in steps], running)
+        points += [
+            {"tokens": step.tokens, "value": mean, **_labels(lines, run, step)}
+            for (step, _), mean in zip(steps, means, strict=True)
+        ]
     return points
 
 
-def _labels(run: Run, point: Point) -> Spec:
+def _labels(lines: Lines, run: Run, point: Point) -> Spec:
     """The run of a point; of a run with missing steps also the part of its line, which has a gap there."""
+    label = {"run": lines.labels[run.name], "short": run.name} if lines.labels is not None else {}
     part = {"part": bisect_right(run.gaps, point.step, key=lambda gap: gap.stop)} if run.gaps else {}
-    return {"run": run.name, "rate": f"{run.lr:.3g}", "size": f"{run.batch:,}", **part}
+    return {"run": run.name, "rate": f"{run.lr:.3g}", "size": f"{run.batch:,}", **label, **part}
 
 
-def _per_run(arm: Arm) -> Spec:
-    """One line per run. Several runs have a colour for each learning rate and a dash pattern for each batch size."""
+def _per_run(lines: Lines) -> Spec:
+    """One line per run.
+
+    Runs with labels have a colour each. Other runs have a colour for each learning rate and a dash pattern for each
+    batch size.
+    """
     encoding: Spec = {"detail": [{"field": "run"}, {"field": "part"}]}
-    if len(arm.runs) > 1:
-        rates = [f"{lr:.3g}" for lr in sorted({run.lr for run in arm.runs})]
-        sizes = [f"{batch:,}" for batch in sorted({run.batch for run in arm.runs})]
+    if lines.labels is not None:
+        names = [lines.labels[run.name] for run in lines.runs]
+        columns = max(1, LEGEND_CHARACTERS // (max(map(len, names)) + 4))
+        encoding["color"] = {"field": "run", "type": "nominal", "title": None, "sort": names,
+                             "legend": {"columns": columns, "labelLimit": 0}}  # fmt: skip
+        encoding["opacity"] = FAINT_UNLESS_ISOLATED
+    elif len(lines.runs) > 1:
+        rates = [f"{lr:.3g}" for lr in sorted({run.lr for run in lines.runs})]
+        sizes = [f"{batch:,}" for batch in sorted({run.batch for run in lines.runs})]
         encoding["color"] = {**ordinal("rate", "learning rate", rates), "scale": {"range": "ramp"}}
-        encoding["opacity"] = {"condition": {"param": "isolated", "value": 1}, "value": 0.1}
+        encoding["opacity"] = FAINT_UNLESS_ISOLATED
         if len(sizes) > 1:
             encoding["strokeDash"] = {**ordinal("size", "tokens a step", sizes), "legend": {"symbolType": "stroke"}}
     return encoding
 
 
-def _lines(arm: Arm, points: list[Spec], y: Spec) -> Spec:
+def _lines(lines: Lines, points: list[Spec], y: Spec) -> Spec:
     """Lines over training tokens that the reader can move, zoom and isolate."""
     return {
         "data": {"values": points},
         "mark": {"type": "line", "strokeWidth": 1.5, "clip": True, "point": len(points) == 1},
-        "encoding": {"x": count("tokens", "training tokens"), "y": y, **_per_run(arm),
-                     "tooltip": tooltip("run", "rate", "size", "tokens", "value")},
-        "params": [_zoom(), isolated("rate")],
+        "encoding": {"x": count("tokens", "training tokens"), "y": y, **_per_run(lines),
+                     "tooltip": tooltip(*lines.told_by, "tokens", "value")},
+        "params": [_zoom(), isolated(lines.coloured_by)],
     }  # fmt: skip
 
 

@@ -26,7 +26,7 @@ function specOf({key, spec, controls}) {
   const drawn = patched(patches.reduce(patched, spec), {config: PAGE.themes[DARK.matches ? "dark" : "light"]});
   if (!NARROW.matches) return drawn;
   const layer = drawn.layer?.filter(({name}) => name !== PAGE.end_labels);
-  return patched(drawn, {padding: 5, config: {legend: {columns: 2}}, ...layer && {layer}});
+  return patched(drawn, {padding: 5, config: {legend: {columns: 2, layout: {bottom: {direction: "vertical"}}}}, ...layer && {layer}});
 }
 
 /** A specification without its data and the values of its parameters, as text. */
