@@ -85,11 +85,11 @@ def analyse(name: str, runs: Sequence[Run]) -> Analysis:
         f"{run.name}: completed with a loss of {run.loss:.4g}, far above that of a uniform guess "
         f"({_of_a_guess(run):.1f}); it counts as diverged"
         for run in readable
-        if _has_diverged(run) and run.loss is not None
+        if has_diverged(run) and run.loss is not None
     ]
     several_batches = [arm for arm in arms if len({run.batch for run in arm.runs}) > 1]
     confounds = sorted({line for arm in several_batches for line in in_steps(arm.runs[0].config)})
-    return Analysis(name, list(runs), arms, differing, [*problems, *_data_warnings(readable), *confounds])
+    return Analysis(name, list(runs), arms, differing, [*problems, *data_warnings(readable), *confounds])
 
 
 def _arm(choices: dict[str, Any], runs: list[Run]) -> Arm:
@@ -98,7 +98,7 @@ def _arm(choices: dict[str, Any], runs: list[Run]) -> Arm:
     # A cell that ran under two names counts once: its equal losses would look like two seeds without noise.
     once = {(run.batch, run.lr, run.seed): run for run in sorted(runs, key=lambda run: run.loss is not None)}
     for _, run in sorted(once.items()):
-        if _has_diverged(run):
+        if has_diverged(run):
             if run.lr not in diverged[run.batch]:
                 diverged[run.batch].append(run.lr)
         elif run.loss is not None:
@@ -110,7 +110,7 @@ def _arm(choices: dict[str, Any], runs: list[Run]) -> Arm:
         if (kept := {lr: of_seeds for lr, of_seeds in at_batch.items() if lr not in diverged[batch]})
     }
     diverged = {batch: lrs for batch, lrs in diverged.items() if lrs}
-    curves = fit_curves(by_batch, diverged, _usual_spread(runs))
+    curves = fit_curves(by_batch, diverged, usual_spread_of(runs))
     target, critical, at_an_edge = _critical(runs)
     means = {
         (batch, lr): statistics.fmean(of_seeds)
@@ -128,11 +128,11 @@ def _of_a_guess(run: Run) -> float:
     return math.log(run.config["model.vocab_size"])
 
 
-def _has_diverged(run: Run) -> bool:
+def has_diverged(run: Run) -> bool:
     return run.status == "diverged" or (run.loss is not None and run.loss > _of_a_guess(run) + ABOVE_A_GUESS)
 
 
-def _usual_spread(runs: Sequence[Run]) -> float:
+def usual_spread_of(runs: Sequence[Run]) -> float:
     """The standard deviation over seeds that runs of this size and length have had, in nats."""
     sizes = [run.summary["parameters"] for run in runs if run.summary.get("parameters")]
     lengths = [run.summary["tokens"] for run in runs if run.loss is not None and run.summary.get("tokens")]
@@ -176,7 +176,7 @@ def _critical(runs: list[Run]) -> tuple[float | None, Critical | None, list[int]
     return target, critical_batch_size(steps), sorted(at_an_edge)
 
 
-def _data_warnings(runs: list[Run]) -> list[str]:
+def data_warnings(runs: Sequence[Run]) -> list[str]:
     """A line for each run that read other data than most runs of its seed."""
     lines = []
     hashes = Counter(run.summary.get(TEXT) for run in runs if run.summary.get(TEXT))

@@ -1,10 +1,10 @@
-"""The best run of a sweep, for commands that need a single run."""
+"""Runs for commands that need single ones: the best run of a sweep stands for the sweep."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
 from gptexp.config.schema import counted
-from gptexp.process.errors import CheckpointError
+from gptexp.process.errors import CheckpointError, ConfigError
 from gptexp.process.terminal import warn
 from gptexp.reporting.records import Run, find_runs
 from gptexp.storage import run_dir
@@ -26,6 +26,19 @@ def one_run(directory: Path) -> Path:
         )
     warn(f"{directory}: its best run is {best.name}, with a validation loss of {best.loss:.4f}")
     return best.directory
+
+
+def distinct_runs(directories: Sequence[Path]) -> list[Path]:
+    """`one_run` of each of `directories`. Raises `ConfigError` if these are fewer than two different runs."""
+    if len(directories) < 2:
+        raise ConfigError(f"{directories[0]}: a single run; give two or more to compare")
+    found: dict[Path, Path] = {}
+    for given in directories:
+        directory = one_run(given)
+        if directory.resolve() in found:
+            raise ConfigError(f"{given}: stands for {directory}, which is given twice; leave it out")
+        found[directory.resolve()] = directory
+    return list(found.values())
 
 
 def best_run(runs: Sequence[Run]) -> Run | None:

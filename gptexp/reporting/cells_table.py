@@ -16,11 +16,14 @@ from gptexp.storage import run_dir
 
 NOT_STARTED = "left"  # status of a planned cell
 KEPT = ("lr", "total_batch_size", "seed")  # columns of `COLUMNS` before those of other swept keys
-STATUS, LOSS, SPEED = (
-    next(column for column in COLUMNS if column.key == key) for key in ("status", "final_val_loss", "tokens_per_s")
+NAME, STATUS, LOSS, TOKENS, SPEED = (
+    next(column for column in COLUMNS if column.key == key)
+    for key in ("run", "status", "final_val_loss", "tokens", "tokens_per_s")
 )
 TIME = Column("time", "time", lambda run: run.summary.get("train_s"), "")
-MINOR = (SPEED.key, TIME.key)  # left out on a phone
+BEST_LOSS = Column("best_val_loss", "best val loss", lambda run: run.best_loss, ".4f")
+BITS = Column("bits_per_byte", "bits per byte", lambda run: run.bits_per_byte, ".4f")
+MINOR = (BITS.key, TOKENS.key, SPEED.key, TIME.key)  # left out on a phone
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,18 @@ def cells_table(report: Report, is_live: bool = False) -> CellsTable | None:
             commands(run, is_live),
         )
         for run in runs
+    ]
+    return CellsTable(columns, rows)
+
+
+def results_table(runs: Sequence[Run]) -> CellsTable:
+    """A row for each of `runs`, in their order: its name and its results."""
+    results = (LOSS, BEST_LOSS, BITS, STATUS, TOKENS, SPEED, TIME)
+    columns = [NAME, *(column for column in results if any(map(column.value, runs)))]
+    shares = [run.summary.get("tokens", 0) / run.of_tokens for run in runs]
+    rows = [
+        Row(run, [_entry(column, run) for column in columns], share, False, link_to(run.directory.name), commands(run))
+        for run, share in zip(runs, shares, strict=True)
     ]
     return CellsTable(columns, rows)
 

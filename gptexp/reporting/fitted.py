@@ -4,12 +4,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gptexp.process.errors import ConfigError
+from gptexp.reporting.own_file import MARKS, check_own
 from gptexp.storage.run_dir import storage, write_atomically
 
 if TYPE_CHECKING:
     from gptexp.reporting.analysis import Analysis  # imports scipy
 
-MARK = "# Fitted by gptexp report"
+COMMAND = "gptexp report"
 
 
 def check_target(path: Path) -> None:
@@ -19,8 +20,7 @@ def check_target(path: Path) -> None:
         raise ConfigError(f"{given}: an option of the group optim must be a file optim/NAME.yaml; give such a path")
     if "site-packages" in path.resolve().parts:
         raise ConfigError(f"{given}: is in an installed package, whose removal deletes it; use a folder of your own")
-    if path.exists() and not path.read_text(errors="replace").startswith(MARK):
-        raise ConfigError(f"{given}: exists, and gptexp report did not write it; give another name")
+    check_own("--write-optim", path, COMMAND)
 
 
 def write_optim(path: Path, analysis: "Analysis") -> None:
@@ -35,7 +35,7 @@ def write_optim(path: Path, analysis: "Analysis") -> None:
     sizes = ", ".join(f"{size:,}" for size in law.sizes)
     warning = "# In log-log the optima lie on a curve: use this law between these sizes only.\n" if law.bends else ""
     text = (
-        f"{MARK} from {analysis.name}: optima at {sizes} tokens a step.\n"
+        f"{MARKS[COMMAND]} from {analysis.name}: optima at {sizes} tokens a step.\n"
         f"# lr = {law.lr:.6g} * (batch.total_batch_size / {law.tokens:.6g}) ** {law.exponent:.4f}; 95% interval of the "
         f"exponent: {law.low:.3f} to {law.high:.3f}.\n{warning}"
         "defaults:\n  - adamw\n"

@@ -64,12 +64,16 @@ class Noise:
 
 
 def ties(difference: float, one: Noise, n: int, other: Noise, m: int) -> bool:
-    """Whether a t-test finds no significant `difference` between the means of `n` and of `m` runs.
+    """Whether a t-test finds no significant `difference` between the means of `n` and of `m` runs."""
+    return abs(difference) <= significant_from(one, n, other, m)
+
+
+def significant_from(one: Noise, n: int, other: Noise, m: int) -> float:
+    """The difference between the means of `n` and of `m` runs above which a t-test finds it significant, in nats.
 
     For unequal variances it takes the fewer degrees of freedom, so that it is rather too careful.
     """
-    spread = math.sqrt(one.sigma**2 / n + other.sigma**2 / m)
-    return abs(difference) <= t_quantile(min(one.dof, other.dof)) * spread
+    return t_quantile(min(one.dof, other.dof)) * math.sqrt(one.sigma**2 / n + other.sigma**2 / m)
 
 
 def within_cells(cells: Iterable[Sequence[float]]) -> tuple[float, int]:

@@ -47,7 +47,8 @@ class Overview:
 def overview(directory: Path, analysis: Analysis, cells: Sequence[Progress], sweep: SweepRecord | None) -> Overview:
     """The head of the page of the run or the sweep in `directory`."""
     run = analysis.runs[0]
-    choices, arguments = _as_started(run.directory)
+    started = as_started(run.directory)
+    choices = started.choices if started is not None else {}
     is_sweep = sweep is not None or len(analysis.runs) > 1
     varied = {key.partition(".")[0] for key in analysis.differing}
     same = [printable(choices[group]) for group in ("model", "data") if group in choices and group not in varied]
@@ -56,22 +57,41 @@ def overview(directory: Path, analysis: Analysis, cells: Sequence[Progress], swe
     return Overview(
         title=f"{what}: {_axes(analysis)}" if is_sweep else f"{what}, learning rate {run.lr:.3g}",
         facts=list(_facts(directory, analysis.runs)),
-        commands=[as_command(given) for given in (sweep.commands if sweep is not None else [arguments]) if given],
+        commands=[as_command(given) for given in _commands(sweep, started)],
         tiles=_of_a_sweep(analysis, cells) if is_sweep else _of_a_run(run, cells[0]),
         share=sum(cell.tokens for cell in cells) / of_tokens if of_tokens else 0.0,
         is_done=all(cell.status in run_dir.DONE for cell in cells),
     )
 
 
-def _as_started(directory: Path) -> tuple[dict[str, str], list[str]]:
-    """The options of the config groups and the arguments of gptexp, as Hydra recorded them; empty if it did not."""
+def _commands(sweep: SweepRecord | None, started: "Started | None") -> list[list[str]]:
+    if sweep is not None:
+        return sweep.commands
+    return [started.arguments] if started is not None else []
+
+
+@dataclass(frozen=True)
+class Started:
+    """How a run was started."""
+
+    choices: dict[str, str]  # config group -> its option
+    flags: list[str]  # --config-dir and --config-name, with their values
+    of_hydra: list[str]  # overrides of Hydra's own keys
+    overrides: list[str]
+
+    @property
+    def arguments(self) -> list[str]:
+        return ["train", *self.flags, *self.of_hydra, *self.overrides]
+
+
+def as_started(directory: Path) -> Started | None:
+    """The start of a run from Hydra's own record; None if it cannot be read."""
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         hydra = reader.read_yaml(directory / run_dir.HYDRA / "hydra.yaml")["hydra"]
         choices = {str(group): str(option) for group, option in hydra["runtime"]["choices"].items()}
-        given = config_flags(hydra)
-        given += [str(text) for part in ("hydra", "task") for text in hydra["overrides"][part]]
-        return choices, ["train", *given]
-    return {}, []
+        of_hydra, overrides = ([str(text) for text in hydra["overrides"][part]] for part in ("hydra", "task"))
+        return Started(choices, config_flags(hydra), of_hydra, overrides)
+    return None
 
 
 def as_command(arguments: Sequence[str]) -> str:

@@ -7,7 +7,7 @@ same page and updates it. `web/` holds its templates, styles and script.
 import base64
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -17,7 +17,8 @@ from markupsafe import Markup
 
 from gptexp.config.schema import counted, shown
 from gptexp.process.terminal import printable
-from gptexp.reporting.cells_table import MINOR, cells_table, commands
+from gptexp.reporting.cells_table import MINOR, cells_table, commands, results_table
+from gptexp.reporting.differences import Difference
 from gptexp.reporting.index import Index
 from gptexp.reporting.overview import as_command
 from gptexp.reporting.report import Report
@@ -39,6 +40,22 @@ def page(report: Report, bundle: str) -> str:
     """The whole HTML file. `bundle`: Vega-Lite's JavaScript."""
     data = {"figures": specifications(report.figures)}
     return _document(title(report), POLICY, sections(report), data, bundle)
+
+
+def comparison_page(report: Report, found: Sequence[Difference], bundle: str) -> str:
+    """The whole HTML file of a comparison of runs. `found`: what differs between them."""
+    part: Any = _templates().get_template("sections.html").module
+    runs = report.analysis.runs
+    parts = {
+        "header": part.header(report),
+        "verdict": part.verdict(report),
+        "next": part.next(report, []),
+        "differences": part.differences(found, [run.name for run in runs]),
+        "charts": part.charts(report),
+        "runs": part.runs(results_table(runs), MINOR, False),
+        "foot": part.foot(report, _settings(report)),
+    }
+    return _document(title(report), POLICY, parts, {"figures": specifications(report.figures)}, bundle)
 
 
 def live_page(name: str, bundle: str, up: str) -> str:

@@ -93,6 +93,11 @@ class Run:
     problem: str | None = None  # one line: what could not be read
     gaps: list[range] = field(default_factory=list)  # steps that should have been logged and are missing
 
+    @property
+    def best_loss(self) -> float | None:
+        """The lowest validation loss of all evaluations."""
+        return min((point.loss for point in self.val if point.loss is not None), default=None)
+
 
 def read_run(directory: Path) -> Run:
     """Read a run's files. A damaged file sets `Run.problem` and raises nothing."""

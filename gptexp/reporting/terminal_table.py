@@ -32,6 +32,20 @@ def print_table(
     Console(width=width or PIPE_WIDTH).print(table)
 
 
+def print_in_blocks(
+    names: tuple[str, Sequence[str]], columns: Columns, to_the_left: Collection[str], width: int | None
+) -> None:
+    """Print `columns` beside the names of the rows, in as many tables as it takes for lines of `width` characters."""
+
+    def fits(count: int) -> bool:
+        return width is None or sum(_width(column, names[0]) for column in (names, *columns[:count])) <= width
+
+    while columns:
+        count = max([1, *filter(fits, range(1, len(columns) + 1))])
+        print_table([names, *columns[:count]], names[0], to_the_left, (), width if fits(count) else None)
+        columns = columns[count:]
+
+
 def _width(column: tuple[str, Sequence[str]], name: str) -> int:
     """Characters that a column needs, with the space beside it."""
     title, texts = column

@@ -28,6 +28,11 @@ RATE_COLOURS = {
     "light": ["#5c1a66", "#b3294e", "#b4480a", "#8a6a00"],
     "dark": ["#b98be0", "#f0708f", "#f7a04a", "#f5dc6a"],
 }
+# Of runs, which have no order: the same colours, with different neighbours.
+RUN_COLOURS = {
+    "light": ["#2f6cb3", "#dd6a12", "#178f86", "#b3294e", "#3b0f70", "#c79a00", "#5aa832", "#5c1a66"],
+    "dark": ["#5aa5ea", "#f7a04a", "#3fc4b0", "#f0708f", "#9a86e8", "#f5dc6a", "#c3e06b", "#b98be0"],
+}
 INK = {"light": "#1f2328", "dark": "#e6e8eb"}
 FAINT_INK = {"light": "#57606a", "dark": "#a5adb8"}
 GRID = {"light": "#e4e7ea", "dark": "#30363d"}
@@ -83,6 +88,7 @@ def theme(brightness: str) -> Spec:
         "range": {
             "ordinal": {"scheme": BATCH_COLOURS[brightness]},
             "ramp": {"scheme": RATE_COLOURS[brightness]},
+            "category": RUN_COLOURS[brightness],
         },
         "text": {"fontSize": FONT_SIZE, "color": ink},
         "style": {

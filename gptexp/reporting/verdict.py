@@ -35,6 +35,7 @@ class Verdict:
     answers: list[Finding]  # the best learning rate at each batch size
     findings: list[Finding]  # what else follows
     caveats: list[Finding]  # what the runs cannot say, and how to read the numbers
+    question: str = "Which learning rate"  # that the answers answer
 
     @property
     def lines(self) -> list[str]:

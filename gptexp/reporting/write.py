@@ -108,6 +108,11 @@ def show(report: Report, width: int | None = None) -> None:
     named = len(runs) == 1 or len(report.analysis.arms) > 1
     columns = shown(runs, all_of_them=False)[not named :]
     print_table(columns, "run", ("status",), LEAST_NEEDED, width)
+    show_findings(report, width)
+
+
+def show_findings(report: Report, width: int | None = None) -> None:
+    """Print the verdict and the commands to run next."""
     console = Console(width=width or PIPE_WIDTH)
     for line in report.verdict.lines:
         console.print(Text(f"- {line}"))

@@ -109,6 +109,8 @@ def test_cfg_with_a_wrong_override_is_refused(light_server: ForkServer, tmp_path
         ("rm NOSUCHDIR --yes", "NOSUCHDIR"),
         ("rm . --yes", "nothing in it shows that it is a run or a sweep"),
         ("gc NOSUCHDIR --yes", "NOSUCHDIR"),
+        ("compare NOSUCHDIR .", "NOSUCHDIR"),
+        ("compare .", ".: a single run; give two or more to compare"),
         ("sample . --num-samples 0", "--num-samples=0"),
         ("sample . --temperature nan", "--temperature=nan"),
         ("resume . --world-size 0", "."),

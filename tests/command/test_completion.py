@@ -40,6 +40,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("gptexp watch ./mine/", ["./mine/run"]),
         ("gptexp report --w", ["--write-optim"]),
         ("gptexp watch --", ["--help", "--port"]),
+        ("gptexp compare mine/run outputs/g", ["outputs/grid", "outputs/grid/lr=1e-3,seed=2"]),
+        ("gptexp compare --", ["--help", "--json", "--output"]),
         ("gptexp bench ", []),
         ("gptexp nosuch ", []),
     ],

@@ -136,7 +136,7 @@ function openTarget() {
 
 document.addEventListener("click", event => {
   const button = event.target.closest("button");
-  const row = event.target.closest("tbody tr:first-child");
+  const row = event.target.closest(".sortable tbody tr:first-child");
   const marked = getSelection();
   if (button?.classList.contains("copy")) copy(button);
   else if (button?.closest("fieldset[data-control]")) choose(button);

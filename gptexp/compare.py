@@ -1,0 +1,46 @@
+"""`gptexp compare A B …`: what differs between runs, and whether their losses differ by more than seeds move them."""
+
+import argparse
+import json
+import shutil
+import sys
+from pathlib import Path
+
+from gptexp.process.errors import ConfigError
+from gptexp.process.terminal import run_verb, say
+from gptexp.reporting.best import distinct_runs
+from gptexp.reporting.own_file import check_own
+from gptexp.storage.run_dir import finite
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Compare runs: their configs, their losses against the noise of seeds, and a page with their curves."""
+    parser = argparse.ArgumentParser(prog="gptexp compare", description=main.__doc__)
+    parser.add_argument(
+        "directories", type=Path, nargs="+", metavar="DIR", help="a run's directory, or a sweep's, for its best run"
+    )
+    to = parser.add_mutually_exclusive_group()
+    to.add_argument("--output", type=Path, default=Path("compare.html"), metavar="FILE", help="default: %(default)s")
+    to.add_argument("--json", action="store_true", help="print JSON, for scripts, and write no page")
+    args = parser.parse_args(argv)
+
+    directories = distinct_runs(args.directories)
+    if not args.json:
+        check_own("--output", args.output, "gptexp compare")
+        if not args.output.parent.is_dir():
+            raise ConfigError(f"--output {args.output}: {args.output.parent} is no directory; create it first")
+
+    from gptexp.reporting.comparison import compare  # imports scipy
+    from gptexp.reporting.comparison_output import numbers, show, write_page
+
+    comparison = compare(directories)
+    if args.json:
+        print(json.dumps(finite(numbers(comparison)), indent=1))
+        return
+    write_page(args.output, comparison)
+    show(comparison, shutil.get_terminal_size().columns if sys.stdout.isatty() else None)
+    say(f"\nthe page: {args.output}")
+
+
+if __name__ == "__main__":
+    run_verb(main)

@@ -1,0 +1,306 @@
+"""A comparison of runs: what differs between them, and whether their final losses differ by more than seeds move them.
+
+Runs with equal configs but for the seed form a cell. A cell with several runs measures the noise.
+"""
+
+import math
+import shlex
+import string
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from gptexp.config.schema import counted
+from gptexp.process.errors import ConfigError
+from gptexp.process.terminal import printable
+from gptexp.reporting.analysis import TEXT, analyse, data_warnings, has_diverged, usual_spread_of
+from gptexp.reporting.differences import CONFIG, Difference, differences, recorded, what_differs
+from gptexp.reporting.line_charts import Lines, line_charts
+from gptexp.reporting.noise import POWER, Noise, measure, seeds_needed, significant_from
+from gptexp.reporting.overview import Overview, as_started
+from gptexp.reporting.proposals import SEEDS, Proposal
+from gptexp.reporting.records import Run, read_run
+from gptexp.reporting.report import Report
+from gptexp.reporting.shape import CLEAR
+from gptexp.reporting.verdict import Finding, Verdict
+
+SEED = "train.seed"
+HELD_OUT = ("data.val_tokens", "data.max_tokens")  # with the length of a sequence they decide which text is held out
+MOST_IN_TITLE = 4  # keys
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Runs whose configs are equal but for the seed, with their final losses."""
+
+    runs: list[Run]
+    noise: Noise | None  # of one run; None: measured nowhere
+    measured_on: tuple[str, ...]  # names of the runs that `noise` comes from
+
+    @property
+    def mean(self) -> float:
+        return math.fsum(run.loss or 0.0 for run in self.runs) / len(self.runs)
+
+    @property
+    def names(self) -> list[str]:
+        return [run.name for run in self.runs]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The cell with the lowest mean loss, and another one."""
+
+    lower: Cell
+    higher: Cell
+    usual_spread: float  # nats: the standard deviation over seeds that such runs have had
+
+    @property
+    def difference(self) -> float:
+        return self.higher.mean - self.lower.mean
+
+    @property
+    def significant_from(self) -> float | None:
+        """The difference above which it is significant at the 5% level; None if the noise is unknown."""
+        one, other = self.lower.noise, self.higher.noise
+        if one is None or other is None:
+            return None
+        return significant_from(one, len(self.lower.runs), other, len(self.higher.runs))
+
+    @property
+    def is_tie(self) -> bool | None:
+        limit = self.significant_from
+        return None if limit is None else self.difference <= limit
+
+    @property
+    def seeds(self) -> int | None:
+        """The seeds per cell that would show the difference; None if it is significant, zero or the noise unknown."""
+        one, other = self.lower.noise, self.higher.noise
+        if not self.is_tie or not self.difference or one is None or other is None:
+            return None
+        needed = seeds_needed(self.difference, math.hypot(one.sigma, other.sigma) / math.sqrt(2))
+        # It counts on a noise that is known exactly; the seeds that there are do not show the difference.
+        return max(needed, 1 + min(len(self.lower.runs), len(self.higher.runs)))
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What a comparison says of its runs, which are named A, B, … in the order in which they were given."""
+
+    runs: list[Run]
+    labels: dict[str, str]  # name of a run -> its name and what tells it apart
+    differences: list[Difference]
+    why_incomparable: str  # why the losses cannot be compared, in sentences; empty if they can
+    pairs: list[Pair]  # of the runs whose final loss counts; none if the losses cannot be compared
+    report: Report  # what the page and the terminal show of it
+
+
+def compare(directories: Sequence[Path]) -> Comparison:
+    """Compare the runs in `directories`. Raises `ConfigError` if one is damaged."""
+    runs = list(_named(directories))
+    found = differences(runs)
+    labels = {run.name: f"{run.name}: {text}" for run, text in zip(runs, what_differs(runs, found), strict=True)}
+    analysis = analyse("comparison", runs)
+    why_incomparable = _why_incomparable(runs)
+    cells = cells_of([run for run in runs if run.loss is not None and not has_diverged(run)])
+    pairs = [Pair(cells[0], cell, usual_spread_of([*cells[0].runs, *cell.runs])) for cell in cells[1:]]
+    if why_incomparable:
+        pairs = []
+    known = {*data_warnings(runs)}
+    verdict = Verdict(
+        warnings=[
+            *(Finding(printable(f"Warning: {line}.")) for line in analysis.warnings if line not in known),
+            *_other_held_out_text(runs, found),
+        ],
+        answers=list(_answers(runs, why_incomparable, cells, pairs)),
+        findings=list(_without_loss(runs)),
+        caveats=[],
+        question="Which run is better",
+    )
+    further = list(_more_seeds(pairs[0].lower)) if pairs and pairs[0].lower.noise is None else []
+    head = _head(runs, labels, found)
+    report = Report(Path(), analysis, [], None, head, verdict, further, line_charts(Lines(runs, labels)))
+    return Comparison(runs, labels, found, why_incomparable, pairs, report)
+
+
+def _named(directories: Sequence[Path]) -> Iterator[Run]:
+    """The runs, named A, B, …, Z, A1, …"""
+    for number, directory in enumerate(directories):
+        run = read_run(directory)
+        if not run.config:
+            raise ConfigError(str(run.problem))
+        turn, letter = divmod(number, len(string.ascii_uppercase))
+        yield replace(run, name=f"{string.ascii_uppercase[letter]}{turn or ''}")
+
+
+def _head(runs: Sequence[Run], labels: Mapping[str, str], found: Sequence[Difference]) -> Overview:
+    keys = [difference.key for difference in found if difference.kind == CONFIG]
+    more = f" and {counted(len(keys) - MOST_IN_TITLE, 'other key')}" if len(keys) > MOST_IN_TITLE else ""
+    return Overview(
+        title=f"{len(runs)} runs compared: {', '.join(keys[:MOST_IN_TITLE]) or 'equal configs'}{more}",
+        facts=[(labels[run.name], printable(str(run.directory))) for run in runs],
+        commands=[printable(shlex.join(["gptexp", "compare", *(str(run.directory) for run in runs)]))],
+        tiles=[],
+        share=1.0,
+        is_done=True,
+    )
+
+
+def _why_incomparable(runs: Sequence[Run]) -> str:
+    hashes = {run.name: run.summary[TEXT] for run in runs if TEXT in run.summary}
+    if len({*hashes.values()}) > 1:
+        of_runs = _listed([f"{text} for {name}" for name, text in hashes.items()])
+        return f"They were trained on different text: the hash of its tokens is {of_runs}."
+    return " ".join(f"{line}." for line in data_warnings(runs))
+
+
+def cells_of(runs: Sequence[Run]) -> list[Cell]:
+    """The cells of `runs`, the lowest mean loss first.
+
+    A cell of one run is taken to be as noisy as the noisiest of those with several.
+    """
+    groups = list(_of_equal_config(runs))
+    losses = {number: {0.0: [run.loss or 0.0 for run in group]} for number, group in enumerate(groups)}
+    noises = measure(losses)
+    noisiest = max(noises.values(), key=lambda noise: noise.sigma, default=None)
+    cells = []
+    for number, group in enumerate(groups):
+        noise = noises.get(number, noisiest)
+        measured_on = [run.name for other in (noise.batches if noise is not None else ()) for run in groups[other]]
+        cells.append(Cell(group, noise, tuple(sorted(measured_on))))
+    return sorted(cells, key=lambda cell: cell.mean)
+
+
+def _of_equal_config(runs: Sequence[Run]) -> Iterator[list[Run]]:
+    """Groups of runs that differ in their seed.
+
+    Where runs of a group have the same seed, they differ in something else, such as the version of the code: then only
+    runs with equal records form a group.
+    """
+    for group in _grouped(runs, lambda run: {**run.config, SEED: None, TEXT: run.summary.get(TEXT)}):
+        for part in [group] if _has_every_seed_once(group) else _grouped(group, recorded):
+            if _has_every_seed_once(part):
+                yield part
+            else:
+                yield from ([run] for run in part)
+
+
+def _grouped(runs: Sequence[Run], key: Callable[[Run], dict[str, Any]]) -> list[list[Run]]:
+    """The runs by equal keys, which need not be hashable."""
+    groups: list[tuple[dict[str, Any], list[Run]]] = []
+    for run in runs:
+        value = key(run)
+        known = next((group for other, group in groups if other == value), None)
+        if known is None:
+            groups.append((value, [run]))
+        else:
+            known.append(run)
+    return [group for _, group in groups]
+
+
+def _has_every_seed_once(runs: Sequence[Run]) -> bool:
+    return len({run.seed for run in runs}) == len(runs)
+
+
+def _other_held_out_text(runs: Sequence[Run], found: Sequence[Difference]) -> Iterator[Finding]:
+    keys = [d.key for d in found if d.key in HELD_OUT]
+    if len({run.seq_len for run in runs}) > 1:
+        keys.append("the length of a sequence")
+    if keys:
+        text = f"Warning: the runs may have been validated on different text, because of {_listed(keys)}."
+        yield Finding(text, "Then a part of the difference between their losses is one between these texts.")
+
+
+def _listed(names: Sequence[str]) -> str:
+    *most, last = names
+    return f"{', '.join(most)} and {last}" if most else last
+
+
+def _answers(
+    runs: Sequence[Run], why_incomparable: str, cells: Sequence[Cell], pairs: Sequence[Pair]
+) -> Iterator[Finding]:
+    names = _listed([run.name for run in runs])
+    if why_incomparable:
+        text = f"The losses of {names} cannot be compared: the runs have not read the same data."
+        yield Finding(text, why_incomparable, ("not comparable",))
+    elif not cells:
+        yield Finding(f"Nothing can be said yet: none of {names} has a final loss that counts.")
+    elif not pairs:
+        yield from _single(cells[0], len(runs))
+    yield from map(_answer, pairs)
+
+
+def _single(cell: Cell, of_runs: int) -> Iterator[Finding]:
+    names, noise = _listed(cell.names), cell.noise
+    if len(cell.runs) < of_runs:
+        yield Finding(f"Nothing can be said yet: only {names} has a final loss that counts.")
+    elif noise is not None:
+        yield Finding(
+            f"{names} differ in their seed alone; their losses have a standard deviation of {noise.sigma:.4f} nats.",
+            f"They measure the noise with {counted(noise.dof, 'degree')} of freedom.",
+            ("tied",),
+        )
+
+
+def _answer(pair: Pair) -> Finding:
+    lower, higher, limit = _listed(pair.lower.names), _listed(pair.higher.names), pair.significant_from
+    if not pair.difference:
+        return Finding(f"{lower} and {higher} have the same loss.", badges=("tied",))
+    have = "has" if len(pair.lower.runs) == 1 else "have"
+    text = f"{lower} {have} a lower loss than {higher}, by {pair.difference:.4f} nats"
+    if limit is None:
+        is_clear = "is" if pair.difference >= CLEAR * pair.usual_spread else "is not"
+        why = (
+            f"Runs of this size and length have had a standard deviation of {pair.usual_spread:.2g} nats over seeds. A "
+            f"difference counts as clear if it is five times that; this one {is_clear} clear."
+        )
+        return Finding(f"{text}; noise unknown.", why, ("noise unknown",))
+    why = (
+        f"By Student's t-test at the 5% level a difference between means of {len(pair.lower.runs)} and of "
+        f"{counted(len(pair.higher.runs), 'run')} is significant from {limit:.4f} nats on. {' '.join(_noise_of(pair))}"
+    )
+    if not pair.is_tie:
+        return Finding(f"{text}, more than seeds cause.", why, ("significant",))
+    if pair.seeds is not None:
+        why += f" To show this difference takes {counted(pair.seeds, 'seed')} of each config (power {POWER:g})."
+    return Finding(f"{text}, which seeds alone can cause.", why, ("tied",))
+
+
+def _noise_of(pair: Pair) -> Iterator[str]:
+    """Where the noise of both cells comes from, in sentences."""
+    for noise, measured_on in dict.fromkeys((cell.noise, cell.measured_on) for cell in (pair.lower, pair.higher)):
+        assert noise is not None
+        yield (
+            f"The final losses of {_listed(measured_on)} have a standard deviation of {noise.sigma:.4f} nats over "
+            f"seeds ({counted(noise.dof, 'degree')} of freedom)."
+        )
+    alone = [cell.names[0] for cell in (pair.lower, pair.higher) if cell.names[0] not in cell.measured_on]
+    if alone:
+        has, is_ = ("has", "is") if len(alone) == 1 else ("have", "are")
+        yield f"{_listed(alone)} {has} no second seed, and {is_} taken to vary as much."
+
+
+def _without_loss(runs: Sequence[Run]) -> Iterator[Finding]:
+    """What has become of the runs whose final loss does not count."""
+    for run in runs:
+        if has_diverged(run):
+            yield Finding(f"{run.name} has diverged.")
+        elif run.loss is None:
+            done = run.summary.get("tokens", 0) / run.of_tokens
+            yield Finding(f"{run.name} has no final loss: it is {run.status}, after {done:.0%} of its tokens.")
+
+
+def _more_seeds(cell: Cell) -> Iterator[Proposal]:
+    """The command that trains a cell's config with more seeds, if the run has a record of how it was started."""
+    run = cell.runs[0]
+    started = as_started(run.directory)
+    if started is None:
+        return
+    kept = [text for text in started.overrides if text.lstrip("+").partition("=")[0] != SEED]
+    highest = max(other.seed for other in cell.runs)
+    seeds = ",".join(str(highest + i) for i in range(1, SEEDS + 1))
+    command = shlex.join(["gptexp", "train", "-m", *started.flags, *kept, f"{SEED}={seeds}"])
+    minutes = SEEDS * run.summary["wall_s"] / 60 if run.summary.get("wall_s") else None
+    yield Proposal(
+        printable(command), f"measures the noise of {run.name}, as no two runs differ in the seed alone", SEEDS, minutes
+    )

@@ -1,0 +1,97 @@
+"""What differs between runs: keys of their configs, and what each run recorded of its data, machine and versions."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gptexp.config.schema import fields_of, shown
+from gptexp.process.terminal import printable
+from gptexp.reporting.records import Run
+from gptexp.storage import run_dir
+
+# What a difference means for the results.
+CONFIG = "config"
+NO_EFFECT = "config, without effect on the weights"
+RECORDED = "recorded by the runs"
+
+LEFT_OUT = ("log.", "sweep.", "data.cache_dir")  # names and places
+OF_SUMMARY = ("data_hash", "world_size", "device", "git_commit")
+NO_CHOICES = ("device", "device_name", "memory_key")  # of effective.json; the summary has the name of the device
+COMMIT_CHARS = 10
+MOST_IN_A_LABEL = 3  # keys
+LABEL_CHARS = 40
+SHORT = {"batch.total_batch_size": "batch"}  # in a label
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A key whose values are not equal in all runs."""
+
+    key: str
+    kind: str
+    values: list[Any]  # of each run; of `RECORDED` None if the run has not recorded it
+
+    @property
+    def texts(self) -> list[str]:
+        return [printable(self._text(value)) for value in self.values]
+
+    def _text(self, value: Any) -> str:
+        if self.kind == RECORDED and value is None:
+            return "unknown"
+        if self.key == "git_commit":
+            commit, dirty, _ = str(value).partition("-dirty")
+            return commit[:COMMIT_CHARS] + dirty
+        return shown(value)
+
+
+def differences(runs: Sequence[Run]) -> list[Difference]:
+    """The keys in which `runs` differ, in the order of the config. Raises `ConfigError` if a file is damaged."""
+    deciding = {key for run in runs for key in run.config}
+    configs = [{key: value for key, _, value in fields_of(run_dir.load_config(run.directory))} for run in runs]
+    found = [
+        Difference(d.key, CONFIG if d.key in deciding else NO_EFFECT, d.values)
+        for d in _differing(configs, NO_EFFECT)
+        if not d.key.startswith(LEFT_OUT)
+    ]
+    found.sort(key=lambda d: d.kind != CONFIG)
+    return [*found, *_differing([recorded(run) for run in runs], RECORDED)]
+
+
+def recorded(run: Run) -> dict[str, Any]:
+    """What a run has recorded of its data, machine and versions, and the values that it chose for `auto`."""
+    versions = run_dir.read_json(run.directory / run_dir.SUMMARY).get("versions")
+    chosen = run_dir.read_json(run.directory / run_dir.EFFECTIVE)
+    return {
+        **{key: run.summary.get(key) for key in OF_SUMMARY},
+        **{
+            printable(f"versions.{name}"): value
+            for name, value in (versions if isinstance(versions, dict) else {}).items()
+        },
+        **{
+            printable(f"effective.{key}"): value
+            for key, value in chosen.items()
+            if key not in NO_CHOICES and not isinstance(value, dict)
+        },
+    }
+
+
+def _differing(of_runs: Sequence[Mapping[str, Any]], kind: str) -> list[Difference]:
+    keys = dict.fromkeys(key for values in of_runs for key in values)
+    rows = [Difference(key, kind, [values.get(key) for values in of_runs]) for key in keys]
+    return [row for row in rows if any(value != row.values[0] for value in row.values)]
+
+
+def what_differs(runs: Sequence[Run], found: Sequence[Difference]) -> list[str]:
+    """A short text for each run: its values of the first keys of the config that differ, or its directory's name."""
+    told = [d for d in found if d.kind == CONFIG][:MOST_IN_A_LABEL]
+    texts = []
+    for number, run in enumerate(runs):
+        text = ", ".join(f"{_short(d.key)}={d.texts[number]}" for d in told) or printable(run.directory.name)
+        texts.append(text if len(text) <= LABEL_CHARS else f"{text[: LABEL_CHARS - 3]}...")
+    return texts
+
+
+def _short(key: str) -> str:
+    """`optim.lr` is lr; `optim.name` is optim."""
+    group, _, name = key.rpartition(".")
+    return SHORT.get(key, group if name == "name" else name)

@@ -1,0 +1,25 @@
+"""Files that a command writes where its user says. It replaces those that it has written, and no other file."""
+
+import os
+from pathlib import Path
+
+from gptexp.process.errors import ConfigError
+from gptexp.storage.reader import open_text
+
+MARKS = {  # command -> the start of the files that it writes
+    "gptexp report": "# Fitted by gptexp report",
+    "gptexp compare": "<!-- written by gptexp compare -->",
+}
+
+
+def check_own(option: str, path: Path, command: str) -> None:
+    """Raise `ConfigError` if `path` exists and `command` has not written it."""
+    if not os.path.lexists(path):
+        return
+    try:
+        with open_text(path, "replace") as file:
+            is_own = file.read(len(MARKS[command])) == MARKS[command]
+    except OSError as error:
+        raise ConfigError(f"{option} {path}: cannot be replaced ({error.strerror}); give another name") from None
+    if not is_own:
+        raise ConfigError(f"{option} {path}: exists, and {command} did not write it; give another name")
