@@ -23,7 +23,7 @@ from conftest import TINY, ForkServer, clean, sabotaged
 
 EXPECTED = Path(__file__).with_name("damaged_runs.txt")
 OF_SWEEPS = ("status", "report", "watch", "ls")
-VERBS = (*OF_SWEEPS, "sample", "evaluate", "resume")
+VERBS = (*OF_SWEEPS, "sample", "evaluate", "resume", "compare")
 CELL = "stopped"  # the run that is damaged; the sweep has another, which is completed
 STEP = "checkpoints/step-00000001"
 TEXTS = (
@@ -221,8 +221,11 @@ class Place:
             return self.page(file, about)
         cell = next(self.sweep.glob("stopped*"), self.sweep / CELL)
         directory = self.sweep if verb in OF_SWEEPS else cell
-        few = ["--num-samples=1", "--max-new-tokens=2"] if verb == "sample" else []
-        done = self.server.ask([verb, str(directory), *few], self.root, self.env, timeout=60)
+        more = {
+            "sample": ["--num-samples=1", "--max-new-tokens=2"],
+            "compare": [str(self.sweep / "completed"), "--json"],
+        }
+        done = self.server.ask([verb, str(directory), *more.get(verb, [])], self.root, self.env, timeout=60)
         code, said = done["code"], done["stdout"] + done["stderr"]
         assert code in (0, 1, 2, 3, 4), (code, said)
         assert "Traceback" not in said, said
