@@ -3,9 +3,10 @@
 import argparse
 from pathlib import Path
 
-from gptexp.process.errors import EXIT_FAILED
-from gptexp.process.terminal import confirmed, printable, run_verb, say
-from gptexp.storage.inventory import bytes_on_disk, size_shown
+from gptexp.config.schema import counted
+from gptexp.process.errors import EXIT_FAILED, UserError
+from gptexp.process.terminal import confirmed, print_error, printable, run_verb, say
+from gptexp.storage.inventory import bytes_on_disk, is_sweep, size_shown
 from gptexp.storage.removal import check_removable, remove
 
 
@@ -21,13 +22,20 @@ def main(argv: list[str] | None = None) -> int:
         check_removable(path)
     sizes = {path: bytes_on_disk(path) for path in directories}
     say(*(f"{size_shown(size):>12}  {printable(str(path))}" for path, size in sizes.items()))
-    if not confirmed(f"Remove {len(sizes)} of these, {size_shown(sum(sizes.values()))}?", args.yes):
+    sweeps = sum(map(is_sweep, directories))
+    what = [counted(number, noun) for number, noun in ((sweeps, "sweep"), (len(sizes) - sweeps, "run")) if number]
+    if not confirmed(f"Remove {' and '.join(what)} ({size_shown(sum(sizes.values()))})?", args.yes):
         say("nothing was removed")
         return EXIT_FAILED
-    for path in directories:
-        remove(path)
-    say(f"freed {size_shown(sum(sizes.values()))}")
-    return 0
+    freed = 0
+    for path, size in sizes.items():
+        try:
+            remove(path)
+            freed += size
+        except UserError as error:
+            print_error(error)
+    say(f"freed {size_shown(freed)}")
+    return 0 if freed == sum(sizes.values()) else EXIT_FAILED
 
 
 def _without_links_above(path: Path) -> Path:

@@ -129,6 +129,8 @@ def _sweep(path: Path, name: str, read: Read) -> Listed:
     done = sum(count[status] for status in run_dir.DONE)
     at_the_end = "completed" if total and done == total else "interrupted"
     status = next((status for status in ("running", "damaged", "failed") if count[status]), at_the_end)
+    if run_dir.is_swept(path):  # also between two cells
+        status = "running"
     row = Row(
         "sweep",
         str(path),

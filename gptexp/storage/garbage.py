@@ -9,12 +9,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from gptexp.process.errors import CheckpointError, ConfigError
+from gptexp.process.errors import CheckpointError, ConfigError, InUseError
 from gptexp.process.terminal import warn
 from gptexp.storage import run_dir
 from gptexp.storage.checkpoint import load_latest
 from gptexp.storage.inventory import bytes_on_disk, cells, find, is_sweep
-from gptexp.storage.removal import REMOVED, empty, entries
+from gptexp.storage.removal import REMOVED, is_in_use, known_paths, remove_files
 
 
 @dataclass(frozen=True)
@@ -46,14 +46,16 @@ def find_garbage(directory: Path) -> list[Garbage]:
 def remove_garbage(garbage: Garbage) -> None:
     """Remove the directories. Raises `InUseError` if the run has begun again, `OSError`, or `ConfigError`."""
     if REMOVED.fullmatch(garbage.directories[0].name):
-        empty(garbage.directories[0])
+        if is_in_use(garbage.directories[0]):
+            raise InUseError(f"{garbage.directories[0]}: {run_dir.IN_USE}")
+        remove_files(garbage.directories[0])
         return
     with run_dir.held(garbage.place, run_dir.LOCK), run_dir.held(garbage.place, run_dir.RANK_LOCK):
         for path in garbage.directories:
             if run_dir.STEP_NAME.fullmatch(path.name):
                 # Renamed first, so that a partly removed checkpoint is not taken for a damaged one.
                 path = path.rename(path.with_name(f".del-{path.name}"))
-            empty(path, garbage.place)
+            remove_files(path, garbage.place)
 
 
 def _runs(directory: Path) -> Iterator[Path]:
@@ -95,7 +97,7 @@ def _is_removable(run: Path, path: Path) -> bool:
     if path.is_symlink() or not path.is_dir():
         return False
     try:
-        list(entries(path, run))
+        list(known_paths(path, run))
     except ConfigError as error:
         warn(f"{path} stays: {error}")
         return False
@@ -103,12 +105,13 @@ def _is_removable(run: Path, path: Path) -> bool:
 
 
 def _removed(directory: Path) -> Iterator[Path]:
-    """Rests of removals that were killed."""
+    """The directories whose removal was killed. A directory that a process uses is none of them."""
     with suppress(OSError):
         for path in sorted(directory.iterdir()):
             if path.is_symlink() or not path.is_dir():
                 continue
             if REMOVED.fullmatch(path.name):
-                yield path
+                if not is_in_use(path):
+                    yield path
             elif not path.name.startswith(".") and not run_dir.is_run(path):
                 yield from _removed(path)

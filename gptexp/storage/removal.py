@@ -1,19 +1,20 @@
 """Removes whole runs and sweeps. Only files that gptexp writes are removed; any other file refuses the whole directory.
 
-A directory is first renamed to `.removed-<number>` beside it, and then emptied file by file. One rename is atomic: a
-kill leaves either the whole run under its name or a hidden rest that no command takes for a run, and that `gptexp gc`
-removes. The name of the run is not part of the new one, because a sweep looks for its cells by the end of their names.
+The locks of a directory are held while it is removed, so that no run and no sweep begins in it. It is first renamed to
+`.removed-<number>` beside it, and then emptied file by file. One rename is atomic: a kill leaves either the whole run
+under its name or a hidden directory that no command takes for a run, and that `gptexp gc` removes. The name of the run
+is not part of the new one, because a sweep looks for its cells by the end of their names.
 """
 
 import re
 import stat
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from gptexp.config.schema import from_dict
-from gptexp.process.errors import ConfigError, StorageError
+from gptexp.process.errors import ConfigError, InUseError, StorageError
 from gptexp.storage import run_dir, sweep_record
 from gptexp.storage.inventory import cells, is_sweep
 from gptexp.storage.reader import open_text, parse_json, read_json, read_yaml
@@ -40,7 +41,7 @@ _OF_RUN = (
 )
 _OF_SWEEP = (
     *_OF_BOTH,
-    rf"sweep\.json|\.sweep\.json\.{_TEMPORARY}|study\.db(-journal|-wal|-shm)?|\.lock-study|\.submitit/.*",
+    rf"sweep\.json|\.sweep\.json\.{_TEMPORARY}|study\.db(-journal|-wal|-shm)?|\.lock-(study|commands)|\.submitit/.*",
 )
 _RUN, _SWEEP = (re.compile("|".join(parts), re.DOTALL) for parts in (_OF_RUN, _OF_SWEEP))
 _FOLDERS = re.compile(
@@ -57,36 +58,67 @@ def check_removable(directory: Path) -> None:
     runs = [directory, *(cells(directory) if is_sweep(directory) else [])]
     if not _shows_a_sweep(directory) and not any(map(_shows_a_run, runs)):
         raise ConfigError(f"{directory}: nothing in it shows that it is a run or a sweep of gptexp; remove it yourself")
-    for _ in entries(directory):
-        pass
-    for path in runs:
-        run_dir.check_unlocked(path, run_dir.LOCKS)
+    _check_files(directory)
+    if is_in_use(directory):
+        raise InUseError(f"{directory}: {run_dir.IN_USE}")
+
+
+def is_in_use(directory: Path) -> bool:
+    """Whether a process runs the run or the sweep in `directory`, or one of its cells."""
+    return run_dir.is_locked(directory, run_dir.LOCKS) or run_dir.is_swept(directory) or _has_locked_cell(directory)
+
+
+def _has_locked_cell(directory: Path) -> bool:
+    """Whether a process uses a subdirectory. A cell that a sweep has just claimed has a lock and nothing else."""
+    return any(run_dir.is_locked(path, run_dir.LOCKS) for path in run_dir.subdirectories(directory))
 
 
 def remove(directory: Path) -> None:
-    """Remove a run or a sweep. Raises as `check_removable` does, or `StorageError`; then nothing is removed."""
+    """Remove a run or a sweep. Raises as `check_removable` does, and then nothing is removed, or `StorageError`."""
     check_removable(directory)
     hidden = directory.with_name(f".removed-{time.time_ns()}")
-    with _removal(directory):
-        directory.rename(hidden)
-    try:
-        check_removable(hidden)  # a run may have begun, or a file been added, since the check
-    except ConfigError as error:
-        hidden.rename(directory)
-        raise type(error)(str(error).replace(str(hidden), str(directory))) from None
-    with _removal(directory):
-        empty(hidden)
+    with _held(directory):
+        with _removal(f"{directory}: cannot be removed"):
+            directory.rename(hidden)
+        try:  # a file may have been added since the check, or a cell begun by hand
+            _check_files(hidden)
+            if _has_locked_cell(hidden):
+                raise InUseError(f"{hidden}: {run_dir.IN_USE}")
+        except ConfigError as error:
+            with _removal(f"{error}; nothing was removed, but {directory} is now {hidden}"):
+                hidden.rename(directory)
+            raise type(error)(str(error).replace(str(hidden), str(directory))) from None
+        with _removal(f"{directory}: partly removed; gptexp gc {directory.parent} removes the rest, {hidden}"):
+            remove_files(hidden)
     if DATE.fullmatch(directory.parent.name):
         with suppress(OSError):  # other runs are in it
             directory.parent.rmdir()
 
 
-def empty(directory: Path, root: Path | None = None) -> None:
+@contextmanager
+def _held(directory: Path) -> Iterator[None]:
+    """Hold the locks of a run, or that of a sweep: no command begins a cell without it. Raises `InUseError`."""
+    with ExitStack() as locks:
+        if is_sweep(directory):
+            locks.enter_context(run_dir.lock_sweep(directory, alone=True))
+        else:
+            for name in run_dir.LOCKS:
+                locks.enter_context(run_dir.held(directory, name))
+        yield
+
+
+def _check_files(directory: Path) -> None:
+    """Raise `ConfigError` if a file in `directory` is not gptexp's."""
+    for _ in known_paths(directory):
+        pass
+
+
+def remove_files(directory: Path, root: Path | None = None) -> None:
     """Remove a directory with the files that gptexp has written in it; `root` is the run that it belongs to.
 
     Raises `OSError`, or `ConfigError` for another file. That file stays, because only an empty directory is removed.
     """
-    for path in entries(directory, root):
+    for path in known_paths(directory, root):
         if path.is_dir() and not path.is_symlink():
             path.rmdir()
         else:
@@ -94,22 +126,22 @@ def empty(directory: Path, root: Path | None = None) -> None:
     directory.rmdir()
 
 
-def entries(directory: Path, root: Path | None = None) -> Iterator[Path]:
+def known_paths(directory: Path, root: Path | None = None) -> Iterator[Path]:
     """The files and folders in a run, in a sweep, or in a folder of the run `root`; a folder follows its content.
 
     Raises `ConfigError` for one that gptexp does not write.
     """
     root = root or directory
-    return _entries(root, directory, _SWEEP if is_sweep(root) else _RUN)
+    return _known_paths(root, directory, _SWEEP if is_sweep(root) else _RUN)
 
 
-def _entries(root: Path, folder: Path, files: re.Pattern[str]) -> Iterator[Path]:
+def _known_paths(root: Path, folder: Path, files: re.Pattern[str]) -> Iterator[Path]:
     for path in _sorted(folder):
         below, mode = path.relative_to(root).as_posix(), path.lstat().st_mode
         if stat.S_ISDIR(mode) and _FOLDERS.fullmatch(below):
-            yield from _entries(root, path, files)
+            yield from _known_paths(root, path, files)
         elif stat.S_ISDIR(mode) and files is _SWEEP and folder == root and _is_cell(path):
-            yield from _entries(path, path, _RUN)
+            yield from _known_paths(path, path, _RUN)
         elif stat.S_ISLNK(mode) and not below.startswith("wandb/"):  # wandb makes links to its newest run
             raise ConfigError(f"{path}: a link, which gptexp does not make; remove it yourself first")
         elif stat.S_ISDIR(mode) or not files.fullmatch(below):
@@ -149,12 +181,12 @@ def _shows_a_run(directory: Path) -> bool:
 
 
 @contextmanager
-def _removal(directory: Path) -> Iterator[None]:
-    """Convert an `OSError` of the body to a `StorageError`."""
+def _removal(problem: str) -> Iterator[None]:
+    """Convert an `OSError` of the body to a `StorageError` that begins with `problem`."""
     try:
         yield
     except OSError as error:
-        raise StorageError(f"{directory}: cannot be removed ({error.strerror})") from None
+        raise StorageError(f"{problem} ({error.strerror})") from None
 
 
 def _shows_a_sweep(directory: Path) -> bool:

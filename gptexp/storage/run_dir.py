@@ -9,6 +9,10 @@ profile/         traces of train.profile
 .lock            lock of the process that starts the run
 .lock-rank0      lock of the rank that writes; a run is alive while one of the two locks is held
 .lock-sweep      lock of the sweep that runs this cell, also shortly before and after the run
+
+In the directory of a sweep:
+sweep.json       its cells and their common settings
+.lock-commands   lock that the commands which run the sweep share, from their start to their end
 """
 
 import fcntl
@@ -18,6 +22,7 @@ import math
 import os
 import re
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -36,7 +41,7 @@ CONFIG = "config.yaml"
 EFFECTIVE = "effective.json"
 METRICS = "metrics.jsonl"
 SUMMARY = "summary.json"
-SWEEP = "sweep.json"  # in the directory of a sweep: its cells and their common settings
+SWEEP = "sweep.json"
 CHECKPOINTS = "checkpoints"
 STEP_NAME = re.compile(r"step-\d{8,}")  # of a published checkpoint
 PROFILE = "profile"
@@ -52,6 +57,7 @@ RANK_LOCK = ".lock-rank0"
 SWEEP_LOCK = ".lock-sweep"
 IN_USE = "another process uses it; wait until it ends, or use a new directory"
 LOCKS = (LOCK, RANK_LOCK, SWEEP_LOCK)
+COMMANDS_LOCK = ".lock-commands"
 LOCK_TIMEOUT_S = 2.0  # `is_locked` of another process holds a lock for a moment
 
 
@@ -308,20 +314,49 @@ def check_unlocked(directory: Path, names: tuple[str, ...] = (LOCK, RANK_LOCK)) 
 
 def is_locked(directory: Path, names: tuple[str, ...] = (LOCK, RANK_LOCK)) -> bool:
     """Whether a process holds a lock of the directory. Tests with a shared lock, so that tests do not conflict."""
-    for path in (directory / name for name in names):
-        try:
-            handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-        except OSError:  # the file is missing, not readable or a link
-            continue
-        try:
-            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        except OSError:  # a file system without locks
-            continue
-        finally:
-            os.close(handle)
+    return any(_is_refused(directory / name, os.O_RDONLY, fcntl.LOCK_SH) for name in names)
+
+
+def is_swept(directory: Path) -> bool:
+    """Whether a command runs the sweep in `directory`, or removes it."""
+    return _is_refused(directory / COMMANDS_LOCK, os.O_RDWR, fcntl.LOCK_EX)  # NFS needs O_RDWR for LOCK_EX
+
+
+def _is_refused(path: Path, flags: int, lock: int) -> bool:
+    """Whether another holder of the lock file `path` prevents this `lock`."""
+    try:
+        handle = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:  # the file is missing, not accessible or a link
+        return False
+    try:
+        fcntl.flock(handle, lock | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # a file system without locks
+        return False
+    finally:
+        os.close(handle)
     return False
+
+
+def lock_sweep(directory: Path, alone: bool = False) -> IO[str]:
+    """Take the lock of the sweep in `directory`, `alone` or shared with other commands. Closing the file releases it.
+
+    Raises as `held` does.
+    """
+    path, end = directory / COMMANDS_LOCK, time.monotonic() + LOCK_TIMEOUT_S
+    with storage(path):
+        while True:
+            directory.mkdir(parents=True, exist_ok=True)
+            file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644), "r+")
+            try:
+                fcntl.flock(file, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+                return file
+            except BlockingIOError:  # opened again, because the directory may be one that `gptexp rm` removes just now
+                file.close()
+            if time.monotonic() > end:
+                raise InUseError(f"{directory}: {IN_USE}")
+            time.sleep(0.05)
 
 
 def check_free(directory: Path, config: Config) -> Literal["new", "unfinished", "completed"]:

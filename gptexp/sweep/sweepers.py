@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from filelock import BaseFileLock
 from hydra.core.plugins import Plugins
@@ -44,6 +44,7 @@ class CellSweeper(Sweeper):
         self.cells: list[Cell] = []  # all cells chosen so far
         self.waiting: list[Cell] = []
         self.elsewhere: list[Cell] = []  # cells that another command runs
+        self.lock: IO[str] | None = None  # of the sweep; released when this process ends
         self.claims: dict[Path, BaseFileLock] = {}  # directory of a cell that this command runs -> its lock
         self.looked = 0.0  # s: when `more` last looked whether a cell elsewhere has ended
         self.failed: list[Cell] = []
@@ -90,6 +91,7 @@ class CellSweeper(Sweeper):
         """Choose the cells and queue those that are not done. Raises `ConfigError` before any directory is made."""
         self.cells = self.compose(self.combinations(space))
         self.check(self.cells)
+        self.lock = run_dir.lock_sweep(self.directory)
         self.record()
         self.waiting = [cell for cell in self.cells if not self.skips(cell)]
         self.total = len(self.waiting)
@@ -278,7 +280,7 @@ class OptunaSweeper(CellSweeper):
         if self.config.data.val_tokens == 0 and not self.config.data.val_path:
             raise ConfigError("data.val_tokens=0: Optuna needs a validation loss; set data.val_tokens above 0")
         self.check(self.compose(self.combinations(space)))
-        self.directory.mkdir(parents=True, exist_ok=True)
+        self.lock = run_dir.lock_sweep(self.directory)
         self.study = Study(self.directory, space, self.seed)
         self.total, self.asked, self.illegal = max(0, self.n_trials - self.study.completed), 0, 0
         self.running: dict[tuple[str, ...], Cell] = {}  # overrides -> the cell that runs with them

@@ -9,13 +9,15 @@ from pathlib import Path
 import pytest
 from sweeps import write_run
 
+from gptexp.gc import main as gc
 from gptexp.loggers.wandb import ID_FILE
-from gptexp.process.errors import ConfigError
+from gptexp.process.errors import ConfigError, InUseError, StorageError
+from gptexp.reporting.listing import list_runs
 from gptexp.reporting.records import find_runs
 from gptexp.reporting.write import NUMBERS, PAGE, PICTURES, TABLE
 from gptexp.rm import main
 from gptexp.run.pool import OUTPUT
-from gptexp.storage import removal, run_dir
+from gptexp.storage import garbage, removal, run_dir
 from gptexp.storage.inventory import find
 from gptexp.storage.removal import REMOVED, check_removable, remove
 from gptexp.sweep.launchers import JOB, JOBS
@@ -36,7 +38,9 @@ def sweep(tmp_path: Path) -> Path:
     for name in ("lr=0.01-0123abcd", "lr=0.02-4567abcd"):
         write_run(root / name, 4096, 0.02, 1, 4.0)
         (root / name / run_dir.LOCK).touch()
-    cells = {path.name: {"values": {}, "total_batch_size": 4096, "tokens": 8192} for path in root.iterdir()}
+    (root / run_dir.COMMANDS_LOCK).touch()
+    cell = {"values": {}, "total_batch_size": 4096, "tokens": 8192}
+    cells = {path.name: cell for path in run_dir.subdirectories(root)}
     run_dir.write_json(root / run_dir.SWEEP, {"name": "sweep", "overrides": [], "cells": cells})
     return root
 
@@ -75,7 +79,7 @@ def test_a_sweep_is_removed_with_all_that_commands_write_into_it(sweep: Path, ru
         shutil.copytree(run / CHECKPOINT, cell / run_dir.CHECKPOINTS / name)
     (cell / run_dir.PROFILE).mkdir()
     (cell / run_dir.PROFILE / "steps-10-15-rank0.json.gz").touch()
-    for name in (STUDY, LOCK):
+    for name in (STUDY, LOCK, run_dir.COMMANDS_LOCK):
         (sweep / name).touch()
     (sweep / JOBS / "17").mkdir(parents=True)
     (sweep / JOBS / "17" / "17_0_log.out").touch()
@@ -173,6 +177,94 @@ def test_a_run_that_begins_between_the_check_and_the_removal_stays(run: Path, mo
     assert files(run) == before
 
 
+def test_a_sweep_that_a_command_runs_is_refused_between_its_cells_too(sweep: Path) -> None:
+    """Also with a cell that is claimed and has no file yet, and with two commands of which one has ended."""
+    one, other = run_dir.lock_sweep(sweep), run_dir.lock_sweep(sweep)
+    for lock in (one, other):
+        with pytest.raises(InUseError):
+            main([str(sweep), "--yes"])
+        [mine] = [found.row for found in list_runs(sweep.parent)]
+        assert mine.status == "running"
+        lock.close()
+    with run_dir.held(sweep / "lr=0.03-89abcdef", run_dir.SWEEP_LOCK), pytest.raises(InUseError):
+        main([str(sweep), "--yes"])
+    assert [found.row.status for found in list_runs(sweep.parent)] == ["completed"]
+    assert main([str(sweep), "--yes"]) == 0
+
+
+def test_no_run_and_no_sweep_begins_in_a_directory_that_is_being_removed(
+    run: Path, sweep: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_dir, "LOCK_TIMEOUT_S", 0.1)
+    begun = []
+
+    def begins_before_the_rename(self: Path, target: Path, rename: Callable[..., Path] = Path.rename) -> Path:
+        if self in (run, sweep):
+            with pytest.raises(InUseError):
+                run_dir.lock_sweep(sweep) if self == sweep else run_dir.acquire(run, run_dir.LOCK)
+            begun.append(self)
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", begins_before_the_rename)
+    for directory in (run, sweep):
+        remove(directory)
+        assert not directory.exists()
+    assert begun == [run, sweep]
+
+
+def test_a_cell_begun_by_hand_during_the_removal_of_its_sweep_is_kept_and_named(
+    sweep: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even if its process has made the sweep's directory anew, so that the old one cannot have its name back."""
+    cell, begun = sweep / "lr=0.02-4567abcd", []
+
+    def rename(self: Path, target: Path, rename: Callable[..., Path] = Path.rename) -> Path:
+        if self == sweep:
+            begun.append(run_dir.acquire(cell, run_dir.LOCK))
+            rename(self, target)
+            cell.mkdir(parents=True)
+            return target
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", rename)
+    with pytest.raises(StorageError) as refused:
+        remove(sweep)
+    [hidden] = sweep.parent.glob(".removed-*")
+    assert str(sweep) in str(refused.value)
+    assert str(hidden) in str(refused.value)
+    assert (hidden / cell.name / run_dir.CONFIG).exists()
+    assert garbage.find_garbage(sweep.parent) == []
+    with pytest.raises(InUseError):
+        garbage.remove_garbage(garbage.Garbage(sweep.parent, "", [hidden]))
+    begun[0].release()
+    assert [found.directories for found in garbage.find_garbage(sweep.parent)] == [[hidden]]
+
+
+def test_after_an_error_the_others_are_removed_and_the_rest_is_named(
+    run: Path, sweep: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def unlink(self: Path, missing_ok: bool = False, unlink: Callable[..., None] = Path.unlink) -> None:
+        if self.name == run_dir.METRICS and "checkpoints" in {path.name for path in self.parent.iterdir()}:
+            raise PermissionError(1, "Operation not permitted")
+        unlink(self, missing_ok)
+
+    other = shutil.copytree(run, run.with_name("other"))
+    shutil.rmtree(other / run_dir.CHECKPOINTS)
+    (run / run_dir.CHECKPOINTS / "kept").mkdir(parents=True)
+    (run / run_dir.CHECKPOINTS / "kept").rmdir()
+    monkeypatch.setattr(Path, "unlink", unlink)
+    monkeypatch.setattr(removal, "_sorted", lambda folder: sorted(folder.iterdir(), reverse=True))
+    assert main([str(run), str(other), str(sweep), "--yes"]) == 1
+    [hidden] = run.parent.glob(".removed-*")
+    assert not other.exists()
+    assert not sweep.exists()
+    said = capsys.readouterr()
+    assert f"{run}: partly removed; gptexp gc {run.parent} removes the rest, {hidden}" in said.err
+    monkeypatch.undo()
+    assert gc([str(run.parent), "--yes"]) == 0
+    assert not hidden.exists()
+
+
 def test_without_an_answer_nothing_is_removed(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="--yes"):
         main([str(run)])
@@ -204,8 +296,6 @@ remove(Path(sys.argv[1]))
 
 def test_a_kill_at_any_moment_leaves_the_whole_sweep_or_none(sweep: Path, tmp_path: Path) -> None:
     """And what it leaves can be removed with `gptexp gc`, which takes it for nothing else."""
-    from gptexp.gc import main as gc
-
     for number, moment in enumerate((0, 1, 2, 5, 8, 9, 10, 11)):
         root = tmp_path / str(number)
         copy = shutil.copytree(sweep, root / "sweep")
