@@ -43,6 +43,7 @@ from gptexp.process.errors import EXIT_CONFIG, ConfigError, UserError, first_lin
 from gptexp.process.terminal import print_error, reserve_stdout, say
 from gptexp.run.pool import require_devices
 from gptexp.storage import run_dir
+from gptexp.storage.inventory import refuse_run_in, refuse_sweep_in
 
 # Trains a config, given the composition that it came from. Returns an exit code.
 Task = Callable[[Config, DictConfig], int]
@@ -147,7 +148,7 @@ def _run(cfg: DictConfig, context: HydraContext, train: Task, launcher_world_siz
     directory = Path(cfg.hydra.run.dir)
     if why := why_not_creatable(directory):
         raise ConfigError(f"hydra.run.dir={shown(str(directory))}: {why}; use another directory")
-    run_dir.refuse_run_in(directory)
+    refuse_run_in(directory)
     reserve_stdout(config.log.progress)
     if run_dir.check_free(directory, config) == "completed":
         say(f"gptexp: {directory}: this run is completed; nothing to do")
@@ -176,7 +177,7 @@ def _sweep(cfg: DictConfig, context: HydraContext, begin_cell: Task) -> int:
 
     register()
     name_sweep(cfg)
-    run_dir.refuse_sweep_in(Path(cfg.hydra.sweep.dir))
+    refuse_sweep_in(Path(cfg.hydra.sweep.dir))
     reserve_stdout(cfg.log.progress)
     context.callbacks.on_multirun_start(config=cfg, config_name=cfg.hydra.job.config_name)
     task: Any = begin_cell  # called by gptexp's own sweepers only

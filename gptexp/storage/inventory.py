@@ -1,9 +1,11 @@
-"""Which runs and sweeps lie below a directory, and how much disk they take. It only reads."""
+"""Which runs and sweeps lie below a directory, where a new one may lie, and how much disk they take. It only reads."""
 
 import os
 from contextlib import suppress
 from pathlib import Path
 
+from gptexp.config.paths import is_file
+from gptexp.config.schema import shown
 from gptexp.process.errors import ConfigError
 from gptexp.storage import run_dir
 
@@ -37,6 +39,48 @@ def cells(sweep: Path) -> list[Path]:
 def _is_config_folder(directory: Path) -> bool:
     """Whether a directory is `conf/` or a copy of it, which has a config.yaml too."""
     return (directory / "base").is_dir() and not (directory / run_dir.LOCK).exists()
+
+
+def refuse_run_in(directory: Path) -> None:
+    """Raise `ConfigError` if a new run in `directory` would lie among the files of a sweep or of other runs."""
+    given = f"hydra.run.dir={shown(str(directory))}"
+    if not run_dir.is_run(directory):
+        if OUTPUTS.resolve().is_relative_to(directory.resolve()):
+            raise ConfigError(f"{given}: {OUTPUTS}/ of other runs is in it; leave it out, or give {OUTPUTS}/my-run")
+        if is_sweep(directory) or _holds_runs(directory):
+            raise ConfigError(
+                f"{given}: holds a sweep or other runs; leave it out, or give a folder such as {directory}-run"
+            )
+    _refuse_inside_a_run(directory, given)
+
+
+def refuse_sweep_in(directory: Path) -> None:
+    """Raise `ConfigError` if a sweep in `directory` would lie among the files of a run."""
+    given = f"hydra.sweep.dir={shown(str(directory))}"
+    if _is_begun(directory):
+        raise ConfigError(f"{given}: holds a single run; give the sweep another sweep.name")
+    _refuse_inside_a_run(directory, given)
+
+
+def _refuse_inside_a_run(directory: Path, given: str) -> None:
+    if run := next((parent for parent in directory.absolute().parents if _is_begun(parent)), None):
+        key = given.partition("=")[0]
+        raise ConfigError(
+            f"{given}: lies in the directory of a run, {run}; move that run elsewhere, or set {key} to a folder "
+            "outside of it"
+        )
+
+
+def _holds_runs(directory: Path) -> bool:
+    with suppress(ConfigError):  # there is no such directory yet
+        return bool(find(directory))
+    return False
+
+
+def _is_begun(directory: Path) -> bool:
+    """Whether a run has begun in `directory`. Stricter than `is_run`: any project may have a config.yaml."""
+    began = (run_dir.LOCK, run_dir.EFFECTIVE, run_dir.METRICS)
+    return is_file(directory / run_dir.CONFIG) and any(is_file(directory / name) for name in began)
 
 
 def bytes_on_disk(directory: Path) -> int:

@@ -31,7 +31,6 @@ from typing import IO, Any, Literal
 import yaml
 from filelock import BaseFileLock, FileLock, Timeout
 
-from gptexp.config.paths import is_file
 from gptexp.config.rules import saved_problems
 from gptexp.config.schema import Config, fields_of, fits_type, from_dict, result_deciding, shown, to_dict
 from gptexp.process.errors import CheckpointError, ConfigError, InUseError, StorageError, first_line
@@ -189,40 +188,6 @@ def is_run(directory: Path) -> bool:
         return any((directory / name).exists() for name in (CONFIG, METRICS, CHECKPOINTS))
     except PermissionError:
         return True
-
-
-def refuse_run_in(directory: Path) -> None:
-    """Raise `ConfigError` if a new run in `directory` would lie among the files of a sweep or of another run."""
-    given = f"hydra.run.dir={shown(str(directory))}"
-    if not is_run(directory) and (is_file(directory / SWEEP) or _has_cells(directory)):
-        raise ConfigError(
-            f"{given}: holds a sweep or other runs; leave it out, or give a folder such as {directory}-run"
-        )
-    _refuse_inside_a_run(directory, given)
-
-
-def refuse_sweep_in(directory: Path) -> None:
-    """Raise `ConfigError` if a sweep in `directory` would lie among the files of a run."""
-    given = f"hydra.sweep.dir={shown(str(directory))}"
-    if _is_begun(directory):
-        raise ConfigError(f"{given}: holds a single run; give the sweep another sweep.name")
-    _refuse_inside_a_run(directory, given)
-
-
-def _refuse_inside_a_run(directory: Path, given: str) -> None:
-    if run := next((parent for parent in directory.absolute().parents if _is_begun(parent)), None):
-        raise ConfigError(f"{given}: lies in the directory of a run, {run}; give a folder outside of it")
-
-
-def _has_cells(directory: Path) -> bool:
-    with suppress(OSError):
-        return any(map(_is_begun, directory.iterdir()))
-    return False
-
-
-def _is_begun(directory: Path) -> bool:
-    """Whether a run has begun in `directory`. Stricter than `is_run`: any project may have a config.yaml."""
-    return is_file(directory / CONFIG) and any(is_file(directory / name) for name in (LOCK, EFFECTIVE, METRICS))
 
 
 def subdirectories(directory: Path) -> list[Path]:

@@ -27,42 +27,6 @@ def test_a_config_is_equal_after_saving_and_loading(tmp_path: Path) -> None:
     assert from_dict(to_dict(config)) == config
 
 
-@pytest.fixture
-def mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A run, a sweep with a cell, one without its record, and a project with files that only look like a run's."""
-    monkeypatch.chdir(tmp_path)
-    for name in ("run", "sweep/cell", "no_record/cell"):
-        run_dir.save_config(tmp_path / name, Config())
-        (tmp_path / name / ".lock").touch()
-    (tmp_path / "sweep" / "sweep.json").write_text("{}")
-    (tmp_path / "project" / "checkpoints").mkdir(parents=True)
-    (tmp_path / "project" / "config.yaml").write_text("mine: 1\n")
-    return tmp_path
-
-
-@pytest.mark.parametrize("where", ["sweep", "no_record", "run/inside", "run/checkpoints/deeper"])
-def test_a_new_run_among_the_files_of_a_sweep_or_a_run_is_refused(mixed: Path, where: str) -> None:
-    for directory in (Path(where), mixed / where):
-        with pytest.raises(ConfigError, match=f"hydra.run.dir={directory}: (holds a sweep|lies in the directory of)"):
-            run_dir.refuse_run_in(directory)
-
-
-@pytest.mark.parametrize("where", ["run", "run/inside", "sweep/cell", "sweep/cell/s"])
-def test_a_sweep_among_the_files_of_a_run_is_refused(mixed: Path, where: str) -> None:
-    for directory in (Path(where), mixed / where):
-        with pytest.raises(
-            ConfigError, match=f"hydra.sweep.dir={directory}: (holds a single|lies in the directory of)"
-        ):
-            run_dir.refuse_sweep_in(directory)
-
-
-def test_a_new_directory_and_one_to_continue_are_accepted(mixed: Path) -> None:
-    for where in ("new", "run", "sweep/cell", "project", "project/outputs/run"):
-        run_dir.refuse_run_in(mixed / where)
-    for where in ("new", "sweep", "no_record", "project", "project/outputs/sweep"):
-        run_dir.refuse_sweep_in(mixed / where)
-
-
 @pytest.mark.parametrize("text", ["nonsense: 1", "model: {n_layers: 2}", "- 1", "a: [", ""])
 def test_a_damaged_config_is_refused_in_one_line(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.yaml").write_text(text)
