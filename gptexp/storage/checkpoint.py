@@ -288,12 +288,27 @@ def data_hash(path: Path) -> str | None:
 
 def _prune(directory: Path, keep: Keep) -> None:
     """Remove the checkpoints that `keep` does not select. Damaged ones are left alone; hashes are not checked."""
-    if not keep.last:
-        return
-    states: dict[Path, TrainState] = {}  # newest first
+    states = complete(directory)
+    for path in states.keys() - selected(states, keep):
+        # Renamed first, so that a partly removed checkpoint is not taken for a damaged one.
+        hidden = path.with_name(f".del-{path.name}")
+        path.rename(hidden)
+        shutil.rmtree(hidden, ignore_errors=True)
+
+
+def complete(directory: Path) -> dict[Path, TrainState]:
+    """The checkpoints whose files have the sizes that they were saved with, newest first."""
+    states: dict[Path, TrainState] = {}
     for path in published(directory):
         with suppress(CheckpointError):
             states[path] = _checked(path, hashes=False)
+    return states
+
+
+def selected(states: dict[Path, TrainState], keep: Keep) -> set[Path]:
+    """Those of the checkpoints `states`, newest first, that `keep` selects, and the newest."""
+    if not keep.last:
+        return set(states)
     due = [path for path, state in states.items() if state.regular]
     kept = {*due[: keep.last], *list(states)[:1]}  # the newest is kept even if it was not due
     losses = {p: s.val_loss for p, s in states.items() if s.val_loss is not None and s.evaluated_tokens == s.tokens}
@@ -304,11 +319,7 @@ def _prune(directory: Path, keep: Keep) -> None:
         if crosses(before, state.tokens, keep.every_tokens):
             kept.add(path)
         before = state.tokens
-    for path in states.keys() - kept:
-        # Renamed first, so that a partly removed checkpoint is not taken for a damaged one.
-        hidden = path.with_name(f".del-{path.name}")
-        path.rename(hidden)
-        shutil.rmtree(hidden, ignore_errors=True)
+    return kept
 
 
 def _sha256(path: Path) -> str:

@@ -1,5 +1,6 @@
 """`gptexp gc`: what no command reads is removed, and the newest intact checkpoint of each run stays."""
 
+import hashlib
 import shutil
 from pathlib import Path
 
@@ -16,7 +17,7 @@ STEPS = ["step-00000002", "step-00000003", "step-00000004"]  # the last is the n
 
 @pytest.fixture
 def run(finished_run: Path, tmp_path: Path) -> Path:
-    """A completed run with three checkpoints, the rests of a killed save and removal, and one that was set aside."""
+    """A completed run with three checkpoints, leftovers of a killed save and removal, and one that was set aside."""
     run = shutil.copytree(finished_run, tmp_path / "outputs/2026-01-02/run")
     checkpoints = run / run_dir.CHECKPOINTS
     assert sorted(path.name for path in checkpoints.iterdir()) == STEPS[1:]
@@ -63,18 +64,47 @@ def test_nothing_of_a_running_run_is_removed(run: Path) -> None:
     assert left(run) == before
 
 
-def test_the_checkpoints_of_a_run_that_another_starts_from_stay(run: Path) -> None:
-    other = shutil.copytree(run, run.with_name("other"))
-    config = yaml.safe_load((other / run_dir.CONFIG).read_text())
-    (run.parent / "link").symlink_to(run)
-    for name in (run, run.parent / "link"):
-        (other / run_dir.CONFIG).write_text(yaml.safe_dump({**config, "init_from": str(name)}))
-        main([str(run.parents[1]), "--yes"])
-        assert [name for name in left(run) if name.startswith(("step", "rejected"))] == [
-            "rejected-12-step-00000005",
-            *STEPS,
-        ]
-    assert left(other) == STEPS[-1:]
+def set_keys(run: Path, **train: object) -> None:
+    config = yaml.safe_load((run / run_dir.CONFIG).read_text())
+    config["train"] |= {"keep_last": 2, "keep_every": None, "keep_every_tokens": 0, **train}
+    (run / run_dir.CONFIG).write_text(yaml.safe_dump(config))
+
+
+@pytest.mark.parametrize(
+    ("keys", "steps"),
+    [({"keep_last": 0}, [3, 4]), ({"keep_last": 1}, [4]), ({"keep_every": 1}, [3, 4]), ({"keep_every": 4}, [4])],
+)
+def test_what_a_changed_key_keeps_stays_unless_all_are_given(
+    run: Path, keys: dict[str, int], steps: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    set_keys(run, **keys)
+    main([str(run), "--yes"])
+    assert [run_dir.step_of(run / name) for name in left(run)] == steps
+    assert ", ".join(map(str, steps)) in capsys.readouterr().out
+    main([str(run), "--yes", "--all"])
+    assert left(run) == STEPS[-1:]
+
+
+def test_of_a_diverged_run_the_best_checkpoint_stays(run: Path) -> None:
+    set_status(run, "diverged")
+    for name, loss in ((STEPS[1], 5.0), (STEPS[2], 9.0)):
+        path = run / run_dir.CHECKPOINTS / name
+        state = run_dir.read_json(path / "state.json")
+        run_dir.write_json(path / "state.json", {**state, "val_loss": loss, "evaluated_tokens": state["tokens"]})
+        text = (path / "state.json").read_bytes()
+        manifest = run_dir.read_json(path / "manifest.json")
+        manifest["state.json"] = [len(text), hashlib.sha256(text).hexdigest()]
+        run_dir.write_json(path / "manifest.json", manifest)
+    main([str(run), "--yes"])
+    assert left(run) == STEPS[1:]
+
+
+def test_hashes_are_computed_only_before_a_removal(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def hashed(path: Path) -> str:
+        raise AssertionError(path)
+
+    monkeypatch.setattr("gptexp.storage.checkpoint._sha256", hashed)
+    assert main([str(run), "--dry-run"]) == 0
 
 
 @pytest.mark.parametrize("intact_before", [True, False])
@@ -84,8 +114,9 @@ def test_a_damaged_newest_checkpoint_stays_with_the_intact_one_before_it(run: Pa
     for name in damaged:
         weights = run / run_dir.CHECKPOINTS / name / "model.safetensors"
         weights.write_bytes(weights.read_bytes()[:-1] + b"x")  # of the same size, so that only its hash tells
-    main([str(run), "--yes"])
-    assert left(run) == (STEPS[1:] if intact_before else ["rejected-12-step-00000005", *STEPS])
+    before = left(run)
+    assert main([str(run), "--yes"]) == 1  # less was freed than the table said
+    assert left(run) == (STEPS[1:] if intact_before else before)
 
 
 @pytest.mark.parametrize("what", ["a file", "a link", "linked checkpoints", "a linked run"])
