@@ -121,15 +121,15 @@ def _usage_error(message: str) -> NoReturn:
 
 def _let_hydra_answer(args: Namespace, multirun: bool) -> int:
     """Let `hydra.main` print the answer to a question about the config."""
-    checked, overrides = not (args.shell_completion or args.hydra_help), canonical(args.overrides)
-    if checked and (problems := override_problems(overrides, multirun, folders(args.config_dir))):
+    checked = not (args.shell_completion or args.hydra_help)
+    if checked and (problems := override_problems(args.overrides, multirun, folders(args.config_dir))):
         raise ConfigError(problems)
     if checked:
         primary_config(args.config_dir, args.config_name)
     flags = sys.argv[1:]
     for override in args.overrides:
         flags.remove(override)
-    sys.argv[1:] = [*overrides, *flags]  # Hydra itself accepts no override after a flag
+    sys.argv[1:] = [*canonical(args.overrides), *flags]  # Hydra itself accepts no override after a flag
     os.environ["HYDRA_FULL_ERROR"] = "1"  # raise errors instead of printing them
     register_schema()
     try:

@@ -84,11 +84,10 @@ def composition(
     `config_dir` is the folder that `engine` was given, `config_name` the user's primary config in it. Raises
     `ConfigError` for wrong overrides or a wrong primary config.
     """
-    overrides = canonical(overrides)
     if found := override_problems(overrides, multirun, folders(config_dir)):
         raise ConfigError(found)
     mode = RunMode.MULTIRUN if multirun else RunMode.RUN
-    cfg: DictConfig = engine.compose_config(primary_config(config_dir, config_name), overrides, mode)
+    cfg: DictConfig = engine.compose_config(primary_config(config_dir, config_name), canonical(overrides), mode)
     if multirun:
         cfg.hydra.mode = RunMode.MULTIRUN
     HydraConfig.instance().set_config(cfg)

@@ -60,9 +60,9 @@ def override_problems(overrides: Sequence[str], multirun: bool, folders: Sequenc
     groups = options(folders)
     parser = OverridesParser.create()
     found = []
-    for text in overrides:
+    for text, spelt in zip(overrides, canonical(overrides), strict=True):
         try:
-            override = parser.parse_override(text)
+            override = parser.parse_override(spelt)
         except (HydraException, ValueError):  # ValueError: Python parses no number of more than 4,300 digits
             found.append(
                 f"{shown(text)}: not a key=value override; quote a value that contains = , : {{ [ or spaces, inside "
@@ -71,7 +71,7 @@ def override_problems(overrides: Sequence[str], multirun: bool, folders: Sequenc
             continue
         # Checked here too, because Hydra saves the overrides before the config is checked.
         secrets = list(secret_problems((override.key_or_group, value) for value in _values(override)))
-        found += secrets or _problems(override, fields, groups, multirun)
+        found += secrets or _problems(override, shown(text), fields, groups, multirun)
     return found
 
 
@@ -85,8 +85,9 @@ def secret_problems(values: Iterable[tuple[str, object]]) -> Iterator[str]:
                 yield f"{key}: equals the secret ${name}, which would be saved with the run; leave it out"
 
 
-def _problems(override: Override, fields: Fields, groups: Groups, multirun: bool) -> list[str]:
-    key, text = override.key_or_group, shown(override.input_line)
+def _problems(override: Override, text: str, fields: Fields, groups: Groups, multirun: bool) -> list[str]:
+    """The lines about an override; `text` is what the user typed."""
+    key = override.key_or_group
     if key == "hydra.searchpath":
         return [f"{text}: not supported; give one folder with config groups: --config-dir DIR"]
     if key.startswith(("hydra.job.env_set", "hydra.job.env_copy")):
