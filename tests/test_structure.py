@@ -31,7 +31,7 @@ FENCES = {
     "tiktoken_ext": {"data/tokenizer.py"},
     "argparse": {TOP, "command/hydra_main.py"},
     "rich": {
-        "command/planning.py", "data/prepare.py", "loggers/console.py", "reporting/terminal_table.py",
+        "data/prepare.py", "loggers/console.py", "reporting/terminal_table.py",
         "reporting/write.py", "run/benchmark.py",
     },
     "scipy": {"reporting"},

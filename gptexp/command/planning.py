@@ -3,15 +3,11 @@
 import heapq
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
 from gptexp.config.batch import count_val_windows, count_windows
 from gptexp.config.run_plan import RunPlan, plan_run
 from gptexp.config.schema import Config, counted, duration, memory_key
@@ -24,13 +20,23 @@ from gptexp.machine.effective import Effective, estimate, resolve
 from gptexp.model.flops import count_parameters, flops_per_token
 from gptexp.model.gpus import UNKNOWN_GPU, Gpu
 from gptexp.process.errors import ConfigError, UserError, first_line
-from gptexp.process.terminal import warn
+from gptexp.process.terminal import terminal_width, warn
+from gptexp.reporting.terminal_table import print_table
 from gptexp.run.calibrate import pace, sample
 from gptexp.sweep.cells import Draft, confounds, refuse_illegal
 from gptexp.sweep.grid import Grid
 
 MOST_EPOCHS = 4  # up to which repeated text is nearly as good as new text (Muennighoff et al. 2023, arXiv 2305.16264)
 ASSUMED_MFU = 0.4  # Llama 3 trained at 38 to 43% (arXiv 2407.21783, table 4)
+# Title -> the text about the plan of a cell, which is None if the cell is illegal.
+CELL_COLUMNS: dict[str, Callable[[dict[str, Any] | None], str]] = {
+    "steps": lambda p: f"{p['steps']:,}" if p else "illegal",
+    "micro-steps": lambda p: f"{p['grad_accum_steps']} × {p['micro_batch_size']} × {p['seq_len']}" if p else "",
+    "epochs": lambda p: "" if p is None else f"{p['epochs']:.2f}" if p["epochs"] else "?",
+    "GiB per rank": lambda p: f"{p['memory_bytes']['peak'] / 2**30:.2f}" if p else "",
+    "time": lambda p: "" if p is None else duration(p["time"]["total_s"]) if "time" in p else "?",
+}
+LEAST_NEEDED = ("epochs", "micro-steps", "GiB per rank")  # columns that a narrow terminal leaves out first
 ASSUMPTION = f"not measured, at an assumed MFU of {ASSUMED_MFU:.0%} (arXiv 2407.21783 reports 38 to 43%)"
 
 
@@ -243,27 +249,12 @@ def _time_line(p: dict[str, Any]) -> str:
 
 def show_sweep(cells: Sequence[dict[str, Any]], total: int, at_once: int) -> None:
     """Print a line for each cell, and the totals of the sweep: `total` cells will run, `at_once` of them at a time."""
-    table = Table(box=None, pad_edge=False)
-    keys = list(cells[0]["values"])
     timed = any(cell["plan"] and "time" in cell["plan"] for cell in cells)
-    columns = [*(key.rpartition(".")[2] for key in keys), "steps", "micro-steps", "epochs", "GiB per rank"]
-    for column in [*columns, "time"] if timed else columns:
-        table.add_column(column, justify="right")
-    for cell in cells:
-        p, values = cell["plan"], [cell["values"][key] for key in keys]
-        if p is None:
-            table.add_row(*map(Text, values), "illegal")
-            continue
-        row = [
-            f"{p['steps']:,}",
-            f"{p['grad_accum_steps']} × {p['micro_batch_size']} × {p['seq_len']}",
-            f"{p['epochs']:.2f}" if p["epochs"] else "?",
-            f"{p['memory_bytes']['peak'] / 2**30:.2f}",
-        ]
-        if timed:
-            row.append(duration(p["time"]["total_s"]) if "time" in p else "?")
-        table.add_row(*map(Text, [*values, *row]))
-    Console().print(table)
+    values = [(key.rpartition(".")[2], [cell["values"][key] for cell in cells]) for key in cells[0]["values"]]
+    longest, _ = max(values, key=lambda column: max(map(len, column[1])), default=("", []))
+    described = [(title, [texts(cell["plan"]) for cell in cells]) for title, texts in CELL_COLUMNS.items()]
+    columns = [*values, *(column for column in described if timed or column[0] != "time")]
+    print_table(columns, longest, (), LEAST_NEEDED, terminal_width())
     legal = [cell["plan"] for cell in cells if cell["plan"]]
     if not legal:
         return

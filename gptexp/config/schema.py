@@ -211,7 +211,8 @@ class WandbConfig:
 @dataclass
 class LogConfig:
     tags: list[str] = field(default_factory=list, metadata=_TAGS)  # for gptexp ls and wandb; short form: --tag T
-    note: str | None = None  # what the run is for; short form: --note TEXT; null: $WANDB_NOTES
+    note: str | None = None  # what the run is for; short form: --note TEXT; null: $WANDB_NOTES, unless
+    # wandb is disabled
     progress: str = _choice("auto", "bar", "lines", "json", "off")  # auto: a bar on a terminal, else lines
     sample_tokens: int = _not_negative(48)  # tokens of the sample that is printed after the run; 0: no sample
     mfu_peak: str = _choice("auto", "measured")  # peak FLOP/s for MFU; auto: data sheet; measured: matrix products
@@ -328,9 +329,11 @@ def counted(number: int, noun: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A time as text, for example "4.5 s", "3 min 20 s", "1 h 5 min" or "3.2 days"."""
+    """A time as text, for example "40 ms", "4.5 s", "3 min 20 s", "1 h 5 min" or "3.2 days"."""
     if not seconds < 1000 * YEAR_S:
         return "more than a thousand years"
+    if 0 < seconds < 0.1:
+        return f"{1e3 * seconds:.2g} ms"
     whole, minutes = round(seconds), round(seconds / 60)
     if whole < 60:
         return f"{seconds:.1f} s" if whole < 10 else f"{whole} s"

@@ -21,6 +21,7 @@ from gptexp.distributed.ranks import Rank, cores_per_rank, runs_at_once
 from gptexp.machine.attention import attention_kernel, best_kernel, check_kernel
 from gptexp.machine.device import (
     Device,
+    compute_capability,
     device_name,
     free_memory,
     has_native_bfloat16,
@@ -233,15 +234,25 @@ def estimate(cfg: Config, effective: Effective, world_size: int) -> Memory:
     return memory_estimate(cfg.model, step)
 
 
+def _called(device: Device) -> str:
+    """The device in a sentence: a GPU by its name."""
+    return f"the {device_name(device)}" if device.type == "cuda" else f"this {device.type}"
+
+
 def _dtype(device: Device) -> tuple[str, str]:
+    name = _called(device)
     if has_native_bfloat16(device):
-        return "bfloat16", f"this {device.type} has bfloat16 arithmetic"
-    return "float32", f"this {device.type} has no bfloat16 arithmetic"
+        return "bfloat16", f"{name} has bfloat16 arithmetic"
+    return "float32", f"{name} has no bfloat16 arithmetic"
 
 
 def _matmul_precision(device: Device) -> tuple[str, str]:
     if device.type == "cuda":
-        return "high", "TF32 for float32 products, if the GPU supports it"
+        has_it = compute_capability(device) >= 8
+        return (
+            "high",
+            f"TF32 for float32 products{'' if has_it else f'; {_called(device)} has none and computes exactly'}",
+        )
     if device.type != "cpu" or not torch.cpu.get_capabilities().get("avx512_f"):
         return "highest", "this machine has no faster float32 kernel"
     error, speed = medium_precision()

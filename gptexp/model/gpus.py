@@ -26,4 +26,4 @@ GPUS = {
     "l40s": Gpu("L40S", 8, 48 * 10**9, 362e12),
     "rtx4090": Gpu("RTX 4090", 8, 24 * 10**9, 165.2e12),
 }
-UNKNOWN_GPU = Gpu("cuda", 8, None, None)  # from 2020 or later
+UNKNOWN_GPU = Gpu("unknown GPU", 8, None, None)  # from 2020 or later

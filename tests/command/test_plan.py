@@ -121,6 +121,24 @@ def test_the_makespan_equals_that_of_a_simulated_queue() -> None:
     assert makespan([1.0, 2.0, 3.0], 1) == 6
 
 
+@pytest.mark.parametrize("width", [None, 80, 50])
+def test_no_number_or_title_of_a_grid_is_cut(
+    width: int | None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "30")  # of the terminal that a pipe reads from
+    monkeypatch.setattr(planning, "terminal_width", lambda: width)
+    grid = compose_sweep(
+        ["batch.total_batch_size=4096,8192", "optim.lr=0.00123456,2e-3", "log.note='a very long note'"]
+    )
+    planning.show_sweep(plan_sweep(grid.drafts), grid.of, grid.at_once)
+    [title, *rows] = capsys.readouterr().out.splitlines()[:5]
+    assert {"total_batch_size", "lr", "steps"} <= {*title.split()}
+    assert "…" not in title
+    assert [row.split()[0] for row in rows] == ["4096", "4096", "8192", "8192"]
+    assert [row.split()[1] for row in rows] == ["0.00123456", "0.002"] * 2
+    assert ("epochs" in title) == (width is None or width > 70)
+
+
 def test_a_grid_with_illegal_cells_is_printed_and_refused(gptexp: Gptexp, tmp_path: Path) -> None:
     done = gptexp("plan", "-m", *GRID)
     assert done.returncode == 2
@@ -157,6 +175,8 @@ def test_a_plan_for_another_gpu_says_that_it_is_an_estimate(capsys: pytest.Captu
         r"TFLOP/s on each rank",
         lines["time"],
     )
+    assert "bfloat16: the A100 has bfloat16 arithmetic\n" in out
+    assert "high: TF32 for float32 products\n" in out
     assert "threads" not in out  # the cores beside that GPU are unknown
     assert err == ""
     main(["-m", *GPT2_ON_8, "device=a100", "train.max_tokens=10000000000", "optim.lr=1e-3,2e-3"])
