@@ -5,15 +5,20 @@
 
 import argparse
 import sys
+from pathlib import Path
+from typing import Any
 
+from gptexp.command.hydra_main import spelled_out, state_of
 from gptexp.config.compose import composition, hydra_engine, is_multirun, is_sweep, to_config
 from gptexp.config.describe import answer_help
-from gptexp.config.schema import shown
+from gptexp.config.schema import AUTO, Config, shown
 from gptexp.distributed.ranks import launcher_world_size
 from gptexp.model.gpus import GPUS, Gpu
 from gptexp.process.errors import ConfigError
-from gptexp.process.terminal import run_verb
+from gptexp.process.terminal import run_verb, warn
+from gptexp.storage.inventory import refuse_sweep_in
 
+MICRO_BATCH = "batch.micro_batch_size"
 DEVICE = "device="  # not a key of the config: a run has train.device, and is planned here for another machine
 
 
@@ -29,7 +34,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--time", action="store_true", help="also train a few steps, and estimate the duration")
     parser.add_argument("--config-dir", "-cd", metavar="DIR", help="your own YAML files")
     parser.add_argument("--config-name", "-cn", metavar="NAME", help="DIR/NAME.yaml, a config that includes gptexp's")
-    args = parser.parse_intermixed_args(argv)
+    args = parser.parse_intermixed_args(spelled_out(sys.argv[1:] if argv is None else argv))
     overrides = [text for text in args.overrides if not text.startswith(DEVICE)]
     gpu = _gpu([text.removeprefix(DEVICE) for text in args.overrides if text.startswith(DEVICE)])
     if gpu is not None and args.time:
@@ -42,8 +47,10 @@ def main(argv: list[str] | None = None) -> None:
             from gptexp.sweep.grid import compose_cells  # imports numpy, which a refusal does not need
 
             grid = compose_cells(engine, composed)
+            refuse_sweep_in(Path(composed.hydra.sweep.dir))
         else:
-            config = to_config(composed, composed.hydra.overrides.task, launcher_world_size())
+            config = _config(composed, overrides, gpu)
+            state_of(Path(composed.hydra.run.dir), config)
 
     from gptexp.command.planning import print_plan, print_sweep  # imports torch
 
@@ -51,6 +58,23 @@ def main(argv: list[str] | None = None) -> None:
         print_sweep(grid, args.time, args.json, gpu)
     else:
         print_plan(config, args.time, args.json, gpu)
+
+
+def _config(composed: Any, overrides: list[str], gpu: Gpu | None) -> Config:
+    """The config of one run. For another `gpu`, a file's micro-batch size that is refused is replaced by auto."""
+
+    def checked() -> Config:
+        return to_config(composed, composed.hydra.overrides.task, launcher_world_size())
+
+    try:
+        return checked()
+    except ConfigError as error:
+        if gpu is None or any(text.startswith(f"{MICRO_BATCH}=") for text in overrides):
+            raise
+        size, composed.batch.micro_batch_size = composed.batch.micro_batch_size, AUTO
+        config = checked()
+        warn(f"warning: {MICRO_BATCH}={size}, from a file, is refused; this plan needs {MICRO_BATCH}={AUTO}: {error}")
+        return config
 
 
 def _gpu(names: list[str]) -> Gpu | None:

@@ -146,11 +146,8 @@ def _run(cfg: DictConfig, context: HydraContext, train: Task, launcher_world_siz
     """Check the config and its directory, then train: the part of `hydra.main` for one job."""
     config = to_config(cfg, cfg.hydra.overrides.task, launcher_world_size)
     directory = Path(cfg.hydra.run.dir)
-    if why := why_not_creatable(directory):
-        raise ConfigError(f"hydra.run.dir={shown(str(directory))}: {why}; use another directory")
-    refuse_run_in(directory)
     reserve_stdout(config.log.progress)
-    if run_dir.check_free(directory, config) == "completed":
+    if state_of(directory, config) == "completed":
         say(f"gptexp: {directory}: this run is completed; nothing to do")
         return 0
     if launcher_world_size is None:  # under a launcher, other nodes may have the devices
@@ -168,6 +165,14 @@ def _run(cfg: DictConfig, context: HydraContext, train: Task, launcher_world_siz
         result = run_job(job, cfg, job_dir_key="hydra.run.dir", job_subdir_key=None, hydra_context=context)
     context.callbacks.on_run_end(config=cfg, config_name=cfg.hydra.job.config_name, job_return=result)
     return int(result.return_value)
+
+
+def state_of(directory: Path, config: Config) -> str:
+    """`run_dir.check_free`. Raises `ConfigError` too if no run can be made in `directory`."""
+    if why := why_not_creatable(directory):
+        raise ConfigError(f"hydra.run.dir={shown(str(directory))}: {why}; use another directory")
+    refuse_run_in(directory)
+    return run_dir.check_free(directory, config)
 
 
 def _sweep(cfg: DictConfig, context: HydraContext, begin_cell: Task) -> int:

@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import torch
+
 from gptexp.config.batch import count_val_windows, count_windows
 from gptexp.config.run_plan import RunPlan, plan_run
 from gptexp.config.schema import Config, counted, duration, memory_key

@@ -4,6 +4,7 @@ import itertools
 import json
 import random
 import re
+import shlex
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,7 @@ from gptexp.command import planning
 from gptexp.command.planning import add_times, makespan, plan, plan_sweep, print_plan
 from gptexp.config.compose import compose
 from gptexp.config.run_plan import RunPlan
-from gptexp.config.schema import Config
+from gptexp.config.schema import Config, counted
 from gptexp.data.prepare import prepare
 from gptexp.machine.effective import Effective
 from gptexp.model.gpus import GPUS
@@ -58,6 +59,37 @@ def test_a_dry_run_of_train_is_the_plan_and_writes_nothing(
     assert dry.stdout == planned.stdout != ""
     assert gptexp("train", "--dry-run", *tiny, "lr=1").returncode == 2
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "flags", [["--tag", "a", "--tag=b"], ["--note", "why not"], ["-m", "train.seed=1,2", "--tag=a"]]
+)
+def test_a_dry_run_takes_the_flags_of_train(gptexp: Gptexp, tiny: list[str], flags: list[str]) -> None:
+    for argv in (["train", "--dry-run"], ["plan"]):
+        done = gptexp(*argv, *flags, *tiny)
+        assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_dry_run_takes_the_users_folder(gptexp: Gptexp, tiny: list[str], tmp_path: Path) -> None:
+    (tmp_path / "mine" / "model").mkdir(parents=True)
+    (tmp_path / "mine" / "model" / "flat.yaml").write_text("n_layer: 1\nn_head: 1\nn_embd: 16\nblock_size: 16\n")
+    done = gptexp("train", "--dry-run", "--config-dir", "mine", *tiny, "model=flat")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("verb", [["train", "--dry-run"], ["plan"], ["train"]])
+def test_a_directory_that_train_refuses_is_refused_by_a_plan(
+    gptexp: Gptexp, tiny: list[str], tmp_path: Path, verb: list[str]
+) -> None:
+    (tmp_path / "sweep").mkdir()
+    (tmp_path / "sweep" / "sweep.json").write_text("{}")
+    (tmp_path / "file").touch()
+    for directory, why in (("sweep", "holds a sweep or other runs"), ("file/run", "file is a file")):
+        refused = gptexp(*verb, *tiny, f"hydra.run.dir={directory}")
+        assert refused.returncode == 2, refused.stderr
+        [line] = refused.stderr.splitlines()
+        assert line.startswith(f"gptexp: config error: hydra.run.dir={directory}: ")
+        assert why in line
 
 
 def test_a_plan_has_the_number_of_epochs_if_the_corpus_is_prepared(
@@ -184,6 +216,29 @@ def test_a_plan_for_another_gpu_says_that_it_is_an_estimate(capsys: pytest.Captu
     assert "about 4 h 46 min: not measured, at an assumed MFU of 40%" in out
     main([*GPT2_ON_8, "device=a100", "train.dtype=float32"])
     assert "time           unknown: the published peak is that of bfloat16" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "command", ["gptexp plan device=h100 world=ddp8 model=gpt2", "gptexp plan device=h100 world=ddp8"]
+)
+def test_a_files_micro_batch_that_does_not_divide_the_step_is_chosen_anew_for_another_gpu(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = shlex.split(command)[2:]
+    main(arguments)
+    out, err = capsys.readouterr()
+    size, length = (1, 1024) if "model=gpt2" in command else (4, 256)
+    assert f"{counted(size, 'sequence')} × {length:,} tokens × 8 ranks × 1 micro-step" in out
+    [line] = err.splitlines()
+    assert line.startswith("gptexp: warning: batch.micro_batch_size=8, from a file, is refused; this plan needs "
+                           "batch.micro_batch_size=auto: batch.total_batch_size=8,192 tokens is not divisible")  # fmt: skip
+    main([*arguments, "batch.micro_batch_size=auto"])  # the command that the warning asks for
+    again, err = capsys.readouterr()
+    assert (again, err) == (out, "")
+    with pytest.raises(ConfigError, match="not divisible"):
+        main([*arguments, "batch.micro_batch_size=8"])
+    with pytest.raises(ConfigError, match="not divisible"):
+        main([text for text in arguments if not text.startswith("device=")])
 
 
 def test_a_plan_warns_if_a_rank_does_not_fit_a_published_gpu(capsys: pytest.CaptureFixture[str]) -> None:

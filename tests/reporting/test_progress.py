@@ -66,8 +66,8 @@ def test_cells_that_optuna_has_yet_to_choose_count_as_left(sweep: Path) -> None:
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [
-        (0, "0.0 s"), (0.0421, "42 ms"), (0.44, "0.4 s"), (59.4, "59 s"), (59.6, "1 min"), (200, "3 min 20 s"), (2702, "45 min"), (3599.6, "1 h"),
-        (4800, "1 h 20 min"),
+        (0, "0.0 s"), (0.0421, "42 ms"), (0.44, "0.4 s"), (59.4, "59 s"), (59.6, "1 min"), (200, "3 min 20 s"),
+        (2702, "45 min"), (3599.6, "1 h"), (4800, "1 h 20 min"),
         (86_399, "1.0 days"), (276_480, "3.2 days"), (280_000, "3.2 days"), (730.5 * 86_400, "2.0 years"),
     ],
 )  # fmt: skip
