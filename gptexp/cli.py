@@ -11,9 +11,9 @@ import gptexp
 from gptexp.process.terminal import report_errors, run_verb
 
 VERBS = {
-    "train": "train a model, or a sweep of them (-m); takes Hydra overrides",
-    "plan": "describe a run or a sweep without training it; takes Hydra overrides",
-    "prepare": "tokenise a corpus into the cache; takes Hydra overrides",
+    "train": "train a model, or a sweep of them (-m)",
+    "plan": "describe a run or a sweep without training it",
+    "prepare": "tokenise a corpus into the cache",
     "resume": "continue an unfinished run",
     "sample": "print text from the newest checkpoint of a run, or of a sweep's best run",
     "evaluate": "print a checkpoint's validation loss as JSON",
@@ -61,19 +61,16 @@ def _complete() -> None:
 
     line = os.environ.get("COMP_LINE", "")
     if sys.argv[-1].startswith("query="):
-        from gptexp.command.completion import candidates
+        from gptexp.command.completion import candidates, line_for_hydra
 
         found = candidates(line, VERBS)
         if found is not None:
             print("\n".join(found) if sys.argv[-1] == "query=fish" else " ".join(found))
             return
-    # Hydra completes the text after the program's name, so the verb must be removed. It reads the flags that name the
-    # user's files from its own arguments.
-    line = re.sub(rf"^(\s*\S+)\s+({'|'.join(VERBS)})\s", r"\1 ", line)
-    file_flag = re.compile(rf"\s({'|'.join(FILE_FLAGS)})[\s=]\s*(\S+)(?=\s)")
-    given = itertools.chain(*file_flag.findall(line))
+        os.environ["COMP_LINE"] = line_for_hydra(line)
+    # Hydra reads the flags that name the user's files from its own arguments.
+    given = itertools.chain(*re.findall(rf"\s({'|'.join(FILE_FLAGS)})[\s=]\s*(\S+)(?=\s)", line))
     sys.argv[1:] = [*(str(Path(text).expanduser()) for text in given), *sys.argv[-2:]]
-    os.environ["COMP_LINE"] = file_flag.sub("", line)
     run_verb(import_module("gptexp.train").main)
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from gptexp.storage import run_dir
 
-HYDRAS = "takes Hydra overrides"  # in the description of a verb
+TRAIN_FLAGS = ("--cfg", "--config-dir", "--dry-run", "--help", "--info", "--multirun", "--note", "--tag")
+HYDRA_VERBS = ("train", "plan", "prepare")  # their other arguments are overrides
 OUTPUTS = "outputs/"  # where runs are by default
 
 
@@ -22,22 +23,36 @@ def candidates(line: str, verbs: Mapping[str, str]) -> list[str] | None:
     word = words.pop() if words and not line[-1].isspace() else ""
     if len(words) < 2:
         found = [*verbs, "--help", "--version"]
-    elif HYDRAS in verbs.get(words[1], ""):
+    elif words[1] in HYDRA_VERBS and not word.startswith("-"):
         return None
+    elif words[1] == "train":
+        found = [*TRAIN_FLAGS]
     elif words[1] in verbs:
-        found = _of_verb(words[1], word)
+        found = _of_verb(words[1], words[-1], word)
     else:
         found = []
     return sorted({text for text in found if text.startswith(word) and not re.search(r"\s", text)})
 
 
-def _of_verb(verb: str, word: str) -> list[str]:
-    """The flags of a verb, or the directories that its usage asks for: RUN_DIR is a run, DIR also a sweep."""
+def line_for_hydra(line: str) -> str:
+    """The line without its verb and flags: Hydra refuses a flag that it does not know."""
+    program, _, *words = line.split()
+    word = words.pop() if words and not line[-1].isspace() else ""
+    return " ".join([program, *(text for text in words if "=" in text and not text.startswith("-")), word])
+
+
+def _of_verb(verb: str, before: str, word: str) -> list[str]:
+    """The flags of a verb, the choices of the flag `before`, or the directories that its usage asks for.
+
+    RUN_DIR is a run, DIR also a sweep.
+    """
     with redirect_stdout(StringIO()) as out, suppress(SystemExit):
         import_module(f"gptexp.{verb}").main(["--help"])
     usage = out.getvalue().partition("\n\n")[0]
     if word.startswith("-"):
         return ["--help", *re.findall(r"--[\w-]+", usage)]
+    if value := re.search(rf"{re.escape(before)} (\{{[^}}]+\}}|\w+)", usage) if before.startswith("--") else None:
+        return value[1][1:-1].split(",") if value[1].startswith("{") else []
     positional = re.sub(r"\[-[^]]*\]|--[\w-]+ \S+", "", usage)
     if not (asked := re.search(r"\b(RUN_)?DIR\b", positional)):
         return []

@@ -42,6 +42,16 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("gptexp watch --", ["--help", "--port"]),
         ("gptexp compare mine/run outputs/g", ["outputs/grid", "outputs/grid/lr=1e-3,seed=2"]),
         ("gptexp compare --", ["--help", "--json", "--output"]),
+        ("gptexp ls --status ru", ["running"]),
+        ("gptexp ls --sort l", ["loss", "lr"]),
+        ("gptexp verify --device ", ["auto", "cpu", "cuda"]),
+        ("gptexp ls --json mi", ["mine/run"]),
+        ("gptexp sample --top-k ", []),
+        ("gptexp train --dr", ["--dry-run"]),
+        ("gptexp train model=nano --ta", ["--tag"]),
+        ("gptexp plan --t", ["--time"]),
+        ("gptexp prepare --v", ["--verify"]),
+        ("gptexp train --nosuch", []),
         ("gptexp bench ", []),
         ("gptexp nosuch ", []),
     ],
@@ -66,6 +76,11 @@ def test_every_verb_is_offered_and_completes_without_importing_torch(light_serve
     [
         ("gptexp train model=gpt2_", ["model=gpt2_large", "model=gpt2_medium", "model=gpt2_xl"]),
         ("gptexp plan -m optim=adamw optim.l", ["optim.lr="]),
+        (
+            "gptexp train --dry-run --tag a --note=b -m model=gpt2_",
+            ["model=gpt2_large", "model=gpt2_medium", "model=gpt2_xl"],
+        ),
+        ("gptexp plan --json --time optim=adamw optim.l", ["optim.lr="]),
         ("gptexp prepare data=s", ["data=shakespeare", "data=stdlib"]),
     ],
 )

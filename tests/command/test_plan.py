@@ -230,8 +230,10 @@ def test_a_files_micro_batch_that_does_not_divide_the_step_is_chosen_anew_for_an
     size, length = (1, 1024) if "model=gpt2" in command else (4, 256)
     assert f"{counted(size, 'sequence')} × {length:,} tokens × 8 ranks × 1 micro-step" in out
     [line] = err.splitlines()
-    assert line.startswith("gptexp: warning: batch.micro_batch_size=8, from a file, is refused; this plan needs "
-                           "batch.micro_batch_size=auto: batch.total_batch_size=8,192 tokens is not divisible")  # fmt: skip
+    assert line.startswith(
+        "gptexp: warning: batch.micro_batch_size=8, from a file, is refused; this plan needs "
+        "batch.micro_batch_size=auto: batch.total_batch_size=8,192 tokens is not divisible"
+    )
     main([*arguments, "batch.micro_batch_size=auto"])  # the command that the warning asks for
     again, err = capsys.readouterr()
     assert (again, err) == (out, "")
