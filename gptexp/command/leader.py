@@ -82,6 +82,7 @@ def _run_published(
     """Train one published job as `rank`, with its own key prefix in the store. *Collective.*"""
     stop.limit(config.train.max_minutes)
     if rank.is_main:
+        stop.directory = directory
         stop.record = partial(run_dir.mark_interrupted, directory)
     code = run(Job(config, directory, rank, stop, dist.PrefixStore(f"group{number}", store)))
     stop.training = False  # nothing is left to save, so that a signal ends this process while it waits for a job

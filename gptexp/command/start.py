@@ -16,6 +16,7 @@ from gptexp.storage import run_dir
 def start(config: Config, directory: Path, stop: StopRequest) -> int:
     """Train `config` in `directory` on this machine. Returns the exit code."""
     assert config.world.size is not None
+    stop.directory = directory
     stop.record = partial(run_dir.mark_interrupted, directory)
     if config.world.size > 1 or config.world.max_restarts:
         from gptexp.run.launch import launch

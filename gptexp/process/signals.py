@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
@@ -19,7 +20,6 @@ from gptexp.process.terminal import show_cursor, warn_at_once
 EXIT_CODES = {"SIGINT": 130, "SIGUSR1": 138, "SIGTERM": 143, "time": 0}
 REASONS = tuple(EXIT_CODES)
 HANDLED = (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM)
-BEFORE_TRAINING = "interrupted before the first step; repeat the command to go on"
 STOPPED = tuple(128 + number for number in HANDLED)  # exit codes of a process that a signal has stopped
 
 DEADLINE = "GPTEXP_DEADLINE"  # environment: seconds of the monotonic clock; a launcher sets it for all its attempts
@@ -27,6 +27,11 @@ PARENT = "GPTEXP_PARENT"  # environment: process id of the launcher, for the ran
 
 # Seconds. A terminal and a launcher may both pass on one Ctrl-C; signals closer together than this are one request.
 SAME_REQUEST_S = 1.0
+
+
+def before_training(directory: Path | None) -> str:
+    """What a user is told if a signal ends a run before its first step; `directory` is the run's, once it has one."""
+    return f"interrupted before the first step{'' if directory is None else f'; gptexp resume {directory} starts it'}"
 
 
 def at_parents_death(number: int) -> None:
@@ -91,6 +96,7 @@ class StopRequest:
         self.deadline = float("inf")  # seconds of the monotonic clock
         self.spare_s = 0.0  # time for a step and a checkpoint, which must be left before the deadline
         self.training = False  # whether there is a step to finish and something to save
+        self.directory: Path | None = None  # of the run, once it has a saved config
         self.record: Callable[[], object] = lambda: None  # writes that the run was interrupted, before an exit at once
         self._silent = False
 
@@ -110,7 +116,7 @@ class StopRequest:
     def on_signal(self, number: int, _frame: FrameType | None) -> None:
         now = time.monotonic()
         if not self.training:
-            self.leave(number, BEFORE_TRAINING)
+            self.leave(number, before_training(self.directory))
         if self._signal is None:
             self._signal, self._received_at = signal.Signals(number).name, now
             warn_at_once(f"{self._signal}: the run stops after this step; repeat the signal to stop at once")

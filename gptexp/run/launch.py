@@ -23,7 +23,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import gptexp
 from gptexp.process.errors import EXIT_CONFIG, EXIT_DIVERGED, EXIT_FAILED, LostRankError, MicroBatchError, UserError
-from gptexp.process.signals import BEFORE_TRAINING, DEADLINE, PARENT, STOPPED, StopRequest, deadline_after
+from gptexp.process.signals import DEADLINE, PARENT, STOPPED, StopRequest, before_training, deadline_after
 from gptexp.process.terminal import warn
 from gptexp.storage import run_dir
 
@@ -45,7 +45,7 @@ def launch(directory: Path, world_size: int, max_restarts: int = 0, max_minutes:
         if code == START_ANEW:
             continue
         if code in STOPPED and run_dir.mark_interrupted(directory):
-            warn(BEFORE_TRAINING)
+            warn(before_training(directory))
         if code != EXIT_FAILED or restarts == max_restarts:
             return code
         restarts += 1
@@ -129,7 +129,7 @@ def _signals(directory: Path) -> Iterator[list[int]]:
     first.record = partial(run_dir.mark_interrupted, directory)
 
     def before_the_agent(number: int, _frame: FrameType | None) -> None:
-        first.leave(received[0] if received else number, BEFORE_TRAINING)  # no rank is running yet
+        first.leave(received[0] if received else number, before_training(directory))  # no rank is running yet
 
     names = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
     before = {number: signal.getsignal(number) for number in names}

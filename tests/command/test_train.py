@@ -94,6 +94,16 @@ def test_a_run_directory_locked_by_another_process_is_refused(gptexp: Gptexp, ti
 
 
 @pytest.mark.e2e
+def test_the_validation_loss_of_the_default_run_never_rises(start: Start, tmp_path: Path) -> None:
+    process = start("train", "log.wandb.mode=disabled", "log.progress=off", "hydra.run.dir=out")
+    _, err = process.communicate(timeout=540)
+    assert process.returncode == 0, err
+    losses = [e["val/loss"] for e in events(tmp_path / "out", "eval")]
+    assert len(losses) == 10
+    assert losses == sorted(losses, reverse=True)
+
+
+@pytest.mark.e2e
 def test_a_run_locks_its_directory_while_it_trains(
     start: Start, gptexp: Gptexp, long_run: list[str], tmp_path: Path
 ) -> None:
@@ -238,7 +248,7 @@ def test_a_run_that_ctrl_c_stops_before_its_first_step_is_interrupted(
     os.killpg(process.pid, signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
-    assert "interrupted before the first step; repeat the command to go on" in err
+    assert "interrupted before the first step" in err
     assert "fail" not in out + err
     assert "Traceback" not in err
     statuses = [run.status for run in survey(tmp_path / "out")]
@@ -248,6 +258,10 @@ def test_a_run_that_ctrl_c_stops_before_its_first_step_is_interrupted(
     else:
         assert statuses == ["interrupted"]
     [directory] = runs(tmp_path)
+    assert f"interrupted before the first step; gptexp resume {directory} starts it\n" in err
+    if moment == "the import of torch":
+        resumed = gptexp("resume", str(directory))
+        assert (resumed.returncode, summary(directory)["status"]) == (0, "completed"), resumed.stderr
     assert processes_of(directory) == []
 
 

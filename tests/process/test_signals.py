@@ -8,7 +8,6 @@ import time
 import pytest
 
 from gptexp.process.signals import (
-    BEFORE_TRAINING,
     DEADLINE,
     EXIT_CODES,
     REASONS,
@@ -65,7 +64,7 @@ def test_a_process_that_is_just_starting_loses_no_signal_and_prints_no_traceback
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=start_a_run)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=10)
-    assert (process.returncode, err) == (130, f"gptexp: SIGINT: {BEFORE_TRAINING}\n")
+    assert (process.returncode, err) == (130, "gptexp: SIGINT: interrupted before the first step\n")
 
 
 def test_a_launched_rank_ignores_ctrl_c_which_its_parent_handles() -> None:
