@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from gptexp.process.errors import ConfigError
-from gptexp.process.terminal import emit, printable, run_verb, say, terminal_width, warn
+from gptexp.process.terminal import emit, emit_path, run_verb, say, terminal_width, warn
 from gptexp.reporting.listing import SORTS, STATUSES, Filter, as_json, list_runs, ordered, print_rows
 from gptexp.storage.inventory import OUTPUTS
 
@@ -16,21 +16,21 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--status", action="append", default=[], choices=STATUSES, help="only these; may be repeated")
     parser.add_argument("--tag", action="append", default=[], metavar="T", help="only with all these tags")
     parser.add_argument(
-        "--where", nargs="+", action="extend", default=[], metavar="KEY=VALUE",
-        help="only with these values in the config, such as optim.lr=0.03; of a sweep, in one of its cells",
+        "--where", action="append", default=[], metavar="KEY=VALUE",
+        help="only with this value in the config, such as optim.lr=0.03; of a sweep, in one cell; may be repeated",
     )  # fmt: skip
     parser.add_argument("--sort", choices=SORTS, default="date", help="default: %(default)s")
     parser.add_argument("-r", "--reverse", action="store_true", help="reverse the order")
     parser.add_argument("-n", "--limit", type=int, metavar="N", help="only the first N rows")
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("-q", "--quiet", action="store_true", help="print only the directories, for gptexp rm")
+    what.add_argument("-q", "--quiet", action="store_true", help="print only the directories, one a line")
     what.add_argument("--json", action="store_true", help="print JSON, for scripts")
     args = parser.parse_args(argv)
     if args.limit is not None and args.limit < 1:
         raise ConfigError(f"--limit={args.limit}: must be 1 or above")
     pairs = [text.partition("=") for text in args.where]
     if wrong := [key for key, equals, _ in pairs if not equals]:
-        raise ConfigError(f"--where {wrong[0]}: must be key=value; give DIR before --where")
+        raise ConfigError(f"--where {wrong[0]}: must be key=value")
 
     which = Filter(args.status, args.tag, [(key, value) for key, _, value in pairs])
     rows = ordered([found.row for found in list_runs(args.directory) if which.shows(found)], args.sort, args.reverse)
@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> None:
         emit(as_json(rows))
     elif args.quiet:
         for row in rows:
-            emit(printable(row.path))
+            emit_path(row.path)
     elif rows:
         print_rows(rows, terminal_width())
         for row in rows:

@@ -49,6 +49,16 @@ def emit(line: str) -> None:
     _print(sys.stdout, line)
 
 
+def emit_path(path: str) -> None:
+    """Print a path: for programs with the bytes that it has, on a terminal without control characters."""
+    if sys.stdout.isatty():
+        emit(printable(path))
+        return
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="surrogateescape")
+    emit(path)
+
+
 def warn(line: str) -> None:
     """Print an error or a warning that does not end the process."""
     _print_errors(f"gptexp: {printable(line, LAYOUT)}")

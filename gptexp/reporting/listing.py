@@ -2,15 +2,16 @@
 
 import difflib
 import json
+import math
 import os
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from gptexp.config.paths import conf_dir
 from gptexp.config.schema import Config, ModelConfig, fields_of, fits_type, shown
@@ -22,6 +23,7 @@ from gptexp.storage.inventory import bytes_on_disk, cells, find, is_sweep, size_
 from gptexp.storage.reader import open_text, parse_json, read_yaml
 
 STATUSES = ("running", "damaged", "failed", "interrupted", "diverged", "completed")
+T = TypeVar("T")
 BLOCK = 1 << 16  # bytes of metrics.jsonl that are read at once, from its end
 MOST_BLOCKS = 256
 EVAL_EVENT = b'"event": "eval"'
@@ -40,7 +42,11 @@ TEXT_COLUMNS = ("started", "model", "status", "tags")
 
 @dataclass(frozen=True)
 class Row:
-    """A run or a sweep. Model, learning rate, batch and loss of a sweep are those of its best completed cell."""
+    """A run or a sweep.
+
+    Of a sweep, `val_loss` is the lowest of a completed cell that is better than a guess. Its model, learning rate and
+    batch are those of that cell; without one, those that all cells share.
+    """
 
     kind: str  # "run" or "sweep"
     path: str  # the directory, for other commands
@@ -137,17 +143,46 @@ def _sweep(path: Path, name: str, read: Read) -> Listed:
         name,
         min((row.started for row in rows), default=_started(path)),
         "damaged" if problem else status,
-        bytes_on_disk(path),
+        _own_bytes(path, rows) + sum(row.size_bytes for row in rows),
         tags=sorted({tag for row in rows for tag in row.tags}),
         cells_done=done,
         cells=total,
         problem=problem or next((row.problem for row in rows if row.problem), None),
     )
-    finished = [(row.val_loss, row) for row in rows if row.status == "completed" and row.val_loss is not None]
-    if finished:
-        loss, best = min(finished, key=lambda pair: pair[0])
-        row = replace(row, model=best.model, lr=best.lr, total_batch_size=best.total_batch_size, val_loss=loss)
+    finished = [cell.row for cell in listed if cell.row.status == "completed" and _is_better_than_a_guess(cell)]
+    best = min(finished, key=lambda row: row.val_loss or 0, default=None)
+    shown_of = [best] if best else rows
+    row = replace(
+        row,
+        model=_common(cell.model for cell in shown_of),
+        lr=_common(cell.lr for cell in shown_of),
+        total_batch_size=_common(cell.total_batch_size for cell in shown_of),
+        val_loss=best.val_loss if best else None,
+    )
     return Listed(row, [config for cell in listed for config in cell.configs])
+
+
+def _common(values: Iterable[T]) -> T | None:
+    """The value that all have; None if they differ."""
+    different = set(values)
+    return different.pop() if len(different) == 1 else None
+
+
+def _is_better_than_a_guess(run: Listed) -> bool:
+    """Whether a run has a loss that the report does not count as diverged: at most ln(vocabulary) + 1."""
+    limit = math.log(run.configs[0]["model.vocab_size"]) + 1
+    return run.row.val_loss is not None and run.row.val_loss <= limit
+
+
+def _own_bytes(sweep: Path, cells: Sequence[Row]) -> int:
+    """Bytes of a sweep's files outside its cells, whose sizes are known."""
+    own, names = 0, {cell.name for cell in cells}
+    with suppress(OSError):
+        for path in sweep.iterdir():
+            own += path.lstat().st_blocks * 512
+            if path.name not in names and path.is_dir() and not path.is_symlink():
+                own += bytes_on_disk(path)
+    return own
 
 
 def _started(path: Path) -> str:

@@ -1,6 +1,7 @@
 """`gptexp ls`: one row for each run and sweep, its order and filters, damaged directories, and the time it takes."""
 
 import json
+import os
 import resource
 import shutil
 import subprocess
@@ -101,6 +102,32 @@ def test_of_a_sweep_the_cells_are_rows_and_of_a_run_the_run(outputs: Path, capsy
     assert (mine["status"], mine["cells_done"], mine["cells"]) == ("completed", 2, 2)
 
 
+def test_a_sweep_shows_its_lowest_loss_below_a_guess_or_what_its_cells_share(
+    outputs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sweep = outputs / "mine"
+    for name, loss in (("x", 12.5), ("y", 13.0)):  # a guess among 50,304 tokens has 10.8
+        run_dir.write_json(sweep / name / run_dir.SUMMARY, {"status": "completed", "final_val_loss": loss})
+    [mine] = [row for row in listed(capsys, outputs) if row["kind"] == "sweep"]
+    assert (mine["val_loss"], mine["lr"], mine["total_batch_size"], mine["model"]) == (None, None, 8192, "gpt2")
+    size = subprocess.run(["du", "-s", "--block-size=1", sweep], capture_output=True, text=True, check=True)
+    assert mine["size_bytes"] == int(size.stdout.split()[0]) - sweep.stat().st_blocks * 512
+
+
+def test_where_takes_one_value_so_that_the_directory_may_follow(
+    outputs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert names(capsys, "--where", "optim.lr=0.03", outputs) == ["a"]
+
+
+def test_quiet_prints_paths_that_other_commands_find(outputs: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    (outputs / "2026-01-01/10-00-00-000000-a").rename(outputs / "a b\udcff")
+    main([str(outputs), "-q"])
+    paths = capfdbinary.readouterr().out.splitlines()
+    assert os.fsencode(outputs / "a b\udcff") in paths
+    assert all(map(os.path.exists, paths))
+
+
 def test_rows_are_sorted_and_a_missing_value_is_last(outputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (outputs / "2026-01-01/10-00-00-000000-a" / run_dir.CONFIG).write_text("")
     assert names(capsys, outputs) == ["mine", "d", "c", "b", "a"]  # the newest first
@@ -123,13 +150,13 @@ def test_rows_are_sorted_and_a_missing_value_is_last(outputs: Path, capsys: pyte
         (["--tag", "pap"], ""),
         (["--where", "optim.lr=3e-2"], "a"),
         (["--where", "optim.lr=0.01"], "be"),  # e: the sweep, which has such a cell
-        (["--where", "optim.lr=0.01", "batch.total_batch_size=8192"], "be"),
+        (["--where", "optim.lr=0.01", "--where", "batch.total_batch_size=8192"], "be"),
         (["--where", "optim.lr=0.01", "--where", "optim.lr=0.02"], ""),
-        (["--where", "model.n_layer=12", "train.seed=2"], "cd"),
+        (["--where", "model.n_layer=12", "--where", "train.seed=2"], "cd"),
         (["--where", "log.tags=first try"], "a"),
-        (["--where", "log.note=null", "train.deterministic=false", "--tag", "paper"], "b"),
+        (["--where", "log.note=null", "--where", "train.deterministic=false", "--tag", "paper"], "b"),
         (["--where", "train.deterministic=0"], None),
-        (["--where", "batch.micro_batch_size=8", "schedule.name=cosine", "data.max_tokens=null"], "abcde"),
+        (["--where", "schedule.name=cosine", "--where", "data.max_tokens=null"], "abcde"),
     ],
 )
 def test_a_filter_shows_exactly_the_rows_that_hold_it(
@@ -196,7 +223,7 @@ def test_names_cannot_control_the_terminal(outputs: Path, capfd: pytest.CaptureF
     run = outputs / "2026-01-01/10-00-00-000000-a"
     run.rename(outputs / "bad\x1b[31m\nname\udcff")
     change(outputs / "mine/x", tags=["\x1b[2J"])
-    for argv in ([], ["-q"], ["--json"]):
+    for argv in ([], ["--json"]):
         main([str(outputs), *argv])
         out = capfd.readouterr().out
         assert "\x1b" not in out
@@ -222,7 +249,7 @@ def test_without_runs_a_line_says_so(tmp_path: Path, capsys: pytest.CaptureFixtu
     main([str(tmp_path)])
     assert capsys.readouterr().out == f"{tmp_path}: no runs\n"
     assert listed(capsys, tmp_path) == []
-    main([str(tmp_path), "-q"])  # for `gptexp rm $(gptexp ls -q …)`
+    main([str(tmp_path), "-q"])
     assert capsys.readouterr().out == ""
     with pytest.raises(ConfigError, match="no such directory"):
         main([str(tmp_path / "nowhere")])
