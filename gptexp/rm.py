@@ -5,9 +5,9 @@ from pathlib import Path
 
 from gptexp.config.schema import counted
 from gptexp.process.errors import EXIT_FAILED, UserError
-from gptexp.process.terminal import confirmed, print_error, printable, run_verb, say
+from gptexp.process.terminal import confirmed, print_error, printable, run_verb, say, warn
 from gptexp.storage.inventory import bytes_on_disk, is_sweep, size_shown
-from gptexp.storage.removal import check_removable, remove
+from gptexp.storage.removal import check_removable, remove, starting_from
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -20,6 +20,9 @@ def main(argv: list[str] | None = None) -> int:
     directories = [path for path in named if not {*path.parents} & {*named}]  # a cell is removed with its sweep
     for path in directories:
         check_removable(path)
+        for run in starting_from(path):
+            if not {run, *run.parents} & {*directories}:
+                warn(f"warning: {run} starts from the weights in {path} and has no checkpoint of its own yet")
     sizes = {path: bytes_on_disk(path) for path in directories}
     say(*(f"{size_shown(size):>12}  {printable(str(path))}" for path, size in sizes.items()))
     sweeps = sum(map(is_sweep, directories))

@@ -14,9 +14,9 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from gptexp.config.schema import from_dict
-from gptexp.process.errors import ConfigError, InUseError, StorageError
+from gptexp.process.errors import CheckpointError, ConfigError, InUseError, StorageError
 from gptexp.storage import run_dir, sweep_record
-from gptexp.storage.inventory import cells, is_sweep
+from gptexp.storage.inventory import cells, find, is_sweep
 from gptexp.storage.reader import open_text, parse_json, read_json, read_yaml
 
 REMOVED = re.compile(r"\.removed-\d+")  # name of a directory that is being removed
@@ -71,6 +71,21 @@ def is_in_use(directory: Path) -> bool:
 def _has_locked_cell(directory: Path) -> bool:
     """Whether a process uses a subdirectory. A cell that a sweep has just claimed has a lock and nothing else."""
     return any(run_dir.is_locked(path, run_dir.LOCKS) for path in run_dir.subdirectories(directory))
+
+
+def starting_from(directory: Path) -> list[Path]:
+    """The runs beside `directory` that start from its weights, and have no checkpoint of their own yet."""
+    outputs = directory.parent
+    if DATE.fullmatch(outputs.name) or is_sweep(outputs):
+        outputs = outputs.parent
+    found = []
+    for run in (run for path in find(outputs) for run in (cells(path) if is_sweep(path) else [path])):
+        with suppress(ConfigError, CheckpointError):
+            start = run_dir.load_config(run).init_from
+            is_needed = start and Path(start).resolve().is_relative_to(directory.resolve())
+            if is_needed and not run_dir.published(run / run_dir.CHECKPOINTS):
+                found.append(run)
+    return found
 
 
 def remove(directory: Path) -> None:

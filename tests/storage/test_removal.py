@@ -265,6 +265,21 @@ def test_after_an_error_the_others_are_removed_and_the_rest_is_named(
     assert not hidden.exists()
 
 
+def test_a_run_that_needs_the_removed_weights_is_named_before_the_question(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = shutil.copytree(run, run.with_name("other"))
+    config = (other / run_dir.CONFIG).read_text()
+    (other / run_dir.CONFIG).write_text(config.replace("init_from: null", f"init_from: {run}"))
+    with pytest.raises(ConfigError, match="--yes"):
+        main([str(run)])
+    assert "starts from" not in capsys.readouterr().err
+    shutil.rmtree(other / run_dir.CHECKPOINTS)
+    with pytest.raises(ConfigError, match="--yes"):
+        main([str(run)])
+    assert f"{other} starts from the weights in {run}" in capsys.readouterr().err
+
+
 def test_without_an_answer_nothing_is_removed(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="--yes"):
         main([str(run)])
