@@ -29,7 +29,7 @@ def test_a_key_has_its_meaning_source_values_default_and_files(tmp_path: Path) -
     set_by = [line.removeprefix("  set by").strip() for line in lines[5:]]
     for setter in (
         "model=gpt2 (6.0e-4)",
-        "model=nano (3.0e-2), by default",
+        "model=nano (7.5e-3), by default",
         "optim=mine (2e-3)",
         "experiment=tutorial (1.0e-2)",
         "sweep=lr (3.75e-3,7.5e-3,1.5e-2,3e-2,6e-2,1.2e-1,2.4e-1)",
