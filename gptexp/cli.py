@@ -18,7 +18,7 @@ VERBS = {
     "sample": "print text from the newest checkpoint of a run, or of a sweep's best run",
     "evaluate": "print a checkpoint's validation loss as JSON",
     "report": "report the results of a sweep or a run: optima, law, noise, pictures",
-    "compare": "show what differs between runs, and whether their losses differ by more than seeds move them",
+    "compare": "show what differs between runs, and whether their losses differ by more than seeds cause",
     "status": "show the progress of a sweep's cells",
     "ls": "list runs and sweeps",
     "rm": "remove runs or sweeps",

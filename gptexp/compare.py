@@ -1,4 +1,4 @@
-"""`gptexp compare A B …`: what differs between runs, and whether their losses differ by more than seeds move them."""
+"""`gptexp compare A B …`: what differs between runs, and whether their losses differ by more than seeds cause."""
 
 import argparse
 import json
@@ -37,8 +37,8 @@ def main(argv: list[str] | None = None) -> None:
     if args.json:
         print(json.dumps(finite(numbers(comparison)), indent=1))
         return
-    write_page(args.output, comparison)
     show(comparison, shutil.get_terminal_size().columns if sys.stdout.isatty() else None)
+    write_page(args.output, comparison)
     say(f"\nthe page: {args.output}")
 
 

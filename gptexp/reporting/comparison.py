@@ -1,10 +1,9 @@
-"""A comparison of runs: what differs between them, and whether their final losses differ by more than seeds move them.
+"""A comparison of runs: what differs between them, and whether their final losses differ by more than seeds cause.
 
 Runs with equal configs but for the seed form a cell. A cell with several runs measures the noise.
 """
 
 import math
-import shlex
 import string
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +17,7 @@ from gptexp.reporting.analysis import TEXT, analyse, data_warnings, has_diverged
 from gptexp.reporting.differences import CONFIG, Difference, differences, recorded, what_differs
 from gptexp.reporting.line_charts import Lines, line_charts
 from gptexp.reporting.noise import POWER, Noise, measure, seeds_needed, significant_from
-from gptexp.reporting.overview import Overview, as_started
+from gptexp.reporting.overview import Overview, as_command, as_started
 from gptexp.reporting.proposals import SEEDS, Proposal
 from gptexp.reporting.records import Run, read_run
 from gptexp.reporting.report import Report
@@ -139,7 +138,7 @@ def _head(runs: Sequence[Run], labels: Mapping[str, str], found: Sequence[Differ
     return Overview(
         title=f"{len(runs)} runs compared: {', '.join(keys[:MOST_IN_TITLE]) or 'equal configs'}{more}",
         facts=[(labels[run.name], printable(str(run.directory))) for run in runs],
-        commands=[printable(shlex.join(["gptexp", "compare", *(str(run.directory) for run in runs)]))],
+        commands=[as_command(["compare", *(str(run.directory) for run in runs)])],
         tiles=[],
         share=1.0,
         is_done=True,
@@ -252,7 +251,8 @@ def _answer(pair: Pair) -> Finding:
         is_clear = "is" if pair.difference >= CLEAR * pair.usual_spread else "is not"
         why = (
             f"Runs of this size and length have had a standard deviation of {pair.usual_spread:.2g} nats over seeds. A "
-            f"difference counts as clear if it is five times that; this one {is_clear} clear."
+            f"difference counts as clear if it is five times that; this one {is_clear} clear. Two more seeds of one "
+            "config measure the noise."
         )
         return Finding(f"{text}; noise unknown.", why, ("noise unknown",))
     why = (
@@ -296,11 +296,11 @@ def _more_seeds(cell: Cell) -> Iterator[Proposal]:
     started = as_started(run.directory)
     if started is None:
         return
-    kept = [text for text in started.overrides if text.lstrip("+").partition("=")[0] != SEED]
+    kept = [text for text in started.overrides if text.lstrip("+").partition("=")[0] not in (SEED, "sweep")]
     highest = max(other.seed for other in cell.runs)
     seeds = ",".join(str(highest + i) for i in range(1, SEEDS + 1))
-    command = shlex.join(["gptexp", "train", "-m", *started.flags, *kept, f"{SEED}={seeds}"])
+    command = as_command(["train", "-m", *started.flags, *kept, f"{SEED}={seeds}"])
     minutes = SEEDS * run.summary["wall_s"] / 60 if run.summary.get("wall_s") else None
     yield Proposal(
-        printable(command), f"measures the noise of {run.name}, as no two runs differ in the seed alone", SEEDS, minutes
+        command, f"measures the noise of {run.name}, as no two runs differ in the seed alone", SEEDS, minutes
     )

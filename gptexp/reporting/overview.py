@@ -90,7 +90,7 @@ def as_started(directory: Path) -> Started | None:
         hydra = reader.read_yaml(directory / run_dir.HYDRA / "hydra.yaml")["hydra"]
         choices = {str(group): str(option) for group, option in hydra["runtime"]["choices"].items()}
         of_hydra, overrides = ([str(text) for text in hydra["overrides"][part]] for part in ("hydra", "task"))
-        return Started(choices, config_flags(hydra), of_hydra, overrides)
+        return Started(choices, list(map(str, config_flags(hydra))), of_hydra, overrides)
     return None
 
 

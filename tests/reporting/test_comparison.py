@@ -185,7 +185,8 @@ def test_without_seeds_the_noise_is_unknown_and_a_command_measures_it(capsys: py
     write("b", 0.02, 7, 4.2)
     hydra = {
         "runtime": {"choices": {}, "config_sources": [{"provider": "command-line", "path": "my conf"}]},
-        "overrides": {"hydra": ["hydra.run.dir=a"], "task": ["optim.lr=0.01", "++train.seed=7"]},
+        "job": {"config_name": "config"},
+        "overrides": {"hydra": ["hydra.run.dir=a"], "task": ["sweep=seeds", "optim.lr=0.01", "++train.seed=7"]},
     }
     (Path("a") / ".hydra").mkdir()
     run_dir.write_json(Path("a/.hydra/hydra.yaml"), {"hydra": hydra})
@@ -195,10 +196,12 @@ def test_without_seeds_the_noise_is_unknown_and_a_command_measures_it(capsys: py
     assert line == (
         "A has a lower loss than B, by 0.2000 nats; noise unknown. Runs of this size and length have had a standard "
         f"deviation of {LARGEST_SPREAD:.2g} nats over seeds. A difference counts as clear if it is five times that; "
-        "this one is not clear."
+        "this one is not clear. Two more seeds of one config measure the noise."
     )
     assert proposal["command"] == "gptexp train -m --config-dir 'my conf' optim.lr=0.01 train.seed=8,9"
     assert (proposal["runs"], proposal["minutes"]) == (2, 3.0)
+    edit("a/.hydra/hydra.yaml", '"my conf"', "7")  # as somebody has edited it
+    assert "--config-dir 7" in told(capsys, "a", "b")["next"][0]["command"]
 
 
 def test_runs_of_one_seed_and_config_are_not_taken_for_seeds(capsys: pytest.CaptureFixture[str]) -> None:
