@@ -86,7 +86,7 @@ def test_a_report_names_the_missing_steps_and_its_curves_have_a_gap(tmp_path: Pa
     [run] = find_runs(tmp_path / "run")
     assert run.gaps == [range(20, 40)]
     assert run.problem == f"{path}: no line for steps 21 to 40: the file may have been cut"
-    [loss] = [figure for figure in figures(analyse("run", [run])) if figure.key == "course-steps"]
+    [loss] = [figure for figure in figures(analyse("run", [run])) if figure.key == "loss"]
     assert {"field": "part"} in loss.spec["encoding"]["detail"]
     parts = {(point["part"], point["steps"] > 20) for point in loss.spec["data"]["values"]}
     assert parts == {(0, False), (1, True)}
