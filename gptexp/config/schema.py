@@ -76,7 +76,12 @@ def _name(default: str | None) -> Any:
 
 
 # A rule of lists of tags, which are as long as wandb accepts them.
-_TAGS = {"rule": (lambda tags: all(0 < len(tag) <= 64 for tag in tags), "each tag must have 1 to 64 characters")}
+_TAGS = {
+    "rule": (
+        lambda tags: all(isinstance(tag, str) and 0 < len(tag) <= 64 for tag in tags),
+        "each tag must have 1 to 64 characters",
+    )
+}
 
 
 @dataclass

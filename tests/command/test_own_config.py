@@ -152,8 +152,8 @@ def test_the_commands_of_a_sweep_name_the_users_files(own: Path) -> None:
         mine = composition(engine, given, folder, multirun=True, config_name="mine")
         plain = composition(engine, given, folder, multirun=True)
     flags = ["--config-dir", folder]
-    assert command(plain) == shlex.join(["gptexp", "train", "-m", *flags, *given])
-    assert command(mine) == shlex.join(["gptexp", "train", "-m", *flags, "--config-name", "mine", *given])
+    assert command(plain) == ["train", "-m", *flags, *given]
+    assert command(mine) == ["train", "-m", *flags, "--config-name", "mine", *given]
     assert fixed_arguments(mine) == [*flags, "--config-name", "mine", "train.seed=3"]
 
 
@@ -170,8 +170,8 @@ def test_a_run_and_a_sweep_from_a_primary_config(gptexp: Gptexp, tiny: list[str]
     done = gptexp("train", "-m", *options, "optim.lr=1e-3,2e-3", "sweep.name=s")
     assert done.returncode == 0, done.stderr
     sweep = json.loads((own / "outputs" / "s" / "sweep.json").read_text())
-    assert sweep["commands"][0].startswith(f"gptexp train -m {flags} ")
-    again = gptexp(*shlex.split(sweep["commands"][0])[1:])
+    assert shlex.join(sweep["commands"][0]).startswith(f"train -m {flags} ")
+    again = gptexp(*sweep["commands"][0])
     assert "already completed" in again.stderr + again.stdout
 
 

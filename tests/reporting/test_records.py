@@ -14,9 +14,9 @@ import yaml
 from sweeps import report_of, write_run, write_sweep
 
 from gptexp.report import main as report
-from gptexp.reporting.analysis import analyse
 from gptexp.reporting.page import sections
 from gptexp.reporting.records import POINTS, find_runs
+from gptexp.reporting.report import build_report
 from gptexp.status import main as status
 from gptexp.storage import run_dir
 
@@ -161,9 +161,9 @@ def test_warnings_and_samples_are_named_by_the_completed_steps(tmp_path: Path) -
         metrics.writelines(f"{json.dumps(line)}\n" for line in lines)
     [run] = find_runs(tmp_path / "run")
     assert [(note.kind, note.step) for note in run.notes] == [("alert", 5), ("sample", 5)]
-    notes = sections(analyse("run", [run]), [], [], [])["notes"]
-    assert "step 5: of alert" in notes
-    assert "after step 5</p>" in notes
+    notes = sections(build_report(tmp_path / "run"))["notes"]
+    assert "After step 5: of alert" in notes
+    assert "A sample after step 5:" in notes
 
 
 def test_a_run_is_running_while_its_lock_is_held(swept: Path, tmp_path: Path) -> None:

@@ -101,7 +101,7 @@ def test_a_report_of_complete_runs_has_no_gap(tmp_path: Path) -> None:
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize(("left", "named"), [(13, "13 to 29"), (0, "0 to 29")])
+@pytest.mark.parametrize(("left", "named"), [(13, "14 to 30"), (0, "1 to 30")])
 def test_a_resumed_run_says_which_steps_are_missing(
     gptexp: Gptexp, tiny: list[str], tmp_path: Path, left: int, named: str
 ) -> None:

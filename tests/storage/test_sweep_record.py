@@ -12,11 +12,19 @@ from gptexp.storage import sweep_record
 from gptexp.storage.sweep_record import MOST_CELLS, PlannedCell, SweepRecord
 
 CELL = {"values": {"optim.lr": "1e-3"}, "total_batch_size": 4096, "tokens": 8192}
-WHOLE = {"name": "sweep", "overrides": ["model=nano"], "to_choose": 2, "cells": {"a": CELL}}
+WHOLE = {
+    "name": "sweep",
+    "overrides": ["model=nano"],
+    "to_choose": 2,
+    "cells": {"a": CELL},
+    "commands": [["train", "-m"]],
+}
 
 
 def test_a_saved_record_is_loaded(tmp_path: Path) -> None:
-    record = SweepRecord("sweep", ["model=nano"], 2, {"a": PlannedCell({"optim.lr": "1e-3"}, 4096, 8192)})
+    record = SweepRecord(
+        "sweep", ["model=nano"], 2, {"a": PlannedCell({"optim.lr": "1e-3"}, 4096, 8192)}, [["train", "-m"]]
+    )
     sweep_record.save(tmp_path, record)
     assert sweep_record.load(tmp_path) == record
     assert json.loads((tmp_path / "sweep.json").read_text()) == WHOLE
@@ -32,7 +40,7 @@ def test_a_directory_without_a_record_is_no_sweep(tmp_path: Path) -> None:
         ({"to_choose": MOST_CELLS + 1}, "to_choose=1000001: must lie in"),
         ({"to_choose": -1}, "to_choose=-1: must lie in"),
         ({"to_choose": True}, "to_choose=true in a saved SweepRecord: wrong type"),
-        ({"overrides": [7]}, "an override is not text: 7"),
+        ({"overrides": [7]}, "an override or an argument is not text: 7"),
         ({"overrides": "model=nano"}, "wrong type"),
         ({"name": None}, "wrong type"),
         ({"new": 1}, "unknown key 'new'"),
