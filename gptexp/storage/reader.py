@@ -78,8 +78,10 @@ _DECODER = json.JSONDecoder(parse_constant=_refuse, parse_float=_finite, parse_i
 
 def read_yaml(path: Path) -> Any:
     """Return the value of a YAML file as plain data. Raises `OSError` or `ValueError`."""
+    text = read_text(path)
     try:
-        return yaml.load(read_text(path), _PlainLoader)
+        # libyaml refuses the escape of a byte that is not UTF-8, which a path may have.
+        return yaml.load(text, _PlainLoader if "\\u" in text.lower() else _FastLoader)
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from None
     except RecursionError:
@@ -98,9 +100,17 @@ class _PlainComposer(Composer):  # type: ignore[misc]  # yaml has no types
         return super().compose_node(parent, index)
 
 
-class _PlainLoader(_PlainComposer, _FastSafeLoader):  # type: ignore[misc, valid-type]
+class _FastLoader(_PlainComposer, _FastSafeLoader):  # type: ignore[misc, valid-type]
     """The composer is yaml's own, in Python: libyaml's composer crashes the process on a deeply nested text."""
 
     def __init__(self, text: str) -> None:
         _PlainComposer.__init__(self)
         _FastSafeLoader.__init__(self, text)
+
+
+class _PlainLoader(_PlainComposer, yaml.SafeLoader):  # type: ignore[misc]
+    """The same in Python alone."""
+
+    def __init__(self, text: str) -> None:
+        _PlainComposer.__init__(self)
+        yaml.SafeLoader.__init__(self, text)
