@@ -80,8 +80,9 @@ def read_yaml(path: Path) -> Any:
     """Return the value of a YAML file as plain data. Raises `OSError` or `ValueError`."""
     text = read_text(path)
     try:
-        # libyaml refuses the escape of a byte that is not UTF-8, which a path may have.
-        return yaml.load(text, _PlainLoader if "\\u" in text.lower() else _FastLoader)
+        if "\\u" in text.lower():  # libyaml refuses the escape of a byte that is not UTF-8, which a path may have
+            return yaml.load(text, _PlainLoader)
+        return yaml.load(text, _FastLoader)
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from None
     except RecursionError:
