@@ -6,10 +6,11 @@ closed pipe (`gptexp train | head`) does not stop a run.
 
 import os
 import re
+import shlex
 import shutil
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from io import TextIOWrapper
 from typing import Any, NoReturn, TextIO
@@ -37,6 +38,11 @@ def printable(text: str, keep: str = "") -> str:
     Names of files and texts of models may hold any character. Those in `keep` are left.
     """
     return _CONTROLS.sub(lambda found: found[0] if found[0] in keep else "\ufffd", text)
+
+
+def as_command(arguments: Sequence[str]) -> str:
+    """A command of gptexp for a shell. The arguments may come from a stranger's file: none of them can end it."""
+    return printable(shlex.join(["gptexp", *arguments]))
 
 
 def say(*lines: str) -> None:

@@ -12,10 +12,9 @@ from gptexp.reporting.critical import Critical, critical_batch_size, steps_to
 from gptexp.reporting.curves import Curves, Outlier, fit_curves
 from gptexp.reporting.law import Law, fit_law
 from gptexp.reporting.noise import usual_spread
-from gptexp.reporting.records import Run, differing_keys
+from gptexp.reporting.records import Run, differing_keys, has_diverged
 
 TEXT = "data_hash"  # key of the summary; runs that trained on different text belong to different arms
-ABOVE_A_GUESS = 1.0  # nats: a completed run whose loss is higher than that of a uniform guess by so much has diverged
 
 
 @dataclass(frozen=True)
@@ -67,6 +66,17 @@ class Analysis:
     differing: list[str]  # the config's keys in which the arms differ
     warnings: list[str]
 
+    @property
+    def best_arm(self) -> Arm | None:
+        """The arm with the cell of the lowest mean loss."""
+        return min((arm for arm in self.arms if arm.means), key=lambda arm: min(arm.means.values()), default=None)
+
+    @property
+    def best_runs(self) -> list[Run]:
+        """The runs of the cell with the lowest mean loss, which count in it."""
+        arm = self.best_arm
+        return [run for run in arm.counted if (run.batch, run.lr) == arm.best] if arm is not None else []
+
 
 def analyse(name: str, runs: Sequence[Run]) -> Analysis:
     """Group `runs` into arms and fit each arm. Runs without a readable config are in no arm."""
@@ -83,7 +93,7 @@ def analyse(name: str, runs: Sequence[Run]) -> Analysis:
     problems = [run.problem for run in runs if run.problem]
     problems += [
         f"{run.name}: completed with a loss of {run.loss:.4g}, far above that of a uniform guess "
-        f"({_of_a_guess(run):.1f}); it counts as diverged"
+        f"({math.log(run.config['model.vocab_size']):.1f}); it counts as diverged"
         for run in readable
         if has_diverged(run) and run.loss is not None
     ]
@@ -121,15 +131,6 @@ def _arm(choices: dict[str, Any], runs: list[Run]) -> Arm:
     ties = [cell for cell in means if best is not None and cell != best and curves.ties(cell, best)]
     law = fit_law(curves)
     return Arm(choices, runs, by_batch, means, diverged, curves, law, target, critical, at_an_edge, best, ties)
-
-
-def _of_a_guess(run: Run) -> float:
-    """The loss of a uniform guess over the vocabulary, in nats."""
-    return math.log(run.config["model.vocab_size"])
-
-
-def has_diverged(run: Run) -> bool:
-    return run.status == "diverged" or (run.loss is not None and run.loss > _of_a_guess(run) + ABOVE_A_GUESS)
 
 
 def usual_spread_of(runs: Sequence[Run]) -> float:

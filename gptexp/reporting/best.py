@@ -42,13 +42,10 @@ def distinct_runs(directories: Sequence[Path]) -> list[Path]:
 
 
 def best_run(runs: Sequence[Run]) -> Run | None:
-    """The run with the lowest final validation loss of those that count in a report.
-
-    A run that has diverged does not count, nor does one that the report leaves out.
-    """
+    """The run with the lowest final validation loss in the best cell of a report: that with the lowest mean loss."""
     if all(run.loss is None for run in runs):
         return None
     from gptexp.reporting.analysis import analyse  # scipy takes half a second to import
 
-    of_loss = {run.loss: run for arm in analyse("", runs).arms for run in arm.counted if run.loss is not None}
+    of_loss = {run.loss: run for run in analyse("", runs).best_runs if run.loss is not None}
     return of_loss[min(of_loss)] if of_loss else None

@@ -6,15 +6,14 @@ from dataclasses import dataclass
 from functools import partial
 
 from gptexp.config.schema import duration, shown
-from gptexp.process.terminal import printable
-from gptexp.reporting.overview import as_command, link_to
-from gptexp.reporting.progress import in_words
+from gptexp.process.terminal import as_command, printable
+from gptexp.reporting.overview import link_to
+from gptexp.reporting.progress import NOT_STARTED, in_words
 from gptexp.reporting.records import Run
 from gptexp.reporting.report import Report
 from gptexp.reporting.table import COLUMNS, Column, chosen
 from gptexp.storage import run_dir
 
-NOT_STARTED = "left"  # status of a planned cell
 KEPT = ("lr", "total_batch_size", "seed")  # columns of `COLUMNS` before those of other swept keys
 NAME, STATUS, LOSS, TOKENS, SPEED = (
     next(column for column in COLUMNS if column.key == key)
@@ -59,7 +58,7 @@ def cells_table(report: Report, is_live: bool = False) -> CellsTable | None:
         return None
     keys = report.analysis.differing
     runs.sort(key=lambda run: ([str(run.config.get(key)) for key in keys], run.batch, run.lr, run.seed))
-    winners = _winners(report)
+    winners = report.analysis.best_runs
     losses = [run.loss for run in runs if run.loss is not None]
     gap = Column("gap", "above lowest", lambda run: None if run.loss is None else run.loss - min(losses), ".4f")
     columns = [
@@ -125,15 +124,6 @@ def _not_started(report: Report) -> list[Run]:
                 run.seed = int(cell.values["train.seed"])
             runs.append(run)
     return runs
-
-
-def _winners(report: Report) -> list[Run]:
-    """The runs of the cell with the lowest mean loss."""
-    found = [(arm.means[arm.best], arm) for arm in report.analysis.arms if arm.best is not None]
-    if not found:
-        return []
-    _, arm = min(found, key=lambda pair: pair[0])
-    return [run for run in arm.runs if (run.batch, run.lr) == arm.best and run.loss is not None]
 
 
 def _config_value(key: str, run: Run) -> str | None:

@@ -12,14 +12,14 @@ from typing import Any
 
 from gptexp.config.schema import counted
 from gptexp.process.errors import ConfigError
-from gptexp.process.terminal import printable
-from gptexp.reporting.analysis import TEXT, analyse, data_warnings, has_diverged, usual_spread_of
+from gptexp.process.terminal import as_command, printable
+from gptexp.reporting.analysis import TEXT, analyse, data_warnings, usual_spread_of
 from gptexp.reporting.differences import CONFIG, Difference, differences, recorded, what_differs
 from gptexp.reporting.line_charts import Lines, line_charts
 from gptexp.reporting.noise import POWER, Noise, measure, seeds_needed, significant_from
-from gptexp.reporting.overview import Overview, as_command, as_started
+from gptexp.reporting.overview import Overview, as_started
 from gptexp.reporting.proposals import SEEDS, Proposal
-from gptexp.reporting.records import Run, read_run
+from gptexp.reporting.records import Run, has_diverged, read_run
 from gptexp.reporting.report import Report
 from gptexp.reporting.shape import CLEAR
 from gptexp.reporting.verdict import Finding, Verdict

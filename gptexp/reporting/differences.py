@@ -6,7 +6,7 @@ from typing import Any
 
 from gptexp.config.schema import fields_of, shown
 from gptexp.process.terminal import printable
-from gptexp.reporting.records import Run
+from gptexp.reporting.records import Run, short_commit
 from gptexp.storage import run_dir
 
 # What a difference means for the results.
@@ -17,7 +17,6 @@ RECORDED = "recorded by the runs"
 LEFT_OUT = ("log.", "sweep.", "data.cache_dir")  # names and places
 OF_SUMMARY = ("data_hash", "world_size", "device", "git_commit")
 NO_CHOICES = ("device", "device_name", "memory_key")  # of effective.json; the summary has the name of the device
-COMMIT_CHARS = 10
 MOST_IN_A_LABEL = 3  # keys
 LABEL_CHARS = 40
 SHORT = {"batch.total_batch_size": "batch"}  # in a label
@@ -39,8 +38,7 @@ class Difference:
         if self.kind == RECORDED and value is None:
             return "unknown"
         if self.key == "git_commit":
-            commit, dirty, _ = str(value).partition("-dirty")
-            return commit[:COMMIT_CHARS] + dirty
+            return short_commit(str(value))
         return shown(value)
 
 

@@ -2,7 +2,6 @@
 
 import difflib
 import json
-import math
 import os
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -19,6 +18,7 @@ from gptexp.process.errors import ConfigError
 from gptexp.process.terminal import printable
 from gptexp.reporting.terminal_table import print_table
 from gptexp.storage import run_dir, sweep_record
+from gptexp.storage.divergence import is_above_a_guess
 from gptexp.storage.inventory import bytes_on_disk, cells, find, is_sweep, size_shown
 from gptexp.storage.reader import open_text, parse_json, read_yaml
 
@@ -149,7 +149,7 @@ def _sweep(path: Path, name: str, read: Read) -> Listed:
         cells=total,
         problem=problem or next((row.problem for row in rows if row.problem), None),
     )
-    finished = [cell.row for cell in listed if cell.row.status == "completed" and _is_better_than_a_guess(cell)]
+    finished = [cell.row for cell in listed if _counts(cell)]
     best = min(finished, key=lambda row: row.val_loss or 0, default=None)
     shown_of = [best] if best else rows
     row = replace(
@@ -168,10 +168,10 @@ def _common(values: Iterable[T]) -> T | None:
     return different.pop() if len(different) == 1 else None
 
 
-def _is_better_than_a_guess(run: Listed) -> bool:
-    """Whether a run has a loss that the report does not count as diverged: at most ln(vocabulary) + 1."""
-    limit = math.log(run.configs[0]["model.vocab_size"]) + 1
-    return run.row.val_loss is not None and run.row.val_loss <= limit
+def _counts(cell: Listed) -> bool:
+    """Whether a cell has completed with a loss that the report does not take for diverged."""
+    loss = cell.row.val_loss
+    return cell.row.status == "completed" and loss is not None and not is_above_a_guess(loss, cell.configs[0])
 
 
 def _own_bytes(sweep: Path, cells: Sequence[Row]) -> int:

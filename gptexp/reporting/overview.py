@@ -1,7 +1,6 @@
 """The head of a page: what was run and how, how far it is, and its key figures."""
 
 import os
-import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -11,16 +10,14 @@ from urllib.parse import quote
 
 from gptexp.config.paths import config_flags
 from gptexp.config.schema import counted, duration, shown
-from gptexp.process.terminal import printable
+from gptexp.process.terminal import as_command, printable
 from gptexp.reporting.analysis import Analysis, Arm
 from gptexp.reporting.progress import Progress, by_status, time_left
-from gptexp.reporting.records import Run
+from gptexp.reporting.records import AXES, Run, short_commit
 from gptexp.storage import reader, run_dir
 from gptexp.storage.sweep_record import SweepRecord
 
-COMMIT_CHARS = 10
 MOST_LISTED = 5  # values
-AXES = {"optim.lr": "learning rate", "batch.total_batch_size": "batch size", "train.seed": "seed"}
 
 
 @dataclass(frozen=True)
@@ -94,11 +91,6 @@ def as_started(directory: Path) -> Started | None:
     return None
 
 
-def as_command(arguments: Sequence[str]) -> str:
-    """A command of gptexp for a shell. The arguments may come from a stranger's file: none of them can end it."""
-    return printable(shlex.join(["gptexp", *arguments]))
-
-
 def link_to(name: str) -> str:
     """The address of the page of a run or a sweep, relative to the page above it. Its name need not be UTF-8."""
     return f"{quote(os.fsencode(name))}/"
@@ -132,17 +124,13 @@ def _facts(directory: Path, runs: Sequence[Run]) -> Iterator[tuple[str, str]]:
     if wall := [run.summary["wall_s"] for run in readable if run.summary.get("wall_s")]:
         yield "Took", duration(sum(wall)) + (f", {len(wall)} runs in all" if len(wall) > 1 else "")
     if commits := [run.summary["git_commit"] for run in readable if "git_commit" in run.summary]:
-        yield "Commit", _each((_commit(commit) for commit in commits), "commits")
+        yield "Commit", _each(map(short_commit, commits), "commits")
 
 
 def _model(run: Run) -> str:
     layers, width = counted(run.config["model.n_layer"], "layer"), run.config["model.n_embd"]
     size = run.summary.get("parameters")
     return f"{layers}, width {width:,}" + (f", {counted(size, 'parameter')}" if size else "")
-
-
-def _commit(commit: str) -> str:
-    return commit.removesuffix("-dirty")[:COMMIT_CHARS] + (" with changes" if commit.endswith("-dirty") else "")
 
 
 def _each(texts: Iterable[str], plural: str) -> str:
@@ -179,10 +167,8 @@ def _of_a_run(run: Run, cell: Progress) -> list[Tile]:
 
 def _of_a_sweep(analysis: Analysis, cells: Sequence[Progress]) -> list[Tile]:
     tiles = []
-    best = [(arm.means[arm.best], arm) for arm in analysis.arms if arm.best is not None]
-    if best:
-        loss, arm = min(best, key=lambda found: found[0])
-        tiles += _best(arm, loss)
+    if analysis.best_arm is not None:
+        tiles += _best(analysis.best_arm)
     done = sum(cell.status in run_dir.DONE for cell in cells)
     tiles.append(Tile("Cells done", f"{done} of {len(cells)}", ", ".join(by_status(cells))))
     left, condition = time_left(cells)
@@ -190,15 +176,14 @@ def _of_a_sweep(analysis: Analysis, cells: Sequence[Progress]) -> list[Tile]:
     return tiles
 
 
-def _best(arm: Arm, loss: float) -> list[Tile]:
+def _best(arm: Arm) -> list[Tile]:
     assert arm.best is not None
     batch, lr = arm.best
+    loss = arm.means[arm.best]
     seeds = len(arm.curves.losses[batch][lr])
     of = f"mean of {counted(seeds, 'seed')}" if seeds > 1 else "one run"
     which = ", ".join([f"{batch:,} tokens a step", *(f"{key}={shown(value)}" for key, value in arm.choices.items())])
-    tiles = [
-        Tile("Best cell", f"{loss:.4f}", f"lr {lr:.3g} at {printable(which)}; {of}"),
-    ]
+    tiles = [Tile("Best cell", f"{loss:.4f}", f"lr {lr:.3g} at {printable(which)}; {of}")]
     if len(arm.means) > 1:
         _, following = sorted(arm.means, key=lambda cell: arm.means[cell])[:2]
         tie = arm.curves.ties(following, arm.best)

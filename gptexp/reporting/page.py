@@ -16,11 +16,10 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from gptexp.config.schema import counted, shown
-from gptexp.process.terminal import printable
+from gptexp.process.terminal import as_command, printable
 from gptexp.reporting.cells_table import MINOR, cells_table, commands, results_table
 from gptexp.reporting.differences import Difference
 from gptexp.reporting.index import Index
-from gptexp.reporting.overview import as_command
 from gptexp.reporting.report import Report
 from gptexp.reporting.vega_lite import END_LABELS, Figure, theme
 from gptexp.storage import run_dir

@@ -11,7 +11,8 @@ from gptexp.process.terminal import printable
 from gptexp.reporting.records import Run, find_runs, read_run
 from gptexp.storage import run_dir, sweep_record
 
-STATES = ("running", "completed", "diverged", "interrupted", "failed", "damaged", "left")
+NOT_STARTED = "left"  # status of a planned cell
+STATES = ("running", "completed", "diverged", "interrupted", "failed", "damaged", NOT_STARTED)
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,7 @@ class Progress:
     """Progress of one cell."""
 
     name: str
-    status: str  # one of `STATES`; "left": not started
+    status: str  # one of `STATES`
     tokens: int  # trained on so far
     of_tokens: int  # length of the run; 0 if unknown
     loss: float | None  # the newest validation loss, in nats per token
@@ -62,12 +63,12 @@ def survey(directory: Path, read: Callable[[Path], Run] = read_run) -> list[Prog
     for name, cell in planned.items():
         if printable(name) not in runs:
             left = seconds_for(cell.total_batch_size, cell.tokens)
-            cells.append(Progress(printable(name), "left", 0, cell.tokens, None, left))
+            cells.append(Progress(printable(name), NOT_STARTED, 0, cell.tokens, None, left))
     # Cells that Optuna has not chosen yet are assumed to be like the others.
     tokens = round(statistics.median(cell.of_tokens for cell in cells)) if cells else 0
     batch = round(statistics.median(run.batch for run in runs.values())) if runs else 0
     to_choose = sweep.to_choose if sweep is not None else 0
-    cells += [Progress("to be chosen", "left", 0, tokens, None, seconds_for(batch, tokens))] * to_choose
+    cells += [Progress("to be chosen", NOT_STARTED, 0, tokens, None, seconds_for(batch, tokens))] * to_choose
     return sorted(cells, key=lambda cell: (STATES.index(cell.status), cell.name))
 
 
@@ -89,7 +90,7 @@ def line_of(cell: Progress) -> str:
 
 
 def in_words(status: str) -> str:
-    return "not started" if status == "left" else status
+    return "not started" if status == NOT_STARTED else status
 
 
 def time_left(cells: Sequence[Progress]) -> tuple[str, str]:

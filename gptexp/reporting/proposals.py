@@ -2,16 +2,16 @@
 
 import math
 import re
-import shlex
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from gptexp.config.schema import counted, shown
-from gptexp.process.terminal import printable
+from gptexp.process.terminal import as_command, printable
 from gptexp.reporting.analysis import TEXT, Analysis, Arm
 from gptexp.reporting.curves import Curve, one_step_outside
+from gptexp.reporting.progress import NOT_STARTED
 from gptexp.reporting.records import AXES
 from gptexp.reporting.shape import SURE_DOF
 from gptexp.storage.sweep_record import SweepRecord
@@ -66,7 +66,7 @@ def proposals(analysis: Analysis, sweep: SweepRecord) -> list[Proposal]:
             swept = [f"batch.total_batch_size={cells.batch}", f"optim.lr={rates}"]
             if cells.seeds:
                 swept.append(f"train.seed={','.join(map(str, cells.seeds))}")
-            command = printable(shlex.join(["gptexp", "train", "-m", *fixed, *swept]))
+            command = as_command(["train", "-m", *fixed, *swept])
             runs = len(lrs) * max(1, len(cells.seeds))
             found.append(Proposal(command, cells.why, runs, _minutes(arm, cells.batch, runs)))
     return found
@@ -88,9 +88,10 @@ def _exists(arm: Arm, batch: int, lr: float) -> bool:
 def _is_unfinished(analysis: Analysis, sweep: SweepRecord, batch: int) -> bool:
     """Whether a cell at this batch size runs or waits: its loss may answer the question."""
     statuses = {run.name: run.status for run in analysis.runs}
-    of_cells = [statuses.get(printable(n), "left") for n, cell in sweep.cells.items() if cell.total_batch_size == batch]
+    planned = [name for name, cell in sweep.cells.items() if cell.total_batch_size == batch]
+    of_cells = [statuses.get(printable(name), NOT_STARTED) for name in planned]
     of_runs = [run.status for run in analysis.runs if run.batch == batch]
-    return not {"running", "interrupted", "left"}.isdisjoint(of_cells + of_runs)
+    return not {"running", "interrupted", NOT_STARTED}.isdisjoint(of_cells + of_runs)
 
 
 def _minutes(arm: Arm, batch: int, runs: int) -> float | None:

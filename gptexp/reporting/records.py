@@ -17,12 +17,19 @@ from gptexp.config.schema import result_deciding
 from gptexp.process.errors import ConfigError
 from gptexp.process.terminal import LAYOUT, printable
 from gptexp.storage import run_dir
+from gptexp.storage.divergence import is_above_a_guess
+from gptexp.storage.inventory import cells
 from gptexp.storage.missing_steps import described, missing_steps
 from gptexp.storage.noise_scale import Norms
 from gptexp.storage.reader import open_text, parse_json
 
 POINTS = 512  # steps of a run that are kept for its curves: at least this many, at most twice as many
-AXES = ("optim.lr", "batch.total_batch_size", "train.seed")  # each of these has a field in `Run`
+AXES = {  # key with a field in `Run` -> what people call it
+    "optim.lr": "learning rate",
+    "batch.total_batch_size": "batch size",
+    "train.seed": "seed",
+}
+COMMIT_CHARS = 10
 WROTE_ITS_END = ("completed", "diverged", "interrupted")
 STEP_EVENT = '"event": "step"'
 STEP_NUMBER = re.compile(r'"step": (\d{1,15}),')
@@ -144,10 +151,20 @@ def find_runs(directory: Path, read: Callable[[Path], Run] = read_run) -> list[R
         raise ConfigError(f"{directory}: no such directory; give a run or a sweep")
     if run_dir.is_run(directory):
         return [read(directory)]
-    found = [path for path in run_dir.subdirectories(directory) if run_dir.is_run(path)]
+    found = cells(directory)
     if not found:
         raise ConfigError(f"{directory}: contains no run; give the directory of a run or a sweep")
     return [read(path) for path in found]
+
+
+def has_diverged(run: Run) -> bool:
+    """Whether a run counts as diverged: also one that has completed with a loss far above that of a guess."""
+    return run.status == "diverged" or (run.loss is not None and is_above_a_guess(run.loss, run.config))
+
+
+def short_commit(commit: str) -> str:
+    """A commit as a summary names it, for people."""
+    return commit.removesuffix("-dirty")[:COMMIT_CHARS] + (" with changes" if commit.endswith("-dirty") else "")
 
 
 def differing_keys(runs: Sequence[Run]) -> list[str]:

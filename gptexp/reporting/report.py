@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from gptexp.process.terminal import printable
@@ -36,6 +37,7 @@ def build_report(directory: Path, read: Callable[[Path], Run] = read_run) -> Rep
 
     Raises `ConfigError` if `directory` holds neither.
     """
+    read = cache(read)  # for progress and results
     sweep = sweep_record.load(directory)
     cells = survey(directory, read)
     analysis = analyse(printable(directory.resolve().name), find_runs(directory, read))

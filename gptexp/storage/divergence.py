@@ -4,12 +4,16 @@ A loss that rises and stays high does not recover, while a spike does. So a run 
 above its minimum for long enough.
 """
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 SMOOTHING = 0.0025  # share of the run: half-life of the moving average
 SMOOTHING_STEPS = 5  # minimum of the half-life
 PATIENCE = 0.01  # share of the run: time above the limit after which the run has diverged
 PATIENCE_STEPS = 20  # minimum of that time
+ABOVE_A_GUESS = 1.0  # nats: a run that ends so far above the loss of a uniform guess has learned nothing
 
 
 @dataclass
@@ -29,3 +33,8 @@ class LossTrend:
             return False
         self.steps_above = self.steps_above + 1 if self.smoothed > self.lowest + nats else 0
         return self.steps_above >= max(PATIENCE_STEPS, PATIENCE * steps)
+
+
+def is_above_a_guess(loss: float, config: Mapping[str, Any]) -> bool:
+    """Whether a final loss, in nats, is far above that of a uniform guess. `config`: dotted key -> value."""
+    return loss > math.log(config["model.vocab_size"]) + ABOVE_A_GUESS

@@ -32,7 +32,7 @@ def is_sweep(directory: Path) -> bool:
 
 
 def cells(sweep: Path) -> list[Path]:
-    """The cells of a sweep that have a directory. Raises `ConfigError` if it cannot be read."""
+    """The cells of a sweep that have a directory, sorted by name. Raises `ConfigError` if it cannot be read."""
     return [path for path in run_dir.subdirectories(sweep) if run_dir.is_run(path)]
 
 

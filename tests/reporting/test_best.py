@@ -29,6 +29,18 @@ def test_a_run_is_its_own_best(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().err == ""
 
 
+def test_the_best_cell_is_that_of_the_report(tmp_path: Path) -> None:
+    """The lowest mean over seeds, in which one lucky run of another cell does not count."""
+    for lr, losses in {0.01: (4.0, 4.2), 0.02: (4.05, 4.06), 0.04: (4.2, 4.3)}.items():
+        for seed, loss in enumerate(losses):
+            write_run(tmp_path / f"{lr}-{seed}", 4096, lr, seed, loss)
+    runs = find_runs(tmp_path)
+    best = best_run(runs)
+    assert best is not None
+    assert best.name == "0.02-0"
+    assert [run.name for run in analyse("", runs).best_runs] == ["0.02-0", "0.02-1"]
+
+
 def test_a_run_that_the_report_leaves_out_does_not_win(tmp_path: Path) -> None:
     """One seed far below the others of its cell."""
     for lr in (0.005, 0.01, 0.02, 0.04, 0.08):

@@ -70,7 +70,7 @@ def test_the_keys_that_differ_are_shown_by_what_they_mean(capsys: pytest.Capture
     main(["a", "b"])
     lines = capsys.readouterr().out.splitlines()
     assert [line.split() for line in lines[lines.index("Config:") + 2 :][:1]] == [["optim.lr", "0.01", "0.02"]]
-    assert ["git_commit", "0000000000", "1111111111-dirty"] in [line.split() for line in lines]
+    assert ["git_commit", "0000000000", "1111111111", "with", "changes"] in [line.split() for line in lines]
     assert ["versions.numpy", "2.1", "unknown"] in [line.split() for line in lines]
 
 
