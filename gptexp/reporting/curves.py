@@ -78,7 +78,7 @@ class Curves:
 
     of: dict[int, Curve]  # batch size in tokens -> curve
     losses: dict[int, dict[float, list[float]]]  # as given, without outliers
-    usual_spread: float  # nats: the standard deviation over seeds of such runs; decides shapes where none was measured
+    usual_spread: float  # nats: standard deviation over seeds; decides shapes where a batch size has too few seeds
 
     @property
     def optima(self) -> dict[int, Optimum]:
@@ -103,12 +103,14 @@ def fit_curves(losses: Mapping[int, Losses], diverged: Mapping[int, Sequence[flo
     """Judge and fit all batch sizes of one sweep.
 
     `losses`: batch size -> losses of completed runs; `diverged`: batch size -> learning rates that diverged;
-    `usual_spread`: standard deviation over seeds that such runs have had, in nats. It only decides shapes.
+    `usual_spread`: standard deviation over seeds that such runs have had, in nats. It only decides shapes, and only if
+    no batch size of this sweep has enough seeds to measure it.
     """
     kept, outliers = {}, {}
     for batch, at_batch in losses.items():
         kept[batch], outliers[batch] = _without_outliers(at_batch, usual_spread)
     noises = measure(kept)
+    usual_spread = max((noise.sigma for noise in noises.values() if noise.is_sure), default=usual_spread)
     points = {batch: points_of(at_batch, noises.get(batch), usual_spread) for batch, at_batch in kept.items()}
     shapes = {batch: shape_of(of_batch) for batch, of_batch in points.items()}
     targets = {

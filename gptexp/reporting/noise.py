@@ -14,6 +14,7 @@ CONFIDENCE = 0.95
 LEVEL = 1 - CONFIDENCE  # of tests
 POWER = 0.8
 MIN_SIGMA = 1e-6  # nats; smaller differences are rounding errors of float32
+SURE_DOF = 4  # degrees of freedom from which a noise is sure
 POOLED = 0.2  # p-value above which the noise of several batch sizes counts as equal
 
 Losses = Mapping[float, Sequence[float]]  # learning rate -> the final loss of each seed, in nats per token
@@ -56,6 +57,11 @@ class Noise:
     sigma: float
     dof: int
     batches: tuple[int, ...]  # batch sizes whose seeds it was estimated from, in tokens
+
+    @property
+    def is_sure(self) -> bool:
+        """Whether enough seeds have measured it for a t-test to decide what is worse."""
+        return self.dof >= SURE_DOF
 
     @property
     def t(self) -> float:

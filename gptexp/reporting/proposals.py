@@ -13,7 +13,6 @@ from gptexp.reporting.analysis import TEXT, Analysis, Arm
 from gptexp.reporting.curves import Curve, one_step_outside
 from gptexp.reporting.progress import NOT_STARTED
 from gptexp.reporting.records import AXES
-from gptexp.reporting.shape import SURE_DOF
 from gptexp.storage.sweep_record import SweepRecord
 
 WIDE = 64.0  # largest over smallest learning rate; a flat grid this wide needs more seeds, not more learning rates
@@ -109,7 +108,7 @@ def _wanted(arm: Arm) -> list[_Cells]:
         for outlier in curve.outliers:
             found.append(_Cells(batch, [outlier.lr], seeds[:1], "one run there is left out, as nothing explains it"))
     for batch, curve in arm.curves.of.items():
-        if curve.bracket is not None and (curve.noise is None or curve.noise.dof < SURE_DOF):
+        if curve.bracket is not None and (curve.noise is None or not curve.noise.is_sure):
             why = "measures the noise at this batch size, which gives its best learning rate an interval"
             found.append(_Cells(batch, _around(arm, batch, curve), seeds, why))
     if arm.law is not None and not found and not arm.law.bends:

@@ -11,7 +11,6 @@ import numpy as np
 from gptexp.reporting.noise import LEVEL, Losses, Noise, f_tail, t_quantile, within_cells
 
 CLEAR = 5.0  # standard deviations of a run: a larger difference is clear, even if the deviation is only a usual one
-SURE_DOF = 4  # degrees of freedom from which a t-test with the measured noise decides what is worse, not `CLEAR`
 NEVER_FLAT = 1.0  # nats: learning rates that differ by so much are not flat, whatever the noise
 # Of two possible outliers one is named if leaving it out leaves less than this share of the roughness that leaving out
 # the other leaves.
@@ -33,7 +32,7 @@ class Points:
     @property
     def sure_noise(self) -> Noise | None:
         """The noise, if enough seeds have measured it."""
-        return self.noise if self.noise is not None and self.noise.dof >= SURE_DOF else None
+        return self.noise if self.noise is not None and self.noise.is_sure else None
 
     @property
     def sigma(self) -> float:

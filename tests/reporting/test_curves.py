@@ -78,7 +78,7 @@ def test_the_first_sweep_of_a_new_user() -> None:
     ] * 2
 
 
-def test_seeds_of_one_batch_size_say_nothing_about_another() -> None:
+def test_seeds_of_one_batch_size_give_another_no_interval() -> None:
     rng = np.random.default_rng(4)
     sweep = draw(rng, [0.1, 0.1])
     sweep[8192] = {lr: of_seeds[:1] for lr, of_seeds in sweep[8192].items()}
@@ -87,6 +87,24 @@ def test_seeds_of_one_batch_size_say_nothing_about_another() -> None:
     assert without.noise is None
     assert without.optimum is not None
     assert without.optimum.low is None
+
+
+@pytest.mark.parametrize(("between_seeds", "usual", "status"), [(0.01, 0.05, "bracketed"), (0.2, 0.03, "flat")])
+def test_seeds_of_one_batch_size_decide_what_is_clear_at_another(
+    between_seeds: float, usual: float, status: str
+) -> None:
+    """The losses at 8,192 lie 0.2 nats apart: clear beside seeds that move 0.007, not beside seeds that move 0.14."""
+    apart = {1.0: 4.2, 2.0: 4.0, 4.0: 4.2}
+    sweep = {
+        4096: {lr: [loss, loss + between_seeds] for lr, loss in {0.5: 4.6, **apart, 8.0: 4.6}.items()},
+        8192: {lr: [loss] for lr, loss in apart.items()},
+    }
+    with_seeds, without = fit_curves(sweep, {}, usual).of.values()
+    assert with_seeds.noise is not None
+    assert with_seeds.noise.is_sure
+    assert without.status == status
+    alone = fit_curves({8192: sweep[8192]}, {}, usual).of[8192]
+    assert alone.status != status  # otherwise this test shows nothing
 
 
 def test_learning_rates_that_tie_lie_within_the_fit() -> None:
