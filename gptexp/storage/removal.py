@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from gptexp.config.schema import from_dict
-from gptexp.process.errors import CheckpointError, ConfigError, InUseError, StorageError
+from gptexp.process.errors import CheckpointError, ConfigError, InUseError
 from gptexp.storage import run_dir, sweep_record
 from gptexp.storage.inventory import cells, find, is_sweep
 from gptexp.storage.reader import open_text, parse_json, read_json, read_yaml
@@ -93,17 +93,19 @@ def remove(directory: Path) -> None:
     check_removable(directory)
     hidden = directory.with_name(f".removed-{time.time_ns()}")
     with _held(directory):
-        with _removal(f"{directory}: cannot be removed"):
+        with run_dir.storage_errors(f"{directory}: cannot be removed"):
             directory.rename(hidden)
         try:  # a file may have been added since the check, or a cell begun by hand
             _check_files(hidden)
             if _has_locked_cell(hidden):
                 raise InUseError(f"{hidden}: {run_dir.IN_USE}")
         except ConfigError as error:
-            with _removal(f"{error}; nothing was removed, but {directory} is now {hidden}"):
+            with run_dir.storage_errors(f"{error}; nothing was removed, but {directory} is now {hidden}"):
                 hidden.rename(directory)
             raise type(error)(str(error).replace(str(hidden), str(directory))) from None
-        with _removal(f"{directory}: partly removed; gptexp gc {directory.parent} removes the rest, {hidden}"):
+        with run_dir.storage_errors(
+            f"{directory}: partly removed; gptexp gc {directory.parent} removes the rest, {hidden}"
+        ):
             remove_files(hidden)
     if DATE.fullmatch(directory.parent.name):
         with suppress(OSError):  # other runs are in it
@@ -193,15 +195,6 @@ def _shows_a_run(directory: Path) -> bool:
         (path / "manifest.json").is_file() and (path / "train.pt").is_file()
         for path in (directory / run_dir.CHECKPOINTS).glob("step-*")
     )
-
-
-@contextmanager
-def _removal(problem: str) -> Iterator[None]:
-    """Convert an `OSError` of the body to a `StorageError` that begins with `problem`."""
-    try:
-        yield
-    except OSError as error:
-        raise StorageError(f"{problem} ({error.strerror})") from None
 
 
 def _shows_a_sweep(directory: Path) -> bool:

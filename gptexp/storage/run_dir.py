@@ -24,7 +24,7 @@ import re
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, Literal
 
@@ -85,13 +85,18 @@ def fsync(path: Path) -> None:
         os.close(handle)
 
 
+def storage(path: Path) -> AbstractContextManager[None]:
+    """Convert an `OSError` of the body to a `StorageError` which says that `path` cannot be written."""
+    return storage_errors(f"{path}: cannot be written")
+
+
 @contextmanager
-def storage(path: Path) -> Iterator[None]:
-    """Convert an `OSError` of the body to a `StorageError` that names `path`."""
+def storage_errors(problem: str) -> Iterator[None]:
+    """Convert an `OSError` of the body to a `StorageError` that begins with `problem`."""
     try:
         yield
     except OSError as error:
-        raise StorageError(f"{path}: cannot be written ({error.strerror or error})") from None
+        raise StorageError(f"{problem} ({error.strerror or error})") from None
 
 
 def refuse_links(directory: Path) -> None:
