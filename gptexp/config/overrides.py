@@ -17,7 +17,7 @@ import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, Override, ValueType
 from hydra.errors import HydraException
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from gptexp.config.describe import PACKAGE, nearest
@@ -58,6 +58,7 @@ def override_problems(overrides: Sequence[str], multirun: bool, folders: Sequenc
     """One line for each wrong override. `folders` contain the YAML files of the groups."""
     fields = {key: f for key, f, _ in fields_of(Config())}
     groups = options(folders)
+    schema = OmegaConf.structured(Config)
     parser = OverridesParser.create()
     found = []
     for text, spelt in zip(overrides, canonical(overrides), strict=True):
@@ -71,7 +72,7 @@ def override_problems(overrides: Sequence[str], multirun: bool, folders: Sequenc
             continue
         # Checked here too, because Hydra saves the overrides before the config is checked.
         secrets = list(secret_problems((override.key_or_group, value) for value in _values(override)))
-        found += secrets or _problems(override, shown(text), fields, groups, multirun)
+        found += secrets or _problems(override, shown(text), fields, groups, schema, multirun)
     return found
 
 
@@ -85,7 +86,9 @@ def secret_problems(values: Iterable[tuple[str, object]]) -> Iterator[str]:
                 yield f"{key}: equals the secret ${name}, which would be saved with the run; leave it out"
 
 
-def _problems(override: Override, text: str, fields: Fields, groups: Groups, multirun: bool) -> list[str]:
+def _problems(
+    override: Override, text: str, fields: Fields, groups: Groups, schema: DictConfig, multirun: bool
+) -> list[str]:
     """The lines about an override; `text` is what the user typed."""
     key = override.key_or_group
     if key == "hydra.searchpath":
@@ -115,7 +118,7 @@ def _problems(override: Override, text: str, fields: Fields, groups: Groups, mul
     if key in groups:
         lines = [_wrong_option(key, value, groups[key]) for value in _values(override)]
     else:
-        lines = [_wrong_value(key, fields[key], value) for value in _values(override)]
+        lines = [_wrong_value(key, fields[key], value, schema) for value in _values(override)]
     return [line for line in lines if line]
 
 
@@ -150,12 +153,12 @@ def _misplaced_keys(group: str, file: Path) -> str | None:
     return f"{file}: its first line must be '# @package _global_'; without it, its keys belong to {group}"
 
 
-def _wrong_value(key: str, field: dataclasses.Field[Any], value: Any) -> str | None:
+def _wrong_value(key: str, field: dataclasses.Field[Any], value: Any, schema: DictConfig) -> str | None:
+    """The error if a value has the wrong type or breaks the key's rule. The value is left in `schema`."""
     if isinstance(value, str) and "${" in value:
         return None  # Hydra resolves and checks an interpolation
     is_list = list in (field.type, getattr(field.type, "__origin__", None))
     kind: Any = list if is_list else _kinds(field)[0]
-    schema = OmegaConf.structured(Config)
     try:
         OmegaConf.update(schema, key, value)
         wrong = kind is bool and not isinstance(value, bool | str)  # OmegaConf converts any number to a bool
