@@ -290,6 +290,7 @@ def trace(own: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return own / "trace"
 
 
+@pytest.mark.e2e
 def test_a_users_callback_is_called_for_a_run(
     start: Callable[..., "subprocess.Popen[str]"], tiny: list[str], trace: Path, own: Path
 ) -> None:

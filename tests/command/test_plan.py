@@ -61,9 +61,7 @@ def test_a_dry_run_of_train_is_the_plan_and_writes_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    "flags", [["--tag", "a", "--tag=b"], ["--note", "why not"], ["-m", "train.seed=1,2", "--tag=a"]]
-)
+@pytest.mark.parametrize("flags", [["--tag", "a", "--tag=b", "--note", "why not"], ["-m", "train.seed=1,2", "--tag=a"]])
 def test_a_dry_run_takes_the_flags_of_train(gptexp: Gptexp, tiny: list[str], flags: list[str]) -> None:
     for argv in (["train", "--dry-run"], ["plan"]):
         done = gptexp(*argv, *flags, *tiny)
@@ -153,22 +151,23 @@ def test_the_makespan_equals_that_of_a_simulated_queue() -> None:
     assert makespan([1.0, 2.0, 3.0], 1) == 6
 
 
-@pytest.mark.parametrize("width", [None, 80, 50])
 def test_no_number_or_title_of_a_grid_is_cut(
-    width: int | None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "30")  # of the terminal that a pipe reads from
-    monkeypatch.setattr(planning, "terminal_width", lambda: width)
     grid = compose_sweep(
         ["batch.total_batch_size=4096,8192", "optim.lr=0.00123456,2e-3", "log.note='a very long note'"]
     )
-    planning.show_sweep(plan_sweep(grid.drafts), grid.of, grid.at_once)
-    [title, *rows] = capsys.readouterr().out.splitlines()[:5]
-    assert {"total_batch_size", "lr", "steps"} <= {*title.split()}
-    assert "…" not in title
-    assert [row.split()[0] for row in rows] == ["4096", "4096", "8192", "8192"]
-    assert [row.split()[1] for row in rows] == ["0.00123456", "0.002"] * 2
-    assert ("epochs" in title) == (width is None or width > 70)
+    cells = plan_sweep(grid.drafts)
+    for width in (None, 80, 50):
+        monkeypatch.setattr(planning, "terminal_width", lambda width=width: width)
+        planning.show_sweep(cells, grid.of, grid.at_once)
+        [title, *rows] = capsys.readouterr().out.splitlines()[:5]
+        assert {"total_batch_size", "lr", "steps"} <= {*title.split()}
+        assert "…" not in title
+        assert [row.split()[0] for row in rows] == ["4096", "4096", "8192", "8192"]
+        assert [row.split()[1] for row in rows] == ["0.00123456", "0.002"] * 2
+        assert ("epochs" in title) == (width is None or width > 70)
 
 
 def test_a_grid_with_illegal_cells_is_printed_and_refused(gptexp: Gptexp, tmp_path: Path) -> None:

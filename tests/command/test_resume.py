@@ -68,6 +68,7 @@ def test_resume_of_a_completed_run_changes_no_file(finished: Finished, gptexp: G
     assert {p: p.read_bytes() for p in finished.directory.rglob("*") if p.is_file()} == before
 
 
+@pytest.mark.e2e
 def test_a_killed_and_resumed_run_has_the_bits_of_an_undisturbed_run(
     start: Start, gptexp: Gptexp, tiny: list[str], tmp_path: Path
 ) -> None:

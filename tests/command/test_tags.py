@@ -23,13 +23,15 @@ TEXTS = (
 
 
 def test_any_text_is_kept_as_it_is() -> None:
+    """Each text is a tag. A composition takes long, so it has many tags; its note is all of them in one text."""
     draw = random.Random(0)
     texts = [*TEXTS, *("".join(draw.choices("ab\\\"'${},=: []\n", k=draw.randint(1, 9))) for _ in range(150))]
     with hydra_engine() as engine:
-        for text in texts:
-            overrides = spelled_out([f"--note={text}", f"--tag={text}", "--tag", "other"])
+        for some in (["null"], ["3", "other"], texts[:60], texts[60:120], texts[120:]):
+            note = "".join(some)
+            overrides = spelled_out([f"--note={note}", *(f"--tag={text}" for text in some)])
             log = job_of(composition(engine, overrides, None, multirun=False)).log
-            assert (log.note, log.tags) == (text, [text, "other"])
+            assert (log.note, log.tags) == (note, some)
 
 
 def test_other_arguments_are_left_as_they_are() -> None:

@@ -222,7 +222,6 @@ WAITING = {
     ("options", "moment"),
     [
         ([], "the import of torch"),
-        (["-m", "train.seed=1,2"], "its data"),
         *(
             pytest.param(options.split(), moment, marks=pytest.mark.e2e)
             for options, moment in (
@@ -231,6 +230,7 @@ WAITING = {
                 ("world.size=2", "its data"),
                 ("world.size=2", "the first step"),
                 ("-m train.seed=1,2", "the import of torch"),
+                ("-m train.seed=1,2", "its data"),
                 ("-m train.seed=1,2", "the first step"),
                 ("-m train.seed=1,2 world.size=2", "its data"),
             )

@@ -11,6 +11,13 @@ from gptexp import plan, report, status
 from gptexp.config.compose import compose
 from gptexp.storage import run_dir
 
+
+@pytest.fixture(autouse=True)
+def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take most of a report's time, and are made of the words of its page."""
+    monkeypatch.setattr("gptexp.reporting.write.png", lambda _: b"")
+
+
 # One of everything that a config counts.
 ONE = ["model.n_layer=1", "model.n_head=1", "batch.total_batch_size=16", "batch.micro_batch_size=1"]
 ODD = ["schedule.warmup_tokens=100", "train.eval_every_tokens=150", "train.save_every_tokens=1", "train.max_steps=3"]

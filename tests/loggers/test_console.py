@@ -198,6 +198,7 @@ def test_stdout_of_a_sweep_is_json_only(gptexp: Gptexp, tiny: list[str]) -> None
     assert of_runs(kinds(gptexp("train", "-m", *tiny, *JSON_MODE, "optim.lr=1e-3,2e-3")), 2)
 
 
+@pytest.mark.e2e
 def test_log_quiet_prints_one_line_and_logs_everything(gptexp: Gptexp, tiny: list[str], tmp_path: Path) -> None:
     assert gptexp("prepare", *tiny).returncode == 0  # the first command that tokenises a text prints a line
     options = [option for option in tiny if not option.startswith("log")]

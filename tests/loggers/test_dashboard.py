@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT, TINY, ForkServer
-from wandb_server import ENTITY, Run, WandbServer, minimal_environment
+from conftest import ROOT
+from wandb_server import ENTITY, WandbServer
 
 from gptexp.config.schema import Config, fields_of
 from gptexp.loggers.run_log import METRICS
@@ -69,25 +69,10 @@ def config_keys() -> set[str]:
     return {name[7:].replace(".value.", ".", 1) for name in names() if name.startswith("config:")}
 
 
-@pytest.fixture(scope="module")
-def logged(
-    torch_server: ForkServer, corpus: Path, cache: Path, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[set[str], Run]:
-    """The names in the metrics.jsonl of a finished run, and the run on the server."""
-    folder = tmp_path_factory.mktemp("logged")
-    with WandbServer() as server:
-        env = {**minimal_environment(cache), **server.environment(folder)}
-        argv = ["train", *TINY, f"data.path={corpus}", "log.wandb.mode=online", "hydra.run.dir=out"]
-        done = torch_server.ask(argv, folder, env, 120)
-        assert done["code"] == 0, done["stderr"]
-        [run] = server.runs.values()
-        lines = (folder / "out" / "metrics.jsonl").read_text().splitlines()
-        return {name for line in lines for name in json.loads(line)}, run
-
-
-def test_every_metric_on_the_dashboard_is_in_the_table_and_logged_by_a_run(logged: tuple[set[str], Run]) -> None:
+def test_every_metric_on_the_dashboard_is_in_the_table_and_logged_by_a_run(finished_run: Path) -> None:
     assert {"val/loss", "flops", "tokens", "gns/tokens"} <= metrics() <= METRICS.keys()
-    assert metrics() <= logged[0]
+    lines = (finished_run / "metrics.jsonl").read_text().splitlines()
+    assert metrics() <= {name for line in lines for name in json.loads(line)}
 
 
 def test_every_key_on_the_dashboard_is_a_config_key() -> None:
@@ -95,8 +80,14 @@ def test_every_key_on_the_dashboard_is_a_config_key() -> None:
     assert config_keys() <= {key for key, _, _ in fields_of(Config())}
 
 
-def test_a_run_sends_the_numbers_of_all_scatter_plots_and_columns(logged: tuple[set[str], Run]) -> None:
-    run = logged[1]
+@pytest.mark.e2e
+def test_a_run_sends_the_numbers_of_all_scatter_plots_and_columns(
+    gptexp: Gptexp, tiny: list[str], server: WandbServer, tmp_path: Path
+) -> None:
+    env = server.environment(tmp_path)
+    done = gptexp("train", *tiny, "log.wandb.mode=online", "hydra.run.dir=out", env=env, timeout=120)
+    assert done.returncode == 0, done.stderr
+    [run] = server.runs.values()
     found = 0
     for name in names():
         section, _, path = name.rpartition(":")
@@ -135,9 +126,8 @@ def test_the_definition_is_printed_without_a_server_or_a_key(gptexp: Gptexp) -> 
     assert json.loads(done.stdout) == spec("another")
 
 
-@pytest.mark.parametrize(
-    "behaviour", [*(pytest.param(how, marks=pytest.mark.e2e) for how in ("refuse", "error", "hang")), "dead"]
-)
+@pytest.mark.e2e
+@pytest.mark.parametrize("behaviour", ["refuse", "error", "hang", "dead"])
 def test_a_failing_server_gives_one_line(push: Gptexp, server: WandbServer, behaviour: str) -> None:
     if behaviour == "dead":
         server.die()

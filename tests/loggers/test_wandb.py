@@ -288,6 +288,7 @@ def finished(torch_server: ForkServer, corpus: Path, cache: Path, tmp_path_facto
         return Online(folder / "out", done["stderr"], run, server.faults)
 
 
+@pytest.mark.e2e
 def test_a_run_sets_name_and_tags_of_its_wandb_run_and_prints_no_warning(finished: Online) -> None:
     assert of_wandb(finished.stderr) == []
     run = finished.run
@@ -299,6 +300,7 @@ def test_a_run_sets_name_and_tags_of_its_wandb_run_and_prints_no_warning(finishe
     assert not finished.faults
 
 
+@pytest.mark.e2e
 def test_the_config_of_a_run_is_on_the_server(finished: Online) -> None:
     out = finished.out
     config = {key: of["value"] for key, of in finished.run.config.items() if key != "_wandb"}
@@ -309,6 +311,7 @@ def test_the_config_of_a_run_is_on_the_server(finished: Online) -> None:
     assert config["data_hash"] == summary(out)["data_hash"]
 
 
+@pytest.mark.e2e
 def test_every_number_of_metrics_jsonl_is_on_the_server_under_its_name(finished: Online) -> None:
     rows = [{k: v for k, v in row.items() if not k.startswith("_")} for row in finished.run.history]
     expected = [
@@ -321,6 +324,7 @@ def test_every_number_of_metrics_jsonl_is_on_the_server_under_its_name(finished:
     assert any(d.get("2") == "*" or "tokens" in str(d) for d in definitions)
 
 
+@pytest.mark.e2e
 def test_the_summary_on_the_server_has_the_lowest_losses_and_the_status(finished: Online) -> None:
     run, out = finished.run, finished.out
     assert run.summary["val/loss"] == {"min": summary(out)["best_val_loss"]}
@@ -329,6 +333,7 @@ def test_the_summary_on_the_server_has_the_lowest_losses_and_the_status(finished
     assert run.summary["final_val_loss"] == summary(out)["final_val_loss"]
 
 
+@pytest.mark.e2e
 def test_samples_report_and_weights_are_uploaded(finished: Online) -> None:
     out = finished.out
     kinds = {artifact.type: artifact for artifact in finished.run.artifacts}

@@ -22,6 +22,11 @@ def test_the_shapes_cover_all_matrices_of_a_model() -> None:
     assert sum(inner * columns * count for _, inner, columns, count in shapes.values()) == matrices
 
 
+@pytest.fixture(autouse=True)
+def short_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gptexp.machine.ceilings.MEASURE_S", 0.02)
+
+
 def test_the_models_rate_is_the_harmonic_mean_of_its_layers_rates() -> None:
     rates = gemm_rates(SMALL, 64, CPU, torch.float32)
     assert tuple(rates) == LAYERS

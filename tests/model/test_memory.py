@@ -104,7 +104,12 @@ def peak_bytes(
 )
 @pytest.mark.parametrize(
     ("m", "batch"),
-    [(WIDE, 10), (DEEP, 6), pytest.param(DEEP, 48, marks=pytest.mark.e2e), (LARGE, 1)],  # 48 takes long
+    [
+        (WIDE, 10),
+        (DEEP, 6),
+        pytest.param(DEEP, 48, marks=pytest.mark.e2e),
+        pytest.param(LARGE, 1, marks=pytest.mark.e2e),
+    ],
 )
 def test_the_estimate_counts_every_tensor(
     m: ModelConfig, batch: int, micro_steps: int, dtype: str, loss: str, checkpointing: bool
@@ -116,7 +121,7 @@ def test_the_estimate_counts_every_tensor(
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("micro_steps", [1, 2, 8])
+@pytest.mark.parametrize("micro_steps", [1, 2, pytest.param(8, marks=pytest.mark.e2e)])
 @pytest.mark.parametrize(("m", "batch"), [(DEEP, 6), (LARGE, 1)])
 def test_the_estimate_counts_the_sums_of_a_tree(m: ModelConfig, batch: int, micro_steps: int, world_size: int) -> None:
     memory = memory_estimate(m, cpu_step(m, batch, micro_steps, world_size=world_size, tree=True))

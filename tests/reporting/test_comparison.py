@@ -326,6 +326,7 @@ def test_it_replaces_its_own_page_and_no_other_file(capsys: pytest.CaptureFixtur
     assert not Path("compare.html").exists()
 
 
+@pytest.mark.e2e
 @needs_chromium
 def test_the_page_overlays_the_runs(browser: "Browser") -> None:
     """At two widths and in both colour schemes; texts of a run are shown, and not executed as HTML."""

@@ -32,7 +32,12 @@ def test_a_critical_batch_size_within_the_tested_sizes_is_recovered() -> None:
 
 @pytest.mark.parametrize(
     ("octave", "status"),
-    [(18.5, "lower bound only"), (22, "lower bound only"), (26, "lower bound only"), (11, "upper bound only")],
+    [
+        (18.5, "lower bound only"),
+        pytest.param(22, "lower bound only", marks=pytest.mark.e2e),
+        pytest.param(26, "lower bound only", marks=pytest.mark.e2e),
+        (11, "upper bound only"),
+    ],
 )
 def test_one_sided_data_give_a_bound_only(octave: float, status: str) -> None:
     """The bound holds even if the steps fall as one over the batch size, without a visible critical batch size."""

@@ -29,17 +29,25 @@ def held_and_given(rng: np.random.Generator, sweeps: int, sizes: int, **kwargs: 
     return held / found, found / (sweeps * sizes), float(np.median(widths))
 
 
-@pytest.mark.parametrize("sweeps", [40, pytest.param(300, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("truth", [None, steep, wall], ids=["parabola", "steep", "wall"])
+SWEEPS = [
+    {"sizes": 3}, {"sizes": 3, "seeds": 3, "lrs": 7}, {"sizes": 1}, {"sizes": 6, "lrs": 7},
+    {"sizes": 3, "sigma": 0.001}, {"sizes": 4, "sigma": 0.0015, "growth": 2.0}, {"sizes": 3, "heavy_tails": True},
+    {"sizes": 4, "seeds": 3, "sigma": 0.0015, "growth": 2.0, "lrs": 7},
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    "kwargs",
+    ("truth", "sweeps"),
     [
-        {"sizes": 3}, {"sizes": 3, "seeds": 3, "lrs": 7}, {"sizes": 1}, {"sizes": 6, "lrs": 7},
-        {"sizes": 3, "sigma": 0.001}, {"sizes": 4, "sigma": 0.0015, "growth": 2.0}, {"sizes": 3, "heavy_tails": True},
-        {"sizes": 4, "seeds": 3, "sigma": 0.0015, "growth": 2.0, "lrs": 7},
+        pytest.param(None, 40, id="parabola-40"),
+        pytest.param(steep, 40, id="steep-40", marks=pytest.mark.e2e),
+        pytest.param(wall, 40, id="wall-40", marks=pytest.mark.e2e),
+        pytest.param(None, 300, id="parabola-300", marks=pytest.mark.slow),
+        pytest.param(steep, 300, id="steep-300", marks=pytest.mark.slow),
+        pytest.param(wall, 300, id="wall-300", marks=pytest.mark.slow),
     ],
-    ids=str,
-)  # fmt: skip
+)
+@pytest.mark.parametrize("kwargs", SWEEPS, ids=str)
 def test_intervals_of_optima_hold_the_truth(truth: Truth | None, kwargs: dict[str, Any], sweeps: int) -> None:
     """Also for skewed curves, for heavy tails, and for noise that doubles from one batch size to the next."""
     held, given, width = held_and_given(np.random.default_rng(2), sweeps, truth=truth, **kwargs)

@@ -7,9 +7,17 @@ from drawn import SIGMA, draw, power_law
 from gptexp.reporting.curves import fit_curves
 from gptexp.reporting.law import fit_law
 
+CASES = [(0.5, 6, 2), (1.0, 4, 2), (0.0, 6, 3), (0.1, 6, 2)]
 
-@pytest.mark.parametrize("sweeps", [100, pytest.param(1000, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("alpha", "sizes", "seeds"), [(0.5, 6, 2), (0.0, 6, 3), (0.1, 6, 2), (1.0, 4, 2)])
+
+@pytest.mark.parametrize(
+    ("alpha", "sizes", "seeds", "sweeps"),
+    [
+        *((*case, 100) for case in CASES[:2]),
+        *(pytest.param(*case, 100, marks=pytest.mark.e2e) for case in CASES[2:]),
+        *(pytest.param(*case, 1000, marks=pytest.mark.slow) for case in CASES),
+    ],
+)
 def test_the_exponent_is_recovered_and_its_interval_has_the_stated_coverage(
     alpha: float, sizes: int, seeds: int, sweeps: int
 ) -> None:

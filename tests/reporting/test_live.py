@@ -168,6 +168,7 @@ def test_only_a_changed_cell_is_read_and_drawn_again(
         page.close()
 
 
+@pytest.mark.e2e
 @needs_chromium
 def test_an_update_leaves_focus_scrolling_order_and_open_rows_alone(browser: "Browser", tmp_path: Path) -> None:
     root = write_sweep(tmp_path / "sweep", batches=(4096, 8192), seeds=1)

@@ -62,7 +62,7 @@ def opened(browser: "Browser") -> Iterator[Open]:
     ("width", "scheme"),
     [
         (1280, "light"),
-        (390, "dark"),
+        pytest.param(390, "dark", marks=pytest.mark.e2e),
         pytest.param(390, "light", marks=pytest.mark.e2e),
         pytest.param(1280, "dark", marks=pytest.mark.e2e),
     ],
@@ -98,10 +98,8 @@ def test_every_figure_is_drawn_and_readable(browser: "Browser", report: Path, wi
     context.close()
 
 
-@pytest.mark.parametrize(
-    ("width", "scheme"),
-    [(390, "dark"), *(pytest.param(*case, marks=pytest.mark.e2e) for case in ((390, "light"), (1280, "dark")))],
-)
+@pytest.mark.e2e
+@pytest.mark.parametrize(("width", "scheme"), [(390, "dark"), (390, "light"), (1280, "dark")])
 def test_the_page_has_no_accessibility_violation(
     opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int, scheme: str
 ) -> None:
@@ -142,6 +140,7 @@ def test_the_head_says_what_was_run_and_how_far_it_is(opened: Open, report: Path
     assert "does not differ significantly" in answer.locator("details p").inner_text()
 
 
+@pytest.mark.e2e
 def test_the_switches_of_a_chart_change_its_axes(opened: Open, report: Path) -> None:
     page = opened(report)
     chart = page.locator("[data-key=loss]")
@@ -167,6 +166,7 @@ def test_the_switches_of_a_chart_change_its_axes(opened: Open, report: Path) -> 
     assert axis("steps") == "steps"  # the other choice stands
 
 
+@pytest.mark.e2e
 def test_a_link_to_a_run_opens_it(opened: Open, report: Path) -> None:
     page = opened(report)
     page.goto("about:blank")
@@ -194,6 +194,7 @@ def test_colours_can_be_read_on_their_background() -> None:
                     assert (high + 0.05) / (low + 0.05) >= 4.5, (one, other)
 
 
+@pytest.mark.e2e
 def test_a_click_on_the_legend_isolates_its_lines(opened: Open, report: Path) -> None:
     page = opened(report)
     faint = "[...document.querySelectorAll('#plot-curves .mark-line path')].map(p => +(p.getAttribute('opacity') ?? 1))"
@@ -233,6 +234,7 @@ def test_the_table_is_sorted_by_a_click_and_its_rows_open(opened: Open, report: 
     assert not row.locator(".more").is_visible()
 
 
+@pytest.mark.e2e
 def test_a_click_on_a_point_opens_its_run_each_time(opened: Open, report: Path) -> None:
     page = opened(report)
     for _ in range(2):
@@ -243,6 +245,7 @@ def test_a_click_on_a_point_opens_its_run_each_time(opened: Open, report: Path) 
         assert page.locator(".more:not([hidden])").count() == 0
 
 
+@pytest.mark.e2e
 def test_a_command_is_copied(opened: Open, report: Path) -> None:
     page = opened(report)
     page.context.grant_permissions(["clipboard-read", "clipboard-write"])
@@ -251,6 +254,7 @@ def test_a_command_is_copied(opened: Open, report: Path) -> None:
     assert page.evaluate("navigator.clipboard.readText()") == COMMAND
 
 
+@pytest.mark.e2e
 def test_paper_shows_no_buttons_and_dark_text(opened: Open, report: Path) -> None:
     page = opened(report, scheme="dark")
     page.emulate_media(media="print")
@@ -260,6 +264,7 @@ def test_paper_shows_no_buttons_and_dark_text(opened: Open, report: Path) -> Non
     assert page.evaluate("getComputedStyle(document.querySelector('.plot text')).fill") == "rgb(34, 34, 34)"
 
 
+@pytest.mark.e2e
 def test_the_page_follows_the_color_scheme_of_the_system(opened: Open, report: Path) -> None:
     page = opened(report)
     page.emulate_media(color_scheme="dark")
@@ -269,6 +274,7 @@ def test_the_page_follows_the_color_scheme_of_the_system(opened: Open, report: P
     }""")
 
 
+@pytest.mark.e2e
 def test_a_single_point_is_drawn(opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run with one step and one evaluation, as right after its start."""
     monkeypatch.setattr("gptexp.reporting.write.png", lambda _: b"")
@@ -283,6 +289,7 @@ def test_a_single_point_is_drawn(opened: Open, tmp_path: Path, monkeypatch: pyte
     assert page.locator("#plot-speed .mark-symbol path").count() == 1
 
 
+@pytest.mark.e2e
 def test_a_point_has_a_tooltip(opened: Open, report: Path) -> None:
     page = opened(report)
     page.locator("#plot-curves .mark-symbol path").first.hover(force=True)  # another seed may lie above it

@@ -89,7 +89,7 @@ def test_the_rank_that_failed_first_is_found(
 @pytest.mark.parametrize(
     ("name", "rank"),
     [
-        ("SIGTERM", None),
+        pytest.param("SIGTERM", None, marks=pytest.mark.e2e),
         pytest.param("SIGUSR1", None, marks=pytest.mark.e2e),
         pytest.param("SIGTERM", 1, marks=pytest.mark.e2e),
         pytest.param("SIGUSR1", 0, marks=pytest.mark.e2e),

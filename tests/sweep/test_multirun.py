@@ -21,6 +21,7 @@ def config_of(cell: Path) -> dict[str, dict[str, object]]:
     return config
 
 
+@pytest.mark.e2e
 def test_a_failing_cell_does_not_stop_the_others(gptexp: Gptexp, tiny: list[str], tmp_path: Path) -> None:
     (tmp_path / "short.txt").write_text("too short")
     path = next(o for o in tiny if o.startswith("data.path="))
