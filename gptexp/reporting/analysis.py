@@ -51,6 +51,11 @@ class Arm:
         ]
 
     @property
+    def all_diverged(self) -> dict[int, list[float]]:
+        """Batch size -> learning rates, for the batch sizes at which training diverged at each of them."""
+        return {batch: lrs for batch, lrs in self.diverged.items() if batch not in self.losses}
+
+    @property
     def is_grid(self) -> bool:
         """Whether any batch size has several learning rates."""
         return any(len(at_batch) > 1 for at_batch in self.losses.values())

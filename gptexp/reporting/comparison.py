@@ -22,7 +22,7 @@ from gptexp.reporting.proposals import SEEDS, Proposal
 from gptexp.reporting.records import Run, has_diverged, read_run
 from gptexp.reporting.report import Report
 from gptexp.reporting.shape import CLEAR
-from gptexp.reporting.verdict import Finding, Verdict
+from gptexp.reporting.verdict import Finding, Verdict, seeds_in_words
 
 SEED = "train.seed"
 HELD_OUT = ("data.val_tokens", "data.max_tokens")  # with the length of a sequence they decide which text is held out
@@ -262,7 +262,7 @@ def _answer(pair: Pair) -> Finding:
     if not pair.is_tie:
         return Finding(f"{text}, more than seeds cause.", why, ("significant",))
     if pair.seeds is not None:
-        why += f" To show this difference takes {counted(pair.seeds, 'seed')} of each config (power {POWER:g})."
+        why += f" To show this difference takes {seeds_in_words(pair.seeds)} of each config (power {POWER:g})."
     return Finding(f"{text}, which seeds alone can cause.", why, ("tied",))
 
 

@@ -7,7 +7,7 @@ parabola through the best learning rate and its two neighbours, which is no more
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import fmean
 
@@ -27,9 +27,12 @@ from gptexp.reporting.shape import (
     shape_of,
 )
 
+JAGGED = "the loss falls and rises more than once, by more than seeds explain"
 MOST = 5  # learning rates in a fit
 SPACING = 2.0  # ratio of learning rates next to a grid of only one
 WIDE_GAP = 1.9  # ratio of two learning rates between which the lowest point may be missed: about an octave
+SAME = 0.1  # octaves: learning rates that are closer are one point of a parabola
+MOST_SKEWED = 4.0  # a wall that rises more times as far as the loss falls before it says no more of the lowest point
 MOST_OUTLIERS = 0.25  # of a batch size's runs; more of them are no outliers, and the curve is jagged
 
 
@@ -103,22 +106,22 @@ def fit_curves(losses: Mapping[int, Losses], diverged: Mapping[int, Sequence[flo
     """Judge and fit all batch sizes of one sweep.
 
     `losses`: batch size -> losses of completed runs; `diverged`: batch size -> learning rates that diverged;
-    `usual_spread`: standard deviation over seeds that such runs have had, in nats. It only decides shapes, and only if
-    no batch size of this sweep has enough seeds to measure it.
+    `usual_spread`: standard deviation over seeds that such runs have had, in nats. It decides shapes and outliers where
+    too few seeds measure the noise. A larger noise at another batch size takes its place in the shapes.
     """
     kept, outliers = {}, {}
     for batch, at_batch in losses.items():
         kept[batch], outliers[batch] = _without_outliers(at_batch, usual_spread)
     noises = measure(kept)
-    usual_spread = max((noise.sigma for noise in noises.values() if noise.is_sure), default=usual_spread)
+    usual_spread = max([usual_spread, *(noise.sigma for noise in noises.values() if noise.is_sure)])
     points = {batch: points_of(at_batch, noises.get(batch), usual_spread) for batch, at_batch in kept.items()}
-    shapes = {batch: shape_of(of_batch) for batch, of_batch in points.items()}
+    shapes = {batch: _shape(of_batch, diverged.get(batch, ())) for batch, of_batch in points.items()}
     targets = {
         batch: _target(points[batch], noises[batch], *shape.bracket)
         for batch, shape in shapes.items()
         if shape.bracket is not None and batch in noises
     }
-    optima = {batch: _optimum(target, noises[batch]) for batch, target in fit_all(targets).items()}
+    optima = {batch: _optimum(fitted, targets[batch], noises[batch]) for batch, fitted in fit_all(targets).items()}
     curves = {
         batch: _curve(of_batch, shapes[batch], optima.get(batch), diverged.get(batch, ()), outliers[batch])
         for batch, of_batch in points.items()
@@ -135,13 +138,30 @@ def _without_outliers(losses: Losses, usual_spread: float) -> tuple[dict[float, 
         if (seed := outlying_seed(kept, usual_spread)) is not None:
             lr, loss = seed
             kept[lr].remove(loss)
-            found.append(Outlier(lr, loss, f"other seeds of its cell have a loss of {fmean(kept[lr]):.4f}"))
+            others = fmean(kept[lr])
+            found.append(Outlier(lr, loss, f"other seeds of its cell have a loss of {others:.4f}"))
+            if loss > others:  # as where a seed has diverged: the mean over the others would be too low
+                why = f"another seed of its cell has a loss of {loss:.4f}"
+                found += [Outlier(lr, other, why) for other in kept.pop(lr)]
         elif (alone := outlier(points_of(kept, measure({0: kept}).get(0), usual_spread))) is not None:
             [loss] = kept.pop(alone)
             found.append(Outlier(alone, loss, "no curve through its neighbours explains its loss"))
         else:
             break
     return kept, found
+
+
+def _shape(points: Points, diverged: Sequence[float]) -> Shape:
+    """The shape of the points, where a learning rate that diverged is worse than the best one."""
+    shape = shape_of(points)
+    if shape.status == "too few" or not diverged:
+        return shape
+    best = points.lrs[points.best]
+    if min(diverged) < best:
+        return Shape("jagged")
+    if shape.above is not None and min(diverged) < shape.above:
+        return replace(shape, above=min(diverged))
+    return shape
 
 
 def _target(points: Points, noise: Noise, below: float, above: float) -> Target:
@@ -157,9 +177,9 @@ def _target(points: Points, noise: Noise, below: float, above: float) -> Target:
     return Target([points.lrs[i] for i in used], [points.means[i] for i in used], variances, noise.t, below, above)
 
 
-def _optimum(fitted: Fitted, noise: Noise) -> Optimum:
+def _optimum(fitted: Fitted, target: Target, noise: Noise) -> Optimum:
     curve = fitted.curve
-    x = np.linspace(math.log2(curve.lrs[0]), math.log2(curve.lrs[-1]), SCAN)
+    x = np.linspace(math.log2(target.below), math.log2(target.above), SCAN)
     loss = float(curve.at(fitted.minimum))
     worse = curve.at(x) - loss > noise.t * noise.sigma * math.sqrt(2)
     low = max(x[worse & (x < fitted.minimum)], default=x[0])
@@ -178,11 +198,21 @@ def _optimum(fitted: Fitted, noise: Noise) -> Optimum:
 
 
 def _vertex(points: Points) -> Optimum:
-    """The minimum of the parabola through the best point and its two neighbours, which always lies between these."""
-    near = slice(points.best - 1, points.best + 2)
-    x, y = np.log2(points.lrs[near]), np.array(points.means[near])
-    a, b, c = np.polyfit(x - x[1], y, 2)
-    return Optimum(lr=float(2 ** (x[1] - b / (2 * a))), loss=float(c - b**2 / (4 * a)))
+    """The minimum of the parabola through the best point and its two neighbours, at most half-way to one of these.
+
+    Its loss is that of the best point: three points do not say how far below it the minimum lies.
+    """
+    x, best = np.log2(points.lrs), points.best
+    left = max((i for i in range(best) if x[best] - x[i] >= SAME), default=best - 1)
+    right = min((i for i in range(best + 1, len(x)) if x[i] - x[best] >= SAME), default=best + 1)
+    before, after = x[best] - x[left], x[right] - x[best]
+    fall, rise = (points.means[i] - points.means[best] for i in (left, right))
+    if min(fall, rise) > 0:
+        fall, rise = min(fall, MOST_SKEWED * rise), min(rise, MOST_SKEWED * fall)
+    curvature = fall / before + rise / after
+    shift = (fall * after / before - rise * before / after) / (2 * curvature) if curvature else 0.0
+    octave = x[best] + min(max(shift, -before / 2), after / 2)
+    return Optimum(lr=float(2**octave), loss=points.means[best])
 
 
 def _curve(
@@ -194,13 +224,15 @@ def _curve(
         completed = counted(len(points.lrs), "learning rate")
         return judged("too few", f"{completed} completed, and a lowest point needs three")
     if shape.status == "jagged":
-        return judged("jagged", "the loss falls and rises more than once, by more than seeds explain")
+        below = [lr for lr in diverged if best is not None and lr < best]
+        why = f"training diverged at {min(below):g}, below the best learning rate {best:g}" if below else JAGGED
+        return judged("jagged", why)
     if shape.status == "flat":
         return judged("flat", _differences(points), tied=_tied(points))
     if shape.bracket is not None:
         why = f"{shape.bracket[0]:g} and {shape.bracket[1]:g} are worse"
         return judged("bracketed", why, bracket=shape.bracket, optimum=optimum or _vertex(points))
-    why, next_lr = _next(points, shape, diverged)
+    why, next_lr = _next(points, shape, diverged, [outlier.lr for outlier in outliers])
     return judged("not bracketed", why, next_lr=next_lr)
 
 
@@ -227,12 +259,17 @@ def one_step_outside(lrs: Sequence[float]) -> tuple[float, float]:
     return lrs[0] ** 2 / lrs[1], lrs[-1] ** 2 / lrs[-2]
 
 
-def _next(points: Points, shape: Shape, diverged: Sequence[float]) -> tuple[str, float | None]:
+def _next(
+    points: Points, shape: Shape, diverged: Sequence[float], left_out: Sequence[float]
+) -> tuple[str, float | None]:
     """Why a curve is not bracketed, and the learning rate to run next; None if only seeds help.
 
     The grid is extended only if the best learning rate is its end, or next to its end.
     """
     lrs, at, last = points.lrs, points.best, len(points.lrs) - 1
+    if shape.below is None and shape.above is None:
+        spread = max(points.means) - min(points.means)
+        return f"the losses differ by {spread:.2g} nats, but seeds move them as much", None
     if shape.below is None:
         why = (
             "the loss rises from the lowest learning rate on"
@@ -245,6 +282,9 @@ def _next(points: Points, shape: Shape, diverged: Sequence[float]) -> tuple[str,
         beyond = one_step_outside(lrs)[1] if at >= last - 1 else None
         if beyond is not None and (limits := [lr for lr in diverged if lr > lrs[-1]]):
             why += f", and {min(limits):g} diverged"
+            beyond = math.sqrt(lrs[-1] * min(limits))
+        elif beyond is not None and (limits := [lr for lr in left_out if lr > lrs[-1]]):
+            why += f", and {min(limits):g} is left out"
             beyond = math.sqrt(lrs[-1] * min(limits))
     return why, _widest_gap(points) or beyond
 

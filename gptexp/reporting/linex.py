@@ -17,8 +17,8 @@ import numpy.typing as npt
 Array = npt.NDArray[np.floating]
 
 SKEWS = np.linspace(-1.0, 2.5, 71)  # per octave
-USUAL_SKEW, SKEW_SPREAD = 0.5, 1.0  # of curves of real sweeps: a weak preference, as they are alike
-MISFIT = 0.2  # standard deviation of a curve's misfit, as a share of the height above its minimum
+USUAL_SKEW, SKEW_SPREAD = 0.5, 2.0  # of curves of real sweeps: a weak preference, as they are alike
+MISFIT = 0.4  # standard deviation of a curve's misfit, as a share of the height above its minimum
 SCAN = 401  # learning rates that are tested as the minimum, from one end of the bracket to the other
 
 

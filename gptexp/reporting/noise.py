@@ -15,6 +15,8 @@ LEVEL = 1 - CONFIDENCE  # of tests
 POWER = 0.8
 MIN_SIGMA = 1e-6  # nats; smaller differences are rounding errors of float32
 SURE_DOF = 4  # degrees of freedom from which a noise is sure
+NEAR = 2  # learning rates on each side of the best one whose seeds count
+ON_THE_WALL = 1.0  # nats above the lowest mean, where training is unstable and seeds move far more than at the best
 POOLED = 0.2  # p-value above which the noise of several batch sizes counts as equal
 
 Losses = Mapping[float, Sequence[float]]  # learning rate -> the final loss of each seed, in nats per token
@@ -91,14 +93,23 @@ def within_cells(cells: Iterable[Sequence[float]]) -> tuple[float, int]:
     return squares, dof
 
 
+def _near_the_best(losses: Losses) -> list[Sequence[float]]:
+    """The cells at the learning rates around the one with the lowest mean, without those on the wall."""
+    lrs = sorted(losses)
+    means = [float(np.mean(losses[lr])) for lr in lrs]
+    best = means.index(min(means))
+    near = range(max(0, best - NEAR), min(len(lrs), best + NEAR + 1))
+    return [losses[lrs[i]] for i in near if means[i] - means[best] < ON_THE_WALL]
+
+
 def measure(losses: Mapping[int, Losses]) -> dict[int, Noise]:
-    """The noise of each batch size (tokens) at which a learning rate has two seeds.
+    """The noise of each batch size (tokens) at which a learning rate near the best one has two seeds.
 
     It is pooled over all of them if Bartlett's test (1937, Proc. R. Soc. A 160:268) finds no difference.
     """
     found: dict[int, Noise] = {}
     for batch, at_batch in losses.items():
-        squares, dof = within_cells(at_batch.values())
+        squares, dof = within_cells(_near_the_best(at_batch))
         if dof:
             found[batch] = Noise(max(MIN_SIGMA, math.sqrt(squares / dof)), dof, (batch,))
     if len(found) < 2 or _p_of_equal_variances(list(found.values())) < POOLED:

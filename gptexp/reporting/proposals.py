@@ -55,7 +55,7 @@ def proposals(analysis: Analysis, sweep: SweepRecord) -> list[Proposal]:
         kept = [text for text in sweep.overrides if text.partition("=")[0] not in replaced]
         fixed = [*kept, *chosen, f"sweep.name={sweep.name}"]
         for cells in _wanted(arm):
-            if _is_unfinished(analysis, sweep, cells.batch):
+            if is_unfinished(analysis, sweep, cells.batch):
                 continue
             lrs = [lr for lr in cells.lrs if cells.seeds or not _exists(arm, cells.batch, lr)]
             if not lrs:
@@ -84,7 +84,7 @@ def _exists(arm: Arm, batch: int, lr: float) -> bool:
     return any(run.batch == batch and math.isclose(lr, run.lr, rel_tol=0.02) for run in arm.runs)
 
 
-def _is_unfinished(analysis: Analysis, sweep: SweepRecord, batch: int) -> bool:
+def is_unfinished(analysis: Analysis, sweep: SweepRecord, batch: int) -> bool:
     """Whether a cell at this batch size runs or waits: its loss may answer the question."""
     statuses = {run.name: run.status for run in analysis.runs}
     planned = [name for name, cell in sweep.cells.items() if cell.total_batch_size == batch]
@@ -105,8 +105,12 @@ def _wanted(arm: Arm) -> list[_Cells]:
     found: list[_Cells] = []
     for batch, curve in arm.curves.of.items():
         found += _for_the_shape(arm, batch, curve, seeds)
-        for outlier in curve.outliers:
-            found.append(_Cells(batch, [outlier.lr], seeds[:1], "one run there is left out, as nothing explains it"))
+        for lr in dict.fromkeys(outlier.lr for outlier in curve.outliers):
+            found.append(_Cells(batch, [lr], seeds[:1], "one run there is left out, as nothing explains it"))
+    for batch, lrs in arm.all_diverged.items():
+        below, _ = one_step_outside(sorted(lrs))
+        why = "training diverged at every learning rate that was run"
+        found.append(_Cells(batch, sorted([below, below**2 / min(lrs)]), [], why))
     for batch, curve in arm.curves.of.items():
         if curve.bracket is not None and (curve.noise is None or not curve.noise.is_sure):
             why = "measures the noise at this batch size, which gives its best learning rate an interval"
@@ -122,7 +126,8 @@ def _wanted(arm: Arm) -> list[_Cells]:
 
 def _for_the_shape(arm: Arm, batch: int, curve: Curve, seeds: list[int]) -> Iterator[_Cells]:
     lrs = sorted(arm.curves.losses[batch])  # those that the curve was judged by
-    limit = min((lr for lr in arm.diverged.get(batch, ()) if lr > lrs[-1]), default=math.inf)
+    limit = min(arm.diverged.get(batch, ()), default=math.inf)
+    limit = min([limit, *(outlier.lr for outlier in curve.outliers if outlier.lr > lrs[-1])])
     below, above = one_step_outside(lrs)
     if curve.next_lr is not None and lrs[0] < curve.next_lr < lrs[-1]:
         yield _Cells(batch, [curve.next_lr], [], "the lowest point may lie in this gap of the grid")
@@ -135,6 +140,8 @@ def _for_the_shape(arm: Arm, batch: int, curve: Curve, seeds: list[int]) -> Iter
     elif curve.status == "not bracketed":
         ends = sorted({lrs[0], curve.best or lrs[0], lrs[-1]})
         yield _Cells(batch, ends, seeds, "seeds show whether the loss rises on both sides of the best learning rate")
+    elif curve.status == "jagged" and limit < (curve.best or 0.0):
+        yield _Cells(batch, [limit], seeds, "training diverged there, but not at higher learning rates: does it again?")
     elif curve.status == "jagged":
         yield _Cells(batch, lrs, seeds[:1], "a second seed shows whether the losses really rise and fall")
     elif curve.tied is not None and lrs[-1] / lrs[0] >= WIDE:

@@ -47,7 +47,7 @@ def build_report(directory: Path, read: Callable[[Path], Run] = read_run) -> Rep
         cells,
         sweep,
         overview(directory, analysis, cells, sweep),
-        verdict(analysis),
+        verdict(analysis, sweep),
         proposals(analysis, sweep) if sweep is not None else [],
         figures(analysis),
     )

@@ -4,6 +4,7 @@ enclosed by worse ones. A cell that no curve through its neighbours explains is 
 
 import math
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Literal
 
 import numpy as np
@@ -12,6 +13,7 @@ from gptexp.reporting.noise import LEVEL, Losses, Noise, f_tail, t_quantile, wit
 
 CLEAR = 5.0  # standard deviations of a run: a larger difference is clear, even if the deviation is only a usual one
 NEVER_FLAT = 1.0  # nats: learning rates that differ by so much are not flat, whatever the noise
+TREND = 5  # losses that fall, or rise, all the way: noise orders five of them in one of 60 sweeps
 # Of two possible outliers one is named if leaving it out leaves less than this share of the roughness that leaving out
 # the other leaves.
 DECISIVE = 0.5
@@ -94,27 +96,41 @@ def shape_of(points: Points) -> Shape:
     if len(points.lrs) < 3:
         return Shape("too few")
     if _is_flat(points):
-        return Shape("flat")
+        return _trend(points) or Shape("flat")
     if not _has_one_minimum(points):
         return Shape("jagged")
     best = points.best
     worse = [i for i in range(len(points.lrs)) if points.is_worse(i, best)]
     below = max((points.lrs[i] for i in worse if i < best), default=None)
     above = min((points.lrs[i] for i in worse if i > best), default=None)
-    if below is None and above is None:
+    if below is None and above is None and _range(points) < NEVER_FLAT:
         return Shape("flat")
     return Shape("not bracketed" if below is None or above is None else "bracketed", below, above)
+
+
+def _range(points: Points) -> float:
+    return max(points.means) - min(points.means)
+
+
+def _trend(points: Points) -> Shape | None:
+    """Not bracketed, if the losses fall or rise all the way; else None."""
+    if len(points.means) < TREND:
+        return None
+    if all(left > right for left, right in pairwise(points.means)):
+        return Shape("not bracketed", below=points.lrs[0])
+    if all(left < right for left, right in pairwise(points.means)):
+        return Shape("not bracketed", above=points.lrs[-1])
+    return None
 
 
 def _is_flat(points: Points) -> bool:
     """One-way analysis of variance; without a sure noise, whether any two points clearly differ."""
     best = points.best
     worst = max(range(len(points.means)), key=lambda i: points.means[i])
-    spread = points.means[worst] - points.means[best]
-    if spread >= NEVER_FLAT:
+    if _range(points) >= NEVER_FLAT:
         return False
     if (noise := points.sure_noise) is None:
-        return spread <= points.clear_margin(worst, best)
+        return _range(points) <= points.clear_margin(worst, best)
     means, counts, dof = np.array(points.means), np.array(points.counts), len(points.means) - 1
     between = float(np.sum(counts * (means - np.average(means, weights=counts)) ** 2)) / dof
     return f_tail(between / noise.sigma**2, dof, noise.dof) > LEVEL
@@ -145,7 +161,8 @@ def outlier(points: Points) -> float | None:
     if len(points.lrs) < 4:
         return None
     if _has_one_minimum(points):
-        return points.lrs[points.best] if points.counts[points.best] == 1 and _is_a_spike(points) else None
+        is_alone = points.counts[points.best] == 1
+        return points.lrs[points.best] if is_alone and (_is_a_spike(points) or _falls_too_far(points)) else None
     candidates = []
     for i in range(len(points.lrs)):
         rest = points.without(i)
@@ -172,6 +189,26 @@ def _is_a_spike(points: Points) -> bool:
         depths.append(line - means[best])
     around = [means[i] for i in range(best - 2, best + 3) if i != best]
     return min(depths) > max(points.clear_margin(best, best), (max(around) - min(around)) / 2)
+
+
+def _falls_too_far(points: Points) -> bool:
+    """Whether the loss drops to the lowest point by far more than the slowing fall towards it explains.
+
+    Above the lowest point, where training may be unstable, the losses must fall towards it all the way.
+    """
+    best, means = points.best, points.means
+    x = [math.log2(lr) for lr in points.lrs]
+    for side in (-1, 1):
+        if not 0 <= best + 3 * side < len(means):
+            continue
+        near, far, farther = (best + n * side for n in (1, 2, 3))
+        slope, earlier = ((means[j] - means[i]) / abs(x[j] - x[i]) for i, j in ((near, far), (far, farther)))
+        expected = max(0.0, slope) * abs(x[near] - x[best])
+        depth = means[near] - means[best] - expected
+        is_slowing = slope <= earlier and (side < 0 or slope >= 0)
+        if is_slowing and depth > max(points.clear_margin(best, best), 2 * expected):
+            return True
+    return False
 
 
 def _roughness(points: Points) -> float:

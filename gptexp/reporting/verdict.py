@@ -9,9 +9,13 @@ from gptexp.process.terminal import printable
 from gptexp.reporting.analysis import Analysis, Arm
 from gptexp.reporting.curves import Curve
 from gptexp.reporting.law import SLOPES
-from gptexp.reporting.noise import POWER, seeds_needed
+from gptexp.reporting.noise import POWER, Noise, seeds_needed
 from gptexp.reporting.noise_scale import FACTOR, at_the_end, in_words
+from gptexp.reporting.proposals import is_unfinished
 from gptexp.storage import run_dir
+from gptexp.storage.sweep_record import SweepRecord
+
+MOST_SEEDS = 50  # a difference that takes more of them per cell is too small to matter
 
 
 @dataclass(frozen=True)
@@ -42,12 +46,15 @@ class Verdict:
         return [f.line for f in (*self.warnings, *self.answers, *self.findings, *self.caveats)]
 
 
-def verdict(analysis: Analysis) -> Verdict:
+def verdict(analysis: Analysis, sweep: SweepRecord | None = None) -> Verdict:
     """The findings, arm by arm."""
+    sizes = {batch for arm in analysis.arms for batch in arm.losses}
+    waiting = {batch for batch in sizes if sweep is not None and is_unfinished(analysis, sweep, batch)}
     found = Verdict([Finding(printable(f"Warning: {line}.")) for line in analysis.warnings], [], [], [])
     for arm in analysis.arms:
-        for part, of_arm in ((found.answers, _answers), (found.findings, _findings), (found.caveats, _caveats)):
-            part.extend(_labelled(arm, finding) for finding in of_arm(arm))
+        found.answers.extend(_labelled(arm, finding) for finding in _answers(arm, waiting))
+        found.findings.extend(_labelled(arm, finding) for finding in _findings(arm))
+        found.caveats.extend(_labelled(arm, finding) for finding in _caveats(arm))
     return found
 
 
@@ -57,9 +64,14 @@ def _labelled(arm: Arm, finding: Finding) -> Finding:
     return Finding(printable(text), printable(finding.why), finding.badges)
 
 
-def _answers(arm: Arm) -> Iterator[Finding]:
+def _answers(arm: Arm, waiting: Collection[int]) -> Iterator[Finding]:
+    """`waiting`: the batch sizes at which cells of the sweep still run or wait."""
     if arm.is_grid:
-        yield from (_answer(batch, curve, arm.losses[batch]) for batch, curve in arm.curves.of.items())
+        for batch, curve in arm.curves.of.items():
+            yield _answer(batch, curve, arm.losses[batch], batch in waiting)
+    for batch, lrs in arm.all_diverged.items() if len(arm.runs) > 1 else ():
+        at_every = f"training diverged at every learning rate that was run, from {min(lrs):g} on"
+        yield Finding(f"At {tokens(batch)} {at_every}; run a lower one next.", badges=("edge",))
 
 
 def _findings(arm: Arm) -> Iterator[Finding]:
@@ -108,7 +120,7 @@ def _badges(c: Curve, lrs: Collection[float]) -> tuple[str, ...]:
     return (shape,) if c.noise is not None else (shape, "noise unknown")
 
 
-def _answer(batch: int, c: Curve, lrs: Collection[float]) -> Finding:
+def _answer(batch: int, c: Curve, lrs: Collection[float], is_waiting: bool) -> Finding:
     at, o, badges = f"At {tokens(batch)}", c.optimum, _badges(c, lrs)
     if o is not None and o.low is not None:
         return Finding(
@@ -137,8 +149,10 @@ def _answer(batch: int, c: Curve, lrs: Collection[float]) -> Finding:
         return Finding(f"{at} nothing can be said of the best learning rate: {c.why}.", badges=badges)
     if c.status == "jagged":
         return Finding(f"{at} no optimum is given: {c.why}.", badges=badges)
-    then = "run more seeds" if c.next_lr is None else f"run {c.next_lr:.3g}"
-    return Finding(f"{at} the best learning rate is not bracketed: {c.why}; {then} next.", badges=badges)
+    then = "run more seeds next" if c.next_lr is None else f"run {c.next_lr:.3g} next"
+    if is_waiting:
+        then = "other cells at this batch size still run or wait"
+    return Finding(f"{at} the best learning rate is not bracketed: {c.why}; {then}.", badges=badges)
 
 
 def _sentence(text: str) -> str:
@@ -232,14 +246,14 @@ def _noise(arm: Arm) -> Iterator[Finding]:
     means = sorted(arm.means.values())
     for noise in dict.fromkeys(arm.curves.noises.values()):
         at = f" at {', '.join(f'{b:,}' for b in noise.batches)} tokens a step" if len(arm.curves.of) > 1 else ""
-        needed = f"A difference of 0.01 nats between two cells needs {_seeds(0.01, noise.sigma)} to be significant"
+        needed = f"A difference of 0.01 nats between two cells needs {_seeds(0.01, noise)} to be significant"
         if (
             arm.best is not None
             and arm.best[0] in noise.batches
             and len(means) > 1
             and (gap := means[1] - means[0]) > 0
         ):
-            needed += f", that between the best and the next cell ({gap:.4f}) needs {_seeds(gap, noise.sigma)}"
+            needed += f", that between the best and the next cell ({gap:.4f}) needs {_seeds(gap, noise)}"
         yield Finding(
             f"The final loss of one run{at} has a standard deviation of {noise.sigma:.4f} nats over seeds "
             f"({counted(noise.dof, 'degree')} of freedom).",
@@ -247,9 +261,14 @@ def _noise(arm: Arm) -> Iterator[Finding]:
         )
 
 
-def _seeds(difference: float, sigma: float) -> str:
+def _seeds(difference: float, noise: Noise) -> str:
     """The seeds that show a difference, in words."""
-    return f"{counted(seeds_needed(difference, sigma), 'seed')} per cell"
+    return f"{seeds_in_words(seeds_needed(difference, noise.sigma))} per cell"
+
+
+def seeds_in_words(needed: int) -> str:
+    """A number of seeds, up to the most that anybody would run."""
+    return counted(needed, "seed") if needed <= MOST_SEEDS else f"more than {MOST_SEEDS} seeds"
 
 
 def _critical(arm: Arm) -> Iterator[Finding]:

@@ -54,7 +54,7 @@ def test_intervals_of_optima_hold_the_truth(truth: Truth | None, kwargs: dict[st
     print(f"held {held:.3f} given {given:.2f} width {width:.2f} octaves")
     assert held >= (0.92 if sweeps == 300 else 0.88)
     assert given >= 0.8
-    assert width < 1.0
+    assert width < 1.25
 
 
 def test_without_seeds_there_is_no_interval_and_no_noise() -> None:
@@ -97,22 +97,20 @@ def test_seeds_of_one_batch_size_give_another_no_interval() -> None:
     assert without.optimum.low is None
 
 
-@pytest.mark.parametrize(("between_seeds", "usual", "status"), [(0.01, 0.05, "bracketed"), (0.2, 0.03, "flat")])
-def test_seeds_of_one_batch_size_decide_what_is_clear_at_another(
-    between_seeds: float, usual: float, status: str
-) -> None:
-    """The losses at 8,192 lie 0.2 nats apart: clear beside seeds that move 0.007, not beside seeds that move 0.14."""
+def test_a_large_noise_at_one_batch_size_decides_what_is_clear_at_another() -> None:
+    """The losses at 8,192 lie 0.2 nats apart: clear if seeds usually move 0.03, not beside seeds that move 0.14."""
     apart = {1.0: 4.2, 2.0: 4.0, 4.0: 4.2}
     sweep = {
-        4096: {lr: [loss, loss + between_seeds] for lr, loss in {0.5: 4.6, **apart, 8.0: 4.6}.items()},
+        4096: {lr: [loss, loss + 0.2] for lr, loss in {0.5: 4.6, **apart, 8.0: 4.6}.items()},
         8192: {lr: [loss] for lr, loss in apart.items()},
     }
-    with_seeds, without = fit_curves(sweep, {}, usual).of.values()
+    with_seeds, without = fit_curves(sweep, {}, 0.03).of.values()
     assert with_seeds.noise is not None
     assert with_seeds.noise.is_sure
-    assert without.status == status
-    alone = fit_curves({8192: sweep[8192]}, {}, usual).of[8192]
-    assert alone.status != status  # otherwise this test shows nothing
+    assert without.status == "flat"
+    assert fit_curves({8192: sweep[8192]}, {}, 0.03).of[8192].status == "bracketed"
+    sweep[4096] = {lr: [loss, loss + 0.001] for lr, (loss, _) in sweep[4096].items()}
+    assert fit_curves(sweep, {}, 0.05).of[8192].status == "flat"  # the noise may grow with the batch size
 
 
 def test_learning_rates_that_tie_lie_within_the_fit() -> None:
@@ -197,8 +195,9 @@ def test_a_loss_far_above_all_others_is_left_out_and_named(seeds: int) -> None:
         sweep = draw(rng, [0.0] * 4, seeds=seeds)
         sweep[4096][2.0][0] = 25.0
         curves = fit_curves(sweep, {}, USUAL)
-        [found] = curves.of[4096].outliers
+        [found, *others] = curves.of[4096].outliers
         assert (found.lr, found.loss) == (2.0, 25.0)
+        assert [other.lr for other in others] == [2.0] * (seeds - 1)  # their mean would be too low
         assert [curve.outliers for curve in curves.of.values()][1:] == [[]] * 3
         assert [curve.status for curve in curves.of.values()] == ["bracketed"] * 4
         assert all(noise.sigma < 3 * SIGMA for noise in curves.noises.values())

@@ -115,12 +115,54 @@ def test_a_warm_up_in_steps_is_flagged_in_a_sweep_of_batch_sizes(tmp_path: Path)
 
 def test_a_cell_with_a_diverged_seed_is_left_out_of_the_fit(tmp_path: Path) -> None:
     root = write_sweep(tmp_path / "partly")
-    write_run(root / "another-seed", 8192, 0.02, 99, None)
+    write_run(root / "another-seed", 8192, 0.08, 99, None)
     report = report_of(root)
-    assert "Training diverged at learning rates 0.02, 0.16 at 8,192 tokens a step." in "\n".join(report["verdict"])
+    assert "Training diverged at learning rates 0.08, 0.16 at 8,192 tokens a step." in "\n".join(report["verdict"])
     [arm] = report["arms"]
     [at_8192] = [curve for curve in arm["curves"] if curve["total_batch_size"] == 8192]
-    assert at_8192["fit"]["lrs"] == [0.005, 0.01, 0.04, 0.08]
+    assert at_8192["fit"]["lrs"] == [0.005, 0.01, 0.02, 0.04]
+
+
+@pytest.mark.parametrize(("at_double", "status", "end"), [(4.3, "jagged", None), (4.5, "bracketed", 0.02)])
+def test_a_learning_rate_that_diverged_is_not_recommended(
+    tmp_path: Path, at_double: float, status: str, end: float | None
+) -> None:
+    """Below the best one it contradicts the others; above it, it ends the range of the best one."""
+    losses = {0.0025: 5.5, 0.005: 4.9, 0.01: 4.4, 0.02: None, 0.04: at_double, 0.08: 5.2}
+    for lr, loss in losses.items():
+        write_run(tmp_path / f"{lr}", 1024, lr, 1, loss, parameters=10_000_000)
+    run_dir.write_json(tmp_path / run_dir.SWEEP, {"name": "s", "overrides": ["model=nano"]})
+    report = report_of(tmp_path)
+    [arm] = report["arms"]
+    [curve] = arm["curves"]
+    assert curve["status"] == status
+    if end is None:
+        assert "training diverged at 0.02, below the best learning rate 0.04" in "\n".join(report["verdict"])
+        [proposal] = report["next"]
+        assert proposal["command"].endswith("optim.lr=0.02 train.seed=2,3")
+    else:
+        assert curve["bracket"] == [0.005, end]
+        assert curve["optimum"]["lr"] < end
+
+
+def test_a_batch_size_at_which_everything_diverged_gets_an_answer_and_a_proposal(tmp_path: Path) -> None:
+    for lr in (0.1, 0.2):
+        write_run(tmp_path / f"{lr}", 1024, lr, 1, None)
+    run_dir.write_json(tmp_path / run_dir.SWEEP, {"name": "s", "overrides": ["model=nano"]})
+    report = report_of(tmp_path)
+    assert "At 1,024 tokens a step training diverged at every learning rate that was run, from 0.1 on" in (
+        "\n".join(report["verdict"])
+    )
+    [proposal] = report["next"]
+    assert proposal["command"].endswith("batch.total_batch_size=1024 optim.lr=0.025,0.05")
+
+
+def test_no_absurd_number_of_seeds_is_given(tmp_path: Path) -> None:
+    for lr, losses in {0.01: (4.9, 4.8), 0.02: (4.3001, 4.4), 0.04: (4.3003, 4.4), 0.08: (4.9, 5.1)}.items():
+        for seed, loss in enumerate(losses):
+            write_run(tmp_path / f"{lr}-{seed}", 1024, lr, seed, loss)
+    said = verdict(tmp_path)
+    assert "that between the best and the next cell (0.0001) needs more than 50 seeds per cell" in said
 
 
 def test_the_noise_scale_is_reported_with_the_batch_sizes_and_the_critical_batch_size(tmp_path: Path) -> None:
@@ -181,7 +223,7 @@ def test_the_first_sweep_of_a_new_user_gets_a_right_answer(tmp_path: Path) -> No
         "At 1,024 tokens a step the best learning rate is not bracketed: the loss falls to the top of the grid" in said
     )
     assert "run 0.27 next" in said
-    assert "At 2,048 tokens a step the best learning rate is near 0.044, between 0.01 and 0.09" in said
+    assert "At 2,048 tokens a step the best learning rate is near 0.042, between 0.01 and 0.09" in said
     assert "Noise unknown: no learning rate has two seeds" in said
     assert "flat" not in said
     assert "seeds per cell" not in said
