@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from urllib.parse import quote
 
@@ -55,71 +55,33 @@ def _curves(arm: Arm) -> Figure | None:
     """Loss over learning rate, with a colour for each batch size."""
     if not arm.is_grid:
         return None
-    batches = sorted({*arm.losses, *arm.diverged})
-    used: list[Spec] = []
-    left_out: list[Spec] = []
-    outliers = {run.name for run, _ in arm.left_out}
-    for r in arm.runs:
-        if r.loss in arm.losses.get(r.batch, {}).get(r.lr, ()):
-            (left_out if r.name in outliers else used).append({"lr": r.lr, "loss": r.loss, **_of_run(r)})
-    every = [loss for at_batch in arm.losses.values() for of_seeds in at_batch.values() for loss in of_seeds]
-    low, high = min(every), max(every)
-    diverged = [
-        {"lr": run.lr, "loss": high + (1 + batches.index(run.batch)) * MARGIN * (high - low), **_of_run(run)}
-        for run in arm.runs
-        if run.lr in arm.diverged.get(run.batch, ())
-    ]
-    joined: list[Spec] = [{"lr": lr, "loss": mean, "size": f"{b:,}"} for (b, lr), mean in sorted(arm.means.items())]
-    ends = {point["size"]: point for point in joined}  # the last one of each batch size
-    heights = apart({size: point["loss"] for size, point in ends.items()}, low, high)
-    labels = [{**point, "height": heights[size], "label": size} for size, point in ends.items()]
-    best = []
-    if arm.best is not None:
-        batch, lr = arm.best
-        best = [{"lr": lr, "loss": arm.means[arm.best], "size": f"{batch:,}", "label": f"lowest: {lr:.3g}"}]
-    fitted, optima = [], []
-    for batch, o in arm.curves.optima.items():
-        assert o.curve is not None
-        octaves = np.linspace(math.log2(o.curve.lrs[0]), math.log2(o.curve.lrs[-1]), SAMPLES)
-        for octave, loss in zip(map(float, octaves), map(float, o.curve.at(octaves)), strict=True):
-            fitted.append({"lr": 2**octave, "loss": loss, "size": f"{batch:,}"})
-        optima.append({"lr": o.lr, "low": o.low, "high": o.high, "loss": o.loss, "size": f"{batch:,}"})
+    losses = [loss for at_batch in arm.losses.values() for of_seeds in at_batch.values() for loss in of_seeds]
+    low, high = min(losses), max(losses)
     y = linear("loss", "final validation loss, nats per token")
+    sizes = [f"{batch:,}" for batch in sorted({*arm.losses, *arm.diverged})]
     encoding = {
-        "x": log("lr", "peak learning rate", {r.lr for r in arm.runs}, "~r"),
+        "x": log("lr", "peak learning rate", {run.lr for run in arm.runs}, "~r"),
         "y": y,
-        "color": {**ordinal("size", "tokens a step", [f"{b:,}" for b in batches]), "scale": {"range": "ordinal"}},
+        "color": {**ordinal("size", "tokens a step", sizes), "scale": {"range": "ordinal"}},
         "opacity": {"condition": {"param": "isolated", "value": 1}, "value": 0.1},
     }
-    of_run = {"tooltip": tooltip("run", "lr", "size", "seed", "loss"), "href": {"field": "href"}}
+    means = [{"lr": lr, "loss": mean, "size": f"{batch:,}"} for (batch, lr), mean in sorted(arm.means.items())]
     layers: list[Spec] = [
-        {"data": {"values": joined}, "mark": {"type": "line", "strokeWidth": 1}, "params": [isolated("size")]},
-        {"data": {"values": fitted}, "mark": {"type": "line", "strokeWidth": 2.5}},
-        {"data": {"values": used}, "mark": {"type": "point", "filled": True, "size": 60}, "encoding": of_run},
-        {"data": {"values": left_out}, "mark": {"type": "point", "size": 60}, "encoding": of_run},
-        {"data": {"values": diverged},
-         "mark": {"type": "point", "shape": "cross", "angle": 45, "size": 90, "filled": True},
-         "encoding": {"tooltip": tooltip("run", "lr", "size", "seed"), "href": {"field": "href"}}},
-        {"data": {"values": optima}, "mark": {"type": "rule", "size": 5},
-         "encoding": {"x": {"field": "low", "type": "quantitative"}, "x2": {"field": "high"},
-                      "tooltip": tooltip("size", "lr", "low", "high", "loss")}},
-        {"data": {"values": optima}, "mark": {"type": "point", "shape": "diamond", "size": 130, "filled": True}},
-        {"data": {"values": best}, "mark": {"type": "point", "size": 260, "strokeWidth": 2, "style": "best"},
-         "encoding": {"color": None}},
-        {"data": {"values": best}, "mark": {"type": "text", "style": "label", "dx": 0, "dy": -18, "align": "center",
-                                            "fontWeight": "bold"},
-         "encoding": {"text": {"field": "label"}}},
-        {"name": END_LABELS, "data": {"values": labels}, "mark": {"type": "text", "style": "label", "dx": 10},
-         "encoding": {"y": {**y, "field": "height"}, "text": {"field": "label"}}},
-    ]  # fmt: skip
+        {"data": {"values": means}, "mark": {"type": "line", "strokeWidth": 1}, "params": [isolated("size")]},
+        {"data": {"values": _fitted(arm)}, "mark": {"type": "line", "strokeWidth": 2.5}},
+        *_points(arm, low, high),
+        *_minima(arm),
+        *_lowest(arm),
+        _labels_at_ends(means, y, low, high),
+    ]
     caption = [
         "Each point is a run, and a click opens it. Thin lines join the means over seeds.",
         "Thick lines are fitted curves, drawn over the learning rates of the fit; diamonds are their minima, bars the "
         "95% intervals of these."
-        if optima
+        if arm.curves.optima
         else "",
-        "Hollow points are left out." if left_out else "",
-        "Crosses at the top are runs that diverged." if diverged else "",
+        "Hollow points are left out." if arm.left_out else "",
+        "Crosses at the top are runs that diverged." if arm.diverged else "",
     ]
     layers = [layer for layer in layers if layer["data"]["values"]]
     spec = {"layer": layers, "encoding": encoding, "padding": LABELLED}
@@ -127,6 +89,77 @@ def _curves(arm: Arm) -> Figure | None:
     controls = [Control("Losses", {"all": {}, "near the lowest": {"encoding": {"y": near}}})]
     text = " ".join(filter(None, caption))
     return figure("curves", "Loss against learning rate", text, spec, controls=controls, is_wide=True)
+
+
+def _fitted(arm: Arm) -> list[Spec]:
+    """Points of the fitted curves."""
+    points = []
+    for batch, optimum in arm.curves.optima.items():
+        assert optimum.curve is not None
+        octaves = np.linspace(math.log2(optimum.curve.lrs[0]), math.log2(optimum.curve.lrs[-1]), SAMPLES)
+        for octave, loss in zip(map(float, octaves), map(float, optimum.curve.at(octaves)), strict=True):
+            points.append({"lr": 2**octave, "loss": loss, "size": f"{batch:,}"})
+    return points
+
+
+def _points(arm: Arm, low: float, high: float) -> list[Spec]:
+    """Layers of the runs: those that count, those that are left out, and above all losses those that diverged."""
+    outliers = {run.name for run, _ in arm.left_out}
+    completed = [run for run in arm.runs if run.loss in arm.losses.get(run.batch, {}).get(run.lr, ())]
+    used = [{"lr": run.lr, "loss": run.loss, **_of_run(run)} for run in completed if run.name not in outliers]
+    left_out = [{"lr": run.lr, "loss": run.loss, **_of_run(run)} for run in completed if run.name in outliers]
+    rows = {batch: row for row, batch in enumerate(sorted({*arm.losses, *arm.diverged}), 1)}  # one for each batch size
+    diverged = [
+        {"lr": run.lr, "loss": high + rows[run.batch] * MARGIN * (high - low), **_of_run(run)}
+        for run in arm.runs
+        if run.lr in arm.diverged.get(run.batch, ())
+    ]
+    of_run = {"tooltip": tooltip("run", "lr", "size", "seed", "loss"), "href": {"field": "href"}}
+    return [
+        {"data": {"values": used}, "mark": {"type": "point", "filled": True, "size": 60}, "encoding": of_run},
+        {"data": {"values": left_out}, "mark": {"type": "point", "size": 60}, "encoding": of_run},
+        {"data": {"values": diverged},
+         "mark": {"type": "point", "shape": "cross", "angle": 45, "size": 90, "filled": True},
+         "encoding": {"tooltip": tooltip("run", "lr", "size", "seed"), "href": {"field": "href"}}},
+    ]  # fmt: skip
+
+
+def _minima(arm: Arm) -> list[Spec]:
+    """Layers of the minima of the fitted curves, with their intervals."""
+    minima = [
+        {"lr": o.lr, "low": o.low, "high": o.high, "loss": o.loss, "size": f"{batch:,}"}
+        for batch, o in arm.curves.optima.items()
+    ]
+    return [
+        {"data": {"values": minima}, "mark": {"type": "rule", "size": 5},
+         "encoding": {"x": {"field": "low", "type": "quantitative"}, "x2": {"field": "high"},
+                      "tooltip": tooltip("size", "lr", "low", "high", "loss")}},
+        {"data": {"values": minima}, "mark": {"type": "point", "shape": "diamond", "size": 130, "filled": True}},
+    ]  # fmt: skip
+
+
+def _lowest(arm: Arm) -> list[Spec]:
+    """Layers of a ring around the lowest mean, and of its label."""
+    lowest = []
+    if arm.best is not None:
+        batch, lr = arm.best
+        lowest = [{"lr": lr, "loss": arm.means[arm.best], "size": f"{batch:,}", "label": f"lowest: {lr:.3g}"}]
+    return [
+        {"data": {"values": lowest}, "mark": {"type": "point", "size": 260, "strokeWidth": 2, "style": "best"},
+         "encoding": {"color": None}},
+        {"data": {"values": lowest}, "mark": {"type": "text", "style": "label", "dx": 0, "dy": -18, "align": "center",
+                                              "fontWeight": "bold"},
+         "encoding": {"text": {"field": "label"}}},
+    ]  # fmt: skip
+
+
+def _labels_at_ends(means: Sequence[Spec], y: Spec, low: float, high: float) -> Spec:
+    """A layer of a label beside the last mean of each batch size."""
+    ends = {point["size"]: point for point in means}
+    heights = apart({size: point["loss"] for size, point in ends.items()}, low, high)
+    labels = [{**point, "height": heights[size], "label": size} for size, point in ends.items()]
+    return {"name": END_LABELS, "data": {"values": labels}, "mark": {"type": "text", "style": "label", "dx": 10},
+            "encoding": {"y": {**y, "field": "height"}, "text": {"field": "label"}}}  # fmt: skip
 
 
 def _of_run(run: Run) -> Spec:
