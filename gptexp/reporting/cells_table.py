@@ -58,13 +58,13 @@ def cells_table(report: Report, is_live: bool = False) -> CellsTable | None:
         return None
     keys = report.analysis.differing
     runs.sort(key=lambda run: ([str(run.config.get(key)) for key in keys], run.batch, run.lr, run.seed))
-    winners = report.analysis.best_runs
-    losses = [run.loss for run in runs if run.loss is not None]
-    gap = Column("gap", "above lowest", lambda run: None if run.loss is None else run.loss - min(losses), ".4f")
+    winners = {run.name for run in report.analysis.best_runs}
+    lowest = min((run.loss for run in runs if run.loss is not None), default=None)
+    gap = Column("gap", "above lowest", lambda run: None if run.loss is None else run.loss - (lowest or 0.0), ".4f")
     columns = [
         *(column for column in chosen(runs, all_of_them=False) if column.key in KEPT),
         *(Column(key, title, partial(_config_value, key), "") for key, title in zip(keys, _titles(keys), strict=True)),
-        *([LOSS, STATUS, gap] if losses else [STATUS]),
+        *([LOSS, STATUS, gap] if lowest is not None else [STATUS]),
         *(column for column in (SPEED, TIME) if any(column.value(run) for run in runs)),
     ]
     shares = {cell.name: cell.share for cell in report.cells}
@@ -73,7 +73,7 @@ def cells_table(report: Report, is_live: bool = False) -> CellsTable | None:
             run,
             [_entry(column, run) for column in columns],
             shares.get(run.name, 0.0),
-            run in winners,
+            run.name in winners,
             link_to(run.directory.name),
             commands(run, is_live),
         )

@@ -1,15 +1,19 @@
 """`gptexp watch DIR`: the page of a run, of a sweep or of a directory with many, live and for this machine only.
 
-It writes no files. A page polls its `state.json` every second and gets a new state only if something has changed. The
-pages of the runs and sweeps below DIR are at their paths below it.
+It writes no files. A page polls its `state.json` every second and says which version it has. It gets the parts that
+differ from that version: sections, rows of a table, figures. The pages of the runs and sweeps below DIR are at their
+paths below it.
 """
 
 import hashlib
 import json
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from html import escape
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -31,7 +35,51 @@ from gptexp.storage.inventory import cells, find, is_sweep
 HOST = "127.0.0.1"
 SHARE = 10  # no content is computed for this many times as long as the last one took
 FILES = (run_dir.METRICS, run_dir.SUMMARY, run_dir.CONFIG, run_dir.SWEEP)
+VERSIONS = 8  # of a page's content whose digests are kept; a page that has an older one gets all parts
+ROW = re.compile(r'<tbody id="([^"]*)".*?</tbody>', re.DOTALL)  # names and texts are escaped, so none can look like it
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Content:
+    """What a page shows."""
+
+    title: str
+    sections: dict[str, str]  # name -> HTML
+    figures: dict[str, str]  # key -> JSON, in the order of the page
+    changed: float | None  # Unix time of the newest change of a file, in s
+
+    @cached_property
+    def version(self) -> str:
+        return _digest(repr((self.title, self.changed, self.digests)))
+
+    @cached_property
+    def digests(self) -> dict[tuple[str, str], str]:
+        """A hash of each part: of sections, of rows of tables, of figures."""
+        rows = {row[1]: row[0] for html in self.sections.values() for row in ROW.finditer(html)}
+        kinds = {"section": self.sections, "row": rows, "figure": self.figures}
+        return {(kind, name): _digest(text) for kind, parts in kinds.items() for name, text in parts.items()}
+
+    def beyond(self, known: Mapping[tuple[str, str], str]) -> bytes:
+        """JSON of the parts whose digests are not `known`, for a page that has the others.
+
+        A section that has not changed is missing, a row that has not changed is empty, a figure has only its key.
+        """
+
+        def is_known(kind: str, name: str) -> bool:
+            return known.get((kind, name)) == self.digests[kind, name]
+
+        def row(found: re.Match[str]) -> str:
+            return f'<tbody id="{found[1]}" data-unchanged></tbody>' if is_known("row", found[1]) else found[0]
+
+        html = {name: ROW.sub(row, text) for name, text in self.sections.items() if not is_known("section", name)}
+        head = {"version": self.version, "title": self.title, "changed": self.changed, "sections": html}
+        figures = [json.dumps({"key": k}) if is_known("figure", k) else text for k, text in self.figures.items()]
+        return f'{json.dumps(head)[:-1]}, "figures": [{", ".join(figures)}]}}'.encode()
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:16]
 
 
 class Watched:
@@ -43,15 +91,20 @@ class Watched:
         self._lock = threading.Lock()
         self._signatures: dict[Path, Any] = {}  # of each directory at the last poll
         self._known: dict[tuple[str, Path], tuple[Any, Any]] = {}  # what was read of a directory, with its signature
-        self._state = b""
+        self._content: Content | None = None
+        self._digests: dict[str, dict[tuple[str, str], str]] = {}  # of each of the newest versions
         self._pause_until = 0.0  # s of the monotonic clock: no new content before
 
     def state(self, have: str) -> bytes | None:
-        """JSON with `version`, `title`, `sections` and `figures` of the page; None if `have` is the current version."""
+        """JSON of what a page needs that has the version `have`; None if that is the current one.
+
+        It holds `version`, `title`, `changed`, and those of `sections` and `figures` that differ (see
+        `Content.beyond`); for an unknown version, as of a page that has nothing, all of them.
+        """
         with self._lock:
             self._update()
-            version = hashlib.sha256(self._state).hexdigest()[:16]
-            return None if have == version else b'{"version": "%b", %b' % (version.encode(), self._state[1:])
+            content, known = self._content, self._digests.get(have, {})
+        return None if content is None or content.version == have else content.beyond(known)
 
     def _update(self) -> None:
         if (started := time.monotonic()) < self._pause_until:
@@ -62,24 +115,26 @@ class Watched:
         self._signatures = signatures
         self._known = {key: known for key, known in self._known.items() if key[1] in signatures}
         try:
-            content = self._content()
+            name, html, figures = self._read()
         except Exception as error:  # the directory may vanish, or appear, while it is read
             why = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
-            message = {**dict.fromkeys(SECTIONS, ""), "verdict": f'<p class="problem">{escape(printable(why))}</p>'}
-            content = {"title": f"{self.name} · gptexp", "sections": message, "figures": []}
-        self._state = json.dumps(run_dir.finite({**content, "changed": _newest(signatures)})).encode()
+            message = f'<p class="problem">{escape(printable(why))}</p>'
+            name, html, figures = f"{self.name} · gptexp", {**dict.fromkeys(SECTIONS, ""), "verdict": message}, []
+        texts = {figure["key"]: json.dumps(run_dir.finite(figure)) for figure in figures}
+        self._content = content = Content(name, html, texts, _newest(signatures))
+        self._digests = dict([*self._digests.items(), (content.version, content.digests)][-VERSIONS:])
         # A large sweep must not take a core from the training on this machine.
         self._pause_until = time.monotonic() + SHARE * (time.monotonic() - started)
 
-    def _content(self) -> dict[str, Any]:
+    def _read(self) -> tuple[str, dict[str, str], list[dict[str, Any]]]:
+        """Title, sections and figures."""
         if not self.directory.is_dir():
             raise ConfigError(f"{self.directory}: does not exist yet; this page shows it as soon as it does")
         if _has_a_report(self.directory):
             report = build_report(self.directory, self._run)
-            html = sections(report, is_live=True)
-            return {"title": title(report), "sections": html, "figures": specifications(report.figures)}
+            return title(report), sections(report, is_live=True), specifications(report.figures)
         index = build_index(self.directory, self._row)
-        return {"title": f"{index.title} · gptexp", "sections": index_sections(index), "figures": []}
+        return f"{index.title} · gptexp", index_sections(index), []
 
     def _run(self, directory: Path) -> Run:
         return self._kept("run", directory, lambda: read_run(directory))

@@ -4,6 +4,7 @@ import http.client
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import socket
@@ -21,6 +22,7 @@ from sweeps import write_run, write_sweep
 
 from gptexp.reporting import records
 from gptexp.reporting.live import Watched, build_server
+from gptexp.reporting.page import SECTIONS
 from gptexp.storage import run_dir
 
 if TYPE_CHECKING:
@@ -152,6 +154,10 @@ def test_only_a_changed_cell_is_read_and_drawn_again(
         assert sorted(read) == [run.name for run in runs]  # once each
         read.clear()
         page.evaluate(f"window.unchanged = {LOSS}; null")
+        page.evaluate("""window.drawnAgain = []; for (const [id, {view}] of views) {
+            const run = view.runAsync.bind(view);
+            view.runAsync = () => { drawnAgain.push(id); return run(); };
+        } null""")
         page.evaluate("""window.longest = 0; new PerformanceObserver(list => {
             for (const task of list.getEntries()) longest = Math.max(longest, task.duration);
         }).observe({type: "longtask", buffered: false})""")
@@ -163,6 +169,8 @@ def test_only_a_changed_cell_is_read_and_drawn_again(
         assert set(read) == {runs[7].name}
         assert page.evaluate(f"window.unchanged === {LOSS}")
         page.evaluate("drawn.then(() => null)")
+        assert page.evaluate("drawnAgain") == ["plot-loss"]
+        assert page.locator("#runs tbody tr:first-child td").count() == 42 * page.locator("#runs th").count()
         print("the longest task of an update of 50 cells:", page.evaluate("longest"), "ms")
         assert messages == []
         page.close()
@@ -227,6 +235,45 @@ def test_an_unchanged_state_is_not_sent_again(tmp_path: Path) -> None:
     changed = state_of(watched)
     assert changed["version"] != version
     assert "look &lt;b&gt;out&lt;/b&gt;" in changed["sections"]["notes"]
+
+
+def test_a_page_gets_only_what_differs_from_what_it_has(tmp_path: Path) -> None:
+    root = write_sweep(tmp_path / "sweep", batches=(4096, 8192), seeds=1)
+    run = root / "lr=0.02,total_batch_size=4096,seed=1337"
+    with served(root) as address:
+
+        def state(have: str = "") -> dict[str, Any]:
+            status, body = request(address, "GET", f"/state.json?have={have}")
+            assert status == 200
+            answer: dict[str, Any] = json.loads(body)
+            return answer
+
+        whole = state()
+        assert whole["sections"].keys() == set(SECTIONS)
+        assert all("spec" in figure for figure in whole["figures"])
+        assert request(address, "GET", f"/state.json?have={whole['version']}") == (204, b"")
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"event": "alert", "step": 3, "tokens": 1, "text": "a spike"}) + "\n")
+        news = state(whole["version"])
+        assert news["sections"].keys() == {"runs"}
+        changed, unchanged = (re.findall(rf'<tbody id="([^"]*)" {mark}', news["sections"]["runs"]) for mark in
+                              ("class", "data-unchanged"))  # fmt: skip
+        assert (changed, len(unchanged)) == ([f"run-{run.name}"], 11)
+        assert "a spike" in news["sections"]["runs"]
+        assert news["figures"] == [{"key": figure["key"]} for figure in whole["figures"]]
+        lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+        lines = [line for line in lines if '"eval"' not in line or '"step": 7,' not in line]
+        assert len(lines) == 72
+        (run / "metrics.jsonl").write_text("".join(lines))
+        newer = state(news["version"])
+        assert [figure["key"] for figure in newer["figures"] if "spec" in figure] == ["loss"]
+        for figure in newer["figures"]:  # a page that has missed one version gets what either has changed
+            assert figure in state(whole["version"])["figures"]
+        fresh = state()
+        for unknown in ("", "0123456789abcdef", whole["version"][:-1]):
+            assert state(unknown) == fresh
+        for figure, before in zip(fresh["figures"], whole["figures"], strict=True):
+            assert (figure == before) == (figure["key"] != "loss")
 
 
 def request(address: str, method: str, path: str, host: str | None = None) -> tuple[int, bytes]:

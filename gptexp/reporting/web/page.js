@@ -3,7 +3,7 @@
 const PAGE = JSON.parse(document.getElementById("page-data").textContent);
 const DARK = matchMedia("(prefers-color-scheme: dark)"), NARROW = matchMedia("(max-width: 40rem)");
 const OPTIONS = {renderer: "svg", actions: {export: true, source: false, compiled: false, editor: false}};
-const views = new Map();  // id of a plot's element -> {form, view, finalize}
+const views = new Map();  // id of a plot's element -> {figure, look, form, view, finalize}
 const chosen = new Map();  // key of a figure -> {control: option}
 let figures = PAGE.figures;
 
@@ -33,20 +33,24 @@ function specOf({key, spec, controls}) {
 const formOf = spec => JSON.stringify({...spec, params: spec.params?.map(({name}) => name)},
                                       (key, value) => key === "values" ? undefined : value);
 
-/** Draw all figures that can be seen. One of which only the data have changed keeps its zoom and does not flicker. */
+/** Draw what has changed and can be seen. A figure of which only the data differ keeps its zoom and does not flicker. */
 async function draw() {
   for (const figure of figures) {
     const id = `plot-${figure.key}`, element = document.getElementById(id), known = views.get(id);
     if (!element || element.closest("details:not([open])")) continue;
+    const look = JSON.stringify([DARK.matches, NARROW.matches, chosen.get(figure.key)]);
+    const stands = known && element.contains(known.view.container());
+    if (stands && known.figure === figure && known.look === look) continue;
     const spec = specOf(figure), form = formOf(spec);
     try {
-      if (known?.form === form && element.contains(known.view.container())) {
+      if (stands && known.form === form) {
         for (const layer of layersOf(spec)) known.view.data(layer.data.name, layer.data.values);
         for (const {name, value} of spec.params ?? []) known.view.signal(name, value);
         await known.view.runAsync();
+        Object.assign(known, {figure, look});
       } else {
         known?.finalize();
-        views.set(id, {form, ...await vegaEmbed(element, spec, OPTIONS)});
+        views.set(id, {figure, look, form, ...await vegaEmbed(element, spec, OPTIONS)});
       }
     } catch (error) {
       console.error(id, error);
@@ -156,6 +160,7 @@ const KEPT = new Set(["open", "hidden", "aria-expanded", "aria-pressed", "aria-s
 
 /** Make an element equal to another, and touch only what differs: focus, selection, scrolling and zoom stay. */
 function update(element, fresh) {
+  if ("unchanged" in fresh.dataset) return;
   for (const {name, value} of fresh.attributes)
     if (!KEPT.has(name) && element.getAttribute(name) !== value) element.setAttribute(name, value);
   if (!element.classList.contains("plot")) updateChildren(element, fresh);  // Vega owns what is in a plot
@@ -183,12 +188,9 @@ function updateChildren(element, fresh) {
 /** Show new sections. What the reader has opened or sorted stays so. */
 function show(sections) {
   for (const [name, html] of Object.entries(sections)) {
-    const section = document.getElementById(name);
-    if (section.shown === html) continue;
-    section.shown = html;
     const fresh = document.createElement("template");
     fresh.innerHTML = html;  // gptexp has escaped all names and texts, and the policy runs no script of theirs
-    updateChildren(section, fresh.content);
+    updateChildren(document.getElementById(name), fresh.content);
   }
   for (const id of opened) {
     const body = document.getElementById(id);
@@ -214,10 +216,12 @@ async function poll() {
     if (response.status === 404) throw new Error("This run is no longer here.");
     if (!response.ok) throw new Error(response.statusText);
     if (response.status !== 204) {
-      const news = await response.json(), isFirst = version === "";
-      ({version, figures, changed} = news);
+      const news = await response.json(), isFirst = version === "";  // only what differs from `version`
+      const drawn = new Map(figures.map(figure => [figure.key, figure]));
+      figures = news.figures.map(figure => figure.spec ? figure : drawn.get(figure.key));
       document.title = news.title;
       show(news.sections);
+      ({version, changed} = news);
       await redraw();
       if (isFirst) openTarget();
     }
