@@ -1,16 +1,25 @@
 """The page of a directory with many runs and sweeps: `gptexp watch outputs`."""
 
+import os
+import re
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from gptexp.config.schema import counted
+from gptexp.process.errors import ConfigError
 from gptexp.process.terminal import printable
 from gptexp.reporting.listing import STATUSES, Read, Row, list_runs, ordered
 from gptexp.reporting.overview import Tile, link_to
+from gptexp.storage import run_dir
 from gptexp.storage.inventory import size_shown
+from gptexp.storage.reader import open_text
+
+END_BYTES = 1 << 16  # of metrics.jsonl: the last logged step is in them
+TOKENS = re.compile(rb'"tokens": (\d{1,18})[,}]')
 
 
 @dataclass(frozen=True)
@@ -20,7 +29,7 @@ class Index:
     title: str
     directory: str
     tiles: list[Tile]
-    rows: list[dict[str, Any]]  # the fields of `Row`, a link to the run's page, and its size as text
+    rows: list[dict[str, Any]]  # the fields of `Row`, and what only the page shows
 
 
 def build_index(directory: Path, read: Read | None = None) -> Index:
@@ -48,4 +57,28 @@ def _fields(row: Row) -> dict[str, Any]:
         "tags": list(map(printable, row.tags)),
         "link": link_to(row.name),
         "size": size_shown(row.size_bytes),
+        "share": _share(row),
+        "found_by": printable(" ".join(filter(None, [row.name, row.model, row.status, *row.tags]))).lower(),
     }
+
+
+def _share(row: Row) -> float | None:
+    """What is done of a running row: of a sweep the share of its cells, of a run that of its tokens."""
+    if row.status != "running":
+        return None
+    if row.cells:
+        return (row.cells_done or 0) / row.cells
+    with suppress(ConfigError):
+        _, of_tokens = run_dir.load_config(Path(row.path)).run_length
+        return min(1.0, _newest_tokens(Path(row.path) / run_dir.METRICS) / of_tokens)
+    return None
+
+
+def _newest_tokens(metrics: Path) -> int:
+    """The tokens of the last logged event; 0 if there is none."""
+    with suppress(OSError), open_text(metrics) as text:
+        file = text.buffer
+        file.seek(max(0, file.seek(0, os.SEEK_END) - END_BYTES))
+        if logged := TOKENS.findall(file.read()):
+            return int(logged[-1])
+    return 0

@@ -355,7 +355,7 @@ def test_a_directory_that_does_not_exist_is_waited_for(tmp_path: Path) -> None:
 
 
 @needs_chromium
-def test_the_index_opens_a_sweep_and_a_sweep_its_cell(browser: "Browser", tmp_path: Path) -> None:
+def test_the_index_filters_and_opens_a_sweep_and_a_sweep_its_cell(browser: "Browser", tmp_path: Path) -> None:
     write_sweep(tmp_path / "outputs/sweep", batches=(4096,), seeds=1)
     write_run(tmp_path / "outputs/a run", 4096, 0.02, 1, 3.9)
     with served(tmp_path / "outputs") as address:
@@ -364,6 +364,22 @@ def test_the_index_opens_a_sweep_and_a_sweep_its_cell(browser: "Browser", tmp_pa
         assert violations(page) == []
         page.get_by_role("button", name="val loss").click()
         assert page.locator("tbody a").all_inner_texts() == ["a run", "sweep"]
+        page.get_by_label("Filter").fill("SWEE completed")
+        assert page.locator("tbody a:visible").all_inner_texts() == ["sweep"]
+        page.get_by_label("Filter").fill("RUN completed")
+        for _ in range(2):  # also after a reload
+            page.wait_for_selector("table.index")
+            assert page.locator("tbody a:visible").all_inner_texts() == ["a run"]
+            assert page.inner_text("#filtered") == "1 of 2 shown"
+            assert page.get_by_label("Filter").input_value() == "RUN completed"
+            page.reload()
+        write_run(tmp_path / "outputs/third", 4096, 0.02, 1, 3.9)
+        write_run(tmp_path / "outputs/fourth run", 4096, 0.02, 1, 3.9)
+        page.wait_for_function("document.getElementById('filtered').textContent === '2 of 4 shown'")
+        assert set(page.locator("tbody a:visible").all_inner_texts()) == {"a run", "fourth run"}
+        page.get_by_label("Filter").fill("")
+        assert page.locator("tbody a:visible").count() == 4
+        assert page.url == address
         page.get_by_role("link", name="sweep").click()
         page.wait_for_selector("#plot-curves svg.marks")
         page.locator(".opens").first.click()

@@ -121,6 +121,30 @@ function showOrder() {
   if (order.some((body, at) => body !== table.tBodies[at])) table.append(...order);  // a move takes the focus away
 }
 
+let sought = new URLSearchParams(location.search).get("filter") ?? "";  // the text that rows of the index must hold
+
+/** Show the rows of the index that hold all words of `sought`. */
+function showFiltered() {
+  const filter = document.getElementById("filter");
+  if (!filter) return;
+  if (filter.value !== sought) filter.value = sought;
+  const words = sought.toLowerCase().split(/\s+/).filter(Boolean);
+  const rows = [...document.querySelector("table.index").tBodies];
+  for (const row of rows) row.hidden = !words.every(word => row.dataset.foundBy.includes(word));
+  const shown = rows.filter(row => !row.hidden).length;
+  document.getElementById("filtered").textContent = words.length ? `${shown} of ${rows.length} shown` : "";
+}
+
+/** Filter, and keep the text in the address, for a reload. */
+function filterBy(text) {
+  sought = text;
+  const address = new URL(location);
+  if (text) address.searchParams.set("filter", text);
+  else address.searchParams.delete("filter");
+  history.replaceState(null, "", address);
+  showFiltered();
+}
+
 const opened = new Set();  // ids of the runs whose details are shown
 
 function toggle(body, open = !opened.has(body.id)) {
@@ -149,6 +173,7 @@ document.addEventListener("click", event => {
   else if (row?.nextElementSibling && !event.target.closest("a") && (marked.isCollapsed || !row.contains(marked.anchorNode)))
     toggle(row.parentElement);
 });
+document.addEventListener("input", event => event.target.id === "filter" && filterBy(event.target.value));
 document.addEventListener("toggle", event => event.target.id === "diagnostics" && redraw(), true);
 DARK.addEventListener("change", redraw);
 NARROW.addEventListener("change", redraw);
@@ -197,6 +222,7 @@ function show(sections) {
     if (body) toggle(body, true);
   }
   showOrder();
+  showFiltered();
   showChoices();
   for (const [id, {finalize}] of views)
     if (!document.getElementById(id)) { finalize(); views.delete(id); }
