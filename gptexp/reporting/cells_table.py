@@ -7,6 +7,7 @@ from functools import partial
 
 from gptexp.config.schema import duration, shown
 from gptexp.process.terminal import as_command, printable
+from gptexp.reporting.labels import labels_of
 from gptexp.reporting.overview import link_to
 from gptexp.reporting.progress import NOT_STARTED, in_words
 from gptexp.reporting.records import Run
@@ -42,6 +43,7 @@ class Row:
     share: float  # of its tokens that are done
     is_best: bool
     link: str  # relative address of its page, for a live page
+    tags: tuple[str, ...]
     commands: list[tuple[str, str]]  # what the command does, the command
 
 
@@ -73,9 +75,10 @@ def cells_table(report: Report, is_live: bool = False) -> CellsTable | None:
             run,
             [_entry(column, run) for column in columns],
             shares.get(run.name, 0.0),
-            run.name in winners,
-            link_to(run.directory.name),
-            commands(run, is_live),
+            is_best=run.name in winners,
+            link=link_to(run.directory.name),
+            tags=labels_of(run).tags,
+            commands=commands(run, is_live),
         )
         for run in runs
     ]
@@ -88,7 +91,15 @@ def results_table(runs: Sequence[Run]) -> CellsTable:
     columns = [NAME, *(column for column in results if any(map(column.value, runs)))]
     shares = [run.summary.get("tokens", 0) / run.of_tokens for run in runs]
     rows = [
-        Row(run, [_entry(column, run) for column in columns], share, False, link_to(run.directory.name), commands(run))
+        Row(
+            run,
+            [_entry(column, run) for column in columns],
+            share,
+            is_best=False,
+            link=link_to(run.directory.name),
+            tags=labels_of(run).tags,
+            commands=commands(run),
+        )
         for run, share in zip(runs, shares, strict=True)
     ]
     return CellsTable(columns, rows)

@@ -20,6 +20,7 @@ from gptexp.process.terminal import as_command, printable
 from gptexp.reporting.cells_table import MINOR, cells_table, commands, results_table
 from gptexp.reporting.differences import Difference
 from gptexp.reporting.index import Index
+from gptexp.reporting.records import Run
 from gptexp.reporting.report import Report
 from gptexp.reporting.vega_lite import END_LABELS, Figure, theme
 from gptexp.storage import run_dir
@@ -88,7 +89,7 @@ def sections(report: Report, is_live: bool = False) -> dict[str, str]:
         "header": part.header(report),
         "tiles": part.tiles(report),
         "verdict": part.verdict(report),
-        "next": part.next(report, commands(run, is_live) if run is not None else _to_continue(report)),
+        "next": part.next(report, _of_the_run(run, is_live) if run is not None else _to_continue(report)),
         "charts": part.charts(report),
         "runs": part.runs(table, MINOR, is_live),
         "notes": part.notes_of_the_run(run),
@@ -96,14 +97,26 @@ def sections(report: Report, is_live: bool = False) -> dict[str, str]:
     }
 
 
-def _to_continue(report: Report) -> list[tuple[str, str]]:
-    """How to go on with a sweep that has stopped before its end: in words, and as a command."""
+def _of_the_run(run: Run, is_live: bool) -> list[tuple[str, list[str]]]:
+    """What to do with a run: in words, and as a command."""
+    return [(what, [text]) for what, text in commands(run, is_live)]
+
+
+def _to_continue(report: Report) -> list[tuple[str, list[str]]]:
+    """How to go on with a sweep that has stopped before its end: in words, and as commands, the newest last."""
     statuses = [cell.status for cell in report.cells]
     waiting = sum(status not in run_dir.DONE for status in statuses)
     if report.sweep is None or not report.sweep.commands or not waiting or "running" in statuses:
         return []
-    what = f"The sweep has stopped with {counted(waiting, 'cell')} left. Its newest command goes on with its own:"
-    return [(what, as_command(report.sweep.commands[-1]))]
+    stopped = f"The sweep has stopped with {counted(waiting, 'cell')} left."
+    if len(report.sweep.commands) == 1:
+        how = "Its command goes on with them:"
+    else:  # sweep.json does not say which cells a command has, and keeps only those cells of earlier ones that began
+        how = (
+            "Several commands made it, the newest is the last one. Each goes on with its own cells, and runs no cell "
+            "again that is done:"
+        )
+    return [(f"{stopped} {how}", list(map(as_command, report.sweep.commands)))]
 
 
 def specifications(figures: list[Figure]) -> list[dict[str, Any]]:

@@ -165,6 +165,34 @@ def test_the_switches_of_a_chart_change_its_axes(opened: Open, report: Path) -> 
     assert scale == "log"
     assert axis("steps") == "steps"  # the other choice stands
 
+    page.evaluate("window.range = () => views.get('plot-curves').view.scale('y').domain()")
+    (low, high), chart = page.evaluate("range()"), page.locator("[data-key=curves]")
+    chart.get_by_role("button", name="near the lowest").click()
+    page.evaluate("drawn.then(() => null)")
+    near_low, near_high = page.evaluate("range()")
+    assert low <= near_low < near_high < high
+    chart.get_by_role("button", name="all").click()
+    page.evaluate("drawn.then(() => null)")
+    assert page.evaluate("range()") == [low, high]
+
+
+@pytest.mark.e2e
+def test_the_training_loss_is_shown_smoothed_or_as_logged(
+    opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gptexp.reporting.write.png", lambda _: b"")
+    write_run(tmp_path / "run", 4096, 0.02, 1, 4.0)
+    write_report(tmp_path / "run")
+    page = opened(tmp_path / "run/report.html")
+    paths = "new Set([...document.querySelectorAll('#plot-loss .mark-line path')].map(p => p.getAttribute('d'))).size"
+    assert page.evaluate(paths) == 3  # validation, training, and faintly training as logged
+    page.get_by_role("button", name="as logged").click()
+    page.evaluate("drawn.then(() => null)")
+    assert page.evaluate(paths) == 2
+    page.get_by_role("button", name="smoothed").click()
+    page.evaluate("drawn.then(() => null)")
+    assert page.evaluate(paths) == 3
+
 
 @pytest.mark.e2e
 def test_a_link_to_a_run_opens_it(opened: Open, report: Path) -> None:

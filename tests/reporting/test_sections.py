@@ -1,0 +1,117 @@
+"""The HTML of a page's parts, and of the index, without a browser."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sweeps import TOKENS, write_run, write_sweep
+
+from gptexp.reporting.index import build_index
+from gptexp.reporting.page import index_sections, sections
+from gptexp.reporting.report import build_report
+from gptexp.storage import run_dir
+
+HOSTILE = "<img src=x onerror=alert(1)>"
+FIRST, SECOND = ["train", "-m", "optim.lr=0.01,0.02"], ["train", "-m", "optim.lr=0.02,0.04", "sweep.name=a b"]
+SHOWN = ["gptexp train -m optim.lr=0.01,0.02", "gptexp train -m optim.lr=0.02,0.04 &#39;sweep.name=a b&#39;"]
+
+
+def label(run: Path, tags: list[str], note: str | None = None) -> None:
+    config = run_dir.load_config(run)
+    config.log.tags, config.log.note = tags, note
+    run_dir.save_config(run, config)
+
+
+def html_of(directory: Path) -> dict[str, str]:
+    return sections(build_report(directory))
+
+
+def test_tags_and_notes_are_shown_and_escaped(tmp_path: Path) -> None:
+    one, two = tmp_path / "sweep/one", tmp_path / "sweep/two"
+    for lr, run in ((0.01, one), (0.02, two)):
+        write_run(run, 4096, lr, 1, 4.0)
+    assert "<dt>Tags" not in html_of(one)["header"]
+    label(one, ["base", HOSTILE, "first"], f"why {HOSTILE}")
+    label(two, [HOSTILE, "second"], "another note")
+    escaped = HOSTILE.replace("<", "&lt;").replace(">", "&gt;")
+    header = html_of(one)["header"]
+    assert f"<dt>Tags</dt><dd>base, {escaped}, first</dd>" in header
+    assert f"<dt>Note</dt><dd>why {escaped}</dd>" in header
+    of_sweep = html_of(tmp_path / "sweep")
+    assert f"<dt>Tags</dt><dd>{escaped}</dd>" in of_sweep["header"]  # what all share
+    assert "<dt>Note" not in of_sweep["header"]
+    assert f"<p>Tags: base, {escaped}, first</p>" in of_sweep["runs"]
+    assert f"<p>Tags: {escaped}, second</p>" in of_sweep["runs"]
+    assert not any("<img" in html for html in (header, *of_sweep.values()))
+    label(one, [])  # edited while the page is open
+    assert "<dt>Tags" not in html_of(one)["header"]
+
+
+def write_stopped(root: Path, commands: list[list[str]]) -> Path:
+    """A sweep of which one run has completed, one was interrupted, and one has not started. Returns the second."""
+    for lr, status in ((0.01, "completed"), (0.02, "interrupted")):
+        write_run(root / f"lr={lr}", 4096, lr, 1337, 4.0, status=status)
+    cells = {f"lr={lr}": {"values": {"optim.lr": str(lr)}, "total_batch_size": 4096, "tokens": TOKENS}
+             for lr in (0.01, 0.02, 0.04)}  # fmt: skip
+    run_dir.write_json(root / run_dir.SWEEP, {"name": "sweep", "overrides": [], "cells": cells, "commands": commands})
+    return root / "lr=0.02"
+
+
+def test_a_sweep_that_has_stopped_goes_on_with_its_command(tmp_path: Path) -> None:
+    interrupted = write_stopped(tmp_path, [FIRST])
+    html = html_of(tmp_path)
+    assert "The sweep has stopped with 2 cells left. Its command goes on with them:" in html["next"]
+    assert SHOWN[0] in html["next"]
+    assert "Earlier commands" not in html["header"]
+    with run_dir.held(interrupted):
+        assert "has stopped" not in html_of(tmp_path)["next"]
+
+
+def test_of_several_commands_each_goes_on_with_its_cells_and_the_newest_is_on_top(tmp_path: Path) -> None:
+    """The newest one alone would leave the cells of the earlier one as they are."""
+    write_stopped(tmp_path, [FIRST, SECOND])
+    html = html_of(tmp_path)
+    assert "Several commands made it, the newest is the last one." in html["next"]
+    assert -1 < html["next"].index(SHOWN[0]) < html["next"].index(SHOWN[1])
+    newest, earlier = html["header"].split("Earlier commands of this sweep")
+    assert SHOWN[1] in newest
+    assert SHOWN[0] not in newest
+    assert SHOWN[0] in earlier
+    assert SHOWN[1] not in earlier
+
+
+def test_a_sweep_that_is_done_does_not_go_on(tmp_path: Path) -> None:
+    root = write_sweep(tmp_path / "sweep", batches=(4096,), seeds=1)
+    record = json.loads((root / run_dir.SWEEP).read_text())
+    run_dir.write_json(root / run_dir.SWEEP, {**record, "commands": [FIRST, SECOND]})
+    assert "has stopped" not in html_of(root)["next"]
+
+
+def rows_of(outputs: Path) -> dict[str, dict[str, Any]]:
+    return {row["name"]: row for row in build_index(outputs).rows}
+
+
+def test_the_index_says_how_much_of_a_running_row_is_done(tmp_path: Path) -> None:
+    run = tmp_path / "a run"
+    write_run(run, 4096, 0.02, 1, 4.0)
+    lines = (run / run_dir.METRICS).read_text().splitlines(keepends=True)
+    cut = next(number for number, line in enumerate(lines) if '"step": 16,' in line)
+    (run / run_dir.METRICS).write_text("".join(lines[:cut]) + lines[cut][:40])  # 16 of 64 steps, and a part of a line
+    write_stopped(tmp_path / "sweep", [FIRST])
+    assert {row["share"] for row in rows_of(tmp_path).values()} == {None}
+    with run_dir.held(run), run_dir.held(tmp_path / "sweep/lr=0.02"):
+        rows = rows_of(tmp_path)
+        assert rows["a run"]["share"] == 0.25
+        assert rows["sweep"]["share"] == pytest.approx(1 / 3)
+        assert "</span> 25%" in index_sections(build_index(tmp_path))["runs"]
+        (run / run_dir.METRICS).unlink()
+        assert rows_of(tmp_path)["a run"]["share"] == 0
+
+
+def test_rows_of_the_index_are_found_by_name_model_status_and_tags(tmp_path: Path) -> None:
+    write_run(tmp_path / "My run", 4096, 0.02, 1, 4.0)
+    label(tmp_path / "My run", ["Ablation", '"><b>'])
+    found_by = rows_of(tmp_path)["My run"]["found_by"]
+    assert found_by.split() == ["my", "run", rows_of(tmp_path)["My run"]["model"], "completed", "ablation", '"><b>']
+    assert "<b>" not in index_sections(build_index(tmp_path))["runs"]
