@@ -20,11 +20,13 @@ from gptexp.reporting.vega_lite import (
     Figure,
     Spec,
     apart,
+    caption,
     count,
     figure,
     isolated,
     linear,
     log,
+    not_shown,
     ordinal,
     tooltip,
 )
@@ -47,6 +49,16 @@ def figures(analysis: Analysis) -> list[Figure]:
     return found
 
 
+def _without_optimum(arm: Arm) -> str:
+    """The batch sizes without an optimum that has an interval, each with the reason; empty if all have one."""
+    reasons = {}
+    for batch, curve in arm.curves.of.items():
+        if batch not in arm.curves.optima:
+            bracketed = "no interval" if curve.noise is not None else "noise unknown"
+            reasons[batch] = bracketed if curve.status == "bracketed" else curve.status
+    return ", ".join(f"{batch:,} ({why})" for batch, why in reasons.items())
+
+
 def _batch(sizes: Collection[int]) -> Spec:
     return log("batch", "batch size, tokens a step", sizes, ",")
 
@@ -65,16 +77,28 @@ def _curves(arm: Arm) -> Figure | None:
         "color": {**ordinal("size", "tokens a step", sizes), "scale": {"range": "ordinal"}},
         "opacity": {"condition": {"param": "isolated", "value": 1}, "value": 0.1},
     }
+    points = _points(arm, low, high)
     means = [{"lr": lr, "loss": mean, "size": f"{batch:,}"} for (batch, lr), mean in sorted(arm.means.items())]
     layers: list[Spec] = [
         {"data": {"values": means}, "mark": {"type": "line", "strokeWidth": 1}, "params": [isolated("size")]},
         {"data": {"values": _fitted(arm)}, "mark": {"type": "line", "strokeWidth": 2.5}},
-        *_points(arm, low, high),
+        *points,
         *_minima(arm),
         *_lowest(arm),
         _labels_at_ends(means, y, low, high),
     ]
-    caption = [
+    layers = [layer for layer in layers if layer["data"]["values"]]
+    spec = {"layer": layers, "encoding": encoding, "padding": LABELLED}
+    near = {"scale": {"domain": [low - MARGIN * (high - low), _ceiling(arm)], "clamp": True}}
+    controls = [Control("Losses", {"all": {}, "near the lowest": {"encoding": {"y": near}}})]
+    drawn = sum(len(layer["data"]["values"]) for layer in points)
+    text = _caption_of_curves(arm, len(arm.runs) - drawn)
+    return figure("curves", "Loss against learning rate", text, spec, controls=controls, is_wide=True)
+
+
+def _caption_of_curves(arm: Arm, unfinished: int) -> str:
+    without_curve = _without_optimum(arm)
+    return caption(
         "Each point is a run, and a click opens it. Thin lines join the means over seeds.",
         "Thick lines are fitted curves, drawn over the learning rates of the fit; diamonds are their minima, bars the "
         "95% intervals of these."
@@ -82,13 +106,9 @@ def _curves(arm: Arm) -> Figure | None:
         else "",
         "Hollow points are left out." if arm.left_out else "",
         "Crosses at the top are runs that diverged." if arm.diverged else "",
-    ]
-    layers = [layer for layer in layers if layer["data"]["values"]]
-    spec = {"layer": layers, "encoding": encoding, "padding": LABELLED}
-    near = {"scale": {"domain": [low - MARGIN * (high - low), _ceiling(arm)], "clamp": True}}
-    controls = [Control("Losses", {"all": {}, "near the lowest": {"encoding": {"y": near}}})]
-    text = " ".join(filter(None, caption))
-    return figure("curves", "Loss against learning rate", text, spec, controls=controls, is_wide=True)
+        f"No curve is fitted at {without_curve}." if without_curve else "",
+        not_shown(unfinished, "without a final validation loss"),
+    )
 
 
 def _fitted(arm: Arm) -> list[Spec]:
@@ -207,8 +227,14 @@ def _heat_map(arm: Arm) -> Figure | None:
         "y": ordinal("batch", "tokens a step", [f"{b:,}" for b in batches]),
     }
     spec = {"layer": [layer for layer in layers if layer["data"]["values"]], "encoding": encoding}
-    caption = "Mean loss over seeds. The lowest has a frame. In a grey cell a run diverged."
-    return figure("heatmap", "Loss of every cell", caption, spec)
+    empty = len(lrs) * len(batches) > len({*arm.means, *((b, lr) for b, of in arm.diverged.items() for lr in of)})
+    text = caption(
+        "Mean loss over seeds. The lowest has a frame.",
+        "In a grey cell a run diverged." if diverged else "",
+        "An empty cell has no completed run that counts." if empty else "",
+        f"Losses above {ceiling:.3f} share one colour." if ceiling < max(arm.means.values()) else "",
+    )
+    return figure("heatmap", "Loss of every cell", text, spec)
 
 
 def _law(arm: Arm) -> Figure | None:
@@ -238,11 +264,13 @@ def _law(arm: Arm) -> Figure | None:
         {"data": {"values": optima}, "mark": DOT,
          "encoding": {"y": y, "tooltip": tooltip("batch", "lr", "low", "high")}},
     ]  # fmt: skip
-    caption = (
+    without = _without_optimum(arm)
+    text = caption(
         f"The fitted exponent is {law.exponent:.2f} (95% interval {law.low:.2f} to {law.high:.2f}). The band is the "
-        "95% interval of the line. Dashed lines are the usual rules, drawn through the centre of the fit."
+        "95% interval of the line. Dashed lines are the usual rules, drawn through the centre of the fit.",
+        f"Without an optimum, and not in the fit: {without}." if without else "",
     )
-    return figure("law", "Best learning rate against batch size", caption,
+    return figure("law", "Best learning rate against batch size", text,
                    {"layer": layers, "encoding": {"x": _batch(law.sizes)}})  # fmt: skip
 
 
@@ -260,8 +288,12 @@ def _loss_at_optimum(arm: Arm) -> Figure | None:
         {"mark": DOT, "encoding": {"y": y, "tooltip": tooltip("batch", "loss", "low", "high")}},
     ]
     spec = {"data": {"values": optima}, "layer": layers, "encoding": {"x": _batch(arm.curves.of)}}
-    caption = "The fitted loss of each batch size at its own best learning rate, with 95% intervals."
-    return figure("optima", "Loss at the optimum", caption, spec)
+    without = _without_optimum(arm)
+    text = caption(
+        "The fitted loss of each batch size at its own best learning rate, with 95% intervals.",
+        f"Without an optimum, and not shown: {without}." if without else "",
+    )
+    return figure("optima", "Loss at the optimum", text, spec)
 
 
 def _iso_loss(arm: Arm) -> Figure | None:
@@ -282,8 +314,12 @@ def _iso_loss(arm: Arm) -> Figure | None:
         ]
         layers.insert(0, {"data": {"values": curve}, "mark": {"type": "line", "style": "accent", "order": False}})
     encoding = {"x": log("steps", "steps", form="~s"), "y": log("tokens", "tokens", form="~s")}
-    caption = f"Steps and tokens to reach a loss of {arm.target_loss:.4f}. Labels are tokens a step."
-    return figure("isoloss", "Steps and tokens to reach one loss", caption, {"layer": layers, "encoding": encoding})
+    absent = ", ".join(f"{batch:,}" for batch in sorted({run.batch for run in arm.runs} - {*c.steps}))
+    text = caption(
+        f"Steps and tokens to reach a loss of {arm.target_loss:.4f}. Labels are tokens a step.",
+        f"Not shown, because no run has completed: {absent}." if absent else "",
+    )
+    return figure("isoloss", "Steps and tokens to reach one loss", text, {"layer": layers, "encoding": encoding})
 
 
 def _throughput(arm: Arm) -> Figure | None:
@@ -300,4 +336,7 @@ def _throughput(arm: Arm) -> Figure | None:
         "mark": {"type": "point", "filled": True, "size": 50, "opacity": 0.6, "style": "accent"},
         "encoding": {"x": _batch({run.batch for run in arm.runs}), "y": y, "tooltip": tooltip("run", "lr", "rate")},
     }
-    return figure("throughput", "Throughput", "Median over the steps of each run.", spec, is_diagnostic=True)
+    text = caption(
+        "Median over the steps of each run.", not_shown(len(arm.runs) - len(points), "without a logged step")
+    )
+    return figure("throughput", "Throughput", text, spec, is_diagnostic=True)

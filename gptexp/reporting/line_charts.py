@@ -1,10 +1,11 @@
 """Charts with a line per run over its training: loss and noise scale, and more of a single run or of a few."""
 
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
+from gptexp.config.schema import counted
 from gptexp.reporting.records import Point, Run, Step
 from gptexp.reporting.vega_lite import (
     END_LABELS,
@@ -15,11 +16,13 @@ from gptexp.reporting.vega_lite import (
     Figure,
     Spec,
     apart,
+    caption,
     count,
     figure,
     isolated,
     linear,
     log,
+    not_shown,
     ordinal,
     tooltip,
 )
@@ -142,7 +145,7 @@ def _losses(lines: Lines, key: str, kinds: Sequence[str]) -> Figure | None:
     if "training" in kinds:
         controls.append(Control("Training loss", {"smoothed": {}, "as logged": {"encoding": {"y": {"field": "loss"}}}}))
     title = "Loss" if single else f"{kinds[0].capitalize()} loss"
-    smoothed = f"The training loss is a running mean over {SMOOTH:.0%} of the steps. " if "training" in kinds else ""
+    smoothed = f"The training loss is a running mean over {SMOOTH:.0%} of the steps." if "training" in kinds else ""
     spec = {
         "data": {"values": points},
         "params": [{"name": "low", "value": low}, {"name": "high", "value": high}],
@@ -150,7 +153,43 @@ def _losses(lines: Lines, key: str, kinds: Sequence[str]) -> Figure | None:
         "encoding": encoding,
         "padding": LABELLED,
     }
-    return figure(key, title, smoothed + ZOOM, spec, controls=controls, is_wide=True)
+    text = caption(smoothed, ZOOM, _absent_losses(lines, kinds, points, high))
+    return figure(key, title, text, spec, controls=controls, is_wide=True)
+
+
+def _absent_losses(lines: Lines, kinds: Sequence[str], points: list[Spec], high: float) -> str:
+    """What a chart of losses lacks, and why; empty if it has everything."""
+    drawn = {point["run"] for point in points}
+    diverged = sum(run.status == "diverged" and run.name in drawn for run in lines.runs)
+    if len(lines.runs) == 1:
+        of_kinds = {point["of"] for point in points}
+        instead = "The run has no validation loss yet." if "validation" not in of_kinds else ""
+        ends = "The line ends where the run diverged." if diverged else ""
+    else:
+        stands_in = "validation" not in kinds and all(len(run.val) < 2 for run in lines.runs)
+        instead = "It stands in for the validation loss, which no run has twice." if stands_in else ""
+        why = "ends early, because its run" if diverged == 1 else "end early, because their runs"
+        ends = f"{counted(diverged, 'line')} {why} diverged." if diverged else ""
+    return caption(
+        instead,
+        not_shown(len(lines.runs) - len(drawn), f"without a {' or '.join(kinds)} loss"),
+        ends,
+        "Lines have gaps where logged steps are missing." if _have_gaps(lines, drawn) else "",
+        "Higher losses, as at the start, lie outside the axis." if any(p["smooth"] > high for p in points) else "",
+    )
+
+
+def _absent_values(lines: Lines, points: list[Spec]) -> str:
+    """What a chart of another value lacks, and why; empty if it has everything."""
+    drawn = {point["run"] for point in points}
+    return caption(
+        not_shown(len(lines.runs) - len(drawn), "that did not log it"),
+        "Lines have gaps where logged steps are missing." if _have_gaps(lines, drawn) else "",
+    )
+
+
+def _have_gaps(lines: Lines, drawn: Collection[str]) -> bool:
+    return any(run.gaps and run.name in drawn for run in lines.runs)
 
 
 def _course(lines: Lines, run: Run, kind: str) -> list[Spec]:
@@ -227,21 +266,22 @@ def _noise_scale(lines: Lines) -> Figure | None:
         "encoding": {"y": {"field": "value", "type": "quantitative"}, "strokeDash": dashes,
                      "tooltip": tooltip("what", "value")},
     }  # fmt: skip
-    caption = (
+    text = (
         "Running average of the batch size at which the noise in a gradient has the same norm as its signal. In "
         "smaller batches the noise is larger than the signal, in larger batches it is smaller. The noise scale is a "
         "proxy for the critical batch size, and assumes plain gradient steps."
     )
     layers = [_lines(lines, points, log("value", "tokens", form="~s")), rule_layer]
     spec = {"layer": layers, "resolve": {"scale": {"strokeDash": "independent"}}}
-    return figure("noise-scale", "Gradient noise scale", caption, spec, is_diagnostic=True)
+    text = caption(text, _absent_values(lines, points))
+    return figure("noise-scale", "Gradient noise scale", text, spec, is_diagnostic=True)
 
 
 def _chart(
     lines: Lines,
     key: str,
     title: str,
-    caption: str,
+    text: str,
     value: StepValue,
     scale: Callable[[str, str], Spec] = linear,
     running: float = 0.0,
@@ -250,7 +290,8 @@ def _chart(
     points = _values(lines, value, running)
     if not points:
         return None
-    return figure(key, title, caption, _lines(lines, points, scale("value", title.lower())), is_diagnostic=True)
+    text = caption(text, _absent_values(lines, points))
+    return figure(key, title, text, _lines(lines, points, scale("value", title.lower())), is_diagnostic=True)
 
 
 def _kept(lines: Lines, run: Run) -> list[Step]:

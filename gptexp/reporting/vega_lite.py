@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from gptexp.config.schema import counted
+
 Spec = dict[str, Any]
 SCHEMA = "https://vega.github.io/schema/vega-lite/v6.json"
 HEIGHT = 320  # pixels
@@ -101,6 +103,16 @@ def theme(brightness: str) -> Spec:
             "label": {"fill": ink, "stroke": "transparent", "align": "left", "dx": 7},
         },
     }
+
+
+def caption(*sentences: str) -> str:
+    """The sentences that are not empty."""
+    return " ".join(filter(None, sentences))
+
+
+def not_shown(runs: int, why: str) -> str:
+    """A sentence on runs that a chart does not have, for example "2 runs without an evaluation are not shown."."""
+    return f"{counted(runs, 'run')} {why} {'is' if runs == 1 else 'are'} not shown." if runs else ""
 
 
 def linear(field: str, title: str) -> Spec:

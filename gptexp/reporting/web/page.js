@@ -29,8 +29,8 @@ function specOf({key, spec, controls}) {
   return patched(drawn, {padding: 5, config: {legend: {columns: 2, layout: {bottom: {direction: "vertical"}}}}, ...layer && {layer}});
 }
 
-/** A specification without its data and the values of its parameters, as text. */
-const formOf = spec => JSON.stringify({...spec, params: spec.params?.map(({name}) => name)},
+/** A specification without its data, its description and the values of its parameters, as text. */
+const formOf = spec => JSON.stringify({...spec, params: spec.params?.map(({name}) => name), description: ""},
                                       (key, value) => key === "values" ? undefined : value);
 
 /** Draw what has changed and can be seen. A figure of which only the data differ keeps its zoom and does not flicker. */
@@ -46,7 +46,7 @@ async function draw() {
       if (stands && known.form === form) {
         for (const layer of layersOf(spec)) known.view.data(layer.data.name, layer.data.values);
         for (const {name, value} of spec.params ?? []) known.view.signal(name, value);
-        await known.view.runAsync();
+        await known.view.description(spec.description).runAsync();
         Object.assign(known, {figure, look});
       } else {
         known?.finalize();

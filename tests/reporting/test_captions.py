@@ -1,0 +1,104 @@
+"""What captions say of things that a chart lacks."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from sweeps import write_run, write_sweep
+
+from gptexp.reporting.line_charts import ZOOM
+from gptexp.reporting.report import build_report
+from gptexp.storage import run_dir
+
+LACKS = ("not shown", "diverged", "No curve", "mpty cell", "Without", "gaps", "stands in", "yet")
+
+
+def captions(directory: Path) -> dict[str, str]:
+    return {figure.key: figure.caption for figure in build_report(directory).figures}
+
+
+def drop(run: Path, text: str) -> None:
+    """Drop the logged lines that hold `text`."""
+    lines = (run / run_dir.METRICS).read_text().splitlines(keepends=True)
+    (run / run_dir.METRICS).write_text("".join(line for line in lines if text not in line))
+
+
+@pytest.fixture
+def sweep(tmp_path: Path) -> Path:
+    """A whole grid in which nothing has diverged."""
+    root = write_sweep(tmp_path / "sweep", batches=(4096, 8192, 16384), schedule="constant")
+    for diverged in root.glob("lr=0.16*"):
+        shutil.rmtree(diverged)
+    return root
+
+
+def test_nothing_is_said_of_a_whole_sweep(sweep: Path) -> None:
+    found = captions(sweep)
+    assert found.keys() == {
+        "curves",
+        "loss",
+        "noise-scale",
+        "cosine",
+        "heatmap",
+        "law",
+        "optima",
+        "isoloss",
+        "throughput",
+    }
+    assert [(key, word) for key, text in found.items() for word in LACKS if word in text] == []
+
+
+def test_runs_without_values_are_counted(sweep: Path) -> None:
+    one, two = sorted(sweep.glob("lr=0.04,total_batch_size=4096*"))
+    for run in (one, two):
+        (run / run_dir.METRICS).unlink()
+        (run / run_dir.SUMMARY).unlink()
+    found = captions(sweep)
+    assert found["curves"].endswith(" 2 runs without a final validation loss are not shown.")
+    assert found["throughput"].endswith(" 2 runs without a logged step are not shown.")
+    assert "2 runs without a validation loss are not shown." in found["loss"]
+    assert found["noise-scale"].endswith(" 2 runs that did not log it are not shown.")
+    assert "An empty cell has no completed run that counts." in found["heatmap"]
+    write_run(two, 4096, 0.04, 1338, 4.1, schedule="constant")
+    assert captions(sweep)["curves"].endswith(" 1 run without a final validation loss is not shown.")
+    assert "empty cell" not in captions(sweep)["heatmap"]
+
+
+def test_batch_sizes_without_an_optimum_are_named_with_the_reason(sweep: Path) -> None:
+    for run in sweep.glob("lr=*,total_batch_size=16384*"):
+        if run.name.startswith(("lr=0.005", "lr=0.01", "lr=0.02")):
+            shutil.rmtree(run)
+    found = captions(sweep)
+    assert "No curve is fitted at 16,384 (too few)." in found["curves"]
+    assert found["law"].endswith(" Without an optimum, and not in the fit: 16,384 (too few).")
+    assert found["optima"].endswith(" Without an optimum, and not shown: 16,384 (too few).")
+    for run in sweep.glob("lr=*,total_batch_size=16384*"):
+        (run / run_dir.SUMMARY).unlink()
+    assert found["isoloss"].endswith(" Labels are tokens a step.")
+    assert captions(sweep)["isoloss"].endswith(" Not shown, because no run has completed: 16,384.")
+
+
+def test_lines_that_end_early_or_have_gaps_are_explained(sweep: Path) -> None:
+    write_run(sweep / "high", 4096, 0.16, 1337, None, schedule="constant")
+    drop(sweep / "lr=0.02,total_batch_size=4096,seed=1337", '"step": 20,')
+    found = captions(sweep)
+    assert "1 line ends early, because its run diverged." in found["loss"]
+    assert "Lines have gaps where logged steps are missing." in found["loss"]
+    assert "Lines have gaps where logged steps are missing." in found["cosine"]
+    assert "Crosses at the top are runs that diverged." in found["curves"]
+    assert "In a grey cell a run diverged." in found["heatmap"]
+
+
+def test_losses_outside_the_axis_are_mentioned(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", 4096, 0.02, 1, 4.0)
+    assert captions(tmp_path / "run")["loss"].endswith(" Higher losses, as at the start, lie outside the axis.")
+    write_run(tmp_path / "new", 2**18, 0.02, 1, 4.0)  # of one step
+    assert captions(tmp_path / "new")["loss"].endswith(ZOOM)
+
+
+def test_a_chart_of_training_losses_says_that_there_is_no_other(tmp_path: Path) -> None:
+    for number in (1, 2):
+        write_run(tmp_path / f"sweep/{number}", 4096, 0.02, number, 4.0)
+        drop(tmp_path / f"sweep/{number}", '"event": "eval"')
+    assert "It stands in for the validation loss, which no run has twice." in captions(tmp_path / "sweep")["loss"]
+    assert "The run has no validation loss yet." in captions(tmp_path / "sweep/1")["loss"]
