@@ -23,7 +23,7 @@ NAME, STATUS, LOSS, TOKENS, SPEED = (
 TIME = Column("time", "time", lambda run: run.summary.get("train_s"), "")
 BEST_LOSS = Column("best_val_loss", "best val loss", lambda run: run.best_loss, ".4f")
 BITS = Column("bits_per_byte", "bits per byte", lambda run: run.bits_per_byte, ".4f")
-MINOR = (BITS.key, TOKENS.key, SPEED.key, TIME.key)  # left out on a phone
+MINOR = ("seed", "gap", BITS.key, TOKENS.key, SPEED.key, TIME.key)  # left out on a phone
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from gptexp.reporting.line_charts import Lines, line_charts
 from gptexp.reporting.records import Run
 from gptexp.reporting.vega_lite import (
     END_LABELS,
+    HEIGHT,
     LABELLED,
     MARGIN,
     Control,
@@ -33,6 +34,10 @@ from gptexp.reporting.vega_lite import (
 
 SAMPLES = 48  # points of a fitted curve
 INTERVAL = {"y": {"field": "low", "type": "quantitative"}, "y2": {"field": "high"}}
+ROOM_BELOW = 0.12  # of the range of losses: for the label of the lowest one
+MOST_COLUMNS = 24  # of a heat map as wide as the page, in which a loss fits into a cell; of a narrower one half as many
+MOST_COLUMNS_ON_A_PHONE = 7
+ROW_HEIGHT = 28  # pixels, of a heat map on a phone
 DOT = {"type": "point", "filled": True, "size": 80, "style": "ink"}
 
 
@@ -51,11 +56,12 @@ def figures(analysis: Analysis) -> list[Figure]:
 
 def _without_optimum(arm: Arm) -> str:
     """The batch sizes without an optimum that has an interval, each with the reason; empty if all have one."""
-    reasons = {}
-    for batch, curve in arm.curves.of.items():
-        if batch not in arm.curves.optima:
-            bracketed = "no interval" if curve.noise is not None else "noise unknown"
-            reasons[batch] = bracketed if curve.status == "bracketed" else curve.status
+    reasons: dict[int, str] = {
+        batch: curve.status for batch, curve in arm.curves.of.items() if batch not in arm.curves.optima
+    }
+    for batch, status in reasons.items():
+        if status in ("bracketed", "flat") and arm.curves.of[batch].noise is None:
+            reasons[batch] = "noise unknown"
     return ", ".join(f"{batch:,} ({why})" for batch, why in reasons.items())
 
 
@@ -69,7 +75,9 @@ def _curves(arm: Arm) -> Figure | None:
         return None
     losses = [loss for at_batch in arm.losses.values() for of_seeds in at_batch.values() for loss in of_seeds]
     low, high = min(losses), max(losses)
+    bottom = low - ROOM_BELOW * (high - low)
     y = linear("loss", "final validation loss, nats per token")
+    y["scale"] |= {"domainMin": bottom}
     sizes = [f"{batch:,}" for batch in sorted({*arm.losses, *arm.diverged})]
     encoding = {
         "x": log("lr", "peak learning rate", {run.lr for run in arm.runs}, "~r"),
@@ -89,7 +97,7 @@ def _curves(arm: Arm) -> Figure | None:
     ]
     layers = [layer for layer in layers if layer["data"]["values"]]
     spec = {"layer": layers, "encoding": encoding, "padding": LABELLED}
-    near = {"scale": {"domain": [low - MARGIN * (high - low), _ceiling(arm)], "clamp": True}}
+    near = {"scale": {"domain": [bottom, _ceiling(arm)], "clamp": True}}
     controls = [Control("Losses", {"all": {}, "near the lowest": {"encoding": {"y": near}}})]
     drawn = sum(len(layer["data"]["values"]) for layer in points)
     text = _caption_of_curves(arm, len(arm.runs) - drawn)
@@ -167,7 +175,7 @@ def _lowest(arm: Arm) -> list[Spec]:
     return [
         {"data": {"values": lowest}, "mark": {"type": "point", "size": 260, "strokeWidth": 2, "style": "best"},
          "encoding": {"color": None}},
-        {"data": {"values": lowest}, "mark": {"type": "text", "style": "label", "dx": 0, "dy": -18, "align": "center",
+        {"data": {"values": lowest}, "mark": {"type": "text", "style": "label", "dx": 0, "dy": 22, "align": "center",
                                               "fontWeight": "bold"},
          "encoding": {"text": {"field": "label"}}},
     ]  # fmt: skip
@@ -202,9 +210,7 @@ def _heat_map(arm: Arm) -> Figure | None:
         {"lr": f"{lr:.3g}", "batch": f"{b:,}", "loss": mean, "text": f"{mean:.3f}", "seeds": len(arm.losses[b][lr])}
         for (b, lr), mean in arm.means.items()
     ]
-    diverged = [
-        {"lr": f"{lr:.3g}", "batch": f"{b:,}", "what": "diverged"} for b, lrs in arm.diverged.items() for lr in lrs
-    ]
+    diverged = [{"lr": f"{lr:.3g}", "batch": f"{b:,}", "what": "×"} for b, lrs in arm.diverged.items() for lr in lrs]
     lrs = sorted({lr for at_batch in (*arm.losses.values(), *arm.diverged.values()) for lr in at_batch})
     batches = sorted({*arm.losses, *arm.diverged}, reverse=True)
     lowest, ceiling = min(arm.means.values()), _ceiling(arm)
@@ -217,24 +223,27 @@ def _heat_map(arm: Arm) -> Figure | None:
          "encoding": {"color": colour, "tooltip": tooltip("batch", "lr", "loss", "seeds")}},
         {"data": {"values": diverged}, "mark": {"type": "rect", "style": "empty"}},
         {"data": {"values": best}, "mark": {"type": "rect", "filled": False, "style": "best", "strokeWidth": 4}},
-        {"data": {"values": cells}, "mark": {"type": "text"},
+        {"name": END_LABELS if min(len(lrs), len(batches)) > MOST_COLUMNS_ON_A_PHONE else "losses",
+         "data": {"values": cells if len(lrs) <= MOST_COLUMNS else []}, "mark": {"type": "text"},
          "encoding": {"text": {"field": "text"},
                       "color": {"condition": {"test": f"datum.loss < {dark!r}", "value": "black"}, "value": "white"}}},
         {"data": {"values": diverged}, "mark": {"type": "text"}, "encoding": {"text": {"field": "what"}}},
     ]  # fmt: skip
-    encoding = {
-        "x": {**ordinal("lr", "peak learning rate", [f"{lr:.3g}" for lr in lrs]), "axis": {"labelAngle": 0}},
-        "y": ordinal("batch", "tokens a step", [f"{b:,}" for b in batches]),
-    }
-    spec = {"layer": [layer for layer in layers if layer["data"]["values"]], "encoding": encoding}
+    x = {**ordinal("lr", "peak learning rate", [f"{lr:.3g}" for lr in lrs]), "axis": {"labelAngle": 0}}
+    y = ordinal("batch", "tokens a step", [f"{b:,}" for b in batches])
+    spec = {"layer": [layer for layer in layers if layer["data"]["values"]], "encoding": {"x": x, "y": y}}
+    # There are usually more learning rates than batch sizes, and a phone has more room for rows than for columns.
+    turned = {"x": {**y, "sort": y["sort"][::-1]}, "y": {**x, "sort": x["sort"][::-1]}}
+    on_a_phone = {"encoding": turned, "height": max(HEIGHT, ROW_HEIGHT * len(lrs))} if len(lrs) > len(batches) else {}
     empty = len(lrs) * len(batches) > len({*arm.means, *((b, lr) for b, of in arm.diverged.items() for lr in of)})
     text = caption(
         "Mean loss over seeds. The lowest has a frame.",
-        "In a grey cell a run diverged." if diverged else "",
+        "In a grey cell, with a cross, a run diverged." if diverged else "",
         "An empty cell has no completed run that counts." if empty else "",
         f"Losses above {ceiling:.3f} share one colour." if ceiling < max(arm.means.values()) else "",
     )
-    return figure("heatmap", "Loss of every cell", text, spec)
+    is_wide = len(lrs) > MOST_COLUMNS // 2
+    return figure("heatmap", "Loss of every cell", text, spec, on_a_phone=on_a_phone, is_wide=is_wide)
 
 
 def _law(arm: Arm) -> Figure | None:

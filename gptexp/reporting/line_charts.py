@@ -154,7 +154,8 @@ def _losses(lines: Lines, key: str, kinds: Sequence[str]) -> Figure | None:
         "padding": LABELLED,
     }
     text = caption(smoothed, ZOOM, _absent_losses(lines, kinds, points, high))
-    return figure(key, title, text, spec, controls=controls, is_wide=True)
+    legend: Spec = {"encoding": {"color": {"legend": {"title": "loss"}}}}  # in place of the labels at the ends
+    return figure(key, title, text, spec, controls=controls, on_a_phone=legend if single else {}, is_wide=True)
 
 
 def _absent_losses(lines: Lines, kinds: Sequence[str], points: list[Spec], high: float) -> str:

@@ -188,8 +188,8 @@ def _best(arm: Arm) -> list[Tile]:
     loss = arm.means[arm.best]
     seeds = len(arm.curves.losses[batch][lr])
     of = f"mean of {counted(seeds, 'seed')}" if seeds > 1 else "one run"
-    which = ", ".join([f"{batch:,} tokens a step", *(f"{key}={shown(value)}" for key, value in arm.choices.items())])
-    tiles = [Tile("Best cell", f"{loss:.4f}", f"lr {lr:.3g} at {printable(which)}; {of}")]
+    where = ", ".join([f"{batch:,} tokens a step", *(f"{key}={shown(value)}" for key, value in arm.choices.items())])
+    tiles = [Tile("Best cell", f"lr {lr:.3g}", f"at {printable(where)}; loss {loss:.4f}, {of}")]
     if len(arm.means) > 1:
         _, following = sorted(arm.means, key=lambda cell: arm.means[cell])[:2]
         tie = arm.curves.ties(following, arm.best)

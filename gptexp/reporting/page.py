@@ -20,6 +20,7 @@ from gptexp.process.terminal import as_command, printable
 from gptexp.reporting.cells_table import MINOR, cells_table, commands, results_table
 from gptexp.reporting.differences import Difference
 from gptexp.reporting.index import Index
+from gptexp.reporting.progress import time_left
 from gptexp.reporting.records import Run
 from gptexp.reporting.report import Report
 from gptexp.reporting.vega_lite import END_LABELS, Figure, theme
@@ -103,10 +104,16 @@ def _of_the_run(run: Run, is_live: bool) -> list[tuple[str, list[str]]]:
 
 
 def _to_continue(report: Report) -> list[tuple[str, list[str]]]:
-    """How to go on with a sweep that has stopped before its end: in words, and as commands, the newest last."""
+    """How to go on with a sweep before its end: in words, and, if it has stopped, as commands, the newest last."""
     statuses = [cell.status for cell in report.cells]
     waiting = sum(status not in run_dir.DONE for status in statuses)
-    if report.sweep is None or not report.sweep.commands or not waiting or "running" in statuses:
+    if "running" in statuses:
+        left = " ".join(filter(None, time_left(report.cells)))
+        what = (
+            f"Nothing yet: {counted(waiting, 'cell')} still to finish, time left {left}. Their results say what to run."
+        )
+        return [] if report.further else [(what, [])]
+    if report.sweep is None or not report.sweep.commands or not waiting:
         return []
     stopped = f"The sweep has stopped with {counted(waiting, 'cell')} left."
     if len(report.sweep.commands) == 1:
@@ -122,7 +129,12 @@ def _to_continue(report: Report) -> list[tuple[str, list[str]]]:
 def specifications(figures: list[Figure]) -> list[dict[str, Any]]:
     """What the page's script draws."""
     return [
-        {"key": f.key, "spec": f.spec, "controls": [{"label": c.label, "options": c.options} for c in f.controls]}
+        {
+            "key": f.key,
+            "spec": f.spec,
+            "controls": [{"label": c.label, "options": c.options} for c in f.controls],
+            "on_a_phone": f.on_a_phone,
+        }
         for f in figures
     ]
 

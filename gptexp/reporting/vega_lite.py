@@ -17,7 +17,7 @@ FONT_SIZE = 12  # pixels; smaller text is hard to read on a phone
 MOST_LABELS = 12  # lines of a chart that are labelled at their ends
 LABEL_ROOM = 1 / 18  # of a chart's height: needed by one label
 MARGIN = 0.06  # of a range of losses, above and below it
-END_LABELS = "ends"  # name of the layer of labels, which a phone has no room for
+END_LABELS = "ends"  # name of a layer of labels that a phone has no room for
 LABELLED = {"left": 5, "top": 5, "bottom": 5, "right": 90}  # pixels around a chart whose lines are labelled
 
 # Sequences of colours that differ in lightness as well as in hue, for the colour-blind. Batch sizes are cool, learning
@@ -63,6 +63,7 @@ class Figure:
     caption: str
     spec: Spec
     controls: list[Control] = field(default_factory=list)
+    on_a_phone: Spec = field(default_factory=dict)  # changes to the specification there, as a JSON merge patch
     is_diagnostic: bool = False  # of interest if something is wrong, or to few readers
     is_wide: bool = False
 

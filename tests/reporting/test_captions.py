@@ -86,7 +86,7 @@ def test_lines_that_end_early_or_have_gaps_are_explained(sweep: Path) -> None:
     assert "Lines have gaps where logged steps are missing." in found["loss"]
     assert "Lines have gaps where logged steps are missing." in found["cosine"]
     assert "Crosses at the top are runs that diverged." in found["curves"]
-    assert "In a grey cell a run diverged." in found["heatmap"]
+    assert "In a grey cell, with a cross, a run diverged." in found["heatmap"]
 
 
 def test_losses_outside_the_axis_are_mentioned(tmp_path: Path) -> None:

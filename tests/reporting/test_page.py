@@ -1,7 +1,7 @@
 """The page of a report in Chromium: what it shows, and what happens when a reader clicks."""
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -95,6 +95,13 @@ def test_every_figure_is_drawn_and_readable(browser: "Browser", report: Path, wi
         assert min(figure["sizes"]) >= 12
         assert figure["ink"] == ("rgb(31, 35, 40)" if scheme == "light" else "rgb(230, 232, 235)")
     assert page.evaluate("document.documentElement.scrollWidth") <= width  # no sideways scrolling
+    texts = page.evaluate("""[...document.querySelectorAll("#plot-heatmap .mark-text text")].map(text => {
+        const {left, right, top, bottom} = text.getBoundingClientRect();
+        return [left, right, top, bottom];
+    })""")
+    assert len(texts) == 24 + 10 + 2  # of the cells, and labels and titles of the axes
+    for (left, right, top, bottom), other in combinations(texts, 2):  # no two texts touch
+        assert right < other[0] or other[1] < left or bottom <= other[2] or other[3] <= top
     context.close()
 
 
@@ -127,7 +134,7 @@ def test_the_head_says_what_was_run_and_how_far_it_is(opened: Open, report: Path
     assert page.inner_text("header .command pre") == COMMAND
     tiles = [text.split("\n")[:2] for text in page.locator(".tiles li").all_inner_texts()]
     assert tiles == [
-        ["Best cell", "4.0003"],
+        ["Best cell", "lr 0.01"],
         ["Gap to the next cell", "0.0116 nats"],
         ["Cells done", "44 of 46"],
         ["Time left", "1 min 6 s"],
@@ -192,6 +199,10 @@ def test_the_training_loss_is_shown_smoothed_or_as_logged(
     page.get_by_role("button", name="smoothed").click()
     page.evaluate("drawn.then(() => null)")
     assert page.evaluate(paths) == 3
+    assert page.locator("#plot-loss .role-legend").count() == 0
+    page.set_viewport_size({"width": 390, "height": 844})  # no room for labels at the ends
+    page.wait_for_selector("#plot-loss .role-legend-label")
+    assert page.locator("#plot-loss .role-legend-label text").all_text_contents() == ["validation", "training"]
 
 
 @pytest.mark.e2e

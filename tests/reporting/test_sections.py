@@ -65,7 +65,7 @@ def test_a_sweep_that_has_stopped_goes_on_with_its_command(tmp_path: Path) -> No
     assert SHOWN[0] in html["next"]
     assert "Earlier commands" not in html["header"]
     with run_dir.held(interrupted):
-        assert "has stopped" not in html_of(tmp_path)["next"]
+        assert "Nothing yet: 2 cells still to finish, time left " in html_of(tmp_path)["next"]
 
 
 def test_of_several_commands_each_goes_on_with_its_cells_and_the_newest_is_on_top(tmp_path: Path) -> None:

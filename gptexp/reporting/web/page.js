@@ -21,12 +21,13 @@ function patched(value, patch) {
 
 const layersOf = spec => [spec, ...(spec.layer ?? [])].filter(layer => layer.data);
 
-function specOf({key, spec, controls}) {
+function specOf({key, spec, controls, on_a_phone}) {
   const patches = controls.map(({label, options}) => options[chosen.get(key)?.[label]] ?? {});
   const drawn = patched(patches.reduce(patched, spec), {config: PAGE.themes[DARK.matches ? "dark" : "light"]});
   if (!NARROW.matches) return drawn;
   const layer = drawn.layer?.filter(({name}) => name !== PAGE.end_labels);
-  return patched(drawn, {padding: 5, config: {legend: {columns: 2, layout: {bottom: {direction: "vertical"}}}}, ...layer && {layer}});
+  const narrow = {padding: 5, config: {legend: {columns: 2, layout: {bottom: {direction: "vertical"}}}}, ...layer && {layer}};
+  return patched(patched(drawn, narrow), on_a_phone);
 }
 
 /** A specification without its data, its description and the values of its parameters, as text. */
