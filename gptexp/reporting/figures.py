@@ -35,7 +35,7 @@ from gptexp.reporting.vega_lite import (
 SAMPLES = 48  # points of a fitted curve
 INTERVAL = {"y": {"field": "low", "type": "quantitative"}, "y2": {"field": "high"}}
 ROOM_BELOW = 0.12  # of the range of losses: for the label of the lowest one
-MOST_COLUMNS = 24  # of a heat map as wide as the page, in which a loss fits into a cell; of a narrower one half as many
+MOST_COLUMNS = 28  # of a heat map as wide as the page, in which a loss fits into a cell; of a narrower one half as many
 MOST_COLUMNS_ON_A_PHONE = 7
 ROW_HEIGHT = 28  # pixels, of a heat map on a phone
 DOT = {"type": "point", "filled": True, "size": 80, "style": "ink"}
@@ -206,44 +206,62 @@ def _heat_map(arm: Arm) -> Figure | None:
     """Mean final loss of each cell."""
     if len(arm.losses) < 2 or arm.best is None:
         return None
-    cells = [
-        {"lr": f"{lr:.3g}", "batch": f"{b:,}", "loss": mean, "text": f"{mean:.3f}", "seeds": len(arm.losses[b][lr])}
-        for (b, lr), mean in arm.means.items()
-    ]
-    diverged = [{"lr": f"{lr:.3g}", "batch": f"{b:,}", "what": "×"} for b, lrs in arm.diverged.items() for lr in lrs]
     lrs = sorted({lr for at_batch in (*arm.losses.values(), *arm.diverged.values()) for lr in at_batch})
     batches = sorted({*arm.losses, *arm.diverged}, reverse=True)
-    lowest, ceiling = min(arm.means.values()), _ceiling(arm)
-    scale = {"scheme": "viridis", "reverse": True, "domain": [lowest, ceiling], "clamp": True}
-    colour = {"field": "loss", "type": "quantitative", "title": "loss", "scale": scale, "legend": None}
-    dark = (lowest + ceiling) / 2
-    best = [{"lr": f"{arm.best[1]:.3g}", "batch": f"{arm.best[0]:,}"}]
-    layers: list[Spec] = [
-        {"data": {"values": cells}, "mark": "rect",
-         "encoding": {"color": colour, "tooltip": tooltip("batch", "lr", "loss", "seeds")}},
-        {"data": {"values": diverged}, "mark": {"type": "rect", "style": "empty"}},
-        {"data": {"values": best}, "mark": {"type": "rect", "filled": False, "style": "best", "strokeWidth": 4}},
-        {"name": END_LABELS if min(len(lrs), len(batches)) > MOST_COLUMNS_ON_A_PHONE else "losses",
-         "data": {"values": cells if len(lrs) <= MOST_COLUMNS else []}, "mark": {"type": "text"},
-         "encoding": {"text": {"field": "text"},
-                      "color": {"condition": {"test": f"datum.loss < {dark!r}", "value": "black"}, "value": "white"}}},
-        {"data": {"values": diverged}, "mark": {"type": "text"}, "encoding": {"text": {"field": "what"}}},
-    ]  # fmt: skip
-    x = {**ordinal("lr", "peak learning rate", [f"{lr:.3g}" for lr in lrs]), "axis": {"labelAngle": 0}}
-    y = ordinal("batch", "tokens a step", [f"{b:,}" for b in batches])
-    spec = {"layer": [layer for layer in layers if layer["data"]["values"]], "encoding": {"x": x, "y": y}}
+    axis = {"labelAngle": 0, "labelOverlap": "greedy", "labelSeparation": 6}
+    x = {**ordinal("lr", "peak learning rate", [f"{lr:.3g}" for lr in lrs]), "axis": axis}
+    y = {**ordinal("batch", "tokens a step", [f"{b:,}" for b in batches]), "axis": axis}
     # There are usually more learning rates than batch sizes, and a phone has more room for rows than for columns.
     turned = {"x": {**y, "sort": y["sort"][::-1]}, "y": {**x, "sort": x["sort"][::-1]}}
     on_a_phone = {"encoding": turned, "height": max(HEIGHT, ROW_HEIGHT * len(lrs))} if len(lrs) > len(batches) else {}
-    empty = len(lrs) * len(batches) > len({*arm.means, *((b, lr) for b, of in arm.diverged.items() for lr in of)})
+    layers = [*_tiles(arm), *_texts(arm, len(lrs), len(batches))]
+    spec = {"layer": [layer for layer in layers if layer["data"]["values"]], "encoding": {"x": x, "y": y}}
+    shown = {*arm.means, *((batch, lr) for batch, of_batch in arm.diverged.items() for lr in of_batch)}
+    ceiling = _ceiling(arm)
     text = caption(
         "Mean loss over seeds. The lowest has a frame.",
-        "In a grey cell, with a cross, a run diverged." if diverged else "",
-        "An empty cell has no completed run that counts." if empty else "",
+        "In a grey cell, with a cross, a run diverged." if arm.diverged else "",
+        "An empty cell has no completed run that counts." if len(shown) < len(lrs) * len(batches) else "",
         f"Losses above {ceiling:.3f} share one colour." if ceiling < max(arm.means.values()) else "",
     )
     is_wide = len(lrs) > MOST_COLUMNS // 2
     return figure("heatmap", "Loss of every cell", text, spec, on_a_phone=on_a_phone, is_wide=is_wide)
+
+
+def _tiles(arm: Arm) -> list[Spec]:
+    """Layers of a heat map's colours, and of the frame around the lowest mean."""
+    cells = [{**_cell(batch, lr), "loss": mean, "seeds": len(arm.losses[batch][lr])}
+             for (batch, lr), mean in arm.means.items()]  # fmt: skip
+    scale = {"scheme": "viridis", "reverse": True, "domain": [min(arm.means.values()), _ceiling(arm)], "clamp": True}
+    colour = {"field": "loss", "type": "quantitative", "title": "loss", "scale": scale, "legend": None}
+    return [
+        {"data": {"values": cells}, "mark": "rect",
+         "encoding": {"color": colour, "tooltip": tooltip("batch", "lr", "loss", "seeds")}},
+        {"data": {"values": _diverged(arm)}, "mark": {"type": "rect", "style": "empty"}},
+        {"data": {"values": [_cell(*arm.best)] if arm.best is not None else []},
+         "mark": {"type": "rect", "filled": False, "style": "best", "strokeWidth": 4}},
+    ]  # fmt: skip
+
+
+def _texts(arm: Arm, columns: int, rows: int) -> list[Spec]:
+    """Layers of the texts in a heat map's cells: losses where they fit, and crosses."""
+    losses = [{**_cell(batch, lr), "loss": mean, "text": f"{mean:.3f}"} for (batch, lr), mean in arm.means.items()]
+    middle = (min(arm.means.values()) + _ceiling(arm)) / 2
+    ink = {"condition": {"test": f"datum.loss < {middle!r}", "value": "black"}, "value": "white"}
+    return [
+        {"name": END_LABELS if min(columns, rows) > MOST_COLUMNS_ON_A_PHONE else "losses",
+         "data": {"values": losses if columns <= MOST_COLUMNS else []},
+         "mark": {"type": "text"}, "encoding": {"text": {"field": "text"}, "color": ink}},
+        {"data": {"values": _diverged(arm)}, "mark": {"type": "text"}, "encoding": {"text": {"value": "×"}}},
+    ]  # fmt: skip
+
+
+def _diverged(arm: Arm) -> list[Spec]:
+    return [_cell(batch, lr) for batch, of_batch in arm.diverged.items() for lr in of_batch]
+
+
+def _cell(batch: int, lr: float) -> Spec:
+    return {"lr": f"{lr:.3g}", "batch": f"{batch:,}"}
 
 
 def _law(arm: Arm) -> Figure | None:
