@@ -183,7 +183,7 @@ def test_an_update_leaves_focus_scrolling_order_and_open_rows_alone(browser: "Br
     run = root / "lr=0.02,total_batch_size=4096,seed=1337"
     with served(root) as address:
         page, messages = opened(browser, address)
-        page.set_viewport_size({"width": 390, "height": 844})
+        page.set_viewport_size({"width": 320, "height": 844})
         page.wait_for_selector("#plot-curves svg.marks")
         page.get_by_role("button", name="val loss").click()
         row = page.locator(f"tbody[id='run-{run.name}']")

@@ -28,12 +28,13 @@ def html_of(directory: Path) -> dict[str, str]:
 
 
 def test_tags_and_notes_are_shown_and_escaped(tmp_path: Path) -> None:
-    one, two = tmp_path / "sweep/one", tmp_path / "sweep/two"
-    for lr, run in ((0.01, one), (0.02, two)):
+    one, two, three = (tmp_path / f"sweep/{name}" for name in "abc")
+    for lr, run in ((0.01, one), (0.02, two), (0.03, three)):
         write_run(run, 4096, lr, 1, 4.0)
     assert "<dt>Tags" not in html_of(one)["header"]
     label(one, ["base", HOSTILE, "first"], f"why {HOSTILE}")
-    label(two, [HOSTILE, "second"], "another note")
+    label(two, [HOSTILE, "second", "base"], "another note")
+    label(three, [HOSTILE])
     escaped = HOSTILE.replace("<", "&lt;").replace(">", "&gt;")
     header = html_of(one)["header"]
     assert f"<dt>Tags</dt><dd>base, {escaped}, first</dd>" in header
@@ -42,7 +43,7 @@ def test_tags_and_notes_are_shown_and_escaped(tmp_path: Path) -> None:
     assert f"<dt>Tags</dt><dd>{escaped}</dd>" in of_sweep["header"]  # what all share
     assert "<dt>Note" not in of_sweep["header"]
     assert f"<p>Tags: base, {escaped}, first</p>" in of_sweep["runs"]
-    assert f"<p>Tags: {escaped}, second</p>" in of_sweep["runs"]
+    assert f"<p>Tags: {escaped}, second, base</p>" in of_sweep["runs"]
     assert not any("<img" in html for html in (header, *of_sweep.values()))
     label(one, [])  # edited while the page is open
     assert "<dt>Tags" not in html_of(one)["header"]
