@@ -98,7 +98,8 @@ def test_the_index_says_how_much_of_a_running_row_is_done(tmp_path: Path) -> Non
     write_run(run, 4096, 0.02, 1, 4.0)
     lines = (run / run_dir.METRICS).read_text().splitlines(keepends=True)
     cut = next(number for number, line in enumerate(lines) if '"step": 16,' in line)
-    (run / run_dir.METRICS).write_text("".join(lines[:cut]) + lines[cut][:40])  # 16 of 64 steps, and a part of a line
+    half_a_number = lines[cut][: lines[cut].index('"tokens": ') + 12]  # as if it were being written
+    (run / run_dir.METRICS).write_text("".join(lines[:cut]) + half_a_number)  # 16 of 64 steps
     write_stopped(tmp_path / "sweep", [FIRST])
     assert {row["share"] for row in rows_of(tmp_path).values()} == {None}
     with run_dir.held(run), run_dir.held(tmp_path / "sweep/lr=0.02"):
