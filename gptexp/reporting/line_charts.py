@@ -164,11 +164,11 @@ def _absent_losses(lines: Lines, kinds: Sequence[str], points: list[Spec], high:
     diverged = sum(run.status == "diverged" and run.name in drawn for run in lines.runs)
     if len(lines.runs) == 1:
         of_kinds = {point["of"] for point in points}
-        instead = "The run has no validation loss yet." if "validation" not in of_kinds else ""
+        instead = "The run has no validation loss so far." if "validation" not in of_kinds else ""
         ends = "The line ends where the run diverged." if diverged else ""
     else:
         stands_in = "validation" not in kinds and all(len(run.val) < 2 for run in lines.runs)
-        instead = "It stands in for the validation loss, which no run has twice." if stands_in else ""
+        instead = "The training loss stands in for the validation loss, which no run has twice." if stands_in else ""
         why = "ends early, because its run" if diverged == 1 else "end early, because their runs"
         ends = f"{counted(diverged, 'line')} {why} diverged." if diverged else ""
     return caption(

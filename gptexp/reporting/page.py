@@ -109,9 +109,7 @@ def _to_continue(report: Report) -> list[tuple[str, list[str]]]:
     waiting = sum(status not in run_dir.DONE for status in statuses)
     if "running" in statuses:
         left = " ".join(filter(None, time_left(report.cells)))
-        what = (
-            f"Nothing yet: {counted(waiting, 'cell')} still to finish, time left {left}. Their results say what to run."
-        )
+        what = f"Nothing yet: {counted(waiting, 'cell')} still to finish, time left {left}. Their results will tell."
         return [] if report.further else [(what, [])]
     if report.sweep is None or not report.sweep.commands or not waiting:
         return []

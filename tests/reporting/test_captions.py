@@ -10,7 +10,7 @@ from gptexp.reporting.line_charts import ZOOM
 from gptexp.reporting.report import build_report
 from gptexp.storage import run_dir
 
-LACKS = ("not shown", "diverged", "No curve", "mpty cell", "Without", "gaps", "stands in", "yet")
+LACKS = ("not shown", "diverged", "No curve", "mpty cell", "Without", "gaps", "stands in", "so far")
 
 
 def captions(directory: Path) -> dict[str, str]:
@@ -100,5 +100,8 @@ def test_a_chart_of_training_losses_says_that_there_is_no_other(tmp_path: Path) 
     for number in (1, 2):
         write_run(tmp_path / f"sweep/{number}", 4096, 0.02, number, 4.0)
         drop(tmp_path / f"sweep/{number}", '"event": "eval"')
-    assert "It stands in for the validation loss, which no run has twice." in captions(tmp_path / "sweep")["loss"]
-    assert "The run has no validation loss yet." in captions(tmp_path / "sweep/1")["loss"]
+    assert (
+        "The training loss stands in for the validation loss, which no run has twice."
+        in captions(tmp_path / "sweep")["loss"]
+    )
+    assert "The run has no validation loss so far." in captions(tmp_path / "sweep/1")["loss"]
