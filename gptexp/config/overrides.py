@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from decimal import Decimal
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,6 @@ def override_problems(overrides: Sequence[str], multirun: bool, folders: Sequenc
     """One line for each wrong override. `folders` contain the YAML files of the groups."""
     fields = {key: f for key, f, _ in fields_of(Config())}
     groups = options(folders)
-    schema = OmegaConf.structured(Config)
     parser = OverridesParser.create()
     found = []
     for text, spelt in zip(overrides, canonical(overrides), strict=True):
@@ -72,7 +72,7 @@ def override_problems(overrides: Sequence[str], multirun: bool, folders: Sequenc
             continue
         # Checked here too, because Hydra saves the overrides before the config is checked.
         secrets = list(secret_problems((override.key_or_group, value) for value in _values(override)))
-        found += secrets or _problems(override, shown(text), fields, groups, schema, multirun)
+        found += secrets or _problems(override, shown(text), fields, groups, multirun)
     return found
 
 
@@ -86,9 +86,7 @@ def secret_problems(values: Iterable[tuple[str, object]]) -> Iterator[str]:
                 yield f"{key}: equals the secret ${name}, which would be saved with the run; leave it out"
 
 
-def _problems(
-    override: Override, text: str, fields: Fields, groups: Groups, schema: DictConfig, multirun: bool
-) -> list[str]:
+def _problems(override: Override, text: str, fields: Fields, groups: Groups, multirun: bool) -> list[str]:
     """The lines about an override; `text` is what the user typed."""
     key = override.key_or_group
     if key == "hydra.searchpath":
@@ -118,7 +116,7 @@ def _problems(
     if key in groups:
         lines = [_wrong_option(key, value, groups[key]) for value in _values(override)]
     else:
-        lines = [_wrong_value(key, fields[key], value, schema) for value in _values(override)]
+        lines = [_wrong_value(key, fields[key], value) for value in _values(override)]
     return [line for line in lines if line]
 
 
@@ -153,12 +151,19 @@ def _misplaced_keys(group: str, file: Path) -> str | None:
     return f"{file}: its first line must be '# @package _global_'; without it, its keys belong to {group}"
 
 
-def _wrong_value(key: str, field: dataclasses.Field[Any], value: Any, schema: DictConfig) -> str | None:
-    """The error if a value has the wrong type or breaks the key's rule. The value is left in `schema`."""
+@cache
+def _schema() -> DictConfig:
+    """The schema with the values that were checked last. To build it takes longer than to check a command line."""
+    schema: DictConfig = OmegaConf.structured(Config)
+    return schema
+
+
+def _wrong_value(key: str, field: dataclasses.Field[Any], value: Any) -> str | None:
     if isinstance(value, str) and "${" in value:
         return None  # Hydra resolves and checks an interpolation
     is_list = list in (field.type, getattr(field.type, "__origin__", None))
     kind: Any = list if is_list else _kinds(field)[0]
+    schema = _schema()
     try:
         OmegaConf.update(schema, key, value)
         wrong = kind is bool and not isinstance(value, bool | str)  # OmegaConf converts any number to a bool
