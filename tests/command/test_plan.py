@@ -61,6 +61,7 @@ def test_a_dry_run_of_train_is_the_plan_and_writes_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("flags", [["--tag", "a", "--tag=b", "--note", "why not"], ["-m", "train.seed=1,2", "--tag=a"]])
 def test_a_dry_run_takes_the_flags_of_train(gptexp: Gptexp, tiny: list[str], flags: list[str]) -> None:
     for argv in (["train", "--dry-run"], ["plan"]):

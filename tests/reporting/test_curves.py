@@ -126,7 +126,7 @@ def test_learning_rates_that_tie_lie_within_the_fit() -> None:
 
 
 @pytest.mark.parametrize("seeds", [1, 3])
-@pytest.mark.parametrize("beyond", [0.0, 0.4, 1.5])
+@pytest.mark.parametrize("beyond", [0.0, pytest.param(0.4, marks=pytest.mark.e2e), 1.5])
 @pytest.mark.parametrize("side", [-1, 1])
 def test_an_optimum_at_the_edge_of_the_grid_never_gets_a_number(side: int, beyond: float, seeds: int) -> None:
     rng = np.random.default_rng(3)

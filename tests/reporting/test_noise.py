@@ -70,5 +70,5 @@ def test_the_proposed_number_of_seeds_shows_the_difference_at_the_stated_rate() 
     rng = np.random.default_rng(10)
     n = seeds_needed(0.005, 0.005)
     a, b = rng.normal(0, 0.005, (2000, n)), rng.normal(0.005, 0.005, (2000, n))
-    shown = np.mean([stats.ttest_ind(x, y).pvalue < 0.05 for x, y in zip(a, b, strict=True)])
+    shown = np.mean(stats.ttest_ind(a, b, axis=1).pvalue < 0.05)
     assert 0.76 < shown < 0.85

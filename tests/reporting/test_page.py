@@ -127,6 +127,7 @@ def test_the_accessibility_check_finds_a_violation(browser: "Browser") -> None:
     page.close()
 
 
+@pytest.mark.e2e
 def test_the_head_says_what_was_run_and_how_far_it_is(opened: Open, report: Path) -> None:
     page = opened(report)
     assert page.inner_text("h1") == "sweep: learning rate × batch size × seed"

@@ -135,6 +135,7 @@ def test_a_file_that_is_not_a_study_is_refused_in_one_line(tmp_path: Path) -> No
     assert len(caught.value.problems) == 1
 
 
+@pytest.mark.e2e
 def test_an_illegal_choice_of_optuna_is_pruned_and_not_repeated(
     gptexp: Gptexp, tiny: list[str], tmp_path: Path
 ) -> None:

@@ -169,7 +169,7 @@ def test_two_ranks_that_skip_updates_have_the_bits_of_one_rank(
     assert all(torch.equal(value, two[name]) for name, value in one.items())
 
 
-@pytest.mark.parametrize(("nonfinite", "last"), [("skip", 14), ("rollback", 3)])
+@pytest.mark.parametrize(("nonfinite", "last"), [pytest.param("skip", 14, marks=pytest.mark.e2e), ("rollback", 3)])
 def test_a_run_diverges_after_eleven_consecutive_non_finite_steps(
     poison: Poison, tiny: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], nonfinite: str, last: int
 ) -> None:
@@ -263,7 +263,9 @@ def rollback_run(tiny: list[str], poison: Poison, monkeypatch: pytest.MonkeyPatc
     return train
 
 
-@pytest.mark.parametrize("stops", [(4,), pytest.param((2, 5, 6, 8), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "stops", [pytest.param((4,), marks=pytest.mark.e2e), pytest.param((2, 5, 6, 8), marks=pytest.mark.slow)]
+)
 def test_interruptions_do_not_change_the_result_of_a_rollback(
     rollback_run: Callable[..., Path], tmp_path: Path, stops: tuple[int, ...]
 ) -> None:

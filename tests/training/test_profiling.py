@@ -17,7 +17,8 @@ def test_overlapping_intervals_count_once() -> None:
     assert covered([]) == 0
 
 
-@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.e2e)])
+@pytest.mark.e2e
+@pytest.mark.parametrize("world", [1, 2])
 def test_a_trace_is_written_of_steps_after_the_warm_up(
     gptexp: Any, tiny: list[str], tmp_path: Path, world: int
 ) -> None:
