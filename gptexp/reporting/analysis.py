@@ -191,12 +191,13 @@ def data_warnings(runs: Sequence[Run]) -> list[str]:
         if (own := run.summary.get(TEXT)) not in (None, usual):
             lines.append(f"{run.name}: trained on other text (hash {own}) than most (hash {usual}); do not compare it")
     read: dict[tuple[str, int], Counter[str]] = defaultdict(Counter)  # (data, tokens) -> fingerprints
-    for run in runs:
+    data = [_data(run) for run in runs]
+    for run, of_run in zip(runs, data, strict=True):
         for tokens, fingerprint in run.fingerprints.items():
-            read[_data(run), tokens][fingerprint] += 1
-    for run in runs:
+            read[of_run, tokens][fingerprint] += 1
+    for run, of_run in zip(runs, data, strict=True):
         for tokens, fingerprint in sorted(run.fingerprints.items()):
-            [(most_had, _)] = read[_data(run), tokens].most_common(1)
+            [(most_had, _)] = read[of_run, tokens].most_common(1)
             if fingerprint != most_had:
                 lines.append(
                     f"{run.name}: read other data in its first {tokens:,} tokens than other runs of its seed "

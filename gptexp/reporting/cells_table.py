@@ -7,7 +7,6 @@ from functools import partial
 
 from gptexp.config.schema import duration, shown
 from gptexp.process.terminal import as_command, printable
-from gptexp.reporting.labels import labels_of
 from gptexp.reporting.overview import link_to
 from gptexp.reporting.progress import NOT_STARTED, in_words
 from gptexp.reporting.records import Run
@@ -43,7 +42,6 @@ class Row:
     share: float  # of its tokens that are done
     is_best: bool
     link: str  # relative address of its page, for a live page
-    tags: tuple[str, ...]
     commands: list[tuple[str, str]]  # what the command does, the command
 
 
@@ -77,7 +75,6 @@ def cells_table(report: Report, is_live: bool = False) -> CellsTable | None:
             shares.get(run.name, 0.0),
             is_best=run.name in winners,
             link=link_to(run.directory.name),
-            tags=labels_of(run).tags,
             commands=commands(run, is_live),
         )
         for run in runs
@@ -97,7 +94,6 @@ def results_table(runs: Sequence[Run]) -> CellsTable:
             share,
             is_best=False,
             link=link_to(run.directory.name),
-            tags=labels_of(run).tags,
             commands=commands(run),
         )
         for run, share in zip(runs, shares, strict=True)

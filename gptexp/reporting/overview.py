@@ -12,7 +12,6 @@ from gptexp.config.paths import config_flags
 from gptexp.config.schema import counted, duration, shown
 from gptexp.process.terminal import as_command, printable
 from gptexp.reporting.analysis import Analysis, Arm
-from gptexp.reporting.labels import shared_labels
 from gptexp.reporting.progress import Progress, by_status, time_left
 from gptexp.reporting.records import AXES, Run, short_commit
 from gptexp.storage import reader, run_dir
@@ -126,11 +125,10 @@ def _facts(directory: Path, runs: Sequence[Run]) -> Iterator[tuple[str, str]]:
         yield "Took", duration(sum(wall)) + (f", {len(wall)} runs in all" if len(wall) > 1 else "")
     if commits := [run.summary["git_commit"] for run in readable if "git_commit" in run.summary]:
         yield "Commit", _each(map(short_commit, commits), "commits")
-    labels = shared_labels(readable)
-    if labels.tags:
-        yield "Tags", ", ".join(labels.tags)
-    if labels.note:
-        yield "Note", labels.note
+    if tags := [tag for tag in readable[0].tags if all(tag in run.tags for run in readable)]:
+        yield "Tags", ", ".join(tags)
+    if (note := readable[0].note) and all(run.note == note for run in readable):
+        yield "Note", note
 
 
 def _model(run: Run) -> str:

@@ -97,6 +97,8 @@ class Run:
     fingerprints: dict[int, str] = field(default_factory=dict)  # tokens -> hash of all data read so far
     tokens_per_s: float | None = None  # median over the kept steps
     mfu: float | None = None  # median of perf/mfu_palm; None on a device of unknown peak
+    tags: list[str] = field(default_factory=list)  # log.tags
+    note: str | None = None  # log.note
     problem: str | None = None  # one line: what could not be read
     gaps: list[range] = field(default_factory=list)  # steps that should have been logged and are missing
 
@@ -129,6 +131,8 @@ def read_run(directory: Path) -> Run:
         seq_len=config.seq_len,
         of_tokens=of_tokens,
         warmup_tokens=resolve_schedule(config, of_tokens).warmup_tokens,
+        tags=list(map(printable, config.log.tags)),
+        note=printable(config.log.note, LAYOUT) if config.log.note else None,
     )
     if status == "completed":
         if "final_val_loss" in summary:
