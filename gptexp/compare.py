@@ -8,7 +8,7 @@ from pathlib import Path
 
 from gptexp.process.errors import ConfigError
 from gptexp.process.terminal import run_verb, say
-from gptexp.reporting.best import distinct_runs
+from gptexp.reporting.best import runs_to_compare
 from gptexp.reporting.own_file import check_own
 from gptexp.storage.run_dir import finite
 
@@ -16,15 +16,14 @@ from gptexp.storage.run_dir import finite
 def main(argv: list[str] | None = None) -> None:
     """Compare runs: their configs, their losses against the noise of seeds, and a page with their curves."""
     parser = argparse.ArgumentParser(prog="gptexp compare", description=main.__doc__)
-    parser.add_argument(
-        "directories", type=Path, nargs="+", metavar="DIR", help="a run's directory, or a sweep's, for its best run"
-    )
+    what = "a run's directory, or a sweep's, for the runs of its best cell"
+    parser.add_argument("directories", type=Path, nargs="+", metavar="DIR", help=what)
     to = parser.add_mutually_exclusive_group()
     to.add_argument("--output", type=Path, default=Path("compare.html"), metavar="FILE", help="default: %(default)s")
     to.add_argument("--json", action="store_true", help="print JSON, for scripts, and write no page")
     args = parser.parse_args(argv)
 
-    directories = distinct_runs(args.directories)
+    directories = runs_to_compare(args.directories)
     if not args.json:
         check_own("--output", args.output, "gptexp compare")
         if not args.output.parent.is_dir():

@@ -301,6 +301,5 @@ def _more_seeds(cell: Cell) -> Iterator[Proposal]:
     seeds = ",".join(str(highest + i) for i in range(1, SEEDS + 1))
     command = as_command(["train", "-m", *started.flags, *kept, f"{SEED}={seeds}"])
     minutes = SEEDS * run.summary["wall_s"] / 60 if run.summary.get("wall_s") else None
-    yield Proposal(
-        command, f"measures the noise of {run.name}, as no two runs differ in the seed alone", SEEDS, minutes
-    )
+    why = f"measures the noise of {run.name}, as no two of the compared runs differ in the seed alone"
+    yield Proposal(command, why, SEEDS, minutes)

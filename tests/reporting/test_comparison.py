@@ -1,6 +1,7 @@
 """`gptexp compare`: what differs between runs, the test of their losses, its output, its page, and what it refuses."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -200,6 +201,7 @@ def test_without_seeds_the_noise_is_unknown_and_a_command_measures_it(capsys: py
     )
     assert proposal["command"] == "gptexp train -m --config-dir 'my conf' optim.lr=0.01 train.seed=8,9"
     assert (proposal["runs"], proposal["minutes"]) == (2, 3.0)
+    assert proposal["why"] == "measures the noise of A, as no two of the compared runs differ in the seed alone"
     edit("a/.hydra/hydra.yaml", '"my conf"', "7")  # as somebody has edited it
     assert "--config-dir 7" in told(capsys, "a", "b")["next"][0]["command"]
 
@@ -254,7 +256,30 @@ def test_losses_on_other_data_are_not_compared(capsys: pytest.CaptureFixture[str
 # --- What it takes, refuses and writes
 
 
-def test_a_sweep_stands_for_its_best_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sweep_stands_for_all_runs_of_its_best_cell(capsys: pytest.CaptureFixture[str]) -> None:
+    """Not for its luckiest seed: here the first sweep has the lowest single loss, and the second the lower mean."""
+    for sweep, losses in (("one", (4.26, 4.20, 4.23)), ("two", (4.22, 4.225, 4.227))):
+        for seed, loss in enumerate(losses):
+            write(f"{sweep}/{seed}", 0.01, seed, loss)
+            write(f"{sweep}/worse-{seed}", 0.02, seed, loss + 0.1)
+    for seed in range(3):
+        edit(f"two/{seed}/config.yaml", "dropout: 0.0", "dropout: 0.1")
+    shutil.copytree("two/0", "two/-again")  # a cell that ran under two names counts once
+    found = told(capsys, "one", "two")
+    assert [run["directory"] for run in found["runs"]] == ["one/1", "one/2", "one/0", "two/0", "two/1", "two/2"]
+    [pair] = found["pairs"]
+    assert pair["lower"]["runs"] == ["D", "E", "F"]
+    assert pair["lower"]["mean_loss"] == pytest.approx(4.224)
+    assert pair["significant"] is False
+    assert found["next"] == []
+    main(["one", "two", "--json"])
+    assert capsys.readouterr().err.splitlines() == [
+        "gptexp: one: its best cell is compared, with 3 runs: 1, 2, 0",
+        "gptexp: two: its best cell is compared, with 3 runs: 0, 1, 2",
+    ]
+
+
+def test_a_run_that_is_given_twice_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     write("sweep/x", 0.01, loss=4.1)
     write("sweep/y", 0.02, loss=4.0)
     write("other", 0.03)
