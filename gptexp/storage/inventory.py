@@ -1,6 +1,7 @@
 """Which runs and sweeps lie below a directory, where a new one may lie, and how much disk they take. It only reads."""
 
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -42,7 +43,10 @@ def _is_config_folder(directory: Path) -> bool:
 
 
 def refuse_run_in(directory: Path) -> None:
-    """Raise `ConfigError` if a new run in `directory` would lie among the files of a sweep or of other runs."""
+    """Raise `ConfigError` if a new run in `directory` would lie among the files of a sweep or of other runs.
+
+    A run that lies there already, such as a cell of a sweep, may be continued.
+    """
     given = f"hydra.run.dir={shown(str(directory))}"
     if not run_dir.is_run(directory):
         if OUTPUTS.resolve().is_relative_to(directory.resolve()):
@@ -51,7 +55,8 @@ def refuse_run_in(directory: Path) -> None:
             raise ConfigError(
                 f"{given}: holds a sweep or other runs; leave it out, or give a folder such as {directory}-run"
             )
-    _refuse_inside_a_run(directory, given)
+        _refuse_inside("sweep", is_sweep, directory, given)
+    _refuse_inside("run", _is_begun, directory, given)
 
 
 def refuse_sweep_in(directory: Path) -> None:
@@ -59,15 +64,15 @@ def refuse_sweep_in(directory: Path) -> None:
     given = f"hydra.sweep.dir={shown(str(directory))}"
     if _is_begun(directory):
         raise ConfigError(f"{given}: holds a single run; give the sweep another sweep.name")
-    _refuse_inside_a_run(directory, given)
+    _refuse_inside("run", _is_begun, directory, given)
 
 
-def _refuse_inside_a_run(directory: Path, given: str) -> None:
-    if run := next((parent for parent in directory.absolute().parents if _is_begun(parent)), None):
+def _refuse_inside(kind: str, is_kind: Callable[[Path], bool], directory: Path, given: str) -> None:
+    if outer := next((parent for parent in directory.absolute().parents if is_kind(parent)), None):
         key = given.partition("=")[0]
         raise ConfigError(
-            f"{given}: lies in the directory of a run, {run}; move that run elsewhere, or set {key} to a folder "
-            "outside of it"
+            f"{given}: lies in the directory of a {kind}, {outer}; move that {kind} elsewhere, or set {key} to a "
+            "folder outside of it"
         )
 
 

@@ -281,6 +281,7 @@ def test_a_run_directory_of_another_config_is_not_overwritten(server: ForkServer
     [
         (["hydra.run.dir=there"], "there/cell", "hydra.run.dir=there: holds a sweep or other runs; leave it out"),
         (["hydra.run.dir=there/x"], "there", "hydra.run.dir=there/x: lies in the directory of a run"),
+        (["hydra.run.dir=sweep/a/x"], "sweep/cell", "hydra.run.dir=sweep/a/x: lies in the directory of a sweep"),
         (["-m", "optim.lr=1e-3,2e-3", "hydra.sweep.dir=there"], "there", "hydra.sweep.dir=there: holds a single run"),
         (["sweep=seeds", "sweep.name=x"], "outputs/x", "hydra.sweep.dir=outputs/x: holds a single run"),
     ],
@@ -290,6 +291,8 @@ def test_runs_and_sweeps_are_not_mixed_in_a_folder(
 ) -> None:
     run_dir.save_config(tmp_path / made, compose([]))
     (tmp_path / made / ".lock").touch()
+    if made == "sweep/cell":
+        run_dir.write_json(tmp_path / "sweep" / run_dir.SWEEP, {"name": "sweep", "overrides": []})
     before = contents(tmp_path)
     answer = server.ask(["train", *argv], tmp_path)
     assert not answer["torch"]

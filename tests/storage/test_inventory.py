@@ -23,7 +23,10 @@ def mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("where", ["sweep", "no_record", "dated", "run/inside", "run/checkpoints/deeper"])
+@pytest.mark.parametrize(
+    "where",
+    ["sweep", "no_record", "dated", "sweep/x", "sweep/new/x", "sweep/cell/s", "run/inside", "run/checkpoints/deeper"],
+)
 def test_a_new_run_among_the_files_of_a_sweep_or_a_run_is_refused(mixed: Path, where: str) -> None:
     for directory in (Path(where), mixed / where):
         with pytest.raises(ConfigError, match=f"hydra.run.dir={directory}: (holds a sweep|lies in the directory of)"):
