@@ -2,8 +2,9 @@
 
 import difflib
 import json
+import math
 import os
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from gptexp.config.paths import conf_dir
-from gptexp.config.schema import Config, ModelConfig, fields_of, fits_type, shown
+from gptexp.config.schema import Config, ModelConfig, fields_of, fits_type, result_deciding, shown
 from gptexp.process.errors import ConfigError
 from gptexp.process.terminal import printable
 from gptexp.reporting.terminal_table import print_table
@@ -24,6 +25,7 @@ from gptexp.storage.reader import open_text, parse_json, read_yaml
 
 STATUSES = ("running", "damaged", "failed", "interrupted", "diverged", "completed")
 T = TypeVar("T")
+SEED = "train.seed"
 BLOCK = 1 << 16  # bytes of metrics.jsonl that are read at once, from its end
 MOST_BLOCKS = 256
 EVAL_EVENT = b'"event": "eval"'
@@ -44,15 +46,15 @@ TEXT_COLUMNS = ("started", "model", "status", "tags")
 class Row:
     """A run or a sweep.
 
-    Of a sweep, `val_loss` is the lowest of a completed cell that is better than a guess. Its model, learning rate and
-    batch are those of that cell; without one, those that all cells share.
+    Of a sweep, `val_loss` is the lowest mean over the seeds of a cell, see `_best_cell`. Its model, learning rate and
+    batch are those of that cell; without one, those that all runs share.
     """
 
     kind: str  # "run" or "sweep"
     path: str  # the directory, for other commands
     name: str  # the path below the directory that is listed
     started: str  # local time, ISO 8601
-    status: str  # one of `STATUSES`; of a sweep that has ended, "completed" if all cells are done
+    status: str  # one of `STATUSES`; of a sweep: "completed" if all cells are done and one is completed
     size_bytes: int  # on the disk
     model: str | None = None  # name of an option of the group model, else layers x heads x width
     lr: float | None = None  # peak learning rate
@@ -71,6 +73,7 @@ class Listed:
 
     row: Row
     configs: list[dict[str, Any]]  # dotted key -> value
+    cell: str = ""  # of a run: equal for runs that differ in their seed alone
 
 
 Read = Callable[[Path, str], Listed]
@@ -115,7 +118,8 @@ def read_row(path: Path, name: str) -> Listed:
         tags=config.log.tags,
         note=config.log.note,
     )
-    return Listed(row, [{key: value for key, _, value in fields_of(config)}])
+    cell = repr({**result_deciding(config), SEED: None, "text": summary.get("data_hash")})
+    return Listed(row, [{key: value for key, _, value in fields_of(config)}], cell)
 
 
 def _sweep(path: Path, name: str, read: Read) -> Listed:
@@ -133,7 +137,7 @@ def _sweep(path: Path, name: str, read: Read) -> Listed:
     count = Counter(row.status for row in rows)
     total = len(planned | {row.name for row in rows}) + to_choose
     done = sum(count[status] for status in run_dir.DONE)
-    at_the_end = "completed" if total and done == total else "interrupted"
+    at_the_end = "interrupted" if not total or done < total else "completed" if count["completed"] else "diverged"
     status = next((status for status in ("running", "damaged", "failed") if count[status]), at_the_end)
     if run_dir.is_swept(path):  # also between two cells
         status = "running"
@@ -149,15 +153,14 @@ def _sweep(path: Path, name: str, read: Read) -> Listed:
         cells=total,
         problem=problem or next((row.problem for row in rows if row.problem), None),
     )
-    finished = [cell.row for cell in listed if _counts(cell)]
-    best = min(finished, key=lambda row: row.val_loss or 0, default=None)
-    shown_of = [best] if best else rows
+    best = _best_cell(listed)
+    shown_of = best or rows
     row = replace(
         row,
         model=_common(cell.model for cell in shown_of),
         lr=_common(cell.lr for cell in shown_of),
         total_batch_size=_common(cell.total_batch_size for cell in shown_of),
-        val_loss=best.val_loss if best else None,
+        val_loss=_mean_loss(best) if best else None,
     )
     return Listed(row, [config for cell in listed for config in cell.configs])
 
@@ -168,10 +171,31 @@ def _common(values: Iterable[T]) -> T | None:
     return different.pop() if len(different) == 1 else None
 
 
-def _counts(cell: Listed) -> bool:
-    """Whether a cell has completed with a loss that the report does not take for diverged."""
-    loss = cell.row.val_loss
-    return cell.row.status == "completed" and loss is not None and not is_above_a_guess(loss, cell.configs[0])
+def _best_cell(runs: Sequence[Listed]) -> list[Row]:
+    """The completed runs of the cell with the lowest mean loss, one for each seed; empty if no cell has a loss.
+
+    It is the best cell of a report, which leaves out a cell with a diverged seed too, and also runs that no curve
+    explains: those are not known here.
+    """
+    of_cells: dict[str, dict[int, Row]] = defaultdict(dict)
+    for run in runs:
+        if run.row.status == "completed" and run.row.val_loss is not None:
+            of_cells[run.cell][run.configs[0][SEED]] = run.row
+    diverged = {run.cell for run in runs if _has_diverged(run)}
+    found = [[*of_seeds.values()] for cell, of_seeds in of_cells.items() if cell not in diverged]
+    return min(found, key=_mean_loss, default=[])
+
+
+def _has_diverged(run: Listed) -> bool:
+    """As `records.has_diverged`."""
+    status, loss = run.row.status, run.row.val_loss
+    return status == "diverged" or (
+        status == "completed" and loss is not None and is_above_a_guess(loss, run.configs[0])
+    )
+
+
+def _mean_loss(rows: Sequence[Row]) -> float:
+    return math.fsum(row.val_loss or 0.0 for row in rows) / len(rows)
 
 
 def _own_bytes(sweep: Path, cells: Sequence[Row]) -> int:

@@ -1,6 +1,7 @@
 """`gptexp ls`: one row for each run and sweep, its order and filters, damaged directories, and the time it takes."""
 
 import json
+import math
 import os
 import resource
 import shutil
@@ -10,13 +11,16 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 from sweeps import write_run
 
 from gptexp.ls import main
 from gptexp.process.errors import ConfigError
+from gptexp.reporting.best import best_cell
 from gptexp.reporting.listing import Row, model_name
+from gptexp.reporting.records import find_runs
 from gptexp.storage import run_dir
 
 
@@ -112,6 +116,36 @@ def test_a_sweep_shows_its_lowest_loss_below_a_guess_or_what_its_cells_share(
     assert (mine["val_loss"], mine["lr"], mine["total_batch_size"], mine["model"]) == (None, None, 8192, "gpt2")
     size = subprocess.run(["du", "-s", "--block-size=1", sweep], capture_output=True, text=True, check=True)
     assert mine["size_bytes"] == int(size.stdout.split()[0]) - sweep.stat().st_blocks * 512
+
+
+def test_a_sweep_shows_the_mean_loss_of_the_cell_that_its_report_calls_best(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of random sweeps with lucky seeds, a diverged seed, a loss above a guess, and a cell under two names."""
+    rng = np.random.default_rng(0)
+    for number in range(3):
+        sweep, seeds = tmp_path / f"{number}", range(1 + number)
+        for lr in (0.01, 0.02, 0.04):
+            for batch in (16384, 32768):
+                for seed in seeds:
+                    loss = rng.normal(4 + 0.01 * math.log2(lr / 0.02) ** 2, 0.05)
+                    write_run(sweep / f"{lr}-{batch}-{seed}", batch, lr, seed, loss)
+        write_run(sweep / "0.08-0", 16384, 0.08, 0, 3.0)
+        write_run(sweep / "0.08-1", 16384, 0.08, 1, (None, 12.5)[number % 2])
+        shutil.copytree(best_cell(find_runs(sweep))[0].directory, sweep / "again")
+        run_dir.write_json(sweep / run_dir.SWEEP, {"name": f"{number}", "overrides": []})
+    for row in listed(capsys, tmp_path):
+        best = best_cell(find_runs(Path(row["path"])))
+        assert row["val_loss"] == pytest.approx(np.mean([run.loss for run in best if run.loss]))
+        assert (row["lr"], row["total_batch_size"]) == (best[0].lr, best[0].batch)
+
+
+def test_a_sweep_whose_runs_have_all_diverged_is_diverged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for lr in (1.0, 2.0):
+        write_run(tmp_path / f"mine/{lr}", 16384, lr, 1, None)
+    run_dir.write_json(tmp_path / "mine" / run_dir.SWEEP, {"name": "mine", "overrides": []})
+    [row] = listed(capsys, tmp_path, "--status", "diverged")
+    assert (row["cells_done"], row["cells"], row["val_loss"]) == (2, 2, None)
 
 
 def test_where_takes_one_value_so_that_the_directory_may_follow(
