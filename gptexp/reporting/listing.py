@@ -38,8 +38,8 @@ SORTS: dict[str, Callable[["Row"], Any]] = {  # flag -> value; None comes last
     "size": lambda row: -row.size_bytes,
 }
 # Columns that are left out first on a narrow terminal, in this order.
-LEAST_NEEDED = ("tags", "size", "started", "model", "cells", "status")
-TEXT_COLUMNS = ("started", "model", "status", "tags")
+LEAST_NEEDED = ("note", "tags", "size", "started", "model", "cells", "status")
+TEXT_COLUMNS = ("started", "model", "status", "tags", "note")
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Row:
     total_batch_size: int | None = None  # tokens a step
     val_loss: float | None = None  # nats per token: final, or newest, validation loss; None for a diverged run
     tags: list[str] = field(default_factory=list)  # log.tags; of a sweep, those of all cells
-    note: str | None = None  # log.note
+    note: str | None = None  # log.note; of a sweep, that which all its runs share
     cells_done: int | None = None  # of a sweep: completed or diverged
     cells: int | None = None  # of a sweep: all, also those not started
     problem: str | None = None  # one line: what could not be read
@@ -149,6 +149,7 @@ def _sweep(path: Path, name: str, read: Read) -> Listed:
         "damaged" if problem else status,
         _own_bytes(path, rows) + sum(row.size_bytes for row in rows),
         tags=sorted({tag for row in rows for tag in row.tags}),
+        note=_common(row.note for row in rows),
         cells_done=done,
         cells=total,
         problem=problem or next((row.problem for row in rows if row.problem), None),
@@ -341,5 +342,6 @@ def print_rows(rows: Sequence[Row], width: int | None) -> None:
         ("val loss", texts(lambda row: "" if row.val_loss is None else f"{row.val_loss:.4f}")),
         ("size", texts(lambda row: size_shown(row.size_bytes))),
         ("tags", texts(lambda row: ", ".join(row.tags))),
+        ("note", texts(lambda row: row.note or "")),
     ]
     print_table([column for column in columns if any(column[1])], "name", TEXT_COLUMNS, LEAST_NEEDED, width)

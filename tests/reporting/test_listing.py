@@ -140,6 +140,25 @@ def test_a_sweep_shows_the_mean_loss_of_the_cell_that_its_report_calls_best(
         assert (row["lr"], row["total_batch_size"]) == (best[0].lr, best[0].batch)
 
 
+def test_notes_are_shown_and_a_sweep_has_the_note_of_all_its_runs(
+    outputs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("x", "y"):
+        change(outputs / "mine" / name, note="longer warm-up")
+    notes = {row["name"][-1]: row["note"] for row in listed(capsys, outputs)}
+    assert notes == {"a": "why", "b": None, "c": None, "d": None, "e": None}
+    change(outputs / "mine/z", note="longer warm-up")
+    main([str(outputs)])
+    title, *lines = capsys.readouterr().out.splitlines()
+    assert title.split()[-1] == "note"
+    assert [line.rstrip()[-14:] for line in lines if " mine " in line] == ["longer warm-up"]
+    monkeypatch.setattr("gptexp.ls.terminal_width", lambda: len(title) - 10)  # it is left out first
+    main([str(outputs)])
+    narrow = capsys.readouterr().out
+    assert "note" not in narrow
+    assert "first try" in narrow
+
+
 def test_a_sweep_whose_runs_have_all_diverged_is_diverged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for lr in (1.0, 2.0):
         write_run(tmp_path / f"mine/{lr}", 16384, lr, 1, None)
