@@ -9,7 +9,7 @@ import difflib
 import io
 import re
 import tokenize
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,22 @@ def describe(names: Sequence[str], groups: Groups, own: Path | None = None) -> l
     known = list(dict.fromkeys([*keys, *groups, *(key.rpartition(".")[0] for key in keys if "." in key)]))
     if unknown := [name for name in names if name not in known]:
         raise ConfigError([_unknown(name, known) for name in unknown])
-    return [_key(name, groups, own) if name in keys else _group(name, groups.get(name, {})) for name in names]
+    defaults = _defaults(groups, own)
+    return [
+        _key(name, groups, own, defaults) if name in keys else _group(name, groups.get(name, {}), defaults)
+        for name in names
+    ]
+
+
+def _defaults(groups: Groups, own: Path | None) -> dict[str, tuple[str, str]]:
+    """Key -> the value, as written, that a run has if nothing else is asked for, and what sets it; empty: schema.py."""
+    found = {key: (shown(default), "") for key, _, default, _ in _leaves(Config())}
+    of_own = dict(settings(own, "_global_")) if own is not None else {}
+    for group, option in default_options().items():
+        option = str(of_own.get(group, option))
+        if file := groups.get(group, {}).get(option):
+            found |= {key: (value, f"{group}={option}") for key, value in settings(file, group)}
+    return found | {key: (value, str(own)) for key, value in of_own.items()}
 
 
 def _unknown(name: str, known: list[str]) -> str:
@@ -69,15 +84,15 @@ def nearest(name: str, known: Iterable[str], most: int = 3, cutoff: float = 0.5)
     return same[:most] or difflib.get_close_matches(name, known, n=most, cutoff=cutoff)
 
 
-def _key(key: str, groups: Groups, own: Path | None) -> str:
-    field, default, section = next((f, value, cls) for k, f, value, cls in _leaves(Config()) if k == key)
+def _key(key: str, groups: Groups, own: Path | None, defaults: Mapping[str, tuple[str, str]]) -> str:
+    field, section = next((f, cls) for k, f, _, cls in _leaves(Config()) if k == key)
     lines = [key, f"  meaning   {meanings(section.__name__).get(field.name, '')}", f"  values    {kind(field)}"]
-    lines += [f"  default   {shown(default)}"]
+    default, setter = defaults[key]
+    lines += [f"  default   {default}" + (f", set by {setter}" if setter else "")]
     if section_doc := doc(section):
         lines.append(f"  part of   {key.rpartition('.')[0] or 'the config'}: {section_doc}")
-    chosen = default_options()
     setters = [
-        f"{group}={name} ({value})" + (", by default" if chosen.get(group) == name else "")
+        f"{group}={name} ({value})"
         for group, files in sorted(groups.items())
         for name, file in sorted(files.items())
         for of_key, value in settings(file, group)
@@ -88,13 +103,13 @@ def _key(key: str, groups: Groups, own: Path | None) -> str:
     return "\n".join([*lines, "  set by    " + "\n            ".join(setters or ["no file"])])
 
 
-def _group(group: str, files: dict[str, Path]) -> str:
+def _group(group: str, files: dict[str, Path], defaults: Mapping[str, tuple[str, str]]) -> str:
     leaves = [leaf for leaf in _leaves(Config()) if leaf[0].startswith(f"{group}.")]
     docs = {doc(section) for key, _, _, section in leaves if key.count(".") == group.count(".") + 1} - {""}
     lines = [": ".join([group, *docs])]
     lines += [f"  {group}={name:<22} {comment(file)}".rstrip() for name, file in sorted(files.items())]
-    for key, field, default, section in leaves:
-        lines.append(f"  {key}={shown(default)}  ({kind(field)})  {meanings(section.__name__).get(field.name, '')}")
+    for key, field, _, section in leaves:
+        lines.append(f"  {key}={defaults[key][0]}  ({kind(field)})  {meanings(section.__name__).get(field.name, '')}")
     return "\n".join(lines)
 
 
@@ -178,7 +193,7 @@ def settings(file: Path, group: str) -> list[tuple[str, str]]:
         return []  # not a config: Hydra refuses it if it is selected
     package = found[1] if (found := PACKAGE.match(text)) else group.replace("/", ".")
     chosen = [
-        (of_group.removeprefix("override /"), option)
+        (of_group.removeprefix("override ").removeprefix("/"), option)
         for entry in values.pop("defaults", None) or []
         if isinstance(entry, dict)
         for of_group, option in entry.items()

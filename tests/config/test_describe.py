@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, ForkServer
+from omegaconf import OmegaConf
 
+from gptexp.config.compose import composition, hydra_engine
 from gptexp.config.describe import answer_help, describe, meanings, settings
 from gptexp.config.paths import folders, options, packaged_conf
-from gptexp.config.schema import Config, fields_of
+from gptexp.config.schema import Config, fields_of, shown
 from gptexp.process.errors import ConfigError
 
 
@@ -23,19 +25,38 @@ def test_a_key_has_its_meaning_source_values_default_and_files(tmp_path: Path) -
         "optim.lr",
         "  meaning   peak learning rate; each model file sets its own",
         "  values    float, above 0",
-        "  default   0.0006",
+        "  default   7.5e-3, set by model=nano",
         "  part of   optim: AdamW as GPT-3 uses it (arXiv 2005.14165, appendix B).",
     ]
     set_by = [line.removeprefix("  set by").strip() for line in lines[5:]]
     for setter in (
         "model=gpt2 (6.0e-4)",
-        "model=nano (7.5e-3), by default",
+        "model=nano (7.5e-3)",
         "optim=mine (2e-3)",
         "experiment=tutorial (1.0e-2)",
         "sweep=lr (3.75e-3,7.5e-3,1.5e-2,3e-2,6e-2,1.2e-1,2.4e-1)",
     ):
         assert setter in set_by
     assert not any(line.startswith("schedule") for line in set_by)
+
+
+def test_the_default_is_the_value_of_the_default_config(tmp_path: Path) -> None:
+    """Of every key, also under a primary config of one's own, which chooses an option and sets a key."""
+    own = tmp_path / "mine.yaml"
+    own.write_text("defaults:\n  - config\n  - _self_\n  - override model: gpt2\noptim:\n  beta2: 0.99\n")
+    groups = options(folders(str(tmp_path)))
+    for name, path in ((None, None), ("mine", own)):
+        with hydra_engine(str(tmp_path)) as engine:
+            composed = composition(engine, [], str(tmp_path), multirun=False, config_name=name)
+        keys = [key for key, _, _ in fields_of(Config())]
+        for key, text in zip(keys, describe(keys, groups, path), strict=True):
+            [line] = [line for line in text.splitlines() if line.startswith("  default ")]
+            default = line.removeprefix("  default   ").partition(", set by ")[0]
+            value = OmegaConf.select(composed, key)
+            assert default == shown(value) or OmegaConf.create(f"it: {default}").it == value
+    in_group, of_key = (describe([name], groups, own)[0] for name in ("optim", "optim.beta2"))
+    assert "optim.lr=6.0e-4  (float" in in_group
+    assert f"  default   0.99, set by {own}" in of_key.splitlines()
 
 
 def test_every_key_and_group_is_described() -> None:
