@@ -29,6 +29,9 @@ def load_metrics(directory: Path | str) -> "pd.DataFrame":
     in the row of its step. `val/loss` is NaN in the rows between, so a line through it needs `dropna`;
     `plot(x="tokens", y=["train/loss", "val/loss"], style=".")` draws every value as a point.
 
+    `step` counts from 0, as in metrics.jsonl: in its row `step + 1` steps are completed, the number that reports show.
+    `tokens` are those of all completed steps.
+
     Raises `ConfigError` if metrics.jsonl is missing or damaged, or if pandas is not installed.
     """
     pandas = _pandas()
