@@ -245,10 +245,13 @@ def _newest_loss(metrics: Path, otherwise: float | None) -> float | None:
 
 def model_name(model: ModelConfig) -> str:
     """The name of the option of the group `model` with these sizes; without one, layers x heads x width."""
+    return model_option(model) or f"{model.n_layer}x{model.n_head}x{model.n_embd}"
+
+
+def model_option(model: ModelConfig) -> str | None:
+    """The option of the group `model` that differs at most in the dropout."""
     sizes = replace(model, dropout=0.0)
-    return next((name for name, known in _known_models() if known == sizes), None) or (
-        f"{model.n_layer}x{model.n_head}x{model.n_embd}"
-    )
+    return next((name for name, known in _known_models() if known == sizes), None)
 
 
 @cache

@@ -14,6 +14,8 @@ from gptexp.reporting.figures import figures
 from gptexp.reporting.records import find_runs
 from gptexp.storage import run_dir
 
+NANO = {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 256}  # the default is GPT-2's smallest model
+
 
 @pytest.fixture(scope="module")
 def swept(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -80,6 +82,31 @@ def test_runs_with_other_settings_are_separate_arms(swept: Path, tmp_path: Path)
     arms = report_of(root)["arms"]
     assert [arm["choices"] for arm in arms] == [{"optim.beta2": 0.99}, {"optim.beta2": 0.95}]
     assert arms[0]["law"]["exponent"] == arms[1]["law"]["exponent"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "labels"),
+    [
+        (({"n_layer": 2}, {"n_layer": 12}), {"model.n_layer=2", "model.n_layer=12"}),
+        (({**NANO, "dropout": 0.1}, {}), {"model=nano, model.dropout=0.1", "model=gpt2, model.dropout=0.0"}),
+        (
+            ({**NANO, "vocab_size": 50432}, {}),
+            {"model.block_size=256, model.n_embd=32, model.n_head=2 and 2 other keys", "model=gpt2"},
+        ),
+    ],
+)
+def test_an_arm_is_named_by_the_option_of_its_model_or_a_few_keys(
+    tmp_path: Path, changes: tuple[dict[str, Any], dict[str, Any]], labels: set[str]
+) -> None:
+    for number, of_arm in enumerate(changes):
+        for lr in (0.01, 0.02, 0.04):
+            directory = tmp_path / f"{number}-{lr}"
+            write_run(directory, 16384, lr, 1, 4.0)
+            config = run_dir.load_config(directory)
+            for key, value in of_arm.items():
+                setattr(config.model, key, value)
+            run_dir.save_config(directory, config)
+    assert {line.partition(": ")[0] for line in report_of(tmp_path)["verdict"]} == labels
 
 
 def test_the_same_cell_under_two_names_counts_once(swept: Path, tmp_path: Path) -> None:
