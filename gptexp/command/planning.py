@@ -11,7 +11,7 @@ import torch
 
 from gptexp.config.batch import count_val_windows, count_windows
 from gptexp.config.run_plan import RunPlan, plan_run
-from gptexp.config.schema import Config, counted, duration, memory_key
+from gptexp.config.schema import Config, counted, duration, memory_key, rounded
 from gptexp.data.corpora import SHAKESPEARE_FILE
 from gptexp.data.prepare import downloads_dir, find_corpus, tokens_dir
 from gptexp.data.shards import MANIFEST, TokenStream
@@ -33,7 +33,7 @@ ASSUMED_MFU = 0.4  # Llama 3 trained at 38 to 43% (arXiv 2407.21783, table 4)
 CELL_COLUMNS: dict[str, Callable[[dict[str, Any] | None], str]] = {
     "steps": lambda p: f"{p['steps']:,}" if p else "illegal",
     "micro-steps": lambda p: f"{p['grad_accum_steps']} × {p['micro_batch_size']} × {p['seq_len']}" if p else "",
-    "epochs": lambda p: "" if p is None else f"{p['epochs']:.2f}" if p["epochs"] else "?",
+    "epochs": lambda p: "" if p is None else rounded(p["epochs"]) if p["epochs"] else "?",
     "GiB per rank": lambda p: f"{p['memory_bytes']['peak'] / 2**30:.2f}" if p else "",
     "time": lambda p: "" if p is None else duration(p["time"]["total_s"]) if "time" in p else "?",
 }
@@ -126,8 +126,8 @@ def _assumed(gpu: Gpu, planned: dict[str, Any], dtype: str) -> dict[str, Any]:
 def _warnings(planned: dict[str, Any]) -> Iterator[str]:
     if planned["epochs"] and planned["epochs"] > MOST_EPOCHS:
         yield (
-            f"{planned['epochs']:.1f} epochs: text that is read more than {MOST_EPOCHS} times is worth clearly less "
-            "than new text (arXiv 2305.16264); give more text, or train for fewer tokens"
+            f"{rounded(planned['epochs'])} epochs: text that is read more than {MOST_EPOCHS} times is worth clearly "
+            "less than new text (arXiv 2305.16264); give more text, or train for fewer tokens"
         )
     free, peak = planned.get("assumed", {}).get("memory_bytes"), planned["memory_bytes"]["peak"]
     if free is not None and peak > free:
@@ -190,7 +190,9 @@ def show(p: dict[str, Any]) -> None:
     described = Effective.from_dict(p["effective"]).described()
     if "assumed" in p:  # the cores beside that GPU are unknown
         described = [(name, what) for name, what in described if name != "threads"]
-    epochs = f"{p['epochs']:.2f} of {p['corpus_tokens']:,} tokens" if p["epochs"] else "unknown; run gptexp prepare"
+    epochs = (
+        f"{rounded(p['epochs'])} of {p['corpus_tokens']:,} tokens" if p["epochs"] else "unknown; run gptexp prepare"
+    )
     for name, value in (
         ("parameters", f"{p['parameters']:,}"),
         ("memory", _memory_line(p["memory_bytes"])),

@@ -333,6 +333,11 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
+def rounded(number: float) -> str:
+    """A number that is not negative as text, for example "0.53", "40.12" or "53,103"."""
+    return f"{number:,.2f}" if number < 100 else f"{number:,.0f}"
+
+
 def duration(seconds: float) -> str:
     """A time as text, for example "40 ms", "4.5 s", "3 min 20 s", "1 h 5 min" or "3.2 days"."""
     if not seconds < 1000 * YEAR_S:

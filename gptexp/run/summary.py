@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from gptexp.config.rules import why_unmeasured
-from gptexp.config.schema import Config, counted, duration, to_dict
+from gptexp.config.schema import Config, counted, duration, rounded, to_dict
 from gptexp.machine.effective import Effective
 from gptexp.model.flops import Utilisation, count_parameters
 from gptexp.process.errors import StorageError
@@ -43,7 +43,8 @@ def start_lines(cfg: Config, directory: Path, effective: Effective, t: Training,
         f"batch           {total:,} tokens per step = {counted(plan.micro_batch_size, 'sequence')} × "
         f"{counted(plan.seq_len, 'token')} × {counted(plan.world_size, 'rank')} × "
         f"{counted(plan.grad_accum_steps, 'micro-step')}",
-        f"length          {counted(steps, 'step')}, {t.plan.tokens:,} tokens, {t.plan.tokens / per_epoch:.2f} epochs",
+        f"length          {counted(steps, 'step')}, {t.plan.tokens:,} tokens, "
+        f"{rounded(t.plan.tokens / per_epoch)} epochs",
         f"schedule        {s.name}, warm-up over {counted(s.warmup_tokens, 'token')} ({in_steps(s.warmup_tokens)}), "
         f"end at {counted(s.decay_tokens, 'token')} ({in_steps(s.decay_tokens)})",
         f"validation      {every(t.plan.eval_every_tokens)}",

@@ -279,7 +279,22 @@ def test_a_plan_warns_of_more_than_four_epochs(
     out, err = capsys.readouterr()
     warnings = json.loads(out)["warnings"]
     assert [f"gptexp: warning: {line}" for line in warnings] == err.splitlines()
-    assert [line.startswith(f"{p['epochs']:.1f} epochs: ") for line in warnings] == [True] * warned
+    assert [line.startswith(f"{p['epochs']:.2f} epochs: ") for line in warnings] == [True] * warned
+
+
+def test_large_numbers_of_epochs_are_rounded_and_have_separators(
+    tiny: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    prepare(compose(tiny).data)
+    long = [*tiny, "train.max_steps=1000000"]
+    epochs = plan(compose(long))["epochs"]
+    assert epochs > 1000
+    main(long)
+    out, err = capsys.readouterr()
+    assert f"warning: {epochs:,.0f} epochs: " in err
+    assert re.search(f"^epochs +{epochs:,.0f} of ", out, re.MULTILINE)
+    main([*long, "-m", "optim.lr=1e-3,1e-2"])
+    assert f" {epochs:,.0f} " in capsys.readouterr().out
 
 
 @pytest.mark.e2e

@@ -215,10 +215,10 @@ def test_without_pandas_the_command_that_installs_it_is_named(
         load(finished_run)
 
 
-def test_the_package_lists_its_functions_without_loading_torch_or_pandas() -> None:
+def test_the_package_lists_its_public_names_without_loading_torch_or_pandas() -> None:
     script = """
 import sys, gptexp
-assert {"load_metrics", "load_run", "load_sweep", "__version__"} <= {*dir(gptexp)}
+assert dir(gptexp) == ["__version__", "load_metrics", "load_run", "load_sweep"]
 assert not {"torch", "pandas"} & sys.modules.keys()
 gptexp.load_sweep, gptexp.load_metrics
 assert not {"torch", "pandas"} & sys.modules.keys()
