@@ -10,6 +10,7 @@ from gptexp.process.errors import CheckpointError
 from gptexp.reporting.analysis import analyse
 from gptexp.reporting.best import best_cell, one_run
 from gptexp.reporting.records import find_runs
+from gptexp.storage import run_dir
 
 
 def test_it_has_the_lowest_loss_at_any_batch_size_and_seed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -37,6 +38,28 @@ def test_the_best_cell_is_that_of_the_report(tmp_path: Path) -> None:
     runs = find_runs(tmp_path)
     assert [run.name for run in best_cell(runs)] == [run.name for run in analyse("", runs).best_runs]
     assert [run.name for run in best_cell(runs)] == ["0.02-0", "0.02-1"]
+
+
+@pytest.mark.parametrize("better", [0.95, 0.99])
+def test_of_two_arms_the_one_with_the_lowest_mean_has_the_best_cell(tmp_path: Path, better: float) -> None:
+    for beta2 in (0.95, 0.99):
+        for lr, loss in ((0.01, 4.1), (0.02, 4.0)):
+            directory = tmp_path / f"{beta2}-{lr}"
+            write_run(directory, 16384, lr, 1, loss if beta2 == better else loss + 0.05)
+            config = run_dir.load_config(directory)
+            config.optim.beta2 = beta2
+            run_dir.save_config(directory, config)
+    analysis = analyse("", find_runs(tmp_path))
+    assert analysis.best_arm is not None
+    assert analysis.best_arm.choices == {"optim.beta2": better}
+    assert [run.name for run in analysis.best_runs] == [f"{better}-0.02"]
+
+
+def test_of_equal_learning_rates_the_batch_size_decides(tmp_path: Path) -> None:
+    for batch, loss in ((8192, 4.1), (16384, 4.0), (32768, 4.1)):
+        for seed in (1, 2):
+            write_run(tmp_path / f"{batch}-{seed}", batch, 0.02, seed, loss + 0.001 * seed)
+    assert [run.name for run in analyse("", find_runs(tmp_path)).best_runs] == ["16384-1", "16384-2"]
 
 
 def test_a_run_that_the_report_leaves_out_does_not_win(tmp_path: Path) -> None:

@@ -87,6 +87,15 @@ def test_status_prints_a_line_for_each_cell_and_one_for_all(sweep: Path, capsys:
     assert "after a restart" in last
 
 
+def test_status_counts_the_cells_that_run(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with run_dir.held(sweep / "d"), run_dir.held(sweep / "e"):
+        main([str(sweep)])
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[:2]] == ["running"] * 2
+    assert last.startswith("2 of 6 cells running, 1 completed, 1 diverged, 1 interrupted, 1 not started; time left: ")
+    assert last.endswith("if as many run at once as now")
+
+
 def test_status_prints_json_for_scripts(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main([str(sweep), "--json"])
     values = json.loads(capsys.readouterr().out)
