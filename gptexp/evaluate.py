@@ -6,9 +6,9 @@ from pathlib import Path
 
 from gptexp.config.batch import count_val_windows
 from gptexp.config.paths import absolute, matching_files
-from gptexp.config.schema import shown
 from gptexp.process.errors import ConfigError, DataError
 from gptexp.process.terminal import run_verb
+from gptexp.process.words import shown
 from gptexp.reporting.best import one_run
 from gptexp.storage import run_dir
 

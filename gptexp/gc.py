@@ -3,12 +3,12 @@
 import argparse
 from pathlib import Path
 
-from gptexp.config.schema import counted
 from gptexp.process.errors import EXIT_FAILED, ConfigError, UserError, first_line
 from gptexp.process.terminal import confirmed, printable, run_verb, say, terminal_width, warn
+from gptexp.process.words import counted, size_shown
 from gptexp.reporting.terminal_table import print_table
 from gptexp.storage import run_dir
-from gptexp.storage.inventory import OUTPUTS, size_shown
+from gptexp.storage.inventory import OUTPUTS
 
 
 def main(argv: list[str] | None = None) -> int:

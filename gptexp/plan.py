@@ -11,11 +11,12 @@ from typing import Any
 from gptexp.command.hydra_main import spelled_out, state_of
 from gptexp.config.compose import composition, hydra_engine, is_multirun, is_sweep, to_config
 from gptexp.config.describe import answer_help
-from gptexp.config.schema import AUTO, Config, shown
+from gptexp.config.schema import AUTO, Config
 from gptexp.distributed.ranks import launcher_world_size
 from gptexp.model.gpus import GPUS, Gpu
 from gptexp.process.errors import ConfigError
 from gptexp.process.terminal import run_verb, warn
+from gptexp.process.words import shown
 from gptexp.storage.inventory import refuse_sweep_in
 
 MICRO_BATCH = "batch.micro_batch_size"

@@ -3,10 +3,10 @@
 import argparse
 from pathlib import Path
 
-from gptexp.config.schema import counted
 from gptexp.process.errors import EXIT_FAILED, UserError
 from gptexp.process.terminal import confirmed, print_error, printable, run_verb, say, warn
-from gptexp.storage.inventory import bytes_on_disk, is_sweep, size_shown
+from gptexp.process.words import counted, size_shown
+from gptexp.storage.inventory import bytes_on_disk, is_sweep
 from gptexp.storage.removal import check_removable, remove, starting_from
 
 

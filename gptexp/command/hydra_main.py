@@ -38,9 +38,10 @@ from gptexp.config.compose import (
 )
 from gptexp.config.overrides import canonical, override_problems
 from gptexp.config.paths import CONFIG_NAME, conf_dir, folders, why_not_creatable
-from gptexp.config.schema import Config, shown
+from gptexp.config.schema import Config
 from gptexp.process.errors import EXIT_CONFIG, ConfigError, UserError, first_line
 from gptexp.process.terminal import print_error, reserve_stdout, say
+from gptexp.process.words import shown
 from gptexp.run.pool import require_devices
 from gptexp.storage import run_dir
 from gptexp.storage.inventory import refuse_run_in, refuse_sweep_in

@@ -11,7 +11,7 @@ import torch
 
 from gptexp.config.batch import count_val_windows, count_windows
 from gptexp.config.run_plan import RunPlan, plan_run
-from gptexp.config.schema import Config, counted, duration, memory_key, rounded
+from gptexp.config.schema import Config, memory_key
 from gptexp.data.corpora import SHAKESPEARE_FILE
 from gptexp.data.prepare import downloads_dir, find_corpus, tokens_dir
 from gptexp.data.shards import MANIFEST, TokenStream
@@ -22,6 +22,7 @@ from gptexp.model.flops import count_parameters, flops_per_token
 from gptexp.model.gpus import UNKNOWN_GPU, Gpu
 from gptexp.process.errors import ConfigError, UserError, first_line
 from gptexp.process.terminal import terminal_width, warn
+from gptexp.process.words import counted, duration, rounded
 from gptexp.reporting.terminal_table import print_table
 from gptexp.run.calibrate import pace, sample
 from gptexp.sweep.cells import Draft, confounds, refuse_illegal

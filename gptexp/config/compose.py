@@ -23,8 +23,9 @@ from omegaconf.errors import OmegaConfBaseException
 from gptexp.config import rules
 from gptexp.config.overrides import canonical, override_problems, secret_problems
 from gptexp.config.paths import CONFIG_NAME, absolute, conf_dir, folders, is_path_list, own_config
-from gptexp.config.schema import Config, counted, field_problem, fields_of, shown
+from gptexp.config.schema import Config, field_problem, fields_of
 from gptexp.process.errors import ConfigError, first_line
+from gptexp.process.words import counted, shown
 
 
 @cache

@@ -18,8 +18,9 @@ import yaml
 
 from gptexp.config import schema
 from gptexp.config.paths import FILE_FLAGS, Groups, conf_dir, folders, options, own_config
-from gptexp.config.schema import Config, fields_of, shown
+from gptexp.config.schema import Config, fields_of
 from gptexp.process.errors import ConfigError, first_line
+from gptexp.process.words import shown
 
 # Hydra reads the package of a file in the comment at its top.
 PACKAGE = re.compile(r"(?:[ \t]*(?:#.*)?\n)*?[ \t]*#[ \t]*@package[ \t]+(\S+)")

@@ -23,7 +23,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from gptexp.config.describe import PACKAGE, nearest
 from gptexp.config.paths import Groups, options
-from gptexp.config.schema import Config, field_problem, fields_of, shown
+from gptexp.config.schema import Config, field_problem, fields_of
+from gptexp.process.words import shown
 
 SECRET = re.compile(r".*(API_KEY|TOKEN|SECRET|PASSWORD)", re.IGNORECASE)  # names of environment variables
 NUMBER = re.compile(r"(?<![\w.])[+-]?([0-9][0-9_]*(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]{1,3})?(?![\w.])")

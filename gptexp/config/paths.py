@@ -10,8 +10,8 @@ from typing import Any
 import platformdirs
 
 import gptexp
-from gptexp.config.schema import shown
 from gptexp.process.errors import ConfigError
+from gptexp.process.words import shown
 
 CONFIG_NAME = "config"  # conf/config.yaml, which every other primary config includes
 FILE_FLAGS = {"--config-dir": "dir", "-cd": "dir", "--config-name": "name", "-cn": "name"}  # Hydra's, for own files

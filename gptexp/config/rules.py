@@ -11,8 +11,9 @@ from typing import Any
 from gptexp.config.batch import count_val_windows, is_power_of_two, legal_micro_batches, plan_batch
 from gptexp.config.paths import is_path_list, matching_files, path_list, why_not_creatable
 from gptexp.config.schedule import resolve_schedule
-from gptexp.config.schema import ATTENTION_DEVICES, AUTO, VOCAB_SIZES, Config, field_problems, shown
+from gptexp.config.schema import ATTENTION_DEVICES, AUTO, VOCAB_SIZES, Config, field_problems
 from gptexp.process.errors import ConfigError
+from gptexp.process.words import shown
 
 RUN_LENGTH = ("train.max_tokens", "train.max_steps", "batch.total_batch_size")
 WARMUP = ("schedule.name", "schedule.warmup_ratio", "schedule.warmup_tokens", "schedule.warmup_steps")

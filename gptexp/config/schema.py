@@ -18,10 +18,9 @@ from types import UnionType
 from typing import Any
 
 from gptexp.config.batch import run_length
+from gptexp.process.words import shown
 
 AUTO = "auto"  # the value is chosen at run time; effective.json holds the choices that affect training
-DAY_S = 86_400
-YEAR_S = 365.25 * DAY_S
 LIMIT = 2**63  # exclusive upper bound of counts: torch and numpy have 64-bit integers
 
 # Number of ids, including special tokens. Encodings with more than 65,536 ids do not fit into the 16-bit token files.
@@ -320,42 +319,6 @@ def field_problem(key: str, f: dataclasses.Field[Any], value: Any, typed: str | 
         if not holds(value):
             return f"{given}: {rule}"
     return None
-
-
-def shown(value: Any) -> str:
-    """The value as text for the command line, at most 200 characters long."""
-    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-    return text if len(text) <= 200 else f"{text[:197]}..."
-
-
-def counted(number: int, noun: str) -> str:
-    """The number with its noun, for example "1 rank" or "2,000 ranks"."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
-
-
-def rounded(number: float) -> str:
-    """A number that is not negative as text, for example "0.53", "40.12" or "53,103"."""
-    return f"{number:,.2f}" if number < 100 else f"{number:,.0f}"
-
-
-def duration(seconds: float) -> str:
-    """A time as text, for example "40 ms", "4.5 s", "3 min 20 s", "1 h 5 min" or "3.2 days"."""
-    if not seconds < 1000 * YEAR_S:
-        return "more than a thousand years"
-    if 0 < seconds < 0.1:
-        return f"{1e3 * seconds:.2g} ms"
-    whole, minutes = round(seconds), round(seconds / 60)
-    if whole < 60:
-        return f"{seconds:.1f} s" if whole < 10 else f"{whole} s"
-    if whole < 600:
-        return f"{whole // 60} min {whole % 60} s" if whole % 60 else f"{whole // 60} min"
-    if minutes < 60:
-        return f"{minutes} min"
-    if minutes < 1440:
-        return f"{minutes // 60} h {minutes % 60} min" if minutes % 60 else f"{minutes // 60} h"
-    if seconds < YEAR_S:
-        return f"{seconds / DAY_S:.1f} days"
-    return f"{seconds / YEAR_S:,.1f} years"
 
 
 def to_dict(config: Any) -> dict[str, Any]:

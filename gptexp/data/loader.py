@@ -16,12 +16,13 @@ import numpy as np
 import torch
 
 from gptexp.config.batch import BatchPlan, count_val_windows, count_windows
-from gptexp.config.schema import Config, DataConfig, counted
+from gptexp.config.schema import Config, DataConfig
 from gptexp.data.order import Order, mix
 from gptexp.data.prepare import prepare, tokens_hash
 from gptexp.data.shards import TokenStream
 from gptexp.data.tokenizer import Tokenizer, bytes_of_ids
 from gptexp.process.errors import DataError
+from gptexp.process.words import counted
 
 WINDOWS_AT_ONCE = 1024  # of validation windows that are counted
 PREFETCHED = 2  # number of micro-batches that are read in advance

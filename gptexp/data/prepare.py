@@ -14,11 +14,12 @@ import numpy as np
 from filelock import FileLock
 
 from gptexp.config.paths import is_file, path_list, user_cache_dir
-from gptexp.config.schema import DataConfig, counted
+from gptexp.config.schema import DataConfig
 from gptexp.data import corpora
 from gptexp.data.shards import MANIFEST, VERSION, ShardWriter, Tokens, TokenStream, data_errors, verify
 from gptexp.data.tokenizer import END_OF_TEXT, load_tokenizer
 from gptexp.process.errors import DataError
+from gptexp.process.words import counted
 
 PIECES_AT_ONCE = 64  # pieces of text per call of tiktoken, which tokenises them in parallel threads
 

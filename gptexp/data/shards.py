@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gptexp.config.schema import counted
 from gptexp.process.errors import DataError, first_line
+from gptexp.process.words import counted
 from gptexp.storage.reader import read_json
 from gptexp.storage.run_dir import atomic
 

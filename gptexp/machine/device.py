@@ -15,10 +15,10 @@ import psutil
 import torch
 from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
-from gptexp.config.schema import counted
 from gptexp.distributed.ranks import Rank
 from gptexp.model.gpus import Gpu
 from gptexp.process.errors import ConfigError
+from gptexp.process.words import counted
 
 Device = torch.device | Gpu  # of this machine, or of another one that a run is planned for
 

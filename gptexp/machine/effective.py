@@ -16,7 +16,7 @@ from typing import Any, Generic, Literal, TypeVar, get_args
 import torch
 
 from gptexp.config.batch import legal_micro_batches
-from gptexp.config.schema import AUTO, Config, duration, fits_type, memory_key, shown
+from gptexp.config.schema import AUTO, Config, fits_type, memory_key
 from gptexp.distributed.ranks import Rank, cores_per_rank, runs_at_once
 from gptexp.machine.attention import attention_kernel, best_kernel, check_kernel
 from gptexp.machine.device import (
@@ -33,6 +33,7 @@ from gptexp.machine.device import (
 from gptexp.model.flops import flops_per_token
 from gptexp.model.memory import Memory, StepShape, memory_estimate
 from gptexp.process.errors import ConfigError
+from gptexp.process.words import duration, shown
 from gptexp.storage import run_dir
 
 ForwardContext = Callable[[], AbstractContextManager[object]]

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from gptexp.config.schema import counted
 from gptexp.process.errors import CheckpointError, ConfigError
 from gptexp.process.terminal import warn
+from gptexp.process.words import counted
 from gptexp.reporting.records import Run, find_runs
 from gptexp.storage import run_dir
 

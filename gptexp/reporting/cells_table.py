@@ -5,8 +5,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
-from gptexp.config.schema import duration, shown
 from gptexp.process.terminal import as_command, printable
+from gptexp.process.words import duration, shown
 from gptexp.reporting.overview import link_to
 from gptexp.reporting.progress import NOT_STARTED, in_words
 from gptexp.reporting.records import Run

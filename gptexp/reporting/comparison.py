@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from gptexp.config.schema import counted
 from gptexp.process.errors import ConfigError
 from gptexp.process.terminal import as_command, printable
+from gptexp.process.words import counted
 from gptexp.reporting.analysis import TEXT, analyse, data_warnings, usual_spread_of
 from gptexp.reporting.differences import CONFIG, Difference, differences, recorded, what_differs
 from gptexp.reporting.line_charts import Lines, line_charts

@@ -13,7 +13,7 @@ from statistics import fmean
 
 import numpy as np
 
-from gptexp.config.schema import counted
+from gptexp.process.words import counted
 from gptexp.reporting.linex import MISFIT, SCAN, Fitted, Linex, Target, fit_all
 from gptexp.reporting.noise import Losses, Noise, measure, ties
 from gptexp.reporting.shape import (

@@ -4,8 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gptexp.config.schema import fields_of, shown
+from gptexp.config.schema import fields_of
 from gptexp.process.terminal import printable
+from gptexp.process.words import shown
 from gptexp.reporting.records import Run, short_commit
 from gptexp.storage import run_dir
 

@@ -9,13 +9,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from gptexp.config.schema import counted
 from gptexp.process.errors import ConfigError
 from gptexp.process.terminal import printable
+from gptexp.process.words import counted, size_shown
 from gptexp.reporting.listing import STATUSES, Read, Row, list_runs, ordered
 from gptexp.reporting.overview import Tile, link_to
 from gptexp.storage import run_dir
-from gptexp.storage.inventory import size_shown
 from gptexp.storage.reader import open_text
 
 END_BYTES = 1 << 16  # of metrics.jsonl: the last logged step is in them

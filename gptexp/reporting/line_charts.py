@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from gptexp.config.schema import counted
+from gptexp.process.words import counted
 from gptexp.reporting.records import Point, Run, Step
 from gptexp.reporting.vega_lite import (
     END_LABELS,

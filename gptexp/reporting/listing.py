@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from gptexp.config.paths import conf_dir
-from gptexp.config.schema import Config, ModelConfig, fields_of, fits_type, result_deciding, shown
+from gptexp.config.schema import Config, ModelConfig, fields_of, fits_type, result_deciding
 from gptexp.process.errors import ConfigError
 from gptexp.process.terminal import printable
+from gptexp.process.words import shown, size_shown
 from gptexp.reporting.terminal_table import print_table
 from gptexp.storage import run_dir, sweep_record
 from gptexp.storage.divergence import is_above_a_guess
-from gptexp.storage.inventory import bytes_on_disk, cells, find, is_sweep, size_shown
+from gptexp.storage.inventory import bytes_on_disk, cells, find, is_sweep
 from gptexp.storage.reader import open_text, parse_json, read_yaml
 
 STATUSES = ("running", "damaged", "failed", "interrupted", "diverged", "completed")

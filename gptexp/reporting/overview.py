@@ -9,8 +9,8 @@ from pathlib import Path
 from urllib.parse import quote
 
 from gptexp.config.paths import config_flags
-from gptexp.config.schema import counted, duration, shown
 from gptexp.process.terminal import as_command, printable
+from gptexp.process.words import counted, duration, shown
 from gptexp.reporting.analysis import Analysis, Arm
 from gptexp.reporting.progress import Progress, by_status, time_left
 from gptexp.reporting.records import AXES, Run, short_commit

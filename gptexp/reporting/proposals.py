@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from gptexp.config.schema import counted, shown
 from gptexp.process.terminal import as_command, printable
+from gptexp.process.words import counted, shown
 from gptexp.reporting.analysis import TEXT, Analysis, Arm
 from gptexp.reporting.curves import Curve, one_step_outside
 from gptexp.reporting.progress import NOT_STARTED

@@ -4,8 +4,9 @@ import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, fields
 
-from gptexp.config.schema import ModelConfig, counted
+from gptexp.config.schema import ModelConfig
 from gptexp.process.terminal import printable
+from gptexp.process.words import counted
 from gptexp.reporting.analysis import Analysis, Arm
 from gptexp.reporting.curves import Curve
 from gptexp.reporting.law import SLOPES

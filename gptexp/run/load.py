@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from gptexp.config.schema import AUTO, Config, result_deciding, shown
+from gptexp.config.schema import AUTO, Config, result_deciding
 from gptexp.data.loader import build_dataset, val_bytes_per_token
 from gptexp.data.tokenizer import Tokenizer, load_tokenizer
 from gptexp.distributed.ranks import Rank
@@ -15,6 +15,7 @@ from gptexp.model.flops import count_parameters
 from gptexp.model.gpt import GPT
 from gptexp.model.loss import bits_per_byte, perplexity, plain_cross_entropy
 from gptexp.process.errors import ConfigError, DataError
+from gptexp.process.words import shown
 from gptexp.reporting.best import one_run
 from gptexp.storage import checkpoint, run_dir
 from gptexp.training.validation import evaluate

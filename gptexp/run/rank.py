@@ -18,7 +18,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from gptexp.config.rules import noise_half_life, why_unmeasured
 from gptexp.config.run_plan import plan_run
-from gptexp.config.schema import Config, counted
+from gptexp.config.schema import Config
 from gptexp.data.loader import Dataset, build_dataset, val_bytes_per_token
 from gptexp.data.tokenizer import load_tokenizer
 from gptexp.distributed.group import agree, barrier, connect, destroy_process_group, gather, init_process_group
@@ -54,6 +54,7 @@ from gptexp.process.errors import (
 )
 from gptexp.process.signals import EXIT_CODES, StopRequest, ignore_stops
 from gptexp.process.terminal import emit, say, warn
+from gptexp.process.words import counted
 from gptexp.run.build import build_gpt, compile_in_turn, replace_unwritable_caches, wrap
 from gptexp.run.faults import explained
 from gptexp.run.job import Job

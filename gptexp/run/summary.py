@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from gptexp.config.rules import why_unmeasured
-from gptexp.config.schema import Config, counted, duration, rounded, to_dict
+from gptexp.config.schema import Config, to_dict
 from gptexp.machine.effective import Effective
 from gptexp.model.flops import Utilisation, count_parameters
 from gptexp.process.errors import StorageError
 from gptexp.process.terminal import warn
 from gptexp.process.versions import git_commit, versions
+from gptexp.process.words import counted, duration, rounded
 from gptexp.reporting.records import read_run
 from gptexp.storage import run_dir
 from gptexp.storage.checkpoint import TrainState

@@ -26,7 +26,7 @@ from safetensors.torch import load_file
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from gptexp.config.schema import Config, ModelConfig, counted
+from gptexp.config.schema import Config, ModelConfig
 from gptexp.data.loader import MicroBatch, build_dataset
 from gptexp.distributed.ranks import Rank
 from gptexp.distributed.reduction import MeanReduction
@@ -34,6 +34,7 @@ from gptexp.machine.effective import resolve
 from gptexp.model.gpt import GPT
 from gptexp.process.errors import EXIT_FAILED, ConfigError, UserError
 from gptexp.process.signals import StopRequest, at_parents_death, ended_in_order
+from gptexp.process.words import counted
 from gptexp.run.build import build_gpt, wrap
 from gptexp.run.job import Job
 from gptexp.run.observe import observe

@@ -28,9 +28,10 @@ from safetensors.torch import save_file
 from torch import nn
 
 from gptexp.config.batch import crosses
-from gptexp.config.schema import counted, from_dict, shown
+from gptexp.config.schema import from_dict
 from gptexp.process.errors import CheckpointError, StorageError, first_line
 from gptexp.process.terminal import warn
+from gptexp.process.words import counted, shown
 from gptexp.storage.divergence import LossTrend
 from gptexp.storage.noise_scale import NoiseScale
 from gptexp.storage.reader import read_json

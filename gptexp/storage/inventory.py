@@ -6,8 +6,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from gptexp.config.paths import is_file
-from gptexp.config.schema import shown
 from gptexp.process.errors import ConfigError
+from gptexp.process.words import shown
 from gptexp.storage import run_dir
 
 OUTPUTS = Path("outputs")  # where runs and sweeps are unless another directory is given
@@ -98,10 +98,3 @@ def bytes_on_disk(directory: Path) -> int:
                 if entry.is_dir(follow_symlinks=False):
                     total += bytes_on_disk(Path(entry.path))
     return total
-
-
-def size_shown(size: int) -> str:
-    for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if size >= factor:
-            return f"{size / factor:,.1f} {unit}"
-    return f"{size} B"

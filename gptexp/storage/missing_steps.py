@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from gptexp.config.schema import counted
+from gptexp.process.words import counted
 
 
 def missing_steps(logged: Sequence[int], end: int, log_every: int) -> list[range]:

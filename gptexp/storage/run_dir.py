@@ -32,8 +32,9 @@ import yaml
 from filelock import BaseFileLock, FileLock, Timeout
 
 from gptexp.config.rules import saved_problems
-from gptexp.config.schema import Config, fields_of, fits_type, from_dict, result_deciding, shown, to_dict
+from gptexp.config.schema import Config, fields_of, fits_type, from_dict, result_deciding, to_dict
 from gptexp.process.errors import CheckpointError, ConfigError, InUseError, StorageError, first_line
+from gptexp.process.words import shown
 from gptexp.storage import reader
 
 CONFIG = "config.yaml"

@@ -13,11 +13,12 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
-from gptexp.config.schema import AUTO, Config, counted
+from gptexp.config.schema import AUTO, Config
 from gptexp.distributed.ranks import launcher_rank
 from gptexp.process.errors import EXIT_DIVERGED, EXIT_FAILED, ConfigError, InUseError, UserError, first_line
 from gptexp.process.signals import at_parents_death
 from gptexp.process.terminal import warn
+from gptexp.process.words import counted
 from gptexp.run.pool import (
     OUTPUT,
     Places,

@@ -19,10 +19,11 @@ from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext
 from omegaconf import DictConfig
 
-from gptexp.config.schema import counted, memory_key, shown
+from gptexp.config.schema import memory_key
 from gptexp.process.errors import EXIT_DIVERGED, EXIT_FAILED, ConfigError, InUseError, UserError
 from gptexp.process.signals import STOPPED
 from gptexp.process.terminal import say, warn
+from gptexp.process.words import counted, shown
 from gptexp.run.pool import OUTPUT
 from gptexp.storage import run_dir
 from gptexp.storage.sweep_record import MOST_CELLS

@@ -16,12 +16,13 @@ from gptexp.command import planning
 from gptexp.command.planning import add_times, makespan, plan, plan_sweep, print_plan
 from gptexp.config.compose import compose
 from gptexp.config.run_plan import RunPlan
-from gptexp.config.schema import Config, counted
+from gptexp.config.schema import Config
 from gptexp.data.prepare import prepare
 from gptexp.machine.effective import Effective
 from gptexp.model.gpus import GPUS
 from gptexp.plan import main
 from gptexp.process.errors import ConfigError
+from gptexp.process.words import counted
 from gptexp.run.calibrate import Sample
 
 Gptexp = Callable[..., subprocess.CompletedProcess[str]]

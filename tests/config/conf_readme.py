@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from gptexp.config.describe import comment, default_options, doc, kind, meanings, settings
-from gptexp.config.schema import Config, shown
+from gptexp.config.schema import Config
+from gptexp.process.words import shown
 
 ROOT = Path(__file__).resolve().parents[2]
 CONF = ROOT / "conf"

@@ -12,8 +12,9 @@ from omegaconf import OmegaConf
 from gptexp.config.compose import composition, hydra_engine
 from gptexp.config.describe import answer_help, describe, meanings, settings
 from gptexp.config.paths import folders, options, packaged_conf
-from gptexp.config.schema import Config, fields_of, shown
+from gptexp.config.schema import Config, fields_of
 from gptexp.process.errors import ConfigError
+from gptexp.process.words import shown
 
 
 def test_a_key_has_its_meaning_source_values_default_and_files(tmp_path: Path) -> None:

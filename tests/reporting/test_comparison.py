@@ -12,8 +12,8 @@ from scipy import stats
 from sweeps import TOKENS, write_run
 
 from gptexp.compare import main
-from gptexp.config.schema import shown
 from gptexp.process.errors import CheckpointError, ConfigError
+from gptexp.process.words import shown
 from gptexp.reporting.comparison import Pair, cells_of, compare
 from gptexp.reporting.comparison_output import show
 from gptexp.reporting.noise import LARGEST_SPREAD, seeds_needed

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from sweeps import TOKENS, write_run
 
-from gptexp.config.schema import duration
+from gptexp.process.words import duration
 from gptexp.reporting.progress import Progress, ready_in, survey
 from gptexp.status import main
 from gptexp.storage import run_dir
