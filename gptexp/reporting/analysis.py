@@ -4,16 +4,20 @@ import math
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from gptexp.config.rules import in_steps
+from gptexp.config.schema import ModelConfig
+from gptexp.process.words import counted, shown
 from gptexp.reporting.critical import Critical, critical_batch_size, steps_to
 from gptexp.reporting.curves import Curves, Outlier, fit_curves
 from gptexp.reporting.law import Law, fit_law
+from gptexp.reporting.listing import model_option
 from gptexp.reporting.noise import usual_spread
 from gptexp.reporting.records import Run, differing_keys, has_diverged
 
+MOST_IN_LABEL = 3  # keys
 TEXT = "data_hash"  # key of the summary; runs that trained on different text belong to different arms
 
 
@@ -33,6 +37,20 @@ class Arm:
     at_an_edge: list[int]  # batch sizes whose fastest learning rate in `critical` is the smallest or largest one
     best: tuple[int, float] | None  # (batch size, learning rate) of the lowest mean loss
     ties: list[tuple[int, float]]  # other cells that do not differ significantly from the best one
+
+    @property
+    def label(self) -> str:
+        """What distinguishes it, in a few words; empty if it is the only one.
+
+        The name of an option of the group `model` stands for its keys.
+        """
+        choices = self.choices
+        sizes = [key for key in choices if key.startswith("model.") and key != "model.dropout"]
+        if len(sizes) > 1 and (option := model_option(_model(self.runs[0]))) is not None:
+            choices = {"model": option, **{key: value for key, value in choices.items() if key not in sizes}}
+        texts = [f"{key}={shown(value)}" for key, value in choices.items()]
+        more = f" and {counted(len(texts) - MOST_IN_LABEL, 'other key')}" if len(texts) > MOST_IN_LABEL else ""
+        return ", ".join(texts[:MOST_IN_LABEL]) + more
 
     @property
     def counted(self) -> list[Run]:
@@ -136,6 +154,10 @@ def _arm(choices: dict[str, Any], runs: list[Run]) -> Arm:
     ties = [cell for cell in means if best is not None and cell != best and curves.ties(cell, best)]
     law = fit_law(curves)
     return Arm(choices, runs, by_batch, means, diverged, curves, law, target, critical, at_an_edge, best, ties)
+
+
+def _model(run: Run) -> ModelConfig:
+    return ModelConfig(**{f.name: run.config[f"model.{f.name}"] for f in fields(ModelConfig)})
 
 
 def usual_spread_of(runs: Sequence[Run]) -> float:

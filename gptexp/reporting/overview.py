@@ -10,7 +10,7 @@ from urllib.parse import quote
 
 from gptexp.config.paths import config_flags
 from gptexp.process.terminal import as_command, printable
-from gptexp.process.words import counted, duration, shown
+from gptexp.process.words import counted, duration
 from gptexp.reporting.analysis import Analysis, Arm
 from gptexp.reporting.progress import Progress, by_status, time_left
 from gptexp.reporting.records import AXES, Run, short_commit
@@ -186,7 +186,7 @@ def _best(arm: Arm) -> list[Tile]:
     loss = arm.means[arm.best]
     seeds = len(arm.curves.losses[batch][lr])
     of = f"mean of {counted(seeds, 'seed')}" if seeds > 1 else "one run"
-    where = ", ".join([f"{batch:,} tokens a step", *(f"{key}={shown(value)}" for key, value in arm.choices.items())])
+    where = ", ".join(filter(None, (f"{batch:,} tokens a step", arm.label)))
     tiles = [Tile("Best cell", f"lr {lr:.3g}", f"at {printable(where)}; loss {loss:.4f}, {of}")]
     if len(arm.means) > 1:
         _, following = sorted(arm.means, key=lambda cell: arm.means[cell])[:2]

@@ -2,15 +2,13 @@
 
 import math
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
-from gptexp.config.schema import ModelConfig
 from gptexp.process.terminal import printable
 from gptexp.process.words import counted
 from gptexp.reporting.analysis import Analysis, Arm
 from gptexp.reporting.curves import Curve
 from gptexp.reporting.law import SLOPES
-from gptexp.reporting.listing import model_option
 from gptexp.reporting.noise import POWER, Noise, seeds_needed
 from gptexp.reporting.noise_scale import FACTOR, at_the_end, in_words
 from gptexp.reporting.proposals import is_unfinished
@@ -18,8 +16,6 @@ from gptexp.storage import run_dir
 from gptexp.storage.sweep_record import SweepRecord
 
 MOST_SEEDS = 50  # a difference that takes more of them per cell is too small to matter
-
-MOST_IN_LABEL = 3  # keys
 
 
 @dataclass(frozen=True)
@@ -63,25 +59,9 @@ def verdict(analysis: Analysis, sweep: SweepRecord | None = None) -> Verdict:
 
 
 def _labelled(arm: Arm, finding: Finding) -> Finding:
-    label = _label(arm)
+    label = arm.label
     text = f"{label}: {finding.text}" if label else finding.text
     return Finding(printable(text), printable(finding.why), finding.badges)
-
-
-def _label(arm: Arm) -> str:
-    """What distinguishes an arm. The name of an option of the group `model` stands for its keys."""
-    choices = arm.choices
-    sizes = [key for key in choices if key.startswith("model.") and key != "model.dropout"]
-    if len(sizes) > 1 and (option := model_option(_model(arm))) is not None:
-        choices = {"model": option, **{key: value for key, value in choices.items() if key not in sizes}}
-    texts = [f"{key}={value}" for key, value in choices.items()]
-    more = f" and {counted(len(texts) - MOST_IN_LABEL, 'other key')}" if len(texts) > MOST_IN_LABEL else ""
-    return ", ".join(texts[:MOST_IN_LABEL]) + more
-
-
-def _model(arm: Arm) -> ModelConfig:
-    keys = [f.name for f in fields(ModelConfig)]
-    return ModelConfig(**{key: arm.runs[0].config[f"model.{key}"] for key in keys})
 
 
 def _answers(arm: Arm, waiting: Collection[int]) -> Iterator[Finding]:

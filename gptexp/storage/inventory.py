@@ -60,10 +60,12 @@ def refuse_run_in(directory: Path) -> None:
 
 
 def refuse_sweep_in(directory: Path) -> None:
-    """Raise `ConfigError` if a sweep in `directory` would lie among the files of a run."""
+    """Raise `ConfigError` if a sweep in `directory` would lie among the files of a run or of another sweep."""
     given = f"hydra.sweep.dir={shown(str(directory))}"
     if _is_begun(directory):
         raise ConfigError(f"{given}: holds a single run; give the sweep another sweep.name")
+    if not is_sweep(directory):
+        _refuse_inside("sweep", is_sweep, directory, given)
     _refuse_inside("run", _is_begun, directory, given)
 
 

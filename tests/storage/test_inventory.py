@@ -33,8 +33,8 @@ def test_a_new_run_among_the_files_of_a_sweep_or_a_run_is_refused(mixed: Path, w
             refuse_run_in(directory)
 
 
-@pytest.mark.parametrize("where", ["run", "run/inside", "sweep/cell", "sweep/cell/s"])
-def test_a_sweep_among_the_files_of_a_run_is_refused(mixed: Path, where: str) -> None:
+@pytest.mark.parametrize("where", ["run", "run/inside", "sweep/x", "sweep/cell", "sweep/cell/s"])
+def test_a_new_sweep_among_the_files_of_a_run_or_a_sweep_is_refused(mixed: Path, where: str) -> None:
     for directory in (Path(where), mixed / where):
         with pytest.raises(
             ConfigError, match=f"hydra.sweep.dir={directory}: (holds a single|lies in the directory of)"
