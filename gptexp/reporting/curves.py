@@ -14,7 +14,7 @@ from statistics import fmean
 import numpy as np
 
 from gptexp.process.words import counted
-from gptexp.reporting.linex import MISFIT, SCAN, Fitted, Linex, Target, fit_all
+from gptexp.reporting.linex import LARGEST_MISFIT, MISFIT, SCAN, Fitted, Linex, Target, fit_all
 from gptexp.reporting.noise import Losses, Noise, measure, ties
 from gptexp.reporting.shape import (
     CLEAR,
@@ -116,12 +116,16 @@ def fit_curves(losses: Mapping[int, Losses], diverged: Mapping[int, Sequence[flo
     usual_spread = max([usual_spread, *(noise.sigma for noise in noises.values() if noise.is_sure)])
     points = {batch: points_of(at_batch, noises.get(batch), usual_spread) for batch, at_batch in kept.items()}
     shapes = {batch: _shape(of_batch, diverged.get(batch, ())) for batch, of_batch in points.items()}
-    targets = {
-        batch: _target(points[batch], noises[batch], *shape.bracket)
-        for batch, shape in shapes.items()
-        if shape.bracket is not None and batch in noises
+    bracketed = {b: shape.bracket for b, shape in shapes.items() if shape.bracket is not None and b in noises}
+    targets, careful = (
+        {batch: _target(points[batch], noises[batch], *ends, misfit) for batch, ends in bracketed.items()}
+        for misfit in (MISFIT, LARGEST_MISFIT)
+    )
+    intervals = fit_all(careful)
+    optima = {
+        batch: _optimum(fitted, intervals[batch], targets[batch], noises[batch])
+        for batch, fitted in fit_all(targets).items()
     }
-    optima = {batch: _optimum(fitted, targets[batch], noises[batch]) for batch, fitted in fit_all(targets).items()}
     curves = {
         batch: _curve(of_batch, shapes[batch], optima.get(batch), diverged.get(batch, ()), outliers[batch])
         for batch, of_batch in points.items()
@@ -164,7 +168,7 @@ def _shape(points: Points, diverged: Sequence[float]) -> Shape:
     return shape
 
 
-def _target(points: Points, noise: Noise, below: float, above: float) -> Target:
+def _target(points: Points, noise: Noise, below: float, above: float, misfit: float) -> Target:
     """The best learning rate, its neighbours, and the next nearest, with the variances of their means."""
     best = points.best
     x = np.log2(points.lrs)
@@ -172,12 +176,12 @@ def _target(points: Points, noise: Noise, below: float, above: float) -> Target:
     used = sorted(others[:MOST])
     heights = [points.means[i] - points.means[best] for i in used]
     variances = [
-        noise.sigma**2 / points.counts[i] + (MISFIT * height) ** 2 for i, height in zip(used, heights, strict=True)
+        noise.sigma**2 / points.counts[i] + (misfit * height) ** 2 for i, height in zip(used, heights, strict=True)
     ]
     return Target([points.lrs[i] for i in used], [points.means[i] for i in used], variances, noise.t, below, above)
 
 
-def _optimum(fitted: Fitted, target: Target, noise: Noise) -> Optimum:
+def _optimum(fitted: Fitted, interval: Fitted, target: Target, noise: Noise) -> Optimum:
     curve = fitted.curve
     x = np.linspace(math.log2(target.below), math.log2(target.above), SCAN)
     loss = float(curve.at(fitted.minimum))
@@ -187,8 +191,8 @@ def _optimum(fitted: Fitted, target: Target, noise: Noise) -> Optimum:
     return Optimum(
         lr=2**fitted.minimum,
         loss=loss,
-        low=2**fitted.low,
-        high=2**fitted.high,
+        low=2 ** min(fitted.low, interval.low),
+        high=2 ** max(fitted.high, interval.high),
         sd_octaves=fitted.sd,
         loss_half_width=noise.t * curve.sd_at(fitted.minimum),
         tie_low=float(2**low),

@@ -17,8 +17,9 @@ import numpy.typing as npt
 Array = npt.NDArray[np.floating]
 
 SKEWS = np.linspace(-1.0, 2.5, 71)  # per octave
-USUAL_SKEW, SKEW_SPREAD = 0.5, 2.0  # of curves of real sweeps: a weak preference, as they are alike
-MISFIT = 0.4  # standard deviation of a curve's misfit, as a share of the height above its minimum
+USUAL_SKEW, SKEW_SPREAD = 0.5, 1.0  # of curves of real sweeps: a weak preference, as they are alike
+MISFIT = 0.2  # standard deviation of a curve's misfit, as a share of the height above its minimum
+LARGEST_MISFIT = 0.4  # the same for intervals, which must hold the minimum of curves that no formula fits well
 SCAN = 401  # learning rates that are tested as the minimum, from one end of the bracket to the other
 
 

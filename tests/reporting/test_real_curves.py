@@ -14,8 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
+from scipy.interpolate import PchipInterpolator
 
 from gptexp.reporting.curves import Curve, fit_curves
 
@@ -122,3 +124,29 @@ def test_no_subset_of_a_real_curve_contradicts_it(real: Real, most: int) -> None
     assert found["too few"] <= 0.2 * large
     if real.status != "jagged":
         assert found["jagged"] <= 0.05 * large
+
+
+@pytest.mark.slow
+def test_intervals_hold_the_optimum_of_the_shapes_of_real_curves() -> None:
+    """Sweeps drawn from smooth lines through the real curves, an octave apart, with noise of known size."""
+    rng = np.random.default_rng(0)
+    held = given = 0
+    for seeds, sigma in ((2, 0.002), (3, 0.002), (3, 0.006)):
+        for real in REAL:
+            if real.status != "bracketed" or len(real.losses) < 8:
+                continue
+            x, means = np.log2(sorted(real.losses)), [statistics.fmean(real.losses[lr]) for lr in sorted(real.losses)]
+            smooth = np.convolve(means, [0.25, 0.5, 0.25], "same")  # each of the source's cells is a single run
+            smooth[[0, -1]] = means[0], means[-1]
+            truth = PchipInterpolator(x, smooth)
+            dense = np.linspace(x[0], x[-1], 4001)
+            optimum = dense[np.argmin(truth(dense))]
+            for _ in range(24):
+                grid = np.arange(x[0] + rng.uniform(0, 1), x[-1], 1.0)
+                losses = {2.0**u: list(truth(u) + sigma * rng.standard_normal(seeds)) for u in map(float, grid)}
+                o = fit_curves({BATCH: losses}, {}, 0.002).of[BATCH].optimum
+                if o is not None and o.low is not None and o.high is not None:
+                    given += 1
+                    held += o.low <= 2**optimum <= o.high
+    print(f"held {held / given:.3f} of {given}")
+    assert held >= 0.92 * given
