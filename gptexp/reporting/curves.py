@@ -123,7 +123,7 @@ def fit_curves(losses: Mapping[int, Losses], diverged: Mapping[int, Sequence[flo
     )
     intervals = fit_all(careful)
     optima = {
-        batch: _optimum(fitted, intervals[batch], targets[batch], noises[batch])
+        batch: _optimum(fitted, intervals.get(batch), targets[batch], noises[batch])
         for batch, fitted in fit_all(targets).items()
     }
     curves = {
@@ -144,7 +144,7 @@ def _without_outliers(losses: Losses, usual_spread: float) -> tuple[dict[float, 
             kept[lr].remove(loss)
             others = fmean(kept[lr])
             found.append(Outlier(lr, loss, f"other seeds of its cell have a loss of {others:.4f}"))
-            if loss > others:  # as where a seed has diverged: the mean over the others would be too low
+            if loss > others and len(kept) > 1:  # as where a seed diverged: the mean of the others would be too low
                 why = f"another seed of its cell has a loss of {loss:.4f}"
                 found += [Outlier(lr, other, why) for other in kept.pop(lr)]
         elif (alone := outlier(points_of(kept, measure({0: kept}).get(0), usual_spread))) is not None:
@@ -181,9 +181,11 @@ def _target(points: Points, noise: Noise, below: float, above: float, misfit: fl
     return Target([points.lrs[i] for i in used], [points.means[i] for i in used], variances, noise.t, below, above)
 
 
-def _optimum(fitted: Fitted, interval: Fitted, target: Target, noise: Noise) -> Optimum:
+def _optimum(fitted: Fitted, interval: Fitted | None, target: Target, noise: Noise) -> Optimum:
+    """`interval`: the curve whose interval counts; None: the whole bracket does."""
     curve = fitted.curve
     x = np.linspace(math.log2(target.below), math.log2(target.above), SCAN)
+    ends = (interval.low, interval.high) if interval is not None else (float(x[0]), float(x[-1]))
     loss = float(curve.at(fitted.minimum))
     worse = curve.at(x) - loss > noise.t * noise.sigma * math.sqrt(2)
     low = max(x[worse & (x < fitted.minimum)], default=x[0])
@@ -191,8 +193,8 @@ def _optimum(fitted: Fitted, interval: Fitted, target: Target, noise: Noise) -> 
     return Optimum(
         lr=2**fitted.minimum,
         loss=loss,
-        low=2 ** min(fitted.low, interval.low),
-        high=2 ** max(fitted.high, interval.high),
+        low=2 ** min(fitted.low, ends[0]),
+        high=2 ** max(fitted.high, ends[1]),
         sd_octaves=fitted.sd,
         loss_half_width=noise.t * curve.sd_at(fitted.minimum),
         tie_low=float(2**low),

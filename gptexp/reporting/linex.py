@@ -80,12 +80,14 @@ class Fitted:
 def fit_all(targets: Mapping[int, Target]) -> dict[int, Fitted]:
     """Fit curves of one skew to all batch sizes, each with three learning rates or more.
 
+    A batch size has no curve if none that suits its points has a minimum.
+
     The interval of a minimum holds each x within the bracket at which a curve with its minimum there, and the skew that
     suits it, fits worse than the best curve by at most t^2 in units of the variances (profile likelihood).
     """
     fits = {batch: _Fits(target) for batch, target in targets.items()}
     shared = sum((fit.misfit for fit in fits.values()), ((SKEWS - USUAL_SKEW) / SKEW_SPREAD) ** 2)
-    return {batch: fit.result(shared) for batch, fit in fits.items()}
+    return {batch: fit.result(shared) for batch, fit in fits.items() if (fit.coefficients[:, 0] > 0).any()}
 
 
 class _Fits:

@@ -130,6 +130,12 @@ def test_a_cell_with_an_exploded_seed_is_not_the_best() -> None:
     assert curve.next_lr == pytest.approx(math.sqrt(0.09 * 0.27))  # not beyond it
 
 
+def test_the_only_cell_is_not_left_out() -> None:
+    [curve] = fit_curves({1024: {0.01: [4.1, 4.12, 4.11, 9.5]}}, {}, 0.03).of.values()
+    assert [found.loss for found in curve.outliers] == [9.5]
+    assert (curve.status, curve.best) == ("too few", 0.01)
+
+
 def test_losses_that_fall_all_the_way_are_a_trend_and_no_tie() -> None:
     """By less than what counts as clear without seeds; noise alone orders eight losses in one of 20,160 sweeps."""
     means = [4.70, 4.66, 4.63, 4.60, 4.56, 4.53, 4.50, 4.47]
@@ -292,3 +298,28 @@ def test_curves_without_a_bad_run_have_no_outliers() -> None:
                 found += sum(len(curve.outliers) for curve in curves.of.values())
                 total += 10 * seeds
     assert found <= 0.002 * total
+
+
+@pytest.mark.parametrize("sweeps", [100, pytest.param(2000, marks=pytest.mark.slow)])
+def test_any_losses_get_a_verdict(sweeps: int) -> None:
+    """Also those without any shape: an interval, if there is one, holds the optimum and lies within its bracket."""
+    rng = np.random.default_rng(2)
+    for _ in range(sweeps):
+        sweep: dict[int, dict[float, list[float]]] = {}
+        diverged: dict[int, list[float]] = {}
+        for batch in (1, 2, 4):
+            for octave in rng.choice(10, rng.integers(1, 9), replace=False):
+                lr, seeds = 2.0 ** float(octave), int(rng.choice([1, 1, 2, 3, 5]))
+                losses = rng.choice([4.0, 4.1, 4.2, 5.0, 9.5]) + rng.choice([0.001, 0.05, 1, 3]) * rng.normal(
+                    size=seeds
+                )
+                if rng.random() < 0.12:
+                    diverged.setdefault(batch, []).append(lr)
+                else:
+                    sweep.setdefault(batch, {})[lr] = list(map(float, losses))
+        for curve in fit_curves(sweep, diverged, float(rng.choice([0.002, 0.05]))).of.values():
+            o = curve.optimum
+            assert (o is not None) == (curve.status == "bracketed")
+            if o is not None and o.low is not None and o.high is not None and curve.bracket is not None:
+                low, high = curve.bracket
+                assert low * 0.999 <= o.low <= o.lr <= o.high <= high * 1.001
