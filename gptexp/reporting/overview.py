@@ -174,7 +174,7 @@ def _of_a_sweep(analysis: Analysis, cells: Sequence[Progress]) -> list[Tile]:
     if analysis.best_arm is not None:
         tiles += _best(analysis.best_arm)
     done = sum(cell.status in run_dir.DONE for cell in cells)
-    tiles.append(Tile("Cells done", f"{done} of {len(cells)}", ", ".join(by_status(cells))))
+    tiles.append(Tile("Runs done", f"{done} of {len(cells)}", ", ".join(by_status(cells))))
     left, condition = time_left(cells)
     tiles.append(Tile("Time left", left or "none", condition))
     return tiles
@@ -187,7 +187,7 @@ def _best(arm: Arm) -> list[Tile]:
     seeds = len(arm.curves.losses[batch][lr])
     of = f"mean of {counted(seeds, 'seed')}" if seeds > 1 else "one run"
     where = ", ".join(filter(None, (f"{batch:,} tokens a step", arm.label)))
-    tiles = [Tile("Best cell", f"lr {lr:.3g}", f"at {printable(where)}; loss {loss:.4f}, {of}")]
+    tiles = [Tile("Best tested cell", f"lr {lr:.3g}", f"at {printable(where)}; loss {loss:.4f}, {of}")]
     if len(arm.means) > 1:
         _, following = sorted(arm.means, key=lambda cell: arm.means[cell])[:2]
         tie = arm.curves.ties(following, arm.best)

@@ -113,7 +113,7 @@ def _wanted(arm: Arm) -> list[_Cells]:
         found.append(_Cells(batch, sorted([below, below**2 / min(lrs)]), [], why))
     for batch, curve in arm.curves.of.items():
         if curve.bracket is not None and (curve.noise is None or not curve.noise.is_sure):
-            why = "measures the noise at this batch size, which gives its best learning rate an interval"
+            why = f"measures the noise at {batch:,} tokens a step, which gives its best learning rate an interval"
             found.append(_Cells(batch, _around(arm, batch, curve), seeds, why))
     if arm.law is not None and not found and not arm.law.bends:
         batch = 2 * max(arm.law.sizes)

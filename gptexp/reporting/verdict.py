@@ -55,6 +55,8 @@ def verdict(analysis: Analysis, sweep: SweepRecord | None = None) -> Verdict:
         found.answers.extend(_labelled(arm, finding) for finding in _answers(arm, waiting))
         found.findings.extend(_labelled(arm, finding) for finding in _findings(arm))
         found.caveats.extend(_labelled(arm, finding) for finding in _caveats(arm))
+    if found.answers:
+        found.answers.extend(_not_begun(analysis, sweep))
     return found
 
 
@@ -85,7 +87,7 @@ def _findings(arm: Arm) -> Iterator[Finding]:
     unfinished = sorted({run.status for run in arm.runs} - {*run_dir.DONE})
     for status in unfinished if len(arm.runs) > 1 else ():
         count = sum(run.status == status for run in arm.runs)
-        yield Finding(f"{status.capitalize()}: {count} of {len(arm.runs)} runs; no fit or test uses their losses.")
+        yield Finding(f"{status.capitalize()}: {counted(count, 'run')}; no fit or test uses their losses.")
 
 
 def _diverged(arm: Arm) -> Iterator[Finding]:
@@ -113,15 +115,24 @@ def tokens(count: float) -> str:
     return f"{count:,.0f} tokens a step"
 
 
-def _badges(c: Curve, lrs: Collection[float]) -> tuple[str, ...]:
+def _badges(c: Curve, lrs: Collection[float], is_waiting: bool) -> tuple[str, ...]:
     at_an_edge = c.status == "not bracketed" and c.best in (min(lrs), max(lrs))
     flat = "tied" if c.noise is not None else "unclear"
     shape = "edge" if at_an_edge else flat if c.status == "flat" else c.status
-    return (shape,) if c.noise is not None else (shape, "noise unknown")
+    noise = ("noise unknown",) if c.noise is None else ()
+    return (shape, *noise, "so far") if is_waiting else (shape, *noise)
+
+
+def _not_begun(analysis: Analysis, sweep: SweepRecord | None) -> Iterator[Finding]:
+    """The batch sizes of the sweep of which no run has ended."""
+    planned = {cell.total_batch_size for cell in sweep.cells.values()} if sweep is not None else set()
+    ended = {batch for arm in analysis.arms for batch in (*arm.losses, *arm.diverged)}
+    for batch in sorted(planned - ended):
+        yield Finding(f"At {tokens(batch)} no run has ended yet.", badges=("too few", "so far"))
 
 
 def _answer(batch: int, c: Curve, lrs: Collection[float], is_waiting: bool) -> Finding:
-    at, o, badges = f"At {tokens(batch)}", c.optimum, _badges(c, lrs)
+    at, o, badges = f"At {tokens(batch)}", c.optimum, _badges(c, lrs, is_waiting)
     if o is not None and o.low is not None:
         return Finding(
             f"{at} the best learning rate is {o.lr:.3g} (95% interval {o.low:.3g} to {o.high:.3g}).",

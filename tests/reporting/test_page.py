@@ -135,9 +135,9 @@ def test_the_head_says_what_was_run_and_how_far_it_is(opened: Open, report: Path
     assert page.inner_text("header .command pre") == COMMAND
     tiles = [text.split("\n")[:2] for text in page.locator(".tiles li").all_inner_texts()]
     assert tiles == [
-        ["Best cell", "lr 0.01"],
+        ["Best tested cell", "lr 0.01"],
         ["Gap to the next cell", "0.0116 nats"],
-        ["Cells done", "44 of 46"],
+        ["Runs done", "44 of 46"],
         ["Time left", "1 min 6 s"],
     ]
     answer = page.locator(".answers li").first

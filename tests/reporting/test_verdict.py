@@ -12,6 +12,7 @@ from sweeps import NOISE_SCALE, report_of, write_run, write_sweep
 from gptexp.reporting.analysis import analyse
 from gptexp.reporting.figures import figures
 from gptexp.reporting.records import find_runs
+from gptexp.reporting.report import build_report
 from gptexp.storage import run_dir
 
 NANO = {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 256}  # the default is GPT-2's smallest model
@@ -279,6 +280,19 @@ def test_nothing_is_proposed_at_a_batch_size_where_a_cell_waits_or_runs(tmp_path
     with run_dir.held(tmp_path / "waiting"):
         assert proposed({"waiting": waiting}) == []
     assert proposed({"waiting": waiting}) != []
+
+
+def test_the_verdict_of_an_unfinished_sweep_says_what_is_still_to_come(tmp_path: Path) -> None:
+    write_losses(tmp_path, NEW_USER, (3e-3, 1e-2, 3e-2, 9e-2))
+    waits = {
+        str(batch): {"values": {"optim.lr": "0.27"}, "total_batch_size": batch, "tokens": 2**18}
+        for batch in (1024, 4096)
+    }
+    run_dir.write_json(tmp_path / run_dir.SWEEP, {"name": "s", "overrides": [], "cells": waits})
+    answers = build_report(tmp_path).verdict.answers
+    assert answers[0].text.endswith("falls to the top of the grid; other cells at this batch size still run or wait.")
+    assert [answer.badges[-1] == "so far" for answer in answers] == [True, False, True]
+    assert answers[2].text == "At 4,096 tokens a step no run has ended yet."
 
 
 def test_no_cell_beyond_a_diverged_one_is_proposed(tmp_path: Path) -> None:
