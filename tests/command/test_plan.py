@@ -92,6 +92,7 @@ def test_a_directory_that_train_refuses_is_refused_by_a_plan(
         assert why in line
 
 
+@pytest.mark.e2e
 def test_a_plan_has_the_number_of_epochs_if_the_corpus_is_prepared(
     gptexp: Gptexp, tiny: list[str], tmp_path: Path
 ) -> None:
@@ -106,6 +107,7 @@ def test_a_plan_has_the_number_of_epochs_if_the_corpus_is_prepared(
     assert p["epochs"] == 4 * 128 / p["corpus_tokens"]
 
 
+@pytest.mark.e2e
 def test_a_cell_of_a_grid_has_the_plan_of_the_same_single_run() -> None:
     grid = compose_sweep(GRID)
     cells = plan_sweep(grid.drafts)

@@ -25,6 +25,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, corpus: Path, torch_serve
     return finished_run(tmp_path_factory, corpus, torch_server)
 
 
+@pytest.mark.e2e
 def test_a_run_can_be_repeated_from_config_yaml_alone(finished: Finished, tmp_path: Path, gptexp: Gptexp) -> None:
     again = tmp_path / "again"
     again.mkdir()

@@ -52,6 +52,7 @@ def test_a_run_of_one_step(tiny: list[str], tmp_path: Path, capsys: pytest.Captu
     assert wrong(text) == []
 
 
+@pytest.mark.e2e
 def test_intervals_that_are_no_whole_steps(tiny: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train([*tiny, "log=disabled", "log.progress=lines", *ODD], tmp_path / "odd")
     text = capsys.readouterr().out
@@ -60,6 +61,7 @@ def test_intervals_that_are_no_whole_steps(tiny: list[str], tmp_path: Path, caps
     assert wrong(text) == []
 
 
+@pytest.mark.e2e
 def test_a_sweep_of_one_cell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_run(tmp_path / "a", 4096, 0.02, 1, 4.0)
     cells = {"a": {"values": {}, "total_batch_size": 4096, "tokens": TOKENS}}

@@ -106,6 +106,7 @@ def test_the_definition_is_the_same_each_time() -> None:
     assert len({panel["__id__"] for panel in panels}) == len(panels)
 
 
+@pytest.mark.e2e
 def test_a_second_push_updates_the_same_view(push: Gptexp, server: WandbServer) -> None:
     done = push()
     assert (done.returncode, done.stderr) == (0, "")

@@ -200,6 +200,7 @@ def test_disabled_never_imports_wandb(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
+@pytest.mark.e2e
 def test_a_resumed_offline_run_keeps_its_id_and_wandb_reads_its_file(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

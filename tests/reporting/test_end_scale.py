@@ -51,6 +51,7 @@ def test_a_known_scale_is_found_at_the_end_of_a_run() -> None:
     assert (scale.tokens, scale.low, scale.high) == pytest.approx((600, 600, 600))
 
 
+@pytest.mark.e2e
 def test_a_run_ends_with_the_sentence_of_its_report(
     tiny: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -244,6 +244,7 @@ def test_a_click_on_the_legend_isolates_its_lines(opened: Open, report: Path) ->
     assert set(page.evaluate(faint)) == {1, 0.1}
 
 
+@pytest.mark.e2e
 def test_the_table_is_sorted_by_a_click_and_its_rows_open(opened: Open, report: Path) -> None:
     page = opened(report)
 

@@ -101,7 +101,10 @@ def test_the_verdict_on_a_real_curve_is_that_of_a_reader(real: Real) -> None:
         assert real.optimum[0] <= curve.optimum.lr <= real.optimum[1]
 
 
-@pytest.mark.parametrize("most", [MOST_SUBSETS, pytest.param(sys.maxsize, marks=pytest.mark.slow, id="all")])
+@pytest.mark.parametrize(
+    "most",
+    [pytest.param(MOST_SUBSETS, marks=pytest.mark.e2e), pytest.param(sys.maxsize, marks=pytest.mark.slow, id="all")],
+)
 @pytest.mark.parametrize("real", REAL, ids=ids)
 def test_no_subset_of_a_real_curve_contradicts_it(real: Real, most: int) -> None:
     """`most`: subsets of one size."""

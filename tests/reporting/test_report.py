@@ -119,6 +119,7 @@ def test_a_run_name_cannot_inject_into_the_output_of_the_command(gptexp: Gptexp,
     assert is_harmless(root, done.stdout, swept)
 
 
+@pytest.mark.e2e
 def test_a_single_run_has_its_pictures_and_a_second_report_has_the_same_bytes(
     gptexp: Gptexp, swept: Path, tmp_path: Path
 ) -> None:

@@ -145,6 +145,7 @@ def check_skipped(directory: Path) -> None:
     assert all(value.isfinite().all() for value in weights(directory).values())
 
 
+@pytest.mark.e2e
 def test_skipped_updates_that_are_not_consecutive_do_not_end_the_run(
     poison: Poison, tiny: list[str], tmp_path: Path
 ) -> None:
@@ -277,6 +278,7 @@ def test_interruptions_do_not_change_the_result_of_a_rollback(
         assert (parts / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes(), stop_after
 
 
+@pytest.mark.e2e
 def test_a_rollback_past_a_damaged_checkpoint_saves_that_step_again(
     rollback_run: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
