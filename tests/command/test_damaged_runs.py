@@ -32,7 +32,7 @@ TEXTS = (
     *(f"completed/{name}" for name in ("config.yaml", "summary.json", "metrics.jsonl")),
     "sweep.json",
 )
-WRITTEN = ("report.html", "report.json", "cells.csv", "pictures", "pictures/course-tokens.png")
+WRITTEN = ("report.html", "report.json", "cells.csv", "pictures", "pictures/loss.png")
 FILES = (
     *TEXTS,
     *(f"{CELL}/{STEP}/{name}" for name in ("model.safetensors", "train.pt")),
