@@ -27,11 +27,24 @@ ROOT = Path(__file__).resolve().parent.parent
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Variables that a shell, a launcher or a CI system may have set. No test may depend on them.
-_FOREIGN = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SLURM_", "TORCHELASTIC_", "WANDB_", "GPTEXP_", "HYDRA_", "OMP_")
+_FOREIGN = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_",
+    "MASTER_",
+    "SLURM_",
+    "TORCHELASTIC_",
+    "WANDB_",
+    "GPTEXP_",
+    "HYDRA_",
+    "OMP_",
+    "COLUMNS",
+    "LINES",
+)
 
 
 def clean(environ: Mapping[str, str], cache: Path) -> dict[str, str]:
-    """`environ` without the variables of a launcher or of wandb; tokens are cached in `cache`."""
+    """`environ` without the variables of a launcher, of wandb or of a terminal; tokens are cached in `cache`."""
     kept = {name: value for name, value in environ.items() if not name.startswith(_FOREIGN)}
     # Two tests share the cores: a thread that spins would slow down the other test.
     return {**kept, "GPTEXP_CACHE": str(cache), "WANDB_SILENT": "true", "OMP_WAIT_POLICY": "PASSIVE"}
