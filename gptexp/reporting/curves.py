@@ -243,10 +243,9 @@ def _curve(
 
 
 def _differences(points: Points) -> str:
-    spread = max(points.means) - min(points.means)
     if points.sure_noise is not None:
         return "the differences are not significant"
-    return f"the losses differ by {spread:.2g} nats, less than {CLEAR:g} times the standard deviation over seeds"
+    return f"the losses differ by {points.height:.2g} nats, less than {CLEAR:g} times the standard deviation over seeds"
 
 
 def _tied(points: Points) -> tuple[float, float]:
@@ -274,8 +273,7 @@ def _next(
     """
     lrs, at, last = points.lrs, points.best, len(points.lrs) - 1
     if shape.below is None and shape.above is None:
-        spread = max(points.means) - min(points.means)
-        return f"the losses differ by {spread:.2g} nats, but seeds move them as much", None
+        return f"the losses differ by {points.height:.2g} nats, but seeds move them as much", None
     if shape.below is None:
         why = (
             "the loss rises from the lowest learning rate on"

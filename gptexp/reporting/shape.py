@@ -48,6 +48,11 @@ class Points:
         """The index of the lowest mean."""
         return min(range(len(self.means)), key=lambda i: self.means[i])
 
+    @property
+    def height(self) -> float:
+        """The difference between the highest and the lowest mean, in nats."""
+        return max(self.means) - min(self.means)
+
     def clear_margin(self, i: int, j: int) -> float:
         """A difference between two means that is clear without a test: five standard deviations of single runs."""
         return CLEAR * self.sigma * math.sqrt((1 / self.counts[i] + 1 / self.counts[j]) / 2)
@@ -103,13 +108,9 @@ def shape_of(points: Points) -> Shape:
     worse = [i for i in range(len(points.lrs)) if points.is_worse(i, best)]
     below = max((points.lrs[i] for i in worse if i < best), default=None)
     above = min((points.lrs[i] for i in worse if i > best), default=None)
-    if below is None and above is None and _range(points) < NEVER_FLAT:
+    if below is None and above is None and points.height < NEVER_FLAT:
         return Shape("flat")
     return Shape("not bracketed" if below is None or above is None else "bracketed", below, above)
-
-
-def _range(points: Points) -> float:
-    return max(points.means) - min(points.means)
 
 
 def _trend(points: Points) -> Shape | None:
@@ -127,10 +128,10 @@ def _is_flat(points: Points) -> bool:
     """One-way analysis of variance; without a sure noise, whether any two points clearly differ."""
     best = points.best
     worst = max(range(len(points.means)), key=lambda i: points.means[i])
-    if _range(points) >= NEVER_FLAT:
+    if points.height >= NEVER_FLAT:
         return False
     if (noise := points.sure_noise) is None:
-        return _range(points) <= points.clear_margin(worst, best)
+        return points.height <= points.clear_margin(worst, best)
     means, counts, dof = np.array(points.means), np.array(points.counts), len(points.means) - 1
     between = float(np.sum(counts * (means - np.average(means, weights=counts)) ** 2)) / dof
     return f_tail(between / noise.sigma**2, dof, noise.dof) > LEVEL
