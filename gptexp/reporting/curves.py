@@ -271,25 +271,28 @@ def _next(
 
     The grid is extended only if the best learning rate is its end, or next to its end.
     """
-    lrs, at, last = points.lrs, points.best, len(points.lrs) - 1
     if shape.below is None and shape.above is None:
         return f"the losses differ by {points.height:.2g} nats, but seeds move them as much", None
+    best = points.lrs[points.best]
     if shape.below is None:
         why = (
             "the loss rises from the lowest learning rate on"
-            if at == 0
-            else f"it does not clearly rise below {lrs[at]:g}"
+            if points.best == 0
+            else f"it does not clearly rise below {best:g}"
         )
-        beyond = one_step_outside(lrs)[0] if at <= 1 else None
+        beyond = one_step_outside(points.lrs)[0] if points.best <= 1 else None
     else:
-        why = "the loss falls to the top of the grid" if at == last else f"it does not clearly rise above {lrs[at]:g}"
-        beyond = one_step_outside(lrs)[1] if at >= last - 1 else None
-        if beyond is not None and (limits := [lr for lr in diverged if lr > lrs[-1]]):
-            why += f", and {min(limits):g} diverged"
-            beyond = math.sqrt(lrs[-1] * min(limits))
-        elif beyond is not None and (limits := [lr for lr in left_out if lr > lrs[-1]]):
-            why += f", and {min(limits):g} is left out"
-            beyond = math.sqrt(lrs[-1] * min(limits))
+        bad = [(lr, "diverged") for lr in diverged if lr > best]
+        bad = bad or [(lr, "is left out") for lr in left_out if lr > points.lrs[-1]]
+        limit, what = min(bad, default=(math.inf, ""))
+        points = points.below(limit)
+        highest = points.lrs[-1]
+        falls = f"the loss falls up to {best:g}" if bad else "the loss falls to the top of the grid"
+        why = falls if best == highest else f"it does not clearly rise above {best:g}"
+        why += f", and {limit:g} {what}" if bad else ""
+        beyond = math.sqrt(highest * limit) if bad else one_step_outside(points.lrs)[1]
+        if points.best < len(points.lrs) - 2:
+            beyond = None
     if (gap := _widest_gap(points)) is not None:
         return f"{why}, and the gap beside it is wide", gap
     return why, beyond

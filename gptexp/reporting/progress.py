@@ -10,6 +10,7 @@ from gptexp.process.terminal import printable
 from gptexp.process.words import duration
 from gptexp.reporting.records import Run, find_runs, read_run
 from gptexp.storage import run_dir, sweep_record
+from gptexp.storage.sweep_record import SweepRecord
 
 NOT_STARTED = "left"  # status of a planned cell
 STATES = ("running", "completed", "diverged", "interrupted", "failed", "damaged", NOT_STARTED)
@@ -70,6 +71,15 @@ def survey(directory: Path, read: Callable[[Path], Run] = read_run) -> list[Prog
     to_choose = sweep.to_choose if sweep is not None else 0
     cells += [Progress("to be chosen", NOT_STARTED, 0, tokens, None, seconds_for(batch, tokens))] * to_choose
     return sorted(cells, key=lambda cell: (STATES.index(cell.status), cell.name))
+
+
+def is_unfinished(sweep: SweepRecord, runs: Sequence[Run], batch: int) -> bool:
+    """Whether a cell of the sweep runs or waits at a batch size (tokens); `runs`: those that have begun."""
+    statuses = {run.name: run.status for run in runs}
+    planned = [name for name, cell in sweep.cells.items() if cell.total_batch_size == batch]
+    of_cells = [statuses.get(printable(name), NOT_STARTED) for name in planned]
+    of_runs = [run.status for run in runs if run.batch == batch]
+    return not {"running", "interrupted", NOT_STARTED}.isdisjoint(of_cells + of_runs)
 
 
 def ready_in(cells: Sequence[Progress]) -> float | None:

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from gptexp.process.terminal import as_command, printable
+from gptexp.process.terminal import as_command
 from gptexp.process.words import counted, shown
 from gptexp.reporting.analysis import TEXT, Analysis, Arm
 from gptexp.reporting.curves import Curve, one_step_outside
-from gptexp.reporting.progress import NOT_STARTED
+from gptexp.reporting.progress import is_unfinished
 from gptexp.reporting.records import AXES
 from gptexp.storage.sweep_record import SweepRecord
 
@@ -55,7 +55,7 @@ def proposals(analysis: Analysis, sweep: SweepRecord) -> list[Proposal]:
         kept = [text for text in sweep.overrides if text.partition("=")[0] not in replaced]
         fixed = [*kept, *chosen, f"sweep.name={sweep.name}"]
         for cells in _wanted(arm):
-            if is_unfinished(analysis, sweep, cells.batch):
+            if is_unfinished(sweep, analysis.runs, cells.batch):
                 continue
             lrs = [lr for lr in cells.lrs if cells.seeds or not _exists(arm, cells.batch, lr)]
             if not lrs:
@@ -82,15 +82,6 @@ def _typed(value: Any) -> str:
 def _exists(arm: Arm, batch: int, lr: float) -> bool:
     """Whether a cell at nearly this learning rate has been run, with whatever outcome."""
     return any(run.batch == batch and math.isclose(lr, run.lr, rel_tol=0.02) for run in arm.runs)
-
-
-def is_unfinished(analysis: Analysis, sweep: SweepRecord, batch: int) -> bool:
-    """Whether a cell at this batch size runs or waits: its loss may answer the question."""
-    statuses = {run.name: run.status for run in analysis.runs}
-    planned = [name for name, cell in sweep.cells.items() if cell.total_batch_size == batch]
-    of_cells = [statuses.get(printable(name), NOT_STARTED) for name in planned]
-    of_runs = [run.status for run in analysis.runs if run.batch == batch]
-    return not {"running", "interrupted", NOT_STARTED}.isdisjoint(of_cells + of_runs)
 
 
 def _minutes(arm: Arm, batch: int, runs: int) -> float | None:

@@ -3,6 +3,7 @@ enclosed by worse ones. A cell that no curve through its neighbours explains is 
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal
@@ -66,11 +67,18 @@ class Points:
 
     def without(self, i: int) -> "Points":
         """The points but for point `i`."""
+        return self._only([j for j in range(len(self.lrs)) if j != i])
+
+    def below(self, limit: float) -> "Points":
+        """The points at learning rates below `limit`."""
+        return self._only([j for j, lr in enumerate(self.lrs) if lr < limit])
+
+    def _only(self, kept: Sequence[int]) -> "Points":
         return replace(
             self,
-            lrs=self.lrs[:i] + self.lrs[i + 1 :],
-            means=self.means[:i] + self.means[i + 1 :],
-            counts=self.counts[:i] + self.counts[i + 1 :],
+            lrs=tuple(self.lrs[j] for j in kept),
+            means=tuple(self.means[j] for j in kept),
+            counts=tuple(self.counts[j] for j in kept),
         )
 
 

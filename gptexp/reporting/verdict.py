@@ -11,7 +11,7 @@ from gptexp.reporting.curves import Curve
 from gptexp.reporting.law import SLOPES
 from gptexp.reporting.noise import POWER, Noise, seeds_needed
 from gptexp.reporting.noise_scale import FACTOR, at_the_end, in_words
-from gptexp.reporting.proposals import is_unfinished
+from gptexp.reporting.progress import is_unfinished
 from gptexp.storage import run_dir
 from gptexp.storage.sweep_record import SweepRecord
 
@@ -49,7 +49,7 @@ class Verdict:
 def verdict(analysis: Analysis, sweep: SweepRecord | None = None) -> Verdict:
     """The findings, arm by arm."""
     sizes = {batch for arm in analysis.arms for batch in arm.losses}
-    waiting = {batch for batch in sizes if sweep is not None and is_unfinished(analysis, sweep, batch)}
+    waiting = {batch for batch in sizes if sweep is not None and is_unfinished(sweep, analysis.runs, batch)}
     found = Verdict([Finding(printable(f"Warning: {line}.")) for line in analysis.warnings], [], [], [])
     for arm in analysis.arms:
         found.answers.extend(_labelled(arm, finding) for finding in _answers(arm, waiting))

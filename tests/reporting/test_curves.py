@@ -224,6 +224,15 @@ def test_the_grid_is_extended_to_below_a_learning_rate_that_diverged() -> None:
     assert curve.next_lr == pytest.approx(math.sqrt(4.0 * 8.0))
 
 
+def test_nothing_is_proposed_above_a_learning_rate_that_diverged_even_if_a_higher_one_did_not() -> None:
+    losses = {0.0005: [3.4], 0.001: [3.2], 0.002: [3.1], 0.008: [3.104]}
+    curve = fit_curves({8: losses}, {8: [0.004]}, 0.002).of[8]
+    assert (curve.status, curve.best) == ("not bracketed", 0.002)
+    assert "0.004 diverged" in curve.why
+    assert curve.next_lr is not None
+    assert 0.002 < curve.next_lr < 0.004
+
+
 def test_a_curve_that_is_flat_within_noise_gets_no_optimum() -> None:
     """Losses of a 4x128 net after 205k tokens; the standard deviation over seeds is 0.026."""
     lrs = [1.25e-3, 2.5e-3, 5e-3, 1e-2, 2e-2, 4e-2]
