@@ -7,7 +7,7 @@ parabola through the best learning rate and its two neighbours, which is no more
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from statistics import fmean
 
@@ -156,16 +156,20 @@ def _without_outliers(losses: Losses, usual_spread: float) -> tuple[dict[float, 
 
 
 def _shape(points: Points, diverged: Sequence[float]) -> Shape:
-    """The shape of the points, where a learning rate that diverged is worse than the best one."""
+    """The shape of the points, where a learning rate that diverged is worse than the best one.
+
+    It ends the bracket only if a loss between them is known: else the loss falls as far up as is known.
+    """
     shape = shape_of(points)
     if shape.status == "too few" or not diverged:
         return shape
-    best = points.lrs[points.best]
-    if min(diverged) < best:
+    best, limit = points.lrs[points.best], min(diverged)
+    if limit < best:
         return Shape("jagged")
-    if shape.above is not None and min(diverged) < shape.above:
-        return replace(shape, above=min(diverged))
-    return shape
+    if shape.status in ("flat", "jagged") or not (shape.above or any(best < lr < limit for lr in points.lrs)):
+        return shape
+    above = min(limit, shape.above or math.inf)
+    return Shape("not bracketed" if shape.below is None else "bracketed", shape.below, above)
 
 
 def _target(points: Points, noise: Noise, below: float, above: float, misfit: float) -> Target:
@@ -236,7 +240,12 @@ def _curve(
     if shape.status == "flat":
         return judged("flat", _differences(points), tied=_tied(points))
     if shape.bracket is not None:
-        why = f"{shape.bracket[0]:g} and {shape.bracket[1]:g} are worse"
+        low, high = shape.bracket
+        why = (
+            f"the loss at {low:g} is clearly higher, and training diverged at {high:g}"
+            if high in diverged
+            else f"the losses at {low:g} and {high:g} are clearly higher"
+        )
         return judged("bracketed", why, bracket=shape.bracket, optimum=optimum or _vertex(points))
     why, next_lr = _next(points, shape, diverged, [outlier.lr for outlier in outliers])
     return judged("not bracketed", why, next_lr=next_lr)

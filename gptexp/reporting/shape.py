@@ -236,17 +236,17 @@ def outlying_seed(losses: Losses, usual: float) -> tuple[float, float] | None:
     that is farther from the median of all runs counts.
     """
     median = float(np.median([loss for of_seeds in losses.values() for loss in of_seeds]))
+    all_squares, all_dof = within_cells(losses.values())
     found: list[tuple[float, float, float, float]] = []
     for lr, of_seeds in losses.items():
+        squares_here, _ = within_cells([of_seeds])
         for number, loss in enumerate(of_seeds):
             others = [*of_seeds[:number], *of_seeds[number + 1 :]]
-            if not others:
+            if not others or all_dof == 1:
                 continue
-            squares, dof = within_cells({**losses, lr: others}.values())
-            if not dof:
-                continue
-            sigma = max(math.sqrt(squares / dof), usual) * math.sqrt(1 + 1 / len(others))
+            squares = max(0.0, all_squares - squares_here + within_cells([others])[0])
+            sigma = max(math.sqrt(squares / (all_dof - 1)), usual) * math.sqrt(1 + 1 / len(others))
             distance = abs(loss - float(np.mean(others))) / sigma
-            if distance > max(CLEAR, t_quantile(dof)):
+            if distance > max(CLEAR, t_quantile(all_dof - 1)):
                 found.append((round(distance, 6), abs(loss - median), lr, loss))
     return max(found)[2:] if found else None

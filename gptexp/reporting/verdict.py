@@ -144,7 +144,7 @@ def _answer(batch: int, c: Curve, lrs: Collection[float], is_waiting: bool) -> F
         low, high = c.bracket
         return Finding(
             f"{at} the best learning rate is near {o.lr:.2g}, between {low:g} and {high:g}.",
-            f"The losses at {low:g} and {high:g} are clearly higher. An interval needs a second seed.",
+            f"{_sentence(c.why)} An interval needs a second seed.",
             badges,
         )
     if c.tied is not None:

@@ -233,6 +233,16 @@ def test_nothing_is_proposed_above_a_learning_rate_that_diverged_even_if_a_highe
     assert 0.002 < curve.next_lr < 0.004
 
 
+def test_a_learning_rate_that_diverged_ends_the_bracket_above_a_known_loss() -> None:
+    losses = {0.004: [3.550], 0.008: [3.529], 0.016: [3.538]}
+    assert fit_curves({8: losses}, {}, 0.002).of[8].status == "not bracketed"
+    curve = fit_curves({8: losses}, {8: [0.032]}, 0.002).of[8]
+    assert (curve.status, curve.bracket) == ("bracketed", (0.004, 0.032))
+    assert curve.why == "the loss at 0.004 is clearly higher, and training diverged at 0.032"
+    assert curve.optimum is not None
+    assert 0.008 < curve.optimum.lr < 0.012
+
+
 def test_a_curve_that_is_flat_within_noise_gets_no_optimum() -> None:
     """Losses of a 4x128 net after 205k tokens; the standard deviation over seeds is 0.026."""
     lrs = [1.25e-3, 2.5e-3, 5e-3, 1e-2, 2e-2, 4e-2]
