@@ -1,7 +1,9 @@
 """Values in the words and units that people read."""
 
+from collections.abc import Sequence
 from typing import Any
 
+KEYS_SHOWN = 3
 DAY_S = 86_400
 YEAR_S = 365.25 * DAY_S
 
@@ -15,6 +17,12 @@ def shown(value: Any) -> str:
 def counted(number: int, noun: str) -> str:
     """The number with its noun, for example "1 rank" or "2,000 ranks"."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def first_keys(texts: Sequence[str]) -> str:
+    """The first three of some keys, and how many others there are."""
+    others = len(texts) - KEYS_SHOWN
+    return ", ".join(texts[:KEYS_SHOWN]) + (f" and {counted(others, 'other key')}" if others > 0 else "")
 
 
 def rounded(number: float) -> str:

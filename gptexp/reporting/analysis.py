@@ -9,7 +9,7 @@ from typing import Any
 
 from gptexp.config.rules import in_steps
 from gptexp.config.schema import ModelConfig
-from gptexp.process.words import counted, shown
+from gptexp.process.words import first_keys, shown
 from gptexp.reporting.critical import Critical, critical_batch_size, steps_to
 from gptexp.reporting.curves import Curves, Outlier, fit_curves
 from gptexp.reporting.law import Law, fit_law
@@ -17,7 +17,6 @@ from gptexp.reporting.listing import model_option
 from gptexp.reporting.noise import usual_spread
 from gptexp.reporting.records import Run, differing_keys, has_diverged
 
-MOST_IN_LABEL = 3  # keys
 TEXT = "data_hash"  # key of the summary; runs that trained on different text belong to different arms
 
 
@@ -48,9 +47,7 @@ class Arm:
         sizes = [key for key in choices if key.startswith("model.") and key != "model.dropout"]
         if len(sizes) > 1 and (option := model_option(_model(self.runs[0]))) is not None:
             choices = {"model": option, **{key: value for key, value in choices.items() if key not in sizes}}
-        texts = [f"{key}={shown(value)}" for key, value in choices.items()]
-        more = f" and {counted(len(texts) - MOST_IN_LABEL, 'other key')}" if len(texts) > MOST_IN_LABEL else ""
-        return ", ".join(texts[:MOST_IN_LABEL]) + more
+        return first_keys([f"{key}={shown(value)}" for key, value in choices.items()])
 
     @property
     def counted(self) -> list[Run]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from gptexp.process.errors import ConfigError
 from gptexp.process.terminal import as_command, printable
-from gptexp.process.words import counted
+from gptexp.process.words import counted, first_keys
 from gptexp.reporting.analysis import TEXT, analyse, data_warnings, usual_spread_of
 from gptexp.reporting.differences import CONFIG, Difference, differences, recorded, what_differs
 from gptexp.reporting.line_charts import Lines, line_charts
@@ -26,7 +26,6 @@ from gptexp.reporting.verdict import Finding, Verdict, seeds_in_words
 
 SEED = "train.seed"
 HELD_OUT = ("data.val_tokens", "data.max_tokens")  # with the length of a sequence they decide which text is held out
-MOST_IN_TITLE = 4  # keys
 
 
 @dataclass(frozen=True)
@@ -134,9 +133,8 @@ def _named(directories: Sequence[Path]) -> Iterator[Run]:
 
 def _head(runs: Sequence[Run], labels: Mapping[str, str], found: Sequence[Difference]) -> Overview:
     keys = [difference.key for difference in found if difference.kind == CONFIG]
-    more = f" and {counted(len(keys) - MOST_IN_TITLE, 'other key')}" if len(keys) > MOST_IN_TITLE else ""
     return Overview(
-        title=f"{len(runs)} runs compared: {', '.join(keys[:MOST_IN_TITLE]) or 'equal configs'}{more}",
+        title=f"{len(runs)} runs compared: {first_keys(keys) or 'equal configs'}",
         facts=[(labels[run.name], printable(str(run.directory))) for run in runs],
         commands=[as_command(["compare", *(str(run.directory) for run in runs)])],
         tiles=[],

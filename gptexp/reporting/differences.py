@@ -6,7 +6,7 @@ from typing import Any
 
 from gptexp.config.schema import fields_of
 from gptexp.process.terminal import printable
-from gptexp.process.words import shown
+from gptexp.process.words import KEYS_SHOWN, shown
 from gptexp.reporting.records import Run, short_commit
 from gptexp.storage import run_dir
 
@@ -18,7 +18,6 @@ RECORDED = "recorded by the runs"
 LEFT_OUT = ("log.", "sweep.", "data.cache_dir")  # names and places
 OF_SUMMARY = ("data_hash", "world_size", "device", "git_commit")
 NO_CHOICES = ("device", "device_name", "memory_key")  # of effective.json; the summary has the name of the device
-MOST_IN_A_LABEL = 3  # keys
 LABEL_CHARS = 40
 SHORT = {"batch.total_batch_size": "batch"}  # in a label
 
@@ -82,7 +81,7 @@ def _differing(of_runs: Sequence[Mapping[str, Any]], kind: str) -> list[Differen
 
 def what_differs(runs: Sequence[Run], found: Sequence[Difference]) -> list[str]:
     """A short text for each run: its values of the first keys of the config that differ, or its directory's name."""
-    told = [d for d in found if d.kind == CONFIG][:MOST_IN_A_LABEL]
+    told = [d for d in found if d.kind == CONFIG][:KEYS_SHOWN]
     texts = []
     for number, run in enumerate(runs):
         text = ", ".join(f"{_short(d.key)}={d.texts[number]}" for d in told) or printable(run.directory.name)
