@@ -7,7 +7,7 @@ from pathlib import Path
 
 from gptexp.process.errors import ConfigError
 from gptexp.process.terminal import run_verb, say
-from gptexp.reporting.progress import in_all, line_of, ready_in, survey
+from gptexp.reporting.progress import in_all, is_going_on, line_of, ready_in, survey
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -22,7 +22,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.json:
         print(json.dumps({"cells": [asdict(cell) for cell in cells], "ready_in_s": ready_in(cells)}, indent=1))
     else:
-        say(*map(line_of, cells), in_all(cells))
+        say(*map(line_of, cells), in_all(cells, is_going_on(args.directory, cells)))
 
 
 if __name__ == "__main__":

@@ -1,14 +1,13 @@
 """The table of a sweep's cells on its page: swept values, progress, losses, and what to do with each cell."""
 
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
 from gptexp.process.terminal import as_command, printable
 from gptexp.process.words import duration, shown
 from gptexp.reporting.overview import link_to
-from gptexp.reporting.progress import NOT_STARTED, in_words
+from gptexp.reporting.progress import in_words, not_started
 from gptexp.reporting.records import Run
 from gptexp.reporting.report import Report
 from gptexp.reporting.table import COLUMNS, Column, chosen
@@ -53,7 +52,7 @@ class CellsTable:
 
 def cells_table(report: Report, is_live: bool = False) -> CellsTable | None:
     """A row for each cell of a sweep, started or not; None for a single run."""
-    runs = [*report.analysis.runs, *_not_started(report)]
+    runs = [*report.analysis.runs, *not_started(report.directory, report.analysis.runs, report.sweep)]
     if report.sweep is None and len(runs) == 1:
         return None
     keys = report.analysis.differing
@@ -118,19 +117,6 @@ def commands(run: Run, is_live: bool = False) -> list[tuple[str, str]]:
     else:
         verbs = {}
     return [(what, as_command([verb, str(run.directory.absolute())])) for verb, what in verbs.items()]
-
-
-def _not_started(report: Report) -> list[Run]:
-    """The cells of the sweep that are only planned."""
-    known, runs = {run.name for run in report.analysis.runs}, []
-    for name, cell in report.sweep.cells.items() if report.sweep is not None else ():
-        if printable(name) not in known:
-            run = Run(printable(name), report.directory / name, NOT_STARTED, cell.values, batch=cell.total_batch_size)
-            with suppress(KeyError, ValueError, TypeError):  # a sweep of other keys, or values that somebody edited
-                run.lr = float(cell.values["optim.lr"])
-                run.seed = int(cell.values["train.seed"])
-            runs.append(run)
-    return runs
 
 
 def _config_value(key: str, run: Run) -> str | None:

@@ -117,7 +117,7 @@ def compare(directories: Sequence[Path]) -> Comparison:
     )
     further = list(_more_seeds(pairs[0].lower)) if pairs and pairs[0].lower.noise is None else []
     head = _head(runs, labels, found)
-    report = Report(Path(), analysis, [], None, head, verdict, further, line_charts(Lines(runs, labels)))
+    report = Report(Path(), analysis, [], None, False, head, verdict, further, line_charts(Lines(runs, labels)))
     return Comparison(runs, labels, found, why_incomparable, pairs, report)
 
 

@@ -287,7 +287,7 @@ def _next(
         why = (
             "the loss rises from the lowest learning rate on"
             if points.best == 0
-            else f"it does not clearly rise below {best:g}"
+            else f"the loss does not clearly rise below {best:g}"
         )
         beyond = one_step_outside(points.lrs)[0] if points.best <= 1 else None
     else:
@@ -297,7 +297,7 @@ def _next(
         points = points.below(limit)
         highest = points.lrs[-1]
         falls = f"the loss falls up to {best:g}" if bad else "the loss falls to the top of the grid"
-        why = falls if best == highest else f"it does not clearly rise above {best:g}"
+        why = falls if best == highest else f"the loss does not clearly rise above {best:g}"
         why += f", and {limit:g} {what}" if bad else ""
         beyond = math.sqrt(highest * limit) if bad else one_step_outside(points.lrs)[1]
         if points.best < len(points.lrs) - 2:

@@ -12,7 +12,7 @@ from gptexp.config.paths import config_flags
 from gptexp.process.terminal import as_command, printable
 from gptexp.process.words import counted, duration
 from gptexp.reporting.analysis import Analysis, Arm
-from gptexp.reporting.progress import Progress, by_status, time_left
+from gptexp.reporting.progress import Progress, by_status, not_started, time_left
 from gptexp.reporting.records import AXES, Run, short_commit
 from gptexp.storage import reader, run_dir
 from gptexp.storage.sweep_record import SweepRecord
@@ -41,8 +41,10 @@ class Overview:
     is_done: bool
 
 
-def overview(directory: Path, analysis: Analysis, cells: Sequence[Progress], sweep: SweepRecord | None) -> Overview:
-    """The head of the page of the run or the sweep in `directory`."""
+def overview(
+    directory: Path, analysis: Analysis, cells: Sequence[Progress], sweep: SweepRecord | None, goes_on: bool
+) -> Overview:
+    """The head of the page of the run or the sweep in `directory`. `goes_on`: see `is_going_on`."""
     run = analysis.runs[0]
     started = as_started(run.directory)
     choices = started.choices if started is not None else {}
@@ -53,9 +55,9 @@ def overview(directory: Path, analysis: Analysis, cells: Sequence[Progress], swe
     of_tokens = sum(cell.of_tokens for cell in cells)
     return Overview(
         title=f"{what}: {_axes(analysis)}" if is_sweep else f"{what}, learning rate {run.lr:.3g}",
-        facts=list(_facts(directory, analysis.runs)),
+        facts=list(_facts(directory, analysis.runs, not_started(directory, analysis.runs, sweep))),
         commands=[as_command(given) for given in _commands(sweep, started)],
-        tiles=_of_a_sweep(analysis, cells) if is_sweep else _of_a_run(run, cells[0]),
+        tiles=_of_a_sweep(analysis, cells, goes_on) if is_sweep else _of_a_run(run, cells[0], goes_on),
         share=sum(cell.tokens for cell in cells) / of_tokens if of_tokens else 0.0,
         is_done=all(cell.status in run_dir.DONE for cell in cells),
     )
@@ -103,7 +105,7 @@ def _axes(analysis: Analysis) -> str:
     return " × ".join([*swept, *map(printable, analysis.differing)]) or counted(len(analysis.runs), "run")
 
 
-def _facts(directory: Path, runs: Sequence[Run]) -> Iterator[tuple[str, str]]:
+def _facts(directory: Path, runs: Sequence[Run], planned: Sequence[Run]) -> Iterator[tuple[str, str]]:
     yield "Directory", printable(str(directory))
     readable = [run for run in runs if run.config]
     if not readable:
@@ -113,8 +115,9 @@ def _facts(directory: Path, runs: Sequence[Run]) -> Iterator[tuple[str, str]]:
         "Data",
         _each((f"{r.config['data.name']}, tokenizer {r.config['data.tokenizer']}" for r in readable), "corpora"),
     )
-    yield "Batch size", f"{_listed(sorted({run.batch for run in readable}), ',')} tokens a step"
-    yield "Learning rate", _listed(sorted({run.lr for run in readable}), ".3g")
+    cells = [*readable, *planned]
+    yield "Batch size", f"{_listed(sorted({run.batch for run in cells}), ',')} tokens a step"
+    yield "Learning rate", _listed(sorted({run.lr for run in cells}), ".3g")
     yield "Length", f"{_listed(sorted({run.of_tokens for run in readable}), ',')} tokens"
     if devices := [run for run in readable if "device" in run.summary]:
         on = (f"{run.summary['device']}, {counted(run.summary.get('world_size', 1), 'rank')}" for run in devices)
@@ -149,7 +152,7 @@ def _listed(values: Sequence[float], form: str) -> str:
     return ", ".join(format(value, form) for value in values)
 
 
-def _of_a_run(run: Run, cell: Progress) -> list[Tile]:
+def _of_a_run(run: Run, cell: Progress, goes_on: bool) -> list[Tile]:
     tiles = []
     losses = [(point.loss, point.step) for point in run.val if point.loss is not None]
     if losses:
@@ -164,18 +167,18 @@ def _of_a_run(run: Run, cell: Progress) -> list[Tile]:
         tiles.append(Tile("Tokens", f"{cell.tokens:,}", f"of {cell.of_tokens:,}"))
     if run.tokens_per_s:
         tiles.append(Tile("Tokens per second", f"{run.tokens_per_s:,.0f}", f"MFU {run.mfu:.1%}" if run.mfu else ""))
-    left, condition = time_left([cell])
+    left, condition = time_left([cell], goes_on)
     tiles.append(Tile("Progress", f"{cell.share:.0%}", f"{left} left {condition}".strip() if left else run.status))
     return tiles
 
 
-def _of_a_sweep(analysis: Analysis, cells: Sequence[Progress]) -> list[Tile]:
+def _of_a_sweep(analysis: Analysis, cells: Sequence[Progress], goes_on: bool) -> list[Tile]:
     tiles = []
     if analysis.best_arm is not None:
         tiles += _best(analysis.best_arm)
     done = sum(cell.status in run_dir.DONE for cell in cells)
     tiles.append(Tile("Runs done", f"{done} of {len(cells)}", ", ".join(by_status(cells))))
-    left, condition = time_left(cells)
+    left, condition = time_left(cells, goes_on)
     tiles.append(Tile("Time left", left or "none", condition))
     return tiles
 
@@ -186,7 +189,9 @@ def _best(arm: Arm) -> list[Tile]:
     loss = arm.means[arm.best]
     seeds = len(arm.curves.losses[batch][lr])
     of = f"mean of {counted(seeds, 'seed')}" if seeds > 1 else "one run"
-    where = ", ".join(filter(None, (f"{batch:,} tokens a step", arm.label)))
+    lrs = arm.curves.losses[batch]
+    edge = f"the {'highest' if lr == max(lrs) else 'lowest'} that ended" if lr in (min(lrs), max(lrs)) else ""
+    where = ", ".join(filter(None, (f"{batch:,} tokens a step", arm.label, edge if len(lrs) > 1 else "")))
     tiles = [Tile("Best tested cell", f"lr {lr:.3g}", f"at {printable(where)}; loss {loss:.4f}, {of}")]
     if len(arm.means) > 1:
         _, following = sorted(arm.means, key=lambda cell: arm.means[cell])[:2]

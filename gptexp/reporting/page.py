@@ -107,8 +107,8 @@ def _to_continue(report: Report) -> list[tuple[str, list[str]]]:
     """How to go on with a sweep before its end: in words, and, if it has stopped, as commands, the newest last."""
     statuses = [cell.status for cell in report.cells]
     waiting = sum(status not in run_dir.DONE for status in statuses)
-    if "running" in statuses:
-        left = " ".join(filter(None, time_left(report.cells)))
+    if report.goes_on and waiting:
+        left = " ".join(filter(None, time_left(report.cells, report.goes_on)))
         what = f"Nothing yet: {counted(waiting, 'cell')} still to finish, time left {left}. Their results will tell."
         return [] if report.further else [(what, [])]
     if report.sweep is None or not report.sweep.commands or not waiting:

@@ -3,6 +3,7 @@
 import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,9 +46,9 @@ def survey(directory: Path, read: Callable[[Path], Run] = read_run) -> list[Prog
         if run_dir.is_run(directory / name):
             runs[printable(name)] = read(directory / name)
     rates: dict[int, list[float]] = {}
-    for run in runs.values():
-        if run.tokens_per_s:
-            rates.setdefault(run.batch, []).append(run.tokens_per_s)
+    for run in [run for run in runs.values() if run.summary.get("wall_s")] or runs.values():
+        if rate := _rate(run):
+            rates.setdefault(run.batch, []).append(rate)
     usual = statistics.median([rate for of_batch in rates.values() for rate in of_batch]) if rates else None
 
     def seconds_for(batch: int, tokens: int) -> float | None:
@@ -71,6 +72,26 @@ def survey(directory: Path, read: Callable[[Path], Run] = read_run) -> list[Prog
     to_choose = sweep.to_choose if sweep is not None else 0
     cells += [Progress("to be chosen", NOT_STARTED, 0, tokens, None, seconds_for(batch, tokens))] * to_choose
     return sorted(cells, key=lambda cell: (STATES.index(cell.status), cell.name))
+
+
+def not_started(directory: Path, runs: Sequence[Run], sweep: SweepRecord | None) -> list[Run]:
+    """The cells of a sweep that are only planned; what was not swept, they have from `runs`, those that have begun."""
+    begun, found = {run.name for run in runs}, []
+    for name, cell in sweep.cells.items() if sweep is not None else ():
+        if printable(name) not in begun:
+            run = Run(printable(name), directory / name, NOT_STARTED, cell.values, batch=cell.total_batch_size)
+            with suppress(ValueError, TypeError):  # values that somebody edited
+                run.lr = float(cell.values.get("optim.lr", runs[0].lr))
+                run.seed = int(cell.values.get("train.seed", runs[0].seed))
+            found.append(run)
+    return found
+
+
+def _rate(run: Run) -> float | None:
+    """Tokens per second: of the whole run once a process of it has ended, with its evaluations, else of training."""
+    if wall_s := run.summary.get("wall_s"):
+        return float(run.summary.get("tokens", 0) / wall_s)
+    return run.tokens_per_s
 
 
 def is_unfinished(sweep: SweepRecord, runs: Sequence[Run], batch: int) -> bool:
@@ -103,17 +124,24 @@ def in_words(status: str) -> str:
     return "not started" if status == NOT_STARTED else status
 
 
-def time_left(cells: Sequence[Progress]) -> tuple[str, str]:
-    """The time until all cells are done, and the condition of this estimate; ("", "all done") if they are."""
+def is_going_on(directory: Path, cells: Sequence[Progress]) -> bool:
+    """Whether a process works on the run or the sweep in `directory`, also if it is between two cells."""
+    return any(cell.status == "running" for cell in cells) or run_dir.is_swept(directory)
+
+
+def time_left(cells: Sequence[Progress], goes_on: bool) -> tuple[str, str]:
+    """The time until all cells are done, and the condition of this estimate; ("", "all done") if they are.
+
+    `goes_on`: see `is_going_on`.
+    """
     seconds = ready_in(cells)
     if all(cell.status in run_dir.DONE for cell in cells):
         return "", "all done"
     if seconds is None:
         return "unknown", "until a cell has logged a step"
     if len(cells) == 1:
-        return duration(seconds), "" if cells[0].status == "running" else "after a restart"
-    running = any(cell.status == "running" for cell in cells)
-    return duration(seconds), "if as many run at once as now" if running else "after a restart, one cell at a time"
+        return duration(seconds), "" if goes_on else "after a restart"
+    return duration(seconds), "if as many run at once as now" if goes_on else "after a restart, one cell at a time"
 
 
 def by_status(cells: Sequence[Progress]) -> list[str]:
@@ -122,9 +150,9 @@ def by_status(cells: Sequence[Progress]) -> list[str]:
     return [f"{counts[state]} {in_words(state)}" for state in STATES if counts[state]]
 
 
-def in_all(cells: Sequence[Progress]) -> str:
-    """One line: the number of cells by status, and the time until all are done."""
-    left, condition = time_left(cells)
+def in_all(cells: Sequence[Progress], goes_on: bool) -> str:
+    """One line: the number of cells by status, and the time until all are done. `goes_on`: see `is_going_on`."""
+    left, condition = time_left(cells, goes_on)
     when = f"time left: {left} {condition}".strip() if left else condition
     if len(cells) == 1:
         return f"{cells[0].status}; {when}"

@@ -1,5 +1,6 @@
 """What to run next where the analysis leaves a question open: commands, with their reason and their cost."""
 
+import itertools
 import math
 import re
 import statistics
@@ -63,12 +64,25 @@ def proposals(analysis: Analysis, sweep: SweepRecord) -> list[Proposal]:
             digits = ".6g" if cells.seeds else ".3g"  # seeds are for learning rates that exist
             rates = ",".join(format(lr, digits) for lr in lrs)
             swept = [f"batch.total_batch_size={cells.batch}", f"optim.lr={rates}"]
-            if cells.seeds:
-                swept.append(f"train.seed={','.join(map(str, cells.seeds))}")
+            if seeds := cells.seeds or _seed_of(arm, sweep):
+                swept.append(f"train.seed={','.join(map(str, seeds))}")
             command = as_command(["train", "-m", *fixed, *swept])
             runs = len(lrs) * max(1, len(cells.seeds))
             found.append(Proposal(command, cells.why, runs, _minutes(arm, cells.batch, runs)))
     return found
+
+
+def _seed_of(arm: Arm, sweep: SweepRecord) -> list[int]:
+    """The seed of most of the arm's runs, so that new learning rates compare; none if the config sets it for all."""
+    given = [
+        *sweep.overrides,
+        *itertools.chain(*sweep.commands),
+        *itertools.chain(*(c.values for c in sweep.cells.values())),
+    ]
+    if not any(text.partition("=")[0] == "train.seed" for text in given):
+        return []
+    seeds = sorted(run.seed for run in arm.runs)
+    return [statistics.mode(seeds)]
 
 
 def _typed(value: Any) -> str:
@@ -121,12 +135,11 @@ def _for_the_shape(arm: Arm, batch: int, curve: Curve, seeds: list[int]) -> Iter
     limit = min([limit, *(outlier.lr for outlier in curve.outliers if outlier.lr > lrs[-1])])
     below, above = one_step_outside(lrs)
     if curve.next_lr is not None and lrs[0] < curve.next_lr < lrs[-1]:
-        yield _Cells(batch, [curve.next_lr], [], "the lowest point may lie in this gap of the grid")
+        why = f"at {batch:,} tokens a step the lowest point may lie in this gap of the grid"
+        yield _Cells(batch, [curve.next_lr], [], why)
     elif curve.next_lr is not None:
-        upwards = curve.next_lr > lrs[-1]
-        beyond = curve.next_lr**2 / (lrs[-1] if upwards else lrs[0])
-        side = "highest" if upwards else "lowest"
-        why = f"no worse loss is known beyond the {side} learning rate"
+        beyond = curve.next_lr**2 / (lrs[-1] if curve.next_lr > lrs[-1] else lrs[0])
+        why = f"at {batch:,} tokens a step {curve.why}"
         yield _Cells(batch, [curve.next_lr] if beyond >= limit else sorted([curve.next_lr, beyond]), [], why)
     elif curve.status == "not bracketed":
         ends = sorted({lrs[0], curve.best or lrs[0], lrs[-1]})

@@ -9,7 +9,7 @@ from gptexp.process.terminal import printable
 from gptexp.reporting.analysis import Analysis, analyse
 from gptexp.reporting.figures import figures
 from gptexp.reporting.overview import Overview, overview
-from gptexp.reporting.progress import Progress, survey
+from gptexp.reporting.progress import Progress, is_going_on, survey
 from gptexp.reporting.proposals import Proposal, proposals
 from gptexp.reporting.records import Run, find_runs, read_run
 from gptexp.reporting.vega_lite import Figure
@@ -26,6 +26,7 @@ class Report:
     analysis: Analysis
     cells: list[Progress]
     sweep: SweepRecord | None
+    goes_on: bool  # a process works on it, see `is_going_on`
     overview: Overview
     verdict: Verdict
     further: list[Proposal]  # to run next
@@ -40,13 +41,15 @@ def build_report(directory: Path, read: Callable[[Path], Run] = read_run) -> Rep
     read = cache(read)  # for progress and results
     sweep = sweep_record.load(directory)
     cells = survey(directory, read)
+    goes_on = is_going_on(directory, cells)
     analysis = analyse(printable(directory.resolve().name), find_runs(directory, read))
     return Report(
         directory,
         analysis,
         cells,
         sweep,
-        overview(directory, analysis, cells, sweep),
+        goes_on,
+        overview(directory, analysis, cells, sweep, goes_on),
         verdict(analysis, sweep),
         proposals(analysis, sweep) if sweep is not None else [],
         figures(analysis),

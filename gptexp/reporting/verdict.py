@@ -50,9 +50,12 @@ def verdict(analysis: Analysis, sweep: SweepRecord | None = None) -> Verdict:
     """The findings, arm by arm."""
     sizes = {batch for arm in analysis.arms for batch in arm.losses}
     waiting = {batch for batch in sizes if sweep is not None and is_unfinished(sweep, analysis.runs, batch)}
+    planned = {cell.values.get("optim.lr") for cell in sweep.cells.values()} if sweep is not None else set()
     found = Verdict([Finding(printable(f"Warning: {line}.")) for line in analysis.warnings], [], [], [])
     for arm in analysis.arms:
-        found.answers.extend(_labelled(arm, finding) for finding in _answers(arm, waiting))
+        found.answers.extend(
+            _labelled(arm, finding) for finding in _answers(arm, waiting, arm.is_grid or len(planned) > 1)
+        )
         found.findings.extend(_labelled(arm, finding) for finding in _findings(arm))
         found.caveats.extend(_labelled(arm, finding) for finding in _caveats(arm))
     if found.answers:
@@ -66,9 +69,9 @@ def _labelled(arm: Arm, finding: Finding) -> Finding:
     return Finding(printable(text), printable(finding.why), finding.badges)
 
 
-def _answers(arm: Arm, waiting: Collection[int]) -> Iterator[Finding]:
-    """`waiting`: the batch sizes at which cells of the sweep still run or wait."""
-    if arm.is_grid:
+def _answers(arm: Arm, waiting: Collection[int], is_grid: bool) -> Iterator[Finding]:
+    """`waiting`: the batch sizes at which cells of the sweep still run or wait; `is_grid`: it has learning rates."""
+    if is_grid:
         for batch, curve in arm.curves.of.items():
             yield _answer(batch, curve, arm.losses[batch], batch in waiting)
     for batch, lrs in arm.all_diverged.items() if len(arm.runs) > 1 else ():

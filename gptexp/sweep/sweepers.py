@@ -77,6 +77,8 @@ class CellSweeper(Sweeper):
         finally:
             say(f"--- {counted(len(self.cells), 'cell')} in {self.directory}")
             say(*map(_outcome, self.cells))
+            if self.lock is not None:
+                self.lock.close()  # the report says whether a command still runs the sweep
             _report(self.directory, self.cells)
         if stopped is not None:
             left = sum(_status(cell) not in run_dir.DONE for cell in self.cells) + self.to_choose()

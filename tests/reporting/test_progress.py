@@ -10,9 +10,12 @@ import pytest
 from sweeps import TOKENS, write_run
 
 from gptexp.process.words import duration
-from gptexp.reporting.progress import Progress, ready_in, survey
+from gptexp.reporting.page import sections
+from gptexp.reporting.progress import Progress, not_started, ready_in, survey
+from gptexp.reporting.records import find_runs
+from gptexp.reporting.report import build_report
 from gptexp.status import main
-from gptexp.storage import run_dir
+from gptexp.storage import run_dir, sweep_record
 
 Gptexp = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -43,6 +46,29 @@ def test_a_cells_status_follows_from_its_files_and_its_lock(sweep: Path) -> None
     assert found["d"].tokens == pytest.approx(TOKENS / 4, rel=0.15)
     assert found["d"].seconds_left == pytest.approx(0.75 * TOKENS / 8e3, rel=0.15)
     assert found["a"].seconds_left == found["b"].seconds_left == 0
+
+
+def test_the_time_left_counts_what_a_run_does_beside_training(sweep: Path) -> None:
+    """An ended run knows how long it took with its start and its evaluations; the rate of training is higher."""
+    write_run(sweep / "a", 4096, 0.02, 1, 4.0, wall_s=250.0)
+    found = {cell.name: cell for cell in survey(sweep)}
+    assert found["f"].seconds_left == pytest.approx(250.0, rel=0.01)
+    assert found["c"].seconds_left == pytest.approx(0.75 * 250.0, rel=0.15)
+
+
+def test_a_sweep_between_two_cells_is_going_on(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with run_dir.lock_sweep(sweep):
+        main([str(sweep)])
+        assert "restart" not in capsys.readouterr().out
+        assert "Nothing yet" in sections(build_report(sweep))["next"]
+    main([str(sweep)])
+    assert "after a restart" in capsys.readouterr().out
+
+
+def test_a_planned_cell_has_the_seed_of_the_others(sweep: Path) -> None:
+    record = sweep_record.load(sweep)
+    [planned] = not_started(sweep, find_runs(sweep), record)
+    assert (planned.name, planned.seed, planned.lr) == ("f", 1, 0.02)
 
 
 def test_the_time_left_is_divided_by_the_cells_that_run_at_once() -> None:

@@ -264,6 +264,39 @@ def test_the_first_sweep_of_a_new_user_gets_a_right_answer(tmp_path: Path) -> No
     assert "measures the noise" in measure["why"]
 
 
+@pytest.mark.parametrize(
+    ("seeds", "given"),
+    [([], ""), (["1"], " train.seed=1"), (["1", "2"], " train.seed=1"), (["2", "1"], " train.seed=1")],
+)
+def test_a_new_learning_rate_is_proposed_with_the_seed_of_the_others(
+    tmp_path: Path, seeds: list[str], given: str
+) -> None:
+    """Those have seed 1. `seeds`: what the sweep's command says."""
+    write_losses(tmp_path, {1024: NEW_USER[1024]}, (3e-3, 1e-2, 3e-2, 9e-2))
+    command = [
+        "train",
+        "-m",
+        "model=nano",
+        "optim.lr=3e-3,1e-2,3e-2,9e-2",
+        *(f"train.seed={seed}" for seed in seeds[:1]),
+    ]
+    cells = {seed: {"values": {"train.seed": seed}, "total_batch_size": 2048, "tokens": 2**18} for seed in seeds[1:]}
+    record = {"name": "s", "overrides": ["model=nano"], "commands": [command], "cells": cells}
+    run_dir.write_json(tmp_path / run_dir.SWEEP, record)
+    [extend] = report_of(tmp_path)["next"]
+    assert extend["command"].endswith(f"batch.total_batch_size=1024 optim.lr=0.27,0.81{given}")
+    assert extend["why"] == "at 1,024 tokens a step the loss falls to the top of the grid"
+
+
+def test_a_sweep_of_which_one_learning_rate_has_ended_says_that_this_is_too_few(tmp_path: Path) -> None:
+    write_losses(tmp_path, {1024: (8.94,)}, (3e-3,))
+    assert build_report(tmp_path).verdict.answers == []
+    cells = {lr: {"values": {"optim.lr": lr}, "total_batch_size": 1024, "tokens": 2**18} for lr in ("3e-3", "1e-2")}
+    run_dir.write_json(tmp_path / run_dir.SWEEP, {"name": "s", "overrides": [], "cells": cells})
+    [answer] = build_report(tmp_path).verdict.answers
+    assert answer.badges == ("too few", "noise unknown", "so far")
+
+
 def test_nothing_is_proposed_at_a_batch_size_where_a_cell_waits_or_runs(tmp_path: Path) -> None:
     write_losses(tmp_path, NEW_USER, (3e-3, 1e-2, 3e-2, 9e-2))
     waiting = {"values": {"optim.lr": "0.27"}, "total_batch_size": 1024, "tokens": 2**18}
