@@ -15,6 +15,7 @@ from gptexp.process.words import counted, size_shown
 from gptexp.reporting.listing import STATUSES, Read, Row, list_runs, ordered
 from gptexp.reporting.overview import Tile, link_to
 from gptexp.storage import run_dir
+from gptexp.storage.inventory import cells
 from gptexp.storage.reader import open_text
 
 END_BYTES = 1 << 16  # of metrics.jsonl: the last logged step is in them
@@ -62,14 +63,21 @@ def _fields(row: Row) -> dict[str, Any]:
 
 
 def _share(row: Row) -> float | None:
-    """What is done of a running row: of a sweep the share of its cells, of a run that of its tokens."""
+    """What is done of a running row: of a sweep, the cells, and of those that run the tokens."""
     if row.status != "running":
         return None
-    if row.cells:
-        return (row.cells_done or 0) / row.cells
+    if not row.cells:
+        return _share_of_run(Path(row.path))
+    running: list[Path] = []
     with suppress(ConfigError):
-        _, of_tokens = run_dir.load_config(Path(row.path)).run_length
-        return min(1.0, _newest_tokens(Path(row.path) / run_dir.METRICS) / of_tokens)
+        running = [cell for cell in cells(Path(row.path)) if run_dir.is_locked(cell)]
+    return ((row.cells_done or 0) + sum(_share_of_run(cell) or 0.0 for cell in running)) / row.cells
+
+
+def _share_of_run(directory: Path) -> float | None:
+    with suppress(ConfigError):
+        _, of_tokens = run_dir.load_config(directory).run_length
+        return min(1.0, _newest_tokens(directory / run_dir.METRICS) / of_tokens)
     return None
 
 

@@ -94,18 +94,18 @@ def rows_of(outputs: Path) -> dict[str, dict[str, Any]]:
 
 
 def test_the_index_says_how_much_of_a_running_row_is_done(tmp_path: Path) -> None:
-    run = tmp_path / "a run"
+    run, cell = tmp_path / "a run", write_stopped(tmp_path / "sweep", [FIRST])
     write_run(run, 4096, 0.02, 1, 4.0)
-    lines = (run / run_dir.METRICS).read_text().splitlines(keepends=True)
-    cut = next(number for number, line in enumerate(lines) if '"step": 16,' in line)
-    half_a_number = lines[cut][: lines[cut].index('"tokens": ') + 12]  # as if it were being written
-    (run / run_dir.METRICS).write_text("".join(lines[:cut]) + half_a_number)  # 16 of 64 steps
-    write_stopped(tmp_path / "sweep", [FIRST])
+    for directory in (run, cell):
+        lines = (directory / run_dir.METRICS).read_text().splitlines(keepends=True)
+        cut = next(number for number, line in enumerate(lines) if '"step": 16,' in line)
+        half_a_number = lines[cut][: lines[cut].index('"tokens": ') + 12]  # as if it were being written
+        (directory / run_dir.METRICS).write_text("".join(lines[:cut]) + half_a_number)  # 16 of 64 steps
     assert {row["share"] for row in rows_of(tmp_path).values()} == {None}
-    with run_dir.held(run), run_dir.held(tmp_path / "sweep/lr=0.02"):
+    with run_dir.held(run), run_dir.held(cell):
         rows = rows_of(tmp_path)
         assert rows["a run"]["share"] == 0.25
-        assert rows["sweep"]["share"] == pytest.approx(1 / 3)
+        assert rows["sweep"]["share"] == pytest.approx(1.25 / 3)  # one cell of three is done
         assert "</span> 25%" in index_sections(build_index(tmp_path))["runs"]
         (run / run_dir.METRICS).unlink()
         assert rows_of(tmp_path)["a run"]["share"] == 0
