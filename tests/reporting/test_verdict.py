@@ -235,11 +235,17 @@ def test_a_critical_batch_size_from_learning_rates_at_the_edge_is_flagged(
 NEW_USER = {1024: (8.94, 5.23, 4.47, 4.18), 2048: (9.2, 6.1, 4.78, 5.01)}  # at 3e-3, 1e-2, 3e-2, 9e-2
 
 
-def write_losses(root: Path, losses: dict[int, tuple[float, ...]], lrs: tuple[float, ...], seed: int = 1) -> None:
+def write_losses(
+    root: Path,
+    losses: dict[int, tuple[float, ...]],
+    lrs: tuple[float, ...],
+    seed: int = 1,
+    parameters: int = 10_000_000,
+) -> None:
     for batch, of_batch in losses.items():
         for lr, loss in zip(lrs, of_batch, strict=True):
             name = f"lr={lr:g},total_batch_size={batch},seed={seed}"
-            write_run(root / name, batch, lr, seed, loss, wall_s=60.0, parameters=10_000_000)
+            write_run(root / name, batch, lr, seed, loss, wall_s=60.0, parameters=parameters)
     run_dir.write_json(root / run_dir.SWEEP, {"name": "s", "overrides": ["model=nano"]})
 
 
@@ -262,6 +268,19 @@ def test_the_first_sweep_of_a_new_user_gets_a_right_answer(tmp_path: Path) -> No
     assert (extend["runs"], extend["minutes"]) == (2, pytest.approx(2.0))
     assert measure["command"].endswith("batch.total_batch_size=2048 optim.lr=0.01,0.03,0.09 train.seed=2,3")
     assert "measures the noise" in measure["why"]
+
+
+def test_a_rise_that_seeds_may_cause_is_no_bracket_and_the_gap_beside_it_is_run_next(tmp_path: Path) -> None:
+    """The same losses of `model=nano`, whose seeds differ by 0.051: 5.01 at the top is 4.5 times that above 4.78."""
+    write_losses(tmp_path, NEW_USER, (3e-3, 1e-2, 3e-2, 9e-2), parameters=1_643_392)
+    report = report_of(tmp_path)
+    [arm] = report["arms"]
+    assert [curve["status"] for curve in arm["curves"]] == ["not bracketed", "not bracketed"]
+    extend, between = report["next"]
+    assert extend["command"].endswith("batch.total_batch_size=1024 optim.lr=0.27,0.81")
+    assert between["command"].endswith("batch.total_batch_size=2048 optim.lr=0.052")
+    assert arm["ties"] == []
+    assert "flat" not in "\n".join(report["verdict"])
 
 
 @pytest.mark.parametrize(
