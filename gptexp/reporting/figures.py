@@ -4,6 +4,7 @@ import math
 import os
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from statistics import median
 from urllib.parse import quote
 
 import numpy as np
@@ -22,7 +23,9 @@ from gptexp.reporting.vega_lite import (
     Spec,
     apart,
     caption,
+    coloured,
     count,
+    faint_unless_isolated,
     figure,
     isolated,
     linear,
@@ -82,13 +85,13 @@ def _curves(arm: Arm) -> Figure | None:
     encoding = {
         "x": log("lr", "peak learning rate", {run.lr for run in arm.runs}, "~r"),
         "y": y,
-        "color": {**ordinal("size", "tokens a step", sizes), "scale": {"range": "ordinal"}},
-        "opacity": {"condition": {"param": "isolated", "value": 1}, "value": 0.1},
+        "color": coloured("size", "tokens a step", sizes, "batch"),
+        "opacity": faint_unless_isolated("size"),
     }
     points = _points(arm, low, high)
     means = [{"lr": lr, "loss": mean, "size": f"{batch:,}"} for (batch, lr), mean in sorted(arm.means.items())]
     layers: list[Spec] = [
-        {"data": {"values": means}, "mark": {"type": "line", "strokeWidth": 1}, "params": [isolated("size")]},
+        {"data": {"values": means}, "mark": {"type": "line", "strokeWidth": 1}, "params": isolated("size")},
         {"data": {"values": _fitted(arm)}, "mark": {"type": "line", "strokeWidth": 2.5}},
         *points,
         *_minima(arm),
@@ -98,7 +101,8 @@ def _curves(arm: Arm) -> Figure | None:
     layers = [layer for layer in layers if layer["data"]["values"]]
     spec = {"layer": layers, "encoding": encoding, "padding": LABELLED}
     near = {"scale": {"domain": [bottom, _ceiling(arm)], "clamp": True}}
-    controls = [Control("Losses", {"all": {}, "near the lowest": {"encoding": {"y": near}}})]
+    control = Control("Losses", {"all": {}, "near the lowest": {"encoding": {"y": near}}})
+    controls = [control] if _ceiling(arm) < high else []
     drawn = sum(len(layer["data"]["values"]) for layer in points)
     text = _caption_of_curves(arm, len(arm.runs) - drawn)
     return figure("curves", "Loss against learning rate", text, spec, controls=controls, is_wide=True)
@@ -197,9 +201,9 @@ def _of_run(run: Run) -> Spec:
 
 
 def _ceiling(arm: Arm) -> float:
-    """A loss above most cells' mean losses: a few very high losses must not use up a scale."""
-    losses = sorted(arm.means.values())
-    return min(losses[-1], 2 * losses[len(losses) * 3 // 4] - losses[0])
+    """A loss as far above the median of the cells as the lowest is below it: high losses must not use up a scale."""
+    losses = list(arm.means.values())
+    return min(max(losses), 2 * median(losses) - min(losses))
 
 
 def _heat_map(arm: Arm) -> Figure | None:
@@ -209,8 +213,8 @@ def _heat_map(arm: Arm) -> Figure | None:
     lrs = sorted({lr for at_batch in (*arm.losses.values(), *arm.diverged.values()) for lr in at_batch})
     batches = sorted({*arm.losses, *arm.diverged}, reverse=True)
     axis = {"labelAngle": 0, "labelOverlap": "greedy", "labelSeparation": 6}
-    x = {**ordinal("lr", "peak learning rate", [f"{lr:.3g}" for lr in lrs]), "axis": axis}
-    y = {**ordinal("batch", "tokens a step", [f"{b:,}" for b in batches]), "axis": axis}
+    x = {**ordinal("rate", "peak learning rate", [f"{lr:.3g}" for lr in lrs]), "axis": axis}
+    y = {**ordinal("size", "tokens a step", [f"{b:,}" for b in batches]), "axis": axis}
     # There are usually more learning rates than batch sizes, and a phone has more room for rows than for columns.
     turned = {"x": {**y, "sort": y["sort"][::-1]}, "y": {**x, "sort": x["sort"][::-1]}}
     on_a_phone = {"encoding": turned, "height": max(HEIGHT, ROW_HEIGHT * len(lrs))} if len(lrs) > len(batches) else {}
@@ -236,7 +240,7 @@ def _tiles(arm: Arm) -> list[Spec]:
     colour = {"field": "loss", "type": "quantitative", "title": "loss", "scale": scale, "legend": None}
     return [
         {"data": {"values": cells}, "mark": "rect",
-         "encoding": {"color": colour, "tooltip": tooltip("batch", "lr", "loss", "seeds")}},
+         "encoding": {"color": colour, "tooltip": tooltip("size", "rate", "loss", "seeds")}},
         {"data": {"values": _diverged(arm)}, "mark": {"type": "rect", "style": "empty"}},
         {"data": {"values": [_cell(*arm.best)] if arm.best is not None else []},
          "mark": {"type": "rect", "filled": False, "style": "best", "strokeWidth": 4}},
@@ -261,7 +265,7 @@ def _diverged(arm: Arm) -> list[Spec]:
 
 
 def _cell(batch: int, lr: float) -> Spec:
-    return {"lr": f"{lr:.3g}", "batch": f"{batch:,}"}
+    return {"rate": f"{lr:.3g}", "size": f"{batch:,}"}
 
 
 def _law(arm: Arm) -> Figure | None:
@@ -272,6 +276,7 @@ def _law(arm: Arm) -> Figure | None:
     optima = [{"batch": b, "lr": o.lr, "low": o.low, "high": o.high} for b, o in arm.curves.optima.items()]
     t = (law.high - law.low) / (2 * law.sd) if law.sd else 0.0  # half width of an interval in standard errors
     sizes = np.geomspace(min(law.sizes), max(law.sizes), SAMPLES)
+    names = {name: f"{name} ({slope:g})" for name, slope in SLOPES.items()}
     band, rules = [], []
     for size in map(float, sizes):
         octaves = math.log2(size / law.tokens)
@@ -279,14 +284,13 @@ def _law(arm: Arm) -> Figure | None:
         band.append({"batch": size, "lr": law.at(size), "low": law.at(size) * 2**-half, "high": law.at(size) * 2**half})
     for name, slope in SLOPES.items():
         for size in (float(sizes[0]), float(sizes[-1])):
-            rules.append({"batch": size, "lr": law.lr * (size / law.tokens) ** slope, "rule": f"{name} ({slope:g})"})
+            rules.append({"batch": size, "lr": law.lr * (size / law.tokens) ** slope, "rule": names[name]})
     y = log("lr", "best learning rate")
     layers: list[Spec] = [
         {"data": {"values": band}, "mark": {"type": "area", "opacity": 0.2, "style": "band"}, "encoding": INTERVAL},
         {"data": {"values": band}, "mark": {"type": "line", "style": "accent"}, "encoding": {"y": y}},
         {"data": {"values": rules}, "mark": {"type": "line", "strokeDash": [4, 4], "strokeWidth": 1.5},
-         "encoding": {"y": y, "color": {"field": "rule", "type": "nominal", "title": "rule (exponent)",
-                                        "sort": None, "scale": {"range": "ramp"}}}},
+         "encoding": {"y": y, "color": coloured("rule", "rule (exponent)", list(names.values()), "rate")}},
         {"data": {"values": optima}, "mark": {"type": "rule", "size": 2, "style": "ink"}, "encoding": INTERVAL},
         {"data": {"values": optima}, "mark": DOT,
          "encoding": {"y": y, "tooltip": tooltip("batch", "lr", "low", "high")}},
@@ -351,17 +355,21 @@ def _iso_loss(arm: Arm) -> Figure | None:
 
 def _throughput(arm: Arm) -> Figure | None:
     points = [
-        {"batch": run.batch, "rate": run.tokens_per_s, "lr": run.lr, "run": run.name}
+        {"batch": run.batch, "speed": run.tokens_per_s, "lr": run.lr, "run": run.name}
         for run in arm.runs
         if run.tokens_per_s is not None
     ]
     if len({point["batch"] for point in points}) < 2:
         return None
-    y = {**count("rate", "tokens per second"), "scale": {"zero": True}}
+    y = {**count("speed", "tokens per second"), "scale": {"nice": True}}
     spec = {
         "data": {"values": points},
         "mark": {"type": "point", "filled": True, "size": 50, "opacity": 0.6, "style": "accent"},
-        "encoding": {"x": _batch({run.batch for run in arm.runs}), "y": y, "tooltip": tooltip("run", "lr", "rate")},
+        "encoding": {
+            "x": _batch({run.batch for run in arm.runs}),
+            "y": y,
+            "tooltip": tooltip("run", "lr", "batch", "speed"),
+        },
     }
     text = caption(
         "Median over the steps of each run.", not_shown(len(arm.runs) - len(points), "without a logged step")

@@ -4,6 +4,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
+from typing import TypeVar
 
 from gptexp.process.words import counted
 from gptexp.reporting.records import Point, Run, Step
@@ -17,7 +18,9 @@ from gptexp.reporting.vega_lite import (
     Spec,
     apart,
     caption,
+    coloured,
     count,
+    faint_unless_isolated,
     figure,
     isolated,
     linear,
@@ -30,15 +33,16 @@ from gptexp.reporting.vega_lite import (
 ZOOM = "Drag to move, Shift and scroll to zoom, double-click to reset."
 THIN, LEAST = 64, 8  # points of a run in a chart of several runs, at least; the fewer, the more runs
 MOST_POINTS = 16_384  # in such a chart, about
-SMOOTH = 0.05  # of a run's logged steps: the window of the running mean of a loss
-RUNNING = 0.1  # the same, for the share of clipped steps
-SETTLED = 0.5  # of a run: the range of losses is that of the points after this part, and after the warm-up
-NEARLY_ALL = 0.98  # of these points: a few spikes do not decide the range
+SMOOTH, LEAST_SMOOTH = 0.05, 5  # of a run's logged steps, and steps: the window of the running mean of a loss
+RUNNING = 0.1  # of a run's logged steps: the window of the running mean of the share of clipped steps
+NEARLY_ALL = 0.98  # of the losses after the warm-up: a few spikes do not decide the range
 
 StepValue = Callable[[Step], float | None]
+T = TypeVar("T")
 BATCH, CRITICAL = "batch size in use", "critical batch size, measured"
 LEGEND_CHARACTERS = 44  # of a row on a phone
-FAINT_UNLESS_ISOLATED = {"condition": {"param": "isolated", "value": 1}, "value": 0.1}
+LABEL_WIDTH = 0.12  # of a chart's width, about
+IN_VIEW = "inrange(datum[over], domain('x')) && inrange(datum.smooth, domain('y'))"
 
 
 @dataclass(frozen=True)
@@ -55,9 +59,9 @@ class Lines:
         return len(self.runs) == 1 or (self.labels is not None and len(self.runs) <= MOST_LABELS)
 
     @property
-    def coloured_by(self) -> str:
-        """The field of the points that a click on the legend isolates."""
-        return "rate" if self.labels is None else "run"
+    def in_legends(self) -> tuple[str, ...]:
+        """The fields of the points that a click on a legend isolates."""
+        return ("rate", "size") if self.labels is None else ("run",)
 
     @property
     def told_by(self) -> tuple[str, ...]:
@@ -106,56 +110,84 @@ def _loss_charts(lines: Lines) -> list[Figure | None]:
 
 def _losses(lines: Lines, key: str, kinds: Sequence[str]) -> Figure | None:
     """The losses of all runs over tokens, steps or time."""
-    single = len(lines.runs) == 1
     points = [point for run in lines.runs for kind in kinds for point in _course(lines, run, kind)]
     if not points:
         return None
-    unit = _in_readable_time(points)
+    unit, points = _in_readable_time(points)
+    low, high = _range(points)
+    params = [{"name": "low", "value": low}, {"name": "high", "value": high}]
     over = {
         "tokens": count("tokens", "training tokens"),
         "steps": count("steps", "steps"),
-        "time": linear("time", f"{unit} of training"),
+        "time": _from_zero("time", f"{unit} of training"),
     }
-    low, high = _range(points)
-    shown = {"domainMin": {"expr": "low"}, "domainMax": {"expr": "high"}, "zero": False, "nice": False}
-    y: Spec = {**linear("smooth", "loss, nats per token"), "scale": shown}
-    encoding = {"x": over["tokens"], "y": y, **_per_run(lines)}
-    told_by = ("of", "rate", "size") if single else lines.told_by
-    encoding["tooltip"] = tooltip(*told_by, "tokens", "steps", "loss")
-    if single:
-        encoding["color"] = {"field": "of", "type": "nominal", "legend": None, "sort": kinds,
-                             "scale": {"range": "ordinal"}}  # fmt: skip
+    between = {"domainMin": {"expr": "low"}, "domainMax": {"expr": "high"}, "zero": False, "nice": False}
+    y = {**linear("smooth", "loss, nats per token"), "scale": between}
+    spec = {
+        "data": {"values": points},
+        "params": [*params, {"name": "over", "value": "tokens"}],
+        "layer": _loss_layers(lines, points, _end_labels(lines, points, low, high)),
+        "encoding": {"x": over["tokens"], "y": y, **_told_apart(lines, kinds)},
+        "padding": LABELLED,
+    }
+    controls = [
+        Control("Over", {name: {"encoding": {"x": x}, "params": [*params, {"name": "over", "value": name}]}
+                         for name, x in over.items()}),
+        Control("Axis", {"linear": {}, "log": {"encoding": {"y": {"scale": {"type": "log", "zero": None}}}}}),
+    ]  # fmt: skip
+    if "training" in kinds:
+        controls.append(Control("Training loss", {"smoothed": {}, "as logged": {"encoding": {"y": {"field": "loss"}}}}))
+    single = len(lines.runs) == 1
+    # In place of the labels at the ends:
+    legend: Spec = {"encoding": {"color": {"legend": {"title": "loss", "symbolOpacity": 1}}}}
+    return figure(
+        key,
+        "Loss" if single else f"{kinds[0].capitalize()} loss",
+        caption(_smoothing(kinds), ZOOM, _absent_losses(lines, kinds, points, high)),
+        spec,
+        controls=controls,
+        on_a_phone=legend if single else {},
+        is_wide=True,
+    )
+
+
+def _from_zero(field: str, title: str) -> Spec:
+    return {**linear(field, title), "scale": {"zero": True, "nice": False}}
+
+
+def _told_apart(lines: Lines, kinds: Sequence[str]) -> Spec:
+    """Encoding by which a reader tells the lines of a chart of losses apart: runs, or the two losses of one run."""
+    if len(lines.runs) > 1:
+        return {**_per_run(lines), "tooltip": tooltip(*lines.told_by, "tokens", "steps", "loss")}
+    colour = {**coloured("of", "loss", kinds, "batch"), "legend": None}
+    return {**_per_run(lines), "color": colour, "tooltip": tooltip("of", "rate", "size", "tokens", "steps", "loss")}
+
+
+def _loss_layers(lines: Lines, points: Sequence[Spec], labels: Sequence[Spec]) -> list[Spec]:
+    """Layers of the lines, of the dots of evaluations, and of the labels at the ends."""
     line = {"type": "line", "strokeWidth": 1.75, "clip": True}
-    layers: list[Spec] = [{"mark": line, "params": [_zoom(), isolated(lines.coloured_by)]}]
-    if single:
-        faint = {"mark": {**line, "strokeWidth": 1, "opacity": 0.3}, "encoding": {"y": {**y, "field": "loss"}}}
-        layers.append({**faint, "transform": [{"filter": "datum.of == 'training'"}]})
+    layers: list[Spec] = [{"mark": line, "params": [_zoom(), *isolated(*lines.in_legends)]}]
+    if len(lines.runs) == 1:
+        layers.append({"mark": {**line, "strokeWidth": 1, "opacity": 0.3},
+                       "encoding": {"y": {"field": "loss", "type": "quantitative"}},
+                       "transform": [{"filter": "datum.of == 'training'"}]})  # fmt: skip
     if any(point["dot"] for point in points):
         layers.append({"mark": {"type": "point", "filled": True, "size": 20, "clip": True},
                        "transform": [{"filter": "datum.dot"}]})  # fmt: skip
-    if labels := _end_labels(lines, points, low, high):
-        beside = {"x": {"value": "width"}, "y": {**y, "field": "height"}, "text": {"field": "label"}}
-        mark = {"type": "text", "style": "label", "clip": False}
-        layers.append({"name": END_LABELS, "data": {"values": labels}, "mark": mark,
-                       "encoding": {**beside, "tooltip": None, "strokeDash": None}})  # fmt: skip
-    controls = [
-        Control("Over", {name: {"encoding": {"x": x}} for name, x in over.items()}),
-        Control("Axis", {"linear": {}, "log": {"encoding": {"y": {"scale": {"type": "log"}}}}}),
-    ]
-    if "training" in kinds:
-        controls.append(Control("Training loss", {"smoothed": {}, "as logged": {"encoding": {"y": {"field": "loss"}}}}))
-    title = "Loss" if single else f"{kinds[0].capitalize()} loss"
-    smoothed = f"The training loss is a running mean over {SMOOTH:.0%} of the steps." if "training" in kinds else ""
-    spec = {
-        "data": {"values": points},
-        "params": [{"name": "low", "value": low}, {"name": "high", "value": high}],
-        "layer": layers,
-        "encoding": encoding,
-        "padding": LABELLED,
-    }
-    text = caption(smoothed, ZOOM, _absent_losses(lines, kinds, points, high))
-    legend: Spec = {"encoding": {"color": {"legend": {"title": "loss"}}}}  # in place of the labels at the ends
-    return figure(key, title, text, spec, controls=controls, on_a_phone=legend if single else {}, is_wide=True)
+    if labels:
+        text = {"condition": {"test": IN_VIEW, "field": "label"}, "value": ""}
+        layers.append({"name": END_LABELS, "data": {"values": labels},
+                       "transform": [{"calculate": "datum.heights[over]", "as": "height"}],
+                       "mark": {"type": "text", "style": "label", "clip": False},
+                       "encoding": {"y": {"field": "height", "type": "quantitative"}, "text": text, "tooltip": None,
+                                    "strokeDash": None}})  # fmt: skip
+    return layers
+
+
+def _smoothing(kinds: Sequence[str]) -> str:
+    if "training" not in kinds:
+        return ""
+    return f"The training loss is a running mean over {SMOOTH:.0%} of the steps, at least {LEAST_SMOOTH} of them."
 
 
 def _absent_losses(lines: Lines, kinds: Sequence[str], points: list[Spec], high: float) -> str:
@@ -195,38 +227,33 @@ def _have_gaps(lines: Lines, drawn: Collection[str]) -> bool:
 
 def _course(lines: Lines, run: Run, kind: str) -> list[Spec]:
     """The points of a run's validation or training loss, with the running mean of the training loss."""
-    course: Sequence[Point] = run.val
-    if kind == "training":
-        course = _kept(lines, run)
-    finite = [point for point in course if point.loss is not None]
-    losses = [point.loss or 0.0 for point in finite]
-    smooth = _running_mean(losses, SMOOTH) if kind == "training" else losses
-    settled = max(run.warmup_tokens, SETTLED * run.of_tokens)
+    course: Sequence[Point] = run.train if kind == "training" else run.val
+    finite = [(point, point.loss) for point in course if point.loss is not None]
+    around = max(LEAST_SMOOTH, round(SMOOTH * len(finite))) // 2 if kind == "training" else 0
+    means = _running_mean([loss for _, loss in finite], around, around)
     dot = kind == "validation" or len(finite) == 1
-    return [
-        {"tokens": p.tokens, "steps": p.step, "time": p.seconds, "loss": p.loss, "smooth": mean, "of": kind,
-         "dot": dot, "settled": p.tokens > settled, **_labels(lines, run, p)}
-        for p, mean in zip(finite, smooth, strict=True)
+    points = [
+        {"tokens": p.tokens, "steps": p.step, "time": p.seconds, "loss": loss, "smooth": mean, "of": kind,
+         "dot": dot, "settled": p.tokens > run.warmup_tokens, **_labels(lines, run, p)}
+        for (p, loss), mean in zip(finite, means, strict=True)
     ]  # fmt: skip
+    return list(_thinned(lines, points)) if kind == "training" else points
 
 
-def _running_mean(values: Sequence[float], share: float) -> list[float]:
-    """The mean of each value and those before it, over this share of all values."""
-    window = max(1, round(share * len(values)))
-    return [fmean(values[max(0, end - window) : end]) for end in range(1, len(values) + 1)]
+def _running_mean(values: Sequence[float], before: int, after: int) -> list[float]:
+    """The mean of each value, those `before` it and those `after` it, as far as there are as many."""
+    return [fmean(values[max(0, at - before) : at + after + 1]) for at in range(len(values))]
 
 
-def _in_readable_time(points: list[Spec]) -> str:
-    """Convert `time` from seconds to the unit that suits the longest run, and return its name."""
+def _in_readable_time(points: Sequence[Spec]) -> tuple[str, list[Spec]]:
+    """The unit that suits the longest run, and the points with their `time`, so far in seconds, in this unit."""
     longest = max(point["time"] for point in points)
     unit, seconds = ("hours", 3600) if longest > 7200 else ("minutes", 60) if longest > 120 else ("seconds", 1)
-    for point in points:
-        point["time"] /= seconds
-    return unit
+    return unit, [{**point, "time": point["time"] / seconds} for point in points]
 
 
 def _range(points: list[Spec]) -> tuple[float, float]:
-    """The range of nearly all losses after the warm-up, with a margin; of all losses before a run has got there."""
+    """The range of nearly all losses after the warm-up, with a margin; of all losses until a run has got there."""
     shown = sorted([point["smooth"] for point in points if point["settled"]] or [point["smooth"] for point in points])
     low, high = shown[0], shown[int(NEARLY_ALL * (len(shown) - 1))]
     margin = MARGIN * (high - low) or MARGIN
@@ -240,15 +267,30 @@ def _end_labels(lines: Lines, points: list[Spec], low: float, high: float) -> li
     ends: dict[str, Spec] = {}
     for p in points:
         of_cell = f"{p['rate']}, {p['size']}" if several_sizes else p["rate"]
-        ends[p["of"] if single else p["short"] if with_loss else of_cell] = p
+        name = p["of"] if single else p["short"] if with_loss else of_cell
+        if name not in ends or p["tokens"] >= ends[name]["tokens"]:  # another seed may not be as far
+            ends[name] = p
     ends = {name: p for name, p in ends.items() if low <= p["smooth"] <= high}
     if len(ends) > MOST_LABELS:
         return []
-    heights = apart({name: p["smooth"] for name, p in ends.items()}, low, high)
+    heights = {over: _heights(ends, over, low, high) for over in ("tokens", "steps", "time")}
     return [
-        {**p, "label": f"{name} {p['smooth']:.3f}" if with_loss else name, "height": heights[name]}
+        {**p, "label": f"{name} {p['smooth']:.3f}" if with_loss else name,
+         "heights": {over: of_labels[name] for over, of_labels in heights.items()}}
         for name, p in ends.items()
-    ]
+    ]  # fmt: skip
+
+
+def _heights(ends: Mapping[str, Spec], over: str, low: float, high: float) -> dict[str, float]:
+    """The heights of labels at the ends of lines over tokens, steps or time. Only labels side by side are moved."""
+    names = sorted(ends, key=lambda name: float(ends[name][over]))
+    groups: list[list[str]] = []
+    for name, before in zip(names, [None, *names], strict=False):
+        if before is None or ends[name][over] - ends[before][over] > LABEL_WIDTH * ends[names[-1]][over]:
+            groups.append([])
+        groups[-1].append(name)
+    apart_in = [apart({name: ends[name]["smooth"] for name in group}, low, high) for group in groups]
+    return {name: height for group in apart_in for name, height in group.items()}
 
 
 def _noise_scale(lines: Lines) -> Figure | None:
@@ -265,14 +307,14 @@ def _noise_scale(lines: Lines) -> Figure | None:
         "data": {"values": rules},
         "mark": {"type": "rule", "style": "faint"},
         "encoding": {"y": {"field": "value", "type": "quantitative"}, "strokeDash": dashes,
-                     "tooltip": tooltip("what", "value")},
+                     "tooltip": tooltip("what", "value", value="tokens a step")},
     }  # fmt: skip
     text = (
         "Running average of the batch size at which the noise in a gradient has the same norm as its signal. In "
         "smaller batches the noise is larger than the signal, in larger batches it is smaller. The noise scale is a "
         "proxy for the critical batch size, and assumes plain gradient steps."
     )
-    layers = [_lines(lines, points, log("value", "tokens", form="~s")), rule_layer]
+    layers = [_lines(lines, points, log("value", "gradient noise scale, tokens", form="~s")), rule_layer]
     spec = {"layer": layers, "resolve": {"scale": {"strokeDash": "independent"}}}
     text = caption(text, _absent_values(lines, points))
     return figure("noise-scale", "Gradient noise scale", text, spec, is_diagnostic=True)
@@ -295,18 +337,18 @@ def _chart(
     return figure(key, title, text, _lines(lines, points, scale("value", title.lower())), is_diagnostic=True)
 
 
-def _kept(lines: Lines, run: Run) -> list[Step]:
-    """The steps of a run that the chart shows."""
+def _thinned(lines: Lines, course: Sequence[T]) -> Sequence[T]:
+    """Of what a run has for each of its steps that which the chart shows."""
     wanted = max(LEAST, min(THIN, MOST_POINTS // len(lines.runs)))
-    stride = 1 if lines.in_detail else max(1, len(run.train) // wanted)
-    return run.train[stride - 1 :: stride]
+    stride = 1 if lines.in_detail else max(1, len(course) // wanted)
+    return course[stride - 1 :: stride]
 
 
 def _values(lines: Lines, value_of: StepValue, running: float = 0.0) -> list[Spec]:
     points: list[Spec] = []
     for run in lines.runs:
-        steps = [(step, value) for step in _kept(lines, run) if (value := value_of(step)) is not None]
-        means = _running_mean([value for _, value in steps], running)
+        steps = [(step, value) for step in _thinned(lines, run.train) if (value := value_of(step)) is not None]
+        means = _running_mean([value for _, value in steps], max(0, round(running * len(steps)) - 1), 0)
         points += [
             {"tokens": step.tokens, "value": mean, **_labels(lines, run, step)}
             for (step, _), mean in zip(steps, means, strict=True)
@@ -333,12 +375,12 @@ def _per_run(lines: Lines) -> Spec:
         columns = max(1, LEGEND_CHARACTERS // (max(map(len, names)) + 4))
         encoding["color"] = {"field": "run", "type": "nominal", "title": None, "sort": names,
                              "legend": {"columns": columns, "labelLimit": 0}}  # fmt: skip
-        encoding["opacity"] = FAINT_UNLESS_ISOLATED
+        encoding["opacity"] = faint_unless_isolated(*lines.in_legends)
     elif len(lines.runs) > 1:
         rates = [f"{lr:.3g}" for lr in sorted({run.lr for run in lines.runs})]
         sizes = [f"{batch:,}" for batch in sorted({run.batch for run in lines.runs})]
-        encoding["color"] = {**ordinal("rate", "learning rate", rates), "scale": {"range": "ramp"}}
-        encoding["opacity"] = FAINT_UNLESS_ISOLATED
+        encoding["color"] = coloured("rate", "learning rate", rates, "rate")
+        encoding["opacity"] = faint_unless_isolated(*lines.in_legends)
         if len(sizes) > 1:
             encoding["strokeDash"] = {**ordinal("size", "tokens a step", sizes), "legend": {"symbolType": "stroke"}}
     return encoding
@@ -350,8 +392,8 @@ def _lines(lines: Lines, points: list[Spec], y: Spec) -> Spec:
         "data": {"values": points},
         "mark": {"type": "line", "strokeWidth": 1.5, "clip": True, "point": len(points) == 1},
         "encoding": {"x": count("tokens", "training tokens"), "y": y, **_per_run(lines),
-                     "tooltip": tooltip(*lines.told_by, "tokens", "value")},
-        "params": [_zoom(), isolated(lines.coloured_by)],
+                     "tooltip": tooltip(*lines.told_by, "tokens", "value", value=y["title"])},
+        "params": [_zoom(), *isolated(*lines.in_legends)],
     }  # fmt: skip
 
 

@@ -6,7 +6,10 @@ specifications and defined by the theme, so that the page can change from light 
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Any
+
+import numpy as np
 
 from gptexp.process.words import counted
 
@@ -17,19 +20,27 @@ FONT_SIZE = 12  # pixels; smaller text is hard to read on a phone
 MOST_LABELS = 12  # lines of a chart that are labelled at their ends
 LABEL_ROOM = 1 / 18  # of a chart's height: needed by one label
 MARGIN = 0.06  # of a range of losses, above and below it
+TOLD = {  # field of a point -> its name in a tooltip, and the format of a number
+    "run": ("run", ""), "of": ("line", ""), "what": ("line", ""), "rate": ("learning rate", ""),
+    "lr": ("learning rate", ".4~g"), "size": ("tokens a step", ""), "batch": ("tokens a step", ","),
+    "seed": ("seed", ""), "seeds": ("seeds", ","), "tokens": ("training tokens", ","), "steps": ("steps", ","),
+    "loss": ("loss", ".4f"), "low": ("95% interval from", ".5~g"), "high": ("to", ".5~g"),
+    "speed": ("tokens per second", ",.0f"), "value": ("value", ".5~g"),
+}  # fmt: skip
 END_LABELS = "ends"  # name of a layer of labels that a phone has no room for
 LABELLED = {"left": 5, "top": 5, "bottom": 5, "right": 90}  # pixels around a chart whose lines are labelled
 
-# Sequences of colours that differ in lightness as well as in hue, for the colour-blind. Batch sizes are cool, learning
-# rates warm. On its background each has a contrast of 4.5 or more.
+# Sequences of colours whose lightness rises in equal steps, for the colour-blind. Batch sizes are cool, learning rates
+# warm. On its background each has a contrast of 4.5 or more.
 BATCH_COLOURS = {
-    "light": ["#3b0f70", "#2f6cb3", "#0b7a75", "#4d7c0f"],
-    "dark": ["#9a86e8", "#5aa5ea", "#3fc4b0", "#c3e06b"],
+    "light": ["#3b0f70", "#1d4084", "#0b656d", "#4e800f"],
+    "dark": ["#8a74de", "#62abef", "#60d6c0", "#d3f08a"],
 }
 RATE_COLOURS = {
-    "light": ["#5c1a66", "#b3294e", "#b4480a", "#8a6a00"],
-    "dark": ["#b98be0", "#f0708f", "#f7a04a", "#f5dc6a"],
+    "light": ["#471157", "#7e1d48", "#9d3d0a", "#8e6e00"],
+    "dark": ["#a372d2", "#f58aa2", "#fab56d", "#faea90"],
 }
+MOST_COLOURS = 12  # ordered values that get colours from one end of a sequence to the other; of more, the middle of it
 # Of runs, which have no order: the same colours, with different neighbours.
 RUN_COLOURS = {
     "light": ["#2f6cb3", "#dd6a12", "#178f86", "#b3294e", "#3b0f70", "#c79a00", "#5aa832", "#5c1a66"],
@@ -89,9 +100,9 @@ def theme(brightness: str) -> Spec:
         "axis": {**label, "gridColor": grid, "domainColor": grid, "tickColor": grid, "titlePadding": 8},
         "legend": {**label, "orient": "bottom", "columns": 6, "symbolStrokeWidth": 2},
         "range": {
-            "ordinal": {"scheme": BATCH_COLOURS[brightness]},
-            "ramp": {"scheme": RATE_COLOURS[brightness]},
             "category": RUN_COLOURS[brightness],
+            **_ranges("batch", BATCH_COLOURS[brightness]),
+            **_ranges("rate", RATE_COLOURS[brightness]),
         },
         "text": {"fontSize": FONT_SIZE, "color": ink},
         "style": {
@@ -104,6 +115,20 @@ def theme(brightness: str) -> Spec:
             "label": {"fill": ink, "stroke": "transparent", "align": "left", "dx": 7},
         },
     }
+
+
+def _ranges(sequence: str, colours: Sequence[str]) -> Spec:
+    """The ranges of `coloured`. Vega by itself takes colours from the middle of a sequence, which differ too little."""
+    counts = range(1, MOST_COLOURS + 1)
+    return {sequence: {"scheme": colours}, **{f"{sequence}{n}": spread(colours, n) for n in counts}}
+
+
+def spread(colours: Sequence[str], count: int) -> list[str]:
+    """`count` colours at equal distances, from the first to the last; the middle one if it is the only one."""
+    stops = [[int(colour[i : i + 2], 16) for i in (1, 3, 5)] for colour in colours]
+    places = np.linspace(0, len(stops) - 1, count) if count > 1 else [(len(stops) - 1) / 2]
+    channels = [np.interp(places, range(len(stops)), channel) for channel in zip(*stops, strict=True)]
+    return ["#" + "".join(f"{round(value):02x}" for value in colour) for colour in zip(*channels, strict=True)]
 
 
 def caption(*sentences: str) -> str:
@@ -136,7 +161,7 @@ def count(field: str, title: str) -> Spec:
         "field": field,
         "type": "quantitative",
         "title": title,
-        "scale": {"zero": False, "nice": False},
+        "scale": {"zero": True, "nice": False},
         "axis": axis,
     }
 
@@ -146,24 +171,51 @@ def ordinal(field: str, title: str, values: Sequence[str]) -> Spec:
     return {"field": field, "type": "ordinal", "title": title, "sort": list(values)}
 
 
-def isolated(field: str) -> Spec:
-    """A parameter that a click on an entry of the legend sets, so that the other lines can become faint."""
-    return {"name": "isolated", "select": {"type": "point", "fields": [field]}, "bind": "legend"}
+def coloured(field: str, title: str, values: Sequence[str], sequence: str) -> Spec:
+    """Encoding of ordered texts by the colours of the sequence "batch" or "rate"."""
+    count = f"{len(values)}" if len(values) <= MOST_COLOURS else ""
+    return {**ordinal(field, title, values), "scale": {"range": f"{sequence}{count}"}}
 
 
-def tooltip(*fields: str) -> list[Spec]:
-    return [{"field": field} for field in fields]
+def isolated(*fields: str) -> list[Spec]:
+    """Parameters that clicks on the entries of the legends set, for `faint_unless_isolated`."""
+    return [
+        {"name": f"isolated_{field}", "select": {"type": "point", "fields": [field]}, "bind": "legend"}
+        for field in fields
+    ]
+
+
+def faint_unless_isolated(*fields: str) -> Spec:
+    """Encoding of the opacity of what a click on a legend isolates. Without a click nothing is faint."""
+    params = [{"param": f"isolated_{field}"} for field in fields]
+    return {"condition": {"test": {"and": params}, "value": 1}, "value": 0.1}
+
+
+def tooltip(*fields: str, **titles: str) -> list[Spec]:
+    """Encoding of a tooltip with these fields, in words and rounded. `titles` replace those of `TOLD`."""
+    told = {field: TOLD[field] for field in fields}
+    return [
+        {"field": field, "title": titles.get(field, title),
+         **({"type": "quantitative", "format": form} if form else {"type": "nominal"})}
+        for field, (title, form) in told.items()
+    ]  # fmt: skip
 
 
 def apart(heights: Mapping[str, float], low: float, high: float) -> dict[str, float]:
     """Move labels at these heights apart, as far as each needs room on an axis from `low` to `high`.
 
-    The order of the labels is kept, and their middle stays where it was.
+    Their order is kept. Labels that touch are moved around the middle of their heights, but not below the axis.
     """
     room = (high - low) * LABEL_ROOM
-    moved: dict[str, float] = {}
-    above = -float("inf")
-    for name, height in sorted(heights.items(), key=lambda item: item[1]):
-        moved[name] = above = max(height, above + room)
-    shift = sum(moved[name] - height for name, height in heights.items()) / max(1, len(heights))
-    return {name: height - shift for name, height in moved.items()}
+    placed: list[tuple[float, list[str]]] = []  # the middle and the labels of each group, from below
+    for name in sorted(heights, key=lambda name: heights[name]):
+        middle, group = heights[name], [name]
+        while placed and middle - placed[-1][0] < room * (len(placed[-1][1]) + len(group)) / 2:
+            group = placed.pop()[1] + group
+            middle = max(fmean(heights[name] for name in group), low + room * (len(group) - 1) / 2)
+        placed.append((middle, group))
+    return {
+        name: middle + room * (number - (len(group) - 1) / 2)
+        for middle, group in placed
+        for number, name in enumerate(group)
+    }

@@ -1,5 +1,6 @@
 """The page of a report in Chromium: what it shows, and what happens when a reader clicks."""
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations, pairwise
 from pathlib import Path
@@ -151,6 +152,8 @@ def test_the_head_says_what_was_run_and_how_far_it_is(opened: Open, report: Path
 @pytest.mark.e2e
 def test_the_switches_of_a_chart_change_its_axes(opened: Open, report: Path) -> None:
     page = opened(report)
+    warnings: list[str] = []
+    page.on("console", lambda message: warnings.append(message.text))
     chart = page.locator("[data-key=loss]")
 
     def axis(kind: str) -> str:
@@ -160,7 +163,7 @@ def test_the_switches_of_a_chart_change_its_axes(opened: Open, report: Path) -> 
         return chart.locator(".mark-text.role-axis-label").first.locator("text").all_text_contents()
 
     assert axis("tokens") == "training tokens"
-    assert ticks() == ["50k", "100k", "150k", "200k", "250k"]
+    assert ticks() == ["0", "50k", "100k", "150k", "200k", "250k"]
     before = chart.locator(".mark-line path").first.get_attribute("d")
     chart.get_by_role("button", name="steps").click()
     page.wait_for_selector("[data-key=loss] .role-axis-title text:has-text('steps')")
@@ -182,6 +185,7 @@ def test_the_switches_of_a_chart_change_its_axes(opened: Open, report: Path) -> 
     chart.get_by_role("button", name="all").click()
     page.evaluate("drawn.then(() => null)")
     assert page.evaluate("range()") == [low, high]
+    assert warnings == []
 
 
 @pytest.mark.e2e
@@ -215,16 +219,30 @@ def test_a_link_to_a_run_opens_it(opened: Open, report: Path) -> None:
     assert page.locator(".more:not([hidden]) .name").inner_text() == "lr=0.32"
 
 
+def luminance(channels: Sequence[float]) -> float:
+    """Of a colour in sRGB, as WCAG 2.2 has it."""
+    linear = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    return sum(weight * c for weight, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+def rgb(colour: str) -> list[float]:
+    return [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+
+
+@pytest.mark.parametrize("brightness", ["light", "dark"])
+@pytest.mark.parametrize("sequence", ["batch", "rate"])
+def test_few_ordered_colours_differ_in_lightness(sequence: str, brightness: str) -> None:
+    """By CIE L*, from 0 to 100, between any two; most if there are only two."""
+    for count, least in ((2, 28), (3, 14), (4, 9)):
+        name = vega_lite.coloured("field", "title", ["value"] * count, sequence)["scale"]["range"]
+        colours = vega_lite.theme(brightness)["range"][name]
+        assert len(set(colours)) == count
+        lightness = sorted(116 * luminance(rgb(colour)) ** (1 / 3) - 16 for colour in colours)
+        assert min(b - a for a, b in pairwise(lightness)) >= least, (name, colours)
+
+
 def test_colours_can_be_read_on_their_background() -> None:
     """Contrast by WCAG 2.2, of the colours between the given ones too, on the page's two backgrounds."""
-
-    def luminance(channels: Sequence[float]) -> float:
-        linear = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
-        return sum(weight * c for weight, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
-
-    def rgb(colour: str) -> list[float]:
-        return [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-
     for brightness, background in (("light", "#ffffff"), ("dark", "#14171b")):
         for colours in (vega_lite.BATCH_COLOURS[brightness], vega_lite.RATE_COLOURS[brightness]):
             for one, other in pairwise(colours):
@@ -242,6 +260,54 @@ def test_a_click_on_the_legend_isolates_its_lines(opened: Open, report: Path) ->
     page.locator("#plot-curves .role-legend-symbol path").first.click(force=True)
     page.wait_for_function(f"{faint}.some(opacity => opacity < 0.5)")
     assert set(page.evaluate(faint)) == {1, 0.1}
+    colours = page.evaluate("views.get('plot-curves').view.scale('color').range()")
+    assert colours == vega_lite.BATCH_COLOURS["light"]
+
+
+@pytest.mark.e2e
+def test_a_click_on_a_learning_rate_or_a_batch_size_isolates_the_lines_of_its_runs(opened: Open, report: Path) -> None:
+    page = opened(report)
+    entries = page.locator("#plot-loss .role-legend-label text")
+    shown = """[...document.querySelectorAll('#plot-loss .mark-line path')]
+        .filter(path => +(path.getAttribute('opacity') ?? 1) > 0.5).length"""
+    everything = page.evaluate(shown)
+    counts = {}
+    for number, entry in enumerate(entries.all_text_contents()):
+        entries.nth(number).click()
+        page.wait_for_function(f"{shown} < {everything}")
+        counts[entry] = page.evaluate(shown)
+        page.locator("#plot-loss svg.marks").dblclick(position={"x": 300, "y": 40})  # nothing is chosen any more
+        page.wait_for_function(f"{shown} === {everything}")
+    rates = {"0.005": 8, "0.01": 8, "0.02": 8, "0.04": 8, "0.08": 8, "0.16": 4}
+    assert counts == {**rates, "2,048": 11, "4,096": 11, "8,192": 11, "16,384": 11}
+
+
+@pytest.mark.e2e
+def test_a_label_stands_at_the_end_of_its_line_and_goes_with_it(
+    opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gptexp.reporting.write.png", lambda _: b"")
+    write_run(tmp_path / "sweep/whole", 4096, 0.02, 1, 4.0)
+    write_run(tmp_path / "sweep/half", 4096, 0.04, 1, 4.0)
+    lines = (tmp_path / "sweep/half/metrics.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "sweep/half/metrics.jsonl").write_text("".join(lines[: len(lines) // 2]))
+    write_report(tmp_path / "sweep")
+    page = opened(tmp_path / "sweep/report.html")
+    for over in ("tokens", "steps", "time"):
+        page.locator("[data-key=loss]").get_by_role("button", name=over).click()
+        page.evaluate("drawn.then(() => null)")
+        labels = page.evaluate("""() => Object.fromEntries([...document.querySelectorAll("#plot-loss .ends_marks text")]
+            .map(text => [text.textContent, text.getBoundingClientRect().left]))""")
+        ends = page.evaluate("""() => [...document.querySelectorAll("#plot-loss .mark-line path")]
+            .map(path => path.getBoundingClientRect().right)""")
+        assert labels.keys() == {"0.02", "0.04"}
+        assert min(ends) < labels["0.04"] < min(ends) + 15 < max(ends) < labels["0.02"] < max(ends) + 15
+    page.locator("#plot-loss svg.marks").hover()
+    page.keyboard.down("Shift")
+    page.mouse.wheel(0, -2000)  # so far that no line ends in the view
+    page.keyboard.up("Shift")
+    page.wait_for_function("""() => [...document.querySelectorAll("#plot-loss .ends_marks text")]
+        .every(text => text.textContent === "")""")
 
 
 @pytest.mark.e2e
@@ -335,7 +401,11 @@ def test_a_point_has_a_tooltip(opened: Open, report: Path) -> None:
     page = opened(report)
     page.locator("#plot-curves .mark-symbol path").first.hover(force=True)  # another seed may lie above it
     page.wait_for_selector("#vg-tooltip-element.visible")
-    assert "loss" in page.inner_text("#vg-tooltip-element")
+    entries = page.locator("#vg-tooltip-element tr").all_inner_texts()
+    names, values = zip(*(entry.split("\t", 1) for entry in entries), strict=True)
+    assert [name.strip() for name in names] == ["run", "learning rate", "tokens a step", "seed", "loss"]
+    assert values[1].strip() == "0.005"
+    assert re.fullmatch(r"4\.\d{4}", values[-1].strip())
 
 
 @pytest.mark.e2e

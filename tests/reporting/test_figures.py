@@ -1,0 +1,89 @@
+"""The specifications of figures, without a browser."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+from sweeps import TOKENS, write_run, write_sweep
+
+from gptexp.reporting.report import build_report
+from gptexp.reporting.vega_lite import Figure, apart
+from gptexp.storage import run_dir
+
+
+def figures_of(directory: Path) -> dict[str, Figure]:
+    return {figure.key: figure for figure in build_report(directory).figures}
+
+
+def write_losses(root: Path, losses: dict[float, float]) -> Path:
+    for lr, loss in losses.items():
+        write_run(root / f"lr={lr}", 8192, lr, 1, loss)
+    return root
+
+
+def test_near_the_lowest_leaves_out_even_half_of_the_losses(tmp_path: Path) -> None:
+    root = write_losses(tmp_path, {0.003: 8.9, 0.005: 8.8, 0.01: 5.4, 0.02: 4.9, 0.04: 4.6, 0.08: 5.1})
+    [control] = figures_of(root)["curves"].controls
+    low, high = control.options["near the lowest"]["encoding"]["y"]["scale"]["domain"]
+    assert low < 4.6
+    assert 5.4 < high < 8.8
+
+
+def test_near_the_lowest_is_left_out_where_no_loss_is_high(tmp_path: Path) -> None:
+    root = write_losses(tmp_path, {0.01: 5.0, 0.02: 4.0, 0.04: 5.0})
+    assert figures_of(root)["curves"].controls == []
+
+
+def test_the_range_of_losses_is_that_of_nearly_all_after_the_warm_up(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", 4096, 0.02, 1, 4.0)
+    warm_up = run_dir.load_config(tmp_path / "run").schedule.warmup_ratio
+    assert warm_up == 0.1
+    spec = figures_of(tmp_path / "run")["loss"].spec
+    low, high, *_ = (param["value"] for param in spec["params"])
+    later = [point["smooth"] for point in spec["data"]["values"] if point["tokens"] > warm_up * TOKENS]
+    assert sum(low < loss < high for loss in later) >= 0.95 * len(later)
+    assert high < max(point["smooth"] for point in spec["data"]["values"])
+
+
+def test_the_training_loss_of_a_short_run_is_smoothed_over_five_steps(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", 16384, 0.02, 1, 4.0)
+    points = figures_of(tmp_path / "run")["loss"].spec["data"]["values"]
+    training = [point for point in points if point["of"] == "training"]
+    assert len(training) == 16
+    losses = [point["loss"] for point in training]
+    assert training[7]["smooth"] == pytest.approx(fmean(losses[5:10]))
+    assert training[-1]["smooth"] == pytest.approx(fmean(losses[-3:]))
+
+
+def test_only_labels_that_touch_are_moved_apart() -> None:
+    heights = apart({"high": 17.0, "b": 5.0, "a": 4.9, "low": 0.0, "lowest": -0.1}, 0, 18)  # a label needs 1
+    assert heights == pytest.approx({"high": 17, "b": 5.45, "a": 4.45, "low": 1, "lowest": 0})
+
+
+def test_the_label_of_a_cell_stands_at_the_end_of_its_longest_line(tmp_path: Path) -> None:
+    for seed in (1, 2):
+        write_run(tmp_path / f"sweep/{seed}", 4096, 0.02, seed, 4.0)
+    lines = (tmp_path / "sweep/2/metrics.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "sweep/2/metrics.jsonl").write_text("".join(lines[: len(lines) // 2]))
+    [label] = figures_of(tmp_path / "sweep")["loss"].spec["layer"][-1]["data"]["values"]
+    assert (label["label"], label["tokens"]) == ("0.02", TOKENS)
+
+
+def tooltips(spec: Any) -> Iterator[dict[str, Any]]:
+    if isinstance(spec, dict):
+        yield from spec.get("tooltip") or []
+    for inner in spec.values() if isinstance(spec, dict) else spec if isinstance(spec, list) else []:
+        yield from tooltips(inner)
+
+
+def test_tooltips_have_words_and_rounded_numbers(tmp_path: Path) -> None:
+    found = figures_of(write_sweep(tmp_path / "sweep", batches=(4096, 8192, 16384), schedule="constant"))
+    entries = [entry for figure in found.values() for entry in tooltips({**figure.spec, "data": None})]
+    titles = {entry["field"]: entry["title"] for entry in entries}
+    assert (titles["rate"], titles["lr"]) == ("learning rate", "learning rate")
+    assert (titles["size"], titles["batch"]) == ("tokens a step", "tokens a step")
+    texts = {"run", "rate", "size", "seed", "what"}
+    assert {entry["field"] for entry in entries if "format" not in entry} <= texts
+    assert {entry["format"] for entry in entries if entry["field"] == "loss"} == {".4f"}
