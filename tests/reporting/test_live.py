@@ -205,6 +205,43 @@ def test_an_update_leaves_focus_scrolling_order_and_open_rows_alone(browser: "Br
         page.close()
 
 
+@pytest.mark.e2e
+@needs_chromium
+def test_charts_keep_their_height_zoom_and_isolated_lines_when_cells_end(browser: "Browser", tmp_path: Path) -> None:
+    """Also when one with a new learning rate does, for which the charts are drawn anew."""
+    root = write_sweep(tmp_path / "sweep", batches=(4096, 8192), seeds=1)
+    heights = """[...document.querySelectorAll("#charts .plot, #charts .plot > details > summary")].map(
+        element => element.getBoundingClientRect().height)"""
+    zoom = f"JSON.stringify(['x', 'y'].map(axis => {LOSS}.scale(axis).domain()))"
+    faint = "document.querySelectorAll('#plot-loss .mark-line path[opacity=\"0.1\"]').length"
+    with served(root) as address:
+        page, messages = opened(browser, address)
+        page.wait_for_selector("#plot-heatmap svg.marks")
+        page.evaluate("drawn.then(() => null)")
+        before, whole = page.evaluate(heights), page.evaluate(zoom)
+        page.locator("#plot-loss .role-legend-label text").first.click()
+        page.locator("#plot-loss svg.marks").hover()
+        page.keyboard.down("Shift")
+        page.mouse.wheel(0, -200)
+        page.keyboard.up("Shift")
+        page.wait_for_function(f"{zoom} !== {json.dumps(whole)} && {faint} > 0")
+        zoomed, isolated = page.evaluate(zoom), page.evaluate(faint)
+        write_run(root / "again", 4096, 0.02, 2, 4.0)
+        page.wait_for_function("document.querySelectorAll('#runs tbody').length === 13")
+        (root / "again/summary.json").unlink()
+        page.wait_for_function("document.getElementById('charts').innerText.includes('1 run without a final')")
+        page.evaluate("drawn.then(() => null)")
+        assert page.evaluate(heights) == before
+        page.evaluate(f"window.unchanged = {LOSS}; null")
+        write_run(root / "new", 4096, 0.03, 1, 4.0)
+        page.wait_for_function(f"window.unchanged !== {LOSS}")
+        page.evaluate("drawn.then(() => null)")
+        assert page.evaluate(zoom) == zoomed
+        assert page.evaluate(faint) == isolated + 2  # the line of the new run, and that of its mean
+        assert messages == []
+        page.close()
+
+
 def test_a_slow_page_is_computed_again_only_after_ten_times_its_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -84,6 +84,7 @@ def test_every_figure_is_drawn_and_readable(browser: "Browser", report: Path, wi
     figures = page.evaluate("""[...document.querySelectorAll(".plot")].map(plot => ({
         marks: plot.querySelectorAll(".mark-symbol path, .mark-rect path, .mark-line path, .mark-text text").length,
         box: plot.querySelector("svg.marks").getBoundingClientRect().toJSON(),
+        menu: plot.querySelector("summary").getBoundingClientRect().bottom,
         sizes: [...plot.querySelectorAll("text")].map(text => parseFloat(getComputedStyle(text).fontSize)),
         right: Math.max(...[...plot.querySelectorAll("text")].map(text => text.getBoundingClientRect().right)),
         ink: getComputedStyle(plot.querySelector(".role-axis-title text")).fill,
@@ -91,6 +92,7 @@ def test_every_figure_is_drawn_and_readable(browser: "Browser", report: Path, wi
     for figure in figures:
         assert figure["marks"] > 3, figure
         assert figure["right"] <= width, figure
+        assert figure["menu"] <= figure["box"]["top"]
         assert 0.7 * min(width, 600) < figure["box"]["width"] <= width
         assert figure["box"]["height"] > 200
         assert min(figure["sizes"]) >= 12
@@ -362,13 +364,26 @@ def test_a_command_is_copied(opened: Open, report: Path) -> None:
 
 
 @pytest.mark.e2e
-def test_paper_shows_no_buttons_and_dark_text(opened: Open, report: Path) -> None:
-    page = opened(report, scheme="dark")
-    page.emulate_media(media="print")
+def test_paper_shows_no_buttons_and_the_colours_of_a_light_page(opened: Open, report: Path) -> None:
+    """Whatever the system's choice."""
+    colours = """() => [...document.querySelectorAll("body, .tiles li, .badge, .status, .best, a, .plot svg *")].map(
+        element => [getComputedStyle(element).backgroundColor, getComputedStyle(element).fill,
+                    getComputedStyle(element).stroke])"""
+    colours = f"JSON.stringify(({colours})())"
+    paper, page = opened(report), opened(report, scheme="dark")
+    assert page.evaluate(colours) != paper.evaluate(colours)
+    paper.emulate_media(media="print", color_scheme="light")
+    page.emulate_media(media="print", color_scheme="dark")
+    page.wait_for_function(f"light => {colours} === light", arg=paper.evaluate(colours))
+    inks = {"rgb(0, 0, 0)", "rgb(255, 255, 255)"}
+    losses = (
+        "[...document.querySelectorAll('#plot-heatmap .losses_marks text')].map(text => getComputedStyle(text).fill)"
+    )
+    assert set(page.evaluate(losses)) == inks
     assert not page.locator("header .copy").is_visible()
     assert not page.locator("fieldset").first.is_visible()
     assert page.evaluate("getComputedStyle(document.body).color") == "rgb(0, 0, 0)"
-    assert page.evaluate("getComputedStyle(document.querySelector('.plot text')).fill") == "rgb(34, 34, 34)"
+    assert not page.locator(".plot summary").first.is_visible()
 
 
 @pytest.mark.e2e

@@ -1,7 +1,7 @@
 "use strict";
 // `vegaEmbed` is defined by the bundle before this script. PAGE: {figures, themes, end_labels, live}.
 const PAGE = JSON.parse(document.getElementById("page-data").textContent);
-const DARK = matchMedia("(prefers-color-scheme: dark)"), NARROW = matchMedia("(max-width: 40rem)");
+const DARK = matchMedia("screen and (prefers-color-scheme: dark)"), NARROW = matchMedia("(max-width: 40rem)");
 const OPTIONS = {renderer: "svg", actions: {export: true, source: false, compiled: false, editor: false}};
 const views = new Map();  // id of a plot's element -> {figure, look, form, view, finalize}
 const chosen = new Map();  // key of a figure -> {control: option}
@@ -34,7 +34,22 @@ function specOf({key, spec, controls, on_a_phone}) {
 const formOf = spec => JSON.stringify({...spec, params: spec.params?.map(({name}) => name), description: ""},
                                       (key, value) => key === "values" ? undefined : value);
 
-/** Draw what has changed and can be seen. A figure of which only the data differ keeps its zoom and does not flicker. */
+/** What a reader has zoomed to and isolated in a chart. */
+function stateOf(view) {
+  const {zoom} = view.getState({signals: name => name === "zoom"}).signals;  // field -> range
+  const ranges = new Set(Object.keys(zoom ?? {}).map(field => `zoom_${field}`));
+  return view.getState({signals: name => ranges.has(name), data: name => name.startsWith("isolated")});
+}
+
+/** Give a chart what the one in its place had, as far as it has the same axes and legends. */
+async function restore(view, old) {
+  const own = view.getState({signals: name => name in old.signals, data: name => name in old.data});
+  for (const name in own.signals) view.signal(name, old.signals[name]);
+  for (const name in own.data) view.data(name, old.data[name]);
+  await view.runAsync();
+}
+
+/** Draw what has changed and can be seen. A figure of which only the data differ does not flicker; each keeps its zoom. */
 async function draw() {
   for (const figure of figures) {
     const id = `plot-${figure.key}`, element = document.getElementById(id), known = views.get(id);
@@ -50,8 +65,10 @@ async function draw() {
         await known.view.description(spec.description).runAsync();
         Object.assign(known, {figure, look});
       } else {
+        const state = known && stateOf(known.view);
         known?.finalize();
         views.set(id, {figure, look, form, ...await vegaEmbed(element, spec, OPTIONS)});
+        if (state) await restore(views.get(id).view, state);
       }
     } catch (error) {
       console.error(id, error);
@@ -187,9 +204,10 @@ const KEPT = new Set(["open", "hidden", "aria-expanded", "aria-pressed", "aria-s
 /** Make an element equal to another, and touch only what differs: focus, selection, scrolling and zoom stay. */
 function update(element, fresh) {
   if ("unchanged" in fresh.dataset) return;
+  if (element.classList.contains("plot")) return;  // Vega owns what is in a plot, and adds classes to it
   for (const {name, value} of fresh.attributes)
     if (!KEPT.has(name) && element.getAttribute(name) !== value) element.setAttribute(name, value);
-  if (!element.classList.contains("plot")) updateChildren(element, fresh);  // Vega owns what is in a plot
+  updateChildren(element, fresh);
 }
 
 /** Children with an id are found by it, wherever the reader has sorted them to; others by their place. */
@@ -236,11 +254,13 @@ function ago(seconds) {
   return `${Math.max(0, Math.round(seconds / size))} ${unit} ago`;
 }
 
+class Gone extends Error {}
+
 async function poll() {
   const state = document.getElementById("state");
   try {
     const response = await fetch(`state.json?have=${version}`, {signal: AbortSignal.timeout(PAGE.live.patience_ms)});
-    if (response.status === 404) throw new Error("This run is no longer here.");
+    if (response.status === 404) throw new Gone("This run is no longer here.");
     if (!response.ok) throw new Error(response.statusText);
     if (response.status !== 204) {
       const news = await response.json(), isFirst = version === "";  // only what differs from `version`
@@ -256,7 +276,7 @@ async function poll() {
     state.textContent = changed === null ? "" : `updated ${ago(Date.now() / 1000 - changed)}`;
   } catch (error) {
     state.className = "lost";
-    state.textContent = error.message.startsWith("This run")
+    state.textContent = error instanceof Gone
       ? error.message : "gptexp watch does not answer. This is the last state that it sent.";
   }
   setTimeout(poll, PAGE.live.every_ms);
