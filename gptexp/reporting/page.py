@@ -33,6 +33,10 @@ POLICY = (
     "base-uri 'none'; form-action 'none'"
 )
 SECTIONS = ("header", "tiles", "verdict", "next", "charts", "runs", "notes", "foot")  # in the order of the page
+TONES = {  # of the badges of findings; others warn
+    "bracketed": "good", "significant": "good", "jagged": "bad", "not comparable": "bad",
+    **dict.fromkeys(("tied", "unclear", "noise unknown", "too few", "so far"), "plain"),
+}  # fmt: skip
 EVERY_MS = 1000  # between two questions of a live page
 PATIENCE_MS = 20_000  # for one answer
 
@@ -77,8 +81,8 @@ def title(report: Report) -> str:
 def index_sections(index: Index) -> dict[str, str]:
     """The HTML of each of `SECTIONS`, for a directory with runs and sweeps."""
     part: Any = _templates().get_template("index.html").module
-    shown = {"header": part.header(index), "tiles": part.tiles(index), "runs": part.runs(index)}
-    return {**dict.fromkeys(SECTIONS, ""), **shown}
+    of_index = {"header": part.header(index), "tiles": part.tiles(index), "runs": part.runs(index)}
+    return {**dict.fromkeys(SECTIONS, ""), **of_index}
 
 
 def sections(report: Report, is_live: bool = False) -> dict[str, str]:
@@ -139,13 +143,21 @@ def specifications(figures: list[Figure]) -> list[dict[str, Any]]:
 
 @cache
 def _templates() -> Environment:
-    return Environment(
+    environment = Environment(
         loader=PackageLoader("gptexp.reporting", "web"),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.filters["tone"] = _tone
+    return environment
+
+
+def _tone(badge: str, badges: Sequence[str]) -> str:
+    """The class of one of a finding's badges, which colours it. Without a known noise nothing is quite good."""
+    tone = TONES.get(badge, "warn")
+    return "plain" if tone == "good" and "noise unknown" in badges else tone
 
 
 def _document(

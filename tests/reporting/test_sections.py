@@ -49,6 +49,15 @@ def test_tags_and_notes_are_shown_and_escaped(tmp_path: Path) -> None:
     assert "<dt>Tags" not in html_of(one)["header"]
 
 
+def test_a_bracket_is_green_only_if_the_noise_is_known(tmp_path: Path) -> None:
+    for lr, loss in ((0.01, 5.0), (0.02, 4.0), (0.04, 5.0)):
+        write_run(tmp_path / f"{lr}", 4096, lr, 1, loss)
+    unknown = html_of(tmp_path)["verdict"]
+    write_run(tmp_path / "second seed", 4096, 0.02, 2, 4.01)
+    assert '<span class="badge good">bracketed</span>' in html_of(tmp_path)["verdict"]
+    assert '<span class="badge plain">bracketed</span> <span class="badge plain">noise unknown</span>' in unknown
+
+
 def write_stopped(root: Path, commands: list[list[str]]) -> Path:
     """A sweep of which one run has completed, one was interrupted, and one has not started. Returns the second."""
     for lr, status in ((0.01, "completed"), (0.02, "interrupted")):
