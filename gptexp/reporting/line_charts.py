@@ -116,11 +116,7 @@ def _losses(lines: Lines, key: str, kinds: Sequence[str]) -> Figure | None:
     unit, points = _in_readable_time(points)
     low, high = _range(points)
     params = [{"name": "low", "value": low}, {"name": "high", "value": high}]
-    over = {
-        "tokens": count("tokens", "training tokens"),
-        "steps": count("steps", "steps"),
-        "time": _from_zero("time", f"{unit} of training"),
-    }
+    over = _over(unit)
     between = {"domainMin": {"expr": "low"}, "domainMax": {"expr": "high"}, "zero": False, "nice": False}
     y = {**linear("smooth", "loss, nats per token"), "scale": between}
     spec = {
@@ -130,29 +126,31 @@ def _losses(lines: Lines, key: str, kinds: Sequence[str]) -> Figure | None:
         "encoding": {"x": over["tokens"], "y": y, **_told_apart(lines, kinds)},
         "padding": LABELLED,
     }
-    controls = [
-        Control("Over", {name: {"encoding": {"x": x}, "params": [*params, {"name": "over", "value": name}]}
-                         for name, x in over.items()}),
-        Control("Axis", {"linear": {}, "log": {"encoding": {"y": {"scale": {"type": "log", "zero": None}}}}}),
-    ]  # fmt: skip
-    if "training" in kinds:
-        controls.append(Control("Training loss", {"smoothed": {}, "as logged": {"encoding": {"y": {"field": "loss"}}}}))
     single = len(lines.runs) == 1
+    title = "Loss" if single else f"{kinds[0].capitalize()} loss"
+    text = caption(_smoothing(kinds), ZOOM, _absent_losses(lines, kinds, points, high))
     # In place of the labels at the ends:
     legend: Spec = {"encoding": {"color": {"legend": {"title": "loss", "symbolOpacity": 1}}}}
-    return figure(
-        key,
-        "Loss" if single else f"{kinds[0].capitalize()} loss",
-        caption(_smoothing(kinds), ZOOM, _absent_losses(lines, kinds, points, high)),
-        spec,
-        controls=controls,
-        on_a_phone=legend if single else {},
-        is_wide=True,
-    )
+    controls = _loss_controls(over, params, kinds)
+    return figure(key, title, text, spec, controls=controls, on_a_phone=legend if single else {}, is_wide=True)
 
 
-def _from_zero(field: str, title: str) -> Spec:
-    return {**linear(field, title), "scale": {"zero": True, "nice": False}}
+def _over(unit: str) -> dict[str, Spec]:
+    """The x axes that a reader can choose, by the field of the points that they show."""
+    time = {**linear("time", f"{unit} of training"), "scale": {"zero": True, "nice": False}}
+    return {"tokens": count("tokens", "training tokens"), "steps": count("steps", "steps"), "time": time}
+
+
+def _loss_controls(over: Mapping[str, Spec], params: Sequence[Spec], kinds: Sequence[str]) -> list[Control]:
+    """What a reader can choose in a chart of losses. `params`: those of the chart besides `over`."""
+    axes = {
+        name: {"encoding": {"x": x}, "params": [*params, {"name": "over", "value": name}]} for name, x in over.items()
+    }
+    to_log: Spec = {"encoding": {"y": {"scale": {"type": "log", "zero": None}}}}
+    controls = [Control("Over", axes), Control("Axis", {"linear": {}, "log": to_log})]
+    if "training" in kinds:
+        controls.append(Control("Training loss", {"smoothed": {}, "as logged": {"encoding": {"y": {"field": "loss"}}}}))
+    return controls
 
 
 def _told_apart(lines: Lines, kinds: Sequence[str]) -> Spec:
