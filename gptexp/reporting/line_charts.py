@@ -230,9 +230,10 @@ def _course(lines: Lines, run: Run, kind: str) -> list[Spec]:
     around = max(LEAST_SMOOTH, round(SMOOTH * len(finite))) // 2 if kind == "training" else 0
     means = _running_mean([loss for _, loss in finite], around, around)
     dot = kind == "validation" or len(finite) == 1
+    counts = len(lines.runs) == 1 or run.status != "diverged"  # in the range of the losses
     points = [
         {"tokens": p.tokens, "steps": p.step, "time": p.seconds, "loss": loss, "smooth": mean, "of": kind,
-         "dot": dot, "settled": p.tokens > run.warmup_tokens, **_labels(lines, run, p)}
+         "dot": dot, "settled": counts and p.tokens > run.warmup_tokens, **_labels(lines, run, p)}
         for (p, loss), mean in zip(finite, means, strict=True)
     ]  # fmt: skip
     return list(_thinned(lines, points)) if kind == "training" else points
@@ -251,7 +252,10 @@ def _in_readable_time(points: Sequence[Spec]) -> tuple[str, list[Spec]]:
 
 
 def _range(points: list[Spec]) -> tuple[float, float]:
-    """The range of nearly all losses after the warm-up, with a margin; of all losses until a run has got there."""
+    """The range of nearly all losses after the warm-up, with a margin; of all losses until a run has got there.
+
+    Of several runs, those that diverged do not count.
+    """
     shown = sorted([point["smooth"] for point in points if point["settled"]] or [point["smooth"] for point in points])
     low, high = shown[0], shown[int(NEARLY_ALL * (len(shown) - 1))]
     margin = MARGIN * (high - low) or MARGIN

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from gptexp.process.terminal import printable
 from gptexp.process.words import counted
 from gptexp.reporting.analysis import Analysis, Arm
-from gptexp.reporting.curves import Curve
+from gptexp.reporting.curves import Curve, Outlier
 from gptexp.reporting.law import SLOPES
 from gptexp.reporting.noise import POWER, Noise, seeds_needed
 from gptexp.reporting.noise_scale import FACTOR, at_the_end, in_words
 from gptexp.reporting.progress import is_unfinished
+from gptexp.reporting.records import Run
 from gptexp.storage import run_dir
 from gptexp.storage.sweep_record import SweepRecord
 
@@ -174,11 +175,22 @@ def _sentence(text: str) -> str:
 
 
 def _outliers(arm: Arm) -> Iterator[Finding]:
+    again = "Run it again with another seed."
+    cells: dict[tuple[int, float], list[tuple[Run, Outlier]]] = {}
     for run, outlier in arm.left_out:
+        cells.setdefault((run.batch, run.lr), []).append((run, outlier))
+    for (batch, lr), left_out in cells.items():
+        at = f"at learning rate {lr:g} and {tokens(batch)}"
+        if len(left_out) == 1:
+            [(run, outlier)] = left_out
+            yield Finding(
+                f"Left out: {run.name}, with a loss of {outlier.loss:.4f} {at}.", f"{_sentence(outlier.why)} {again}"
+            )
+            continue
+        losses = [outlier.loss for _, outlier in left_out]
         yield Finding(
-            f"Left out: {run.name}, with a loss of {outlier.loss:.4f} at learning rate {outlier.lr:g} and "
-            f"{tokens(run.batch)}.",
-            f"{_sentence(outlier.why)} Run it again with another seed.",
+            f"Left out: {counted(len(losses), 'run')} {at}, with losses from {min(losses):.4f} to {max(losses):.4f}.",
+            f"Seeds there differ far more than elsewhere, so their mean says little. {again}",
         )
 
 

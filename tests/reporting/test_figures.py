@@ -47,6 +47,23 @@ def test_the_range_of_losses_is_that_of_nearly_all_after_the_warm_up(tmp_path: P
     assert high < max(point["smooth"] for point in spec["data"]["values"])
 
 
+def test_runs_that_diverged_do_not_widen_the_range_of_losses(tmp_path: Path) -> None:
+    def ends(root: Path) -> list[float]:
+        return [param["value"] for param in figures_of(root)["loss"].spec["params"][:2]]
+
+    root = write_losses(tmp_path / "sweep", {0.01: 5.0, 0.02: 4.0})
+    before = ends(root)
+    write_run(root / "diverged", 8192, 0.04, 1, None)
+    metrics = root / "diverged" / run_dir.METRICS
+    metrics.write_text(metrics.read_text().replace('"val/loss": ', '"val/loss": 9'))  # from 4 nats to 94
+    assert max(point["loss"] for point in figures_of(root)["loss"].spec["data"]["values"]) > 90
+    assert ends(root) == before
+    alone = write_losses(tmp_path / "all diverged", {})
+    for lr in (0.04, 0.08):
+        write_run(alone / str(lr), 8192, lr, 1, None)
+    assert ends(alone)[1] > 4
+
+
 def test_the_training_loss_of_a_short_run_is_smoothed_over_five_steps(tmp_path: Path) -> None:
     write_run(tmp_path / "run", 16384, 0.02, 1, 4.0)
     points = figures_of(tmp_path / "run")["loss"].spec["data"]["values"]

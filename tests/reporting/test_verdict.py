@@ -366,6 +366,15 @@ def test_a_run_that_nothing_explains_is_named_and_proposed_again(tmp_path: Path)
     assert again["command"].endswith("optim.lr=0.032 train.seed=2")
 
 
+def test_a_cell_that_is_left_out_whole_is_one_sentence(tmp_path: Path) -> None:
+    lrs = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
+    for seed, at_the_top in ((1, 4.31), (2, 4.29), (3, 5.9)):
+        write_losses(tmp_path, {4096: (4.5, 4.3, 4.2 + seed / 500, 4.25, at_the_top)}, lrs, seed)
+    [line] = [line for line in report_of(tmp_path)["verdict"] if line.startswith("Left out")]
+    said = "Left out: 3 runs at learning rate 0.016 and 4,096 tokens a step, with losses from 4.2900 to 5.9000."
+    assert line.startswith(said)
+
+
 def test_a_completed_run_that_is_worse_than_a_guess_counts_as_diverged(tmp_path: Path) -> None:
     write_losses(tmp_path, {4096: (4.5, 4.3, 4.2, 4.25, 25.0)}, (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2))
     report = report_of(tmp_path)
