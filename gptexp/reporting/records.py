@@ -18,7 +18,7 @@ from gptexp.process.errors import ConfigError
 from gptexp.process.terminal import LAYOUT, printable
 from gptexp.storage import run_dir
 from gptexp.storage.divergence import is_above_a_guess
-from gptexp.storage.inventory import cells
+from gptexp.storage.inventory import runs_together
 from gptexp.storage.missing_steps import described, missing_steps
 from gptexp.storage.noise_scale import Norms
 from gptexp.storage.reader import open_text, parse_json
@@ -147,18 +147,15 @@ def read_run(directory: Path) -> Run:
 
 
 def find_runs(directory: Path, read: Callable[[Path], Run] = read_run) -> list[Run]:
-    """The run in `directory`, or else those in its subdirectories, sorted by name.
+    """The run in `directory`, or else the cells of a sweep or of a folder of runs, sorted by name.
 
-    Raises `ConfigError` if there is none.
+    Raises `ConfigError` if `directory` is none of these.
     """
     if not directory.is_dir():
         raise ConfigError(f"{directory}: no such directory; give a run or a sweep")
     if run_dir.is_run(directory):
         return [read(directory)]
-    found = cells(directory)
-    if not found:
-        raise ConfigError(f"{directory}: contains no run; give the directory of a run or a sweep")
-    return [read(path) for path in found]
+    return [read(path) for path in runs_together(directory)]
 
 
 def has_diverged(run: Run) -> bool:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from gptexp.config.paths import is_file
 from gptexp.process.errors import ConfigError
+from gptexp.process.terminal import as_command
 from gptexp.process.words import shown
 from gptexp.storage import run_dir
 
@@ -35,6 +36,21 @@ def is_sweep(directory: Path) -> bool:
 def cells(sweep: Path) -> list[Path]:
     """The cells of a sweep that have a directory, sorted by name. Raises `ConfigError` if it cannot be read."""
     return [path for path in run_dir.subdirectories(sweep) if run_dir.is_run(path)]
+
+
+def runs_together(directory: Path) -> list[Path]:
+    """The cells of a sweep, or the runs in a folder that holds nothing else, such as a sweep without its sweep.json.
+
+    Raises `ConfigError` if there is none, or if runs and sweeps that were started one by one lie below `directory`.
+    """
+    if not is_sweep(directory) and any(is_sweep(path) or path.parent != directory for path in find(directory)):
+        ls = as_command(["ls", str(directory)])
+        raise ConfigError(
+            f"{directory}: holds runs and sweeps, and is none itself; give one of them; `{ls}` lists them"
+        )
+    if found := cells(directory):
+        return found
+    raise ConfigError(f"{directory}: contains no run; give the directory of a run or a sweep")
 
 
 def _is_config_folder(directory: Path) -> bool:

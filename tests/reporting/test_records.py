@@ -8,15 +8,20 @@ import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from sweeps import report_of, write_run, write_sweep
 
+from gptexp.compare import main as compare
+from gptexp.evaluate import main as evaluate
+from gptexp.process.errors import ConfigError
 from gptexp.report import main as report
 from gptexp.reporting.page import sections
 from gptexp.reporting.records import POINTS, find_runs
 from gptexp.reporting.report import build_report
+from gptexp.sample import main as sample
 from gptexp.status import main as status
 from gptexp.storage import run_dir
 
@@ -152,6 +157,27 @@ def test_a_directory_that_has_lost_its_config_is_named(tmp_path: Path) -> None:
     damaged, whole = find_runs(tmp_path)
     assert (damaged.status, whole.status) == ("damaged", "completed")
     assert "config.yaml is missing" in (damaged.problem or "")
+
+
+@pytest.mark.parametrize("read", [[sample], [evaluate], [compare, "sweep/cell"], [status], [report]])
+@pytest.mark.parametrize("beside", ["sweep/cell", "2026-01-02/run"])
+def test_a_folder_of_runs_and_sweeps_is_not_taken_for_a_sweep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read: list[Any], beside: str
+) -> None:
+    """It would be one of a single run, the one that lies directly in it."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("later", beside, "sweep/cell"):
+        write_run(tmp_path / "outputs" / name, 4096, 0.02, 1, 4.0)
+    if beside == "sweep/cell":
+        (tmp_path / "outputs/sweep/sweep.json").write_text("{}")
+    verb, *others = read
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(
+        ConfigError,
+        match=r"^outputs: holds runs and sweeps, and is none itself; give one of them; `gptexp ls outputs` lists them$",
+    ):
+        verb(["outputs", *(f"outputs/{name}" for name in others)])
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_warnings_and_samples_are_named_by_the_completed_steps(tmp_path: Path) -> None:
