@@ -81,12 +81,13 @@ def _differing(of_runs: Sequence[Mapping[str, Any]], kind: str) -> list[Differen
 
 def what_differs(runs: Sequence[Run], found: Sequence[Difference]) -> list[str]:
     """A short text for each run: its values of the first keys of the config that differ, or its directory's name."""
-    told = [d for d in found if d.kind == CONFIG][:KEYS_SHOWN]
-    texts = []
-    for number, run in enumerate(runs):
-        text = ", ".join(f"{_short(d.key)}={d.texts[number]}" for d in told) or printable(run.directory.name)
-        texts.append(text if len(text) <= LABEL_CHARS else f"{text[: LABEL_CHARS - 3]}...")
-    return texts
+    texts = [""] * len(runs)
+    for difference in [d for d in found if d.kind == CONFIG][:KEYS_SHOWN]:
+        parts = [f"{_short(difference.key)}={text}" for text in difference.texts]
+        longer = [f"{text}, {part}" if text else part for text, part in zip(texts, parts, strict=True)]
+        if max(map(len, longer)) <= LABEL_CHARS:  # a value that is cut reads as another one
+            texts = longer
+    return [text or printable(run.directory.name) for text, run in zip(texts, runs, strict=True)]
 
 
 def _short(key: str) -> str:

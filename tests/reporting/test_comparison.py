@@ -91,6 +91,15 @@ def test_runs_have_labels_by_what_differs_and_their_results(capsys: pytest.Captu
     ]  # fmt: skip
 
 
+def test_a_value_that_does_not_fit_into_a_label_is_left_out_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    for number, name in enumerate("ab"):
+        write(name, 0.0123456789 + number, number + 1, 4.0)
+        edit(f"{name}/config.yaml", "beta1: 0.9", f"beta1: 0.{number}123456789")
+        edit(f"{name}/config.yaml", "beta2: 0.95", f"beta2: 0.{number}123456789")
+    labels = [run["label"] for run in told(capsys, "a", "b")["runs"]]
+    assert labels == ["A: lr=0.0123456789, beta1=0.0123456789", "B: lr=1.0123456789, beta1=0.1123456789"]
+
+
 def test_a_narrow_terminal_gets_several_tables_and_every_number(capsys: pytest.CaptureFixture[str]) -> None:
     rates = [0.01 + 0.001 * i for i in range(9)]
     show(compare([Path(write(f"r{i}", lr, loss=4 + lr)) for i, lr in enumerate(rates)]), width=40)
