@@ -95,7 +95,8 @@ class StopRequest:
         self._received_at = 0.0
         self.deadline = float("inf")  # seconds of the monotonic clock
         self.spare_s = 0.0  # time for a step and a checkpoint, which must be left before the deadline
-        self.training = False  # whether there is a step to finish and something to save
+        self.training = False  # whether there is a step to finish and something to save, see `begin`
+        self.promise = "the run stops after this step"
         self.directory: Path | None = None  # of the run, once it has a saved config
         self.record: Callable[[], object] = lambda: None  # writes that the run was interrupted, before an exit at once
         self._silent = False
@@ -105,13 +106,24 @@ class StopRequest:
         self.deadline = float(os.environ.get(DEADLINE) or deadline_after(max_minutes))
 
     def install(self, ignore_sigint: bool) -> None:
-        """Handle the signals from now on. A rank that gptexp launched ignores SIGINT: its parent handles Ctrl-C."""
+        """Handle the signals from now on. A rank that gptexp launched ignores SIGINT: its parent handles Ctrl-C.
+
+        Until training begins, the other signals end such a rank without Python, which handles none while C++ waits for
+        the other ranks; these have ended too, and the wait would go on until the parent kills the rank.
+        """
         self._silent = ignore_sigint
         for number in HANDLED:
-            signal.signal(number, self.on_signal)
+            signal.signal(number, signal.SIG_DFL if ignore_sigint else self.on_signal)
         if ignore_sigint:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)
+
+    def begin(self) -> None:
+        """From now on there is a step to finish and something to save."""
+        self.training = True
+        if self._silent:
+            for number in (signal.SIGUSR1, signal.SIGTERM):
+                signal.signal(number, self.on_signal)
 
     def on_signal(self, number: int, _frame: FrameType | None) -> None:
         now = time.monotonic()
@@ -119,7 +131,8 @@ class StopRequest:
             self.leave(number, before_training(self.directory))
         if self._signal is None:
             self._signal, self._received_at = signal.Signals(number).name, now
-            warn_at_once(f"{self._signal}: the run stops after this step; repeat the signal to stop at once")
+            if not self._silent or os.environ.get("RANK") == "0":
+                warn_at_once(f"{self._signal}: {self.promise}; repeat the signal to stop at once")
         elif now - self._received_at > SAME_REQUEST_S:
             self.leave(number, "interrupted at once; steps after the newest checkpoint are lost")
 

@@ -23,7 +23,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import gptexp
 from gptexp.process.errors import EXIT_CONFIG, EXIT_DIVERGED, EXIT_FAILED, LostRankError, MicroBatchError, UserError
-from gptexp.process.signals import DEADLINE, PARENT, STOPPED, StopRequest, before_training, deadline_after
+from gptexp.process.signals import DEADLINE, HANDLED, PARENT, STOPPED, StopRequest, before_training, deadline_after
 from gptexp.process.terminal import warn
 from gptexp.storage import run_dir
 
@@ -53,7 +53,7 @@ def launch(directory: Path, world_size: int, max_restarts: int = 0, max_minutes:
 
 
 def _launch(directory: Path, world_size: int, deadline: float) -> int:
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # it would print each error a second time
+    _silence_agent()
     with tempfile.TemporaryDirectory(prefix="gptexp-") as logs, _signals(directory) as received, _environment(deadline):
         config = LaunchConfig(
             min_nodes=1,
@@ -79,6 +79,13 @@ def _launch(directory: Path, world_size: int, deadline: float) -> int:
     return 0
 
 
+def _silence_agent() -> None:
+    """Print nothing of torch's agent, which would repeat each error. Its modules set their loggers' levels."""
+    agent = logging.getLogger("torch.distributed.elastic")
+    agent.propagate = False
+    agent.handlers = [logging.NullHandler()]  # without any, Python prints to stderr
+
+
 def _cause(error: ChildFailedError) -> tuple[int, ProcessFailure]:
     """Return the rank that failed first, and its failure.
 
@@ -94,6 +101,8 @@ def _cause(error: ChildFailedError) -> tuple[int, ProcessFailure]:
 
 def _report(rank: int, exit_code: int, message: object) -> int:
     """Print the error of the rank that failed first, unless it was stopped. Returns the exit code of the run."""
+    if -exit_code in HANDLED:  # before training
+        exit_code = 128 - exit_code
     if exit_code in (*STOPPED, EXIT_DIVERGED):
         return exit_code  # rank 0 has printed the reason
     text, trace = _text(message), ""
@@ -125,7 +134,7 @@ def _signals(directory: Path) -> Iterator[list[int]]:
     """
     received: list[int] = []
     first = StopRequest()
-    first.training = True
+    first.training, first.promise = True, "the ranks stop"  # after their step, if they are training
     first.record = partial(run_dir.mark_interrupted, directory)
 
     def before_the_agent(number: int, _frame: FrameType | None) -> None:

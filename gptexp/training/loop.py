@@ -116,7 +116,7 @@ class _Loop:
     def run(self) -> str | None:
         t, state = self.t, self.state
         t.gpt.train()
-        self.stop.training = True
+        self.stop.begin()
         if state.evaluated_tokens < state.tokens and self.is_due(t.plan.eval_every_tokens):
             self.validate()  # the earlier attempt was stopped before this evaluation
         while state.step < t.plan.steps and not self.reasons:

@@ -21,7 +21,8 @@ import os, signal, sys, time
 from gptexp.process.signals import StopRequest
 stop = StopRequest()
 stop.install(ignore_sigint=sys.argv[1] == "rank")
-stop.training = sys.argv[1] != "starting"
+if sys.argv[1] != "starting":
+    stop.begin()
 print("ready", flush=True)
 while True:
     time.sleep(0.01)
