@@ -1,17 +1,17 @@
 """Tab completion of verbs, their flags, and the directories of runs and sweeps. Hydra completes overrides."""
 
 import re
+from argparse import Action, ArgumentParser
 from collections.abc import Iterator, Mapping
-from contextlib import redirect_stdout, suppress
+from contextlib import suppress
 from importlib import import_module
-from io import StringIO
 from pathlib import Path
 
 from gptexp.storage import run_dir
+from gptexp.storage.inventory import OUTPUTS
 
-TRAIN_FLAGS = ("--cfg", "--config-dir", "--dry-run", "--help", "--info", "--multirun", "--note", "--tag")
 HYDRA_VERBS = ("train", "plan", "prepare")  # their other arguments are overrides
-OUTPUTS = "outputs/"  # where runs are by default
+NOT_FOR_USERS = ("--config-path", "--experimental-rerun", "--shell-completion")  # Hydra's; two of them are refused
 
 
 def candidates(line: str, verbs: Mapping[str, str]) -> list[str] | None:
@@ -23,10 +23,13 @@ def candidates(line: str, verbs: Mapping[str, str]) -> list[str] | None:
     word = words.pop() if words and not line[-1].isspace() else ""
     if len(words) < 2:
         found = [*verbs, "--help", "--version"]
+    elif words[1] == "plan" and word.startswith("dev"):  # Hydra does not know it
+        from gptexp.model.gpus import GPUS
+        from gptexp.plan import DEVICE
+
+        found = [f"{DEVICE}{name}" for name in GPUS]
     elif words[1] in HYDRA_VERBS and not word.startswith("-"):
         return None
-    elif words[1] == "train":
-        found = [*TRAIN_FLAGS]
     elif words[1] in verbs:
         found = _of_verb(words[1], words[-1], word)
     else:
@@ -42,26 +45,48 @@ def line_for_hydra(line: str) -> str:
 
 
 def _of_verb(verb: str, before: str, word: str) -> list[str]:
-    """The flags of a verb, the choices of the flag `before`, or the directories that its usage asks for.
+    """The flags of a verb, the choices of the flag `before`, or what stands without a flag.
 
-    RUN_DIR is a run, DIR also a sweep.
+    Of directories, a RUN_DIR is a run, and a DIR also a sweep.
     """
-    with redirect_stdout(StringIO()) as out, suppress(SystemExit):
-        import_module(f"gptexp.{verb}").main(["--help"])
-    usage = out.getvalue().partition("\n\n")[0]
+    arguments = _arguments(verb)
+    flags = {flag: argument for argument in arguments for flag in argument.option_strings}
     if word.startswith("-"):
-        return ["--help", *re.findall(r"--[\w-]+", usage)]
-    if value := re.search(rf"{re.escape(before)} (\{{[^}}]+\}}|\w+)", usage) if before.startswith("--") else None:
-        return value[1][1:-1].split(",") if value[1].startswith("{") else []
-    positional = re.sub(r"\[-[^]]*\]|--[\w-]+ \S+", "", usage)
-    if not (asked := re.search(r"\b(RUN_)?DIR\b", positional)):
-        return []
-    return [text for text, is_sweep in _directories(word) if not (asked[1] and is_sweep)]
+        known = [flag for flag in flags if flag.startswith("--") and flag not in NOT_FOR_USERS]
+        return [*known, "--dry-run"] if verb == "train" else known  # it is that of no parser: it makes train plan
+    if before in flags and flags[before].nargs != 0:
+        return [*map(str, flags[before].choices or ())]
+    positional = [argument for argument in arguments if not argument.option_strings]
+    asked = {argument.metavar for argument in positional}
+    found = [text for text, is_sweep in _directories(word) if "DIR" in asked or ("RUN_DIR" in asked and not is_sweep)]
+    return [*(str(choice) for argument in positional for choice in argument.choices or ()), *found]
+
+
+def _arguments(verb: str) -> list[Action]:
+    """The arguments of a verb, as its parsers know them."""
+    parsers = []
+    if verb in ("train", "plan"):
+        from gptexp.command.hydra_main import short_forms_parser
+
+        parsers.append(short_forms_parser())
+    if verb == "train":
+        from hydra._internal.utils import get_args_parser
+
+        parsers.append(get_args_parser())
+    else:
+        plain = ArgumentParser.print_help
+        ArgumentParser.print_help = lambda parser, file=None: parsers.append(parser)  # type: ignore[method-assign]
+        try:
+            with suppress(SystemExit):
+                import_module(f"gptexp.{verb}").main(["--help"])
+        finally:
+            ArgumentParser.print_help = plain  # type: ignore[method-assign]
+    return [argument for parser in parsers for argument in parser._actions]
 
 
 def _directories(word: str) -> Iterator[tuple[str, bool]]:
     """Yield the runs and sweeps in outputs/ and beside the typed path, with whether each is a sweep."""
-    for base in dict.fromkeys((OUTPUTS, word[: word.rfind("/") + 1])):
+    for base in dict.fromkeys((f"{OUTPUTS}/", word[: word.rfind("/") + 1])):
         folder = Path(base or ".")
         for path in (*folder.glob("[!.]*/"), *folder.glob("[!.]*/[!.]*/")):
             is_sweep = (path / run_dir.SWEEP).is_file()

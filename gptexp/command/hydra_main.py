@@ -91,11 +91,8 @@ def spelled_out(argv: Sequence[str]) -> list[str]:
 
     Raises `ConfigError`.
     """
-    parser = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--tag", action="append")
-    parser.add_argument("--note")
     try:
-        short, rest = parser.parse_known_args(argv)
+        short, rest = short_forms_parser().parse_known_args(argv)
     except ArgumentError as error:
         _usage_error(str(error))
     short_forms = []
@@ -108,6 +105,14 @@ def spelled_out(argv: Sequence[str]) -> list[str]:
             raise ConfigError(f"{flag}: a short form of {key}=…, which is given too; leave out one of them")
         rest.append(f"{key}={value}")
     return rest
+
+
+def short_forms_parser() -> ArgumentParser:
+    """The parser of `--tag T` and `--note TEXT`."""
+    parser = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--tag", action="append")
+    parser.add_argument("--note")
+    return parser
 
 
 def _quoted(text: str) -> str:

@@ -2,19 +2,24 @@
 
 import os
 import pty
+import re
 import select
 import shutil
 import subprocess
 import sys
 import time
+from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 from conftest import ROOT, ForkServer
+from hydra._internal.utils import get_args_parser
 
 from gptexp.cli import VERBS
-from gptexp.command.completion import candidates
+from gptexp.command.completion import NOT_FOR_USERS, candidates
 from gptexp.config.schema import Config
+from gptexp.model.gpus import GPUS
 from gptexp.storage import run_dir
 
 
@@ -49,15 +54,35 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("gptexp sample --top-k ", []),
         ("gptexp train --dr", ["--dry-run"]),
         ("gptexp train model=nano --ta", ["--tag"]),
-        ("gptexp plan --t", ["--time"]),
+        ("gptexp train --config-n", ["--config-name"]),
+        ("gptexp train --cfg ", None),
+        ("gptexp plan --t", ["--tag", "--time"]),
+        ("gptexp plan --multi", ["--multirun"]),
+        ("gptexp plan device=a", ["device=a100"]),
+        ("gptexp plan dev", [f"device={name}" for name in GPUS]),
+        ("gptexp dashboard ", ["push"]),
         ("gptexp prepare --v", ["--verify"]),
         ("gptexp train --nosuch", []),
         ("gptexp bench ", []),
         ("gptexp nosuch ", []),
     ],
 )
-def test_verbs_flags_and_directories_are_offered(folder: Path, line: str, found: list[str]) -> None:
-    assert candidates(line, VERBS) == sorted(found)
+def test_verbs_flags_and_directories_are_offered(folder: Path, line: str, found: list[str] | None) -> None:
+    assert candidates(line, VERBS) == (None if found is None else sorted(found))
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_flag_of_a_verb_is_offered(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Those that its help names, and of train also Hydra's, which are not in its help."""
+    offered = candidates(f"gptexp {verb} --", VERBS)
+    with suppress(SystemExit):
+        import_module(f"gptexp.{verb}").main(["--help"])
+    named = {*re.findall(r"(?<![\w-])--[a-z][\w-]+", capsys.readouterr().out)} - {"--nproc-per-node", "--multi"}
+    assert offered is not None
+    assert named <= {*offered}
+    if verb == "train":
+        hydras = {flag for flag in get_args_parser()._option_string_actions if flag.startswith("--")}
+        assert {*offered} == named | hydras - {*NOT_FOR_USERS}
 
 
 def test_every_verb_is_offered_and_completes_without_importing_torch(light_server: ForkServer, tmp_path: Path) -> None:
