@@ -29,7 +29,7 @@ FENCES = {
     "wandb_workspaces": {"loggers/dashboard.py"},
     "tiktoken": {"data/tokenizer.py"},
     "tiktoken_ext": {"data/tokenizer.py"},
-    "argparse": {TOP, "command/hydra_main.py"},
+    "argparse": {TOP, "command/hydra_main.py", "command/completion.py"},
     "rich": {
         "data/prepare.py", "loggers/console.py", "reporting/terminal_table.py",
         "reporting/write.py", "run/benchmark.py",

@@ -25,9 +25,8 @@ def candidates(line: str, verbs: Mapping[str, str]) -> list[str] | None:
         found = [*verbs, "--help", "--version"]
     elif words[1] == "plan" and word.startswith("dev"):  # Hydra does not know it
         from gptexp.model.gpus import GPUS
-        from gptexp.plan import DEVICE
 
-        found = [f"{DEVICE}{name}" for name in GPUS]
+        found = [f"device={name}" for name in GPUS]
     elif words[1] in HYDRA_VERBS and not word.startswith("-"):
         return None
     elif words[1] in verbs:
@@ -75,7 +74,7 @@ def _arguments(verb: str) -> list[Action]:
         parsers.append(get_args_parser())
     else:
         plain = ArgumentParser.print_help
-        ArgumentParser.print_help = lambda parser, file=None: parsers.append(parser)  # type: ignore[method-assign]
+        ArgumentParser.print_help = lambda parser, file=None: parsers.append(parser)  # type: ignore[assignment, method-assign]
         try:
             with suppress(SystemExit):
                 import_module(f"gptexp.{verb}").main(["--help"])

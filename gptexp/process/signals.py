@@ -96,6 +96,7 @@ class StopRequest:
         self.deadline = float("inf")  # seconds of the monotonic clock
         self.spare_s = 0.0  # time for a step and a checkpoint, which must be left before the deadline
         self.training = False  # whether there is a step to finish and something to save, see `begin`
+        self.announces = True  # whether it says that the first signal has come
         self.promise = "the run stops after this step"
         self.directory: Path | None = None  # of the run, once it has a saved config
         self.record: Callable[[], object] = lambda: None  # writes that the run was interrupted, before an exit at once
@@ -131,7 +132,7 @@ class StopRequest:
             self.leave(number, before_training(self.directory))
         if self._signal is None:
             self._signal, self._received_at = signal.Signals(number).name, now
-            if not self._silent or os.environ.get("RANK") == "0":
+            if self.announces:
                 warn_at_once(f"{self._signal}: {self.promise}; repeat the signal to stop at once")
         elif now - self._received_at > SAME_REQUEST_S:
             self.leave(number, "interrupted at once; steps after the newest checkpoint are lost")

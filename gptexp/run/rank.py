@@ -89,6 +89,7 @@ def run_launched(directory: Path, stop: StopRequest) -> NoReturn:
         stop.limit(cfg.train.max_minutes)
         rank = launcher_rank()
         assert rank is not None
+        stop.announces = rank.is_main
         return run(Job(cfg, directory, rank, stop))
 
     with ending_rank(report=False):  # `record` writes the error to a file, and the parent prints it
