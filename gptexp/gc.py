@@ -8,7 +8,7 @@ from gptexp.process.terminal import confirmed, printable, run_verb, say, termina
 from gptexp.process.words import counted, size_shown
 from gptexp.reporting.terminal_table import print_table
 from gptexp.storage import run_dir
-from gptexp.storage.inventory import OUTPUTS
+from gptexp.storage.inventory import OUTPUTS, is_not_there_yet
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -23,6 +23,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--dry-run", action="store_true", help="only show what would be removed")
     parser.add_argument("--yes", action="store_true", help="do not ask")
     args = parser.parse_args(argv)
+    if is_not_there_yet(args.directory):
+        say(f"{args.directory}: no runs yet")
+        return 0
     if not args.directory.is_dir():
         raise ConfigError(f"{args.directory}: no such directory; give a directory with runs")
 

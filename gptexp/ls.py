@@ -6,7 +6,7 @@ from pathlib import Path
 from gptexp.process.errors import ConfigError
 from gptexp.process.terminal import emit, emit_path, run_verb, say, terminal_width, warn
 from gptexp.reporting.listing import SORTS, STATUSES, Filter, as_json, list_runs, ordered, print_rows
-from gptexp.storage.inventory import OUTPUTS
+from gptexp.storage.inventory import OUTPUTS, is_not_there_yet
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -33,8 +33,8 @@ def main(argv: list[str] | None = None) -> None:
         raise ConfigError(f"--where {wrong[0]}: must be key=value")
 
     which = Filter(args.status, args.tag, [(key, value) for key, _, value in pairs])
-    rows = ordered([found.row for found in list_runs(args.directory) if which.shows(found)], args.sort, args.reverse)
-    rows = rows[: args.limit]
+    listed = [] if is_not_there_yet(args.directory) else list_runs(args.directory)
+    rows = ordered([found.row for found in listed if which.shows(found)], args.sort, args.reverse)[: args.limit]
     if args.json:
         emit(as_json(rows))
     elif args.quiet:
@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> None:
             if row.problem:
                 warn(row.problem)
     else:
-        say(f"{args.directory}: no runs{' that match' if args.status or args.tag or args.where else ''}")
+        say(f"{args.directory}: no runs {'that match' if args.status or args.tag or args.where else 'yet'}")
 
 
 if __name__ == "__main__":

@@ -38,8 +38,9 @@ SORTS: dict[str, Callable[["Row"], Any]] = {  # flag -> value; None comes last
     "loss": lambda row: row.val_loss,
     "size": lambda row: -row.size_bytes,
 }
+NARROWEST_NAME = 38  # characters of that column: a date, a time and a model, with the space beside them
 # Columns that are left out first on a narrow terminal, in this order.
-LEAST_NEEDED = ("note", "tags", "size", "started", "model", "cells", "status")
+LEAST_NEEDED = ("note", "tags", "size", "started", "model", "tokens a step", "cells", "learning rate", "status")
 TEXT_COLUMNS = ("started", "model", "status", "tags", "note")
 
 
@@ -348,4 +349,6 @@ def print_rows(rows: Sequence[Row], width: int | None) -> None:
         ("tags", texts(lambda row: ", ".join(row.tags))),
         ("note", texts(lambda row: row.note or "")),
     ]
-    print_table([column for column in columns if any(column[1])], "name", TEXT_COLUMNS, LEAST_NEEDED, width)
+    print_table(
+        [column for column in columns if any(column[1])], "name", TEXT_COLUMNS, LEAST_NEEDED, width, NARROWEST_NAME
+    )

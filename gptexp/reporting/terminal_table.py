@@ -13,15 +13,20 @@ Columns = Sequence[tuple[str, Sequence[str]]]  # the title of each column, with 
 
 
 def print_table(
-    columns: Columns, name: str, to_the_left: Collection[str], least_needed: Sequence[str], width: int | None
+    columns: Columns,
+    name: str,
+    to_the_left: Collection[str],
+    least_needed: Sequence[str],
+    width: int | None,
+    narrowest_name: int = NARROWEST_NAME,
 ) -> None:
     """Print `columns` on lines of `width` characters, or on lines of any length if it is None.
 
     `name` is the title of the column that may be wrapped. `least_needed` are the titles of columns that are left out
-    first, in this order.
+    first, in this order, until that column has `narrowest_name` characters, or fewer if it needs fewer.
     """
     for title in least_needed:
-        if width is not None and sum(_width(column, name) for column in columns) > width:
+        if width is not None and sum(_width(column, name, narrowest_name) for column in columns) > width:
             columns = [column for column in columns if column[0] != title]
     table = Table(box=None, pad_edge=False)
     for title, _ in columns:
@@ -46,8 +51,8 @@ def print_in_blocks(
         columns = columns[count:]
 
 
-def _width(column: tuple[str, Sequence[str]], name: str) -> int:
+def _width(column: tuple[str, Sequence[str]], name: str, narrowest_name: int = NARROWEST_NAME) -> int:
     """Characters that a column needs, with the space beside it."""
     title, texts = column
     needed = max(map(len, (title, *texts))) + 2
-    return min(needed, NARROWEST_NAME) if title == name else needed
+    return min(needed, narrowest_name) if title == name else needed

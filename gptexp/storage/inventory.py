@@ -29,6 +29,11 @@ def find(directory: Path) -> list[Path]:
     return found
 
 
+def is_not_there_yet(directory: Path) -> bool:
+    """Whether `directory` is the default, not one that was given, and no run has created it yet."""
+    return directory is OUTPUTS and not os.path.lexists(directory)
+
+
 def is_sweep(directory: Path) -> bool:
     return os.path.lexists(directory / run_dir.SWEEP)
 

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 import yaml
 from sweeps import write_run
 
+from gptexp.gc import main as gc
 from gptexp.ls import main
 from gptexp.process.errors import ConfigError
 from gptexp.reporting.best import best_cell
@@ -293,19 +295,57 @@ def test_no_digit_is_cut_on_a_narrow_terminal(
     out = capsys.readouterr().out
     assert "\u2026" not in out
     assert max(map(len, out.splitlines())) <= (width or 10_000)
-    if width is None or width >= 60:
-        assert all(text in out for text in ("4.2500", "4.5000", "4.1000", "16,384", "0.04"))
+    if width is None or width >= 40:
+        assert all(text in out for text in ("4.2500", "4.5000", "4.1000"))
+    if width is None or width >= 120:
+        assert all(text in out for text in ("16,384", "0.04"))
     assert ("first try" in out) == (width is None)
+
+
+@pytest.mark.parametrize(("width", "whole"), [(40, False), (60, True), (80, True)])
+def test_other_columns_are_left_out_before_the_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, width: int, whole: bool
+) -> None:
+    names = [f"2026-01-02/0{number}-04-05-678901-gpt2_124m" for number in range(2)]
+    for name in names:
+        write_run(tmp_path / name, 16384, 0.0006, 1, 4.25)
+    monkeypatch.setattr("gptexp.ls.terminal_width", lambda: width)
+    main([str(tmp_path)])
+    out = capsys.readouterr().out
+    for name in names:
+        assert (name if whole else name[:24]) in out
+    assert out.count("4.2500") == 2
+    assert ("learning rate" in out) == (width == 80)
 
 
 def test_without_runs_a_line_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main([str(tmp_path)])
-    assert capsys.readouterr().out == f"{tmp_path}: no runs\n"
+    assert capsys.readouterr().out == f"{tmp_path}: no runs yet\n"
     assert listed(capsys, tmp_path) == []
     main([str(tmp_path), "-q"])
     assert capsys.readouterr().out == ""
     with pytest.raises(ConfigError, match="no such directory"):
         main([str(tmp_path / "nowhere")])
+
+
+@pytest.mark.parametrize(
+    ("verb", "argv", "said"),
+    [
+        (main, [], "outputs: no runs yet\n"),
+        (main, ["--json"], "[]\n"),
+        (main, ["-q"], ""),
+        (gc, [], "outputs: no runs yet\n"),
+    ],
+)
+def test_before_the_first_run_the_default_directory_need_not_exist(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    verb: Callable[[list[str]], int | None], argv: list[str], said: str,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    assert not verb(argv)
+    assert capsys.readouterr() == (said, "")
+    with pytest.raises(ConfigError, match="outputs: no such directory"):
+        verb(["outputs", *argv])
 
 
 def test_a_model_has_the_name_of_its_option_or_its_sizes() -> None:
