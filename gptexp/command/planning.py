@@ -247,7 +247,8 @@ def _time_line(p: dict[str, Any]) -> str:
     total, step = f"about {duration(time_s['total_s'])}", f"{time_s['step_s']:.3g} s per step"
     if "assumed" in p:
         peak = f"{p['assumed']['peak_flops_per_s'] / 1e12:,.0f} TFLOP/s"
-        return f"{total} ({step}): {ASSUMPTION}; the peak is {peak} on each rank"
+        after = " after compilation" if p["effective"]["compile"] else ""
+        return f"{total}{after} ({step}): {ASSUMPTION}; the peak is {peak} on each rank"
     return f"{total} ({step}, {time_s['validation_s']:.3g} s per validation, {time_s['start_s']:.1f} s to start)"
 
 

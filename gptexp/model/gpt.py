@@ -95,6 +95,8 @@ class GPT(nn.Module):
 
     def hidden(self, x: Tensor) -> Tensor:
         """Hidden states (B, T, C) after the final LayerNorm, of the tokens `x` (B, T). T is at most block_size."""
+        if x.shape[1] > self.cfg.block_size:
+            raise ValueError(f"{x.shape[1]} tokens: the model has model.block_size={self.cfg.block_size}")
         positions = torch.arange(x.shape[1], device=x.device)
         h = self.wte(x) + self.wpe(positions)  # (B, T, C)
         h = F.dropout(h, self.cfg.dropout, self.training)

@@ -6,6 +6,7 @@ Runs with equal configs but for the seed form a cell. A cell with several runs m
 import math
 import string
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from gptexp.reporting.records import Run, has_diverged, read_run
 from gptexp.reporting.report import Report
 from gptexp.reporting.shape import CLEAR
 from gptexp.reporting.verdict import Finding, Verdict, seeds_in_words
+from gptexp.storage import inventory, run_dir
 
 SEED = "train.seed"
 HELD_OUT = ("data.val_tokens", "data.max_tokens")  # with the length of a sequence they decide which text is held out
@@ -295,9 +297,17 @@ def _more_seeds(cell: Cell) -> Iterator[Proposal]:
     if started is None:
         return
     kept = [text for text in started.overrides if text.lstrip("+").partition("=")[0] not in (SEED, "sweep")]
-    highest = max(other.seed for other in cell.runs)
+    highest = max(seed for other in cell.runs for seed in (other.seed, *_seeds_beside(other.directory)))
     seeds = ",".join(str(highest + i) for i in range(1, SEEDS + 1))
     command = as_command(["train", "-m", *started.flags, *kept, f"{SEED}={seeds}"])
     minutes = SEEDS * run.summary["wall_s"] / 60 if run.summary.get("wall_s") else None
     why = f"measures the noise of {run.name}, as no two of the compared runs differ in the seed alone"
     yield Proposal(command, why, SEEDS, minutes)
+
+
+def _seeds_beside(directory: Path) -> Iterator[int]:
+    """The seeds of the runs in the sweep of the run in `directory`, if it is a cell."""
+    sweep = directory.resolve().parent
+    for path in inventory.cells(sweep) if inventory.is_sweep(sweep) else ():
+        with suppress(ConfigError):  # a damaged run
+            yield run_dir.load_config(path).train.seed

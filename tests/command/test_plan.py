@@ -206,8 +206,8 @@ def test_a_plan_for_another_gpu_says_that_it_is_an_estimate(capsys: pytest.Captu
     lines = dict(line.split(maxsplit=1) for line in out.splitlines() if line.startswith(("device", "time")))
     assert lines["device"] == "A100 with 80 GB, from its data sheet; nothing is measured"
     assert re.fullmatch(
-        r"about 2 h 23 min \(0\.449 s per step\): not measured, at an assumed MFU of 40% \(arXiv .*\); the peak is 312 "
-        r"TFLOP/s on each rank",
+        r"about 2 h 23 min after compilation \(0\.449 s per step\): not measured, at an assumed MFU of 40% "
+        r"\(arXiv .*\); the peak is 312 TFLOP/s on each rank",
         lines["time"],
     )
     assert "bfloat16: the A100 has bfloat16 arithmetic\n" in out

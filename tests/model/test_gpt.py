@@ -65,6 +65,11 @@ def test_no_token_attends_to_later_tokens() -> None:
     assert not torch.allclose(before[:, 12:], after[:, 12:])
 
 
+def test_more_tokens_than_a_block_are_refused_with_both_numbers() -> None:
+    with pytest.raises(ValueError, match=r"25 tokens: the model has model\.block_size=24"):
+        GPT(SMALL)(tokens(1, SMALL.block_size + 1))
+
+
 def test_initial_weights_have_the_standard_deviations_of_gpt2() -> None:
     torch.manual_seed(0)
     cfg = ModelConfig(n_layer=2, n_head=4, n_embd=256, block_size=64, vocab_size=512)

@@ -213,6 +213,9 @@ def test_without_seeds_the_noise_is_unknown_and_a_command_measures_it(capsys: py
     assert proposal["why"] == "measures the noise of A, as no two of the compared runs differ in the seed alone"
     edit("a/.hydra/hydra.yaml", '"my conf"', "7")  # as somebody has edited it
     assert "--config-dir 7" in told(capsys, "a", "b")["next"][0]["command"]
+    write("c", 0.01, 9, 4.1)
+    Path("sweep.json").write_text("{}")  # now a and b are cells of a sweep, which has trained seed 9 too
+    assert told(capsys, "a", "b")["next"][0]["command"].endswith("train.seed=10,11")
 
 
 def test_runs_of_one_seed_and_config_are_not_taken_for_seeds(capsys: pytest.CaptureFixture[str]) -> None:
