@@ -20,7 +20,7 @@ from gptexp.process.terminal import printable
 from gptexp.process.words import shown, size_shown
 from gptexp.reporting.terminal_table import print_table
 from gptexp.storage import run_dir, sweep_record
-from gptexp.storage.divergence import is_above_a_guess
+from gptexp.storage.divergence import counts_as_diverged
 from gptexp.storage.inventory import bytes_on_disk, cells, find, is_sweep
 from gptexp.storage.reader import open_text, parse_json, read_yaml
 
@@ -190,11 +190,8 @@ def _best_cell(runs: Sequence[Listed]) -> list[Row]:
 
 
 def _has_diverged(run: Listed) -> bool:
-    """As `records.has_diverged`."""
-    status, loss = run.row.status, run.row.val_loss
-    return status == "diverged" or (
-        status == "completed" and loss is not None and is_above_a_guess(loss, run.configs[0])
-    )
+    row = run.row
+    return row.status in run_dir.DONE and counts_as_diverged(row.status, row.val_loss, run.configs[0])
 
 
 def _mean_loss(rows: Sequence[Row]) -> float:

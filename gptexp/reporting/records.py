@@ -17,7 +17,7 @@ from gptexp.config.schema import result_deciding
 from gptexp.process.errors import ConfigError
 from gptexp.process.terminal import LAYOUT, printable
 from gptexp.storage import run_dir
-from gptexp.storage.divergence import is_above_a_guess
+from gptexp.storage.divergence import counts_as_diverged
 from gptexp.storage.inventory import runs_together
 from gptexp.storage.missing_steps import described, missing_steps
 from gptexp.storage.noise_scale import Norms
@@ -160,7 +160,7 @@ def find_runs(directory: Path, read: Callable[[Path], Run] = read_run) -> list[R
 
 def has_diverged(run: Run) -> bool:
     """Whether a run counts as diverged: also one that has completed with a loss far above that of a guess."""
-    return run.status == "diverged" or (run.loss is not None and is_above_a_guess(run.loss, run.config))
+    return counts_as_diverged(run.status, run.loss, run.config)
 
 
 def short_commit(commit: str) -> str:

@@ -35,6 +35,11 @@ class LossTrend:
         return self.steps_above >= max(PATIENCE_STEPS, PATIENCE * steps)
 
 
-def is_above_a_guess(loss: float, config: Mapping[str, Any]) -> bool:
-    """Whether a final loss, in nats, is far above that of a uniform guess. `config`: dotted key -> value."""
-    return loss > math.log(config["model.vocab_size"]) + ABOVE_A_GUESS
+def counts_as_diverged(status: str, final_loss: float | None, config: Mapping[str, Any]) -> bool:
+    """Whether a run has diverged, or has completed with a loss, in nats, far above that of a uniform guess.
+
+    `final_loss` is None of a run that has not completed. `config`: dotted key -> value.
+    """
+    if status == "diverged" or final_loss is None:
+        return status == "diverged"
+    return final_loss > math.log(config["model.vocab_size"]) + ABOVE_A_GUESS
