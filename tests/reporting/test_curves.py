@@ -233,6 +233,16 @@ def test_nothing_is_proposed_above_a_learning_rate_that_diverged_even_if_a_highe
     assert 0.002 < curve.next_lr < 0.004
 
 
+@pytest.mark.parametrize("mirrored", [False, True])
+def test_a_grid_is_not_extended_far_from_the_best_learning_rate(mirrored: bool) -> None:
+    """Its neighbours are near, and the losses beside it rise little on one side: only seeds help."""
+    losses = (3.5, 3.3, 3.1, 3.105, 3.106, 3.107)
+    grid = {1.4**x: [loss] for x, loss in enumerate(reversed(losses) if mirrored else losses)}
+    curve = fit_curves({8: grid}, {}, 0.002).of[8]
+    assert (curve.status, curve.next_lr) == ("not bracketed", None)
+    assert f"clearly rise {'below' if mirrored else 'above'}" in curve.why
+
+
 def test_a_learning_rate_that_diverged_ends_the_bracket_above_a_known_loss() -> None:
     losses = {0.004: [3.550], 0.008: [3.529], 0.016: [3.538]}
     assert fit_curves({8: losses}, {}, 0.002).of[8].status == "not bracketed"
