@@ -88,6 +88,7 @@ def config(folder: Path, steps: int, **train: Any) -> Config:
     cfg.data.cache_dir = str(folder / "cache")
     cfg.train.max_steps, cfg.train.save_every, cfg.train.eval_every = steps, SAVE_EVERY, 0
     cfg.train.device, cfg.train.dtype, cfg.train.compile, cfg.train.reduction = "cpu", "float32", "off", "tree"
+    cfg.train.matmul_precision = "highest"  # `auto` times both, and another choice changes the bits
     cfg.log.progress, cfg.log.sample_tokens, cfg.log.wandb.mode = "off", 0, "disabled"
     cfg.train = replace(cfg.train, **train)
     return cfg
