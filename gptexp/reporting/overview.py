@@ -52,10 +52,11 @@ def overview(
     varied = {key.partition(".")[0] for key in analysis.differing}
     same = [printable(choices[group]) for group in ("model", "data") if group in choices and group not in varied]
     what = " on ".join(same) or analysis.name
+    planned = not_started(directory, analysis.runs, sweep)
     of_tokens = sum(cell.of_tokens for cell in cells)
     return Overview(
-        title=f"{what}: {_axes(analysis)}" if is_sweep else f"{what}, learning rate {run.lr:.3g}",
-        facts=list(_facts(directory, analysis.runs, not_started(directory, analysis.runs, sweep))),
+        title=f"{what}: {_axes(analysis, planned)}" if is_sweep else f"{what}, learning rate {run.lr:.3g}",
+        facts=list(_facts(directory, analysis.runs, planned)),
         commands=[as_command(given) for given in _commands(sweep, started)],
         tiles=_of_a_sweep(analysis, cells, goes_on) if is_sweep else _of_a_run(run, cells[0], goes_on),
         share=sum(cell.tokens for cell in cells) / of_tokens if of_tokens else 0.0,
@@ -98,10 +99,10 @@ def link_to(name: str) -> str:
     return f"{quote(os.fsencode(name))}/"
 
 
-def _axes(analysis: Analysis) -> str:
+def _axes(analysis: Analysis, planned: Sequence[Run]) -> str:
     """The swept keys, for example 'learning rate × batch size'."""
-    readable = [run for run in analysis.runs if run.config]
-    swept = [name for key, name in AXES.items() if len({repr(run.config[key]) for run in readable}) > 1]
+    cells = [*(run for run in analysis.runs if run.config), *planned]
+    swept = [name for field, name in AXES.values() if len({getattr(run, field) for run in cells}) > 1]
     return " × ".join([*swept, *map(printable, analysis.differing)]) or counted(len(analysis.runs), "run")
 
 

@@ -24,10 +24,10 @@ from gptexp.storage.noise_scale import Norms
 from gptexp.storage.reader import open_text, parse_json
 
 POINTS = 512  # steps of a run that are kept for its curves: at least this many, at most twice as many
-AXES = {  # key with a field in `Run` -> what people call it
-    "optim.lr": "learning rate",
-    "batch.total_batch_size": "batch size",
-    "train.seed": "seed",
+AXES = {  # key -> its field in `Run`, and what people call it
+    "optim.lr": ("lr", "learning rate"),
+    "batch.total_batch_size": ("batch", "batch size"),
+    "train.seed": ("seed", "seed"),
 }
 COMMIT_CHARS = 10
 WROTE_ITS_END = ("completed", "diverged", "interrupted")

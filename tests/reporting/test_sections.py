@@ -78,6 +78,17 @@ def test_a_sweep_that_has_stopped_goes_on_with_its_command(tmp_path: Path) -> No
         assert "Nothing yet: 2 cells still to finish, time left " in html_of(tmp_path)["next"]
 
 
+def test_a_head_names_what_is_planned_too(tmp_path: Path) -> None:
+    write_run(tmp_path / "lr=0.01", 4096, 0.01, 1337, 4.0)
+    cells = {f"lr={lr}": {"values": {"optim.lr": str(lr)}, "total_batch_size": 4096, "tokens": TOKENS}
+             for lr in (0.01, 0.04)}  # fmt: skip
+    run_dir.write_json(tmp_path / run_dir.SWEEP, {"name": "sweep", "overrides": [], "cells": cells})
+    header = html_of(tmp_path)["header"]
+    assert "learning rate</h1>" in header
+    assert "<dt>Learning rate</dt><dd>0.01, 0.04</dd>" in header
+    assert "seed" not in header
+
+
 def test_of_several_commands_each_goes_on_with_its_cells_and_the_newest_is_on_top(tmp_path: Path) -> None:
     """The newest one alone would leave the cells of the earlier one as they are."""
     write_stopped(tmp_path, [FIRST, SECOND])
