@@ -29,7 +29,11 @@ def write_optim(path: Path, analysis: "Analysis") -> None:
     if len(laws) != 1:
         raise ConfigError(
             f"--write-optim {path}: {analysis.name} has {len(laws)} fitted laws, and must have one; "
-            + ("report a sweep with one arm" if laws else "at least two batch sizes need a bracketed optimum")
+            + (
+                "report a sweep with one arm"
+                if laws
+                else "two batch sizes need an optimum with an interval, which takes seeds; the report says what to run"
+            )
         )
     [law] = laws
     sizes = ", ".join(f"{size:,}" for size in law.sizes)

@@ -111,14 +111,16 @@ def _wanted(arm: Arm) -> list[_Cells]:
     for batch, curve in arm.curves.of.items():
         found += _for_the_shape(arm, batch, curve, seeds)
         for lr in dict.fromkeys(outlier.lr for outlier in curve.outliers):
-            found.append(_Cells(batch, [lr], seeds[:1], "one run there is left out, as nothing explains it"))
+            found.append(
+                _Cells(batch, [lr], seeds[:1], f"{_at(batch)} one run there is left out, as nothing explains it")
+            )
     for batch, lrs in arm.all_diverged.items():
         below, _ = one_step_outside(sorted(lrs))
-        why = "training diverged at every learning rate that was run"
+        why = f"{_at(batch)} training diverged at every learning rate that was run"
         found.append(_Cells(batch, sorted([below, below**2 / min(lrs)]), [], why))
     for batch, curve in arm.curves.of.items():
         if curve.bracket is not None and (curve.noise is None or not curve.noise.is_sure):
-            why = f"measures the noise at {batch:,} tokens a step, which gives its best learning rate an interval"
+            why = f"measures the noise {_at(batch)}, which gives its best learning rate an interval"
             found.append(_Cells(batch, _around(arm, batch, curve), seeds, why))
     if arm.law is not None and not found and not arm.law.bends:
         batch = 2 * max(arm.law.sizes)
@@ -129,36 +131,42 @@ def _wanted(arm: Arm) -> list[_Cells]:
     return found
 
 
+def _at(batch: int) -> str:
+    return f"at {batch:,} tokens a step"
+
+
 def _for_the_shape(arm: Arm, batch: int, curve: Curve, seeds: list[int]) -> Iterator[_Cells]:
     lrs = sorted(arm.curves.losses[batch])  # those that the curve was judged by
     limit = min(arm.diverged.get(batch, ()), default=math.inf)
     limit = min([limit, *(outlier.lr for outlier in curve.outliers if outlier.lr > lrs[-1])])
     below, above = one_step_outside(lrs)
+    at = _at(batch)
     if curve.next_lr is not None and lrs[0] < curve.next_lr < lrs[-1]:
-        why = f"at {batch:,} tokens a step the lowest point may lie in this gap of the grid"
+        why = f"{at} the lowest point may lie in this gap of the grid"
         yield _Cells(batch, [curve.next_lr], [], why)
     elif curve.next_lr is not None:
         beyond = curve.next_lr**2 / (lrs[-1] if curve.next_lr > lrs[-1] else lrs[0])
-        why = f"at {batch:,} tokens a step {curve.why}"
+        why = f"{at} {curve.why}"
         yield _Cells(batch, [curve.next_lr] if beyond >= limit else sorted([curve.next_lr, beyond]), [], why)
     elif curve.status == "not bracketed":
         ends = sorted({lrs[0], curve.best or lrs[0], lrs[-1]})
-        yield _Cells(batch, ends, seeds, "seeds show whether the loss rises on both sides of the best learning rate")
+        yield _Cells(batch, ends, seeds, f"{at} seeds show whether the loss rises on both sides of the best one")
     elif curve.status == "jagged" and limit < (curve.best or 0.0):
-        yield _Cells(batch, [limit], seeds, "training diverged there, but not at higher learning rates: does it again?")
+        why = f"{at} training diverged at this learning rate, but not at higher ones: does it again?"
+        yield _Cells(batch, [limit], seeds, why)
     elif curve.status == "jagged":
-        yield _Cells(batch, lrs, seeds[:1], "a second seed shows whether the losses really rise and fall")
+        yield _Cells(batch, lrs, seeds[:1], f"{at} a second seed shows whether the losses really rise and fall")
     elif curve.tied is not None and lrs[-1] / lrs[0] >= WIDE:
         tied = sorted({*curve.tied, curve.best or curve.tied[0]})
-        yield _Cells(batch, tied, seeds, "more seeds tell these learning rates apart, if they differ")
+        yield _Cells(batch, tied, seeds, f"{at} more seeds tell these learning rates apart, if they differ")
     elif curve.tied is not None:
         outside = [below] if above >= limit else [below, above]
-        yield _Cells(batch, outside, [], "the grid is too narrow to show where the loss rises")
+        yield _Cells(batch, outside, [], f"{at} the grid is too narrow to show where the loss rises")
     elif curve.status == "too few":
         ends = [below, above]
         if len(lrs) > 1:
             ends = [below if curve.best == lrs[0] else above]
-        yield _Cells(batch, [lr for lr in ends if lr < limit], [], "a lowest point needs three learning rates")
+        yield _Cells(batch, [lr for lr in ends if lr < limit], [], f"{at} a lowest point needs three learning rates")
 
 
 def _around(arm: Arm, batch: int, curve: Curve) -> list[float]:
