@@ -208,7 +208,7 @@ def _optimum(fitted: Fitted, interval: Fitted | None, target: Target, noise: Noi
 
 
 def _vertex(points: Points) -> Optimum:
-    """The minimum of the parabola through the best point and its two neighbours, at most half-way to one of these.
+    """The minimum of the parabola through the best point and its two neighbours, never beyond half-way to one of these.
 
     Its loss is that of the best point: three points do not say how far below it the minimum lies.
     """
@@ -221,8 +221,7 @@ def _vertex(points: Points) -> Optimum:
         fall, rise = min(fall, MOST_SKEWED * rise), min(rise, MOST_SKEWED * fall)
     curvature = fall / before + rise / after
     shift = (fall * after / before - rise * before / after) / (2 * curvature) if curvature else 0.0
-    octave = x[best] + min(max(shift, -before / 2), after / 2)
-    return Optimum(lr=float(2**octave), loss=points.means[best])
+    return Optimum(lr=float(2 ** (x[best] + shift)), loss=points.means[best])
 
 
 def _curve(

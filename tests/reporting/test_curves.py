@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from drawn import SIGMA, draw, steep, u_curve, wall
+from scipy import stats
 
 from gptexp.reporting.curves import fit_curves
 
@@ -207,6 +208,27 @@ def test_an_optimum_at_the_edge_of_the_grid_never_gets_a_number(side: int, beyon
         for curve in fit_curves(sweep, {}, 0.001).of.values():
             assert (curve.status, curve.optimum) == ("not bracketed", None)
             assert curve.next_lr == pytest.approx(2.0 ** (3 * side))
+
+
+def test_the_range_of_ties_is_where_the_curve_rises_by_a_significant_difference_of_two_runs() -> None:
+    spread = 0.002  # of two seeds around each loss
+    losses = {2.0**x: [0.02 * x * x + 3 - spread, 0.02 * x * x + 3 + spread] for x in range(-3, 4)}
+    curve = fit_curves({8: losses}, {}, 0.002).of[8]
+    sigma = spread * math.sqrt(2)
+    octaves = math.sqrt(stats.t.ppf(0.975, 5) * sigma * math.sqrt(2) / 0.02)  # five cells of two seeds count
+    assert curve.optimum is not None
+    assert curve.optimum.tie_low is not None
+    assert curve.optimum.tie_high is not None
+    assert math.log2(curve.optimum.tie_low) == pytest.approx(-octaves, rel=0.05)
+    assert math.log2(curve.optimum.tie_high) == pytest.approx(octaves, rel=0.05)
+
+
+def test_a_noise_from_too_few_seeds_makes_nothing_clearer() -> None:
+    """Two cells with two seeds that hardly differ by chance: a rise of a fifth of the usual spread is none."""
+    losses = {1.0: [3.5], 2.0: [3.0, 3.0001], 4.0: [3.01, 3.0101]}
+    assert fit_curves({8: losses}, {}, 0.05).of[8].status == "not bracketed"
+    sure = {lr: [loss, loss + 0.0001, loss - 0.0001] for lr, (loss, *_) in losses.items()}
+    assert fit_curves({8: sure}, {}, 0.05).of[8].status == "bracketed"
 
 
 def test_identical_losses_of_two_seeds_give_an_optimum() -> None:
