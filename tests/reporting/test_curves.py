@@ -121,6 +121,12 @@ def test_a_falsely_low_cell_after_a_flat_part_is_left_out() -> None:
     assert (curve.status, curve.best) == ("not bracketed", 4.0)
 
 
+def test_the_lowest_loss_below_an_unstable_part_is_no_outlier() -> None:
+    """Above the best learning rate losses that go up and down are usual: the best one is not left out for them."""
+    curve = fit_curves({8: {1.0: [3.0], 2.0: [4.2], 4.0: [4.1], 8.0: [4.5]}}, {}, USUAL).of[8]
+    assert (curve.outliers, curve.best, curve.next_lr) == ([], 1.0, 0.5)
+
+
 def test_a_cell_with_an_exploded_seed_is_not_the_best() -> None:
     """As with one that diverged: the mean over its other seeds would be too low."""
     cells = ([8.9, 8.95], [5.2, 5.3], [4.5, 4.45], [4.2, 4.3], [4.1, 9.5])
