@@ -145,9 +145,9 @@ def _for_the_shape(arm: Arm, batch: int, curve: Curve, seeds: list[int]) -> Iter
         why = f"{at} the lowest point may lie in this gap of the grid"
         yield _Cells(batch, [curve.next_lr], [], why)
     elif curve.next_lr is not None:
-        beyond = curve.next_lr**2 / (lrs[-1] if curve.next_lr > lrs[-1] else lrs[0])
-        why = f"{at} {curve.why}"
-        yield _Cells(batch, [curve.next_lr] if beyond >= limit else sorted([curve.next_lr, beyond]), [], why)
+        edge = lrs[-1] if curve.next_lr > lrs[-1] else lrs[0]
+        beyond = curve.next_lr**2 / edge  # below one that diverged, this is that one, which exists
+        yield _Cells(batch, sorted([curve.next_lr, beyond]), [], f"{at} {curve.why}")
     elif curve.status == "not bracketed":
         ends = sorted({lrs[0], curve.best or lrs[0], lrs[-1]})
         yield _Cells(batch, ends, seeds, f"{at} seeds show whether the loss rises on both sides of the best one")

@@ -281,6 +281,7 @@ def test_a_rise_that_seeds_may_cause_is_no_bracket_and_the_gap_beside_it_is_run_
     assert between["command"].endswith("batch.total_batch_size=2048 optim.lr=0.052")
     assert arm["ties"] == []
     assert "flat" not in "\n".join(report["verdict"])
+    assert [answer.badges[0] for answer in build_report(tmp_path).verdict.answers] == ["edge", "not bracketed"]
 
 
 @pytest.mark.parametrize(
@@ -353,6 +354,15 @@ def test_no_cell_beyond_a_diverged_one_is_proposed(tmp_path: Path) -> None:
     report = report_of(tmp_path)
     assert "0.36 diverged" in "\n".join(report["verdict"])
     assert report["next"][0]["command"].endswith("optim.lr=0.18")
+
+
+def test_a_flat_grid_is_not_widened_beyond_a_learning_rate_that_diverged(tmp_path: Path) -> None:
+    write_losses(tmp_path, {1024: (4.51, 4.5, 4.52)}, (1e-2, 2e-2, 4e-2))
+    [both] = report_of(tmp_path)["next"]
+    assert both["command"].endswith("optim.lr=0.005,0.08")
+    write_run(tmp_path / "diverged", 1024, 0.06, 1, None)
+    [below] = report_of(tmp_path)["next"]
+    assert below["command"].endswith("optim.lr=0.005")
 
 
 def test_a_run_that_nothing_explains_is_named_and_proposed_again(tmp_path: Path) -> None:
