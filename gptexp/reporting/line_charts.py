@@ -231,12 +231,12 @@ def _course(lines: Lines, run: Run, kind: str) -> list[Spec]:
     means = _running_mean([loss for _, loss in finite], around, around)
     dot = kind == "validation" or len(finite) == 1
     counts = len(lines.runs) == 1 or run.status != "diverged"  # in the range of the losses
-    points = [
+    smoothed = list(zip(finite, means, strict=True))
+    return [
         {"tokens": p.tokens, "steps": p.step, "time": p.seconds, "loss": loss, "smooth": mean, "of": kind,
          "dot": dot, "settled": counts and p.tokens > run.warmup_tokens, **_labels(lines, run, p)}
-        for (p, loss), mean in zip(finite, means, strict=True)
+        for (p, loss), mean in (_thinned(lines, smoothed) if kind == "training" else smoothed)
     ]  # fmt: skip
-    return list(_thinned(lines, points)) if kind == "training" else points
 
 
 def _running_mean(values: Sequence[float], before: int, after: int) -> list[float]:
@@ -340,7 +340,7 @@ def _chart(
 
 
 def _thinned(lines: Lines, course: Sequence[T]) -> Sequence[T]:
-    """Of what a run has for each of its steps that which the chart shows."""
+    """Those of a run's points that the chart shows."""
     wanted = max(LEAST, min(THIN, MOST_POINTS // len(lines.runs)))
     stride = 1 if lines.in_detail else max(1, len(course) // wanted)
     return course[stride - 1 :: stride]

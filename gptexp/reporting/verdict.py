@@ -71,7 +71,7 @@ def _labelled(arm: Arm, finding: Finding) -> Finding:
 
 
 def _answers(arm: Arm, waiting: Collection[int], is_grid: bool) -> Iterator[Finding]:
-    """`waiting`: the batch sizes at which cells of the sweep still run or wait; `is_grid`: it has learning rates."""
+    """`waiting`: the batch sizes at which cells of the sweep still run or wait; `is_grid`: learning rates are swept."""
     if is_grid:
         for batch, curve in arm.curves.of.items():
             yield _answer(batch, curve, arm.losses[batch], batch in waiting)
