@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 from gptexp.config.batch import count_val_windows
-from gptexp.config.paths import absolute, matching_files
+from gptexp.config.paths import absolute, is_file, matching_files
 from gptexp.process.errors import ConfigError, DataError
 from gptexp.process.terminal import run_verb
 from gptexp.process.words import shown
@@ -27,6 +27,8 @@ def main(argv: list[str] | None = None) -> None:
     if args.data is not None:
         config.data.name, config.data.path, config.data.max_tokens = "text", [absolute(args.data)], None
         config.data.val_path = config.data.path
+        if is_file(directory / run_dir.TOKENIZER):
+            config.data.tokenizer = str(directory / run_dir.TOKENIZER)
         if not matching_files(absolute(args.data)):
             raise DataError(f"--data {shown(args.data)}: no such file; give a file or a glob")
     elif held_out == 0:

@@ -27,8 +27,9 @@ FENCES = {
     "submitit": {"sweep/launchers.py"},
     "wandb": {"loggers"},
     "wandb_workspaces": {"loggers/dashboard.py"},
-    "tiktoken": {"data/tokenizer.py"},
-    "tiktoken_ext": {"data/tokenizer.py"},
+    "tiktoken": {"data/encodings.py"},
+    "tiktoken_ext": {"data/encodings.py"},
+    "tokenizers": {"data/tokenizer_file.py"},
     "argparse": {TOP, "command/hydra_main.py", "command/completion.py"},
     "rich": {
         "data/prepare.py", "loggers/console.py", "reporting/terminal_table.py",

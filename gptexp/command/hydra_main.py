@@ -44,6 +44,7 @@ from gptexp.process.terminal import print_error, reserve_stdout, say
 from gptexp.process.words import shown
 from gptexp.run.pool import require_devices
 from gptexp.storage import run_dir
+from gptexp.storage.continuation import check_free
 from gptexp.storage.inventory import refuse_run_in, refuse_sweep_in
 
 # Trains a config, given the composition that it came from. Returns an exit code.
@@ -174,11 +175,11 @@ def _run(cfg: DictConfig, context: HydraContext, train: Task, launcher_world_siz
 
 
 def state_of(directory: Path, config: Config) -> str:
-    """`run_dir.check_free`. Raises `ConfigError` too if no run can be made in `directory`."""
+    """`check_free`. Raises `ConfigError` too if no run can be made in `directory`."""
     if why := why_not_creatable(directory):
         raise ConfigError(f"hydra.run.dir={shown(str(directory))}: {why}; use another directory")
     refuse_run_in(directory)
-    return run_dir.check_free(directory, config)
+    return check_free(directory, config)
 
 
 def _sweep(cfg: DictConfig, context: HydraContext, begin_cell: Task) -> int:

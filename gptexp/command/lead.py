@@ -24,6 +24,7 @@ from gptexp.distributed.ranks import launcher_world_size
 from gptexp.process.signals import StopRequest
 from gptexp.process.terminal import report_errors, say
 from gptexp.storage import run_dir
+from gptexp.storage.continuation import check_same
 
 if TYPE_CHECKING:
     from gptexp.command.leader import Leader  # imports torch
@@ -62,7 +63,7 @@ def freeze(config: Config, cfg: DictConfig, directory: Path) -> None:
     """Save the config in the run directory, and print the source of the learning rate."""
     if config.log.wandb.name is None:
         config.log.wandb.name = readable_name(cfg.hydra.runtime.choices["model"], config)
-    run_dir.check_same(directory, config)
+    check_same(directory, config)
     run_dir.save_config(directory, config)
     if config.log.progress not in ("off", "json"):
         say(f"learning rate   {config.optim.lr:g}, from {lr_source(cfg.hydra)}")

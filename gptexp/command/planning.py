@@ -11,10 +11,10 @@ import torch
 
 from gptexp.config.batch import count_val_windows, count_windows
 from gptexp.config.run_plan import RunPlan, plan_run
-from gptexp.config.schema import Config, memory_key
-from gptexp.data.corpora import SHAKESPEARE_FILE
-from gptexp.data.prepare import downloads_dir, find_corpus, tokens_dir
-from gptexp.data.shards import MANIFEST, TokenStream
+from gptexp.config.schema import AUTO, Config, memory_key
+from gptexp.config.vocabulary import with_vocab_size
+from gptexp.data.prepare import count_ids, prepared_dir
+from gptexp.data.shards import TokenStream
 from gptexp.distributed.ranks import AT_ONCE, Rank
 from gptexp.machine.device import Device, pick_device
 from gptexp.machine.effective import Effective, estimate, resolve
@@ -29,6 +29,7 @@ from gptexp.sweep.cells import Draft, confounds, refuse_illegal
 from gptexp.sweep.grid import Grid
 
 MOST_EPOCHS = 4  # up to which repeated text is nearly as good as new text (Muennighoff et al. 2023, arXiv 2305.16264)
+ASSUMED_CHARACTERS = 128  # ids of data.tokenizer=chars while the corpus is unread; English text has about 100
 ASSUMED_MFU = 0.4  # Llama 3 trained at 38 to 43% (arXiv 2407.21783, table 4)
 # Title -> the text about the plan of a cell, which is None if the cell is illegal.
 CELL_COLUMNS: dict[str, Callable[[dict[str, Any] | None], str]] = {
@@ -87,7 +88,13 @@ def plan(cfg: Config, earlier: Effective | None = None, gpu: Gpu | None = None) 
     local = world_size
     if isinstance(device, torch.device) and device.type == "cuda":
         local = min(world_size, torch.cuda.device_count())
-    effective = resolve(cfg, device, Rank(0, world_size, 0, local), earlier)
+    n_vocab = count_ids(cfg.data)
+    effective = resolve(cfg, device, Rank(0, world_size, 0, local), earlier, n_vocab or ASSUMED_CHARACTERS)
+    unknown = None if n_vocab or cfg.model.vocab_size != AUTO else cfg.data.tokenizer
+    if unknown is not None:
+        assumed = replace(effective.vocab_size, reason="an assumption, until the corpus is tokenised")
+        effective = replace(effective, vocab_size=assumed)
+    cfg = with_vocab_size(cfg, effective.vocab_size.value)
     memory = estimate(cfg, effective, world_size)
     p = plan_run(cfg, effective.micro_batch_size.value)
     palm, causal = flops_per_token(cfg.model, cfg.seq_len)
@@ -111,7 +118,7 @@ def plan(cfg: Config, earlier: Effective | None = None, gpu: Gpu | None = None) 
     }
     if gpu is not None:
         planned |= _assumed(gpu, planned, effective.dtype.value)
-    return {**planned, "warnings": [*_warnings(planned)]}
+    return {**planned, "warnings": [*_warnings(planned, unknown)]}
 
 
 def _assumed(gpu: Gpu, planned: dict[str, Any], dtype: str) -> dict[str, Any]:
@@ -124,7 +131,13 @@ def _assumed(gpu: Gpu, planned: dict[str, Any], dtype: str) -> dict[str, Any]:
     return {"assumed": figures, "time": {"step_s": total_s / planned["steps"], "total_s": total_s}}
 
 
-def _warnings(planned: dict[str, Any]) -> Iterator[str]:
+def _warnings(planned: dict[str, Any], unknown: str | None) -> Iterator[str]:
+    """Yield the warnings of a plan. `unknown` is the tokenizer whose vocabulary follows from an unread corpus."""
+    if unknown is not None:
+        yield (
+            f"data.tokenizer={unknown}: the number of ids is unknown until the corpus is tokenised; the plan is for "
+            f"{ASSUMED_CHARACTERS}; run gptexp prepare with the same arguments"
+        )
     if planned["epochs"] and planned["epochs"] > MOST_EPOCHS:
         yield (
             f"{rounded(planned['epochs'])} epochs: text that is read more than {MOST_EPOCHS} times is worth clearly "
@@ -175,10 +188,8 @@ def add_times(runs: Sequence[tuple[Config, dict[str, Any]]]) -> None:
 
 def _prepared_tokens(cfg: Config) -> int | None:
     """Return the training tokens of an epoch, or None if the corpus is not in the cache."""
-    if cfg.data.name == "shakespeare" and not (downloads_dir(cfg.data) / SHAKESPEARE_FILE).exists():
-        return None
-    directory = tokens_dir(find_corpus(cfg.data), cfg.data)
-    if not (directory / MANIFEST).exists():
+    directory = prepared_dir(cfg.data)
+    if directory is None:
         return None
     tokens = len(TokenStream(directory))
     windows = count_windows(min(tokens, cfg.data.max_tokens or tokens), cfg.seq_len)

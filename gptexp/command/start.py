@@ -11,6 +11,7 @@ from gptexp.process.signals import StopRequest
 from gptexp.process.terminal import reserve_stdout, say
 from gptexp.run.pool import require_devices
 from gptexp.storage import run_dir
+from gptexp.storage.continuation import check_free
 
 
 def start(config: Config, directory: Path, stop: StopRequest) -> int:
@@ -43,7 +44,7 @@ def resume(directory: Path, world_size: int | None, stop: StopRequest) -> int:
         config.world.size = world_size
     config.world.size = config.world.size or 1
     rules.check(config, config.world.size)
-    if run_dir.check_free(directory, config) == "completed":
+    if check_free(directory, config) == "completed":
         reserve_stdout(config.log.progress)
         say(f"gptexp: {directory}: this run is completed; nothing to do")
         return 0

@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import hydra
@@ -22,8 +23,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from gptexp.config import rules
 from gptexp.config.overrides import canonical, override_problems, secret_problems
-from gptexp.config.paths import CONFIG_NAME, absolute, conf_dir, folders, is_path_list, own_config
+from gptexp.config.paths import CONFIG_NAME, absolute, conf_dir, folders, is_file, is_path_list, own_config
 from gptexp.config.schema import Config, field_problem, fields_of
+from gptexp.config.vocabulary import NAMES
 from gptexp.process.errors import ConfigError, first_line
 from gptexp.process.words import counted, shown
 
@@ -157,6 +159,8 @@ def to_config(cfg: DictConfig, overrides: Sequence[str], launcher_world_size: in
         value = getattr(config.data, key)
         if is_path_list(value):
             setattr(config.data, key, absolute(value) if isinstance(value, str) else [absolute(v) for v in value])
+    if config.data.tokenizer not in NAMES and is_file(Path(config.data.tokenizer)):
+        config.data.tokenizer = os.path.abspath(config.data.tokenizer)  # noqa: PTH100  `absolute` would take it for a glob
     if config.data.cache_dir:
         config.data.cache_dir = absolute(config.data.cache_dir)
     if config.init_from:

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from gptexp.config.batch import count_val_windows, is_power_of_two, legal_micro_batches, plan_batch
-from gptexp.config.paths import is_path_list, matching_files, path_list, why_not_creatable
+from gptexp.config.paths import is_file, is_path_list, matching_files, path_list, why_not_creatable
 from gptexp.config.schedule import resolve_schedule
-from gptexp.config.schema import ATTENTION_DEVICES, AUTO, VOCAB_SIZES, Config, field_problems
+from gptexp.config.schema import ATTENTION_DEVICES, AUTO, Config, field_problems
+from gptexp.config.vocabulary import NAMES, VOCAB_SIZES, padded, padding_multiple
 from gptexp.process.errors import ConfigError
 from gptexp.process.words import shown
 
@@ -23,6 +24,7 @@ LENGTHS_IN_STEPS = {
     "schedule.decay_steps": "the number of decay tokens",
 }
 SEQ_LEN = ("batch.seq_len", "model.block_size")
+TOKENIZER_RULE = f"must be one of {', '.join(NAMES)}, or the path of a tokenizer.json"
 LEAST_STEPS = 4  # minimum of the default half-life of the noise scale's averages
 
 
@@ -45,7 +47,8 @@ def problems(cfg: Config, world_size: int) -> list[str]:
 def saved_problems(cfg: Config) -> list[str]:
     """The problems of a saved config that make it useless on any machine: those of single keys and of the model."""
     invalid = field_problems(cfg)
-    return [*invalid.values()] or [line for rule in (_heads, _vocabulary, _sequence) for line in rule(cfg, 1)]
+    rules = (_heads, _saved_tokenizer, _vocabulary, _sequence)
+    return [*invalid.values()] or [line for rule in rules for line in rule(cfg, 1)]
 
 
 def in_steps(values: dict[str, Any]) -> Iterator[str]:
@@ -96,12 +99,24 @@ def _heads(cfg: Config, _: int) -> Iterator[str]:
         yield f"model.n_embd={m.n_embd}: not divisible by model.n_head={m.n_head}; nearest: {nearest}"
 
 
+def _tokenizer(cfg: Config, _: int) -> Iterator[str]:
+    given = cfg.data.tokenizer
+    if given not in NAMES and not is_file(Path(given)):
+        yield f"data.tokenizer={shown(given)}: no such file; {TOKENIZER_RULE}"
+
+
+def _saved_tokenizer(cfg: Config, _: int) -> Iterator[str]:
+    given = cfg.data.tokenizer
+    if given not in NAMES and not Path(given).is_absolute():  # the run has a copy of the file
+        yield f"data.tokenizer={shown(given)}: {TOKENIZER_RULE}"
+
+
 def _vocabulary(cfg: Config, _: int) -> Iterator[str]:
-    ids = VOCAB_SIZES[cfg.data.tokenizer]
-    if cfg.model.vocab_size < ids:
+    ids, size = VOCAB_SIZES.get(cfg.data.tokenizer), cfg.model.vocab_size
+    if ids is not None and isinstance(size, int) and size < ids:
         yield (
-            f"model.vocab_size={cfg.model.vocab_size}: smaller than the {ids:,} ids of "
-            f"data.tokenizer={cfg.data.tokenizer}; use {-(-ids // 128) * 128} (padded to a multiple of 128)"
+            f"model.vocab_size={size}: smaller than the {ids:,} ids of data.tokenizer={cfg.data.tokenizer}; use auto "
+            f"({padded(ids)}, a multiple of {padding_multiple(ids)})"
         )
 
 
@@ -244,6 +259,7 @@ def _cache(cfg: Config, _: int) -> Iterator[str]:
 # Each rule with the keys that it reads. It is applied if each of these keys has a valid value.
 RULES: tuple[tuple[Callable[[Config, int], Iterator[str]], tuple[str, ...]], ...] = (
     (_heads, ("model.n_embd", "model.n_head")),
+    (_tokenizer, ("data.tokenizer",)),
     (_vocabulary, ("model.vocab_size", "data.tokenizer")),
     (_sequence, SEQ_LEN),
     (_batch, ("batch.total_batch_size", "batch.micro_batch_size", "world.size", *SEQ_LEN)),

@@ -23,9 +23,6 @@ from gptexp.process.words import shown
 AUTO = "auto"  # the value is chosen at run time; effective.json holds the choices that affect training
 LIMIT = 2**63  # exclusive upper bound of counts: torch and numpy have 64-bit integers
 
-# Number of ids, including special tokens. Encodings with more than 65,536 ids do not fit into the 16-bit token files.
-VOCAB_SIZES = {"gpt2": 50257, "r50k_base": 50257, "p50k_base": 50281, "p50k_edit": 50284}
-
 # The kernels of torch's attention, each with the devices that have it.
 ATTENTION_DEVICES = {
     "cudnn": ("cuda",), "flash": ("cuda", "cpu"), "efficient": ("cuda",), "math": ("cuda", "cpu", "mps"),
@@ -91,9 +88,16 @@ class ModelConfig:
     n_head: int = _positive(12)  # number of attention heads; must divide n_embd
     n_embd: int = _positive(768)  # width of the residual stream
     block_size: int = _positive(1024)  # tokens: maximum length of a sequence
-    vocab_size: int = _positive(50304)  # ids: GPT-2's 50,257, padded to a multiple of 128
+    vocab_size: int | str = _count_or_auto(AUTO)  # V: rows of wte; auto: the tokenizer's ids, padded to a multiple of
+    # 128 (of 64 below 1,024 ids)
     dropout: float = _below_one(0.0)  # probability; 0 for pretraining, where one epoch does not overfit
     bias: bool = True  # whether linear layers and LayerNorms have biases, as in GPT-2
+
+    @property
+    def resolved_vocab_size(self) -> int:
+        """vocab_size as a number, which `vocabulary.with_vocab_size` has set if it was auto."""
+        assert isinstance(self.vocab_size, int), "model.vocab_size=auto must be resolved before this use"
+        return self.vocab_size
 
 
 @dataclass
@@ -159,7 +163,8 @@ class DataConfig:
 
     name: str = _choice("stdlib", "shakespeare", "text")  # corpus
     path: Any = None  # of data=text: a file, a glob or a list of them
-    tokenizer: str = _choice("gpt2", "r50k_base", "p50k_base", "p50k_edit")  # of tiktoken, with ids that fit 16 bits
+    tokenizer: str = "gpt2"  # gpt2 or another encoding of tiktoken; bytes; chars: one id for each character of the
+    # corpus; or the path of a tokenizer.json
     order: str = _choice("shuffled", "sequential")  # shuffled: without replacement, in another order each epoch
     val_tokens: int = _not_negative(8192)  # tokens for validation, rounded to complete windows; 0: no validation
     val_path: Any = None  # validation text: a file, a glob or a list of them; null: held out from the corpus
@@ -287,7 +292,7 @@ IRRELEVANT_TO_RESULT = (
 
 # Keys that determine the sizes of a step's tensors.
 DECIDING_MEMORY = ("model", "batch", "world.size", "train.dtype", "train.compile", "train.loss",
-                   "train.activation_checkpointing", "train.reduction")  # fmt: skip
+                   "train.activation_checkpointing", "train.reduction", "data.tokenizer")  # fmt: skip
 
 
 def fields_of(config: Any, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field[Any], Any]]:

@@ -1,7 +1,7 @@
 """Corpora: Python's own source, tiny Shakespeare, the user's files.
 
-A corpus is a list of files. Each file is one document, read as UTF-8 in pieces. No token of GPT-2's encodings can cross
-the end of a piece, so a file is tokenised in bounded memory to the same ids as in one piece.
+A corpus is a list of files. Each file is one document, read as UTF-8 in pieces. No token crosses the end of a piece, so
+a file is tokenised in bounded memory to the same ids as in one piece.
 """
 
 import hashlib
@@ -19,9 +19,6 @@ from gptexp.config.paths import matching_files
 from gptexp.process.errors import DataError
 
 PIECE_CHARS = 1 << 20
-# Matches up to the last visible character before white space. These four are white space in Python and in tiktoken.
-_UP_TO_THE_LAST_WORD = re.compile(r".*\S(?=[ \t\r\n])", re.DOTALL)
-
 SHAKESPEARE_FILE = "tinyshakespeare.txt"
 SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
@@ -103,18 +100,19 @@ def _download(path: Path) -> None:
     Path(file.name).replace(path)
 
 
-def pieces(path: Path, piece_chars: int = PIECE_CHARS) -> Iterator[str]:
+def pieces(path: Path, cut_before: str, piece_chars: int = PIECE_CHARS) -> Iterator[str]:
     """The text of a file in pieces of about `piece_chars` characters.
 
-    A piece ends before white space that follows a visible character. In GPT-2's pattern no token begins with a visible
-    character and ends in white space, and only white space has a look-ahead. So the concatenated ids of the pieces are
-    the ids of the whole text. Bytes that are not UTF-8 become U+FFFD.
+    A piece ends before one of the characters `cut_before` that follows a visible character. In GPT-2's pattern no token
+    begins with a visible character and ends in white space, and only white space has a look-ahead. So the concatenated
+    ids of the pieces are the ids of the whole text. Bytes that are not UTF-8 become U+FFFD.
     """
+    up_to_the_last_word = re.compile(rf".*\S(?=[{cut_before}])", re.DOTALL)
     rest = ""
     with path.open(encoding="utf-8", errors="replace", newline="") as file:
         while block := file.read(piece_chars):
             rest += block
-            if found := _UP_TO_THE_LAST_WORD.match(rest):
+            if found := up_to_the_last_word.match(rest):
                 yield found[0]
                 rest = rest[found.end() :]
     if rest:

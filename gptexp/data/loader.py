@@ -18,7 +18,7 @@ import torch
 from gptexp.config.batch import BatchPlan, count_val_windows, count_windows
 from gptexp.config.schema import Config, DataConfig
 from gptexp.data.order import Order, mix
-from gptexp.data.prepare import prepare, tokens_hash
+from gptexp.data.prepare import prepare, tokens_hash, vocabulary_of
 from gptexp.data.shards import TokenStream
 from gptexp.data.tokenizer import Tokenizer, bytes_of_ids
 from gptexp.process.errors import DataError
@@ -48,9 +48,11 @@ class Dataset:
     val_windows: np.ndarray
     seq_len: int
     hash: str  # of all tokens; independent of their path
+    directory: Path  # of the training tokens
+    n_vocab: int  # number of ids of the tokenizer
 
     def rows(self, stream: TokenStream, windows: np.ndarray) -> np.ndarray:
-        """Read the tokens of `windows`: (len(windows), T + 1) uint16. Inputs and targets overlap in T - 1 tokens."""
+        """Read the tokens of `windows`: (len(windows), T + 1). Inputs and targets overlap in T - 1 tokens."""
         t = self.seq_len
         return np.stack([stream.read(int(w) * t, t + 1) for w in windows])
 
@@ -61,7 +63,7 @@ def build_dataset(cfg: Config) -> Dataset:
 
 
 def open_dataset(
-    data: DataConfig, train_dir: Path, val_dir: Path | None, seq_len: int, seed: int, vocab_size: int
+    data: DataConfig, train_dir: Path, val_dir: Path | None, seq_len: int, seed: int, vocab_size: int | str
 ) -> Dataset:
     """Open prepared tokens. Raises `DataError` for too few tokens or for ids outside the model's vocabulary."""
     train = TokenStream(train_dir, data.max_tokens)
@@ -75,10 +77,10 @@ def open_dataset(
                 f"{path}: {counted(len(stream), 'token')}, fewer than one window of seq_len+1 = {seq_len + 1}; "
                 "give more text or a smaller batch.seq_len"
             )
-        if stream.max_id >= vocab_size:
+        if isinstance(vocab_size, int) and stream.max_id >= vocab_size:
             raise DataError(
                 f"{path}: contains id {stream.max_id:,}, outside model.vocab_size={vocab_size:,}; "
-                "set model.vocab_size to at least the size of the tokenizer's vocabulary"
+                "use model.vocab_size=auto"
             )
     if val_dir is None and n_val >= n_windows:
         raise DataError(
@@ -87,7 +89,8 @@ def open_dataset(
         )
     order = Order(n_windows, 0 if val_dir else n_val, seed, shuffled=data.order == "shuffled")
     val_order = Order(n_val_stream, min(n_val, n_val_stream), seed, shuffled=False)
-    return Dataset(train, order, val, val_order.val_windows(), seq_len, tokens_hash(train_dir, val_dir))
+    hash, n_vocab = tokens_hash(train_dir, val_dir), vocabulary_of(train_dir, data.tokenizer)
+    return Dataset(train, order, val, val_order.val_windows(), seq_len, hash, train_dir, n_vocab)
 
 
 def fingerprint(rows: np.ndarray) -> int:

@@ -6,7 +6,9 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -15,13 +17,27 @@ from filelock import FileLock
 
 from gptexp.config.paths import is_file, path_list, user_cache_dir
 from gptexp.config.schema import DataConfig
+from gptexp.config.vocabulary import CHARS, NAMES, VOCAB_SIZES
 from gptexp.data import corpora
-from gptexp.data.shards import MANIFEST, VERSION, ShardWriter, Tokens, TokenStream, data_errors, verify
-from gptexp.data.tokenizer import END_OF_TEXT, load_tokenizer
+from gptexp.data.characters import CharTokenizer, characters_of
+from gptexp.data.shards import (
+    MANIFEST,
+    ShardWriter,
+    Tokens,
+    TokenStream,
+    data_errors,
+    id_dtype,
+    no_text,
+    read_manifest,
+    verify,
+)
+from gptexp.data.tokenizer import Tokenizer, load_tokenizer
 from gptexp.process.errors import DataError
 from gptexp.process.words import counted
+from gptexp.storage.run_dir import TOKENIZER
 
-PIECES_AT_ONCE = 64  # pieces of text per call of tiktoken, which tokenises them in parallel threads
+LAYOUT = 1  # version of a directory of tokens
+PIECES_AT_ONCE = 64  # pieces of text that are tokenised in parallel threads
 
 
 def cache_dir(data: DataConfig) -> Path:
@@ -40,8 +56,38 @@ def prepare(data: DataConfig) -> tuple[Path, Path | None]:
     A file lock lets one process that uses the cache do the work while the others wait. Raises `DataError`.
     """
     train = _tokenised(find_corpus(data), data)
-    val = _tokenised(corpora.text(path_list(data.val_path)), data) if data.val_path else None
+    val = _tokenised(*_validation(data, train)) if data.val_path else None
     return train, val
+
+
+def _validation(data: DataConfig, train: Path) -> tuple[corpora.Corpus, DataConfig]:
+    """The corpus `data.val_path`, and the config with the tokenizer of the training tokens in `train`."""
+    own = train / TOKENIZER
+    return corpora.text(path_list(data.val_path)), replace(data, tokenizer=str(own)) if is_file(own) else data
+
+
+def count_ids(data: DataConfig) -> int | None:
+    """Number of ids of the tokenizer. None: it follows from the corpus, which `prepare` has not tokenised yet."""
+    if data.tokenizer in VOCAB_SIZES:
+        return VOCAB_SIZES[data.tokenizer]
+    if data.tokenizer != CHARS:
+        return load_tokenizer(data.tokenizer).n_vocab
+    prepared = prepared_dir(data)
+    return None if prepared is None else vocabulary_of(prepared, data.tokenizer)
+
+
+def vocabulary_of(directory: Path, tokenizer: str) -> int:
+    """Number of ids of the tokenizer of prepared tokens."""
+    saved = read_manifest(directory).n_vocab
+    return VOCAB_SIZES[tokenizer] if saved is None else saved  # an older version knew only tokenizers of this table
+
+
+def prepared_dir(data: DataConfig) -> Path | None:
+    """The directory of the training tokens, or None if the cache does not hold them."""
+    if data.name == "shakespeare" and not is_file(downloads_dir(data) / corpora.SHAKESPEARE_FILE):
+        return None
+    directory = tokens_dir(find_corpus(data), data)
+    return directory if is_file(directory / MANIFEST) else None
 
 
 def compare(data: DataConfig) -> None:
@@ -49,9 +95,10 @@ def compare(data: DataConfig) -> None:
 
     Raises `DataError` if a token differs: a file has changed and kept its size and times, or the cache is damaged.
     """
-    _compare(find_corpus(data), data)
+    corpus = find_corpus(data)
+    _compare(corpus, data)
     if data.val_path:
-        _compare(corpora.text(path_list(data.val_path)), data)
+        _compare(*_validation(data, tokens_dir(corpus, data)))
 
 
 def find_corpus(data: DataConfig) -> corpora.Corpus:
@@ -68,7 +115,11 @@ def find_corpus(data: DataConfig) -> corpora.Corpus:
 
 def tokens_dir(corpus: corpora.Corpus, data: DataConfig) -> Path:
     """The directory of the prepared tokens of `corpus`."""
-    return cache_dir(data) / f"{corpus.name}-{data.tokenizer}-v{VERSION}-{corpus.key}"
+    tokenizer = data.tokenizer
+    if tokenizer not in NAMES:
+        with data_errors(Path(tokenizer)):
+            tokenizer = hashlib.sha256(Path(tokenizer).read_bytes()).hexdigest()[:16]
+    return cache_dir(data) / f"{corpus.name}-{tokenizer}-v{LAYOUT}-{corpus.key}"
 
 
 def _tokenised(corpus: corpora.Corpus, data: DataConfig) -> Path:
@@ -84,7 +135,7 @@ def _tokenised(corpus: corpora.Corpus, data: DataConfig) -> Path:
 def _compare(corpus: corpora.Corpus, data: DataConfig) -> None:
     target = tokens_dir(corpus, data)
     stream, done = TokenStream(target), 0
-    for ids in _token_ids(corpus, data.tokenizer):
+    for ids in _token_ids(corpus, load_tokenizer(data.tokenizer, target)):
         cached = stream.read(done, min(len(ids), len(stream) - done))
         same = len(cached) == len(ids) and bool((cached == ids).all())
         if not same:
@@ -131,9 +182,19 @@ def _tokenise(corpus: corpora.Corpus, tokenizer: str, target: Path) -> None:
     unfinished = target.with_name(f"{target.name}.tmp")
     shutil.rmtree(unfinished, ignore_errors=True)  # left by a killed process
     about = {"corpus": corpus.name, "tokenizer": tokenizer, "documents": len(corpus.files)}
-    with data_errors(unfinished), ShardWriter(unfinished, about) as writer:
-        for ids in _token_ids(corpus, tokenizer):
-            writer.append(ids)
+    with data_errors(unfinished):
+        unfinished.mkdir(parents=True)
+        if tokenizer == CHARS:
+            found = characters_of(text for text, _ in _texts(corpus, CharTokenizer.cut_before))
+            if not found:
+                raise no_text(corpus.name)
+            CharTokenizer(found).save(unfinished / TOKENIZER)
+        elif tokenizer not in NAMES:
+            shutil.copyfile(tokenizer, unfinished / TOKENIZER)
+        loaded = load_tokenizer(tokenizer, unfinished)
+        with ShardWriter(unfinished, loaded.n_vocab, about) as writer:
+            for ids in _token_ids(corpus, loaded):
+                writer.append(ids)
     shutil.rmtree(target, ignore_errors=True)  # incomplete: it has no manifest
     unfinished.replace(target)
     seconds = time.perf_counter() - started
@@ -144,24 +205,26 @@ def _tokenise(corpus: corpora.Corpus, tokenizer: str, target: Path) -> None:
     )
 
 
-def _token_ids(corpus: corpora.Corpus, tokenizer: str) -> Iterator[Tokens]:
+def _token_ids(corpus: corpora.Corpus, tokenizer: Tokenizer) -> Iterator[Tokens]:
     """Yield the ids of a corpus piece by piece, with end-of-text between documents. Shows its progress."""
-    encoding = load_tokenizer(tokenizer)
-    texts, between = _texts(corpus), False
-    with _progress(corpus) as advance:
+    end = np.array([] if tokenizer.eot_token is None else [tokenizer.eot_token], id_dtype(tokenizer.n_vocab))
+    texts, between = _texts(corpus, tokenizer.cut_before), False
+    with _progress(corpus) as advance, ThreadPoolExecutor() as threads:
         while group := list(islice(texts, PIECES_AT_ONCE)):
             pieces = [piece for piece, _ in group]
-            for (_, is_first), ids in zip(group, encoding.encode_ordinary_batch(pieces), strict=True):
-                yield np.array([END_OF_TEXT] * (is_first and between) + ids, np.uint16)
+            for (_, is_first), ids in zip(group, threads.map(tokenizer.encode_array, pieces), strict=True):
+                if is_first and between:
+                    yield end
+                yield ids
                 between = True
             advance(sum(len(piece.encode()) for piece in pieces))
 
 
-def _texts(corpus: corpora.Corpus) -> Iterator[tuple[str, bool]]:
+def _texts(corpus: corpora.Corpus, cut_before: str) -> Iterator[tuple[str, bool]]:
     """Yield pieces of text, each with whether it is the first of its document. Empty files yield nothing."""
     for file in corpus.files:
         with data_errors(file):
-            for number, piece in enumerate(corpora.pieces(file)):
+            for number, piece in enumerate(corpora.pieces(file, cut_before)):
                 yield piece, number == 0
 
 

@@ -1,10 +1,11 @@
-"""Token files ("shards"): a header and 16-bit ids. A manifest lists the files of a directory with their hashes.
+"""Token files ("shards"): a header and ids of 16 or 32 bits. A manifest lists a directory's files with their hashes.
 
     <cache>/<corpus>-<key>/manifest.json
                            tokens-00000.bin ...
                            verified.json         sizes and times of the files when their hashes were last verified
 
-Header (64 bytes, little endian): magic, version, bytes per id, count of ids, zeros.
+Header (64 bytes, little endian): magic, version, bytes per id, count of ids, zeros. Version 1 has 2 bytes per id, and
+version 2, for vocabularies of more than 65,536 ids, has 4.
 """
 
 import hashlib
@@ -23,20 +24,30 @@ import numpy as np
 import numpy.typing as npt
 
 from gptexp.process.errors import DataError, first_line
-from gptexp.process.words import counted
+from gptexp.process.words import counted, shown
 from gptexp.storage.reader import read_json
 from gptexp.storage.run_dir import atomic
 
 MANIFEST = "manifest.json"
 MAGIC = b"gptexp\r\n"  # a transfer in text mode changes the line end
-VERSION = 1
+VERSIONS = {2: 1, 4: 2}  # bytes per id -> version
 HEADER = struct.Struct("<8sIIQ40x")
 TOKENS_PER_SHARD = 100_000_000
 VERIFIED = "verified.json"
 BLOCK_BYTES = 1 << 24  # bytes per read while a whole file is checked
 OPEN_FILES = 256  # maximum per stream; the usual limit of a process is 1,024
 
-Tokens = npt.NDArray[np.uint16]
+Tokens = npt.NDArray[np.unsignedinteger[Any]]  # uint16 or uint32
+
+
+def id_dtype(n_vocab: int) -> type[np.unsignedinteger[Any]]:
+    """The type of ids below `n_vocab`."""
+    return np.uint16 if n_vocab <= 2**16 else np.uint32
+
+
+def header(id_bytes: int, tokens: int) -> bytes:
+    """The first bytes of a file of `tokens` ids with `id_bytes` bytes each."""
+    return HEADER.pack(MAGIC, VERSIONS[id_bytes], id_bytes, tokens)
 
 
 @contextmanager
@@ -48,12 +59,19 @@ def data_errors(path: Path) -> Iterator[None]:
         raise DataError(f"{path}: {error.strerror or error}; no tokens were saved") from None
 
 
-class ShardWriter:
-    """Context manager that appends ids to the shards of `directory` and writes the manifest at its end."""
+def no_text(corpus: str) -> DataError:
+    return DataError(f"{corpus}: contains no text; give files that are not empty")
 
-    def __init__(self, directory: Path, about: dict[str, Any], tokens_per_shard: int = TOKENS_PER_SHARD) -> None:
+
+class ShardWriter:
+    """Context manager that appends ids below `n_vocab` to shards in `directory`, and writes the manifest at its end."""
+
+    def __init__(
+        self, directory: Path, n_vocab: int, about: dict[str, Any], tokens_per_shard: int = TOKENS_PER_SHARD
+    ) -> None:
         self.directory = directory
-        self.about = about
+        self.about = {**about, "n_vocab": n_vocab}
+        self._dtype = np.dtype(id_dtype(n_vocab)).newbyteorder("<")
         self.tokens_per_shard = tokens_per_shard
         self.shards: list[dict[str, Any]] = []
         self.tokens = 0  # number of appended ids
@@ -61,7 +79,7 @@ class ShardWriter:
         self._pending: list[Tokens] = []  # ids that are not written yet
 
     def __enter__(self) -> "ShardWriter":
-        self.directory.mkdir(parents=True)
+        self.directory.mkdir(parents=True, exist_ok=True)
         return self
 
     def append(self, ids: Tokens) -> None:
@@ -79,7 +97,7 @@ class ShardWriter:
         if not len(ids):
             return
         path = self.directory / f"tokens-{len(self.shards):05d}.bin"
-        data = HEADER.pack(MAGIC, VERSION, 2, len(ids)) + ids.astype("<u2").tobytes()
+        data = header(self._dtype.itemsize, len(ids)) + ids.astype(self._dtype).tobytes()
         with data_errors(path):
             path.write_bytes(data)
         self.shards.append({"file": path.name, "tokens": len(ids), "sha256": hashlib.sha256(data).hexdigest()})
@@ -89,10 +107,10 @@ class ShardWriter:
         if kind is not None:
             return
         if not self.tokens:
-            raise DataError(f"{self.about.get('corpus', 'corpus')}: contains no text; give files that are not empty")
+            raise no_text(str(self.about.get("corpus", "corpus")))
         self._flush()
-        manifest = {**self.about, "version": VERSION, "tokens": self.tokens, "max_id": self._max_id,
-                    "shards": self.shards}  # fmt: skip
+        manifest = {**self.about, "version": VERSIONS[self._dtype.itemsize], "tokens": self.tokens,
+                    "max_id": self._max_id, "shards": self.shards}  # fmt: skip
         (self.directory / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
 
 
@@ -104,7 +122,8 @@ class TokenStream:
     """
 
     def __init__(self, directory: Path, max_tokens: int | None = None) -> None:
-        shards, self.max_id = read_manifest(directory)
+        manifest = read_manifest(directory)
+        shards, self.max_id, self._dtype = manifest.shards, manifest.max_id, manifest.dtype
         self._paths = paths = [shard.path for shard in shards]
         self._starts = np.cumsum([0, *(shard.tokens for shard in shards)])
         self._file = lru_cache(OPEN_FILES)(lambda shard: paths[shard].open("rb", buffering=0))
@@ -127,15 +146,16 @@ class TokenStream:
             here = min(count, int(self._starts[shard + 1]) - start)
             parts.append(self._pread(shard, start - int(self._starts[shard]), here))
             start, count = start + here, count - here
-        return np.frombuffer(b"".join(parts), "<u2")
+        return np.frombuffer(b"".join(parts), self._dtype)
 
     def _pread(self, shard: int, start: int, count: int) -> bytes:
+        width = self._dtype.itemsize
         try:
             file = self._file(shard)  # keeps a reference: another thread may evict it from the cache, which closes it
-            data = os.pread(file.fileno(), 2 * count, HEADER.size + 2 * start)
+            data = os.pread(file.fileno(), width * count, HEADER.size + width * start)
         except OSError as error:
             raise DataError(f"{self._paths[shard]}: cannot be read ({error.strerror})") from None
-        if len(data) < 2 * count:
+        if len(data) < width * count:
             raise DataError(f"{self._paths[shard]}: truncated during the run; delete its directory to build it again")
         return data
 
@@ -149,28 +169,41 @@ class Shard:
     sha256: str
 
 
-def read_manifest(directory: Path) -> tuple[list[Shard], int]:
-    """Read a directory's manifest: its shards in order, and the largest id.
+@dataclass(frozen=True)
+class Manifest:
+    """What a directory of token files contains."""
 
-    Raises `DataError`, also if the header or the size of a file does not match the manifest.
-    """
+    shards: list[Shard]  # in order
+    max_id: int  # the largest id
+    n_vocab: int | None  # number of ids of the tokenizer; None: an older version, which knew four tokenizers, wrote it
+    dtype: np.dtype[Any]  # of the ids
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """Read a directory's manifest. Raises `DataError`, also if the header or the size of a file does not match it."""
     path = directory / MANIFEST
     try:
-        manifest = read_json(path)
-        shards = [Shard(directory / s["file"], int(s["tokens"]), str(s["sha256"])) for s in manifest["shards"]]
-        max_id = int(manifest["max_id"])
+        content = read_json(path)
+        shards = [Shard(directory / s["file"], int(s["tokens"]), str(s["sha256"])) for s in content["shards"]]
+        max_id, version = int(content["max_id"]), content["version"]
+        n_vocab = None if content.get("n_vocab") is None else int(content["n_vocab"])
+        if version not in VERSIONS.values():
+            raise ValueError(f"version {shown(version)} is none of {', '.join(map(str, VERSIONS.values()))}")
         if outside := [s.path.name for s in shards if s.path.parent != directory or s.path.name.startswith(".")]:
             raise ValueError(f"{outside[0]} is not a file in its directory")
         if len({shard.path for shard in shards}) < len(shards):
             raise ValueError("it lists a file twice")
+        if n_vocab is not None and n_vocab <= max_id:
+            raise ValueError(f"max_id {max_id:,} is not below n_vocab {n_vocab:,}")
     except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
         raise DataError(
             f"{path}: not a valid manifest ({type(error).__name__}: {first_line(error)}); delete {directory} to "
             "build it again"
         ) from None
+    id_bytes = next(width for width, known in VERSIONS.items() if known == version)
     for shard in shards:
-        _check_header(shard)
-    return shards, max_id
+        _check_header(shard, id_bytes)
+    return Manifest(shards, max_id, n_vocab, np.dtype(f"<u{id_bytes}"))
 
 
 _found_right: dict[Path, object] = {}  # states that this process has verified, for directories that are read-only
@@ -182,15 +215,15 @@ def verify(directory: Path) -> None:
     Files that were verified before are not read again. verified.json holds their sizes and times at that moment, if the
     directory is writable. The times include that of the last status change, which copies and archives do not preserve.
     """
-    shards, max_id = read_manifest(directory)
-    state = {path.name: _state(path) for path in (directory / MANIFEST, *(shard.path for shard in shards))}
+    manifest = read_manifest(directory)
+    state = {path.name: _state(path) for path in (directory / MANIFEST, *(shard.path for shard in manifest.shards))}
     if _found_right.get(directory) != state:
         with suppress(OSError, ValueError):
             _found_right[directory] = read_json(directory / VERIFIED)
     if _found_right.get(directory) == state:
         return
-    for shard in shards:
-        _check_content(shard, max_id)
+    for shard in manifest.shards:
+        _check_content(shard, manifest.max_id, manifest.dtype)
     _found_right[directory] = state
     with suppress(OSError), atomic(directory / VERIFIED) as file:
         json.dump(state, file)
@@ -201,7 +234,7 @@ def _state(path: Path) -> list[int]:
     return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
 
 
-def _check_header(shard: Shard) -> None:
+def _check_header(shard: Shard, id_bytes: int) -> None:
     """Raise `DataError` unless the header and the size of the file match its number of ids."""
     path, tokens = shard.path, shard.tokens
     again = f"delete {path.parent} to build it again"
@@ -213,9 +246,9 @@ def _check_header(shard: Shard) -> None:
         size = path.stat().st_size
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror}); {again}") from None
-    expected = HEADER.size + 2 * tokens
-    if len(head) < HEADER.size or HEADER.unpack(head) != (MAGIC, VERSION, 2, tokens):
-        raise DataError(f"{path}: byte 0: not the header of {tokens:,} 16-bit ids; {again}")
+    expected = HEADER.size + id_bytes * tokens
+    if head != header(id_bytes, tokens):
+        raise DataError(f"{path}: byte 0: not the header of {tokens:,} {8 * id_bytes}-bit ids; {again}")
     if size != expected:
         first = min(size, expected)
         raise DataError(
@@ -223,25 +256,25 @@ def _check_header(shard: Shard) -> None:
         )
 
 
-def _check_content(shard: Shard, max_id: int) -> None:
+def _check_content(shard: Shard, max_id: int, dtype: np.dtype[Any]) -> None:
     """Raise `DataError` unless the hash of the file matches the manifest and no id is above `max_id`."""
-    digest = hashlib.sha256()
+    digest, width = hashlib.sha256(), dtype.itemsize
     try:
         with shard.path.open("rb") as file:
             digest.update(file.read(HEADER.size))
             while block := file.read(BLOCK_BYTES):
                 digest.update(block)
-                ids = np.frombuffer(block, "<u2")
+                ids = np.frombuffer(block, dtype)
                 if len(ids) and ids.max() > max_id:
                     first = int(np.argmax(ids > max_id))
                     raise DataError(
-                        f"{shard.path}: byte {file.tell() - len(block) + 2 * first:,}: id {ids[first]:,} exceeds "
+                        f"{shard.path}: byte {file.tell() - len(block) + width * first:,}: id {ids[first]:,} exceeds "
                         f"the max_id of {max_id:,} in {MANIFEST}; delete {shard.path.parent} to build it again"
                     )
     except OSError as error:
         raise DataError(f"{shard.path}: cannot be read ({error.strerror})") from None
     if digest.hexdigest() != shard.sha256:
         raise DataError(
-            f"{shard.path}: bytes 0 to {HEADER.size + 2 * shard.tokens:,} have changed since they were written "
+            f"{shard.path}: bytes 0 to {HEADER.size + width * shard.tokens:,} have changed since they were written "
             f"(sha256 differs); delete {shard.path.parent} to build it again"
         )

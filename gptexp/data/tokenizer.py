@@ -1,7 +1,8 @@
-"""What a tokenizer offers, and GPT-2's byte-pair encoding by tiktoken. No other file imports tiktoken.
+"""What a tokenizer offers, and how the one that `data.tokenizer` asks for is found.
 
-The ranks of gpt2, which are those of r50k_base, are in a file beside this one, so that tokenising needs no network.
-Their hash is checked. tiktoken downloads its other encodings.
+`data.tokenizer` is a name, or the path of a file. A vocabulary that is not part of gptexp, of characters or from a
+file, is kept as tokenizer.json beside the prepared tokens and in the run directory, so that a run can be sampled
+without its corpus.
 """
 
 from collections.abc import Sequence
@@ -9,34 +10,34 @@ from functools import cache
 from pathlib import Path
 from typing import Protocol
 
-from tiktoken import Encoding, get_encoding
-from tiktoken.load import load_tiktoken_bpe
-from tiktoken_ext.openai_public import r50k_pat_str
-
-from gptexp.process.errors import DataError
-
-END_OF_TEXT = 50256  # id of <|endoftext|> in all four encodings
-
-_RANKS = Path(__file__).with_name("gpt2.tiktoken")
-_RANKS_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
+from gptexp.config.vocabulary import BYTES, NAMES
+from gptexp.data.characters import CHARACTERS, ByteTokenizer, CharTokenizer
+from gptexp.data.shards import Tokens
+from gptexp.process.errors import DataError, first_line
+from gptexp.storage.reader import read_json
+from gptexp.storage.run_dir import TOKENIZER
 
 
 class Tokenizer(Protocol):
-    """Turns text into ids and back. A `tiktoken.Encoding` is one."""
+    """Turns text into ids and back."""
 
     @property
     def n_vocab(self) -> int:
         """Number of ids, special tokens included. The model's vocabulary may be larger: the rest is padding."""
 
     @property
-    def eot_token(self) -> int:
-        """The id between two documents."""
+    def eot_token(self) -> int | None:
+        """The id between two documents. None: documents are joined without one."""
+
+    @property
+    def cut_before(self) -> str:
+        """White space before which a text may be cut if a visible character precedes it: its ids stay the same."""
 
     def encode_ordinary(self, text: str) -> list[int]:
-        """The ids of `text`, in which special tokens are text too."""
+        """The ids of `text`, in which special tokens are text too. Raises `DataError` for text that has no ids."""
 
-    def encode_ordinary_batch(self, text: list[str]) -> list[list[int]]:
-        """The ids of several texts."""
+    def encode_array(self, text: str) -> Tokens:
+        """`encode_ordinary` as an array, which takes a tenth of a list's memory."""
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of ids below `n_vocab`. Bytes that are not UTF-8 become U+FFFD."""
@@ -45,24 +46,49 @@ class Tokenizer(Protocol):
         """The bytes of each id."""
 
 
+def load_tokenizer(name: str, directory: Path | None = None) -> Tokenizer:
+    """Load the tokenizer `data.tokenizer=name`, of a `directory` with prepared tokens or a run.
+
+    Raises `DataError` if it cannot be downloaded or its file is damaged, `ConfigError` if a package is missing.
+    """
+    if directory is not None and (directory / TOKENIZER).is_file():
+        return _from_file(directory / TOKENIZER)
+    return _named(name) if name in NAMES else _from_file(Path(name).resolve())
+
+
 @cache
-def load_tokenizer(name: str) -> Tokenizer:
-    """Load the tokenizer `name`. Raises `DataError` if it cannot be downloaded."""
-    if name not in ("gpt2", "r50k_base"):
-        try:
-            return get_encoding(name)
-        except OSError as error:
-            raise DataError(f"data.tokenizer={name}: tiktoken cannot download it ({error}); use gpt2") from None
-    return Encoding(
-        name,
-        pat_str=r50k_pat_str,
-        mergeable_ranks=load_tiktoken_bpe(str(_RANKS), expected_hash=_RANKS_SHA256),
-        special_tokens={"<|endoftext|>": END_OF_TEXT},
-    )
+def _named(name: str) -> Tokenizer:
+    if name == BYTES:
+        return ByteTokenizer()
+
+    from gptexp.data.encodings import Encoding
+
+    return Encoding(name)
+
+
+def _from_file(path: Path) -> Tokenizer:
+    try:
+        content = read_json(path)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: not a tokenizer.json ({first_line(error)}); restore it, or give another") from None
+    if not isinstance(content, dict):
+        raise DataError(f"{path}: not a tokenizer.json (it holds no object); restore it, or give another")
+    if isinstance(characters := content.get(CHARACTERS), str) and characters:
+        return CharTokenizer(characters)
+
+    from gptexp.data.tokenizer_file import FileTokenizer
+
+    return FileTokenizer(path, content)
+
+
+def document_start(tokenizer: Tokenizer) -> int:
+    """The id after which a document begins. Without one between documents it is id 0, a line feed in most texts."""
+    return 0 if tokenizer.eot_token is None else tokenizer.eot_token
 
 
 def bytes_of_ids(tokenizer: Tokenizer) -> list[int]:
     """How many bytes of text each id stands for; none for the id between two documents."""
     lengths = [len(text) for text in tokenizer.decode_tokens_bytes(range(tokenizer.n_vocab))]
-    lengths[tokenizer.eot_token] = 0
+    if tokenizer.eot_token is not None:
+        lengths[tokenizer.eot_token] = 0
     return lengths

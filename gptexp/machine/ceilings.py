@@ -37,7 +37,7 @@ def gemm_shapes(m: ModelConfig, tokens: int) -> dict[str, tuple[int, int, int, i
         "attn.c_proj": (tokens, c, c, m.n_layer),
         "mlp.c_fc": (tokens, c, 4 * c, m.n_layer),
         "mlp.c_proj": (tokens, 4 * c, c, m.n_layer),
-        "lm_head": (tokens, c, m.vocab_size, 1),
+        "lm_head": (tokens, c, m.resolved_vocab_size, 1),
     }
 
 

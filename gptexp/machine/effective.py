@@ -17,6 +17,7 @@ import torch
 
 from gptexp.config.batch import legal_micro_batches
 from gptexp.config.schema import AUTO, Config, fits_type, memory_key
+from gptexp.config.vocabulary import VOCAB_SIZES, with_vocab_size
 from gptexp.distributed.ranks import Rank, cores_per_rank, runs_at_once
 from gptexp.machine.attention import attention_kernel, best_kernel, check_kernel
 from gptexp.machine.device import (
@@ -35,13 +36,19 @@ from gptexp.model.memory import Memory, StepShape, memory_estimate
 from gptexp.process.errors import ConfigError
 from gptexp.process.words import duration, shown
 from gptexp.storage import run_dir
+from gptexp.storage.init_from import choose_vocab_size
 
 ForwardContext = Callable[[], AbstractContextManager[object]]
 Source = Literal["asked", "decided", "saved"]
 T = TypeVar("T")
 
 # Names for the terminal, where the first column is 16 characters wide.
-SHORT_NAMES = {"matmul_precision": "float32 matmul", "micro_batch_size": "micro-batch", "threads_per_rank": "threads"}
+SHORT_NAMES = {
+    "vocab_size": "vocabulary",
+    "matmul_precision": "float32 matmul",
+    "micro_batch_size": "micro-batch",
+    "threads_per_rank": "threads",
+}
 
 ASKED = "asked for"  # the reason of a value from the config; older versions saved only reasons and no sources
 # Largest relative error of a product that counts as float32. At 1,024²: 3e-7 in float32, 3e-3 in bfloat16.
@@ -69,6 +76,8 @@ class Effective:
 
     device: str  # cuda, mps or cpu
     device_name: str
+    n_vocab: int  # ids of the tokenizer for which vocab_size was chosen
+    vocab_size: Choice[int]  # rows of wte
     dtype: Choice[str]  # float32, or bfloat16 by autocast
     matmul_precision: Choice[str]  # of products in float32, torch's names; "high" is TF32
     attention: Choice[str]  # kernel of scaled_dot_product_attention
@@ -98,6 +107,10 @@ class Effective:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "Effective":
         """The inverse of `to_dict`; `sources` may be missing. Raises `ValueError` for wrong keys or types."""
+        if (
+            not {"vocab_size", "n_vocab"} & values.keys()
+        ):  # an older version, in which the config of every run had a number
+            values = {**values, "n_vocab": 0, "vocab_size": 0, "reasons": {**values["reasons"], "vocab_size": ASKED}}
         reasons, sources = values["reasons"], values.get("sources", {})
         known = {f.name: f.type for f in fields(cls)}
         if unknown := sorted(values.keys() - known.keys() - {"reasons", "sources"}):
@@ -159,12 +172,23 @@ def _choose(asked: T | None, saved: Choice[T] | None, decide: Callable[[], tuple
     return Choice(value, "decided", reason)
 
 
-def resolve(cfg: Config, device: Device, rank: Rank, earlier: Effective | None = None) -> Effective:
+def resolve(
+    cfg: Config, device: Device, rank: Rank, earlier: Effective | None = None, n_vocab: int | None = None
+) -> Effective:
     """Choose a value for every `auto`. `earlier` holds the saved choices of this run or sweep.
 
-    Values in the config take precedence over `earlier`, which is used only for the same type of device. Raises
-    `ConfigError` for a value in the config that this machine does not support.
+    Values in the config take precedence over `earlier`, which is used only for the same type of device. `n_vocab` is
+    the number of ids of the tokenizer; None: that of a tokenizer in `VOCAB_SIZES`. Raises `ConfigError` for a value in
+    the config that this machine does not support.
     """
+    n_vocab = VOCAB_SIZES.get(cfg.data.tokenizer, 0) if n_vocab is None else n_vocab
+    same_tokenizer = earlier is not None and earlier.n_vocab == n_vocab
+    vocab_size = _choose(
+        cfg.model.vocab_size if isinstance(cfg.model.vocab_size, int) else None,
+        earlier.vocab_size if earlier is not None and same_tokenizer else None,
+        lambda: choose_vocab_size(cfg, n_vocab),
+    )
+    key, cfg = memory_key(cfg), with_vocab_size(cfg, vocab_size.value)
     before = earlier if earlier is not None and earlier.device == device.type else None
     saved = before.choices if before else {}
     train, kind = cfg.train, device.type
@@ -193,10 +217,11 @@ def resolve(cfg: Config, device: Device, rank: Rank, earlier: Effective | None =
         saved.get("threads_per_rank") if same_node else None,
         lambda: (cores_per_rank(rank), "the node's cores divided by its ranks"),
     )
-    key = memory_key(cfg)
     effective = Effective(
         device=kind,
         device_name=device_name(device),
+        n_vocab=n_vocab,
+        vocab_size=vocab_size,
         dtype=dtype,
         matmul_precision=precision,
         attention=attention,
@@ -232,7 +257,7 @@ def estimate(cfg: Config, effective: Effective, world_size: int) -> Memory:
         activation_checkpointing=cfg.train.activation_checkpointing,
         tree=cfg.train.reduction == "tree",
     )
-    return memory_estimate(cfg.model, step)
+    return memory_estimate(with_vocab_size(cfg, effective.vocab_size.value).model, step)
 
 
 def _called(device: Device) -> str:

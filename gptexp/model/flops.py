@@ -18,7 +18,7 @@ def count_parameters(m: ModelConfig) -> int:
     """Number of all parameters; the tied wte and lm_head count once."""
     per_block = 12 * m.n_embd**2 + (13 if m.bias else 2) * m.n_embd
     final_norm = (2 if m.bias else 1) * m.n_embd
-    return (m.vocab_size + m.block_size) * m.n_embd + m.n_layer * per_block + final_norm
+    return (m.resolved_vocab_size + m.block_size) * m.n_embd + m.n_layer * per_block + final_norm
 
 
 def multiplied_parameters(m: ModelConfig) -> int:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from gptexp.data.tokenizer import Tokenizer
+from gptexp.data.tokenizer import Tokenizer, document_start
 from gptexp.model.gpt import GPT
 
 
@@ -43,7 +43,7 @@ def generate(model: GPT, tokens: torch.Tensor, n_vocab: int, how: Sampling) -> t
 
 def complete(model: GPT, tokenizer: Tokenizer, prompt: str, num_samples: int, how: Sampling) -> list[str]:
     """Return `num_samples` continuations of `prompt`, each with the prompt. An empty prompt starts a document."""
-    ids = tokenizer.encode_ordinary(prompt) or [tokenizer.eot_token]
+    ids = tokenizer.encode_ordinary(prompt) or [document_start(tokenizer)]
     tokens = torch.tensor([ids] * num_samples, device=model.wte.weight.device)
     was_training = model.training
     model.eval()

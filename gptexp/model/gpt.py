@@ -74,11 +74,11 @@ class GPT(nn.Module):
         self.cfg = cfg
         self.loss = loss
         self.activation_checkpointing = activation_checkpointing
-        self.wte = nn.Embedding(cfg.vocab_size, cfg.n_embd)
+        self.wte = nn.Embedding(cfg.resolved_vocab_size, cfg.n_embd)
         self.wpe = nn.Embedding(cfg.block_size, cfg.n_embd)
         self.h = nn.ModuleList(Block(cfg) for _ in range(cfg.n_layer))
         self.ln_f = nn.LayerNorm(cfg.n_embd, bias=cfg.bias)
-        self.lm_head = nn.Linear(cfg.n_embd, cfg.vocab_size, bias=False)
+        self.lm_head = nn.Linear(cfg.n_embd, cfg.resolved_vocab_size, bias=False)
         self.lm_head.weight = self.wte.weight
         self._init_weights()
 

@@ -55,7 +55,7 @@ def memory_estimate(m: ModelConfig, step: StepShape) -> Memory:
     of the loss, when all activations exist; with activation checkpointing, after the recomputation of the last block;
     at the end of the backward pass, when all gradients exist and wte has a second one from the embedding.
     """
-    c, vocab, tokens = m.n_embd, m.vocab_size, step.micro_batch_size * step.seq_len
+    c, vocab, tokens = m.n_embd, m.resolved_vocab_size, step.micro_batch_size * step.seq_len
     width = 2 if step.dtype == "bfloat16" else 4
     weights = 4 * count_parameters(m)
     in_block = tokens * (8 * c + 14 * c * width + 4 * m.n_head + 16)

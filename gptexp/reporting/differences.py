@@ -45,7 +45,7 @@ class Difference:
 def differences(runs: Sequence[Run]) -> list[Difference]:
     """The keys in which `runs` differ, in the order of the config. Raises `ConfigError` if a file is damaged."""
     deciding = {key for run in runs for key in run.config}
-    configs = [{key: value for key, _, value in fields_of(run_dir.load_config(run.directory))} for run in runs]
+    configs = [{key: value for key, _, value in fields_of(run_dir.load_resolved(run.directory))} for run in runs]
     found = [
         Difference(d.key, CONFIG if d.key in deciding else NO_EFFECT, d.values)
         for d in _differing(configs, NO_EFFECT)

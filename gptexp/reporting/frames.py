@@ -116,5 +116,5 @@ def _composed(run: Run, swept: Mapping[str, Any]) -> dict[str, Any]:
     """`swept` with the values of the run's config. The choice of a group, which no key of the config holds, stays."""
     if not swept or not run.config:
         return {**swept}
-    config = {key: value for key, _, value in fields_of(run_dir.load_config(run.directory))}
+    config = {key: value for key, _, value in fields_of(run_dir.load_resolved(run.directory))}
     return {key: config.get(key, text) for key, text in swept.items()}

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from gptexp.config.paths import conf_dir
-from gptexp.config.schema import Config, ModelConfig, fields_of, fits_type, result_deciding
+from gptexp.config.schema import Config, DataConfig, ModelConfig, fields_of, fits_type, result_deciding
+from gptexp.config.vocabulary import VOCAB_SIZES, padded
 from gptexp.process.errors import ConfigError
 from gptexp.process.terminal import printable
 from gptexp.process.words import shown, size_shown
@@ -101,7 +102,7 @@ def read_row(path: Path, name: str) -> Listed:
     """The row of a run."""
     damaged = Row("run", str(path), name, _started(path), "damaged", bytes_on_disk(path))
     try:
-        config, summary = run_dir.load_config(path), run_dir.read_summary(path)
+        config, summary = run_dir.load_resolved(path), run_dir.read_summary(path)
     except ConfigError as error:
         return Listed(replace(damaged, problem=str(error)), [])
     status = run_dir.present_status(path, summary)
@@ -258,7 +259,10 @@ def _known_models() -> list[tuple[str, ModelConfig]]:
     known = []
     for file in sorted((conf_dir() / "model").glob("*.yaml")):
         with suppress(OSError, ValueError, TypeError, KeyError):  # a file of the user's copy of conf/
-            known.append((file.stem, replace(ModelConfig(**read_yaml(file)["model"]), dropout=0.0)))
+            content = read_yaml(file)
+            vocab_size = padded(VOCAB_SIZES[content.get("data", {}).get("tokenizer", DataConfig.tokenizer)])
+            sizes = ModelConfig(**{"vocab_size": vocab_size, **content["model"]})
+            known.append((file.stem, replace(sizes, dropout=0.0)))
     return known
 
 

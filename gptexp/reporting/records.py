@@ -112,7 +112,7 @@ def read_run(directory: Path) -> Run:
     """Read a run's files. A damaged file sets `Run.problem` and raises nothing."""
     name = printable(directory.name)
     try:
-        config = run_dir.load_config(directory)
+        config = run_dir.load_resolved(directory)
         values = run_dir.read_summary(directory)
         summary = {key: printable(value) if isinstance(value, str) else value for key, value in values.items()}
     except ConfigError as error:

@@ -69,7 +69,7 @@ def counted(events: list[dict[str, Any]]) -> dict[str, Any]:
 
 def described(directory: Path) -> dict[str, Any]:
     """Return the shape of a run, its resolved `auto` values, and its FLOPs per token."""
-    config, effective = run_dir.load_config(directory), run_dir.read_json(directory / run_dir.EFFECTIVE)
+    config, effective = run_dir.load_resolved(directory), run_dir.read_json(directory / run_dir.EFFECTIVE)
     palm, causal = flops_per_token(config.model, config.seq_len)
     return {
         "effective": effective,
@@ -91,7 +91,7 @@ def apart(call: Callable[..., Any], *args: Any) -> Any:
 
 def ceilings(directory: Path) -> dict[str, Any]:
     """Measure the device's rates at the shapes of a run's forward pass, with the run's own settings."""
-    config = run_dir.load_config(directory)
+    config = run_dir.load_resolved(directory)
     effective = load_effective(directory)
     assert effective is not None
     apply(effective)

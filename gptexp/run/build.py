@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gptexp.config.schema import Config
+from gptexp.config.vocabulary import with_vocab_size
 from gptexp.distributed.group import barrier
 from gptexp.distributed.ranks import Rank
 from gptexp.machine.device import compile_options
@@ -62,7 +63,8 @@ def build_gpt(cfg: Config, effective: Effective, device: torch.device) -> GPT:
     """Build the seeded model on `device`. If `effective` says so, the first step compiles it."""
     torch.manual_seed(cfg.train.seed)
     loss = losses.chunked_cross_entropy if effective.loss.value == "chunked" else losses.plain_cross_entropy
-    gpt = GPT(cfg.model, loss, cfg.train.activation_checkpointing).to(device)
+    model = with_vocab_size(cfg, effective.vocab_size.value).model
+    gpt = GPT(model, loss, cfg.train.activation_checkpointing).to(device)
     if effective.compile.value:
         torch.compiler.reset()  # under a launcher one process trains many cells; drop the last cell's graphs
         # torch's own key of the compile cache lacks: the attention kernels allowed while compiling, the backward pass

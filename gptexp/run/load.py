@@ -36,7 +36,7 @@ class LoadedRun:
 def load_checkpointed(directory: Path | str) -> LoadedRun:
     """Load the newest valid checkpoint of a run. Raises `ConfigError` or `CheckpointError`."""
     directory = Path(directory)
-    config = run_dir.load_config(directory)
+    config = run_dir.load_resolved(directory)
     path, state = checkpoint.newest(directory / run_dir.CHECKPOINTS)
     _refuse_another_model(directory, config)
     checkpoint.refuse_other_size(path, count_parameters(config.model))
@@ -79,7 +79,7 @@ def load_run(directory: Path | str) -> tuple[GPT, Tokenizer, Config]:
     `CheckpointError` if it has no intact checkpoint, and `DataError` if the tokenizer cannot be downloaded.
     """
     run = load_checkpointed(one_run(Path(directory)))
-    return run.model, load_tokenizer(run.config.data.tokenizer), run.config
+    return run.model, load_tokenizer(run.config.data.tokenizer, one_run(Path(directory))), run.config
 
 
 def evaluate_checkpoint(directory: Path, config: Config, of_the_run: bool) -> dict[str, float]:
@@ -104,5 +104,5 @@ def evaluate_checkpoint(directory: Path, config: Config, of_the_run: bool) -> di
         "tokens": len(dataset.val_windows) * dataset.seq_len,
         "val/loss": loss,
         "val/ppl": perplexity(loss),
-        "val/bpb": bits_per_byte(loss, val_bytes_per_token(dataset, load_tokenizer(config.data.tokenizer))),
+        "val/bpb": bits_per_byte(loss, val_bytes_per_token(dataset, load_tokenizer(config.data.tokenizer, directory))),
     }

@@ -19,6 +19,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from gptexp.config.rules import noise_half_life, why_unmeasured
 from gptexp.config.run_plan import plan_run
 from gptexp.config.schema import Config
+from gptexp.config.vocabulary import with_vocab_size
 from gptexp.data.loader import Dataset, build_dataset, val_bytes_per_token
 from gptexp.data.tokenizer import load_tokenizer
 from gptexp.distributed.group import agree, barrier, connect, destroy_process_group, gather, init_process_group
@@ -118,6 +119,7 @@ def run(job: Job) -> int:
 def _run(job: Job) -> int:
     prepared = prepare(job)
     decision = decide(job, prepared)
+    job = replace(job, cfg=with_vocab_size(job.cfg, decision.effective.vocab_size.value))
     built = build(job, prepared, decision)
     outcome = Outcome("failed", EXIT_FAILED)
     try:
@@ -192,9 +194,11 @@ def _decide(job: Job, prepared: Prepared) -> tuple[Effective, Path | None, Train
     cfg, directory, dataset = job.cfg, job.directory, prepared.dataset
     checkpoints = directory / run_dir.CHECKPOINTS
     _refuse_changed_data(directory, run_dir.read_summary(directory).get("data_hash"), dataset)
-    effective = resolve(cfg, prepared.device, job.rank, load_effective(directory))
+    effective = resolve(cfg, prepared.device, job.rank, load_effective(directory), dataset.n_vocab)
+    cfg = with_vocab_size(cfg, effective.vocab_size.value)
     effective = settle_micro_batch(cfg, effective, prepared.device, job.rank.world_size)
     save_effective(directory, effective)
+    run_dir.keep_tokenizer(directory, dataset.directory)
     run_dir.remove_leftovers(directory)
     checkpoint.remove_leftovers(checkpoints)
     found = checkpoint.load_latest(checkpoints)
@@ -376,7 +380,7 @@ def _val_bytes_per_token(tokenizer: str, dataset: Dataset) -> float | None:
     if not len(dataset.val_windows):
         return None
     try:
-        return val_bytes_per_token(dataset, load_tokenizer(tokenizer))
+        return val_bytes_per_token(dataset, load_tokenizer(tokenizer, dataset.directory))
     except DataError as error:
         warn(f"val/bpb is not logged: {error}")
         return None
@@ -386,7 +390,8 @@ def _sample(job: Job, built: Built, step: int) -> None:
     """Log a generated text. An error is only printed: the run is completed and saved."""
     how = Sampling(job.cfg.log.sample_tokens, seed=job.cfg.train.seed)
     try:
-        [text] = complete(built.training.gpt, load_tokenizer(job.cfg.data.tokenizer), "", 1, how)
+        tokenizer = load_tokenizer(job.cfg.data.tokenizer, job.directory)
+        [text] = complete(built.training.gpt, tokenizer, "", 1, how)
         built.log.sample(step, text)
     except Exception as error:
         warn(f"sampling failed: {type(error).__name__}: {error}")

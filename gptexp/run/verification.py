@@ -187,7 +187,7 @@ def _splits(bench: Bench) -> list[Result]:
         path = bench.finish(name, config)
         dataset = build_dataset(config)
         torch.manual_seed(config.train.seed)
-        model = GPT(config.model).to(device)
+        model = GPT(run_dir.load_resolved(bench.folder / name).model).to(device)
         windows = dataset.order.train_windows(torch.arange(SEQUENCES).numpy())
         rows = torch.from_numpy(dataset.rows(dataset.train, windows).astype("int64")).to(device)
         model(rows[:, :-1], rows[:, 1:]).backward()

@@ -42,4 +42,5 @@ def counts_as_diverged(status: str, final_loss: float | None, config: Mapping[st
     """
     if status == "diverged" or final_loss is None:
         return status == "diverged"
-    return final_loss > math.log(config["model.vocab_size"]) + ABOVE_A_GUESS
+    vocab_size = config["model.vocab_size"]
+    return isinstance(vocab_size, int) and final_loss > math.log(vocab_size) + ABOVE_A_GUESS

@@ -26,19 +26,21 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any
 
 import yaml
 from filelock import BaseFileLock, FileLock, Timeout
 
 from gptexp.config.rules import saved_problems
-from gptexp.config.schema import Config, fields_of, fits_type, from_dict, result_deciding, to_dict
+from gptexp.config.schema import AUTO, Config, fits_type, from_dict, result_deciding, to_dict
+from gptexp.config.vocabulary import VOCAB_SIZES, padded, with_vocab_size
 from gptexp.process.errors import CheckpointError, ConfigError, InUseError, StorageError, first_line
 from gptexp.process.words import shown
 from gptexp.storage import reader
 
 CONFIG = "config.yaml"
 EFFECTIVE = "effective.json"
+TOKENIZER = "tokenizer.json"  # of a run whose vocabulary is not part of gptexp
 METRICS = "metrics.jsonl"
 SUMMARY = "summary.json"
 SWEEP = "sweep.json"
@@ -118,7 +120,7 @@ def refuse_link(path: Path) -> None:
 
 def remove_leftovers(directory: Path) -> None:
     """Remove the temporary files of killed processes. The caller must hold `RANK_LOCK`."""
-    for name in (CONFIG, EFFECTIVE, METRICS, SUMMARY):
+    for name in (CONFIG, EFFECTIVE, TOKENIZER, METRICS, SUMMARY):
         for leftover in directory.glob(f".{name}.*"):
             leftover.unlink(missing_ok=True)
 
@@ -171,6 +173,12 @@ def save_config(directory: Path, config: Config) -> None:
     write_atomically(directory / CONFIG, yaml.safe_dump(to_dict(config), sort_keys=False))
 
 
+def keep_tokenizer(directory: Path, tokens: Path) -> None:
+    """Copy the vocabulary of the prepared `tokens` to the run directory, unless it is part of gptexp."""
+    if (tokens / TOKENIZER).is_file() and not (directory / TOKENIZER).exists():
+        write_atomically(directory / TOKENIZER, (tokens / TOKENIZER).read_text())
+
+
 def load_config(directory: Path) -> Config:
     """Read the config of a run directory, without composition by Hydra. Raises `ConfigError`."""
     path = directory / CONFIG
@@ -186,6 +194,23 @@ def load_config(directory: Path) -> Config:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         raise ConfigError(f"{path}: {problems[0]}{more}")
     return config
+
+
+def load_resolved(directory: Path) -> Config:
+    """`load_config` with the size of the vocabulary that the run has chosen, if its config has `auto`.
+
+    Before its start it is the one that it will choose, or `auto` if that follows from the corpus. Raises `ConfigError`.
+    """
+    config = load_config(directory)
+    if config.model.vocab_size != AUTO:
+        return config
+    path = directory / EFFECTIVE
+    n_vocab = VOCAB_SIZES.get(config.data.tokenizer)
+    unchosen = AUTO if n_vocab is None else padded(n_vocab)
+    chosen = read_json(path).get("vocab_size") or trained_with(directory).get("model.vocab_size", unchosen)
+    if chosen != AUTO and not (fits_type(chosen, int) and chosen > 0):
+        raise ConfigError(f"{path}: vocab_size={shown(chosen)}: must be a whole number above 0; start a new run")
+    return with_vocab_size(config, chosen)
 
 
 def is_run(directory: Path) -> bool:
@@ -330,41 +355,6 @@ def lock_sweep(directory: Path, alone: bool = False) -> IO[str]:
             time.sleep(0.05)
 
 
-def check_free(directory: Path, config: Config) -> Literal["new", "unfinished", "completed"]:
-    """`check_same` for a run that is about to start. Raises `InUseError` if a process is running in `directory`."""
-    check_unlocked(directory)
-    return check_same(directory, config)
-
-
-def check_same(directory: Path, config: Config) -> Literal["new", "unfinished", "completed"]:
-    """State of the run of `config` in `directory`.
-
-    Raises `ConfigError` if the directory or its newest checkpoint belongs to another config, or if a new run has an
-    `init_from` that is not a run of the same model; `CheckpointError` if that run has no checkpoint.
-    """
-    for below in (".", HYDRA, PROFILE):
-        refuse_links(directory / below)
-    if not is_run(directory):
-        if config.init_from is not None:
-            _check_weights(config, config.init_from)
-        return "new"
-    if not (directory / CONFIG).exists():
-        raise ConfigError(f"{directory}: holds a run that has lost its {CONFIG}; restore it, or use a new directory")
-    # config.yaml may have been edited since the checkpoint was saved.
-    old, new = result_deciding(load_config(directory)) | trained_with(directory), result_deciding(config)
-    completed = status(directory) == "completed"
-    changed = [key for key in new if old.get(key) != new[key]]
-    if completed and set(changed) & {"train.max_tokens", "train.max_steps"}:
-        raise ConfigError(
-            f"{directory}: the run is completed, and its learning rate has decayed; to train longer, start a new run "
-            f"with init_from={directory}"
-        )
-    if changed:
-        lines = [f"{key} was {shown(old[key])}, now {shown(new[key])}; start a new run" for key in changed]
-        raise ConfigError([f"{directory}: cannot resume with another config: {line}" for line in lines])
-    return "completed" if completed else "unfinished"
-
-
 def trained_with(directory: Path) -> dict[str, Any]:
     """Dotted keys and values that determined the newest checkpoint; empty if none can be read."""
     for path in published(directory / CHECKPOINTS):
@@ -374,17 +364,3 @@ def trained_with(directory: Path) -> dict[str, Any]:
             if hashlib.sha256(state.encode()).hexdigest() == reader.read_json(path / "manifest.json")["state.json"][1]:
                 return result_deciding(from_dict(reader.parse_json(state)["about"]["config"]))
     return {}
-
-
-def _check_weights(config: Config, init_from: str) -> None:
-    """Raise unless the run `init_from` has the model of `config`, except for dropout, and a checkpoint."""
-    given = f"init_from={init_from}"
-    try:
-        old = load_config(Path(init_from)).model
-    except ConfigError as error:
-        raise ConfigError(f"{given}: {error}") from None
-    pairs = [(key, getattr(config.model, key), was) for key, _, was in fields_of(old) if key != "dropout"]
-    different = [(key, shown(now), shown(was)) for key, now, was in pairs if now != was]
-    if lines := [f"model.{key}={now}: {given} has {key}={was}; use the same value" for key, now, was in different]:
-        raise ConfigError(lines)
-    require_checkpoint(Path(init_from))

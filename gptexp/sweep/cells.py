@@ -18,11 +18,14 @@ from omegaconf import DictConfig, open_dict
 from gptexp.config.compose import job_of, to_config
 from gptexp.config.paths import config_flags
 from gptexp.config.rules import in_steps
-from gptexp.config.schema import Config, fields_of, result_deciding
-from gptexp.data.prepare import data_hash
+from gptexp.config.schema import AUTO, Config, fields_of, result_deciding
+from gptexp.config.vocabulary import with_vocab_size
+from gptexp.data.prepare import count_ids, data_hash, prepare
 from gptexp.distributed.ranks import launcher_world_size
 from gptexp.process.errors import ConfigError, UserError
 from gptexp.storage import run_dir, sweep_record
+from gptexp.storage.continuation import check_same
+from gptexp.storage.init_from import choose_vocab_size
 from gptexp.storage.sweep_record import PlannedCell, SweepRecord
 from gptexp.sweep.space import swept_keys
 
@@ -101,7 +104,7 @@ def settle(drafts: Sequence[Draft], directory: Path) -> list[Cell]:
     for drafted in drafts:
         assert drafted.config is not None
         name = cell_name(drafted.config, drafted.values, directory)
-        run_dir.check_same(directory / name, drafted.config)
+        check_same(directory / name, drafted.config)
         with open_dict(drafted.composition):
             drafted.composition.hydra.sweep.subdir = name
         cell = Cell(drafted.composition, drafted.config, (directory / name).absolute(), drafted.values)
@@ -133,7 +136,8 @@ def cell_name(config: Config, swept: dict[str, str], directory: Path) -> str:
     Returns the existing name if a directory below `directory` already ends in this hash. The hash uses composed values,
     so 6e-4 and 0.0006 are one cell, and the hash of the corpus's tokens instead of its path.
     """
-    composed, deciding = {key: value for key, _, value in fields_of(config)}, result_deciding(config)
+    composed = {key: value for key, _, value in fields_of(config)}
+    deciding = result_deciding(_with_known_vocab_size(config))
     # Groups and paths stay as typed: composed, a group is no single value, and a path is absolute.
     as_typed = ("data.path", "data.val_path")
     values = {key: text if key in as_typed else composed.get(key, text) for key, text in swept.items()}
@@ -146,6 +150,21 @@ def cell_name(config: Config, swept: dict[str, str], directory: Path) -> str:
     readable = ",".join(f"{key.rpartition('.')[2]}={value}" for key, value in values.items())
     name = f"{readable[:READABLE_CHARS]}-{digest}" if readable else digest
     return re.sub(r"[^A-Za-z0-9._=,-]", "_", name)
+
+
+def _with_known_vocab_size(config: Config) -> Config:
+    """Replace `auto` by the size of the vocabulary, which may need the corpus; unless that cannot be read."""
+    if config.model.vocab_size != AUTO:
+        return config
+    try:
+        n_vocab = count_ids(config.data)
+        if n_vocab is None:
+            prepare(config.data)
+            n_vocab = count_ids(config.data)
+    except UserError:  # the cell's own run reports that error
+        return config
+    assert n_vocab is not None
+    return with_vocab_size(config, choose_vocab_size(config, n_vocab)[0])
 
 
 def _data_identity(config: Config) -> str:

@@ -97,7 +97,8 @@ class Study:
         if status == "completed" and "final_val_loss" in summary:
             self.study.tell(number, summary["final_val_loss"], skip_if_finished=True)
         elif status == "diverged":
-            self.study.tell(number, math.log(cell.config.model.vocab_size), skip_if_finished=True)
+            vocabulary = run_dir.load_resolved(cell.directory).model
+            self.study.tell(number, math.log(vocabulary.resolved_vocab_size), skip_if_finished=True)
         elif status != "interrupted":
             self.fail(number)
 

@@ -22,7 +22,7 @@ def test_a_text_read_in_pieces_has_the_same_token_ids(tmp_path: Path) -> None:
     for _ in range(300):
         text = "".join(draw.choices(alphabet, k=draw.randint(0, 60)))
         path.write_text(text, newline="")
-        parts = list(corpora.pieces(path, piece_chars=draw.randint(1, 12)))
+        parts = list(corpora.pieces(path, " \t\r\n", draw.randint(1, 12)))
         assert "".join(parts) == text
         assert [i for part in parts for i in ids_of(part)] == ids_of(text)
         cuts += max(0, len(parts) - 1)
@@ -33,7 +33,7 @@ def test_a_text_read_in_pieces_has_the_same_token_ids(tmp_path: Path) -> None:
 def test_a_file_is_read_in_pieces_with_every_kind_of_separator(tmp_path: Path, between: str) -> None:
     path = tmp_path / "text"
     path.write_text(between.join(["some words"] * 5000), newline="")
-    assert max(map(len, corpora.pieces(path, piece_chars=1000))) < 1100
+    assert max(map(len, corpora.pieces(path, " \t\r\n", 1000))) < 1100
 
 
 def test_the_stdlib_corpus_excludes_packages_and_tests() -> None:

@@ -27,7 +27,7 @@ SKIP = HEADER.size
 @pytest.fixture
 def shards(tmp_path: Path) -> Path:
     ids = np.random.default_rng(0).integers(0, LARGEST, TOKENS).astype(np.uint16)
-    with ShardWriter(tmp_path / "tokens", {"tokenizer": "gpt2"}, PER_SHARD) as writer:
+    with ShardWriter(tmp_path / "tokens", 50257, {"tokenizer": "gpt2"}, PER_SHARD) as writer:
         writer.append(ids)
     return tmp_path / "tokens"
 
@@ -143,9 +143,7 @@ def test_a_verified_shard_is_read_again_only_after_it_changes(shards: Path, monk
     verify(shards)
     read: list[Path] = []
     plain = module._check_content
-    monkeypatch.setattr(
-        module, "_check_content", lambda shard, largest: (read.append(shard.path), plain(shard, largest))
-    )
+    monkeypatch.setattr(module, "_check_content", lambda shard, *rest: (read.append(shard.path), plain(shard, *rest)))
     verify(shards)
     assert read == []
     os.utime(shards / "tokens-00001.bin", ns=(1, 1))
@@ -167,9 +165,9 @@ def test_shards_in_a_read_only_cache_are_verified_once_per_process(
     read: list[Path] = []
     plain = module._check_content
 
-    def counted(shard: module.Shard, largest: int) -> None:
+    def counted(shard: module.Shard, *rest: Any) -> None:
         read.append(shard.path)
-        plain(shard, largest)
+        plain(shard, *rest)
 
     def refuse(*args: object, **kwargs: object) -> None:
         raise OSError("read-only")

@@ -12,7 +12,7 @@ from conftest import events
 
 from gptexp.config.compose import compose
 from gptexp.data.prepare import find_corpus, tokens_dir
-from gptexp.data.shards import HEADER, MAGIC, MANIFEST, VERSION, TokenStream
+from gptexp.data.shards import HEADER, MANIFEST, TokenStream, header
 from gptexp.process.errors import DataError
 
 Gptexp = Callable[..., subprocess.CompletedProcess[str]]
@@ -26,9 +26,10 @@ def write_sparse(directory: Path, shards: int, tokens_per_shard: int) -> None:
     names = [f"tokens-{number:05d}.bin" for number in range(shards)]
     for name in names:
         with (directory / name).open("wb") as file:
-            file.write(HEADER.pack(MAGIC, VERSION, 2, tokens_per_shard))
+            file.write(header(2, tokens_per_shard))
             file.truncate(HEADER.size + 2 * tokens_per_shard)
     manifest = {
+        "version": 1,
         "tokens": shards * tokens_per_shard,
         "max_id": 0,
         "shards": [{"file": name, "tokens": tokens_per_shard, "sha256": name} for name in names],

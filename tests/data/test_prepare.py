@@ -16,7 +16,6 @@ from texts import ids_of, stream_of, text_config
 from gptexp.config.schema import DataConfig
 from gptexp.data.prepare import compare, prepare
 from gptexp.data.shards import ShardWriter
-from gptexp.data.tokenizer import END_OF_TEXT
 from gptexp.process.errors import DataError
 
 
@@ -27,7 +26,7 @@ def test_end_of_text_separates_several_files_and_is_not_added_to_one(tmp_path: P
     b.write_text("another")
     assert stream_of(prepare(text_config(a))[0]) == ids_of(a.read_text())
     assert stream_of(prepare(text_config(a, empty, b))[0]) == [
-        *ids_of(a.read_text()), END_OF_TEXT, *ids_of(b.read_text())
+        *ids_of(a.read_text()), 50256, *ids_of(b.read_text())
     ]  # fmt: skip
 
 
@@ -79,7 +78,7 @@ def test_verifying_compares_the_cache_with_the_text(
     directory, _ = prepare(data)
     ids = stream_of(directory)
     shutil.rmtree(directory)
-    with ShardWriter(directory, {}, tokens_per_shard=10_000) as writer:
+    with ShardWriter(directory, 50257, {}, tokens_per_shard=10_000) as writer:
         writer.append(np.array(change(ids), np.uint16))
     assert prepare(data)[0] == directory  # finds nothing wrong
     if token is None:
@@ -101,7 +100,7 @@ def test_prepare_verify_reads_the_text_and_the_validation_text(
     verified = [line for line in done["stderr"].splitlines() if "are those of the text" in line]
     assert [line.partition(":")[0] for line in verified] == [train, val]
     shutil.rmtree(val)
-    with ShardWriter(Path(val), {}) as writer:
+    with ShardWriter(Path(val), 50257, {}) as writer:
         writer.append(np.array([1, 2, 3], np.uint16))
     refused = light_server.ask(argv, tmp_path)
     assert (refused["code"], refused["stderr"].splitlines()[-1]) == (

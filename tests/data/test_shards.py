@@ -16,7 +16,7 @@ from gptexp.process.errors import DataError
 @pytest.fixture
 def three_shards(tmp_path: Path) -> tuple[Path, np.ndarray]:
     ids = np.random.default_rng(0).integers(0, 50257, 2500).astype(np.uint16)
-    with ShardWriter(tmp_path / "s", {"tokenizer": "gpt2"}, tokens_per_shard=1000) as writer:
+    with ShardWriter(tmp_path / "s", 50257, {"tokenizer": "gpt2"}, tokens_per_shard=1000) as writer:
         for part in np.array_split(ids, 7):
             writer.append(part)
     return tmp_path / "s", ids

@@ -1,38 +1,187 @@
-"""GPT-2's tokenizer: known ids, and the check of its file."""
+"""The tokenizers: known ids, the bytes that ids stand for, and the checks of their files."""
 
+import json
+import random
+from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import tiktoken
+import tiktoken_ext.openai_public as published
 
-from gptexp.config.schema import VOCAB_SIZES
-from gptexp.data.tokenizer import END_OF_TEXT, bytes_of_ids, load_tokenizer
+from gptexp.config.vocabulary import VOCAB_SIZES, padded
+from gptexp.data import corpora, encodings, tokenizer
+from gptexp.data.characters import CharTokenizer, characters_of
+from gptexp.data.tokenizer import bytes_of_ids, document_start, load_tokenizer
+from gptexp.process.errors import DataError
+
+TEXT = "naïve 東京 🙂\r\n\tdef main():\n\n  return  x\n" * 3
+END_OF_TEXT = 50256
 
 
-def test_the_tokenizer_is_that_of_gpt2() -> None:
+def test_the_default_tokenizer_is_that_of_gpt2() -> None:
     """Ids from the examples in OpenAI's and Hugging Face's documentation."""
-    tokenizer = load_tokenizer("gpt2")
-    assert tokenizer.encode_ordinary("Hello world") == [15496, 995]
-    assert tokenizer.encode_ordinary("<|endoftext|>") != [END_OF_TEXT]
-    assert tokenizer.eot_token == END_OF_TEXT
-    assert tokenizer.n_vocab == VOCAB_SIZES["gpt2"] == 50257
-    assert tokenizer.decode(tokenizer.encode_ordinary("naïve 漢字 🙂\r\n\tx")) == "naïve 漢字 🙂\r\n\tx"
+    gpt2 = load_tokenizer("gpt2")
+    assert gpt2.encode_ordinary("Hello world") == [15496, 995]
+    assert gpt2.encode_ordinary("<|endoftext|>") != [END_OF_TEXT]
+    assert gpt2.eot_token == document_start(gpt2) == END_OF_TEXT
+    assert gpt2.n_vocab == VOCAB_SIZES["gpt2"] == 50257
+    assert gpt2.decode(gpt2.encode_ordinary(TEXT)) == TEXT
 
 
-def test_the_ids_of_a_text_stand_for_its_bytes() -> None:
-    tokenizer = load_tokenizer("gpt2")
-    lengths = bytes_of_ids(tokenizer)
-    text = "naïve 東京 🙂\n\tdef main():\n" * 3
-    assert sum(lengths[i] for i in tokenizer.encode_ordinary(text)) == len(text.encode())
-    assert lengths[tokenizer.eot_token] == 0
+def of_characters(tmp_path: Path) -> tokenizer.Tokenizer:
+    CharTokenizer(characters_of([TEXT])).save(tmp_path / "tokenizer.json")
+    return load_tokenizer("chars", tmp_path)
 
 
-def test_a_damaged_vocabulary_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from gptexp.data import tokenizer
+def from_library(tmp_path: Path, kind: str) -> Any:
+    """A tokenizer that Hugging Face's package has trained on TEXT, and saved as tokenizer.json."""
+    tokenizers = pytest.importorskip("tokenizers")
+    pre, decoders, trainers = tokenizers.pre_tokenizers, tokenizers.decoders, tokenizers.trainers
+    if kind == "bytes":
+        library = tokenizers.Tokenizer(tokenizers.models.BPE())
+        library.pre_tokenizer, library.decoder = pre.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=300, special_tokens=["<|endoftext|>"], initial_alphabet=pre.ByteLevel.alphabet()
+        )
+    else:
+        library = tokenizers.Tokenizer(tokenizers.models.BPE(byte_fallback=True, unk_token="<unk>"))
+        library.pre_tokenizer = pre.Metaspace(prepend_scheme="never", split=False)
+        library.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+        special = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+        trainer = trainers.BpeTrainer(vocab_size=330, special_tokens=special, initial_alphabet=["a"], limit_alphabet=20)
+    library.train_from_iterator([TEXT.split("東")[0]] * 9, trainer)
+    content = json.loads(library.to_str())
+    for token in content["added_tokens"]:  # a byte is part of a text, as in the files of Llama
+        token["special"] = not token["content"].startswith("<0x")
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    return tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
 
+
+@pytest.mark.parametrize("name", ["gpt2", "r50k_base", "bytes", "chars", "file of bytes", "file with byte fallback"])
+def test_the_ids_of_a_text_stand_for_its_bytes(tmp_path: Path, name: str) -> None:
+    if name.startswith("file"):
+        from_library(tmp_path, name.split()[-1])
+        loaded = load_tokenizer(str(tmp_path / "tokenizer.json"))
+    else:
+        loaded = of_characters(tmp_path) if name == "chars" else load_tokenizer(name)
+    ids = loaded.encode_ordinary(TEXT)
+    lengths = bytes_of_ids(loaded)
+    assert len(lengths) == loaded.n_vocab
+    assert sum(lengths[i] for i in ids) == len(TEXT.encode())
+    assert b"".join(loaded.decode_tokens_bytes(ids)) == TEXT.encode()
+    assert loaded.decode(ids) == TEXT
+    array = loaded.encode_array(TEXT)
+    assert array.tolist() == ids
+    assert array.dtype == np.uint16
+    if loaded.eot_token is not None:
+        assert lengths[loaded.eot_token] == 0
+
+
+def test_the_ids_of_bytes_are_their_values() -> None:
+    loaded = load_tokenizer("bytes")
+    assert loaded.encode_ordinary(TEXT) == list(TEXT.encode())
+    assert (loaded.n_vocab, loaded.eot_token) == (VOCAB_SIZES["bytes"], 256)
+    assert loaded.decode([256, *"é".encode(), 0xFF, 256]) == "é\ufffd"
+
+
+def test_the_ids_of_characters_are_those_of_nanogpt(tmp_path: Path) -> None:
+    """Its data/shakespeare_char/prepare.py numbers the sorted set of all characters."""
+    loaded = of_characters(tmp_path)
+    number = {character: i for i, character in enumerate(sorted(set(TEXT)))}
+    assert loaded.encode_ordinary(TEXT) == [number[character] for character in TEXT]
+    assert (loaded.n_vocab, loaded.eot_token) == (len(number), None)
+    assert loaded.decode([document_start(loaded)]) == min(TEXT)
+    for text in ("a naive z", "\x00", "\U0010ffff"):
+        unknown = next(character for character in text if character not in number)
+        with pytest.raises(DataError, match=f"not among the {len(number)} characters") as error:
+            loaded.encode_ordinary(text)
+        assert f"character {unknown!r}" in str(error.value)
+
+
+@pytest.mark.parametrize("kind", ["bytes", "fallback"])
+def test_a_tokenizer_json_gives_the_ids_of_the_library(tmp_path: Path, kind: str) -> None:
+    library = from_library(tmp_path, kind)
+    loaded = load_tokenizer(str(tmp_path / "tokenizer.json"))
+    assert loaded.encode_ordinary(TEXT) == library.encode(TEXT, add_special_tokens=False).ids
+    assert loaded.n_vocab == library.get_vocab_size()
+    assert loaded.eot_token == library.token_to_id("<|endoftext|>" if kind == "bytes" else "</s>")
+    name = "<|endoftext|>" if kind == "bytes" else "</s>"
+    assert loaded.eot_token not in loaded.encode_ordinary(f"a {name} in a text is text")
+    assert load_tokenizer("chars", tmp_path).encode_ordinary(TEXT) == loaded.encode_ordinary(TEXT)
+
+
+@pytest.mark.parametrize("content", ["", "no JSON", "[]", "{}", '{"characters": ""}', '{"model": {"type": "BPE"}}'])
+def test_a_damaged_tokenizer_json_is_refused_in_one_line(tmp_path: Path, content: str) -> None:
+    (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(DataError, match=r"tokenizer.json: not a tokenizer.json \(") as error:
+        load_tokenizer(str(tmp_path / "tokenizer.json"))
+    assert "\n" not in str(error.value)
+
+
+def test_a_damaged_vocabulary_of_gpt2_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     damaged = tmp_path / "gpt2.tiktoken"
-    damaged.write_bytes(tokenizer._RANKS.read_bytes()[:-1] + b"x")
-    monkeypatch.setattr(tokenizer, "_RANKS", damaged)
-    load_tokenizer.cache_clear()
+    damaged.write_bytes(encodings._RANKS.read_bytes()[:-1] + b"x")
+    monkeypatch.setattr(encodings, "_RANKS", damaged)
+    tokenizer._named.cache_clear()
     with pytest.raises(ValueError, match=r"[Hh]ash"):
         load_tokenizer("gpt2")
-    load_tokenizer.cache_clear()
+    tokenizer._named.cache_clear()
+
+
+@pytest.fixture
+def standing_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """tiktoken with its own patterns and special tokens, and few ranks: its files lie in the network."""
+    ranks = {bytes([byte]): byte for byte in range(256)}
+    for pair in (b"\n\n", b";\n", b"/\n", b"\n/", b"  ", b" \n", b"\r\n", b"!\n", b"a\n", b"'s", b"\t\t", b"\n "):
+        ranks[pair] = len(ranks)
+    monkeypatch.setattr(published, "load_tiktoken_bpe", lambda *_, **__: dict(ranks))
+    monkeypatch.setattr(tiktoken.registry, "ENCODINGS", {})
+    tokenizer._named.cache_clear()
+    yield
+    tokenizer._named.cache_clear()
+
+
+@pytest.mark.usefixtures("standing_in")
+@pytest.mark.parametrize("name", ["gpt2", "cl100k_base", "o200k_base", "o200k_harmony"])
+def test_a_text_read_in_pieces_has_the_same_ids(tmp_path: Path, name: str) -> None:
+    """Random text with each class of characters that the patterns distinguish, in pieces of random sizes."""
+    alphabet = ["a", "Bc", "1", "2345", " ", "  ", "\n", "\n\n", "\r\n", "\t", "'s", "'LL", "!", ";", "/", "é"]
+    loaded, draw, cuts = load_tokenizer(name), random.Random(0), 0
+    for _ in range(300):
+        text = "".join(draw.choices(alphabet, k=draw.randint(0, 60)))
+        (tmp_path / "text").write_text(text, newline="")
+        parts = list(corpora.pieces(tmp_path / "text", loaded.cut_before, draw.randint(1, 12)))
+        assert "".join(parts) == text
+        assert [i for part in parts for i in loaded.encode_ordinary(part)] == loaded.encode_ordinary(text)
+        cuts += max(0, len(parts) - 1)
+    assert cuts > 300
+
+
+@pytest.mark.usefixtures("standing_in")
+@pytest.mark.parametrize("name", ["p50k_edit", "cl100k_base", "o200k_base", "o200k_harmony"])
+def test_the_table_of_sizes_agrees_with_tiktoken(name: str) -> None:
+    """An encoding has as many ids as its largest special token says; ids in gaps stand for no text."""
+    loaded = load_tokenizer(name)
+    assert loaded.n_vocab == VOCAB_SIZES[name]
+    assert loaded.eot_token == {"p50k_edit": 50256, "cl100k_base": 100257}.get(name, 199999)
+    assert loaded.decode([97, loaded.n_vocab - 2, 98]).startswith("a")
+    assert loaded.encode_array("a").dtype == (np.uint32 if loaded.n_vocab > 65536 else np.uint16)
+
+
+def test_the_table_has_the_size_that_tiktoken_expects_of_p50k_base(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its largest id is not a special token, so the ranks decide."""
+    monkeypatch.setattr(published, "load_tiktoken_bpe", lambda *_, **__: {})
+    assert VOCAB_SIZES["p50k_base"] == published.p50k_base()["explicit_n_vocab"]
+
+
+def test_a_vocabulary_is_padded_to_the_next_multiple() -> None:
+    sizes = [padded(n) for n in range(1, 3000)]
+    for n, size in enumerate(sizes, 1):
+        assert size % (128 if n >= 1024 else 64) == 0
+        assert n <= size < n + (128 if n >= 1024 else 64)
+    assert all(low <= high for low, high in pairwise(sizes))
+    assert (padded(50257), padded(257), padded(65)) == (50304, 320, 128)

@@ -104,7 +104,7 @@ def asking_for_everything() -> Config:
     cfg = Config()
     cfg.train.dtype, cfg.train.compile, cfg.train.loss, cfg.optim.fused = "bfloat16", "on", "plain", "off"
     cfg.train.matmul_precision, cfg.train.attention, cfg.batch.micro_batch_size = "high", "math", 4
-    cfg.world.threads_per_rank = 3
+    cfg.world.threads_per_rank, cfg.model.vocab_size = 3, 50432
     return cfg
 
 
@@ -114,6 +114,7 @@ def test_values_set_in_the_config_are_never_changed() -> None:
     assert values(effective) == {
         "dtype": "bfloat16", "compile": True, "loss": "plain", "fused": False, "threads_per_rank": 3,
         "matmul_precision": "high", "attention": "math", "micro_batch_size": 4,
+        "vocab_size": 50432,
     }  # fmt: skip
     assert sources(effective) == {"asked"}
 

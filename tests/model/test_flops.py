@@ -12,7 +12,7 @@ from gptexp.model.gpt import GPT
 
 def model_config(name: str, **changes: object) -> ModelConfig:
     values = yaml.safe_load((conf_dir() / "model" / f"{name}.yaml").read_text())["model"]
-    return ModelConfig(**{**values, **changes})
+    return ModelConfig(**{"vocab_size": 50304, **values, **changes})
 
 
 # Tied, with biases, for V = 50,257 and V = 50,304: GPT-2's published sizes; GPT-3's table 2.1 with context 2048.

@@ -88,7 +88,7 @@ def test_initial_weights_have_the_standard_deviations_of_gpt2() -> None:
 def test_the_initial_loss_is_that_of_a_uniform_guess() -> None:
     """ln 50304 = 10.83, plus a little for the spread of the initial logits."""
     torch.manual_seed(0)
-    model = GPT(ModelConfig(n_layer=2))
+    model = GPT(ModelConfig(n_layer=2, vocab_size=50304))
     x = torch.randint(50257, (2, 65), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         assert 10.80 < model(x[:, :-1], x[:, 1:]).item() < 11.10

@@ -147,7 +147,7 @@ def test_fragmentation_is_estimated_for_a_cpu_only(loss: str) -> None:
 
 
 def gpt2_xl_gib(micro_batch_size: int, checkpointing: bool, accumulates: bool = True, world_size: int = 1) -> float:
-    m = ModelConfig(n_layer=48, n_head=25, n_embd=1600, block_size=1024)
+    m = ModelConfig(n_layer=48, n_head=25, n_embd=1600, block_size=1024, vocab_size=50304)
     step = StepShape(
         micro_batch_size=micro_batch_size, seq_len=1024, grad_accum_steps=1 + accumulates, world_size=world_size,
         device="cuda", dtype="bfloat16", compiled=True, loss="plain", activation_checkpointing=checkpointing,

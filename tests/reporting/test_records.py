@@ -114,7 +114,7 @@ def test_the_commands_succeed_with_a_value_of_a_wrong_type(
     ("key", "value", "why"),
     [
         ("optim.lr", "nan", "optim.lr=nan: must be finite"),
-        ("data.tokenizer", "klingon", "data.tokenizer=klingon: must be one of gpt2"),
+        ("data.tokenizer", "klingon", "data.tokenizer=klingon: must be one of bytes, gpt2"),
         ("model.n_head", "5", "model.n_embd=768: not divisible by model.n_head=5"),
         ("batch.total_batch_size", "-4096", "batch.total_batch_size=-4096: must be finite and above 0"),
     ],

@@ -15,6 +15,7 @@ import pytest
 from gptexp.config.schema import Config, from_dict, to_dict
 from gptexp.process.errors import ConfigError
 from gptexp.storage import run_dir
+from gptexp.storage.continuation import check_same
 
 
 def test_a_config_is_equal_after_saving_and_loading(tmp_path: Path) -> None:
@@ -45,17 +46,17 @@ def test_yaml_tags_execute_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_only_keys_that_change_the_result_must_agree(tmp_path: Path) -> None:
     old = Config()
-    assert run_dir.check_same(tmp_path, old) == "new"
+    assert check_same(tmp_path, old) == "new"
     run_dir.save_config(tmp_path, old)
     changed = Config()
     changed.world.size, changed.log.progress, changed.batch.micro_batch_size, changed.train.save_every = 4, "off", 2, 7
-    assert run_dir.check_same(tmp_path, changed) == "unfinished"
+    assert check_same(tmp_path, changed) == "unfinished"
     changed.optim.lr, changed.model.n_layer = 1.0, 3
     with pytest.raises(ConfigError, match=r"optim\.lr was 0\.0006, now 1\.0") as error:
-        run_dir.check_same(tmp_path, changed)
+        check_same(tmp_path, changed)
     assert len(error.value.problems) == 2
     run_dir.write_json(tmp_path / "summary.json", {"status": "completed"})
-    assert run_dir.check_same(tmp_path, old) == "completed"
+    assert check_same(tmp_path, old) == "completed"
 
 
 def write_state(checkpoint: Path, text: str) -> None:
@@ -75,13 +76,13 @@ def test_keys_edited_after_a_checkpoint_are_refused_by_name(tmp_path: Path) -> N
     edited.optim.lr, edited.train.seed, edited.train.log_every, edited.world.size = 3e-4, 7, 5, 2
     run_dir.save_config(tmp_path, edited)
     with pytest.raises(ConfigError) as error:
-        run_dir.check_same(tmp_path, edited)
+        check_same(tmp_path, edited)
     assert [line.partition(": ")[2] for line in error.value.problems] == [
         "cannot resume with another config: optim.lr was 0.0006, now 0.0003; start a new run",
         "cannot resume with another config: train.seed was 1337, now 7; start a new run",
     ]
     edited.optim.lr, edited.train.seed = 6e-4, 1337
-    assert run_dir.check_same(tmp_path, edited) == "unfinished"
+    assert check_same(tmp_path, edited) == "unfinished"
 
 
 def test_the_config_in_a_damaged_checkpoint_does_not_count(tmp_path: Path) -> None:
@@ -92,14 +93,14 @@ def test_the_config_in_a_damaged_checkpoint_does_not_count(tmp_path: Path) -> No
     write_state(tmp_path / "checkpoints/step-00000010", json.dumps({"about": {"config": to_dict(trained)}}))
     (tmp_path / "checkpoints/step-00000010/state.json").write_text(json.dumps({"about": {"config": to_dict(damaged)}}))
     run_dir.save_config(tmp_path, trained)
-    assert run_dir.check_same(tmp_path, trained) == "unfinished"
+    assert check_same(tmp_path, trained) == "unfinished"
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"about": {}}', '{"about": {"config": {"nosuch": 1}}}'])
 def test_a_checkpoint_that_does_not_state_its_config_is_no_obstacle(tmp_path: Path, text: str) -> None:
     run_dir.save_config(tmp_path, Config())
     write_state(tmp_path / "checkpoints/step-00000008", text)
-    assert run_dir.check_same(tmp_path, Config()) == "unfinished"
+    assert check_same(tmp_path, Config()) == "unfinished"
 
 
 @pytest.mark.parametrize("trace", ["metrics.jsonl", "checkpoints/step-00000008/state.json"])
@@ -108,7 +109,7 @@ def test_a_run_that_has_lost_its_config_is_not_taken_for_a_new_one(tmp_path: Pat
     (tmp_path / trace).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / trace).touch()
     with pytest.raises(ConfigError, match=r"holds a run that has lost its config\.yaml; restore it, or use a new"):
-        run_dir.check_same(tmp_path, Config())
+        check_same(tmp_path, Config())
 
 
 @pytest.mark.parametrize(
@@ -121,7 +122,7 @@ def test_a_run_directory_with_a_link_is_refused(tmp_path: Path, name: str) -> No
     (tmp_path / "run" / name).parent.mkdir(exist_ok=True)
     (tmp_path / "run" / name).symlink_to(tmp_path / "elsewhere")
     with pytest.raises(ConfigError, match=rf"{re.escape(name)}: a link, and gptexp writes through none"):
-        run_dir.check_same(tmp_path / "run", Config())
+        check_same(tmp_path / "run", Config())
 
 
 def test_a_lock_that_is_a_pipe_does_not_block(tmp_path: Path) -> None:

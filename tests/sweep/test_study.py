@@ -32,6 +32,7 @@ CONFIG = Config()
 def told(directory: Path, status: str, loss: float | None) -> Cell:
     """A cell with this status and final loss."""
     directory.mkdir(exist_ok=True)
+    run_dir.save_config(directory, Config())
     run_dir.write_json(directory / "summary.json", {"status": status, "final_val_loss": loss})
     return Cell(CONFIG, CONFIG, directory, {})  # type: ignore[arg-type]
 

@@ -10,7 +10,7 @@ from gptexp.training.optim import build_optimizer, describe_groups, parameter_gr
 
 def test_gpt2_decays_fifty_tensors() -> None:
     with torch.device("meta"):
-        model = GPT(ModelConfig())
+        model = GPT(ModelConfig(vocab_size=50304))
     assert describe_groups(model) == [
         "num decayed parameter tensors: 50, with 124,354,560 parameters",
         "num non-decayed parameter tensors: 98, with 121,344 parameters",

@@ -62,7 +62,7 @@ def test_a_step_on_one_rank_measures_its_first_two_micro_batches(micro_steps: in
 
 def run_gradients(directory: Path, micro_batch: int) -> torch.Tensor:
     """The gradient of every micro-batch of a run's first step, computed here; (micro-batches, parameters)."""
-    cfg = run_dir.load_config(directory)
+    cfg = run_dir.load_resolved(directory)
     torch.manual_seed(cfg.train.seed)
     model = GPT(cfg.model, plain_cross_entropy)
     plan = plan_batch(cfg.batch.total_batch_size, micro_batch, cfg.seq_len, 1)

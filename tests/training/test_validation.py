@@ -15,7 +15,7 @@ from gptexp.training.validation import evaluate
 @pytest.mark.parametrize("batch_size", [1, 2, 7, 16])
 def test_the_validation_loss_is_the_mean_over_all_targets_without_dropout(tiny: list[str], batch_size: int) -> None:
     """At every batch size. The last batch is short at 2 and 16, which do not divide the seven windows."""
-    config = compose([*tiny, "model.dropout=0.5"])
+    config = compose([*tiny, "model.dropout=0.5", "model.vocab_size=50304"])
     dataset = build_dataset(config)
     torch.manual_seed(0)
     model = GPT(config.model)
@@ -33,7 +33,7 @@ def test_the_validation_loss_is_the_mean_over_all_targets_without_dropout(tiny: 
 
 def test_ranks_share_the_windows_and_none_reads_one_twice(tiny: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Nine ranks share seven windows: two ranks read nothing and still take part in the reduction."""
-    config = compose(tiny)
+    config = compose([*tiny, "model.vocab_size=50304"])
     dataset = build_dataset(config)
     model = GPT(config.model)
     sums: list[torch.Tensor] = []

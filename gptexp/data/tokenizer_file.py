@@ -1,0 +1,84 @@
+"""Tokenizers from a tokenizer.json, by Hugging Face's package tokenizers. No other file imports it."""
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gptexp.data.shards import Tokens, id_dtype
+from gptexp.process.errors import ConfigError, DataError, first_line
+
+# The usual names of the special token that ends a document; the first one that a file has is used.
+END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # how SentencePiece writes a byte that is no character
+
+
+class FileTokenizer:
+    """The tokenizer in the file `path`, whose JSON is `content`.
+
+    Raises `DataError` for a damaged file, and `ConfigError` if the package is missing.
+    """
+
+    # Not exact for every tokenizer: one that does not split at white space has other ids at a cut, in each MB of text.
+    cut_before = " \t\r\n"
+
+    def __init__(self, path: Path, content: dict[str, Any]) -> None:
+        try:
+            from tokenizers import Tokenizer
+        except ImportError:
+            raise ConfigError(
+                f"data.tokenizer={path}: needs the package tokenizers; run: pip install 'gptexp[tokenizers]'"
+            ) from None
+        try:
+            self._tokenizer = Tokenizer.from_file(str(path))
+            self._vocab: dict[str, int] = self._tokenizer.get_vocab()
+        except Exception as error:  # the package raises this type itself
+            raise DataError(f"{path}: not a tokenizer.json ({first_line(error)}); give another file") from None
+        self._tokenizer.encode_special_tokens = True  # a special token's name in a text is text
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self.n_vocab = max(self._vocab.values()) + 1
+        self.eot_token = next((self._vocab[name] for name in END_OF_TEXT if name in self._vocab), None)
+        self._dtype = id_dtype(self.n_vocab)
+        self._bytes = self._bytes_of_all(json.dumps(content.get("decoder")))
+
+    def encode_ordinary(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def encode_array(self, text: str) -> Tokens:
+        return np.array(self.encode_ordinary(text), self._dtype)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(tokens)))
+
+    def decode_tokens_bytes(self, tokens: Sequence[int]) -> list[bytes]:
+        return [self._bytes[token] for token in tokens]
+
+    def _bytes_of_all(self, decoder: str) -> list[bytes]:
+        """The bytes that each id adds to a text: none for special tokens. `decoder` is that part of the file."""
+        special = {id for id, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
+        texts = {id: token for token, id in self._vocab.items() if id not in special}
+        found = [b""] * self.n_vocab
+        if "ByteLevel" in decoder:
+            for id, token in texts.items():
+                found[id] = bytes(_BYTES[character] for character in token)
+            return found
+        before = min(texts, default=0)  # any id: decoders treat the start of a text differently
+        start = len(self.decode([before]))
+        for id, token in texts.items():
+            byte = _BYTE.fullmatch(token)
+            found[id] = bytes.fromhex(byte[1]) if byte else self.decode([before, id])[start:].encode()
+        return found
+
+
+def _byte_characters() -> dict[str, int]:
+    """The byte of each character in a vocabulary of bytes, in which printable ones stand for themselves (GPT-2)."""
+    visible = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in visible]
+    return {chr(byte): byte for byte in visible} | {chr(256 + n): byte for n, byte in enumerate(others)}
+
+
+_BYTES = _byte_characters()

@@ -1,0 +1,53 @@
+"""Whether a directory may hold the run of a config: a new one, or the same one, which then continues."""
+
+from pathlib import Path
+from typing import Literal
+
+from gptexp.config.schema import AUTO, Config, result_deciding
+from gptexp.config.vocabulary import VOCAB_SIZES, padded, with_vocab_size
+from gptexp.process.errors import ConfigError
+from gptexp.process.words import shown
+from gptexp.storage import init_from, run_dir
+
+
+def check_free(directory: Path, config: Config) -> Literal["new", "unfinished", "completed"]:
+    """`check_same` for a run that is about to start. Raises `InUseError` if a process is running in `directory`."""
+    run_dir.check_unlocked(directory)
+    return check_same(directory, config)
+
+
+def check_same(directory: Path, config: Config) -> Literal["new", "unfinished", "completed"]:
+    """State of the run of `config` in `directory`.
+
+    Raises `ConfigError` if the directory or its newest checkpoint belongs to another config, or if a new run has an
+    `init_from` that is not a run of the same model; `CheckpointError` if that run has no checkpoint.
+    """
+    for below in (".", run_dir.HYDRA, run_dir.PROFILE):
+        run_dir.refuse_links(directory / below)
+    if not run_dir.is_run(directory):
+        if config.init_from is not None:
+            init_from.check(config, config.init_from)
+        return "new"
+    if not (directory / run_dir.CONFIG).exists():
+        raise ConfigError(
+            f"{directory}: holds a run that has lost its {run_dir.CONFIG}; restore it, or use a new directory"
+        )
+    # config.yaml may have been edited since the checkpoint was saved.
+    before = run_dir.load_resolved(directory)
+    if config.model.vocab_size == AUTO:
+        was_auto = run_dir.load_config(directory).model.vocab_size == AUTO
+        known = None if was_auto else VOCAB_SIZES.get(config.data.tokenizer)
+        # It follows from the tokenizer, which is compared here, and from the data, which are compared later.
+        config = with_vocab_size(config, padded(known) if known else before.model.vocab_size)
+    old, new = result_deciding(before) | run_dir.trained_with(directory), result_deciding(config)
+    completed = run_dir.status(directory) == "completed"
+    changed = [key for key in new if old.get(key) != new[key]]
+    if completed and set(changed) & {"train.max_tokens", "train.max_steps"}:
+        raise ConfigError(
+            f"{directory}: the run is completed, and its learning rate has decayed; to train longer, start a new run "
+            f"with init_from={directory}"
+        )
+    if changed:
+        lines = [f"{key} was {shown(old[key])}, now {shown(new[key])}; start a new run" for key in changed]
+        raise ConfigError([f"{directory}: cannot resume with another config: {line}" for line in lines])
+    return "completed" if completed else "unfinished"
