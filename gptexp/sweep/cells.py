@@ -136,8 +136,8 @@ def cell_name(config: Config, swept: dict[str, str], directory: Path) -> str:
     Returns the existing name if a directory below `directory` already ends in this hash. The hash uses composed values,
     so 6e-4 and 0.0006 are one cell, and the hash of the corpus's tokens instead of its path.
     """
-    composed = {key: value for key, _, value in fields_of(config)}
-    deciding = result_deciding(_with_known_vocab_size(config))
+    config = _with_known_vocab_size(config)
+    composed, deciding = {key: value for key, _, value in fields_of(config)}, result_deciding(config)
     # Groups and paths stay as typed: composed, a group is no single value, and a path is absolute.
     as_typed = ("data.path", "data.val_path")
     values = {key: text if key in as_typed else composed.get(key, text) for key, text in swept.items()}
