@@ -1,6 +1,7 @@
 """Paths: files and globs in the configuration, and the YAML files with the flags that name them."""
 
 import glob
+import json
 import os
 import tempfile
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from typing import Any
 import platformdirs
 
 import gptexp
-from gptexp.process.errors import ConfigError
+from gptexp.process.errors import ConfigError, first_line
 from gptexp.process.words import shown
 
 CONFIG_NAME = "config"  # conf/config.yaml, which every other primary config includes
@@ -113,6 +114,28 @@ def matching_files(pattern: str) -> list[Path]:
     if is_file(Path(pattern)):
         return [Path(pattern)]
     return [Path(p) for p in sorted(glob.glob(pattern, recursive=True)) if is_file(Path(p))]
+
+
+def saved_dataset_files(folder: Path) -> list[Path]:
+    """The Arrow files of a data set that Hugging Face's `save_to_disk` wrote in `folder`; empty for another folder.
+
+    Of several splits it is the one named train. Raises `ConfigError` if there is none, or if the folder is damaged.
+    """
+    if is_file(folder / "dataset_dict.json"):
+        folder /= "train"
+        if not folder.is_dir():
+            raise ConfigError(f"{folder.parent}: a data set without a split 'train'; give the folder of one split")
+    state = folder / "state.json"
+    if not is_file(state):
+        return []
+    try:
+        content = json.loads(state.read_text())
+        files = [folder / str(entry["filename"]) for entry in content["_data_files"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{state}: not that of a saved data set ({first_line(error)}); save it again") from None
+    if content.get("_indices_files"):
+        raise ConfigError(f"{folder}: a data set with selected rows; call flatten_indices() before save_to_disk")
+    return files
 
 
 def absolute(pattern: str) -> str:

@@ -163,6 +163,8 @@ class DataConfig:
 
     name: str = _choice("stdlib", "shakespeare", "text")  # corpus
     path: Any = None  # of data=text: a file, a glob or a list of them
+    text_column: str = "text"  # of jsonl, parquet and saved data sets: the column with the text
+    workers: int | None = _positive(None)  # processes that tokenise; null: one for each core
     tokenizer: str = "gpt2"  # gpt2 or another encoding of tiktoken; bytes; chars: one id for each character of the
     # corpus; or the path of a tokenizer.json
     order: str = _choice("shuffled", "sequential")  # shuffled: without replacement, in another order each epoch
@@ -272,6 +274,8 @@ IRRELEVANT_TO_RESULT = (
     "sweep",
     "data.path",  # paths do not matter: a run compares the hash of the tokens
     "data.val_path",
+    "data.text_column",
+    "data.workers",
     "data.cache_dir",
     "batch.micro_batch_size",
     "train.device",

@@ -1,24 +1,23 @@
 """Corpora: Python's own source, tiny Shakespeare, the user's files.
 
-A corpus is a list of files. Each file is one document, read as UTF-8 in pieces. No token crosses the end of a piece, so
-a file is tokenised in bounded memory to the same ids as in one piece.
+A corpus is a list of files in a fixed order. A part of it, small enough for one worker, is a list of spans.
 """
 
 import hashlib
 import os
-import re
 import sysconfig
 import tempfile
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from http.client import HTTPException
+from itertools import pairwise
 from pathlib import Path
 
-from gptexp.config.paths import matching_files
+from gptexp.config.paths import matching_files, saved_dataset_files
+from gptexp.data.documents import Compression, Kind, Span, kind_of, next_cut, row_group_bytes
 from gptexp.process.errors import DataError
 
-PIECE_CHARS = 1 << 20
 SHAKESPEARE_FILE = "tinyshakespeare.txt"
 SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
@@ -67,11 +66,57 @@ def text(patterns: list[str]) -> Corpus:
     """The matching files, each once, in the order of `patterns`. Raises `DataError` if a pattern matches no file."""
     files: dict[Path, None] = {}
     for pattern in patterns:
-        matching = matching_files(pattern)
+        matching = saved_dataset_files(Path(pattern)) or matching_files(pattern)
         if not matching:
             raise DataError(f"{pattern}: no such file; give a file, a glob or a list of them")
         files.update(dict.fromkeys(matching))
     return Corpus("text", list(files))
+
+
+def parts(corpus: Corpus, cut_before: str, part_bytes: int) -> list[list[Span]]:
+    """Divide a corpus into parts of about `part_bytes`, each a list of spans of files. Raises `DataError`.
+
+    The parts depend on the files alone. Text is cut before one of the characters `cut_before`; see `documents.pieces`.
+    """
+    found: list[list[Span]] = []
+    room = 0
+    for path, kind, compression in _kinds(corpus):
+        for span in _spans(path, kind, compression, cut_before, part_bytes):
+            if not found or span.size > room:
+                found.append([])
+                room = part_bytes
+            found[-1].append(span)
+            room -= span.size
+    return found
+
+
+def _kinds(corpus: Corpus) -> Iterator[tuple[Path, Kind, Compression | None]]:
+    """Yield each file with its format. Raises `DataError` if the formats differ."""
+    first: tuple[Path, Kind] | None = None
+    for path in corpus.files:
+        kind, compression = kind_of(path)
+        first = first or (path, kind)
+        if kind != first[1]:
+            raise DataError(f"{path}: {kind}, but {first[0]} is {first[1]}; give files of one format")
+        yield path, kind, compression
+
+
+def _spans(path: Path, kind: Kind, compression: Compression | None, cut_before: str, part_bytes: int) -> Iterator[Span]:
+    """Yield the spans of a file."""
+    size = path.stat().st_size
+    if kind == "parquet":
+        start, total = 0, 0
+        for group, group_bytes in enumerate(sizes := row_group_bytes(path), 1):
+            total += group_bytes
+            if total >= part_bytes or group == len(sizes):
+                yield Span(path, kind, start=start, end=group, size=total)
+                start, total = group, 0
+    elif compression is not None or kind == "arrow" or size <= part_bytes:
+        yield Span(path, kind, compression, size=size)
+    else:
+        cuts = [next_cut(path, kind, position, cut_before) for position in range(part_bytes, size, part_bytes)]
+        for start, end in pairwise(sorted({0, *cuts, size})):
+            yield Span(path, kind, None, start, end, end - start)
 
 
 def shakespeare(downloads: Path) -> Corpus:
@@ -98,22 +143,3 @@ def _download(path: Path) -> None:
     with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
         file.write(body)
     Path(file.name).replace(path)
-
-
-def pieces(path: Path, cut_before: str, piece_chars: int = PIECE_CHARS) -> Iterator[str]:
-    """The text of a file in pieces of about `piece_chars` characters.
-
-    A piece ends before one of the characters `cut_before` that follows a visible character. In GPT-2's pattern no token
-    begins with a visible character and ends in white space, and only white space has a look-ahead. So the concatenated
-    ids of the pieces are the ids of the whole text. Bytes that are not UTF-8 become U+FFFD.
-    """
-    up_to_the_last_word = re.compile(rf".*\S(?=[{cut_before}])", re.DOTALL)
-    rest = ""
-    with path.open(encoding="utf-8", errors="replace", newline="") as file:
-        while block := file.read(piece_chars):
-            rest += block
-            if found := up_to_the_last_word.match(rest):
-                yield found[0]
-                rest = rest[found.end() :]
-    if rest:
-        yield rest

@@ -4,13 +4,13 @@ import hashlib
 import os
 import shutil
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from filelock import FileLock
@@ -19,25 +19,25 @@ from gptexp.config.paths import is_file, path_list, user_cache_dir
 from gptexp.config.schema import DataConfig
 from gptexp.config.vocabulary import CHARS, NAMES, VOCAB_SIZES
 from gptexp.data import corpora
-from gptexp.data.characters import CharTokenizer, characters_of
+from gptexp.data.characters import CharTokenizer
 from gptexp.data.shards import (
     MANIFEST,
     ShardWriter,
     Tokens,
     TokenStream,
     data_errors,
-    id_dtype,
     no_text,
     read_manifest,
     verify,
 )
-from gptexp.data.tokenizer import Tokenizer, load_tokenizer
+from gptexp.data.tokenise import Encoder, Part, characters, joined, tokenise
+from gptexp.data.tokenizer import load_tokenizer
 from gptexp.process.errors import DataError
 from gptexp.process.words import counted
 from gptexp.storage.run_dir import TOKENIZER
 
+PART_BYTES = 16 << 20  # of text that a worker tokenises at a time
 LAYOUT = 1  # version of a directory of tokens
-PIECES_AT_ONCE = 64  # pieces of text that are tokenised in parallel threads
 
 
 def cache_dir(data: DataConfig) -> Path:
@@ -119,7 +119,10 @@ def tokens_dir(corpus: corpora.Corpus, data: DataConfig) -> Path:
     if tokenizer not in NAMES:
         with data_errors(Path(tokenizer)):
             tokenizer = hashlib.sha256(Path(tokenizer).read_bytes()).hexdigest()[:16]
-    return cache_dir(data) / f"{corpus.name}-{tokenizer}-v{LAYOUT}-{corpus.key}"
+    key = corpus.key
+    if data.text_column != DataConfig.text_column:
+        key = hashlib.sha256(f"{key} {data.text_column}".encode()).hexdigest()[:16]
+    return cache_dir(data) / f"{corpus.name}-{tokenizer}-v{LAYOUT}-{key}"
 
 
 def _tokenised(corpus: corpora.Corpus, data: DataConfig) -> Path:
@@ -127,7 +130,7 @@ def _tokenised(corpus: corpora.Corpus, data: DataConfig) -> Path:
     if not is_file(target / MANIFEST):
         with _lock(target.with_name(f"{target.name}.lock")):
             if not is_file(target / MANIFEST):
-                _tokenise(corpus, data.tokenizer, target)
+                _tokenise(corpus, data, target)
     verify(target)
     return target
 
@@ -135,15 +138,28 @@ def _tokenised(corpus: corpora.Corpus, data: DataConfig) -> Path:
 def _compare(corpus: corpora.Corpus, data: DataConfig) -> None:
     target = tokens_dir(corpus, data)
     stream, done = TokenStream(target), 0
-    for ids in _token_ids(corpus, load_tokenizer(data.tokenizer, target)):
-        cached = stream.read(done, min(len(ids), len(stream) - done))
-        same = len(cached) == len(ids) and bool((cached == ids).all())
-        if not same:
-            raise DataError(_differs(target, done + _equal_at_the_start(cached, ids)))
-        done += len(ids)
+    encoder = Encoder(data.tokenizer, target, data.text_column)
+    parts = _parts(corpus, encoder)
+    with tempfile.TemporaryDirectory(dir=cache_dir(data), prefix=".compare-") as folder, _progress(corpus) as progress:
+        tokenise(parts, encoder, Path(folder), _workers(data, parts), progress.part(parts))
+        for ids in joined(len(parts), encoder, Path(folder)):
+            cached = stream.read(done, min(len(ids), len(stream) - done))
+            same = len(cached) == len(ids) and bool((cached == ids).all())
+            if not same:
+                raise DataError(_differs(target, done + _equal_at_the_start(cached, ids)))
+            done += len(ids)
     if done < len(stream):
         raise DataError(_differs(target, done))
     print(f"{target}: its {counted(done, 'token')} are those of the text", file=sys.stderr)
+
+
+def _parts(corpus: corpora.Corpus, encoder: Encoder) -> list[Part]:
+    return corpora.parts(corpus, load_tokenizer(encoder.tokenizer, encoder.directory).cut_before, PART_BYTES)
+
+
+def _workers(data: DataConfig, parts: Sequence[Part]) -> int:
+    """The number of processes for these parts: data.workers, else one for each core, and none too many."""
+    return min(data.workers or len(os.sched_getaffinity(0)), max(1, len(parts)))
 
 
 def _equal_at_the_start(a: Tokens, b: Tokens) -> int:
@@ -177,66 +193,75 @@ def _lock(path: Path) -> FileLock:
     return FileLock(path)
 
 
-def _tokenise(corpus: corpora.Corpus, tokenizer: str, target: Path) -> None:
+def _tokenise(corpus: corpora.Corpus, data: DataConfig, target: Path) -> None:
+    """Tokenise a corpus into the directory `target`. A preparation that was killed before goes on."""
     started = time.perf_counter()
     unfinished = target.with_name(f"{target.name}.tmp")
-    shutil.rmtree(unfinished, ignore_errors=True)  # left by a killed process
-    about = {"corpus": corpus.name, "tokenizer": tokenizer, "documents": len(corpus.files)}
+    folder = unfinished / "parts"
     with data_errors(unfinished):
-        unfinished.mkdir(parents=True)
-        if tokenizer == CHARS:
-            found = characters_of(text for text, _ in _texts(corpus, CharTokenizer.cut_before))
-            if not found:
-                raise no_text(corpus.name)
-            CharTokenizer(found).save(unfinished / TOKENIZER)
-        elif tokenizer not in NAMES:
-            shutil.copyfile(tokenizer, unfinished / TOKENIZER)
-        loaded = load_tokenizer(tokenizer, unfinished)
-        with ShardWriter(unfinished, loaded.n_vocab, about) as writer:
-            for ids in _token_ids(corpus, loaded):
+        folder.mkdir(parents=True, exist_ok=True)
+        _keep_tokenizer(corpus, data, unfinished)
+        encoder = Encoder(data.tokenizer, unfinished, data.text_column)
+        parts = _parts(corpus, encoder)
+        with _progress(corpus) as progress:
+            documents = tokenise(parts, encoder, folder, _workers(data, parts), progress.part(parts))
+        about = {"corpus": corpus.name, "tokenizer": data.tokenizer, "documents": documents}
+        n_vocab = load_tokenizer(data.tokenizer, unfinished).n_vocab
+        with ShardWriter(unfinished, n_vocab, about) as writer:
+            for ids in joined(len(parts), encoder, folder):
                 writer.append(ids)
+        shutil.rmtree(folder)
     shutil.rmtree(target, ignore_errors=True)  # incomplete: it has no manifest
     unfinished.replace(target)
     seconds = time.perf_counter() - started
     print(
-        f"tokenised {corpus.name}: {counted(len(corpus.files), 'file')}, {counted(writer.tokens, 'token')} in "
+        f"tokenised {corpus.name}: {counted(documents, 'document')}, {counted(writer.tokens, 'token')} in "
         f"{seconds:.1f} s; saved in {target}",
         file=sys.stderr,
     )
 
 
-def _token_ids(corpus: corpora.Corpus, tokenizer: Tokenizer) -> Iterator[Tokens]:
-    """Yield the ids of a corpus piece by piece, with end-of-text between documents. Shows its progress."""
-    end = np.array([] if tokenizer.eot_token is None else [tokenizer.eot_token], id_dtype(tokenizer.n_vocab))
-    texts, between = _texts(corpus, tokenizer.cut_before), False
-    with _progress(corpus) as advance, ThreadPoolExecutor() as threads:
-        while group := list(islice(texts, PIECES_AT_ONCE)):
-            pieces = [piece for piece, _ in group]
-            for (_, is_first), ids in zip(group, threads.map(tokenizer.encode_array, pieces), strict=True):
-                if is_first and between:
-                    yield end
-                yield ids
-                between = True
-            advance(sum(len(piece.encode()) for piece in pieces))
+def _keep_tokenizer(corpus: corpora.Corpus, data: DataConfig, directory: Path) -> None:
+    """Write tokenizer.json into `directory`, for a tokenizer that needs one."""
+    path = directory / TOKENIZER
+    if data.tokenizer == CHARS and not path.exists():
+        parts = corpora.parts(corpus, CharTokenizer.cut_before, PART_BYTES)
+        found = characters(parts, data.text_column, _workers(data, parts))
+        if not found:
+            raise no_text(corpus.name)
+        CharTokenizer(found).save(path)
+    elif data.tokenizer not in NAMES:
+        shutil.copyfile(data.tokenizer, path)
 
 
-def _texts(corpus: corpora.Corpus, cut_before: str) -> Iterator[tuple[str, bool]]:
-    """Yield pieces of text, each with whether it is the first of its document. Empty files yield nothing."""
-    for file in corpus.files:
-        with data_errors(file):
-            for number, piece in enumerate(corpora.pieces(file, cut_before)):
-                yield piece, number == 0
+class _Progress:
+    """Shows how much of a corpus is tokenised, if stderr is a terminal."""
+
+    def __init__(self, bar: Any, task: Any) -> None:
+        self._bar, self._task = bar, task
+        self._tokens, self._started = 0, time.perf_counter()
+
+    def part(self, parts: Sequence[Part]) -> Callable[[int, int], None]:
+        """A function to call with the number and the tokens of each complete part."""
+        sizes = [sum(span.size for span in part) for part in parts]
+        self._bar.update(self._task, total=sum(sizes))
+
+        def advance(number: int, tokens: int) -> None:
+            self._tokens += tokens
+            rate = self._tokens / (time.perf_counter() - self._started)
+            self._bar.update(self._task, advance=sizes[number], rate=f"{rate / 1e6:.1f}M tokens/s")
+
+        return advance
 
 
 @contextmanager
-def _progress(corpus: corpora.Corpus) -> Iterator[Callable[[int], None]]:
-    """Show a progress bar if stderr is a terminal. Yields a function that advances it by a number of bytes."""
+def _progress(corpus: corpora.Corpus) -> Iterator[_Progress]:
     # Imported here because most calls of `prepare` find the tokens in the cache.
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-    columns = (TextColumn("tokenising {task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    text = TextColumn("tokenising {task.description}")
+    columns = (text, BarColumn(), DownloadColumn(), TextColumn("{task.fields[rate]}"), TimeRemainingColumn())
     console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(corpus.name, total=corpus.bytes)
-        yield lambda count: progress.advance(task, count)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        yield _Progress(bar, bar.add_task(corpus.name, total=corpus.bytes, rate=""))

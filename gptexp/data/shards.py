@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
+from io import BufferedRandom
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -76,39 +77,52 @@ class ShardWriter:
         self.shards: list[dict[str, Any]] = []
         self.tokens = 0  # number of appended ids
         self._max_id = 0
-        self._pending: list[Tokens] = []  # ids that are not written yet
+        self._file: BufferedRandom | None = None  # of the shard that is not complete yet
 
     def __enter__(self) -> "ShardWriter":
         self.directory.mkdir(parents=True, exist_ok=True)
         return self
 
     def append(self, ids: Tokens) -> None:
-        while len(ids) >= (room := self.tokens_per_shard - self.tokens % self.tokens_per_shard):
-            self._pending.append(ids[:room])
-            self.tokens += room
-            self._flush()
+        while len(ids):
+            room = self.tokens_per_shard - self.tokens % self.tokens_per_shard
+            self._write(ids[:room])
+            if len(ids) >= room:
+                self._finish()
             ids = ids[room:]
-        self._pending.append(ids)
-        self.tokens += len(ids)
 
-    def _flush(self) -> None:
-        ids = np.concatenate(self._pending)
-        self._pending = []
-        if not len(ids):
-            return
+    def _write(self, ids: Tokens) -> None:
         path = self.directory / f"tokens-{len(self.shards):05d}.bin"
-        data = header(self._dtype.itemsize, len(ids)) + ids.astype(self._dtype).tobytes()
         with data_errors(path):
-            path.write_bytes(data)
-        self.shards.append({"file": path.name, "tokens": len(ids), "sha256": hashlib.sha256(data).hexdigest()})
+            if self._file is None:
+                self._file = path.open("w+b")
+                self._file.write(bytes(HEADER.size))
+            self._file.write(ids.astype(self._dtype).tobytes())
+        self.tokens += len(ids)
         self._max_id = max(self._max_id, int(ids.max()))
+
+    def _finish(self) -> None:
+        """Complete the file that is open, if there is one."""
+        if self._file is None:
+            return
+        tokens = self.tokens - sum(shard["tokens"] for shard in self.shards)
+        path = Path(self._file.name)
+        with data_errors(path), self._file as file:
+            file.seek(0)
+            file.write(header(self._dtype.itemsize, tokens))
+            file.seek(0)
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        self._file = None
+        self.shards.append({"file": path.name, "tokens": tokens, "sha256": digest})
 
     def __exit__(self, kind: type[BaseException] | None, _error: object, _traceback: TracebackType | None) -> None:
         if kind is not None:
+            if self._file is not None:
+                self._file.close()
             return
         if not self.tokens:
             raise no_text(str(self.about.get("corpus", "corpus")))
-        self._flush()
+        self._finish()
         manifest = {**self.about, "version": VERSIONS[self._dtype.itemsize], "tokens": self.tokens,
                     "max_id": self._max_id, "shards": self.shards}  # fmt: skip
         (self.directory / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")

@@ -1,39 +1,14 @@
-"""The files of a corpus, and the pieces in which they are read."""
+"""The files of a corpus."""
 
 import hashlib
 import os
-import random
 import sysconfig
 from pathlib import Path
 
 import pytest
-from texts import ids_of
 
 from gptexp.data import corpora
 from gptexp.process.errors import DataError
-
-
-def test_a_text_read_in_pieces_has_the_same_token_ids(tmp_path: Path) -> None:
-    """Random text with each class of characters that GPT-2's pattern distinguishes, in pieces of random sizes."""
-    alphabet = ["a", "Bc", "1", "23", " ", "  ", "\n", "\n\n", "\r\n", "\t", "'s", "'ll", "!", "…", "é", "漢", "\u00a0"]
-    draw = random.Random(0)
-    path = tmp_path / "text"
-    cuts = 0
-    for _ in range(300):
-        text = "".join(draw.choices(alphabet, k=draw.randint(0, 60)))
-        path.write_text(text, newline="")
-        parts = list(corpora.pieces(path, " \t\r\n", draw.randint(1, 12)))
-        assert "".join(parts) == text
-        assert [i for part in parts for i in ids_of(part)] == ids_of(text)
-        cuts += max(0, len(parts) - 1)
-    assert cuts > 300
-
-
-@pytest.mark.parametrize("between", ["\n", "\r\n", " ", "\t"])
-def test_a_file_is_read_in_pieces_with_every_kind_of_separator(tmp_path: Path, between: str) -> None:
-    path = tmp_path / "text"
-    path.write_text(between.join(["some words"] * 5000), newline="")
-    assert max(map(len, corpora.pieces(path, " \t\r\n", 1000))) < 1100
 
 
 def test_the_stdlib_corpus_excludes_packages_and_tests() -> None:

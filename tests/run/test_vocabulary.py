@@ -74,8 +74,8 @@ def test_a_run_keeps_its_vocabulary(
         assert set(text) <= set(corpus.read_text())
         refused = gptexp("sample", "out", "--prompt", "zebra?")
         assert (refused.returncode, refused.stderr) == (
-            3, f"gptexp: character 'z': not among the {n_vocab} characters of the vocabulary; use only those of the corpus "
-            "that it was made from, or data.tokenizer=bytes\n",
+            3, f"gptexp: character 'z': not among the {n_vocab} characters of the vocabulary; use only those of the "
+            "corpus that it was made from, or data.tokenizer=bytes\n",
         )  # fmt: skip
 
 

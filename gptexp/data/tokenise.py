@@ -1,0 +1,145 @@
+"""Tokenisation of a corpus by several processes.
+
+Each worker tokenises whole parts of the corpus. The ids of a part are one file, which appears when it is complete, so
+that a preparation that was killed goes on with the parts that are missing. The parts are joined in their order. So the
+result depends neither on the number of workers nor on interruptions.
+
+Memory: a worker holds about a megabyte of text and its ids, or one row; of parquet, one row group.
+"""
+
+import signal
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import repeat
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gptexp.data.characters import CharTokenizer, characters_of
+from gptexp.data.documents import Span, documents
+from gptexp.data.shards import Tokens, data_errors, id_dtype
+from gptexp.data.tokenizer import Tokenizer, load_tokenizer
+from gptexp.process.errors import DataError
+from gptexp.process.signals import at_parents_death
+from gptexp.storage.run_dir import atomic
+
+READ_IDS = 1 << 22  # ids of a part that are joined at once
+_HEAD = struct.Struct("<Q")  # of the file of a part: number of documents that begin in it; the ids follow
+
+Part = list[Span]
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """How parts are tokenised."""
+
+    tokenizer: str  # data.tokenizer
+    directory: Path  # with tokenizer.json, if the tokenizer needs one
+    column: str  # data.text_column
+
+
+def tokenise(
+    parts: Sequence[Part], encoder: Encoder, folder: Path, workers: int, advance: Callable[[int, int], None]
+) -> int:
+    """Tokenise the parts whose files are not in `folder` yet. Returns the number of documents in all parts.
+
+    `advance` is called with the number and the tokens of each part that is complete. Raises `DataError`.
+    """
+    targets = [_file(folder, number) for number in range(len(parts))]
+    missing = [number for number, target in enumerate(targets) if not target.exists()]
+    for number in sorted({*range(len(parts))} - {*missing}):
+        advance(number, _count(targets[number], encoder))
+    with _mapping(workers) as run:
+        arguments = [parts[i] for i in missing], repeat(encoder), [targets[i] for i in missing]
+        for number, _ in zip(missing, run(_tokenise_part, *arguments), strict=True):
+            advance(number, _count(targets[number], encoder))
+    return sum(_documents(target) for target in targets)
+
+
+def joined(parts: int, encoder: Encoder, folder: Path) -> Iterator[Tokens]:
+    """Yield the ids of all parts in `folder`, in their order, with the end of a text between documents."""
+    tokenizer = load_tokenizer(encoder.tokenizer, encoder.directory)
+    unneeded = tokenizer.eot_token is not None  # the end of a text before the first document
+    for number in range(parts):
+        with _file(folder, number).open("rb") as file:
+            file.seek(_HEAD.size)
+            while len(ids := np.fromfile(file, id_dtype(tokenizer.n_vocab), READ_IDS)):
+                yield ids[1:] if unneeded else ids
+                unneeded = False
+
+
+def characters(parts: Sequence[Part], column: str, workers: int) -> str:
+    """The distinct characters of all parts."""
+    with _mapping(workers) as run:
+        return characters_of(run(_characters_of_part, parts, repeat(column)))
+
+
+@contextmanager
+def _mapping(workers: int) -> Iterator[Callable[..., Iterator[Any]]]:
+    """A `map` over `workers` new processes, or in this one. Converts the loss of a worker to a `DataError`."""
+    if workers == 1:
+        yield map
+        return
+    # Not forked, as this process may have threads and torch.
+    executor = ProcessPoolExecutor(workers, get_context("spawn"), _begin_worker)
+    try:
+        yield executor.map
+    except BrokenProcessPool:
+        raise DataError(
+            "a process that tokenises has ended, perhaps for lack of memory; start again, it goes on where it "
+            "stopped; data.workers=1 needs the least memory"
+        ) from None
+    finally:
+        executor.shutdown(cancel_futures=True)
+
+
+def _begin_worker() -> None:
+    at_parents_death(signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a terminal sends it to all processes; only the first one reports it
+
+
+def _tokenise_part(part: Part, encoder: Encoder, target: Path) -> None:
+    tokenizer = load_tokenizer(encoder.tokenizer, encoder.directory)
+    end = [] if tokenizer.eot_token is None else [tokenizer.eot_token]
+    between = np.array(end, id_dtype(tokenizer.n_vocab)).tobytes()
+    begun = 0
+    with data_errors(target), atomic(target, "wb") as file:
+        file.write(_HEAD.pack(0))
+        for span in part:
+            for text, first in documents(span, tokenizer.cut_before, encoder.column):
+                begun += first
+                file.write(between if first else b"")
+                file.write(_ids(tokenizer, text, span.path).tobytes())
+        file.seek(0)
+        file.write(_HEAD.pack(begun))
+
+
+def _ids(tokenizer: Tokenizer, text: str, path: Path) -> Tokens:
+    try:
+        return tokenizer.encode_array(text)
+    except DataError as error:
+        raise DataError(f"{path}: {error}") from None
+
+
+def _characters_of_part(part: Part, column: str) -> str:
+    return characters_of(text for span in part for text, _ in documents(span, CharTokenizer.cut_before, column))
+
+
+def _file(folder: Path, number: int) -> Path:
+    return folder / f"part-{number:06d}.ids"
+
+
+def _count(path: Path, encoder: Encoder) -> int:
+    width = np.dtype(id_dtype(load_tokenizer(encoder.tokenizer, encoder.directory).n_vocab)).itemsize
+    return (path.stat().st_size - _HEAD.size) // width
+
+
+def _documents(path: Path) -> int:
+    with path.open("rb") as file:
+        return int(_HEAD.unpack(file.read(_HEAD.size))[0])
