@@ -26,6 +26,7 @@ FENCES = {
     "optuna": {"sweep/study.py"},
     "submitit": {"sweep/launchers.py"},
     "wandb": {"loggers"},
+    "tensorboard": {"loggers/tensorboard.py"},
     "wandb_workspaces": {"loggers/dashboard.py"},
     "tiktoken": {"data/encodings.py"},
     "tiktoken_ext": {"data/encodings.py"},

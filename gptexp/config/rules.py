@@ -5,6 +5,7 @@ rule and the fix.
 """
 
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -250,6 +251,13 @@ def _attention(cfg: Config, _: int) -> Iterator[str]:
         yield missing
 
 
+def _tensorboard(cfg: Config, _: int) -> Iterator[str]:
+    if cfg.log.tensorboard:
+        found = find_spec("tensorboard")
+        if found is None or found.origin is None:  # a folder of that name in the working directory is no package
+            yield "log.tensorboard=true: not installed; pip install 'gptexp[tensorboard]'"
+
+
 def _cache(cfg: Config, _: int) -> Iterator[str]:
     folder = cfg.data.cache_dir  # one that exists may be read-only
     if folder and not Path(folder).is_dir() and (why := why_not_creatable(Path(folder))):
@@ -276,5 +284,6 @@ RULES: tuple[tuple[Callable[[Config, int], Iterator[str]], tuple[str, ...]], ...
     (_one_device, ("train.device", "world.size")),
     (_backend, ("world.backend", "train.device")),
     (_attention, ("train.attention", "train.device")),
+    (_tensorboard, ("log.tensorboard",)),
     (_cache, ("data.cache_dir",)),
 )

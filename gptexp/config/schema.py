@@ -230,6 +230,7 @@ class LogConfig:
     noise_scale: str = _choice("auto", "on", "off")  # gradient noise scale of logged steps; auto: if measurable
     noise_half_life_tokens: int | None = _positive(None)  # tokens; null: 1% of the run, at least 4 steps
     wandb: WandbConfig = field(default_factory=WandbConfig)
+    tensorboard: bool = False  # also writes event files of TensorBoard into the run directory; gptexp[tensorboard]
 
 
 @dataclass

@@ -57,7 +57,13 @@ def sample(cfg: Config, plan: RunPlan, effective: Effective) -> Sample:
         train=replace(
             cfg.train, max_steps=10**6, eval_every=0, save_every=0, log_every=1, max_minutes=None, profile=False
         ),
-        log=replace(cfg.log, progress="off", mfu_peak="auto", wandb=replace(cfg.log.wandb, mode="disabled")),
+        log=replace(
+            cfg.log,
+            progress="off",
+            mfu_peak="auto",
+            wandb=replace(cfg.log.wandb, mode="disabled"),
+            tensorboard=False,
+        ),
     )
     prepare(cfg.data)  # before the clock starts
     with tempfile.TemporaryDirectory(prefix="gptexp-") as name:

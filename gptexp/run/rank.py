@@ -367,6 +367,10 @@ def _open_log(job: Job, decision: Decision, training: Training, used: Utilisatio
     wandb = build_wandb(cfg.log, directory, for_wandb, cfg.sweep.name)
     if wandb is not None:
         sinks.append(wandb)
+    if cfg.log.tensorboard:
+        from gptexp.loggers.tensorboard import TensorBoardSink  # imports tensorboard, which may not be installed
+
+        sinks.append(TensorBoardSink(cfg, directory, state))
     # Built last, so that no line is printed into the bar; first in the list, so that it prints at once.
     if console := build_console(cfg.log.progress, training.plan.steps, state):
         sinks.insert(0, console)

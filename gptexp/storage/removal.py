@@ -34,7 +34,7 @@ _OF_BOTH = (
 _RUN_FILES = r"config\.yaml|metrics\.jsonl|summary\.json|job\.json"
 _OF_RUN = (
     *_OF_BOTH,
-    rf"{_RUN_FILES}|\.({_RUN_FILES})\.{_TEMPORARY}|output\.log|\.lock|\.lock-rank0|\.lock-sweep",
+    rf"{_RUN_FILES}|\.({_RUN_FILES})\.{_TEMPORARY}|output\.log|events\.out\.tfevents\.[^/]*|\.lock|\.lock-rank0|\.lock-sweep",
     r"\.hydra/(config|hydra|overrides)\.yaml",
     rf"{_CHECKPOINT}/(model\.safetensors|train\.pt|state\.json|manifest\.json)",
     r"profile/steps-\d+-\d+-rank\d+\.json\.gz",

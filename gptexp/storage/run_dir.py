@@ -6,6 +6,8 @@ metrics.jsonl    one JSON object per event, flushed line by line; the source of 
 summary.json     status, losses, tokens, versions
 checkpoints/     step-%08d/, each published by one rename
 profile/         traces of train.profile
+events.out.tfevents.*
+                 what TensorBoard shows, if log.tensorboard is set
 .lock            lock of the process that starts the run
 .lock-rank0      lock of the rank that writes; a run is alive while one of the two locks is held
 .lock-sweep      lock of the sweep that runs this cell, also shortly before and after the run

@@ -69,7 +69,8 @@ def test_a_sweep_is_removed_with_all_that_commands_write_into_it(sweep: Path, ru
         (of_wandb / "any name.json").touch()
         (folder / "wandb/latest-run").symlink_to("offline-run-20260102_030405-ab12")
         (folder / "wandb/debug-internal.log").symlink_to("nowhere")
-    for name in (OUTPUT, JOB, *run_dir.LOCKS, f".{run_dir.CONFIG}.a1_2c3d4"):
+    event_file = "events.out.tfevents.1795426455.some.host.7838.000000"
+    for name in (OUTPUT, JOB, *run_dir.LOCKS, f".{run_dir.CONFIG}.a1_2c3d4", event_file):
         (cell / name).touch()
     for name in (
         f".tmp-{Path(CHECKPOINT).name}-123",
@@ -90,6 +91,7 @@ def test_a_sweep_is_removed_with_all_that_commands_write_into_it(sweep: Path, ru
 
 STRANGERS: dict[str, Callable[[Path], object]] = {
     "notes.txt": lambda path: path.touch(),
+    "events.out.tfevents": lambda path: path.mkdir(),
     "checkpoints/best.pt": lambda path: path.touch(),
     f"{CHECKPOINT}/notes": lambda path: path.touch(),
     ".hydra/mine.yaml": lambda path: path.touch(),
