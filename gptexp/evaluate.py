@@ -23,29 +23,36 @@ def main(argv: list[str] | None = None) -> None:
 
     directory = one_run(args.directory)
     config = run_dir.require_checkpoint(directory)
-    held_out = config.data.val_tokens if config.data.val_path is None else None  # the run was trained on the rest
+    data, of_held_out = config.data, None
     if args.data is not None:
-        config.data.name, config.data.path, config.data.max_tokens = "text", [absolute(args.data)], None
-        config.data.val_path = config.data.path
+        data.name, data.path, data.max_tokens = "text", [absolute(args.data)], None
+        data.val_path = data.path
         if is_file(directory / run_dir.TOKENIZER):
-            config.data.tokenizer = str(directory / run_dir.TOKENIZER)
+            data.tokenizer = str(directory / run_dir.TOKENIZER)
         if not matching_files(absolute(args.data)):
             raise DataError(f"--data {shown(args.data)}: no such file; give a file or a glob")
-    elif held_out == 0:
+        if data.val_ratio is not None and args.val_tokens is None:
+            raise ConfigError(
+                f"--data {shown(args.data)}: the run holds out data.val_ratio={data.val_ratio:g} of its own text, and "
+                "no number of tokens; give --val-tokens N"
+            )
+        data.val_ratio = None
+    elif not data.validates:
         raise ConfigError(f"{directory}: data.val_tokens=0: the run has no validation tokens; give --data FILE")
-    elif args.val_tokens is not None and held_out is not None and args.val_tokens > held_out:
-        raise ConfigError(f"--val-tokens={args.val_tokens}: the run has {held_out}; use fewer, or give --data FILE")
-    if args.val_tokens is not None:
-        config.data.val_tokens = args.val_tokens
-    if count_val_windows(config.data.val_tokens, config.seq_len) < 1:
+    if args.val_tokens is not None and data.val_path is None:
+        of_held_out = args.val_tokens  # the run was trained on the rest of the text
+    elif args.val_tokens is not None:
+        data.val_tokens = args.val_tokens
+    asked = data.val_tokens if args.val_tokens is None else args.val_tokens
+    takes_a_share = data.val_ratio is not None and args.val_tokens is None
+    if not takes_a_share and count_val_windows(asked, config.seq_len) < 1:
         raise ConfigError(
-            f"--val-tokens={config.data.val_tokens}: rounds to zero windows of {config.seq_len} tokens; use at least "
-            f"{config.seq_len}"
+            f"--val-tokens={asked}: rounds to zero windows of {config.seq_len} tokens; use at least {config.seq_len}"
         )
 
     from gptexp.run.load import evaluate_checkpoint
 
-    found = evaluate_checkpoint(directory, config, of_the_run=args.data is None)
+    found = evaluate_checkpoint(directory, config, args.data is None, of_held_out)
     print(json.dumps({"directory": str(directory), **found}))
 
 

@@ -9,18 +9,18 @@ from typing import Any
 
 import torch
 
-from gptexp.config.batch import count_val_windows, count_windows
 from gptexp.config.run_plan import RunPlan, plan_run
 from gptexp.config.schema import AUTO, Config, memory_key
 from gptexp.config.vocabulary import with_vocab_size
 from gptexp.data.prepare import count_ids, prepared_dir
 from gptexp.data.shards import TokenStream
+from gptexp.data.split import split
 from gptexp.distributed.ranks import AT_ONCE, Rank
 from gptexp.machine.device import Device, pick_device
 from gptexp.machine.effective import Effective, estimate, resolve
 from gptexp.model.flops import count_parameters, flops_per_token
 from gptexp.model.gpus import UNKNOWN_GPU, Gpu
-from gptexp.process.errors import ConfigError, UserError, first_line
+from gptexp.process.errors import ConfigError, DataError, UserError, first_line
 from gptexp.process.terminal import terminal_width, warn
 from gptexp.process.words import counted, duration, rounded
 from gptexp.reporting.terminal_table import print_table
@@ -98,7 +98,7 @@ def plan(cfg: Config, earlier: Effective | None = None, gpu: Gpu | None = None) 
     memory = estimate(cfg, effective, world_size)
     p = plan_run(cfg, effective.micro_batch_size.value)
     palm, causal = flops_per_token(cfg.model, cfg.seq_len)
-    corpus_tokens = _prepared_tokens(cfg)
+    corpus_tokens, refusals = _prepared_tokens(cfg)
     planned = {
         "parameters": count_parameters(cfg.model),
         "memory_bytes": {**asdict(memory), "peak": memory.peak},
@@ -118,7 +118,7 @@ def plan(cfg: Config, earlier: Effective | None = None, gpu: Gpu | None = None) 
     }
     if gpu is not None:
         planned |= _assumed(gpu, planned, effective.dtype.value)
-    return {**planned, "warnings": [*_warnings(planned, unknown)]}
+    return {**planned, "warnings": [*refusals, *_warnings(planned, unknown)]}
 
 
 def _assumed(gpu: Gpu, planned: dict[str, Any], dtype: str) -> dict[str, Any]:
@@ -186,15 +186,16 @@ def add_times(runs: Sequence[tuple[Config, dict[str, Any]]]) -> None:
             planned["time"] = asdict(pace(seen, cfg, run))
 
 
-def _prepared_tokens(cfg: Config) -> int | None:
-    """Return the training tokens of an epoch, or None if the corpus is not in the cache."""
+def _prepared_tokens(cfg: Config) -> tuple[int | None, list[str]]:
+    """Return the training tokens of an epoch, None if the corpus is not in the cache, and why training refuses it."""
     directory = prepared_dir(cfg.data)
     if directory is None:
-        return None
-    tokens = len(TokenStream(directory))
-    windows = count_windows(min(tokens, cfg.data.max_tokens or tokens), cfg.seq_len)
-    held_out = 0 if cfg.data.val_path else count_val_windows(cfg.data.val_tokens, cfg.seq_len)
-    return max(0, windows - held_out) * cfg.seq_len
+        return None, []
+    tokens = len(TokenStream(directory, cfg.data.max_tokens))
+    try:
+        return split(cfg.data, tokens, cfg.seq_len, cfg.train.seed).order.n_train * cfg.seq_len, []
+    except DataError as error:
+        return 0, [str(error)]
 
 
 def show(p: dict[str, Any]) -> None:
@@ -202,9 +203,11 @@ def show(p: dict[str, Any]) -> None:
     described = Effective.from_dict(p["effective"]).described()
     if "assumed" in p:  # the cores beside that GPU are unknown
         described = [(name, what) for name, what in described if name != "threads"]
-    epochs = (
-        f"{rounded(p['epochs'])} of {p['corpus_tokens']:,} tokens" if p["epochs"] else "unknown; run gptexp prepare"
-    )
+    epochs = "unknown; run gptexp prepare"
+    if p["corpus_tokens"] is not None:
+        epochs = (
+            f"{rounded(p['epochs'])} of {p['corpus_tokens']:,} tokens" if p["epochs"] else "the corpus is too short"
+        )
     for name, value in (
         ("parameters", f"{p['parameters']:,}"),
         ("memory", _memory_line(p["memory_bytes"])),

@@ -71,7 +71,7 @@ def count_windows(tokens: int, seq_len: int) -> int:
     return max(0, (tokens - 1) // seq_len)
 
 
-def count_val_windows(val_tokens: int, seq_len: int) -> int:
+def count_val_windows(val_tokens: float, seq_len: int) -> int:
     """Number of validation windows: `val_tokens` rounded to the nearest number of windows."""
     return round(val_tokens / seq_len)
 

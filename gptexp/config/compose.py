@@ -183,6 +183,7 @@ def to_config(cfg: DictConfig, overrides: Sequence[str], launcher_world_size: in
 PRECEDING = {
     "schedule.warmup_ratio": ("warmup_tokens", "warmup_steps"),
     "schedule.warmup_tokens": ("warmup_steps",),
+    "data.val_tokens": ("val_ratio",),
     "schedule.decay_tokens": ("decay_steps",),
     "train.max_tokens": ("max_steps",),
     "train.eval_every_tokens": ("eval_every",),

@@ -188,7 +188,9 @@ def _suggestion(key: str, fields: Fields, groups: Groups) -> str:
     """Suggest a key with the same last part, a key of similar spelling, or the keys of the same group."""
     known = [*fields, *groups]
     section = key.rpartition(".")[0]
-    if close := nearest(key, known, most=1, cutoff=0.7):
+    # `dataset` is rather data than data.offset
+    similar = nearest(key, groups, most=1, cutoff=0.7) if key.isidentifier() else []
+    if close := similar or nearest(key, known, most=1, cutoff=0.7):
         return f"did you mean '{close[0]}'?"
     if section and (inside := [k.rpartition(".")[2] for k in fields if k.rpartition(".")[0] == section]):
         return f"keys of {section}: {', '.join(inside)}"

@@ -223,15 +223,28 @@ def _corpus_length(cfg: Config, _: int) -> Iterator[str]:
 
 def _validation(cfg: Config, _: int) -> Iterator[str]:
     d, t = cfg.data, cfg.seq_len
-    if d.val_tokens and count_val_windows(d.val_tokens, t) == 0:
+    if d.val_ratio is None and d.val_tokens and count_val_windows(d.val_tokens, t) == 0:
         yield f"data.val_tokens={d.val_tokens}: rounds to 0 windows of seq_len={t}; use {t} or more, or 0 for none"
-    if d.val_path is not None and d.val_tokens == 0:
+    if d.val_path is not None and not d.validates:
         yield f"data.val_path={shown(d.val_path)}: data.val_tokens=0 turns validation off; leave out one of them"
+
+
+def _own_validation_text(cfg: Config, _: int) -> Iterator[str]:
+    d = cfg.data
+    if d.val_path is None:
+        return
+    instead = f"data.val_path={shown(d.val_path)} is the validation text, and nothing is held out of the corpus"
+    if d.val_split == "tail":
+        yield f"data.val_split=tail: {instead}; leave out one of them"
+    if d.val_ratio is not None:
+        yield f"data.val_ratio={d.val_ratio:g}: {instead}; leave out one of them, and give data.val_tokens"
 
 
 def _held_out(cfg: Config, _: int) -> Iterator[str]:
     d = cfg.data
-    if d.max_tokens is not None and d.val_path is None and d.val_tokens >= d.max_tokens:
+    if d.val_ratio is not None or d.val_path is not None or d.max_tokens is None:
+        return
+    if d.val_tokens >= d.max_tokens:
         yield f"data.val_tokens={d.val_tokens}: must be below data.max_tokens={d.max_tokens}; or set data.val_path"
 
 
@@ -279,8 +292,9 @@ RULES: tuple[tuple[Callable[[Config, int], Iterator[str]], tuple[str, ...]], ...
     (_paths, ("data.path", "data.val_path")),
     (_corpus, ("data.name", "data.path")),
     (_corpus_length, ("data.max_tokens", *SEQ_LEN)),
-    (_validation, ("data.val_tokens", "data.val_path", *SEQ_LEN)),
-    (_held_out, ("data.val_tokens", "data.max_tokens", "data.val_path")),
+    (_validation, ("data.val_tokens", "data.val_ratio", "data.val_path", *SEQ_LEN)),
+    (_own_validation_text, ("data.val_path", "data.val_split", "data.val_ratio")),
+    (_held_out, ("data.val_tokens", "data.val_ratio", "data.max_tokens", "data.val_path")),
     (_one_device, ("train.device", "world.size")),
     (_backend, ("world.backend", "train.device")),
     (_attention, ("train.attention", "train.device")),

@@ -168,10 +168,20 @@ class DataConfig:
     tokenizer: str = "gpt2"  # gpt2 or another encoding of tiktoken; bytes; chars: one id for each character of the
     # corpus; or the path of a tokenizer.json
     order: str = _choice("shuffled", "sequential")  # shuffled: without replacement, in another order each epoch
+    offset: str = _choice("fixed", "per_epoch")  # per_epoch: the windows are shifted by fewer than seq_len tokens,
+    # anew in each epoch, so that no token is always the first of its sequence
     val_tokens: int = _not_negative(8192)  # tokens for validation, rounded to complete windows; 0: no validation
+    val_ratio: float | None = _ruled(None, lambda v: 0 < v < 1, "must lie in (0, 1), or be null")  # share of the
+    # corpus's tokens for validation; takes precedence over val_tokens
+    val_split: str = _choice("spread", "tail")  # windows held out from the corpus; tail: its last tokens, as in nanoGPT
     val_path: Any = None  # validation text: a file, a glob or a list of them; null: held out from the corpus
     max_tokens: int | None = _positive(None)  # tokens to use from the start of the corpus; null: all
     cache_dir: str | None = None  # directory of token files; null: $GPTEXP_CACHE, else the user's cache directory
+
+    @property
+    def validates(self) -> bool:
+        """Whether a run has validation windows."""
+        return self.val_tokens > 0 or self.val_ratio is not None
 
 
 @dataclass

@@ -20,6 +20,7 @@ from gptexp.config.schema import Config, DataConfig
 from gptexp.data.order import Order, mix
 from gptexp.data.prepare import prepare, tokens_hash, vocabulary_of
 from gptexp.data.shards import TokenStream
+from gptexp.data.split import split, spread
 from gptexp.data.tokenizer import Tokenizer, bytes_of_ids
 from gptexp.process.errors import DataError
 from gptexp.process.words import counted
@@ -45,34 +46,43 @@ class Dataset:
     train: TokenStream
     order: Order
     val: TokenStream
-    val_windows: np.ndarray
+    val_starts: np.ndarray  # the first token of each validation window
     seq_len: int
     hash: str  # of all tokens; independent of their path
     directory: Path  # of the training tokens
     n_vocab: int  # number of ids of the tokenizer
 
-    def rows(self, stream: TokenStream, windows: np.ndarray) -> np.ndarray:
-        """Read the tokens of `windows`: (len(windows), T + 1). Inputs and targets overlap in T - 1 tokens."""
-        t = self.seq_len
-        return np.stack([stream.read(int(w) * t, t + 1) for w in windows])
+    def rows(self, stream: TokenStream, starts: np.ndarray) -> np.ndarray:
+        """Read the windows that begin at the tokens `starts`: (len(starts), T + 1).
+
+        Inputs and targets overlap in T - 1 tokens.
+        """
+        return np.stack([stream.read(int(start), self.seq_len + 1) for start in starts])
 
 
-def build_dataset(cfg: Config) -> Dataset:
+def build_dataset(cfg: Config, most_val_windows: int | None = None) -> Dataset:
     """Prepare the tokens of `cfg` if they are missing, once per node, and open them. Raises `DataError`."""
-    return open_dataset(cfg.data, *prepare(cfg.data), cfg.seq_len, cfg.train.seed, cfg.model.vocab_size)
+    vocab_size = cfg.model.vocab_size
+    return open_dataset(cfg.data, *prepare(cfg.data), cfg.seq_len, cfg.train.seed, vocab_size, most_val_windows)
 
 
 def open_dataset(
-    data: DataConfig, train_dir: Path, val_dir: Path | None, seq_len: int, seed: int, vocab_size: int | str
+    data: DataConfig,
+    train_dir: Path,
+    val_dir: Path | None,
+    seq_len: int,
+    seed: int,
+    vocab_size: int | str,
+    most_val_windows: int | None = None,
 ) -> Dataset:
-    """Open prepared tokens. Raises `DataError` for too few tokens or for ids outside the model's vocabulary."""
+    """Open prepared tokens. Raises `DataError` for too few tokens or for ids outside the model's vocabulary.
+
+    The held-out windows are at most `most_val_windows`, if given; the training windows are those of all of them.
+    """
     train = TokenStream(train_dir, data.max_tokens)
-    n_windows = count_windows(len(train), seq_len)
     val = train if val_dir is None else TokenStream(val_dir)
-    n_val_stream = n_windows if val_dir is None else count_windows(len(val), seq_len)
-    n_val = count_val_windows(data.val_tokens, seq_len)
-    for stream, path, windows in ((train, train_dir, n_windows), (val, val_dir or train_dir, n_val_stream)):
-        if windows < 1:
+    for stream, path in ((train, train_dir), (val, val_dir or train_dir)):
+        if count_windows(len(stream), seq_len) < 1:
             raise DataError(
                 f"{path}: {counted(len(stream), 'token')}, fewer than one window of seq_len+1 = {seq_len + 1}; "
                 "give more text or a smaller batch.seq_len"
@@ -82,15 +92,12 @@ def open_dataset(
                 f"{path}: contains id {stream.max_id:,}, outside model.vocab_size={vocab_size:,}; "
                 "use model.vocab_size=auto"
             )
-    if val_dir is None and n_val >= n_windows:
-        raise DataError(
-            f"data.val_tokens={data.val_tokens:,}: for {counted(n_val, 'validation window')}, and the corpus has only "
-            f"{n_windows}, so none is left for training; use fewer, or give more text"
-        )
-    order = Order(n_windows, 0 if val_dir else n_val, seed, shuffled=data.order == "shuffled")
-    val_order = Order(n_val_stream, min(n_val, n_val_stream), seed, shuffled=False)
+    parts = split(data, len(train), seq_len, seed, most_val_windows)
+    val_starts = parts.val_starts
+    if val_dir is not None:
+        val_starts = spread(count_windows(len(val), seq_len), count_val_windows(data.val_tokens, seq_len), seq_len)
     hash, n_vocab = tokens_hash(train_dir, val_dir), vocabulary_of(train_dir, data.tokenizer)
-    return Dataset(train, order, val, val_order.val_windows(), seq_len, hash, train_dir, n_vocab)
+    return Dataset(train, parts.order, val, val_starts, seq_len, hash, train_dir, n_vocab)
 
 
 def fingerprint(rows: np.ndarray) -> int:
@@ -109,7 +116,7 @@ def micro_batches(
         micro_batch = rank * plan.grad_accum_steps + micro_step  # in the step
         first = step * plan.sequences + micro_batch * plan.micro_batch_size
         samples = np.arange(first, first + plan.micro_batch_size, dtype=np.int64)
-        rows = dataset.rows(dataset.train, dataset.order.train_windows(samples))
+        rows = dataset.rows(dataset.train, dataset.order.train_starts(samples, dataset.seq_len))
         return MicroBatch(*_to_device(rows, device), fingerprint(rows), mix(dataset.order.seed, step, micro_batch))
 
     ahead: deque[Future[MicroBatch]] = deque()
@@ -129,7 +136,7 @@ def val_batches(
     dataset: Dataset, batch_size: int, rank: int, world_size: int, device: torch.device
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield this rank's share of the validation windows: inputs and targets (at most `batch_size`, T)."""
-    mine = np.array_split(dataset.val_windows, world_size)[rank]
+    mine = np.array_split(dataset.val_starts, world_size)[rank]
     for i in range(0, len(mine), batch_size):
         yield _to_device(dataset.rows(dataset.val, mine[i : i + batch_size]), device)
 
@@ -137,9 +144,9 @@ def val_batches(
 def val_bytes_per_token(dataset: Dataset, tokenizer: Tokenizer) -> float:
     """Bytes of text that a validation target stands for, on average over all of them."""
     lengths = np.array(bytes_of_ids(tokenizer))
-    parts = np.array_split(dataset.val_windows, len(dataset.val_windows) // WINDOWS_AT_ONCE + 1)
+    parts = np.array_split(dataset.val_starts, len(dataset.val_starts) // WINDOWS_AT_ONCE + 1)
     total = sum(int(lengths[dataset.rows(dataset.val, part)[:, 1:]].sum()) for part in parts)
-    return total / (len(dataset.val_windows) * dataset.seq_len)
+    return total / (len(dataset.val_starts) * dataset.seq_len)
 
 
 def _to_device(rows: np.ndarray, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

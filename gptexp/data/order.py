@@ -19,6 +19,7 @@ UInt64 = npt.NDArray[np.uint64]
 _SORT_BELOW = 65_536
 _FEISTEL_ROUNDS = 6
 _VALIDATION_KEY = 0x76616C6964617465  # "validate" in ASCII: the held-out windows do not depend on the seed
+_OFFSET_KEY = 0x6F6666736574  # "offset" in ASCII
 
 
 def splitmix64(x: UInt64) -> UInt64:
@@ -65,36 +66,68 @@ def _feistel(x: UInt64, half_bits: int, key: int) -> UInt64:
 class Order:
     """The held-out windows of one token stream and the order of the training windows.
 
-    Window i consists of tokens i*T to i*T + T inclusive: T inputs and their T targets.
+    Window i consists of tokens i*T to i*T + T inclusive: T inputs and their T targets. If the training windows are
+    `shifted`, all windows of an epoch begin up to T - 1 tokens later, and so reach into the next window. Those in front
+    of a held-out window, and the last one of the stream, are then left out, also at offset 0: every epoch has the same
+    number of windows, and no target is one of a held-out window.
     """
 
     n_windows: int
     n_val: int
     seed: int
     shuffled: bool
+    shifted: bool = False
 
     @property
     def n_train(self) -> int:
         """Windows per epoch."""
-        return self.n_windows - self.n_val
+        return self.n_windows - len(self._left_out())
 
     def train_windows(self, samples: Int64) -> Int64:
-        """The window of each global sample number. Sample numbers count over all epochs."""
+        """The window of each global sample number, before the shift. Sample numbers count over all epochs."""
         epochs, positions = np.divmod(samples, self.n_train)
         if self.shuffled:
             for epoch in np.unique(epochs):
                 inside = epochs == epoch
                 positions[inside] = permute(positions[inside], self.n_train, mix(self.seed, int(epoch)))
-        # Position p is the p-th window that is not held out. `held_out[j] - j` training windows precede the j-th
-        # held-out window, so each j with held_out[j] - j <= p increases the window of p by one.
-        held_out = self.val_windows()
-        return positions + np.searchsorted(held_out - np.arange(len(held_out)), positions, side="right")
+        # Position p is the p-th window that is not left out. `left_out[j] - j` training windows precede the j-th
+        # window left out, so each j with left_out[j] - j <= p increases the window of p by one.
+        left_out = self._left_out()
+        return positions + np.searchsorted(left_out - np.arange(len(left_out)), positions, side="right")
+
+    def train_starts(self, samples: Int64, seq_len: int) -> Int64:
+        """The first token of the window of each global sample number."""
+        starts = self.train_windows(samples) * seq_len
+        if self.shifted:
+            epochs = samples // self.n_train
+            for epoch in np.unique(epochs):
+                starts[epochs == epoch] += self.offset(int(epoch), seq_len)
+        return starts
+
+    def offset(self, epoch: int, seq_len: int) -> int:
+        """The tokens by which the windows of an epoch are shifted: each number in [0, T) once in T epochs."""
+        cycle, place = divmod(epoch, seq_len)
+        [offset] = permute(np.array([place]), seq_len, mix(self.seed, cycle, _OFFSET_KEY))
+        return int(offset)
 
     def val_windows(self) -> Int64:
         """The held-out windows in ascending order: spread over the stream by a hash, the same for every seed."""
         return _val_windows(self.n_windows, self.n_val)
 
+    def _left_out(self) -> Int64:
+        """The windows that training does not read, in ascending order."""
+        return _left_out(self.n_windows, self.n_val, self.shifted)
+
 
 @lru_cache(maxsize=4)
 def _val_windows(n_windows: int, n_val: int) -> Int64:
     return np.sort(permute(np.arange(n_val, dtype=np.int64), n_windows, _VALIDATION_KEY))
+
+
+@lru_cache(maxsize=4)
+def _left_out(n_windows: int, n_val: int, shifted: bool) -> Int64:
+    held_out = _val_windows(n_windows, n_val)
+    if not shifted:
+        return held_out
+    in_front = np.append(held_out, n_windows) - 1
+    return np.union1d(held_out, in_front[in_front >= 0])

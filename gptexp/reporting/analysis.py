@@ -228,5 +228,6 @@ def data_warnings(runs: Sequence[Run]) -> list[str]:
 
 def _data(run: Run) -> str:
     """Equal for runs that must read the same tokens in the same order."""
-    keys = ("train.seed", "batch.seq_len", "model.block_size", "data.order", "data.max_tokens", "data.val_tokens")
+    keys = ("train.seed", "batch.seq_len", "model.block_size", "data.order", "data.offset", "data.max_tokens",
+            "data.val_tokens", "data.val_ratio", "data.val_split")  # fmt: skip
     return repr([run.summary.get(TEXT), *(run.config.get(key) for key in keys)])

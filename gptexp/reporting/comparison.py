@@ -27,7 +27,8 @@ from gptexp.reporting.verdict import Finding, Verdict, seeds_in_words
 from gptexp.storage import inventory, run_dir
 
 SEED = "train.seed"
-HELD_OUT = ("data.val_tokens", "data.max_tokens")  # with the length of a sequence they decide which text is held out
+# With the length of a sequence they decide which text is held out.
+HELD_OUT = ("data.val_tokens", "data.val_ratio", "data.val_split", "data.max_tokens")
 
 
 @dataclass(frozen=True)

@@ -137,7 +137,7 @@ def read_run(directory: Path) -> Run:
     if status == "completed":
         if "final_val_loss" in summary:
             run.loss = float(summary["final_val_loss"])
-        elif config.data.val_tokens or config.data.val_path:
+        elif config.data.validates:
             run.status, run.problem = "damaged", printable(f"{directory / run_dir.SUMMARY}: final_val_loss is missing")
     try:
         _read_metrics(run, directory / run_dir.METRICS, config.train.log_every)

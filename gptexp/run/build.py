@@ -113,7 +113,7 @@ def compile_in_turn(t: Training, patient: dist.ProcessGroup | None) -> None:
                     loss = model(x, y)
                 loss.backward()
             t.step.optimizer.zero_grad()
-            if len(t.dataset.val_windows):
+            if len(t.dataset.val_starts):
                 t.gpt.eval()
                 with torch.no_grad(), t.step.forward_context():
                     t.gpt(x, y)

@@ -8,6 +8,7 @@ from pathlib import Path
 from gptexp.config.batch import count_val_windows
 from gptexp.config.run_plan import RunPlan
 from gptexp.config.schema import Config, ScheduleConfig
+from gptexp.data.loader import build_dataset
 from gptexp.data.prepare import prepare
 from gptexp.machine.effective import Effective, save_effective
 from gptexp.run.observe import medians, observe
@@ -90,7 +91,7 @@ def pace(seen: Sample, cfg: Config, plan: RunPlan) -> Pace:
     """
     batch = plan.batch
     step_s = seen.step_s + (batch.grad_accum_steps - seen.micro_steps) * seen.micro_s
-    windows = math.ceil(count_val_windows(cfg.data.val_tokens, batch.seq_len) / batch.world_size)
+    windows = math.ceil(_val_windows(cfg) / batch.world_size)
     # A forward pass has a third of the multiplications.
     validation_s = math.ceil(windows / batch.micro_batch_size) * seen.micro_s / 3
     every = plan.eval_every_tokens
@@ -102,3 +103,10 @@ def pace(seen: Sample, cfg: Config, plan: RunPlan) -> Pace:
         validation_s=validation_s,
         total_s=seen.start_s + compile_s + plan.steps * step_s + validations * validation_s,
     )
+
+
+def _val_windows(cfg: Config) -> int:
+    """The validation windows of a run. For a share of the corpus, its tokens are counted."""
+    if cfg.data.val_ratio is None:
+        return count_val_windows(cfg.data.val_tokens, cfg.seq_len)
+    return len(build_dataset(cfg).val_starts)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from gptexp.config.batch import count_val_windows
 from gptexp.config.schema import AUTO, Config, result_deciding
 from gptexp.data.loader import build_dataset, val_bytes_per_token
 from gptexp.data.tokenizer import Tokenizer, load_tokenizer
@@ -82,14 +83,23 @@ def load_run(directory: Path | str) -> tuple[GPT, Tokenizer, Config]:
     return run.model, load_tokenizer(run.config.data.tokenizer, one_run(Path(directory))), run.config
 
 
-def evaluate_checkpoint(directory: Path, config: Config, of_the_run: bool) -> dict[str, float]:
-    """Compute the validation loss and perplexity of a run's newest checkpoint on the held-out text of `config`.
+def evaluate_checkpoint(
+    directory: Path, config: Config, of_the_run: bool, val_tokens: int | None = None
+) -> dict[str, float]:
+    """Compute the validation loss and perplexity of a run's newest checkpoint on the validation text of `config`.
 
     If that text is the run's own (`of_the_run`), raises `DataError` unless its hash is the one that the run trained on.
+    Of what the run has held out, it takes `val_tokens`, if given. Raises `ConfigError` if these are more.
     """
     loaded = load_checkpointed(directory)
     apply(loaded.effective)
-    dataset = build_dataset(config)
+    windows = None if val_tokens is None else count_val_windows(val_tokens, config.seq_len)
+    dataset = build_dataset(config, windows)
+    if windows is not None and windows > len(dataset.val_starts):
+        raise ConfigError(
+            f"--val-tokens={val_tokens}: the run has {len(dataset.val_starts) * dataset.seq_len}; use fewer, or give "
+            "--data FILE"
+        )
     trained_on = run_dir.read_summary(directory).get("data_hash") or checkpoint.data_hash(loaded.checkpoint)
     if of_the_run and trained_on not in (None, dataset.hash):
         raise DataError(
@@ -101,7 +111,7 @@ def evaluate_checkpoint(directory: Path, config: Config, of_the_run: bool) -> di
         loss = evaluate(loaded.model, dataset, batch_size, Rank(), loaded.device, context)
     return {
         "step": loaded.step,
-        "tokens": len(dataset.val_windows) * dataset.seq_len,
+        "tokens": len(dataset.val_starts) * dataset.seq_len,
         "val/loss": loss,
         "val/ppl": perplexity(loss),
         "val/bpb": bits_per_byte(loss, val_bytes_per_token(dataset, load_tokenizer(config.data.tokenizer, directory))),

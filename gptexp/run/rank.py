@@ -381,7 +381,7 @@ def _open_log(job: Job, decision: Decision, training: Training, used: Utilisatio
 
 def _val_bytes_per_token(tokenizer: str, dataset: Dataset) -> float | None:
     """`val_bytes_per_token`; None without validation, or if a resumed run cannot download its tokenizer."""
-    if not len(dataset.val_windows):
+    if not len(dataset.val_starts):
         return None
     try:
         return val_bytes_per_token(dataset, load_tokenizer(tokenizer, dataset.directory))

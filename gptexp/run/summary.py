@@ -40,7 +40,7 @@ def start_lines(cfg: Config, directory: Path, effective: Effective, t: Training,
         f"block {m.block_size}, vocabulary {m.vocab_size:,}: {count_parameters(m):,} parameters",
         *describe_groups(t.gpt),
         f"data            {cfg.data.name}: {per_epoch:,} training tokens per epoch, "
-        f"{len(t.dataset.val_windows) * plan.seq_len:,} for validation",
+        f"{len(t.dataset.val_starts) * plan.seq_len:,} for validation",
         f"batch           {total:,} tokens per step = {counted(plan.micro_batch_size, 'sequence')} × "
         f"{counted(plan.seq_len, 'token')} × {counted(plan.world_size, 'rank')} × "
         f"{counted(plan.grad_accum_steps, 'micro-step')}",

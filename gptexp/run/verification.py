@@ -188,8 +188,8 @@ def _splits(bench: Bench) -> list[Result]:
         dataset = build_dataset(config)
         torch.manual_seed(config.train.seed)
         model = GPT(run_dir.load_resolved(bench.folder / name).model).to(device)
-        windows = dataset.order.train_windows(torch.arange(SEQUENCES).numpy())
-        rows = torch.from_numpy(dataset.rows(dataset.train, windows).astype("int64")).to(device)
+        starts = dataset.order.train_starts(torch.arange(SEQUENCES).numpy(), dataset.seq_len)
+        rows = torch.from_numpy(dataset.rows(dataset.train, starts).astype("int64")).to(device)
         model(rows[:, :-1], rows[:, 1:]).backward()
         moments = _optimizer_state(path)
         parameters = [p for group in build_optimizer(model, config.optim, False).param_groups for p in group["params"]]
@@ -197,7 +197,7 @@ def _splits(bench: Bench) -> list[Result]:
             expected = (1 - config.optim.beta1) * parameter.grad.cpu()
             gradient = max(gradient, _relative(moments[number]["exp_avg"], expected))
         load_weights(path, model)
-        held_out = torch.from_numpy(dataset.rows(dataset.val, dataset.val_windows).astype("int64")).to(device)
+        held_out = torch.from_numpy(dataset.rows(dataset.val, dataset.val_starts).astype("int64")).to(device)
         with torch.no_grad():
             alone = float(model.eval()(held_out[:, :-1], held_out[:, 1:]))
         logged = run_dir.read_json(bench.folder / name / run_dir.SUMMARY)["final_val_loss"]

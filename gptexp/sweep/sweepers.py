@@ -280,7 +280,7 @@ class OptunaSweeper(CellSweeper):
         return int(self.n_trials)
 
     def begin(self, space: Sequence[Axis]) -> None:
-        if self.config.data.val_tokens == 0 and not self.config.data.val_path:
+        if self.config.data.val_tokens == 0 and self.config.data.val_ratio is None:
             raise ConfigError("data.val_tokens=0: Optuna needs a validation loss; set data.val_tokens above 0")
         self.check(self.compose(self.combinations(space)))
         self.lock = run_dir.lock_sweep(self.directory)

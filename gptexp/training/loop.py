@@ -249,7 +249,7 @@ class _Loop:
         """Return the seconds that a run needs from its last check of train.max_minutes to its end."""
         eval_s = self.eval_s
         if eval_s is None:  # a forward pass is a third of a step
-            eval_s = step_s * len(self.t.dataset.val_windows) / self.t.plan.batch.sequences / 3
+            eval_s = step_s * len(self.t.dataset.val_starts) / self.t.plan.batch.sequences / 3
         return (1 + 2 * self.late) * step_s + eval_s + SAVES_TO_SPARE * self.save_s
 
     def recover(self, step: int, numbers: str) -> Literal["skipped", "went back"]:
@@ -302,7 +302,7 @@ class _Loop:
 
     def validate(self) -> None:
         t, state = self.t, self.state
-        if not len(t.dataset.val_windows):
+        if not len(t.dataset.val_starts):
             return
         started, size = time.perf_counter(), t.plan.batch.micro_batch_size
         with self.clock.paused():

@@ -51,6 +51,24 @@ def test_evaluate_refuses_more_tokens_than_were_held_out(finished: Path, gptexp:
     )
 
 
+@pytest.mark.e2e
+def test_evaluate_reads_what_a_share_at_the_end_holds_out(gptexp: Gptexp, tiny: list[str], tmp_path: Path) -> None:
+    held_out = ["data.max_tokens=4001", "data.val_ratio=0.1", "data.val_split=tail"]
+    assert gptexp("train", *tiny, *held_out, "data.offset=per_epoch", "hydra.run.dir=run").returncode == 0
+    planned = json.loads(gptexp("plan", *tiny, *held_out, "--json").stdout)
+    assert planned["corpus_tokens"] == (3600 - 1) // 16 * 16
+    own = json.loads(gptexp("evaluate", "run").stdout)
+    assert own["val/loss"] == pytest.approx(summary(tmp_path / "run")["final_val_loss"], rel=1e-6)
+    assert own["tokens"] == (401 - 1) // 16 * 16
+    assert json.loads(gptexp("evaluate", "run", "--val-tokens", "64").stdout)["tokens"] == 64
+    more = gptexp("evaluate", "run", "--val-tokens", "416")
+    assert (more.returncode, "--val-tokens=416: the run has 400; use fewer" in more.stderr) == (2, True), more.stderr
+    (tmp_path / "other.txt").write_text("Completely different words. " * 40)
+    other = gptexp("evaluate", "run", "--data", "other.txt")
+    assert (other.returncode, "no number of tokens; give --val-tokens N" in other.stderr) == (2, True), other.stderr
+    assert json.loads(gptexp("evaluate", "run", "--data", "other.txt", "--val-tokens", "96").stdout)["tokens"] == 96
+
+
 def test_evaluate_refuses_a_run_without_validation_tokens(copied: Path, gptexp: Gptexp) -> None:
     config = copied / "config.yaml"
     assert "val_tokens: 112" in config.read_text()

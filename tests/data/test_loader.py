@@ -34,8 +34,10 @@ def read_all(dataset: object, micro_batch_size: int, world_size: int, steps: int
     return torch.cat(inputs), prints
 
 
-def test_a_step_has_the_same_tokens_at_every_micro_batch_and_world_size(corpus: Path) -> None:
-    dataset = dataset_of(corpus)
+@pytest.mark.parametrize("data", [{}, {"offset": "per_epoch", "max_tokens": 400}])
+def test_a_step_has_the_same_tokens_at_every_micro_batch_and_world_size(corpus: Path, data: dict[str, object]) -> None:
+    """Also over five epochs, whose windows are shifted."""
+    dataset = dataset_of(corpus, **data)
     reference, prints = read_all(dataset, 8, 1, 6)
     for micro_batch_size, world_size in ((1, 1), (2, 2), (4, 2), (1, 4), (2, 4)):
         inputs, others = read_all(dataset, micro_batch_size, world_size, 6)
@@ -53,12 +55,27 @@ def test_the_fingerprint_depends_on_the_windows_and_not_on_their_order() -> None
     assert fingerprint(rows) != fingerprint(changed)
 
 
-def test_reading_can_start_at_any_step(corpus: Path) -> None:
-    dataset = dataset_of(corpus)
+@pytest.mark.parametrize("offset", ["fixed", "per_epoch"])
+def test_reading_can_start_at_any_step(corpus: Path, offset: str) -> None:
+    dataset = dataset_of(corpus, offset=offset, max_tokens=400)
     plan = plan_batch(8 * 16, 4, 16, 1)
     all_of_it = [b.x for b in micro_batches(dataset, plan, 0, 0, 5, torch.device("cpu"))]  # type: ignore[arg-type]
     from_third = [b.x for b in micro_batches(dataset, plan, 0, 3, 5, torch.device("cpu"))]  # type: ignore[arg-type]
     assert torch.equal(torch.cat(all_of_it[6:]), torch.cat(from_third))
+
+
+def test_shifted_windows_are_text_as_it_stands_and_have_other_fingerprints(corpus: Path) -> None:
+    """The inputs of an epoch in sequential order are one stretch of the text, which begins at the offset."""
+    fixed, shifted = (
+        dataset_of(corpus, order="sequential", val_tokens=0, max_tokens=16 * 17 + 1, offset=offset)
+        for offset in ("fixed", "per_epoch")
+    )
+    ids = ids_of(corpus.read_text())
+    (plain, fingerprints), (inputs, others) = read_all(fixed, 8, 1, 4), read_all(shifted, 8, 1, 4)
+    offsets = [shifted.order.offset(epoch, 16) for epoch in (0, 1)]  # type: ignore[attr-defined]
+    assert plain.flatten().tolist() == ids[: 17 * 16] + ids[: 15 * 16]
+    assert inputs.flatten().tolist() == [i for at in offsets for i in ids[at : at + 16 * 16]]
+    assert not {*fingerprints} & {*others}
 
 
 def test_sequential_order_reads_the_text_in_order_and_drops_the_tail(corpus: Path) -> None:
@@ -78,16 +95,21 @@ def test_validation_windows_do_not_depend_on_batch_or_world(corpus: Path, world_
             for x, _ in val_batches(dataset, batch_size, rank, world_size, torch.device("cpu"))  # type: ignore[arg-type]
         ]
         assert len(torch.cat(rows)) == 7
-        first = torch.from_numpy(np.sort(dataset.val_windows)).tolist()  # type: ignore[attr-defined]
+        starts = np.sort(dataset.val_starts).tolist()  # type: ignore[attr-defined]
         ids = ids_of(corpus.read_text())
-        assert torch.cat(rows).tolist() == [ids[w * 16 : w * 16 + 16] for w in first]
+        assert torch.cat(rows).tolist() == [ids[start : start + 16] for start in starts]
+
+
+def test_an_offset_that_leaves_no_window_is_an_error(corpus: Path) -> None:
+    with pytest.raises(DataError, match=r"data.offset=per_epoch: no window is left for training, .* data.offset=fixed"):
+        dataset_of(corpus, val_tokens=16, max_tokens=2 * 16 + 1, offset="per_epoch")
 
 
 def test_held_out_windows_are_never_trained_on(corpus: Path) -> None:
     dataset = dataset_of(corpus, val_tokens=160)
     order = dataset.order  # type: ignore[attr-defined]
-    trained = set(order.train_windows(np.arange(2 * order.n_train)).tolist())
-    assert not trained & set(dataset.val_windows.tolist())  # type: ignore[attr-defined]
+    trained = set(order.train_starts(np.arange(2 * order.n_train), 16).tolist())
+    assert not trained & set(dataset.val_starts.tolist())  # type: ignore[attr-defined]
     assert len(trained) + 10 == order.n_windows
 
 

@@ -1,6 +1,7 @@
 """The data order: a bijection, random by statistical tests, equal in all versions and at every world size."""
 
 import hashlib
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -107,3 +108,67 @@ def test_a_step_reads_the_same_windows_at_every_micro_batch_and_world_size(
     ]
     read = np.concatenate([order.train_windows(np.arange(s, s + micro_batch_size)) for s in starts])
     assert np.array_equal(read, order.train_windows(np.arange(step * sequences, (step + 1) * sequences)))
+
+
+# (windows, held-out windows, T): none, few and many are held out; one run of windows, and runs of one window.
+STREAMS = [(1, 0, 4), (2, 0, 1), (9, 0, 4), (40, 3, 5), (40, 20, 5), (60, 6, 7), (30, 29, 3), (25, 1, 16)]
+
+
+@pytest.mark.parametrize("shuffled", [True, False])
+@pytest.mark.parametrize(("n", "n_val", "t"), STREAMS)
+def test_shifted_windows_never_train_on_a_target_that_is_held_out(n: int, n_val: int, t: int, shuffled: bool) -> None:
+    """By brute force over all targets of three cycles of offsets. Each epoch has the same number of windows."""
+    order = Order(n, n_val, seed=3, shuffled=shuffled, shifted=True)
+    held_out = {window * t + 1 + i for window in order.val_windows().tolist() for i in range(t)}
+    assert np.array_equal(order.val_windows(), Order(n, n_val, seed=8, shuffled=shuffled).val_windows())
+    open_windows = {*range(n)} - {*order.val_windows().tolist()}
+    runs = sum(window + 1 not in open_windows for window in open_windows)
+    assert order.n_train == len(open_windows) - runs
+    if not order.n_train:
+        return
+    seen: set[int] = set()
+    for epoch in range(3 * t):
+        starts = order.train_starts(np.arange(epoch * order.n_train, (epoch + 1) * order.n_train), t)
+        assert {int(start) % t for start in starts} == {order.offset(epoch, t)}
+        targets = [int(start) + 1 + i for start in starts for i in range(t)]
+        assert len(targets) == len(set(targets))  # each at most once in an epoch
+        assert min(targets) >= 1
+        assert max(targets) <= n * t
+        assert not held_out & set(targets)
+        assert shuffled or targets == sorted(targets)
+        seen |= set(targets)
+    # In a cycle every target of two or more adjacent training windows is read, but for the last of them.
+    adjacent = {w for w in open_windows if {w - 1, w + 1} & open_windows}
+    last = {(window + 1) * t for window in adjacent if window + 1 not in open_windows}
+    assert seen == {window * t + 1 + i for window in adjacent for i in range(t)} - last
+
+
+def test_each_offset_comes_once_in_a_cycle_in_an_order_of_its_own() -> None:
+    order = Order(100, 0, seed=3, shuffled=True, shifted=True)
+    cycles = [[order.offset(cycle * 64 + i, 64) for i in range(64)] for cycle in range(3)]
+    assert all(sorted(cycle) == [*range(64)] for cycle in cycles)
+    assert cycles[0] != cycles[1] != cycles[2] != cycles[0]
+    assert [Order(100, 0, 4, True, True).offset(i, 64) for i in range(64)] != cycles[0]
+
+
+def test_offsets_do_not_change_between_versions() -> None:
+    """Like the permutations, which a resumed run reads again."""
+    order = Order(1000, 50, seed=1337, shuffled=True, shifted=True)
+    assert [order.offset(epoch, 256) for epoch in range(6)] == [18, 112, 52, 96, 208, 50]
+    assert order.train_starts(np.array([0, 1, 2000, 10**12]), 256).tolist() == [185106, 161810, 89396, 103404]
+
+
+def test_without_a_shift_the_windows_are_those_of_the_fixed_grid() -> None:
+    order, samples = Order(100, 10, 7, True), np.arange(300)
+    assert np.array_equal(order.train_starts(samples, 16), order.train_windows(samples) * 16)
+
+
+def test_the_order_of_a_large_stream_needs_no_memory_for_its_windows() -> None:
+    """A stream of 10^13 tokens. A sample in any epoch is found without the ones before it."""
+    order = Order(10**10, 1000, seed=1, shuffled=True, shifted=True)
+    tracemalloc.start()
+    starts = order.train_starts(np.array([0, 5 * 10**9, 10**15]), 1024)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 1e6
+    assert ((starts >= 0) & (starts < 1024 * 10**10)).all()

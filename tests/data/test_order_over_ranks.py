@@ -1,12 +1,13 @@
 """The data and the loss of a step depend neither on the number of ranks nor on the micro-batch size."""
 
+import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from conftest import events
-from real_runs import train_here
+from real_runs import equal, train_here
 
 Gptexp = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -46,6 +47,34 @@ def test_another_micro_batch_size_gives_the_same_losses(
     overrides = [*tiny, *OPTIONS, f"batch.micro_batch_size={micro_batch_size}"]
     assert train_here(overrides, tmp_path / "out") == 0
     check_equal(reference, tmp_path / "out")
+
+
+@pytest.mark.e2e
+def test_shifted_windows_are_the_same_over_ranks_and_for_a_resumed_run(
+    gptexp: Gptexp, tiny: list[str], tmp_path: Path
+) -> None:
+    """Twelve steps read four and a half epochs. The fingerprints of unshifted windows differ from the first step on."""
+    short = [*tiny, *OPTIONS, "data.max_tokens=1500", "batch.micro_batch_size=2", "train.save_every=3"]
+    shifted = [*short, "data.offset=per_epoch"]
+    for argv in (["train", *shifted, "hydra.run.dir=one"], ["train", *shifted, "world.size=2", "hydra.run.dir=two"]):
+        done = gptexp(*argv)
+        assert done.returncode == 0, done.stderr
+    one, two = tmp_path / "one", tmp_path / "two"
+    check_equal(one, two)
+    assert 4 < events(one, "step")[-1]["epoch"] < 5
+    again = tmp_path / "again"
+    shutil.copytree(one, again)
+    shutil.rmtree(again / "checkpoints/step-00000012")
+    (again / "summary.json").unlink()
+    done = gptexp("resume", "again")
+    assert done.returncode == 0, done.stderr
+    check_equal(one, again)
+    assert equal(one, again)
+    assert train_here(short, tmp_path / "fixed") == 0
+    prints = [[event["data/fingerprint"] for event in events(run, "step")] for run in (one, tmp_path / "fixed")]
+    assert not {*prints[0]} & {*prints[1]}
+    refused = gptexp("train", *short, "data.offset=fixed", "hydra.run.dir=again")
+    assert (refused.returncode, "data.offset was per_epoch, now fixed" in refused.stderr) == (2, True), refused.stderr
 
 
 @pytest.mark.e2e

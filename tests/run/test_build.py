@@ -135,7 +135,7 @@ def test_the_first_rank_of_a_node_compiles_first_and_no_gradient_is_left(monkeyp
         )
         training: Any = SimpleNamespace(
             step=step, gpt=gpt, plan=SimpleNamespace(batch=SimpleNamespace(micro_batch_size=2, seq_len=8)),
-            device=CPU, rank=Rank(rank, 2, rank, 2), dataset=SimpleNamespace(val_windows=[1]),
+            device=CPU, rank=Rank(rank, 2, rank, 2), dataset=SimpleNamespace(val_starts=[1]),
         )  # fmt: skip
         compile_in_turn(training, None)
 

@@ -55,7 +55,7 @@ def test_a_run_evaluates_ten_times(finished: Path) -> None:
 
 def test_bits_per_byte_are_those_of_the_decoded_validation_text(finished: Path) -> None:
     dataset, tokenizer = build_dataset(run_dir.load_config(finished)), load_tokenizer("gpt2")
-    targets = dataset.rows(dataset.val, dataset.val_windows)[:, 1:].ravel().tolist()
+    targets = dataset.rows(dataset.val, dataset.val_starts)[:, 1:].ravel().tolist()
     text_bytes = sum(len(tokenizer.decode_tokens_bytes([i])[0]) for i in targets if i != tokenizer.eot_token)
     last = events(finished, "eval")[-1]
     assert last["val/bpb"] == pytest.approx(last["val/loss"] / math.log(2) * len(targets) / text_bytes)
@@ -86,8 +86,8 @@ def test_validation_loss_is_that_of_the_plain_model_on_the_same_windows(finished
     os.environ["GPTEXP_CACHE"] = str(finished.parent / "tokens")  # clean_environment restores it
     dataset = build_dataset(config)
     losses = []
-    for window in dataset.val_windows:
-        ids = torch.from_numpy(dataset.val.read(int(window) * 16, 17).astype("int64"))
+    for start in dataset.val_starts:
+        ids = torch.from_numpy(dataset.val.read(int(start), 17).astype("int64"))
         logits = model.lm_head(model.hidden(ids[None, :-1]))[0]
         losses.append(torch.nn.functional.cross_entropy(logits, ids[1:]).item())
     assert len(losses) == 7

@@ -24,7 +24,7 @@ def test_the_validation_loss_is_the_mean_over_all_targets_without_dropout(tiny: 
 
     model.eval()
     losses = []
-    for row in dataset.rows(dataset.val, dataset.val_windows):
+    for row in dataset.rows(dataset.val, dataset.val_starts):
         ids = torch.from_numpy(row.astype("int64"))
         logits = model.lm_head(model.hidden(ids[None, :-1]))[0]
         losses.append(torch.nn.functional.cross_entropy(logits, ids[1:]).item())
