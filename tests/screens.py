@@ -16,12 +16,12 @@ ROWS = 40
 
 
 class Screen:
-    """A terminal of `columns` columns. Processes write to its file descriptor `fd`."""
+    """A terminal of `columns` columns. Processes write to its file descriptor `fd`, or read from it."""
 
-    def __init__(self, columns: int) -> None:
+    def __init__(self, columns: int, rows: int = ROWS) -> None:
         self._main, self.fd = pty.openpty()
-        fcntl.ioctl(self.fd, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, columns, 0, 0))
-        self._screen = pyte.Screen(columns, ROWS)
+        fcntl.ioctl(self.fd, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+        self._screen = pyte.Screen(columns, rows)
         self._stream = pyte.ByteStream(self._screen)
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -32,6 +32,15 @@ class Screen:
                 self._stream.feed(os.read(self._main, 65536))
             except OSError:  # no process has the other end open
                 return
+
+    def type(self, text: str) -> None:
+        """Type on the keyboard of this terminal; Ctrl-C is \x03, and Ctrl-D \x04."""
+        os.write(self._main, text.encode())
+
+    @property
+    def text(self) -> str:
+        """What the screen shows now."""
+        return "\n".join(line.rstrip() for line in self._screen.display).rstrip()
 
     def lines(self) -> list[str]:
         """The lines on the screen, without empty ones. No process may write any more."""

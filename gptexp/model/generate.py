@@ -1,11 +1,16 @@
-"""Text generation by top-k sampling, one token at a time."""
+"""Text generation: the prompt's keys and values are computed once, then one token of every sample at each step."""
 
+import codecs
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from gptexp.data.tokenizer import Tokenizer, document_start
-from gptexp.model.gpt import GPT
+from gptexp.model.gpt import GPT, LayerCache
+from gptexp.process.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -15,38 +20,103 @@ class Sampling:
     max_new_tokens: int
     temperature: float = 1.0  # 0: always the most likely token
     top_k: int = 50  # number of most likely tokens to sample from; 0: all
+    top_p: float = 1.0  # of those, the fewest most likely ones with this share of their probability; 1: all
     seed: int = 0
-
-
-def generate(model: GPT, tokens: torch.Tensor, n_vocab: int, how: Sampling) -> torch.Tensor:
-    """Append tokens to `tokens` (B, T). Returns (B, T + max_new_tokens).
-
-    The model's input is the last block_size tokens. Ids from `n_vocab` up are padding of the vocabulary and are never
-    sampled.
-    """
-    # A separate generator, so that sampling does not change the random numbers of training.
-    generator = torch.Generator().manual_seed(how.seed)
-    with torch.no_grad():
-        for _ in range(how.max_new_tokens):
-            logits = model.logits(tokens[:, -model.cfg.block_size :])[:, :n_vocab].float()  # (B, n_vocab)
-            if how.temperature == 0:
-                token = logits.argmax(-1, keepdim=True)
-            else:
-                if how.top_k:
-                    kth = logits.topk(min(how.top_k, n_vocab)).values[:, -1:]
-                    logits = logits.masked_fill(logits < kth, -torch.inf)
-                probabilities = (logits / how.temperature).softmax(-1)
-                token = torch.multinomial(probabilities.cpu(), 1, generator=generator).to(tokens.device)
-            tokens = torch.cat([tokens, token], dim=1)
-    return tokens
 
 
 def complete(model: GPT, tokenizer: Tokenizer, prompt: str, num_samples: int, how: Sampling) -> list[str]:
     """Return `num_samples` continuations of `prompt`, each with the prompt. An empty prompt starts a document."""
-    ids = tokenizer.encode_ordinary(prompt) or [document_start(tokenizer)]
-    tokens = torch.tensor([ids] * num_samples, device=model.wte.weight.device)
     was_training = model.training
     model.eval()
-    out = generate(model, tokens, tokenizer.n_vocab, how)
+    texts = [prompt] * num_samples
+    for number, piece in stream(model, tokenizer, prompt, num_samples, how):
+        texts[number] += piece
     model.train(was_training)
-    return [prompt + tokenizer.decode(row[len(ids) :]) for row in out.tolist()]
+    return texts
+
+
+def stream(model: GPT, tokenizer: Tokenizer, prompt: str, num_samples: int, how: Sampling) -> Iterator[tuple[int, str]]:
+    """Yield the continuations of `prompt` in pieces, as (number of the sample, text), one sample after the other.
+
+    All samples are generated together, because a step of several takes less time than a step of each. The first that
+    has not ended comes as it is generated, and then what the next one has by then. Every sample has a piece, which may
+    be empty. A piece holds whole characters: bytes that may still become one wait for the next token, and others become
+    U+FFFD. The model is in eval mode.
+    """
+    ids = tokenizer.encode_ordinary(prompt) or [document_start(tokenizer)]
+    decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in range(num_samples)]
+    pieces = [""] * num_samples  # text that is not yielded yet
+    current = 0
+    for tokens in generate(model, ids, tokenizer.n_vocab, tokenizer.eot_token, num_samples, how):
+        for number, token in enumerate(tokens):
+            if token is not None:
+                pieces[number] += decoders[number].decode(tokenizer.decode_tokens_bytes([token])[0])
+        while tokens[current] is None:  # one of them is not
+            yield current, pieces[current] + decoders[current].decode(b"", final=True)
+            current += 1
+        yield current, pieces[current]
+        pieces[current] = ""
+    for number in range(current, num_samples):
+        yield number, pieces[number] + decoders[number].decode(b"", final=True)
+
+
+@torch.inference_mode()
+def generate(
+    model: GPT, prompt: Sequence[int], n_vocab: int, end: int, num_samples: int, how: Sampling
+) -> Iterator[list[int | None]]:
+    """Yield the next token of every sample, up to `max_new_tokens` times, and stop when all samples have ended.
+
+    A sample ends at the id `end`: that and all its later tokens are None. The model's input is the last block_size
+    tokens. Ids from `n_vocab` up are padding of the vocabulary and are never sampled. A sample's random numbers depend
+    on the seed and on its own number, not on how many samples there are. The model is in eval mode.
+    """
+    # These generators are not torch's, so sampling does not change the random numbers of training.
+    generators = [np.random.default_rng((how.seed, number)) for number in range(num_samples)]
+    text = torch.tensor([prompt], device=model.wte.weight.device).expand(num_samples, -1)  # (N, T)
+    cache = model.empty_cache(num_samples, min(model.cfg.block_size, len(prompt) + how.max_new_tokens))
+    ended = [False] * num_samples
+    for step in range(how.max_new_tokens):
+        logits = decode_one_token(model, text, cache) if step else prefill(model, text, cache)  # (N, V)
+        draws = torch.tensor([[generator.random()] for generator in generators], dtype=torch.float64)
+        token = sample(logits[:, :n_vocab].float().cpu(), draws, how)  # (N, 1)
+        ids = token[:, 0].tolist()
+        ended = [before or i == end for before, i in zip(ended, ids, strict=True)]
+        if all(ended):
+            return
+        yield [None if over else i for over, i in zip(ended, ids, strict=True)]
+        text = torch.cat([text, token.to(text.device)], dim=1)
+
+
+def prefill(model: GPT, text: Tensor, cache: list[LayerCache]) -> Tensor:
+    """Fill the empty cache with the end of the prompt, which all rows of `text` (N, T) are. Returns logits (N, V)."""
+    return model.logits(text[:1, -model.cfg.block_size :], cache).expand(len(text), -1)
+
+
+def decode_one_token(model: GPT, text: Tensor, cache: list[LayerCache]) -> Tensor:
+    """Logits (N, V) of the token after `text` (N, T), of which the cache holds all but the last one."""
+    if text.shape[1] > model.cfg.block_size:
+        # Every token moves by one position, and keys and values depend on positions: the cache is of no more use.
+        return model.logits(text[:, -model.cfg.block_size :])
+    return model.logits(text[:, -1:], cache)
+
+
+def sample(logits: Tensor, draws: Tensor, how: Sampling) -> Tensor:
+    """Choose an id for each row of `logits` (N, V), float32 on the CPU. Returns (N, 1).
+
+    `draws` (N, 1), uniform in [0, 1), decides: it is the share of the probability of the ids before the chosen one.
+    top_p is applied after top_k, as the share of what top_k leaves (Holtzman et al., arXiv 1904.09751). Raises
+    `UserError` if a logit is NaN, or the largest one infinite.
+    """
+    if not logits.amax(-1).isfinite().all():  # which a NaN is too; to check every logit takes 2 ms
+        raise UserError("the model's logits are not finite: its weights are damaged, or its training diverged")
+    if how.temperature == 0:
+        return logits.argmax(-1, keepdim=True)
+    n = logits.shape[1]
+    if how.top_k or how.top_p < 1:
+        logits, ids = logits.topk(min(how.top_k or n, n))  # the most likely first
+    else:
+        ids = torch.arange(n).expand_as(logits)
+    cumulative = (logits.double() / how.temperature).softmax(-1).cumsum(-1)
+    last = (cumulative < how.top_p).sum(-1, keepdim=True).clamp(max=logits.shape[1] - 1)
+    chosen = torch.searchsorted(cumulative, draws * cumulative.gather(1, last), right=True)
+    return ids.gather(1, chosen)  # not after `last`: a draw is below 1, so its product is below the sum

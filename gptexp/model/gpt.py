@@ -5,7 +5,7 @@ D head size, V vocabulary.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +21,29 @@ INIT_STD = 0.02
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
+class LayerCache:
+    """Keys and values of all tokens so far in one attention layer, for generation.
+
+    It has room for `capacity` tokens of each of `rows` texts. The first tokens, the prompt, come at once and may be one
+    text that all rows share; each later call adds one token a row.
+    """
+
+    def __init__(self, rows: int, capacity: int) -> None:
+        self.rows, self.capacity, self.length = rows, capacity, 0
+
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Add the keys and values (B, H, T, D) of T tokens. Returns those of all tokens so far, (B, H, length, D)."""
+        b, h, t, d = k.shape
+        if self.length and t > 1:
+            raise ValueError(f"{t} tokens after {self.length} in the cache: add one at a time, or use a new cache")
+        if not self.length:  # autocast decides the type of the keys, so the memory is allocated here
+            self.keys, self.values = (z.new_empty(self.rows, h, self.capacity, d) for z in (k, v))
+        start, self.length = self.length, self.length + t
+        self.keys[:, :, start : self.length] = k  # one text becomes all rows
+        self.values[:, :, start : self.length] = v
+        return self.keys[:b, :, : self.length], self.values[:b, :, : self.length]
+
+
 class CausalSelfAttention(nn.Module):
     def __init__(self, cfg: ModelConfig) -> None:
         super().__init__()
@@ -29,11 +52,15 @@ class CausalSelfAttention(nn.Module):
         self.c_attn = nn.Linear(cfg.n_embd, 3 * cfg.n_embd, bias=cfg.bias)
         self.c_proj = nn.Linear(cfg.n_embd, cfg.n_embd, bias=cfg.bias)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cache: LayerCache | None = None) -> Tensor:
         b, t, c = x.shape
         q, k, v = self.c_attn(x).split(c, dim=2)  # 3 × (B, T, C)
         q, k, v = (z.view(b, t, self.n_head, c // self.n_head).transpose(1, 2) for z in (q, k, v))  # (B, H, T, D)
-        y = F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout if self.training else 0.0, is_causal=True)
+        causal = True
+        if cache is not None:
+            causal = cache.length == 0  # a causal mask would hide all keys but the first from a single query
+            k, v = cache.append(k, v)  # 2 × (B, H, length, D)
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout if self.training else 0.0, is_causal=causal)
         y = y.transpose(1, 2).reshape(b, t, c)  # (B, T, C)
         return F.dropout(self.c_proj(y), self.dropout, self.training)
 
@@ -58,8 +85,8 @@ class Block(nn.Module):
         self.ln_2 = nn.LayerNorm(cfg.n_embd, bias=cfg.bias)
         self.mlp = MLP(cfg)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attn(self.ln_1(x))
+    def forward(self, x: Tensor, cache: LayerCache | None = None) -> Tensor:
+        x = x + self.attn(self.ln_1(x), cache)
         out: Tensor = x + self.mlp(self.ln_2(x))
         return out
 
@@ -93,18 +120,30 @@ class GPT(nn.Module):
             elif name.endswith("bias"):
                 nn.init.zeros_(p)
 
-    def hidden(self, x: Tensor) -> Tensor:
-        """Hidden states (B, T, C) after the final LayerNorm, of the tokens `x` (B, T). T is at most block_size."""
-        if x.shape[1] > self.cfg.block_size:
-            raise ValueError(f"{x.shape[1]} tokens: the model has model.block_size={self.cfg.block_size}")
+    def empty_cache(self, rows: int, capacity: int) -> list[LayerCache]:
+        """A cache of every layer, for `rows` texts of up to `capacity` tokens."""
+        return [LayerCache(rows, capacity) for _ in self.h]
+
+    def hidden(self, x: Tensor, cache: Sequence[LayerCache] | None = None) -> Tensor:
+        """Hidden states (B, T, C) after the final LayerNorm, of the tokens `x` (B, T).
+
+        With a cache, `x` follows the tokens in it: all of the prompt, or then a single token. Both together are at most
+        block_size tokens.
+        """
+        before = cache[0].length if cache else 0
+        if before + x.shape[1] > self.cfg.block_size:
+            raise ValueError(f"{before + x.shape[1]} tokens: the model has model.block_size={self.cfg.block_size}")
         positions = torch.arange(x.shape[1], device=x.device)
+        if before:
+            positions += before
         h = self.wte(x) + self.wpe(positions)  # (B, T, C)
         h = F.dropout(h, self.cfg.dropout, self.training)
-        for block in self.h:
+        layers: Sequence[LayerCache | None] = cache or [None] * len(self.h)
+        for block, layer in zip(self.h, layers, strict=True):
             if self.activation_checkpointing and torch.is_grad_enabled():
                 h = checkpoint(block, h, use_reentrant=False, preserve_rng_state=self.cfg.dropout > 0)
             else:
-                h = block(h)
+                h = block(h, layer)
         out: Tensor = self.ln_f(h)
         return out
 
@@ -121,7 +160,7 @@ class GPT(nn.Module):
             return logits
         return self.loss(h.flatten(0, 1), self.lm_head.weight, y.flatten())
 
-    def logits(self, x: Tensor) -> Tensor:
-        """Logits (B, V) of the token that follows `x` (B, T)."""
-        logits: Tensor = self.lm_head(self.hidden(x)[:, -1])
+    def logits(self, x: Tensor, cache: Sequence[LayerCache] | None = None) -> Tensor:
+        """Logits (B, V) of the token that follows `x` (B, T), and the tokens of `cache` before it."""
+        logits: Tensor = self.lm_head(self.hidden(x, cache)[:, -1])
         return logits

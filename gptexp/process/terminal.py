@@ -55,6 +55,20 @@ def emit(line: str) -> None:
     _print(sys.stdout, line)
 
 
+def emit_part(text: str) -> None:
+    """Print a part of a text at once, and no newline; on a terminal without control characters.
+
+    Unlike the other functions, it raises an error if stdout is closed or full: nothing but the text is of use.
+    """
+    try:
+        print(printable(text, LAYOUT) if sys.stdout.isatty() else text, end="", flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        _discard_stdout()
+        raise UserError(f"stdout cannot be written to: {error.strerror}") from None
+
+
 def emit_path(path: str) -> None:
     """Print a path: for programs with the bytes that it has, on a terminal without control characters."""
     if sys.stdout.isatty():

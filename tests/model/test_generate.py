@@ -1,68 +1,289 @@
-"""Sampling: draws follow the softmax, padded ids are never drawn, a text may be longer than block_size."""
+"""Generation: tokens are those without a cache, draws follow the softmax, samples end, text comes in characters.
 
+The judges are whole forward passes, one for each token, and numpy.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import numpy as np
 import pytest
 import torch
 from scipy import stats
 
 from gptexp.config.schema import ModelConfig
-from gptexp.model.generate import Sampling, complete, generate
+from gptexp.model import generate as module
+from gptexp.model.generate import Sampling, complete, generate, sample, stream
 from gptexp.model.gpt import GPT
+from gptexp.process.errors import UserError
+
+N_VOCAB, BLOCK = 20, 16
+NEVER = -1  # an id that ends no sample
+
+
+def spread_model(seed: int = 0, bias: bool = True) -> GPT:
+    """A model whose distributions are far from uniform. Ids 20 to 23 are padding."""
+    torch.manual_seed(seed)
+    model = GPT(ModelConfig(n_layer=2, n_head=2, n_embd=16, block_size=BLOCK, vocab_size=24, bias=bias))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.normal_(std=0.4)
+        model.ln_f.weight.mul_(5)
+    return model.eval()
 
 
 @pytest.fixture
 def model() -> GPT:
-    torch.manual_seed(0)
-    model = GPT(ModelConfig(n_layer=1, n_head=2, n_embd=16, block_size=8, vocab_size=24))
+    return spread_model()
+
+
+class Bytes:
+    """A tokenizer whose ids are bytes, and 256 for the end of a text."""
+
+    n_vocab, eot_token = 257, 256
+
+    def encode_ordinary(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def encode_ordinary_batch(self, text: list[str]) -> list[list[int]]:
+        return [self.encode_ordinary(one) for one in text]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return bytes(tokens).decode(errors="replace")
+
+    def decode_tokens_bytes(self, tokens: Sequence[int]) -> list[bytes]:
+        return [bytes([token]) for token in tokens]
+
+
+def autocast(dtype: str) -> AbstractContextManager[object]:
+    return torch.autocast("cpu", torch.bfloat16) if dtype == "bfloat16" else nullcontext()
+
+
+# A cache that fills up at once, soon, exactly at the end or never, and prompts that fill or exceed a block.
+@pytest.mark.parametrize(("length", "new"), [(1, 1), (1, 16), (1, 15), (3, 30), (15, 5), (16, 3), (20, 3)])
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no_bias"])
+@pytest.mark.parametrize("num_samples", [1, 3])
+def test_greedy_tokens_are_those_of_whole_passes(length: int, new: int, bias: bool, num_samples: int) -> None:
+    for seed in range(3):
+        model = spread_model(seed, bias)
+        prompt = torch.randint(N_VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+        wanted = list(prompt)
+        for _ in range(new):
+            wanted.append(int(model(torch.tensor([wanted[-BLOCK:]]))[0, -1, :N_VOCAB].argmax()))
+        columns = list(generate(model, prompt, N_VOCAB, NEVER, num_samples, Sampling(new, temperature=0)))
+        assert columns == [[token] * num_samples for token in wanted[length:]]
+        assert len({*wanted[length:]}) > 1 or new < 10  # a constant would prove little
+
+
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no_bias"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("bfloat16", 0.2)])
+def test_logits_with_a_cache_are_those_without(bias: bool, dtype: str, tolerance: float) -> None:
+    """Every position, after prompts of each length, of several texts at once. Logits of up to 7."""
+    model = spread_model(bias=bias)
+    texts = torch.randint(24, (4, BLOCK), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad(), autocast(dtype):
+        for length in range(1, BLOCK + 1):
+            cache = model.empty_cache(len(texts), BLOCK)
+            cached = [model.logits(texts[:, :length], cache)]
+            cached += [model.logits(texts[:, end : end + 1], cache) for end in range(length, BLOCK)]
+            whole = model(texts)[:, length - 1 :]
+            assert whole.abs().max() > 4
+            torch.testing.assert_close(torch.stack(cached, dim=1), whole, rtol=0, atol=tolerance)
+            assert {layer.keys.dtype for layer in cache} == {getattr(torch, dtype)}
+
+
+def test_greedy_tokens_in_bfloat16_are_the_most_likely_up_to_rounding() -> None:
+    """Rounding may exchange ids whose logits differ by less than a bfloat16 can show."""
+    for seed in range(5):
+        model = spread_model(seed)
+        with torch.no_grad(), autocast("bfloat16"):
+            columns = list(generate(model, [1, 2, 3], N_VOCAB, NEVER, 2, Sampling(30, temperature=0)))
+            text = [1, 2, 3]
+            for first, second in columns:
+                assert first == second
+                assert first is not None
+                logits = model(torch.tensor([text[-BLOCK:]]))[0, -1, :N_VOCAB]
+                assert logits[first] > logits.max() - 0.1
+                text.append(first)
+
+
+def test_all_samples_share_one_pass_over_the_prompt(model: GPT, monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes: list[tuple[int, ...]] = []
+    hidden = GPT.hidden
+
+    def recorded(self: GPT, x: torch.Tensor, *cache: object) -> torch.Tensor:
+        shapes.append(tuple(x.shape))
+        return hidden(self, x, *cache)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(GPT, "hidden", recorded)
+    list(generate(model, [1] * (BLOCK - 2), N_VOCAB, NEVER, 3, Sampling(5)))
+    # 14 tokens, two that fit into the cache, and then whole blocks.
+    assert shapes == [(1, BLOCK - 2), (3, 1), (3, 1), (3, BLOCK), (3, BLOCK)]
+
+
+def test_a_cache_takes_one_token_at_a_time_after_the_prompt_and_no_more_than_a_block(model: GPT) -> None:
+    cache = model.empty_cache(1, BLOCK)
+    model.logits(torch.zeros(1, BLOCK - 1, dtype=torch.long), cache)
+    with pytest.raises(ValueError, match=r"17 tokens: the model has model\.block_size=16"):
+        model.logits(torch.zeros(1, 2, dtype=torch.long), cache)
+    short = model.empty_cache(1, BLOCK)
+    model.logits(torch.zeros(1, 3, dtype=torch.long), short)
+    with pytest.raises(ValueError, match="2 tokens after 3 in the cache: add one at a time"):
+        model.logits(torch.zeros(1, 2, dtype=torch.long), short)
+
+
+def expected(logits: np.ndarray, how: Sampling) -> np.ndarray:
+    """Probabilities after temperature, top-k and top-p, by their definitions."""
+    weights = np.exp(logits.astype(np.float64) / how.temperature)
+    order = sorted(range(len(logits)), key=lambda i: -weights[i])
+    kept = order[: how.top_k] if how.top_k else order
+    nucleus, mass = [], 0.0
+    for i in kept:
+        nucleus.append(i)
+        mass += weights[i] / weights[kept].sum()
+        if mass >= how.top_p:
+            break
+    probabilities = np.zeros(len(logits))
+    probabilities[nucleus] = weights[nucleus] / weights[nucleus].sum()
+    return probabilities
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("top_k", [0, 1, 5, 100])
+@pytest.mark.parametrize("top_p", [1e-9, 0.3, 0.7, 0.95, 1.0])
+def test_evenly_spaced_draws_give_each_id_its_probability(temperature: float, top_k: int, top_p: float) -> None:
+    """numpy computes the probabilities. So many draws, each in the middle of its interval, count to within one."""
+    how = Sampling(1, temperature, top_k, top_p)
+    n = 4000
+    draws = (torch.arange(n, dtype=torch.float64)[:, None] + 0.5) / n
+    for seed in range(3):
+        logits = 2 * torch.randn(1, N_VOCAB, generator=torch.Generator().manual_seed(seed))
+        counts = torch.bincount(sample(logits.expand(n, -1), draws, how)[:, 0], minlength=N_VOCAB).numpy()
+        wanted = expected(logits[0].numpy(), how)
+        assert np.abs(counts - n * wanted).max() <= 1
+        assert counts[wanted == 0].sum() == 0
+
+
+@pytest.mark.parametrize("draw", [0.0, 1 - 2**-53])
+@pytest.mark.parametrize("top_p", [0.5, 1.0])
+@pytest.mark.parametrize("top_k", [0, 2])
+def test_the_ends_of_the_range_of_a_draw_choose_a_possible_id(draw: float, top_p: float, top_k: int) -> None:
+    logits = torch.tensor([[-200.0, 0.0, -1.0, -200.0, -200.0]])
+    chosen = sample(logits, torch.tensor([[draw]], dtype=torch.float64), Sampling(1, 0.1, top_k, top_p))
+    assert chosen in (1, 2)
+
+
+@pytest.mark.parametrize(
+    "how", [Sampling(1, 1.0, 0), Sampling(1, 0.7, 0), Sampling(1, 2.0, 3), Sampling(1, 1.0, 9, 0.8)]
+)
+def test_first_tokens_of_many_samples_follow_their_probabilities(model: GPT, how: Sampling) -> None:
+    prompt, n = [3, 1, 4], 20_000
+    wanted = expected(model.logits(torch.tensor([prompt]))[0, :N_VOCAB].detach().numpy(), how)
+    [column] = generate(model, prompt, N_VOCAB, NEVER, n, how)
+    counts = np.bincount(np.array(column, dtype=np.int64), minlength=24)
+    assert counts[N_VOCAB:].sum() == 0
+    counts = counts[:N_VOCAB]
+    assert counts[wanted == 0].sum() == 0
+    drawn = wanted > 1e-4
+    assert stats.chisquare(counts[drawn], wanted[drawn] / wanted[drawn].sum() * counts[drawn].sum()).pvalue > 0.001
+
+
+@pytest.mark.parametrize("how", [Sampling(4), Sampling(4, temperature=0), Sampling(4, top_k=0), Sampling(4, top_p=0.9)])
+def test_padded_ids_are_not_drawn_even_if_most_probable(model: GPT, how: Sampling) -> None:
     with torch.no_grad():
-        model.wte.weight.mul_(20)  # far from a uniform distribution
-    return model.eval()
+        model.wte.weight[N_VOCAB:] = model.hidden(torch.tensor([[3]]))[0, -1] * 100
+    assert model.logits(torch.tensor([[3]])).argmax() >= N_VOCAB
+    columns = list(generate(model, [3], N_VOCAB, NEVER, 200, how))
+    assert max(token for column in columns for token in column if token is not None) < N_VOCAB
 
 
-@pytest.mark.parametrize(("temperature", "top_k"), [(1.0, 0), (0.7, 0), (1.0, 5), (2.0, 3)])
-def test_draws_follow_the_softmax_over_the_top_k(model: GPT, temperature: float, top_k: int) -> None:
-    n_vocab, n = 20, 20_000
-    prompt = torch.tensor([[3, 1, 4]])
-    logits = model.logits(prompt)[0, :n_vocab].detach() / temperature
-    if top_k:
-        logits[logits < logits.topk(top_k).values[-1]] = -torch.inf
-    expected = logits.softmax(-1)
-    out = generate(model, prompt.expand(n, -1), n_vocab, Sampling(1, temperature, top_k))
-    counts = torch.bincount(out[:, -1], minlength=24)
-    assert counts[n_vocab:].sum() == 0
-    drawable = expected > 1e-4
-    assert counts[:n_vocab][expected == 0].sum() == 0
-    observed = counts[:n_vocab][drawable].double()
-    wanted = expected[drawable].double()
-    wanted = wanted / wanted.sum() * observed.sum()
-    assert stats.chisquare(observed.numpy(), wanted.numpy()).pvalue > 0.001
+def test_a_sample_depends_on_the_seed_and_its_number_alone(model: GPT) -> None:
+    how = Sampling(30, seed=7)
+    rows = [list(zip(*generate(model, [1, 2], N_VOCAB, NEVER, n, how), strict=True)) for n in (1, 2, 5)]
+    assert rows[0] == rows[1][:1]
+    assert rows[1] == rows[2][:2]
+    assert len({*rows[2]}) == 5
+    longer = list(generate(model, [1, 2], N_VOCAB, NEVER, 1, Sampling(40, seed=7)))
+    assert [token for [token] in longer[:30]] == list(rows[0][0])
+    # Samples of the next seed are not those of this one in another order.
+    other = list(zip(*generate(model, [1, 2], N_VOCAB, NEVER, 5, Sampling(30, seed=8)), strict=True))
+    assert not {*rows[2]} & {*other}
 
 
-def test_temperature_zero_takes_the_most_probable_id(model: GPT) -> None:
-    prompt = torch.tensor([[3, 1, 4]])
-    out = generate(model, prompt, 20, Sampling(5, temperature=0))
-    for i in range(3, 8):
-        assert out[0, i] == model.logits(out[:, max(0, i - 8) : i])[0, :20].argmax()
+def test_a_sample_ends_at_its_end_of_text_and_all_stop_with_the_last(model: GPT) -> None:
+    how, end = Sampling(200, temperature=2), 5
+    whole = list(zip(*generate(model, [1, 2], N_VOCAB, NEVER, 4, how), strict=True))
+    lengths = [row.index(end) for row in whole]
+    assert len({*lengths}) > 2
+    columns = list(generate(model, [1, 2], N_VOCAB, end, 4, how))
+    assert len(columns) == max(lengths)
+    for row, length, ended in zip(whole, lengths, zip(*columns, strict=True), strict=True):
+        assert ended == (*row[:length], *[None] * (len(columns) - length))
 
 
-def test_padded_ids_are_not_drawn_even_if_most_probable(model: GPT) -> None:
+def scripted(monkeypatch: pytest.MonkeyPatch, *rows: bytes) -> None:
+    """Have the model sample these texts, each with an end of text after it."""
+    longest = max(map(len, rows)) + 1
+    columns = iter(torch.tensor([[*row, *[Bytes.eot_token] * (longest - len(row))] for row in rows]).T[:, :, None])
+    monkeypatch.setattr(module, "sample", lambda *_: next(columns))
+
+
+def byte_model() -> GPT:
+    return GPT(ModelConfig(n_layer=1, n_head=1, n_embd=8, block_size=64, vocab_size=320)).eval()
+
+
+def test_a_character_of_several_tokens_is_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "naïve – 日本語, 👩\u200d🔬!"
+    scripted(monkeypatch, text.encode())
+    pieces = [piece for _, piece in stream(byte_model(), Bytes(), "", 1, Sampling(99))]
+    assert [piece for piece in pieces if piece] == list(text)
+    assert "\ufffd" not in "".join(pieces)
+
+
+@pytest.mark.parametrize("raw", [b"a\xff\xfeb", b"\xe6\x97", b"\xe6\x97x\xa5", b"\xf0\x9f\x91", b"\xc3\xa9\xc3"])
+def test_only_bytes_that_are_no_character_become_replacements(monkeypatch: pytest.MonkeyPatch, raw: bytes) -> None:
+    scripted(monkeypatch, raw)
+    assert complete(byte_model(), Bytes(), "prompt ", 1, Sampling(99)) == ["prompt " + raw.decode(errors="replace")]
+
+
+def test_a_text_that_is_cut_within_a_character_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    scripted(monkeypatch, "aé".encode())
+    assert complete(byte_model(), Bytes(), "", 1, Sampling(2)) == ["a\ufffd"]
+
+
+def test_samples_come_one_after_the_other_as_soon_as_possible(monkeypatch: pytest.MonkeyPatch) -> None:
+    scripted(monkeypatch, b"ab", b"", b"cdef", b"g")
+    pieces: Iterator[tuple[int, str]] = stream(byte_model(), Bytes(), "x", 4, Sampling(99))
+    assert [(number, piece) for number, piece in pieces if piece or number == 1] == [
+        (0, "a"), (0, "b"),  # as they are generated
+        (1, ""),  # has ended at once
+        (2, "cde"),  # what there is at the step in which the first one ends
+        (2, "f"),
+        (3, "g"),
+    ]  # fmt: skip
+
+
+def test_logits_that_are_not_finite_are_refused(model: GPT) -> None:
     with torch.no_grad():
-        model.wte.weight[20:] = model.hidden(torch.tensor([[3]]))[0, -1] * 100
-    out = generate(model, torch.tensor([[3]]).expand(500, -1), 20, Sampling(4))
-    assert out.max() < 20
-
-
-def test_a_text_may_be_longer_than_the_block_size(model: GPT) -> None:
-    out = generate(model, torch.tensor([[1] * 7]), 20, Sampling(20))
-    assert out.shape == (1, 27)
+        model.ln_f.weight[0] = torch.nan
+    for temperature in (0, 1):
+        with pytest.raises(UserError, match="the model's logits are not finite"):
+            list(generate(model, [1], N_VOCAB, NEVER, 1, Sampling(1, temperature=temperature)))
 
 
 def test_sampling_changes_neither_the_random_state_nor_the_mode_of_the_model() -> None:
-    from gptexp.data.tokenizer import load_tokenizer
-
+    model = byte_model().train()
     torch.manual_seed(0)
-    model = GPT(ModelConfig(n_layer=1, n_head=1, n_embd=8, block_size=8, vocab_size=50304)).train()
     before = torch.get_rng_state()
-    [text] = complete(model, load_tokenizer("gpt2"), "", 1, Sampling(4))
+    [text] = complete(model, Bytes(), "", 1, Sampling(4))
     assert torch.equal(torch.get_rng_state(), before)
     assert model.training
     assert text
+    model(torch.zeros(1, 4, dtype=torch.long), torch.zeros(1, 4, dtype=torch.long)).backward()  # it can still train
+
+
+def test_the_caller_of_a_stream_may_compute_gradients_between_its_pieces() -> None:
+    model = byte_model()
+    for _ in stream(model, Bytes(), "a", 1, Sampling(2)):
+        assert torch.is_grad_enabled()
+        assert not torch.is_inference_mode_enabled()

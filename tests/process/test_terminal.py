@@ -1,9 +1,11 @@
 """What is printed cannot control the terminal; text in any language is printed as it is."""
 
+import sys
+
 import pytest
 
 from gptexp.process.errors import ConfigError
-from gptexp.process.terminal import LAYOUT, print_error, printable, say, warn
+from gptexp.process.terminal import LAYOUT, emit_part, print_error, printable, say, warn
 
 
 def test_control_characters_and_broken_names_are_replaced() -> None:
@@ -20,3 +22,13 @@ def test_every_way_to_print_replaces_them(capsys: pytest.CaptureFixture[str]) ->
     out, err = capsys.readouterr()
     assert out == "two\nlines\ufffd\nand\tone\n"
     assert err == ("gptexp: \ufffd[2Jgone\ngptexp: config error: first\ufffd\ngptexp: config error: second\n")
+
+
+def test_a_part_of_a_text_is_safe_on_a_terminal_and_whole_in_a_file(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for terminal, out in ((True, "a\ufffd[2J\nb"), (False, "a\x1b[2J\nb")):
+        monkeypatch.setattr(sys.stdout, "isatty", lambda terminal=terminal: terminal)
+        emit_part("a\x1b[2")
+        emit_part("J\nb")
+        assert capsys.readouterr().out == out
