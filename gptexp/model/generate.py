@@ -62,13 +62,13 @@ def stream(model: GPT, tokenizer: Tokenizer, prompt: str, num_samples: int, how:
 
 @torch.inference_mode()
 def generate(
-    model: GPT, prompt: Sequence[int], n_vocab: int, end: int, num_samples: int, how: Sampling
+    model: GPT, prompt: Sequence[int], n_vocab: int, end: int | None, num_samples: int, how: Sampling
 ) -> Iterator[list[int | None]]:
     """Yield the next token of every sample, up to `max_new_tokens` times, and stop when all samples have ended.
 
-    A sample ends at the id `end`: that and all its later tokens are None. The model's input is the last block_size
-    tokens. Ids from `n_vocab` up are padding of the vocabulary and are never sampled. A sample's random numbers depend
-    on the seed and on its own number, not on how many samples there are. The model is in eval mode.
+    A sample ends at the id `end`, if there is one: that and all its later tokens are None. The model's input is the
+    last block_size tokens. Ids from `n_vocab` up are padding of the vocabulary and are never sampled. A sample's random
+    numbers depend on the seed and on its own number, not on how many samples there are. The model is in eval mode.
     """
     # These generators are not torch's, so sampling does not change the random numbers of training.
     generators = [np.random.default_rng((how.seed, number)) for number in range(num_samples)]

@@ -23,6 +23,7 @@ from tensorboard.util.tensor_util import make_ndarray
 
 from gptexp.config.compose import compose
 from gptexp.config.schema import Config, to_dict
+from gptexp.config.vocabulary import with_vocab_size
 from gptexp.loggers.run_log import METRICS
 from gptexp.loggers.tensorboard import TensorBoardSink
 from gptexp.storage.checkpoint import TrainState
@@ -88,7 +89,7 @@ def test_a_run_shows_its_metrics_over_tokens_its_config_and_its_sample(tiny: lis
     shown = read(directory)
     [(at, config)], [(end, sample)] = texts(shown, "config"), texts(shown, "sample")
     assert (at, end) == (0, 4 * 128)
-    assert yaml.safe_load("\n".join(config)) == to_dict(compose(overrides))
+    assert yaml.safe_load("\n".join(config)) == to_dict(with_vocab_size(compose(overrides), 50304))
     [logged] = events(directory, "sample")
     assert sample == logged["text"].split("\n")
     check_removable(directory)
