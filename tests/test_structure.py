@@ -32,6 +32,7 @@ FENCES = {
     "tiktoken_ext": {"data/encodings.py"},
     "tokenizers": {"data/tokenizer_file.py"},
     "pyarrow": {"data/documents.py"},
+    "datasets": {"data/hub.py"},
     "argparse": {TOP, "command/hydra_main.py", "command/completion.py"},
     "rich": {
         "data/prepare.py", "loggers/console.py", "reporting/terminal_table.py",

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from gptexp.config.schema import DataConfig
-from gptexp.data.shards import TokenStream
+from gptexp.data.stream import TokenStream
 from gptexp.data.tokenizer import load_tokenizer
 
 

@@ -13,8 +13,8 @@ from gptexp.config.run_plan import RunPlan, plan_run
 from gptexp.config.schema import AUTO, Config, memory_key
 from gptexp.config.vocabulary import with_vocab_size
 from gptexp.data.prepare import count_ids, prepared_dir
-from gptexp.data.shards import TokenStream
 from gptexp.data.split import split
+from gptexp.data.stream import TokenStream
 from gptexp.distributed.ranks import AT_ONCE, Rank
 from gptexp.machine.device import Device, pick_device
 from gptexp.machine.effective import Effective, estimate, resolve

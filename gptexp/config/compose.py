@@ -155,9 +155,11 @@ def to_config(cfg: DictConfig, overrides: Sequence[str], launcher_world_size: in
     given = {text.split("=", 1)[0] for text in overrides}
     _let_the_command_line_win(config, given)
     problems = _take_from_environment(config, given)
+    if config.data.name == "text" and isinstance(config.data.mix, dict):
+        config.data.mix = {absolute(str(path)): weight for path, weight in config.data.mix.items()}
     for key in ("path", "val_path"):
         value = getattr(config.data, key)
-        if is_path_list(value):
+        if is_path_list(value) and (key, config.data.name) != ("path", "hf"):
             setattr(config.data, key, absolute(value) if isinstance(value, str) else [absolute(v) for v in value])
     if config.data.tokenizer not in NAMES and is_file(Path(config.data.tokenizer)):
         config.data.tokenizer = os.path.abspath(config.data.tokenizer)  # noqa: PTH100  `absolute` would take it for a glob

@@ -4,16 +4,17 @@ They are checked before torch is imported and before a file is created. Each pro
 rule and the fix.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from gptexp.config.batch import count_val_windows, is_power_of_two, legal_micro_batches, plan_batch
-from gptexp.config.paths import is_file, is_path_list, matching_files, path_list, why_not_creatable
+from gptexp.config.paths import is_file, is_path_list, matching_files, path_list, saved_dataset_files, why_not_creatable
 from gptexp.config.schedule import resolve_schedule
 from gptexp.config.schema import ATTENTION_DEVICES, AUTO, Config, field_problems
-from gptexp.config.vocabulary import NAMES, VOCAB_SIZES, padded, padding_multiple
+from gptexp.config.vocabulary import CHARS, NAMES, VOCAB_SIZES, padded, padding_multiple
 from gptexp.process.errors import ConfigError
 from gptexp.process.words import shown
 
@@ -197,22 +198,53 @@ def _first_given(section: Any, *keys: str) -> str | None:
 def _paths(cfg: Config, _: int) -> Iterator[str]:
     for key in ("path", "val_path"):
         value = getattr(cfg.data, key)
-        if value is None:
+        if value is None or (key == "path" and cfg.data.name == "hf"):
             continue
         if not is_path_list(value):
             yield f"data.{key}={shown(value)}: must be a file, a glob or a list of them"
             continue
         for pattern in path_list(value):
-            if not matching_files(pattern):
+            if not _exists(pattern):
                 yield f"data.{key}={shown(pattern)}: no such file; give a file, a glob or a list of them"
 
 
 def _corpus(cfg: Config, _: int) -> Iterator[str]:
     d = cfg.data
-    if d.name == "text" and d.path is None:
+    if d.name == "text" and d.path is None and d.mix is None:
         yield "data.path=null: data=text needs text to read; give data.path=FILE, a glob or a list"
-    if d.name != "text" and d.path is not None:
-        yield f"data.path={shown(d.path)}: only data=text reads it; use data=text or leave it out"
+    if d.name == "hf" and d.mix is None and not isinstance(d.path, str):
+        yield f"data.path={shown(d.path)}: data=hf needs the name of a data set; give data.path=OWNER/NAME"
+    for key in ("path", "mix"):
+        if d.name not in ("text", "hf") and (value := getattr(d, key)) is not None:
+            yield f"data.{key}={shown(value)}: only data=text and data=hf read it; use one of them or leave it out"
+    if d.path is not None and d.mix is not None:
+        yield f"data.mix={shown(d.mix)}: names the sources in place of data.path={shown(d.path)}; leave out one of them"
+
+
+def _mix(cfg: Config, _: int) -> Iterator[str]:
+    d, given = cfg.data, f"data.mix={shown(cfg.data.mix)}"
+    if d.mix is None:
+        return
+    if not isinstance(d.mix, dict) or not d.mix or not all(_is_weight(weight) for weight in d.mix.values()):
+        yield f"{given}: must map paths to weights above 0, for example data.mix='{{a.txt: 0.7, b.txt: 0.3}}'"
+        return
+    if d.order == "sequential":
+        yield f"{given}: data.order=sequential would read one source after the other; use data.order=shuffled"
+    if d.tokenizer == CHARS:
+        yield f"{given}: data.tokenizer=chars would number the characters of each source anew; use data.tokenizer=bytes"
+    if d.val_split == "tail":
+        yield f"{given}: data.val_split=tail would hold out the last source alone; use data.val_split=spread"
+    for pattern in d.mix if d.name == "text" else ():
+        if not _exists(pattern):
+            yield f"data.mix={shown(pattern)}: no such file; give a file or a glob"
+
+
+def _is_weight(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+
+
+def _exists(pattern: str) -> bool:
+    return bool(saved_dataset_files(Path(pattern)) or matching_files(pattern))
 
 
 def _corpus_length(cfg: Config, _: int) -> Iterator[str]:
@@ -290,7 +322,8 @@ RULES: tuple[tuple[Callable[[Config, int], Iterator[str]], tuple[str, ...]], ...
     (_warmup, (*RUN_LENGTH, *WARMUP)),
     (_decay, ("schedule.name", "schedule.decay_tokens", "schedule.decay_steps", *RUN_LENGTH, *WARMUP)),
     (_paths, ("data.path", "data.val_path")),
-    (_corpus, ("data.name", "data.path")),
+    (_corpus, ("data.name", "data.path", "data.mix")),
+    (_mix, ("data.name", "data.mix", "data.order", "data.tokenizer")),
     (_corpus_length, ("data.max_tokens", *SEQ_LEN)),
     (_validation, ("data.val_tokens", "data.val_ratio", "data.val_path", *SEQ_LEN)),
     (_own_validation_text, ("data.val_path", "data.val_split", "data.val_ratio")),

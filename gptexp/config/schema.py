@@ -161,9 +161,12 @@ class WorldConfig:
 class DataConfig:
     """Corpus, tokenizer, order and validation set."""
 
-    name: str = _choice("stdlib", "shakespeare", "text")  # corpus
-    path: Any = None  # of data=text: a file, a glob or a list of them
-    text_column: str = "text"  # of jsonl, parquet and saved data sets: the column with the text
+    name: str = _choice("stdlib", "shakespeare", "text", "hf")  # corpus
+    path: Any = None  # of data=text: a file, a glob or a list of them; of data=hf: a data set of the hub, OWNER/NAME
+    subset: str | None = None  # of data=hf: the data set's configuration; null: its default
+    split: str = "train"  # of data=hf: the data set's split
+    mix: Any = None  # {path: weight} in place of path: several sources, each with this share of the tokens
+    text_column: str = "text"  # of all but plain text: the column with the text
     workers: int | None = _positive(None)  # processes that tokenise; null: one for each core
     tokenizer: str = "gpt2"  # gpt2 or another encoding of tiktoken; bytes; chars: one id for each character of the
     # corpus; or the path of a tokenizer.json
@@ -285,6 +288,9 @@ IRRELEVANT_TO_RESULT = (
     "sweep",
     "data.path",  # paths do not matter: a run compares the hash of the tokens
     "data.val_path",
+    "data.subset",
+    "data.split",
+    "data.mix",
     "data.text_column",
     "data.workers",
     "data.cache_dir",

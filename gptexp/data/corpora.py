@@ -13,9 +13,11 @@ from dataclasses import dataclass
 from http.client import HTTPException
 from itertools import pairwise
 from pathlib import Path
+from typing import Protocol
 
 from gptexp.config.paths import matching_files, saved_dataset_files
-from gptexp.data.documents import Compression, Kind, Span, kind_of, next_cut, row_group_bytes
+from gptexp.data import hub
+from gptexp.data.documents import Compression, HubFile, Kind, Part, Span, kind_of, next_cut, row_group_bytes
 from gptexp.process.errors import DataError
 
 SHAKESPEARE_FILE = "tinyshakespeare.txt"
@@ -26,8 +28,42 @@ SHAKESPEARE_BYTES = 1_115_394
 _NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
+class Corpus(Protocol):
+    """What can be tokenised."""
+
+    @property
+    def name(self) -> str:
+        """Of the kind of corpus."""
+
+    @property
+    def key(self) -> str:
+        """16 hex digits that change when the corpus changes."""
+
+    def spans(self, cut_before: str, part_bytes: int) -> Iterator[Span | HubFile]:
+        """Yield what a corpus consists of, each of about `part_bytes` or less if it can be divided. Text is cut before
+        one of the characters `cut_before`; see `documents.pieces`. Raises `DataError`."""
+
+
 @dataclass(frozen=True)
-class Corpus:
+class HubCorpus:
+    """A data set of the hub. Its content is taken for unchanged: its key is made of its name."""
+
+    repo: str
+    subset: str | None
+    split: str
+    name: str = "hf"
+
+    @property
+    def key(self) -> str:
+        return hashlib.sha256(f"{self.repo}\0{self.subset}\0{self.split}".encode()).hexdigest()[:16]
+
+    def spans(self, cut_before: str, part_bytes: int) -> Iterator[HubFile]:
+        for number in range(hub.count_shards(self.repo, self.subset, self.split)):
+            yield HubFile(self.repo, self.subset, self.split, number)
+
+
+@dataclass(frozen=True)
+class Files:
     """Files in a fixed order, with a key that changes when a file changes."""
 
     name: str
@@ -45,12 +81,12 @@ class Corpus:
             digest.update(os.fsencode(file) + f"\0{stat.st_size}\0{stat.st_mtime_ns}\0{stat.st_ctime_ns}\n".encode())
         return digest.hexdigest()[:16]
 
-    @property
-    def bytes(self) -> int:
-        return sum(file.stat().st_size for file in self.files)
+    def spans(self, cut_before: str, part_bytes: int) -> Iterator[Span]:
+        for path, kind, compression in _kinds(self.files):
+            yield from _spans(path, kind, compression, cut_before, part_bytes)
 
 
-def stdlib() -> Corpus:
+def stdlib() -> Files:
     """The Python source of the standard library, without installed packages and tests. Raises `DataError`."""
     root = Path(sysconfig.get_path("stdlib"))
     files = []
@@ -59,10 +95,10 @@ def stdlib() -> Corpus:
         files += [Path(folder, name) for name in sorted(names) if name.endswith(".py")]
     if not files:
         raise DataError(f"{root}: contains no Python source; use data=text data.path=FILE")
-    return Corpus("stdlib", files)
+    return Files("stdlib", files)
 
 
-def text(patterns: list[str]) -> Corpus:
+def text(patterns: list[str]) -> Files:
     """The matching files, each once, in the order of `patterns`. Raises `DataError` if a pattern matches no file."""
     files: dict[Path, None] = {}
     for pattern in patterns:
@@ -70,30 +106,26 @@ def text(patterns: list[str]) -> Corpus:
         if not matching:
             raise DataError(f"{pattern}: no such file; give a file, a glob or a list of them")
         files.update(dict.fromkeys(matching))
-    return Corpus("text", list(files))
+    return Files("text", list(files))
 
 
-def parts(corpus: Corpus, cut_before: str, part_bytes: int) -> list[list[Span]]:
-    """Divide a corpus into parts of about `part_bytes`, each a list of spans of files. Raises `DataError`.
-
-    The parts depend on the files alone. Text is cut before one of the characters `cut_before`; see `documents.pieces`.
-    """
-    found: list[list[Span]] = []
+def parts(corpus: Corpus, cut_before: str, part_bytes: int) -> list[Part]:
+    """Divide a corpus into parts of about `part_bytes`, which depend on its files alone. Raises `DataError`."""
+    found: list[Part] = []
     room = 0
-    for path, kind, compression in _kinds(corpus):
-        for span in _spans(path, kind, compression, cut_before, part_bytes):
-            if not found or span.size > room:
-                found.append([])
-                room = part_bytes
-            found[-1].append(span)
-            room -= span.size
+    for span in corpus.spans(cut_before, part_bytes):
+        if not found or span.size > room or isinstance(span, HubFile):  # a file of the hub is large, and is one part
+            found.append([])
+            room = part_bytes
+        found[-1].append(span)
+        room -= span.size
     return found
 
 
-def _kinds(corpus: Corpus) -> Iterator[tuple[Path, Kind, Compression | None]]:
+def _kinds(files: list[Path]) -> Iterator[tuple[Path, Kind, Compression | None]]:
     """Yield each file with its format. Raises `DataError` if the formats differ."""
     first: tuple[Path, Kind] | None = None
-    for path in corpus.files:
+    for path in files:
         kind, compression = kind_of(path)
         first = first or (path, kind)
         if kind != first[1]:
@@ -119,7 +151,7 @@ def _spans(path: Path, kind: Kind, compression: Compression | None, cut_before: 
             yield Span(path, kind, None, start, end, end - start)
 
 
-def shakespeare(downloads: Path) -> Corpus:
+def shakespeare(downloads: Path) -> Files:
     """Tiny Shakespeare. Downloads it into `downloads` if it is missing there. Raises `DataError` for a wrong hash."""
     path = downloads / SHAKESPEARE_FILE
     if not path.exists():
@@ -128,7 +160,7 @@ def shakespeare(downloads: Path) -> Corpus:
     body = path.read_bytes()
     if len(body) != SHAKESPEARE_BYTES or hashlib.sha256(body).hexdigest() != SHAKESPEARE_SHA256:
         raise DataError(f"{path}: not tiny Shakespeare (sha256 differs); delete it to download it again")
-    return Corpus("shakespeare", [path])
+    return Files("shakespeare", [path])
 
 
 def _download(path: Path) -> None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal
 
+from gptexp.data import hub
 from gptexp.process.errors import ConfigError, DataError, first_line
 from gptexp.process.words import shown
 
@@ -30,6 +31,21 @@ _PARQUET = b"PAR1"  # the first and the last bytes of a file
 
 
 @dataclass(frozen=True)
+class HubFile:
+    """A file of a data set on the hub."""
+
+    repo: str
+    subset: str | None
+    split: str
+    number: int
+    size: int = 1  # unknown before it is read
+
+    @property
+    def path(self) -> str:
+        return f"{self.repo}, file {self.number}"
+
+
+@dataclass(frozen=True)
 class Span:
     """A part of a file: bytes [start, end) of text or jsonl, row groups of parquet. Without an end, the whole file."""
 
@@ -39,6 +55,9 @@ class Span:
     start: int = 0
     end: int | None = None
     size: int = 0  # bytes on the disk; of parquet, without compression
+
+
+Part = list[Span | HubFile]  # what one worker tokenises at a time
 
 
 def kind_of(path: Path) -> tuple[Kind, Compression | None]:
@@ -82,21 +101,26 @@ def next_cut(path: Path, kind: Kind, position: int, cut_before: str) -> int:
         return len(content)
 
 
-def documents(span: Span, cut_before: str, column: str) -> Iterator[tuple[str, bool]]:
+def documents(span: Span | HubFile, cut_before: str, column: str) -> Iterator[tuple[str, bool]]:
     """Yield the text of `span` in pieces, each with whether a document begins with it. Empty documents yield nothing.
 
     Raises `DataError` with the file, and with the line or the row, for rows that have no text in `column`.
     """
-    if span.kind == "text":
+    if isinstance(span, Span) and span.kind == "text":
         first = span.start == 0
         for piece in pieces(_blocks(span), cut_before):
             yield piece, first
             first = False
         return
-    rows = {"jsonl": _jsonl, "parquet": _parquet, "arrow": _arrow}[span.kind]
-    for text in rows(span, column):
+    for text in _rows(span, column):
         if text:
             yield text, True
+
+
+def _rows(span: Span | HubFile, column: str) -> Iterator[str]:
+    if isinstance(span, HubFile):
+        return hub.texts(span.repo, span.subset, span.split, span.number, column)
+    return {"jsonl": _jsonl, "parquet": _parquet, "arrow": _arrow}[span.kind](span, column)
 
 
 def pieces(blocks: Iterator[bytes], cut_before: str) -> Iterator[str]:

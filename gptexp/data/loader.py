@@ -19,8 +19,8 @@ from gptexp.config.batch import BatchPlan, count_val_windows, count_windows
 from gptexp.config.schema import Config, DataConfig
 from gptexp.data.order import Order, mix
 from gptexp.data.prepare import prepare, tokens_hash, vocabulary_of
-from gptexp.data.shards import TokenStream
 from gptexp.data.split import split, spread
+from gptexp.data.stream import TokenStream
 from gptexp.data.tokenizer import Tokenizer, bytes_of_ids
 from gptexp.process.errors import DataError
 from gptexp.process.words import counted

@@ -20,17 +20,11 @@ from gptexp.config.schema import DataConfig
 from gptexp.config.vocabulary import CHARS, NAMES, VOCAB_SIZES
 from gptexp.data import corpora
 from gptexp.data.characters import CharTokenizer
-from gptexp.data.shards import (
-    MANIFEST,
-    ShardWriter,
-    Tokens,
-    TokenStream,
-    data_errors,
-    no_text,
-    read_manifest,
-    verify,
-)
-from gptexp.data.tokenise import Encoder, Part, characters, joined, tokenise
+from gptexp.data.documents import Part
+from gptexp.data.mix import mix_dir, write_mix
+from gptexp.data.shards import MANIFEST, ShardWriter, Tokens, data_errors, no_text
+from gptexp.data.stream import TokenStream, read_manifest, verify
+from gptexp.data.tokenise import Encoder, characters, joined, tokenise
 from gptexp.data.tokenizer import load_tokenizer
 from gptexp.process.errors import DataError
 from gptexp.process.words import counted
@@ -55,9 +49,24 @@ def prepare(data: DataConfig) -> tuple[Path, Path | None]:
 
     A file lock lets one process that uses the cache do the work while the others wait. Raises `DataError`.
     """
-    train = _tokenised(find_corpus(data), data)
+    train = _mixed(data) if data.mix else _tokenised(find_corpus(data), data)
     val = _tokenised(*_validation(data, train)) if data.val_path else None
     return train, val
+
+
+def sources(data: DataConfig) -> dict[str, DataConfig]:
+    """The config of each source of `data.mix`, by its path."""
+    return {path: replace(data, path=path, mix=None) for path in data.mix}
+
+
+def _mixed(data: DataConfig) -> Path:
+    directories = {path: _tokenised(find_corpus(one), one) for path, one in sources(data).items()}
+    target = mix_dir(cache_dir(data), directories, data.mix, data.max_tokens)
+    if not is_file(target / MANIFEST):
+        with _lock(target.with_name(f"{target.name}.lock")), data_errors(target):
+            if not is_file(target / MANIFEST):
+                write_mix(target, directories, data.mix, data.max_tokens, data.tokenizer)
+    return target
 
 
 def _validation(data: DataConfig, train: Path) -> tuple[corpora.Corpus, DataConfig]:
@@ -84,6 +93,11 @@ def vocabulary_of(directory: Path, tokenizer: str) -> int:
 
 def prepared_dir(data: DataConfig) -> Path | None:
     """The directory of the training tokens, or None if the cache does not hold them."""
+    if data.mix:
+        found = {path: prepared_dir(one) for path, one in sources(data).items()}
+        directories = {path: directory for path, directory in found.items() if directory is not None}
+        target = mix_dir(cache_dir(data), directories, data.mix, data.max_tokens)
+        return target if len(directories) == len(found) and is_file(target / MANIFEST) else None
     if data.name == "shakespeare" and not is_file(downloads_dir(data) / corpora.SHAKESPEARE_FILE):
         return None
     directory = tokens_dir(find_corpus(data), data)
@@ -95,10 +109,10 @@ def compare(data: DataConfig) -> None:
 
     Raises `DataError` if a token differs: a file has changed and kept its size and times, or the cache is damaged.
     """
-    corpus = find_corpus(data)
-    _compare(corpus, data)
+    for one in sources(data).values() if data.mix else [data]:
+        _compare(find_corpus(one), one)
     if data.val_path:
-        _compare(*_validation(data, tokens_dir(corpus, data)))
+        _compare(*_validation(data, prepare(data)[0]))
 
 
 def find_corpus(data: DataConfig) -> corpora.Corpus:
@@ -110,6 +124,8 @@ def find_corpus(data: DataConfig) -> corpora.Corpus:
         exists = is_file(downloads / corpora.SHAKESPEARE_FILE)  # then no lock, as the cache may be read-only
         with nullcontext() if exists else _lock(downloads.with_name("downloads.lock")):
             return corpora.shakespeare(downloads)
+    if data.name == "hf":
+        return corpora.HubCorpus(data.path, data.subset, data.split)
     return corpora.text(path_list(data.path))
 
 
@@ -258,10 +274,10 @@ class _Progress:
 def _progress(corpus: corpora.Corpus) -> Iterator[_Progress]:
     # Imported here because most calls of `prepare` find the tokens in the cache.
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
     text = TextColumn("tokenising {task.description}")
-    columns = (text, BarColumn(), DownloadColumn(), TextColumn("{task.fields[rate]}"), TimeRemainingColumn())
+    columns = (text, BarColumn(), TaskProgressColumn(), TextColumn("{task.fields[rate]}"), TimeRemainingColumn())
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        yield _Progress(bar, bar.add_task(corpus.name, total=corpus.bytes, rate=""))
+        yield _Progress(bar, bar.add_task(corpus.name, total=None, rate=""))

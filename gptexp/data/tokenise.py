@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from gptexp.data.characters import CharTokenizer, characters_of
-from gptexp.data.documents import Span, documents
+from gptexp.data.documents import Part, documents
 from gptexp.data.shards import Tokens, data_errors, id_dtype
 from gptexp.data.tokenizer import Tokenizer, load_tokenizer
 from gptexp.process.errors import DataError
@@ -31,8 +31,6 @@ from gptexp.storage.run_dir import atomic
 
 READ_IDS = 1 << 22  # ids of a part that are joined at once
 _HEAD = struct.Struct("<Q")  # of the file of a part: number of documents that begin in it; the ids follow
-
-Part = list[Span]
 
 
 @dataclass(frozen=True)
@@ -120,7 +118,7 @@ def _tokenise_part(part: Part, encoder: Encoder, target: Path) -> None:
         file.write(_HEAD.pack(begun))
 
 
-def _ids(tokenizer: Tokenizer, text: str, path: Path) -> Tokens:
+def _ids(tokenizer: Tokenizer, text: str, path: Path | str) -> Tokens:
     try:
         return tokenizer.encode_array(text)
     except DataError as error:

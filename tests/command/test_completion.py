@@ -106,7 +106,7 @@ def test_every_verb_is_offered_and_completes_without_importing_torch(light_serve
             ["model=gpt2_large", "model=gpt2_medium", "model=gpt2_xl"],
         ),
         ("gptexp plan --json --time optim=adamw optim.l", ["optim.lr="]),
-        ("gptexp prepare data=s", ["data=shakespeare", "data=stdlib"]),
+        ("gptexp prepare data=s", ["data=shakespeare", "data=shakespeare_char", "data=stdlib"]),
     ],
 )
 @pytest.mark.parametrize("shell", ["bash", "fish", "zsh"])

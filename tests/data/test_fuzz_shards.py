@@ -15,9 +15,10 @@ import pytest
 from fuzz import Damage, flip
 
 from gptexp.config.schema import DataConfig
-from gptexp.data import shards as module
+from gptexp.data import stream as module
 from gptexp.data.loader import open_dataset
-from gptexp.data.shards import HEADER, MAGIC, MANIFEST, VERIFIED, ShardWriter, verify
+from gptexp.data.shards import HEADER, MAGIC, MANIFEST, ShardWriter
+from gptexp.data.stream import VERIFIED, verify
 from gptexp.process.errors import DataError
 
 TOKENS, PER_SHARD, LARGEST = 2500, 1000, 50256

@@ -12,7 +12,8 @@ from conftest import events
 
 from gptexp.config.compose import compose
 from gptexp.data.prepare import find_corpus, tokens_dir
-from gptexp.data.shards import HEADER, MANIFEST, TokenStream, header
+from gptexp.data.shards import HEADER, MANIFEST, header
+from gptexp.data.stream import TokenStream
 from gptexp.process.errors import DataError
 
 Gptexp = Callable[..., subprocess.CompletedProcess[str]]

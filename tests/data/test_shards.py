@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from gptexp.data import shards
-from gptexp.data.shards import ShardWriter, TokenStream
+from gptexp.data import stream as reading
+from gptexp.data.shards import ShardWriter
+from gptexp.data.stream import TokenStream
 from gptexp.process.errors import DataError
 
 
@@ -38,7 +40,7 @@ def test_threads_that_share_a_limited_number_of_open_files_read_the_right_tokens
     three_shards: tuple[Path, np.ndarray], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The loader reads ahead while an evaluation reads the same stream. Only one of three files may be open."""
-    monkeypatch.setattr(shards, "OPEN_FILES", 1)
+    monkeypatch.setattr(reading, "OPEN_FILES", 1)
     directory, ids = three_shards
     stream = TokenStream(directory)
 

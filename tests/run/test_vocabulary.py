@@ -19,7 +19,7 @@ import yaml
 from conftest import runs, summary
 
 from gptexp.config.vocabulary import VOCAB_SIZES
-from gptexp.data.shards import TokenStream, read_manifest
+from gptexp.data.stream import TokenStream, read_manifest
 from gptexp.storage import run_dir
 
 Gptexp = Callable[..., subprocess.CompletedProcess[str]]

@@ -1,0 +1,55 @@
+"""Data sets of the Hugging Face hub, streamed by the package datasets. No other file imports it."""
+
+import logging
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+from gptexp.process.errors import ConfigError, DataError, first_line
+from gptexp.process.words import shown
+
+
+def count_shards(repo: str, subset: str | None, split: str) -> int:
+    """The number of files of a data set. Raises `DataError`."""
+    return int(_streamed(repo, subset, split).num_shards)
+
+
+def texts(repo: str, subset: str | None, split: str, shard: int, column: str) -> Iterator[str]:
+    """Yield the column of the rows in one file of a data set, as they arrive. Raises `DataError`."""
+    streamed = _streamed(repo, subset, split)
+    rows = iter(streamed.shard(num_shards=streamed.num_shards, index=shard))
+    number = 0
+    while True:
+        try:
+            row = next(rows)
+        except StopIteration:
+            return
+        except Exception as error:  # of the network and of each format
+            raise DataError(_problem(repo, f"{type(error).__name__}: {first_line(error)}")) from None
+        number += 1
+        if column not in row:
+            raise DataError(f"{repo}: no column {shown(column)}, only {', '.join(row)}; set data.text_column")
+        if not isinstance(row[column], str):
+            raise DataError(f"{repo}: row {number:,} of file {shard}: {column}={shown(row[column])} is not text")
+        yield row[column]
+
+
+@cache
+def _streamed(repo: str, subset: str | None, split: str) -> Any:
+    try:
+        from datasets import load_dataset
+
+        logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it prints two lines for each of five attempts
+    except ImportError:
+        raise ConfigError(f"data.path={repo}: needs the package datasets; run: pip install 'gptexp[hf]'") from None
+    try:
+        return load_dataset(repo, subset, split=split, streaming=True)
+    except Exception as error:  # also `ValueError` for a wrong subset or split, which names the right ones
+        raise DataError(_problem(repo, first_line(error))) from None
+
+
+def _problem(repo: str, why: str) -> str:
+    return (
+        f"data.path={shown(repo)}: the data set cannot be read ({why}); without the hub, copy its files here and use "
+        "data=text data.path=FILES"
+    )

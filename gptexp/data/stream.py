@@ -1,0 +1,243 @@
+"""Reading of token files: the ids of a manifest's files as one stream, and the checks of their content.
+
+The files are those that `ShardWriter` has written into the manifest's directory, or parts of files elsewhere.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gptexp.data.shards import HEADER, MANIFEST, VERSIONS, Tokens, header
+from gptexp.process.errors import DataError, first_line
+from gptexp.process.words import counted, shown
+from gptexp.storage.reader import read_json
+from gptexp.storage.run_dir import atomic
+
+VERIFIED = "verified.json"
+BLOCK_BYTES = 1 << 24  # bytes per read while a whole file is checked
+OPEN_FILES = 256  # maximum per stream; the usual limit of a process is 1,024
+
+
+class TokenStream:
+    """All shards of a directory as one sequence of ids, limited to the first `max_tokens`.
+
+    Raises `DataError` if manifest, headers and file sizes disagree. Ids are read when they are requested. A memory map
+    is not used, because its pages count as memory of the process until all of the data is in it.
+    """
+
+    def __init__(self, directory: Path, max_tokens: int | None = None) -> None:
+        manifest = read_manifest(directory)
+        self._shards, self.max_id, self._dtype = manifest.shards, manifest.max_id, manifest.dtype
+        shards, paths = self._shards, [shard.path for shard in self._shards]
+        self._starts = np.cumsum([0, *(shard.tokens for shard in shards)])
+        self._file = lru_cache(OPEN_FILES)(lambda shard: paths[shard].open("rb", buffering=0))
+        # Identifies the data of a run, independent of paths.
+        self.hash = hashlib.sha256("".join(shard.identity for shard in shards).encode()).hexdigest()
+        self._tokens = int(self._starts[-1])
+        if max_tokens is not None:
+            self._tokens = min(self._tokens, max_tokens)
+
+    def __len__(self) -> int:
+        return self._tokens
+
+    def read(self, start: int, count: int) -> Tokens:
+        """Read ids [start, start + count)."""
+        if not 0 <= start <= start + count <= self._tokens:
+            raise IndexError(f"tokens [{start}, {start + count}) are outside the stream of {self._tokens} tokens")
+        parts = []
+        while count:
+            shard = int(np.searchsorted(self._starts, start, side="right")) - 1
+            here = min(count, int(self._starts[shard + 1]) - start)
+            parts.append(self._pread(shard, start - int(self._starts[shard]), here))
+            start, count = start + here, count - here
+        return np.frombuffer(b"".join(parts), self._dtype)
+
+    def _pread(self, number: int, start: int, count: int) -> bytes:
+        shard, width = self._shards[number], self._dtype.itemsize
+        try:
+            file = self._file(number)  # keeps a reference: another thread may evict it from the cache, which closes it
+            data = os.pread(file.fileno(), width * count, shard.offset + width * start)
+        except OSError as error:
+            raise DataError(f"{shard.path}: cannot be read ({error.strerror})") from None
+        if len(data) < width * count:
+            raise DataError(f"{shard.path}: truncated during the run; {_mend(shard)}")
+        return data
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The entry of one file in a manifest."""
+
+    path: Path
+    tokens: int
+    sha256: str  # of the whole file
+    offset: int  # bytes before the first id
+    size: int  # bytes of the file
+    is_own: bool  # written by `ShardWriter` into the manifest's directory; else a file of another directory
+
+    @property
+    def identity(self) -> str:
+        """Equal for equal ids."""
+        return self.sha256 if self.is_own else f"{self.sha256}:{self.offset}:{self.tokens}"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a directory of token files contains."""
+
+    shards: list[Shard]  # in order
+    max_id: int  # the largest id
+    n_vocab: int | None  # number of ids of the tokenizer; None: an older version, which knew four tokenizers, wrote it
+    dtype: np.dtype[Any]  # of the ids
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """Read a directory's manifest. Raises `DataError`, also if the header or the size of a file does not match it."""
+    path = directory / MANIFEST
+    try:
+        content = read_json(path)
+        max_id = int(content["max_id"])
+        n_vocab = None if content.get("n_vocab") is None else int(content["n_vocab"])
+        if "dtype" in content:
+            dtype = np.dtype(content["dtype"])
+            shards = [_foreign(entry) for entry in content["shards"]]
+        else:
+            dtype = np.dtype(f"<u{_id_bytes(content['version'])}")
+            shards = [_own(entry, directory, dtype.itemsize) for entry in content["shards"]]
+            if len({shard.path for shard in shards}) < len(shards):
+                raise ValueError("it lists a file twice")
+        if n_vocab is not None and n_vocab <= max_id:
+            raise ValueError(f"max_id {max_id:,} is not below n_vocab {n_vocab:,}")
+    except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
+        raise DataError(
+            f"{path}: not a valid manifest ({type(error).__name__}: {first_line(error)}); delete {directory} to "
+            "build it again"
+        ) from None
+    for shard in shards:
+        _check_size(shard, dtype.itemsize)
+    return Manifest(shards, max_id, n_vocab, dtype)
+
+
+def _id_bytes(version: Any) -> int:
+    found = [id_bytes for id_bytes, known in VERSIONS.items() if known == version]
+    if not found:
+        raise ValueError(f"version {shown(version)} is none of {', '.join(map(str, VERSIONS.values()))}")
+    return found[0]
+
+
+def _own(entry: dict[str, Any], directory: Path, id_bytes: int) -> Shard:
+    path, tokens = directory / entry["file"], int(entry["tokens"])
+    if path.parent != directory or path.name.startswith("."):
+        raise ValueError(f"{path.name} is not a file in its directory")
+    return Shard(path, tokens, str(entry["sha256"]), HEADER.size, HEADER.size + id_bytes * tokens, is_own=True)
+
+
+def _foreign(entry: dict[str, Any]) -> Shard:
+    offset, size = int(entry["offset"]), int(entry["size"])
+    return Shard(Path(entry["path"]), int(entry["tokens"]), str(entry["sha256"]), offset, size, is_own=False)
+
+
+def write_references(
+    directory: Path,
+    shards: Sequence[Shard],
+    dtype: np.dtype[Any],
+    max_id: int,
+    n_vocab: int | None,
+    about: dict[str, Any],
+) -> None:
+    """Write the manifest of a directory whose `shards` are in other directories, where nothing is written."""
+    entries = [
+        {"path": str(s.path), "offset": s.offset, "tokens": s.tokens, "size": s.size, "sha256": s.sha256}
+        for s in shards
+    ]  # fmt: skip
+    tokens = sum(shard.tokens for shard in shards)
+    content = {**about, "dtype": dtype.str, "tokens": tokens, "max_id": max_id, "n_vocab": n_vocab, "shards": entries}
+    with atomic(directory / MANIFEST) as file:
+        json.dump(content, file, indent=1)
+
+
+_found_right: dict[Path, object] = {}  # states that this process has verified, for directories that are read-only
+
+
+def verify(directory: Path) -> None:
+    """Read all shards of `directory`. Raises `DataError` unless their content matches the manifest.
+
+    Files that were verified before are not read again. verified.json holds their sizes and times at that moment, if the
+    directory is writable. The times include that of the last status change, which copies and archives do not preserve.
+    """
+    manifest = read_manifest(directory)
+    files = [directory / MANIFEST, *(shard.path for shard in manifest.shards)]
+    state = {path.name if path.parent == directory else str(path): _state(path) for path in files}
+    if _found_right.get(directory) != state:
+        with suppress(OSError, ValueError):
+            _found_right[directory] = read_json(directory / VERIFIED)
+    if _found_right.get(directory) == state:
+        return
+    for shard in manifest.shards:
+        _check_content(shard, manifest.max_id, manifest.dtype)
+    _found_right[directory] = state
+    with suppress(OSError), atomic(directory / VERIFIED) as file:
+        json.dump(state, file)
+
+
+def _state(path: Path) -> list[int]:
+    stat = path.stat()
+    return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
+
+
+def _mend(shard: Shard) -> str:
+    """What to do about a damaged file."""
+    return f"delete {shard.path.parent} to build it again" if shard.is_own else "restore the file"
+
+
+def _check_size(shard: Shard, id_bytes: int) -> None:
+    """Raise `DataError` unless the size of the file, and the header of an own one, match its number of ids."""
+    path, tokens, again = shard.path, shard.tokens, _mend(shard)
+    try:
+        if not path.is_file():
+            raise DataError(f"{path}: missing; {again}")
+        with path.open("rb") as file:
+            head = file.read(HEADER.size)
+        size = path.stat().st_size
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror}); {again}") from None
+    if shard.is_own and head != header(id_bytes, tokens):
+        raise DataError(f"{path}: byte 0: not the header of {tokens:,} {8 * id_bytes}-bit ids; {again}")
+    if size != shard.size:
+        first = min(size, shard.size)
+        raise DataError(
+            f"{path}: byte {first:,}: the file has {counted(size, 'byte')}, but {shard.size:,} were written; {again}"
+        )
+
+
+def _check_content(shard: Shard, max_id: int, dtype: np.dtype[Any]) -> None:
+    """Raise `DataError` unless the hash of the file matches the manifest and no id is above `max_id`."""
+    digest, width, at = hashlib.sha256(), dtype.itemsize, 0
+    end = shard.offset + width * shard.tokens
+    try:
+        with shard.path.open("rb") as file:
+            while block := file.read(BLOCK_BYTES if at else shard.offset or BLOCK_BYTES):
+                digest.update(block)
+                ids = np.frombuffer(block[: max(0, end - at)], dtype) if at >= shard.offset else np.array([], dtype)
+                if len(ids) and ids.max() > max_id:
+                    first = int(np.argmax(ids > max_id))
+                    raise DataError(
+                        f"{shard.path}: byte {at + width * first:,}: id {ids[first]:,} exceeds the max_id of "
+                        f"{max_id:,} in {MANIFEST}; {_mend(shard)}"
+                    )
+                at += len(block)
+    except OSError as error:
+        raise DataError(f"{shard.path}: cannot be read ({error.strerror})") from None
+    if digest.hexdigest() != shard.sha256:
+        raise DataError(
+            f"{shard.path}: bytes 0 to {shard.size:,} have changed since they were written (sha256 differs); "
+            f"{_mend(shard)}"
+        )

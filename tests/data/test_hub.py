@@ -1,0 +1,80 @@
+"""Data sets of the hub, from a stand-in for its server: real processes, the real package datasets."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from texts import ids_of, stream_of
+
+pyarrow = pytest.importorskip("pyarrow", reason="no pyarrow; pip install 'gptexp[hf]'")
+pytest.importorskip("datasets", reason="no datasets; pip install 'gptexp[hf]'")
+
+pytestmark = pytest.mark.e2e
+TEXTS = [f"document {number}, of some length" for number in range(60)]
+END_OF_TEXT = 50256
+
+Prepare = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    (tmp_path / "root/data").mkdir(parents=True)
+    for number in range(3):
+        table = pyarrow.table({"text": TEXTS[number * 20 : number * 20 + 20]})
+        path = tmp_path / f"root/data/train-{number:05d}-of-00003.parquet"
+        pyarrow.parquet.write_table(table, path)
+    script = Path(__file__).parents[1] / "hub_server.py"
+    command = [sys.executable, str(script), str(tmp_path / "root")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        yield process, int(process.stdout.readline())
+        process.kill()
+
+
+@pytest.fixture
+def prepare(server: tuple[subprocess.Popen[str], int], tmp_path: Path) -> Prepare:
+    def run(*given: str) -> subprocess.CompletedProcess[str]:
+        env = {**os.environ, "HF_ENDPOINT": f"http://127.0.0.1:{server[1]}", "HF_HOME": str(tmp_path / "home"),
+               "GPTEXP_CACHE": str(tmp_path / "cache")}  # fmt: skip
+        command = [sys.executable, "-m", "gptexp", "prepare", "data=hf", *given]
+        return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False)
+
+    return run
+
+
+def test_a_data_set_is_streamed_once(server: tuple[subprocess.Popen[str], int], prepare: Prepare) -> None:
+    first = prepare("data.path=owner/name")
+    assert first.returncode == 0, first.stderr
+    assert stream_of(Path(first.stdout.strip())) == [i for text in TEXTS for i in (END_OF_TEXT, *ids_of(text))][1:]
+    server[0].kill()
+    server[0].wait()
+    again = prepare("data.path=owner/name")
+    assert (again.returncode, again.stdout, again.stderr) == (0, first.stdout, "")
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        (["data.path=owner/name", "data.text_column=body"], "no column body, only text; set data.text_column"),
+        (["data.path=owner/name", "data.split=test"], "Bad split: test. Available splits: ['train']"),
+        (["data.path=owner/another"], "the data set cannot be read"),
+    ],
+)
+def test_what_the_hub_does_not_have_is_one_line(prepare: Prepare, given: list[str], why: str) -> None:
+    refused = prepare(*given)
+    assert (refused.returncode, len(refused.stderr.splitlines())) == (3, 1), refused.stderr
+    assert why in refused.stderr
+
+
+def test_without_the_hub_the_error_says_what_to_do(
+    server: tuple[subprocess.Popen[str], int], prepare: Prepare, tmp_path: Path
+) -> None:
+    server[0].kill()
+    server[0].wait()
+    refused = prepare("data.path=owner/name")
+    assert (refused.returncode, len(refused.stderr.splitlines())) == (3, 1), refused.stderr
+    assert "without the hub, copy its files here and use data=text data.path=FILES" in refused.stderr
+    assert not list((tmp_path / "cache").glob("*/manifest.json"))

@@ -1,0 +1,75 @@
+"""A stand-in for the Hugging Face hub: the answers that streaming a data set needs, with the files of a folder.
+
+python tests/hub_server.py FOLDER      prints its port; serves FOLDER as the data set owner/name
+"""
+
+import hashlib
+import json
+import sys
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+COMMIT = "0" * 40
+API, FILES = "/api/datasets/owner/name", "/datasets/owner/name/resolve/"
+
+
+class Hub(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    root = Path(sys.argv[1])
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        path = self.path.partition("?")[0]
+        if path.startswith(f"{API}/tree/"):
+            folder = self.root / path.partition(COMMIT)[2].strip("/")
+            self.answer(json.dumps([self.entry(file) for file in sorted(folder.iterdir())]).encode())
+        elif path.startswith(API):
+            names = [str(file.relative_to(self.root)) for file in sorted(self.root.rglob("*")) if file.is_file()]
+            about = {"id": "owner/name", "sha": COMMIT, "siblings": [{"rfilename": name} for name in names]}
+            self.answer(json.dumps(about).encode())
+        elif path.startswith(FILES) and (file := self.root / path.removeprefix(FILES).partition("/")[2]).is_file():
+            self.file(file)
+        else:
+            self.answer(b"", 404, {"X-Error-Code": "EntryNotFound"})
+
+    def file(self, path: Path) -> None:
+        content = path.read_bytes()
+        headers = {"ETag": f'"{digest(path)}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
+        asked = self.headers.get("Range")
+        if asked is None:
+            self.answer(content, 200, headers)
+            return
+        first, _, last = asked.removeprefix("bytes=").partition("-")
+        part = content[int(first) : int(last) + 1 if last else None]
+        headers["Content-Range"] = f"bytes {first}-{int(first) + len(part) - 1}/{len(content)}"
+        self.answer(part, 206, headers)
+
+    def entry(self, file: Path) -> dict[str, Any]:
+        path = str(file.relative_to(self.root))
+        if file.is_dir():
+            return {"type": "directory", "path": path, "oid": COMMIT, "size": 0}
+        return {"type": "file", "path": path, "oid": digest(file), "size": file.stat().st_size}
+
+    def answer(self, body: bytes, code: int = 200, headers: dict[str, str] | None = None) -> None:
+        self.send_response(code)
+        for name, value in {**(headers or {}), "Content-Length": str(len(body))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+
+def digest(path: Path) -> str:
+    return hashlib.sha1(path.read_bytes()).hexdigest()
+
+
+if __name__ == "__main__":
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    print(server.server_port, flush=True)
+    server.serve_forever()
