@@ -12,7 +12,7 @@ import torch
 from gptexp.config.run_plan import RunPlan, plan_run
 from gptexp.config.schema import AUTO, Config, memory_key
 from gptexp.config.vocabulary import with_vocab_size
-from gptexp.data.prepare import count_ids, prepared_dir
+from gptexp.data.prepare import count_ids, has_own_validation, prepared_dir
 from gptexp.data.split import split
 from gptexp.data.stream import TokenStream
 from gptexp.distributed.ranks import AT_ONCE, Rank
@@ -193,7 +193,9 @@ def _prepared_tokens(cfg: Config) -> tuple[int | None, list[str]]:
         return None, []
     tokens = len(TokenStream(directory, cfg.data.max_tokens))
     try:
-        return split(cfg.data, tokens, cfg.seq_len, cfg.train.seed).order.n_train * cfg.seq_len, []
+        own = has_own_validation(cfg.data)
+        data = replace(cfg.data, val_tokens=0, val_ratio=None) if own else cfg.data
+        return split(data, tokens, cfg.seq_len, cfg.train.seed).order.n_train * cfg.seq_len, []
     except DataError as error:
         return 0, [str(error)]
 

@@ -204,7 +204,7 @@ def _paths(cfg: Config, _: int) -> Iterator[str]:
             yield f"data.{key}={shown(value)}: must be a file, a glob or a list of them"
             continue
         for pattern in path_list(value):
-            if not _exists(pattern):
+            if not _exists(pattern) and not (cfg.data.name == "tokens" and Path(pattern).is_dir()):
                 yield f"data.{key}={shown(pattern)}: no such file; give a file, a glob or a list of them"
 
 
@@ -214,9 +214,14 @@ def _corpus(cfg: Config, _: int) -> Iterator[str]:
         yield "data.path=null: data=text needs text to read; give data.path=FILE, a glob or a list"
     if d.name == "hf" and d.mix is None and not isinstance(d.path, str):
         yield f"data.path={shown(d.path)}: data=hf needs the name of a data set; give data.path=OWNER/NAME"
-    for key in ("path", "mix"):
-        if d.name not in ("text", "hf") and (value := getattr(d, key)) is not None:
-            yield f"data.{key}={shown(value)}: only data=text and data=hf read it; use one of them or leave it out"
+    if d.name == "tokens" and d.path is None:
+        yield "data.path=null: data=tokens needs token files; give data.path=FOLDER, a file, a glob or a list"
+    if d.name != "tokens" and d.format is not None:
+        yield f"data.format={d.format}: only data=tokens reads it; leave it out"
+    for key, names in (("path", ("text", "hf", "tokens")), ("mix", ("text", "hf"))):
+        if d.name not in names and (value := getattr(d, key)) is not None:
+            readers = " and ".join(f"data={name}" for name in names)
+            yield f"data.{key}={shown(value)}: only {readers} read it; use one of them or leave it out"
     if d.path is not None and d.mix is not None:
         yield f"data.mix={shown(d.mix)}: names the sources in place of data.path={shown(d.path)}; leave out one of them"
 
@@ -322,7 +327,7 @@ RULES: tuple[tuple[Callable[[Config, int], Iterator[str]], tuple[str, ...]], ...
     (_warmup, (*RUN_LENGTH, *WARMUP)),
     (_decay, ("schedule.name", "schedule.decay_tokens", "schedule.decay_steps", *RUN_LENGTH, *WARMUP)),
     (_paths, ("data.path", "data.val_path")),
-    (_corpus, ("data.name", "data.path", "data.mix")),
+    (_corpus, ("data.name", "data.path", "data.mix", "data.format")),
     (_mix, ("data.name", "data.mix", "data.order", "data.tokenizer")),
     (_corpus_length, ("data.max_tokens", *SEQ_LEN)),
     (_validation, ("data.val_tokens", "data.val_ratio", "data.val_path", *SEQ_LEN)),

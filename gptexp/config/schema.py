@@ -39,6 +39,11 @@ def _choice(*values: str) -> Any:
     return field(default=values[0], metadata={"choices": values})
 
 
+def _choice_or_null(*values: str) -> Any:
+    """A key whose value is one of `values` or None, the default."""
+    return field(default=None, metadata={"choices": values})
+
+
 def _limit(value: float) -> float:
     return LIMIT if isinstance(value, int) else math.inf
 
@@ -161,8 +166,11 @@ class WorldConfig:
 class DataConfig:
     """Corpus, tokenizer, order and validation set."""
 
-    name: str = _choice("stdlib", "shakespeare", "text", "hf")  # corpus
-    path: Any = None  # of data=text: a file, a glob or a list of them; of data=hf: a data set of the hub, OWNER/NAME
+    name: str = _choice("stdlib", "shakespeare", "text", "hf", "tokens")  # corpus
+    path: Any = None  # of data=text: a file, a glob or a list of them; of data=hf: a data set of the hub, OWNER/NAME;
+    # of data=tokens: a folder, a file, a glob or a list of them
+    format: str | None = _choice_or_null("raw16", "raw32", "llmc", "npy", "megatron")  # of data=tokens: of its files;
+    # null: found by their content and names
     subset: str | None = None  # of data=hf: the data set's configuration; null: its default
     split: str = "train"  # of data=hf: the data set's split
     mix: Any = None  # {path: weight} in place of path: several sources, each with this share of the tokens
@@ -288,6 +296,7 @@ IRRELEVANT_TO_RESULT = (
     "sweep",
     "data.path",  # paths do not matter: a run compares the hash of the tokens
     "data.val_path",
+    "data.format",
     "data.subset",
     "data.split",
     "data.mix",
@@ -338,7 +347,7 @@ def field_problem(key: str, f: dataclasses.Field[Any], value: Any, typed: str | 
     The type of `value` must be right already.
     """
     given = f"{key}={shown(value) if typed is None else typed}"
-    if (choices := f.metadata.get("choices")) and value not in choices:
+    if value is not None and (choices := f.metadata.get("choices")) and value not in choices:
         return f"{given}: must be one of {', '.join(choices)}"
     if "rule" in f.metadata and value is not None:
         holds, rule = f.metadata["rule"]

@@ -46,21 +46,23 @@ class CharTokenizer:
     def __init__(self, characters: str) -> None:
         self.characters = characters
         self.n_vocab = len(characters)
-        self._code_points = _code_points(characters)  # ascending
+        code_points = _code_points(characters)
+        self._ids = np.argsort(code_points)
+        self._code_points = code_points[self._ids]  # ascending
 
     def encode_ordinary(self, text: str) -> list[int]:
         return list(map(int, self.encode_array(text)))
 
     def encode_array(self, text: str) -> Tokens:
         wanted = _code_points(text)
-        ids = np.minimum(np.searchsorted(self._code_points, wanted), self.n_vocab - 1)
-        unknown = np.flatnonzero(self._code_points[ids] != wanted)
+        at = np.minimum(np.searchsorted(self._code_points, wanted), self.n_vocab - 1)
+        unknown = np.flatnonzero(self._code_points[at] != wanted)
         if len(unknown):
             raise DataError(
                 f"character {text[unknown[0]]!r}: not among the {counted(self.n_vocab, 'character')} of the vocabulary"
                 "; use only those of the corpus that it was made from, or data.tokenizer=bytes"
             )
-        return ids.astype(id_dtype(self.n_vocab))
+        return self._ids[at].astype(id_dtype(self.n_vocab))
 
     def decode(self, tokens: Sequence[int]) -> str:
         return "".join(self.characters[id] for id in tokens)

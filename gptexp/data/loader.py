@@ -9,7 +9,7 @@ import hashlib
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -80,7 +80,9 @@ def open_dataset(
     The held-out windows are at most `most_val_windows`, if given; the training windows are those of all of them.
     """
     train = TokenStream(train_dir, data.max_tokens)
-    val = train if val_dir is None else TokenStream(val_dir)
+    # Of a validation split in the format of another project, the first tokens are those on which it publishes losses.
+    first = data.val_tokens + 1 if data.name == "tokens" and data.val_path is None else None
+    val = train if val_dir is None else TokenStream(val_dir, first)
     for stream, path in ((train, train_dir), (val, val_dir or train_dir)):
         if count_windows(len(stream), seq_len) < 1:
             raise DataError(
@@ -92,10 +94,12 @@ def open_dataset(
                 f"{path}: contains id {stream.max_id:,}, outside model.vocab_size={vocab_size:,}; "
                 "use model.vocab_size=auto"
             )
-    parts = split(data, len(train), seq_len, seed, most_val_windows)
+    held_out = data if val_dir is None else replace(data, val_tokens=0, val_ratio=None)
+    parts = split(held_out, len(train), seq_len, seed, most_val_windows)
     val_starts = parts.val_starts
     if val_dir is not None:
         val_starts = spread(count_windows(len(val), seq_len), count_val_windows(data.val_tokens, seq_len), seq_len)
+        val_starts = val_starts[:most_val_windows]
     hash, n_vocab = tokens_hash(train_dir, val_dir), vocabulary_of(train_dir, data.tokenizer)
     return Dataset(train, parts.order, val, val_starts, seq_len, hash, train_dir, n_vocab)
 

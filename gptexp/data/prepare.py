@@ -18,12 +18,13 @@ from filelock import FileLock
 from gptexp.config.paths import is_file, path_list, user_cache_dir
 from gptexp.config.schema import DataConfig
 from gptexp.config.vocabulary import CHARS, NAMES, VOCAB_SIZES
-from gptexp.data import corpora
+from gptexp.data import corpora, token_files
 from gptexp.data.characters import CharTokenizer
 from gptexp.data.documents import Part
 from gptexp.data.mix import mix_dir, write_mix
 from gptexp.data.shards import MANIFEST, ShardWriter, Tokens, data_errors, no_text
-from gptexp.data.stream import TokenStream, read_manifest, verify
+from gptexp.data.stream import TokenStream, mark_verified, read_manifest, verify, write_references
+from gptexp.data.token_files import TokenFile
 from gptexp.data.tokenise import Encoder, characters, joined, tokenise
 from gptexp.data.tokenizer import load_tokenizer
 from gptexp.process.errors import DataError
@@ -49,9 +50,69 @@ def prepare(data: DataConfig) -> tuple[Path, Path | None]:
 
     A file lock lets one process that uses the cache do the work while the others wait. Raises `DataError`.
     """
+    if data.name == "tokens":
+        training, validation = _token_files(data)
+        return _referenced(training, data), _referenced(validation, data) if validation else None
     train = _mixed(data) if data.mix else _tokenised(find_corpus(data), data)
     val = _tokenised(*_validation(data, train)) if data.val_path else None
     return train, val
+
+
+def has_own_validation(data: DataConfig) -> bool:
+    """Whether nothing is held out of the corpus: the validation text is in files of its own. Raises `DataError`."""
+    return data.val_path is not None or (data.name == "tokens" and bool(_token_files(data)[1]))
+
+
+def _token_files(data: DataConfig) -> tuple[list[TokenFile], list[TokenFile]]:
+    """The training and the validation files of data=tokens; of the latter none if the run does not validate."""
+    training, validation = token_files.find(path_list(data.path), data.format)
+    if data.val_path is not None:
+        validation = [file for files in token_files.find(path_list(data.val_path), data.format) for file in files]
+    elif validation and data.val_ratio is not None:
+        raise DataError(
+            f"data.val_ratio={data.val_ratio:g}: {validation[0].path} is the validation text; use data.val_tokens=N "
+            "for its first N tokens"
+        )
+    return training, validation if data.validates else []
+
+
+def _referenced(files: Sequence[TokenFile], data: DataConfig) -> Path:
+    """The directory with the manifest of token files that lie elsewhere; new files are read. Raises `DataError`."""
+    target = _references_dir(files, data)
+    if not is_file(target / MANIFEST):
+        with _lock(target.with_name(f"{target.name}.lock")), data_errors(target):
+            if not is_file(target / MANIFEST):
+                target.mkdir(parents=True, exist_ok=True)
+                _write_references(files, data, target)
+    verify(target)
+    return target
+
+
+def _references_dir(files: Sequence[TokenFile], data: DataConfig) -> Path:
+    key = corpora.Files("tokens", [file.path for file in files]).key
+    key = hashlib.sha256(f"{key} {data.format} {_label(data.tokenizer)}".encode()).hexdigest()[:16]
+    return cache_dir(data) / f"tokens-{key}"
+
+
+def _write_references(files: Sequence[TokenFile], data: DataConfig, target: Path) -> None:
+    folder = files[0].path.parent
+    if (folder / token_files.META).is_file() != (data.tokenizer == CHARS):
+        is_there = "is there, so the ids are characters; use" if data.tokenizer != CHARS else "is missing; leave out"
+        raise DataError(f"{folder / token_files.META}: {is_there} data.tokenizer=chars")
+    if data.tokenizer == CHARS:
+        CharTokenizer(token_files.characters_in(folder)).save(target / TOKENIZER)
+    elif data.tokenizer not in NAMES:
+        shutil.copyfile(data.tokenizer, target / TOKENIZER)
+    tokenizer = load_tokenizer(data.tokenizer, target)
+    vocabulary = token_files.Vocabulary(data.tokenizer, tokenizer.n_vocab, tokenizer.eot_token)
+    read = [token_files.read(file, vocabulary, trusted=data.format is not None) for file in files]
+    shards, max_id = [shard for shard, _ in read], max(largest for _, largest in read)
+    dtype = np.dtype(f"<u{files[0].id_bytes}")
+    about = {"corpus": "tokens", "tokenizer": data.tokenizer}
+    write_references(target, shards, dtype, max_id, tokenizer.n_vocab, about)
+    mark_verified(target)
+    tokens = sum(shard.tokens for shard in shards)
+    print(f"read {counted(len(files), 'token file')} in place: {counted(tokens, 'token')}", file=sys.stderr)
 
 
 def sources(data: DataConfig) -> dict[str, DataConfig]:
@@ -93,6 +154,9 @@ def vocabulary_of(directory: Path, tokenizer: str) -> int:
 
 def prepared_dir(data: DataConfig) -> Path | None:
     """The directory of the training tokens, or None if the cache does not hold them."""
+    if data.name == "tokens":
+        target = _references_dir(_token_files(data)[0], data)
+        return target if is_file(target / MANIFEST) else None
     if data.mix:
         found = {path: prepared_dir(one) for path, one in sources(data).items()}
         directories = {path: directory for path, directory in found.items() if directory is not None}
@@ -109,6 +173,11 @@ def compare(data: DataConfig) -> None:
 
     Raises `DataError` if a token differs: a file has changed and kept its size and times, or the cache is damaged.
     """
+    if data.name == "tokens":
+        for directory in prepare(data):
+            if directory is not None:
+                verify(directory, again=True)
+        return
     for one in sources(data).values() if data.mix else [data]:
         _compare(find_corpus(one), one)
     if data.val_path:
@@ -131,14 +200,18 @@ def find_corpus(data: DataConfig) -> corpora.Corpus:
 
 def tokens_dir(corpus: corpora.Corpus, data: DataConfig) -> Path:
     """The directory of the prepared tokens of `corpus`."""
-    tokenizer = data.tokenizer
-    if tokenizer not in NAMES:
-        with data_errors(Path(tokenizer)):
-            tokenizer = hashlib.sha256(Path(tokenizer).read_bytes()).hexdigest()[:16]
     key = corpus.key
     if data.text_column != DataConfig.text_column:
         key = hashlib.sha256(f"{key} {data.text_column}".encode()).hexdigest()[:16]
-    return cache_dir(data) / f"{corpus.name}-{tokenizer}-v{LAYOUT}-{key}"
+    return cache_dir(data) / f"{corpus.name}-{_label(data.tokenizer)}-v{LAYOUT}-{key}"
+
+
+def _label(tokenizer: str) -> str:
+    """The tokenizer in the name of a directory: a file is known by its content."""
+    if tokenizer in NAMES:
+        return tokenizer
+    with data_errors(Path(tokenizer)):
+        return hashlib.sha256(Path(tokenizer).read_bytes()).hexdigest()[:16]
 
 
 def _tokenised(corpus: corpora.Corpus, data: DataConfig) -> Path:

@@ -167,25 +167,35 @@ def write_references(
 _found_right: dict[Path, object] = {}  # states that this process has verified, for directories that are read-only
 
 
-def verify(directory: Path) -> None:
+def verify(directory: Path, again: bool = False) -> None:
     """Read all shards of `directory`. Raises `DataError` unless their content matches the manifest.
 
-    Files that were verified before are not read again. verified.json holds their sizes and times at that moment, if the
-    directory is writable. The times include that of the last status change, which copies and archives do not preserve.
+    Files that were verified before are only read `again` if asked for. verified.json holds their sizes and times at
+    that moment, if the directory is writable. The times include that of the last status change, which copies and
+    archives do not preserve.
     """
     manifest = read_manifest(directory)
-    files = [directory / MANIFEST, *(shard.path for shard in manifest.shards)]
-    state = {path.name if path.parent == directory else str(path): _state(path) for path in files}
+    state = _state_of(directory, manifest)
     if _found_right.get(directory) != state:
         with suppress(OSError, ValueError):
             _found_right[directory] = read_json(directory / VERIFIED)
-    if _found_right.get(directory) == state:
+    if _found_right.get(directory) == state and not again:
         return
     for shard in manifest.shards:
         _check_content(shard, manifest.max_id, manifest.dtype)
-    _found_right[directory] = state
+    mark_verified(directory)
+
+
+def mark_verified(directory: Path) -> None:
+    """Record that the content of the files has been read and is that of the manifest."""
+    _found_right[directory] = state = _state_of(directory, read_manifest(directory))
     with suppress(OSError), atomic(directory / VERIFIED) as file:
         json.dump(state, file)
+
+
+def _state_of(directory: Path, manifest: Manifest) -> dict[str, list[int]]:
+    files = [directory / MANIFEST, *(shard.path for shard in manifest.shards)]
+    return {path.name if path.parent == directory else str(path): _state(path) for path in files}
 
 
 def _state(path: Path) -> list[int]:

@@ -11,6 +11,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from hydra.core.config_loader import ConfigLoader
 from omegaconf import DictConfig, open_dict
@@ -30,6 +31,7 @@ from gptexp.storage.sweep_record import PlannedCell, SweepRecord
 from gptexp.sweep.space import swept_keys
 
 PLUGINS = "hydra_plugins.gptexp"  # the module in which Hydra looks up gptexp's sweepers and launchers
+TEXT_KEYS = ("path", "format", "subset", "split", "mix", "text_column", "val_path")
 READABLE_CHARS = 80  # largest length of a directory name, without the hash
 
 
@@ -172,7 +174,12 @@ def _data_identity(config: Config) -> str:
     try:
         return data_hash(config.data)
     except UserError:
-        return f"{config.data.path} {config.data.val_path}"
+        return f"{_text_as_given(config.data)}"
+
+
+def _text_as_given(data: Any) -> list[Any]:
+    """The keys that say which text is read, without reading it."""
+    return [data[key] if isinstance(data, DictConfig) else getattr(data, key) for key in TEXT_KEYS]
 
 
 def confounds(configs: Sequence[Config]) -> list[str]:
@@ -233,6 +240,6 @@ def name_sweep(config: DictConfig) -> None:
     fixed = {key: value for key, value in deciding.items() if not {key, key.split(".")[0]} & {*swept}}
     if "model" in swept:
         fixed.pop("optim.lr", None)  # each model file sets its own
-    identity = json.dumps({**fixed, "swept": swept, "data": [config.data.path, config.data.val_path]}, default=str)
+    identity = json.dumps({**fixed, "swept": swept, "data": _text_as_given(config.data)}, default=str)
     with open_dict(config):
         config.sweep.name = f"sweep-{hashlib.sha256(identity.encode()).hexdigest()[:8]}"

@@ -1,0 +1,267 @@
+"""Token files of other projects, read in place: `data=tokens`.
+
+| data.format | files | ids |
+|---|---|---|
+| raw16 | nanoGPT's train.bin and val.bin, with meta.pkl for characters; OLMo's .npy without a header | 16 bits |
+| raw32 | OLMo's .npy without a header | 32 bits |
+| llmc | llm.c and modded-nanogpt: .bin with a header of 1,024 bytes | 16 or 32 bits, by the version |
+| npy | build-nanogpt: numpy's .npy | as its header says |
+| megatron | Megatron-LM: .bin with an index in .idx | as the index says |
+
+The format of a file follows from its first bytes, then from the files beside it, then from its name. A wrong guess
+would train on noise without an error, so the ids are checked when they are read for the first time. Nothing is written
+beside the files: their manifest is in the cache.
+"""
+
+import hashlib
+import re
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from pickle import Unpickler, UnpicklingError
+from typing import Any, NoReturn
+
+import numpy as np
+
+from gptexp.config.paths import matching_files
+from gptexp.data.shards import data_errors
+from gptexp.data.stream import BLOCK_BYTES, Shard
+from gptexp.process.errors import DataError, first_line
+from gptexp.process.words import counted, shown
+
+META = "meta.pkl"
+_SUFFIXES = (".bin", ".npy")
+_NPY = b"\x93NUMPY"
+_LLMC_HEADER = struct.Struct("<3i1012x")  # magic, version, number of ids
+_LLMC = {(20240520, 1): 2, (20240801, 7): 4}  # (magic, version) -> bytes per id
+_LLMC_EVALUATION = 20240522  # HellaSwag and MMLU: no stream of tokens
+_INDEX = struct.Struct("<9sQBQQ")  # magic, version, code of the type, number of sequences, number of documents
+_INDEX_MAGIC = b"MMIDIDX\0\0"
+_INDEX_ID_BYTES = {8: 2, 4: 4}  # code of the type -> bytes per id
+_VALIDATION = re.compile(r"(^|[_-])val(idation)?([_.-]|$)")  # in a file's name
+JUDGED = 10_000  # ids: with fewer, nothing but their range is checked
+LONG = 10_000_000  # ids: a longer stream has an end of text somewhere
+
+
+@dataclass(frozen=True)
+class TokenFile:
+    """Where the ids of a file are."""
+
+    path: Path
+    offset: int  # bytes before the first id
+    tokens: int
+    id_bytes: int  # 2 or 4, little endian
+
+
+def find(patterns: Sequence[str], asked: str | None) -> tuple[list[TokenFile], list[TokenFile]]:
+    """The training and the validation files of `patterns`, sorted by name. `asked` is `data.format`.
+
+    Files are for validation if their name says so, as each project names them. Raises `DataError`.
+    """
+    paths = [path for pattern in patterns for path in _files(pattern)]
+    files = [_open(path, asked) for path in dict.fromkeys(paths)]
+    validation = [file for file in files if _VALIDATION.search(file.path.name)]
+    training = [file for file in files if file not in validation]
+    if not training:
+        names = ", ".join(path.name for path in paths)
+        raise DataError(f"{', '.join(patterns)}: no training file, only {names}; give its path too")
+    if len({file.id_bytes for file in files}) > 1:
+        odd = next(file for file in files if file.id_bytes != files[0].id_bytes)
+        raise DataError(
+            f"{odd.path}: ids of {8 * odd.id_bytes} bits, but those of {files[0].path} have {8 * files[0].id_bytes}; "
+            "give files of one kind"
+        )
+    return training, validation
+
+
+def _files(pattern: str) -> list[Path]:
+    folder = Path(pattern)
+    if folder.is_dir():
+        found = sorted(path for path in folder.iterdir() if path.suffix in _SUFFIXES and path.is_file())
+        if not found:
+            raise DataError(f"{folder}: no file {' or '.join(_SUFFIXES)}; give the folder of token files, or a glob")
+        return found
+    if not (found := matching_files(pattern)):
+        raise DataError(f"{pattern}: no such file; give a folder, a file, a glob or a list of them")
+    return found
+
+
+def _open(path: Path, asked: str | None) -> TokenFile:
+    """Find the ids of a file. Raises `DataError` unless its size is that of its header and its ids."""
+    with data_errors(path), path.open("rb") as file:
+        head = file.read(_LLMC_HEADER.size)
+        size = path.stat().st_size
+    found = {
+        "llmc": _llmc, "npy": _npy, "megatron": _megatron, "raw16": _raw, "raw32": _raw,
+    }[asked or _format_of(path, head)](path, head, size, asked)  # fmt: skip
+    expected = found.offset + found.id_bytes * found.tokens
+    if size != expected:
+        raise DataError(
+            f"{path}: {counted(size, 'byte')}, but for {found.tokens:,} ids of {8 * found.id_bytes} bits, as it says, "
+            f"it must have {expected:,}; copy it again"
+        )
+    if not found.tokens:
+        raise DataError(f"{path}: contains no ids; leave it out")
+    return found
+
+
+def _format_of(path: Path, head: bytes) -> str:
+    """The format of a file. Raises `DataError` for what is none of them."""
+    magic = int.from_bytes(head[:4], "little")
+    if magic == _LLMC_EVALUATION:
+        raise DataError(f"{path}: llm.c's file of an evaluation, not a stream of tokens; leave it out")
+    if magic in {known for known, _ in _LLMC}:
+        return "llmc"
+    if head.startswith(_NPY):
+        return "npy"
+    if head.startswith((b"gptexp\r\n", b"PAR1", b"{", b"\x1f\x8b", b"PK\x03\x04", _INDEX_MAGIC)):
+        raise DataError(f"{path}: not a file of ids ({head[:8]!r}); data=text reads text")
+    if path.suffix == ".bin" and path.with_suffix(".idx").is_file():
+        return "megatron"
+    if path.suffix in _SUFFIXES:
+        return "raw16"
+    raise DataError(f"{path}: of an unknown format; give a file .bin or .npy, or set data.format")
+
+
+def _llmc(path: Path, head: bytes, _size: int, _asked: str | None) -> TokenFile:
+    if len(head) < _LLMC_HEADER.size:
+        raise DataError(f"{path}: {counted(len(head), 'byte')}, fewer than llm.c's header; copy it again")
+    magic, version, tokens = _LLMC_HEADER.unpack(head)
+    if (magic, version) not in _LLMC or tokens < 0:
+        raise DataError(
+            f"{path}: magic {magic}, version {version}, {tokens:,} ids: not llm.c's header of a stream of tokens; "
+            "leave out data.format, or give another file"
+        )
+    return TokenFile(path, _LLMC_HEADER.size, tokens, _LLMC[magic, version])
+
+
+def _npy(path: Path, _head: bytes, _size: int, _asked: str | None) -> TokenFile:
+    try:
+        with path.open("rb") as file:
+            version = np.lib.format.read_magic(file)
+            read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+            shape, _, dtype = read(file)
+            offset = file.tell()
+    except Exception as error:  # numpy parses the header as Python, so a damaged one raises errors of many types
+        raise DataError(f"{path}: not numpy's format ({first_line(error)}); copy it again") from None
+    if len(shape) != 1 or dtype.str not in ("<u2", "<u4", "<i4"):
+        raise DataError(f"{path}: shape {shape}, type {dtype.str}: must have one dimension and type <u2, <u4 or <i4")
+    return TokenFile(path, offset, int(shape[0]), dtype.itemsize)
+
+
+def _megatron(path: Path, _head: bytes, size: int, _asked: str | None) -> TokenFile:
+    index = path.with_suffix(".idx")
+    with data_errors(index):
+        content = index.read_bytes()
+    broken = f"{index}: not Megatron-LM's index of {path.name}"
+    if len(content) < _INDEX.size:
+        raise DataError(f"{broken} ({counted(len(content), 'byte')}); copy it again")
+    magic, version, code, sequences, documents = _INDEX.unpack_from(content)
+    if magic != _INDEX_MAGIC or version != 1:
+        raise DataError(f"{broken} (magic {magic!r}, version {version}); copy it again")
+    if code not in _INDEX_ID_BYTES:
+        raise DataError(f"{index}: type {code} of the ids is neither 8 (16 bits) nor 4 (32 bits)")
+    if len(content) != _INDEX.size + 12 * sequences + 8 * documents:
+        raise DataError(f"{broken} ({counted(len(content), 'byte')} for {sequences:,} sequences); copy it again")
+    id_bytes = _INDEX_ID_BYTES[code]
+    lengths = np.frombuffer(content, "<i4", sequences, _INDEX.size).astype(np.int64)
+    starts = np.frombuffer(content, "<i8", sequences, _INDEX.size + 4 * sequences)
+    if not np.array_equal(starts, id_bytes * (np.cumsum(lengths) - lengths)):
+        raise DataError(f"{index}: the sequences do not follow one another in {path.name}; write it again in order")
+    return TokenFile(path, 0, int(lengths.sum()), id_bytes)
+
+
+def _raw(path: Path, _head: bytes, size: int, asked: str | None) -> TokenFile:
+    id_bytes = 4 if asked == "raw32" else 2
+    if size % id_bytes:
+        raise DataError(f"{path}: {counted(size, 'byte')}, no whole number of {8 * id_bytes}-bit ids; copy it again")
+    return TokenFile(path, 0, size // id_bytes, id_bytes)
+
+
+@dataclass
+class _Seen:
+    """What is known of the ids of a file after it was read."""
+
+    max_id: int = 0
+    ends: int = 0  # how many ids are the end of a text
+    odd_zeros: int = 0  # how many of every second id are zero
+    tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """What is known of the ids of a tokenizer."""
+
+    tokenizer: str  # data.tokenizer
+    n_vocab: int
+    end: int | None  # the id of the end of a text
+
+
+def read(file: TokenFile, vocabulary: Vocabulary, trusted: bool) -> tuple[Shard, int]:
+    """Read a file: its entry in the manifest, and its largest id.
+
+    Raises `DataError` for ids that are improbable for this tokenizer; if the format was given (`trusted`), only for ids
+    outside of the vocabulary.
+    """
+    end = vocabulary.end
+    digest, seen = hashlib.sha256(), _Seen()
+    dtype = np.dtype(f"<u{file.id_bytes}")
+    with data_errors(file.path), file.path.open("rb") as content:
+        digest.update(content.read(file.offset))
+        while block := content.read(BLOCK_BYTES):
+            digest.update(block)
+            ids = np.frombuffer(block, dtype)
+            seen.max_id = max(seen.max_id, int(ids.max()))
+            seen.ends += 0 if end is None else int(np.count_nonzero(ids == end))
+            seen.odd_zeros += int(np.count_nonzero(ids[1::2] == 0))
+            seen.tokens += len(ids)
+    _refuse_improbable(file, seen, vocabulary, trusted)
+    size = file.offset + file.id_bytes * file.tokens
+    return Shard(file.path, file.tokens, digest.hexdigest(), file.offset, size, is_own=False), seen.max_id
+
+
+def _refuse_improbable(file: TokenFile, seen: _Seen, vocabulary: Vocabulary, trusted: bool) -> None:
+    n_vocab, end = vocabulary.n_vocab, vocabulary.end
+    fix = "name the tokenizer of these files, or their format with data.format"
+    of_vocabulary = f"the {n_vocab:,} ids of data.tokenizer={vocabulary.tokenizer}"
+    if not trusted and file.id_bytes == 2 and seen.tokens >= 64 and seen.odd_zeros > seen.tokens // 4:
+        raise DataError(
+            f"{file.path}: {2 * seen.odd_zeros / seen.tokens:.0%} of every second id are 0, as if ids of 32 bits were "
+            "read as 16; use data.format=raw32"
+        )
+    if seen.max_id >= n_vocab:
+        raise DataError(f"{file.path}: contains id {seen.max_id:,}, outside {of_vocabulary}; {fix}")
+    if trusted or seen.tokens < JUDGED:
+        return
+    if seen.max_id < n_vocab // 2:
+        raise DataError(f"{file.path}: its largest id is {seen.max_id:,}, too small for {of_vocabulary}; {fix}")
+    if end is not None and (seen.ends > seen.tokens // 4 or (seen.ends == 0 and seen.tokens >= LONG)):
+        raise DataError(
+            f"{file.path}: {counted(seen.ends, 'id')} of {seen.tokens:,} are the end of a text ({end:,}); {fix}"
+        )
+
+
+def characters_in(folder: Path) -> str:
+    """The characters in nanoGPT's meta.pkl, in the order of their ids. Raises `DataError`. Runs no code of the file."""
+    path = folder / META
+    try:
+        content = _PlainUnpickler(BytesIO(path.read_bytes())).load()
+        numbers = content["itos"]
+        characters = [numbers[i] for i in range(len(numbers))]
+        if content["vocab_size"] != len(characters) or not all(isinstance(c, str) and len(c) == 1 for c in characters):
+            raise ValueError("itos must map each of vocab_size ids to a character")
+    except Exception as error:  # a damaged pickle raises errors of any type
+        raise DataError(f"{path}: not nanoGPT's table of characters ({first_line(error)}); prepare it again") from None
+    return "".join(characters)
+
+
+class _PlainUnpickler(Unpickler):
+    """Loads numbers, text, lists and dictionaries, and refuses everything that could run code."""
+
+    def find_class(self, module: str, name: str) -> NoReturn:
+        raise UnpicklingError(f"it refers to {module}.{name}, which is not plain data")
+
+    def persistent_load(self, pid: Any) -> NoReturn:
+        raise UnpicklingError(f"it refers to {shown(str(pid))}, which is not plain data")

@@ -1,0 +1,240 @@
+"""Token files of other projects, read in place: the same ids, wrong guesses, damaged files."""
+
+import json
+import pickle
+import random
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from texts import ids_of, stream_of
+
+from gptexp.config.schema import Config, DataConfig
+from gptexp.data import token_files
+from gptexp.data.loader import build_dataset
+from gptexp.data.prepare import prepare
+from gptexp.data.stream import verify
+from gptexp.process.errors import DataError, UserError
+
+END_OF_TEXT = 50256
+IDS = [i for text in range(40) for i in (*ids_of(f"Document {text} says: naïve 東京 def main() " * 30), END_OF_TEXT)]
+SHORTER = IDS[:5000]
+
+
+def raw(path: Path, ids: list[int], dtype: str = "<u2") -> None:
+    np.array(ids, dtype).tofile(path)
+
+
+def llmc(path: Path, ids: list[int], magic: int = 20240520, version: int = 1, dtype: str = "<u2") -> None:
+    header = np.zeros(256, "<i4")
+    header[:3] = magic, version, len(ids)
+    path.write_bytes(header.tobytes() + np.array(ids, dtype).tobytes())
+
+
+def llama(path: Path, ids: list[int]) -> None:
+    llmc(path, ids, 20240801, 7, "<u4")
+
+
+def npy(path: Path, ids: list[int], dtype: Any = np.uint16) -> None:
+    np.save(path, np.array(ids, dtype))
+
+
+def megatron(path: Path, ids: list[int], code: int = 8) -> None:
+    raw(path, ids, {8: "<u2", 4: "<i4"}[code])
+    lengths = [1000] * (len(ids) // 1000) + [len(ids) % 1000]
+    starts = np.cumsum([0, *lengths[:-1]]) * (2 if code == 8 else 4)
+    path.with_suffix(".idx").write_bytes(
+        struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, code, len(lengths), len(lengths) + 1)
+        + np.array(lengths, "<i4").tobytes() + np.array(starts, "<i8").tobytes()
+        + np.arange(len(lengths) + 1, dtype="<i8").tobytes()
+    )  # fmt: skip
+
+
+Writer = Callable[[Path, list[int]], None]
+# Format -> its writer, the names of the training and the validation file, and data.format if it is not found.
+FORMATS: dict[str, tuple[Writer, str, str | None, str | None]] = {
+    "nanoGPT": (raw, "train.bin", "val.bin", None),
+    "llm.c": (llmc, "fineweb_train_000001.bin", "fineweb_val_000000.bin", None),
+    "llm.c, 32 bits": (llama, "fineweb_train_000001.bin", "fineweb_val_000000.bin", None),
+    "build-nanogpt": (npy, "edufineweb_train_000001.npy", "edufineweb_val_000000.npy", None),
+    "numpy, 32 bits": (lambda p, ids: npy(p, ids, np.int32), "train.npy", "val.npy", None),
+    "Megatron": (megatron, "my_text_document.bin", None, None),
+    "Megatron, 32 bits": (lambda p, ids: megatron(p, ids, 4), "my_text_document.bin", None, None),
+    "OLMo": (raw, "part-0-00000.npy", None, None),
+    "OLMo, 32 bits": (lambda p, ids: raw(p, ids, "<u4"), "part-0-00000.npy", None, "raw32"),
+}
+
+
+def config(folder: Path, **changes: Any) -> DataConfig:
+    return DataConfig(name="tokens", path=str(folder), cache_dir=str(folder.parent / "cache"), **changes)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "theirs").mkdir()
+    return tmp_path / "theirs"
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_the_ids_are_read_in_place(folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    write, name, val_name, given = FORMATS[kind]
+    write(folder / name, IDS)
+    if val_name:
+        write(folder / val_name, SHORTER)
+    before = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
+    data = config(folder, format=given)
+    train, val = prepare(data)
+    assert stream_of(train) == IDS
+    assert (val is None) == (val_name is None)
+    assert val is None or stream_of(val) == SHORTER
+    assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == before
+    assert sum(path.stat().st_size for path in train.iterdir()) < 2000  # a manifest, and no ids
+    monkeypatch.setattr(token_files, "read", None)
+    monkeypatch.setattr("gptexp.data.stream._check_content", None)
+    assert prepare(data) == (train, val)  # reads nothing again
+
+
+def test_shards_follow_one_another_by_name(folder: Path) -> None:
+    for number in (3, 1, 2):
+        llmc(folder / f"f_train_{number:06d}.bin", [number, *IDS])
+    ids = stream_of(prepare(config(folder))[0])
+    assert ids == [i for number in (1, 2, 3) for i in (number, *IDS)]
+    glob = DataConfig(name="tokens", path=f"{folder}/f_train_00000[13].bin", cache_dir=str(folder.parent / "cache"))
+    assert stream_of(prepare(glob)[0]) == [1, *IDS, 3, *IDS]
+
+
+def test_validation_takes_the_first_tokens_of_their_split(folder: Path) -> None:
+    """As the published losses on FineWeb: of 640 tokens with T=64, windows 0 to 9 of the validation file."""
+    raw(folder / "train.bin", IDS)
+    raw(folder / "val.bin", SHORTER)
+    cfg = Config(data=config(folder, val_tokens=640))
+    cfg.batch.seq_len = 64
+    dataset = build_dataset(cfg)
+    assert dataset.val_starts.tolist() == [64 * window for window in range(10)]
+    rows = dataset.rows(dataset.val, dataset.val_starts)
+    assert rows[:, 1:].ravel().tolist() == SHORTER[1:641]
+    assert dataset.order.n_train == (len(IDS) - 1) // 64  # nothing is held out of the training file
+
+
+def test_characters_of_nanogpt_come_with_their_table(folder: Path) -> None:
+    text = "To be, or not to be: that is the question.\n" * 300
+    characters = sorted(set(text))
+    number = {character: i for i, character in enumerate(characters)}
+    raw(folder / "train.bin", [number[c] for c in text])
+    meta = {"vocab_size": len(characters), "itos": dict(enumerate(characters)), "stoi": number}
+    (folder / "meta.pkl").write_bytes(pickle.dumps(meta))
+    with pytest.raises(DataError, match=r"meta.pkl: is there, so the ids are characters; use data.tokenizer=chars"):
+        prepare(config(folder))
+    train, _ = prepare(config(folder, tokenizer="chars"))
+    from gptexp.data.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer("chars", train)
+    assert tokenizer.decode(stream_of(train)) == text
+    (folder / "meta.pkl").unlink()
+    raw(folder / "train.bin", [number[c] for c in text[:-1]])
+    with pytest.raises(DataError, match=r"meta.pkl: is missing; leave out data.tokenizer=chars"):
+        prepare(config(folder, tokenizer="chars"))
+
+
+class Evil:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Path.touch, (Path("/tmp/gptexp-was-here"),))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [pickle.dumps(Evil()), b"", b"\x80\x04", pickle.dumps([1]), pickle.dumps({"vocab_size": 2, "itos": {0: "a"}}),
+     pickle.dumps({"vocab_size": 1, "itos": {0: 7}})],
+)  # fmt: skip
+def test_a_table_of_characters_is_loaded_without_running_code(folder: Path, content: bytes) -> None:
+    raw(folder / "train.bin", [0, 1] * 1000)
+    (folder / "meta.pkl").write_bytes(content)
+    with pytest.raises(DataError, match=r"meta.pkl: not nanoGPT's table of characters \(") as refused:
+        prepare(config(folder, tokenizer="chars"))
+    assert "\n" not in str(refused.value)
+    assert not Path("/tmp/gptexp-was-here").exists()
+
+
+def char_ids(path: Path, _: list[int]) -> None:
+    raw(path, [i % 65 for i in range(20_000)])
+
+
+# What a wrong guess would read as ids -> writer, name, further keys, and the refusal.
+WRONG: dict[str, tuple[Writer, str, dict[str, Any], str]] = {
+    "32 bits as 16": (lambda p, ids: raw(p, ids, "<u4"), "train.bin", {}, "as if ids of 32 bits were read as 16"),
+    "16 bits as 32": (raw, "train.bin", {"format": "raw32"}, r"outside the 50,257 ids of data.tokenizer=gpt2"),
+    "llm.c as raw": (llmc, "train.bin", {"format": "raw16"}, "contains id 55,432, outside the 50,257 ids"),
+    "characters as GPT-2's": (char_ids, "train.bin", {}, "its largest id is 64, too small for the 50,257 ids"),
+    "another vocabulary": (lambda p, ids: raw(p, [i + 9000 for i in ids]), "train.bin", {}, "outside the 50,257 ids"),
+    "GPT-2's ids as bytes": (raw, "train.bin", {"tokenizer": "bytes"}, "outside the 257 ids of data.tokenizer=bytes"),
+    "padding": (lambda p, ids: raw(p, [*ids, *[END_OF_TEXT] * len(ids)]), "train.bin", {}, "are the end of a text"),
+    "raw as llm.c": (raw, "train.bin", {"format": "llmc"}, "not llm.c's header of a stream of tokens"),
+    "raw as numpy": (raw, "train.npy", {"format": "npy"}, "not numpy's format"),
+    "an evaluation of llm.c": (lambda p, ids: llmc(p, ids, 20240522), "train.bin", {}, "llm.c's file of an evaluation"),
+    "floats": (lambda p, ids: npy(p, ids, np.float32), "train.npy", {}, "must have one dimension and type"),
+    "our own": (lambda p, _: p.write_bytes(b"gptexp\r\n" * 99), "train.bin", {}, "not a file of ids") ,
+    "parquet": (lambda p, _: p.write_bytes(b"PAR1" * 99), "train.bin", {}, "not a file of ids"),
+    "only validation": (raw, "val.bin", {}, "no training file, only val.bin"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("guess", WRONG)
+def test_a_wrong_guess_is_refused_in_one_line(folder: Path, guess: str) -> None:
+    write, name, keys, why = WRONG[guess]
+    write(folder / name, IDS)
+    with pytest.raises(UserError, match=why) as refused:
+        prepare(config(folder, **keys))
+    assert "\n" not in str(refused.value)
+    assert str(folder) in str(refused.value)
+    assert not list((folder.parent / "cache").glob("*/manifest.json"))
+
+
+def refusal(data: DataConfig) -> str | None:
+    try:
+        prepare(data)
+    except UserError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("kind", [kind for kind in FORMATS if not kind.startswith(("nanoGPT", "OLMo"))])
+def test_damaged_files_are_refused_or_read_to_other_ids(folder: Path, kind: str) -> None:
+    """Twenty damages of each format: cut, longer, or with changed bytes in the header, or in the index."""
+    write, name, _, given = FORMATS[kind]
+    draw, refused = random.Random(0), 0
+    for number in range(20):
+        path = folder / name
+        write(path, IDS)
+        broken = path.with_suffix(".idx") if kind.startswith("Megatron") and number % 2 else path
+        content = bytearray(broken.read_bytes())
+        damage = ("cut", "longer", "header", "header")[number // 2 % 4]
+        if damage == "cut":
+            del content[draw.choice([0, 1, 7, 40, 1000, len(content) - 1]) :]
+        elif damage == "longer":
+            content += bytes(draw.randint(1, 2000))
+        else:
+            content[draw.choice(range(12))] ^= 1 << draw.randint(0, 7)
+        broken.write_bytes(content)
+        error = refusal(config(folder, format=given))
+        if error is None:
+            assert damage == "header"  # a byte without a meaning, or that of an id
+            continue
+        refused += 1
+        assert "\n" not in error
+        assert str(folder) in error
+    assert refused >= 10
+
+
+def test_a_file_that_changes_later_is_noticed(folder: Path) -> None:
+    raw(folder / "train.bin", IDS)
+    train, _ = prepare(config(folder))
+    raw(folder / "train.bin", IDS[:-1])
+    with pytest.raises(DataError, match=r"train.bin: byte .* were written; restore the file"):
+        verify(train)
+    raw(folder / "train.bin", [*IDS[:-1], 7])
+    with pytest.raises(DataError, match=r"train.bin: .*sha256 differs\); restore the file"):
+        verify(train)
+    assert json.loads((train / "manifest.json").read_text())["shards"][0]["path"] == str(folder / "train.bin")
