@@ -1,0 +1,82 @@
+"""Weights and configs of transformers' GPT-2, in both directions, against transformers itself."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from gptexp.config.schema import ModelConfig
+from gptexp.model.gpt import GPT
+from gptexp.model.huggingface import config_json, from_transformers, model_config, to_transformers
+from gptexp.process.errors import ConfigError
+
+N_VOCAB = 90  # the rest of the 128 rows is padding
+
+
+def built(bias: bool) -> GPT:
+    torch.manual_seed(0)
+    model = GPT(ModelConfig(n_layer=2, n_head=4, n_embd=32, block_size=24, vocab_size=128, bias=bias)).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.normal_(std=0.3)  # far from the initial values, also the biases: a missing term changes the result
+    return model
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_transformers_computes_the_same_logits(bias: bool) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    ours = built(bias)
+    theirs = GPT2LMHeadModel(GPT2Config(**config_json(ours.cfg, N_VOCAB, end_of_text=7))).eval()
+    weights = to_transformers(ours.state_dict(), N_VOCAB)
+    found = theirs.load_state_dict(weights, strict=False)
+    assert (found.missing_keys, found.unexpected_keys) == (["lm_head.weight"], [])
+    assert all(weight.is_contiguous() for weight in weights.values())
+    x = torch.randint(N_VOCAB, (3, 24), generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(theirs(x).logits, ours(x)[:, :, :N_VOCAB], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("prefix", ["transformer.", ""])
+def test_a_model_of_transformers_computes_the_same_here(prefix: str) -> None:
+    """With and without the prefix, and with the masks of the files on the hub."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    theirs = GPT2LMHeadModel(GPT2Config(vocab_size=90, n_positions=24, n_embd=32, n_layer=2, n_head=4)).eval()
+    saved = {prefix + k.removeprefix("transformer."): v for k, v in theirs.state_dict().items()}
+    saved |= {f"{prefix}h.{n}.attn.bias": torch.ones(1, 1, 24, 24) for n in range(2)}
+    ours = GPT(model_config(theirs.config.to_dict())).eval()
+    weights = from_transformers(saved)
+    ours.load_state_dict({**weights, "lm_head.weight": weights["wte.weight"]})
+    assert ours.cfg == ModelConfig(n_layer=2, n_head=4, n_embd=32, block_size=24, vocab_size=90)
+    x = torch.randint(90, (3, 24), generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(ours(x), theirs(x).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_there_and_back_gives_the_same_weights() -> None:
+    model = built(bias=True)
+    weights = {name: weight for name, weight in model.state_dict().items() if name != "lm_head.weight"}
+    back = from_transformers(to_transformers(weights, model.cfg.resolved_vocab_size))
+    assert back.keys() == weights.keys()
+    assert all(torch.equal(back[name], weights[name]) for name in weights)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"activation_function": "relu"}, "activation_function=relu: gptexp's model has gelu_new"),
+        ({"model_type": "llama"}, "model_type=llama: gptexp's model has gpt2"),
+        ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
+        ({"n_inner": 64}, r"n_inner=64: gptexp's model has 4·n_embd = 128"),
+        ({"n_layer": 0}, "n_layer=0: must be a whole number above 0"),
+        ({"vocab_size": "many"}, "vocab_size=many: must be a whole number above 0"),
+    ],
+)
+def test_another_architecture_is_refused(change: dict[str, Any], why: str) -> None:
+    content = config_json(ModelConfig(n_layer=2, n_head=4, n_embd=32, block_size=24), 90, 7)
+    with pytest.raises(ConfigError, match=why):
+        model_config({**content, **change})
+
+
+def test_the_defaults_of_transformers_are_gpt2s() -> None:
+    assert model_config({"model_type": "gpt2"}) == ModelConfig(vocab_size=50257)
