@@ -1,7 +1,7 @@
 """Whether a directory may hold the run of a config: a new one, or the same one, which then continues."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from gptexp.config.schema import AUTO, Config, result_deciding
 from gptexp.config.vocabulary import VOCAB_SIZES, padded, with_vocab_size
@@ -33,13 +33,10 @@ def check_same(directory: Path, config: Config) -> Literal["new", "unfinished", 
             f"{directory}: holds a run that has lost its {run_dir.CONFIG}; restore it, or use a new directory"
         )
     # config.yaml may have been edited since the checkpoint was saved.
-    before = run_dir.load_resolved(directory)
+    before, trained = run_dir.load_resolved(directory), run_dir.trained_with(directory)
     if config.model.vocab_size == AUTO:
-        was_auto = run_dir.load_config(directory).model.vocab_size == AUTO
-        known = None if was_auto else VOCAB_SIZES.get(config.data.tokenizer)
-        # It follows from the tokenizer, which is compared here, and from the data, which are compared later.
-        config = with_vocab_size(config, padded(known) if known else before.model.vocab_size)
-    old, new = result_deciding(before) | run_dir.trained_with(directory), result_deciding(config)
+        config = with_vocab_size(config, _chosen_vocab_size(directory, config, before, trained))
+    old, new = result_deciding(before) | trained, result_deciding(config)
     completed = run_dir.status(directory) == "completed"
     changed = [key for key in new if old.get(key) != new[key]]
     if completed and set(changed) & {"train.max_tokens", "train.max_steps"}:
@@ -51,3 +48,19 @@ def check_same(directory: Path, config: Config) -> Literal["new", "unfinished", 
         lines = [f"{key} was {shown(old[key])}, now {shown(new[key])}; start a new run" for key in changed]
         raise ConfigError([f"{directory}: cannot resume with another config: {line}" for line in lines])
     return "completed" if completed else "unfinished"
+
+
+def _chosen_vocab_size(directory: Path, config: Config, before: Config, trained: dict[str, Any]) -> int | str:
+    """What `model.vocab_size=auto` in `config` is in a directory with the run of the config `before`.
+
+    It follows from the tokenizer, which is compared with the earlier one, and from the data, which are compared later.
+    """
+    if run_dir.load_config(directory).model.vocab_size != AUTO and config.data.tokenizer in VOCAB_SIZES:
+        return padded(VOCAB_SIZES[config.data.tokenizer])
+    chosen = before.model.vocab_size
+    if (weights := trained.get("model.vocab_size", chosen)) != chosen:
+        raise ConfigError(
+            f"{directory / run_dir.EFFECTIVE}: vocab_size={shown(chosen)}, and the weights were trained with "
+            f"{shown(weights)}; restore that value"
+        )
+    return chosen

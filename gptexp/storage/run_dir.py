@@ -206,12 +206,12 @@ def load_resolved(directory: Path) -> Config:
     config = load_config(directory)
     if config.model.vocab_size != AUTO:
         return config
-    path = directory / EFFECTIVE
-    n_vocab = VOCAB_SIZES.get(config.data.tokenizer)
-    unchosen = AUTO if n_vocab is None else padded(n_vocab)
-    chosen = read_json(path).get("vocab_size") or trained_with(directory).get("model.vocab_size", unchosen)
-    if chosen != AUTO and not (fits_type(chosen, int) and chosen > 0):
-        raise ConfigError(f"{path}: vocab_size={shown(chosen)}: must be a whole number above 0; start a new run")
+    chosen: Any = None
+    with suppress(ConfigError):  # a damaged file is reported by the commands that need its other values
+        chosen = read_json(directory / EFFECTIVE).get("vocab_size")
+    if not (fits_type(chosen, int) and chosen > 0):
+        n_vocab = VOCAB_SIZES.get(config.data.tokenizer)
+        chosen = trained_with(directory).get("model.vocab_size", AUTO if n_vocab is None else padded(n_vocab))
     return with_vocab_size(config, chosen)
 
 

@@ -12,6 +12,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +21,8 @@ from typing import Any
 import pytest
 import yaml
 from conftest import TINY, ForkServer, clean, sabotaged
+
+from gptexp.reporting.live import SHARE
 
 EXPECTED = Path(__file__).with_name("damaged_runs.txt")
 OF_SWEEPS = ("status", "report", "watch", "ls")
@@ -180,6 +183,7 @@ class Place:
         self.watching = subprocess.Popen(watch, cwd=root, env=self.env, stdout=subprocess.PIPE, text=True)
         assert self.watching.stdout is not None
         assert "watching" in self.watching.stdout.readline()
+        self.asked_again = 0.0  # s of the monotonic clock: no page is asked for before
 
     def _train(self, corpus: Path) -> None:
         small = [*(o for o in TINY if "n_embd" not in o), "model.n_embd=2", f"data.path={corpus}", "train.save_every=2"]
@@ -242,9 +246,15 @@ class Place:
         return "names it" if about in said and file not in (CELL, ".") else "works"
 
     def page(self, file: str, about: str) -> str:
-        """The same for the page of the `gptexp watch` that runs all the time."""
+        """The same for the page of the `gptexp watch` that runs all the time.
+
+        After it has built a page, it shows that for a share of the time which this took, whatever changes meanwhile.
+        """
+        time.sleep(max(0.0, self.asked_again - time.monotonic()))
+        started = time.monotonic()
         with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/state.json", timeout=60) as answer:
             page = json.loads(answer.read())["sections"]
+        self.asked_again = time.monotonic() + SHARE * (time.monotonic() - started)
         said = "".join(page.values())
         assert "Error" not in said, said
         names = about in said and file not in (CELL, ".")

@@ -114,7 +114,9 @@ def needs(choice: str, corpus: Path) -> list[str]:
     group, _, name = choice.partition("=")
     if name in ("shakespeare_50_steps", "tutorial"):
         return []
-    extra = [f"data.path={corpus}"] if name == "text" or group == "experiment" else []
+    extra = [f"data.path={corpus}"] if name in ("text", "tokens") or group == "experiment" else []
+    if name == "hf":
+        extra = ["data.path=owner/name"]
     if group == "world" and name.startswith("ddp"):
         extra += ["batch.micro_batch_size=1"]
     if group == "batch":

@@ -18,9 +18,10 @@ from conftest import ROOT, TINY, ForkServer, events, summary, wait_for
 from wandb_server import ENTITY, WandbServer, minimal_environment
 from wandb_server import Run as WandbRun
 
-from gptexp.config.schema import LogConfig, WandbConfig, fields_of, from_dict
+from gptexp.config.schema import LogConfig, WandbConfig, fields_of, from_dict, to_dict
 from gptexp.loggers.run_log import METRICS
 from gptexp.loggers.wandb import WandbSink, _mode, build_wandb
+from gptexp.storage import run_dir
 
 Start = Callable[..., subprocess.Popen[str]]
 Sabotage = Callable[[str, str], dict[str, str]]
@@ -305,7 +306,7 @@ def test_a_run_sets_name_and_tags_of_its_wandb_run_and_prints_no_warning(finishe
 def test_the_config_of_a_run_is_on_the_server(finished: Online) -> None:
     out = finished.out
     config = {key: of["value"] for key, of in finished.run.config.items() if key != "_wandb"}
-    saved = yaml.safe_load((out / "config.yaml").read_text())
+    saved = to_dict(run_dir.load_resolved(out))
     assert {key: config[key] for key in saved} == saved
     assert config["effective"] == json.loads((out / "effective.json").read_text())
     assert config["mfu"] == summary(out)["mfu"]
