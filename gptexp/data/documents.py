@@ -87,7 +87,7 @@ def kind_of(path: Path) -> tuple[Kind, Compression | None]:
 def next_cut(path: Path, kind: Kind, position: int, cut_before: str) -> int:
     """The first byte from `position` on at which a plain file can be cut; its size if there is none.
 
-    Before a cut ends a line of jsonl, or a visible character of text; a character in `cut_before` follows that.
+    jsonl is cut between two lines. Text is cut after a visible character, in front of one of `cut_before`.
     """
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         if kind == "jsonl":
@@ -119,8 +119,13 @@ def documents(span: Span | HubFile, cut_before: str, column: str) -> Iterator[tu
 
 def _rows(span: Span | HubFile, column: str) -> Iterator[str]:
     if isinstance(span, HubFile):
-        return hub.texts(span.repo, span.subset, span.split, span.number, column)
+        return _hub(span, column)
     return {"jsonl": _jsonl, "parquet": _parquet, "arrow": _arrow}[span.kind](span, column)
+
+
+def _hub(span: HubFile, column: str) -> Iterator[str]:
+    for number, row in enumerate(hub.rows(span.repo, span.subset, span.split, span.number), 1):
+        yield _text(row, column, lambda: f"{span.path}: row {number:,}")  # noqa: B023  called at once
 
 
 def pieces(blocks: Iterator[bytes], cut_before: str) -> Iterator[str]:

@@ -14,24 +14,18 @@ def count_shards(repo: str, subset: str | None, split: str) -> int:
     return int(_streamed(repo, subset, split).num_shards)
 
 
-def texts(repo: str, subset: str | None, split: str, shard: int, column: str) -> Iterator[str]:
-    """Yield the column of the rows in one file of a data set, as they arrive. Raises `DataError`."""
+def rows(repo: str, subset: str | None, split: str, shard: int) -> Iterator[dict[str, Any]]:
+    """Yield the rows in one file of a data set, as they arrive. Raises `DataError`."""
     streamed = _streamed(repo, subset, split)
-    rows = iter(streamed.shard(num_shards=streamed.num_shards, index=shard))
-    number = 0
+    arriving = iter(streamed.shard(num_shards=streamed.num_shards, index=shard))
     while True:
         try:
-            row = next(rows)
+            row = next(arriving)
         except StopIteration:
             return
         except Exception as error:  # of the network and of each format
             raise DataError(_problem(repo, f"{type(error).__name__}: {first_line(error)}")) from None
-        number += 1
-        if column not in row:
-            raise DataError(f"{repo}: no column {shown(column)}, only {', '.join(row)}; set data.text_column")
-        if not isinstance(row[column], str):
-            raise DataError(f"{repo}: row {number:,} of file {shard}: {column}={shown(row[column])} is not text")
-        yield row[column]
+        yield row
 
 
 @cache

@@ -27,6 +27,7 @@ from gptexp.data.stream import TokenStream, mark_verified, read_manifest, verify
 from gptexp.data.token_files import TokenFile
 from gptexp.data.tokenise import Encoder, characters, joined, tokenise
 from gptexp.data.tokenizer import load_tokenizer
+from gptexp.distributed.ranks import count_cores
 from gptexp.process.errors import DataError
 from gptexp.process.words import counted
 from gptexp.storage.run_dir import TOKENIZER
@@ -79,13 +80,17 @@ def _token_files(data: DataConfig) -> tuple[list[TokenFile], list[TokenFile]]:
 def _referenced(files: Sequence[TokenFile], data: DataConfig) -> Path:
     """The directory with the manifest of token files that lie elsewhere; new files are read. Raises `DataError`."""
     target = _references_dir(files, data)
+    _build_once(target, lambda: _write_references(files, data, target))
+    verify(target)
+    return target
+
+
+def _build_once(target: Path, build: Callable[[], None]) -> None:
+    """Call `build`, which makes the directory `target`, unless it is complete. Other processes wait for one."""
     if not is_file(target / MANIFEST):
         with _lock(target.with_name(f"{target.name}.lock")), data_errors(target):
             if not is_file(target / MANIFEST):
-                target.mkdir(parents=True, exist_ok=True)
-                _write_references(files, data, target)
-    verify(target)
-    return target
+                build()
 
 
 def _references_dir(files: Sequence[TokenFile], data: DataConfig) -> Path:
@@ -95,14 +100,12 @@ def _references_dir(files: Sequence[TokenFile], data: DataConfig) -> Path:
 
 
 def _write_references(files: Sequence[TokenFile], data: DataConfig, target: Path) -> None:
+    target.mkdir(parents=True, exist_ok=True)
     folder = files[0].path.parent
     if (folder / token_files.META).is_file() != (data.tokenizer == CHARS):
         is_there = "is there, so the ids are characters; use" if data.tokenizer != CHARS else "is missing; leave out"
         raise DataError(f"{folder / token_files.META}: {is_there} data.tokenizer=chars")
-    if data.tokenizer == CHARS:
-        CharTokenizer(token_files.characters_in(folder)).save(target / TOKENIZER)
-    elif data.tokenizer not in NAMES:
-        shutil.copyfile(data.tokenizer, target / TOKENIZER)
+    _keep_tokenizer(data.tokenizer, target, lambda: token_files.characters_in(folder))
     tokenizer = load_tokenizer(data.tokenizer, target)
     vocabulary = token_files.Vocabulary(data.tokenizer, tokenizer.n_vocab, tokenizer.eot_token)
     read = [token_files.read(file, vocabulary, trusted=data.format is not None) for file in files]
@@ -123,10 +126,7 @@ def sources(data: DataConfig) -> dict[str, DataConfig]:
 def _mixed(data: DataConfig) -> Path:
     directories = {path: _tokenised(find_corpus(one), one) for path, one in sources(data).items()}
     target = mix_dir(cache_dir(data), directories, data.mix, data.max_tokens)
-    if not is_file(target / MANIFEST):
-        with _lock(target.with_name(f"{target.name}.lock")), data_errors(target):
-            if not is_file(target / MANIFEST):
-                write_mix(target, directories, data.mix, data.max_tokens, data.tokenizer)
+    _build_once(target, lambda: write_mix(target, directories, data.mix, data.max_tokens, data.tokenizer))
     return target
 
 
@@ -216,10 +216,7 @@ def _label(tokenizer: str) -> str:
 
 def _tokenised(corpus: corpora.Corpus, data: DataConfig) -> Path:
     target = tokens_dir(corpus, data)
-    if not is_file(target / MANIFEST):
-        with _lock(target.with_name(f"{target.name}.lock")):
-            if not is_file(target / MANIFEST):
-                _tokenise(corpus, data, target)
+    _build_once(target, lambda: _tokenise(corpus, data, target))
     verify(target)
     return target
 
@@ -229,9 +226,10 @@ def _compare(corpus: corpora.Corpus, data: DataConfig) -> None:
     stream, done = TokenStream(target), 0
     encoder = Encoder(data.tokenizer, target, data.text_column)
     parts = _parts(corpus, encoder)
-    with tempfile.TemporaryDirectory(dir=cache_dir(data), prefix=".compare-") as folder, _progress(corpus) as progress:
-        tokenise(parts, encoder, Path(folder), _workers(data, parts), progress.part(parts))
-        for ids in joined(len(parts), encoder, Path(folder)):
+    with data_errors(cache_dir(data)), tempfile.TemporaryDirectory(dir=cache_dir(data), prefix=".compare-") as folder:
+        with _progress(corpus) as progress:
+            tokenise(parts, encoder, Path(folder), _workers(data, parts), progress.part(parts))
+        for ids in joined(parts, encoder, Path(folder)):
             cached = stream.read(done, min(len(ids), len(stream) - done))
             same = len(cached) == len(ids) and bool((cached == ids).all())
             if not same:
@@ -248,7 +246,7 @@ def _parts(corpus: corpora.Corpus, encoder: Encoder) -> list[Part]:
 
 def _workers(data: DataConfig, parts: Sequence[Part]) -> int:
     """The number of processes for these parts: data.workers, else one for each core, and none too many."""
-    return min(data.workers or len(os.sched_getaffinity(0)), max(1, len(parts)))
+    return min(data.workers or count_cores(), max(1, len(parts)))
 
 
 def _equal_at_the_start(a: Tokens, b: Tokens) -> int:
@@ -289,7 +287,7 @@ def _tokenise(corpus: corpora.Corpus, data: DataConfig, target: Path) -> None:
     folder = unfinished / "parts"
     with data_errors(unfinished):
         folder.mkdir(parents=True, exist_ok=True)
-        _keep_tokenizer(corpus, data, unfinished)
+        _keep_tokenizer(data.tokenizer, unfinished, lambda: _characters(corpus, data))
         encoder = Encoder(data.tokenizer, unfinished, data.text_column)
         parts = _parts(corpus, encoder)
         with _progress(corpus) as progress:
@@ -297,7 +295,7 @@ def _tokenise(corpus: corpora.Corpus, data: DataConfig, target: Path) -> None:
         about = {"corpus": corpus.name, "tokenizer": data.tokenizer, "documents": documents}
         n_vocab = load_tokenizer(data.tokenizer, unfinished).n_vocab
         with ShardWriter(unfinished, n_vocab, about) as writer:
-            for ids in joined(len(parts), encoder, folder):
+            for ids in joined(parts, encoder, folder):
                 writer.append(ids)
         shutil.rmtree(folder)
     shutil.rmtree(target, ignore_errors=True)  # incomplete: it has no manifest
@@ -310,17 +308,22 @@ def _tokenise(corpus: corpora.Corpus, data: DataConfig, target: Path) -> None:
     )
 
 
-def _keep_tokenizer(corpus: corpora.Corpus, data: DataConfig, directory: Path) -> None:
+def _keep_tokenizer(tokenizer: str, directory: Path, find_characters: Callable[[], str]) -> None:
     """Write tokenizer.json into `directory`, for a tokenizer that needs one."""
     path = directory / TOKENIZER
-    if data.tokenizer == CHARS and not path.exists():
-        parts = corpora.parts(corpus, CharTokenizer.cut_before, PART_BYTES)
-        found = characters(parts, data.text_column, _workers(data, parts))
-        if not found:
-            raise no_text(corpus.name)
-        CharTokenizer(found).save(path)
-    elif data.tokenizer not in NAMES:
-        shutil.copyfile(data.tokenizer, path)
+    if tokenizer == CHARS and not path.exists():
+        CharTokenizer(find_characters()).save(path)
+    elif tokenizer not in NAMES:
+        shutil.copyfile(tokenizer, path)
+
+
+def _characters(corpus: corpora.Corpus, data: DataConfig) -> str:
+    """The distinct characters of a corpus. Raises `DataError` if there are none."""
+    parts = corpora.parts(corpus, CharTokenizer.cut_before, PART_BYTES)
+    found = characters(parts, data.text_column, _workers(data, parts))
+    if not found:
+        raise no_text(corpus.name)
+    return found
 
 
 class _Progress:

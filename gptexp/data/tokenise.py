@@ -7,6 +7,7 @@ result depends neither on the number of workers nor on interruptions.
 Memory: a worker holds about a megabyte of text and its ids, or one row; of parquet, one row group.
 """
 
+import hashlib
 import signal
 import struct
 from collections.abc import Callable, Iterator, Sequence
@@ -49,7 +50,7 @@ def tokenise(
 
     `advance` is called with the number and the tokens of each part that is complete. Raises `DataError`.
     """
-    targets = [_file(folder, number) for number in range(len(parts))]
+    targets = _files(folder, parts)
     missing = [number for number, target in enumerate(targets) if not target.exists()]
     for number in sorted({*range(len(parts))} - {*missing}):
         advance(number, _count(targets[number], encoder))
@@ -60,12 +61,12 @@ def tokenise(
     return sum(_documents(target) for target in targets)
 
 
-def joined(parts: int, encoder: Encoder, folder: Path) -> Iterator[Tokens]:
+def joined(parts: Sequence[Part], encoder: Encoder, folder: Path) -> Iterator[Tokens]:
     """Yield the ids of all parts in `folder`, in their order, with the end of a text between documents."""
     tokenizer = load_tokenizer(encoder.tokenizer, encoder.directory)
     unneeded = tokenizer.eot_token is not None  # the end of a text before the first document
-    for number in range(parts):
-        with _file(folder, number).open("rb") as file:
+    for path in _files(folder, parts):
+        with path.open("rb") as file:
             file.seek(_HEAD.size)
             while len(ids := np.fromfile(file, id_dtype(tokenizer.n_vocab), READ_IDS)):
                 yield ids[1:] if unneeded else ids
@@ -129,8 +130,10 @@ def _characters_of_part(part: Part, column: str) -> str:
     return characters_of(text for span in part for text, _ in documents(span, CharTokenizer.cut_before, column))
 
 
-def _file(folder: Path, number: int) -> Path:
-    return folder / f"part-{number:06d}.ids"
+def _files(folder: Path, parts: Sequence[Part]) -> list[Path]:
+    """The files of the parts. Parts of another division, by another version of gptexp, have other names."""
+    digests = (hashlib.sha256(repr(part).encode()).hexdigest()[:8] for part in parts)
+    return [folder / f"part-{number:06d}-{digest}.ids" for number, digest in enumerate(digests)]
 
 
 def _count(path: Path, encoder: Encoder) -> int:

@@ -6,7 +6,7 @@ without its corpus.
 """
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Protocol
 
@@ -67,6 +67,16 @@ def _named(name: str) -> Tokenizer:
 
 
 def _from_file(path: Path) -> Tokenizer:
+    try:
+        stat = path.stat()
+    except OSError as error:
+        raise DataError(f"{path}: not a tokenizer.json ({first_line(error)}); restore it, or give another") from None
+    return _loaded(path, stat.st_mtime_ns, stat.st_size)
+
+
+@lru_cache(4)
+def _loaded(path: Path, _mtime_ns: int, _size: int) -> Tokenizer:
+    """The tokenizer in a file, which takes seconds to load if it is large; again if the file has changed."""
     try:
         content = read_json(path)
     except (OSError, ValueError) as error:

@@ -99,8 +99,12 @@ def cores_per_rank(rank: Rank) -> int:
     """Number of CPU cores for each rank of this node."""
     if rank.by_srun and "SLURM_CPUS_PER_TASK" in os.environ:
         return int(os.environ["SLURM_CPUS_PER_TASK"])
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // (rank.local_world_size * runs_at_once()))
+    return max(1, count_cores() // (rank.local_world_size * runs_at_once()))
+
+
+def count_cores() -> int:
+    """Number of CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def runs_at_once() -> int:
