@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from gptexp.command import from_init
 from gptexp.command.hydra_main import spelled_out, state_of
 from gptexp.config.compose import composition, hydra_engine, is_multirun, is_sweep, to_config
 from gptexp.config.describe import answer_help
@@ -41,6 +42,7 @@ def main(argv: list[str] | None = None) -> None:
     if gpu is not None and args.time:
         raise ConfigError("--time: times a few steps on this machine; leave it out, device=GPU estimates the duration")
 
+    from_init.register()
     with hydra_engine(args.config_dir) as engine:
         multirun = args.multirun or is_multirun(overrides)
         composed = composition(engine, overrides, args.config_dir, multirun, args.config_name)

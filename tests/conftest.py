@@ -87,6 +87,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # A small model and a step of 128 tokens: a run takes little longer than the import of torch. The vocabulary keeps its
 # 50,304 ids.
 TINY = (
+    "model=nano",
     "model.n_layer=1",
     "model.n_head=2",
     "model.n_embd=16",

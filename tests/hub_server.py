@@ -1,17 +1,20 @@
-"""A stand-in for the Hugging Face hub: the answers that streaming a data set needs, with the files of a folder.
+"""A stand-in for the Hugging Face hub: the answers that streaming a data set and downloading a model need.
 
-python tests/hub_server.py FOLDER      prints its port; serves FOLDER as the data set owner/name
+python tests/hub_server.py FOLDER      prints its port; serves FOLDER as each of the data sets and models `NAMES`
 """
 
 import hashlib
 import json
+import re
 import sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 COMMIT = "0" * 40
-API, FILES = "/api/datasets/owner/name", "/datasets/owner/name/resolve/"
+NAMES = ("owner/name", "openai-community/gpt2")
+API = re.compile(rf"/api/(?:datasets|models)/({'|'.join(NAMES)})(/tree/)?")
+FILES = re.compile(rf"/(?:datasets/)?(?:{'|'.join(NAMES)})/resolve/[^/]+/(.+)")
 
 
 class Hub(BaseHTTPRequestHandler):
@@ -26,14 +29,15 @@ class Hub(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]
-        if path.startswith(f"{API}/tree/"):
+        asked, wanted = API.match(path), FILES.fullmatch(path)
+        if asked and asked[2]:
             folder = self.root / path.partition(COMMIT)[2].strip("/")
             self.answer(json.dumps([self.entry(file) for file in sorted(folder.iterdir())]).encode())
-        elif path.startswith(API):
+        elif asked:
             names = [str(file.relative_to(self.root)) for file in sorted(self.root.rglob("*")) if file.is_file()]
-            about = {"id": "owner/name", "sha": COMMIT, "siblings": [{"rfilename": name} for name in names]}
+            about = {"id": asked[1], "sha": COMMIT, "siblings": [{"rfilename": name} for name in names]}
             self.answer(json.dumps(about).encode())
-        elif path.startswith(FILES) and (file := self.root / path.removeprefix(FILES).partition("/")[2]).is_file():
+        elif wanted and (file := self.root / wanted[1]).is_file():
             self.file(file)
         else:
             self.answer(b"", 404, {"X-Error-Code": "EntryNotFound"})

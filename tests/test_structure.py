@@ -33,6 +33,7 @@ FENCES = {
     "tokenizers": {"data/tokenizer_file.py"},
     "pyarrow": {"data/documents.py"},
     "datasets": {"data/hub.py"},
+    "huggingface_hub": {"storage/hub.py"},
     "argparse": {TOP, "command/hydra_main.py", "command/completion.py"},
     "rich": {
         "data/prepare.py", "loggers/console.py", "reporting/terminal_table.py",

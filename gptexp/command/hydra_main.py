@@ -25,6 +25,7 @@ from hydra.core.utils import run_job
 from hydra.types import HydraContext
 from omegaconf import DictConfig
 
+from gptexp.command import from_init
 from gptexp.command.help import print_help
 from gptexp.config.compose import (
     composition,
@@ -57,6 +58,7 @@ def hydra_main(train: Task, begin_cell: Task, launcher_world_size: int | None) -
     Raises `ConfigError`, before any directory is made, for a command line or a config that cannot run.
     """
     args = _parse()
+    from_init.register()
     multirun = args.multirun or is_multirun(args.overrides)
     if args.help:
         print_help(args.overrides, args.config_dir, args.config_name)

@@ -23,10 +23,19 @@ from omegaconf.errors import OmegaConfBaseException
 
 from gptexp.config import rules
 from gptexp.config.overrides import canonical, override_problems, secret_problems
-from gptexp.config.paths import CONFIG_NAME, absolute, conf_dir, folders, is_file, is_path_list, own_config
+from gptexp.config.paths import (
+    CONFIG_NAME,
+    absolute,
+    conf_dir,
+    folders,
+    is_file,
+    is_hub_model,
+    is_path_list,
+    own_config,
+)
 from gptexp.config.schema import Config, field_problem, fields_of
 from gptexp.config.vocabulary import NAMES
-from gptexp.process.errors import ConfigError, first_line
+from gptexp.process.errors import ConfigError, UserError, first_line
 from gptexp.process.words import counted, shown
 
 
@@ -131,7 +140,13 @@ def hydra_errors_as_config_errors() -> Iterator[None]:
     try:
         yield
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(_one_line(error)) from None
+        raise _of_a_resolver(error) or ConfigError(_one_line(error)) from None
+
+
+def _of_a_resolver(error: BaseException) -> UserError | None:
+    """The error of a resolver, which OmegaConf has put into errors of its own."""
+    inner = error.__cause__ or error.__context__
+    return inner if inner is None or isinstance(inner, UserError) else _of_a_resolver(inner)
 
 
 def _one_line(error: BaseException) -> str:
@@ -165,7 +180,7 @@ def to_config(cfg: DictConfig, overrides: Sequence[str], launcher_world_size: in
         config.data.tokenizer = os.path.abspath(config.data.tokenizer)  # noqa: PTH100  `absolute` would take it for a glob
     if config.data.cache_dir:
         config.data.cache_dir = absolute(config.data.cache_dir)
-    if config.init_from:
+    if config.init_from and not is_hub_model(config.init_from):
         config.init_from = os.path.abspath(config.init_from)  # noqa: PTH100  `absolute` would take it for a glob
     if launcher_world_size is not None and config.world.size not in (None, launcher_world_size):
         problems.append(

@@ -3,6 +3,7 @@
 import glob
 import json
 import os
+import re
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +18,15 @@ from gptexp.process.words import shown
 CONFIG_NAME = "config"  # conf/config.yaml, which every other primary config includes
 FILE_FLAGS = {"--config-dir": "dir", "-cd": "dir", "--config-name": "name", "-cn": "name"}  # Hydra's, for own files
 OWN_CONF = "GPTEXP_CONF"  # environment: path of a folder that replaces conf/
+
+# Models of the Hugging Face hub with a short name. A path of that name is written with ./ in front.
+HUB_MODELS = {
+    "gpt2": "openai-community/gpt2",
+    "gpt2-medium": "openai-community/gpt2-medium",
+    "gpt2-large": "openai-community/gpt2-large",
+    "gpt2-xl": "openai-community/gpt2-xl",
+}
+_REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w.-]+)?")
 
 Groups = dict[str, dict[str, Path]]  # group -> option -> its file
 
@@ -96,6 +106,16 @@ def user_cache_dir() -> Path:
         return Path(platformdirs.user_cache_dir("gptexp"))
     except RuntimeError:
         return Path(tempfile.gettempdir()) / f"gptexp-{os.getuid()}"
+
+
+def is_hub_model(name: str) -> bool:
+    """Whether `init_from=name` names a model of the hub: a short name, or OWNER/NAME that is no path here.
+
+    A revision may follow: NAME@REVISION.
+    """
+    if name.partition("@")[0] in HUB_MODELS:
+        return True
+    return _REPOSITORY.fullmatch(name) is not None and not Path(name).exists()
 
 
 def is_path_list(value: Any) -> bool:

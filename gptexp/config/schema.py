@@ -275,7 +275,8 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     log: LogConfig = field(default_factory=LogConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)
-    init_from: str | None = None  # run directory: the new run starts from its newest weights
+    init_from: str | None = None  # weights that the run starts from: a run directory, one that transformers saved,
+    # nanoGPT's ckpt.pt, gpt2, gpt2-medium, gpt2-large or gpt2-xl, or OWNER/NAME of the Hugging Face hub
 
     @property
     def seq_len(self) -> int:

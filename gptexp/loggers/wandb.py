@@ -68,6 +68,11 @@ class WandbSink(Sink):
         self._thread.start()
         self._begun.wait(INIT_TIMEOUT_S)
 
+    @property
+    def online(self) -> bool:
+        """Whether the run has a page on wandb's server."""
+        return self._begun.is_set() and not self._failed and self._mode == "online"
+
     def write(self, event: dict[str, Any]) -> None:
         kind = event["event"]
         if kind in ("step", "eval"):

@@ -13,8 +13,6 @@ import torch
 from torch import Tensor
 
 from gptexp.config.schema import ModelConfig
-from gptexp.process.errors import ConfigError
-from gptexp.process.words import shown
 
 PREFIX = "transformer."
 LAYER_NORM_EPSILON = 1e-5  # torch's default, which `GPT` uses
@@ -50,6 +48,12 @@ def from_transformers(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
+def from_nanogpt(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The weights of nanoGPT's model for a `GPT`, without lm_head. `torch.compile` puts `_orig_mod.` before a name."""
+    names = {name: name.removeprefix("_orig_mod.").removeprefix(PREFIX) for name in weights}
+    return {ours: weights[name] for name, ours in names.items() if not _NO_WEIGHT.fullmatch(ours)}
+
+
 def config_json(model: ModelConfig, n_vocab: int, end_of_text: int | None) -> dict[str, Any]:
     """The content of config.json for a model whose tokenizer has `n_vocab` ids."""
     return {
@@ -71,30 +75,3 @@ def config_json(model: ModelConfig, n_vocab: int, end_of_text: int | None) -> di
         "tie_word_embeddings": True,
         "dtype": "float32",
     }
-
-
-# What a `GPT` is, and transformers can be told to change. A config.json without a key has this value.
-_FIXED = {
-    "model_type": "gpt2",
-    "activation_function": "gelu_new",
-    "layer_norm_epsilon": LAYER_NORM_EPSILON,
-    "scale_attn_weights": True,
-    "scale_attn_by_inverse_layer_idx": False,
-    "tie_word_embeddings": True,
-}
-
-
-def model_config(content: Mapping[str, Any]) -> ModelConfig:
-    """The model that a config.json describes, without dropout. Raises `ConfigError` for another architecture."""
-    for key, expected in _FIXED.items():
-        if content.get(key, expected) != expected:
-            raise ConfigError(f"{key}={shown(content[key])}: gptexp's model has {expected}; give another GPT-2")
-    inner = content.get("n_inner")
-    if inner is not None and inner != 4 * content["n_embd"]:
-        raise ConfigError(f"n_inner={shown(inner)}: gptexp's model has 4·n_embd = {4 * content['n_embd']}")
-    sizes = {"n_layer": 12, "n_head": 12, "n_embd": 768, "n_positions": 1024, "vocab_size": 50257}  # its defaults
-    values = {key: content.get(key, default) for key, default in sizes.items()}
-    for key, value in values.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ConfigError(f"{key}={shown(value)}: must be a whole number above 0")
-    return ModelConfig(block_size=values.pop("n_positions"), **values)

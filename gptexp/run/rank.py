@@ -58,11 +58,13 @@ from gptexp.process.terminal import emit, say, warn
 from gptexp.process.words import counted
 from gptexp.run.build import build_gpt, compile_in_turn, replace_unwritable_caches, wrap
 from gptexp.run.faults import explained
+from gptexp.run.first_weights import load_first_weights
 from gptexp.run.job import Job
 from gptexp.run.summary import Summary, about, end_line, end_lines, start_event, start_lines
 from gptexp.run.trial import settle_micro_batch
-from gptexp.storage import checkpoint, run_dir
+from gptexp.storage import checkpoint, init_from, run_dir
 from gptexp.storage.checkpoint import TrainState
+from gptexp.storage.init_from import Source
 from gptexp.training.loop import Training, fit
 from gptexp.training.optim import build_optimizer
 from gptexp.training.profiling import StepProfiler
@@ -147,7 +149,8 @@ class Decision:
     """The choices of rank 0 for all ranks. Nodes may differ in hardware, but one run needs one set of choices."""
 
     effective: Effective
-    checkpoint: Path | None  # the weights to start from; None: random ones
+    checkpoint: Path | None  # of this run, to continue from; None: it starts
+    source: Source | None  # of `init_from`: the weights of a run that starts; None: random ones
     state: TrainState  # the counters to start from; training advances them
 
 
@@ -157,7 +160,7 @@ class Built:
 
     training: Training
     log: RunLog
-    logs_to_wandb: bool
+    uploads_report: bool
     summary: Summary
 
 
@@ -184,13 +187,13 @@ def prepare(job: Job) -> Prepared:
 
 def decide(job: Job, prepared: Prepared) -> Decision:
     """Resolve every `auto` and choose the checkpoint, on rank 0 for all ranks. *Collective.*"""
-    chosen, path, state = agree(partial(_decide, job, prepared), job.rank, prepared.patient)
+    decision: Decision = agree(partial(_decide, job, prepared), job.rank, prepared.patient)
     _refuse_different_data(gather(prepared.dataset.hash))
-    apply(chosen, job.cfg.train.deterministic)
-    return Decision(chosen, path, state)
+    apply(decision.effective, job.cfg.train.deterministic)
+    return decision
 
 
-def _decide(job: Job, prepared: Prepared) -> tuple[Effective, Path | None, TrainState]:
+def _decide(job: Job, prepared: Prepared) -> Decision:
     cfg, directory, dataset = job.cfg, job.directory, prepared.dataset
     checkpoints = directory / run_dir.CHECKPOINTS
     _refuse_changed_data(directory, run_dir.read_summary(directory).get("data_hash"), dataset)
@@ -203,8 +206,8 @@ def _decide(job: Job, prepared: Prepared) -> tuple[Effective, Path | None, Train
     checkpoint.remove_leftovers(checkpoints)
     found = checkpoint.load_latest(checkpoints)
     if found is None:
-        weights = checkpoint.newest(Path(cfg.init_from) / run_dir.CHECKPOINTS)[0] if cfg.init_from else None
-        return effective, weights, TrainState()
+        source = init_from.find(cfg.init_from, weights=True) if cfg.init_from else None
+        return Decision(effective, None, source, TrainState())
     path, state = found
     _refuse_changed_data(path, checkpoint.data_hash(path), dataset)
     if state.tokens != state.step * cfg.batch.total_batch_size:
@@ -213,7 +216,7 @@ def _decide(job: Job, prepared: Prepared) -> tuple[Effective, Path | None, Train
             f"batch.total_batch_size={cfg.batch.total_batch_size:,}; not a checkpoint of this run"
         )
     checkpoint.set_aside(checkpoints, state.step)
-    return effective, path, state
+    return Decision(effective, path, None, state)
 
 
 def build(job: Job, prepared: Prepared, decision: Decision) -> Built:
@@ -221,11 +224,11 @@ def build(job: Job, prepared: Prepared, decision: Decision) -> Built:
     with explained(job, prepared.store, decision.effective, decision.state):
         training = _build_training(job, prepared, decision)
         used = _utilisation(job, prepared, decision)
-        log, logs_to_wandb = _open_log(job, decision, training, used)
+        log, uploads_report = _open_log(job, decision, training, used)
         barrier(prepared.patient)  # rank 0 may wait for wandb; a step must not time out because of that
     summary = Summary(job.directory, training, decision.state, used)
     summary.write("running")
-    return Built(training, log, logs_to_wandb, summary)
+    return Built(training, log, uploads_report, summary)
 
 
 def train(job: Job, prepared: Prepared, decision: Decision, built: Built) -> Outcome:
@@ -249,10 +252,10 @@ def train(job: Job, prepared: Prepared, decision: Decision, built: Built) -> Out
 
 
 def finish(job: Job, decision: Decision, built: Built, outcome: Outcome) -> None:
-    """Write the summary, log the report to wandb, close the logs and print the outcome. Runs after a failure too."""
+    """Write the summary, upload the report to wandb, close the logs and print the outcome. Runs after a failure too."""
     cfg = job.cfg
     written = built.summary.write(outcome.status)
-    if built.logs_to_wandb and outcome.status in run_dir.DONE and cfg.sweep.name is None:  # a sweep has one report
+    if built.uploads_report and outcome.status in run_dir.DONE:
         from gptexp.reporting.write import files_of_report  # imports scipy, which nothing else here needs
 
         built.log.report(decision.state.step, files_of_report(job.directory))
@@ -275,8 +278,9 @@ def _build_training(job: Job, prepared: Prepared, decision: Decision) -> Trainin
     optimizer = build_optimizer(gpt, cfg.optim, effective.fused.value)
     if path is not None:
         checkpoint.load_weights(path, gpt)
-        if state.step:  # a checkpoint of this run; `init_from` gives its weights only
-            checkpoint.load_optimizer(path, optimizer)
+        checkpoint.load_optimizer(path, optimizer)
+    elif decision.source is not None and rank.is_main:  # the other ranks receive them from rank 0 in `wrap`
+        load_first_weights(decision.source, gpt)
     model = wrap(gpt, effective, cfg.train.reduction, rank, device)
     plan = plan_run(cfg, effective.micro_batch_size.value)
     unmeasured = why_unmeasured(cfg, effective.micro_batch_size.value, rank.world_size)
@@ -351,7 +355,7 @@ def _peak_flops_per_rank(job: Job, prepared: Prepared, effective: Effective) -> 
 
 
 def _open_log(job: Job, decision: Decision, training: Training, used: Utilisation) -> tuple[RunLog, bool]:
-    """Open the log, without sinks on ranks other than 0. Also returns whether it logs to wandb."""
+    """Open the log, without sinks on ranks other than 0. Also returns whether the run uploads a report of itself."""
     cfg, directory, effective, state = job.cfg, job.directory, decision.effective, decision.state
     step_tokens, schedule = training.plan.step_tokens, training.plan.schedule
     if not job.rank.is_main:
@@ -376,7 +380,8 @@ def _open_log(job: Job, decision: Decision, training: Training, used: Utilisatio
         sinks.insert(0, console)
     alerts = Alerts(schedule.warmup_tokens, cfg.optim.grad_clip, job.stop.deadline, metrics.alerts_before)
     bytes_per_token = _val_bytes_per_token(cfg.data.tokenizer, training.dataset)
-    return RunLog(sinks, step_tokens, used, alerts, bytes_per_token), wandb is not None
+    alone = cfg.sweep.name is None  # a sweep has one report of all its cells
+    return RunLog(sinks, step_tokens, used, alerts, bytes_per_token), alone and wandb is not None and wandb.online
 
 
 def _val_bytes_per_token(tokenizer: str, dataset: Dataset) -> float | None:

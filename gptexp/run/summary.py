@@ -59,7 +59,7 @@ def start_lines(cfg: Config, directory: Path, effective: Effective, t: Training,
     if state.step:
         lines.append(f"resuming        after step {state.step:,}, {state.tokens:,} tokens")
     elif cfg.init_from:
-        lines.append(f"weights         newest checkpoint of {cfg.init_from}")
+        lines.append(f"weights         those of {cfg.init_from}")
     return lines
 
 

@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 
+NANO = ("model=nano",)
 SMALL = (
-    "model.n_layer=4", "model.n_head=4", "model.n_embd=128", "model.block_size=256",
+    *NANO, "model.n_layer=4", "model.n_head=4", "model.n_embd=128", "model.block_size=256",
     "batch.micro_batch_size=8", "batch.total_batch_size=2048", "optim.lr=6e-4",
 )  # fmt: skip
 
@@ -23,15 +24,17 @@ def _gpt2(model: str, micro_batch: int) -> tuple[str, ...]:
 
 
 CPU_WORKLOADS = {
-    "nano": Workload("the default model", ("train.compile=off",), 20),
-    "nano_ddp2": Workload("the same on two ranks", ("train.compile=off", "world=ddp2", "batch.micro_batch_size=4"), 20),
+    "nano": Workload("model=nano", (*NANO, "train.compile=off"), 20),
+    "nano_ddp2": Workload(
+        "the same on two ranks", (*NANO, "train.compile=off", "world=ddp2", "batch.micro_batch_size=4"), 20
+    ),
     "small": Workload("4 layers, width 128, GPT-2's vocabulary", (*SMALL, "train.compile=off"), 30),
     "small_compiled": Workload("the same, compiled", (*SMALL, "train.compile=on"), 30),
     "gpt2": Workload("GPT-2 124M at T=1024", (*_gpt2("gpt2", 4), "train.compile=off"), 5),
     "gpt2_compiled": Workload("the same, compiled", (*_gpt2("gpt2", 4), "train.compile=on"), 5),
 }
 GPU_WORKLOADS = {
-    "nano": Workload("the default model", (), 50),
+    "nano": Workload("model=nano", NANO, 50),
     "small": Workload("4 layers, width 128, GPT-2's vocabulary", SMALL, 50),
     **{
         f"gpt2_b{b}": Workload(f"GPT-2 124M at T=1024, micro-batch {b}", _gpt2("gpt2", b), 30)

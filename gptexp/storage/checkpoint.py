@@ -213,12 +213,25 @@ def _opened(path: Path) -> Iterator[Any]:
 
 def load_weights(path: Path, model: nn.Module) -> None:
     """Load the weights of checkpoint `path` into `model`. Raises `CheckpointError` if they do not fit."""
+    file = path / "model.safetensors"
     try:
-        with _opened(path / "model.safetensors") as file:
-            weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        weights = _read(file)
         model.load_state_dict({**weights, "lm_head.weight": weights["wte.weight"]})
     except (OSError, SafetensorError, KeyError, RuntimeError) as error:
-        raise CheckpointError(f"{path / 'model.safetensors'}: does not fit the model ({first_line(error)})") from None
+        raise CheckpointError(f"{file}: does not fit the model ({first_line(error)})") from None
+
+
+def read_tensors(file: Path) -> dict[str, torch.Tensor]:
+    """The tensors in a file of safetensors. Raises `CheckpointError`."""
+    try:
+        return _read(file)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{file}: cannot be read ({first_line(error)}); copy or download it again") from None
+
+
+def _read(file: Path) -> dict[str, torch.Tensor]:
+    with _opened(file) as tensors:
+        return {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
 
 
 def load_optimizer(path: Path, optimizer: torch.optim.Optimizer) -> None:

@@ -27,7 +27,7 @@ from gptexp.run.calibrate import Sample
 
 Gptexp = Callable[..., subprocess.CompletedProcess[str]]
 
-GRID = ["batch.total_batch_size=4096,10000,16384", "optim.lr=1e-3,2e-3"]
+GRID = ["model=nano", "batch.total_batch_size=4096,10000,16384", "optim.lr=1e-3,2e-3"]
 
 
 def test_a_plan_has_the_parameters_steps_flops_and_memory_of_the_run(corpus: Path) -> None:
@@ -136,7 +136,9 @@ def test_cells_of_one_shape_share_one_timing_sample(monkeypatch: pytest.MonkeyPa
         return Sample(start_s=2.0, first_s=1.0, step_s=0.3, micro_s=0.1, micro_steps=2)
 
     monkeypatch.setattr(planning, "sample", sample)
-    grid = compose_sweep(["batch.total_batch_size=2048,8192,4096", "model.n_layer=1,2", "train.max_tokens=81920"])
+    grid = compose_sweep(
+        ["model=nano", "batch.total_batch_size=2048,8192,4096", "model.n_layer=1,2", "train.max_tokens=81920"]
+    )
     cells = plan_sweep(grid.drafts)
     add_times([(d.config, c["plan"]) for d, c in zip(grid.drafts, cells, strict=True) if d.config is not None])
     assert sorted(sampled) == [(1, 4), (2, 4)]
@@ -223,7 +225,7 @@ def test_a_plan_for_another_gpu_says_that_it_is_an_estimate(capsys: pytest.Captu
 
 
 @pytest.mark.parametrize(
-    "command", ["gptexp plan device=h100 world=ddp8 model=gpt2", "gptexp plan device=h100 world=ddp8"]
+    "command", ["gptexp plan device=h100 world=ddp8 model=gpt2", "gptexp plan device=h100 world=ddp8 model=nano"]
 )
 def test_a_files_micro_batch_that_does_not_divide_the_step_is_chosen_anew_for_another_gpu(
     command: str, capsys: pytest.CaptureFixture[str]

@@ -200,7 +200,7 @@ def test_init_from_loads_the_weights_only(finished: Finished, gptexp: Gptexp, ti
     assert new.returncode == 0, new.stderr
     before, after = (weights(tmp_path / name) for name in ("old", "new"))
     assert all(torch.equal(value, after[name]) for name, value in before.items())
-    assert f"weights         newest checkpoint of {tmp_path / 'old'}" in new.stdout
+    assert f"weights         those of {tmp_path / 'old'}" in new.stdout
     prints = [events(tmp_path / name, "step")[1]["data/fingerprint"] for name in ("old", "new")]
     assert prints[0] == prints[1]
     assert torch.load(newest(tmp_path / "new") / "train.pt", weights_only=True)["optimizer"]["state"][0]["step"] == 2

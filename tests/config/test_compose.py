@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 from sweeps import compose_sweep
 
+from gptexp.command import from_init
 from gptexp.config.compose import compose, composition, hydra_engine, is_multirun, is_sweep
 from gptexp.config.paths import packaged_conf
-from gptexp.config.schema import Config, fields_of
+from gptexp.config.schema import Config, WorldConfig, fields_of
 from gptexp.process.errors import ConfigError
 from gptexp.sweep.cells import cell_name
 
@@ -24,13 +25,13 @@ def test_a_length_on_the_command_line_takes_precedence_over_a_file() -> None:
 
 def test_the_launcher_sets_the_world_size_if_the_config_does_not() -> None:
     assert compose([]).world.size == 1
-    assert compose([], launcher_world_size=4).world.size == 4
-    assert compose(["world=ddp4"], launcher_world_size=4).world.size == 4
+    assert compose(["model=nano"], launcher_world_size=4).world.size == 4
+    assert compose(["model=nano", "world=ddp4"], launcher_world_size=4).world.size == 4
 
 
 def test_a_wrong_world_size_is_reported_together_with_other_problems() -> None:
     with pytest.raises(ConfigError) as error:
-        compose(["world=single", "optim.lr=1e-3", "model.n_head=3"], launcher_world_size=4)
+        compose(["model=nano", "world=single", "optim.lr=1e-3", "model.n_head=3"], launcher_world_size=4)
     assert len(error.value.problems) == 2
     assert "the launcher started 4 ranks" in error.value.problems[0]
     assert "model.n_head=3" in error.value.problems[1]
@@ -89,10 +90,45 @@ def test_two_plus_signs_set_an_existing_key() -> None:
     assert compose(typed).schedule.warmup_tokens is None  # as without the plus signs
 
 
-def test_a_model_option_changes_only_the_model_and_the_learning_rate() -> None:
-    before, after = ({k: v for k, _, v in fields_of(compose(o))} for o in ([], ["model=gpt2"]))
+def test_a_model_option_sets_only_the_model_and_the_learning_rate() -> None:
+    """Also in place of the default, whose file sets a tokenizer, a batch, a schedule and a length of its own."""
+    assert compose(["model=gpt2", "optim.lr=6e-4"]) == Config(world=WorldConfig(size=1))
+    before, after = ({k: v for k, _, v in fields_of(compose([f"model={name}"]))} for name in ("gpt2", "nano"))
     changed = {key for key in before if before[key] != after[key]}
-    assert changed <= {"model.n_layer", "model.n_head", "model.n_embd", "model.block_size", "optim.lr"}
+    assert changed == {"model.n_layer", "model.n_head", "model.n_embd", "model.block_size", "optim.lr"}
+
+
+@pytest.mark.parametrize(
+    ("override", "section", "wanted"),
+    [
+        ("batch=gpt2", "batch", {"total_batch_size": 524_288, "micro_batch_size": 16}),
+        ("schedule=wsd", "schedule", {"name": "wsd"}),
+        ("data=shakespeare_char", "data", {"name": "shakespeare", "tokenizer": "chars"}),
+        ("data.tokenizer=gpt2", "data", {"tokenizer": "gpt2"}),
+        ("train.max_tokens=4096000", "train", {"max_tokens": 4_096_000}),
+    ],
+)
+def test_the_default_models_own_settings_can_be_replaced(
+    override: str, section: str, wanted: dict[str, object]
+) -> None:
+    config = getattr(compose([override]), section)
+    assert {key: getattr(config, key) for key in wanted} == wanted
+
+
+@pytest.mark.parametrize(
+    ("overrides", "n_layer"),
+    [
+        (["sweep=lr"], 2),
+        (["sweep=lr", "model=gpt2"], 12),
+        (["sweep=seeds", "experiment=tutorial"], 1),
+        (["sweep=seeds", "experiment=gpt3_125m", "data.path=x"], 12),
+    ],
+)
+def test_a_named_grid_is_for_nano_unless_a_recipe_or_the_command_line_chooses(
+    overrides: list[str], n_layer: int
+) -> None:
+    with hydra_engine() as engine:
+        assert composition(engine, overrides, None, multirun=True).model.n_layer == n_layer
 
 
 # Each option file of the groups under conf/. A sweep file is left out, because it describes several runs. The default
@@ -109,6 +145,12 @@ CHOICES = [
 ]
 
 
+def a_model(folder: Path) -> Path:
+    """A directory with the sizes of a model, as transformers saves it."""
+    (folder / "config.json").write_text('{"model_type": "gpt2", "n_layer": 3}')
+    return folder
+
+
 def needs(choice: str, corpus: Path) -> list[str]:
     """The overrides that an option needs in order to compose: text, a length or a smaller micro-batch."""
     group, _, name = choice.partition("=")
@@ -118,9 +160,11 @@ def needs(choice: str, corpus: Path) -> list[str]:
     if name == "hf":
         extra = ["data.path=owner/name"]
     if group == "world" and name.startswith("ddp"):
-        extra += ["batch.micro_batch_size=1"]
+        extra += ["batch.total_batch_size=8192", "batch.micro_batch_size=1"]
     if group == "batch":
         extra += ["train.max_tokens=1_000_000_000"]
+    if name in ("from_init", "finetune_gpt2"):
+        extra = [f"init_from={a_model(corpus.parent)}"]
     if name in ("gpt3", "gpt3_125m"):
         extra += ["train.max_tokens=300_000_000_000"]
     if group == "model" and name.startswith("gpt"):
@@ -137,6 +181,7 @@ def test_the_groups_and_their_options_are_found() -> None:
 
 @pytest.mark.parametrize("choice", CHOICES)
 def test_every_option_of_every_group_composes(choice: str, corpus: Path) -> None:
+    from_init.register()
     assert isinstance(compose([choice, *needs(choice, corpus)]), Config)
 
 

@@ -26,7 +26,7 @@ def test_a_key_has_its_meaning_source_values_default_and_files(tmp_path: Path) -
         "optim.lr",
         "  meaning   peak learning rate; each model file sets its own",
         "  values    float, above 0",
-        "  default   7.5e-3, set by model=nano",
+        "  default   5.0e-3, set by model=bytes",
         "  part of   optim: AdamW as GPT-3 uses it (arXiv 2005.14165, appendix B).",
     ]
     set_by = [line.removeprefix("  set by").strip() for line in lines[5:]]

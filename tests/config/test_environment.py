@@ -59,7 +59,8 @@ def test_the_cells_of_a_sweep_keep_their_names() -> None:
 @pytest.mark.usefixtures("every_variable")
 def test_without_wandb_no_variable_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_PROJECT", "a/b")
-    assert compose(["log=disabled"]).log == LogConfig(wandb=compose(["log=disabled"]).log.wandb)
+    log = compose(["model=gpt2", "log=disabled"]).log
+    assert log == LogConfig(wandb=log.wandb)
     assert compose(["log=disabled"]).log.wandb.project == "gptexp"
 
 

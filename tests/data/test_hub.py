@@ -39,7 +39,7 @@ def prepare(server: tuple[subprocess.Popen[str], int], tmp_path: Path) -> Prepar
     def run(*given: str) -> subprocess.CompletedProcess[str]:
         env = {**os.environ, "HF_ENDPOINT": f"http://127.0.0.1:{server[1]}", "HF_HOME": str(tmp_path / "home"),
                "GPTEXP_CACHE": str(tmp_path / "cache")}  # fmt: skip
-        command = [sys.executable, "-m", "gptexp", "prepare", "data=hf", *given]
+        command = [sys.executable, "-m", "gptexp", "prepare", "data=hf", "data.tokenizer=gpt2", *given]
         return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False)
 
     return run

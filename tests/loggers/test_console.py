@@ -86,7 +86,7 @@ def test_every_message_has_a_line_of_its_own_above_the_bar(columns: int, monkeyp
             bar._progress.refresh()
             output()
             bar._progress.refresh()
-        bar.write({"event": "eval", "step": 6, "val/loss": 3.5, "val/ppl": 33.1})
+        bar.write({"event": "eval", "step": 6, "val/loss": 3.5, "val/ppl": 33.1, "val/bpb": 1.25})
         bar.close({}, 0)
         say("the end")
     *lines, drawn, last = screen.lines()
@@ -100,7 +100,7 @@ def test_every_message_has_a_line_of_its_own_above_the_bar(columns: int, monkeyp
         "gptexp: SIGINT: the run stops after this step; repeat the signal to stop at once",
         alert[:columns],
         alert[columns:],
-        "step    7 | val loss: 3.500000 | perplexity: 33.10",
+        "step    7 | val loss: 3.500000 | perplexity: 33.10 | bits per byte: 1.2500",
     ]
     assert drawn.startswith("step  7/10 ━" if columns == 120 else " 7/10 ━")
     assert "loss 5.5000  val 3.5000  6,912 tok/s" in drawn

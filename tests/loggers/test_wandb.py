@@ -544,7 +544,8 @@ def test_wandb_sync_uploads_an_offline_run_completely(
     assert steps_logged(server, run_id(out)) == [(e["step"], e["train/loss"]) for e in events(out, "step")]
     run = server.runs[run_id(out)]
     assert run.exit_code == 0
-    assert {artifact.type for artifact in run.artifacts} == {"run_table", "report"}
+    assert {artifact.type for artifact in run.artifacts} == {"run_table"}
+    assert not (out / "report.html").exists(), "a report that nobody sees takes seconds"
     assert not server.faults
 
 

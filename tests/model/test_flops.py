@@ -59,7 +59,7 @@ def test_parameter_counts_are_exact_without_biases(name: str, padded: bool) -> N
 
 def test_every_model_file_is_tested_and_sets_a_learning_rate() -> None:
     names = {path.stem for path in (conf_dir() / "model").glob("*.yaml")}
-    assert names == PARAMETERS.keys() | {"nano", "mini"}
+    assert names == PARAMETERS.keys() | {"bytes", "from_init", "nano", "mini"}
     for name in names:
         assert yaml.safe_load((conf_dir() / "model" / f"{name}.yaml").read_text())["optim"]["lr"] > 0
 

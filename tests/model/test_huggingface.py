@@ -7,8 +7,9 @@ import torch
 
 from gptexp.config.schema import ModelConfig
 from gptexp.model.gpt import GPT
-from gptexp.model.huggingface import config_json, from_transformers, model_config, to_transformers
+from gptexp.model.huggingface import config_json, from_transformers, to_transformers
 from gptexp.process.errors import ConfigError
+from gptexp.storage.init_from import model_config
 
 N_VOCAB = 90  # the rest of the 128 rows is padding
 

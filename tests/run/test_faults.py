@@ -54,7 +54,7 @@ def test_ranks_that_do_not_answer_within_the_timeout_are_named(
 def test_a_smaller_micro_batch_is_chosen_only_for_auto_and_before_the_first_step(
     size: str, steps_made: int, error: type[Exception], tmp_path: Path
 ) -> None:
-    cfg, state = compose([f"batch.micro_batch_size={size}"]), TrainState(step=40)
+    cfg, state = compose(["model=nano", f"batch.micro_batch_size={size}"]), TrainState(step=40)
     effective = resolve(cfg, torch.device("cpu"), Rank(), None)
     effective = replace(effective, micro_batch_size=replace(effective.micro_batch_size, value=8))
 

@@ -50,12 +50,12 @@ def test_the_number_of_parallel_cells_follows_from_the_gpus(
     monkeypatch: pytest.MonkeyPatch, overrides: list[str], gpus: list[str], places: Places
 ) -> None:
     monkeypatch.setattr("gptexp.sweep.launchers.visible_gpus", lambda: gpus)
-    assert side_by_side([compose(overrides)] * 3) == places
+    assert side_by_side([compose(["model=nano", *overrides])] * 3) == places
 
 
 def test_more_parallel_cells_than_the_gpus_allow_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gptexp.sweep.launchers.visible_gpus", lambda: GPUS)
-    cells: list[Config] = [compose(["world.size=2", "sweep.parallel=3"])] * 3
+    cells: list[Config] = [compose(["model=nano", "world.size=2", "sweep.parallel=3"])] * 3
     with pytest.raises(ConfigError, match=r"sweep\.parallel=3: needs 6 GPUs, up to 2 per cell; visible GPUs: 4"):
         side_by_side(cells)
 

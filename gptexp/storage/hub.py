@@ -1,0 +1,50 @@
+"""Models on the Hugging Face hub. No other file imports huggingface_hub."""
+
+import logging
+import sys
+from functools import cache
+from pathlib import Path
+
+from gptexp.process.errors import ConfigError, first_line
+
+CONFIG_FILES = ["config.json"]
+WEIGHT_FILES = ["model*.safetensors", "model.safetensors.index.json"]
+OLD_WEIGHT_FILES = ["pytorch_model*.bin", "pytorch_model.bin.index.json"]  # of a model without those
+
+
+@cache
+def download_model(given: str, repository: str, revision: str | None, weights: bool) -> Path:
+    """The directory with config.json of the model `repository`, and with its `weights` if asked to.
+
+    What has been downloaded before is in the hub's own cache and is used without a network. Raises `ConfigError`.
+    """
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.utils import (  # type: ignore[attr-defined]
+            disable_progress_bars,
+            enable_progress_bars,
+        )
+    except ImportError:
+        raise ConfigError(
+            f"init_from={given}: needs the package huggingface_hub; run: pip install 'gptexp[hf]'"
+        ) from None
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it prints two lines for each attempt
+
+    enable_progress_bars() if weights and sys.stderr.isatty() else disable_progress_bars()
+
+    def download(patterns: list[str]) -> Path:
+        return Path(snapshot_download(repository, revision=revision, allow_patterns=[*CONFIG_FILES, *patterns]))
+
+    try:
+        found = download(WEIGHT_FILES if weights else [])
+        if weights and not any(found.glob("model*.safetensors")):
+            found = download(OLD_WEIGHT_FILES)
+    except Exception as error:  # of the network and of the hub
+        raise ConfigError(
+            f"init_from={given}: no such path here, and the hub's model {repository} cannot be had "
+            f"({type(error).__name__}: {first_line(error)}); without a network: hf download {repository} on another "
+            "machine, and give the directory"
+        ) from None
+    if not (found / CONFIG_FILES[0]).is_file():
+        raise ConfigError(f"init_from={given}: the hub's model {repository} has no config.json; give another")
+    return found

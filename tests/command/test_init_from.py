@@ -1,0 +1,314 @@
+"""`init_from`: weights of transformers and of nanoGPT, from a directory and from the hub."""
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from real_runs import weights
+from safetensors.torch import load_file, save_file
+
+from gptexp.config.compose import compose
+from gptexp.config.schema import ModelConfig
+from gptexp.model.gpt import GPT
+from gptexp.process.errors import CheckpointError, ConfigError
+from gptexp.run.first_weights import load_first_weights
+from gptexp.storage.init_from import find
+
+Gptexp = Callable[..., subprocess.CompletedProcess[str]]
+
+SHAPE = {"n_layer": 2, "n_head": 4, "n_embd": 32, "vocab_size": 257}
+MODEL = ModelConfig(block_size=16, **SHAPE)
+X = torch.randint(257, (3, 16), generator=torch.Generator().manual_seed(1))
+# With such a learning rate the weights stay, so that a run ends with those that it was given.
+STILL = ("optim.lr=1e-30", "optim.weight_decay=0", "data.tokenizer=bytes", "hydra.run.dir=out")
+
+
+def theirs() -> Any:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(GPT2Config(n_positions=16, **SHAPE)).eval()
+
+
+@pytest.fixture(scope="session")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory that transformers has saved. All tests of the session share it: read it, never write to it."""
+    directory = tmp_path_factory.mktemp("transformers") / "model"
+    theirs().save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture
+def mine(saved: Path, tmp_path: Path) -> Path:
+    """A copy of `saved` that a test may change."""
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for file in saved.iterdir():
+        (copy / file.name).write_bytes(file.read_bytes())
+    return copy
+
+
+def given(tiny: list[str], *more: str) -> list[str]:
+    """Overrides of a run with the sizes of `init_from`, in place of those of `TINY`."""
+    kept = [text for text in tiny if not text.startswith("model")]
+    return [*kept, "model=from_init", *STILL, *more]
+
+
+def loaded(path: Path, model: ModelConfig = MODEL) -> GPT:
+    torch.manual_seed(7)
+    gpt = GPT(model).eval()
+    load_first_weights(find(str(path)), gpt)
+    return gpt
+
+
+def nanogpt(path: Path, bias: bool = True, prefix: str = "_orig_mod.", **changed: Any) -> GPT:
+    """Write a checkpoint as nanoGPT's train.py does, and return a model with its weights."""
+    torch.manual_seed(3)
+    gpt = GPT(ModelConfig(block_size=16, bias=bias, **SHAPE)).eval()
+    named = {name if name == "lm_head.weight" else f"transformer.{name}": w for name, w in gpt.state_dict().items()}
+    named |= {f"transformer.h.{n}.attn.bias": torch.ones(1, 1, 16, 16) for n in range(2)}  # of torch before 2.0
+    content = {
+        "model": {prefix + name: weight for name, weight in named.items()},
+        "optimizer": {"state": {}, "param_groups": []},
+        "model_args": {"block_size": 16, "bias": bias, "dropout": 0.0, **SHAPE},
+        "iter_num": 5, "best_val_loss": torch.tensor(1.5), "config": {"dataset": "shakespeare"},
+    }  # fmt: skip
+    torch.save({**content, **changed}, path)
+    return gpt
+
+
+def test_a_model_that_transformers_saved_trains_on_here(
+    saved: Path, gptexp: Gptexp, tiny: list[str], tmp_path: Path
+) -> None:
+    done = gptexp("train", *given(tiny, f"init_from={saved}", "log.progress=auto"))
+    assert done.returncode == 0, done.stderr
+    assert f"weights         those of {saved}" in done.stdout
+    assert f"vocabulary      257: that of init_from={saved}" in done.stdout
+    gpt, found = GPT(MODEL).eval(), weights(tmp_path / "out")
+    gpt.load_state_dict({**found, "lm_head.weight": found["wte.weight"]})
+    torch.testing.assert_close(gpt(X), theirs()(X).logits, rtol=1e-5, atol=1e-5)
+    saved_config = (tmp_path / "out/config.yaml").read_text()
+    assert "n_embd: 32" in saved_config
+    assert "vocab_size: auto" in saved_config
+
+
+@pytest.mark.e2e
+def test_all_ranks_start_with_the_weights_that_rank_0_has_read(
+    saved: Path, gptexp: Gptexp, tiny: list[str], tmp_path: Path
+) -> None:
+    for reduction in ("mean", "tree"):
+        out = f"hydra.run.dir={reduction}"
+        done = gptexp("train", *given(tiny, f"init_from={saved}", "world.size=2", f"train.reduction={reduction}", out))
+        assert done.returncode == 0, done.stderr
+        torch.testing.assert_close(weights(tmp_path / reduction)["wte.weight"], theirs().transformer.wte.weight.data)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("prefix", ["_orig_mod.", ""])
+def test_a_checkpoint_of_nanogpt_has_the_same_logits_here(tmp_path: Path, bias: bool, prefix: str) -> None:
+    expected = nanogpt(tmp_path / "ckpt.pt", bias, prefix)
+    model = find(str(tmp_path / "ckpt.pt")).model()
+    assert model == expected.cfg
+    torch.testing.assert_close(loaded(tmp_path / "ckpt.pt", model)(X), expected(X), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["shards", "pickled", "bfloat16"])
+def test_every_form_of_transformers_weights_is_read(mine: Path, kind: str) -> None:
+    model = theirs()
+    if kind == "bfloat16":
+        model = model.to(torch.bfloat16)
+    if kind == "pickled":  # as transformers saved before it had safetensors
+        (mine / "model.safetensors").unlink()
+        torch.save(model.state_dict(), mine / "pytorch_model.bin")
+    else:
+        model.save_pretrained(mine, max_shard_size="40KB" if kind == "shards" else "5GB")
+    if kind == "shards":
+        (mine / "model.safetensors").unlink()
+        assert len(list(mine.glob("model-0*.safetensors"))) > 1
+    torch.testing.assert_close(loaded(mine)(X), model.float()(X).logits, rtol=1e-5, atol=1e-5)
+
+
+# --- refused ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (["model.n_layer=3"], "model.n_layer=3: init_from=@DIR has n_layer=2; use the same value, or model=from_init"),
+        (["model.bias=false"], "model.bias=false: init_from=@DIR has bias=true"),
+        (["model.vocab_size=320"], "model.vocab_size=320: init_from=@DIR has vocab_size=257"),
+        (["model.block_size=32"], "model.block_size=32: init_from=@DIR has block_size=16"),
+        (["data.tokenizer=gpt2"], "has 50,257 ids, and the weights of init_from=@DIR are for 257"),
+        (["init_from=null"], "model=from_init: init_from is not given; give it, or choose another model"),
+        (["init_from=./gpt2"], "gpt2: no such file or directory; give a run, a directory that transformers saved"),
+        (["init_from=empty"], "empty: it has neither config.yaml nor config.json; give a run"),
+    ],
+)
+def test_what_does_not_fit_is_refused_in_one_line(
+    saved: Path, gptexp: Gptexp, tiny: list[str], tmp_path: Path, overrides: list[str], line: str
+) -> None:
+    (tmp_path / "empty").mkdir()
+    refused = gptexp("train", *given(tiny, f"init_from={saved}", *overrides))
+    assert (refused.returncode, len(refused.stderr.splitlines())) == (2, 1), refused.stderr
+    assert line.replace("@DIR", str(saved)) in refused.stderr
+    assert not (tmp_path / "out/checkpoints").exists()
+
+
+def _without(file: Path, name: str) -> None:
+    save_file({key: value for key, value in load_file(file).items() if key != name}, file)
+
+
+def _reshaped(file: Path) -> None:
+    save_file({**load_file(file), "transformer.wpe.weight": torch.zeros(8, 32)}, file)
+
+
+@pytest.mark.parametrize(
+    ("damage", "line"),
+    [
+        (lambda d: (d / "model.safetensors").unlink(), "has no model.safetensors and no pytorch_model.bin"),
+        (lambda d: (d / "model.safetensors").write_bytes(b"x" * 99), "model.safetensors: cannot be read"),
+        (lambda d: os.truncate(d / "model.safetensors", 9000), "model.safetensors: cannot be read"),
+        (lambda d: _without(d / "model.safetensors", "transformer.ln_f.bias"), "lacks the weight ln_f.bias"),
+        (lambda d: _reshaped(d / "model.safetensors"), "wpe.weight has the shape (8, 32), and the model (16, 32)"),
+        (lambda d: (d / "model.safetensors.index.json").write_text("{}"), "not an index of weights"),
+        (
+            lambda d: (d / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../b"}}'),
+            "it names a file in another directory",
+        ),
+        (
+            lambda d: (d / "model.safetensors.index.json").write_text('{"weight_map": {"a": "b"}}'),
+            "b: is missing, and model.safetensors.index.json names it",
+        ),
+    ],
+)
+def test_damaged_weights_are_refused_by_name(mine: Path, damage: Callable[[Path], object], line: str) -> None:
+    damage(mine)
+    with pytest.raises(CheckpointError) as error:
+        loaded(mine)
+    assert line in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changed", "line"),
+    [
+        ({"model_type": "llama"}, "model_type=llama: gptexp's model has gpt2"),
+        ({"activation_function": "relu"}, "activation_function=relu"),
+        ({"n_inner": 64}, "n_inner=64: gptexp's model has 4·n_embd = 128"),
+        ({"n_embd": "wide"}, "n_embd=wide: must be a whole number above 0"),
+        ({"n_head": 5}, "n_embd=32: not divisible by n_head=5"),
+    ],
+)
+def test_another_architecture_is_refused(mine: Path, changed: dict[str, Any], line: str) -> None:
+    file = mine / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changed}))
+    with pytest.raises(ConfigError) as error:
+        find(str(mine)).model()
+    assert str(error.value).startswith(f"init_from={mine}: ")
+    assert line in str(error.value)
+
+
+class Harmful:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (Path("harmed"),)
+
+
+@pytest.mark.parametrize("name", ["ckpt.pt", "copy/pytorch_model.bin"])
+def test_code_in_a_file_is_not_run(mine: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (mine / "model.safetensors").unlink()
+    torch.save({"model": Harmful(), "model_args": {}}, tmp_path / name)
+    with pytest.raises(CheckpointError, match=name):
+        loaded(tmp_path / name.split("/")[0])
+    assert not (tmp_path / "harmed").exists()
+    pickle.loads(pickle.dumps(Harmful()))
+    assert (tmp_path / "harmed").exists(), "the file is harmful to a loader that runs code"
+
+
+@pytest.mark.parametrize("changed", [{"model_args": None}, {"model": [1]}])
+def test_another_file_of_torch_is_no_checkpoint_of_nanogpt(tmp_path: Path, changed: dict[str, Any]) -> None:
+    nanogpt(tmp_path / "ckpt.pt", **changed)
+    with pytest.raises(CheckpointError, match="not a checkpoint of nanoGPT"):
+        find(str(tmp_path / "ckpt.pt")).model()
+
+
+# --- the hub ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hub(saved: Path, tmp_path: Path) -> Iterator[dict[str, str]]:
+    """The environment in which a stand-in for the hub has the model `saved`."""
+    pytest.importorskip("huggingface_hub", reason="no huggingface_hub; pip install 'gptexp[hf]'")
+    script = Path(__file__).parents[1] / "hub_server.py"
+    with subprocess.Popen([sys.executable, str(script), str(saved)], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        address = f"http://127.0.0.1:{int(process.stdout.readline())}"
+        yield {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "home"), "PID": str(process.pid)}
+        process.kill()
+
+
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("owner/name@main", marks=pytest.mark.e2e)])
+def test_a_model_of_the_hub_is_downloaded_once(
+    hub: dict[str, str], gptexp: Gptexp, tiny: list[str], tmp_path: Path, name: str
+) -> None:
+    """Also beside a folder of the same name, which would be ./gpt2."""
+    (tmp_path / "gpt2").mkdir()
+    first = gptexp("train", *given(tiny, f"init_from={name}"), env=hub)
+    assert first.returncode == 0, first.stderr
+    torch.testing.assert_close(weights(tmp_path / "out")["wte.weight"], theirs().transformer.wte.weight.data)
+    os.kill(int(hub["PID"]), 9)
+    again = gptexp("train", *given(tiny, f"init_from={name}", "hydra.run.dir=again"), env=hub)
+    assert again.returncode == 0, again.stderr
+
+
+@pytest.mark.parametrize("name", ["gpt2-xl", "owner/missing"])
+def test_a_model_that_cannot_be_had_is_one_line_that_says_what_to_do(
+    gptexp: Gptexp, tiny: list[str], tmp_path: Path, name: str
+) -> None:
+    pytest.importorskip("huggingface_hub", reason="no huggingface_hub; pip install 'gptexp[hf]'")
+    nobody = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "home")}
+    refused = gptexp("train", *given(tiny, f"init_from={name}"), env=nobody)
+    assert (refused.returncode, len(refused.stderr.splitlines())) == (2, 1), refused.stderr
+    assert refused.stderr.startswith(f"gptexp: config error: init_from={name}: no such path here, and the hub's model ")
+    assert "hf download" in refused.stderr
+    assert not (tmp_path / "out").exists()
+
+
+# --- fine-tuning -----------------------------------------------------------------------------------------------------
+
+
+def test_the_recipe_is_nanogpts(saved: Path) -> None:
+    """config/finetune_shakespeare.py, and the defaults of train.py."""
+    from gptexp.command.from_init import register
+
+    register()
+    config = compose(["experiment=finetune_gpt2", f"init_from={saved}"])
+    assert (config.model.n_layer, config.model.n_embd, config.model.dropout) == (2, 32, 0.0)
+    assert (config.optim.lr, config.optim.weight_decay, config.optim.grad_clip) == (3e-5, 0.1, 1.0)
+    assert (config.optim.beta1, config.optim.beta2) == (0.9, 0.95)
+    assert (config.schedule.name, config.schedule.warmup_ratio) == ("constant", 0.0)
+    assert (config.batch.total_batch_size, config.batch.micro_batch_size) == (32 * 1024, 1)
+    assert config.run_length == (20, 20 * 32 * 1024)
+    assert config.train.eval_every_tokens == 5 * 32 * 1024
+
+
+def test_the_recipe_trains(saved: Path, gptexp: Gptexp, corpus: Path, tmp_path: Path) -> None:
+    """With bytes, because the model is small: fewer steps of fewer tokens than the recipe has."""
+    short = [
+        "batch.total_batch_size=256",
+        "train.max_tokens=2560",
+        "train.eval_every_tokens=512",
+        "data.tokenizer=bytes",
+    ]
+    text = ["data=text", f"data.path={corpus}", "log=disabled", "log.progress=off", "hydra.run.dir=out"]
+    done = gptexp("train", "experiment=finetune_gpt2", f"init_from={saved}", "optim.lr=1e-2", *short, *text)
+    assert done.returncode == 0, done.stderr
+    losses = [json.loads(line) for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines()]
+    of_validation = [event["val/loss"] for event in losses if event["event"] == "eval"]
+    assert of_validation[-1] < of_validation[0]
