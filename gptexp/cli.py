@@ -17,6 +17,7 @@ VERBS = {
     "resume": "continue an unfinished run",
     "sample": "print text from the newest checkpoint of a run, or of a sweep's best run",
     "evaluate": "print a checkpoint's validation loss as JSON",
+    "export": "write a checkpoint as a directory that Hugging Face's transformers loads",
     "report": "report the results of a sweep or a run: optima, law, noise, pictures",
     "compare": "show what differs between runs, and whether their losses differ by more than seeds cause",
     "status": "show the progress of a sweep's cells",

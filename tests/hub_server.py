@@ -1,4 +1,4 @@
-"""A stand-in for the Hugging Face hub: the answers that streaming a data set and downloading a model need.
+"""A stand-in for the Hugging Face hub: the answers that streaming a data set, and a model's way down or up, need.
 
 python tests/hub_server.py FOLDER      prints its port; serves FOLDER as each of the data sets and models `NAMES`
 """
@@ -7,6 +7,7 @@ import hashlib
 import json
 import re
 import sys
+from base64 import b64decode
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,23 @@ class Hub(BaseHTTPRequestHandler):
             self.file(file)
         else:
             self.answer(b"", 404, {"X-Error-Code": "EntryNotFound"})
+
+    def do_POST(self) -> None:
+        """Make a model, and write the files of a commit to it. A token is asked for."""
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0)).decode()
+        if self.headers.get("Authorization") is None:
+            self.answer(b"", 401)
+        elif self.path.endswith("/preupload/main"):
+            files = [{**file, "uploadMode": "regular", "shouldIgnore": False} for file in json.loads(body)["files"]]
+            self.answer(json.dumps({"files": files}).encode())
+        elif "/commit/" in self.path:
+            for line in map(json.loads, body.splitlines()):
+                if line["key"] == "file":
+                    (self.root / line["value"]["path"]).write_bytes(b64decode(line["value"]["content"]))
+            about = {"commitUrl": f"{self.path}/{COMMIT}", "commitOid": COMMIT, "success": True}
+            self.answer(json.dumps(about).encode())
+        else:  # a new model, or the check of its card
+            self.answer(json.dumps({"url": "https://huggingface.co/owner/name", "errors": [], "warnings": []}).encode())
 
     def file(self, path: Path) -> None:
         content = path.read_bytes()

@@ -11,6 +11,11 @@ from gptexp.data.shards import Tokens, id_dtype
 from gptexp.process.errors import DataError
 from gptexp.process.words import counted
 
+# Byte -> the character that stands for it in a vocabulary of bytes: printable ones stand for themselves (GPT-2).
+_PRINTABLE = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+_OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
+BYTE_CHARACTERS = "".join(chr(byte if byte in _PRINTABLE else 256 + _OTHERS.index(byte)) for byte in range(256))
+
 CHARACTERS = "characters"  # the only key in the file of a vocabulary of characters
 
 

@@ -27,8 +27,30 @@ class Encoding:
         self.n_vocab = self._encoding.n_vocab
         self.eot_token = self._encoding.eot_token
         # In newer patterns, line ends can belong to a token that begins with a visible character.
-        self.cut_before = " \t\r\n" if self._encoding._pat_str == r50k_pat_str else " \t"
+        self.cut_before = " \t\r\n" if self.splits_as_gpt2 else " \t"
         self._dtype = id_dtype(self.n_vocab)
+
+    @property
+    def ranks(self) -> dict[bytes, int]:
+        """The id of each token that is no special one. Of two pairs, that with the lower id is merged first."""
+        return self._encoding._mergeable_ranks
+
+    @property
+    def special_tokens(self) -> dict[str, int]:
+        return self._encoding._special_tokens
+
+    @property
+    def pattern(self) -> str:
+        """The regular expression of the words into which a text is split before it is encoded."""
+        return self._encoding._pat_str
+
+    @property
+    def splits_as_gpt2(self) -> bool:
+        return bool(self.pattern == r50k_pat_str)
+
+    @property
+    def is_gpt2(self) -> bool:
+        return self.splits_as_gpt2 and self.n_vocab == _END_OF_TEXT + 1
 
     def encode_ordinary(self, text: str) -> list[int]:
         return self._encoding.encode_ordinary(text)

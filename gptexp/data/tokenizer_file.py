@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from gptexp.data.characters import BYTE_CHARACTERS
 from gptexp.data.shards import Tokens, id_dtype
 from gptexp.process.errors import ConfigError, DataError, first_line
 
@@ -41,7 +42,9 @@ class FileTokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self.n_vocab = max(self._vocab.values()) + 1
-        self.eot_token = next((self._vocab[name] for name in END_OF_TEXT if name in self._vocab), None)
+        self.path = path
+        self.eot_text = next((name for name in END_OF_TEXT if name in self._vocab), None)
+        self.eot_token = None if self.eot_text is None else self._vocab[self.eot_text]
         self._dtype = id_dtype(self.n_vocab)
         self._bytes = self._bytes_of_all(json.dumps(content.get("decoder")))
 
@@ -64,7 +67,7 @@ class FileTokenizer:
         found = [b""] * self.n_vocab
         if "ByteLevel" in decoder:
             for id, token in texts.items():
-                found[id] = bytes(_BYTES[character] for character in token)
+                found[id] = bytes(BYTE_CHARACTERS.index(character) for character in token)
             return found
         before = min(texts, default=0)  # any id: decoders treat the start of a text differently
         start = len(self.decode([before]))
@@ -72,13 +75,3 @@ class FileTokenizer:
             byte = _BYTE.fullmatch(token)
             found[id] = bytes.fromhex(byte[1]) if byte else self.decode([before, id])[start:].encode()
         return found
-
-
-def _byte_characters() -> dict[str, int]:
-    """The byte of each character in a vocabulary of bytes, in which printable ones stand for themselves (GPT-2)."""
-    visible = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in visible]
-    return {chr(byte): byte for byte in visible} | {chr(256 + n): byte for n, byte in enumerate(others)}
-
-
-_BYTES = _byte_characters()

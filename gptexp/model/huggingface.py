@@ -75,3 +75,8 @@ def config_json(model: ModelConfig, n_vocab: int, end_of_text: int | None) -> di
         "tie_word_embeddings": True,
         "dtype": "float32",
     }
+
+
+def generation_config_json(end_of_text: int | None) -> dict[str, Any]:
+    """The content of generation_config.json: generation ends at the end of a text."""
+    return {"bos_token_id": end_of_text, "eos_token_id": end_of_text, "pad_token_id": end_of_text}

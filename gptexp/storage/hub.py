@@ -1,15 +1,44 @@
-"""Models on the Hugging Face hub. No other file imports huggingface_hub."""
+"""Models on the Hugging Face hub: `init_from` downloads them, `gptexp export --push` uploads them.
+
+No other file imports huggingface_hub.
+"""
 
 import logging
 import sys
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
-from gptexp.process.errors import ConfigError, first_line
+from gptexp.process.errors import ConfigError, StorageError, first_line
 
 CONFIG_FILES = ["config.json"]
 WEIGHT_FILES = ["model*.safetensors", "model.safetensors.index.json"]
 OLD_WEIGHT_FILES = ["pytorch_model*.bin", "pytorch_model.bin.index.json"]  # of a model without those
+
+
+def require(given: str) -> None:
+    """Raise `ConfigError` if huggingface_hub, which `given` needs, is not installed."""
+    if find_spec("huggingface_hub") is None:
+        raise ConfigError(f"{given}: needs the package huggingface_hub; run: pip install 'gptexp[hf]'")
+
+
+def upload_model(directory: Path, repository: str, private: bool) -> str:
+    """Upload the files in `directory` to the model `repository`, which is made if it is new. Returns a line on it.
+
+    Raises `StorageError`; the files stay.
+    """
+    from huggingface_hub import HfApi
+
+    try:
+        api = HfApi()
+        api.create_repo(repository, private=private, exist_ok=True)
+        commit = api.upload_folder(repo_id=repository, folder_path=directory)
+    except Exception as error:  # of the network and of the hub
+        raise StorageError(
+            f"--push {repository}: not uploaded ({type(error).__name__}: {first_line(error)}); {directory} is "
+            f"complete, to upload it later: hf auth login, then hf upload {repository} {directory}"
+        ) from None
+    return f"uploaded: {commit.commit_url}"
 
 
 @cache
@@ -18,18 +47,11 @@ def download_model(given: str, repository: str, revision: str | None, weights: b
 
     What has been downloaded before is in the hub's own cache and is used without a network. Raises `ConfigError`.
     """
-    try:
-        from huggingface_hub import snapshot_download
-        from huggingface_hub.utils import (  # type: ignore[attr-defined]
-            disable_progress_bars,
-            enable_progress_bars,
-        )
-    except ImportError:
-        raise ConfigError(
-            f"init_from={given}: needs the package huggingface_hub; run: pip install 'gptexp[hf]'"
-        ) from None
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it prints two lines for each attempt
+    require(f"init_from={given}")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.utils import disable_progress_bars, enable_progress_bars  # type: ignore[attr-defined]
 
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it prints two lines for each attempt
     enable_progress_bars() if weights and sys.stderr.isatty() else disable_progress_bars()
 
     def download(patterns: list[str]) -> Path:

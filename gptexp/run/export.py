@@ -1,0 +1,62 @@
+"""A run as a directory of Hugging Face's transformers: weights, configs, tokenizer and a model card."""
+
+import json
+import shutil
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+from safetensors.torch import save_file
+
+from gptexp.data.tokenizer import load_tokenizer
+from gptexp.data.tokenizer_json import transformers_files
+from gptexp.model.flops import count_parameters
+from gptexp.model.huggingface import config_json, generation_config_json, to_transformers
+from gptexp.reporting.pictures import png
+from gptexp.reporting.report import build_report
+from gptexp.run.load import load_checkpointed
+from gptexp.run.model_card import model_card
+from gptexp.storage import run_dir
+
+CURVE, WEIGHTS = "loss.png", "model.safetensors"
+
+
+def export(directory: Path, out: Path, name: str) -> None:
+    """Write the newest checkpoint of the run in `directory` to `out`, which must be new or empty, all of it or nothing.
+
+    The weights are float32. Rows of the embedding that are padding are left out, so that every id has a token. `name`
+    is what its card calls the model. Raises `ConfigError`, `CheckpointError` or `StorageError`.
+    """
+    loaded = load_checkpointed(directory)
+    tokenizer = load_tokenizer(loaded.config.data.tokenizer, directory)
+    model, n_vocab = loaded.config.model, tokenizer.n_vocab
+    files = {
+        "config.json": _json(config_json(model, n_vocab, tokenizer.eot_token)),
+        "generation_config.json": _json(generation_config_json(tokenizer.eot_token)),
+        **transformers_files(tokenizer, model.block_size),
+    }
+    report = build_report(directory)
+    curve = next((figure for figure in report.figures if figure.key == "loss"), None)
+    parameters = count_parameters(replace(model, vocab_size=n_vocab))
+    files["README.md"] = model_card(
+        name, loaded.config, report.analysis.runs[0], tokenizer, parameters, CURVE if curve is not None else None
+    )
+    weights = {name: weight.cpu() for name, weight in loaded.model.state_dict().items()}
+    with run_dir.storage(out):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}."))
+        try:
+            unfinished.chmod(0o755)
+            for file, text in files.items():
+                (unfinished / file).write_text(text, encoding="utf-8")
+            if curve is not None:
+                (unfinished / CURVE).write_bytes(png(curve.spec))
+            save_file(to_transformers(weights, n_vocab), unfinished / WEIGHTS, metadata={"format": "pt"})
+            (unfinished / WEIGHTS).chmod(0o644)  # safetensors makes a file that only its owner can read
+            unfinished.rename(out)
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, indent=2) + "\n"

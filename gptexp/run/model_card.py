@@ -1,0 +1,148 @@
+"""The README.md of an exported model: what it is, how well it does, and how it was trained, all from the run."""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from gptexp.config.paths import HUB_MODELS, is_hub_model
+from gptexp.config.schema import Config
+from gptexp.data.characters import CharTokenizer
+from gptexp.data.tokenizer import Tokenizer
+from gptexp.model.loss import perplexity
+from gptexp.process.terminal import as_command, printable
+from gptexp.process.words import counted, duration
+from gptexp.reporting.overview import as_started
+from gptexp.reporting.records import Run
+from gptexp.storage import run_dir
+
+TASK = {"type": "text-generation", "name": "Text generation"}
+
+
+def model_card(name: str, config: Config, run: Run, tokenizer: Tokenizer, parameters: int, curve: str | None) -> str:
+    """The text of the card of the model `name`; `curve` is the file with its loss curves, if there is one.
+
+    The licence is left to be filled in: gptexp does not know that of the text.
+    """
+    metrics = list(_metrics(run))
+    head = yaml.safe_dump(_head(name, config, metrics), sort_keys=False, allow_unicode=True)
+    sections = [
+        f"---\n{head}# license: to be filled in\n---\n\n# {name}",
+        f"A language model of GPT-2's architecture with {parameters:,} parameters, trained with gptexp. Its licence is "
+        "to be filled in.",
+        "## Use",
+        _use(name),
+        *_notes(config, tokenizer),
+        "## Results",
+        _table("metric", "value", [(label, f"{value:.4f}") for label, _, value in metrics] or [("not evaluated", "")]),
+        *([f"![Training and validation loss over tokens]({curve})"] if curve is not None else []),
+        "## Training",
+        _table("", "", _training(config, run)),
+        *_again(run.directory),
+    ]
+    return "\n\n".join(sections) + "\n"
+
+
+def _head(name: str, config: Config, metrics: list[tuple[str, str, float]]) -> dict[str, Any]:
+    head: dict[str, Any] = {
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["gpt2", "gptexp"],
+    }
+    data = config.data
+    if data.name == "hf" and isinstance(data.path, str):
+        head["datasets"] = [data.path]
+    if config.init_from is not None and is_hub_model(config.init_from):
+        base = config.init_from.partition("@")[0]
+        head["base_model"] = HUB_MODELS.get(base, base)
+    if metrics:
+        text = {"type": data.path if "datasets" in head else data.name, "name": f"held out from {data.name}"}
+        values = [{"type": kind, "name": label, "value": round(value, 4)} for label, kind, value in metrics]
+        head["model-index"] = [{"name": name, "results": [{"task": TASK, "dataset": text, "metrics": values}]}]
+    return head
+
+
+def _metrics(run: Run) -> Iterator[tuple[str, str, float]]:
+    """Yield the label, the type and the value of each figure of the newest evaluation."""
+    loss = next((point.loss for point in reversed(run.val) if point.loss is not None), None)
+    if loss is None:
+        return
+    yield "validation loss, nats per token", "loss", loss
+    yield "perplexity per token", "perplexity", perplexity(loss)
+    if run.bits_per_byte is not None and math.isfinite(run.bits_per_byte):
+        yield "bits per byte", "bits_per_byte", run.bits_per_byte
+
+
+def _use(name: str) -> str:
+    return f"""```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("{name}")
+tokenizer = AutoTokenizer.from_pretrained("{name}")
+start = tokenizer("The ", return_tensors="pt")
+text = model.generate(**start, max_new_tokens=50, do_sample=True, top_k=50)
+print(tokenizer.decode(text[0]))
+```"""
+
+
+def _notes(config: Config, tokenizer: Tokenizer) -> Iterator[str]:
+    notes = [f"The model sees at most {counted(config.model.block_size, 'token')}, the new ones included."]
+    if isinstance(tokenizer, CharTokenizer):
+        notes.append(
+            f"Its vocabulary has {counted(tokenizer.n_vocab, 'character')}; transformers leaves out every other one "
+            "without a word."
+        )
+    elif tokenizer.eot_token is not None:
+        notes.append(
+            "The name of the end-of-text token in a text is that token here. In training it was ordinary text, as with "
+            "`split_special_tokens=True`."
+        )
+    if not config.model.bias:
+        notes.append("The model has no biases; those in the file are zero, because transformers' GPT-2 has some.")
+    yield " ".join(notes)
+
+
+def _training(config: Config, run: Run) -> list[tuple[str, str]]:
+    m, o, s, b, summary = config.model, config.optim, config.schedule, config.batch, run.summary
+    rows = [
+        ("model", f"{counted(m.n_layer, 'layer')}, {counted(m.n_head, 'head')}, width {m.n_embd}, {_biases(m.bias)}, "
+         f"dropout {m.dropout:g}"),
+        ("data", f"{config.data.name}, hash of the tokens {summary.get('data_hash', 'unknown')}"),
+        ("tokenizer", Path(config.data.tokenizer).name),
+        ("tokens", f"{summary.get('tokens', 0):,} in {counted(summary.get('steps', 0), 'step')}"),
+        ("batch", f"{b.total_batch_size:,} tokens a step, sequences of {config.seq_len:,}"),
+        ("optimizer", f"{o.name}: lr {o.lr:g}, betas {o.beta1:g} and {o.beta2:g}, eps {o.eps:g}, weight decay "
+         f"{o.weight_decay:g}, gradients clipped at {o.grad_clip:g}"),
+        ("schedule", f"{s.name}, warm-up over {run.warmup_tokens:,} tokens, minimum {s.min_lr_ratio:g} of lr"),
+        ("seed", str(config.train.seed)),
+    ]  # fmt: skip
+    if config.init_from is not None:
+        rows.insert(
+            1, ("weights from", config.init_from if is_hub_model(config.init_from) else Path(config.init_from).name)
+        )
+    if "device" in summary:
+        ranks = counted(summary.get("world_size", 1), "rank")
+        took = f", {duration(summary['train_s'])}" if "train_s" in summary else ""
+        rows.append(("machine", f"{summary['device']}, {ranks}{took}"))
+    saved = run_dir.read_json(run.directory / run_dir.SUMMARY).get("versions")
+    if isinstance(saved, dict):
+        rows.append(("versions", ", ".join(f"{name} {number}" for name, number in saved.items())))
+    if "git_commit" in summary:
+        rows.append(("commit", summary["git_commit"]))
+    return rows
+
+
+def _biases(bias: bool) -> str:
+    return "biases" if bias else "no biases"
+
+
+def _table(left: str, right: str, rows: list[tuple[str, str]]) -> str:
+    lines = [(left, right), ("---", "---"), *rows]
+    return "\n".join(f"| {printable(a)} | {printable(b).replace('|', '&#124;')} |" for a, b in lines)
+
+
+def _again(directory: Path) -> Iterator[str]:
+    if (started := as_started(directory)) is not None:
+        yield f"The command that trained it:\n\n```sh\n{as_command(started.arguments)}\n```"
