@@ -25,7 +25,8 @@ def main(argv: list[str] | None = None) -> int:
     known = {**CPU_WORKLOADS, **GPU_WORKLOADS}
     if unknown := [name for name in names if name not in known]:
         raise ConfigError(f"{unknown[0]}: no such workload; use one of {', '.join(known)}")
-    compose(overrides)  # raises for illegal overrides
+    for name in names or ["nano"]:
+        compose([*known[name].overrides, *overrides])  # raises for illegal overrides
     out: Path = (args.out or Path("outputs/bench") / datetime.now().strftime("%Y-%m-%d-%H-%M-%S")).absolute()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"--out {out}: exists and is not an empty directory; give a new one")

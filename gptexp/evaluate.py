@@ -1,4 +1,7 @@
-"""`gptexp evaluate DIR`: the validation loss of the newest checkpoint of a run, or of a sweep's best run, as JSON."""
+"""`gptexp evaluate DIR`: the validation loss of the newest checkpoint of a run, or of a sweep's best run, as JSON.
+
+With --tasks, the scores on other tasks, also of a model that transformers saved or that is on the hub.
+"""
 
 import argparse
 import json
@@ -11,17 +14,38 @@ from gptexp.process.terminal import run_verb
 from gptexp.process.words import shown
 from gptexp.reporting.best import one_run
 from gptexp.storage import run_dir
+from gptexp.storage.init_from import CONFIG_JSON, find
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Print validation loss and perplexity of the newest checkpoint of a run, or of a sweep's best run, as JSON."""
+    """Print validation loss and perplexity of the newest checkpoint of a run, or of a sweep's best run, as JSON.
+
+    With --tasks, print the scores on other tasks, also of a model that transformers saved or that is on the hub.
+    """
     parser = argparse.ArgumentParser(prog="gptexp evaluate", description=main.__doc__)
-    parser.add_argument("directory", type=Path, metavar="DIR", help="a run's directory, or a sweep's")
+    what = "a run's directory, or a sweep's; with --tasks also one that transformers saved, gpt2, or OWNER/NAME"
+    parser.add_argument("directory", metavar="DIR", help=what)
     parser.add_argument("--data", metavar="PATH", help="file or glob to use instead of the run's validation text")
     parser.add_argument("--val-tokens", type=int, metavar="N", help="validation tokens (default: as in the run)")
+    parser.add_argument(
+        "--tasks",
+        metavar="T,T",
+        help="hellaswag, scored as in llm.c; tasks of lm_eval (pip install 'gptexp[eval]')",
+    )
+    parser.add_argument(
+        "--hellaswag", type=Path, metavar="FILE", help="jsonl in place of the published validation part"
+    )
+    parser.add_argument("--include", type=Path, metavar="FOLDER", help="with tasks of your own for lm_eval")
+    parser.add_argument("--limit", type=int, metavar="N", help="take only the first N examples of each task")
     args = parser.parse_args(argv)
+    if args.tasks is not None:
+        _print_tasks(args)
+        return
+    for flag in ("hellaswag", "include", "limit"):
+        if getattr(args, flag) is not None:
+            raise ConfigError(f"--{flag}={getattr(args, flag)}: only --tasks reads it; leave it out")
 
-    directory = one_run(args.directory)
+    directory = one_run(Path(args.directory))
     config = run_dir.require_checkpoint(directory)
     data, of_held_out = config.data, None
     if args.data is not None:
@@ -54,6 +78,28 @@ def main(argv: list[str] | None = None) -> None:
 
     found = evaluate_checkpoint(directory, config, args.data is None, of_held_out)
     print(json.dumps({"directory": str(directory), **found}))
+
+
+def _print_tasks(args: argparse.Namespace) -> None:
+    for flag in ("data", "val_tokens"):
+        if (value := getattr(args, flag)) is not None:
+            raise ConfigError(f"--{flag.replace('_', '-')}={value}: only the validation loss reads it; leave it out")
+    tasks = list(dict.fromkeys(filter(None, args.tasks.split(","))))
+    if not tasks:
+        raise ConfigError("--tasks: names no task; give hellaswag, or tasks of lm_eval, separated by commas")
+    if args.limit is not None and args.limit < 1:
+        raise ConfigError(f"--limit={args.limit}: must be 1 or above")
+    if args.include is not None and not args.include.is_dir():
+        raise ConfigError(f"--include={args.include}: no such folder; give one with task files of lm_eval")
+    given = args.directory
+    if Path(given).is_dir() and not (Path(given) / CONFIG_JSON).is_file():
+        given = str(one_run(Path(given)))
+        run_dir.require_checkpoint(Path(given))
+    source = find(given, weights=True)
+
+    from gptexp.run.tasks import evaluate_tasks
+
+    print(json.dumps({"directory": given, **evaluate_tasks(source, tasks, args.hellaswag, args.include, args.limit)}))
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ FENCES = {
     "pyarrow": {"data/documents.py"},
     "datasets": {"data/hub.py"},
     "huggingface_hub": {"storage/hub.py"},
+    "lm_eval": {"run/harness.py"},
     "argparse": {TOP, "command/hydra_main.py", "command/completion.py"},
     "rich": {
         "data/prepare.py", "loggers/console.py", "reporting/terminal_table.py",

@@ -277,6 +277,12 @@ def _own_validation_text(cfg: Config, _: int) -> Iterator[str]:
         yield f"data.val_ratio={d.val_ratio:g}: {instead}; leave out one of them, and give data.val_tokens"
 
 
+def _tasks(cfg: Config, _: int) -> Iterator[str]:
+    if cfg.train.eval_tasks and not cfg.data.validates:
+        given = f"train.eval_tasks={shown(cfg.train.eval_tasks)}"
+        yield f"{given}: data.val_tokens=0 turns evaluation off; leave out one of them"
+
+
 def _held_out(cfg: Config, _: int) -> Iterator[str]:
     d = cfg.data
     if d.val_ratio is not None or d.val_path is not None or d.max_tokens is None:
@@ -331,6 +337,7 @@ RULES: tuple[tuple[Callable[[Config, int], Iterator[str]], tuple[str, ...]], ...
     (_mix, ("data.name", "data.mix", "data.order", "data.tokenizer")),
     (_corpus_length, ("data.max_tokens", *SEQ_LEN)),
     (_validation, ("data.val_tokens", "data.val_ratio", "data.val_path", *SEQ_LEN)),
+    (_tasks, ("train.eval_tasks", "data.val_tokens", "data.val_ratio")),
     (_own_validation_text, ("data.val_path", "data.val_split", "data.val_ratio")),
     (_held_out, ("data.val_tokens", "data.val_ratio", "data.max_tokens", "data.val_path")),
     (_one_device, ("train.device", "world.size")),

@@ -21,6 +21,7 @@ from gptexp.config.batch import run_length
 from gptexp.process.words import shown
 
 AUTO = "auto"  # the value is chosen at run time; effective.json holds the choices that affect training
+HELLASWAG = "hellaswag"  # a value of train.eval_tasks
 LIMIT = 2**63  # exclusive upper bound of counts: torch and numpy have 64-bit integers
 
 # The kernels of torch's attention, each with the devices that have it.
@@ -81,6 +82,14 @@ _TAGS = {
     "rule": (
         lambda tags: all(isinstance(tag, str) and 0 < len(tag) <= 64 for tag in tags),
         "each tag must have 1 to 64 characters",
+    )
+}
+
+# A rule of train.eval_tasks. Tasks of lm_eval would need an export for each score.
+_TASKS = {
+    "rule": (
+        lambda tasks: set(tasks) <= {HELLASWAG},
+        "only hellaswag can be scored while training; for others: gptexp evaluate RUN_DIR --tasks",
     )
 }
 
@@ -203,6 +212,8 @@ class TrainConfig:
     max_steps: int | None = _positive(None)  # steps; takes precedence over max_tokens
     eval_every_tokens: int | None = _not_negative(None)  # tokens; null: a tenth of the run; 0: only at the end
     eval_every: int | None = _not_negative(None)  # steps; takes precedence over eval_every_tokens
+    eval_tasks: list[str] = field(default_factory=list, metadata=_TASKS)  # hellaswag: its accuracies, in llm.c's style
+    eval_tasks_every_tokens: int = _not_negative(0)  # tokens; 0: only at the end
     save_every_tokens: int | None = _not_negative(None)  # tokens; null: a tenth of the run; 0: only at the end
     save_every: int | None = _not_negative(None)  # steps; takes precedence over save_every_tokens
     keep_last: int = _not_negative(2)  # number of newest checkpoints that are kept; 0: all
@@ -309,6 +320,8 @@ IRRELEVANT_TO_RESULT = (
     "train.activation_checkpointing",
     "train.eval_every_tokens",
     "train.eval_every",
+    "train.eval_tasks",
+    "train.eval_tasks_every_tokens",
     "train.save_every_tokens",
     "train.save_every",
     "train.keep_last",

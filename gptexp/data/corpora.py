@@ -6,11 +6,8 @@ A corpus is a list of files in a fixed order. A part of it, small enough for one
 import hashlib
 import os
 import sysconfig
-import tempfile
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
-from http.client import HTTPException
 from itertools import pairwise
 from pathlib import Path
 from typing import Protocol
@@ -18,12 +15,16 @@ from typing import Protocol
 from gptexp.config.paths import matching_files, saved_dataset_files
 from gptexp.data import hub
 from gptexp.data.documents import Compression, HubFile, Kind, Part, Span, kind_of, next_cut, row_group_bytes
+from gptexp.data.downloads import Download, downloaded
 from gptexp.process.errors import DataError
 
-SHAKESPEARE_FILE = "tinyshakespeare.txt"
-SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
-SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
-SHAKESPEARE_BYTES = 1_115_394
+SHAKESPEARE = Download(
+    "tiny Shakespeare",
+    "tinyshakespeare.txt",
+    "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
+    "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
+    "use data=stdlib, which needs no network",
+)
 
 _NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
@@ -152,26 +153,5 @@ def _spans(path: Path, kind: Kind, compression: Compression | None, cut_before: 
 
 
 def shakespeare(downloads: Path) -> Files:
-    """Tiny Shakespeare. Downloads it into `downloads` if it is missing there. Raises `DataError` for a wrong hash."""
-    path = downloads / SHAKESPEARE_FILE
-    if not path.exists():
-        downloads.mkdir(parents=True, exist_ok=True)
-        _download(path)
-    body = path.read_bytes()
-    if len(body) != SHAKESPEARE_BYTES or hashlib.sha256(body).hexdigest() != SHAKESPEARE_SHA256:
-        raise DataError(f"{path}: not tiny Shakespeare (sha256 differs); delete it to download it again")
-    return Files("shakespeare", [path])
-
-
-def _download(path: Path) -> None:
-    try:
-        with urllib.request.urlopen(SHAKESPEARE_URL, timeout=30) as response:
-            body = response.read(SHAKESPEARE_BYTES + 1)
-    except (OSError, HTTPException) as error:
-        raise DataError(
-            f"{SHAKESPEARE_URL}: cannot be downloaded ({error}); put the file at {path}, "
-            "or use data=stdlib, which needs no network"
-        ) from None
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-        file.write(body)
-    Path(file.name).replace(path)
+    """Tiny Shakespeare, downloaded into `downloads` if it is missing there. Raises `DataError`."""
+    return Files("shakespeare", [downloaded(SHAKESPEARE, downloads)])

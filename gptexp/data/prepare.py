@@ -162,7 +162,7 @@ def prepared_dir(data: DataConfig) -> Path | None:
         directories = {path: directory for path, directory in found.items() if directory is not None}
         target = mix_dir(cache_dir(data), directories, data.mix, data.max_tokens)
         return target if len(directories) == len(found) and is_file(target / MANIFEST) else None
-    if data.name == "shakespeare" and not is_file(downloads_dir(data) / corpora.SHAKESPEARE_FILE):
+    if data.name == "shakespeare" and not is_file(downloads_dir(data) / corpora.SHAKESPEARE.name):
         return None
     directory = tokens_dir(find_corpus(data), data)
     return directory if is_file(directory / MANIFEST) else None
@@ -190,7 +190,7 @@ def find_corpus(data: DataConfig) -> corpora.Corpus:
         return corpora.stdlib()
     if data.name == "shakespeare":
         downloads = downloads_dir(data)
-        exists = is_file(downloads / corpora.SHAKESPEARE_FILE)  # then no lock, as the cache may be read-only
+        exists = is_file(downloads / corpora.SHAKESPEARE.name)  # then no lock, as the cache may be read-only
         with nullcontext() if exists else _lock(downloads.with_name("downloads.lock")):
             return corpora.shakespeare(downloads)
     if data.name == "hf":

@@ -37,7 +37,8 @@ def step_line(event: dict[str, Any]) -> str:
 
 def eval_line(event: dict[str, Any]) -> str:
     in_bytes = f" | bits per byte: {event['val/bpb']:.4f}" if event.get("val/bpb") is not None else ""
-    return _after(event, f"val loss: {event['val/loss']:.6f} | perplexity: {event['val/ppl']:.2f}{in_bytes}")
+    scored = f" | hellaswag: {event['hellaswag/acc_norm']:.4f}" if "hellaswag/acc_norm" in event else ""
+    return _after(event, f"val loss: {event['val/loss']:.6f} | perplexity: {event['val/ppl']:.2f}{in_bytes}{scored}")
 
 
 def profile_text(event: dict[str, Any]) -> str:

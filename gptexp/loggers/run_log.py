@@ -7,6 +7,7 @@ import resource
 import statistics
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,9 @@ METRICS = {
     "val/loss": ("nats/token", "mean over the fixed validation windows, after the update"),
     "val/ppl": ("", "exp(val/loss)"),
     "val/bpb": ("bits/byte", "val/loss in bits over the bytes of text that a target stands for, on average"),
+    "hellaswag/acc": ("", "share of HellaSwag's examples whose right ending has the lowest loss (train.eval_tasks)"),
+    "hellaswag/acc_norm": ("", "the same by the loss per token of an ending"),
+    "hellaswag/cut": ("", "share of the examples that are longer than the model's context, and lose their beginning"),
     "optim/lr": ("", "learning rate of the step"),
     "optim/grad_norm": ("", "global gradient norm before clipping"),
     "optim/clip_fraction": ("", "share of the steps since the last log that were clipped"),
@@ -106,12 +110,12 @@ class RunLog:
         for about, line in self.alerts.look(values):
             self.alert(values["step"], values["tokens"], about, line)
 
-    def evaluation(self, step: int, tokens: int, loss: float) -> None:
+    def evaluation(self, step: int, tokens: int, loss: float, scores: Mapping[str, float]) -> None:
         flops = tokens * self.utilisation.flops_per_token_palm
         values = {"step": step, "tokens": tokens, "flops": flops, "val/loss": loss, "val/ppl": perplexity(loss)}
         if self.val_bytes_per_token is not None:
             values["val/bpb"] = bits_per_byte(loss, self.val_bytes_per_token)
-        self._emit("eval", values)
+        self._emit("eval", {**values, **scores})
 
     def checkpoint(self, step: int, path: Path) -> None:
         self._emit("checkpoint", {"step": step - 1, "tokens": step * self.step_tokens, "path": str(path)})

@@ -1,5 +1,6 @@
 """Loads the model of a run from the run directory alone, to sample, to evaluate, or for a notebook."""
 
+import hashlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,8 +19,12 @@ from gptexp.model.loss import bits_per_byte, perplexity, plain_cross_entropy
 from gptexp.process.errors import ConfigError, DataError
 from gptexp.process.words import shown
 from gptexp.reporting.best import one_run
+from gptexp.run.first_weights import load_first_weights
 from gptexp.storage import checkpoint, run_dir
+from gptexp.storage.init_from import Source
 from gptexp.training.validation import evaluate
+
+GPT2_VOCABULARY = "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"  # sha256 of OpenAI's encoder.json
 
 
 @dataclass
@@ -82,6 +87,21 @@ def load_run(directory: Path | str) -> tuple[GPT, Tokenizer, Config]:
     """
     run = load_checkpointed(one_run(Path(directory)))
     return run.model, load_tokenizer(run.config.data.tokenizer, one_run(Path(directory))), run.config
+
+
+def load_pretrained(source: Source) -> tuple[GPT, Tokenizer]:
+    """Return the model of `source`, in eval mode, and its tokenizer. Raises `ConfigError` or `CheckpointError`."""
+    if source.kind == "run":
+        model, tokenizer, _ = load_run(source.path)
+        return model, tokenizer
+    if source.kind == "nanogpt":
+        raise ConfigError(f"{source.given}: a checkpoint of nanoGPT names no tokenizer; give a directory that has one")
+    vocabulary = source.path / "vocab.json"
+    of_gpt2 = vocabulary.is_file() and hashlib.sha256(vocabulary.read_bytes()).hexdigest() == GPT2_VOCABULARY
+    tokenizer = load_tokenizer("gpt2" if of_gpt2 else str(source.path / run_dir.TOKENIZER))
+    gpt = GPT(source.model(), plain_cross_entropy)
+    load_first_weights(source, gpt)
+    return gpt.to(_device("auto")).eval(), tokenizer
 
 
 def evaluate_checkpoint(

@@ -18,9 +18,12 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from gptexp.config.rules import noise_half_life, why_unmeasured
 from gptexp.config.run_plan import plan_run
-from gptexp.config.schema import Config
+from gptexp.config.schema import HELLASWAG, Config
 from gptexp.config.vocabulary import with_vocab_size
+from gptexp.data.downloads import downloaded
+from gptexp.data.hellaswag import VALIDATION, Example, read_examples
 from gptexp.data.loader import Dataset, build_dataset, val_bytes_per_token
+from gptexp.data.prepare import downloads_dir
 from gptexp.data.tokenizer import load_tokenizer
 from gptexp.distributed.group import agree, barrier, connect, destroy_process_group, gather, init_process_group
 from gptexp.distributed.ranks import Rank, ending_rank, launcher_rank
@@ -139,6 +142,7 @@ class Prepared:
     """The data, the device and the process group of a rank."""
 
     dataset: Dataset
+    examples: list[Example]  # of HellaSwag, if it is to be scored
     device: torch.device
     store: dist.Store | None  # None: one rank
     patient: dist.ProcessGroup | None  # for waiting while one rank decides or compiles
@@ -177,12 +181,22 @@ def prepare(job: Job) -> Prepared:
             warn(line)
     # Before the process group: a rank that waits for another to tokenise must not time out.
     dataset = build_dataset(job.cfg)
+    examples = _examples(job, dataset)
     device = pick_device(job.cfg.train.device, job.rank)
     if job.rank.world_size == 1:
-        return Prepared(dataset, device, None, None)
+        return Prepared(dataset, examples, device, None, None)
     store = job.store or connect(job.rank)
     world = job.cfg.world
-    return Prepared(dataset, device, store, init_process_group(job.rank, store, device, world.backend, world.timeout_s))
+    group = init_process_group(job.rank, store, device, world.backend, world.timeout_s)
+    return Prepared(dataset, examples, device, store, group)
+
+
+def _examples(job: Job, dataset: Dataset) -> list[Example]:
+    """The examples of HellaSwag if they are to be scored. Raises `DataError`."""
+    if HELLASWAG not in job.cfg.train.eval_tasks:
+        return []
+    file = downloaded(VALIDATION, downloads_dir(job.cfg.data))
+    return read_examples(file, load_tokenizer(job.cfg.data.tokenizer, dataset.directory))
 
 
 def decide(job: Job, prepared: Prepared) -> Decision:
@@ -303,6 +317,7 @@ def _build_training(job: Job, prepared: Prepared, decision: Decision) -> Trainin
         ),
         gpt=gpt,
         dataset=prepared.dataset,
+        examples=prepared.examples,
         rank=rank,
         device=device,
         timeout_s=cfg.world.timeout_s if rank.world_size > 1 else math.inf,

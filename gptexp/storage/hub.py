@@ -11,7 +11,7 @@ from pathlib import Path
 
 from gptexp.process.errors import ConfigError, StorageError, first_line
 
-CONFIG_FILES = ["config.json"]
+CONFIG_FILES = ["config.json", "vocab.json", "tokenizer.json", "tokenizer_config.json", "merges.txt"]
 WEIGHT_FILES = ["model*.safetensors", "model.safetensors.index.json"]
 OLD_WEIGHT_FILES = ["pytorch_model*.bin", "pytorch_model.bin.index.json"]  # of a model without those
 

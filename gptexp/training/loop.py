@@ -9,7 +9,7 @@ import gc
 import math
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -20,6 +20,7 @@ from torch import nn
 from gptexp.config.batch import crosses
 from gptexp.config.run_plan import RunPlan
 from gptexp.config.schema import TrainConfig
+from gptexp.data.hellaswag import Example
 from gptexp.data.loader import Dataset, MicroBatch, micro_batches
 from gptexp.distributed.group import agree
 from gptexp.distributed.ranks import Rank
@@ -31,6 +32,7 @@ from gptexp.process.terminal import warn
 from gptexp.storage import checkpoint
 from gptexp.storage.checkpoint import TrainState
 from gptexp.storage.noise_scale import Norms, metrics
+from gptexp.training.hellaswag import score
 from gptexp.training.phases import StepTimer, exposed_reduce_ms
 from gptexp.training.profiling import StepProfiler
 from gptexp.training.small_gradients import SmallGradients
@@ -56,6 +58,7 @@ class Training:
     rank: Rank
     device: torch.device
     timeout_s: float  # longest wait for the numbers of a step
+    examples: Sequence[Example]  # of HellaSwag, if it is to be scored
     noise_half_life_tokens: float | None  # of the noise scale's average; None: not measured
     profiler: StepProfiler | None
     about: dict[str, Any]  # description of the run that every checkpoint contains
@@ -124,14 +127,15 @@ class _Loop:
             if state.step == self.first_step + 1:
                 _freeze_garbage()  # here, so that its duration is part of the first step's
             last = state.step == t.plan.steps
-            due_eval = last or self.is_due(t.plan.eval_every_tokens)
+            due_score = bool(t.examples) and (last or self.is_due(t.cfg.eval_tasks_every_tokens))
+            due_eval = last or due_score or self.is_due(t.plan.eval_every_tokens)
             due_save = last or self.is_due(t.plan.save_every_tokens)
             if self.read(leave=0 if due_eval or due_save else self.late) == "went back":
                 continue
             if self.reasons and not last:
                 break  # only seconds may be left: save without evaluating
             if due_eval:
-                self.validate()
+                self.validate(due_score)
             if due_save:
                 state.regular = True
                 self.save(is_last=last)
@@ -300,7 +304,7 @@ class _Loop:
         reloaded = f"reloaded {path.name}; the data since then is skipped"
         self.log.fault(state.step - 1, state.tokens, f"step {step + 1}: {numbers}: {reloaded}")
 
-    def validate(self) -> None:
+    def validate(self, with_scores: bool = False) -> None:
         t, state = self.t, self.state
         if not len(t.dataset.val_starts):
             return
@@ -308,7 +312,8 @@ class _Loop:
         with self.clock.paused():
             state.val_loss = evaluate(t.gpt, t.dataset, size, t.rank, t.device, t.step.forward_context)
             state.evaluated_tokens = state.tokens
-            self.log.evaluation(state.step - 1, state.tokens, state.val_loss)
+            scores = score(t.gpt, t.examples, t.rank, t.device, t.step.forward_context) if with_scores else {}
+            self.log.evaluation(state.step - 1, state.tokens, state.val_loss, scores)
         if not math.isfinite(state.val_loss):
             raise DivergedError(
                 f"step {state.step}: validation loss {state.val_loss:.6g}: the run diverged; lower optim.lr, or clip "

@@ -159,7 +159,7 @@ def test_the_commands_of_a_sweep_name_the_users_files(own: Path) -> None:
 
 @pytest.mark.e2e
 def test_a_run_and_a_sweep_from_a_primary_config(gptexp: Gptexp, tiny: list[str], own: Path) -> None:
-    options = [*without(tiny, "optim.lr", "log.progress", "model."), "--config-dir", "conf", "-cn", "mine"]
+    options = [*without(tiny, "optim.lr", "log.progress", "model"), "--config-dir", "conf", "-cn", "mine"]
     done = gptexp("train", *options, "hydra.run.dir=out")
     assert done.returncode == 0, done.stderr
     assert "learning rate   0.001, from mine.yaml" in done.stderr + done.stdout

@@ -121,7 +121,7 @@ def test_a_cell_of_a_grid_has_the_plan_of_the_same_single_run() -> None:
             assert cell["plan"] is None
             assert "nearest batch: 8,192 or 10,240" in cell["problems"][0]
         else:
-            alone = plan(compose([f"batch.total_batch_size={batch}", f"optim.lr={lr}", precision]))
+            alone = plan(compose([*GRID[:1], f"batch.total_batch_size={batch}", f"optim.lr={lr}", precision]))
             for how in ("reasons", "sources"):  # the other cells reuse the choices of the first
                 alone["effective"][how] = cell["plan"]["effective"][how]
             assert cell["plan"] == alone
@@ -311,7 +311,9 @@ def test_a_named_grid_is_planned_as_json(gptexp: Gptexp) -> None:
 
 @pytest.mark.e2e
 def test_an_optuna_sweep_is_planned_from_example_cells(gptexp: Gptexp) -> None:
-    optuna = gptexp("plan", "-m", "hydra/sweeper=optuna", "hydra.sweeper.n_trials=9", "optim.lr=interval(1e-3,1e-2)")
+    optuna = gptexp(
+        "plan", "-m", "model=nano", "hydra/sweeper=optuna", "hydra.sweeper.n_trials=9", "optim.lr=interval(1e-3,1e-2)"
+    )
     assert optuna.returncode == 0, optuna.stderr
     assert "9 cells, 3,686,400 tokens in all; Optuna chooses their values" in optuna.stdout
 
@@ -326,11 +328,11 @@ def test_a_grid_without_cells_is_refused(gptexp: Gptexp) -> None:
 
 @pytest.mark.e2e
 def test_a_plan_counts_slurm_jobs_as_running_side_by_side(gptexp: Gptexp) -> None:
-    jobs = gptexp("plan", "-m", "optim.lr=1e-3,2e-3,4e-3", "hydra/launcher=submitit_slurm")
+    jobs = gptexp("plan", "-m", "model=nano", "optim.lr=1e-3,2e-3,4e-3", "hydra/launcher=submitit_slurm")
     assert "3 cells, 1,228,800 tokens in all, 3 at once" in jobs.stdout
 
 
 @pytest.mark.e2e
 def test_a_plan_warns_of_a_length_in_steps_if_the_batch_size_is_swept(gptexp: Gptexp) -> None:
-    confounded = gptexp("plan", "-m", GRID[0].replace("10000,", ""), "schedule.warmup_steps=5")
+    confounded = gptexp("plan", "-m", *GRID[:1], GRID[1].replace("10000,", ""), "schedule.warmup_steps=5")
     assert "warning: schedule.warmup_steps=5 counts steps" in confounded.stderr

@@ -66,7 +66,7 @@ def test_a_sweep_of_one_cell(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     write_run(tmp_path / "a", 4096, 0.02, 1, 4.0)
     cells = {"a": {"values": {}, "total_batch_size": 4096, "tokens": TOKENS}}
     run_dir.write_json(tmp_path / run_dir.SWEEP, {"name": "sweep", "overrides": [], "cells": cells})
-    plan.main(["-m", "optim.lr=1e-3"])
+    plan.main(["-m", "model=nano", "optim.lr=1e-3"])
     status.main([str(tmp_path)])
     report.main([str(tmp_path)])
     text = capsys.readouterr().out + (tmp_path / "report.html").read_text().partition("<script>")[0]

@@ -3,6 +3,7 @@
 import hashlib
 import os
 import sysconfig
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -30,17 +31,18 @@ def test_globs_select_each_file_once_and_a_missing_file_is_named(tmp_path: Path)
         corpora.text([str(tmp_path / "nowhere")])
 
 
-def test_shakespeare_is_checked_by_size_and_hash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shakespeare_is_checked_by_its_hash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     body = b"To be, or not to be"
     source = tmp_path / "source.txt"
     source.write_bytes(body)
-    monkeypatch.setattr(corpora, "SHAKESPEARE_URL", source.as_uri())
+    file = replace(corpora.SHAKESPEARE, url=source.as_uri())
+    monkeypatch.setattr(corpora, "SHAKESPEARE", file)
     with pytest.raises(DataError, match=r"tinyshakespeare.txt: not tiny Shakespeare \(sha256 differs\)"):
         corpora.shakespeare(tmp_path / "a")
-    monkeypatch.setattr(corpora, "SHAKESPEARE_BYTES", len(body))
-    monkeypatch.setattr(corpora, "SHAKESPEARE_SHA256", hashlib.sha256(body).hexdigest())
+    file = replace(file, sha256=hashlib.sha256(body).hexdigest())
+    monkeypatch.setattr(corpora, "SHAKESPEARE", file)
     assert corpora.shakespeare(tmp_path / "b").files[0].read_bytes() == body
-    monkeypatch.setattr(corpora, "SHAKESPEARE_URL", (tmp_path / "gone").as_uri())
+    monkeypatch.setattr(corpora, "SHAKESPEARE", replace(file, url=(tmp_path / "gone").as_uri()))
     assert corpora.shakespeare(tmp_path / "b").files[0].read_bytes() == body  # not downloaded again
     with pytest.raises(DataError, match="cannot be downloaded"):
         corpora.shakespeare(tmp_path / "c")

@@ -278,7 +278,7 @@ def finished(torch_server: ForkServer, corpus: Path, cache: Path, tmp_path_facto
     folder = tmp_path_factory.mktemp("online")
     with WandbServer() as server:
         own = [
-            "model=mini", *TINY[:4], "world.size=2", "log.progress=lines", "log.sample_tokens=8",
+            "model=mini", *TINY[1:5], "world.size=2", "log.progress=lines", "log.sample_tokens=8",
             "log.wandb.tags=[a,b]", "log.wandb.artifacts=true", "hydra.run.dir=out", "--tag", "b", "--tag", "c d",
         ]  # fmt: skip
         kept = (text for text in TINY if text != "log=disabled")
@@ -634,7 +634,7 @@ def test_an_agent_of_a_wandb_sweep_trains_its_trials(
     """Uses conf/wandb_sweep.yaml with a grid of two cells, because the stand-in has no Bayesian optimisation."""
     sweep = yaml.safe_load((ROOT / "conf/wandb_sweep.yaml").read_text())
     grid = {"optim.lr": {"values": [1e-3, 2e-3]}, "batch.total_batch_size": {"values": [256]}}
-    assert sweep["parameters"].keys() == grid.keys()
+    assert sweep["parameters"].keys() == grid.keys() | {"model"}
     fixed = [text for text in logged if text.partition("=")[0] not in grid]
     sweep |= {"method": "grid", "parameters": grid, "command": [*sweep["command"], *fixed]}
     (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(sweep))

@@ -1,0 +1,72 @@
+"""Scores of a model on HellaSwag, as llm.c computes them: the ending with the lowest loss is the model's answer."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from gptexp.data.hellaswag import Example
+from gptexp.distributed.group import all_reduce_sum
+from gptexp.distributed.ranks import Rank
+from gptexp.machine.effective import ForwardContext
+from gptexp.model.gpt import GPT
+
+BATCH_TOKENS = 4096  # of one forward pass, padding included
+
+
+def score(
+    model: GPT, examples: Sequence[Example], rank: Rank, device: torch.device, forward_context: ForwardContext
+) -> dict[str, float]:
+    """Return the shares of right answers as metrics. *Collective.*
+
+    `hellaswag/acc` takes the lowest sum of the losses of an ending's tokens, `hellaswag/acc_norm` the lowest mean. A
+    text that is longer than the model's context loses its beginning; the share of such examples is `hellaswag/cut`.
+    """
+    mine = sorted(examples[rank.rank :: rank.world_size], key=_length)  # alike in length: less padding
+    was_training = model.training
+    model.eval()
+    right = torch.zeros(3, dtype=torch.int64)
+    with torch.no_grad(), forward_context():
+        while mine:
+            width = min(_length(mine[-1]), model.cfg.block_size)
+            count = max(1, BATCH_TOKENS // (width * len(mine[-1].endings)))
+            mine, batch = mine[:-count], mine[-count:]
+            losses = _losses(model, [_ids(model, each, end) for each in batch for end in each.endings], device).cpu()
+            for example in batch:
+                number = len(example.endings)
+                sums, losses = losses[:number], losses[number:]
+                tokens = torch.tensor([min(len(end), model.cfg.block_size) for end in example.endings])
+                is_cut = _length(example) > model.cfg.block_size
+                answers = (int(sums.argmin()), int((sums / tokens).argmin()))
+                right += torch.tensor([*(answer == example.label for answer in answers), is_cut])
+    model.train(was_training)
+    shares = [count / len(examples) for count in all_reduce_sum(right.to(device)).tolist()]
+    return dict(zip(("hellaswag/acc", "hellaswag/acc_norm", "hellaswag/cut"), shares, strict=True))
+
+
+def _length(example: Example) -> int:
+    """Inputs of the model for the longest ending; the last token is only a target."""
+    return len(example.context) + max(map(len, example.endings)) - 1
+
+
+def _ids(model: GPT, example: Example, ending: list[int]) -> tuple[list[int], int]:
+    """The last ids that the model can take, with one more target, and how many of them are targets."""
+    ids = [*example.context, *ending][-model.cfg.block_size - 1 :]
+    return ids, min(len(ending), len(ids) - 1)
+
+
+def _losses(model: GPT, rows: Sequence[tuple[list[int], int]], device: torch.device) -> Tensor:
+    """The sum of the losses of each row's targets (rows), in nats. Logits are computed for targets alone."""
+    width = max(len(ids) for ids, _ in rows) - 1
+    x = torch.zeros(len(rows), width, dtype=torch.int64)
+    is_target = torch.zeros(len(rows), width, dtype=torch.bool)
+    targets = []
+    for row, (ids, count) in enumerate(rows):  # padding follows the text, so that no token of it sees padding
+        x[row, : len(ids) - 1] = torch.tensor(ids[:-1])
+        is_target[row, len(ids) - 1 - count : len(ids) - 1] = True
+        targets += ids[-count:]
+    h = model.hidden(x.to(device))[is_target.to(device)]  # (targets, C)
+    losses = F.cross_entropy(model.lm_head(h).float(), torch.tensor(targets, device=device), reduction="none")
+    row_of = torch.arange(len(rows)).repeat_interleave(is_target.sum(1)).to(device)
+    return losses.new_zeros(len(rows)).index_add_(0, row_of, losses)

@@ -1,0 +1,246 @@
+"""`gptexp evaluate --tasks`: HellaSwag against transformers' own loss, and the tasks of lm_eval."""
+
+import hashlib
+import json
+import random
+import subprocess
+import textwrap
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import events
+
+import gptexp as package
+from gptexp.data.characters import ByteTokenizer
+from gptexp.data.hellaswag import VALIDATION, Example, read_examples
+from gptexp.data.tokenizer_json import transformers_files
+from gptexp.distributed.ranks import Rank
+from gptexp.model.gpt import GPT
+from gptexp.process.errors import DataError
+from gptexp.storage.init_from import model_config
+from gptexp.training import hellaswag
+from gptexp.training.hellaswag import score
+
+Gptexp = Callable[..., subprocess.CompletedProcess[str]]
+Start = Callable[..., subprocess.Popen[str]]
+
+BLOCK = 48
+CPU = torch.device("cpu")
+
+
+def theirs() -> Any:
+    """A GPT-2 of transformers whose weights are far from zero, so that its losses differ."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(n_positions=BLOCK, n_layer=2, n_head=4, n_embd=32, vocab_size=257)).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.normal_(std=0.2)
+    return model
+
+
+@pytest.fixture(scope="session")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What transformers saves, with the tokenizer of bytes. All tests share it: read it, never write to it."""
+    directory = tmp_path_factory.mktemp("tasks") / "model"
+    theirs().save_pretrained(directory)
+    for name, content in transformers_files(ByteTokenizer(), BLOCK).items():
+        (directory / name).write_text(content)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def twenty(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Twenty examples in HellaSwag's format; of a few, the text is longer than the model's context."""
+    draw, words = random.Random(1), ["she", "puts", "on", "the", "red", "hat", "and", "sits", "down", "in", "a", "room"]
+    path = tmp_path_factory.mktemp("hellaswag") / "twenty.jsonl"
+    lines = []
+    for number in range(20):
+        context = " ".join(draw.choices(words, k=draw.randint(1, 9)))
+        endings = [" ".join(draw.choices(words, k=draw.randint(1, 6))) for _ in range(4)]
+        lines.append(json.dumps({"ind": number, "ctx": context, "endings": endings, "label": draw.randrange(4)}))
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def by_transformers(path: Path) -> tuple[float, float, float]:
+    """acc, acc_norm and the share of cut examples, one ending at a time, by the loss that the model itself returns."""
+    model, right, right_norm, cut = theirs(), 0, 0, 0
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for example in lines:
+        sums, means, was_cut = [], [], False
+        for ending in example["endings"]:
+            context, added = list(example["ctx"].encode()), list(f" {ending}".encode())
+            ids = torch.tensor([[*context, *added]])
+            labels = torch.tensor([[*(-100 for _ in context), *added]])
+            was_cut |= ids.shape[1] > BLOCK + 1
+            ids, labels = ids[:, -BLOCK - 1 :], labels[:, -BLOCK - 1 :]
+            with torch.no_grad():
+                logits = model(ids[:, :-1]).logits
+            loss = torch.nn.functional.cross_entropy(logits[0], labels[0, 1:], reduction="sum")
+            sums.append(float(loss))
+            means.append(float(loss) / len(added))
+        right += sums.index(min(sums)) == example["label"]
+        right_norm += means.index(min(means)) == example["label"]
+        cut += was_cut
+    return right / len(lines), right_norm / len(lines), cut / len(lines)
+
+
+def test_twenty_examples_are_scored_as_transformers_scores_them(saved: Path, twenty: Path, gptexp: Gptexp) -> None:
+    done = gptexp("evaluate", str(saved), "--tasks", "hellaswag", "--hellaswag", str(twenty))
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)["hellaswag"]
+    acc, acc_norm, cut = by_transformers(twenty)
+    assert (found["acc"], found["acc_norm"], found["cut"]) == pytest.approx((acc, acc_norm, cut))
+    assert found["examples"] == 20
+    assert 0 < cut < 1
+    assert acc != acc_norm, "the examples tell the two scores apart"
+
+
+def test_the_scores_depend_neither_on_the_batches_nor_on_the_ranks(
+    twenty: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(2)
+    model = GPT(model_config({"n_positions": BLOCK, "n_layer": 1, "n_head": 2, "n_embd": 16, "vocab_size": 257}))
+    examples = read_examples(twenty, ByteTokenizer())
+    whole = score(model, examples, Rank(), CPU, nullcontext)
+    assert model.training
+    monkeypatch.setattr(hellaswag, "BATCH_TOKENS", 1)
+    assert score(model, examples, Rank(), CPU, nullcontext) == whole
+    parts = [score(model, examples, Rank(rank, 3), CPU, nullcontext) for rank in range(3)]
+    for name in whole:
+        assert sum(part[name] for part in parts) == pytest.approx(whole[name])
+
+
+def test_a_right_ending_is_one_that_the_model_expects() -> None:
+    """A model that repeats the last token: the ending that does so is its answer."""
+
+    class Repeats(GPT):
+        def hidden(self, x: torch.Tensor, _: Any = None) -> torch.Tensor:
+            return torch.nn.functional.one_hot(x, 257).float() * 9
+
+    model = Repeats(model_config({"n_positions": 8, "n_layer": 1, "n_head": 1, "n_embd": 257, "vocab_size": 257}))
+    torch.nn.init.eye_(model.lm_head.weight)
+    examples = [Example([7], [[7, 7, 7], [7, 8, 7], [9]], 0), Example([7], [[9, 9], [7]], 1)]
+    found = score(model, examples, Rank(), CPU, nullcontext)
+    assert (found["hellaswag/acc"], found["hellaswag/acc_norm"]) == (1.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["{", "[]", '{"ctx": "a", "endings": ["b", "c"]}', '{"ctx": "a", "endings": ["b", "c"], "label": 2}',
+     '{"ctx": "", "endings": ["b", "c"], "label": 0}', '{"ctx": "a", "endings": [1, 2], "label": 0}',
+     '{"ctx": "a", "endings": ["b"], "label": 0}'],
+)  # fmt: skip
+def test_a_damaged_example_is_named_by_its_line(tmp_path: Path, line: str) -> None:
+    file = tmp_path / "some.jsonl"
+    file.write_text('{"ctx": "a", "endings": ["b", "c"], "label": 1}\n' + line + "\n")
+    if line == '{"ctx": "a", "endings": [1, 2], "label": 0}':
+        assert read_examples(file, ByteTokenizer())[1].endings == [list(b" 1"), list(b" 2")]
+        return
+    with pytest.raises(DataError, match=r"some.jsonl:2: no example of HellaSwag"):
+        read_examples(file, ByteTokenizer())
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "line"),
+    [
+        (["--tasks", ","], 2, "--tasks: names no task"),
+        (["--tasks", "hellaswag", "--limit", "0"], 2, "--limit=0: must be 1 or above"),
+        (["--tasks", "hellaswag", "--val-tokens", "5"], 2, "--val-tokens=5: only the validation loss reads it"),
+        (["--limit", "5"], 2, "--limit=5: only --tasks reads it"),
+        (["--tasks", "x", "--include", "nowhere"], 2, "--include=nowhere: no such folder"),
+        (["--tasks", "hellaswag", "--hellaswag", "nowhere"], 3, "nowhere: cannot be read"),
+    ],
+)
+def test_wrong_arguments_are_one_line(saved: Path, gptexp: Gptexp, argv: list[str], code: int, line: str) -> None:
+    refused = gptexp("evaluate", str(saved), *argv)
+    assert (refused.returncode, len(refused.stderr.splitlines())) == (code, 1), refused.stderr
+    assert line in refused.stderr
+
+
+def test_the_published_file_is_checked_by_its_hash(saved: Path, gptexp: Gptexp, tmp_path: Path) -> None:
+    (tmp_path / "cache/downloads").mkdir(parents=True)
+    (tmp_path / "cache/downloads" / VALIDATION.name).write_text("{}\n")
+    env = {"GPTEXP_CACHE": str(tmp_path / "cache")}
+    refused = gptexp("evaluate", str(saved), "--tasks", "hellaswag", env=env)
+    assert refused.returncode == 3
+    assert "hellaswag_val.jsonl: not HellaSwag's validation part (sha256 differs); delete it" in refused.stderr
+
+
+@pytest.mark.e2e
+def test_a_run_scores_itself_at_its_cadence_and_at_its_end(
+    start: Start, gptexp: Gptexp, tiny: list[str], twenty: Path, sabotage: Callable[[str, str], dict[str, str]],
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    """On two ranks, each with half of the examples. `gptexp evaluate` finds the same at the end."""
+    mine = f"""
+    import dataclasses
+    m.VALIDATION = dataclasses.replace(
+        m.VALIDATION, url={twenty.as_uri()!r}, sha256={hashlib.sha256(twenty.read_bytes()).hexdigest()!r}
+    )
+    """
+    wanted = ["train.eval_tasks=[hellaswag]", "train.eval_tasks_every_tokens=256", "train.eval_every_tokens=0"]
+    run = [*tiny, *wanted, "optim.lr=1e-1", "data.tokenizer=bytes", "world.size=2", "hydra.run.dir=run"]
+    training = start("train", *run, f"data.cache_dir={tmp_path / 'cache'}", env=sabotage("gptexp.data.hellaswag", mine))
+    _, err = training.communicate(timeout=120)
+    assert training.returncode == 0, err
+    found = events(tmp_path / "run", "eval")
+    assert [event["tokens"] for event in found] == [256, 512]
+    done = gptexp("evaluate", "run", "--tasks", "hellaswag", "--hellaswag", str(twenty))
+    after = json.loads(done.stdout)["hellaswag"]
+    assert {name: found[-1][f"hellaswag/{name}"] for name in ("acc", "acc_norm", "cut")} == {
+        name: after[name] for name in ("acc", "acc_norm", "cut")
+    }
+
+
+@pytest.mark.e2e
+def test_lm_eval_finds_the_loss_that_evaluate_finds(gptexp: Gptexp, tiny: list[str], tmp_path: Path) -> None:
+    """Of a text of whole windows. `evaluate` also has a window before it, at whose end the text begins."""
+    pytest.importorskip("lm_eval", reason="no lm_eval; pip install 'gptexp[eval]'")
+    unpadded = ["model.vocab_size=257", "optim.lr=1e-2"]  # padding has probability until a model is trained
+    assert gptexp("train", *tiny, "data.tokenizer=bytes", *unpadded, "hydra.run.dir=run").returncode == 0
+    before, text = "0123456789abcdef", "Nobody sees bread. My friend likes fish."[:32]  # 16 tokens are a window
+    rows = [json.dumps({"text": row}) for row in (before, text)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    (tmp_path / "text.jsonl").write_text(rows[1])
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/mine.yaml").write_text(
+        textwrap.dedent(f"""
+        task: my_text
+        dataset_path: json
+        dataset_kwargs: {{data_files: {{test: {tmp_path / "text.jsonl"}}}}}
+        output_type: loglikelihood_rolling
+        test_split: test
+        doc_to_text: ""
+        doc_to_target: "{{{{text}}}}"
+        metric_list: [{{metric: bits_per_byte}}]
+        """)
+    )
+    done = gptexp("evaluate", "run", "--tasks", "my_text", "--include", "mine", env={"HF_HOME": str(tmp_path / "home")})
+    assert done.returncode == 0, done.stderr
+    nats = json.loads(done.stdout)["my_text"]["bits_per_byte"] * torch.log(torch.tensor(2.0)).item() * len(text)
+
+    whole = json.loads(gptexp("evaluate", "run", "--data", "rows.jsonl", "--val-tokens", "48").stdout)
+    model, tokenizer, _ = package.load_run(tmp_path / "run")
+    first = torch.tensor([[*tokenizer.encode_ordinary(before), tokenizer.eot_token]])
+    with torch.no_grad():
+        of_before = float(model(first[:, :-1], first[:, 1:])) * 16
+    assert whole["tokens"] == 48
+    assert whole["val/loss"] * 48 - of_before == pytest.approx(nats, rel=1e-4)
+
+
+@pytest.mark.e2e
+def test_a_task_whose_data_cannot_be_had_is_one_line(saved: Path, gptexp: Gptexp, tmp_path: Path) -> None:
+    pytest.importorskip("lm_eval", reason="no lm_eval; pip install 'gptexp[eval]'")
+    nobody = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "home")}
+    refused = gptexp("evaluate", str(saved), "--tasks", "lambada_openai", env=nobody)
+    assert refused.returncode == 3
+    assert refused.stderr.splitlines()[-1].startswith("gptexp: --tasks lambada_openai: lm_eval failed (")
+    refused = gptexp("evaluate", str(saved), "--tasks", "no_such_task", env=nobody)
+    assert (refused.returncode, "lm_eval has no such task" in refused.stderr) == (2, True)
