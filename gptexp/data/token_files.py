@@ -173,7 +173,11 @@ def _megatron(path: Path, _head: bytes, size: int, _asked: str | None) -> TokenF
     return TokenFile(path, 0, int(lengths.sum()), id_bytes)
 
 
-def _raw(path: Path, _head: bytes, size: int, asked: str | None) -> TokenFile:
+def _raw(path: Path, head: bytes, size: int, asked: str | None) -> TokenFile:
+    begins = _LLMC_HEADER.unpack(head)[:2] if len(head) == _LLMC_HEADER.size else None
+    other = "npy" if head.startswith(_NPY) else "llmc" if begins in _LLMC else None
+    if other is not None:
+        raise DataError(f"{path}: begins with the header of the format {other}; leave out data.format={asked}")
     id_bytes = 4 if asked == "raw32" else 2
     if size % id_bytes:
         raise DataError(f"{path}: {counted(size, 'byte')}, no whole number of {8 * id_bytes}-bit ids; copy it again")
@@ -203,7 +207,7 @@ def read(file: TokenFile, vocabulary: Vocabulary, trusted: bool) -> tuple[Shard,
     """Read a file: its entry in the manifest, and its largest id.
 
     Raises `DataError` for ids that are improbable for this tokenizer; if the format was given (`trusted`), only for ids
-    outside of the vocabulary.
+    outside of the vocabulary, or of another width.
     """
     end = vocabulary.end
     digest, seen = hashlib.sha256(), _Seen()
@@ -226,7 +230,7 @@ def _refuse_improbable(file: TokenFile, seen: _Seen, vocabulary: Vocabulary, tru
     n_vocab, end = vocabulary.n_vocab, vocabulary.end
     fix = "name the tokenizer of these files, or their format with data.format"
     of_vocabulary = f"the {n_vocab:,} ids of data.tokenizer={vocabulary.tokenizer}"
-    if not trusted and file.id_bytes == 2 and seen.tokens >= 64 and seen.odd_zeros > seen.tokens // 4:
+    if file.id_bytes == 2 and seen.tokens >= 64 and seen.odd_zeros > seen.tokens // 4:
         raise DataError(
             f"{file.path}: {2 * seen.odd_zeros / seen.tokens:.0%} of every second id are 0, as if ids of 32 bits were "
             "read as 16; use data.format=raw32"

@@ -166,7 +166,9 @@ def char_ids(path: Path, _: list[int]) -> None:
 WRONG: dict[str, tuple[Writer, str, dict[str, Any], str]] = {
     "32 bits as 16": (lambda p, ids: raw(p, ids, "<u4"), "train.bin", {}, "as if ids of 32 bits were read as 16"),
     "16 bits as 32": (raw, "train.bin", {"format": "raw32"}, r"outside the 50,257 ids of data.tokenizer=gpt2"),
-    "llm.c as raw": (llmc, "train.bin", {"format": "raw16"}, "contains id 55,432, outside the 50,257 ids"),
+    "32 bits, asked for as 16": (lambda p, ids: raw(p, ids, "<u4"), "train.bin", {"format": "raw16"}, "ids of 32 bits"),
+    "llm.c as raw": (llmc, "train.bin", {"format": "raw16"}, "header of the format llmc; leave out data.format=raw16"),
+    "numpy as raw": (npy, "train.npy", {"format": "raw16"}, "header of the format npy; leave out data.format=raw16"),
     "characters as GPT-2's": (char_ids, "train.bin", {}, "its largest id is 64, too small for the 50,257 ids"),
     "another vocabulary": (lambda p, ids: raw(p, [i + 9000 for i in ids]), "train.bin", {}, "outside the 50,257 ids"),
     "GPT-2's ids as bytes": (raw, "train.bin", {"tokenizer": "bytes"}, "outside the 257 ids of data.tokenizer=bytes"),
