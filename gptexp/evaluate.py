@@ -95,7 +95,7 @@ def _print_tasks(args: argparse.Namespace) -> None:
     if Path(given).is_dir() and not (Path(given) / CONFIG_JSON).is_file():
         given = str(one_run(Path(given)))
         run_dir.require_checkpoint(Path(given))
-    source = find(given, weights=True)
+    source = find(given, given, weights=True)
 
     from gptexp.run.tasks import evaluate_tasks
 

@@ -5,7 +5,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from gptexp.process.errors import ConfigError
-from gptexp.storage.init_from import find
+from gptexp.storage.init_from import of_config
 
 
 def register() -> None:
@@ -17,4 +17,4 @@ def _size(key: str, init_from: str | None) -> Any:
     """The value of `model.key` in the model of `init_from`. Raises `ConfigError`."""
     if init_from is None:
         raise ConfigError("model=from_init: init_from is not given; give it, or choose another model")
-    return getattr(find(init_from).model(), key)
+    return getattr(of_config(init_from).model(), key)

@@ -6,15 +6,18 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from gptexp.data.tokenizer import load_tokenizer
+from gptexp.data.tokenizer import Tokenizer
 from gptexp.data.tokenizer_json import transformers_files
 from gptexp.model.flops import count_parameters
+from gptexp.model.gpt import GPT
 from gptexp.model.huggingface import config_json, generation_config_json, to_transformers
+from gptexp.process.errors import first_line
 from gptexp.reporting.pictures import png
 from gptexp.reporting.report import build_report
-from gptexp.run.load import load_checkpointed
+from gptexp.run.load import load_run
 from gptexp.run.model_card import model_card
 from gptexp.storage import run_dir
 
@@ -27,35 +30,42 @@ def export(directory: Path, out: Path, name: str) -> None:
     The weights are float32. Rows of the embedding that are padding are left out, so that every id has a token. `name`
     is what its card calls the model. Raises `ConfigError`, `CheckpointError` or `StorageError`.
     """
-    loaded = load_checkpointed(directory)
-    tokenizer = load_tokenizer(loaded.config.data.tokenizer, directory)
-    model, n_vocab = loaded.config.model, tokenizer.n_vocab
-    files = {
-        "config.json": _json(config_json(model, n_vocab, tokenizer.eot_token)),
-        "generation_config.json": _json(generation_config_json(tokenizer.eot_token)),
-        **transformers_files(tokenizer, model.block_size),
-    }
+    model, tokenizer, config = load_run(directory)
     report = build_report(directory)
     curve = next((figure for figure in report.figures if figure.key == "loss"), None)
-    parameters = count_parameters(replace(model, vocab_size=n_vocab))
-    files["README.md"] = model_card(
-        name, loaded.config, report.analysis.runs[0], tokenizer, parameters, CURVE if curve is not None else None
+    parameters = count_parameters(replace(config.model, vocab_size=tokenizer.n_vocab))
+    card = model_card(
+        name, config, report.analysis.runs[0], tokenizer, parameters, CURVE if curve is not None else None
     )
-    weights = {name: weight.cpu() for name, weight in loaded.model.state_dict().items()}
     with run_dir.storage(out):
         out.parent.mkdir(parents=True, exist_ok=True)
         unfinished = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}."))
         try:
             unfinished.chmod(0o755)
-            for file, text in files.items():
-                (unfinished / file).write_text(text, encoding="utf-8")
+            save_pretrained(model, tokenizer, unfinished)
+            (unfinished / "README.md").write_text(card, encoding="utf-8")
             if curve is not None:
                 (unfinished / CURVE).write_bytes(png(curve.spec))
-            save_file(to_transformers(weights, n_vocab), unfinished / WEIGHTS, metadata={"format": "pt"})
-            (unfinished / WEIGHTS).chmod(0o644)  # safetensors makes a file that only its owner can read
             unfinished.rename(out)
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def save_pretrained(model: GPT, tokenizer: Tokenizer, folder: Path) -> None:
+    """Write weights, configs and tokenizer into `folder`. Raises `OSError`."""
+    files = {
+        "config.json": _json(config_json(model.cfg, tokenizer.n_vocab, tokenizer.eot_token)),
+        "generation_config.json": _json(generation_config_json(tokenizer.eot_token)),
+        **transformers_files(tokenizer, model.cfg.block_size),
+    }
+    for name, text in files.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    weights = {name: weight.cpu() for name, weight in model.state_dict().items()}
+    try:
+        save_file(to_transformers(weights, tokenizer.n_vocab), folder / WEIGHTS, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(first_line(error)) from None
+    (folder / WEIGHTS).chmod(0o644)  # safetensors makes a file that only its owner can read
 
 
 def _json(value: object) -> str:

@@ -220,7 +220,7 @@ def _decide(job: Job, prepared: Prepared) -> Decision:
     checkpoint.remove_leftovers(checkpoints)
     found = checkpoint.load_latest(checkpoints)
     if found is None:
-        source = init_from.find(cfg.init_from, weights=True) if cfg.init_from else None
+        source = init_from.of_config(cfg.init_from, weights=True) if cfg.init_from else None
         return Decision(effective, None, source, TrainState())
     path, state = found
     _refuse_changed_data(path, checkpoint.data_hash(path), dataset)

@@ -13,7 +13,7 @@ from gptexp.data.prepare import downloads_dir
 from gptexp.distributed.ranks import Rank
 from gptexp.machine.device import pick_device
 from gptexp.run import harness
-from gptexp.run.export import export
+from gptexp.run.export import save_pretrained
 from gptexp.run.load import load_pretrained
 from gptexp.storage.init_from import Source
 from gptexp.training.hellaswag import score
@@ -30,18 +30,18 @@ def evaluate_tasks(
     others = [task for task in tasks if task != HELLASWAG]
     manager = harness.task_manager(others, include) if others else None
     found: dict[str, dict[str, Any]] = {}
+    if HELLASWAG in tasks or source.kind == "run":
+        model, tokenizer = load_pretrained(source)
     if HELLASWAG in tasks:
         file = hellaswag or downloaded(VALIDATION, downloads_dir(DataConfig()))
-        model, tokenizer = load_pretrained(source)
         examples = read_examples(file, tokenizer)[:limit]
         scores = score(model, examples, Rank(), model.wte.weight.device, nullcontext)
         found[HELLASWAG] = {name.partition("/")[2]: value for name, value in scores.items()}
         found[HELLASWAG]["examples"] = len(examples)
     if others:
         with tempfile.TemporaryDirectory() as folder:
-            directory = source.path
             if source.kind == "run":
-                directory = Path(folder) / "model"
-                export(source.path, directory, source.path.name)
+                save_pretrained(model, tokenizer, Path(folder))
+            directory = Path(folder) if source.kind == "run" else source.path
             found |= harness.evaluate(directory, others, manager, str(pick_device("auto", Rank())), limit)
     return {task: found[task] for task in tasks}

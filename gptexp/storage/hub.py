@@ -47,7 +47,7 @@ def download_model(given: str, repository: str, revision: str | None, weights: b
 
     What has been downloaded before is in the hub's own cache and is used without a network. Raises `ConfigError`.
     """
-    require(f"init_from={given}")
+    require(given)
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils import disable_progress_bars, enable_progress_bars  # type: ignore[attr-defined]
 
@@ -63,10 +63,10 @@ def download_model(given: str, repository: str, revision: str | None, weights: b
             found = download(OLD_WEIGHT_FILES)
     except Exception as error:  # of the network and of the hub
         raise ConfigError(
-            f"init_from={given}: no such path here, and the hub's model {repository} cannot be had "
+            f"{given}: no such path here, and the hub's model {repository} cannot be had "
             f"({type(error).__name__}: {first_line(error)}); without a network: hf download {repository} on another "
             "machine, and give the directory"
         ) from None
     if not (found / CONFIG_FILES[0]).is_file():
-        raise ConfigError(f"init_from={given}: the hub's model {repository} has no config.json; give another")
+        raise ConfigError(f"{given}: the hub's model {repository} has no config.json; give another")
     return found

@@ -34,7 +34,7 @@ _SIZES = {"n_layer": 12, "n_head": 12, "n_embd": 768, "n_positions": 1024, "voca
 class Source:
     """A place with weights, on this machine."""
 
-    given: str  # the value of init_from
+    given: str  # what names it, for errors
     kind: Literal["run", "transformers", "nanogpt"]
     path: Path  # a directory; of nanoGPT a file
 
@@ -45,37 +45,42 @@ class Source:
                 return run_dir.load_resolved(self.path).model
             return _of_transformers(self.path) if self.kind == "transformers" else _of_nanogpt(self.path)
         except ConfigError as error:
-            raise ConfigError(f"init_from={self.given}: {error}") from None
+            raise ConfigError(f"{self.given}: {error}") from None
 
 
-def find(init_from: str, weights: bool = False) -> Source:
-    """Find what `init_from` names. Of a model on the hub, downloads config.json, and the `weights` if asked to.
+def find(name: str, given: str, weights: bool = False) -> Source:
+    """Find the weights `name`. Of a model on the hub, downloads config.json, and the `weights` if asked to.
 
-    Raises `ConfigError` if there is nothing, or if the hub is asked in vain.
+    Errors begin with `given`. Raises `ConfigError` if there is nothing, or if the hub is asked in vain.
     """
-    if is_hub_model(init_from):
+    if is_hub_model(name):
         from gptexp.storage import hub  # imports huggingface_hub, which takes half a second
 
-        name, _, revision = init_from.partition("@")
-        repository = HUB_MODELS.get(name, name)
-        return Source(init_from, "transformers", hub.download_model(init_from, repository, revision or None, weights))
-    path = Path(init_from)
+        model, _, revision = name.partition("@")
+        repository = HUB_MODELS.get(model, model)
+        return Source(given, "transformers", hub.download_model(given, repository, revision or None, weights))
+    path = Path(name)
     if path.is_file():
-        return Source(init_from, "nanogpt", path)
+        return Source(given, "nanogpt", path)
     if run_dir.is_run(path):
-        return Source(init_from, "run", path)
+        return Source(given, "run", path)
     if (path / CONFIG_JSON).is_file():
-        return Source(init_from, "transformers", path)
+        return Source(given, "transformers", path)
     what = f"it has neither {run_dir.CONFIG} nor {CONFIG_JSON}" if path.is_dir() else "no such file or directory"
     raise ConfigError(
-        f"init_from={init_from}: {what}; give a run, a directory that transformers saved, a ckpt.pt of nanoGPT, "
+        f"{given}: {what}; give a run, a directory that transformers saved, a ckpt.pt of nanoGPT, "
         f"{', '.join(HUB_MODELS)}, or OWNER/NAME on the hub"
     )
 
 
+def of_config(init_from: str, weights: bool = False) -> Source:
+    """`find` for a value of `init_from`."""
+    return find(init_from, f"init_from={init_from}", weights)
+
+
 def check(config: Config, init_from: str) -> None:
     """Raise unless the weights of `init_from` exist, and are for the model of `config`, dropout aside."""
-    source = find(init_from)
+    source = of_config(init_from)
     pairs = [(key, getattr(config.model, key), was) for key, _, was in fields_of(source.model()) if key != "dropout"]
     different = [(key, shown(now), shown(was)) for key, now, was in pairs if now not in (was, AUTO)]
     if lines := [
@@ -92,7 +97,7 @@ def check(config: Config, init_from: str) -> None:
 def choose_vocab_size(config: Config, n_vocab: int) -> tuple[int, str]:
     """What `model.vocab_size=auto` is for a tokenizer with `n_vocab` ids, and the reason. Raises `ConfigError`."""
     if config.init_from is not None:
-        size = find(config.init_from).model().resolved_vocab_size
+        size = of_config(config.init_from).model().resolved_vocab_size
         if size < n_vocab:
             raise ConfigError(
                 f"data.tokenizer={config.data.tokenizer}: has {n_vocab:,} ids, and the weights of "

@@ -19,7 +19,7 @@ from gptexp.config.schema import ModelConfig
 from gptexp.model.gpt import GPT
 from gptexp.process.errors import CheckpointError, ConfigError
 from gptexp.run.first_weights import load_first_weights
-from gptexp.storage.init_from import find
+from gptexp.storage.init_from import of_config
 
 Gptexp = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -64,7 +64,7 @@ def given(tiny: list[str], *more: str) -> list[str]:
 def loaded(path: Path, model: ModelConfig = MODEL) -> GPT:
     torch.manual_seed(7)
     gpt = GPT(model).eval()
-    load_first_weights(find(str(path)), gpt)
+    load_first_weights(of_config(str(path)), gpt)
     return gpt
 
 
@@ -114,7 +114,7 @@ def test_all_ranks_start_with_the_weights_that_rank_0_has_read(
 @pytest.mark.parametrize("prefix", ["_orig_mod.", ""])
 def test_a_checkpoint_of_nanogpt_has_the_same_logits_here(tmp_path: Path, bias: bool, prefix: str) -> None:
     expected = nanogpt(tmp_path / "ckpt.pt", bias, prefix)
-    model = find(str(tmp_path / "ckpt.pt")).model()
+    model = of_config(str(tmp_path / "ckpt.pt")).model()
     assert model == expected.cfg
     torch.testing.assert_close(loaded(tmp_path / "ckpt.pt", model)(X), expected(X), rtol=0, atol=0)
 
@@ -209,7 +209,7 @@ def test_another_architecture_is_refused(mine: Path, changed: dict[str, Any], li
     file = mine / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **changed}))
     with pytest.raises(ConfigError) as error:
-        find(str(mine)).model()
+        of_config(str(mine)).model()
     assert str(error.value).startswith(f"init_from={mine}: ")
     assert line in str(error.value)
 
@@ -235,7 +235,7 @@ def test_code_in_a_file_is_not_run(mine: Path, tmp_path: Path, name: str, monkey
 def test_another_file_of_torch_is_no_checkpoint_of_nanogpt(tmp_path: Path, changed: dict[str, Any]) -> None:
     nanogpt(tmp_path / "ckpt.pt", **changed)
     with pytest.raises(CheckpointError, match="not a checkpoint of nanoGPT"):
-        find(str(tmp_path / "ckpt.pt")).model()
+        of_config(str(tmp_path / "ckpt.pt")).model()
 
 
 # --- the hub ---------------------------------------------------------------------------------------------------------

@@ -412,7 +412,7 @@ def test_the_index_filters_and_opens_a_sweep_and_a_sweep_its_cell(browser: "Brow
             page.reload()
         write_run(tmp_path / "outputs/third", 4096, 0.02, 1, 3.9)
         write_run(tmp_path / "outputs/fourth run", 4096, 0.02, 1, 3.9)
-        page.wait_for_function("document.getElementById('filtered').textContent === '2 of 4 shown'")
+        page.wait_for_function("document.getElementById('filtered')?.textContent === '2 of 4 shown'")
         assert set(page.locator("tbody a:visible").all_inner_texts()) == {"a run", "fourth run"}
         page.get_by_label("Filter").fill("")
         assert page.locator("tbody a:visible").count() == 4
