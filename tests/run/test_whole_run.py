@@ -29,7 +29,13 @@ def finished(tmp_path_factory: pytest.TempPathFactory, corpus: Path, torch_serve
 
 def test_metrics_have_the_names_of_the_table(finished: Path) -> None:
     logged = events(finished, "step") + events(finished, "eval")
-    of_other_runs = {"perf/slowest_rank", "perf/straggler_ratio", "hellaswag/acc", "hellaswag/acc_norm", "hellaswag/cut"}
+    of_other_runs = {
+        "perf/slowest_rank",
+        "perf/straggler_ratio",
+        "hellaswag/acc",
+        "hellaswag/acc_norm",
+        "hellaswag/cut",
+    }
     assert {name for event in logged for name in event} - {"event"} == set(METRICS) - of_other_runs
     assert all(len(e["data/fingerprint"]) == 16 for e in events(finished, "step"))
 
