@@ -8,6 +8,7 @@ Memory: a worker holds about a megabyte of text and its ids, or one row; of parq
 """
 
 import hashlib
+import os
 import signal
 import struct
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +28,7 @@ from gptexp.data.documents import Part, documents
 from gptexp.data.shards import Tokens, data_errors, id_dtype
 from gptexp.data.tokenizer import Tokenizer, load_tokenizer
 from gptexp.process.errors import DataError
-from gptexp.process.signals import at_parents_death
+from gptexp.process.signals import die_with_parent
 from gptexp.storage.run_dir import atomic
 
 READ_IDS = 1 << 22  # ids of a part that are joined at once
@@ -86,7 +87,7 @@ def _mapping(workers: int) -> Iterator[Callable[..., Iterator[Any]]]:
         yield map
         return
     # Not forked, as this process may have threads and torch.
-    executor = ProcessPoolExecutor(workers, get_context("spawn"), _begin_worker)
+    executor = ProcessPoolExecutor(workers, get_context("spawn"), _begin_worker, (os.getpid(),))
     try:
         yield executor.map
     except BrokenProcessPool:
@@ -98,8 +99,8 @@ def _mapping(workers: int) -> Iterator[Callable[..., Iterator[Any]]]:
         executor.shutdown(cancel_futures=True)
 
 
-def _begin_worker() -> None:
-    at_parents_death(signal.SIGKILL)
+def _begin_worker(parent: int) -> None:
+    die_with_parent(parent, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # a terminal sends it to all processes; only the first one reports it
 
 

@@ -41,11 +41,11 @@ def at_parents_death(number: int) -> None:
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, number, 0, 0, 0)
 
 
-def die_with_parent(parent: int) -> None:
-    """Have Linux send SIGTERM to this process when process `parent` ends; exit now if it has ended already."""
-    at_parents_death(signal.SIGTERM)
+def die_with_parent(parent: int, number: int = signal.SIGTERM) -> None:
+    """Have Linux send signal `number` to this process when process `parent` ends; exit now if it has ended already."""
+    at_parents_death(number)
     if os.getppid() != parent:
-        sys.exit(128 + signal.SIGTERM)
+        os._exit(128 + number)
 
 
 def ignore_stops() -> None:

@@ -4,7 +4,6 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from urllib.parse import quote
 
@@ -124,7 +123,7 @@ def _facts(directory: Path, runs: Sequence[Run], planned: Sequence[Run]) -> Iter
         on = (f"{run.summary['device']}, {counted(run.summary.get('world_size', 1), 'rank')}" for run in devices)
         yield "Machine", _each(on, "machines")
     if started := [run.started for run in readable if run.started is not None]:
-        yield "Started", datetime.fromtimestamp(min(started)).strftime("%Y-%m-%d %H:%M")
+        yield "Started", min(started).strftime("%Y-%m-%d %H:%M")
     if wall := [run.summary["wall_s"] for run in readable if run.summary.get("wall_s")]:
         yield "Took", duration(sum(wall)) + (f", {len(wall)} runs in all" if len(wall) > 1 else "")
     if commits := [run.summary["git_commit"] for run in readable if "git_commit" in run.summary]:

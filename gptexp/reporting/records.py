@@ -9,6 +9,7 @@ import re
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,7 @@ class Run:
     seq_len: int = 1  # tokens
     of_tokens: int = 0  # length of the whole run; 0 if its config cannot be read
     warmup_tokens: int = 0
-    started: float | None = None  # Unix time of the first event, in s
+    started: datetime | None = None  # local time of the first event
     train: list[Step] = field(default_factory=list)  # thinned, see `POINTS`
     val: list[Point] = field(default_factory=list)
     bits_per_byte: float | None = None  # of the newest evaluation
@@ -208,8 +209,8 @@ def _read_metrics(run: Run, path: Path, log_every: int) -> None:
             try:
                 event = parse_json(line)
                 step, tokens = int(event["step"]) + 1, int(event["tokens"])
-                if run.started is None:
-                    run.started = _number(event.get("time"))
+                if run.started is None and "time" in event:
+                    run.started = datetime.fromtimestamp(event["time"])
                 if event["event"] == "step":
                     seconds += (step - last_step) * float(event["perf/step_ms"]) / 1e3
                     last_step = step
@@ -220,7 +221,7 @@ def _read_metrics(run: Run, path: Path, log_every: int) -> None:
                     run.bits_per_byte = _number(event.get("val/bpb"))
                 else:
                     run.notes.append(Note(event["event"], step, printable(str(event["text"]), LAYOUT)))
-            except (ValueError, KeyError, TypeError, OverflowError):
+            except (ValueError, KeyError, TypeError, OverflowError, OSError):
                 if line.endswith("\n"):  # a line without an end is still being written
                     run.problem = printable(f"{path}: line {number} is not a valid event")
     if run.train:

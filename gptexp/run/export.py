@@ -15,6 +15,7 @@ from gptexp.model.flops import count_parameters
 from gptexp.model.gpt import GPT
 from gptexp.model.huggingface import config_json, generation_config_json, to_transformers
 from gptexp.process.errors import first_line
+from gptexp.process.terminal import warn
 from gptexp.reporting.pictures import png
 from gptexp.reporting.report import build_report
 from gptexp.run.load import load_run
@@ -32,11 +33,12 @@ def export(directory: Path, out: Path, name: str) -> None:
     """
     model, tokenizer, config = load_run(directory)
     report = build_report(directory)
+    [run] = report.analysis.runs
+    if run.problem:
+        warn(run.problem)
     curve = next((figure for figure in report.figures if figure.key == "loss"), None)
     parameters = count_parameters(replace(config.model, vocab_size=tokenizer.n_vocab))
-    card = model_card(
-        name, config, report.analysis.runs[0], tokenizer, parameters, CURVE if curve is not None else None
-    )
+    card = model_card(name, config, run, tokenizer, parameters, CURVE if curve is not None else None)
     with run_dir.storage(out):
         out.parent.mkdir(parents=True, exist_ok=True)
         unfinished = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}."))

@@ -26,7 +26,7 @@ from gptexp.reporting.live import SHARE
 
 EXPECTED = Path(__file__).with_name("damaged_runs.txt")
 OF_SWEEPS = ("status", "report", "watch", "ls")
-VERBS = (*OF_SWEEPS, "sample", "evaluate", "resume", "compare")
+VERBS = (*OF_SWEEPS, "sample", "evaluate", "resume", "compare", "export")
 CELL = "stopped"  # the run that is damaged; the sweep has another, which is completed
 STEP = "checkpoints/step-00000001"
 TEXTS = (
@@ -171,7 +171,7 @@ class Place:
         self.root, self.sweep, self.outside = root, root / "sweep", root / "outside"
         prefix = ["setpriv", "--bounding-set=-dac_override,-dac_read_search"] if os.geteuid() == 0 else []
         # The drawing of PNGs takes 3 s in each process.
-        without_pictures = sabotaged(root / "sabotage", "gptexp.reporting.write", "m.png = lambda spec: b''")
+        without_pictures = sabotaged(root / "sabotage", "gptexp.reporting.pictures", "m.png = lambda spec: b''")
         self.env = clean(without_pictures, cache)
         self.server = ForkServer("torch", env=self.env, prefix=prefix)
         self._train(corpus)
@@ -186,7 +186,13 @@ class Place:
         self.asked_again = 0.0  # s of the monotonic clock: no page is asked for before
 
     def _train(self, corpus: Path) -> None:
-        small = [*(o for o in TINY if "n_embd" not in o), "model.n_embd=2", f"data.path={corpus}", "train.save_every=2"]
+        small = [
+            *(o for o in TINY if "n_embd" not in o),
+            "model.n_embd=2",
+            "data.tokenizer=bytes",
+            f"data.path={corpus}",
+            "train.save_every=2",
+        ]
         for name, lr, minutes in ((CELL, "1e-2", "0.0001"), ("completed", "2e-2", "null")):
             argv = ["train", *small, f"optim.lr={lr}", f"train.max_minutes={minutes}", f"hydra.run.dir=whole/{name}"]
             done = self.server.ask(argv, self.root, self.env, timeout=240)
@@ -229,7 +235,10 @@ class Place:
             return self.page(file, about)
         cell = next(self.sweep.glob("stopped*"), self.sweep / CELL)
         directory = self.sweep if verb in OF_SWEEPS else cell
+        exported = self.root / "exported"
+        shutil.rmtree(exported, ignore_errors=True)
         more = {
+            "export": [str(exported)],
             "sample": ["--num-samples=1", "--max-new-tokens=2"],
             "compare": [str(self.sweep / "completed"), "--json"],
         }
@@ -242,6 +251,7 @@ class Place:
         assert max(map(len, said.splitlines()), default=0) < 1000, said
         if code:
             assert about in done["stderr"], said
+            assert not [*self.root.glob("*exported*")]
             return str(code)
         return "names it" if about in said and file not in (CELL, ".") else "works"
 

@@ -1,5 +1,6 @@
 """A request to stop, by a signal or by the clock."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -66,6 +67,13 @@ def test_a_process_that_is_just_starting_loses_no_signal_and_prints_no_traceback
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=10)
     assert (process.returncode, err) == (130, "gptexp: SIGINT: interrupted before the first step\n")
+
+
+def test_a_process_whose_parent_ended_before_it_could_ask_for_the_signal_ends() -> None:
+    code = "from gptexp.process.signals import die_with_parent; die_with_parent({}, 9); print('alive')"
+    for parent, expected in ((os.getpid(), (0, "alive\n")), (os.getppid(), (128 + 9, ""))):
+        done = subprocess.run([sys.executable, "-c", code.format(parent)], stdout=subprocess.PIPE, text=True)
+        assert (done.returncode, done.stdout) == expected
 
 
 def test_a_launched_rank_ignores_ctrl_c_which_its_parent_handles() -> None:
