@@ -69,10 +69,11 @@ def _token_files(data: DataConfig) -> tuple[list[TokenFile], list[TokenFile]]:
     training, validation = token_files.find(path_list(data.path), data.format)
     if data.val_path is not None:
         validation = [file for files in token_files.find(path_list(data.val_path), data.format) for file in files]
-    elif validation and data.val_ratio is not None:
+    elif validation and (data.val_ratio is not None or data.val_split == "tail"):
+        key = "data.val_split=tail" if data.val_ratio is None else f"data.val_ratio={data.val_ratio:g}"
         raise DataError(
-            f"data.val_ratio={data.val_ratio:g}: {validation[0].path} is the validation text; use data.val_tokens=N "
-            "for its first N tokens"
+            f"{key}: {validation[0].path} is the validation text; leave it out; data.val_tokens=N takes its first N "
+            "tokens"
         )
     return training, validation if data.validates else []
 

@@ -36,6 +36,7 @@ class TokenStream:
     def __init__(self, directory: Path, max_tokens: int | None = None) -> None:
         manifest = read_manifest(directory)
         self._shards, self.max_id, self._dtype = manifest.shards, manifest.max_id, manifest.dtype
+        self.shares = manifest.shares
         shards, paths = self._shards, [shard.path for shard in self._shards]
         self._starts = np.cumsum([0, *(shard.tokens for shard in shards)])
         self._file = lru_cache(OPEN_FILES)(lambda shard: paths[shard].open("rb", buffering=0))
@@ -97,6 +98,7 @@ class Manifest:
     max_id: int  # the largest id
     n_vocab: int | None  # number of ids of the tokenizer; None: an older version, which knew four tokenizers, wrote it
     dtype: np.dtype[Any]  # of the ids
+    shares: dict[str, int]  # of a mix: the tokens of each source
 
 
 def read_manifest(directory: Path) -> Manifest:
@@ -106,6 +108,7 @@ def read_manifest(directory: Path) -> Manifest:
         content = read_json(path)
         max_id = int(content["max_id"])
         n_vocab = None if content.get("n_vocab") is None else int(content["n_vocab"])
+        shares = {str(source): int(tokens) for source, tokens in content.get("shares", {}).items()}
         if "dtype" in content:
             dtype = np.dtype(content["dtype"])
             shards = [_foreign(entry) for entry in content["shards"]]
@@ -116,14 +119,14 @@ def read_manifest(directory: Path) -> Manifest:
                 raise ValueError("it lists a file twice")
         if n_vocab is not None and n_vocab <= max_id:
             raise ValueError(f"max_id {max_id:,} is not below n_vocab {n_vocab:,}")
-    except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise DataError(
             f"{path}: not a valid manifest ({type(error).__name__}: {first_line(error)}); delete {directory} to "
             "build it again"
         ) from None
     for shard in shards:
         _check_size(shard, dtype.itemsize)
-    return Manifest(shards, max_id, n_vocab, dtype)
+    return Manifest(shards, max_id, n_vocab, dtype, shares)
 
 
 def _id_bytes(version: Any) -> int:

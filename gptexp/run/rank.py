@@ -323,7 +323,7 @@ def _build_training(job: Job, prepared: Prepared, decision: Decision) -> Trainin
         timeout_s=cfg.world.timeout_s if rank.world_size > 1 else math.inf,
         noise_half_life_tokens=None if unmeasured else noise_half_life(cfg, cfg.run_length[1]),
         profiler=profiler,
-        about=about(cfg, effective, prepared.dataset.hash, rank.world_size) if rank.is_main else {},
+        about=about(cfg, effective, prepared.dataset, rank.world_size) if rank.is_main else {},
     )
 
 

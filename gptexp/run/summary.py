@@ -8,6 +8,7 @@ from typing import Any
 
 from gptexp.config.rules import why_unmeasured
 from gptexp.config.schema import Config, to_dict
+from gptexp.data.loader import Dataset
 from gptexp.machine.effective import Effective
 from gptexp.model.flops import Utilisation, count_parameters
 from gptexp.process.errors import StorageError
@@ -41,6 +42,7 @@ def start_lines(cfg: Config, directory: Path, effective: Effective, t: Training,
         *describe_groups(t.gpt),
         f"data            {cfg.data.name}: {per_epoch:,} training tokens per epoch, "
         f"{len(t.dataset.val_starts) * plan.seq_len:,} for validation",
+        *([f"mix             {_mix(t.dataset.train.shares)}"] if t.dataset.train.shares else []),
         f"batch           {total:,} tokens per step = {counted(plan.micro_batch_size, 'sequence')} × "
         f"{counted(plan.seq_len, 'token')} × {counted(plan.world_size, 'rank')} × "
         f"{counted(plan.grad_accum_steps, 'micro-step')}",
@@ -63,6 +65,11 @@ def start_lines(cfg: Config, directory: Path, effective: Effective, t: Training,
     return lines
 
 
+def _mix(shares: dict[str, int]) -> str:
+    whole = sum(shares.values())
+    return ", ".join(f"{tokens / whole:.1%} {source}" for source, tokens in shares.items())
+
+
 def start_event(directory: Path, t: Training, state: TrainState, about: dict[str, Any]) -> str:
     """Return the description of the run as one line of JSON."""
     numbers = {"step": state.step - 1, "tokens": state.tokens, "steps": t.plan.steps, **asdict(t.plan.batch)}
@@ -79,14 +86,15 @@ def _noise_scale(cfg: Config, t: Training) -> str:
     )
 
 
-def about(cfg: Config, effective: Effective, data_hash: str, world_size: int) -> dict[str, Any]:
+def about(cfg: Config, effective: Effective, dataset: Dataset, world_size: int) -> dict[str, Any]:
     """Return the description of a run that summary.json and every checkpoint contain."""
     return {
         "parameters": count_parameters(cfg.model),
         "world_size": world_size,
         "device": effective.device_name,
         "seed": cfg.train.seed,
-        "data_hash": data_hash,
+        "data_hash": dataset.hash,
+        **({"mix_tokens": dataset.train.shares} if dataset.train.shares else {}),
         "versions": versions(),
         "git_commit": git_commit(),
         "config": to_dict(cfg),

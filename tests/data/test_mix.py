@@ -1,6 +1,9 @@
 """Several sources in one stream of tokens, by weight."""
 
+import json
 import random
+import subprocess
+from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
 
@@ -15,6 +18,8 @@ from gptexp.data.mix import shares_of
 from gptexp.data.prepare import compare, prepare, prepared_dir
 from gptexp.data.stream import TokenStream
 from gptexp.process.errors import ConfigError, DataError
+
+Gptexp = Callable[..., subprocess.CompletedProcess[str]]
 
 
 def test_the_mix_is_as_long_as_the_weights_allow() -> None:
@@ -54,6 +59,16 @@ def test_a_mix_holds_the_first_tokens_of_each_source(mixed: DataConfig, capfd: p
     assert prepare(mixed)[0] == directory
     assert capfd.readouterr().err == ""
     compare(mixed)
+
+
+def test_a_run_says_what_each_source_gives(mixed: DataConfig, tiny: list[str], gptexp: Gptexp, tmp_path: Path) -> None:
+    first, second = mixed.mix
+    weights = f"data.mix={{{first}: 3, {second}: 1}}"
+    done = gptexp("train", *(o for o in tiny if "data.path" not in o), weights, "hydra.run.dir=out", "log.progress=bar")
+    assert done.returncode == 0, done.stderr
+    assert f"mix             75.0% {first}, 25.0% {second}\n" in done.stdout
+    a = len(ids_of(Path(first).read_text()))
+    assert json.loads((tmp_path / "out/summary.json").read_text())["mix_tokens"] == {first: a, second: a // 3}
 
 
 def test_the_weights_and_the_length_are_part_of_the_hash(mixed: DataConfig) -> None:

@@ -119,6 +119,18 @@ def test_validation_takes_the_first_tokens_of_their_split(folder: Path) -> None:
     assert dataset.order.n_train == (len(IDS) - 1) // 64  # nothing is held out of the training file
 
 
+@pytest.mark.parametrize("held_out", [{"val_split": "tail"}, {"val_ratio": 0.1}])
+def test_nothing_is_held_out_beside_a_validation_split_of_their_own(folder: Path, held_out: dict[str, Any]) -> None:
+    raw(folder / "train.bin", IDS)
+    assert refusal(config(folder, **held_out)) is None
+    raw(folder / "val.bin", SHORTER)
+    error = refusal(config(folder, **held_out))
+    assert error is not None
+    assert error.startswith(
+        f"data.{'='.join(map(str, *held_out.items()))}: {folder / 'val.bin'} is the validation text"
+    )
+
+
 def test_characters_of_nanogpt_come_with_their_table(folder: Path) -> None:
     text = "To be, or not to be: that is the question.\n" * 300
     characters = sorted(set(text))
