@@ -8,7 +8,8 @@ from sweeps import compose_sweep
 from gptexp.command import from_init
 from gptexp.config.compose import compose, composition, hydra_engine, is_multirun, is_sweep
 from gptexp.config.paths import packaged_conf
-from gptexp.config.schema import Config, WorldConfig, fields_of
+from gptexp.config.schedule import resolve_schedule
+from gptexp.config.schema import Config, ScheduleConfig, WorldConfig, fields_of
 from gptexp.process.errors import ConfigError
 from gptexp.sweep.cells import cell_name
 
@@ -102,7 +103,6 @@ def test_a_model_option_sets_only_the_model_and_the_learning_rate() -> None:
     ("override", "section", "wanted"),
     [
         ("batch=gpt2", "batch", {"total_batch_size": 524_288, "micro_batch_size": 16}),
-        ("schedule=wsd", "schedule", {"name": "wsd"}),
         ("data=shakespeare_char", "data", {"name": "shakespeare", "tokenizer": "chars"}),
         ("data.tokenizer=gpt2", "data", {"tokenizer": "gpt2"}),
         ("train.max_tokens=4096000", "train", {"max_tokens": 4_096_000}),
@@ -113,6 +113,37 @@ def test_the_default_models_own_settings_can_be_replaced(
 ) -> None:
     config = getattr(compose([override]), section)
     assert {key: getattr(config, key) for key in wanted} == wanted
+
+
+def test_token_files_of_others_are_of_gpt2s_tokenizer(corpus: Path) -> None:
+    """With the default model too, whose own tokenizer is bytes."""
+    assert compose(["data=tokens", f"data.path={corpus}"]).data.tokenizer == "gpt2"
+
+
+@pytest.mark.parametrize("name", ["constant", "cosine", "gpt3", "inverse_sqrt", "linear", "wsd"])
+def test_a_schedule_is_the_same_with_every_model(name: str) -> None:
+    """Also with the default model, whose file sets a shape, a warm-up and an end of its own."""
+    long = [f"schedule={name}", "train.max_tokens=300e9"]
+    ours, others = (resolve_schedule(compose([*long, f"model={model}"]), 10**9) for model in ("bytes", "gpt2"))
+    for tokens in range(0, 10**9, 10**8):
+        assert ours.lr_factor(tokens, 1024) == others.lr_factor(tokens, 1024)
+    if name == "cosine":
+        assert compose([*long, "model=bytes"]).schedule == ScheduleConfig()
+
+
+def test_shakespeare_char_is_nanogpts() -> None:
+    """config/train_shakespeare_char.py with the changes that nanoGPT's README gives for a CPU; dropout is 0 there."""
+    config = compose(["experiment=shakespeare_char"])
+    m, o, b, d = config.model, config.optim, config.batch, config.data
+    assert (m.n_layer, m.n_head, m.n_embd, m.block_size, m.vocab_size) == (4, 4, 128, 64, 65)
+    assert (m.bias, m.dropout) == (False, 0.0)
+    assert (d.name, d.tokenizer, d.val_split, d.val_ratio) == ("shakespeare", "chars", "tail", 0.1)
+    assert (o.lr, o.beta1, o.beta2, o.weight_decay, o.grad_clip) == (1e-3, 0.9, 0.99, 0.1, 1.0)
+    assert (b.micro_batch_size, b.total_batch_size) == (12, 12 * 64)
+    assert config.run_length == (2000, 2000 * 12 * 64)
+    schedule = resolve_schedule(config, config.run_length[1])
+    assert schedule.warmup_tokens == 100 * 12 * 64
+    assert schedule.lr_factor(2000 * 12 * 64, 12 * 64) == pytest.approx(0.1)
 
 
 @pytest.mark.parametrize(
