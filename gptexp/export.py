@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 
 from gptexp.process.errors import ConfigError
+from gptexp.process.signals import ended_in_order
 from gptexp.process.terminal import run_verb, say
 from gptexp.reporting.best import one_run
 from gptexp.storage import hub, run_dir
@@ -17,21 +18,29 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--push", metavar="OWNER/NAME", help="also upload it to this model of the Hugging Face hub")
     parser.add_argument("--private", action="store_true", help="if --push makes a new model, make it private")
     args = parser.parse_args(argv)
-    if args.private and not args.push:
+    if args.private and args.push is None:
         raise ConfigError("--private: says how --push makes a model; add --push OWNER/NAME, or leave it out")
-    if args.out.exists() and (not args.out.is_dir() or any(args.out.iterdir())):
-        raise ConfigError(f"{args.out}: exists and is not an empty directory; give another, or remove it")
-    if args.push:
-        hub.require(f"--push {args.push}")
+    if args.push is not None:
+        hub.check_name(args.push)
+    _check_out(args.out)
     directory = one_run(args.directory)
     run_dir.require_checkpoint(directory)
 
     from gptexp.run.export import export  # imports torch
 
-    export(directory, args.out, args.push or args.out.resolve().name)
+    with ended_in_order():
+        export(directory, args.out, args.push or args.out.resolve().name)
     say(f"{args.out}: AutoModelForCausalLM.from_pretrained({str(args.out)!r}) loads it; README.md is its model card")
-    if args.push:
+    if args.push is not None:
         say(hub.upload_model(args.out, args.push, args.private))
+
+
+def _check_out(out: Path) -> None:
+    """Raise `ConfigError` unless `out` is new or an empty directory, and outside of all runs."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"{out}: exists and is not an empty directory; give another, or remove it")
+    if inside := next((folder for folder in out.resolve().parents if run_dir.is_run(folder)), None):
+        raise ConfigError(f"{out}: lies in the run {inside}, which keeps its own files alone; give another place")
 
 
 if __name__ == "__main__":

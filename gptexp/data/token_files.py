@@ -228,7 +228,7 @@ def read(file: TokenFile, vocabulary: Vocabulary, trusted: bool) -> tuple[Shard,
 
 def _refuse_improbable(file: TokenFile, seen: _Seen, vocabulary: Vocabulary, trusted: bool) -> None:
     n_vocab, end = vocabulary.n_vocab, vocabulary.end
-    fix = "name the tokenizer of these files, or their format with data.format"
+    fix = "set data.tokenizer to that of these files, or data.format to their format"
     of_vocabulary = f"the {n_vocab:,} ids of data.tokenizer={vocabulary.tokenizer}"
     if file.id_bytes == 2 and seen.tokens >= 64 and seen.odd_zeros > seen.tokens // 4:
         raise DataError(

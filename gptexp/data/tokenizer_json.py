@@ -23,7 +23,10 @@ def transformers_files(tokenizer: Tokenizer, block_size: int) -> dict[str, str]:
     if isinstance(tokenizer, Encoding):
         return _of_encoding(tokenizer, block_size)
     if isinstance(tokenizer, FileTokenizer):
-        return {TOKENIZER: tokenizer.path.read_text(), SETTINGS: _settings(tokenizer.eot_text, block_size)}
+        return {
+            TOKENIZER: tokenizer.path.read_text(encoding="utf-8"),
+            SETTINGS: _settings(tokenizer.eot_text, block_size),
+        }
     if isinstance(tokenizer, CharTokenizer):
         vocab = {character: id for id, character in enumerate(tokenizer.characters)}
         model = _tokenizer_json(vocab, [], {}, None, {"type": "Fuse"})
@@ -115,9 +118,8 @@ def _tokenizer_json(
 
 
 def _settings(end_of_text: str | None, block_size: int, tokenizer_class: str = "PreTrainedTokenizerFast") -> str:
-    special = {key: end_of_text for key in ("bos_token", "eos_token", "unk_token") if end_of_text is not None}
-    if tokenizer_class != "GPT2Tokenizer":
-        special.pop("unk_token", None)
+    roles = ["bos_token", "eos_token", "pad_token", *(["unk_token"] if tokenizer_class == "GPT2Tokenizer" else [])]
+    special = dict.fromkeys(roles, end_of_text) if end_of_text is not None else {}
     return _json(
         {
             "tokenizer_class": tokenizer_class,

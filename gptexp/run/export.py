@@ -1,24 +1,21 @@
 """A run as a directory of Hugging Face's transformers: weights, configs, tokenizer and a model card."""
 
 import json
-import shutil
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from gptexp.data.tokenizer import Tokenizer
+from gptexp.data.tokenizer import Tokenizer, load_tokenizer
 from gptexp.data.tokenizer_json import transformers_files
-from gptexp.model.flops import count_parameters
 from gptexp.model.gpt import GPT
 from gptexp.model.huggingface import config_json, generation_config_json, to_transformers
 from gptexp.process.errors import first_line
 from gptexp.process.terminal import warn
 from gptexp.reporting.pictures import png
 from gptexp.reporting.report import build_report
-from gptexp.run.load import load_run
+from gptexp.run.load import load_checkpointed
 from gptexp.run.model_card import model_card
 from gptexp.storage import run_dir
 
@@ -31,26 +28,28 @@ def export(directory: Path, out: Path, name: str) -> None:
     The weights are float32. Rows of the embedding that are padding are left out, so that every id has a token. `name`
     is what its card calls the model. Raises `ConfigError`, `CheckpointError` or `StorageError`.
     """
-    model, tokenizer, config = load_run(directory)
+    loaded = load_checkpointed(directory)
+    tokenizer = load_tokenizer(loaded.config.data.tokenizer, directory)
     report = build_report(directory)
     [run] = report.analysis.runs
     if run.problem:
         warn(run.problem)
     curve = next((figure for figure in report.figures if figure.key == "loss"), None)
-    parameters = count_parameters(replace(config.model, vocab_size=tokenizer.n_vocab))
-    card = model_card(name, config, run, tokenizer, parameters, CURVE if curve is not None else None)
+    card = model_card(name, loaded, run, tokenizer, CURVE if curve is not None else None)
     with run_dir.storage(out):
         out.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}."))
-        try:
-            unfinished.chmod(0o755)
-            save_pretrained(model, tokenizer, unfinished)
+        with tempfile.TemporaryDirectory(dir=out if out.exists() else out.parent, prefix=".export-") as folder:
+            unfinished = Path(folder) / "complete"
+            unfinished.mkdir()
+            save_pretrained(loaded.model, tokenizer, unfinished)
             (unfinished / "README.md").write_text(card, encoding="utf-8")
             if curve is not None:
                 (unfinished / CURVE).write_bytes(png(curve.spec))
-            unfinished.rename(out)
-        finally:
-            shutil.rmtree(unfinished, ignore_errors=True)
+            if not out.exists():
+                unfinished.rename(out)
+            else:  # a directory that is in use, or a mount, cannot be replaced
+                for file in unfinished.iterdir():
+                    file.rename(out / file.name)
 
 
 def save_pretrained(model: GPT, tokenizer: Tokenizer, folder: Path) -> None:

@@ -21,6 +21,7 @@ from gptexp.process.words import shown
 from gptexp.reporting.best import one_run
 from gptexp.run.first_weights import load_first_weights
 from gptexp.storage import checkpoint, run_dir
+from gptexp.storage.checkpoint import TrainState
 from gptexp.storage.init_from import Source
 from gptexp.training.validation import evaluate
 
@@ -35,7 +36,7 @@ class LoadedRun:
     config: Config
     effective: Effective
     checkpoint: Path
-    step: int
+    state: TrainState  # of the checkpoint
     device: torch.device
 
 
@@ -54,7 +55,7 @@ def load_checkpointed(directory: Path | str) -> LoadedRun:
     if saved is None or saved.device != device.type:  # the kernels that the config asks for may not exist here
         here = replace(config, train=replace(config.train, attention=AUTO), optim=replace(config.optim, fused=AUTO))
     effective = resolve(here, device, Rank(), saved)
-    return LoadedRun(model.to(device).eval(), config, effective, path, state.step, device)
+    return LoadedRun(model.to(device).eval(), config, effective, path, state, device)
 
 
 def _refuse_another_model(directory: Path, config: Config) -> None:
@@ -131,7 +132,7 @@ def evaluate_checkpoint(
     with step_context(loaded.effective):
         loss = evaluate(loaded.model, dataset, batch_size, Rank(), loaded.device, context)
     return {
-        "step": loaded.step,
+        "step": loaded.state.step,
         "tokens": len(dataset.val_starts) * dataset.seq_len,
         "val/loss": loss,
         "val/ppl": perplexity(loss),

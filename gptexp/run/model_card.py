@@ -1,45 +1,56 @@
 """The README.md of an exported model: what it is, how well it does, and how it was trained, all from the run."""
 
 import math
+import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from gptexp.config.paths import HUB_MODELS, is_hub_model
-from gptexp.config.schema import Config
+from gptexp.config.paths import HUB_MODELS, is_hub_model, path_list
+from gptexp.config.schema import Config, DataConfig
 from gptexp.data.characters import CharTokenizer
 from gptexp.data.tokenizer import Tokenizer
+from gptexp.model.flops import count_parameters
 from gptexp.model.loss import perplexity
+from gptexp.process.errors import DataError
 from gptexp.process.terminal import as_command, printable
 from gptexp.process.words import counted, duration
 from gptexp.reporting.overview import as_started
 from gptexp.reporting.records import Run
+from gptexp.run.load import LoadedRun
 from gptexp.storage import run_dir
+from gptexp.storage.checkpoint import TrainState
 
+_FOLDERS = re.compile(r"(?<![\w.*~-])/([^/,\]}:]*/)*")  # of an absolute path, in an argument
 TASK = {"type": "text-generation", "name": "Text generation"}
 
 
-def model_card(name: str, config: Config, run: Run, tokenizer: Tokenizer, parameters: int, curve: str | None) -> str:
-    """The text of the card of the model `name`; `curve` is the file with its loss curves, if there is one.
+def model_card(name: str, loaded: LoadedRun, run: Run, tokenizer: Tokenizer, curve: str | None) -> str:
+    """The text of the card of the model `name`: the checkpoint `loaded`, which `run` may have trained on from.
 
-    The licence is left to be filled in: gptexp does not know that of the text.
+    `curve` is the file with its loss curves, if there is one. The licence is left to be filled in: gptexp does not know
+    that of the text.
     """
-    metrics = list(_metrics(run))
+    config, state = loaded.config, loaded.state
+    parameters = count_parameters(replace(config.model, vocab_size=tokenizer.n_vocab))
+    metrics = list(_metrics(run, state))
     head = yaml.safe_dump(_head(name, config, metrics), sort_keys=False, allow_unicode=True)
     sections = [
         f"---\n{head}# license: to be filled in\n---\n\n# {name}",
         f"A language model of GPT-2's architecture with {parameters:,} parameters, trained with gptexp. Its licence is "
         "to be filled in.",
         "## Use",
-        _use(name),
+        _use(name, tokenizer, config.model.block_size),
         *_notes(config, tokenizer),
         "## Results",
         _table("metric", "value", [(label, f"{value:.4f}") for label, _, value in metrics] or [("not evaluated", "")]),
+        *([f"Evaluated after {state.evaluated_tokens:,} tokens."] if 0 < state.evaluated_tokens < state.tokens else []),
         *([f"![Training and validation loss over tokens]({curve})"] if curve is not None else []),
         "## Training",
-        _table("", "", _training(config, run)),
+        _table("", "", _training(config, run, state)),
         *_again(run.directory),
     ]
     return "\n\n".join(sections) + "\n"
@@ -64,25 +75,32 @@ def _head(name: str, config: Config, metrics: list[tuple[str, str, float]]) -> d
     return head
 
 
-def _metrics(run: Run) -> Iterator[tuple[str, str, float]]:
-    """Yield the label, the type and the value of each figure of the newest evaluation."""
-    loss = next((point.loss for point in reversed(run.val) if point.loss is not None), None)
-    if loss is None:
+def _metrics(run: Run, state: TrainState) -> Iterator[tuple[str, str, float]]:
+    """Yield the label, the type and the value of each figure of the checkpoint's newest evaluation."""
+    if state.val_loss is None:
         return
-    yield "validation loss, nats per token", "loss", loss
-    yield "perplexity per token", "perplexity", perplexity(loss)
-    if run.bits_per_byte is not None and math.isfinite(run.bits_per_byte):
-        yield "bits per byte", "bits_per_byte", run.bits_per_byte
+    yield "validation loss, nats per token", "loss", state.val_loss
+    yield "perplexity per token", "perplexity", perplexity(state.val_loss)
+    newest = next((point.loss for point in reversed(run.val) if point.loss), None)
+    if newest and run.bits_per_byte is not None and math.isfinite(run.bits_per_byte):
+        yield "bits per byte", "bits_per_byte", state.val_loss * run.bits_per_byte / newest  # the text is the same
 
 
-def _use(name: str) -> str:
+def _use(name: str, tokenizer: Tokenizer, block_size: int) -> str:
+    """A program that continues a prompt as far as the model sees."""
+    try:
+        prompt, ids = "The ", tokenizer.encode_ordinary("The ")
+    except DataError:  # of a vocabulary of characters
+        prompt = tokenizer.decode([tokenizer.n_vocab - 1])
+        ids = tokenizer.encode_ordinary(prompt)
+    new = max(1, min(50, block_size - len(ids)))
     return f"""```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 model = AutoModelForCausalLM.from_pretrained("{name}")
 tokenizer = AutoTokenizer.from_pretrained("{name}")
-start = tokenizer("The ", return_tensors="pt")
-text = model.generate(**start, max_new_tokens=50, do_sample=True, top_k=50)
+start = tokenizer({prompt!r}, return_tensors="pt")
+text = model.generate(**start, max_new_tokens={new}, do_sample=True, top_k=50)
 print(tokenizer.decode(text[0]))
 ```"""
 
@@ -104,14 +122,14 @@ def _notes(config: Config, tokenizer: Tokenizer) -> Iterator[str]:
     yield " ".join(notes)
 
 
-def _training(config: Config, run: Run) -> list[tuple[str, str]]:
+def _training(config: Config, run: Run, state: TrainState) -> list[tuple[str, str]]:
     m, o, s, b, summary = config.model, config.optim, config.schedule, config.batch, run.summary
     rows = [
         ("model", f"{counted(m.n_layer, 'layer')}, {counted(m.n_head, 'head')}, width {m.n_embd}, {_biases(m.bias)}, "
          f"dropout {m.dropout:g}"),
-        ("data", f"{config.data.name}, hash of the tokens {summary.get('data_hash', 'unknown')}"),
+        ("data", f"{_data(config.data)}; hash of the tokens {summary.get('data_hash', 'unknown')}"),
         ("tokenizer", Path(config.data.tokenizer).name),
-        ("tokens", f"{summary.get('tokens', 0):,} in {counted(summary.get('steps', 0), 'step')}"),
+        ("tokens", f"{state.tokens:,} in {counted(state.step, 'step')}"),
         ("batch", f"{b.total_batch_size:,} tokens a step, sequences of {config.seq_len:,}"),
         ("optimizer", f"{o.name}: lr {o.lr:g}, betas {o.beta1:g} and {o.beta2:g}, eps {o.eps:g}, weight decay "
          f"{o.weight_decay:g}, gradients clipped at {o.grad_clip:g}"),
@@ -124,14 +142,27 @@ def _training(config: Config, run: Run) -> list[tuple[str, str]]:
         )
     if "device" in summary:
         ranks = counted(summary.get("world_size", 1), "rank")
-        took = f", {duration(summary['train_s'])}" if "train_s" in summary else ""
-        rows.append(("machine", f"{summary['device']}, {ranks}{took}"))
+        rows.append(("machine", f"{summary['device']}, {ranks}, {duration(state.seconds)}"))
     saved = run_dir.read_json(run.directory / run_dir.SUMMARY).get("versions")
     if isinstance(saved, dict):
         rows.append(("versions", ", ".join(f"{name} {number}" for name, number in saved.items())))
     if "git_commit" in summary:
         rows.append(("commit", summary["git_commit"]))
     return rows
+
+
+def _data(data: DataConfig) -> str:
+    """What the text is, without folders of the machine that read it."""
+    if data.mix:
+        sources = ", ".join(f"{_name(data, path)} with weight {weight:g}" for path, weight in data.mix.items())
+    else:
+        sources = ", ".join(_name(data, path) for path in (path_list(data.path) if data.path else []))
+    subset = f", subset {data.subset}" if data.subset else ""
+    return f"{data.name}{': ' if sources else ''}{sources}{subset}"
+
+
+def _name(data: DataConfig, path: str) -> str:
+    return path if data.name == "hf" else Path(path).name
 
 
 def _biases(bias: bool) -> str:
@@ -145,4 +176,6 @@ def _table(left: str, right: str, rows: list[tuple[str, str]]) -> str:
 
 def _again(directory: Path) -> Iterator[str]:
     if (started := as_started(directory)) is not None:
-        yield f"The command that trained it:\n\n```sh\n{as_command(started.arguments)}\n```"
+        arguments = ["train", *started.flags, *started.overrides]
+        command = as_command([_FOLDERS.sub("", argument) for argument in arguments])
+        yield f"The command that trained it, with paths shortened to their last name:\n\n```sh\n{command}\n```"

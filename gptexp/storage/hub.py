@@ -4,12 +4,14 @@ No other file imports huggingface_hub.
 """
 
 import logging
+import shlex
 import sys
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
 from gptexp.process.errors import ConfigError, StorageError, first_line
+from gptexp.process.words import shown
 
 CONFIG_FILES = ["config.json", "vocab.json", "tokenizer.json", "tokenizer_config.json", "merges.txt"]
 WEIGHT_FILES = ["model*.safetensors", "model.safetensors.index.json"]
@@ -20,6 +22,20 @@ def require(given: str) -> None:
     """Raise `ConfigError` if huggingface_hub, which `given` needs, is not installed."""
     if find_spec("huggingface_hub") is None:
         raise ConfigError(f"{given}: needs the package huggingface_hub; run: pip install 'gptexp[hf]'")
+
+
+def check_name(repository: str) -> None:
+    """Raise `ConfigError` if --push cannot upload to the model `repository`, as far as can be said without the hub."""
+    require(f"--push {repository}")
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+
+    try:
+        validate_repo_id(repository)
+    except HFValidationError:
+        raise ConfigError(
+            f"--push {shown(repository)}: no name of a model; give OWNER/NAME, of letters, digits, '-', '_' and '.'"
+        ) from None
 
 
 def upload_model(directory: Path, repository: str, private: bool) -> str:
@@ -34,9 +50,10 @@ def upload_model(directory: Path, repository: str, private: bool) -> str:
         api.create_repo(repository, private=private, exist_ok=True)
         commit = api.upload_folder(repo_id=repository, folder_path=directory)
     except Exception as error:  # of the network and of the hub
+        later = shlex.join(["hf", "upload", repository, str(directory)])
         raise StorageError(
             f"--push {repository}: not uploaded ({type(error).__name__}: {first_line(error)}); {directory} is "
-            f"complete, to upload it later: hf auth login, then hf upload {repository} {directory}"
+            f"complete, to upload it later: hf auth login, then {later}"
         ) from None
     return f"uploaded: {commit.commit_url}"
 

@@ -3,8 +3,12 @@
 import hashlib
 import json
 import os
+import re
+import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +27,7 @@ from gptexp.data.tokenizer_json import for_oniguruma, merges, transformers_files
 from gptexp.model.generate import Sampling, generate
 
 Gptexp = Callable[..., subprocess.CompletedProcess[str]]
+Start = Callable[..., subprocess.Popen[str]]
 
 # Every character that is no surrogate, between others, so that each regular expression meets each of them.
 EVERY_CHARACTER = [chr(code) for code in range(1, 0x110000) if not 0xD800 <= code < 0xE000]
@@ -40,6 +45,7 @@ def compare(found: dict[str, Any], directory: Path, text: str = TEXT) -> None:
     torch.testing.assert_close(torch.tensor(found["logits"]), expected, rtol=0, atol=1e-5)
     how = Sampling(len(found["added"]), temperature=0.0)
     columns = list(generate(model, ids, tokenizer.n_vocab, tokenizer.eot_token, 1, how))
+    assert columns, "the first token ends the text, so nothing would be compared"
     assert found["added"][: len(columns)] == [int(column[0]) for column in columns]
 
 
@@ -83,7 +89,7 @@ def test_gpt2_124m_has_the_same_logits(gptexp: Gptexp, tiny: list[str], tmp_path
         "batch.micro_batch_size=1",
         "train.max_steps=1",
     ]
-    assert gptexp("train", *kept, *one, "train.max_steps=1", "data.val_tokens=64", "hydra.run.dir=run").returncode == 0
+    assert gptexp("train", *kept, *one, "data.val_tokens=64", "hydra.run.dir=run").returncode == 0
     assert gptexp("export", "run", "out").returncode == 0
     compare(judge(str(tmp_path / "out"), TEXT), tmp_path / "run")
 
@@ -123,6 +129,13 @@ def test_an_exported_model_trains_on_here(finished_run: Path, gptexp: Gptexp, ti
 # --- the card --------------------------------------------------------------------------------------------------------
 
 
+def run_program(card: str, out: Path) -> None:
+    """Run the card's program on the directory that it calls by its name."""
+    [program] = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
+    assert f'"{out.name}"' in program
+    exec(program.replace(f'"{out.name}"', f'"{out}"'), {})
+
+
 def test_the_card_says_what_the_run_says(finished_run: Path, gptexp: Gptexp, tmp_path: Path) -> None:
     assert gptexp("export", str(finished_run), "out").returncode == 0
     card = (tmp_path / "out/README.md").read_text()
@@ -135,6 +148,29 @@ def test_the_card_says_what_the_run_says(finished_run: Path, gptexp: Gptexp, tmp
     for said in ("| tokens | 512 in 4 steps |", "lr 0.0006", "| seed | 1337 |", summary["data_hash"], "gptexp train "):
         assert said in card, said
     assert "![Training and validation loss over tokens](loss.png)" in card
+    assert "Evaluated after" not in card
+    assert str(finished_run.parent) not in card, "a path of this machine"
+    run_program(card, tmp_path / "out")
+
+
+def test_the_card_of_a_stopped_run_is_about_the_checkpoint(gptexp: Gptexp, tiny: list[str], tmp_path: Path) -> None:
+    """The run goes on after its newest checkpoint, is evaluated once more, and is killed."""
+    run = [*tiny, "data.tokenizer=chars", "train.eval_every_tokens=128", "train.save_every=2", "hydra.run.dir=run"]
+    assert gptexp("train", *run, "train.max_steps=3").returncode == 0
+    shutil.rmtree(tmp_path / "run/checkpoints/step-00000003")
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    (tmp_path / "run/summary.json").write_text(json.dumps({**summary, "status": "running"}))
+    assert gptexp("export", "run", "out").returncode == 0
+    card = (tmp_path / "out/README.md").read_text()
+    of_checkpoint = json.loads(gptexp("evaluate", "run").stdout)
+    assert of_checkpoint["step"] == 2
+    assert "| tokens | 256 in 2 steps |" in card
+    head = yaml.safe_load(card.split("---")[1])
+    values = {metric["type"]: metric["value"] for metric in head["model-index"][0]["results"][0]["metrics"]}
+    for kind, name in (("loss", "val/loss"), ("perplexity", "val/ppl"), ("bits_per_byte", "val/bpb")):
+        assert values[kind] == pytest.approx(of_checkpoint[name], abs=1e-4), name
+    assert of_checkpoint["val/loss"] != pytest.approx(summary["final_val_loss"], abs=1e-4)
+    run_program(card, tmp_path / "out")
 
 
 # --- tokenizers ------------------------------------------------------------------------------------------------------
@@ -222,6 +258,9 @@ def test_a_merge_is_the_last_step_of_a_tokens_own_encoding() -> None:
         (["nowhere", "out"], 2, "nowhere: no such directory"),
         (["@RUN", "out", "--private"], 2, "--private: says how --push makes a model"),
         (["@RUN", "full/file/out"], 1, "out: cannot be written"),
+        (["@RUN", "@RUN/hf"], 2, "hf: lies in the run @RUN, which keeps its own files alone; give another place"),
+        (["@RUN", "out", "--push", "not a name!"], 2, "--push not a name!: no name of a model; give OWNER/NAME"),
+        (["@RUN", "out", "--push", ""], 2, "no name of a model; give OWNER/NAME"),
     ],
 )
 def test_a_wrong_command_is_one_line_and_writes_nothing(
@@ -231,8 +270,39 @@ def test_a_wrong_command_is_one_line_and_writes_nothing(
     (tmp_path / "full/file").touch()
     refused = gptexp("export", *(text.replace("@RUN", str(finished_run)) for text in argv))
     assert (refused.returncode, len(refused.stderr.splitlines())) == (code, 1), refused.stderr
-    assert line in refused.stderr
+    assert line.replace("@RUN", str(finished_run)) in refused.stderr
     assert [str(path.relative_to(tmp_path)) for path in sorted(tmp_path.rglob("*"))] == ["full", "full/file"]
+
+
+@pytest.mark.parametrize("out", [".", "link"])
+def test_an_empty_directory_is_filled_wherever_it_is(
+    finished_run: Path, gptexp: Gptexp, tmp_path: Path, out: str
+) -> None:
+    if out == "link":
+        (tmp_path / "elsewhere").mkdir()
+        (tmp_path / "link").symlink_to("elsewhere")
+    before = (tmp_path / out).stat().st_ino
+    done = gptexp("export", str(finished_run), out)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / out).stat().st_ino == before
+    assert {"model.safetensors", "README.md"} <= {path.name for path in (tmp_path / out).iterdir()}
+    assert not list((tmp_path / out).glob(".*"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stopped_export_leaves_nothing(
+    finished_run: Path, start: Start, sabotage: Callable[[str, str], dict[str, str]], tmp_path: Path, number: int
+) -> None:
+    env = sabotage("gptexp.run.export", "m.save_file = lambda *_, **__: __import__('time').sleep(60)")
+    process = start("export", str(finished_run), "out", env=env)
+    deadline = time.monotonic() + 60
+    while not list(tmp_path.glob(".export-*/complete/vocab.json")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 128 + number, err
+    assert not list(tmp_path.glob(".export-*"))
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.fixture
