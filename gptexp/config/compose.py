@@ -171,7 +171,10 @@ def to_config(cfg: DictConfig, overrides: Sequence[str], launcher_world_size: in
     _let_the_command_line_win(config, given)
     problems = _take_from_environment(config, given)
     if config.data.name == "text" and isinstance(config.data.mix, dict):
-        config.data.mix = {absolute(str(path)): weight for path, weight in config.data.mix.items()}
+        sources = {absolute(str(path)): weight for path, weight in config.data.mix.items()}
+        if len(sources) < len(config.data.mix):
+            problems.append(f"data.mix={shown(config.data.mix)}: names a source twice; give each one weight")
+        config.data.mix = sources
     for key in ("path", "val_path"):
         value = getattr(config.data, key)
         if is_path_list(value) and (key, config.data.name) != ("path", "hf"):

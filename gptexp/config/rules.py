@@ -13,7 +13,7 @@ from typing import Any
 from gptexp.config.batch import count_val_windows, is_power_of_two, legal_micro_batches, plan_batch
 from gptexp.config.paths import is_file, is_path_list, matching_files, path_list, saved_dataset_files, why_not_creatable
 from gptexp.config.schedule import resolve_schedule
-from gptexp.config.schema import ATTENTION_DEVICES, AUTO, Config, field_problems
+from gptexp.config.schema import ATTENTION_DEVICES, AUTO, Config, DataConfig, field_problems
 from gptexp.config.vocabulary import CHARS, NAMES, VOCAB_SIZES, padded, padding_multiple
 from gptexp.process.errors import ConfigError
 from gptexp.process.words import shown
@@ -208,6 +208,16 @@ def _paths(cfg: Config, _: int) -> Iterator[str]:
                 yield f"data.{key}={shown(pattern)}: no such file; give a file, a glob or a list of them"
 
 
+_READ_BY = {  # key of data -> the corpora that read it
+    "path": ("text", "hf", "tokens"),
+    "format": ("tokens",),
+    "subset": ("hf",),
+    "split": ("hf",),
+    "mix": ("text", "hf"),
+    "text_column": ("text", "hf"),
+}
+
+
 def _corpus(cfg: Config, _: int) -> Iterator[str]:
     d = cfg.data
     if d.name == "text" and d.path is None and d.mix is None:
@@ -216,12 +226,10 @@ def _corpus(cfg: Config, _: int) -> Iterator[str]:
         yield f"data.path={shown(d.path)}: data=hf needs the name of a data set; give data.path=OWNER/NAME"
     if d.name == "tokens" and d.path is None:
         yield "data.path=null: data=tokens needs token files; give data.path=FOLDER, a file, a glob or a list"
-    if d.name != "tokens" and d.format is not None:
-        yield f"data.format={d.format}: only data=tokens reads it; leave it out"
-    for key, names in (("path", ("text", "hf", "tokens")), ("mix", ("text", "hf"))):
-        if d.name not in names and (value := getattr(d, key)) is not None:
-            readers = " and ".join(f"data={name}" for name in names)
-            yield f"data.{key}={shown(value)}: only {readers} read it; use one of them or leave it out"
+    for key, names in _READ_BY.items():
+        if d.name not in names and (value := getattr(d, key)) != getattr(DataConfig, key):
+            readers = " or ".join(f"data={name}" for name in names)
+            yield f"data.{key}={shown(value)}: only {readers} reads it; use that, or leave it out"
     if d.path is not None and d.mix is not None:
         yield f"data.mix={shown(d.mix)}: names the sources in place of data.path={shown(d.path)}; leave out one of them"
 
@@ -239,9 +247,14 @@ def _mix(cfg: Config, _: int) -> Iterator[str]:
         yield f"{given}: data.tokenizer=chars would number the characters of each source anew; use data.tokenizer=bytes"
     if d.val_split == "tail":
         yield f"{given}: data.val_split=tail would hold out the last source alone; use data.val_split=spread"
+    source_of: dict[Path, str] = {}
     for pattern in d.mix if d.name == "text" else ():
         if not _exists(pattern):
             yield f"data.mix={shown(pattern)}: no such file; give a file or a glob"
+        for file in matching_files(pattern):
+            if (other := source_of.setdefault(file, pattern)) != pattern:
+                yield f"{given}: {file} is in {shown(other)} and in {shown(pattern)}; give each file to one source"
+                return
 
 
 def _is_weight(value: Any) -> bool:

@@ -16,6 +16,7 @@ from pathlib import Path
 from gptexp.data.stream import Shard, read_manifest, write_references
 from gptexp.process.errors import DataError
 from gptexp.process.words import counted
+from gptexp.storage.run_dir import keep_tokenizer
 
 
 def shares_of(tokens: Mapping[str, int], weights: Mapping[str, float], most: int | None) -> dict[str, int]:
@@ -47,6 +48,7 @@ def write_mix(
     first = next(iter(manifests.values()))
     n_vocab, max_id = first.n_vocab, max(m.max_id for m in manifests.values())
     target.mkdir(parents=True, exist_ok=True)
+    keep_tokenizer(target, next(iter(sources.values())))
     about = {"corpus": "mix", "tokenizer": tokenizer, "shares": shares}
     write_references(target, shards, first.dtype, max_id, n_vocab, about)
     whole = sum(shares.values())

@@ -33,6 +33,7 @@ from gptexp.process.words import counted
 from gptexp.storage.run_dir import TOKENIZER
 
 PART_BYTES = 16 << 20  # of text that a worker tokenises at a time
+SHOWN = 3  # names of token files in a message
 LAYOUT = 1  # version of a directory of tokens
 
 
@@ -95,7 +96,7 @@ def _build_once(target: Path, build: Callable[[], None]) -> None:
 
 
 def _references_dir(files: Sequence[TokenFile], data: DataConfig) -> Path:
-    key = corpora.Files("tokens", [file.path for file in files]).key
+    key = corpora.Files("tokens", [*(file.path for file in files), *token_files.sidecars(files)]).key
     key = hashlib.sha256(f"{key} {data.format} {_label(data.tokenizer)}".encode()).hexdigest()[:16]
     return cache_dir(data) / f"tokens-{key}"
 
@@ -116,7 +117,8 @@ def _write_references(files: Sequence[TokenFile], data: DataConfig, target: Path
     write_references(target, shards, dtype, max_id, tokenizer.n_vocab, about)
     mark_verified(target)
     tokens = sum(shard.tokens for shard in shards)
-    print(f"read {counted(len(files), 'token file')} in place: {counted(tokens, 'token')}", file=sys.stderr)
+    names = ", ".join(file.path.name for file in files[:SHOWN]) + (", …" if len(files) > SHOWN else "")
+    print(f"read {counted(len(files), 'token file')} in place ({names}): {counted(tokens, 'token')}", file=sys.stderr)
 
 
 def sources(data: DataConfig) -> dict[str, DataConfig]:

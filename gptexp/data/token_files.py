@@ -40,9 +40,13 @@ _LLMC_EVALUATION = 20240522  # HellaSwag and MMLU: no stream of tokens
 _INDEX = struct.Struct("<9sQBQQ")  # magic, version, code of the type, number of sequences, number of documents
 _INDEX_MAGIC = b"MMIDIDX\0\0"
 _INDEX_ID_BYTES = {8: 2, 4: 4}  # code of the type -> bytes per id
-_VALIDATION = re.compile(r"(^|[_-])val(idation)?([_.-]|$)")  # in a file's name
+# In a file's name.
+_TRAINING = re.compile(r"(^|[_-])train(ing)?([_.-]|$)", re.IGNORECASE)
+_VALIDATION = re.compile(r"(^|[_-])(val|valid|validation|dev)([_.-]|$)", re.IGNORECASE)
+_TEST = re.compile(r"(^|[_-])test([_.-]|$)", re.IGNORECASE)
 JUDGED = 10_000  # ids: with fewer, nothing but their range is checked
 LONG = 10_000_000  # ids: a longer stream has an end of text somewhere
+NOISE = 0.002  # the share of the most frequent id of a text is far above: that of " the", "," or a line feed is 0.02
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,7 @@ class TokenFile:
     """Where the ids of a file are."""
 
     path: Path
+    format: str  # a value of data.format
     offset: int  # bytes before the first id
     tokens: int
     id_bytes: int  # 2 or 4, little endian
@@ -67,25 +72,42 @@ def find(patterns: Sequence[str], asked: str | None) -> tuple[list[TokenFile], l
     if not training:
         names = ", ".join(path.name for path in paths)
         raise DataError(f"{', '.join(patterns)}: no training file, only {names}; give its path too")
-    if len({file.id_bytes for file in files}) > 1:
-        odd = next(file for file in files if file.id_bytes != files[0].id_bytes)
-        raise DataError(
-            f"{odd.path}: ids of {8 * odd.id_bytes} bits, but those of {files[0].path} have {8 * files[0].id_bytes}; "
-            "give files of one kind"
-        )
+    first = files[0]
+    for file in files:
+        if (file.format, file.id_bytes) != (first.format, first.id_bytes):
+            raise DataError(
+                f"{file.path}: {file.format} with ids of {8 * file.id_bytes} bits, but {first.path} is {first.format} "
+                f"with {8 * first.id_bytes}; give files of one kind"
+            )
     return training, validation
 
 
 def _files(pattern: str) -> list[Path]:
     folder = Path(pattern)
     if folder.is_dir():
-        found = sorted(path for path in folder.iterdir() if path.suffix in _SUFFIXES and path.is_file())
-        if not found:
-            raise DataError(f"{folder}: no file {' or '.join(_SUFFIXES)}; give the folder of token files, or a glob")
-        return found
+        return _files_in(folder)
     if not (found := matching_files(pattern)):
         raise DataError(f"{pattern}: no such file; give a folder, a file, a glob or a list of them")
     return found
+
+
+def _files_in(folder: Path) -> list[Path]:
+    """The files for training and validation: if names say which are for training, no others; never those for tests."""
+    if (folder / "index.json").is_file():
+        raise DataError(f"{folder}: has an index.json, so it is litdata's or MosaicML's; use data=text on its source")
+    found = sorted(path for path in folder.iterdir() if path.suffix in _SUFFIXES and path.is_file())
+    if any(_TRAINING.search(path.name) for path in found):
+        found = [path for path in found if _TRAINING.search(path.name) or _VALIDATION.search(path.name)]
+    found = [path for path in found if not _TEST.search(path.name)]
+    if not found:
+        raise DataError(f"{folder}: no file {' or '.join(_SUFFIXES)}; give the folder of token files, or a glob")
+    return found
+
+
+def sidecars(files: Sequence[TokenFile]) -> list[Path]:
+    """The files beside `files` that say how to read them."""
+    beside = {path for file in files for path in (file.path.with_suffix(".idx"), file.path.parent / META)}
+    return sorted(path for path in beside if path.is_file())
 
 
 def _open(path: Path, asked: str | None) -> TokenFile:
@@ -93,9 +115,9 @@ def _open(path: Path, asked: str | None) -> TokenFile:
     with data_errors(path), path.open("rb") as file:
         head = file.read(_LLMC_HEADER.size)
         size = path.stat().st_size
-    found = {
-        "llmc": _llmc, "npy": _npy, "megatron": _megatron, "raw16": _raw, "raw32": _raw,
-    }[asked or _format_of(path, head)](path, head, size, asked)  # fmt: skip
+    kind = asked or _format_of(path, head)
+    layout = {"llmc": _llmc, "npy": _npy, "megatron": _megatron, "raw16": _raw, "raw32": _raw}[kind]
+    found = TokenFile(path, kind, *layout(path, head, size, asked))
     expected = found.offset + found.id_bytes * found.tokens
     if size != expected:
         raise DataError(
@@ -116,7 +138,11 @@ def _format_of(path: Path, head: bytes) -> str:
         return "llmc"
     if head.startswith(_NPY):
         return "npy"
-    if head.startswith((b"gptexp\r\n", b"PAR1", b"{", b"\x1f\x8b", b"PK\x03\x04", _INDEX_MAGIC)):
+    if head.startswith(_INDEX_MAGIC):
+        raise DataError(f"{path}: Megatron-LM's index; give the file of ids, {path.with_suffix('.bin').name}")
+    if head.startswith(b"gptexp\r\n"):
+        raise DataError(f"{path}: part of gptexp's own cache; give the text that it was made from, with data=text")
+    if head.startswith((b"PAR1", b"{", b"\x1f\x8b", b"PK\x03\x04")):
         raise DataError(f"{path}: not a file of ids ({head[:8]!r}); data=text reads text")
     if path.suffix == ".bin" and path.with_suffix(".idx").is_file():
         return "megatron"
@@ -125,19 +151,22 @@ def _format_of(path: Path, head: bytes) -> str:
     raise DataError(f"{path}: of an unknown format; give a file .bin or .npy, or set data.format")
 
 
-def _llmc(path: Path, head: bytes, _size: int, _asked: str | None) -> TokenFile:
+Layout = tuple[int, int, int]  # bytes before the first id, number of ids, bytes per id
+
+
+def _llmc(path: Path, head: bytes, _size: int, asked: str | None) -> Layout:
     if len(head) < _LLMC_HEADER.size:
         raise DataError(f"{path}: {counted(len(head), 'byte')}, fewer than llm.c's header; copy it again")
     magic, version, tokens = _LLMC_HEADER.unpack(head)
     if (magic, version) not in _LLMC or tokens < 0:
         raise DataError(
             f"{path}: magic {magic}, version {version}, {tokens:,} ids: not llm.c's header of a stream of tokens; "
-            "leave out data.format, or give another file"
+            f"{'leave out data.format, or ' if asked else ''}give another file"
         )
-    return TokenFile(path, _LLMC_HEADER.size, tokens, _LLMC[magic, version])
+    return _LLMC_HEADER.size, tokens, _LLMC[magic, version]
 
 
-def _npy(path: Path, _head: bytes, _size: int, _asked: str | None) -> TokenFile:
+def _npy(path: Path, _head: bytes, _size: int, _asked: str | None) -> Layout:
     try:
         with path.open("rb") as file:
             version = np.lib.format.read_magic(file)
@@ -148,10 +177,10 @@ def _npy(path: Path, _head: bytes, _size: int, _asked: str | None) -> TokenFile:
         raise DataError(f"{path}: not numpy's format ({first_line(error)}); copy it again") from None
     if len(shape) != 1 or dtype.str not in ("<u2", "<u4", "<i4"):
         raise DataError(f"{path}: shape {shape}, type {dtype.str}: must have one dimension and type <u2, <u4 or <i4")
-    return TokenFile(path, offset, int(shape[0]), dtype.itemsize)
+    return offset, int(shape[0]), dtype.itemsize
 
 
-def _megatron(path: Path, _head: bytes, size: int, _asked: str | None) -> TokenFile:
+def _megatron(path: Path, _head: bytes, size: int, _asked: str | None) -> Layout:
     index = path.with_suffix(".idx")
     with data_errors(index):
         content = index.read_bytes()
@@ -170,10 +199,10 @@ def _megatron(path: Path, _head: bytes, size: int, _asked: str | None) -> TokenF
     starts = np.frombuffer(content, "<i8", sequences, _INDEX.size + 4 * sequences)
     if not np.array_equal(starts, id_bytes * (np.cumsum(lengths) - lengths)):
         raise DataError(f"{index}: the sequences do not follow one another in {path.name}; write it again in order")
-    return TokenFile(path, 0, int(lengths.sum()), id_bytes)
+    return 0, int(lengths.sum()), id_bytes
 
 
-def _raw(path: Path, head: bytes, size: int, asked: str | None) -> TokenFile:
+def _raw(path: Path, head: bytes, size: int, asked: str | None) -> Layout:
     begins = _LLMC_HEADER.unpack(head)[:2] if len(head) == _LLMC_HEADER.size else None
     other = "npy" if head.startswith(_NPY) else "llmc" if begins in _LLMC else None
     if other is not None:
@@ -181,7 +210,7 @@ def _raw(path: Path, head: bytes, size: int, asked: str | None) -> TokenFile:
     id_bytes = 4 if asked == "raw32" else 2
     if size % id_bytes:
         raise DataError(f"{path}: {counted(size, 'byte')}, no whole number of {8 * id_bytes}-bit ids; copy it again")
-    return TokenFile(path, 0, size // id_bytes, id_bytes)
+    return 0, size // id_bytes, id_bytes
 
 
 @dataclass
@@ -192,6 +221,7 @@ class _Seen:
     ends: int = 0  # how many ids are the end of a text
     odd_zeros: int = 0  # how many of every second id are zero
     tokens: int = 0
+    commonest: float = 1.0  # the share of the most frequent id in the first block
 
 
 @dataclass(frozen=True)
@@ -218,6 +248,8 @@ def read(file: TokenFile, vocabulary: Vocabulary, trusted: bool) -> tuple[Shard,
             digest.update(block)
             ids = np.frombuffer(block, dtype)
             seen.max_id = max(seen.max_id, int(ids.max()))
+            if not seen.tokens and seen.max_id < vocabulary.n_vocab:
+                seen.commonest = float(np.bincount(ids).max()) / len(ids)
             seen.ends += 0 if end is None else int(np.count_nonzero(ids == end))
             seen.odd_zeros += int(np.count_nonzero(ids[1::2] == 0))
             seen.tokens += len(ids)
@@ -241,6 +273,10 @@ def _refuse_improbable(file: TokenFile, seen: _Seen, vocabulary: Vocabulary, tru
         return
     if seen.max_id < n_vocab // 2:
         raise DataError(f"{file.path}: its largest id is {seen.max_id:,}, too small for {of_vocabulary}; {fix}")
+    if seen.commonest < NOISE:
+        raise DataError(
+            f"{file.path}: its most frequent id has a share of {seen.commonest:.2%}, as in noise, not in text; {fix}"
+        )
     if end is not None and (seen.ends > seen.tokens // 4 or (seen.ends == 0 and seen.tokens >= LONG)):
         raise DataError(
             f"{file.path}: {counted(seen.ends, 'id')} of {seen.tokens:,} are the end of a text ({end:,}); {fix}"

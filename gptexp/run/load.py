@@ -61,13 +61,13 @@ def load_checkpointed(directory: Path | str) -> LoadedRun:
 def _refuse_another_model(directory: Path, config: Config) -> None:
     """Raise `ConfigError` if a file was edited: weights of the same shapes would be another model."""
     trained, now = run_dir.trained_with(directory), result_deciding(config)
-    for key, value in trained.items():
-        decides = (key.startswith("model.") and key != "model.dropout") or key == "data.tokenizer"
-        if decides and value != now[key]:
+    for key in run_dir.changed(now, trained):
+        if (key.startswith("model.") and key != "model.dropout") or key == "data.tokenizer":
             was_auto = key == "model.vocab_size" and run_dir.load_config(directory).model.vocab_size == AUTO
             file = directory / (run_dir.EFFECTIVE if was_auto else run_dir.CONFIG)
             raise ConfigError(
-                f"{file}: {key}={shown(now[key])}, and the weights were trained with {shown(value)}; restore that value"
+                f"{file}: {key}={shown(now[key])}, and the weights were trained with {shown(trained[key])}; restore "
+                "that value"
             )
 
 

@@ -40,8 +40,7 @@ def start_lines(cfg: Config, directory: Path, effective: Effective, t: Training,
         f"model           {counted(m.n_layer, 'layer')}, {counted(m.n_head, 'head')}, width {m.n_embd}, "
         f"block {m.block_size}, vocabulary {m.vocab_size:,}: {count_parameters(m):,} parameters",
         *describe_groups(t.gpt),
-        f"data            {cfg.data.name}: {per_epoch:,} training tokens per epoch, "
-        f"{len(t.dataset.val_starts) * plan.seq_len:,} for validation",
+        f"data            {cfg.data.name}: {per_epoch:,} training tokens per epoch, {_validation(cfg, t)}",
         *([f"mix             {_mix(t.dataset.train.shares)}"] if t.dataset.train.shares else []),
         f"batch           {total:,} tokens per step = {counted(plan.micro_batch_size, 'sequence')} × "
         f"{counted(plan.seq_len, 'token')} × {counted(plan.world_size, 'rank')} × "
@@ -63,6 +62,13 @@ def start_lines(cfg: Config, directory: Path, effective: Effective, t: Training,
     elif cfg.init_from:
         lines.append(f"weights         those of {cfg.init_from}")
     return lines
+
+
+def _validation(cfg: Config, t: Training) -> str:
+    found = len(t.dataset.val_starts) * t.plan.batch.seq_len
+    asked = cfg.data.val_tokens if cfg.data.val_ratio is None else found
+    is_short = found + t.plan.batch.seq_len <= asked
+    return f"{found:,} for validation{f', fewer than data.val_tokens={asked:,}' if is_short else ''}"
 
 
 def _mix(shares: dict[str, int]) -> str:

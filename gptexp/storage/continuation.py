@@ -38,7 +38,7 @@ def check_same(directory: Path, config: Config) -> Literal["new", "unfinished", 
         config = with_vocab_size(config, _chosen_vocab_size(directory, config, before, trained))
     old, new = result_deciding(before) | trained, result_deciding(config)
     completed = run_dir.status(directory) == "completed"
-    changed = [key for key in new if old.get(key) != new[key]]
+    changed = run_dir.changed(old, new)
     if completed and set(changed) & {"train.max_tokens", "train.max_steps"}:
         raise ConfigError(
             f"{directory}: the run is completed, and its learning rate has decayed; to train longer, start a new run "

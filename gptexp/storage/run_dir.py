@@ -25,7 +25,7 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
@@ -33,9 +33,10 @@ from typing import IO, Any
 import yaml
 from filelock import BaseFileLock, FileLock, Timeout
 
+from gptexp.config.paths import is_file
 from gptexp.config.rules import saved_problems
 from gptexp.config.schema import AUTO, Config, fits_type, from_dict, result_deciding, to_dict
-from gptexp.config.vocabulary import VOCAB_SIZES, padded, with_vocab_size
+from gptexp.config.vocabulary import NAMES, VOCAB_SIZES, padded, with_vocab_size
 from gptexp.process.errors import CheckpointError, ConfigError, InUseError, StorageError, first_line
 from gptexp.process.words import shown
 from gptexp.storage import reader
@@ -182,7 +183,10 @@ def keep_tokenizer(directory: Path, tokens: Path) -> None:
 
 
 def load_config(directory: Path) -> Config:
-    """Read the config of a run directory, without composition by Hydra. Raises `ConfigError`."""
+    """Read the config of a run directory, without composition by Hydra. Raises `ConfigError`.
+
+    A file that `data.tokenizer` names and that is gone is replaced by the run's own copy.
+    """
     path = directory / CONFIG
     try:
         if not path.exists():
@@ -195,6 +199,9 @@ def load_config(directory: Path) -> Config:
     if problems := saved_problems(config):
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         raise ConfigError(f"{path}: {problems[0]}{more}")
+    own = directory.absolute() / TOKENIZER
+    if config.data.tokenizer not in NAMES and not is_file(Path(config.data.tokenizer)) and is_file(own):
+        config.data.tokenizer = str(own)
     return config
 
 
@@ -355,6 +362,15 @@ def lock_sweep(directory: Path, alone: bool = False) -> IO[str]:
             if time.monotonic() > end:
                 raise InUseError(f"{directory}: {IN_USE}")
             time.sleep(0.05)
+
+
+def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """The dotted keys whose value another run would have.
+
+    A tokenizer's file may lie elsewhere now: the tokens are compared by their hash.
+    """
+    moved = all(values.get("data.tokenizer") not in NAMES for values in (before, now))
+    return [key for key in now if before.get(key) != now[key] and not (key == "data.tokenizer" and moved)]
 
 
 def trained_with(directory: Path) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from gptexp.config.compose import job_of, to_config
 from gptexp.config.paths import config_flags
 from gptexp.config.rules import in_steps
 from gptexp.config.schema import AUTO, Config, fields_of, result_deciding
-from gptexp.config.vocabulary import with_vocab_size
+from gptexp.config.vocabulary import NAMES, with_vocab_size
 from gptexp.data.prepare import count_ids, data_hash, prepare
 from gptexp.distributed.ranks import launcher_world_size
 from gptexp.process.errors import ConfigError, UserError
@@ -136,14 +136,16 @@ def cell_name(config: Config, swept: dict[str, str], directory: Path) -> str:
     """Return the name of a cell's directory: readable swept values, then the hash.
 
     Returns the existing name if a directory below `directory` already ends in this hash. The hash uses composed values,
-    so 6e-4 and 0.0006 are one cell, and the hash of the corpus's tokens instead of its path.
+    so 6e-4 and 0.0006 are one cell, and the hash of the corpus's tokens instead of its path and a tokenizer's.
     """
     config = _with_known_vocab_size(config)
     composed, deciding = {key: value for key, _, value in fields_of(config)}, result_deciding(config)
     # Groups and paths stay as typed: composed, a group is no single value, and a path is absolute.
-    as_typed = ("data.path", "data.val_path")
+    as_typed = ("data.path", "data.val_path", "data.mix", "data.tokenizer")
     values = {key: text if key in as_typed else composed.get(key, text) for key, text in swept.items()}
     others = {key: value for key, value in values.items() if key not in deciding}
+    if config.data.tokenizer not in NAMES:
+        deciding["data.tokenizer"] = "a file"
     identity = {**deciding, "data": _data_identity(config), "swept": others}
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()[:8]
     existing = [path.name for path in directory.glob(f"*{digest}") if re.fullmatch(f"(.*-)?{digest}", path.name)]

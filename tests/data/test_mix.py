@@ -106,7 +106,9 @@ def test_a_mix_on_the_command_line_is_checked(tmp_path: Path, tiny: list[str], m
         ("{a.txt: 1} data.order=sequential log.noise_scale=off", "one source after the other"),
         ("{a.txt: 1} data.tokenizer=chars", "use data.tokenizer=bytes"),
         ("{a.txt: 1} data.val_split=tail", "use data.val_split=spread"),
-        ("{a.txt: 1} data=stdlib", "only data=text and data=hf read it"),
+        ("{a.txt: 1, ./a.txt: 2}", "names a source twice; give each one weight"),
+        ("{*.txt: 1, a.txt: 1}", r"a.txt is in .*\*.txt and in .*a.txt; give each file to one source"),
+        ("{a.txt: 1} data=stdlib", "only data=text or data=hf reads it"),
     ):
         first, _, others = f"data.mix={mix}".partition("} ")
         overrides = [first + "}" * bool(others), *others.split()]

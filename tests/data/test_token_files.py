@@ -145,6 +145,11 @@ def test_characters_of_nanogpt_come_with_their_table(folder: Path) -> None:
 
     tokenizer = load_tokenizer("chars", train)
     assert tokenizer.decode(stream_of(train)) == text
+    characters = {i: c for c, i in number.items()}
+    swapped = {**characters, 0: characters[1], 1: characters[0]}
+    (folder / "meta.pkl").write_bytes(pickle.dumps({**meta, "itos": swapped}))
+    train, _ = prepare(config(folder, tokenizer="chars"))
+    assert load_tokenizer("chars", train).decode([0, 1]) == characters[1] + characters[0]
     (folder / "meta.pkl").unlink()
     raw(folder / "train.bin", [number[c] for c in text[:-1]])
     with pytest.raises(DataError, match=r"meta.pkl: is missing; leave out data.tokenizer=chars"):
@@ -174,6 +179,8 @@ def char_ids(path: Path, _: list[int]) -> None:
     raw(path, [i % 65 for i in range(20_000)])
 
 
+NOISE = np.random.default_rng(0).integers(50257, size=40_000).tolist()
+
 # What a wrong guess would read as ids -> writer, name, further keys, and the refusal.
 WRONG: dict[str, tuple[Writer, str, dict[str, Any], str]] = {
     "32 bits as 16": (lambda p, ids: raw(p, ids, "<u4"), "train.bin", {}, "as if ids of 32 bits were read as 16"),
@@ -189,8 +196,11 @@ WRONG: dict[str, tuple[Writer, str, dict[str, Any], str]] = {
     "raw as numpy": (raw, "train.npy", {"format": "npy"}, "not numpy's format"),
     "an evaluation of llm.c": (lambda p, ids: llmc(p, ids, 20240522), "train.bin", {}, "llm.c's file of an evaluation"),
     "floats": (lambda p, ids: npy(p, ids, np.float32), "train.npy", {}, "must have one dimension and type"),
-    "our own": (lambda p, _: p.write_bytes(b"gptexp\r\n" * 99), "train.bin", {}, "not a file of ids") ,
+    "our own": (lambda p, _: p.write_bytes(b"gptexp\r\n" * 99), "train.bin", {}, "part of gptexp's own cache"),
     "parquet": (lambda p, _: p.write_bytes(b"PAR1" * 99), "train.bin", {}, "not a file of ids"),
+    "an index": (lambda p, _: p.write_bytes(b"MMIDIDX\0\0" * 99), "train.bin", {}, "index; give the file of ids"),
+    "litdata": (lambda p, _: p.with_name("index.json").touch(), "chunk-0.bin", {}, "so it is litdata.s or MosaicML.s"),
+    "noise": (lambda p, _: raw(p, NOISE), "train.bin", {}, "its most frequent id has a share of 0.0.%, as in noise"),
     "only validation": (raw, "val.bin", {}, "no training file, only val.bin"),
 }  # fmt: skip
 
@@ -204,6 +214,32 @@ def test_a_wrong_guess_is_refused_in_one_line(folder: Path, guess: str) -> None:
     assert "\n" not in str(refused.value)
     assert str(folder) in str(refused.value)
     assert not list((folder.parent / "cache").glob("*/manifest.json"))
+
+
+def test_files_of_two_kinds_are_refused(folder: Path) -> None:
+    raw(folder / "train.bin", IDS)
+    llmc(folder / "llm_train_000001.bin", IDS)
+    assert refusal(config(folder)) == (
+        f"{folder / 'train.bin'}: raw16 with ids of 16 bits, but {folder / 'llm_train_000001.bin'} is llmc with 16; "
+        "give files of one kind"
+    )
+
+
+def test_only_the_files_for_training_and_validation_are_taken_from_a_folder(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("train.bin", "test.bin", "optimizer.bin", "Val.bin"):
+        raw(folder / name, [*IDS, *range(ord(name[0]))])
+    train, val = prepare(config(folder))
+    assert stream_of(train) == [*IDS, *range(ord("t"))]
+    assert val is not None
+    assert stream_of(val) == [*IDS, *range(ord("V"))]
+    assert "read 1 token file in place (train.bin): " in capfd.readouterr().err
+    for name in ("train.bin", "Val.bin"):
+        (folder / name).unlink()
+    train, val = prepare(config(folder))  # no name says what is for training
+    assert stream_of(train) == [*IDS, *range(ord("o"))]
+    assert val is None
 
 
 def refusal(data: DataConfig) -> str | None:

@@ -5,6 +5,7 @@ import http.server
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -67,6 +68,7 @@ def test_a_run_keeps_its_vocabulary(
     elsewhere = tmp_path / "text.txt"
     elsewhere.write_text("Nobody sees bread. " * 60)
     tokenizer_json.unlink()
+    assert json.loads(gptexp("evaluate", "out").stdout) == evaluated
     assert gptexp("evaluate", "out", "--data", elsewhere.name, "--val-tokens", "160").returncode == 0
     text = gptexp("sample", "out", "--prompt", "A dog", "--num-samples", "1").stdout
     assert text.startswith("A dog")
@@ -77,6 +79,27 @@ def test_a_run_keeps_its_vocabulary(
             3, f"gptexp: character 'z': not among the {n_vocab} characters of the vocabulary; use only those of the "
             "corpus that it was made from, or data.tokenizer=bytes\n",
         )  # fmt: skip
+
+
+def test_a_stopped_run_goes_on_without_its_tokenizers_file(
+    gptexp: Gptexp, tiny: list[str], tmp_path: Path, tokenizer_json: Path
+) -> None:
+    """Also if its data are a mix."""
+    weights = f"data.mix={{{tmp_path}/a.txt: 1, {tmp_path}/b.txt: 1}}"
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text(f"Nobody sees bread. {name} " * 200)
+    mixed = [*(o for o in tiny if "data.path" not in o), weights]
+    for out, run in (("plain", tiny), ("mixed", mixed)):
+        given = [*run, f"data.tokenizer={tokenizer_json.name}", "train.save_every=1", f"hydra.run.dir={out}"]
+        assert gptexp("train", *given).returncode == 0
+        shutil.rmtree(tmp_path / out / "checkpoints/step-00000004")
+        (tmp_path / out / "summary.json").write_text('{"status": "interrupted"}')
+    tokenizer_json.unlink()
+    for out in ("plain", "mixed"):
+        done = gptexp("resume", out)
+        assert done.returncode == 0, done.stderr
+        assert summary(tmp_path / out)["steps"] == 4
+        assert gptexp("sample", out, "--num-samples", "1").returncode == 0
 
 
 def test_the_size_of_the_vocabulary_comes_from_the_checkpoint_if_the_choices_are_lost(

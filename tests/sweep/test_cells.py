@@ -6,6 +6,7 @@ import pytest
 from omegaconf import DictConfig
 
 from gptexp.config.compose import compose, composition, hydra_engine
+from gptexp.data.characters import CharTokenizer
 from gptexp.sweep.cells import cell_name, confounds, fixed_arguments, name_sweep
 from gptexp.sweep.space import swept_keys
 
@@ -96,6 +97,19 @@ def test_a_key_that_does_not_change_the_result_is_in_a_cell_name_only_if_swept(t
     name = cell_name(alone, {"optim.lr": "1e-3"}, tmp_path)
     assert cell_name(on_two, {"optim.lr": "1e-3"}, tmp_path) == name
     assert cell_name(on_two, {"optim.lr": "1e-3", "world.size": "2"}, tmp_path) != name
+
+
+def test_the_place_of_a_tokenizers_file_is_not_part_of_a_cell_name(text: list[str], tmp_path: Path) -> None:
+    names = set()
+    for place, alphabet in (("a", "abc"), ("b", "abc"), ("c", "cab")):
+        file = tmp_path / place / "mine.json"
+        file.parent.mkdir()
+        letters = "".join(sorted(set("abcdefghijklmnopqrstuvwxyz") - set(alphabet)))
+        CharTokenizer(f"{alphabet}{letters}ABCDEFGHIJKLMNOPQRSTUVWXYZ .,!?'\n-:;\"").save(file)
+        config = compose([*text, f"data.tokenizer={file}", f"data.cache_dir={tmp_path}/cache"])
+        names.add(cell_name(config, {"data.tokenizer": "mine.json"}, tmp_path))
+    assert len(names) == 2
+    assert all(name.startswith("tokenizer=mine.json-") for name in names)
 
 
 def test_lengths_in_steps_give_a_warning_only_if_the_batch_size_is_swept() -> None:
