@@ -9,6 +9,7 @@ from typing import Any
 
 from gptexp.config.rules import in_steps
 from gptexp.config.schema import ModelConfig
+from gptexp.process.terminal import printable
 from gptexp.process.words import first_keys, shown
 from gptexp.reporting.critical import Critical, critical_batch_size, steps_to
 from gptexp.reporting.curves import Curves, Outlier, fit_curves
@@ -204,10 +205,18 @@ def _critical(runs: list[Run]) -> tuple[float | None, Critical | None, list[int]
 def data_warnings(runs: Sequence[Run]) -> list[str]:
     """A line for each run that read other data than most runs of its seed."""
     lines = []
-    hashes = Counter(run.summary.get(TEXT) for run in runs if run.summary.get(TEXT))
-    usual = hashes.most_common(1)[0][0] if hashes else None
+    hashes: dict[str, Counter[str]] = defaultdict(Counter)  # tokenizer -> the hashes of its tokens
     for run in runs:
-        if (own := run.summary.get(TEXT)) not in (None, usual):
+        if own := run.summary.get(TEXT):
+            hashes[run.config["data.tokenizer"]][own] += 1
+    if len(hashes) > 1:
+        names = ", ".join(map(printable, sorted(hashes)))
+        lines.append(f"the tokenizers differ ({names}): compare bits per byte, not losses, which are per token")
+    for run in runs:
+        if (own := run.summary.get(TEXT)) is None:
+            continue
+        [(usual, _)] = hashes[run.config["data.tokenizer"]].most_common(1)
+        if own != usual:
             lines.append(f"{run.name}: trained on other text (hash {own}) than most (hash {usual}); do not compare it")
     read: dict[tuple[str, int], Counter[str]] = defaultdict(Counter)  # (data, tokens) -> fingerprints
     data = [_data(run) for run in runs]

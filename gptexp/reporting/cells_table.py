@@ -10,7 +10,7 @@ from gptexp.reporting.overview import link_to
 from gptexp.reporting.progress import in_words, not_started
 from gptexp.reporting.records import Run
 from gptexp.reporting.report import Report
-from gptexp.reporting.table import COLUMNS, Column, chosen
+from gptexp.reporting.table import BITS, COLUMNS, Column, chosen, tokenizers
 from gptexp.storage import run_dir
 
 KEPT = ("lr", "total_batch_size", "seed")  # columns of `COLUMNS` before those of other swept keys
@@ -20,7 +20,6 @@ NAME, STATUS, LOSS, TOKENS, SPEED = (
 )
 TIME = Column("time", "time", lambda run: run.summary.get("train_s"), "")
 BEST_LOSS = Column("best_val_loss", "best val loss", lambda run: run.best_loss, ".4f")
-BITS = Column("bits_per_byte", "bits per byte", lambda run: run.bits_per_byte, ".4f")
 MINOR = ("seed", "gap", BITS.key, TOKENS.key, SPEED.key, TIME.key)  # left out on a phone
 
 
@@ -64,6 +63,7 @@ def cells_table(report: Report, is_live: bool = False) -> CellsTable | None:
         *(column for column in chosen(runs, all_of_them=False) if column.key in KEPT),
         *(Column(key, title, partial(_config_value, key), "") for key, title in zip(keys, _titles(keys), strict=True)),
         *([LOSS, STATUS, gap] if lowest is not None else [STATUS]),
+        *([BITS] if len(tokenizers(runs)) > 1 else []),
         *(column for column in (SPEED, TIME) if any(column.value(run) for run in runs)),
     ]
     shares = {cell.name: cell.share for cell in report.cells}

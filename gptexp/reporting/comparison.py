@@ -23,6 +23,7 @@ from gptexp.reporting.proposals import SEEDS, Proposal
 from gptexp.reporting.records import Run, has_diverged, read_run
 from gptexp.reporting.report import Report
 from gptexp.reporting.shape import CLEAR
+from gptexp.reporting.table import tokenizers
 from gptexp.reporting.verdict import Finding, Verdict, seeds_in_words
 from gptexp.storage import inventory, run_dir
 
@@ -147,6 +148,10 @@ def _head(runs: Sequence[Run], labels: Mapping[str, str], found: Sequence[Differ
 
 
 def _why_incomparable(runs: Sequence[Run]) -> str:
+    if len(tokenizers(runs)) > 1:
+        bits = [f"{run.bits_per_byte:.4f} for {run.name}" for run in runs if run.bits_per_byte is not None]
+        known = f" Their bits per byte can be compared: {_listed(bits)}." if len(bits) > 1 else ""
+        return f"The losses are per token, and the tokenizers differ.{known}"
     hashes = {run.name: run.summary[TEXT] for run in runs if TEXT in run.summary}
     if len({*hashes.values()}) > 1:
         of_runs = _listed([f"{text} for {name}" for name, text in hashes.items()])
@@ -221,8 +226,7 @@ def _answers(
 ) -> Iterator[Finding]:
     names = _listed([run.name for run in runs])
     if why_incomparable:
-        text = f"The losses of {names} cannot be compared: the runs have not read the same data."
-        yield Finding(text, why_incomparable, ("not comparable",))
+        yield Finding(f"The losses of {names} cannot be compared.", why_incomparable, ("not comparable",))
     elif not cells:
         yield Finding(f"Nothing can be said yet: none of {names} has a final loss that counts.")
     elif not pairs:

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from gptexp.process.terminal import say
-from gptexp.reporting.cells_table import BEST_LOSS, BITS, LOSS, SPEED, STATUS, TOKENS
+from gptexp.reporting.cells_table import BEST_LOSS, LOSS, SPEED, STATUS, TOKENS
 from gptexp.reporting.comparison import Cell, Comparison, Pair
 from gptexp.reporting.own_file import MARKS
 from gptexp.reporting.page import comparison_page
 from gptexp.reporting.pictures import bundle
+from gptexp.reporting.table import BITS
 from gptexp.reporting.terminal_table import print_in_blocks
 from gptexp.reporting.write import show_findings
 from gptexp.storage import run_dir

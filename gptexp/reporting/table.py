@@ -31,6 +31,7 @@ def _tokens_per_parameter(run: Run) -> float | None:
     return tokens / parameters if tokens and parameters else None
 
 
+BITS = Column("bits_per_byte", "bits per byte", lambda run: run.bits_per_byte, ".4f")
 COLUMNS = (
     Column("run", "run", lambda run: run.name, ""),
     Column("status", "status", lambda run: run.status, ""),
@@ -41,6 +42,7 @@ COLUMNS = (
     Column("tokens", "tokens", lambda run: run.summary.get("tokens"), ",d"),
     Column("tokens_per_parameter", "tokens/parameter", _tokens_per_parameter, ".3g"),
     Column("final_val_loss", "val loss", lambda run: run.loss, ".4f"),
+    BITS,
     Column("tokens_per_s", "tokens/s", lambda run: run.tokens_per_s, ",.0f"),
     Column("mfu_palm", "MFU", lambda run: run.mfu, ".1%"),
     Column("train_h", "hours", _hours, ".3f"),
@@ -58,14 +60,22 @@ def values(runs: Sequence[Run], config_keys: Sequence[str]) -> list[dict[str, An
 def chosen(runs: Sequence[Run], all_of_them: bool = True) -> list[Column]:
     """The columns that any run has a value in.
 
-    Without `all_of_them` it omits those in which several runs agree, except the status.
+    Without `all_of_them` it omits those in which several runs agree, except the status. Bits per byte say nothing new
+    about runs with one tokenizer.
     """
     columns = []
     for column in COLUMNS:
+        if column is BITS and len(tokenizers(runs)) < 2:
+            continue
         found = {column.value(run) for run in runs}
         if found != {None} and (all_of_them or len(found) > 1 or len(runs) == 1 or column.key == "status"):
             columns.append(column)
     return columns
+
+
+def tokenizers(runs: Sequence[Run]) -> set[str]:
+    """The tokenizers of the runs whose config can be read. One that has not started has only its swept keys."""
+    return {run.config["data.tokenizer"] for run in runs if "data.tokenizer" in run.config}
 
 
 def shown(runs: Sequence[Run], all_of_them: bool = True) -> list[tuple[str, list[str]]]:

@@ -249,7 +249,7 @@ def test_losses_on_other_data_are_not_compared(capsys: pytest.CaptureFixture[str
     found = told(capsys, "a", write("other text", 0.02, data_hash="4567"))
     assert found["pairs"] == []
     assert found["verdict"] == [
-        "The losses of A and B cannot be compared: the runs have not read the same data. They were trained on "
+        "The losses of A and B cannot be compared. They were trained on "
         "different text: the hash of its tokens is 0123 for A and 4567 for B."
     ]
     write("other order", 0.02)

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 from sweeps import NOISE_SCALE, report_of, write_run, write_sweep
 
+from gptexp.reporting import comparison
 from gptexp.reporting.analysis import analyse
+from gptexp.reporting.cells_table import cells_table
 from gptexp.reporting.figures import figures
 from gptexp.reporting.records import find_runs
 from gptexp.reporting.report import build_report
@@ -130,6 +132,28 @@ def test_runs_that_trained_on_other_data_are_flagged(swept: Path, tmp_path: Path
     assert f"{first.name}: trained on other text (hash 4567)" in said
     assert f"{second.name}: read other data in its first" in said
     assert said.count("Warning:") == 2
+
+
+def test_runs_with_other_tokenizers_are_compared_by_their_bits_per_byte(tmp_path: Path) -> None:
+    for number, (tokenizer, loss, bits) in enumerate((("bytes", 1.6, 2.3), ("gpt2", 4.1, 2.1))):
+        directory = tmp_path / tokenizer
+        write_run(directory, 4096, 0.02, 1, loss, data_hash=f"{number}")
+        config = (directory / "config.yaml").read_text()
+        (directory / "config.yaml").write_text(config.replace("tokenizer: gpt2", f"tokenizer: {tokenizer}"))
+        metrics = (directory / "metrics.jsonl").read_text()
+        (directory / "metrics.jsonl").write_text(metrics.replace('"val/loss"', f'"val/bpb": {bits}, "val/loss"'))
+    said = verdict(tmp_path)
+    assert "the tokenizers differ (bytes, gpt2): compare bits per byte, not losses, which are per token" in said
+    assert "trained on other text" not in said
+    table = cells_table(build_report(tmp_path))
+    assert table is not None
+    at = [column.title for column in table.columns].index("bits per byte")
+    assert [row.entries[at].text for row in table.rows] == ["2.3000", "2.1000"]
+    compared = comparison.compare([tmp_path / "bytes", tmp_path / "gpt2"])
+    assert compared.why_incomparable == (
+        "The losses are per token, and the tokenizers differ. Their bits per byte can be compared: 2.3000 for A and "
+        "2.1000 for B."
+    )
 
 
 def test_a_warm_up_in_steps_is_flagged_in_a_sweep_of_batch_sizes(tmp_path: Path) -> None:
