@@ -9,6 +9,7 @@ from pathlib import Path
 
 from gptexp.config.batch import count_val_windows
 from gptexp.config.paths import absolute, is_file, matching_files
+from gptexp.config.schema import HELLASWAG
 from gptexp.process.errors import ConfigError, DataError
 from gptexp.process.terminal import run_verb
 from gptexp.process.words import shown
@@ -84,18 +85,22 @@ def _print_tasks(args: argparse.Namespace) -> None:
     for flag in ("data", "val_tokens"):
         if (value := getattr(args, flag)) is not None:
             raise ConfigError(f"--{flag.replace('_', '-')}={value}: only the validation loss reads it; leave it out")
-    tasks = list(dict.fromkeys(filter(None, args.tasks.split(","))))
+    tasks = list(dict.fromkeys(filter(None, map(str.strip, args.tasks.split(",")))))
     if not tasks:
         raise ConfigError("--tasks: names no task; give hellaswag, or tasks of lm_eval, separated by commas")
+    if args.hellaswag is not None and HELLASWAG not in tasks:
+        raise ConfigError(f"--hellaswag={args.hellaswag}: only --tasks {HELLASWAG} reads it; leave it out")
     if args.limit is not None and args.limit < 1:
         raise ConfigError(f"--limit={args.limit}: must be 1 or above")
     if args.include is not None and not args.include.is_dir():
         raise ConfigError(f"--include={args.include}: no such folder; give one with task files of lm_eval")
     given = args.directory
-    if Path(given).is_dir() and not (Path(given) / CONFIG_JSON).is_file():
+    here = Path(given).absolute()  # a directory comes before a model of the hub with that name
+    if here.is_dir() and not (here / CONFIG_JSON).is_file():
         given = str(one_run(Path(given)))
-        run_dir.require_checkpoint(Path(given))
-    source = find(given, given, weights=True)
+        here = Path(given).absolute()
+        run_dir.require_checkpoint(here)
+    source = find(str(here) if here.exists() else given, given, weights=True)
 
     from gptexp.run.tasks import evaluate_tasks
 

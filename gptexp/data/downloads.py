@@ -1,7 +1,6 @@
 """Files that are downloaded once and are checked by their hash."""
 
 import hashlib
-import tempfile
 import urllib.request
 from dataclasses import dataclass
 from http.client import HTTPException
@@ -10,6 +9,8 @@ from pathlib import Path
 from filelock import FileLock
 
 from gptexp.process.errors import DataError
+from gptexp.process.words import counted
+from gptexp.storage.run_dir import atomic
 
 LARGEST_BYTES = 100_000_000  # a longer answer is not read to its end
 
@@ -28,14 +29,22 @@ class Download:
 def downloaded(file: Download, folder: Path) -> Path:
     """The path of `file` in `folder`, where it is put if it is missing. Raises `DataError`, also for a wrong hash."""
     path = folder / file.name
-    if not path.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder / f".{file.name}.lock"):  # one rank downloads
-            if not path.exists():
-                _download(file, path)
-    if hashlib.sha256(path.read_bytes()).hexdigest() != file.sha256:
+    try:
+        if not path.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            with FileLock(folder / f".{file.name}.lock"):  # one rank downloads
+                if not path.exists():
+                    _download(file, path)
+        content = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror or error}; put {file.what} there, or {file.otherwise}") from None
+    if not _is(file, content):
         raise DataError(f"{path}: not {file.what} (sha256 differs); delete it to download it again")
     return path
+
+
+def _is(file: Download, content: bytes) -> bool:
+    return hashlib.sha256(content).hexdigest() == file.sha256
 
 
 def _download(file: Download, path: Path) -> None:
@@ -46,6 +55,10 @@ def _download(file: Download, path: Path) -> None:
         raise DataError(
             f"{file.url}: cannot be downloaded ({error}); put the file at {path}, or {file.otherwise}"
         ) from None
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as unfinished:
-        unfinished.write(body)
-    Path(unfinished.name).replace(path)
+    if not _is(file, body):
+        raise DataError(
+            f"{file.url}: {counted(len(body), 'byte')} came, which are not {file.what} (sha256 differs); try again, or "
+            f"put the file at {path}"
+        )
+    with atomic(path, "wb") as whole:
+        whole.write(body)

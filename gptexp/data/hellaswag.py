@@ -12,7 +12,6 @@ from typing import Any
 from gptexp.data.downloads import Download
 from gptexp.data.tokenizer import Tokenizer
 from gptexp.process.errors import DataError, first_line
-from gptexp.process.words import counted
 
 VALIDATION = Download(
     "HellaSwag's validation part",
@@ -35,7 +34,7 @@ class Example:
 def read_examples(path: Path, tokenizer: Tokenizer) -> list[Example]:
     """The examples in a file, in its order. Raises `DataError` for one that is damaged, with its line."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # a string may hold other line ends
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: cannot be read ({first_line(error)})") from None
     examples = [_example(f"{path}:{number}", line, tokenizer) for number, line in enumerate(lines, 1) if line.strip()]
@@ -48,11 +47,15 @@ def _example(where: str, line: str, tokenizer: Tokenizer) -> Example:
     try:
         content: Any = json.loads(line)
         context, endings, label = content["ctx"], content["endings"], content["label"]
-        if not (isinstance(context, str) and context and isinstance(label, int) and 0 <= label < len(endings)):
-            raise ValueError("a wrong ctx, endings or label")
-        ids = [tokenizer.encode_ordinary(f" {ending}") for ending in endings]
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"{where}: no example of HellaSwag ({type(error).__name__}: {first_line(error)})") from None
-    if len(ids) < 2:
-        raise DataError(f"{where}: no example of HellaSwag ({counted(len(ids), 'ending')})")
-    return Example(tokenizer.encode_ordinary(context), ids, label)
+    are_texts = isinstance(endings, list) and all(isinstance(text, str) and text for text in [context, *endings])
+    if not (are_texts and len(endings) > 1 and type(label) is int and 0 <= label < len(endings)):
+        raise DataError(
+            f"{where}: no example of HellaSwag: ctx and endings must be texts, label the right one's number"
+        )
+    try:
+        ids = [tokenizer.encode_ordinary(text) for text in (context, *(f" {ending}" for ending in endings))]
+    except DataError as error:  # a vocabulary of characters lacks one
+        raise DataError(f"{where}: {error}") from None
+    return Example(ids[0], ids[1:], label)

@@ -8,7 +8,7 @@ without its corpus.
 from collections.abc import Sequence
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from gptexp.config.vocabulary import BYTES, NAMES
 from gptexp.data.characters import CHARACTERS, ByteTokenizer, CharTokenizer
@@ -83,12 +83,29 @@ def _loaded(path: Path, _mtime_ns: int, _size: int) -> Tokenizer:
         raise DataError(f"{path}: not a tokenizer.json ({first_line(error)}); restore it, or give another") from None
     if not isinstance(content, dict):
         raise DataError(f"{path}: not a tokenizer.json (it holds no object); restore it, or give another")
-    if isinstance(characters := content.get(CHARACTERS), str) and characters:
+    if characters := _characters_in(content):
         return CharTokenizer(characters)
 
     from gptexp.data.tokenizer_file import FileTokenizer
 
     return FileTokenizer(path, content)
+
+
+def _characters_in(content: dict[str, Any]) -> str:
+    """The vocabulary of characters in a tokenizer.json, of gptexp or as `gptexp export` writes it; empty: another one.
+
+    The package tokenizers would drop other characters of a text without an error.
+    """
+    if isinstance(characters := content.get(CHARACTERS), str):
+        return characters
+    model = content.get("model")
+    others = content.get("normalizer") or content.get("pre_tokenizer") or content.get("added_tokens")
+    if others or not isinstance(model, dict) or model.get("merges") != []:
+        return ""
+    if not isinstance(vocab := model.get("vocab"), dict):
+        return ""
+    in_order = list(vocab.values()) == list(range(len(vocab)))
+    return "".join(vocab) if in_order and all(len(token) == 1 for token in vocab) else ""
 
 
 def document_start(tokenizer: Tokenizer) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 
 from gptexp.data.characters import BYTE_CHARACTERS, ByteTokenizer, CharTokenizer
 from gptexp.data.encodings import Encoding
-from gptexp.data.tokenizer import Tokenizer
+from gptexp.data.tokenizer import Tokenizer, load_tokenizer
 from gptexp.data.tokenizer_file import FileTokenizer
 
 END_OF_TEXT = "<|endoftext|>"
@@ -37,8 +37,19 @@ def transformers_files(tokenizer: Tokenizer, block_size: int) -> dict[str, str]:
     return {TOKENIZER: _json(model), SETTINGS: _settings(END_OF_TEXT, block_size)}
 
 
+def gpt2_vocabulary() -> dict[str, int]:
+    """The content of OpenAI's encoder.json, which transformers calls vocab.json."""
+    encoding = load_tokenizer("gpt2")
+    assert isinstance(encoding, Encoding)
+    return _vocabulary(encoding) | encoding.special_tokens
+
+
+def _vocabulary(encoding: Encoding) -> dict[str, int]:
+    return {_characters(token): rank for token, rank in sorted(encoding.ranks.items(), key=lambda item: item[1])}
+
+
 def _of_encoding(encoding: Encoding, block_size: int) -> dict[str, str]:
-    vocab = {_characters(token): rank for token, rank in sorted(encoding.ranks.items(), key=lambda item: item[1])}
+    vocab = _vocabulary(encoding)
     pairs = [(_characters(left), _characters(right)) for left, right in merges(encoding.ranks)]
     split: dict[str, Any] = _byte_level(True)
     if not encoding.splits_as_gpt2:

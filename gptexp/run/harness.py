@@ -1,7 +1,10 @@
 """The tasks of lm_eval (EleutherAI's lm-evaluation-harness). No other file imports it."""
 
 import logging
-from collections.abc import Sequence
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +12,7 @@ from gptexp.process.errors import ConfigError, DataError, first_line
 from gptexp.process.words import shown
 
 BATCH_SIZE = 8
+LOGGERS = ("lm_eval", "transformers", "datasets", "huggingface_hub")  # the last logs every attempt to reach the network
 
 
 def task_manager(tasks: Sequence[str], include: Path | None) -> Any:
@@ -19,7 +23,8 @@ def task_manager(tasks: Sequence[str], include: Path | None) -> Any:
         raise ConfigError(
             f"--tasks {','.join(tasks)}: needs the package lm_eval; run: pip install 'gptexp[eval]'"
         ) from None
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    for name in LOGGERS:
+        logging.getLogger(name).setLevel(logging.ERROR)
     manager = TaskManager(include_path=None if include is None else str(include))
     for task in tasks:
         if task not in manager.all_tasks:
@@ -32,20 +37,45 @@ def evaluate(
 ) -> dict[str, dict[str, Any]]:
     """The figures of each task for the model that transformers loads from `directory`, in float32.
 
-    Raises `DataError` if a task fails, for example because its data cannot be downloaded.
+    A group or a tag of lm_eval gives those of its tasks. Raises `DataError` if a task fails, for example because its
+    data cannot be downloaded.
     """
     import lm_eval
+    from lm_eval import evaluator
     from lm_eval.models.huggingface import HFLM
 
+    evaluator.get_git_commit_hash = lambda: None  # it prints git's error outside of a repository
     try:
-        model = HFLM(pretrained=str(directory), dtype="float32", batch_size=BATCH_SIZE, device=device)
-        answer = lm_eval.simple_evaluate(model, tasks=list(tasks), task_manager=manager, limit=limit)
+        with _quiet():
+            model = HFLM(pretrained=str(directory), dtype="float32", batch_size=BATCH_SIZE, device=device)
+            answer = lm_eval.simple_evaluate(model, tasks=list(tasks), task_manager=manager, limit=limit)
     except Exception as error:  # of the network, of a data set, of a task
+        # Errors of the network are `OSError`s in all of its packages.
+        offline = "; without a network it needs the data sets in the cache of the package datasets"
         raise DataError(
-            f"--tasks {','.join(tasks)}: lm_eval failed ({type(error).__name__}: {first_line(error)}); without a "
-            "network it needs the data sets in the cache of the package datasets"
+            f"--tasks {','.join(tasks)}: lm_eval failed ({type(error).__name__}: {first_line(error)})"
+            f"{offline if isinstance(error, OSError) else ''}"
         ) from None
-    return {task: _figures(answer["results"][task]) for task in tasks}
+    figures = {name: _figures(result) for name, result in answer["results"].items()}
+    return {name: found for name, found in figures.items() if found}
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Discard what the body prints to stderr, progress bars and warnings, unless people read it on a terminal."""
+    if sys.stderr.isatty():
+        yield
+        return
+    sys.stderr.flush()
+    kept = os.dup(2)
+    try:
+        with Path(os.devnull).open("w") as nowhere:
+            os.dup2(nowhere.fileno(), 2)
+        yield
+    finally:
+        sys.stderr.flush()
+        os.dup2(kept, 2)
+        os.close(kept)
 
 
 def _figures(result: dict[str, Any]) -> dict[str, Any]:

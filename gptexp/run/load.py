@@ -1,6 +1,6 @@
 """Loads the model of a run from the run directory alone, to sample, to evaluate, or for a notebook."""
 
-import hashlib
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -10,6 +10,7 @@ from gptexp.config.batch import count_val_windows
 from gptexp.config.schema import AUTO, Config, result_deciding
 from gptexp.data.loader import build_dataset, val_bytes_per_token
 from gptexp.data.tokenizer import Tokenizer, load_tokenizer
+from gptexp.data.tokenizer_json import gpt2_vocabulary
 from gptexp.distributed.ranks import Rank
 from gptexp.machine.device import pick_device
 from gptexp.machine.effective import Effective, apply, forward_context, load_effective, resolve, step_context
@@ -23,9 +24,8 @@ from gptexp.run.first_weights import load_first_weights
 from gptexp.storage import checkpoint, run_dir
 from gptexp.storage.checkpoint import TrainState
 from gptexp.storage.init_from import Source
+from gptexp.storage.reader import read_json
 from gptexp.training.validation import evaluate
-
-GPT2_VOCABULARY = "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"  # sha256 of OpenAI's encoder.json
 
 
 @dataclass
@@ -97,12 +97,30 @@ def load_pretrained(source: Source) -> tuple[GPT, Tokenizer]:
         return model, tokenizer
     if source.kind == "nanogpt":
         raise ConfigError(f"{source.given}: a checkpoint of nanoGPT names no tokenizer; give a directory that has one")
-    vocabulary = source.path / "vocab.json"
-    of_gpt2 = vocabulary.is_file() and hashlib.sha256(vocabulary.read_bytes()).hexdigest() == GPT2_VOCABULARY
-    tokenizer = load_tokenizer("gpt2" if of_gpt2 else str(source.path / run_dir.TOKENIZER))
-    gpt = GPT(source.model(), plain_cross_entropy)
+    tokenizer, config = _tokenizer_of(source), source.model()
+    if tokenizer.n_vocab > config.resolved_vocab_size:
+        raise ConfigError(
+            f"{source.given}: its tokenizer has {tokenizer.n_vocab:,} ids, and its weights are for "
+            f"{config.resolved_vocab_size:,}; give a directory with both of one model"
+        )
+    gpt = GPT(config, plain_cross_entropy)
     load_first_weights(source, gpt)
     return gpt.to(_device("auto")).eval(), tokenizer
+
+
+def _tokenizer_of(source: Source) -> Tokenizer:
+    """The tokenizer in a directory of transformers: GPT-2's if its vocab.json is GPT-2's, else tokenizer.json."""
+    vocabulary, whole = source.path / "vocab.json", source.path / run_dir.TOKENIZER
+    if vocabulary.is_file():
+        with suppress(OSError, ValueError):  # then it is not GPT-2's
+            if read_json(vocabulary.resolve()) == gpt2_vocabulary():
+                return load_tokenizer("gpt2")
+    if not whole.is_file():
+        raise ConfigError(
+            f"{source.given}: has no {run_dir.TOKENIZER}, and no {vocabulary.name} of GPT-2; save its tokenizer there "
+            "with AutoTokenizer.from_pretrained(…).save_pretrained(…)"
+        )
+    return load_tokenizer(str(whole))
 
 
 def evaluate_checkpoint(

@@ -22,16 +22,17 @@ from gptexp.training.hellaswag import score
 def evaluate_tasks(
     source: Source, tasks: Sequence[str], hellaswag: Path | None, include: Path | None, limit: int | None
 ) -> dict[str, dict[str, Any]]:
-    """The scores of each task. `hellaswag` is a file in place of the published one, `include` a folder with more tasks
-    for lm_eval, `limit` the number of examples that are taken from the start of each task.
+    """The scores of each task, and of each task in a group.
+
+    `hellaswag` is a file in place of the published one, `include` a folder with more tasks for lm_eval, `limit` the
+    number of examples that are taken from the start of each task.
 
     Raises `ConfigError`, `CheckpointError` or `DataError`.
     """
     others = [task for task in tasks if task != HELLASWAG]
     manager = harness.task_manager(others, include) if others else None
     found: dict[str, dict[str, Any]] = {}
-    if HELLASWAG in tasks or source.kind == "run":
-        model, tokenizer = load_pretrained(source)
+    model, tokenizer = load_pretrained(source)  # lm_eval alone would take any directory, also one without a tokenizer
     if HELLASWAG in tasks:
         file = hellaswag or downloaded(VALIDATION, downloads_dir(DataConfig()))
         examples = read_examples(file, tokenizer)[:limit]
@@ -44,4 +45,5 @@ def evaluate_tasks(
                 save_pretrained(model, tokenizer, Path(folder))
             directory = Path(folder) if source.kind == "run" else source.path
             found |= harness.evaluate(directory, others, manager, str(pick_device("auto", Rank())), limit)
-    return {task: found[task] for task in tasks}
+    asked = [task for task in tasks if task in found]
+    return {task: found[task] for task in dict.fromkeys([*asked, *found])}

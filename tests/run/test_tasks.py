@@ -3,10 +3,12 @@
 import hashlib
 import json
 import random
+import shutil
 import subprocess
 import textwrap
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,9 @@ from conftest import events
 
 import gptexp as package
 from gptexp.data.characters import ByteTokenizer
+from gptexp.data.downloads import downloaded
 from gptexp.data.hellaswag import VALIDATION, Example, read_examples
-from gptexp.data.tokenizer_json import transformers_files
+from gptexp.data.tokenizer_json import gpt2_vocabulary, transformers_files
 from gptexp.distributed.ranks import Rank
 from gptexp.model.gpt import GPT
 from gptexp.process.errors import DataError
@@ -135,16 +138,62 @@ def test_a_right_ending_is_one_that_the_model_expects() -> None:
     "line",
     ["{", "[]", '{"ctx": "a", "endings": ["b", "c"]}', '{"ctx": "a", "endings": ["b", "c"], "label": 2}',
      '{"ctx": "", "endings": ["b", "c"], "label": 0}', '{"ctx": "a", "endings": [1, 2], "label": 0}',
-     '{"ctx": "a", "endings": ["b"], "label": 0}'],
+     '{"ctx": "a", "endings": ["b"], "label": 0}', '{"ctx": "a", "endings": "xyz", "label": 0}',
+     '{"ctx": "a", "endings": ["b", ""], "label": 0}', '{"ctx": "a", "endings": ["b", "c"], "label": true}',
+     '{"ctx": "a", "endings": ["b", "c"], "label": -1}'],
 )  # fmt: skip
 def test_a_damaged_example_is_named_by_its_line(tmp_path: Path, line: str) -> None:
     file = tmp_path / "some.jsonl"
     file.write_text('{"ctx": "a", "endings": ["b", "c"], "label": 1}\n' + line + "\n")
-    if line == '{"ctx": "a", "endings": [1, 2], "label": 0}':
-        assert read_examples(file, ByteTokenizer())[1].endings == [list(b" 1"), list(b" 2")]
-        return
     with pytest.raises(DataError, match=r"some.jsonl:2: no example of HellaSwag"):
         read_examples(file, ByteTokenizer())
+
+
+def test_a_string_may_hold_other_line_ends(tmp_path: Path) -> None:
+    (tmp_path / "some.jsonl").write_text('{"ctx": "a\u2028b\x85", "endings": ["b", "c"], "label": 1}\n')
+    [example] = read_examples(tmp_path / "some.jsonl", ByteTokenizer())
+    assert bytes(example.context).decode() == "a\u2028b\x85"
+
+
+def test_a_character_without_an_id_is_refused_for_a_run_and_for_its_export(
+    gptexp: Gptexp, tiny: list[str], twenty: Path, tmp_path: Path
+) -> None:
+    assert gptexp("train", *tiny, "data.tokenizer=chars", "hydra.run.dir=run").returncode == 0
+    assert gptexp("export", "run", "out").returncode == 0
+    for directory in ("run", "out"):
+        refused = gptexp("evaluate", directory, "--tasks", "hellaswag", "--hellaswag", str(twenty))
+        assert refused.returncode == 3
+        assert refused.stderr.startswith(f"gptexp: {twenty}:1: character 'p': not among the 24 characters of the voc")
+
+
+def test_a_directory_without_its_tokenizer_is_refused(saved: Path, gptexp: Gptexp, tmp_path: Path) -> None:
+    """transformers would make an empty one, and every score would be perfect."""
+    shutil.copytree(saved, tmp_path / "bare")
+    (tmp_path / "bare/tokenizer.json").unlink()
+    refused = gptexp("evaluate", "bare", "--tasks", "lambada_openai")
+    assert refused.returncode == 2
+    assert refused.stderr.startswith(
+        "gptexp: config error: bare: has no tokenizer.json, and no vocab.json of GPT-2; save"
+    )
+    (tmp_path / "bare/vocab.json").write_text("{}")
+    assert gptexp("evaluate", "bare", "--tasks", "hellaswag").stderr == refused.stderr
+
+
+def test_a_tokenizer_with_more_ids_than_the_weights_is_refused(saved: Path, gptexp: Gptexp, tmp_path: Path) -> None:
+    """GPT-2's vocab.json counts as such also if another program has written it."""
+    shutil.copytree(saved, tmp_path / "copy")
+    vocabulary = dict(reversed(gpt2_vocabulary().items()))
+    (tmp_path / "copy/vocab.json").write_text(json.dumps(vocabulary, indent=3))
+    refused = gptexp("evaluate", "copy", "--tasks", "hellaswag")
+    assert refused.returncode == 2
+    assert "copy: its tokenizer has 50,257 ids, and its weights are for 257; give a directory" in refused.stderr
+
+
+def test_a_directory_comes_before_a_model_of_the_hub(saved: Path, gptexp: Gptexp, twenty: Path, tmp_path: Path) -> None:
+    shutil.copytree(saved, tmp_path / "gpt2")
+    done = gptexp("evaluate", "gpt2", "--tasks", " hellaswag ", "--hellaswag", str(twenty))
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["hellaswag"]["examples"] == 20
 
 
 @pytest.mark.parametrize(
@@ -156,6 +205,7 @@ def test_a_damaged_example_is_named_by_its_line(tmp_path: Path, line: str) -> No
         (["--limit", "5"], 2, "--limit=5: only --tasks reads it"),
         (["--tasks", "x", "--include", "nowhere"], 2, "--include=nowhere: no such folder"),
         (["--tasks", "hellaswag", "--hellaswag", "nowhere"], 3, "nowhere: cannot be read"),
+        (["--tasks", "x", "--hellaswag", "nowhere"], 2, "--hellaswag=nowhere: only --tasks hellaswag reads it"),
     ],
 )
 def test_wrong_arguments_are_one_line(saved: Path, gptexp: Gptexp, argv: list[str], code: int, line: str) -> None:
@@ -171,6 +221,20 @@ def test_the_published_file_is_checked_by_its_hash(saved: Path, gptexp: Gptexp, 
     refused = gptexp("evaluate", str(saved), "--tasks", "hellaswag", env=env)
     assert refused.returncode == 3
     assert "hellaswag_val.jsonl: not HellaSwag's validation part (sha256 differs); delete it" in refused.stderr
+
+
+def test_a_body_that_was_cut_is_not_kept(tmp_path: Path) -> None:
+    (tmp_path / "served").write_bytes(b"half")
+    file = replace(VALIDATION, url=(tmp_path / "served").as_uri(), sha256=hashlib.sha256(b"whole").hexdigest())
+    with pytest.raises(DataError, match=r"served: 4 bytes came, which are not HellaSwag's validation part"):
+        downloaded(file, tmp_path / "downloads")
+    assert not (tmp_path / "downloads" / file.name).exists()
+    (tmp_path / "served").write_bytes(b"whole")
+    path = downloaded(file, tmp_path / "downloads")
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(DataError, match=r"hellaswag_val.jsonl: Is a directory; put HellaSwag's validation part there"):
+        downloaded(file, tmp_path / "downloads")
 
 
 @pytest.mark.e2e
@@ -210,9 +274,11 @@ def test_lm_eval_finds_the_loss_that_evaluate_finds(gptexp: Gptexp, tiny: list[s
     (tmp_path / "rows.jsonl").write_text("\n".join(rows))
     (tmp_path / "text.jsonl").write_text(rows[1])
     (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/group.yaml").write_text("group: my_group\ntask: [my_text]\n")
     (tmp_path / "mine/mine.yaml").write_text(
         textwrap.dedent(f"""
         task: my_text
+        tag: [my_tag]
         dataset_path: json
         dataset_kwargs: {{data_files: {{test: {tmp_path / "text.jsonl"}}}}}
         output_type: loglikelihood_rolling
@@ -223,7 +289,12 @@ def test_lm_eval_finds_the_loss_that_evaluate_finds(gptexp: Gptexp, tiny: list[s
         """)
     )
     done = gptexp("evaluate", "run", "--tasks", "my_text", "--include", "mine", env={"HF_HOME": str(tmp_path / "home")})
-    assert done.returncode == 0, done.stderr
+    assert (done.returncode, done.stderr) == (0, "")
+    offline = {"HF_HOME": str(tmp_path / "home")}
+    for name in ("my_tag", "my_group"):  # of one task each, whose figures they give under its name
+        again = gptexp("evaluate", "run", "--tasks", name, "--include", "mine", env=offline)
+        assert again.returncode == 0, again.stderr
+        assert json.loads(again.stdout)["my_text"] == json.loads(done.stdout)["my_text"]
     nats = json.loads(done.stdout)["my_text"]["bits_per_byte"] * torch.log(torch.tensor(2.0)).item() * len(text)
 
     whole = json.loads(gptexp("evaluate", "run", "--data", "rows.jsonl", "--val-tokens", "48").stdout)
@@ -240,7 +311,8 @@ def test_a_task_whose_data_cannot_be_had_is_one_line(saved: Path, gptexp: Gptexp
     pytest.importorskip("lm_eval", reason="no lm_eval; pip install 'gptexp[eval]'")
     nobody = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "home")}
     refused = gptexp("evaluate", str(saved), "--tasks", "lambada_openai", env=nobody)
-    assert refused.returncode == 3
-    assert refused.stderr.splitlines()[-1].startswith("gptexp: --tasks lambada_openai: lm_eval failed (")
+    assert (refused.returncode, len(refused.stderr.splitlines())) == (3, 1), refused.stderr
+    assert refused.stderr.startswith("gptexp: --tasks lambada_openai: lm_eval failed (")
+    assert "without a network it needs the data sets" in refused.stderr
     refused = gptexp("evaluate", str(saved), "--tasks", "no_such_task", env=nobody)
     assert (refused.returncode, "lm_eval has no such task" in refused.stderr) == (2, True)
