@@ -22,6 +22,7 @@ CHARACTERS = "characters"  # the only key in the file of a vocabulary of charact
 class ByteTokenizer:
     """UTF-8: an id is the value of a byte. 256 is the id between two documents."""
 
+    exact = True
     n_vocab = 257
     eot_token = 256
     cut_before = " \t\r\n"
@@ -45,6 +46,7 @@ class CharTokenizer:
     No id is left for the end of a document.
     """
 
+    exact = True
     eot_token = None
     cut_before = " \t\r\n"
 

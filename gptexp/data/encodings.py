@@ -22,6 +22,8 @@ _END_OF_TEXT = 50256
 class Encoding:
     """An encoding of tiktoken. Raises `DataError` if it cannot be downloaded."""
 
+    exact = True
+
     def __init__(self, name: str) -> None:
         self._encoding = _bundled() if name in ("gpt2", "r50k_base") else _downloaded(name)
         self.n_vocab = self._encoding.n_vocab

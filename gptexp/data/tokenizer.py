@@ -30,6 +30,10 @@ class Tokenizer(Protocol):
         """The id between two documents. None: documents are joined without one."""
 
     @property
+    def exact(self) -> bool:
+        """Whether the bytes of the ids of a text are those of the text."""
+
+    @property
     def cut_before(self) -> str:
         """White space before which a text may be cut if a visible character precedes it: its ids stay the same."""
 
@@ -114,7 +118,12 @@ def document_start(tokenizer: Tokenizer) -> int:
 
 
 def bytes_of_ids(tokenizer: Tokenizer) -> list[int]:
-    """How many bytes of text each id stands for; none for the id between two documents."""
+    """How many bytes of text each id stands for; none for the id between two documents.
+
+    Raises `DataError` for a tokenizer that loses or changes parts of a text, because bits per byte would be wrong.
+    """
+    if not tokenizer.exact:
+        raise DataError("the tokenizer loses or changes parts of a text, so its ids do not stand for the text's bytes")
     lengths = [len(text) for text in tokenizer.decode_tokens_bytes(range(tokenizer.n_vocab))]
     if tokenizer.eot_token is not None:
         lengths[tokenizer.eot_token] = 0

@@ -2,6 +2,7 @@
 
 import json
 import re
+import unicodedata
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,9 @@ from gptexp.process.errors import ConfigError, DataError, first_line
 # The usual names of the special token that ends a document; the first one that a file has is used.
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # how SentencePiece writes a byte that is no character
+_BYTES = {character: byte for byte, character in enumerate(BYTE_CHARACTERS)}
+# They have every byte of UTF-8, and what tokenizers change: capitals, blanks, control and compatibility characters.
+_CHARACTERS = [*range(0x800), *range(0x800, 0xD800, 0x400), *range(0xE000, 0x110000, 0x400)]
 
 
 class FileTokenizer:
@@ -46,7 +50,21 @@ class FileTokenizer:
         self.eot_text = next((name for name in END_OF_TEXT if name in self._vocab), None)
         self.eot_token = None if self.eot_text is None else self._vocab[self.eot_text]
         self._dtype = id_dtype(self.n_vocab)
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._added = {id: "" if token.special else token.content for id, token in added.items()}
         self._bytes = self._bytes_of_all(json.dumps(content.get("decoder")))
+
+    @property
+    def exact(self) -> bool:
+        """Whether the ids of a text stand for its bytes, tried on a text that ends in each added token.
+
+        A tokenizer with an id for unknown words, or that changes capitals or blanks, is not exact. One that composes
+        accents (NFC) is: most texts have them so already.
+        """
+        text = unicodedata.normalize("NFC", "".join(map(chr, _CHARACTERS)) + "  A  ".join(["", *self._added.values()]))
+        return all(
+            b"".join(self.decode_tokens_bytes(self.encode_ordinary(one))) == one.encode() for one in (text, f" {text} ")
+        )
 
     def encode_ordinary(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
@@ -62,16 +80,23 @@ class FileTokenizer:
 
     def _bytes_of_all(self, decoder: str) -> list[bytes]:
         """The bytes that each id adds to a text: none for special tokens. `decoder` is that part of the file."""
-        special = {id for id, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
-        texts = {id: token for token, id in self._vocab.items() if id not in special}
         found = [b""] * self.n_vocab
-        if "ByteLevel" in decoder:
-            for id, token in texts.items():
-                found[id] = bytes(BYTE_CHARACTERS.index(character) for character in token)
-            return found
+        texts = {id: token for token, id in self._vocab.items() if self._added.get(id) != ""}
         before = min(texts, default=0)  # any id: decoders treat the start of a text differently
         start = len(self.decode([before]))
         for id, token in texts.items():
-            byte = _BYTE.fullmatch(token)
-            found[id] = bytes.fromhex(byte[1]) if byte else self.decode([before, id])[start:].encode()
+            byte = None if "ByteLevel" in decoder else _BYTE.fullmatch(token)
+            if byte:
+                found[id] = bytes.fromhex(byte[1])
+            elif id in self._added:  # it stands in a text as it is
+                found[id] = token.encode()
+            elif "ByteLevel" in decoder:
+                found[id] = _of_byte_level(token)
+            else:
+                found[id] = self.decode([before, id])[start:].encode()
         return found
+
+
+def _of_byte_level(token: str) -> bytes:
+    """The bytes that the characters of a token stand for. One with other characters stands for its own text."""
+    return bytes(_BYTES[character] for character in token) if _BYTES.keys() >= set(token) else token.encode()

@@ -18,6 +18,7 @@ from gptexp.model.flops import count_parameters
 from gptexp.model.gpt import GPT
 from gptexp.model.loss import bits_per_byte, perplexity, plain_cross_entropy
 from gptexp.process.errors import ConfigError, DataError
+from gptexp.process.terminal import warn
 from gptexp.process.words import shown
 from gptexp.reporting.best import one_run
 from gptexp.run.first_weights import load_first_weights
@@ -149,10 +150,11 @@ def evaluate_checkpoint(
     context, batch_size = forward_context(loaded.effective), loaded.effective.micro_batch_size.value
     with step_context(loaded.effective):
         loss = evaluate(loaded.model, dataset, batch_size, Rank(), loaded.device, context)
-    return {
-        "step": loaded.state.step,
-        "tokens": len(dataset.val_starts) * dataset.seq_len,
-        "val/loss": loss,
-        "val/ppl": perplexity(loss),
-        "val/bpb": bits_per_byte(loss, val_bytes_per_token(dataset, load_tokenizer(config.data.tokenizer, directory))),
-    }
+    tokens = len(dataset.val_starts) * dataset.seq_len
+    found = {"step": loaded.state.step, "tokens": tokens, "val/loss": loss, "val/ppl": perplexity(loss)}
+    tokenizer = load_tokenizer(config.data.tokenizer, directory)
+    try:
+        return {**found, "val/bpb": bits_per_byte(loss, val_bytes_per_token(dataset, tokenizer))}
+    except DataError as error:
+        warn(f"no val/bpb: {error}")
+        return found

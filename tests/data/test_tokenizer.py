@@ -57,8 +57,8 @@ def from_library(tmp_path: Path, kind: str) -> Any:
         trainer = trainers.BpeTrainer(vocab_size=330, special_tokens=special, initial_alphabet=["a"], limit_alphabet=20)
     library.train_from_iterator([TEXT.split("東")[0]] * 9, trainer)
     content = json.loads(library.to_str())
-    for token in content["added_tokens"]:  # a byte is part of a text, as in the files of Llama
-        token["special"] = not token["content"].startswith("<0x")
+    # A byte is no added token, as in the files of Llama.
+    content["added_tokens"] = [one for one in content["added_tokens"] if not one["content"].startswith("<0x")]
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     return tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
 
@@ -114,6 +114,56 @@ def test_a_tokenizer_json_gives_the_ids_of_the_library(tmp_path: Path, kind: str
     name = "<|endoftext|>" if kind == "bytes" else "</s>"
     assert loaded.eot_token not in loaded.encode_ordinary(f"a {name} in a text is text")
     assert load_tokenizer("chars", tmp_path).encode_ordinary(TEXT) == loaded.encode_ordinary(TEXT)
+
+
+ADDED = ["  ", "    ", "東京", "éé", "<0x41>"]
+
+
+def changed(path: Path, **parts: Any) -> tokenizer.Tokenizer:
+    """The tokenizer in `path` with other parts."""
+    path.write_text(json.dumps(json.loads(path.read_text()) | parts))
+    return load_tokenizer(str(path))
+
+
+def test_an_added_token_stands_for_its_own_text(tmp_path: Path) -> None:
+    """As GPT-NeoX and Pythia add runs of blanks to a vocabulary of bytes, which writes a blank as another character."""
+    library = from_library(tmp_path, "bytes")
+    assert library.add_tokens(ADDED) == len(ADDED)
+    loaded = changed(tmp_path / "tokenizer.json", **json.loads(library.to_str()))
+    text = "<0x41>".join([TEXT, *ADDED])
+    ids = loaded.encode_ordinary(text)
+    assert {library.token_to_id(token) for token in ADDED} <= {*ids}
+    assert b"".join(loaded.decode_tokens_bytes(ids)) == text.encode()
+    assert sum(bytes_of_ids(loaded)[id] for id in ids) == len(text.encode())
+
+
+NORMALIZERS = {
+    "bytes": [{"type": "Lowercase"}, {"type": "NFKC"}, {"type": "Prepend", "prepend": " "},
+              {"type": "Strip", "strip_left": False, "strip_right": True},
+              {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "}],
+    "fallback": [{"type": "Prepend", "prepend": "▁"}, {"type": "Nmt"}],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "normalizer"), [(kind, one) for kind, some in NORMALIZERS.items() for one in some])
+def test_a_tokenizer_that_changes_a_text_counts_no_bytes(tmp_path: Path, kind: str, normalizer: Any) -> None:
+    from_library(tmp_path, kind)
+    assert bytes_of_ids(changed(tmp_path / "tokenizer.json", normalizer={"type": "NFC"}))
+    loaded = changed(tmp_path / "tokenizer.json", normalizer=normalizer)
+    with pytest.raises(DataError, match="its ids do not stand for the text's bytes"):
+        bytes_of_ids(loaded)
+
+
+@pytest.mark.parametrize("model", ["WordLevel", "WordPiece"])
+def test_a_tokenizer_of_words_counts_no_bytes(tmp_path: Path, model: str) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    library = tokenizers.Tokenizer(getattr(tokenizers.models, model)(unk_token="[UNK]"))
+    library.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    trainer = getattr(tokenizers.trainers, f"{model}Trainer")(vocab_size=200, special_tokens=["[UNK]"])
+    library.train_from_iterator([TEXT], trainer)
+    library.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(DataError, match="its ids do not stand for the text's bytes"):
+        bytes_of_ids(load_tokenizer(str(tmp_path / "tokenizer.json")))
 
 
 @pytest.mark.parametrize("content", ["", "no JSON", "[]", "{}", '{"characters": ""}', '{"model": {"type": "BPE"}}'])

@@ -28,9 +28,10 @@ Gptexp = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture
 def tokenizer_json(tmp_path: Path, corpus: Path) -> Path:
-    """A byte-level tokenizer of 270 ids, trained on the corpus."""
+    """A byte-level tokenizer of 270 ids, trained on the corpus, that writes no capitals."""
     tokenizers = pytest.importorskip("tokenizers")
     library = tokenizers.Tokenizer(tokenizers.models.BPE())
+    library.normalizer = tokenizers.normalizers.Lowercase()
     library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = tokenizers.decoders.ByteLevel()
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
@@ -60,10 +61,14 @@ def test_a_run_keeps_its_vocabulary(
     assert (chosen["n_vocab"], chosen["vocab_size"]) == (n_vocab, vocab_size)
     assert f"the {n_vocab} ids of data.tokenizer=" in chosen["reasons"]["vocab_size"]
 
-    evaluated = json.loads(gptexp("evaluate", "out").stdout)
+    evaluation = gptexp("evaluate", "out")
+    evaluated = json.loads(evaluation.stdout)
     assert evaluated["val/loss"] == pytest.approx(summary(tmp_path / "out")["final_val_loss"], rel=1e-6)
     if name != "FILE":  # every character of the corpus is one byte, and one id
         assert evaluated["val/bpb"] == pytest.approx(evaluated["val/loss"] / math.log(2))
+    else:
+        assert "val/bpb" not in evaluated
+        assert "no val/bpb: the tokenizer loses or changes parts of a text" in evaluation.stderr
 
     elsewhere = tmp_path / "text.txt"
     elsewhere.write_text("Nobody sees bread. " * 60)
