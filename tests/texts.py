@@ -1,5 +1,6 @@
 """Helpers for texts and their tokens."""
 
+import codecs
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,10 @@ def blocks(text: str, draw: random.Random) -> Iterator[bytes]:
         size = draw.randint(1, 12)
         yield content[at : at + size]
         at += size
+
+
+def decoded(blocks: Iterator[bytes]) -> Iterator[str]:
+    return codecs.iterdecode(blocks, "utf-8")
 
 
 def stream_of(directory: Path, **kwargs: int) -> list[int]:

@@ -136,6 +136,13 @@ def matching_files(pattern: str) -> list[Path]:
     return [Path(p) for p in sorted(glob.glob(pattern, recursive=True)) if is_file(Path(p))]
 
 
+def no_files(pattern: str) -> str:
+    """Why `pattern` matches no file, and what to give."""
+    if os.path.isdir(pattern):  # noqa: PTH112  Path.is_dir raises `OSError` for a long name
+        return f"a folder; give its files, for example {shown(str(Path(pattern, '*.txt')))}"
+    return "no such file; give a file, a glob or a list of them"
+
+
 def saved_dataset_files(folder: Path) -> list[Path]:
     """The Arrow files of a data set that Hugging Face's `save_to_disk` wrote in `folder`; empty for another folder.
 

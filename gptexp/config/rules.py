@@ -11,7 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from gptexp.config.batch import count_val_windows, is_power_of_two, legal_micro_batches, plan_batch
-from gptexp.config.paths import is_file, is_path_list, matching_files, path_list, saved_dataset_files, why_not_creatable
+from gptexp.config.paths import (
+    is_file,
+    is_path_list,
+    matching_files,
+    no_files,
+    path_list,
+    saved_dataset_files,
+    why_not_creatable,
+)
 from gptexp.config.schedule import resolve_schedule
 from gptexp.config.schema import ATTENTION_DEVICES, AUTO, Config, DataConfig, field_problems
 from gptexp.config.vocabulary import CHARS, NAMES, VOCAB_SIZES, padded, padding_multiple
@@ -205,7 +213,7 @@ def _paths(cfg: Config, _: int) -> Iterator[str]:
             continue
         for pattern in path_list(value):
             if not _exists(pattern) and not (cfg.data.name == "tokens" and Path(pattern).is_dir()):
-                yield f"data.{key}={shown(pattern)}: no such file; give a file, a glob or a list of them"
+                yield f"data.{key}={shown(pattern)}: {no_files(pattern)}"
 
 
 _READ_BY = {  # key of data -> the corpora that read it
@@ -250,7 +258,7 @@ def _mix(cfg: Config, _: int) -> Iterator[str]:
     source_of: dict[Path, str] = {}
     for pattern in d.mix if d.name == "text" else ():
         if not _exists(pattern):
-            yield f"data.mix={shown(pattern)}: no such file; give a file or a glob"
+            yield f"data.mix={shown(pattern)}: {no_files(pattern)}"
         for file in matching_files(pattern):
             if (other := source_of.setdefault(file, pattern)) != pattern:
                 yield f"{given}: {file} is in {shown(other)} and in {shown(pattern)}; give each file to one source"

@@ -12,7 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Protocol
 
-from gptexp.config.paths import matching_files, saved_dataset_files
+from gptexp.config.paths import matching_files, no_files, saved_dataset_files
 from gptexp.data import hub
 from gptexp.data.documents import Compression, HubFile, Kind, Part, Span, kind_of, next_cut, row_group_bytes
 from gptexp.data.downloads import Download, downloaded
@@ -105,7 +105,7 @@ def text(patterns: list[str]) -> Files:
     for pattern in patterns:
         matching = saved_dataset_files(Path(pattern)) or matching_files(pattern)
         if not matching:
-            raise DataError(f"{pattern}: no such file; give a file, a glob or a list of them")
+            raise DataError(f"{pattern}: {no_files(pattern)}")
         files.update(dict.fromkeys(matching))
     return Files("text", list(files))
 
@@ -147,8 +147,11 @@ def _spans(path: Path, kind: Kind, compression: Compression | None, cut_before: 
     elif compression is not None or kind == "arrow" or size <= part_bytes:
         yield Span(path, kind, compression, size=size)
     else:
-        cuts = [next_cut(path, kind, position, cut_before) for position in range(part_bytes, size, part_bytes)]
-        for start, end in pairwise(sorted({0, *cuts, size})):
+        cuts = [0]
+        for position in range(part_bytes, size, part_bytes):
+            if position > cuts[-1]:  # else the next cut is the last one
+                cuts.append(next_cut(path, kind, position, cut_before))
+        for start, end in pairwise(sorted({*cuts, size})):
             yield Span(path, kind, None, start, end, end - start)
 
 

@@ -1,7 +1,7 @@
 """The documents in files: text, jsonl (plain, gzip, Zstandard), parquet and Arrow.
 
-A file of text is one document, read in pieces in bounded memory. In the other formats, each row is a document. The
-kind of a file follows from its first bytes and its name.
+A file of text is one document, read in pieces. In the other formats, each row is a document. The kind of a file follows
+from its first bytes and its name.
 """
 
 import codecs
@@ -9,14 +9,14 @@ import gzip
 import json
 import mmap
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal
 
 from gptexp.data import hub
-from gptexp.process.errors import ConfigError, DataError, first_line
+from gptexp.process.errors import ConfigError, DataError, UserError, first_line
 from gptexp.process.words import shown
 
 Kind = Literal["text", "jsonl", "parquet", "arrow"]
@@ -28,6 +28,11 @@ _COMPRESSED: dict[bytes, Compression] = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd
 _JSONL = (".jsonl", ".ndjson")
 _PACKED = (".gz", ".zst", ".zstd")
 _PARQUET = b"PAR1"  # the first and the last bytes of a file
+_FOREIGN = {
+    b"\xfd7zXZ": "xz", b"BZh": "bzip2", b"PK\3\4": "zip", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16",
+}  # fmt: skip
+_HEAD_BYTES = 8000  # git takes a file with a NUL byte in these for no text
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
@@ -61,18 +66,15 @@ Part = list[Span | HubFile]  # what one worker tokenises at a time
 
 
 def kind_of(path: Path) -> tuple[Kind, Compression | None]:
-    """The format of a file, and how it is compressed. Raises `DataError`."""
+    """The format of a file, and how it is compressed. Raises `DataError`, also for formats that are not read."""
     name = path.name.lower()
-    try:
-        with path.open("rb") as file:
-            head = file.read(8)
-            if head.startswith(_PARQUET) or name.endswith(".parquet"):
-                file.seek(-min(len(_PARQUET), file.seek(0, 2)), 2)
-                if not head.startswith(_PARQUET) or file.read() != _PARQUET:
-                    raise DataError(f"{path}: not a complete parquet file; copy it again")
-                return "parquet", None
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror or error}; no tokens were saved") from None
+    with _reading(path), path.open("rb") as file:
+        head = file.read(8)
+        if head.startswith(_PARQUET) or name.endswith(".parquet"):
+            file.seek(-min(len(_PARQUET), file.seek(0, 2)), 2)
+            if not head.startswith(_PARQUET) or file.read() != _PARQUET:
+                raise DataError(f"{path}: not a complete parquet file; copy it again")
+            return "parquet", None
     if path.suffix == ".arrow":
         return "arrow", None
     compression = next((found for magic, found in _COMPRESSED.items() if head.startswith(magic)), None)
@@ -81,7 +83,27 @@ def kind_of(path: Path) -> tuple[Kind, Compression | None]:
         raise DataError(f"{path}: not compressed, although its name ends in {packed}; rename it, or copy it again")
     if head.startswith(b"\x93NUMPY") or name.endswith((".bin", ".npy")):
         raise DataError(f"{path}: tokens, not text; use data=tokens data.path={shown(str(path))}")
-    return "jsonl" if name.removesuffix(packed).endswith(_JSONL) else "text", compression
+    return _kind_of_lines(Span(path, "text", compression), name.removesuffix(packed)), compression
+
+
+def _kind_of_lines(span: Span, name: str) -> Kind:
+    """jsonl if the file's name says so, or if its first line is a JSON object, unless its name says text."""
+    head = next(_blocks(span), b"")[:_HEAD_BYTES]
+    foreign = next((format for magic, format in _FOREIGN.items() if head.startswith(magic)), None)
+    if foreign or b"\0" in head:
+        what = f"{foreign} is not read" if foreign else f"not text (byte {head.index(0):,} is NUL)"
+        raise DataError(f"{span.path}: {what}; give UTF-8, plain or compressed by gzip or Zstandard")
+    if name.endswith(_JSONL):
+        return "jsonl"
+    if name.endswith(".txt"):
+        return "text"
+    first = next((line for line in _lines(_blocks(span)) if line.strip()), b"") if head.lstrip()[:1] == b"{" else b""
+    try:
+        return "jsonl" if isinstance(json.loads(first), dict) else "text"
+    except (ValueError, RecursionError):
+        if name.endswith(".json") and re.match(rb"\s*\[\s*\{", head):
+            raise DataError(f"{span.path}: an array of JSON objects; write one object a line (jsonl)") from None
+        return "text"
 
 
 def next_cut(path: Path, kind: Kind, position: int, cut_before: str) -> int:
@@ -104,17 +126,18 @@ def next_cut(path: Path, kind: Kind, position: int, cut_before: str) -> int:
 def documents(span: Span | HubFile, cut_before: str, column: str) -> Iterator[tuple[str, bool]]:
     """Yield the text of `span` in pieces, each with whether a document begins with it. Empty documents yield nothing.
 
+    Bytes of text that are not UTF-8 become U+FFFD, and so do halves of a surrogate pair in JSON.
     Raises `DataError` with the file, and with the line or the row, for rows that have no text in `column`.
     """
     if isinstance(span, Span) and span.kind == "text":
-        first = span.start == 0
-        for piece in pieces(_blocks(span), cut_before):
-            yield piece, first
-            first = False
+        decoded = codecs.iterdecode(_blocks(span), "utf-8", "replace")
+        for number, piece in enumerate(pieces(decoded, cut_before)):
+            yield piece, number == span.start == 0
         return
     for text in _rows(span, column):
-        if text:
-            yield text, True
+        blocks = (text[at : at + BLOCK_BYTES] for at in range(0, len(text), BLOCK_BYTES))
+        for number, piece in enumerate(pieces(blocks, cut_before)):
+            yield piece, number == 0
 
 
 def _rows(span: Span | HubFile, column: str) -> Iterator[str]:
@@ -128,38 +151,40 @@ def _hub(span: HubFile, column: str) -> Iterator[str]:
         yield _text(row, column, lambda: f"{span.path}: row {number:,}")  # noqa: B023  called at once
 
 
-def pieces(blocks: Iterator[bytes], cut_before: str) -> Iterator[str]:
-    """The text of UTF-8 `blocks`, in pieces of about one block.
+def pieces(blocks: Iterable[str], cut_before: str) -> Iterator[str]:
+    """The text of `blocks`, in pieces of about one block, or longer where there is no white space.
 
     A piece ends before one of the characters `cut_before` that follows a visible character. In GPT-2's pattern no token
     begins with a visible character and ends in white space, and only white space has a look-ahead. So the concatenated
-    ids of the pieces are the ids of the whole text. Bytes that are not UTF-8 become U+FFFD.
+    ids of the pieces are the ids of the whole text.
     """
     up_to_the_last_word = re.compile(rf".*\S(?=[{cut_before}])", re.DOTALL)
-    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    rest = ""
+    piece = ""  # which ends where the text is cut if another block follows
+    rest: list[str] = []  # of the text after `piece`, without a place to cut
+    before = ""  # the character before a block
     for block in blocks:
-        rest += decoder.decode(block)
-        if found := up_to_the_last_word.match(rest):
-            yield found[0]
-            rest = rest[found.end() :]
-    if rest := rest + decoder.decode(b"", final=True):
-        yield rest
+        if piece:
+            yield piece
+            piece = ""
+        cut = 0
+        if found := up_to_the_last_word.match(before + block):
+            cut = found.end() - len(before)
+            piece, rest = "".join([*rest, block[:cut]]), []
+        rest.append(block[cut:])
+        before = block[-1:]
+    if piece := "".join([piece, *rest]):
+        yield piece
 
 
 def _blocks(span: Span) -> Iterator[bytes]:
     """The uncompressed bytes of a span of text or jsonl."""
     left = span.end - span.start if span.end is not None else None
-    try:
-        with _open(span) as file:
-            if span.start:
-                file.seek(span.start)
-            while block := file.read(BLOCK_BYTES if left is None else min(left, BLOCK_BYTES)):
-                yield block
-                left = None if left is None else left - len(block)
-    except (OSError, EOFError) as error:
-        reason = getattr(error, "strerror", None) or first_line(error)
-        raise DataError(f"{span.path}: {reason}; no tokens were saved") from None
+    with _reading(span.path), _open(span) as file:
+        if span.start:
+            file.seek(span.start)
+        while block := file.read(BLOCK_BYTES if left is None else min(left, BLOCK_BYTES)):
+            yield block
+            left = None if left is None else left - len(block)
 
 
 def _open(span: Span) -> IO[bytes] | gzip.GzipFile:
@@ -172,13 +197,20 @@ def _open(span: Span) -> IO[bytes] | gzip.GzipFile:
 
 
 def _jsonl(span: Span, column: str) -> Iterator[str]:
-    rest, number = b"", 0
-    for block in _blocks(span):
-        *lines, rest = (rest + block).split(b"\n")
-        for line in lines:
-            number += 1
-            yield _text_of_line(line, span, number, column)
-    yield _text_of_line(rest, span, number + 1, column)
+    for number, line in enumerate(_lines(_blocks(span)), 1):
+        yield _text_of_line(line, span, number, column)
+
+
+def _lines(blocks: Iterator[bytes]) -> Iterator[bytes]:
+    rest: list[bytes] = []  # of a line that ends in a later block
+    for block in blocks:
+        first, *others = block.split(b"\n")
+        rest.append(first)
+        if others:
+            yield b"".join(rest)
+            yield from others[:-1]
+            rest = others[-1:]
+    yield b"".join(rest)
 
 
 def _text_of_line(line: bytes, span: Span, number: int, column: str) -> str:
@@ -212,12 +244,16 @@ def _text(row: dict[str, Any], column: str, place: Callable[[], str]) -> str:
         )
     text = row[column]
     if not isinstance(text, str):
-        raise DataError(f"{place()}: {column}={shown(text)} is not text; set data.text_column, or remove the row")
-    return text
+        raise DataError(_no_text(place(), column, text))
+    return _SURROGATE.sub("\ufffd", text)
+
+
+def _no_text(place: str, column: str, value: Any) -> str:
+    return f"{place}: {column}={shown(value)} is not text; set data.text_column, or remove the row"
 
 
 def _parquet(span: Span, column: str) -> Iterator[str]:
-    with _arrow_errors(span.path):
+    with _reading(span.path):
         file = pyarrow(span.path).parquet.ParquetFile(span.path)
         groups = range(span.start, file.num_row_groups if span.end is None else span.end)
         before = sum(file.metadata.row_group(group).num_rows for group in range(span.start))
@@ -226,7 +262,7 @@ def _parquet(span: Span, column: str) -> Iterator[str]:
 
 
 def _arrow(span: Span, column: str) -> Iterator[str]:
-    with _arrow_errors(span.path):
+    with _reading(span.path):
         arrow = pyarrow(span.path)
         with arrow.memory_map(str(span.path)) as source, arrow.ipc.open_stream(source) as stream:
             _check_column(span.path, stream.schema.names, column)
@@ -236,13 +272,27 @@ def _arrow(span: Span, column: str) -> Iterator[str]:
 def _texts(path: Path, batches: Any, column: str, before: int) -> Iterator[str]:
     """The column of record batches of a file, of whose rows `before` precede them."""
     for batch in batches:
-        for number, text in enumerate(batch.column(batch.schema.get_field_index(column)).to_pylist(), before + 1):
+        values = batch.column(batch.schema.get_field_index(column))
+        if not _is_valid(values):
+            bad = next((i for i in range(len(values)) if not _is_valid(values.slice(i, 1))), 0)
+            row = before + bad + 1
+            raise DataError(
+                f"{path}: row {row:,}: {column} is damaged or not UTF-8; correct the row, or copy the file again"
+            )
+        for number, text in enumerate(values.to_pylist(), before + 1):
             if not isinstance(text, str):
-                raise DataError(
-                    f"{path}: row {number:,}: {column}={shown(text)} is not text; set data.text_column, or remove it"
-                )
+                raise DataError(_no_text(f"{path}: row {number:,}", column, text))
             yield text
         before += batch.num_rows
+
+
+def _is_valid(values: Any) -> bool:
+    """Whether an array of pyarrow is UTF-8 and lies in its memory; pyarrow would read outside of it and be killed."""
+    try:
+        values.validate(full=True)
+    except ValueError:
+        return False
+    return True
 
 
 def _check_column(path: Path, columns: list[str], column: str) -> None:
@@ -252,20 +302,21 @@ def _check_column(path: Path, columns: list[str], column: str) -> None:
 
 def row_group_bytes(path: Path) -> list[int]:
     """The uncompressed size of each row group of a parquet file. Raises `DataError`."""
-    with _arrow_errors(path):
+    with _reading(path):
         metadata = pyarrow(path).parquet.read_metadata(path)
         return [metadata.row_group(group).total_byte_size for group in range(metadata.num_row_groups)]
 
 
 @contextmanager
-def _arrow_errors(path: Path) -> Iterator[None]:
-    """Convert the errors of pyarrow, which are `ValueError` and `OSError`, to a `DataError` that names the file."""
+def _reading(path: Path) -> Iterator[None]:
+    """Convert what the system, gzip and pyarrow raise to a `DataError` that names the file."""
     try:
         yield
-    except (OSError, ValueError) as error:
-        if isinstance(error, DataError):
-            raise
-        raise DataError(f"{path}: {first_line(error)}; copy it again, no tokens were saved") from None
+    except UserError:
+        raise
+    except Exception as error:  # for a damaged file, gzip and pyarrow raise errors of many types
+        again = "" if isinstance(error, OSError) and error.errno else "copy it again, "
+        raise DataError(f"{path}: {first_line(error)}; {again}no tokens were saved") from None
 
 
 def pyarrow(path: Path) -> Any:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from gptexp.data import corpora
+from gptexp.data.documents import next_cut
 from gptexp.process.errors import DataError
 
 
@@ -29,6 +30,22 @@ def test_globs_select_each_file_once_and_a_missing_file_is_named(tmp_path: Path)
     assert [f.name for f in found] == ["a.txt", "b.txt", "c.txt"]
     with pytest.raises(DataError, match="nowhere: no such file"):
         corpora.text([str(tmp_path / "nowhere")])
+    with pytest.raises(
+        DataError, match=rf"{tmp_path}/sub: a folder; give its files, for example {tmp_path}/sub/\*.txt"
+    ):
+        corpora.text([str(tmp_path / "sub")])
+
+
+def test_the_next_place_to_cut_is_searched_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a text has none for many parts: the search reads all of it."""
+    found = []
+    monkeypatch.setattr(corpora, "next_cut", lambda *given: found.append(next_cut(*given)) or found[-1])
+    (tmp_path / "a.txt").write_text("x" * 1000 + " " + "y" * 1000)
+    (part,) = corpora.parts(corpora.text([str(tmp_path / "a.txt")]), " ", 5000)
+    assert [(span.start, span.end) for span in part] == [(0, None)]
+    spans = [span for part in corpora.parts(corpora.text([str(tmp_path / "a.txt")]), " ", 10) for span in part]
+    assert [(span.start, span.end) for span in spans] == [(0, 1000), (1000, 2001)]
+    assert found == [1000, 2001]
 
 
 def test_shakespeare_is_checked_by_its_hash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

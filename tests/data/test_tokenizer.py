@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tiktoken
 import tiktoken_ext.openai_public as published
-from texts import blocks
+from texts import blocks, decoded
 
 from gptexp.config.vocabulary import VOCAB_SIZES, padded
 from gptexp.data import encodings, tokenizer
@@ -205,7 +205,7 @@ def test_a_text_read_in_pieces_has_the_same_ids(name: str) -> None:
     loaded, draw, cuts = load_tokenizer(name), random.Random(0), 0
     for _ in range(300):
         text = "".join(draw.choices(alphabet, k=draw.randint(0, 60)))
-        parts = list(pieces(blocks(text, draw), loaded.cut_before))
+        parts = list(pieces(decoded(blocks(text, draw)), loaded.cut_before))
         assert "".join(parts) == text
         assert [i for part in parts for i in loaded.encode_ordinary(part)] == loaded.encode_ordinary(text)
         cuts += max(0, len(parts) - 1)
