@@ -118,6 +118,11 @@ def is_hub_model(name: str) -> bool:
     return _REPOSITORY.fullmatch(name) is not None and not Path(name).exists()
 
 
+def is_hub_name(value: Any) -> bool:
+    """Whether `value` is OWNER/NAME, as data sets of the hub are named."""
+    return isinstance(value, str) and "@" not in value and _REPOSITORY.fullmatch(value) is not None
+
+
 def is_path_list(value: Any) -> bool:
     """Whether `value` is a path or a glob, or a non-empty list of them."""
     return isinstance(value, str) or (

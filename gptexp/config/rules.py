@@ -13,6 +13,7 @@ from typing import Any
 from gptexp.config.batch import count_val_windows, is_power_of_two, legal_micro_batches, plan_batch
 from gptexp.config.paths import (
     is_file,
+    is_hub_name,
     is_path_list,
     matching_files,
     no_files,
@@ -230,7 +231,7 @@ def _corpus(cfg: Config, _: int) -> Iterator[str]:
     d = cfg.data
     if d.name == "text" and d.path is None and d.mix is None:
         yield "data.path=null: data=text needs text to read; give data.path=FILE, a glob or a list"
-    if d.name == "hf" and d.mix is None and not isinstance(d.path, str):
+    if d.name == "hf" and d.mix is None and not is_hub_name(d.path):
         yield f"data.path={shown(d.path)}: data=hf needs the name of a data set; give data.path=OWNER/NAME"
     if d.name == "tokens" and d.path is None:
         yield "data.path=null: data=tokens needs token files; give data.path=FOLDER, a file, a glob or a list"
@@ -256,12 +257,16 @@ def _mix(cfg: Config, _: int) -> Iterator[str]:
     if d.val_split == "tail":
         yield f"{given}: data.val_split=tail would hold out the last source alone; use data.val_split=spread"
     source_of: dict[Path, str] = {}
-    for pattern in d.mix if d.name == "text" else ():
-        if not _exists(pattern):
-            yield f"data.mix={shown(pattern)}: {no_files(pattern)}"
-        for file in matching_files(pattern):
-            if (other := source_of.setdefault(file, pattern)) != pattern:
-                yield f"{given}: {file} is in {shown(other)} and in {shown(pattern)}; give each file to one source"
+    for source in d.mix:
+        if d.name == "hf" and not is_hub_name(source):
+            yield f"data.mix={shown(source)}: data=hf needs the names of data sets; give OWNER/NAME for each"
+        if d.name != "text":
+            continue
+        if not _exists(source):
+            yield f"data.mix={shown(source)}: {no_files(source)}"
+        for file in matching_files(source):
+            if (other := source_of.setdefault(file, source)) != source:
+                yield f"{given}: {file} is in {shown(other)} and in {shown(source)}; give each file to one source"
                 return
 
 

@@ -59,6 +59,11 @@ class HubCorpus:
         return hashlib.sha256(f"{self.repo}\0{self.subset}\0{self.split}".encode()).hexdigest()[:16]
 
     def spans(self, cut_before: str, part_bytes: int) -> Iterator[HubFile]:
+        if Path(self.repo).exists():
+            raise DataError(
+                f"data.path={self.repo}: is a path here as well, which would be read in its place; start in another "
+                "folder, or use data=text data.path=FILES to read it"
+            )
         for number in range(hub.count_shards(self.repo, self.subset, self.split)):
             yield HubFile(self.repo, self.subset, self.split, number)
 

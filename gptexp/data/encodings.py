@@ -86,7 +86,10 @@ def _downloaded(name: str) -> tiktoken.Encoding:
     try:
         return tiktoken.get_encoding(name)
     except (OSError, ValueError) as error:  # ValueError: another hash than that of the published file
+        cause: BaseException = error
+        while cause.__context__ is not None:  # the first of the chain says what the system said, in a few words
+            cause = cause.__context__
         raise DataError(
-            f"data.tokenizer={name}: tiktoken cannot download it ({first_line(error)}); use gpt2, which needs no "
+            f"data.tokenizer={name}: tiktoken cannot download it ({first_line(cause)}); use gpt2, which needs no "
             "network, or set TIKTOKEN_CACHE_DIR to a folder that has it"
         ) from None

@@ -11,7 +11,7 @@ EXIT_CHECKPOINT = 4
 EXIT_DIVERGED = 5
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """The first line of the error's message, with the second where the first ends in a colon; else the type's name."""
     text = getattr(error, "strerror", None) or str(error)
     first, *rest = [line.strip() for line in text.splitlines() if line.strip()] or [type(error).__name__]

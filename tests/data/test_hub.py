@@ -69,6 +69,23 @@ def test_what_the_hub_does_not_have_is_one_line(prepare: Prepare, given: list[st
     assert why in refused.stderr
 
 
+def test_a_folder_with_the_name_of_a_data_set_is_not_read(
+    server: tuple[subprocess.Popen[str], int], prepare: Prepare, tmp_path: Path
+) -> None:
+    """The package datasets would read it. A data set that is prepared can be used beside it."""
+    (tmp_path / "owner").symlink_to(tmp_path / "root")
+    (tmp_path / "root/name").mkdir()
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["of this machine"]}), tmp_path / "root/name/a.parquet")
+    refused = prepare("data.path=owner/name")
+    assert (refused.returncode, len(refused.stderr.splitlines())) == (3, 1), refused.stderr
+    assert "data.path=owner/name: is a path here as well, which would be read in its place" in refused.stderr
+    (tmp_path / "owner").unlink()
+    (tmp_path / "root/name/a.parquet").unlink()
+    assert prepare("data.path=owner/name").returncode == 0
+    (tmp_path / "owner").symlink_to(tmp_path / "root")
+    assert prepare("data.path=owner/name").returncode == 0
+
+
 def test_without_the_hub_the_error_says_what_to_do(
     server: tuple[subprocess.Popen[str], int], prepare: Prepare, tmp_path: Path
 ) -> None:

@@ -184,6 +184,22 @@ def test_a_damaged_vocabulary_of_gpt2_is_refused(tmp_path: Path, monkeypatch: py
     tokenizer._named.cache_clear()
 
 
+def test_an_encoding_that_cannot_be_downloaded_is_one_short_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing listens at the proxy: the error of the system, and not the chain of those of three packages."""
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
+    for name in ("https_proxy", "HTTPS_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    tokenizer._named.cache_clear()
+    with pytest.raises(DataError) as refused:
+        load_tokenizer("p50k_base")
+    assert str(refused.value) == (
+        "data.tokenizer=p50k_base: tiktoken cannot download it (Connection refused); use gpt2, which needs no network, "
+        "or set TIKTOKEN_CACHE_DIR to a folder that has it"
+    )
+
+
 @pytest.fixture
 def standing_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """tiktoken with its own patterns and special tokens, and few ranks: its files lie in the network."""
