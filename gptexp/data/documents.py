@@ -245,7 +245,7 @@ def _text(row: dict[str, Any], column: str, place: Callable[[], str]) -> str:
     text = row[column]
     if not isinstance(text, str):
         raise DataError(_no_text(place(), column, text))
-    return _SURROGATE.sub("\ufffd", text)
+    return text if text.isascii() else _SURROGATE.sub("\ufffd", text)
 
 
 def _no_text(place: str, column: str, value: Any) -> str:
