@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import shutil
 import sysconfig
 from dataclasses import replace
 from pathlib import Path
@@ -54,7 +55,13 @@ def test_shakespeare_is_checked_by_its_hash(tmp_path: Path, monkeypatch: pytest.
     source.write_bytes(body)
     file = replace(corpora.SHAKESPEARE, url=source.as_uri())
     monkeypatch.setattr(corpora, "SHAKESPEARE", file)
-    with pytest.raises(DataError, match=r"tinyshakespeare.txt: not tiny Shakespeare \(sha256 differs\)"):
+    with pytest.raises(
+        DataError, match=r"source.txt: 19 bytes came, which are not tiny Shakespeare \(sha256 differs\)"
+    ):
+        corpora.shakespeare(tmp_path / "a")
+    assert not (tmp_path / "a" / "tinyshakespeare.txt").exists()
+    shutil.copy(source, tmp_path / "a" / "tinyshakespeare.txt")
+    with pytest.raises(DataError, match=r"tinyshakespeare.txt: not tiny Shakespeare \(sha256 differs\); delete it"):
         corpora.shakespeare(tmp_path / "a")
     file = replace(file, sha256=hashlib.sha256(body).hexdigest())
     monkeypatch.setattr(corpora, "SHAKESPEARE", file)
