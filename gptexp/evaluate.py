@@ -10,12 +10,13 @@ from pathlib import Path
 from gptexp.config.batch import count_val_windows
 from gptexp.config.paths import absolute, is_file, matching_files
 from gptexp.config.schema import HELLASWAG
+from gptexp.config.transformers_json import CONFIG_JSON
 from gptexp.process.errors import ConfigError, DataError
 from gptexp.process.terminal import run_verb
 from gptexp.process.words import shown
 from gptexp.reporting.best import one_run
 from gptexp.storage import run_dir
-from gptexp.storage.init_from import CONFIG_JSON, find
+from gptexp.storage.init_from import find
 
 
 def main(argv: list[str] | None = None) -> None:

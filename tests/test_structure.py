@@ -222,6 +222,7 @@ WITH_TORCH = {
     "data/loader.py",
     "storage/checkpoint.py",
     "storage/garbage.py",
+    "storage/weight_files.py",
 }  # exceptions in those folders
 
 

@@ -7,10 +7,11 @@ from pathlib import Path
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from gptexp.config.transformers_json import CONFIG_JSON, GENERATION_CONFIG_JSON, config_json, generation_config_json
 from gptexp.data.tokenizer import Tokenizer, load_tokenizer
 from gptexp.data.tokenizer_json import transformers_files
 from gptexp.model.gpt import GPT
-from gptexp.model.huggingface import config_json, generation_config_json, to_transformers
+from gptexp.model.huggingface import to_transformers
 from gptexp.process.errors import first_line
 from gptexp.process.terminal import warn
 from gptexp.reporting.pictures import png
@@ -55,8 +56,8 @@ def export(directory: Path, out: Path, name: str) -> None:
 def save_pretrained(model: GPT, tokenizer: Tokenizer, folder: Path) -> None:
     """Write weights, configs and tokenizer into `folder`. Raises `OSError`."""
     files = {
-        "config.json": _json(config_json(model.cfg, tokenizer.n_vocab, tokenizer.eot_token)),
-        "generation_config.json": _json(generation_config_json(tokenizer.eot_token)),
+        CONFIG_JSON: _json(config_json(model.cfg, tokenizer.n_vocab, tokenizer.eot_token)),
+        GENERATION_CONFIG_JSON: _json(generation_config_json(tokenizer.eot_token)),
         **transformers_files(tokenizer, model.cfg.block_size),
     }
     for name, text in files.items():

@@ -1,76 +1,54 @@
-"""Reads the weights that `init_from` names into a new model."""
+"""Puts the weights that `init_from` names into a new model."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
-from pickle import UnpicklingError
 
 import torch
 from torch import Tensor
 
+from gptexp.config.schema import ModelConfig
+from gptexp.config.transformers_json import CONFIG_JSON
 from gptexp.model.flops import count_parameters
 from gptexp.model.gpt import GPT
-from gptexp.model.huggingface import from_nanogpt, from_transformers
-from gptexp.process.errors import CheckpointError, first_line
+from gptexp.model.huggingface import TIED, from_nanogpt, from_transformers
+from gptexp.process.errors import CheckpointError
+from gptexp.process.words import counted
 from gptexp.storage import checkpoint, run_dir
-from gptexp.storage.init_from import Source, nanogpt_checkpoint
+from gptexp.storage.init_from import Source
+from gptexp.storage.weight_files import find_weight_files, read_nanogpt, read_transformers
 
-TIED = "lm_head.weight"
-# Of transformers, the first that exists counts: one file, or an index that says which file has which weight.
-SAFETENSORS, SAFETENSORS_INDEX = "model.safetensors", "model.safetensors.index.json"
-PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+
+def refuse_too_few_weights(source: Source, model: ModelConfig) -> None:
+    """Raise `CheckpointError` if the files of `source` are too small for `model`, before one of that size is built."""
+    parameters = count_parameters(model)
+    if source.kind == "run":
+        path, _ = checkpoint.newest(source.path / run_dir.CHECKPOINTS)
+        checkpoint.refuse_other_size(path, parameters)
+        return
+    files = find_weight_files(source.path) if source.kind == "transformers" else [source.path]
+    size = sum(file.stat().st_size for file in files)
+    if size < parameters:
+        what = CONFIG_JSON if source.kind == "transformers" else "model_args"
+        raise CheckpointError(
+            f"{source.path}: {what} describes {counted(parameters, 'parameter')}, and its weights are "
+            f"{counted(size, 'byte')}; copy or download it again"
+        )
 
 
 def load_first_weights(source: Source, gpt: GPT) -> None:
     """Load the weights of `source` into `gpt`, in its precision. Raises `CheckpointError` if they do not fit."""
     if source.kind == "run":
         path, _ = checkpoint.newest(source.path / run_dir.CHECKPOINTS)
-        checkpoint.refuse_other_size(path, count_parameters(gpt.cfg))
         checkpoint.load_weights(path, gpt)
-    elif source.kind == "transformers":
-        weights = [read_weights(file) for file in weight_files(source.path)]
-        _load(source.path, from_transformers({name: w for part in weights for name, w in part.items()}), gpt)
-    else:
-        content = nanogpt_checkpoint(source.path, torch.device("cpu"))
-        _load(source.path, from_nanogpt(content["model"]), gpt)
-
-
-def weight_files(directory: Path) -> list[Path]:
-    """The files with weights that transformers has saved in `directory`. Raises `CheckpointError` if one is missing."""
-    for name, index in ((SAFETENSORS, SAFETENSORS_INDEX), (PICKLED, PICKLED_INDEX)):
-        files = [directory / name]
-        if (directory / index).is_file():
-            try:
-                files = [directory / part for part in sorted(set(_weight_map(directory / index).values()))]
-            except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:
-                raise CheckpointError(f"{directory / index}: not an index of weights ({first_line(error)})") from None
-        elif not files[0].is_file():
-            continue
-        for file in files:
-            if not file.is_file():
-                raise CheckpointError(f"{file}: is missing, and {index} names it; copy or download it again")
-        return files
-    raise CheckpointError(f"{directory}: has no {SAFETENSORS} and no {PICKLED}; give a directory with weights")
-
-
-def _weight_map(index: Path) -> dict[str, str]:
-    names: dict[str, str] = json.loads(index.read_text())["weight_map"]
-    if any(Path(name).name != name for name in names.values()):
-        raise ValueError("it names a file in another directory")
-    return names
-
-
-def read_weights(file: Path) -> dict[str, Tensor]:
-    """The weights in a file that transformers has saved; runs no code in it. Raises `CheckpointError`."""
-    if file.suffix == ".safetensors":
-        return checkpoint.read_tensors(file)
+        return
     try:
-        content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    except (OSError, UnpicklingError, RuntimeError, ValueError, EOFError) as error:
-        raise CheckpointError(f"{file}: cannot be read ({first_line(error)}); copy or download it again") from None
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{file}: holds no weights by name; give another model")
-    return content
+        if source.kind == "transformers":
+            weights = from_transformers(read_transformers(source.path))
+        else:
+            weights = from_nanogpt(read_nanogpt(source.path)[1])
+    except ValueError as error:
+        raise CheckpointError(f"{source.path}: {error}") from None
+    _load(source.path, weights, gpt)
 
 
 def _load(path: Path, weights: Mapping[str, Tensor], gpt: GPT) -> None:
@@ -81,9 +59,12 @@ def _load(path: Path, weights: Mapping[str, Tensor], gpt: GPT) -> None:
     if unknown := weights.keys() - wanted.keys():
         raise CheckpointError(f"{path}: has the weight {min(unknown)}, which gptexp's GPT-2 lacks; give another model")
     for name, tensor in wanted.items():
-        if weights[name].shape != tensor.shape:
+        found = weights[name]
+        if found.shape != tensor.shape:
             raise CheckpointError(
-                f"{path}: {name} has the shape {tuple(weights[name].shape)}, and the model {tuple(tensor.shape)}; its "
-                "config does not describe its weights"
+                f"{path}: {name} has the shape {tuple(found.shape)}, and the model {tuple(tensor.shape)}; its config "
+                "does not describe its weights"
             )
+        if not torch.is_floating_point(found):
+            raise CheckpointError(f"{path}: {name} has the type {found.dtype}; give weights that are not quantised")
     gpt.load_state_dict({**weights, TIED: weights["wte.weight"]})

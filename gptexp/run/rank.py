@@ -61,7 +61,7 @@ from gptexp.process.terminal import emit, say, warn
 from gptexp.process.words import counted
 from gptexp.run.build import build_gpt, compile_in_turn, replace_unwritable_caches, wrap
 from gptexp.run.faults import explained
-from gptexp.run.first_weights import load_first_weights
+from gptexp.run.first_weights import load_first_weights, refuse_too_few_weights
 from gptexp.run.job import Job
 from gptexp.run.summary import Summary, about, end_line, end_lines, start_event, start_lines
 from gptexp.run.trial import settle_micro_batch
@@ -220,8 +220,7 @@ def _decide(job: Job, prepared: Prepared) -> Decision:
     checkpoint.remove_leftovers(checkpoints)
     found = checkpoint.load_latest(checkpoints)
     if found is None:
-        source = init_from.of_config(cfg.init_from, weights=True) if cfg.init_from else None
-        return Decision(effective, None, source, TrainState())
+        return Decision(effective, None, _first_weights(cfg, dataset) if cfg.init_from else None, TrainState())
     path, state = found
     _refuse_changed_data(path, checkpoint.data_hash(path), dataset)
     if state.tokens != state.step * cfg.batch.total_batch_size:
@@ -231,6 +230,15 @@ def _decide(job: Job, prepared: Prepared) -> Decision:
         )
     checkpoint.set_aside(checkpoints, state.step)
     return Decision(effective, path, None, state)
+
+
+def _first_weights(cfg: Config, dataset: Dataset) -> Source:
+    """Find the weights of `init_from`. Raises `ConfigError` or `CheckpointError` if they are for another model."""
+    assert cfg.init_from is not None
+    source = init_from.of_config(cfg.init_from, weights=True)
+    init_from.check_tokenizer(cfg, source, dataset.directory)
+    refuse_too_few_weights(source, cfg.model)
+    return source
 
 
 def build(job: Job, prepared: Prepared, decision: Decision) -> Built:

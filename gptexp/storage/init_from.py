@@ -4,30 +4,22 @@ They come from another run, from a directory or a repository of the hub with tra
 of nanoGPT. Here is what can be said before torch is loaded; run/first_weights.py reads the weights.
 """
 
-from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from gptexp.config.paths import HUB_MODELS, is_hub_model
 from gptexp.config.schema import AUTO, Config, ModelConfig, fields_of
-from gptexp.config.vocabulary import VOCAB_SIZES, padded, padding_multiple
-from gptexp.process.errors import CheckpointError, ConfigError, first_line
+from gptexp.config.transformers_json import CONFIG_JSON, checked_model, read_config_json
+from gptexp.config.vocabulary import CHARS, VOCAB_SIZES, padded, padding_multiple
+from gptexp.process.errors import ConfigError, first_line
 from gptexp.process.words import shown
 from gptexp.storage import run_dir
 from gptexp.storage.reader import read_json
 
-CONFIG_JSON = "config.json"  # of transformers
-# What a `GPT` is, and transformers can be told to change. A config.json without a key has this value.
-_FIXED = {
-    "model_type": "gpt2",
-    "activation_function": "gelu_new",  # the approximation by tanh
-    "layer_norm_epsilon": 1e-5,  # torch's default, which `GPT` uses
-    "scale_attn_weights": True,
-    "scale_attn_by_inverse_layer_idx": False,
-    "tie_word_embeddings": True,
-}
-_SIZES = {"n_layer": 12, "n_head": 12, "n_embd": 768, "n_positions": 1024, "vocab_size": 50257}  # its defaults
+MOST_UNUSED = 1023  # rows of wte without an id: more are no padding, the weights are for another tokenizer
+_ALIASES = {"r50k_base": "gpt2"}  # the same ids
 
 
 @dataclass(frozen=True)
@@ -61,11 +53,15 @@ def find(name: str, given: str, weights: bool = False) -> Source:
         return Source(given, "transformers", hub.download_model(given, repository, revision or None, weights))
     path = Path(name)
     if path.is_file():
+        if path.suffix in (".safetensors", ".bin"):
+            raise ConfigError(f"{given}: one file of a model; give the directory that it lies in")
         return Source(given, "nanogpt", path)
     if run_dir.is_run(path):
         return Source(given, "run", path)
     if (path / CONFIG_JSON).is_file():
         return Source(given, "transformers", path)
+    if (path / run_dir.SWEEP).is_file():
+        raise ConfigError(f"{given}: a sweep; give the directory of one of its runs")
     what = f"it has neither {run_dir.CONFIG} nor {CONFIG_JSON}" if path.is_dir() else "no such file or directory"
     raise ConfigError(
         f"{given}: {what}; give a run, a directory that transformers saved, a ckpt.pt of nanoGPT, "
@@ -90,8 +86,38 @@ def check(config: Config, init_from: str) -> None:
         raise ConfigError(lines)
     if (n_vocab := VOCAB_SIZES.get(config.data.tokenizer)) is not None:
         choose_vocab_size(config, n_vocab)
+    check_tokenizer(config, source)
     if source.kind == "run":
         run_dir.require_checkpoint(source.path)
+
+
+def check_tokenizer(config: Config, source: Source, tokens: Path | None = None) -> None:
+    """Raise `ConfigError` if `source` is a run with another tokenizer: its weights would take one id for another.
+
+    Characters are known once the text is tokenised: then `tokens` is its directory.
+    """
+    if source.kind != "run":
+        return
+    before = run_dir.load_config(source.path).data.tokenizer
+    was, now = _vocabulary(before, source.path), _vocabulary(config.data.tokenizer, tokens)
+    if None not in (was, now) and was != now:
+        own = source.path / run_dir.TOKENIZER
+        raise ConfigError(
+            f"data.tokenizer={config.data.tokenizer}: {source.given} was trained with another; use "
+            f"data.tokenizer={before if before in VOCAB_SIZES else own}"
+        )
+
+
+def _vocabulary(tokenizer: str, directory: Path | None) -> str | None:
+    """A text that is equal for tokenizers with the same ids; None if it cannot be read."""
+    if tokenizer in VOCAB_SIZES:
+        return _ALIASES.get(tokenizer, tokenizer)
+    files = [] if directory is None else [directory / run_dir.TOKENIZER]
+    files += [] if tokenizer == CHARS else [Path(tokenizer)]
+    for file in files:
+        with suppress(OSError, ValueError):
+            return file.read_text(encoding="utf-8")
+    return None
 
 
 def choose_vocab_size(config: Config, n_vocab: int) -> tuple[int, str]:
@@ -102,6 +128,12 @@ def choose_vocab_size(config: Config, n_vocab: int) -> tuple[int, str]:
             raise ConfigError(
                 f"data.tokenizer={config.data.tokenizer}: has {n_vocab:,} ids, and the weights of "
                 f"init_from={config.init_from} are for {size:,}; use the tokenizer that they were trained with"
+            )
+        if size > n_vocab + MOST_UNUSED:
+            raise ConfigError(
+                f"data.tokenizer={config.data.tokenizer}: has {n_vocab:,} ids, and the weights of "
+                f"init_from={config.init_from} are for {size:,}; use the tokenizer that they were trained with, or, to "
+                f"leave the other ids unused, model.vocab_size={size}"
             )
         return size, f"that of init_from={config.init_from}"
     ids = f"the {n_vocab:,} ids of data.tokenizer={config.data.tokenizer}"
@@ -115,55 +147,12 @@ def _of_transformers(directory: Path) -> ModelConfig:
         raise ConfigError(f"{CONFIG_JSON}: {first_line(error)}") from None
     if not isinstance(content, dict):
         raise ConfigError(f"{CONFIG_JSON}: not a JSON object")
-    return model_config(content)
-
-
-def model_config(content: Mapping[str, Any]) -> ModelConfig:
-    """The model that transformers' config.json describes. Raises `ConfigError` for another architecture.
-
-    The size of the vocabulary stays as it is, also 50,257: rows added to a trained wte would have the logit 0, which is
-    far above GPT-2's own logits, so that the padding would get most of the probability.
-    """
-    for key, expected in _FIXED.items():
-        if content.get(key, expected) != expected:
-            raise ConfigError(f"{key}={shown(content[key])}: gptexp's model has {expected}; give another GPT-2")
-    values = {key: content.get(key, default) for key, default in _SIZES.items()}
-    inner = content.get("n_inner")
-    if inner is not None and inner != 4 * values["n_embd"]:
-        raise ConfigError(f"n_inner={shown(inner)}: gptexp's model has 4·n_embd = {4 * values['n_embd']}")
-    return _model(block_size=values.pop("n_positions"), **values)
+    return read_config_json(content)
 
 
 def _of_nanogpt(path: Path) -> ModelConfig:
-    import torch  # only here: a config is refused without waiting for torch
+    from gptexp.storage.weight_files import read_nanogpt  # only here: a config is refused without waiting for torch
 
-    content = nanogpt_checkpoint(path, torch.device("meta"))
-    sizes = {key: content["model_args"].get(key) for key in ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")}
-    return _model(bias=bool(content["model_args"].get("bias", True)), **sizes)
-
-
-def _model(bias: bool = True, **sizes: Any) -> ModelConfig:
-    for key, value in sizes.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ConfigError(f"{key}={shown(value)}: must be a whole number above 0")
-    if sizes["n_embd"] % sizes["n_head"]:
-        raise ConfigError(f"n_embd={sizes['n_embd']}: not divisible by n_head={sizes['n_head']}")
-    return ModelConfig(bias=bias, **sizes)
-
-
-def nanogpt_checkpoint(path: Path, device: Any) -> dict[str, Any]:
-    """The content of nanoGPT's ckpt.pt, with its tensors on `device`. Runs no code that is in the file.
-
-    Raises `CheckpointError` for another file.
-    """
-    from pickle import UnpicklingError
-
-    import torch
-
-    try:
-        content = torch.load(path, map_location=device, weights_only=True, mmap=True)
-    except (OSError, UnpicklingError, RuntimeError, ValueError, EOFError) as error:
-        raise CheckpointError(f"{path}: not a checkpoint of nanoGPT ({first_line(error)})") from None
-    if not isinstance(content, dict) or not all(isinstance(content.get(key), dict) for key in ("model", "model_args")):
-        raise CheckpointError(f"{path}: not a checkpoint of nanoGPT (it lacks 'model' or 'model_args')")
-    return content
+    args, _ = read_nanogpt(path, "meta")
+    sizes = {key: args.get(key) for key in ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")}
+    return checked_model(sizes, args.get("bias", True))

@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -19,7 +20,8 @@ from gptexp.config.schema import ModelConfig
 from gptexp.model.gpt import GPT
 from gptexp.process.errors import CheckpointError, ConfigError
 from gptexp.run.first_weights import load_first_weights
-from gptexp.storage.init_from import of_config
+from gptexp.storage import run_dir
+from gptexp.storage.init_from import check_tokenizer, choose_vocab_size, of_config
 
 Gptexp = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -119,20 +121,28 @@ def test_a_checkpoint_of_nanogpt_has_the_same_logits_here(tmp_path: Path, bias: 
     torch.testing.assert_close(loaded(tmp_path / "ckpt.pt", model)(X), expected(X), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("kind", ["shards", "pickled", "bfloat16"])
+@pytest.mark.parametrize("kind", ["shards", "pickled", "pickled before torch 1.6", "bfloat16", "float16"])
 def test_every_form_of_transformers_weights_is_read(mine: Path, kind: str) -> None:
     model = theirs()
-    if kind == "bfloat16":
-        model = model.to(torch.bfloat16)
-    if kind == "pickled":  # as transformers saved before it had safetensors
+    if kind.endswith("float16"):
+        model = model.to(getattr(torch, kind))
+    if kind.startswith("pickled"):  # as transformers saved before it had safetensors
         (mine / "model.safetensors").unlink()
-        torch.save(model.state_dict(), mine / "pytorch_model.bin")
+        is_zip = kind == "pickled"
+        torch.save(model.state_dict(), mine / "pytorch_model.bin", _use_new_zipfile_serialization=is_zip)
     else:
         model.save_pretrained(mine, max_shard_size="40KB" if kind == "shards" else "5GB")
     if kind == "shards":
         (mine / "model.safetensors").unlink()
         assert len(list(mine.glob("model-0*.safetensors"))) > 1
     torch.testing.assert_close(loaded(mine)(X), model.float()(X).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_a_checkpoint_of_nanogpt_before_torch_1_6_is_read(tmp_path: Path) -> None:
+    expected = nanogpt(tmp_path / "new.pt")
+    content = torch.load(tmp_path / "new.pt", weights_only=True)
+    torch.save(content, tmp_path / "ckpt.pt", _use_new_zipfile_serialization=False)
+    torch.testing.assert_close(loaded(tmp_path / "ckpt.pt")(X), expected(X), rtol=0, atol=0)
 
 
 # --- refused ---------------------------------------------------------------------------------------------------------
@@ -146,6 +156,8 @@ def test_every_form_of_transformers_weights_is_read(mine: Path, kind: str) -> No
         (["model.vocab_size=320"], "model.vocab_size=320: init_from=@DIR has vocab_size=257"),
         (["model.block_size=32"], "model.block_size=32: init_from=@DIR has block_size=16"),
         (["data.tokenizer=gpt2"], "has 50,257 ids, and the weights of init_from=@DIR are for 257"),
+        (["init_from=@DIR/model.safetensors"], "one file of a model; give the directory that it lies in"),
+        (["init_from=sweep"], "sweep: a sweep; give the directory of one of its runs"),
         (["init_from=null"], "model=from_init: init_from is not given; give it, or choose another model"),
         (["init_from=./gpt2"], "gpt2: no such file or directory; give a run, a directory that transformers saved"),
         (["init_from=empty"], "empty: it has neither config.yaml nor config.json; give a run"),
@@ -155,7 +167,10 @@ def test_what_does_not_fit_is_refused_in_one_line(
     saved: Path, gptexp: Gptexp, tiny: list[str], tmp_path: Path, overrides: list[str], line: str
 ) -> None:
     (tmp_path / "empty").mkdir()
-    refused = gptexp("train", *given(tiny, f"init_from={saved}", *overrides))
+    (tmp_path / "sweep").mkdir()
+    (tmp_path / "sweep/sweep.json").write_text("{}")
+    changes = [text.replace("@DIR", str(saved)) for text in overrides]
+    refused = gptexp("train", *given(tiny, f"init_from={saved}", *changes))
     assert (refused.returncode, len(refused.stderr.splitlines())) == (2, 1), refused.stderr
     assert line.replace("@DIR", str(saved)) in refused.stderr
     assert not (tmp_path / "out/checkpoints").exists()
@@ -165,18 +180,37 @@ def _without(file: Path, name: str) -> None:
     save_file({key: value for key, value in load_file(file).items() if key != name}, file)
 
 
-def _reshaped(file: Path) -> None:
-    save_file({**load_file(file), "transformer.wpe.weight": torch.zeros(8, 32)}, file)
+def _changed(file: Path, **weights: torch.Tensor) -> None:
+    save_file({**load_file(file), **{name.replace("__", "."): w for name, w in weights.items()}}, file)
 
 
 @pytest.mark.parametrize(
     ("damage", "line"),
     [
+        (
+            lambda d: _changed(d / "model.safetensors", lm_head__weight=torch.zeros(257, 32)),
+            "lm_head.weight differs from wte.weight, and gptexp's GPT-2 has one matrix for both",
+        ),
+        (
+            lambda d: _changed(d / "model.safetensors", ln_f__bias=torch.zeros(32)),
+            "has the weight ln_f.bias twice, also as",
+        ),
+        (
+            lambda d: _changed(d / "model.safetensors", transformer__ln_f__bias=torch.zeros(32, dtype=torch.int8)),
+            "ln_f.bias has the type torch.int8; give weights that are not quantised",
+        ),
+        (
+            lambda d: _changed(d / "model.safetensors", transformer__h__0__mlp__c_fc__weight=torch.zeros(4)),
+            "h.0.mlp.c_fc.weight has the shape (4,), and the model (128, 32)",
+        ),
         (lambda d: (d / "model.safetensors").unlink(), "has no model.safetensors and no pytorch_model.bin"),
         (lambda d: (d / "model.safetensors").write_bytes(b"x" * 99), "model.safetensors: cannot be read"),
         (lambda d: os.truncate(d / "model.safetensors", 9000), "model.safetensors: cannot be read"),
         (lambda d: _without(d / "model.safetensors", "transformer.ln_f.bias"), "lacks the weight ln_f.bias"),
-        (lambda d: _reshaped(d / "model.safetensors"), "wpe.weight has the shape (8, 32), and the model (16, 32)"),
+        (
+            lambda d: _changed(d / "model.safetensors", transformer__wpe__weight=torch.zeros(8, 32)),
+            "wpe.weight has the shape (8, 32), and the model (16, 32)",
+        ),
         (lambda d: (d / "model.safetensors.index.json").write_text("{}"), "not an index of weights"),
         (
             lambda d: (d / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../b"}}'),
@@ -198,9 +232,9 @@ def test_damaged_weights_are_refused_by_name(mine: Path, damage: Callable[[Path]
 @pytest.mark.parametrize(
     ("changed", "line"),
     [
-        ({"model_type": "llama"}, "model_type=llama: gptexp's model has gpt2"),
+        ({"model_type": "llama"}, "model_type=llama: gptexp's GPT-2 has gpt2"),
         ({"activation_function": "relu"}, "activation_function=relu"),
-        ({"n_inner": 64}, "n_inner=64: gptexp's model has 4·n_embd = 128"),
+        ({"n_inner": 64}, "n_inner=64: gptexp's GPT-2 has 4·n_embd = 128"),
         ({"n_embd": "wide"}, "n_embd=wide: must be a whole number above 0"),
         ({"n_head": 5}, "n_embd=32: not divisible by n_head=5"),
     ],
@@ -224,18 +258,121 @@ def test_code_in_a_file_is_not_run(mine: Path, tmp_path: Path, name: str, monkey
     monkeypatch.chdir(tmp_path)
     (mine / "model.safetensors").unlink()
     torch.save({"model": Harmful(), "model_args": {}}, tmp_path / name)
-    with pytest.raises(CheckpointError, match=name):
+    with pytest.raises(CheckpointError, match=name) as error:
         loaded(tmp_path / name.split("/")[0])
+    assert "weights_only" not in str(error.value), "torch's advice to run the code"
     assert not (tmp_path / "harmed").exists()
     pickle.loads(pickle.dumps(Harmful()))
     assert (tmp_path / "harmed").exists(), "the file is harmful to a loader that runs code"
 
 
-@pytest.mark.parametrize("changed", [{"model_args": None}, {"model": [1]}])
-def test_another_file_of_torch_is_no_checkpoint_of_nanogpt(tmp_path: Path, changed: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("changed", "line"),
+    [
+        ({"model_args": None}, "not a checkpoint of nanoGPT"),
+        ({"model": [1]}, "holds no weights by name"),
+        ({"model": {"wte.weight": [1.0]}}, "wte.weight is no tensor by name"),
+        ({"model": {7: torch.zeros(1)}}, "7 is no tensor by name"),
+    ],
+)
+def test_another_file_of_torch_is_no_checkpoint_of_nanogpt(tmp_path: Path, changed: dict[str, Any], line: str) -> None:
     nanogpt(tmp_path / "ckpt.pt", **changed)
-    with pytest.raises(CheckpointError, match="not a checkpoint of nanoGPT"):
+    with pytest.raises(CheckpointError, match=line):
         of_config(str(tmp_path / "ckpt.pt")).model()
+
+
+def test_a_bias_of_nanogpt_that_is_not_a_truth_value_is_refused(tmp_path: Path) -> None:
+    nanogpt(tmp_path / "ckpt.pt", model_args={"block_size": 16, "bias": "False", **SHAPE})
+    with pytest.raises(ConfigError, match="bias=False: must be true or false"):
+        of_config(str(tmp_path / "ckpt.pt")).model()
+
+
+@pytest.mark.parametrize("keep", [0, 1, 999, 5000])
+def test_a_checkpoint_that_was_cut_short_is_refused(tmp_path: Path, keep: int) -> None:
+    nanogpt(tmp_path / "ckpt.pt")
+    os.truncate(tmp_path / "ckpt.pt", keep)
+    with pytest.raises(CheckpointError, match=r"ckpt.pt: cannot be read \(.*\); copy or download it again"):
+        of_config(str(tmp_path / "ckpt.pt")).model()
+
+
+def test_a_model_larger_than_its_files_is_refused_before_it_is_built(
+    mine: Path, gptexp: Gptexp, tiny: list[str], tmp_path: Path
+) -> None:
+    """A model of 24 TiB."""
+    config = mine / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "n_embd": 1 << 19}))
+    refused = gptexp("train", *given(tiny, f"init_from={mine}"))
+    assert refused.returncode == 4, refused.stderr
+    line = refused.stderr.splitlines()[-1]
+    assert "config.json describes 6,597,227,577,344 parameters, and its weights are 139," in line
+
+
+# --- the tokenizer of the weights ------------------------------------------------------------------------------------
+
+
+def trained(gptexp: Gptexp, tiny: list[str], corpus: Path, *more: str) -> subprocess.CompletedProcess[str]:
+    """Train a model whose vocabulary is that of its tokenizer."""
+    kept = [text for text in tiny if not text.startswith(("model.vocab_size", "data.tokenizer", "data.path"))]
+    return gptexp("train", *kept, "model.vocab_size=auto", f"data.path={corpus}", *more)
+
+
+def test_weights_of_a_run_are_refused_for_other_characters(
+    gptexp: Gptexp, tiny: list[str], corpus: Path, tmp_path: Path
+) -> None:
+    """As many characters, which would have each other's ids."""
+    text = corpus.read_text()
+    (tmp_path / "other.txt").write_text(text.replace("e", "\u00e9"))
+    (tmp_path / "fewer.txt").write_text(text.replace("e", "o"))
+    first = trained(gptexp, tiny, corpus, "data.tokenizer=chars", "hydra.run.dir=first")
+    assert first.returncode == 0, first.stderr
+    from_first = ("data.tokenizer=chars", "init_from=first")
+    for name in ("other", "fewer"):
+        refused = trained(gptexp, tiny, tmp_path / f"{name}.txt", *from_first, f"hydra.run.dir={name}")
+        assert refused.returncode == 2, refused.stderr
+        assert f"was trained with another; use data.tokenizer={tmp_path / 'first/tokenizer.json'}" in refused.stderr
+    same = trained(gptexp, tiny, corpus, *from_first, "hydra.run.dir=same")
+    assert same.returncode == 0, same.stderr
+    own = ("data.tokenizer=first/tokenizer.json", "init_from=first", "hydra.run.dir=with-its-own")
+    advised = trained(gptexp, tiny, tmp_path / "fewer.txt", *own)
+    assert advised.returncode == 0, advised.stderr
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "line"),
+    [
+        ("bytes", "gpt2", "data.tokenizer=gpt2: "),
+        (
+            "gpt2",
+            "p50k_base",
+            "data.tokenizer=p50k_base: init_from=@RUN was trained with another; use data.tokenizer=gpt2",
+        ),
+        ("gpt2", "r50k_base", None),
+        ("gpt2", "chars", None),  # known once the text is read
+    ],
+)
+def test_the_tokenizer_of_a_run_is_compared_before_the_text_is_read(
+    tmp_path: Path, before: str, now: str, line: str | None
+) -> None:
+    run_dir.save_config(tmp_path, compose(["model=nano", f"data.tokenizer={before}", "model.vocab_size=50432"]))
+    config = compose(["model=nano", f"data.tokenizer={now}", "model.vocab_size=50432"])
+    source = of_config(str(tmp_path))
+    if line is None:
+        check_tokenizer(config, source)
+    else:
+        with pytest.raises(ConfigError, match=re.escape(line.replace("@RUN", str(tmp_path)))):
+            check_tokenizer(config, source)
+
+
+def test_a_vocabulary_far_larger_than_the_tokenizers_must_be_asked_for(mine: Path) -> None:
+    config = compose(["model=nano", "data.tokenizer=bytes", f"init_from={mine}"])
+    file = mine / "config.json"
+    for rows, accepted in ((257 + 1023, True), (257 + 1024, False), (50257, False)):
+        file.write_text(json.dumps({**json.loads(file.read_text()), "vocab_size": rows}))
+        if accepted:
+            assert choose_vocab_size(config, 257) == (rows, f"that of init_from={mine}")
+        else:
+            with pytest.raises(ConfigError, match=f"to leave the other ids unused, model.vocab_size={rows}$"):
+                choose_vocab_size(config, 257)
 
 
 # --- the hub ---------------------------------------------------------------------------------------------------------

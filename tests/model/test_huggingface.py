@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from gptexp.config.schema import ModelConfig
+from gptexp.config.transformers_json import config_json, read_config_json
 from gptexp.model.gpt import GPT
-from gptexp.model.huggingface import config_json, from_transformers, to_transformers
+from gptexp.model.huggingface import from_transformers, to_transformers
 from gptexp.process.errors import ConfigError
-from gptexp.storage.init_from import model_config
 
 N_VOCAB = 90  # the rest of the 128 rows is padding
 
@@ -46,7 +46,7 @@ def test_a_model_of_transformers_computes_the_same_here(prefix: str) -> None:
     theirs = GPT2LMHeadModel(GPT2Config(vocab_size=90, n_positions=24, n_embd=32, n_layer=2, n_head=4)).eval()
     saved = {prefix + k.removeprefix("transformer."): v for k, v in theirs.state_dict().items()}
     saved |= {f"{prefix}h.{n}.attn.bias": torch.ones(1, 1, 24, 24) for n in range(2)}
-    ours = GPT(model_config(theirs.config.to_dict())).eval()
+    ours = GPT(read_config_json(theirs.config.to_dict())).eval()
     weights = from_transformers(saved)
     ours.load_state_dict({**weights, "lm_head.weight": weights["wte.weight"]})
     assert ours.cfg == ModelConfig(n_layer=2, n_head=4, n_embd=32, block_size=24, vocab_size=90)
@@ -65,10 +65,10 @@ def test_there_and_back_gives_the_same_weights() -> None:
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"activation_function": "relu"}, "activation_function=relu: gptexp's model has gelu_new"),
-        ({"model_type": "llama"}, "model_type=llama: gptexp's model has gpt2"),
+        ({"activation_function": "relu"}, "activation_function=relu: gptexp's GPT-2 has gelu_new"),
+        ({"model_type": "llama"}, "model_type=llama: gptexp's GPT-2 has gpt2"),
         ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
-        ({"n_inner": 64}, r"n_inner=64: gptexp's model has 4·n_embd = 128"),
+        ({"n_inner": 64}, r"n_inner=64: gptexp's GPT-2 has 4·n_embd = 128"),
         ({"n_layer": 0}, "n_layer=0: must be a whole number above 0"),
         ({"vocab_size": "many"}, "vocab_size=many: must be a whole number above 0"),
     ],
@@ -76,8 +76,17 @@ def test_there_and_back_gives_the_same_weights() -> None:
 def test_another_architecture_is_refused(change: dict[str, Any], why: str) -> None:
     content = config_json(ModelConfig(n_layer=2, n_head=4, n_embd=32, block_size=24), 90, 7)
     with pytest.raises(ConfigError, match=why):
-        model_config({**content, **change})
+        read_config_json({**content, **change})
+
+
+@pytest.mark.parametrize("name", ["gelu_new", "gelu_pytorch_tanh"])
+def test_both_names_of_the_approximation_by_tanh_are_read(name: str) -> None:
+    from transformers.activations import ACT2FN
+
+    x = torch.linspace(-5, 5, 101)
+    torch.testing.assert_close(ACT2FN[name](x), torch.nn.functional.gelu(x, approximate="tanh"))
+    assert read_config_json({"activation_function": name}) == ModelConfig(vocab_size=50257)
 
 
 def test_the_defaults_of_transformers_are_gpt2s() -> None:
-    assert model_config({"model_type": "gpt2"}) == ModelConfig(vocab_size=50257)
+    assert read_config_json({"model_type": "gpt2"}) == ModelConfig(vocab_size=50257)

@@ -17,6 +17,7 @@ import torch
 from conftest import events
 
 import gptexp as package
+from gptexp.config.transformers_json import read_config_json
 from gptexp.data.characters import ByteTokenizer
 from gptexp.data.downloads import downloaded
 from gptexp.data.hellaswag import VALIDATION, Example, read_examples
@@ -24,7 +25,6 @@ from gptexp.data.tokenizer_json import gpt2_vocabulary, transformers_files
 from gptexp.distributed.ranks import Rank
 from gptexp.model.gpt import GPT
 from gptexp.process.errors import DataError
-from gptexp.storage.init_from import model_config
 from gptexp.training import hellaswag
 from gptexp.training.hellaswag import score
 
@@ -109,7 +109,7 @@ def test_the_scores_depend_neither_on_the_batches_nor_on_the_ranks(
     twenty: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(2)
-    model = GPT(model_config({"n_positions": BLOCK, "n_layer": 1, "n_head": 2, "n_embd": 16, "vocab_size": 257}))
+    model = GPT(read_config_json({"n_positions": BLOCK, "n_layer": 1, "n_head": 2, "n_embd": 16, "vocab_size": 257}))
     examples = read_examples(twenty, ByteTokenizer())
     whole = score(model, examples, Rank(), CPU, nullcontext)
     assert model.training
@@ -127,7 +127,7 @@ def test_a_right_ending_is_one_that_the_model_expects() -> None:
         def hidden(self, x: torch.Tensor, _: Any = None) -> torch.Tensor:
             return torch.nn.functional.one_hot(x, 257).float() * 9
 
-    model = Repeats(model_config({"n_positions": 8, "n_layer": 1, "n_head": 1, "n_embd": 257, "vocab_size": 257}))
+    model = Repeats(read_config_json({"n_positions": 8, "n_layer": 1, "n_head": 1, "n_embd": 257, "vocab_size": 257}))
     torch.nn.init.eye_(model.lm_head.weight)
     examples = [Example([7], [[7, 7, 7], [7, 8, 7], [9]], 0), Example([7], [[9, 9], [7]], 1)]
     found = score(model, examples, Rank(), CPU, nullcontext)

@@ -1,0 +1,86 @@
+"""Files with the weights of a model that another program has saved. Code in a file is not run."""
+
+import json
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gptexp.process.errors import CheckpointError, first_line
+from gptexp.storage.checkpoint import read_tensors
+
+# Of transformers, the first that exists counts: one file, or an index that says which file has which weight.
+SAFETENSORS, SAFETENSORS_INDEX = "model.safetensors", "model.safetensors.index.json"
+PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+
+
+def find_weight_files(directory: Path) -> list[Path]:
+    """The files with weights that transformers has saved in `directory`. Raises `CheckpointError` if one is missing."""
+    for name, index in ((SAFETENSORS, SAFETENSORS_INDEX), (PICKLED, PICKLED_INDEX)):
+        files = [directory / name]
+        if (directory / index).is_file():
+            try:
+                files = [directory / part for part in sorted(set(_weight_map(directory / index).values()))]
+            except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:
+                raise CheckpointError(f"{directory / index}: not an index of weights ({first_line(error)})") from None
+        elif not files[0].is_file():
+            continue
+        for file in files:
+            if not file.is_file():
+                raise CheckpointError(f"{file}: is missing, and {index} names it; copy or download it again")
+        return files
+    raise CheckpointError(f"{directory}: has no {SAFETENSORS} and no {PICKLED}; give a directory with weights")
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    names: dict[str, str] = json.loads(index.read_text())["weight_map"]
+    if any(Path(name).name != name for name in names.values()):
+        raise ValueError("it names a file in another directory")
+    return names
+
+
+def read_transformers(directory: Path) -> dict[str, Tensor]:
+    """The weights that transformers has saved in `directory`. Raises `CheckpointError`."""
+    weights: dict[str, Tensor] = {}
+    for file in find_weight_files(directory):
+        found = read_tensors(file) if file.suffix == ".safetensors" else _named_tensors(file, _unpickled(file, "cpu"))
+        if twice := weights.keys() & found.keys():
+            raise CheckpointError(f"{file}: has the weight {min(twice)}, which another file has too; copy them again")
+        weights |= found
+    return weights
+
+
+def read_nanogpt(file: Path, device: str = "cpu") -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """`model_args` and the weights in nanoGPT's ckpt.pt, which are put on `device`. Raises `CheckpointError`."""
+    content = _unpickled(file, device)
+    if not isinstance(content, Mapping) or not isinstance(content.get("model_args"), dict):
+        raise CheckpointError(f"{file}: not a checkpoint of nanoGPT (it lacks 'model' or 'model_args')")
+    return content["model_args"], _named_tensors(file, content.get("model"))
+
+
+def _unpickled(file: Path, device: str) -> Any:
+    """What `torch.save` has written, with its tensors on `device`."""
+    try:
+        mapped = zipfile.is_zipfile(file)  # not as torch before 1.6 saved
+        return torch.load(file, map_location=device, weights_only=True, mmap=mapped)
+    except OSError as error:
+        why = error.strerror or first_line(error)
+    except UnpicklingError:
+        why = "it is no file of torch.save, or holds more than tensors and plain values, which would run code"
+    except (RuntimeError, ValueError, EOFError, AttributeError, KeyError, TypeError, IndexError):
+        why = "it is damaged, or no file of torch.save"
+    raise CheckpointError(f"{file}: cannot be read ({why}); copy or download it again")
+
+
+def _named_tensors(file: Path, content: Any) -> dict[str, Tensor]:
+    """`content`, if it is tensors by name. Raises `CheckpointError`."""
+    if not isinstance(content, Mapping):
+        raise CheckpointError(f"{file}: holds no weights by name; give another model")
+    for name, value in content.items():
+        if not (isinstance(name, str) and isinstance(value, Tensor)):
+            raise CheckpointError(f"{file}: {name!s:.80} is no tensor by name; give another model")
+    return dict(content)
