@@ -128,6 +128,12 @@ def test_what_is_no_number_is_left_out_and_nan_is_shown(tmp_path: Path) -> None:
     assert math.isnan(curve(shown, "train/loss")[0][1])
 
 
+def test_the_scores_of_an_evaluation_are_curves(tmp_path: Path) -> None:
+    log = TensorBoardSink(Config(), tmp_path, TrainState())
+    log.write({**evaluation(100, 1.0), "lambada_openai/acc": 0.5})
+    assert {*curves(read(tmp_path))} == {"step", "val/loss", "lambada_openai/acc"}
+
+
 def test_a_record_is_in_the_file_at_once_and_a_torn_one_is_skipped(tmp_path: Path) -> None:
     log = TensorBoardSink(Config(), tmp_path, TrainState())
     log.write(step(100, 1.0))
