@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from gptexp.process.errors import EXIT_FAILED
 
 AT_ONCE = "GPTEXP_AT_ONCE"  # environment: number of runs that share this machine; a sweep sets it
+_LAUNCHERS = re.compile(r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT))$|TORCHELASTIC_")
 CAUSE_FIRST_S = 2.0  # seconds that a failed rank waits, so that the launcher sees its failure before its peers'
 
 
@@ -51,6 +52,11 @@ def launcher_rank() -> Rank | None:
         local_world_size=int(env.get("LOCAL_WORLD_SIZE", world_size)),
         by_srun=by_srun and "TORCHELASTIC_RUN_ID" not in env,
     )
+
+
+def without_launcher(environ: Mapping[str, str]) -> dict[str, str]:
+    """`environ` for a process that is no rank: libraries would join the ranks."""
+    return {name: value for name, value in environ.items() if not _LAUNCHERS.match(name)}
 
 
 def launcher_world_size() -> int | None:

@@ -7,7 +7,14 @@ import textwrap
 
 import pytest
 
-from gptexp.distributed.ranks import Rank, cores_per_rank, launcher_rank, launcher_world_size, rendezvous
+from gptexp.distributed.ranks import (
+    Rank,
+    cores_per_rank,
+    launcher_rank,
+    launcher_world_size,
+    rendezvous,
+    without_launcher,
+)
 
 STEP = {
     "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
@@ -52,6 +59,12 @@ def test_reading_the_rank_changes_no_variable(monkeypatch: pytest.MonkeyPatch) -
     before = dict(os.environ)
     assert launcher_rank() == launcher_rank() == Rank(3, 4, 1, 2, by_srun=True)
     assert dict(os.environ) == before
+
+
+def test_a_process_that_is_no_rank_has_no_variable_of_torchrun() -> None:
+    others = {"PATH": "/bin", "RANKS": "2", "MASTER_KEY": "x", "CUDA_VISIBLE_DEVICES": "1"}
+    of_torchrun = {"GROUP_RANK", "ROLE_RANK", "ROLE_WORLD_SIZE", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+    assert without_launcher({**others, **TORCHRUN, **dict.fromkeys(of_torchrun, "1")}) == others
 
 
 def test_a_slurm_task_uses_the_cores_that_slurm_assigned(monkeypatch: pytest.MonkeyPatch) -> None:
