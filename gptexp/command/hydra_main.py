@@ -44,6 +44,7 @@ from gptexp.process.errors import EXIT_CONFIG, ConfigError, UserError, first_lin
 from gptexp.process.terminal import print_error, reserve_stdout, say
 from gptexp.process.words import shown
 from gptexp.run.pool import require_devices
+from gptexp.run.scoring import require_tasks
 from gptexp.storage import run_dir
 from gptexp.storage.continuation import check_free
 from gptexp.storage.inventory import refuse_run_in, refuse_sweep_in
@@ -159,6 +160,7 @@ def _run(cfg: DictConfig, context: HydraContext, train: Task, launcher_world_siz
     if state_of(directory, config) == "completed":
         say(f"gptexp: {directory}: this run is completed; nothing to do")
         return 0
+    require_tasks([config])
     if launcher_world_size is None:  # under a launcher, other nodes may have the devices
         require_devices([config])
 

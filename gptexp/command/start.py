@@ -10,6 +10,7 @@ from gptexp.process.errors import ConfigError
 from gptexp.process.signals import StopRequest
 from gptexp.process.terminal import reserve_stdout, say
 from gptexp.run.pool import require_devices
+from gptexp.run.scoring import require_tasks
 from gptexp.storage import run_dir
 from gptexp.storage.continuation import check_free
 
@@ -48,6 +49,7 @@ def resume(directory: Path, world_size: int | None, stop: StopRequest) -> int:
         reserve_stdout(config.log.progress)
         say(f"gptexp: {directory}: this run is completed; nothing to do")
         return 0
+    require_tasks([config])
     require_devices([config])
     with run_dir.held(directory):
         run_dir.save_config(directory, config)

@@ -85,11 +85,11 @@ _TAGS = {
     )
 }
 
-# A rule of train.eval_tasks. Tasks of lm_eval would need an export for each score.
+# A rule of train.eval_tasks. Whether lm_eval has a task is asked before a run starts.
 _TASKS = {
     "rule": (
-        lambda tasks: set(tasks) <= {HELLASWAG},
-        "only hellaswag can be scored while training; for others: gptexp evaluate RUN_DIR --tasks",
+        lambda tasks: all(isinstance(task, str) and re.fullmatch(r"[^\s,]+", task) for task in tasks),
+        "each must be hellaswag, or the name of a task of lm_eval",
     )
 }
 
@@ -212,7 +212,8 @@ class TrainConfig:
     max_steps: int | None = _positive(None)  # steps; takes precedence over max_tokens
     eval_every_tokens: int | None = _not_negative(None)  # tokens; null: a tenth of the run; 0: only at the end
     eval_every: int | None = _not_negative(None)  # steps; takes precedence over eval_every_tokens
-    eval_tasks: list[str] = field(default_factory=list, metadata=_TASKS)  # hellaswag: its accuracies, in llm.c's style
+    eval_tasks: list[str] = field(default_factory=list, metadata=_TASKS)  # scored while training: hellaswag in
+    # llm.c's style by all ranks, tasks of lm_eval by a process of their own, for which training waits
     eval_tasks_every_tokens: int = _not_negative(0)  # tokens; 0: only at the end
     save_every_tokens: int | None = _not_negative(None)  # tokens; null: a tenth of the run; 0: only at the end
     save_every: int | None = _not_negative(None)  # steps; takes precedence over save_every_tokens

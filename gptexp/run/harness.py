@@ -1,44 +1,57 @@
-"""The tasks of lm_eval (EleutherAI's lm-evaluation-harness). No other file imports it."""
+"""The tasks of lm_eval (EleutherAI's lm-evaluation-harness). No other file imports it.
 
+`python -m gptexp.run.harness TASK,TASK [DIRECTORY DEVICE]` is the process that a run starts for `train.eval_tasks`: it
+refuses an unknown task and, given a directory, prints the figures as JSON.
+"""
+
+import json
 import logging
 import os
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from gptexp.config.schema import HELLASWAG
 from gptexp.process.errors import ConfigError, DataError, first_line
+from gptexp.process.signals import PARENT, die_with_parent
+from gptexp.process.terminal import run_verb
 from gptexp.process.words import shown
 
 BATCH_SIZE = 8
 LOGGERS = ("lm_eval", "transformers", "datasets", "huggingface_hub")  # the last logs every attempt to reach the network
 
 
-def task_manager(tasks: Sequence[str], include: Path | None) -> Any:
-    """What knows lm_eval's tasks, and those in the folder `include`. Raises `ConfigError` unless it knows `tasks`."""
+def task_manager(tasks: Sequence[str], include: Path | None, option: str) -> Any:
+    """What knows lm_eval's tasks, and those in the folder `include`.
+
+    Raises `ConfigError` unless it knows `tasks`. Errors begin with `option`, which has named them.
+    """
     try:
         from lm_eval.tasks import TaskManager
     except ImportError:
         raise ConfigError(
-            f"--tasks {','.join(tasks)}: needs the package lm_eval; run: pip install 'gptexp[eval]'"
+            f"{option}{','.join(tasks)}: needs the package lm_eval; run: pip install 'gptexp[eval]'"
         ) from None
     for name in LOGGERS:
         logging.getLogger(name).setLevel(logging.ERROR)
     manager = TaskManager(include_path=None if include is None else str(include))
     for task in tasks:
         if task not in manager.all_tasks:
-            raise ConfigError(f"--tasks {shown(task)}: lm_eval has no such task; lm-eval ls tasks lists them")
+            raise ConfigError(f"{option}{shown(task)}: lm_eval has no such task; lm-eval ls tasks lists them")
     return manager
 
 
 def evaluate(
-    directory: Path, tasks: Sequence[str], manager: Any, device: str, limit: int | None
+    directory: Path, tasks: Sequence[str], manager: Any, device: str, limit: int | None, option: str
 ) -> dict[str, dict[str, Any]]:
     """The figures of each task for the model that transformers loads from `directory`, in float32.
 
-    A group or a tag of lm_eval gives those of its tasks. Raises `DataError` if a task fails, for example because its
-    data cannot be downloaded.
+    A group or a tag of lm_eval gives those of its tasks; HellaSwag among them is `lm_eval/hellaswag`, because its
+    figures do not compare with those computed here. Raises `DataError` if a task fails, for example because its data
+    cannot be downloaded.
     """
     import lm_eval
     from lm_eval import evaluator
@@ -53,11 +66,11 @@ def evaluate(
         # Errors of the network are `OSError`s in all of its packages.
         offline = "; without a network it needs the data sets in the cache of the package datasets"
         raise DataError(
-            f"--tasks {','.join(tasks)}: lm_eval failed ({type(error).__name__}: {first_line(error)})"
+            f"{option}{','.join(tasks)}: lm_eval failed ({type(error).__name__}: {first_line(error)})"
             f"{offline if isinstance(error, OSError) else ''}"
         ) from None
     figures = {name: _figures(result) for name, result in answer["results"].items()}
-    return {name: found for name, found in figures.items() if found}
+    return {f"lm_eval/{name}" if name == HELLASWAG else name: found for name, found in figures.items() if found}
 
 
 @contextmanager
@@ -81,3 +94,17 @@ def _quiet() -> Iterator[None]:
 def _figures(result: dict[str, Any]) -> dict[str, Any]:
     """The numbers of a task under their usual names: lm_eval writes `acc,none` for `acc` without a filter."""
     return {name.removesuffix(",none"): value for name, value in result.items() if isinstance(value, int | float)}
+
+
+def main(argv: list[str]) -> None:
+    """Check the tasks that a config names, and score the model in a directory, if one is given."""
+    die_with_parent(int(os.environ[PARENT]), signal.SIGKILL)
+    tasks, option = argv[0].split(","), "train.eval_tasks="
+    manager = task_manager(tasks, None, option)
+    if argv[1:]:
+        directory, device = argv[1:]
+        print(json.dumps(evaluate(Path(directory), tasks, manager, device, None, option)))
+
+
+if __name__ == "__main__":
+    run_verb(main)

@@ -46,6 +46,7 @@ from gptexp.machine.effective import (
 )
 from gptexp.model.flops import Utilisation, count_parameters, utilisation
 from gptexp.model.generate import Sampling, complete
+from gptexp.model.gpt import GPT
 from gptexp.process.errors import (
     EXIT_DIVERGED,
     EXIT_FAILED,
@@ -63,7 +64,9 @@ from gptexp.run.build import build_gpt, compile_in_turn, replace_unwritable_cach
 from gptexp.run.faults import explained
 from gptexp.run.first_weights import load_first_weights, refuse_too_few_weights
 from gptexp.run.job import Job
+from gptexp.run.scoring import of_lm_eval
 from gptexp.run.summary import Summary, about, end_line, end_lines, start_event, start_lines
+from gptexp.run.tasks import score_while_training
 from gptexp.run.trial import settle_micro_batch
 from gptexp.storage import checkpoint, init_from, run_dir
 from gptexp.storage.checkpoint import TrainState
@@ -326,6 +329,7 @@ def _build_training(job: Job, prepared: Prepared, decision: Decision) -> Trainin
         gpt=gpt,
         dataset=prepared.dataset,
         examples=prepared.examples,
+        other_scores=partial(_other_scores, job, prepared, gpt),
         rank=rank,
         device=device,
         timeout_s=cfg.world.timeout_s if rank.world_size > 1 else math.inf,
@@ -333,6 +337,17 @@ def _build_training(job: Job, prepared: Prepared, decision: Decision) -> Trainin
         profiler=profiler,
         about=about(cfg, effective, prepared.dataset, rank.world_size) if rank.is_main else {},
     )
+
+
+def _other_scores(job: Job, prepared: Prepared, gpt: GPT) -> dict[str, float]:
+    """The scores of `train.eval_tasks` that lm_eval computes for rank 0; the other ranks wait. *Collective.*"""
+    tasks = of_lm_eval(job.cfg.train.eval_tasks)
+    if not tasks:
+        return {}
+    tokenizer = partial(load_tokenizer, job.cfg.data.tokenizer, prepared.dataset.directory)
+    score = partial(score_while_training, gpt, tokenizer, tasks, prepared.device, job.stop)
+    found: dict[str, float] = agree(score, job.rank, prepared.patient)
+    return found
 
 
 def _refuse_changed_data(path: Path, before: str | None, dataset: Dataset) -> None:

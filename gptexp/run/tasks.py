@@ -1,20 +1,31 @@
-"""`gptexp evaluate … --tasks`: HellaSwag here, every other task by lm_eval on an exported directory."""
+"""Scores on tasks: HellaSwag is computed here, every other task by lm_eval on an exported directory.
+
+`gptexp evaluate … --tasks` computes all of them in one process. While a run trains, lm_eval has one of its own.
+"""
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from gptexp.config.schema import HELLASWAG, DataConfig
 from gptexp.data.downloads import downloaded
 from gptexp.data.hellaswag import VALIDATION, read_examples
 from gptexp.data.prepare import downloads_dir
+from gptexp.data.tokenizer import Tokenizer
 from gptexp.distributed.ranks import Rank
 from gptexp.machine.device import pick_device
+from gptexp.model.gpt import GPT
+from gptexp.process.errors import UserError, first_line
+from gptexp.process.signals import StopRequest
+from gptexp.process.terminal import warn
 from gptexp.run import harness
 from gptexp.run.export import save_pretrained
 from gptexp.run.load import load_pretrained
+from gptexp.run.scoring import of_lm_eval, score_exported
 from gptexp.storage.init_from import Source
 from gptexp.training.hellaswag import score
 
@@ -29,8 +40,8 @@ def evaluate_tasks(
 
     Raises `ConfigError`, `CheckpointError` or `DataError`.
     """
-    others = [task for task in tasks if task != HELLASWAG]
-    manager = harness.task_manager(others, include) if others else None
+    others, option = of_lm_eval(tasks), "--tasks "
+    manager = harness.task_manager(others, include, option) if others else None
     found: dict[str, dict[str, Any]] = {}
     model, tokenizer = load_pretrained(source)  # lm_eval alone would take any directory, also one without a tokenizer
     if HELLASWAG in tasks:
@@ -44,6 +55,25 @@ def evaluate_tasks(
             if source.kind == "run":
                 save_pretrained(model, tokenizer, Path(folder))
             directory = Path(folder) if source.kind == "run" else source.path
-            found |= harness.evaluate(directory, others, manager, str(pick_device("auto", Rank())), limit)
+            found |= harness.evaluate(directory, others, manager, str(pick_device("auto", Rank())), limit, option)
     asked = [task for task in tasks if task in found]
     return {task: found[task] for task in dict.fromkeys([*asked, *found])}
+
+
+def score_while_training(
+    model: GPT, tokenizer: Callable[[], Tokenizer], tasks: Sequence[str], device: torch.device, stop: StopRequest
+) -> dict[str, float]:
+    """The figures of lm_eval's `tasks` for `model`, as metrics. A failure prints a line and gives no metrics.
+
+    Ends without them too when the run is to stop: a checkpoint does not wait for scores.
+    """
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # lm_eval's process needs memory of this GPU
+    try:
+        with tempfile.TemporaryDirectory(prefix="gptexp-") as folder:
+            save_pretrained(model, tokenizer(), Path(folder))
+            return score_exported(Path(folder), tasks, str(device), lambda: stop.reason() is not None)
+    except Exception as error:  # of lm_eval, of a full disk, of a download
+        of_others = "" if isinstance(error, UserError) else f"train.eval_tasks: {type(error).__name__}: "
+        warn(f"{of_others}{first_line(error)}; training continues")
+        return {}

@@ -25,6 +25,7 @@ from gptexp.process.signals import STOPPED
 from gptexp.process.terminal import say, warn
 from gptexp.process.words import counted, shown
 from gptexp.run.pool import OUTPUT
+from gptexp.run.scoring import require_tasks
 from gptexp.storage import run_dir
 from gptexp.storage.sweep_record import MOST_CELLS
 from gptexp.sweep.cells import PLUGINS, Cell, confounds, draft, record, settle
@@ -106,6 +107,7 @@ class CellSweeper(Sweeper):
     def check(self, cells: Sequence[Cell]) -> None:
         """Raise `ConfigError` for cells that the launcher cannot run; warn of lengths in steps if batch sizes vary."""
         configs = [cell.config for cell in cells]
+        require_tasks(configs)
         self.cell_launcher.check(configs)
         for line in confounds(configs):
             warn(f"warning: {line}")

@@ -9,7 +9,7 @@ import gc
 import math
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -59,6 +59,7 @@ class Training:
     device: torch.device
     timeout_s: float  # longest wait for the numbers of a step
     examples: Sequence[Example]  # of HellaSwag, if it is to be scored
+    other_scores: Callable[[], Mapping[str, float]]  # those of the tasks that lm_eval scores; collective
     noise_half_life_tokens: float | None  # of the noise scale's average; None: not measured
     profiler: StepProfiler | None
     about: dict[str, Any]  # description of the run that every checkpoint contains
@@ -127,7 +128,7 @@ class _Loop:
             if state.step == self.first_step + 1:
                 _freeze_garbage()  # here, so that its duration is part of the first step's
             last = state.step == t.plan.steps
-            due_score = bool(t.examples) and (last or self.is_due(t.cfg.eval_tasks_every_tokens))
+            due_score = bool(t.cfg.eval_tasks) and (last or self.is_due(t.cfg.eval_tasks_every_tokens))
             due_eval = last or due_score or self.is_due(t.plan.eval_every_tokens)
             due_save = last or self.is_due(t.plan.save_every_tokens)
             if self.read(leave=0 if due_eval or due_save else self.late) == "went back":
@@ -312,7 +313,12 @@ class _Loop:
         with self.clock.paused():
             state.val_loss = evaluate(t.gpt, t.dataset, size, t.rank, t.device, t.step.forward_context)
             state.evaluated_tokens = state.tokens
-            scores = score(t.gpt, t.examples, t.rank, t.device, t.step.forward_context) if with_scores else {}
+            scores: Mapping[str, float] = {}
+            if with_scores and t.examples:
+                scores = score(t.gpt, t.examples, t.rank, t.device, t.step.forward_context)
+            self.eval_s = time.perf_counter() - started  # without the others, which end early if the run must stop
+            if with_scores:
+                scores = {**t.other_scores(), **scores}
             self.log.evaluation(state.step - 1, state.tokens, state.val_loss, scores)
         if not math.isfinite(state.val_loss):
             raise DivergedError(
@@ -321,7 +327,6 @@ class _Loop:
             )
         best = state.val_loss if state.best_val_loss is None else state.best_val_loss
         state.best_val_loss = min(state.val_loss, best)
-        self.eval_s = time.perf_counter() - started
 
     def save(self, is_last: bool) -> None:
         """Save a checkpoint. Raises `StorageError` if the final one fails; for an earlier one only prints the error."""

@@ -4,8 +4,10 @@ import hashlib
 import json
 import random
 import shutil
+import signal
 import subprocess
 import textwrap
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -14,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import events
+from conftest import events, summary, wait_for
 
 import gptexp as package
 from gptexp.config.transformers_json import read_config_json
@@ -263,6 +265,26 @@ def test_a_run_scores_itself_at_its_cadence_and_at_its_end(
     }
 
 
+def write_tasks(folder: Path, text: str) -> None:
+    """A task of lm_eval, `my_text`: bits per byte on `text`. A tag of it alone, and a group with a `hellaswag` too."""
+    folder.mkdir()
+    (folder / "text.jsonl").write_text(json.dumps({"text": text}))
+    (folder / "group.yaml").write_text("group: my_group\ntask: [my_text, hellaswag]\n")
+    for name, tag in (("my_text", "my_tag"), ("hellaswag", "other_tag")):
+        content = f"""
+        task: {name}
+        tag: [{tag}]
+        dataset_path: json
+        dataset_kwargs: {{data_files: {{test: {folder / "text.jsonl"}}}}}
+        output_type: loglikelihood_rolling
+        test_split: test
+        doc_to_text: ""
+        doc_to_target: "{{{{text}}}}"
+        metric_list: [{{metric: bits_per_byte}}]
+        """
+        (folder / f"{name}.yaml").write_text(textwrap.dedent(content))
+
+
 @pytest.mark.e2e
 def test_lm_eval_finds_the_loss_that_evaluate_finds(gptexp: Gptexp, tiny: list[str], tmp_path: Path) -> None:
     """Of a text of whole windows. `evaluate` also has a window before it, at whose end the text begins."""
@@ -272,29 +294,16 @@ def test_lm_eval_finds_the_loss_that_evaluate_finds(gptexp: Gptexp, tiny: list[s
     before, text = "0123456789abcdef", "Nobody sees bread. My friend likes fish."[:32]  # 16 tokens are a window
     rows = [json.dumps({"text": row}) for row in (before, text)]
     (tmp_path / "rows.jsonl").write_text("\n".join(rows))
-    (tmp_path / "text.jsonl").write_text(rows[1])
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine/group.yaml").write_text("group: my_group\ntask: [my_text]\n")
-    (tmp_path / "mine/mine.yaml").write_text(
-        textwrap.dedent(f"""
-        task: my_text
-        tag: [my_tag]
-        dataset_path: json
-        dataset_kwargs: {{data_files: {{test: {tmp_path / "text.jsonl"}}}}}
-        output_type: loglikelihood_rolling
-        test_split: test
-        doc_to_text: ""
-        doc_to_target: "{{{{text}}}}"
-        metric_list: [{{metric: bits_per_byte}}]
-        """)
-    )
+    write_tasks(tmp_path / "mine", text)
     done = gptexp("evaluate", "run", "--tasks", "my_text", "--include", "mine", env={"HF_HOME": str(tmp_path / "home")})
     assert (done.returncode, done.stderr) == (0, "")
     offline = {"HF_HOME": str(tmp_path / "home")}
-    for name in ("my_tag", "my_group"):  # of one task each, whose figures they give under its name
+    for name in ("my_tag", "my_group"):  # they give the figures of their tasks
         again = gptexp("evaluate", "run", "--tasks", name, "--include", "mine", env=offline)
         assert again.returncode == 0, again.stderr
         assert json.loads(again.stdout)["my_text"] == json.loads(done.stdout)["my_text"]
+    assert "lm_eval/hellaswag" in json.loads(again.stdout), "not the name of the score in llm.c's style"
+    assert "hellaswag" not in json.loads(again.stdout)
     nats = json.loads(done.stdout)["my_text"]["bits_per_byte"] * torch.log(torch.tensor(2.0)).item() * len(text)
 
     whole = json.loads(gptexp("evaluate", "run", "--data", "rows.jsonl", "--val-tokens", "48").stdout)
@@ -316,3 +325,137 @@ def test_a_task_whose_data_cannot_be_had_is_one_line(saved: Path, gptexp: Gptexp
     assert "without a network it needs the data sets" in refused.stderr
     refused = gptexp("evaluate", str(saved), "--tasks", "no_such_task", env=nobody)
     assert (refused.returncode, "lm_eval has no such task" in refused.stderr) == (2, True)
+
+
+@pytest.fixture
+def my_text(tmp_path: Path, sabotage: Callable[[str, str], dict[str, str]]) -> Callable[[str], dict[str, str]]:
+    """An environment in which lm_eval has the task `my_text`, and in which the process that scores runs some code."""
+    pytest.importorskip("lm_eval", reason="no lm_eval; pip install 'gptexp[eval]'")
+    write_tasks(tmp_path / "mine", "Nobody sees bread.")
+
+    def environment(code: str = "") -> dict[str, str]:
+        (tmp_path / "first.py").write_text(textwrap.dedent(code))
+        mine = f"""
+        import sys
+        class WithMine(m.TaskManager):
+            def __init__(self, include_path):
+                super().__init__(include_path={str(tmp_path / "mine")!r})
+        m.TaskManager = WithMine
+        if len(sys.argv) == 4:
+            exec(open({str(tmp_path / "first.py")!r}).read())
+        """
+        return {**sabotage("lm_eval.tasks", mine), "HF_HOME": str(tmp_path / "home")}
+
+    return environment
+
+
+def problems(stderr: str) -> list[str]:
+    """The lines of stderr, without that of a corpus that no other test has tokenised."""
+    return [line for line in stderr.splitlines() if not line.startswith("tokenised ")]
+
+
+SCORES = ["data.tokenizer=bytes", "train.eval_tasks=[my_text]", "hydra.run.dir=run"]
+
+
+@pytest.mark.e2e
+def test_two_ranks_score_tasks_of_lm_eval_and_train_as_without_them(
+    start: Start, gptexp: Gptexp, tiny: list[str], my_text: Callable[[str], dict[str, str]], tmp_path: Path
+) -> None:
+    """The last scores are those that `evaluate` finds. With dropout, the model must stay in training mode."""
+    both = [*tiny, "data.tokenizer=bytes", "world.size=2", "optim.lr=1e-2", "model.dropout=0.1"]
+    wanted = ["train.eval_tasks=[my_text]", "train.eval_tasks_every_tokens=256", "train.eval_every_tokens=0"]
+    scoring = start("train", *both, *wanted, "hydra.run.dir=run", env=my_text("import time; time.sleep(3)"))
+    _, err = scoring.communicate(timeout=240)
+    assert (scoring.returncode, problems(err)) == (0, [])
+    found = events(tmp_path / "run", "eval")
+    assert [event["tokens"] for event in found] == [256, 512]
+    first, last = (event["my_text/bits_per_byte"] for event in found)
+    assert first != last
+    env = {"HF_HOME": str(tmp_path / "home")}
+    done = gptexp("evaluate", "run", "--tasks", "my_text", "--include", "mine", env=env)
+    assert json.loads(done.stdout)["my_text"]["bits_per_byte"] == pytest.approx(last)
+
+    assert gptexp("train", *both, "hydra.run.dir=bare").returncode == 0
+    weights = [tmp_path / name / "checkpoints/step-00000004/model.safetensors" for name in ("run", "bare")]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+    kept = ("tokens", "train/loss", "optim/grad_norm", "data/fingerprint")
+    steps = [[[event[name] for name in kept] for event in events(tmp_path / run, "step")] for run in ("run", "bare")]
+    assert steps[0] == steps[1]
+    assert summary(tmp_path / "run")["train_s"] < 3, "the time of scoring is not that of training"
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(
+    ("code", "line"),
+    [
+        (
+            "raise RuntimeError('no luck')",
+            "train.eval_tasks=my_text: lm_eval failed (RuntimeError: no luck)",
+        ),
+        ("import os; os.kill(os.getpid(), 9)", "train.eval_tasks=my_text: lm_eval was killed by SIGKILL"),
+        ("print('x'); raise SystemExit(0)", "train.eval_tasks: JSONDecodeError: Expecting value"),
+        ("import os; os.remove(sys.argv[2] + '/config.json')", "train.eval_tasks=my_text: lm_eval failed ("),
+    ],
+    ids=["raises", "killed", "says nonsense", "no data"],
+)
+def test_a_failure_of_lm_eval_is_a_line_and_training_goes_on(
+    gptexp: Gptexp, tiny: list[str], my_text: Callable[[str], dict[str, str]], code: str, line: str, tmp_path: Path
+) -> None:
+    done = gptexp("train", *tiny, *SCORES, env=my_text(code))
+    assert done.returncode == 0
+    [problem] = problems(done.stderr)
+    assert problem.startswith(f"gptexp: {line}")
+    assert problem.endswith("; training continues")
+    [final] = events(tmp_path / "run", "eval")[-1:]
+    assert "val/loss" in final
+    assert not any(name.startswith("my_text") for name in final)
+    assert summary(tmp_path / "run")["status"] == "completed"
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_run_that_is_stopped_while_it_scores_leaves_no_process(
+    start: Start, tiny: list[str], my_text: Callable[[str], dict[str, str]], number: signal.Signals, tmp_path: Path
+) -> None:
+    """After SIGTERM it saves a checkpoint at once."""
+    hangs = f"import os, time; open({str(tmp_path / 'process')!r}, 'x').write(str(os.getpid())); time.sleep(600)"
+    cadence = ["train.eval_tasks_every_tokens=256", "train.save_every=100", f"hydra.run.dir={tmp_path / 'run'}"]
+    run = start("train", *tiny, *SCORES[:2], *cadence, env={**my_text(hangs), "TMPDIR": str(tmp_path)})
+    process = tmp_path / "process"
+    wait_for(lambda: process.is_file() and process.read_text(), run)
+    [exported] = tmp_path.glob("gptexp-*")
+    assert (exported / "model.safetensors").is_file()
+    run.send_signal(number)
+    _, err = run.communicate(timeout=30)
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{process.read_text()}").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    if number == signal.SIGTERM:
+        assert run.returncode == 143
+        assert "train.eval_tasks=my_text: not scored, because the run stops" in err
+        assert not exported.exists()
+        assert (tmp_path / "run/checkpoints").is_dir()
+
+
+@pytest.mark.e2e
+def test_tasks_that_cannot_be_scored_are_refused_before_anything_is_made(
+    gptexp: Gptexp, tiny: list[str], sabotage: Callable[[str, str], dict[str, str]], tmp_path: Path
+) -> None:
+    pytest.importorskip("lm_eval", reason="no lm_eval; pip install 'gptexp[eval]'")
+    unknown = [
+        *tiny,
+        "train.eval_tasks=[hellaswag,wikitext,no_such_task]",
+        "hydra.sweep.dir=sweep",
+        "hydra.run.dir=run",
+    ]
+    for argv in (unknown, ["-m", *unknown, "optim.lr=1e-3,1e-4"]):
+        refused = gptexp("train", *argv)
+        assert refused.returncode == 2
+        [line] = problems(refused.stderr)
+        assert line.startswith("gptexp: config error: train.eval_tasks=no_such_task: lm_eval has no such task; ")
+    gone = sabotage("gptexp.process.errors", "import sys; sys.modules['lm_eval'] = None")
+    refused = gptexp("train", *tiny, *SCORES, env=gone)
+    assert (refused.returncode, len(refused.stderr.splitlines())) == (2, 1), refused.stderr
+    assert "train.eval_tasks=my_text: needs the package lm_eval; run: pip install 'gptexp[eval]'" in refused.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["sabotage"]
