@@ -107,9 +107,8 @@ class Effective:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "Effective":
         """The inverse of `to_dict`; `sources` may be missing. Raises `ValueError` for wrong keys or types."""
-        if (
-            not {"vocab_size", "n_vocab"} & values.keys()
-        ):  # an older version, in which the config of every run had a number
+        # In an older version the config of every run had a number.
+        if not {"vocab_size", "n_vocab"} & values.keys():
             values = {**values, "n_vocab": 0, "vocab_size": 0, "reasons": {**values["reasons"], "vocab_size": ASKED}}
         reasons, sources = values["reasons"], values.get("sources", {})
         known = {f.name: f.type for f in fields(cls)}
