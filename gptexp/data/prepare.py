@@ -25,7 +25,7 @@ from gptexp.data.mix import mix_dir, write_mix
 from gptexp.data.shards import MANIFEST, ShardWriter, Tokens, data_errors, no_text
 from gptexp.data.stream import TokenStream, mark_verified, read_manifest, verify, write_references
 from gptexp.data.token_files import TokenFile
-from gptexp.data.tokenise import Encoder, characters, joined, tokenise
+from gptexp.data.tokenise import Encoder, characters, tokenise
 from gptexp.data.tokenizer import load_tokenizer
 from gptexp.distributed.ranks import count_cores
 from gptexp.process.errors import DataError
@@ -229,10 +229,12 @@ def _compare(corpus: corpora.Corpus, data: DataConfig) -> None:
     stream, done = TokenStream(target), 0
     encoder = Encoder(data.tokenizer, target, data.text_column)
     parts = _parts(corpus, encoder)
-    with data_errors(cache_dir(data)), tempfile.TemporaryDirectory(dir=cache_dir(data), prefix=".compare-") as folder:
-        with _progress(corpus) as progress:
-            tokenise(parts, encoder, Path(folder), _workers(data, parts), progress.part(parts))
-        for ids in joined(parts, encoder, Path(folder)):
+    with (
+        data_errors(cache_dir(data)),
+        tempfile.TemporaryDirectory(dir=cache_dir(data), prefix=".compare-") as folder,
+        _progress(corpus) as progress,
+    ):
+        for ids, _ in tokenise(parts, encoder, Path(folder), _workers(data, parts), progress.part(parts)):
             cached = stream.read(done, min(len(ids), len(stream) - done))
             same = len(cached) == len(ids) and bool((cached == ids).all())
             if not same:
@@ -293,16 +295,17 @@ def _tokenise(corpus: corpora.Corpus, data: DataConfig, target: Path) -> None:
         _keep_tokenizer(data.tokenizer, unfinished, lambda: _characters(corpus, data))
         encoder = Encoder(data.tokenizer, unfinished, data.text_column)
         parts = _parts(corpus, encoder)
-        with _progress(corpus) as progress:
-            documents = tokenise(parts, encoder, folder, _workers(data, parts), progress.part(parts))
-        about = {"corpus": corpus.name, "tokenizer": data.tokenizer, "documents": documents}
-        n_vocab = load_tokenizer(data.tokenizer, unfinished).n_vocab
-        with ShardWriter(unfinished, n_vocab, about) as writer:
-            for ids in joined(parts, encoder, folder):
+        about = {"corpus": corpus.name, "tokenizer": data.tokenizer}
+        n_vocab, documents = load_tokenizer(data.tokenizer, unfinished).n_vocab, 0
+        with ShardWriter(unfinished, n_vocab, about) as writer, _progress(corpus) as progress:
+            for ids, begun in tokenise(parts, encoder, folder, _workers(data, parts), progress.part(parts)):
                 writer.append(ids)
+                documents += begun
+            writer.about["documents"] = documents
         shutil.rmtree(folder)
     shutil.rmtree(target, ignore_errors=True)  # incomplete: it has no manifest
     unfinished.replace(target)
+    mark_verified(target)  # `ShardWriter` has read what it wrote
     seconds = time.perf_counter() - started
     print(
         f"tokenised {corpus.name}: {counted(documents, 'document')}, {counted(writer.tokens, 'token')} in "

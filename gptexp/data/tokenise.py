@@ -1,8 +1,8 @@
 """Tokenisation of a corpus by several processes.
 
 Each worker tokenises whole parts of the corpus. The ids of a part are one file, which appears when it is complete, so
-that a preparation that was killed goes on with the parts that are missing. The parts are joined in their order. So the
-result depends neither on the number of workers nor on interruptions.
+that a preparation that was killed goes on with the parts that are missing. The parts are joined in their order, while
+later ones are tokenised. So the result depends neither on the number of workers nor on interruptions.
 
 Memory: a worker holds about a megabyte of text and its ids, or one row; of parquet, one row group.
 """
@@ -46,32 +46,25 @@ class Encoder:
 
 def tokenise(
     parts: Sequence[Part], encoder: Encoder, folder: Path, workers: int, advance: Callable[[int, int], None]
-) -> int:
-    """Tokenise the parts whose files are not in `folder` yet. Returns the number of documents in all parts.
+) -> Iterator[tuple[Tokens, int]]:
+    """Yield the ids of all parts in their order, with the end of a text between documents, while later parts are
+    tokenised. With the first ids of a part comes the number of documents that begin in it, with others 0.
 
-    `advance` is called with the number and the tokens of each part that is complete. Raises `DataError`.
+    Each part has a file in `folder`; those that are there already are not tokenised again. `advance` is called with the
+    number and the tokens of each part whose ids have been yielded. Raises `DataError`.
     """
-    targets = _files(folder, parts)
-    missing = [number for number, target in enumerate(targets) if not target.exists()]
-    for number in sorted({*range(len(parts))} - {*missing}):
-        advance(number, _count(targets[number], encoder))
-    with _mapping(workers) as run:
-        arguments = [parts[i] for i in missing], repeat(encoder), [targets[i] for i in missing]
-        for number, _ in zip(missing, run(_tokenise_part, *arguments), strict=True):
-            advance(number, _count(targets[number], encoder))
-    return sum(_documents(target) for target in targets)
-
-
-def joined(parts: Sequence[Part], encoder: Encoder, folder: Path) -> Iterator[Tokens]:
-    """Yield the ids of all parts in `folder`, in their order, with the end of a text between documents."""
     tokenizer = load_tokenizer(encoder.tokenizer, encoder.directory)
+    dtype = np.dtype(id_dtype(tokenizer.n_vocab))
     unneeded = tokenizer.eot_token is not None  # the end of a text before the first document
-    for path in _files(folder, parts):
-        with path.open("rb") as file:
-            file.seek(_HEAD.size)
-            while len(ids := np.fromfile(file, id_dtype(tokenizer.n_vocab), READ_IDS)):
-                yield ids[1:] if unneeded else ids
-                unneeded = False
+    files = _files(folder, parts)
+    with _mapping(workers) as run:
+        for number, _ in enumerate(run(_tokenise_part, parts, repeat(encoder), files)):
+            with files[number].open("rb") as file:
+                begun = _HEAD.unpack(file.read(_HEAD.size))[0]
+                while len(ids := np.fromfile(file, dtype, READ_IDS)):
+                    yield ids[1:] if unneeded else ids, begun
+                    unneeded, begun = False, 0
+                advance(number, (file.tell() - _HEAD.size) // dtype.itemsize)
 
 
 def characters(parts: Sequence[Part], column: str, workers: int) -> str:
@@ -105,6 +98,9 @@ def _begin_worker(parent: int) -> None:
 
 
 def _tokenise_part(part: Part, encoder: Encoder, target: Path) -> None:
+    """Write the file `target` of a part, unless a preparation that was killed has."""
+    if target.exists():
+        return
     tokenizer = load_tokenizer(encoder.tokenizer, encoder.directory)
     end = [] if tokenizer.eot_token is None else [tokenizer.eot_token]
     between = np.array(end, id_dtype(tokenizer.n_vocab)).tobytes()
@@ -135,13 +131,3 @@ def _files(folder: Path, parts: Sequence[Part]) -> list[Path]:
     """The files of the parts. Parts of another division, by another version of gptexp, have other names."""
     digests = (hashlib.sha256(repr(part).encode()).hexdigest()[:8] for part in parts)
     return [folder / f"part-{number:06d}-{digest}.ids" for number, digest in enumerate(digests)]
-
-
-def _count(path: Path, encoder: Encoder) -> int:
-    width = np.dtype(id_dtype(load_tokenizer(encoder.tokenizer, encoder.directory).n_vocab)).itemsize
-    return (path.stat().st_size - _HEAD.size) // width
-
-
-def _documents(path: Path) -> int:
-    with path.open("rb") as file:
-        return int(_HEAD.unpack(file.read(_HEAD.size))[0])

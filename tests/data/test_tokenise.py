@@ -58,7 +58,10 @@ def complete_parts(cache: Path) -> dict[str, int]:
 def test_the_result_depends_neither_on_the_number_of_workers_nor_on_kills(
     start: Start, tmp_path: Path, rows: Path
 ) -> None:
-    """Five kills of the first process. Its workers end too, and complete parts are not tokenised again."""
+    """Five kills of the first process. Its workers end too, and complete parts are not tokenised again.
+
+    The first parts are joined before the last one is tokenised.
+    """
     for workers in (1, 3):
         process = start(*command(rows, tmp_path / f"{workers}", workers))
         _, err = process.communicate(timeout=300)
@@ -72,6 +75,7 @@ def test_the_result_depends_neither_on_the_number_of_workers_nor_on_kills(
         while len(complete_parts(cache)) < kills:
             assert process.poll() is None
             time.sleep(0.01)
+        joined = list(cache.glob("*.tmp/tokens-*.bin"))
         workers_before = children(process.pid)
         process.kill()
         process.wait(30)
@@ -80,6 +84,7 @@ def test_the_result_depends_neither_on_the_number_of_workers_nor_on_kills(
             time.sleep(0.02)
         assert not any(map(is_running, workers_before))
         assert before.items() <= complete_parts(cache).items()
+    assert joined
     process = start(*command(rows, cache, 2))
     assert process.wait(200) == 0
     assert manifest(cache) == manifest(tmp_path / "1")
