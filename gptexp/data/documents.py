@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from gptexp.data import hub
-from gptexp.process.errors import ConfigError, DataError, UserError, first_line
+from gptexp.process.errors import ConfigError, DataError, UnavailableError, UserError, first_line
 from gptexp.process.words import shown
 
 Kind = Literal["text", "jsonl", "parquet", "arrow"]
@@ -315,8 +315,9 @@ def _reading(path: Path) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:  # for a damaged file, gzip and pyarrow raise errors of many types
-        again = "" if isinstance(error, OSError) and error.errno else "copy it again, "
-        raise DataError(f"{path}: {first_line(error)}; {again}no tokens were saved") from None
+        if isinstance(error, OSError) and error.errno:
+            raise UnavailableError(f"{path}: {first_line(error)}; no tokens were saved") from None
+        raise DataError(f"{path}: {first_line(error)}; copy it again, no tokens were saved") from None
 
 
 def pyarrow(path: Path) -> Any:

@@ -12,7 +12,7 @@ from tiktoken.load import load_tiktoken_bpe
 from tiktoken_ext.openai_public import r50k_pat_str
 
 from gptexp.data.shards import Tokens, id_dtype
-from gptexp.process.errors import DataError, first_line
+from gptexp.process.errors import UnavailableError, first_line
 
 _RANKS = Path(__file__).with_name("gpt2.tiktoken")
 _RANKS_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
@@ -20,7 +20,7 @@ _END_OF_TEXT = 50256
 
 
 class Encoding:
-    """An encoding of tiktoken. Raises `DataError` if it cannot be downloaded."""
+    """An encoding of tiktoken. Raises `UnavailableError` if it cannot be downloaded."""
 
     exact = True
 
@@ -89,7 +89,7 @@ def _downloaded(name: str) -> tiktoken.Encoding:
         cause: BaseException = error
         while cause.__context__ is not None:  # the first of the chain says what the system said, in a few words
             cause = cause.__context__
-        raise DataError(
+        raise UnavailableError(
             f"data.tokenizer={name}: tiktoken cannot download it ({first_line(cause)}); use gpt2, which needs no "
             "network, or set TIKTOKEN_CACHE_DIR to a folder that has it"
         ) from None

@@ -5,17 +5,17 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
-from gptexp.process.errors import ConfigError, DataError, first_line
+from gptexp.process.errors import ConfigError, UnavailableError, first_line
 from gptexp.process.words import shown
 
 
 def count_shards(repo: str, subset: str | None, split: str) -> int:
-    """The number of files of a data set. Raises `DataError`."""
+    """The number of files of a data set. Raises `UnavailableError`."""
     return int(_streamed(repo, subset, split).num_shards)
 
 
 def rows(repo: str, subset: str | None, split: str, shard: int) -> Iterator[dict[str, Any]]:
-    """Yield the rows in one file of a data set, as they arrive. Raises `DataError`."""
+    """Yield the rows in one file of a data set, as they arrive. Raises `UnavailableError`."""
     streamed = _streamed(repo, subset, split)
     arriving = iter(streamed.shard(num_shards=streamed.num_shards, index=shard))
     while True:
@@ -24,7 +24,7 @@ def rows(repo: str, subset: str | None, split: str, shard: int) -> Iterator[dict
         except StopIteration:
             return
         except Exception as error:  # of the network and of each format
-            raise DataError(_problem(repo, f"{type(error).__name__}: {first_line(error)}")) from None
+            raise UnavailableError(_problem(repo, f"{type(error).__name__}: {first_line(error)}")) from None
         yield row
 
 
@@ -39,7 +39,7 @@ def _streamed(repo: str, subset: str | None, split: str) -> Any:
     try:
         return load_dataset(repo, subset, split=split, streaming=True)
     except Exception as error:  # also `ValueError` for a wrong subset or split, which names the right ones
-        raise DataError(_problem(repo, first_line(error))) from None
+        raise UnavailableError(_problem(repo, first_line(error))) from None
 
 
 def _problem(repo: str, why: str) -> str:

@@ -28,7 +28,7 @@ from gptexp.data.token_files import TokenFile
 from gptexp.data.tokenise import Encoder, characters, tokenise
 from gptexp.data.tokenizer import load_tokenizer
 from gptexp.distributed.ranks import count_cores
-from gptexp.process.errors import DataError
+from gptexp.process.errors import DataError, UnavailableError, UserError
 from gptexp.process.words import counted
 from gptexp.storage.run_dir import TOKENIZER
 
@@ -82,7 +82,12 @@ def _token_files(data: DataConfig) -> tuple[list[TokenFile], list[TokenFile]]:
 def _referenced(files: Sequence[TokenFile], data: DataConfig) -> Path:
     """The directory with the manifest of token files that lie elsewhere; new files are read. Raises `DataError`."""
     target = _references_dir(files, data)
-    _build_once(target, lambda: _write_references(files, data, target))
+
+    def build() -> None:
+        with _removed_if_refused(target):
+            _write_references(files, data, target)
+
+    _build_once(target, build)
     verify(target)
     return target
 
@@ -286,11 +291,11 @@ def _lock(path: Path) -> FileLock:
 
 
 def _tokenise(corpus: corpora.Corpus, data: DataConfig, target: Path) -> None:
-    """Tokenise a corpus into the directory `target`. A preparation that was killed before goes on."""
+    """Tokenise a corpus into the directory `target`. A preparation that was stopped before goes on."""
     started = time.perf_counter()
     unfinished = target.with_name(f"{target.name}.tmp")
     folder = unfinished / "parts"
-    with data_errors(unfinished):
+    with _removed_if_refused(unfinished), data_errors(unfinished):
         folder.mkdir(parents=True, exist_ok=True)
         _keep_tokenizer(data.tokenizer, unfinished, lambda: _characters(corpus, data))
         encoder = Encoder(data.tokenizer, unfinished, data.text_column)
@@ -312,6 +317,18 @@ def _tokenise(corpus: corpora.Corpus, data: DataConfig, target: Path) -> None:
         f"{seconds:.1f} s; saved in {target}",
         file=sys.stderr,
     )
+
+
+@contextmanager
+def _removed_if_refused(unfinished: Path) -> Iterator[None]:
+    """Remove the directory `unfinished` if the body refuses the input. Else complete parts stay for the next start."""
+    try:
+        yield
+    except UserError as error:
+        refused = isinstance(error, DataError) and not isinstance(error, UnavailableError)
+        if refused or not list(unfinished.glob("parts/part-*")):
+            shutil.rmtree(unfinished, ignore_errors=True)
+        raise
 
 
 def _keep_tokenizer(tokenizer: str, directory: Path, find_characters: Callable[[], str]) -> None:

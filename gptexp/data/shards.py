@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gptexp.process.errors import DataError
+from gptexp.process.errors import DataError, UnavailableError
 
 MANIFEST = "manifest.json"
 MAGIC = b"gptexp\r\n"  # a transfer in text mode changes the line end
@@ -44,11 +44,11 @@ def header(id_bytes: int, tokens: int) -> bytes:
 
 @contextmanager
 def data_errors(path: Path) -> Iterator[None]:
-    """Convert an `OSError` of the body to a `DataError` that names `path`."""
+    """Convert an `OSError` of the body to an `UnavailableError` that names `path`."""
     try:
         yield
     except OSError as error:
-        raise DataError(f"{path}: {error.strerror or error}; no tokens were saved") from None
+        raise UnavailableError(f"{path}: {error.strerror or error}; no tokens were saved") from None
 
 
 def no_text(corpus: str) -> DataError:

@@ -27,7 +27,7 @@ from gptexp.data.characters import CharTokenizer, characters_of
 from gptexp.data.documents import Part, documents
 from gptexp.data.shards import Tokens, data_errors, id_dtype
 from gptexp.data.tokenizer import Tokenizer, load_tokenizer
-from gptexp.process.errors import DataError
+from gptexp.process.errors import DataError, UnavailableError
 from gptexp.process.signals import die_with_parent
 from gptexp.storage.run_dir import atomic
 
@@ -75,7 +75,7 @@ def characters(parts: Sequence[Part], column: str, workers: int) -> str:
 
 @contextmanager
 def _mapping(workers: int) -> Iterator[Callable[..., Iterator[Any]]]:
-    """A `map` over `workers` new processes, or in this one. Converts the loss of a worker to a `DataError`."""
+    """A `map` over `workers` new processes, or in this one. Raises `UnavailableError` if a worker is lost."""
     if workers == 1:
         yield map
         return
@@ -84,7 +84,7 @@ def _mapping(workers: int) -> Iterator[Callable[..., Iterator[Any]]]:
     try:
         yield executor.map
     except BrokenProcessPool:
-        raise DataError(
+        raise UnavailableError(
             "a process that tokenises has ended, perhaps for lack of memory; start again, it goes on where it "
             "stopped; data.workers=1 needs the least memory"
         ) from None

@@ -44,6 +44,10 @@ class DataError(UserError):
     exit_code = EXIT_DATA
 
 
+class UnavailableError(DataError):
+    """A disk, a file, the network or a process failed. The same command may succeed later."""
+
+
 class CheckpointError(UserError):
     """No checkpoint can be loaded."""
 

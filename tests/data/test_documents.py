@@ -220,7 +220,7 @@ def test_a_damaged_file_is_refused_in_one_line(tmp_path: Path, case: str) -> Non
         prepare(text_config(tmp_path / name, cache_dir=str(tmp_path / "cache")))
     assert error in str(refused.value)
     assert "\n" not in str(refused.value)
-    assert not list((tmp_path / "cache").glob("*/manifest.json"))
+    assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".lock"]
 
 
 def test_a_bad_line_is_counted_from_the_start_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

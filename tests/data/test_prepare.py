@@ -1,5 +1,6 @@
 """From text to cached shards: a corpus is tokenised once, and again after its text changes."""
 
+import errno
 import multiprocessing
 import os
 import re
@@ -15,8 +16,9 @@ from conftest import ForkServer
 from texts import ids_of, stream_of, text_config
 
 from gptexp.config.schema import DataConfig
+from gptexp.data import prepare as preparation
 from gptexp.data.prepare import compare, prepare
-from gptexp.data.shards import ShardWriter
+from gptexp.data.shards import ShardWriter, Tokens
 from gptexp.process.errors import DataError
 
 
@@ -152,6 +154,41 @@ def test_a_killed_preparation_leaves_no_valid_cache(tmp_path: Path, monkeypatch:
             prepare(data)
     assert not list((tmp_path / "cache").glob("*/manifest.json"))
     assert stream_of(prepare(data)[0]) == ids_of("some text")
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("tokenizer", ["gpt2", "chars"])
+def test_nothing_stays_of_a_text_that_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int, tokenizer: str
+) -> None:
+    """Also where earlier parts of it are complete."""
+    path, cache = tmp_path / "a.jsonl", tmp_path / "cache"
+    path.write_text('{"text": "one row"}\n' * 500 + "oops\n")
+    monkeypatch.setattr(preparation, "PART_BYTES", 4000)
+    with pytest.raises(DataError, match=r"a.jsonl: line 501: not JSON"):
+        prepare(text_config(path, cache_dir=str(cache), workers=workers, tokenizer=tokenizer))
+    assert [path.suffix for path in cache.iterdir()] == [".lock"]
+
+
+def test_complete_parts_stay_if_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, cache = tmp_path / "a.jsonl", tmp_path / "cache"
+    path.write_text('{"text": "one row"}\n' * 500)
+    monkeypatch.setattr(preparation, "PART_BYTES", 4000)
+    data = text_config(path, cache_dir=str(cache), workers=1)
+    append, appended = ShardWriter.append, list[int]()
+
+    def full(writer: ShardWriter, ids: Tokens) -> None:
+        appended.append(len(ids))
+        if len(appended) == 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        append(writer, ids)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ShardWriter, "append", full)
+        with pytest.raises(DataError, match=r"tmp: No space left on device; no tokens were saved"):
+            prepare(data)
+    assert len(list(cache.glob("*.tmp/parts/part-*.ids"))) == 3
+    assert stream_of(prepare(data)[0]) == [*ids_of("one row"), *[50256, *ids_of("one row")] * 499]
 
 
 def test_an_unwritable_cache_raises_an_error_that_names_it(tmp_path: Path) -> None:

@@ -213,7 +213,7 @@ def test_a_wrong_guess_is_refused_in_one_line(folder: Path, guess: str) -> None:
         prepare(config(folder, **keys))
     assert "\n" not in str(refused.value)
     assert str(folder) in str(refused.value)
-    assert not list((folder.parent / "cache").glob("*/manifest.json"))
+    assert not list((folder.parent / "cache").glob("*/"))
 
 
 def test_files_of_two_kinds_are_refused(folder: Path) -> None:

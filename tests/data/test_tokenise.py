@@ -101,4 +101,5 @@ def test_a_lost_worker_is_one_line_and_the_next_start_goes_on(start: Start, tmp_
     _, err = process.communicate(timeout=200)
     assert (process.returncode, len(err.splitlines())) == (3, 1), err
     assert "a process that tokenises has ended, perhaps for lack of memory" in err
+    assert complete_parts(cache)
     assert start(*command(rows, cache, 2)).wait(200) == 0
