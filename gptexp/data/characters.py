@@ -10,6 +10,7 @@ import numpy.typing as npt
 from gptexp.data.shards import Tokens, id_dtype
 from gptexp.process.errors import DataError
 from gptexp.process.words import counted
+from gptexp.storage.run_dir import atomic
 
 # Byte -> the character that stands for it in a vocabulary of bytes: printable ones stand for themselves (GPT-2).
 _PRINTABLE = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
@@ -78,7 +79,8 @@ class CharTokenizer:
         return [self.characters[id].encode() for id in tokens]
 
     def save(self, path: Path) -> None:
-        path.write_text(json.dumps({CHARACTERS: self.characters}) + "\n")
+        with atomic(path) as file:
+            file.write(json.dumps({CHARACTERS: self.characters}) + "\n")
 
 
 def characters_of(texts: Iterable[str]) -> str:

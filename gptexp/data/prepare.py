@@ -337,7 +337,7 @@ def _keep_tokenizer(tokenizer: str, directory: Path, find_characters: Callable[[
     if tokenizer == CHARS and not path.exists():
         CharTokenizer(find_characters()).save(path)
     elif tokenizer not in NAMES:
-        shutil.copyfile(tokenizer, path)
+        shutil.copyfile(tokenizer, path)  # again at each start, as a preparation may be killed here
 
 
 def _characters(corpus: corpora.Corpus, data: DataConfig) -> str:

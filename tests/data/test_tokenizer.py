@@ -104,6 +104,18 @@ def test_the_ids_of_characters_are_those_of_nanogpt(tmp_path: Path) -> None:
         assert f"character {unknown!r}" in str(error.value)
 
 
+def test_a_vocabulary_of_characters_is_saved_whole(tmp_path: Path) -> None:
+    """A new file replaces the old one, so that a kill leaves one of them, and no part of one."""
+    path = tmp_path / "tokenizer.json"
+    CharTokenizer("abc").save(path)
+    content = path.read_text()
+    with path.open() as before:
+        CharTokenizer("xyz").save(path)
+        assert before.read() == content
+    assert load_tokenizer("chars", tmp_path).n_vocab == 3
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
+
+
 @pytest.mark.parametrize("kind", ["bytes", "fallback"])
 def test_a_tokenizer_json_gives_the_ids_of_the_library(tmp_path: Path, kind: str) -> None:
     library = from_library(tmp_path, kind)
