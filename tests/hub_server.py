@@ -1,6 +1,7 @@
 """A stand-in for the Hugging Face hub: the answers that streaming a data set, and a model's way down or up, need.
 
 python tests/hub_server.py FOLDER      prints its port; serves FOLDER as each of the data sets and models `NAMES`
+python tests/hub_server.py FOLDER LOG  also writes the paths that it is asked for into the file LOG
 """
 
 import hashlib
@@ -23,7 +24,9 @@ class Hub(BaseHTTPRequestHandler):
     root = Path(sys.argv[1])
 
     def log_message(self, *_: object) -> None:
-        pass
+        for log in sys.argv[2:]:
+            with Path(log).open("a") as file:
+                print(self.path, file=file)
 
     def do_HEAD(self) -> None:
         self.do_GET()

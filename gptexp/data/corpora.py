@@ -40,6 +40,10 @@ class Corpus(Protocol):
     def key(self) -> str:
         """16 hex digits that change when the corpus changes."""
 
+    @property
+    def max_tokens(self) -> int | None:
+        """How many tokens are wanted of it, from its start. None: all."""
+
     def spans(self, cut_before: str, part_bytes: int) -> Iterator[Span | HubFile]:
         """Yield what a corpus consists of, each of about `part_bytes` or less if it can be divided. Text is cut before
         one of the characters `cut_before`; see `documents.pieces`. Raises `DataError`."""
@@ -52,11 +56,13 @@ class HubCorpus:
     repo: str
     subset: str | None
     split: str
+    max_tokens: int | None  # it can be larger than a disk
     name: str = "hf"
 
     @property
     def key(self) -> str:
-        return hashlib.sha256(f"{self.repo}\0{self.subset}\0{self.split}".encode()).hexdigest()[:16]
+        wanted = "" if self.max_tokens is None else f"\0{self.max_tokens}"
+        return hashlib.sha256(f"{self.repo}\0{self.subset}\0{self.split}{wanted}".encode()).hexdigest()[:16]
 
     def spans(self, cut_before: str, part_bytes: int) -> Iterator[HubFile]:
         if Path(self.repo).exists():
@@ -74,6 +80,7 @@ class Files:
 
     name: str
     files: list[Path]
+    max_tokens: None = None
 
     @property
     def key(self) -> str:

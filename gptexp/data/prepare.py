@@ -33,6 +33,7 @@ from gptexp.process.words import counted
 from gptexp.storage.run_dir import TOKENIZER
 
 PART_BYTES = 16 << 20  # of text that a worker tokenises at a time
+FILE_TOKENS = 100_000_000  # of a file of the hub, roughly; more processes would read files that are not needed
 SHOWN = 3  # names of token files in a message
 LAYOUT = 1  # version of a directory of tokens
 
@@ -202,7 +203,7 @@ def find_corpus(data: DataConfig) -> corpora.Corpus:
         with nullcontext() if exists else _lock(downloads.with_name("downloads.lock")):
             return corpora.shakespeare(downloads)
     if data.name == "hf":
-        return corpora.HubCorpus(data.path, data.subset, data.split)
+        return corpora.HubCorpus(data.path, data.subset, data.split, data.max_tokens)
     return corpora.text(path_list(data.path))
 
 
@@ -232,14 +233,14 @@ def _tokenised(corpus: corpora.Corpus, data: DataConfig) -> Path:
 def _compare(corpus: corpora.Corpus, data: DataConfig) -> None:
     target = tokens_dir(corpus, data)
     stream, done = TokenStream(target), 0
-    encoder = Encoder(data.tokenizer, target, data.text_column)
+    encoder = Encoder(data.tokenizer, target, data.text_column, corpus.max_tokens)
     parts = _parts(corpus, encoder)
     with (
         data_errors(cache_dir(data)),
         tempfile.TemporaryDirectory(dir=cache_dir(data), prefix=".compare-") as folder,
         _progress(corpus) as progress,
     ):
-        for ids, _ in tokenise(parts, encoder, Path(folder), _workers(data, parts), progress.part(parts)):
+        for ids, _ in tokenise(parts, encoder, Path(folder), _workers(data, corpus, parts), progress.part(parts)):
             cached = stream.read(done, min(len(ids), len(stream) - done))
             same = len(cached) == len(ids) and bool((cached == ids).all())
             if not same:
@@ -254,9 +255,10 @@ def _parts(corpus: corpora.Corpus, encoder: Encoder) -> list[Part]:
     return corpora.parts(corpus, load_tokenizer(encoder.tokenizer, encoder.directory).cut_before, PART_BYTES)
 
 
-def _workers(data: DataConfig, parts: Sequence[Part]) -> int:
+def _workers(data: DataConfig, corpus: corpora.Corpus, parts: Sequence[Part]) -> int:
     """The number of processes for these parts: data.workers, else one for each core, and none too many."""
-    return min(data.workers or count_cores(), max(1, len(parts)))
+    wanted = len(parts) if corpus.max_tokens is None else 1 + corpus.max_tokens // FILE_TOKENS
+    return min(data.workers or min(count_cores(), wanted), max(1, len(parts)))
 
 
 def _equal_at_the_start(a: Tokens, b: Tokens) -> int:
@@ -298,12 +300,12 @@ def _tokenise(corpus: corpora.Corpus, data: DataConfig, target: Path) -> None:
     with _removed_if_refused(unfinished), data_errors(unfinished):
         folder.mkdir(parents=True, exist_ok=True)
         _keep_tokenizer(data.tokenizer, unfinished, lambda: _characters(corpus, data))
-        encoder = Encoder(data.tokenizer, unfinished, data.text_column)
+        encoder = Encoder(data.tokenizer, unfinished, data.text_column, corpus.max_tokens)
         parts = _parts(corpus, encoder)
         about = {"corpus": corpus.name, "tokenizer": data.tokenizer}
         n_vocab, documents = load_tokenizer(data.tokenizer, unfinished).n_vocab, 0
         with ShardWriter(unfinished, n_vocab, about) as writer, _progress(corpus) as progress:
-            for ids, begun in tokenise(parts, encoder, folder, _workers(data, parts), progress.part(parts)):
+            for ids, begun in tokenise(parts, encoder, folder, _workers(data, corpus, parts), progress.part(parts)):
                 writer.append(ids)
                 documents += begun
             writer.about["documents"] = documents
@@ -343,7 +345,7 @@ def _keep_tokenizer(tokenizer: str, directory: Path, find_characters: Callable[[
 def _characters(corpus: corpora.Corpus, data: DataConfig) -> str:
     """The distinct characters of a corpus. Raises `DataError` if there are none."""
     parts = corpora.parts(corpus, CharTokenizer.cut_before, PART_BYTES)
-    found = characters(parts, data.text_column, _workers(data, parts))
+    found = characters(parts, data.text_column, _workers(data, corpus, parts))
     if not found:
         raise no_text(corpus.name)
     return found

@@ -42,13 +42,15 @@ class Encoder:
     tokenizer: str  # data.tokenizer
     directory: Path  # with tokenizer.json, if the tokenizer needs one
     column: str  # data.text_column
+    max_tokens: int | None  # that are wanted of all parts; None: all
 
 
 def tokenise(
     parts: Sequence[Part], encoder: Encoder, folder: Path, workers: int, advance: Callable[[int, int], None]
 ) -> Iterator[tuple[Tokens, int]]:
-    """Yield the ids of all parts in their order, with the end of a text between documents, while later parts are
-    tokenised. With the first ids of a part comes the number of documents that begin in it, with others 0.
+    """Yield the ids of the parts in their order, with the end of a text between documents, while later parts are
+    tokenised. With the first ids of a part comes the number of documents that begin in it, with others 0. The part with
+    which `encoder.max_tokens` are reached is the last one.
 
     Each part has a file in `folder`; those that are there already are not tokenised again. `advance` is called with the
     number and the tokens of each part whose ids have been yielded. Raises `DataError`.
@@ -56,7 +58,7 @@ def tokenise(
     tokenizer = load_tokenizer(encoder.tokenizer, encoder.directory)
     dtype = np.dtype(id_dtype(tokenizer.n_vocab))
     unneeded = tokenizer.eot_token is not None  # the end of a text before the first document
-    files = _files(folder, parts)
+    files, yielded = _files(folder, parts), 0
     with _mapping(workers) as run:
         for number, _ in enumerate(run(_tokenise_part, parts, repeat(encoder), files)):
             with files[number].open("rb") as file:
@@ -64,7 +66,11 @@ def tokenise(
                 while len(ids := np.fromfile(file, dtype, READ_IDS)):
                     yield ids[1:] if unneeded else ids, begun
                     unneeded, begun = False, 0
-                advance(number, (file.tell() - _HEAD.size) // dtype.itemsize)
+                tokens = (file.tell() - _HEAD.size) // dtype.itemsize
+                advance(number, tokens)
+            yielded += tokens
+            if encoder.max_tokens is not None and yielded > encoder.max_tokens:
+                return
 
 
 def characters(parts: Sequence[Part], column: str, workers: int) -> str:
@@ -104,14 +110,18 @@ def _tokenise_part(part: Part, encoder: Encoder, target: Path) -> None:
     tokenizer = load_tokenizer(encoder.tokenizer, encoder.directory)
     end = [] if tokenizer.eot_token is None else [tokenizer.eot_token]
     between = np.array(end, id_dtype(tokenizer.n_vocab)).tobytes()
-    begun = 0
+    texts = ((span.path, *found) for span in part for found in documents(span, tokenizer.cut_before, encoder.column))
+    begun = tokens = 0
     with data_errors(target), atomic(target, "wb") as file:
         file.write(_HEAD.pack(0))
-        for span in part:
-            for text, first in documents(span, tokenizer.cut_before, encoder.column):
-                begun += first
-                file.write(between if first else b"")
-                file.write(_ids(tokenizer, text, span.path).tobytes())
+        for path, text, first in texts:
+            ids = _ids(tokenizer, text, path)
+            file.write(between if first else b"")
+            file.write(ids.tobytes())
+            begun += first
+            tokens += len(ids) + first * len(end)
+            if encoder.max_tokens is not None and tokens > encoder.max_tokens:
+                break
         file.seek(0)
         file.write(_HEAD.pack(begun))
 

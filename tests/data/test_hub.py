@@ -27,7 +27,7 @@ def server(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], int]]:
         path = tmp_path / f"root/data/train-{number:05d}-of-00003.parquet"
         pyarrow.parquet.write_table(table, path)
     script = Path(__file__).parents[1] / "hub_server.py"
-    command = [sys.executable, str(script), str(tmp_path / "root")]
+    command = [sys.executable, str(script), str(tmp_path / "root"), str(tmp_path / "asked")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         yield process, int(process.stdout.readline())
@@ -53,6 +53,23 @@ def test_a_data_set_is_streamed_once(server: tuple[subprocess.Popen[str], int], 
     server[0].wait()
     again = prepare("data.path=owner/name")
     assert (again.returncode, again.stdout, again.stderr) == (0, first.stdout, "")
+
+
+@pytest.mark.parametrize(("most", "texts"), [(50, 8), (200, 40)])
+def test_no_more_files_are_read_than_max_tokens_needs(prepare: Prepare, tmp_path: Path, most: int, texts: int) -> None:
+    """Of three files with 140 tokens each. Of the last one that is needed, no more than these tokens."""
+    expected = [i for text in TEXTS[:texts] for i in (END_OF_TEXT, *ids_of(text))][1:]
+    for workers in (1, 2):
+        given = ["data.path=owner/name", f"data.max_tokens={most}", "data.val_tokens=0", "batch.seq_len=8"]
+        done = prepare(*given, f"data.workers={workers}", f"data.cache_dir={workers}", "--verify")
+        assert done.returncode == 0, done.stderr
+        assert stream_of(tmp_path / done.stdout.strip()) == expected
+        assert f"{texts} documents, {len(expected)} tokens" in done.stderr
+        if workers == 1:
+            read = {path.rpartition("/")[2] for path in (tmp_path / "asked").read_text().splitlines()}
+            assert {f"train-0000{n}-of-00003.parquet" for n in range(3) if texts > 20 * n} == {
+                name for name in read if name.endswith(".parquet")
+            }
 
 
 @pytest.mark.parametrize(
