@@ -26,7 +26,7 @@ HUB_MODELS = {
     "gpt2-large": "openai-community/gpt2-large",
     "gpt2-xl": "openai-community/gpt2-xl",
 }
-_REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w.-]+)?")
+_REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
 
 Groups = dict[str, dict[str, Path]]  # group -> option -> its file
 
@@ -119,8 +119,8 @@ def is_hub_model(name: str) -> bool:
 
 
 def is_hub_name(value: Any) -> bool:
-    """Whether `value` is OWNER/NAME, as data sets of the hub are named."""
-    return isinstance(value, str) and "@" not in value and _REPOSITORY.fullmatch(value) is not None
+    """Whether `value` is OWNER/NAME or OWNER/NAME@REVISION, as data sets of the hub are named."""
+    return isinstance(value, str) and _REPOSITORY.fullmatch(value) is not None
 
 
 def is_path_list(value: Any) -> bool:

@@ -176,8 +176,8 @@ class DataConfig:
     """Corpus, tokenizer, order and validation set."""
 
     name: str = _choice("stdlib", "shakespeare", "text", "hf", "tokens")  # corpus
-    path: Any = None  # of data=text: a file, a glob or a list of them; of data=hf: a data set of the hub, OWNER/NAME;
-    # of data=tokens: a folder, a file, a glob or a list of them
+    path: Any = None  # of data=text: a file, a glob or a list of them; of data=hf: a data set of the hub, OWNER/NAME
+    # or OWNER/NAME@REVISION; of data=tokens: a folder, a file, a glob or a list of them
     format: str | None = _choice_or_null("raw16", "raw32", "llmc", "npy", "megatron")  # of data=tokens: of its files;
     # null: found by their content and names
     subset: str | None = None  # of data=hf: the data set's configuration; null: its default

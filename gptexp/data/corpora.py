@@ -65,7 +65,7 @@ class HubCorpus:
         return hashlib.sha256(f"{self.repo}\0{self.subset}\0{self.split}{wanted}".encode()).hexdigest()[:16]
 
     def spans(self, cut_before: str, part_bytes: int) -> Iterator[HubFile]:
-        if Path(self.repo).exists():
+        if Path(self.repo.partition("@")[0]).exists():
             raise DataError(
                 f"data.path={self.repo}: is a path here as well, which would be read in its place; start in another "
                 "folder, or use data=text data.path=FILES to read it"

@@ -1,4 +1,7 @@
-"""Data sets of the Hugging Face hub, streamed by the package datasets. No other file imports it."""
+"""Data sets of the Hugging Face hub, streamed by the package datasets. No other file imports it.
+
+`repo` is OWNER/NAME or OWNER/NAME@REVISION: a branch, a tag or a commit.
+"""
 
 import logging
 from collections.abc import Iterator
@@ -36,8 +39,9 @@ def _streamed(repo: str, subset: str | None, split: str) -> Any:
         logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it prints two lines for each of five attempts
     except ImportError:
         raise ConfigError(f"data.path={repo}: needs the package datasets; run: pip install 'gptexp[hf]'") from None
+    name, _, revision = repo.partition("@")
     try:
-        return load_dataset(repo, subset, split=split, streaming=True)
+        return load_dataset(name, subset, split=split, revision=revision or None, streaming=True)
     except Exception as error:  # also `ValueError` for a wrong subset or split, which names the right ones
         raise UnavailableError(_problem(repo, first_line(error))) from None
 

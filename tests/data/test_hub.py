@@ -1,10 +1,12 @@
 """Data sets of the hub, from a stand-in for its server: real processes, the real package datasets."""
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from urllib.parse import quote, unquote
 
 import pytest
 from texts import ids_of, stream_of
@@ -53,6 +55,20 @@ def test_a_data_set_is_streamed_once(server: tuple[subprocess.Popen[str], int], 
     server[0].wait()
     again = prepare("data.path=owner/name")
     assert (again.returncode, again.stdout, again.stderr) == (0, first.stdout, "")
+
+
+def test_the_revision_is_asked_for_and_has_tokens_of_its_own(prepare: Prepare, tmp_path: Path) -> None:
+    directories = []
+    for revision in ("", "@v1.0", "@refs/pr/1"):
+        done = prepare(f"data.path=owner/name{revision}")
+        assert done.returncode == 0, done.stderr
+        directories.append(done.stdout)
+        asked = (tmp_path / "asked").read_text()
+        (tmp_path / "asked").unlink()
+        revisions = set(re.findall(r"^/api/datasets/owner/name/revision/([^/?\s]+)", asked, re.MULTILINE))
+        assert {unquote(one) for one in revisions} <= {revision[1:] or "main", "0" * 40}
+        assert (quote(revision[1:], safe="") in revisions) == bool(revision)
+    assert len({*directories}) == 3
 
 
 @pytest.mark.parametrize(("most", "texts"), [(50, 8), (200, 40)])
