@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from filelock import FileLock
 
-from gptexp.config.paths import is_file, path_list, user_cache_dir
+from gptexp.config.paths import is_file, path_list, user_cache_dir, why_not_creatable
 from gptexp.config.schema import DataConfig
 from gptexp.config.vocabulary import CHARS, NAMES, VOCAB_SIZES
 from gptexp.data import corpora, token_files
@@ -235,9 +235,11 @@ def _compare(corpus: corpora.Corpus, data: DataConfig) -> None:
     stream, done = TokenStream(target), 0
     encoder = Encoder(data.tokenizer, target, data.text_column, corpus.max_tokens)
     parts = _parts(corpus, encoder)
+    is_read_only = why_not_creatable(cache_dir(data)) is not None
+    folders = Path(tempfile.gettempdir()) if is_read_only else cache_dir(data)
     with (
-        data_errors(cache_dir(data)),
-        tempfile.TemporaryDirectory(dir=cache_dir(data), prefix=".compare-") as folder,
+        data_errors(folders),
+        tempfile.TemporaryDirectory(dir=folders, prefix=".gptexp-compare-") as folder,
         _progress(corpus) as progress,
     ):
         for ids, _ in tokenise(parts, encoder, Path(folder), _workers(data, corpus, parts), progress.part(parts)):

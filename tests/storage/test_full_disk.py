@@ -138,6 +138,17 @@ def test_a_run_reads_a_read_only_token_cache_and_compiles_elsewhere(
 
 
 @pytest.mark.e2e
+def test_a_read_only_token_cache_is_compared_with_its_text(
+    start: Start, read_only: dict[str, str], tiny: list[str]
+) -> None:
+    process = start("prepare", *tiny, "--verify", env=read_only, preexec_fn=bound_by_permissions)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert "are those of the text" in err
+    assert not list(Path(read_only["TMPDIR"]).glob(".gptexp*"))
+
+
+@pytest.mark.e2e
 def test_new_tokens_in_a_read_only_cache_are_refused(
     start: Start, read_only: dict[str, str], tiny: list[str], tmp_path: Path
 ) -> None:
