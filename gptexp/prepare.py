@@ -6,7 +6,8 @@ import sys
 from gptexp.command import from_init
 from gptexp.config.compose import compose
 from gptexp.config.describe import answer_help
-from gptexp.data import prepare as data
+from gptexp.data.comparison import compare
+from gptexp.data.prepare import prepare
 from gptexp.process.terminal import run_verb
 
 
@@ -23,11 +24,11 @@ def main(argv: list[str] | None = None) -> None:
 
     from_init.register()
     config = compose(args.overrides, args.config_dir, args.config_name).data
-    for directory in data.prepare(config):
+    for directory in prepare(config):
         if directory is not None:
             print(directory)
     if args.verify:
-        data.compare(config)
+        compare(config)
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ FENCES = {
     "lm_eval": {"run/harness.py"},
     "argparse": {TOP, "command/hydra_main.py", "command/completion.py"},
     "rich": {
-        "data/prepare.py", "loggers/console.py", "reporting/terminal_table.py",
+        "data/progress.py", "loggers/console.py", "reporting/terminal_table.py",
         "reporting/write.py", "run/benchmark.py",
     },
     "scipy": {"reporting"},

@@ -20,10 +20,10 @@ from gptexp.config.rules import noise_half_life, why_unmeasured
 from gptexp.config.run_plan import plan_run
 from gptexp.config.schema import HELLASWAG, Config
 from gptexp.config.vocabulary import with_vocab_size
+from gptexp.data.cache import downloads_dir
 from gptexp.data.downloads import downloaded
 from gptexp.data.hellaswag import VALIDATION, Example, read_examples
 from gptexp.data.loader import Dataset, build_dataset, val_bytes_per_token
-from gptexp.data.prepare import downloads_dir
 from gptexp.data.tokenizer import load_tokenizer
 from gptexp.distributed.group import agree, barrier, connect, destroy_process_group, gather, init_process_group
 from gptexp.distributed.ranks import Rank, ending_rank, launcher_rank

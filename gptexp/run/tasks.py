@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from gptexp.config.schema import HELLASWAG, DataConfig
+from gptexp.data.cache import downloads_dir
 from gptexp.data.downloads import downloaded
 from gptexp.data.hellaswag import VALIDATION, read_examples
-from gptexp.data.prepare import downloads_dir
 from gptexp.data.tokenizer import Tokenizer
 from gptexp.distributed.ranks import Rank
 from gptexp.machine.device import pick_device

@@ -13,9 +13,10 @@ from texts import ids_of, stream_of
 from gptexp.config.compose import compose
 from gptexp.config.schema import DataConfig
 from gptexp.data import prepare as preparation
+from gptexp.data.comparison import compare
 from gptexp.data.loader import build_dataset
 from gptexp.data.mix import shares_of
-from gptexp.data.prepare import compare, prepare, prepared_dir
+from gptexp.data.prepare import prepare, prepared_dir
 from gptexp.data.stream import TokenStream
 from gptexp.process.errors import ConfigError, DataError
 

@@ -17,7 +17,8 @@ from texts import ids_of, stream_of, text_config
 
 from gptexp.config.schema import DataConfig
 from gptexp.data import prepare as preparation
-from gptexp.data.prepare import compare, prepare
+from gptexp.data.comparison import compare
+from gptexp.data.prepare import prepare
 from gptexp.data.shards import ShardWriter, Tokens
 from gptexp.process.errors import DataError
 

@@ -1,0 +1,74 @@
+"""The cache of tokens: its directories, made once by one process, and what stays of those that are not complete."""
+
+import hashlib
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from filelock import FileLock
+
+from gptexp.config.paths import is_file, user_cache_dir
+from gptexp.config.schema import DataConfig
+from gptexp.config.vocabulary import CHARS, NAMES
+from gptexp.data.characters import CharTokenizer
+from gptexp.data.shards import MANIFEST, data_errors
+from gptexp.process.errors import DataError, UnavailableError, UserError
+from gptexp.storage.run_dir import TOKENIZER
+
+
+def cache_dir(data: DataConfig) -> Path:
+    """The directory of token files: data.cache_dir, else $GPTEXP_CACHE, else the user's cache directory."""
+    return Path(data.cache_dir or os.environ.get("GPTEXP_CACHE") or user_cache_dir())
+
+
+def downloads_dir(data: DataConfig) -> Path:
+    """The directory of downloaded corpora."""
+    return cache_dir(data) / "downloads"
+
+
+def label(tokenizer: str) -> str:
+    """The tokenizer in the name of a directory: a file is known by its content."""
+    if tokenizer in NAMES:
+        return tokenizer
+    with data_errors(Path(tokenizer)):
+        return hashlib.sha256(Path(tokenizer).read_bytes()).hexdigest()[:16]
+
+
+def build_once(target: Path, build: Callable[[], None]) -> None:
+    """Call `build`, which makes the directory `target`, unless it is complete. Other processes wait for one."""
+    if not is_file(target / MANIFEST):
+        with lock(target.with_name(f"{target.name}.lock")), data_errors(target):
+            if not is_file(target / MANIFEST):
+                build()
+
+
+def lock(path: Path) -> FileLock:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    except OSError as error:
+        raise DataError(f"data.cache_dir={path.parent}: cannot be written ({error.strerror}); choose another") from None
+    return FileLock(path)
+
+
+@contextmanager
+def removed_if_refused(unfinished: Path) -> Iterator[None]:
+    """Remove the directory `unfinished` if the body refuses the input. Else complete parts stay for the next start."""
+    try:
+        yield
+    except UserError as error:
+        refused = isinstance(error, DataError) and not isinstance(error, UnavailableError)
+        if refused or not list(unfinished.glob("parts/part-*")):
+            shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+
+
+def write_tokenizer(tokenizer: str, directory: Path, find_characters: Callable[[], str]) -> None:
+    """Write tokenizer.json into `directory`, for a tokenizer that needs one."""
+    path = directory / TOKENIZER
+    if tokenizer == CHARS and not path.exists():
+        CharTokenizer(find_characters()).save(path)
+    elif tokenizer not in NAMES:
+        shutil.copyfile(tokenizer, path)  # again at each start, as a preparation may be killed here
