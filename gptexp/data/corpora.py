@@ -17,6 +17,7 @@ from gptexp.data import hub
 from gptexp.data.documents import Compression, HubFile, Kind, Part, Span, kind_of, next_cut, row_group_bytes
 from gptexp.data.downloads import Download, downloaded
 from gptexp.process.errors import DataError
+from gptexp.process.words import counted
 
 SHAKESPEARE = Download(
     "tiny Shakespeare",
@@ -35,6 +36,10 @@ class Corpus(Protocol):
     @property
     def name(self) -> str:
         """Of the kind of corpus."""
+
+    @property
+    def place(self) -> str:
+        """Where it is, in a message."""
 
     @property
     def key(self) -> str:
@@ -60,6 +65,10 @@ class HubCorpus:
     name: str = "hf"
 
     @property
+    def place(self) -> str:
+        return self.repo
+
+    @property
     def key(self) -> str:
         wanted = "" if self.max_tokens is None else f"\0{self.max_tokens}"
         return hashlib.sha256(f"{self.repo}\0{self.subset}\0{self.split}{wanted}".encode()).hexdigest()[:16]
@@ -81,6 +90,11 @@ class Files:
     name: str
     files: list[Path]
     max_tokens: None = None
+
+    @property
+    def place(self) -> str:
+        others = len(self.files) - 1
+        return f"{self.files[0]} and {counted(others, 'other file')}" if others else str(self.files[0])
 
     @property
     def key(self) -> str:

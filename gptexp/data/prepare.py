@@ -18,11 +18,12 @@ from gptexp.data.characters import CharTokenizer
 from gptexp.data.documents import Part
 from gptexp.data.mix import mix_dir, write_mix
 from gptexp.data.progress import progress
-from gptexp.data.shards import MANIFEST, ShardWriter, Tokens, data_errors, no_text
+from gptexp.data.shards import MANIFEST, ShardWriter, Tokens, data_errors
 from gptexp.data.stream import TokenStream, mark_verified, read_manifest, verify
 from gptexp.data.tokenise import Encoder, characters, tokenise
 from gptexp.data.tokenizer import load_tokenizer
 from gptexp.distributed.ranks import count_cores
+from gptexp.process.errors import DataError
 from gptexp.process.words import counted
 from gptexp.storage.run_dir import TOKENIZER
 
@@ -169,6 +170,8 @@ def _tokenise(corpus: corpora.Corpus, data: DataConfig, target: Path) -> None:
             for ids, begun in tokens_of(corpus, data, unfinished, folder):
                 writer.append(ids)
                 documents += begun
+            if not writer.tokens:
+                raise _no_text(corpus)
             writer.about["documents"] = documents
         shutil.rmtree(folder)
     shutil.rmtree(target, ignore_errors=True)  # incomplete: it has no manifest
@@ -182,10 +185,14 @@ def _tokenise(corpus: corpora.Corpus, data: DataConfig, target: Path) -> None:
     )
 
 
+def _no_text(corpus: corpora.Corpus) -> DataError:
+    return DataError(f"{corpus.place}: contains no text; give files that are not empty")
+
+
 def _characters(corpus: corpora.Corpus, data: DataConfig) -> str:
     """The distinct characters of a corpus. Raises `DataError` if there are none."""
     parts = corpora.parts(corpus, CharTokenizer.cut_before, PART_BYTES)
     found = characters(parts, data.text_column, _workers(data, corpus, parts))
     if not found:
-        raise no_text(corpus.name)
+        raise _no_text(corpus)
     return found

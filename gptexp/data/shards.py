@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gptexp.process.errors import DataError, UnavailableError
+from gptexp.process.errors import UnavailableError
 
 MANIFEST = "manifest.json"
 MAGIC = b"gptexp\r\n"  # a transfer in text mode changes the line end
@@ -49,10 +49,6 @@ def data_errors(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise UnavailableError(f"{path}: {error.strerror or error}; no tokens were saved") from None
-
-
-def no_text(corpus: str) -> DataError:
-    return DataError(f"{corpus}: contains no text; give files that are not empty")
 
 
 class ShardWriter:
@@ -111,8 +107,6 @@ class ShardWriter:
             if self._file is not None:
                 self._file.close()
             return
-        if not self.tokens:
-            raise no_text(str(self.about.get("corpus", "corpus")))
         self._finish()
         manifest = {**self.about, "version": VERSIONS[self._dtype.itemsize], "tokens": self.tokens,
                     "max_id": self._max_id, "shards": self.shards}  # fmt: skip

@@ -35,9 +35,14 @@ def test_end_of_text_separates_several_files_and_is_not_added_to_one(tmp_path: P
 
 
 def test_no_text_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "empty").write_text("")
-    with pytest.raises(DataError, match="contains no text"):
-        prepare(text_config(tmp_path / "empty"))
+    files = [tmp_path / name for name in ("empty", "b", "c")]
+    for file in files:
+        file.write_text("")
+    for tokenizer in ("gpt2", "chars"):
+        with pytest.raises(DataError, match=f"^{files[0]}: contains no text; give files that are not empty$"):
+            prepare(text_config(files[0], tokenizer=tokenizer))
+        with pytest.raises(DataError, match=f"^{files[0]} and 2 other files: contains no text"):
+            prepare(text_config(*files, tokenizer=tokenizer))
 
 
 def test_a_changed_file_is_tokenised_again(tmp_path: Path) -> None:

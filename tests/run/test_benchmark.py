@@ -99,7 +99,7 @@ def test_a_real_run_is_measured_and_leaves_no_checkpoint(gptexp: Gptexp, tiny: l
         (["huge"], 2, "huge: no such workload"),
         (["nano", "--out", "full"], 2, "not an empty directory; give a new one"),
         (["nano", "model.n_head=3"], 2, "model.n_embd=32: not divisible by model.n_head=3"),
-        (["nano", "data=text", "data.path=empty.txt"], 3, "text: contains no text"),
+        (["nano", "data=text", "data.path=empty.txt"], 3, "empty.txt: contains no text"),
     ],
 )
 def test_an_invalid_workload_or_option_is_refused(
