@@ -14,7 +14,10 @@ from pathlib import Path
 from typing import Any
 
 COMMIT = "0" * 40
-NAMES = ("owner/name", "openai-community/gpt2")
+NAMES = (
+    "owner/name", "openai-community/gpt2", "roneneldan/TinyStories", "Skylion007/openwebtext",
+    "HuggingFaceFW/fineweb-edu",
+)  # fmt: skip
 API = re.compile(rf"/api/(?:datasets|models)/({'|'.join(NAMES)})(/tree/)?")
 FILES = re.compile(rf"/(?:datasets/)?(?:{'|'.join(NAMES)})/resolve/[^/]+/(.+)")
 

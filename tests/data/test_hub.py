@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from urllib.parse import quote, unquote
@@ -18,16 +19,26 @@ pytestmark = pytest.mark.e2e
 TEXTS = [f"document {number}, of some length" for number in range(60)]
 END_OF_TEXT = 50256
 
+Start = Callable[..., subprocess.Popen[str]]
 Prepare = Callable[..., subprocess.CompletedProcess[str]]
+
+SUBSETS = """\
+---
+configs:
+- config_name: default
+  data_files: [{split: train, path: data/*}]
+- config_name: sample-10BT
+  data_files: [{split: train, path: sample/*}]
+---
+"""
 
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], int]]:
     (tmp_path / "root/data").mkdir(parents=True)
     for number in range(3):
-        table = pyarrow.table({"text": TEXTS[number * 20 : number * 20 + 20]})
         path = tmp_path / f"root/data/train-{number:05d}-of-00003.parquet"
-        pyarrow.parquet.write_table(table, path)
+        write_rows(path, TEXTS[number * 20 : number * 20 + 20])
     script = Path(__file__).parents[1] / "hub_server.py"
     command = [sys.executable, str(script), str(tmp_path / "root"), str(tmp_path / "asked")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
@@ -37,12 +48,24 @@ def server(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], int]]:
 
 
 @pytest.fixture
-def prepare(server: tuple[subprocess.Popen[str], int], tmp_path: Path) -> Prepare:
-    def run(*given: str) -> subprocess.CompletedProcess[str]:
+def start_preparation(server: tuple[subprocess.Popen[str], int], tmp_path: Path) -> Start:
+    def begin(*given: str, data: str = "hf") -> subprocess.Popen[str]:
         env = {**os.environ, "HF_ENDPOINT": f"http://127.0.0.1:{server[1]}", "HF_HOME": str(tmp_path / "home"),
                "GPTEXP_CACHE": str(tmp_path / "cache")}  # fmt: skip
-        command = [sys.executable, "-m", "gptexp", "prepare", "data=hf", "data.tokenizer=gpt2", *given]
-        return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False)
+        command = [sys.executable, "-m", "gptexp", "prepare", f"data={data}", "data.tokenizer=gpt2", *given]
+        return subprocess.Popen(
+            command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+
+    return begin
+
+
+@pytest.fixture
+def prepare(start_preparation: Start) -> Prepare:
+    def run(*given: str, data: str = "hf") -> subprocess.CompletedProcess[str]:
+        process = start_preparation(*given, data=data)
+        out, err = process.communicate(timeout=120)
+        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
     return run
 
@@ -55,6 +78,68 @@ def test_a_data_set_is_streamed_once(server: tuple[subprocess.Popen[str], int], 
     server[0].wait()
     again = prepare("data.path=owner/name")
     assert (again.returncode, again.stdout, again.stderr) == (0, first.stdout, "")
+
+
+def write_rows(path: Path, texts: list[str]) -> None:
+    path.parent.mkdir(exist_ok=True)
+    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), path)
+
+
+@pytest.mark.parametrize(
+    ("data", "repository", "folder"),
+    [
+        ("tinystories", "roneneldan/TinyStories", "data"),
+        ("openwebtext", "Skylion007/openwebtext", "data"),
+        ("fineweb_edu", "HuggingFaceFW/fineweb-edu", "sample"),
+    ],
+)
+def test_a_named_data_set_is_the_training_split_of_its_repository(
+    prepare: Prepare, tmp_path: Path, data: str, repository: str, folder: str
+) -> None:
+    """Not the validation split, and of fineweb_edu the subset sample-10BT."""
+    if data == "fineweb_edu":
+        write_rows(tmp_path / "root/sample/000_00000.parquet", TEXTS[:2])
+        (tmp_path / "root/README.md").write_text(SUBSETS)
+    else:
+        write_rows(tmp_path / "root/data/validation-00000-of-00001.parquet", ["held out"])
+    done = prepare(data=data)
+    assert done.returncode == 0, done.stderr
+    texts = TEXTS[:2] if folder == "sample" else TEXTS
+    assert stream_of(Path(done.stdout.strip())) == [i for text in texts for i in (END_OF_TEXT, *ids_of(text))][1:]
+    asked = (tmp_path / "asked").read_text().splitlines()
+    assert {"/".join(path.split("/")[3:5]) for path in asked if path.startswith("/api/datasets/")} == {repository}
+    read = [path for path in asked if path.endswith(".parquet")]
+    assert read
+    assert all(path.startswith(f"/datasets/{repository}/resolve/{'0' * 40}/{folder}/") for path in read)
+
+
+def test_a_killed_preparation_goes_on_with_the_next_file(start_preparation: Start, tmp_path: Path) -> None:
+    """Killed after its first and after its third file of six."""
+    (tmp_path / "root/data").rename(tmp_path / "small")
+    texts = [f"{text} {number} " + "of many words " * 100 for number, text in enumerate(TEXTS * 50)]
+    for number in range(6):
+        path = tmp_path / f"root/data/train-{number:05d}-of-00006.parquet"
+        write_rows(path, texts[number * 500 : (number + 1) * 500])
+    given = ["data.path=owner/name", "data.workers=1"]
+
+    def complete() -> dict[Path, int]:
+        return {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").glob("*.tmp/parts/part-*.ids")}
+
+    before: dict[Path, int] = {}
+    for files in (1, 3):
+        process = start_preparation(*given)
+        while len(complete()) < files:
+            assert process.poll() is None, process.communicate()[1]
+            time.sleep(0.002)
+        process.kill()
+        process.communicate(timeout=30)
+        assert before.items() <= complete().items()
+        before = complete()
+        assert len(before) < 6
+    process = start_preparation(*given)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert stream_of(Path(out.strip())) == [i for text in texts for i in (END_OF_TEXT, *ids_of(text))][1:]
 
 
 def test_the_revision_is_asked_for_and_has_tokens_of_its_own(prepare: Prepare, tmp_path: Path) -> None:
