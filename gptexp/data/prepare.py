@@ -22,6 +22,7 @@ from gptexp.data.shards import MANIFEST, ShardWriter, Tokens, data_errors
 from gptexp.data.stream import TokenStream, mark_verified, read_manifest, verify
 from gptexp.data.tokenise import Encoder, characters, tokenise
 from gptexp.data.tokenizer import load_tokenizer
+from gptexp.data.tokenizer_file import END_OF_TEXT, FileTokenizer
 from gptexp.distributed.ranks import count_cores
 from gptexp.process.errors import DataError
 from gptexp.process.words import counted
@@ -165,8 +166,8 @@ def _tokenise(corpus: corpora.Corpus, data: DataConfig, target: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         write_tokenizer(data.tokenizer, unfinished, lambda: _characters(corpus, data))
         about = {"corpus": corpus.name, "tokenizer": data.tokenizer}
-        n_vocab, documents = load_tokenizer(data.tokenizer, unfinished).n_vocab, 0
-        with ShardWriter(unfinished, n_vocab, about) as writer:
+        tokenizer, documents = load_tokenizer(data.tokenizer, unfinished), 0
+        with ShardWriter(unfinished, tokenizer.n_vocab, about) as writer:
             for ids, begun in tokens_of(corpus, data, unfinished, folder):
                 writer.append(ids)
                 documents += begun
@@ -183,6 +184,11 @@ def _tokenise(corpus: corpora.Corpus, data: DataConfig, target: Path) -> None:
         f"{seconds:.1f} s; saved in {target}",
         file=sys.stderr,
     )
+    if isinstance(tokenizer, FileTokenizer) and tokenizer.eot_token is None and documents > 1:
+        names = " or ".join(END_OF_TEXT)
+        print(
+            f"{data.tokenizer}: has no token {names}, so documents follow one another without an end", file=sys.stderr
+        )
 
 
 def _no_text(corpus: corpora.Corpus) -> DataError:

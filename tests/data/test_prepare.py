@@ -34,6 +34,31 @@ def test_end_of_text_separates_several_files_and_is_not_added_to_one(tmp_path: P
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("name", ["<eos>", "</s>", "[END]"])
+def test_a_tokenizer_without_a_known_end_of_text_is_named(
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    words = ["one", "two", name]
+    vocabulary = {word: id for id, word in enumerate(words)}
+    library = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="one"))
+    library.add_special_tokens([name])
+    library.save(str(tmp_path / "own.json"))
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
+    (tmp_path / "one.txt").write_text("two")
+    own = str(tmp_path / "own.json")
+    prepare(text_config(tmp_path / "one.txt", tokenizer=own))
+    assert len(capsys.readouterr().err.splitlines()) == 1
+    directory, _ = prepare(text_config(tmp_path / "a.jsonl", tokenizer=own))
+    line = (
+        f"{own}: has no token <|endoftext|> or <|end_of_text|> or </s> or <eos>, so documents follow one another "
+        "without an end"
+    )
+    unknown = name == "[END]"
+    assert stream_of(directory) == ([0, 1] if unknown else [0, 2, 1])
+    assert capsys.readouterr().err.splitlines()[1:] == ([line] if unknown else [])
+
+
 def test_no_text_is_an_error(tmp_path: Path) -> None:
     files = [tmp_path / name for name in ("empty", "b", "c")]
     for file in files:
