@@ -84,7 +84,7 @@ class ShardWriter:
             if self._file is None:
                 self._file = path.open("w+b")
                 self._file.write(bytes(HEADER.size))
-            self._file.write(ids.astype(self._dtype).tobytes())
+            self._file.write(np.ascontiguousarray(ids, self._dtype).data)
         self.tokens += len(ids)
         self._max_id = max(self._max_id, int(ids.max()))
 

@@ -117,7 +117,7 @@ def _tokenise_part(part: Part, encoder: Encoder, target: Path) -> None:
         for path, text, first in texts:
             ids = _ids(tokenizer, text, path)
             file.write(between if first else b"")
-            file.write(ids.tobytes())
+            file.write(ids.data)
             begun += first
             tokens += len(ids) + first * len(end)
             if encoder.max_tokens is not None and tokens > encoder.max_tokens:
