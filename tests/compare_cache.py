@@ -13,6 +13,7 @@ from collections.abc import Callable
 import torch
 
 from gptexp.config.compose import compose
+from gptexp.config.vocabulary import padded, with_vocab_size
 from gptexp.distributed.ranks import Rank
 from gptexp.machine.device import pick_device
 from gptexp.model.generate import Sampling, generate
@@ -46,7 +47,7 @@ def main() -> None:
     parser.add_argument("--num-samples", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
-    config = compose(args.overrides)
+    config = with_vocab_size(compose(args.overrides), padded(N_VOCAB))
     torch.manual_seed(0)
     device = pick_device(config.train.device, Rank())
     model = GPT(config.model).to(device).eval()
