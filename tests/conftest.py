@@ -253,8 +253,8 @@ def sabotage(tmp_path: Path) -> Callable[[str, str], dict[str, str]]:
 
 
 def events(directory: Path, kind: str) -> list[dict[str, Any]]:
-    """The events of one kind in a run's metrics.jsonl."""
-    lines = (directory / "metrics.jsonl").read_text().splitlines()
+    """The events of one kind in a run's metrics.jsonl; the text after its last newline is still being written."""
+    lines = (directory / "metrics.jsonl").read_text().split("\n")[:-1]
     return [event for event in map(json.loads, lines) if event["event"] == kind]
 
 

@@ -76,7 +76,8 @@ def test_a_real_run_is_measured_and_leaves_no_checkpoint(gptexp: Gptexp, tiny: l
     result = json.loads((tmp_path / "out" / "bench.json").read_text())
     assert result["copy_bytes_per_s"] > 0
     row = result["workloads"]["nano"]
-    assert (row["steps"], row["total_batch_size"], row["effective"]["compile"]) == (20, 128, False)
+    assert row["steps"] >= 20  # the run logs further ones until it is killed
+    assert (row["total_batch_size"], row["effective"]["compile"]) == (128, False)
     low, high = row["step_ms_quartiles"]
     assert low <= row["perf/step_ms"] <= high
     assert row["perf/tokens_per_s"] == pytest.approx(1e3 * 128 / row["perf/step_ms"], rel=0.2)
