@@ -9,7 +9,7 @@ from gptexp.process.words import shown
 
 CONFIG_JSON, GENERATION_CONFIG_JSON = "config.json", "generation_config.json"
 # What a `GPT` is, and transformers can be told to change. A config.json without a key has this value.
-FIXED = {
+_FIXED = {
     "model_type": "gpt2",
     "activation_function": "gelu_new",  # the approximation by tanh
     "layer_norm_epsilon": 1e-5,  # torch's default, which `GPT` uses
@@ -34,7 +34,7 @@ def read_config_json(content: Mapping[str, Any]) -> ModelConfig:
     The size of the vocabulary stays as it is, also 50,257: rows added to a trained wte would have the logit 0, which is
     far above GPT-2's own logits, so that the padding would get most of the probability.
     """
-    for key, expected in FIXED.items():
+    for key, expected in _FIXED.items():
         value = content.get(key, expected)
         if value != expected and not (isinstance(value, str) and _SAME.get(value) == expected):
             raise ConfigError(
@@ -63,7 +63,7 @@ def config_json(model: ModelConfig, n_vocab: int, end_of_text: int | None) -> di
     """The content of config.json for a model whose tokenizer has `n_vocab` ids."""
     sizes = {theirs: getattr(model, key) for key, (theirs, _) in _SIZES.items()}
     return {
-        **FIXED,
+        **_FIXED,
         **sizes,
         "vocab_size": n_vocab,
         "architectures": ["GPT2LMHeadModel"],

@@ -37,8 +37,18 @@ def step_line(event: dict[str, Any]) -> str:
 
 def eval_line(event: dict[str, Any]) -> str:
     in_bytes = f" | bits per byte: {event['val/bpb']:.4f}" if event.get("val/bpb") is not None else ""
-    scored = f" | hellaswag: {event['hellaswag/acc_norm']:.4f}" if "hellaswag/acc_norm" in event else ""
+    scored = "".join(f" | {task}: {value:.4f}" for task, value in _main_scores(event).items())
     return _after(event, f"val loss: {event['val/loss']:.6f} | perplexity: {event['val/ppl']:.2f}{in_bytes}{scored}")
+
+
+def _main_scores(event: dict[str, Any]) -> dict[str, float]:
+    """The figure of each task by which it is best known: acc_norm, else acc, else its first."""
+    figures: dict[str, dict[str, float]] = {}
+    for key, value in event.items():
+        task, _, name = key.rpartition("/")
+        if task not in ("", "val"):
+            figures.setdefault(task, {})[name] = value
+    return {task: of.get("acc_norm", of.get("acc", next(iter(of.values())))) for task, of in figures.items()}
 
 
 def profile_text(event: dict[str, Any]) -> str:

@@ -1,6 +1,5 @@
 """Loads the model of a run from the run directory alone, to sample, to evaluate, or for a notebook."""
 
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -10,7 +9,6 @@ from gptexp.config.batch import count_val_windows
 from gptexp.config.schema import AUTO, Config, result_deciding
 from gptexp.data.loader import build_dataset, val_bytes_per_token
 from gptexp.data.tokenizer import Tokenizer, load_tokenizer
-from gptexp.data.tokenizer_json import gpt2_vocabulary
 from gptexp.distributed.ranks import Rank
 from gptexp.machine.device import pick_device
 from gptexp.machine.effective import Effective, apply, forward_context, load_effective, resolve, step_context
@@ -22,10 +20,10 @@ from gptexp.process.terminal import warn
 from gptexp.process.words import shown
 from gptexp.reporting.best import one_run
 from gptexp.run.first_weights import load_first_weights, refuse_too_few_weights
+from gptexp.run.tokenizers import VOCABULARY, tokenizer_of
 from gptexp.storage import checkpoint, run_dir
 from gptexp.storage.checkpoint import TrainState
 from gptexp.storage.init_from import Source
-from gptexp.storage.reader import read_json
 from gptexp.training.validation import evaluate
 
 
@@ -94,11 +92,13 @@ def load_run(directory: Path | str) -> tuple[GPT, Tokenizer, Config]:
 def load_pretrained(source: Source) -> tuple[GPT, Tokenizer]:
     """Return the model of `source`, in eval mode, and its tokenizer. Raises `ConfigError` or `CheckpointError`."""
     if source.kind == "run":
-        model, tokenizer, _ = load_run(source.path)
-        return model, tokenizer
-    if source.kind == "nanogpt":
-        raise ConfigError(f"{source.given}: a checkpoint of nanoGPT names no tokenizer; give a directory that has one")
-    tokenizer, config = _tokenizer_of(source), source.model()
+        return load_run(source.path)[:2]
+    tokenizer, config = tokenizer_of(source), source.model()
+    if tokenizer is None:
+        raise ConfigError(
+            f"{source.given}: has no {run_dir.TOKENIZER}, and no {VOCABULARY} of GPT-2; give a directory in which "
+            "AutoTokenizer.from_pretrained(…).save_pretrained(…) has saved its tokenizer"
+        )
     if tokenizer.n_vocab > config.resolved_vocab_size:
         raise ConfigError(
             f"{source.given}: its tokenizer has {tokenizer.n_vocab:,} ids, and its weights are for "
@@ -108,21 +108,6 @@ def load_pretrained(source: Source) -> tuple[GPT, Tokenizer]:
     gpt = GPT(config, plain_cross_entropy)
     load_first_weights(source, gpt)
     return gpt.to(_device("auto")).eval(), tokenizer
-
-
-def _tokenizer_of(source: Source) -> Tokenizer:
-    """The tokenizer in a directory of transformers: GPT-2's if its vocab.json is GPT-2's, else tokenizer.json."""
-    vocabulary, whole = source.path / "vocab.json", source.path / run_dir.TOKENIZER
-    if vocabulary.is_file():
-        with suppress(OSError, ValueError):  # then it is not GPT-2's
-            if read_json(vocabulary.resolve()) == gpt2_vocabulary():
-                return load_tokenizer("gpt2")
-    if not whole.is_file():
-        raise ConfigError(
-            f"{source.given}: has no {run_dir.TOKENIZER}, and no {vocabulary.name} of GPT-2; save its tokenizer there "
-            "with AutoTokenizer.from_pretrained(…).save_pretrained(…)"
-        )
-    return load_tokenizer(str(whole))
 
 
 def evaluate_checkpoint(

@@ -67,6 +67,7 @@ from gptexp.run.job import Job
 from gptexp.run.scoring import of_lm_eval
 from gptexp.run.summary import Summary, about, end_line, end_lines, start_event, start_lines
 from gptexp.run.tasks import score_while_training
+from gptexp.run.tokenizers import refuse_other_ids
 from gptexp.run.trial import settle_micro_batch
 from gptexp.storage import checkpoint, init_from, run_dir
 from gptexp.storage.checkpoint import TrainState
@@ -216,14 +217,16 @@ def _decide(job: Job, prepared: Prepared) -> Decision:
     _refuse_changed_data(directory, run_dir.read_summary(directory).get("data_hash"), dataset)
     effective = resolve(cfg, prepared.device, job.rank, load_effective(directory), dataset.n_vocab)
     cfg = with_vocab_size(cfg, effective.vocab_size.value)
+    found = checkpoint.load_latest(checkpoints)
+    # Before the micro-batch is settled: on a GPU that builds the model.
+    source = _first_weights(cfg, dataset) if cfg.init_from and found is None else None
     effective = settle_micro_batch(cfg, effective, prepared.device, job.rank.world_size)
     save_effective(directory, effective)
     run_dir.keep_tokenizer(directory, dataset.directory)
     run_dir.remove_leftovers(directory)
     checkpoint.remove_leftovers(checkpoints)
-    found = checkpoint.load_latest(checkpoints)
     if found is None:
-        return Decision(effective, None, _first_weights(cfg, dataset) if cfg.init_from else None, TrainState())
+        return Decision(effective, None, source, TrainState())
     path, state = found
     _refuse_changed_data(path, checkpoint.data_hash(path), dataset)
     if state.tokens != state.step * cfg.batch.total_batch_size:
@@ -239,7 +242,7 @@ def _first_weights(cfg: Config, dataset: Dataset) -> Source:
     """Find the weights of `init_from`. Raises `ConfigError` or `CheckpointError` if they are for another model."""
     assert cfg.init_from is not None
     source = init_from.of_config(cfg.init_from, weights=True)
-    init_from.check_tokenizer(cfg, source, dataset.directory)
+    refuse_other_ids(source, cfg.data.tokenizer, load_tokenizer(cfg.data.tokenizer, dataset.directory))
     refuse_too_few_weights(source, cfg.model)
     return source
 

@@ -16,6 +16,7 @@ from gptexp.process.signals import PARENT
 from gptexp.process.words import shown
 
 POLL_S = 0.2
+OWN = "gptexp: "  # begins each line of an error of gptexp
 
 
 def of_lm_eval(tasks: Sequence[str]) -> list[str]:
@@ -74,6 +75,6 @@ def _ask(tasks: Sequence[str], more: Sequence[str], is_stopped: Callable[[], boo
         return output
     if process.returncode < 0:
         raise UserError(f"{given}: lm_eval was killed by {signal.Signals(-process.returncode).name}")
-    line = (errors.strip().splitlines() or [f"exit code {process.returncode}"])[-1]
-    told = line.removeprefix("gptexp: ").removeprefix("config error: ")
-    raise UserError(told if told != line else f"{given}: lm_eval failed ({line})")
+    lines = errors.strip().splitlines() or [f"exit code {process.returncode}"]
+    told = [text.removeprefix(OWN) for text in lines if text.startswith(OWN)]  # a package may warn after it
+    raise UserError(told[-1].removeprefix("config error: ") if told else f"{given}: lm_eval failed ({lines[-1]})")

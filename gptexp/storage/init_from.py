@@ -4,7 +4,6 @@ They come from another run, from a directory or a repository of the hub with tra
 of nanoGPT. Here is what can be said before torch is loaded; run/first_weights.py reads the weights.
 """
 
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -12,7 +11,7 @@ from typing import Literal
 from gptexp.config.paths import HUB_MODELS, is_hub_model
 from gptexp.config.schema import AUTO, Config, ModelConfig, fields_of
 from gptexp.config.transformers_json import CONFIG_JSON, checked_model, read_config_json
-from gptexp.config.vocabulary import CHARS, VOCAB_SIZES, padded, padding_multiple
+from gptexp.config.vocabulary import VOCAB_SIZES, padded, padding_multiple
 from gptexp.process.errors import ConfigError, first_line
 from gptexp.process.words import shown
 from gptexp.storage import run_dir
@@ -84,40 +83,23 @@ def check(config: Config, init_from: str) -> None:
         for key, now, was in different
     ]:
         raise ConfigError(lines)
-    if (n_vocab := VOCAB_SIZES.get(config.data.tokenizer)) is not None:
+    if config.model.vocab_size == AUTO and (n_vocab := VOCAB_SIZES.get(config.data.tokenizer)) is not None:
         choose_vocab_size(config, n_vocab)
     check_tokenizer(config, source)
     if source.kind == "run":
         run_dir.require_checkpoint(source.path)
 
 
-def check_tokenizer(config: Config, source: Source, tokens: Path | None = None) -> None:
-    """Raise `ConfigError` if `source` is a run with another tokenizer: its weights would take one id for another.
+def check_tokenizer(config: Config, source: Source) -> None:
+    """Raise `ConfigError` if the names of the tokenizers say that `source` is a run with other ids.
 
-    Characters are known once the text is tokenised: then `tokens` is its directory.
+    Characters and files are compared once the text is tokenised: `run.tokenizers.refuse_other_ids`.
     """
     if source.kind != "run":
         return
-    before = run_dir.load_config(source.path).data.tokenizer
-    was, now = _vocabulary(before, source.path), _vocabulary(config.data.tokenizer, tokens)
-    if None not in (was, now) and was != now:
-        own = source.path / run_dir.TOKENIZER
-        raise ConfigError(
-            f"data.tokenizer={config.data.tokenizer}: {source.given} was trained with another; use "
-            f"data.tokenizer={before if before in VOCAB_SIZES else own}"
-        )
-
-
-def _vocabulary(tokenizer: str, directory: Path | None) -> str | None:
-    """A text that is equal for tokenizers with the same ids; None if it cannot be read."""
-    if tokenizer in VOCAB_SIZES:
-        return _ALIASES.get(tokenizer, tokenizer)
-    files = [] if directory is None else [directory / run_dir.TOKENIZER]
-    files += [] if tokenizer == CHARS else [Path(tokenizer)]
-    for file in files:
-        with suppress(OSError, ValueError):
-            return file.read_text(encoding="utf-8")
-    return None
+    before, now = run_dir.load_config(source.path).data.tokenizer, config.data.tokenizer
+    if {before, now} <= VOCAB_SIZES.keys() and _ALIASES.get(before, before) != _ALIASES.get(now, now):
+        raise ConfigError(f"data.tokenizer={now}: {source.given} was trained with another; use data.tokenizer={before}")
 
 
 def choose_vocab_size(config: Config, n_vocab: int) -> tuple[int, str]:

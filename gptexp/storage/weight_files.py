@@ -13,7 +13,8 @@ from torch import Tensor
 from gptexp.process.errors import CheckpointError, first_line
 from gptexp.storage.checkpoint import read_tensors
 
-# Of transformers, the first that exists counts: one file, or an index that says which file has which weight.
+# Of transformers: one file, or an index that says which file has which weight. The first that exists counts; an index
+# beside one file is left over from an earlier model.
 SAFETENSORS, SAFETENSORS_INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 
@@ -21,26 +22,26 @@ PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 def find_weight_files(directory: Path) -> list[Path]:
     """The files with weights that transformers has saved in `directory`. Raises `CheckpointError` if one is missing."""
     for name, index in ((SAFETENSORS, SAFETENSORS_INDEX), (PICKLED, PICKLED_INDEX)):
-        files = [directory / name]
+        if (directory / name).is_file():
+            return [directory / name]
         if (directory / index).is_file():
-            try:
-                files = [directory / part for part in sorted(set(_weight_map(directory / index).values()))]
-            except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:
-                raise CheckpointError(f"{directory / index}: not an index of weights ({first_line(error)})") from None
-        elif not files[0].is_file():
-            continue
-        for file in files:
-            if not file.is_file():
-                raise CheckpointError(f"{file}: is missing, and {index} names it; copy or download it again")
-        return files
+            return _files_of(directory / index)
     raise CheckpointError(f"{directory}: has no {SAFETENSORS} and no {PICKLED}; give a directory with weights")
 
 
-def _weight_map(index: Path) -> dict[str, str]:
-    names: dict[str, str] = json.loads(index.read_text())["weight_map"]
-    if any(Path(name).name != name for name in names.values()):
-        raise ValueError("it names a file in another directory")
-    return names
+def _files_of(index: Path) -> list[Path]:
+    """The files that an index of weights names. Raises `CheckpointError`."""
+    try:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        if any(Path(name).name != name for name in names):
+            raise ValueError("it names a file in another directory")
+    except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{index}: not an index of weights ({first_line(error)})") from None
+    files = [index.with_name(name) for name in names]
+    for file in files:
+        if not file.is_file():
+            raise CheckpointError(f"{file}: is missing, and {index.name} names it; copy or download it again")
+    return files
 
 
 def read_transformers(directory: Path) -> dict[str, Tensor]:
@@ -71,7 +72,7 @@ def _unpickled(file: Path, device: str) -> Any:
         why = error.strerror or first_line(error)
     except UnpicklingError:
         why = "it is no file of torch.save, or holds more than tensors and plain values, which would run code"
-    except (RuntimeError, ValueError, EOFError, AttributeError, KeyError, TypeError, IndexError):
+    except Exception:  # torch's reader raises many types, some of them of the modules that it uses
         why = "it is damaged, or no file of torch.save"
     raise CheckpointError(f"{file}: cannot be read ({why}); copy or download it again")
 

@@ -313,14 +313,15 @@ class _Loop:
         with self.clock.paused():
             state.val_loss = evaluate(t.gpt, t.dataset, size, t.rank, t.device, t.step.forward_context)
             state.evaluated_tokens = state.tokens
+            finite = math.isfinite(state.val_loss)
             scores: Mapping[str, float] = {}
-            if with_scores and t.examples:
+            if with_scores and finite and t.examples:
                 scores = score(t.gpt, t.examples, t.rank, t.device, t.step.forward_context)
             self.eval_s = time.perf_counter() - started  # without the others, which end early if the run must stop
-            if with_scores:
+            if with_scores and finite:
                 scores = {**t.other_scores(), **scores}
             self.log.evaluation(state.step - 1, state.tokens, state.val_loss, scores)
-        if not math.isfinite(state.val_loss):
+        if not finite:
             raise DivergedError(
                 f"step {state.step}: validation loss {state.val_loss:.6g}: the run diverged; lower optim.lr, or clip "
                 "gradients to a smaller norm"

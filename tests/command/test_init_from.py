@@ -3,10 +3,12 @@
 import json
 import os
 import pickle
+import random
 import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +34,11 @@ X = torch.randint(257, (3, 16), generator=torch.Generator().manual_seed(1))
 STILL = ("optim.lr=1e-30", "optim.weight_decay=0", "data.tokenizer=bytes", "hydra.run.dir=out")
 
 
-def theirs() -> Any:
+def theirs(**changed: int) -> Any:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
-    return GPT2LMHeadModel(GPT2Config(n_positions=16, **SHAPE)).eval()
+    return GPT2LMHeadModel(GPT2Config(n_positions=16, **{**SHAPE, **changed})).eval()
 
 
 @pytest.fixture(scope="session")
@@ -184,6 +186,11 @@ def _changed(file: Path, **weights: torch.Tensor) -> None:
     save_file({**load_file(file), **{name.replace("__", "."): w for name, w in weights.items()}}, file)
 
 
+def _indexed(directory: Path, index: str) -> None:
+    (directory / "model.safetensors").unlink()
+    (directory / "model.safetensors.index.json").write_text(index)
+
+
 @pytest.mark.parametrize(
     ("damage", "line"),
     [
@@ -211,13 +218,10 @@ def _changed(file: Path, **weights: torch.Tensor) -> None:
             lambda d: _changed(d / "model.safetensors", transformer__wpe__weight=torch.zeros(8, 32)),
             "wpe.weight has the shape (8, 32), and the model (16, 32)",
         ),
-        (lambda d: (d / "model.safetensors.index.json").write_text("{}"), "not an index of weights"),
+        (lambda d: _indexed(d, "{}"), "not an index of weights"),
+        (lambda d: _indexed(d, '{"weight_map": {"a": "../b"}}'), "it names a file in another directory"),
         (
-            lambda d: (d / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../b"}}'),
-            "it names a file in another directory",
-        ),
-        (
-            lambda d: (d / "model.safetensors.index.json").write_text('{"weight_map": {"a": "b"}}'),
+            lambda d: _indexed(d, '{"weight_map": {"a": "b"}}'),
             "b: is missing, and model.safetensors.index.json names it",
         ),
     ],
@@ -227,6 +231,14 @@ def test_damaged_weights_are_refused_by_name(mine: Path, damage: Callable[[Path]
     with pytest.raises(CheckpointError) as error:
         loaded(mine)
     assert line in str(error.value)
+
+
+def test_an_index_that_an_earlier_model_has_left_behind_does_not_count(tmp_path: Path) -> None:
+    """transformers removes the earlier files, but not the index of their names."""
+    theirs().save_pretrained(tmp_path, max_shard_size="40KB")
+    theirs().save_pretrained(tmp_path)
+    assert (tmp_path / "model.safetensors.index.json").exists()
+    torch.testing.assert_close(loaded(tmp_path)(X), theirs()(X).logits, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -295,6 +307,37 @@ def test_a_checkpoint_that_was_cut_short_is_refused(tmp_path: Path, keep: int) -
         of_config(str(tmp_path / "ckpt.pt")).model()
 
 
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_changed_byte_in_a_checkpoint_is_never_an_error_of_python(
+    tmp_path: Path, zipped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In both formats of torch.save: it is refused in one line, or it is a byte of a weight."""
+    plain = partial(torch.save, _use_new_zipfile_serialization=zipped)
+    monkeypatch.setattr(torch, "save", plain)
+    nanogpt(tmp_path / "whole.pt")
+    whole, draw, lines = (tmp_path / "whole.pt").read_bytes(), random.Random(5), []
+    structure = (len(whole) - 4000, len(whole)) if zipped else (0, 3000)  # the rest is mostly weights
+    for number in range(150):
+        damaged = bytearray(whole)
+        damaged[draw.randrange(*structure)] ^= 1 << draw.randrange(8)
+        file = tmp_path / f"{number}.pt"
+        file.write_bytes(damaged)
+        if line := _refusal(file):
+            lines.append(line)
+    assert len(lines) > 50
+    assert not any("\n" in line for line in lines)
+
+
+def _refusal(file: Path) -> str | None:
+    """The line with which a checkpoint is refused, if it is."""
+    source = of_config(str(file))
+    try:
+        load_first_weights(source, GPT(source.model()))
+    except (CheckpointError, ConfigError) as error:
+        return str(error)
+    return None
+
+
 def test_a_model_larger_than_its_files_is_refused_before_it_is_built(
     mine: Path, gptexp: Gptexp, tiny: list[str], tmp_path: Path
 ) -> None:
@@ -311,9 +354,11 @@ def test_a_model_larger_than_its_files_is_refused_before_it_is_built(
 
 
 def trained(gptexp: Gptexp, tiny: list[str], corpus: Path, *more: str) -> subprocess.CompletedProcess[str]:
-    """Train a model whose vocabulary is that of its tokenizer."""
-    kept = [text for text in tiny if not text.startswith(("model.vocab_size", "data.tokenizer", "data.path"))]
-    return gptexp("train", *kept, "model.vocab_size=auto", f"data.path={corpus}", *more)
+    """Train a model whose vocabulary is that of its tokenizer, or that of `init_from`."""
+    replaced = ("model.vocab_size", "data.tokenizer", "data.path", *(["model"] if "model=from_init" in more else []))
+    kept = [text for text in tiny if not text.startswith(replaced)]
+    size = [] if "model=from_init" in more else ["model.vocab_size=auto"]
+    return gptexp("train", *kept, *size, f"data.path={corpus}", *more)
 
 
 def test_weights_of_a_run_are_refused_for_other_characters(
@@ -329,12 +374,36 @@ def test_weights_of_a_run_are_refused_for_other_characters(
     for name in ("other", "fewer"):
         refused = trained(gptexp, tiny, tmp_path / f"{name}.txt", *from_first, f"hydra.run.dir={name}")
         assert refused.returncode == 2, refused.stderr
-        assert f"was trained with another; use data.tokenizer={tmp_path / 'first/tokenizer.json'}" in refused.stderr
+        assert "was trained with another, in which id " in refused.stderr
+        assert f"; use data.tokenizer={tmp_path / 'first/tokenizer.json'}" in refused.stderr
     same = trained(gptexp, tiny, corpus, *from_first, "hydra.run.dir=same")
     assert same.returncode == 0, same.stderr
     own = ("data.tokenizer=first/tokenizer.json", "init_from=first", "hydra.run.dir=with-its-own")
     advised = trained(gptexp, tiny, tmp_path / "fewer.txt", *own)
     assert advised.returncode == 0, advised.stderr
+
+
+@pytest.mark.e2e
+def test_weights_of_transformers_are_compared_with_the_tokenizer_beside_them(
+    gptexp: Gptexp, tiny: list[str], corpus: Path, tmp_path: Path
+) -> None:
+    """Ids are compared by the text that they stand for, not the files."""
+    (tmp_path / "fewer.txt").write_text(corpus.read_text().replace("e", "o"))
+    assert trained(gptexp, tiny, corpus, "data.tokenizer=chars", "hydra.run.dir=first").returncode == 0
+    assert gptexp("export", "first", "exported").returncode == 0
+    theirs = tmp_path / "exported/tokenizer.json"
+    from_theirs = ("model=from_init", "init_from=exported")
+    refused = trained(gptexp, tiny, tmp_path / "fewer.txt", *from_theirs, "data.tokenizer=chars", "hydra.run.dir=a")
+    assert refused.returncode == 2, refused.stderr
+    assert f"use data.tokenizer={theirs}" in refused.stderr
+    for name, source in (("b", from_theirs), ("c", ("model=from_init", "init_from=first"))):
+        same = trained(gptexp, tiny, corpus, *source, f"data.tokenizer={theirs}", f"hydra.run.dir={name}")
+        assert same.returncode == 0, same.stderr
+        assert "not compared" not in same.stderr
+    theirs.write_text("{")
+    damaged = trained(gptexp, tiny, corpus, *from_theirs, "data.tokenizer=chars", "hydra.run.dir=d")
+    assert damaged.returncode == 0, damaged.stderr
+    assert "exported: its tokenizer is not compared with data.tokenizer=chars (" in damaged.stderr
 
 
 @pytest.mark.parametrize(
@@ -373,6 +442,18 @@ def test_a_vocabulary_far_larger_than_the_tokenizers_must_be_asked_for(mine: Pat
         else:
             with pytest.raises(ConfigError, match=f"to leave the other ids unused, model.vocab_size={rows}$"):
                 choose_vocab_size(config, 257)
+
+
+def test_the_number_that_the_refusal_names_is_accepted(
+    mine: Path, gptexp: Gptexp, tiny: list[str], tmp_path: Path
+) -> None:
+    theirs(vocab_size=1300).save_pretrained(mine)
+    refused = gptexp("train", *given(tiny, f"init_from={mine}"))
+    assert refused.returncode == 2, refused.stderr
+    advised = refused.stderr.strip().rpartition(" ")[2]
+    assert advised == "model.vocab_size=1300"
+    done = gptexp("train", *given(tiny, f"init_from={mine}", advised))
+    assert done.returncode == 0, done.stderr
 
 
 # --- the hub ---------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from screens import Screen, written_to
 
 from gptexp.config.compose import compose
 from gptexp.config.schema import fields_of
-from gptexp.loggers.console import BarSink, JsonSink, LineSink, build_console
+from gptexp.loggers.console import BarSink, JsonSink, LineSink, build_console, eval_line
 from gptexp.process.signals import StopRequest
 from gptexp.process.terminal import say, warn
 from gptexp.storage.checkpoint import TrainState
@@ -106,6 +106,18 @@ def test_every_message_has_a_line_of_its_own_above_the_bar(columns: int, monkeyp
     assert "loss 5.5000  val 3.5000  6,912 tok/s" in drawn
     assert last == "the end"
     assert screen.shows_cursor
+
+
+def test_an_evaluation_shows_the_figure_by_which_each_task_is_known() -> None:
+    scores = {
+        "hellaswag/acc": 0.28, "hellaswag/acc_norm": 0.29, "lambada_openai/perplexity": 40.0,
+        "lambada_openai/acc": 0.32, "lm_eval/hellaswag/acc_norm": 0.31, "wikitext/word_perplexity": 37.5,
+    }  # fmt: skip
+    event = {"step": 4, "flops": 1.0, "val/loss": 4.5, "val/ppl": 90.0, **scores}
+    assert eval_line(event) == (
+        "step    5 | val loss: 4.500000 | perplexity: 90.00 | hellaswag: 0.2900 | lambada_openai: 0.3200 | "
+        "lm_eval/hellaswag: 0.3100 | wikitext: 37.5000"
+    )
 
 
 @pytest.mark.parametrize("columns", [80, 120])

@@ -175,7 +175,7 @@ def test_a_directory_without_its_tokenizer_is_refused(saved: Path, gptexp: Gptex
     refused = gptexp("evaluate", "bare", "--tasks", "lambada_openai")
     assert refused.returncode == 2
     assert refused.stderr.startswith(
-        "gptexp: config error: bare: has no tokenizer.json, and no vocab.json of GPT-2; save"
+        "gptexp: config error: bare: has no tokenizer.json, and no vocab.json of GPT-2; give a directory in which"
     )
     (tmp_path / "bare/vocab.json").write_text("{}")
     assert gptexp("evaluate", "bare", "--tasks", "hellaswag").stderr == refused.stderr
@@ -395,8 +395,16 @@ def test_two_ranks_score_tasks_of_lm_eval_and_train_as_without_them(
         ("import os; os.kill(os.getpid(), 9)", "train.eval_tasks=my_text: lm_eval was killed by SIGKILL"),
         ("print('x'); raise SystemExit(0)", "train.eval_tasks: JSONDecodeError: Expecting value"),
         ("import os; os.remove(sys.argv[2] + '/config.json')", "train.eval_tasks=my_text: lm_eval failed ("),
+        (
+            """
+            import atexit, os
+            atexit.register(lambda: print("a package warns at exit", file=sys.stderr))
+            os.remove(sys.argv[2] + "/config.json")
+            """,
+            "train.eval_tasks=my_text: lm_eval failed (ValueError: Unrecognized model",
+        ),
     ],
-    ids=["raises", "killed", "says nonsense", "no data"],
+    ids=["raises", "killed", "says nonsense", "no data", "warns after its error"],
 )
 def test_a_failure_of_lm_eval_is_a_line_and_training_goes_on(
     gptexp: Gptexp, tiny: list[str], my_text: Callable[[str], dict[str, str]], code: str, line: str, tmp_path: Path
@@ -410,6 +418,21 @@ def test_a_failure_of_lm_eval_is_a_line_and_training_goes_on(
     assert "val/loss" in final
     assert not any(name.startswith("my_text") for name in final)
     assert summary(tmp_path / "run")["status"] == "completed"
+
+
+@pytest.mark.e2e
+def test_a_model_whose_validation_loss_is_not_finite_is_not_scored(
+    start: Start, tiny: list[str], sabotage: Callable[[str, str], dict[str, str]], tmp_path: Path
+) -> None:
+    pytest.importorskip("lm_eval", reason="no lm_eval; pip install 'gptexp[eval]'")
+    nan = sabotage("gptexp.training.loop", "m.evaluate = lambda *_: float('nan')")
+    wanted = ["data.tokenizer=bytes", "train.eval_tasks=[lambada_openai]", "hydra.run.dir=run"]
+    nobody = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "home")}
+    training = start("train", *tiny, *wanted, env={**nan, **nobody})
+    _, err = training.communicate(timeout=240)
+    assert training.returncode == 5, err
+    assert "validation loss nan: the run diverged" in err
+    assert "lm_eval" not in err
 
 
 @pytest.mark.e2e
