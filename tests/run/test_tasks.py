@@ -426,7 +426,7 @@ def test_a_model_whose_validation_loss_is_not_finite_is_not_scored(
 ) -> None:
     pytest.importorskip("lm_eval", reason="no lm_eval; pip install 'gptexp[eval]'")
     nan = sabotage("gptexp.training.loop", "m.evaluate = lambda *_: float('nan')")
-    wanted = ["data.tokenizer=bytes", "train.eval_tasks=[lambada_openai]", "hydra.run.dir=run"]
+    wanted = ["data.tokenizer=bytes", "train.eval_tasks=[lambada_openai]", "train.eval_every=0", "hydra.run.dir=run"]
     nobody = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "home")}
     training = start("train", *tiny, *wanted, env={**nan, **nobody})
     _, err = training.communicate(timeout=240)
