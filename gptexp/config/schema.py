@@ -195,8 +195,8 @@ class DataConfig:
     # corpus's tokens for validation; takes precedence over val_tokens
     val_split: str = _choice("spread", "tail")  # windows held out from the corpus; tail: its last tokens, as in nanoGPT
     val_path: Any = None  # validation text: a file, a glob or a list of them; null: held out from the corpus
-    max_tokens: int | None = _positive(None)  # tokens to use from the start of the corpus, of which
-    # data=hf reads no more files than hold them; null: all
+    max_tokens: int | None = _positive(None)  # tokens to use from the start of the corpus; of
+    # data=hf, at most workers-1 files are begun that do not hold them; null: all
     cache_dir: str | None = None  # directory of token files; null: $GPTEXP_CACHE, else the user's cache directory
 
     @property

@@ -2,7 +2,8 @@
 
 Each worker tokenises whole parts of the corpus. The ids of a part are one file, which appears when it is complete, so
 that a preparation that was killed goes on with the parts that are missing. The parts are joined in their order, while
-later ones are tokenised. So the result depends neither on the number of workers nor on interruptions.
+later ones are tokenised. So the result depends neither on the number of workers nor on interruptions. If only the first
+tokens of a corpus are wanted, at most one part fewer than there are workers is begun that is not needed.
 
 Memory: a worker holds about a megabyte of text and its ids, or one row; of parquet, one row group.
 """
@@ -11,12 +12,14 @@ import hashlib
 import os
 import signal
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import repeat
+from functools import partial
+from itertools import islice, repeat
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -50,7 +53,7 @@ def tokenise(
 ) -> Iterator[tuple[Tokens, int]]:
     """Yield the ids of the parts in their order, with the end of a text between documents, while later parts are
     tokenised. With the first ids of a part comes the number of documents that begin in it, with others 0. The part with
-    which `encoder.max_tokens` are reached is the last one.
+    which `encoder.max_tokens` are reached is the last one; the workers that have begun later ones are killed.
 
     Each part has a file in `folder`; those that are there already are not tokenised again. `advance` is called with the
     number and the tokens of each part whose ids have been yielded. Raises `DataError`.
@@ -59,7 +62,8 @@ def tokenise(
     dtype = np.dtype(id_dtype(tokenizer.n_vocab))
     unneeded = tokenizer.eot_token is not None  # the end of a text before the first document
     files, yielded = _files(folder, parts), 0
-    with _mapping(workers) as run:
+    window = workers if encoder.max_tokens is not None else len(parts)
+    with _mapping(workers, window) as run:
         for number, _ in enumerate(run(_tokenise_part, parts, repeat(encoder), files)):
             with files[number].open("rb") as file:
                 begun = _HEAD.unpack(file.read(_HEAD.size))[0]
@@ -75,20 +79,26 @@ def tokenise(
 
 def characters(parts: Sequence[Part], column: str, workers: int) -> str:
     """The distinct characters of all parts."""
-    with _mapping(workers) as run:
+    with _mapping(workers, len(parts)) as run:
         return characters_of(run(_characters_of_part, parts, repeat(column)))
 
 
 @contextmanager
-def _mapping(workers: int) -> Iterator[Callable[..., Iterator[Any]]]:
-    """A `map` over `workers` new processes, or in this one. Raises `UnavailableError` if a worker is lost."""
+def _mapping(workers: int, window: int) -> Iterator[Callable[..., Iterator[Any]]]:
+    """A `map` over `workers` new processes, or in this one, which begins inputs as `_map` does with `window`.
+
+    Raises `UnavailableError` if a worker is lost.
+    """
     if workers == 1:
         yield map
         return
     # Not forked, as this process may have threads and torch.
     executor = ProcessPoolExecutor(workers, get_context("spawn"), _begin_worker, (os.getpid(),))
     try:
-        yield executor.map
+        yield partial(_map, executor, window)
+        # Work that has begun and is not needed is not waited for. Python 3.14 has `kill_workers` for this.
+        for process in list(executor._processes.values()):
+            process.kill()
     except BrokenProcessPool:
         raise UnavailableError(
             "a process that tokenises has ended, perhaps for lack of memory; start again, it goes on where it "
@@ -96,6 +106,17 @@ def _mapping(workers: int) -> Iterator[Callable[..., Iterator[Any]]]:
         ) from None
     finally:
         executor.shutdown(cancel_futures=True)
+
+
+def _map(
+    executor: ProcessPoolExecutor, window: int, function: Callable[..., Any], *inputs: Iterable[Any]
+) -> Iterator[Any]:
+    """`executor.map`, which begins no input before the one that is `window` places ahead of it has been dealt with."""
+    calls = zip(*inputs, strict=False)  # some inputs repeat without an end
+    results = deque(executor.submit(function, *call) for call in islice(calls, window))
+    while results:
+        yield results.popleft().result()
+        results.extend(executor.submit(function, *call) for call in islice(calls, 1))
 
 
 def _begin_worker(parent: int) -> None:

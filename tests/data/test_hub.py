@@ -156,21 +156,25 @@ def test_the_revision_is_asked_for_and_has_tokens_of_its_own(prepare: Prepare, t
     assert len({*directories}) == 3
 
 
+@pytest.mark.parametrize("workers", [1, 2, 3])
 @pytest.mark.parametrize(("most", "texts"), [(50, 8), (200, 40)])
-def test_no_more_files_are_read_than_max_tokens_needs(prepare: Prepare, tmp_path: Path, most: int, texts: int) -> None:
-    """Of three files with 140 tokens each. Of the last one that is needed, no more than these tokens."""
+def test_no_more_files_are_begun_than_max_tokens_and_the_workers_need(
+    prepare: Prepare, tmp_path: Path, most: int, texts: int, workers: int
+) -> None:
+    """Of nine files with 140 tokens each. Of the last one that is needed, no more than these tokens."""
+    for number in range(3, 9):
+        write_rows(tmp_path / f"root/data/train-{number:05d}-of-00003.parquet", TEXTS[:20])
     expected = [i for text in TEXTS[:texts] for i in (END_OF_TEXT, *ids_of(text))][1:]
-    for workers in (1, 2):
-        given = ["data.path=owner/name", f"data.max_tokens={most}", "data.val_tokens=0", "batch.seq_len=8"]
-        done = prepare(*given, f"data.workers={workers}", f"data.cache_dir={workers}", "--verify")
-        assert done.returncode == 0, done.stderr
-        assert stream_of(tmp_path / done.stdout.strip()) == expected
-        assert f"{texts} documents, {len(expected)} tokens" in done.stderr
-        if workers == 1:
-            read = {path.rpartition("/")[2] for path in (tmp_path / "asked").read_text().splitlines()}
-            assert {f"train-0000{n}-of-00003.parquet" for n in range(3) if texts > 20 * n} == {
-                name for name in read if name.endswith(".parquet")
-            }
+    given = ["data.path=owner/name", f"data.max_tokens={most}", "data.val_tokens=0", "batch.seq_len=8"]
+    done = prepare(*given, f"data.workers={workers}", "--verify")
+    assert done.returncode == 0, done.stderr
+    assert stream_of(Path(done.stdout.strip())) == expected
+    assert f"{texts} documents, {len(expected)} tokens" in done.stderr
+    assert not list((tmp_path / "cache").glob("*.tmp"))
+    asked = (tmp_path / "asked").read_text()
+    begun = {int(number) for number in re.findall(r"train-(\d+)-of-00003.parquet$", asked, re.MULTILINE)}
+    needed = -(-texts // 20)
+    assert {*range(needed)} <= begun <= {*range(needed + workers - 1)}
 
 
 @pytest.mark.parametrize(

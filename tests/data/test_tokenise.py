@@ -7,11 +7,15 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
+from multiprocessing import active_children
 from pathlib import Path
 
 import pytest
+from texts import ids_of
 
+from gptexp.data.documents import Part, Span
 from gptexp.data.shards import MANIFEST
+from gptexp.data.tokenise import Encoder, tokenise
 
 Start = Callable[..., subprocess.Popen[str]]
 
@@ -103,3 +107,22 @@ def test_a_lost_worker_is_one_line_and_the_next_start_goes_on(start: Start, tmp_
     assert "a process that tokenises has ended, perhaps for lack of memory" in err
     assert complete_parts(cache)
     assert start(*command(rows, cache, 2)).wait(200) == 0
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_a_part_that_is_not_needed_is_not_waited_for(tmp_path: Path, workers: int) -> None:
+    """The parts after the first two never end: pipes into which nobody writes. None is begun that is not at hand."""
+    paths = [tmp_path / f"{number}.jsonl" for number in range(6)]
+    for path in paths[:2]:
+        path.write_text('{"text": "a few words"}\n' * 10)
+    for path in paths[2:]:
+        os.mkfifo(path)
+    parts: list[Part] = [[Span(path, "jsonl")] for path in paths]
+    words = [*ids_of("a few words"), 50256] * 20
+    found = list[int]()
+    for ids, _ in tokenise(parts, Encoder("gpt2", tmp_path, "text", 70), tmp_path, workers, lambda *_: None):
+        found += ids.tolist()
+    assert found == words[:-1]
+    assert not active_children()
+    assert len(list(tmp_path.glob("part-*.ids"))) == 2
+    assert len(list(tmp_path.glob(".part-*"))) <= workers - 1
