@@ -9,7 +9,7 @@ from gptexp.data.documents import Part
 
 @contextmanager
 def progress(name: str, parts: Sequence[Part]) -> Iterator[Callable[[int, int], None]]:
-    """Yield a function to call with the number and the tokens of each part that is complete."""
+    """Yield a function to call with the number of each part that is complete, and its tokens for the rate."""
     # Imported here because most calls of `prepare` find the tokens in the cache.
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn

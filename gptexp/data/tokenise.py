@@ -56,12 +56,14 @@ def tokenise(
     which `encoder.max_tokens` are reached is the last one; the workers that have begun later ones are killed.
 
     Each part has a file in `folder`; those that are there already are not tokenised again. `advance` is called with the
-    number and the tokens of each part whose ids have been yielded. Raises `DataError`.
+    number of each part whose ids have been yielded, and with its tokens, or 0 if its file was there at the start.
+    Raises `DataError`.
     """
     tokenizer = load_tokenizer(encoder.tokenizer, encoder.directory)
     dtype = np.dtype(id_dtype(tokenizer.n_vocab))
     unneeded = tokenizer.eot_token is not None  # the end of a text before the first document
     files, yielded = _files(folder, parts), 0
+    there = {file for file in files if file.exists()}
     window = workers if encoder.max_tokens is not None else len(parts)
     with _mapping(workers, window) as run:
         for number, _ in enumerate(run(_tokenise_part, parts, repeat(encoder), files)):
@@ -71,7 +73,7 @@ def tokenise(
                     yield ids[1:] if unneeded else ids, begun
                     unneeded, begun = False, 0
                 tokens = (file.tell() - _HEAD.size) // dtype.itemsize
-                advance(number, tokens)
+                advance(number, 0 if files[number] in there else tokens)
             yielded += tokens
             if encoder.max_tokens is not None and yielded > encoder.max_tokens:
                 return

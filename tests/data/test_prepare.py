@@ -18,8 +18,10 @@ from texts import ids_of, stream_of, text_config
 from gptexp.config.schema import DataConfig
 from gptexp.data import prepare as preparation
 from gptexp.data.comparison import compare
+from gptexp.data.documents import Part, Span
 from gptexp.data.prepare import prepare
 from gptexp.data.shards import ShardWriter, Tokens
+from gptexp.data.tokenise import Encoder, tokenise
 from gptexp.process.errors import DataError
 
 
@@ -220,6 +222,24 @@ def test_complete_parts_stay_if_the_disk_is_full(tmp_path: Path, monkeypatch: py
             prepare(data)
     assert len(list(cache.glob("*.tmp/parts/part-*.ids"))) == 3
     assert stream_of(prepare(data)[0]) == [*ids_of("one row"), *[50256, *ids_of("one row")] * 499]
+
+
+def test_parts_that_are_there_at_the_start_do_not_count_as_tokenised_now(tmp_path: Path) -> None:
+    parts: list[Part] = []
+    for number in range(3):
+        (tmp_path / f"{number}.txt").write_text("word " * (number + 1))
+        parts.append([Span(tmp_path / f"{number}.txt", "text")])
+
+    def made() -> list[tuple[int, int]]:
+        calls = list[tuple[int, int]]()
+        encoder = Encoder("bytes", tmp_path, "text", None)
+        for _ in tokenise(parts, encoder, tmp_path, 1, lambda *call: calls.append(call)):
+            pass
+        return calls
+
+    assert made() == [(0, 6), (1, 11), (2, 16)]
+    next(tmp_path.glob("part-000001-*")).unlink()
+    assert made() == [(0, 0), (1, 11), (2, 0)]
 
 
 def test_an_unwritable_cache_raises_an_error_that_names_it(tmp_path: Path) -> None:
