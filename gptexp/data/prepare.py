@@ -184,10 +184,13 @@ def _tokenise(corpus: corpora.Corpus, data: DataConfig, target: Path) -> None:
         f"{seconds:.1f} s; saved in {target}",
         file=sys.stderr,
     )
-    if isinstance(tokenizer, FileTokenizer) and tokenizer.eot_token is None and documents > 1:
-        names = " or ".join(END_OF_TEXT)
+    if tokenizer.eot_token is None and documents > 1:
+        missing, mend = "end of text", "data.tokenizer=bytes has one"
+        if isinstance(tokenizer, FileTokenizer):
+            missing, mend = f"token {' or '.join(END_OF_TEXT)}", "add one of them to its special tokens"
         print(
-            f"{data.tokenizer}: has no token {names}, so documents follow one another without an end", file=sys.stderr
+            f"{data.tokenizer}: has no {missing}, so documents follow one another without an end; {mend}",
+            file=sys.stderr,
         )
 
 

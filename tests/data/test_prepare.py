@@ -54,11 +54,22 @@ def test_a_tokenizer_without_a_known_end_of_text_is_named(
     directory, _ = prepare(text_config(tmp_path / "a.jsonl", tokenizer=own))
     line = (
         f"{own}: has no token <|endoftext|> or <|end_of_text|> or </s> or <eos>, so documents follow one another "
-        "without an end"
+        "without an end; add one of them to its special tokens"
     )
     unknown = name == "[END]"
     assert stream_of(directory) == ([0, 1] if unknown else [0, 2, 1])
     assert capsys.readouterr().err.splitlines()[1:] == ([line] if unknown else [])
+
+
+def test_characters_have_no_end_of_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "ab"}\n{"text": "b"}\n')
+    (tmp_path / "one.txt").write_text("ab")
+    lines = []
+    for name in ("one.txt", "a.jsonl"):
+        prepare(text_config(tmp_path / name, tokenizer="chars"))
+        lines.append(capsys.readouterr().err.splitlines()[1:])
+    line = "chars: has no end of text, so documents follow one another without an end; data.tokenizer=bytes has one"
+    assert lines == [[], [line]]
 
 
 def test_no_text_is_an_error(tmp_path: Path) -> None:
