@@ -14,6 +14,7 @@ from texts import ids_of, stream_of
 
 from gptexp.config.schema import Config, DataConfig
 from gptexp.data import token_files
+from gptexp.data.comparison import compare
 from gptexp.data.loader import build_dataset
 from gptexp.data.prepare import prepare
 from gptexp.data.stream import verify
@@ -288,3 +289,15 @@ def test_a_file_that_changes_later_is_noticed(folder: Path) -> None:
     with pytest.raises(DataError, match=r"train.bin: .*sha256 differs\); restore the file"):
         verify(train)
     assert json.loads((train / "manifest.json").read_text())["shards"][0]["path"] == str(folder / "train.bin")
+
+
+def test_verifying_reads_the_files_again_and_says_so(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    raw(folder / "train.bin", IDS)
+    raw(folder / "val.bin", SHORTER)
+    train, val = prepare(config(folder))
+    capsys.readouterr()
+    compare(config(folder))
+    assert capsys.readouterr().err.splitlines() == [
+        f"{directory}: the files of its {len(ids):,} tokens have not changed since they were read"
+        for directory, ids in ((train, IDS), (val, SHORTER))
+    ]
