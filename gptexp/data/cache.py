@@ -45,6 +45,7 @@ def build_once(target: Path, build: Callable[[], None]) -> None:
 
 
 def lock(path: Path) -> FileLock:
+    """A lock on the file `path` of the cache, which is made if it is missing. Raises `DataError` if it cannot be."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()

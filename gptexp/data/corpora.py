@@ -89,7 +89,10 @@ class Files:
 
     name: str
     files: list[Path]
-    max_tokens: None = None
+
+    @property
+    def max_tokens(self) -> None:
+        """Files are here, so all of them are tokenised, once for every limit."""
 
     @property
     def place(self) -> str:

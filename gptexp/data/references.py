@@ -56,6 +56,7 @@ def _referenced(files: Sequence[TokenFile], data: DataConfig) -> Path:
 
 
 def directory(files: Sequence[TokenFile], data: DataConfig) -> Path:
+    """The directory of the manifest of token files, whose name changes when a file or its reading does."""
     key = Files("tokens", [*(file.path for file in files), *token_files.sidecars(files)]).key
     key = hashlib.sha256(f"{key} {data.format} {label(data.tokenizer)}".encode()).hexdigest()[:16]
     return cache_dir(data) / f"tokens-{key}"
