@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from fractions import Fraction
-from math import floor
+from math import ceil, floor
 from pathlib import Path
 
 from gptexp.data.stream import Shard, read_manifest, write_references
@@ -21,12 +21,24 @@ from gptexp.storage.run_dir import keep_tokenizer
 
 def shares_of(tokens: Mapping[str, int], weights: Mapping[str, float], most: int | None) -> dict[str, int]:
     """How many tokens each source gives, of those that it has: in all as many as possible, but at most `most`."""
-    whole = sum(map(Fraction, weights.values()))
-    share = {source: Fraction(weight) / whole for source, weight in weights.items()}
+    share = _fractions(weights)
     length = min(tokens[source] / share[source] for source in weights)
     if most is not None:
         length = min(length, Fraction(most))
     return {source: floor(share[source] * length) for source in weights}
+
+
+def most_of(weights: Mapping[str, float], most: int | None) -> dict[str, int | None]:
+    """How many tokens of each source can matter for a mix of at most `most` tokens. None: all.
+
+    Rounded up: with fewer, `shares_of` would make the whole mix shorter.
+    """
+    return {source: None if most is None else ceil(share * most) for source, share in _fractions(weights).items()}
+
+
+def _fractions(weights: Mapping[str, float]) -> dict[str, Fraction]:
+    whole = sum(map(Fraction, weights.values()))
+    return {source: Fraction(weight) / whole for source, weight in weights.items()}
 
 
 def mix_dir(cache: Path, sources: Mapping[str, Path], weights: Mapping[str, float], most: int | None) -> Path:

@@ -16,7 +16,7 @@ from gptexp.data import corpora, references
 from gptexp.data.cache import build_once, cache_dir, downloads_dir, label, lock, removed_if_refused, write_tokenizer
 from gptexp.data.characters import CharTokenizer
 from gptexp.data.documents import Part
-from gptexp.data.mix import mix_dir, write_mix
+from gptexp.data.mix import mix_dir, most_of, write_mix
 from gptexp.data.progress import progress
 from gptexp.data.shards import MANIFEST, ShardWriter, Tokens, data_errors
 from gptexp.data.stream import TokenStream, mark_verified, read_manifest, verify
@@ -52,7 +52,8 @@ def has_own_validation(data: DataConfig) -> bool:
 
 def sources(data: DataConfig) -> dict[str, DataConfig]:
     """The config of each source of `data.mix`, by its path."""
-    return {path: replace(data, path=path, mix=None) for path in data.mix}
+    most = most_of(data.mix, data.max_tokens)
+    return {path: replace(data, path=path, mix=None, max_tokens=most[path]) for path in data.mix}
 
 
 def _mixed(data: DataConfig) -> Path:

@@ -177,6 +177,18 @@ def test_no_more_files_are_begun_than_max_tokens_and_the_workers_need(
     assert {*range(needed)} <= begun <= {*range(needed + workers - 1)}
 
 
+def test_a_source_of_a_mix_is_read_as_far_as_its_share_needs(prepare: Prepare, tmp_path: Path) -> None:
+    """Of three files with 140 tokens each, 150 tokens of one data set and 50 of the other."""
+    mix = "data.mix={owner/name: 3, roneneldan/TinyStories: 1}"
+    done = prepare(mix, "data.max_tokens=200", "data.val_tokens=0", "batch.seq_len=8", "data.workers=1", "--verify")
+    assert done.returncode == 0, done.stderr
+    ids = [i for text in TEXTS for i in (END_OF_TEXT, *ids_of(text))][1:]
+    assert stream_of(Path(done.stdout.strip())) == ids[:150] + ids[:50]
+    asked = (tmp_path / "asked").read_text()
+    read = set(re.findall(r"^/datasets/(.+)/resolve/.*/train-(\d+)-of-00003.parquet$", asked, re.MULTILINE))
+    assert read == {("owner/name", "00000"), ("owner/name", "00001"), ("roneneldan/TinyStories", "00000")}
+
+
 @pytest.mark.parametrize(
     ("given", "why"),
     [

@@ -15,7 +15,7 @@ from gptexp.config.schema import DataConfig
 from gptexp.data import prepare as preparation
 from gptexp.data.comparison import compare
 from gptexp.data.loader import build_dataset
-from gptexp.data.mix import shares_of
+from gptexp.data.mix import most_of, shares_of
 from gptexp.data.prepare import prepare, prepared_dir
 from gptexp.data.stream import TokenStream
 from gptexp.process.errors import ConfigError, DataError
@@ -24,7 +24,10 @@ Gptexp = Callable[..., subprocess.CompletedProcess[str]]
 
 
 def test_the_mix_is_as_long_as_the_weights_allow() -> None:
-    """One more token of the stream would need more of some source than it has."""
+    """One more token of the stream would need more of some source than it has.
+
+    It is the same mix if each source has no more than `most_of` it.
+    """
     draw = random.Random(0)
     for _ in range(300):
         tokens = {str(i): draw.randint(1, 10_000) for i in range(draw.randint(1, 5))}
@@ -37,6 +40,10 @@ def test_the_mix_is_as_long_as_the_weights_allow() -> None:
         for source, share in shares.items():
             assert 0 <= share <= tokens[source]
             assert 0 <= length * Fraction(weights[source]) / whole - share < 1
+        needed = most_of(weights, most)
+        assert shares_of({s: min(tokens[s], needed[s] or tokens[s]) for s in tokens}, weights, most) == shares
+        for source, count in needed.items():
+            assert count is None or 0 <= count - most * Fraction(weights[source]) / whole < 1
 
 
 @pytest.fixture
