@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import gptexp
+from gptexp.config.compose import compose
 from gptexp.config.schema import Config, ModelConfig
 from gptexp.distributed.ranks import Rank
 from gptexp.loggers.jsonl import JsonlSink
@@ -76,7 +77,7 @@ def mutated_package(name: str, folder: Path) -> Path:
     return package.parent
 
 
-def config(folder: Path, steps: int, **train: Any) -> Config:
+def config(folder: Path, steps: int, optim: str = "adamw", **train: Any) -> Config:
     """A small model with dropout. A step has eight micro-batches, which 1, 2 and 4 ranks can share."""
     text = folder / "text.txt"
     if not text.exists():
@@ -90,6 +91,9 @@ def config(folder: Path, steps: int, **train: Any) -> Config:
     cfg.train.device, cfg.train.dtype, cfg.train.compile, cfg.train.reduction = "cpu", "float32", "off", "tree"
     cfg.train.matmul_precision = "highest"  # `auto` times both, and another choice changes the bits
     cfg.log.progress, cfg.log.sample_tokens, cfg.log.wandb.mode = "off", 0, "disabled"
+    cfg.optim = compose([f"optim={optim}"]).optim
+    if optim == "schedulefree":
+        cfg.schedule.name = "constant"
     cfg.train = replace(cfg.train, **train)
     return cfg
 
@@ -204,10 +208,10 @@ def undisturbed(cfg: Config, folder: Path) -> str:
     return contents(directory)
 
 
-def kills(folder: Path, count: int, steps: int, world_sizes: list[int], seed: int) -> dict[str, Any]:
+def kills(folder: Path, count: int, steps: int, world_sizes: list[int], seed: int, optim: str) -> dict[str, Any]:
     """Kill a run `count` times, then let it complete."""
     draw, pulse = random.Random(seed), Pulse()
-    cfg = config(folder, steps)
+    cfg = config(folder, steps, optim)
     expected = undisturbed(cfg, folder)
     directory = folder / "killed"
     resumed_at, in_save, half_written, delivered, starts, alone = set(), 0, 0, 0, 0, 0
@@ -375,6 +379,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--world-sizes", type=int, nargs="+", default=[1])
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--optim", default="adamw")
     parser.add_argument("--points", nargs="+", default=POINTS)
     parser.add_argument("--occurrences", type=int, nargs="+", default=[1, 2, 3])
     args = parser.parse_args()
@@ -382,7 +387,7 @@ def main() -> None:
 
     import_torch()
     if args.what == "kills":
-        print(json.dumps(kills(args.folder, args.kills, args.steps, args.world_sizes, args.seed)))
+        print(json.dumps(kills(args.folder, args.kills, args.steps, args.world_sizes, args.seed, args.optim)))
     else:
         print(json.dumps(crashes(args.folder, args.points, args.occurrences)))
 

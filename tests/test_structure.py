@@ -35,6 +35,7 @@ FENCES = {
     "datasets": {"data/hub.py"},
     "huggingface_hub": {"storage/hub.py"},
     "lm_eval": {"run/harness.py"},
+    "pytorch_optimizer": {"training/optim.py"},
     "argparse": {TOP, "command/hydra_main.py", "command/completion.py"},
     "rich": {
         "data/progress.py", "loggers/console.py", "reporting/terminal_table.py",

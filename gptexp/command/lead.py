@@ -19,7 +19,7 @@ from omegaconf import DictConfig
 from gptexp.command.hydra_main import hydra_main
 from gptexp.command.start import start
 from gptexp.config.paths import CONFIG_NAME
-from gptexp.config.schema import Config, TrainConfig
+from gptexp.config.schema import AdamWConfig, Config, TrainConfig
 from gptexp.distributed.ranks import launcher_world_size
 from gptexp.process.signals import StopRequest
 from gptexp.process.terminal import report_errors, say
@@ -70,8 +70,9 @@ def freeze(config: Config, cfg: DictConfig, directory: Path) -> None:
 
 
 def readable_name(model: str, config: Config) -> str:
-    """Return the name of a run on wandb: `gpt2-lr6e-4-b524288`, with the seed if it is not the default."""
-    name = f"{model}-lr{Decimal(repr(config.optim.lr)).normalize():e}-b{config.batch.total_batch_size}"
+    """Return the name of a run on wandb: `gpt2-lr6e-4-b524288`, with optimizer and seed if they are not the default."""
+    optim = "" if isinstance(config.optim, AdamWConfig) else f"-{config.optim.name}"
+    name = f"{model}{optim}-lr{Decimal(repr(config.optim.lr)).normalize():e}-b{config.batch.total_batch_size}"
     return name if config.train.seed == TrainConfig.seed else f"{name}-seed{config.train.seed}"
 
 

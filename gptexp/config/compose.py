@@ -5,8 +5,10 @@ created.
 """
 
 import os
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -33,7 +35,7 @@ from gptexp.config.paths import (
     is_path_list,
     own_config,
 )
-from gptexp.config.schema import Config, field_problem, fields_of
+from gptexp.config.schema import OPTIMIZERS, Config, OptimConfig, field_problem, fields_of, optimizers_with
 from gptexp.config.vocabulary import NAMES
 from gptexp.process.errors import ConfigError, UserError, first_line
 from gptexp.process.words import counted, shown
@@ -43,7 +45,10 @@ from gptexp.process.words import counted, shown
 def register_schema() -> None:
     """Make the schema and the resolver of `optim=fitted` known to Hydra."""
     OmegaConf.register_new_resolver("power_law", power_law, replace=True)
-    ConfigStore.instance().store(name="schema", node=Config)
+    store = ConfigStore.instance()
+    store.store(name="schema", node=Config(optim=OptimConfig()))
+    for name, keys in OPTIMIZERS.items():
+        store.store(group="optim_keys", name=name, node=keys)
 
 
 @contextmanager
@@ -156,7 +161,22 @@ def _one_line(error: BaseException) -> str:
     kept = dict.fromkeys(line for line in lines if line and not line.startswith((*noise, "To append to your config")))
     keys = [key for line in lines if line.startswith("full_key:") and (key := line.removeprefix("full_key:").strip())]
     text = " ".join(kept)
+    if found := _NO_SUCH_KEY.search(text):
+        return _of_another_optimizer(found[1], found[2], text)
     return f"{keys[-1]}: {text}" if keys and keys[-1] not in text else text
+
+
+_CLASSES = {cls.__name__: name for name, cls in OPTIMIZERS.items()}
+_NO_SUCH_KEY = re.compile(rf"Key '(\w+)' not in '({'|'.join(_CLASSES)})'")
+
+
+def _of_another_optimizer(key: str, cls: str, text: str) -> str:
+    """The error for a key that the chosen optimizer does not have, which Hydra calls `text`."""
+    name, having = _CLASSES[cls], optimizers_with(f"optim.{key}")
+    setter = f", which {found[1]} sets" if (found := re.search(r"In '([^']+)'", text)) else ""
+    others = f", but of {', '.join(having)}" if having else ""
+    keys = ", ".join(f.name for f in fields(OPTIMIZERS[name]) if f.name != "name")
+    return f"optim.{key}{setter}: not a key of optim={name}{others}; keys of optim={name}: {keys}"
 
 
 def to_config(cfg: DictConfig, overrides: Sequence[str], launcher_world_size: int | None = None) -> Config:

@@ -18,7 +18,7 @@ import yaml
 
 from gptexp.config import schema
 from gptexp.config.paths import FILE_FLAGS, Groups, conf_dir, folders, options, own_config
-from gptexp.config.schema import Config, fields_of
+from gptexp.config.schema import OPTIMIZERS, every_key, optimizers_with
 from gptexp.process.errors import ConfigError, first_line
 from gptexp.process.words import shown
 
@@ -49,7 +49,7 @@ def answer_help(argv: Sequence[str]) -> bool:
 
 def describe(names: Sequence[str], groups: Groups, own: Path | None = None) -> list[str]:
     """A text for each key or group. `own` is the user's primary config. Raises `ConfigError` for unknown names."""
-    keys = [key for key, _, _ in fields_of(Config())]
+    keys = [key for key, _, _, _ in every_key()]
     known = list(dict.fromkeys([*keys, *groups, *(key.rpartition(".")[0] for key in keys if "." in key)]))
     if unknown := [name for name in names if name not in known]:
         raise ConfigError([_unknown(name, known) for name in unknown])
@@ -62,7 +62,7 @@ def describe(names: Sequence[str], groups: Groups, own: Path | None = None) -> l
 
 def _defaults(groups: Groups, own: Path | None) -> dict[str, tuple[str, str]]:
     """Key -> the value, as written, that a run has if nothing else is asked for, and what sets it; empty: schema.py."""
-    found = {key: (shown(default), "") for key, _, default, _ in _leaves(Config())}
+    found = {key: (shown(default), "") for key, _, default, _ in every_key()}
     of_own = dict(settings(own, "_global_")) if own is not None else {}
     for group, option in default_options().items():
         option = str(of_own.get(group, option))
@@ -86,11 +86,11 @@ def nearest(name: str, known: Iterable[str], most: int = 3, cutoff: float = 0.5)
 
 
 def _key(key: str, groups: Groups, own: Path | None, defaults: Mapping[str, tuple[str, str]]) -> str:
-    field, section = next((f, cls) for k, f, _, cls in _leaves(Config()) if k == key)
-    lines = [key, f"  meaning   {meanings(section.__name__).get(field.name, '')}", f"  values    {kind(field)}"]
+    field, section = next((f, cls) for k, f, _, cls in every_key() if k == key)
+    lines = [key, f"  meaning   {meaning(key, field.name, section)}", f"  values    {kind(field)}"]
     default, setter = defaults[key]
     lines += [f"  default   {default}" + (f", set by {setter}" if setter else "")]
-    if section_doc := doc(section):
+    if section_doc := doc(root(section)):
         lines.append(f"  part of   {key.rpartition('.')[0] or 'the config'}: {section_doc}")
     setters = [
         f"{group}={name} ({value})"
@@ -105,23 +105,18 @@ def _key(key: str, groups: Groups, own: Path | None, defaults: Mapping[str, tupl
 
 
 def _group(group: str, files: dict[str, Path], defaults: Mapping[str, tuple[str, str]]) -> str:
-    leaves = [leaf for leaf in _leaves(Config()) if leaf[0].startswith(f"{group}.")]
-    docs = {doc(section) for key, _, _, section in leaves if key.count(".") == group.count(".") + 1} - {""}
+    leaves = [leaf for leaf in every_key() if leaf[0].startswith(f"{group}.")]
+    docs = {doc(root(section)) for key, _, _, section in leaves if key.count(".") == group.count(".") + 1} - {""}
     lines = [": ".join([group, *docs])]
     lines += [f"  {group}={name:<22} {comment(file)}".rstrip() for name, file in sorted(files.items())]
     for key, field, _, section in leaves:
-        lines.append(f"  {key}={defaults[key][0]}  ({kind(field)})  {meanings(section.__name__).get(field.name, '')}")
+        lines.append(f"  {key}={defaults[key][0]}  ({kind(field)})  {meaning(key, field.name, section)}")
     return "\n".join(lines)
 
 
-def _leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field[Any], Any, type]]:
-    """Yield (dotted key, field, default, dataclass that holds the field) for every key."""
-    for f in dataclasses.fields(config):
-        value = getattr(config, f.name)
-        if dataclasses.is_dataclass(value):
-            yield from _leaves(value, f"{prefix}{f.name}.")
-        else:
-            yield f"{prefix}{f.name}", f, value, type(config)
+def root(section: type) -> type:
+    """The class from which `section` inherits: of an optimizer, that of the keys of all."""
+    return section.__mro__[-2]
 
 
 def doc(cls: type) -> str:
@@ -143,9 +138,41 @@ def kind(f: dataclasses.Field[Any]) -> str:
     return f"{text}, {rule}" if rule else text
 
 
+def meaning(key: str, name: str, section: type) -> str:
+    """The comment on a key's line in schema.py, after the optimizers that have it if not all of them do."""
+    having = optimizers_with(key)
+    of = "" if len(having) == len(OPTIMIZERS) else f"{', '.join(having)}: "
+    return of + meanings(section).get(name, "")
+
+
 @cache
-def meanings(class_name: str) -> dict[str, str]:
+def meanings(section: type) -> dict[str, str]:
     """Key -> the comment on its line in schema.py, and on the comment lines that follow."""
+    found: dict[str, str] = {}
+    for cls in reversed(section.__mro__):
+        found |= _comments_in(cls.__name__)
+    return found
+
+
+@cache
+def _comments_in(class_name: str) -> dict[str, str]:
+    """Key -> comment for the keys that a class of schema.py itself defines."""
+    comments, alone, classes = _source()
+    found = {}
+    for node in classes.get(class_name, []):
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.end_lineno is not None:
+            lines, number = [comments.get(node.end_lineno, "")], node.end_lineno + 1
+            while number in alone:
+                lines.append(comments[number])
+                number += 1
+            if text := " ".join(filter(None, lines)):
+                found[node.target.id] = text
+    return found
+
+
+@cache
+def _source() -> tuple[dict[int, str], set[int], dict[str, list[ast.stmt]]]:
+    """Of schema.py: the comment of each line, the lines with nothing else, and the bodies of the classes."""
     source = Path(schema.__file__).read_text()
     comments = {
         token.start[0]: token.string.removeprefix("#").strip()
@@ -153,16 +180,7 @@ def meanings(class_name: str) -> dict[str, str]:
         if token.type == tokenize.COMMENT
     }
     alone = {number for number, line in enumerate(source.splitlines(), 1) if line.strip().startswith("#")}
-    [cls] = [n for n in ast.parse(source).body if isinstance(n, ast.ClassDef) and n.name == class_name]
-    found = {}
-    for node in cls.body:
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.end_lineno is not None:
-            lines, number = [comments.get(node.end_lineno, "")], node.end_lineno + 1
-            while number in alone:
-                lines.append(comments[number])
-                number += 1
-            found[node.target.id] = " ".join(filter(None, lines))
-    return found
+    return comments, alone, {n.name: n.body for n in ast.parse(source).body if isinstance(n, ast.ClassDef)}
 
 
 def comment(file: Path) -> str:
@@ -198,6 +216,7 @@ def settings(file: Path, group: str) -> list[tuple[str, str]]:
         for entry in values.pop("defaults", None) or []
         if isinstance(entry, dict)
         for of_group, option in entry.items()
+        if "/optim_keys@" not in of_group  # says which keys an optimizer has, and sets none
     ]
     flat = _flat(values, "" if package == "_global_" else f"{package}.")
     return [(key.removeprefix("hydra.sweeper.params."), value) for key, value in (*chosen, *flat)]

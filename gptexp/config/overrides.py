@@ -23,7 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from gptexp.config.describe import PACKAGE, nearest
 from gptexp.config.paths import Groups, options
-from gptexp.config.schema import Config, field_problem, fields_of
+from gptexp.config.schema import Config, every_key, field_problem
 from gptexp.process.words import shown
 
 SECRET = re.compile(r".*(API_KEY|TOKEN|SECRET|PASSWORD)", re.IGNORECASE)  # names of environment variables
@@ -38,7 +38,7 @@ def canonical(overrides: Sequence[str]) -> list[str]:
 
     Hydra reads 1e6 as a float, which it refuses for a key with whole numbers. `++key` sets a key that may not exist.
     """
-    fields = {key: f for key, f, _ in fields_of(Config())}
+    fields = {key: f for key, f, _, _ in every_key()}
     spelt = []
     for text in overrides:
         key, equals, value = text.partition("=")
@@ -58,7 +58,7 @@ def _whole(number: re.Match[str]) -> str:
 
 def override_problems(overrides: Sequence[str], multirun: bool, folders: Sequence[Path]) -> list[str]:
     """One line for each wrong override. `folders` contain the YAML files of the groups."""
-    fields = {key: f for key, f, _ in fields_of(Config())}
+    fields = {key: f for key, f, _, _ in every_key()}
     groups = options(folders)
     parser = OverridesParser.create()
     found = []
@@ -153,10 +153,15 @@ def _misplaced_keys(group: str, file: Path) -> str | None:
 
 
 @cache
-def _schema() -> DictConfig:
-    """The schema with the values that were checked last. To build it takes longer than to check a command line."""
-    schema: DictConfig = OmegaConf.structured(Config)
-    return schema
+def _section(key: str) -> DictConfig:
+    """The section with `key`, and the values that were checked last. To build it takes longer than a check."""
+    return _structured(next(cls for known, _, _, cls in every_key() if known == key))
+
+
+@cache
+def _structured(cls: type) -> DictConfig:
+    section: DictConfig = OmegaConf.structured(cls)
+    return section
 
 
 def _wrong_value(key: str, field: dataclasses.Field[Any], value: Any) -> str | None:
@@ -164,15 +169,15 @@ def _wrong_value(key: str, field: dataclasses.Field[Any], value: Any) -> str | N
         return None  # Hydra resolves and checks an interpolation
     is_list = list in (field.type, getattr(field.type, "__origin__", None))
     kind: Any = list if is_list else _kinds(field)[0]
-    schema = _schema()
+    section, name = _section(key), key.rpartition(".")[2]
     try:
-        OmegaConf.update(schema, key, value)
+        OmegaConf.update(section, name, value)
         wrong = kind is bool and not isinstance(value, bool | str)  # OmegaConf converts any number to a bool
         wrong |= is_list and any(not isinstance(item, str) for item in value)
     except OmegaConfBaseException:
         wrong = True
     if not wrong:
-        return field_problem(key, field, OmegaConf.select(schema, key), typed=shown(value))
+        return field_problem(key, field, OmegaConf.select(section, name), typed=shown(value))
     if choices := field.metadata.get("choices"):
         return f"{key}={shown(value)}: must be one of {', '.join(choices)}"
     optional = " or null" if type(None) in getattr(field.type, "__args__", ()) else ""

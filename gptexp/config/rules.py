@@ -36,6 +36,7 @@ LENGTHS_IN_STEPS = {
 }
 SEQ_LEN = ("batch.seq_len", "model.block_size")
 TOKENIZER_RULE = f"must be one of {', '.join(NAMES)}, or the path of a tokenizer.json"
+OF_PACKAGE = ("lion", "lamb", "lars", "soap", "schedulefree")  # optimizers that torch does not have
 LEAST_STEPS = 4  # minimum of the default half-life of the noise scale's averages
 
 
@@ -204,6 +205,14 @@ def _first_given(section: Any, *keys: str) -> str | None:
     return next((key for key in keys if getattr(section, key) is not None), None)
 
 
+def _optimizer(cfg: Config, _: int) -> Iterator[str]:
+    name, schedule = cfg.optim.name, cfg.schedule.name
+    if name in OF_PACKAGE and find_spec("pytorch_optimizer") is None:
+        yield f"optim={name}: needs the package pytorch_optimizer; run: pip install 'gptexp[optim]'"
+    if name == "schedulefree" and schedule != "constant":
+        yield f"schedule={schedule}: optim=schedulefree averages weights in place of a decay; use schedule=constant"
+
+
 def _paths(cfg: Config, _: int) -> Iterator[str]:
     for key in ("path", "val_path"):
         value = getattr(cfg.data, key)
@@ -356,6 +365,7 @@ RULES: tuple[tuple[Callable[[Config, int], Iterator[str]], tuple[str, ...]], ...
     (_tree, ("batch.total_batch_size", "batch.micro_batch_size", "world.size", "world.threads_per_rank", *SEQ_LEN)),
     (_noise_scale, ("batch.total_batch_size", "batch.micro_batch_size", "world.size", "data.order", *SEQ_LEN)),
     (_profile, RUN_LENGTH),
+    (_optimizer, ("optim.name", "schedule.name")),
     (_warmup, (*RUN_LENGTH, *WARMUP)),
     (_decay, ("schedule.name", "schedule.decay_tokens", "schedule.decay_steps", *RUN_LENGTH, *WARMUP)),
     (_paths, ("data.path", "data.val_path")),

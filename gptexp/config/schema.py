@@ -70,6 +70,10 @@ def _count_or_auto(default: int | str) -> Any:
     return _ruled(default, legal, "must be a whole number above 0, or auto")
 
 
+def _optimizer(name: str) -> Any:
+    return _ruled(name, lambda v: v == name, "optim=NAME chooses the optimizer and its keys")
+
+
 def _name(default: str | None) -> Any:
     """A key with the name of a directory or a project."""
     legal = re.compile(r"(?!\.+$)[A-Za-z0-9._-]{1,80}")
@@ -116,16 +120,109 @@ class ModelConfig:
 
 @dataclass
 class OptimConfig:
+    """Algorithm of the updates, which optim=NAME chooses, and its keys.
+
+    These are the keys of every optimizer; the classes in `OPTIMIZERS` add the others. Hydra replaces this class, whose
+    name is missing, by one of them.
+    """
+
+    name: str = _optimizer("???")  # algorithm of the updates
+    lr: float = _positive(6e-4)  # peak learning rate; each model file sets its own
+    weight_decay: float = _not_negative(0.1)  # only for tensors of two or more dimensions
+    grad_clip: float = _not_negative(1.0)  # maximum of the global gradient norm; 0: no clipping
+
+
+@dataclass
+class _TwoMoments(OptimConfig):
+    beta1: float = _below_one(0.9)  # decay rate of the first moment
+    beta2: float = _below_one(0.95)  # decay rate of the second moment; lion has only this one
+
+
+@dataclass
+class AdamWConfig(_TwoMoments):
     """AdamW as GPT-3 uses it (arXiv 2005.14165, appendix B)."""
 
-    name: str = _choice("adamw")  # algorithm of the updates
-    lr: float = _positive(6e-4)  # peak learning rate; each model file sets its own
-    beta1: float = _below_one(0.9)  # decay rate of the first moment
-    beta2: float = _below_one(0.95)  # decay rate of the second moment
+    name: str = _optimizer("adamw")
     eps: float = _positive(1e-8)  # added to the square root of the second moment
-    weight_decay: float = _not_negative(0.1)  # decoupled; only for tensors of two or more dimensions
-    grad_clip: float = _not_negative(1.0)  # maximum of the global gradient norm; 0: no clipping
     fused: str = _choice("auto", "on", "off")  # AdamW's fused kernel; auto: used if the device has one
+
+
+@dataclass
+class SGDConfig(OptimConfig):
+    """SGD; the weight decay is a term of the gradient."""
+
+    name: str = _optimizer("sgd")
+    momentum: float = _below_one(0.9)  # decay rate of the sum of the gradients
+    nesterov: bool = False  # whether the update looks ahead by one more step of momentum
+
+
+@dataclass
+class LionConfig(_TwoMoments):
+    """Lion (arXiv 2302.06675): the sign of a moment."""
+
+    name: str = _optimizer("lion")
+
+
+@dataclass
+class LambConfig(_TwoMoments):
+    """LAMB (arXiv 1904.00962): Adam, scaled to the norm of each matrix. Vectors are not scaled."""
+
+    name: str = _optimizer("lamb")
+    eps: float = _positive(1e-6)  # added to the square root of the second moment
+
+
+@dataclass
+class LarsConfig(OptimConfig):
+    """LARS (arXiv 1708.03888): SGD, scaled to the norm of each matrix. Vectors are not scaled."""
+
+    name: str = _optimizer("lars")
+    momentum: float = _below_one(0.9)  # decay rate of the sum of the gradients
+    trust_coefficient: float = _positive(1e-3)  # norm of an update at lr=1, as a share of its matrix's norm
+
+
+@dataclass
+class MuonConfig(_TwoMoments):
+    """Muon (arXiv 2502.16982) for the matrices of the blocks, AdamW for embeddings and vectors, with one lr."""
+
+    name: str = _optimizer("muon")
+    momentum: float = _below_one(0.95)  # decay rate of the sum of the gradients
+    nesterov: bool = True  # whether the update looks ahead by one more step of momentum
+    ns_steps: int = _ruled(5, lambda v: 0 < v < 100, "must lie in 1 to 99")  # Newton-Schulz iterations
+    eps: float = _positive(1e-8)  # of AdamW: added to the square root of the second moment
+
+
+@dataclass
+class SoapConfig(_TwoMoments):
+    """SOAP (arXiv 2409.11321): Adam in the eigenbasis of Shampoo's preconditioner."""
+
+    name: str = _optimizer("soap")
+    eps: float = _positive(1e-8)  # added to the square root of the second moment
+    precondition_every: int = _positive(10)  # steps between two updates of the eigenbasis
+
+
+@dataclass
+class ScheduleFreeConfig(_TwoMoments):
+    """Schedule-free AdamW (arXiv 2405.15682): averaged weights in place of a decay of the learning rate."""
+
+    name: str = _optimizer("schedulefree")
+    beta1: float = _ruled(0.9, lambda v: 0 < v < 1, "must lie in (0, 1)")  # share of the average in the weights
+    eps: float = _positive(1e-8)  # added to the square root of the second moment
+
+
+@dataclass
+class AdafactorConfig(OptimConfig):
+    """Adafactor (arXiv 1804.04235): the second moment of a matrix as a product of its rows and columns."""
+
+    name: str = _optimizer("adafactor")
+    beta2_decay: float = _ruled(-0.8, lambda v: v < 0, "must be below 0")  # step**beta2_decay is the weight of new
+    # gradients in the second moment
+    clip_threshold: float = _positive(1.0)  # maximum of an update's root mean square, at lr=1 and weights of size 1
+
+
+OPTIMIZERS: dict[str, type[OptimConfig]] = {
+    "adamw": AdamWConfig, "sgd": SGDConfig, "lion": LionConfig, "lamb": LambConfig, "lars": LarsConfig,
+    "muon": MuonConfig, "soap": SoapConfig, "schedulefree": ScheduleFreeConfig, "adafactor": AdafactorConfig,
+}  # fmt: skip
 
 
 @dataclass
@@ -280,7 +377,7 @@ class Config:
     """The configuration of one run."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
-    optim: OptimConfig = field(default_factory=OptimConfig)
+    optim: OptimConfig = field(default_factory=AdamWConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
     world: WorldConfig = field(default_factory=WorldConfig)
@@ -337,18 +434,39 @@ IRRELEVANT_TO_RESULT = (
 
 
 # Keys that determine the sizes of a step's tensors.
-DECIDING_MEMORY = ("model", "batch", "world.size", "train.dtype", "train.compile", "train.loss",
+DECIDING_MEMORY = ("model", "optim.name", "batch", "world.size", "train.dtype", "train.compile", "train.loss",
                    "train.activation_checkpointing", "train.reduction", "data.tokenizer")  # fmt: skip
 
 
 def fields_of(config: Any, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field[Any], Any]]:
     """Yield (dotted key, field, value) for every leaf of a config dataclass."""
+    for key, f, value, _ in _leaves(config, prefix):
+        yield key, f, value
+
+
+def _leaves(config: Any, prefix: str) -> Iterator[tuple[str, dataclasses.Field[Any], Any, type]]:
     for f in dataclasses.fields(config):
         value = getattr(config, f.name)
         if dataclasses.is_dataclass(value):
-            yield from fields_of(value, f"{prefix}{f.name}.")
+            yield from _leaves(value, f"{prefix}{f.name}.")
         else:
-            yield f"{prefix}{f.name}", f, value
+            yield f"{prefix}{f.name}", f, value, type(config)
+
+
+def every_key() -> Iterator[tuple[str, dataclasses.Field[Any], Any, type]]:
+    """Yield (dotted key, field, default, class that has the field) for every key, of every optimizer."""
+    seen: set[str] = set()
+    for optimizer in OPTIMIZERS.values():
+        for leaf in _leaves(Config(optim=optimizer()), ""):
+            if leaf[0] not in seen:
+                seen.add(leaf[0])
+                yield leaf
+
+
+def optimizers_with(key: str) -> list[str]:
+    """The optimizers that have the dotted key; all of them for one outside of `optim`."""
+    section, _, name = key.rpartition(".")
+    return [o for o, cls in OPTIMIZERS.items() if section != "optim" or name in cls.__dataclass_fields__]
 
 
 def field_problems(config: Config) -> dict[str, str]:
@@ -387,6 +505,8 @@ def from_dict(values: dict[str, Any], cls: type[Any] = Config) -> Any:
     rebuilt = {}
     for name, value in values.items():
         kind = fields[name].type
+        if kind is OptimConfig and isinstance(value, dict):
+            kind = OPTIMIZERS.get(str(value.get("name")), AdamWConfig)
         if dataclasses.is_dataclass(kind):
             rebuilt[name] = from_dict(value, kind)  # type: ignore[arg-type]
         elif fits_type(value, kind):

@@ -16,7 +16,7 @@ from typing import Any, Generic, Literal, TypeVar, get_args
 import torch
 
 from gptexp.config.batch import legal_micro_batches
-from gptexp.config.schema import AUTO, Config, fits_type, memory_key
+from gptexp.config.schema import AUTO, AdamWConfig, Config, fits_type, memory_key
 from gptexp.config.vocabulary import VOCAB_SIZES, with_vocab_size
 from gptexp.distributed.ranks import Rank, cores_per_rank, runs_at_once
 from gptexp.machine.attention import attention_kernel, best_kernel, check_kernel
@@ -205,11 +205,13 @@ def resolve(
     )
     for_graph = for_dtype if before and before.compile.value == compiled.value else {}
     loss = _choose(train.loss, for_graph.get("loss"), lambda: _loss(kind, dtype.value, compiled.value))
-    fused = _choose(
-        None if cfg.optim.fused == AUTO else resolve_fused(cfg.optim.fused, device),
-        saved.get("fused"),
-        lambda: _fused(device),
-    )
+    fused = Choice(False, "asked", f"{cfg.optim.name} has no fused kernel")
+    if isinstance(cfg.optim, AdamWConfig):
+        fused = _choose(
+            None if cfg.optim.fused == AUTO else resolve_fused(cfg.optim.fused, device),
+            saved.get("fused"),
+            lambda: _fused(device),
+        )
     same_node = before is not None and before.local_world_size == rank.local_world_size
     threads = _choose(
         1 if train.reduction == "tree" else cfg.world.threads_per_rank,
@@ -256,7 +258,7 @@ def estimate(cfg: Config, effective: Effective, world_size: int) -> Memory:
         activation_checkpointing=cfg.train.activation_checkpointing,
         tree=cfg.train.reduction == "tree",
     )
-    return memory_estimate(with_vocab_size(cfg, effective.vocab_size.value).model, step)
+    return memory_estimate(with_vocab_size(cfg, effective.vocab_size.value).model, cfg.optim, step)
 
 
 def _called(device: Device) -> str:

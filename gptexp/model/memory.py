@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass, replace
 
-from gptexp.config.schema import ModelConfig
+from gptexp.config.schema import ModelConfig, OptimConfig
 from gptexp.model.flops import count_parameters
 from gptexp.model.loss import chunk_rows
+from gptexp.model.optimizer_state import state_bytes, update_bytes
 
 
 @dataclass(frozen=True)
@@ -12,7 +13,7 @@ class Memory:
     """Bytes of the tensors of one rank at the peak of a step."""
 
     weights: int  # float32
-    optimizer: int  # AdamW's two moments, float32
+    optimizer: int  # its moments and other state, float32
     gradients: int  # float32; those that exist at the peak
     activations: int  # kept for the backward pass, and the copies of the weights in the compute type
     loss: int  # the logits and the tensors that are computed from them
@@ -43,7 +44,7 @@ class StepShape:
     tree: bool = False  # train.reduction=tree
 
 
-def memory_estimate(m: ModelConfig, step: StepShape) -> Memory:
+def memory_estimate(m: ModelConfig, optim: OptimConfig, step: StepShape) -> Memory:
     """Estimate the memory of a step without dropout.
 
     On several ranks the gradients are in DDP's buckets, which are never freed. A tree reduction holds up to
@@ -53,7 +54,8 @@ def memory_estimate(m: ModelConfig, step: StepShape) -> Memory:
     inputs (2·C), queries, keys and values (3·C), the output of attention (C), the MLP before and after its GELU (8·C).
     Attention and the LayerNorms keep H + 4 float32 numbers. The peak is at one of these points: after the backward pass
     of the loss, when all activations exist; with activation checkpointing, after the recomputation of the last block;
-    at the end of the backward pass, when all gradients exist and wte has a second one from the embedding.
+    at the end of the backward pass, when all gradients exist and wte has a second one from the embedding; in
+    the update.
     """
     c, vocab, tokens = m.n_embd, m.resolved_vocab_size, step.micro_batch_size * step.seq_len
     width = 2 if step.dtype == "bfloat16" else 4
@@ -77,13 +79,14 @@ def memory_estimate(m: ModelConfig, step: StepShape) -> Memory:
     waiting = weights * (step.grad_accum_steps.bit_length() - 1) if step.tree else 0
     accumulated = waiting if step.tree else weights if step.grad_accum_steps > 1 or step.world_size > 1 else 0
     points = [(accumulated, kept + copies + around, loss), (waiting + weights + 8 * vocab * c, in_block, kept_scratch)]
+    points.append((weights + update_bytes(optim, m), 0, kept_scratch))
     if step.tree and step.world_size > 1:
         points.append((3 * weights, 0, kept_scratch))
     if step.activation_checkpointing:
         in_mlp = tokens * 4 * c * width  # the gradient of the hidden layer
         points.append((accumulated + 4 * vocab * c, kept + in_block + in_mlp, kept_scratch))
     gradients, activations, loss = max(points, key=sum)
-    tensors = Memory(weights, 2 * weights, gradients, activations, loss, fragmentation=0)
+    tensors = Memory(weights, state_bytes(optim, m), gradients, activations, loss, fragmentation=0)
     if step.device != "cpu":
         return tensors
     # A quarter of the other tensors (measured: 0 to a half). The blocks that full logits leave are partly reused by

@@ -18,6 +18,7 @@ from gptexp.reporting.listing import model_option
 from gptexp.reporting.noise import usual_spread
 from gptexp.reporting.records import Run, differing_keys, has_diverged
 
+OPTIMIZER = "optim.name"
 TEXT = "data_hash"  # key of the summary; runs that trained on different text belong to different arms
 
 
@@ -26,6 +27,7 @@ class Arm:
     """Runs that differ only in learning rate, batch size and seed."""
 
     choices: dict[str, Any]  # keys and values that distinguish it from the other arms; empty if it is the only one
+    implied: list[str]  # of `choices`: keys of the optimizer that have one value for each optimizer
     runs: list[Run]
     losses: dict[int, dict[float, list[float]]]  # batch size -> learning rate -> final loss of each seed
     means: dict[tuple[int, float], float]  # (batch size, learning rate) -> mean of `losses`, without outliers
@@ -42,9 +44,11 @@ class Arm:
     def label(self) -> str:
         """What distinguishes it, in a few words; empty if it is the only one.
 
-        The name of an option of the group `model` stands for its keys.
+        The name of an option of the group `model` stands for its keys, and that of the optimizer for `implied` ones.
         """
-        choices = self.choices
+        choices = {key: value for key, value in self.choices.items() if key not in self.implied}
+        if (name := choices.pop(OPTIMIZER, None)) is not None:
+            choices = {"optim": name, **choices}
         sizes = [key for key in choices if key.startswith("model.") and key != "model.dropout"]
         if len(sizes) > 1 and (option := model_option(_model(self.runs[0]))) is not None:
             choices = {"model": option, **{key: value for key, value in choices.items() if key not in sizes}}
@@ -106,11 +110,12 @@ def analyse(name: str, runs: Sequence[Run]) -> Analysis:
     texts = {run.summary.get(TEXT) for run in readable} - {None}
     groups: dict[str, tuple[dict[str, Any], list[Run]]] = {}
     for run in readable:
-        choices = {key: run.config.get(key) for key in differing}
+        choices = {key: run.config[key] for key in differing if key in run.config}
         if len(texts) > 1:
             choices[TEXT] = run.summary.get(TEXT)
         groups.setdefault(repr(choices), (choices, []))[1].append(run)
-    arms = [_arm(choices, members) for choices, members in groups.values()]
+    implied = _implied(readable, differing)
+    arms = [_arm(choices, [*implied & choices.keys()], members) for choices, members in groups.values()]
     problems = [run.problem for run in runs if run.problem]
     problems += [
         f"{run.name}: completed with a loss of {run.loss:.4g}, far above that of a uniform guess "
@@ -123,7 +128,19 @@ def analyse(name: str, runs: Sequence[Run]) -> Analysis:
     return Analysis(name, list(runs), arms, differing, [*problems, *data_warnings(readable), *confounds])
 
 
-def _arm(choices: dict[str, Any], runs: list[Run]) -> Arm:
+def _implied(runs: Sequence[Run], differing: Sequence[str]) -> set[str]:
+    """Those of the `differing` keys of optimizers that are equal in all runs with the same optimizer."""
+    if OPTIMIZER not in differing:
+        return set()
+    values: dict[tuple[str, Any], set[str]] = defaultdict(set)
+    for run in runs:
+        for key in differing:
+            values[key, run.config[OPTIMIZER]].add(repr(run.config.get(key)))
+    several = {key for (key, _), of_key in values.items() if len(of_key) > 1}
+    return {key for key in differing if key.startswith("optim.") and key != OPTIMIZER} - several
+
+
+def _arm(choices: dict[str, Any], implied: list[str], runs: list[Run]) -> Arm:
     losses: dict[int, dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
     diverged: dict[int, list[float]] = defaultdict(list)
     # A cell that ran under two names counts once: its equal losses would look like two seeds without noise.
@@ -151,7 +168,7 @@ def _arm(choices: dict[str, Any], runs: list[Run]) -> Arm:
     best = min(means, key=lambda cell: means[cell], default=None)
     ties = [cell for cell in means if best is not None and cell != best and curves.ties(cell, best)]
     law = fit_law(curves)
-    return Arm(choices, runs, by_batch, means, diverged, curves, law, target, critical, at_an_edge, best, ties)
+    return Arm(choices, implied, runs, by_batch, means, diverged, curves, law, target, critical, at_an_edge, best, ties)
 
 
 def _model(run: Run) -> ModelConfig:

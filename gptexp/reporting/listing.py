@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from gptexp.config.paths import conf_dir
-from gptexp.config.schema import Config, DataConfig, ModelConfig, fields_of, fits_type, result_deciding
+from gptexp.config.schema import DataConfig, ModelConfig, every_key, fields_of, fits_type, result_deciding
 from gptexp.config.vocabulary import VOCAB_SIZES, padded
 from gptexp.process.errors import ConfigError
 from gptexp.process.terminal import printable
@@ -276,7 +276,7 @@ class Filter:
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` for a key that no config has, or a value that its key cannot have."""
-        fields = {key: f for key, f, _ in fields_of(Config())}
+        fields = {key: f for key, f, _, _ in every_key()}
         for key, text in self.where:
             if key not in fields:
                 last = [known for known in fields if known.split(".")[-1] == key.split(".")[-1]]

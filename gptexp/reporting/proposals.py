@@ -10,7 +10,7 @@ from typing import Any
 
 from gptexp.process.terminal import as_command
 from gptexp.process.words import counted, shown
-from gptexp.reporting.analysis import TEXT, Analysis, Arm
+from gptexp.reporting.analysis import OPTIMIZER, TEXT, Analysis, Arm
 from gptexp.reporting.curves import Curve, one_step_outside
 from gptexp.reporting.progress import is_unfinished
 from gptexp.reporting.records import AXES
@@ -51,7 +51,10 @@ def proposals(analysis: Analysis, sweep: SweepRecord) -> list[Proposal]:
     """Extensions of a sweep, without cells that it already has; none at a batch size where cells still run or wait."""
     found = []
     for arm in analysis.arms:
-        chosen = [f"{key}={_typed(value)}" for key, value in arm.choices.items() if key != TEXT]
+        choices = {key: value for key, value in arm.choices.items() if key != TEXT}
+        if OPTIMIZER in choices:  # the option also chooses the optimizer's keys
+            choices = {"optim": choices.pop(OPTIMIZER), **choices}
+        chosen = [f"{key}={_typed(value)}" for key, value in choices.items()]
         replaced = {text.partition("=")[0] for text in chosen} | {*AXES}
         kept = [text for text in sweep.overrides if text.partition("=")[0] not in replaced]
         fixed = [*kept, *chosen, f"sweep.name={sweep.name}"]

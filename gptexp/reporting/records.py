@@ -172,7 +172,8 @@ def short_commit(commit: str) -> str:
 def differing_keys(runs: Sequence[Run]) -> list[str]:
     """The config's keys, except for `AXES`, in which those of `runs` whose config can be read differ."""
     configs = [run.config for run in runs if run.config]
-    return sorted({key for one in configs for key in one if one[key] != configs[0].get(key)} - {*AXES})
+    keys = {key for one in configs for key in one}  # optimizers have different ones
+    return sorted({key for key in keys if any(one.get(key) != configs[0].get(key) for one in configs)} - {*AXES})
 
 
 def _number(value: Any) -> float | None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from gptexp.config.batch import count_val_windows
-from gptexp.config.schema import AUTO, Config, result_deciding
+from gptexp.config.schema import AUTO, AdamWConfig, Config, result_deciding
 from gptexp.data.loader import build_dataset, val_bytes_per_token
 from gptexp.data.tokenizer import Tokenizer, load_tokenizer
 from gptexp.distributed.ranks import Rank
@@ -52,7 +52,8 @@ def load_checkpointed(directory: Path | str) -> LoadedRun:
     saved = load_effective(directory)
     here = config
     if saved is None or saved.device != device.type:  # the kernels that the config asks for may not exist here
-        here = replace(config, train=replace(config.train, attention=AUTO), optim=replace(config.optim, fused=AUTO))
+        optim = replace(config.optim, fused=AUTO) if isinstance(config.optim, AdamWConfig) else config.optim
+        here = replace(config, train=replace(config.train, attention=AUTO), optim=optim)
     effective = resolve(here, device, Rank(), saved)
     return LoadedRun(model.to(device).eval(), config, effective, path, state, device)
 

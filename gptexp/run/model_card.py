@@ -23,6 +23,7 @@ from gptexp.reporting.records import Run
 from gptexp.run.load import LoadedRun
 from gptexp.storage import run_dir
 from gptexp.storage.checkpoint import TrainState
+from gptexp.training.optim import describe_optimizer
 
 _FOLDERS = re.compile(r"(?<![\w.*~-])/([^/,\]}:]*/)*")  # of an absolute path, in an argument
 TASK = {"type": "text-generation", "name": "Text generation"}
@@ -123,7 +124,7 @@ def _notes(config: Config, tokenizer: Tokenizer) -> Iterator[str]:
 
 
 def _training(config: Config, run: Run, state: TrainState) -> list[tuple[str, str]]:
-    m, o, s, b, summary = config.model, config.optim, config.schedule, config.batch, run.summary
+    m, s, b, summary = config.model, config.schedule, config.batch, run.summary
     rows = [
         ("model", f"{counted(m.n_layer, 'layer')}, {counted(m.n_head, 'head')}, width {m.n_embd}, {_biases(m.bias)}, "
          f"dropout {m.dropout:g}"),
@@ -131,8 +132,7 @@ def _training(config: Config, run: Run, state: TrainState) -> list[tuple[str, st
         ("tokenizer", Path(config.data.tokenizer).name),
         ("tokens", f"{state.tokens:,} in {counted(state.step, 'step')}"),
         ("batch", f"{b.total_batch_size:,} tokens a step, sequences of {config.seq_len:,}"),
-        ("optimizer", f"{o.name}: lr {o.lr:g}, betas {o.beta1:g} and {o.beta2:g}, eps {o.eps:g}, weight decay "
-         f"{o.weight_decay:g}, gradients clipped at {o.grad_clip:g}"),
+        ("optimizer", describe_optimizer(config.optim)),
         ("schedule", f"{s.name}, warm-up over {run.warmup_tokens:,} tokens, minimum {s.min_lr_ratio:g} of lr"),
         ("seed", str(config.train.seed)),
     ]  # fmt: skip

@@ -73,7 +73,7 @@ from gptexp.storage import checkpoint, init_from, run_dir
 from gptexp.storage.checkpoint import TrainState
 from gptexp.storage.init_from import Source
 from gptexp.training.loop import Training, fit
-from gptexp.training.optim import build_optimizer
+from gptexp.training.optim import build_optimizer, load_checkpoint, weights_for_use
 from gptexp.training.profiling import StepProfiler
 from gptexp.training.step import TrainStep
 
@@ -275,7 +275,8 @@ def train(job: Job, prepared: Prepared, decision: Decision, built: Built) -> Out
     if reason is not None:
         return Outcome("interrupted", EXIT_CODES[reason])
     if job.cfg.log.sample_tokens and job.rank.is_main:
-        _sample(job, built, state.step)
+        with weights_for_use(built.training.step.optimizer):
+            _sample(job, built, state.step)
     return Outcome("completed", 0)
 
 
@@ -305,8 +306,7 @@ def _build_training(job: Job, prepared: Prepared, decision: Decision) -> Trainin
     gpt = build_gpt(cfg, effective, device)
     optimizer = build_optimizer(gpt, cfg.optim, effective.fused.value)
     if path is not None:
-        checkpoint.load_weights(path, gpt)
-        checkpoint.load_optimizer(path, optimizer)
+        load_checkpoint(path, gpt, optimizer, cfg.optim)
     elif decision.source is not None and rank.is_main:  # the other ranks receive them from rank 0 in `wrap`
         load_first_weights(decision.source, gpt)
     model = wrap(gpt, effective, cfg.train.reduction, rank, device)
@@ -319,6 +319,7 @@ def _build_training(job: Job, prepared: Prepared, decision: Decision) -> Trainin
         profiler = StepProfiler(job.directory / run_dir.PROFILE, rank, device, state.step, plan.steps)
     return Training(
         cfg=cfg.train,
+        optim=cfg.optim,
         plan=plan,
         step=TrainStep(
             model=model,

@@ -19,7 +19,7 @@ from gptexp.reporting.records import read_run
 from gptexp.storage import run_dir
 from gptexp.storage.checkpoint import TrainState
 from gptexp.training.loop import Training
-from gptexp.training.optim import describe_groups
+from gptexp.training.optim import describe_groups, describe_optimizer
 
 
 def start_lines(cfg: Config, directory: Path, effective: Effective, t: Training, state: TrainState) -> list[str]:
@@ -39,6 +39,7 @@ def start_lines(cfg: Config, directory: Path, effective: Effective, t: Training,
         f"run directory   {directory}",
         f"model           {counted(m.n_layer, 'layer')}, {counted(m.n_head, 'head')}, width {m.n_embd}, "
         f"block {m.block_size}, vocabulary {m.vocab_size:,}: {count_parameters(m):,} parameters",
+        f"optimizer       {describe_optimizer(cfg.optim)}",
         *describe_groups(t.gpt),
         f"data            {cfg.data.name}: {per_epoch:,} training tokens per epoch, {_validation(cfg, t)}",
         *([f"mix             {_mix(t.dataset.train.shares)}"] if t.dataset.train.shares else []),

@@ -26,7 +26,7 @@ from safetensors.torch import load_file
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from gptexp.config.schema import Config, ModelConfig
+from gptexp.config.schema import AdamWConfig, Config, ModelConfig
 from gptexp.data.loader import MicroBatch, build_dataset
 from gptexp.distributed.ranks import Rank
 from gptexp.distributed.reduction import MeanReduction
@@ -194,7 +194,7 @@ def _splits(bench: Bench) -> list[Result]:
         moments = _optimizer_state(path)
         parameters = [p for group in build_optimizer(model, config.optim, False).param_groups for p in group["params"]]
         for number, parameter in enumerate(parameters):
-            expected = (1 - config.optim.beta1) * parameter.grad.cpu()
+            expected = (1 - AdamWConfig.beta1) * parameter.grad.cpu()
             gradient = max(gradient, _relative(moments[number]["exp_avg"], expected))
         load_weights(path, model)
         held_out = torch.from_numpy(dataset.rows(dataset.val, dataset.val_starts).astype("int64")).to(device)

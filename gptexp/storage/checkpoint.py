@@ -15,7 +15,7 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -26,6 +26,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from gptexp.config.batch import crosses
 from gptexp.config.schema import from_dict
@@ -39,6 +40,8 @@ from gptexp.storage.run_dir import fsync, published, step_of
 
 MANIFEST = "manifest.json"
 FILES = ("model.safetensors", "train.pt", "state.json")
+COUNTED = ("params", "step", "weight_sum", "lr_max", "train_mode")  # in groups, and no hyperparameters
+Shapes = Mapping[str, tuple[int, ...] | list[tuple[int, ...]]]  # of the tensors of a parameter's state, by name
 SPARE = 1.1  # required free disk space, as a multiple of the size of the tensors
 
 
@@ -124,7 +127,7 @@ def save(
 
 def _refuse_a_full_disk(directory: Path, weights: dict[str, torch.Tensor], moments: dict[str, Any]) -> None:
     """Raise `OSError` if the checkpoint does not fit on the disk."""
-    tensors = [*weights.values(), *(v for s in moments["state"].values() for v in s.values() if torch.is_tensor(v))]
+    tensors = [*weights.values(), *filter(torch.is_tensor, tree_leaves(moments["state"]))]
     needed = int(SPARE * sum(t.numel() * t.element_size() for t in tensors))
     free = shutil.disk_usage(directory).free
     if free < needed:
@@ -234,16 +237,16 @@ def _read(file: Path) -> dict[str, torch.Tensor]:
         return {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
 
 
-def load_optimizer(path: Path, optimizer: torch.optim.Optimizer) -> None:
+def load_optimizer(path: Path, optimizer: torch.optim.Optimizer, shapes: Sequence[Shapes]) -> None:
     """Load the state of checkpoint `path` into `optimizer`. Raises `CheckpointError` if it does not fit.
 
-    Code in the file is never run.
+    `shapes` are those of the state's tensors for each parameter: the kernels do not check them. Code in the file is
+    never run.
     """
-    configured = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    configured = [{k: v for k, v in group.items() if k not in COUNTED} for group in optimizer.param_groups]
     try:
         saved: dict[str, Any] = torch.load(path / "train.pt", map_location="cpu", weights_only=True)
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        _check_moments(saved["optimizer"]["state"], parameters)
+        _check_state(saved["optimizer"]["state"], shapes)
         optimizer.load_state_dict(saved["optimizer"])
     except (OSError, UnpicklingError, RuntimeError, ValueError, KeyError, TypeError, AttributeError, EOFError) as error:
         raise CheckpointError(f"{path / 'train.pt'}: does not fit the optimizer ({first_line(error)})") from None
@@ -252,14 +255,22 @@ def load_optimizer(path: Path, optimizer: torch.optim.Optimizer) -> None:
         group.update(hyperparameters)
 
 
-def _check_moments(state: dict[int, dict[str, torch.Tensor]], parameters: list[nn.Parameter]) -> None:
-    """Raise `ValueError` unless every parameter has moments of its own shape: the kernels do not check shapes."""
-    if state.keys() != set(range(len(parameters))):
-        raise ValueError(f"it contains {counted(len(state), 'parameter')}, not {len(parameters)}")
-    for number, parameter in enumerate(parameters):
-        shapes = {name: tuple(value.shape) for name, value in state[number].items()}
-        if shapes != {"step": (), "exp_avg": parameter.shape, "exp_avg_sq": parameter.shape}:
-            raise ValueError(f"parameter {number} of shape {tuple(parameter.shape)} has moments of shapes {shapes}")
+def _check_state(state: dict[int, dict[str, Any]], shapes: Sequence[Shapes]) -> None:
+    """Raise `ValueError` unless the state of every parameter has tensors of these shapes."""
+    expected = {number: dict(of) for number, of in enumerate(shapes) if of}
+    if state.keys() != expected.keys():
+        raise ValueError(f"it contains {counted(len(state), 'parameter')}, not {len(expected)}")
+    for number, of in state.items():
+        found = {name: _shape(value) for name, value in of.items() if isinstance(value, torch.Tensor | list)}
+        if found != expected[number]:
+            raise ValueError(f"parameter {number} has a state of shapes {found}, not {expected[number]}")
+
+
+def _shape(value: Any) -> tuple[int, ...] | list[tuple[int, ...]]:
+    """The shape of a tensor, or those of the tensors in a list; an empty list is none."""
+    if isinstance(value, list) and value:
+        return [_shape(item) for item in value]  # type: ignore[misc]
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else (0,)
 
 
 def _checked(path: Path, hashes: bool = True) -> TrainState:

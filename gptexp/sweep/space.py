@@ -14,7 +14,7 @@ from hydra.core.override_parser.types import IntervalSweep, Override
 from omegaconf import DictConfig, OmegaConf
 
 from gptexp.config.overrides import canonical
-from gptexp.config.schema import Config, fields_of
+from gptexp.config.schema import every_key
 from gptexp.process.errors import ConfigError
 
 DIGITS = 4  # significant digits of a value drawn from an interval; few, as the value appears in a directory name
@@ -94,7 +94,7 @@ def _interval(key: str, value: IntervalSweep, text: str) -> Interval:
     log = "log" in value.tags
     if log and low <= 0:
         raise ConfigError(f"{text}: a logarithmic interval must start above 0; raise its start, or remove tag(log, …)")
-    kinds = {name: f.type for name, f, _ in fields_of(Config())}
+    kinds = {name: f.type for name, f, _, _ in every_key()}
     if key not in kinds:
         raise ConfigError(f"{text}: unknown key '{key}'; an interval needs a key that takes a number")
     return Interval(low, high, log, int in (kinds[key], *getattr(kinds[key], "__args__", ())))

@@ -19,7 +19,7 @@ from torch import nn
 
 from gptexp.config.batch import crosses
 from gptexp.config.run_plan import RunPlan
-from gptexp.config.schema import TrainConfig
+from gptexp.config.schema import OptimConfig, TrainConfig
 from gptexp.data.hellaswag import Example
 from gptexp.data.loader import Dataset, MicroBatch, micro_batches
 from gptexp.distributed.group import agree
@@ -33,6 +33,7 @@ from gptexp.storage import checkpoint
 from gptexp.storage.checkpoint import TrainState
 from gptexp.storage.noise_scale import Norms, metrics
 from gptexp.training.hellaswag import score
+from gptexp.training.optim import load_checkpoint, weights_for_use
 from gptexp.training.phases import StepTimer, exposed_reduce_ms
 from gptexp.training.profiling import StepProfiler
 from gptexp.training.small_gradients import SmallGradients
@@ -51,6 +52,7 @@ class Training:
     """Everything that one rank trains with."""
 
     cfg: TrainConfig
+    optim: OptimConfig
     plan: RunPlan
     step: TrainStep
     gpt: GPT  # the model itself; `step.model` may be DDP around it
@@ -296,8 +298,7 @@ class _Loop:
         path, saved = found
         if saved.step != self.went_back_to:
             self.went_back_to, self.nonfinite_in_a_row = saved.step, 1
-        checkpoint.load_weights(path, t.gpt)
-        checkpoint.load_optimizer(path, t.step.optimizer)
+        load_checkpoint(path, t.gpt, t.step.optimizer, t.optim)
         state.go_back(saved, passing_over=step + 1 - saved.step)
         self.unread.clear()
         self.batches = self.data()
@@ -310,7 +311,7 @@ class _Loop:
         if not len(t.dataset.val_starts):
             return
         started, size = time.perf_counter(), t.plan.batch.micro_batch_size
-        with self.clock.paused():
+        with self.clock.paused(), weights_for_use(t.step.optimizer):
             state.val_loss = evaluate(t.gpt, t.dataset, size, t.rank, t.device, t.step.forward_context)
             state.evaluated_tokens = state.tokens
             finite = math.isfinite(state.val_loss)
@@ -332,7 +333,7 @@ class _Loop:
     def save(self, is_last: bool) -> None:
         """Save a checkpoint. Raises `StorageError` if the final one fails; for an earlier one only prints the error."""
         started = time.perf_counter()
-        with self.clock.paused():
+        with self.clock.paused(), weights_for_use(self.t.step.optimizer):
             self._save(is_last)
         self.save_s = time.perf_counter() - started
 

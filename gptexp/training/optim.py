@@ -1,12 +1,34 @@
-"""AdamW with weight decay on matrices only."""
+"""Optimizers, with weight decay on matrices only."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from itertools import islice
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import SGD, Adafactor, AdamW, Muon, Optimizer
 
-from gptexp.config.schema import OptimConfig
+from gptexp.config.schema import (
+    AdafactorConfig,
+    AdamWConfig,
+    LambConfig,
+    LarsConfig,
+    LionConfig,
+    MuonConfig,
+    OptimConfig,
+    ScheduleFreeConfig,
+    SGDConfig,
+    SoapConfig,
+)
+from gptexp.model.optimizer_state import MOST_ROTATED, TRAINED, is_by_muon, state_shapes
+from gptexp.process.words import shown
+from gptexp.storage import checkpoint
 
 
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Two groups: tensors of two or more dimensions (matmuls, embeddings) decay, biases and LayerNorms do not."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     decayed = [p for p in parameters if p.dim() >= 2]
@@ -18,28 +40,155 @@ def describe_groups(model: nn.Module) -> list[str]:
     """Return two lines for the terminal: the numbers of tensors and parameters with and without weight decay."""
     lines = []
     for name, group in zip(("decayed", "non-decayed"), parameter_groups(model, 0.0), strict=True):
-        tensors: list[nn.Parameter] = group["params"]  # type: ignore[assignment]
+        tensors: list[nn.Parameter] = group["params"]
         count = sum(p.numel() for p in tensors)
         lines.append(f"num {name} parameter tensors: {len(tensors)}, with {count:,} parameters")
     return lines
 
 
-def build_optimizer(model: nn.Module, cfg: OptimConfig, fused: bool) -> torch.optim.AdamW:
-    """Build AdamW for `model`. Each group stores the peak learning rate as `initial_lr`, from which `set_lr` starts."""
-    groups = parameter_groups(model, cfg.weight_decay)
-    optimizer = torch.optim.AdamW(groups, cfg.lr, betas=(cfg.beta1, cfg.beta2), eps=cfg.eps, fused=fused)
+def describe_optimizer(cfg: OptimConfig) -> str:
+    """Return the optimizer's name and keys: `lion, lr 0.001, …`."""
+    name, *keys = asdict(cfg).items()
+    return ", ".join([name[1], *(f"{key} {shown(value)}" for key, value in keys)])
+
+
+def build_optimizer(model: nn.Module, cfg: OptimConfig, fused: bool) -> Optimizer:
+    """Build the optimizer of `cfg` for `model`. Each group stores the peak learning rate as `initial_lr`.
+
+    `fused` selects AdamW's fused kernel; the others have none. None of them clips gradients: the trainer does.
+    """
+    optimizer = _built(model, cfg, fused)
     for group in optimizer.param_groups:
         group["initial_lr"] = cfg.lr  # the name that torch's schedulers use
     return optimizer
 
 
-def set_lr(optimizer: torch.optim.Optimizer, factor: float) -> None:
+def _built(model: nn.Module, cfg: OptimConfig, fused: bool) -> Optimizer:
+    matrices, vectors = groups = parameter_groups(model, cfg.weight_decay)
+    match cfg:
+        case AdamWConfig():
+            return AdamW(groups, cfg.lr, (cfg.beta1, cfg.beta2), cfg.eps, fused=fused)
+        case SGDConfig():
+            return SGD(groups, cfg.lr, cfg.momentum, nesterov=cfg.nesterov)
+        case AdafactorConfig():
+            return Adafactor(groups, cfg.lr, cfg.beta2_decay, d=cfg.clip_threshold)
+        case MuonConfig():
+            return _muon_with_adamw(model, cfg)
+
+    import pytorch_optimizer  # an optional package, which takes a second to import
+
+    match cfg:
+        case LionConfig():
+            return pytorch_optimizer.Lion(groups, cfg.lr, (cfg.beta1, cfg.beta2))
+        case LambConfig():
+            # As version 3 of the paper: no correction of the moments' bias, weight decay before the scaling. It scales
+            # a norm of at most 10.
+            return pytorch_optimizer.Lamb(
+                [matrices, {**vectors, "adam": True}], cfg.lr, (cfg.beta1, cfg.beta2), eps=cfg.eps,
+                weight_decouple=False, adam_debias=True, max_grad_norm=0.0,
+            )  # fmt: skip
+        case LarsConfig():
+            return pytorch_optimizer.LARS(
+                groups, cfg.lr, momentum=cfg.momentum, trust_coefficient=cfg.trust_coefficient
+            )
+        case SoapConfig():
+            return pytorch_optimizer.SOAP(
+                groups,
+                cfg.lr,
+                (cfg.beta1, cfg.beta2),
+                eps=cfg.eps,
+                precondition_frequency=cfg.precondition_every,
+                max_precondition_dim=MOST_ROTATED,
+            )
+        case ScheduleFreeConfig():
+            return pytorch_optimizer.ScheduleFreeAdamW(groups, cfg.lr, (cfg.beta1, cfg.beta2), eps=cfg.eps)
+    raise AssertionError(f"no optimizer for {type(cfg).__name__}")
+
+
+def _muon_with_adamw(model: nn.Module, cfg: MuonConfig) -> "Joined":
+    by_muon = [p for name, p in model.named_parameters() if is_by_muon(name, p.dim())]
+    rest = [
+        {**group, "params": [p for p in group["params"] if all(p is not other for other in by_muon)]}
+        for group in parameter_groups(model, cfg.weight_decay)
+    ]
+    muon = Muon(
+        [{"params": by_muon, "weight_decay": cfg.weight_decay}], cfg.lr, momentum=cfg.momentum, nesterov=cfg.nesterov,
+        ns_steps=cfg.ns_steps, adjust_lr_fn="match_rms_adamw",
+    )  # fmt: skip
+    return Joined(muon, AdamW(rest, cfg.lr, (cfg.beta1, cfg.beta2), cfg.eps))
+
+
+class Joined(Optimizer):
+    """Several optimizers for different parameters, as one: their groups and states are its own."""
+
+    def __init__(self, *parts: Optimizer) -> None:
+        self.parts = parts
+        super().__init__([group for part in parts for group in part.param_groups], {})
+        self._share()
+
+    def _share(self) -> None:
+        groups = iter(self.param_groups)
+        for part in self.parts:
+            part.param_groups = list(islice(groups, len(part.param_groups)))
+            part.state = self.state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)  # makes new groups and a new state
+        self._share()
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for part in self.parts:
+            part.step()
+
+
+@contextmanager
+def weights_for_use(optimizer: Optimizer) -> Iterator[None]:
+    """Within, the model has the weights to evaluate, sample and save; afterwards those to train, to the last bit.
+
+    They differ for a schedule-free optimizer, which trains at a point between its averaged and its newest weights
+    (arXiv 2405.15682, section 2). Its state contains the latter meanwhile.
+    """
+    if not hasattr(optimizer, "eval"):
+        yield
+        return
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if optimizer.state.get(p)]
+    for p in parameters:
+        optimizer.state[p][TRAINED] = p.detach().clone()
+    optimizer.eval()
+    try:
+        yield
+    finally:
+        _back_to_training(optimizer)
+
+
+def load_checkpoint(path: Path, gpt: nn.Module, optimizer: Optimizer, cfg: OptimConfig) -> None:
+    """Load weights and optimizer state, and continue to train. Raises `CheckpointError` if they do not fit."""
+    checkpoint.load_weights(path, gpt)
+    names = {p: name for name, p in gpt.named_parameters()}
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    shapes = [state_shapes(cfg, names[p], tuple(p.shape)) for p in parameters]
+    checkpoint.load_optimizer(path, optimizer, shapes)
+    _back_to_training(optimizer)
+
+
+@torch.no_grad()
+def _back_to_training(optimizer: Optimizer) -> None:
+    """Give the model the weights to train that the optimizer's state contains, if it does."""
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if TRAINED in optimizer.state.get(p, {}):
+                p.copy_(optimizer.state[p].pop(TRAINED))
+        if "train_mode" in group:
+            group["train_mode"] = True
+
+
+def set_lr(optimizer: Optimizer, factor: float) -> None:
     """Set every group's learning rate to `factor` times its peak."""
     for group in optimizer.param_groups:
         group["lr"] = group["initial_lr"] * factor
 
 
-def step_if(finite: Tensor, optimizer: torch.optim.Optimizer) -> None:
+def step_if(finite: Tensor, optimizer: Optimizer) -> None:
     """Update the weights if `finite`, a 0-dim bool tensor on their device, is true.
 
     A fused kernel checks the tensor itself, as for torch's GradScaler, so the host does not wait for the GPU.

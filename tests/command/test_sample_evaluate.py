@@ -144,7 +144,7 @@ def test_evaluate_refuses_a_text_that_has_changed(copied: Path, gptexp: Gptexp, 
         (
             "config.yaml",
             "optim: {lr: 6e-4}",
-            "lr=6e-4 in a saved OptimConfig: wrong type; in YAML 6e-4 is text, write 6.0e-4",
+            "lr=6e-4 in a saved AdamWConfig: wrong type; in YAML 6e-4 is text, write 6.0e-4",
         ),
         ("config.yaml", "[1, 2]", "a saved Config must be a mapping of keys to values"),
         ("effective.json", "", "effective.json: not JSON"),

@@ -1,12 +1,11 @@
 """conf/README.md, written from gptexp/config/schema.py and the files of conf/: `python tests/config/conf_readme.py`."""
 
 import dataclasses
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from gptexp.config.describe import comment, default_options, doc, kind, meanings, settings
-from gptexp.config.schema import Config
+from gptexp.config.describe import comment, default_options, doc, kind, meaning, root, settings
+from gptexp.config.schema import Config, every_key
 from gptexp.process.words import shown
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -63,14 +62,14 @@ def page() -> str:
         section = getattr(config, f.name)
         if not dataclasses.is_dataclass(section) or f.name == "sweep":
             continue
-        text = doc(type(section))
+        text = doc(root(type(section)))
         parts += [
             f"### `{f.name}`\n",
             *([f"{text}\n"] if text else []),
             _options(CONF / f.name),
-            _keys(section, f.name),
+            _keys(f.name),
         ]
-    parts += ["### `sweep.*` and top-level keys\n", _keys(config.sweep, "sweep"), _keys(config, "", nested=False)]
+    parts += ["### `sweep.*` and top-level keys\n", _keys("sweep"), _keys("")]
     parts += ["## Recipes and grids\n", "### `experiment`\n", _options(CONF / "experiment")]
     parts += ["### `sweep`\n", _options(CONF / "sweep")]
     parts += ["## Hydra's own groups\n"]
@@ -116,23 +115,14 @@ def _hydra_option(group: str, path: Path) -> str:
     return "\n".join(rows) + "\n"
 
 
-def _keys(section: Any, prefix: str, nested: bool = True) -> str:
-    """A table of the keys of a config dataclass and, if `nested`, of those inside it."""
+def _keys(section: str) -> str:
+    """A table of the keys of a section and of those inside it; of "": the keys outside of all sections."""
     rows = ["| key | type | default | meaning |\n|---|---|---|---|"]
-    rows += _rows(section, f"{prefix}." if prefix else "", nested)
+    for key, f, value, cls in every_key():
+        if key.startswith(f"{section}.") if section else "." not in key:
+            default = "[]" if value == [] else shown(value)
+            rows.append(f"| `{key}` | {_kind(f)} | `{default}` | {_cell(meaning(key, f.name, cls))} |")
     return "\n".join(rows) + "\n"
-
-
-def _rows(section: Any, prefix: str, nested: bool) -> Iterator[str]:
-    comments = meanings(type(section).__name__)
-    for f in dataclasses.fields(section):
-        value = getattr(section, f.name)
-        if dataclasses.is_dataclass(value):
-            if nested:
-                yield from _rows(value, f"{prefix}{f.name}.", nested)
-            continue
-        of_kind, default = _kind(f), "[]" if value == [] else shown(value)
-        yield f"| `{prefix}{f.name}` | {of_kind} | `{default}` | {_cell(comments.get(f.name, ''))} |"
 
 
 def _kind(f: "dataclasses.Field[Any]") -> str:

@@ -16,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from gptexp.config.schema import ModelConfig, OptimConfig
+from gptexp.config.schema import OPTIMIZERS, AdamWConfig, ModelConfig, OptimConfig
 from gptexp.data.loader import MicroBatch
 from gptexp.distributed.ranks import Rank
 from gptexp.distributed.reduction import MeanReduction, TreeReduction
@@ -75,7 +75,14 @@ class LiveBytes(TorchDispatchMode):
 
 
 def peak_bytes(
-    m: ModelConfig, batch: int, micro_steps: int, dtype: str, loss: str, checkpointing: bool, tree: Rank | None = None
+    m: ModelConfig,
+    batch: int,
+    micro_steps: int,
+    dtype: str,
+    loss: str,
+    checkpointing: bool,
+    tree: Rank | None = None,
+    optim: OptimConfig | None = None,
 ) -> int:
     """The peak of the second step: the optimizer allocates its state in the first."""
     context = nullcontext if dtype == "float32" else partial(torch.autocast, "cpu", torch.bfloat16)
@@ -83,7 +90,7 @@ def peak_bytes(
         gpt = GPT(m, LOSSES[loss], checkpointing)
         for p in gpt.parameters():
             live.add(p)
-        optimizer = build_optimizer(gpt, OptimConfig(), fused=True)
+        optimizer = build_optimizer(gpt, optim or AdamWConfig(), fused=True)
         x = torch.zeros(batch, m.block_size, dtype=torch.int64)
         reduction = TreeReduction(gpt, tree) if tree else MeanReduction(None)
         step = TrainStep(gpt, optimizer, reduction, micro_steps, 1.0, context, dropout=False)
@@ -115,16 +122,28 @@ def test_the_estimate_counts_every_tensor(
     m: ModelConfig, batch: int, micro_steps: int, dtype: str, loss: str, checkpointing: bool
 ) -> None:
     memory = memory_estimate(
-        m, cpu_step(m, batch, micro_steps, dtype=dtype, loss=loss, activation_checkpointing=checkpointing)
+        m,
+        AdamWConfig(),
+        cpu_step(m, batch, micro_steps, dtype=dtype, loss=loss, activation_checkpointing=checkpointing),
     )
     assert memory.tensors == pytest.approx(peak_bytes(m, batch, micro_steps, dtype, loss, checkpointing), rel=0.08)
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(("m", "batch"), [(DEEP, 6), (LARGE, 1)])
+def test_the_estimate_counts_the_state_of_each_optimizer(m: ModelConfig, batch: int, name: str) -> None:
+    pytest.importorskip("pytorch_optimizer", reason="no pytorch_optimizer; pip install 'gptexp[optim]'")
+    optim = OPTIMIZERS[name]()
+    counted = peak_bytes(m, batch, 2, "float32", "plain", False, optim=optim)
+    assert memory_estimate(m, optim, cpu_step(m, batch, 2)).tensors == pytest.approx(counted, rel=0.1)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("micro_steps", [1, 2, pytest.param(8, marks=pytest.mark.e2e)])
 @pytest.mark.parametrize(("m", "batch"), [(DEEP, 6), (LARGE, 1)])
 def test_the_estimate_counts_the_sums_of_a_tree(m: ModelConfig, batch: int, micro_steps: int, world_size: int) -> None:
-    memory = memory_estimate(m, cpu_step(m, batch, micro_steps, world_size=world_size, tree=True))
+    memory = memory_estimate(m, AdamWConfig(), cpu_step(m, batch, micro_steps, world_size=world_size, tree=True))
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     try:
         counted = peak_bytes(m, batch, micro_steps, "float32", "plain", False, Rank(0, world_size))
@@ -135,13 +154,17 @@ def test_the_estimate_counts_the_sums_of_a_tree(m: ModelConfig, batch: int, micr
 
 def test_compiling_does_not_change_the_estimate_of_the_chunked_loss_on_a_cpu() -> None:
     step = cpu_step(WIDE, 10, 2, loss="chunked")
-    assert memory_estimate(WIDE, step) == memory_estimate(WIDE, replace(step, compiled=True))
+    assert memory_estimate(WIDE, AdamWConfig(), step) == memory_estimate(
+        WIDE, AdamWConfig(), replace(step, compiled=True)
+    )
 
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_fragmentation_is_estimated_for_a_cpu_only(loss: str) -> None:
     """By less than the size of the tensors. The slow tests measure the growth of real processes."""
-    on_cpu, on_gpu = (memory_estimate(DEEP, cpu_step(DEEP, 6, 2, device=d, loss=loss)) for d in ("cpu", "cuda"))
+    on_cpu, on_gpu = (
+        memory_estimate(DEEP, AdamWConfig(), cpu_step(DEEP, 6, 2, device=d, loss=loss)) for d in ("cpu", "cuda")
+    )
     assert on_cpu.tensors < on_cpu.peak < 2 * on_cpu.tensors
     assert on_gpu.peak == on_gpu.tensors
 
@@ -152,7 +175,7 @@ def gpt2_xl_gib(micro_batch_size: int, checkpointing: bool, accumulates: bool = 
         micro_batch_size=micro_batch_size, seq_len=1024, grad_accum_steps=1 + accumulates, world_size=world_size,
         device="cuda", dtype="bfloat16", compiled=True, loss="plain", activation_checkpointing=checkpointing,
     )  # fmt: skip
-    return memory_estimate(m, step).peak / 2**30
+    return memory_estimate(m, AdamWConfig(), step).peak / 2**30
 
 
 def test_the_estimate_for_gpt2_xl_equals_a_count_by_hand() -> None:

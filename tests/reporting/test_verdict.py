@@ -2,13 +2,16 @@
 
 import random
 import re
+import shlex
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from sweeps import NOISE_SCALE, report_of, write_run, write_sweep
+from sweeps import NOISE_SCALE, compose_sweep, report_of, write_run, write_sweep
 
+from gptexp.config.compose import compose
 from gptexp.reporting import comparison
 from gptexp.reporting.analysis import analyse
 from gptexp.reporting.cells_table import cells_table
@@ -110,6 +113,43 @@ def test_an_arm_is_named_by_the_option_of_its_model_or_a_few_keys(
                 setattr(config.model, key, value)
             run_dir.save_config(directory, config)
     assert {line.partition(": ")[0] for line in report_of(tmp_path)["verdict"]} == labels
+
+
+def test_arms_of_optimizers_are_named_by_them_and_their_proposals_belong_to_them(tmp_path: Path) -> None:
+    """Keys that only the optimizer decides do not name an arm. Its command has them: they may be no start values."""
+    pytest.importorskip("pytorch_optimizer", reason="no pytorch_optimizer; pip install 'gptexp[optim]'")
+    own = (
+        {"optim": "adamw"},
+        {"optim": "muon", "weight_decay": 0.2},
+        {"optim": "lion", "beta2": 0.9},
+        {"optim": "lion"},
+    )
+    by_arm = []
+    for number, of_arm in enumerate(own):
+        optim = compose(["model=nano", f"optim={of_arm['optim']}"]).optim
+        for key, value in of_arm.items():
+            if key != "optim":
+                setattr(optim, key, value)
+        for lr in (0.01, 0.02):
+            directory = tmp_path / f"{number}-{lr}"
+            write_run(directory, 16384, lr, 1, 4.0)
+            config = run_dir.load_config(directory)
+            config.optim, config.model = replace(optim, lr=lr), compose(["model=nano"]).model
+            run_dir.save_config(directory, config)
+        by_arm.append(optim)
+    run_dir.write_json(tmp_path / run_dir.SWEEP, {"name": "s", "overrides": ["model=nano", "optim=sgd"]})
+    report = report_of(tmp_path)
+    assert {line.partition(": ")[0] for line in report["verdict"]} == {
+        "optim=adamw, optim.beta2=0.95", "optim=lion, optim.beta2=0.9", "optim=lion, optim.beta2=0.99",
+        "optim=muon, optim.beta2=0.95",
+    }  # fmt: skip
+    proposed = []
+    for proposal in report["next"]:
+        grid = compose_sweep(shlex.split(proposal["command"])[3:])
+        proposed += [drafted.config.optim for drafted in grid.drafts if drafted.config]
+    assert len(proposed) == 4
+    for optim in proposed:
+        assert sum(replace(optim, lr=arm.lr) == arm for arm in by_arm if type(arm) is type(optim)) == 1
 
 
 def test_the_same_cell_under_two_names_counts_once(swept: Path, tmp_path: Path) -> None:

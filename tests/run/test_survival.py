@@ -14,6 +14,8 @@ import pytest
 from conftest import ROOT
 from survival import MUTANTS, POINTS, mutated_package
 
+from gptexp.config.schema import OPTIMIZERS
+
 SCRIPT = ROOT / "tests" / "survival.py"
 GPTEXP = ROOT / "gptexp"
 
@@ -58,6 +60,18 @@ def test_a_run_survives_fifty_kills(tmp_path: Path, world_sizes: tuple[int, ...]
     assert found["in a save"] >= 15, found
     assert found["half-written"] >= 8, found
     assert found["starts per world size"].keys() == {str(size) for size in world_sizes}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "adamw"])
+def test_a_run_with_each_optimizer_survives_twenty_kills_at_changing_world_sizes(tmp_path: Path, name: str) -> None:
+    """So two ranks train as one does: the undisturbed run is on one rank."""
+    pytest.importorskip("pytorch_optimizer", reason="no pytorch_optimizer; pip install 'gptexp[optim]'")
+    found = survive(tmp_path, "kills", "--kills", 20, "--steps", 130, "--world-sizes", 1, 2, "--optim", name)
+    print(found)
+    assert unharmed(found), found
+    assert found["kills"] == 20, found
+    assert found["starts per world size"].keys() == {"1", "2"}
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)

@@ -9,20 +9,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from gptexp.config.schema import ModelConfig, OptimConfig
+from gptexp.config.schema import AdamWConfig, ModelConfig
 from gptexp.model.gpt import GPT
 from gptexp.process.errors import CheckpointError, StorageError
 from gptexp.storage import checkpoint
 from gptexp.storage.checkpoint import Keep, TrainState
-from gptexp.training.optim import build_optimizer
+from gptexp.training.optim import build_optimizer, load_checkpoint
 
 TINY = ModelConfig(n_layer=1, n_head=2, n_embd=16, block_size=8, vocab_size=64)
 
 
-def trained(steps: int = 2) -> tuple[GPT, torch.optim.AdamW]:
+def trained(steps: int = 2) -> tuple[GPT, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = GPT(TINY)
-    optimizer = build_optimizer(model, OptimConfig(), fused=True)
+    optimizer = build_optimizer(model, AdamWConfig(), fused=True)
     x = torch.arange(8)[None]
     for _ in range(steps):
         model(x, x + 1).backward()
@@ -45,9 +45,8 @@ def test_training_continues_bit_for_bit(tmp_path: Path) -> None:
     assert (found, loaded) == (path, state)
     torch.manual_seed(9)
     other = GPT(TINY)
-    other_optimizer = build_optimizer(other, OptimConfig(), fused=True)
-    checkpoint.load_weights(path, other)
-    checkpoint.load_optimizer(path, other_optimizer)
+    other_optimizer = build_optimizer(other, AdamWConfig(), fused=True)
+    load_checkpoint(path, other, other_optimizer, AdamWConfig())
     assert other.lm_head.weight is other.wte.weight
     x = torch.arange(8)[None]
     for m, o in ((model, optimizer), (other, other_optimizer)):
@@ -253,8 +252,8 @@ def test_a_failed_save_publishes_nothing(tmp_path: Path, monkeypatch: pytest.Mon
 def test_loading_keeps_the_fused_setting_of_the_optimizer(tmp_path: Path) -> None:
     model, optimizer = trained()
     path = checkpoint.save(tmp_path, model, optimizer, TrainState(step=1), Keep())
-    other = build_optimizer(model, OptimConfig(), fused=False)
-    checkpoint.load_optimizer(path, other)
+    other = build_optimizer(model, AdamWConfig(), fused=False)
+    load_checkpoint(path, model, other, AdamWConfig())
     assert [group["fused"] for group in other.param_groups] == [False, False]
 
 

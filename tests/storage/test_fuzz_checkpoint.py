@@ -17,12 +17,12 @@ import pytest
 import torch
 from fuzz import Damage, flip
 
-from gptexp.config.schema import ModelConfig, OptimConfig
+from gptexp.config.schema import AdamWConfig, ModelConfig
 from gptexp.model.gpt import GPT
 from gptexp.process.errors import CheckpointError
 from gptexp.storage import checkpoint
 from gptexp.storage.checkpoint import Keep, TrainState
-from gptexp.training.optim import build_optimizer
+from gptexp.training.optim import build_optimizer, load_checkpoint
 
 SMALL = ModelConfig(n_layer=1, n_head=2, n_embd=16, block_size=8, vocab_size=64)
 
@@ -30,7 +30,7 @@ SMALL = ModelConfig(n_layer=1, n_head=2, n_embd=16, block_size=8, vocab_size=64)
 def saved(directory: Path, step: int) -> Path:
     torch.manual_seed(0)
     model = GPT(SMALL)
-    optimizer = build_optimizer(model, OptimConfig(), fused=True)
+    optimizer = build_optimizer(model, AdamWConfig(), fused=True)
     model(torch.arange(8)[None], torch.arange(8)[None]).backward()
     optimizer.step()
     return checkpoint.save(directory, model, optimizer, TrainState(step=step, tokens=10 * step), Keep())
@@ -144,7 +144,7 @@ def test_code_in_a_checkpoint_is_not_executed(tmp_path: Path) -> None:
     """The hashes are right, because the attacker wrote the manifest too."""
     sentinel = tmp_path / "sentinel"
     model = GPT(SMALL)
-    optimizer = build_optimizer(model, OptimConfig(), fused=True)
+    optimizer = build_optimizer(model, AdamWConfig(), fused=True)
     path = saved(tmp_path / "c", 1)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for name, body in hostile(sentinel).items():
@@ -152,7 +152,7 @@ def test_code_in_a_checkpoint_is_not_executed(tmp_path: Path) -> None:
         _rehash(path)
         assert checkpoint.newest(path.parent)[0] == path, name
         with pytest.raises(CheckpointError, match=r"train.pt: does not fit the optimizer") as refused:
-            checkpoint.load_optimizer(path, optimizer)
+            load_checkpoint(path, model, optimizer, AdamWConfig())
         assert len(str(refused.value).splitlines()) == 1
         assert not sentinel.exists(), name
     grown_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
@@ -162,7 +162,7 @@ def test_code_in_a_checkpoint_is_not_executed(tmp_path: Path) -> None:
 def test_optimizer_state_of_a_wrong_shape_is_refused(tmp_path: Path) -> None:
     """AdamW's fused kernel would write beyond moments that are too short. The config's hyperparameters are kept."""
     model = GPT(SMALL)
-    optimizer = build_optimizer(model, OptimConfig(), fused=True)
+    optimizer = build_optimizer(model, AdamWConfig(), fused=True)
     path = saved(tmp_path / "c", 1)
     whole = torch.load(path / "train.pt", weights_only=True)
     first = whole["optimizer"]["state"][0]
@@ -170,11 +170,11 @@ def test_optimizer_state_of_a_wrong_shape_is_refused(tmp_path: Path) -> None:
                   {**whole["optimizer"]["state"], 0: {"step": first["step"]}}):  # fmt: skip
         torch.save({"optimizer": {**whole["optimizer"], "state": state}}, path / "train.pt")
         with pytest.raises(CheckpointError, match="does not fit the optimizer"):
-            checkpoint.load_optimizer(path, optimizer)
+            load_checkpoint(path, model, optimizer, AdamWConfig())
     for group in whole["optimizer"]["param_groups"]:
         group.update(lr=99.0, weight_decay=99.0, betas=(0.0, 0.0))
     torch.save(whole, path / "train.pt")
-    checkpoint.load_optimizer(path, optimizer)
+    load_checkpoint(path, model, optimizer, AdamWConfig())
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]  # the config's, not the file's
 
 

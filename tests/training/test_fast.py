@@ -15,7 +15,7 @@ import pytest
 import torch
 from conftest import ROOT, events
 
-from gptexp.config.schema import Config, ModelConfig, OptimConfig
+from gptexp.config.schema import AdamWConfig, Config, ModelConfig
 from gptexp.data.loader import MicroBatch
 from gptexp.distributed.ranks import Rank
 from gptexp.distributed.reduction import MeanReduction
@@ -47,7 +47,7 @@ def losses(
     gpt = GPT(MODEL, loss, checkpointing)
     if compiled:
         gpt.compile(fullgraph=True, dynamic=False)
-    optimizer = build_optimizer(gpt, OptimConfig(lr=LR), fused)
+    optimizer = build_optimizer(gpt, AdamWConfig(lr=LR), fused)
     context = nullcontext if dtype == torch.float32 else partial(torch.autocast, "cpu", dtype)
     train_step = TrainStep(gpt, optimizer, MeanReduction(None), 2, 1.0, context, dropout=False)
     generator = torch.Generator().manual_seed(0)

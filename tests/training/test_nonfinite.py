@@ -14,7 +14,7 @@ import torch
 from conftest import events, summary
 from real_runs import newest, train_here, weights
 
-from gptexp.config.schema import OptimConfig
+from gptexp.config.schema import AdamWConfig
 from gptexp.process.signals import StopRequest
 from gptexp.storage import checkpoint
 from gptexp.training import step as step_module
@@ -86,7 +86,7 @@ def test_a_non_finite_update_changes_nothing(fused: bool, value: float) -> None:
     """It changes neither weights, nor moments, nor the step count of the bias correction."""
     torch.manual_seed(0)
     model = torch.nn.Linear(5, 3)
-    optimizer = build_optimizer(model, OptimConfig(), fused)
+    optimizer = build_optimizer(model, AdamWConfig(), fused)
 
     def step(factor: float, finite: bool) -> None:
         (model(torch.ones(2, 5)).sum() * factor).backward()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gptexp.config.schema import ModelConfig, OptimConfig
+from gptexp.config.schema import AdamWConfig, ModelConfig
 from gptexp.model.gpt import GPT
 from gptexp.training.optim import build_optimizer, describe_groups, parameter_groups, set_lr, step_if
 
@@ -26,7 +26,7 @@ def test_every_parameter_is_in_exactly_one_group() -> None:
 @pytest.mark.parametrize("fused", [False, True])
 def test_the_update_equals_adamw_of_the_paper(fused: bool) -> None:
     """Two updates against the algorithm written out (Loshchilov and Hutter, arXiv 1711.05101, algorithm 2)."""
-    cfg = OptimConfig(lr=0.01, beta1=0.8, beta2=0.9, eps=1e-2, weight_decay=0.2)
+    cfg = AdamWConfig(lr=0.01, beta1=0.8, beta2=0.9, eps=1e-2, weight_decay=0.2)
     torch.manual_seed(0)
     model = torch.nn.Linear(5, 3)
     optimizer = build_optimizer(model, cfg, fused)
@@ -47,7 +47,7 @@ def test_the_update_equals_adamw_of_the_paper(fused: bool) -> None:
 
 
 def test_the_learning_rate_is_the_peak_times_the_factor_in_every_group() -> None:
-    optimizer = build_optimizer(torch.nn.Linear(5, 3), OptimConfig(lr=0.01), fused=False)
+    optimizer = build_optimizer(torch.nn.Linear(5, 3), AdamWConfig(lr=0.01), fused=False)
     for factor in (0.5, 0.1, 1.0):
         set_lr(optimizer, factor)
         assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.01 * factor] * 2)
@@ -56,7 +56,7 @@ def test_the_learning_rate_is_the_peak_times_the_factor_in_every_group() -> None
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_non_finite_step_changes_neither_weights_nor_moments(fused: bool) -> None:
     model = torch.nn.Linear(5, 3)
-    optimizer = build_optimizer(model, OptimConfig(lr=0.01), fused)
+    optimizer = build_optimizer(model, AdamWConfig(lr=0.01), fused)
     found = []
     for finite, gradient in ((True, 1.0), (False, torch.nan), (True, 2.0)):
         for p in model.parameters():

@@ -1,0 +1,85 @@
+"""The tensors that each optimizer keeps for a parameter: to check a checkpoint, and to estimate memory."""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+import torch
+
+from gptexp.config.schema import (
+    AdafactorConfig,
+    AdamWConfig,
+    LambConfig,
+    LarsConfig,
+    LionConfig,
+    ModelConfig,
+    MuonConfig,
+    OptimConfig,
+    ScheduleFreeConfig,
+    SGDConfig,
+    SoapConfig,
+)
+from gptexp.model.gpt import GPT
+
+Shape = tuple[int, ...]
+TRAINED = "trained"  # in a schedule-free optimizer's saved state: the weights that it trains at
+MOST_ROTATED = 10_000  # SOAP: rows or columns of a matrix above which it keeps no eigenbasis for them
+
+
+def is_by_muon(name: str, dimensions: int) -> bool:
+    """Whether optim=muon gives the parameter of this name to Muon: the matrices of the blocks, not embeddings."""
+    return dimensions == 2 and name.startswith("h.")
+
+
+def state_shapes(optim: OptimConfig, name: str, shape: Shape) -> Mapping[str, Shape | list[Shape]]:
+    """The shapes of the tensors, or lists of tensors, that the optimizer keeps for the parameter `name` of `shape`."""
+    match optim:
+        case SGDConfig() | LarsConfig():
+            return {"momentum_buffer": shape} if optim.momentum else {}
+        case LionConfig():
+            return {"exp_avg": shape}
+        case LambConfig():
+            norms: dict[str, Shape] = dict.fromkeys(("weight_norm", "adam_norm", "trust_ratio"), ())
+            return {"exp_avg": shape, "exp_avg_sq": shape, **norms}
+        case MuonConfig() if is_by_muon(name, len(shape)):
+            return {"momentum_buffer": shape}
+        case SoapConfig():
+            rotated: list[Shape] = [(n, n) if n <= MOST_ROTATED and len(shape) > 1 else (0,) for n in shape]
+            return {"exp_avg": shape, "exp_avg_sq": shape, "GG": rotated, "Q": rotated}
+        case ScheduleFreeConfig():
+            return {"z": shape, "exp_avg_sq": shape, TRAINED: shape}
+        case AdafactorConfig() if len(shape) > 1:
+            return {"step": (), "row_var": (*shape[:-1], 1), "col_var": (*shape[:-2], 1, shape[-1])}
+        case AdafactorConfig():
+            return {"step": (), "variance": shape}
+    return {"step": (), "exp_avg": shape, "exp_avg_sq": shape}
+
+
+def state_bytes(optim: OptimConfig, model: ModelConfig) -> int:
+    """Bytes of an optimizer's state for all parameters, in float32, while it trains, without single numbers."""
+    numbers = 0
+    for name, shape, count in parameter_shapes(model):
+        for key, kept in state_shapes(optim, name, shape).items():
+            if key != TRAINED:  # only while it saves or evaluates
+                shapes = kept if isinstance(kept, list) else [kept]
+                numbers += count * sum(math.prod(of_tensor) for of_tensor in shapes if of_tensor)
+    return 4 * numbers
+
+
+def update_bytes(optim: OptimConfig, model: ModelConfig) -> int:
+    """Bytes that an update needs beside gradients and state: most compute it for all parameters at once."""
+    if isinstance(optim, AdamWConfig):
+        return 0  # by the fused kernel, in place
+    sizes = [(math.prod(shape), shape, count) for _, shape, count in parameter_shapes(model)]
+    if isinstance(optim, SoapConfig):
+        return 4 * max(n * n for _, shape, _ in sizes for n in shape if n <= MOST_ROTATED and len(shape) > 1)
+    copies = 2 if isinstance(optim, ScheduleFreeConfig) else 1
+    return 4 * copies * sum(size * count for size, _, count in sizes)
+
+
+def parameter_shapes(m: ModelConfig) -> Iterator[tuple[str, Shape, int]]:
+    """Yield (name, shape, number of such parameters) for all parameters, those of the blocks under the first one's."""
+    with torch.device("meta"):
+        one = GPT(replace(m, n_layer=1))
+    for name, p in one.named_parameters():
+        yield name, tuple(p.shape), m.n_layer if name.startswith("h.") else 1

@@ -1,0 +1,326 @@
+"""Each optimizer against its published formula, and what the trainer needs of all of them."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from gptexp.config.compose import compose
+from gptexp.config.schema import OPTIMIZERS, ModelConfig, OptimConfig
+from gptexp.model.gpt import GPT
+from gptexp.model.optimizer_state import TRAINED, state_bytes, state_shapes
+from gptexp.storage import checkpoint
+from gptexp.storage.checkpoint import Keep, TrainState
+from gptexp.training.optim import build_optimizer, load_checkpoint, set_lr, step_if, weights_for_use
+
+pytest.importorskip("pytorch_optimizer", reason="no pytorch_optimizer; pip install 'gptexp[optim]'")
+
+TINY = ModelConfig(n_layer=1, n_head=2, n_embd=16, block_size=8, vocab_size=64)
+Array = np.ndarray
+NAMES = [*OPTIMIZERS]
+
+
+def config(name: str, **changed: float) -> OptimConfig:
+    """The start values of optim=NAME, with some changes."""
+    found = compose([f"optim={name}"]).optim
+    for key, value in changed.items():
+        assert hasattr(found, key)
+        setattr(found, key, value)
+    return found
+
+
+class Sgd:
+    def __init__(self, c: OptimConfig, w: Array) -> None:
+        self.c, self.m = c, np.zeros_like(w)
+
+    def __call__(self, w: Array, g: Array, step: int) -> Array:
+        g = g + self.c.weight_decay * w * (w.ndim > 1)
+        self.m = self.c.momentum * self.m + g
+        return w - self.c.lr * self.m
+
+
+class Lion:
+    """arXiv 2302.06675, algorithm 2."""
+
+    def __init__(self, c: OptimConfig, w: Array) -> None:
+        self.c, self.m = c, np.zeros_like(w)
+
+    def __call__(self, w: Array, g: Array, step: int) -> Array:
+        c = self.c
+        update = np.sign(c.beta1 * self.m + (1 - c.beta1) * g)
+        self.m = c.beta2 * self.m + (1 - c.beta2) * g
+        return w - c.lr * (update + c.weight_decay * w * (w.ndim > 1))
+
+
+class Lamb:
+    """arXiv 1904.00962 version 3, algorithm 2, with phi(z) = min(z, 10); vectors as they are."""
+
+    def __init__(self, c: OptimConfig, w: Array) -> None:
+        self.c, self.m, self.v = c, np.zeros_like(w), np.zeros_like(w)
+
+    def __call__(self, w: Array, g: Array, step: int) -> Array:
+        c = self.c
+        self.m = c.beta1 * self.m + (1 - c.beta1) * g
+        self.v = c.beta2 * self.v + (1 - c.beta2) * g * g
+        r = self.m / (np.sqrt(self.v) + c.eps)
+        if w.ndim < 2:
+            return w - c.lr * r
+        u = r + c.weight_decay * w
+        return w - c.lr * min(np.linalg.norm(w), 10) / (np.linalg.norm(u) + c.eps) * u
+
+
+class Lars:
+    """arXiv 1708.03888, algorithm 1; vectors by SGD."""
+
+    def __init__(self, c: OptimConfig, w: Array) -> None:
+        self.c, self.m = c, np.zeros_like(w)
+
+    def __call__(self, w: Array, g: Array, step: int) -> Array:
+        c = self.c
+        if w.ndim > 1:
+            norm = np.linalg.norm
+            local = c.trust_coefficient * norm(w) / (norm(g) + c.weight_decay * norm(w))
+            g = local * (g + c.weight_decay * w)
+        self.m = c.momentum * self.m + g
+        return w - c.lr * self.m
+
+
+class Soap:
+    """arXiv 2409.11321, algorithm 3, whose first gradient only gives the first eigenbases."""
+
+    def __init__(self, c: OptimConfig, w: Array) -> None:
+        self.c, self.m, self.v = c, np.zeros_like(w), np.zeros_like(w)
+
+    def __call__(self, w: Array, g: Array, step: int) -> Array:
+        c = self.c
+        sides = (lambda a: a @ a.T, lambda a: a.T @ a) if w.ndim > 1 else ()
+        if step == 1:
+            self.gg = [(1 - c.beta2) * side(g) for side in sides]
+            self.q = [np.linalg.eigh(gg)[1][:, ::-1] for gg in self.gg]
+            return w
+        self.m = c.beta1 * self.m + (1 - c.beta1) * g
+        self.v = c.beta2 * self.v + (1 - c.beta2) * self.into(g) ** 2
+        t = step - 1
+        size = c.lr * np.sqrt(1 - c.beta2**t) / (1 - c.beta1**t)
+        w = w - size * self.back(self.into(self.m) / (np.sqrt(self.v) + c.eps))
+        self.gg = [c.beta2 * gg + (1 - c.beta2) * side(g) for gg, side in zip(self.gg, sides, strict=True)]
+        return w * (1 - c.lr * c.weight_decay * (w.ndim > 1))
+
+    def into(self, a: Array) -> Array:
+        return self.q[0].T @ a @ self.q[1] if self.q else a
+
+    def back(self, a: Array) -> Array:
+        return self.q[0] @ a @ self.q[1].T if self.q else a
+
+
+class ScheduleFree:
+    """arXiv 2405.15682, algorithm 1. `x` is the average."""
+
+    def __init__(self, c: OptimConfig, w: Array) -> None:
+        self.c, self.x, self.z, self.v, self.weights = c, w, w, np.zeros_like(w), 0.0
+
+    def __call__(self, w: Array, g: Array, step: int) -> Array:
+        """`w` is y, the point of the gradient."""
+        c = self.c
+        self.v = c.beta2 * self.v + (1 - c.beta2) * g * g
+        update = g / (np.sqrt(self.v / (1 - c.beta2**step)) + c.eps) + c.weight_decay * w * (w.ndim > 1)
+        self.z = self.z - c.lr * update
+        self.weights += c.lr**2
+        share = c.lr**2 / self.weights
+        self.x = (1 - share) * self.x + share * self.z
+        return (1 - c.beta1) * self.z + c.beta1 * self.x
+
+
+def rms(a: Array) -> float:
+    return float(np.sqrt(np.mean(a * a)))
+
+
+class Adafactor:
+    """arXiv 1804.04235, algorithms 4 and 5, with the relative step of section 8."""
+
+    def __init__(self, c: OptimConfig, w: Array) -> None:
+        self.c, self.r, self.s, self.v = c, 0.0, 0.0, 0.0
+
+    def __call__(self, w: Array, g: Array, step: int) -> Array:
+        c, new = self.c, step**self.c.beta2_decay
+        if w.ndim > 1:
+            self.r = (1 - new) * self.r + new * (g * g).mean(1, keepdims=True)
+            self.s = (1 - new) * self.s + new * (g * g).mean(0, keepdims=True)
+            v = self.r @ self.s / self.r.mean()
+        else:
+            v = self.v = (1 - new) * self.v + new * g * g
+        update = g / np.sqrt(v)
+        update = update / max(1.0, rms(update) / c.clip_threshold)
+        size = max(1e-3, rms(w)) * min(c.lr, 1 / np.sqrt(step))
+        return w * (1 - c.lr * c.weight_decay * (w.ndim > 1)) - size * update
+
+
+REFERENCES = {
+    "sgd": Sgd, "lion": Lion, "lamb": Lamb, "lars": Lars, "soap": Soap, "schedulefree": ScheduleFree,
+    "adafactor": Adafactor,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFERENCES)
+def test_three_steps_equal_the_published_formula(name: str) -> None:
+    changed = {"momentum": 0.8} if name == "sgd" else {}
+    c = config(name, lr=0.02, weight_decay=0.1, **changed)
+    torch.manual_seed(0)
+    # SOAP's eigenbases are determined by one gradient only if it has full rank on both sides.
+    model = torch.nn.Linear(4 if name == "soap" else 5, 4).double()
+    optimizer = build_optimizer(model, c, False)
+    expected = {n: p.detach().numpy().copy() for n, p in model.named_parameters()}
+    reference = {n: REFERENCES[name](c, w) for n, w in expected.items()}
+    for step in (1, 2, 3):
+        for n, p in model.named_parameters():
+            p.grad = torch.randn_like(p)
+            expected[n] = reference[n](expected[n], p.grad.numpy().copy(), step)
+        optimizer.step()
+        for n, p in model.named_parameters():
+            np.testing.assert_allclose(p.detach().numpy(), expected[n], rtol=1e-6, err_msg=f"{n}, step {step}")
+    if name == "schedulefree":
+        with weights_for_use(optimizer):
+            for n, p in model.named_parameters():
+                np.testing.assert_allclose(p.detach().numpy(), reference[n].x, rtol=1e-6)
+
+
+def gradients(model: GPT, step: int) -> None:
+    torch.manual_seed(step)
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+
+
+def tiny(seed: int = 0) -> GPT:
+    torch.manual_seed(seed)
+    return GPT(TINY)
+
+
+def test_muon_updates_the_matrices_of_the_blocks_and_adamw_the_rest() -> None:
+    c = config("muon", lr=0.02)
+    model, twin = tiny(), tiny()
+    joined = build_optimizer(model, c, False)
+    matrices = [p for n, p in twin.named_parameters() if n.startswith("h.") and p.dim() == 2]
+    assert len(matrices) == 4
+    others = {dim: [p for n, p in twin.named_parameters() if p.dim() == dim and all(p is not m for m in matrices)]
+              for dim in (2, 1)}  # fmt: skip
+    muon = torch.optim.Muon(matrices, 0.02, 0.1, adjust_lr_fn="match_rms_adamw")
+    adamw = torch.optim.AdamW([{"params": others[2]}, {"params": others[1], "weight_decay": 0.0}], 0.02, (0.9, 0.95),
+                              weight_decay=0.1)  # fmt: skip
+    for step in range(3):
+        gradients(model, step)
+        gradients(twin, step)
+        joined.step()
+        muon.step()
+        adamw.step()
+    for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_parameter_is_in_exactly_one_group_and_vectors_do_not_decay(name: str) -> None:
+    model = tiny()
+    groups = build_optimizer(model, config(name, weight_decay=0.3), False).param_groups
+    grouped = [id(p) for group in groups for p in group["params"]]
+    assert sorted(grouped) == sorted(id(p) for p in model.parameters())
+    for group in groups:
+        assert all(group["weight_decay"] == (0.3 if p.dim() > 1 else 0.0) for p in group["params"])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_are_not_clipped_inside(name: str) -> None:
+    """Adaptive optimizers do not see the size of gradients; that of the others is proportional to them."""
+    moved = []
+    for factor in (1.0, 1024.0):  # a power of two changes no rounding
+        model = tiny()
+        c = config(name, lr=1e-3, weight_decay=0.0)
+        if hasattr(c, "eps"):
+            c.eps = 1e-30
+        optimizer, before = build_optimizer(model, c, False), [p.detach().clone() for p in model.parameters()]
+        for step in (0, 1):
+            gradients(model, step)
+            for p in model.parameters():
+                p.grad *= factor
+            optimizer.step()
+        moved.append([p.detach() - b for p, b in zip(model.parameters(), before, strict=True)])
+    for small, large in zip(*moved, strict=True):
+        grows = name == "sgd" or (name == "lars" and small.dim() == 1)
+        torch.testing.assert_close(large, small * (1024.0 if grows else 1.0), rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_saved_state_continues_bit_for_bit(name: str, tmp_path: Path) -> None:
+    c = config(name, lr=0.01)
+
+    def advance(model: GPT, optimizer: torch.optim.Optimizer, steps: range) -> None:
+        for step in steps:
+            set_lr(optimizer, 1 / (1 + step))
+            gradients(model, step)
+            step_if(torch.tensor(True), optimizer)
+
+    model = tiny()
+    optimizer = build_optimizer(model, c, True)
+    advance(model, optimizer, range(12))
+    trained_at = [p.detach().clone() for p in model.parameters()]
+    with weights_for_use(optimizer):
+        path = checkpoint.save(tmp_path / "c", model, optimizer, TrainState(step=12, tokens=12), Keep())
+    assert all(torch.equal(p, b) for p, b in zip(model.parameters(), trained_at, strict=True))
+    advance(model, optimizer, range(12, 24))
+    other = tiny(9)
+    resumed = build_optimizer(other, c, True)
+    load_checkpoint(path, other, resumed, c)
+    advance(other, resumed, range(12, 24))
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert not any(TRAINED in state for state in resumed.state.values())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_state_has_the_shapes_that_are_counted(name: str) -> None:
+    model, c = tiny(), config(name)
+    optimizer = build_optimizer(model, c, True)
+    for step in (0, 1):
+        gradients(model, step)
+        optimizer.step()
+    of_name = {n: optimizer.state.get(p, {}) for n, p in model.named_parameters()}
+    counted = 0
+    for n, p in model.named_parameters():
+        shapes = {k: s for k, s in state_shapes(c, n, tuple(p.shape)).items() if k != TRAINED}
+        found = {k: v for k, v in of_name[n].items() if isinstance(v, Tensor | list)}
+        assert shapes.keys() == found.keys()
+        tensors = [t for v in found.values() for t in (v if isinstance(v, list) else [v]) if isinstance(t, Tensor)]
+        counted += sum(t.numel() for t in tensors if t.dim())
+    assert state_bytes(c, TINY) == 4 * counted
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("name", NAMES)
+def test_one_batch_is_learnt_by_heart(name: str) -> None:
+    lr = {"sgd": 0.5, "lars": 1.0, "adafactor": 0.1, "lion": 3e-3, "lamb": 3e-2}.get(name, 1e-2)
+    changed = {"trust_coefficient": 0.02} if name == "lars" else {}
+    model, x = tiny(), torch.randint(64, (4, 9), generator=torch.Generator().manual_seed(0))
+    optimizer = build_optimizer(model, config(name, lr=lr, weight_decay=0.0, **changed), False)
+    for step in range(300):
+        set_lr(optimizer, 1.0 if name == "schedulefree" else 1 - step / 300)
+        loss = model(x[:, :-1], x[:, 1:])
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    with weights_for_use(optimizer), torch.no_grad():
+        assert float(model(x[:, :-1], x[:, 1:])) < 0.05
+
+
+def test_a_schedule_free_model_is_used_with_its_averaged_weights() -> None:
+    model = tiny()
+    optimizer = build_optimizer(model, config("schedulefree", lr=0.05), False)
+    with weights_for_use(optimizer):
+        pass  # before the first step there is no average
+    for step in range(5):
+        gradients(model, step)
+        optimizer.step()
+    trained = [p.detach().clone() for p in model.parameters()]
+    with weights_for_use(optimizer):
+        assert not any(torch.equal(p, t) for p, t in zip(model.parameters(), trained, strict=True))
+    assert all(torch.equal(p, t) for p, t in zip(model.parameters(), trained, strict=True))
