@@ -18,6 +18,7 @@ VERBS = {
     "sample": "print text from the newest checkpoint of a run, or of a sweep's best run",
     "evaluate": "print a checkpoint's validation loss as JSON",
     "export": "write a checkpoint as a directory that Hugging Face's transformers loads",
+    "sharpness": "print the curvature of the loss at a checkpoint's weights as JSON",
     "report": "report the results of a sweep or a run: optima, law, noise, pictures",
     "compare": "show what differs between runs, and whether their losses differ by more than seeds cause",
     "status": "show the progress of a sweep's cells",

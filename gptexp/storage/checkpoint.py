@@ -167,6 +167,14 @@ def load_latest(directory: Path, regular: bool = False) -> tuple[Path, TrainStat
     return None
 
 
+def load_state(path: Path) -> TrainState:
+    """The state of checkpoint `path`. Raises `CheckpointError` unless all of its files are intact."""
+    try:
+        return _checked(path)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from None
+
+
 def newest(directory: Path) -> tuple[Path, TrainState]:
     """`load_latest` for a run that must have a checkpoint. Raises `CheckpointError` if there is none."""
     found = load_latest(directory)

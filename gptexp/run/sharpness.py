@@ -1,0 +1,96 @@
+"""The sharpness of a run's checkpoints."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gptexp.config.run_plan import plan_run
+from gptexp.config.schema import AdamWConfig
+from gptexp.data.loader import build_dataset
+from gptexp.distributed.ranks import Rank
+from gptexp.machine.device import pick_device
+from gptexp.machine.effective import load_effective
+from gptexp.model.flops import count_parameters
+from gptexp.model.gpt import GPT
+from gptexp.model.loss import chunked_cross_entropy
+from gptexp.process.errors import CheckpointError, ConfigError
+from gptexp.storage import checkpoint, run_dir
+from gptexp.training.optim import build_optimizer, load_checkpoint
+from gptexp.training.sharpness import (
+    Differences,
+    adamw_scale,
+    adamw_threshold,
+    hessian_sharpness,
+    sam_sharpness,
+)
+
+MICRO_BATCH_SIZE = 8  # sequences, if the run has not decided
+
+
+def measure(directory: Path, checkpoints: Sequence[Path], sequences: int) -> Iterator[dict[str, Any]]:
+    """Yield the sharpness of each of the run's `checkpoints`, of its loss on the first `sequences` that it trains on.
+
+    In float32 without dropout. The preconditioned one is given for AdamW, whose checkpoints contain the preconditioner.
+    A value is None if it cannot be had to 1%. Raises `ConfigError`, `DataError` or `CheckpointError`.
+    """
+    config, effective = run_dir.load_resolved(directory), load_effective(directory)
+    dataset = build_dataset(config)
+    if sequences > dataset.order.n_train:
+        raise ConfigError(f"--sequences={sequences}: the run's text has {dataset.order.n_train}; use fewer")
+    micro_batch_size = effective.micro_batch_size.value if effective is not None else MICRO_BATCH_SIZE
+    plan = plan_run(config, micro_batch_size)
+    device = pick_device(config.train.device, Rank())
+    torch.set_float32_matmul_precision("highest")  # a difference of two gradients needs all digits
+    starts = dataset.order.train_starts(np.arange(sequences), dataset.seq_len)
+    rows = torch.from_numpy(dataset.rows(dataset.train, starts).astype(np.int64)).to(device)
+    gpt = GPT(config.model, chunked_cross_entropy).to(device).eval()
+    for path in checkpoints:
+        checkpoint.refuse_other_size(path, count_parameters(config.model))
+        state = checkpoint.load_state(path)
+        scale = threshold = None
+        if isinstance(config.optim, AdamWConfig):
+            optimizer = build_optimizer(gpt, config.optim, False)
+            load_checkpoint(path, gpt, optimizer, config.optim)
+            scale = _scale(gpt, optimizer, config.optim)
+            factor = plan.schedule.lr_factor(state.tokens - plan.step_tokens, plan.step_tokens)
+            threshold = adamw_threshold(config.optim.lr * factor, config.optim.beta1) if factor else None
+        else:
+            checkpoint.load_weights(path, gpt)
+        yield {"step": state.step, "tokens": state.tokens, **_values(gpt, rows, micro_batch_size, scale, threshold)}
+
+
+def _values(
+    gpt: GPT, rows: Tensor, micro_batch_size: int, scale: Tensor | None, threshold: float | None
+) -> dict[str, float | None]:
+    def loss() -> Tensor:
+        """Of all `rows`, whose gradients it adds up in micro-batches."""
+        total = torch.zeros((), device=rows.device)
+        for part in rows.split(micro_batch_size):
+            share = gpt(part[:, :-1], part[:, 1:]) * (len(part) / len(rows))
+            if torch.is_grad_enabled():
+                share.backward()
+            total += share.detach()
+        return total
+
+    differences = Differences(loss, list(gpt.parameters()))
+    plain = hessian_sharpness(differences)
+    preconditioned = hessian_sharpness(differences, scale) if scale is not None else None
+    return {
+        "sharpness/hessian": plain.value if plain is not None else None,
+        "sharpness/preconditioned": preconditioned.value if preconditioned is not None else None,
+        "sharpness/threshold": threshold,
+        "sharpness/sam": sam_sharpness(differences),
+    }
+
+
+def _scale(gpt: GPT, optimizer: torch.optim.Optimizer, optim: AdamWConfig) -> Tensor:
+    states = [optimizer.state[p] for p in gpt.parameters()]
+    steps = int(states[0]["step"])
+    if not steps:
+        raise CheckpointError("the optimizer has made no update; take a later checkpoint")
+    moments = torch.cat([state["exp_avg_sq"].flatten() for state in states])
+    return adamw_scale(moments, steps, optim.beta1, optim.beta2, optim.eps)

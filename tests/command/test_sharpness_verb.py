@@ -1,0 +1,76 @@
+"""`gptexp sharpness`: of a run's checkpoints, and the arguments that it refuses."""
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from real_runs import weights
+
+from gptexp.data.loader import build_dataset
+from gptexp.model.gpt import GPT
+from gptexp.storage import run_dir
+
+Gptexp = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def run(gptexp: Gptexp, tiny: list[str], tmp_path: Path) -> Path:
+    own = ["train.max_steps=8", "train.save_every=4", "train.keep_last=0", "optim.lr=1e-2", "schedule=constant"]
+    assert gptexp("train", *tiny, *own, "schedule.warmup_tokens=0", "hydra.run.dir=run").returncode == 0
+    return tmp_path / "run"
+
+
+def test_sharpness_is_that_of_the_runs_own_loss_and_checkpoints(run: Path, gptexp: Gptexp) -> None:
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    done = gptexp("sharpness", "run", "--all", "--sequences", "12")
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [row["step"] for row in rows] == [4, 8]
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+    for row in rows:
+        assert 0 < row["sharpness/hessian"] < row["sharpness/preconditioned"]
+        assert row["sharpness/threshold"] == pytest.approx(38 / 1e-2)
+    newest, older = (gptexp("sharpness", "run", "--sequences", "12", *more) for more in ((), ("--checkpoint", "4")))
+    assert [json.loads(one.stdout) for one in (older, newest)] == rows
+
+    config = run_dir.load_resolved(run)
+    dataset = build_dataset(config)
+    starts = dataset.order.train_starts(torch.arange(12).numpy(), dataset.seq_len)
+    x = torch.from_numpy(dataset.rows(dataset.train, starts).astype("int64"))
+    gpt, saved = GPT(config.model), weights(run)
+    gpt.load_state_dict({**saved, "lm_head.weight": saved["wte.weight"]})
+    loss = gpt.eval()(x[:, :-1], x[:, 1:])
+    gradient = torch.autograd.grad(loss, list(gpt.parameters()))
+    norm = torch.cat([g.flatten() for g in gradient]).norm()
+    with torch.no_grad():
+        for p, g in zip(gpt.parameters(), gradient, strict=True):
+            p += 0.05 * g / norm
+        moved = gpt(x[:, :-1], x[:, 1:])
+    assert rows[-1]["sharpness/sam"] == pytest.approx(float(moved - loss), rel=0.01)
+
+
+@pytest.mark.e2e
+def test_other_optimizers_have_no_preconditioned_sharpness(gptexp: Gptexp, tiny: list[str]) -> None:
+    assert gptexp("train", *tiny, "optim=sgd", "hydra.run.dir=run").returncode == 0
+    [row] = map(json.loads, gptexp("sharpness", "run", "--sequences", "4").stdout.splitlines())
+    assert row["sharpness/hessian"] > 0
+    assert (row["sharpness/preconditioned"], row["sharpness/threshold"]) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "line"),
+    [
+        (["--sequences", "0"], 2, "--sequences=0: must be 1 or above"),
+        (["--sequences", "100000"], 2, "--sequences=100000: the run's text has "),
+        (["--checkpoint", "5"], 4, "--checkpoint=5: run has no checkpoint of that step; it has 4, 8"),
+    ],
+)
+def test_wrong_arguments_are_refused_in_one_line(
+    run: Path, gptexp: Gptexp, argv: list[str], code: int, line: str
+) -> None:
+    refused = gptexp("sharpness", run.name, *argv)
+    assert (refused.returncode, len(refused.stderr.splitlines())) == (code, 1), refused.stderr
+    assert line in refused.stderr
