@@ -88,11 +88,17 @@ def lr_source(hydra: Any) -> str:
     if name != CONFIG_NAME and "lr" in _yaml(hydra, "", name).get("optim", {}):
         return f"{name}.yaml"
     for group in ("experiment", "optim", "model"):
-        if option := hydra.runtime.choices.get(group):
-            content = _yaml(hydra, group, option)
-            if "lr" in content.get("optim", content if group == "optim" else {}):
-                return f"{group}={option}"
+        if (option := hydra.runtime.choices.get(group)) and _sets_lr(hydra, group, option):
+            return f"{group}={option}"
     return "the default"
+
+
+def _sets_lr(hydra: Any, group: str, option: str) -> bool:
+    """Whether an option's file sets the learning rate, or one of its group that it extends."""
+    content = _yaml(hydra, group, option)
+    extended = [entry for entry in content.get("defaults") or [] if isinstance(entry, str) and entry != "_self_"]
+    of_optim = content.get("optim", content if group == "optim" else {})
+    return "lr" in of_optim or any(_sets_lr(hydra, group, entry) for entry in extended)
 
 
 def _yaml(hydra: Any, group: str, option: str) -> dict[str, Any]:

@@ -210,7 +210,7 @@ def _optimizer(cfg: Config, _: int) -> Iterator[str]:
     if name in OF_PACKAGE and find_spec("pytorch_optimizer") is None:
         yield f"optim={name}: needs the package pytorch_optimizer; run: pip install 'gptexp[optim]'"
     if name == "schedulefree" and schedule != "constant":
-        yield f"schedule={schedule}: optim=schedulefree averages weights in place of a decay; use schedule=constant"
+        yield f"schedule.name={schedule}: optim=schedulefree averages weights in place of a decay; use constant"
 
 
 def _paths(cfg: Config, _: int) -> Iterator[str]:

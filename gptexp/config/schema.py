@@ -134,8 +134,9 @@ class OptimConfig:
 
 @dataclass
 class _TwoMoments(OptimConfig):
-    beta1: float = _below_one(0.9)  # decay rate of the first moment
-    beta2: float = _below_one(0.95)  # decay rate of the second moment; lion has only this one
+    beta1: float = _below_one(0.9)  # decay rate of the first moment; lion: its weight in the
+    # update; schedulefree: weight of the averaged in the trained weights
+    beta2: float = _below_one(0.95)  # decay rate of the second moment; lion: of its only one
 
 
 @dataclass
@@ -434,7 +435,7 @@ IRRELEVANT_TO_RESULT = (
 
 
 # Keys that determine the sizes of a step's tensors.
-DECIDING_MEMORY = ("model", "optim.name", "batch", "world.size", "train.dtype", "train.compile", "train.loss",
+DECIDING_MEMORY = ("model", "batch", "world.size", "train.dtype", "train.compile", "train.loss",
                    "train.activation_checkpointing", "train.reduction", "data.tokenizer")  # fmt: skip
 
 
@@ -538,6 +539,8 @@ def result_deciding(config: Config) -> dict[str, Any]:
 def memory_key(config: Config) -> str:
     """A hash that is equal for runs whose steps need the same memory, so that they can share a micro-batch size."""
     deciding = {key: value for key, _, value in fields_of(config) if _is_in(key, DECIDING_MEMORY)}
+    if not isinstance(config.optim, AdamWConfig):  # which was the only one when the first hashes were saved
+        deciding["optim.name"] = config.optim.name
     return hashlib.sha256(json.dumps(deciding, sort_keys=True).encode()).hexdigest()[:16]
 
 

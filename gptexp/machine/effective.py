@@ -205,7 +205,8 @@ def resolve(
     )
     for_graph = for_dtype if before and before.compile.value == compiled.value else {}
     loss = _choose(train.loss, for_graph.get("loss"), lambda: _loss(kind, dtype.value, compiled.value))
-    fused = Choice(False, "asked", f"{cfg.optim.name} has no fused kernel")
+    # "asked", so that a cell of the sweep with AdamW does not take it over.
+    fused = Choice(False, "asked", f"gptexp uses no fused kernel for {cfg.optim.name}")
     if isinstance(cfg.optim, AdamWConfig):
         fused = _choose(
             None if cfg.optim.fused == AUTO else resolve_fused(cfg.optim.fused, device),

@@ -71,8 +71,9 @@ def update_bytes(optim: OptimConfig, model: ModelConfig) -> int:
     if isinstance(optim, AdamWConfig):
         return 0  # by the fused kernel, in place
     sizes = [(math.prod(shape), shape, count) for _, shape, count in parameter_shapes(model)]
-    if isinstance(optim, SoapConfig):
-        return 4 * max(n * n for _, shape, _ in sizes for n in shape if n <= MOST_ROTATED and len(shape) > 1)
+    if isinstance(optim, SoapConfig):  # one parameter after the other
+        rotated = [n * n for _, shape, _ in sizes for n in shape if n <= MOST_ROTATED and len(shape) > 1]
+        return 4 * max(6 * max(size for size, _, _ in sizes), *rotated)
     copies = 2 if isinstance(optim, ScheduleFreeConfig) else 1
     return 4 * copies * sum(size * count for size, _, count in sizes)
 

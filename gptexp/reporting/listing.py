@@ -299,7 +299,7 @@ class Filter:
         )
 
     def _holds(self, config: dict[str, Any]) -> bool:
-        return all(_equals(config[key], text) for key, text in self.where)
+        return all(key in config and _equals(config[key], text) for key, text in self.where)
 
 
 def _value(text: str) -> Any:

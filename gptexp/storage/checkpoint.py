@@ -254,13 +254,21 @@ def load_optimizer(path: Path, optimizer: torch.optim.Optimizer, shapes: Sequenc
     configured = [{k: v for k, v in group.items() if k not in COUNTED} for group in optimizer.param_groups]
     try:
         saved: dict[str, Any] = torch.load(path / "train.pt", map_location="cpu", weights_only=True)
-        _check_state(saved["optimizer"]["state"], shapes)
+        of_all = saved["optimizer"]["state"]
+        if any(of_all.values()) or not _has_never_updated(path):
+            _check_state(of_all, shapes)
         optimizer.load_state_dict(saved["optimizer"])
     except (OSError, UnpicklingError, RuntimeError, ValueError, KeyError, TypeError, AttributeError, EOFError) as error:
         raise CheckpointError(f"{path / 'train.pt'}: does not fit the optimizer ({first_line(error)})") from None
     # The hyperparameters of the config and the kernel of this device replace the saved ones.
     for group, hyperparameters in zip(optimizer.param_groups, configured, strict=True):
         group.update(hyperparameters)
+
+
+def _has_never_updated(path: Path) -> bool:
+    """Whether all updates before checkpoint `path` were skipped, so that most optimizers had no state yet."""
+    values = read_json(path / "state.json")
+    return bool(values["skipped_updates"] == values["step"])
 
 
 def _check_state(state: dict[int, dict[str, Any]], shapes: Sequence[Shapes]) -> None:

@@ -1,5 +1,6 @@
 """Optimizers, with weight decay on matrices only."""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -55,7 +56,7 @@ def describe_optimizer(cfg: OptimConfig) -> str:
 def build_optimizer(model: nn.Module, cfg: OptimConfig, fused: bool) -> Optimizer:
     """Build the optimizer of `cfg` for `model`. Each group stores the peak learning rate as `initial_lr`.
 
-    `fused` selects AdamW's fused kernel; the others have none. None of them clips gradients: the trainer does.
+    `fused` selects AdamW's fused kernel; of the others none is used. None of them clips gradients: the trainer does.
     """
     optimizer = _built(model, cfg, fused)
     for group in optimizer.param_groups:
@@ -71,7 +72,8 @@ def _built(model: nn.Module, cfg: OptimConfig, fused: bool) -> Optimizer:
         case SGDConfig():
             return SGD(groups, cfg.lr, cfg.momentum, nesterov=cfg.nesterov)
         case AdafactorConfig():
-            return Adafactor(groups, cfg.lr, cfg.beta2_decay, d=cfg.clip_threshold)
+            # torch squares the first eps: the paper's 1e-30. Its default would outweigh the gradients of large models.
+            return Adafactor(groups, cfg.lr, cfg.beta2_decay, eps=(1e-15, 1e-3), d=cfg.clip_threshold)
         case MuonConfig():
             return _muon_with_adamw(model, cfg)
 
@@ -81,12 +83,13 @@ def _built(model: nn.Module, cfg: OptimConfig, fused: bool) -> Optimizer:
         case LionConfig():
             return pytorch_optimizer.Lion(groups, cfg.lr, (cfg.beta1, cfg.beta2))
         case LambConfig():
-            # As version 3 of the paper: no correction of the moments' bias, weight decay before the scaling. It scales
-            # a norm of at most 10.
-            return pytorch_optimizer.Lamb(
+            # As version 3 of the paper: no correction of the moments' bias, weight decay before the scaling.
+            lamb = pytorch_optimizer.Lamb(
                 [matrices, {**vectors, "adam": True}], cfg.lr, (cfg.beta1, cfg.beta2), eps=cfg.eps,
                 weight_decouple=False, adam_debias=True, max_grad_norm=0.0,
             )  # fmt: skip
+            lamb.clamp = math.inf  # 10 would cut the norms of most matrices of a GPT-2
+            return lamb
         case LarsConfig():
             return pytorch_optimizer.LARS(
                 groups, cfg.lr, momentum=cfg.momentum, trust_coefficient=cfg.trust_coefficient

@@ -34,6 +34,14 @@ def test_the_law_sets_the_learning_rate_of_any_batch_size(swept: Path, analysis:
     assert compose(["optim=fitted", "optim.lr=0.5"], str(own)).optim.lr == 0.5
 
 
+def test_the_law_of_another_optimizer_keeps_it(swept: Path, tmp_path: Path) -> None:
+    runs = find_runs(swept)
+    for run in runs:
+        run.config["optim.name"] = "muon"
+    write_optim(tmp_path / "optim" / "fitted.yaml", analyse("sweep", runs))
+    assert compose(["optim=fitted"], str(tmp_path)).optim.name == "muon"
+
+
 def test_a_law_replaces_one_written_before(analysis: Analysis, tmp_path: Path) -> None:
     path = tmp_path / "optim" / "fitted.yaml"
     write_optim(path, analysis)

@@ -1,10 +1,15 @@
 """Each optimizer against its published formula, and what the trainer needs of all of them."""
 
+import json
+import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from conftest import events
+from real_runs import newest, weights
 from torch import Tensor
 
 from gptexp.config.compose import compose
@@ -20,6 +25,7 @@ pytest.importorskip("pytorch_optimizer", reason="no pytorch_optimizer; pip insta
 TINY = ModelConfig(n_layer=1, n_head=2, n_embd=16, block_size=8, vocab_size=64)
 Array = np.ndarray
 NAMES = [*OPTIMIZERS]
+Gptexp = Callable[..., subprocess.CompletedProcess[str]]
 
 
 def config(name: str, **changed: float) -> OptimConfig:
@@ -55,7 +61,7 @@ class Lion:
 
 
 class Lamb:
-    """arXiv 1904.00962 version 3, algorithm 2, with phi(z) = min(z, 10); vectors as they are."""
+    """arXiv 1904.00962 version 3, algorithm 2, with phi(z) = z; vectors as they are."""
 
     def __init__(self, c: OptimConfig, w: Array) -> None:
         self.c, self.m, self.v = c, np.zeros_like(w), np.zeros_like(w)
@@ -68,7 +74,7 @@ class Lamb:
         if w.ndim < 2:
             return w - c.lr * r
         u = r + c.weight_decay * w
-        return w - c.lr * min(np.linalg.norm(w), 10) / (np.linalg.norm(u) + c.eps) * u
+        return w - c.lr * np.linalg.norm(w) / (np.linalg.norm(u) + c.eps) * u
 
 
 class Lars:
@@ -186,6 +192,25 @@ def test_three_steps_equal_the_published_formula(name: str) -> None:
                 np.testing.assert_allclose(p.detach().numpy(), reference[n].x, rtol=1e-6)
 
 
+@pytest.mark.parametrize("name", ["adafactor", "lamb", "lars"])
+def test_the_formula_holds_for_the_sizes_of_a_large_model(name: str) -> None:
+    """Gradients that are clipped to a norm of 1 over a hundred million numbers, and matrices of norm 30, in float32."""
+    c = config(name, lr=0.02)
+    torch.manual_seed(0)
+    model = torch.nn.Linear(40, 30, bias=False)
+    with torch.no_grad():
+        model.weight.mul_(30 / model.weight.norm())
+    optimizer = build_optimizer(model, c, False)
+    expected = model.weight.detach().double().numpy().copy()
+    reference, start = REFERENCES[name](c, expected), expected.copy()
+    for step in (1, 2, 3):
+        model.weight.grad = 1e-5 * torch.randn(30, 40) * torch.logspace(-1, 0, 30)[:, None]
+        expected = reference(expected, model.weight.grad.double().numpy().copy(), step)
+        optimizer.step()
+    moved, wanted = model.weight.detach().double().numpy() - start, expected - start
+    assert np.linalg.norm(moved - wanted) < 1e-3 * np.linalg.norm(wanted)
+
+
 def gradients(model: GPT, step: int) -> None:
     torch.manual_seed(step)
     for p in model.parameters():
@@ -292,6 +317,39 @@ def test_the_state_has_the_shapes_that_are_counted(name: str) -> None:
         tensors = [t for v in found.values() for t in (v if isinstance(v, list) else [v]) if isinstance(t, Tensor)]
         counted += sum(t.numel() for t in tensors if t.dim())
     assert state_bytes(c, TINY) == 4 * counted
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_checkpoint_before_the_first_update_can_be_loaded(name: str, tmp_path: Path) -> None:
+    """train.nonfinite=skip may skip all updates so far."""
+    c, model = config(name), tiny()
+    optimizer = build_optimizer(model, c, True)
+    for p in model.parameters():
+        p.grad = torch.full_like(p, torch.nan)
+    step_if(torch.tensor(False), optimizer)
+    with weights_for_use(optimizer):
+        skipped = TrainState(step=1, tokens=1, skipped_updates=1)
+        path = checkpoint.save(tmp_path / "c", model, optimizer, skipped, Keep())
+    other = tiny(9)
+    load_checkpoint(path, other, build_optimizer(other, c, True), c)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+@pytest.mark.e2e
+def test_a_schedule_free_run_logs_and_saves_its_averaged_weights(
+    gptexp: Gptexp, tiny: list[str], tmp_path: Path
+) -> None:
+    run = ["optim=schedulefree", "optim.lr=1e-2", "train.max_steps=6", "hydra.run.dir=run"]
+    kept = [text for text in tiny if not text.startswith("schedule")]
+    done = gptexp("train", *kept, *run)
+    assert done.returncode == 0, done.stderr
+    logged = events(tmp_path / "run", "eval")[-1]["val/loss"]
+    assert json.loads(gptexp("evaluate", "run").stdout)["val/loss"] == pytest.approx(logged, rel=1e-6)
+    saved = torch.load(newest(tmp_path / "run") / "train.pt", weights_only=True)["optimizer"]["state"]
+    averaged = sorted(float(w.norm()) for w in weights(tmp_path / "run").values())
+    trained_at = sorted(float(of[TRAINED].norm()) for of in saved.values())
+    assert len(averaged) == len(trained_at)
+    assert all(a != t for a, t in zip(averaged, trained_at, strict=True))
 
 
 @pytest.mark.e2e
