@@ -134,8 +134,8 @@ class OptimConfig:
 
 @dataclass
 class _TwoMoments(OptimConfig):
-    beta1: float = _below_one(0.9)  # decay rate of the first moment; lion: its weight in the
-    # update; schedulefree: weight of the averaged in the trained weights
+    beta1: float = _below_one(0.9)  # decay rate of the first moment; lion: weight of the moment
+    # in an update; schedulefree: weight of the average in the weights that are trained
     beta2: float = _below_one(0.95)  # decay rate of the second moment; lion: of its only one
 
 
@@ -456,12 +456,11 @@ def _leaves(config: Any, prefix: str) -> Iterator[tuple[str, dataclasses.Field[A
 
 def every_key() -> Iterator[tuple[str, dataclasses.Field[Any], Any, type]]:
     """Yield (dotted key, field, default, class that has the field) for every key, of every optimizer."""
-    seen: set[str] = set()
+    found = {leaf[0]: leaf for leaf in _leaves(Config(), "")}
     for optimizer in OPTIMIZERS.values():
-        for leaf in _leaves(Config(optim=optimizer()), ""):
-            if leaf[0] not in seen:
-                seen.add(leaf[0])
-                yield leaf
+        for leaf in _leaves(optimizer(), "optim."):
+            found.setdefault(leaf[0], leaf)
+    yield from found.values()
 
 
 def optimizers_with(key: str) -> list[str]:

@@ -13,7 +13,7 @@ class Memory:
     """Bytes of the tensors of one rank at the peak of a step."""
 
     weights: int  # float32
-    optimizer: int  # its moments and other state, float32
+    optimizer: int  # the moments and whatever else the optimizer keeps, float32
     gradients: int  # float32; those that exist at the peak
     activations: int  # kept for the backward pass, and the copies of the weights in the compute type
     loss: int  # the logits and the tensors that are computed from them
@@ -55,7 +55,7 @@ def memory_estimate(m: ModelConfig, optim: OptimConfig, step: StepShape) -> Memo
     Attention and the LayerNorms keep H + 4 float32 numbers. The peak is at one of these points: after the backward pass
     of the loss, when all activations exist; with activation checkpointing, after the recomputation of the last block;
     at the end of the backward pass, when all gradients exist and wte has a second one from the embedding; in
-    the update.
+    the update, whose temporary tensors take the place of the activations.
     """
     c, vocab, tokens = m.n_embd, m.resolved_vocab_size, step.micro_batch_size * step.seq_len
     width = 2 if step.dtype == "bfloat16" else 4
@@ -78,8 +78,11 @@ def memory_estimate(m: ModelConfig, optim: OptimConfig, step: StepShape) -> Memo
     kept_scratch = scratch if step.device == "cpu" else 0
     waiting = weights * (step.grad_accum_steps.bit_length() - 1) if step.tree else 0
     accumulated = waiting if step.tree else weights if step.grad_accum_steps > 1 or step.world_size > 1 else 0
-    points = [(accumulated, kept + copies + around, loss), (waiting + weights + 8 * vocab * c, in_block, kept_scratch)]
-    points.append((weights + update_bytes(optim, m), 0, kept_scratch))
+    points = [
+        (accumulated, kept + copies + around, loss),
+        (waiting + weights + 8 * vocab * c, in_block, kept_scratch),
+        (weights + update_bytes(optim, m), 0, kept_scratch),
+    ]
     if step.tree and step.world_size > 1:
         points.append((3 * weights, 0, kept_scratch))
     if step.activation_checkpointing:

@@ -2,7 +2,9 @@
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import astuple, replace
+from functools import cache
+from typing import Any
 
 import torch
 
@@ -80,7 +82,12 @@ def update_bytes(optim: OptimConfig, model: ModelConfig) -> int:
 
 def parameter_shapes(m: ModelConfig) -> Iterator[tuple[str, Shape, int]]:
     """Yield (name, shape, number of such parameters) for all parameters, those of the blocks under the first one's."""
+    for name, shape in _with_one_block(astuple(replace(m, n_layer=1))):
+        yield name, shape, m.n_layer if name.startswith("h.") else 1
+
+
+@cache
+def _with_one_block(sizes: tuple[Any, ...]) -> list[tuple[str, Shape]]:
+    """Names and shapes of the parameters of `ModelConfig(*sizes)`, which takes milliseconds to build."""
     with torch.device("meta"):
-        one = GPT(replace(m, n_layer=1))
-    for name, p in one.named_parameters():
-        yield name, tuple(p.shape), m.n_layer if name.startswith("h.") else 1
+        return [(name, tuple(p.shape)) for name, p in GPT(ModelConfig(*sizes)).named_parameters()]
