@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from gptexp.config.run_plan import RunPlan, plan_run
+from gptexp.config.scaling import effective_optim
 from gptexp.config.schema import AUTO, Config, memory_key
 from gptexp.config.vocabulary import with_vocab_size
 from gptexp.data.prepare import count_ids, has_own_validation, prepared_dir
@@ -31,10 +32,12 @@ from gptexp.sweep.grid import Grid
 MOST_EPOCHS = 4  # up to which repeated text is nearly as good as new text (Muennighoff et al. 2023, arXiv 2305.16264)
 ASSUMED_CHARACTERS = 128  # ids of data.tokenizer=chars while the corpus is unread; English text has about 100
 ASSUMED_MFU = 0.4  # Llama 3 trained at 38 to 43% (arXiv 2407.21783, table 4)
+SCALED = "effective lr"
 # Title -> the text about the plan of a cell, which is None if the cell is illegal.
 CELL_COLUMNS: dict[str, Callable[[dict[str, Any] | None], str]] = {
     "steps": lambda p: f"{p['steps']:,}" if p else "illegal",
     "micro-steps": lambda p: f"{p['grad_accum_steps']} × {p['micro_batch_size']} × {p['seq_len']}" if p else "",
+    SCALED: lambda p: f"{p['effective_lr']:.4g}" if p else "",
     "epochs": lambda p: "" if p is None else rounded(p["epochs"]) if p["epochs"] else "?",
     "GiB per rank": lambda p: f"{p['memory_bytes']['peak'] / 2**30:.2f}" if p else "",
     "time": lambda p: "" if p is None else duration(p["time"]["total_s"]) if "time" in p else "?",
@@ -110,6 +113,7 @@ def plan(cfg: Config, earlier: Effective | None = None, gpu: Gpu | None = None) 
         "flops_palm": palm * p.tokens,
         "flops_causal": causal * p.tokens,
         "lr": cfg.optim.lr,
+        "effective_lr": effective_optim(cfg).lr,
         "warmup_tokens": p.schedule.warmup_tokens,
         "decay_tokens": p.schedule.decay_tokens,
         "eval_every_tokens": p.eval_every_tokens,
@@ -223,7 +227,7 @@ def show(p: dict[str, Any]) -> None:
         ("FLOPs", f"{p['flops_palm']:.4g} (PaLM's count), {p['flops_causal']:.4g} (causal)"),
         (
             "learning rate",
-            f"{p['lr']:g}, warm-up over {counted(p['warmup_tokens'], 'token')}, decay until "
+            f"{_lr(p)}, warm-up over {counted(p['warmup_tokens'], 'token')}, decay until "
             f"{counted(p['decay_tokens'], 'token')}",
         ),
         ("validation", _every(p["eval_every_tokens"])),
@@ -233,6 +237,11 @@ def show(p: dict[str, Any]) -> None:
         ("time", _time_line(p)),
     ):
         print(f"{name:<15}{value}")
+
+
+def _lr(p: dict[str, Any]) -> str:
+    scaled = f" scaled to {p['effective_lr']:g}" if p["effective_lr"] != p["lr"] else ""
+    return f"{p['lr']:g}{scaled}"
 
 
 def _every(tokens: int) -> str:
@@ -274,9 +283,11 @@ def show_sweep(cells: Sequence[dict[str, Any]], total: int, at_once: int) -> Non
     values = [(key.rpartition(".")[2], [cell["values"][key] for cell in cells]) for key in cells[0]["values"]]
     longest, _ = max(values, key=lambda column: max(map(len, column[1])), default=("", []))
     described = [(title, [texts(cell["plan"]) for cell in cells]) for title, texts in CELL_COLUMNS.items()]
-    columns = [*values, *(column for column in described if timed or column[0] != "time")]
-    print_table(columns, longest, (), LEAST_NEEDED, terminal_width())
     legal = [cell["plan"] for cell in cells if cell["plan"]]
+    scaled = any(p["effective_lr"] != p["lr"] for p in legal)
+    needed = {"time": timed, SCALED: scaled}
+    columns = [*values, *(column for column in described if needed.get(column[0], True))]
+    print_table(columns, longest, (), LEAST_NEEDED, terminal_width())
     if not legal:
         return
     scale = total / len(cells)  # Optuna's cells are not chosen yet; these rows are examples

@@ -187,9 +187,10 @@ def to_config(cfg: DictConfig, overrides: Sequence[str], launcher_world_size: in
     precedence over a length in steps from a file. Raises `ConfigError` with a line for each problem.
     """
     config = job_of(cfg)
+    problems = _law_scaled_twice(cfg)
     given = {text.split("=", 1)[0] for text in overrides}
     _let_the_command_line_win(config, given)
-    problems = _take_from_environment(config, given)
+    problems += _take_from_environment(config, given)
     if config.data.name == "text" and isinstance(config.data.mix, dict):
         sources = {absolute(str(path)): weight for path, weight in config.data.mix.items()}
         if len(sources) < len(config.data.mix):
@@ -217,6 +218,14 @@ def to_config(cfg: DictConfig, overrides: Sequence[str], launcher_world_size: in
     if problems:
         raise ConfigError(problems)
     return config
+
+
+def _law_scaled_twice(cfg: DictConfig) -> list[str]:
+    """The error if a fitted law sets the learning rate and a rule scales it."""
+    lr = OmegaConf.to_container(cfg.optim, resolve=False)["lr"]  # type: ignore[index,call-overload]
+    if cfg.scaling.lr == "none" or "${power_law:" not in str(lr):
+        return []
+    return [f"scaling.lr={cfg.scaling.lr}: the fitted law of optim scales lr with the batch size already; use none"]
 
 
 # For each key, the keys that take precedence over it.

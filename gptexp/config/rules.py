@@ -6,6 +6,7 @@ rule and the fix.
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,17 @@ from gptexp.config.paths import (
     saved_dataset_files,
     why_not_creatable,
 )
+from gptexp.config.scaling import decay_rates, effective_optim, scaled_decay_rates
 from gptexp.config.schedule import resolve_schedule
-from gptexp.config.schema import ATTENTION_DEVICES, AUTO, Config, DataConfig, field_problems
+from gptexp.config.schema import (
+    ATTENTION_DEVICES,
+    AUTO,
+    Config,
+    DataConfig,
+    ScalingConfig,
+    TwoMomentsConfig,
+    field_problems,
+)
 from gptexp.config.vocabulary import CHARS, NAMES, VOCAB_SIZES, padded, padding_multiple
 from gptexp.process.errors import ConfigError
 from gptexp.process.words import shown
@@ -34,6 +44,8 @@ LENGTHS_IN_STEPS = {
     "schedule.warmup_steps": "the number of warm-up tokens",
     "schedule.decay_steps": "the number of decay tokens",
 }
+SCALING = (*(f"scaling.{f.name}" for f in fields(ScalingConfig)), "batch.total_batch_size", "optim.lr", "optim.beta1",
+           "optim.beta2", "optim.beta2_half_life_tokens", "optim.momentum", "optim.eps")  # fmt: skip
 SEQ_LEN = ("batch.seq_len", "model.block_size")
 TOKENIZER_RULE = f"must be one of {', '.join(NAMES)}, or the path of a tokenizer.json"
 OF_PACKAGE = ("lion", "lamb", "lars", "soap", "schedulefree")  # optimizers that torch does not have
@@ -59,7 +71,7 @@ def problems(cfg: Config, world_size: int) -> list[str]:
 def saved_problems(cfg: Config) -> list[str]:
     """The problems of a saved config that make it useless on any machine: those of single keys and of the model."""
     invalid = field_problems(cfg)
-    rules = (_heads, _saved_tokenizer, _vocabulary, _sequence)
+    rules = (_heads, _saved_tokenizer, _vocabulary, _sequence, _scaling)
     return [*invalid.values()] or [line for rule in rules for line in rule(cfg, 1)]
 
 
@@ -211,6 +223,65 @@ def _optimizer(cfg: Config, _: int) -> Iterator[str]:
         yield f"optim={name}: needs the package pytorch_optimizer; run: pip install 'gptexp[optim]'"
     if name == "schedulefree" and schedule != "constant":
         yield f"schedule.name={schedule}: optim=schedulefree averages weights in place of a decay; use constant"
+
+
+_NEEDED_BY = {("lr", "power"): "exponent", ("lr", "surge"): "noise_scale_tokens"}
+_WITHOUT_TIMESCALE = ("lamb", "lars")  # their updates have the size of the weights, whatever the weight decay
+
+
+def _scaling(cfg: Config, _: int) -> Iterator[str]:
+    scaling, optim = cfg.scaling, cfg.optim
+    missing = []
+    for key, rule in scaling.rules.items():
+        given = f"scaling.{key}={rule}"
+        if scaling.reference_tokens is None:
+            missing.append(f"{given}: give scaling.reference_tokens, the batch size at which the optimizer's keys hold")
+        if (needed := _NEEDED_BY.get((key, rule))) and getattr(scaling, needed) is None:
+            missing.append(f"{given}: needs scaling.{needed}; give it")
+        if key == "betas" and not scaled_decay_rates(optim, rule):
+            missing.append(f"{given}: optim={optim.name} has no such decay rate; use none")
+        if key == "betas" and isinstance(optim, TwoMomentsConfig) and optim.beta2_half_life_tokens is not None:
+            missing.append(
+                f"{given}: optim.beta2_half_life_tokens={optim.beta2_half_life_tokens} fixes the half-life of beta2 "
+                "already; leave out one of them"
+            )
+        if key == "eps" and not hasattr(optim, "eps"):
+            missing.append(f"{given}: optim={optim.name} has no eps; use none")
+        if key == "weight_decay" and optim.name in _WITHOUT_TIMESCALE:
+            missing.append(f"{given}: optim={optim.name} scales its updates to the size of the weights; use none")
+    yield from missing or _scaled_values(cfg)
+
+
+def _scaled_values(cfg: Config) -> Iterator[str]:
+    """A line for each value that the rules scale out of its legal range."""
+    given, total = cfg.scaling, cfg.batch.total_batch_size
+    try:
+        effective = effective_optim(cfg)
+    except OverflowError:
+        yield f"scaling.lr={given.lr}: the learning rate at {total:,} tokens a step is too large; use another rule"
+        return
+    for name in decay_rates(cfg.optim):
+        rate, scaled_rate = getattr(cfg.optim, name), getattr(effective, name)
+        if 0 <= scaled_rate < 1:
+            continue
+        if given.betas == "none" and isinstance(cfg.optim, TwoMomentsConfig):
+            yield (
+                f"optim.beta2_half_life_tokens={cfg.optim.beta2_half_life_tokens}: too long for a batch size of "
+                f"{total:,} tokens: beta2 would be {scaled_rate:g}; use a shorter one"
+            )
+        elif scaled_rate < 0:
+            assert given.reference_tokens is not None
+            largest = math.floor(given.reference_tokens / (1 - rate))
+            yield (
+                f"scaling.betas=sde: {name}={rate:g} would be {scaled_rate:.3g} at {total:,} tokens a step; use at "
+                f"most {largest:,}, or scaling.betas=half_life"
+            )
+        else:
+            yield f"scaling.betas={given.betas}: {name}={rate:g} would be {scaled_rate:g} at {total:,} tokens a step"
+    for name in ("lr", "eps"):
+        if not 0 < getattr(effective, name, 1.0) < math.inf:
+            value = f"{getattr(effective, name):g}"
+            yield f"scaling.{name}={getattr(given, name)}: optim.{name} would be {value} at {total:,} tokens a step"
 
 
 def _paths(cfg: Config, _: int) -> Iterator[str]:
@@ -366,6 +437,7 @@ RULES: tuple[tuple[Callable[[Config, int], Iterator[str]], tuple[str, ...]], ...
     (_noise_scale, ("batch.total_batch_size", "batch.micro_batch_size", "world.size", "data.order", *SEQ_LEN)),
     (_profile, RUN_LENGTH),
     (_optimizer, ("optim.name", "schedule.name")),
+    (_scaling, SCALING),
     (_warmup, (*RUN_LENGTH, *WARMUP)),
     (_decay, ("schedule.name", "schedule.decay_tokens", "schedule.decay_steps", *RUN_LENGTH, *WARMUP)),
     (_paths, ("data.path", "data.val_path")),

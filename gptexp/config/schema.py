@@ -133,14 +133,18 @@ class OptimConfig:
 
 
 @dataclass
-class _TwoMoments(OptimConfig):
+class TwoMomentsConfig(OptimConfig):
+    """The keys of optimizers with decay rates beta1 and beta2."""
+
     beta1: float = _below_one(0.9)  # decay rate of the first moment; lion: weight of the moment
     # in an update; schedulefree: weight of the average in the weights that are trained
     beta2: float = _below_one(0.95)  # decay rate of the second moment; lion: of its only one
+    beta2_half_life_tokens: int | None = _positive(None)  # tokens over which beta2 halves a gradient's weight, at any
+    # batch size; takes precedence over beta2
 
 
 @dataclass
-class AdamWConfig(_TwoMoments):
+class AdamWConfig(TwoMomentsConfig):
     """AdamW as GPT-3 uses it (arXiv 2005.14165, appendix B)."""
 
     name: str = _optimizer("adamw")
@@ -158,14 +162,14 @@ class SGDConfig(OptimConfig):
 
 
 @dataclass
-class LionConfig(_TwoMoments):
+class LionConfig(TwoMomentsConfig):
     """Lion (arXiv 2302.06675): the sign of a moment."""
 
     name: str = _optimizer("lion")
 
 
 @dataclass
-class LambConfig(_TwoMoments):
+class LambConfig(TwoMomentsConfig):
     """LAMB (arXiv 1904.00962): Adam, scaled to the norm of each matrix. Vectors are not scaled."""
 
     name: str = _optimizer("lamb")
@@ -182,7 +186,7 @@ class LarsConfig(OptimConfig):
 
 
 @dataclass
-class MuonConfig(_TwoMoments):
+class MuonConfig(TwoMomentsConfig):
     """Muon (arXiv 2502.16982) for the matrices of the blocks, AdamW for embeddings and vectors, with one lr."""
 
     name: str = _optimizer("muon")
@@ -193,7 +197,7 @@ class MuonConfig(_TwoMoments):
 
 
 @dataclass
-class SoapConfig(_TwoMoments):
+class SoapConfig(TwoMomentsConfig):
     """SOAP (arXiv 2409.11321): Adam in the eigenbasis of Shampoo's preconditioner."""
 
     name: str = _optimizer("soap")
@@ -202,7 +206,7 @@ class SoapConfig(_TwoMoments):
 
 
 @dataclass
-class ScheduleFreeConfig(_TwoMoments):
+class ScheduleFreeConfig(TwoMomentsConfig):
     """Schedule-free AdamW (arXiv 2405.15682): averaged weights in place of a decay of the learning rate."""
 
     name: str = _optimizer("schedulefree")
@@ -255,6 +259,30 @@ class BatchConfig:
     def asked_micro_batch_size(self) -> int | None:
         """micro_batch_size if it is a number; None for auto."""
         return self.micro_batch_size if isinstance(self.micro_batch_size, int) else None
+
+
+@dataclass
+class ScalingConfig:
+    """Rules that scale the optimizer's keys with k = batch.total_batch_size / reference_tokens.
+
+    scaling.py has their formulas and sources.
+    """
+
+    lr: str = _choice("none", "linear", "sqrt", "power", "surge")  # factor of optim.lr: k, sqrt(k) or k^exponent;
+    # surge: rises as sqrt(k), peaks at noise_scale_tokens and falls
+    exponent: float | None = _ruled(None, math.isfinite, "must be finite")  # of lr=power
+    noise_scale_tokens: int | None = _positive(None)  # tokens: the batch size at which lr=surge peaks
+    betas: str = _choice("none", "half_life", "beta2_half_life", "sde")  # half_life: every decay rate keeps its
+    # half-life in tokens, beta^k; beta2_half_life: only beta2; sde: 1 - k (1 - beta)
+    eps: str = _choice("none", "sqrt")  # sqrt: optim.eps / sqrt(k)
+    weight_decay: str = _choice("none", "tau")  # tau: batch size / (lr * weight_decay) stays
+    reference_tokens: int | None = _positive(None)  # tokens per step at which the optimizer's keys hold as given
+
+    @property
+    def rules(self) -> dict[str, str]:
+        """The rules in use: key of this section -> rule."""
+        chosen = {"lr": self.lr, "betas": self.betas, "eps": self.eps, "weight_decay": self.weight_decay}
+        return {key: rule for key, rule in chosen.items() if rule != "none"}
 
 
 @dataclass
@@ -381,6 +409,7 @@ class Config:
     optim: OptimConfig = field(default_factory=AdamWConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
+    scaling: ScalingConfig = field(default_factory=ScalingConfig)
     world: WorldConfig = field(default_factory=WorldConfig)
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)

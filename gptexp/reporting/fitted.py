@@ -25,7 +25,7 @@ def check_target(path: Path) -> None:
 
 def write_optim(path: Path, analysis: "Analysis") -> None:
     """Write the law of `analysis` to `path`. Raises `ConfigError` if there is not exactly one law."""
-    laws = [(arm.law, arm.runs[0].config["optim.name"]) for arm in analysis.arms if arm.law is not None]
+    laws = [(arm.law, arm.runs[0].config) for arm in analysis.arms if arm.law is not None]
     if len(laws) != 1:
         raise ConfigError(
             f"--write-optim {path}: {analysis.name} has {len(laws)} fitted laws, and must have one; "
@@ -35,14 +35,18 @@ def write_optim(path: Path, analysis: "Analysis") -> None:
                 else "two batch sizes need an optimum with an interval, which takes seeds; the report says what to run"
             )
         )
-    [(law, name)] = laws
+    [(law, config)] = laws
+    rules = {key: config[key] for key in ("scaling.betas", "scaling.eps", "scaling.weight_decay")}
+    holds_for = " ".join(f"{key}={rule}" for key, rule in rules.items() if rule != "none")
+    if holds_for:
+        holds_for = f"# Give with it: {holds_for} scaling.reference_tokens={config['scaling.reference_tokens']}\n"
     sizes = ", ".join(f"{size:,}" for size in law.sizes)
     warning = "# In log-log the optima lie on a curve: use this law between these sizes only.\n" if law.bends else ""
     text = (
         f"{MARKS[COMMAND]} from {analysis.name}: optima at {sizes} tokens a step.\n"
         f"# lr = {law.lr:.6g} * (batch.total_batch_size / {law.tokens:.6g}) ** {law.exponent:.4f}; 95% interval of the "
-        f"exponent: {law.low:.3f} to {law.high:.3f}.\n{warning}"
-        f"defaults:\n  - {name}\n"
+        f"exponent: {law.low:.3f} to {law.high:.3f}.\n{warning}{holds_for}"
+        f"defaults:\n  - {config['optim.name']}\n"
         f"lr: ${{power_law:${{batch.total_batch_size}},{law.lr:.6g},{law.tokens:.6g},{law.exponent:.4f}}}\n"
     )
     with storage(path.parent):

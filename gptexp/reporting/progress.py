@@ -9,7 +9,7 @@ from pathlib import Path
 
 from gptexp.process.terminal import printable
 from gptexp.process.words import duration
-from gptexp.reporting.records import Run, find_runs, read_run
+from gptexp.reporting.records import Run, find_runs, lr_scaling, read_run
 from gptexp.storage import run_dir, sweep_record
 from gptexp.storage.sweep_record import SweepRecord
 
@@ -81,7 +81,8 @@ def not_started(directory: Path, runs: Sequence[Run], sweep: SweepRecord | None)
         if printable(name) not in begun:
             run = Run(printable(name), directory / name, NOT_STARTED, cell.values, batch=cell.total_batch_size)
             with suppress(ValueError, TypeError):  # values that somebody edited
-                run.lr = float(cell.values.get("optim.lr", runs[0].lr))
+                config = {**runs[0].config, **cell.values}
+                run.lr = float(config.get("optim.lr", 0.0)) * lr_scaling(config, run.batch)
                 run.seed = int(cell.values.get("train.seed", runs[0].seed))
             found.append(run)
     return found

@@ -13,7 +13,7 @@ from gptexp.process.words import counted, shown
 from gptexp.reporting.analysis import OPTIMIZER, TEXT, Analysis, Arm
 from gptexp.reporting.curves import Curve, one_step_outside
 from gptexp.reporting.progress import is_unfinished
-from gptexp.reporting.records import AXES
+from gptexp.reporting.records import AXES, lr_scaling
 from gptexp.storage.sweep_record import SweepRecord
 
 WIDE = 64.0  # largest over smallest learning rate; a flat grid this wide needs more seeds, not more learning rates
@@ -65,7 +65,8 @@ def proposals(analysis: Analysis, sweep: SweepRecord) -> list[Proposal]:
             if not lrs:
                 continue
             digits = ".6g" if cells.seeds else ".3g"  # seeds are for learning rates that exist
-            rates = ",".join(format(lr, digits) for lr in lrs)
+            scaled = lr_scaling(arm.runs[0].config, cells.batch)
+            rates = ",".join(format(lr / scaled, digits) for lr in lrs)
             swept = [f"batch.total_batch_size={cells.batch}", f"optim.lr={rates}"]
             if seeds := cells.seeds or _seed_of(arm, sweep):
                 swept.append(f"train.seed={','.join(map(str, seeds))}")

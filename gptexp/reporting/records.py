@@ -7,14 +7,15 @@ cannot is named in `Run.problem`.
 import os
 import re
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from gptexp.config.scaling import effective_optim, lr_factor
 from gptexp.config.schedule import resolve_schedule
-from gptexp.config.schema import result_deciding
+from gptexp.config.schema import ScalingConfig, result_deciding
 from gptexp.process.errors import ConfigError
 from gptexp.process.terminal import LAYOUT, printable
 from gptexp.storage import run_dir
@@ -83,7 +84,7 @@ class Run:
     status: str  # of summary.json; "running" while a process holds the lock, "damaged" if it cannot be read
     config: dict[str, Any]  # dotted key -> value, of the keys that decide the result; empty if it cannot be read
     batch: int = 0  # tokens per step, over all ranks
-    lr: float = 0.0  # peak learning rate
+    lr: float = 0.0  # peak learning rate, as scaled with the batch size
     seed: int = 0
     loss: float | None = None  # final validation loss of a completed run
     summary: dict[str, Any] = field(default_factory=dict)
@@ -126,7 +127,7 @@ def read_run(directory: Path) -> Run:
         status,
         result_deciding(config),
         batch=config.batch.total_batch_size,
-        lr=config.optim.lr,
+        lr=effective_optim(config).lr,
         seed=config.train.seed,
         summary=summary,
         seq_len=config.seq_len,
@@ -157,6 +158,16 @@ def find_runs(directory: Path, read: Callable[[Path], Run] = read_run) -> list[R
     if run_dir.is_run(directory):
         return [read(directory)]
     return [read(path) for path in runs_together(directory)]
+
+
+def lr_scaling(config: Mapping[str, Any], batch: int) -> float:
+    """Factor of `optim.lr` at a batch size in tokens, by the rules in `config`: dotted key -> value, also as text."""
+    given = {key.removeprefix("scaling."): value for key, value in config.items() if key.startswith("scaling.")}
+    for key in ("exponent", "noise_scale_tokens", "reference_tokens"):
+        if given.get(key) is not None:
+            given[key] = float(given[key])
+    scaling = ScalingConfig(**given)
+    return lr_factor(scaling, batch / scaling.reference_tokens) if scaling.reference_tokens is not None else 1.0
 
 
 def has_diverged(run: Run) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from gptexp.config.paths import HUB_MODELS, is_hub_model, path_list
+from gptexp.config.scaling import effective_optim
 from gptexp.config.schema import Config, DataConfig
 from gptexp.data.characters import CharTokenizer
 from gptexp.data.tokenizer import Tokenizer
@@ -132,7 +133,7 @@ def _training(config: Config, run: Run, state: TrainState) -> list[tuple[str, st
         ("tokenizer", Path(config.data.tokenizer).name),
         ("tokens", f"{state.tokens:,} in {counted(state.step, 'step')}"),
         ("batch", f"{b.total_batch_size:,} tokens a step, sequences of {config.seq_len:,}"),
-        ("optimizer", describe_optimizer(config.optim)),
+        ("optimizer", describe_optimizer(effective_optim(config))),
         ("schedule", f"{s.name}, warm-up over {run.warmup_tokens:,} tokens, minimum {s.min_lr_ratio:g} of lr"),
         ("seed", str(config.train.seed)),
     ]  # fmt: skip

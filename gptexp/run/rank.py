@@ -18,6 +18,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from gptexp.config.rules import noise_half_life, why_unmeasured
 from gptexp.config.run_plan import plan_run
+from gptexp.config.scaling import effective_optim
 from gptexp.config.schema import HELLASWAG, Config
 from gptexp.config.vocabulary import with_vocab_size
 from gptexp.data.cache import downloads_dir
@@ -304,9 +305,10 @@ def _build_training(job: Job, prepared: Prepared, decision: Decision) -> Trainin
     if path is not None:
         checkpoint.refuse_other_size(path, count_parameters(cfg.model))
     gpt = build_gpt(cfg, effective, device)
-    optimizer = build_optimizer(gpt, cfg.optim, effective.fused.value)
+    optim = effective_optim(cfg)
+    optimizer = build_optimizer(gpt, optim, effective.fused.value)
     if path is not None:
-        load_checkpoint(path, gpt, optimizer, cfg.optim)
+        load_checkpoint(path, gpt, optimizer, optim)
     elif decision.source is not None and rank.is_main:  # the other ranks receive them from rank 0 in `wrap`
         load_first_weights(decision.source, gpt)
     model = wrap(gpt, effective, cfg.train.reduction, rank, device)
@@ -319,7 +321,7 @@ def _build_training(job: Job, prepared: Prepared, decision: Decision) -> Trainin
         profiler = StepProfiler(job.directory / run_dir.PROFILE, rank, device, state.step, plan.steps)
     return Training(
         cfg=cfg.train,
-        optim=cfg.optim,
+        optim=optim,
         plan=plan,
         step=TrainStep(
             model=model,

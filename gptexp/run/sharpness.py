@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gptexp.config.run_plan import plan_run
+from gptexp.config.scaling import effective_optim
 from gptexp.config.schema import AdamWConfig
 from gptexp.data.loader import build_dataset
 from gptexp.distributed.ranks import Rank
@@ -38,6 +39,7 @@ def measure(directory: Path, checkpoints: Sequence[Path], sequences: int) -> Ite
     A value is None if it cannot be had to 1%. Raises `ConfigError`, `DataError` or `CheckpointError`.
     """
     config, effective = run_dir.load_resolved(directory), load_effective(directory)
+    optim = effective_optim(config)
     dataset = build_dataset(config)
     if sequences > dataset.order.n_train:
         raise ConfigError(f"--sequences={sequences}: the run's text has {dataset.order.n_train}; use fewer")
@@ -52,12 +54,12 @@ def measure(directory: Path, checkpoints: Sequence[Path], sequences: int) -> Ite
         checkpoint.refuse_other_size(path, count_parameters(config.model))
         state = checkpoint.load_state(path)
         scale = threshold = None
-        if isinstance(config.optim, AdamWConfig):
-            optimizer = build_optimizer(gpt, config.optim, False)
-            load_checkpoint(path, gpt, optimizer, config.optim)
-            scale = _scale(gpt, optimizer, config.optim)
+        if isinstance(optim, AdamWConfig):
+            optimizer = build_optimizer(gpt, optim, False)
+            load_checkpoint(path, gpt, optimizer, optim)
+            scale = _scale(gpt, optimizer, optim)
             factor = plan.schedule.lr_factor(state.tokens - plan.step_tokens, plan.step_tokens)
-            threshold = adamw_threshold(config.optim.lr * factor, config.optim.beta1) if factor else None
+            threshold = adamw_threshold(optim.lr * factor, optim.beta1) if factor else None
         else:
             checkpoint.load_weights(path, gpt)
         yield {"step": state.step, "tokens": state.tokens, **_values(gpt, rows, micro_batch_size, scale, threshold)}

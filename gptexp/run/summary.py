@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from gptexp.config.rules import why_unmeasured
+from gptexp.config.scaling import changes, effective_optim
 from gptexp.config.schema import Config, to_dict
 from gptexp.data.loader import Dataset
 from gptexp.machine.effective import Effective
@@ -39,7 +40,8 @@ def start_lines(cfg: Config, directory: Path, effective: Effective, t: Training,
         f"run directory   {directory}",
         f"model           {counted(m.n_layer, 'layer')}, {counted(m.n_head, 'head')}, width {m.n_embd}, "
         f"block {m.block_size}, vocabulary {m.vocab_size:,}: {count_parameters(m):,} parameters",
-        f"optimizer       {describe_optimizer(cfg.optim)}",
+        f"optimizer       {describe_optimizer(t.optim)}",
+        *([f"scaling         {', '.join(scaled)}"] if (scaled := changes(cfg.optim, t.optim)) else []),
         *describe_groups(t.gpt),
         f"data            {cfg.data.name}: {per_epoch:,} training tokens per epoch, {_validation(cfg, t)}",
         *([f"mix             {_mix(t.dataset.train.shares)}"] if t.dataset.train.shares else []),
@@ -95,8 +97,10 @@ def _noise_scale(cfg: Config, t: Training) -> str:
 
 def about(cfg: Config, effective: Effective, dataset: Dataset, world_size: int) -> dict[str, Any]:
     """Return the description of a run that summary.json and every checkpoint contain."""
+    optim = effective_optim(cfg)
     return {
         "parameters": count_parameters(cfg.model),
+        **({"effective_optim": asdict(optim)} if optim != cfg.optim else {}),
         "world_size": world_size,
         "device": effective.device_name,
         "seed": cfg.train.seed,

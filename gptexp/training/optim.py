@@ -50,7 +50,8 @@ def describe_groups(model: nn.Module) -> list[str]:
 def describe_optimizer(cfg: OptimConfig) -> str:
     """Return the optimizer's name and keys: `lion, lr 0.001, …`."""
     name, *keys = asdict(cfg).items()
-    return ", ".join([name[1], *(f"{key} {shown(value)}" for key, value in keys)])
+    values = [f"{value:.6g}" if isinstance(value, float) else shown(value) for _, value in keys]
+    return ", ".join([name[1], *(f"{key} {value}" for (key, _), value in zip(keys, values, strict=True))])
 
 
 def build_optimizer(model: nn.Module, cfg: OptimConfig, fused: bool) -> Optimizer:

@@ -42,6 +42,24 @@ def test_the_law_of_another_optimizer_keeps_it(swept: Path, tmp_path: Path) -> N
     assert compose(["optim=fitted"], str(tmp_path)).optim.name == "muon"
 
 
+def test_the_law_is_not_scaled_twice(analysis: Analysis, tmp_path: Path) -> None:
+    write_optim(tmp_path / "optim" / "fitted.yaml", analysis)
+    twice = ["optim=fitted", "scaling.lr=sqrt", "scaling.reference_tokens=8192"]
+    with pytest.raises(ConfigError, match=r"scaling.lr=sqrt: the fitted law of optim scales lr with the batch size"):
+        compose(twice, str(tmp_path))
+    assert compose([*twice, "optim.lr=0.5"], str(tmp_path)).optim.lr == 0.5
+    assert compose(["optim=fitted", "scaling.betas=half_life", *twice[2:]], str(tmp_path)).scaling.betas == "half_life"
+
+
+def test_the_law_of_an_arm_with_scaled_betas_says_so(swept: Path, tmp_path: Path) -> None:
+    runs = find_runs(swept)
+    for run in runs:
+        run.config |= {"scaling.betas": "beta2_half_life", "scaling.reference_tokens": 8192}
+    write_optim(tmp_path / "optim" / "fitted.yaml", analyse("sweep", runs))
+    given = "# Give with it: scaling.betas=beta2_half_life scaling.reference_tokens=8192\n"
+    assert given in (tmp_path / "optim" / "fitted.yaml").read_text()
+
+
 def test_a_law_replaces_one_written_before(analysis: Analysis, tmp_path: Path) -> None:
     path = tmp_path / "optim" / "fitted.yaml"
     write_optim(path, analysis)

@@ -1,5 +1,6 @@
 """The conclusions of the report from the runs of a sweep: optima, the law, warnings, and the next command."""
 
+import math
 import random
 import re
 import shlex
@@ -12,6 +13,8 @@ import pytest
 from sweeps import NOISE_SCALE, compose_sweep, report_of, write_run, write_sweep
 
 from gptexp.config.compose import compose
+from gptexp.config.scaling import effective_optim
+from gptexp.config.schema import ScalingConfig
 from gptexp.reporting import comparison
 from gptexp.reporting.analysis import analyse
 from gptexp.reporting.cells_table import cells_table
@@ -53,6 +56,26 @@ def test_the_known_optima_law_and_noise_are_found(swept: Path) -> None:
         "gptexp train -m model=nano sweep.name=root batch.total_batch_size=32768 optim.lr="
     )
     assert (proposal["runs"], proposal["why"]) == (5, "tests the law at twice the largest batch size")
+
+
+def test_the_report_counts_effective_learning_rates_and_proposes_configured_ones(tmp_path: Path) -> None:
+    """lr grows with the square root of the batch size: over the configured one the optima of all batch sizes agree."""
+    write_sweep(tmp_path / "s")
+    for directory in tmp_path.glob("s/lr=*"):
+        config = run_dir.load_config(directory)
+        config.scaling = ScalingConfig(lr="sqrt", reference_tokens=4096)
+        config.optim.lr /= math.sqrt(config.batch.total_batch_size / 4096)
+        run_dir.save_config(directory, config)
+    overrides = ["model=nano", "scaling.lr=sqrt", "scaling.reference_tokens=4096"]
+    run_dir.write_json(tmp_path / "s" / run_dir.SWEEP, {"name": "s", "overrides": overrides})
+    report = report_of(tmp_path / "s")
+    law = report["arms"][0]["law"]
+    assert law["exponent"] == pytest.approx(0.5, abs=0.04)
+    [proposal] = report["next"]
+    drafts = compose_sweep(shlex.split(proposal["command"])[3:]).drafts
+    lrs = [effective_optim(drafted.config).lr for drafted in drafts if drafted.config]
+    assert len(lrs) == 5
+    assert abs(math.log2(lrs[2] / (law["lr"] * (32768 / law["tokens"]) ** law["exponent"]))) <= 0.5  # in octaves
 
 
 def test_an_optimum_at_the_edge_gets_no_number_and_the_grid_is_extended(tmp_path: Path) -> None:

@@ -1,0 +1,41 @@
+"""A run with scaling rules: the optimizer has the effective values, and so has everything that reports them."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import events, summary
+from real_runs import newest, train_here
+
+from gptexp.command.planning import plan
+from gptexp.config.compose import compose
+from gptexp.reporting.records import read_run
+from gptexp.storage import run_dir
+
+RULES = [
+    "optim.lr=1e-3", "scaling.lr=sqrt", "scaling.betas=beta2_half_life", "scaling.eps=sqrt", "scaling.weight_decay=tau",
+]  # fmt: skip
+
+
+def test_the_optimizer_trains_with_the_effective_values(
+    tiny: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cfg = compose(tiny)
+    overrides = [*tiny, *RULES, f"scaling.reference_tokens={cfg.batch.total_batch_size // 4}", "log.progress=lines"]
+    run_dir.save_config(tmp_path / "out", compose(overrides))
+    assert train_here(overrides, tmp_path / "out") == 0
+    expected = {"lr": 2e-3, "betas": (0.9, 0.95**4), "eps": 5e-9, "weight_decay": 0.2}
+    decayed = torch.load(newest(tmp_path / "out") / "train.pt", weights_only=True)["optimizer"]["param_groups"][0]
+    assert decayed["initial_lr"] == pytest.approx(expected["lr"])
+    for key in ("betas", "eps", "weight_decay"):
+        assert decayed[key] == pytest.approx(expected[key]), key
+    assert max(step["optim/lr"] for step in events(tmp_path / "out", "step")) == pytest.approx(2e-3)
+    assert summary(tmp_path / "out")["effective_optim"]["beta2"] == pytest.approx(0.95**4)
+    assert run_dir.load_config(tmp_path / "out").optim.lr == 1e-3  # the config keeps what was asked for
+    assert read_run(tmp_path / "out").lr == pytest.approx(2e-3)
+    said = capsys.readouterr().out
+    scaled = "lr 0.001 -> 0.002, weight_decay 0.1 -> 0.2, beta2 0.95 -> 0.814506, eps 1e-08 -> 5e-09"
+    assert f"scaling         {scaled}\n" in said
+    planned = json.loads(json.dumps(plan(compose(overrides))))
+    assert (planned["lr"], planned["effective_lr"]) == (1e-3, 2e-3)
