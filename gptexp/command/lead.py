@@ -25,6 +25,7 @@ from gptexp.process.signals import StopRequest
 from gptexp.process.terminal import report_errors, say
 from gptexp.storage import run_dir
 from gptexp.storage.continuation import check_same
+from gptexp.sweep.space import parts
 
 if TYPE_CHECKING:
     from gptexp.command.leader import Leader  # imports torch
@@ -81,9 +82,11 @@ def lr_source(hydra: Any) -> str:
     # Not the composed overrides: a cell's contain the values of a named grid.
     if any(text.lstrip("+").startswith("optim.lr=") for text in sys.argv):
         return "the command line"
-    swept_by = hydra.runtime.choices.get("sweep")
-    if swept_by and "optim.lr" in (hydra.sweeper.params or {}):
-        return f"sweep={swept_by}"
+    for group in ("experiment", "sweep"):
+        option = hydra.runtime.choices.get(group)
+        swept = _yaml(hydra, group, option).get("hydra", {}).get("sweeper", {}).get("params") if option else None
+        if any("optim.lr" in part for part in parts(swept)):
+            return f"{group}={option}"
     name = hydra.job.config_name
     if name != CONFIG_NAME and "lr" in _yaml(hydra, "", name).get("optim", {}):
         return f"{name}.yaml"

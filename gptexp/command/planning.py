@@ -280,7 +280,8 @@ def _time_line(p: dict[str, Any]) -> str:
 def show_sweep(cells: Sequence[dict[str, Any]], total: int, at_once: int) -> None:
     """Print a line for each cell, and the totals of the sweep: `total` cells will run, `at_once` of them at a time."""
     timed = any(cell["plan"] and "time" in cell["plan"] for cell in cells)
-    values = [(key.rpartition(".")[2], [cell["values"][key] for cell in cells]) for key in cells[0]["values"]]
+    keys = dict.fromkeys(key for cell in cells for key in cell["values"])
+    values = [(key.rpartition(".")[2], [cell["values"].get(key, "") for cell in cells]) for key in keys]
     longest, _ = max(values, key=lambda column: max(map(len, column[1])), default=("", []))
     described = [(title, [texts(cell["plan"]) for cell in cells]) for title, texts in CELL_COLUMNS.items()]
     legal = [cell["plan"] for cell in cells if cell["plan"]]

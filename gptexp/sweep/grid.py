@@ -11,7 +11,7 @@ from omegaconf import DictConfig
 from gptexp.run.pool import Places
 from gptexp.sweep.cells import Draft, draft, name_sweep
 from gptexp.sweep.plugins import register
-from gptexp.sweep.space import axes
+from gptexp.sweep.space import spaces
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ def compose_cells(engine: Any, config: DictConfig) -> Grid:
     sweeper: Any = Plugins.instance().instantiate_sweeper(
         hydra_context=context, task_function=lambda _: None, config=config
     )
-    space = axes(sweeper.params, list(config.hydra.overrides.task), engine.config_loader)
-    combinations = sweeper.combinations(space)
+    arguments = list(config.hydra.overrides.task)
+    combinations = sweeper.combinations(spaces(sweeper.params, arguments, engine.config_loader))
     total = sweeper.count(combinations)
     drafts = draft(engine.config_loader, config, combinations, total)
     legal = [drafted.config for drafted in drafts if drafted.config is not None]

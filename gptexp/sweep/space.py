@@ -53,11 +53,21 @@ class Axis:
         return f"{self.key}={value}"
 
 
-def axes(params: Mapping[str, Any], arguments: Sequence[str], loader: ConfigLoader) -> list[Axis]:
-    """Parse a named grid's `params` and the command line's `arguments`, which win for a key that both have.
+def spaces(params: Any, arguments: Sequence[str], loader: ConfigLoader) -> list[list[Axis]]:
+    """Parse a named grid's `params`, a mapping or a list of mappings, and the command line's `arguments`.
 
-    Raises `ConfigError` for an invalid interval.
+    Returns a space for each mapping. `arguments` win for a key that both have. Raises `ConfigError` for an invalid
+    interval.
     """
+    return [_axes(part, arguments, loader) for part in parts(params)]
+
+
+def parts(params: Any) -> list[Mapping[str, Any]]:
+    """The mappings of a sweeper's `params`; one that is empty if there are none."""
+    return list(params) if OmegaConf.is_list(params) or isinstance(params, list) else [params or {}]
+
+
+def _axes(params: Mapping[str, Any], arguments: Sequence[str], loader: ConfigLoader) -> list[Axis]:
     texts = [*params_as_overrides(params), *arguments]
     parsed = OverridesParser.create(config_loader=loader).parse_overrides(texts)
     return [_axis(override) for override in {o.get_key_element(): o for o in parsed}.values()]
@@ -102,8 +112,18 @@ def _interval(key: str, value: IntervalSweep, text: str) -> Interval:
 
 def swept_keys(config: DictConfig) -> list[str]:
     """Return the keys that a multirun varies, in the given order; the command line wins over the sweeper's `params`."""
-    params = config.hydra.sweeper.get("params") or {}
-    texts = [*params_as_overrides(params), *config.hydra.overrides.task]
     parser = OverridesParser.create()
-    overrides = {override.key_or_group: override for override in map(parser.parse_override, texts)}
-    return [key for key, override in overrides.items() if override.is_sweep_override()]
+
+    def parsed(texts: Sequence[str]) -> dict[str, Override]:
+        return {override.key_or_group: override for override in map(parser.parse_override, texts)}
+
+    arguments = parsed(config.hydra.overrides.task)
+    of_parts = [parsed(params_as_overrides(p)) | arguments for p in parts(config.hydra.sweeper.get("params"))]
+
+    def varies(key: str) -> bool:
+        """Within a mapping of `params`, or from one to another."""
+        found = [part.get(key) for part in of_parts]
+        swept = any(override is not None and override.is_sweep_override() for override in found)
+        return swept or len({override and override.input_line for override in found}) > 1
+
+    return [key for key in dict.fromkeys(key for part in of_parts for key in part) if varies(key)]

@@ -30,7 +30,7 @@ from gptexp.storage import run_dir
 from gptexp.storage.sweep_record import MOST_CELLS
 from gptexp.sweep.cells import PLUGINS, Cell, confounds, draft, record, settle
 from gptexp.sweep.launchers import CellLauncher
-from gptexp.sweep.space import Axis, Interval, axes
+from gptexp.sweep.space import Axis, Interval, spaces
 from gptexp.sweep.study import Study
 
 LOOK_S = 1.0  # s: between two looks at the locks of cells that run elsewhere
@@ -41,8 +41,8 @@ class CellSweeper(Sweeper):
 
     config: DictConfig
 
-    def __init__(self, params: dict[str, Any] | None) -> None:
-        self.params = params or {}
+    def __init__(self, params: Any) -> None:
+        self.params = params  # a mapping of keys to values; a grid also takes a list of mappings
         self.cells: list[Cell] = []  # all cells chosen so far
         self.waiting: list[Cell] = []
         self.elsewhere: list[Cell] = []  # cells that another command runs
@@ -61,8 +61,11 @@ class CellSweeper(Sweeper):
         self.cell_launcher: CellLauncher = launcher
         self.directory = Path(config.hydra.sweep.dir)
 
-    def combinations(self, space: Sequence[Axis]) -> list[list[str]]:
-        """Return the overrides of each cell. Raises `ConfigError` for values that this sweeper cannot sweep."""
+    def combinations(self, spaces: Sequence[Sequence[Axis]]) -> list[list[str]]:
+        """Return the overrides of each cell, for the space of each mapping of `params`.
+
+        Raises `ConfigError` for what this sweeper cannot sweep.
+        """
         raise NotImplementedError
 
     def count(self, combinations: Sequence[Sequence[str]]) -> int:
@@ -71,7 +74,7 @@ class CellSweeper(Sweeper):
 
     def sweep(self, arguments: list[str]) -> int:
         """Run the cells and write the report. Returns the exit code: 1 if a cell failed, 128 + N after signal N."""
-        self.begin(axes(self.params, arguments, self.loader))
+        self.begin(spaces(self.params, arguments, self.loader))
         stopped = None
         try:
             stopped = self.cell_launcher.run(self)
@@ -91,9 +94,9 @@ class CellSweeper(Sweeper):
             return EXIT_FAILED
         return 0
 
-    def begin(self, space: Sequence[Axis]) -> None:
+    def begin(self, spaces: Sequence[Sequence[Axis]]) -> None:
         """Choose the cells and queue those that are not done. Raises `ConfigError` before any directory is made."""
-        self.cells = self.compose(self.combinations(space))
+        self.cells = self.compose(self.combinations(spaces))
         self.check(self.cells)
         self.lock = run_dir.lock_sweep(self.directory)
         self.record()
@@ -214,17 +217,18 @@ class CellSweeper(Sweeper):
 
 
 class GridSweeper(CellSweeper):
-    """All combinations of the swept values."""
+    """All combinations of the swept values; of several mappings in `params`, those of each."""
 
     __module__ = PLUGINS
 
-    def combinations(self, space: Sequence[Axis]) -> list[list[str]]:
-        texts = []
-        for axis in space:
-            if isinstance(axis.among, Interval):
-                raise ConfigError(f"{axis.key}: a grid needs a list (1e-3,2e-3); or add hydra/sweeper=random or optuna")
-            texts.append([axis.override(value) for value in axis.among])
-        return [list(cell) for cell in itertools.product(*texts)]
+    def combinations(self, spaces: Sequence[Sequence[Axis]]) -> list[list[str]]:
+        return [list(cell) for space in spaces for cell in itertools.product(*map(self._overrides, space))]
+
+    @staticmethod
+    def _overrides(axis: Axis) -> list[str]:
+        if isinstance(axis.among, Interval):
+            raise ConfigError(f"{axis.key}: a grid needs a list (1e-3,2e-3); or add hydra/sweeper=random or optuna")
+        return [axis.override(value) for value in axis.among]
 
 
 class RandomSweeper(CellSweeper):
@@ -236,11 +240,12 @@ class RandomSweeper(CellSweeper):
 
     __module__ = PLUGINS
 
-    def __init__(self, params: dict[str, Any] | None, n_cells: Any, seed: Any) -> None:
+    def __init__(self, params: Any, n_cells: Any, seed: Any) -> None:
         super().__init__(params)
         self.n_cells, self.seed = n_cells, seed
 
-    def combinations(self, space: Sequence[Axis]) -> list[list[str]]:
+    def combinations(self, spaces: Sequence[Sequence[Axis]]) -> list[list[str]]:
+        space = _one(spaces)
         _whole_number("hydra.sweeper.n_cells", self.n_cells, 1)
         _whole_number("hydra.sweeper.seed", self.seed, 0)
         return [[axis.override(self._value(axis, number)) for axis in space] for number in range(self.n_cells)]
@@ -261,12 +266,13 @@ class OptunaSweeper(CellSweeper):
 
     __module__ = PLUGINS
 
-    def __init__(self, params: dict[str, Any] | None, n_trials: Any, seed: Any) -> None:
+    def __init__(self, params: Any, n_trials: Any, seed: Any) -> None:
         super().__init__(params)
         self.n_trials, self.seed = n_trials, seed
 
-    def combinations(self, space: Sequence[Axis]) -> list[list[str]]:
+    def combinations(self, spaces: Sequence[Sequence[Axis]]) -> list[list[str]]:
         """Return examples to check, not to run. Together they contain every value, and both ends of an interval."""
+        space = _one(spaces)
         _whole_number("hydra.sweeper.n_trials", self.n_trials, 1, MOST_CELLS)
         _whole_number("hydra.sweeper.seed", self.seed, 0)
         texts = [
@@ -281,12 +287,12 @@ class OptunaSweeper(CellSweeper):
     def count(self, combinations: Sequence[Sequence[str]]) -> int:
         return int(self.n_trials)
 
-    def begin(self, space: Sequence[Axis]) -> None:
+    def begin(self, spaces: Sequence[Sequence[Axis]]) -> None:
         if self.config.data.val_tokens == 0 and self.config.data.val_ratio is None:
             raise ConfigError("data.val_tokens=0: Optuna needs a validation loss; set data.val_tokens above 0")
-        self.check(self.compose(self.combinations(space)))
+        self.check(self.compose(self.combinations(spaces)))
         self.lock = run_dir.lock_sweep(self.directory)
-        self.study = Study(self.directory, space, self.seed)
+        self.study = Study(self.directory, _one(spaces), self.seed)
         self.total, self.asked, self.illegal = max(0, self.n_trials - self.study.completed), 0, 0
         self.running: dict[tuple[str, ...], Cell] = {}  # overrides -> the cell that runs with them
         self.trials: dict[Path, list[int]] = {}  # directory of a running cell -> the numbers of its trials
@@ -336,6 +342,12 @@ class OptunaSweeper(CellSweeper):
         self.running = {overrides: other for overrides, other in self.running.items() if other is not cell}
         for number in self.trials.pop(cell.directory, ()):
             self.study.tell(number, cell)
+
+
+def _one(spaces: Sequence[Sequence[Axis]]) -> Sequence[Axis]:
+    if len(spaces) > 1:
+        raise ConfigError("hydra.sweeper.params: a list of mappings needs hydra/sweeper=grid; give one mapping")
+    return spaces[0]
 
 
 def _whole_number(key: str, value: Any, least: int, most: int | None = None) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from scipy import stats
+from sweeps import compose_sweep
 
 from gptexp.config.compose import compose
 from gptexp.config.schema import Config, memory_key
@@ -23,7 +24,7 @@ SEED = Axis("train.seed", False, ["7"])
 
 def drawn(n_cells: int, *space: Axis, seed: int = 0) -> list[dict[str, str]]:
     """The values of each cell of a random sample, by key."""
-    cells = RandomSweeper(None, n_cells, seed).combinations(space)
+    cells = RandomSweeper(None, n_cells, seed).combinations([space])
     return [dict(text.split("=") for text in cell) for cell in cells]
 
 
@@ -48,15 +49,39 @@ def test_random_values_are_uniform_on_their_scale_and_independent() -> None:
 
 def test_a_grid_is_the_product_of_its_values_and_refuses_an_interval() -> None:
     lr = Axis("optim.lr", True, ["1e-3", "2e-3", "4e-3"])
-    cells = GridSweeper(None).combinations([BATCH, lr, SEED])
+    cells = GridSweeper(None).combinations([[BATCH, lr, SEED]])
     assert len({tuple(cell) for cell in cells}) == 6
     assert all(cell[2] == "train.seed=7" for cell in cells)
     with pytest.raises(ConfigError, match=r"optim\.lr: a grid needs a list"):
-        GridSweeper(None).combinations([LR])
+        GridSweeper(None).combinations([[LR]])
+
+
+def test_a_grid_of_several_mappings_has_the_cells_of_each(tmp_path: Path) -> None:
+    """A key that one of them fixes, or lacks, is swept. The command line wins in all of them."""
+    file = tmp_path / "experiment" / "own.yaml"
+    file.parent.mkdir()
+    file.write_text(
+        "# @package _global_\nhydra:\n  mode: MULTIRUN\n  sweeper:\n    params:\n"
+        "      - {optim: 'adamw,muon', optim.lr: '1e-3,2e-3'}\n"
+        "      - {optim: sgd, optim.lr: 0.1, train.seed: 3}\n"
+    )
+    overrides = ["model=nano", "experiment=own"]
+    drafts = compose_sweep(overrides, str(tmp_path)).drafts
+    assert [(d.config.optim.name, d.config.optim.lr, d.config.train.seed) for d in drafts if d.config] == [
+        ("adamw", 1e-3, 1337), ("adamw", 2e-3, 1337), ("muon", 1e-3, 1337), ("muon", 2e-3, 1337), ("sgd", 0.1, 3),
+    ]  # fmt: skip
+    assert [[*d.values] for d in drafts] == [["optim", "optim.lr"]] * 4 + [["optim", "optim.lr", "train.seed"]]
+    fixed = compose_sweep([*overrides, "optim.lr=5e-3"], str(tmp_path)).drafts
+    assert {(d.config.optim.name, d.config.optim.lr) for d in fixed if d.config} == {
+        ("adamw", 5e-3), ("muon", 5e-3), ("sgd", 5e-3),
+    }  # fmt: skip
+    for sweeper in (RandomSweeper(None, 2, 0), OptunaSweeper(None, 2, 0)):
+        with pytest.raises(ConfigError, match="a list of mappings needs hydra/sweeper=grid"):
+            sweeper.combinations([[LR], [BATCH]])
 
 
 def test_example_cells_of_an_optuna_sweep_contain_every_value_and_both_ends() -> None:
-    assert OptunaSweeper(None, 20, 0).combinations([LR, BATCH, SEED]) == [
+    assert OptunaSweeper(None, 20, 0).combinations([[LR, BATCH, SEED]]) == [
         ["optim.lr=0.0001", "batch.total_batch_size=4096", "train.seed=7"],
         ["optim.lr=0.1", "batch.total_batch_size=8192", "train.seed=7"],
     ]
