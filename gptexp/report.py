@@ -1,10 +1,12 @@
 """`gptexp report DIR`: reports the results of a sweep or of a run."""
 
 import argparse
+import math
 from pathlib import Path
 
 from gptexp.process.errors import ConfigError
 from gptexp.process.terminal import run_verb, say, terminal_width
+from gptexp.reporting.finding import BEHIND_NATS
 from gptexp.reporting.fitted import check_target, write_optim
 
 
@@ -13,16 +15,22 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="gptexp report", description=main.__doc__)
     parser.add_argument("directory", type=Path, metavar="DIR", help="a sweep's directory, or a run's")
     parser.add_argument("--write-optim", type=Path, metavar="FILE", help="write the fitted law as optim/NAME.yaml")
+    parser.add_argument(
+        "--behind", type=float, default=BEHIND_NATS, metavar="NATS",
+        help="of several arms, report the batch size at which each falls this far behind (default: %(default)s)",
+    )  # fmt: skip
     args = parser.parse_args(argv)
 
     if not args.directory.is_dir():
         raise ConfigError(f"{args.directory}: no such directory; give a run or a sweep")
+    if not 0 < args.behind < math.inf:
+        raise ConfigError(f"--behind={args.behind}: must be finite and above 0")
     if args.write_optim is not None:
         check_target(args.write_optim)
 
     from gptexp.reporting.write import PAGE, show, write_report
 
-    report, _ = write_report(args.directory)
+    report, _ = write_report(args.directory, args.behind)
     show(report, terminal_width())
     say(f"\nthe page: {args.directory / PAGE}")
     if args.write_optim is not None:

@@ -3,7 +3,7 @@
 import math
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -42,17 +42,8 @@ class Arm:
 
     @property
     def label(self) -> str:
-        """What distinguishes it, in a few words; empty if it is the only one.
-
-        The name of an option of the group `model` stands for its keys, and that of the optimizer for `implied` ones.
-        """
-        choices = {key: value for key, value in self.choices.items() if key not in self.implied}
-        if (name := choices.pop(OPTIMIZER, None)) is not None:
-            choices = {"optim": name, **choices}
-        sizes = [key for key in choices if key.startswith("model.") and key != "model.dropout"]
-        if len(sizes) > 1 and (option := model_option(_model(self.runs[0]))) is not None:
-            choices = {"model": option, **{key: value for key, value in choices.items() if key not in sizes}}
-        return first_keys([f"{key}={shown(value)}" for key, value in choices.items()])
+        """What distinguishes it, in a few words; empty if it is the only one."""
+        return label_of(self.choices, self.implied, self.runs[0])
 
     @property
     def counted(self) -> list[Run]:
@@ -79,6 +70,20 @@ class Arm:
     def is_grid(self) -> bool:
         """Whether any batch size has several learning rates."""
         return any(len(at_batch) > 1 for at_batch in self.losses.values())
+
+
+def label_of(choices: Mapping[str, Any], implied: Collection[str], run: Run) -> str:
+    """The `choices` of an arm with `run`, in a few words.
+
+    The name of an option of the group `model` stands for its keys, and that of the optimizer for `implied` ones.
+    """
+    choices = {key: value for key, value in choices.items() if key not in implied}
+    if (name := choices.pop(OPTIMIZER, None)) is not None:
+        choices = {"optim": name, **choices}
+    sizes = [key for key in choices if key.startswith("model.") and key != "model.dropout"]
+    if len(sizes) > 1 and (option := model_option(_model(run))) is not None:
+        choices = {"model": option, **{key: value for key, value in choices.items() if key not in sizes}}
+    return first_keys([f"{key}={shown(value)}" for key, value in choices.items()])
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from gptexp.process.terminal import as_command, printable
 from gptexp.process.words import counted, first_keys
 from gptexp.reporting.analysis import TEXT, analyse, data_warnings, usual_spread_of
 from gptexp.reporting.differences import CONFIG, Difference, differences, recorded, what_differs
+from gptexp.reporting.finding import Finding, Verdict
 from gptexp.reporting.line_charts import Lines, line_charts
 from gptexp.reporting.noise import POWER, Noise, measure, seeds_needed, significant_from
 from gptexp.reporting.overview import Overview, as_started
@@ -24,7 +25,7 @@ from gptexp.reporting.records import Run, has_diverged, read_run
 from gptexp.reporting.report import Report
 from gptexp.reporting.shape import CLEAR
 from gptexp.reporting.table import tokenizers
-from gptexp.reporting.verdict import Finding, Verdict, seeds_in_words
+from gptexp.reporting.verdict import seeds_in_words
 from gptexp.storage import inventory, run_dir
 
 SEED = "train.seed"

@@ -10,12 +10,14 @@ from urllib.parse import quote
 import numpy as np
 
 from gptexp.reporting.analysis import Analysis, Arm
+from gptexp.reporting.figures_of_arms import NOISE_SCALE, figures_of_arms, noise_scale_lines
 from gptexp.reporting.law import SLOPES
 from gptexp.reporting.line_charts import Lines, line_charts
 from gptexp.reporting.records import Run
 from gptexp.reporting.vega_lite import (
     END_LABELS,
     HEIGHT,
+    INTERVAL,
     LABELLED,
     MARGIN,
     Control,
@@ -36,7 +38,6 @@ from gptexp.reporting.vega_lite import (
 )
 
 SAMPLES = 48  # points of a fitted curve
-INTERVAL = {"y": {"field": "low", "type": "quantitative"}, "y2": {"field": "high"}}
 ROOM_BELOW = 0.12  # of the range of losses: for the label of the lowest one
 MOST_COLUMNS = 28  # of a heat map as wide as the page, in which a loss fits into a cell; of a narrower one half as many
 MOST_COLUMNS_ON_A_PHONE = 7
@@ -45,8 +46,8 @@ DOT = {"type": "point", "filled": True, "size": 80, "style": "ink"}
 
 
 def figures(analysis: Analysis) -> list[Figure]:
-    """All figures that the runs have values for, arm by arm."""
-    found = []
+    """All figures that the runs have values for: of the arms side by side, then arm by arm."""
+    found = figures_of_arms(analysis.arms)
     for index, arm in enumerate(analysis.arms):
         suffix = f"-{index}" if len(analysis.arms) > 1 else ""
         hyperbola = arm.critical.hyperbola if arm.critical is not None else None
@@ -318,10 +319,16 @@ def _loss_at_optimum(arm: Arm) -> Figure | None:
         {"mark": {"type": "rule", "size": 2, "style": "ink"}, "encoding": INTERVAL},
         {"mark": DOT, "encoding": {"y": y, "tooltip": tooltip("batch", "loss", "low", "high")}},
     ]
-    spec = {"data": {"values": optima}, "layer": layers, "encoding": {"x": _batch(arm.curves.of)}}
+    vertical = noise_scale_lines([arm], arm.curves.of)
+    spec = {
+        "data": {"values": optima},
+        "layer": [*layers, *vertical],
+        "encoding": {"x": _batch(arm.curves.of)},
+    }
     without = _without_optimum(arm)
     text = caption(
         "The fitted loss of each batch size at its own best learning rate, with 95% intervals.",
+        NOISE_SCALE if vertical else "",
         f"Without an optimum, and not shown: {without}." if without else "",
     )
     return figure("optima", "Loss at the optimum", text, spec)

@@ -8,12 +8,13 @@ from pathlib import Path
 from gptexp.process.terminal import printable
 from gptexp.reporting.analysis import Analysis, analyse
 from gptexp.reporting.figures import figures
+from gptexp.reporting.finding import BEHIND_NATS, Verdict
 from gptexp.reporting.overview import Overview, overview
 from gptexp.reporting.progress import Progress, is_going_on, survey
 from gptexp.reporting.proposals import Proposal, proposals
 from gptexp.reporting.records import Run, find_runs, read_run
 from gptexp.reporting.vega_lite import Figure
-from gptexp.reporting.verdict import Verdict, verdict
+from gptexp.reporting.verdict import verdict
 from gptexp.storage import sweep_record
 from gptexp.storage.sweep_record import SweepRecord
 
@@ -33,8 +34,10 @@ class Report:
     figures: list[Figure]
 
 
-def build_report(directory: Path, read: Callable[[Path], Run] = read_run) -> Report:
+def build_report(directory: Path, read: Callable[[Path], Run] = read_run, behind_nats: float = BEHIND_NATS) -> Report:
     """The report of the run or the sweep in `directory`; `read` reads a run directory, and may cache runs.
+
+    `behind_nats`: see `arms.falls_behind`.
 
     Raises `ConfigError` if `directory` holds neither.
     """
@@ -50,7 +53,7 @@ def build_report(directory: Path, read: Callable[[Path], Run] = read_run) -> Rep
         sweep,
         goes_on,
         overview(directory, analysis, cells, sweep, goes_on),
-        verdict(analysis, sweep),
+        verdict(analysis, sweep, behind_nats),
         proposals(analysis, sweep) if sweep is not None else [],
         figures(analysis),
     )

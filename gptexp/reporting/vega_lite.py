@@ -27,6 +27,7 @@ TOLD = {  # field of a point -> its name in a tooltip, and the format of a numbe
     "loss": ("loss", ".4f"), "low": ("95% interval from", ".5~g"), "high": ("to", ".5~g"),
     "speed": ("tokens per second", ",.0f"), "value": ("value", ".5~g"),
 }  # fmt: skip
+INTERVAL: Spec = {"y": {"field": "low", "type": "quantitative"}, "y2": {"field": "high"}}
 END_LABELS = "ends"  # name of a layer of labels that a phone has no room for
 LABELLED = {"left": 5, "top": 5, "bottom": 5, "right": 90}  # pixels around a chart whose lines are labelled
 

@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
 
 from gptexp.process.terminal import printable
 from gptexp.process.words import counted
 from gptexp.reporting.analysis import Analysis, Arm
+from gptexp.reporting.arms_in_words import arms_in_words
 from gptexp.reporting.curves import Curve, Outlier
+from gptexp.reporting.finding import BEHIND_NATS, Finding, Verdict
 from gptexp.reporting.law import SLOPES
 from gptexp.reporting.noise import POWER, Noise, seeds_needed
 from gptexp.reporting.noise_scale import FACTOR, at_the_end, in_words
@@ -19,40 +20,14 @@ from gptexp.storage.sweep_record import SweepRecord
 MOST_SEEDS = 50  # a difference that takes more of them per cell is too small to matter
 
 
-@dataclass(frozen=True)
-class Finding:
-    """A conclusion. `badges` belong to the answer for one batch size."""
-
-    text: str  # one sentence
-    why: str = ""  # the statistics behind it, in sentences
-    badges: tuple[str, ...] = ()
-
-    @property
-    def line(self) -> str:
-        return f"{self.text} {self.why}".strip()
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What the runs say, in the order in which it is read."""
-
-    warnings: list[Finding]
-    answers: list[Finding]  # the best learning rate at each batch size
-    findings: list[Finding]  # what else follows
-    caveats: list[Finding]  # what the runs cannot say, and how to read the numbers
-    question: str = "Which learning rate"  # that the answers answer
-
-    @property
-    def lines(self) -> list[str]:
-        return [f.line for f in (*self.warnings, *self.answers, *self.findings, *self.caveats)]
-
-
-def verdict(analysis: Analysis, sweep: SweepRecord | None = None) -> Verdict:
-    """The findings, arm by arm."""
+def verdict(analysis: Analysis, sweep: SweepRecord | None = None, behind_nats: float = BEHIND_NATS) -> Verdict:
+    """The findings: on the arms side by side, then arm by arm. `behind_nats`: see `arms.falls_behind`."""
     sizes = {batch for arm in analysis.arms for batch in arm.losses}
     waiting = {batch for batch in sizes if sweep is not None and is_unfinished(sweep, analysis.runs, batch)}
     planned = {cell.values.get("optim.lr") for cell in sweep.cells.values()} if sweep is not None else set()
     found = Verdict([Finding(printable(f"Warning: {line}.")) for line in analysis.warnings], [], [], [])
+    for finding in arms_in_words(analysis.arms, behind_nats):
+        found.findings.append(Finding(printable(finding.text), printable(finding.why)))
     for arm in analysis.arms:
         found.answers.extend(
             _labelled(arm, finding) for finding in _answers(arm, waiting, arm.is_grid or len(planned) > 1)

@@ -16,6 +16,8 @@ from rich.text import Text
 from gptexp.process.errors import first_line
 from gptexp.process.terminal import warn
 from gptexp.reporting.analysis import Arm
+from gptexp.reporting.arms import transfers
+from gptexp.reporting.finding import BEHIND_NATS
 from gptexp.reporting.page import page
 from gptexp.reporting.pictures import bundle, png
 from gptexp.reporting.report import Report, build_report
@@ -28,12 +30,12 @@ LEAST_NEEDED = ("tokens/parameter", "hours", "MFU", "steps", "tokens", "tokens/s
 PAGE, NUMBERS, TABLE, PICTURES = "report.html", "report.json", "cells.csv", "pictures"
 
 
-def write_report(directory: Path) -> tuple[Report, list[Path]]:
+def write_report(directory: Path, behind_nats: float = BEHIND_NATS) -> tuple[Report, list[Path]]:
     """Write `report.html`, `report.json`, `cells.csv` and `pictures/*.png` into `directory`, of a run or a sweep.
 
-    Returns the report and the files, the page first.
+    Returns the report and the files, the page first. `behind_nats`: see `arms.falls_behind`.
     """
-    report = build_report(directory)
+    report = build_report(directory, behind_nats=behind_nats)
     with run_dir.storage(directory):
         for name in (PAGE, NUMBERS, TABLE, PICTURES):  # runs may be links: a report only reads them
             run_dir.refuse_link(directory / name)
@@ -71,6 +73,7 @@ def numbers(report: Report) -> dict[str, Any]:
         "name": analysis.name,
         "warnings": analysis.warnings,
         "arms": [_arm(arm) for arm in analysis.arms],
+        "transfers": [asdict(transfer) for transfer in transfers(analysis.arms)],
         "runs": values(analysis.runs, analysis.differing),
         "verdict": report.verdict.lines,
         "next": [asdict(proposal) for proposal in report.further],

@@ -1,0 +1,97 @@
+"""What the report says of the arms of a sweep side by side."""
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import combinations
+
+from gptexp.reporting.analysis import Arm
+from gptexp.reporting.arms import Limit, Transfer, exponent_gap, falls_behind, transfers
+from gptexp.reporting.finding import Finding
+from gptexp.reporting.law import SLOPES, Law
+
+
+def arms_in_words(arms: Sequence[Arm], behind_nats: float) -> Iterator[Finding]:
+    """Yield the findings on several arms; none on a single one."""
+    if len(arms) < 2:
+        return
+    yield from _laws(arms)
+    yield from _losses(arms)
+    yield from _behind(arms, behind_nats)
+    for transfer in transfers(arms):
+        yield _transfer(transfer)
+
+
+def _laws(arms: Sequence[Arm]) -> Iterator[Finding]:
+    laws = [(arm, arm.law) for arm in arms if arm.law is not None]
+    if len(laws) < 2:
+        return
+    described = "; ".join(f"{arm.label} {_follows(law)}" for arm, law in laws)
+    # Of many pairs, the one that differs most.
+    one, other = max(
+        combinations([arm for arm, _ in laws], 2), key=lambda pair: abs(getattr(exponent_gap(*pair), "value", 0.0))
+    )
+    gap = exponent_gap(one, other)
+    assert gap is not None
+    interval = f"{gap.value:.2f} (95% interval {gap.low:.2f} to {gap.high:.2f})"
+    differ = "do not differ significantly" if 0 in gap else "differ"
+    yield Finding(
+        f"The best learning rate over the batch size, arm by arm: {described}.",
+        f"The exponents of {one.label} and {other.label} {differ}: their difference is {interval}.",
+    )
+
+
+def _follows(law: Law) -> str:
+    admitted = [f"'{name}'" for name, slope in SLOPES.items() if law.admits(slope)]
+    verb = "agrees with" if len(admitted) > 1 else "follows"
+    rules = " and ".join(admitted) or "none of the usual rules"
+    return f"{verb} {rules}, exponent {law.exponent:.2f} ({law.low:.2f} to {law.high:.2f})"
+
+
+def _losses(arms: Sequence[Arm]) -> Iterator[Finding]:
+    """Compare the arms at each batch size, each at its own best learning rate."""
+    for batch in sorted({batch for arm in arms for batch in arm.curves.optima}):
+        optima = {arm.label: arm.curves.optima[batch] for arm in arms if batch in arm.curves.optima}
+        if len(optima) < 2:
+            continue
+        best = min(optima, key=lambda label: optima[label].loss)
+        gaps = []
+        for label, o in optima.items():
+            if label != best:
+                gap = o.loss - optima[best].loss
+                spread = math.hypot(o.loss_half_width or 0.0, optima[best].loss_half_width or 0.0)
+                gaps.append(
+                    f"{label} is {gap:.4f} ± {spread:.4f} nats higher{' (within noise)' if gap <= spread else ''}"
+                )
+        yield Finding(f"At {batch:,} tokens a step {best} has the lowest loss: {'; '.join(gaps)}.")
+
+
+def _behind(arms: Sequence[Arm], nats: float) -> Iterator[Finding]:
+    limits = [(arm, limit) for arm in arms if (limit := falls_behind(arm.curves.optima, nats)) is not None]
+    if not limits:
+        return
+    described = "; ".join(f"{arm.label}: {_limit(limit)}" for arm, limit in limits)
+    yield Finding(
+        f"The batch size at which an arm falls {nats:g} nats behind its own lowest loss at smaller ones: {described}.",
+        "Each batch size counts at its own best learning rate; between two of them the batch size is interpolated.",
+    )
+
+
+def _limit(limit: Limit) -> str:
+    if limit.tokens is None:
+        perhaps = f", perhaps from {limit.low:,.0f} on" if limit.low is not None else ""
+        return f"not up to {limit.largest:,} tokens a step{perhaps}"
+    low = f"{limit.low:,.0f}" if limit.low is not None else "0"
+    interval = f"{low} to {limit.high:,.0f}" if limit.high is not None else f"{low} or more"
+    return f"{limit.tokens:,.0f} tokens a step (95% interval {interval})"
+
+
+def _transfer(t: Transfer) -> Finding:
+    first, *_, last = t.optima
+    of = f"{t.label}: from" if t.label else "From"
+    f = t.factor
+    moves = "does not move significantly: it changes" if 1 in f else "moves"
+    return Finding(
+        f"{of} {t.key}={first} to {last} the best learning rate at {t.batch:,} tokens a step {moves} by a factor of "
+        f"{f.value:.2f} (95% interval {f.low:.2f} to {f.high:.2f}).",
+        "It is " + ", ".join(f"{o.lr:.3g} at {size}" for size, o in t.optima.items()) + ".",
+    )

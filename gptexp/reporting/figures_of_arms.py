@@ -1,0 +1,106 @@
+"""The figures that show the arms of a sweep side by side."""
+
+from collections.abc import Collection, Iterator, Sequence
+
+from gptexp.reporting.analysis import Arm
+from gptexp.reporting.arms import transfers
+from gptexp.reporting.noise_scale import at_the_end
+from gptexp.reporting.vega_lite import INTERVAL, Figure, Spec, caption, figure, linear, log, tooltip
+
+COLUMNS = 2  # of a legend, whose entries are long
+NOISE_SCALE = "A dashed vertical line is a gradient noise scale, at the end of the run with the lowest loss."
+
+
+def figures_of_arms(arms: Sequence[Arm]) -> list[Figure]:
+    """The figures of two or more arms; none for a single one, or without optima at two batch sizes or model sizes."""
+    if len(arms) < 2:
+        return []
+    by_batch = [_by_batch(arms, "lr"), _by_batch(arms, "loss")]
+    return [*filter(None, by_batch), *_by_size(arms)]
+
+
+def noise_scale_lines(arms: Sequence[Arm], sizes: Collection[int]) -> list[Spec]:
+    """A layer of vertical lines at the noise scale of each arm's run with the lowest loss, between the batch sizes."""
+    found = []
+    for arm in arms:
+        completed = [run for run in arm.runs if run.loss is not None]
+        scale = at_the_end(min(completed, key=lambda run: run.loss or 0.0)) if completed else None
+        if scale is not None and min(sizes) <= scale.tokens <= max(sizes):
+            found.append({"batch": scale.tokens, "low": scale.low, "high": scale.high, "arm": arm.label})
+    if not found:
+        return []
+    told = tooltip("batch", "low", "high", batch="noise scale, tokens")
+    return [{"data": {"values": found}, "mark": {"type": "rule", "strokeDash": [4, 4]}, "encoding": {"tooltip": told}}]
+
+
+def _by_batch(arms: Sequence[Arm], what: str) -> Figure | None:
+    """Over the batch size, the best learning rate ("lr") of each arm, or the loss there ("loss")."""
+    drawn = [arm for arm in arms if len(arm.curves.optima) > 1]
+    if len(drawn) < 2:
+        return None
+    sizes = sorted({batch for arm in drawn for batch in arm.curves.optima})
+    points: list[Spec] = []
+    for arm in drawn:
+        for batch, o in arm.curves.optima.items():
+            half = o.loss_half_width or 0.0
+            low, high = (o.low, o.high) if what == "lr" else (o.loss - half, o.loss + half)
+            points.append({"arm": arm.label, "batch": batch, "lr": o.lr, "loss": o.loss, "low": low, "high": high})
+    encoding = {"x": log("batch", "batch size, tokens a step", sizes, ","), "color": _coloured(drawn)}
+    told = tooltip("batch", what, "low", "high")
+    if what == "lr":
+        laws = [
+            {"arm": arm.label, "batch": size, "lr": arm.law.at(size)}
+            for arm in drawn
+            if arm.law is not None
+            for size in (min(arm.law.sizes), max(arm.law.sizes))
+        ]
+        layers = _layers(laws, points, log("lr", "best learning rate"), told)
+        text = "The optima of each arm with their 95% intervals, and the fitted laws."
+        spec = {"layer": layers, "encoding": encoding}
+        return figure("arms-lr", "Best learning rate against batch size, arm by arm", text, spec)
+    layers = _layers(points, points, linear("loss", "loss at the best learning rate"), told)
+    vertical = noise_scale_lines(drawn, sizes)
+    text = caption(
+        "The fitted loss of each batch size at its own best learning rate, with 95% intervals.",
+        NOISE_SCALE if vertical else "",
+    )
+    spec = {"layer": [*layers, *vertical], "encoding": encoding}
+    return figure("arms-loss", "Loss at the optimum, arm by arm", text, spec)
+
+
+def _by_size(arms: Sequence[Arm]) -> Iterator[Figure]:
+    """The best learning rate over each size of a model in which arms differ, for each batch size."""
+    all_of_them = transfers(arms)
+    for key, batch in dict.fromkeys((t.key, t.batch) for t in all_of_them):
+        name = key.rpartition(".")[2]
+        points: list[Spec] = [
+            {"arm": t.label or name, "width": size, "lr": o.lr, "low": o.low, "high": o.high}
+            for t in all_of_them
+            if (t.key, t.batch) == (key, batch)
+            for size, o in t.optima.items()
+        ]
+        layers = _layers(points, points, log("lr", "best learning rate"), tooltip("lr", "low", "high"))
+        labels = list(dict.fromkeys(point["arm"] for point in points))
+        x = log("width", key, {point["width"] for point in points}, "d")
+        spec = {"layer": layers, "encoding": {"x": x, "color": _nominal(labels)}}
+        text = f"The best learning rate at {batch:,} tokens a step, with 95% intervals."
+        yield figure(f"arms-{name}-{batch}", f"Best learning rate against {key}", text, spec)
+
+
+def _layers(lines: Sequence[Spec], points: Sequence[Spec], y: Spec, told: Sequence[Spec]) -> list[Spec]:
+    """Layers of lines, of points and of their 95% intervals."""
+    return [
+        {"data": {"values": lines}, "mark": {"type": "line", "opacity": 0.6}, "encoding": {"y": y}},
+        {"data": {"values": points}, "mark": {"type": "rule", "size": 2}, "encoding": INTERVAL},
+        {"data": {"values": points}, "mark": {"type": "point", "filled": True, "size": 80},
+         "encoding": {"y": y, "tooltip": told}},
+    ]  # fmt: skip
+
+
+def _coloured(arms: Sequence[Arm]) -> Spec:
+    return _nominal([arm.label for arm in arms])
+
+
+def _nominal(labels: Sequence[str]) -> Spec:
+    """Encoding of arms, which have no order, by colours."""
+    return {"field": "arm", "type": "nominal", "title": "", "sort": list(labels), "legend": {"columns": COLUMNS}}

@@ -1,0 +1,172 @@
+"""Arms of a sweep side by side: exponents, the batch size from which each falls behind, and sizes of the model."""
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from sweeps import report_of, write_run
+
+from gptexp.reporting.arms import falls_behind
+from gptexp.reporting.curves import Optimum
+from gptexp.reporting.figures import figures
+from gptexp.reporting.report import build_report
+from gptexp.reporting.write import numbers
+from gptexp.storage import run_dir
+
+BATCHES = (2048, 4096, 8192, 16384)
+SIGMA = 0.003
+NANO = {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 1024}  # as `write_run` assumes
+
+
+def write_arm(
+    root: Path,
+    name: str,
+    keys: dict[str, object],
+    best: Callable[[int], float],
+    loss: Callable[[int], float],
+    **own: object,
+) -> None:
+    """Runs of two seeds whose best learning rate is `best(batch)`, with a mean loss of `loss(batch)` there."""
+    rng = np.random.default_rng(len(name))
+    for batch in own.get("batches", BATCHES):  # type: ignore[attr-defined]
+        for octave in range(-2, 3):
+            lr = 0.02 * 2.0**octave
+            for seed in (1, 2):
+                height = 0.02 * math.log2(lr / best(batch)) ** 2
+                directory = root / f"{name}-{batch}-{lr:g}-{seed}"
+                write_run(directory, batch, lr, seed, loss(batch) + height + SIGMA * rng.standard_normal())
+                config = run_dir.load_config(directory)
+                config.model = replace(config.model, **NANO)
+                for key, value in keys.items():
+                    section, _, field = key.partition(".")
+                    setattr(getattr(config, section), field, value)
+                run_dir.save_config(directory, config)
+
+
+@pytest.fixture(scope="module")
+def two_rules(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two arms with known laws, whose losses rise by 0.02 and by 0.06 nats an octave. Tests must not write into it."""
+    root = tmp_path_factory.mktemp("sweeps") / "rules"
+    reference = {"scaling.reference_tokens": 8192}
+    write_arm(root, "none", reference, lambda b: 0.02 * math.sqrt(b / 8192), lambda b: 4 + 0.02 * math.log2(b / 2048))
+    write_arm(
+        root, "half", {**reference, "scaling.betas": "beta2_half_life"}, lambda _: 0.02,
+        lambda b: 3.9 + 0.06 * math.log2(b / 2048),
+    )  # fmt: skip
+    run_dir.write_json(root / run_dir.SWEEP, {"name": "rules", "overrides": ["model=nano"]})
+    return root
+
+
+@pytest.fixture(scope="module")
+def said(two_rules: Path) -> list[str]:
+    """The sentences of the report on `two_rules`."""
+    sentences: list[str] = report_of(two_rules)["verdict"]
+    return sentences
+
+
+def test_the_laws_of_two_arms_are_compared(said: list[str]) -> None:
+    [law] = [line for line in said if line.startswith("The best learning rate over")]
+    assert "scaling.betas=none follows 'square root', exponent " in law
+    assert "scaling.betas=beta2_half_life follows 'constant', exponent " in law
+    assert "differ: their difference is " in law
+    found = re.search(r"difference is (\S+) \(95% interval (\S+) to (\S+)\)", law)
+    assert found is not None
+    low, high = sorted(abs(float(number)) for number in found.groups()[1:])
+    assert low < 0.5 < high
+
+
+def test_each_arm_falls_behind_where_its_known_loss_does(two_rules: Path, said: list[str]) -> None:
+    """By 0.05 nats after 2.5 octaves, or after 5/6 of one."""
+    [limits] = [line for line in said if line.startswith("The batch size at which an arm")]
+    for label, truth in (("scaling.betas=none", 2048 * 2**2.5), ("scaling.betas=beta2_half_life", 2048 * 2 ** (5 / 6))):
+        text = limits.partition(f"{label}: ")[2].partition(" tokens")[0].replace(",", "")
+        assert float(text) == pytest.approx(truth, rel=0.12)
+    behind = build_report(two_rules, behind_nats=0.5)
+    assert "not up to 16,384 tokens a step" in "\n".join(behind.verdict.lines)
+
+
+def test_the_losses_of_the_arms_are_compared_at_each_batch_size(said: list[str]) -> None:
+    said = [line for line in said if "has the lowest loss: " in line]
+    assert [line.split()[1] for line in said] == ["2,048", "4,096", "8,192", "16,384"]
+    assert "beta2_half_life has the lowest loss: scaling.betas=none is 0.09" in said[0] or " is 0.10" in said[0]
+    assert "scaling.betas=none has the lowest loss: scaling.betas=beta2_half_life is 0.02" in said[3]
+
+
+def test_arms_are_drawn_together_with_the_noise_scale(two_rules: Path) -> None:
+    drawn = {figure.key: figure for figure in build_report(two_rules).figures}
+    assert {"arms-lr", "arms-loss"} <= drawn.keys()
+    *_, vertical = drawn["arms-loss"].spec["layer"]
+    assert [line["batch"] for line in vertical["data"]["values"]] == [6 * 1024] * 2
+
+
+def test_a_single_arm_is_compared_with_nothing(two_rules: Path, tmp_path: Path) -> None:
+    for directory in two_rules.glob("none-*"):
+        (tmp_path / directory.name).symlink_to(directory)
+    report = build_report(tmp_path)
+    assert not [f for f in figures(report.analysis) if f.key.startswith("arms")]
+    assert "arm" not in " ".join(report.verdict.lines)
+    assert numbers(report)["transfers"] == []
+
+
+@pytest.mark.parametrize(
+    ("losses", "truth"),
+    [((4.0, 4.02, 4.10), 4096 * 2 ** (0.03 / 0.08)), ((4.1, 4.0, 4.02, 4.3), 8192 * 2 ** (0.03 / 0.28)),
+     ((4.0, 4.1, 3.9), 2048 * 2**0.5), ((4.0, 4.01), None), ((4.2, 4.1, 4.0), None), ((4.0,), "none")],
+)  # fmt: skip
+def test_the_limit_is_where_a_line_through_the_losses_crosses(
+    losses: tuple[float, ...], truth: float | str | None
+) -> None:
+    """`truth` is worked out by hand for 2,048, 4,096, … tokens and 0.05 nats."""
+    optima = {2048 * 2**i: Optimum(0.01, loss, loss_half_width=0.01) for i, loss in enumerate(losses)}
+    found = falls_behind(optima, 0.05)
+    if truth == "none":
+        assert found is None
+        return
+    assert found is not None
+    assert found.tokens == (None if truth is None else pytest.approx(truth))
+    if found.tokens is not None:
+        assert found.low is not None
+        assert found.high is not None
+        assert found.low < found.tokens < found.high
+    assert found.largest == max(optima)
+
+
+def test_the_interval_of_the_limit_holds_the_truth() -> None:
+    """Losses rise by 0.03 nats an octave, and are known to a standard error of 0.005."""
+    rng = np.random.default_rng(0)
+    sizes = [2048 * 2**i for i in range(6)]
+    truth, held = 2048 * 2 ** (0.05 / 0.03), 0
+    for _ in range(400):
+        optima = {
+            size: Optimum(0.01, 4 + 0.03 * i + 0.005 * rng.standard_normal(), loss_half_width=1.96 * 0.005)
+            for i, size in enumerate(sizes)
+        }
+        found = falls_behind(optima, 0.05)
+        assert found is not None
+        held += (found.low or 0) <= truth <= (found.high or math.inf)
+    assert held / 400 > 0.92
+
+
+def test_the_best_learning_rate_over_widths_moves_in_one_arm_and_stays_in_the_other(tmp_path: Path) -> None:
+    """It falls as 1 / width without weight decay, and stays with it."""
+    for width in (32, 64, 128):
+        for name, decay, power in (("moves", 0.0, -1), ("stays", 0.1, 0)):
+            keys = {"model.n_embd": width, "model.n_head": width // 16, "optim.weight_decay": decay}
+            best = 0.02 * (width / 64) ** power
+            write_arm(tmp_path, f"{name}{width}", keys, lambda _, best=best: best, lambda _: 4.0, batches=(4096,))  # type: ignore[misc]
+    report = build_report(tmp_path)
+    said = [line for line in report.verdict.lines if "model.n_embd=32 to 128" in line]
+    [moves] = [line for line in said if line.startswith("optim.weight_decay=0.0: from ")]
+    [stays] = [line for line in said if line.startswith("optim.weight_decay=0.1: from ")]
+    assert "moves by a factor of 0.2" in moves
+    assert "does not move significantly: it changes by a factor of " in stays
+    by_label = {t["label"]: t["factor"] for t in numbers(report)["transfers"]}
+    for label, truth in (("optim.weight_decay=0.0", 0.25), ("optim.weight_decay=0.1", 1.0)):
+        factor = by_label[label]
+        assert factor["low"] < truth < factor["high"]
+        assert factor["low"] < factor["value"] < factor["high"]
+    assert "arms-n_embd-4096" in {figure.key for figure in report.figures}
