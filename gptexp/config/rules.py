@@ -48,7 +48,6 @@ SCALING = (*(f"scaling.{f.name}" for f in fields(ScalingConfig)), "batch.total_b
            "optim.beta2", "optim.beta2_half_life_tokens", "optim.momentum", "optim.eps")  # fmt: skip
 SEQ_LEN = ("batch.seq_len", "model.block_size")
 TOKENIZER_RULE = f"must be one of {', '.join(NAMES)}, or the path of a tokenizer.json"
-OF_PACKAGE = ("lion", "lamb", "lars", "soap", "schedulefree")  # optimizers that torch does not have
 LEAST_STEPS = 4  # minimum of the default half-life of the noise scale's averages
 
 
@@ -219,8 +218,8 @@ def _first_given(section: Any, *keys: str) -> str | None:
 
 def _optimizer(cfg: Config, _: int) -> Iterator[str]:
     name, schedule = cfg.optim.name, cfg.schedule.name
-    if name in OF_PACKAGE and find_spec("pytorch_optimizer") is None:
-        yield f"optim={name}: needs the package pytorch_optimizer; run: pip install 'gptexp[optim]'"
+    if cfg.optim.needs is not None and find_spec(cfg.optim.needs) is None:
+        yield f"optim={name}: needs the package {cfg.optim.needs}; run: pip install 'gptexp[optim]'"
     if name == "schedulefree" and schedule != "constant":
         yield f"schedule.name={schedule}: optim=schedulefree averages weights in place of a decay; use constant"
 

@@ -15,13 +15,14 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import UnionType
-from typing import Any
+from typing import Any, ClassVar
 
 from gptexp.config.batch import run_length
 from gptexp.process.words import shown
 
 AUTO = "auto"  # the value is chosen at run time; effective.json holds the choices that affect training
 HELLASWAG = "hellaswag"  # a value of train.eval_tasks
+PYTORCH_OPTIMIZER = "pytorch_optimizer"  # a package, of the extra gptexp[optim]
 LIMIT = 2**63  # exclusive upper bound of counts: torch and numpy have 64-bit integers
 
 # The kernels of torch's attention, each with the devices that have it.
@@ -126,6 +127,7 @@ class OptimConfig:
     name is missing, by one of them.
     """
 
+    needs: ClassVar[str | None] = None  # a package beside torch, which implements it
     name: str = _optimizer("???")  # algorithm of the updates
     lr: float = _positive(6e-4)  # peak learning rate; each model file sets its own
     weight_decay: float = _not_negative(0.1)  # only for tensors of two or more dimensions
@@ -165,6 +167,7 @@ class SGDConfig(OptimConfig):
 class LionConfig(TwoMomentsConfig):
     """Lion (arXiv 2302.06675): the sign of a moment."""
 
+    needs: ClassVar[str | None] = PYTORCH_OPTIMIZER
     name: str = _optimizer("lion")
 
 
@@ -172,6 +175,7 @@ class LionConfig(TwoMomentsConfig):
 class LambConfig(TwoMomentsConfig):
     """LAMB (arXiv 1904.00962): Adam, scaled to the norm of each matrix. Vectors are not scaled."""
 
+    needs: ClassVar[str | None] = PYTORCH_OPTIMIZER
     name: str = _optimizer("lamb")
     eps: float = _positive(1e-6)  # added to the square root of the second moment
 
@@ -180,6 +184,7 @@ class LambConfig(TwoMomentsConfig):
 class LarsConfig(OptimConfig):
     """LARS (arXiv 1708.03888): SGD, scaled to the norm of each matrix. Vectors are not scaled."""
 
+    needs: ClassVar[str | None] = PYTORCH_OPTIMIZER
     name: str = _optimizer("lars")
     momentum: float = _below_one(0.9)  # decay rate of the sum of the gradients
     trust_coefficient: float = _positive(1e-3)  # norm of an update at lr=1, as a share of its matrix's norm
@@ -200,6 +205,7 @@ class MuonConfig(TwoMomentsConfig):
 class SoapConfig(TwoMomentsConfig):
     """SOAP (arXiv 2409.11321): Adam in the eigenbasis of Shampoo's preconditioner."""
 
+    needs: ClassVar[str | None] = PYTORCH_OPTIMIZER
     name: str = _optimizer("soap")
     eps: float = _positive(1e-8)  # added to the square root of the second moment
     precondition_every: int = _positive(10)  # steps between two updates of the eigenbasis
@@ -209,6 +215,7 @@ class SoapConfig(TwoMomentsConfig):
 class ScheduleFreeConfig(TwoMomentsConfig):
     """Schedule-free AdamW (arXiv 2405.15682): averaged weights in place of a decay of the learning rate."""
 
+    needs: ClassVar[str | None] = PYTORCH_OPTIMIZER
     name: str = _optimizer("schedulefree")
     beta1: float = _ruled(0.9, lambda v: 0 < v < 1, "must lie in (0, 1)")  # share of the average in the weights
     eps: float = _positive(1e-8)  # added to the square root of the second moment

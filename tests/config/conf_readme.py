@@ -43,7 +43,7 @@ optim: {lr: 1e-3}
 - Later groups of the defaults list win over earlier ones, and the command line wins over all files. A model file sets
   the learning rate for its size, an `optim` file that sets `lr` wins over it, and `optim.lr=…` wins over both. The
   first line of a run's output says where its learning rate came from.
-- Lengths are in tokens or in ratios. A key that counts steps (`*_steps`, `*_every`) is null unless given. When given,
+- Lengths are in tokens or in ratios. A length in steps (`max_steps`, `*_every`, …) is null unless given. When given,
   it wins over its twin in tokens. A length in tokens that is given on the command line wins over one in steps from a
   file.
 - `auto` is decided once at the start of a run; the decision and its reason are in `effective.json`.

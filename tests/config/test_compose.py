@@ -185,9 +185,7 @@ def a_model(folder: Path) -> Path:
 def needs(choice: str, corpus: Path) -> list[str]:
     """The overrides that an option needs in order to compose: text, a length or a smaller micro-batch."""
     group, _, name = choice.partition("=")
-    if name in ("shakespeare_50_steps", "shakespeare_char", "tutorial"):
-        return []
-    extra = [f"data.path={corpus}"] if name in ("text", "tokens") or group == "experiment" else []
+    extra = [f"data.path={corpus}"] if name in ("text", "tokens", "gpt2_124m", "gpt3_125m") else []
     if name == "hf":
         extra = ["data.path=owner/name"]
     if group == "world" and name.startswith("ddp"):

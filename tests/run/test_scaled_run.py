@@ -1,15 +1,19 @@
 """A run with scaling rules: the optimizer has the effective values, and so has everything that reports them."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import events, summary
 from real_runs import newest, train_here
+from sweeps import compose_sweep
 
 from gptexp.command.planning import plan
 from gptexp.config.compose import compose
+from gptexp.config.scaling import effective_optim
+from gptexp.config.schema import AdamWConfig
 from gptexp.reporting.records import read_run
 from gptexp.storage import run_dir
 
@@ -39,3 +43,20 @@ def test_the_optimizer_trains_with_the_effective_values(
     assert f"scaling         {scaled}\n" in said
     planned = json.loads(json.dumps(plan(compose(overrides))))
     assert (planned["lr"], planned["effective_lr"]) == (1e-3, 2e-3)
+
+
+def test_the_arms_of_the_study_of_beta2_have_one_beta2_or_one_half_life() -> None:
+    drafts = compose_sweep(["experiment=beta2_two_arms", "train.seed=1337", "optim.lr=1e-3"]).drafts
+    found = {
+        (draft.values["scaling.betas"], draft.config.batch.total_batch_size): effective_optim(draft.config)
+        for draft in drafts
+        if draft.config is not None
+    }
+    assert len(found) == 10
+    for (rule, batch), optim in found.items():
+        assert isinstance(optim, AdamWConfig)
+        assert (optim.lr, optim.beta1, optim.eps, optim.weight_decay) == (1e-3, 0.9, 1e-8, 0.1)
+        if rule == "none":
+            assert optim.beta2 == 0.95
+        else:
+            assert batch * math.log(2) / -math.log(optim.beta2) == pytest.approx(1024 * math.log(2) / -math.log(0.95))
