@@ -185,7 +185,8 @@ def a_model(folder: Path) -> Path:
 def needs(choice: str, corpus: Path) -> list[str]:
     """The overrides that an option needs in order to compose: text, a length or a smaller micro-batch."""
     group, _, name = choice.partition("=")
-    extra = [f"data.path={corpus}"] if name in ("text", "tokens", "gpt2_124m", "gpt3_125m") else []
+    reads_text = name in ("text", "tokens") or choice.startswith("experiment=gpt")
+    extra = [f"data.path={corpus}"] if reads_text else []
     if name == "hf":
         extra = ["data.path=owner/name"]
     if group == "world" and name.startswith("ddp"):
