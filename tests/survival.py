@@ -59,7 +59,7 @@ MUTANTS: dict[str, tuple[str, dict[str, str]]] = {
     ),
     "data from the local step": (
         "training/loop.py",
-        {"step in (state.step, t.plan.steps))": "step in (0, t.plan.steps - state.step))"},
+        {"t.plan.steps_from(state.step, state.tokens)": "t.plan.steps_from(0, 0)"},
     ),
 }
 

@@ -71,9 +71,14 @@ def freeze(config: Config, cfg: DictConfig, directory: Path) -> None:
 
 
 def readable_name(model: str, config: Config) -> str:
-    """Return the name of a run on wandb: `gpt2-lr6e-4-b524288`, with optimizer and seed if they are not the default."""
+    """Return the name of a run on wandb: `gpt2-lr6e-4-b524288`; of a ramp `…-b32768-524288`.
+
+    It has the optimizer and the seed if they are not the default.
+    """
     optim = "" if isinstance(config.optim, AdamWConfig) else f"-{config.optim.name}"
-    name = f"{model}{optim}-lr{Decimal(repr(config.optim.lr)).normalize():e}-b{config.batch.total_batch_size}"
+    sizes = config.batch.step_sizes
+    batch = f"{sizes.start}-{sizes.total}" if sizes.ramp_tokens else sizes.total
+    name = f"{model}{optim}-lr{Decimal(repr(config.optim.lr)).normalize():e}-b{batch}"
     return name if config.train.seed == TrainConfig.seed else f"{name}-seed{config.train.seed}"
 
 

@@ -107,6 +107,8 @@ def plan(cfg: Config, earlier: Effective | None = None, gpu: Gpu | None = None) 
         "memory_bytes": {**asdict(memory), "peak": memory.peak},
         "tokens": p.tokens,
         "steps": p.steps,
+        "ramp_steps": p.step_sizes.ramp_steps,
+        "ramp": p.ramp_in_words() if p.step_sizes.ramp_tokens else None,
         **asdict(p.batch),
         "corpus_tokens": corpus_tokens,
         "epochs": p.tokens / corpus_tokens if corpus_tokens else None,
@@ -132,7 +134,8 @@ def _assumed(gpu: Gpu, planned: dict[str, Any], dtype: str) -> dict[str, Any]:
     if peak is None:
         return {"assumed": figures}
     total_s = planned["flops_palm"] / (peak * planned["world_size"] * ASSUMED_MFU)
-    return {"assumed": figures, "time": {"step_s": total_s / planned["steps"], "total_s": total_s}}
+    step_s = total_s * planned["total_batch_size"] / planned["tokens"]
+    return {"assumed": figures, "time": {"step_s": step_s, "total_s": total_s}}
 
 
 def _warnings(planned: dict[str, Any], unknown: str | None) -> Iterator[str]:
@@ -177,8 +180,8 @@ def add_times(runs: Sequence[tuple[Config, dict[str, Any]]]) -> None:
     alike: dict[str, list[tuple[Config, dict[str, Any], RunPlan]]] = {}
     for cfg, planned in runs:
         size = planned["micro_batch_size"]
-        one = replace(cfg.batch, total_batch_size=1, micro_batch_size=size)
-        alike.setdefault(memory_key(replace(cfg, batch=one)), []).append((cfg, planned, plan_run(cfg, size)))
+        one = replace(cfg, batch=cfg.batch.of_one_size(1, size))
+        alike.setdefault(memory_key(one), []).append((cfg, planned, plan_run(cfg, size)))
     for members in alike.values():
         cfg, planned, run = max(members, key=lambda member: member[2].batch.grad_accum_steps)
         try:
@@ -214,10 +217,12 @@ def show(p: dict[str, Any]) -> None:
         epochs = (
             f"{rounded(p['epochs'])} of {p['corpus_tokens']:,} tokens" if p["epochs"] else "the corpus is too short"
         )
+    most = "up to " if p["ramp"] else ""
     for name, value in (
         ("parameters", f"{p['parameters']:,}"),
         ("memory", _memory_line(p["memory_bytes"])),
-        ("tokens", f"{p['tokens']:,} in {counted(p['steps'], 'step')} of {p['total_batch_size']:,}"),
+        ("tokens", f"{p['tokens']:,} in {counted(p['steps'], 'step')} of {most}{p['total_batch_size']:,}"),
+        *([("batch ramp", p["ramp"])] if p["ramp"] else []),
         (
             "batch",
             f"{counted(p['micro_batch_size'], 'sequence')} × {counted(p['seq_len'], 'token')} × "
@@ -269,7 +274,8 @@ def _time_line(p: dict[str, Any]) -> str:
     if "time" not in p:
         return "unknown: the published peak is that of bfloat16" if "assumed" in p else "unknown; add --time"
     time_s = p["time"]
-    total, step = f"about {duration(time_s['total_s'])}", f"{time_s['step_s']:.3g} s per step"
+    of = f" of {p['total_batch_size']:,} tokens" if p["ramp"] else ""
+    total, step = f"about {duration(time_s['total_s'])}", f"{time_s['step_s']:.3g} s per step{of}"
     if "assumed" in p:
         peak = f"{p['assumed']['peak_flops_per_s'] / 1e12:,.0f} TFLOP/s"
         after = " after compilation" if p["effective"]["compile"] else ""

@@ -41,11 +41,13 @@ def _nearest(total: int, micro_batch_size: int, seq_len: int, world_size: int) -
     """Changes of one value that make the step divisible: of the batch, the world size or the micro-batch."""
     quantum = micro_batch_size * seq_len * world_size
     below, above = total // quantum * quantum, (total // quantum + 1) * quantum
-    fixes = [f"nearest batch: {below:,} or {above:,}" if below else f"nearest batch: {above:,}"]
+    fixes = [f"nearest batch: {either([below, above] if below else [above])}"]
     if total % (micro_batch_size * seq_len) == 0:
-        fixes.append(f"nearest world.size: {_near_divisors(total // (micro_batch_size * seq_len), world_size)}")
+        near = nearest_divisors(total // (micro_batch_size * seq_len), world_size)
+        fixes.append(f"nearest world.size: {either(near)}")
     if total % (seq_len * world_size) == 0:
-        fixes.append(f"nearest micro_batch_size: {_near_divisors(total // (seq_len * world_size), micro_batch_size)}")
+        near = nearest_divisors(total // (seq_len * world_size), micro_batch_size)
+        fixes.append(f"nearest micro_batch_size: {either(near)}")
     return "; ".join(fixes)
 
 
@@ -55,15 +57,19 @@ def legal_micro_batches(total_batch_size: int, seq_len: int, world_size: int) ->
     return [size for size in range(min(sequences, SEARCH_RANGE), 0, -1) if sequences % size == 0]
 
 
+def either(numbers: list[int]) -> str:
+    return " or ".join(f"{n:,}" for n in numbers)
+
+
 def is_power_of_two(n: int) -> bool:
     return n > 0 and n & (n - 1) == 0
 
 
-def _near_divisors(n: int, wanted: int) -> str:
-    """The nearest divisors of `n` below and above `wanted`, as text. If none below is near, 1 is named."""
+def nearest_divisors(n: int, wanted: int) -> list[int]:
+    """The nearest divisors of `n` up to `wanted` and above it. If none below is near, the first is 1."""
     below = next((d for d in range(min(wanted, n), max(0, min(wanted, n) - SEARCH_RANGE), -1) if n % d == 0), 1)
-    above = next((d for d in range(wanted + 1, min(n, wanted + SEARCH_RANGE) + 1) if n % d == 0), None)
-    return " or ".join(str(d) for d in (below, above) if d is not None)
+    above = next((d for d in range(max(below, wanted) + 1, min(n, wanted + SEARCH_RANGE) + 1) if n % d == 0), None)
+    return [below] if above is None else [below, above]
 
 
 def count_windows(tokens: int, seq_len: int) -> int:
@@ -74,17 +80,6 @@ def count_windows(tokens: int, seq_len: int) -> int:
 def count_val_windows(val_tokens: float, seq_len: int) -> int:
     """Number of validation windows: `val_tokens` rounded to the nearest number of windows."""
     return round(val_tokens / seq_len)
-
-
-def run_length(max_tokens: int, max_steps: int | None, total_batch_size: int) -> tuple[int, int]:
-    """(steps, tokens) of a run. `max_steps` takes precedence; else the steps consume at least `max_tokens`.
-
-    The tokens are `max_tokens`, not rounded up to whole steps: GPT-3's round numbers are not multiples of 2^19, and the
-    horizon of a schedule must not depend on the size of the last step.
-    """
-    if max_steps is not None:
-        return max_steps, max_steps * total_batch_size
-    return -(-max_tokens // total_batch_size), max_tokens
 
 
 def interval_tokens(every_steps: int | None, every_tokens: int | None, run_tokens: int, total_batch_size: int) -> int:

@@ -11,7 +11,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from gptexp.config.batch import count_val_windows, is_power_of_two, legal_micro_batches, plan_batch
+from gptexp.config.batch import (
+    count_val_windows,
+    either,
+    is_power_of_two,
+    legal_micro_batches,
+    nearest_divisors,
+    plan_batch,
+)
 from gptexp.config.paths import (
     is_file,
     is_hub_name,
@@ -37,7 +44,9 @@ from gptexp.config.vocabulary import CHARS, NAMES, VOCAB_SIZES, padded, padding_
 from gptexp.process.errors import ConfigError
 from gptexp.process.words import shown
 
-RUN_LENGTH = ("train.max_tokens", "train.max_steps", "batch.total_batch_size")
+RAMP = ("batch.ramp_from_tokens", "batch.ramp_tokens", "batch.ramp_quantum_tokens")
+STEP_SIZES = ("batch.total_batch_size", *RAMP)
+RUN_LENGTH = ("train.max_tokens", "train.max_steps", *STEP_SIZES)
 WARMUP = ("schedule.name", "schedule.warmup_ratio", "schedule.warmup_tokens", "schedule.warmup_steps")
 LENGTHS_IN_STEPS = {
     "train.max_steps": "the number of training tokens",
@@ -46,9 +55,11 @@ LENGTHS_IN_STEPS = {
 }
 SCALING = (*(f"scaling.{f.name}" for f in fields(ScalingConfig)), "batch.total_batch_size", "optim.lr", "optim.beta1",
            "optim.beta2", "optim.beta2_half_life_tokens", "optim.momentum", "optim.eps")  # fmt: skip
+INTERVALS_IN_STEPS = ("train.eval_every", "train.save_every", "train.keep_every")
 SEQ_LEN = ("batch.seq_len", "model.block_size")
 TOKENIZER_RULE = f"must be one of {', '.join(NAMES)}, or the path of a tokenizer.json"
 LEAST_STEPS = 4  # minimum of the default half-life of the noise scale's averages
+MOST_QUANTA = 10_000  # in a step; each may be a level of the ramp
 
 
 def check(cfg: Config, world_size: int) -> None:
@@ -61,24 +72,29 @@ def problems(cfg: Config, world_size: int) -> list[str]:
     """Every problem of `cfg`, one line each. A rule is skipped if one of its keys has an invalid value."""
     invalid = field_problems(cfg)
     found = list(invalid.values())
+    unusable = {*invalid}
     for rule, keys in RULES:
-        if invalid.keys().isdisjoint(keys):
-            found += rule(cfg, world_size)
+        if unusable.isdisjoint(keys):
+            found += (lines := list(rule(cfg, world_size)))
+            if rule is _ramp and lines:  # the steps have no sizes, which other rules need
+                unusable.update(RAMP)
     return found
 
 
 def saved_problems(cfg: Config) -> list[str]:
     """The problems of a saved config that make it useless on any machine: those of single keys and of the model."""
     invalid = field_problems(cfg)
-    rules = (_heads, _saved_tokenizer, _vocabulary, _sequence, _scaling)
+    rules = (_heads, _saved_tokenizer, _vocabulary, _sequence, _ramp, _scaling)
     return [*invalid.values()] or [line for rule in rules for line in rule(cfg, 1)]
 
 
-def in_steps(values: dict[str, Any]) -> Iterator[str]:
-    """Yield a line for each length in steps in `values` (dotted key -> value): it confounds a sweep of batch sizes."""
+def confounds_of(values: dict[str, Any]) -> Iterator[str]:
+    """Yield a line for each key in `values` (dotted key -> value) that confounds a comparison of batch sizes."""
     for key, what in LENGTHS_IN_STEPS.items():
         if values.get(key) is not None:
             yield f"{key}={values[key]} counts steps, so {what} differs between batch sizes; give it in tokens"
+    if (ramp := values.get("batch.ramp_tokens")) is not None:
+        yield f"batch.ramp_tokens={ramp}: the steps grow, so a run has not one batch size; leave out the ramp"
 
 
 def noise_half_life(cfg: Config, run_tokens: int) -> float:
@@ -87,22 +103,30 @@ def noise_half_life(cfg: Config, run_tokens: int) -> float:
 
 
 def why_unmeasured(cfg: Config, micro_batch_size: int, world_size: int) -> str | None:
-    """The reason why a run does not measure its noise scale; None if it does."""
-    return "log.noise_scale=off" if cfg.log.noise_scale == "off" else unmeasurable(cfg, micro_batch_size, world_size)
+    """The reason why a run does not measure its noise scale; None if it does.
+
+    With `on` every logged step must be measurable, also the first one of a ramp.
+    """
+    if cfg.log.noise_scale == "off":
+        return "log.noise_scale=off"
+    sizes = cfg.batch.step_sizes
+    return unmeasurable(cfg, micro_batch_size, world_size, sizes.start if cfg.log.noise_scale == "on" else sizes.total)
 
 
-def unmeasurable(cfg: Config, micro_batch_size: int, world_size: int) -> str | None:
-    """The reason why a run cannot measure its noise scale, with the fix; None if it can."""
-    total, t = cfg.batch.total_batch_size, cfg.seq_len
+def unmeasurable(cfg: Config, micro_batch_size: int, world_size: int, step_tokens: int) -> str | None:
+    """The reason why a step of `step_tokens` tokens cannot measure the noise scale, with the fix; None if it can."""
+    t = cfg.seq_len
     if cfg.data.order == "sequential":
         return (
             "data.order=sequential puts consecutive text into one micro-batch, but the estimate needs independent "
             "sequences; use data.order=shuffled"
         )
-    if micro_batch_size * t * world_size < total or world_size > 1:
+    if micro_batch_size * t * world_size < step_tokens or world_size > 1:
         return None
-    smaller = [size for size in legal_micro_batches(total, t, world_size) if size < micro_batch_size]
-    fix = f"use batch.micro_batch_size={smaller[0]}" if smaller else "use a larger batch.total_batch_size"
+    sizes = legal_micro_batches(cfg.batch.step_sizes.quantum, t, world_size)
+    smaller = [size for size in sizes if size < micro_batch_size]
+    larger = "batch.total_batch_size" if cfg.batch.ramp_tokens is None else "batch.ramp_from_tokens"
+    fix = f"use batch.micro_batch_size={smaller[0]}" if smaller else f"use a larger {larger}"
     return f"the estimate compares micro-batches, and a step on one rank has only one; {fix}"
 
 
@@ -149,18 +173,78 @@ def _sequence(cfg: Config, _: int) -> Iterator[str]:
         yield f"batch.seq_len={t}: longer than model.block_size={block_size}; use that, or model.block_size={t}"
 
 
+def _ramp(cfg: Config, _: int) -> Iterator[str]:
+    given = [key for key in RAMP if getattr(cfg.batch, key.removeprefix("batch.")) is not None]
+    if not given:
+        return
+    if missing := [key for key in RAMP[:2] if key not in given]:
+        value = getattr(cfg.batch, given[0].removeprefix("batch."))
+        yield f"{given[0]}={value}: a ramp needs {' and '.join(missing)} too; give both, or leave it out"
+        return
+    sizes, key = cfg.batch.step_sizes, _quantum_key(cfg)
+    if sizes.start >= sizes.total:
+        yield f"{RAMP[0]}={sizes.start:,}: must be below batch.total_batch_size={sizes.total:,}, to which steps grow"
+    elif sizes.total % sizes.quantum or sizes.start % sizes.quantum:
+        start = "" if key == RAMP[0] else f"{RAMP[0]}={sizes.start:,} and "
+        near = nearest_divisors(_multiple_of_quantum(cfg), sizes.quantum)
+        yield (
+            f"{key}={sizes.quantum:,}: must divide {start}batch.total_batch_size={sizes.total:,}; nearest: "
+            f"{either([n for n in near if n < sizes.total])}"
+        )
+    elif sizes.total // sizes.quantum > MOST_QUANTA:
+        yield (
+            f"{key}={sizes.quantum:,}: less than 1/{MOST_QUANTA:,} of batch.total_batch_size={sizes.total:,}; give a "
+            f"larger {RAMP[2]}"
+        )
+
+
+def _quantum_key(cfg: Config) -> str:
+    """The key that sets the quantum of a ramp."""
+    return RAMP[2 if cfg.batch.ramp_quantum_tokens is not None else 0]
+
+
+def _multiple_of_quantum(cfg: Config) -> int:
+    """The tokens that the quantum of a ramp must divide."""
+    sizes = cfg.batch.step_sizes
+    return sizes.total if _quantum_key(cfg) == RAMP[0] else math.gcd(sizes.start, sizes.total)
+
+
 def _batch(cfg: Config, world_size: int) -> Iterator[str]:
+    size, sizes = cfg.batch.asked_micro_batch_size or 1, cfg.batch.step_sizes
     try:
-        plan_batch(cfg.batch.total_batch_size, cfg.batch.asked_micro_batch_size or 1, cfg.seq_len, world_size)
+        plan_batch(sizes.total, size, cfg.seq_len, world_size)
     except ValueError as error:
         yield str(error)
+        return
+    if sizes.quantum % (micro_step := size * cfg.seq_len * world_size):
+        multiple = _multiple_of_quantum(cfg)
+        near = nearest_divisors(multiple // micro_step, sizes.quantum // micro_step)
+        legal = [n * micro_step for n in near if multiple % micro_step == 0 and n * micro_step < sizes.total]
+        fixes = [f"nearest: {either(legal)}"] if legal else []
+        if sizes.quantum % (cfg.seq_len * world_size) == 0:
+            near = nearest_divisors(sizes.quantum // (cfg.seq_len * world_size), size)
+            fixes.append(f"nearest micro_batch_size: {either(near)}")
+        yield (
+            f"{_quantum_key(cfg)}={sizes.quantum:,} tokens, of which each step of the ramp is a multiple, is not "
+            f"divisible by micro_batch_size·seq_len·world_size = {size}·{cfg.seq_len}·{world_size} = {micro_step:,}; "
+            f"{'; '.join(fixes) or 'use fewer ranks, or smaller micro-batches'}"
+        )
+
+
+def _intervals(cfg: Config, _: int) -> Iterator[str]:
+    for key in INTERVALS_IN_STEPS:
+        every = getattr(cfg.train, key.removeprefix("train."))
+        if every is not None and cfg.batch.ramp_tokens is not None:
+            yield f"{key}={every}: counts steps, and the steps of a ramp differ in size; give {key}_tokens"
 
 
 def _tree(cfg: Config, world_size: int) -> Iterator[str]:
     if cfg.train.reduction != "tree":
         return
     given, total, size = "train.reduction=tree", cfg.batch.total_batch_size, cfg.batch.asked_micro_batch_size
-    if not is_power_of_two(world_size):
+    if cfg.batch.ramp_tokens is not None:
+        yield f"{given}: micro-batches of each step must be a power of two, and in a ramp they are not; leave out one"
+    elif not is_power_of_two(world_size):
         yield f"{given}: the number of ranks must be a power of two, not {world_size}; use world.size=1, 2, 4 or 8"
     elif total % ((size or 1) * cfg.seq_len * world_size) == 0:
         sequences = total // (cfg.seq_len * world_size)
@@ -176,7 +260,7 @@ def _tree(cfg: Config, world_size: int) -> Iterator[str]:
 
 def _noise_scale(cfg: Config, world_size: int) -> Iterator[str]:
     size = cfg.batch.asked_micro_batch_size or 1  # the ranks resolve `auto` later
-    if cfg.log.noise_scale == "on" and (why := unmeasurable(cfg, size, world_size)):
+    if cfg.log.noise_scale == "on" and (why := why_unmeasured(cfg, size, world_size)):
         yield f"log.noise_scale=on: {why}"
 
 
@@ -427,13 +511,15 @@ def _cache(cfg: Config, _: int) -> Iterator[str]:
 
 # Each rule with the keys that it reads. It is applied if each of these keys has a valid value.
 RULES: tuple[tuple[Callable[[Config, int], Iterator[str]], tuple[str, ...]], ...] = (
+    (_ramp, STEP_SIZES),
     (_heads, ("model.n_embd", "model.n_head")),
     (_tokenizer, ("data.tokenizer",)),
     (_vocabulary, ("model.vocab_size", "data.tokenizer")),
     (_sequence, SEQ_LEN),
-    (_batch, ("batch.total_batch_size", "batch.micro_batch_size", "world.size", *SEQ_LEN)),
-    (_tree, ("batch.total_batch_size", "batch.micro_batch_size", "world.size", "world.threads_per_rank", *SEQ_LEN)),
-    (_noise_scale, ("batch.total_batch_size", "batch.micro_batch_size", "world.size", "data.order", *SEQ_LEN)),
+    (_batch, (*STEP_SIZES, "batch.micro_batch_size", "world.size", *SEQ_LEN)),
+    (_intervals, ("batch.ramp_tokens", *INTERVALS_IN_STEPS)),
+    (_tree, (*STEP_SIZES, "batch.micro_batch_size", "world.size", "world.threads_per_rank", *SEQ_LEN)),
+    (_noise_scale, (*STEP_SIZES, "batch.micro_batch_size", "world.size", "data.order", *SEQ_LEN)),
     (_profile, RUN_LENGTH),
     (_optimizer, ("optim.name", "schedule.name")),
     (_scaling, SCALING),

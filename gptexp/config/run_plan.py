@@ -1,17 +1,37 @@
 """The plan of one run: its steps, schedule, and intervals in tokens."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from gptexp.config.batch import BatchPlan, interval_tokens, plan_batch
 from gptexp.config.schedule import Schedule, resolve_schedule
 from gptexp.config.schema import Config
+from gptexp.config.step_sizes import StepSizes
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """One optimizer step of a run."""
+
+    number: int  # from 0
+    tokens_before: int  # training tokens of all steps before it
+    batch: BatchPlan
+
+    @property
+    def tokens_after(self) -> int:
+        return self.tokens_before + self.batch.total_batch_size
+
+    def later(self, steps: int, tokens: int) -> "PlannedStep":
+        """A step of this size after further `steps` with `tokens`."""
+        return PlannedStep(self.number + steps, self.tokens_before + tokens, self.batch)
 
 
 @dataclass(frozen=True)
 class RunPlan:
     """Lengths and intervals of a run. Built by `plan_run`."""
 
-    batch: BatchPlan
+    batch: BatchPlan  # of a step of batch.total_batch_size tokens: of every step, unless there is a ramp
+    step_sizes: StepSizes
     steps: int
     schedule: Schedule
     eval_every_tokens: int  # 0: evaluates only at the end
@@ -19,14 +39,27 @@ class RunPlan:
     keep_every_tokens: int  # 0: keeps no checkpoint because of its token count
 
     @property
-    def step_tokens(self) -> int:
-        """Tokens of one optimizer step, over all ranks."""
-        return self.batch.total_batch_size
-
-    @property
     def tokens(self) -> int:
         """Training tokens of all steps; the last step may exceed train.max_tokens."""
-        return self.steps * self.step_tokens
+        return self.step_sizes.tokens_after(self.steps)
+
+    def ramp_in_words(self) -> str:
+        """How the steps of a ramp grow, and if they do not reach their last size, which they do."""
+        sizes = self.step_sizes
+        last = sizes.at(sizes.tokens_after(self.steps - 1))
+        return sizes.ramp_in_words() + (f"; the run ends at {last:,} tokens per step" if last < sizes.total else "")
+
+    def step(self, number: int, tokens_before: int) -> PlannedStep:
+        """The step after `number` steps with `tokens_before` tokens."""
+        b, size = self.batch, self.step_sizes.at(tokens_before)
+        return PlannedStep(number, tokens_before, plan_batch(size, b.micro_batch_size, b.seq_len, b.world_size))
+
+    def steps_from(self, number: int, tokens_before: int) -> Iterator[PlannedStep]:
+        """Yield that step and all after it, to the end of the run."""
+        while number < self.steps:
+            step = self.step(number, tokens_before)
+            yield step
+            number, tokens_before = number + 1, step.tokens_after
 
 
 def plan_run(cfg: Config, micro_batch_size: int) -> RunPlan:
@@ -34,13 +67,14 @@ def plan_run(cfg: Config, micro_batch_size: int) -> RunPlan:
 
     Raises `ValueError` if a step is not divisible into micro-batches.
     """
-    train, step_tokens = cfg.train, cfg.batch.total_batch_size
+    train, total = cfg.train, cfg.batch.total_batch_size
     steps, run_tokens = cfg.run_length
     return RunPlan(
-        batch=plan_batch(step_tokens, micro_batch_size, cfg.seq_len, cfg.world.size or 1),
+        batch=plan_batch(total, micro_batch_size, cfg.seq_len, cfg.world.size or 1),
+        step_sizes=cfg.batch.step_sizes,
         steps=steps,
         schedule=resolve_schedule(cfg, run_tokens),
-        eval_every_tokens=interval_tokens(train.eval_every, train.eval_every_tokens, run_tokens, step_tokens),
-        save_every_tokens=interval_tokens(train.save_every, train.save_every_tokens, run_tokens, step_tokens),
-        keep_every_tokens=train.keep_every_tokens if train.keep_every is None else train.keep_every * step_tokens,
+        eval_every_tokens=interval_tokens(train.eval_every, train.eval_every_tokens, run_tokens, total),
+        save_every_tokens=interval_tokens(train.save_every, train.save_every_tokens, run_tokens, total),
+        keep_every_tokens=train.keep_every_tokens if train.keep_every is None else train.keep_every * total,
     )

@@ -49,12 +49,12 @@ class Schedule:
 
 def resolve_schedule(cfg: Config, run_tokens: int) -> Schedule:
     """Convert the ratios and steps of `cfg.schedule` to tokens, for a run of `run_tokens` tokens."""
-    c, step_tokens = cfg.schedule, cfg.batch.total_batch_size
+    c, sizes = cfg.schedule, cfg.batch.step_sizes
     if c.warmup_steps is not None:
-        warmup = c.warmup_steps * step_tokens
+        warmup = sizes.tokens_after(c.warmup_steps)
     elif c.warmup_tokens is not None:
         warmup = c.warmup_tokens
     else:
         warmup = round(c.warmup_ratio * run_tokens)
-    decay = c.decay_tokens or run_tokens if c.decay_steps is None else c.decay_steps * step_tokens
+    decay = c.decay_tokens or run_tokens if c.decay_steps is None else sizes.tokens_after(c.decay_steps)
     return Schedule(c.name, warmup, decay, c.min_lr_ratio, c.cooldown_ratio, c.cooldown)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from types import UnionType
 from typing import Any, ClassVar
 
-from gptexp.config.batch import run_length
+from gptexp.config.step_sizes import StepSizes
 from gptexp.process.words import shown
 
 AUTO = "auto"  # the value is chosen at run time; effective.json holds the choices that affect training
@@ -255,12 +255,33 @@ class ScheduleConfig:
 
 @dataclass
 class BatchConfig:
-    """Tokens of one optimizer step: total_batch_size = B * T * world.size * grad_accum_steps."""
+    """Tokens of one optimizer step: total_batch_size = B * T * world.size * grad_accum_steps.
+
+    With a ramp, a step that starts after t < ramp_tokens tokens has ramp_from_tokens + (total_batch_size -
+    ramp_from_tokens) * t / ramp_tokens tokens, rounded to a multiple of ramp_quantum_tokens (`StepSizes`).
+    """
 
     total_batch_size: int = _positive(8192)  # tokens per optimizer step, summed over all ranks
     micro_batch_size: int | str = _count_or_auto(8)  # B: sequences per rank and forward pass; auto: the maximum that
-    # divides the step and fits into memory
+    # divides each step and fits into memory
     seq_len: int | None = _positive(None)  # T: tokens per sequence; null: model.block_size
+    ramp_from_tokens: int | None = _positive(None)  # tokens of the first step of a ramp, as GPT-3's 32,768; null: none
+    ramp_tokens: int | None = _positive(None)  # tokens over which the steps grow to total_batch_size, linearly in
+    # tokens; GPT-3's: 4e9 to 12e9. Lengths in steps count steps of the ramp; intervals in steps are refused
+    ramp_quantum_tokens: int | None = _positive(None)  # tokens of which each step is a multiple; a multiple of B * T *
+    # world.size; null: ramp_from_tokens
+
+    def of_one_size(self, total_batch_size: int, micro_batch_size: int) -> "BatchConfig":
+        """The same for steps of one size, without a ramp."""
+        return BatchConfig(total_batch_size, micro_batch_size, self.seq_len)
+
+    @property
+    def step_sizes(self) -> StepSizes:
+        """The tokens of each step."""
+        if self.ramp_from_tokens is None or self.ramp_tokens is None:
+            return StepSizes.constant(self.total_batch_size)
+        quantum = self.ramp_quantum_tokens or self.ramp_from_tokens
+        return StepSizes(self.total_batch_size, self.ramp_from_tokens, self.ramp_tokens, quantum)
 
     @property
     def asked_micro_batch_size(self) -> int | None:
@@ -432,8 +453,15 @@ class Config:
 
     @property
     def run_length(self) -> tuple[int, int]:
-        """(steps, tokens) of the run; see `batch.run_length`."""
-        return run_length(self.train.max_tokens, self.train.max_steps, self.batch.total_batch_size)
+        """(steps, tokens) of the run. `train.max_steps` takes precedence; else the steps reach `train.max_tokens`.
+
+        The tokens are `max_tokens`, not rounded up to whole steps: GPT-3's round numbers are not multiples of 2^19, and
+        the horizon of a schedule must not depend on the size of the last step.
+        """
+        sizes, steps = self.batch.step_sizes, self.train.max_steps
+        if steps is not None:
+            return steps, sizes.tokens_after(steps)
+        return sizes.steps_to(self.train.max_tokens), self.train.max_tokens
 
 
 # Keys that change at most the rounding of the final weights. The micro-batch size also changes the values that dropout
@@ -574,7 +602,9 @@ def result_deciding(config: Config) -> dict[str, Any]:
 def memory_key(config: Config) -> str:
     """A hash that is equal for runs whose steps need the same memory, so that they can share a micro-batch size."""
     deciding = {key: value for key, _, value in fields_of(config) if _is_in(key, DECIDING_MEMORY)}
-    if not isinstance(config.optim, AdamWConfig):  # which was the only one when the first hashes were saved
+    # The first hashes were saved when there was one optimizer, and no ramp.
+    deciding = {key: value for key, value in deciding.items() if value is not None or "batch.ramp_" not in key}
+    if not isinstance(config.optim, AdamWConfig):
         deciding["optim.name"] = config.optim.name
     return hashlib.sha256(json.dumps(deciding, sort_keys=True).encode()).hexdigest()[:16]
 

@@ -1,13 +1,13 @@
 """Tensors of windows: the micro-batches of one rank, and the fixed validation batches.
 
-The global sample number s counts sequences since the start of the run. Step k of S sequences consumes samples
-[k*S, (k+1)*S). Rank r of W processes micro-batches [r*M/W, (r+1)*M/W) of the step's M. So the windows of a step depend
-neither on the number of ranks nor on the micro-batch size.
+The global sample number s counts sequences since the start of the run. A step of S sequences that starts after s
+sequences consumes samples [s, s+S). Rank r of W processes micro-batches [r*M/W, (r+1)*M/W) of the step's M. So the
+windows of a step depend neither on the number of ranks nor on the micro-batch size.
 """
 
 import hashlib
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +15,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from gptexp.config.batch import BatchPlan, count_val_windows, count_windows
+from gptexp.config.batch import count_val_windows, count_windows
+from gptexp.config.run_plan import PlannedStep
 from gptexp.config.schema import Config, DataConfig
 from gptexp.data.order import Order, mix
 from gptexp.data.prepare import prepare, tokens_hash, vocabulary_of
@@ -111,25 +112,26 @@ def fingerprint(rows: np.ndarray) -> int:
 
 
 def micro_batches(
-    dataset: Dataset, plan: BatchPlan, rank: int, first_step: int, steps: int, device: torch.device
+    dataset: Dataset, steps: Iterable[PlannedStep], rank: int, device: torch.device
 ) -> Iterator[MicroBatch]:
-    """Yield this rank's micro-batches of steps [`first_step`, `steps`). A thread reads them in advance."""
+    """Yield this rank's micro-batches of `steps`. A thread reads them in advance."""
 
-    def read(number: int) -> MicroBatch:
-        step, micro_step = divmod(number, plan.grad_accum_steps)
-        micro_batch = rank * plan.grad_accum_steps + micro_step  # in the step
-        first = step * plan.sequences + micro_batch * plan.micro_batch_size
-        samples = np.arange(first, first + plan.micro_batch_size, dtype=np.int64)
+    def read(step: PlannedStep, micro_batch: int) -> MicroBatch:
+        first = step.tokens_before // dataset.seq_len + micro_batch * step.batch.micro_batch_size
+        samples = np.arange(first, first + step.batch.micro_batch_size, dtype=np.int64)
         rows = dataset.rows(dataset.train, dataset.order.train_starts(samples, dataset.seq_len))
-        return MicroBatch(*_to_device(rows, device), fingerprint(rows), mix(dataset.order.seed, step, micro_batch))
+        seed = mix(dataset.order.seed, step.number, micro_batch)
+        return MicroBatch(*_to_device(rows, device), fingerprint(rows), seed)
 
     ahead: deque[Future[MicroBatch]] = deque()
     thread = ThreadPoolExecutor(1, "prefetch")
     try:
-        for number in range(first_step * plan.grad_accum_steps, steps * plan.grad_accum_steps):
-            ahead.append(thread.submit(read, number))
-            if len(ahead) > PREFETCHED:
-                yield ahead.popleft().result()
+        for step in steps:
+            mine = step.batch.grad_accum_steps
+            for micro_batch in range(rank * mine, (rank + 1) * mine):  # of the step's micro-batches
+                ahead.append(thread.submit(read, step, micro_batch))
+                if len(ahead) > PREFETCHED:
+                    yield ahead.popleft().result()
         while ahead:
             yield ahead.popleft().result()
     finally:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Column
 
 from gptexp.loggers.run_log import Sink
@@ -103,16 +103,20 @@ class JsonSink(Sink):
 
 
 class BarSink(Sink):
-    """Shows a progress bar with losses, tokens/s, MFU and remaining time. What else is printed appears above it."""
+    """Shows a progress bar with losses, tokens/s, MFU and remaining time. What else is printed appears above it.
 
-    def __init__(self, steps: int, state: TrainState) -> None:
+    The bar and the time go by tokens, because the steps of a ramp differ in size.
+    """
+
+    def __init__(self, steps: int, tokens: int, state: TrainState) -> None:
+        self._steps = steps
         self._loss = self._speed = ""  # of the newest step
         self._val = _val(state.val_loss)
         console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
         wide = console.width >= WIDE
         self._progress = Progress(
             *([TextColumn("step")] if wide else []),
-            MofNCompleteColumn(),
+            TextColumn("{task.fields[steps]}"),
             BarColumn(bar_width=None, table_column=Column(ratio=1)),  # takes the width that the others leave
             TextColumn("{task.description}"),
             *([TimeElapsedColumn()] if wide else []),
@@ -122,18 +126,19 @@ class BarSink(Sink):
             expand=True,
             redirect_stderr=sys.stderr.isatty(),  # a file of errors stays one
         )
-        self._task = self._progress.add_task("starting", total=steps, completed=state.step)
+        counted = self._counted(state.step)
+        self._task = self._progress.add_task("starting", total=tokens, completed=state.tokens, steps=counted)
         self._progress.start()
 
     def write(self, event: dict[str, Any]) -> None:
         if event["event"] == "step":
             mfu = f"  MFU {event['perf/mfu_palm']:.1%}" if event["perf/mfu_palm"] is not None else ""
             self._loss, self._speed = f"loss {event['train/loss']:.4f}", f"{event['perf/tokens_per_s']:,.0f} tok/s{mfu}"
-            self._update(event["step"] + 1)
+            self._update(event["step"] + 1, event["tokens"])
             return
         if event["event"] == "eval":
             self._val = _val(event["val/loss"])
-            self._update(event["step"] + 1)
+            self._update(event["step"] + 1, event["tokens"])
         if event["event"] == "sample":
             self._progress.stop()  # training is over; the lines after it are plain text
         if line := LINES.get(event["event"]):
@@ -141,11 +146,15 @@ class BarSink(Sink):
 
     def rewind(self, state: TrainState) -> None:
         self._val = _val(state.val_loss)
-        self._update(state.step)
+        self._update(state.step, state.tokens)
 
-    def _update(self, steps: int) -> None:
-        parts = filter(None, (self._loss, self._val, self._speed))
-        self._progress.update(self._task, completed=steps, description="  ".join(parts))
+    def _update(self, steps: int, tokens: int) -> None:
+        text = "  ".join(filter(None, (self._loss, self._val, self._speed)))
+        self._progress.update(self._task, completed=tokens, description=text, steps=self._counted(steps))
+
+    def _counted(self, steps: int) -> str:
+        """Of all steps, in as many characters for each number of them."""
+        return f"{steps:{len(str(self._steps))}}/{self._steps}"
 
     def close(self, summary: dict[str, Any], exit_code: int) -> None:
         self._progress.stop()
@@ -155,12 +164,15 @@ def _val(loss: float | None) -> str:
     return f"val {loss:.4f}" if loss is not None else ""
 
 
-def build_console(progress: str, steps: int, state: TrainState) -> Sink | None:
-    """Build the sink that `log.progress` asks for; `auto` is a bar if stdout is a terminal. None if it is off."""
+def build_console(progress: str, steps: int, tokens: int, state: TrainState) -> Sink | None:
+    """Build the sink that `log.progress` asks for; `auto` is a bar if stdout is a terminal. None if it is off.
+
+    `steps` and `tokens` are those of the whole run.
+    """
     if progress == "off":
         return None
     if progress == "json":
         return JsonSink()
     if progress == "bar" or (progress == "auto" and sys.stdout.isatty()):
-        return BarSink(steps, state)
+        return BarSink(steps, tokens, state)
     return LineSink()

@@ -25,6 +25,7 @@ METRICS = {
     "tokens": ("tokens", "training tokens consumed, this step's included; the x axis"),
     "flops": ("FLOPs", "training FLOPs done, as perf/mfu_palm counts them"),
     "epoch": ("epochs", "passes over the training windows"),
+    "batch/tokens": ("tokens", "tokens of the step, over all ranks; a ramp makes it grow (batch.ramp_tokens)"),
     "train/loss": ("nats/token", "mean over all micro-steps of all ranks, before the update"),
     "val/loss": ("nats/token", "mean over the fixed validation windows, after the update"),
     "val/ppl": ("", "exp(val/loss)"),
@@ -82,12 +83,11 @@ class RunLog:
     def __init__(
         self,
         sinks: list[Sink],
-        step_tokens: int,
         utilisation: Utilisation,
         alerts: Alerts,
         val_bytes_per_token: float | None = None,
     ) -> None:
-        self.sinks, self.step_tokens, self.utilisation, self.alerts = sinks, step_tokens, utilisation, alerts
+        self.sinks, self.utilisation, self.alerts = sinks, utilisation, alerts
         self.val_bytes_per_token = val_bytes_per_token
         if torch.cuda.is_initialized():
             torch.cuda.reset_peak_memory_stats()
@@ -96,7 +96,7 @@ class RunLog:
         """Log a step, with the metrics that follow from its `values`, and the alerts that it causes."""
         if not self.sinks:
             return
-        rate = 1e3 * self.step_tokens / values["perf/step_ms"]
+        rate = 1e3 * values["batch/tokens"] / values["perf/step_ms"]
         palm, causal = self.utilisation.mfu(rate)
         values = {
             **values,
@@ -117,8 +117,8 @@ class RunLog:
             values["val/bpb"] = bits_per_byte(loss, self.val_bytes_per_token)
         self._emit("eval", {**values, **scores})
 
-    def checkpoint(self, step: int, path: Path) -> None:
-        self._emit("checkpoint", {"step": step - 1, "tokens": step * self.step_tokens, "path": str(path)})
+    def checkpoint(self, state: TrainState, path: Path) -> None:
+        self._emit("checkpoint", {"step": state.step - 1, "tokens": state.tokens, "path": str(path)})
 
     def alert(self, step: int, tokens: int, about: str, text: str) -> None:
         """Log a warning of the kind `about`."""
@@ -141,12 +141,12 @@ class RunLog:
         for sink in self.sinks:
             sink.sync()
 
-    def sample(self, step: int, text: str) -> None:
-        self._emit("sample", {"step": step - 1, "tokens": step * self.step_tokens, "text": text})
+    def sample(self, state: TrainState, text: str) -> None:
+        self._emit("sample", {"step": state.step - 1, "tokens": state.tokens, "text": text})
 
-    def report(self, step: int, files: list[Path]) -> None:
+    def report(self, state: TrainState, files: list[Path]) -> None:
         """Log that the files of the report have been written."""
-        self._emit("report", {"step": step - 1, "tokens": step * self.step_tokens, "paths": list(map(str, files))})
+        self._emit("report", {"step": state.step - 1, "tokens": state.tokens, "paths": list(map(str, files))})
 
     def close(self, summary: dict[str, Any], exit_code: int) -> None:
         """Close the sinks, given the content of summary.json and the exit code of the process."""

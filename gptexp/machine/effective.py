@@ -308,7 +308,8 @@ def _compile(cfg: Config, device: Device, rank: Rank, dtype: str, precision: str
         return False, "slow float32 products take most of a step, and compilation does not speed them up"
     steps, _ = cfg.run_length
     per_token, _ = flops_per_token(cfg.model, cfg.seq_len)
-    eager_s = steps * cfg.batch.total_batch_size * per_token / (rank.world_size * cores_per_rank(rank) * EAGER_FLOPS)
+    tokens = cfg.batch.step_sizes.tokens_after(steps)
+    eager_s = tokens * per_token / (rank.world_size * cores_per_rank(rank) * EAGER_FLOPS)
     cells = cfg.sweep.cells
     saved_s, cost_s = COMPILE_GAIN * eager_s * cells, COMPILE_S + CACHED_S * (cells - 1)
     runs = "the whole run" if cells == 1 else f"all {cells} cells"
@@ -332,7 +333,7 @@ def _micro_batch_size(cfg: Config, effective: Effective, device: Device, rank: R
         tried = replace(effective, micro_batch_size=Choice(size, "decided", ""))
         return estimate(cfg, tried, rank.world_size).peak <= usable
 
-    sizes = legal_micro_batches(cfg.batch.total_batch_size, cfg.seq_len, rank.world_size)
+    sizes = legal_micro_batches(cfg.batch.step_sizes.quantum, cfg.seq_len, rank.world_size)
     size = next(filter(fits, sizes), None)
     if size is None:
         return 1, "the smallest; by estimate not even this fits into memory"

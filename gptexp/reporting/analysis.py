@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from gptexp.config.rules import in_steps
+from gptexp.config.rules import confounds_of
 from gptexp.config.schema import ModelConfig
 from gptexp.process.terminal import printable
 from gptexp.process.words import first_keys, shown
@@ -129,7 +129,7 @@ def analyse(name: str, runs: Sequence[Run]) -> Analysis:
         if has_diverged(run) and run.loss is not None
     ]
     several_batches = [arm for arm in arms if len({run.batch for run in arm.runs}) > 1]
-    confounds = sorted({line for arm in several_batches for line in in_steps(arm.runs[0].config)})
+    confounds = sorted({line for arm in several_batches for line in confounds_of(arm.runs[0].config)})
     return Analysis(name, list(runs), arms, differing, [*problems, *data_warnings(readable), *confounds])
 
 

@@ -83,7 +83,7 @@ class Run:
     directory: Path
     status: str  # of summary.json; "running" while a process holds the lock, "damaged" if it cannot be read
     config: dict[str, Any]  # dotted key -> value, of the keys that decide the result; empty if it cannot be read
-    batch: int = 0  # tokens per step, over all ranks
+    batch: int = 0  # tokens per step, over all ranks; of a ramp, those of its end
     lr: float = 0.0  # peak learning rate, as scaled with the batch size
     seed: int = 0
     loss: float | None = None  # final validation loss of a completed run
@@ -248,7 +248,8 @@ def _step(event: dict[str, Any], step: int, tokens: int, seconds: float, run: Ru
     small, big = _number(event.get("gns/small_sq_norm")), _number(event.get("gns/big_sq_norm"))
     norms = None
     if small is not None and big is not None:
-        norms = Norms(small, big, int(event["gns/small_sequences"]), run.batch // run.seq_len)
+        sequences = int(event.get("batch/tokens", run.batch)) // run.seq_len  # older versions had steps of one size
+        norms = Norms(small, big, int(event["gns/small_sequences"]), sequences)
         if not 0 < norms.small_sequences < norms.big_sequences:
             raise ValueError("a part is smaller than the whole")
     optional = {name: _number(event.get(metric)) for name, metric in OPTIONAL_METRICS.items()}

@@ -34,7 +34,7 @@ class Pace:
     """The predicted times of a run on this machine."""
 
     start_s: float  # from the start of the process to the first step's beginning
-    step_s: float
+    step_s: float  # of a step after the ramp
     validation_s: float  # one pass over the validation set
     total_s: float  # of the whole run, without checkpoints
 
@@ -49,10 +49,8 @@ def sample(cfg: Config, plan: RunPlan, effective: Effective) -> Sample:
     micro_steps = min(batch.grad_accum_steps, 2)
     quick = replace(
         cfg,
-        batch=replace(
-            cfg.batch,
-            total_batch_size=batch.total_batch_size // batch.grad_accum_steps * micro_steps,
-            micro_batch_size=batch.micro_batch_size,
+        batch=cfg.batch.of_one_size(
+            batch.total_batch_size // batch.grad_accum_steps * micro_steps, batch.micro_batch_size
         ),
         schedule=ScheduleConfig(name="constant"),  # the run's own schedule may not fit this length
         train=replace(
@@ -90,7 +88,8 @@ def pace(seen: Sample, cfg: Config, plan: RunPlan) -> Pace:
     A step of A micro-steps takes A times as long as one micro-step, plus one reduction, clipping and update.
     """
     batch = plan.batch
-    step_s = seen.step_s + (batch.grad_accum_steps - seen.micro_steps) * seen.micro_s
+    once_s = seen.step_s - seen.micro_steps * seen.micro_s
+    micro_steps = plan.tokens // (batch.total_batch_size // batch.grad_accum_steps)
     windows = math.ceil(_val_windows(cfg) / batch.world_size)
     # A forward pass has a third of the multiplications.
     validation_s = math.ceil(windows / batch.micro_batch_size) * seen.micro_s / 3
@@ -99,9 +98,13 @@ def pace(seen: Sample, cfg: Config, plan: RunPlan) -> Pace:
     compile_s = max(0.0, seen.first_s - seen.step_s)
     return Pace(
         start_s=seen.start_s,
-        step_s=step_s,
+        step_s=once_s + batch.grad_accum_steps * seen.micro_s,
         validation_s=validation_s,
-        total_s=seen.start_s + compile_s + plan.steps * step_s + validations * validation_s,
+        total_s=seen.start_s
+        + compile_s
+        + plan.steps * once_s
+        + micro_steps * seen.micro_s
+        + validations * validation_s,
     )
 
 

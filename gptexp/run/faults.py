@@ -62,7 +62,7 @@ def explained(job: Job, store: dist.Store | None, effective: Effective, state: T
 def _too_large(job: Job, effective: Effective, at_the_start: bool) -> UserError:
     """Return the error for exhausted memory. At the start, if the micro-batch is `auto`, saves a smaller one."""
     cfg, size = job.cfg, effective.micro_batch_size.value
-    sizes = legal_micro_batches(cfg.batch.total_batch_size, cfg.seq_len, job.rank.world_size)
+    sizes = legal_micro_batches(cfg.batch.step_sizes.quantum, cfg.seq_len, job.rank.world_size)
     smaller = [s for s in sizes if s < size]
     if cfg.batch.micro_batch_size == AUTO and at_the_start and smaller:
         chosen = Choice(smaller[0], "decided", f"the next smaller size, because {size} did not fit into memory")

@@ -133,6 +133,7 @@ def _training(config: Config, run: Run, state: TrainState) -> list[tuple[str, st
         ("tokenizer", Path(config.data.tokenizer).name),
         ("tokens", f"{state.tokens:,} in {counted(state.step, 'step')}"),
         ("batch", f"{b.total_batch_size:,} tokens a step, sequences of {config.seq_len:,}"),
+        *([("batch ramp", b.step_sizes.ramp_in_words())] if b.ramp_tokens else []),
         ("optimizer", describe_optimizer(effective_optim(config))),
         ("schedule", f"{s.name}, warm-up over {run.warmup_tokens:,} tokens, minimum {s.min_lr_ratio:g} of lr"),
         ("seed", str(config.train.seed)),

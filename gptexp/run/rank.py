@@ -230,10 +230,10 @@ def _decide(job: Job, prepared: Prepared) -> Decision:
         return Decision(effective, None, source, TrainState())
     path, state = found
     _refuse_changed_data(path, checkpoint.data_hash(path), dataset)
-    if state.tokens != state.step * cfg.batch.total_batch_size:
+    if state.tokens != (planned := cfg.batch.step_sizes.tokens_after(state.step)):
         raise CheckpointError(
-            f"{path}: {counted(state.tokens, 'token')} after {counted(state.step, 'step')} do not match "
-            f"batch.total_batch_size={cfg.batch.total_batch_size:,}; not a checkpoint of this run"
+            f"{path}: {counted(state.tokens, 'token')} after {counted(state.step, 'step')}, and in this run they have "
+            f"{planned:,} (batch.total_batch_size={cfg.batch.total_batch_size:,}); not a checkpoint of this run"
         )
     checkpoint.set_aside(checkpoints, state.step)
     return Decision(effective, path, None, state)
@@ -277,7 +277,7 @@ def train(job: Job, prepared: Prepared, decision: Decision, built: Built) -> Out
         return Outcome("interrupted", EXIT_CODES[reason])
     if job.cfg.log.sample_tokens and job.rank.is_main:
         with weights_for_use(built.training.step.optimizer):
-            _sample(job, built, state.step)
+            _sample(job, built, state)
     return Outcome("completed", 0)
 
 
@@ -288,7 +288,7 @@ def finish(job: Job, decision: Decision, built: Built, outcome: Outcome) -> None
     if built.uploads_report and outcome.status in run_dir.DONE:
         from gptexp.reporting.write import files_of_report  # imports scipy, which nothing else here needs
 
-        built.log.report(decision.state.step, files_of_report(job.directory))
+        built.log.report(decision.state, files_of_report(job.directory))
     built.log.close(written, outcome.code)
     if not job.rank.is_main or cfg.log.progress == "json":
         return
@@ -327,7 +327,6 @@ def _build_training(job: Job, prepared: Prepared, decision: Decision) -> Trainin
             model=model,
             optimizer=optimizer,
             reduction=build_reduction(cfg.train.reduction, model, rank),
-            grad_accum_steps=plan.batch.grad_accum_steps,
             grad_clip=cfg.optim.grad_clip,
             forward_context=forward_context(effective),
             dropout=cfg.model.dropout > 0,
@@ -401,9 +400,9 @@ def _peak_flops_per_rank(job: Job, prepared: Prepared, effective: Effective) -> 
 def _open_log(job: Job, decision: Decision, training: Training, used: Utilisation) -> tuple[RunLog, bool]:
     """Open the log, without sinks on ranks other than 0. Also returns whether the run uploads a report of itself."""
     cfg, directory, effective, state = job.cfg, job.directory, decision.effective, decision.state
-    step_tokens, schedule = training.plan.step_tokens, training.plan.schedule
+    plan, schedule = training.plan, training.plan.schedule
     if not job.rank.is_main:
-        return RunLog([], step_tokens, used, Alerts(schedule.warmup_tokens, cfg.optim.grad_clip)), False
+        return RunLog([], used, Alerts(schedule.warmup_tokens, cfg.optim.grad_clip)), False
     metadata = {**training.about, "effective": effective.to_dict(), "mfu": used.to_dict()}
     for_wandb = {**training.about["config"], **{key: value for key, value in metadata.items() if key != "config"}}
     if cfg.log.progress == "json":
@@ -420,12 +419,12 @@ def _open_log(job: Job, decision: Decision, training: Training, used: Utilisatio
 
         sinks.append(TensorBoardSink(cfg, directory, state))
     # Built last, so that no line is printed into the bar; first in the list, so that it prints at once.
-    if console := build_console(cfg.log.progress, training.plan.steps, state):
+    if console := build_console(cfg.log.progress, plan.steps, plan.tokens, state):
         sinks.insert(0, console)
     alerts = Alerts(schedule.warmup_tokens, cfg.optim.grad_clip, job.stop.deadline, metrics.alerts_before)
     bytes_per_token = _val_bytes_per_token(cfg.data.tokenizer, training.dataset)
     alone = cfg.sweep.name is None  # a sweep has one report of all its cells
-    return RunLog(sinks, step_tokens, used, alerts, bytes_per_token), alone and wandb is not None and wandb.online
+    return RunLog(sinks, used, alerts, bytes_per_token), alone and wandb is not None and wandb.online
 
 
 def _val_bytes_per_token(tokenizer: str, dataset: Dataset) -> float | None:
@@ -439,12 +438,12 @@ def _val_bytes_per_token(tokenizer: str, dataset: Dataset) -> float | None:
         return None
 
 
-def _sample(job: Job, built: Built, step: int) -> None:
+def _sample(job: Job, built: Built, state: TrainState) -> None:
     """Log a generated text. An error is only printed: the run is completed and saved."""
     how = Sampling(job.cfg.log.sample_tokens, seed=job.cfg.train.seed)
     try:
         tokenizer = load_tokenizer(job.cfg.data.tokenizer, job.directory)
         [text] = complete(built.training.gpt, tokenizer, "", 1, how)
-        built.log.sample(step, text)
+        built.log.sample(state, text)
     except Exception as error:
         warn(f"sampling failed: {type(error).__name__}: {error}")

@@ -58,7 +58,8 @@ def measure(directory: Path, checkpoints: Sequence[Path], sequences: int) -> Ite
             optimizer = build_optimizer(gpt, optim, False)
             load_checkpoint(path, gpt, optimizer, optim)
             scale = _scale(gpt, optimizer, optim)
-            factor = plan.schedule.lr_factor(state.tokens - plan.step_tokens, plan.step_tokens)
+            before = plan.step_sizes.tokens_after(state.step - 1)
+            factor = plan.schedule.lr_factor(before, state.tokens - before)
             threshold = adamw_threshold(optim.lr * factor, optim.beta1) if factor else None
         else:
             checkpoint.load_weights(path, gpt)

@@ -26,15 +26,19 @@ from gptexp.training.optim import describe_groups, describe_optimizer
 def start_lines(cfg: Config, directory: Path, effective: Effective, t: Training, state: TrainState) -> list[str]:
     """Return the lines that describe the run before it starts."""
     m, plan, s = cfg.model, t.plan.batch, t.plan.schedule
-    total, steps = plan.total_batch_size, t.plan.steps
+    total, steps, sizes = plan.total_batch_size, t.plan.steps, t.plan.step_sizes
     per_epoch = t.dataset.order.n_train * plan.seq_len
 
     def in_steps(tokens: int) -> str:
-        whole, rest = divmod(tokens, total)
-        return f"{tokens / total:,.1f} steps" if rest else counted(whole, "step")
+        """Of a length from the start of the run; in a ramp, of the whole steps that reach it."""
+        if tokens % total and not sizes.ramp_tokens:
+            return f"{tokens / total:,.1f} steps"
+        return counted(sizes.steps_to(tokens), "step")
 
     def every(tokens: int) -> str:
-        return f"every {counted(tokens, 'token')} ({in_steps(tokens)})" if tokens else "at the end"
+        if not tokens:
+            return "at the end"
+        return f"every {counted(tokens, 'token')}" + ("" if sizes.ramp_tokens else f" ({in_steps(tokens)})")
 
     lines = [
         f"run directory   {directory}",
@@ -48,6 +52,7 @@ def start_lines(cfg: Config, directory: Path, effective: Effective, t: Training,
         f"batch           {total:,} tokens per step = {counted(plan.micro_batch_size, 'sequence')} × "
         f"{counted(plan.seq_len, 'token')} × {counted(plan.world_size, 'rank')} × "
         f"{counted(plan.grad_accum_steps, 'micro-step')}",
+        *([f"batch ramp      {t.plan.ramp_in_words()}"] if sizes.ramp_tokens else []),
         f"length          {counted(steps, 'step')}, {t.plan.tokens:,} tokens, "
         f"{rounded(t.plan.tokens / per_epoch)} epochs",
         f"schedule        {s.name}, warm-up over {counted(s.warmup_tokens, 'token')} ({in_steps(s.warmup_tokens)}), "
@@ -89,9 +94,11 @@ def _noise_scale(cfg: Config, t: Training) -> str:
     if t.noise_half_life_tokens is None:
         return f"not measured: {why_unmeasured(cfg, t.plan.batch.micro_batch_size, t.plan.batch.world_size)}"
     measured = t.plan.batch.micro_batch_size * t.plan.batch.world_size * min(2, t.plan.batch.grad_accum_steps)
+    first = t.plan.step(0, 0).batch
+    later = ", not in the first steps, which have one micro-batch" if first.sequences == first.micro_batch_size else ""
     return (
         f"measured on {measured} of the {t.plan.batch.sequences} sequences of a step, averaged with a half-life of "
-        f"{t.noise_half_life_tokens:,.0f} tokens"
+        f"{t.noise_half_life_tokens:,.0f} tokens{later}"
     )
 
 

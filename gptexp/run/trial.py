@@ -34,12 +34,12 @@ def settle_micro_batch(cfg: Config, effective: Effective, device: torch.device, 
     if effective.micro_batch_size.source != "decided" or device.type != "cuda":
         return effective
     apply(effective, cfg.train.deterministic)
-    sizes = legal_micro_batches(cfg.batch.total_batch_size, cfg.seq_len, world_size)
+    sizes = legal_micro_batches(cfg.batch.step_sizes.quantum, cfg.seq_len, world_size)
     free = torch.cuda.mem_get_info(device)[0]
 
     def runs(size: int) -> bool:
         # Gradients of earlier micro-steps, or DDP's buckets, are in memory from the second micro-step on.
-        micro_steps = 2 if size < sizes[0] or world_size > 1 else 1
+        micro_steps = 2 if size * cfg.seq_len < cfg.batch.total_batch_size or world_size > 1 else 1
         return taken(cfg, effective, device, size, micro_steps) <= USABLE * free
 
     size = largest(sizes, effective.micro_batch_size.value, runs)
@@ -88,12 +88,11 @@ def _two_steps(cfg: Config, effective: Effective, device: torch.device, size: in
         model=gpt,
         optimizer=build_optimizer(gpt, cfg.optim, effective.fused.value),
         reduction=build_reduction(cfg.train.reduction, gpt, Rank()),
-        grad_accum_steps=micro_steps,
         grad_clip=cfg.optim.grad_clip,
         forward_context=forward_context(effective),
         dropout=False,
     )
     with step_context(effective):
         for _ in range(2):
-            step(iter([MicroBatch(x, y, 0, 0)] * micro_steps), lr_factor=0.0)
+            step(iter([MicroBatch(x, y, 0, 0)] * micro_steps), micro_steps, lr_factor=0.0)
     torch.cuda.synchronize(device)

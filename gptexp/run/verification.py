@@ -292,14 +292,13 @@ def _count_reductions(number: int, bench: Bench) -> None:
     ddp.register_comm_hook(None, hook)
     x = torch.zeros((1, SEQ_LEN), dtype=torch.int64, device=device)
     batch = MicroBatch(x, x.clone(), 0, 0)
-    mean = MeanReduction(ddp)
+    step = TrainStep(ddp, optimizer, MeanReduction(ddp), 1.0, forward_context=nullcontext, dropout=False)
     counts: list[int] = []
     for micro_steps in (1, 1, 2, 8):  # in the first step DDP arranges its buckets
         sent = 0
         if counts and on_gpu:
             torch.cuda.set_sync_debug_mode("error")
-        step = TrainStep(ddp, optimizer, mean, micro_steps, grad_clip=1.0, forward_context=nullcontext, dropout=False)
-        step(iter([batch] * micro_steps), lr_factor=1.0)
+        step(iter([batch] * micro_steps), micro_steps, lr_factor=1.0)
         counts.append(sent)
     if on_gpu:
         torch.cuda.set_sync_debug_mode("default")

@@ -57,18 +57,23 @@ class TrainState:
     evaluated_tokens: int = 0  # `tokens` at the newest evaluation
     seconds: float = 0.0  # training time of all attempts
     skipped_updates: int = 0  # number of updates skipped because the loss or gradient was non-finite
-    steps_passed_over: int = 0  # offset of the data after rollbacks: step k reads the data of step k + offset
+    steps_passed_over: int = 0  # by rollbacks, whose data is not read again
+    tokens_passed_over: int = 0  # of those steps: a step reads what follows `tokens` + this many tokens
     trend: LossTrend = field(default_factory=LossTrend)
     noise_scale: NoiseScale = field(default_factory=NoiseScale)
     regular: bool = True  # False: saved before it was due, because the run stopped early
 
-    def go_back(self, saved: "TrainState", passing_over: int) -> None:
-        """Restore the counters of an earlier checkpoint and skip the data of the `passing_over` steps after it."""
-        steps_passed_over = self.steps_passed_over + passing_over
+    def go_back(self, saved: "TrainState", steps: int, tokens: int) -> None:
+        """Restore the counters of an earlier checkpoint, and pass over the data that `steps` steps have read since.
+
+        `tokens` are those after these steps.
+        """
+        steps_passed_over = self.steps_passed_over + steps - saved.step
+        tokens_passed_over = self.tokens_passed_over + tokens - saved.tokens
         for each in fields(self):
             if each.name != "seconds":  # of all attempts, also of steps that were undone
                 setattr(self, each.name, getattr(saved, each.name))
-        self.steps_passed_over = steps_passed_over
+        self.steps_passed_over, self.tokens_passed_over = steps_passed_over, tokens_passed_over
 
 
 @dataclass(frozen=True)
@@ -310,12 +315,14 @@ def _checked(path: Path, hashes: bool = True) -> TrainState:
                 raise CheckpointError(f"{name} has changed since it was saved (sha256 differs)")
         values = read_json(path / "state.json")
         values.pop("about", None)
+        if values.get("steps_passed_over"):  # an older version, whose steps had one size, counted only these
+            values.setdefault("tokens_passed_over", values["steps_passed_over"] * values["tokens"] // values["step"])
         state: TrainState = from_dict(values, TrainState)
         if path.name != f"step-{state.step:08d}":
             raise CheckpointError("state.json belongs to another step")
     except CheckpointError:
         raise
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, KeyError, ZeroDivisionError) as error:
         raise CheckpointError(f"{name}: {first_line(error)}") from None
     return state
 

@@ -23,16 +23,20 @@ class LossTrend:
     smoothed: float | None = None  # exponential moving average; None before the first step
     lowest: float | None = None  # minimum of `smoothed`
     steps_above: int = 0  # consecutive steps with `smoothed` above the limit
+    tokens_above: int = 0  # of these steps
 
-    def diverged(self, loss: float, steps: int, nats: float | None) -> bool:
-        """Update with a step's loss and return whether the run of `steps` steps has diverged. `nats` None: never."""
-        keep = 0.5 ** (1 / max(SMOOTHING_STEPS, SMOOTHING * steps))
+    def diverged(self, loss: float, step_tokens: int, run_tokens: int, nats: float | None) -> bool:
+        """Update with a step's loss and return whether the run of `run_tokens` has diverged. `nats` None: never."""
+        keep = 0.5 ** (1 / max(SMOOTHING_STEPS, SMOOTHING * (run_tokens / step_tokens)))
         self.smoothed = loss if self.smoothed is None else keep * self.smoothed + (1 - keep) * loss
         self.lowest = self.smoothed if self.lowest is None else min(self.lowest, self.smoothed)
         if nats is None:
             return False
-        self.steps_above = self.steps_above + 1 if self.smoothed > self.lowest + nats else 0
-        return self.steps_above >= max(PATIENCE_STEPS, PATIENCE * steps)
+        if self.smoothed <= self.lowest + nats:
+            self.steps_above = self.tokens_above = 0
+            return False
+        self.steps_above, self.tokens_above = self.steps_above + 1, self.tokens_above + step_tokens
+        return self.steps_above >= PATIENCE_STEPS and self.tokens_above >= PATIENCE * run_tokens
 
 
 def counts_as_diverged(status: str, final_loss: float | None, config: Mapping[str, Any]) -> bool:

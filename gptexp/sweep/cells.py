@@ -18,7 +18,7 @@ from omegaconf import DictConfig, open_dict
 
 from gptexp.config.compose import job_of, to_config
 from gptexp.config.paths import config_flags
-from gptexp.config.rules import in_steps
+from gptexp.config.rules import confounds_of
 from gptexp.config.schema import AUTO, Config, fields_of, result_deciding
 from gptexp.config.vocabulary import NAMES, with_vocab_size
 from gptexp.data.prepare import count_ids, data_hash, prepare
@@ -73,7 +73,8 @@ def draft(
     """Compose and check each combination of overrides.
 
     `total` is the number of cells in the sweep, `first` the number of the first combination in it. Raises
-    `ConfigError` if `combinations` is empty; an illegal combination is returned with its problems.
+    `ConfigError` if `combinations` is empty, or has a ramp and several batch sizes; an illegal combination is returned
+    with its problems.
     """
     if not combinations:
         raise ConfigError("the sweep has no cells; give at least one value of each swept key")
@@ -93,7 +94,19 @@ def draft(
             drafts.append(Draft(composition, values, checked, []))
         except ConfigError as error:
             drafts.append(Draft(composition, values, None, error.problems))
+    _refuse_ramp_over_batch_sizes([drafted.config for drafted in drafts if drafted.config is not None])
     return drafts
+
+
+def _refuse_ramp_over_batch_sizes(configs: Sequence[Config]) -> None:
+    """Raise `ConfigError` if a sweep compares batch sizes and a run of it has a ramp, so not one batch size."""
+    sizes = sorted({config.batch.total_batch_size for config in configs})
+    ramp = next((config.batch.ramp_tokens for config in configs if config.batch.ramp_tokens is not None), None)
+    if ramp is not None and len(sizes) > 1:
+        raise ConfigError(
+            f"batch.ramp_tokens={ramp}: a sweep over batch sizes (here batch.total_batch_size="
+            f"{', '.join(map(str, sizes))}) needs runs with steps of one size; leave out the ramp, or sweep at one size"
+        )
 
 
 def settle(drafts: Sequence[Draft], directory: Path) -> list[Cell]:
@@ -188,7 +201,7 @@ def confounds(configs: Sequence[Config]) -> list[str]:
     """Return a line for each key given in steps if the batch size varies: its length in tokens varies too."""
     if len({config.batch.total_batch_size for config in configs}) < 2:
         return []
-    return sorted({line for config in configs for line in in_steps(result_deciding(config))})
+    return sorted({line for config in configs for line in confounds_of(result_deciding(config))})
 
 
 def record(directory: Path, config: DictConfig, cells: Sequence[Cell], to_choose: int) -> None:
@@ -201,8 +214,9 @@ def record(directory: Path, config: DictConfig, cells: Sequence[Cell], to_choose
     recorded = earlier.cells if earlier is not None else {}
     recorded = {name: cell for name, cell in recorded.items() if run_dir.is_run(directory / name)}
     for cell in cells:
-        total, (steps, _) = cell.config.batch.total_batch_size, cell.config.run_length
-        recorded[cell.name] = PlannedCell(cell.values, total, steps * total)
+        batch, (steps, _) = cell.config.batch, cell.config.run_length
+        tokens = batch.step_sizes.tokens_after(steps)
+        recorded[cell.name] = PlannedCell(cell.values, batch.total_batch_size, tokens)
     newest = command(config)
     commands = [given for given in (earlier.commands if earlier is not None else []) if given != newest]
     directory.mkdir(parents=True, exist_ok=True)

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from gptexp.config.batch import crosses
-from gptexp.config.run_plan import RunPlan
+from gptexp.config.run_plan import PlannedStep, RunPlan
 from gptexp.config.schema import OptimConfig, TrainConfig
 from gptexp.data.hellaswag import Example
 from gptexp.data.loader import Dataset, MicroBatch, micro_batches
@@ -84,7 +84,7 @@ def fit(t: Training, state: TrainState, stop: StopRequest, log: RunLog, checkpoi
 class _Queued:
     """A step that the host has queued and whose numbers it has not read yet."""
 
-    step: int
+    step: PlannedStep
     lr: float
     timer: StepTimer
     report: StepReport
@@ -107,7 +107,7 @@ class _Loop:
         self.save_s = 12 * parameters / SLOW_DISK
         self.eval_s: float | None = None  # seconds of the previous evaluation
         measured = t.noise_half_life_tokens is not None
-        self.small_gradients = SmallGradients(t.step.model, t.step.grad_accum_steps) if measured else None
+        self.small_gradients = SmallGradients(t.step.model) if measured else None
         self.work_ms = 0.0  # this rank's own work in the last logged step
         self.first_step = state.step  # of this attempt
         self.batches = self.data()
@@ -116,8 +116,9 @@ class _Loop:
     def data(self) -> Iterator[MicroBatch]:
         """Return the micro-batches that follow `state`."""
         t, state = self.t, self.state
-        first, end = (step + state.steps_passed_over for step in (state.step, t.plan.steps))
-        return micro_batches(t.dataset, t.plan.batch, t.rank.rank, first, end, t.device)
+        steps = t.plan.steps_from(state.step, state.tokens)
+        passed_over = state.steps_passed_over, state.tokens_passed_over
+        return micro_batches(t.dataset, (step.later(*passed_over) for step in steps), t.rank.rank, t.device)
 
     def run(self) -> str | None:
         t, state = self.t, self.state
@@ -151,7 +152,7 @@ class _Loop:
 
     def is_due(self, every_tokens: int) -> bool:
         """Whether the last step crossed a multiple of `every_tokens`."""
-        return crosses(self.state.tokens - self.t.plan.step_tokens, self.state.tokens, every_tokens)
+        return crosses(self.t.plan.step_sizes.tokens_after(self.state.step - 1), self.state.tokens, every_tokens)
 
     def is_logged(self, step: int) -> bool:
         return step % self.t.cfg.log_every == 0 or step == self.t.plan.steps - 1
@@ -159,16 +160,19 @@ class _Loop:
     def queue_step(self) -> None:
         """Queue one step; its numbers are read later."""
         t, state = self.t, self.state
+        step = t.plan.step(state.step, state.tokens)
+        measured = self.is_logged(step.number) and step.batch.sequences > step.batch.micro_batch_size
         timer = StepTimer(t.device)
         probe = Probe(
             timer=timer,
             stop=self.stop,
-            small_gradients=self.small_gradients if self.is_logged(state.step) else None,
+            small_gradients=self.small_gradients if measured else None,
             work_ms=self.work_ms,
         )
-        report = t.step(self.batches, t.plan.schedule.lr_factor(state.tokens, t.plan.step_tokens), probe)
-        self.unread.append(_Queued(state.step, t.step.optimizer.param_groups[0]["lr"], timer, report))
-        state.step, state.tokens = state.step + 1, state.tokens + t.plan.step_tokens
+        lr_factor = t.plan.schedule.lr_factor(step.tokens_before, step.batch.total_batch_size)
+        report = t.step(self.batches, step.batch.grad_accum_steps, lr_factor, probe)
+        self.unread.append(_Queued(step, t.step.optimizer.param_groups[0]["lr"], timer, report))
+        state.step, state.tokens = step.number + 1, step.tokens_after
         if t.profiler is not None:
             with self.clock.paused():  # while it writes the trace
                 if profile := t.profiler.step(timer):
@@ -184,8 +188,8 @@ class _Loop:
             queued = self.unread.popleft()
             numbers = queued.report.read(self.t.timeout_s)
             seconds = self.clock.lap()
-            self.count(numbers, seconds)
-            if self.is_logged(queued.step) or not numbers.finite:
+            self.count(queued.step, numbers, seconds)
+            if self.is_logged(queued.step.number) or not numbers.finite:
                 self.log_step(queued, numbers, seconds)
             if numbers.finite:
                 self.follow_loss(queued.step, numbers.loss)
@@ -195,25 +199,26 @@ class _Loop:
                 return "went back"
         return "went on"
 
-    def count(self, numbers: Numbers, seconds: float) -> None:
+    def count(self, step: PlannedStep, numbers: Numbers, seconds: float) -> None:
         state = self.state
         state.seconds += seconds
         state.fingerprint = (state.fingerprint + numbers.fingerprint) % 2**64
-        self.stop.spare_s = self.needed_s(seconds)
+        self.stop.spare_s = self.needed_s(seconds / step.batch.sequences)
         if numbers.asked:
             self.reasons.append(numbers.asked)
         self.steps_since_log += 1
         self.clipped_since_log += 0 < self.t.step.grad_clip < numbers.grad_norm
 
     def log_step(self, queued: _Queued, numbers: Numbers, seconds: float) -> None:
-        t = self.t
-        tokens = (queued.step + 1) * t.plan.step_tokens
+        t, step = self.t, queued.step
+        tokens = step.tokens_after
         phases_ms = queued.timer.read()
         self.work_ms = phases_ms["data"] + phases_ms["forward"]
         self.log.step(
             {
-                "step": queued.step,
+                "step": step.number,
                 "tokens": tokens,
+                "batch/tokens": step.batch.total_batch_size,
                 "epoch": tokens / (t.dataset.order.n_train * t.plan.batch.seq_len),
                 "train/loss": numbers.loss,
                 "optim/lr": queued.lr,
@@ -223,43 +228,47 @@ class _Loop:
                 **{f"perf/{phase}_ms": ms for phase, ms in phases_ms.items()},
                 "perf/reduce_ms": exposed_reduce_ms(t.step.model),
                 **straggler(numbers.work_ms),
-                **self.noise_scale(tokens, numbers),
+                **self.noise_scale(step, numbers),
                 "data/fingerprint": f"{self.state.fingerprint:016x}",
             }
         )
         self.steps_since_log = self.clipped_since_log = 0
 
-    def noise_scale(self, tokens: int, numbers: Numbers) -> dict[str, float]:
+    def noise_scale(self, step: PlannedStep, numbers: Numbers) -> dict[str, float]:
         """Return the metrics of the noise scale; empty for a step that was not measured or is non-finite."""
-        t, batch = self.t, self.t.plan.batch
+        t, batch = self.t, step.batch
         if t.noise_half_life_tokens is None or not numbers.finite or not 0 < numbers.small_sq_norm < math.inf:
             return {}
         norms = Norms(numbers.small_sq_norm, numbers.grad_norm**2, batch.micro_batch_size, batch.sequences)
-        self.state.noise_scale.take(norms, tokens, t.noise_half_life_tokens)
+        self.state.noise_scale.take(norms, step.tokens_after, t.noise_half_life_tokens)
         # With one micro-batch per rank each is measured, so the norms give the mean cosine.
         cosine = norms.cosine() if math.isnan(numbers.cosine) else numbers.cosine
         return metrics(norms, cosine, self.state.noise_scale, batch.seq_len)
 
-    def follow_loss(self, step: int, loss: float) -> None:
+    def follow_loss(self, step: PlannedStep, loss: float) -> None:
         """Update the smoothed loss. Raises `DivergedError` if it has risen and stayed high."""
         cfg, trend = self.t.cfg, self.state.trend
         if cfg.nonfinite == "skip":
             self.nonfinite_in_a_row = 0
-        if trend.diverged(loss, self.t.plan.steps, cfg.divergence_nats):
+        if trend.diverged(loss, step.batch.total_batch_size, self.t.plan.tokens, cfg.divergence_nats):
             raise DivergedError(
-                f"step {step + 1}: the smoothed loss has stayed {cfg.divergence_nats:g} nats above its minimum of "
-                f"{trend.lowest:.4f} for {trend.steps_above} steps: the run diverged; lower optim.lr, lengthen the "
+                f"step {step.number + 1}: the smoothed loss has stayed {cfg.divergence_nats:g} nats above its minimum "
+                f"of {trend.lowest:.4f} for {trend.steps_above} steps: the run diverged; lower optim.lr, lengthen the "
                 "warm-up, or start a new run with train.divergence_nats=null"
             )
 
-    def needed_s(self, step_s: float) -> float:
-        """Return the seconds that a run needs from its last check of train.max_minutes to its end."""
-        eval_s = self.eval_s
+    def needed_s(self, sequence_s: float) -> float:
+        """Return the seconds that a run needs from its last check of train.max_minutes to its end.
+
+        `sequence_s` are those of a step for each of its sequences. The next step may be longer.
+        """
+        t, state, eval_s = self.t, self.state, self.eval_s
+        step_s = sequence_s * t.plan.step(state.step, state.tokens).batch.sequences
         if eval_s is None:  # a forward pass is a third of a step
-            eval_s = step_s * len(self.t.dataset.val_starts) / self.t.plan.batch.sequences / 3
+            eval_s = sequence_s * len(t.dataset.val_starts) / 3
         return (1 + 2 * self.late) * step_s + eval_s + SAVES_TO_SPARE * self.save_s
 
-    def recover(self, step: int, numbers: str) -> Literal["skipped", "went back"]:
+    def recover(self, step: PlannedStep, numbers: str) -> Literal["skipped", "went back"]:
         """Do what train.nonfinite says after a non-finite step, whose update was skipped. Returns what was done.
 
         Raises `DivergedError` if train.nonfinite is `stop`, or after `MOST_IN_A_ROW` such steps.
@@ -269,18 +278,18 @@ class _Loop:
         if t.cfg.nonfinite == "stop" or self.nonfinite_in_a_row > MOST_IN_A_ROW:
             again = f" after {self.nonfinite_in_a_row} non-finite steps" if t.cfg.nonfinite != "stop" else ""
             raise DivergedError(
-                f"step {step + 1}: {numbers}: the run diverged{again}; lower optim.lr, lengthen the warm-up, or clip "
-                "gradients to a smaller norm"
+                f"step {step.number + 1}: {numbers}: the run diverged{again}; lower optim.lr, lengthen the warm-up, or "
+                "clip gradients to a smaller norm"
             )
         if t.cfg.nonfinite == "skip":
             state.skipped_updates += 1
-            self.log.fault(step, (step + 1) * t.plan.step_tokens, f"{numbers}: the update is skipped")
+            self.log.fault(step.number, step.tokens_after, f"{numbers}: the update is skipped")
             return "skipped"
         with self.clock.paused():
             self.go_back(step, numbers)
         return "went back"
 
-    def go_back(self, step: int, numbers: str) -> None:
+    def go_back(self, step: PlannedStep, numbers: str) -> None:
         """Load the newest regular checkpoint, and continue with the data that follows `step`."""
         t, state = self.t, self.state
 
@@ -293,18 +302,18 @@ class _Loop:
         found = agree(newest, t.rank)
         if found is None:
             raise DivergedError(
-                f"step {step + 1}: {numbers}: the run diverged before its first checkpoint; lower optim.lr"
+                f"step {step.number + 1}: {numbers}: the run diverged before its first checkpoint; lower optim.lr"
             )
         path, saved = found
         if saved.step != self.went_back_to:
             self.went_back_to, self.nonfinite_in_a_row = saved.step, 1
         load_checkpoint(path, t.gpt, t.step.optimizer, t.optim)
-        state.go_back(saved, passing_over=step + 1 - saved.step)
+        state.go_back(saved, step.number + 1, step.tokens_after)
         self.unread.clear()
         self.batches = self.data()
         self.log.rewind(state)
         reloaded = f"reloaded {path.name}; the data since then is skipped"
-        self.log.fault(state.step - 1, state.tokens, f"step {step + 1}: {numbers}: {reloaded}")
+        self.log.fault(state.step - 1, state.tokens, f"step {step.number + 1}: {numbers}: {reloaded}")
 
     def validate(self, with_scores: bool = False) -> None:
         t, state = self.t, self.state
@@ -355,7 +364,7 @@ class _Loop:
                     raise
                 warn(f"{error}; training continues")
             else:
-                self.log.checkpoint(state.step, path)
+                self.log.checkpoint(state, path)
 
         if is_last:
             agree(publish, t.rank)

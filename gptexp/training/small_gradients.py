@@ -20,9 +20,9 @@ class SmallGradients:
     hooks read each tensor's gradient before it is accumulated or reduced.
     """
 
-    def __init__(self, model: nn.Module, grad_accum_steps: int) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self._parameters = [p for p in model.parameters() if p.requires_grad]
-        self._reduced_at_once = isinstance(model, DistributedDataParallel) and grad_accum_steps == 1
+        self._reduced_by_ddp = isinstance(model, DistributedDataParallel)
         # The first gradient of each parameter. Nothing writes to it before the hooks of the second pass have read it.
         self._first: list[Tensor | None] = []
         self._norms: list[Tensor] = []
@@ -42,7 +42,8 @@ class SmallGradients:
             if micro_step == 1 and (first := self._first[number]) is not None:
                 products.append(dot(first, gradient))
 
-        with_hooks = micro_step == 1 or self._reduced_at_once
+        # DDP is used with `MeanReduction`, whose divisor is the number of backward passes.
+        with_hooks = micro_step == 1 or (self._reduced_by_ddp and divisor == 1)
         hooks = [p.register_hook(partial(measure, i)) for i, p in enumerate(self._parameters) if with_hooks]
         try:
             yield

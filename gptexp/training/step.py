@@ -46,18 +46,19 @@ class Probe:
 
 @dataclass(frozen=True)
 class TrainStep:
-    """One optimizer update on the next `grad_accum_steps` micro-batches."""
+    """One optimizer update on the next micro-batches."""
 
     model: nn.Module  # returns the mean loss of a micro-batch; may be compiled or wrapped in DDP
     optimizer: torch.optim.Optimizer
     reduction: Reduction
-    grad_accum_steps: int
     grad_clip: float  # largest global gradient norm; 0 means no clipping
     forward_context: ForwardContext  # autocast, or a null context
     dropout: bool
 
-    def __call__(self, batches: Iterator[MicroBatch], lr_factor: float, probe: Probe | None = None) -> StepReport:
-        """Train on the next micro-batches at `lr_factor` times the peak learning rate. *Collective.*
+    def __call__(
+        self, batches: Iterator[MicroBatch], grad_accum_steps: int, lr_factor: float, probe: Probe | None = None
+    ) -> StepReport:
+        """Train on the next `grad_accum_steps` micro-batches at `lr_factor` times the peak rate. *Collective.*
 
         Skips the update if the loss or the gradient norm is non-finite on any rank. With a fused optimizer the host
         does not wait for the device.
@@ -66,12 +67,12 @@ class TrainStep:
         set_lr(self.optimizer, lr_factor)
         loss_sum: Tensor | float = 0.0
         fingerprint = 0
-        for micro_step in range(self.grad_accum_steps):
+        for micro_step in range(grad_accum_steps):
             batch = next(batches)  # a thread has prefetched it
             probe.mark("data")
             if self.dropout:
                 torch.manual_seed(batch.dropout_seed)  # dropout must not depend on rank or micro-batch size
-            with self.reduction(micro_step, self.grad_accum_steps) as divisor:
+            with self.reduction(micro_step, grad_accum_steps) as divisor:
                 with self.forward_context():
                     loss = self.model(batch.x, batch.y)
                 probe.mark("forward")
@@ -85,7 +86,7 @@ class TrainStep:
         if self.grad_clip:
             nn.utils.clip_grads_with_norm_(parameters, self.grad_clip, grad_norm)
         report = StepReport(
-            loss=torch.as_tensor(loss_sum / self.grad_accum_steps),
+            loss=torch.as_tensor(loss_sum / grad_accum_steps),
             grad_norm=grad_norm,
             fingerprint=fingerprint % 2**64,
             stop_flags=probe.stop_flags(),

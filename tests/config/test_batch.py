@@ -5,7 +5,8 @@ import re
 
 import pytest
 
-from gptexp.config.batch import crosses, interval_tokens, plan_batch, run_length
+from gptexp.config.batch import crosses, interval_tokens, plan_batch
+from gptexp.config.schema import BatchConfig, Config, TrainConfig
 
 
 @pytest.mark.parametrize(("world_size", "expected"), [(1, 32), (2, 16), (4, 8), (8, 4)])
@@ -61,9 +62,12 @@ def test_an_error_proposes_the_nearest_legal_values() -> None:
 
 
 def test_run_length_rounds_steps_up_and_keeps_the_requested_tokens() -> None:
-    assert run_length(300_000_000_000, None, 2**19) == (572_205, 300_000_000_000)
-    assert run_length(409_600, None, 8192) == (50, 409_600)
-    assert run_length(409_600, 7, 8192) == (7, 57_344)
+    def run_length(batch: int, max_tokens: int, max_steps: int | None = None) -> tuple[int, int]:
+        return Config(batch=BatchConfig(batch), train=TrainConfig(max_tokens, max_steps)).run_length
+
+    assert run_length(2**19, 300_000_000_000) == (572_205, 300_000_000_000)
+    assert run_length(8192, 409_600) == (50, 409_600)
+    assert run_length(8192, 409_600, 7) == (7, 57_344)
 
 
 def test_an_interval_in_steps_takes_precedence_and_the_default_is_ten_per_run() -> None:

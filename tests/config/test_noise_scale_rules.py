@@ -32,6 +32,6 @@ def test_an_automatic_micro_batch_is_not_refused_at_composition() -> None:
 
 def test_the_noise_scale_is_refused_for_sequential_order() -> None:
     cfg = Config()
-    assert unmeasurable(cfg, 8, 2) is None
+    assert unmeasurable(cfg, 8, 2, cfg.batch.total_batch_size) is None
     cfg.data.order = "sequential"
-    assert "use data.order=shuffled" in str(unmeasurable(cfg, 8, 2))
+    assert "use data.order=shuffled" in str(unmeasurable(cfg, 8, 2, cfg.batch.total_batch_size))

@@ -7,7 +7,8 @@ import pytest
 import torch
 from texts import ids_of, text_config
 
-from gptexp.config.batch import plan_batch
+from gptexp.config.batch import BatchPlan, plan_batch
+from gptexp.config.run_plan import PlannedStep
 from gptexp.data.loader import fingerprint, micro_batches, open_dataset, val_batches
 from gptexp.data.prepare import prepare
 from gptexp.process.errors import DataError
@@ -18,10 +19,14 @@ def dataset_of(corpus: Path, seq_len: int = 16, **kwargs: object) -> object:
     return open_dataset(data, *prepare(data), seq_len, 1337, 50304)
 
 
+def planned(plan: BatchPlan, steps: int, first: int = 0) -> list[PlannedStep]:
+    return [PlannedStep(number, number * plan.total_batch_size, plan) for number in range(first, steps)]
+
+
 def read_all(dataset: object, micro_batch_size: int, world_size: int, steps: int) -> tuple[torch.Tensor, list[int]]:
     """Inputs of `steps` steps in global order, and the fingerprint after each step, over all ranks."""
     plan = plan_batch(8 * 16, micro_batch_size, 16, world_size)
-    ranks = [micro_batches(dataset, plan, r, 0, steps, torch.device("cpu")) for r in range(world_size)]  # type: ignore[arg-type]
+    ranks = [micro_batches(dataset, planned(plan, steps), r, torch.device("cpu")) for r in range(world_size)]  # type: ignore[arg-type]
     inputs, total, prints = [], 0, []
     for _ in range(steps):
         for rank in ranks:
@@ -59,8 +64,8 @@ def test_the_fingerprint_depends_on_the_windows_and_not_on_their_order() -> None
 def test_reading_can_start_at_any_step(corpus: Path, offset: str) -> None:
     dataset = dataset_of(corpus, offset=offset, max_tokens=400)
     plan = plan_batch(8 * 16, 4, 16, 1)
-    all_of_it = [b.x for b in micro_batches(dataset, plan, 0, 0, 5, torch.device("cpu"))]  # type: ignore[arg-type]
-    from_third = [b.x for b in micro_batches(dataset, plan, 0, 3, 5, torch.device("cpu"))]  # type: ignore[arg-type]
+    all_of_it = [b.x for b in micro_batches(dataset, planned(plan, 5), 0, torch.device("cpu"))]  # type: ignore[arg-type]
+    from_third = [b.x for b in micro_batches(dataset, planned(plan, 5, first=3), 0, torch.device("cpu"))]  # type: ignore[arg-type]
     assert torch.equal(torch.cat(all_of_it[6:]), torch.cat(from_third))
 
 

@@ -40,7 +40,7 @@ for accumulation in (1, 4, 16):
     counts.update(buckets=0, ours=0)
     before = [p.grad.data_ptr() if p.grad is not None else 0 for p in ddp.parameters()]
     batches = iter([MicroBatch(x, x, 1, 0)] * accumulation)
-    TrainStep(ddp, optimizer, MeanReduction(ddp), accumulation, 1.0, nullcontext, False)(batches, 1.0).read()
+    TrainStep(ddp, optimizer, MeanReduction(ddp), 1.0, nullcontext, False)(batches, accumulation, 1.0).read()
     if dist.get_rank() == 0:
         kept = before == [p.grad.data_ptr() for p in ddp.parameters()]
         print(json.dumps([accumulation, counts["buckets"], counts["ours"], kept]), flush=True)

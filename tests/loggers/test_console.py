@@ -26,19 +26,19 @@ Gptexp = Callable[..., subprocess.CompletedProcess[str]]
 
 
 def test_the_progress_bar_is_shown_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert isinstance(build_console("auto", 10, TrainState()), LineSink)
-    assert isinstance(build_console("json", 10, TrainState()), JsonSink)
-    assert build_console("off", 10, TrainState()) is None
+    assert isinstance(build_console("auto", 10, 1000, TrainState()), LineSink)
+    assert isinstance(build_console("json", 10, 1000, TrainState()), JsonSink)
+    assert build_console("off", 10, 1000, TrainState()) is None
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    bar = build_console("auto", 10, TrainState())
+    bar = build_console("auto", 10, 1000, TrainState())
     assert isinstance(bar, BarSink)
     bar.close({}, 0)
 
 
 @pytest.mark.parametrize(("mfu", "shown"), [(None, ""), (0.4213, "  MFU 42.1%")])
 def test_bar_shows_losses_rate_utilisation_and_time_left(mfu: float | None, shown: str) -> None:
-    bar = BarSink(10, TrainState(step=4, val_loss=9.0))
-    step = {"event": "step", "step": 6, "train/loss": 3.14159, "perf/tokens_per_s": 12345.6, "perf/mfu_palm": mfu}
+    bar = BarSink(10, 1000, TrainState(step=4, tokens=400, val_loss=9.0))
+    step = {**step_event(6), "train/loss": 3.14159, "perf/tokens_per_s": 12345.6, "perf/mfu_palm": mfu}
 
     def drawn() -> str:
         console = Console(width=120, record=True, force_terminal=True)
@@ -47,19 +47,24 @@ def test_bar_shows_losses_rate_utilisation_and_time_left(mfu: float | None, show
 
     bar.write(step)
     assert f"loss 3.1416  val 9.0000  12,346 tok/s{shown}" in drawn()
-    bar.write({"event": "eval", "step": 6, "val/loss": 4.5, "val/ppl": 90.0})
+    bar.write({**of_step(6), "event": "eval", "val/loss": 4.5, "val/ppl": 90.0})
     assert "loss 3.1416  val 4.5000" in drawn()  # before the next step
-    bar.write({**step, "step": 7})
+    bar.write({**step, **of_step(7)})
     assert "8/10" in (text := drawn())
     assert "left" in text
-    bar.rewind(TrainState(step=4, val_loss=9.0))
+    bar.rewind(TrainState(step=4, tokens=400, val_loss=9.0))
     assert "val 9.0000" in (text := drawn())
     assert "4/10" in text
     bar.close({}, 0)
 
 
 def step_event(step: int) -> dict[str, Any]:
-    return {"event": "step", "step": step, "train/loss": 5.5, "perf/tokens_per_s": 6912.3, "perf/mfu_palm": 0.421}
+    return {**of_step(step), "event": "step", "train/loss": 5.5, "perf/tokens_per_s": 6912.3, "perf/mfu_palm": 0.421}
+
+
+def of_step(step: int) -> dict[str, int]:
+    """What each event of a step has. All steps have 100 tokens."""
+    return {"step": step, "tokens": 100 * (step + 1)}
 
 
 @pytest.mark.parametrize("columns", [80, 120])
@@ -69,14 +74,14 @@ def test_every_message_has_a_line_of_its_own_above_the_bar(columns: int, monkeyp
     monkeypatch.setenv("COLUMNS", str(columns))
     stop, screen = StopRequest(), Screen(columns)
     with written_to(screen):
-        bar = BarSink(10, TrainState())
+        bar = BarSink(10, 1000, TrainState())
         for step, output in enumerate(
             (
                 lambda: warn("wandb: a warning"),
                 lambda: say("a line that is said"),
                 lambda: print("a library prints :warning: [bold]"),
                 lambda: print("a library warns", file=sys.stderr),
-                lambda: bar.write({"event": "eval", "step": 4, "val/loss": 4.5, "val/ppl": 90.0}),
+                lambda: bar.write({**of_step(4), "event": "eval", "val/loss": 4.5, "val/ppl": 90.0}),
                 lambda: stop.on_signal(signal.SIGINT, None),
                 lambda: bar.write({"event": "alert", "step": 6, "text": "x" * (columns + 5)}),
             )
@@ -86,7 +91,7 @@ def test_every_message_has_a_line_of_its_own_above_the_bar(columns: int, monkeyp
             bar._progress.refresh()
             output()
             bar._progress.refresh()
-        bar.write({"event": "eval", "step": 6, "val/loss": 3.5, "val/ppl": 33.1, "val/bpb": 1.25})
+        bar.write({**of_step(6), "event": "eval", "val/loss": 3.5, "val/ppl": 33.1, "val/bpb": 1.25})
         bar.close({}, 0)
         say("the end")
     *lines, drawn, last = screen.lines()
@@ -126,7 +131,7 @@ def test_no_number_of_the_bar_is_cut(columns: int, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("COLUMNS", str(columns))
     screen = Screen(columns)
     with written_to(screen):
-        bar = BarSink(19074, TrainState(val_loss=3.4))
+        bar = BarSink(19074, 1_907_400, TrainState(val_loss=3.4))
         bar.write({**step_event(12344), "perf/tokens_per_s": 1234567.8})
         bar.close({}, 0)
     [line] = screen.lines()
@@ -139,7 +144,7 @@ def test_stderr_in_a_file_stays_there_while_a_bar_is_drawn(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    bar = BarSink(10, TrainState())
+    bar = BarSink(10, 1000, TrainState())
     warn("a warning")
     bar.close({}, 0)
     assert capsys.readouterr().err == "gptexp: a warning\n"

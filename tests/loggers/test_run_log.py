@@ -8,7 +8,8 @@ from gptexp.model.flops import Utilisation
 from gptexp.storage.checkpoint import TrainState
 
 STEP = {
-    "step": 3, "tokens": 400, "epoch": 0.5, "optim/grad_norm": 1.25, "perf/step_ms": 500.0, "gns/cos": 0.5,
+    "step": 3, "tokens": 400, "batch/tokens": 100, "epoch": 0.5, "optim/grad_norm": 1.25, "perf/step_ms": 500.0,
+    "gns/cos": 0.5,
 }  # fmt: skip
 
 
@@ -27,7 +28,7 @@ class Memory:
 
 
 def log_to(sink: Memory, peak: float | None = None) -> RunLog:
-    return RunLog([sink], 100, Utilisation(150, 1000, 800, peak, "somebody said so"), Alerts(0, 1.0))
+    return RunLog([sink], Utilisation(150, 1000, 800, peak, "somebody said so"), Alerts(0, 1.0))
 
 
 def test_a_step_has_rates_and_utilisation() -> None:

@@ -95,10 +95,10 @@ def peak_bytes(
         optimizer = build_optimizer(gpt, optim or AdamWConfig(), fused=True)
         x = torch.zeros(batch, m.block_size, dtype=torch.int64)
         reduction = TreeReduction(gpt, tree) if tree else MeanReduction(None)
-        step = TrainStep(gpt, optimizer, reduction, micro_steps, 1.0, context, dropout=False)
+        step = TrainStep(gpt, optimizer, reduction, 1.0, context, dropout=False)
         for _ in range(2):
             live.peak = live.now
-            step(iter([MicroBatch(x, x, 0, 0)] * micro_steps), lr_factor=0.0)
+            step(iter([MicroBatch(x, x, 0, 0)] * micro_steps), micro_steps, lr_factor=0.0)
     return live.peak
 
 
@@ -221,9 +221,9 @@ apply(effective)
 gpt = build_gpt(cfg, effective, torch.device("cpu"))
 optimizer = build_optimizer(gpt, cfg.optim, True)
 x = torch.zeros(b, t, dtype=torch.int64)
-step = TrainStep(gpt, optimizer, MeanReduction(None), micro_steps, 1.0, forward_context(effective), dropout=False)
+step = TrainStep(gpt, optimizer, MeanReduction(None), 1.0, forward_context(effective), dropout=False)
 for _ in range(3):
-    step(iter([MicroBatch(x, x, 0, 0)] * micro_steps), lr_factor=1.0)
+    step(iter([MicroBatch(x, x, 0, 0)] * micro_steps), micro_steps, lr_factor=1.0)
 grown = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
 print(json.dumps([grown, estimate(cfg, effective, 1).peak]))
 """

@@ -11,6 +11,7 @@ from conftest import events, summary
 
 from gptexp.config.batch import plan_batch
 from gptexp.config.compose import compose
+from gptexp.config.run_plan import PlannedStep
 from gptexp.data.loader import MicroBatch, build_dataset, micro_batches
 from gptexp.distributed.ranks import Rank
 from gptexp.distributed.reduction import MeanReduction
@@ -75,18 +76,19 @@ def test_a_step_does_not_synchronise_with_the_device(tiny: list[str], compiled: 
     gpt = build_gpt(cfg, effective, device)
     optimizer = build_optimizer(gpt, cfg.optim, effective.fused.value)
     plan = plan_batch(cfg.batch.total_batch_size, 2, cfg.seq_len, 1)
-    batches = micro_batches(build_dataset(cfg), plan, 0, 0, steps, device)
+    planned = [PlannedStep(n, n * plan.total_batch_size, plan) for n in range(steps)]
+    batches, accumulation = micro_batches(build_dataset(cfg), planned, 0, device), plan.grad_accum_steps
     mean, context = MeanReduction(None), forward_context(effective)
-    step = TrainStep(gpt, optimizer, mean, plan.grad_accum_steps, 1.0, context, dropout=False)
+    step = TrainStep(gpt, optimizer, mean, 1.0, context, dropout=False)
     with step_context(effective):
         for _ in range(2):
-            step(batches, lr_factor=1.0)
+            step(batches, accumulation, lr_factor=1.0)
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         try:
-            step(batches, lr_factor=1.0)
+            step(batches, accumulation, lr_factor=1.0)
             timer = StepTimer(device)
-            report = step(batches, lr_factor=1.0, probe=Probe(timer=timer))
+            report = step(batches, accumulation, lr_factor=1.0, probe=Probe(timer=timer))
             with pytest.raises(RuntimeError, match="synchronizing"):
                 report.finite.item()  # the mode does raise at a synchronising call
         finally:
@@ -176,13 +178,13 @@ def test_measuring_the_noise_scale_does_not_synchronise_with_the_device() -> Non
     optimizer = build_optimizer(gpt, cfg.optim, effective.fused.value)
     x = torch.zeros((1, 1024), dtype=torch.int64, device=device)
     batches = (MicroBatch(x, x.clone(), 0, 0) for _ in range(8))
-    probe = Probe(small_gradients=SmallGradients(gpt, 4))
-    step = TrainStep(gpt, optimizer, MeanReduction(None), 4, 1.0, forward_context(effective), dropout=False)
+    probe = Probe(small_gradients=SmallGradients(gpt))
+    step = TrainStep(gpt, optimizer, MeanReduction(None), 1.0, forward_context(effective), dropout=False)
     with step_context(effective):
-        step(batches, lr_factor=1.0, probe=probe)  # compiles
+        step(batches, 4, lr_factor=1.0, probe=probe)  # compiles
         torch.cuda.set_sync_debug_mode("error")
         try:
-            report = step(batches, lr_factor=1.0, probe=probe)
+            report = step(batches, 4, lr_factor=1.0, probe=probe)
         finally:
             torch.cuda.set_sync_debug_mode("default")
     assert report.read().small_sq_norm > 0

@@ -27,7 +27,7 @@ STEPS = 10_000
 def first_flagged(losses: Iterable[float], nats: float | None = 1.0, steps: int = STEPS) -> int | None:
     """The step after which the run counts as diverged; None if it never does."""
     trend = LossTrend()
-    return next((step for step, loss in enumerate(losses) if trend.diverged(loss, steps, nats)), None)
+    return next((step for step, loss in enumerate(losses) if trend.diverged(loss, 64, 64 * steps, nats)), None)
 
 
 def falling(step: int) -> float:
@@ -80,7 +80,7 @@ def test_a_resumed_run_diverges_at_the_same_step() -> None:
     for step, loss in enumerate(losses):
         if step % 7 == 0:  # saved and loaded again
             state = from_dict(asdict(state), TrainState)
-        if state.trend.diverged(loss, STEPS, 1.0):
+        if state.trend.diverged(loss, 64, 64 * STEPS, 1.0):
             break
     assert step == straight
 

@@ -49,7 +49,7 @@ def losses(
         gpt.compile(fullgraph=True, dynamic=False)
     optimizer = build_optimizer(gpt, AdamWConfig(lr=LR), fused)
     context = nullcontext if dtype == torch.float32 else partial(torch.autocast, "cpu", dtype)
-    train_step = TrainStep(gpt, optimizer, MeanReduction(None), 2, 1.0, context, dropout=False)
+    train_step = TrainStep(gpt, optimizer, MeanReduction(None), 1.0, context, dropout=False)
     generator = torch.Generator().manual_seed(0)
     found = []
     torch.set_float32_matmul_precision(precision)
@@ -58,7 +58,7 @@ def losses(
             start = torch.randint(512, (24, 1), generator=generator)
             tokens = (start + 7 * torch.arange(33)) % 512
             batches = [MicroBatch(half[:, :-1], half[:, 1:], 0, 0) for half in tokens.split(12)]
-            report = train_step(iter(batches), lr_factor=min(1.0, (step + 1) / WARM_UP))
+            report = train_step(iter(batches), 2, lr_factor=min(1.0, (step + 1) / WARM_UP))
             found.append(report.read().loss)
     finally:
         torch.set_float32_matmul_precision("highest")
@@ -152,8 +152,8 @@ def test_a_recomputed_block_uses_the_requested_attention_kernel() -> None:
     gpt = build_gpt(cfg, effective, cpu)
     optimizer, x = build_optimizer(gpt, cfg.optim, True), torch.zeros(2, 32, dtype=torch.int64)
     with step_context(effective), torch.profiler.profile() as profile:
-        step = TrainStep(gpt, optimizer, MeanReduction(None), 1, 1.0, forward_context(effective), dropout=False)
-        step(iter([MicroBatch(x, x, 0, 0)]), lr_factor=1.0)
+        step = TrainStep(gpt, optimizer, MeanReduction(None), 1.0, forward_context(effective), dropout=False)
+        step(iter([MicroBatch(x, x, 0, 0)]), 1, lr_factor=1.0)
     count = Counter(e.name for e in profile.events())
     assert count["aten::_scaled_dot_product_attention_math"] == 2 * MODEL.n_layer
     assert count["aten::_scaled_dot_product_flash_attention_for_cpu"] == 0

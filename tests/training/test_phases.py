@@ -53,8 +53,8 @@ def test_every_part_of_a_step_is_in_one_phase(monkeypatch: pytest.MonkeyPatch) -
     timer = StepTimer(CPU)
     optimizer, mean = SlowSGD(model.parameters(), lr=0.1), MeanReduction(None)
     optimizer.param_groups[0]["initial_lr"] = 0.1
-    step = TrainStep(model, optimizer, mean, 2, 1.0, nullcontext, dropout=False)
-    step(batches(), lr_factor=1.0, probe=Probe(timer=timer))
+    step = TrainStep(model, optimizer, mean, 1.0, nullcontext, dropout=False)
+    step(batches(), 2, lr_factor=1.0, probe=Probe(timer=timer))
     phases = timer.read()
     assert phases.keys() == set(PHASES)
     assert phases == {"data": 1000.0, "forward": 2000.0, "backward": 4000.0, "clip": 8000.0, "optimizer": 4000.0}

@@ -12,6 +12,7 @@ from conftest import events
 
 from gptexp.config.batch import plan_batch
 from gptexp.config.compose import compose
+from gptexp.config.run_plan import PlannedStep
 from gptexp.config.schema import ModelConfig
 from gptexp.data.loader import MicroBatch, build_dataset, micro_batches
 from gptexp.distributed.ranks import Rank
@@ -48,10 +49,10 @@ def test_a_step_on_one_rank_measures_its_first_two_micro_batches(micro_steps: in
     g = gradients(model, batches)[:2]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     optimizer.param_groups[0]["initial_lr"] = 0.0
-    step = TrainStep(model, optimizer, MeanReduction(None), micro_steps, 1.0, nullcontext, dropout=False)
-    probe = Probe(small_gradients=SmallGradients(model, micro_steps))
+    step = TrainStep(model, optimizer, MeanReduction(None), 1.0, nullcontext, dropout=False)
+    probe = Probe(small_gradients=SmallGradients(model))
     for _ in range(2):  # the second step measures again
-        numbers = step(iter(batches), lr_factor=1.0, probe=probe).read()
+        numbers = step(iter(batches), micro_steps, lr_factor=1.0, probe=probe).read()
         assert numbers.small_sq_norm == pytest.approx(float(g.square().sum(1).mean()), rel=1e-5)
         if micro_steps > 1:
             cosine = float(g[0] @ g[1] / (g[0].norm() * g[1].norm()))
@@ -66,7 +67,7 @@ def run_gradients(directory: Path, micro_batch: int) -> torch.Tensor:
     torch.manual_seed(cfg.train.seed)
     model = GPT(cfg.model, plain_cross_entropy)
     plan = plan_batch(cfg.batch.total_batch_size, micro_batch, cfg.seq_len, 1)
-    return gradients(model, list(micro_batches(build_dataset(cfg), plan, 0, 0, 1, torch.device("cpu"))))
+    return gradients(model, list(micro_batches(build_dataset(cfg), [PlannedStep(0, 0, plan)], 0, torch.device("cpu"))))
 
 
 @pytest.mark.parametrize(
