@@ -1,7 +1,7 @@
 """Kills a run as often as requested, starts it again each time, and compares it with an undisturbed run.
 
-    python tests/survival.py kills --kills 50 --world-sizes 2
-    python tests/survival.py crash --points renamed --occurrences 2
+    python tests/survival.py kills FOLDER --kills 50 --world-sizes 2
+    python tests/survival.py crash FOLDER --points renamed --occurrences 2
 
 Ranks are forked from this process, which has imported torch, so a start takes a fraction of a second. Each rank runs
 the real `gptexp.run.rank.run` in a real process group. A driver reads their progress from shared memory, which decides
@@ -77,8 +77,11 @@ def mutated_package(name: str, folder: Path) -> Path:
     return package.parent
 
 
-def config(folder: Path, steps: int, optim: str = "adamw", **train: Any) -> Config:
-    """A small model with dropout. A step has eight micro-batches, which 1, 2 and 4 ranks can share."""
+def config(folder: Path, steps: int, optim: str = "adamw", ramp: bool = False) -> Config:
+    """A small model with dropout. A step has eight micro-batches, which 1, 2 and 4 ranks can share.
+
+    With `ramp`, the first has two of them, and the other sizes of its steps are four and six.
+    """
     text = folder / "text.txt"
     if not text.exists():
         text.write_text("\n".join(f"{i * i % 97} and {i % 13} make {i}." for i in range(20_000)))
@@ -94,7 +97,10 @@ def config(folder: Path, steps: int, optim: str = "adamw", **train: Any) -> Conf
     cfg.optim = compose([f"optim={optim}"]).optim
     if optim == "schedulefree":
         cfg.schedule.name = "constant"
-    cfg.train = replace(cfg.train, **train)
+    if ramp:
+        batch = cfg.batch
+        batch.ramp_from_tokens, batch.ramp_tokens = 2 * 16, batch.step_sizes.tokens_after(steps) // 2
+        cfg.train.save_every, cfg.train.save_every_tokens, cfg.train.reduction = None, SAVE_EVERY * 32, "mean"
     return cfg
 
 
@@ -201,18 +207,21 @@ def whole_metrics(directory: Path, steps: int) -> bool:
     return [e["step"] for e in events if e["event"] == "step"] == list(range(steps))
 
 
-def undisturbed(cfg: Config, folder: Path) -> str:
+def undisturbed(cfg: Config, folder: Path, world_size: int = 1) -> str:
     directory = folder / "undisturbed"
-    [code] = reap(start(cfg, directory, 1, lambda rank: None), 300)
-    assert code == 0
+    codes = reap(start(cfg, directory, world_size, lambda rank: None), 300)
+    assert not any(codes)
     return contents(directory)
 
 
-def kills(folder: Path, count: int, steps: int, world_sizes: list[int], seed: int, optim: str) -> dict[str, Any]:
+def kills(
+    folder: Path, count: int, steps: int, world_sizes: list[int], seed: int, optim: str, ramp: bool
+) -> dict[str, Any]:
     """Kill a run `count` times, then let it complete."""
     draw, pulse = random.Random(seed), Pulse()
-    cfg = config(folder, steps, optim)
-    expected = undisturbed(cfg, folder)
+    cfg = config(folder, steps, optim, ramp)
+    # A ramp has no tree of reductions, so the sums of another world size round differently.
+    expected = undisturbed(cfg, folder, world_sizes[0] if ramp else 1)
     directory = folder / "killed"
     resumed_at, in_save, half_written, delivered, starts, alone = set(), 0, 0, 0, 0, 0
     sizes: dict[int, int] = {}
@@ -380,6 +389,7 @@ def main() -> None:
     parser.add_argument("--world-sizes", type=int, nargs="+", default=[1])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--optim", default="adamw")
+    parser.add_argument("--ramp", action="store_true")
     parser.add_argument("--points", nargs="+", default=POINTS)
     parser.add_argument("--occurrences", type=int, nargs="+", default=[1, 2, 3])
     args = parser.parse_args()
@@ -387,7 +397,9 @@ def main() -> None:
 
     import_torch()
     if args.what == "kills":
-        print(json.dumps(kills(args.folder, args.kills, args.steps, args.world_sizes, args.seed, args.optim)))
+        print(
+            json.dumps(kills(args.folder, args.kills, args.steps, args.world_sizes, args.seed, args.optim, args.ramp))
+        )
     else:
         print(json.dumps(crashes(args.folder, args.points, args.occurrences)))
 

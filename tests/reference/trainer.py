@@ -8,6 +8,8 @@ Weights decay if they have two dimensions. The order of the data is that of gpte
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from fractions import Fraction
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -40,6 +42,8 @@ class Setup:
     eps: float
     weight_decay: float
     grad_clip: float  # 0: none
+    ramp_from: int = 0  # of a batch ramp: tokens of its first step, of which each step is a multiple; 0: no ramp
+    ramp_over: int = 0
 
 
 @dataclass(frozen=True)
@@ -144,8 +148,19 @@ def mean_loss(w: Weights, rows: Tensor, s: Setup) -> Tensor:
 # --- training --------------------------------------------------------------------------------------------------------
 
 
-def lr_at(step: int, s: Setup) -> float:
-    before, after, end = step * s.total_batch_size, (step + 1) * s.total_batch_size, s.steps * s.total_batch_size
+def step_ends(s: Setup) -> list[int]:
+    """The tokens before the first step, and after each step."""
+    ends = [0]
+    for _ in range(s.steps):
+        size = s.total_batch_size
+        if ends[-1] < s.ramp_over:
+            linear = s.ramp_from + Fraction((size - s.ramp_from) * ends[-1], s.ramp_over)
+            size = math.floor(linear / s.ramp_from + Fraction(1, 2)) * s.ramp_from
+        ends.append(ends[-1] + size)
+    return ends
+
+
+def lr_at(before: int, after: int, end: int, s: Setup) -> float:
     if after <= s.warmup:
         return s.lr * after / s.warmup
     done = (max(before, s.warmup) - s.warmup) / (end - s.warmup)
@@ -157,17 +172,18 @@ def train(weights: Weights, ids: list[int], s: Setup) -> Iterator[Step]:
     w = {name: value.double().requires_grad_() for name, value in weights.items()}
     m = {name: torch.zeros_like(value) for name, value in w.items()}
     v = {name: torch.zeros_like(value) for name, value in w.items()}
-    sequences = s.total_batch_size // s.seq_len
-    per_rank = sequences // s.micro_batch_size // s.world_size
+    ends = step_ends(s)
     order, held_out = windows(
-        (len(ids) - 1) // s.seq_len, round(s.val_tokens / s.seq_len), s.seed, range(s.steps * sequences)
+        (len(ids) - 1) // s.seq_len, round(s.val_tokens / s.seq_len), s.seed, range(ends[-1] // s.seq_len)
     )
 
     def rows(of: list[int]) -> Tensor:
         return torch.tensor([ids[i * s.seq_len : (i + 1) * s.seq_len + 1] for i in of])
 
-    for step in range(s.steps):
-        mine = order[step * sequences : (step + 1) * sequences]
+    for step, (before, after) in enumerate(pairwise(ends)):
+        mine = order[before // s.seq_len : after // s.seq_len]
+        sequences = len(mine)
+        per_rank = sequences // s.micro_batch_size // s.world_size
         total = {name: torch.zeros_like(value) for name, value in w.items()}
         losses, small = [], []
         for number in range(sequences // s.micro_batch_size):
@@ -181,7 +197,7 @@ def train(weights: Weights, ids: list[int], s: Setup) -> Iterator[Step]:
                 total[name] += g / (sequences // s.micro_batch_size)
         norm = math.sqrt(sum(float(g.square().sum()) for g in total.values()))
         factor = min(1.0, s.grad_clip / (norm + 1e-6)) if s.grad_clip else 1.0
-        lr = lr_at(step, s)
+        lr = lr_at(before, after, ends[-1], s)
         with torch.no_grad():
             for name, value in w.items():
                 g = factor * total[name]
@@ -191,6 +207,6 @@ def train(weights: Weights, ids: list[int], s: Setup) -> Iterator[Step]:
                 decay = s.weight_decay if value.dim() >= 2 else 0.0
                 value -= lr * (m_hat / (v_hat.sqrt() + s.eps) + decay * value)
             val_loss = None
-            if (step + 1) % s.eval_every == 0 or step + 1 == s.steps:
+            if after // s.eval_every > before // s.eval_every or step + 1 == s.steps:
                 val_loss = float(mean_loss(w, rows(held_out), s))
         yield Step(sum(losses) / len(losses), lr, norm, sum(small) / len(small), val_loss)

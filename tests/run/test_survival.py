@@ -74,6 +74,16 @@ def test_a_run_with_each_optimizer_survives_twenty_kills_at_changing_world_sizes
     assert found["starts per world size"].keys() == {"1", "2"}
 
 
+@pytest.mark.e2e
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_run_with_a_batch_ramp_survives_fifteen_kills(tmp_path: Path, world_size: int) -> None:
+    found = survive(tmp_path, "kills", "--kills", 15, "--steps", 120, "--world-sizes", world_size, "--ramp")
+    print(found)
+    assert unharmed(found), found
+    assert found["kills"] == 15, found
+    assert found["resume steps"] >= 6, found
+
+
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_every_mutant_applies_to_the_current_code(tmp_path: Path, mutant: str) -> None:
     package = mutated_package(mutant, tmp_path) / "gptexp"
