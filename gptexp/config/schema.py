@@ -142,7 +142,7 @@ class TwoMomentsConfig(OptimConfig):
     # in an update; schedulefree: weight of the average in the weights that are trained
     beta2: float = _below_one(0.95)  # decay rate of the second moment; lion: of its only one
     beta2_half_life_tokens: int | None = _positive(None)  # tokens over which beta2 halves a gradient's weight, at any
-    # batch size; takes precedence over beta2
+    # batch size (of a ramp: at its last); takes precedence over beta2
 
 
 @dataclass

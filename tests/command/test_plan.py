@@ -6,6 +6,7 @@ import random
 import re
 import shlex
 import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -49,6 +50,33 @@ def test_a_plan_is_printed_as_a_table_and_as_json(corpus: Path, capsys: pytest.C
     table = capsys.readouterr().out
     assert "124,475,904" in table
     assert "16 sequences × 1,024 tokens × 8 ranks × 4 micro-steps" in table
+
+
+def test_the_plan_of_gpt3s_ramp_counts_its_steps_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    config = compose(
+        ["model=gpt3_175b", "batch=gpt3_3m_ramp", "schedule=gpt3", "train.max_tokens=300e9", "world=ddp16"]
+    )
+    started = time.perf_counter()
+    p = plan(config, gpu=GPUS["h100"])  # without timing the kernels of this machine
+    assert time.perf_counter() - started < 1
+    assert (p["ramp_steps"], p["steps"]) == (17_895, 109_448)  # test_step_sizes.py counts these ramps one by one
+    assert 0 <= p["tokens"] - 300 * 10**9 < 3_145_728
+    planning.show(p)
+    table = capsys.readouterr().out
+    assert f"{p['tokens']:,} in 109,448 steps of up to 3,145,728" in table
+    assert (
+        "batch ramp     from 32,768 tokens per step, linear over the first 12,000,000,000 tokens (17,895 steps)"
+        in table
+    )
+    assert p["time"]["step_s"] * p["tokens"] / 3_145_728 == pytest.approx(p["time"]["total_s"])
+
+
+def test_the_ramp_of_a_plan_is_that_of_the_whole_ramp_also_if_the_run_ends_before() -> None:
+    p = plan(compose(["model=gpt3_125m", "batch=gpt3_ramp", "train.max_tokens=1e9"]))
+    assert abs(p["ramp_steps"] - 23_191) <= 2
+    assert p["steps"] < p["ramp_steps"]
+    assert p["ramp"].endswith("; the run ends at 163,840 tokens per step")
+    assert plan(compose(["model=nano"]))["ramp_steps"] == 0
 
 
 @pytest.mark.parametrize("grid", [[], ["-m", "train.seed=1,2"]], ids=["train", "train -m"])

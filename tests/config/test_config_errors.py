@@ -215,6 +215,7 @@ REAL = (
     "optim.lr=1e-3,2e-3",
     "-m optim.lr=1e-3,-1",
     "sweep=batch_size batch.micro_batch_size=32",
+    "sweep=batch_size model=nano batch.ramp_from_tokens=2048 batch.ramp_tokens=1e5",
     "-m hydra/sweeper=random 'optim.lr=interval(3,1)'",
     "-m hydra/sweeper=optuna data.val_tokens=0 optim.lr=1e-3,2e-3",
     "--config-dir @CONF experiment=unknown_key",

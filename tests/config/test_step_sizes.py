@@ -67,7 +67,7 @@ def test_without_a_ramp_every_step_has_the_same_size() -> None:
 
 
 def test_the_ramp_of_gpt3_small_has_the_published_number_of_steps() -> None:
-    """gpt-3's batch is 2^19 tokens after 4e9 tokens; without the ramp these would be 7,630 steps."""
+    """GPT-3's batch is 2^19 tokens after 4e9 tokens; without the ramp these would be 7,630 steps."""
     counted = sum(1 for tokens in iter_below(GPT3_SMALL))
     assert GPT3_SMALL.ramp_steps == counted
     assert abs(counted - 23_191) <= 2

@@ -52,9 +52,10 @@ def test_bar_shows_losses_rate_utilisation_and_time_left(mfu: float | None, show
     bar.write({**step, **of_step(7)})
     assert "8/10" in (text := drawn())
     assert "left" in text
-    bar.rewind(TrainState(step=4, tokens=400, val_loss=9.0))
+    bar.rewind(TrainState(step=4, tokens=250, val_loss=9.0))
     assert "val 9.0000" in (text := drawn())
     assert "4/10" in text
+    assert bar._progress.tasks[0].percentage == 25  # by tokens: the steps of a ramp differ in size
     bar.close({}, 0)
 
 

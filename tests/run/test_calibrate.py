@@ -75,6 +75,16 @@ def test_the_estimated_time_of_a_step_scales_only_its_micro_steps(
     assert pace.total_s == pytest.approx(12 + 100 * pace.step_s + 3 * pace.validation_s)
     cfg.batch.total_batch_size = 4 * 1024 * 8  # another cell of a sweep, from the same sample
     assert calibrate.pace(seen, cfg, plan_run(cfg, 4)).step_s == pytest.approx(0.495)
+    cfg.train.eval_every, cfg.train.eval_every_tokens = None, 0
+    cfg.batch.ramp_from_tokens, cfg.batch.ramp_tokens = 4 * 1024, 10**6
+    ramp = plan_run(cfg, 4)
+    of_steps_ms = [60 * step.batch.grad_accum_steps + 15 for step in ramp.steps_from(0, 0)]
+    assert len({*of_steps_ms}) == 8
+    found = calibrate.pace(seen, cfg, ramp)
+    assert (found.step_s, found.total_s) == (pytest.approx(0.495), pytest.approx(12 + sum(of_steps_ms) / 1e3 + 0.06))
+    prepared.clear()
+    calibrate.sample(cfg, ramp, planned)
+    assert (ran[-1].batch.ramp_tokens, problems(ran[-1], 1)) == (None, [])
 
 
 @pytest.mark.slow

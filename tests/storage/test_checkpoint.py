@@ -1,5 +1,6 @@
 """Checkpoints: complete or absent, exact, and pruned as configured."""
 
+import hashlib
 import json
 import os
 import resource
@@ -54,6 +55,22 @@ def test_training_continues_bit_for_bit(tmp_path: Path) -> None:
         o.step()
     for a, b in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(("passed_over", "tokens"), [(0, 0), (3, 24)])
+def test_a_checkpoint_of_an_older_version_counts_passed_over_steps_of_one_size(
+    tmp_path: Path, passed_over: int, tokens: int
+) -> None:
+    path = save(tmp_path, 5)
+    values = json.loads((path / "state.json").read_text())
+    del values["tokens_passed_over"], values["trend"]["tokens_above"]
+    text = json.dumps({**values, "tokens": 40, "steps_passed_over": passed_over})
+    (path / "state.json").write_text(text)
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["state.json"] = [len(text), hashlib.sha256(text.encode()).hexdigest()]
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    state = checkpoint.load_state(path)
+    assert (state.steps_passed_over, state.tokens_passed_over) == (passed_over, tokens)
 
 
 def test_the_newest_intact_checkpoint_is_loaded_and_each_damaged_one_is_named(

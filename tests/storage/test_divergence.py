@@ -65,6 +65,36 @@ def test_bumps_in_a_short_run_are_not_a_divergence() -> None:
     assert first_flagged([*[10.7] * 5, *[5.0] * 20, *[9.0] * 25], steps=50) is not None
 
 
+def test_in_a_ramp_it_is_the_tokens_that_count() -> None:
+    """Steps of 16 tokens, then of 64: the loss rises in the one part or in the other, and is smoothed over as many."""
+    sizes = [16] * 8000 + [64] * 8000
+    run, rise = sum(sizes), 0.01 * sum(sizes)
+
+    def flagged_after(begins: int) -> float:
+        """The tokens from the rise to the detection, as a share of the run."""
+        trend, tokens, before = LossTrend(), 0, sum(sizes[:begins])
+        for size in sizes:
+            tokens += size
+            since = tokens - before
+            loss = 3.0 + min(3.0, max(0, since) / rise)
+            if trend.diverged(loss, size, run, 1.0):
+                return since / run
+        raise AssertionError(f"no divergence after step {begins}")
+
+    early, late = flagged_after(2000), flagged_after(12_000)
+    assert early == pytest.approx(late, rel=0.02)
+    assert 0.01 < early < 0.025
+
+
+def test_a_divergence_lasts_at_least_twenty_steps() -> None:
+    trend, flagged = LossTrend(), None
+    for step in range(60):
+        if trend.diverged(3.0 if step < 10 else 9.0, 64, 6400, 1.0) and flagged is None:
+            flagged = step
+    assert flagged is not None
+    assert flagged >= 10 + 19
+
+
 def test_repeated_bumps_do_not_accumulate() -> None:
     def bumpy(step: int) -> float:
         return falling(step) + (2.5 if step % 500 < 45 and step > 1000 else 0.0)

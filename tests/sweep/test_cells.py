@@ -4,9 +4,11 @@ from pathlib import Path
 
 import pytest
 from omegaconf import DictConfig
+from sweeps import compose_sweep
 
 from gptexp.config.compose import compose, composition, hydra_engine
 from gptexp.data.characters import CharTokenizer
+from gptexp.process.errors import ConfigError
 from gptexp.sweep.cells import cell_name, confounds, fixed_arguments, name_sweep
 from gptexp.sweep.space import swept_keys
 
@@ -123,3 +125,20 @@ def test_lengths_in_steps_give_a_warning_only_if_the_batch_size_is_swept() -> No
         "schedule.warmup_steps=5", "train.max_steps=9"
     ]  # fmt: skip
     assert warnings(4096, 4096) == []
+
+
+RAMP = ["model=nano", "batch.ramp_from_tokens=2048", "batch.ramp_tokens=1e5"]
+
+
+def test_a_ramp_may_be_swept_at_one_batch_size_and_not_over_batch_sizes() -> None:
+    grid = compose_sweep([*RAMP, "optim.lr=1e-3,2e-3", "batch.micro_batch_size=4,8", "batch.ramp_tokens=1e5,2e5"])
+    assert [drafted.problems for drafted in grid.drafts] == [[]] * 8
+    with pytest.raises(ConfigError, match="a sweep over batch sizes") as refused:
+        compose_sweep([*RAMP, "optim.lr=1e-3,2e-3", "batch.total_batch_size=8192,16384"])
+    assert len(refused.value.problems) == 1
+
+
+def test_runs_with_a_ramp_that_are_compared_over_batch_sizes_are_named() -> None:
+    """A report may have them, of several commands."""
+    [line] = confounds([compose([*RAMP, f"batch.total_batch_size={size}"]) for size in (8192, 16384)])
+    assert line == "batch.ramp_tokens=100000: the steps grow, so a run has not one batch size; leave out the ramp"

@@ -217,6 +217,34 @@ def test_a_rollback_continues_with_the_data_after_the_failed_step(
     check_rolled_back(tmp_path / "one", prefix)
 
 
+def test_a_rollback_in_a_ramp_passes_over_the_tokens_of_the_failed_steps(
+    poison: Poison, tiny: list[str], tmp_path: Path
+) -> None:
+    """The steps after it have the sizes of the steps before, and read what follows the failed one."""
+    ramp = [*tiny, "batch.ramp_from_tokens=32", "batch.ramp_tokens=600", "train.max_steps=12", "train.eval_every=null",
+            "train.save_every_tokens=160", "train.nonfinite=rollback"]  # fmt: skip
+    assert train_here(ramp, tmp_path / "clean") == 0
+    poison([(8, 1)])  # the ninth step, in its second micro-batch
+    assert train_here(ramp, tmp_path / "bad") == 0
+    clean, bad = (events(tmp_path / run, "step") for run in ("clean", "bad"))
+    assert [event["batch/tokens"] for event in bad] == [event["batch/tokens"] for event in clean]
+    [fault] = events(tmp_path / "bad", "fault")
+    back = fault["step"]  # the last step of the checkpoint
+    assert 0 < back < 7
+    assert fault["tokens"] == clean[back]["tokens"]
+    state = json.loads((newest(tmp_path / "bad") / "state.json").read_text())
+    failed, reloaded, end = clean[8]["tokens"], clean[back]["tokens"], clean[-1]["tokens"]
+    assert (state["steps_passed_over"], state["tokens_passed_over"]) == (8 - back, failed - reloaded)
+    assert len({clean[number]["batch/tokens"] for number in range(back + 1, 12)}) > 1
+
+    one_size = [*tiny, "batch.total_batch_size=32", f"train.max_steps={(end + failed - reloaded) // 32}"]
+    poison([])
+    assert train_here([*one_size, "log.noise_scale=off"], tmp_path / "data") == 0
+    read = {e["tokens"]: int(e["data/fingerprint"], 16) for e in events(tmp_path / "data", "step")}
+    expected = (read[reloaded] + read[end + failed - reloaded] - read[failed]) % 2**64
+    assert int(bad[-1]["data/fingerprint"], 16) == expected
+
+
 @pytest.mark.e2e
 def test_two_ranks_roll_back_like_one_rank(
     prefix: list[int], start: Start, sabotage: Sabotage, tiny: list[str], tmp_path: Path
