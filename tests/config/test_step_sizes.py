@@ -66,7 +66,7 @@ def test_without_a_ramp_every_step_has_the_same_size() -> None:
     assert [sizes.steps_to(tokens) for tokens in (0, 1, 7, 8, 14)] == [0, 1, 1, 2, 2]
 
 
-def test_the_ramp_of_gpt3_small_has_the_published_number_of_steps() -> None:
+def test_the_ramp_of_gpt3s_small_models_takes_23191_steps() -> None:
     """GPT-3's batch is 2^19 tokens after 4e9 tokens; without the ramp these would be 7,630 steps."""
     counted = sum(1 for tokens in iter_below(GPT3_SMALL))
     assert GPT3_SMALL.ramp_steps == counted
@@ -152,7 +152,7 @@ def test_a_legal_ramp_divides_at_every_proposed_value() -> None:
             start = 1
         cfg.batch = BatchConfig(total * quantum, draw.randint(1, 4), 16, start * quantum, 5000)
         if number % 4:
-            cfg.batch.ramp_quantum_tokens = quantum + (1 if number % 4 == 1 else 0)
+            cfg.batch.ramp_quantum_tokens = {1: quantum + 1, 2: 2 * quantum, 3: quantum}[number % 4]
         sizes = cfg.batch.step_sizes
         micro_step = cfg.batch.asked_micro_batch_size * 16 * world  # type: ignore[operator]
         legal = sizes.start < sizes.total and not any(
