@@ -117,6 +117,9 @@ def _facts(directory: Path, runs: Sequence[Run], planned: Sequence[Run]) -> Iter
     )
     cells = [*readable, *planned]
     yield "Batch size", f"{_listed(sorted({run.batch for run in cells}), ',')} tokens a step"
+    if ramps := [run.config for run in readable if run.config.get("batch.ramp_tokens")]:
+        over = (f"from {c['batch.ramp_from_tokens']:,} over {c['batch.ramp_tokens']:,} tokens" for c in ramps)
+        yield "Batch ramp", _each(over, "ramps")
     yield "Learning rate", _listed(sorted({run.lr for run in cells}), ".3g")
     yield "Length", f"{_listed(sorted({run.of_tokens for run in readable}), ',')} tokens"
     if devices := [run for run in readable if "device" in run.summary]:

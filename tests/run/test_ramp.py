@@ -16,6 +16,7 @@ from gptexp.distributed.ranks import Rank
 from gptexp.machine.effective import resolve
 from gptexp.process.errors import CheckpointError
 from gptexp.reporting.records import read_run
+from gptexp.reporting.report import build_report
 from gptexp.storage import run_dir
 
 Gptexp = Callable[..., subprocess.CompletedProcess[str]]
@@ -87,6 +88,7 @@ def test_the_report_reads_the_norms_of_each_step_with_its_own_batch(directory: P
     assert (run.problem, run.batch) == (None, 128)
     found = [step.norms and step.norms.big_sequences for step in run.train]
     assert found == [size // 16 if size > 32 else None for size in SIZES]
+    assert ("Batch ramp", "from 32 over 900 tokens") in build_report(directory).overview.facts
 
 
 def test_steps_read_the_one_stream_of_data_where_the_step_before_ended(
