@@ -39,6 +39,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--include", type=Path, metavar="FOLDER", help="with tasks of your own for lm_eval")
     parser.add_argument("--limit", type=int, metavar="N", help="take only the first N examples of each task")
+    parser.add_argument("--ema", action="store_true", help="take the averaged weights (train.ema_half_life_tokens)")
     args = parser.parse_args(argv)
     if args.tasks is not None:
         _print_tasks(args)
@@ -48,7 +49,7 @@ def main(argv: list[str] | None = None) -> None:
             raise ConfigError(f"--{flag}={getattr(args, flag)}: only --tasks reads it; leave it out")
 
     directory = one_run(Path(args.directory))
-    config = run_dir.require_checkpoint(directory)
+    config = run_dir.require_checkpoint(directory, args.ema)
     data, of_held_out = config.data, None
     if args.data is not None:
         data.name, data.path, data.max_tokens = "text", [absolute(args.data)], None
@@ -78,7 +79,7 @@ def main(argv: list[str] | None = None) -> None:
 
     from gptexp.run.load import evaluate_checkpoint
 
-    found = evaluate_checkpoint(directory, config, args.data is None, of_held_out)
+    found = evaluate_checkpoint(directory, config, args.data is None, of_held_out, args.ema)
     print(json.dumps({"directory": str(directory), **found}))
 
 
@@ -100,12 +101,15 @@ def _print_tasks(args: argparse.Namespace) -> None:
     if here.is_dir() and not (here / CONFIG_JSON).is_file():
         given = str(one_run(Path(given)))
         here = Path(given).absolute()
-        run_dir.require_checkpoint(here)
+        run_dir.require_checkpoint(here, args.ema)
+    elif args.ema:
+        raise ConfigError(f"--ema: {given} is no run of gptexp; leave out --ema")
     source = find(str(here) if here.exists() else given, given, weights=True)
 
     from gptexp.run.tasks import evaluate_tasks
 
-    print(json.dumps({"directory": given, **evaluate_tasks(source, tasks, args.hellaswag, args.include, args.limit)}))
+    scores = evaluate_tasks(source, tasks, args.hellaswag, args.include, args.limit, args.ema)
+    print(json.dumps({"directory": given, **scores}))
 
 
 if __name__ == "__main__":

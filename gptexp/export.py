@@ -17,6 +17,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("out", type=Path, metavar="OUT", help="the directory to write; it must be new or empty")
     parser.add_argument("--push", metavar="OWNER/NAME", help="also upload it to this model of the Hugging Face hub")
     parser.add_argument("--private", action="store_true", help="if --push makes a new model, make it private")
+    parser.add_argument("--ema", action="store_true", help="take the averaged weights (train.ema_half_life_tokens)")
     args = parser.parse_args(argv)
     if args.private and args.push is None:
         raise ConfigError("--private: says how --push makes a model; add --push OWNER/NAME, or leave it out")
@@ -24,12 +25,12 @@ def main(argv: list[str] | None = None) -> None:
         hub.check_name(args.push)
     _check_out(args.out)
     directory = one_run(args.directory)
-    run_dir.require_checkpoint(directory)
+    run_dir.require_checkpoint(directory, args.ema)
 
     from gptexp.run.export import export  # imports torch
 
     with ended_in_order():
-        export(directory, args.out, args.push or args.out.resolve().name)
+        export(directory, args.out, args.push or args.out.resolve().name, args.ema)
     say(f"{args.out}: AutoModelForCausalLM.from_pretrained({str(args.out)!r}) loads it; README.md is its model card")
     if args.push is not None:
         say(hub.upload_model(args.out, args.push, args.private))

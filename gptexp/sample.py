@@ -50,18 +50,19 @@ def main(argv: list[str] | None = None) -> None:
         "--temperature", type=float, default=1.0, metavar="T", help="default: 1; 0: always the most likely token"
     )
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--ema", action="store_true", help="take the averaged weights (train.ema_half_life_tokens)")
     args = parser.parse_args(argv)
     if args.num_samples is None:
         args.num_samples = 1 if args.interactive else 3
     _check(args)
     directory = one_run(args.directory)
-    run_dir.require_checkpoint(directory)
+    run_dir.require_checkpoint(directory, args.ema)
     prompt = _prompt(args.prompt)
 
     from gptexp.model.generate import Sampling, stream
     from gptexp.run.load import load_run
 
-    model, tokenizer, _ = load_run(directory)
+    model, tokenizer, _ = load_run(directory, args.ema)
     how = Sampling(args.max_new_tokens, args.temperature, args.top_k, args.top_p, args.seed)
     if args.interactive:
         _converse(lambda text, n: stream(model, tokenizer, text, args.num_samples, replace(how, seed=how.seed + n)))

@@ -78,7 +78,7 @@ def mutated_package(name: str, folder: Path) -> Path:
 
 
 def config(folder: Path, steps: int, optim: str = "adamw", ramp: bool = False) -> Config:
-    """A small model with dropout. A step has eight micro-batches, which 1, 2 and 4 ranks can share.
+    """A small model with dropout, which averages its weights. A step has eight micro-batches, for 1, 2 or 4 ranks.
 
     With `ramp`, the first has two of them, and the other sizes of its steps are four and six.
     """
@@ -97,6 +97,8 @@ def config(folder: Path, steps: int, optim: str = "adamw", ramp: bool = False) -
     cfg.optim = compose([f"optim={optim}"]).optim
     if optim == "schedulefree":
         cfg.schedule.name = "constant"
+    else:
+        cfg.train.ema_half_life_tokens = 1000
     if ramp:
         batch = cfg.batch
         batch.ramp_from_tokens, batch.ramp_tokens = 2 * 16, batch.step_sizes.tokens_after(steps) // 2
@@ -187,9 +189,9 @@ def reap(pids: list[int], seconds: float) -> list[int]:
 
 
 def contents(directory: Path) -> str:
-    """Hash of the final weights and optimizer state of a run."""
+    """Hash of the final weights, optimizer state and average of a run."""
     newest = max((directory / run_dir.CHECKPOINTS).glob("step-*"))
-    files = [(newest / name).read_bytes() for name in ("model.safetensors", "train.pt")]
+    files = [path.read_bytes() for path in sorted(newest.iterdir()) if path.suffix in (".safetensors", ".pt")]
     return f"{newest.name}-{hashlib.sha256(b''.join(files)).hexdigest()[:16]}"
 
 

@@ -255,9 +255,10 @@ def _every(tokens: int) -> str:
 
 def _memory_line(memory: dict[str, int]) -> str:
     gib = {part: size / 2**30 for part, size in memory.items()}
-    state = gib["weights"] + gib["optimizer"] + gib["gradients"]
+    state = gib["weights"] + gib["average"] + gib["optimizer"] + gib["gradients"]
+    parts = "weights, their average, optimizer state" if gib["average"] else "weights, optimizer state"
     return (
-        f"about {gib['peak']:.2f} GiB on each rank: {state:.2f} weights, optimizer state and gradients, "
+        f"about {gib['peak']:.2f} GiB on each rank: {state:.2f} {parts} and gradients, "
         f"{gib['activations']:.2f} activations, {gib['loss']:.2f} loss"
         + (f", {gib['fragmentation']:.2f} fragmentation" if gib["fragmentation"] else "")
     )

@@ -306,6 +306,9 @@ def _optimizer(cfg: Config, _: int) -> Iterator[str]:
         yield f"optim={name}: needs the package {cfg.optim.needs}; run: pip install 'gptexp[optim]'"
     if name == "schedulefree" and schedule != "constant":
         yield f"schedule.name={schedule}: optim=schedulefree averages weights in place of a decay; use constant"
+    if name == "schedulefree" and cfg.train.ema_half_life_tokens is not None:
+        given = f"train.ema_half_life_tokens={cfg.train.ema_half_life_tokens}"
+        yield f"{given}: optim=schedulefree averages its weights itself; leave out one of them"
 
 
 _NEEDED_BY = {("lr", "power"): "exponent", ("lr", "surge"): "noise_scale_tokens"}
@@ -521,7 +524,7 @@ RULES: tuple[tuple[Callable[[Config, int], Iterator[str]], tuple[str, ...]], ...
     (_tree, (*STEP_SIZES, "batch.micro_batch_size", "world.size", "world.threads_per_rank", *SEQ_LEN)),
     (_noise_scale, (*STEP_SIZES, "batch.micro_batch_size", "world.size", "data.order", *SEQ_LEN)),
     (_profile, RUN_LENGTH),
-    (_optimizer, ("optim.name", "schedule.name")),
+    (_optimizer, ("optim.name", "schedule.name", "train.ema_half_life_tokens")),
     (_scaling, SCALING),
     (_warmup, (*RUN_LENGTH, *WARMUP)),
     (_decay, ("schedule.name", "schedule.decay_tokens", "schedule.decay_steps", *RUN_LENGTH, *WARMUP)),

@@ -378,6 +378,8 @@ class TrainConfig:
     keep_best: bool = True  # also keeps the checkpoint with the lowest validation loss
     nonfinite: str = _choice("stop", "skip", "rollback")  # action after a step with a non-finite loss or gradient: end
     # as diverged; leave out the update; or load the newest checkpoint that was due and skip the data since then
+    ema_half_life_tokens: int | None = _positive(None)  # tokens; the run also keeps an exponential moving average of
+    # the weights with this half-life, and evaluates it as val/loss_ema; null: none
     divergence_nats: float | None = _positive(1.0)  # nats per token: the run has diverged if its smoothed loss stays
     # this far above its minimum for 1% of the run, at least 20 steps; null: no such limit
     reduction: str = _choice("mean", "tree")  # of gradients; mean: by DDP; tree: equal bits for 1, 2, 4 … ranks
@@ -606,6 +608,8 @@ def memory_key(config: Config) -> str:
     deciding = {key: value for key, value in deciding.items() if value is not None or "batch.ramp_" not in key}
     if not isinstance(config.optim, AdamWConfig):
         deciding["optim.name"] = config.optim.name
+    if config.train.ema_half_life_tokens is not None:
+        deciding["average"] = True
     return hashlib.sha256(json.dumps(deciding, sort_keys=True).encode()).hexdigest()[:16]
 
 

@@ -37,8 +37,10 @@ def step_line(event: dict[str, Any]) -> str:
 
 def eval_line(event: dict[str, Any]) -> str:
     in_bytes = f" | bits per byte: {event['val/bpb']:.4f}" if event.get("val/bpb") is not None else ""
+    averaged = f" | averaged weights: {event['val/loss_ema']:.6f}" if event.get("val/loss_ema") is not None else ""
     scored = "".join(f" | {task}: {value:.4f}" for task, value in _main_scores(event).items())
-    return _after(event, f"val loss: {event['val/loss']:.6f} | perplexity: {event['val/ppl']:.2f}{in_bytes}{scored}")
+    of_weights = f"val loss: {event['val/loss']:.6f} | perplexity: {event['val/ppl']:.2f}{in_bytes}"
+    return _after(event, f"{of_weights}{averaged}{scored}")
 
 
 def _main_scores(event: dict[str, Any]) -> dict[str, float]:

@@ -28,6 +28,7 @@ METRICS = {
     "batch/tokens": ("tokens", "tokens of the step, over all ranks; a ramp makes it grow (batch.ramp_tokens)"),
     "train/loss": ("nats/token", "mean over all micro-steps of all ranks, before the update"),
     "val/loss": ("nats/token", "mean over the fixed validation windows, after the update"),
+    "val/loss_ema": ("nats/token", "val/loss of the averaged weights (train.ema_half_life_tokens)"),
     "val/ppl": ("", "exp(val/loss)"),
     "val/bpb": ("bits/byte", "val/loss in bits over the bytes of text that a target stands for, on average"),
     "hellaswag/acc": ("", "share of HellaSwag's examples whose right ending has the lowest loss (train.eval_tasks)"),
@@ -110,12 +111,13 @@ class RunLog:
         for about, line in self.alerts.look(values):
             self.alert(values["step"], values["tokens"], about, line)
 
-    def evaluation(self, step: int, tokens: int, loss: float, scores: Mapping[str, float]) -> None:
+    def evaluation(self, step: int, tokens: int, loss: float, others: Mapping[str, float]) -> None:
+        """Log a validation loss, what follows from it, and `others` that were found beside it."""
         flops = tokens * self.utilisation.flops_per_token_palm
         values = {"step": step, "tokens": tokens, "flops": flops, "val/loss": loss, "val/ppl": perplexity(loss)}
         if self.val_bytes_per_token is not None:
             values["val/bpb"] = bits_per_byte(loss, self.val_bytes_per_token)
-        self._emit("eval", {**values, **scores})
+        self._emit("eval", {**values, **others})
 
     def checkpoint(self, state: TrainState, path: Path) -> None:
         self._emit("checkpoint", {"step": state.step - 1, "tokens": state.tokens, "path": str(path)})

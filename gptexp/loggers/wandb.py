@@ -37,9 +37,11 @@ MODE = "WANDB_MODE"  # environment variable
 MODES = {  # its values, wandb's older names included
     "": "auto", "online": "online", "run": "online", "offline": "offline", "dryrun": "offline", "disabled": "disabled",
 }  # fmt: skip
-LOSSES = ("train/loss", "val/loss", "val/ppl", "val/bpb")
+LOSSES = ("train/loss", "val/loss", "val/loss_ema", "val/ppl", "val/bpb")
 PREEMPTED = (EXIT_CODES["SIGUSR1"], EXIT_CODES["SIGTERM"])
-SUMMARY = ("status", "final_val_loss", "best_val_loss", "train_s", "wall_s", "noise_scale_tokens")
+SUMMARY = (
+    "status", "final_val_loss", "final_val_loss_ema", "best_val_loss", "train_s", "wall_s", "noise_scale_tokens",
+)  # fmt: skip
 
 
 class WandbSink(Sink):

@@ -258,6 +258,7 @@ def estimate(cfg: Config, effective: Effective, world_size: int) -> Memory:
         loss=effective.loss.value,
         activation_checkpointing=cfg.train.activation_checkpointing,
         tree=cfg.train.reduction == "tree",
+        averaged=cfg.train.ema_half_life_tokens is not None,
     )
     return memory_estimate(with_vocab_size(cfg, effective.vocab_size.value).model, cfg.optim, step)
 

@@ -13,6 +13,7 @@ class Memory:
     """Bytes of the tensors of one rank at the peak of a step."""
 
     weights: int  # float32
+    average: int  # of the weights, float32; 0 without train.ema_half_life_tokens
     optimizer: int  # the moments and whatever else the optimizer keeps, float32
     gradients: int  # float32; those that exist at the peak
     activations: int  # kept for the backward pass, and the copies of the weights in the compute type
@@ -25,7 +26,7 @@ class Memory:
 
     @property
     def tensors(self) -> int:
-        return self.weights + self.optimizer + self.gradients + self.activations + self.loss
+        return self.weights + self.average + self.optimizer + self.gradients + self.activations + self.loss
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class StepShape:
     loss: str  # plain or chunked
     activation_checkpointing: bool
     tree: bool = False  # train.reduction=tree
+    averaged: bool = False  # train.ema_half_life_tokens
 
 
 def memory_estimate(m: ModelConfig, optim: OptimConfig, step: StepShape) -> Memory:
@@ -89,7 +91,8 @@ def memory_estimate(m: ModelConfig, optim: OptimConfig, step: StepShape) -> Memo
         in_mlp = tokens * 4 * c * width  # the gradient of the hidden layer
         points.append((accumulated + 4 * vocab * c, kept + in_block + in_mlp, kept_scratch))
     gradients, activations, loss = max(points, key=sum)
-    tensors = Memory(weights, state_bytes(optim, m), gradients, activations, loss, fragmentation=0)
+    average = weights if step.averaged else 0
+    tensors = Memory(weights, average, state_bytes(optim, m), gradients, activations, loss, fragmentation=0)
     if step.device != "cpu":
         return tensors
     # A quarter of the other tensors (measured: 0 to a half). The blocks that full logits leave are partly reused by

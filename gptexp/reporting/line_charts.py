@@ -37,6 +37,9 @@ SMOOTH, LEAST_SMOOTH = 0.05, 5  # of a run's logged steps, and steps: the window
 RUNNING = 0.1  # of a run's logged steps: the window of the running mean of the share of clipped steps
 NEARLY_ALL = 0.98  # of the losses after the warm-up: a few spikes do not decide the range
 
+AVERAGED = "averaged"  # the kind of loss that the averaged weights have
+TITLES = {"training": "Training loss", "validation": "Validation loss", AVERAGED: "Validation loss, averaged weights"}
+
 StepValue = Callable[[Step], float | None]
 T = TypeVar("T")
 BATCH, CRITICAL = "batch size in use", "critical batch size, measured"
@@ -93,16 +96,17 @@ def line_charts(lines: Lines) -> list[Figure]:
 
 
 def _loss_charts(lines: Lines) -> list[Figure | None]:
-    """Of a single run both losses in one chart, of labelled runs in two. Of other runs the validation loss.
+    """Of a single run all losses in one chart, of labelled runs in several. Of other runs the validation losses.
 
     Of several runs of which none has been evaluated twice only the training loss.
     """
     if len(lines.runs) == 1:
-        return [_losses(lines, "loss", ["validation", "training"])]
+        averaged = [AVERAGED] if lines.runs[0].val_ema else []
+        return [_losses(lines, "loss", ["validation", *averaged, "training"])]
     validated = any(len(run.val) > 1 for run in lines.runs)
     if not validated:
         return [_losses(lines, "loss", ["training"])]
-    charts = [_losses(lines, "loss", ["validation"])]
+    charts = [_losses(lines, "loss", ["validation"]), _losses(lines, "averaged-loss", [AVERAGED])]
     if lines.labels is not None:
         charts.append(_losses(lines, "training-loss", ["training"]))
     return charts
@@ -127,8 +131,9 @@ def _losses(lines: Lines, key: str, kinds: Sequence[str]) -> Figure | None:
         "padding": LABELLED,
     }
     single = len(lines.runs) == 1
-    title = "Loss" if single else f"{kinds[0].capitalize()} loss"
-    text = caption(_smoothing(kinds), ZOOM, _absent_losses(lines, kinds, points, high))
+    title = "Loss" if single else TITLES[kinds[0]]
+    averaged = "Averaged: the validation loss of the averaged weights." if single and AVERAGED in kinds else ""
+    text = caption(_smoothing(kinds), averaged, ZOOM, _absent_losses(lines, kinds, points, high))
     # In place of the labels at the ends:
     legend: Spec = {"encoding": {"color": {"legend": {"title": "loss", "symbolOpacity": 1}}}}
     controls = _loss_controls(over, params, kinds)
@@ -201,9 +206,10 @@ def _absent_losses(lines: Lines, kinds: Sequence[str], points: list[Spec], high:
         instead = "The training loss stands in for the validation loss, which no run has twice." if stands_in else ""
         why = "ends early, because its run" if diverged == 1 else "end early, because their runs"
         ends = f"{counted(diverged, 'line')} {why} diverged." if diverged else ""
+    missing = "averaged weights" if kinds == [AVERAGED] else f"a {' or '.join(kinds)} loss"
     return caption(
         instead,
-        not_shown(len(lines.runs) - len(drawn), f"without a {' or '.join(kinds)} loss"),
+        not_shown(len(lines.runs) - len(drawn), f"without {missing}"),
         ends,
         "Lines have gaps where logged steps are missing." if _have_gaps(lines, drawn) else "",
         "Higher losses, as at the start, lie outside the axis." if any(p["smooth"] > high for p in points) else "",
@@ -225,11 +231,12 @@ def _have_gaps(lines: Lines, drawn: Collection[str]) -> bool:
 
 def _course(lines: Lines, run: Run, kind: str) -> list[Spec]:
     """The points of a run's validation or training loss, with the running mean of the training loss."""
-    course: Sequence[Point] = run.train if kind == "training" else run.val
+    courses: dict[str, Sequence[Point]] = {"training": run.train, "validation": run.val, AVERAGED: run.val_ema}
+    course = courses[kind]
     finite = [(point, point.loss) for point in course if point.loss is not None]
     around = max(LEAST_SMOOTH, round(SMOOTH * len(finite))) // 2 if kind == "training" else 0
     means = _running_mean([loss for _, loss in finite], around, around)
-    dot = kind == "validation" or len(finite) == 1
+    dot = kind != "training" or len(finite) == 1
     counts = len(lines.runs) == 1 or run.status != "diverged"  # in the range of the losses
     smoothed = list(zip(finite, means, strict=True))
     return [

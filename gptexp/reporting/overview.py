@@ -164,6 +164,8 @@ def _of_a_run(run: Run, cell: Progress, goes_on: bool) -> list[Tile]:
         tiles.append(Tile("Validation loss", f"{losses[-1][0]:.4f}", note))
         if run.bits_per_byte is not None:
             tiles.append(Tile("Bits per byte", f"{run.bits_per_byte:.4f}", "of the validation text"))
+        if run.val_ema and (averaged := run.val_ema[-1].loss) is not None:
+            tiles.append(Tile("Averaged weights", f"{averaged:.4f}", "their validation loss"))
     elif run.train and run.train[-1].loss is not None:
         tiles.append(Tile("Training loss", f"{run.train[-1].loss:.4f}", "the last logged step"))
     if cell.of_tokens:

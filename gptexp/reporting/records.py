@@ -94,6 +94,7 @@ class Run:
     started: datetime | None = None  # local time of the first event
     train: list[Step] = field(default_factory=list)  # thinned, see `POINTS`
     val: list[Point] = field(default_factory=list)
+    val_ema: list[Point] = field(default_factory=list)  # of the averaged weights, if train.ema_half_life_tokens is set
     bits_per_byte: float | None = None  # of the newest evaluation
     notes: list[Note] = field(default_factory=list)
     fingerprints: dict[int, str] = field(default_factory=dict)  # tokens -> hash of all data read so far
@@ -230,6 +231,8 @@ def _read_metrics(run: Run, path: Path, log_every: int) -> None:
                     run.fingerprints[tokens] = printable(str(event["data/fingerprint"]))
                 elif event["event"] == "eval":
                     run.val.append(Point(step, tokens, seconds, _number(event["val/loss"])))
+                    if "val/loss_ema" in event:
+                        run.val_ema.append(Point(step, tokens, seconds, _number(event["val/loss_ema"])))
                     run.bits_per_byte = _number(event.get("val/bpb"))
                 else:
                     run.notes.append(Note(event["event"], step, printable(str(event["text"]), LAYOUT)))

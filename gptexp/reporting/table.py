@@ -32,6 +32,7 @@ def _tokens_per_parameter(run: Run) -> float | None:
 
 
 BITS = Column("bits_per_byte", "bits per byte", lambda run: run.bits_per_byte, ".4f")
+LOSS_EMA = Column("final_val_loss_ema", "averaged", lambda run: run.summary.get("final_val_loss_ema"), ".4f")
 COLUMNS = (
     Column("run", "run", lambda run: run.name, ""),
     Column("status", "status", lambda run: run.status, ""),
@@ -42,6 +43,7 @@ COLUMNS = (
     Column("tokens", "tokens", lambda run: run.summary.get("tokens"), ",d"),
     Column("tokens_per_parameter", "tokens/parameter", _tokens_per_parameter, ".3g"),
     Column("final_val_loss", "val loss", lambda run: run.loss, ".4f"),
+    LOSS_EMA,
     BITS,
     Column("tokens_per_s", "tokens/s", lambda run: run.tokens_per_s, ",.0f"),
     Column("mfu_palm", "MFU", lambda run: run.mfu, ".1%"),

@@ -23,13 +23,14 @@ from gptexp.storage import run_dir
 CURVE, WEIGHTS = "loss.png", "model.safetensors"
 
 
-def export(directory: Path, out: Path, name: str) -> None:
+def export(directory: Path, out: Path, name: str, averaged: bool = False) -> None:
     """Write the newest checkpoint of the run in `directory` to `out`, which must be new or empty, all of it or nothing.
 
     The weights are float32. Rows of the embedding that are padding are left out, so that every id has a token. `name`
-    is what its card calls the model. Raises `ConfigError`, `CheckpointError` or `StorageError`.
+    is what its card calls the model; `averaged` takes the average of the weights. Raises `ConfigError`,
+    `CheckpointError` or `StorageError`.
     """
-    loaded = load_checkpointed(directory)
+    loaded = load_checkpointed(directory, averaged)
     tokenizer = load_tokenizer(loaded.config.data.tokenizer, directory)
     report = build_report(directory)
     [run] = report.analysis.runs

@@ -37,10 +37,19 @@ class LoadedRun:
     checkpoint: Path
     state: TrainState  # of the checkpoint
     device: torch.device
+    averaged: bool = False  # `model` has the average of the weights
+
+    @property
+    def val_loss(self) -> float | None:
+        """That of the checkpoint's newest evaluation, of the weights that `model` has."""
+        return self.state.val_loss_ema if self.averaged else self.state.val_loss
 
 
-def load_checkpointed(directory: Path | str) -> LoadedRun:
-    """Load the newest valid checkpoint of a run. Raises `ConfigError` or `CheckpointError`."""
+def load_checkpointed(directory: Path | str, averaged: bool = False) -> LoadedRun:
+    """Load the newest valid checkpoint of a run, or the average of its weights.
+
+    Raises `ConfigError` or `CheckpointError`.
+    """
     directory = Path(directory)
     config = run_dir.load_resolved(directory)
     path, state = checkpoint.newest(directory / run_dir.CHECKPOINTS)
@@ -48,14 +57,14 @@ def load_checkpointed(directory: Path | str) -> LoadedRun:
     checkpoint.refuse_other_size(path, count_parameters(config.model))
     device = _device(config.train.device)
     model = GPT(config.model, plain_cross_entropy)
-    checkpoint.load_weights(path, model)
+    checkpoint.load_weights(path, model, averaged)
     saved = load_effective(directory)
     here = config
     if saved is None or saved.device != device.type:  # the kernels that the config asks for may not exist here
         optim = replace(config.optim, fused=AUTO) if isinstance(config.optim, AdamWConfig) else config.optim
         here = replace(config, train=replace(config.train, attention=AUTO), optim=optim)
     effective = resolve(here, device, Rank(), saved)
-    return LoadedRun(model.to(device).eval(), config, effective, path, state, device)
+    return LoadedRun(model.to(device).eval(), config, effective, path, state, device, averaged)
 
 
 def _refuse_another_model(directory: Path, config: Config) -> None:
@@ -79,21 +88,25 @@ def _device(trained_on: str) -> torch.device:
         return pick_device("auto", Rank())
 
 
-def load_run(directory: Path | str) -> tuple[GPT, Tokenizer, Config]:
+def load_run(directory: Path | str, ema: bool = False) -> tuple[GPT, Tokenizer, Config]:
     """Return the model in eval mode, its tokenizer and the run's config, for a notebook.
 
     `directory` is that of a run, or of a sweep, whose best run is loaded. `model(x)` returns the logits (B, T, V) of
-    token ids `x` (B, T), and `model(x, y)` the mean loss of the targets `y`. Raises `ConfigError` if there is no run,
-    `CheckpointError` if it has no intact checkpoint, and `DataError` if the tokenizer cannot be downloaded.
+    token ids `x` (B, T), and `model(x, y)` the mean loss of the targets `y`. `ema` takes the averaged weights. Raises
+    `ConfigError` if there is no run, `CheckpointError` if it has no intact checkpoint or no average, and `DataError` if
+    the tokenizer cannot be downloaded.
     """
-    run = load_checkpointed(one_run(Path(directory)))
+    run = load_checkpointed(one_run(Path(directory)), ema)
     return run.model, load_tokenizer(run.config.data.tokenizer, one_run(Path(directory))), run.config
 
 
-def load_pretrained(source: Source) -> tuple[GPT, Tokenizer]:
-    """Return the model of `source`, in eval mode, and its tokenizer. Raises `ConfigError` or `CheckpointError`."""
+def load_pretrained(source: Source, averaged: bool = False) -> tuple[GPT, Tokenizer]:
+    """Return the model of `source`, in eval mode, and its tokenizer. Raises `ConfigError` or `CheckpointError`.
+
+    `averaged` takes the average of a run's weights.
+    """
     if source.kind == "run":
-        return load_run(source.path)[:2]
+        return load_run(source.path, averaged)[:2]
     tokenizer, config = tokenizer_of(source), source.model()
     if tokenizer is None:
         raise ConfigError(
@@ -112,14 +125,15 @@ def load_pretrained(source: Source) -> tuple[GPT, Tokenizer]:
 
 
 def evaluate_checkpoint(
-    directory: Path, config: Config, of_the_run: bool, val_tokens: int | None = None
+    directory: Path, config: Config, of_the_run: bool, val_tokens: int | None = None, averaged: bool = False
 ) -> dict[str, float]:
     """Compute the validation loss and perplexity of a run's newest checkpoint on the validation text of `config`.
 
     If that text is the run's own (`of_the_run`), raises `DataError` unless its hash is the one that the run trained on.
-    Of what the run has held out, it takes `val_tokens`, if given. Raises `ConfigError` if these are more.
+    Of what the run has held out, it takes `val_tokens`, if given. Raises `ConfigError` if these are more. `averaged`
+    takes the average of the weights.
     """
-    loaded = load_checkpointed(directory)
+    loaded = load_checkpointed(directory, averaged)
     apply(loaded.effective)
     windows = None if val_tokens is None else count_val_windows(val_tokens, config.seq_len)
     dataset = build_dataset(config, windows)
@@ -139,6 +153,8 @@ def evaluate_checkpoint(
         loss = evaluate(loaded.model, dataset, batch_size, Rank(), loaded.device, context)
     tokens = len(dataset.val_starts) * dataset.seq_len
     found = {"step": loaded.state.step, "tokens": tokens, "val/loss": loss, "val/ppl": perplexity(loss)}
+    if averaged:
+        found["ema"] = True
     tokenizer = load_tokenizer(config.data.tokenizer, directory)
     try:
         return {**found, "val/bpb": bits_per_byte(loss, val_bytes_per_token(dataset, tokenizer))}

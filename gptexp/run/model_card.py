@@ -23,7 +23,6 @@ from gptexp.reporting.overview import as_started
 from gptexp.reporting.records import Run
 from gptexp.run.load import LoadedRun
 from gptexp.storage import run_dir
-from gptexp.storage.checkpoint import TrainState
 from gptexp.training.optim import describe_optimizer
 
 _FOLDERS = re.compile(r"(?<![\w.*~-])/([^/,\]}:]*/)*")  # of an absolute path, in an argument
@@ -38,7 +37,7 @@ def model_card(name: str, loaded: LoadedRun, run: Run, tokenizer: Tokenizer, cur
     """
     config, state = loaded.config, loaded.state
     parameters = count_parameters(replace(config.model, vocab_size=tokenizer.n_vocab))
-    metrics = list(_metrics(run, state))
+    metrics = list(_metrics(run, loaded.val_loss))
     head = yaml.safe_dump(_head(name, config, metrics), sort_keys=False, allow_unicode=True)
     sections = [
         f"---\n{head}# license: to be filled in\n---\n\n# {name}",
@@ -52,7 +51,7 @@ def model_card(name: str, loaded: LoadedRun, run: Run, tokenizer: Tokenizer, cur
         *([f"Evaluated after {state.evaluated_tokens:,} tokens."] if 0 < state.evaluated_tokens < state.tokens else []),
         *([f"![Training and validation loss over tokens]({curve})"] if curve is not None else []),
         "## Training",
-        _table("", "", _training(config, run, state)),
+        _table("", "", _training(loaded, run)),
         *_again(run.directory),
     ]
     return "\n\n".join(sections) + "\n"
@@ -77,15 +76,15 @@ def _head(name: str, config: Config, metrics: list[tuple[str, str, float]]) -> d
     return head
 
 
-def _metrics(run: Run, state: TrainState) -> Iterator[tuple[str, str, float]]:
-    """Yield the label, the type and the value of each figure of the checkpoint's newest evaluation."""
-    if state.val_loss is None:
+def _metrics(run: Run, val_loss: float | None) -> Iterator[tuple[str, str, float]]:
+    """Yield the label, the type and the value of each figure of an evaluation of `run`."""
+    if val_loss is None:
         return
-    yield "validation loss, nats per token", "loss", state.val_loss
-    yield "perplexity per token", "perplexity", perplexity(state.val_loss)
+    yield "validation loss, nats per token", "loss", val_loss
+    yield "perplexity per token", "perplexity", perplexity(val_loss)
     newest = next((point.loss for point in reversed(run.val) if point.loss), None)
     if newest and run.bits_per_byte is not None and math.isfinite(run.bits_per_byte):
-        yield "bits per byte", "bits_per_byte", state.val_loss * run.bits_per_byte / newest  # the text is the same
+        yield "bits per byte", "bits_per_byte", val_loss * run.bits_per_byte / newest  # the text is the same
 
 
 def _use(name: str, tokenizer: Tokenizer, block_size: int) -> str:
@@ -124,8 +123,9 @@ def _notes(config: Config, tokenizer: Tokenizer) -> Iterator[str]:
     yield " ".join(notes)
 
 
-def _training(config: Config, run: Run, state: TrainState) -> list[tuple[str, str]]:
-    m, s, b, summary = config.model, config.schedule, config.batch, run.summary
+def _training(loaded: LoadedRun, run: Run) -> list[tuple[str, str]]:
+    config, state, summary = loaded.config, loaded.state, run.summary
+    m, s, b = config.model, config.schedule, config.batch
     rows = [
         ("model", f"{counted(m.n_layer, 'layer')}, {counted(m.n_head, 'head')}, width {m.n_embd}, {_biases(m.bias)}, "
          f"dropout {m.dropout:g}"),
@@ -138,6 +138,8 @@ def _training(config: Config, run: Run, state: TrainState) -> list[tuple[str, st
         ("schedule", f"{s.name}, warm-up over {run.warmup_tokens:,} tokens, minimum {s.min_lr_ratio:g} of lr"),
         ("seed", str(config.train.seed)),
     ]  # fmt: skip
+    if loaded.averaged:
+        rows.append(("weights", f"moving average with a half-life of {config.train.ema_half_life_tokens:,} tokens"))
     if config.init_from is not None:
         rows.insert(
             1, ("weights from", config.init_from if is_hub_model(config.init_from) else Path(config.init_from).name)

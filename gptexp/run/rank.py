@@ -77,6 +77,7 @@ from gptexp.training.loop import Training, fit
 from gptexp.training.optim import build_optimizer, load_checkpoint, weights_for_use
 from gptexp.training.profiling import StepProfiler
 from gptexp.training.step import TrainStep
+from gptexp.training.weight_average import WeightAverage
 
 
 def run_alone(cfg: Config, directory: Path, stop: StopRequest) -> int:
@@ -312,6 +313,11 @@ def _build_training(job: Job, prepared: Prepared, decision: Decision) -> Trainin
     elif decision.source is not None and rank.is_main:  # the other ranks receive them from rank 0 in `wrap`
         load_first_weights(decision.source, gpt)
     model = wrap(gpt, effective, cfg.train.reduction, rank, device)
+    average = None
+    if cfg.train.ema_half_life_tokens is not None:
+        average = WeightAverage(gpt, cfg.train.ema_half_life_tokens)
+        if path is not None:
+            average.load(path)
     plan = plan_run(cfg, effective.micro_batch_size.value)
     unmeasured = why_unmeasured(cfg, effective.micro_batch_size.value, rank.world_size)
     if unmeasured and cfg.log.noise_scale == "on":
@@ -331,6 +337,7 @@ def _build_training(job: Job, prepared: Prepared, decision: Decision) -> Trainin
             forward_context=forward_context(effective),
             dropout=cfg.model.dropout > 0,
         ),
+        average=average,
         gpt=gpt,
         dataset=prepared.dataset,
         examples=prepared.examples,

@@ -27,7 +27,7 @@ def start_lines(cfg: Config, directory: Path, effective: Effective, t: Training,
     """Return the lines that describe the run before it starts."""
     m, plan, s = cfg.model, t.plan.batch, t.plan.schedule
     total, steps, sizes = plan.total_batch_size, t.plan.steps, t.plan.step_sizes
-    per_epoch = t.dataset.order.n_train * plan.seq_len
+    per_epoch, ema = t.dataset.order.n_train * plan.seq_len, cfg.train.ema_half_life_tokens
 
     def in_steps(tokens: int) -> str:
         """Of a length from the start of the run; in a ramp, of the whole steps that reach it."""
@@ -57,6 +57,7 @@ def start_lines(cfg: Config, directory: Path, effective: Effective, t: Training,
         f"{rounded(t.plan.tokens / per_epoch)} epochs",
         f"schedule        {s.name}, warm-up over {counted(s.warmup_tokens, 'token')} ({in_steps(s.warmup_tokens)}), "
         f"end at {counted(s.decay_tokens, 'token')} ({in_steps(s.decay_tokens)})",
+        *([f"average         of the weights, half-life {counted(ema, 'token')} ({in_steps(ema)})"] if ema else []),
         f"validation      {every(t.plan.eval_every_tokens)}",
         f"checkpoint      {every(t.plan.save_every_tokens)}",
         f"world           {counted(plan.world_size, 'rank')}, {effective.local_world_size} on this node; "
@@ -142,6 +143,7 @@ class Summary:
         summary = {
             "status": status,
             "final_val_loss": state.val_loss,
+            "final_val_loss_ema": state.val_loss_ema,
             "best_val_loss": state.best_val_loss,
             "tokens": state.tokens,
             "steps": state.step,
@@ -178,6 +180,8 @@ def end_lines(summary: dict[str, Any], directory: Path, t: Training) -> list[str
     lines = [end_line(summary, directory)]
     if summary["best_val_loss"] is not None:
         lines.append(f"lowest val loss {summary['best_val_loss']:.4f}")
+    if summary["final_val_loss_ema"] is not None:
+        lines.append(f"average         val loss {summary['final_val_loss_ema']:.4f} with the averaged weights")
     if summary["tokens_per_s"]:
         palm, causal = summary["mfu_palm"], summary["mfu_causal"]
         mfu = f"MFU {palm:.1%}, {causal:.1%} with causal attention" if palm is not None else "no MFU"

@@ -31,19 +31,25 @@ from gptexp.training.hellaswag import score
 
 
 def evaluate_tasks(
-    source: Source, tasks: Sequence[str], hellaswag: Path | None, include: Path | None, limit: int | None
+    source: Source,
+    tasks: Sequence[str],
+    hellaswag: Path | None,
+    include: Path | None,
+    limit: int | None,
+    averaged: bool = False,
 ) -> dict[str, dict[str, Any]]:
     """The scores of each task, and of each task in a group.
 
     `hellaswag` is a file in place of the published one, `include` a folder with more tasks for lm_eval, `limit` the
-    number of examples that are taken from the start of each task.
+    number of examples that are taken from the start of each task. `averaged` takes the average of a run's weights.
 
     Raises `ConfigError`, `CheckpointError` or `DataError`.
     """
     others, option = of_lm_eval(tasks), "--tasks "
     manager = harness.task_manager(others, include, option) if others else None
     found: dict[str, dict[str, Any]] = {}
-    model, tokenizer = load_pretrained(source)  # lm_eval alone would take any directory, also one without a tokenizer
+    # lm_eval alone would take any directory, also one without a tokenizer.
+    model, tokenizer = load_pretrained(source, averaged)
     if HELLASWAG in tasks:
         file = hellaswag or downloaded(VALIDATION, downloads_dir(DataConfig()))
         examples = read_examples(file, tokenizer)[:limit]

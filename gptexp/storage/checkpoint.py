@@ -2,6 +2,7 @@
 
     checkpoints/step-00000050/model.safetensors   weights under GPT-2's names; lm_head is tied to wte
                               train.pt            optimizer state; loads with weights_only=True
+                              ema.safetensors     the average of the weights, if train.ema_half_life_tokens is set
                               state.json          counters; config, data and versions of the run
                               manifest.json       sizes and hashes of the other files, written last
 
@@ -39,7 +40,9 @@ from gptexp.storage.reader import read_json
 from gptexp.storage.run_dir import fsync, published, step_of
 
 MANIFEST = "manifest.json"
-FILES = ("model.safetensors", "train.pt", "state.json")
+WEIGHTS, AVERAGE = "model.safetensors", "ema.safetensors"
+FILES = (WEIGHTS, "train.pt", "state.json")
+AVERAGED_TOKENS = "averaged_tokens"  # in AVERAGE, beside the weights: tokens of the updates that it is of
 COUNTED = ("params", "step", "weight_sum", "lr_max", "train_mode")  # in groups, and no hyperparameters
 Shapes = Mapping[str, tuple[int, ...] | list[tuple[int, ...]]]  # of the tensors of a parameter's state, by name
 SPARE = 1.1  # required free disk space, as a multiple of the size of the tensors
@@ -53,6 +56,7 @@ class TrainState:
     tokens: int = 0  # training tokens consumed
     fingerprint: int = 0  # of the consumed windows of all ranks, modulo 2^64
     val_loss: float | None = None  # of the newest evaluation, in nats per token
+    val_loss_ema: float | None = None  # the same with the averaged weights
     best_val_loss: float | None = None
     evaluated_tokens: int = 0  # `tokens` at the newest evaluation
     seconds: float = 0.0  # training time of all attempts
@@ -92,14 +96,17 @@ def save(
     state: TrainState,
     keep: Keep,
     about: dict[str, Any] | None = None,
+    average: Mapping[str, torch.Tensor] | None = None,
 ) -> Path:
     """Save the checkpoint of `state.step` in `directory`; then remove the checkpoints that `keep` does not select.
 
-    state.json contains `about` beside the counters. After a `StorageError` earlier checkpoints are unchanged.
+    state.json contains `about` beside the counters, and `average`, if given, has a file of its own. After a
+    `StorageError` earlier checkpoints are unchanged.
     """
     target = directory / f"step-{state.step:08d}"
     unfinished = directory / f".tmp-{target.name}-{os.getpid()}"
     weights = {k: v.detach().cpu().contiguous() for k, v in model.state_dict().items() if k != "lm_head.weight"}
+    averaged = {k: v.cpu() for k, v in (average or {}).items()}
     moments = optimizer.state_dict()
     try:
         if target.exists():
@@ -107,14 +114,15 @@ def save(
         if not directory.exists():
             directory.mkdir()
             fsync(directory.parent)
-        _refuse_a_full_disk(directory, weights, moments)
+        _refuse_a_full_disk(directory, [*weights.values(), *averaged.values(), *tree_leaves(moments["state"])])
         unfinished.mkdir()
-        save_file(weights, unfinished / "model.safetensors")
+        save_file(weights, unfinished / WEIGHTS)
+        if averaged:
+            save_file(averaged, unfinished / AVERAGE)
         _save({"optimizer": moments}, unfinished / "train.pt")
         text = json.dumps({**asdict(state), "about": about or {}}, indent=1)
         (unfinished / "state.json").write_text(text + "\n")
-        files = {name: [(unfinished / name).stat().st_size, _sha256(unfinished / name)] for name in FILES}
-        (unfinished / MANIFEST).write_text(json.dumps(files, indent=1) + "\n")
+        _write_manifest(unfinished)
         for path in [*unfinished.iterdir(), unfinished]:
             fsync(path)
         unfinished.rename(target)
@@ -130,10 +138,16 @@ def save(
     return target
 
 
-def _refuse_a_full_disk(directory: Path, weights: dict[str, torch.Tensor], moments: dict[str, Any]) -> None:
-    """Raise `OSError` if the checkpoint does not fit on the disk."""
-    tensors = [*weights.values(), *filter(torch.is_tensor, tree_leaves(moments["state"]))]
-    needed = int(SPARE * sum(t.numel() * t.element_size() for t in tensors))
+def _write_manifest(unfinished: Path) -> None:
+    """Write the sizes and hashes of the files in the directory of a checkpoint."""
+    found = [unfinished / name for name in (*FILES, AVERAGE)]
+    files = {path.name: [path.stat().st_size, _sha256(path)] for path in found if path.name in FILES or path.exists()}
+    (unfinished / MANIFEST).write_text(json.dumps(files, indent=1) + "\n")
+
+
+def _refuse_a_full_disk(directory: Path, content: Sequence[Any]) -> None:
+    """Raise `OSError` if the tensors in `content` do not fit on the disk."""
+    needed = int(SPARE * sum(t.numel() * t.element_size() for t in content if torch.is_tensor(t)))
     free = shutil.disk_usage(directory).free
     if free < needed:
         raise OSError(f"{needed:,} bytes are needed, {free:,} are free; delete files, or use another run directory")
@@ -206,7 +220,7 @@ def remove_leftovers(directory: Path) -> None:
 
 def refuse_other_size(path: Path, parameters: int) -> None:
     """Raise `CheckpointError` unless checkpoint `path` has as many parameters, before a model of that size is built."""
-    file = path / "model.safetensors"
+    file = path / WEIGHTS
     try:
         with _opened(file) as weights:
             found = sum(math.prod(weights.get_slice(name).get_shape()) for name in weights.keys())  # noqa: SIM118
@@ -227,14 +241,30 @@ def _opened(path: Path) -> Iterator[Any]:
             yield tensors
 
 
-def load_weights(path: Path, model: nn.Module) -> None:
-    """Load the weights of checkpoint `path` into `model`. Raises `CheckpointError` if they do not fit."""
-    file = path / "model.safetensors"
+def load_weights(path: Path, model: nn.Module, averaged: bool = False) -> None:
+    """Load the weights of checkpoint `path`, or their average, into `model`.
+
+    Raises `CheckpointError` if they are missing or do not fit.
+    """
+    file = path / (AVERAGE if averaged else WEIGHTS)
     try:
         weights = _read(file)
+        weights.pop(AVERAGED_TOKENS, None)
         model.load_state_dict({**weights, "lm_head.weight": weights["wte.weight"]})
     except (OSError, SafetensorError, KeyError, RuntimeError) as error:
         raise CheckpointError(f"{file}: does not fit the model ({first_line(error)})") from None
+
+
+def read_average(path: Path, like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The average in checkpoint `path`. Raises `CheckpointError` unless it has the names and shapes of `like`."""
+    file = path / AVERAGE
+    try:
+        found = _read(file)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{file}: cannot be read ({first_line(error)})") from None
+    if {name: t.shape for name, t in found.items()} != {name: t.shape for name, t in like.items()}:
+        raise CheckpointError(f"{file}: does not fit the model")
+    return found
 
 
 def read_tensors(file: Path) -> dict[str, torch.Tensor]:
@@ -304,9 +334,9 @@ def _checked(path: Path, hashes: bool = True) -> TrainState:
         if missing := [file for file in (MANIFEST, *FILES) if not (path / file).is_file()]:
             raise CheckpointError(f"{missing[0]} is missing")
         files = read_json(path / MANIFEST)
-        if files.keys() != set(FILES):
+        if files.keys() - {AVERAGE} != set(FILES):
             raise CheckpointError(f"{MANIFEST} does not list the files of a checkpoint")
-        for name in FILES:
+        for name in files:
             size, digest = files[name]
             found = (path / name).stat().st_size
             if found != size:

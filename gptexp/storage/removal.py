@@ -36,7 +36,7 @@ _OF_RUN = (
     *_OF_BOTH,
     rf"{_RUN_FILES}|\.({_RUN_FILES})\.{_TEMPORARY}|output\.log|events\.out\.tfevents\.[^/]*|\.lock|\.lock-rank0|\.lock-sweep",
     r"\.hydra/(config|hydra|overrides)\.yaml",
-    rf"{_CHECKPOINT}/(model\.safetensors|train\.pt|state\.json|manifest\.json)",
+    rf"{_CHECKPOINT}/((model|ema)\.safetensors|train\.pt|state\.json|manifest\.json)",
     r"profile/steps-\d+-\d+-rank\d+\.json\.gz",
 )
 _OF_SWEEP = (

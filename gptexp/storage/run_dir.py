@@ -52,8 +52,8 @@ STEP_NAME = re.compile(r"step-\d{8,}")  # of a published checkpoint
 PROFILE = "profile"
 HYDRA = ".hydra"  # Hydra's own record of the command line
 SUMMARY_TYPES: dict[str, Any] = {  # of the values that are read
-    "status": str, "final_val_loss": float, "steps": int, "tokens": int, "wall_s": float, "train_s": float,
-    "data_hash": str, "parameters": int, "world_size": int, "device": str, "git_commit": str,
+    "status": str, "final_val_loss": float, "final_val_loss_ema": float, "steps": int, "tokens": int, "wall_s": float,
+    "train_s": float, "data_hash": str, "parameters": int, "world_size": int, "device": str, "git_commit": str,
 }  # fmt: skip
 STATUSES = ("completed", "diverged", "interrupted", "running", "failed")
 DONE = ("completed", "diverged")  # statuses of runs that are not started again: the result would be the same
@@ -254,9 +254,14 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step-"))
 
 
-def require_checkpoint(directory: Path) -> Config:
-    """Read the config of a run. Raises `ConfigError`, or `CheckpointError` if the run has saved no checkpoint."""
+def require_checkpoint(directory: Path, averaged: bool = False) -> Config:
+    """Read the config of a run, whose weights, or with `averaged` their average, are to be loaded.
+
+    Raises `ConfigError`, also for a run that averages no weights, or `CheckpointError` if it has saved no checkpoint.
+    """
     config = load_config(directory)
+    if averaged and config.train.ema_half_life_tokens is None:
+        raise ConfigError(f"--ema: {directory} was trained without train.ema_half_life_tokens; leave out --ema")
     if not published(directory / CHECKPOINTS):
         raise CheckpointError(f"{directory / CHECKPOINTS}: no checkpoint has been saved yet")
     return config

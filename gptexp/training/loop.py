@@ -41,6 +41,7 @@ from gptexp.training.step import Probe, TrainStep
 from gptexp.training.step_report import Numbers, StepReport
 from gptexp.training.stopwatch import Stopwatch
 from gptexp.training.validation import evaluate
+from gptexp.training.weight_average import WeightAverage
 
 MOST_IN_A_ROW = 10  # more skipped updates in a row, or returns to one checkpoint, than this: diverged
 SAVES_TO_SPARE = 2.0  # time reserved for the final checkpoint, as a multiple of the previous one's duration
@@ -55,6 +56,7 @@ class Training:
     optim: OptimConfig
     plan: RunPlan
     step: TrainStep
+    average: WeightAverage | None  # None: train.ema_half_life_tokens is null
     gpt: GPT  # the model itself; `step.model` may be DDP around it
     dataset: Dataset
     rank: Rank
@@ -103,8 +105,8 @@ class _Loop:
         self.nonfinite_in_a_row = 0
         self.went_back_to = -1  # step of the checkpoint that training last returned to
         parameters = sum(p.numel() for p in t.gpt.parameters())
-        # Seconds of the previous checkpoint. Estimated before the first one: weights and two moments in float32.
-        self.save_s = 12 * parameters / SLOW_DISK
+        # Seconds of the previous checkpoint. Estimated before the first one: weights, two moments and an average.
+        self.save_s = (12 if t.average is None else 16) * parameters / SLOW_DISK
         self.eval_s: float | None = None  # seconds of the previous evaluation
         measured = t.noise_half_life_tokens is not None
         self.small_gradients = SmallGradients(t.step.model) if measured else None
@@ -171,6 +173,8 @@ class _Loop:
         )
         lr_factor = t.plan.schedule.lr_factor(step.tokens_before, step.batch.total_batch_size)
         report = t.step(self.batches, step.batch.grad_accum_steps, lr_factor, probe)
+        if t.average is not None:
+            t.average.update(step.batch.total_batch_size, report.finite)
         self.unread.append(_Queued(step, t.step.optimizer.param_groups[0]["lr"], timer, report))
         state.step, state.tokens = step.number + 1, step.tokens_after
         if t.profiler is not None:
@@ -265,7 +269,8 @@ class _Loop:
         t, state, eval_s = self.t, self.state, self.eval_s
         step_s = sequence_s * t.plan.step(state.step, state.tokens).batch.sequences
         if eval_s is None:  # a forward pass is a third of a step
-            eval_s = sequence_s * len(t.dataset.val_starts) / 3
+            passes = len(t.dataset.val_starts) * (1 if t.average is None else 2)
+            eval_s = sequence_s * passes / 3
         return (1 + 2 * self.late) * step_s + eval_s + SAVES_TO_SPARE * self.save_s
 
     def recover(self, step: PlannedStep, numbers: str) -> Literal["skipped", "went back"]:
@@ -308,6 +313,8 @@ class _Loop:
         if saved.step != self.went_back_to:
             self.went_back_to, self.nonfinite_in_a_row = saved.step, 1
         load_checkpoint(path, t.gpt, t.step.optimizer, t.optim)
+        if t.average is not None:
+            t.average.load(path)
         state.go_back(saved, step.number + 1, step.tokens_after)
         self.unread.clear()
         self.batches = self.data()
@@ -324,13 +331,17 @@ class _Loop:
             state.val_loss = evaluate(t.gpt, t.dataset, size, t.rank, t.device, t.step.forward_context)
             state.evaluated_tokens = state.tokens
             finite = math.isfinite(state.val_loss)
-            scores: Mapping[str, float] = {}
+            others: dict[str, float] = {}
+            if t.average is not None and finite:
+                with t.average.in_place_of_weights():
+                    state.val_loss_ema = evaluate(t.gpt, t.dataset, size, t.rank, t.device, t.step.forward_context)
+                others["val/loss_ema"] = state.val_loss_ema
             if with_scores and finite and t.examples:
-                scores = score(t.gpt, t.examples, t.rank, t.device, t.step.forward_context)
+                others |= score(t.gpt, t.examples, t.rank, t.device, t.step.forward_context)
             self.eval_s = time.perf_counter() - started  # without the others, which end early if the run must stop
             if with_scores and finite:
-                scores = {**t.other_scores(), **scores}
-            self.log.evaluation(state.step - 1, state.tokens, state.val_loss, scores)
+                others = {**t.other_scores(), **others}
+            self.log.evaluation(state.step - 1, state.tokens, state.val_loss, others)
         if not finite:
             raise DivergedError(
                 f"step {state.step}: validation loss {state.val_loss:.6g}: the run diverged; lower optim.lr, or clip "
@@ -357,8 +368,9 @@ class _Loop:
         keep = checkpoint.Keep(t.cfg.keep_last, t.plan.keep_every_tokens, t.cfg.keep_best)
 
         def publish() -> None:
+            average = t.average.tensors() if t.average is not None else None
             try:
-                path = checkpoint.save(self.checkpoints, t.gpt, t.step.optimizer, state, keep, t.about)
+                path = checkpoint.save(self.checkpoints, t.gpt, t.step.optimizer, state, keep, t.about, average)
             except StorageError as error:
                 if is_last:
                     raise

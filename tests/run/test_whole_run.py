@@ -35,6 +35,7 @@ def test_metrics_have_the_names_of_the_table(finished: Path) -> None:
         "hellaswag/acc",
         "hellaswag/acc_norm",
         "hellaswag/cut",
+        "val/loss_ema",
     }
     assert {name for event in logged for name in event} - {"event"} == set(METRICS) - of_other_runs
     assert all(len(e["data/fingerprint"]) == 16 for e in events(finished, "step"))

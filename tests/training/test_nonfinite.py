@@ -13,6 +13,7 @@ import pytest
 import torch
 from conftest import events, summary
 from real_runs import newest, train_here, weights
+from safetensors.torch import load_file
 
 from gptexp.config.schema import AdamWConfig
 from gptexp.process.signals import StopRequest
@@ -263,6 +264,15 @@ def test_without_a_checkpoint_a_rollback_ends_the_run(
     poison([(1, 0)])
     assert train_here([*tiny, "train.nonfinite=rollback", "train.save_every=0"], tmp_path / "out") == 5
     assert "before its first checkpoint" in capsys.readouterr().err
+
+
+def test_a_rollback_restores_the_average_of_the_weights(poison: Poison, tiny: list[str], tmp_path: Path) -> None:
+    """Step 3 was done twice, and only its second update is part of the average."""
+    poison([(3, 0)])
+    own = ["train.nonfinite=rollback", "train.save_every=2", "train.ema_half_life_tokens=300"]
+    assert train_here([*tiny, *own], tmp_path / "out") == 0
+    assert events(tmp_path / "out", "fault")
+    assert float(load_file(newest(tmp_path / "out") / "ema.safetensors")["averaged_tokens"]) == 4 * 128
 
 
 @pytest.fixture
