@@ -233,6 +233,7 @@ PRECEDING = {
     "schedule.warmup_ratio": ("warmup_tokens", "warmup_steps"),
     "schedule.warmup_tokens": ("warmup_steps",),
     "data.val_tokens": ("val_ratio",),
+    "schedule.decay_ratio": ("decay_tokens", "decay_steps"),
     "schedule.decay_tokens": ("decay_steps",),
     "train.max_tokens": ("max_steps",),
     "train.eval_every_tokens": ("eval_every",),

@@ -48,6 +48,7 @@ RAMP = ("batch.ramp_from_tokens", "batch.ramp_tokens", "batch.ramp_quantum_token
 STEP_SIZES = ("batch.total_batch_size", *RAMP)
 RUN_LENGTH = ("train.max_tokens", "train.max_steps", *STEP_SIZES)
 WARMUP = ("schedule.name", "schedule.warmup_ratio", "schedule.warmup_tokens", "schedule.warmup_steps")
+DECAY = ("schedule.decay_ratio", "schedule.decay_tokens", "schedule.decay_steps")
 LENGTHS_IN_STEPS = {
     "train.max_steps": "the number of training tokens",
     "schedule.warmup_steps": "the number of warm-up tokens",
@@ -285,10 +286,12 @@ def _warmup(cfg: Config, _: int) -> Iterator[str]:
 
 
 def _decay(cfg: Config, _: int) -> Iterator[str]:
-    key = _first_given(cfg.schedule, "decay_steps", "decay_tokens")
+    key = _first_given(cfg.schedule, "decay_steps", "decay_tokens") or "decay_ratio"
     _, run_tokens = cfg.run_length
     schedule = resolve_schedule(cfg, run_tokens)
-    if key and cfg.schedule.name in ("cosine", "linear", "wsd") and schedule.decay_tokens <= schedule.warmup_tokens:
+    is_of_decay = key != "decay_ratio" or cfg.schedule.decay_ratio < 1  # else `_warmup` speaks of it
+    decays = cfg.schedule.name in ("cosine", "linear", "wsd")
+    if is_of_decay and decays and schedule.decay_tokens <= schedule.warmup_tokens:
         yield (
             f"schedule.{key}={getattr(cfg.schedule, key)}: the decay ends at {schedule.decay_tokens:,} tokens, not "
             f"after the warm-up of {schedule.warmup_tokens:,} tokens; lengthen the decay or shorten the warm-up"
@@ -527,7 +530,7 @@ RULES: tuple[tuple[Callable[[Config, int], Iterator[str]], tuple[str, ...]], ...
     (_optimizer, ("optim.name", "schedule.name", "train.ema_half_life_tokens")),
     (_scaling, SCALING),
     (_warmup, (*RUN_LENGTH, *WARMUP)),
-    (_decay, ("schedule.name", "schedule.decay_tokens", "schedule.decay_steps", *RUN_LENGTH, *WARMUP)),
+    (_decay, ("schedule.name", *DECAY, *RUN_LENGTH, *WARMUP)),
     (_paths, ("data.path", "data.val_path")),
     (_corpus, ("data.name", "data.path", "data.mix", "data.format")),
     (_mix, ("data.name", "data.mix", "data.order", "data.tokenizer")),

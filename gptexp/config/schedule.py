@@ -56,5 +56,10 @@ def resolve_schedule(cfg: Config, run_tokens: int) -> Schedule:
         warmup = c.warmup_tokens
     else:
         warmup = round(c.warmup_ratio * run_tokens)
-    decay = c.decay_tokens or run_tokens if c.decay_steps is None else sizes.tokens_after(c.decay_steps)
+    if c.decay_steps is not None:
+        decay = sizes.tokens_after(c.decay_steps)
+    elif c.decay_tokens is not None:
+        decay = c.decay_tokens
+    else:
+        decay = round(c.decay_ratio * run_tokens)
     return Schedule(c.name, warmup, decay, c.min_lr_ratio, c.cooldown_ratio, c.cooldown)

@@ -245,7 +245,8 @@ class ScheduleConfig:
     warmup_ratio: float = _ratio(0.1)  # share of the run's tokens
     warmup_tokens: int | None = _not_negative(None)  # tokens; takes precedence over warmup_ratio
     warmup_steps: int | None = _not_negative(None)  # steps; takes precedence over warmup_tokens
-    decay_tokens: int | None = _positive(None)  # tokens: end of the decay; null: the end of the run
+    decay_ratio: float = _positive(1.0)  # share of the run's tokens: end of the decay
+    decay_tokens: int | None = _positive(None)  # tokens; takes precedence over decay_ratio
     decay_steps: int | None = _positive(None)  # steps; takes precedence over decay_tokens
     min_lr_ratio: float = _ratio(0.1)  # share of optim.lr: final value of cosine, linear and wsd
     cooldown_ratio: float = _ruled(0.2, lambda v: 0 < v <= 1, "must lie in (0, 1]")  # wsd: share of decay_tokens over

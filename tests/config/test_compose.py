@@ -7,7 +7,7 @@ from sweeps import compose_sweep
 
 from gptexp.command import from_init
 from gptexp.config.compose import compose, composition, hydra_engine, is_multirun, is_sweep
-from gptexp.config.paths import packaged_conf
+from gptexp.config.paths import conf_dir, packaged_conf
 from gptexp.config.schedule import resolve_schedule
 from gptexp.config.schema import Config, ScheduleConfig, WorldConfig, fields_of
 from gptexp.process.errors import ConfigError
@@ -120,7 +120,7 @@ def test_token_files_of_others_are_of_gpt2s_tokenizer(corpus: Path) -> None:
     assert compose(["data=tokens", f"data.path={corpus}"]).data.tokenizer == "gpt2"
 
 
-@pytest.mark.parametrize("name", ["constant", "cosine", "gpt3", "inverse_sqrt", "linear", "wsd"])
+@pytest.mark.parametrize("name", sorted(path.stem for path in (conf_dir() / "schedule").iterdir()))
 def test_a_schedule_is_the_same_with_every_model(name: str) -> None:
     """Also with the default model, whose file sets a shape, a warm-up and an end of its own."""
     long = [f"schedule={name}", "train.max_tokens=300e9"]
