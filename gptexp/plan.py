@@ -18,6 +18,7 @@ from gptexp.model.gpus import GPUS, Gpu
 from gptexp.process.errors import ConfigError
 from gptexp.process.terminal import run_verb, warn
 from gptexp.process.words import shown
+from gptexp.storage import branch
 from gptexp.storage.inventory import refuse_sweep_in
 
 MICRO_BATCH = "batch.micro_batch_size"
@@ -67,7 +68,8 @@ def _config(composed: Any, overrides: list[str], gpu: Gpu | None) -> Config:
     """The config of one run. For another `gpu`, a file's micro-batch size that is refused is replaced by auto."""
 
     def checked() -> Config:
-        return to_config(composed, composed.hydra.overrides.task, launcher_world_size())
+        parent = branch.find(composed.branch_from)
+        return to_config(composed, composed.hydra.overrides.task, launcher_world_size(), parent)
 
     try:
         return checked()

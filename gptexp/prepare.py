@@ -9,6 +9,7 @@ from gptexp.config.describe import answer_help
 from gptexp.data.comparison import compare
 from gptexp.data.prepare import prepare
 from gptexp.process.terminal import run_verb
+from gptexp.storage import branch
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -23,7 +24,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_intermixed_args(argv)
 
     from_init.register()
-    config = compose(args.overrides, args.config_dir, args.config_name).data
+    config = compose(args.overrides, args.config_dir, args.config_name, find_parent=branch.find).data
     for directory in prepare(config):
         if directory is not None:
             print(directory)

@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 import hydra
 from hydra._internal.callbacks import Callbacks
 from hydra._internal.utils import get_args_parser
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.core.plugins import Plugins
 from hydra.core.utils import run_job
@@ -35,6 +36,7 @@ from gptexp.config.compose import (
     is_sweep,
     primary_config,
     register_schema,
+    take_choices,
     to_config,
 )
 from gptexp.config.overrides import canonical, override_problems
@@ -45,7 +47,7 @@ from gptexp.process.terminal import print_error, reserve_stdout, say
 from gptexp.process.words import shown
 from gptexp.run.pool import require_devices
 from gptexp.run.scoring import require_tasks
-from gptexp.storage import run_dir
+from gptexp.storage import branch, run_dir
 from gptexp.storage.continuation import check_free
 from gptexp.storage.inventory import refuse_run_in, refuse_sweep_in
 
@@ -64,6 +66,11 @@ def hydra_main(train: Task, begin_cell: Task, launcher_world_size: int | None) -
     if args.help:
         print_help(args.overrides, args.config_dir, args.config_name)
         return 0
+    if args.cfg and any(text.startswith("branch_from=") for text in args.overrides):
+        raise ConfigError(
+            f"--cfg {args.cfg}: shows what files and overrides set, and a branch has the other keys of its run; leave "
+            "it out, the new run has a config.yaml"
+        )
     question = args.cfg or args.info or args.hydra_help or args.shell_completion or args.resolve
     if question or (args.run and args.multirun):  # Hydra refuses this pair of flags
         return _let_hydra_answer(args, multirun)
@@ -154,7 +161,10 @@ def _let_hydra_answer(args: Namespace, multirun: bool) -> int:
 
 def _run(cfg: DictConfig, context: HydraContext, train: Task, launcher_world_size: int | None) -> int:
     """Check the config and its directory, then train: the part of `hydra.main` for one job."""
-    config = to_config(cfg, cfg.hydra.overrides.task, launcher_world_size)
+    parent, overrides = branch.find(cfg.branch_from), cfg.hydra.overrides.task
+    config = to_config(cfg, overrides, launcher_world_size, parent)
+    take_choices(cfg, overrides, parent)
+    HydraConfig.instance().set_config(cfg)  # the name of the directory has a choice in it
     directory = Path(cfg.hydra.run.dir)
     reserve_stdout(config.log.progress)
     if state_of(directory, config) == "completed":

@@ -13,11 +13,12 @@ from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import yaml
 from omegaconf import DictConfig
 
 from gptexp.command.hydra_main import hydra_main
 from gptexp.command.start import start
+from gptexp.config.branching import first_step
+from gptexp.config.compose import content_of
 from gptexp.config.paths import CONFIG_NAME
 from gptexp.config.schema import AdamWConfig, Config, TrainConfig
 from gptexp.distributed.ranks import launcher_world_size
@@ -63,11 +64,13 @@ def prepared(config: Config, cfg: DictConfig) -> Iterator[Path]:
 def freeze(config: Config, cfg: DictConfig, directory: Path) -> None:
     """Save the config in the run directory, and print the source of the learning rate."""
     if config.log.wandb.name is None:
-        config.log.wandb.name = readable_name(cfg.hydra.runtime.choices["model"], config)
+        at = f"-from{first_step(config.branch_from)}" if config.branch_from else ""
+        config.log.wandb.name = readable_name(cfg.hydra.runtime.choices["model"], config) + at
     check_same(directory, config)
     run_dir.save_config(directory, config)
     if config.log.progress not in ("off", "json"):
-        say(f"learning rate   {config.optim.lr:g}, from {lr_source(cfg.hydra)}")
+        source = lr_source(cfg.hydra) if config.branch_from is None else f"branch_from={config.branch_from}"
+        say(f"learning rate   {config.optim.lr:g}, from {source}")
 
 
 def readable_name(model: str, config: Config) -> str:
@@ -89,11 +92,11 @@ def lr_source(hydra: Any) -> str:
         return "the command line"
     for group in ("experiment", "sweep"):
         option = hydra.runtime.choices.get(group)
-        swept = _yaml(hydra, group, option).get("hydra", {}).get("sweeper", {}).get("params") if option else None
+        swept = content_of(hydra, group, option).get("hydra", {}).get("sweeper", {}).get("params") if option else None
         if any("optim.lr" in part for part in parts(swept)):
             return f"{group}={option}"
     name = hydra.job.config_name
-    if name != CONFIG_NAME and "lr" in _yaml(hydra, "", name).get("optim", {}):
+    if name != CONFIG_NAME and "lr" in content_of(hydra, "", name).get("optim", {}):
         return f"{name}.yaml"
     for group in ("experiment", "optim", "model"):
         if (option := hydra.runtime.choices.get(group)) and _sets_lr(hydra, group, option):
@@ -103,16 +106,7 @@ def lr_source(hydra: Any) -> str:
 
 def _sets_lr(hydra: Any, group: str, option: str) -> bool:
     """Whether an option's file sets the learning rate, or one of its group that it extends."""
-    content = _yaml(hydra, group, option)
+    content = content_of(hydra, group, option)
     extended = [entry for entry in content.get("defaults") or [] if isinstance(entry, str) and entry != "_self_"]
     of_optim = content.get("optim", content if group == "optim" else {})
     return "lr" in of_optim or any(_sets_lr(hydra, group, entry) for entry in extended)
-
-
-def _yaml(hydra: Any, group: str, option: str) -> dict[str, Any]:
-    """Return the content of an option's file, from the first folder on the search path that has it."""
-    for source in hydra.runtime.config_sources:
-        file = Path(source.path) / group / f"{option}.yaml"
-        if source.schema == "file" and file.is_file():
-            return yaml.safe_load(file.read_text()) or {}
-    return {}

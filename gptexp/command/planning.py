@@ -5,10 +5,12 @@ import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from gptexp.config.branching import run_and_step
 from gptexp.config.run_plan import RunPlan, plan_run
 from gptexp.config.scaling import effective_optim
 from gptexp.config.schema import AUTO, Config, memory_key
@@ -18,7 +20,7 @@ from gptexp.data.split import split
 from gptexp.data.stream import TokenStream
 from gptexp.distributed.ranks import AT_ONCE, Rank
 from gptexp.machine.device import Device, pick_device
-from gptexp.machine.effective import Effective, estimate, resolve
+from gptexp.machine.effective import Effective, estimate, load_effective, resolve
 from gptexp.model.flops import count_parameters, flops_per_token
 from gptexp.model.gpus import UNKNOWN_GPU, Gpu
 from gptexp.process.errors import ConfigError, DataError, UserError, first_line
@@ -92,6 +94,8 @@ def plan(cfg: Config, earlier: Effective | None = None, gpu: Gpu | None = None) 
     if isinstance(device, torch.device) and device.type == "cuda":
         local = min(world_size, torch.cuda.device_count())
     n_vocab = count_ids(cfg.data)
+    if cfg.branch_from is not None:
+        earlier = load_effective(Path(run_and_step(cfg.branch_from)[0]))
     effective = resolve(cfg, device, Rank(0, world_size, 0, local), earlier, n_vocab or ASSUMED_CHARACTERS)
     unknown = None if n_vocab or cfg.model.vocab_size != AUTO else cfg.data.tokenizer
     if unknown is not None:
@@ -109,6 +113,8 @@ def plan(cfg: Config, earlier: Effective | None = None, gpu: Gpu | None = None) 
         "steps": p.steps,
         "ramp_steps": p.step_sizes.ramp_steps,
         "ramp": p.ramp_in_words() if p.step_sizes.ramp_tokens else None,
+        "first_step": p.first_step,
+        "first_tokens": p.first_tokens,
         **asdict(p.batch),
         "corpus_tokens": corpus_tokens,
         "epochs": p.tokens / corpus_tokens if corpus_tokens else None,
@@ -133,8 +139,9 @@ def _assumed(gpu: Gpu, planned: dict[str, Any], dtype: str) -> dict[str, Any]:
     figures = {"memory_bytes": gpu.memory_bytes, "peak_flops_per_s": peak, "mfu": ASSUMED_MFU}
     if peak is None:
         return {"assumed": figures}
-    total_s = planned["flops_palm"] / (peak * planned["world_size"] * ASSUMED_MFU)
-    step_s = total_s * planned["total_batch_size"] / planned["tokens"]
+    whole_s = planned["flops_palm"] / (peak * planned["world_size"] * ASSUMED_MFU)
+    step_s = whole_s * planned["total_batch_size"] / planned["tokens"]
+    total_s = whole_s * (1 - planned["first_tokens"] / planned["tokens"])
     return {"assumed": figures, "time": {"step_s": step_s, "total_s": total_s}}
 
 
@@ -218,10 +225,11 @@ def show(p: dict[str, Any]) -> None:
             f"{rounded(p['epochs'])} of {p['corpus_tokens']:,} tokens" if p["epochs"] else "the corpus is too short"
         )
     most = "up to " if p["ramp"] else ""
+    branched = f", the first {counted(p['first_step'], 'step')} by the run of branch_from" if p["first_step"] else ""
     for name, value in (
         ("parameters", f"{p['parameters']:,}"),
         ("memory", _memory_line(p["memory_bytes"])),
-        ("tokens", f"{p['tokens']:,} in {counted(p['steps'], 'step')} of {most}{p['total_batch_size']:,}"),
+        ("tokens", f"{p['tokens']:,} in {counted(p['steps'], 'step')} of {most}{p['total_batch_size']:,}{branched}"),
         *([("batch ramp", p["ramp"])] if p["ramp"] else []),
         (
             "batch",
@@ -299,7 +307,7 @@ def show_sweep(cells: Sequence[dict[str, Any]], total: int, at_once: int) -> Non
     if not legal:
         return
     scale = total / len(cells)  # Optuna's cells are not chosen yet; these rows are examples
-    tokens = round(sum(p["tokens"] for p in legal) * scale)
+    tokens = round(sum(p["tokens"] - p["first_tokens"] for p in legal) * scale)
     side_by_side = f", {at_once} at once" if at_once > 1 else ""
     chosen = "; Optuna chooses their values, for example as in these rows" if total != len(cells) else ""
     print(f"{counted(total, 'cell')}, {tokens:,} tokens in all{side_by_side}{chosen}")

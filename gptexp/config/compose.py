@@ -6,7 +6,7 @@ created.
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from functools import cache
@@ -20,10 +20,11 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
-from gptexp.config import rules
+from gptexp.config import branching, rules
+from gptexp.config.branching import Parent
 from gptexp.config.overrides import canonical, override_problems, secret_problems
 from gptexp.config.paths import (
     CONFIG_NAME,
@@ -86,11 +87,20 @@ def compose(
     config_dir: str | None = None,
     config_name: str | None = None,
     launcher_world_size: int | None = None,
+    find_parent: Callable[[str], Parent | None] | None = None,
 ) -> Config:
-    """Compose and check the config of one run. Raises `ConfigError` with a line for each problem."""
+    """Compose and check the config of one run. Raises `ConfigError` with a line for each problem.
+
+    `find_parent` finds the checkpoint of `branch_from`, which is refused without it.
+    """
     with hydra_engine(config_dir) as engine:
         composed = composition(engine, overrides, config_dir, multirun=False, config_name=config_name)
-        return to_config(composed, composed.hydra.overrides.task, launcher_world_size)
+        parent = None
+        if composed.branch_from is not None:
+            if find_parent is None:
+                raise ConfigError(f"branch_from={composed.branch_from}: only train, plan and prepare take it")
+            parent = find_parent(composed.branch_from)
+        return to_config(composed, composed.hydra.overrides.task, launcher_world_size, parent)
 
 
 def composition(
@@ -179,16 +189,28 @@ def _of_another_optimizer(key: str, cls: str, text: str) -> str:
     return f"optim.{key}{setter}: not a key of optim={name}{others}; keys of optim={name}: {keys}"
 
 
-def to_config(cfg: DictConfig, overrides: Sequence[str], launcher_world_size: int | None = None) -> Config:
+def to_config(
+    cfg: DictConfig,
+    overrides: Sequence[str],
+    launcher_world_size: int | None = None,
+    parent: Parent | None = None,
+) -> Config:
     """Convert a composition to a checked `Config` that depends on no other file.
 
     Makes paths absolute. Sets `world.size`, if it is null, to the number of ranks that a launcher has started
     (`launcher_world_size`), else to 1. `overrides` are the command line's: a length given there in tokens takes
-    precedence over a length in steps from a file. Raises `ConfigError` with a line for each problem.
+    precedence over a length in steps from a file. `parent` is the checkpoint of `branch_from`. Raises `ConfigError`
+    with a line for each problem.
     """
     config = job_of(cfg)
     problems = _law_scaled_twice(cfg)
     given = {text.split("=", 1)[0] for text in overrides}
+    if parent is not None:
+        # Of the warm-up, which lies in the past, a file says nothing new.
+        given |= _of_chosen_files(cfg.hydra, overrides) - {*branching.WARMUP}
+        config = branching.inherited(config, parent, given)
+        if launcher_world_size is not None and "world.size" not in given:
+            config.world.size = None  # that of the launcher
     _let_the_command_line_win(config, given)
     problems += _take_from_environment(config, given)
     if config.data.name == "text" and isinstance(config.data.mix, dict):
@@ -214,7 +236,10 @@ def to_config(cfg: DictConfig, overrides: Sequence[str], launcher_world_size: in
     if config.world.size is None:
         config.world.size = launcher_world_size or 1
     problems += secret_problems((key, value) for key, _, value in fields_of(config))
-    problems += rules.problems(config, config.world.size)
+    changed = [*branching.differences(config, parent)] if parent is not None else []
+    problems += changed or rules.problems(config, config.world.size)  # the rules would speak of the same keys
+    if parent is not None and not problems:
+        problems += branching.history_problems(config, parent)
     if problems:
         raise ConfigError(problems)
     return config
@@ -226,6 +251,51 @@ def _law_scaled_twice(cfg: DictConfig) -> list[str]:
     if cfg.scaling.lr == "none" or "${power_law:" not in str(lr):
         return []
     return [f"scaling.lr={cfg.scaling.lr}: the fitted law of optim scales lr with the batch size already; use none"]
+
+
+def _of_chosen_files(hydra: Any, overrides: Sequence[str]) -> set[str]:
+    """The dotted keys of their own groups that the options in `overrides` set."""
+    sections = {f.name for f in fields(Config)}
+    chosen = [(group, option) for group, _, option in (text.partition("=") for text in overrides) if group in sections]
+    return {key for group, option in chosen for key in _own_keys(hydra, group, option)}
+
+
+def _own_keys(hydra: Any, group: str, option: str) -> Iterator[str]:
+    """The dotted keys of a group that an option's file sets, or a file of the group that it extends."""
+    content = content_of(hydra, group, option)
+    for entry in content.get("defaults") or []:
+        if isinstance(entry, str) and entry != "_self_":
+            yield from _own_keys(hydra, group, entry)
+    own = content.get(group)
+    yield from _dotted(own if isinstance(own, dict) else content, group)
+
+
+def _dotted(content: dict[str, Any], prefix: str) -> Iterator[str]:
+    for key, value in content.items():
+        if isinstance(value, dict):
+            yield from _dotted(value, f"{prefix}.{key}")
+        else:
+            yield f"{prefix}.{key}"
+
+
+def content_of(hydra: Any, group: str, option: str) -> dict[str, Any]:
+    """The content of an option's file, from the first folder on the search path that has it; empty if none has."""
+    for source in hydra.runtime.config_sources:
+        file = Path(source.path) / group / f"{option}.yaml"
+        if source.schema == "file" and file.is_file():
+            content = yaml.safe_load(file.read_text())
+            return content if isinstance(content, dict) else {}
+    return {}
+
+
+def take_choices(cfg: DictConfig, overrides: Sequence[str], parent: Parent | None) -> None:
+    """Note in Hydra's record of a branch, which names its directory, the options with which its run was started."""
+    if parent is None:
+        return
+    sections, given = {f.name for f in fields(Config)}, {text.partition("=")[0] for text in overrides}
+    with read_write(cfg.hydra), open_dict(cfg.hydra):
+        for group in sections.intersection(parent.choices) - given:
+            cfg.hydra.runtime.choices[group] = parent.choices[group]
 
 
 # For each key, the keys that take precedence over it.

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from gptexp.config.batch import BatchPlan, interval_tokens, plan_batch
+from gptexp.config.branching import first_step
 from gptexp.config.schedule import Schedule, resolve_schedule
 from gptexp.config.schema import Config
 from gptexp.config.step_sizes import StepSizes
@@ -32,7 +33,8 @@ class RunPlan:
 
     batch: BatchPlan  # of a step of batch.total_batch_size tokens: of every step, unless there is a ramp
     step_sizes: StepSizes
-    steps: int
+    steps: int  # of the whole run
+    first_step: int  # the run begins after so many steps of another run; 0 unless it is a branch
     schedule: Schedule
     eval_every_tokens: int  # 0: evaluates only at the end
     save_every_tokens: int  # 0: saves only at the end
@@ -61,6 +63,11 @@ class RunPlan:
             yield step
             number, tokens_before = number + 1, step.tokens_after
 
+    @property
+    def first_tokens(self) -> int:
+        """Tokens that were consumed before the run began: 0 unless it is a branch."""
+        return self.step_sizes.tokens_after(self.first_step)
+
 
 def plan_run(cfg: Config, micro_batch_size: int) -> RunPlan:
     """Plan the run of `cfg` with micro-batches of `micro_batch_size` sequences.
@@ -73,6 +80,7 @@ def plan_run(cfg: Config, micro_batch_size: int) -> RunPlan:
         batch=plan_batch(total, micro_batch_size, cfg.seq_len, cfg.world.size or 1),
         step_sizes=cfg.batch.step_sizes,
         steps=steps,
+        first_step=first_step(cfg.branch_from),
         schedule=resolve_schedule(cfg, run_tokens),
         eval_every_tokens=interval_tokens(train.eval_every, train.eval_every_tokens, run_tokens, total),
         save_every_tokens=interval_tokens(train.save_every, train.save_every_tokens, run_tokens, total),

@@ -449,6 +449,9 @@ class Config:
     init_from: str | None = None  # weights that the run starts from: a run directory, one that transformers saved,
     # nanoGPT's ckpt.pt, gpt2, gpt2-medium, gpt2-large or gpt2-xl, or OWNER/NAME of the Hugging Face hub
 
+    branch_from: str | None = None  # a checkpoint that the run continues with a schedule and a length of its own:
+    # RUN_DIR@STEP, or RUN_DIR for the newest; every key that the command line does not set is that run's
+
     @property
     def seq_len(self) -> int:
         """T: tokens per sequence."""
@@ -498,6 +501,7 @@ IRRELEVANT_TO_RESULT = (
     "train.log_every",
     "train.max_minutes",
     "train.profile",
+    "branch_from",  # a branch ends with the bits of a run that was never interrupted; its own checks compare it
 )
 
 

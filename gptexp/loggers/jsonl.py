@@ -20,14 +20,14 @@ from gptexp.storage.run_dir import atomic, finite, storage
 class JsonlSink(Sink):
     """Writes one line per event, unbuffered. Raises `StorageError` if the file cannot be written.
 
-    Opening removes the lines of steps after `state`: the resumed run logs them again. It prints a line if steps before
-    `state` are missing.
+    Opening removes the lines of steps after `state`: the resumed run logs them again. It prints a line if steps from
+    `first_step`, where the run begins, to `state` are missing.
     """
 
-    def __init__(self, directory: Path, state: TrainState, log_every: int) -> None:
+    def __init__(self, directory: Path, state: TrainState, log_every: int, first_step: int = 0) -> None:
         self._path = directory / METRICS_FILE
         self.alerts_before: set[str] = set()  # kinds of the alerts that earlier attempts have logged
-        if gaps := missing_steps(self._open(state), state.step, log_every):
+        if gaps := missing_steps(self._open(state), state.step, log_every, first_step):
             warn(f"{self._path}: {described(gaps)}; the curves have a gap there")
 
     def write(self, event: dict[str, Any]) -> None:

@@ -51,6 +51,11 @@ class Arm:
         return [run for run in self.runs if run.loss in self.curves.losses.get(run.batch, {}).get(run.lr, [])]
 
     @property
+    def averages(self) -> bool:
+        """Whether its critical batch size is that of the averaged weights: if all of its runs have evaluated them."""
+        return averages(self.runs)
+
+    @property
     def left_out(self) -> list[tuple[Run, Outlier]]:
         """The runs that take no part in the curves."""
         return [
@@ -191,13 +196,15 @@ def _critical(runs: list[Run]) -> tuple[float | None, Critical | None, list[int]
     """`target_loss`, `critical` and `at_an_edge` of an arm.
 
     The target is the lowest loss that every batch size reaches; each batch size counts at its fastest learning rate.
-    Needs a constant learning rate: with decay, the loss in the middle of a run is not that of a shorter run.
+    Needs a constant learning rate: with decay, the loss in the middle of a run is not that of a shorter run. Takes the
+    losses of the averaged weights if all runs have them: they come close to those after a decay (arXiv 2410.21676).
     """
     if runs[0].config["schedule.name"] != "constant":
         return None, None, []
     courses: dict[int, dict[float, list[list[tuple[int, float]]]]] = defaultdict(lambda: defaultdict(list))
     for run in runs:
-        course = [(point.step, point.loss) for point in run.val if point.loss is not None]
+        evaluated = run.val_ema if averages(runs) else run.val
+        course = [(point.step, point.loss) for point in evaluated if point.loss is not None]
         if run.status == "completed" and course:
             courses[run.batch][run.lr].append(course)
     if len(courses) < 2:
@@ -222,6 +229,12 @@ def _critical(runs: list[Run]) -> tuple[float | None, Critical | None, list[int]
         if fastest in (min(of_batch), max(of_batch)):
             at_an_edge.append(batch)
     return target, critical_batch_size(steps), sorted(at_an_edge)
+
+
+def averages(runs: Sequence[Run]) -> bool:
+    """Whether all runs that have been evaluated have averaged their weights."""
+    evaluated = [run for run in runs if run.val]
+    return bool(evaluated) and all(run.val_ema for run in evaluated)
 
 
 def data_warnings(runs: Sequence[Run]) -> list[str]:

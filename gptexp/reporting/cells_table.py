@@ -85,7 +85,8 @@ def results_table(runs: Sequence[Run]) -> CellsTable:
     """A row for each of `runs`, in their order: its name and its results."""
     results = (LOSS, BEST_LOSS, BITS, STATUS, TOKENS, SPEED, TIME)
     columns = [NAME, *(column for column in results if any(map(column.value, runs)))]
-    shares = [run.summary.get("tokens", 0) / run.of_tokens for run in runs]
+    trained = [run.summary.get("tokens", run.first_tokens) - run.first_tokens for run in runs]
+    shares = [tokens / (run.of_tokens - run.first_tokens) for run, tokens in zip(runs, trained, strict=True)]
     rows = [
         Row(
             run,

@@ -292,7 +292,8 @@ def _without_loss(runs: Sequence[Run]) -> Iterator[Finding]:
         if has_diverged(run):
             yield Finding(f"{run.name} has diverged.")
         elif run.loss is None:
-            done = run.summary.get("tokens", 0) / run.of_tokens
+            trained = run.summary.get("tokens", run.first_tokens) - run.first_tokens
+            done = trained / (run.of_tokens - run.first_tokens)
             yield Finding(f"{run.name} has no final loss: it is {run.status}, after {done:.0%} of its tokens.")
 
 
@@ -300,7 +301,7 @@ def _more_seeds(cell: Cell) -> Iterator[Proposal]:
     """The command that trains a cell's config with more seeds, if the run has a record of how it was started."""
     run = cell.runs[0]
     started = as_started(run.directory)
-    if started is None:
+    if started is None or run.branch is not None:  # a branch has the seed of its run
         return
     kept = [text for text in started.overrides if text.lstrip("+").partition("=")[0] not in (SEED, "sweep")]
     highest = max(seed for other in cell.runs for seed in (other.seed, *_seeds_beside(other.directory)))

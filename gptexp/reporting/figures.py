@@ -353,8 +353,9 @@ def _iso_loss(arm: Arm) -> Figure | None:
         layers.insert(0, {"data": {"values": curve}, "mark": {"type": "line", "style": "accent", "order": False}})
     encoding = {"x": log("steps", "steps", form="~s"), "y": log("tokens", "tokens", form="~s")}
     absent = ", ".join(f"{batch:,}" for batch in sorted({run.batch for run in arm.runs} - {*c.steps}))
+    whose = " of the averaged weights" if arm.averages else ""
     text = caption(
-        f"Steps and tokens to reach a loss of {arm.target_loss:.4f}. Labels are tokens a step.",
+        f"Steps and tokens to reach a loss{whose} of {arm.target_loss:.4f}. Labels are tokens a step.",
         f"Not shown, because no run has completed: {absent}." if absent else "",
     )
     return figure("isoloss", "Steps and tokens to reach one loss", text, {"layer": layers, "encoding": encoding})

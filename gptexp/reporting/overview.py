@@ -122,6 +122,8 @@ def _facts(directory: Path, runs: Sequence[Run], planned: Sequence[Run]) -> Iter
         yield "Batch ramp", _each(over, "ramps")
     yield "Learning rate", _listed(sorted({run.lr for run in cells}), ".3g")
     yield "Length", f"{_listed(sorted({run.of_tokens for run in readable}), ',')} tokens"
+    if branches := [f"{run.branch}, after {run.first_tokens:,} tokens" for run in readable if run.branch]:
+        yield "Branched from", _each(branches, "checkpoints")
     if devices := [run for run in readable if "device" in run.summary]:
         on = (f"{run.summary['device']}, {counted(run.summary.get('world_size', 1), 'rank')}" for run in devices)
         yield "Machine", _each(on, "machines")

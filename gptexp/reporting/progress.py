@@ -19,7 +19,7 @@ STATES = ("running", "completed", "diverged", "interrupted", "failed", "damaged"
 
 @dataclass(frozen=True)
 class Progress:
-    """Progress of one cell."""
+    """Progress of one cell. The tokens of a branch are those after the checkpoint that it continues."""
 
     name: str
     status: str  # one of `STATES`
@@ -28,6 +28,7 @@ class Progress:
     loss: float | None  # the newest validation loss, in nats per token
     seconds_left: float | None  # of training; None while no cell has measured a speed
     problem: str | None = None  # one line: what of the cell could not be read
+    branch: str | None = None  # RUN@STEP, the checkpoint of another run that it continues
 
     @property
     def share(self) -> float:
@@ -57,15 +58,16 @@ def survey(directory: Path, read: Callable[[Path], Run] = read_run) -> list[Prog
 
     cells = []
     for run in runs.values():
-        length = planned[run.name].tokens if run.name in planned else run.of_tokens
-        tokens = max([p.tokens for p in (*run.train[-1:], *run.val[-1:])], default=0)
+        length = (planned[run.name].tokens if run.name in planned else run.of_tokens) - run.first_tokens
+        tokens = max([p.tokens - run.first_tokens for p in (*run.train[-1:], *run.val[-1:])], default=0)
         loss = run.val[-1].loss if run.val else None
         left = 0.0 if run.status in run_dir.DONE else seconds_for(run.batch, max(0, length - tokens))
-        cells.append(Progress(run.name, run.status, tokens, length, loss, left, run.problem))
+        cells.append(Progress(run.name, run.status, tokens, length, loss, left, run.problem, run.branch))
     for name, cell in planned.items():
         if printable(name) not in runs:
-            left = seconds_for(cell.total_batch_size, cell.tokens)
-            cells.append(Progress(printable(name), NOT_STARTED, 0, cell.tokens, None, left))
+            length = cell.tokens - cell.first_tokens
+            left = seconds_for(cell.total_batch_size, length)
+            cells.append(Progress(printable(name), NOT_STARTED, 0, length, None, left))
     # Cells that Optuna has not chosen yet are assumed to be like the others.
     tokens = round(statistics.median(cell.of_tokens for cell in cells)) if cells else 0
     batch = round(statistics.median(run.batch for run in runs.values())) if runs else 0
@@ -91,7 +93,7 @@ def not_started(directory: Path, runs: Sequence[Run], sweep: SweepRecord | None)
 def _rate(run: Run) -> float | None:
     """Tokens per second: of the whole run once a process of it has ended, with its evaluations, else of training."""
     if wall_s := run.summary.get("wall_s"):
-        return float(run.summary.get("tokens", 0) / wall_s)
+        return float((run.summary.get("tokens", run.first_tokens) - run.first_tokens) / wall_s)
     return run.tokens_per_s
 
 
@@ -117,8 +119,9 @@ def line_of(cell: Progress) -> str:
     """A line for the terminal."""
     loss = f"val loss {cell.loss:.4f}" if cell.loss is not None else ""
     share = f"{cell.share:4.0%}" if cell.of_tokens else ""
+    branch = f"  (from {cell.branch})" if cell.branch else ""
     problem = f"  ({cell.problem})" if cell.problem else ""
-    return f"{in_words(cell.status):<12}{share:<6}{loss:<17}{cell.name}{problem}"
+    return f"{in_words(cell.status):<12}{share:<6}{loss:<17}{cell.name}{branch}{problem}"
 
 
 def in_words(status: str) -> str:

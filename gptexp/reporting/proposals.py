@@ -51,6 +51,8 @@ def proposals(analysis: Analysis, sweep: SweepRecord) -> list[Proposal]:
     """Extensions of a sweep, without cells that it already has; none at a batch size where cells still run or wait."""
     found = []
     for arm in analysis.arms:
+        if any(run.branch is not None for run in arm.runs):
+            continue  # a branch has the learning rate, the batch size and the seed of its run
         choices = {key: value for key, value in arm.choices.items() if key != TEXT}
         if OPTIMIZER in choices:  # the option also chooses the optimizer's keys
             choices = {"optim": choices.pop(OPTIMIZER), **choices}

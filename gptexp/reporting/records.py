@@ -13,6 +13,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from gptexp.config.branching import first_step, first_tokens
 from gptexp.config.scaling import effective_optim, lr_factor
 from gptexp.config.schedule import resolve_schedule
 from gptexp.config.schema import ScalingConfig, result_deciding
@@ -90,6 +91,8 @@ class Run:
     summary: dict[str, Any] = field(default_factory=dict)
     seq_len: int = 1  # tokens
     of_tokens: int = 0  # length of the whole run; 0 if its config cannot be read
+    branch: str | None = None  # RUN@STEP, the checkpoint of another run that it continues
+    first_tokens: int = 0  # of `of_tokens`, those before that checkpoint
     warmup_tokens: int = 0
     started: datetime | None = None  # local time of the first event
     train: list[Step] = field(default_factory=list)  # thinned, see `POINTS`
@@ -133,6 +136,8 @@ def read_run(directory: Path) -> Run:
         summary=summary,
         seq_len=config.seq_len,
         of_tokens=of_tokens,
+        branch=printable(Path(config.branch_from).name) if config.branch_from else None,
+        first_tokens=first_tokens(config),
         warmup_tokens=resolve_schedule(config, of_tokens).warmup_tokens,
         tags=list(map(printable, config.log.tags)),
         note=printable(config.log.note, LAYOUT) if config.log.note else None,
@@ -143,7 +148,7 @@ def read_run(directory: Path) -> Run:
         elif config.data.validates:
             run.status, run.problem = "damaged", printable(f"{directory / run_dir.SUMMARY}: final_val_loss is missing")
     try:
-        _read_metrics(run, directory / run_dir.METRICS, config.train.log_every)
+        _read_metrics(run, directory / run_dir.METRICS, config.train.log_every, first_step(config.branch_from))
     except OSError as error:
         run.problem = printable(f"{directory / run_dir.METRICS}: cannot be read ({error.strerror})")
     return run
@@ -193,8 +198,8 @@ def _number(value: Any) -> float | None:
     return None if value is None else float(value)
 
 
-def _read_metrics(run: Run, path: Path, log_every: int) -> None:
-    """Read the curves, notes and fingerprints from metrics.jsonl.
+def _read_metrics(run: Run, path: Path, log_every: int, first: int) -> None:
+    """Read the curves, notes and fingerprints from metrics.jsonl, which begins with the step `first`.
 
     Of many steps it parses every 2nd, 4th, 8th, …, so that runs of different batch sizes keep steps at equal tokens.
     """
@@ -204,13 +209,13 @@ def _read_metrics(run: Run, path: Path, log_every: int) -> None:
         numbers = [STEP_NUMBER.search(line) for line in lines if STEP_EVENT in line]
     logged = [int(number[1]) for number in numbers if number]
     stride = 1 << max(0, (len(numbers) // POINTS).bit_length() - 1)
-    end = logged[-1] + 1 if logged else 0
+    end = logged[-1] + 1 if logged else first
     if run.status in WROTE_ITS_END:  # a process that was killed has not written its number of steps
-        end = run.summary.get("steps", 0)
-    run.gaps = missing_steps(logged, end, log_every)
+        end = run.summary.get("steps", first)
+    run.gaps = missing_steps(logged, end, log_every, first)
     if run.gaps:
         run.problem = printable(f"{path}: {described(run.gaps)}")
-    step_events, last_step, seconds = 0, 0, 0.0
+    step_events, last_step, seconds = 0, first, 0.0
     with open_text(path, "replace") as lines:
         for number, line in enumerate(lines, 1):
             if STEP_EVENT in line:

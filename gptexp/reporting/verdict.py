@@ -276,7 +276,8 @@ def _critical(arm: Arm) -> Iterator[Finding]:
     c = arm.critical
     if len(arm.losses) < 2 or c is None:
         return
-    at = f"To reach a loss of {arm.target_loss:.4f} the critical batch size"
+    whose = " of the averaged weights" if arm.averages else ""
+    at = f"To reach a loss{whose} of {arm.target_loss:.4f} the critical batch size"
     method = "by the hyperbola (twice the fewest steps and tokens)"
     misfit = "The steps deviate significantly from that hyperbola: use the result of the 20% rule." if c.misfit else ""
     if c.status == "too few":

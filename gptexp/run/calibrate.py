@@ -53,6 +53,7 @@ def sample(cfg: Config, plan: RunPlan, effective: Effective) -> Sample:
             batch.total_batch_size // batch.grad_accum_steps * micro_steps, batch.micro_batch_size
         ),
         schedule=ScheduleConfig(name="constant"),  # the run's own schedule may not fit this length
+        branch_from=None,
         train=replace(
             cfg.train, max_steps=10**6, eval_every=0, save_every=0, log_every=1, max_minutes=None, profile=False
         ),
@@ -89,22 +90,19 @@ def pace(seen: Sample, cfg: Config, plan: RunPlan) -> Pace:
     """
     batch = plan.batch
     once_s = seen.step_s - seen.micro_steps * seen.micro_s
-    micro_steps = plan.tokens // (batch.total_batch_size // batch.grad_accum_steps)
+    steps, tokens = plan.steps - plan.first_step, plan.tokens - plan.first_tokens
+    micro_steps = tokens // (batch.total_batch_size // batch.grad_accum_steps)
     windows = math.ceil(_val_windows(cfg) / batch.world_size)
     # A forward pass has a third of the multiplications.
     validation_s = math.ceil(windows / batch.micro_batch_size) * seen.micro_s / 3
     every = plan.eval_every_tokens
-    validations = max(1, min(plan.steps, plan.tokens // every)) if every else 1
+    validations = max(1, min(steps, tokens // every)) if every else 1
     compile_s = max(0.0, seen.first_s - seen.step_s)
     return Pace(
         start_s=seen.start_s,
         step_s=once_s + batch.grad_accum_steps * seen.micro_s,
         validation_s=validation_s,
-        total_s=seen.start_s
-        + compile_s
-        + plan.steps * once_s
-        + micro_steps * seen.micro_s
-        + validations * validation_s,
+        total_s=seen.start_s + compile_s + steps * once_s + micro_steps * seen.micro_s + validations * validation_s,
     )
 
 

@@ -10,16 +10,17 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from gptexp.config.branching import Parent, first_step
 from gptexp.config.rules import noise_half_life, why_unmeasured
 from gptexp.config.run_plan import plan_run
 from gptexp.config.scaling import effective_optim
-from gptexp.config.schema import HELLASWAG, Config
+from gptexp.config.schema import HELLASWAG, Config, to_dict
 from gptexp.config.vocabulary import with_vocab_size
 from gptexp.data.cache import downloads_dir
 from gptexp.data.downloads import downloaded
@@ -70,7 +71,7 @@ from gptexp.run.summary import Summary, about, end_line, end_lines, start_event,
 from gptexp.run.tasks import score_while_training
 from gptexp.run.tokenizers import refuse_other_ids
 from gptexp.run.trial import settle_micro_batch
-from gptexp.storage import checkpoint, init_from, run_dir
+from gptexp.storage import branch, checkpoint, init_from, run_dir
 from gptexp.storage.checkpoint import TrainState
 from gptexp.storage.init_from import Source
 from gptexp.training.loop import Training, fit
@@ -162,6 +163,7 @@ class Decision:
     checkpoint: Path | None  # of this run, to continue from; None: it starts
     source: Source | None  # of `init_from`: the weights of a run that starts; None: random ones
     state: TrainState  # the counters to start from; training advances them
+    branched_from: dict[str, Any] | None  # the checkpoint of another run that this run began with
 
 
 @dataclass(frozen=True)
@@ -217,18 +219,22 @@ def _decide(job: Job, prepared: Prepared) -> Decision:
     cfg, directory, dataset = job.cfg, job.directory, prepared.dataset
     checkpoints = directory / run_dir.CHECKPOINTS
     _refuse_changed_data(directory, run_dir.read_summary(directory).get("data_hash"), dataset)
-    effective = resolve(cfg, prepared.device, job.rank, load_effective(directory), dataset.n_vocab)
-    cfg = with_vocab_size(cfg, effective.vocab_size.value)
     found = checkpoint.load_latest(checkpoints)
+    parent = branch.find(cfg.branch_from) if found is None else None
+    earlier = load_effective(directory if parent is None else parent.directory)
+    effective = resolve(cfg, prepared.device, job.rank, earlier, dataset.n_vocab)
+    cfg = with_vocab_size(cfg, effective.vocab_size.value)
     # Before the micro-batch is settled: on a GPU that builds the model.
-    source = _first_weights(cfg, dataset) if cfg.init_from and found is None else None
+    source = _first_weights(cfg, dataset) if cfg.init_from and found is None and parent is None else None
     effective = settle_micro_batch(cfg, effective, prepared.device, job.rank.world_size)
     save_effective(directory, effective)
     run_dir.keep_tokenizer(directory, dataset.directory)
     run_dir.remove_leftovers(directory)
     checkpoint.remove_leftovers(checkpoints)
+    if parent is not None:  # once its choices are saved: a run with a checkpoint takes its own
+        found = _adopt(parent, cfg, checkpoints, dataset)
     if found is None:
-        return Decision(effective, None, source, TrainState())
+        return Decision(effective, None, source, TrainState(), None)
     path, state = found
     _refuse_changed_data(path, checkpoint.data_hash(path), dataset)
     if state.tokens != (planned := cfg.batch.step_sizes.tokens_after(state.step)):
@@ -237,7 +243,18 @@ def _decide(job: Job, prepared: Prepared) -> Decision:
             f"{planned:,} (batch.total_batch_size={cfg.batch.total_batch_size:,}); not a checkpoint of this run"
         )
     checkpoint.set_aside(checkpoints, state.step)
-    return Decision(effective, path, None, state)
+    return Decision(effective, path, None, state, checkpoint.about_run(path).get("branched_from"))
+
+
+def _adopt(parent: Parent, cfg: Config, checkpoints: Path, dataset: Dataset) -> tuple[Path, TrainState]:
+    """Make the checkpoint of `branch_from` the first one of this run, which needs the other run no longer."""
+    source = parent.directory / run_dir.CHECKPOINTS / f"step-{parent.step:08d}"
+    before = checkpoint.about_run(source)
+    _refuse_changed_data(source, before.get("data_hash"), dataset)
+    branched_from = {
+        "run": str(parent.directory), "step": parent.step, "tokens": parent.tokens, "checkpoint": parent.identity,
+    }  # fmt: skip
+    return checkpoint.adopt(source, checkpoints, {**before, "config": to_dict(cfg), "branched_from": branched_from})
 
 
 def _first_weights(cfg: Config, dataset: Dataset) -> Source:
@@ -347,7 +364,7 @@ def _build_training(job: Job, prepared: Prepared, decision: Decision) -> Trainin
         timeout_s=cfg.world.timeout_s if rank.world_size > 1 else math.inf,
         noise_half_life_tokens=None if unmeasured else noise_half_life(cfg, cfg.run_length[1]),
         profiler=profiler,
-        about=about(cfg, effective, prepared.dataset, rank.world_size) if rank.is_main else {},
+        about=about(cfg, effective, prepared.dataset, rank.world_size, decision.branched_from) if rank.is_main else {},
     )
 
 
@@ -416,7 +433,7 @@ def _open_log(job: Job, decision: Decision, training: Training, used: Utilisatio
         emit(start_event(directory, training, state, metadata))
     elif cfg.log.progress != "off":
         say(*start_lines(cfg, directory, effective, training, state))
-    metrics = JsonlSink(directory, state, cfg.train.log_every)
+    metrics = JsonlSink(directory, state, cfg.train.log_every, first_step(cfg.branch_from))
     sinks: list[Sink] = [metrics]
     wandb = build_wandb(cfg.log, directory, for_wandb, cfg.sweep.name)
     if wandb is not None:

@@ -66,9 +66,12 @@ def start_lines(cfg: Config, directory: Path, effective: Effective, t: Training,
         f"device          {effective.device_name}",
     ]
     lines += [f"{name:<16}{what}" for name, what in effective.described()]
-    if state.step:
+    first = t.plan.first_step
+    if first:
+        lines.append(f"branch          from step {first:,}, {t.plan.first_tokens:,} tokens, of {cfg.branch_from}")
+    if state.step > first:
         lines.append(f"resuming        after step {state.step:,}, {state.tokens:,} tokens")
-    elif cfg.init_from:
+    elif cfg.init_from and not first:
         lines.append(f"weights         those of {cfg.init_from}")
     return lines
 
@@ -103,7 +106,9 @@ def _noise_scale(cfg: Config, t: Training) -> str:
     )
 
 
-def about(cfg: Config, effective: Effective, dataset: Dataset, world_size: int) -> dict[str, Any]:
+def about(
+    cfg: Config, effective: Effective, dataset: Dataset, world_size: int, branched_from: dict[str, Any] | None
+) -> dict[str, Any]:
     """Return the description of a run that summary.json and every checkpoint contain."""
     optim = effective_optim(cfg)
     return {
@@ -114,6 +119,7 @@ def about(cfg: Config, effective: Effective, dataset: Dataset, world_size: int) 
         "seed": cfg.train.seed,
         "data_hash": dataset.hash,
         **({"mix_tokens": dataset.train.shares} if dataset.train.shares else {}),
+        **({"branched_from": branched_from} if branched_from else {}),
         "versions": versions(),
         "git_commit": git_commit(),
         "config": to_dict(cfg),
@@ -138,7 +144,7 @@ class Summary:
         if not t.rank.is_main:
             return {"status": status}
         scale = state.noise_scale.sequences * t.plan.batch.seq_len if t.noise_half_life_tokens is not None else None
-        rate = state.tokens / state.seconds if state.seconds else None
+        rate = (state.tokens - t.plan.first_tokens) / state.seconds if state.seconds else None
         palm, causal = self._utilisation.mfu(rate) if rate else (None, None)
         summary = {
             "status": status,

@@ -120,13 +120,7 @@ def save(
         if averaged:
             save_file(averaged, unfinished / AVERAGE)
         _save({"optimizer": moments}, unfinished / "train.pt")
-        text = json.dumps({**asdict(state), "about": about or {}}, indent=1)
-        (unfinished / "state.json").write_text(text + "\n")
-        _write_manifest(unfinished)
-        for path in [*unfinished.iterdir(), unfinished]:
-            fsync(path)
-        unfinished.rename(target)
-        fsync(directory)
+        _publish(unfinished, target, state, about or {})
     except (OSError, SafetensorError) as error:
         raise StorageError(f"{target}: cannot be saved ({first_line(error)}); earlier ones are unchanged") from error
     finally:
@@ -136,6 +130,41 @@ def save(
     except OSError as error:
         warn(f"{directory}: old checkpoints cannot be removed ({error.strerror or error})")
     return target
+
+
+def adopt(source: Path, directory: Path, about: dict[str, Any]) -> tuple[Path, TrainState]:
+    """Make checkpoint `source` of another run the first one in `directory`, with `about` in place of its own.
+
+    The time spent is not taken over: it is that of the other run. Raises `CheckpointError` if it is damaged, and
+    `StorageError` if it cannot be saved.
+    """
+    state = load_state(source)
+    state.seconds = 0.0
+    target = directory / source.name
+    unfinished = directory / f".tmp-{target.name}-{os.getpid()}"
+    try:
+        directory.mkdir(exist_ok=True)
+        unfinished.mkdir()
+        for name in (*FILES, AVERAGE):
+            if (source / name).exists():
+                shutil.copyfile(source / name, unfinished / name)
+        _publish(unfinished, target, state, about)
+    except OSError as error:
+        raise StorageError(f"{target}: cannot be saved ({first_line(error)})") from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return target, state
+
+
+def _publish(unfinished: Path, target: Path, state: TrainState, about: dict[str, Any]) -> None:
+    """Complete the checkpoint in `unfinished`, which has its tensors, and rename it."""
+    text = json.dumps({**asdict(state), "about": about}, indent=1)
+    (unfinished / "state.json").write_text(text + "\n")
+    _write_manifest(unfinished)
+    for path in [*unfinished.iterdir(), unfinished]:
+        fsync(path)
+    unfinished.rename(target)
+    fsync(target.parent)
 
 
 def _write_manifest(unfinished: Path) -> None:
@@ -359,9 +388,14 @@ def _checked(path: Path, hashes: bool = True) -> TrainState:
 
 def data_hash(path: Path) -> str | None:
     """Hash of the tokens of the run of checkpoint `path`; None if the checkpoint does not contain it."""
-    about = read_json(path / "state.json").get("about")
-    found = about.get("data_hash") if isinstance(about, dict) else None
+    found = about_run(path).get("data_hash")
     return found if isinstance(found, str) else None
+
+
+def about_run(path: Path) -> dict[str, Any]:
+    """What checkpoint `path` says of its run; empty if it says nothing."""
+    found = read_json(path / "state.json").get("about")
+    return found if isinstance(found, dict) else {}
 
 
 def _prune(directory: Path, keep: Keep) -> None:

@@ -7,7 +7,7 @@ from gptexp.config.schema import AUTO, Config, result_deciding
 from gptexp.config.vocabulary import VOCAB_SIZES, padded, with_vocab_size
 from gptexp.process.errors import ConfigError
 from gptexp.process.words import shown
-from gptexp.storage import init_from, run_dir
+from gptexp.storage import branch, init_from, run_dir
 
 
 def check_free(directory: Path, config: Config) -> Literal["new", "unfinished", "completed"]:
@@ -25,7 +25,7 @@ def check_same(directory: Path, config: Config) -> Literal["new", "unfinished", 
     for below in (".", run_dir.HYDRA, run_dir.PROFILE):
         run_dir.refuse_links(directory / below)
     if not run_dir.is_run(directory):
-        if config.init_from is not None:
+        if config.init_from is not None and config.branch_from is None:
             init_from.check(config, config.init_from)
         return "new"
     if not (directory / run_dir.CONFIG).exists():
@@ -44,10 +44,18 @@ def check_same(directory: Path, config: Config) -> Literal["new", "unfinished", 
             f"{directory}: the run is completed, and its learning rate has decayed; to train longer, start a new run "
             f"with init_from={directory}"
         )
-    if changed:
-        lines = [f"{key} was {shown(old[key])}, now {shown(new[key])}; start a new run" for key in changed]
+    lines = [f"{key} was {shown(old[key])}, now {shown(new[key])}; start a new run" for key in changed]
+    if config.branch_from != before.branch_from and not _has_moved(directory, config):
+        lines.append(f"branch_from was {shown(before.branch_from)}, now {shown(config.branch_from)}; start a new run")
+    if lines:
         raise ConfigError([f"{directory}: cannot resume with another config: {line}" for line in lines])
     return "completed" if completed else "unfinished"
+
+
+def _has_moved(directory: Path, config: Config) -> bool:
+    """Whether the run in `directory` branched from the checkpoint that `config` names, which lay elsewhere then."""
+    parent, begun = branch.find(config.branch_from), run_dir.read_json(directory / run_dir.SUMMARY).get("branched_from")
+    return parent is not None and isinstance(begun, dict) and begun.get("checkpoint") == parent.identity
 
 
 def _chosen_vocab_size(directory: Path, config: Config, before: Config, trained: dict[str, Any]) -> int | str:

@@ -5,17 +5,19 @@ from collections.abc import Sequence
 from gptexp.process.words import counted
 
 
-def missing_steps(logged: Sequence[int], end: int, log_every: int) -> list[range]:
-    """Return the ranges of steps before `end` that should have a line and have none.
+def missing_steps(logged: Sequence[int], end: int, log_every: int, first: int = 0) -> list[range]:
+    """Return the ranges of steps from `first` to before `end` that should have a line and have none.
 
     `logged` holds the steps that have one, in the order of the lines. A run may have been resumed with another
     `train.log_every`, so a distance between two lines is regular if it is as large as the one before or after it. So a
     single line that was cut next to another such one is not found.
     """
+    due = -(-first // log_every) * log_every  # the first step that is logged; a branch begins between two of them
     if not logged:
-        return [range(end)] if end else []
+        return [range(first, end)] if end > due else []
     distances = [after - before for before, after in zip(logged, [*logged[1:], end], strict=True)]
-    gaps = [range(logged[0])] if logged[0] > 0 else []
+    lead = max(due - first, distances[0] - 1 if first else 0)
+    gaps = [range(first, logged[0])] if logged[0] - first > lead else []
     for number, distance in enumerate(distances):
         neighbours = (*distances[max(0, number - 1) : number], *distances[number + 1 : number + 2])
         if distance > max(log_every, *neighbours, 1):

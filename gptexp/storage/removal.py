@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+from gptexp.config.branching import run_and_step
 from gptexp.config.schema import from_dict
 from gptexp.process.errors import CheckpointError, ConfigError, InUseError
 from gptexp.storage import run_dir, sweep_record
@@ -74,14 +75,15 @@ def _has_locked_cell(directory: Path) -> bool:
 
 
 def starting_from(directory: Path) -> list[Path]:
-    """The runs beside `directory` that start from its weights, and have no checkpoint of their own yet."""
+    """The runs beside `directory` that start from its weights or branch from it, and have no checkpoint yet."""
     outputs = directory.parent
     if DATE.fullmatch(outputs.name) or is_sweep(outputs):
         outputs = outputs.parent
     found = []
     for run in (run for path in find(outputs) for run in (cells(path) if is_sweep(path) else [path])):
         with suppress(ConfigError, CheckpointError):
-            start = run_dir.load_config(run).init_from
+            config = run_dir.load_config(run)
+            start = run_and_step(config.branch_from)[0] if config.branch_from else config.init_from
             is_needed = start and Path(start).resolve().is_relative_to(directory.resolve())
             if is_needed and not run_dir.published(run / run_dir.CHECKPOINTS):
                 found.append(run)

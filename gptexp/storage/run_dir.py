@@ -381,9 +381,16 @@ def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 def trained_with(directory: Path) -> dict[str, Any]:
     """Dotted keys and values that determined the newest checkpoint; empty if none can be read."""
     for path in published(directory / CHECKPOINTS):
+        # A damaged checkpoint is reported when it is loaded.
         with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
-            state = reader.read_text(path / "state.json")
-            # A damaged checkpoint is reported when it is loaded.
-            if hashlib.sha256(state.encode()).hexdigest() == reader.read_json(path / "manifest.json")["state.json"][1]:
-                return result_deciding(from_dict(reader.parse_json(state)["about"]["config"]))
+            return result_deciding(from_dict(read_state(path)["about"]["config"]))
     return {}
+
+
+def read_state(checkpoint: Path) -> dict[str, Any]:
+    """The content of a checkpoint's state.json. Raises `OSError`, `ValueError`, `KeyError` or `TypeError`."""
+    state = reader.read_text(checkpoint / "state.json")
+    if hashlib.sha256(state.encode()).hexdigest() != reader.read_json(checkpoint / "manifest.json")["state.json"][1]:
+        raise ValueError("state.json has changed since it was saved")
+    found: dict[str, Any] = reader.parse_json(state)
+    return found

@@ -20,6 +20,7 @@ class PlannedCell:
     values: dict[str, Any]  # swept key -> its value as typed
     total_batch_size: int  # tokens
     tokens: int  # length of the run
+    first_tokens: int = 0  # of these, those before the checkpoint that it branches from
 
 
 @dataclass(frozen=True)
@@ -67,3 +68,5 @@ def _check(record: SweepRecord) -> None:
         for key, value in (("total_batch_size", cell.total_batch_size), ("tokens", cell.tokens)):
             if not 0 < value < LIMIT:
                 raise ValueError(f"{key}={value} of {shown(name)}: must be above 0, below 2^63")
+        if not 0 <= cell.first_tokens < cell.tokens:
+            raise ValueError(f"first_tokens={cell.first_tokens} of {shown(name)}: must be below tokens={cell.tokens}")

@@ -7,6 +7,7 @@ command that fixes a key which was swept before finds the cell with that value.
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.config_loader import ConfigLoader
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, open_dict
 
-from gptexp.config.compose import job_of, to_config
+from gptexp.config.branching import first_tokens, run_and_step
+from gptexp.config.compose import job_of, take_choices, to_config
 from gptexp.config.paths import config_flags
 from gptexp.config.rules import confounds_of
 from gptexp.config.schema import AUTO, Config, fields_of, result_deciding
@@ -24,11 +27,11 @@ from gptexp.config.vocabulary import NAMES, with_vocab_size
 from gptexp.data.prepare import count_ids, data_hash, prepare
 from gptexp.distributed.ranks import launcher_world_size
 from gptexp.process.errors import ConfigError, UserError
-from gptexp.storage import run_dir, sweep_record
+from gptexp.storage import branch, run_dir, sweep_record
 from gptexp.storage.continuation import check_same
 from gptexp.storage.init_from import choose_vocab_size
 from gptexp.storage.sweep_record import PlannedCell, SweepRecord
-from gptexp.sweep.space import swept_keys
+from gptexp.sweep.space import params_as_overrides, parts, swept_keys
 
 PLUGINS = "hydra_plugins.gptexp"  # the module in which Hydra looks up gptexp's sweepers and launchers
 TEXT_KEYS = ("path", "format", "subset", "split", "mix", "text_column", "val_path")
@@ -90,7 +93,9 @@ def draft(
             composition.sweep.name = config.sweep.name
             composition.sweep.cells = total
         try:
-            checked = to_config(composition, overrides, launcher_world_size())
+            parent = branch.find(composition.branch_from)
+            checked = to_config(composition, overrides, launcher_world_size(), parent)
+            take_choices(composition, overrides, parent)
             drafts.append(Draft(composition, values, checked, []))
         except ConfigError as error:
             drafts.append(Draft(composition, values, None, error.problems))
@@ -149,7 +154,8 @@ def cell_name(config: Config, swept: dict[str, str], directory: Path) -> str:
     """Return the name of a cell's directory: readable swept values, then the hash.
 
     Returns the existing name if a directory below `directory` already ends in this hash. The hash uses composed values,
-    so 6e-4 and 0.0006 are one cell, and the hash of the corpus's tokens instead of its path and a tokenizer's.
+    so 6e-4 and 0.0006 are one cell, and hashes of the corpus's tokens and of the checkpoint that a run branches from
+    instead of their paths and a tokenizer's.
     """
     config = _with_known_vocab_size(config)
     composed, deciding = {key: value for key, _, value in fields_of(config)}, result_deciding(config)
@@ -159,6 +165,11 @@ def cell_name(config: Config, swept: dict[str, str], directory: Path) -> str:
     others = {key: value for key, value in values.items() if key not in deciding}
     if config.data.tokenizer not in NAMES:
         deciding["data.tokenizer"] = "a file"
+    if (parent := branch.find(config.branch_from)) is not None:
+        deciding["branch_from"] = parent.identity
+        others.pop("branch_from", None)
+        if "branch_from" in values:
+            values["branch_from"] = parent.short_name
     identity = {**deciding, "data": _data_identity(config), "swept": others}
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()[:8]
     existing = [path.name for path in directory.glob(f"*{digest}") if re.fullmatch(f"(.*-)?{digest}", path.name)]
@@ -215,8 +226,8 @@ def record(directory: Path, config: DictConfig, cells: Sequence[Cell], to_choose
     recorded = {name: cell for name, cell in recorded.items() if run_dir.is_run(directory / name)}
     for cell in cells:
         batch, (steps, _) = cell.config.batch, cell.config.run_length
-        tokens = batch.step_sizes.tokens_after(steps)
-        recorded[cell.name] = PlannedCell(cell.values, batch.total_batch_size, tokens)
+        tokens, before = batch.step_sizes.tokens_after(steps), first_tokens(cell.config)
+        recorded[cell.name] = PlannedCell(cell.values, batch.total_batch_size, tokens, before)
     newest = command(config)
     commands = [given for given in (earlier.commands if earlier is not None else []) if given != newest]
     directory.mkdir(parents=True, exist_ok=True)
@@ -239,6 +250,15 @@ def fixed_arguments(config: DictConfig) -> list[str]:
     return [*config_flags(config.hydra), *kept]
 
 
+def _runs_branched_from(config: DictConfig) -> list[str]:
+    """The runs that the values of a swept `branch_from` name, without their steps."""
+    of_params = [text for part in parts(config.hydra.sweeper.get("params")) for text in params_as_overrides(part)]
+    overrides = map(OverridesParser.create().parse_override, [*of_params, *config.hydra.overrides.task])
+    of_branches = [o for o in overrides if o.key_or_group == "branch_from"]
+    values = [str(v) for o in of_branches for v in (o.sweep_iterator() if o.is_sweep_override() else [o.value()])]
+    return sorted({os.path.abspath(run_and_step(value)[0]) for value in values})  # noqa: PTH100  Path.absolute keeps `..`
+
+
 def name_sweep(config: DictConfig) -> None:
     """Set `sweep.name` if it is not given, so that the same grid, or a wider one, gets the same name again.
 
@@ -256,6 +276,8 @@ def name_sweep(config: DictConfig) -> None:
     fixed = {key: value for key, value in deciding.items() if not {key, key.split(".")[0]} & {*swept}}
     if "model" in swept:
         fixed.pop("optim.lr", None)  # each model file sets its own
+    if "branch_from" in swept:
+        fixed["branch_from"] = _runs_branched_from(config)
     identity = json.dumps({**fixed, "swept": swept, "data": _text_as_given(config.data)}, default=str)
     with open_dict(config):
         config.sweep.name = f"sweep-{hashlib.sha256(identity.encode()).hexdigest()[:8]}"

@@ -2,12 +2,18 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 from scipy import optimize
+from sweeps import write_run
 
+from gptexp.reporting.analysis import analyse
 from gptexp.reporting.critical import critical_batch_size, steps_to
+from gptexp.reporting.records import Point, Run, find_runs
+from gptexp.reporting.verdict import verdict
 
 Rng = np.random.Generator
 
@@ -85,3 +91,29 @@ def test_steps_to_a_loss_are_interpolated_between_evaluations() -> None:
     assert steps_to(4.0, course) == 20
     assert steps_to(2.0, course) is None
     assert steps_to(6.0, course) is None  # before anything was evaluated
+
+
+def test_losses_of_averaged_weights_count_if_all_runs_have_them(tmp_path: Path) -> None:
+    """Those of the weights themselves never get there here."""
+    sizes = [256 * 2**n for n in range(5)]
+    for batch in sizes:
+        write_run(tmp_path / f"{batch}", batch, 0.01, 1, 4.0, schedule="constant")
+
+    def averaged(run: Run) -> Run:
+        reached = round(100 * (1 + 1024 / run.batch))  # steps to a loss of 3
+        losses = ((reached // 2, 3.5), (reached, 3.0), (2 * reached, 2.9))
+        return replace(run, val_ema=[Point(step, step * run.batch, 0.0, loss) for step, loss in losses])
+
+    runs = [averaged(run) for run in find_runs(tmp_path)]
+    analysis = analyse("critical", runs)
+    [arm] = analysis.arms
+    assert arm.target_loss == 2.9
+    assert arm.critical is not None
+    assert arm.critical.steps == {batch: 2 * round(100 * (1 + 1024 / batch)) for batch in sizes}
+    assert arm.critical.hyperbola is not None
+    assert arm.critical.hyperbola.tokens == pytest.approx(1024, rel=0.02)
+    assert any("To reach a loss of the averaged weights of 2.9000" in f.text for f in verdict(analysis).findings)
+
+    [arm] = analyse("critical", [*runs[:-1], replace(runs[-1], val_ema=[])]).arms
+    assert arm.target_loss == 4.0
+    assert not arm.averages

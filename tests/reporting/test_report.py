@@ -145,8 +145,8 @@ def test_the_table_has_exact_values_and_the_page_rounded_ones(swept: Path) -> No
     assert values([run], ["model.n_layer"]) == [{
         "run": run.name, "status": run.status, "lr": run.lr, "total_batch_size": run.batch, "seed": run.seed,
         "steps": run.summary["steps"], "tokens": run.summary["tokens"], "tokens_per_parameter": run.summary["tokens"],
-        "final_val_loss": run.loss, "bits_per_byte": None, "tokens_per_s": 8e3, "mfu_palm": None, "train_h": 1 / 60,
-        "model.n_layer": 12,
+        "final_val_loss": run.loss, "final_val_loss_ema": None, "bits_per_byte": None, "tokens_per_s": 8e3,
+        "mfu_palm": None, "train_h": 1 / 60, "model.n_layer": 12,
     }]  # fmt: skip
     columns = dict(shown([run]))
     assert "MFU" not in columns  # no peak is known of a CPU

@@ -45,6 +45,19 @@ def test_a_run_that_was_resumed_with_another_interval_has_no_gap() -> None:
     assert missing_steps([-5, 3, 2, 2**40], 5, 1) != []  # values that no run writes
 
 
+@pytest.mark.parametrize("log_every", [1, 3, 10])
+def test_a_branch_lacks_no_step_before_its_first_one(log_every: int) -> None:
+    """It begins between two steps that are logged, or at one of them."""
+    for first in range(1, 40):
+        for end in range(first, first + 40):
+            logged = [step for step in range(first, end) if step % log_every == 0]
+            assert missing_steps(logged, end, log_every, first) == []
+    assert missing_steps([16, 17, 18], 19, 1, 12) == [range(12, 16)]
+    assert missing_steps([], 19, 1, 12) == [range(12, 19)]
+    assert missing_steps([20, 30, 40, 41, 42], 43, 1, 12) == []  # resumed with another interval
+    assert missing_steps([40, 50], 51, 10, 12) == [range(12, 40)]
+
+
 def test_a_file_of_a_million_lines_is_checked_at_once() -> None:
     """A copy of the rest at each line would take minutes."""
     assert missing_steps(range(10**6), 10**6, 1) == []

@@ -11,7 +11,7 @@ from gptexp.reporting.progress import survey
 from gptexp.storage import sweep_record
 from gptexp.storage.sweep_record import MOST_CELLS, PlannedCell, SweepRecord
 
-CELL = {"values": {"optim.lr": "1e-3"}, "total_batch_size": 4096, "tokens": 8192}
+CELL = {"values": {"optim.lr": "1e-3"}, "total_batch_size": 4096, "tokens": 8192, "first_tokens": 1024}
 WHOLE = {
     "name": "sweep",
     "overrides": ["model=nano"],
@@ -23,11 +23,20 @@ WHOLE = {
 
 def test_a_saved_record_is_loaded(tmp_path: Path) -> None:
     record = SweepRecord(
-        "sweep", ["model=nano"], 2, {"a": PlannedCell({"optim.lr": "1e-3"}, 4096, 8192)}, [["train", "-m"]]
+        "sweep", ["model=nano"], 2, {"a": PlannedCell({"optim.lr": "1e-3"}, 4096, 8192, 1024)}, [["train", "-m"]]
     )
     sweep_record.save(tmp_path, record)
     assert sweep_record.load(tmp_path) == record
     assert json.loads((tmp_path / "sweep.json").read_text()) == WHOLE
+
+
+def test_the_record_of_an_earlier_version_is_loaded(tmp_path: Path) -> None:
+    """Its cells began with their first token."""
+    older = {key: value for key, value in CELL.items() if key != "first_tokens"}
+    (tmp_path / "sweep.json").write_text(json.dumps({**WHOLE, "cells": {"a": older}}))
+    record = sweep_record.load(tmp_path)
+    assert record is not None
+    assert record.cells["a"].first_tokens == 0
 
 
 def test_a_directory_without_a_record_is_no_sweep(tmp_path: Path) -> None:
@@ -47,6 +56,8 @@ def test_a_directory_without_a_record_is_no_sweep(tmp_path: Path) -> None:
         ({"cells": []}, "'list' object has no attribute"),
         ({"cells": {"a": 1}}, "must be a mapping"),
         ({"cells": {"a": {**CELL, "tokens": 0}}}, "tokens=0 of a: must be above 0"),
+        ({"cells": {"a": {**CELL, "first_tokens": 8192}}}, "first_tokens=8192 of a: must be below tokens=8192"),
+        ({"cells": {"a": {**CELL, "first_tokens": -1}}}, "first_tokens=-1 of a"),
         ({"cells": {"a": {**CELL, "total_batch_size": 2**63}}}, "total_batch_size=9223372036854775808 of a"),
         ({"cells": {"a": {**CELL, "tokens": 1.5}}}, "tokens=1.5 in a saved PlannedCell: wrong type"),
         *[

@@ -209,6 +209,8 @@ def test_what_the_verbs_take_is_the_average(tiny: list[str], tmp_path: Path, gpt
     assert f"| {loss:.4f} |" in (tmp_path / "out" / "README.md").read_text()
     texts = [gptexp("sample", "run", *more, "--temperature", "0") for more in ((), ("--ema",))]
     assert [done.returncode for done in texts] == [0, 0]
+    assert gptexp("rm", "run", "--yes").returncode == 0
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("verb", [["sample"], ["evaluate"], ["evaluate", "--tasks=hellaswag"], ["export", "out"]])

@@ -1,0 +1,180 @@
+"""`branch_from`: the config of a run that continues a checkpoint of another run, and what that may change.
+
+The new run has the other run's value of every key that its own command line does not set. It may change how the run
+goes on: the schedule after the checkpoint, and the length. Up to the checkpoint its learning rates must be those of the
+other run, so that it ends with the bits of a run with its schedule that was never interrupted.
+"""
+
+import copy
+import math
+import os
+import re
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gptexp.config.schedule import resolve_schedule
+from gptexp.config.schema import Config, result_deciding
+from gptexp.process.errors import ConfigError
+from gptexp.process.words import shown
+
+# Keys of the result that a branch may change: they say what happens after the checkpoint, or are checked on their own.
+MAY_CHANGE = ("schedule.", "train.max_tokens", "train.max_steps")
+WARMUP = ("schedule.warmup_ratio", "schedule.warmup_tokens", "schedule.warmup_steps")
+LENGTH = ("train.max_tokens", "train.max_steps")
+
+
+@dataclass(frozen=True)
+class Parent:
+    """The checkpoint of another run that a run branches from."""
+
+    directory: Path  # of that run, absolute
+    config: Config  # of that run
+    step: int  # steps that are done at the checkpoint
+    tokens: int  # consumed until then
+    steps: list[int] = field(default_factory=list)  # of all checkpoints of that run
+    identity: str = ""  # a hash of weights and optimizer state
+    choices: dict[str, str] = field(default_factory=dict)  # that run's config groups and their options
+
+    @property
+    def name(self) -> str:
+        """What `branch_from` is in the config of a branch."""
+        return f"{self.directory}@{self.step}"
+
+    @property
+    def short_name(self) -> str:
+        """`name` without the folders that the run lies in."""
+        return f"{self.directory.name}@{self.step}"
+
+
+def run_and_step(branch_from: str) -> tuple[str, int | None]:
+    """The run's directory and the step in `RUN_DIR@STEP`; the step is None if it is not given."""
+    directory, _, step = branch_from.rpartition("@")
+    is_step = re.fullmatch(r"[0-9]{1,15}", step) is not None
+    if not directory or not is_step or os.path.isdir(branch_from):  # noqa: PTH112  Path.is_dir raises for a long name
+        return branch_from, None
+    return directory, int(step)
+
+
+def first_step(branch_from: str | None) -> int:
+    """The number of steps that were done before a run began, given its saved `branch_from`."""
+    step = (branch_from or "").rpartition("@")[2]
+    return int(step) if re.fullmatch(r"[0-9]{1,15}", step) else 0
+
+
+def first_tokens(config: Config) -> int:
+    """The training tokens that were consumed before the run of a saved config began: 0, but for a branch."""
+    return config.batch.step_sizes.tokens_after(first_step(config.branch_from))
+
+
+def inherited(config: Config, parent: Parent, given: Collection[str]) -> Config:
+    """The config of a branch: that of `parent`, with the `given` keys as in `config`.
+
+    Given are those on the command line, and those in the files of groups that were chosen there. Two lengths follow
+    from the checkpoint unless they are given. The warm-up is that of the parent, in tokens, which is the only one that
+    can agree with it. With schedule=wsd, the cooldown begins at the checkpoint. Raises `ConfigError` for a key that a
+    branch cannot have.
+    """
+    if "experiment" in given:
+        raise ConfigError("experiment: a branch has the settings of its run; leave it out")
+    branch = copy.deepcopy(parent.config)
+    if "optim" in given:  # another optimizer has other keys
+        branch.optim = config.optim
+    for key in given:
+        section, name = _place(branch, key)
+        composed, _ = _place(config, key)
+        if section is None or not hasattr(composed, name):
+            continue  # a group, or a key of Hydra
+        if not hasattr(section, name):
+            raise ConfigError(
+                f"{key}: not a key of optim={parent.config.optim.name}, with which {parent.directory} was trained; "
+                "leave it out"
+            )
+        setattr(section, name, getattr(composed, name))
+    branch.branch_from, branch.sweep = parent.name, config.sweep
+    branch.log.note, branch.log.wandb.name = config.log.note, config.log.wandb.name  # those of one run
+    if not set(WARMUP) & set(given):
+        warmup = resolve_schedule(parent.config, parent.config.run_length[1]).warmup_tokens
+        branch.schedule.warmup_tokens, branch.schedule.warmup_steps = warmup, None
+    schedule = branch.schedule
+    ends_with_the_run = schedule.decay_tokens is None and schedule.decay_steps is None and schedule.decay_ratio == 1
+    if schedule.name == "wsd" and ends_with_the_run and schedule.cooldown_ratio < 1 and not set(LENGTH) & set(given):
+        branch.train.max_tokens, branch.train.max_steps = round(parent.tokens / (1 - schedule.cooldown_ratio)), None
+    return branch
+
+
+def _place(config: Config, key: str) -> tuple[Any, str]:
+    """The section that a dotted key is in, None if there is no such section, and the last part of the key."""
+    section: Any = config
+    *parents, name = key.split(".")
+    for part in parents:
+        section = getattr(section, part, None)
+    return (section if parents or name == "init_from" else None), name
+
+
+def differences(config: Config, parent: Parent) -> Iterator[str]:
+    """A line for each key of a branch that must be as in the run that it branches from, and is not."""
+    before, now = result_deciding(parent.config), result_deciding(config)
+    for key in dict.fromkeys([*now, *before]):
+        if before.get(key) != now.get(key) and not key.startswith(MAY_CHANGE):
+            yield (
+                f"{key}={shown(now.get(key))}: {parent.directory} was trained with {shown(before.get(key))}, and a "
+                "branch continues it; leave it out"
+            )
+
+
+def history_problems(config: Config, parent: Parent) -> Iterator[str]:
+    """A line if the run would not go on after the checkpoint, or would have had other learning rates before it."""
+    steps, run_tokens = config.run_length
+    if steps <= parent.step:
+        key = "max_tokens" if config.train.max_steps is None else "max_steps"
+        yield (
+            f"train.{key}={getattr(config.train, key)}: the run would end after step {steps:,}, and the checkpoint of "
+            f"branch_from is that of step {parent.step:,}; lengthen the run"
+        )
+        return
+    _, parent_tokens = parent.config.run_length
+    before, now = resolve_schedule(parent.config, parent_tokens), resolve_schedule(config, run_tokens)
+    if before.warmup_tokens != now.warmup_tokens:
+        s = config.schedule
+        key = "warmup_steps" if s.warmup_steps is not None else "warmup_tokens" if s.warmup_tokens else "warmup_ratio"
+        yield (
+            f"schedule.{key}={getattr(s, key)}: a warm-up of {now.warmup_tokens:,} tokens, and {parent.directory} had "
+            f"one of {before.warmup_tokens:,}; use schedule.warmup_tokens={before.warmup_tokens}, or leave it out"
+        )
+        return
+    sizes, tokens = config.batch.step_sizes, 0
+    for step in range(parent.step):
+        step_tokens = sizes.at(tokens)
+        was, would_be = (schedule.lr_factor(tokens, step_tokens) for schedule in (before, now))
+        tokens += step_tokens
+        if was != would_be:
+            fitting = [saved for saved in parent.steps if saved <= step]
+            earlier = f"@{max(fitting)}" if fitting else f"step {step} or before, of which it has no checkpoint"
+            yield (
+                f"branch_from={parent.name}: step {step + 1:,} had {was:.6g} of optim.lr with schedule.name="
+                f"{before.name}, and would have had {would_be:.6g} with {now.name} until {now.decay_tokens:,} tokens; "
+                f"{_fix(config, parent, was < 1)}, or branch from {earlier}"
+            )
+            return
+
+
+def _fix(config: Config, parent: Parent, had_decayed: bool) -> str:
+    """How a branch from this step can have the learning rates of its run."""
+    schedule = config.schedule
+    if had_decayed:
+        return "take a run with schedule=constant"
+    if schedule.name != "wsd":
+        return "use schedule=wsd"
+    if schedule.cooldown_ratio == 1:
+        return "use a schedule.cooldown_ratio below 1"
+    end = math.ceil(parent.tokens / (1 - schedule.cooldown_ratio))  # of the decay, if it begins at the checkpoint
+    if schedule.decay_steps is not None:
+        return f"use schedule.decay_steps={config.batch.step_sizes.steps_to(end)} or more"
+    if schedule.decay_tokens is not None:
+        return f"use schedule.decay_tokens={end} or more"
+    length = math.ceil(end / schedule.decay_ratio)
+    if config.train.max_steps is not None:
+        return f"use train.max_steps={config.batch.step_sizes.steps_to(length)} or more"
+    return f"use train.max_tokens={length} or more"

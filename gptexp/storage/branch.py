@@ -1,0 +1,79 @@
+"""`branch_from`: the checkpoint of another run that a run continues. Here it is found, before torch is loaded."""
+
+import hashlib
+from contextlib import suppress
+from pathlib import Path
+
+from gptexp.config import branching
+from gptexp.config.branching import Parent
+from gptexp.config.schema import Config, from_dict, result_deciding
+from gptexp.process.errors import CheckpointError, ConfigError
+from gptexp.process.words import shown
+from gptexp.storage import reader, run_dir
+
+MOST_NAMED = 8  # steps in an error
+
+
+def find(branch_from: str | None) -> Parent | None:
+    """The checkpoint that `branch_from` names; None if it is null. Hashes of weights are not checked.
+
+    Raises `ConfigError`, or `CheckpointError` if the run has no checkpoint that can be read.
+    """
+    if branch_from is None:
+        return None
+    name, step = branching.run_and_step(branch_from)
+    given, directory = f"branch_from={shown(branch_from)}", Path(name).absolute()
+    _refuse_no_run(given, directory)
+    try:
+        config = run_dir.load_config(directory)
+    except ConfigError as error:
+        raise ConfigError(f"{given}: {error}") from None
+    published = run_dir.published(directory / run_dir.CHECKPOINTS)
+    steps = [run_dir.step_of(path) for path in published]
+    if not published:
+        raise CheckpointError(f"{given}: no checkpoint has been saved yet")
+    if step is not None and step not in steps:
+        more = " and earlier ones" if len(steps) > MOST_NAMED else ""
+        raise ConfigError(
+            f"{given}: no checkpoint of step {step}; the run has {', '.join(map(str, steps[:MOST_NAMED]))}{more} "
+            "(train.keep_last and train.keep_every_tokens say which are kept)"
+        )
+    for path in published if step is None else [path for path in published if run_dir.step_of(path) == step]:
+        with suppress(CheckpointError):
+            return _of_checkpoint(path, directory, config, steps)
+    raise CheckpointError(f"{given}: the checkpoint is damaged; branch from another one")
+
+
+def _refuse_no_run(given: str, directory: Path) -> None:
+    if run_dir.is_run(directory):
+        return
+    if (directory / run_dir.SWEEP).is_file():
+        raise ConfigError(f"{given}: a sweep; give the directory of one of its runs")
+    raise ConfigError(f"{given}: no run is in {directory}; give RUN_DIR@STEP")
+
+
+def _of_checkpoint(path: Path, directory: Path, config: Config, steps: list[int]) -> Parent:
+    """Read what a checkpoint says of itself. Raises `CheckpointError`, or `ConfigError` if the config was edited."""
+    try:
+        manifest, state = reader.read_json(path / "manifest.json"), run_dir.read_state(path)
+        files = [f"{name} {manifest[name][1]}" for name in sorted(manifest) if name != "state.json"]
+        step, tokens, trained = int(state["step"]), int(state["tokens"]), state["about"]["config"]
+        before = result_deciding(from_dict(trained))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"{path}: {error}") from None
+    now = result_deciding(run_dir.load_resolved(directory))
+    for key in run_dir.changed(now, before):
+        raise ConfigError(
+            f"{directory / run_dir.CONFIG}: {key}={shown(now[key])}, and {path.name} was trained with "
+            f"{shown(before[key])}; restore that value"
+        )
+    identity = hashlib.sha256("\n".join(files).encode()).hexdigest()[:16]
+    return Parent(directory, config, step, tokens, steps, identity, _choices(directory))
+
+
+def _choices(directory: Path) -> dict[str, str]:
+    """The config groups that a run was started with, and their options; empty if Hydra's record cannot be read."""
+    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+        choices = reader.read_yaml(directory / run_dir.HYDRA / "hydra.yaml")["hydra"]["runtime"]["choices"]
+        return {str(group): str(option) for group, option in choices.items() if option is not None}
+    return {}
