@@ -42,7 +42,7 @@ from gptexp.config.schema import (
 )
 from gptexp.config.vocabulary import CHARS, NAMES, VOCAB_SIZES, padded, padding_multiple
 from gptexp.process.errors import ConfigError
-from gptexp.process.words import shown
+from gptexp.process.words import counted, shown
 
 RAMP = ("batch.ramp_from_tokens", "batch.ramp_tokens", "batch.ramp_quantum_tokens")
 STEP_SIZES = ("batch.total_batch_size", *RAMP)
@@ -57,8 +57,13 @@ LENGTHS_IN_STEPS = {
 SCALING = (*(f"scaling.{f.name}" for f in fields(ScalingConfig)), "batch.total_batch_size", "optim.lr", "optim.beta1",
            "optim.beta2", "optim.beta2_half_life_tokens", "optim.momentum", "optim.eps")  # fmt: skip
 INTERVALS_IN_STEPS = ("train.eval_every", "train.save_every", "train.keep_every")
+SIZES = ("model.n_embd", "model.n_head")
 SEQ_LEN = ("batch.seq_len", "model.block_size")
 TOKENIZER_RULE = f"must be one of {', '.join(NAMES)}, or the path of a tokenizer.json"
+# Optimizers for which the table of model/parametrisation.py holds: each element of an update has about the size lr. Of
+# SGD it has that of the gradient, of LARS, LAMB and Adafactor that of the weight. Muon and SOAP limit whole matrices.
+LIKE_ADAM = ("adamw", "lion", "schedulefree")
+_BASE_OF = {"base_n_embd": ("mup", "completep"), "base_n_head": ("mup", "completep"), "base_n_layer": ("completep",)}
 LEAST_STEPS = 4  # minimum of the default half-life of the noise scale's averages
 MOST_QUANTA = 10_000  # in a step; each may be a level of the ramp
 
@@ -85,7 +90,7 @@ def problems(cfg: Config, world_size: int) -> list[str]:
 def saved_problems(cfg: Config) -> list[str]:
     """The problems of a saved config that make it useless on any machine: those of single keys and of the model."""
     invalid = field_problems(cfg)
-    rules = (_heads, _saved_tokenizer, _vocabulary, _sequence, _ramp, _scaling)
+    rules = (_heads, _parametrisation, _saved_tokenizer, _vocabulary, _sequence, _ramp, _scaling)
     return [*invalid.values()] or [line for rule in rules for line in rule(cfg, 1)]
 
 
@@ -145,6 +150,26 @@ def _heads(cfg: Config, _: int) -> Iterator[str]:
         below = m.n_embd // m.n_head * m.n_head
         nearest = f"{below} or {below + m.n_head}" if below else m.n_head
         yield f"model.n_embd={m.n_embd}: not divisible by model.n_head={m.n_head}; nearest: {nearest}"
+
+
+def _parametrisation(cfg: Config, _: int) -> Iterator[str]:
+    m, chosen = cfg.model, f"model.parametrisation={cfg.model.parametrisation}"
+    for key, readers in _BASE_OF.items():
+        value = getattr(m, key)
+        if value is not None and m.parametrisation not in readers:
+            yield f"model.{key}={value}: {chosen} has no such base; use {' or '.join(readers)}, or leave it out"
+    width, heads = m.base_n_embd or m.n_embd, m.base_n_head or m.n_head
+    if width % heads and (m.base_n_embd, m.base_n_head) != (None, None):
+        yield f"model.base_n_embd={width}: not divisible by the {counted(heads, 'head')} of the base; set base_n_head"
+
+
+def _learning_rates(cfg: Config, _: int) -> Iterator[str]:
+    chosen, name = cfg.model.parametrisation, cfg.optim.name
+    if chosen != "standard" and name not in LIKE_ADAM:
+        yield (
+            f"model.parametrisation={chosen}: its learning rates are for updates like Adam's, unlike those of "
+            f"optim={name}; use optim={' or '.join(LIKE_ADAM)}"
+        )
 
 
 def _tokenizer(cfg: Config, _: int) -> Iterator[str]:
@@ -518,7 +543,9 @@ def _cache(cfg: Config, _: int) -> Iterator[str]:
 # Each rule with the keys that it reads. It is applied if each of these keys has a valid value.
 RULES: tuple[tuple[Callable[[Config, int], Iterator[str]], tuple[str, ...]], ...] = (
     (_ramp, STEP_SIZES),
-    (_heads, ("model.n_embd", "model.n_head")),
+    (_heads, SIZES),
+    (_parametrisation, ("model.parametrisation", *SIZES, *(f"model.{key}" for key in _BASE_OF))),
+    (_learning_rates, ("model.parametrisation", "optim.name")),
     (_tokenizer, ("data.tokenizer",)),
     (_vocabulary, ("model.vocab_size", "data.tokenizer")),
     (_sequence, SEQ_LEN),

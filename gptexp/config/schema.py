@@ -111,6 +111,13 @@ class ModelConfig:
     # 128 (of 64 below 1,024 ids)
     dropout: float = _below_one(0.0)  # probability; 0 for pretraining, where one epoch does not overfit
     bias: bool = True  # whether linear layers and LayerNorms have biases, as in GPT-2
+    parametrisation: str = _choice("standard", "mup", "completep")  # how initial weights, multipliers and learning
+    # rates follow from the sizes; mup: the best optim.lr is that of the base at any width (arXiv 2203.03466);
+    # completep: at any width and depth (arXiv 2505.01618)
+    base_n_embd: int | None = _positive(None)  # of mup and completep: width of the model whose optim.lr is known; null:
+    # n_embd
+    base_n_head: int | None = _positive(None)  # of mup and completep: heads of that model; null: n_head
+    base_n_layer: int | None = _positive(None)  # of completep: depth of that model; null: n_layer
 
     @property
     def resolved_vocab_size(self) -> int:
@@ -506,7 +513,8 @@ IRRELEVANT_TO_RESULT = (
 
 
 # Keys that determine the sizes of a step's tensors.
-DECIDING_MEMORY = ("model", "batch", "world.size", "train.dtype", "train.compile", "train.loss",
+DECIDING_MEMORY = ("model.n_layer", "model.n_head", "model.n_embd", "model.block_size", "model.vocab_size",
+                   "model.dropout", "model.bias", "batch", "world.size", "train.dtype", "train.compile", "train.loss",
                    "train.activation_checkpointing", "train.reduction", "data.tokenizer")  # fmt: skip
 
 

@@ -4,7 +4,6 @@ Parameters have GPT-2's names, so that its published weights map by name. B batc
 D head size, V vocabulary.
 """
 
-import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -14,8 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gptexp.config.schema import ModelConfig
 from gptexp.model.loss import plain_cross_entropy
-
-INIT_STD = 0.02
+from gptexp.model.parametrisation import attention_scale, initial_std, output_factor, residual_factor
 
 # (hidden (N, C), head weight (V, C), targets (N,)) -> mean loss
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -48,6 +46,7 @@ class CausalSelfAttention(nn.Module):
     def __init__(self, cfg: ModelConfig) -> None:
         super().__init__()
         self.n_head = cfg.n_head
+        self.scale = attention_scale(cfg)
         self.dropout = cfg.dropout
         self.c_attn = nn.Linear(cfg.n_embd, 3 * cfg.n_embd, bias=cfg.bias)
         self.c_proj = nn.Linear(cfg.n_embd, cfg.n_embd, bias=cfg.bias)
@@ -60,7 +59,8 @@ class CausalSelfAttention(nn.Module):
         if cache is not None:
             causal = cache.length == 0  # a causal mask would hide all keys but the first from a single query
             k, v = cache.append(k, v)  # 2 × (B, H, length, D)
-        y = F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout if self.training else 0.0, is_causal=causal)
+        p = self.dropout if self.training else 0.0
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=causal, scale=self.scale)
         y = y.transpose(1, 2).reshape(b, t, c)  # (B, T, C)
         return F.dropout(self.c_proj(y), self.dropout, self.training)
 
@@ -84,11 +84,12 @@ class Block(nn.Module):
         self.attn = CausalSelfAttention(cfg)
         self.ln_2 = nn.LayerNorm(cfg.n_embd, bias=cfg.bias)
         self.mlp = MLP(cfg)
+        self.residual_factor = residual_factor(cfg)
 
     def forward(self, x: Tensor, cache: LayerCache | None = None) -> Tensor:
-        x = x + self.attn(self.ln_1(x), cache)
-        out: Tensor = x + self.mlp(self.ln_2(x))
-        return out
+        # x + y is the same operation with alpha=1.
+        x = torch.add(x, self.attn(self.ln_1(x), cache), alpha=self.residual_factor)
+        return torch.add(x, self.mlp(self.ln_2(x)), alpha=self.residual_factor)
 
 
 class GPT(nn.Module):
@@ -105,18 +106,20 @@ class GPT(nn.Module):
         self.wpe = nn.Embedding(cfg.block_size, cfg.n_embd)
         self.h = nn.ModuleList(Block(cfg) for _ in range(cfg.n_layer))
         self.ln_f = nn.LayerNorm(cfg.n_embd, bias=cfg.bias)
+        self.output_factor = output_factor(cfg)
         self.lm_head = nn.Linear(cfg.n_embd, cfg.resolved_vocab_size, bias=False)
         self.lm_head.weight = self.wte.weight
         self._init_weights()
 
     @torch.no_grad()
     def _init_weights(self) -> None:
-        """Normal(0, 0.02), and 0.02/√(2·n_layer) for the projections that write to the residual stream."""
+        """Normal(0, 0.02), and 0.02/√(2·n_layer) for the projections that write to the residual stream.
+
+        These are the standard deviations of the standard parametrisation.
+        """
         for name, p in self.named_parameters():
-            if name.endswith("c_proj.weight"):
-                nn.init.normal_(p, std=INIT_STD / math.sqrt(2 * self.cfg.n_layer))
-            elif p.dim() >= 2:
-                nn.init.normal_(p, std=INIT_STD)
+            if p.dim() >= 2:
+                nn.init.normal_(p, std=initial_std(self.cfg, name))
             elif name.endswith("bias"):
                 nn.init.zeros_(p)
 
@@ -125,7 +128,9 @@ class GPT(nn.Module):
         return [LayerCache(rows, capacity) for _ in self.h]
 
     def hidden(self, x: Tensor, cache: Sequence[LayerCache] | None = None) -> Tensor:
-        """Hidden states (B, T, C) after the final LayerNorm, of the tokens `x` (B, T).
+        """Hidden states (B, T, C) of the tokens `x` (B, T), after the final LayerNorm.
+
+        They are already multiplied by the parametrisation's factor of the logits.
 
         With a cache, `x` follows the tokens in it: all of the prompt, or then a single token. Both together are at most
         block_size tokens.
@@ -145,7 +150,7 @@ class GPT(nn.Module):
             else:
                 h = block(h, layer)
         out: Tensor = self.ln_f(h)
-        return out
+        return out if self.output_factor == 1 else out * self.output_factor
 
     def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
         """Mean cross-entropy of the targets `y` (B, T) given the inputs `x` (B, T), a scalar in nats.

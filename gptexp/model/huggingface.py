@@ -11,19 +11,41 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from gptexp.config.schema import ModelConfig
+from gptexp.model.parametrisation import attention_scale, output_factor, residual_factor
+
 PREFIX = "transformer."
 TIED = "lm_head.weight"
 _TRANSPOSED = re.compile(r"h\.\d+\.(attn\.c_attn|attn\.c_proj|mlp\.c_fc|mlp\.c_proj)\.weight")
 _MASK = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")
 
 
-def to_transformers(weights: Mapping[str, Tensor], n_vocab: int) -> dict[str, Tensor]:
-    """The weights of a `GPT` for transformers, with the first `n_vocab` rows of wte: the others are padding.
+def as_standard(weights: Mapping[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
+    """The weights with which a `GPT` of the standard parametrisation computes what `model` does with `weights`.
 
-    A model without biases gets biases of zero, because transformers' GPT-2 always has them.
+    Attention's factor goes into the queries, that of the branches into c_proj, and that of the logits into ln_f: wte
+    could not take it, because it is also the embedding.
+    """
+    scale = attention_scale(model)
+    of_queries = 1.0 if scale is None else scale * (model.n_embd / model.n_head) ** 0.5
+    found = dict(weights)
+    for name, weight in weights.items():
+        if ".attn.c_attn." in name and of_queries != 1:
+            found[name] = torch.cat([of_queries * weight[: model.n_embd], weight[model.n_embd :]])
+        elif ".c_proj." in name:
+            found[name] = residual_factor(model) * weight
+        elif name.startswith("ln_f."):
+            found[name] = output_factor(model) * weight
+    return found
+
+
+def to_transformers(weights: Mapping[str, Tensor], model: ModelConfig, n_vocab: int) -> dict[str, Tensor]:
+    """The weights of a `GPT` of `model` for transformers, with the first `n_vocab` rows of wte: the others are padding.
+
+    transformers' GPT-2 is the standard parametrisation, and always has biases: those that a model lacks are zero.
     """
     found = {}
-    for name, weight in weights.items():
+    for name, weight in as_standard(weights, model).items():
         if name == TIED:
             continue
         if name == "wte.weight":

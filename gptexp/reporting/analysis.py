@@ -14,11 +14,14 @@ from gptexp.process.words import first_keys, shown
 from gptexp.reporting.critical import Critical, critical_batch_size, steps_to
 from gptexp.reporting.curves import Curves, Outlier, fit_curves
 from gptexp.reporting.law import Law, fit_law
-from gptexp.reporting.listing import model_option
+from gptexp.reporting.listing import NOT_SHAPE, model_option
 from gptexp.reporting.noise import usual_spread
 from gptexp.reporting.records import Run, differing_keys, has_diverged
 
 OPTIMIZER = "optim.name"
+# Key -> the beginning of the keys that it may imply.
+IMPLYING = {OPTIMIZER: "optim.", "model.parametrisation": "model.base_"}
+WIDTH, HEADS = "model.n_embd", "model.n_head"
 TEXT = "data_hash"  # key of the summary; runs that trained on different text belong to different arms
 
 
@@ -27,7 +30,7 @@ class Arm:
     """Runs that differ only in learning rate, batch size and seed."""
 
     choices: dict[str, Any]  # keys and values that distinguish it from the other arms; empty if it is the only one
-    implied: list[str]  # of `choices`: keys of the optimizer that have one value for each optimizer
+    implied: list[str]  # of `choices`: keys that others imply, see `_implied`
     runs: list[Run]
     losses: dict[int, dict[float, list[float]]]  # batch size -> learning rate -> final loss of each seed
     means: dict[tuple[int, float], float]  # (batch size, learning rate) -> mean of `losses`, without outliers
@@ -80,12 +83,12 @@ class Arm:
 def label_of(choices: Mapping[str, Any], implied: Collection[str], run: Run) -> str:
     """The `choices` of an arm with `run`, in a few words.
 
-    The name of an option of the group `model` stands for its keys, and that of the optimizer for `implied` ones.
+    The name of an option of the group `model` stands for its keys. Keys that are `implied` are left out.
     """
     choices = {key: value for key, value in choices.items() if key not in implied}
     if (name := choices.pop(OPTIMIZER, None)) is not None:
         choices = {"optim": name, **choices}
-    sizes = [key for key in choices if key.startswith("model.") and key != "model.dropout"]
+    sizes = [key for key in choices if key.startswith("model.") and key.removeprefix("model.") not in NOT_SHAPE]
     if len(sizes) > 1 and (option := model_option(_model(run))) is not None:
         choices = {"model": option, **{key: value for key, value in choices.items() if key not in sizes}}
     return first_keys([f"{key}={shown(value)}" for key, value in choices.items()])
@@ -139,15 +142,23 @@ def analyse(name: str, runs: Sequence[Run]) -> Analysis:
 
 
 def _implied(runs: Sequence[Run], differing: Sequence[str]) -> set[str]:
-    """Those of the `differing` keys of optimizers that are equal in all runs with the same optimizer."""
-    if OPTIMIZER not in differing:
-        return set()
-    values: dict[tuple[str, Any], set[str]] = defaultdict(set)
-    for run in runs:
-        for key in differing:
-            values[key, run.config[OPTIMIZER]].add(repr(run.config.get(key)))
-    several = {key for (key, _), of_key in values.items() if len(of_key) > 1}
-    return {key for key in differing if key.startswith("optim.") and key != OPTIMIZER} - several
+    """Those of the `differing` keys that are equal in all runs with the same value of the key that implies them.
+
+    A width implies the number of heads if all heads have one size.
+    """
+    found = set()
+    if WIDTH in differing and len({run.config[WIDTH] / run.config[HEADS] for run in runs}) == 1:
+        found.add(HEADS)
+    for implying, implied in IMPLYING.items():
+        if implying not in differing:
+            continue
+        values: dict[tuple[str, Any], set[str]] = defaultdict(set)
+        for run in runs:
+            for key in differing:
+                values[key, run.config[implying]].add(repr(run.config.get(key)))
+        several = {key for (key, _), of_key in values.items() if len(of_key) > 1}
+        found |= {key for key in differing if key.startswith(implied) and key != implying} - several
+    return found
 
 
 def _arm(choices: dict[str, Any], implied: list[str], runs: list[Run]) -> Arm:

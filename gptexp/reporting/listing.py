@@ -43,6 +43,8 @@ SORTS: dict[str, Callable[["Row"], Any]] = {  # flag -> value; None comes last
 NARROWEST_NAME = 38  # characters of that column: a date, a time and a model, with the space beside them
 # Columns that are left out first on a narrow terminal, in this order.
 LEAST_NEEDED = ("note", "tags", "size", "started", "model", "tokens a step", "cells", "learning rate", "status")
+# Keys of a model that a name like "gpt2" says nothing about.
+NOT_SHAPE = ("dropout", "parametrisation", "base_n_embd", "base_n_head", "base_n_layer")
 TEXT_COLUMNS = ("started", "model", "status", "tags", "note")
 
 
@@ -250,9 +252,13 @@ def model_name(model: ModelConfig) -> str:
 
 
 def model_option(model: ModelConfig) -> str | None:
-    """The option of the group `model` that differs at most in the dropout."""
-    sizes = replace(model, dropout=0.0)
-    return next((name for name, known in _known_models() if known == sizes), None)
+    """The option of the group `model` that differs at most in the dropout and the parametrisation."""
+    return next((name for name, known in _known_models() if known == _shape(model)), None)
+
+
+def _shape(model: ModelConfig) -> ModelConfig:
+    """The model with the defaults of all keys of `NOT_SHAPE`."""
+    return replace(model, **{key: getattr(ModelConfig, key) for key in NOT_SHAPE})
 
 
 @cache
@@ -263,7 +269,7 @@ def _known_models() -> list[tuple[str, ModelConfig]]:
             content = read_yaml(file)
             vocab_size = padded(VOCAB_SIZES[content.get("data", {}).get("tokenizer", DataConfig.tokenizer)])
             sizes = ModelConfig(**{"vocab_size": vocab_size, **content["model"]})
-            known.append((file.stem, replace(sizes, dropout=0.0)))
+            known.append((file.stem, _shape(sizes)))
     return known
 
 

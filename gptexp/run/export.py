@@ -65,7 +65,7 @@ def save_pretrained(model: GPT, tokenizer: Tokenizer, folder: Path) -> None:
         (folder / name).write_text(text, encoding="utf-8")
     weights = {name: weight.cpu() for name, weight in model.state_dict().items()}
     try:
-        save_file(to_transformers(weights, tokenizer.n_vocab), folder / WEIGHTS, metadata={"format": "pt"})
+        save_file(to_transformers(weights, model.cfg, tokenizer.n_vocab), folder / WEIGHTS, metadata={"format": "pt"})
     except SafetensorError as error:
         raise OSError(first_line(error)) from None
     (folder / WEIGHTS).chmod(0o644)  # safetensors makes a file that only its owner can read

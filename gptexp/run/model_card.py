@@ -16,6 +16,7 @@ from gptexp.data.characters import CharTokenizer
 from gptexp.data.tokenizer import Tokenizer
 from gptexp.model.flops import count_parameters
 from gptexp.model.loss import perplexity
+from gptexp.model.parametrisation import describe
 from gptexp.process.errors import DataError
 from gptexp.process.terminal import as_command, printable
 from gptexp.process.words import counted, duration
@@ -118,6 +119,11 @@ def _notes(config: Config, tokenizer: Tokenizer) -> Iterator[str]:
             "The name of the end-of-text token in a text is that token here. In training it was ordinary text, as with "
             "`split_special_tokens=True`."
         )
+    if config.model.parametrisation != "standard":
+        notes.append(
+            f"It was trained in the parametrisation {config.model.parametrisation}; the factors of that are multiplied "
+            "into these weights, so that this is a usual GPT-2."
+        )
     if not config.model.bias:
         notes.append("The model has no biases; those in the file are zero, because transformers' GPT-2 has some.")
     yield " ".join(notes)
@@ -140,6 +146,8 @@ def _training(loaded: LoadedRun, run: Run) -> list[tuple[str, str]]:
     ]  # fmt: skip
     if loaded.averaged:
         rows.append(("weights", f"moving average with a half-life of {config.train.ema_half_life_tokens:,} tokens"))
+    if m.parametrisation != "standard":
+        rows.insert(1, ("parametrisation", describe(m)))
     if config.init_from is not None:
         rows.insert(
             1, ("weights from", config.init_from if is_hub_model(config.init_from) else Path(config.init_from).name)

@@ -91,9 +91,13 @@ def _values(
 
 
 def _scale(gpt: GPT, optimizer: torch.optim.Optimizer, optim: AdamWConfig) -> Tensor:
-    states = [optimizer.state[p] for p in gpt.parameters()]
-    steps = int(states[0]["step"])
-    if not steps:
-        raise CheckpointError("the optimizer has made no update; take a later checkpoint")
-    moments = torch.cat([state["exp_avg_sq"].flatten() for state in states])
-    return adamw_scale(moments, steps, optim.beta1, optim.beta2, optim.eps)
+    """P^(-1/2) for all parameters. A group with a learning rate of its own counts as preconditioned by its factor."""
+    groups = {p: group for group in optimizer.param_groups for p in group["params"]}
+    parts = []
+    for p in gpt.parameters():
+        state, group = optimizer.state[p], groups[p]
+        if not (steps := int(state["step"])):
+            raise CheckpointError("the optimizer has made no update; take a later checkpoint")
+        scale = adamw_scale(state["exp_avg_sq"].flatten(), steps, optim.beta1, optim.beta2, group["eps"])
+        parts.append(scale * (group["initial_lr"] / optim.lr) ** 0.5)
+    return torch.cat(parts)

@@ -12,6 +12,7 @@ from gptexp.config.schema import Config, to_dict
 from gptexp.data.loader import Dataset
 from gptexp.machine.effective import Effective
 from gptexp.model.flops import Utilisation, count_parameters
+from gptexp.model.parametrisation import describe
 from gptexp.process.errors import StorageError
 from gptexp.process.terminal import warn
 from gptexp.process.versions import git_commit, versions
@@ -44,9 +45,10 @@ def start_lines(cfg: Config, directory: Path, effective: Effective, t: Training,
         f"run directory   {directory}",
         f"model           {counted(m.n_layer, 'layer')}, {counted(m.n_head, 'head')}, width {m.n_embd}, "
         f"block {m.block_size}, vocabulary {m.vocab_size:,}: {count_parameters(m):,} parameters",
+        *([f"parametrisation {describe(m)}"] if m.parametrisation != "standard" else []),
         f"optimizer       {describe_optimizer(t.optim)}",
         *([f"scaling         {', '.join(scaled)}"] if (scaled := changes(cfg.optim, t.optim)) else []),
-        *describe_groups(t.gpt),
+        *describe_groups(t.gpt, t.optim),
         f"data            {cfg.data.name}: {per_epoch:,} training tokens per epoch, {_validation(cfg, t)}",
         *([f"mix             {_mix(t.dataset.train.shares)}"] if t.dataset.train.shares else []),
         f"batch           {total:,} tokens per step = {counted(plan.micro_batch_size, 'sequence')} × "

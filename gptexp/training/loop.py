@@ -175,7 +175,7 @@ class _Loop:
         report = t.step(self.batches, step.batch.grad_accum_steps, lr_factor, probe)
         if t.average is not None:
             t.average.update(step.batch.total_batch_size, report.finite)
-        self.unread.append(_Queued(step, t.step.optimizer.param_groups[0]["lr"], timer, report))
+        self.unread.append(_Queued(step, t.optim.lr * lr_factor, timer, report))
         state.step, state.tokens = step.number + 1, step.tokens_after
         if t.profiler is not None:
             with self.clock.paused():  # while it writes the trace

@@ -1,4 +1,4 @@
-"""Optimizers, with weight decay on matrices only."""
+"""Optimizers, with weight decay on matrices only, and their parameter groups."""
 
 import math
 from collections.abc import Iterator
@@ -24,27 +24,51 @@ from gptexp.config.schema import (
     SGDConfig,
     SoapConfig,
 )
+from gptexp.model.gpt import GPT
 from gptexp.model.optimizer_state import MOST_ROTATED, TRAINED, is_by_muon, state_shapes
+from gptexp.model.parametrisation import Factors, optimizer_factors
 from gptexp.process.words import shown
 from gptexp.storage import checkpoint
 
 
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Two groups: tensors of two or more dimensions (matmuls, embeddings) decay, biases and LayerNorms do not."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    decayed = [p for p in parameters if p.dim() >= 2]
-    others = [p for p in parameters if p.dim() < 2]
-    return [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+def parameter_groups(model: nn.Module, cfg: OptimConfig) -> list[dict[str, Any]]:
+    """The groups with their settings: those of `cfg`, times the factors of the model's parametrisation.
+
+    Tensors of two or more dimensions (matmuls, embeddings) decay, biases and LayerNorms do not. The standard
+    parametrisation has these two groups; others have one for each combination of factors, those that decay first.
+    """
+    groups = []
+    for (decays, factors), parameters in _grouped(model):
+        decay = cfg.weight_decay * factors.weight_decay if decays else 0.0
+        group = {"params": parameters, "lr": cfg.lr * factors.lr, "weight_decay": decay}
+        if isinstance(cfg, AdamWConfig | ScheduleFreeConfig):  # which parametrisations allow, and which have an eps
+            group["eps"] = cfg.eps * factors.eps
+        groups.append(group)
+    return groups
 
 
-def describe_groups(model: nn.Module) -> list[str]:
-    """Return two lines for the terminal: the numbers of tensors and parameters with and without weight decay."""
+def describe_groups(model: nn.Module, cfg: OptimConfig) -> list[str]:
+    """Return a line for the terminal for each group: its numbers of tensors and parameters, and its factors.
+
+    A factor that is not 1 stands with its key of the optimizer, for example `lr × 0.25`.
+    """
     lines = []
-    for name, group in zip(("decayed", "non-decayed"), parameter_groups(model, 0.0), strict=True):
-        tensors: list[nn.Parameter] = group["params"]
-        count = sum(p.numel() for p in tensors)
-        lines.append(f"num {name} parameter tensors: {len(tensors)}, with {count:,} parameters")
+    for (decays, factors), tensors in _grouped(model):
+        count, name = sum(p.numel() for p in tensors), "decayed" if decays else "non-decayed"
+        keys = [key for key in asdict(factors) if hasattr(cfg, key) and (decays or key != "weight_decay")]
+        more = "".join(f", {key} × {factor:g}" for key in keys if (factor := getattr(factors, key)) != 1)
+        lines.append(f"num {name} parameter tensors: {len(tensors)}, with {count:,} parameters{more}")
     return lines
+
+
+def _grouped(model: nn.Module) -> list[tuple[tuple[bool, Factors], list[nn.Parameter]]]:
+    """The parameters by whether they decay and by their factors. Those that decay come first."""
+    groups: dict[tuple[bool, Factors], list[nn.Parameter]] = {}
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            factors = optimizer_factors(model.cfg, name) if isinstance(model, GPT) else Factors()
+            groups.setdefault((p.dim() >= 2, factors), []).append(p)
+    return sorted(groups.items(), key=lambda group: not group[0][0])
 
 
 def describe_optimizer(cfg: OptimConfig) -> str:
@@ -55,18 +79,18 @@ def describe_optimizer(cfg: OptimConfig) -> str:
 
 
 def build_optimizer(model: nn.Module, cfg: OptimConfig, fused: bool) -> Optimizer:
-    """Build the optimizer of `cfg` for `model`. Each group stores the peak learning rate as `initial_lr`.
+    """Build the optimizer of `cfg` for `model`. Each group stores its peak learning rate as `initial_lr`.
 
     `fused` selects AdamW's fused kernel; of the others none is used. None of them clips gradients: the trainer does.
     """
     optimizer = _built(model, cfg, fused)
     for group in optimizer.param_groups:
-        group["initial_lr"] = cfg.lr  # the name that torch's schedulers use
+        group["initial_lr"] = group["lr"]  # the name that torch's schedulers use
     return optimizer
 
 
 def _built(model: nn.Module, cfg: OptimConfig, fused: bool) -> Optimizer:
-    matrices, vectors = groups = parameter_groups(model, cfg.weight_decay)
+    groups = parameter_groups(model, cfg)
     match cfg:
         case AdamWConfig():
             return AdamW(groups, cfg.lr, (cfg.beta1, cfg.beta2), cfg.eps, fused=fused)
@@ -86,8 +110,8 @@ def _built(model: nn.Module, cfg: OptimConfig, fused: bool) -> Optimizer:
         case LambConfig():
             # As version 3 of the paper: no correction of the moments' bias, weight decay before the scaling.
             lamb = pytorch_optimizer.Lamb(
-                [matrices, {**vectors, "adam": True}], cfg.lr, (cfg.beta1, cfg.beta2), eps=cfg.eps,
-                weight_decouple=False, adam_debias=True, max_grad_norm=0.0,
+                [{**group, "adam": group["params"][0].dim() < 2} for group in groups],
+                cfg.lr, (cfg.beta1, cfg.beta2), eps=cfg.eps, weight_decouple=False, adam_debias=True, max_grad_norm=0.0,
             )  # fmt: skip
             lamb.clamp = math.inf  # 10 would cut the norms of most matrices of a GPT-2
             return lamb
@@ -113,7 +137,7 @@ def _muon_with_adamw(model: nn.Module, cfg: MuonConfig) -> "Joined":
     by_muon = [p for name, p in model.named_parameters() if is_by_muon(name, p.dim())]
     rest = [
         {**group, "params": [p for p in group["params"] if all(p is not other for other in by_muon)]}
-        for group in parameter_groups(model, cfg.weight_decay)
+        for group in parameter_groups(model, cfg)
     ]
     muon = Muon(
         [{"params": by_muon, "weight_decay": cfg.weight_decay}], cfg.lr, momentum=cfg.momentum, nesterov=cfg.nesterov,

@@ -29,7 +29,7 @@ def test_transformers_computes_the_same_logits(bias: bool) -> None:
 
     ours = built(bias)
     theirs = GPT2LMHeadModel(GPT2Config(**config_json(ours.cfg, N_VOCAB, end_of_text=7))).eval()
-    weights = to_transformers(ours.state_dict(), N_VOCAB)
+    weights = to_transformers(ours.state_dict(), ours.cfg, N_VOCAB)
     found = theirs.load_state_dict(weights, strict=False)
     assert (found.missing_keys, found.unexpected_keys) == (["lm_head.weight"], [])
     assert all(weight.is_contiguous() for weight in weights.values())
@@ -57,7 +57,7 @@ def test_a_model_of_transformers_computes_the_same_here(prefix: str) -> None:
 def test_there_and_back_gives_the_same_weights() -> None:
     model = built(bias=True)
     weights = {name: weight for name, weight in model.state_dict().items() if name != "lm_head.weight"}
-    back = from_transformers(to_transformers(weights, model.cfg.resolved_vocab_size))
+    back = from_transformers(to_transformers(weights, model.cfg, model.cfg.resolved_vocab_size))
     assert back.keys() == weights.keys()
     assert all(torch.equal(back[name], weights[name]) for name in weights)
 

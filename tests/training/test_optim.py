@@ -11,7 +11,7 @@ from gptexp.training.optim import build_optimizer, describe_groups, parameter_gr
 def test_gpt2_decays_fifty_tensors() -> None:
     with torch.device("meta"):
         model = GPT(ModelConfig(vocab_size=50304))
-    assert describe_groups(model) == [
+    assert describe_groups(model, AdamWConfig()) == [
         "num decayed parameter tensors: 50, with 124,354,560 parameters",
         "num non-decayed parameter tensors: 98, with 121,344 parameters",
     ]
@@ -19,7 +19,7 @@ def test_gpt2_decays_fifty_tensors() -> None:
 
 def test_every_parameter_is_in_exactly_one_group() -> None:
     model = GPT(ModelConfig(n_layer=2, n_head=2, n_embd=16, block_size=8, vocab_size=32))
-    grouped = [id(p) for group in parameter_groups(model, 0.1) for p in group["params"]]  # type: ignore[attr-defined]
+    grouped = [id(p) for group in parameter_groups(model, AdamWConfig()) for p in group["params"]]  # type: ignore[attr-defined]
     assert sorted(grouped) == sorted(id(p) for p in model.parameters())
 
 
