@@ -18,6 +18,7 @@ VERBS = {
     "sample": "print text from the newest checkpoint of a run, or of a sweep's best run",
     "evaluate": "print a checkpoint's validation loss as JSON",
     "export": "write a checkpoint as a directory that Hugging Face's transformers loads",
+    "coordcheck": "check that activations keep their size when a model gets wider",
     "sharpness": "print the curvature of the loss at a checkpoint's weights as JSON",
     "report": "report the results of a sweep or a run: optima, law, noise, pictures",
     "compare": "show what differs between runs, and whether their losses differ by more than seeds cause",
@@ -47,7 +48,7 @@ def _main() -> None:
         return
     if verb in ("-h", "--help", "help"):
         print("usage: gptexp VERB …\n")
-        print(*(f"  {name:<10}{what}" for name, what in VERBS.items()), sep="\n")
+        print(*(f"  {name:<11}{what}" for name, what in VERBS.items()), sep="\n")
         print("\n`gptexp VERB --help` shows the options of a verb.")
         return
     if verb not in VERBS:

@@ -94,6 +94,8 @@ def config(folder: Path, steps: int, optim: str = "adamw", ramp: bool = False) -
     cfg.train.device, cfg.train.dtype, cfg.train.compile, cfg.train.reduction = "cpu", "float32", "off", "tree"
     cfg.train.matmul_precision = "highest"  # `auto` times both, and another choice changes the bits
     cfg.log.progress, cfg.log.sample_tokens, cfg.log.wandb.mode = "off", 0, "disabled"
+    if optim == "completep":  # AdamW, whose groups of parameters then have settings of their own
+        optim, cfg.model.parametrisation, cfg.model.base_n_embd, cfg.model.base_n_layer = "adamw", optim, 8, 2
     cfg.optim = compose([f"optim={optim}"]).optim
     if optim == "schedulefree":
         cfg.schedule.name = "constant"

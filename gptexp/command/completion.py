@@ -10,7 +10,7 @@ from pathlib import Path
 from gptexp.storage import run_dir
 from gptexp.storage.inventory import OUTPUTS
 
-HYDRA_VERBS = ("train", "plan", "prepare")  # their other arguments are overrides
+HYDRA_VERBS = ("train", "plan", "prepare", "coordcheck")  # their other arguments are overrides
 NOT_FOR_USERS = ("--config-path", "--experimental-rerun", "--shell-completion")  # Hydra's; two of them are refused
 
 

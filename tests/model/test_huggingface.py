@@ -14,20 +14,24 @@ from gptexp.process.errors import ConfigError
 N_VOCAB = 90  # the rest of the 128 rows is padding
 
 
-def built(bias: bool) -> GPT:
+def built(bias: bool, **parametrisation: Any) -> GPT:
     torch.manual_seed(0)
-    model = GPT(ModelConfig(n_layer=2, n_head=4, n_embd=32, block_size=24, vocab_size=128, bias=bias)).eval()
+    sizes = {"n_layer": 2, "n_head": 4, "n_embd": 32, "block_size": 24, "vocab_size": 128}
+    model = GPT(ModelConfig(**sizes, bias=bias, **parametrisation)).eval()
     with torch.no_grad():
         for p in model.parameters():
             p.normal_(std=0.3)  # far from the initial values, also the biases: a missing term changes the result
     return model
 
 
+@pytest.mark.parametrize("parametrisation", ["standard", "mup", "completep"])
 @pytest.mark.parametrize("bias", [True, False])
-def test_transformers_computes_the_same_logits(bias: bool) -> None:
+def test_transformers_computes_the_same_logits(bias: bool, parametrisation: str) -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    ours = built(bias)
+    base = {"standard": {}, "mup": {"base_n_embd": 16, "base_n_head": 4}}
+    base["completep"] = {**base["mup"], "base_n_layer": 1}
+    ours = built(bias, parametrisation=parametrisation, **base[parametrisation])
     theirs = GPT2LMHeadModel(GPT2Config(**config_json(ours.cfg, N_VOCAB, end_of_text=7))).eval()
     weights = to_transformers(ours.state_dict(), ours.cfg, N_VOCAB)
     found = theirs.load_state_dict(weights, strict=False)

@@ -63,7 +63,7 @@ def test_a_run_survives_fifty_kills(tmp_path: Path, world_sizes: tuple[int, ...]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "adamw"])
+@pytest.mark.parametrize("name", [*(name for name in OPTIMIZERS if name != "adamw"), "completep"])
 def test_a_run_with_each_optimizer_survives_twenty_kills_at_changing_world_sizes(tmp_path: Path, name: str) -> None:
     """So two ranks train as one does: the undisturbed run is on one rank."""
     pytest.importorskip("pytorch_optimizer", reason="no pytorch_optimizer; pip install 'gptexp[optim]'")

@@ -1,0 +1,144 @@
+"""`gptexp coordcheck`: trains a model at several widths for a few steps, and measures its activations."""
+
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import asdict, replace
+from pathlib import Path
+from statistics import fmean
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from gptexp.config.batch import legal_micro_batches, plan_batch
+from gptexp.config.scaling import effective_optim
+from gptexp.config.schema import AUTO, Config, ModelConfig
+from gptexp.data.loader import build_dataset, micro_batches
+from gptexp.distributed.ranks import Rank
+from gptexp.distributed.reduction import MeanReduction
+from gptexp.machine.device import pick_device
+from gptexp.model.gpt import GPT, MLP, CausalSelfAttention
+from gptexp.model.loss import chunked_cross_entropy
+from gptexp.process.errors import EXIT_FAILED
+from gptexp.process.versions import git_commit, versions
+from gptexp.reporting.coordinates import LIMITS, Coordinates, picture
+from gptexp.reporting.pictures import png
+from gptexp.storage import run_dir
+from gptexp.storage.init_from import choose_vocab_size
+from gptexp.training.optim import build_optimizer
+from gptexp.training.step import TrainStep
+
+PICTURE, NUMBERS = "coordcheck.png", "coordcheck.json"
+STEPS = 5
+MEASURED_TOKENS = 1024  # of the text on which activations are measured: logits of a large vocabulary take memory
+LARGEST_MICRO_BATCH = 8  # sequences, for batch.micro_batch_size=auto
+
+
+def coordcheck(config: Config, models: list[ModelConfig], seeds: int, out: Path, as_json: bool) -> int:
+    """Check `models`, which differ in their width, and write picture and numbers to `out`. Returns the exit code."""
+    found = measure(config, models, seeds)
+    with run_dir.storage(out):
+        out.mkdir(parents=True, exist_ok=True)
+        (out / PICTURE).write_bytes(png(picture(found)))
+    result = {
+        "passes": not found.failures,
+        "failures": found.failures,
+        "parametrisation": found.what,
+        "lr": found.lr,
+        "widths": found.widths,
+        "limits": LIMITS,
+        "slopes": {name: [asdict(slope) for slope in slopes] for name, slopes in found.slopes.items()},
+        "mean_abs": found.sizes,
+        "versions": versions(),
+        "git_commit": git_commit(),
+    }
+    run_dir.write_json(out / NUMBERS, result)
+    if as_json:
+        print(json.dumps(run_dir.finite(result), indent=1))
+    else:
+        show(found)
+        print(f"{out}/{PICTURE}, {out}/{NUMBERS}")
+    return EXIT_FAILED if found.failures else 0
+
+
+def measure(config: Config, models: list[ModelConfig], seeds: int) -> Coordinates:
+    """Train each of `models` from `seeds` initial weights on the run's first steps, and measure before and after each.
+
+    In float32, without compilation, on one device, at the constant learning rate `optim.lr`.
+    """
+    device, optim = pick_device(config.train.device, Rank()), effective_optim(config)
+    dataset = build_dataset(config)
+    vocab_size = config.model.vocab_size
+    if vocab_size == AUTO:
+        vocab_size, _ = choose_vocab_size(config, dataset.n_vocab)
+    total, t = config.batch.total_batch_size, config.seq_len
+    size = config.batch.asked_micro_batch_size or next(
+        size for size in legal_micro_batches(total, t, 1) if size <= LARGEST_MICRO_BATCH
+    )
+    plan = plan_batch(total, size, t, 1)
+    samples = np.arange(max(1, MEASURED_TOKENS // t))
+    rows = dataset.rows(dataset.train, dataset.order.train_starts(samples, t))
+    x = torch.from_numpy(rows[:, :-1].astype(np.int64)).to(device)
+
+    def course(model: ModelConfig, seed: int) -> list[dict[str, float]]:
+        torch.manual_seed(seed)
+        gpt = GPT(replace(model, vocab_size=vocab_size), chunked_cross_entropy).to(device)
+        step = TrainStep(
+            model=gpt,
+            optimizer=build_optimizer(gpt, optim, fused=False),
+            reduction=MeanReduction(None),
+            grad_accum_steps=plan.grad_accum_steps,
+            grad_clip=optim.grad_clip,
+            forward_context=nullcontext,
+            dropout=model.dropout > 0,
+        )
+        batches = micro_batches(dataset, plan, 0, 0, STEPS, device)
+        found = [activations(gpt, x)]
+        for _ in range(STEPS):
+            step(batches, lr_factor=1.0)
+            found.append(activations(gpt, x))
+        return found
+
+    sizes: dict[str, list[list[list[float]]]] = {name: [] for name in LIMITS}
+    for model in models:
+        print(f"width {model.n_embd} …", file=sys.stderr, flush=True)
+        courses = [course(model, config.train.seed + number) for number in range(seeds)]
+        for name, of_width in sizes.items():
+            of_width.append([[at_step[name] for at_step in of_seed] for of_seed in courses])
+    first = models[0]
+    what = first.parametrisation + (f", base width {first.base_n_embd}" if first.base_n_embd is not None else "")
+    return Coordinates(what, [model.n_embd for model in models], optim.lr, sizes)
+
+
+@torch.no_grad()
+def activations(gpt: GPT, x: Tensor) -> dict[str, float]:
+    """Mean |activation| for the tokens `x` (B, T): of the outputs of attention and MLP, over all layers, and logits."""
+    found: dict[str, list[float]] = defaultdict(list)
+
+    def kept(name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
+        return lambda _module, _inputs, output: found[name].append(float(output.abs().mean()))
+
+    names: dict[type[nn.Module], str] = {CausalSelfAttention: "attention", MLP: "mlp"}
+    layers = [module for module in gpt.modules() if type(module) in names]
+    hooks = [layer.register_forward_hook(kept(names[type(layer)])) for layer in layers]
+    gpt.eval()
+    found["logits"].append(float(gpt(x).abs().mean()))
+    gpt.train()
+    for hook in hooks:
+        hook.remove()
+    return {name: fmean(sizes) for name, sizes in found.items()}
+
+
+def show(found: Coordinates) -> None:
+    """Print the slopes at each step, their limits and the verdict."""
+    slopes = found.slopes
+    print(f"{found.what}; widths {', '.join(map(str, found.widths))}; lr {found.lr:g}")
+    print("slope of log mean |activation| against log width:")
+    print(f"{'after steps':<12}" + "".join(f"{name:>15}" for name in LIMITS))
+    for step in found.steps:
+        print(f"{step:<12}" + "".join(f"{slopes[name][step]!s:>15}" for name in LIMITS))
+    print(f"{'allowed':<12}" + "".join(f"{f'{low:g} to {high:g}':>15}" for low, high in LIMITS.values()))
+    print(*([f"FAIL  {line}" for line in found.failures] or ["PASS  every slope is within its limits"]), sep="\n")
