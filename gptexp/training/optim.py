@@ -55,7 +55,7 @@ def describe_groups(model: nn.Module, cfg: OptimConfig) -> list[str]:
     lines = []
     for (decays, factors), tensors in _grouped(model):
         count, name = sum(p.numel() for p in tensors), "decayed" if decays else "non-decayed"
-        keys = [key for key in asdict(factors) if hasattr(cfg, key) and (decays or key != "weight_decay")]
+        keys = [key for key in asdict(factors) if hasattr(cfg, key)]
         more = "".join(f", {key} × {factor:g}" for key in keys if (factor := getattr(factors, key)) != 1)
         lines.append(f"num {name} parameter tensors: {len(tensors)}, with {count:,} parameters{more}")
     return lines

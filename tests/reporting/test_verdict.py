@@ -138,6 +138,40 @@ def test_an_arm_is_named_by_the_option_of_its_model_or_a_few_keys(
     assert {line.partition(": ")[0] for line in report_of(tmp_path)["verdict"]} == labels
 
 
+def test_an_arm_of_a_parametrisation_is_named_by_it_and_its_width(tmp_path: Path) -> None:
+    """Its base follows from it, and the number of heads from the width; else they are named too."""
+
+    def labels(folder: Path, arms: list[dict[str, Any]]) -> list[str]:
+        for number, of_arm in enumerate(arms):
+            for lr in (0.01, 0.02):
+                directory = folder / f"{number}-{lr}"
+                write_run(directory, 16384, lr, 1, 4.0)
+                config = run_dir.load_config(directory)
+                config.model = replace(config.model, **of_arm)
+                run_dir.save_config(directory, config)
+        return sorted(arm.label for arm in analyse("sweep", find_runs(folder)).arms)
+
+    sizes = [{"n_embd": width, "n_head": width // 16} for width in (64, 128)]
+    mup = [{**size, "parametrisation": "mup", "base_n_embd": 64, "base_n_head": 4} for size in sizes]
+    assert labels(tmp_path / "sizes", [*sizes, *mup]) == [
+        "model.n_embd=128, model.parametrisation=mup",
+        "model.n_embd=128, model.parametrisation=standard",
+        "model.n_embd=64, model.parametrisation=mup",
+        "model.n_embd=64, model.parametrisation=standard",
+    ]
+    bases = [{**mup[1], "base_n_embd": 64}, {**mup[1], "base_n_embd": 32}, sizes[1]]
+    assert labels(tmp_path / "bases", bases) == [
+        "model.base_n_embd=32, model.parametrisation=mup",
+        "model.base_n_embd=64, model.parametrisation=mup",
+        "model.base_n_embd=null, model.parametrisation=standard",
+    ]
+    heads = [sizes[0], {"n_embd": 128, "n_head": 16}]
+    assert labels(tmp_path / "heads", heads) == [
+        "model.n_embd=128, model.n_head=16",
+        "model.n_embd=64, model.n_head=4",
+    ]
+
+
 def test_arms_of_optimizers_are_named_by_them_and_their_proposals_belong_to_them(tmp_path: Path) -> None:
     """Keys that only the optimizer decides do not name an arm. Its command has them: they may be no start values."""
     pytest.importorskip("pytorch_optimizer", reason="no pytorch_optimizer; pip install 'gptexp[optim]'")

@@ -124,6 +124,8 @@ def test_the_standard_parametrisation_fails_and_mup_passes(
     assert code == (0 if passes else 1)
     assert (numbers["widths"], numbers["lr"]) == ([32, 64, 128], 0.01)
     agrees_with_the_facts(numbers, passes)
+    logits = numbers["mean_abs"]["logits"]
+    assert all(seed[5] > 3 * seed[0] for seeds in logits for seed in seeds), "it has not trained"
     said = capsys.readouterr().out
     assert ("PASS" in said, "FAIL" in said) == (passes, not passes)
 
