@@ -44,9 +44,8 @@ from gptexp.process.words import counted, shown
 
 @cache
 def register_schema() -> None:
-    """Make the schema, and the resolvers that files in conf/ use, known to Hydra."""
+    """Make the schema and the resolver of `optim=fitted` known to Hydra."""
     OmegaConf.register_new_resolver("power_law", power_law, replace=True)
-    OmegaConf.register_new_resolver("by", by, replace=True)
     store = ConfigStore.instance()
     store.store(name="schema", node=Config(optim=OptimConfig()))
     for name, keys in OPTIMIZERS.items():
@@ -76,16 +75,6 @@ def hydra_engine(config_dir: str | None = None) -> Iterator[Any]:
 def power_law(tokens: int, lr: float, at_tokens: float, exponent: float) -> float:
     """Learning rate at a batch size of `tokens`, by a power law that `gptexp report --write-optim` has fitted."""
     return float(lr * (tokens / at_tokens) ** exponent)
-
-
-def by(value: Any, values: dict[Any, Any]) -> Any:
-    """What `values` has for another key's value: a key that depends on a swept one, as in experiment=lr_transfer.
-
-    Raises `ConfigError` if it has nothing for it.
-    """
-    if value not in values:
-        raise ConfigError(f"${{by:…}}: has no value for {shown(value)}, only for {', '.join(map(shown, values))}")
-    return values[value]
 
 
 def is_multirun(overrides: Sequence[str]) -> bool:

@@ -224,7 +224,15 @@ def settings(file: Path, group: str) -> list[tuple[str, str]]:
 
 def _flat(values: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
     for key, value in values.items():
+        if isinstance(value, list) and value and all(isinstance(part, dict) for part in value):
+            value = _together(value)  # a sweep of several grids
         if isinstance(value, dict):
             yield from _flat(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
+
+
+def _together(grids: list[dict[str, Any]]) -> dict[str, str]:
+    """Each key with the values that it has in any of the grids."""
+    keys = dict.fromkeys(key for grid in grids for key in grid)
+    return {key: ",".join(dict.fromkeys(f"{grid[key]}" for grid in grids if key in grid)) for key in keys}

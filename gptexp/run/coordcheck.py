@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, replace
+from itertools import islice
 from pathlib import Path
 from statistics import fmean
 
@@ -13,7 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gptexp.config.batch import legal_micro_batches, plan_batch
+from gptexp.config.batch import legal_micro_batches
+from gptexp.config.run_plan import plan_run
 from gptexp.config.scaling import effective_optim
 from gptexp.config.schema import AUTO, Config, ModelConfig
 from gptexp.data.loader import build_dataset, micro_batches
@@ -78,7 +80,7 @@ def measure(config: Config, models: list[ModelConfig], seeds: int) -> Coordinate
     size = config.batch.asked_micro_batch_size or next(
         size for size in legal_micro_batches(total, t, 1) if size <= LARGEST_MICRO_BATCH
     )
-    plan = plan_batch(total, size, t, 1)
+    steps = list(islice(plan_run(config, size).steps_from(0, 0), STEPS))
     samples = np.arange(max(1, MEASURED_TOKENS // t))
     rows = dataset.rows(dataset.train, dataset.order.train_starts(samples, t))
     x = torch.from_numpy(rows[:, :-1].astype(np.int64)).to(device)
@@ -86,19 +88,18 @@ def measure(config: Config, models: list[ModelConfig], seeds: int) -> Coordinate
     def course(model: ModelConfig, seed: int) -> list[dict[str, float]]:
         torch.manual_seed(seed)
         gpt = GPT(replace(model, vocab_size=vocab_size), chunked_cross_entropy).to(device)
-        step = TrainStep(
+        train = TrainStep(
             model=gpt,
             optimizer=build_optimizer(gpt, optim, fused=False),
             reduction=MeanReduction(None),
-            grad_accum_steps=plan.grad_accum_steps,
             grad_clip=optim.grad_clip,
             forward_context=nullcontext,
             dropout=model.dropout > 0,
         )
-        batches = micro_batches(dataset, plan, 0, 0, STEPS, device)
+        batches = micro_batches(dataset, steps, 0, device)
         found = [activations(gpt, x)]
-        for _ in range(STEPS):
-            step(batches, lr_factor=1.0)
+        for step in steps:
+            train(batches, step.batch.grad_accum_steps, lr_factor=1.0)
             found.append(activations(gpt, x))
         return found
 

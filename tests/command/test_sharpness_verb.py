@@ -9,9 +9,12 @@ import pytest
 import torch
 from real_runs import weights
 
+from gptexp.config.schema import AdamWConfig, ModelConfig
 from gptexp.data.loader import build_dataset
 from gptexp.model.gpt import GPT
+from gptexp.run.sharpness import _scale
 from gptexp.storage import run_dir
+from gptexp.training.optim import build_optimizer
 
 Gptexp = Callable[..., subprocess.CompletedProcess[str]]
 SMALL = ["data.tokenizer=bytes", "model.vocab_size=320"]
@@ -51,6 +54,25 @@ def test_sharpness_is_that_of_the_runs_own_loss_and_checkpoints(run: Path, gptex
             p += 0.05 * g / norm
         moved = gpt(x[:, :-1], x[:, 1:])
     assert rows[-1]["sharpness/sam"] == pytest.approx(float(moved - loss.detach()), rel=0.01)
+
+
+def test_a_group_of_parameters_counts_with_its_own_learning_rate_and_eps() -> None:
+    """P^(-1/2) · sqrt(lr of the group / lr), where P is the denominator of Adam's first update."""
+    optim = AdamWConfig(lr=1e-2, beta1=0.0, eps=1e-3)
+    torch.manual_seed(0)
+    own = {"parametrisation": "completep", "base_n_embd": 8, "base_n_head": 2, "base_n_layer": 1}
+    gpt = GPT(ModelConfig(n_layer=2, n_head=2, n_embd=16, block_size=8, vocab_size=32, **own))  # type: ignore[arg-type]
+    optimizer = build_optimizer(gpt, optim, fused=False)
+    x = torch.randint(32, (2, 9))
+    gpt(x[:, :-1], x[:, 1:]).backward()
+    optimizer.step()
+    found = _scale(gpt, optimizer, optim).split([p.numel() for p in gpt.parameters()])
+    for (name, p), of_parameter in zip(gpt.named_parameters(), found, strict=True):
+        assert p.grad is not None
+        eps = 1e-3 / (2 if name.startswith(("w", "ln_f")) else 4)  # a width twice that of the base, two layers
+        factor = 1 / 2 if ".c_" in name and name.endswith("weight") else 1
+        expected = factor**0.5 / (p.grad.abs() + eps) ** 0.5
+        torch.testing.assert_close(of_parameter.view_as(p), expected, rtol=1e-4, atol=0)
 
 
 @pytest.mark.e2e
