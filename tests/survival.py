@@ -21,7 +21,7 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -77,10 +77,11 @@ def mutated_package(name: str, folder: Path) -> Path:
     return package.parent
 
 
-def config(folder: Path, steps: int, optim: str = "adamw", ramp: bool = False) -> Config:
+def config(folder: Path, steps: int, optim: Sequence[str] = (), ramp: bool = False) -> Config:
     """A small model with dropout, which averages its weights. A step has eight micro-batches, for 1, 2 or 4 ranks.
 
-    With `ramp`, the first has two of them, and the other sizes of its steps are four and six.
+    `optim`: the overrides of the optimizer and its keys. With `ramp`, the first step has two micro-batches, and the
+    other sizes of steps are four and six.
     """
     text = folder / "text.txt"
     if not text.exists():
@@ -94,10 +95,10 @@ def config(folder: Path, steps: int, optim: str = "adamw", ramp: bool = False) -
     cfg.train.device, cfg.train.dtype, cfg.train.compile, cfg.train.reduction = "cpu", "float32", "off", "tree"
     cfg.train.matmul_precision = "highest"  # `auto` times both, and another choice changes the bits
     cfg.log.progress, cfg.log.sample_tokens, cfg.log.wandb.mode = "off", 0, "disabled"
-    if optim == "completep":  # AdamW, whose groups of parameters then have settings of their own
-        optim, cfg.model.parametrisation, cfg.model.base_n_embd, cfg.model.base_n_layer = "adamw", optim, 8, 2
-    cfg.optim = compose([f"optim={optim}"]).optim
-    if optim == "schedulefree":
+    composed = compose(["model.block_size=16", *optim])
+    cfg.optim, cfg.model.parametrisation = composed.optim, composed.model.parametrisation
+    cfg.model.base_n_embd, cfg.model.base_n_layer = composed.model.base_n_embd, composed.model.base_n_layer
+    if cfg.optim.name == "schedulefree":
         cfg.schedule.name = "constant"
     else:
         cfg.train.ema_half_life_tokens = 1000
@@ -219,7 +220,7 @@ def undisturbed(cfg: Config, folder: Path, world_size: int = 1) -> str:
 
 
 def kills(
-    folder: Path, count: int, steps: int, world_sizes: list[int], seed: int, optim: str, ramp: bool
+    folder: Path, count: int, steps: int, world_sizes: list[int], seed: int, optim: Sequence[str], ramp: bool
 ) -> dict[str, Any]:
     """Kill a run `count` times, then let it complete."""
     draw, pulse = random.Random(seed), Pulse()
@@ -392,7 +393,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--world-sizes", type=int, nargs="+", default=[1])
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--optim", default="adamw")
+    parser.add_argument("--optim", nargs="+", default=[], metavar="OVERRIDE")
     parser.add_argument("--ramp", action="store_true")
     parser.add_argument("--points", nargs="+", default=POINTS)
     parser.add_argument("--occurrences", type=int, nargs="+", default=[1, 2, 3])

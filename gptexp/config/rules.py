@@ -59,6 +59,7 @@ SCALING = (*(f"scaling.{f.name}" for f in fields(ScalingConfig)), "batch.total_b
 INTERVALS_IN_STEPS = ("train.eval_every", "train.save_every", "train.keep_every")
 SIZES = ("model.n_embd", "model.n_head")
 SEQ_LEN = ("batch.seq_len", "model.block_size")
+LIKE_BATCH = "optim.gradient_noise_like_batch"
 TOKENIZER_RULE = f"must be one of {', '.join(NAMES)}, or the path of a tokenizer.json"
 # Optimizers for which the table of model/parametrisation.py holds: each element of an update has about the size lr. Of
 # SGD it has that of the gradient, of LARS, LAMB and Adafactor that of the weight. Muon and SOAP limit whole matrices.
@@ -101,11 +102,24 @@ def confounds_of(values: dict[str, Any]) -> Iterator[str]:
             yield f"{key}={values[key]} counts steps, so {what} differs between batch sizes; give it in tokens"
     if (ramp := values.get("batch.ramp_tokens")) is not None:
         yield f"batch.ramp_tokens={ramp}: the steps grow, so a run has not one batch size; leave out the ramp"
+    noise, decay = values.get("optim.gradient_noise"), values.get("optim.gradient_noise_decay")
+    if noise and decay and values.get("optim.gradient_noise_decay_tokens") is None:
+        yield (
+            f"optim.gradient_noise_decay={decay:g} counts steps, so the noise after a number of tokens differs between "
+            "batch sizes; give optim.gradient_noise_decay_tokens"
+        )
 
 
 def noise_half_life(cfg: Config, run_tokens: int) -> float:
     """Half-life of the noise scale's averages, in tokens."""
     return cfg.log.noise_half_life_tokens or max(run_tokens / 100, LEAST_STEPS * cfg.batch.total_batch_size)
+
+
+def needing_noise_scale(cfg: Config) -> str | None:
+    """The setting that a run cannot have without measuring its noise scale; None if there is none."""
+    if (like := cfg.optim.gradient_noise_like_batch) is not None:
+        return f"{LIKE_BATCH}={like}"
+    return "log.noise_scale=on" if cfg.log.noise_scale == "on" else None
 
 
 def why_unmeasured(cfg: Config, micro_batch_size: int, world_size: int) -> str | None:
@@ -286,8 +300,23 @@ def _tree(cfg: Config, world_size: int) -> Iterator[str]:
 
 def _noise_scale(cfg: Config, world_size: int) -> Iterator[str]:
     size = cfg.batch.asked_micro_batch_size or 1  # the ranks resolve `auto` later
-    if cfg.log.noise_scale == "on" and (why := why_unmeasured(cfg, size, world_size)):
-        yield f"log.noise_scale=on: {why}"
+    given = needing_noise_scale(cfg)
+    if given and cfg.log.noise_scale == "off":
+        yield f"log.noise_scale=off: {given} needs the noise scale; leave out one of them"
+    elif given and (why := why_unmeasured(cfg, size, world_size)):
+        yield f"{given}: {why}"
+
+
+def _gradient_noise(cfg: Config, _: int) -> Iterator[str]:
+    o, total = cfg.optim, cfg.batch.total_batch_size
+    like = o.gradient_noise_like_batch
+    if like is None:
+        return
+    given = f"{LIKE_BATCH}={like}"
+    if o.gradient_noise:
+        yield f"{given}: is another noise than optim.gradient_noise={o.gradient_noise:g}; leave out one of them"
+    if not cfg.seq_len <= like <= total:
+        yield f"{given}: must lie between a sequence of {cfg.seq_len} tokens and batch.total_batch_size={total}"
 
 
 def _profile(cfg: Config, _: int) -> Iterator[str]:
@@ -552,7 +581,8 @@ RULES: tuple[tuple[Callable[[Config, int], Iterator[str]], tuple[str, ...]], ...
     (_batch, (*STEP_SIZES, "batch.micro_batch_size", "world.size", *SEQ_LEN)),
     (_intervals, ("batch.ramp_tokens", *INTERVALS_IN_STEPS)),
     (_tree, (*STEP_SIZES, "batch.micro_batch_size", "world.size", "world.threads_per_rank", *SEQ_LEN)),
-    (_noise_scale, (*STEP_SIZES, "batch.micro_batch_size", "world.size", "data.order", *SEQ_LEN)),
+    (_noise_scale, (*STEP_SIZES, "batch.micro_batch_size", "world.size", "data.order", LIKE_BATCH, *SEQ_LEN)),
+    (_gradient_noise, ("batch.total_batch_size", "optim.gradient_noise", LIKE_BATCH, *SEQ_LEN)),
     (_profile, RUN_LENGTH),
     (_optimizer, ("optim.name", "schedule.name", "train.ema_half_life_tokens")),
     (_scaling, SCALING),

@@ -139,6 +139,12 @@ class OptimConfig:
     lr: float = _positive(6e-4)  # peak learning rate; each model file sets its own
     weight_decay: float = _not_negative(0.1)  # only for tensors of two or more dimensions
     grad_clip: float = _not_negative(1.0)  # maximum of the global gradient norm; 0: no clipping
+    gradient_noise: float = _not_negative(0.0)  # norm of the noise that is added to the clipped gradient, over that
+    # gradient's norm, in the first step; 0: none; arXiv 1511.06807
+    gradient_noise_decay: float = _not_negative(0.55)  # step t, from 0, has (1 + t)**(-gradient_noise_decay / 2) of it
+    gradient_noise_decay_tokens: int | None = _positive(None)  # tokens that are one t of this decay; null: a step
+    gradient_noise_like_batch: int | None = _positive(None)  # tokens: adds as much noise as the gradient of a batch of
+    # this size has more, by the run's own noise scale; null: none
 
 
 @dataclass
@@ -610,7 +616,9 @@ def fits_type(value: Any, annotation: Any) -> bool:
 def result_deciding(config: Config) -> dict[str, Any]:
     """Dotted keys and values of all keys that determine the final weights."""
     # A rollback loads the newest checkpoint, so its step affects the weights.
-    also = ("train.save_every", "train.save_every_tokens") if config.train.nonfinite == "rollback" else ()
+    also = ["train.save_every", "train.save_every_tokens"] if config.train.nonfinite == "rollback" else []
+    if config.optim.gradient_noise_like_batch:
+        also.append("log.noise_half_life_tokens")
     return {key: value for key, _, value in fields_of(config) if key in also or not _is_in(key, IRRELEVANT_TO_RESULT)}
 
 

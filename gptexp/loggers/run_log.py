@@ -37,6 +37,7 @@ METRICS = {
     "optim/lr": ("", "learning rate of the step"),
     "optim/grad_norm": ("", "global gradient norm before clipping"),
     "optim/clip_fraction": ("", "share of the steps since the last log that were clipped"),
+    "optim/gradient_noise": ("", "norm of the noise on the gradient over the gradient's (optim.gradient_noise)"),
     "perf/tokens_per_s": ("tokens/s", "over all ranks, without evaluation and checkpoints"),
     "perf/step_ms": ("ms", "wall time of the step"),
     "perf/data_ms": ("ms", "rank 0: waiting for the step's micro-batches"),

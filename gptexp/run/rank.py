@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from gptexp.config.branching import Parent, first_step
-from gptexp.config.rules import noise_half_life, why_unmeasured
+from gptexp.config.rules import needing_noise_scale, noise_half_life, why_unmeasured
 from gptexp.config.run_plan import plan_run
 from gptexp.config.scaling import effective_optim
 from gptexp.config.schema import HELLASWAG, Config, to_dict
@@ -337,8 +337,8 @@ def _build_training(job: Job, prepared: Prepared, decision: Decision) -> Trainin
             average.load(path)
     plan = plan_run(cfg, effective.micro_batch_size.value)
     unmeasured = why_unmeasured(cfg, effective.micro_batch_size.value, rank.world_size)
-    if unmeasured and cfg.log.noise_scale == "on":
-        raise ConfigError(f"log.noise_scale=on: {unmeasured}")
+    if unmeasured and (given := needing_noise_scale(cfg)):
+        raise ConfigError(f"{given}: {unmeasured}")
     profiler = None
     if cfg.train.profile:
         profiler = StepProfiler(job.directory / run_dir.PROFILE, rank, device, state.step, plan.steps)

@@ -48,6 +48,7 @@ def start_lines(cfg: Config, directory: Path, effective: Effective, t: Training,
         *([f"parametrisation {describe(m)}"] if m.parametrisation != "standard" else []),
         f"optimizer       {describe_optimizer(t.optim)}",
         *([f"scaling         {', '.join(scaled)}"] if (scaled := changes(cfg.optim, t.optim)) else []),
+        *_gradient_noise(cfg),
         *describe_groups(t.gpt, t.optim),
         f"data            {cfg.data.name}: {per_epoch:,} training tokens per epoch, {_validation(cfg, t)}",
         *([f"mix             {_mix(t.dataset.train.shares)}"] if t.dataset.train.shares else []),
@@ -76,6 +77,20 @@ def start_lines(cfg: Config, directory: Path, effective: Effective, t: Training,
     elif cfg.init_from and not first:
         lines.append(f"weights         those of {cfg.init_from}")
     return lines
+
+
+def _gradient_noise(cfg: Config) -> list[str]:
+    o, total = cfg.optim, cfg.batch.total_batch_size
+    if o.gradient_noise:
+        per = "steps" if o.gradient_noise_decay_tokens is None else f"tokens / {o.gradient_noise_decay_tokens:,}"
+        decay = f", times (1 + {per})^{-o.gradient_noise_decay / 2:g}" if o.gradient_noise_decay else ""
+        return [f"gradient noise  {o.gradient_noise:g} of the norm of the clipped gradient{decay}"]
+    if o.gradient_noise_like_batch:
+        return [
+            f"gradient noise  as a batch of {o.gradient_noise_like_batch:,} tokens has more than one of {total:,}, by "
+            "the noise scale of every step"
+        ]
+    return []
 
 
 def _validation(cfg: Config, t: Training) -> str:

@@ -65,6 +65,7 @@ class TrainState:
     tokens_passed_over: int = 0  # of those steps: a step reads what follows `tokens` + this many tokens
     trend: LossTrend = field(default_factory=LossTrend)
     noise_scale: NoiseScale = field(default_factory=NoiseScale)
+    earlier_noise: float = 0.0  # `noise_scale.valid_noise` before the newest step
     regular: bool = True  # False: saved before it was due, because the run stopped early
 
     def go_back(self, saved: "TrainState", steps: int, tokens: int) -> None:

@@ -62,6 +62,11 @@ class NoiseScale:
         return self.noise_sum / self.weight
 
     @property
+    def valid_noise(self) -> float:
+        """`noise`; 0 as long as it is not positive, or nothing was measured."""
+        return self.noise if self.noise_sum > 0 else 0.0
+
+    @property
     def sequences(self) -> float:
         """The noise scale in sequences; NaN unless both averages are positive, which takes enough steps."""
         return self.noise_sum / self.signal_sum if min(self.signal_sum, self.noise_sum) > 0 else math.nan

@@ -32,6 +32,7 @@ from gptexp.process.terminal import warn
 from gptexp.storage import checkpoint
 from gptexp.storage.checkpoint import TrainState
 from gptexp.storage.noise_scale import Norms, metrics
+from gptexp.training.gradient_noise import StepNoise, step_noise
 from gptexp.training.hellaswag import score
 from gptexp.training.optim import load_checkpoint, weights_for_use
 from gptexp.training.phases import StepTimer, exposed_reduce_ms
@@ -88,6 +89,7 @@ class _Queued:
 
     step: PlannedStep
     lr: float
+    noise: StepNoise | None
     timer: StepTimer
     report: StepReport
 
@@ -159,23 +161,37 @@ class _Loop:
     def is_logged(self, step: int) -> bool:
         return step % self.t.cfg.log_every == 0 or step == self.t.plan.steps - 1
 
+    def is_measured(self, step: PlannedStep) -> bool:
+        """Whether the step's noise scale is measured: also between logged steps if the weights depend on it."""
+        wanted = self.is_logged(step.number) or self.t.optim.gradient_noise_like_batch is not None
+        return wanted and step.batch.sequences > step.batch.micro_batch_size
+
+    def noise(self, step: PlannedStep) -> StepNoise | None:
+        """The noise on the gradient of `step`, which is the next one.
+
+        It follows from measurements up to the last step but one. Those of the last step may not have been read yet.
+        """
+        t, state = self.t, self.state
+        known = state.noise_scale.valid_noise if self.unread else state.earlier_noise
+        return step_noise(t.optim, t.cfg.seed, step.number, step.tokens_before, step.batch, known)
+
     def queue_step(self) -> None:
         """Queue one step; its numbers are read later."""
         t, state = self.t, self.state
         step = t.plan.step(state.step, state.tokens)
-        measured = self.is_logged(step.number) and step.batch.sequences > step.batch.micro_batch_size
         timer = StepTimer(t.device)
         probe = Probe(
             timer=timer,
             stop=self.stop,
-            small_gradients=self.small_gradients if measured else None,
+            small_gradients=self.small_gradients if self.is_measured(step) else None,
             work_ms=self.work_ms,
         )
         lr_factor = t.plan.schedule.lr_factor(step.tokens_before, step.batch.total_batch_size)
-        report = t.step(self.batches, step.batch.grad_accum_steps, lr_factor, probe)
+        noise = self.noise(step)
+        report = t.step(self.batches, step.batch.grad_accum_steps, lr_factor, probe, noise)
         if t.average is not None:
             t.average.update(step.batch.total_batch_size, report.finite)
-        self.unread.append(_Queued(step, t.optim.lr * lr_factor, timer, report))
+        self.unread.append(_Queued(step, t.optim.lr * lr_factor, noise, timer, report))
         state.step, state.tokens = step.number + 1, step.tokens_after
         if t.profiler is not None:
             with self.clock.paused():  # while it writes the trace
@@ -193,8 +209,9 @@ class _Loop:
             numbers = queued.report.read(self.t.timeout_s)
             seconds = self.clock.lap()
             self.count(queued.step, numbers, seconds)
+            measured = self.noise_scale(queued.step, numbers)
             if self.is_logged(queued.step.number) or not numbers.finite:
-                self.log_step(queued, numbers, seconds)
+                self.log_step(queued, numbers, seconds, measured)
             if numbers.finite:
                 self.follow_loss(queued.step, numbers.loss)
                 continue
@@ -213,8 +230,9 @@ class _Loop:
         self.steps_since_log += 1
         self.clipped_since_log += 0 < self.t.step.grad_clip < numbers.grad_norm
 
-    def log_step(self, queued: _Queued, numbers: Numbers, seconds: float) -> None:
-        t, step = self.t, queued.step
+    def log_step(self, queued: _Queued, numbers: Numbers, seconds: float, measured: dict[str, float]) -> None:
+        """Log a step; `measured`: the metrics of its noise scale."""
+        t, step, noise = self.t, queued.step, queued.noise
         tokens = step.tokens_after
         phases_ms = queued.timer.read()
         self.work_ms = phases_ms["data"] + phases_ms["forward"]
@@ -228,11 +246,12 @@ class _Loop:
                 "optim/lr": queued.lr,
                 "optim/grad_norm": numbers.grad_norm,
                 "optim/clip_fraction": self.clipped_since_log / self.steps_since_log,
+                **({"optim/gradient_noise": noise.over(numbers.grad_norm)} if noise is not None else {}),
                 "perf/step_ms": 1e3 * seconds,
                 **{f"perf/{phase}_ms": ms for phase, ms in phases_ms.items()},
                 "perf/reduce_ms": exposed_reduce_ms(t.step.model),
                 **straggler(numbers.work_ms),
-                **self.noise_scale(step, numbers),
+                **measured,
                 "data/fingerprint": f"{self.state.fingerprint:016x}",
             }
         )
@@ -241,6 +260,7 @@ class _Loop:
     def noise_scale(self, step: PlannedStep, numbers: Numbers) -> dict[str, float]:
         """Return the metrics of the noise scale; empty for a step that was not measured or is non-finite."""
         t, batch = self.t, step.batch
+        self.state.earlier_noise = self.state.noise_scale.valid_noise
         if t.noise_half_life_tokens is None or not numbers.finite or not 0 < numbers.small_sq_norm < math.inf:
             return {}
         norms = Norms(numbers.small_sq_norm, numbers.grad_norm**2, batch.micro_batch_size, batch.sequences)

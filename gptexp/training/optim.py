@@ -72,8 +72,8 @@ def _grouped(model: nn.Module) -> list[tuple[tuple[bool, Factors], list[nn.Param
 
 
 def describe_optimizer(cfg: OptimConfig) -> str:
-    """Return the optimizer's name and keys: `lion, lr 0.001, …`."""
-    name, *keys = asdict(cfg).items()
+    """Return the optimizer's name and keys: `lion, lr 0.001, …`, without those of gradient noise."""
+    name, *keys = [(key, value) for key, value in asdict(cfg).items() if not key.startswith("gradient_noise")]
     values = [f"{value:.6g}" if isinstance(value, float) else shown(value) for _, value in keys]
     return ", ".join([name[1], *(f"{key} {value}" for (key, _), value in zip(keys, values, strict=True))])
 

@@ -11,6 +11,7 @@ from gptexp.data.loader import MicroBatch
 from gptexp.distributed.reduction import Reduction
 from gptexp.machine.effective import ForwardContext
 from gptexp.process.signals import REASONS, StopRequest
+from gptexp.training.gradient_noise import StepNoise
 from gptexp.training.norms import total_norm
 from gptexp.training.optim import set_lr, step_if
 from gptexp.training.phases import StepTimer
@@ -56,9 +57,16 @@ class TrainStep:
     dropout: bool
 
     def __call__(
-        self, batches: Iterator[MicroBatch], grad_accum_steps: int, lr_factor: float, probe: Probe | None = None
+        self,
+        batches: Iterator[MicroBatch],
+        grad_accum_steps: int,
+        lr_factor: float,
+        probe: Probe | None = None,
+        noise: StepNoise | None = None,
     ) -> StepReport:
         """Train on the next `grad_accum_steps` micro-batches at `lr_factor` times the peak rate. *Collective.*
+
+        The gradient gets `noise`.
 
         Skips the update if the loss or the gradient norm is non-finite on any rank. With a fused optimizer the host
         does not wait for the device.
@@ -82,7 +90,10 @@ class TrainStep:
             fingerprint += batch.fingerprint
             probe.mark("backward")
         parameters = [p for p in self.model.parameters() if p.grad is not None]
-        grad_norm = total_norm([p.grad for p in parameters if p.grad is not None])
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        grad_norm = total_norm(gradients)
+        if noise is not None:  # clipping, by the norm without noise, then scales both: noise on the clipped gradient
+            noise.add_to(gradients, grad_norm)
         if self.grad_clip:
             nn.utils.clip_grads_with_norm_(parameters, self.grad_clip, grad_norm)
         report = StepReport(

@@ -19,6 +19,7 @@ from gptexp.machine.effective import forward_context, resolve, step_context
 from gptexp.model.loss import chunked_cross_entropy, plain_cross_entropy
 from gptexp.process.signals import REASONS
 from gptexp.run.build import build_gpt
+from gptexp.training.gradient_noise import StepNoise
 from gptexp.training.optim import build_optimizer
 from gptexp.training.phases import StepTimer
 from gptexp.training.small_gradients import SmallGradients
@@ -169,7 +170,7 @@ def test_the_noise_scale_equals_that_of_a_cpu(gptexp: Gptexp, tiny: list[str], t
         assert cuda[name] == pytest.approx(cpu[name], rel=1e-3)
 
 
-def test_measuring_the_noise_scale_does_not_synchronise_with_the_device() -> None:
+def test_neither_gradient_noise_nor_measuring_the_noise_scale_synchronises_with_the_device() -> None:
     """torch raises where a step would wait for the device."""
     cfg = compose(["model=gpt2", "model.n_layer=2", "batch.total_batch_size=4096", "batch.micro_batch_size=1"])
     device = torch.device("cuda")
@@ -180,11 +181,12 @@ def test_measuring_the_noise_scale_does_not_synchronise_with_the_device() -> Non
     batches = (MicroBatch(x, x.clone(), 0, 0) for _ in range(8))
     probe = Probe(small_gradients=SmallGradients(gpt))
     step = TrainStep(gpt, optimizer, MeanReduction(None), 1.0, forward_context(effective), dropout=False)
+    noise = StepNoise(seed=1, relative=0.1, absolute=0.1)
     with step_context(effective):
-        step(batches, 4, lr_factor=1.0, probe=probe)  # compiles
+        step(batches, 4, lr_factor=1.0, probe=probe, noise=noise)  # compiles
         torch.cuda.set_sync_debug_mode("error")
         try:
-            report = step(batches, 4, lr_factor=1.0, probe=probe)
+            report = step(batches, 4, lr_factor=1.0, probe=probe, noise=noise)
         finally:
             torch.cuda.set_sync_debug_mode("default")
     assert report.read().small_sq_norm > 0

@@ -67,7 +67,10 @@ def test_a_run_survives_fifty_kills(tmp_path: Path, world_sizes: tuple[int, ...]
 def test_a_run_with_each_optimizer_survives_twenty_kills_at_changing_world_sizes(tmp_path: Path, name: str) -> None:
     """So two ranks train as one does: the undisturbed run is on one rank."""
     pytest.importorskip("pytorch_optimizer", reason="no pytorch_optimizer; pip install 'gptexp[optim]'")
-    found = survive(tmp_path, "kills", "--kills", 20, "--steps", 130, "--world-sizes", 1, 2, "--optim", name)
+    overrides = [f"optim={name}"]
+    if name == "completep":  # AdamW, whose groups of parameters then have settings of their own
+        overrides = ["model.parametrisation=completep", "model.base_n_embd=8", "model.base_n_layer=2"]
+    found = survive(tmp_path, "kills", "--kills", 20, "--steps", 130, "--world-sizes", 1, 2, "--optim", *overrides)
     print(found)
     assert unharmed(found), found
     assert found["kills"] == 20, found
@@ -82,6 +85,23 @@ def test_a_run_with_a_batch_ramp_survives_fifteen_kills(tmp_path: Path, world_si
     assert unharmed(found), found
     assert found["kills"] == 15, found
     assert found["resume steps"] >= 6, found
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(
+    ("noise", "world_sizes"),
+    [
+        ("gradient_noise=0.3", (1, 2)),
+        ("gradient_noise_like_batch=32", (1,)),  # at another world size other micro-batches are measured
+    ],
+)
+def test_a_run_with_gradient_noise_survives_kills(tmp_path: Path, noise: str, world_sizes: tuple[int, ...]) -> None:
+    """At changing world sizes: all ranks of two add the noise that one rank adds."""
+    sizes = ("--world-sizes", *world_sizes)
+    found = survive(tmp_path, "kills", "--kills", 8, "--steps", 60, *sizes, "--optim", f"optim.{noise}")
+    assert unharmed(found), found
+    assert found["kills"] == 8, found
+    assert found["starts per world size"].keys() == set(map(str, world_sizes))
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)

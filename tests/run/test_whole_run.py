@@ -30,6 +30,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, corpus: Path, torch_serve
 def test_metrics_have_the_names_of_the_table(finished: Path) -> None:
     logged = events(finished, "step") + events(finished, "eval")
     of_other_runs = {
+        "optim/gradient_noise",
         "perf/slowest_rank",
         "perf/straggler_ratio",
         "hellaswag/acc",

@@ -1,0 +1,60 @@
+"""Gaussian noise on the gradient of a step: in proportion to the gradient, or as much as a smaller batch has more.
+
+The first decays as in Neelakantan et al., arXiv 1511.06807, whose noise has an absolute size: its norm grows with the
+root of the number of parameters, here it does not. The second follows from the covariance S of one sequence's gradient:
+that over b sequences has noise of squared norm tr S / b. The noise is isotropic, which that of a batch is not.
+
+It is drawn from (seed, step) alone, so all ranks add the same, and a resumed run continues with the same.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gptexp.config.batch import BatchPlan
+from gptexp.config.schema import OptimConfig
+from gptexp.data.order import mix
+
+_KEY = 0x6E6F697365  # "noise" in ASCII
+
+
+@dataclass(frozen=True)
+class StepNoise:
+    """The noise of one step. Its norm is `relative` times that of the gradient, plus `absolute`."""
+
+    seed: int
+    relative: float
+    absolute: float
+
+    def add_to(self, gradients: Sequence[Tensor], norm: Tensor) -> None:
+        """Add the noise to `gradients`, whose norm is `norm`, 0-dim. The host does not wait for their device."""
+        generator = torch.Generator(norm.device).manual_seed(self.seed)
+        deviation = (self.relative * norm + self.absolute) / math.sqrt(sum(g.numel() for g in gradients))
+        for gradient in gradients:
+            gradient.addcmul_(torch.randn(gradient.shape, generator=generator, device=norm.device), deviation)
+
+    def over(self, norm: float) -> float:
+        """Its norm divided by that of the gradient; NaN for a gradient of zero."""
+        return self.relative + self.absolute / norm if norm else math.nan
+
+
+def step_noise(
+    optim: OptimConfig, seed: int, step: int, tokens: int, batch: BatchPlan, noise_trace: float
+) -> StepNoise | None:
+    """The noise of `step`, which begins after `tokens` tokens; None if there is none.
+
+    `noise_trace` is the trace of the covariance of one sequence's gradient, 0 as long as it is not known.
+    """
+    relative = absolute = 0.0
+    if optim.gradient_noise:
+        t = tokens / optim.gradient_noise_decay_tokens if optim.gradient_noise_decay_tokens else step
+        relative = optim.gradient_noise * (1 + t) ** (-optim.gradient_noise_decay / 2)
+    elif optim.gradient_noise_like_batch:
+        sequences = optim.gradient_noise_like_batch / batch.seq_len
+        absolute = math.sqrt(noise_trace * max(0.0, 1 / sequences - 1 / batch.sequences))
+    if not relative + absolute:
+        return None
+    return StepNoise(mix(seed, _KEY, step), relative, absolute)
