@@ -21,9 +21,11 @@ def main(argv: list[str] | None = None) -> None:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--checkpoint", type=int, metavar="STEP", help="of this step, in place of the newest")
     which.add_argument("--all", action="store_true", help="of all checkpoints, oldest first, a line for each")
-    parser.add_argument("--sequences", type=int, default=64, metavar="N", help="of the fixed batch (default: 64)")
+    parser.add_argument(
+        "--sequences", type=int, metavar="N", help="of the fixed batch (default: 64, or all that it has)"
+    )
     args = parser.parse_args(argv)
-    if args.sequences < 1:
+    if args.sequences is not None and args.sequences < 1:
         raise ConfigError(f"--sequences={args.sequences}: must be 1 or above")
     directory = one_run(args.directory)
     run_dir.require_checkpoint(directory)

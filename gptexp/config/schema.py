@@ -386,6 +386,8 @@ class TrainConfig:
     eval_tasks_every_tokens: int = _not_negative(0)  # tokens; 0: only at the end
     save_every_tokens: int | None = _not_negative(None)  # tokens; null: a tenth of the run; 0: only at the end
     save_every: int | None = _not_negative(None)  # steps; takes precedence over save_every_tokens
+    sharpness_every_tokens: int = _not_negative(0)  # tokens: saves a checkpoint there and at the end, and measures its
+    # sharpness in a process of its own, for which training waits; 0: never
     keep_last: int = _not_negative(2)  # number of newest checkpoints that are kept; 0: all
     keep_every_tokens: int = _not_negative(0)  # also keeps one checkpoint per this many tokens; 0: none
     keep_every: int | None = _not_negative(None)  # steps; takes precedence over keep_every_tokens
@@ -507,6 +509,7 @@ IRRELEVANT_TO_RESULT = (
     "train.eval_tasks_every_tokens",
     "train.save_every_tokens",
     "train.save_every",
+    "train.sharpness_every_tokens",
     "train.keep_last",
     "train.keep_every_tokens",
     "train.keep_every",

@@ -53,6 +53,17 @@ def _main_scores(event: dict[str, Any]) -> dict[str, float]:
     return {task: of.get("acc_norm", of.get("acc", next(iter(of.values())))) for task, of in figures.items()}
 
 
+def sharpness_line(event: dict[str, Any]) -> str:
+    def number(name: str) -> str:
+        value = event.get(f"sharpness/{name}")
+        return "unknown" if value is None else f"{value:.4g}"
+
+    parts = [f"sharpness: {number('hessian')}"]
+    if event.get("sharpness/threshold") is not None:
+        parts.append(f"preconditioned: {number('preconditioned')}, threshold {number('threshold')}")
+    return _after(event, " | ".join([*parts, f"SAM: {number('sam')}"]))
+
+
 def profile_text(event: dict[str, Any]) -> str:
     shares = event["shares"]
     rows = [
@@ -74,6 +85,7 @@ def profile_text(event: dict[str, Any]) -> str:
 
 LINES: dict[str, Callable[[dict[str, Any]], str]] = {
     "eval": eval_line,
+    "sharpness": sharpness_line,
     "fault": lambda event: _after(event, event["text"]),
     "alert": lambda event: _after(event, f"warning: {event['text']}"),
     "profile": profile_text,

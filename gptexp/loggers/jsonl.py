@@ -27,6 +27,7 @@ class JsonlSink(Sink):
     def __init__(self, directory: Path, state: TrainState, log_every: int, first_step: int = 0) -> None:
         self._path = directory / METRICS_FILE
         self.alerts_before: set[str] = set()  # kinds of the alerts that earlier attempts have logged
+        self.sharpness_steps: set[int] = set()  # whose sharpness they have logged
         if gaps := missing_steps(self._open(state), state.step, log_every, first_step):
             warn(f"{self._path}: {described(gaps)}; the curves have a gap there")
 
@@ -73,6 +74,8 @@ class JsonlSink(Sink):
                             self.alerts_before.add(str(event.get("about")))
                         elif event.get("event") == "step" and isinstance(event.get("step"), int):
                             steps.append(event["step"])
+                        elif event.get("event") == "sharpness" and isinstance(event.get("step"), int):
+                            self.sharpness_steps.add(event["step"])
         with storage(self._path):
             self._file = self._path.open("ab", buffering=0)
         return steps

@@ -7,7 +7,7 @@ import resource
 import statistics
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +59,15 @@ METRICS = {
     "gns/sequences": ("sequences", "gradient noise scale: gns/noise_trace over gns/grad_sq"),
     "gns/tokens": ("tokens", "the same in tokens: compare with the batch size"),
     "gns/cos": ("", "cosine of two micro-batches' gradients in this step"),
+    "sharpness/hessian": ("", "largest eigenvalue of the Hessian of the loss on 64 sequences of training text"),
+    "sharpness/preconditioned": ("", "that of the Hessian between two P^(-1/2) of AdamW's preconditioner P"),
+    "sharpness/threshold": ("", "of sharpness/preconditioned: above it AdamW is unstable at the step's learning rate"),
+    "sharpness/sam": ("nats/token", "rise of that loss over a distance of 0.05 along its gradient"),
     "data/fingerprint": ("", "sum of the hashes of all windows consumed, modulo 2^64, 16 hex digits"),
 }
+
+
+SHARPNESS = tuple(name for name in METRICS if name.startswith("sharpness/"))
 
 
 class Sink:
@@ -88,9 +95,11 @@ class RunLog:
         utilisation: Utilisation,
         alerts: Alerts,
         val_bytes_per_token: float | None = None,
+        sharpness_steps: Collection[int] = (),
     ) -> None:
         self.sinks, self.utilisation, self.alerts = sinks, utilisation, alerts
         self.val_bytes_per_token = val_bytes_per_token
+        self.sharpness_steps = sharpness_steps  # whose sharpness an earlier attempt has logged
         if torch.cuda.is_initialized():
             torch.cuda.reset_peak_memory_stats()
 
@@ -119,6 +128,9 @@ class RunLog:
         if self.val_bytes_per_token is not None:
             values["val/bpb"] = bits_per_byte(loss, self.val_bytes_per_token)
         self._emit("eval", {**values, **others})
+
+    def sharpness(self, step: int, tokens: int, found: Mapping[str, float | None]) -> None:
+        self._emit("sharpness", {"step": step, "tokens": tokens, **found})
 
     def checkpoint(self, state: TrainState, path: Path) -> None:
         self._emit("checkpoint", {"step": state.step - 1, "tokens": state.tokens, "path": str(path)})

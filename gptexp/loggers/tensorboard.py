@@ -57,7 +57,7 @@ class TensorBoardSink(Sink):
 
     def write(self, event: dict[str, Any]) -> None:
         kind = event["event"]
-        if kind in ("step", "eval"):
+        if kind in ("step", "eval", "sharpness"):
             names = event if kind == "eval" else METRICS  # an evaluation has scores too, named by their tasks
             drawn = [name for name in names if name not in AXES and isinstance(event.get(name), int | float)]
             self._log(event["tokens"], event["time"], scalars({name: event[name] for name in drawn}))

@@ -77,7 +77,7 @@ class WandbSink(Sink):
 
     def write(self, event: dict[str, Any]) -> None:
         kind = event["event"]
-        if kind in ("step", "eval"):
+        if kind in ("step", "eval", "sharpness"):
             values = {k: v for k, v in event.items() if k not in ("event", "time") and is_value(v)}
             self._put(lambda: self._run.log(values))
         elif kind == "sample":

@@ -7,7 +7,6 @@ refuses an unknown task and, given a directory, prints the figures as JSON.
 import json
 import logging
 import os
-import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,9 +15,9 @@ from typing import Any
 
 from gptexp.config.schema import HELLASWAG
 from gptexp.process.errors import ConfigError, DataError, first_line
-from gptexp.process.signals import PARENT, die_with_parent
 from gptexp.process.terminal import run_verb
 from gptexp.process.words import shown
+from gptexp.run.own_process import die_with_asker
 
 BATCH_SIZE = 8
 LOGGERS = ("lm_eval", "transformers", "datasets", "huggingface_hub")  # the last logs every attempt to reach the network
@@ -98,7 +97,7 @@ def _figures(result: dict[str, Any]) -> dict[str, Any]:
 
 def main(argv: list[str]) -> None:
     """Check the tasks that a config names, and score the model in a directory, if one is given."""
-    die_with_parent(int(os.environ[PARENT]), signal.SIGKILL)
+    die_with_asker()
     tasks, option = argv[0].split(","), "train.eval_tasks="
     manager = task_manager(tasks, None, option)
     if argv[1:]:

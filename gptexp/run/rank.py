@@ -67,6 +67,7 @@ from gptexp.run.faults import explained
 from gptexp.run.first_weights import load_first_weights, refuse_too_few_weights
 from gptexp.run.job import Job
 from gptexp.run.scoring import of_lm_eval
+from gptexp.run.sharpness import measure_while_training
 from gptexp.run.summary import Summary, about, end_line, end_lines, start_event, start_lines
 from gptexp.run.tasks import score_while_training
 from gptexp.run.tokenizers import refuse_other_ids
@@ -359,6 +360,7 @@ def _build_training(job: Job, prepared: Prepared, decision: Decision) -> Trainin
         dataset=prepared.dataset,
         examples=prepared.examples,
         other_scores=partial(_other_scores, job, prepared, gpt),
+        sharpness=partial(_sharpness, job, prepared),
         rank=rank,
         device=device,
         timeout_s=cfg.world.timeout_s if rank.world_size > 1 else math.inf,
@@ -376,6 +378,13 @@ def _other_scores(job: Job, prepared: Prepared, gpt: GPT) -> dict[str, float]:
     tokenizer = partial(load_tokenizer, job.cfg.data.tokenizer, prepared.dataset.directory)
     score = partial(score_while_training, gpt, tokenizer, tasks, prepared.device, job.stop)
     found: dict[str, float] = agree(score, job.rank, prepared.patient)
+    return found
+
+
+def _sharpness(job: Job, prepared: Prepared, step: int) -> tuple[dict[str, float | None], str | None]:
+    """What `measure_while_training` finds at the checkpoint of `step` for rank 0; the others wait. *Collective.*"""
+    measured = partial(measure_while_training, job.directory, step, prepared.device, job.stop)
+    found: tuple[dict[str, float | None], str | None] = agree(measured, job.rank, prepared.patient)
     return found
 
 
@@ -448,7 +457,8 @@ def _open_log(job: Job, decision: Decision, training: Training, used: Utilisatio
     alerts = Alerts(schedule.warmup_tokens, cfg.optim.grad_clip, job.stop.deadline, metrics.alerts_before)
     bytes_per_token = _val_bytes_per_token(cfg.data.tokenizer, training.dataset)
     alone = cfg.sweep.name is None  # a sweep has one report of all its cells
-    return RunLog(sinks, used, alerts, bytes_per_token), alone and wandb is not None and wandb.online
+    log = RunLog(sinks, used, alerts, bytes_per_token, metrics.sharpness_steps)
+    return log, alone and wandb is not None and wandb.online
 
 
 def _val_bytes_per_token(tokenizer: str, dataset: Dataset) -> float | None:

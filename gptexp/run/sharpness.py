@@ -1,5 +1,10 @@
-"""The sharpness of a run's checkpoints."""
+"""The sharpness of a run's checkpoints.
 
+While the run trains, it is measured in a process of its own (`python -m gptexp.run.sharpness RUN_DIR STEP`): one that
+shares no memory, kernels, precision or random numbers with training.
+"""
+
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +23,10 @@ from gptexp.machine.effective import load_effective
 from gptexp.model.flops import count_parameters
 from gptexp.model.gpt import GPT
 from gptexp.model.loss import chunked_cross_entropy
-from gptexp.process.errors import CheckpointError, ConfigError
+from gptexp.process.errors import CheckpointError, ConfigError, DataError, UserError, first_line
+from gptexp.process.signals import StopRequest
+from gptexp.process.terminal import run_verb, warn
+from gptexp.run.own_process import ask, die_with_asker
 from gptexp.storage import checkpoint, run_dir
 from gptexp.training.optim import build_optimizer, load_checkpoint
 from gptexp.training.sharpness import (
@@ -30,9 +38,10 @@ from gptexp.training.sharpness import (
 )
 
 MICRO_BATCH_SIZE = 8  # sequences, if the run has not decided
+SEQUENCES = 64  # of the fixed batch, if the run's text has as many
 
 
-def measure(directory: Path, checkpoints: Sequence[Path], sequences: int) -> Iterator[dict[str, Any]]:
+def measure(directory: Path, checkpoints: Sequence[Path], sequences: int | None = None) -> Iterator[dict[str, Any]]:
     """Yield the sharpness of each of the run's `checkpoints`, of its loss on the first `sequences` that it trains on.
 
     In float32 without dropout. The preconditioned one is given for AdamW, whose checkpoints contain the preconditioner.
@@ -41,6 +50,7 @@ def measure(directory: Path, checkpoints: Sequence[Path], sequences: int) -> Ite
     config, effective = run_dir.load_resolved(directory), load_effective(directory)
     optim = effective_optim(config)
     dataset = build_dataset(config)
+    sequences = sequences or min(SEQUENCES, dataset.order.n_train)
     if sequences > dataset.order.n_train:
         raise ConfigError(f"--sequences={sequences}: the run's text has {dataset.order.n_train}; use fewer")
     micro_batch_size = effective.micro_batch_size.value if effective is not None else MICRO_BATCH_SIZE
@@ -53,6 +63,11 @@ def measure(directory: Path, checkpoints: Sequence[Path], sequences: int) -> Ite
     for path in checkpoints:
         checkpoint.refuse_other_size(path, count_parameters(config.model))
         state = checkpoint.load_state(path)
+        if (before := checkpoint.data_hash(path)) not in (None, dataset.hash):
+            raise DataError(
+                f"{path}: trained on other tokens ({before}) than data={config.data.name} contains now "
+                f"({dataset.hash}); restore the old text"
+            )
         scale = threshold = None
         if isinstance(optim, AdamWConfig):
             optimizer = build_optimizer(gpt, optim, False)
@@ -64,6 +79,29 @@ def measure(directory: Path, checkpoints: Sequence[Path], sequences: int) -> Ite
         else:
             checkpoint.load_weights(path, gpt)
         yield {"step": state.step, "tokens": state.tokens, **_values(gpt, rows, micro_batch_size, scale, threshold)}
+
+
+def measure_while_training(
+    directory: Path, step: int, device: torch.device, stop: StopRequest
+) -> tuple[dict[str, Any], str | None]:
+    """The metrics of the checkpoint of `step`, and None; or none of them, and the reason for which the run is to stop.
+
+    A failure prints a line and gives no metrics.
+    """
+    given = f"sharpness after step {step}"
+    if not (directory / run_dir.CHECKPOINTS / checkpoint.name_of(step)).is_dir():
+        return {}, None  # it could not be saved, which was said
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # the other process needs memory of this GPU
+    try:
+        argv = ["gptexp.run.sharpness", str(directory.absolute()), f"{step}"]
+        answer = ask(argv, given, "its process", lambda: stop.reason() is not None)
+        if answer is None:
+            return {}, stop.reason()
+        return {name: value for name, value in json.loads(answer).items() if name not in ("step", "tokens")}, None
+    except Exception as error:  # of the other process, or of starting it
+        warn(f"{'' if isinstance(error, UserError) else f'{given}: '}{first_line(error)}; training continues")
+        return {}, None
 
 
 def _values(
@@ -101,3 +139,15 @@ def _scale(gpt: GPT, optimizer: torch.optim.Optimizer, optim: AdamWConfig) -> Te
         scale = adamw_scale(state["exp_avg_sq"].flatten(), steps, optim.beta1, optim.beta2, group["eps"])
         parts.append(scale * (group["initial_lr"] / optim.lr) ** 0.5)
     return torch.cat(parts)
+
+
+def main(argv: list[str]) -> None:
+    """Print the sharpness of one checkpoint of a run that trains, as JSON."""
+    die_with_asker()
+    directory, step = Path(argv[0]), int(argv[1])
+    [found] = measure(directory, [directory / run_dir.CHECKPOINTS / checkpoint.name_of(step)])
+    print(json.dumps(run_dir.finite(found)))
+
+
+if __name__ == "__main__":
+    run_verb(main)

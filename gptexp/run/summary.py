@@ -63,6 +63,11 @@ def start_lines(cfg: Config, directory: Path, effective: Effective, t: Training,
         *([f"average         of the weights, half-life {counted(ema, 'token')} ({in_steps(ema)})"] if ema else []),
         f"validation      {every(t.plan.eval_every_tokens)}",
         f"checkpoint      {every(t.plan.save_every_tokens)}",
+        *(
+            [f"sharpness       {every(cfg.train.sharpness_every_tokens)}, and at the end"]
+            if cfg.train.sharpness_every_tokens
+            else []
+        ),
         f"world           {counted(plan.world_size, 'rank')}, {effective.local_world_size} on this node; "
         f"reduction of gradients: {cfg.train.reduction}",
         f"noise scale     {_noise_scale(cfg, t)}",

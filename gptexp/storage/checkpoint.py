@@ -90,6 +90,11 @@ class Keep:
     best: bool = True  # the one with the lowest validation loss
 
 
+def name_of(step: int) -> str:
+    """The name of the directory of a step's checkpoint."""
+    return f"step-{step:08d}"
+
+
 def save(
     directory: Path,
     model: nn.Module,
@@ -104,7 +109,7 @@ def save(
     state.json contains `about` beside the counters, and `average`, if given, has a file of its own. After a
     `StorageError` earlier checkpoints are unchanged.
     """
-    target = directory / f"step-{state.step:08d}"
+    target = directory / name_of(state.step)
     unfinished = directory / f".tmp-{target.name}-{os.getpid()}"
     weights = {k: v.detach().cpu().contiguous() for k, v in model.state_dict().items() if k != "lm_head.weight"}
     averaged = {k: v.cpu() for k, v in (average or {}).items()}
@@ -378,7 +383,7 @@ def _checked(path: Path, hashes: bool = True) -> TrainState:
         if values.get("steps_passed_over"):  # an older version, whose steps had one size, counted only these
             values.setdefault("tokens_passed_over", values["steps_passed_over"] * values["tokens"] // values["step"])
         state: TrainState = from_dict(values, TrainState)
-        if path.name != f"step-{state.step:08d}":
+        if path.name != name_of(state.step):
             raise CheckpointError("state.json belongs to another step")
     except CheckpointError:
         raise

@@ -24,7 +24,7 @@ from gptexp.data.hellaswag import Example
 from gptexp.data.loader import Dataset, MicroBatch, micro_batches
 from gptexp.distributed.group import agree
 from gptexp.distributed.ranks import Rank
-from gptexp.loggers.run_log import RunLog, straggler
+from gptexp.loggers.run_log import SHARPNESS, RunLog, straggler
 from gptexp.model.gpt import GPT
 from gptexp.process.errors import DivergedError, StorageError
 from gptexp.process.signals import StopRequest
@@ -65,6 +65,8 @@ class Training:
     timeout_s: float  # longest wait for the numbers of a step
     examples: Sequence[Example]  # of HellaSwag, if it is to be scored
     other_scores: Callable[[], Mapping[str, float]]  # those of the tasks that lm_eval scores; collective
+    # The sharpness at the checkpoint of a step, as metrics; or none, and the reason to stop before it is measured.
+    sharpness: Callable[[int], tuple[Mapping[str, float | None], str | None]]  # collective
     noise_half_life_tokens: float | None  # of the noise scale's average; None: not measured
     profiler: StepProfiler | None
     about: dict[str, Any]  # description of the run that every checkpoint contains
@@ -130,6 +132,10 @@ class _Loop:
         self.stop.begin()
         if state.evaluated_tokens < state.tokens and self.is_due(t.plan.eval_every_tokens):
             self.validate()  # the earlier attempt was stopped before this evaluation
+        if self.is_sharpness_due():
+            known = agree(lambda: state.step - 1 in self.log.sharpness_steps, t.rank)
+            if not known and (reason := self.measure_sharpness(for_the_last_time=True)):
+                return reason
         while state.step < t.plan.steps and not self.reasons:
             self.queue_step()
             if state.step == self.first_step + 1:
@@ -138,15 +144,18 @@ class _Loop:
             due_score = bool(t.cfg.eval_tasks) and (last or self.is_due(t.cfg.eval_tasks_every_tokens))
             due_eval = last or due_score or self.is_due(t.plan.eval_every_tokens)
             due_save = last or self.is_due(t.plan.save_every_tokens)
-            if self.read(leave=0 if due_eval or due_save else self.late) == "went back":
+            due_sharpness = self.is_sharpness_due()
+            if self.read(leave=0 if due_eval or due_save or due_sharpness else self.late) == "went back":
                 continue
             if self.reasons and not last:
                 break  # only seconds may be left: save without evaluating
             if due_eval:
                 self.validate(due_score)
-            if due_save:
-                state.regular = True
+            if due_save or due_sharpness:
+                state.regular = due_save
                 self.save(is_last=last)
+            if due_sharpness and (reason := self.measure_sharpness()):
+                return reason
         if state.step == t.plan.steps:
             return None
         self.read(leave=0)
@@ -157,6 +166,11 @@ class _Loop:
     def is_due(self, every_tokens: int) -> bool:
         """Whether the last step crossed a multiple of `every_tokens`."""
         return crosses(self.t.plan.step_sizes.tokens_after(self.state.step - 1), self.state.tokens, every_tokens)
+
+    def is_sharpness_due(self) -> bool:
+        t, step = self.t, self.state.step
+        every_tokens, is_own = t.cfg.sharpness_every_tokens, step > t.plan.first_step
+        return every_tokens > 0 and is_own and (step == t.plan.steps or self.is_due(every_tokens))
 
     def is_logged(self, step: int) -> bool:
         return step % self.t.cfg.log_every == 0 or step == self.t.plan.steps - 1
@@ -369,6 +383,21 @@ class _Loop:
             )
         best = state.val_loss if state.best_val_loss is None else state.best_val_loss
         state.best_val_loss = min(state.val_loss, best)
+
+    def measure_sharpness(self, for_the_last_time: bool = False) -> str | None:
+        """Log the sharpness at the newest checkpoint. *Collective.* Returns the reason to stop before it is measured.
+
+        The run then ends at this checkpoint, and measures when it is resumed. If it has just been resumed, this attempt
+        is the last: the limit of time may be shorter than the measurement, and training would never go on.
+        """
+        t, state = self.t, self.state
+        with self.clock.paused():
+            found, reason = t.sharpness(state.step)
+        if reason and for_the_last_time:
+            found = dict.fromkeys(SHARPNESS)
+        if found:
+            self.log.sharpness(state.step - 1, state.tokens, found)
+        return reason
 
     def save(self, is_last: bool) -> None:
         """Save a checkpoint. Raises `StorageError` if the final one fails; for an earlier one only prints the error."""

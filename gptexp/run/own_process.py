@@ -1,0 +1,54 @@
+"""Work beside training in a process of its own, which keeps its imports, memory and failures out of training."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from gptexp.distributed.ranks import without_launcher
+from gptexp.process.errors import UserError
+from gptexp.process.signals import PARENT, die_with_parent
+
+POLL_S = 0.2
+OWN = "gptexp: "  # begins each line of an error of gptexp
+
+
+def ask(argv: Sequence[str], given: str, who: str, is_stopped: Callable[[], bool]) -> str | None:
+    """What `python -m ARGV` prints; None if `is_stopped()` has ended it.
+
+    Raises `UserError` with the line of its error. One that is not gptexp's own begins with what was `given`, and says
+    that `who` failed.
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-m", *argv],
+        env={**without_launcher(os.environ), PARENT: str(os.getpid())},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # a terminal's Ctrl-C reaches only this process, which decides what it means
+    )
+    try:
+        while process.returncode is None:
+            if is_stopped():
+                return None
+            with suppress(subprocess.TimeoutExpired):
+                output, errors = process.communicate(timeout=POLL_S)
+    finally:
+        if process.returncode is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    if process.returncode == 0:
+        return output
+    if process.returncode < 0:
+        raise UserError(f"{given}: {who} was killed by {signal.Signals(-process.returncode).name}")
+    lines = errors.strip().splitlines() or [f"exit code {process.returncode}"]
+    told = [text.removeprefix(OWN) for text in lines if text.startswith(OWN)]  # a package may warn after it
+    raise UserError(told[-1].removeprefix("config error: ") if told else f"{given}: {who} failed ({lines[-1]})")
+
+
+def die_with_asker() -> None:
+    """Have this process, which `ask` has started, end with the one that waits for its answer."""
+    die_with_parent(int(os.environ[PARENT]), signal.SIGKILL)
