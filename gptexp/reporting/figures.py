@@ -11,6 +11,7 @@ import numpy as np
 
 from gptexp.reporting.analysis import Analysis, Arm
 from gptexp.reporting.figures_of_arms import NOISE_SCALE, figures_of_arms, noise_scale_lines
+from gptexp.reporting.figures_of_sharpness import sharpness_by_batch
 from gptexp.reporting.law import SLOPES
 from gptexp.reporting.line_charts import Lines, line_charts
 from gptexp.reporting.records import Run
@@ -53,7 +54,7 @@ def figures(analysis: Analysis) -> list[Figure]:
         hyperbola = arm.critical.hyperbola if arm.critical is not None else None
         lines = Lines(arm.runs, critical_batch=hyperbola.tokens if hyperbola is not None else None)
         of_arm = [_curves(arm), *line_charts(lines), _heat_map(arm), _law(arm), _loss_at_optimum(arm), _iso_loss(arm),
-                  _throughput(arm)]  # fmt: skip
+                  *sharpness_by_batch(arm), _throughput(arm)]  # fmt: skip
         found += [replace(f, key=f"{f.key}{suffix}") for f in of_arm if f is not None]
     return found
 

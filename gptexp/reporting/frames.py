@@ -25,9 +25,9 @@ def load_metrics(directory: Path | str) -> "pd.DataFrame":
     """Return the curves of a run: one row for each step that it has logged, in order. No row is left out.
 
     The columns are the metrics (gptexp/loggers/README.md) that the run has: `step` and `tokens` as integers,
-    `data/fingerprint` as text, the others as floats. A value that was not logged or not finite is NaN. An evaluation is
-    in the row of its step. `val/loss` is NaN in the rows between, so a line through it needs `dropna`;
-    `plot(x="tokens", y=["train/loss", "val/loss"], style=".")` draws every value as a point.
+    `data/fingerprint` as text, the others as floats. A value that was not logged or not finite is NaN. An evaluation
+    and a measured sharpness are in the row of their step. `val/loss` is NaN in the rows between, so a line through it
+    needs `dropna`; `plot(x="tokens", y=["train/loss", "val/loss"], style=".")` draws every value as a point.
 
     `step` counts from 0, as in metrics.jsonl: in its row `step + 1` steps are completed, the number that reports show.
     `tokens` are those of all completed steps.
@@ -81,7 +81,7 @@ def _pandas() -> Any:
 
 
 def _rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The metrics of each logged step with those of its evaluation, which is the next event of a metric."""
+    """The metrics of each logged step with those of its evaluation and sharpness, the next events with metrics."""
     row: dict[str, Any] = {}
     with open_text(path, "replace") as lines:
         for number, line in enumerate(lines, 1):
@@ -100,8 +100,8 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _metrics(event: dict[str, Any]) -> dict[str, Any]:
-    """The metrics of a step or an evaluation; empty for another event. Raises an error if it has a wrong type."""
-    if event.pop("event") not in ("step", "eval"):
+    """The metrics of an event; empty for one without metrics. Raises an error if one has a wrong type."""
+    if event.pop("event") not in ("step", "eval", "sharpness"):
         return {}
     if not all(0 <= event[name] < LIMIT and isinstance(event[name], int) for name in COUNTS):
         raise ValueError("not a count")

@@ -7,7 +7,7 @@ from statistics import fmean
 from typing import TypeVar
 
 from gptexp.process.words import counted
-from gptexp.reporting.records import Point, Run, Step
+from gptexp.reporting.records import Point, Run, Sharpness, Step
 from gptexp.reporting.vega_lite import (
     END_LABELS,
     LABELLED,
@@ -20,6 +20,7 @@ from gptexp.reporting.vega_lite import (
     caption,
     coloured,
     count,
+    dashed,
     faint_unless_isolated,
     figure,
     isolated,
@@ -91,6 +92,7 @@ def line_charts(lines: Lines) -> list[Figure]:
             _chart(lines, "gradient-norm", "Gradient norm", norm, lambda step: step.grad_norm or None, log),
             _chart(lines, "clipping", "Clipped steps", clipping, lambda step: step.clip_fraction, running=RUNNING),
             _chart(lines, "speed", "Tokens per second", ZOOM, lambda step: step.tokens_per_s),
+            *_sharpness(lines),
         ]
     return [chart for chart in charts if chart is not None]
 
@@ -346,6 +348,40 @@ def _chart(
     return figure(key, title, text, _lines(lines, points, scale("value", title.lower())), is_diagnostic=True)
 
 
+def _sharpness(lines: Lines) -> list[Figure]:
+    """Charts of the largest eigenvalue of the Hessian, of the preconditioned one with its threshold, and of SAM's."""
+    plain = (
+        "The largest eigenvalue of the Hessian of the loss on a fixed batch of training text. It depends on how the "
+        "model is parametrised, and is no limit of the learning rate of Adam."
+    )
+    preconditioned = (
+        "The largest eigenvalue of the Hessian that AdamW's preconditioner leaves, and the threshold above which AdamW "
+        "is unstable at the learning rate of the step (arXiv 2207.14484)."
+    )
+    sam = "How much that loss rises over a distance of 0.05 along its gradient (arXiv 2010.01412)."
+    drawn = [
+        ("sharpness", "Sharpness", plain, ["hessian"]),
+        ("preconditioned-sharpness", "Preconditioned sharpness", preconditioned, ["preconditioned", "threshold"]),
+        ("sam-sharpness", "Sharpness of SAM", sam, ["sam"]),
+    ]
+    found = []
+    for key, title, text, kinds in drawn:
+        points = [
+            {"tokens": s.tokens, "value": value, "of": kind, **_labels(lines, run, s)}
+            for run in lines.runs
+            for kind in kinds
+            for s in run.sharpness
+            if (value := getattr(s, kind)) is not None and value > 0
+        ]
+        if not any(point["of"] == kinds[0] for point in points):
+            continue
+        spec = _lines(lines, points, log("value", title.lower()))
+        spec["mark"]["point"] = {"size": 25}  # there are few
+        spec["encoding"] |= {"tooltip": tooltip(*lines.told_by, "of", "tokens", "value"), **dashed(kinds)}
+        found.append(figure(key, title, caption(text, _absent_values(lines, points)), spec, is_diagnostic=True))
+    return found
+
+
 def _thinned(lines: Lines, course: Sequence[T]) -> Sequence[T]:
     """Those of a run's points that the chart shows."""
     wanted = max(LEAST, min(THIN, MOST_POINTS // len(lines.runs)))
@@ -365,7 +401,7 @@ def _values(lines: Lines, value_of: StepValue, running: float = 0.0) -> list[Spe
     return points
 
 
-def _labels(lines: Lines, run: Run, point: Point) -> Spec:
+def _labels(lines: Lines, run: Run, point: Point | Sharpness) -> Spec:
     """The run of a point; of a run with missing steps also the part of its line, which has a gap there."""
     label = {"run": lines.labels[run.name], "short": run.name} if lines.labels is not None else {}
     part = {"part": bisect_right(run.gaps, point.step, key=lambda gap: gap.stop)} if run.gaps else {}

@@ -40,7 +40,8 @@ OPTIONAL_METRICS = {  # field of `Step` -> metric
     "lr": "optim/lr", "grad_norm": "optim/grad_norm", "clip_fraction": "optim/clip_fraction", "mfu": "perf/mfu_palm",
     "noise_scale": "gns/tokens", "cosine": "gns/cos",
 }  # fmt: skip
-KEPT_EVENT = re.compile(r'"event": "(eval|alert|fault|sample)"')
+SHARPNESS_METRICS = ("sharpness/hessian", "sharpness/preconditioned", "sharpness/threshold", "sharpness/sam")
+KEPT_EVENT = re.compile(r'"event": "(eval|sharpness|alert|fault|sample)"')
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,18 @@ class Step(Point):
     noise_scale: float | None  # tokens; the run's moving average
     cosine: float | None  # between the gradients of two micro-batches
     norms: Norms | None  # what `noise_scale` is computed from
+
+
+@dataclass(frozen=True)
+class Sharpness:
+    """The sharpness after `step` updates and `tokens` tokens. A value is None if it could not be measured."""
+
+    step: int
+    tokens: int
+    hessian: float | None
+    preconditioned: float | None  # also None for other optimizers than AdamW
+    threshold: float | None  # of `preconditioned`
+    sam: float | None
 
 
 @dataclass(frozen=True)
@@ -99,6 +112,7 @@ class Run:
     val: list[Point] = field(default_factory=list)
     val_ema: list[Point] = field(default_factory=list)  # of the averaged weights, if train.ema_half_life_tokens is set
     bits_per_byte: float | None = None  # of the newest evaluation
+    sharpness: list[Sharpness] = field(default_factory=list)
     notes: list[Note] = field(default_factory=list)
     fingerprints: dict[int, str] = field(default_factory=dict)  # tokens -> hash of all data read so far
     tokens_per_s: float | None = None  # median over the kept steps
@@ -239,6 +253,9 @@ def _read_metrics(run: Run, path: Path, log_every: int, first: int) -> None:
                     if "val/loss_ema" in event:
                         run.val_ema.append(Point(step, tokens, seconds, _number(event["val/loss_ema"])))
                     run.bits_per_byte = _number(event.get("val/bpb"))
+                elif event["event"] == "sharpness":
+                    values = (_number(event.get(name)) for name in SHARPNESS_METRICS)
+                    run.sharpness.append(Sharpness(step, tokens, *values))
                 else:
                     run.notes.append(Note(event["event"], step, printable(str(event["text"]), LAYOUT)))
             except (ValueError, KeyError, TypeError, OverflowError, OSError):

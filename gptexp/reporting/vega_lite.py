@@ -172,6 +172,12 @@ def ordinal(field: str, title: str, values: Sequence[str]) -> Spec:
     return {"field": field, "type": "ordinal", "title": title, "sort": list(values)}
 
 
+def dashed(lines: Sequence[str]) -> Spec:
+    """Encoding of the points' lines `of`: the first is solid, the second has dashes; none for a single one."""
+    dashes = {**ordinal("of", "", lines), "scale": {"range": [[1, 0], [6, 4]]}, "legend": {"symbolType": "stroke"}}
+    return {"strokeDash": dashes} if len(lines) > 1 else {}
+
+
 def coloured(field: str, title: str, values: Sequence[str], sequence: str) -> Spec:
     """Encoding of ordered texts by the colours of the sequence "batch" or "rate"."""
     count = f"{len(values)}" if len(values) <= MOST_COLOURS else ""

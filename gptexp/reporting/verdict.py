@@ -14,6 +14,7 @@ from gptexp.reporting.noise import POWER, Noise, seeds_needed
 from gptexp.reporting.noise_scale import FACTOR, at_the_end, in_words
 from gptexp.reporting.progress import is_unfinished
 from gptexp.reporting.records import Run
+from gptexp.reporting.sharpness import sharpness_in_words
 from gptexp.storage import run_dir
 from gptexp.storage.sweep_record import SweepRecord
 
@@ -61,6 +62,7 @@ def _findings(arm: Arm) -> Iterator[Finding]:
     yield from _diverged(arm)
     for findings in (_law, _sizes, _critical):
         yield from findings(arm)
+    yield from sharpness_in_words(arm)
     if len(arm.runs) == 1:
         yield from _noise_scale(arm)
     unfinished = sorted({run.status for run in arm.runs} - {*run_dir.DONE})

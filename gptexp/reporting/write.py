@@ -21,6 +21,7 @@ from gptexp.reporting.finding import BEHIND_NATS
 from gptexp.reporting.page import page
 from gptexp.reporting.pictures import bundle, png
 from gptexp.reporting.report import Report, build_report
+from gptexp.reporting.sharpness import at_best_lr
 from gptexp.reporting.table import shown, values
 from gptexp.reporting.terminal_table import PIPE_WIDTH, print_table
 from gptexp.storage import run_dir
@@ -95,6 +96,10 @@ def _arm(arm: Arm) -> dict[str, Any]:
         "law": arm.law and asdict(arm.law),
         "target_loss": arm.target_loss,
         "critical_batch_size": arm.critical and {**asdict(arm.critical), "at_an_edge": arm.at_an_edge},
+        "sharpness": {
+            batch: [{"run": run.name, **asdict(last)} for run, last in of_batch]
+            for batch, of_batch in at_best_lr(arm).items()
+        },
         "best": arm.best,
         "ties": arm.ties,
         "runs": [run.name for run in arm.runs],

@@ -57,6 +57,8 @@ def measure(directory: Path, checkpoints: Sequence[Path], sequences: int | None 
     plan = plan_run(config, micro_batch_size)
     device = pick_device(config.train.device, Rank())
     torch.set_float32_matmul_precision("highest")  # a difference of two gradients needs all digits
+    if effective is not None:  # the cores of all ranks of a node, which wait meanwhile
+        torch.set_num_threads(effective.threads_per_rank.value * effective.local_world_size)
     starts = dataset.order.train_starts(np.arange(sequences), dataset.seq_len)
     rows = torch.from_numpy(dataset.rows(dataset.train, starts).astype(np.int64)).to(device)
     gpt = GPT(config.model, chunked_cross_entropy).to(device).eval()
@@ -100,7 +102,8 @@ def measure_while_training(
             return {}, stop.reason()
         return {name: value for name, value in json.loads(answer).items() if name not in ("step", "tokens")}, None
     except Exception as error:  # of the other process, or of starting it
-        warn(f"{'' if isinstance(error, UserError) else f'{given}: '}{first_line(error)}; training continues")
+        of_others = "" if isinstance(error, UserError) else f"{given}: {type(error).__name__}: "
+        warn(f"{of_others}{first_line(error)}; training continues")
         return {}, None
 
 

@@ -26,7 +26,7 @@ from gptexp.reporting.live import SHARE
 
 EXPECTED = Path(__file__).with_name("damaged_runs.txt")
 OF_SWEEPS = ("status", "report", "watch", "ls")
-VERBS = (*OF_SWEEPS, "sample", "evaluate", "resume", "compare", "export")
+VERBS = (*OF_SWEEPS, "sample", "evaluate", "resume", "compare", "export", "sharpness")
 CELL = "stopped"  # the run that is damaged; the sweep has another, which is completed
 STEP = "checkpoints/step-00000001"
 TEXTS = (
@@ -241,6 +241,7 @@ class Place:
             "export": [str(exported)],
             "sample": ["--num-samples=1", "--max-new-tokens=2"],
             "compare": [str(self.sweep / "completed"), "--json"],
+            "sharpness": ["--sequences=2"],
         }
         done = self.server.ask([verb, str(directory), *more.get(verb, [])], self.root, self.env, timeout=60)
         code, said = done["code"], done["stdout"] + done["stderr"]

@@ -75,6 +75,16 @@ def test_a_group_of_parameters_counts_with_its_own_learning_rate_and_eps() -> No
         torch.testing.assert_close(of_parameter.view_as(p), expected, rtol=1e-4, atol=0)
 
 
+def test_text_that_has_changed_is_refused(run: Path, gptexp: Gptexp, corpus: Path, tmp_path: Path) -> None:
+    """The fixed batch would be another one."""
+    (tmp_path / "other.txt").write_text(corpus.read_text()[1:])
+    path = run / "config.yaml"
+    path.write_text(path.read_text().replace(str(corpus), str(tmp_path / "other.txt")))
+    refused = gptexp("sharpness", "run")
+    assert refused.returncode == 3
+    assert "step-00000008: trained on other tokens (" in refused.stderr
+
+
 @pytest.mark.e2e
 def test_other_optimizers_have_no_preconditioned_sharpness(gptexp: Gptexp, tiny: list[str]) -> None:
     assert gptexp("train", *tiny, *SMALL, "optim=sgd", "hydra.run.dir=run").returncode == 0

@@ -17,7 +17,7 @@ from screens import Screen, written_to
 
 from gptexp.config.compose import compose
 from gptexp.config.schema import fields_of
-from gptexp.loggers.console import BarSink, JsonSink, LineSink, build_console, eval_line
+from gptexp.loggers.console import BarSink, JsonSink, LineSink, build_console, eval_line, sharpness_line
 from gptexp.process.signals import StopRequest
 from gptexp.process.terminal import say, warn
 from gptexp.storage.checkpoint import TrainState
@@ -124,6 +124,15 @@ def test_an_evaluation_shows_the_figure_by_which_each_task_is_known() -> None:
         "step    5 | val loss: 4.500000 | perplexity: 90.00 | hellaswag: 0.2900 | lambada_openai: 0.3200 | "
         "lm_eval/hellaswag: 0.3100 | wikitext: 37.5000"
     )
+
+
+def test_sharpness_is_shown_beside_its_threshold() -> None:
+    event = {"step": 4, "sharpness/hessian": 12.3456, "sharpness/preconditioned": None, "sharpness/threshold": 3800.0,
+             "sharpness/sam": 0.012}  # fmt: skip
+    assert sharpness_line(event) == (
+        "step    5 | sharpness: 12.35 | preconditioned: unknown, threshold 3800 | SAM: 0.012"
+    )
+    assert sharpness_line({**event, "sharpness/threshold": None}) == "step    5 | sharpness: 12.35 | SAM: 0.012"
 
 
 @pytest.mark.parametrize("columns", [80, 120])

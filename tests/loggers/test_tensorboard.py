@@ -24,7 +24,7 @@ from tensorboard.util.tensor_util import make_ndarray
 from gptexp.config.compose import compose
 from gptexp.config.schema import Config, to_dict
 from gptexp.config.vocabulary import with_vocab_size
-from gptexp.loggers.run_log import METRICS
+from gptexp.loggers.run_log import METRICS, SHARPNESS
 from gptexp.loggers.tensorboard import TensorBoardSink
 from gptexp.storage.checkpoint import TrainState
 from gptexp.storage.removal import check_removable
@@ -62,7 +62,7 @@ def texts(shown: EventAccumulator, name: str) -> list[tuple[int, list[str]]]:
 def check_equals_metrics(directory: Path) -> None:
     """Check that TensorBoard shows every number of metrics.jsonl once, at its tokens, and no other."""
     logged: dict[str, list[tuple[int, float]]] = {}
-    for event in (*events(directory, "step"), *events(directory, "eval")):
+    for event in (event for kind in ("step", "eval", "sharpness") for event in events(directory, kind)):
         for name, value in event.items():
             if name in METRICS and name not in NOT_DRAWN and value is not None:
                 logged.setdefault(name, []).append((event["tokens"], value))
@@ -132,6 +132,13 @@ def test_the_scores_of_an_evaluation_are_curves(tmp_path: Path) -> None:
     log = TensorBoardSink(Config(), tmp_path, TrainState())
     log.write({**evaluation(100, 1.0), "lambada_openai/acc": 0.5})
     assert {*curves(read(tmp_path))} == {"step", "val/loss", "lambada_openai/acc"}
+
+
+def test_measured_sharpness_is_four_curves(tmp_path: Path) -> None:
+    log = TensorBoardSink(Config(), tmp_path, TrainState())
+    found = {**dict.fromkeys(SHARPNESS, 2.0), "sharpness/preconditioned": None}
+    log.write({"event": "sharpness", "time": 1.0, "step": 0, "tokens": 100, **found})
+    assert {*curves(read(tmp_path))} == {"step", "sharpness/hessian", "sharpness/threshold", "sharpness/sam"}
 
 
 def test_a_record_is_in_the_file_at_once_and_a_torn_one_is_skipped(tmp_path: Path) -> None:

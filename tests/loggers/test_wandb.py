@@ -280,11 +280,12 @@ def finished(torch_server: ForkServer, corpus: Path, cache: Path, tmp_path_facto
         own = [
             "model=mini", *TINY[1:5], "world.size=2", "log.progress=lines", "log.sample_tokens=8",
             "log.wandb.tags=[a,b]", "log.wandb.artifacts=true", "hydra.run.dir=out", "--tag", "b", "--tag", "c d",
+            "train.sharpness_every_tokens=1000000",
         ]  # fmt: skip
         kept = (text for text in TINY if text != "log=disabled")
         env = {**minimal_environment(cache), **server.environment(folder)}
         env |= {"WANDB_ENTITY": "a-team", "WANDB_NOTES": "why, and how", "WANDB_TAGS": "not,these"}
-        done = torch_server.ask(["train", *kept, f"data.path={corpus}", *own], folder, env, 120)
+        done = torch_server.ask(["train", *kept, f"data.path={corpus}", *own], folder, env, 240)
         assert done["code"] == 0, done["stderr"]
         [run] = server.runs.values()
         return Online(folder / "out", done["stderr"], run, server.faults)
@@ -319,7 +320,7 @@ def test_every_number_of_metrics_jsonl_is_on_the_server_under_its_name(finished:
     expected = [
         {k: v for k, v in event.items() if k not in ("event", "time") and v is not None}
         for event in map(json.loads, (finished.out / "metrics.jsonl").read_text().splitlines())
-        if event["event"] in ("step", "eval")
+        if event["event"] in ("step", "eval", "sharpness")
     ]
     assert [row for row in rows if "samples" not in row] == expected
     definitions = finished.run.config["_wandb"]["value"]["m"]

@@ -78,6 +78,16 @@ def test_an_evaluation_of_a_step_that_was_not_logged_has_a_row(tmp_path: Path) -
     assert table["val/loss"].fillna(0).tolist() == [0, 4, 5]
 
 
+def test_sharpness_is_in_the_row_of_its_step(tmp_path: Path) -> None:
+    measured = {"event": "sharpness", "time": 3e9, "step": 1, "tokens": 16, "sharpness/hessian": 7.0,
+                "sharpness/preconditioned": None}  # fmt: skip
+    table = load_metrics(write_metrics(tmp_path, [step(0), step(1), evaluation(1), measured, step(2)]))
+    assert table["step"].tolist() == [0, 1, 2]
+    assert table["sharpness/hessian"].fillna(0).tolist() == [0, 7, 0]
+    assert table["sharpness/preconditioned"].isna().all()
+    assert table["val/loss"].fillna(0).tolist() == [0, 3, 0]
+
+
 def test_both_losses_can_be_plotted_over_tokens(finished_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MPLBACKEND", "agg")
     axes = load_metrics(finished_run).plot(x="tokens", y=["train/loss", "val/loss"], style=".")

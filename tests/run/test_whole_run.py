@@ -16,7 +16,7 @@ from real_runs import equal, finished_run, newest, train_here
 from gptexp import load_run
 from gptexp.data.loader import build_dataset
 from gptexp.data.tokenizer import load_tokenizer
-from gptexp.loggers.run_log import METRICS
+from gptexp.loggers.run_log import METRICS, SHARPNESS
 from gptexp.process.signals import StopRequest
 from gptexp.storage import checkpoint, run_dir
 from gptexp.training import loop
@@ -31,6 +31,7 @@ def test_metrics_have_the_names_of_the_table(finished: Path) -> None:
     logged = events(finished, "step") + events(finished, "eval")
     of_other_runs = {
         "optim/gradient_noise",
+        *SHARPNESS,
         "perf/slowest_rank",
         "perf/straggler_ratio",
         "hellaswag/acc",
