@@ -53,7 +53,7 @@ def load_checkpointed(directory: Path | str, averaged: bool = False) -> LoadedRu
     directory = Path(directory)
     config = run_dir.load_resolved(directory)
     path, state = checkpoint.newest(directory / run_dir.CHECKPOINTS)
-    _refuse_another_model(directory, config)
+    refuse_another_model(directory, config)
     checkpoint.refuse_other_size(path, count_parameters(config.model))
     device = _device(config.train.device)
     model = GPT(config.model, plain_cross_entropy)
@@ -67,7 +67,7 @@ def load_checkpointed(directory: Path | str, averaged: bool = False) -> LoadedRu
     return LoadedRun(model.to(device).eval(), config, effective, path, state, device, averaged)
 
 
-def _refuse_another_model(directory: Path, config: Config) -> None:
+def refuse_another_model(directory: Path, config: Config) -> None:
     """Raise `ConfigError` if a file was edited: weights of the same shapes would be another model."""
     trained, now = run_dir.trained_with(directory), result_deciding(config)
     for key in run_dir.changed(now, trained):

@@ -13,19 +13,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gptexp.config.run_plan import plan_run
 from gptexp.config.scaling import effective_optim
+from gptexp.config.schedule import resolve_schedule
 from gptexp.config.schema import AdamWConfig
 from gptexp.data.loader import build_dataset
 from gptexp.distributed.ranks import Rank
 from gptexp.machine.device import pick_device
-from gptexp.machine.effective import load_effective
 from gptexp.model.flops import count_parameters
 from gptexp.model.gpt import GPT
 from gptexp.model.loss import chunked_cross_entropy
 from gptexp.process.errors import CheckpointError, ConfigError, DataError, UserError, first_line
 from gptexp.process.signals import StopRequest
 from gptexp.process.terminal import run_verb, warn
+from gptexp.run.load import refuse_another_model
 from gptexp.run.own_process import ask, die_with_asker
 from gptexp.storage import checkpoint, run_dir
 from gptexp.training.optim import build_optimizer, load_checkpoint
@@ -37,7 +37,7 @@ from gptexp.training.sharpness import (
     sam_sharpness,
 )
 
-MICRO_BATCH_SIZE = 8  # sequences, if the run has not decided
+MICRO_BATCH_SIZE = 8  # sequences of which gradients are computed at once
 SEQUENCES = 64  # of the fixed batch, if the run's text has as many
 
 
@@ -47,27 +47,26 @@ def measure(directory: Path, checkpoints: Sequence[Path], sequences: int | None 
     In float32 without dropout. The preconditioned one is given for AdamW, whose checkpoints contain the preconditioner.
     A value is None if it cannot be had to 1%. Raises `ConfigError`, `DataError` or `CheckpointError`.
     """
-    config, effective = run_dir.load_resolved(directory), load_effective(directory)
-    optim = effective_optim(config)
+    config = run_dir.load_resolved(directory)
+    refuse_another_model(directory, config)
+    optim, schedule = effective_optim(config), resolve_schedule(config, config.run_length[1])
     dataset = build_dataset(config)
     sequences = sequences or min(SEQUENCES, dataset.order.n_train)
     if sequences > dataset.order.n_train:
         raise ConfigError(f"--sequences={sequences}: the run's text has {dataset.order.n_train}; use fewer")
-    micro_batch_size = effective.micro_batch_size.value if effective is not None else MICRO_BATCH_SIZE
-    plan = plan_run(config, micro_batch_size)
     device = pick_device(config.train.device, Rank())
     torch.set_float32_matmul_precision("highest")  # a difference of two gradients needs all digits
-    if effective is not None:  # the cores of all ranks of a node, which wait meanwhile
-        torch.set_num_threads(effective.threads_per_rank.value * effective.local_world_size)
+    if config.world.threads_per_rank is not None:
+        torch.set_num_threads(config.world.threads_per_rank)
     starts = dataset.order.train_starts(np.arange(sequences), dataset.seq_len)
     rows = torch.from_numpy(dataset.rows(dataset.train, starts).astype(np.int64)).to(device)
     gpt = GPT(config.model, chunked_cross_entropy).to(device).eval()
     for path in checkpoints:
-        checkpoint.refuse_other_size(path, count_parameters(config.model))
         state = checkpoint.load_state(path)
-        if (before := checkpoint.data_hash(path)) not in (None, dataset.hash):
+        checkpoint.refuse_other_size(path, count_parameters(config.model))
+        if (trained_on := checkpoint.data_hash(path)) not in (None, dataset.hash):
             raise DataError(
-                f"{path}: trained on other tokens ({before}) than data={config.data.name} contains now "
+                f"{path}: trained on other tokens ({trained_on}) than data={config.data.name} contains now "
                 f"({dataset.hash}); restore the old text"
             )
         scale = threshold = None
@@ -75,12 +74,12 @@ def measure(directory: Path, checkpoints: Sequence[Path], sequences: int | None 
             optimizer = build_optimizer(gpt, optim, False)
             load_checkpoint(path, gpt, optimizer, optim)
             scale = _scale(gpt, optimizer, optim)
-            before = plan.step_sizes.tokens_after(state.step - 1)
-            factor = plan.schedule.lr_factor(before, state.tokens - before)
+            before = config.batch.step_sizes.tokens_after(state.step - 1)
+            factor = schedule.lr_factor(before, state.tokens - before)
             threshold = adamw_threshold(optim.lr * factor, optim.beta1) if factor else None
         else:
             checkpoint.load_weights(path, gpt)
-        yield {"step": state.step, "tokens": state.tokens, **_values(gpt, rows, micro_batch_size, scale, threshold)}
+        yield {"step": state.step, "tokens": state.tokens, **_values(gpt, rows, scale, threshold)}
 
 
 def measure_while_training(
@@ -107,13 +106,11 @@ def measure_while_training(
         return {}, None
 
 
-def _values(
-    gpt: GPT, rows: Tensor, micro_batch_size: int, scale: Tensor | None, threshold: float | None
-) -> dict[str, float | None]:
+def _values(gpt: GPT, rows: Tensor, scale: Tensor | None, threshold: float | None) -> dict[str, float | None]:
     def loss() -> Tensor:
         """Of all `rows`, whose gradients it adds up in micro-batches."""
         total = torch.zeros((), device=rows.device)
-        for part in rows.split(micro_batch_size):
+        for part in rows.split(MICRO_BATCH_SIZE):
             share = gpt(part[:, :-1], part[:, 1:]) * (len(part) / len(rows))
             if torch.is_grad_enabled():
                 share.backward()
