@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from gptexp.config.rules import noise_half_life
 from gptexp.config.schedule import resolve_schedule
 from gptexp.config.schema import Config, result_deciding
 from gptexp.process.errors import ConfigError
@@ -135,6 +136,14 @@ def history_problems(config: Config, parent: Parent) -> Iterator[str]:
         )
         return
     _, parent_tokens = parent.config.run_length
+    half_life = noise_half_life(parent.config, parent_tokens)
+    if config.optim.gradient_noise_like_batch and noise_half_life(config, run_tokens) != half_life:
+        yield (
+            f"optim.gradient_noise_like_batch={config.optim.gradient_noise_like_batch}: the noise follows an average "
+            f"with a half-life of {half_life:,.0f} tokens, 1% of the length of {parent.directory}, and this run has "
+            "another length; branch from a run with log.noise_half_life_tokens"
+        )
+        return
     before, now = resolve_schedule(parent.config, parent_tokens), resolve_schedule(config, run_tokens)
     if before.warmup_tokens != now.warmup_tokens:
         s = config.schedule

@@ -4,6 +4,7 @@ import math
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ from real_runs import equal, train_here, weights
 from torch import Tensor, nn
 
 from gptexp.config.batch import BatchPlan, plan_batch
+from gptexp.config.branching import Parent, history_problems
 from gptexp.config.compose import compose
-from gptexp.config.rules import in_steps
+from gptexp.config.rules import confounds_of
 from gptexp.config.schema import OPTIMIZERS, AdamWConfig, ModelConfig, SGDConfig, result_deciding
 from gptexp.data.loader import MicroBatch
 from gptexp.distributed.ranks import Rank
@@ -26,6 +28,7 @@ from gptexp.process.errors import ConfigError
 from gptexp.process.signals import StopRequest
 from gptexp.run.job import Job
 from gptexp.run.rank import run
+from gptexp.storage import branch, run_dir
 from gptexp.storage.noise_scale import NoiseScale, Norms
 from gptexp.training import loop
 from gptexp.training.gradient_noise import StepNoise, step_noise
@@ -52,7 +55,7 @@ def moved(noise: StepNoise | None, grad_clip: float) -> Tensor:
     model = small_model()
     before = [p.detach().clone() for p in model.parameters()]
     optimizer = build_optimizer(model, SGDConfig(lr=1.0, momentum=0.0, weight_decay=0.0), False)
-    TrainStep(model, optimizer, MeanReduction(None), 4, grad_clip, nullcontext, False)(batches(), 1.0, noise=noise)
+    TrainStep(model, optimizer, MeanReduction(None), grad_clip, nullcontext, False)(batches(), 4, 1.0, noise=noise)
     return torch.cat([(b - p.detach()).flatten() for b, p in zip(before, model.parameters(), strict=True)])
 
 
@@ -110,8 +113,8 @@ def test_every_optimizer_gets_the_clipped_gradient_with_its_noise(name: str) -> 
     model, reference = small_model(), small_model()
     optimizer, seen = build_optimizer(model, compose([f"optim={name}"]).optim, False), list[Tensor]()
     optimizer.register_step_pre_hook(lambda *_: seen.extend(p.grad.clone() for p in model.parameters()))  # type: ignore[union-attr]
-    step = TrainStep(model, optimizer, MeanReduction(None), 4, 0.5, nullcontext, False)
-    step(batches(), 1.0, noise=StepNoise(9, 0.5, 0.0))
+    step = TrainStep(model, optimizer, MeanReduction(None), 0.5, nullcontext, False)
+    step(batches(), 4, 1.0, noise=StepNoise(9, 0.5, 0.0))
     for batch in batches():
         (reference(batch.x, batch.y) / 4).backward()
     torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
@@ -174,15 +177,15 @@ def test_the_noise_like_that_of_a_smaller_batch_has_its_variance(grad_clip: floa
     trace = float(spread.square().sum())
     model, plan = Gaussian(theta.clone()), BatchPlan(4 * big, 2, 4, 1, 16)
     optimizer = Recorder(model)
-    step = TrainStep(model, optimizer, MeanReduction(None), 16, grad_clip, nullcontext, dropout=False)
-    probe, averages = Probe(small_gradients=SmallGradients(model, 16)), NoiseScale()  # type: ignore[arg-type]
+    step = TrainStep(model, optimizer, MeanReduction(None), grad_clip, nullcontext, dropout=False)
+    probe, averages = Probe(small_gradients=SmallGradients(model)), NoiseScale()  # type: ignore[arg-type]
     optim = AdamWConfig(gradient_noise_like_batch=4 * small)
     added, deviations = [], []
     for number in range(steps):
         x = torch.randn((big, width), generator=draw) * spread
         noise = step_noise(optim, 0, number, number * 128, plan, averages.valid_noise)
         micro_batches = iter([MicroBatch(part, part, 0, 0) for part in x.split(2)])
-        numbers = step(micro_batches, 1.0, probe, noise).read()
+        numbers = step(micro_batches, 16, 1.0, probe, noise).read()
         norms = Norms(numbers.small_sq_norm, numbers.grad_norm**2, plan.micro_batch_size, plan.sequences)
         averages.take(norms, (number + 1) * 128, 20 * 128)
         factor = min(1.0, grad_clip / numbers.grad_norm) if grad_clip else 1.0
@@ -269,18 +272,49 @@ def test_noise_that_needs_a_measurement_is_refused_without_one(tiny: list[str], 
         run(Job(cfg, tmp_path, Rank(), StopRequest()))
 
 
+@pytest.mark.parametrize("noise", ["gradient_noise=0.3", "gradient_noise_like_batch=32"])
+def test_a_branch_ends_with_the_noise_of_an_uninterrupted_run(tiny: list[str], tmp_path: Path, noise: str) -> None:
+    own = [*tiny, "data.tokenizer=bytes", "model.vocab_size=320", f"optim.{noise}", "train.eval_every=0"]
+    wsd = ["schedule=wsd", "schedule.cooldown_ratio=0.5"]
+    runs = {
+        "parent": [*own, "schedule=constant", "schedule.warmup_tokens=0", "train.max_steps=8", "train.save_every=4",
+                   "train.keep_last=0"],
+        "branch": [f"branch_from={tmp_path / 'parent'}@4", *wsd],
+        "whole": [*own, *wsd, "schedule.warmup_tokens=0", "train.max_steps=8"],
+    }  # fmt: skip
+    for name, overrides in runs.items():
+        cfg = compose(overrides, find_parent=branch.find)
+        run_dir.save_config(tmp_path / name, cfg)
+        assert run(Job(cfg, tmp_path / name, Rank(), StopRequest())) == 0
+    assert equal(tmp_path / "branch", tmp_path / "whole")
+
+
+def test_a_branch_with_another_half_life_of_the_noise_is_refused() -> None:
+    own = ["schedule=constant", "schedule.warmup_tokens=0", "optim.gradient_noise_like_batch=512"]
+
+    def problems(*more: str, **longer: int) -> list[str]:
+        cfg = compose([*own, "train.max_tokens=1000000", *more])
+        parent = Parent(Path("/parent"), cfg, step=10, tokens=10240)
+        return [*history_problems(replace(cfg, train=replace(cfg.train, **longer)), parent)]
+
+    [line] = problems(max_tokens=2_000_000)
+    assert "half-life of 10,000 tokens, 1% of the length of /parent, and this run has another length" in line
+    assert problems() == []
+    assert problems("log.noise_half_life_tokens=9000", max_tokens=2_000_000) == []
+
+
 def test_what_the_noise_depends_on_decides_the_result() -> None:
     cfg = compose(["optim.gradient_noise_like_batch=512"])
     assert "log.noise_half_life_tokens" in result_deciding(cfg)
     assert "log.noise_half_life_tokens" not in result_deciding(compose([]))
 
 
-def test_a_sweep_of_batch_sizes_warns_of_a_decay_in_steps() -> None:
+def test_a_sweep_of_batch_sizes_warns_of_a_decay_confounds_of() -> None:
     noisy = ["optim.gradient_noise=0.3"]
-    [line] = in_steps(result_deciding(compose(noisy)))
+    [line] = confounds_of(result_deciding(compose(noisy)))
     assert line.startswith("optim.gradient_noise_decay=0.55 counts steps, so the noise after a number of tokens")
     for more in ("optim.gradient_noise_decay=0", "optim.gradient_noise_decay_tokens=8192", "optim.gradient_noise=0"):
-        assert not [*in_steps(result_deciding(compose([*noisy, more])))]
+        assert not [*confounds_of(result_deciding(compose([*noisy, more])))]
 
 
 @pytest.mark.e2e
