@@ -235,4 +235,7 @@ def _flat(values: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
 def _together(grids: list[dict[str, Any]]) -> dict[str, str]:
     """Each key with the values that it has in any of the grids."""
     keys = dict.fromkeys(key for grid in grids for key in grid)
-    return {key: ",".join(dict.fromkeys(f"{grid[key]}" for grid in grids if key in grid)) for key in keys}
+    return {
+        key: ",".join(dict.fromkeys(",".join(f"{grid[key]}" for grid in grids if key in grid).split(",")))
+        for key in keys
+    }

@@ -36,7 +36,7 @@ def test_a_key_has_its_meaning_source_values_default_and_files(tmp_path: Path) -
         "optim=mine (2e-3)",
         "experiment=tutorial (1.0e-2)",
         "sweep=lr (3.75e-3,7.5e-3,1.5e-2,3e-2,6e-2,1.2e-1,2.4e-1)",
-        "experiment=lr_transfer (6.25e-4,1.25e-3,2.5e-3,5e-3,1e-2,2e-2)",  # the same in each of several grids
+        "experiment=lr_transfer (1.25e-3,2.5e-3,5e-3,1e-2,2e-2,6.25e-4,3.125e-4)",  # of several grids
     ):
         assert setter in set_by
     assert not any(line.startswith("schedule") for line in set_by)

@@ -17,18 +17,21 @@ ARMS = {
 }
 
 
-def test_six_arms_have_the_same_learning_rates_seeds_and_size_of_heads() -> None:
+def test_six_arms_have_five_learning_rates_three_seeds_and_heads_of_one_size() -> None:
     configs = [drafted.config for drafted in compose_sweep(["experiment=lr_transfer"]).drafts]
     cells = {
         (c.model.parametrisation, c.model.n_embd, c.model.base_n_embd, c.optim.lr, c.train.seed) for c in configs if c
     }
-    lrs = [6.25e-4 * 2**i for i in range(6)]
-    assert len(configs) == len(cells) == 108
+    assert len(configs) == len(cells) == 90
+    middles = {
+        "standard": {64: 5e-3, 128: 2.5e-3, 256: 1.25e-3},
+        "mup": {64: 5e-3, 128: 5e-3, 256: 5e-3},
+    }
     assert cells == {
-        (name, width, base, lr, seed)
-        for name, base in (("standard", None), ("mup", 64))
-        for width in (64, 128, 256)
-        for lr in lrs
+        (name, width, 64 if name == "mup" else None, middle * 2.0**octave, seed)
+        for name, of_width in middles.items()
+        for width, middle in of_width.items()
+        for octave in (-2, -1, 0, 1, 2)
         for seed in (1337, 1338, 1339)
     }
     assert {c.model.n_embd / c.model.n_head for c in configs if c} == {16}
