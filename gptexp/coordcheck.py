@@ -57,6 +57,8 @@ def main(argv: list[str] | None = None) -> int:
         raise ConfigError(
             f"optim={config.optim.name}: the limits are for updates like Adam's; use {' or '.join(LIKE_ADAM)}"
         )
+    if config.optim.gradient_noise or config.optim.gradient_noise_like_batch is not None:
+        raise ConfigError("optim.gradient_noise: the coordinate check adds no noise to gradients; leave it out")
     models = _models(config, args.widths)
     out: Path = args.out or Path("outputs/coordcheck") / datetime.now().strftime("%Y-%m-%d-%H-%M-%S")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):

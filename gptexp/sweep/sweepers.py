@@ -222,7 +222,8 @@ class GridSweeper(CellSweeper):
     __module__ = PLUGINS
 
     def combinations(self, spaces: Sequence[Sequence[Axis]]) -> list[list[str]]:
-        return [list(cell) for space in spaces for cell in itertools.product(*map(self._overrides, space))]
+        cells = [list(cell) for space in spaces for cell in itertools.product(*map(self._overrides, space))]
+        return list({frozenset(cell): cell for cell in cells}.values())  # arguments can make cells of mappings equal
 
     @staticmethod
     def _overrides(axis: Axis) -> list[str]:

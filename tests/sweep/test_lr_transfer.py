@@ -38,11 +38,20 @@ def test_six_arms_have_five_learning_rates_three_seeds_and_heads_of_one_size() -
     assert {c.model.base_n_head for c in configs if c and c.model.base_n_embd} == {4}
 
 
+def test_a_command_for_one_arm_has_each_of_its_cells_once() -> None:
+    """Such as the report proposes: its arguments replace the values of all six grids."""
+    arm = ["model.parametrisation=mup", "model.base_n_embd=64", "model.base_n_head=4"]
+    wide = ["model.n_embd=512", "model.n_head=32"]
+    grid = compose_sweep(["experiment=lr_transfer", *arm, *wide, "optim.lr=4e-2,8e-2", "train.seed=1"])
+    assert len(grid.drafts) == grid.of == 2
+    assert [drafted.problems for drafted in grid.drafts] == [[], []]
+
+
 @pytest.mark.e2e
 def test_a_short_version_has_an_arm_for_each_width_in_both_parametrisations(gptexp: Gptexp, tmp_path: Path) -> None:
     """Three runs an arm, too short for an optimum. At the base the losses of both parametrisations are equal."""
     own = ["optim.lr=1e-3,4e-3,1.6e-2", "train.seed=1", "train.max_tokens=5120", "data.val_tokens=512", "log=disabled"]
-    done = gptexp("train", "experiment=lr_transfer", *own, timeout=900)
+    done = gptexp("train", "-m", "experiment=lr_transfer", *own, timeout=900)
     assert done.returncode == 0, done.stderr
     arms = analyse("", find_runs(tmp_path / "outputs/lr_transfer")).arms
     losses = {arm.label: {run.lr: run.loss for run in arm.runs} for arm in arms}
@@ -59,7 +68,7 @@ def test_at_width_512_the_best_learning_rate_of_width_64_is_best_in_mup_only(gpt
     own = ["train.max_tokens=102400", "train.seed=1337", "log=disabled"]
     wide = ["model.n_embd=512", "model.n_head=32", "optim.lr=1.25e-3,5e-3,2e-2"]
     for sizes in (["optim.lr=1.25e-3,5e-3,2e-2", "model.n_embd=64", "model.n_head=4"], wide):
-        done = gptexp("train", "experiment=lr_transfer", *own, *sizes, timeout=3000)
+        done = gptexp("train", "-m", "experiment=lr_transfer", *own, *sizes, timeout=3000)
         assert done.returncode == 0, done.stderr
     losses = {
         (run.config["model.parametrisation"], run.config["model.n_embd"], run.lr): run.loss or 99.0
