@@ -53,7 +53,7 @@ MUTANTS: dict[str, tuple[str, dict[str, str]]] = {
     "non-atomic save": (
         "storage/checkpoint.py",
         {
-            'directory / f".tmp-{target.name}-{os.getpid()}"': "target",
+            'target.with_name(f".tmp-{target.name}-{os.getpid()}")': "target",
             "    finally:\n        shutil.rmtree(unfinished, ignore_errors=True)\n": "    finally:\n        pass\n",
         },
     ),
@@ -67,7 +67,9 @@ MUTANTS: dict[str, tuple[str, dict[str, str]]] = {
 def mutated_package(name: str, folder: Path) -> Path:
     """Copy the package into `folder`, apply one mutant, and return the folder for PYTHONPATH."""
     package = folder / f"mutant-{name.replace(' ', '-')}" / "gptexp"
-    shutil.copytree(Path(gptexp.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
+    original = Path(gptexp.__file__).parent
+    shutil.copytree(original, package, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(original.parent / "conf", package.parent / "conf")
     file, changes = MUTANTS[name]
     source = (package / file).read_text()
     for old, new in changes.items():

@@ -110,7 +110,6 @@ def save(
     `StorageError` earlier checkpoints are unchanged.
     """
     target = directory / name_of(state.step)
-    unfinished = directory / f".tmp-{target.name}-{os.getpid()}"
     weights = {k: v.detach().cpu().contiguous() for k, v in model.state_dict().items() if k != "lm_head.weight"}
     averaged = {k: v.cpu() for k, v in (average or {}).items()}
     moments = optimizer.state_dict()
@@ -121,16 +120,14 @@ def save(
             directory.mkdir()
             fsync(directory.parent)
         _refuse_a_full_disk(directory, [*weights.values(), *averaged.values(), *tree_leaves(moments["state"])])
-        unfinished.mkdir()
-        save_file(weights, unfinished / WEIGHTS)
-        if averaged:
-            save_file(averaged, unfinished / AVERAGE)
-        _save({"optimizer": moments}, unfinished / "train.pt")
-        _publish(unfinished, target, state, about or {})
+        with _unfinished(target) as folder:
+            save_file(weights, folder / WEIGHTS)
+            if averaged:
+                save_file(averaged, folder / AVERAGE)
+            _save({"optimizer": moments}, folder / "train.pt")
+            _publish(folder, target, state, about or {})
     except (OSError, SafetensorError) as error:
         raise StorageError(f"{target}: cannot be saved ({first_line(error)}); earlier ones are unchanged") from error
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
     try:
         _prune(directory, keep)
     except OSError as error:
@@ -147,19 +144,27 @@ def adopt(source: Path, directory: Path, about: dict[str, Any]) -> tuple[Path, T
     state = load_state(source)
     state.seconds = 0.0
     target = directory / source.name
-    unfinished = directory / f".tmp-{target.name}-{os.getpid()}"
     try:
         directory.mkdir(exist_ok=True)
-        unfinished.mkdir()
-        for name in (*FILES, AVERAGE):
-            if (source / name).exists():
-                shutil.copyfile(source / name, unfinished / name)
-        _publish(unfinished, target, state, about)
+        with _unfinished(target) as folder:
+            for name in (*FILES, AVERAGE):
+                if (source / name).exists():
+                    shutil.copyfile(source / name, folder / name)
+            _publish(folder, target, state, about)
     except OSError as error:
         raise StorageError(f"{target}: cannot be saved ({first_line(error)})") from error
+    return target, state
+
+
+@contextmanager
+def _unfinished(target: Path) -> Iterator[Path]:
+    """Yield a new directory beside `target`, under another name. It is removed unless `_publish` has renamed it."""
+    unfinished = target.with_name(f".tmp-{target.name}-{os.getpid()}")
+    unfinished.mkdir()
+    try:
+        yield unfinished
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-    return target, state
 
 
 def _publish(unfinished: Path, target: Path, state: TrainState, about: dict[str, Any]) -> None:

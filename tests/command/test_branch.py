@@ -175,7 +175,7 @@ def test_a_branch_tells_where_it_began(constant: Path, tmp_path: Path) -> None:
         "run": str(constant), "step": 12, "tokens": 12 * 128, "checkpoint": identity.identity,
     }  # fmt: skip
     assert found["train_s"] < summary(constant)["train_s"]
-    assert found["tokens_per_s"] == pytest.approx(3 * 128 / found["train_s"], rel=0.01)
+    assert found["tokens_per_s"] == pytest.approx(3 * 128 / found["train_s"], rel=0.05)  # rounded to ms
     read = read_run(directory)
     assert (read.branch, read.first_tokens, read.of_tokens) == ("constant@12", 1536, 1920)
     assert (read.gaps, read.problem) == ([], None)

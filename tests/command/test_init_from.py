@@ -521,7 +521,7 @@ def test_the_recipe_trains(saved: Path, gptexp: Gptexp, corpus: Path, tmp_path: 
     short = [
         "batch.total_batch_size=256",
         "train.max_tokens=2560",
-        "train.eval_every_tokens=512",
+        "train.eval_every_tokens=1280",
         "data.tokenizer=bytes",
     ]
     text = ["data=text", f"data.path={corpus}", "log=disabled", "log.progress=off", "hydra.run.dir=out"]
