@@ -246,11 +246,16 @@ def to_config(
 
 
 def _law_scaled_twice(cfg: DictConfig) -> list[str]:
-    """The error if a fitted law sets the learning rate and a rule scales it."""
+    """The errors if a fitted law sets the learning rate, and a rule scales it or assumes that no other one does."""
     lr = OmegaConf.to_container(cfg.optim, resolve=False)["lr"]  # type: ignore[index,call-overload]
-    if cfg.scaling.lr == "none" or "${power_law:" not in str(lr):
+    if "${power_law:" not in str(lr):
         return []
-    return [f"scaling.lr={cfg.scaling.lr}: the fitted law of optim scales lr with the batch size already; use none"]
+    rules = {"lr": "scales lr with the batch size already", "weight_decay": "changes lr, and with it the timescale"}
+    return [
+        f"scaling.{key}={cfg.scaling[key]}: the fitted law of optim {why}; use none"
+        for key, why in rules.items()
+        if cfg.scaling[key] != "none"
+    ]
 
 
 def _of_chosen_files(hydra: Any, overrides: Sequence[str]) -> set[str]:

@@ -125,12 +125,12 @@ def needing_noise_scale(cfg: Config) -> str | None:
 def why_unmeasured(cfg: Config, micro_batch_size: int, world_size: int) -> str | None:
     """The reason why a run does not measure its noise scale; None if it does.
 
-    With `on` every logged step must be measurable, also the first one of a ramp.
+    If it was asked for, every step must be measurable, also the first one of a ramp.
     """
     if cfg.log.noise_scale == "off":
         return "log.noise_scale=off"
     sizes = cfg.batch.step_sizes
-    return unmeasurable(cfg, micro_batch_size, world_size, sizes.start if cfg.log.noise_scale == "on" else sizes.total)
+    return unmeasurable(cfg, micro_batch_size, world_size, sizes.start if needing_noise_scale(cfg) else sizes.total)
 
 
 def unmeasurable(cfg: Config, micro_batch_size: int, world_size: int, step_tokens: int) -> str | None:
@@ -392,6 +392,11 @@ def _scaling(cfg: Config, _: int) -> Iterator[str]:
             missing.append(f"{given}: optim={optim.name} has no eps; use none")
         if key == "weight_decay" and optim.name in _WITHOUT_TIMESCALE:
             missing.append(f"{given}: optim={optim.name} scales its updates to the size of the weights; use none")
+        if key == "weight_decay" and optim.name == "sgd" and "betas" in scaling.rules:
+            missing.append(
+                f"{given}: with optim=sgd the decay passes through the momentum, which scaling.betas="
+                f"{scaling.betas} scales; leave out one of them"
+            )
     yield from missing or _scaled_values(cfg)
 
 

@@ -10,9 +10,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from scipy import special
+
 from gptexp.reporting.analysis import Arm, label_of
 from gptexp.reporting.curves import Optimum
-from gptexp.reporting.noise import t_quantile
+from gptexp.reporting.law import Law
+from gptexp.reporting.noise import CONFIDENCE, t_quantile
 
 SIZES = {"model.n_embd": ("model.n_head",), "model.n_layer": ()}  # size of a model -> keys that may change with it
 
@@ -50,12 +53,14 @@ class Transfer:
     factor: Interval  # of the best learning rate, from the smallest to the largest size
 
 
-def exponent_gap(one: Arm, other: Arm) -> Interval | None:
-    """The exponent of the law of `one` minus that of `other`; None unless both have a law."""
-    if one.law is None or other.law is None:
-        return None
-    gap = one.law.exponent - other.law.exponent
-    half = math.hypot(*((law.high - law.low) / 2 for law in (one.law, other.law)))
+def exponent_gap(one: Law, other: Law, pairs: int = 1) -> Interval:
+    """The exponent of `one` minus that of `other`, with an interval that holds all of `pairs` differences in 95%.
+
+    If the pair was chosen among several, its interval is wider by Bonferroni's correction.
+    """
+    gap = one.exponent - other.exponent
+    wider = special.ndtri(1 - (1 - CONFIDENCE) / (2 * pairs)) / special.ndtri((1 + CONFIDENCE) / 2)
+    half = float(wider) * math.hypot(*((law.high - law.low) / 2 for law in (one, other)))
     return Interval(gap, gap - half, gap + half)
 
 

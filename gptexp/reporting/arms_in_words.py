@@ -26,13 +26,12 @@ def _laws(arms: Sequence[Arm]) -> Iterator[Finding]:
     if len(laws) < 2:
         return
     described = "; ".join(f"{arm.label} {_follows(law)}" for arm, law in laws)
-    # Of many pairs, the one that differs most.
-    one, other = max(
-        combinations([arm for arm, _ in laws], 2), key=lambda pair: abs(getattr(exponent_gap(*pair), "value", 0.0))
-    )
-    gap = exponent_gap(one, other)
-    assert gap is not None
-    interval = f"{gap.value:.2f} (95% interval {gap.low:.2f} to {gap.high:.2f})"
+    pairs = list(combinations(laws, 2))
+    # Of several pairs, the one that differs most.
+    (one, law), (other, other_law) = max(pairs, key=lambda pair: abs(exponent_gap(pair[0][1], pair[1][1]).value))
+    gap = exponent_gap(law, other_law, len(pairs))
+    chosen = f", corrected for {len(pairs)} pairs" if len(pairs) > 1 else ""
+    interval = f"{gap.value:.2f} (95% interval {gap.low:.2f} to {gap.high:.2f}{chosen})"
     differ = "do not differ significantly" if 0 in gap else "differ"
     yield Finding(
         f"The best learning rate over the batch size, arm by arm: {described}.",

@@ -1,7 +1,8 @@
 """A config file with the fitted law: `optim=NAME` then sets the learning rate that belongs to the batch size."""
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gptexp.process.errors import ConfigError
 from gptexp.reporting.own_file import MARKS, check_own
@@ -36,10 +37,9 @@ def write_optim(path: Path, analysis: "Analysis") -> None:
             )
         )
     [(law, config)] = laws
-    rules = {key: config[key] for key in ("scaling.betas", "scaling.eps", "scaling.weight_decay")}
-    holds_for = " ".join(f"{key}={rule}" for key, rule in rules.items() if rule != "none")
+    holds_for = _holds_for(config)
     if holds_for:
-        holds_for = f"# Give with it: {holds_for} scaling.reference_tokens={config['scaling.reference_tokens']}\n"
+        holds_for = f"# Give with it: {holds_for}\n"
     sizes = ", ".join(f"{size:,}" for size in law.sizes)
     warning = "# In log-log the optima lie on a curve: use this law between these sizes only.\n" if law.bends else ""
     text = (
@@ -52,3 +52,17 @@ def write_optim(path: Path, analysis: "Analysis") -> None:
     with storage(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, text)
+
+
+def _holds_for(config: Mapping[str, Any]) -> str:
+    """The arguments of the runs of an arm, besides those of its optimizer, for which its law holds.
+
+    The timescale of weight decay is not among them: it follows from the learning rate, which the law sets.
+    """
+    rules = {key: config[key] for key in ("scaling.betas", "scaling.eps")}
+    given = {key: rule for key, rule in rules.items() if rule != "none"}
+    if given:
+        given["scaling.reference_tokens"] = config["scaling.reference_tokens"]
+    if (half_life := config.get("optim.beta2_half_life_tokens")) is not None:
+        given["optim.beta2_half_life_tokens"] = half_life
+    return " ".join(f"{key}={value}" for key, value in given.items())

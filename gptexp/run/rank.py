@@ -249,7 +249,7 @@ def _decide(job: Job, prepared: Prepared) -> Decision:
 
 def _adopt(parent: Parent, cfg: Config, checkpoints: Path, dataset: Dataset) -> tuple[Path, TrainState]:
     """Make the checkpoint of `branch_from` the first one of this run, which needs the other run no longer."""
-    source = parent.directory / run_dir.CHECKPOINTS / f"step-{parent.step:08d}"
+    source = parent.directory / run_dir.CHECKPOINTS / checkpoint.name_of(parent.step)
     before = checkpoint.about_run(source)
     _refuse_changed_data(source, before.get("data_hash"), dataset)
     branched_from = {

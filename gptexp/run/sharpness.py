@@ -134,7 +134,7 @@ def _scale(gpt: GPT, optimizer: torch.optim.Optimizer, optim: AdamWConfig) -> Te
     parts = []
     for p in gpt.parameters():
         state, group = optimizer.state[p], groups[p]
-        if not (steps := int(state["step"])):
+        if not (steps := int(state.get("step", 0))):
             raise CheckpointError("the optimizer has made no update; take a later checkpoint")
         scale = adamw_scale(state["exp_avg_sq"].flatten(), steps, optim.beta1, optim.beta2, group["eps"])
         parts.append(scale * (group["initial_lr"] / optim.lr) ** 0.5)

@@ -36,7 +36,7 @@ def find(branch_from: str | None) -> Parent | None:
         more = " and earlier ones" if len(steps) > MOST_NAMED else ""
         raise ConfigError(
             f"{given}: no checkpoint of step {step}; the run has {', '.join(map(str, steps[:MOST_NAMED]))}{more} "
-            "(train.keep_last and train.keep_every_tokens say which are kept)"
+            "(train.save_every_tokens says which are saved, train.keep_last and train.keep_every_tokens which are kept)"
         )
     for path in published if step is None else [path for path in published if run_dir.step_of(path) == step]:
         with suppress(CheckpointError):

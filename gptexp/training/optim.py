@@ -74,7 +74,11 @@ def _grouped(model: nn.Module) -> list[tuple[tuple[bool, Factors], list[nn.Param
 def describe_optimizer(cfg: OptimConfig) -> str:
     """Return the optimizer's name and keys: `lion, lr 0.001, …`, those of gradient noise only if there is any."""
     is_noisy = cfg.gradient_noise or cfg.gradient_noise_like_batch
-    name, *keys = [item for item in asdict(cfg).items() if is_noisy or not item[0].startswith("gradient_noise")]
+    name, *keys = [
+        (key, value)
+        for key, value in asdict(cfg).items()
+        if value is not None and (is_noisy or not key.startswith("gradient_noise"))
+    ]
     values = [f"{value:.6g}" if isinstance(value, float) else shown(value) for _, value in keys]
     return ", ".join([name[1], *(f"{key} {value}" for (key, _), value in zip(keys, values, strict=True))])
 

@@ -127,6 +127,7 @@ def test_the_decay_rates_of_other_optimizers_are_scaled_too() -> None:
         (ScalingConfig(betas="half_life", reference_tokens=64), OPTIMIZERS["adafactor"](), "adafactor has no such"),
         (ScalingConfig(eps="sqrt", reference_tokens=64), LionConfig(), "scaling.eps=sqrt: optim=lion has no eps"),
         (ScalingConfig(weight_decay="tau", reference_tokens=64), OPTIMIZERS["lars"](), "to the size of the weights"),
+        (ScalingConfig(weight_decay="tau", betas="half_life", reference_tokens=64), SGDConfig(), "the momentum"),
         (ScalingConfig(betas="half_life", reference_tokens=64), replace(ADAMW, beta2_half_life_tokens=99),
          "scaling.betas=half_life: optim.beta2_half_life_tokens=99 fixes"),
         (ScalingConfig(betas="sde", reference_tokens=64), ADAMW,

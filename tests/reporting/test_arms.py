@@ -4,15 +4,17 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 
 import numpy as np
 import pytest
 from sweeps import report_of, write_run
 
-from gptexp.reporting.arms import falls_behind
+from gptexp.reporting.arms import exponent_gap, falls_behind
 from gptexp.reporting.curves import Optimum
 from gptexp.reporting.figures import figures
+from gptexp.reporting.law import Law
 from gptexp.reporting.report import build_report
 from gptexp.reporting.write import numbers
 from gptexp.storage import run_dir
@@ -149,6 +151,22 @@ def test_the_interval_of_the_limit_holds_the_truth() -> None:
         assert found is not None
         held += (found.low or 0) <= truth <= (found.high or math.inf)
     assert held / 400 > 0.92
+
+
+@pytest.mark.parametrize("arms", [2, 4])
+def test_of_equal_arms_the_two_that_differ_most_rarely_differ_significantly(arms: int) -> None:
+    rng = np.random.default_rng(arms)
+    pairs, found = list(combinations(range(arms), 2)), 0
+    for _ in range(1000):
+        laws = [a_law(0.3 + 0.1 * rng.standard_normal(), 1.96 * 0.1) for _ in range(arms)]
+        one, other = max(pairs, key=lambda pair: abs(laws[pair[0]].exponent - laws[pair[1]].exponent))
+        found += 0 not in exponent_gap(laws[one], laws[other], len(pairs))
+    assert 5 < found < 70
+
+
+def a_law(exponent: float, half_width: float) -> Law:
+    low, high = exponent - half_width, exponent + half_width
+    return Law(0.01, 4096, exponent, low, high, half_width / 1.96, 0.1, (2048, 8192), scatter=False, bends=None)
 
 
 def test_the_best_learning_rate_over_widths_moves_in_one_arm_and_stays_in_the_other(tmp_path: Path) -> None:

@@ -47,6 +47,9 @@ def test_the_law_is_not_scaled_twice(analysis: Analysis, tmp_path: Path) -> None
     twice = ["optim=fitted", "scaling.lr=sqrt", "scaling.reference_tokens=8192"]
     with pytest.raises(ConfigError, match=r"scaling.lr=sqrt: the fitted law of optim scales lr with the batch size"):
         compose(twice, str(tmp_path))
+    decay = ["optim=fitted", "scaling.weight_decay=tau", twice[2]]
+    with pytest.raises(ConfigError, match=r"scaling.weight_decay=tau: the fitted law of optim changes lr"):
+        compose(decay, str(tmp_path))
     assert compose([*twice, "optim.lr=0.5"], str(tmp_path)).optim.lr == 0.5
     assert compose(["optim=fitted", "scaling.betas=half_life", *twice[2:]], str(tmp_path)).scaling.betas == "half_life"
 
@@ -56,8 +59,12 @@ def test_the_law_of_an_arm_with_scaled_betas_says_so(swept: Path, tmp_path: Path
     for run in runs:
         run.config |= {"scaling.betas": "beta2_half_life", "scaling.reference_tokens": 8192}
     write_optim(tmp_path / "optim" / "fitted.yaml", analyse("sweep", runs))
-    given = "# Give with it: scaling.betas=beta2_half_life scaling.reference_tokens=8192\n"
-    assert given in (tmp_path / "optim" / "fitted.yaml").read_text()
+    given = "# Give with it: scaling.betas=beta2_half_life scaling.reference_tokens=8192"
+    assert f"{given}\n" in (tmp_path / "optim" / "fitted.yaml").read_text()
+    for run in runs:
+        run.config |= {"scaling.betas": "none", "scaling.weight_decay": "tau", "optim.beta2_half_life_tokens": 99}
+    write_optim(tmp_path / "optim" / "fitted.yaml", analyse("sweep", runs))
+    assert "# Give with it: optim.beta2_half_life_tokens=99\n" in (tmp_path / "optim" / "fitted.yaml").read_text()
 
 
 def test_a_law_replaces_one_written_before(analysis: Analysis, tmp_path: Path) -> None:

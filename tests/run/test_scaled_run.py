@@ -12,6 +12,7 @@ from sweeps import compose_sweep
 
 from gptexp.command.planning import plan
 from gptexp.config.compose import compose
+from gptexp.config.rules import why_unmeasured
 from gptexp.config.scaling import effective_optim
 from gptexp.config.schema import AdamWConfig
 from gptexp.reporting.records import read_run
@@ -53,6 +54,11 @@ def test_the_arms_of_the_study_of_beta2_have_one_beta2_or_one_half_life() -> Non
         if draft.config is not None
     }
     assert len(found) == 10
+    for draft in drafts:
+        assert draft.config is not None
+        batch = draft.config.batch
+        unmeasured = why_unmeasured(draft.config, batch.asked_micro_batch_size or 0, 1)
+        assert (unmeasured is None) == (batch.total_batch_size > 64)  # a step of 64 tokens is one sequence
     for (rule, batch), optim in found.items():
         assert isinstance(optim, AdamWConfig)
         assert (optim.lr, optim.beta1, optim.eps, optim.weight_decay) == (1e-3, 0.9, 1e-8, 0.1)
