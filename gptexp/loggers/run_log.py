@@ -34,7 +34,7 @@ METRICS = {
     "hellaswag/acc": ("", "share of HellaSwag's examples whose right ending has the lowest loss (train.eval_tasks)"),
     "hellaswag/acc_norm": ("", "the same by the loss per token of an ending"),
     "hellaswag/cut": ("", "share of the examples that are longer than the model's context, and lose their beginning"),
-    "optim/lr": ("", "learning rate of the step"),
+    "optim/lr": ("", "learning rate of the step, without the factors of a parametrisation"),
     "optim/grad_norm": ("", "global gradient norm before clipping"),
     "optim/clip_fraction": ("", "share of the steps since the last log that were clipped"),
     "optim/gradient_noise": ("", "norm of the noise on the gradient over the gradient's (optim.gradient_noise)"),

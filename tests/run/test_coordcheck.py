@@ -137,7 +137,6 @@ def test_the_standard_parametrisation_fails_and_mup_passes(
         ([], False),
         ([MUP], True),
         ([COMPLETEP], True),
-        ([MUP, "train.seed=7"], True),
         ([MUP, "optim=lion", "--lr=3e-3"], True),
     ],
 )
