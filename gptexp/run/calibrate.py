@@ -55,7 +55,14 @@ def sample(cfg: Config, plan: RunPlan, effective: Effective) -> Sample:
         schedule=ScheduleConfig(name="constant"),  # the run's own schedule may not fit this length
         branch_from=None,
         train=replace(
-            cfg.train, max_steps=10**6, eval_every=0, save_every=0, log_every=1, max_minutes=None, profile=False
+            cfg.train,
+            max_steps=10**6,
+            eval_every=0,
+            save_every=0,
+            sharpness_every_tokens=0,
+            log_every=1,
+            max_minutes=None,
+            profile=False,
         ),
         log=replace(
             cfg.log,
@@ -87,6 +94,7 @@ def pace(seen: Sample, cfg: Config, plan: RunPlan) -> Pace:
     """Predict the time of the whole run `cfg` from a sample with the same model, micro-batch and ranks.
 
     A step of A micro-steps takes A times as long as one micro-step, plus one reduction, clipping and update.
+    Measurements of the sharpness are not counted: their time is not known.
     """
     batch = plan.batch
     once_s = seen.step_s - seen.micro_steps * seen.micro_s
@@ -94,7 +102,8 @@ def pace(seen: Sample, cfg: Config, plan: RunPlan) -> Pace:
     micro_steps = tokens // (batch.total_batch_size // batch.grad_accum_steps)
     windows = math.ceil(_val_windows(cfg) / batch.world_size)
     # A forward pass has a third of the multiplications.
-    validation_s = math.ceil(windows / batch.micro_batch_size) * seen.micro_s / 3
+    passes = 1 if cfg.train.ema_half_life_tokens is None else 2  # the averaged weights are evaluated too
+    validation_s = passes * math.ceil(windows / batch.micro_batch_size) * seen.micro_s / 3
     every = plan.eval_every_tokens
     validations = max(1, min(steps, tokens // every)) if every else 1
     compile_s = max(0.0, seen.first_s - seen.step_s)

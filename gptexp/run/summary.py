@@ -36,10 +36,12 @@ def start_lines(cfg: Config, directory: Path, effective: Effective, t: Training,
             return f"{tokens / total:,.1f} steps"
         return counted(sizes.steps_to(tokens), "step")
 
+    def length(tokens: int) -> str:
+        """Of a length from anywhere in the run, which in a ramp has no number of steps."""
+        return counted(tokens, "token") + ("" if sizes.ramp_tokens else f" ({in_steps(tokens)})")
+
     def every(tokens: int) -> str:
-        if not tokens:
-            return "at the end"
-        return f"every {counted(tokens, 'token')}" + ("" if sizes.ramp_tokens else f" ({in_steps(tokens)})")
+        return f"every {length(tokens)}" if tokens else "at the end"
 
     lines = [
         f"run directory   {directory}",
@@ -60,7 +62,7 @@ def start_lines(cfg: Config, directory: Path, effective: Effective, t: Training,
         f"{rounded(t.plan.tokens / per_epoch)} epochs",
         f"schedule        {s.name}, warm-up over {counted(s.warmup_tokens, 'token')} ({in_steps(s.warmup_tokens)}), "
         f"end at {counted(s.decay_tokens, 'token')} ({in_steps(s.decay_tokens)})",
-        *([f"average         of the weights, half-life {counted(ema, 'token')} ({in_steps(ema)})"] if ema else []),
+        *([f"average         of the weights, half-life {length(ema)}"] if ema else []),
         f"validation      {every(t.plan.eval_every_tokens)}",
         f"checkpoint      {every(t.plan.save_every_tokens)}",
         *(
