@@ -318,7 +318,7 @@ def replace_text(name: str, old: str, new: str) -> Callable[[Path], object]:
 @pytest.mark.parametrize(
     ("edit", "at", "kind", "line"),
     [
-        (lambda _: None, "@5", ConfigError, "no checkpoint of step 5; the run has 16, 12, 8, 4 (train.keep_last"),
+        (lambda _: None, "@5", ConfigError, "no checkpoint of step 5; the run has 16, 12, 8, 4 (train.save_every"),
         (remove("checkpoints"), "", CheckpointError, "no checkpoint has been saved yet"),
         (remove("config.yaml", "checkpoints", "metrics.jsonl"), "@8", ConfigError, "no run is in"),
         (remove("config.yaml"), "@8", ConfigError, "config.yaml is missing"),
