@@ -246,7 +246,7 @@ def to_config(
 
 
 def _law_scaled_twice(cfg: DictConfig) -> list[str]:
-    """The errors if a fitted law sets the learning rate, and a rule scales it or assumes that no other one does."""
+    """The errors if a fitted law sets the learning rate together with a rule that scales it, or that depends on it."""
     lr = OmegaConf.to_container(cfg.optim, resolve=False)["lr"]  # type: ignore[index,call-overload]
     if "${power_law:" not in str(lr):
         return []

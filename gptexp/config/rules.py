@@ -374,30 +374,30 @@ _WITHOUT_TIMESCALE = ("lamb", "lars")  # their updates have the size of the weig
 
 def _scaling(cfg: Config, _: int) -> Iterator[str]:
     scaling, optim = cfg.scaling, cfg.optim
-    missing = []
+    refused = []
     for key, rule in scaling.rules.items():
         given = f"scaling.{key}={rule}"
         if scaling.reference_tokens is None:
-            missing.append(f"{given}: give scaling.reference_tokens, the batch size at which the optimizer's keys hold")
+            refused.append(f"{given}: give scaling.reference_tokens, the batch size at which the optimizer's keys hold")
         if (needed := _NEEDED_BY.get((key, rule))) and getattr(scaling, needed) is None:
-            missing.append(f"{given}: needs scaling.{needed}; give it")
+            refused.append(f"{given}: needs scaling.{needed}; give it")
         if key == "betas" and not scaled_decay_rates(optim, rule):
-            missing.append(f"{given}: optim={optim.name} has no such decay rate; use none")
+            refused.append(f"{given}: optim={optim.name} has no such decay rate; use none")
         if key == "betas" and isinstance(optim, TwoMomentsConfig) and optim.beta2_half_life_tokens is not None:
-            missing.append(
+            refused.append(
                 f"{given}: optim.beta2_half_life_tokens={optim.beta2_half_life_tokens} fixes the half-life of beta2 "
                 "already; leave out one of them"
             )
         if key == "eps" and not hasattr(optim, "eps"):
-            missing.append(f"{given}: optim={optim.name} has no eps; use none")
+            refused.append(f"{given}: optim={optim.name} has no eps; use none")
         if key == "weight_decay" and optim.name in _WITHOUT_TIMESCALE:
-            missing.append(f"{given}: optim={optim.name} scales its updates to the size of the weights; use none")
+            refused.append(f"{given}: optim={optim.name} scales its updates to the size of the weights; use none")
         if key == "weight_decay" and optim.name == "sgd" and "betas" in scaling.rules:
-            missing.append(
+            refused.append(
                 f"{given}: with optim=sgd the decay passes through the momentum, which scaling.betas="
                 f"{scaling.betas} scales; leave out one of them"
             )
-    yield from missing or _scaled_values(cfg)
+    yield from refused or _scaled_values(cfg)
 
 
 def _scaled_values(cfg: Config) -> Iterator[str]:

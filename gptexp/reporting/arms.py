@@ -76,9 +76,9 @@ def falls_behind(optima: Mapping[int, Optimum], nats: float) -> Limit | None:
     gaps, halves = [], []
     for number, size in enumerate(sizes):
         base = min(sizes[: number + 1], key=lambda s: optima[s].loss)
-        widths = [optima[s].loss_half_width or 0.0 for s in {base, size}]
-        gaps.append(optima[size].loss - optima[base].loss)
-        halves.append(0.0 if base == size else math.hypot(*widths))
+        gap, half = (0.0, 0.0) if base == size else optima[size].above(optima[base])
+        gaps.append(gap)
+        halves.append(half)
     low = _crossing(sizes, [gap + half for gap, half in zip(gaps, halves, strict=True)], nats)
     high = _crossing(sizes, [gap - half for gap, half in zip(gaps, halves, strict=True)], nats)
     return Limit(_crossing(sizes, gaps, nats), low, high, sizes[-1])

@@ -1,12 +1,11 @@
 """What the report says of the arms of a sweep side by side."""
 
-import math
 from collections.abc import Iterator, Sequence
 from itertools import combinations
 
 from gptexp.reporting.analysis import Arm
 from gptexp.reporting.arms import Limit, Transfer, exponent_gap, falls_behind, transfers
-from gptexp.reporting.finding import Finding
+from gptexp.reporting.finding import Finding, nats_higher
 from gptexp.reporting.law import SLOPES, Law
 
 
@@ -53,14 +52,7 @@ def _losses(arms: Sequence[Arm]) -> Iterator[Finding]:
         if len(optima) < 2:
             continue
         best = min(optima, key=lambda label: optima[label].loss)
-        gaps = []
-        for label, o in optima.items():
-            if label != best:
-                gap = o.loss - optima[best].loss
-                spread = math.hypot(o.loss_half_width or 0.0, optima[best].loss_half_width or 0.0)
-                gaps.append(
-                    f"{label} is {gap:.4f} ± {spread:.4f} nats higher{' (within noise)' if gap <= spread else ''}"
-                )
+        gaps = [f"{label} is {nats_higher(*o.above(optima[best]))}" for label, o in optima.items() if label != best]
         yield Finding(f"At {batch:,} tokens a step {best} has the lowest loss: {'; '.join(gaps)}.")
 
 

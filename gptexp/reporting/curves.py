@@ -50,6 +50,10 @@ class Optimum:
     tie_high: float | None = None
     curve: Linex | None = None
 
+    def above(self, other: "Optimum") -> tuple[float, float]:
+        """How far its loss is above that of `other`, and half of the 95% interval of that, in nats."""
+        return self.loss - other.loss, math.hypot(self.loss_half_width or 0.0, other.loss_half_width or 0.0)
+
 
 @dataclass(frozen=True)
 class Outlier:

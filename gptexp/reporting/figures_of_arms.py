@@ -45,7 +45,10 @@ def _by_batch(arms: Sequence[Arm], what: str) -> Figure | None:
             half = o.loss_half_width or 0.0
             low, high = (o.low, o.high) if what == "lr" else (o.loss - half, o.loss + half)
             points.append({"arm": arm.label, "batch": batch, "lr": o.lr, "loss": o.loss, "low": low, "high": high})
-    encoding = {"x": log("batch", "batch size, tokens a step", sizes, ","), "color": _coloured(drawn)}
+    encoding = {
+        "x": log("batch", "batch size, tokens a step", sizes, ","),
+        "color": _coloured([arm.label for arm in drawn]),
+    }
     told = tooltip("batch", what, "low", "high")
     if what == "lr":
         laws = [
@@ -82,7 +85,7 @@ def _by_size(arms: Sequence[Arm]) -> Iterator[Figure]:
         layers = _layers(points, points, log("lr", "best learning rate"), tooltip("lr", "low", "high"))
         labels = list(dict.fromkeys(point["arm"] for point in points))
         x = log("width", key, {point["width"] for point in points}, "d")
-        spec = {"layer": layers, "encoding": {"x": x, "color": _nominal(labels)}}
+        spec = {"layer": layers, "encoding": {"x": x, "color": _coloured(labels)}}
         text = f"The best learning rate at {batch:,} tokens a step, with 95% intervals."
         yield figure(f"arms-{name}-{batch}", f"Best learning rate against {key}", text, spec)
 
@@ -97,10 +100,6 @@ def _layers(lines: Sequence[Spec], points: Sequence[Spec], y: Spec, told: Sequen
     ]  # fmt: skip
 
 
-def _coloured(arms: Sequence[Arm]) -> Spec:
-    return _nominal([arm.label for arm in arms])
-
-
-def _nominal(labels: Sequence[str]) -> Spec:
+def _coloured(labels: Sequence[str]) -> Spec:
     """Encoding of arms, which have no order, by colours."""
     return {"field": "arm", "type": "nominal", "title": "", "sort": list(labels), "legend": {"columns": COLUMNS}}

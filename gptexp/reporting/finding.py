@@ -18,6 +18,11 @@ class Finding:
         return f"{self.text} {self.why}".strip()
 
 
+def nats_higher(gap: float, half_width: float) -> str:
+    """A loss that is `gap` nats above another one, with half of the 95% interval of that."""
+    return f"{gap:.4f} ± {half_width:.4f} nats higher{' (within noise)' if gap <= half_width else ''}"
+
+
 @dataclass(frozen=True)
 class Verdict:
     """What the runs say, in the order in which it is read."""

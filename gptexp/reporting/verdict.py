@@ -1,6 +1,5 @@
 """The analysis in sentences. Each follows from the intervals and tests alone."""
 
-import math
 from collections.abc import Collection, Iterator
 
 from gptexp.process.terminal import printable
@@ -8,7 +7,7 @@ from gptexp.process.words import counted
 from gptexp.reporting.analysis import Analysis, Arm
 from gptexp.reporting.arms_in_words import arms_in_words
 from gptexp.reporting.curves import Curve, Outlier
-from gptexp.reporting.finding import BEHIND_NATS, Finding, Verdict
+from gptexp.reporting.finding import BEHIND_NATS, Finding, Verdict, nats_higher
 from gptexp.reporting.law import SLOPES
 from gptexp.reporting.noise import POWER, Noise, seeds_needed
 from gptexp.reporting.noise_scale import FACTOR, at_the_end, in_words
@@ -205,13 +204,11 @@ def _sizes(arm: Arm) -> Iterator[Finding]:
     if len(optima) < 2:
         return
     best = min(optima, key=lambda batch: optima[batch].loss)
-    gaps = []
-    for batch, o in optima.items():
-        if batch != best:
-            gap = o.loss - optima[best].loss
-            spread = math.hypot(o.loss_half_width or 0.0, optima[best].loss_half_width or 0.0)
-            end = " (within noise)" if gap <= spread else ""
-            gaps.append(f"at {tokens(batch)} it is {gap:.4f} ± {spread:.4f} nats higher{end}")
+    gaps = [
+        f"at {tokens(batch)} it is {nats_higher(*o.above(optima[best]))}"
+        for batch, o in optima.items()
+        if batch != best
+    ]
     text = f"Each at its own best learning rate, {tokens(best)} has the lowest loss."
     yield Finding(text, _sentence("; ".join(gaps)))
 
