@@ -13,6 +13,7 @@ import torch
 from gptexp.config.branching import run_and_step
 from gptexp.config.run_plan import RunPlan, plan_run
 from gptexp.config.scaling import effective_optim
+from gptexp.config.schedule import least_warmup_steps
 from gptexp.config.schema import AUTO, Config, memory_key
 from gptexp.config.vocabulary import with_vocab_size
 from gptexp.data.prepare import count_ids, has_own_validation, prepared_dir
@@ -102,7 +103,7 @@ def plan(cfg: Config, earlier: Effective | None = None, gpu: Gpu | None = None) 
         assumed = replace(effective.vocab_size, reason="an assumption, until the corpus is tokenised")
         effective = replace(effective, vocab_size=assumed)
     cfg = with_vocab_size(cfg, effective.vocab_size.value)
-    memory = estimate(cfg, effective, world_size)
+    memory, optim = estimate(cfg, effective, world_size), effective_optim(cfg)
     p = plan_run(cfg, effective.micro_batch_size.value)
     palm, causal = flops_per_token(cfg.model, cfg.seq_len)
     corpus_tokens, refusals = _prepared_tokens(cfg)
@@ -121,8 +122,10 @@ def plan(cfg: Config, earlier: Effective | None = None, gpu: Gpu | None = None) 
         "flops_palm": palm * p.tokens,
         "flops_causal": causal * p.tokens,
         "lr": cfg.optim.lr,
-        "effective_lr": effective_optim(cfg).lr,
+        "effective_lr": optim.lr,
         "warmup_tokens": p.schedule.warmup_tokens,
+        "warmup_steps": p.step_sizes.steps_to(p.schedule.warmup_tokens),
+        "least_warmup_steps": least_warmup_steps(optim),
         "decay_tokens": p.schedule.decay_tokens,
         "eval_every_tokens": p.eval_every_tokens,
         "save_every_tokens": p.save_every_tokens,
@@ -240,7 +243,7 @@ def show(p: dict[str, Any]) -> None:
         ("FLOPs", f"{p['flops_palm']:.4g} (PaLM's count), {p['flops_causal']:.4g} (causal)"),
         (
             "learning rate",
-            f"{_lr(p)}, warm-up over {counted(p['warmup_tokens'], 'token')}, decay until "
+            f"{_lr(p)}, warm-up over {counted(p['warmup_tokens'], 'token')} ({_warmup_steps(p)}), decay until "
             f"{counted(p['decay_tokens'], 'token')}",
         ),
         ("validation", _every(p["eval_every_tokens"])),
@@ -255,6 +258,11 @@ def show(p: dict[str, Any]) -> None:
 def _lr(p: dict[str, Any]) -> str:
     scaled = f" scaled to {p['effective_lr']:g}" if p["effective_lr"] != p["lr"] else ""
     return f"{p['lr']:g}{scaled}"
+
+
+def _warmup_steps(p: dict[str, Any]) -> str:
+    few = f"; beta2 asks for {p['least_warmup_steps']:,}" if p["warmup_steps"] < p["least_warmup_steps"] else ""
+    return counted(p["warmup_steps"], "step") + few
 
 
 def _every(tokens: int) -> str:

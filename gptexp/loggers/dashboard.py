@@ -21,7 +21,7 @@ from gptexp.process.errors import ConfigError, UserError, first_line
 # number under "val/loss" itself. Panels with one value per run (scatter, parallel coordinates, the list of runs) read
 # the summary, where a dot separates nested keys. Line plots read the history, where the name is "val/loss".
 BEST_LOSS = "val/loss.min"
-LR, BATCH = "optim.lr", "batch.total_batch_size"
+LR, BATCH = "effective_optim.lr", "batch.total_batch_size"  # lr as scaled with the batch size, in every run's config
 MAX_RUNS = 100  # in a panel; wandb's default of 10 is fewer than a sweep has
 LEAVE_S = 10.0  # longest wait for wandb's service to end
 
@@ -36,7 +36,7 @@ def definition(entity: str, project: str, name: str) -> Workspace:
     lr, batch, best_loss = wr.Config(LR), wr.Config(BATCH), wr.SummaryMetric(BEST_LOSS)
     panels = {
         "Loss": curves("train/loss", "val/loss") + curves("train/loss", "val/loss", x="flops", log_x=True),
-        "Optimiser": curves("optim/lr", "optim/grad_norm", "optim/clip_fraction"),
+        "Optimiser": curves("optim/lr", "batch/tokens", "optim/grad_norm", "optim/clip_fraction"),
         "Speed": curves("perf/tokens_per_s", "perf/mfu_palm", "perf/mfu_causal", "perf/step_ms", "perf/data_ms"),
         "Noise scale": [
             *curves("gns/tokens", log_y=True),
@@ -52,7 +52,12 @@ def definition(entity: str, project: str, name: str) -> Workspace:
             wr.ScatterPlot(title=f"{BEST_LOSS} by {LR}", x=lr, y=best_loss, z=batch, log_x=True, log_z=True),
         ],
     }
-    for section, plots in panels.items():
+    of_few_runs = {
+        "Averaged weights": curves("val/loss_ema"),
+        "Sharpness": curves("sharpness/hessian", "sharpness/preconditioned", "sharpness/sam", log_y=True),
+        "Gradient noise added": curves("optim/gradient_noise"),
+    }
+    for section, plots in [*panels.items(), *of_few_runs.items()]:
         for plot in plots:
             plot._id = _digest(section, plot.title)  # otherwise random
     # Runs stay ungrouped: wandb draws a group as one mean line, and the cells of a sweep must stay separate.
@@ -60,7 +65,10 @@ def definition(entity: str, project: str, name: str) -> Workspace:
         entity=entity,
         project=project,
         name=name,
-        sections=[ws.Section(name=section, panels=plots, is_open=True) for section, plots in panels.items()],
+        sections=[
+            *(ws.Section(name=section, panels=plots, is_open=True) for section, plots in panels.items()),
+            *(ws.Section(name=section, panels=plots, is_open=False) for section, plots in of_few_runs.items()),
+        ],
         settings=ws.WorkspaceSettings(x_axis="tokens", max_runs=MAX_RUNS),
         runset_settings=ws.RunsetSettings(
             order=[ws.Ordering(ws.Summary(BEST_LOSS))],

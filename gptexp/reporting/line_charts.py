@@ -305,30 +305,47 @@ def _heights(ends: Mapping[str, Spec], over: str, low: float, high: float) -> di
 
 
 def _noise_scale(lines: Lines) -> Figure | None:
-    """Noise scale over tokens, with rules at the batch sizes in use and at the measured critical batch size."""
+    """Noise scale over tokens, with the batch sizes in use, which a ramp changes, and the measured critical one."""
     points = _values(lines, lambda step: step.noise_scale)
     if not points:
         return None
-    rules = [{"value": batch, "what": BATCH} for batch in sorted({run.batch for run in lines.runs})]
+    fixed = {run.batch for run in lines.runs if not _ramps(run)}
+    sizes: list[Spec] = [{"value": batch, "what": BATCH} for batch in sorted(fixed)]
     if lines.critical_batch is not None:
-        rules.append({"value": lines.critical_batch, "what": CRITICAL})
+        sizes.append({"value": lines.critical_batch, "what": CRITICAL})
+    sizes += [
+        {"value": step.batch, "what": BATCH, "tokens": step.tokens, **_labels(lines, run, step)}
+        for run in lines.runs
+        if _ramps(run)
+        for step in run.train
+    ]
     dashes = {"field": "what", "type": "nominal", "title": None, "sort": [BATCH, CRITICAL],
               "scale": {"range": [[2, 3], [8, 3]]}}  # fmt: skip
-    rule_layer = {
-        "data": {"values": rules},
-        "mark": {"type": "rule", "style": "faint"},
+    size_layer = {
+        "data": {"values": sizes},
         "encoding": {"y": {"field": "value", "type": "quantitative"}, "strokeDash": dashes,
                      "tooltip": tooltip("what", "value", value="tokens a step")},
+        "layer": [
+            {"transform": [{"filter": "datum.tokens == null"}], "mark": {"type": "rule", "style": "faint"}},
+            {"transform": [{"filter": "datum.tokens != null"}],
+             "mark": {"type": "line", "style": "faint", "interpolate": "step-before"},
+             "encoding": {"x": {"field": "tokens", "type": "quantitative"}, "detail": {"field": "run"}}},
+        ],
     }  # fmt: skip
     text = (
         "Running average of the batch size at which the noise in a gradient has the same norm as its signal. In "
         "smaller batches the noise is larger than the signal, in larger batches it is smaller. The noise scale is a "
         "proxy for the critical batch size, and assumes plain gradient steps."
     )
-    layers = [_lines(lines, points, log("value", "gradient noise scale, tokens", form="~s")), rule_layer]
+    layers = [_lines(lines, points, log("value", "gradient noise scale, tokens", form="~s")), size_layer]
     spec = {"layer": layers, "resolve": {"scale": {"strokeDash": "independent"}}}
     text = caption(text, _absent_values(lines, points))
     return figure("noise-scale", "Gradient noise scale", text, spec, is_diagnostic=True)
+
+
+def _ramps(run: Run) -> bool:
+    """Whether the run's steps have different sizes."""
+    return any(step.batch != run.batch for step in run.train)
 
 
 def _chart(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from gptexp.reporting.noise import t_quantile
-from gptexp.reporting.records import Run
+from gptexp.reporting.records import Run, Step
 from gptexp.storage.noise_scale import Norms
 
 END_RATIO = 0.2  # only this last part of a run counts, because the noise scale grows during training
@@ -42,8 +42,12 @@ def end_scale(norms: Sequence[Norms], seq_len: int) -> EndScale | None:
 
 def at_the_end(run: Run) -> EndScale | None:
     """`end_scale` of the last steps that the run has logged."""
+    return end_scale([step.norms for step in _last_steps(run) if step.norms], run.seq_len)
+
+
+def _last_steps(run: Run) -> list[Step]:
     last = run.train[-1].tokens if run.train else 0
-    return end_scale([s.norms for s in run.train if s.norms and s.tokens > (1 - END_RATIO) * last], run.seq_len)
+    return [step for step in run.train if step.tokens > (1 - END_RATIO) * last]
 
 
 def in_words(run: Run, of_run: str = "") -> str:
@@ -52,9 +56,11 @@ def in_words(run: Run, of_run: str = "") -> str:
     if scale is None:
         return f"The gradient noise scale{of_run} cannot be estimated from the logged steps: train for longer."
     interval = f"{scale.low:,.0f} to {scale.high:,.0f}" if scale.high else f"{scale.low:,.0f} or more"
+    sizes = sorted({step.batch for step in _last_steps(run)})
+    of_step = f"{sizes[0]:,}" if len(sizes) == 1 else f"{sizes[0]:,} to {sizes[-1]:,} there"
     return (
         f"Over the last fifth of training the gradient noise scale{of_run} is {scale.tokens:,.0f} tokens (95% interval "
-        f"{interval}); a step has {run.batch:,}."
+        f"{interval}); a step has {of_step}."
     )
 
 

@@ -58,6 +58,7 @@ class Point:
 class Step(Point):
     """An optimizer update. A value is None if it was not finite, or if an older version did not log it."""
 
+    batch: int  # tokens of the step, over all ranks
     lr: float | None
     grad_norm: float | None  # before clipping
     clip_fraction: float | None
@@ -270,13 +271,13 @@ def _read_metrics(run: Run, path: Path, log_every: int, first: int) -> None:
 
 
 def _step(event: dict[str, Any], step: int, tokens: int, seconds: float, run: Run) -> Step:
+    batch = int(event.get("batch/tokens", run.batch))  # older versions had steps of one size
     small, big = _number(event.get("gns/small_sq_norm")), _number(event.get("gns/big_sq_norm"))
     norms = None
     if small is not None and big is not None:
-        sequences = int(event.get("batch/tokens", run.batch)) // run.seq_len  # older versions had steps of one size
-        norms = Norms(small, big, int(event["gns/small_sequences"]), sequences)
+        norms = Norms(small, big, int(event["gns/small_sequences"]), batch // run.seq_len)
         if not 0 < norms.small_sequences < norms.big_sequences:
             raise ValueError("a part is smaller than the whole")
     optional = {name: _number(event.get(metric)) for name, metric in OPTIONAL_METRICS.items()}
     loss, tokens_per_s = _number(event["train/loss"]), float(event["perf/tokens_per_s"])
-    return Step(step, tokens, seconds, loss, tokens_per_s=tokens_per_s, norms=norms, **optional)
+    return Step(step, tokens, seconds, loss, batch, tokens_per_s=tokens_per_s, norms=norms, **optional)

@@ -8,6 +8,7 @@ from typing import Any
 
 from gptexp.config.rules import why_unmeasured
 from gptexp.config.scaling import changes, effective_optim
+from gptexp.config.schedule import least_warmup_steps
 from gptexp.config.schema import Config, to_dict
 from gptexp.data.loader import Dataset
 from gptexp.machine.effective import Effective
@@ -28,6 +29,7 @@ def start_lines(cfg: Config, directory: Path, effective: Effective, t: Training,
     """Return the lines that describe the run before it starts."""
     m, plan, s = cfg.model, t.plan.batch, t.plan.schedule
     total, steps, sizes = plan.total_batch_size, t.plan.steps, t.plan.step_sizes
+    wanted = least_warmup_steps(t.optim)
     per_epoch, ema = t.dataset.order.n_train * plan.seq_len, cfg.train.ema_half_life_tokens
 
     def in_steps(tokens: int) -> str:
@@ -60,7 +62,8 @@ def start_lines(cfg: Config, directory: Path, effective: Effective, t: Training,
         *([f"batch ramp      {t.plan.ramp_in_words()}"] if sizes.ramp_tokens else []),
         f"length          {counted(steps, 'step')}, {t.plan.tokens:,} tokens, "
         f"{rounded(t.plan.tokens / per_epoch)} epochs",
-        f"schedule        {s.name}, warm-up over {counted(s.warmup_tokens, 'token')} ({in_steps(s.warmup_tokens)}), "
+        f"schedule        {s.name}, warm-up over {counted(s.warmup_tokens, 'token')} ({in_steps(s.warmup_tokens)}"
+        f"{f'; beta2 asks for {wanted:,}' if s.warmup_tokens < sizes.tokens_after(wanted) else ''}), "
         f"end at {counted(s.decay_tokens, 'token')} ({in_steps(s.decay_tokens)})",
         *([f"average         of the weights, half-life {length(ema)}"] if ema else []),
         f"validation      {every(t.plan.eval_every_tokens)}",
@@ -134,10 +137,9 @@ def about(
     cfg: Config, effective: Effective, dataset: Dataset, world_size: int, branched_from: dict[str, Any] | None
 ) -> dict[str, Any]:
     """Return the description of a run that summary.json and every checkpoint contain."""
-    optim = effective_optim(cfg)
     return {
         "parameters": count_parameters(cfg.model),
-        **({"effective_optim": asdict(optim)} if optim != cfg.optim else {}),
+        "effective_optim": asdict(effective_optim(cfg)),
         "world_size": world_size,
         "device": effective.device_name,
         "seed": cfg.train.seed,

@@ -316,6 +316,25 @@ def test_a_plan_warns_of_more_than_four_epochs(
     assert [line.startswith(f"{p['epochs']:.2f} epochs: ") for line in warnings] == [True] * warned
 
 
+@pytest.mark.parametrize(
+    ("overrides", "shown"),
+    [
+        (["schedule.warmup_steps=39"], "(39 steps; beta2 asks for 40)"),
+        (["schedule.warmup_steps=40"], "(40 steps)"),
+        (["schedule.warmup_steps=40", "optim.beta2=0.99"], "(40 steps; beta2 asks for 200)"),
+        (["schedule.warmup_steps=40", "optim.beta2_half_life_tokens=2560"], "(40 steps; beta2 asks for 59)"),
+        (["schedule.warmup_steps=1", "optim=sgd"], "(1 step)"),
+        (["schedule.warmup_steps=1", "optim=lion"], "(1 step)"),  # its beta2 is of the first moment
+    ],
+)
+def test_a_plan_says_how_many_steps_adam_asks_for_if_the_warm_up_is_shorter(
+    tiny: list[str], overrides: list[str], shown: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main([*tiny, "train.max_steps=100", *overrides])
+    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("learning rate")]
+    assert shown in line
+
+
 def test_large_numbers_of_epochs_are_rounded_and_have_separators(
     tiny: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

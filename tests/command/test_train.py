@@ -38,7 +38,8 @@ def test_the_loss_falls_from_that_of_a_uniform_guess(finished: Finished) -> None
 
 def test_the_start_block_prints_schedule_validation_and_learning_rate(finished: Finished) -> None:
     assert (
-        "schedule        cosine, warm-up over 512 tokens (4 steps), end at 5,120 tokens (40 steps)" in finished.stdout
+        "schedule        cosine, warm-up over 512 tokens (4 steps; beta2 asks for 40), end at 5,120 tokens (40 steps)"
+        in finished.stdout
     )
     assert "validation      every 512 tokens (4 steps)" in finished.stdout
     assert "num decayed parameter tensors: 6, with 808,192 parameters" in finished.stdout

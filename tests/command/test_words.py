@@ -56,7 +56,7 @@ def test_a_run_of_one_step(tiny: list[str], tmp_path: Path, capsys: pytest.Captu
 def test_intervals_that_are_no_whole_steps(tiny: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train([*tiny, "log=disabled", "log.progress=lines", *ODD], tmp_path / "odd")
     text = capsys.readouterr().out
-    assert "warm-up over 100 tokens (0.8 steps), end at 384 tokens (3 steps)" in text
+    assert "warm-up over 100 tokens (0.8 steps; beta2 asks for 40), end at 384 tokens (3 steps)" in text
     assert "every 150 tokens (1.2 steps)" in text
     assert wrong(text) == []
 

@@ -10,8 +10,8 @@ from real_runs import train_here
 
 from gptexp.config.compose import compose
 from gptexp.reporting.analysis import analyse
-from gptexp.reporting.noise_scale import end_scale, ratio_interval
-from gptexp.reporting.records import find_runs
+from gptexp.reporting.noise_scale import end_scale, in_words, ratio_interval
+from gptexp.reporting.records import Run, Step, find_runs
 from gptexp.reporting.verdict import verdict
 from gptexp.storage import run_dir
 from gptexp.storage.noise_scale import Norms
@@ -64,6 +64,18 @@ def test_a_run_ends_with_the_sentence_of_its_report(
         [run] = find_runs(tmp_path / name)
         assert line.removeprefix("noise scale     ") in verdict(analyse(name, [run])).lines
         assert ("cannot be estimated" in line) == (steps == 10)
+
+
+def test_the_sentence_gives_the_sizes_of_the_last_steps_of_a_ramp() -> None:
+    run = Run("ramp", Path(), "running", {}, batch=800, seq_len=100)
+    sizes = [400] * 40 + [500, 600] * 10  # the last fifth has ten steps, of the larger two sizes
+    for number, size in enumerate(sizes, 1):
+        norms = Norms(2 * (1 + 6 / 1), 2 * (1 + 6 * 100 / size), 1, size // 100)
+        tokens = sum(sizes[:number])
+        values = dict.fromkeys(("lr", "grad_norm", "clip_fraction", "mfu", "noise_scale", "cosine"))
+        run.train.append(Step(number, tokens, 0.0, 1.0, size, tokens_per_s=1.0, norms=norms, **values))
+    assert "is 600 tokens" in in_words(run)
+    assert in_words(run).endswith("a step has 500 to 600 there.")
 
 
 def test_too_few_steps_give_no_scale() -> None:

@@ -88,7 +88,11 @@ def test_the_report_reads_the_norms_of_each_step_with_its_own_batch(directory: P
     assert (run.problem, run.batch) == (None, 128)
     found = [step.norms and step.norms.big_sequences for step in run.train]
     assert found == [size // 16 if size > 32 else None for size in SIZES]
-    assert ("Batch ramp", "from 32 over 900 tokens") in build_report(directory).overview.facts
+    report = build_report(directory)
+    assert ("Batch ramp", "from 32 over 900 tokens") in report.overview.facts
+    [spec] = [figure.spec for figure in report.figures if figure.key == "noise-scale"]
+    drawn = [(row.get("tokens"), row["value"]) for row in spec["layer"][1]["data"]["values"]]
+    assert drawn == list(zip(ENDS, SIZES, strict=True))  # and no rule at the size of the last steps
 
 
 def test_steps_read_the_one_stream_of_data_where_the_step_before_ended(
@@ -187,7 +191,9 @@ def test_the_start_block_says_how_the_batch_grows(gptexp: Gptexp, tiny: list[str
     assert "validation      every 300 tokens" in lines
     warm_up = sum(end < 320 for end in [0, *ENDS])
     assert any(
-        line.endswith(f"warm-up over 320 tokens ({warm_up} steps), end at 1,600 tokens ({len(SIZES)} steps)")
+        line.endswith(
+            f"warm-up over 320 tokens ({warm_up} steps; beta2 asks for 40), end at 1,600 tokens ({len(SIZES)} steps)"
+        )
         for line in lines
     )
     assert f"length          {len(SIZES)} steps, {ENDS[-1]:,} tokens, " in done.stdout
