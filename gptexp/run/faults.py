@@ -34,12 +34,12 @@ def explained(job: Job, store: dist.Store | None, effective: Effective, state: T
     Raises a `UserError` for exhausted memory, and for ranks that have ended or do not answer. If memory is exhausted
     before the first step and the micro-batch is `auto`, saves a smaller one first. Raises any other error unchanged.
     """
-    first_step = state.step
+    resumed_at = state.step
     try:
         yield
     except RuntimeError as error:
         if is_out_of_memory(error):
-            raise _too_large(job, effective, at_the_start=state.step == first_step) from error
+            raise _too_large(job, effective, at_the_start=state.step == resumed_at) from error
         if store is None or not _of_a_collective(error):
             raise
         missing = _missing(store, job.rank)

@@ -115,7 +115,7 @@ class _Loop:
         measured = t.noise_half_life_tokens is not None
         self.small_gradients = SmallGradients(t.step.model) if measured else None
         self.work_ms = 0.0  # this rank's own work in the last logged step
-        self.first_step = state.step  # of this attempt
+        self.resumed_at = state.step  # where this attempt begins
         self.batches = self.data()
         self.clock = Stopwatch()
 
@@ -138,7 +138,7 @@ class _Loop:
                 return reason
         while state.step < t.plan.steps and not self.reasons:
             self.queue_step()
-            if state.step == self.first_step + 1:
+            if state.step == self.resumed_at + 1:
                 _freeze_garbage()  # here, so that its duration is part of the first step's
             last = state.step == t.plan.steps
             due_score = bool(t.cfg.eval_tasks) and (last or self.is_due(t.cfg.eval_tasks_every_tokens))

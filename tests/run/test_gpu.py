@@ -25,6 +25,7 @@ from gptexp.training.phases import StepTimer
 from gptexp.training.small_gradients import SmallGradients
 from gptexp.training.step import Probe, TrainStep
 from gptexp.training.step_report import StepReport, StepTimeout
+from gptexp.training.weight_average import WeightAverage
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -170,8 +171,8 @@ def test_the_noise_scale_equals_that_of_a_cpu(gptexp: Gptexp, tiny: list[str], t
         assert cuda[name] == pytest.approx(cpu[name], rel=1e-3)
 
 
-def test_neither_gradient_noise_nor_measuring_the_noise_scale_synchronises_with_the_device() -> None:
-    """torch raises where a step would wait for the device."""
+def test_neither_noise_nor_its_measurement_nor_the_average_synchronises_with_the_device() -> None:
+    """torch raises where a step with gradient noise, a noise scale and averaged weights would wait for the device."""
     cfg = compose(["model=gpt2", "model.n_layer=2", "batch.total_batch_size=4096", "batch.micro_batch_size=1"])
     device = torch.device("cuda")
     effective = resolve(cfg, device, Rank())
@@ -181,12 +182,14 @@ def test_neither_gradient_noise_nor_measuring_the_noise_scale_synchronises_with_
     batches = (MicroBatch(x, x.clone(), 0, 0) for _ in range(8))
     probe = Probe(small_gradients=SmallGradients(gpt))
     step = TrainStep(gpt, optimizer, MeanReduction(None), 1.0, forward_context(effective), dropout=False)
-    noise = StepNoise(seed=1, relative=0.1, absolute=0.1)
+    noise, average = StepNoise(seed=1, relative=0.1, absolute=0.1), WeightAverage(gpt, 8192)
     with step_context(effective):
-        step(batches, 4, lr_factor=1.0, probe=probe, noise=noise)  # compiles
+        report = step(batches, 4, lr_factor=1.0, probe=probe, noise=noise)  # compiles
+        average.update(4096, report.finite)
         torch.cuda.set_sync_debug_mode("error")
         try:
             report = step(batches, 4, lr_factor=1.0, probe=probe, noise=noise)
+            average.update(4096, report.finite)
         finally:
             torch.cuda.set_sync_debug_mode("default")
     assert report.read().small_sq_norm > 0
