@@ -72,7 +72,7 @@ def proposals(analysis: Analysis, sweep: SweepRecord) -> list[Proposal]:
             swept = [f"batch.total_batch_size={cells.batch}", f"optim.lr={rates}"]
             if seeds := cells.seeds or _seed_of(arm, sweep):
                 swept.append(f"train.seed={','.join(map(str, seeds))}")
-            command = as_command(["train", "-m", *fixed, *swept])
+            command = as_command(["train", "-m", *fixed, *swept, *_tied(arm, sweep, cells.batch)])
             runs = len(lrs) * max(1, len(cells.seeds))
             found.append(Proposal(command, cells.why, runs, _minutes(arm, cells.batch, runs)))
     return found
@@ -89,6 +89,18 @@ def _seed_of(arm: Arm, sweep: SweepRecord) -> list[int]:
         return []
     seeds = sorted(run.seed for run in arm.runs)
     return [statistics.mode(seeds)]
+
+
+def _tied(arm: Arm, sweep: SweepRecord, batch: int) -> list[str]:
+    """The swept values that have no effect on a result, such as the micro-batch, of a cell at the nearest batch size.
+
+    A grid of several mappings may tie them to the batch size. With a new batch size alone, the cells of every mapping
+    would have it, each with another micro-batch.
+    """
+    nearest = min(arm.runs, key=lambda run: abs(math.log(run.batch / batch)))
+    cell = sweep.cells.get(nearest.name)
+    values = cell.values if cell is not None else {}
+    return [f"{key}={value}" for key, value in values.items() if "." in key and key not in nearest.config]
 
 
 def _typed(value: Any) -> str:
