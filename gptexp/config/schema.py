@@ -186,7 +186,7 @@ class LionConfig(TwoMomentsConfig):
 
 @dataclass
 class LambConfig(TwoMomentsConfig):
-    """LAMB (arXiv 1904.00962): Adam, scaled to the norm of each matrix. Vectors are not scaled."""
+    """LAMB (arXiv 1904.00962): Adam, scaled to the norm of each matrix; vectors by AdamW."""
 
     needs: ClassVar[str | None] = PYTORCH_OPTIMIZER
     name: str = _optimizer("lamb")

@@ -40,7 +40,7 @@ def state_shapes(optim: OptimConfig, name: str, shape: Shape) -> Mapping[str, Sh
             return {"momentum_buffer": shape} if optim.momentum else {}
         case LionConfig():
             return {"exp_avg": shape}
-        case LambConfig():
+        case LambConfig() if len(shape) > 1:
             norms: dict[str, Shape] = dict.fromkeys(("weight_norm", "adam_norm", "trust_ratio"), ())
             return {"exp_avg": shape, "exp_avg_sq": shape, **norms}
         case MuonConfig() if is_by_muon(name, len(shape)):

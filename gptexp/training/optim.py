@@ -113,13 +113,15 @@ def _built(model: nn.Module, cfg: OptimConfig, fused: bool) -> Optimizer:
         case LionConfig():
             return pytorch_optimizer.Lion(groups, cfg.lr, (cfg.beta1, cfg.beta2))
         case LambConfig():
-            # As version 3 of the paper: no correction of the moments' bias, weight decay before the scaling.
+            # As version 3 of the paper: weight decay before the scaling, and no correction of the moments' bias, which
+            # the scaling makes up for. Vectors are not scaled. At its peak they would get several times lr without it.
+            matrices, vectors = groups
             lamb = pytorch_optimizer.Lamb(
-                [{**group, "adam": group["params"][0].dim() < 2} for group in groups],
-                cfg.lr, (cfg.beta1, cfg.beta2), eps=cfg.eps, weight_decouple=False, adam_debias=True, max_grad_norm=0.0,
+                [matrices], cfg.lr, (cfg.beta1, cfg.beta2), eps=cfg.eps, weight_decouple=False, adam_debias=True,
+                max_grad_norm=0.0,
             )  # fmt: skip
             lamb.clamp = math.inf  # 10 would cut the norms of most matrices of a GPT-2
-            return lamb
+            return Joined(lamb, AdamW([vectors], cfg.lr, (cfg.beta1, cfg.beta2), cfg.eps))
         case LarsConfig():
             return pytorch_optimizer.LARS(
                 groups, cfg.lr, momentum=cfg.momentum, trust_coefficient=cfg.trust_coefficient

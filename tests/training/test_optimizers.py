@@ -61,7 +61,7 @@ class Lion:
 
 
 class Lamb:
-    """arXiv 1904.00962 version 3, algorithm 2, with phi(z) = z; vectors as they are."""
+    """arXiv 1904.00962 version 3, algorithm 2, with phi(z) = z; vectors by Adam (arXiv 1412.6980, algorithm 1)."""
 
     def __init__(self, c: OptimConfig, w: Array) -> None:
         self.c, self.m, self.v = c, np.zeros_like(w), np.zeros_like(w)
@@ -70,10 +70,10 @@ class Lamb:
         c = self.c
         self.m = c.beta1 * self.m + (1 - c.beta1) * g
         self.v = c.beta2 * self.v + (1 - c.beta2) * g * g
-        r = self.m / (np.sqrt(self.v) + c.eps)
         if w.ndim < 2:
-            return w - c.lr * r
-        u = r + c.weight_decay * w
+            unbiased = self.v / (1 - c.beta2**step)
+            return w - c.lr * self.m / (1 - c.beta1**step) / (np.sqrt(unbiased) + c.eps)
+        u = self.m / (np.sqrt(self.v) + c.eps) + c.weight_decay * w
         return w - c.lr * np.linalg.norm(w) / (np.linalg.norm(u) + c.eps) * u
 
 
@@ -197,7 +197,7 @@ def test_the_formula_holds_for_the_sizes_of_a_large_model(name: str) -> None:
     """Gradients that are clipped to a norm of 1 over a hundred million numbers, and matrices of norm 30, in float32."""
     c = config(name, lr=0.02)
     torch.manual_seed(0)
-    model = torch.nn.Linear(40, 30, bias=False)
+    model = torch.nn.Linear(40, 30)
     with torch.no_grad():
         model.weight.mul_(30 / model.weight.norm())
     optimizer = build_optimizer(model, c, False)
@@ -255,10 +255,14 @@ def test_every_parameter_is_in_exactly_one_group_and_vectors_do_not_decay(name: 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_gradients_are_not_clipped_inside(name: str) -> None:
-    """Adaptive optimizers do not see the size of gradients; that of the others is proportional to them."""
+    """Adaptive optimizers do not see the size of gradients; the updates of the others are proportional to it.
+
+    The second gradient has 64 times the norm of the first. Of the smaller ones neither norm is above 1, of the larger
+    ones the second is 33, so a limit between would change how the two are weighted.
+    """
     moved = []
-    for factor in (1.0, 1024.0):  # a power of two changes no rounding
-        model = tiny()
+    for factor in (1.0, 64.0):  # powers of two change no rounding
+        model = tiny().double()
         c = config(name, lr=1e-3, weight_decay=0.0)
         if hasattr(c, "eps"):
             c.eps = 1e-30
@@ -266,12 +270,13 @@ def test_gradients_are_not_clipped_inside(name: str) -> None:
         for step in (0, 1):
             gradients(model, step)
             for p in model.parameters():
-                p.grad *= factor
+                p.grad *= factor * 2.0 ** (-13 if step == 0 else -7)
             optimizer.step()
         moved.append([p.detach() - b for p, b in zip(model.parameters(), before, strict=True)])
     for small, large in zip(*moved, strict=True):
         grows = name == "sgd" or (name == "lars" and small.dim() == 1)
-        torch.testing.assert_close(large, small * (1024.0 if grows else 1.0), rtol=1e-3, atol=1e-6)
+        wanted = small * (64.0 if grows else 1.0)
+        assert (large - wanted).norm() < 0.05 * wanted.norm()  # schedulefree adds a constant to the second moment
 
 
 @pytest.mark.parametrize("name", NAMES)
