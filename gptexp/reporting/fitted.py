@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import yaml
+
 from gptexp.process.errors import ConfigError
 from gptexp.reporting.own_file import MARKS, check_own
 from gptexp.storage.run_dir import storage, write_atomically
@@ -46,12 +48,18 @@ def write_optim(path: Path, analysis: "Analysis") -> None:
         f"{MARKS[COMMAND]} from {analysis.name}: optima at {sizes} tokens a step.\n"
         f"# lr = {law.lr:.6g} * (batch.total_batch_size / {law.tokens:.6g}) ** {law.exponent:.4f}; 95% interval of the "
         f"exponent: {law.low:.3f} to {law.high:.3f}.\n{warning}{holds_for}"
-        f"defaults:\n  - {config['optim.name']}\n"
+        f"defaults:\n  - {config['optim.name']}\n{yaml.safe_dump(_other_keys(config), sort_keys=False)}"
         f"lr: ${{power_law:${{batch.total_batch_size}},{law.lr:.6g},{law.tokens:.6g},{law.exponent:.4f}}}\n"
     )
     with storage(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, text)
+
+
+def _other_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The optimizer's keys, besides its name and `lr`, as the runs of an arm had them."""
+    keys = {key.removeprefix("optim."): value for key, value in config.items() if key.startswith("optim.")}
+    return {key: value for key, value in keys.items() if key not in ("name", "lr")}
 
 
 def _holds_for(config: Mapping[str, Any]) -> str:
@@ -63,6 +71,4 @@ def _holds_for(config: Mapping[str, Any]) -> str:
     given = {key: rule for key, rule in rules.items() if rule != "none"}
     if given:
         given["scaling.reference_tokens"] = config["scaling.reference_tokens"]
-    if (half_life := config.get("optim.beta2_half_life_tokens")) is not None:
-        given["optim.beta2_half_life_tokens"] = half_life
     return " ".join(f"{key}={value}" for key, value in given.items())

@@ -1,11 +1,13 @@
 """The law of a sweep as a config file. It sets the learning rate of any batch size and overwrites no other file."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from sweeps import report_of, write_sweep
 
 from gptexp.config.compose import compose
+from gptexp.config.schema import result_deciding
 from gptexp.process.errors import ConfigError
 from gptexp.reporting.analysis import Analysis, analyse
 from gptexp.reporting.fitted import check_target, write_optim
@@ -34,12 +36,21 @@ def test_the_law_sets_the_learning_rate_of_any_batch_size(swept: Path, analysis:
     assert compose(["optim=fitted", "optim.lr=0.5"], str(own)).optim.lr == 0.5
 
 
-def test_the_law_of_another_optimizer_keeps_it(swept: Path, tmp_path: Path) -> None:
-    runs = find_runs(swept)
+@pytest.mark.parametrize(
+    "optim",
+    [
+        ["optim=muon", "optim.momentum=0.9", "optim.ns_steps=3"],
+        ["optim=adamw", "optim.beta2=0.99", "optim.weight_decay=0"],
+        ["optim=adamw", "optim.beta2_half_life_tokens=99"],
+    ],
+)
+def test_a_law_keeps_the_optimizer_of_its_sweep_with_all_keys(optim: list[str], swept: Path, tmp_path: Path) -> None:
+    runs, config = find_runs(swept), compose(optim)
+    of_optim = {key: value for key, value in result_deciding(config).items() if key.startswith("optim.")}
     for run in runs:
-        run.config["optim.name"] = "muon"
+        run.config = {key: value for key, value in run.config.items() if not key.startswith("optim.")} | of_optim
     write_optim(tmp_path / "optim" / "fitted.yaml", analyse("sweep", runs))
-    assert compose(["optim=fitted"], str(tmp_path)).optim.name == "muon"
+    assert replace(compose(["optim=fitted"], str(tmp_path)).optim, lr=1.0) == replace(config.optim, lr=1.0)
 
 
 def test_the_law_is_not_scaled_twice(analysis: Analysis, tmp_path: Path) -> None:
@@ -61,10 +72,6 @@ def test_the_law_of_an_arm_with_scaled_betas_says_so(swept: Path, tmp_path: Path
     write_optim(tmp_path / "optim" / "fitted.yaml", analyse("sweep", runs))
     given = "# Give with it: scaling.betas=beta2_half_life scaling.reference_tokens=8192"
     assert f"{given}\n" in (tmp_path / "optim" / "fitted.yaml").read_text()
-    for run in runs:
-        run.config |= {"scaling.betas": "none", "scaling.weight_decay": "tau", "optim.beta2_half_life_tokens": 99}
-    write_optim(tmp_path / "optim" / "fitted.yaml", analyse("sweep", runs))
-    assert "# Give with it: optim.beta2_half_life_tokens=99\n" in (tmp_path / "optim" / "fitted.yaml").read_text()
 
 
 def test_a_law_replaces_one_written_before(analysis: Analysis, tmp_path: Path) -> None:
