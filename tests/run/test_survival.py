@@ -62,18 +62,27 @@ def test_a_run_survives_fifty_kills(tmp_path: Path, world_sizes: tuple[int, ...]
     assert found["starts per world size"].keys() == {str(size) for size in world_sizes}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [*(name for name in OPTIMIZERS if name != "adamw"), "completep"])
-def test_a_run_with_each_optimizer_survives_twenty_kills_at_changing_world_sizes(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "kills"),
+    [
+        *(pytest.param(name, 20, marks=pytest.mark.slow) for name in (*OPTIMIZERS, "completep") if name != "adamw"),
+        # Two optimizers in one, lists of tensors, weights of two kinds:
+        *(pytest.param(name, 4, marks=pytest.mark.e2e) for name in ("muon", "soap", "schedulefree")),
+    ],
+)
+def test_a_run_with_each_optimizer_survives_kills_at_changing_world_sizes(
+    tmp_path: Path, name: str, kills: int
+) -> None:
     """So two ranks train as one does: the undisturbed run is on one rank."""
     pytest.importorskip("pytorch_optimizer", reason="no pytorch_optimizer; pip install 'gptexp[optim]'")
     overrides = [f"optim={name}"]
     if name == "completep":  # AdamW, whose groups of parameters then have settings of their own
         overrides = ["model.parametrisation=completep", "model.base_n_embd=8", "model.base_n_layer=2"]
-    found = survive(tmp_path, "kills", "--kills", 20, "--steps", 130, "--world-sizes", 1, 2, "--optim", *overrides)
+    length = ("--kills", kills, "--steps", 6 * kills + 10)
+    found = survive(tmp_path, "kills", *length, "--world-sizes", 1, 2, "--optim", *overrides)
     print(found)
     assert unharmed(found), found
-    assert found["kills"] == 20, found
+    assert found["kills"] == kills, found
     assert found["starts per world size"].keys() == {"1", "2"}
 
 
