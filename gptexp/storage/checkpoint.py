@@ -66,7 +66,7 @@ class TrainState:
     trend: LossTrend = field(default_factory=LossTrend)
     noise_scale: NoiseScale = field(default_factory=NoiseScale)
     earlier_noise: float = 0.0  # `noise_scale.valid_noise` before the newest step
-    regular: bool = True  # False: saved before it was due, because the run stopped early
+    regular: bool = True  # False: saved before it was due, as the run stopped early or measured its sharpness
 
     def go_back(self, saved: "TrainState", steps: int, tokens: int) -> None:
         """Restore the counters of an earlier checkpoint, and pass over the data that `steps` steps have read since.
@@ -86,8 +86,8 @@ class Keep:
     """The checkpoints that are kept when a new one is saved."""
 
     last: int = 0  # number of newest regular checkpoints; 0: all
-    every_tokens: int = 0  # the first at or after each multiple; 0: none
-    best: bool = True  # the one with the lowest validation loss
+    every_tokens: int = 0  # the first regular one at or after each multiple; 0: none
+    best: bool = True  # the regular one with the lowest validation loss
 
 
 def name_of(step: int) -> str:
@@ -429,16 +429,19 @@ def complete(directory: Path) -> dict[Path, TrainState]:
 
 
 def selected(states: dict[Path, TrainState], keep: Keep) -> set[Path]:
-    """Those of the checkpoints `states`, newest first, that `keep` selects, and the newest."""
+    """Those of the checkpoints `states`, newest first, that `keep` selects among the regular ones, and the newest.
+
+    So which regular checkpoints are kept does not depend on interruptions and measurements of the sharpness.
+    """
     if not keep.last:
         return set(states)
-    due = [path for path, state in states.items() if state.regular]
-    kept = {*due[: keep.last], *list(states)[:1]}  # the newest is kept even if it was not due
-    losses = {p: s.val_loss for p, s in states.items() if s.val_loss is not None and s.evaluated_tokens == s.tokens}
+    due = {path: state for path, state in states.items() if state.regular}
+    kept = {*list(due)[: keep.last], *list(states)[:1]}  # the newest is kept even if it was not due
+    losses = {p: s.val_loss for p, s in due.items() if s.val_loss is not None and s.evaluated_tokens == s.tokens}
     if keep.best and losses:
         kept.add(min(losses, key=lambda path: losses[path]))
     before = 0
-    for path, state in reversed(states.items()):
+    for path, state in reversed(due.items()):
         if crosses(before, state.tokens, keep.every_tokens):
             kept.add(path)
         before = state.tokens

@@ -5,6 +5,7 @@ import json
 import os
 import resource
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -132,14 +133,15 @@ def test_pruning_keeps_the_newest_and_removes_leftovers(tmp_path: Path) -> None:
     assert (checkpoint.load_latest(tmp_path) or pytest.fail("none"))[1].step == 100_000_000
 
 
-def keep(directory: Path, keep: Keep, losses: dict[int, float | None]) -> list[int]:
+def keep(directory: Path, keep: Keep, losses: dict[int, float | None], irregular: Collection[int] = ()) -> list[int]:
     """Save a checkpoint after each step of ten tokens; the steps that are kept. A loss of None: no evaluation."""
     model, optimizer = trained(1)
     val_loss = None
     for step, loss in losses.items():
         val_loss = val_loss if loss is None else loss
         evaluated = 10 * step if loss is not None else 0
-        state = TrainState(step=step, tokens=10 * step, val_loss=val_loss, evaluated_tokens=evaluated)
+        state = TrainState(step, 10 * step, val_loss=val_loss, evaluated_tokens=evaluated)
+        state.regular = step not in irregular
         checkpoint.save(directory, model, optimizer, state, keep)
     return sorted(int(p.name.removeprefix("step-")) for p in directory.glob("step-*"))
 
@@ -179,6 +181,18 @@ def test_a_checkpoint_of_an_interruption_is_loaded_and_replaces_no_regular_one(t
         assert found[1].step == step
     save(tmp_path, 4, keep_last=2)
     assert sorted(p.name[-1] for p in tmp_path.iterdir()) == ["2", "4"]
+
+
+@pytest.mark.parametrize("rule", [Keep(1, 1000, best=False), Keep(1, best=True), Keep(2, 700, best=True)])
+def test_checkpoints_of_the_sharpness_displace_none_that_a_rule_keeps(tmp_path: Path, rule: Keep) -> None:
+    """Saves after 900, 1800, … tokens, and measurements of the sharpness after 1000, 2000, … with the lowest losses."""
+    due: dict[int, float | None] = {step: 5 + abs(step - 180) / 1000 for step in range(90, 541, 90)}
+    measured: dict[int, float | None] = {step: 1 + step / 1000 for step in range(100, 501, 100)}
+    expected = keep(tmp_path / "due", rule, due)
+    both = keep(tmp_path / "both", rule, dict(sorted({**due, **measured}.items())), irregular=measured)
+    assert both == expected
+    if rule.every_tokens == 1000:
+        assert both == [180, 270, 360, 450, 540]
 
 
 def test_files_are_synced_before_the_rename_and_the_rename_before_save_returns(
