@@ -10,7 +10,7 @@ import math
 import os
 import re
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -72,16 +72,24 @@ def first_tokens(config: Config) -> int:
 def inherited(config: Config, parent: Parent, given: Collection[str]) -> Config:
     """The config of a branch: that of `parent`, with the `given` keys as in `config`.
 
-    Given are those on the command line, and those in the files of groups that were chosen there. Two lengths follow
-    from the checkpoint unless they are given. The warm-up is that of the parent, in tokens, which is the only one that
-    can agree with it. With schedule=wsd, the cooldown begins at the checkpoint. Raises `ConfigError` for a key that a
-    branch cannot have.
+    Given are those on the command line, and those in the files of groups that were chosen there. A chosen `schedule` is
+    a whole one, as in `config`. Two lengths follow from the checkpoint unless they are given. The warm-up is that of
+    the parent, in tokens, which is the only one that can agree with it. With schedule=wsd, the cooldown begins at the
+    checkpoint. Raises `ConfigError` for a key that a branch cannot have.
     """
     if "experiment" in given:
         raise ConfigError("experiment: a branch has the settings of its run; leave it out")
     branch = copy.deepcopy(parent.config)
     if "optim" in given:  # another optimizer has other keys
         branch.optim = config.optim
+    if "schedule" in given:
+        was = branch.schedule
+        branch.schedule = replace(
+            config.schedule,
+            warmup_ratio=was.warmup_ratio,
+            warmup_tokens=was.warmup_tokens,
+            warmup_steps=was.warmup_steps,
+        )
     for key in given:
         section, name = _place(branch, key)
         composed, _ = _place(config, key)

@@ -206,8 +206,8 @@ def to_config(
     problems = _law_scaled_twice(cfg)
     given = {text.split("=", 1)[0] for text in overrides}
     if parent is not None:
-        # Of the warm-up, which lies in the past, a file says nothing new.
-        given |= _of_chosen_files(cfg.hydra, overrides) - {*branching.WARMUP}
+        # A branch takes a chosen schedule as a whole, so the keys of its file are not given one by one.
+        given |= {key for key in _of_chosen_files(cfg.hydra, overrides) if not key.startswith("schedule.")}
         config = branching.inherited(config, parent, given)
         if launcher_world_size is not None and "world.size" not in given:
             config.world.size = None  # that of the launcher

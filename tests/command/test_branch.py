@@ -213,6 +213,34 @@ def test_every_key_that_is_not_given_is_that_of_the_run(constant: Path) -> None:
     }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("of_parent", "given", "expected"),
+    [
+        (["schedule=wsd_sqrt"], ["schedule=wsd"], {"name": "wsd", "cooldown": "linear", "cooldown_ratio": 0.2}),
+        (["schedule=wsd", "schedule.cooldown_ratio=0.5"], ["schedule=wsd"], {"cooldown_ratio": 0.2}),
+        (["schedule=cosine_hold"], ["schedule=linear"], {"name": "linear", "decay_ratio": 1.0, "min_lr_ratio": 0.0}),
+        (["schedule=wsd", "schedule.decay_steps=16"], ["schedule=constant"], {"name": "constant", "decay_steps": None}),
+        (
+            ["schedule=wsd_sqrt"],
+            ["schedule.cooldown_ratio=0.1"],
+            {"cooldown": "1-sqrt", "cooldown_ratio": 0.1, "min_lr_ratio": 0.0},
+        ),
+        (["schedule=wsd"], ["schedule=gpt3", "schedule.decay_ratio=0.5"], {"decay_tokens": None, "decay_ratio": 0.5}),
+    ],
+)
+def test_a_chosen_schedule_is_a_whole_one_and_a_key_alone_changes_that_key(
+    corpus: Path, of_parent: list[str], given: list[str], expected: dict[str, Any]
+) -> None:
+    """It has no key of the parent's schedule but the warm-up."""
+    own = [*TINY, f"data.path={corpus}", "schedule.warmup_steps=5", "train.max_steps=16"]
+    parent = Parent(Path("/parent"), compose([*own, *of_parent]), step=6, tokens=6 * 128)
+    with pytest.MonkeyPatch.context() as patch:  # these lengths need not fit the past
+        patch.setattr("gptexp.config.branching.history_problems", lambda *_: iter(()))
+        branched = compose(["branch_from=/parent@6", *given, "train.max_steps=40"], find_parent=lambda _: parent)
+    assert {key: getattr(branched.schedule, key) for key in expected} == expected
+    assert (branched.schedule.warmup_tokens, branched.schedule.warmup_steps) == (5 * 128, None)
+
+
 def test_the_newest_checkpoint_is_taken_without_a_step(constant: Path) -> None:
     assert composed([f"branch_from={constant}", "schedule=wsd"]).branch_from == f"{constant}@16"
 
