@@ -7,7 +7,7 @@ from datetime import datetime
 from pathlib import Path
 
 from gptexp.command import from_init
-from gptexp.config.compose import compose
+from gptexp.config.compose import composition, hydra_engine, to_config
 from gptexp.config.describe import answer_help
 from gptexp.config.rules import LIKE_ADAM, problems
 from gptexp.config.schema import Config, ModelConfig
@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
 
     from_init.register()
     overrides = [*args.overrides, f"optim.lr={args.lr!r}", "schedule=constant"]
-    config = compose(overrides, args.config_dir, args.config_name)
+    config = _composed(overrides, args.config_dir, args.config_name)
     if config.optim.name not in LIKE_ADAM:
         raise ConfigError(
             f"optim={config.optim.name}: the limits are for updates like Adam's; use {' or '.join(LIKE_ADAM)}"
@@ -67,6 +67,19 @@ def main(argv: list[str] | None = None) -> int:
     from gptexp.run.coordcheck import coordcheck
 
     return coordcheck(config, models, args.seeds, out, args.json)
+
+
+def _composed(overrides: list[str], config_dir: str | None, config_name: str | None) -> Config:
+    """The checked config. It may lack the base, which `_models` then sets."""
+    with hydra_engine(config_dir) as engine:
+        cfg = composition(engine, overrides, config_dir, multirun=False, config_name=config_name)
+        lacks_base = cfg.model.parametrisation != "standard" and cfg.model.base_n_embd is None
+        if lacks_base:
+            cfg.model.base_n_embd = cfg.model.n_embd  # any width that passes the checks
+        config = to_config(cfg, cfg.hydra.overrides.task)
+    if lacks_base:
+        config.model.base_n_embd = None
+    return config
 
 
 def _models(config: Config, widths: str) -> list[ModelConfig]:

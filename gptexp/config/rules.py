@@ -177,6 +177,15 @@ def _parametrisation(cfg: Config, _: int) -> Iterator[str]:
         yield f"model.base_n_embd={width}: not divisible by the {counted(heads, 'head')} of the base; set base_n_head"
 
 
+def _base(cfg: Config, _: int) -> Iterator[str]:
+    chosen = cfg.model.parametrisation
+    if chosen != "standard" and cfg.model.base_n_embd is None:  # a run that has been trained so can still be read
+        yield (
+            f"model.base_n_embd=null: model.parametrisation={chosen} corrects for how much wider a model is than a "
+            "base; set model.base_n_embd, the width of the model whose learning rate is known"
+        )
+
+
 def _learning_rates(cfg: Config, _: int) -> Iterator[str]:
     chosen, name = cfg.model.parametrisation, cfg.optim.name
     if chosen != "standard" and name not in LIKE_ADAM:
@@ -579,6 +588,7 @@ RULES: tuple[tuple[Callable[[Config, int], Iterator[str]], tuple[str, ...]], ...
     (_ramp, STEP_SIZES),
     (_heads, SIZES),
     (_parametrisation, ("model.parametrisation", *SIZES, *(f"model.{key}" for key in _BASE_OF))),
+    (_base, ("model.parametrisation", "model.base_n_embd")),
     (_learning_rates, ("model.parametrisation", "optim.name")),
     (_tokenizer, ("data.tokenizer",)),
     (_vocabulary, ("model.vocab_size", "data.tokenizer")),

@@ -114,8 +114,8 @@ class ModelConfig:
     parametrisation: str = _choice("standard", "mup", "completep")  # how initial weights, multipliers and learning
     # rates follow from the sizes; mup: the best optim.lr is that of the base at any width (arXiv 2203.03466);
     # completep: at any width and depth (arXiv 2505.01618)
-    base_n_embd: int | None = _positive(None)  # of mup and completep: width of the model whose optim.lr is known; null:
-    # n_embd
+    base_n_embd: int | None = _positive(None)  # of mup and completep, which need it: width of the model whose optim.lr
+    # is known
     base_n_head: int | None = _positive(None)  # of mup and completep: heads of that model; null: n_head
     base_n_layer: int | None = _positive(None)  # of completep: depth of that model; null: n_layer
 

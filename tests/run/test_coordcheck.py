@@ -123,6 +123,7 @@ def test_the_standard_parametrisation_fails_and_mup_passes(
     code, numbers = checked(tmp_path, "--widths", "128,32,64", "--seeds", "6", *own, "train.device=cpu")
     assert code == (0 if passes else 1)
     assert (numbers["widths"], numbers["lr"]) == ([32, 64, 128], 0.01)
+    assert numbers["parametrisation"] == ("mup, base width 32" if passes else "standard")
     agrees_with_the_facts(numbers, passes)
     logits = numbers["mean_abs"]["logits"]
     assert all(seed[5] > 3 * seed[0] for seeds in logits for seed in seeds), "it has not trained"
