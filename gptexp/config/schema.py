@@ -632,6 +632,8 @@ def memory_key(config: Config) -> str:
     deciding = {key: value for key, value in deciding.items() if value is not None or "batch.ramp_" not in key}
     if not isinstance(config.optim, AdamWConfig):
         deciding["optim.name"] = config.optim.name
+    if isinstance(config.optim, SGDConfig | LarsConfig) and not config.optim.momentum:
+        deciding["optim.momentum"] = 0  # without it they keep no state
     if config.train.ema_half_life_tokens is not None:
         deciding["average"] = True
     return hashlib.sha256(json.dumps(deciding, sort_keys=True).encode()).hexdigest()[:16]

@@ -22,6 +22,7 @@ from gptexp.process.errors import ConfigError
 from gptexp.run.build import build_gpt
 from gptexp.training.optim import build_optimizer
 from gptexp.training.step import TrainStep
+from gptexp.training.weight_average import WeightAverage
 
 USABLE = 0.95  # share of the free memory; the rest is for collectives
 
@@ -80,10 +81,12 @@ def taken(cfg: Config, effective: Effective, device: torch.device, size: int, mi
 
 
 def _two_steps(cfg: Config, effective: Effective, device: torch.device, size: int, micro_steps: int) -> None:
-    """Train two steps on padding: the optimizer allocates its state in the first."""
+    """Train two steps on padding as a run does: the optimizer allocates its state in the first."""
     gpt = build_gpt(cfg, effective, device)
     x = torch.zeros((size, cfg.seq_len), dtype=torch.int64, device=device)
     y = x.clone()  # torch.compile would specialise on one tensor passed twice
+    half_life_tokens = cfg.train.ema_half_life_tokens
+    average = WeightAverage(gpt, half_life_tokens) if half_life_tokens is not None else None
     step = TrainStep(
         model=gpt,
         optimizer=build_optimizer(gpt, cfg.optim, effective.fused.value),
@@ -94,5 +97,7 @@ def _two_steps(cfg: Config, effective: Effective, device: torch.device, size: in
     )
     with step_context(effective):
         for _ in range(2):
-            step(iter([MicroBatch(x, y, 0, 0)] * micro_steps), micro_steps, lr_factor=0.0)
+            report = step(iter([MicroBatch(x, y, 0, 0)] * micro_steps), micro_steps, lr_factor=0.0)
+            if average is not None:
+                average.update(size * cfg.seq_len * micro_steps, report.finite)
     torch.cuda.synchronize(device)

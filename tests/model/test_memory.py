@@ -5,7 +5,7 @@ import subprocess
 import sys
 import weakref
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
@@ -16,13 +16,14 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from gptexp.config.schema import OPTIMIZERS, AdamWConfig, ModelConfig, OptimConfig
+from gptexp.config.schema import OPTIMIZERS, AdamWConfig, Config, ModelConfig, OptimConfig, memory_key
 from gptexp.data.loader import MicroBatch
 from gptexp.distributed.ranks import Rank
 from gptexp.distributed.reduction import MeanReduction, TreeReduction
 from gptexp.model.gpt import GPT
 from gptexp.model.loss import _chunked, chunked_cross_entropy, plain_cross_entropy
 from gptexp.model.memory import StepShape, memory_estimate
+from gptexp.model.optimizer_state import state_bytes
 from gptexp.training.optim import build_optimizer
 from gptexp.training.step import TrainStep
 
@@ -139,6 +140,19 @@ def test_the_estimate_counts_the_state_of_each_optimizer(m: ModelConfig, batch: 
     optim = OPTIMIZERS[name]()
     counted = peak_bytes(m, batch, 2, "float32", "plain", False, optim=optim)
     assert memory_estimate(m, optim, cpu_step(m, batch, 2)).tensors == pytest.approx(counted, rel=0.13)
+
+
+def test_runs_share_a_micro_batch_only_if_their_optimizers_keep_as_much() -> None:
+    bytes_of: dict[str, set[int]] = {}
+    keys = {}
+    for name, cls in OPTIMIZERS.items():
+        has_momentum = "momentum" in {f.name for f in fields(cls)}
+        for momentum in (0.0, 0.5, 0.9) if has_momentum else (None,):
+            optim = cls() if momentum is None else cls(momentum=momentum)
+            keys[name, momentum] = memory_key(Config(optim=optim))
+            bytes_of.setdefault(keys[name, momentum], set()).add(state_bytes(optim, DEEP))
+    assert {len(of_key) for of_key in bytes_of.values()} == {1}
+    assert keys["sgd", 0.5] == keys["sgd", 0.9] != keys["sgd", 0.0]
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -6,12 +6,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from gptexp.config.schema import Config
+from gptexp.config.schema import Config, ModelConfig
 from gptexp.distributed.ranks import Rank
 from gptexp.machine.effective import Choice, Effective, resolve
 from gptexp.process.errors import ConfigError
 from gptexp.run import trial
+from gptexp.training.step import TrainStep
+from gptexp.training.step_report import StepReport
+from gptexp.training.weight_average import WeightAverage
 
 SIZES = [64, 32, 16, 8, 4, 2, 1]
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -83,6 +87,36 @@ def test_a_size_that_does_not_fit_counts_as_infinite_and_frees_its_memory(
 def test_any_other_error_of_a_trial_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RuntimeError, match="shapes"):
         taken(monkeypatch, Gpu(monkeypatch), 7, RuntimeError("shapes"))
+
+
+@pytest.mark.parametrize("half_life_tokens", [None, 10_000])
+def test_a_trial_averages_the_weights_if_the_run_does(
+    monkeypatch: pytest.MonkeyPatch, half_life_tokens: int | None
+) -> None:
+    """From before the first step to after the last: the copy of the weights takes memory in every step."""
+    cfg = Config(model=ModelConfig(n_layer=1, n_head=1, n_embd=8, block_size=8, vocab_size=16))
+    cfg.batch.total_batch_size, cfg.train.ema_half_life_tokens = 4 * 8, half_life_tokens
+    course: list[object] = []
+
+    class Step(TrainStep):
+        def __call__(self, *args: Any, **kwargs: Any) -> StepReport:
+            course.append("step")
+            return super().__call__(*args, **kwargs)
+
+    class Average(WeightAverage):
+        def __init__(self, model: nn.Module, half_life_tokens: int) -> None:
+            course.append(half_life_tokens)
+            super().__init__(model, half_life_tokens)
+
+        def update(self, step_tokens: int, updated: torch.Tensor) -> None:
+            course.append(step_tokens)
+            super().update(step_tokens, updated)
+
+    monkeypatch.setattr(trial, "TrainStep", Step)
+    monkeypatch.setattr(trial, "WeightAverage", Average)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    trial._two_steps(cfg, resolve(cfg, CPU, Rank()), CPU, size=2, micro_steps=2)
+    assert course == (["step", "step"] if half_life_tokens is None else [10_000, "step", 32, "step", 32])
 
 
 GRADIENTS = 10  # units of memory; a sequence takes one
