@@ -129,6 +129,7 @@ def plan(cfg: Config, earlier: Effective | None = None, gpu: Gpu | None = None) 
         "decay_tokens": p.schedule.decay_tokens,
         "eval_every_tokens": p.eval_every_tokens,
         "save_every_tokens": p.save_every_tokens,
+        "sharpness_measurements": p.times(sharpness) if (sharpness := cfg.train.sharpness_every_tokens) else 0,
         "effective": effective.to_dict(),
     }
     if gpu is not None:
@@ -296,8 +297,15 @@ def _time_line(p: dict[str, Any]) -> str:
     if "assumed" in p:
         peak = f"{p['assumed']['peak_flops_per_s'] / 1e12:,.0f} TFLOP/s"
         after = " after compilation" if p["effective"]["compile"] else ""
-        return f"{total}{after} ({step}): {ASSUMPTION}; the peak is {peak} on each rank"
-    return f"{total} ({step}, {time_s['validation_s']:.3g} s per validation, {time_s['start_s']:.1f} s to start)"
+        return f"{total}{after} ({step}): {ASSUMPTION}; the peak is {peak} on each rank{_uncounted([p])}"
+    parts = f"{step}, {time_s['validation_s']:.3g} s per validation, {time_s['start_s']:.1f} s to start"
+    return f"{total} ({parts}){_uncounted([p])}"
+
+
+def _uncounted(plans: Sequence[dict[str, Any]], scale: float = 1) -> str:
+    """What the time of `plans` lacks: measurements of the sharpness, whose time is not known."""
+    measurements = round(scale * sum(p["sharpness_measurements"] for p in plans))
+    return f"; {counted(measurements, 'measurement')} of the sharpness not counted" if measurements else ""
 
 
 def show_sweep(cells: Sequence[dict[str, Any]], total: int, at_once: int) -> None:
@@ -324,7 +332,7 @@ def show_sweep(cells: Sequence[dict[str, Any]], total: int, at_once: int) -> Non
         seconds = scale * makespan([p["time"]["total_s"] for p in legal if "time" in p], at_once)
         more = "" if all("time" in p for p in legal) else ", plus the cells marked ?"
         assumption = f": {ASSUMPTION}" if "assumed" in legal[0] else ""
-        print(f"{'time':<15}about {duration(seconds)}{more}{assumption}")
+        print(f"{'time':<15}about {duration(seconds)}{more}{assumption}{_uncounted(legal, scale)}")
     else:
         print(f"{'time':<15}{_time_line(legal[0])}")
 

@@ -1,5 +1,6 @@
 """The plan of one run: its steps, schedule, and intervals in tokens."""
 
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -62,6 +63,18 @@ class RunPlan:
             step = self.step(number, tokens_before)
             yield step
             number, tokens_before = number + 1, step.tokens_after
+
+    def times(self, every_tokens: int) -> int:
+        """How often something happens at the first step at or after each multiple of `every_tokens`, and at the end.
+
+        An interval of 0: only at the end.
+        """
+        if not every_tokens:
+            return 1
+        sizes, last = self.step_sizes, self.steps - 1
+        # Steps never get smaller. A smaller one than the interval crosses at most one multiple, others at least one.
+        large = bisect_left(range(last), every_tokens, self.first_step, key=lambda n: sizes.at(sizes.tokens_after(n)))
+        return sizes.tokens_after(large) // every_tokens - self.first_tokens // every_tokens + last - large + 1
 
     @property
     def first_tokens(self) -> int:

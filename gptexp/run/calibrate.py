@@ -94,7 +94,7 @@ def pace(seen: Sample, cfg: Config, plan: RunPlan) -> Pace:
     """Predict the time of the whole run `cfg` from a sample with the same model, micro-batch and ranks.
 
     A step of A micro-steps takes A times as long as one micro-step, plus one reduction, clipping and update.
-    Measurements of the sharpness are not counted: their time is not known.
+    Measurements of the sharpness are not counted: their time is not known. The plan says how many there are.
     """
     batch = plan.batch
     once_s = seen.step_s - seen.micro_steps * seen.micro_s
@@ -104,8 +104,7 @@ def pace(seen: Sample, cfg: Config, plan: RunPlan) -> Pace:
     # A forward pass has a third of the multiplications.
     passes = 1 if cfg.train.ema_half_life_tokens is None else 2  # the averaged weights are evaluated too
     validation_s = passes * math.ceil(windows / batch.micro_batch_size) * seen.micro_s / 3
-    every = plan.eval_every_tokens
-    validations = max(1, min(steps, tokens // every)) if every else 1
+    validations = plan.times(plan.eval_every_tokens)
     compile_s = max(0.0, seen.first_s - seen.step_s)
     return Pace(
         start_s=seen.start_s,

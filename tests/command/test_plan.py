@@ -174,6 +174,27 @@ def test_cells_of_one_shape_share_one_timing_sample(monkeypatch: pytest.MonkeyPa
     assert steps == {2048: pytest.approx(0.2), 4096: pytest.approx(0.3), 8192: pytest.approx(0.5)}
 
 
+def test_the_time_says_how_many_measurements_of_the_sharpness_it_does_not_count(
+    corpus: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(planning, "sample", lambda *_: Sample(2.0, 1.0, 0.3, 0.1, micro_steps=2))
+    own = ["model=nano", "data=text", f"data.path={corpus}", "batch.total_batch_size=4096", "train.max_tokens=81920"]
+    own += ["data.val_tokens=1024", "--time"]
+    measured = [*own, "train.sharpness_every_tokens=30000"]  # after steps 8 and 15, and at the end
+    every_step = [*own, "train.sharpness_every_tokens=100"]
+    for argv, end in (
+        (own, "s to start)"),
+        (measured, "; 3 measurements of the sharpness not counted"),
+        (every_step, "; 20 measurements of the sharpness not counted"),
+        (["-m", *measured, "optim.lr=1e-3,2e-3"], "; 6 measurements of the sharpness not counted"),
+        (["-m", *own, "optim.lr=1e-3,2e-3"], " s"),
+    ):
+        main(argv)
+        [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("time   ")]
+        assert line.startswith("time           about "), line
+        assert line.endswith(end), line
+
+
 def test_the_makespan_equals_that_of_a_simulated_queue() -> None:
     draw = random.Random(0)
     for _ in range(50):

@@ -4,6 +4,7 @@ import math
 import random
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise
 
@@ -197,3 +198,17 @@ def test_a_micro_batch_is_shared_only_by_runs_of_one_quantum() -> None:
     cfg = config()
     cfg.batch = cfg.batch.of_one_size(128, 2)
     assert memory_key(cfg) == keys[1]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_happens_every_so_many_tokens_and_at_the_end_is_counted_as_by_a_loop(seed: int) -> None:
+    draw = random.Random(seed)
+    for number in range(300):
+        sizes = drawn(draw) if number % 3 else StepSizes.constant(draw.randint(1, 40))
+        steps = draw.randint(1, 60)
+        first, every = draw.randint(0, steps - 1), draw.randint(1, 300)
+        after = [tokens for tokens, _ in zip(ends(sizes), range(steps + 1), strict=False)]
+        happens = [n for n in range(first + 1, steps + 1) if n == steps or after[n] // every > after[n - 1] // every]
+        plan = replace(plan_run(config(), 2), step_sizes=sizes, steps=steps, first_step=first)
+        assert plan.times(every) == len(happens), (sizes, steps, first, every)
+        assert plan.times(0) == 1

@@ -72,7 +72,7 @@ def test_the_estimated_time_of_a_step_scales_only_its_micro_steps(
     assert pace.step_s == pytest.approx((60 * grad_accum_steps + 15) / 1e3)
     assert pace.validation_s == pytest.approx(3 * 20 / 1e3)  # 10 windows in batches of 4, forward pass only
     assert pace.start_s == pytest.approx(3)
-    assert pace.total_s == pytest.approx(12 + 100 * pace.step_s + 3 * pace.validation_s)
+    assert pace.total_s == pytest.approx(12 + 100 * pace.step_s + 4 * pace.validation_s)  # at 30, 60, 90 and 100
     averaged = replace(cfg, train=replace(cfg.train, ema_half_life_tokens=4096))
     assert calibrate.pace(seen, averaged, plan).validation_s == pytest.approx(2 * pace.validation_s)
     cfg.batch.total_batch_size = 4 * 1024 * 8  # another cell of a sweep, from the same sample
