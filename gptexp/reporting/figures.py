@@ -10,7 +10,7 @@ from urllib.parse import quote
 import numpy as np
 
 from gptexp.reporting.analysis import Analysis, Arm
-from gptexp.reporting.figures_of_arms import NOISE_SCALE, figures_of_arms, noise_scale_lines
+from gptexp.reporting.figures_of_arms import figures_of_arms, noise_scale_lines
 from gptexp.reporting.figures_of_sharpness import sharpness_by_batch
 from gptexp.reporting.law import SLOPES
 from gptexp.reporting.line_charts import Lines, line_charts
@@ -320,7 +320,7 @@ def _loss_at_optimum(arm: Arm) -> Figure | None:
         {"mark": {"type": "rule", "size": 2, "style": "ink"}, "encoding": INTERVAL},
         {"mark": DOT, "encoding": {"y": y, "tooltip": tooltip("batch", "loss", "low", "high")}},
     ]
-    vertical = noise_scale_lines([arm], arm.curves.of)
+    vertical, of_scale = noise_scale_lines([arm], arm.curves.of)
     spec = {
         "data": {"values": optima},
         "layer": [*layers, *vertical],
@@ -329,7 +329,7 @@ def _loss_at_optimum(arm: Arm) -> Figure | None:
     without = _without_optimum(arm)
     text = caption(
         "The fitted loss of each batch size at its own best learning rate, with 95% intervals.",
-        NOISE_SCALE if vertical else "",
+        of_scale,
         f"Without an optimum, and not shown: {without}." if without else "",
     )
     return figure("optima", "Loss at the optimum", text, spec)

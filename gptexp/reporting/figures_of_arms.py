@@ -4,11 +4,14 @@ from collections.abc import Collection, Iterator, Sequence
 
 from gptexp.reporting.analysis import Arm
 from gptexp.reporting.arms import transfers
-from gptexp.reporting.noise_scale import at_the_end
+from gptexp.reporting.noise_scale import at_the_end, lowest_measured
 from gptexp.reporting.vega_lite import INTERVAL, Figure, Spec, caption, figure, linear, log, tooltip
 
 COLUMNS = 2  # of a legend, whose entries are long
-NOISE_SCALE = "A dashed vertical line is a gradient noise scale, at the end of the run with the lowest loss."
+FAR = 16.0  # times above or below all batch sizes, beyond which a noise scale would leave these too little room
+NOISE_SCALE = (
+    "A dashed vertical line is a gradient noise scale, at the end of the run with the lowest loss that measured it."
+)
 
 
 def figures_of_arms(arms: Sequence[Arm]) -> list[Figure]:
@@ -19,18 +22,28 @@ def figures_of_arms(arms: Sequence[Arm]) -> list[Figure]:
     return [*filter(None, by_batch), *_by_size(arms)]
 
 
-def noise_scale_lines(arms: Sequence[Arm], sizes: Collection[int]) -> list[Spec]:
-    """A layer of vertical lines at the noise scale of each arm's run with the lowest loss, between the batch sizes."""
-    found = []
+def noise_scale_lines(arms: Sequence[Arm], sizes: Collection[int]) -> tuple[list[Spec], str]:
+    """A layer of vertical lines at the noise scale of each arm's run with the lowest loss, and what a caption says.
+
+    The axis of the batch sizes `sizes` extends to the lines. A noise scale beyond `FAR` is only in the caption.
+    """
+    drawn, beyond = [], []
     for arm in arms:
-        completed = [run for run in arm.runs if run.loss is not None]
-        scale = at_the_end(min(completed, key=lambda run: run.loss or 0.0)) if completed else None
-        if scale is not None and min(sizes) <= scale.tokens <= max(sizes):
-            found.append({"batch": scale.tokens, "low": scale.low, "high": scale.high, "arm": arm.label})
-    if not found:
-        return []
+        run = lowest_measured(arm.runs)
+        scale = at_the_end(run) if run is not None else None
+        if scale is None:
+            continue
+        if min(sizes) / FAR <= scale.tokens <= max(sizes) * FAR:
+            drawn.append({"batch": scale.tokens, "low": scale.low, "high": scale.high, "arm": arm.label})
+        else:
+            beyond.append(f"{scale.tokens:,.0f} tokens" + (f" ({arm.label})" if len(arms) > 1 else ""))
+    text = caption(
+        NOISE_SCALE if drawn else "",
+        f"The gradient noise scale is too far outside to be drawn: {', '.join(beyond)}." if beyond else "",
+    )
     told = tooltip("batch", "low", "high", batch="noise scale, tokens")
-    return [{"data": {"values": found}, "mark": {"type": "rule", "strokeDash": [4, 4]}, "encoding": {"tooltip": told}}]
+    layer = {"data": {"values": drawn}, "mark": {"type": "rule", "strokeDash": [4, 4]}, "encoding": {"tooltip": told}}
+    return ([layer] if drawn else []), text
 
 
 def _by_batch(arms: Sequence[Arm], what: str) -> Figure | None:
@@ -62,11 +75,8 @@ def _by_batch(arms: Sequence[Arm], what: str) -> Figure | None:
         spec = {"layer": layers, "encoding": encoding}
         return figure("arms-lr", "Best learning rate against batch size, arm by arm", text, spec)
     layers = _layers(points, points, linear("loss", "loss at the best learning rate"), told)
-    vertical = noise_scale_lines(drawn, sizes)
-    text = caption(
-        "The fitted loss of each batch size at its own best learning rate, with 95% intervals.",
-        NOISE_SCALE if vertical else "",
-    )
+    vertical, of_scales = noise_scale_lines(drawn, sizes)
+    text = caption("The fitted loss of each batch size at its own best learning rate, with 95% intervals.", of_scales)
     spec = {"layer": [*layers, *vertical], "encoding": encoding}
     return figure("arms-loss", "Loss at the optimum, arm by arm", text, spec)
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from gptexp.reporting.analysis import Arm
-from gptexp.reporting.figures_of_arms import NOISE_SCALE, noise_scale_lines
+from gptexp.reporting.figures_of_arms import noise_scale_lines
 from gptexp.reporting.records import Run, Sharpness
 from gptexp.reporting.sharpness import at_best_lr
 from gptexp.reporting.vega_lite import Figure, Spec, caption, dashed, figure, log, tooltip
@@ -19,11 +19,11 @@ def sharpness_by_batch(arm: Arm) -> list[Figure]:
     """The plain one, and the preconditioned one with its threshold; those that two batch sizes have."""
     measured = at_best_lr(arm)
     without = ", ".join(f"{batch:,}" for batch in arm.curves.of if batch not in measured)
-    vertical = noise_scale_lines([arm], measured) if measured else []
+    vertical, of_scale = noise_scale_lines([arm], measured) if measured else ([], "")
     notes = caption(
         "At the end of training, at the learning rate of each batch size with the lowest mean loss. Each point is a "
         "run, and lines join the means over seeds.",
-        NOISE_SCALE if vertical else "",
+        of_scale,
         f"Not measured at {without} tokens a step." if without else "",
     )
     drawn = [

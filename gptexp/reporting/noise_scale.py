@@ -40,6 +40,15 @@ def end_scale(norms: Sequence[Norms], seq_len: int) -> EndScale | None:
     return EndScale(float(noise / signal) * seq_len, low * seq_len, None if high is None else high * seq_len)
 
 
+def lowest_measured(runs: Sequence[Run]) -> Run | None:
+    """The run with the lowest final loss among those that measured the noise scale: steps of one sequence cannot.
+
+    A run without a final loss only if none has one; None if no run measured it.
+    """
+    measured = [run for run in runs if any(step.noise_scale is not None for step in run.train)]
+    return min(measured, key=lambda run: (run.loss is None, run.loss or 0.0), default=None)
+
+
 def at_the_end(run: Run) -> EndScale | None:
     """`end_scale` of the last steps that the run has logged."""
     return end_scale([step.norms for step in _last_steps(run) if step.norms], run.seq_len)

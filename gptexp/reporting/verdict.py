@@ -10,7 +10,7 @@ from gptexp.reporting.curves import Curve, Outlier
 from gptexp.reporting.finding import BEHIND_NATS, Finding, Verdict, nats_higher
 from gptexp.reporting.law import SLOPES
 from gptexp.reporting.noise import POWER, Noise, seeds_needed
-from gptexp.reporting.noise_scale import FACTOR, at_the_end, in_words
+from gptexp.reporting.noise_scale import FACTOR, at_the_end, in_words, lowest_measured
 from gptexp.reporting.progress import is_unfinished
 from gptexp.reporting.records import Run
 from gptexp.reporting.sharpness import sharpness_in_words
@@ -307,10 +307,9 @@ def _critical(arm: Arm) -> Iterator[Finding]:
 
 def _noise_scale(arm: Arm) -> Iterator[Finding]:
     """Compare the noise scale of the run with the lowest loss with its batch size and with the critical batch size."""
-    measured = [run for run in arm.runs if any(step.noise_scale is not None for step in run.train)]
-    if not measured:
+    run = lowest_measured(arm.runs)
+    if run is None:
         return
-    run = min(measured, key=lambda run: (run.loss is None, run.loss or 0.0))
     of_run = "" if len(arm.runs) == 1 else f" of {run.name}"
     scale = at_the_end(run)
     why = ""

@@ -9,13 +9,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import vl_convert
 from sweeps import report_of, write_run
 
+from gptexp.reporting.analysis import analyse
 from gptexp.reporting.arms import exponent_gap, falls_behind
 from gptexp.reporting.curves import Optimum
 from gptexp.reporting.figures import figures
+from gptexp.reporting.figures_of_arms import NOISE_SCALE, noise_scale_lines
 from gptexp.reporting.law import Law
+from gptexp.reporting.noise_scale import at_the_end
+from gptexp.reporting.records import find_runs
 from gptexp.reporting.report import build_report
+from gptexp.reporting.verdict import verdict
 from gptexp.reporting.write import numbers
 from gptexp.storage import run_dir
 
@@ -103,6 +109,55 @@ def test_arms_are_drawn_together_with_the_noise_scale(two_rules: Path) -> None:
     assert {"arms-lr", "arms-loss"} <= drawn.keys()
     *_, vertical = drawn["arms-loss"].spec["layer"]
     assert [line["batch"] for line in vertical["data"]["values"]] == [6 * 1024] * 2
+
+
+def test_a_noise_scale_outside_the_batch_sizes_widens_the_axis_or_is_in_the_caption(two_rules: Path) -> None:
+    """It is 6,144 tokens. `FAR` is 16."""
+    arms = analyse("sweep", find_runs(two_rules)).arms
+    for sizes in ((64, 384), (64, 1024), (6145, 10**6), (98304, 10**6)):
+        [layer], text = noise_scale_lines(arms, sizes)
+        assert [line["batch"] for line in layer["data"]["values"]] == pytest.approx([6144] * 2)
+        assert text == NOISE_SCALE
+    for sizes in ((64, 383), (98305, 10**6)):
+        layers, text = noise_scale_lines(arms[:1], sizes)
+        assert (layers, text) == ([], "The gradient noise scale is too far outside to be drawn: 6,144 tokens.")
+    _, text = noise_scale_lines(arms, (64, 383))
+    assert text.endswith(f": 6,144 tokens ({arms[0].label}), 6,144 tokens ({arms[1].label}).")
+
+
+def test_the_axis_of_the_batch_size_covers_the_noise_scale(tmp_path: Path) -> None:
+    for name in ("one", "other"):
+        keys = {"optim.beta2": 0.9 if name == "one" else 0.95}
+        write_arm(tmp_path, name, keys, lambda _: 0.02, lambda b: 4 + b / 1e5, batches=(2048, 4096))
+    drawn = {figure.key: figure for figure in build_report(tmp_path).figures}
+    for key in ("arms-loss", "optima-0", "optima-1"):
+        vega = vl_convert.vegalite_to_vega(drawn[key].spec)
+        [x] = [scale for scale in vega["scales"] if scale["name"] == "x"]
+        by_name = {data["name"]: data for data in vega["data"]}
+        values = []
+        for field in x["domain"]["fields"]:
+            data = by_name[field["data"]]
+            while "source" in data:
+                data = by_name[data["source"]]
+            values += [row["batch"] for row in data["values"]]
+        assert (min(values), max(values)) == pytest.approx((2048, 6144))
+
+
+def test_the_noise_scale_is_that_of_the_best_run_that_measured_it(two_rules: Path) -> None:
+    """As in the verdict."""
+    _, arm = analyse("sweep", find_runs(two_rules)).arms
+    best, following, *_ = sorted((run for run in arm.runs if run.loss is not None), key=lambda run: run.loss or 0.0)
+    best.train[:] = [replace(step, noise_scale=None, norms=None) for step in best.train]
+    for number, step in enumerate(following.train):
+        assert step.norms is not None
+        following.train[number] = replace(step, norms=replace(step.norms, small=1.1 * step.norms.small))
+    [layer], _ = noise_scale_lines([arm], BATCHES)
+    scale = at_the_end(following)
+    assert scale is not None
+    assert scale.tokens > 7000
+    assert [line["batch"] for line in layer["data"]["values"]] == [scale.tokens]
+    [said] = [finding.text for finding in verdict(analyse("sweep", arm.runs)).caveats if "noise scale" in finding.text]
+    assert f" of {following.name} is {scale.tokens:,.0f} tokens" in said
 
 
 def test_a_single_arm_is_compared_with_nothing(two_rules: Path, tmp_path: Path) -> None:
