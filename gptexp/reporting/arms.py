@@ -7,7 +7,7 @@ intervals.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import combinations, pairwise
 from typing import Any
 
 from scipy import special
@@ -62,6 +62,17 @@ def exponent_gap(one: Law, other: Law, pairs: int = 1) -> Interval:
     wider = special.ndtri(1 - (1 - CONFIDENCE) / (2 * pairs)) / special.ndtri((1 + CONFIDENCE) / 2)
     half = float(wider) * math.hypot(*((law.high - law.low) / 2 for law in (one, other)))
     return Interval(gap, gap - half, gap + half)
+
+
+def clearest_gap(laws: Sequence[Law]) -> tuple[int, int, Interval]:
+    """The numbers of the two of `laws` whose exponents differ most significantly, and their `exponent_gap`.
+
+    Not those that differ most: their exponents may be known the least.
+    """
+    pairs = list(combinations(range(len(laws)), 2))
+    gaps = {(one, other): exponent_gap(laws[one], laws[other], len(pairs)) for one, other in pairs}
+    one, other = max(gaps, key=lambda pair: abs(gaps[pair].value) / (gaps[pair].high - gaps[pair].low))
+    return one, other, gaps[one, other]
 
 
 def falls_behind(optima: Mapping[int, Optimum], nats: float) -> Limit | None:

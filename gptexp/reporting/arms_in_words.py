@@ -1,10 +1,10 @@
 """What the report says of the arms of a sweep side by side."""
 
+import math
 from collections.abc import Iterator, Sequence
-from itertools import combinations
 
 from gptexp.reporting.analysis import Arm
-from gptexp.reporting.arms import Limit, Transfer, exponent_gap, falls_behind, transfers
+from gptexp.reporting.arms import Limit, Transfer, clearest_gap, falls_behind, transfers
 from gptexp.reporting.finding import Finding, nats_higher
 from gptexp.reporting.law import SLOPES, Law
 
@@ -25,16 +25,14 @@ def _laws(arms: Sequence[Arm]) -> Iterator[Finding]:
     if len(laws) < 2:
         return
     described = "; ".join(f"{arm.label} {_follows(law)}" for arm, law in laws)
-    pairs = list(combinations(laws, 2))
-    # Of several pairs, the one that differs most.
-    (one, law), (other, other_law) = max(pairs, key=lambda pair: abs(exponent_gap(pair[0][1], pair[1][1]).value))
-    gap = exponent_gap(law, other_law, len(pairs))
-    chosen = f", corrected for {len(pairs)} pairs" if len(pairs) > 1 else ""
+    one, other, gap = clearest_gap([law for _, law in laws])
+    pairs = math.comb(len(laws), 2)
+    chosen = f", corrected for {pairs} pairs" if pairs > 1 else ""
     interval = f"{gap.value:.2f} (95% interval {gap.low:.2f} to {gap.high:.2f}{chosen})"
     differ = "do not differ significantly" if 0 in gap else "differ"
     yield Finding(
         f"The best learning rate over the batch size, arm by arm: {described}.",
-        f"The exponents of {one.label} and {other.label} {differ}: their difference is {interval}.",
+        f"The exponents of {laws[one][0].label} and {laws[other][0].label} {differ}: their difference is {interval}.",
     )
 
 
