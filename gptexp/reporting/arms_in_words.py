@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 from gptexp.reporting.analysis import Arm
 from gptexp.reporting.arms import Limit, Transfer, clearest_gap, falls_behind, transfers
-from gptexp.reporting.finding import Finding, nats_higher
+from gptexp.reporting.finding import Finding, limits_of_law, nats_higher
 from gptexp.reporting.law import SLOPES, Law
 
 
@@ -38,9 +38,11 @@ def _laws(arms: Sequence[Arm]) -> Iterator[Finding]:
 
 def _follows(law: Law) -> str:
     admitted = [f"'{name}'" for name, slope in SLOPES.items() if law.admits(slope)]
-    verb = "agrees with" if len(admitted) > 1 else "follows"
+    limits = " and ".join(few_words for few_words, _ in limits_of_law(law))
+    verb = "agrees with" if limits or len(admitted) > 1 else "follows"
     rules = " and ".join(admitted) or "none of the usual rules"
-    return f"{verb} {rules}, exponent {law.exponent:.2f} ({law.low:.2f} to {law.high:.2f})"
+    exponent = f"exponent {law.exponent:.2f} ({law.low:.2f} to {law.high:.2f})"
+    return f"{verb} {rules}, {exponent}" + (f", but {limits}" if limits else "")
 
 
 def _losses(arms: Sequence[Arm]) -> Iterator[Finding]:

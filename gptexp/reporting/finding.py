@@ -1,6 +1,9 @@
 """The sentences of a report."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+
+from gptexp.reporting.law import Law
 
 BEHIND_NATS = 0.05  # by which an arm falls behind, unless asked otherwise; see `arms.falls_behind`
 
@@ -21,6 +24,26 @@ class Finding:
 def nats_higher(gap: float, half_width: float) -> str:
     """A loss that is `gap` nats above another one, with half of the 95% interval of that."""
     return f"{gap:.4f} ± {half_width:.4f} nats higher{' (within noise)' if gap <= half_width else ''}"
+
+
+def limits_of_law(law: Law) -> Iterator[tuple[str, str]]:
+    """What limits `law`, each in a few words and in a sentence."""
+    if len(law.sizes) == 2:
+        yield (
+            "two points always lie on a line",
+            "Two points always lie on a line: a third batch size would test this law.",
+        )
+    if law.scatter:
+        yield (
+            "its optima scatter more than their intervals allow",
+            "The optima scatter around the fitted line more than their own intervals allow; the exponent's interval "
+            "includes this scatter.",
+        )
+    if law.bends:
+        yield (
+            "its optima lie on a curve",
+            "In log-log the optima lie on a curve, not on a line: do not extrapolate this law.",
+        )
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from gptexp.process.words import counted
 from gptexp.reporting.analysis import Analysis, Arm
 from gptexp.reporting.arms_in_words import arms_in_words
 from gptexp.reporting.curves import Curve, Outlier
-from gptexp.reporting.finding import BEHIND_NATS, Finding, Verdict, nats_higher
+from gptexp.reporting.finding import BEHIND_NATS, Finding, Verdict, limits_of_law, nats_higher
 from gptexp.reporting.law import SLOPES
 from gptexp.reporting.noise import POWER, Noise, seeds_needed
 from gptexp.reporting.noise_scale import FACTOR, at_the_end, in_words, lowest_measured
@@ -182,15 +182,7 @@ def _law(arm: Arm) -> Iterator[Finding]:
 
     agrees = f"agrees with the rule {rules(admitted)}" if admitted else "agrees with none of the usual rules"
     why = [f"This exponent {agrees}" + (f" and not with {rules(refused)}." if admitted and refused else ".")]
-    if len(law.sizes) == 2:
-        why.append("Two points always lie on a line: a third batch size would test this law.")
-    if law.scatter:
-        why.append(
-            "The optima scatter around the fitted line more than their own intervals allow; the exponent's interval "
-            "includes this scatter."
-        )
-    if law.bends:
-        why.append("In log-log the optima lie on a curve, not on a line: do not extrapolate this law.")
+    why += [sentence for _, sentence in limits_of_law(law)]
     yield Finding(
         f"The best learning rate is proportional to the batch size to the power {law.exponent:.2f} (95% interval "
         f"{law.low:.2f} to {law.high:.2f}, {len(law.sizes)} batch sizes).",

@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -239,7 +240,48 @@ def test_two_arms_that_differ_are_found_beside_one_whose_exponent_nobody_knows(t
 
 def a_law(exponent: float, half_width: float) -> Law:
     low, high = exponent - half_width, exponent + half_width
-    return Law(0.01, 4096, exponent, low, high, half_width / 1.96, 0.1, (2048, 8192), scatter=False, bends=None)
+    return Law(0.01, 4096, exponent, low, high, half_width / 1.96, 0.1, (2048, 4096, 8192), scatter=False, bends=None)
+
+
+def test_an_arm_that_rises_as_a_root_and_then_no_more_is_said_to_lie_on_a_curve(tmp_path: Path) -> None:
+    """Its optima lie on a curve; those of the other lie on a line. Both caveats are those of the arm itself."""
+    batches = (1024, 2048, 4096, 8192, 16384)
+    for beta2, best in (
+        (0.9, lambda b: 0.02 * math.sqrt(min(b, 4096) / 4096)),
+        (0.95, lambda b: 0.02 * math.sqrt(b / 8192)),
+    ):
+        write_arm(tmp_path, f"{beta2}", {"optim.beta2": beta2}, best, lambda _: 4.0, batches=batches)
+    said = report_of(tmp_path)["verdict"]
+    [law] = [line for line in said if line.startswith("The best learning rate over")]
+    bent, straight = law.partition("arm by arm: ")[2].partition(". The exponents")[0].split("; ")
+    assert bent.startswith("optim.beta2=0.9 agrees with ")
+    assert bent.endswith(" its optima lie on a curve")
+    assert straight.startswith("optim.beta2=0.95 follows 'square root', exponent 0.")
+    assert straight.endswith(")")
+    [curve] = [line for line in said if "In log-log the optima lie on a curve" in line]
+    assert curve.startswith("optim.beta2=0.9: ")
+
+
+@pytest.mark.parametrize(
+    ("changes", "limits"),
+    [
+        ({}, ""),
+        ({"sizes": (2048, 8192)}, ", but two points always lie on a line"),
+        ({"scatter": True}, ", but its optima scatter more than their intervals allow"),
+        (
+            {"scatter": True, "bends": True},
+            ", but its optima scatter more than their intervals allow and its optima lie on a curve",
+        ),
+    ],
+)
+def test_the_law_of_an_arm_is_limited_as_that_of_a_single_one(
+    two_rules: Path, changes: dict[str, Any], limits: str
+) -> None:
+    arms = analyse("sweep", find_runs(two_rules)).arms
+    with_law = [replace(arm, law=replace(a_law(0.5, 0.1), **changes)) for arm in arms]
+    text = next(arms_in_words(with_law, 0.05)).text
+    verb = "agrees with" if limits else "follows"
+    assert text.count(f" {verb} 'square root', exponent 0.50 (0.40 to 0.60){limits}") == 2
 
 
 def test_the_best_learning_rate_over_widths_moves_in_one_arm_and_stays_in_the_other(tmp_path: Path) -> None:
