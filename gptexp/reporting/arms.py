@@ -5,19 +5,23 @@ intervals.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
 from typing import Any
 
+import numpy as np
 from scipy import special
 
 from gptexp.reporting.analysis import Arm, label_of
 from gptexp.reporting.curves import Optimum
 from gptexp.reporting.law import Law
-from gptexp.reporting.noise import CONFIDENCE, t_quantile
+from gptexp.reporting.noise import CONFIDENCE, MIN_SIGMA, t_quantile
 
 SIZES = {"model.n_embd": ("model.n_head",), "model.n_layer": ()}  # size of a model -> keys that may change with it
+
+EQUAL = 0.3  # p-value; in simulations of flat and of rising losses a higher or a lower one biased the limit more
+QUANTILE = float(special.ndtri((1 + CONFIDENCE) / 2))  # half of a 95% interval in standard errors
 
 
 @dataclass(frozen=True)
@@ -34,10 +38,10 @@ class Interval:
 
 @dataclass(frozen=True)
 class Limit:
-    """The batch size in tokens at which an arm falls behind. None: not up to `largest`, or not known that it does."""
+    """The batch size in tokens at which an arm falls behind; None: not up to `largest`."""
 
     tokens: float | None
-    low: float | None  # 95% interval
+    low: float | None  # 95% interval; given if `tokens` is
     high: float | None
     largest: int  # batch size with an optimum that has an interval
 
@@ -59,8 +63,8 @@ def exponent_gap(one: Law, other: Law, pairs: int = 1) -> Interval:
     If the pair was chosen among several, its interval is wider by Bonferroni's correction.
     """
     gap = one.exponent - other.exponent
-    wider = special.ndtri(1 - (1 - CONFIDENCE) / (2 * pairs)) / special.ndtri((1 + CONFIDENCE) / 2)
-    half = float(wider) * math.hypot(*((law.high - law.low) / 2 for law in (one, other)))
+    wider = float(special.ndtri(1 - (1 - CONFIDENCE) / (2 * pairs))) / QUANTILE
+    half = wider * math.hypot(*((law.high - law.low) / 2 for law in (one, other)))
     return Interval(gap, gap - half, gap + half)
 
 
@@ -76,30 +80,55 @@ def clearest_gap(laws: Sequence[Law]) -> tuple[int, int, Interval]:
 
 
 def falls_behind(optima: Mapping[int, Optimum], nats: float) -> Limit | None:
-    """The batch size from which on the loss at the optimum is `nats` above the lowest at smaller batch sizes.
+    """The first batch size at which the loss at the optimum is `nats` above the `_lowest` at smaller batch sizes.
 
-    Between two batch sizes it is interpolated over the logarithm; its interval follows from those of the losses. None
-    with fewer than two optima.
+    Between two batch sizes the loss is interpolated over the logarithm; its interval follows from those of the losses.
+    None with fewer than two optima.
     """
     sizes = sorted(optima)
     if len(sizes) < 2:
         return None
-    gaps, halves = [], []
-    for number, size in enumerate(sizes):
-        base = min(sizes[: number + 1], key=lambda s: optima[s].loss)
-        gap, half = (0.0, 0.0) if base == size else optima[size].above(optima[base])
-        gaps.append(gap)
-        halves.append(half)
-    low = _crossing(sizes, [gap + half for gap, half in zip(gaps, halves, strict=True)], nats)
-    high = _crossing(sizes, [gap - half for gap, half in zip(gaps, halves, strict=True)], nats)
-    return Limit(_crossing(sizes, gaps, nats), low, high, sizes[-1])
+    segments = []
+    for number, ends in enumerate(pairwise(sizes), 1):
+        lowest, base = _lowest([optima[size] for size in sizes[:number]])
+        of_ends = []
+        for size in ends:
+            _, half = optima[size].above(lowest)
+            of_ends.append((size, optima[size].loss - base, 0.0 if optima[size] is lowest else half))
+        segments.append(of_ends)
+    tokens, low, high = (_crossing(segments, nats, sign) for sign in (0, 1, -1))
+    return Limit(tokens, low, high, sizes[-1])
 
 
-def _crossing(sizes: Sequence[int], gaps: Sequence[float], nats: float) -> float | None:
-    """Where `gaps`, which begin at 0, first reach `nats`."""
-    for (size, gap), (next_size, next_gap) in pairwise(zip(sizes, gaps, strict=True)):
-        if gap < nats <= next_gap:
-            return float(size * (next_size / size) ** ((nats - gap) / (next_gap - gap)))
+def _lowest(optima: Sequence[Optimum]) -> tuple[Optimum, float]:
+    """The optimum with the lowest loss, and the mean of the losses that may be equal to it, weighted by precision.
+
+    Of equal losses the lowest is too low by chance. So the next higher ones are averaged with it, as long as a
+    chi-squared test takes them for equal (p-value above `EQUAL`). Which ones these are depends on the losses, so the
+    mean counts as no more certain than the lowest alone.
+    """
+    by_loss = sorted(optima, key=lambda optimum: optimum.loss)
+    losses = np.array([optimum.loss for optimum in by_loss])
+    sds = np.array([max((optimum.loss_half_width or 0.0) / QUANTILE, MIN_SIGMA) for optimum in by_loss])
+    base = by_loss[0].loss
+    for count in range(2, len(by_loss) + 1):
+        mean = np.average(losses[:count], weights=sds[:count] ** -2)
+        if special.chdtrc(count - 1, np.sum(((losses[:count] - mean) / sds[:count]) ** 2)) <= EQUAL:
+            break
+        base = float(mean)
+    return by_loss[0], base
+
+
+def _crossing(segments: Iterable[Sequence[tuple[int, float, float]]], nats: float, sign: int) -> float | None:
+    """Where a gap plus `sign` times half of its interval first reaches `nats`.
+
+    `segments`: of neighbouring batch sizes: size, gap and half of its interval.
+    """
+    for (size, *start), (next_size, *end) in segments:
+        gap, next_gap = (value + sign * half for value, half in (start, end))
+        if next_gap >= nats:
+            share = (nats - gap) / (next_gap - gap) if gap < nats else 0.0
+            return float(size * (next_size / size) ** share)
     return None
 
 

@@ -63,7 +63,8 @@ def _behind(arms: Sequence[Arm], nats: float) -> Iterator[Finding]:
     described = "; ".join(f"{arm.label}: {_limit(limit)}" for arm, limit in limits)
     yield Finding(
         f"The batch size at which an arm falls {nats:g} nats behind its own lowest loss at smaller ones: {described}.",
-        "Each batch size counts at its own best learning rate; between two of them the batch size is interpolated.",
+        "Each batch size counts at its own best learning rate; between two of them the batch size is interpolated. "
+        "Losses that may be equal to the lowest are averaged with it.",
     )
 
 
