@@ -72,8 +72,7 @@ def _limit(limit: Limit) -> str:
     if limit.tokens is None:
         perhaps = f", perhaps from {limit.low:,.0f} on" if limit.low is not None else ""
         return f"not up to {limit.largest:,} tokens a step{perhaps}"
-    low = f"{limit.low:,.0f}" if limit.low is not None else "0"
-    interval = f"{low} to {limit.high:,.0f}" if limit.high is not None else f"{low} or more"
+    interval = f"{limit.low:,.0f} " + (f"to {limit.high:,.0f}" if limit.high is not None else "or more")
     return f"{limit.tokens:,.0f} tokens a step (95% interval {interval})"
 
 

@@ -217,6 +217,7 @@ def test_the_interval_of_the_limit_holds_the_truth(
         optima = {2048 * 2**i: Optimum(0.01, loss, loss_half_width=1.96 * error) for i, loss in enumerate(drawn)}
         limit = falls_behind(optima, 0.05)
         assert limit is not None
+        assert limit.tokens is None or (limit.low is not None and limit.low <= limit.tokens)
         low, value, high = (
             math.log2((limit_at or math.inf) / 2048) for limit_at in (limit.low, limit.tokens, limit.high)
         )
