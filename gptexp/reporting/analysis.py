@@ -54,6 +54,15 @@ class Arm:
         return [run for run in self.runs if run.loss in self.curves.losses.get(run.batch, {}).get(run.lr, [])]
 
     @property
+    def at_best_lr(self) -> dict[int, list[Run]]:
+        """Batch size -> the runs that take part at its learning rate with the lowest mean loss."""
+        counted = self.counted
+        return {
+            batch: [run for run in counted if (run.batch, run.lr) == (batch, curve.best)]
+            for batch, curve in self.curves.of.items()
+        }
+
+    @property
     def averages(self) -> bool:
         """Whether its critical batch size is that of the averaged weights: if all of its runs have evaluated them."""
         return averages(self.runs)

@@ -36,8 +36,7 @@ def at_the_end(run: Run) -> Sharpness | None:
 def at_best_lr(arm: Arm) -> dict[int, list[tuple[Run, Sharpness]]]:
     """Batch size -> the runs at its best learning rate, with their final sharpness; those without one are left out."""
     found = {}
-    for batch, curve in arm.curves.of.items():
-        runs = [run for run in arm.counted if (run.batch, run.lr) == (batch, curve.best)]
+    for batch, runs in arm.at_best_lr.items():
         measured = [(run, last) for run in runs if (last := at_the_end(run)) is not None]
         if measured:
             found[batch] = measured

@@ -6,6 +6,7 @@ from gptexp.process.terminal import printable
 from gptexp.process.words import counted
 from gptexp.reporting.analysis import Analysis, Arm
 from gptexp.reporting.arms_in_words import arms_in_words
+from gptexp.reporting.clipping import clipping_in_words
 from gptexp.reporting.curves import Curve, Outlier
 from gptexp.reporting.finding import BEHIND_NATS, Finding, Verdict, limits_of_law, nats_higher
 from gptexp.reporting.law import SLOPES
@@ -83,6 +84,7 @@ def _caveats(arm: Arm) -> Iterator[Finding]:
     yield from _noise(arm)
     if len(arm.runs) > 1:
         yield from _noise_scale(arm)
+    yield from clipping_in_words(arm)
     schedule = arm.runs[0].config["schedule.name"]
     if len(arm.losses) > 1 and schedule != "constant":
         yield Finding(

@@ -21,6 +21,7 @@ from gptexp.reporting.cells_table import cells_table
 from gptexp.reporting.figures import figures
 from gptexp.reporting.records import find_runs
 from gptexp.reporting.report import build_report
+from gptexp.reporting.verdict import verdict as of_runs
 from gptexp.storage import run_dir
 
 NANO = {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 256}  # the default is GPT-2's smallest model
@@ -326,6 +327,42 @@ def test_the_noise_scale_is_reported_with_the_batch_sizes_and_the_critical_batch
     assert marked >= {2048, 4096, 8192, 16384}
     critical = [line for line in lines if "The measured critical batch size is" in line]
     assert len(critical) == (len(marked) > 4)
+
+
+@pytest.mark.parametrize(
+    ("shares", "said"),
+    [
+        ((0.93, 0.5, 0.12), "93% of the steps after the warm-up are clipped at 4,096 tokens a step and 12% at 16,384."),
+        ((0.3, 0.4, 0.56), "30% of the steps after the warm-up are clipped at 4,096 tokens a step and 56% at 16,384."),
+        (
+            (0.97, 0.96, 0.91),
+            "97% of the steps after the warm-up are clipped at 4,096 tokens a step and 91% at 16,384.",
+        ),
+        ((0.85, 0.8, 0.75), None),  # often, but alike
+        ((0.45, 0.2, 0.05), None),  # different, but the usual step is not clipped
+        ((0.02, 0.01, 0.0), None),
+    ],
+)
+def test_clipping_that_changes_with_the_batch_size_is_a_caveat(
+    swept: Path, shares: tuple[float, ...], said: str | None
+) -> None:
+    """At the best learning rate, after the warm-up; everything else is clipped in other shares."""
+    runs = find_runs(swept)
+    [arm] = analyse("sweep", runs).arms
+    for (batch, curve), share in zip(arm.curves.of.items(), shares, strict=True):
+        for run in runs:
+            if run.batch == batch:
+                run.warmup_tokens = 4 * batch
+                of_best = share if run.lr == curve.best else 1 - share
+                run.train[:] = [
+                    replace(step, clip_fraction=of_best if step.tokens > run.warmup_tokens else 1 - share)
+                    for step in run.train
+                ]
+    caveats = [caveat for caveat in of_runs(analyse("sweep", runs)).caveats if "clipped" in caveat.text]
+    assert [caveat.text for caveat in caveats] == ([f"At the best learning rates {said}"] if said else [])
+    for caveat in caveats:
+        assert ("gradients of nearly equal norm" in caveat.why) == (min(shares) > 0.9)
+        assert caveat.why.endswith("To tell, add an arm with optim.grad_clip=0, which clips nothing.")
 
 
 def test_more_seeds_are_proposed_for_a_flat_grid(tmp_path: Path) -> None:
