@@ -51,9 +51,10 @@ def load_metrics(directory: Path | str) -> "pd.DataFrame":
 def load_sweep(directory: Path | str) -> "pd.DataFrame":
     """Return one row for each run of a sweep, whatever its status, in the order of their names.
 
-    The columns are those of the report's cells.csv (lr, total_batch_size, seed, final_val_loss, …, and the keys of the
-    config in which the runs differ), the other swept keys, `problem` (what of the run could not be read) and
-    `directory`. A cell that has not started has no row; `gptexp status` counts these.
+    The columns are those of the report's cells.csv (lr, total_batch_size, seed, final_val_loss, …, the keys of the
+    config in which the runs differ, and those that are scaled with the batch size), the other swept keys, `problem`
+    (what of the run could not be read) and `directory`. A cell that has not started has no row; `gptexp status` counts
+    these.
 
     Raises `ConfigError` if there is no run, if sweep.json is damaged, or if pandas is not installed.
     """

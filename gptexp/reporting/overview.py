@@ -12,7 +12,7 @@ from gptexp.process.terminal import as_command, printable
 from gptexp.process.words import counted, duration
 from gptexp.reporting.analysis import Analysis, Arm
 from gptexp.reporting.progress import Progress, by_status, not_started, time_left
-from gptexp.reporting.records import AXES, Run, short_commit
+from gptexp.reporting.records import AXES, Run, scaled_keys, short_commit
 from gptexp.storage import reader, run_dir
 from gptexp.storage.sweep_record import SweepRecord
 
@@ -55,7 +55,7 @@ def overview(
     of_tokens = sum(cell.of_tokens for cell in cells)
     return Overview(
         title=f"{what}: {_axes(analysis, planned)}" if is_sweep else f"{what}, learning rate {run.lr:.3g}",
-        facts=list(_facts(directory, analysis.runs, planned)),
+        facts=list(_facts(directory, analysis, planned)),
         commands=[as_command(given) for given in _commands(sweep, started)],
         tiles=_of_a_sweep(analysis, cells, goes_on) if is_sweep else _of_a_run(run, cells[0], goes_on),
         share=sum(cell.tokens for cell in cells) / of_tokens if of_tokens else 0.0,
@@ -105,9 +105,9 @@ def _axes(analysis: Analysis, planned: Sequence[Run]) -> str:
     return " × ".join([*swept, *map(printable, analysis.differing)]) or counted(len(analysis.runs), "run")
 
 
-def _facts(directory: Path, runs: Sequence[Run], planned: Sequence[Run]) -> Iterator[tuple[str, str]]:
+def _facts(directory: Path, analysis: Analysis, planned: Sequence[Run]) -> Iterator[tuple[str, str]]:
     yield "Directory", printable(str(directory))
-    readable = [run for run in runs if run.config]
+    readable = [run for run in analysis.runs if run.config]
     if not readable:
         return
     yield "Model", _each(map(_model, readable), "models")
@@ -121,6 +121,7 @@ def _facts(directory: Path, runs: Sequence[Run], planned: Sequence[Run]) -> Iter
         over = (f"from {c['batch.ramp_from_tokens']:,} over {c['batch.ramp_tokens']:,} tokens" for c in ramps)
         yield "Batch ramp", _each(over, "ramps")
     yield "Learning rate", _listed(sorted({run.lr for run in cells}), ".3g")
+    yield from _as_scaled(analysis.arms)
     yield "Length", f"{_listed(sorted({run.of_tokens for run in readable}), ',')} tokens"
     if branches := [f"{run.branch}, after {run.first_tokens:,} tokens" for run in readable if run.branch]:
         yield "Branched from", _each(branches, "checkpoints")
@@ -137,6 +138,26 @@ def _facts(directory: Path, runs: Sequence[Run], planned: Sequence[Run]) -> Iter
         yield "Tags", ", ".join(tags)
     if (note := readable[0].note) and all(run.note == note for run in readable):
         yield "Note", note
+
+
+def _as_scaled(arms: Sequence[Arm]) -> Iterator[tuple[str, str]]:
+    """The optimizer's keys that are scaled with the batch size, at the smallest and the largest one of each arm."""
+    runs = [run for arm in arms for run in arm.runs]
+    for key in scaled_keys(runs):
+        if key == "lr":
+            yield "Learning rate as configured", _listed(sorted({run.config["optim.lr"] for run in runs}), ".3g")
+            continue
+        texts = []
+        for arm in arms:
+            if key not in scaled_keys(arm.runs):
+                continue
+            used = {run.batch: run.optim[key] for run in arm.runs}
+            first, last = min(used), max(used)
+            text = f"{used[first]:.6g} at {first:,} tokens a step"
+            if last > first:
+                text += f" to {used[last]:.6g} at {last:,}"
+            texts.append(f"{text} ({arm.label})" if arm.label else text)
+        yield f"{key} as scaled", printable("; ".join(texts))
 
 
 def _model(run: Run) -> str:

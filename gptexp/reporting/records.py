@@ -100,6 +100,7 @@ class Run:
     config: dict[str, Any]  # dotted key -> value, of the keys that decide the result; empty if it cannot be read
     batch: int = 0  # tokens per step, over all ranks; of a ramp, those of its end
     lr: float = 0.0  # peak learning rate, as scaled with the batch size
+    optim: dict[str, Any] = field(default_factory=dict)  # the optimizer's keys as scaled with the batch size
     seed: int = 0
     loss: float | None = None  # final validation loss of a completed run
     summary: dict[str, Any] = field(default_factory=dict)
@@ -140,13 +141,15 @@ def read_run(directory: Path) -> Run:
         return Run(name, directory, "damaged", {}, problem=printable(str(error)))
     status = run_dir.present_status(directory, summary)
     _, of_tokens = config.run_length
+    optim = effective_optim(config)
     run = Run(
         name,
         directory,
         status,
         result_deciding(config),
         batch=config.batch.total_batch_size,
-        lr=effective_optim(config).lr,
+        lr=optim.lr,
+        optim=vars(optim),
         seed=config.train.seed,
         summary=summary,
         seq_len=config.seq_len,
@@ -189,6 +192,12 @@ def lr_scaling(config: Mapping[str, Any], batch: int) -> float:
             given[key] = float(given[key])
     scaling = ScalingConfig(**given)
     return lr_factor(scaling, batch / scaling.reference_tokens) if scaling.reference_tokens is not None else 1.0
+
+
+def scaled_keys(runs: Sequence[Run]) -> list[str]:
+    """The optimizer's keys of which any of `runs` uses another value than that of its config."""
+    different = {key: None for run in runs for key in run.optim if run.optim[key] != run.config[f"optim.{key}"]}
+    return list(different)
 
 
 def has_diverged(run: Run) -> bool:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gptexp.reporting.records import Run
+from gptexp.reporting.records import Run, scaled_keys
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,17 @@ COLUMNS = (
 
 
 def values(runs: Sequence[Run], config_keys: Sequence[str]) -> list[dict[str, Any]]:
-    """A row for each run: the keys of `COLUMNS`, and `config_keys`."""
+    """A row for each run: the keys of `COLUMNS`, `config_keys`, and those that are scaled with the batch size.
+
+    Each of the latter has its configured value, as `optim.beta2`, and the effective one, as `effective_optim.beta2`.
+    The effective learning rate is `lr`.
+    """
+    scaled = scaled_keys(runs)
+    configured = [*config_keys, *(f"optim.{key}" for key in scaled)]
     return [
-        {column.key: column.value(run) for column in COLUMNS} | {key: run.config.get(key) for key in config_keys}
+        {column.key: column.value(run) for column in COLUMNS}
+        | {key: run.config.get(key) for key in configured}
+        | {f"effective_optim.{key}": run.optim.get(key) for key in scaled if key != "lr"}
         for run in runs
     ]
 

@@ -9,14 +9,17 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from sweeps import report_of, write_sweep
+from sweeps import report_of, write_run, write_sweep
 
+from gptexp.config.scaling import effective_optim
+from gptexp.config.schema import AdamWConfig, ScalingConfig
 from gptexp.process.errors import ConfigError
 from gptexp.report import main
 from gptexp.reporting.records import find_runs
 from gptexp.reporting.report import build_report
 from gptexp.reporting.table import shown, values
-from gptexp.reporting.write import show, write_report
+from gptexp.reporting.write import numbers, show, write_report
+from gptexp.storage import run_dir
 
 Gptexp = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -207,3 +210,42 @@ def test_a_report_is_not_written_through_a_link(swept: Path, tmp_path: Path, lin
         write_report(root)
     assert not (root / "report.html").exists()
     assert target.is_dir() and not list(target.iterdir()) if link == "pictures" else target.read_text() == "precious"
+
+
+def test_keys_that_are_scaled_with_the_batch_size_are_in_the_head_and_in_the_table(tmp_path: Path) -> None:
+    """Against `config.scaling`. One arm keeps all keys; that of the learning rate is 0.02 at the reference, 8,192."""
+    rules = ScalingConfig(lr="sqrt", betas="beta2_half_life", eps="sqrt", reference_tokens=8192)
+    for name, scaling in (("scaled", rules), ("kept", ScalingConfig(reference_tokens=8192))):
+        for batch in (2048, 8192, 32768):
+            write_run(tmp_path / f"{name}-{batch}", batch, 0.02, 1, 4.0)
+            config = run_dir.load_config(tmp_path / f"{name}-{batch}")
+            config.scaling = scaling
+            run_dir.save_config(tmp_path / f"{name}-{batch}", config)
+    report = build_report(tmp_path)
+    facts = dict(report.overview.facts)
+    [scaled] = [arm for arm in report.analysis.arms if arm.choices["scaling.lr"] == "sqrt"]
+    beta2, eps = ((0.95**0.25, 0.95**4), (2e-8, 5e-9))
+    assert facts["beta2 as scaled"] == (
+        f"{beta2[0]:.6g} at 2,048 tokens a step to {beta2[1]:.6g} at 32,768 ({scaled.label})"
+    )
+    assert facts["eps as scaled"].startswith(f"{eps[0]:.6g} at 2,048 tokens a step to {eps[1]:.6g} at 32,768 ")
+    assert facts["Learning rate"] == "0.01, 0.02, 0.04"
+    assert facts["Learning rate as configured"] == "0.02"
+    assert {label for label in facts if "scaled" in label} == {"beta2 as scaled", "eps as scaled"}
+    for row, run in zip(numbers(report)["runs"], report.analysis.runs, strict=True):
+        config = run_dir.load_config(run.directory)
+        used = effective_optim(config)
+        assert isinstance(used, AdamWConfig)
+        assert isinstance(config.optim, AdamWConfig)
+        assert (row["lr"], row["optim.lr"]) == (used.lr, config.optim.lr)
+        assert (row["effective_optim.beta2"], row["optim.beta2"]) == (used.beta2, config.optim.beta2)
+        assert (row["effective_optim.eps"], row["optim.eps"]) == (used.eps, config.optim.eps)
+        assert "effective_optim.beta1" not in row
+    alone = build_report(tmp_path / "scaled-2048")
+    assert dict(alone.overview.facts)["beta2 as scaled"] == f"{beta2[0]:.6g} at 2,048 tokens a step"
+
+
+def test_without_scaling_no_key_is_shown_twice(swept: Path) -> None:
+    report = build_report(swept)
+    assert not [label for label, _ in report.overview.facts if "scaled" in label or "configured" in label]
+    assert not [key for row in numbers(report)["runs"] for key in row if key.startswith(("optim.", "effective_optim."))]
