@@ -225,7 +225,8 @@ def settings(file: Path, group: str) -> list[tuple[str, str]]:
 def _flat(values: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
     for key, value in values.items():
         if isinstance(value, list) and value and all(isinstance(part, dict) for part in value):
-            value = _together(value)  # a sweep of several grids
+            # A sweep of several grids, which may share keys by a merge (<<) that yaml.BaseLoader keeps as a key.
+            value = _together([{**grid.pop("<<", {}), **grid} for grid in value])
         if isinstance(value, dict):
             yield from _flat(value, f"{prefix}{key}.")
         else:

@@ -309,43 +309,39 @@ def _noise_scale(lines: Lines) -> Figure | None:
     points = _values(lines, lambda step: step.noise_scale)
     if not points:
         return None
-    fixed = {run.batch for run in lines.runs if not _ramps(run)}
-    sizes: list[Spec] = [{"value": batch, "what": BATCH} for batch in sorted(fixed)]
+    ramped = {run.name: run for run in lines.runs if any(step.batch != run.batch for step in run.train)}
+    fixed = {run.batch for run in lines.runs if run.name not in ramped}
+    rules: list[Spec] = [{"value": batch, "what": BATCH} for batch in sorted(fixed)]
     if lines.critical_batch is not None:
-        sizes.append({"value": lines.critical_batch, "what": CRITICAL})
-    sizes += [
+        rules.append({"value": lines.critical_batch, "what": CRITICAL})
+    sizes = [
         {"value": step.batch, "what": BATCH, "tokens": step.tokens, **_labels(lines, run, step)}
-        for run in lines.runs
-        if _ramps(run)
+        for run in ramped.values()
         for step in run.train
     ]
     dashes = {"field": "what", "type": "nominal", "title": None, "sort": [BATCH, CRITICAL],
               "scale": {"range": [[2, 3], [8, 3]]}}  # fmt: skip
-    size_layer = {
-        "data": {"values": sizes},
+    used: list[Spec] = []
+    if rules:
+        used.append({"data": {"values": rules}, "mark": {"type": "rule", "style": "faint"}})
+    if sizes:
+        over = {"x": {"field": "tokens", "type": "quantitative"}, "detail": {"field": "run"}}
+        line = {"type": "line", "style": "faint", "interpolate": "step-before"}
+        used.append({"data": {"values": sizes}, "mark": line, "encoding": over})
+    batches = {
+        "layer": used,
         "encoding": {"y": {"field": "value", "type": "quantitative"}, "strokeDash": dashes,
                      "tooltip": tooltip("what", "value", value="tokens a step")},
-        "layer": [
-            {"transform": [{"filter": "datum.tokens == null"}], "mark": {"type": "rule", "style": "faint"}},
-            {"transform": [{"filter": "datum.tokens != null"}],
-             "mark": {"type": "line", "style": "faint", "interpolate": "step-before"},
-             "encoding": {"x": {"field": "tokens", "type": "quantitative"}, "detail": {"field": "run"}}},
-        ],
     }  # fmt: skip
+    scales = _lines(lines, points, log("value", "gradient noise scale, tokens", form="~s"))
     text = (
         "Running average of the batch size at which the noise in a gradient has the same norm as its signal. In "
         "smaller batches the noise is larger than the signal, in larger batches it is smaller. The noise scale is a "
         "proxy for the critical batch size, and assumes plain gradient steps."
     )
-    layers = [_lines(lines, points, log("value", "gradient noise scale, tokens", form="~s")), size_layer]
-    spec = {"layer": layers, "resolve": {"scale": {"strokeDash": "independent"}}}
+    spec = {"layer": [scales, batches], "resolve": {"scale": {"strokeDash": "independent"}}}
     text = caption(text, _absent_values(lines, points))
     return figure("noise-scale", "Gradient noise scale", text, spec, is_diagnostic=True)
-
-
-def _ramps(run: Run) -> bool:
-    """Whether the run's steps have different sizes."""
-    return any(step.batch != run.batch for step in run.train)
 
 
 def _chart(

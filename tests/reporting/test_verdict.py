@@ -323,7 +323,7 @@ def test_the_noise_scale_is_reported_with_the_batch_sizes_and_the_critical_batch
     assert f"of {best.name} is {NOISE_SCALE * 1024:,} tokens" in line
     assert f"a step has {best.batch:,}" in line
     [spec] = [f.spec for f in figures(analyse("sweep", find_runs(root))) if f.key == "noise-scale"]
-    marked = {row["value"] for row in spec["layer"][1]["data"]["values"]}
+    marked = {row["value"] for row in spec["layer"][1]["layer"][0]["data"]["values"]}
     assert marked >= {2048, 4096, 8192, 16384}
     critical = [line for line in lines if "The measured critical batch size is" in line]
     assert len(critical) == (len(marked) > 4)

@@ -91,7 +91,8 @@ def test_the_report_reads_the_norms_of_each_step_with_its_own_batch(directory: P
     report = build_report(directory)
     assert ("Batch ramp", "from 32 over 900 tokens") in report.overview.facts
     [spec] = [figure.spec for figure in report.figures if figure.key == "noise-scale"]
-    drawn = [(row.get("tokens"), row["value"]) for row in spec["layer"][1]["data"]["values"]]
+    [sizes] = spec["layer"][1]["layer"]
+    drawn = [(row["tokens"], row["value"]) for row in sizes["data"]["values"]]
     assert drawn == list(zip(ENDS, SIZES, strict=True))  # and no rule at the size of the last steps
 
 
