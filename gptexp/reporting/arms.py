@@ -15,7 +15,7 @@ from scipy import special
 
 from gptexp.reporting.analysis import Arm, label_of
 from gptexp.reporting.curves import Optimum
-from gptexp.reporting.law import Law
+from gptexp.reporting.law import fit_ratio
 from gptexp.reporting.noise import CONFIDENCE, MIN_SIGMA, t_quantile
 
 SIZES = {"model.n_embd": ("model.n_head",), "model.n_layer": ()}  # size of a model -> keys that may change with it
@@ -57,24 +57,21 @@ class Transfer:
     factor: Interval  # of the best learning rate, from the smallest to the largest size
 
 
-def exponent_gap(one: Law, other: Law, pairs: int = 1) -> Interval:
-    """The exponent of `one` minus that of `other`, with an interval that holds all of `pairs` differences in 95%.
+def clearest_gap(arms: Sequence[Mapping[int, Optimum]], dof_of_noise: int) -> tuple[int, int, Interval] | None:
+    """The two arms, by number, whose exponents differ most significantly, and the difference. Arms are given by optima.
 
-    If the pair was chosen among several, its interval is wider by Bonferroni's correction.
+    Not those that differ most: their exponents may be known the least. As they are chosen among several pairs, the
+    interval is wider by Bonferroni's correction. None if no two arms have two batch sizes in common.
     """
-    gap = one.exponent - other.exponent
-    wider = float(special.ndtri(1 - (1 - CONFIDENCE) / (2 * pairs))) / QUANTILE
-    half = wider * math.hypot(*((law.high - law.low) / 2 for law in (one, other)))
-    return Interval(gap, gap - half, gap + half)
-
-
-def clearest_gap(laws: Sequence[Law]) -> tuple[int, int, Interval]:
-    """The numbers of the two of `laws` whose exponents differ most significantly, and their `exponent_gap`.
-
-    Not those that differ most: their exponents may be known the least.
-    """
-    pairs = list(combinations(range(len(laws)), 2))
-    gaps = {(one, other): exponent_gap(laws[one], laws[other], len(pairs)) for one, other in pairs}
+    pairs = list(combinations(range(len(arms)), 2))
+    wider = float(special.ndtri(1 - (1 - CONFIDENCE) / (2 * len(pairs)))) / QUANTILE
+    gaps = {}
+    for one, other in pairs:
+        if (ratio := fit_ratio(arms[one], arms[other], dof_of_noise)) is not None:
+            half = wider * (ratio.high - ratio.low) / 2
+            gaps[one, other] = Interval(ratio.exponent, ratio.exponent - half, ratio.exponent + half)
+    if not gaps:
+        return None
     one, other = max(gaps, key=lambda pair: abs(gaps[pair].value) / (gaps[pair].high - gaps[pair].low))
     return one, other, gaps[one, other]
 

@@ -25,14 +25,20 @@ def _laws(arms: Sequence[Arm]) -> Iterator[Finding]:
     if len(laws) < 2:
         return
     described = "; ".join(f"{arm.label} {_follows(law)}" for arm, law in laws)
-    one, other, gap = clearest_gap([law for _, law in laws])
+    yield Finding(f"The best learning rate over the batch size, arm by arm: {described}.")
+    dof = min(arm.curves.noises[batch].dof for arm, _ in laws for batch in arm.curves.optima)
+    clearest = clearest_gap([arm.curves.optima for arm, _ in laws], dof)
+    if clearest is None:
+        return
+    one, other, gap = clearest
     pairs = math.comb(len(laws), 2)
     chosen = f", corrected for {pairs} pairs" if pairs > 1 else ""
     interval = f"{gap.value:.2f} (95% interval {gap.low:.2f} to {gap.high:.2f}{chosen})"
     differ = "do not differ significantly" if 0 in gap else "differ"
     yield Finding(
-        f"The best learning rate over the batch size, arm by arm: {described}.",
         f"The exponents of {laws[one][0].label} and {laws[other][0].label} {differ}: their difference is {interval}.",
+        "It is that of the ratio of their best learning rates at the batch sizes of both, so a curve that they share "
+        "has no part in it.",
     )
 
 

@@ -8,6 +8,7 @@ from gptexp.reporting.noise_scale import at_the_end, lowest_measured
 from gptexp.reporting.vega_lite import INTERVAL, Figure, Spec, caption, figure, linear, log, tooltip
 
 COLUMNS = 2  # of a legend, whose entries are long
+APART = 1.06  # ratio of the places of neighbouring arms on the axis of batch sizes, so that none hides another
 FAR = 16.0  # times above or below all batch sizes, beyond which a noise scale would leave these too little room
 NOISE_SCALE = (
     "A dashed vertical line is a gradient noise scale, at the end of the run with the lowest loss that measured it."
@@ -53,15 +54,16 @@ def _by_batch(arms: Sequence[Arm], what: str) -> Figure | None:
         return None
     sizes = sorted({batch for arm in drawn for batch in arm.curves.optima})
     points: list[Spec] = []
-    for arm in drawn:
+    for number, arm in enumerate(drawn):
+        aside = APART ** (number - (len(drawn) - 1) / 2)
         for batch, o in arm.curves.optima.items():
             half = o.loss_half_width or 0.0
             low, high = (o.low, o.high) if what == "lr" else (o.loss - half, o.loss + half)
-            points.append({"arm": arm.label, "batch": batch, "lr": o.lr, "loss": o.loss, "low": low, "high": high})
-    encoding = {
-        "x": log("batch", "batch size, tokens a step", sizes, ","),
-        "color": _coloured([arm.label for arm in drawn]),
-    }
+            points.append({"arm": arm.label, "batch": batch, "aside": batch * aside, "lr": o.lr, "loss": o.loss,
+                           "low": low, "high": high})  # fmt: skip
+    x = log("batch", "batch size, tokens a step", sizes, ",")
+    encoding = {"x": x, "color": _coloured([arm.label for arm in drawn])}
+    beside = {**x, "field": "aside"}
     told = tooltip("batch", what, "low", "high")
     if what == "lr":
         laws = [
@@ -70,11 +72,11 @@ def _by_batch(arms: Sequence[Arm], what: str) -> Figure | None:
             if arm.law is not None
             for size in (min(arm.law.sizes), max(arm.law.sizes))
         ]
-        layers = _layers(laws, points, log("lr", "best learning rate"), told)
+        layers = _layers(laws, points, log("lr", "best learning rate"), told, beside)
         text = "The optima of each arm with their 95% intervals, and the fitted laws."
         spec = {"layer": layers, "encoding": encoding}
         return figure("arms-lr", "Best learning rate against batch size, arm by arm", text, spec)
-    layers = _layers(points, points, linear("loss", "loss at the best learning rate"), told)
+    layers = _layers(points, points, linear("loss", "loss at the best learning rate"), told, beside)
     vertical, of_scales = noise_scale_lines(drawn, sizes)
     text = caption("The fitted loss of each batch size at its own best learning rate, with 95% intervals.", of_scales)
     spec = {"layer": [*layers, *vertical], "encoding": encoding}
@@ -92,24 +94,30 @@ def _by_size(arms: Sequence[Arm]) -> Iterator[Figure]:
             if (t.key, t.batch) == (key, batch)
             for size, o in t.optima.items()
         ]
-        layers = _layers(points, points, log("lr", "best learning rate"), tooltip("lr", "low", "high"))
-        labels = list(dict.fromkeys(point["arm"] for point in points))
         x = log("width", key, {point["width"] for point in points}, "d")
+        layers = _layers(points, points, log("lr", "best learning rate"), tooltip("lr", "low", "high"), x)
+        labels = list(dict.fromkeys(point["arm"] for point in points))
         spec = {"layer": layers, "encoding": {"x": x, "color": _coloured(labels)}}
         text = f"The best learning rate at {batch:,} tokens a step, with 95% intervals."
         yield figure(f"arms-{name}-{batch}", f"Best learning rate against {key}", text, spec)
 
 
-def _layers(lines: Sequence[Spec], points: Sequence[Spec], y: Spec, told: Sequence[Spec]) -> list[Spec]:
-    """Layers of lines, of points and of their 95% intervals."""
+def _layers(lines: Sequence[Spec], points: Sequence[Spec], y: Spec, told: Sequence[Spec], x: Spec) -> list[Spec]:
+    """Layers of lines, of points and of their 95% intervals; `x` is that of the points."""
     return [
         {"data": {"values": lines}, "mark": {"type": "line", "opacity": 0.6}, "encoding": {"y": y}},
-        {"data": {"values": points}, "mark": {"type": "rule", "size": 2}, "encoding": INTERVAL},
+        {"data": {"values": points}, "mark": {"type": "rule", "size": 2}, "encoding": {**INTERVAL, "x": x}},
         {"data": {"values": points}, "mark": {"type": "point", "filled": True, "size": 80},
-         "encoding": {"y": y, "tooltip": told}},
+         "encoding": {"x": x, "y": y, "tooltip": told}},
     ]  # fmt: skip
 
 
 def _coloured(labels: Sequence[str]) -> Spec:
     """Encoding of arms, which have no order, by colours."""
-    return {"field": "arm", "type": "nominal", "title": "", "sort": list(labels), "legend": {"columns": COLUMNS}}
+    return {
+        "field": "arm",
+        "type": "nominal",
+        "title": "",
+        "sort": list(labels),
+        "legend": {"columns": COLUMNS, "labelLimit": 0},
+    }

@@ -1,11 +1,12 @@
 """The best learning rate as a power of the batch size, lr*(B) = lr_0 (B / B_0)^alpha, fitted to a sweep's optima."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
-from gptexp.reporting.curves import Curves
+from gptexp.reporting.curves import Curves, Optimum
 from gptexp.reporting.linex import Array
 from gptexp.reporting.noise import LEVEL, f_tail, t_quantile
 
@@ -37,13 +38,31 @@ class Law:
 
 def fit_law(curves: Curves) -> Law | None:
     """Fit log2 lr* over log2 B by least squares with weights 1 / variance. Returns None with fewer than two optima."""
-    optima = dict(sorted(curves.optima.items()))
+    optima = curves.optima
     if len(optima) < 2:
         return None
-    x = np.log2(list(optima))
-    y = np.log2([optimum.lr for optimum in optima.values()])
-    sd = np.array([optimum.sd_octaves for optimum in optima.values()], float)
-    dof_of_noise = min(curves.noises[batch].dof for batch in optima)
+    dof = min(curves.noises[batch].dof for batch in optima)
+    return _fit({batch: (math.log2(o.lr), o.sd_octaves or 0.0) for batch, o in optima.items()}, dof)
+
+
+def fit_ratio(one: Mapping[int, Optimum], other: Mapping[int, Optimum], dof_of_noise: int) -> Law | None:
+    """Fit the best learning rates of `one` divided by those of `other`, at the batch sizes that have both.
+
+    The exponent is the difference of theirs. If both lie on a curve, the ratio does as far as the curves differ, so it
+    is known better than from two laws. None with fewer than two such batch sizes.
+    """
+    ratios = {}
+    for batch in one.keys() & other.keys():
+        octaves = math.log2(one[batch].lr / other[batch].lr)
+        ratios[batch] = octaves, math.hypot(one[batch].sd_octaves or 0.0, other[batch].sd_octaves or 0.0)
+    return _fit(ratios, dof_of_noise) if len(ratios) > 1 else None
+
+
+def _fit(octaves: Mapping[int, tuple[float, float]], dof_of_noise: int) -> Law:
+    """Fit a power law. `octaves`: for each batch size, log2 of a value and the standard error of that."""
+    sizes = sorted(octaves)
+    x = np.log2(sizes)
+    y, sd = np.array([octaves[size] for size in sizes]).T
     centre = float(np.average(x, weights=sd**-2))
     (slope, level), covariance, chi2 = _least_squares(np.vander(x - centre, 2), y, sd)
     dof, t = len(x) - 2, t_quantile(dof_of_noise)
@@ -64,7 +83,7 @@ def fit_law(curves: Curves) -> Law | None:
         high=float(slope + t * sd_slope),
         sd=sd_slope,
         lr_sd_octaves=sd_level,
-        sizes=tuple(optima),
+        sizes=tuple(sizes),
         scatter=scatter,
         bends=bends,
     )

@@ -81,8 +81,8 @@ def test_the_laws_of_two_arms_are_compared(said: list[str]) -> None:
     [law] = [line for line in said if line.startswith("The best learning rate over")]
     assert "scaling.betas=none follows 'square root', exponent " in law
     assert "scaling.betas=beta2_half_life follows 'constant', exponent " in law
-    assert "differ: their difference is " in law
-    found = re.search(r"difference is (\S+) \(95% interval (\S+) to (\S+)\)", law)
+    [gap] = [line for line in said if line.startswith("The exponents of scaling.betas=")]
+    found = re.search(r" differ: their difference is (\S+) \(95% interval (\S+) to (\S+)\)", gap)
     assert found is not None
     low, high = sorted(abs(float(number)) for number in found.groups()[1:])
     assert low < 0.5 < high
@@ -229,33 +229,55 @@ def test_the_interval_of_the_limit_holds_the_truth(
     assert held / 500 > 0.92
 
 
+def drawn_optima(rng: np.random.Generator, exponent: float, sd: float) -> dict[int, Optimum]:
+    """Optima with a standard error of `sd` octaves, on a power law that levels off beyond 4,096 tokens."""
+    levels = {batch: exponent * math.log2(batch / 2048) + 0.5 * min(1.0, math.log2(batch / 2048)) for batch in BATCHES}
+    drawn = {batch: level + sd * rng.standard_normal() for batch, level in levels.items()}
+    return {batch: Optimum(0.01 * 2.0**octaves, 4.0, sd_octaves=sd) for batch, octaves in drawn.items()}
+
+
 @pytest.mark.parametrize("sds", [(0.1,) * 2, (0.1,) * 4, (0.02, 0.1, 0.5, 0.1)])
 def test_of_equal_arms_the_two_that_differ_most_rarely_differ_significantly(sds: tuple[float, ...]) -> None:
     rng = np.random.default_rng(len(sds))
     found = 0
     for _ in range(1000):
-        laws = [a_law(0.3 + sd * rng.standard_normal(), 1.96 * sd) for sd in sds]
-        *_, gap = clearest_gap(laws)
-        found += 0 not in gap
+        clearest = clearest_gap([drawn_optima(rng, 0.3, sd) for sd in sds], 1000)
+        assert clearest is not None
+        found += 0 not in clearest[2]
     assert 5 < found < 70
+
+
+def test_a_curve_that_two_arms_share_does_not_hide_that_their_exponents_differ() -> None:
+    """The optima of each alone scatter around a line more than their intervals allow."""
+    rng, held, found = np.random.default_rng(1), 0, 0
+    for _ in range(500):
+        clearest = clearest_gap([drawn_optima(rng, exponent, 0.1) for exponent in (0.4, 0.15)], 1000)
+        assert clearest is not None
+        held += 0.25 in clearest[2]
+        found += 0 not in clearest[2]
+    assert 0.93 < held / 500 < 0.98
+    assert found / 500 > 0.9
 
 
 def test_two_arms_that_differ_are_found_beside_one_whose_exponent_nobody_knows(two_rules: Path) -> None:
     """The last one differs most from the others, but not significantly."""
-    laws = [a_law(0.5, 0.05), a_law(0.1, 0.05), a_law(0.9, 0.9)]
-    one, other, gap = clearest_gap(laws)
-    assert (one, other) == (0, 1)
-    assert gap.low < 0.4 < gap.high
-    assert 0 not in gap
-    [arm, *_] = analyse("sweep", find_runs(two_rules)).arms
-    named = [
-        replace(arm, choices={"optim.beta2": beta2}, law=law) for beta2, law in zip((0.5, 0.6, 0.7), laws, strict=True)
-    ]
-    said = next(arms_in_words(named, 0.05))
-    assert said.why.startswith(
-        "The exponents of optim.beta2=0.5 and optim.beta2=0.6 differ: their difference is 0.40 ("
-    )
-    assert "corrected for 3 pairs" in said.why
+    rng = np.random.default_rng(0)
+    optima = [drawn_optima(rng, exponent, sd) for exponent, sd in ((0.5, 0.03), (0.1, 0.03), (0.9, 2.0))]
+    clearest = clearest_gap(optima, 1000)
+    assert clearest is not None
+    assert clearest[:2] == (0, 1)
+    assert 0.4 in clearest[2]
+    assert 0 not in clearest[2]
+    assert clearest_gap([optima[0], {32: optima[0][2048]}], 1000) is None
+
+
+def test_the_difference_of_three_arms_is_said_to_be_corrected(two_rules: Path) -> None:
+    arms = analyse("sweep", find_runs(two_rules)).arms
+    named = [replace(arm, choices={"optim.beta2": 0.5 + 0.1 * number}) for number, arm in enumerate([*arms, arms[0]])]
+    said = [finding.text for finding in arms_in_words(named, 0.05)]
+    [gap] = [text for text in said if text.startswith("The exponents of optim.beta2=")]
+    assert " differ: " in gap
+    assert "corrected for 3 pairs" in gap
 
 
 def a_law(exponent: float, half_width: float) -> Law:
@@ -273,7 +295,7 @@ def test_an_arm_that_rises_as_a_root_and_then_no_more_is_said_to_lie_on_a_curve(
         write_arm(tmp_path, f"{beta2}", {"optim.beta2": beta2}, best, lambda _: 4.0, batches=batches)
     said = report_of(tmp_path)["verdict"]
     [law] = [line for line in said if line.startswith("The best learning rate over")]
-    bent, straight = law.partition("arm by arm: ")[2].partition(". The exponents")[0].split("; ")
+    bent, straight = law.partition("arm by arm: ")[2].removesuffix(".").split("; ")
     assert bent.startswith("optim.beta2=0.9 agrees with ")
     assert bent.endswith(" its optima lie on a curve")
     assert straight.startswith("optim.beta2=0.95 follows 'square root', exponent 0.")
