@@ -16,7 +16,7 @@ from rich.text import Text
 from gptexp.process.errors import first_line
 from gptexp.process.terminal import warn
 from gptexp.reporting.analysis import Arm
-from gptexp.reporting.arms import transfers
+from gptexp.reporting.arms import Transfer, transfers
 from gptexp.reporting.finding import BEHIND_NATS
 from gptexp.reporting.page import page
 from gptexp.reporting.pictures import bundle, png
@@ -74,11 +74,18 @@ def numbers(report: Report) -> dict[str, Any]:
         "name": analysis.name,
         "warnings": analysis.warnings,
         "arms": [_arm(arm) for arm in analysis.arms],
-        "transfers": [asdict(transfer) for transfer in transfers(analysis.arms)],
+        "transfers": [_transfer(transfer) for transfer in transfers(analysis.arms)],
         "runs": values(analysis.runs, analysis.differing),
         "verdict": report.verdict.lines,
         "next": [asdict(proposal) for proposal in report.further],
     }
+
+
+def _transfer(transfer: Transfer) -> dict[str, Any]:
+    found = asdict(transfer)
+    for optimum in found["optima"].values():
+        del optimum["curve"]  # the arm of that size has it
+    return found
 
 
 def _arm(arm: Arm) -> dict[str, Any]:

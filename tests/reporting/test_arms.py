@@ -339,7 +339,7 @@ def test_the_best_learning_rate_over_widths_moves_in_one_arm_and_stays_in_the_ot
     [stays] = [line for line in said if line.startswith("optim.weight_decay=0.1: from ")]
     assert "moves by a factor of 0.2" in moves
     assert "does not move significantly: it changes by a factor of " in stays
-    by_label = {t["label"]: t["factor"] for t in numbers(report)["transfers"]}
+    by_label = {t["label"]: t["factor"] for t in report_of(tmp_path)["transfers"]}
     for label, truth in (("optim.weight_decay=0.0", 0.25), ("optim.weight_decay=0.1", 1.0)):
         factor = by_label[label]
         assert factor["low"] < truth < factor["high"]
