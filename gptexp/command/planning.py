@@ -13,7 +13,7 @@ import torch
 from gptexp.config.branching import run_and_step
 from gptexp.config.run_plan import RunPlan, plan_run
 from gptexp.config.scaling import effective_optim
-from gptexp.config.schedule import least_warmup_steps
+from gptexp.config.schedule import asked_of_warmup, least_warmup_steps
 from gptexp.config.schema import AUTO, Config, memory_key
 from gptexp.config.vocabulary import with_vocab_size
 from gptexp.data.prepare import count_ids, has_own_validation, prepared_dir
@@ -262,8 +262,7 @@ def _lr(p: dict[str, Any]) -> str:
 
 
 def _warmup_steps(p: dict[str, Any]) -> str:
-    few = f"; beta2 asks for {p['least_warmup_steps']:,}" if p["warmup_steps"] < p["least_warmup_steps"] else ""
-    return counted(p["warmup_steps"], "step") + few
+    return counted(p["warmup_steps"], "step") + asked_of_warmup(p["warmup_steps"], p["least_warmup_steps"])
 
 
 def _every(tokens: int) -> str:

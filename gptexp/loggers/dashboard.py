@@ -22,6 +22,7 @@ from gptexp.process.errors import ConfigError, UserError, first_line
 # the summary, where a dot separates nested keys. Line plots read the history, where the name is "val/loss".
 BEST_LOSS = "val/loss.min"
 LR, BATCH = "effective_optim.lr", "batch.total_batch_size"  # lr as scaled with the batch size, in every run's config
+OF_FEW_RUNS = ("Averaged weights", "Sharpness", "Gradient noise added")  # sections that most runs log nothing for
 MAX_RUNS = 100  # in a panel; wandb's default of 10 is fewer than a sweep has
 LEAVE_S = 10.0  # longest wait for wandb's service to end
 
@@ -51,13 +52,11 @@ def definition(entity: str, project: str, name: str) -> Workspace:
             # A scatter plot cannot be grouped: its third axis sets the colour of the points.
             wr.ScatterPlot(title=f"{BEST_LOSS} by {LR}", x=lr, y=best_loss, z=batch, log_x=True, log_z=True),
         ],
-    }
-    of_few_runs = {
         "Averaged weights": curves("val/loss_ema"),
         "Sharpness": curves("sharpness/hessian", "sharpness/preconditioned", "sharpness/sam", log_y=True),
         "Gradient noise added": curves("optim/gradient_noise"),
     }
-    for section, plots in [*panels.items(), *of_few_runs.items()]:
+    for section, plots in panels.items():
         for plot in plots:
             plot._id = _digest(section, plot.title)  # otherwise random
     # Runs stay ungrouped: wandb draws a group as one mean line, and the cells of a sweep must stay separate.
@@ -66,8 +65,8 @@ def definition(entity: str, project: str, name: str) -> Workspace:
         project=project,
         name=name,
         sections=[
-            *(ws.Section(name=section, panels=plots, is_open=True) for section, plots in panels.items()),
-            *(ws.Section(name=section, panels=plots, is_open=False) for section, plots in of_few_runs.items()),
+            ws.Section(name=section, panels=plots, is_open=section not in OF_FEW_RUNS)
+            for section, plots in panels.items()
         ],
         settings=ws.WorkspaceSettings(x_axis="tokens", max_runs=MAX_RUNS),
         runset_settings=ws.RunsetSettings(

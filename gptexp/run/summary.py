@@ -8,7 +8,7 @@ from typing import Any
 
 from gptexp.config.rules import why_unmeasured
 from gptexp.config.scaling import changes, effective_optim
-from gptexp.config.schedule import least_warmup_steps
+from gptexp.config.schedule import asked_of_warmup, least_warmup_steps
 from gptexp.config.schema import Config, to_dict
 from gptexp.data.loader import Dataset
 from gptexp.machine.effective import Effective
@@ -29,7 +29,6 @@ def start_lines(cfg: Config, directory: Path, effective: Effective, t: Training,
     """Return the lines that describe the run before it starts."""
     m, plan, s = cfg.model, t.plan.batch, t.plan.schedule
     total, steps, sizes = plan.total_batch_size, t.plan.steps, t.plan.step_sizes
-    wanted = least_warmup_steps(t.optim)
     per_epoch, ema = t.dataset.order.n_train * plan.seq_len, cfg.train.ema_half_life_tokens
 
     def in_steps(tokens: int) -> str:
@@ -63,7 +62,7 @@ def start_lines(cfg: Config, directory: Path, effective: Effective, t: Training,
         f"length          {counted(steps, 'step')}, {t.plan.tokens:,} tokens, "
         f"{rounded(t.plan.tokens / per_epoch)} epochs",
         f"schedule        {s.name}, warm-up over {counted(s.warmup_tokens, 'token')} ({in_steps(s.warmup_tokens)}"
-        f"{f'; beta2 asks for {wanted:,}' if s.warmup_tokens < sizes.tokens_after(wanted) else ''}), "
+        f"{asked_of_warmup(sizes.steps_to(s.warmup_tokens), least_warmup_steps(t.optim))}), "
         f"end at {counted(s.decay_tokens, 'token')} ({in_steps(s.decay_tokens)})",
         *([f"average         of the weights, half-life {length(ema)}"] if ema else []),
         f"validation      {every(t.plan.eval_every_tokens)}",

@@ -114,7 +114,8 @@ def _built(model: nn.Module, cfg: OptimConfig, fused: bool) -> Optimizer:
             return pytorch_optimizer.Lion(groups, cfg.lr, (cfg.beta1, cfg.beta2))
         case LambConfig():
             # As version 3 of the paper: weight decay before the scaling, and no correction of the moments' bias, which
-            # the scaling makes up for. Vectors are not scaled. At its peak they would get several times lr without it.
+            # the scaling makes up for. Vectors are not scaled, and without a correction the first updates of a vector
+            # would be several times lr. So AdamW, which corrects the bias, updates them.
             matrices, vectors = groups
             lamb = pytorch_optimizer.Lamb(
                 [matrices], cfg.lr, (cfg.beta1, cfg.beta2), eps=cfg.eps, weight_decouple=False, adam_debias=True,

@@ -259,7 +259,7 @@ def test_a_curve_that_two_arms_share_does_not_hide_that_their_exponents_differ()
     assert found / 500 > 0.9
 
 
-def test_two_arms_that_differ_are_found_beside_one_whose_exponent_nobody_knows(two_rules: Path) -> None:
+def test_two_arms_that_differ_are_found_beside_one_whose_exponent_nobody_knows() -> None:
     """The last one differs most from the others, but not significantly."""
     rng = np.random.default_rng(0)
     optima = [drawn_optima(rng, exponent, sd) for exponent, sd in ((0.5, 0.03), (0.1, 0.03), (0.9, 2.0))]
