@@ -15,11 +15,12 @@ from gptexp.distributed.ranks import Rank
 from gptexp.process.signals import StopRequest
 from gptexp.run.job import Job
 from gptexp.run.rank import run
+from gptexp.storage import branch
 
 
 def train_here(overrides: list[str], directory: Path, stop: StopRequest | None = None) -> int:
     """Train on one rank in this process; the exit code."""
-    return run(Job(compose(overrides), directory, Rank(), stop or StopRequest()))
+    return run(Job(compose(overrides, find_parent=branch.find), directory, Rank(), stop or StopRequest()))
 
 
 def environment(cache: Path) -> dict[str, str]:

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.config_loader import ConfigLoader
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, open_dict
 
 from gptexp.config.branching import first_tokens, run_and_step
@@ -31,7 +30,7 @@ from gptexp.storage import branch, run_dir, sweep_record
 from gptexp.storage.continuation import check_same
 from gptexp.storage.init_from import choose_vocab_size
 from gptexp.storage.sweep_record import PlannedCell, SweepRecord
-from gptexp.sweep.space import params_as_overrides, parts, swept_keys
+from gptexp.sweep.space import swept_keys, with_arguments
 
 PLUGINS = "hydra_plugins.gptexp"  # the module in which Hydra looks up gptexp's sweepers and launchers
 TEXT_KEYS = ("path", "format", "subset", "split", "mix", "text_column", "val_path")
@@ -252,9 +251,8 @@ def fixed_arguments(config: DictConfig) -> list[str]:
 
 def _runs_branched_from(config: DictConfig) -> list[str]:
     """The runs that the values of a swept `branch_from` name, without their steps."""
-    of_params = [text for part in parts(config.hydra.sweeper.get("params")) for text in params_as_overrides(part)]
-    overrides = map(OverridesParser.create().parse_override, [*of_params, *config.hydra.overrides.task])
-    of_branches = [o for o in overrides if o.key_or_group == "branch_from"]
+    merged = with_arguments(config.hydra.sweeper.get("params"), config.hydra.overrides.task)
+    of_branches = [part["branch_from"] for part in merged if "branch_from" in part]
     values = [str(v) for o in of_branches for v in (o.sweep_iterator() if o.is_sweep_override() else [o.value()])]
     return sorted({os.path.abspath(run_and_step(value)[0]) for value in values})  # noqa: PTH100  Path.absolute keeps `..`
 

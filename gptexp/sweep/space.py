@@ -3,6 +3,7 @@
 The syntax is Hydra's: `key=a,b,c`, `choice(…)`, `range(…)`, `interval(low, high)`, `tag(log, interval(…))`.
 """
 
+import itertools
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import Any
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, Override
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from gptexp.config.overrides import canonical
 from gptexp.config.schema import every_key
@@ -56,21 +57,50 @@ class Axis:
 def spaces(params: Any, arguments: Sequence[str], loader: ConfigLoader) -> list[list[Axis]]:
     """Parse a named grid's `params`, a mapping or a list of mappings, and the command line's `arguments`.
 
-    Returns a space for each mapping. `arguments` win for a key that both have. Raises `ConfigError` for an invalid
+    Returns a space for each mapping, with the `arguments`, see `with_arguments`. Raises `ConfigError` for an invalid
     interval.
     """
-    return [_axes(part, arguments, loader) for part in parts(params)]
+    return [[*map(_axis, part.values())] for part in with_arguments(params, arguments, loader)]
+
+
+def with_arguments(
+    params: Any, arguments: Sequence[str], loader: ConfigLoader | None = None
+) -> list[dict[str, Override]]:
+    """Return key -> override for each mapping of a sweeper's `params`, merged with the command line's `arguments`.
+
+    For a key that both have, the argument wins. But if it chooses options of a group, such as `optim=lars`, that the
+    mappings contain, it selects from them: a mapping keeps those of its own options, and is left out if it has none.
+    Otherwise a mapping's other values, such as LARS's learning rates, would be those of another optimizer.
+    """
+    parser = OverridesParser.create(config_loader=loader)
+
+    def parsed(texts: Sequence[str]) -> dict[str, Override]:
+        return {override.key_or_group: override for override in map(parser.parse_override, texts)}
+
+    given = parsed(arguments)
+    merged = [parsed(params_as_overrides(part)) for part in parts(params)]
+    for group in [key for key in given if "." not in key]:
+        chosen = _values(given[group])
+        options = [_values(part[group]) if group in part else [] for part in merged]
+        if {*chosen} <= {*itertools.chain(*options)}:
+            kept = [[option for option in chosen if option in own] if own else chosen for own in options]
+            merged = [
+                part | parsed([f"{group}={','.join(own)}"]) for part, own in zip(merged, kept, strict=True) if own
+            ]
+            del given[group]
+    return [part | given for part in merged]
 
 
 def parts(params: Any) -> list[Mapping[str, Any]]:
     """The mappings of a sweeper's `params`; one that is empty if there are none."""
-    return list(params) if OmegaConf.is_list(params) or isinstance(params, list) else [params or {}]
+    return list(params) if isinstance(params, list | ListConfig) else [params or {}]
 
 
-def _axes(params: Mapping[str, Any], arguments: Sequence[str], loader: ConfigLoader) -> list[Axis]:
-    texts = [*params_as_overrides(params), *arguments]
-    parsed = OverridesParser.create(config_loader=loader).parse_overrides(texts)
-    return [_axis(override) for override in {o.get_key_element(): o for o in parsed}.values()]
+def _values(override: Override) -> list[str]:
+    """The values of an override that is not an interval, in the command line's syntax."""
+    if override.is_sweep_override():
+        return list(override.sweep_string_iterator())
+    return [override.get_value_element_as_str()]
 
 
 def params_as_overrides(params: Mapping[str, Any]) -> list[str]:
@@ -90,9 +120,7 @@ def _axis(override: Override) -> Axis:
     key, value = override.get_key_element(), override.value()
     if isinstance(value, IntervalSweep):
         return Axis(key, True, _interval(key, value, override.input_line or key))
-    if override.is_sweep_override():
-        return Axis(key, True, list(override.sweep_string_iterator()))
-    return Axis(key, False, [override.get_value_element_as_str()])
+    return Axis(key, override.is_sweep_override(), _values(override))
 
 
 def _interval(key: str, value: IntervalSweep, text: str) -> Interval:
@@ -112,13 +140,7 @@ def _interval(key: str, value: IntervalSweep, text: str) -> Interval:
 
 def swept_keys(config: DictConfig) -> list[str]:
     """Return the keys that a multirun varies, in the given order; the command line wins over the sweeper's `params`."""
-    parser = OverridesParser.create()
-
-    def parsed(texts: Sequence[str]) -> dict[str, Override]:
-        return {override.key_or_group: override for override in map(parser.parse_override, texts)}
-
-    arguments = parsed(config.hydra.overrides.task)
-    of_parts = [parsed(params_as_overrides(p)) | arguments for p in parts(config.hydra.sweeper.get("params"))]
+    of_parts = with_arguments(config.hydra.sweeper.get("params"), config.hydra.overrides.task)
 
     def varies(key: str) -> bool:
         """Within a mapping of `params`, or from one to another."""

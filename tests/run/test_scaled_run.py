@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -66,3 +67,16 @@ def test_the_arms_of_the_study_of_beta2_have_one_beta2_or_one_half_life() -> Non
             assert optim.beta2 == 0.95
         else:
             assert batch * math.log(2) / -math.log(optim.beta2) == pytest.approx(1024 * math.log(2) / -math.log(0.95))
+
+
+def test_the_arms_of_the_study_of_optimizers_have_learning_rates_of_their_own() -> None:
+    tried: dict[tuple[str, int], list[float]] = defaultdict(list)
+    for draft in compose_sweep(["experiment=large_batch_optimizers", "train.seed=1337"]).drafts:
+        assert draft.config is not None
+        config = draft.config
+        assert why_unmeasured(config, config.batch.asked_micro_batch_size or 0, 1) is None
+        assert getattr(config.optim, "trust_coefficient", 0.02) == 0.02
+        tried[config.optim.name, config.batch.total_batch_size].append(config.optim.lr)
+    assert {*tried} == {(name, batch) for name in ("adamw", "muon", "lamb", "lars") for batch in (512, 2048, 8192)}
+    for rates in tried.values():
+        assert [rate / rates[0] for rate in rates] == pytest.approx([1, 2, 4, 8, 16])

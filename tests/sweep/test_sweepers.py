@@ -57,7 +57,7 @@ def test_a_grid_is_the_product_of_its_values_and_refuses_an_interval() -> None:
 
 
 def test_a_grid_of_several_mappings_has_the_cells_of_each(tmp_path: Path) -> None:
-    """A key that one of them fixes, or lacks, is swept. The command line wins in all of them."""
+    """A key that one of them fixes, or lacks, is swept. The command line wins in all of them, or selects optimizers."""
     file = tmp_path / "experiment" / "own.yaml"
     file.parent.mkdir()
     file.write_text(
@@ -75,6 +75,15 @@ def test_a_grid_of_several_mappings_has_the_cells_of_each(tmp_path: Path) -> Non
     assert {(d.config.optim.name, d.config.optim.lr) for d in fixed if d.config} == {
         ("adamw", 5e-3), ("muon", 5e-3), ("sgd", 5e-3),
     }  # fmt: skip
+    selected = {
+        ("adamw",): {("adamw", 1e-3), ("adamw", 2e-3)},
+        ("sgd", "muon"): {("sgd", 0.1), ("muon", 1e-3), ("muon", 2e-3)},
+        ("adamw", "lion"): {(optim, lr) for optim in ("adamw", "lion") for lr in (1e-3, 2e-3, 0.1)},  # lion is in none
+    }
+    for options, cells in selected.items():
+        drafts = compose_sweep([*overrides, f"optim={','.join(options)}"], str(tmp_path)).drafts
+        assert {(d.config.optim.name, d.config.optim.lr) for d in drafts if d.config} == cells
+        assert all("optim" in d.values for d in drafts) == (len(options) > 1)
     for sweeper in (RandomSweeper(None, 2, 0), OptunaSweeper(None, 2, 0)):
         with pytest.raises(ConfigError, match="a list of mappings needs hydra/sweeper=grid"):
             sweeper.combinations([[LR], [BATCH]])

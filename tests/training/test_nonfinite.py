@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 import torch
 from conftest import events, summary
-from real_runs import newest, train_here, weights
+from real_runs import equal, newest, train_here, weights
 from safetensors.torch import load_file
 
+from gptexp.config.compose import compose
 from gptexp.config.schema import AdamWConfig
 from gptexp.process.signals import StopRequest
-from gptexp.storage import checkpoint
+from gptexp.storage import checkpoint, run_dir
 from gptexp.training import step as step_module
 from gptexp.training.optim import build_optimizer, step_if
 from gptexp.training.step import TrainStep
@@ -273,6 +274,25 @@ def test_a_rollback_restores_the_average_of_the_weights(poison: Poison, tiny: li
     assert train_here([*tiny, *own], tmp_path / "out") == 0
     assert events(tmp_path / "out", "fault")
     assert float(load_file(newest(tmp_path / "out") / "ema.safetensors")["averaged_tokens"]) == 4 * 128
+
+
+def test_a_branch_rolls_back_to_the_checkpoint_that_it_began_with(
+    poison: Poison, tiny: list[str], tmp_path: Path
+) -> None:
+    """The run that it branches from passed over two steps before that checkpoint, and over one after it."""
+    poison([(5, 1), (10, 0)])
+    whole, branched = tmp_path / "whole", tmp_path / "branch"
+    own = [*tiny, "schedule=constant", "train.max_steps=12", "train.save_every=4", "train.keep_last=0",
+           "train.nonfinite=rollback"]  # fmt: skip
+    run_dir.save_config(whole, compose(own))
+    assert train_here(own, whole) == 0
+    assert train_here([f"branch_from={whole}@8"], branched) == 0
+    [_, late], [fault] = events(whole, "fault"), events(branched, "fault")
+    assert (fault["step"], fault["text"]) == (late["step"], late["text"])
+    states = [json.loads((newest(directory) / "state.json").read_text()) for directory in (whole, branched)]
+    assert [state["steps_passed_over"] for state in states] == [3, 3]
+    assert states[0]["fingerprint"] == states[1]["fingerprint"]
+    assert equal(whole, branched)
 
 
 @pytest.fixture
