@@ -17,6 +17,7 @@ from markupsafe import Markup
 
 from gptexp.process.terminal import as_command, printable
 from gptexp.process.words import counted, shown
+from gptexp.reporting.arms_table import arms_table
 from gptexp.reporting.cells_table import MINOR, cells_table, commands, results_table
 from gptexp.reporting.differences import Difference
 from gptexp.reporting.index import Index
@@ -53,7 +54,7 @@ def comparison_page(report: Report, found: Sequence[Difference], bundle: str) ->
     runs = report.analysis.runs
     parts = {
         "header": part.header(report),
-        "verdict": part.verdict(report),
+        "verdict": part.verdict(report, []),
         "next": part.next(report, []),
         "differences": part.differences(found, [run.name for run in runs]),
         "charts": part.charts(report),
@@ -93,7 +94,7 @@ def sections(report: Report, is_live: bool = False) -> dict[str, str]:
     return {
         "header": part.header(report),
         "tiles": part.tiles(report),
-        "verdict": part.verdict(report),
+        "verdict": part.verdict(report, arms_table(report.analysis.arms)),
         "next": part.next(report, _of_the_run(run, is_live) if run is not None else _to_continue(report)),
         "charts": part.charts(report),
         "runs": part.runs(table, MINOR, is_live),

@@ -17,6 +17,7 @@ from gptexp.process.errors import first_line
 from gptexp.process.terminal import warn
 from gptexp.reporting.analysis import Arm
 from gptexp.reporting.arms import Transfer, transfers
+from gptexp.reporting.arms_table import ARM, arms_table
 from gptexp.reporting.finding import BEHIND_NATS
 from gptexp.reporting.page import page
 from gptexp.reporting.pictures import bundle, png
@@ -114,15 +115,18 @@ def _arm(arm: Arm) -> dict[str, Any]:
 
 
 def show(report: Report, width: int | None = None) -> None:
-    """Print the table of runs, the verdict and the commands to run next, on lines of `width` characters if given.
+    """Print the tables of runs and of arms, the verdict and the commands to run next.
 
-    On a narrow terminal the table has fewer columns. No number is cut.
+    On lines of `width` characters if given. On a narrow terminal the tables have fewer columns. No number is cut.
     """
     runs = report.analysis.runs
     # The column of names repeats what the other columns show, unless other keys were swept too.
     named = len(runs) == 1 or len(report.analysis.arms) > 1
     columns = shown(runs, all_of_them=False)[not named :]
     print_table(columns, "run", ("status",), LEAST_NEEDED, width)
+    if of_arms := arms_table(report.analysis.arms):
+        print()
+        print_table(of_arms, ARM, (), ("loss", "95% interval"), width, narrowest_name=40)
     show_findings(report, width)
 
 

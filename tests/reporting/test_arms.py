@@ -15,15 +15,17 @@ from sweeps import report_of, write_run
 from gptexp.reporting.analysis import analyse
 from gptexp.reporting.arms import clearest_gap, falls_behind
 from gptexp.reporting.arms_in_words import arms_in_words
+from gptexp.reporting.arms_table import arms_table
 from gptexp.reporting.curves import Optimum
 from gptexp.reporting.figures import figures
 from gptexp.reporting.figures_of_arms import NOISE_SCALE, noise_scale_lines
 from gptexp.reporting.law import Law
 from gptexp.reporting.noise_scale import at_the_end
+from gptexp.reporting.page import sections
 from gptexp.reporting.records import find_runs
 from gptexp.reporting.report import build_report
 from gptexp.reporting.verdict import verdict
-from gptexp.reporting.write import numbers
+from gptexp.reporting.write import numbers, show
 from gptexp.storage import run_dir
 
 BATCHES = (2048, 4096, 8192, 16384)
@@ -103,6 +105,31 @@ def test_the_losses_of_the_arms_are_compared_at_each_batch_size(said: list[str])
     assert [line.split()[1] for line in said] == ["2,048", "4,096", "8,192", "16,384"]
     assert "beta2_half_life has the lowest loss: scaling.betas=none is 0.09" in said[0] or " is 0.10" in said[0]
     assert "scaling.betas=none has the lowest loss: scaling.betas=beta2_half_life is 0.02" in said[3]
+
+
+def test_the_arms_are_listed_side_by_side(two_rules: Path, said: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """With the numbers of the sentences. An arm alone has no table."""
+    report = build_report(two_rules)
+    columns = dict(arms_table(report.analysis.arms))
+    assert [*zip(columns["tokens a step"], columns["arm"], strict=True)] == [
+        (batch, f"scaling.betas={rule}")
+        for batch in ("2,048", "4,096", "8,192", "16,384")
+        for rule in ("beta2_half_life", "none")
+    ]
+    in_words = "\n".join(said)
+    for batch, label, best, interval, loss, above in zip(*columns.values(), strict=True):
+        answer = f"{label}: At {batch} tokens a step the best learning rate is {best} (95% interval {interval}). Its "
+        assert f"{answer}loss is {loss}." in in_words
+        assert above == "lowest" or f"{label} is {above} nats higher" in in_words
+    assert columns["above the lowest"].count("lowest") == 4
+    assert arms_table(report.analysis.arms[:1]) == []
+    show(report, 120)
+    printed = capsys.readouterr().out
+    html = " ".join(sections(report)["verdict"].split())
+    for batch, label, *others in zip(*columns.values(), strict=True):
+        assert re.search(" +".join(map(re.escape, (batch, label, *others))), printed)
+        cells = '</td><td class="">'.join(others)
+        assert f'<td class="">{batch}</td><td class="text">{label}</td><td class="">{cells}</td>' in html
 
 
 def test_arms_are_drawn_together_with_the_noise_scale(two_rules: Path) -> None:
