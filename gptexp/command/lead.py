@@ -20,6 +20,7 @@ from gptexp.command.start import start
 from gptexp.config.branching import first_step
 from gptexp.config.compose import content_of
 from gptexp.config.paths import CONFIG_NAME
+from gptexp.config.scaling import effective_optim
 from gptexp.config.schema import AdamWConfig, Config, TrainConfig
 from gptexp.distributed.ranks import launcher_world_size
 from gptexp.process.signals import StopRequest
@@ -70,18 +71,23 @@ def freeze(config: Config, cfg: DictConfig, directory: Path) -> None:
     run_dir.save_config(directory, config)
     if config.log.progress not in ("off", "json"):
         source = lr_source(cfg.hydra) if config.branch_from is None else f"branch_from={config.branch_from}"
-        say(f"learning rate   {config.optim.lr:g}, from {source}")
+        lr = effective_optim(config).lr
+        scaled = f" scaled to {lr:g}" if lr != config.optim.lr else ""
+        say(f"learning rate   {config.optim.lr:g}{scaled}, from {source}")
 
 
 def readable_name(model: str, config: Config) -> str:
     """Return the name of a run on wandb: `gpt2-lr6e-4-b524288`; of a ramp `…-b32768-524288`.
 
-    It has the optimizer and the seed if they are not the default.
+    It has the optimizer, the parametrisation, the scaling rules and the seed if they are not the default.
     """
-    optim = "" if isinstance(config.optim, AdamWConfig) else f"-{config.optim.name}"
+    chosen = [] if isinstance(config.optim, AdamWConfig) else [config.optim.name]
+    if config.model.parametrisation != "standard":
+        chosen.append(config.model.parametrisation)
+    how = "".join(f"-{choice}" for choice in (*chosen, *config.scaling.rules.values()))
     sizes = config.batch.step_sizes
     batch = f"{sizes.start}-{sizes.total}" if sizes.ramp_tokens else sizes.total
-    name = f"{model}{optim}-lr{Decimal(repr(config.optim.lr)).normalize():e}-b{batch}"
+    name = f"{model}{how}-lr{Decimal(repr(config.optim.lr)).normalize():e}-b{batch}"
     return name if config.train.seed == TrainConfig.seed else f"{name}-seed{config.train.seed}"
 
 

@@ -72,9 +72,9 @@ def hydra_engine(config_dir: str | None = None) -> Iterator[Any]:
         yield engine
 
 
-def power_law(tokens: int, lr: float, at_tokens: float, exponent: float) -> float:
-    """Learning rate at a batch size of `tokens`, by a power law that `gptexp report --write-optim` has fitted."""
-    return float(lr * (tokens / at_tokens) ** exponent)
+def power_law(tokens: int, value: float, at_tokens: float, exponent: float) -> float:
+    """The value at a batch size of `tokens` by a power law, such as `gptexp report --write-optim` writes."""
+    return float(value * (tokens / at_tokens) ** exponent)
 
 
 def is_multirun(overrides: Sequence[str]) -> bool:

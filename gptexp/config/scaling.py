@@ -20,7 +20,16 @@ import math
 from dataclasses import fields, replace
 from typing import Any
 
-from gptexp.config.schema import Config, LionConfig, OptimConfig, ScalingConfig, ScheduleFreeConfig, TwoMomentsConfig
+from gptexp.config.schema import (
+    Config,
+    LarsConfig,
+    LionConfig,
+    OptimConfig,
+    ScalingConfig,
+    ScheduleFreeConfig,
+    SGDConfig,
+    TwoMomentsConfig,
+)
 
 
 def effective_optim(cfg: Config) -> OptimConfig:
@@ -37,7 +46,8 @@ def scaled(optim: OptimConfig, scaling: ScalingConfig, kappa: float) -> OptimCon
     factor = lr_factor(scaling, kappa)
     changed: dict[str, Any] = {"lr": optim.lr * factor}
     for name in scaled_decay_rates(optim, scaling.betas):
-        rate = getattr(optim, name)
+        if not (rate := getattr(optim, name)):
+            continue  # there is no such moment, and a rate would add it
         # The second form of 1 - κ (1 - β) is exactly β at κ = 1.
         changed[name] = rate - (kappa - 1) * (1 - rate) if scaling.betas == "sde" else rate**kappa
     if scaling.eps == "sqrt":
@@ -71,12 +81,17 @@ def _surge(batch: float) -> float:
 
 
 def decay_rates(optim: OptimConfig) -> list[str]:
-    """The keys with the decay rate of a moment, per step.
+    """The keys with the decay rate of a moment that is an average, per step.
 
-    beta1 is none in Lion, where it mixes the moment with the gradient, and in schedule-free AdamW.
+    beta1 is none in Lion, where it mixes the moment with the gradient, and in schedule-free AdamW. The momentum of SGD
+    and LARS is a sum: its rate is also a factor 1 / (1 - momentum) of the updates, so scaling it would scale these too.
     """
-    mixing = {"beta1"} if isinstance(optim, LionConfig | ScheduleFreeConfig) else set()
-    return [f.name for f in fields(optim) if f.name in {"momentum", "beta1", "beta2"} - mixing]
+    others: set[str] = set()
+    if isinstance(optim, LionConfig | ScheduleFreeConfig):
+        others = {"beta1"}
+    elif isinstance(optim, SGDConfig | LarsConfig):
+        others = {"momentum"}
+    return [f.name for f in fields(optim) if f.name in {"momentum", "beta1", "beta2"} - others]
 
 
 def scaled_decay_rates(optim: OptimConfig, rule: str) -> list[str]:

@@ -49,24 +49,38 @@ def write_optim(path: Path, analysis: "Analysis") -> None:
         f"# lr = {law.lr:.6g} * (batch.total_batch_size / {law.tokens:.6g}) ** {law.exponent:.4f}; 95% interval of the "
         f"exponent: {law.low:.3f} to {law.high:.3f}.\n{warning}{holds_for}"
         f"defaults:\n  - {config['optim.name']}\n{yaml.safe_dump(_other_keys(config), sort_keys=False)}"
-        f"lr: ${{power_law:${{batch.total_batch_size}},{law.lr:.6g},{law.tokens:.6g},{law.exponent:.4f}}}\n"
+        f"lr: {_power_law(law.lr, law.tokens, law.exponent)}\n"
     )
     with storage(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, text)
 
 
+def _power_law(value: float, tokens: float, exponent: float) -> str:
+    """A value of the file that is `value` at `tokens` tokens a step, and grows with the batch size."""
+    return f"${{power_law:${{batch.total_batch_size}},{value:.6g},{tokens:.6g},{exponent:.4f}}}"
+
+
 def _other_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The optimizer's keys, besides its name and `lr`, as the runs of an arm had them."""
+    """The optimizer's keys, besides its name and `lr`, as the runs of an arm had them.
+
+    A weight decay that was scaled with the batch size is a power law of that too. Raises `ConfigError` if it is none.
+    """
     keys = {key.removeprefix("optim."): value for key, value in config.items() if key.startswith("optim.")}
+    if config["scaling.weight_decay"] == "tau":
+        exponents = {"none": 0.0, "sqrt": 0.5, "linear": 1.0, "power": config["scaling.exponent"]}
+        if config["scaling.lr"] not in exponents:
+            raise ConfigError(
+                f"--write-optim: with scaling.lr={config['scaling.lr']} and scaling.weight_decay=tau the weight decay "
+                "is no power of the batch size, and a file of a law cannot give it; use another rule"
+            )
+        exponent = 1 - exponents[config["scaling.lr"]]
+        keys["weight_decay"] = _power_law(keys["weight_decay"], config["scaling.reference_tokens"], exponent)
     return {key: value for key, value in keys.items() if key not in ("name", "lr")}
 
 
 def _holds_for(config: Mapping[str, Any]) -> str:
-    """The arguments of the runs of an arm, besides those of its optimizer, for which its law holds.
-
-    The timescale of weight decay is not among them: it follows from the learning rate, which the law sets.
-    """
+    """The arguments of the runs of an arm, besides those of its optimizer, for which its law holds."""
     rules = {key: config[key] for key in ("scaling.betas", "scaling.eps")}
     given = {key: rule for key, rule in rules.items() if rule != "none"}
     if given:

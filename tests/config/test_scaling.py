@@ -109,11 +109,20 @@ def test_by_default_nothing_is_scaled() -> None:
 
 def test_the_decay_rates_of_other_optimizers_are_scaled_too() -> None:
     scaling = ScalingConfig(betas="half_life", reference_tokens=1024)
-    assert scaled(SGDConfig(momentum=0.9), scaling, 2.0) == SGDConfig(momentum=pytest.approx(0.81))
+    assert scaled(SGDConfig(momentum=0.9), scaling, 2.0) == SGDConfig(momentum=0.9)  # a sum, not an average
     muon = scaled(MuonConfig(), scaling, 2.0)
     assert (muon.momentum, muon.beta1, muon.beta2) == pytest.approx((0.95**2, 0.9**2, 0.95**2))  # type: ignore[attr-defined]
     lion = scaled(LionConfig(beta1=0.9, beta2=0.99), scaling, 2.0)
     assert lion == LionConfig(beta1=0.9, beta2=pytest.approx(0.99**2))  # its beta1 is no decay rate
+
+
+@pytest.mark.parametrize("rule", ["half_life", "sde"])
+@pytest.mark.parametrize("kappa", [0.25, 1.0, 2.0])
+def test_a_moment_that_is_off_stays_off(rule: str, kappa: float) -> None:
+    without = replace(ADAMW, beta1=0.0, beta2=0.999)
+    found = scaled(without, ScalingConfig(betas=rule, reference_tokens=1024), kappa)
+    assert getattr(found, "beta1") == 0  # noqa: B009
+    assert (getattr(found, "beta2") == 0.999) == (kappa == 1)  # noqa: B009
 
 
 @pytest.mark.parametrize(
@@ -123,11 +132,11 @@ def test_the_decay_rates_of_other_optimizers_are_scaled_too() -> None:
         (ScalingConfig(weight_decay="tau"), ADAMW, "scaling.weight_decay=tau: give scaling.reference_tokens"),
         (ScalingConfig(lr="power", reference_tokens=64), ADAMW, "scaling.lr=power: needs scaling.exponent"),
         (ScalingConfig(lr="surge", reference_tokens=64), ADAMW, "scaling.lr=surge: needs scaling.noise_scale_tokens"),
-        (ScalingConfig(betas="beta2_half_life", reference_tokens=64), SGDConfig(), "optim=sgd has no such decay rate"),
-        (ScalingConfig(betas="half_life", reference_tokens=64), OPTIMIZERS["adafactor"](), "adafactor has no such"),
+        (ScalingConfig(betas="beta2_half_life", reference_tokens=64), SGDConfig(), "no key of optim=sgd is the decay"),
+        (ScalingConfig(betas="half_life", reference_tokens=64), OPTIMIZERS["lars"](), "no key of optim=lars is the"),
+        (ScalingConfig(betas="half_life", reference_tokens=64), OPTIMIZERS["adafactor"](), "no key of optim=adafactor"),
         (ScalingConfig(eps="sqrt", reference_tokens=64), LionConfig(), "scaling.eps=sqrt: optim=lion has no eps"),
         (ScalingConfig(weight_decay="tau", reference_tokens=64), OPTIMIZERS["lars"](), "to the size of the weights"),
-        (ScalingConfig(weight_decay="tau", betas="half_life", reference_tokens=64), SGDConfig(), "the momentum"),
         (ScalingConfig(betas="half_life", reference_tokens=64), replace(ADAMW, beta2_half_life_tokens=99),
          "scaling.betas=half_life: optim.beta2_half_life_tokens=99 fixes"),
         (ScalingConfig(betas="sde", reference_tokens=64), ADAMW,

@@ -74,6 +74,30 @@ def test_the_law_of_an_arm_with_scaled_betas_says_so(swept: Path, tmp_path: Path
     assert f"{given}\n" in (tmp_path / "optim" / "fitted.yaml").read_text()
 
 
+@pytest.mark.parametrize(("rule", "factor"), [("none", 1.0), ("linear", 4.0), ("sqrt", 2.0), ("power", 4**0.3)])
+def test_a_law_has_the_weight_decay_that_the_rule_gave_its_runs(
+    swept: Path, tmp_path: Path, rule: str, factor: float
+) -> None:
+    """At four times the reference batch size: 4 times that of the file, divided by the factor of the learning rate."""
+    runs = find_runs(swept)
+    for run in runs:
+        run.config |= {
+            "scaling.lr": rule, "scaling.exponent": 0.3, "scaling.weight_decay": "tau",
+            "scaling.reference_tokens": 4096,
+        }  # fmt: skip
+    write_optim(tmp_path / "optim" / "fitted.yaml", analyse("sweep", runs))
+    optim = compose(["model=nano", "optim=fitted", "batch.total_batch_size=16384"], str(tmp_path)).optim
+    assert optim.weight_decay == pytest.approx(0.1 * 4 / factor, rel=1e-3)
+
+
+def test_a_law_whose_weight_decay_is_no_power_is_not_written(swept: Path, tmp_path: Path) -> None:
+    runs = find_runs(swept)
+    for run in runs:
+        run.config |= {"scaling.lr": "surge", "scaling.weight_decay": "tau", "scaling.reference_tokens": 4096}
+    with pytest.raises(ConfigError, match=r"with scaling.lr=surge and scaling.weight_decay=tau the weight decay is no"):
+        write_optim(tmp_path / "optim" / "fitted.yaml", analyse("sweep", runs))
+
+
 def test_a_law_replaces_one_written_before(analysis: Analysis, tmp_path: Path) -> None:
     path = tmp_path / "optim" / "fitted.yaml"
     write_optim(path, analysis)
