@@ -57,9 +57,6 @@ def proposals(analysis: Analysis, sweep: SweepRecord) -> list[Proposal]:
         if OPTIMIZER in choices:  # the option also chooses the optimizer's keys
             choices = {"optim": choices.pop(OPTIMIZER), **choices}
         chosen = [f"{key}={_typed(value)}" for key, value in choices.items()]
-        replaced = {text.partition("=")[0] for text in chosen} | {*AXES}
-        kept = [text for text in sweep.overrides if text.partition("=")[0] not in replaced]
-        fixed = [*kept, *chosen, f"sweep.name={sweep.name}"]
         for cells in _wanted(arm):
             if is_unfinished(sweep, analysis.runs, cells.batch):
                 continue
@@ -72,7 +69,10 @@ def proposals(analysis: Analysis, sweep: SweepRecord) -> list[Proposal]:
             swept = [f"batch.total_batch_size={cells.batch}", f"optim.lr={rates}"]
             if seeds := cells.seeds or _seed_of(arm, sweep):
                 swept.append(f"train.seed={','.join(map(str, seeds))}")
-            command = as_command(["train", "-m", *fixed, *swept, *_tied(arm, sweep, cells.batch)])
+            own = [*chosen, f"sweep.name={sweep.name}", *swept, *_tied(arm, sweep, cells.batch)]
+            replaced = {text.partition("=")[0] for text in own} | {*AXES}
+            kept = [text for text in sweep.overrides if text.partition("=")[0] not in replaced]
+            command = as_command(["train", "-m", *kept, *own])
             runs = len(lrs) * max(1, len(cells.seeds))
             found.append(Proposal(command, cells.why, runs, _minutes(arm, cells.batch, runs)))
     return found
