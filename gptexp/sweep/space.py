@@ -11,7 +11,7 @@ from typing import Any
 
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import IntervalSweep, Override
+from hydra.core.override_parser.types import IntervalSweep, Override, ValueType
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from gptexp.config.overrides import canonical
@@ -75,11 +75,13 @@ def with_arguments(
     parser = OverridesParser.create(config_loader=loader)
 
     def parsed(texts: Sequence[str]) -> dict[str, Override]:
-        return {override.key_or_group: override for override in map(parser.parse_override, texts)}
+        return {override.key_or_group: override for override in parser.parse_overrides(list(texts))}
 
     given = parsed(arguments)
     merged = [parsed(params_as_overrides(part)) for part in parts(params)]
     for group in [key for key in given if "." not in key]:
+        if any(part[group].value_type == ValueType.GLOB_CHOICE_SWEEP for part in (given, *merged) if group in part):
+            continue  # only a loader knows what it matches
         chosen = _values(given[group])
         options = [_values(part[group]) if group in part else [] for part in merged]
         if {*chosen} <= {*itertools.chain(*options)}:
