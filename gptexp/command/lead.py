@@ -20,7 +20,7 @@ from gptexp.command.start import start
 from gptexp.config.branching import first_step
 from gptexp.config.compose import content_of
 from gptexp.config.paths import CONFIG_NAME
-from gptexp.config.scaling import effective_optim
+from gptexp.config.scaling import effective_optim, lr_in_words
 from gptexp.config.schema import AdamWConfig, Config, TrainConfig
 from gptexp.distributed.ranks import launcher_world_size
 from gptexp.process.signals import StopRequest
@@ -71,9 +71,7 @@ def freeze(config: Config, cfg: DictConfig, directory: Path) -> None:
     run_dir.save_config(directory, config)
     if config.log.progress not in ("off", "json"):
         source = lr_source(cfg.hydra) if config.branch_from is None else f"branch_from={config.branch_from}"
-        lr = effective_optim(config).lr
-        scaled = f" scaled to {lr:g}" if lr != config.optim.lr else ""
-        say(f"learning rate   {config.optim.lr:g}{scaled}, from {source}")
+        say(f"learning rate   {lr_in_words(config.optim.lr, effective_optim(config).lr)}, from {source}")
 
 
 def readable_name(model: str, config: Config) -> str:
@@ -84,7 +82,8 @@ def readable_name(model: str, config: Config) -> str:
     chosen = [] if isinstance(config.optim, AdamWConfig) else [config.optim.name]
     if config.model.parametrisation != "standard":
         chosen.append(config.model.parametrisation)
-    how = "".join(f"-{choice}" for choice in (*chosen, *config.scaling.rules.values()))
+    chosen += [f"{key}_{rule}" for key, rule in config.scaling.rules.items()]
+    how = "".join(f"-{choice}" for choice in chosen)
     sizes = config.batch.step_sizes
     batch = f"{sizes.start}-{sizes.total}" if sizes.ramp_tokens else sizes.total
     name = f"{model}{how}-lr{Decimal(repr(config.optim.lr)).normalize():e}-b{batch}"

@@ -12,7 +12,7 @@ import torch
 
 from gptexp.config.branching import run_and_step
 from gptexp.config.run_plan import RunPlan, plan_run
-from gptexp.config.scaling import effective_optim
+from gptexp.config.scaling import effective_optim, lr_in_words
 from gptexp.config.schedule import asked_of_warmup, least_warmup_steps
 from gptexp.config.schema import AUTO, Config, memory_key
 from gptexp.config.vocabulary import with_vocab_size
@@ -244,8 +244,8 @@ def show(p: dict[str, Any]) -> None:
         ("FLOPs", f"{p['flops_palm']:.4g} (PaLM's count), {p['flops_causal']:.4g} (causal)"),
         (
             "learning rate",
-            f"{_lr(p)}, warm-up over {counted(p['warmup_tokens'], 'token')} ({_warmup_steps(p)}), decay until "
-            f"{counted(p['decay_tokens'], 'token')}",
+            f"{lr_in_words(p['lr'], p['effective_lr'])}, warm-up over {counted(p['warmup_tokens'], 'token')} "
+            f"({_warmup_steps(p)}), decay until {counted(p['decay_tokens'], 'token')}",
         ),
         ("validation", _every(p["eval_every_tokens"])),
         ("checkpoint", _every(p["save_every_tokens"])),
@@ -254,11 +254,6 @@ def show(p: dict[str, Any]) -> None:
         ("time", _time_line(p)),
     ):
         print(f"{name:<15}{value}")
-
-
-def _lr(p: dict[str, Any]) -> str:
-    scaled = f" scaled to {p['effective_lr']:g}" if p["effective_lr"] != p["lr"] else ""
-    return f"{p['lr']:g}{scaled}"
 
 
 def _warmup_steps(p: dict[str, Any]) -> str:

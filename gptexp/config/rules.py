@@ -104,8 +104,8 @@ def confounds_of(values: dict[str, Any]) -> Iterator[str]:
         yield f"batch.ramp_tokens={ramp}: the steps grow, so a run has not one batch size; leave out the ramp"
     if values.get("optim.name") == "adafactor":
         yield (
-            "optim=adafactor limits the learning rate to 1 / √step and decays its average by the step, so both differ "
-            "between batch sizes; use another optimizer"
+            "optim=adafactor: its limit of the learning rate, 1 / √step, and the decay of its average count steps, so "
+            "both differ between batch sizes; use another optimizer"
         )
     noise, decay = values.get("optim.gradient_noise"), values.get("optim.gradient_noise_decay")
     if noise and decay and values.get("optim.gradient_noise_decay_tokens") is None:
@@ -396,7 +396,7 @@ def _scaling(cfg: Config, _: int) -> Iterator[str]:
         if (needed := _NEEDED_BY.get((key, rule))) and getattr(scaling, needed) is None:
             refused.append(f"{given}: needs scaling.{needed}; give it")
         if key == "betas" and not scaled_decay_rates(optim, rule):
-            refused.append(f"{given}: no key of optim={optim.name} is the decay rate of such an average; use none")
+            refused.append(f"{given}: optim={optim.name} has no decay rate of an average to scale; use none")
         if key == "betas" and isinstance(optim, TwoMomentsConfig) and optim.beta2_half_life_tokens is not None:
             refused.append(
                 f"{given}: optim.beta2_half_life_tokens={optim.beta2_half_life_tokens} fixes the half-life of beta2 "

@@ -100,6 +100,11 @@ def scaled_decay_rates(optim: OptimConfig, rule: str) -> list[str]:
     return [name for name in names if rule != "beta2_half_life" or name == "beta2"]
 
 
+def lr_in_words(given: float, effective: float) -> str:
+    """The learning rate: `0.001`, or `0.001 scaled to 0.002`."""
+    return f"{given:g}" if effective == given else f"{given:g} scaled to {effective:g}"
+
+
 def changes(given: OptimConfig, effective: OptimConfig) -> list[str]:
     """A text for each key that differs: `lr 0.005 -> 0.01`."""
     return [

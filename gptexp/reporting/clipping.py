@@ -42,5 +42,5 @@ def clipping_in_words(arm: Arm) -> Iterator[Finding]:
     yield Finding(
         f"At the best learning rates {shares[small]:.0%} of the steps after the warm-up are clipped at {small:,} "
         f"tokens a step and {shares[large]:.0%} at {large:,}.",
-        f"{means} An arm with optim.grad_clip=0, which clips nothing, tells.",
+        f"{means} Compare with an arm that has optim.grad_clip=0, which clips nothing.",
     )

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from gptexp.config.rules import problems
-from gptexp.config.scaling import effective_optim, lr_factor, scaled
+from gptexp.config.scaling import effective_optim, lr_factor, lr_in_words, scaled
 from gptexp.config.schema import OPTIMIZERS, AdamWConfig, Config, LionConfig, MuonConfig, ScalingConfig, SGDConfig
 
 ADAMW = AdamWConfig(lr=6e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
@@ -132,9 +132,9 @@ def test_a_moment_that_is_off_stays_off(rule: str, kappa: float) -> None:
         (ScalingConfig(weight_decay="tau"), ADAMW, "scaling.weight_decay=tau: give scaling.reference_tokens"),
         (ScalingConfig(lr="power", reference_tokens=64), ADAMW, "scaling.lr=power: needs scaling.exponent"),
         (ScalingConfig(lr="surge", reference_tokens=64), ADAMW, "scaling.lr=surge: needs scaling.noise_scale_tokens"),
-        (ScalingConfig(betas="beta2_half_life", reference_tokens=64), SGDConfig(), "no key of optim=sgd is the decay"),
-        (ScalingConfig(betas="half_life", reference_tokens=64), OPTIMIZERS["lars"](), "no key of optim=lars is the"),
-        (ScalingConfig(betas="half_life", reference_tokens=64), OPTIMIZERS["adafactor"](), "no key of optim=adafactor"),
+        (ScalingConfig(betas="beta2_half_life", reference_tokens=64), SGDConfig(), "optim=sgd has no decay rate of"),
+        (ScalingConfig(betas="half_life", reference_tokens=64), OPTIMIZERS["lars"](), "optim=lars has no decay rate"),
+        (ScalingConfig(betas="half_life", reference_tokens=64), OPTIMIZERS["adafactor"](), "has no decay rate"),
         (ScalingConfig(eps="sqrt", reference_tokens=64), LionConfig(), "scaling.eps=sqrt: optim=lion has no eps"),
         (ScalingConfig(weight_decay="tau", reference_tokens=64), OPTIMIZERS["lars"](), "to the size of the weights"),
         (ScalingConfig(betas="half_life", reference_tokens=64), replace(ADAMW, beta2_half_life_tokens=99),
@@ -159,3 +159,7 @@ def test_a_half_life_that_leaves_no_decay_is_refused() -> None:
 def test_the_largest_batch_size_that_the_sde_rule_names_is_legal() -> None:
     scaling = ScalingConfig(betas="sde", reference_tokens=64)
     assert problems(config(scaling, 640), 1) == []
+
+
+def test_a_learning_rate_is_followed_by_its_scaled_value_if_it_has_another() -> None:
+    assert (lr_in_words(1e-3, 1e-3), lr_in_words(1e-3, 2e-3)) == ("0.001", "0.001 scaled to 0.002")

@@ -362,7 +362,7 @@ def test_clipping_that_changes_with_the_batch_size_is_a_caveat(
     assert [caveat.text for caveat in caveats] == ([f"At the best learning rates {said}"] if said else [])
     for caveat in caveats:
         assert ("gradients of nearly equal norm" in caveat.why) == (min(shares) > 0.9)
-        assert caveat.why.endswith("An arm with optim.grad_clip=0, which clips nothing, tells.")
+        assert caveat.why.endswith("Compare with an arm that has optim.grad_clip=0, which clips nothing.")
 
 
 def test_more_seeds_are_proposed_for_a_flat_grid(tmp_path: Path) -> None:

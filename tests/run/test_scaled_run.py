@@ -11,6 +11,7 @@ from conftest import events, summary
 from real_runs import newest, train_here
 from sweeps import compose_sweep
 
+from gptexp.command.lead import readable_name
 from gptexp.command.planning import plan
 from gptexp.config.compose import compose
 from gptexp.config.rules import why_unmeasured
@@ -45,6 +46,18 @@ def test_the_optimizer_trains_with_the_effective_values(
     assert f"scaling         {scaled}\n" in said
     planned = json.loads(json.dumps(plan(compose(overrides))))
     assert (planned["lr"], planned["effective_lr"]) == (1e-3, 2e-3)
+
+
+def test_the_name_of_a_run_tells_the_arms_of_a_study_apart() -> None:
+    arms = {
+        "bytes-lr1e-3-b1024": [],
+        "bytes-lr_sqrt-betas_half_life-lr1e-3-b1024": ["scaling.lr=sqrt", "scaling.betas=half_life"],
+        "bytes-eps_sqrt-lr1e-3-b1024": ["scaling.eps=sqrt"],
+        "bytes-muon-lr1e-3-b1024": ["optim=muon"],
+        "bytes-mup-lr1e-3-b1024": ["model.parametrisation=mup", "model.base_n_embd=64"],
+    }
+    shared = ["model=bytes", "optim.lr=1e-3", "batch.total_batch_size=1024", "scaling.reference_tokens=512"]
+    assert [readable_name("bytes", compose([*shared, *own])) for own in arms.values()] == [*arms]
 
 
 def test_the_arms_of_the_study_of_beta2_have_one_beta2_or_one_half_life() -> None:

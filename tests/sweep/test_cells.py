@@ -127,6 +127,13 @@ def test_lengths_in_steps_give_a_warning_only_if_the_batch_size_is_swept() -> No
     assert warnings(4096, 4096) == []
 
 
+def test_adafactor_is_compared_over_batch_sizes_with_a_warning() -> None:
+    """torch limits its learning rate to 1 / √step."""
+    [line] = confounds([compose(["optim=adafactor", f"batch.total_batch_size={b}"]) for b in (4096, 8192)])
+    assert "1 / √step" in line
+    assert confounds([compose(["optim=adafactor"])] * 2) == []
+
+
 RAMP = ["model=nano", "batch.ramp_from_tokens=2048", "batch.ramp_tokens=1e5"]
 
 
