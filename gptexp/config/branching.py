@@ -22,7 +22,7 @@ from gptexp.process.words import shown
 
 # Keys of the result that a branch may change: they say what happens after the checkpoint, or are checked on their own.
 MAY_CHANGE = ("schedule.", "train.max_tokens", "train.max_steps")
-WARMUP = ("schedule.warmup_ratio", "schedule.warmup_tokens", "schedule.warmup_steps")
+WARMUP_LENGTHS = ("schedule.warmup_ratio", "schedule.warmup_tokens", "schedule.warmup_steps")
 LENGTH = ("train.max_tokens", "train.max_steps")
 
 
@@ -103,7 +103,7 @@ def inherited(config: Config, parent: Parent, given: Collection[str]) -> Config:
         setattr(section, name, getattr(composed, name))
     branch.branch_from, branch.sweep = parent.name, config.sweep
     branch.log.note, branch.log.wandb.name = config.log.note, config.log.wandb.name  # those of one run
-    if not set(WARMUP) & set(given):
+    if not set(WARMUP_LENGTHS) & set(given):
         warmup = resolve_schedule(parent.config, parent.config.run_length[1]).warmup_tokens
         branch.schedule.warmup_tokens, branch.schedule.warmup_steps = warmup, None
     schedule = branch.schedule

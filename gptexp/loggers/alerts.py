@@ -12,7 +12,7 @@ CLIPPED = 0.9  # share of clipped steps
 CLIMBED = 3.0  # median gradient norm, relative to its lowest so far
 WAITING = 0.1  # share of a step's time spent waiting for data
 BEHIND = 1.25  # time of the slowest rank, relative to the median of the others
-MOSTLY = 0.8  # share of the window in which one rank is the slowest
+USUALLY_SLOWEST = 0.8  # share of the window in which one rank is the slowest
 
 
 class Alerts:
@@ -94,7 +94,7 @@ class Alerts:
             steps = [step for step in self._newest if "perf/slowest_rank" in step]
             [(rank, count)] = Counter(step["perf/slowest_rank"] for step in steps).most_common(1)
             ratio = statistics.median(step["perf/straggler_ratio"] for step in steps)
-            if count >= MOSTLY * WINDOW and ratio > BEHIND:
+            if count >= USUALLY_SLOWEST * WINDOW and ratio > BEHIND:
                 line = (
                     f"rank {rank} takes {ratio:.1f} times as long as the median of the others, and all ranks wait for "
                     "it: check its device"

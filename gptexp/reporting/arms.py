@@ -20,7 +20,8 @@ from gptexp.reporting.noise import CONFIDENCE, MIN_SIGMA, t_quantile
 
 SIZES = {"model.n_embd": ("model.n_head",), "model.n_layer": ()}  # size of a model -> keys that may change with it
 
-EQUAL = 0.3  # p-value; in simulations of flat and of rising losses a higher or a lower one biased the limit more
+# p-value of losses taken for equal. In simulations of flat and of rising losses, others biased the limit more.
+EQUAL_P = 0.3
 QUANTILE = float(special.ndtri((1 + CONFIDENCE) / 2))  # half of a 95% interval in standard errors
 
 
@@ -101,8 +102,8 @@ def _lowest(optima: Sequence[Optimum]) -> tuple[Optimum, float]:
     """The optimum with the lowest loss, and the mean of the losses that may be equal to it, weighted by precision.
 
     Of equal losses the lowest is too low by chance. So the next higher ones are averaged with it, as long as a
-    chi-squared test takes them for equal (p-value above `EQUAL`). Which ones these are depends on the losses, so the
-    mean counts as no more certain than the lowest alone.
+    chi-squared test takes them for equal (p-value above `EQUAL_P`). Which ones these are depends on the losses, so
+    the mean counts as no more certain than the lowest alone.
     """
     by_loss = sorted(optima, key=lambda optimum: optimum.loss)
     losses = np.array([optimum.loss for optimum in by_loss])
@@ -110,7 +111,7 @@ def _lowest(optima: Sequence[Optimum]) -> tuple[Optimum, float]:
     base = by_loss[0].loss
     for count in range(2, len(by_loss) + 1):
         mean = np.average(losses[:count], weights=sds[:count] ** -2)
-        if special.chdtrc(count - 1, np.sum(((losses[:count] - mean) / sds[:count]) ** 2)) <= EQUAL:
+        if special.chdtrc(count - 1, np.sum(((losses[:count] - mean) / sds[:count]) ** 2)) <= EQUAL_P:
             break
         base = float(mean)
     return by_loss[0], base

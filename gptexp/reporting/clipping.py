@@ -7,9 +7,9 @@ from gptexp.reporting.analysis import Arm
 from gptexp.reporting.finding import Finding
 from gptexp.reporting.records import Run
 
-MOSTLY = 0.5  # share of clipped steps above which the usual step is a clipped one
+USUALLY_CLIPPED = 0.5  # share of clipped steps above which the usual step is a clipped one
 NEARLY_ALWAYS = 0.9  # from which the norm of the gradients has nearly no effect; alerts of runs begin there too
-DIFFERENT = 0.25  # difference of two shares; five standard errors of a share of a hundred steps
+DIFFERENT_SHARES = 0.25  # difference of two shares; five standard errors of a share of a hundred steps
 
 
 def share_clipped(run: Run) -> float | None:
@@ -35,7 +35,7 @@ def clipping_in_words(arm: Arm) -> Iterator[Finding]:
     low, high = sorted((shares[small], shares[large]))
     if low >= NEARLY_ALWAYS:
         means = "The updates come from gradients of nearly equal norm, and the best learning rates belong to these."
-    elif high > MOSTLY and high - low >= DIFFERENT:
+    elif high > USUALLY_CLIPPED and high - low >= DIFFERENT_SHARES:
         means = "Clipping changes with the batch size, and may have a part in how the best learning rate does."
     else:
         return

@@ -20,7 +20,7 @@ from gptexp.reporting.noise import LEVEL, f_tail, t_quantile
 
 OVERHEAD = 1.2
 ROUNDING = 1e-16  # mean square of log S; smaller ones are rounding errors
-FAR = 20.0  # octaves beyond the batch sizes of the runs; there S is a power of B, or constant
+OCTAVES_BEYOND = 20.0  # the batch sizes of the runs, to which a fit may go; S is a power of B there, or constant
 FEWEST = 4  # batch sizes; a hyperbola has two parameters, and its residuals need two degrees of freedom
 
 
@@ -70,7 +70,7 @@ def critical_batch_size(steps: Mapping[int, float]) -> Critical:
         rest = np.log(s) - np.log1p(2**octave / sizes)
         return float(np.sum((rest - rest.mean()) ** 2)) - limit
 
-    lowest, highest = math.log2(sizes[0]) - FAR, math.log2(sizes[-1]) + FAR
+    lowest, highest = math.log2(sizes[0]) - OCTAVES_BEYOND, math.log2(sizes[-1]) + OCTAVES_BEYOND
     best = float(np.clip(math.log2(crit), lowest, highest))
     low, high = (
         2.0 ** optimize.brentq(excess, *sorted((best, end))) if excess(end) > 0 > excess(best) else None

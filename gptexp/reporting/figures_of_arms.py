@@ -8,8 +8,8 @@ from gptexp.reporting.noise_scale import at_the_end, lowest_measured
 from gptexp.reporting.vega_lite import INTERVAL, Figure, Spec, caption, figure, linear, log, tooltip
 
 COLUMNS = 2  # of a legend, whose entries are long
-APART = 1.06  # ratio of the places of neighbouring arms on the axis of batch sizes, so that none hides another
-FAR = 16.0  # times above or below all batch sizes, beyond which a noise scale would leave these too little room
+SHIFT = 1.06  # ratio of the places of neighbouring arms on the axis of batch sizes, so that none hides another
+SCALE_WITHIN = 16.0  # factor beyond the batch sizes, up to which a noise scale leaves these enough room
 NOISE_SCALE = (
     "A dashed vertical line is a gradient noise scale, at the end of the run with the lowest loss that measured it."
 )
@@ -26,7 +26,8 @@ def figures_of_arms(arms: Sequence[Arm]) -> list[Figure]:
 def noise_scale_lines(arms: Sequence[Arm], sizes: Collection[int]) -> tuple[list[Spec], str]:
     """A layer of vertical lines at the noise scale of each arm's run with the lowest loss, and what a caption says.
 
-    The axis of the batch sizes `sizes` extends to the lines. A noise scale beyond `FAR` is only in the caption.
+    The axis of the batch sizes `sizes` extends to the lines. A noise scale that is farther than `SCALE_WITHIN` is only
+    in the caption.
     """
     drawn, beyond = [], []
     for arm in arms:
@@ -34,7 +35,7 @@ def noise_scale_lines(arms: Sequence[Arm], sizes: Collection[int]) -> tuple[list
         scale = at_the_end(run) if run is not None else None
         if scale is None:
             continue
-        if min(sizes) / FAR <= scale.tokens <= max(sizes) * FAR:
+        if min(sizes) / SCALE_WITHIN <= scale.tokens <= max(sizes) * SCALE_WITHIN:
             drawn.append({"batch": scale.tokens, "low": scale.low, "high": scale.high, "arm": arm.label})
         else:
             beyond.append(f"{scale.tokens:,.0f} tokens" + (f" ({arm.label})" if len(arms) > 1 else ""))
@@ -55,7 +56,7 @@ def _by_batch(arms: Sequence[Arm], what: str) -> Figure | None:
     sizes = sorted({batch for arm in drawn for batch in arm.curves.optima})
     points: list[Spec] = []
     for number, arm in enumerate(drawn):
-        aside = APART ** (number - (len(drawn) - 1) / 2)
+        aside = SHIFT ** (number - (len(drawn) - 1) / 2)
         for batch, o in arm.curves.optima.items():
             half = o.loss_half_width or 0.0
             low, high = (o.low, o.high) if what == "lr" else (o.loss - half, o.loss + half)

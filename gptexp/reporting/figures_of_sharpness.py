@@ -11,7 +11,7 @@ from gptexp.reporting.vega_lite import Figure, Spec, caption, dashed, figure, lo
 PLAIN = "The largest eigenvalue of the Hessian of the loss on a fixed batch of training text."
 PRECONDITIONED = (
     "The largest eigenvalue of the Hessian that AdamW's preconditioner leaves, and the threshold above which AdamW is "
-    "unstable at the learning rate of the last step."
+    "unstable at the learning rate of the step (arXiv 2207.14484)."
 )
 
 

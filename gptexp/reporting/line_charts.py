@@ -7,6 +7,7 @@ from statistics import fmean
 from typing import TypeVar
 
 from gptexp.process.words import counted
+from gptexp.reporting.figures_of_sharpness import PLAIN, PRECONDITIONED
 from gptexp.reporting.records import Point, Run, Sharpness, Step
 from gptexp.reporting.vega_lite import (
     END_LABELS,
@@ -363,18 +364,11 @@ def _chart(
 
 def _sharpness(lines: Lines) -> list[Figure]:
     """Charts of the largest eigenvalue of the Hessian, of the preconditioned one with its threshold, and of SAM's."""
-    plain = (
-        "The largest eigenvalue of the Hessian of the loss on a fixed batch of training text. It depends on how the "
-        "model is parametrised, and is no limit of the learning rate of Adam."
-    )
-    preconditioned = (
-        "The largest eigenvalue of the Hessian that AdamW's preconditioner leaves, and the threshold above which AdamW "
-        "is unstable at the learning rate of the step (arXiv 2207.14484)."
-    )
+    plain = caption(PLAIN, "It depends on how the model is parametrised, and is no limit of the learning rate of Adam.")
     sam = "How much that loss rises over a distance of 0.05 along its gradient (arXiv 2010.01412)."
     drawn = [
         ("sharpness", "Sharpness", plain, ["hessian"]),
-        ("preconditioned-sharpness", "Preconditioned sharpness", preconditioned, ["preconditioned", "threshold"]),
+        ("preconditioned-sharpness", "Preconditioned sharpness", PRECONDITIONED, ["preconditioned", "threshold"]),
         ("sam-sharpness", "Sharpness of SAM", sam, ["sam"]),
     ]
     found = []

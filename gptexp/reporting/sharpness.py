@@ -13,8 +13,8 @@ from gptexp.reporting.finding import Finding
 from gptexp.reporting.noise import t_quantile
 from gptexp.reporting.records import Run, Sharpness
 
-LATER = 0.5  # only measurements of this last part of a run are compared with the threshold
-AT = 1.25  # a sharpness lies at the threshold if their ratio, or its inverse, is at most this
+COMPARED_FROM = 0.5  # share of the training after which measurements are compared with the threshold
+CLOSE = 1.25  # a sharpness lies at its threshold if their ratio, or its inverse, is at most this
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,10 @@ def share_of_threshold(run: Run) -> float | None:
     shares = [
         s.preconditioned / s.threshold
         for s in run.sharpness
-        if s.tokens > LATER * last and s.preconditioned is not None and s.threshold is not None and s.threshold > 0
+        if s.tokens > COMPARED_FROM * last
+        and s.preconditioned is not None
+        and s.threshold is not None
+        and s.threshold > 0
     ]
     return median(shares) if shares else None
 
@@ -86,11 +89,11 @@ def _against_threshold(runs: Sequence[Run], whose: str) -> Iterator[Finding]:
     if not shares:
         return
     low, high = min(shares), max(shares)
-    if low >= 1 / AT and high <= AT:
+    if low >= 1 / CLOSE and high <= CLOSE:
         lies = "lies at its threshold"
-    elif high < 1 / AT:
+    elif high < 1 / CLOSE:
         lies = "lies below its threshold"
-    elif low > AT:
+    elif low > CLOSE:
         lies = "lies above its threshold"
     else:
         lies = "lies at its threshold in some runs only"

@@ -140,7 +140,7 @@ def test_arms_are_drawn_together_with_the_noise_scale(two_rules: Path) -> None:
 
 
 def test_a_noise_scale_outside_the_batch_sizes_widens_the_axis_or_is_in_the_caption(two_rules: Path) -> None:
-    """It is 6,144 tokens. `FAR` is 16."""
+    """It is 6,144 tokens. `SCALE_WITHIN` is 16."""
     arms = analyse("sweep", find_runs(two_rules)).arms
     for sizes in ((64, 384), (64, 1024), (6145, 10**6), (98304, 10**6)):
         [layer], text = noise_scale_lines(arms, sizes)
