@@ -38,13 +38,15 @@ def config(name: str, **changed: float) -> OptimConfig:
 
 
 class Sgd:
+    """With momentum (Sutskever et al., ICML 2013), in the form of torch, whose sum of gradients has no rate in it."""
+
     def __init__(self, c: OptimConfig, w: Array) -> None:
         self.c, self.m = c, np.zeros_like(w)
 
     def __call__(self, w: Array, g: Array, step: int) -> Array:
         g = g + self.c.weight_decay * w * (w.ndim > 1)
         self.m = self.c.momentum * self.m + g
-        return w - self.c.lr * self.m
+        return w - self.c.lr * (g + self.c.momentum * self.m if self.c.nesterov else self.m)
 
 
 class Lion:
@@ -94,7 +96,7 @@ class Lars:
 
 
 class Soap:
-    """arXiv 2409.11321, algorithm 3, whose first gradient only gives the first eigenbases."""
+    """arXiv 2409.11321, algorithms 3 and 4. The first gradient only gives the first eigenbases."""
 
     def __init__(self, c: OptimConfig, w: Array) -> None:
         self.c, self.m, self.v = c, np.zeros_like(w), np.zeros_like(w)
@@ -112,6 +114,11 @@ class Soap:
         size = c.lr * np.sqrt(1 - c.beta2**t) / (1 - c.beta1**t)
         w = w - size * self.back(self.into(self.m) / (np.sqrt(self.v) + c.eps))
         self.gg = [c.beta2 * gg + (1 - c.beta2) * side(g) for gg, side in zip(self.gg, sides, strict=True)]
+        if t % c.precondition_every == 0:
+            for axis, (gg, q) in enumerate(zip(self.gg, self.q, strict=True)):
+                order = np.argsort(-np.diag(q.T @ gg @ q))  # as in the authors' code: large eigenvalues first
+                self.v = np.take(self.v, order, axis)
+                self.q[axis] = np.linalg.qr((gg @ q[:, order]).astype(np.float32))[0]
         return w * (1 - c.lr * c.weight_decay * (w.ndim > 1))
 
     def into(self, a: Array) -> Array:
@@ -169,9 +176,16 @@ REFERENCES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", REFERENCES)
-def test_three_steps_equal_the_published_formula(name: str) -> None:
-    changed = {"momentum": 0.8} if name == "sgd" else {}
+@pytest.mark.parametrize(
+    ("name", "changed"),
+    [
+        *((name, {}) for name in REFERENCES),
+        ("sgd", {"momentum": 0.8}),
+        ("sgd", {"momentum": 0.8, "nesterov": True}),
+        ("soap", {"precondition_every": 1}),
+    ],
+)
+def test_three_steps_equal_the_published_formula(name: str, changed: dict[str, float]) -> None:
     c = config(name, lr=0.02, weight_decay=0.1, **changed)
     torch.manual_seed(0)
     # SOAP's eigenbases are determined by one gradient only if it has full rank on both sides.
