@@ -142,7 +142,8 @@ class OptimConfig:
     gradient_noise: float = _not_negative(0.0)  # norm of the noise that is added to the clipped gradient, over that
     # gradient's norm, in the first step; 0: none; arXiv 1511.06807
     gradient_noise_decay: float = _not_negative(0.55)  # step t, from 0, has (1 + t)**(-gradient_noise_decay / 2) of it
-    gradient_noise_decay_tokens: int | None = _positive(None)  # tokens that are one t of this decay; null: a step
+    gradient_noise_decay_tokens: int | None = _positive(None)  # tokens that are one t of this decay; null: a step;
+    # without gradient_noise neither key is used, so that one sweep can have runs with noise and without
     gradient_noise_like_batch: int | None = _positive(None)  # tokens: adds as much noise as the gradient of a batch of
     # this size has more, by the run's own noise scale; null: none
 
@@ -312,8 +313,12 @@ class ScalingConfig:
 
     lr: str = _choice("none", "linear", "sqrt", "power", "surge")  # factor of optim.lr: k, sqrt(k) or k^exponent;
     # surge: rises as sqrt(k), peaks at noise_scale_tokens and falls
-    exponent: float | None = _ruled(None, math.isfinite, "must be finite")  # of lr=power
-    noise_scale_tokens: int | None = _positive(None)  # tokens: the batch size at which lr=surge peaks
+    exponent: float | None = _ruled(
+        None, math.isfinite, "must be finite"
+    )  # of lr=power; the other rules do not use it, so
+    # that a sweep over the rules can set it once
+    noise_scale_tokens: int | None = _positive(None)  # tokens: the batch size at which lr=surge peaks; not used by
+    # the other rules
     betas: str = _choice("none", "half_life", "beta2_half_life", "sde")  # half_life: every decay rate keeps its
     # half-life in tokens, beta^k; beta2_half_life: only beta2; sde: 1 - k (1 - beta)
     eps: str = _choice("none", "sqrt")  # sqrt: optim.eps / sqrt(k)
