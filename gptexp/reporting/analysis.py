@@ -30,7 +30,7 @@ class Arm:
     """Runs that differ only in learning rate, batch size and seed."""
 
     choices: dict[str, Any]  # keys and values that distinguish it from the other arms; empty if it is the only one
-    implied: list[str]  # of `choices`: keys that others imply, see `_implied`
+    implied: set[str]  # of `choices`: keys that others imply, see `_implied`
     runs: list[Run]
     losses: dict[int, dict[float, list[float]]]  # batch size -> learning rate -> final loss of each seed
     means: dict[tuple[int, float], float]  # (batch size, learning rate) -> mean of `losses`, without outliers
@@ -114,6 +114,11 @@ class Analysis:
     warnings: list[str]
 
     @property
+    def named(self) -> list[str]:
+        """Those of the `differing` keys that tell at least one arm from the others, and that no other key implies."""
+        return [key for key in self.differing if any(key in arm.choices.keys() - arm.implied for arm in self.arms)]
+
+    @property
     def best_arm(self) -> Arm | None:
         """The arm with the cell of the lowest mean loss."""
         return min((arm for arm in self.arms if arm.means), key=lambda arm: min(arm.means.values()), default=None)
@@ -136,8 +141,7 @@ def analyse(name: str, runs: Sequence[Run]) -> Analysis:
         if len(texts) > 1:
             choices[TEXT] = run.summary.get(TEXT)
         groups.setdefault(repr(choices), (choices, []))[1].append(run)
-    implied = _implied(readable, differing)
-    arms = [_arm(choices, [*implied & choices.keys()], members) for choices, members in groups.values()]
+    arms = [_arm(choices, _implied(readable, choices), members) for choices, members in groups.values()]
     problems = [run.problem for run in runs if run.problem]
     problems += [
         f"{run.name}: completed with a loss of {run.loss:.4g}, far above that of a uniform guess "
@@ -150,27 +154,25 @@ def analyse(name: str, runs: Sequence[Run]) -> Analysis:
     return Analysis(name, list(runs), arms, differing, [*problems, *data_warnings(readable), *confounds])
 
 
-def _implied(runs: Sequence[Run], differing: Sequence[str]) -> set[str]:
-    """Those of the `differing` keys that are equal in all runs with the same value of the key that implies them.
+def _implied(runs: Sequence[Run], choices: Mapping[str, Any]) -> set[str]:
+    """Those of an arm's `choices` that all `runs` have in common that share its value of the key that implies them.
 
     A width implies the number of heads if all heads have one size.
     """
     found = set()
-    if WIDTH in differing and len({run.config[WIDTH] / run.config[HEADS] for run in runs}) == 1:
+    if WIDTH in choices and len({run.config[WIDTH] / run.config[HEADS] for run in runs}) == 1:
         found.add(HEADS)
-    for implying, implied in IMPLYING.items():
-        if implying not in differing:
+    for implying, beginning in IMPLYING.items():
+        if implying not in choices:
             continue
-        values: dict[tuple[str, Any], set[str]] = defaultdict(set)
-        for run in runs:
-            for key in differing:
-                values[key, run.config[implying]].add(repr(run.config.get(key)))
-        several = {key for (key, _), of_key in values.items() if len(of_key) > 1}
-        found |= {key for key in differing if key.startswith(implied) and key != implying} - several
-    return found
+        alike = [run.config for run in runs if run.config.get(implying) == choices[implying]]
+        for key in choices:
+            if key.startswith(beginning) and key != implying and len({repr(config.get(key)) for config in alike}) == 1:
+                found.add(key)
+    return found & choices.keys()
 
 
-def _arm(choices: dict[str, Any], implied: list[str], runs: list[Run]) -> Arm:
+def _arm(choices: dict[str, Any], implied: set[str], runs: list[Run]) -> Arm:
     losses: dict[int, dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
     diverged: dict[int, list[float]] = defaultdict(list)
     # A cell that ran under two names counts once: its equal losses would look like two seeds without noise.

@@ -67,14 +67,18 @@ def _by_batch(arms: Sequence[Arm], what: str) -> Figure | None:
     beside = {**x, "field": "aside"}
     told = tooltip("batch", what, "low", "high")
     if what == "lr":
-        laws = [
-            {"arm": arm.label, "batch": size, "lr": arm.law.at(size)}
+        lines = [
+            {"arm": arm.label, "batch": size, "lr": arm.curves.optima[size].lr if arm.law.bends else arm.law.at(size)}
             for arm in drawn
             if arm.law is not None
-            for size in (min(arm.law.sizes), max(arm.law.sizes))
+            for size in arm.law.sizes
         ]
-        layers = _layers(laws, points, log("lr", "best learning rate"), told, beside)
-        text = "The optima of each arm with their 95% intervals, and the fitted laws."
+        layers = _layers(lines, points, log("lr", "best learning rate"), told, beside)
+        bent = ", ".join(arm.label for arm in drawn if arm.law is not None and arm.law.bends)
+        text = caption(
+            "The optima of each arm with their 95% intervals, and the fitted laws.",
+            f"Joined, without a law, because in log-log they lie on a curve: the optima of {bent}." if bent else "",
+        )
         spec = {"layer": layers, "encoding": encoding}
         return figure("arms-lr", "Best learning rate against batch size, arm by arm", text, spec)
     layers = _layers(points, points, linear("loss", "loss at the best learning rate"), told, beside)

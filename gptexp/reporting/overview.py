@@ -102,7 +102,7 @@ def _axes(analysis: Analysis, planned: Sequence[Run]) -> str:
     """The swept keys, for example 'learning rate × batch size'."""
     cells = [*(run for run in analysis.runs if run.config), *planned]
     swept = [name for field, name in AXES.values() if len({getattr(run, field) for run in cells}) > 1]
-    return " × ".join([*swept, *map(printable, analysis.differing)]) or counted(len(analysis.runs), "run")
+    return " × ".join([*swept, *map(printable, analysis.named)]) or counted(len(analysis.runs), "run")
 
 
 def _facts(directory: Path, analysis: Analysis, planned: Sequence[Run]) -> Iterator[tuple[str, str]]:

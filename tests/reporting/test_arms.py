@@ -18,7 +18,7 @@ from gptexp.reporting.arms_in_words import arms_in_words
 from gptexp.reporting.arms_table import arms_table
 from gptexp.reporting.curves import Optimum
 from gptexp.reporting.figures import figures
-from gptexp.reporting.figures_of_arms import NOISE_SCALE, noise_scale_lines
+from gptexp.reporting.figures_of_arms import NOISE_SCALE, figures_of_arms, noise_scale_lines
 from gptexp.reporting.law import Law
 from gptexp.reporting.noise_scale import at_the_end
 from gptexp.reporting.page import sections
@@ -137,6 +137,18 @@ def test_arms_are_drawn_together_with_the_noise_scale(two_rules: Path) -> None:
     assert {"arms-lr", "arms-loss"} <= drawn.keys()
     *_, vertical = drawn["arms-loss"].spec["layer"]
     assert [line["batch"] for line in vertical["data"]["values"]] == [6 * 1024] * 2
+
+
+def test_optima_on_a_curve_are_joined_instead_of_their_law(two_rules: Path) -> None:
+    one, other = analyse("sweep", find_runs(two_rules)).arms
+    assert one.law is not None
+    assert other.law is not None
+    bent = replace(one, law=replace(one.law, bends=True))
+    figure = figures_of_arms([bent, other])[0]
+    lines = {(line["arm"], line["batch"]): line["lr"] for line in figure.spec["layer"][0]["data"]["values"]}
+    joined = {(one.label, batch): optimum.lr for batch, optimum in one.curves.optima.items()}
+    assert lines == joined | {(other.label, batch): other.law.at(batch) for batch in other.law.sizes}
+    assert figure.caption.endswith(f"because in log-log they lie on a curve: the optima of {one.label}.")
 
 
 def test_a_noise_scale_outside_the_batch_sizes_widens_the_axis_or_is_in_the_caption(two_rules: Path) -> None:
