@@ -67,17 +67,18 @@ def _by_batch(arms: Sequence[Arm], what: str) -> Figure | None:
     beside = {**x, "field": "aside"}
     told = tooltip("batch", what, "low", "high")
     if what == "lr":
+        laws = [(arm, arm.law) for arm in drawn if arm.law is not None]
         lines = [
-            {"arm": arm.label, "batch": size, "lr": arm.curves.optima[size].lr if arm.law.bends else arm.law.at(size)}
-            for arm in drawn
-            if arm.law is not None
-            for size in arm.law.sizes
+            {"arm": arm.label, "batch": size, "lr": arm.curves.optima[size].lr if law.bends else law.at(size)}
+            for arm, law in laws
+            for size in law.sizes
         ]
         layers = _layers(lines, points, log("lr", "best learning rate"), told, beside)
-        bent = ", ".join(arm.label for arm in drawn if arm.law is not None and arm.law.bends)
+        bent = [arm.label for arm, law in laws if law.bends]
         text = caption(
-            "The optima of each arm with their 95% intervals, and the fitted laws.",
-            f"Joined, without a law, because in log-log they lie on a curve: the optima of {bent}." if bent else "",
+            "The optima of each arm with their 95% intervals.",
+            "Lines are the fitted laws." if len(bent) < len(laws) else "",
+            f"Lines join the optima of {' and of '.join(bent)}, which lie on a curve in log-log." if bent else "",
         )
         spec = {"layer": layers, "encoding": encoding}
         return figure("arms-lr", "Best learning rate against batch size, arm by arm", text, spec)

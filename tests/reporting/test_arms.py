@@ -148,7 +148,10 @@ def test_optima_on_a_curve_are_joined_instead_of_their_law(two_rules: Path) -> N
     lines = {(line["arm"], line["batch"]): line["lr"] for line in figure.spec["layer"][0]["data"]["values"]}
     joined = {(one.label, batch): optimum.lr for batch, optimum in one.curves.optima.items()}
     assert lines == joined | {(other.label, batch): other.law.at(batch) for batch in other.law.sizes}
-    assert figure.caption.endswith(f"because in log-log they lie on a curve: the optima of {one.label}.")
+    joins = "Lines join the optima of {}, which lie on a curve in log-log."
+    assert figure.caption.endswith(f" intervals. Lines are the fitted laws. {joins.format(one.label)}")
+    both = figures_of_arms([bent, replace(other, law=replace(other.law, bends=True))])[0].caption
+    assert both.endswith(f" intervals. {joins.format(f'{one.label} and of {other.label}')}")
 
 
 def test_a_noise_scale_outside_the_batch_sizes_widens_the_axis_or_is_in_the_caption(two_rules: Path) -> None:
