@@ -10,8 +10,10 @@ import gptexp
 
 def versions() -> dict[str, str]:
     """Versions of gptexp, Python and the packages that affect numerics or file formats."""
-    packages = ("torch", "numpy", "tiktoken", "hydra-core", "omegaconf", "wandb", "safetensors")
-    own = {"gptexp": gptexp.__version__, "python": sys.version.split()[0]}
+    from torch import __version__ as of_torch  # with its build, such as +cpu or +cu130, which package metadata may lack
+
+    packages = ("numpy", "tiktoken", "hydra-core", "omegaconf", "wandb", "safetensors")
+    own = {"gptexp": gptexp.__version__, "python": sys.version.split()[0], "torch": str(of_torch)}
     return own | {name: version(name) for name in packages}
 
 
