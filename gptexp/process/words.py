@@ -14,6 +14,11 @@ def shown(value: Any) -> str:
     return text if len(text) <= 200 else f"{text[:197]}..."
 
 
+def uncapitalised(text: str) -> str:
+    """A title inside a sentence: "Sharpness of SAM" becomes "sharpness of SAM"."""
+    return text[:1].lower() + text[1:]
+
+
 def counted(number: int, noun: str) -> str:
     """The number with its noun, for example "1 rank" or "2,000 ranks"."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
+from gptexp.process.words import uncapitalised
 from gptexp.reporting.analysis import Arm
 from gptexp.reporting.figures_of_arms import noise_scale_lines
 from gptexp.reporting.records import Run, Sharpness
@@ -60,7 +61,7 @@ def _figure(
     ]
     if len({point["batch"] for point in points if point["of"] == lines[0]}) < 2:
         return None
-    y = log("value", title.partition(" against")[0].lower())
+    y = log("value", uncapitalised(title.partition(" against")[0]))
     told = tooltip("run", "of", "batch", "lr", "seed", "value")
     layers: list[Spec] = [
         {"mark": {"type": "line", "style": "accent"}, "encoding": {"y": {**y, "aggregate": "mean"}, **dashed(lines)}},

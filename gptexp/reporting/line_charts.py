@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import TypeVar
 
-from gptexp.process.words import counted
+from gptexp.process.words import counted, uncapitalised
 from gptexp.reporting.figures_of_sharpness import PLAIN, PRECONDITIONED
 from gptexp.reporting.records import Point, Run, Sharpness, Step
 from gptexp.reporting.vega_lite import (
@@ -359,7 +359,7 @@ def _chart(
     if not points:
         return None
     text = caption(text, _absent_values(lines, points))
-    return figure(key, title, text, _lines(lines, points, scale("value", title.lower())), is_diagnostic=True)
+    return figure(key, title, text, _lines(lines, points, scale("value", uncapitalised(title))), is_diagnostic=True)
 
 
 def _sharpness(lines: Lines) -> list[Figure]:
@@ -382,7 +382,7 @@ def _sharpness(lines: Lines) -> list[Figure]:
         ]
         if not any(point["of"] == kinds[0] for point in points):
             continue
-        spec = _lines(lines, points, log("value", title.lower()))
+        spec = _lines(lines, points, log("value", uncapitalised(title)))
         spec["mark"]["point"] = {"size": 25}  # there are few
         spec["encoding"] |= {"tooltip": tooltip(*lines.told_by, "of", "tokens", "value"), **dashed(kinds)}
         found.append(figure(key, title, caption(text, _absent_values(lines, points)), spec, is_diagnostic=True))

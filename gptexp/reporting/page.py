@@ -16,7 +16,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from gptexp.process.terminal import as_command, printable
-from gptexp.process.words import counted, shown
+from gptexp.process.words import counted, shown, uncapitalised
 from gptexp.reporting.arms_table import arms_table
 from gptexp.reporting.cells_table import MINOR, cells_table, commands, results_table
 from gptexp.reporting.differences import Difference
@@ -152,6 +152,7 @@ def _templates() -> Environment:
         lstrip_blocks=True,
     )
     environment.filters["tone"] = _tone
+    environment.filters["uncapitalised"] = uncapitalised
     return environment
 
 

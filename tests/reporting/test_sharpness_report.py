@@ -10,6 +10,7 @@ import pytest
 from scipy.stats import linregress, t
 from sweeps import report_of, write_run, write_sweep
 
+from gptexp.reporting.page import sections
 from gptexp.reporting.records import Run, read_run
 from gptexp.reporting.report import build_report
 from gptexp.reporting.sharpness import trend
@@ -109,7 +110,9 @@ def test_a_single_run_has_its_own_sentence_and_charts(tmp_path: Path) -> None:
         "Over the second half of training the preconditioned sharpness lies below its threshold: it is 0.50 times "
         "that. Above the threshold AdamW is unstable, at the learning rate of the step (arXiv 2207.14484)."
     ]
-    figures = {figure.key: figure.spec for figure in build_report(tmp_path / "run").figures}
+    report = build_report(tmp_path / "run")
+    assert "preconditioned sharpness, sharpness of SAM<" in sections(report)["charts"]
+    figures = {figure.key: figure.spec for figure in report.figures}
     drawn = {key: figures[key]["data"]["values"] for key in figures if "sharpness" in key}
     assert [(p["tokens"], p["value"]) for p in drawn["sharpness"]] == [(2**16 * k, 25 * k) for k in (1, 2, 3, 4)]
     lines = [(p["of"], p["value"]) for p in drawn["preconditioned-sharpness"]]
