@@ -313,10 +313,8 @@ class ScalingConfig:
 
     lr: str = _choice("none", "linear", "sqrt", "power", "surge")  # factor of optim.lr: k, sqrt(k) or k^exponent;
     # surge: rises as sqrt(k), peaks at noise_scale_tokens and falls
-    exponent: float | None = _ruled(
-        None, math.isfinite, "must be finite"
-    )  # of lr=power; the other rules do not use it, so
-    # that a sweep over the rules can set it once
+    exponent: float | None = _ruled(None, math.isfinite, "must be finite")  # of lr=power; the other rules do not
+    # use it, so that a sweep over the rules can set it once
     noise_scale_tokens: int | None = _positive(None)  # tokens: the batch size at which lr=surge peaks; not used by
     # the other rules
     betas: str = _choice("none", "half_life", "beta2_half_life", "sde")  # half_life: every decay rate keeps its
