@@ -9,6 +9,7 @@ from sweeps import compose_sweep
 
 from gptexp.reporting.analysis import analyse
 from gptexp.reporting.records import find_runs
+from gptexp.reporting.report import build_report
 
 Gptexp = Callable[..., subprocess.CompletedProcess[str]]
 ARMS = {
@@ -48,16 +49,17 @@ def test_a_command_for_one_arm_has_each_of_its_cells_once() -> None:
 
 @pytest.mark.e2e
 def test_a_short_version_has_an_arm_for_each_width_in_both_parametrisations(gptexp: Gptexp, tmp_path: Path) -> None:
-    """A run an arm, too short for an optimum. At the base the losses of both parametrisations are equal."""
-    own = ["optim.lr=1.6e-2", "train.seed=1", "train.max_tokens=5120", "data.val_tokens=512", "log=disabled"]
+    """Two runs an arm, too short for an optimum. At the base the losses of both parametrisations are equal."""
+    own = ["optim.lr=1e-3,1.6e-2", "train.seed=1", "train.max_tokens=5120", "data.val_tokens=512", "log=disabled"]
     done = gptexp("train", "-m", "experiment=lr_transfer", *own, timeout=900)
     assert done.returncode == 0, done.stderr
     arms = analyse("", find_runs(tmp_path / "outputs/lr_transfer")).arms
     losses = {arm.label: {run.lr: run.loss for run in arm.runs} for arm in arms}
     assert losses.keys() == ARMS
-    assert {len(of_arm) for of_arm in losses.values()} == {1}
+    assert {len(of_arm) for of_arm in losses.values()} == {2}
     equal = [losses[f"model.n_embd=64, model.parametrisation={name}"] for name in ("mup", "standard")]
     assert equal[0] == equal[1]
+    assert build_report(tmp_path / "outputs/lr_transfer").further
 
 
 @pytest.mark.slow
