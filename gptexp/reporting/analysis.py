@@ -30,7 +30,7 @@ class Arm:
     """Runs that differ only in learning rate, batch size and seed."""
 
     choices: dict[str, Any]  # keys and values that distinguish it from the other arms; empty if it is the only one
-    implied: set[str]  # of `choices`: keys that others imply, see `_implied`
+    implied: set[str]  # keys that others of its `choices` imply, see `_implied`
     runs: list[Run]
     losses: dict[int, dict[float, list[float]]]  # batch size -> learning rate -> final loss of each seed
     means: dict[tuple[int, float], float]  # (batch size, learning rate) -> mean of `losses`, without outliers
@@ -141,7 +141,11 @@ def analyse(name: str, runs: Sequence[Run]) -> Analysis:
         if len(texts) > 1:
             choices[TEXT] = run.summary.get(TEXT)
         groups.setdefault(repr(choices), (choices, []))[1].append(run)
-    arms = [_arm(choices, _implied(readable, choices), members) for choices, members in groups.values()]
+    implied_by = _implied(readable, differing)
+    arms = []
+    for choices, members in groups.values():
+        implied = {key for (by, value), keys in implied_by.items() if choices.get(by) == value for key in keys}
+        arms.append(_arm(choices, implied, members))
     problems = [run.problem for run in runs if run.problem]
     problems += [
         f"{run.name}: completed with a loss of {run.loss:.4g}, far above that of a uniform guess "
@@ -154,22 +158,22 @@ def analyse(name: str, runs: Sequence[Run]) -> Analysis:
     return Analysis(name, list(runs), arms, differing, [*problems, *data_warnings(readable), *confounds])
 
 
-def _implied(runs: Sequence[Run], choices: Mapping[str, Any]) -> set[str]:
-    """Those of an arm's `choices` that all `runs` have in common that share its value of the key that implies them.
+def _implied(runs: Sequence[Run], differing: Collection[str]) -> dict[tuple[str, Any], set[str]]:
+    """(key, value) -> those of the `differing` keys that it implies: they are equal in all `runs` that have it.
 
     A width implies the number of heads if all heads have one size.
     """
-    found = set()
-    if WIDTH in choices and len({run.config[WIDTH] / run.config[HEADS] for run in runs}) == 1:
-        found.add(HEADS)
+    found: dict[tuple[str, Any], set[str]] = {}
+    if WIDTH in differing and len({run.config[WIDTH] / run.config[HEADS] for run in runs}) == 1:
+        found = {(WIDTH, run.config[WIDTH]): {HEADS} for run in runs}
     for implying, beginning in IMPLYING.items():
-        if implying not in choices:
+        if implying not in differing:
             continue
-        alike = [run.config for run in runs if run.config.get(implying) == choices[implying]]
-        for key in choices:
-            if key.startswith(beginning) and key != implying and len({repr(config.get(key)) for config in alike}) == 1:
-                found.add(key)
-    return found & choices.keys()
+        keys = [key for key in differing if key.startswith(beginning) and key != implying]
+        for value in {run.config.get(implying) for run in runs}:
+            alike = [run.config for run in runs if run.config.get(implying) == value]
+            found[implying, value] = {key for key in keys if len({repr(config.get(key)) for config in alike}) == 1}
+    return found
 
 
 def _arm(choices: dict[str, Any], implied: set[str], runs: list[Run]) -> Arm:

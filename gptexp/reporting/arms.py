@@ -20,7 +20,7 @@ from gptexp.reporting.noise import CONFIDENCE, MIN_SIGMA, t_quantile
 
 SIZES = {"model.n_embd": ("model.n_head",), "model.n_layer": ()}  # size of a model -> keys that may change with it
 
-# p-value of losses taken for equal. In simulations of flat and of rising losses, others biased the limit more.
+# Losses count as equal above this p-value. In simulations of flat and of rising losses others biased the limit more.
 EQUAL_P = 0.3
 QUANTILE = float(special.ndtri((1 + CONFIDENCE) / 2))  # half of a 95% interval in standard errors
 

@@ -20,7 +20,7 @@ from gptexp.reporting.noise import LEVEL, f_tail, t_quantile
 
 OVERHEAD = 1.2
 ROUNDING = 1e-16  # mean square of log S; smaller ones are rounding errors
-OCTAVES_BEYOND = 20.0  # the batch sizes of the runs, to which a fit may go; S is a power of B there, or constant
+OCTAVES_BEYOND = 20.0  # the batch sizes of the runs, that a fit may go; there S is a power of B, or constant
 FEWEST = 4  # batch sizes; a hyperbola has two parameters, and its residuals need two degrees of freedom
 
 

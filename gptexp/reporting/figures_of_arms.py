@@ -9,7 +9,7 @@ from gptexp.reporting.vega_lite import INTERVAL, Figure, Spec, caption, figure, 
 
 COLUMNS = 2  # of a legend, whose entries are long
 SHIFT = 1.06  # ratio of the places of neighbouring arms on the axis of batch sizes, so that none hides another
-SCALE_WITHIN = 16.0  # factor beyond the batch sizes, up to which a noise scale leaves these enough room
+SCALE_WITHIN = 16.0  # largest factor from a batch size to a noise scale that is drawn, so that these keep enough room
 NOISE_SCALE = (
     "A dashed vertical line is a gradient noise scale, at the end of the run with the lowest loss that measured it."
 )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 STEPS = (1e-3, 1e-2, 1e-4, 1e-1)  # norms of r v that are tried; too small drowns in rounding, too large in curvature
-STEP_TOLERANCE = 0.01  # largest relative difference of the results with a step and with its half
+TOLERANCE = 0.01  # largest residual, and relative difference of the results with a step and with its half
 RESIDUAL = 1e-3  # Lanczos stops where |A v - l v| is below this share of the largest eigenvalue l
 MOST_ITERATIONS = 300
 MOST_VECTORS = 16  # that Lanczos' method holds, each as large as the weights
@@ -134,7 +134,7 @@ def hessian_sharpness(differences: Differences, scale: Tensor | None = None) -> 
     for step in STEPS:
         found = largest_eigenvalue(product_with(step), size, device)
         whole, half = (float(product_with(s)(found.vector) @ found.vector) for s in (step, step / 2))
-        if found.residual <= STEP_TOLERANCE and abs(whole - half) <= STEP_TOLERANCE * abs(whole) < math.inf:
+        if found.residual <= TOLERANCE and math.isfinite(whole) and abs(whole - half) <= TOLERANCE * abs(whole):
             return found
     return None
 
