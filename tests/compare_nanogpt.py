@@ -5,13 +5,16 @@ of nanoGPT's train.py runs on the same tokens, shapes and precision settings as 
 turns, each turn in a new process, so a machine that slows down slows all of them. The script prints the median and the
 quartiles over all counted steps, and the ratio of the medians in each round.
 
-  stock    unchanged: float32 on a CPU (its dtype is ignored there), compiled
-  helped   bfloat16 if requested, compiled; glibc's allocator keeps freed memory, as in gptexp
+  stock            unchanged: float32 on a CPU (its dtype is ignored there), compiled
+  helped DTYPE     in the dtype requested, compiled; glibc's allocator keeps freed memory, as in gptexp
+
+With `--dtype auto`, gptexp chooses its dtype, and helped nanoGPT is measured in both.
 """
 
 import argparse
 import json
 import os
+import pickle
 import re
 import shutil
 import statistics
@@ -19,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from gptexp.config.compose import compose
 from gptexp.config.schema import Config
@@ -37,10 +41,10 @@ STEP = re.compile(r"^iter (\d+): loss ([\d.]+), time ([\d.]+)ms", re.MULTILINE)
 
 
 def peer_ms(
-    checkout: Path, config: Config, micro_batch_size: int, steps: int, dtype: str, device: str, helped: bool
+    checkout: Path, config: Config, effective: dict[str, Any], steps: int, dtype: str, device: str, helped: bool
 ) -> list[float]:
     """Milliseconds of the counted steps of one nanoGPT process, for as many tokens as a step of ours has."""
-    m, total = config.model, config.batch.total_batch_size
+    m, total, micro_batch_size = config.model, config.batch.total_batch_size, effective["micro_batch_size"]
     accumulation = max(1, round(total / (micro_batch_size * config.seq_len)))
     with tempfile.TemporaryDirectory(prefix="nanogpt-") as name:
         copy = Path(name)
@@ -56,6 +60,7 @@ def peer_ms(
         tokens = dataset.train.read(0, min(len(dataset.train), 1_000_000))
         for split in ("train", "val"):
             tokens.tofile(data / f"{split}.bin")
+        (data / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": effective["vocab_size"]}))
         options = {
             "dataset": "compare", "device": device, "dtype": dtype, "compile": True, "max_iters": WARM_UP + steps,
             "eval_interval": 10**9, "eval_iters": 1, "log_interval": 1, "out_dir": str(copy / "out"),
@@ -74,19 +79,19 @@ def peer_ms(
         return [share * float(ms) for _, _, ms in STEP.findall(done.stdout)][WARM_UP + 1 :]
 
 
-def own_ms(overrides: list[str], steps: int, directory: Path) -> tuple[list[float], int]:
-    """Milliseconds of the counted steps of one gptexp process, and its micro-batch size."""
+def own_ms(overrides: list[str], steps: int, directory: Path) -> tuple[list[float], dict[str, Any]]:
+    """Milliseconds of the counted steps of one gptexp process, and its effective.json."""
     cache = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", directory.parent / "compile-cache"))
     run = run_until(Workload("", tuple(overrides), steps), [], directory, cache, WARM_UP + steps)
     effective = run_dir.read_json(directory / run_dir.EFFECTIVE)
-    return [event["perf/step_ms"] for event in run.steps[WARM_UP:][:steps]], effective["micro_batch_size"]
+    return [event["perf/step_ms"] for event in run.steps[WARM_UP:][:steps]], effective
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkout", type=Path, metavar="CHECKOUT", help="a clone of github.com/karpathy/nanoGPT")
     parser.add_argument("workload", nargs="+", metavar="WORKLOAD|key=value", help="as for gptexp bench")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "auto"), default="float32")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=10, help="counted in each round")
@@ -97,23 +102,27 @@ def main() -> None:
     overrides = [text for what in args.workload for text in (known[what].overrides if what in known else (what,))]
     overrides += [f"train.dtype={args.dtype}", f"train.device={args.device}"]
     config = compose(overrides)
-    peers = [args.only] if args.only else ["stock", "helped"]
+    dtypes = ["float32", "bfloat16"] if args.dtype == "auto" else [args.dtype]
+    # Unchanged nanoGPT ignores dtype on a CPU and computes in float32.
+    of_stock = ["float32"] if args.device == "cpu" else dtypes
+    peers = {f"{kind} {dtype}": (dtype, kind == "helped")
+             for kind, its_dtypes in (("stock", of_stock), ("helped", dtypes)) for dtype in its_dtypes
+             if args.only in (None, kind)}  # fmt: skip
     measured: dict[str, list[list[float]]] = {name: [] for name in ("gptexp", *peers)}
     with tempfile.TemporaryDirectory(prefix="gptexp-") as out:
         for number in range(args.rounds):
-            ours, micro_batch_size = own_ms(overrides, args.steps, Path(out) / f"run{number}")
+            ours, effective = own_ms(overrides, args.steps, Path(out) / f"run{number}")
             measured["gptexp"].append(ours)
-            for peer in peers:
-                # Unchanged nanoGPT ignores dtype on a CPU and computes in float32.
-                dtype = "float32" if peer == "stock" and args.device == "cpu" else args.dtype
-                size = args.peer_micro_batch or micro_batch_size
-                theirs = peer_ms(args.checkout, config, size, args.steps, dtype, args.device, peer == "helped")
+            if args.peer_micro_batch:
+                effective["micro_batch_size"] = args.peer_micro_batch
+            for peer, (dtype, helped) in peers.items():
+                theirs = peer_ms(args.checkout, config, effective, args.steps, dtype, args.device, helped)
                 measured[peer].append(theirs)
             print(json.dumps({name: round(statistics.median(rounds[-1]), 1) for name, rounds in measured.items()}))
     tokens = config.batch.total_batch_size
     for name, rounds in measured.items():
         low, middle, high = statistics.quantiles([ms for r in rounds for ms in r], n=4)
-        print(f"{name:<8}{middle:>10.1f} ms ({low:.1f}-{high:.1f}) {1e3 * tokens / middle:>12,.0f} tokens/s")
+        print(f"{name:<16}{middle:>10.1f} ms ({low:.1f}-{high:.1f}) {1e3 * tokens / middle:>12,.0f} tokens/s")
     for peer in peers:
         ratios = [
             statistics.median(theirs) / statistics.median(ours)

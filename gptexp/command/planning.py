@@ -21,7 +21,8 @@ from gptexp.data.split import split
 from gptexp.data.stream import TokenStream
 from gptexp.distributed.ranks import AT_ONCE, Rank
 from gptexp.machine.device import Device, pick_device
-from gptexp.machine.effective import Effective, estimate, load_effective, resolve
+from gptexp.machine.effective import Effective, load_effective
+from gptexp.machine.resolve import estimate
 from gptexp.model.flops import count_parameters, flops_per_token
 from gptexp.model.gpus import UNKNOWN_GPU, Gpu
 from gptexp.process.errors import ConfigError, DataError, UserError, first_line
@@ -29,6 +30,7 @@ from gptexp.process.terminal import terminal_width, warn
 from gptexp.process.words import counted, duration, rounded
 from gptexp.reporting.terminal_table import print_table
 from gptexp.run.calibrate import pace, sample
+from gptexp.run.timing import settle
 from gptexp.sweep.cells import Draft, confounds, refuse_illegal
 from gptexp.sweep.grid import Grid
 
@@ -97,7 +99,8 @@ def plan(cfg: Config, earlier: Effective | None = None, gpu: Gpu | None = None) 
     n_vocab = count_ids(cfg.data)
     if cfg.branch_from is not None:
         earlier = load_effective(Path(run_and_step(cfg.branch_from)[0]))
-    effective = resolve(cfg, device, Rank(0, world_size, 0, local), earlier, n_vocab or ASSUMED_CHARACTERS)
+    rank = Rank(0, world_size, 0, local)
+    effective = settle(cfg, device, rank, earlier, n_vocab or ASSUMED_CHARACTERS, measures=False)
     unknown = None if n_vocab or cfg.model.vocab_size != AUTO else cfg.data.tokenizer
     if unknown is not None:
         assumed = replace(effective.vocab_size, reason="an assumption, until the corpus is tokenised")

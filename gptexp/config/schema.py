@@ -406,12 +406,13 @@ class TrainConfig:
     max_minutes: float | None = _positive(None)  # minutes until the run saves a checkpoint and stops; null: no limit
     seed: int = _ruled(1337, lambda v: 0 <= v < LIMIT, "must lie in [0, 2^63)")  # of weights, data order and dropout
     deterministic: bool = False  # torch's deterministic algorithms: slower, the same bits in each run on GPUs
-    dtype: str = _choice("auto", "float32", "bfloat16")  # auto: bfloat16 if the hardware has bfloat16 arithmetic
+    dtype: str = _choice("auto", "float32", "bfloat16")  # auto: bfloat16 where the hardware computes it faster; in a
+    # long run on a CPU the faster one in a trial
     matmul_precision: str = _choice("auto", "highest", "high", "medium")  # of float32, torch's names; high: TF32
     attention: str = _choice("auto", *ATTENTION_DEVICES)  # torch's kernels; if set, no other is used
-    compile: str = _choice("auto", "on", "off")  # torch.compile; auto: on for GPUs and for long runs on CPUs
-    loss: str = _choice("auto", "plain", "chunked")  # chunked: keeps no logits; auto: plain on GPUs and for compiled
-    # bfloat16, else chunked
+    compile: str = _choice("auto", "on", "off")  # torch.compile; auto: on for GPUs and for long runs on CPUs that gain
+    loss: str = _choice("auto", "plain", "chunked")  # chunked: keeps no logits; auto: plain on GPUs, for compiled
+    # bfloat16 and for small vocabularies, else chunked; in a long run on a CPU the faster one in a trial
     activation_checkpointing: bool = False  # keeps only each block's input and recomputes the rest: needs less memory
     device: str = _choice("auto", "cpu", "cuda", "mps")  # auto: the first available of cuda, mps and cpu
     profile: bool = False  # traces a few steps with torch's profiler and reports their time by kind of work

@@ -1,12 +1,9 @@
-"""Properties of this machine's devices, free memory, the choice of a device, and settings of glibc's allocator."""
+"""Properties of this machine's devices, free memory, and the choice of a device."""
 
-import ctypes
 import os
 import platform
 import shutil
-import statistics
 import sys
-import time
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,13 +13,13 @@ import torch
 from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
 from gptexp.distributed.ranks import Rank
+from gptexp.machine import cpu
 from gptexp.model.gpus import Gpu
 from gptexp.process.errors import ConfigError
 from gptexp.process.words import counted
 
 Device = torch.device | Gpu  # of this machine, or of another one that a run is planned for
 
-PROBE = 1024  # rows and columns of the matrices in `medium_precision`
 CGROUP, OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
@@ -43,10 +40,7 @@ def has_native_bfloat16(device: Device) -> bool:
         return device.capability >= 8
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-    if device.type == "cpu":
-        has = torch.cpu.get_capabilities()
-        return bool(has.get("avx512_bf16") or has.get("amx_bf16") or has.get("bf16"))
-    return False
+    return device.type == "cpu" and cpu.has_native_bfloat16()
 
 
 def compute_capability(device: Device) -> int:
@@ -85,36 +79,6 @@ def is_out_of_memory(error: RuntimeError) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or any(message in str(error) for message in messages)
 
 
-def medium_precision() -> tuple[float, float]:
-    """Relative error of this CPU's float32 products at matmul precision "medium", and their speedup over "highest".
-
-    "medium" allows oneDNN. With AVX-512, oneDNN has a float32 kernel that is exact and twice as fast. On CPUs with AMX
-    it rounds to bfloat16. Neither is documented, so both are measured.
-    """
-    generator = torch.Generator().manual_seed(0)
-    a, b = (torch.randn(PROBE, PROBE, generator=generator) for _ in range(2))
-    exact = a.double() @ b.double()
-    before = torch.get_float32_matmul_precision()
-    try:
-        torch.set_float32_matmul_precision("highest")
-        slow = _seconds(a, b)
-        torch.set_float32_matmul_precision("medium")
-        error = float(((a @ b).double() - exact).norm() / exact.norm())
-        return error, slow / _seconds(a, b)
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
-def _seconds(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Seconds of one product: the median of five, after one that is not measured."""
-    seconds = []
-    for _ in range(6):
-        started = time.perf_counter()
-        a @ b
-        seconds.append(time.perf_counter() - started)
-    return statistics.median(seconds[1:])
-
-
 def free_memory(device: Device) -> int | None:
     """Bytes of memory that processes on this device can still allocate; None if unknown."""
     if isinstance(device, Gpu):
@@ -142,20 +106,6 @@ def _left_in_cgroups() -> Iterator[int]:
                 # The page cache counts as used, but the kernel frees it on demand.
                 used = int((group / "memory.current").read_text()) - int(stat["inactive_file"])
                 yield int(limit) - used
-
-
-def keep_freed_memory() -> None:
-    """Configure glibc's malloc to keep freed memory; by default it maps every large buffer again.
-
-    The page faults of new mappings took half of the time of a small model's step (mallopt(3): M_MMAP_MAX,
-    M_TRIM_THRESHOLD, M_TOP_PAD). Other C libraries have no mallopt.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        m_trim_threshold, m_top_pad, m_mmap_max = -1, -2, -4
-        mallopt(m_mmap_max, 0)
-        mallopt(m_trim_threshold, -1)  # never trims
-        mallopt(m_top_pad, 256 << 20)
 
 
 def check_device(wanted: str, rank: Rank) -> str:

@@ -11,7 +11,8 @@ from gptexp.data.loader import build_dataset, val_bytes_per_token
 from gptexp.data.tokenizer import Tokenizer, load_tokenizer
 from gptexp.distributed.ranks import Rank
 from gptexp.machine.device import pick_device
-from gptexp.machine.effective import Effective, apply, forward_context, load_effective, resolve, step_context
+from gptexp.machine.effective import Effective, apply, forward_context, load_effective, step_context
+from gptexp.machine.resolve import resolve
 from gptexp.model.flops import count_parameters
 from gptexp.model.gpt import GPT
 from gptexp.model.loss import bits_per_byte, perplexity, plain_cross_entropy

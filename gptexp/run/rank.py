@@ -42,7 +42,6 @@ from gptexp.machine.effective import (
     apply,
     forward_context,
     load_effective,
-    resolve,
     save_effective,
     step_context,
 )
@@ -70,6 +69,7 @@ from gptexp.run.scoring import of_lm_eval
 from gptexp.run.sharpness import measure_while_training
 from gptexp.run.summary import Summary, about, end_line, end_lines, start_event, start_lines
 from gptexp.run.tasks import score_while_training
+from gptexp.run.timing import settle
 from gptexp.run.tokenizers import refuse_other_ids
 from gptexp.run.trial import settle_micro_batch
 from gptexp.storage import branch, checkpoint, init_from, run_dir
@@ -223,7 +223,7 @@ def _decide(job: Job, prepared: Prepared) -> Decision:
     found = checkpoint.load_latest(checkpoints)
     parent = branch.find(cfg.branch_from) if found is None else None
     earlier = load_effective(directory if parent is None else parent.directory)
-    effective = resolve(cfg, prepared.device, job.rank, earlier, dataset.n_vocab)
+    effective = settle(cfg, prepared.device, job.rank, earlier, dataset.n_vocab)
     cfg = with_vocab_size(cfg, effective.vocab_size.value)
     # Before the micro-batch is settled: on a GPU that builds the model.
     source = _first_weights(cfg, dataset) if cfg.init_from and found is None and parent is None else None

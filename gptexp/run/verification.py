@@ -30,7 +30,7 @@ from gptexp.config.schema import AdamWConfig, Config, ModelConfig
 from gptexp.data.loader import MicroBatch, build_dataset
 from gptexp.distributed.ranks import Rank
 from gptexp.distributed.reduction import MeanReduction
-from gptexp.machine.effective import resolve
+from gptexp.machine.resolve import resolve
 from gptexp.model.gpt import GPT
 from gptexp.process.errors import EXIT_FAILED, ConfigError, UserError
 from gptexp.process.signals import StopRequest, at_parents_death, ended_in_order

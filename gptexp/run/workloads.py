@@ -8,6 +8,12 @@ SMALL = (
     "batch.micro_batch_size=8", "batch.total_batch_size=2048", "optim.lr=6e-4",
 )  # fmt: skip
 
+# nanoGPT's own example for a laptop (its README: train_shakespeare_char.py on a CPU), on bytes.
+CHAR = (
+    *NANO, "data.tokenizer=bytes", "model.n_layer=4", "model.n_head=4", "model.n_embd=128", "model.block_size=64",
+    "batch.micro_batch_size=12", "batch.total_batch_size=768", "optim.lr=1e-3",
+)  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Workload:
@@ -28,6 +34,7 @@ CPU_WORKLOADS = {
     "nano_ddp2": Workload(
         "the same on two ranks", (*NANO, "train.compile=off", "world=ddp2", "batch.micro_batch_size=4"), 20
     ),
+    "char": Workload("4 layers, width 128, T=64, bytes", CHAR, 100),
     "small": Workload("4 layers, width 128, GPT-2's vocabulary", (*SMALL, "train.compile=off"), 30),
     "small_compiled": Workload("the same, compiled", (*SMALL, "train.compile=on"), 30),
     "gpt2": Workload("GPT-2 124M at T=1024", (*_gpt2("gpt2", 4), "train.compile=off"), 5),

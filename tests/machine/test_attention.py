@@ -5,7 +5,8 @@ import torch
 
 from gptexp.config.schema import Config
 from gptexp.distributed.ranks import Rank
-from gptexp.machine.effective import resolve, step_context
+from gptexp.machine.effective import step_context
+from gptexp.machine.resolve import resolve
 from gptexp.model.gpus import UNKNOWN_GPU
 from gptexp.process.errors import ConfigError
 

@@ -12,9 +12,10 @@ import torch
 from gptexp.config.batch import legal_micro_batches
 from gptexp.config.schema import Config
 from gptexp.distributed.ranks import Rank
-from gptexp.machine import effective as module
+from gptexp.machine import resolve as module
 from gptexp.machine.device import Device
-from gptexp.machine.effective import Choice, Effective, apply, estimate, load_effective, resolve, save_effective
+from gptexp.machine.effective import Choice, Effective, apply, load_effective, save_effective
+from gptexp.machine.resolve import estimate, resolve
 from gptexp.model.gpus import UNKNOWN_GPU
 from gptexp.process.errors import ConfigError
 from gptexp.storage import run_dir
@@ -32,7 +33,7 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 def plain_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Simulate a CPU that emulates bfloat16 and has no faster float32 kernel, on every machine."""
     monkeypatch.setattr(module, "has_native_bfloat16", lambda device: device.type != "cpu")
-    monkeypatch.setattr(module, "medium_precision", lambda: (3e-7, 1.0))
+    monkeypatch.setattr(module.cpu, "has_fast_onednn_float32", lambda: False)
 
 
 def values(effective: Effective) -> dict[str, Any]:
@@ -81,20 +82,46 @@ def test_a_missing_compiler_is_the_reason_for_not_compiling(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(
-    ("measured", "chosen"), [((4e-7, 2.1), "medium"), ((3e-3, 4.0), "highest"), ((3e-7, 1.0), "highest")]
+    ("fast", "error", "chosen"), [(True, 4e-7, "medium"), (True, 3e-3, "highest"), (False, 4e-7, "highest")]
 )
 def test_medium_precision_is_chosen_if_it_is_accurate_and_faster(
-    monkeypatch: pytest.MonkeyPatch, measured: tuple[float, float], chosen: str
+    monkeypatch: pytest.MonkeyPatch, fast: bool, error: float, chosen: str
 ) -> None:
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_f": True})
-    monkeypatch.setattr(module, "medium_precision", lambda: measured)
+    monkeypatch.setattr(module.cpu, "has_fast_onednn_float32", lambda: fast)
+    monkeypatch.setattr(module.cpu, "onednn_float32_error", lambda: error)
     assert resolve(Config(), CPU, Rank()).matmul_precision.value == chosen
 
 
-def test_medium_precision_is_not_chosen_without_avx512(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True})
-    monkeypatch.setattr(module, "medium_precision", lambda: (4e-7, 2.1))
-    assert resolve(Config(), CPU, Rank()).matmul_precision.value == "highest"
+@pytest.fixture
+def cpu_with_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "has_native_bfloat16", lambda device: True)
+    monkeypatch.setattr(module.cpu, "has_fast_bfloat16", lambda: True)
+
+
+@pytest.mark.usefixtures("cpu_with_bfloat16")
+@pytest.mark.parametrize(
+    ("width", "vocabulary", "dtype"),
+    [(768, 50304, "bfloat16"), (128, 50304, "bfloat16"), (256, 320, "bfloat16"), (128, 320, "float32")],
+)
+def test_a_narrow_model_with_few_ids_trains_in_float32(width: int, vocabulary: int, dtype: str) -> None:
+    cfg = Config()
+    cfg.model = replace(cfg.model, n_embd=width, vocab_size=vocabulary)
+    assert resolve(cfg, CPU, Rank()).dtype.value == dtype
+    assert resolve(cfg, GPU, Rank()).dtype.value == "bfloat16"
+
+
+@pytest.mark.usefixtures("cpu_with_bfloat16")
+def test_bfloat16_is_not_chosen_where_its_products_are_slower(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module.cpu, "has_fast_bfloat16", lambda: False)
+    choice = resolve(Config(), CPU, Rank()).dtype
+    assert (choice.value, "faster in float32" in choice.reason) == ("float32", True)
+
+
+@pytest.mark.parametrize(("vocabulary", "loss"), [(320, "plain"), (1024, "plain"), (1088, "chunked")])
+def test_a_small_vocabulary_has_whole_logits(vocabulary: int, loss: str) -> None:
+    cfg = Config()
+    cfg.model = replace(cfg.model, vocab_size=vocabulary)
+    assert resolve(cfg, CPU, Rank()).loss.value == loss
 
 
 # --- values set in the config ----------------------------------------------------------------------------------------

@@ -216,7 +216,8 @@ from gptexp.config.schema import Config
 from gptexp.data.loader import MicroBatch
 from gptexp.distributed.ranks import Rank
 from gptexp.distributed.reduction import MeanReduction
-from gptexp.machine.effective import apply, estimate, forward_context, resolve
+from gptexp.machine.effective import apply, forward_context
+from gptexp.machine.resolve import estimate, resolve
 from gptexp.run.build import build_gpt
 from gptexp.training.optim import build_optimizer
 from gptexp.training.step import TrainStep

@@ -19,7 +19,8 @@ from conftest import events
 
 from gptexp.config.schema import Config, ModelConfig
 from gptexp.distributed.ranks import Rank
-from gptexp.machine.effective import Choice, resolve
+from gptexp.machine.effective import Choice
+from gptexp.machine.resolve import resolve
 from gptexp.model.gpt import GPT
 from gptexp.model.loss import chunked_cross_entropy, plain_cross_entropy
 from gptexp.run.build import build_gpt, compile_in_turn, wrap

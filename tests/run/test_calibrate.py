@@ -20,7 +20,8 @@ from gptexp.config.rules import problems
 from gptexp.config.run_plan import plan_run
 from gptexp.config.schema import Config
 from gptexp.distributed.ranks import Rank
-from gptexp.machine.effective import Choice, load_effective, resolve
+from gptexp.machine.effective import Choice, load_effective
+from gptexp.machine.resolve import resolve
 from gptexp.run import calibrate
 from gptexp.run.observe import Observed
 from gptexp.storage import run_dir

@@ -13,7 +13,7 @@ from conftest import summary
 
 from gptexp.config.compose import compose
 from gptexp.distributed.ranks import Rank
-from gptexp.machine.effective import resolve
+from gptexp.machine.resolve import resolve
 from gptexp.process.errors import ConfigError, MemoryExhaustedError, MicroBatchError, SilentRankError
 from gptexp.process.signals import StopRequest
 from gptexp.run import faults

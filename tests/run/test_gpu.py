@@ -15,7 +15,8 @@ from gptexp.config.run_plan import PlannedStep
 from gptexp.data.loader import MicroBatch, build_dataset, micro_batches
 from gptexp.distributed.ranks import Rank
 from gptexp.distributed.reduction import MeanReduction
-from gptexp.machine.effective import forward_context, resolve, step_context
+from gptexp.machine.effective import forward_context, step_context
+from gptexp.machine.resolve import resolve
 from gptexp.model.loss import chunked_cross_entropy, plain_cross_entropy
 from gptexp.process.signals import REASONS
 from gptexp.run.build import build_gpt

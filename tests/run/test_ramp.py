@@ -13,7 +13,7 @@ from real_runs import train_here
 
 from gptexp.config.compose import compose
 from gptexp.distributed.ranks import Rank
-from gptexp.machine.effective import resolve
+from gptexp.machine.resolve import resolve
 from gptexp.process.errors import CheckpointError
 from gptexp.reporting.records import read_run
 from gptexp.reporting.report import build_report

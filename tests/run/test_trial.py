@@ -10,7 +10,8 @@ from torch import nn
 
 from gptexp.config.schema import Config, ModelConfig
 from gptexp.distributed.ranks import Rank
-from gptexp.machine.effective import Choice, Effective, resolve
+from gptexp.machine.effective import Choice, Effective
+from gptexp.machine.resolve import resolve
 from gptexp.process.errors import ConfigError
 from gptexp.run import trial
 from gptexp.training.step import TrainStep

@@ -20,7 +20,8 @@ from gptexp.data.loader import MicroBatch
 from gptexp.distributed.ranks import Rank
 from gptexp.distributed.reduction import MeanReduction
 from gptexp.machine.device import has_native_bfloat16
-from gptexp.machine.effective import forward_context, resolve, step_context
+from gptexp.machine.effective import forward_context, step_context
+from gptexp.machine.resolve import resolve
 from gptexp.model.gpt import GPT, Loss
 from gptexp.model.loss import chunked_cross_entropy, plain_cross_entropy
 from gptexp.run.build import build_gpt
@@ -183,7 +184,7 @@ COMPILED_GRADIENT = """
 import torch
 from gptexp.config.schema import Config, ModelConfig
 from gptexp.distributed.ranks import Rank
-from gptexp.machine.effective import resolve
+from gptexp.machine.resolve import resolve
 from gptexp.run.build import build_gpt
 cfg, cpu = Config(), torch.device("cpu")
 cfg.model = ModelConfig(n_layer=1, n_head=1, n_embd=8, vocab_size=64)

@@ -19,7 +19,7 @@ from gptexp import load_run
 from gptexp.config.compose import compose
 from gptexp.data.loader import build_dataset
 from gptexp.distributed.ranks import Rank
-from gptexp.machine.effective import estimate, resolve
+from gptexp.machine.resolve import estimate, resolve
 from gptexp.model.memory import Memory
 from gptexp.process.errors import CheckpointError
 from gptexp.reporting.line_charts import Lines, line_charts

@@ -1,0 +1,244 @@
+"""The choice of a value for every `auto`: by rules, or by what a trial on this machine has measured.
+
+No rule times anything: equal machines choose alike, whatever else runs on them.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TypeVar
+
+from gptexp.config.batch import legal_micro_batches
+from gptexp.config.schema import AUTO, AdamWConfig, Config, memory_key
+from gptexp.config.vocabulary import VOCAB_SIZES, with_vocab_size
+from gptexp.distributed.ranks import Rank, cores_per_rank, runs_at_once
+from gptexp.machine import cpu
+from gptexp.machine.attention import best_kernel, check_kernel
+from gptexp.machine.device import (
+    Device,
+    compute_capability,
+    device_name,
+    free_memory,
+    has_native_bfloat16,
+    missing_compiler,
+    resolve_fused,
+)
+from gptexp.machine.effective import ASKED, Choice, Effective
+from gptexp.machine.measured import NOTHING, Measured
+from gptexp.model.flops import flops_per_token
+from gptexp.model.memory import Memory, StepShape, memory_estimate
+from gptexp.process.words import duration
+from gptexp.storage.init_from import choose_vocab_size
+
+T = TypeVar("T")
+
+COMPILE_S = 35.0  # seconds of a first compilation on two cores: 25 to 45 s for 4 to 12 layers
+CACHED_S = 5.0  # seconds of a compilation with a cached result, as in the other cells of a sweep
+COMPILE_GAIN = 0.2  # share of an eager step's time that compilation saves on a CPU with fast matrix products
+EAGER_FLOPS = 100e9  # FLOP/s per core of an eager step on a CPU with fast matrix products
+USABLE = 0.85  # maximum share of the free memory that an estimate may use
+# Below this width and vocabulary, products are so small that bfloat16's conversions of weights take longer than its
+# products save: a step of 4 layers of width 128 took 98 ms, and 66 ms in float32, where large products are 3 times as
+# fast in bfloat16 (a Xeon with AMX).
+NARROW, FEW_IDS = 256, 4096
+SMALL_VOCABULARY = 1024  # ids up to which whole logits take less time than chunks
+
+
+def _choose(asked: T | None, saved: Choice[T] | None, decide: Callable[[], tuple[T, str]]) -> Choice[T]:
+    """The value in the config unless it is None or "auto", else the saved one, else a new decision.
+
+    A saved value that came from the config of an earlier start, or of another cell of the sweep, is not used.
+    """
+    if asked is not None and asked != AUTO:
+        return Choice(asked, "asked", ASKED)
+    if saved is not None and saved.source != "asked":
+        return Choice(saved.value, "saved", saved.reason)
+    value, reason = decide()
+    return Choice(value, "decided", reason)
+
+
+def resolve(
+    cfg: Config,
+    device: Device,
+    rank: Rank,
+    earlier: Effective | None = None,
+    n_vocab: int | None = None,
+    measured: Measured = NOTHING,
+) -> Effective:
+    """Choose a value for every `auto`. `earlier` holds the saved choices of this run or sweep.
+
+    Values in the config take precedence over `earlier`, which is used only for the same type of device, and both over
+    what a trial has `measured`. `n_vocab` is the number of ids of the tokenizer; None: that of a tokenizer in
+    `VOCAB_SIZES`. Raises `ConfigError` for a value in the config that this machine does not support.
+    """
+    n_vocab = VOCAB_SIZES.get(cfg.data.tokenizer, 0) if n_vocab is None else n_vocab
+    same_tokenizer = earlier is not None and earlier.n_vocab == n_vocab
+    vocab_size = _choose(
+        cfg.model.vocab_size if isinstance(cfg.model.vocab_size, int) else None,
+        earlier.vocab_size if earlier is not None and same_tokenizer else None,
+        lambda: choose_vocab_size(cfg, n_vocab),
+    )
+    key, cfg = memory_key(cfg), with_vocab_size(cfg, vocab_size.value)
+    before = earlier if earlier is not None and earlier.device == device.type else None
+    saved = before.choices if before else {}
+    train, kind = cfg.train, device.type
+
+    dtype = _choose(train.dtype, saved.get("dtype"), measured.deciding("dtype", lambda: _dtype(cfg, device)))
+    precision = _choose(train.matmul_precision, saved.get("matmul_precision"), lambda: _matmul_precision(device))
+    # The saved choices, if the dtype is the same; `for_graph`: if compilation is too.
+    for_dtype = saved if before and before.dtype.value == dtype.value else {}
+    attention = _choose(train.attention, for_dtype.get("attention"), lambda: best_kernel(device, dtype.value))
+    check_kernel(attention.value, kind, dtype.value)
+    compiled = _choose(
+        {"on": True, "off": False, AUTO: None}[train.compile],
+        for_dtype.get("compile"),
+        measured.deciding("compile", lambda: _compile(cfg, device, rank, dtype.value, precision.value)),
+    )
+    for_graph = for_dtype if before and before.compile.value == compiled.value else {}
+    loss = _choose(
+        train.loss,
+        for_graph.get("loss"),
+        measured.deciding("loss", lambda: _loss(cfg, kind, dtype.value, compiled.value)),
+    )
+    # "asked", so that a cell of the sweep with AdamW does not take it over.
+    fused = Choice(False, "asked", f"gptexp uses no fused kernel for {cfg.optim.name}")
+    if isinstance(cfg.optim, AdamWConfig):
+        fused = _choose(
+            None if cfg.optim.fused == AUTO else resolve_fused(cfg.optim.fused, device),
+            saved.get("fused"),
+            lambda: _fused(device),
+        )
+    same_node = before is not None and before.local_world_size == rank.local_world_size
+    threads = _choose(
+        1 if train.reduction == "tree" else cfg.world.threads_per_rank,
+        saved.get("threads_per_rank") if same_node else None,
+        lambda: (cores_per_rank(rank), "the node's cores divided by its ranks"),
+    )
+    effective = Effective(
+        device=kind,
+        device_name=device_name(device),
+        n_vocab=n_vocab,
+        vocab_size=vocab_size,
+        dtype=dtype,
+        matmul_precision=precision,
+        attention=attention,
+        compile=compiled,
+        loss=loss,
+        fused=fused,
+        threads_per_rank=threads,
+        micro_batch_size=Choice(1, "decided", ""),  # a placeholder: the choice needs the values of the others
+        memory_key=key,
+        local_world_size=rank.local_world_size,
+        measured=before.measured if before else measured.ms,
+        peak_flops_per_rank=before.peak_flops_per_rank if before and for_dtype and same_node else None,
+    )
+    size = _choose(
+        cfg.batch.asked_micro_batch_size,
+        for_graph.get("micro_batch_size") if before and same_node and before.memory_key == key else None,
+        lambda: _micro_batch_size(cfg, effective, device, rank),
+    )
+    return replace(effective, micro_batch_size=size)
+
+
+def estimate(cfg: Config, effective: Effective, world_size: int) -> Memory:
+    """Estimate the memory of one rank's tensors."""
+    size = effective.micro_batch_size.value
+    step = StepShape(
+        micro_batch_size=size,
+        seq_len=cfg.seq_len,
+        grad_accum_steps=cfg.batch.total_batch_size // (size * cfg.seq_len * world_size),
+        world_size=world_size,
+        device=effective.device,
+        dtype=effective.dtype.value,
+        compiled=effective.compile.value,
+        loss=effective.loss.value,
+        activation_checkpointing=cfg.train.activation_checkpointing,
+        tree=cfg.train.reduction == "tree",
+        averaged=cfg.train.ema_half_life_tokens is not None,
+    )
+    return memory_estimate(with_vocab_size(cfg, effective.vocab_size.value).model, cfg.optim, step)
+
+
+def _called(device: Device) -> str:
+    """The device in a sentence: a GPU by its name."""
+    return f"the {device_name(device)}" if device.type == "cuda" else f"this {device.type}"
+
+
+def _dtype(cfg: Config, device: Device) -> tuple[str, str]:
+    name = _called(device)
+    if not has_native_bfloat16(device):
+        return "float32", f"{name} has no bfloat16 arithmetic"
+    if device.type == "cpu" and not cpu.has_fast_bfloat16():
+        return "float32", f"{name} computes products faster in float32 than in bfloat16"
+    if device.type == "cpu" and cfg.model.n_embd < NARROW and cfg.model.resolved_vocab_size < FEW_IDS:
+        return "float32", "the products of so narrow a model gain nothing from bfloat16"
+    return "bfloat16", f"{name} has bfloat16 arithmetic"
+
+
+def _matmul_precision(device: Device) -> tuple[str, str]:
+    if device.type == "cuda":
+        has_it = compute_capability(device) >= 8
+        return (
+            "high",
+            f"TF32 for float32 products{'' if has_it else f'; {_called(device)} has none and computes exactly'}",
+        )
+    if device.type != "cpu" or not cpu.has_fast_onednn_float32():
+        return "highest", "this machine has no faster float32 kernel"
+    error = cpu.onednn_float32_error()
+    if error > cpu.FLOAT32_ERROR:
+        return "highest", f"oneDNN's kernel has a relative error of {error:.1e}, too large for float32"
+    return "medium", f"oneDNN's float32 kernel is faster on this CPU; relative error {error:.1e}"
+
+
+def _fused(device: Device) -> tuple[bool, str]:
+    fused = resolve_fused(AUTO, device)
+    return fused, f"AdamW has {'a' if fused else 'no'} fused kernel for {device.type}"
+
+
+def _compile(cfg: Config, device: Device, rank: Rank, dtype: str, precision: str) -> tuple[bool, str]:
+    """Whether compilation saves more time than it takes. On a GPU it nearly always does: a step is twice as fast."""
+    if device.type not in ("cuda", "cpu"):
+        return False, f"torch.compile is incomplete for {device.type}"
+    if missing := missing_compiler(device):
+        return False, missing
+    if device.type == "cuda":
+        return True, "compilation takes one to two minutes; a step is then about twice as fast"
+    if dtype == "float32" and precision == "highest":
+        return False, "slow float32 products take most of a step, and compilation does not speed them up"
+    cells = cfg.sweep.cells
+    saved_s, cost_s = COMPILE_GAIN * eager_s(cfg, rank), COMPILE_S + CACHED_S * (cells - 1)
+    runs = "the whole run" if cells == 1 else f"all {cells} cells"
+    saved, cost = duration(saved_s), duration(cost_s)
+    return saved_s > cost_s, f"estimate: compilation saves {saved} of {runs} and takes {cost}"
+
+
+def eager_s(cfg: Config, rank: Rank) -> float:
+    """Estimated seconds of all cells of the run or sweep, not compiled, on a CPU with fast matrix products."""
+    steps, _ = cfg.run_length
+    per_token, _ = flops_per_token(cfg.model, cfg.seq_len)
+    tokens = cfg.sweep.cells * cfg.batch.step_sizes.tokens_after(steps)
+    return tokens * per_token / (rank.world_size * cores_per_rank(rank) * EAGER_FLOPS)
+
+
+def _loss(cfg: Config, kind: str, dtype: str, compiled: bool) -> tuple[str, str]:
+    if kind == "cpu" and cfg.model.resolved_vocab_size <= SMALL_VOCABULARY:
+        return "plain", "the logits of so small a vocabulary are no more than other activations"
+    if kind == "cpu" and (dtype == "float32" or not compiled):
+        return "chunked", "keeps no logits in memory"
+    return "plain", "the compiler fuses the loss" if compiled else "fast enough on this device"
+
+
+def _micro_batch_size(cfg: Config, effective: Effective, device: Device, rank: Rank) -> tuple[int, str]:
+    memory = free_memory(device)
+    if memory is None:
+        return 1, "the free memory is unknown"
+    usable = USABLE * memory / (rank.local_world_size * runs_at_once() if device.type == "cpu" else 1)
+
+    def fits(size: int) -> bool:
+        tried = replace(effective, micro_batch_size=Choice(size, "decided", ""))
+        return estimate(cfg, tried, rank.world_size).peak <= usable
+
+    sizes = legal_micro_batches(cfg.batch.step_sizes.quantum, cfg.seq_len, rank.world_size)
+    size = next(filter(fits, sizes), None)
+    if size is None:
+        return 1, "the smallest; by estimate not even this fits into memory"
+    return size, "the largest that divides the step and fits into memory, by estimate"

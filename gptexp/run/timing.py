@@ -1,0 +1,128 @@
+"""Chooses dtype, compilation and loss on a CPU by timed micro-batches of the model, if the run is long enough.
+
+A trial may take a thousandth of the run's estimated time; shorter runs, GPUs, `train.reduction=tree` and
+`train.deterministic` follow the rules of `machine.resolve`. What is tried depends on the config alone and not on the
+ranks, and the times are kept (`machine.measured`): the same command chooses alike every time.
+"""
+
+import gc
+import statistics
+import time
+from dataclasses import replace
+
+import torch
+
+from gptexp.config.batch import legal_micro_batches
+from gptexp.config.schema import AUTO, Config
+from gptexp.config.vocabulary import with_vocab_size
+from gptexp.distributed.ranks import Rank, cores_per_rank
+from gptexp.machine.device import Device, has_native_bfloat16, missing_compiler
+from gptexp.machine.effective import Choice, Effective, apply, forward_context, step_context
+from gptexp.machine.measured import NOTHING, Measured, Times, measure_once, recall, shape, text
+from gptexp.machine.resolve import CACHED_S, COMPILE_S, eager_s, resolve
+from gptexp.model.gpt import GPT
+from gptexp.run.build import build_gpt
+
+SHARE = 1 / 1000  # maximum share of a run that a trial may take
+ROUNDS = 7  # of which the first is not counted
+VALUES = {"dtype": ("float32", "bfloat16"), "compile": ("off", "on"), "loss": ("plain", "chunked")}
+USUAL_TOKENS = 8192  # of a micro-batch, if its size is not known before the memory is
+MOST_LOGITS = 2**28  # in a micro-batch; for more, the plain loss is not tried
+
+
+def settle(
+    cfg: Config, device: Device, rank: Rank, earlier: Effective | None, n_vocab: int, measures: bool = True
+) -> Effective:
+    """`resolve`, with what a trial measures. Without `measures` only what an earlier one has measured is used."""
+    alone = resolve(cfg, device, Rank(), earlier, n_vocab)
+    keys = to_try(cfg, device, alone)
+    if not keys:
+        return resolve(cfg, device, rank, earlier, n_vocab)
+    assert isinstance(device, torch.device)
+    what = shape(with_vocab_size(cfg, alone.vocab_size.value), sequences(cfg), keys)
+    if measures:
+        measured = measure_once(cfg, what, lambda: _measure(cfg, device, earlier, n_vocab, keys))
+    else:
+        measured = recall(cfg, what) or NOTHING
+    return resolve(cfg, device, rank, earlier, n_vocab, measured)
+
+
+def to_try(cfg: Config, device: Device, effective: Effective) -> list[str]:
+    """The keys that a trial decides, in the order in which it tries them. `effective` are the values of one rank."""
+    if device.type != "cpu" or cfg.train.reduction == "tree" or cfg.train.deterministic:
+        return []
+    cfg = with_vocab_size(cfg, effective.vocab_size.value)
+    tokens = sequences(cfg) * cfg.seq_len
+    # Seconds beside the micro-batches. A run that compiles anyway only loads again what the trial has compiled.
+    each_s = 2 * COMPILE_S if cfg.train.compile == "on" else 0.0
+    costs_s = {"dtype": each_s, "compile": CACHED_S if effective.compile.value else COMPILE_S, "loss": each_s}
+    possible = {
+        "dtype": has_native_bfloat16(device),
+        "compile": not missing_compiler(device),
+        "loss": tokens * cfg.model.resolved_vocab_size <= MOST_LOGITS,
+    }
+    may_take_s = SHARE * eager_s(cfg, Rank())
+    keys = [
+        key
+        for key, can in possible.items()
+        if can and effective.choices[key].source == "decided" and costs_s[key] <= may_take_s
+    ]
+    steps, _ = cfg.run_length
+    micro_batches = cfg.sweep.cells * cfg.batch.step_sizes.tokens_after(steps) // tokens
+    return keys if ROUNDS * sum(len(VALUES[key]) for key in keys) <= SHARE * micro_batches else []
+
+
+def sequences(cfg: Config) -> int:
+    """Sequences in a micro-batch of the trial: those that are asked for, else a usual number."""
+    asked = cfg.batch.asked_micro_batch_size
+    if asked is not None:
+        return asked
+    sizes = legal_micro_batches(cfg.batch.step_sizes.quantum, cfg.seq_len, 1)
+    return next((size for size in sizes if size * cfg.seq_len <= USUAL_TOKENS), 1)
+
+
+def _measure(cfg: Config, device: torch.device, earlier: Effective | None, n_vocab: int, keys: list[str]) -> Measured:
+    """Try the values of one key after the other, each with the values found for those before it."""
+    times: Times = {}
+    for key in keys:
+        found = resolve(cfg, device, Rank(), earlier, n_vocab, Measured(times))
+        if key == "loss" and found.compile.value and cfg.train.compile != "on":
+            continue  # each loss would be a graph of its own, which takes long to compile
+        of_rule = text(found.choices[key].value)
+        values = [of_rule, *(value for value in VALUES[key] if value != of_rule)]
+        variants = []
+        for value in values:
+            train = replace(cfg.train)
+            if train.compile == AUTO:
+                train.compile = "off"
+            setattr(train, key, value)
+            variant = replace(cfg, train=train)
+            variants.append(resolve(variant, device, Rank(), earlier, n_vocab, Measured(times)))
+        times[key] = dict(zip(values, _micro_batch_ms(cfg, device, variants), strict=True))
+    return Measured(times)
+
+
+def _micro_batch_ms(cfg: Config, device: torch.device, variants: list[Effective]) -> list[float]:
+    """Median milliseconds of a micro-batch, forward and backward, of each of `variants`, which take turns."""
+    apply(replace(variants[0], threads_per_rank=Choice(cores_per_rank(Rank()), "decided", "")))
+    generator = torch.Generator().manual_seed(0)
+    size = sequences(cfg), cfg.seq_len
+    x, y = (torch.randint(variants[0].vocab_size.value, size, generator=generator) for _ in range(2))
+    models = [build_gpt(cfg, variant, device) for variant in variants]
+    ms: list[list[float]] = [[] for _ in variants]
+    for _ in range(ROUNDS):
+        for model, variant, times in zip(models, variants, ms, strict=True):
+            started = time.perf_counter()
+            _micro_batch(model, variant, x, y)
+            times.append(1e3 * (time.perf_counter() - started))
+    del models, model
+    gc.collect()
+    return [statistics.median(times[1:]) for times in ms]
+
+
+def _micro_batch(model: GPT, effective: Effective, x: torch.Tensor, y: torch.Tensor) -> None:
+    with step_context(effective):
+        with forward_context(effective)():
+            loss = model(x, y)
+        loss.backward()
+    model.zero_grad()

@@ -1,0 +1,63 @@
+"""What a CPU computes fast, by its make and instructions: the rules on the known kinds of CPUs."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from gptexp.machine import cpu
+
+XEON_WITH_AMX = {"avx512_f": True, "avx512_bf16": True, "avx512_fp16": True, "amx_bf16": True}
+XEON_WITHOUT_AMX = {**XEON_WITH_AMX, "amx_bf16": False}  # a virtual machine that hides AMX
+ZEN_5 = {"avx512_f": True, "avx512_bf16": True}
+AVX2 = {"avx2": True}
+ARM = {"bf16": True}
+INTEL, AMD = "GenuineIntel", "AuthenticAMD"
+
+On = Callable[[dict[str, bool], str], None]
+
+
+@pytest.fixture
+def on(monkeypatch: pytest.MonkeyPatch) -> On:
+    """Simulate a CPU."""
+
+    def simulate(capabilities: dict[str, bool], vendor: str) -> None:
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
+        monkeypatch.setattr(cpu, "_cpuinfo", lambda: {"vendor_id": vendor})
+
+    return simulate
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "vendor", "native", "fast", "onednn"),
+    [
+        (XEON_WITH_AMX, INTEL, True, True, False),
+        (XEON_WITHOUT_AMX, INTEL, True, False, False),
+        (ZEN_5, AMD, True, True, True),
+        (AVX2, AMD, False, False, False),
+        (ARM, "", True, True, False),
+    ],
+)
+def test_rules_on_known_cpus(
+    on: On, capabilities: dict[str, bool], vendor: str, native: bool, fast: bool, onednn: bool
+) -> None:
+    on(capabilities, vendor)
+    found = cpu.has_native_bfloat16(), cpu.has_fast_bfloat16(), cpu.has_fast_onednn_float32()
+    assert found == (native, fast, onednn)
+
+
+def test_the_name_of_a_cpu_is_that_of_linux(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "_cpuinfo", lambda: {"model name": "A CPU of 2030"})
+    assert cpu.cpu_name() == "A CPU of 2030"
+    monkeypatch.setattr(cpu, "_cpuinfo", dict)  # another system
+    assert cpu.cpu_name()
+
+
+def test_the_error_limit_separates_float32_from_bfloat16() -> None:
+    assert 1e-8 < cpu.onednn_float32_error() < 1e-2
+    assert torch.get_float32_matmul_precision() == "highest"  # as before
+    a, b = torch.randn(1024, 1024), torch.randn(1024, 1024)
+    exact = a.double() @ b.double()
+    rounded = (a.bfloat16().float() @ b.bfloat16().float()).double()
+    assert (rounded - exact).norm() / exact.norm() > 100 * cpu.FLOAT32_ERROR
+    assert ((a @ b).double() - exact).norm() / exact.norm() < cpu.FLOAT32_ERROR / 2
