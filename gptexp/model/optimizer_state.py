@@ -1,12 +1,7 @@
-"""The tensors that each optimizer keeps for a parameter: to check a checkpoint, and to estimate memory."""
+"""The tensors that each optimizer keeps for a parameter: to check a checkpoint, and to estimate memory. No torch."""
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import astuple, replace
-from functools import cache
-from typing import Any
-
-import torch
 
 from gptexp.config.schema import (
     AdafactorConfig,
@@ -21,7 +16,6 @@ from gptexp.config.schema import (
     SGDConfig,
     SoapConfig,
 )
-from gptexp.model.gpt import GPT
 
 Shape = tuple[int, ...]
 TRAINED = "trained"  # in a schedule-free optimizer's saved state: the weights that it trains at
@@ -82,12 +76,19 @@ def update_bytes(optim: OptimConfig, model: ModelConfig) -> int:
 
 def parameter_shapes(m: ModelConfig) -> Iterator[tuple[str, Shape, int]]:
     """Yield (name, shape, number of such parameters) for all parameters, those of the blocks under the first one's."""
-    for name, shape in _with_one_block(astuple(replace(m, n_layer=1))):
-        yield name, shape, m.n_layer if name.startswith("h.") else 1
-
-
-@cache
-def _with_one_block(sizes: tuple[Any, ...]) -> list[tuple[str, Shape]]:
-    """Names and shapes of the parameters of `ModelConfig(*sizes)`, which takes milliseconds to build."""
-    with torch.device("meta"):
-        return [(name, tuple(p.shape)) for name, p in GPT(ModelConfig(*sizes)).named_parameters()]
+    c = m.n_embd
+    yield "wte.weight", (m.resolved_vocab_size, c), 1
+    yield "wpe.weight", (m.block_size, c), 1
+    layers: list[tuple[str, Shape, int]] = [
+        ("h.0.ln_1", (c,), m.n_layer),
+        ("h.0.attn.c_attn", (3 * c, c), m.n_layer),
+        ("h.0.attn.c_proj", (c, c), m.n_layer),
+        ("h.0.ln_2", (c,), m.n_layer),
+        ("h.0.mlp.c_fc", (4 * c, c), m.n_layer),
+        ("h.0.mlp.c_proj", (c, 4 * c), m.n_layer),
+        ("ln_f", (c,), 1),
+    ]
+    for name, shape, count in layers:
+        yield f"{name}.weight", shape, count
+        if m.bias:
+            yield f"{name}.bias", shape[:1], count

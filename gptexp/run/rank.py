@@ -68,7 +68,6 @@ from gptexp.run.job import Job
 from gptexp.run.scoring import of_lm_eval
 from gptexp.run.sharpness import measure_while_training
 from gptexp.run.summary import Summary, about, end_line, end_lines, start_event, start_lines
-from gptexp.run.tasks import score_while_training
 from gptexp.run.timing import settle
 from gptexp.run.tokenizers import refuse_other_ids
 from gptexp.run.trial import settle_micro_batch
@@ -375,6 +374,8 @@ def _other_scores(job: Job, prepared: Prepared, gpt: GPT) -> dict[str, float]:
     tasks = of_lm_eval(job.cfg.train.eval_tasks)
     if not tasks:
         return {}
+    from gptexp.run.tasks import score_while_training  # imports scipy, which nothing else here needs
+
     tokenizer = partial(load_tokenizer, job.cfg.data.tokenizer, prepared.dataset.directory)
     score = partial(score_while_training, gpt, tokenizer, tasks, prepared.device, job.stop)
     found: dict[str, float] = agree(score, job.rank, prepared.patient)

@@ -1,16 +1,17 @@
 """Optimizers, with weight decay on matrices only, and their parameter groups."""
 
+import inspect
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
-from torch.optim import SGD, Adafactor, AdamW, Muon, Optimizer
+from torch import Tensor, nn, optim
+from torch.optim import Optimizer
 
 from gptexp.config.schema import (
     AdafactorConfig,
@@ -29,6 +30,23 @@ from gptexp.model.optimizer_state import MOST_ROTATED, TRAINED, is_by_muon, stat
 from gptexp.model.parametrisation import Factors, optimizer_factors
 from gptexp.process.words import shown
 from gptexp.storage import checkpoint
+
+Kind = TypeVar("Kind", bound=Optimizer)
+
+# torch's optimizers import its compiler, which takes more than a second, only to tell it not to compile their methods.
+# This is the mark that torch sets after that import.
+for _method in (Optimizer.add_param_group, Optimizer.zero_grad, Optimizer.state_dict, Optimizer.load_state_dict):
+    _plain = inspect.unwrap(_method)
+    setattr(_plain, "__dynamo_disable", _plain)
+
+
+def _without_compiler(kind: type[Kind]) -> type[Kind]:
+    """`kind`, whose step does not import the compiler. Its decorator also disables gradients, as here."""
+    return type(kind.__name__, (kind,), {"step": torch.no_grad()(inspect.unwrap(kind.step))})
+
+
+AdamW, SGD = _without_compiler(optim.AdamW), _without_compiler(optim.SGD)
+Adafactor, Muon = _without_compiler(optim.Adafactor), _without_compiler(optim.Muon)
 
 
 def parameter_groups(model: nn.Module, cfg: OptimConfig) -> list[dict[str, Any]]:

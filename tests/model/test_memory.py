@@ -23,7 +23,7 @@ from gptexp.distributed.reduction import MeanReduction, TreeReduction
 from gptexp.model.gpt import GPT
 from gptexp.model.loss import _chunked, chunked_cross_entropy, plain_cross_entropy
 from gptexp.model.memory import StepShape, memory_estimate
-from gptexp.model.optimizer_state import state_bytes
+from gptexp.model.optimizer_state import parameter_shapes, state_bytes
 from gptexp.training.optim import build_optimizer
 from gptexp.training.step import TrainStep
 
@@ -140,6 +140,15 @@ def test_the_estimate_counts_the_state_of_each_optimizer(m: ModelConfig, batch: 
     optim = OPTIMIZERS[name]()
     counted = peak_bytes(m, batch, 2, "float32", "plain", False, optim=optim)
     assert memory_estimate(m, optim, cpu_step(m, batch, 2)).tensors == pytest.approx(counted, rel=0.13)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_shapes_of_all_parameters_are_those_of_the_model(bias: bool) -> None:
+    m = replace(DEEP, n_layer=2, bias=bias)
+    found = [(name, tuple(p.shape)) for name, p in GPT(m).named_parameters()]
+    counted = [(name, shape) for name, shape, _ in parameter_shapes(m)]
+    assert counted == [(name, shape) for name, shape in found if not name.startswith("h.1.")]
+    assert [count for name, _, count in parameter_shapes(m) if name.startswith("h.0.")] == [2] * (12 if bias else 6)
 
 
 def test_runs_share_a_micro_batch_only_if_their_optimizers_keep_as_much() -> None:
