@@ -411,8 +411,9 @@ class TrainConfig:
     matmul_precision: str = _choice("auto", "highest", "high", "medium")  # of float32, torch's names; high: TF32
     attention: str = _choice("auto", *ATTENTION_DEVICES)  # torch's kernels; if set, no other is used
     compile: str = _choice("auto", "on", "off")  # torch.compile; auto: on for GPUs and for long runs on CPUs that gain
-    loss: str = _choice("auto", "plain", "chunked")  # chunked: keeps no logits; auto: plain on GPUs, for compiled
-    # bfloat16 and for small vocabularies, else chunked; in a long run on a CPU the faster one in a trial
+    loss: str = _choice("auto", "plain", "chunked", "fused")  # chunked: keeps no logits; fused: the same with compiled
+    # passes over each chunk; auto: plain on GPUs and for small vocabularies, else fused for compiled bfloat16, else
+    # chunked; in a long run on a CPU the fastest one in a trial
     activation_checkpointing: bool = False  # keeps only each block's input and recomputes the rest: needs less memory
     device: str = _choice("auto", "cpu", "cuda", "mps")  # auto: the first available of cuda, mps and cpu
     profile: bool = False  # traces a few steps with torch's profiler and reports their time by kind of work

@@ -60,15 +60,6 @@ def missing_compiler(device: Device) -> str | None:
     return None if shutil.which(wanted) else f"the C++ compiler {wanted} is not installed"
 
 
-def compile_options() -> dict[str, bool]:
-    """Options of torch.compile that skip its test of vector instructions, which torch's own kernels use already.
-
-    The test compiles and loads a program. It takes 3 s in a cold start and 0.5 s in a warm one. With AVX-512, torch
-    still tests the extensions that only some CPUs have.
-    """
-    return {"cpp.vec_isa_ok": True} if torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512") else {}
-
-
 def is_out_of_memory(error: RuntimeError) -> bool:
     """Whether the error is a failed allocation.
 

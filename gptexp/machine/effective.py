@@ -59,7 +59,7 @@ class Effective:
     matmul_precision: Choice[str]  # of products in float32, torch's names; "high" is TF32
     attention: Choice[str]  # kernel of scaled_dot_product_attention
     compile: Choice[bool]
-    loss: Choice[str]  # plain or chunked
+    loss: Choice[str]  # plain, chunked or fused
     fused: Choice[bool]  # AdamW's kernel
     threads_per_rank: Choice[int]
     micro_batch_size: Choice[int]  # sequences per rank and forward pass (B)

@@ -57,8 +57,8 @@ def text(value: str | bool) -> str:
     return next((name for name, meant in VALUES.items() if meant is value), str(value))
 
 
-def shape(cfg: Config, sequences: int, tried: list[str]) -> dict[str, Any]:
-    """What decides the times of a trial with `sequences` a micro-batch, and which keys it tries."""
+def shape(cfg: Config, sequences: int, tried: dict[str, list[str]]) -> dict[str, Any]:
+    """What decides the times of a trial with `sequences` a micro-batch, and which values it tries."""
     m, train = cfg.model, cfg.train
     asked = {key: getattr(train, key) for key in ("dtype", "matmul_precision", "attention", "compile", "loss")}
     return {

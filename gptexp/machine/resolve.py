@@ -26,12 +26,14 @@ from gptexp.machine.effective import ASKED, Choice, Effective
 from gptexp.machine.measured import NOTHING, Measured
 from gptexp.model.flops import flops_per_token
 from gptexp.model.memory import Memory, StepShape, memory_estimate
+from gptexp.process.errors import ConfigError
 from gptexp.process.words import duration
 from gptexp.storage.init_from import choose_vocab_size
 
 T = TypeVar("T")
 
 COMPILE_S = 35.0  # seconds of a first compilation on two cores: 25 to 45 s for 4 to 12 layers
+COMPILE_LOSS_S = 10.0  # seconds of a first compilation of the passes over the logits, with the import of the compiler
 CACHED_S = 5.0  # seconds of a compilation with a cached result, as in the other cells of a sweep
 COMPILE_GAIN = 0.2  # share of an eager step's time that compilation saves on a CPU with fast matrix products
 EAGER_FLOPS = 100e9  # FLOP/s per core of an eager step on a CPU with fast matrix products
@@ -86,19 +88,25 @@ def resolve(
     precision = _choose(train.matmul_precision, saved.get("matmul_precision"), lambda: _matmul_precision(device))
     # The saved choices, if the dtype is the same; `for_graph`: if compilation is too.
     for_dtype = saved if before and before.dtype.value == dtype.value else {}
-    attention = _choose(train.attention, for_dtype.get("attention"), lambda: best_kernel(device, dtype.value))
-    check_kernel(attention.value, kind, dtype.value)
     compiled = _choose(
         {"on": True, "off": False, AUTO: None}[train.compile],
         for_dtype.get("compile"),
         measured.deciding("compile", lambda: _compile(cfg, device, rank, dtype.value, precision.value)),
     )
     for_graph = for_dtype if before and before.compile.value == compiled.value else {}
+    attention = _choose(
+        train.attention,
+        for_graph.get("attention"),
+        measured.deciding("attention", lambda: best_kernel(device, dtype.value, compiled.value, cfg.seq_len)),
+    )
+    check_kernel(attention.value, kind, dtype.value)
     loss = _choose(
         train.loss,
         for_graph.get("loss"),
         measured.deciding("loss", lambda: _loss(cfg, kind, dtype.value, compiled.value)),
     )
+    if loss.source == "asked" and loss.value == "fused" and (missing := missing_compiler(device)):
+        raise ConfigError(f"train.loss=fused: {missing}; install it, or use train.loss=chunked")
     # "asked", so that a cell of the sweep with AdamW does not take it over.
     fused = Choice(False, "asked", f"gptexp uses no fused kernel for {cfg.optim.name}")
     if isinstance(cfg.optim, AdamWConfig):
@@ -151,6 +159,7 @@ def estimate(cfg: Config, effective: Effective, world_size: int) -> Memory:
         dtype=effective.dtype.value,
         compiled=effective.compile.value,
         loss=effective.loss.value,
+        keeps_scores=effective.attention.value == "math",
         activation_checkpointing=cfg.train.activation_checkpointing,
         tree=cfg.train.reduction == "tree",
         averaged=cfg.train.ema_half_life_tokens is not None,
@@ -220,11 +229,13 @@ def eager_s(cfg: Config, rank: Rank) -> float:
 
 
 def _loss(cfg: Config, kind: str, dtype: str, compiled: bool) -> tuple[str, str]:
-    if kind == "cpu" and cfg.model.resolved_vocab_size <= SMALL_VOCABULARY:
+    if kind != "cpu":
+        return "plain", "the compiler fuses the loss" if compiled else "fast enough on this device"
+    if cfg.model.resolved_vocab_size <= SMALL_VOCABULARY:
         return "plain", "the logits of so small a vocabulary are no more than other activations"
-    if kind == "cpu" and (dtype == "float32" or not compiled):
-        return "chunked", "keeps no logits in memory"
-    return "plain", "the compiler fuses the loss" if compiled else "fast enough on this device"
+    if compiled and dtype == "bfloat16":
+        return "fused", "keeps no logits in memory, and compiles the passes over them"
+    return "chunked", "keeps no logits in memory"
 
 
 def _micro_batch_size(cfg: Config, effective: Effective, device: Device, rank: Rank) -> tuple[int, str]:

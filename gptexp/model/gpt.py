@@ -4,6 +4,7 @@ Parameters have GPT-2's names, so that its published weights map by name. B batc
 D head size, V vocabulary.
 """
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -65,6 +66,13 @@ class CausalSelfAttention(nn.Module):
         return F.dropout(self.c_proj(y), self.dropout, self.training)
 
 
+def gelu(x: Tensor) -> Tensor:
+    """GELU with tanh. A compiler gets it as x·σ(2u): tanh(u) = 2σ(2u) - 1, and σ takes a CPU half the time of tanh."""
+    if not torch.compiler.is_compiling():
+        return F.gelu(x, approximate="tanh")
+    return x * torch.sigmoid(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x))
+
+
 class MLP(nn.Module):
     def __init__(self, cfg: ModelConfig) -> None:
         super().__init__()
@@ -73,7 +81,7 @@ class MLP(nn.Module):
         self.c_proj = nn.Linear(4 * cfg.n_embd, cfg.n_embd, bias=cfg.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = F.gelu(self.c_fc(x), approximate="tanh")  # (B, T, 4C)
+        x = gelu(self.c_fc(x))  # (B, T, 4C)
         return F.dropout(self.c_proj(x), self.dropout, self.training)
 
 

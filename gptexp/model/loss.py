@@ -1,4 +1,4 @@
-"""Cross-entropy of the head: plain, or chunked, which keeps no logits.
+"""Cross-entropy of the head: plain, or in chunks, which keeps no logits.
 
 The head of a small GPT-2 takes more time than its blocks, and its logits take more memory than everything else: 8,192
 tokens · 50,304 ids · 4 bytes are 1.6 GB, written and read several times. The chunked loss computes a few hundred rows
@@ -8,13 +8,15 @@ of logits at a time with their loss and gradients, and then discards them. Its v
 
 import math
 from collections.abc import Callable
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from gptexp.model.compiler import compile_options
 
 SAFE_LOGIT = 60.0  # exp(±60) and a sum of 10^11 such values do not overflow or underflow in float32
 LOG2_E = math.log2(math.e)
@@ -29,19 +31,43 @@ def plain_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tens
 
 def chunked_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """Value and gradients of `plain_cross_entropy`, without the (N, V) logits in memory."""
-    if torch.is_autocast_enabled(hidden.device.type):
-        compute = torch.get_autocast_dtype(hidden.device.type)
+    return _in_chunks(hidden, weight, targets, fused=False)
+
+
+def fused_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """`chunked_cross_entropy` with one compiled pass over each chunk of logits, whether the model is compiled or not.
+
+    Needs a compiler.
+    """
+    return _in_chunks(hidden, weight, targets, fused=True)
+
+
+LOSSES = {"plain": plain_cross_entropy, "chunked": chunked_cross_entropy, "fused": fused_cross_entropy}
+
+
+def _in_chunks(hidden: Tensor, weight: Tensor, targets: Tensor, fused: bool) -> Tensor:
+    kind = hidden.device.type
+    if torch.is_autocast_enabled(kind):
+        compute = torch.get_autocast_dtype(kind)
         hidden, weight = hidden.to(compute), weight.to(compute)
-    # Computed here, because gradients are disabled inside the custom operation.
+    # Computed here, because gradients are disabled inside the operation.
     needs_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    loss: Tensor
-    loss, _, _ = _chunked(hidden, weight, targets, needs_grad, torch.compiler.is_compiling())
-    return loss
+    if torch.compiler.is_compiling():
+        # In a compiled model on a GPU, each chunk is compiled too.
+        loss: Tensor = _chunked(hidden, weight, targets, needs_grad, fused or kind == "cuda")[0]
+        return loss
+    found: Tensor = _Chunked.apply(hidden, weight, targets, needs_grad, fused)  # type: ignore[no-untyped-call]
+    return found
 
 
 def chunk_rows(tokens: int, device: str) -> int:
-    """Number of rows of logits per chunk: 100 MB in float32; 800 MB on a GPU, to use all of it."""
-    return min(tokens, 4096 if device == "cuda" else 512)
+    """Number of rows of logits per chunk: at least 512, or all; at least 4,096 on a GPU, to use all of it.
+
+    512 rows of 50,304 logits in float32 are 100 MB. For fewer rows a CPU with AMX arranges the weight anew for every
+    product, which then takes four to six times as long.
+    """
+    least = 4096 if device == "cuda" else 512
+    return -(-tokens // max(1, tokens // least))
 
 
 def perplexity(loss: float) -> float:
@@ -54,15 +80,61 @@ def bits_per_byte(loss: float, bytes_per_token: float) -> float:
     return loss / (math.log(2) * bytes_per_token) if bytes_per_token else math.inf
 
 
+class _Chunked(torch.autograd.Function):
+    """The loss in a model that is not compiled. The compiler cannot look into `_chunked`, which costs an import."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, needs_grad: bool, fused: bool) -> Tensor:
+        loss, *gradients = _loss_and_gradients(hidden, weight, targets, needs_grad, fused)
+        ctx.save_for_backward(*gradients)
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _scaled_gradients(ctx, grad)
+
+
 @torch.library.custom_op("gptexp::chunked_cross_entropy", mutates_args=())
 def _chunked(
-    hidden: Tensor, weight: Tensor, targets: Tensor, needs_grad: bool, compiled: bool
+    hidden: Tensor, weight: Tensor, targets: Tensor, needs_grad: bool, fused: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`_loss_and_gradients` as one opaque operation for the compiler.
+
+    Otherwise the compiler would unroll the loop, take 3 s per chunk, and schedule all chunks at once, with all logits
+    in memory.
+    """
+    return _loss_and_gradients(hidden, weight, targets, needs_grad, fused)
+
+
+@_chunked.register_fake
+def _(hidden: Tensor, weight: Tensor, targets: Tensor, needs_grad: bool, fused: bool) -> tuple[Tensor, Tensor, Tensor]:
+    loss = hidden.new_empty((), dtype=torch.float32)
+    if needs_grad:
+        return loss, torch.empty_like(hidden), torch.empty_like(weight)
+    return loss, hidden.new_empty(0), weight.new_empty(0)
+
+
+def _keep_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    ctx.set_materialize_grads(False)  # the gradients among the outputs are never differentiated
+    ctx.save_for_backward(*output[1:])
+
+
+def _scaled_gradients(ctx: Any, grad: Tensor, *_: None) -> tuple[Tensor | None, ...]:
+    grad_hidden, grad_weight = ctx.saved_tensors
+    return grad_hidden * grad, grad_weight * grad, None, None, None
+
+
+_chunked.register_autograd(once_differentiable(_scaled_gradients), setup_context=_keep_gradients)
+
+
+def _loss_and_gradients(
+    hidden: Tensor, weight: Tensor, targets: Tensor, needs_grad: bool, fused: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(mean loss, gradient of `hidden`, gradient of `weight`). The gradients are empty unless `needs_grad`.
 
-    This is one opaque operation for the compiler. Otherwise the compiler would unroll the loop, take 3 s per chunk, and
-    schedule all chunks at once, with all logits in memory. In a compiled model on a GPU, each chunk is compiled
-    separately. On a CPU that saves no time and doubles the memory of the logits.
+    If `fused`, a chunk is compiled: on a GPU as a whole, on a CPU the passes over the logits, if gradients are needed.
+    Validation has batches of other sizes, and each would be compiled anew.
     """
     hidden, weight, on_cpu = hidden.detach(), weight.detach(), hidden.device.type == "cpu"
     counted = targets != IGNORED
@@ -76,58 +148,51 @@ def _chunked(
     # 32, 1.06 at 128 and 1.01 at 768. On a GPU the comparison would wait for the device.
     shifted = not on_cpu or bool(hidden.norm(dim=1).max() * weight.norm(dim=1).max() > SAFE_LOGIT)
     rows = chunk_rows(len(hidden), hidden.device.type)
-    scratch = _scratch(rows, len(weight), weight.dtype) if on_cpu else None
-    chunk = _compiled_chunk() if compiled and not on_cpu else _chunk
+    in_one_pass = fused and on_cpu and needs_grad
+    out, wide = _buffers(rows, len(weight), weight.dtype, in_one_pass) if on_cpu else (None, None)
+    exps = _compiled(_exps) if in_one_pass else _exps if wide is None else partial(_exps, wide=wide)
+    chunk = _compiled(_chunk) if fused and not on_cpu else _chunk
     with torch.no_grad():
         for first in range(0, len(hidden), rows):
             part = slice(first, first + rows)
             into = (grad_hidden[part], grad_weight) if needs_grad else None
-            loss += chunk(hidden[part], weight, targets[part, None], counted[part, None], shifted, into, scratch)
+            loss += chunk(hidden[part], weight, targets[part, None], counted[part, None], shifted, into, out, exps)
     if needs_grad:
         grad_hidden, grad_weight = grad_hidden.div_(n), grad_weight.div_(n).to(weight.dtype)
     return loss / n, grad_hidden, grad_weight
 
 
-@_chunked.register_fake
-def _(
-    hidden: Tensor, weight: Tensor, targets: Tensor, needs_grad: bool, compiled: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    loss = hidden.new_empty((), dtype=torch.float32)
-    if needs_grad:
-        return loss, torch.empty_like(hidden), torch.empty_like(weight)
-    return loss, hidden.new_empty(0), weight.new_empty(0)
-
-
-def _keep_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    ctx.set_materialize_grads(False)  # the gradients among the outputs are never differentiated
-    ctx.save_for_backward(*output[1:])
-
-
-@once_differentiable
-def _scaled_gradients(ctx: Any, grad: Tensor, *_: None) -> tuple[Tensor | None, ...]:
-    grad_hidden, grad_weight = ctx.saved_tensors
-    return grad_hidden * grad, grad_weight * grad, None, None, None
-
-
-_chunked.register_autograd(_scaled_gradients, setup_context=_keep_gradients)
-
-
 @lru_cache(maxsize=1)
-def _scratch(rows: int, vocab: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Buffers on the CPU for the logits of one chunk: (R, V) in `dtype` and in float32, one tensor if these are equal.
+def _buffers(rows: int, vocab: int, dtype: torch.dtype, in_one_pass: bool) -> tuple[Tensor, Tensor | None]:
+    """Buffers on the CPU for the logits of one chunk, (R, V): in `dtype`, and in float32 if passes need it.
 
     They are reused by every call: the page faults of new memory of this size take more time than the arithmetic, and
     freed buffers leave the heap fragmented.
     """
     with torch.inference_mode(False):  # tensors from inference mode cannot be used in training
         low = torch.empty((rows, vocab), dtype=dtype)
-        return low, low.float()
+        return low, None if in_one_pass or dtype == torch.float32 else low.float()
 
 
 @cache
-def _compiled_chunk() -> Callable[..., Tensor]:
-    compiled: Callable[..., Tensor] = torch.compile(_chunk, fullgraph=True, dynamic=False)
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    compiled: Callable[..., Any] = torch.compile(function, fullgraph=True, dynamic=False, options=compile_options())
     return compiled
+
+
+def _exps(low: Tensor, y: Tensor, keep: Tensor, shifted: bool, wide: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Replace base-2 logits `low` (R, V) by their exps. Returns the sum of the rows' losses, and the exps' sums (R, 1).
+
+    `wide` is a buffer of float32 for logits of another type. Compiled, this is one pass over them, or two if shifted.
+    """
+    logits = low.float() if wide is None else wide[: len(low)].copy_(low)
+    if shifted:
+        logits.sub_(logits.amax(-1, keepdim=True))
+    of_target = logits.gather(1, y)
+    total = logits.exp2_().sum(-1, keepdim=True)
+    if low.dtype != torch.float32:
+        low.copy_(logits)
+    return ((total.log() - of_target / LOG2_E) * keep).sum(), total
 
 
 def _chunk(
@@ -137,39 +202,28 @@ def _chunk(
     keep: Tensor,
     shifted: bool,
     into: tuple[Tensor, Tensor] | None,
-    scratch: tuple[Tensor, Tensor] | None,
+    out: Tensor | None,
+    exps: Callable[..., tuple[Tensor, Tensor]],
 ) -> Tensor:
     """Sum of the losses of the rows `h` (R, C) with targets `y` (R, 1). `keep` (R, 1) is False for ignored rows.
 
     The gradient of `h` is written to `into[0]`, and that of `weight` is added to `into[1]`. The logits are written to
-    `scratch`.
+    `out`, and `exps` is `_exps`.
     """
     # Logits are in base 2, because a CPU computes exp2 almost twice as fast as exp: exp(z) = 2^(z · log2 e), and the
     # factor is applied to the smaller operand `h`. The softmax stays unnormalised: 1/sum is applied to the (R, C)
     # operands of the two products below and not to all V columns. Each saves a pass over the largest tensor.
-    h_bits, narrow = h * LOG2_E, weight.dtype != torch.float32
-    if scratch is None:
-        low = h_bits @ weight.T
-        logits = low.float()
-    else:
-        low = torch.mm(h_bits, weight.T, out=scratch[0][: len(h)])  # (R, V), in base 2
-        logits = scratch[1][: len(h)].copy_(low) if narrow else low
-    if shifted:
-        logits.sub_(logits.amax(-1, keepdim=True))
-    of_target = logits.gather(1, y)
-    exps = logits.exp2_()
-    total = exps.sum(-1, keepdim=True)
-    loss = ((total.log() - of_target / LOG2_E) * keep).sum()
+    h_bits = h * LOG2_E
+    logits = h_bits @ weight.T if out is None else torch.mm(h_bits, weight.T, out=out[: len(h)])
+    loss, total = exps(logits, y, keep, shifted)
     if into is None:
         return loss
     grad_hidden, grad_weight = into
     scale = keep / total
-    if narrow:
-        exps = low.copy_(exps)
-    grad_hidden.copy_((exps @ weight) * scale - weight[y[:, 0]] * keep)
-    if narrow:
-        grad_weight += exps.T @ (h * scale).to(weight.dtype)
+    grad_hidden.copy_((logits @ weight) * scale - weight[y[:, 0]] * keep)
+    if weight.dtype != torch.float32:
+        grad_weight += logits.T @ (h * scale).to(weight.dtype)
     else:
-        grad_weight.addmm_(exps.T, h * scale)
+        grad_weight.addmm_(logits.T, h * scale)
     grad_weight.index_add_(0, y[:, 0], (h * keep).float(), alpha=-1)
     return loss

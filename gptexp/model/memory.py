@@ -40,8 +40,9 @@ class StepShape:
     device: str  # cuda, mps or cpu
     dtype: str  # float32 or bfloat16
     compiled: bool
-    loss: str  # plain or chunked
+    loss: str  # plain, chunked or fused
     activation_checkpointing: bool
+    keeps_scores: bool = False  # train.attention=math
     tree: bool = False  # train.reduction=tree
     averaged: bool = False  # train.ema_half_life_tokens
 
@@ -63,14 +64,20 @@ def memory_estimate(m: ModelConfig, optim: OptimConfig, step: StepShape) -> Memo
     width = 2 if step.dtype == "bfloat16" else 4
     weights = 4 * count_parameters(m)
     in_block = tokens * (8 * c + 14 * c * width + 4 * m.n_head + 16)
+    if step.keeps_scores:  # of attention: their softmax
+        in_block += tokens * m.n_head * step.seq_len * 4
     kept = m.n_layer * (tokens * 4 * c if step.activation_checkpointing else in_block)
     copies = 2 * (12 * c * c * m.n_layer + vocab * c) if step.dtype == "bfloat16" else 0
     around = tokens * (4 * c + width * c + 24)  # the final LayerNorm; token ids
     scratch = 0
-    if step.loss == "chunked":
-        # A chunk's logits in float32, and in the compute type if it differs. Compiled, which never happens on a CPU:
-        # twice in the compute type. Then both gradients twice: as computed (the weight's in float32), and as returned.
-        bytes_per_logit = 2 * width if step.compiled and step.device != "cpu" else 6 if step.dtype == "bfloat16" else 4
+    if step.loss != "plain":
+        # A chunk's logits in float32, and in the compute type if it differs. Compiled: in the compute type, on a GPU
+        # twice. Then both gradients twice: as computed (the weight's in float32), and as returned.
+        bytes_per_logit = 6 if step.dtype == "bfloat16" else 4
+        if step.device == "cpu" and step.loss == "fused":
+            bytes_per_logit = width
+        elif step.device != "cpu" and (step.compiled or step.loss == "fused"):
+            bytes_per_logit = 2 * width
         scratch = chunk_rows(tokens, step.device) * vocab * bytes_per_logit
         loss = scratch + (4 + width) * vocab * c + 2 * tokens * c * width
     else:

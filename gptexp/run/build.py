@@ -18,9 +18,9 @@ from gptexp.config.schema import Config
 from gptexp.config.vocabulary import with_vocab_size
 from gptexp.distributed.group import barrier
 from gptexp.distributed.ranks import Rank
-from gptexp.machine.device import compile_options
 from gptexp.machine.effective import Effective
 from gptexp.model import loss as losses
+from gptexp.model.compiler import compile_options
 from gptexp.model.gpt import GPT
 from gptexp.training.loop import Training
 
@@ -62,9 +62,8 @@ def replace_unwritable_caches() -> list[str]:
 def build_gpt(cfg: Config, effective: Effective, device: torch.device) -> GPT:
     """Build the seeded model on `device`. If `effective` says so, the first step compiles it."""
     torch.manual_seed(cfg.train.seed)
-    loss = losses.chunked_cross_entropy if effective.loss.value == "chunked" else losses.plain_cross_entropy
     model = with_vocab_size(cfg, effective.vocab_size.value).model
-    gpt = GPT(model, loss, cfg.train.activation_checkpointing).to(device)
+    gpt = GPT(model, losses.LOSSES[effective.loss.value], cfg.train.activation_checkpointing).to(device)
     if effective.compile.value:
         torch.compiler.reset()  # under a launcher one process trains many cells; drop the last cell's graphs
         # torch's own key of the compile cache lacks: the attention kernels allowed while compiling, the backward pass

@@ -284,7 +284,7 @@ def train(job: Job, prepared: Prepared, decision: Decision, built: Built) -> Out
     gc.freeze()  # neither a collection nor the interpreter's exit then visits the imported objects
     try:
         with explained(job, prepared.store, decision.effective, state), step_context(decision.effective):
-            if decision.effective.compile.value:
+            if decision.effective.compile.value or decision.effective.loss.value == "fused":
                 compile_in_turn(built.training, prepared.patient)
             reason = fit(built.training, state, job.stop, built.log, job.directory / run_dir.CHECKPOINTS)
     except DivergedError as error:

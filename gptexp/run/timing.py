@@ -1,4 +1,4 @@
-"""Chooses dtype, compilation and loss on a CPU by timed micro-batches of the model, if the run is long enough.
+"""Chooses dtype, compilation, loss and attention on a CPU by timed micro-batches, if the run is long enough.
 
 A trial may take a thousandth of the run's estimated time; shorter runs, GPUs, `train.reduction=tree` and
 `train.deterministic` follow the rules of `machine.resolve`. What is tried depends on the config alone and not on the
@@ -6,6 +6,7 @@ ranks, and the times are kept (`machine.measured`): the same command chooses ali
 """
 
 import gc
+import math
 import statistics
 import time
 from dataclasses import replace
@@ -19,15 +20,16 @@ from gptexp.distributed.ranks import Rank, cores_per_rank
 from gptexp.machine.device import Device, has_native_bfloat16, missing_compiler
 from gptexp.machine.effective import Choice, Effective, apply, forward_context, step_context
 from gptexp.machine.measured import NOTHING, Measured, Times, measure_once, recall, shape, text
-from gptexp.machine.resolve import CACHED_S, COMPILE_S, eager_s, resolve
+from gptexp.machine.resolve import CACHED_S, COMPILE_LOSS_S, COMPILE_S, eager_s, resolve
 from gptexp.model.gpt import GPT
 from gptexp.run.build import build_gpt
 
 SHARE = 1 / 1000  # maximum share of a run that a trial may take
 ROUNDS = 7  # of which the first is not counted
-VALUES = {"dtype": ("float32", "bfloat16"), "compile": ("off", "on"), "loss": ("plain", "chunked")}
 USUAL_TOKENS = 8192  # of a micro-batch, if its size is not known before the memory is
 MOST_LOGITS = 2**28  # in a micro-batch; for more, the plain loss is not tried
+
+Values = dict[str, list[str]]  # key -> the values to try, as in a config
 
 
 def settle(
@@ -35,41 +37,51 @@ def settle(
 ) -> Effective:
     """`resolve`, with what a trial measures. Without `measures` only what an earlier one has measured is used."""
     alone = resolve(cfg, device, Rank(), earlier, n_vocab)
-    keys = to_try(cfg, device, alone)
-    if not keys:
+    tried = to_try(cfg, device, alone)
+    if not tried:
         return resolve(cfg, device, rank, earlier, n_vocab)
     assert isinstance(device, torch.device)
-    what = shape(with_vocab_size(cfg, alone.vocab_size.value), sequences(cfg), keys)
+    what = shape(with_vocab_size(cfg, alone.vocab_size.value), sequences(cfg), tried)
     if measures:
-        measured = measure_once(cfg, what, lambda: _measure(cfg, device, earlier, n_vocab, keys))
+        measured = measure_once(cfg, what, lambda: _measure(cfg, device, earlier, n_vocab, tried))
     else:
         measured = recall(cfg, what) or NOTHING
     return resolve(cfg, device, rank, earlier, n_vocab, measured)
 
 
-def to_try(cfg: Config, device: Device, effective: Effective) -> list[str]:
-    """The keys that a trial decides, in the order in which it tries them. `effective` are the values of one rank."""
+def to_try(cfg: Config, device: Device, effective: Effective) -> Values:
+    """The values that a trial compares, in the order in which it does. `effective` has those of one rank."""
     if device.type != "cpu" or cfg.train.reduction == "tree" or cfg.train.deterministic:
-        return []
+        return {}
     cfg = with_vocab_size(cfg, effective.vocab_size.value)
     tokens = sequences(cfg) * cfg.seq_len
-    # Seconds beside the micro-batches. A run that compiles anyway only loads again what the trial has compiled.
-    each_s = 2 * COMPILE_S if cfg.train.compile == "on" else 0.0
-    costs_s = {"dtype": each_s, "compile": CACHED_S if effective.compile.value else COMPILE_S, "loss": each_s}
-    possible = {
-        "dtype": has_native_bfloat16(device),
-        "compile": not missing_compiler(device),
-        "loss": tokens * cfg.model.resolved_vocab_size <= MOST_LOGITS,
-    }
     may_take_s = SHARE * eager_s(cfg, Rank())
-    keys = [
-        key
-        for key, can in possible.items()
-        if can and effective.choices[key].source == "decided" and costs_s[key] <= may_take_s
-    ]
+    compiles = not missing_compiler(device)
+    # A run that compiles anyway only loads again what the trial has compiled.
+    compile_s = CACHED_S if effective.compile.value else COMPILE_S
+    # If a compiled model is asked for, each value is a graph of its own.
+    graph_s = COMPILE_S if cfg.train.compile == "on" else 0.0
+    costs_s = {
+        "dtype": {"float32": graph_s, "bfloat16": graph_s if has_native_bfloat16(device) else math.inf},
+        "compile": {"off": 0.0, "on": compile_s if compiles else math.inf},
+        "loss": {
+            "plain": graph_s if tokens * cfg.model.resolved_vocab_size <= MOST_LOGITS else math.inf,
+            "chunked": graph_s,
+            "fused": graph_s + COMPILE_LOSS_S if compiles else math.inf,
+        },
+        "attention": {"flash": graph_s, "math": graph_s},
+    }
     steps, _ = cfg.run_length
-    micro_batches = cfg.sweep.cells * cfg.batch.step_sizes.tokens_after(steps) // tokens
-    return keys if ROUNDS * sum(len(VALUES[key]) for key in keys) <= SHARE * micro_batches else []
+    micro_batches = SHARE * cfg.sweep.cells * cfg.batch.step_sizes.tokens_after(steps) // tokens
+    tried: Values = {}
+    for key, seconds in costs_s.items():
+        of_rule = text(effective.choices[key].value)
+        values = [of_rule, *(v for v in seconds if v != of_rule and seconds[of_rule] + seconds[v] <= may_take_s)]
+        cost = ROUNDS * len(values)
+        if len(values) > 1 and effective.choices[key].source == "decided" and cost <= micro_batches:
+            tried[key] = values
+            micro_batches -= cost
+    return tried
 
 
 def sequences(cfg: Config) -> int:
@@ -81,15 +93,15 @@ def sequences(cfg: Config) -> int:
     return next((size for size in sizes if size * cfg.seq_len <= USUAL_TOKENS), 1)
 
 
-def _measure(cfg: Config, device: torch.device, earlier: Effective | None, n_vocab: int, keys: list[str]) -> Measured:
+def _measure(cfg: Config, device: torch.device, earlier: Effective | None, n_vocab: int, tried: Values) -> Measured:
     """Try the values of one key after the other, each with the values found for those before it."""
     times: Times = {}
-    for key in keys:
+    for key, among in tried.items():
         found = resolve(cfg, device, Rank(), earlier, n_vocab, Measured(times))
-        if key == "loss" and found.compile.value and cfg.train.compile != "on":
-            continue  # each loss would be a graph of its own, which takes long to compile
+        if key in ("loss", "attention") and found.compile.value and cfg.train.compile != "on":
+            continue  # each value would be a graph of its own, which takes long to compile
         of_rule = text(found.choices[key].value)
-        values = [of_rule, *(value for value in VALUES[key] if value != of_rule)]
+        values = [of_rule, *(value for value in among if value != of_rule)]
         variants = []
         for value in values:
             train = replace(cfg.train)

@@ -1,11 +1,13 @@
 """`train.attention`: the requested kernel runs, or is refused."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from gptexp.config.schema import Config
 from gptexp.distributed.ranks import Rank
-from gptexp.machine.effective import step_context
+from gptexp.machine.effective import Choice, step_context
 from gptexp.machine.resolve import resolve
 from gptexp.model.gpus import UNKNOWN_GPU
 from gptexp.process.errors import ConfigError
@@ -22,6 +24,28 @@ def test_the_requested_kernel_runs(name: str) -> None:
         torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
     used = {e.key for e in profile.key_averages()}
     assert ("aten::_scaled_dot_product_flash_attention_for_cpu" in used) == (name == "flash")
+
+
+def test_the_chosen_kernel_runs_although_nobody_asked_for_it() -> None:
+    q, cfg = torch.randn(1, 2, 8, 4), Config()
+    for name in ("flash", "math"):
+        effective = replace(resolve(cfg, CPU, Rank()), attention=Choice(name, "decided", ""))
+        with step_context(effective), torch.profiler.profile() as profile:
+            torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+        used = {e.key for e in profile.key_averages()}
+        assert ("aten::_scaled_dot_product_flash_attention_for_cpu" in used) == (name == "flash")
+
+
+@pytest.mark.parametrize(
+    ("compiled", "seq_len", "kernel"), [(True, 256, "math"), (True, 257, "flash"), (False, 64, "flash")]
+)
+def test_a_compiled_model_with_short_sequences_has_no_flash_attention(
+    compiled: bool, seq_len: int, kernel: str
+) -> None:
+    cfg = Config()
+    cfg.model.block_size, cfg.train.compile = seq_len, "on" if compiled else "off"
+    cfg.batch.total_batch_size = 8 * seq_len
+    assert resolve(cfg, CPU, Rank()).attention.value == kernel
 
 
 def test_a_kernel_that_does_not_support_the_dtype_is_refused() -> None:

@@ -117,6 +117,15 @@ def test_bfloat16_is_not_chosen_where_its_products_are_slower(monkeypatch: pytes
     assert (choice.value, "faster in float32" in choice.reason) == ("float32", True)
 
 
+def test_a_fused_loss_without_a_compiler_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    cfg = Config()
+    cfg.train.loss = "fused"
+    assert resolve(cfg, CPU, Rank()).loss.value == "fused"
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(ConfigError, match=r"train.loss=fused: the C\+\+ compiler no-such-compiler is not installed"):
+        resolve(cfg, CPU, Rank())
+
+
 @pytest.mark.parametrize(("vocabulary", "loss"), [(320, "plain"), (1024, "plain"), (1088, "chunked")])
 def test_a_small_vocabulary_has_whole_logits(vocabulary: int, loss: str) -> None:
     cfg = Config()
@@ -309,7 +318,7 @@ def test_a_run_is_compiled_only_if_that_saves_time() -> None:
         cfg.train.max_tokens = tokens
         choices.append(resolve(cfg, CPU, Rank()))
     assert [e.compile.value for e in choices] == [False, True]
-    assert [e.loss.value for e in choices] == ["chunked", "plain"]
+    assert [e.loss.value for e in choices] == ["chunked", "fused"]
     # A later change of the length does not change the decision.
     for tokens, earlier in ((10**10, choices[0]), (10**4, choices[1])):
         cfg.train.max_tokens = tokens

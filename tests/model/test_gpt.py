@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gptexp.config.schema import ModelConfig
-from gptexp.model.gpt import GPT
+from gptexp.model.gpt import GPT, gelu
 
 SMALL = ModelConfig(n_layer=3, n_head=4, n_embd=48, block_size=24, vocab_size=101)
 
@@ -52,6 +52,22 @@ def test_logits_and_gradients_equal_transformers_gpt2() -> None:
     loss.backward()
     out.loss.backward()
     torch.testing.assert_close(ours.wte.weight.grad, theirs.transformer.wte.weight.grad, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("compiling", [False, True])
+def test_the_activation_is_gelu_with_tanh_in_both_of_its_forms(
+    compiling: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling)
+    x = torch.linspace(-12, 12, 4001, dtype=torch.float64, requires_grad=True)
+    expected = torch.nn.functional.gelu(x, approximate="tanh")
+    for found, wanted in zip(
+        (gelu(x), *torch.autograd.grad(gelu(x).sum(), x)),
+        (expected, *torch.autograd.grad(expected.sum(), x)),
+        strict=True,
+    ):
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+    assert type(gelu(x).grad_fn) is type(expected.grad_fn) or compiling  # eagerly it is torch's kernel
 
 
 def test_no_token_attends_to_later_tokens() -> None:

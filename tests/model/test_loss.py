@@ -1,5 +1,6 @@
 """The chunked loss against torch's cross-entropy over whole logits in float64."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,13 +11,18 @@ import torch.nn.functional as F
 from gptexp.model.loss import (
     IGNORED,
     SAFE_LOGIT,
+    _buffers,
     _chunk,
     _chunked,
-    _compiled_chunk,
-    _scratch,
+    _compiled,
+    _exps,
+    chunk_rows,
     chunked_cross_entropy,
+    fused_cross_entropy,
     plain_cross_entropy,
 )
+
+NEEDS_COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler is installed")
 
 
 def problem(scale: float = 1.0, rows: int = 1300) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -40,7 +46,14 @@ def reference(h: torch.Tensor, w: torch.Tensor, y: torch.Tensor) -> tuple[torch.
 # The largest scale has logits beyond ±60, for which exp needs a shift by the row's maximum.
 @pytest.mark.parametrize("scale", [0.1, 1.0, 30.0])
 @pytest.mark.parametrize("rows", [1, 512, 1300])
-@pytest.mark.parametrize("fn", [plain_cross_entropy, chunked_cross_entropy])
+@pytest.mark.parametrize(
+    "fn",
+    [
+        plain_cross_entropy,
+        chunked_cross_entropy,
+        pytest.param(fused_cross_entropy, marks=[pytest.mark.slow, NEEDS_COMPILER]),
+    ],
+)
 def test_loss_and_gradients_equal_cross_entropy_in_float64(
     scale: float, rows: int, fn: Callable[..., torch.Tensor]
 ) -> None:
@@ -66,14 +79,26 @@ def test_no_gradient_is_computed_under_no_grad() -> None:
         value = chunked_cross_entropy(h, w, y)
     assert not value.requires_grad
     products = sum(e.count for e in profile.key_averages() if e.key in ("aten::mm", "aten::addmm_"))
-    assert products == 3  # the logits, once a chunk
+    assert products == 2  # the logits, once a chunk
 
 
-def test_bfloat16_keeps_the_loss_in_float32() -> None:
+@pytest.mark.parametrize(
+    ("tokens", "device", "rows"),
+    [(1, "cpu", 1), (511, "cpu", 511), (1023, "cpu", 1023), (1024, "cpu", 512), (1300, "cpu", 650),
+     (8192, "cpu", 512), (8192, "cuda", 4096), (4096 * 3 - 1, "cuda", 6144)],
+)  # fmt: skip
+def test_chunks_have_nearly_equal_sizes_of_at_least_512_rows(tokens: int, device: str, rows: int) -> None:
+    assert chunk_rows(tokens, device) == rows
+
+
+@pytest.mark.parametrize(
+    "fn", [chunked_cross_entropy, pytest.param(fused_cross_entropy, marks=[pytest.mark.slow, NEEDS_COMPILER])]
+)
+def test_bfloat16_keeps_the_loss_in_float32(fn: Callable[..., torch.Tensor]) -> None:
     h, w, y = problem(0.3, 2048)
     value, grad_h, _ = reference(h, w, y)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = chunked_cross_entropy(h, w, y)
+        out = fn(h, w, y)
     assert out.dtype == torch.float32
     assert abs(out.item() - value.item()) < 2e-3  # a sum in bfloat16 would be off by up to 0.03
     (3 * out).backward()
@@ -110,12 +135,12 @@ def test_the_chunk_function_of_a_gpu_has_the_right_value_and_gradients(
 ) -> None:
     """On a GPU, logits are always shifted, because reading their size would make the host wait."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    chunk = _compiled_chunk() if compiled else _chunk
+    chunk = _compiled(_chunk) if compiled else _chunk
     h, w, y = problem(30.0, 512)
     value, grad_h, grad_w = reference(h, w, y)
     h, w = h.detach(), w.detach()
     into = (torch.empty_like(h), torch.zeros_like(w))
-    loss = chunk(h, w, y[:, None], torch.ones(512, 1, dtype=torch.bool), True, into, None)
+    loss = chunk(h, w, y[:, None], torch.ones(512, 1, dtype=torch.bool), True, into, None, _exps)
     assert loss.item() / 512 == pytest.approx(value.item(), rel=1e-5)
     for found, expected in zip(into, (grad_h, grad_w), strict=True):
         assert (3 * found / 512 - expected).norm() / expected.norm() < 1e-5
@@ -135,7 +160,7 @@ def test_gradients_are_right_if_only_one_input_needs_them() -> None:
 def test_training_works_after_inference_mode() -> None:
     """The memory of the logits is kept between calls. Here it was allocated in inference mode."""
     h, w, y = problem()
-    _scratch.cache_clear()
+    _buffers.cache_clear()
     with torch.inference_mode():
         value = chunked_cross_entropy(h, w, y).item()
     loss = chunked_cross_entropy(h, w, y)
@@ -169,7 +194,7 @@ LOGITS = 512 * 97 * 4  # bytes of one chunk of `problem`; one chunk is the large
 
 
 def test_the_memory_of_the_logits_is_allocated_once_for_all_calls() -> None:
-    _scratch.cache_clear()
+    _buffers.cache_clear()
     assert largest_allocation() >= LOGITS
     assert largest_allocation() < LOGITS
     h, w, y = problem(0.3, 1300)
@@ -193,9 +218,9 @@ def test_another_shape_or_dtype_does_not_reuse_the_memory_of_the_first() -> None
     assert chunked_cross_entropy(h[:9], w[:50], y[:9] % 50).item() == pytest.approx(value.item(), rel=1e-5)
 
 
-def test_float32_uses_one_tensor_of_logits_and_bfloat16_two() -> None:
-    """With bfloat16 there are two: the product, and its copy in float32."""
-    low, logits = _scratch(9, 50, torch.float32)
-    assert low is logits
-    low, logits = _scratch(9, 50, torch.bfloat16)
-    assert (low.dtype, logits.dtype) == (torch.bfloat16, torch.float32)
+def test_only_passes_over_bfloat16_need_a_second_tensor_of_logits() -> None:
+    assert _buffers(9, 50, torch.float32, False)[1] is None
+    assert _buffers(9, 50, torch.bfloat16, True)[1] is None
+    low, wide = _buffers(9, 50, torch.bfloat16, False)
+    assert wide is not None
+    assert (low.dtype, wide.dtype) == (torch.bfloat16, torch.float32)

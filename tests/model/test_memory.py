@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -130,6 +131,15 @@ def test_the_estimate_counts_every_tensor(
         cpu_step(m, batch, micro_steps, dtype=dtype, loss=loss, activation_checkpointing=checkpointing),
     )
     assert memory.tensors == pytest.approx(peak_bytes(m, batch, micro_steps, dtype, loss, checkpointing), rel=0.08)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_estimate_counts_the_scores_of_attention(dtype: str) -> None:
+    m = replace(DEEP, n_head=8, block_size=256)
+    with sdpa_kernel(SDPBackend.MATH):
+        counted = peak_bytes(m, 2, 1, dtype, "plain", False)
+    step = cpu_step(m, 2, 1, dtype=dtype, keeps_scores=True)
+    assert memory_estimate(m, AdamWConfig(), step).tensors == pytest.approx(counted, rel=0.13)
 
 
 @pytest.mark.e2e
