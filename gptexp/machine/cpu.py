@@ -1,4 +1,5 @@
-"""What this machine's CPU computes fast, by its make and its instructions; and the settings of glibc's allocator.
+"""What this machine's CPU computes fast, by its make and its instructions; and settings of its arithmetic and of glibc's
+allocator.
 
 Nothing here is timed, so that the bits of a run do not depend on what else the machine does at its start.
 """
@@ -70,6 +71,15 @@ def onednn_float32_error() -> float:
         return float(((a @ b).double() - exact).norm() / exact.norm())
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+def flush_denormals() -> None:
+    """Compute with 0 in place of numbers below 1.2e-38, in this thread and in those that it starts later.
+
+    A CPU takes a hundred times as long for them. With a large learning rate, a few per cent of the gradients of
+    attention are so small, and a step of 4 layers of width 128 took 58 ms in place of 31.
+    """
+    torch.set_flush_denormal(True)
 
 
 def keep_freed_memory() -> None:

@@ -64,8 +64,8 @@ def memory_estimate(m: ModelConfig, optim: OptimConfig, step: StepShape) -> Memo
     width = 2 if step.dtype == "bfloat16" else 4
     weights = 4 * count_parameters(m)
     in_block = tokens * (8 * c + 14 * c * width + 4 * m.n_head + 16)
-    if step.keeps_scores:  # of attention: their softmax
-        in_block += tokens * m.n_head * step.seq_len * 4
+    if step.keeps_scores:  # of attention: their softmax in float32, and in the compute type if it differs
+        in_block += tokens * m.n_head * step.seq_len * (4 if width == 4 else 6)
     kept = m.n_layer * (tokens * 4 * c if step.activation_checkpointing else in_block)
     copies = 2 * (12 * c * c * m.n_layer + vocab * c) if step.dtype == "bfloat16" else 0
     around = tokens * (4 * c + width * c + 24)  # the final LayerNorm; token ids

@@ -36,6 +36,7 @@ from gptexp.loggers.jsonl import JsonlSink
 from gptexp.loggers.run_log import RunLog, Sink
 from gptexp.loggers.wandb import build_wandb
 from gptexp.machine.ceilings import gemm_rates
+from gptexp.machine.cpu import flush_denormals
 from gptexp.machine.device import pick_device
 from gptexp.machine.effective import (
     Effective,
@@ -119,6 +120,7 @@ def run(job: Job) -> int:
 
     Raises `UserError` for errors that a user can cause.
     """
+    flush_denormals()  # before the first operation of several threads, which inherit it
     gc.unfreeze()  # under torchrun one process trains all cells: make the last cell's objects collectable
     gc.disable()  # until the first step is done: importing creates a million objects that are never freed
     try:

@@ -1,5 +1,7 @@
 """What a CPU computes fast, by its make and instructions: the rules on the known kinds of CPUs."""
 
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -61,3 +63,13 @@ def test_the_error_limit_separates_float32_from_bfloat16() -> None:
     rounded = (a.bfloat16().float() @ b.bfloat16().float()).double()
     assert (rounded - exact).norm() / exact.norm() > 100 * cpu.FLOAT32_ERROR
     assert ((a @ b).double() - exact).norm() / exact.norm() < cpu.FLOAT32_ERROR / 2
+
+
+def test_flushed_denormals_are_zero_on_all_threads() -> None:
+    """In a new process, because the setting stays and threads inherit it when they start."""
+    script = (
+        "import torch; from gptexp.machine.cpu import flush_denormals; flush_denormals(); torch.set_num_threads(2);"
+        "x = torch.full((1 << 20,), 2.0**-100); print((x * 2.0**-40).count_nonzero().item())"
+    )
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert found.stdout == "0\n"
