@@ -1,5 +1,4 @@
-"""What this machine's CPU computes fast, by its make and its instructions; and settings of its arithmetic and of glibc's
-allocator.
+"""What this machine's CPU computes fast, by its make and instructions; settings of arithmetic and of glibc's allocator.
 
 Nothing here is timed, so that the bits of a run do not depend on what else the machine does at its start.
 """
