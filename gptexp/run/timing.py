@@ -20,12 +20,15 @@ from gptexp.distributed.ranks import Rank, cores_per_rank
 from gptexp.machine.device import Device, has_native_bfloat16, missing_compiler
 from gptexp.machine.effective import Choice, Effective, apply, forward_context, step_context
 from gptexp.machine.measured import NOTHING, Measured, Times, measure_once, recall, shape, text
-from gptexp.machine.resolve import CACHED_S, COMPILE_LOSS_S, COMPILE_S, eager_s, resolve
+from gptexp.machine.resolve import CACHED_S, COMPILE_LOSS_S, COMPILE_S, EAGER_FLOPS, eager_s, resolve
+from gptexp.model.flops import flops_per_token
 from gptexp.model.gpt import GPT
 from gptexp.run.build import build_gpt
 
 SHARE = 1 / 1000  # maximum share of a run that a trial may take
-ROUNDS = 7  # of which the first is not counted
+ROUNDS, LEAST_ROUNDS = 7, 3  # of which the first is not counted
+ENOUGH_S = 3.0  # after this long, the values of a key take no more than the least rounds
+LONG_S = 1.0  # estimated duration of a micro-batch, which has fewer sequences in the trial if it takes longer
 USUAL_TOKENS = 8192  # of a micro-batch, if its size is not known before the memory is
 MOST_LOGITS = 2**28  # in a micro-batch; for more, the plain loss is not tried
 
@@ -41,7 +44,8 @@ def settle(
     if not tried:
         return resolve(cfg, device, rank, earlier, n_vocab)
     assert isinstance(device, torch.device)
-    what = shape(with_vocab_size(cfg, alone.vocab_size.value), sequences(cfg), tried)
+    known = with_vocab_size(cfg, alone.vocab_size.value)
+    what = shape(known, sequences(known), tried)
     if measures:
         measured = measure_once(cfg, what, lambda: _measure(cfg, device, earlier, n_vocab, tried))
     else:
@@ -85,12 +89,16 @@ def to_try(cfg: Config, device: Device, effective: Effective) -> Values:
 
 
 def sequences(cfg: Config) -> int:
-    """Sequences in a micro-batch of the trial: those that are asked for, else a usual number."""
-    asked = cfg.batch.asked_micro_batch_size
-    if asked is not None:
-        return asked
-    sizes = legal_micro_batches(cfg.batch.step_sizes.quantum, cfg.seq_len, 1)
-    return next((size for size in sizes if size * cfg.seq_len <= USUAL_TOKENS), 1)
+    """Sequences in a micro-batch of the trial: those that are asked for, else a usual number; fewer if they take long.
+
+    `cfg` has the number of ids.
+    """
+    size = cfg.batch.asked_micro_batch_size
+    if size is None:
+        sizes = legal_micro_batches(cfg.batch.step_sizes.quantum, cfg.seq_len, 1)
+        size = next((size for size in sizes if size * cfg.seq_len <= USUAL_TOKENS), 1)
+    each_s = cfg.seq_len * flops_per_token(cfg.model, cfg.seq_len)[0] / (cores_per_rank(Rank()) * EAGER_FLOPS)
+    return min(size, max(1, int(LONG_S / each_s)))
 
 
 def _measure(cfg: Config, device: torch.device, earlier: Effective | None, n_vocab: int, tried: Values) -> Measured:
@@ -118,11 +126,12 @@ def _micro_batch_ms(cfg: Config, device: torch.device, variants: list[Effective]
     """Median milliseconds of a micro-batch, forward and backward, of each of `variants`, which take turns."""
     apply(replace(variants[0], threads_per_rank=Choice(cores_per_rank(Rank()), "decided", "")))
     generator = torch.Generator().manual_seed(0)
-    size = sequences(cfg), cfg.seq_len
+    size = sequences(with_vocab_size(cfg, variants[0].vocab_size.value)), cfg.seq_len
     x, y = (torch.randint(variants[0].vocab_size.value, size, generator=generator) for _ in range(2))
     models = [build_gpt(cfg, variant, device) for variant in variants]
     ms: list[list[float]] = [[] for _ in variants]
-    for _ in range(ROUNDS):
+    begun = time.perf_counter()
+    while len(ms[0]) < (LEAST_ROUNDS if time.perf_counter() - begun > ENOUGH_S else ROUNDS):
         for model, variant, times in zip(models, variants, ms, strict=True):
             started = time.perf_counter()
             _micro_batch(model, variant, x, y)

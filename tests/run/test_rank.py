@@ -2,6 +2,9 @@
 
 import gc
 import json
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import events, summary
+from conftest import ROOT, events, summary
 
 from gptexp.config.compose import compose
 from gptexp.config.schema import Config
@@ -27,10 +30,26 @@ def train(config: Config, directory: Path, stop: StopRequest | None = None) -> i
 
 @pytest.fixture(autouse=True)
 def threads() -> Iterator[None]:
-    """A run sets the number of threads of this process: restore it."""
+    """A run sets the number of threads of this process, and how they treat denormals: restore both."""
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
+    torch.set_flush_denormal(False)
+
+
+@pytest.mark.parametrize("command", [["train", "hydra.run.dir=out"], ["plan"]])
+def test_a_start_without_compiling_imports_neither_the_compiler_nor_scipy(
+    tiny: list[str], tmp_path: Path, command: list[str]
+) -> None:
+    """Each takes a second: the compiler, which torch's own optimizers import, and the libraries of reports."""
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "gptexp", *command, *tiny, "train.compile=off"],
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time")}
+    assert {"torch", "gptexp.machine.resolve"} <= imported
+    assert not {"torch._dynamo", "torch._inductor", "scipy", "wandb"} & imported
 
 
 def test_a_run_resumes_before_a_damaged_checkpoint_and_saves_that_step_again(

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from gptexp.config.schema import Config, ModelConfig
+from gptexp.config.vocabulary import with_vocab_size
 from gptexp.distributed.ranks import Rank
 from gptexp.machine import measured as kept
 from gptexp.machine.effective import Effective, load_effective, save_effective
@@ -179,6 +180,21 @@ def test_a_plan_measures_nothing(long_run: Config, slow: Callable[[str, str], li
     seen = slow("dtype", "float32")
     effective = settle(long_run, CPU, Rank(), None, N_VOCAB, measures=False)
     assert (seen, effective.measured, effective.dtype) == ([], {}, resolve(long_run, CPU, Rank()).dtype)
+
+
+def test_long_micro_batches_have_fewer_sequences_and_rounds(
+    long_run: Config, slow: Callable[[str, str], list[Effective]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long_run.batch.micro_batch_size = 64
+    known = with_vocab_size(long_run, 320)
+    assert timing.sequences(known) == 64
+    known.model = ModelConfig(n_layer=12, n_head=12, n_embd=768, block_size=1024, vocab_size=50304)
+    assert timing.sequences(known) == 1
+    long_run.batch.micro_batch_size = 2
+    seen = slow("dtype", "float32")
+    monkeypatch.setattr(timing, "ENOUGH_S", 0.0)
+    settle(long_run, CPU, Rank(), None, N_VOCAB)
+    assert len(seen) == 4 * timing.LEAST_ROUNDS
 
 
 SHAPE = {"model": "a shape"}
