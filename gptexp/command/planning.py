@@ -100,7 +100,7 @@ def plan(cfg: Config, earlier: Effective | None = None, gpu: Gpu | None = None) 
     if cfg.branch_from is not None:
         earlier = load_effective(Path(run_and_step(cfg.branch_from)[0]))
     rank = Rank(0, world_size, 0, local)
-    effective = settle(cfg, device, rank, earlier, n_vocab or ASSUMED_CHARACTERS, measures=False)
+    effective = settle(cfg, device, rank, earlier, n_vocab or ASSUMED_CHARACTERS, measure=None)
     unknown = None if n_vocab or cfg.model.vocab_size != AUTO else cfg.data.tokenizer
     if unknown is not None:
         assumed = replace(effective.vocab_size, reason="an assumption, until the corpus is tokenised")

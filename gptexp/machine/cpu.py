@@ -25,9 +25,12 @@ def _cpuinfo() -> dict[str, str]:
     return {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in first.splitlines())}
 
 
-def cpu_name() -> str:
-    """The product name of the CPU, as far as the system tells it."""
-    return _cpuinfo().get("model name") or platform.processor() or platform.machine()
+def fingerprint() -> str:
+    """Equal for CPUs of one make and model that show the same instructions; a virtual machine may hide some."""
+    about = _cpuinfo()
+    named = [about.get(key, "") for key in ("vendor_id", "model name", "cpu family", "model", "stepping")]
+    shown = sorted(name for name, has in torch.cpu.get_capabilities().items() if has is True)
+    return " ".join([platform.machine(), *named, *shown])
 
 
 def has_native_bfloat16() -> bool:
@@ -44,7 +47,8 @@ def has_fast_bfloat16() -> bool:
     and 300 in float32, at every shape.
     """
     has = torch.cpu.get_capabilities()
-    return bool(has.get("amx_bf16") or (has_native_bfloat16() and not has.get("avx512_fp16")))
+    leaves_them_to_amx = _cpuinfo().get("vendor_id") == "GenuineIntel" and has.get("avx512_fp16")
+    return bool(has.get("amx_bf16") or (has_native_bfloat16() and not leaves_them_to_amx))
 
 
 def has_fast_onednn_float32() -> bool:
@@ -56,6 +60,7 @@ def has_fast_onednn_float32() -> bool:
     return _cpuinfo().get("vendor_id") == "AuthenticAMD" and bool(torch.cpu.get_capabilities().get("avx512_f"))
 
 
+@cache
 def onednn_float32_error() -> float:
     """Relative error of a float32 product at matmul precision "medium".
 

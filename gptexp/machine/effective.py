@@ -57,8 +57,8 @@ class Effective:
     vocab_size: Choice[int]  # rows of wte
     dtype: Choice[str]  # float32, or bfloat16 by autocast
     matmul_precision: Choice[str]  # of products in float32, torch's names; "high" is TF32
-    attention: Choice[str]  # kernel of scaled_dot_product_attention
     compile: Choice[bool]
+    attention: Choice[str]  # kernel of scaled_dot_product_attention
     loss: Choice[str]  # plain, chunked or fused
     fused: Choice[bool]  # AdamW's kernel
     threads_per_rank: Choice[int]

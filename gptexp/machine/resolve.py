@@ -1,6 +1,6 @@
 """The choice of a value for every `auto`: by rules, or by what a trial on this machine has measured.
 
-No rule times anything: equal machines choose alike, whatever else runs on them.
+No rule times anything: but for the micro-batch, which follows the free memory, equal machines choose alike.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,6 @@ from gptexp.machine.effective import ASKED, Choice, Effective
 from gptexp.machine.measured import NOTHING, Measured
 from gptexp.model.flops import flops_per_token
 from gptexp.model.memory import Memory, StepShape, memory_estimate
-from gptexp.process.errors import ConfigError
 from gptexp.process.words import duration
 from gptexp.storage.init_from import choose_vocab_size
 
@@ -94,19 +93,18 @@ def resolve(
         measured.deciding("compile", lambda: _compile(cfg, device, rank, dtype.value, precision.value)),
     )
     for_graph = for_dtype if before and before.compile.value == compiled.value else {}
+    eagerly = NOTHING if compiled.value else measured  # loss and attention are compared without compiling
     attention = _choose(
         train.attention,
         for_graph.get("attention"),
-        measured.deciding("attention", lambda: best_kernel(device, dtype.value, compiled.value, cfg.seq_len)),
+        eagerly.deciding("attention", lambda: best_kernel(device, dtype.value, compiled.value, cfg.seq_len)),
     )
     check_kernel(attention.value, kind, dtype.value)
     loss = _choose(
         train.loss,
         for_graph.get("loss"),
-        measured.deciding("loss", lambda: _loss(cfg, kind, dtype.value, compiled.value)),
+        eagerly.deciding("loss", lambda: _loss(cfg, kind, dtype.value, compiled.value)),
     )
-    if loss.source == "asked" and loss.value == "fused" and (missing := missing_compiler(device)):
-        raise ConfigError(f"train.loss=fused: {missing}; install it, or use train.loss=chunked")
     # "asked", so that a cell of the sweep with AdamW does not take it over.
     fused = Choice(False, "asked", f"gptexp uses no fused kernel for {cfg.optim.name}")
     if isinstance(cfg.optim, AdamWConfig):
@@ -136,7 +134,7 @@ def resolve(
         micro_batch_size=Choice(1, "decided", ""),  # a placeholder: the choice needs the values of the others
         memory_key=key,
         local_world_size=rank.local_world_size,
-        measured=before.measured if before else measured.ms,
+        measured={**(before.measured if before else {}), **measured.times},
         peak_flops_per_rank=before.peak_flops_per_rank if before and for_dtype and same_node else None,
     )
     size = _choose(
@@ -212,7 +210,7 @@ def _compile(cfg: Config, device: Device, rank: Rank, dtype: str, precision: str
     if device.type == "cuda":
         return True, "compilation takes one to two minutes; a step is then about twice as fast"
     if dtype == "float32" and precision == "highest":
-        return False, "slow float32 products take most of a step, and compilation does not speed them up"
+        return False, "float32 products take most of a step, and compilation does not speed them up"
     cells = cfg.sweep.cells
     saved_s, cost_s = COMPILE_GAIN * eager_s(cfg, rank), COMPILE_S + CACHED_S * (cells - 1)
     runs = "the whole run" if cells == 1 else f"all {cells} cells"

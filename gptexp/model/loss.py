@@ -81,7 +81,7 @@ def bits_per_byte(loss: float, bytes_per_token: float) -> float:
 
 
 class _Chunked(torch.autograd.Function):
-    """The loss in a model that is not compiled. The compiler cannot look into `_chunked`, which costs an import."""
+    """The loss in a model that is not compiled; the first call of a custom operation would import the compiler."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, needs_grad: bool, fused: bool) -> Tensor:
@@ -134,7 +134,6 @@ def _loss_and_gradients(
     """(mean loss, gradient of `hidden`, gradient of `weight`). The gradients are empty unless `needs_grad`.
 
     If `fused`, a chunk is compiled: on a GPU as a whole, on a CPU the passes over the logits, if gradients are needed.
-    Validation has batches of other sizes, and each would be compiled anew.
     """
     hidden, weight, on_cpu = hidden.detach(), weight.detach(), hidden.device.type == "cpu"
     counted = targets != IGNORED
@@ -149,9 +148,13 @@ def _loss_and_gradients(
     shifted = not on_cpu or bool(hidden.norm(dim=1).max() * weight.norm(dim=1).max() > SAFE_LOGIT)
     rows = chunk_rows(len(hidden), hidden.device.type)
     in_one_pass = fused and on_cpu and needs_grad
-    out, wide = _buffers(rows, len(weight), weight.dtype, in_one_pass) if on_cpu else (None, None)
-    exps = _compiled(_exps) if in_one_pass else _exps if wide is None else partial(_exps, wide=wide)
-    chunk = _compiled(_chunk) if fused and not on_cpu else _chunk
+    out = _buffer(rows, len(weight), weight.dtype) if on_cpu else None
+    exps: Callable[..., tuple[Tensor, Tensor]] = _exps
+    if in_one_pass:
+        exps = _compiled(_exps, dynamic=True)
+    elif on_cpu and weight.dtype != torch.float32:
+        exps = partial(_exps, wide=_buffer(rows, len(weight), torch.float32))
+    chunk = _compiled(_chunk, dynamic=False) if fused and not on_cpu else _chunk
     with torch.no_grad():
         for first in range(0, len(hidden), rows):
             part = slice(first, first + rows)
@@ -163,20 +166,28 @@ def _loss_and_gradients(
 
 
 @lru_cache(maxsize=1)
-def _buffers(rows: int, vocab: int, dtype: torch.dtype, in_one_pass: bool) -> tuple[Tensor, Tensor | None]:
-    """Buffers on the CPU for the logits of one chunk, (R, V): in `dtype`, and in float32 if passes need it.
+def _buffers(_rows: int, _vocab: int) -> dict[torch.dtype, Tensor]:
+    """The buffers of `_buffer` for the newest shape; those of others are freed."""
+    return {}
 
-    They are reused by every call: the page faults of new memory of this size take more time than the arithmetic, and
-    freed buffers leave the heap fragmented.
+
+def _buffer(rows: int, vocab: int, dtype: torch.dtype) -> Tensor:
+    """A buffer on the CPU for the logits of one chunk, (R, V).
+
+    Buffers are reused by every call: the page faults of new memory of this size take more time than the arithmetic,
+    and freed buffers leave the heap fragmented.
     """
-    with torch.inference_mode(False):  # tensors from inference mode cannot be used in training
-        low = torch.empty((rows, vocab), dtype=dtype)
-        return low, None if in_one_pass or dtype == torch.float32 else low.float()
+    kept = _buffers(rows, vocab)
+    if dtype not in kept:
+        with torch.inference_mode(False):  # tensors from inference mode cannot be used in training
+            kept[dtype] = torch.empty((rows, vocab), dtype=dtype)
+    return kept[dtype]
 
 
 @cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    compiled: Callable[..., Any] = torch.compile(function, fullgraph=True, dynamic=False, options=compile_options())
+def _compiled(function: Callable[..., Any], dynamic: bool) -> Callable[..., Any]:
+    """`function`, compiled. If `dynamic`, one graph serves all numbers of rows and of ids."""
+    compiled: Callable[..., Any] = torch.compile(function, fullgraph=True, dynamic=dynamic, options=compile_options())
     return compiled
 
 

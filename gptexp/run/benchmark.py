@@ -42,7 +42,11 @@ def workloads(device: str) -> dict[str, Workload]:
 
 
 def run_workload(name: str, workload: Workload, extra: list[str], out: Path) -> dict[str, Any]:
-    """Train `workload` with a cold cache for one step, then with a warm cache until enough steps are measured."""
+    """Train `workload` with a cold cache for one step, then with a warm cache until enough steps are measured.
+
+    A first run makes the trial of `auto` values, if these runs are long enough for one: its result is kept.
+    """
+    run_until(workload, extra, out / f"{name}-trial", out / "compile-cache" / f"{name}-trial", steps=1)
     cache = out / "compile-cache" / name
     cold = run_until(workload, extra, out / f"{name}-cold", cache, steps=1)
     warm = run_until(workload, extra, out / name, cache, steps=WARM_UP + workload.steps)

@@ -18,10 +18,12 @@ from gptexp.config.schema import Config
 from gptexp.config.vocabulary import with_vocab_size
 from gptexp.distributed.group import barrier
 from gptexp.distributed.ranks import Rank
+from gptexp.machine.device import missing_compiler
 from gptexp.machine.effective import Effective
 from gptexp.model import loss as losses
 from gptexp.model.compiler import compile_options
 from gptexp.model.gpt import GPT
+from gptexp.process.errors import ConfigError
 from gptexp.training.loop import Training
 
 # DDP splits a compiled graph wherever a gradient bucket is full. With gradient accumulation the buckets help in one
@@ -34,7 +36,7 @@ INDUCTOR_CACHE, TRITON_CACHE = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
 def replace_unwritable_caches() -> list[str]:
     """Replace compile caches that cannot be written by temporary ones. Returns a line for each.
 
-    Must run before the first optimizer is built: that imports the compiler, which creates its folder or fails.
+    Must run before the compiler is imported, which creates its folder or fails.
     """
     # torch's own default (torch._inductor.runtime.cache_dir_utils, which cannot be used: it imports the compiler).
     try:
@@ -57,6 +59,17 @@ def replace_unwritable_caches() -> list[str]:
             atexit.register(shutil.rmtree, os.environ[name], ignore_errors=True)
             lines.append(f"{name}={folder}: cannot be written ({error.strerror}); a temporary cache is used")
     return lines
+
+
+def refuse_missing_compiler(effective: Effective, device: torch.device) -> None:
+    """Raise `ConfigError` if the loss is to be fused and nothing can compile it."""
+    if effective.loss.value != "fused":
+        return
+    missing = (
+        missing_compiler(device) if device.type in ("cpu", "cuda") else f"torch.compile is incomplete for {device}"
+    )
+    if missing:
+        raise ConfigError(f"train.loss=fused: {missing}; use train.loss=chunked")
 
 
 def build_gpt(cfg: Config, effective: Effective, device: torch.device) -> GPT:

@@ -60,10 +60,10 @@ def load_checkpointed(directory: Path | str, averaged: bool = False) -> LoadedRu
     model = GPT(config.model, plain_cross_entropy)
     checkpoint.load_weights(path, model, averaged)
     saved = load_effective(directory)
-    here = config
+    here = replace(config, train=replace(config.train, loss=AUTO))  # it has the plain loss, and needs no compiler
     if saved is None or saved.device != device.type:  # the kernels that the config asks for may not exist here
         optim = replace(config.optim, fused=AUTO) if isinstance(config.optim, AdamWConfig) else config.optim
-        here = replace(config, train=replace(config.train, attention=AUTO), optim=optim)
+        here = replace(here, train=replace(here.train, attention=AUTO), optim=optim)
     effective = resolve(here, device, Rank(), saved)
     return LoadedRun(model.to(device).eval(), config, effective, path, state, device, averaged)
 

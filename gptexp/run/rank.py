@@ -46,6 +46,7 @@ from gptexp.machine.effective import (
     save_effective,
     step_context,
 )
+from gptexp.machine.measured import Measured
 from gptexp.model.flops import Utilisation, count_parameters, utilisation
 from gptexp.model.generate import Sampling, complete
 from gptexp.model.gpt import GPT
@@ -62,14 +63,14 @@ from gptexp.process.errors import (
 from gptexp.process.signals import EXIT_CODES, StopRequest, ignore_stops
 from gptexp.process.terminal import emit, say, warn
 from gptexp.process.words import counted
-from gptexp.run.build import build_gpt, compile_in_turn, replace_unwritable_caches, wrap
+from gptexp.run.build import build_gpt, compile_in_turn, refuse_missing_compiler, replace_unwritable_caches, wrap
 from gptexp.run.faults import explained
 from gptexp.run.first_weights import load_first_weights, refuse_too_few_weights
 from gptexp.run.job import Job
 from gptexp.run.scoring import of_lm_eval
 from gptexp.run.sharpness import measure_while_training
 from gptexp.run.summary import Summary, about, end_line, end_lines, start_event, start_lines
-from gptexp.run.timing import settle
+from gptexp.run.timing import Tried, settle, trial
 from gptexp.run.tokenizers import refuse_other_ids
 from gptexp.run.trial import settle_micro_batch
 from gptexp.storage import branch, checkpoint, init_from, run_dir
@@ -223,8 +224,15 @@ def _decide(job: Job, prepared: Prepared) -> Decision:
     _refuse_changed_data(directory, run_dir.read_summary(directory).get("data_hash"), dataset)
     found = checkpoint.load_latest(checkpoints)
     parent = branch.find(cfg.branch_from) if found is None else None
-    earlier = load_effective(directory if parent is None else parent.directory)
-    effective = settle(cfg, prepared.device, job.rank, earlier, dataset.n_vocab)
+    saved = directory if parent is None else parent.directory
+
+    def measure(tried: Tried, rounds: int) -> Measured | None:
+        if cfg.log.progress not in ("off", "json"):
+            say(f"trial           of {', '.join(tried)}, with micro-batches of the model")
+        return trial(directory, saved, dataset.n_vocab, job.stop, tried, rounds)
+
+    effective = settle(cfg, prepared.device, job.rank, load_effective(saved), dataset.n_vocab, measure)
+    refuse_missing_compiler(effective, prepared.device)
     cfg = with_vocab_size(cfg, effective.vocab_size.value)
     # Before the micro-batch is settled: on a GPU that builds the model.
     source = _first_weights(cfg, dataset) if cfg.init_from and found is None and parent is None else None

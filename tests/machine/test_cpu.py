@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -38,6 +39,7 @@ def on(monkeypatch: pytest.MonkeyPatch) -> On:
         (ZEN_5, AMD, True, True, True),
         (AVX2, AMD, False, False, False),
         (ARM, "", True, True, False),
+        ({**ZEN_5, "avx512_fp16": True}, AMD, True, True, True),
     ],
 )
 def test_rules_on_known_cpus(
@@ -48,11 +50,32 @@ def test_rules_on_known_cpus(
     assert found == (native, fast, onednn)
 
 
-def test_the_name_of_a_cpu_is_that_of_linux(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "_cpuinfo", lambda: {"model name": "A CPU of 2030"})
-    assert cpu.cpu_name() == "A CPU of 2030"
-    monkeypatch.setattr(cpu, "_cpuinfo", dict)  # another system
-    assert cpu.cpu_name()
+CPUINFO = """processor\t: 0
+vendor_id\t: GenuineIntel
+model name\t: Intel(R) Xeon(R) Processor
+stepping\t: {stepping}
+
+processor\t: 1
+vendor_id\t: another
+"""
+
+
+def test_the_fingerprint_tells_models_and_visible_instructions_apart(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(cpu, "CPUINFO", tmp_path / "cpuinfo")
+    found = []
+    for stepping, capabilities in ((1, XEON_WITH_AMX), (1, XEON_WITHOUT_AMX), (2, XEON_WITH_AMX), (1, XEON_WITH_AMX)):
+        cpu.CPUINFO.write_text(CPUINFO.format(stepping=stepping))
+        cpu._cpuinfo.cache_clear()
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda capabilities=capabilities: capabilities)
+        found.append(cpu.fingerprint())
+    cpu._cpuinfo.cache_clear()
+    assert (len(set(found)), found[0] == found[3]) == (3, True)
+    assert "GenuineIntel Intel(R) Xeon(R) Processor" in found[0]
+    monkeypatch.setattr(cpu, "CPUINFO", tmp_path / "missing")  # another system
+    assert cpu.fingerprint()
+    cpu._cpuinfo.cache_clear()
 
 
 def test_the_error_limit_separates_float32_from_bfloat16() -> None:

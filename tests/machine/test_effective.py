@@ -117,15 +117,6 @@ def test_bfloat16_is_not_chosen_where_its_products_are_slower(monkeypatch: pytes
     assert (choice.value, "faster in float32" in choice.reason) == ("float32", True)
 
 
-def test_a_fused_loss_without_a_compiler_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    cfg = Config()
-    cfg.train.loss = "fused"
-    assert resolve(cfg, CPU, Rank()).loss.value == "fused"
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(ConfigError, match=r"train.loss=fused: the C\+\+ compiler no-such-compiler is not installed"):
-        resolve(cfg, CPU, Rank())
-
-
 @pytest.mark.parametrize(("vocabulary", "loss"), [(320, "plain"), (1024, "plain"), (1088, "chunked")])
 def test_a_small_vocabulary_has_whole_logits(vocabulary: int, loss: str) -> None:
     cfg = Config()

@@ -22,7 +22,7 @@ from gptexp.data.loader import MicroBatch
 from gptexp.distributed.ranks import Rank
 from gptexp.distributed.reduction import MeanReduction, TreeReduction
 from gptexp.model.gpt import GPT
-from gptexp.model.loss import _chunked, chunked_cross_entropy, plain_cross_entropy
+from gptexp.model.loss import chunked_cross_entropy, plain_cross_entropy
 from gptexp.model.memory import StepShape, memory_estimate
 from gptexp.model.optimizer_state import parameter_shapes, state_bytes
 from gptexp.training.optim import build_optimizer
@@ -66,11 +66,7 @@ class LiveBytes(TorchDispatchMode):
         self.now -= self.sizes.pop(key)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is torch.ops.gptexp.chunked_cross_entropy.default:
-            with self:  # count the allocations inside the operation too
-                out = _chunked._init_fn(*args)
-        else:
-            out = function(*args, **(kwargs or {}))
+        out = function(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
             if isinstance(leaf, torch.Tensor):
                 self.add(leaf)
@@ -235,12 +231,12 @@ from gptexp.config.schema import Config
 from gptexp.data.loader import MicroBatch
 from gptexp.distributed.ranks import Rank
 from gptexp.distributed.reduction import MeanReduction
-from gptexp.machine.effective import apply, forward_context
+from gptexp.machine.effective import apply, forward_context, step_context
 from gptexp.machine.resolve import estimate, resolve
 from gptexp.run.build import build_gpt
 from gptexp.training.optim import build_optimizer
 from gptexp.training.step import TrainStep
-import torch._dynamo  # torch's optimizers import it
+import torch._dynamo  # as a compiled run does
 
 n_layer, n_embd, vocab, t, b, micro_steps, loss, compiled = json.loads(sys.argv[1])
 if compiled == "on":  # the compiler itself is imported and started now, and not part of the growth
@@ -256,8 +252,9 @@ gpt = build_gpt(cfg, effective, torch.device("cpu"))
 optimizer = build_optimizer(gpt, cfg.optim, True)
 x = torch.zeros(b, t, dtype=torch.int64)
 step = TrainStep(gpt, optimizer, MeanReduction(None), 1.0, forward_context(effective), dropout=False)
-for _ in range(3):
-    step(iter([MicroBatch(x, x, 0, 0)] * micro_steps), micro_steps, lr_factor=1.0)
+with step_context(effective):
+    for _ in range(3):
+        step(iter([MicroBatch(x, x, 0, 0)] * micro_steps), micro_steps, lr_factor=1.0)
 grown = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
 print(json.dumps([grown, estimate(cfg, effective, 1).peak]))
 """
@@ -275,6 +272,7 @@ print(json.dumps([grown, estimate(cfg, effective, 1).peak]))
         (8, 256, 8192, 256, 8, 2, "plain", "off"),
         (4, 128, 50304, 256, 8, 2, "chunked", "on"),
         (4, 128, 50304, 256, 8, 2, "plain", "on"),
+        (4, 128, 50304, 256, 8, 2, "fused", "on"),
     ],
 )
 def test_a_process_grows_by_about_the_estimate(sizes: tuple[object, ...]) -> None:

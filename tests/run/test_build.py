@@ -2,6 +2,7 @@
 
 import re
 import subprocess
+import sys
 import threading
 import time
 from collections import Counter
@@ -19,11 +20,12 @@ from conftest import events
 
 from gptexp.config.schema import Config, ModelConfig
 from gptexp.distributed.ranks import Rank
-from gptexp.machine.effective import Choice
+from gptexp.machine.effective import Choice, Source
 from gptexp.machine.resolve import resolve
 from gptexp.model.gpt import GPT
 from gptexp.model.loss import chunked_cross_entropy, plain_cross_entropy
-from gptexp.run.build import build_gpt, compile_in_turn, wrap
+from gptexp.process.errors import ConfigError
+from gptexp.run.build import build_gpt, compile_in_turn, refuse_missing_compiler, wrap
 
 Gptexp = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -171,3 +173,16 @@ def test_two_ranks_compile_each_graph_once(gptexp: Gptexp, tiny: list[str], tmp_
     again = Counter(re.findall(r"^\[rank(\d)\].*Recompiling function forward", said, re.MULTILINE))
     assert again == {"0": 1, "1": 1}  # validation: without gradients
     assert len(events(tmp_path / "out", "eval")) == 3
+
+
+@pytest.mark.parametrize("source", ["asked", "saved"])
+def test_a_fused_loss_without_a_compiler_is_refused(monkeypatch: pytest.MonkeyPatch, source: Source) -> None:
+    effective = replace(resolve(Config(), CPU, Rank()), loss=Choice("fused", source, ""))
+    monkeypatch.setenv("CXX", sys.executable)
+    refuse_missing_compiler(effective, CPU)
+    with pytest.raises(ConfigError, match=r"train.loss=fused: torch.compile is incomplete for mps"):
+        refuse_missing_compiler(effective, torch.device("mps"))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(ConfigError, match=r"train.loss=fused: the C\+\+ compiler no-such-compiler is not installed"):
+        refuse_missing_compiler(effective, CPU)
+    refuse_missing_compiler(replace(effective, loss=Choice("chunked", source, "")), CPU)

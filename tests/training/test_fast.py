@@ -19,11 +19,12 @@ from gptexp.config.schema import AdamWConfig, Config, ModelConfig
 from gptexp.data.loader import MicroBatch
 from gptexp.distributed.ranks import Rank
 from gptexp.distributed.reduction import MeanReduction
+from gptexp.machine.attention import attention_kernel
 from gptexp.machine.device import has_native_bfloat16
 from gptexp.machine.effective import forward_context, step_context
 from gptexp.machine.resolve import resolve
 from gptexp.model.gpt import GPT, Loss
-from gptexp.model.loss import chunked_cross_entropy, plain_cross_entropy
+from gptexp.model.loss import chunked_cross_entropy, fused_cross_entropy, plain_cross_entropy
 from gptexp.run.build import build_gpt
 from gptexp.run.workloads import SMALL
 from gptexp.training.optim import build_optimizer
@@ -42,11 +43,13 @@ def losses(
     checkpointing: bool = False,
     fused: bool = True,
     precision: str = "highest",
+    kernel: str = "flash",
 ) -> list[float]:
     """Losses of twenty steps with two micro-steps. Each token determines the next, so the model can learn."""
     torch.manual_seed(1337)
     gpt = GPT(MODEL, loss, checkpointing)
     if compiled:
+        torch.compiler.reset()  # its graphs do not depend on the kernel that is allowed
         gpt.compile(fullgraph=True, dynamic=False)
     optimizer = build_optimizer(gpt, AdamWConfig(lr=LR), fused)
     context = nullcontext if dtype == torch.float32 else partial(torch.autocast, "cpu", dtype)
@@ -59,7 +62,8 @@ def losses(
             start = torch.randint(512, (24, 1), generator=generator)
             tokens = (start + 7 * torch.arange(33)) % 512
             batches = [MicroBatch(half[:, :-1], half[:, 1:], 0, 0) for half in tokens.split(12)]
-            report = train_step(iter(batches), 2, lr_factor=min(1.0, (step + 1) / WARM_UP))
+            with attention_kernel(kernel, False, "cpu"):
+                report = train_step(iter(batches), 2, lr_factor=min(1.0, (step + 1) / WARM_UP))
             found.append(report.read().loss)
     finally:
         torch.set_float32_matmul_precision("highest")
@@ -90,6 +94,20 @@ COMPILED = {
         "loss": chunked_cross_entropy,
         "dtype": torch.bfloat16,
         "compiled": True,
+    },
+    "fused": lambda: {"loss": fused_cross_entropy},
+    "bfloat16, fused": lambda: {"loss": fused_cross_entropy, "dtype": torch.bfloat16},
+    "bfloat16, compiled, fused": lambda: {
+        "loss": fused_cross_entropy,
+        "dtype": torch.bfloat16,
+        "compiled": True,
+    },
+    "compiled, math": lambda: {"loss": plain_cross_entropy, "compiled": True, "kernel": "math"},
+    "bfloat16, compiled, math": lambda: {
+        "loss": plain_cross_entropy,
+        "dtype": torch.bfloat16,
+        "compiled": True,
+        "kernel": "math",
     },
 }
 
