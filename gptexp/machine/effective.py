@@ -8,7 +8,7 @@ import math
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar, get_args
@@ -18,7 +18,7 @@ import torch
 from gptexp.config.schema import fits_type
 from gptexp.machine.attention import attention_kernel
 from gptexp.machine.cpu import keep_freed_memory
-from gptexp.machine.measured import Times
+from gptexp.machine.measured import Times, are_times
 from gptexp.process.errors import ConfigError
 from gptexp.process.words import shown
 from gptexp.storage import run_dir
@@ -65,7 +65,7 @@ class Effective:
     micro_batch_size: Choice[int]  # sequences per rank and forward pass (B)
     memory_key: str  # of the config for which the micro-batch size was chosen
     local_world_size: int  # ranks per node, which share its cores
-    measured: Times = field(default_factory=dict)  # what a trial has found; empty: every choice follows a rule
+    measured: Times | None = None  # what a trial has found; None: every choice follows a rule
     peak_flops_per_rank: float | None = None  # FLOP/s of matrix products, if measured for log.mfu_peak
 
     @property
@@ -93,10 +93,12 @@ class Effective:
         if unknown := sorted(values.keys() - known.keys() - {"reasons", "sources"}):
             raise ValueError(f"unknown key '{unknown[0]}'; another version of gptexp may have saved it")
         rebuilt: dict[str, Any] = {}
-        absent: dict[str, Any] = {"measured": {}, "peak_flops_per_rank": None}  # from files of older versions
+        absent: dict[str, Any] = {"measured": None, "peak_flops_per_rank": None}  # from files of older versions
         for key, kind in known.items():
             value = values.get(key, absent[key]) if key in absent else values[key]
             is_choice = getattr(kind, "__origin__", None) is Choice
+            if key == "measured" and value is not None and not (value and are_times(value)):
+                raise ValueError(f"measured={shown(value)}: not the times of a trial")
             if not fits_type(value, get_args(kind)[0] if is_choice else kind):
                 raise ValueError(f"{key}={shown(value)}: wrong type")
             if is_choice:

@@ -65,6 +65,17 @@ class Measured:
 NOTHING = Measured({})
 
 
+def are_times(value: Any) -> bool:
+    """Whether a value from a file has the form of `Times`."""
+    return isinstance(value, dict) and all(
+        isinstance(comparison, dict)
+        and isinstance(ms := comparison.get("ms"), dict)
+        and {comparison.get("rule"), comparison.get("chosen")} <= ms.keys()
+        and all(isinstance(number, float | int) for number in ms.values())
+        for comparison in value.values()
+    )
+
+
 def in_config(value: str | bool) -> str:
     """A value as a config has it, where a switch is on or off."""
     return next((name for name, meant in SWITCH.items() if meant is value), str(value))
@@ -95,13 +106,9 @@ def recall(cfg: Config, shape: Mapping[str, Any]) -> Measured | None:
     """The saved times of `shape`; None without them."""
     try:
         found = run_dir.read_json(_path(cfg, shape))
-        if found.get("shape") != shape:
-            return None
-        for comparison in found["times"].values():
-            comparison["ms"][comparison["rule"]] + comparison["ms"][comparison["chosen"]]
-        return Measured(found["times"])
-    except (UserError, LookupError, TypeError, AttributeError):  # a file that was cut off
+    except UserError:  # a file that was cut off
         return None
+    return Measured(found["times"]) if found.get("shape") == shape and are_times(found.get("times")) else None
 
 
 def measure_once(cfg: Config, shape: Mapping[str, Any], measure: Callable[[], Measured | None]) -> Measured:

@@ -134,7 +134,7 @@ def resolve(
         micro_batch_size=Choice(1, "decided", ""),  # a placeholder: the choice needs the values of the others
         memory_key=key,
         local_world_size=rank.local_world_size,
-        measured={**(before.measured if before else {}), **measured.times},
+        measured={**((before and before.measured) or {}), **measured.times} or None,
         peak_flops_per_rank=before.peak_flops_per_rank if before and for_dtype and same_node else None,
     )
     size = _choose(

@@ -24,7 +24,7 @@ from gptexp.distributed.ranks import Rank
 from gptexp.machine import measured as kept
 from gptexp.machine.device import has_native_bfloat16
 from gptexp.machine.effective import Effective, load_effective, save_effective
-from gptexp.machine.measured import MARGIN, Measured, compared, measure_once, recall
+from gptexp.machine.measured import MARGIN, Measured, Times, compared, measure_once, recall
 from gptexp.machine.resolve import resolve
 from gptexp.model.gpt import GPT
 from gptexp.process.errors import UserError
@@ -70,6 +70,11 @@ def settled(cfg: Config, rank: Rank = TWO_RANKS) -> Effective:
     return settle(cfg, CPU, rank, None, N_VOCAB, measure)
 
 
+def times(effective: Effective) -> Times:
+    assert effective.measured is not None
+    return effective.measured
+
+
 # --- what is compared ------------------------------------------------------------------------------------------------
 
 
@@ -106,7 +111,7 @@ def test_what_is_asked_for_or_must_not_depend_on_times_is_not_compared(
 def test_attention_is_not_compared_with_dropout_for_which_a_cpu_has_one_kernel(long_run: Config) -> None:
     long_run.train.max_steps, long_run.model.dropout = 10**6, 0.2
     assert tried(long_run) == ["dtype", "loss"]
-    assert settled(long_run).measured.keys() == {"dtype", "loss"}
+    assert times(settled(long_run)).keys() == {"dtype", "loss"}
 
 
 def test_a_saved_choice_is_not_compared_again(long_run: Config) -> None:
@@ -175,11 +180,11 @@ def test_rounds_are_compared_in_pairs_so_that_a_slow_machine_slows_both() -> Non
 
 
 def test_what_was_compared_without_compiling_decides_nothing_for_a_compiled_model(long_run: Config) -> None:
-    times = {"loss": compared("plain", {"plain": [2.0] * 3, "chunked": [1.0] * 3}),
+    found = {"loss": compared("plain", {"plain": [2.0] * 3, "chunked": [1.0] * 3}),
              "attention": compared("flash", {"flash": [2.0] * 3, "math": [1.0] * 3})}  # fmt: skip
     for compiles, expected in (("off", ("chunked", "math")), ("on", ("plain", "math"))):
         long_run.train.compile = compiles
-        effective = resolve(long_run, CPU, Rank(), measured=Measured(times))
+        effective = resolve(long_run, CPU, Rank(), measured=Measured(found))
         assert (effective.loss.value, effective.attention.value) == expected
         assert ("measured" in effective.attention.reason) == (compiles == "off")
 
@@ -209,7 +214,7 @@ def test_the_faster_dtype_is_chosen_and_saved(
     slow("dtype", slower)
     effective = settled(long_run)
     assert (effective.dtype.value, effective.dtype.source) == (faster, "decided")
-    ms = effective.measured["dtype"]["ms"]
+    ms = times(effective)["dtype"]["ms"]
     assert ms[slower] > 1.5 > ms[faster] > 0.4
     save_effective(tmp_path, effective)
     assert load_effective(tmp_path) == effective
@@ -248,7 +253,7 @@ def test_a_plan_measures_nothing_and_says_what_is_open(
 ) -> None:
     seen = slow("dtype", "float32")
     effective = settle(long_run, CPU, Rank(), None, N_VOCAB, None)
-    assert (seen, effective.measured, effective.dtype.value) == ([], {}, resolve(long_run, CPU, Rank()).dtype.value)
+    assert (seen, effective.measured, effective.dtype.value) == ([], None, resolve(long_run, CPU, Rank()).dtype.value)
     assert effective.dtype.reason.endswith("; unless the run finds bfloat16 faster in a trial")
 
 
@@ -348,8 +353,8 @@ def test_real_micro_batches_are_timed(long_run: Config, monkeypatch: pytest.Monk
     names = [event.name for event in profile.events()]
     assert names.count("_Chunked") == ROUNDS
     assert names.count("aten::cross_entropy_loss") == 3 * ROUNDS
-    assert effective.measured.keys() == {"dtype", "loss"}
-    assert all(ms > 0 for comparison in effective.measured.values() for ms in comparison["ms"].values())
+    assert times(effective).keys() == {"dtype", "loss"}
+    assert all(ms > 0 for comparison in times(effective).values() for ms in comparison["ms"].values())
 
 
 @pytest.mark.slow
@@ -359,8 +364,8 @@ def test_compiled_micro_batches_are_timed(long_run: Config, monkeypatch: pytest.
     monkeypatch.setattr(timing, "eager_s", lambda cfg, rank: 1e6)
     long_run.train.max_steps = 10**6
     effective = settled(long_run)
-    assert effective.measured["compile"]["chosen"] == ("on" if effective.compile.value else "off")
-    assert effective.measured["loss"]["ms"].keys() == {"plain", "chunked", "fused"}
+    assert times(effective)["compile"]["chosen"] == ("on" if effective.compile.value else "off")
+    assert times(effective)["loss"]["ms"].keys() == {"plain", "chunked", "fused"}
 
 
 @pytest.mark.e2e
