@@ -8,7 +8,7 @@ quartiles over all counted steps, and the ratio of the medians in each round.
   stock            unchanged: float32 on a CPU (its dtype is ignored there), compiled
   helped DTYPE     in the dtype requested, compiled; glibc's allocator keeps freed memory, as in gptexp
 
-With `--dtype auto`, gptexp chooses its dtype, and helped nanoGPT is measured in both.
+With `--dtype auto`, gptexp chooses its dtype, and helped nanoGPT is measured in each that the hardware has.
 """
 
 import argparse
@@ -24,9 +24,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from gptexp.config.compose import compose
 from gptexp.config.schema import Config
 from gptexp.data.loader import build_dataset
+from gptexp.machine.device import has_native_bfloat16
 from gptexp.run.benchmark import WARM_UP, Workload, run_until, workloads
 from gptexp.storage import run_dir
 
@@ -102,7 +105,9 @@ def main() -> None:
     overrides = [text for what in args.workload for text in (known[what].overrides if what in known else (what,))]
     overrides += [f"train.dtype={args.dtype}", f"train.device={args.device}"]
     config = compose(overrides)
-    dtypes = ["float32", "bfloat16"] if args.dtype == "auto" else [args.dtype]
+    dtypes = [args.dtype]
+    if args.dtype == "auto":
+        dtypes = ["float32", "bfloat16"] if has_native_bfloat16(torch.device(args.device)) else ["float32"]
     # Unchanged nanoGPT ignores dtype on a CPU and computes in float32.
     of_stock = ["float32"] if args.device == "cpu" else dtypes
     peers = {f"{kind} {dtype}": (dtype, kind == "helped")

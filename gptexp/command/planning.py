@@ -30,7 +30,7 @@ from gptexp.process.terminal import terminal_width, warn
 from gptexp.process.words import counted, duration, rounded
 from gptexp.reporting.terminal_table import print_table
 from gptexp.run.calibrate import pace, sample
-from gptexp.run.timing import settle
+from gptexp.run.timing import resolve_with_trial
 from gptexp.sweep.cells import Draft, confounds, refuse_illegal
 from gptexp.sweep.grid import Grid
 
@@ -100,7 +100,7 @@ def plan(cfg: Config, earlier: Effective | None = None, gpu: Gpu | None = None) 
     if cfg.branch_from is not None:
         earlier = load_effective(Path(run_and_step(cfg.branch_from)[0]))
     rank = Rank(0, world_size, 0, local)
-    effective = settle(cfg, device, rank, earlier, n_vocab or ASSUMED_CHARACTERS, measure=None)
+    effective = resolve_with_trial(cfg, device, rank, earlier, n_vocab or ASSUMED_CHARACTERS, measure=None)
     unknown = None if n_vocab or cfg.model.vocab_size != AUTO else cfg.data.tokenizer
     if unknown is not None:
         assumed = replace(effective.vocab_size, reason="an assumption, until the corpus is tokenised")

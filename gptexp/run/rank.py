@@ -70,7 +70,7 @@ from gptexp.run.job import Job
 from gptexp.run.scoring import of_lm_eval
 from gptexp.run.sharpness import measure_while_training
 from gptexp.run.summary import Summary, about, end_line, end_lines, start_event, start_lines
-from gptexp.run.timing import Tried, settle, trial
+from gptexp.run.timing import Tried, resolve_with_trial, trial
 from gptexp.run.tokenizers import refuse_other_ids
 from gptexp.run.trial import settle_micro_batch
 from gptexp.storage import branch, checkpoint, init_from, run_dir
@@ -231,7 +231,7 @@ def _decide(job: Job, prepared: Prepared) -> Decision:
             say(f"trial           of {', '.join(tried)}, with micro-batches of the model")
         return trial(directory, saved, dataset.n_vocab, job.stop, tried, rounds)
 
-    effective = settle(cfg, prepared.device, job.rank, load_effective(saved), dataset.n_vocab, measure)
+    effective = resolve_with_trial(cfg, prepared.device, job.rank, load_effective(saved), dataset.n_vocab, measure)
     refuse_missing_compiler(effective, prepared.device)
     cfg = with_vocab_size(cfg, effective.vocab_size.value)
     # Before the micro-batch is settled: on a GPU that builds the model.

@@ -41,6 +41,7 @@ from gptexp.machine.measured import (
 from gptexp.machine.resolve import COMPILE_LOSS_S, COMPILE_S, EAGER_FLOPS, eager_s, resolve
 from gptexp.model.flops import flops_per_token
 from gptexp.model.gpt import GPT
+from gptexp.model.loss import LOSSES
 from gptexp.process.errors import UserError
 from gptexp.process.signals import StopRequest
 from gptexp.process.terminal import run_verb, warn
@@ -59,12 +60,12 @@ ROUNDS, MOST_ROUNDS, LEAST_ROUNDS = (
 ENOUGH_S = 1.0  # for each value; after this long, there are no further rounds than the least
 LONG_S = 1.0  # estimated duration of a micro-batch, which has fewer sequences in the trial if it takes longer
 USUAL_TOKENS = 8192  # of a micro-batch, if its size is not known before the memory is
-MOST_LOGITS = 2**28  # in a micro-batch; for more, the plain loss is not tried
+MOST_LOGITS = 2**26  # in a micro-batch; for more, which take 0.8 GB, the plain loss is not tried
 
 Tried = dict[str, list[str]]  # key -> the values to compare, as in a config, that of the rule first
 
 
-def settle(
+def resolve_with_trial(
     cfg: Config,
     device: Device,
     rank: Rank,
@@ -201,15 +202,16 @@ def _compared(
     generator = torch.Generator().manual_seed(0)
     size = sequences(cfg), cfg.seq_len
     x, y = (torch.randint(first.vocab_size.value, size, generator=generator) for _ in range(2))
-    models = {value: build_gpt(cfg, variant, device) for value, variant in variants.items()}
+    # One model for all: the trial then needs no more memory than the run.
+    model = build_gpt(cfg, next((v for v in variants.values() if v.compile.value), first), device)
     ms: dict[str, list[float]] = {value: [] for value in variants}
     counted_s = 0.0
     for number in range(rounds):
         if number >= LEAST_ROUNDS and counted_s > ENOUGH_S * len(variants):
             break
-        for value, model in models.items():
+        for value, variant in variants.items():
             started = time.perf_counter()
-            _micro_batch(model, variants[value], x, y)
+            _micro_batch(model, variant, x, y)
             seconds = time.perf_counter() - started
             if number:  # the first round compiles, and touches memory for the first time
                 ms[value].append(1e3 * seconds)
@@ -218,9 +220,11 @@ def _compared(
 
 
 def _micro_batch(model: GPT, effective: Effective, x: torch.Tensor, y: torch.Tensor) -> None:
+    model.loss = LOSSES[effective.loss.value]
+    forward = model if effective.compile.value else model.forward
     with step_context(effective):
         with forward_context(effective)():
-            loss = model(x, y)
+            loss = forward(x, y)
         loss.backward()
     model.zero_grad()
 

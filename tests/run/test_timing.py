@@ -30,7 +30,7 @@ from gptexp.model.gpt import GPT
 from gptexp.process.errors import UserError
 from gptexp.process.signals import StopRequest
 from gptexp.run import timing
-from gptexp.run.timing import ROUNDS, SHARE, settle, to_try, trial
+from gptexp.run.timing import ROUNDS, SHARE, resolve_with_trial, to_try, trial
 
 Start = Callable[..., "subprocess.Popen[str]"]
 
@@ -62,12 +62,12 @@ def tried(cfg: Config) -> list[str]:
 
 
 def settled(cfg: Config, rank: Rank = TWO_RANKS) -> Effective:
-    """`settle` with a trial in this process."""
+    """`resolve_with_trial` with a trial in this process."""
 
     def measure(values: timing.Tried, rounds: int) -> Measured:
         return Measured(timing.measure(cfg, CPU, None, N_VOCAB, rounds, values))
 
-    return settle(cfg, CPU, rank, None, N_VOCAB, measure)
+    return resolve_with_trial(cfg, CPU, rank, None, N_VOCAB, measure)
 
 
 def times(effective: Effective) -> Times:
@@ -242,7 +242,7 @@ def test_the_first_trial_decides_for_every_later_run_and_world_size(
     for rank in (Rank(), TWO_RANKS):
         later = settled(long_run, rank)
         assert (later.dtype, later.loss, later.measured) == (first.dtype, first.loss, first.measured)
-    assert settle(long_run, CPU, Rank(), None, N_VOCAB, None).dtype == first.dtype
+    assert resolve_with_trial(long_run, CPU, Rank(), None, N_VOCAB, None).dtype == first.dtype
     assert not seen
     other = replace(long_run, model=replace(long_run.model, n_embd=16))
     assert settled(other).dtype.value == "float32"  # another shape is measured again
@@ -252,7 +252,7 @@ def test_a_plan_measures_nothing_and_says_what_is_open(
     long_run: Config, slow: Callable[[str, str], list[Effective]]
 ) -> None:
     seen = slow("dtype", "float32")
-    effective = settle(long_run, CPU, Rank(), None, N_VOCAB, None)
+    effective = resolve_with_trial(long_run, CPU, Rank(), None, N_VOCAB, None)
     assert (seen, effective.measured, effective.dtype.value) == ([], None, resolve(long_run, CPU, Rank()).dtype.value)
     assert effective.dtype.reason.endswith("; unless the run finds bfloat16 faster in a trial")
 
@@ -336,13 +336,15 @@ def test_a_trial_that_fails_leaves_the_rules(
         raise UserError("train.*=auto: the trial was killed by SIGKILL")
 
     monkeypatch.setattr(timing, "ask", fails)
-    effective = settle(long_run, CPU, Rank(), None, N_VOCAB, partial(trial, tmp_path, tmp_path, 257, StopRequest()))
+    effective = resolve_with_trial(
+        long_run, CPU, Rank(), None, N_VOCAB, partial(trial, tmp_path, tmp_path, 257, StopRequest())
+    )
     assert "the trial was killed by SIGKILL; the rules choose dtype, loss" in capsys.readouterr().err
     assert effective == replace(
         resolve(long_run, CPU, Rank(), n_vocab=N_VOCAB), micro_batch_size=effective.micro_batch_size
     )
     monkeypatch.setattr(timing, "ask", lambda *_: pytest.fail("tried again"))
-    settle(long_run, CPU, Rank(), None, N_VOCAB, partial(trial, tmp_path, tmp_path, 257, StopRequest()))
+    resolve_with_trial(long_run, CPU, Rank(), None, N_VOCAB, partial(trial, tmp_path, tmp_path, 257, StopRequest()))
 
 
 def test_real_micro_batches_are_timed(long_run: Config, monkeypatch: pytest.MonkeyPatch) -> None:
