@@ -166,8 +166,8 @@ def estimate(cfg: Config, effective: Effective, world_size: int) -> Memory:
 
 
 def _called(device: Device) -> str:
-    """The device in a sentence: a GPU by its name."""
-    return f"the {device_name(device)}" if device.type == "cuda" else f"this {device.type}"
+    """The device in a sentence: a GPU by its name, and this CPU."""
+    return f"the {device_name(device)}" if device.type == "cuda" else f"this {device.type.upper()}"
 
 
 def _dtype(cfg: Config, device: Device) -> tuple[str, str]:
