@@ -52,6 +52,12 @@ def test_a_start_without_compiling_imports_neither_the_compiler_nor_scipy(
     assert not {"torch._dynamo", "torch._inductor", "scipy", "wandb"} & imported
 
 
+def test_denormals_are_zero_in_training(tiny: list[str], tmp_path: Path) -> None:
+    assert torch.tensor(2.0**-100) * 2.0**-40 != 0
+    assert train(compose([*tiny, "train.max_steps=1"]), tmp_path) == 0
+    assert torch.tensor(2.0**-100) * 2.0**-40 == 0
+
+
 def test_a_run_resumes_before_a_damaged_checkpoint_and_saves_that_step_again(
     tiny: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

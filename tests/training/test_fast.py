@@ -251,6 +251,7 @@ PLAIN_RUN = ["train.dtype=float32", "train.matmul_precision=highest", "train.com
 CHOICES = {
     "auto": ["train.dtype=float32"],
     "compiled": ["train.dtype=float32", "train.compile=on"],
+    "fused": ["train.dtype=float32", "train.loss=fused", "world=ddp2", "batch.micro_batch_size=4"],
     "bfloat16": ["train.dtype=bfloat16", "train.compile=on"],
 }
 EMULATED = pytest.mark.skipif(
@@ -259,7 +260,7 @@ EMULATED = pytest.mark.skipif(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["auto", "compiled", pytest.param("bfloat16", marks=EMULATED)])
+@pytest.mark.parametrize("name", ["auto", "compiled", "fused", pytest.param("bfloat16", marks=EMULATED)])
 def test_the_automatic_choices_keep_the_losses_of_a_real_run(gptexp: Gptexp, tmp_path: Path, name: str) -> None:
     """Compares `gptexp train` with float32, eager mode, whole logits and AdamW as a loop over the tensors."""
     found = []
