@@ -36,6 +36,7 @@ def on(monkeypatch: pytest.MonkeyPatch) -> On:
     [
         (XEON_WITH_AMX, INTEL, True, True, False),
         (XEON_WITHOUT_AMX, INTEL, True, False, False),
+        ({"avx512_f": True, "avx512_bf16": True}, INTEL, True, True, False),  # Cooper Lake
         (ZEN_5, AMD, True, True, True),
         (AVX2, AMD, False, False, False),
         (ARM, "", True, True, False),

@@ -294,6 +294,23 @@ def test_processes_that_start_at_once_measure_once(long_run: Config) -> None:
     assert (len(calls), found) == (1, [TIMES] * 3)
 
 
+def test_the_key_tells_apart_what_changes_the_times(long_run: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = with_vocab_size(long_run, 320)
+
+    def key(cfg: Config = known, sequences: int = 2, compiles: str = "off") -> str:
+        return json.dumps(kept.shape_of(cfg, sequences, {"loss": ["plain", "chunked"]}, {"compile": compiles}))
+
+    keys = [key(), key(sequences=4), key(compiles="on"), key(with_vocab_size(long_run, 384))]
+    keys.append(key(replace(known, train=replace(known.train, dtype="float32"))))
+    monkeypatch.setattr(kept, "cores_per_rank", lambda rank: 64)
+    keys.append(key())
+    monkeypatch.setattr(kept, "fingerprint", lambda: "another CPU")
+    keys.append(key())
+    assert len(set(keys)) == len(keys)
+    other_length = replace(known, train=replace(known.train, max_steps=10**9))
+    assert key(other_length) == key()
+
+
 OTHER = '{"shape": {"model": "another"}, "times": {}}'
 NO_TIMES, NO_VALUE = '{"shape": {"model": "a shape"}}', '{"shape": {"model": "a shape"}, "times": {"dtype": {}}}'
 
