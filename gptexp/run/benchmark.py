@@ -42,13 +42,13 @@ def workloads(device: str) -> dict[str, Workload]:
 
 
 def run_workload(name: str, workload: Workload, extra: list[str], out: Path) -> dict[str, Any]:
-    """Train `workload` with a cold cache for one step, then with a warm cache until enough steps are measured.
-
-    A first run makes the trial of `auto` values, if these runs are long enough for one: its result is kept.
-    """
-    run_until(workload, extra, out / f"{name}-trial", out / "compile-cache" / f"{name}-trial", steps=1)
+    """Train `workload` with a cold cache for one step, then with a warm cache until enough steps are measured."""
     cache = out / "compile-cache" / name
     cold = run_until(workload, extra, out / f"{name}-cold", cache, steps=1)
+    if run_dir.read_json(out / f"{name}-cold" / run_dir.EFFECTIVE)["measured"]:
+        # That start may have contained the trial of the `auto` values. Later ones use its result.
+        shutil.rmtree(cache, ignore_errors=True)
+        cold = run_until(workload, extra, out / f"{name}-cold-again", cache, steps=1)
     warm = run_until(workload, extra, out / name, cache, steps=WARM_UP + workload.steps)
     shutil.rmtree(cache, ignore_errors=True)
     return {**counted(warm.steps), **described(out / name), "cold_s": cold.start_s, "warm_s": warm.start_s}

@@ -81,7 +81,7 @@ def resolve_with_trial(
     alone = resolve(cfg, device, Rank(), earlier, n_vocab)
     tried, rounds = to_try(cfg, device, alone)
     if not tried:
-        return resolve(cfg, device, rank, earlier, n_vocab)
+        return alone if rank == Rank() else resolve(cfg, device, rank, earlier, n_vocab)
     known = with_vocab_size(cfg, alone.vocab_size.value)
     rules = {key: in_config(choice.value) for key, choice in alone.choices.items() if hasattr(cfg.train, key)}
     shape = shape_of(known, sequences(known), tried, rules)
