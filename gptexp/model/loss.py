@@ -9,7 +9,7 @@ of logits at a time with their loss and gradients, and then discards them. Its v
 import math
 from collections.abc import Callable
 from functools import cache, lru_cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -48,8 +48,7 @@ LOSSES = {"plain": plain_cross_entropy, "chunked": chunked_cross_entropy, "fused
 def _in_chunks(hidden: Tensor, weight: Tensor, targets: Tensor, fused: bool) -> Tensor:
     kind = hidden.device.type
     if torch.is_autocast_enabled(kind):
-        compute = torch.get_autocast_dtype(kind)
-        hidden, weight = hidden.to(compute), weight.to(compute)
+        hidden = hidden.to(torch.get_autocast_dtype(kind))
     # Computed here, because gradients are disabled inside the operation.
     needs_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     if torch.compiler.is_compiling():
@@ -133,36 +132,50 @@ def _loss_and_gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(mean loss, gradient of `hidden`, gradient of `weight`). The gradients are empty unless `needs_grad`.
 
-    If `fused`, a chunk is compiled: on a GPU as a whole, on a CPU the passes over the logits, if gradients are needed.
+    Products are in the type of `hidden`; the gradient of `weight` is summed over the chunks in float32. If `fused`, a
+    chunk is compiled: on a GPU as a whole, on a CPU the passes over its largest tensors, if gradients are needed.
     """
-    hidden, weight, on_cpu = hidden.detach(), weight.detach(), hidden.device.type == "cpu"
+    hidden, low, on_cpu = hidden.detach(), weight.detach().to(hidden.dtype), hidden.device.type == "cpu"
     counted = targets != IGNORED
+    of_mean = counted / counted.sum()  # a row's share of the mean
     targets = targets.clamp(min=0)
-    n = counted.sum()
     loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
     grad_hidden = torch.empty_like(hidden) if needs_grad else hidden.new_empty(0)
-    grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_grad else weight.new_empty(0)
+    grad_weight = torch.zeros_like(low, dtype=torch.float32) if needs_grad else low.new_empty(0)
     # Cauchy-Schwarz bounds every logit. If exp of the bound does not overflow, the usual shift by the row's maximum is
     # not needed. It is two passes over the logits: on two AVX2 cores it makes this function 1.14 times as slow at width
     # 32, 1.06 at 128 and 1.01 at 768. On a GPU the comparison would wait for the device.
-    shifted = not on_cpu or bool(hidden.norm(dim=1).max() * weight.norm(dim=1).max() > SAFE_LOGIT)
+    shifted = not on_cpu or bool(hidden.norm(dim=1).max() * low.norm(dim=1).max() > SAFE_LOGIT)
     rows = chunk_rows(len(hidden), hidden.device.type)
-    in_one_pass = fused and on_cpu and needs_grad
-    out = _buffer(rows, len(weight), weight.dtype) if on_cpu else None
-    exps: Callable[..., tuple[Tensor, Tensor]] = _exps
-    if in_one_pass:
-        exps = _compiled(_exps, dynamic=True)
-    elif on_cpu and weight.dtype != torch.float32:
-        exps = partial(_exps, wide=_buffer(rows, len(weight), torch.float32))
+    passes = _cpu_passes(rows, low, fused and needs_grad) if on_cpu else _Passes(torch.mm, _exps, Tensor.add_)
     chunk = _compiled(_chunk, dynamic=False) if fused and not on_cpu else _chunk
     with torch.no_grad():
         for first in range(0, len(hidden), rows):
             part = slice(first, first + rows)
             into = (grad_hidden[part], grad_weight) if needs_grad else None
-            loss += chunk(hidden[part], weight, targets[part, None], counted[part, None], shifted, into, out, exps)
-    if needs_grad:
-        grad_hidden, grad_weight = grad_hidden.div_(n), grad_weight.div_(n).to(weight.dtype)
-    return loss / n, grad_hidden, grad_weight
+            loss += chunk(hidden[part], low, targets[part, None], of_mean[part, None], shifted, into, passes)
+    return loss, grad_hidden, grad_weight.to(weight.dtype)
+
+
+class _Passes(NamedTuple):
+    """How a chunk passes over its largest tensors."""
+
+    logits: Callable[[Tensor, Tensor], Tensor]  # the product of two matrices
+    exps: Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor, Tensor]]  # `_exps`
+    add: Callable[[Tensor, Tensor], Tensor]  # adds the second argument to the first
+
+
+def _cpu_passes(rows: int, weight: Tensor, in_one_pass: bool) -> _Passes:
+    """The passes on a CPU, for the head `weight` (V, C): compiled if `in_one_pass`, else in place in kept buffers."""
+    out = _buffer(rows, len(weight), weight.dtype)
+
+    def logits(h: Tensor, transposed: Tensor) -> Tensor:
+        return torch.mm(h, transposed, out=out[: len(h)])
+
+    if in_one_pass:
+        return _Passes(logits, _compiled(_exps, dynamic=True), _compiled(_add, dynamic=True))
+    wide = None if weight.dtype == torch.float32 else _buffer(rows, len(weight), torch.float32)
+    return _Passes(logits, partial(_exps_in_place, wide=wide), Tensor.add_)
 
 
 @lru_cache(maxsize=1)
@@ -191,50 +204,61 @@ def _compiled(function: Callable[..., Any], dynamic: bool) -> Callable[..., Any]
     return compiled
 
 
-def _exps(low: Tensor, y: Tensor, keep: Tensor, shifted: bool, wide: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Replace base-2 logits `low` (R, V) by their exps. Returns the sum of the rows' losses, and the exps' sums (R, 1).
+def _exps(logits: Tensor, unshifted: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """(2^(logits - shift) in the type of `logits` (R, V), the sums of its rows (R, 1), the shift (R, 1)).
 
-    `wide` is a buffer of float32 for logits of another type. Compiled, this is one pass over them, or two if shifted.
+    The shift is `unshifted`, zeros, or if None the row's maximum. Compiled for a CPU, this is one pass over the logits.
+    The compiler makes that of it only because the sum is over the stored type, and because something differs by row,
+    be it a zero; otherwise there are two passes, each with its own exp2.
     """
-    logits = low.float() if wide is None else wide[: len(low)].copy_(low)
-    if shifted:
-        logits.sub_(logits.amax(-1, keepdim=True))
-    of_target = logits.gather(1, y)
-    total = logits.exp2_().sum(-1, keepdim=True)
-    if low.dtype != torch.float32:
-        low.copy_(logits)
-    return ((total.log() - of_target / LOG2_E) * keep).sum(), total
+    shift = logits.float().amax(-1, keepdim=True) if unshifted is None else unshifted
+    exps = (logits.float() - shift).exp2().to(logits.dtype)
+    return exps, exps.float().sum(-1, keepdim=True), shift
+
+
+def _exps_in_place(logits: Tensor, unshifted: Tensor | None, wide: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """`_exps` in the memory of `logits`. `wide` is a buffer of float32 for logits of another type."""
+    values = logits if wide is None else wide[: len(logits)].copy_(logits)
+    shift = values.amax(-1, keepdim=True) if unshifted is None else unshifted
+    if unshifted is None:
+        values.sub_(shift)
+    total = values.exp2_().sum(-1, keepdim=True)
+    return (values if wide is None else logits.copy_(values)), total, shift
+
+
+def _add(to: Tensor, product: Tensor) -> Tensor:
+    """`to` (float32) plus `product`. torch's own addition first converts a `product` of another type."""
+    return to.add_(product)
 
 
 def _chunk(
     h: Tensor,
     weight: Tensor,
     y: Tensor,
-    keep: Tensor,
+    of_mean: Tensor,
     shifted: bool,
     into: tuple[Tensor, Tensor] | None,
-    out: Tensor | None,
-    exps: Callable[..., tuple[Tensor, Tensor]],
+    passes: _Passes,
 ) -> Tensor:
-    """Sum of the losses of the rows `h` (R, C) with targets `y` (R, 1). `keep` (R, 1) is False for ignored rows.
+    """The loss of the rows `h` (R, C) with targets `y` (R, 1), each times its share `of_mean` (R, 1), summed.
 
-    The gradient of `h` is written to `into[0]`, and that of `weight` is added to `into[1]`. The logits are written to
-    `out`, and `exps` is `_exps`.
+    The gradient of `h` is written to `into[0]`, and that of `weight` (V, C) is added to `into[1]`.
     """
     # Logits are in base 2, because a CPU computes exp2 almost twice as fast as exp: exp(z) = 2^(z · log2 e), and the
     # factor is applied to the smaller operand `h`. The softmax stays unnormalised: 1/sum is applied to the (R, C)
     # operands of the two products below and not to all V columns. Each saves a pass over the largest tensor.
-    h_bits = h * LOG2_E
-    logits = h_bits @ weight.T if out is None else torch.mm(h_bits, weight.T, out=out[: len(h)])
-    loss, total = exps(logits, y, keep, shifted)
+    logits = passes.logits(h * LOG2_E, weight.T)
+    of_target = logits.gather(1, y).float()
+    exps, total, shift = passes.exps(logits, None if shifted else torch.zeros_like(of_target))
+    loss = ((total.log2() + (shift - of_target)) * of_mean).sum() / LOG2_E
     if into is None:
         return loss
     grad_hidden, grad_weight = into
-    scale = keep / total
-    grad_hidden.copy_((logits @ weight) * scale - weight[y[:, 0]] * keep)
-    if weight.dtype != torch.float32:
-        grad_weight += logits.T @ (h * scale).to(weight.dtype)
+    scale = of_mean / total
+    grad_hidden.copy_((exps @ weight) * scale - weight[y[:, 0]] * of_mean)
+    if weight.dtype == torch.float32:
+        grad_weight.addmm_(exps.T, h * scale)
     else:
-        grad_weight.addmm_(logits.T, h * scale)
-    grad_weight.index_add_(0, y[:, 0], (h * keep).float(), alpha=-1)
+        passes.add(grad_weight, exps.T @ (h * scale).to(weight.dtype))
+    grad_weight.index_add_(0, y[:, 0], (h * of_mean).float(), alpha=-1)
     return loss

@@ -71,15 +71,12 @@ def memory_estimate(m: ModelConfig, optim: OptimConfig, step: StepShape) -> Memo
     around = tokens * (4 * c + width * c + 24)  # the final LayerNorm; token ids
     scratch = 0
     if step.loss != "plain":
-        # A chunk's logits in float32, and in the compute type if it differs. Compiled: in the compute type, on a GPU
-        # twice. Then both gradients twice: as computed (the weight's in float32), and as returned.
-        bytes_per_logit = 6 if step.dtype == "bfloat16" else 4
-        if step.device == "cpu" and step.loss == "fused":
-            bytes_per_logit = width
-        elif step.device != "cpu" and (step.compiled or step.loss == "fused"):
-            bytes_per_logit = 2 * width
+        # A chunk's logits in float32, and in the compute type if it differs. Compiled: twice in the compute type. Then
+        # both gradients, as computed and multiplied by the loss's; the weight's is in float32.
+        compiled = step.loss == "fused" or (step.compiled and step.device != "cpu")
+        bytes_per_logit = 2 * width if compiled else 6 if step.dtype == "bfloat16" else 4
         scratch = chunk_rows(tokens, step.device) * vocab * bytes_per_logit
-        loss = scratch + (4 + width) * vocab * c + 2 * tokens * c * width
+        loss = scratch + 8 * vocab * c + 2 * tokens * c * width
     else:
         # Compiled: the logits and their gradient in the compute type. Else in float32: the log-softmax, the gradient of
         # the gathered entries and the gradient of the logits.
