@@ -25,9 +25,10 @@ HELLASWAG = "hellaswag"  # a value of train.eval_tasks
 PYTORCH_OPTIMIZER = "pytorch_optimizer"  # a package, of the extra gptexp[optim]
 LIMIT = 2**63  # exclusive upper bound of counts: torch and numpy have 64-bit integers
 
-# The kernels of torch's attention, each with the devices that have it.
+# The kernels of attention, each with the devices that have it.
 ATTENTION_DEVICES = {
     "cudnn": ("cuda",), "flash": ("cuda", "cpu"), "efficient": ("cuda",), "math": ("cuda", "cpu", "mps"),
+    "blocked": ("cpu",),
 }  # fmt: skip
 
 
@@ -409,8 +410,8 @@ class TrainConfig:
     dtype: str = _choice("auto", "float32", "bfloat16")  # auto: bfloat16 where the hardware computes it faster; in a
     # long run on a CPU the faster one in a trial
     matmul_precision: str = _choice("auto", "highest", "high", "medium")  # of float32, torch's names; high: TF32
-    attention: str = _choice("auto", *ATTENTION_DEVICES)  # torch's kernels; if set, no other is used; in a long run on
-    # a CPU the faster one in a trial
+    attention: str = _choice("auto", *ATTENTION_DEVICES)  # torch's kernels, and blocked: gptexp's for
+    # bfloat16; if set, no other is used in training; in a long run on a CPU the fastest one in a trial
     compile: str = _choice("auto", "on", "off")  # torch.compile; auto: on for GPUs and for long runs on CPUs that gain
     loss: str = _choice("auto", "plain", "chunked", "fused")  # chunked: keeps no logits; fused: the same with compiled
     # passes over each chunk; auto: plain on GPUs and for small vocabularies, else fused for compiled bfloat16, else

@@ -1,4 +1,4 @@
-"""The kernels of scaled_dot_product_attention: the devices that have them, and the choice of one."""
+"""The kernels of attention: the devices that have them, and the choice of one."""
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from gptexp.process.errors import ConfigError
 
 @dataclass(frozen=True)
 class Kernel:
-    backend: SDPBackend
+    backend: SDPBackend | None  # None: gptexp's own
     float32_on: tuple[str, ...]  # devices on which it supports float32
 
 
@@ -21,10 +21,11 @@ KERNELS = {
     "flash": Kernel(SDPBackend.FLASH_ATTENTION, ("cpu",)),
     "efficient": Kernel(SDPBackend.EFFICIENT_ATTENTION, ("cuda",)),
     "math": Kernel(SDPBackend.MATH, ("cuda", "cpu", "mps")),
+    "blocked": Kernel(None, ("cpu",)),
 }
 
-# Tokens up to which compiled math attention is faster than flash on a CPU, where the scores of a layer fit the caches.
-# At 1,024 tokens, blocks with flash are 13% faster.
+# Tokens up to which compiled math attention in float32 is faster than flash on a CPU, where the scores of a layer fit
+# the caches. At 1,024 tokens, blocks with flash are 13% faster.
 SHORT = 256
 
 
@@ -37,9 +38,11 @@ def check_kernel(name: str, device: str, dtype: str) -> None:
         raise ConfigError(f"train.attention={name}: no float32 on {device}; use train.dtype=bfloat16 or {able}")
 
 
-def best_kernel(device: Device, dtype: str, compiled: bool, seq_len: int) -> tuple[str, str]:
+def best_kernel(device: Device, dtype: str, compiled: bool, seq_len: int, dropout: float) -> tuple[str, str]:
     """The fastest kernel for `dtype` and sequences of `seq_len` tokens, with the reason."""
     if device.type == "cpu":
+        if compiled and dtype == "bfloat16" and not dropout:
+            return "blocked", "products of large blocks are faster than flash in bfloat16"
         if compiled and seq_len <= SHORT:
             return "math", f"compiled, it is faster than flash up to {SHORT} tokens"
         return "flash", "torch's kernel for CPUs"
@@ -57,10 +60,10 @@ def attention_kernel(name: str, asked: bool, device: str) -> AbstractContextMana
 
     It must contain the backward pass, because a checkpointed block recomputes its attention there.
     """
+    first = KERNELS[name].backend
     # On a CPU torch tries flash first, whatever the order; and math needs no fallback.
     only = asked or (device, name) == ("cpu", "math")
-    if not only and device != "cuda":
-        return nullcontext()  # torch chooses the kernel
-    first = KERNELS[name].backend
-    others = [] if only else [k.backend for k in KERNELS.values() if k.backend != first]
+    if first is None or (not only and device != "cuda"):
+        return nullcontext()  # torch chooses the kernel, if it is to compute attention
+    others = [] if only else [k.backend for k in KERNELS.values() if k.backend not in (None, first)]
     return sdpa_kernel([first, *others], set_priority=True)

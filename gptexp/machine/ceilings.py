@@ -6,15 +6,17 @@ on random numbers. Outputs are allocated before the measurement.
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import sdpa_kernel
 
+from gptexp.config.rules import missing_kernel
 from gptexp.config.schema import ModelConfig
-from gptexp.machine.attention import KERNELS
+from gptexp.machine.attention import KERNELS, attention_kernel
+from gptexp.machine.device import missing_compiler
+from gptexp.model.attention import Attention, attention_function
 
 MEASURE_S = 0.3  # minimum duration of one measurement in seconds
 LAYERS = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj", "lm_head", "model")  # "model": all of a step
@@ -86,16 +88,18 @@ def attention_ms(
     q, k, v = (torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
     grad = torch.randn(shape, device=device, dtype=dtype)
 
-    def forward_backward() -> None:
-        out: Tensor = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        torch.autograd.grad(out, (q, k, v), grad)
+    def forward_backward(attention: Attention) -> None:
+        torch.autograd.grad(attention(q, k, v, is_causal=True), (q, k, v), grad)
 
     measured: dict[str, float | None] = {}
-    for name, kernel in KERNELS.items():
-        with sdpa_kernel(kernel.backend), warnings.catch_warnings():
+    for name in KERNELS:
+        if missing_kernel(name, device.type) or (name == "blocked" and missing_compiler(device)):
+            measured[name] = None
+            continue
+        with attention_kernel(name, asked=True, device=device.type), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns about each reason why a kernel is not available
             try:
-                measured[name] = 1e3 * median_s(forward_backward)
+                measured[name] = 1e3 * median_s(partial(forward_backward, attention_function(name)))
             except RuntimeError:  # "No available kernel."
                 measured[name] = None
     return measured

@@ -32,7 +32,7 @@ from gptexp.storage.init_from import choose_vocab_size
 T = TypeVar("T")
 
 COMPILE_S = 35.0  # seconds of a first compilation on two cores: 25 to 45 s for 4 to 12 layers
-COMPILE_LOSS_S = 10.0  # seconds of a first compilation of the passes over the logits, with the import of the compiler
+COMPILE_PART_S = 10.0  # of the loss's functions, or of attention's, with the import of the compiler
 CACHED_S = 5.0  # seconds of a compilation with a cached result, as in the other cells of a sweep
 COMPILE_GAIN = 0.2  # share of an eager step's time that compilation saves on a CPU with fast matrix products
 EAGER_FLOPS = 100e9  # FLOP/s per core of an eager step on a CPU with fast matrix products
@@ -97,7 +97,9 @@ def resolve(
     attention = _choose(
         train.attention,
         for_graph.get("attention"),
-        eagerly.deciding("attention", lambda: best_kernel(device, dtype.value, compiled.value, cfg.seq_len)),
+        eagerly.deciding(
+            "attention", lambda: best_kernel(device, dtype.value, compiled.value, cfg.seq_len, cfg.model.dropout)
+        ),
     )
     check_kernel(attention.value, kind, dtype.value)
     loss = _choose(
@@ -157,7 +159,7 @@ def estimate(cfg: Config, effective: Effective, world_size: int) -> Memory:
         dtype=effective.dtype.value,
         compiled=effective.compile.value,
         loss=effective.loss.value,
-        keeps_scores=effective.attention.value == "math",
+        attention=effective.attention.value,
         activation_checkpointing=cfg.train.activation_checkpointing,
         tree=cfg.train.reduction == "tree",
         averaged=cfg.train.ema_half_life_tokens is not None,

@@ -1,8 +1,13 @@
-"""Options of torch's compiler."""
+"""Functions compiled by torch, and the options of its compiler."""
 
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
+
+RECOMPILE_LIMIT = 64
 
 
 def compile_options() -> dict[str, Any]:
@@ -12,3 +17,19 @@ def compile_options() -> dict[str, Any]:
     still tests the extensions that only some CPUs have.
     """
     return {"cpp.vec_isa_ok": True} if torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512") else {}
+
+
+@cache
+def compiled(function: Callable[..., Any], dynamic: bool) -> Callable[..., Any]:
+    """`function`, compiled at its first call. If `dynamic`, one graph serves all sizes of its arguments but 1."""
+    import torch._dynamo.config  # takes a second
+
+    # torch refuses to compile a function more than 8 times; sizes of 1 and other types have graphs of their own.
+    torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
+    found: Callable[..., Any] = torch.compile(function, fullgraph=True, dynamic=dynamic, options=compile_options())
+    return found
+
+
+def add(to: Tensor, product: Tensor) -> Tensor:
+    """`to` (float32) plus `product`. Not compiled, torch first converts a `product` of another type."""
+    return to.add_(product)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from gptexp.config.schema import ModelConfig
+from gptexp.model.attention import Attention
 from gptexp.model.loss import plain_cross_entropy
 from gptexp.model.parametrisation import attention_scale, initial_std, output_factor, residual_factor
 
@@ -44,8 +45,9 @@ class LayerCache:
 
 
 class CausalSelfAttention(nn.Module):
-    def __init__(self, cfg: ModelConfig) -> None:
+    def __init__(self, cfg: ModelConfig, attention: Attention) -> None:
         super().__init__()
+        self.attention = attention
         self.n_head = cfg.n_head
         self.scale = attention_scale(cfg)
         self.dropout = cfg.dropout
@@ -61,7 +63,7 @@ class CausalSelfAttention(nn.Module):
             causal = cache.length == 0  # a causal mask would hide all keys but the first from a single query
             k, v = cache.append(k, v)  # 2 × (B, H, length, D)
         p = self.dropout if self.training else 0.0
-        y = F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=causal, scale=self.scale)
+        y = self.attention(q, k, v, dropout_p=p, is_causal=causal, scale=self.scale)
         y = y.transpose(1, 2).reshape(b, t, c)  # (B, T, C)
         return F.dropout(self.c_proj(y), self.dropout, self.training)
 
@@ -86,10 +88,10 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, cfg: ModelConfig) -> None:
+    def __init__(self, cfg: ModelConfig, attention: Attention) -> None:
         super().__init__()
         self.ln_1 = nn.LayerNorm(cfg.n_embd, bias=cfg.bias)
-        self.attn = CausalSelfAttention(cfg)
+        self.attn = CausalSelfAttention(cfg, attention)
         self.ln_2 = nn.LayerNorm(cfg.n_embd, bias=cfg.bias)
         self.mlp = MLP(cfg)
         self.residual_factor = residual_factor(cfg)
@@ -104,7 +106,11 @@ class GPT(nn.Module):
     """The model. `forward` returns the training loss or all logits, `logits` those of the next token alone."""
 
     def __init__(
-        self, cfg: ModelConfig, loss: Loss = plain_cross_entropy, activation_checkpointing: bool = False
+        self,
+        cfg: ModelConfig,
+        loss: Loss = plain_cross_entropy,
+        attention: Attention = F.scaled_dot_product_attention,
+        activation_checkpointing: bool = False,
     ) -> None:
         super().__init__()
         self.cfg = cfg
@@ -112,7 +118,7 @@ class GPT(nn.Module):
         self.activation_checkpointing = activation_checkpointing
         self.wte = nn.Embedding(cfg.resolved_vocab_size, cfg.n_embd)
         self.wpe = nn.Embedding(cfg.block_size, cfg.n_embd)
-        self.h = nn.ModuleList(Block(cfg) for _ in range(cfg.n_layer))
+        self.h = nn.ModuleList(Block(cfg, attention) for _ in range(cfg.n_layer))
         self.ln_f = nn.LayerNorm(cfg.n_embd, bias=cfg.bias)
         self.output_factor = output_factor(cfg)
         self.lm_head = nn.Linear(cfg.n_embd, cfg.resolved_vocab_size, bias=False)

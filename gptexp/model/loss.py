@@ -8,7 +8,7 @@ of logits at a time with their loss and gradients, and then discards them. Its v
 
 import math
 from collections.abc import Callable
-from functools import cache, lru_cache, partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gptexp.model.compiler import compile_options
+from gptexp.model.compiler import add, compiled
 
 SAFE_LOGIT = 60.0  # exp(±60) and a sum of 10^11 such values do not overflow or underflow in float32
 LOG2_E = math.log2(math.e)
@@ -148,7 +148,7 @@ def _loss_and_gradients(
     shifted = not on_cpu or bool(hidden.norm(dim=1).max() * low.norm(dim=1).max() > SAFE_LOGIT)
     rows = chunk_rows(len(hidden), hidden.device.type)
     passes = _cpu_passes(rows, low, fused and needs_grad) if on_cpu else _Passes(torch.mm, _exps, Tensor.add_)
-    chunk = _compiled(_chunk, dynamic=False) if fused and not on_cpu else _chunk
+    chunk = compiled(_chunk, dynamic=False) if fused and not on_cpu else _chunk
     with torch.no_grad():
         for first in range(0, len(hidden), rows):
             part = slice(first, first + rows)
@@ -173,7 +173,7 @@ def _cpu_passes(rows: int, weight: Tensor, in_one_pass: bool) -> _Passes:
         return torch.mm(h, transposed, out=out[: len(h)])
 
     if in_one_pass:
-        return _Passes(logits, _compiled(_exps, dynamic=True), _compiled(_add, dynamic=True))
+        return _Passes(logits, compiled(_exps, dynamic=True), compiled(add, dynamic=True))
     wide = None if weight.dtype == torch.float32 else _buffer(rows, len(weight), torch.float32)
     return _Passes(logits, partial(_exps_in_place, wide=wide), Tensor.add_)
 
@@ -197,13 +197,6 @@ def _buffer(rows: int, vocab: int, dtype: torch.dtype) -> Tensor:
     return kept[dtype]
 
 
-@cache
-def _compiled(function: Callable[..., Any], dynamic: bool) -> Callable[..., Any]:
-    """`function`, compiled. If `dynamic`, one graph serves all numbers of rows and of ids."""
-    compiled: Callable[..., Any] = torch.compile(function, fullgraph=True, dynamic=dynamic, options=compile_options())
-    return compiled
-
-
 def _exps(logits: Tensor, unshifted: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """(2^(logits - shift) in the type of `logits` (R, V), the sums of its rows (R, 1), the shift (R, 1)).
 
@@ -224,11 +217,6 @@ def _exps_in_place(logits: Tensor, unshifted: Tensor | None, wide: Tensor | None
         values.sub_(shift)
     total = values.exp2_().sum(-1, keepdim=True)
     return (values if wide is None else logits.copy_(values)), total, shift
-
-
-def _add(to: Tensor, product: Tensor) -> Tensor:
-    """`to` (float32) plus `product`. torch's own addition first converts a `product` of another type."""
-    return to.add_(product)
 
 
 def _chunk(

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 
 from gptexp.config.schema import ModelConfig, OptimConfig
+from gptexp.model.attention import BLOCK
 from gptexp.model.flops import count_parameters
 from gptexp.model.loss import chunk_rows
 from gptexp.model.optimizer_state import state_bytes, update_bytes
@@ -42,7 +43,7 @@ class StepShape:
     compiled: bool
     loss: str  # plain, chunked or fused
     activation_checkpointing: bool
-    keeps_scores: bool = False  # train.attention=math
+    attention: str = "flash"  # train.attention
     tree: bool = False  # train.reduction=tree
     averaged: bool = False  # train.ema_half_life_tokens
 
@@ -64,7 +65,7 @@ def memory_estimate(m: ModelConfig, optim: OptimConfig, step: StepShape) -> Memo
     width = 2 if step.dtype == "bfloat16" else 4
     weights = 4 * count_parameters(m)
     in_block = tokens * (8 * c + 14 * c * width + 4 * m.n_head + 16)
-    if step.keeps_scores:  # of attention: their softmax in float32, and in the compute type if it differs
+    if step.attention == "math":  # the scores: their softmax in float32, and in the compute type if it differs
         in_block += tokens * m.n_head * step.seq_len * (4 if width == 4 else 6)
     kept = m.n_layer * (tokens * 4 * c if step.activation_checkpointing else in_block)
     copies = 2 * (12 * c * c * m.n_layer + vocab * c) if step.dtype == "bfloat16" else 0
@@ -91,6 +92,9 @@ def memory_estimate(m: ModelConfig, optim: OptimConfig, step: StepShape) -> Memo
     ]
     if step.tree and step.world_size > 1:
         points.append((3 * weights, 0, kept_scratch))
+    if step.attention == "blocked":  # scores, softmax and their gradients, for a block of keys
+        in_layer = 4 * tokens * m.n_head * min(BLOCK, step.seq_len) * width
+        points.append((accumulated + 4 * vocab * c, kept + in_layer, kept_scratch))
     if step.activation_checkpointing:
         in_mlp = tokens * 4 * c * width  # the gradient of the hidden layer
         points.append((accumulated + 4 * vocab * c, kept + in_block + in_mlp, kept_scratch))

@@ -20,6 +20,7 @@ from gptexp.distributed.group import barrier
 from gptexp.distributed.ranks import Rank
 from gptexp.machine.device import missing_compiler
 from gptexp.machine.effective import Effective
+from gptexp.model import attention as attentions
 from gptexp.model import loss as losses
 from gptexp.model.compiler import compile_options
 from gptexp.model.gpt import GPT
@@ -61,29 +62,37 @@ def replace_unwritable_caches() -> list[str]:
     return lines
 
 
+def compiles(effective: Effective) -> bool:
+    """Whether a step compiles anything: the model, or functions of its loss and attention."""
+    return effective.compile.value or effective.loss.value == "fused" or effective.attention.value == "blocked"
+
+
 def refuse_missing_compiler(effective: Effective, device: torch.device) -> None:
-    """Raise `ConfigError` if the loss is to be fused and nothing can compile it."""
-    if effective.loss.value != "fused":
-        return
+    """Raise `ConfigError` if the loss or attention needs a compiler, and none works here."""
     missing = (
         missing_compiler(device) if device.type in ("cpu", "cuda") else f"torch.compile is incomplete for {device}"
     )
-    if missing:
+    if missing and effective.loss.value == "fused":
         raise ConfigError(f"train.loss=fused: {missing}; use train.loss=chunked")
+    if missing and effective.attention.value == "blocked":
+        raise ConfigError(f"train.attention=blocked: {missing}; use train.attention=flash")
 
 
 def build_gpt(cfg: Config, effective: Effective, device: torch.device) -> GPT:
     """Build the seeded model on `device`. If `effective` says so, the first step compiles it."""
     torch.manual_seed(cfg.train.seed)
     model = with_vocab_size(cfg, effective.vocab_size.value).model
-    gpt = GPT(model, losses.LOSSES[effective.loss.value], cfg.train.activation_checkpointing).to(device)
+    loss, attend = losses.LOSSES[effective.loss.value], attentions.attention_function(effective.attention.value)
+    gpt = GPT(model, loss, attend, cfg.train.activation_checkpointing).to(device)
     if effective.compile.value:
         torch.compiler.reset()  # under a launcher one process trains many cells; drop the last cell's graphs
-        # torch's own key of the compile cache lacks: the attention kernels allowed while compiling, the backward pass
-        # of the loss's custom operation and, before torch 2.13, the number of threads.
-        attention, source = effective.attention, hashlib.sha256(Path(losses.__file__).read_bytes()).hexdigest()
+        # torch's own key of the compile cache lacks: the attention kernels allowed while compiling, the backward passes
+        # of our custom operations and, before torch 2.13, the number of threads.
+        attention = effective.attention
+        sources = b"".join(Path(str(module.__file__)).read_bytes() for module in (losses, attentions))
         only = "only" if attention.source == "asked" else "first"
-        tag = f"{attention.value} {only}, loss {source[:16]}, {effective.threads_per_rank.value} threads"
+        operations = hashlib.sha256(sources).hexdigest()[:16]
+        tag = f"{attention.value} {only}, operations {operations}, {effective.threads_per_rank.value} threads"
         torch.compiler.config.cache_key_tag = tag
         # `fullgraph`: one graph that includes the loss, or an error.
         gpt.compile(fullgraph=True, dynamic=False, options=compile_options())

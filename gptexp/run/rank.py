@@ -63,7 +63,14 @@ from gptexp.process.errors import (
 from gptexp.process.signals import EXIT_CODES, StopRequest, ignore_stops
 from gptexp.process.terminal import emit, say, warn
 from gptexp.process.words import counted
-from gptexp.run.build import build_gpt, compile_in_turn, refuse_missing_compiler, replace_unwritable_caches, wrap
+from gptexp.run.build import (
+    build_gpt,
+    compile_in_turn,
+    compiles,
+    refuse_missing_compiler,
+    replace_unwritable_caches,
+    wrap,
+)
 from gptexp.run.faults import explained
 from gptexp.run.first_weights import load_first_weights, refuse_too_few_weights
 from gptexp.run.job import Job
@@ -294,7 +301,7 @@ def train(job: Job, prepared: Prepared, decision: Decision, built: Built) -> Out
     gc.freeze()  # neither a collection nor the interpreter's exit then visits the imported objects
     try:
         with explained(job, prepared.store, decision.effective, state), step_context(decision.effective):
-            if decision.effective.compile.value or decision.effective.loss.value == "fused":
+            if compiles(decision.effective):
                 compile_in_turn(built.training, prepared.patient)
             reason = fit(built.training, state, job.stop, built.log, job.directory / run_dir.CHECKPOINTS)
     except DivergedError as error:

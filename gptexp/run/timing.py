@@ -38,9 +38,10 @@ from gptexp.machine.measured import (
     recall,
     shape_of,
 )
-from gptexp.machine.resolve import COMPILE_LOSS_S, COMPILE_S, EAGER_FLOPS, eager_s, resolve
+from gptexp.machine.resolve import COMPILE_PART_S, COMPILE_S, EAGER_FLOPS, eager_s, resolve
+from gptexp.model.attention import attention_function
 from gptexp.model.flops import flops_per_token
-from gptexp.model.gpt import GPT
+from gptexp.model.gpt import GPT, CausalSelfAttention
 from gptexp.model.loss import LOSSES
 from gptexp.process.errors import UserError
 from gptexp.process.signals import StopRequest
@@ -119,10 +120,14 @@ def to_try(cfg: Config, device: Device, effective: Effective) -> tuple[Tried, in
         "loss": {
             "plain": 0.0 if tokens * cfg.model.resolved_vocab_size <= MOST_LOGITS else math.inf,
             "chunked": 0.0,
-            "fused": COMPILE_LOSS_S if compiles else math.inf,
+            "fused": COMPILE_PART_S if compiles else math.inf,
         },
-        # With dropout, flash attention on a CPU is the math kernel.
-        "attention": {"flash": 0.0, "math": math.inf if cfg.model.dropout else 0.0},
+        # With dropout, all kernels of a CPU are the math kernel.
+        "attention": {
+            "flash": 0.0,
+            "math": math.inf if cfg.model.dropout else 0.0,
+            "blocked": math.inf if cfg.model.dropout or not compiles else COMPILE_PART_S,
+        },
     }
     steps, _ = cfg.run_length
     planned_s = min(eager_s(cfg, Rank()), 60 * (train.max_minutes or math.inf) * cfg.sweep.cells)
@@ -220,7 +225,10 @@ def _compared(
 
 
 def _micro_batch(model: GPT, effective: Effective, x: torch.Tensor, y: torch.Tensor) -> None:
-    model.loss = LOSSES[effective.loss.value]
+    model.loss, attention = LOSSES[effective.loss.value], attention_function(effective.attention.value)
+    for layer in model.modules():
+        if isinstance(layer, CausalSelfAttention):
+            layer.attention = attention
     forward = model if effective.compile.value else model.forward
     with step_context(effective):
         with forward_context(effective)():

@@ -37,15 +37,31 @@ def test_the_chosen_kernel_runs_although_nobody_asked_for_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("compiled", "seq_len", "kernel"), [(True, 256, "math"), (True, 257, "flash"), (False, 64, "flash")]
+    ("compiled", "dtype", "seq_len", "dropout", "kernel"),
+    [
+        (True, "float32", 256, 0.0, "math"),
+        (True, "float32", 257, 0.0, "flash"),
+        (True, "bfloat16", 64, 0.0, "blocked"),
+        (True, "bfloat16", 1024, 0.0, "blocked"),
+        (True, "bfloat16", 1024, 0.1, "flash"),  # gptexp's own kernel has no dropout
+        (False, "bfloat16", 64, 0.0, "flash"),  # it would be compiled, which a short run need not pay
+    ],
 )
-def test_a_compiled_model_with_short_sequences_has_no_flash_attention(
-    compiled: bool, seq_len: int, kernel: str
-) -> None:
+def test_the_kernel_of_a_cpu(compiled: bool, dtype: str, seq_len: int, dropout: float, kernel: str) -> None:
     cfg = Config()
-    cfg.model.block_size, cfg.train.compile = seq_len, "on" if compiled else "off"
+    cfg.model.block_size, cfg.model.dropout = seq_len, dropout
+    cfg.train.compile, cfg.train.dtype = "on" if compiled else "off", dtype
     cfg.batch.total_batch_size = 8 * seq_len
     assert resolve(cfg, CPU, Rank()).attention.value == kernel
+
+
+def test_gptexps_own_kernel_leaves_the_choice_of_torchs_to_torch() -> None:
+    """Validation, which it does not compute, then has flash."""
+    q, cfg = torch.randn(1, 2, 8, 4), Config()
+    cfg.train.attention = "blocked"
+    with step_context(resolve(cfg, CPU, Rank())), torch.profiler.profile() as profile:
+        torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+    assert "aten::_scaled_dot_product_flash_attention_for_cpu" in {e.key for e in profile.key_averages()}
 
 
 def test_a_kernel_that_does_not_support_the_dtype_is_refused() -> None:
@@ -61,5 +77,7 @@ def test_a_kernel_that_does_not_support_the_dtype_is_refused() -> None:
 def test_a_kernel_that_the_device_does_not_have_is_refused() -> None:
     cfg = Config()
     cfg.train.attention = "cudnn"
-    with pytest.raises(ConfigError, match=r"train.attention=cudnn: cpu has no such kernel; use flash or math"):
+    with pytest.raises(
+        ConfigError, match=r"train.attention=cudnn: cpu has no such kernel; use flash or math or blocked"
+    ):
         resolve(cfg, CPU, Rank())

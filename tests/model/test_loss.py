@@ -9,13 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch._inductor.utils import run_and_get_code
 
+from gptexp.model.compiler import compiled
 from gptexp.model.loss import (
     IGNORED,
     SAFE_LOGIT,
     _buffers,
     _chunk,
     _chunked,
-    _compiled,
     _exps,
     _Passes,
     chunk_rows,
@@ -137,7 +137,7 @@ def test_the_chunk_function_of_a_gpu_has_the_right_value_and_gradients(
 ) -> None:
     """On a GPU, logits are always shifted, because reading their size would make the host wait."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    chunk = _compiled(_chunk, dynamic=False) if compiled else _chunk
+    chunk = compiled(_chunk, dynamic=False) if compiled else _chunk
     h, w, y = problem(30.0, 512)
     value, grad_h, grad_w = reference(h, w, y)
     h, w = h.detach(), w.detach()
@@ -240,7 +240,7 @@ def test_a_cpu_passes_once_over_the_rows_of_bfloat16_logits(shifted: bool) -> No
     """Whether the compiler computes the exps and their sums in one loop hangs on small changes of `_exps`."""
     zeros = None if shifted else torch.zeros(512, 1)
     torch.compiler.reset()
-    _, [code] = run_and_get_code(_compiled(_exps, dynamic=True), torch.randn(512, 97).bfloat16(), zeros)
+    _, [code] = run_and_get_code(compiled(_exps, dynamic=True), torch.randn(512, 97).bfloat16(), zeros)
     assert code.count("for(int64_t x0") == 1
 
 

@@ -87,7 +87,7 @@ def peak_bytes(
     """The peak of the second step: the optimizer allocates its state in the first."""
     context = nullcontext if dtype == "float32" else partial(torch.autocast, "cpu", torch.bfloat16)
     with LiveBytes() as live:
-        gpt = GPT(m, LOSSES[loss], checkpointing)
+        gpt = GPT(m, LOSSES[loss], activation_checkpointing=checkpointing)
         for p in gpt.parameters():
             live.add(p)
         optimizer = build_optimizer(gpt, optim or AdamWConfig(), fused=True)
@@ -134,7 +134,7 @@ def test_the_estimate_counts_the_scores_of_attention(dtype: str) -> None:
     m = replace(DEEP, n_head=8, block_size=256)
     with sdpa_kernel(SDPBackend.MATH):
         counted = peak_bytes(m, 2, 1, dtype, "plain", False)
-    step = cpu_step(m, 2, 1, dtype=dtype, keeps_scores=True)
+    step = cpu_step(m, 2, 1, dtype=dtype, attention="math")
     assert memory_estimate(m, AdamWConfig(), step).tensors == pytest.approx(counted, rel=0.13)
 
 
@@ -238,11 +238,12 @@ from gptexp.training.optim import build_optimizer
 from gptexp.training.step import TrainStep
 import torch._dynamo  # as a compiled run does
 
-n_layer, n_embd, vocab, t, b, micro_steps, loss, compiled = json.loads(sys.argv[1])
+n_layer, n_embd, vocab, t, b, micro_steps, loss, compiled, *attention = json.loads(sys.argv[1])
 if compiled == "on":  # the compiler itself is imported and started now, and not part of the growth
     torch.compile(lambda x: (x.sin() + 1).sum())(torch.ones(64, 64, requires_grad=True)).backward()
 cfg = Config()
 cfg.train.loss, cfg.train.compile = loss, compiled
+cfg.train.attention = attention[0] if attention else "auto"
 cfg.model.n_layer, cfg.model.n_embd, cfg.model.vocab_size, cfg.model.block_size = n_layer, n_embd, vocab, t
 cfg.model.n_head, cfg.batch.micro_batch_size, cfg.batch.total_batch_size = 4, b, micro_steps * b * t
 before = psutil.Process().memory_info().rss
@@ -272,7 +273,9 @@ print(json.dumps([grown, estimate(cfg, effective, 1).peak]))
         (8, 256, 8192, 256, 8, 2, "plain", "off"),
         (4, 128, 50304, 256, 8, 2, "chunked", "on"),
         (4, 128, 50304, 256, 8, 2, "plain", "on"),
-        (4, 128, 50304, 256, 8, 2, "fused", "on"),
+        (4, 128, 50304, 256, 8, 2, "fused", "on", "math"),
+        (4, 128, 50304, 256, 8, 2, "fused", "on", "blocked"),
+        (12, 768, 8192, 1024, 1, 2, "chunked", "off", "blocked"),
     ],
 )
 def test_a_process_grows_by_about_the_estimate(sizes: tuple[object, ...]) -> None:

@@ -25,7 +25,7 @@ from gptexp.machine.resolve import resolve
 from gptexp.model.gpt import GPT
 from gptexp.model.loss import chunked_cross_entropy, plain_cross_entropy
 from gptexp.process.errors import ConfigError
-from gptexp.run.build import build_gpt, compile_in_turn, refuse_missing_compiler, wrap
+from gptexp.run.build import build_gpt, compile_in_turn, compiles, refuse_missing_compiler, wrap
 
 Gptexp = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -176,13 +176,22 @@ def test_two_ranks_compile_each_graph_once(gptexp: Gptexp, tiny: list[str], tmp_
 
 
 @pytest.mark.parametrize("source", ["asked", "saved"])
-def test_a_fused_loss_without_a_compiler_is_refused(monkeypatch: pytest.MonkeyPatch, source: Source) -> None:
-    effective = replace(resolve(Config(), CPU, Rank()), loss=Choice("fused", source, ""))
+@pytest.mark.parametrize(("key", "value"), [("loss", "fused"), ("attention", "blocked")])
+def test_what_must_be_compiled_is_refused_without_a_compiler(
+    monkeypatch: pytest.MonkeyPatch, source: Source, key: str, value: str
+) -> None:
+    cfg = Config()
+    cfg.train.compile = "off"
+    rules = resolve(cfg, CPU, Rank())
+    changes: dict[str, Any] = {key: Choice(value, source, "")}
+    effective = replace(rules, **changes)
+    assert (compiles(rules), compiles(effective)) == (False, True)
     monkeypatch.setenv("CXX", sys.executable)
     refuse_missing_compiler(effective, CPU)
-    with pytest.raises(ConfigError, match=r"train.loss=fused: torch.compile is incomplete for mps"):
+    with pytest.raises(ConfigError, match=f"train.{key}={value}: torch.compile is incomplete for mps; use train.{key}"):
         refuse_missing_compiler(effective, torch.device("mps"))
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(ConfigError, match=r"train.loss=fused: the C\+\+ compiler no-such-compiler is not installed"):
+    message = rf"train.{key}={value}: the C\+\+ compiler no-such-compiler is not installed"
+    with pytest.raises(ConfigError, match=message):
         refuse_missing_compiler(effective, CPU)
-    refuse_missing_compiler(replace(effective, loss=Choice("chunked", source, "")), CPU)
+    refuse_missing_compiler(rules, CPU)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import ROOT, events
 
 from gptexp.config.schema import AdamWConfig, Config, ModelConfig
@@ -23,6 +24,7 @@ from gptexp.machine.attention import attention_kernel
 from gptexp.machine.device import has_native_bfloat16
 from gptexp.machine.effective import forward_context, step_context
 from gptexp.machine.resolve import resolve
+from gptexp.model.attention import Attention, blocked_attention
 from gptexp.model.gpt import GPT, Loss
 from gptexp.model.loss import chunked_cross_entropy, fused_cross_entropy, plain_cross_entropy
 from gptexp.run.build import build_gpt
@@ -44,10 +46,11 @@ def losses(
     fused: bool = True,
     precision: str = "highest",
     kernel: str = "flash",
+    attention: Attention = F.scaled_dot_product_attention,
 ) -> list[float]:
     """Losses of twenty steps with two micro-steps. Each token determines the next, so the model can learn."""
     torch.manual_seed(1337)
-    gpt = GPT(MODEL, loss, checkpointing)
+    gpt = GPT(MODEL, loss, attention, activation_checkpointing=checkpointing)
     if compiled:
         torch.compiler.reset()  # its graphs do not depend on the kernel that is allowed
         gpt.compile(fullgraph=True, dynamic=False)
@@ -102,6 +105,18 @@ COMPILED = {
         "dtype": torch.bfloat16,
         "compiled": True,
     },
+    "blocked": lambda: {"loss": plain_cross_entropy, "attention": blocked_attention},
+    "bfloat16, blocked": lambda: {
+        "loss": plain_cross_entropy,
+        "dtype": torch.bfloat16,
+        "attention": blocked_attention,
+    },
+    "bfloat16, compiled, fused, blocked": lambda: {
+        "loss": fused_cross_entropy,
+        "dtype": torch.bfloat16,
+        "compiled": True,
+        "attention": blocked_attention,
+    },
     "compiled, math": lambda: {"loss": plain_cross_entropy, "compiled": True, "kernel": "math"},
     "bfloat16, compiled, math": lambda: {
         "loss": plain_cross_entropy,
@@ -137,7 +152,7 @@ def test_activation_checkpointing_saves_memory_and_changes_no_bit() -> None:
             seen[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
             return t
 
-        model = GPT(MODEL, plain_cross_entropy, checkpointing)
+        model = GPT(MODEL, plain_cross_entropy, activation_checkpointing=checkpointing)
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
             loss = model(x, x)
         kept.append(sum(seen.values()))
@@ -151,7 +166,7 @@ def test_dropout_is_the_same_in_a_recomputed_block() -> None:
     for checkpointing in (False, True):
         torch.manual_seed(0)
         model = GPT(ModelConfig(n_layer=2, n_head=2, n_embd=32, block_size=16, vocab_size=64, dropout=0.3),
-                    plain_cross_entropy, checkpointing)  # fmt: skip
+                    plain_cross_entropy, activation_checkpointing=checkpointing)  # fmt: skip
         x = torch.arange(32).view(2, 16)
         torch.manual_seed(1)
         model(x, x).backward()

@@ -1,0 +1,139 @@
+"""Causal attention as products of large blocks, for a CPU that computes products in bfloat16 fast.
+
+torch's flash kernel for CPUs works on small tiles, at a third of the rate of large products. Here all heads of a block
+of queries, or of keys, are one product, and compiled functions pass over its result once. Like flash
+(arXiv 2205.14135, appendix B), the forward pass keeps the output and one number per row, and the backward pass computes
+the scores again. B batch, H heads, T time, D head size, Z = B·H.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gptexp.model.compiler import compiled
+
+LOG2_E = math.log2(math.e)
+BLOCK = 256  # queries or keys
+
+Attention = Callable[..., Tensor]  # with the arguments of `scaled_dot_product_attention`
+
+
+def attention_function(kernel: str) -> Attention:
+    """The function that computes attention with `kernel`, a value of `train.attention`."""
+    return blocked_attention if kernel == "blocked" else F.scaled_dot_product_attention
+
+
+def blocked_attention(
+    q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None
+) -> Tensor:
+    """`scaled_dot_product_attention` of `q`, `k` and `v` (B, H, T, D), in blocks if it is causal and trained.
+
+    Needs a compiler. Without gradients, or with dropout, torch chooses a kernel of its own.
+    """
+    trained = torch.is_grad_enabled() and any(z.requires_grad for z in (q, k, v))
+    if dropout_p or not is_causal or not trained:
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, is_causal=is_causal, scale=scale)
+    out: Tensor = _forward(q, k, v, q.shape[-1] ** -0.5 if scale is None else scale)[0]
+    return out
+
+
+@torch.library.custom_op("gptexp::blocked_attention", mutates_args=())
+def _forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """The output (B, H, T, D), and log2 of the sums of exp(scores) (Z, T, 1), float32."""
+    out, log_sum = _empty(q)
+    q, k, v = (_flat(z) for z in (q, k, v))
+    future = torch.full((BLOCK, BLOCK), -math.inf, dtype=q.dtype).triu_(1)
+    exps_of = compiled(_exps, dynamic=True)
+    for first in range(0, q.shape[1], BLOCK):
+        rows = slice(first, min(first + BLOCK, q.shape[1]))
+        n = rows.stop - first
+        scores = q[:, rows] @ k[:, : rows.stop].mT
+        scores[:, :, first:] += future[:n, :n]
+        exps, total, log = (z.view(*scores.shape[:2], -1) for z in exps_of(scores.flatten(0, 1), scale * LOG2_E))
+        log_sum[:, rows] = log
+        out[:, :, rows] = (exps @ v[:, : rows.stop] / total).view(out[:, :, rows].shape)
+    return out, log_sum
+
+
+def _empty(q: Tensor) -> tuple[Tensor, Tensor]:
+    """Memory for the results of `_forward`. The output lies in memory as (B, T, H, D), as a layer goes on with it."""
+    b, h, t, d = q.shape
+    return q.new_empty((b, t, h, d)).transpose(1, 2), q.new_empty((b * h, t, 1), dtype=torch.float32)
+
+
+@_forward.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    return _empty(q)
+
+
+@torch.library.custom_op("gptexp::blocked_attention_backward", mutates_args=())
+def _backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of `q`, `k` and `v`, for the gradient `grad` of `out`."""
+    shape, of_rows = q.shape, _flat((grad.float() * out).sum(-1, keepdim=True))
+    grad, q, k, v = (_flat(z) for z in (grad, q, k, v))
+    # A block of keys has all rows from its own first on, so its gradients are complete, and only that of q is a sum.
+    grad_q = torch.zeros_like(q, dtype=torch.float32)
+    grad_k, grad_v = torch.empty_like(k), torch.empty_like(v)
+    gradients_of = compiled(_gradients, dynamic=True)
+    for first in range(0, q.shape[1], BLOCK):
+        keys, rows = slice(first, first + BLOCK), slice(first, None)
+        scores, of_exps = q[:, rows] @ k[:, keys].mT, grad[:, rows] @ v[:, keys].mT
+        arguments = (z.flatten(0, 1) for z in (scores, of_exps, log_sum[:, rows], of_rows[:, rows]))
+        exps, of_scores = (z.view(scores.shape) for z in gradients_of(*arguments, scale))
+        for z in (exps, of_scores):
+            z[:, : z.shape[2]].tril_()  # no query sees the keys after it
+        grad_v[:, keys] = exps.mT @ grad[:, rows]
+        grad_k[:, keys] = of_scores.mT @ q[:, rows]
+        grad_q[:, rows] += of_scores @ k[:, keys]
+    return grad_q.to(q.dtype).view(shape), grad_k.view(shape), grad_v.view(shape)
+
+
+@_backward.register_fake
+def _(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.scale = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*tensors, *output)
+
+
+def _gradient(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    return *_backward(grad, *ctx.saved_tensors, ctx.scale), None
+
+
+_forward.register_autograd(_gradient, setup_context=_keep)
+
+
+def _flat(z: Tensor) -> Tensor:
+    """(B, H, T, D) as (Z, T, D), contiguous."""
+    return z.reshape(-1, *z.shape[2:]).contiguous()
+
+
+# The functions below get two dimensions, (Z · queries, keys), so that one graph serves nearly all sizes.
+
+
+def _exps(scores: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """(2^(scale·scores) divided by its row's maximum, the sums of the rows, log2 of the sums of 2^(scale·scores))."""
+    largest = scores.amax(-1, keepdim=True).float()
+    exps = ((scores.float() - largest) * scale).exp2().to(scores.dtype)
+    total = exps.float().sum(-1, keepdim=True)
+    return exps, total, largest * scale + total.log2()
+
+
+def _gradients(
+    scores: Tensor, of_exps: Tensor, log_sum: Tensor, of_rows: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """The softmax, and the gradient of `scores`, for the gradient `of_exps` of the softmax."""
+    exps = (scores.float() * (scale * LOG2_E) - log_sum).exp2()
+    return exps.to(scores.dtype), (exps * (of_exps.float() - of_rows) * scale).to(scores.dtype)
