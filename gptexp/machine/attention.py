@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gptexp.config.rules import missing_kernel
+from gptexp.machine import cpu
 from gptexp.machine.device import Device, compute_capability
 from gptexp.process.errors import ConfigError
 
@@ -29,19 +30,26 @@ KERNELS = {
 SHORT = 256
 
 
-def check_kernel(name: str, device: str, dtype: str) -> None:
-    """Raise `ConfigError` unless `device` has the kernel and the kernel supports `dtype` there."""
+def check_kernel(name: str, device: str, dtype: str, asked: bool, dropout: float) -> None:
+    """Raise `ConfigError` unless `device` has the kernel, and it supports `dtype`, and `dropout` if it is `asked` for.
+
+    If nobody asked for the kernel, torch computes dropout with another.
+    """
     if missing := missing_kernel(name, device):
         raise ConfigError(missing)
     if dtype == "float32" and device not in KERNELS[name].float32_on:
         able = " or ".join(other for other, k in KERNELS.items() if device in k.float32_on)
         raise ConfigError(f"train.attention={name}: no float32 on {device}; use train.dtype=bfloat16 or {able}")
+    if asked and dropout and device == "cpu" and name != "math":
+        raise ConfigError(
+            f"train.attention={name}: has no dropout on a CPU, and model.dropout={dropout:g}; use train.attention=auto"
+        )
 
 
 def best_kernel(device: Device, dtype: str, compiled: bool, seq_len: int, dropout: float) -> tuple[str, str]:
     """The fastest kernel for `dtype` and sequences of `seq_len` tokens, with the reason."""
     if device.type == "cpu":
-        if compiled and dtype == "bfloat16" and not dropout:
+        if compiled and dtype == "bfloat16" and not dropout and cpu.has_fast_bfloat16():
             return "blocked", "products of large blocks are faster than flash in bfloat16"
         if compiled and seq_len <= SHORT:
             return "math", f"compiled, it is faster than flash up to {SHORT} tokens"

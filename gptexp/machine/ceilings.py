@@ -84,9 +84,13 @@ def attention_ms(
     m: ModelConfig, batch: int, seq_len: int, device: torch.device, dtype: torch.dtype
 ) -> dict[str, float | None]:
     """Milliseconds of one layer's causal attention, forward and backward, by kernel; None if it is not available."""
-    shape = (batch, m.n_head, seq_len, m.n_embd // m.n_head)
-    q, k, v = (torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
-    grad = torch.randn(shape, device=device, dtype=dtype)
+    shape = (batch, seq_len, m.n_head, m.n_embd // m.n_head)
+    # As parts of one tensor, and in the order in which a layer has them.
+    parts = torch.randn((batch, seq_len, 3 * m.n_embd), device=device, dtype=dtype, requires_grad=True).split(
+        m.n_embd, 2
+    )
+    q, k, v = (part.view(shape).transpose(1, 2) for part in parts)
+    grad = torch.randn(shape, device=device, dtype=dtype).transpose(1, 2)
 
     def forward_backward(attention: Attention) -> None:
         torch.autograd.grad(attention(q, k, v, is_causal=True), (q, k, v), grad)
@@ -100,6 +104,8 @@ def attention_ms(
             warnings.simplefilter("ignore")  # torch warns about each reason why a kernel is not available
             try:
                 measured[name] = 1e3 * median_s(partial(forward_backward, attention_function(name)))
-            except RuntimeError:  # "No available kernel."
+            except RuntimeError as error:
+                if "No available kernel" not in str(error):
+                    raise
                 measured[name] = None
     return measured

@@ -94,14 +94,15 @@ def resolve(
     )
     for_graph = for_dtype if before and before.compile.value == compiled.value else {}
     eagerly = NOTHING if compiled.value else measured  # loss and attention are compared without compiling
+    kept = for_graph.get("attention")
     attention = _choose(
         train.attention,
-        for_graph.get("attention"),
+        kept if kept and not (kept.value == "blocked" and cfg.model.dropout) else None,
         eagerly.deciding(
             "attention", lambda: best_kernel(device, dtype.value, compiled.value, cfg.seq_len, cfg.model.dropout)
         ),
     )
-    check_kernel(attention.value, kind, dtype.value)
+    check_kernel(attention.value, kind, dtype.value, attention.source == "asked", cfg.model.dropout)
     loss = _choose(
         train.loss,
         for_graph.get("loss"),

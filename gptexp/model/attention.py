@@ -1,7 +1,8 @@
 """Causal attention as products of large blocks, for a CPU that computes products in bfloat16 fast.
 
-torch's flash kernel for CPUs works on small tiles, at a third of the rate of large products. Here all heads of a block
-of queries, or of keys, are one product, and compiled functions pass over its result once. Like flash
+torch's flash kernel for CPUs works on small tiles, on an AMD EPYC with avx512_bf16 at a third of the rate of large
+products. Here all heads of a block of queries, or of keys, are one product, and compiled functions pass over its result
+once: at 12 heads of 1,024 tokens it takes three quarters of flash's time. Like flash
 (arXiv 2205.14135, appendix B), the forward pass keeps the output and one number per row, and the backward pass computes
 the scores again. B batch, H heads, T time, D head size, Z = B·H.
 """
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from gptexp.model.compiler import compiled
 
@@ -46,16 +48,10 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Ten
     """The output (B, H, T, D), and log2 of the sums of exp(scores) (Z, T, 1), float32."""
     out, log_sum = _empty(q)
     q, k, v = (_flat(z) for z in (q, k, v))
-    future = torch.full((BLOCK, BLOCK), -math.inf, dtype=q.dtype).triu_(1)
-    exps_of = compiled(_exps, dynamic=True)
     for first in range(0, q.shape[1], BLOCK):
-        rows = slice(first, min(first + BLOCK, q.shape[1]))
-        n = rows.stop - first
-        scores = q[:, rows] @ k[:, : rows.stop].mT
-        scores[:, :, first:] += future[:n, :n]
-        exps, total, log = (z.view(*scores.shape[:2], -1) for z in exps_of(scores.flatten(0, 1), scale * LOG2_E))
-        log_sum[:, rows] = log
-        out[:, :, rows] = (exps @ v[:, : rows.stop] / total).view(out[:, :, rows].shape)
+        rows = slice(first, first + BLOCK)
+        of_rows, log_sum[:, rows] = _of_queries(q[:, rows], k[:, : rows.stop], v[:, : rows.stop], scale)
+        out[:, :, rows] = of_rows.view(out[:, :, rows].shape)
     return out, log_sum
 
 
@@ -75,22 +71,17 @@ def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of `q`, `k` and `v`, for the gradient `grad` of `out`."""
-    shape, of_rows = q.shape, _flat((grad.float() * out).sum(-1, keepdim=True))
+    shape, along = q.shape, _flat((grad.float() * out).sum(-1, keepdim=True))
     grad, q, k, v = (_flat(z) for z in (grad, q, k, v))
     # A block of keys has all rows from its own first on, so its gradients are complete, and only that of q is a sum.
     grad_q = torch.zeros_like(q, dtype=torch.float32)
     grad_k, grad_v = torch.empty_like(k), torch.empty_like(v)
-    gradients_of = compiled(_gradients, dynamic=True)
     for first in range(0, q.shape[1], BLOCK):
         keys, rows = slice(first, first + BLOCK), slice(first, None)
-        scores, of_exps = q[:, rows] @ k[:, keys].mT, grad[:, rows] @ v[:, keys].mT
-        arguments = (z.flatten(0, 1) for z in (scores, of_exps, log_sum[:, rows], of_rows[:, rows]))
-        exps, of_scores = (z.view(scores.shape) for z in gradients_of(*arguments, scale))
-        for z in (exps, of_scores):
-            z[:, : z.shape[2]].tril_()  # no query sees the keys after it
-        grad_v[:, keys] = exps.mT @ grad[:, rows]
-        grad_k[:, keys] = of_scores.mT @ q[:, rows]
-        grad_q[:, rows] += of_scores @ k[:, keys]
+        of_q, grad_k[:, keys], grad_v[:, keys] = _of_keys(
+            grad[:, rows], q[:, rows], k[:, keys], v[:, keys], log_sum[:, rows], along[:, rows], scale
+        )
+        grad_q[:, rows] += of_q
     return grad_q.to(q.dtype).view(shape), grad_k.view(shape), grad_v.view(shape)
 
 
@@ -108,6 +99,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     ctx.save_for_backward(*tensors, *output)
 
 
+@once_differentiable
 def _gradient(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     return *_backward(grad, *ctx.saved_tensors, ctx.scale), None
 
@@ -120,7 +112,31 @@ def _flat(z: Tensor) -> Tensor:
     return z.reshape(-1, *z.shape[2:]).contiguous()
 
 
-# The functions below get two dimensions, (Z · queries, keys), so that one graph serves nearly all sizes.
+def _of_queries(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """The output (Z, N, D) and `log_sum` (Z, N, 1) of queries (Z, N, D), the last of the keys and values (Z, M, D)."""
+    n = q.shape[1]
+    scores = q @ k.mT
+    scores[:, :, -n:] += torch.full((n, n), -math.inf, dtype=q.dtype).triu_(1)
+    exps, total, log_sum = compiled(_exps, dynamic=True)(scores.flatten(0, 1), scale * LOG2_E)
+    return exps.view(scores.shape) @ v / total.view(-1, n, 1), log_sum.view(-1, n, 1)
+
+
+def _of_keys(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, log_sum: Tensor, along: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What keys and values (Z, M, D) add to the gradient of queries (Z, N, D), of which they are the first; their own.
+
+    `along` is the sum over D of the output times its gradient `grad`.
+    """
+    scores, of_exps = q @ k.mT, grad @ v.mT
+    arguments = (z.flatten(0, 1) for z in (scores, of_exps, log_sum, along))
+    exps, of_scores = (z.view(scores.shape) for z in compiled(_gradients, dynamic=True)(*arguments, scale))
+    for z in (exps, of_scores):
+        z[:, : k.shape[1]].tril_()  # no query sees the keys after it
+    return of_scores @ k, of_scores.mT @ q, exps.mT @ grad
+
+
+# These get two dimensions, (Z·N, M), so that one graph serves nearly all sizes.
 
 
 def _exps(scores: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -131,9 +147,7 @@ def _exps(scores: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     return exps, total, largest * scale + total.log2()
 
 
-def _gradients(
-    scores: Tensor, of_exps: Tensor, log_sum: Tensor, of_rows: Tensor, scale: float
-) -> tuple[Tensor, Tensor]:
+def _gradients(scores: Tensor, of_exps: Tensor, log_sum: Tensor, along: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """The softmax, and the gradient of `scores`, for the gradient `of_exps` of the softmax."""
     exps = (scores.float() * (scale * LOG2_E) - log_sum).exp2()
-    return exps.to(scores.dtype), (exps * (of_exps.float() - of_rows) * scale).to(scores.dtype)
+    return exps.to(scores.dtype), (exps * (of_exps.float() - along) * scale).to(scores.dtype)

@@ -5,7 +5,6 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
 
 RECOMPILE_LIMIT = 64
 
@@ -24,12 +23,8 @@ def compiled(function: Callable[..., Any], dynamic: bool) -> Callable[..., Any]:
     """`function`, compiled at its first call. If `dynamic`, one graph serves all sizes of its arguments but 1."""
     import torch._dynamo.config  # takes a second
 
-    # torch refuses to compile a function more than 8 times; sizes of 1 and other types have graphs of their own.
+    # torch refuses to compile any function more than 8 times. Sizes of 1 and other types have graphs of their own, and
+    # one process may train the cells of a sweep.
     torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
     found: Callable[..., Any] = torch.compile(function, fullgraph=True, dynamic=dynamic, options=compile_options())
     return found
-
-
-def add(to: Tensor, product: Tensor) -> Tensor:
-    """`to` (float32) plus `product`. Not compiled, torch first converts a `product` of another type."""
-    return to.add_(product)

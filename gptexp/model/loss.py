@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gptexp.model.compiler import add, compiled
+from gptexp.model.compiler import compiled
 
 SAFE_LOGIT = 60.0  # exp(±60) and a sum of 10^11 such values do not overflow or underflow in float32
 LOG2_E = math.log2(math.e)
@@ -133,7 +133,7 @@ def _loss_and_gradients(
     """(mean loss, gradient of `hidden`, gradient of `weight`). The gradients are empty unless `needs_grad`.
 
     Products are in the type of `hidden`; the gradient of `weight` is summed over the chunks in float32. If `fused`, a
-    chunk is compiled: on a GPU as a whole, on a CPU the passes over its largest tensors, if gradients are needed.
+    chunk is compiled: on a GPU as a whole, on a CPU the passes over its largest tensors.
     """
     hidden, low, on_cpu = hidden.detach(), weight.detach().to(hidden.dtype), hidden.device.type == "cpu"
     counted = targets != IGNORED
@@ -147,7 +147,7 @@ def _loss_and_gradients(
     # 32, 1.06 at 128 and 1.01 at 768. On a GPU the comparison would wait for the device.
     shifted = not on_cpu or bool(hidden.norm(dim=1).max() * low.norm(dim=1).max() > SAFE_LOGIT)
     rows = chunk_rows(len(hidden), hidden.device.type)
-    passes = _cpu_passes(rows, low, fused and needs_grad) if on_cpu else _Passes(torch.mm, _exps, Tensor.add_)
+    passes = _cpu_passes(rows, low, fused) if on_cpu else _gpu_passes(fused or torch.compiler.is_compiling())
     chunk = compiled(_chunk, dynamic=False) if fused and not on_cpu else _chunk
     with torch.no_grad():
         for first in range(0, len(hidden), rows):
@@ -173,9 +173,14 @@ def _cpu_passes(rows: int, weight: Tensor, in_one_pass: bool) -> _Passes:
         return torch.mm(h, transposed, out=out[: len(h)])
 
     if in_one_pass:
-        return _Passes(logits, compiled(_exps, dynamic=True), compiled(add, dynamic=True))
+        return _Passes(logits, compiled(_exps, dynamic=True), compiled(_add, dynamic=True))
     wide = None if weight.dtype == torch.float32 else _buffer(rows, len(weight), torch.float32)
     return _Passes(logits, partial(_exps_in_place, wide=wide), Tensor.add_)
+
+
+def _gpu_passes(in_one_pass: bool) -> _Passes:
+    """The passes on another device. torch's addition needs one pass there for operands of any types."""
+    return _Passes(torch.mm, _exps if in_one_pass else _exps_in_place, Tensor.add_)
 
 
 @lru_cache(maxsize=1)
@@ -209,14 +214,21 @@ def _exps(logits: Tensor, unshifted: Tensor | None) -> tuple[Tensor, Tensor, Ten
     return exps, exps.float().sum(-1, keepdim=True), shift
 
 
-def _exps_in_place(logits: Tensor, unshifted: Tensor | None, wide: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """`_exps` in the memory of `logits`. `wide` is a buffer of float32 for logits of another type."""
-    values = logits if wide is None else wide[: len(logits)].copy_(logits)
+def _exps_in_place(
+    logits: Tensor, unshifted: Tensor | None, wide: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`_exps` in the memory of `logits`; the sums are of float32 numbers. `wide` is a buffer of float32, or new."""
+    values = logits.float() if wide is None else wide[: len(logits)].copy_(logits)
     shift = values.amax(-1, keepdim=True) if unshifted is None else unshifted
     if unshifted is None:
         values.sub_(shift)
     total = values.exp2_().sum(-1, keepdim=True)
-    return (values if wide is None else logits.copy_(values)), total, shift
+    return (values if values.dtype == logits.dtype else logits.copy_(values)), total, shift
+
+
+def _add(to: Tensor, product: Tensor) -> Tensor:
+    """`to` (float32) plus `product`. Not compiled, torch first converts a `product` of another type on a CPU."""
+    return to.add_(product)
 
 
 def _chunk(

@@ -3,6 +3,7 @@
 import atexit
 import getpass
 import hashlib
+import inspect
 import os
 import shutil
 import tempfile
@@ -20,10 +21,12 @@ from gptexp.distributed.group import barrier
 from gptexp.distributed.ranks import Rank
 from gptexp.machine.device import missing_compiler
 from gptexp.machine.effective import Effective
-from gptexp.model import attention as attentions
-from gptexp.model import loss as losses
+from gptexp.machine.measured import in_config
+from gptexp.model import attention, loss
+from gptexp.model.attention import attention_function
 from gptexp.model.compiler import compile_options
 from gptexp.model.gpt import GPT
+from gptexp.model.loss import LOSSES
 from gptexp.process.errors import ConfigError
 from gptexp.training.loop import Training
 
@@ -68,35 +71,50 @@ def compiles(effective: Effective) -> bool:
 
 
 def refuse_missing_compiler(effective: Effective, device: torch.device) -> None:
-    """Raise `ConfigError` if the loss or attention needs a compiler, and none works here."""
+    """Raise `ConfigError` if the model, the loss or attention is to be compiled, and no compiler works here."""
     missing = (
         missing_compiler(device) if device.type in ("cpu", "cuda") else f"torch.compile is incomplete for {device}"
     )
-    if missing and effective.loss.value == "fused":
-        raise ConfigError(f"train.loss=fused: {missing}; use train.loss=chunked")
-    if missing and effective.attention.value == "blocked":
-        raise ConfigError(f"train.attention=blocked: {missing}; use train.attention=flash")
+    without = {"compile": (True, "off"), "loss": ("fused", "chunked"), "attention": ("blocked", "flash")}
+    needs = [key for key, (value, _) in without.items() if effective.choices[key].value == value]
+    if missing and needs:
+        asked = " ".join(f"train.{key}={in_config(effective.choices[key].value)}" for key in needs)
+        raise ConfigError(f"{asked}: {missing}; use {' '.join(f'train.{key}={without[key][1]}' for key in needs)}")
 
 
 def build_gpt(cfg: Config, effective: Effective, device: torch.device) -> GPT:
     """Build the seeded model on `device`. If `effective` says so, the first step compiles it."""
     torch.manual_seed(cfg.train.seed)
     model = with_vocab_size(cfg, effective.vocab_size.value).model
-    loss, attend = losses.LOSSES[effective.loss.value], attentions.attention_function(effective.attention.value)
-    gpt = GPT(model, loss, attend, cfg.train.activation_checkpointing).to(device)
+    functions = LOSSES[effective.loss.value], attention_function(effective.attention.value)
+    gpt = GPT(model, *functions, cfg.train.activation_checkpointing).to(device)
+    if compiles(effective):
+        torch.compiler.config.cache_key_tag = _cache_key(cfg, effective)
     if effective.compile.value:
         torch.compiler.reset()  # under a launcher one process trains many cells; drop the last cell's graphs
-        # torch's own key of the compile cache lacks: the attention kernels allowed while compiling, the backward passes
-        # of our custom operations and, before torch 2.13, the number of threads.
-        attention = effective.attention
-        sources = b"".join(Path(str(module.__file__)).read_bytes() for module in (losses, attentions))
-        only = "only" if attention.source == "asked" else "first"
-        operations = hashlib.sha256(sources).hexdigest()[:16]
-        tag = f"{attention.value} {only}, operations {operations}, {effective.threads_per_rank.value} threads"
-        torch.compiler.config.cache_key_tag = tag
         # `fullgraph`: one graph that includes the loss, or an error.
         gpt.compile(fullgraph=True, dynamic=False, options=compile_options())
     return gpt
+
+
+def _cache_key(cfg: Config, effective: Effective) -> str:
+    """What torch's own key of the compile cache lacks.
+
+    The attention kernels allowed while compiling; the backward passes of our custom operations; before torch 2.13, the
+    number of threads; and the sizes: a function for all sizes is made parallel, or not, for those of its first call.
+    """
+    only = "only" if effective.attention.source == "asked" else "first"
+    sources = b"".join(Path(inspect.getfile(module)).read_bytes() for module in (loss, attention))
+    operations = hashlib.sha256(sources).hexdigest()[:16]
+    sizes = (
+        effective.micro_batch_size.value,
+        cfg.seq_len,
+        cfg.model.n_head,
+        cfg.model.n_embd,
+        effective.vocab_size.value,
+    )
+    threads = effective.threads_per_rank.value
+    return f"{effective.attention.value} {only}, operations {operations}, sizes {sizes}, {threads} threads"
 
 
 def wrap(gpt: GPT, effective: Effective, reduction: str, rank: Rank, device: torch.device) -> nn.Module:

@@ -7,6 +7,7 @@ import torch
 
 from gptexp.config.schema import Config
 from gptexp.distributed.ranks import Rank
+from gptexp.machine import cpu
 from gptexp.machine.effective import Choice, step_context
 from gptexp.machine.resolve import resolve
 from gptexp.model.gpus import UNKNOWN_GPU
@@ -47,12 +48,42 @@ def test_the_chosen_kernel_runs_although_nobody_asked_for_it() -> None:
         (False, "bfloat16", 64, 0.0, "flash"),  # it would be compiled, which a short run need not pay
     ],
 )
-def test_the_kernel_of_a_cpu(compiled: bool, dtype: str, seq_len: int, dropout: float, kernel: str) -> None:
+def test_the_kernel_of_a_cpu(
+    compiled: bool, dtype: str, seq_len: int, dropout: float, kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu, "has_fast_bfloat16", lambda: True)
     cfg = Config()
     cfg.model.block_size, cfg.model.dropout = seq_len, dropout
     cfg.train.compile, cfg.train.dtype = "on" if compiled else "off", dtype
     cfg.batch.total_batch_size = 8 * seq_len
     assert resolve(cfg, CPU, Rank()).attention.value == kernel
+
+
+def test_a_cpu_with_slow_products_in_bfloat16_has_none_of_large_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "has_fast_bfloat16", lambda: False)
+    cfg = Config()
+    cfg.train.compile, cfg.train.dtype, cfg.model.block_size = "on", "bfloat16", 256
+    assert resolve(cfg, CPU, Rank()).attention.value == "math"
+
+
+@pytest.mark.parametrize("name", ["flash", "blocked"])
+def test_a_kernel_without_dropout_is_refused_if_the_model_has_it(name: str) -> None:
+    cfg = Config()
+    cfg.model.dropout = 0.1
+    assert resolve(cfg, CPU, Rank()).attention.value == "flash"  # torch then computes it with math
+    cfg.train.attention = name
+    message = rf"train.attention={name}: has no dropout on a CPU, and model.dropout=0.1; use train.attention=auto"
+    with pytest.raises(ConfigError, match=message):
+        resolve(cfg, CPU, Rank())
+
+
+def test_a_saved_kernel_without_dropout_is_chosen_anew_for_a_model_that_got_dropout() -> None:
+    cfg = Config()
+    cfg.train.compile = "off"
+    earlier = replace(resolve(cfg, CPU, Rank()), attention=Choice("blocked", "decided", "measured"))
+    assert resolve(cfg, CPU, Rank(), earlier).attention.value == "blocked"
+    cfg.model.dropout = 0.1
+    assert resolve(cfg, CPU, Rank(), earlier).attention.value == "flash"
 
 
 def test_gptexps_own_kernel_leaves_the_choice_of_torchs_to_torch() -> None:

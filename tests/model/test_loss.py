@@ -17,7 +17,7 @@ from gptexp.model.loss import (
     _chunk,
     _chunked,
     _exps,
-    _Passes,
+    _gpu_passes,
     chunk_rows,
     chunked_cross_entropy,
     fused_cross_entropy,
@@ -131,23 +131,25 @@ def test_the_compiled_graph_contains_the_loss_as_one_operation() -> None:
     torch.library.opcheck(_chunked, (h, w, y, True, False), test_utils="test_autograd_registration")
 
 
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("in_compiler", [False, pytest.param(True, marks=[pytest.mark.slow, NEEDS_COMPILER])])
 def test_the_chunk_function_of_a_gpu_has_the_right_value_and_gradients(
-    compiled: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    in_compiler: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """On a GPU, logits are always shifted, because reading their size would make the host wait."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    chunk = compiled(_chunk, dynamic=False) if compiled else _chunk
-    h, w, y = problem(30.0, 512)
+    chunk = compiled(_chunk, dynamic=False) if in_compiler else _chunk
+    h, w, y = problem(30.0 if dtype == torch.float32 else 1.0, 512)
+    h, w = (z.detach().to(dtype).requires_grad_() for z in (h, w))
     value, grad_h, grad_w = reference(h, w, y)
     h, w = h.detach(), w.detach()
-    into = (torch.empty_like(h), torch.zeros_like(w))
-    loss = chunk(
-        h, w, y[:, None], torch.full((512, 1), 1 / 512), True, into, _Passes(torch.mm, _exps, torch.Tensor.add_)
-    )
-    assert loss.item() == pytest.approx(value.item(), rel=1e-5)
+    into = (torch.empty_like(h), torch.zeros_like(w, dtype=torch.float32))
+    with torch.no_grad():
+        loss = chunk(h, w, y[:, None], torch.full((512, 1), 1 / 512), True, into, _gpu_passes(in_compiler))
+    error = 1e-5 if dtype == torch.float32 else 0.02
+    assert loss.item() == pytest.approx(value.item(), rel=error)
     for found, expected in zip(into, (grad_h, grad_w), strict=True):
-        assert (3 * found - expected).norm() / expected.norm() < 1e-5
+        assert (3 * found - expected).norm() / expected.norm() < error
 
 
 def test_gradients_are_right_if_only_one_input_needs_them() -> None:

@@ -226,7 +226,7 @@ def test_the_estimate_counts_the_gradient_buckets_of_ddp() -> None:
 
 GROWTH = """
 import json, sys
-import psutil, resource, torch
+import psutil, torch
 from gptexp.config.schema import Config
 from gptexp.data.loader import MicroBatch
 from gptexp.distributed.ranks import Rank
@@ -238,12 +238,12 @@ from gptexp.training.optim import build_optimizer
 from gptexp.training.step import TrainStep
 import torch._dynamo  # as a compiled run does
 
-n_layer, n_embd, vocab, t, b, micro_steps, loss, compiled, *attention = json.loads(sys.argv[1])
+n_layer, n_embd, vocab, t, b, micro_steps, loss, compiled, *more = json.loads(sys.argv[1])
 if compiled == "on":  # the compiler itself is imported and started now, and not part of the growth
     torch.compile(lambda x: (x.sin() + 1).sum())(torch.ones(64, 64, requires_grad=True)).backward()
 cfg = Config()
 cfg.train.loss, cfg.train.compile = loss, compiled
-cfg.train.attention = attention[0] if attention else "auto"
+cfg.train.attention, cfg.train.activation_checkpointing = more[0] if more else "auto", "checkpointed" in more
 cfg.model.n_layer, cfg.model.n_embd, cfg.model.vocab_size, cfg.model.block_size = n_layer, n_embd, vocab, t
 cfg.model.n_head, cfg.batch.micro_batch_size, cfg.batch.total_batch_size = 4, b, micro_steps * b * t
 before = psutil.Process().memory_info().rss
@@ -256,7 +256,9 @@ step = TrainStep(gpt, optimizer, MeanReduction(None), 1.0, forward_context(effec
 with step_context(effective):
     for _ in range(3):
         step(iter([MicroBatch(x, x, 0, 0)] * micro_steps), micro_steps, lr_factor=1.0)
-grown = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+# Unlike ru_maxrss, this does not include the peak of the process that started this one.
+peak_kb = next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM"))
+grown = 1024 * int(peak_kb) - before
 print(json.dumps([grown, estimate(cfg, effective, 1).peak]))
 """
 
@@ -276,6 +278,7 @@ print(json.dumps([grown, estimate(cfg, effective, 1).peak]))
         (4, 128, 50304, 256, 8, 2, "fused", "on", "math"),
         (4, 128, 50304, 256, 8, 2, "fused", "on", "blocked"),
         (12, 768, 8192, 1024, 1, 2, "chunked", "off", "blocked"),
+        (12, 768, 8192, 1024, 2, 1, "chunked", "off", "blocked", "checkpointed"),
     ],
 )
 def test_a_process_grows_by_about_the_estimate(sizes: tuple[object, ...]) -> None:

@@ -175,6 +175,18 @@ def test_two_ranks_compile_each_graph_once(gptexp: Gptexp, tiny: list[str], tmp_
     assert len(events(tmp_path / "out", "eval")) == 3
 
 
+def test_a_saved_compiled_run_names_all_that_no_compiler_can_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    choices: dict[str, Any] = {"compile": True, "loss": "fused", "attention": "blocked"}
+    saved = {key: Choice(value, "saved", "") for key, value in choices.items()}
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(ConfigError) as refused:
+        refuse_missing_compiler(replace(resolve(Config(), CPU, Rank()), **saved), CPU)  # type: ignore[arg-type]
+    assert str(refused.value) == (
+        "train.compile=on train.loss=fused train.attention=blocked: the C++ compiler no-such-compiler is not "
+        "installed; use train.compile=off train.loss=chunked train.attention=flash"
+    )
+
+
 @pytest.mark.parametrize("source", ["asked", "saved"])
 @pytest.mark.parametrize(("key", "value"), [("loss", "fused"), ("attention", "blocked")])
 def test_what_must_be_compiled_is_refused_without_a_compiler(

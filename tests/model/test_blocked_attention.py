@@ -6,22 +6,25 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-from gptexp.model.attention import BLOCK, _backward, _forward, attention_function, blocked_attention
+from gptexp.model.attention import BLOCK, _backward, _forward, blocked_attention
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler is installed"),
 ]
-B, H, D = 2, 3, 8
+D = 8
 
 
-def problem(t: int, dtype: torch.dtype = torch.float32, spread: float = 1.0) -> tuple[list[Tensor], Tensor]:
+def problem(
+    t: int, dtype: torch.dtype = torch.float32, spread: float = 1.0, b: int = 2, h: int = 3
+) -> tuple[list[Tensor], Tensor]:
     """Queries, keys and values (B, H, T, D) as a layer has them, parts of one (B, T, 3·H·D); the output's gradient."""
     g = torch.Generator().manual_seed(t)
-    parts = (spread * torch.randn(B, t, 3 * H * D, generator=g)).to(dtype).split(H * D, dim=2)
-    qkv = [part.view(B, t, H, D).transpose(1, 2).requires_grad_() for part in parts]
-    return qkv, torch.randn(B, H, t, D, generator=g).to(dtype)
+    parts = (spread * torch.randn(b, t, 3 * h * D, generator=g)).to(dtype).split(h * D, dim=2)
+    qkv = [part.view(b, t, h, D).transpose(1, 2).requires_grad_() for part in parts]
+    return qkv, torch.randn(b, h, t, D, generator=g).to(dtype)
 
 
 def reference(qkv: list[Tensor], grad: Tensor, scale: float | None) -> list[Tensor]:
@@ -35,10 +38,11 @@ def errors(found: list[Tensor], exact: list[Tensor]) -> list[float]:
     return [float((f.double() - e).norm() / e.norm()) for f, e in zip(found, exact, strict=True)]
 
 
+@pytest.mark.parametrize(("b", "h"), [(2, 3), (1, 2), (2, 1), (1, 1)])
 @pytest.mark.parametrize("scale", [None, 0.7])
 @pytest.mark.parametrize("t", [1, 7, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 100])
-def test_output_and_gradients_equal_torchs_in_float64(t: int, scale: float | None) -> None:
-    qkv, grad = problem(t)
+def test_output_and_gradients_equal_torchs_in_float64(t: int, scale: float | None, b: int, h: int) -> None:
+    qkv, grad = problem(t, b=b, h=h)
     out = blocked_attention(*qkv, is_causal=True, scale=scale)
     found = [out, *torch.autograd.grad(out, qkv, grad)]
     exact = reference(qkv, grad, scale)
@@ -80,12 +84,38 @@ def test_gradients_are_right_if_only_one_input_needs_them() -> None:
         torch.testing.assert_close(found.double(), exact[which], rtol=1e-4, atol=1e-5)
 
 
-def test_torch_computes_what_needs_no_gradient_or_has_dropout() -> None:
+def test_a_gradient_that_repeats_one_number_in_memory_is_right() -> None:
+    qkv, grad = problem(BLOCK + 3)
+    _, *exact = reference(qkv, torch.ones_like(grad), None)
+    found = torch.autograd.grad(blocked_attention(*qkv, is_causal=True).sum(), qkv)
+    assert max(errors(list(found), exact)) < 1e-5
+
+
+def test_a_checkpoint_recomputes_the_same_bits() -> None:
+    qkv, grad = problem(BLOCK + 3)
+    outs = (
+        blocked_attention(*qkv, is_causal=True),
+        checkpoint(blocked_attention, *qkv, is_causal=True, use_reentrant=False),
+    )
+    plain, recomputed = (torch.autograd.grad(out, qkv, grad) for out in outs)
+    assert all(torch.equal(a, b) for a, b in zip(plain, recomputed, strict=True))
+
+
+def test_a_second_derivative_is_an_error() -> None:
+    qkv, _ = problem(5)
+    [grad] = torch.autograd.grad(blocked_attention(*qkv, is_causal=True).sum(), qkv[:1], create_graph=True)
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        grad.sum().backward()
+
+
+def test_torch_computes_what_needs_no_gradient_is_not_causal_or_has_dropout() -> None:
     qkv, _ = problem(9)
+    torchs = F.scaled_dot_product_attention
     with torch.profiler.profile() as profile:
         blocked_attention(*qkv, dropout_p=0.5, is_causal=True)
+        assert torch.equal(blocked_attention(*qkv), torchs(*qkv))
         with torch.no_grad():
-            assert torch.equal(blocked_attention(*qkv), F.scaled_dot_product_attention(*qkv))
+            assert torch.equal(blocked_attention(*qkv, is_causal=True), torchs(*qkv, is_causal=True))
     assert not [e.key for e in profile.key_averages() if "blocked" in e.key]
 
 
@@ -98,8 +128,3 @@ def test_the_operations_are_well_defined_for_the_compiler() -> None:
     compiled = torch.compile(lambda q, k, v: blocked_attention(q, k, v, is_causal=True, scale=0.3), fullgraph=True)
     found = torch.autograd.grad(compiled(*qkv), qkv, grad)
     assert max(errors(list(found), reference(qkv, grad, 0.3)[1:])) < 1e-5
-
-
-def test_the_kernels_of_torch_are_computed_by_torch() -> None:
-    assert attention_function("flash") is F.scaled_dot_product_attention
-    assert attention_function("blocked") is blocked_attention
