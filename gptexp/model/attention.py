@@ -79,7 +79,13 @@ def _backward(
     for first in range(0, q.shape[1], BLOCK):
         keys, rows = slice(first, first + BLOCK), slice(first, None)
         of_q, grad_k[:, keys], grad_v[:, keys] = _of_keys(
-            grad[:, rows], q[:, rows], k[:, keys], v[:, keys], log_sum[:, rows], along[:, rows], scale
+            grad[:, rows].contiguous(),
+            q[:, rows].contiguous(),
+            k[:, keys].contiguous(),
+            v[:, keys],
+            log_sum[:, rows],
+            along[:, rows],
+            scale,
         )
         grad_q[:, rows] += of_q
     return grad_q.to(q.dtype).view(shape), grad_k.view(shape), grad_v.view(shape)
