@@ -42,10 +42,10 @@ def test_the_chosen_kernel_runs_although_nobody_asked_for_it() -> None:
     [
         (True, "float32", 256, 0.0, "math"),
         (True, "float32", 257, 0.0, "flash"),
-        (True, "bfloat16", 64, 0.0, "blocked"),
-        (True, "bfloat16", 1024, 0.0, "blocked"),
+        (True, "bfloat16", 256, 0.0, "math"),
+        (True, "bfloat16", 257, 0.0, "blocked"),
         (True, "bfloat16", 1024, 0.1, "flash"),  # gptexp's own kernel has no dropout
-        (False, "bfloat16", 64, 0.0, "flash"),  # it would be compiled, which a short run need not pay
+        (False, "bfloat16", 1024, 0.0, "flash"),  # it would be compiled, which a short run need not pay
     ],
 )
 def test_the_kernel_of_a_cpu(
@@ -62,8 +62,8 @@ def test_the_kernel_of_a_cpu(
 def test_a_cpu_with_slow_products_in_bfloat16_has_none_of_large_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "has_fast_bfloat16", lambda: False)
     cfg = Config()
-    cfg.train.compile, cfg.train.dtype, cfg.model.block_size = "on", "bfloat16", 256
-    assert resolve(cfg, CPU, Rank()).attention.value == "math"
+    cfg.train.compile, cfg.train.dtype, cfg.model.block_size = "on", "bfloat16", 1024
+    assert resolve(cfg, CPU, Rank()).attention.value == "flash"
 
 
 @pytest.mark.parametrize("name", ["flash", "blocked"])

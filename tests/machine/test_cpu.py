@@ -49,6 +49,7 @@ def test_rules_on_known_cpus(
     on(capabilities, vendor)
     found = cpu.has_native_bfloat16(), cpu.has_fast_bfloat16(), cpu.has_fast_onednn_float32()
     assert found == (native, fast, onednn)
+    assert cpu.has_amx() == (capabilities is XEON_WITH_AMX)
 
 
 CPUINFO = """processor\t: 0

@@ -100,10 +100,19 @@ def cpu_with_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("cpu_with_bfloat16")
 @pytest.mark.parametrize(
-    ("width", "vocabulary", "dtype"),
-    [(768, 50304, "bfloat16"), (128, 50304, "bfloat16"), (256, 320, "bfloat16"), (128, 320, "float32")],
+    ("amx", "width", "vocabulary", "dtype"),
+    [
+        (True, 768, 50304, "bfloat16"),
+        (True, 128, 50304, "bfloat16"),
+        (True, 256, 320, "bfloat16"),
+        (True, 128, 320, "float32"),
+        (False, 128, 320, "bfloat16"),
+    ],
 )
-def test_a_narrow_model_with_few_ids_trains_in_float32(width: int, vocabulary: int, dtype: str) -> None:
+def test_with_amx_a_narrow_model_with_few_ids_trains_in_float32(
+    amx: bool, width: int, vocabulary: int, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module.cpu, "has_amx", lambda: amx)
     cfg = Config()
     cfg.model = replace(cfg.model, n_embd=width, vocab_size=vocabulary)
     assert resolve(cfg, CPU, Rank()).dtype.value == dtype

@@ -21,6 +21,7 @@ from conftest import events
 from gptexp.config.schema import Config, ModelConfig
 from gptexp.config.vocabulary import with_vocab_size
 from gptexp.distributed.ranks import Rank
+from gptexp.machine import cpu
 from gptexp.machine import measured as kept
 from gptexp.machine.device import has_native_bfloat16
 from gptexp.machine.effective import Effective, load_effective, save_effective
@@ -47,8 +48,9 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def long_run(tmp_path: Path) -> Config:
-    """A small model, and a run that is just long enough to compare dtypes and losses."""
+def long_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
+    """A small model, and a run that is just long enough to compare dtypes and losses; float32 is that of the rule."""
+    monkeypatch.setattr(cpu, "has_amx", lambda: True)
     cfg = Config()
     cfg.model = ModelConfig(n_layer=1, n_head=1, n_embd=8, block_size=8)
     cfg.data.tokenizer, cfg.data.cache_dir = "bytes", str(tmp_path / "cache")
