@@ -201,7 +201,8 @@ def test_a_compiled_model_is_compiled_again_for_another_attention_kernel(
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     cfg, cpu, x = Config(), torch.device("cpu"), torch.zeros(2, 32, dtype=torch.int64)
     cfg.model, cfg.train.compile, cfg.train.loss = MODEL, "on", "plain"  # torch caches this graph as a whole
-    for kernel in ("math", "flash"):
+    flash, blocked = "aten::_scaled_dot_product_flash_attention_for_cpu", "gptexp::blocked_attention"
+    for kernel, operations in (("math", set()), ("flash", {flash}), ("blocked", {blocked}), ("flash", {flash})):
         cfg.train.attention = kernel
         effective = resolve(cfg, cpu, Rank())
         gpt = build_gpt(cfg, effective, cpu)
@@ -209,8 +210,7 @@ def test_a_compiled_model_is_compiled_again_for_another_attention_kernel(
             gpt(x, x).backward()
             with torch.profiler.profile() as profile:
                 gpt(x, x).backward()
-        used = {e.name for e in profile.events()}
-        assert ("aten::_scaled_dot_product_flash_attention_for_cpu" in used) == (kernel == "flash")
+        assert {e.name for e in profile.events()} & {flash, blocked} == operations
 
 
 COMPILED_GRADIENT = """
@@ -221,7 +221,7 @@ from gptexp.machine.resolve import resolve
 from gptexp.run.build import build_gpt
 cfg, cpu = Config(), torch.device("cpu")
 cfg.model = ModelConfig(n_layer=1, n_head=1, n_embd=8, vocab_size=64)
-cfg.train.compile, cfg.train.loss = "on", "chunked"
+cfg.train.compile, cfg.train.loss, cfg.train.attention = "on", "chunked", "flash"  # only the model is compiled
 gpt = build_gpt(cfg, resolve(cfg, cpu, Rank()), cpu)
 x = torch.arange(64).view(2, 32)
 gpt(x, x).backward()
@@ -266,16 +266,21 @@ PLAIN_RUN = ["train.dtype=float32", "train.matmul_precision=highest", "train.com
 CHOICES = {
     "auto": ["train.dtype=float32"],
     "compiled": ["train.dtype=float32", "train.compile=on"],
-    "fused": ["train.dtype=float32", "train.loss=fused", "world=ddp2", "batch.micro_batch_size=4"],
+    "own kernels": [
+        "train.dtype=float32", "train.loss=fused", "train.attention=blocked", "world=ddp2", "batch.micro_batch_size=4",
+    ],
     "bfloat16": ["train.dtype=bfloat16", "train.compile=on"],
-}
+    "own kernels in bfloat16": [
+        "train.dtype=bfloat16", "train.compile=on", "train.attention=blocked", "train.activation_checkpointing=true",
+    ],
+}  # fmt: skip
 EMULATED = pytest.mark.skipif(
     not has_native_bfloat16(torch.device("cpu")), reason="this CPU emulates bfloat16: a step takes half a minute"
 )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["auto", "compiled", "fused", pytest.param("bfloat16", marks=EMULATED)])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=EMULATED if "bfloat16" in name else ()) for name in CHOICES])
 def test_the_automatic_choices_keep_the_losses_of_a_real_run(gptexp: Gptexp, tmp_path: Path, name: str) -> None:
     """Compares `gptexp train` with float32, eager mode, whole logits and AdamW as a loop over the tensors."""
     found = []
@@ -285,4 +290,4 @@ def test_the_automatic_choices_keep_the_losses_of_a_real_run(gptexp: Gptexp, tmp
         found.append([event["train/loss"] for event in events(tmp_path / directory, "step")])
     plain, chosen = found
     assert plain[-1] < plain[0] - 0.5
-    assert chosen == pytest.approx(plain, rel=1e-3 if name == "bfloat16" else 1e-5)
+    assert chosen == pytest.approx(plain, rel=1e-3 if "bfloat16" in name else 1e-5)
