@@ -411,8 +411,8 @@ class TrainConfig:
     # long run on a CPU the faster one in a trial
     matmul_precision: str = _choice("auto", "highest", "high", "medium")  # of float32, torch's names; high: TF32
     attention: str = _choice("auto", *ATTENTION_DEVICES)  # torch's kernels, and blocked: gptexp's own for CPUs, without
-    # dropout, which auto takes for compiled bfloat16 and over 256 tokens; if set, no other is used in training; in a
-    # long run on a CPU that is not compiled, auto takes the fastest one in a trial
+    # dropout; auto takes blocked for compiled bfloat16 with more than 256 tokens; if set, no other is used in training;
+    # in a long run on a CPU that is not compiled, auto takes the fastest one in a trial
     compile: str = _choice("auto", "on", "off")  # torch.compile; auto: on for GPUs and for long runs on CPUs that gain
     loss: str = _choice("auto", "plain", "chunked", "fused")  # chunked: keeps no logits; fused: the same with compiled
     # passes over each chunk; auto: plain on GPUs and for small vocabularies, else fused for compiled bfloat16, else

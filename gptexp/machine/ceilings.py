@@ -15,7 +15,7 @@ from torch import Tensor
 from gptexp.config.rules import missing_kernel
 from gptexp.config.schema import ModelConfig
 from gptexp.machine.attention import KERNELS, attention_kernel
-from gptexp.machine.device import missing_compiler
+from gptexp.machine.device import is_out_of_memory, missing_compiler
 from gptexp.model.attention import Attention, attention_function
 
 MEASURE_S = 0.3  # minimum duration of one measurement in seconds
@@ -105,7 +105,7 @@ def attention_ms(
             try:
                 measured[name] = 1e3 * median_s(partial(forward_backward, attention_function(name)))
             except RuntimeError as error:
-                if "No available kernel" not in str(error):
+                if "No available kernel" not in str(error) and not is_out_of_memory(error):
                     raise
                 measured[name] = None
     return measured

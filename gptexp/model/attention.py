@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gptexp.model.compiler import compiled
+from gptexp.model.loss import LOG2_E
 
-LOG2_E = math.log2(math.e)
 BLOCK = 256  # queries or keys
 
 Attention = Callable[..., Tensor]  # with the arguments of `scaled_dot_product_attention`
@@ -34,7 +34,7 @@ def blocked_attention(
 ) -> Tensor:
     """`scaled_dot_product_attention` of `q`, `k` and `v` (B, H, T, D), in blocks if it is causal and trained.
 
-    Needs a compiler. Without gradients, or with dropout, torch chooses a kernel of its own.
+    Needs a compiler. Otherwise (no gradients, not causal, dropout) torch computes it with a kernel that it chooses.
     """
     trained = torch.is_grad_enabled() and any(z.requires_grad for z in (q, k, v))
     if dropout_p or not is_causal or not trained:
@@ -119,7 +119,10 @@ def _flat(z: Tensor) -> Tensor:
 
 
 def _of_queries(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """The output (Z, N, D) and `log_sum` (Z, N, 1) of queries (Z, N, D), the last of the keys and values (Z, M, D)."""
+    """The output (Z, N, D) of N queries, and log2 of their sums of exp(scores) (Z, N, 1).
+
+    The keys and values (Z, M, D) are those of all tokens up to the last query.
+    """
     n = q.shape[1]
     scores = q @ k.mT
     scores[:, :, -n:] += torch.full((n, n), -math.inf, dtype=q.dtype).triu_(1)
@@ -130,9 +133,10 @@ def _of_queries(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, 
 def _of_keys(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, log_sum: Tensor, along: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What keys and values (Z, M, D) add to the gradient of queries (Z, N, D), of which they are the first; their own.
+    """The gradients of M keys and values, and what these keys add to the gradient of the queries, which comes first.
 
-    `along` is the sum over D of the output times its gradient `grad`.
+    The N queries, with the gradient `grad` of their output (Z, N, D), are those of all tokens from the first key on.
+    `along` (Z, N, 1) is the sum over D of the output times `grad`.
     """
     scores, of_exps = q @ k.mT, grad @ v.mT
     arguments = (z.flatten(0, 1) for z in (scores, of_exps, log_sum, along))

@@ -147,7 +147,7 @@ def _loss_and_gradients(
     # 32, 1.06 at 128 and 1.01 at 768. On a GPU the comparison would wait for the device.
     shifted = not on_cpu or bool(hidden.norm(dim=1).max() * low.norm(dim=1).max() > SAFE_LOGIT)
     rows = chunk_rows(len(hidden), hidden.device.type)
-    passes = _cpu_passes(rows, low, fused) if on_cpu else _gpu_passes(fused or torch.compiler.is_compiling())
+    passes = _cpu_passes(rows, low, fused) if on_cpu else _gpu_passes(fused)
     chunk = compiled(_chunk, dynamic=False) if fused and not on_cpu else _chunk
     with torch.no_grad():
         for first in range(0, len(hidden), rows):

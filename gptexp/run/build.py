@@ -1,4 +1,4 @@
-"""Builds the model of a run as its effective choices say: loss, compilation, DDP."""
+"""Builds the model of a run as its effective choices say: loss, attention, compilation, DDP."""
 
 import atexit
 import getpass
