@@ -44,6 +44,20 @@ class LayerCache:
         return self.keys[:b, :, : self.length], self.values[:b, :, : self.length]
 
 
+class Linear(nn.Linear):
+    """`nn.Linear`, on a CPU with the bias as an operation of its own for the compiler.
+
+    The compiler joins the addition to the next pass over the result. A product with a bias would first write the bias
+    to every row of it. On a GPU the compiler itself chooses between the two.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.bias is None or not x.is_cpu or not torch.compiler.is_compiling():
+            return super().forward(x)
+        y = F.linear(x, self.weight)
+        return y + self.bias.to(y.dtype)  # autocast does not convert the operands of an addition
+
+
 class CausalSelfAttention(nn.Module):
     def __init__(self, cfg: ModelConfig, attention: Attention) -> None:
         super().__init__()
@@ -51,8 +65,8 @@ class CausalSelfAttention(nn.Module):
         self.n_head = cfg.n_head
         self.scale = attention_scale(cfg)
         self.dropout = cfg.dropout
-        self.c_attn = nn.Linear(cfg.n_embd, 3 * cfg.n_embd, bias=cfg.bias)
-        self.c_proj = nn.Linear(cfg.n_embd, cfg.n_embd, bias=cfg.bias)
+        self.c_attn = Linear(cfg.n_embd, 3 * cfg.n_embd, bias=cfg.bias)
+        self.c_proj = Linear(cfg.n_embd, cfg.n_embd, bias=cfg.bias)
 
     def forward(self, x: Tensor, cache: LayerCache | None = None) -> Tensor:
         b, t, c = x.shape
@@ -79,8 +93,8 @@ class MLP(nn.Module):
     def __init__(self, cfg: ModelConfig) -> None:
         super().__init__()
         self.dropout = cfg.dropout
-        self.c_fc = nn.Linear(cfg.n_embd, 4 * cfg.n_embd, bias=cfg.bias)
-        self.c_proj = nn.Linear(4 * cfg.n_embd, cfg.n_embd, bias=cfg.bias)
+        self.c_fc = Linear(cfg.n_embd, 4 * cfg.n_embd, bias=cfg.bias)
+        self.c_proj = Linear(4 * cfg.n_embd, cfg.n_embd, bias=cfg.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         x = gelu(self.c_fc(x))  # (B, T, 4C)

@@ -75,6 +75,21 @@ def test_the_output_lies_in_memory_as_a_layer_goes_on_with_it() -> None:
     assert out.transpose(1, 2).is_contiguous()
 
 
+def test_what_the_backward_pass_gets_is_contiguous() -> None:
+    """So that it need not copy the queries, keys and values again."""
+    qkv, _ = problem(20)
+    kept: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        blocked_attention(*qkv, is_causal=True)
+    assert [z.is_contiguous() for z in kept[:3]] == [True] * 3
+    assert not any(z.is_contiguous() for z in qkv)
+
+
 def test_gradients_are_right_if_only_one_input_needs_them() -> None:
     qkv, grad = problem(BLOCK + 3)
     _, *exact = reference(qkv, grad, None)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gptexp.config.schema import ModelConfig
-from gptexp.model.gpt import GPT, gelu
+from gptexp.model.gpt import GPT, Linear, gelu
 
 SMALL = ModelConfig(n_layer=3, n_head=4, n_embd=48, block_size=24, vocab_size=101)
 
@@ -68,6 +68,31 @@ def test_the_activation_is_gelu_with_tanh_in_both_of_its_forms(
     ):
         torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
     assert type(gelu(x).grad_fn) is type(expected.grad_fn) or compiling  # eagerly it is torch's kernel
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_compiled_layer_adds_its_bias_in_an_operation_of_its_own(autocast: bool) -> None:
+    torch.manual_seed(0)
+    layer, x = Linear(50, 70), torch.randn(3, 50, requires_grad=True)
+    products: list[int] = []  # the number of operands of each
+
+    def backend(graph: torch.fx.GraphModule, _inputs: object) -> torch.fx.GraphModule:
+        products.extend(
+            sum(operand is not None for operand in (*node.args, *node.kwargs.values()))
+            for node in graph.graph.nodes
+            if "linear" in str(node.target) and node.op == "call_function"
+        )
+        return graph
+
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        found = torch.compile(layer, backend=backend, fullgraph=True)(x)
+        expected = torch.nn.functional.linear(x, layer.weight, layer.bias)
+    assert products == [2]
+    tolerance = 1e-2 if autocast else 1e-6
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)  # the types too
+    inputs = [x, layer.weight, layer.bias]
+    for f, e in zip(*(torch.autograd.grad(out.sum(), inputs) for out in (found, expected)), strict=True):
+        torch.testing.assert_close(f, e, rtol=tolerance, atol=tolerance)
 
 
 def test_no_token_attends_to_later_tokens() -> None:
