@@ -16,6 +16,7 @@ from io import TextIOWrapper
 from typing import Any, NoReturn, TextIO
 
 from gptexp.process.errors import EXIT_FAILED, ConfigError, UserError
+from gptexp.process.threads import sleep_soon
 
 LAYOUT = "\n\t"  # control characters that may be printed
 # Control characters, bytes of a name that are not UTF-8, separators of lines, and those that reverse the direction.
@@ -163,6 +164,7 @@ def _check_encodings() -> None:
 
 def run_verb(verb: Callable[[list[str]], Any]) -> NoReturn:
     """Call a verb's `main` with the command line's arguments and exit with the code that it returns, else with 0."""
+    sleep_soon()  # no verb has imported torch yet
     with report_errors():
         code = verb(sys.argv[1:])
     sys.exit(code if isinstance(code, int) else 0)
