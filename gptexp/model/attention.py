@@ -39,7 +39,7 @@ def blocked_attention(
     trained = torch.is_grad_enabled() and any(z.requires_grad for z in (q, k, v))
     if dropout_p or not is_causal or not trained:
         return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, is_causal=is_causal, scale=scale)
-    # Contiguous once for both passes. In a compiled model the pass that adds the bias of q, k and v writes them so.
+    # Contiguous once for both passes. In a compiled model the pass that adds their bias writes them so.
     q, k, v = (z.contiguous() for z in (q, k, v))
     out: Tensor = _forward(q, k, v, q.shape[-1] ** -0.5 if scale is None else scale)[0]
     return out

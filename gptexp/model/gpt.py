@@ -47,8 +47,9 @@ class LayerCache:
 class Linear(nn.Linear):
     """`nn.Linear`, on a CPU with the bias as an operation of its own for the compiler.
 
-    The compiler joins the addition to the next pass over the result. A product with a bias would first write the bias
-    to every row of it. On a GPU the compiler itself chooses between the two.
+    The compiler makes the addition part of the next pass over the result; a product with a bias would first fill its
+    result with the bias. With `x` of two dimensions it would join them to such a product again. On a GPU the compiler
+    itself chooses between the two.
     """
 
     def forward(self, x: Tensor) -> Tensor:

@@ -93,9 +93,9 @@ def memory_estimate(m: ModelConfig, optim: OptimConfig, step: StepShape) -> Memo
     if step.tree and step.world_size > 1:
         points.append((3 * weights, 0, kept_scratch))
     if step.attention == "blocked":
-        # In the backward pass: scores, softmax and their gradients for a block of keys; q, k, v and the output's
-        # gradient in another order; the gradients of q, k and v, that of q in float32 too.
-        in_layer = tokens * (4 * m.n_head * min(BLOCK, step.seq_len) * width + c * (7 * width + 4))
+        # In the backward pass: scores, softmax and their gradients for a block of keys; the output's gradient in
+        # another order; the gradients of q, k and v, that of q in float32 too.
+        in_layer = tokens * (4 * m.n_head * min(BLOCK, step.seq_len) * width + c * (4 * width + 4))
         recomputed = in_block if step.activation_checkpointing else 0
         points.append((accumulated + 4 * vocab * c, kept + recomputed + in_layer, kept_scratch))
     if step.activation_checkpointing:

@@ -164,7 +164,7 @@ def _check_encodings() -> None:
 
 def run_verb(verb: Callable[[list[str]], Any]) -> NoReturn:
     """Call a verb's `main` with the command line's arguments and exit with the code that it returns, else with 0."""
-    sleep_soon()  # no verb has imported torch yet
+    sleep_soon()
     with report_errors():
         code = verb(sys.argv[1:])
     sys.exit(code if isinstance(code, int) else 0)

@@ -86,7 +86,7 @@ def test_what_the_backward_pass_gets_is_contiguous() -> None:
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         blocked_attention(*qkv, is_causal=True)
-    assert [z.is_contiguous() for z in kept[:3]] == [True] * 3
+    assert [z.is_contiguous() for z in kept[:3]] == [True] * 3  # q, k, v; then the results
     assert not any(z.is_contiguous() for z in qkv)
 
 

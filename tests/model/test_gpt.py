@@ -1,9 +1,11 @@
 """The model against transformers' GPT-2, weight by weight."""
 
 import math
+import shutil
 
 import pytest
 import torch
+from torch._inductor.utils import run_and_get_code
 
 from gptexp.config.schema import ModelConfig
 from gptexp.model.gpt import GPT, Linear, gelu
@@ -73,7 +75,7 @@ def test_the_activation_is_gelu_with_tanh_in_both_of_its_forms(
 @pytest.mark.parametrize("autocast", [False, True])
 def test_a_compiled_layer_adds_its_bias_in_an_operation_of_its_own(autocast: bool) -> None:
     torch.manual_seed(0)
-    layer, x = Linear(50, 70), torch.randn(3, 50, requires_grad=True)
+    layer, x = Linear(50, 70), torch.randn(2, 3, 50, requires_grad=True)
     products: list[int] = []  # the number of operands of each
 
     def backend(graph: torch.fx.GraphModule, _inputs: object) -> torch.fx.GraphModule:
@@ -93,6 +95,17 @@ def test_a_compiled_layer_adds_its_bias_in_an_operation_of_its_own(autocast: boo
     inputs = [x, layer.weight, layer.bias]
     for f, e in zip(*(torch.autograd.grad(out.sum(), inputs) for out in (found, expected)), strict=True):
         torch.testing.assert_close(f, e, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler is installed")
+def test_the_generated_code_has_products_without_a_bias() -> None:
+    """The compiler joins a product and an addition again if they fit each other."""
+    torch.compiler.reset()
+    model = GPT(SMALL)
+    _, code = run_and_get_code(torch.compile(model), tokens(2, 24), tokens(2, 24, seed=1))
+    assert "mm(" in code[0]
+    assert "addmm(" not in code[0]
 
 
 def test_no_token_attends_to_later_tokens() -> None:
