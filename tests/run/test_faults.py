@@ -92,9 +92,10 @@ def test_auto_retries_with_a_smaller_micro_batch_after_running_out_of_memory(
 ) -> None:
     """The estimate is far too low: the process may use 6 GB, and the whole logits need three times 3 GB."""
     guess = "m._micro_batch_size = lambda cfg, *_: (cfg.batch.total_batch_size // (16 * cfg.world.size), 'a guess')"
-    env = sabotage("gptexp.machine.effective", guess)
+    env = sabotage("gptexp.machine.resolve", guess)
     options = ["batch.total_batch_size=16384", "batch.micro_batch_size=auto", "train.loss=plain", "train.compile=off",
-               "train.max_steps=1", "data.val_tokens=0", f"world.size={world_size}", "hydra.run.dir=out"]  # fmt: skip
+               "train.dtype=float32", "train.max_steps=1", "data.val_tokens=0", f"world.size={world_size}",
+               "hydra.run.dir=out"]  # fmt: skip
 
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (6 * 2**30, 6 * 2**30))
