@@ -341,6 +341,12 @@ class WorldConfig:
     timeout_s: float = _ruled(600.0, lambda v: 0 < v <= 1e6, "must be above 0, at most 1000000")  # seconds that a rank
     # waits for the others, in a collective or for the metrics of a step, before it fails
     max_restarts: int = _not_negative(0)  # number of times that a failed run is restarted
+    sharding: str = _choice("none", "optimizer", "full")  # what each rank has only a part of; none: nothing, by DDP;
+    # optimizer: the optimizer's state (ZeRO-1); full: also parameters and gradients, by FSDP2, a block at a time
+    reduce_every: str = _choice(
+        "auto", "step", "micro_step"
+    )  # of sharding=full: when gradients are reduced. step: once, and until then each rank keeps whole gradients;
+    # micro_step: needs less memory, and sends grad_accum_steps times as much; auto: step if that fits, by estimate
 
 
 @dataclass
@@ -417,7 +423,9 @@ class TrainConfig:
     loss: str = _choice("auto", "plain", "chunked", "fused")  # chunked: keeps no logits; fused: the same with compiled
     # passes over each chunk; auto: plain on GPUs and for small vocabularies, else fused for compiled bfloat16, else
     # chunked; in a long run on a CPU the fastest one in a trial
-    activation_checkpointing: bool = False  # keeps only each block's input and recomputes the rest: needs less memory
+    activation_checkpointing: bool | int = _ruled(
+        False, lambda v: isinstance(v, bool) or 0 < v < LIMIT, "must be true, false, or a number of blocks above 0"
+    )  # true: keeps only each block's input and recomputes the rest, which needs less memory; n: of every n-th block
     device: str = _choice("auto", "cpu", "cuda", "mps")  # auto: the first available of cuda, mps and cpu
     profile: bool = False  # traces a few steps with torch's profiler and reports their time by kind of work
 

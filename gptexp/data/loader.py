@@ -58,7 +58,8 @@ class Dataset:
 
         Inputs and targets overlap in T - 1 tokens.
         """
-        return np.stack([stream.read(int(start), self.seq_len + 1) for start in starts])
+        rows = [stream.read(int(start), self.seq_len + 1) for start in starts]
+        return np.reshape(rows, (len(starts), self.seq_len + 1))  # also of no row
 
 
 def build_dataset(cfg: Config, most_val_windows: int | None = None) -> Dataset:
@@ -141,9 +142,13 @@ def micro_batches(
 def val_batches(
     dataset: Dataset, batch_size: int, rank: int, world_size: int, device: torch.device
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield this rank's share of the validation windows: inputs and targets (at most `batch_size`, T)."""
-    mine = np.array_split(dataset.val_starts, world_size)[rank]
-    for i in range(0, len(mine), batch_size):
+    """Yield this rank's share of the validation windows: inputs and targets (at most `batch_size`, T).
+
+    Every rank has equally many batches. A batch may be empty.
+    """
+    shares = np.array_split(dataset.val_starts, world_size)
+    mine = shares[rank]
+    for i in range(0, max(map(len, shares)), batch_size):
         yield _to_device(dataset.rows(dataset.val, mine[i : i + batch_size]), device)
 
 

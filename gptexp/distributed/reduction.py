@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -26,11 +26,16 @@ class Reduction(Protocol):
         ...
 
 
-def build_reduction(kind: str, model: nn.Module, rank: Rank) -> Reduction:
-    """Build the reduction `kind`. For "mean" over several ranks, `model` must be wrapped in DDP."""
+def build_reduction(kind: str, model: nn.Module, rank: Rank, every_micro_step: bool = False) -> Reduction:
+    """Build the reduction `kind`. For "mean" over several ranks, `model` must be wrapped in DDP, or split by FSDP2.
+
+    `every_micro_step` is for a split model: the ranks then hold no whole gradients between micro-steps.
+    """
     if kind == "tree":
         return TreeReduction(model, rank)
-    return MeanReduction(model if isinstance(model, DistributedDataParallel) else None)
+    if isinstance(model, DistributedDataParallel) or rank.world_size == 1:
+        return MeanReduction(model if isinstance(model, DistributedDataParallel) else None)
+    return SplitReduction(model, every_micro_step)
 
 
 class MeanReduction:
@@ -47,6 +52,24 @@ class MeanReduction:
         if self._ddp is not None:
             # Only the last micro-step's backward pass reduces. DDP reads the flag in the forward pass.
             self._ddp.require_backward_grad_sync = micro_step == grad_accum_steps - 1
+        yield grad_accum_steps
+
+
+class SplitReduction:
+    """FSDP2 averages the gradients over the ranks, of which each keeps its rows.
+
+    It does so in the last micro-step, until which each rank keeps whole gradients, or in every micro-step.
+    """
+
+    keeps_gradients = False
+
+    def __init__(self, model: nn.Module, every_micro_step: bool) -> None:
+        self._model: Any = model  # an FSDPModule
+        self._every_micro_step = every_micro_step
+
+    @contextmanager
+    def __call__(self, micro_step: int, grad_accum_steps: int) -> Iterator[int]:
+        self._model.set_requires_gradient_sync(self._every_micro_step or micro_step == grad_accum_steps - 1)
         yield grad_accum_steps
 
 

@@ -160,7 +160,7 @@ def estimate(cfg: Config, effective: Effective, world_size: int) -> Memory:
         compiled=effective.compile.value,
         loss=effective.loss.value,
         attention=effective.attention.value,
-        activation_checkpointing=cfg.train.activation_checkpointing,
+        activation_checkpointing=int(cfg.train.activation_checkpointing),
         tree=cfg.train.reduction == "tree",
         averaged=cfg.train.ema_half_life_tokens is not None,
     )

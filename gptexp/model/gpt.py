@@ -5,7 +5,7 @@ D head size, V vocabulary.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -59,6 +59,14 @@ class Linear(nn.Linear):
         return y + self.bias.to(y.dtype)  # autocast does not convert the operands of an addition
 
 
+class LayerNorm(nn.LayerNorm):
+    """`nn.LayerNorm`, in the type of its input: that of the weights may be another one in a split model."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return F.layer_norm(x, self.normalized_shape, self.weight.to(x.dtype), bias, self.eps)
+
+
 class CausalSelfAttention(nn.Module):
     def __init__(self, cfg: ModelConfig, attention: Attention) -> None:
         super().__init__()
@@ -105,9 +113,9 @@ class MLP(nn.Module):
 class Block(nn.Module):
     def __init__(self, cfg: ModelConfig, attention: Attention) -> None:
         super().__init__()
-        self.ln_1 = nn.LayerNorm(cfg.n_embd, bias=cfg.bias)
+        self.ln_1 = LayerNorm(cfg.n_embd, bias=cfg.bias)
         self.attn = CausalSelfAttention(cfg, attention)
-        self.ln_2 = nn.LayerNorm(cfg.n_embd, bias=cfg.bias)
+        self.ln_2 = LayerNorm(cfg.n_embd, bias=cfg.bias)
         self.mlp = MLP(cfg)
         self.residual_factor = residual_factor(cfg)
 
@@ -125,8 +133,9 @@ class GPT(nn.Module):
         cfg: ModelConfig,
         loss: Loss = plain_cross_entropy,
         attention: Attention = F.scaled_dot_product_attention,
-        activation_checkpointing: bool = False,
+        activation_checkpointing: int = 0,
     ) -> None:
+        """`activation_checkpointing`: every how many-th block keeps only its input and is recomputed; 0: none."""
         super().__init__()
         self.cfg = cfg
         self.loss = loss
@@ -134,7 +143,7 @@ class GPT(nn.Module):
         self.wte = nn.Embedding(cfg.resolved_vocab_size, cfg.n_embd)
         self.wpe = nn.Embedding(cfg.block_size, cfg.n_embd)
         self.h = nn.ModuleList(Block(cfg, attention) for _ in range(cfg.n_layer))
-        self.ln_f = nn.LayerNorm(cfg.n_embd, bias=cfg.bias)
+        self.ln_f = LayerNorm(cfg.n_embd, bias=cfg.bias)
         self.output_factor = output_factor(cfg)
         self.lm_head = nn.Linear(cfg.n_embd, cfg.resolved_vocab_size, bias=False)
         self.lm_head.weight = self.wte.weight
@@ -147,10 +156,30 @@ class GPT(nn.Module):
         These are the standard deviations of the standard parametrisation.
         """
         for name, p in self.named_parameters():
-            if p.dim() >= 2:
-                nn.init.normal_(p, std=initial_std(self.cfg, name))
-            elif name.endswith("bias"):
-                nn.init.zeros_(p)
+            self._init_weight(name, p)
+
+    def _init_weight(self, name: str, p: Tensor) -> None:
+        if p.dim() >= 2:
+            nn.init.normal_(p, std=initial_std(self.cfg, name))
+        elif name.endswith("bias"):
+            nn.init.zeros_(p)
+
+    @torch.no_grad()
+    def initial_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights, on the CPU, that a new model of this config would have. Takes the memory of one block."""
+        cfg = self.cfg
+        parts: list[Callable[[], nn.Module]] = [
+            lambda: nn.Embedding(cfg.resolved_vocab_size, cfg.n_embd),
+            lambda: nn.Embedding(cfg.block_size, cfg.n_embd),
+            *[lambda: Block(cfg, F.scaled_dot_product_attention)] * cfg.n_layer,
+            lambda: nn.Linear(cfg.n_embd, cfg.resolved_vocab_size, bias=False),
+        ]
+        for build in parts:  # draws the random numbers that are drawn before `_init_weights`
+            build()
+        for name, p in self.named_parameters():
+            weight = torch.ones(p.shape)
+            self._init_weight(name, weight)
+            yield name, weight
 
     def empty_cache(self, rows: int, capacity: int) -> list[LayerCache]:
         """A cache of every layer, for `rows` texts of up to `capacity` tokens."""
@@ -170,11 +199,12 @@ class GPT(nn.Module):
         positions = torch.arange(x.shape[1], device=x.device)
         if before:
             positions += before
-        h = self.wte(x) + self.wpe(positions)  # (B, T, C)
+        h = (self.wte(x) + self.wpe(positions)).float()  # (B, T, C)
         h = F.dropout(h, self.cfg.dropout, self.training)
         layers: Sequence[LayerCache | None] = cache or [None] * len(self.h)
-        for block, layer in zip(self.h, layers, strict=True):
-            if self.activation_checkpointing and torch.is_grad_enabled():
+        for number, (block, layer) in enumerate(zip(self.h, layers, strict=True)):
+            every = self.activation_checkpointing
+            if every and number % every == 0 and torch.is_grad_enabled():
                 h = checkpoint(block, h, use_reentrant=False, preserve_rng_state=self.cfg.dropout > 0)
             else:
                 h = block(h, layer)

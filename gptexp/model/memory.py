@@ -42,7 +42,7 @@ class StepShape:
     dtype: str  # float32 or bfloat16
     compiled: bool
     loss: str  # plain, chunked or fused
-    activation_checkpointing: bool
+    activation_checkpointing: int  # every how many-th block keeps only its input; 0: none
     attention: str = "flash"  # train.attention
     tree: bool = False  # train.reduction=tree
     averaged: bool = False  # train.ema_half_life_tokens
@@ -67,7 +67,8 @@ def memory_estimate(m: ModelConfig, optim: OptimConfig, step: StepShape) -> Memo
     in_block = tokens * (8 * c + 14 * c * width + 4 * m.n_head + 16)
     if step.attention == "math":  # the scores: their softmax in float32, and in the compute type if it differs
         in_block += tokens * m.n_head * step.seq_len * (4 if width == 4 else 6)
-    kept = m.n_layer * (tokens * 4 * c if step.activation_checkpointing else in_block)
+    recomputed = len(range(0, m.n_layer, step.activation_checkpointing)) if step.activation_checkpointing else 0
+    kept = recomputed * tokens * 4 * c + (m.n_layer - recomputed) * in_block
     copies = 2 * (12 * c * c * m.n_layer + vocab * c) if step.dtype == "bfloat16" else 0
     around = tokens * (4 * c + width * c + 24)  # the final LayerNorm; token ids
     scratch = 0
@@ -96,9 +97,9 @@ def memory_estimate(m: ModelConfig, optim: OptimConfig, step: StepShape) -> Memo
         # In the backward pass: scores, softmax and their gradients for a block of keys; the output's gradient in
         # another order; the gradients of q, k and v, that of q in float32 too.
         in_layer = tokens * (4 * m.n_head * min(BLOCK, step.seq_len) * width + c * (4 * width + 4))
-        recomputed = in_block if step.activation_checkpointing else 0
-        points.append((accumulated + 4 * vocab * c, kept + recomputed + in_layer, kept_scratch))
-    if step.activation_checkpointing:
+        again = in_block if recomputed else 0
+        points.append((accumulated + 4 * vocab * c, kept + again + in_layer, kept_scratch))
+    if recomputed:
         in_mlp = tokens * 4 * c * width  # the gradient of the hidden layer
         points.append((accumulated + 4 * vocab * c, kept + in_block + in_mlp, kept_scratch))
     gradients, activations, loss = max(points, key=sum)

@@ -19,6 +19,7 @@ from gptexp.config.schema import Config
 from gptexp.config.vocabulary import with_vocab_size
 from gptexp.distributed.group import barrier
 from gptexp.distributed.ranks import Rank
+from gptexp.distributed.sharding import SplitParameters, split
 from gptexp.machine.device import missing_compiler
 from gptexp.machine.effective import Effective
 from gptexp.machine.measured import in_config
@@ -29,6 +30,7 @@ from gptexp.model.gpt import GPT
 from gptexp.model.loss import LOSSES
 from gptexp.process.errors import ConfigError
 from gptexp.training.loop import Training
+from gptexp.training.snapshot import load_weights
 
 # DDP splits a compiled graph wherever a gradient bucket is full. With gradient accumulation the buckets help in one
 # micro-step, and the splits cost time in all. DDP's default of 25 MiB splits GPT-2 124M into 14 graphs.
@@ -85,16 +87,37 @@ def refuse_missing_compiler(effective: Effective, device: torch.device) -> None:
 def build_gpt(cfg: Config, effective: Effective, device: torch.device) -> GPT:
     """Build the seeded model on `device`. If `effective` says so, the first step compiles it."""
     torch.manual_seed(cfg.train.seed)
+    gpt = _unseeded(cfg, effective).to(device)
+    if effective.compile.value:
+        # `fullgraph`: one graph that includes the loss, or an error.
+        gpt.compile(fullgraph=True, dynamic=False, options=compile_options())
+    return gpt
+
+
+def build_split_gpt(cfg: Config, effective: Effective, device: torch.device) -> tuple[GPT, SplitParameters]:
+    """Build the same model split over the ranks, of which none ever holds it whole. *Collective.*
+
+    If `effective` says so, the first step compiles each block: FSDP2 works between the blocks.
+    """
+    with torch.device("meta"):
+        gpt = _unseeded(cfg, effective)
+    if effective.compile.value:
+        for block in gpt.h:  # not the block itself, which would include the hooks of FSDP2
+            block.forward = torch.compile(block.forward, fullgraph=True, dynamic=False, options=compile_options())
+    parameters = split(gpt, list(gpt.h), ("logits",), device, getattr(torch, effective.dtype.value))
+    torch.manual_seed(cfg.train.seed)
+    load_weights(gpt.initial_weights(), parameters)
+    return gpt, parameters
+
+
+def _unseeded(cfg: Config, effective: Effective) -> GPT:
     model = with_vocab_size(cfg, effective.vocab_size.value).model
     functions = LOSSES[effective.loss.value], attention_function(effective.attention.value)
-    gpt = GPT(model, *functions, cfg.train.activation_checkpointing).to(device)
     if compiles(effective):
         torch.compiler.config.cache_key_tag = _cache_key(cfg, effective)
     if effective.compile.value:
         torch.compiler.reset()  # under a launcher one process trains many cells; drop the last cell's graphs
-        # `fullgraph`: one graph that includes the loss, or an error.
-        gpt.compile(fullgraph=True, dynamic=False, options=compile_options())
-    return gpt
+    return GPT(model, *functions, int(cfg.train.activation_checkpointing))
 
 
 def _cache_key(cfg: Config, effective: Effective) -> str:

@@ -8,14 +8,15 @@ from torch import Tensor
 
 from gptexp.config.schema import ModelConfig
 from gptexp.config.transformers_json import CONFIG_JSON
+from gptexp.distributed.sharding import Parameters
 from gptexp.model.flops import count_parameters
-from gptexp.model.gpt import GPT
-from gptexp.model.huggingface import TIED, from_nanogpt, from_transformers
+from gptexp.model.huggingface import from_nanogpt, from_transformers
 from gptexp.process.errors import CheckpointError
 from gptexp.process.words import counted
 from gptexp.storage import checkpoint, run_dir
 from gptexp.storage.init_from import Source
 from gptexp.storage.weight_files import find_weight_files, read_nanogpt, read_transformers
+from gptexp.training.snapshot import load_weights
 
 
 def refuse_too_few_weights(source: Source, model: ModelConfig) -> None:
@@ -35,11 +36,11 @@ def refuse_too_few_weights(source: Source, model: ModelConfig) -> None:
         )
 
 
-def load_first_weights(source: Source, gpt: GPT) -> None:
-    """Load the weights of `source` into `gpt`, in its precision. Raises `CheckpointError` if they do not fit."""
+def load_first_weights(source: Source, parameters: Parameters) -> None:
+    """Load the weights of `source`, in the precision of `parameters`. Raises `CheckpointError` if they do not fit."""
     if source.kind == "run":
         path, _ = checkpoint.newest(source.path / run_dir.CHECKPOINTS)
-        checkpoint.load_weights(path, gpt)
+        load_weights(checkpoint.read_weights(path, parameters.shapes), parameters)
         return
     try:
         if source.kind == "transformers":
@@ -48,23 +49,22 @@ def load_first_weights(source: Source, gpt: GPT) -> None:
             weights = from_nanogpt(read_nanogpt(source.path)[1])
     except ValueError as error:
         raise CheckpointError(f"{source.path}: {error}") from None
-    _load(source.path, weights, gpt)
+    _check(source.path, weights, parameters.shapes)
+    load_weights(weights.items(), parameters)
 
 
-def _load(path: Path, weights: Mapping[str, Tensor], gpt: GPT) -> None:
-    """Load weights under our names. Raises `CheckpointError` that names the first weight that does not fit."""
-    wanted = {name: tensor for name, tensor in gpt.state_dict().items() if name != TIED}
+def _check(path: Path, weights: Mapping[str, Tensor], wanted: Mapping[str, torch.Size]) -> None:
+    """Raise `CheckpointError` that names the first of the weights, which have our names, that does not fit."""
     if missing := wanted.keys() - weights.keys():
         raise CheckpointError(f"{path}: lacks the weight {min(missing)}; give a complete GPT-2")
     if unknown := weights.keys() - wanted.keys():
         raise CheckpointError(f"{path}: has the weight {min(unknown)}, which gptexp's GPT-2 lacks; give another model")
-    for name, tensor in wanted.items():
+    for name, shape in wanted.items():
         found = weights[name]
-        if found.shape != tensor.shape:
+        if found.shape != shape:
             raise CheckpointError(
-                f"{path}: {name} has the shape {tuple(found.shape)}, and the model {tuple(tensor.shape)}; its config "
+                f"{path}: {name} has the shape {tuple(found.shape)}, and the model {tuple(shape)}; its config "
                 "does not describe its weights"
             )
         if not torch.is_floating_point(found):
             raise CheckpointError(f"{path}: {name} has the type {found.dtype}; give weights that are not quantised")
-    gpt.load_state_dict({**weights, TIED: weights["wte.weight"]})

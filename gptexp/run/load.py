@@ -10,6 +10,7 @@ from gptexp.config.schema import AUTO, AdamWConfig, Config, result_deciding
 from gptexp.data.loader import build_dataset, val_bytes_per_token
 from gptexp.data.tokenizer import Tokenizer, load_tokenizer
 from gptexp.distributed.ranks import Rank
+from gptexp.distributed.sharding import WholeParameters
 from gptexp.machine.device import pick_device
 from gptexp.machine.effective import Effective, apply, forward_context, load_effective, step_context
 from gptexp.machine.resolve import resolve
@@ -121,7 +122,7 @@ def load_pretrained(source: Source, averaged: bool = False) -> tuple[GPT, Tokeni
         )
     refuse_too_few_weights(source, config)
     gpt = GPT(config, plain_cross_entropy)
-    load_first_weights(source, gpt)
+    load_first_weights(source, WholeParameters(gpt))
     return gpt.to(_device("auto")).eval(), tokenizer
 
 

@@ -30,6 +30,7 @@ from gptexp.data.tokenizer import load_tokenizer
 from gptexp.distributed.group import agree, barrier, connect, destroy_process_group, gather, init_process_group
 from gptexp.distributed.ranks import Rank, ending_rank, launcher_rank
 from gptexp.distributed.reduction import build_reduction
+from gptexp.distributed.sharding import Parameters, WholeParameters
 from gptexp.loggers.alerts import Alerts
 from gptexp.loggers.console import build_console
 from gptexp.loggers.jsonl import JsonlSink
@@ -65,6 +66,7 @@ from gptexp.process.terminal import emit, say, warn
 from gptexp.process.words import counted
 from gptexp.run.build import (
     build_gpt,
+    build_split_gpt,
     compile_in_turn,
     compiles,
     refuse_missing_compiler,
@@ -84,8 +86,9 @@ from gptexp.storage import branch, checkpoint, init_from, run_dir
 from gptexp.storage.checkpoint import TrainState
 from gptexp.storage.init_from import Source
 from gptexp.training.loop import Training, fit
-from gptexp.training.optim import build_optimizer, load_checkpoint, weights_for_use
+from gptexp.training.optim import build_optimizer, weights_for_use
 from gptexp.training.profiling import StepProfiler
+from gptexp.training.snapshot import load_checkpoint
 from gptexp.training.step import TrainStep
 from gptexp.training.weight_average import WeightAverage
 
@@ -301,7 +304,8 @@ def train(job: Job, prepared: Prepared, decision: Decision, built: Built) -> Out
     gc.freeze()  # neither a collection nor the interpreter's exit then visits the imported objects
     try:
         with explained(job, prepared.store, decision.effective, state), step_context(decision.effective):
-            if compiles(decision.effective):
+            # The ranks of a split model compute together, so they compile in the first step.
+            if compiles(decision.effective) and not built.training.step.parameters.split:
                 compile_in_turn(built.training, prepared.patient)
             reason = fit(built.training, state, job.stop, built.log, job.directory / run_dir.CHECKPOINTS)
     except DivergedError as error:
@@ -310,7 +314,8 @@ def train(job: Job, prepared: Prepared, decision: Decision, built: Built) -> Out
         return Outcome("diverged", EXIT_DIVERGED)
     if reason is not None:
         return Outcome("interrupted", EXIT_CODES[reason])
-    if job.cfg.log.sample_tokens and job.rank.is_main:
+    # The ranks of a split model sample together, all the same text.
+    if job.cfg.log.sample_tokens and (job.rank.is_main or built.training.step.parameters.split):
         with weights_for_use(built.training.step.optimizer):
             _sample(job, built, state)
     return Outcome("completed", 0)
@@ -339,17 +344,23 @@ def _build_training(job: Job, prepared: Prepared, decision: Decision) -> Trainin
     effective, path, state = decision.effective, decision.checkpoint, decision.state
     if path is not None:
         checkpoint.refuse_other_size(path, count_parameters(cfg.model))
-    gpt = build_gpt(cfg, effective, device)
     optim = effective_optim(cfg)
-    optimizer = build_optimizer(gpt, optim, effective.fused.value)
+    sharding = cfg.world.sharding if rank.world_size > 1 else "none"  # one rank's part is everything
+    parameters: Parameters
+    if sharding == "full":
+        gpt, parameters = build_split_gpt(cfg, effective, device)
+    else:
+        gpt = build_gpt(cfg, effective, device)
+        parameters = WholeParameters(gpt)
+    optimizer = build_optimizer(gpt, optim, effective.fused.value, parameters.named, sharding == "optimizer")
     if path is not None:
-        load_checkpoint(path, gpt, optimizer, optim)
-    elif decision.source is not None and rank.is_main:  # the other ranks receive them from rank 0 in `wrap`
-        load_first_weights(decision.source, gpt)
-    model = wrap(gpt, effective, cfg.train.reduction, rank, device)
+        load_checkpoint(path, parameters, optimizer, optim)
+    elif decision.source is not None and (rank.is_main or parameters.split):
+        load_first_weights(decision.source, parameters)  # if they are whole, `wrap` sends them to the other ranks
+    model = gpt if parameters.split else wrap(gpt, effective, cfg.train.reduction, rank, device)
     average = None
     if cfg.train.ema_half_life_tokens is not None:
-        average = WeightAverage(gpt, cfg.train.ema_half_life_tokens)
+        average = WeightAverage(parameters, cfg.train.ema_half_life_tokens)
         if path is not None:
             average.load(path)
     plan = plan_run(cfg, effective.micro_batch_size.value)
@@ -366,10 +377,11 @@ def _build_training(job: Job, prepared: Prepared, decision: Decision) -> Trainin
         step=TrainStep(
             model=model,
             optimizer=optimizer,
-            reduction=build_reduction(cfg.train.reduction, model, rank),
+            reduction=build_reduction(cfg.train.reduction, model, rank, cfg.world.reduce_every == "micro_step"),
             grad_clip=cfg.optim.grad_clip,
             forward_context=forward_context(effective),
             dropout=cfg.model.dropout > 0,
+            parts=parameters,
         ),
         average=average,
         gpt=gpt,

@@ -18,6 +18,7 @@ from gptexp.config.schedule import resolve_schedule
 from gptexp.config.schema import AdamWConfig
 from gptexp.data.loader import build_dataset
 from gptexp.distributed.ranks import Rank
+from gptexp.distributed.sharding import WholeParameters
 from gptexp.machine.device import pick_device
 from gptexp.model.flops import count_parameters
 from gptexp.model.gpt import GPT
@@ -28,7 +29,7 @@ from gptexp.process.terminal import run_verb, warn
 from gptexp.run.load import refuse_another_model
 from gptexp.run.own_process import ask, die_with_asker
 from gptexp.storage import checkpoint, run_dir
-from gptexp.training.optim import build_optimizer, load_checkpoint
+from gptexp.training.optim import build_optimizer
 from gptexp.training.sharpness import (
     Differences,
     adamw_scale,
@@ -36,6 +37,7 @@ from gptexp.training.sharpness import (
     hessian_sharpness,
     sam_sharpness,
 )
+from gptexp.training.snapshot import load_checkpoint
 
 MICRO_BATCH_SIZE = 8  # sequences of which gradients are computed at once
 SEQUENCES = 64  # of the fixed batch, if the run's text has as many
@@ -72,7 +74,7 @@ def measure(directory: Path, checkpoints: Sequence[Path], sequences: int | None 
         scale = threshold = None
         if isinstance(optim, AdamWConfig):
             optimizer = build_optimizer(gpt, optim, False)
-            load_checkpoint(path, gpt, optimizer, optim)
+            load_checkpoint(path, WholeParameters(gpt), optimizer, optim)
             scale = _scale(gpt, optimizer, optim)
             before = config.batch.step_sizes.tokens_after(state.step - 1)
             factor = schedule.lr_factor(before, state.tokens - before)

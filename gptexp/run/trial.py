@@ -16,6 +16,7 @@ from gptexp.config.schema import Config
 from gptexp.data.loader import MicroBatch
 from gptexp.distributed.ranks import Rank
 from gptexp.distributed.reduction import build_reduction
+from gptexp.distributed.sharding import WholeParameters
 from gptexp.machine.device import is_out_of_memory
 from gptexp.machine.effective import Choice, Effective, apply, forward_context, step_context
 from gptexp.process.errors import ConfigError
@@ -86,7 +87,7 @@ def _two_steps(cfg: Config, effective: Effective, device: torch.device, size: in
     x = torch.zeros((size, cfg.seq_len), dtype=torch.int64, device=device)
     y = x.clone()  # torch.compile would specialise on one tensor passed twice
     half_life_tokens = cfg.train.ema_half_life_tokens
-    average = WeightAverage(gpt, half_life_tokens) if half_life_tokens is not None else None
+    average = WeightAverage(WholeParameters(gpt), half_life_tokens) if half_life_tokens is not None else None
     step = TrainStep(
         model=gpt,
         optimizer=build_optimizer(gpt, cfg.optim, effective.fused.value),

@@ -16,7 +16,7 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -82,6 +82,15 @@ class TrainState:
 
 
 @dataclass(frozen=True)
+class Content:
+    """The tensors of a checkpoint, all whole."""
+
+    weights: Mapping[str, torch.Tensor]
+    optimizer: dict[str, Any]  # its state_dict
+    average: Mapping[str, torch.Tensor] = field(default_factory=dict)  # of the weights; empty: there is none
+
+
+@dataclass(frozen=True)
 class Keep:
     """The checkpoints that are kept when a new one is saved."""
 
@@ -95,36 +104,28 @@ def name_of(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def save(
-    directory: Path,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    state: TrainState,
-    keep: Keep,
-    about: dict[str, Any] | None = None,
-    average: Mapping[str, torch.Tensor] | None = None,
-) -> Path:
+def save(directory: Path, content: Content, state: TrainState, keep: Keep, about: dict[str, Any] | None = None) -> Path:
     """Save the checkpoint of `state.step` in `directory`; then remove the checkpoints that `keep` does not select.
 
-    state.json contains `about` beside the counters, and `average`, if given, has a file of its own. After a
-    `StorageError` earlier checkpoints are unchanged.
+    state.json contains `about` beside the counters, and an average has a file of its own. After a `StorageError`
+    earlier checkpoints are unchanged.
     """
     target = directory / name_of(state.step)
-    weights = {k: v.detach().cpu().contiguous() for k, v in model.state_dict().items() if k != "lm_head.weight"}
-    averaged = {k: v.cpu() for k, v in (average or {}).items()}
-    moments = optimizer.state_dict()
+    weights = {name: tensor.detach().cpu().contiguous() for name, tensor in content.weights.items()}
+    averaged = {name: tensor.cpu() for name, tensor in content.average.items()}
     try:
         if target.exists():
             return target
         if not directory.exists():
             directory.mkdir()
             fsync(directory.parent)
-        _refuse_a_full_disk(directory, [*weights.values(), *averaged.values(), *tree_leaves(moments["state"])])
+        moments = tree_leaves(content.optimizer["state"])
+        _refuse_a_full_disk(directory, [*weights.values(), *averaged.values(), *moments])
         with _unfinished(target) as folder:
             save_file(weights, folder / WEIGHTS)
             if averaged:
                 save_file(averaged, folder / AVERAGE)
-            _save({"optimizer": moments}, folder / "train.pt")
+            _save({"optimizer": content.optimizer}, folder / "train.pt")
             _publish(folder, target, state, about or {})
     except (OSError, SafetensorError) as error:
         raise StorageError(f"{target}: cannot be saved ({first_line(error)}); earlier ones are unchanged") from error
@@ -286,25 +287,40 @@ def load_weights(path: Path, model: nn.Module, averaged: bool = False) -> None:
 
     Raises `CheckpointError` if they are missing or do not fit.
     """
-    file = path / (AVERAGE if averaged else WEIGHTS)
+    parameters = dict(model.named_parameters())
+    shapes = {name: p.shape for name, p in parameters.items()}
+    if averaged:
+        shapes[AVERAGED_TOKENS] = torch.Size()
+    with torch.no_grad():
+        for name, tensor in (read_average if averaged else read_weights)(path, shapes):
+            if name in parameters:
+                parameters[name].copy_(tensor)
+
+
+def read_weights(path: Path, shapes: Mapping[str, torch.Size]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the weights of checkpoint `path`, one at a time. Raises `CheckpointError` unless they have these shapes."""
+    return _fitting(path / WEIGHTS, shapes)
+
+
+def read_average(path: Path, shapes: Mapping[str, torch.Size]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the average of the weights in checkpoint `path`, as `read_weights`, and `AVERAGED_TOKENS`."""
+    return _fitting(path / AVERAGE, shapes)
+
+
+def _fitting(file: Path, shapes: Mapping[str, torch.Size]) -> Iterator[tuple[str, torch.Tensor]]:
     try:
-        weights = _read(file)
-        weights.pop(AVERAGED_TOKENS, None)
-        model.load_state_dict({**weights, "lm_head.weight": weights["wte.weight"]})
-    except (OSError, SafetensorError, KeyError, RuntimeError) as error:
+        with _opened(file) as tensors:
+            found = {name: torch.Size(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+            for name in sorted(found.keys() ^ shapes.keys()):
+                raise CheckpointError(f"{file}: does not fit the model ({name} is in only one of them)")
+            for name, shape in shapes.items():
+                if found[name] != shape:
+                    shapes_differ = f"{name} has the shape {tuple(found[name])}, not {tuple(shape)}"
+                    raise CheckpointError(f"{file}: does not fit the model ({shapes_differ})")
+            for name in shapes:
+                yield name, tensors.get_tensor(name)
+    except (OSError, SafetensorError, RuntimeError) as error:
         raise CheckpointError(f"{file}: does not fit the model ({first_line(error)})") from None
-
-
-def read_average(path: Path, like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The average in checkpoint `path`. Raises `CheckpointError` unless it has the names and shapes of `like`."""
-    file = path / AVERAGE
-    try:
-        found = _read(file)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{file}: cannot be read ({first_line(error)})") from None
-    if {name: t.shape for name, t in found.items()} != {name: t.shape for name, t in like.items()}:
-        raise CheckpointError(f"{file}: does not fit the model")
-    return found
 
 
 def read_tensors(file: Path) -> dict[str, torch.Tensor]:
@@ -320,18 +336,26 @@ def _read(file: Path) -> dict[str, torch.Tensor]:
         return {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
 
 
-def load_optimizer(path: Path, optimizer: torch.optim.Optimizer, shapes: Sequence[Shapes]) -> None:
+def load_optimizer(
+    path: Path, optimizer: torch.optim.Optimizer, shapes: Sequence[Shapes], own: Callable[[int, Any], Any] | None = None
+) -> None:
     """Load the state of checkpoint `path` into `optimizer`. Raises `CheckpointError` if it does not fit.
 
-    `shapes` are those of the state's tensors for each parameter: the kernels do not check them. Code in the file is
-    never run.
+    `shapes` are those of the state's tensors for each parameter: the kernels do not check them. `own` returns this
+    rank's part of a tensor in the state of the parameter of a number; None: the rank has all. Code in the file is never
+    run.
     """
     configured = [{k: v for k, v in group.items() if k not in COUNTED} for group in optimizer.param_groups]
     try:
-        saved: dict[str, Any] = torch.load(path / "train.pt", map_location="cpu", weights_only=True)
+        saved: dict[str, Any] = torch.load(
+            path / "train.pt", map_location="cpu", weights_only=True, mmap=own is not None
+        )
         of_all = saved["optimizer"]["state"]
         if any(of_all.values()) or not _has_never_updated(path):
             _check_state(of_all, shapes)
+        if own is not None:
+            for number, of in of_all.items():
+                of_all[number] = {key: own(number, value) for key, value in of.items()}
         optimizer.load_state_dict(saved["optimizer"])
     except (OSError, UnpicklingError, RuntimeError, ValueError, KeyError, TypeError, AttributeError, EOFError) as error:
         raise CheckpointError(f"{path / 'train.pt'}: does not fit the optimizer ({first_line(error)})") from None

@@ -8,7 +8,6 @@ It is drawn from (seed, step) alone, so all ranks add the same, and a resumed ru
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor
 from gptexp.config.batch import BatchPlan
 from gptexp.config.schema import OptimConfig
 from gptexp.data.order import mix
+from gptexp.distributed.sharding import Parameters
 
 _KEY = 0x6E6F697365  # "noise" in ASCII
 
@@ -29,12 +29,18 @@ class StepNoise:
     relative: float
     absolute: float
 
-    def add_to(self, gradients: Sequence[Tensor], norm: Tensor) -> None:
-        """Add the noise to `gradients`, whose norm is `norm`, 0-dim. The host does not wait for their device."""
+    def add_to(self, parameters: Parameters, norm: Tensor) -> None:
+        """Add the noise to the gradients of `parameters`, whose norm is `norm`, 0-dim. The host does not wait.
+
+        A rank that has a part of the parameters draws the noise of all, one parameter after the other.
+        """
         generator = torch.Generator(norm.device).manual_seed(self.seed)
-        deviation = (self.relative * norm + self.absolute) / math.sqrt(sum(g.numel() for g in gradients))
-        for gradient in gradients:
-            gradient.addcmul_(torch.randn(gradient.shape, generator=generator, device=norm.device), deviation)
+        size = sum(shape.numel() for shape in parameters.shapes.values())
+        deviation = (self.relative * norm + self.absolute) / math.sqrt(size)
+        for name, p in parameters.named.items():
+            noise = torch.randn(parameters.shapes[name], generator=generator, device=norm.device)
+            assert p.grad is not None
+            p.grad.addcmul_(parameters.own(name, noise), deviation)
 
     def over(self, norm: float) -> float:
         """Its norm divided by that of the gradient; NaN for a gradient of zero."""

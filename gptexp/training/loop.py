@@ -34,10 +34,11 @@ from gptexp.storage.checkpoint import TrainState
 from gptexp.storage.noise_scale import Norms, metrics
 from gptexp.training.gradient_noise import StepNoise, step_noise
 from gptexp.training.hellaswag import score
-from gptexp.training.optim import load_checkpoint, weights_for_use
+from gptexp.training.optim import weights_for_use
 from gptexp.training.phases import StepTimer, exposed_reduce_ms
 from gptexp.training.profiling import StepProfiler
 from gptexp.training.small_gradients import SmallGradients
+from gptexp.training.snapshot import load_checkpoint, needs_all_ranks, take
 from gptexp.training.step import Probe, TrainStep
 from gptexp.training.step_report import Numbers, StepReport
 from gptexp.training.stopwatch import Stopwatch
@@ -113,7 +114,7 @@ class _Loop:
         self.save_s = (12 if t.average is None else 16) * parameters / SLOW_DISK
         self.eval_s: float | None = None  # seconds of the previous evaluation
         measured = t.noise_half_life_tokens is not None
-        self.small_gradients = SmallGradients(t.step.model) if measured else None
+        self.small_gradients = SmallGradients(t.step.model, t.step.parameters) if measured else None
         self.work_ms = 0.0  # this rank's own work in the last logged step
         self.resumed_at = state.step  # where this attempt begins
         self.batches = self.data()
@@ -346,7 +347,7 @@ class _Loop:
         path, saved = found
         if saved.step != self.went_back_to:
             self.went_back_to, self.nonfinite_in_a_row = saved.step, 1
-        load_checkpoint(path, t.gpt, t.step.optimizer, t.optim)
+        load_checkpoint(path, t.step.parameters, t.step.optimizer, t.optim)
         if t.average is not None:
             t.average.load(path)
         state.go_back(saved, step.number + 1, step.tokens_after)
@@ -409,17 +410,22 @@ class _Loop:
     def _save(self, is_last: bool) -> None:
         t, state = self.t, self.state
         self.log.sync()  # a checkpoint on disk must not be newer than the metrics there
-        if not nn.utils.get_total_norm([p.detach() for p in t.gpt.parameters()], math.inf).isfinite():
+        parameters, optimizer = t.step.parameters, t.step.optimizer
+        largest = nn.utils.get_total_norm([p.detach() for p in parameters.named.values()], math.inf)
+        if not parameters.norm(largest).isfinite():
             raise DivergedError(
                 f"step {state.step}: non-finite weights: the run diverged; lower optim.lr, or clip gradients to a "
                 "smaller norm"
             )
         keep = checkpoint.Keep(t.cfg.keep_last, t.plan.keep_every_tokens, t.cfg.keep_best)
+        content = None
+        if t.rank.is_main or needs_all_ranks(parameters, optimizer):
+            content = take(parameters, optimizer, None if t.average is None else t.average.tensors())
 
         def publish() -> None:
-            average = t.average.tensors() if t.average is not None else None
+            assert content is not None
             try:
-                path = checkpoint.save(self.checkpoints, t.gpt, t.step.optimizer, state, keep, t.about, average)
+                path = checkpoint.save(self.checkpoints, content, state, keep, t.about)
             except StorageError as error:
                 if is_last:
                     raise

@@ -2,11 +2,11 @@
 
 import inspect
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from itertools import islice
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -26,10 +26,9 @@ from gptexp.config.schema import (
     SoapConfig,
 )
 from gptexp.model.gpt import GPT
-from gptexp.model.optimizer_state import MOST_ROTATED, TRAINED, is_by_muon, state_shapes
+from gptexp.model.optimizer_state import MOST_ROTATED, TRAINED, is_by_muon
 from gptexp.model.parametrisation import Factors, optimizer_factors
 from gptexp.process.words import shown
-from gptexp.storage import checkpoint
 
 Kind = TypeVar("Kind", bound=Optimizer)
 
@@ -49,14 +48,16 @@ AdamW, SGD = _without_compiler(optim.AdamW), _without_compiler(optim.SGD)
 Adafactor, Muon = _without_compiler(optim.Adafactor), _without_compiler(optim.Muon)
 
 
-def parameter_groups(model: nn.Module, cfg: OptimConfig) -> list[dict[str, Any]]:
+def parameter_groups(
+    model: nn.Module, cfg: OptimConfig, named: Mapping[str, nn.Parameter] | None = None
+) -> list[dict[str, Any]]:
     """The groups with their settings: those of `cfg`, times the factors of the model's parametrisation.
 
     Tensors of two or more dimensions (matmuls, embeddings) decay, biases and LayerNorms do not. The standard
     parametrisation has these two groups; others have one for each combination of factors, those that decay first.
     """
     groups = []
-    for (decays, factors), parameters in _grouped(model):
+    for (decays, factors), parameters in _grouped(model, named):
         decay = cfg.weight_decay * factors.weight_decay if decays else 0.0
         group = {"params": parameters, "lr": cfg.lr * factors.lr, "weight_decay": decay}
         if isinstance(cfg, AdamWConfig | ScheduleFreeConfig):  # which parametrisations allow, and which have an eps
@@ -79,10 +80,12 @@ def describe_groups(model: nn.Module, cfg: OptimConfig) -> list[str]:
     return lines
 
 
-def _grouped(model: nn.Module) -> list[tuple[tuple[bool, Factors], list[nn.Parameter]]]:
+def _grouped(
+    model: nn.Module, named: Mapping[str, nn.Parameter] | None = None
+) -> list[tuple[tuple[bool, Factors], list[nn.Parameter]]]:
     """The parameters by whether they decay and by their factors. Those that decay come first."""
     groups: dict[tuple[bool, Factors], list[nn.Parameter]] = {}
-    for name, p in model.named_parameters():
+    for name, p in (named or dict(model.named_parameters())).items():
         if p.requires_grad:
             factors = optimizer_factors(model.cfg, name) if isinstance(model, GPT) else Factors()
             groups.setdefault((p.dim() >= 2, factors), []).append(p)
@@ -101,19 +104,34 @@ def describe_optimizer(cfg: OptimConfig) -> str:
     return ", ".join([name[1], *(f"{key} {value}" for (key, _), value in zip(keys, values, strict=True))])
 
 
-def build_optimizer(model: nn.Module, cfg: OptimConfig, fused: bool) -> Optimizer:
+def build_optimizer(
+    model: nn.Module,
+    cfg: OptimConfig,
+    fused: bool,
+    named: Mapping[str, nn.Parameter] | None = None,
+    split_state: bool = False,
+) -> Optimizer:
     """Build the optimizer of `cfg` for `model`. Each group stores its peak learning rate as `initial_lr`.
 
     `fused` selects AdamW's fused kernel; of the others none is used. None of them clips gradients: the trainer does.
+    It updates `named`, this rank's parts of the parameters, if given. With `split_state` each rank keeps the state of
+    some of the parameters, updates these and sends them to the others (ZeRO stage 1, arXiv 1910.02054).
     """
-    optimizer = _built(model, cfg, fused)
+    groups = parameter_groups(model, cfg, named)
+    if split_state:
+        from torch.distributed.optim import ZeroRedundancyOptimizer  # imports the compiler, which takes a second
+
+        # It calls its second argument with the groups of this rank.
+        build: Any = partial(_built, model=model, cfg=cfg, fused=fused)
+        optimizer: Optimizer = ZeroRedundancyOptimizer(groups, build)
+    else:
+        optimizer = _built(groups, model, cfg, fused)
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"]  # the name that torch's schedulers use
     return optimizer
 
 
-def _built(model: nn.Module, cfg: OptimConfig, fused: bool) -> Optimizer:
-    groups = parameter_groups(model, cfg)
+def _built(groups: list[dict[str, Any]], model: nn.Module, cfg: OptimConfig, fused: bool) -> Optimizer:
     match cfg:
         case AdamWConfig():
             return AdamW(groups, cfg.lr, (cfg.beta1, cfg.beta2), cfg.eps, fused=fused)
@@ -123,7 +141,7 @@ def _built(model: nn.Module, cfg: OptimConfig, fused: bool) -> Optimizer:
             # torch squares the first eps: the paper's 1e-30. Its default would outweigh the gradients of large models.
             return Adafactor(groups, cfg.lr, cfg.beta2_decay, eps=(1e-15, 1e-3), d=cfg.clip_threshold)
         case MuonConfig():
-            return _muon_with_adamw(model, cfg)
+            return _muon_with_adamw(groups, model, cfg)
 
     import pytorch_optimizer  # an optional package, which takes a second to import
 
@@ -159,17 +177,22 @@ def _built(model: nn.Module, cfg: OptimConfig, fused: bool) -> Optimizer:
     raise AssertionError(f"no optimizer for {type(cfg).__name__}")
 
 
-def _muon_with_adamw(model: nn.Module, cfg: MuonConfig) -> "Joined":
+def _muon_with_adamw(groups: list[dict[str, Any]], model: nn.Module, cfg: MuonConfig) -> "Joined":
     by_muon = [p for name, p in model.named_parameters() if is_by_muon(name, p.dim())]
     rest = [
         {**group, "params": [p for p in group["params"] if all(p is not other for other in by_muon)]}
-        for group in parameter_groups(model, cfg)
+        for group in groups
     ]
     muon = Muon(
         [{"params": by_muon, "weight_decay": cfg.weight_decay}], cfg.lr, momentum=cfg.momentum, nesterov=cfg.nesterov,
         ns_steps=cfg.ns_steps, adjust_lr_fn="match_rms_adamw",
     )  # fmt: skip
     return Joined(muon, AdamW(rest, cfg.lr, (cfg.beta1, cfg.beta2), cfg.eps))
+
+
+def has_split_state(optimizer: Optimizer) -> bool:
+    """Whether it is a ZeroRedundancyOptimizer, whose `optim` has the state of this rank's parameters."""
+    return hasattr(optimizer, "consolidate_state_dict")
 
 
 class Joined(Optimizer):
@@ -212,21 +235,11 @@ def weights_for_use(optimizer: Optimizer) -> Iterator[None]:
     try:
         yield
     finally:
-        _back_to_training(optimizer)
-
-
-def load_checkpoint(path: Path, gpt: nn.Module, optimizer: Optimizer, cfg: OptimConfig) -> None:
-    """Load weights and optimizer state, and continue to train. Raises `CheckpointError` if they do not fit."""
-    checkpoint.load_weights(path, gpt)
-    names = {p: name for name, p in gpt.named_parameters()}
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    shapes = [state_shapes(cfg, names[p], tuple(p.shape)) for p in parameters]
-    checkpoint.load_optimizer(path, optimizer, shapes)
-    _back_to_training(optimizer)
+        back_to_training(optimizer)
 
 
 @torch.no_grad()
-def _back_to_training(optimizer: Optimizer) -> None:
+def back_to_training(optimizer: Optimizer) -> None:
     """Give the model the weights to train that the optimizer's state contains, if it does."""
     for group in optimizer.param_groups:
         for p in group["params"]:
@@ -248,7 +261,8 @@ def step_if(finite: Tensor, optimizer: Optimizer) -> None:
     A fused kernel checks the tensor itself, as for torch's GradScaler, so the host does not wait for the GPU.
     """
     if optimizer.param_groups[0].get("fused"):
-        optimizer.found_inf = 1.0 - finite.float()  # type: ignore[attr-defined]
+        kernel: Any = optimizer.optim if has_split_state(optimizer) else optimizer  # type: ignore[attr-defined]
+        kernel.found_inf = 1.0 - finite.float()
         optimizer.step()
     elif finite:
         optimizer.step()

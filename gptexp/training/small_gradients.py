@@ -2,13 +2,13 @@
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from gptexp.distributed.sharding import Parameters
 from gptexp.training.norms import dot, total_norm
 
 
@@ -18,10 +18,12 @@ class SmallGradients:
     After the first of several backward passes, `grad` holds the first gradient, and one read measures it. The second
     gradient is added to `grad`, and if DDP reduces in the only backward pass the first is overwritten. In these cases
     hooks read each tensor's gradient before it is accumulated or reduced.
+
+    If the ranks have split the parameters, no rank keeps a whole gradient: hooks read both, and there is no cosine.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._parameters = [p for p in model.parameters() if p.requires_grad]
+    def __init__(self, model: nn.Module, parameters: Parameters) -> None:
+        self._parameters = parameters
         self._reduced_by_ddp = isinstance(model, DistributedDataParallel)
         # The first gradient of each parameter. Nothing writes to it before the hooks of the second pass have read it.
         self._first: list[Tensor | None] = []
@@ -38,22 +40,19 @@ class SmallGradients:
         products: list[Tensor] = []
 
         def measure(number: int, gradient: Tensor) -> None:
-            norms.append(total_norm([gradient]))
-            if micro_step == 1 and (first := self._first[number]) is not None:
+            norms.append(total_norm([gradient.float()]))  # that of a split model may be bfloat16
+            if self._first and (first := self._first[number]) is not None:
                 products.append(dot(first, gradient))
 
         # DDP is used with `MeanReduction`, whose divisor is the number of backward passes.
-        with_hooks = micro_step == 1 or (self._reduced_by_ddp and divisor == 1)
-        hooks = [p.register_hook(partial(measure, i)) for i, p in enumerate(self._parameters) if with_hooks]
-        try:
+        with_hooks = micro_step == 1 or self._parameters.split or (self._reduced_by_ddp and divisor == 1)
+        with self._parameters.watched(measure) if with_hooks else nullcontext():
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
         if micro_step == 0:
             self._norms, self._product = [], None
-            self._first = [p.grad for p in self._parameters]
-        else:
+            if not self._parameters.split:
+                self._first = [p.grad for p in self._parameters.named.values()]
+        elif self._first:
             self._product = torch.stack(products).sum() * divisor**2
         if with_hooks:
             norm = total_norm(norms)

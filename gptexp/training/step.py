@@ -3,12 +3,14 @@
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 
 from gptexp.data.loader import MicroBatch
 from gptexp.distributed.reduction import Reduction
+from gptexp.distributed.sharding import Parameters, WholeParameters
 from gptexp.machine.effective import ForwardContext
 from gptexp.process.signals import REASONS, StopRequest
 from gptexp.training.gradient_noise import StepNoise
@@ -49,12 +51,18 @@ class Probe:
 class TrainStep:
     """One optimizer update on the next micro-batches."""
 
-    model: nn.Module  # returns the mean loss of a micro-batch; may be compiled or wrapped in DDP
+    model: nn.Module  # returns the mean loss of a micro-batch; may be compiled, wrapped in DDP, or split by FSDP2
     optimizer: torch.optim.Optimizer
     reduction: Reduction
     grad_clip: float  # largest global gradient norm; 0 means no clipping
     forward_context: ForwardContext  # autocast, or a null context
     dropout: bool
+    parts: Parameters | None = None  # of a model that the ranks have split; None: each rank has it whole
+
+    @cached_property
+    def parameters(self) -> Parameters:
+        """What the optimizer updates."""
+        return self.parts or WholeParameters(self.model)
 
     def __call__(
         self,
@@ -89,13 +97,12 @@ class TrainStep:
             loss_sum = loss_sum + loss.detach()
             fingerprint += batch.fingerprint
             probe.mark("backward")
-        parameters = [p for p in self.model.parameters() if p.grad is not None]
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        grad_norm = total_norm(gradients)
+        gradients = self.parameters.gradients()
+        grad_norm = self.parameters.norm(total_norm(gradients))
         if noise is not None:  # clipping, by the norm without noise, then scales both: noise on the clipped gradient
-            noise.add_to(gradients, grad_norm)
+            noise.add_to(self.parameters, grad_norm)
         if self.grad_clip:
-            nn.utils.clip_grads_with_norm_(parameters, self.grad_clip, grad_norm)
+            nn.utils.clip_grads_with_norm_(self.parameters.named.values(), self.grad_clip, grad_norm)
         report = StepReport(
             loss=torch.as_tensor(loss_sum / grad_accum_steps),
             grad_norm=grad_norm,

@@ -31,7 +31,8 @@ def evaluate(
             if missing := batch_size - len(x):
                 x = torch.cat([x, x.new_zeros(missing, dataset.seq_len)])
                 y = torch.cat([y, y.new_full((missing, dataset.seq_len), IGNORED)])
-            total[0] += model(x, y) * tokens
+            loss = model(x, y)  # also of no window: the ranks of a split model compute together
+            total[0] += loss * tokens if tokens else 0.0
             total[1] += tokens
     model.train(was_training)
     loss, tokens = all_reduce_sum(total).tolist()

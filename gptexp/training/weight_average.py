@@ -15,20 +15,22 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from gptexp.distributed.sharding import Parameters
 from gptexp.storage import checkpoint
 
 
 class WeightAverage:
-    """The average of the weights of `model` after all updates, in float32, equal on all ranks.
+    """The average of the weights after all updates, in float32, of those that this rank updates.
 
-    It takes one copy of the weights, and one pass over them for each step. The host never waits for the device.
+    It takes one copy of them, and one pass over them for each step. The host never waits for the device.
     """
 
-    def __init__(self, model: nn.Module, half_life_tokens: int) -> None:
+    def __init__(self, parameters: Parameters, half_life_tokens: int) -> None:
         self._half_life_tokens = half_life_tokens
-        self._weights = {name: p.detach() for name, p in model.named_parameters()}
+        self._parameters = parameters
+        self._weights = {name: p.detach() for name, p in parameters.named.items()}
         self._average = {name: p.clone() for name, p in self._weights.items()}
         device = next(iter(self._weights.values())).device
         # MPS has no float64.
@@ -60,11 +62,14 @@ class WeightAverage:
             self._average[name].copy_(kept)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The average under the names of the weights, and the number of tokens that it is of."""
+        """This rank's part of the average under the names of the weights, and the number of tokens that it is of."""
         return {**self._average, checkpoint.AVERAGED_TOKENS: self._tokens}
 
     def load(self, path: Path) -> None:
         """Continue the average of checkpoint `path`. Raises `CheckpointError` if it has none that fits."""
-        saved = checkpoint.read_average(path, self.tensors())
-        for name, tensor in self.tensors().items():
-            tensor.copy_(saved[name])
+        shapes = {**self._parameters.shapes, checkpoint.AVERAGED_TOKENS: self._tokens.shape}
+        for name, whole in checkpoint.read_average(path, shapes):
+            if name == checkpoint.AVERAGED_TOKENS:
+                self._tokens.copy_(whole)
+            else:
+                self._average[name].copy_(self._parameters.own(name, whole))

@@ -15,6 +15,7 @@ from gptexp.config.run_plan import PlannedStep
 from gptexp.data.loader import MicroBatch, build_dataset, micro_batches
 from gptexp.distributed.ranks import Rank
 from gptexp.distributed.reduction import MeanReduction
+from gptexp.distributed.sharding import WholeParameters
 from gptexp.machine.effective import forward_context, step_context
 from gptexp.machine.resolve import resolve
 from gptexp.model.loss import chunked_cross_entropy, plain_cross_entropy
@@ -181,9 +182,9 @@ def test_neither_noise_nor_its_measurement_nor_the_average_synchronises_with_the
     optimizer = build_optimizer(gpt, cfg.optim, effective.fused.value)
     x = torch.zeros((1, 1024), dtype=torch.int64, device=device)
     batches = (MicroBatch(x, x.clone(), 0, 0) for _ in range(8))
-    probe = Probe(small_gradients=SmallGradients(gpt))
+    probe = Probe(small_gradients=SmallGradients(gpt, WholeParameters(gpt)))
     step = TrainStep(gpt, optimizer, MeanReduction(None), 1.0, forward_context(effective), dropout=False)
-    noise, average = StepNoise(seed=1, relative=0.1, absolute=0.1), WeightAverage(gpt, 8192)
+    noise, average = StepNoise(seed=1, relative=0.1, absolute=0.1), WeightAverage(WholeParameters(gpt), 8192)
     with step_context(effective):
         report = step(batches, 4, lr_factor=1.0, probe=probe, noise=noise)  # compiles
         average.update(4096, report.finite)

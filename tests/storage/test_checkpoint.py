@@ -12,11 +12,13 @@ import pytest
 import torch
 
 from gptexp.config.schema import AdamWConfig, ModelConfig
+from gptexp.distributed.sharding import WholeParameters
 from gptexp.model.gpt import GPT
 from gptexp.process.errors import CheckpointError, StorageError
 from gptexp.storage import checkpoint
 from gptexp.storage.checkpoint import Keep, TrainState
-from gptexp.training.optim import build_optimizer, load_checkpoint
+from gptexp.training.optim import build_optimizer
+from gptexp.training.snapshot import load_checkpoint, take
 
 TINY = ModelConfig(n_layer=1, n_head=2, n_embd=16, block_size=8, vocab_size=64)
 
@@ -36,19 +38,19 @@ def trained(steps: int = 2) -> tuple[GPT, torch.optim.Optimizer]:
 def save(directory: Path, step: int, keep_last: int = 0, regular: bool = True) -> Path:
     model, optimizer = trained()
     state = TrainState(step=step, tokens=10 * step, regular=regular)
-    return checkpoint.save(directory, model, optimizer, state, Keep(keep_last))
+    return checkpoint.save(directory, take(WholeParameters(model), optimizer), state, Keep(keep_last))
 
 
 def test_training_continues_bit_for_bit(tmp_path: Path) -> None:
     model, optimizer = trained()
     state = TrainState(step=2, tokens=16, fingerprint=2**64 - 1, val_loss=3.5, best_val_loss=3.25, seconds=1.5)
-    path = checkpoint.save(tmp_path / "c", model, optimizer, state, Keep())
+    path = checkpoint.save(tmp_path / "c", take(WholeParameters(model), optimizer), state, Keep())
     found, loaded = checkpoint.load_latest(tmp_path / "c") or pytest.fail("nothing found")
     assert (found, loaded) == (path, state)
     torch.manual_seed(9)
     other = GPT(TINY)
     other_optimizer = build_optimizer(other, AdamWConfig(), fused=True)
-    load_checkpoint(path, other, other_optimizer, AdamWConfig())
+    load_checkpoint(path, WholeParameters(other), other_optimizer, AdamWConfig())
     assert other.lm_head.weight is other.wte.weight
     x = torch.arange(8)[None]
     for m, o in ((model, optimizer), (other, other_optimizer)):
@@ -142,7 +144,7 @@ def keep(directory: Path, keep: Keep, losses: dict[int, float | None], irregular
         evaluated = 10 * step if loss is not None else 0
         state = TrainState(step, 10 * step, val_loss=val_loss, evaluated_tokens=evaluated)
         state.regular = step not in irregular
-        checkpoint.save(directory, model, optimizer, state, keep)
+        checkpoint.save(directory, take(WholeParameters(model), optimizer), state, keep)
     return sorted(int(p.name.removeprefix("step-")) for p in directory.glob("step-*"))
 
 
@@ -258,7 +260,9 @@ def test_the_message_of_a_file_system_error_is_reported(tmp_path: Path) -> None:
 def test_a_checkpoint_contains_the_description_of_its_run(tmp_path: Path) -> None:
     model, optimizer = trained(1)
     about = {"data_hash": "abc", "config": {"optim": {"lr": 1.0}}}
-    path = checkpoint.save(tmp_path, model, optimizer, TrainState(step=1, tokens=10), Keep(), about)
+    path = checkpoint.save(
+        tmp_path, take(WholeParameters(model), optimizer), TrainState(step=1, tokens=10), Keep(), about
+    )
     assert json.loads((path / "state.json").read_text())["about"] == about
     assert checkpoint.newest(tmp_path)[1].tokens == 10
 
@@ -282,9 +286,9 @@ def test_a_failed_save_publishes_nothing(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_loading_keeps_the_fused_setting_of_the_optimizer(tmp_path: Path) -> None:
     model, optimizer = trained()
-    path = checkpoint.save(tmp_path, model, optimizer, TrainState(step=1), Keep())
+    path = checkpoint.save(tmp_path, take(WholeParameters(model), optimizer), TrainState(step=1), Keep())
     other = build_optimizer(model, AdamWConfig(), fused=False)
-    load_checkpoint(path, model, other, AdamWConfig())
+    load_checkpoint(path, WholeParameters(model), other, AdamWConfig())
     assert [group["fused"] for group in other.param_groups] == [False, False]
 
 

@@ -18,11 +18,13 @@ import torch
 from fuzz import Damage, flip
 
 from gptexp.config.schema import AdamWConfig, ModelConfig
+from gptexp.distributed.sharding import WholeParameters
 from gptexp.model.gpt import GPT
 from gptexp.process.errors import CheckpointError
 from gptexp.storage import checkpoint
 from gptexp.storage.checkpoint import Keep, TrainState
-from gptexp.training.optim import build_optimizer, load_checkpoint
+from gptexp.training.optim import build_optimizer
+from gptexp.training.snapshot import load_checkpoint, take
 
 SMALL = ModelConfig(n_layer=1, n_head=2, n_embd=16, block_size=8, vocab_size=64)
 
@@ -33,7 +35,9 @@ def saved(directory: Path, step: int) -> Path:
     optimizer = build_optimizer(model, AdamWConfig(), fused=True)
     model(torch.arange(8)[None], torch.arange(8)[None]).backward()
     optimizer.step()
-    return checkpoint.save(directory, model, optimizer, TrainState(step=step, tokens=10 * step), Keep())
+    return checkpoint.save(
+        directory, take(WholeParameters(model), optimizer), TrainState(step=step, tokens=10 * step), Keep()
+    )
 
 
 def _one(change: Callable[[bytes, random.Random], bytes]) -> Damage:
@@ -152,7 +156,7 @@ def test_code_in_a_checkpoint_is_not_executed(tmp_path: Path) -> None:
         _rehash(path)
         assert checkpoint.newest(path.parent)[0] == path, name
         with pytest.raises(CheckpointError, match=r"train.pt: does not fit the optimizer") as refused:
-            load_checkpoint(path, model, optimizer, AdamWConfig())
+            load_checkpoint(path, WholeParameters(model), optimizer, AdamWConfig())
         assert len(str(refused.value).splitlines()) == 1
         assert not sentinel.exists(), name
     grown_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
@@ -170,11 +174,11 @@ def test_optimizer_state_of_a_wrong_shape_is_refused(tmp_path: Path) -> None:
                   {**whole["optimizer"]["state"], 0: {"step": first["step"]}}):  # fmt: skip
         torch.save({"optimizer": {**whole["optimizer"], "state": state}}, path / "train.pt")
         with pytest.raises(CheckpointError, match="does not fit the optimizer"):
-            load_checkpoint(path, model, optimizer, AdamWConfig())
+            load_checkpoint(path, WholeParameters(model), optimizer, AdamWConfig())
     for group in whole["optimizer"]["param_groups"]:
         group.update(lr=99.0, weight_decay=99.0, betas=(0.0, 0.0))
     torch.save(whole, path / "train.pt")
-    load_checkpoint(path, model, optimizer, AdamWConfig())
+    load_checkpoint(path, WholeParameters(model), optimizer, AdamWConfig())
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]  # the config's, not the file's
 
 

@@ -23,6 +23,7 @@ from gptexp.config.schema import OPTIMIZERS, AdamWConfig, ModelConfig, SGDConfig
 from gptexp.data.loader import MicroBatch
 from gptexp.distributed.ranks import Rank
 from gptexp.distributed.reduction import MeanReduction
+from gptexp.distributed.sharding import WholeParameters
 from gptexp.model.gpt import GPT
 from gptexp.process.errors import ConfigError
 from gptexp.process.signals import StopRequest
@@ -74,11 +75,13 @@ def test_the_norm_of_the_noise_is_its_share_of_the_clipped_gradient(step: int, g
 
 def test_the_noise_is_gaussian_and_another_one_in_each_step_and_with_each_seed() -> None:
     def drawn(seed: int, step: int) -> Tensor:
-        gradients = [torch.zeros(300, 200), torch.zeros(40_000)]
+        model = nn.ParameterList([torch.zeros(300, 200), torch.zeros(40_000)])
+        for p in model:
+            p.grad = torch.zeros_like(p)
         noise = step_noise(AdamWConfig(gradient_noise=1.0, gradient_noise_decay=0.0), seed, step, 0, PLAN, 0.0)
         assert noise is not None
-        noise.add_to(gradients, torch.tensor(math.sqrt(100_000)))
-        return torch.cat([g.flatten() for g in gradients])
+        noise.add_to(WholeParameters(model), torch.tensor(math.sqrt(100_000)))
+        return torch.cat([p.grad.flatten() for p in model])
 
     first = drawn(1, 0)
     assert torch.equal(first, drawn(1, 0))
@@ -178,7 +181,7 @@ def test_the_noise_like_that_of_a_smaller_batch_has_its_variance(grad_clip: floa
     model, plan = Gaussian(theta.clone()), BatchPlan(4 * big, 2, 4, 1, 16)
     optimizer = Recorder(model)
     step = TrainStep(model, optimizer, MeanReduction(None), grad_clip, nullcontext, dropout=False)
-    probe, averages = Probe(small_gradients=SmallGradients(model)), NoiseScale()  # type: ignore[arg-type]
+    probe, averages = Probe(small_gradients=SmallGradients(model, WholeParameters(model))), NoiseScale()  # type: ignore[arg-type]
     optim = AdamWConfig(gradient_noise_like_batch=4 * small)
     added, deviations = [], []
     for number in range(steps):

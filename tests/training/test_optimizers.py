@@ -14,11 +14,13 @@ from torch import Tensor
 
 from gptexp.config.compose import compose
 from gptexp.config.schema import OPTIMIZERS, ModelConfig, OptimConfig
+from gptexp.distributed.sharding import WholeParameters
 from gptexp.model.gpt import GPT
 from gptexp.model.optimizer_state import TRAINED, state_bytes, state_shapes
 from gptexp.storage import checkpoint
 from gptexp.storage.checkpoint import Keep, TrainState
-from gptexp.training.optim import build_optimizer, load_checkpoint, set_lr, step_if, weights_for_use
+from gptexp.training.optim import build_optimizer, set_lr, step_if, weights_for_use
+from gptexp.training.snapshot import load_checkpoint, take
 
 pytest.importorskip("pytorch_optimizer", reason="no pytorch_optimizer; pip install 'gptexp[optim]'")
 
@@ -308,12 +310,14 @@ def test_a_saved_state_continues_bit_for_bit(name: str, tmp_path: Path) -> None:
     advance(model, optimizer, range(12))
     trained_at = [p.detach().clone() for p in model.parameters()]
     with weights_for_use(optimizer):
-        path = checkpoint.save(tmp_path / "c", model, optimizer, TrainState(step=12, tokens=12), Keep())
+        path = checkpoint.save(
+            tmp_path / "c", take(WholeParameters(model), optimizer), TrainState(step=12, tokens=12), Keep()
+        )
     assert all(torch.equal(p, b) for p, b in zip(model.parameters(), trained_at, strict=True))
     advance(model, optimizer, range(12, 24))
     other = tiny(9)
     resumed = build_optimizer(other, c, True)
-    load_checkpoint(path, other, resumed, c)
+    load_checkpoint(path, WholeParameters(other), resumed, c)
     advance(other, resumed, range(12, 24))
     for a, b in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(a, b)
@@ -348,9 +352,9 @@ def test_a_checkpoint_before_the_first_update_can_be_loaded(name: str, tmp_path:
     step_if(torch.tensor(False), optimizer)
     with weights_for_use(optimizer):
         skipped = TrainState(step=1, tokens=1, skipped_updates=1)
-        path = checkpoint.save(tmp_path / "c", model, optimizer, skipped, Keep())
+        path = checkpoint.save(tmp_path / "c", take(WholeParameters(model), optimizer), skipped, Keep())
     other = tiny(9)
-    load_checkpoint(path, other, build_optimizer(other, c, True), c)
+    load_checkpoint(path, WholeParameters(other), build_optimizer(other, c, True), c)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
 
 

@@ -17,6 +17,7 @@ from gptexp.config.schema import ModelConfig
 from gptexp.data.loader import MicroBatch, build_dataset, micro_batches
 from gptexp.distributed.ranks import Rank
 from gptexp.distributed.reduction import MeanReduction
+from gptexp.distributed.sharding import WholeParameters
 from gptexp.model.gpt import GPT
 from gptexp.model.loss import plain_cross_entropy
 from gptexp.process.errors import ConfigError
@@ -50,7 +51,7 @@ def test_a_step_on_one_rank_measures_its_first_two_micro_batches(micro_steps: in
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     optimizer.param_groups[0]["initial_lr"] = 0.0
     step = TrainStep(model, optimizer, MeanReduction(None), 1.0, nullcontext, dropout=False)
-    probe = Probe(small_gradients=SmallGradients(model))
+    probe = Probe(small_gradients=SmallGradients(model, WholeParameters(model)))
     for _ in range(2):  # the second step measures again
         numbers = step(iter(batches), micro_steps, lr_factor=1.0, probe=probe).read()
         assert numbers.small_sq_norm == pytest.approx(float(g.square().sum(1).mean()), rel=1e-5)

@@ -19,6 +19,7 @@ from gptexp import load_run
 from gptexp.config.compose import compose
 from gptexp.data.loader import build_dataset
 from gptexp.distributed.ranks import Rank
+from gptexp.distributed.sharding import WholeParameters
 from gptexp.machine.resolve import estimate, resolve
 from gptexp.model.memory import Memory
 from gptexp.process.errors import CheckpointError
@@ -58,7 +59,7 @@ def averaged(average: WeightAverage) -> torch.Tensor:
 def test_the_average_equals_the_sum_of_all_weights_with_their_shares() -> None:
     """With steps of different sizes, as in a ramp, and from the first step on."""
     model = nn.Linear(5, 3)
-    average, sizes = WeightAverage(model, 700), [16, 64, 64, 128, 256, 1024, 64, 32] * 4
+    average, sizes = WeightAverage(WholeParameters(model), 700), [16, 64, 64, 128, 256, 1024, 64, 32] * 4
     seen = []
     for step, weight in enumerate(updates(model, len(sizes))):
         seen.append(weight)
@@ -70,7 +71,7 @@ def test_the_average_equals_the_sum_of_all_weights_with_their_shares() -> None:
 
 def test_the_first_average_is_the_weights_after_the_first_update() -> None:
     model = nn.Linear(5, 3)
-    average = WeightAverage(model, 10**9)
+    average = WeightAverage(WholeParameters(model), 10**9)
     next(updates(model, 1))
     average.update(8, YES)
     assert torch.equal(averaged(average), model.weight)
@@ -80,7 +81,7 @@ def test_the_first_average_is_the_weights_after_the_first_update() -> None:
 def test_a_half_life_in_tokens_does_not_depend_on_the_batch_size(step_tokens: int) -> None:
     """After 2^15 tokens at 1 an average that was 0 for long is halfway there."""
     model = nn.Linear(5, 3)
-    average = WeightAverage(model, 2**15)
+    average = WeightAverage(WholeParameters(model), 2**15)
     for value, tokens in ((0.0, 40 * 2**15), (1.0, 2**15)):
         nn.init.constant_(model.weight, value)
         for _ in range(tokens // step_tokens):
@@ -91,7 +92,7 @@ def test_a_half_life_in_tokens_does_not_depend_on_the_batch_size(step_tokens: in
 def test_a_skipped_update_does_not_count() -> None:
     """Neither do its tokens, and the first one leaves the initial weights, which are finite."""
     model = nn.Linear(5, 3)
-    average, start = WeightAverage(model, 100), model.weight.detach().clone()
+    average, start = WeightAverage(WholeParameters(model), 100), model.weight.detach().clone()
     average.update(64, NO)
     assert torch.equal(averaged(average), start)
     seen = []
@@ -104,7 +105,7 @@ def test_a_skipped_update_does_not_count() -> None:
 
 def test_the_weights_come_back_to_the_last_bit_also_after_an_error() -> None:
     model = nn.Linear(5, 3)
-    average = WeightAverage(model, 100)
+    average = WeightAverage(WholeParameters(model), 100)
     for _ in updates(model, 3):
         average.update(64, YES)
     own, of_average = model.weight.detach().clone(), averaged(average).clone()

@@ -1,0 +1,174 @@
+"""How the ranks keep the parameters of a model: whole on each of them, or split among them by torch's FSDP2.
+
+FSDP2 (Zhao et al. 2023, arXiv 2304.11277; stage 3 of Rajbhandari et al. 2020, arXiv 1910.02054) splits each parameter
+by its rows. The parameters of a module are whole only while it computes. Each rank updates its own rows as plain
+tensors: an optimizer whose update of a number depends on that number alone need not know of the split.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor  # imports the compiler, which takes a second
+
+Hook = Callable[[int, Tensor], None]  # (number of a parameter, its gradient)
+
+
+class Parameters(Protocol):
+    """The parameters of a model as this rank keeps and updates them."""
+
+    @property
+    def named(self) -> Mapping[str, nn.Parameter]:
+        """What the optimizer updates: this rank's rows, or the whole parameters."""
+
+    @property
+    def shapes(self) -> Mapping[str, torch.Size]:
+        """The shapes of the whole parameters."""
+
+    @property
+    def split(self) -> bool:
+        """Whether each rank has rows of its own."""
+
+    def gradients(self) -> list[Tensor]:
+        """Return the gradients of a step after its last backward pass. Each is then the `grad` of one of `named`."""
+
+    def norm(self, own: Tensor) -> Tensor:
+        """Return the L2 norm over all ranks, given that of this rank's part, 0-dim. *Collective.*"""
+
+    def own(self, name: str, whole: Tensor) -> Tensor:
+        """Return this rank's part of `whole`, a tensor with the shape of the parameter `name`."""
+
+    def whole(self, name: str, own: Tensor) -> Tensor:
+        """Return the whole tensor, given this rank's part of it. *Collective.*"""
+
+    def watched(self, hook: Hook) -> AbstractContextManager[None]:
+        """Return a context in which a backward pass calls `hook` with each gradient of this rank's own loss.
+
+        The gradient is then neither accumulated nor reduced.
+        """
+
+
+class WholeParameters:
+    """Parameters that each rank keeps whole."""
+
+    split = False
+
+    def __init__(self, model: nn.Module) -> None:
+        self.named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.shapes = {name: p.shape for name, p in self.named.items()}
+
+    def gradients(self) -> list[Tensor]:
+        return [p.grad for p in self.named.values() if p.grad is not None]
+
+    def norm(self, own: Tensor) -> Tensor:
+        return own
+
+    def own(self, name: str, whole: Tensor) -> Tensor:
+        return whole
+
+    def whole(self, name: str, own: Tensor) -> Tensor:
+        return own
+
+    def watched(self, hook: Hook) -> AbstractContextManager[None]:
+        return _hooked(list(self.named.values()), hook)
+
+
+class SplitParameters:
+    """This rank's rows of the parameters of a model that FSDP2 has split."""
+
+    split = True
+
+    def __init__(self, model: nn.Module) -> None:
+        self._parameters: dict[str, DTensor] = dict(model.named_parameters())  # type: ignore[arg-type]
+        self.shapes = {name: p.shape for name, p in self._parameters.items()}
+        self.named = {name: nn.Parameter(_local(p)) for name, p in self._parameters.items()}
+        # The whole tensors with which modules compute. FSDP2 frees and refills their memory, and they stay the same.
+        self._computing: dict[str, nn.Parameter] = {}
+        from torch.distributed.fsdp import FSDPModule
+
+        for prefix, module in model.named_modules():
+            if issubclass(type(module), FSDPModule):
+                module.register_forward_pre_hook(partial(self._remember, prefix))
+
+    def _remember(self, prefix: str, module: nn.Module, _inputs: object) -> None:
+        if len(self._computing) < len(self.named):
+            for name, p in module.named_parameters(prefix):
+                if not hasattr(p, "device_mesh"):  # that of a block within the model is still split
+                    self._computing.setdefault(name, p)
+
+    def gradients(self) -> list[Tensor]:
+        for name, p in self._parameters.items():
+            self.named[name].grad = None if p.grad is None else _local(p.grad)
+            p.grad = None
+        return [p.grad for p in self.named.values() if p.grad is not None]
+
+    def norm(self, own: Tensor) -> Tensor:
+        square = own.double().square()
+        dist.all_reduce(square)
+        return square.sqrt().to(own.dtype)
+
+    def own(self, name: str, whole: Tensor) -> Tensor:
+        from torch.distributed.tensor import distribute_tensor
+
+        p = self._parameters[name]
+        # Without a source, each rank takes its rows of its own tensor, and nothing is sent.
+        return _local(distribute_tensor(whole.to(p.device), p.device_mesh, p.placements, src_data_rank=None))
+
+    def whole(self, name: str, own: Tensor) -> Tensor:
+        return self.distributed(name, own).full_tensor()
+
+    def distributed(self, name: str, own: Tensor) -> "DTensor":
+        """Return the tensor over all ranks, given this rank's part of it."""
+        from torch.distributed.tensor import DTensor
+
+        p = self._parameters[name]
+        return DTensor.from_local(own, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
+
+    def watched(self, hook: Hook) -> AbstractContextManager[None]:
+        return _hooked([self._computing[name] for name in self.named], hook)
+
+
+def split(
+    model: nn.Module, blocks: Sequence[nn.Module], methods: Sequence[str], device: torch.device, dtype: torch.dtype
+) -> SplitParameters:
+    """Split the parameters of `model`, which is on the meta device, over all ranks. Their values are undefined then.
+
+    The parameters of one of `blocks` become whole together, and those outside of the blocks too: while `forward` or one
+    of `methods` runs. Modules compute with them in `dtype`; gradients are reduced in float32. *Collective.*
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    # Inputs keep their type: the residual stream stays in float32, as without the split.
+    precision = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
+    for block in blocks:
+        fully_shard(block, mesh=mesh, mp_policy=precision)
+    fully_shard(model, mesh=mesh, mp_policy=precision)
+    for method in methods:
+        register_fsdp_forward_method(model, method)
+    model.to_empty(device=device)
+    return SplitParameters(model)
+
+
+@torch.no_grad()
+def _local(tensor: "DTensor | Tensor") -> Tensor:
+    """This rank's part of a DTensor, which shares its memory."""
+    local: Tensor = tensor.to_local()  # type: ignore[union-attr]
+    return local
+
+
+@contextmanager
+def _hooked(tensors: Sequence[Tensor], hook: Hook) -> Iterator[None]:
+    hooks = [tensor.register_hook(partial(hook, number)) for number, tensor in enumerate(tensors)]
+    try:
+        yield
+    finally:
+        for handle in hooks:
+            handle.remove()
