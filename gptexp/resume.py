@@ -14,11 +14,14 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="gptexp resume", description=main.__doc__)
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     parser.add_argument("--world-size", type=int, metavar="N", help="number of ranks (default: as before)")
+    parser.add_argument(
+        "--sharding", choices=("none", "optimizer", "full"), help="what each rank has a part of (default: as before)"
+    )
     args = parser.parse_args(argv)
 
     from gptexp.command.start import resume
 
-    return resume(args.run_dir, args.world_size, stop)
+    return resume(args.run_dir, args.world_size, args.sharding, stop)
 
 
 if __name__ == "__main__":

@@ -30,8 +30,8 @@ def start(config: Config, directory: Path, stop: StopRequest) -> int:
     return run_alone(config, directory, stop)
 
 
-def resume(directory: Path, world_size: int | None, stop: StopRequest) -> int:
-    """Resume the run in `directory`, on `world_size` ranks if given. Returns the exit code."""
+def resume(directory: Path, world_size: int | None, sharding: str | None, stop: StopRequest) -> int:
+    """Resume the run in `directory`, on `world_size` ranks and with `sharding` if given. Returns the exit code."""
     if launcher_rank() is not None:
         raise ConfigError(
             f"gptexp resume {directory}: starts its own ranks; under a launcher use gptexp train with the run's "
@@ -44,6 +44,7 @@ def resume(directory: Path, world_size: int | None, stop: StopRequest) -> int:
             raise ConfigError(f"--world-size={world_size}: must be 1 or above")
         config.world.size = world_size
     config.world.size = config.world.size or 1
+    config.world.sharding = sharding or config.world.sharding
     rules.check(config, config.world.size)
     if check_free(directory, config) == "completed":
         reserve_stdout(config.log.progress)

@@ -64,6 +64,9 @@ TOKENIZER_RULE = f"must be one of {', '.join(NAMES)}, or the path of a tokenizer
 # Optimizers for which the table of model/parametrisation.py holds: each element of an update has about the size lr. Of
 # SGD it has that of the gradient, of LARS, LAMB and Adafactor that of the weight. Muon and SOAP limit whole matrices.
 LIKE_ADAM = ("adamw", "lion", "schedulefree")
+# Optimizers whose update of a number depends on the gradient, the weight and the state of that number alone.
+_BY_NUMBER = ("adamw", "sgd", "lion", "schedulefree")
+_NOT_BY_PARAMETER = ("lamb", "muon", "schedulefree")  # the first two are two optimizers; the last exchanges the weights
 _BASE_OF = {"base_n_embd": ("mup", "completep"), "base_n_head": ("mup", "completep"), "base_n_layer": ("completep",)}
 LEAST_STEPS = 4  # minimum of the default half-life of the noise scale's averages
 MOST_QUANTA = 10_000  # in a step; each may be a level of the ramp
@@ -559,6 +562,32 @@ def _one_device(cfg: Config, world_size: int) -> Iterator[str]:
         yield f"train.device=mps: supports only one rank, not {world_size}; use world.size=1"
 
 
+def _sharding(cfg: Config, _: int) -> Iterator[str]:
+    given, name = f"world.sharding={cfg.world.sharding}", cfg.optim.name
+    if cfg.world.sharding == "none":
+        return
+    if cfg.train.reduction == "tree":
+        yield f"train.reduction=tree: adds whole gradients, and with {given} they are not; use world.sharding=none"
+    if cfg.world.sharding == "optimizer":
+        if name in _NOT_BY_PARAMETER:
+            yield (
+                f"{given}: optim={name} is not one optimizer that updates each parameter by itself; use another, or "
+                "world.sharding=none"
+            )
+        return
+    if name not in _BY_NUMBER:
+        yield (
+            f"{given}: optim={name} updates whole matrices, and each rank has some rows of them; use optim="
+            f"{' or '.join(_BY_NUMBER)}, or world.sharding=optimizer"
+        )
+    for key, value in (
+        ("train.eval_tasks", cfg.train.eval_tasks),
+        ("train.sharpness_every_tokens", cfg.train.sharpness_every_tokens),
+    ):
+        if value:
+            yield f"{key}={shown(value)}: needs the whole model on one rank, unlike {given}; measure it after the run"
+
+
 def _backend(cfg: Config, _: int) -> Iterator[str]:
     if cfg.world.backend == "nccl" and cfg.train.device in ("cpu", "mps"):
         yield f"world.backend=nccl: needs CUDA devices, not train.device={cfg.train.device}; use gloo or auto"
@@ -613,6 +642,7 @@ RULES: tuple[tuple[Callable[[Config, int], Iterator[str]], tuple[str, ...]], ...
     (_held_out, ("data.val_tokens", "data.val_ratio", "data.max_tokens", "data.val_path")),
     (_one_device, ("train.device", "world.size")),
     (_backend, ("world.backend", "train.device")),
+    (_sharding, ("world.sharding", "train.reduction", "optim.name", "train.eval_tasks")),
     (_attention, ("train.attention", "train.device")),
     (_tensorboard, ("log.tensorboard",)),
     (_cache, ("data.cache_dir",)),

@@ -423,11 +423,15 @@ class TrainConfig:
     loss: str = _choice("auto", "plain", "chunked", "fused")  # chunked: keeps no logits; fused: the same with compiled
     # passes over each chunk; auto: plain on GPUs and for small vocabularies, else fused for compiled bfloat16, else
     # chunked; in a long run on a CPU the fastest one in a trial
-    activation_checkpointing: bool | int = _ruled(
-        False, lambda v: isinstance(v, bool) or 0 < v < LIMIT, "must be true, false, or a number of blocks above 0"
-    )  # true: keeps only each block's input and recomputes the rest, which needs less memory; n: of every n-th block
+    activation_checkpointing: bool = False  # keeps only each block's input and recomputes the rest: needs less memory
+    activation_checkpointing_every: int = _positive(1)  # blocks: does so for the first of each so many; 1: for all
     device: str = _choice("auto", "cpu", "cuda", "mps")  # auto: the first available of cuda, mps and cpu
     profile: bool = False  # traces a few steps with torch's profiler and reports their time by kind of work
+
+    @property
+    def recomputed_every(self) -> int:
+        """Every how many-th block keeps only its input; 0: none."""
+        return self.activation_checkpointing_every if self.activation_checkpointing else 0
 
 
 @dataclass
@@ -519,6 +523,7 @@ IRRELEVANT_TO_RESULT = (
     "batch.micro_batch_size",
     "train.device",
     "train.activation_checkpointing",
+    "train.activation_checkpointing_every",
     "train.eval_every_tokens",
     "train.eval_every",
     "train.eval_tasks",
@@ -652,6 +657,10 @@ def memory_key(config: Config) -> str:
         deciding["optim.momentum"] = 0  # without it they keep no state
     if config.train.ema_half_life_tokens is not None:
         deciding["average"] = True
+    if config.world.sharding != "none":
+        deciding["world.sharding"] = config.world.sharding
+    if config.train.recomputed_every > 1:
+        deciding["train.activation_checkpointing_every"] = config.train.recomputed_every
     return hashlib.sha256(json.dumps(deciding, sort_keys=True).encode()).hexdigest()[:16]
 
 

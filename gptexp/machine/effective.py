@@ -67,6 +67,7 @@ class Effective:
     local_world_size: int  # ranks per node, which share its cores
     measured: Times | None = None  # what a trial has found; None: every choice follows a rule
     peak_flops_per_rank: float | None = None  # FLOP/s of matrix products, if measured for log.mfu_peak
+    reduce_every: str | None = None  # of world.sharding=full: step or micro_step
 
     @property
     def choices(self) -> dict[str, Choice[Any]]:
@@ -93,7 +94,7 @@ class Effective:
         if unknown := sorted(values.keys() - known.keys() - {"reasons", "sources"}):
             raise ValueError(f"unknown key '{unknown[0]}'; another version of gptexp may have saved it")
         rebuilt: dict[str, Any] = {}
-        absent: dict[str, Any] = {"measured": None, "peak_flops_per_rank": None}  # from files of older versions
+        absent: dict[str, Any] = dict.fromkeys(("measured", "peak_flops_per_rank", "reduce_every"))  # in older versions
         for key, kind in known.items():
             value = values.get(key, absent[key]) if key in absent else values[key]
             is_choice = getattr(kind, "__origin__", None) is Choice

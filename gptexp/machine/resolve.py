@@ -139,16 +139,27 @@ def resolve(
         measured={**((before and before.measured) or {}), **measured.times} or None,
         peak_flops_per_rank=before.peak_flops_per_rank if before and for_dtype and same_node else None,
     )
+    same_memory = before if before and same_node and before.memory_key == key else None
     size = _choose(
         cfg.batch.asked_micro_batch_size,
-        for_graph.get("micro_batch_size") if before and same_node and before.memory_key == key else None,
+        for_graph.get("micro_batch_size") if same_memory else None,
         lambda: _micro_batch_size(cfg, effective, device, rank),
     )
-    return replace(effective, micro_batch_size=size)
+    effective = replace(effective, micro_batch_size=size)
+    if cfg.world.sharding != "full" or rank.world_size == 1:
+        return effective
+    every = same_memory.reduce_every if same_memory else None
+    if cfg.world.reduce_every != AUTO:
+        every = cfg.world.reduce_every
+    elif every is None:
+        once = estimate(cfg, replace(effective, reduce_every="step"), rank.world_size)
+        usable = _usable_memory(device, rank)
+        every = "step" if usable is None or once.peak <= usable else "micro_step"
+    return replace(effective, reduce_every=every)
 
 
 def estimate(cfg: Config, effective: Effective, world_size: int) -> Memory:
-    """Estimate the memory of one rank's tensors."""
+    """Estimate the memory of one rank's tensors. If world.reduce_every is open, the least that it needs."""
     size = effective.micro_batch_size.value
     step = StepShape(
         micro_batch_size=size,
@@ -160,9 +171,11 @@ def estimate(cfg: Config, effective: Effective, world_size: int) -> Memory:
         compiled=effective.compile.value,
         loss=effective.loss.value,
         attention=effective.attention.value,
-        activation_checkpointing=int(cfg.train.activation_checkpointing),
+        activation_checkpointing=cfg.train.recomputed_every,
         tree=cfg.train.reduction == "tree",
         averaged=cfg.train.ema_half_life_tokens is not None,
+        sharding=cfg.world.sharding,
+        reduce_every=effective.reduce_every or cfg.world.reduce_every.replace(AUTO, "micro_step"),
     )
     return memory_estimate(with_vocab_size(cfg, effective.vocab_size.value).model, cfg.optim, step)
 
@@ -239,11 +252,18 @@ def _loss(cfg: Config, kind: str, dtype: str, compiled: bool) -> tuple[str, str]
     return "chunked", "keeps no logits in memory"
 
 
-def _micro_batch_size(cfg: Config, effective: Effective, device: Device, rank: Rank) -> tuple[int, str]:
+def _usable_memory(device: Device, rank: Rank) -> float | None:
+    """Bytes that a rank may use by estimate; None if unknown."""
     memory = free_memory(device)
     if memory is None:
+        return None
+    return USABLE * memory / (rank.local_world_size * runs_at_once() if device.type == "cpu" else 1)
+
+
+def _micro_batch_size(cfg: Config, effective: Effective, device: Device, rank: Rank) -> tuple[int, str]:
+    usable = _usable_memory(device, rank)
+    if usable is None:
         return 1, "the free memory is unknown"
-    usable = USABLE * memory / (rank.local_world_size * runs_at_once() if device.type == "cpu" else 1)
 
     def fits(size: int) -> bool:
         tried = replace(effective, micro_batch_size=Choice(size, "decided", ""))

@@ -1,12 +1,13 @@
 """Closed-form estimate of the memory of one rank's tensors at the peak of a step."""
 
+import math
 from dataclasses import dataclass, replace
 
 from gptexp.config.schema import ModelConfig, OptimConfig
 from gptexp.model.attention import BLOCK
 from gptexp.model.flops import count_parameters
 from gptexp.model.loss import chunk_rows
-from gptexp.model.optimizer_state import state_bytes, update_bytes
+from gptexp.model.optimizer_state import most_state_bytes, parameter_shapes, rows_of, state_bytes, update_bytes
 
 
 @dataclass(frozen=True)
@@ -17,6 +18,7 @@ class Memory:
     average: int  # of the weights, float32; 0 without train.ema_half_life_tokens
     optimizer: int  # the moments and whatever else the optimizer keeps, float32
     gradients: int  # float32; those that exist at the peak
+    gathered: int  # parameters that FSDP2 has made whole at the peak, and its buffers; 0 unless world.sharding=full
     activations: int  # kept for the backward pass, and the copies of the weights in the compute type
     loss: int  # the logits and the tensors that are computed from them
     fragmentation: int  # of a CPU's heap: free memory in blocks that are too small to be used
@@ -27,7 +29,8 @@ class Memory:
 
     @property
     def tensors(self) -> int:
-        return self.weights + self.average + self.optimizer + self.gradients + self.activations + self.loss
+        state = self.weights + self.average + self.optimizer
+        return state + self.gradients + self.gathered + self.activations + self.loss
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,13 @@ class StepShape:
     attention: str = "flash"  # train.attention
     tree: bool = False  # train.reduction=tree
     averaged: bool = False  # train.ema_half_life_tokens
+    sharding: str = "none"  # world.sharding
+    reduce_every: str = "step"  # of sharding=full: step or micro_step
+
+    @property
+    def is_split(self) -> bool:
+        """Whether each rank has a part of the parameters."""
+        return self.sharding == "full" and self.world_size > 1
 
 
 def memory_estimate(m: ModelConfig, optim: OptimConfig, step: StepShape) -> Memory:
@@ -67,44 +77,71 @@ def memory_estimate(m: ModelConfig, optim: OptimConfig, step: StepShape) -> Memo
     in_block = tokens * (8 * c + 14 * c * width + 4 * m.n_head + 16)
     if step.attention == "math":  # the scores: their softmax in float32, and in the compute type if it differs
         in_block += tokens * m.n_head * step.seq_len * (4 if width == 4 else 6)
-    recomputed = len(range(0, m.n_layer, step.activation_checkpointing)) if step.activation_checkpointing else 0
+    every = step.activation_checkpointing
+    recomputed = len(range(0, m.n_layer, every)) if every else 0
     kept = recomputed * tokens * 4 * c + (m.n_layer - recomputed) * in_block
-    copies = 2 * (12 * c * c * m.n_layer + vocab * c) if step.dtype == "bfloat16" else 0
     around = tokens * (4 * c + width * c + 24)  # the final LayerNorm; token ids
     scratch = 0
     if step.loss != "plain":
         # A chunk's logits in float32, and in the compute type if it differs. Compiled: twice in the compute type. Then
-        # both gradients, as computed and multiplied by the loss's; the weight's is in float32.
+        # both gradients, as computed and multiplied by the loss's; the weight's is in float32, then in its own type.
         compiled = step.loss == "fused" or (step.compiled and step.device != "cpu")
         bytes_per_logit = 2 * width if compiled else 6 if step.dtype == "bfloat16" else 4
         scratch = chunk_rows(tokens, step.device) * vocab * bytes_per_logit
-        loss = scratch + 8 * vocab * c + 2 * tokens * c * width
+        loss = scratch + (4 + (width if step.is_split else 4)) * vocab * c + 2 * tokens * c * width
     else:
         # Compiled: the logits and their gradient in the compute type. Else in float32: the log-softmax, the gradient of
         # the gathered entries and the gradient of the logits.
         loss = tokens * vocab * (2 * width if step.compiled else 12)
     kept_scratch = scratch if step.device == "cpu" else 0
-    waiting = weights * (step.grad_accum_steps.bit_length() - 1) if step.tree else 0
-    accumulated = waiting if step.tree else weights if step.grad_accum_steps > 1 or step.world_size > 1 else 0
-    points = [
-        (accumulated, kept + copies + around, loss),
-        (waiting + weights + 8 * vocab * c, in_block, kept_scratch),
-        (weights + update_bytes(optim, m), 0, kept_scratch),
-    ]
-    if step.tree and step.world_size > 1:
-        points.append((3 * weights, 0, kept_scratch))
+    # If the last block is not recomputed, its activations are freed before others take their place.
+    in_layer = in_block if every and (m.n_layer - 1) % every == 0 else 0
     if step.attention == "blocked":
         # In the backward pass: scores, softmax and their gradients for a block of keys; the output's gradient in
         # another order; the gradients of q, k and v, that of q in float32 too.
-        in_layer = tokens * (4 * m.n_head * min(BLOCK, step.seq_len) * width + c * (4 * width + 4))
-        again = in_block if recomputed else 0
-        points.append((accumulated + 4 * vocab * c, kept + again + in_layer, kept_scratch))
-    if recomputed:
-        in_mlp = tokens * 4 * c * width  # the gradient of the hidden layer
-        points.append((accumulated + 4 * vocab * c, kept + in_block + in_mlp, kept_scratch))
-    gradients, activations, loss = max(points, key=sum)
+        in_layer += tokens * (4 * m.n_head * min(BLOCK, step.seq_len) * width + c * (4 * width + 4))
+    elif recomputed or step.is_split:
+        in_layer += tokens * 4 * c * width  # the gradient of the hidden layer
+    if step.is_split:
+        own = 4 * sum(count * math.prod(rows_of(shape, step.world_size)) for _, shape, count in parameter_shapes(m))
+        block, root = 12 * c * c + 13 * c, (vocab + m.block_size + 2) * c
+        accumulated, new = 0, width * block  # gradients of earlier micro-steps, and those of a block
+        if step.grad_accum_steps > 1:
+            accumulated = own
+            if step.reduce_every == "step":  # new ones are added one by one
+                accumulated, new = weights, width * 4 * c * c
+        points = [
+            # Whole are the root's parameters and the next block's, then also those of the current one. Of the root's
+            # gradients that of wte waits for the embedding. What is sent of a block is in float32.
+            (accumulated, width * (root + block), kept + around, loss),
+            (
+                accumulated + width * vocab * c + new,
+                width * (root + 2 * block) + 4 * block,
+                kept + in_layer,
+                kept_scratch,
+            ),
+            (own, (4 + width) * root, 0, kept_scratch),
+            (own + update_bytes(optim, m), 0, 0, kept_scratch),
+        ]
+        weights, state = own, state_bytes(optim, m, step.world_size)
+    else:
+        copies = 2 * (12 * c * c * m.n_layer + vocab * c) if step.dtype == "bfloat16" else 0
+        waiting = weights * (step.grad_accum_steps.bit_length() - 1) if step.tree else 0
+        accumulated = waiting if step.tree else weights if step.grad_accum_steps > 1 or step.world_size > 1 else 0
+        points = [
+            (accumulated, 0, kept + copies + around, loss),
+            (waiting + weights + 8 * vocab * c, 0, in_block, kept_scratch),
+            (weights + update_bytes(optim, m), 0, 0, kept_scratch),
+        ]
+        if step.tree and step.world_size > 1:
+            points.append((3 * weights, 0, 0, kept_scratch))
+        if in_layer:
+            points.append((accumulated + 4 * vocab * c, 0, kept + in_layer, kept_scratch))
+        shared = step.sharding == "optimizer" and step.world_size > 1
+        state = most_state_bytes(optim, m, step.world_size) if shared else state_bytes(optim, m)
+    gradients, gathered, activations, loss = max(points, key=sum)
     average = weights if step.averaged else 0
-    tensors = Memory(weights, average, state_bytes(optim, m), gradients, activations, loss, fragmentation=0)
+    tensors = Memory(weights, average, state, gradients, gathered, activations, loss, fragmentation=0)
     if step.device != "cpu":
         return tensors
     # A quarter of the other tensors (measured: 0 to a half). The blocks that full logits leave are partly reused by

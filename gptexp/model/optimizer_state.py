@@ -1,5 +1,6 @@
 """The tensors that each optimizer keeps for a parameter: to check a checkpoint, and to estimate memory. No torch."""
 
+import heapq
 import math
 from collections.abc import Iterator, Mapping
 
@@ -51,15 +52,39 @@ def state_shapes(optim: OptimConfig, name: str, shape: Shape) -> Mapping[str, Sh
     return {"step": (), "exp_avg": shape, "exp_avg_sq": shape}
 
 
-def state_bytes(optim: OptimConfig, model: ModelConfig) -> int:
-    """Bytes of an optimizer's state for all parameters, in float32, while it trains, without single numbers."""
+def state_bytes(optim: OptimConfig, model: ModelConfig, rows_over: int = 1) -> int:
+    """Bytes of an optimizer's state, in float32, while it trains, without single numbers.
+
+    `rows_over` is the number of ranks that share the rows of each parameter.
+    """
+    shapes = [(name, rows_of(shape, rows_over), count) for name, shape, count in parameter_shapes(model)]
+    return 4 * sum(count * _state_numbers(optim, name, shape) for name, shape, count in shapes)
+
+
+def most_state_bytes(optim: OptimConfig, model: ModelConfig, ranks: int) -> int:
+    """The same for the rank that has most, if each parameter's state is on one of `ranks`.
+
+    As ZeroRedundancyOptimizer shares them: of each group, those that decay first, the next largest parameter goes to
+    the rank that has the fewest numbers so far.
+    """
+    found = [(shape, count, _state_numbers(optim, name, shape)) for name, shape, count in parameter_shapes(model)]
+    largest_first = sorted(found, key=lambda of: (len(of[0]) == 1, -math.prod(of[0])))
+    loads = [(0, rank, 0) for rank in range(ranks)]  # (numbers of its parameters, rank, numbers of their state)
+    for shape, count, numbers in largest_first:
+        for _ in range(count):
+            load, rank, state = loads[0]
+            heapq.heapreplace(loads, (load + math.prod(shape), rank, state + numbers))
+    return 4 * max(state for _, _, state in loads)
+
+
+def _state_numbers(optim: OptimConfig, name: str, shape: Shape) -> int:
+    """Of the tensors that an optimizer keeps for a parameter while it trains."""
     numbers = 0
-    for name, shape, count in parameter_shapes(model):
-        for key, kept in state_shapes(optim, name, shape).items():
-            if key != TRAINED:  # only while it saves or evaluates
-                shapes = kept if isinstance(kept, list) else [kept]
-                numbers += count * sum(math.prod(of_tensor) for of_tensor in shapes if of_tensor)
-    return 4 * numbers
+    for key, kept in state_shapes(optim, name, shape).items():
+        if key != TRAINED:  # only while it saves or evaluates
+            shapes = kept if isinstance(kept, list) else [kept]
+            numbers += sum(math.prod(of_tensor) for of_tensor in shapes if of_tensor)
+    return numbers
 
 
 def update_bytes(optim: OptimConfig, model: ModelConfig) -> int:
@@ -72,6 +97,11 @@ def update_bytes(optim: OptimConfig, model: ModelConfig) -> int:
         return 4 * max(6 * max(size for size, _, _ in sizes), *rotated)
     copies = 2 if isinstance(optim, ScheduleFreeConfig) else 1
     return 4 * copies * sum(size * count for size, _, count in sizes)
+
+
+def rows_of(shape: Shape, ranks: int) -> Shape:
+    """The shape of the largest of the parts into which FSDP2 splits a parameter: by rows, rounded up."""
+    return (-(-shape[0] // ranks), *shape[1:])
 
 
 def parameter_shapes(m: ModelConfig) -> Iterator[tuple[str, Shape, int]]:

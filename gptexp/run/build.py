@@ -117,7 +117,7 @@ def _unseeded(cfg: Config, effective: Effective) -> GPT:
         torch.compiler.config.cache_key_tag = _cache_key(cfg, effective)
     if effective.compile.value:
         torch.compiler.reset()  # under a launcher one process trains many cells; drop the last cell's graphs
-    return GPT(model, *functions, int(cfg.train.activation_checkpointing))
+    return GPT(model, *functions, cfg.train.recomputed_every)
 
 
 def _cache_key(cfg: Config, effective: Effective) -> str:

@@ -377,7 +377,7 @@ def _build_training(job: Job, prepared: Prepared, decision: Decision) -> Trainin
         step=TrainStep(
             model=model,
             optimizer=optimizer,
-            reduction=build_reduction(cfg.train.reduction, model, rank, cfg.world.reduce_every == "micro_step"),
+            reduction=build_reduction(cfg.train.reduction, model, rank, effective.reduce_every == "micro_step"),
             grad_clip=cfg.optim.grad_clip,
             forward_context=forward_context(effective),
             dropout=cfg.model.dropout > 0,

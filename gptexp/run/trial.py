@@ -33,7 +33,8 @@ def settle_micro_batch(cfg: Config, effective: Effective, device: torch.device, 
 
     Raises `ConfigError` if not even one sequence fits.
     """
-    if effective.micro_batch_size.source != "decided" or device.type != "cuda":
+    is_split = cfg.world.sharding == "full" and world_size > 1  # the model may not fit this GPU alone
+    if effective.micro_batch_size.source != "decided" or device.type != "cuda" or is_split:
         return effective
     apply(effective, cfg.train.deterministic)
     sizes = legal_micro_batches(cfg.batch.step_sizes.quantum, cfg.seq_len, world_size)

@@ -67,6 +67,8 @@ def load_checkpoint(path: Path, parameters: Parameters, optimizer: Optimizer, cf
         return parameters.own(names[number], value).clone()  # not a view of the file, which may be removed
 
     checkpoint.load_optimizer(path, optimizer, shapes, own if parameters.split else None)
+    if has_split_state(optimizer):
+        optimizer.state.clear()  # a copy of what the optimizer within has, and None for the other ranks' parameters
     back_to_training(optimizer)
 
 

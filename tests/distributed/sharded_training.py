@@ -1,0 +1,189 @@
+"""Trains one model under each `world.sharding`, on the ranks of torchrun, and prints how far the results are apart.
+
+    torchrun --standalone --nproc-per-node=2 tests/distributed/sharded_training.py FOLDER [OVERRIDES …]
+
+Rank 0 prints one JSON object for each case. Its numbers compare with plain DDP: of each step the largest relative
+difference, of the last weights and moments the largest difference over the norm of the tensor.
+"""
+
+import copy
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gptexp.config.compose import compose
+from gptexp.config.schema import Config
+from gptexp.data.loader import MicroBatch
+from gptexp.distributed.group import rank_index, world_size
+from gptexp.distributed.ranks import Rank, launcher_rank
+from gptexp.distributed.reduction import build_reduction
+from gptexp.distributed.sharding import Parameters, WholeParameters
+from gptexp.machine.effective import Effective, apply, forward_context, step_context
+from gptexp.machine.resolve import resolve
+from gptexp.run.build import build_gpt, build_split_gpt, wrap
+from gptexp.storage import checkpoint
+from gptexp.storage.checkpoint import Content, Keep, TrainState
+from gptexp.training.gradient_noise import StepNoise
+from gptexp.training.optim import build_optimizer, weights_for_use
+from gptexp.training.small_gradients import SmallGradients
+from gptexp.training.snapshot import load_checkpoint, take
+from gptexp.training.step import Probe, TrainStep
+from gptexp.training.weight_average import WeightAverage
+
+STEPS, SAVED = 20, 8  # steps in all, and before the checkpoint
+CASES = [  # (sharding, reduce_every, micro-steps, further overrides)
+    ("optimizer", "step", 1, []),
+    ("optimizer", "step", 3, ["optim=sgd"]),
+    ("full", "step", 1, ["train.loss=plain"]),
+    ("full", "step", 3, ["train.activation_checkpointing=true", "train.activation_checkpointing_every=2"]),
+    ("full", "micro_step", 3, ["model.bias=false"]),
+    ("full", "step", 2, ["optim=sgd", "optim.gradient_noise=0.3"]),
+    ("full", "step", 2, ["train.dtype=bfloat16"]),
+]
+SMALL = [
+    "model.n_layer=3", "model.n_head=2", "model.n_embd=20", "model.block_size=16", "model.vocab_size=321",
+    "batch.total_batch_size=384", "batch.micro_batch_size=2", "optim.lr=6e-4", "train.device=cpu",
+    "world.threads_per_rank=1",
+    "train.dtype=float32", "train.compile=off", "train.matmul_precision=highest", "train.loss=chunked", "data=stdlib",
+]  # fmt: skip
+
+
+class Trainer:
+    """A model under one sharding, and what its steps have given."""
+
+    def __init__(self, cfg: Config, sharding: str, every: str, rank: Rank) -> None:
+        self.cfg, self.rank, device = cfg, rank, torch.device("cpu")
+        cfg.world.sharding, cfg.world.reduce_every = sharding, every
+        self.effective: Effective = resolve(cfg, device, rank)
+        apply(self.effective)
+        self.parameters: Parameters
+        if sharding == "full":
+            self.gpt, self.parameters = build_split_gpt(cfg, self.effective, device)
+            model: torch.nn.Module = self.gpt
+        else:
+            self.gpt = build_gpt(cfg, self.effective, device)
+            self.parameters = WholeParameters(self.gpt)
+            model = wrap(self.gpt, self.effective, "mean", rank, device)
+        named, split_state = self.parameters.named, sharding == "optimizer"
+        self.optimizer = build_optimizer(self.gpt, cfg.optim, self.effective.fused.value, named, split_state)
+        self.average = WeightAverage(self.parameters, 1000)
+        reduction = build_reduction("mean", model, rank, every == "micro_step")
+        context = forward_context(self.effective)
+        self.step = TrainStep(model, self.optimizer, reduction, 1.0, context, False, self.parameters)
+        self.small = SmallGradients(model, self.parameters)
+
+    def train(self, first: int, last: int, micro_steps: int) -> list[tuple[float, float, float]]:
+        """Train steps; the loss, the gradient norm and the mean squared norm of single micro-batches of each."""
+        rows = []
+        with step_context(self.effective):
+            for number in range(first, last):
+                noise = StepNoise(number, self.cfg.optim.gradient_noise, 0.0) if self.cfg.optim.gradient_noise else None
+                probe = Probe(small_gradients=self.small)
+                report = self.step(self.batches(number, micro_steps), micro_steps, 1.0, probe, noise)
+                self.average.update(64, report.finite)
+                numbers = report.read()
+                rows.append((numbers.loss, numbers.grad_norm, numbers.small_sq_norm))
+        return rows
+
+    def batches(self, step: int, micro_steps: int) -> Iterator[MicroBatch]:
+        """Other sequences for each step, micro-step and rank, of two kinds, so that there is something to learn."""
+        for micro_step in range(micro_steps):
+            seed = (step * 100 + micro_step) * world_size() + rank_index()
+            rows = torch.randint(7, 40, (2, 17), generator=torch.Generator().manual_seed(seed)).cumsum(1) % 321
+            yield MicroBatch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous(), 0, 0)
+
+    def content(self) -> Content | None:
+        with weights_for_use(self.optimizer):
+            found = take(self.parameters, self.optimizer, self.average.tensors())
+        return copy.deepcopy(found)  # training goes on in the same memory
+
+    def save(self, folder: Path) -> Path:
+        content = self.content()
+        if content is not None and rank_index() == 0:
+            folder.parent.mkdir(exist_ok=True)
+            checkpoint.save(folder, content, TrainState(step=SAVED, tokens=1), Keep())
+        dist.barrier()
+        return folder / checkpoint.name_of(SAVED)
+
+    def load(self, path: Path) -> None:
+        load_checkpoint(path, self.parameters, self.optimizer, self.cfg.optim)
+        self.average.load(path)
+
+
+def tensors(content: Content) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint."""
+    moments = {
+        f"{number}.{key}": value
+        for number, of in content.optimizer["state"].items()
+        for key, value in of.items()
+        if isinstance(value, torch.Tensor)
+    }
+    return {**content.weights, **{f"average {k}": v for k, v in content.average.items()}, **moments}
+
+
+def size(trainer: Trainer) -> int:
+    """Number of the parameters that this rank updates."""
+    return sum(p.numel() for p in trainer.parameters.named.values())
+
+
+def apart(found: Content, expected: Content) -> float:
+    a, b = tensors(found), tensors(expected)
+    assert a.keys() == b.keys(), a.keys() ^ b.keys()
+    return max(float((a[k].double() - b[k]).abs().max() / (b[k].double().norm() + 1e-30)) for k in b)
+
+
+def compare(folder: Path, sharding: str, every: str, micro_steps: int, more: list[str], rank: Rank) -> dict[str, Any]:
+    def trainer(kind: str) -> Trainer:
+        return Trainer(compose([*SMALL, *more]), kind, every, rank)
+
+    plain, split = trainer("none"), trainer(sharding)
+    before, start = plain.content(), split.content()
+    rows, other = plain.train(0, SAVED, micro_steps), split.train(0, SAVED, micro_steps)
+    of_plain, of_split = plain.save(folder / "plain"), split.save(folder / sharding)
+    # Each continues from the other's checkpoint, and from its own.
+    crossed, uncrossed, again = trainer("none"), trainer(sharding), trainer(sharding)
+    crossed.load(of_split)
+    uncrossed.load(of_plain)
+    again.load(of_split)
+    loaded = [each.content() for each in (crossed, split, uncrossed, plain)]
+    rest = [each.train(SAVED, STEPS, micro_steps) for each in (plain, split, crossed, uncrossed, again)]
+    last = [each.content() for each in (plain, split, crossed, uncrossed, again)]
+    if rank.rank:
+        return {}
+    assert before is not None
+    assert start is not None
+    pairs = list(zip(rows + rest[0], other + rest[1], strict=True))
+    crossings = [pair for some in rest[2:4] for pair in zip(rest[0], some, strict=True)]
+    far = lambda which, found: max(abs(b[which] - a[which]) / abs(a[which]) for a, b in found)  # noqa: E731
+    return {
+        "case": [sharding, every, micro_steps, more],
+        "initial weights": apart(start, before),
+        "loss": far(0, pairs), "norm": far(1, pairs), "small norm": far(2, pairs),
+        "loaded": max(apart(loaded[0], loaded[1]), apart(loaded[2], loaded[3])),  # type: ignore[arg-type]
+        "loss after crossing": far(0, crossings),
+        "resumed": apart(last[4], last[1]),  # type: ignore[arg-type]
+        "end": max(apart(each, last[0]) for each in last[1:4]),  # type: ignore[arg-type]
+        "share": size(split) / size(plain),
+    }  # fmt: skip
+
+
+def main() -> None:
+    folder, overrides = Path(sys.argv[1]), sys.argv[2:]
+    rank = launcher_rank()
+    assert rank is not None
+    dist.init_process_group("gloo")
+    for number, (sharding, every, micro_steps, more) in enumerate(CASES):
+        found = compare(folder / f"case-{number}", sharding, every, micro_steps, [*more, *overrides], rank)
+        if found:
+            print(json.dumps(found), flush=True)
+    dist.barrier()
+    os._exit(0)  # a thread of gloo may still hold a future that an interpreter which tears down aborts on
+
+
+main()

@@ -1,0 +1,65 @@
+"""`world.sharding`: training with shares of the state equals plain DDP. `sharded_training.py` trains on real ranks."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ROOT
+
+from gptexp.config.compose import compose
+from gptexp.process.errors import ConfigError
+
+SCRIPT = ROOT / "tests" / "distributed" / "sharded_training.py"
+
+
+def trained(ranks: int, folder: Path) -> list[dict[str, Any]]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", str(SCRIPT)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([*command, str(folder)], capture_output=True, text=True, timeout=600, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.e2e), pytest.param(4, marks=pytest.mark.slow)])
+def test_training_equals_plain_ddp(tmp_path: Path, ranks: int) -> None:
+    """Twenty steps in float32 at lr 6e-4; each sharding also continues from the checkpoint of the other."""
+    for case in trained(ranks, tmp_path):
+        sharding, _, _, more = case["case"]
+        exact, low = sharding == "optimizer", "train.dtype=bfloat16" in more
+        assert case["initial weights"] == 0, case
+        assert case["loaded"] == 0, case  # a checkpoint is the same, whoever loads it
+        if sharding == "full" or ranks == 2:  # DDP regroups its gradients after a start's first step, which changes the
+            assert case["resumed"] == 0, case  # order of sums of more than two
+        assert case["loss"] <= (0 if exact else 1e-4 if low else 1e-5), case
+        assert case["loss after crossing"] <= (0 if exact else 1e-4 if low else 1e-5), case
+        assert case["norm"] <= (0 if exact else 0.02 if low else 1e-6), case
+        assert case["small norm"] <= (0 if exact else 0.02 if low else 1e-6), case
+        if not low:
+            assert case["end"] <= (0 if exact else 1e-3), case
+        assert case["share"] == pytest.approx(1 if exact else 1 / ranks, rel=0.1), case
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (["world.sharding=full", "train.reduction=tree"], "train.reduction=tree: adds whole gradients"),
+        (["world.sharding=full", "optim=muon"], "world.sharding=full: optim=muon updates whole matrices"),
+        (["world.sharding=full", "optim=soap"], "use optim=adamw or sgd or lion or schedulefree, or world.sharding="),
+        (["world.sharding=optimizer", "optim=lamb"], "world.sharding=optimizer: optim=lamb is not one optimizer"),
+        (["world.sharding=full", "train.eval_tasks=[hellaswag]"], "train.eval_tasks=['hellaswag']: needs the whole"),
+        (["world.sharding=full", "train.sharpness_every_tokens=8192"], "train.sharpness_every_tokens=8192: needs"),
+        (["world.sharding=half"], "world.sharding=half: must be one of none, optimizer, full"),
+        (
+            ["train.activation_checkpointing_every=0"],
+            "train.activation_checkpointing_every=0: must be finite and above",
+        ),
+    ],
+)
+def test_what_a_sharding_cannot_do_is_refused(overrides: list[str], line: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        compose(overrides)
+    assert [problem for problem in error.value.problems if problem.startswith(line) or line in problem], error.value

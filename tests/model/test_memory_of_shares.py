@@ -1,0 +1,169 @@
+"""The memory estimate of `world.sharding` against the tensors that one of many ranks allocates.
+
+torch's fake process group has any number of ranks in one process: collectives return at once, and leave the values of
+their results undefined. The tensors and their sizes are those of a real group.
+"""
+
+import weakref
+from collections.abc import Iterator
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from gptexp.config.schema import AdafactorConfig, AdamWConfig, ModelConfig, OptimConfig, SGDConfig
+from gptexp.data.loader import MicroBatch
+from gptexp.distributed.ranks import Rank
+from gptexp.distributed.reduction import build_reduction
+from gptexp.distributed.sharding import SplitParameters, split
+from gptexp.model.flops import count_parameters
+from gptexp.model.gpt import GPT
+from gptexp.model.loss import LOSSES
+from gptexp.model.memory import StepShape, memory_estimate
+from gptexp.model.optimizer_state import most_state_bytes
+from gptexp.training.optim import build_optimizer
+from gptexp.training.step import TrainStep
+
+DEEP = ModelConfig(n_layer=6, n_head=2, n_embd=64, block_size=64, vocab_size=256)  # the blocks need most memory
+LARGE = ModelConfig(n_layer=4, n_head=4, n_embd=192, block_size=64, vocab_size=2048)  # many parameters for its tokens
+
+
+@pytest.fixture
+def ranks(request: pytest.FixtureRequest) -> Iterator[int]:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=request.param)
+    yield request.param
+    dist.destroy_process_group()
+
+
+class LiveBytes(TorchDispatchMode):
+    """The peak of the sizes of all storages. FSDP2 changes the size of a storage that stays alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages = weakref.WeakSet[Any]()
+        self.peak = 0
+        self.counts = False
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        for leaf in tree_leaves((args, out)):
+            if isinstance(leaf, torch.Tensor) and type(leaf).__name__ != "DTensor" and leaf.device.type != "meta":
+                self.storages.add(leaf.untyped_storage())
+        if self.counts:
+            unique = {storage._cdata: storage.nbytes() for storage in self.storages}
+            self.peak = max(self.peak, sum(unique.values()))
+        return out
+
+
+def split_gpt(m: ModelConfig, loss: str, every: int, dtype: str) -> tuple[GPT, SplitParameters]:
+    with torch.device("meta"):
+        gpt = GPT(m, LOSSES[loss], activation_checkpointing=every)
+    return gpt, split(gpt, list(gpt.h), (), torch.device("cpu"), getattr(torch, dtype))
+
+
+def peak_bytes(m: ModelConfig, step: StepShape) -> int:
+    """The peak of the second step: the optimizer allocates its state in the first."""
+    context = nullcontext if step.dtype == "float32" else partial(torch.autocast, "cpu", torch.bfloat16)
+    micro_steps = step.grad_accum_steps
+    with LiveBytes() as live:
+        gpt, parameters = split_gpt(m, step.loss, step.activation_checkpointing, step.dtype)
+        optimizer = build_optimizer(gpt, AdamWConfig(), True, parameters.named)
+        reduction = build_reduction("mean", gpt, Rank(0, step.world_size), step.reduce_every == "micro_step")
+        x = torch.zeros(step.micro_batch_size, m.block_size, dtype=torch.int64)
+        train = TrainStep(gpt, optimizer, reduction, 1.0, context, False, parameters)
+        for live.counts in (False, True):
+            train(iter([MicroBatch(x, x, 0, 0)] * micro_steps), micro_steps, lr_factor=0.0)
+    return live.peak
+
+
+@pytest.mark.parametrize(
+    ("ranks", "m", "batch", "micro_steps", "dtype", "loss", "every", "reduce_every"),
+    [
+        (64, LARGE, 1, 1, "bfloat16", "chunked", 0, "step"),
+        (4, LARGE, 1, 2, "float32", "chunked", 0, "step"),
+        *(
+            pytest.param(*case, marks=pytest.mark.e2e)
+            for case in [
+                (4, LARGE, 1, 1, "float32", "chunked", 0, "step"),
+                (4, LARGE, 1, 2, "float32", "plain", 0, "micro_step"),
+                (64, LARGE, 1, 2, "bfloat16", "plain", 1, "micro_step"),
+                (4, DEEP, 6, 2, "float32", "chunked", 0, "step"),
+                (64, DEEP, 6, 2, "bfloat16", "chunked", 2, "step"),
+                (4, DEEP, 6, 2, "bfloat16", "plain", 1, "micro_step"),
+            ]
+        ),
+    ],
+    indirect=["ranks"],
+)
+def test_the_estimate_counts_the_tensors_of_one_rank(
+    ranks: int, m: ModelConfig, batch: int, micro_steps: int, dtype: str, loss: str, every: int, reduce_every: str
+) -> None:
+    step = StepShape(
+        batch, m.block_size, micro_steps, ranks, "cpu", dtype, False, loss, every, sharding="full",
+        reduce_every=reduce_every,
+    )  # fmt: skip
+    assert memory_estimate(m, AdamWConfig(), step).tensors == pytest.approx(peak_bytes(m, step), rel=0.1)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 7, 64], indirect=True)
+@pytest.mark.parametrize("optim", [AdamWConfig(), SGDConfig(), AdafactorConfig()], ids=lambda optim: optim.name)
+def test_a_rank_has_the_most_state_that_is_said(ranks: int, optim: OptimConfig) -> None:
+    """Of the parameters as torch's optimizer shares them out, not of a copy of its rule."""
+    gpt = GPT(DEEP)
+    zero = build_optimizer(gpt, optim, fused=False, split_state=True)
+    assert isinstance(zero, ZeroRedundancyOptimizer)
+    sizes = []
+    for groups in zero._partition_parameters():
+        named = {id(p): name for name, p in gpt.named_parameters()}
+        single = [(named[id(p)], p) for group in groups for p in group["params"]]
+        fresh = build_optimizer(gpt, optim, fused=False, named=dict(single)) if single else None
+        for _, p in single:
+            p.grad = torch.zeros_like(p)
+        if fresh is not None:
+            fresh.step()
+        state = [] if fresh is None else [v for of in fresh.state.values() for v in of.values()]
+        sizes.append(4 * sum(v.numel() for v in state if isinstance(v, torch.Tensor) and v.dim()))
+        gpt.zero_grad()
+    assert most_state_bytes(optim, DEEP, ranks) == pytest.approx(max(sizes), rel=0.002)
+
+
+@pytest.mark.parametrize("sharding", ["none", "optimizer", "full"])
+def test_each_sharding_needs_less_than_the_one_before(sharding: str) -> None:
+    """At 64 ranks, of what does not depend on the batch: 16 bytes a parameter, a little over 8, and next to none."""
+    m = ModelConfig(n_layer=24, n_head=16, n_embd=2048, block_size=1024, vocab_size=50304)
+    step = StepShape(1, 1024, 1, 64, "cuda", "bfloat16", True, "plain", 1, sharding=sharding)
+    memory = memory_estimate(m, AdamWConfig(), step)
+    state = (memory.weights + memory.optimizer) / count_parameters(m)
+    low, high = {"none": (12, 12), "optimizer": (4.1, 5), "full": (0.18, 0.2)}[sharding]
+    assert low <= state <= high
+
+
+@pytest.mark.parametrize("ranks", [4, 16], indirect=True)
+def test_no_rank_holds_the_whole_model_while_it_is_built(ranks: int) -> None:
+    m = ModelConfig(n_layer=24, n_head=4, n_embd=64, block_size=32, vocab_size=256)
+    with LiveBytes() as live:
+        live.counts = True
+        gpt, parameters = split_gpt(m, "plain", 0, "float32")
+        for name, whole in gpt.initial_weights():
+            parameters.named[name].data.copy_(parameters.own(name, whole))
+    whole_bytes, block_bytes = 4 * count_parameters(m), 4 * (12 * 64 * 64 + 13 * 64)
+    assert live.peak < whole_bytes / ranks + 2.5 * block_bytes
+
+
+def test_the_initial_weights_are_those_of_a_new_model() -> None:
+    for m in (DEEP, ModelConfig(n_layer=2, n_head=2, n_embd=32, block_size=16, vocab_size=100, bias=False)):
+        torch.manual_seed(7)
+        whole = dict(GPT(m).named_parameters())
+        with torch.device("meta"):
+            gpt = GPT(m)
+        torch.manual_seed(7)
+        found = dict(gpt.initial_weights())
+        assert found.keys() == whole.keys()
+        assert all(torch.equal(found[name], p) for name, p in whole.items())
