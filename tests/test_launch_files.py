@@ -13,7 +13,7 @@ import sys
 import tomllib
 import venv
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -244,24 +244,35 @@ def test_sky_yaml_installs_what_the_readme_does() -> None:
 SMALL = [override for override in TINY if not override.startswith("data=")] + ["schedule.warmup_tokens=null"]
 
 
+Nodes = Callable[..., list[subprocess.Popen[str]]]
+Sabotage = Callable[[str, str], dict[str, str]]
+
+
 @pytest.fixture
-def nodes(tmp_path: Path, corpus: Path) -> Callable[..., list[subprocess.Popen[str]]]:
+def nodes(tmp_path: Path, corpus: Path) -> Iterator[Nodes]:
     """Start one command for each of several environments, as on one node each. /runs in the command is `tmp_path`."""
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.txt").symlink_to(corpus)
+    started: list[subprocess.Popen[str]] = []
 
     def start(command: list[str], *envs: dict[str, str]) -> list[subprocess.Popen[str]]:
         here = [word.replace("/runs", str(tmp_path)) for word in command]
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-        return [
+        processes = [
             subprocess.Popen(
-                here, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                here, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
                 env={**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), **env},
             )
             for env in envs
         ]  # fmt: skip
+        started.extend(processes)
+        return processes
 
-    return start
+    yield start
+    for process in started:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)  # a script and its agent; the ranks end with their agent
+            process.wait()
 
 
 def free_port() -> int:
@@ -272,11 +283,7 @@ def free_port() -> int:
 
 def ends(processes: list[subprocess.Popen[str]]) -> list[tuple[int, str]]:
     """(exit code, stderr) of each process."""
-    try:
-        errors = [process.communicate(timeout=240)[1] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
+    errors = [process.communicate(timeout=240)[1] for process in processes]
     return [(process.returncode, error) for process, error in zip(processes, errors, strict=True)]
 
 
@@ -294,9 +301,7 @@ SHORT_DEFAULT = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "1"}
 
 
 @pytest.mark.e2e
-def test_the_script_of_sky_yaml_trains_one_run_on_two_nodes(
-    nodes: Callable[..., list[subprocess.Popen[str]]], tmp_path: Path
-) -> None:
+def test_the_script_of_sky_yaml_trains_one_run_on_two_nodes(nodes: Nodes, tmp_path: Path) -> None:
     script = read("sky.yaml")["run"].rstrip().replace("29500", str(free_port())) + f" {shlex.join(SMALL)}"
     common = {
         "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NUM_GPUS_PER_NODE": "1", "SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.1",
@@ -309,10 +314,10 @@ def test_the_script_of_sky_yaml_trains_one_run_on_two_nodes(
 
 @pytest.mark.e2e
 def test_a_train_job_saves_when_a_pod_is_evicted_and_continues(
-    nodes: Callable[..., list[subprocess.Popen[str]]], tmp_path: Path, sabotage: Callable[[str, str], dict[str, str]]
+    nodes: Nodes, tmp_path: Path, sabotage: Sabotage
 ) -> None:
     trainer = read("kubeflow.yaml")["spec"]["trainer"]
-    command = [*trainer["command"], *trainer["args"], *SMALL, "train.max_steps=400", "train.save_every=0"]
+    command = [*trainer["command"], *trainer["args"], *SMALL, "train.max_steps=100000", "train.save_every=0"]
     injected = {
         "PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_MASTER_ADDR": "127.0.0.1",
         "PET_MASTER_PORT": str(free_port()), **trainer_env(),
@@ -320,10 +325,8 @@ def test_a_train_job_saves_when_a_pod_is_evicted_and_continues(
     ranks = [{**injected, "PET_NODE_RANK": str(rank)} for rank in range(2)]
     slow = {**SHORT_DEFAULT, **sabotage("gptexp.storage.checkpoint", SLOW_SAVE)}
     pods = nodes(command, *({**slow, **rank} for rank in ranks))
-    try:
-        wait_for(begun(tmp_path / "a"), pods[0])
-    finally:
-        pods[0].send_signal(signal.SIGTERM)  # what the kubelet sends; rank 0 runs there, which saves
+    wait_for(begun(tmp_path / "a"), pods[0])
+    pods[0].send_signal(signal.SIGTERM)  # what the kubelet sends; rank 0, which saves, runs there
     done = ends(pods)
     assert all(code != 0 for code, _ in done), done  # so Kubernetes starts both containers again
     stopped = summary(tmp_path / "a")
@@ -337,15 +340,13 @@ def test_a_train_job_saves_when_a_pod_is_evicted_and_continues(
 
 @pytest.mark.e2e
 def test_torchrun_sh_waits_for_a_checkpoint_that_takes_longer_than_torchs_default(
-    nodes: Callable[..., list[subprocess.Popen[str]]], tmp_path: Path, sabotage: Callable[[str, str], dict[str, str]]
+    nodes: Nodes, tmp_path: Path, sabotage: Sabotage
 ) -> None:
     options = ["data=text", "data.path=/runs/text/*.txt", "hydra.run.dir=/runs/a", *TINY, "train.max_steps=100000"]
     env = {**SHORT_DEFAULT, **sabotage("gptexp.storage.checkpoint", SLOW_SAVE), "NPROC": "2"}
     [agent] = nodes([str(LAUNCH / "torchrun.sh"), *options, "train.save_every=0"], env)
-    try:
-        wait_for(begun(tmp_path / "a"), agent)
-    finally:
-        agent.send_signal(signal.SIGUSR1)
+    wait_for(begun(tmp_path / "a"), agent)
+    agent.send_signal(signal.SIGUSR1)
     [(code, err)] = ends([agent])
     assert code == 1, err  # torchrun's, whatever its ranks return
     stopped = summary(tmp_path / "a")
