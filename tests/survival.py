@@ -31,6 +31,7 @@ from gptexp.config.compose import compose
 from gptexp.config.schema import Config, ModelConfig
 from gptexp.distributed.ranks import Rank
 from gptexp.loggers.jsonl import JsonlSink
+from gptexp.model.gpt import GPT
 from gptexp.process.signals import StopRequest
 from gptexp.run.job import Job
 from gptexp.run.rank import run
@@ -79,7 +80,7 @@ def mutated_package(name: str, folder: Path) -> Path:
     return package.parent
 
 
-def config(folder: Path, steps: int, optim: Sequence[str] = (), ramp: bool = False) -> Config:
+def config(folder: Path, steps: int, optim: Sequence[str] = (), ramp: bool = False, sharding: str = "none") -> Config:
     """A small model with dropout, which averages its weights. A step has eight micro-batches, for 1, 2 or 4 ranks.
 
     `optim`: the overrides of the optimizer and its keys. With `ramp`, the first step has two micro-batches, and the
@@ -96,6 +97,9 @@ def config(folder: Path, steps: int, optim: Sequence[str] = (), ramp: bool = Fal
     cfg.train.max_steps, cfg.train.save_every, cfg.train.eval_every = steps, SAVE_EVERY, 0
     cfg.train.device, cfg.train.dtype, cfg.train.compile, cfg.train.reduction = "cpu", "float32", "off", "tree"
     cfg.train.matmul_precision = "highest"  # `auto` times both, and another choice changes the bits
+    cfg.world.sharding = sharding
+    if sharding != "none":
+        cfg.train.reduction = "mean"
     cfg.log.progress, cfg.log.sample_tokens, cfg.log.wandb.mode = "off", 0, "disabled"
     composed = compose(["model.block_size=16", *optim])
     cfg.optim, cfg.model.parametrisation = composed.optim, composed.model.parametrisation
@@ -130,13 +134,27 @@ class Pulse:
 def watch(pulse: Pulse, rank: int) -> None:
     """Patch this process so that it reports its steps and saves to `pulse`."""
     steps, plain_step, plain_save = 0, TrainStep.__call__, checkpoint.save
+    plain_begin, writes = checkpoint.begin_to_save_parts, False
 
     def train_step(*args: Any, **kwargs: Any) -> Any:
         nonlocal steps
         report = plain_step(*args, **kwargs)
         steps += 1
-        pulse.beat(rank, steps, False)
+        pulse.beat(rank, steps, writes)
         return report
+
+    def begin(*args: Any, **kwargs: Any) -> Any:
+        nonlocal writes
+        writes = True
+        pulse.beat(rank, steps, True)
+        future = plain_begin(*args, **kwargs)
+
+        def ended(_: object) -> None:
+            nonlocal writes
+            writes = False
+
+        future.add_done_callback(ended)
+        return future
 
     def save(*args: Any, **kwargs: Any) -> Path:
         pulse.beat(rank, steps, True)
@@ -145,6 +163,7 @@ def watch(pulse: Pulse, rank: int) -> None:
         return path
 
     TrainStep.__call__, checkpoint.save = train_step, save  # type: ignore[method-assign]
+    checkpoint.begin_to_save_parts = begin
 
 
 def start(cfg: Config, directory: Path, world_size: int, prepare: Callable[[int], None]) -> list[int]:
@@ -200,6 +219,18 @@ def contents(directory: Path) -> str:
     return f"{newest.name}-{hashlib.sha256(b''.join(files)).hexdigest()[:16]}"
 
 
+def apart(directory: Path, other: Path) -> float:
+    """The largest difference between the final weights of two runs, over the norm of the tensor."""
+    found = []
+    for each in (directory, other):
+        cfg = run_dir.load_resolved(each)
+        shapes = {name: p.shape for name, p in GPT(cfg.model).named_parameters()}
+        newest = max((each / run_dir.CHECKPOINTS).glob("step-*"))
+        found.append(dict(checkpoint.read_weights(newest, shapes)))
+    a, b = found
+    return max(float((a[name] - b[name]).abs().max() / b[name].norm()) for name in b)
+
+
 def leftovers(directory: Path) -> int:
     found = directory / run_dir.CHECKPOINTS
     return len([*found.glob(".tmp-*"), *found.glob(".del-*"), *directory.glob(".*.json*.*")])
@@ -222,13 +253,20 @@ def undisturbed(cfg: Config, folder: Path, world_size: int = 1) -> str:
 
 
 def kills(
-    folder: Path, count: int, steps: int, world_sizes: list[int], seed: int, optim: Sequence[str], ramp: bool
+    folder: Path,
+    count: int,
+    steps: int,
+    world_sizes: list[int],
+    seed: int,
+    optim: Sequence[str],
+    ramp: bool,
+    sharding: str,
 ) -> dict[str, Any]:
-    """Kill a run `count` times, then let it complete."""
+    """Kill a run `count` times, then let it complete. With sharding=full each start draws the files of checkpoints."""
     draw, pulse = random.Random(seed), Pulse()
-    cfg = config(folder, steps, optim, ramp)
-    # A ramp has no tree of reductions, so the sums of another world size round differently.
-    expected = undisturbed(cfg, folder, world_sizes[0] if ramp else 1)
+    cfg = config(folder, steps, optim, ramp, sharding)
+    # A ramp has no tree of reductions, so the sums of another world size round differently. Nor has a sharding.
+    expected = undisturbed(cfg, folder, world_sizes[0] if ramp or sharding != "none" else 1)
     directory = folder / "killed"
     resumed_at, in_save, half_written, delivered, starts, alone = set(), 0, 0, 0, 0, 0
     sizes: dict[int, int] = {}
@@ -242,6 +280,8 @@ def kills(
         sizes[world_size] = sizes.get(world_size, 0) + 1
         for rank in range(world_size):
             pulse.beat(rank, 0, False)
+        if sharding == "full":
+            cfg = replace(cfg, train=replace(cfg.train, save_as=draw.choice(("whole", "sharded"))))
         pids = start(cfg, directory, world_size, lambda rank: watch(pulse, rank))
         if delivered == count:
             code = max(map(abs, reap(pids, PATIENCE_S)))
@@ -265,6 +305,7 @@ def kills(
         "package": str(Path(gptexp.__file__).parent.parent),
         "expected": expected,
         "found": contents(directory) if not code else f"never ended, {starts} starts",
+        "apart": apart(directory, folder / "undisturbed") if not code else None,
         "kills": delivered,
         "of one rank": alone,
         "resume steps": len(resumed_at),
@@ -397,6 +438,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--optim", nargs="+", default=[], metavar="OVERRIDE")
     parser.add_argument("--ramp", action="store_true")
+    parser.add_argument("--sharding", default="none")
     parser.add_argument("--points", nargs="+", default=POINTS)
     parser.add_argument("--occurrences", type=int, nargs="+", default=[1, 2, 3])
     args = parser.parse_args()
@@ -404,9 +446,8 @@ def main() -> None:
 
     import_torch()
     if args.what == "kills":
-        print(
-            json.dumps(kills(args.folder, args.kills, args.steps, args.world_sizes, args.seed, args.optim, args.ramp))
-        )
+        how = (args.world_sizes, args.seed, args.optim, args.ramp, args.sharding)
+        print(json.dumps(kills(args.folder, args.kills, args.steps, *how)))
     else:
         print(json.dumps(crashes(args.folder, args.points, args.occurrences)))
 

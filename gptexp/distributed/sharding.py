@@ -47,6 +47,9 @@ class Parameters(Protocol):
     def whole(self, name: str, own: Tensor) -> Tensor:
         """Return the whole tensor, given this rank's part of it. *Collective.*"""
 
+    def distributed(self, name: str, own: Tensor) -> Tensor:
+        """Return the tensor of which `own` is this rank's part, as `torch.distributed.checkpoint` takes it."""
+
     def watched(self, hook: Hook) -> AbstractContextManager[None]:
         """Return a context in which a backward pass calls `hook` with each gradient of this rank's own loss.
 
@@ -73,6 +76,9 @@ class WholeParameters:
         return whole
 
     def whole(self, name: str, own: Tensor) -> Tensor:
+        return own
+
+    def distributed(self, name: str, own: Tensor) -> Tensor:
         return own
 
     def watched(self, hook: Hook) -> AbstractContextManager[None]:
@@ -124,7 +130,6 @@ class SplitParameters:
         return self.distributed(name, own).full_tensor()
 
     def distributed(self, name: str, own: Tensor) -> "DTensor":
-        """Return the tensor over all ranks, given this rank's part of it."""
         from torch.distributed.tensor import DTensor
 
         p = self._parameters[name]

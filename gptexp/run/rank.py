@@ -27,7 +27,15 @@ from gptexp.data.downloads import downloaded
 from gptexp.data.hellaswag import VALIDATION, Example, read_examples
 from gptexp.data.loader import Dataset, build_dataset, val_bytes_per_token
 from gptexp.data.tokenizer import load_tokenizer
-from gptexp.distributed.group import agree, barrier, connect, destroy_process_group, gather, init_process_group
+from gptexp.distributed.group import (
+    PREPARATION,
+    agree,
+    barrier,
+    connect,
+    destroy_process_group,
+    gather,
+    init_process_group,
+)
 from gptexp.distributed.ranks import Rank, ending_rank, launcher_rank
 from gptexp.distributed.reduction import build_reduction
 from gptexp.distributed.sharding import Parameters, WholeParameters
@@ -38,7 +46,7 @@ from gptexp.loggers.run_log import RunLog, Sink
 from gptexp.loggers.wandb import build_wandb
 from gptexp.machine.ceilings import gemm_rates
 from gptexp.machine.cpu import flush_denormals
-from gptexp.machine.device import pick_device
+from gptexp.machine.device import free_memory, pick_device
 from gptexp.machine.effective import (
     Effective,
     apply,
@@ -91,6 +99,8 @@ from gptexp.training.profiling import StepProfiler
 from gptexp.training.snapshot import load_checkpoint
 from gptexp.training.step import TrainStep
 from gptexp.training.weight_average import WeightAverage
+
+WHOLE_SHARE = 0.5  # of the free memory of rank 0's host: a checkpoint that needs more is written in parts
 
 
 def run_alone(cfg: Config, directory: Path, stop: StopRequest) -> int:
@@ -394,8 +404,22 @@ def _build_training(job: Job, prepared: Prepared, decision: Decision) -> Trainin
         timeout_s=cfg.world.timeout_s if rank.world_size > 1 else math.inf,
         noise_half_life_tokens=None if unmeasured else noise_half_life(cfg, cfg.run_length[1]),
         profiler=profiler,
+        shard_group=_shard_group(job, parameters, average is not None),
         about=about(cfg, effective, prepared.dataset, rank.world_size, decision.branched_from) if rank.is_main else {},
     )
+
+
+def _shard_group(job: Job, parameters: Parameters, averaged: bool) -> dist.ProcessGroup | None:
+    """A process group for checkpoints with one file for each rank; None for whole files. *Collective.*"""
+    if not parameters.split or job.cfg.train.save_as == "whole":
+        return None
+    size = (16 if averaged else 12) * sum(shape.numel() for shape in parameters.shapes.values())
+
+    def is_too_large() -> bool:
+        free = free_memory(torch.device("cpu"))
+        return job.cfg.train.save_as == "sharded" or (free is not None and size > WHOLE_SHARE * free)
+
+    return dist.new_group(backend="gloo", timeout=PREPARATION) if agree(is_too_large, job.rank) else None
 
 
 def _other_scores(job: Job, prepared: Prepared, gpt: GPT) -> dict[str, float]:

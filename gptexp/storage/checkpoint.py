@@ -6,6 +6,8 @@
                               state.json          counters; config, data and versions of the run
                               manifest.json       sizes and hashes of the other files, written last
 
+The tensors of a large model are in one file for each rank (sharded.py). The ranks write them while training goes on.
+
 Only state that cannot be derived is saved: data order, learning rate and dropout follow from the config and the
 counters. A directory that is being written or removed has another name.
 """
@@ -15,8 +17,10 @@ import json
 import math
 import os
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -24,6 +28,7 @@ from pickle import UnpicklingError
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
@@ -34,6 +39,7 @@ from gptexp.config.schema import from_dict
 from gptexp.process.errors import CheckpointError, StorageError, first_line
 from gptexp.process.terminal import warn
 from gptexp.process.words import counted, shown
+from gptexp.storage import sharded
 from gptexp.storage.divergence import LossTrend
 from gptexp.storage.noise_scale import NoiseScale
 from gptexp.storage.reader import read_json
@@ -116,11 +122,9 @@ def save(directory: Path, content: Content, state: TrainState, keep: Keep, about
     try:
         if target.exists():
             return target
-        if not directory.exists():
-            directory.mkdir()
-            fsync(directory.parent)
-        moments = tree_leaves(content.optimizer["state"])
-        _refuse_a_full_disk(directory, [*weights.values(), *averaged.values(), *moments])
+        _make(directory)
+        tensors = [*weights.values(), *averaged.values(), *tree_leaves(content.optimizer["state"])]
+        _refuse_a_full_disk(directory, sum(t.numel() * t.element_size() for t in tensors if torch.is_tensor(t)))
         with _unfinished(target) as folder:
             save_file(weights, folder / WEIGHTS)
             if averaged:
@@ -128,12 +132,86 @@ def save(directory: Path, content: Content, state: TrainState, keep: Keep, about
             _save({"optimizer": content.optimizer}, folder / "train.pt")
             _publish(folder, target, state, about or {})
     except (OSError, SafetensorError) as error:
-        raise StorageError(f"{target}: cannot be saved ({first_line(error)}); earlier ones are unchanged") from error
-    try:
-        _prune(directory, keep)
-    except OSError as error:
-        warn(f"{directory}: old checkpoints cannot be removed ({error.strerror or error})")
+        raise _not_saved(target, error) from error
+    prune(directory, keep)
     return target
+
+
+def begin_to_save_parts(
+    directory: Path,
+    tensors: Mapping[str, torch.Tensor],
+    counts: Sequence[Mapping[str, Any]],
+    state: TrainState,
+    keep: Keep,
+    about: dict[str, Any],
+    group: dist.ProcessGroup,
+) -> "Future[Path]":
+    """As `save`, for `tensors` of which each rank has parts: returns once these are copied. *Collective.*
+
+    `counts` are the `COUNTED` values of the optimizer's groups. Nothing else may use `group`. The future's result is
+    the path on every rank, or its exception a `StorageError`.
+    """
+    target = directory / name_of(state.step)
+    unfinished = target.with_name(f".tmp-{target.name}")
+    is_main, ranks = dist.get_rank(group) == 0, dist.get_world_size(group)
+    text = _state_text(state, about, counts)  # training changes the state
+    written = sharded.write(unfinished, tensors, group)
+    done: Future[Path] = Future()
+
+    def publish(files: dict[str, list[Any]]) -> None:
+        (unfinished / "state.json").write_text(text)
+        for name in ("state.json", sharded.METADATA):
+            files[name] = [(unfinished / name).stat().st_size, _sha256(unfinished / name)]
+        (unfinished / MANIFEST).write_text(json.dumps(files, indent=1) + "\n")
+        for path in (unfinished / "state.json", unfinished / MANIFEST, unfinished):
+            fsync(path)
+        unfinished.rename(target)
+        fsync(target.parent)
+
+    def finish() -> None:
+        try:
+            written.result()
+            mine = sorted(unfinished.glob(f"__{dist.get_rank(group)}_*"))
+            files = {path.name: [path.stat().st_size, _sha256(path)] for path in mine}
+            of_ranks: list[Any] | None = [None] * ranks if is_main else None
+            dist.gather_object(files, of_ranks, group=group)
+            failure: list[str | None] = [None]
+            if of_ranks is not None:
+                try:
+                    publish({name: of for files in of_ranks for name, of in files.items()})
+                except OSError as error:
+                    failure = [first_line(error)]
+            dist.broadcast_object_list(failure, group=group)
+            if failure[0] is not None:
+                raise OSError(failure[0])
+            if is_main:
+                prune(directory, keep)
+        except Exception as error:  # DCP's own, or that of a lost rank
+            done.set_exception(_not_saved(target, error))
+        else:
+            done.set_result(target)
+
+    threading.Thread(target=finish, daemon=True).start()  # a lost rank must not keep this process alive
+    return done
+
+
+def refuse_a_full_disk(directory: Path, size: int) -> None:
+    """Raise `StorageError` if a checkpoint of `size` bytes of tensors does not fit on the disk. Creates `directory`."""
+    try:
+        _make(directory)
+        _refuse_a_full_disk(directory, size)
+    except OSError as error:
+        raise _not_saved(directory, error) from error
+
+
+def _make(directory: Path) -> None:
+    if not directory.exists():
+        directory.mkdir()
+        fsync(directory.parent)
+
+
+def _not_saved(path: Path, error: Exception) -> StorageError:
+    return StorageError(f"{path}: cannot be saved ({first_line(error)}); earlier ones are unchanged")
 
 
 def adopt(source: Path, directory: Path, about: dict[str, Any]) -> tuple[Path, TrainState]:
@@ -148,9 +226,8 @@ def adopt(source: Path, directory: Path, about: dict[str, Any]) -> tuple[Path, T
     try:
         directory.mkdir(exist_ok=True)
         with _unfinished(target) as folder:
-            for name in (*FILES, AVERAGE):
-                if (source / name).exists():
-                    shutil.copyfile(source / name, folder / name)
+            for name in read_json(source / MANIFEST):
+                shutil.copyfile(source / name, folder / name)
             _publish(folder, target, state, about)
     except OSError as error:
         raise StorageError(f"{target}: cannot be saved ({first_line(error)})") from error
@@ -170,8 +247,7 @@ def _unfinished(target: Path) -> Iterator[Path]:
 
 def _publish(unfinished: Path, target: Path, state: TrainState, about: dict[str, Any]) -> None:
     """Complete the checkpoint in `unfinished`, which has its tensors, and rename it."""
-    text = json.dumps({**asdict(state), "about": about}, indent=1)
-    (unfinished / "state.json").write_text(text + "\n")
+    (unfinished / "state.json").write_text(_state_text(state, about))
     _write_manifest(unfinished)
     for path in [*unfinished.iterdir(), unfinished]:
         fsync(path)
@@ -179,16 +255,20 @@ def _publish(unfinished: Path, target: Path, state: TrainState, about: dict[str,
     fsync(target.parent)
 
 
+def _state_text(state: TrainState, about: dict[str, Any], counts: Sequence[Mapping[str, Any]] = ()) -> str:
+    more = {"counts": list(counts)} if counts else {}
+    return json.dumps({**asdict(state), "about": about, **more}, indent=1) + "\n"
+
+
 def _write_manifest(unfinished: Path) -> None:
     """Write the sizes and hashes of the files in the directory of a checkpoint."""
-    found = [unfinished / name for name in (*FILES, AVERAGE)]
-    files = {path.name: [path.stat().st_size, _sha256(path)] for path in found if path.name in FILES or path.exists()}
+    files = {path.name: [path.stat().st_size, _sha256(path)] for path in sorted(unfinished.iterdir())}
     (unfinished / MANIFEST).write_text(json.dumps(files, indent=1) + "\n")
 
 
-def _refuse_a_full_disk(directory: Path, content: Sequence[Any]) -> None:
-    """Raise `OSError` if the tensors in `content` do not fit on the disk."""
-    needed = int(SPARE * sum(t.numel() * t.element_size() for t in content if torch.is_tensor(t)))
+def _refuse_a_full_disk(directory: Path, size: int) -> None:
+    """Raise `OSError` if tensors of `size` bytes do not fit on the disk."""
+    needed = int(SPARE * size)
     free = shutil.disk_usage(directory).free
     if free < needed:
         raise OSError(f"{needed:,} bytes are needed, {free:,} are free; delete files, or use another run directory")
@@ -261,12 +341,16 @@ def remove_leftovers(directory: Path) -> None:
 
 def refuse_other_size(path: Path, parameters: int) -> None:
     """Raise `CheckpointError` unless checkpoint `path` has as many parameters, before a model of that size is built."""
-    file = path / WEIGHTS
-    try:
-        with _opened(file) as weights:
-            found = sum(math.prod(weights.get_slice(name).get_shape()) for name in weights.keys())  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{file}: does not fit the model ({first_line(error)})") from None
+    if sharded.is_sharded(path):
+        file, shapes = path / sharded.METADATA, sharded.shapes(path)
+        found = sum(math.prod(shape) for name, shape in shapes.items() if name.startswith(sharded.MODEL))
+    else:
+        file = path / WEIGHTS
+        try:
+            with _opened(file) as weights:
+                found = sum(math.prod(weights.get_slice(name).get_shape()) for name in weights.keys())  # noqa: SIM118
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{file}: does not fit the model ({first_line(error)})") from None
     if found != parameters:
         raise CheckpointError(
             f"{file}: does not fit the model (it has {counted(found, 'parameter')}, not {parameters:,})"
@@ -299,12 +383,23 @@ def load_weights(path: Path, model: nn.Module, averaged: bool = False) -> None:
 
 def read_weights(path: Path, shapes: Mapping[str, torch.Size]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the weights of checkpoint `path`, one at a time. Raises `CheckpointError` unless they have these shapes."""
+    if sharded.is_sharded(path):
+        return _read_parts(path, sharded.MODEL, shapes)
     return _fitting(path / WEIGHTS, shapes)
 
 
 def read_average(path: Path, shapes: Mapping[str, torch.Size]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the average of the weights in checkpoint `path`, as `read_weights`, and `AVERAGED_TOKENS`."""
+    if sharded.is_sharded(path):
+        return _read_parts(path, sharded.AVERAGE, shapes)
     return _fitting(path / AVERAGE, shapes)
+
+
+def _read_parts(path: Path, prefix: str, shapes: Mapping[str, torch.Size]) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, shape in shapes.items():
+        whole = torch.empty(shape, dtype=torch.float64 if name == AVERAGED_TOKENS else torch.float32)
+        sharded.read(path, {f"{prefix}{name}": whole})
+        yield name, whole
 
 
 def _fitting(file: Path, shapes: Mapping[str, torch.Size]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -345,13 +440,13 @@ def load_optimizer(
     rank's part of a tensor in the state of the parameter of a number; None: the rank has all. Code in the file is never
     run.
     """
-    configured = [{k: v for k, v in group.items() if k not in COUNTED} for group in optimizer.param_groups]
+    configured = _hyperparameters(optimizer)
     try:
         saved: dict[str, Any] = torch.load(
             path / "train.pt", map_location="cpu", weights_only=True, mmap=own is not None
         )
         of_all = saved["optimizer"]["state"]
-        if any(of_all.values()) or not _has_never_updated(path):
+        if any(of_all.values()) or not has_never_updated(path):
             _check_state(of_all, shapes)
         if own is not None:
             for number, of in of_all.items():
@@ -364,7 +459,22 @@ def load_optimizer(
         group.update(hyperparameters)
 
 
-def _has_never_updated(path: Path) -> bool:
+def set_state(path: Path, optimizer: torch.optim.Optimizer, state: dict[int, dict[str, torch.Tensor]]) -> None:
+    """Give `optimizer` a state that was read from the parts of checkpoint `path`, with the counts saved there."""
+    groups = optimizer.state_dict()["param_groups"]
+    counts = read_json(path / "state.json").get("counts") or [{}] * len(groups)
+    try:
+        saved = [{**group, **of} for group, of in zip(groups, counts, strict=True)]
+        optimizer.load_state_dict({"state": state, "param_groups": saved})
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(f"{path}: does not fit the optimizer ({first_line(error)})") from None
+
+
+def _hyperparameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    return [{k: v for k, v in group.items() if k not in COUNTED} for group in optimizer.param_groups]
+
+
+def has_never_updated(path: Path) -> bool:
     """Whether all updates before checkpoint `path` were skipped, so that most optimizers had no state yet."""
     values = read_json(path / "state.json")
     return bool(values["skipped_updates"] == values["step"])
@@ -395,10 +505,12 @@ def _checked(path: Path, hashes: bool = True) -> TrainState:
     """
     name = MANIFEST
     try:
-        if missing := [file for file in (MANIFEST, *FILES) if not (path / file).is_file()]:
+        needed = ("state.json", sharded.METADATA) if sharded.is_sharded(path) else FILES
+        if missing := [file for file in (MANIFEST, *needed) if not (path / file).is_file()]:
             raise CheckpointError(f"{missing[0]} is missing")
         files = read_json(path / MANIFEST)
-        if files.keys() - {AVERAGE} != set(FILES):
+        parts = {file for file in files if sharded.PART.fullmatch(file)} if sharded.is_sharded(path) else {AVERAGE}
+        if files.keys() - parts != set(needed):
             raise CheckpointError(f"{MANIFEST} does not list the files of a checkpoint")
         for name in files:
             size, digest = files[name]
@@ -409,6 +521,7 @@ def _checked(path: Path, hashes: bool = True) -> TrainState:
                 raise CheckpointError(f"{name} has changed since it was saved (sha256 differs)")
         values = read_json(path / "state.json")
         values.pop("about", None)
+        values.pop("counts", None)
         if values.get("steps_passed_over"):  # an older version, whose steps had one size, counted only these
             values.setdefault("tokens_passed_over", values["steps_passed_over"] * values["tokens"] // values["step"])
         state: TrainState = from_dict(values, TrainState)
@@ -433,14 +546,17 @@ def about_run(path: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _prune(directory: Path, keep: Keep) -> None:
+def prune(directory: Path, keep: Keep) -> None:
     """Remove the checkpoints that `keep` does not select. Damaged ones are left alone; hashes are not checked."""
-    states = complete(directory)
-    for path in states.keys() - selected(states, keep):
-        # Renamed first, so that a partly removed checkpoint is not taken for a damaged one.
-        hidden = path.with_name(f".del-{path.name}")
-        path.rename(hidden)
-        shutil.rmtree(hidden, ignore_errors=True)
+    try:
+        states = complete(directory)
+        for path in states.keys() - selected(states, keep):
+            # Renamed first, so that a partly removed checkpoint is not taken for a damaged one.
+            hidden = path.with_name(f".del-{path.name}")
+            path.rename(hidden)
+            shutil.rmtree(hidden, ignore_errors=True)
+    except OSError as error:
+        warn(f"{directory}: old checkpoints cannot be removed ({error.strerror or error})")
 
 
 def complete(directory: Path) -> dict[Path, TrainState]:

@@ -5,16 +5,19 @@ gradient norm is non-finite on any rank does not update the weights. Steps are c
 the number of completed steps, so it counts from 1.
 """
 
+import copy
 import gc
 import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from gptexp.config.batch import crosses
@@ -38,7 +41,7 @@ from gptexp.training.optim import weights_for_use
 from gptexp.training.phases import StepTimer, exposed_reduce_ms
 from gptexp.training.profiling import StepProfiler
 from gptexp.training.small_gradients import SmallGradients
-from gptexp.training.snapshot import load_checkpoint, needs_all_ranks, take
+from gptexp.training.snapshot import load_checkpoint, needs_all_ranks, parts, take
 from gptexp.training.step import Probe, TrainStep
 from gptexp.training.step_report import Numbers, StepReport
 from gptexp.training.stopwatch import Stopwatch
@@ -70,6 +73,7 @@ class Training:
     sharpness: Callable[[int], tuple[Mapping[str, float | None], str | None]]  # collective
     noise_half_life_tokens: float | None  # of the noise scale's average; None: not measured
     profiler: StepProfiler | None
+    shard_group: dist.ProcessGroup | None  # for checkpoints with one file for each rank; None: they have whole files
     about: dict[str, Any]  # description of the run that every checkpoint contains
 
 
@@ -117,6 +121,7 @@ class _Loop:
         self.small_gradients = SmallGradients(t.step.model, t.step.parameters) if measured else None
         self.work_ms = 0.0  # this rank's own work in the last logged step
         self.resumed_at = state.step  # where this attempt begins
+        self.saving: tuple[Future[Path], TrainState] | None = None  # a checkpoint that a thread writes
         self.batches = self.data()
         self.clock = Stopwatch()
 
@@ -193,6 +198,8 @@ class _Loop:
     def queue_step(self) -> None:
         """Queue one step; its numbers are read later."""
         t, state = self.t, self.state
+        if self.saving is not None and self.saving[0].done():
+            self.finish_saving()
         step = t.plan.step(state.step, state.tokens)
         timer = StepTimer(t.device)
         probe = Probe(
@@ -332,6 +339,7 @@ class _Loop:
     def go_back(self, step: PlannedStep, numbers: str) -> None:
         """Load the newest regular checkpoint, and continue with the data that follows `step`."""
         t, state = self.t, self.state
+        self.finish_saving()
 
         def newest() -> tuple[Path, TrainState] | None:
             found = checkpoint.load_latest(self.checkpoints, regular=True)
@@ -418,6 +426,9 @@ class _Loop:
                 "smaller norm"
             )
         keep = checkpoint.Keep(t.cfg.keep_last, t.plan.keep_every_tokens, t.cfg.keep_best)
+        if t.shard_group is not None:
+            self._save_parts(keep, t.shard_group, is_last)
+            return
         content = None
         if t.rank.is_main or needs_all_ranks(parameters, optimizer):
             content = take(parameters, optimizer, None if t.average is None else t.average.tensors())
@@ -437,6 +448,44 @@ class _Loop:
             agree(publish, t.rank)
         elif t.rank.is_main:
             publish()
+
+    def _save_parts(self, keep: checkpoint.Keep, group: dist.ProcessGroup, is_last: bool) -> None:
+        """Begin to save the checkpoint, of which each rank writes its part; end only the last one. *Collective.*"""
+        t, state = self.t, copy.deepcopy(self.state)
+        self.finish_saving()
+        average = None if t.average is None else t.average.tensors()
+        tensors, counts = parts(t.step.parameters, t.step.optimizer, average)
+        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())  # a DTensor has all numbers
+
+        def is_saved() -> bool:
+            checkpoint.refuse_a_full_disk(self.checkpoints, size)
+            return (self.checkpoints / checkpoint.name_of(state.step)).exists()
+
+        try:
+            if agree(is_saved, t.rank):
+                return
+            future = checkpoint.begin_to_save_parts(self.checkpoints, tensors, counts, state, keep, t.about, group)
+            self.saving = future, state
+            if is_last:
+                self.finish_saving(is_last=True)
+        except StorageError as error:
+            if is_last:
+                raise
+            if t.rank.is_main:
+                warn(f"{error}; training continues")
+
+    def finish_saving(self, is_last: bool = False) -> None:
+        """Wait for the checkpoint that a thread writes, if there is one, and log it. Only if last, raises its error."""
+        if self.saving is None:
+            return
+        (future, state), self.saving = self.saving, None
+        try:
+            self.log.checkpoint(state, future.result())
+        except StorageError as error:
+            if is_last:
+                raise
+            if self.t.rank.is_main:
+                warn(f"{error}; training continues")
 
 
 def _freeze_garbage() -> None:

@@ -12,8 +12,8 @@ from gptexp.config.schema import OptimConfig
 from gptexp.distributed.group import rank_index
 from gptexp.distributed.sharding import Parameters
 from gptexp.model.optimizer_state import state_shapes
-from gptexp.storage import checkpoint
-from gptexp.storage.checkpoint import Content
+from gptexp.storage import checkpoint, sharded
+from gptexp.storage.checkpoint import COUNTED, Content
 from gptexp.training.optim import back_to_training, has_split_state
 
 
@@ -55,8 +55,58 @@ def take(parameters: Parameters, optimizer: Optimizer, average: Mapping[str, Ten
     return content if is_main else None
 
 
+def parts(
+    parameters: Parameters, optimizer: Optimizer, average: Mapping[str, Tensor] | None = None
+) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
+    """Return what a checkpoint holds as tensors of which each rank has its part, by name; and the groups' counts."""
+    found = {f"{sharded.MODEL}{name}": parameters.distributed(name, p.detach()) for name, p in parameters.named.items()}
+    for name, own in (average or {}).items():
+        found[f"{sharded.AVERAGE}{name}"] = parameters.distributed(name, own) if name in parameters.shapes else own
+    for name, of in zip(_names_in_order(parameters, optimizer), _states(optimizer), strict=True):
+        for key, value in of.items():
+            found[f"{sharded.OPTIMIZER}{name}.{key}"] = parameters.distributed(name, value) if value.dim() else value
+    counts = [{key: group[key] for key in COUNTED if key in group} for group in optimizer.param_groups]
+    return found, [{key: value for key, value in group.items() if key != "params"} for group in counts]
+
+
+def _states(optimizer: Optimizer) -> list[dict[str, Tensor]]:
+    """The tensors in the optimizer's state of each parameter, in the order of its groups."""
+    found = []
+    for p in (p for group in optimizer.param_groups for p in group["params"]):
+        found.append({k: v for k, v in optimizer.state.get(p, {}).items() if isinstance(v, Tensor)})
+    return found
+
+
+def _load_parts(path: Path, parameters: Parameters, optimizer: Optimizer, cfg: OptimConfig) -> None:
+    """`load_checkpoint` for a checkpoint with one file for each rank."""
+    own = {f"{sharded.MODEL}{name}": parameters.distributed(name, p.detach()) for name, p in parameters.named.items()}
+    state: dict[int, dict[str, Tensor]] = {}
+    saved = sharded.shapes(path)
+    for number, name in enumerate(_names_in_order(parameters, optimizer)):
+        p = parameters.named[name]
+        for key, shape in state_shapes(cfg, name, tuple(parameters.shapes[name])).items():
+            full = f"{sharded.OPTIMIZER}{name}.{key}"
+            if full not in saved and checkpoint.has_never_updated(path):
+                continue
+            value = torch.zeros_like(p) if shape else torch.zeros(())
+            state.setdefault(number, {})[key] = value
+            own[full] = parameters.distributed(name, value) if shape else value
+    sharded.read(path, own)
+    checkpoint.set_state(path, optimizer, state)
+
+
 def load_checkpoint(path: Path, parameters: Parameters, optimizer: Optimizer, cfg: OptimConfig) -> None:
     """Load weights and optimizer state, and continue to train. Raises `CheckpointError` if they do not fit."""
+    if sharded.is_sharded(path):
+        _load_parts(path, parameters, optimizer, cfg)
+    else:
+        _load_whole(path, parameters, optimizer, cfg)
+    if has_split_state(optimizer):
+        optimizer.state.clear()  # a copy of what the optimizer within has, and None for the other ranks' parameters
+    back_to_training(optimizer)
+
+
+def _load_whole(path: Path, parameters: Parameters, optimizer: Optimizer, cfg: OptimConfig) -> None:
     load_weights(checkpoint.read_weights(path, parameters.shapes), parameters)
     names = _names_in_order(parameters, optimizer)
     shapes = [state_shapes(cfg, name, tuple(parameters.shapes[name])) for name in names]
@@ -67,9 +117,6 @@ def load_checkpoint(path: Path, parameters: Parameters, optimizer: Optimizer, cf
         return parameters.own(names[number], value).clone()  # not a view of the file, which may be removed
 
     checkpoint.load_optimizer(path, optimizer, shapes, own if parameters.split else None)
-    if has_split_state(optimizer):
-        optimizer.state.clear()  # a copy of what the optimizer within has, and None for the other ranks' parameters
-    back_to_training(optimizer)
 
 
 @torch.no_grad()

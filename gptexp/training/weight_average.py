@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from gptexp.distributed.sharding import Parameters
-from gptexp.storage import checkpoint
+from gptexp.storage import checkpoint, sharded
 
 
 class WeightAverage:
@@ -67,6 +67,11 @@ class WeightAverage:
 
     def load(self, path: Path) -> None:
         """Continue the average of checkpoint `path`. Raises `CheckpointError` if it has none that fits."""
+        if sharded.is_sharded(path):
+            parts = {name: self._parameters.distributed(name, own) for name, own in self._average.items()}
+            parts[checkpoint.AVERAGED_TOKENS] = self._tokens
+            sharded.read(path, {f"{sharded.AVERAGE}{name}": tensor for name, tensor in parts.items()})
+            return
         shapes = {**self._parameters.shapes, checkpoint.AVERAGED_TOKENS: self._tokens.shape}
         for name, whole in checkpoint.read_average(path, shapes):
             if name == checkpoint.AVERAGED_TOKENS:

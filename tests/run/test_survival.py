@@ -49,6 +49,26 @@ def test_a_run_survives_fifteen_kills_at_changing_world_sizes(tmp_path: Path) ->
     assert found["half-written"] >= 2, found
 
 
+@pytest.mark.parametrize(
+    ("world_sizes", "kills"),
+    [
+        pytest.param((2,), 6, marks=pytest.mark.e2e),
+        pytest.param((2,), 50, marks=pytest.mark.slow),
+        pytest.param((1, 2, 4), 50, marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_with_full_sharding_survives_kills(tmp_path: Path, world_sizes: tuple[int, ...], kills: int) -> None:
+    """Its checkpoints have whole files or one for each rank, by turns. At another world size sums round differently."""
+    sizes = ("--world-sizes", *world_sizes)
+    found = survive(tmp_path, "kills", "--kills", kills, "--steps", 6 * kills + 10, *sizes, "--sharding", "full")
+    print(found)
+    assert found["apart"] <= (0 if len(world_sizes) == 1 else 0.01), found
+    assert unharmed({**found, "expected": found["found"]}), found
+    assert found["kills"] == kills, found
+    assert found["in a save"] >= kills // 3, found
+    assert found["starts per world size"].keys() == {str(size) for size in world_sizes}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("world_sizes", [(1,), (2,), (1, 2, 4)], ids=str)
 def test_a_run_survives_fifty_kills(tmp_path: Path, world_sizes: tuple[int, ...]) -> None:
