@@ -20,7 +20,7 @@ from gptexp.run.pool import OUTPUT
 from gptexp.storage import garbage, removal, run_dir
 from gptexp.storage.inventory import find
 from gptexp.storage.removal import REMOVED, check_removable, remove
-from gptexp.sweep.launchers import JOB, JOBS
+from gptexp.sweep.jobs import JOB, JOBS
 from gptexp.sweep.study import LOCK, STUDY
 
 CHECKPOINT = "checkpoints/step-00000004"
