@@ -1,7 +1,8 @@
 """A real SLURM with two nodes, n1 and n2, on this machine: munged, slurmctld and one slurmd for each node.
 
-It needs root and Debian's packages slurm-wlm and munge. Its files, ports and keys are its own, so several clusters can
-run at once. It adds the names n1 and n2 to /etc/hosts if they are missing.
+It needs root and Debian's packages slurm-wlm and munge. It adds the names n1 and n2 to /etc/hosts if they are missing.
+Each process of pytest that tests with SLURM starts a cluster, which takes two seconds: a test may then lose a node
+without disturbing another. Files, ports and keys of a cluster are its own.
 """
 
 import os
@@ -11,14 +12,15 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from fcntl import LOCK_EX, flock
 from pathlib import Path
-from typing import Any
 
 import psutil
+from conftest import ROOT
 
 from gptexp.process.signals import at_parents_death
 
@@ -79,7 +81,6 @@ class Cluster:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.daemons: dict[str, subprocess.Popen[bytes]] = {}
-        self.environ = {"SLURM_CONF": str(folder / "slurm.conf")}
 
     def start(self) -> None:
         self.folder.chmod(0o755)
@@ -97,7 +98,7 @@ class Cluster:
         self._daemon("slurmctld", "slurmctld", "-D", "-c")
         for node in NODES:
             self.start_node(node)
-        self.wait_for(lambda: self.states() == ["idle"] * len(NODES))
+        self.wait_for(self.is_idle)
 
     def start_node(self, node: str) -> None:
         (self.folder / f"spool-{node}").mkdir(exist_ok=True)
@@ -111,14 +112,14 @@ class Cluster:
                 process.kill()
 
     def steps(self, *nodes: str) -> list[psutil.Process]:
-        """The processes that job steps run on these nodes, and slurmstepd, which started them."""
+        """The processes that job steps run on these nodes, each after the slurmstepd that started it."""
         found = []
         for process in psutil.process_iter(["environ"]):
             environ = process.info["environ"] or {}
-            if environ.get("SLURM_CONF") == self.environ["SLURM_CONF"] and environ.get("SLURMD_NODENAME") in nodes:
+            if environ.get("SLURM_CONF") == self.env()["SLURM_CONF"] and environ.get("SLURMD_NODENAME") in nodes:
                 with suppress(psutil.NoSuchProcess):
                     parent = process.parent()
-                    found += [process, *([parent] if parent is not None and parent.name() == "slurmstepd" else [])]
+                    found += [*([parent] if parent is not None and parent.name() == "slurmstepd" else []), process]
         return found
 
     def stop(self) -> None:
@@ -133,29 +134,37 @@ class Cluster:
 
     def __call__(self, *command: str) -> str:
         """Run a command of SLURM; what it prints."""
-        env = {**os.environ, **self.environ}
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
-        assert done.returncode == 0, (command, done.stderr)
+        done = subprocess.run(command, env=self.env(), capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, (command, done.stdout, done.stderr)
         return done.stdout.strip()
 
-    def states(self) -> list[str]:
-        return self("sinfo", "--noheader", "--Node", "--format=%T").split()
+    def env(self) -> dict[str, str]:
+        """The environment of a command for this cluster. Jobs inherit it, and find this Python and this gptexp."""
+        path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+        return {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "SLURM_CONF": str(self.folder / "slurm.conf")}
 
-    def wait_for(self, condition: Any, seconds: float = 30) -> None:
+    def job(self, number: str) -> dict[str, str]:
+        """What SLURM says of a job, such as its JobState and its Restarts."""
+        return dict(word.split("=", 1) for word in self("scontrol", "show", "job", number).split() if "=" in word)
+
+    def is_idle(self) -> bool:
+        """Whether all nodes wait for jobs. False until the controller answers."""
+        command = ["sinfo", "--noheader", "--Node", "--format=%T"]
+        done = subprocess.run(command, env=self.env(), capture_output=True, text=True, timeout=120)
+        return done.stdout.split() == ["idle"] * len(NODES)
+
+    def wait_for(self, condition: Callable[[], object], seconds: float = 120) -> None:
+        """Poll until `condition` holds."""
         deadline = time.monotonic() + seconds
-        while True:
-            with suppress(AssertionError):
-                if condition():
-                    return
-            assert time.monotonic() < deadline, [self("sinfo"), self("squeue")]
+        while not condition():
+            assert time.monotonic() < deadline, [self("sinfo"), self("squeue", "--long")]
             time.sleep(0.1)
 
     def _daemon(self, name: str, *command: str) -> None:
-        env = {**os.environ, **self.environ}
         log = (self.folder / f"{name}.out").open("ab")
         self.daemons[name] = subprocess.Popen(
             command,
-            env=env,
+            env=self.env(),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
