@@ -56,14 +56,16 @@ ReturnToService=2
 # As on clusters where each job must ask for it (sbatch --requeue).
 JobRequeue=0
 KillWait=30
-MinJobAge=300
+# A lost node is noticed after this, by default after 300 s.
 SlurmdTimeout=6
+MinJobAge=300
+# The nodes have more CPUs than this machine.
 SlurmdParameters=config_overrides
 # srun derives the port of the ranks' store from the job's number, so two clusters must not count from one number.
 FirstJobId={first_job}
-NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=4 RealMemory=1000
-NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=4 RealMemory=1000
-PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=FORCE:4
+NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=8 RealMemory=1000
+NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=8 RealMemory=1000
+PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.e2e
 OF_A_CPU_CLUSTER = ("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=0", "--cpus-per-task=1")
-LONG = ("train.max_steps=120", "train.save_every=0", "train.eval_every=0")
+LONG = ("train.max_steps=80", "train.save_every=0", "train.eval_every=0")
 
 
 def submit(slurm: "Cluster", folder: Path, overrides: list[str]) -> tuple[str, Path]:
@@ -53,7 +53,7 @@ def test_a_job_is_requeued_at_its_time_limit_and_when_it_loses_a_node_and_contin
     slurm.start_node("n2")
     slurm.wait_for(lambda: slurm.job(number)["JobState"] == "COMPLETED")
     assert summary(directory)["status"] == "completed"
-    assert [event["step"] for event in events(directory, "step")] == list(range(120))
+    assert [event["step"] for event in events(directory, "step")] == list(range(80))
     output = (tmp_path / f"slurm-{number}.out").read_text()
     assert "Exited with exit code 138" in output
     assert output.count("interrupted after") == 1
@@ -71,7 +71,7 @@ def test_a_cancelled_job_saves_and_its_run_is_resumed_by_srun(
     assert summary(directory)["status"] == "interrupted"
     stopped_at = summary(directory)["steps"]
     assert [path.name for path in (directory / "checkpoints").iterdir()] == [f"step-{stopped_at:08d}"]
-    assert 4 <= stopped_at < 120
+    assert 4 <= stopped_at < 80
 
     wrong = srun(slurm, tmp_path, "python", "-m", "gptexp", "resume", str(directory), "--world-size", "4")
     assert wrong.returncode == 2
@@ -79,7 +79,7 @@ def test_a_cancelled_job_saves_and_its_run_is_resumed_by_srun(
     done = srun(slurm, tmp_path, "python", "-m", "gptexp", "resume", str(directory))
     assert done.returncode == 0, done.stderr
     assert summary(directory)["status"] == "completed"
-    assert [event["step"] for event in events(directory, "step")] == list(range(120))
+    assert [event["step"] for event in events(directory, "step")] == list(range(80))
     again = srun(slurm, tmp_path, "python", "-m", "gptexp", "resume", str(directory))
     assert (again.returncode, again.stdout.count("nothing to do")) == (0, 1)
 
