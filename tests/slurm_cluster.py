@@ -57,7 +57,7 @@ ReturnToService=2
 JobRequeue=0
 KillWait=30
 # A lost node is noticed after this, by default after 300 s.
-SlurmdTimeout=6
+SlurmdTimeout=10
 MinJobAge=300
 # The nodes have more CPUs than this machine.
 SlurmdParameters=config_overrides

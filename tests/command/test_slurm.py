@@ -15,7 +15,6 @@ from gptexp.data.prepare import find_corpus, prepare, tokens_dir
 if TYPE_CHECKING:
     from slurm_cluster import Cluster
 
-pytestmark = pytest.mark.e2e
 OF_A_CPU_CLUSTER = ("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=0", "--cpus-per-task=1")
 LONG = ("train.max_steps=80", "train.save_every=0", "train.eval_every=0")
 
@@ -33,6 +32,7 @@ def srun(slurm: "Cluster", folder: Path, *command: str) -> subprocess.CompletedP
     return subprocess.run(step, env=slurm.env(), capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.e2e
 def test_a_job_is_requeued_at_its_time_limit_and_when_it_loses_a_node_and_continues(
     slurm: "Cluster", tiny: list[str], tmp_path: Path
 ) -> None:
@@ -60,6 +60,7 @@ def test_a_job_is_requeued_at_its_time_limit_and_when_it_loses_a_node_and_contin
     assert "no checkpoint" not in output
 
 
+@pytest.mark.e2e
 def test_a_cancelled_job_saves_and_its_run_is_resumed_by_srun(
     slurm: "Cluster", tiny: list[str], tmp_path: Path
 ) -> None:
@@ -84,6 +85,7 @@ def test_a_cancelled_job_saves_and_its_run_is_resumed_by_srun(
     assert (again.returncode, again.stdout.count("nothing to do")) == (0, 1)
 
 
+@pytest.mark.e2e
 def test_a_process_outside_of_a_job_step_trains_on_one_rank(slurm: "Cluster", tiny: list[str], tmp_path: Path) -> None:
     """And a job that is requeued before its first checkpoint says that it starts again."""
     script = tmp_path / "script"
@@ -100,6 +102,7 @@ def test_a_process_outside_of_a_job_step_trains_on_one_rank(slurm: "Cluster", ti
     assert f"{tmp_path}/alone/checkpoints holds no checkpoint: training starts from step 0\n" in said
 
 
+@pytest.mark.e2e
 def test_nodes_that_lack_what_one_run_needs_are_refused(
     slurm: "Cluster", tiny: list[str], tmp_path: Path, corpus: Path
 ) -> None:

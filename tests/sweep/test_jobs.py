@@ -1,5 +1,6 @@
 """Cells as jobs: of a real SLURM with two nodes, through submitit."""
 
+import csv
 import json
 import re
 import signal
@@ -27,6 +28,7 @@ needs_submitit = pytest.mark.skipif(find_spec("submitit") is None, reason="no su
 
 LONG = ("train.max_steps=80", "train.eval_every=0", "train.save_every=0", "sweep.name=s")
 SLURM = "hydra/launcher=submitit_slurm"
+TIMES = re.compile(r"time|_s$|_ms$|per_s|mfu|perf/")  # in the names of values that measure time
 
 
 # --- how many nodes and tasks ----------------------------------------------------------------------------------------
@@ -174,10 +176,8 @@ def test_jobs_outlive_their_command_and_the_same_command_waits_for_them(
 def test_a_cell_on_two_nodes_continues_after_its_time_limit_and_the_loss_of_a_node(
     slurm: "Cluster", start: Start, tiny: list[str], tmp_path: Path
 ) -> None:
-    """Another cell needs more cores than the nodes have. SLURM refuses it, which does not stop this one."""
-    nodes = [SLURM, "hydra.launcher.nodes=2", "hydra.launcher.cpus_per_task=3"]
-    grid = [*tiny, *LONG, "train.save_every=10", "batch.micro_batch_size=1", "world.size=2,8", *nodes]
-    process = start("train", "-m", *grid)
+    nodes = [SLURM, "hydra.launcher.nodes=2", "hydra.launcher.cpus_per_task=2"]
+    process = start("train", "-m", *tiny, *LONG, "train.save_every=10", "train.seed=1", "world.size=2", *nodes)
     cells = tmp_path / "outputs" / "s"
     wait_for(lambda: job_ids(cells) and begun(cells / next(iter(job_ids(cells))))(), process)
     [(name, number)] = job_ids(cells).items()
@@ -195,12 +195,9 @@ def test_a_cell_on_two_nodes_continues_after_its_time_limit_and_the_loss_of_a_no
     wait_for(lambda: slurm.job(number)["Restarts"] == "2", process)
     slurm.start_node("n2")
     out, err = process.communicate(timeout=240)
-    assert process.returncode == 1, err
-    assert "not submitted: sbatch: error: " in err
-    assert "1 of 2 cells failed" in err
-    assert "Traceback" not in err
+    assert process.returncode == 0, err
     job = slurm.job(number)
-    assert (job["JobState"], job["NumNodes"], job["NumTasks"], job["CPUs/Task"]) == ("COMPLETED", "2", "2", "3"), out
+    assert (job["JobState"], job["NumNodes"], job["NumTasks"], job["CPUs/Task"]) == ("COMPLETED", "2", "2", "2"), out
     assert (summary(directory)["status"], summary(directory)["world_size"]) == ("completed", 2)
     assert [event["step"] for event in events(directory, "step")] == list(range(80))
     output = (directory / "output.log").read_text()
@@ -209,6 +206,18 @@ def test_a_cell_on_two_nodes_continues_after_its_time_limit_and_the_loss_of_a_no
     assert {path.name for path in (cells / ".submitit" / number).glob("*_log.out")} == {
         f"{number}_0_log.out", f"{number}_1_log.out",
     }  # fmt: skip
+
+
+@pytest.mark.e2e
+@needs_submitit
+def test_a_job_that_slurm_refuses_does_not_stop_the_other_cells(
+    slurm: "Cluster", gptexp: Gptexp, tiny: list[str], tmp_path: Path
+) -> None:
+    done = gptexp("train", "-m", *tiny, "train.seed=1,2", SLURM, "hydra.launcher.partition=none")
+    assert done.returncode == 1
+    assert done.stderr.count("not submitted: sbatch: error: invalid partition specified: none") == 2
+    assert "2 of 2 cells failed" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.e2e
@@ -231,3 +240,41 @@ def test_a_signal_cancels_the_jobs_on_all_their_nodes(
     assert [summary(cells / name)["status"] for name, _ in (trains, waits)] == ["interrupted"] * 2
     assert summary(cells / trains[0])["steps"] >= 4
     assert len([*(cells / trains[0] / "checkpoints").iterdir()]) == 1
+
+
+@pytest.mark.slow
+@needs_submitit
+def test_a_sweep_of_cells_on_two_nodes_equals_the_same_sweep_on_this_machine(
+    slurm: "Cluster", gptexp: Gptexp, tiny: list[str], tmp_path: Path
+) -> None:
+    """Every loss, every fit and the verdict are the same to the last digit. Only times differ."""
+    length = ["train.max_steps=null", "train.max_tokens=16_384", "train.eval_every=0", "train.save_every=0"]
+    grid = ["-m", *tiny, *length, "world.size=2", "optim.lr=1e-3,1e-2", "batch.total_batch_size=128,256,512"]
+    outputs = tmp_path / "outputs"
+    for name, launcher in (("here", []), ("there", [SLURM, "hydra.launcher.nodes=2"])):
+        done = gptexp("train", *grid, f"sweep.name={name}", *launcher, timeout=900)
+        assert done.returncode == 0, done.stderr
+    for directory in runs(outputs / "there"):
+        alone = outputs / "here" / directory.name
+        assert slurm.job(job_ids(outputs / "there")[directory.name])["NumNodes"] == "2"
+        for kind in ("step", "eval"):
+            assert [*map(_timeless, events(directory, kind))] == [*map(_timeless, events(alone, kind))]
+        assert _timeless(summary(directory)) == _timeless(summary(alone))
+    assert len(runs(outputs / "there")) == 6
+    assert _cells(outputs / "there") == _cells(outputs / "here")
+    reports = [json.loads((outputs / name / "report.json").read_text()) for name in ("here", "there")]
+    assert _timeless(reports[0]) == _timeless(reports[1])
+
+
+def _timeless(value: Any) -> Any:
+    """`value` without the numbers that measure time, and without the paths and the environment of a run."""
+    if isinstance(value, dict):
+        return {key: _timeless(inner) for key, inner in value.items() if not TIMES.search(key)}
+    if isinstance(value, list):
+        return [*map(_timeless, value)]
+    return value
+
+
+def _cells(directory: Path) -> list[dict[str, Any]]:
+    with (directory / "cells.csv").open() as file:
+        return [_timeless(row) for row in csv.DictReader(file)]
