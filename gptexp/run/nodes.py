@@ -48,11 +48,7 @@ def place_of(rank: Rank, device: str, data_hash: str, mark: Path) -> Place:
 
 
 def check_places(places: Sequence[Place], directory: Path) -> None:
-    """Raise `ConfigError` or `DataError`, on all ranks, if the ranks cannot train one run. Rank 0 warns of clocks.
-
-    Different clocks change no result: rank 0 alone writes times. But times in the nodes' logs, and the ages of files
-    that they share, are then wrong.
-    """
+    """Raise `ConfigError` or `DataError`, on all ranks, if the ranks cannot train one run."""
     first = places[0]
     for place in places:
         if not place.sees_run:
@@ -73,7 +69,11 @@ def check_places(places: Sequence[Place], directory: Path) -> None:
 
 
 def warn_of_clocks(places: Sequence[Place]) -> None:
-    """Print which nodes' clocks differ from that of rank 0, if any does."""
+    """Print which node's clock differs most from that of rank 0, if any differs much.
+
+    This is no error, because it changes no result: rank 0 alone writes times. But times in the nodes' logs, and the
+    ages of files that they share, are then wrong.
+    """
     first = places[0]
     off = [place for place in places if abs(place.clock_s - first.clock_s) > CLOCKS_S]
     if off:

@@ -49,7 +49,7 @@ def spread(config: Config, nodes: int | None, tasks_per_node: int | None, gpus_p
     elif tasks_per_node is None:
         problem = f"{counted(nodes, 'node')} cannot have the same number of ranks each"
     else:
-        problem = f"hydra.launcher.nodes × tasks_per_node = {nodes} × {tasks} = {nodes * tasks}"
+        problem = f"hydra.launcher.nodes × tasks_per_node = {nodes} × {tasks} = {nodes * tasks} ranks"
     legal = [f"{ranks // n} × {n}" for n in range(min(most, ranks), 0, -1) if ranks % n == 0]
     raise ConfigError(
         f"world.size={ranks}: {problem}; use another world.size, or nodes × tasks_per_node = {', '.join(legal)}"
@@ -114,6 +114,8 @@ class SubmititLauncher(CellLauncher):
             self.executor = submitit.AutoExecutor(folder=folder, cluster=self.cluster, **self.timeouts)
             shape = {"nodes": self.nodes, "tasks_per_node": self.tasks_per_node, "gpus_per_node": self.gpus_per_node}
             self.executor.update_parameters(name=self.name, **shape, **self.parameters)
+            if self.cluster == "slurm":
+                self._complete_for_slurm()
         except (
             AssertionError,
             RuntimeError,
@@ -124,8 +126,6 @@ class SubmititLauncher(CellLauncher):
             raise ConfigError(f"hydra.launcher: {first_line(error)}") from None
         for config in configs:
             self._check_shape(*self._spread(config))
-        if self.cluster == "slurm":
-            self._ask_slurm()
 
     def _spread(self, config: Config) -> tuple[int, int]:
         return spread(config, self.nodes, self.tasks_per_node, self.gpus_per_node)
@@ -146,7 +146,7 @@ class SubmititLauncher(CellLauncher):
                 "GPU; use 1"
             )
 
-    def _ask_slurm(self) -> None:
+    def _complete_for_slurm(self) -> None:
         """Complete submitit's parameters, and have it ask squeue for the state of a job.
 
         submitit asks sacct, which needs an accounting database. Without one, it would not see that a job has ended

@@ -69,9 +69,9 @@ def test_cells_on_a_cpu_have_one_node_unless_more_are_given() -> None:
 @pytest.mark.parametrize(
     ("ranks", "nodes", "tasks", "gpus", "why"),
     [
-        (12, 2, 8, 8, "hydra.launcher.nodes × tasks_per_node = 2 × 8 = 16; use another world.size, or nodes × "
+        (12, 2, 8, 8, "hydra.launcher.nodes × tasks_per_node = 2 × 8 = 16 ranks; use another world.size, or nodes × "
          "tasks_per_node = 2 × 6, 3 × 4, 4 × 3, 6 × 2, 12 × 1"),
-        (16, 2, 1, None, "hydra.launcher.nodes × tasks_per_node = 2 × 1 = 2; use another world.size, or nodes × "
+        (16, 2, 1, None, "hydra.launcher.nodes × tasks_per_node = 2 × 1 = 2 ranks; use another world.size, or nodes × "
          "tasks_per_node = 1 × 16, 2 × 8, 4 × 4, 8 × 2, 16 × 1"),
         (16, 3, None, None, "3 nodes cannot have the same number of ranks each"),
         (16, 1, 1, 8, "16 ranks on each node, which has 8 GPUs"),
@@ -97,9 +97,11 @@ def _of_ranks(ranks: int) -> Any:
     ("options", "why"),
     [
         (["hydra/launcher=submitit_local", "sweep.parallel=2"], "submitit_local runs one cell at a time"),
-        (["hydra/launcher=submitit_local", "+hydra.launcher.tasks_per_node=2", "world.size=2"],
+        (["hydra/launcher=submitit_local", "hydra.launcher.tasks_per_node=2", "world.size=2"],
          "hydra.launcher.tasks_per_node=2: with submitit_local a cell is one task; leave it out"),
         ([SLURM, "hydra.launcher.timeout_min=soon"], "timeout_min"),
+        ([SLURM, "hydra.launcher.additional_parameters=reservation"], "hydra.launcher: "),
+        (["hydra/launcher=submitit_local", "hydra.launcher.nodes=2"], "LocalExecutor can use only one node"),
         ([SLURM, "hydra.launcher.nodes=two"], 'hydra.launcher: Parameter "nodes" expected type'),
         ([SLURM, "hydra.launcher.nodes=2", "world.size=1"],
          "world.size=1: 2 nodes cannot have the same number of ranks each; use another world.size, or nodes × "
