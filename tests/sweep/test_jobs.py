@@ -252,7 +252,7 @@ def test_a_sweep_of_cells_on_two_nodes_equals_the_same_sweep_on_this_machine(
 ) -> None:
     """Every loss, every fit and the verdict are the same to the last digit. Only times differ."""
     length = ["train.max_steps=null", "train.max_tokens=16_384", "train.eval_every=0", "train.save_every=0"]
-    grid = ["-m", *tiny, *length, "world.size=2", "optim.lr=5e-3,2e-2,8e-2", "batch.total_batch_size=128,256"]
+    grid = ["-m", *tiny, *length, "world.size=2", "optim.lr=2e-2,8e-2,3.2e-1", "batch.total_batch_size=128,256"]
     outputs = tmp_path / "outputs"
     for name, launcher in (("here", []), ("there", [SLURM, "hydra.launcher.nodes=2"])):
         done = gptexp("train", *grid, f"sweep.name={name}", *launcher, timeout=900)
