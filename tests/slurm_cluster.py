@@ -130,7 +130,7 @@ class Cluster:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
         for daemon in self.daemons.values():
-            daemon.kill()  # slurmd would wait for its job steps
+            daemon.kill()
         for daemon in self.daemons.values():
             daemon.wait()
 
@@ -170,7 +170,7 @@ class Cluster:
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            preexec_fn=lambda: at_parents_death(signal.SIGTERM),
+            preexec_fn=lambda: at_parents_death(signal.SIGKILL),  # slurmd would wait for its job steps
         )
 
 
