@@ -20,6 +20,7 @@ import pytest
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
+    from slurm_cluster import Cluster
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -205,6 +206,26 @@ def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     for process in started:
         process.kill()
         process.wait()
+
+
+@pytest.fixture(scope="session")
+def two_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator["Cluster"]:
+    from slurm_cluster import cluster, missing
+
+    if (why := missing()) is not None:
+        pytest.skip(why)
+    with cluster(tmp_path_factory.mktemp("slurm")) as running:
+        yield running
+
+
+@pytest.fixture
+def slurm(two_nodes: "Cluster", monkeypatch: pytest.MonkeyPatch) -> Iterator["Cluster"]:
+    """A real SLURM of two idle nodes, which the commands of this process use. Jobs end with the test."""
+    for name in ("PATH", "PYTHONPATH", "SLURM_CONF"):
+        monkeypatch.setenv(name, two_nodes.env()[name])
+    yield two_nodes
+    two_nodes("scancel", "--user=root")
+    two_nodes.wait_for(two_nodes.is_idle)
 
 
 @pytest.fixture(scope="session")

@@ -24,7 +24,7 @@ FENCES = {
     "hydra": {"command", "config", "sweep"},
     "omegaconf": {"command", "config", "sweep"},
     "optuna": {"sweep/study.py"},
-    "submitit": {"sweep/launchers.py"},
+    "submitit": {"sweep/jobs.py"},
     "wandb": {"loggers"},
     "tensorboard": {"loggers/tensorboard.py"},
     "wandb_workspaces": {"loggers/dashboard.py"},

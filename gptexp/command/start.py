@@ -1,18 +1,26 @@
-"""Starts or resumes a run with a frozen config: one rank in this process, several in new ones."""
+"""Starts or resumes a run with a frozen config: one rank in this process, several in new ones.
+
+Under a launcher the ranks exist already.
+"""
 
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from gptexp.config import rules
 from gptexp.config.schema import Config
-from gptexp.distributed.ranks import launcher_rank
+from gptexp.distributed.ranks import launcher_world_size
 from gptexp.process.errors import ConfigError
 from gptexp.process.signals import StopRequest
 from gptexp.process.terminal import reserve_stdout, say
+from gptexp.process.words import counted
 from gptexp.run.pool import require_devices
 from gptexp.run.scoring import require_tasks
 from gptexp.storage import run_dir
 from gptexp.storage.continuation import check_free
+
+if TYPE_CHECKING:
+    from gptexp.command.leader import Leader  # imports torch
 
 
 def start(config: Config, directory: Path, stop: StopRequest) -> int:
@@ -30,13 +38,13 @@ def start(config: Config, directory: Path, stop: StopRequest) -> int:
     return run_alone(config, directory, stop)
 
 
-def resume(directory: Path, world_size: int | None, sharding: str | None, stop: StopRequest) -> int:
-    """Resume the run in `directory`, on `world_size` ranks and with `sharding` if given. Returns the exit code."""
-    if launcher_rank() is not None:
-        raise ConfigError(
-            f"gptexp resume {directory}: starts its own ranks; under a launcher use gptexp train with the run's "
-            f"overrides and hydra.run.dir={directory}"
-        )
+def resume(
+    directory: Path, world_size: int | None, sharding: str | None, stop: StopRequest, leader: "Leader | None" = None
+) -> int:
+    """Resume the run in `directory`, on `world_size` ranks and with `sharding` if given. Returns the exit code.
+
+    Under a launcher, `leader` trains with all of its ranks.
+    """
     directory = directory.absolute()
     config = run_dir.load_config(directory)
     if world_size is not None:
@@ -45,13 +53,19 @@ def resume(directory: Path, world_size: int | None, sharding: str | None, stop: 
         config.world.size = world_size
     config.world.size = config.world.size or 1
     config.world.sharding = sharding or config.world.sharding
+    if (started := launcher_world_size()) not in (None, config.world.size):
+        raise ConfigError(
+            f"world.size={config.world.size}: the launcher started {counted(started, 'rank')}; start "
+            f"{config.world.size}, or add --world-size {started}"
+        )
     rules.check(config, config.world.size)
     if check_free(directory, config) == "completed":
         reserve_stdout(config.log.progress)
         say(f"gptexp: {directory}: this run is completed; nothing to do")
         return 0
     require_tasks([config])
-    require_devices([config])
+    if leader is None:  # under a launcher, other nodes may have the devices
+        require_devices([config])
     with run_dir.held(directory):
         run_dir.save_config(directory, config)
-        return start(config, directory, stop)
+        return leader.run(config, directory) if leader is not None else start(config, directory, stop)

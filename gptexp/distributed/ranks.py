@@ -65,6 +65,11 @@ def launcher_world_size() -> int | None:
     return rank.world_size if rank is not None else None
 
 
+def requeues() -> int:
+    """How often SLURM has started the job of this process again."""
+    return int(os.environ.get("SLURM_RESTART_COUNT") or 0)
+
+
 def _srun_task(env: Mapping[str, str]) -> dict[str, str]:
     """The variables of a task of a SLURM job step under torchrun's names; empty for any other process.
 

@@ -36,7 +36,7 @@ from gptexp.distributed.group import (
     gather,
     init_process_group,
 )
-from gptexp.distributed.ranks import Rank, ending_rank, launcher_rank
+from gptexp.distributed.ranks import Rank, ending_rank, launcher_rank, requeues
 from gptexp.distributed.reduction import build_reduction
 from gptexp.distributed.sharding import Parameters, WholeParameters
 from gptexp.loggers.alerts import Alerts
@@ -46,7 +46,7 @@ from gptexp.loggers.run_log import RunLog, Sink
 from gptexp.loggers.wandb import build_wandb
 from gptexp.machine.ceilings import gemm_rates
 from gptexp.machine.cpu import flush_denormals
-from gptexp.machine.device import free_memory, pick_device
+from gptexp.machine.device import device_name, free_memory, pick_device
 from gptexp.machine.effective import (
     Effective,
     apply,
@@ -84,6 +84,7 @@ from gptexp.run.build import (
 from gptexp.run.faults import explained
 from gptexp.run.first_weights import load_first_weights, refuse_too_few_weights
 from gptexp.run.job import Job
+from gptexp.run.nodes import check_places, leave_mark, place_of, warn_of_clocks
 from gptexp.run.scoring import of_lm_eval
 from gptexp.run.sharpness import measure_while_training
 from gptexp.run.summary import Summary, about, end_line, end_lines, start_event, start_lines
@@ -231,9 +232,17 @@ def _examples(job: Job, dataset: Dataset) -> list[Example]:
 
 
 def decide(job: Job, prepared: Prepared) -> Decision:
-    """Resolve every `auto` and choose the checkpoint, on rank 0 for all ranks. *Collective.*"""
-    decision: Decision = agree(partial(_decide, job, prepared), job.rank, prepared.patient)
-    _refuse_different_data(gather(prepared.dataset.hash))
+    """Resolve every `auto` and choose the checkpoint, on rank 0 for all ranks. *Collective.*
+
+    Raises `ConfigError` or `DataError` if the nodes of the ranks lack what one run needs.
+    """
+    decision: Decision
+    decision, mark = agree(lambda: (_decide(job, prepared), leave_mark(job.directory)), job.rank, prepared.patient)
+    places = gather(place_of(job.rank, device_name(prepared.device), prepared.dataset.hash, mark))
+    if job.rank.is_main:
+        mark.unlink(missing_ok=True)
+        warn_of_clocks(places)
+    check_places(places, job.directory)
     apply(decision.effective, job.cfg.train.deterministic)
     return decision
 
@@ -263,6 +272,11 @@ def _decide(job: Job, prepared: Prepared) -> Decision:
     checkpoint.remove_leftovers(checkpoints)
     if parent is not None:  # once its choices are saved: a run with a checkpoint takes its own
         found = _adopt(parent, cfg, checkpoints, dataset)
+    if found is None and (times := requeues()):
+        warn(
+            f"SLURM has requeued this job (restart {times}), and {checkpoints} holds no checkpoint: training starts "
+            "from step 0"
+        )
     if found is None:
         return Decision(effective, None, source, TrainState(), None)
     path, state = found
@@ -449,16 +463,6 @@ def _refuse_changed_data(path: Path, before: str | None, dataset: Dataset) -> No
             f"{path}: trained on other data (token hash {before}, now {dataset.hash}); restore the old "
             "text, or start a new run"
         )
-
-
-def _refuse_different_data(hashes: list[str]) -> None:
-    """Raise `DataError`, on all ranks, unless their tokens have equal hashes."""
-    for rank, other in enumerate(hashes):
-        if other != hashes[0]:
-            raise DataError(
-                f"rank {rank}: its data differs from that of rank 0 (token hash {other}, not {hashes[0]}); "
-                "give every node the same text, or for data=stdlib the same Python"
-            )
 
 
 def _utilisation(job: Job, prepared: Prepared, decision: Decision) -> Utilisation:

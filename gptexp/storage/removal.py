@@ -36,6 +36,7 @@ _RUN_FILES = r"config\.yaml|metrics\.jsonl|summary\.json|job\.json"
 _OF_RUN = (
     *_OF_BOTH,
     rf"{_RUN_FILES}|\.({_RUN_FILES})\.{_TEMPORARY}|output\.log|events\.out\.tfevents\.[^/]*|\.lock|\.lock-rank0|\.lock-sweep",
+    r"\.mark-[0-9a-f]{16}",
     r"\.hydra/(config|hydra|overrides)\.yaml",
     rf"{_CHECKPOINT}/((model|ema)\.safetensors|train\.pt|state\.json|manifest\.json|\.metadata(\.tmp)?|__\d+_\d+\.distcp)",
     r"profile/steps-\d+-\d+-rank\d+\.json\.gz",

@@ -8,6 +8,7 @@ checkpoints/     step-%08d/, each published by one rename
 profile/         traces of train.profile
 events.out.tfevents.*
                  what TensorBoard shows, if log.tensorboard is set
+.mark-*          shows at the start of several ranks that all nodes see the directory
 .lock            lock of the process that starts the run
 .lock-rank0      lock of the rank that writes; a run is alive while one of the two locks is held
 .lock-sweep      lock of the sweep that runs this cell, also shortly before and after the run
@@ -57,6 +58,7 @@ SUMMARY_TYPES: dict[str, Any] = {  # of the values that are read
 }  # fmt: skip
 STATUSES = ("completed", "diverged", "interrupted", "running", "failed")
 DONE = ("completed", "diverged")  # statuses of runs that are not started again: the result would be the same
+MARK = ".mark-"
 LOCK = ".lock"
 RANK_LOCK = ".lock-rank0"
 SWEEP_LOCK = ".lock-sweep"
@@ -123,8 +125,8 @@ def refuse_link(path: Path) -> None:
 
 def remove_leftovers(directory: Path) -> None:
     """Remove the temporary files of killed processes. The caller must hold `RANK_LOCK`."""
-    for name in (CONFIG, EFFECTIVE, TOKENIZER, METRICS, SUMMARY):
-        for leftover in directory.glob(f".{name}.*"):
+    for pattern in (f"{MARK}*", *(f".{name}.*" for name in (CONFIG, EFFECTIVE, TOKENIZER, METRICS, SUMMARY))):
+        for leftover in directory.glob(pattern):
             leftover.unlink(missing_ok=True)
 
 

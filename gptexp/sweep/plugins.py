@@ -11,7 +11,8 @@ from types import ModuleType
 from hydra.core.plugins import Plugins
 
 from gptexp.sweep.cells import PLUGINS
-from gptexp.sweep.launchers import CellLauncher, SubmititLauncher
+from gptexp.sweep.jobs import SubmititLauncher
+from gptexp.sweep.launchers import CellLauncher
 from gptexp.sweep.sweepers import GridSweeper, OptunaSweeper, RandomSweeper
 
 

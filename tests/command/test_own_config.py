@@ -226,7 +226,7 @@ def test_a_sweep_with_listed_values_trains_every_cell(gptexp: Gptexp, tiny: list
 
 
 def test_a_users_file_selects_slurm_and_its_partition(gptexp: Gptexp, own: Path) -> None:
-    """Checks the composed config, because this machine has no SLURM."""
+    """Checks the composed config. sweep/test_jobs.py submits such jobs."""
     shown = gptexp("train", "--cfg", "hydra", "experiment=slurm", "--config-dir", "conf")
     assert shown.returncode == 0, shown.stderr
     launcher = yaml.safe_load(shown.stdout)["hydra"]["launcher"]

@@ -16,11 +16,12 @@ from gptexp.reporting.listing import list_runs
 from gptexp.reporting.records import find_runs
 from gptexp.reporting.write import NUMBERS, PAGE, PICTURES, TABLE
 from gptexp.rm import main
+from gptexp.run.nodes import leave_mark
 from gptexp.run.pool import OUTPUT
 from gptexp.storage import garbage, removal, run_dir
 from gptexp.storage.inventory import find
 from gptexp.storage.removal import REMOVED, check_removable, remove
-from gptexp.sweep.launchers import JOB, JOBS
+from gptexp.sweep.jobs import JOB, JOBS
 from gptexp.sweep.study import LOCK, STUDY
 
 CHECKPOINT = "checkpoints/step-00000004"
@@ -72,6 +73,7 @@ def test_a_sweep_is_removed_with_all_that_commands_write_into_it(sweep: Path, ru
     event_file = "events.out.tfevents.1795426455.some.host.7838.000000"
     for name in (OUTPUT, JOB, *run_dir.LOCKS, f".{run_dir.CONFIG}.a1_2c3d4", event_file):
         (cell / name).touch()
+    leave_mark(cell)
     for name in (
         f".tmp-{Path(CHECKPOINT).name}-123",
         f".del-{Path(CHECKPOINT).name}",
