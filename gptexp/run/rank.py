@@ -346,7 +346,7 @@ def _build_training(job: Job, prepared: Prepared, decision: Decision) -> Trainin
         load_checkpoint(path, gpt, optimizer, optim)
     elif decision.source is not None and rank.is_main:  # the other ranks receive them from rank 0 in `wrap`
         load_first_weights(decision.source, gpt)
-    model = wrap(gpt, effective, cfg.train.reduction, rank, device)
+    model = wrap(gpt, effective, cfg.train.reduction, rank, device, cfg.world.comm)
     average = None
     if cfg.train.ema_half_life_tokens is not None:
         average = WeightAverage(gpt, cfg.train.ema_half_life_tokens)
