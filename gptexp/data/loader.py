@@ -142,7 +142,9 @@ def val_batches(
     dataset: Dataset, batch_size: int, rank: int, world_size: int, device: torch.device
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield this rank's share of the validation windows: inputs and targets (at most `batch_size`, T)."""
-    mine = np.array_split(dataset.val_starts, world_size)[rank]
+    each, rest = divmod(len(dataset.val_starts), world_size)  # the first `rest` ranks have one more
+    first = rank * each + min(rank, rest)
+    mine = dataset.val_starts[first : first + each + (rank < rest)]
     for i in range(0, len(mine), batch_size):
         yield _to_device(dataset.rows(dataset.val, mine[i : i + batch_size]), device)
 

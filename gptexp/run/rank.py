@@ -4,7 +4,9 @@ The config is the one saved in the run directory. Resumes from the newest checkp
 """
 
 import gc
+import json
 import math
+import platform
 import sys
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -25,9 +27,19 @@ from gptexp.config.vocabulary import with_vocab_size
 from gptexp.data.cache import downloads_dir
 from gptexp.data.downloads import downloaded
 from gptexp.data.hellaswag import VALIDATION, Example, read_examples
-from gptexp.data.loader import Dataset, build_dataset, val_bytes_per_token
+from gptexp.data.loader import Dataset, build_dataset, open_dataset, val_bytes_per_token
+from gptexp.data.prepare import is_prepared
+from gptexp.data.prepare import prepare as prepare_data
 from gptexp.data.tokenizer import load_tokenizer
-from gptexp.distributed.group import agree, barrier, connect, destroy_process_group, gather, init_process_group
+from gptexp.distributed.group import (
+    PREPARATION,
+    agree,
+    barrier,
+    connect,
+    destroy_process_group,
+    gather,
+    init_process_group,
+)
 from gptexp.distributed.ranks import Rank, ending_rank, launcher_rank
 from gptexp.distributed.reduction import build_reduction
 from gptexp.loggers.alerts import Alerts
@@ -197,16 +209,42 @@ def prepare(job: Job) -> Prepared:
     for line in replace_unwritable_caches():
         if job.rank.local_rank == 0:
             warn(line)
+    store = None if job.rank.world_size == 1 else job.store or connect(job.rank)
     # Before the process group: a rank that waits for another to tokenise must not time out.
-    dataset = build_dataset(job.cfg)
+    dataset = build_dataset(job.cfg) if store is None else _dataset_of_node(job, store)
     examples = _examples(job, dataset)
     device = pick_device(job.cfg.train.device, job.rank)
-    if job.rank.world_size == 1:
+    if store is None:
         return Prepared(dataset, examples, device, None, None)
-    store = job.store or connect(job.rank)
     world = job.cfg.world
     group = init_process_group(job.rank, store, device, world.backend, world.timeout_s)
     return Prepared(dataset, examples, device, store, group)
+
+
+def _dataset_of_node(job: Job, store: dist.Store) -> Dataset:
+    """Open the data. The first rank of each node prepares them and tells the others where. Raises `DataError`.
+
+    Every rank would otherwise list the folders of the corpus and ask for the size of each file, on a file system that
+    all nodes share.
+    """
+    cfg, key = job.cfg, f"tokens of {platform.node()}"
+    found: list[str | None] = []
+    if job.rank.local_rank:
+        store.wait([key], PREPARATION)
+        found = json.loads(store.get(key))
+        if len(found) == 1:
+            raise DataError(found[0])
+    if not found or not is_prepared(Path(str(found[0]))):  # two nodes with one name may have caches of their own
+        try:
+            train, val = prepare_data(cfg.data)
+        except DataError as error:
+            store.set(key, json.dumps([str(error)]))
+            raise
+        found = [str(train), None if val is None else str(val)]
+        store.set(key, json.dumps(found))
+    train, val = (None if path is None else Path(path) for path in found)
+    assert train is not None
+    return open_dataset(cfg.data, train, val, cfg.seq_len, cfg.train.seed, cfg.model.vocab_size)
 
 
 def _examples(job: Job, dataset: Dataset) -> list[Example]:
