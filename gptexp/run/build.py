@@ -35,6 +35,7 @@ from gptexp.training.loop import Training
 # micro-step, and the splits cost time in all. DDP's default of 25 MiB splits GPT-2 124M into 14 graphs.
 BUCKETS = 5
 LEAST_BUCKET_MIB = 25.0
+FIRST_BUCKET_MIB = 1.0  # DDP's, unless the size is given (torch.distributed._DEFAULT_FIRST_BUCKET_BYTES)
 INDUCTOR_CACHE, TRITON_CACHE = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
 
 

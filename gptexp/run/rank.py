@@ -228,22 +228,21 @@ def _dataset_of_node(job: Job, store: dist.Store) -> Dataset:
     all nodes share.
     """
     cfg, key = job.cfg, f"tokens of {platform.node()}"
-    found: list[str | None] = []
+    told: dict[str, str | None] = {}
     if job.rank.local_rank:
         store.wait([key], PREPARATION)
-        found = json.loads(store.get(key))
-        if len(found) == 1:
-            raise DataError(found[0])
-    if not found or not is_prepared(Path(str(found[0]))):  # two nodes with one name may have caches of their own
+        told = json.loads(store.get(key))
+        if error := told.get("error"):
+            raise DataError(error)
+    if told and is_prepared(train := Path(str(told["train"]))):
+        val = Path(told["val"]) if told["val"] else None
+    else:  # the first rank, or one of two nodes with one name, which may have caches of their own
         try:
             train, val = prepare_data(cfg.data)
-        except DataError as error:
-            store.set(key, json.dumps([str(error)]))
+        except DataError as refusal:
+            store.set(key, json.dumps({"error": str(refusal)}))
             raise
-        found = [str(train), None if val is None else str(val)]
-        store.set(key, json.dumps(found))
-    train, val = (None if path is None else Path(path) for path in found)
-    assert train is not None
+        store.set(key, json.dumps({"train": str(train), "val": str(val) if val else None}))
     return open_dataset(cfg.data, train, val, cfg.seq_len, cfg.train.seed, cfg.model.vocab_size)
 
 
