@@ -10,7 +10,17 @@ from typing import Any
 
 import torch
 
-from gptexp.command.prediction import NOTHING, Asked, alone_here, alone_on, critical_of, lines, network_of, predict
+from gptexp.command.prediction import (
+    NOTHING,
+    Asked,
+    alone_here,
+    alone_on,
+    critical_of,
+    has_ranks_here,
+    lines,
+    network_of,
+    predict,
+)
 from gptexp.config.branching import run_and_step
 from gptexp.config.run_plan import RunPlan, plan_run
 from gptexp.config.scaling import effective_optim, lr_in_words
@@ -57,7 +67,7 @@ def print_plan(cfg: Config, with_time: bool, as_json: bool, asked: Asked = NOTHI
     planned = plan(cfg, gpu=asked.gpu)
     if critical := critical_of(cfg, planned, asked.critical):
         planned["critical"] = critical
-    if with_time:
+    if with_time and has_ranks_here(planned):
         add_times([(cfg, planned)])
     if planned["world_size"] > 1:
         predict_on_gpu(cfg, planned, asked)
@@ -323,6 +333,8 @@ def _time_line(p: dict[str, Any]) -> str:
         peak = f"{p['assumed']['peak_flops_per_s'] / 1e12:,.0f} TFLOP/s"
         after = " after compilation" if p["effective"]["compile"] else ""
         return f"{total}{after} ({step}): {ASSUMPTION}; the peak is {peak} on each rank{_uncounted([p])}"
+    if "start_s" not in time_s:
+        return f"{total} ({step}), as predicted; without start and validation"
     parts = f"{step}, {time_s['validation_s']:.3g} s per validation, {time_s['start_s']:.1f} s to start"
     return f"{total} ({parts}){_uncounted([p])}"
 

@@ -34,6 +34,7 @@ from gptexp.run.calibrate import Alone, sample_alone
 from gptexp.storage import run_dir
 
 REPORT_BYTES = 128  # about: the numbers of a step, which all ranks share
+MOST_CROWDED = 4  # ranks on a core; more are not started
 BACKWARD_RATIO = 2 / 3  # of the multiplications of a micro-step
 
 
@@ -53,7 +54,7 @@ NOTHING = Asked()
 def predict(cfg: Config, planned: dict[str, Any], asked: Asked, alone: Alone) -> None:
     """Add to a plan the steps at half, all and twice its ranks, `at_ranks`, or the reason why they are `unpredicted`.
 
-    `alone` has the times of one rank. A `time` that is assumed then contains the waiting.
+    `alone` has the times of one rank. A `time` that is assumed then contains the waiting; one that is missing is added.
     """
     world_size, effective = planned["world_size"], Effective.from_dict(planned["effective"])
     cfg = with_vocab_size(cfg, effective.vocab_size.value)
@@ -69,9 +70,22 @@ def predict(cfg: Config, planned: dict[str, Any], asked: Asked, alone: Alone) ->
         "ranks_per_node": network.ranks_per_node,
     }
     own = next((row for row in planned["at_ranks"] if row["ranks"] == world_size), None)
-    if own is not None and "assumed" in planned and "time" in planned:
+    if own is None:
+        return
+    if "assumed" in planned and "time" in planned:
         slower = own["step_s"] / (own["step_s"] - own["waiting_s"])
         planned["time"] = {key: slower * seconds for key, seconds in planned["time"].items()}
+    elif "time" not in planned:
+        steps = (planned["tokens"] - planned["first_tokens"]) / planned["total_batch_size"]
+        planned["time"] = {"step_s": own["step_s"], "total_s": steps * own["step_s"]}
+
+
+def has_ranks_here(planned: dict[str, Any]) -> bool:
+    """Whether this machine can start so many ranks, to time them."""
+    on_gpus = planned["effective"]["device"] == "cuda"
+    most: int = torch.cuda.device_count() if on_gpus else MOST_CROWDED * count_cores()
+    world_size: int = planned["world_size"]
+    return world_size <= most
 
 
 def alone_on(cfg: Config, planned: dict[str, Any]) -> Alone | None:

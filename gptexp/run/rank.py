@@ -8,6 +8,7 @@ import json
 import math
 import platform
 import sys
+import time
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,15 +32,7 @@ from gptexp.data.loader import Dataset, build_dataset, open_dataset, val_bytes_p
 from gptexp.data.prepare import is_prepared
 from gptexp.data.prepare import prepare as prepare_data
 from gptexp.data.tokenizer import load_tokenizer
-from gptexp.distributed.group import (
-    PREPARATION,
-    agree,
-    barrier,
-    connect,
-    destroy_process_group,
-    gather,
-    init_process_group,
-)
+from gptexp.distributed.group import agree, barrier, connect, destroy_process_group, gather, init_process_group
 from gptexp.distributed.ranks import Rank, ending_rank, launcher_rank
 from gptexp.distributed.reduction import build_reduction
 from gptexp.loggers.alerts import Alerts
@@ -100,6 +93,8 @@ from gptexp.training.optim import build_optimizer, load_checkpoint, weights_for_
 from gptexp.training.profiling import StepProfiler
 from gptexp.training.step import TrainStep
 from gptexp.training.weight_average import WeightAverage
+
+POLL_S = 0.2  # between two questions to the store
 
 
 def run_alone(cfg: Config, directory: Path, stop: StopRequest) -> int:
@@ -230,7 +225,8 @@ def _dataset_of_node(job: Job, store: dist.Store) -> Dataset:
     cfg, key = job.cfg, f"tokens of {platform.node()}"
     told: dict[str, str | None] = {}
     if job.rank.local_rank:
-        store.wait([key], PREPARATION)
+        while not store.check([key]):  # not `wait`, in which a signal to stop would not be handled
+            time.sleep(POLL_S)
         told = json.loads(store.get(key))
         if error := told.get("error"):
             raise DataError(error)

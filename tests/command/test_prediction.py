@@ -153,6 +153,22 @@ def test_a_plan_with_times_predicts_from_one_rank_beside_others(
     assert at_once == [2]
 
 
+def test_ranks_that_this_machine_cannot_start_have_a_predicted_time(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["batch.total_batch_size=256", "batch.micro_batch_size=1", "train.max_steps=10", "world.size=16"]
+    cfg = compose([*(o for o in TINY if not o.startswith("data=")), *options, f"data.cache_dir={tmp_path}"])
+    kept.keep(cfg.data, AllReduce("gloo", "float32", 2, 1, 1e-4, 1e9, {}))
+    monkeypatch.setattr(prediction, "sample_alone", lambda *_: ALONE)
+    monkeypatch.setattr(prediction, "count_cores", lambda: 2)
+    print_plan(cfg, with_time=True, as_json=True)
+    planned = json.loads(capsys.readouterr().out)
+    [own] = [row for row in planned["at_ranks"] if row["ranks"] == 16]
+    assert planned["time"] == pytest.approx({"step_s": own["step_s"], "total_s": 10 * own["step_s"]})
+    print_plan(cfg, with_time=True, as_json=False)
+    assert "as predicted; without start and validation" in capsys.readouterr().out
+
+
 @pytest.fixture(scope="module")
 def measured(finished_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with the noise scale 2,000 tokens: 125 sequences of 16 tokens."""

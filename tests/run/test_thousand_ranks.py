@@ -116,6 +116,10 @@ class CountingStore(dist.Store):
         self._count("add")
         return self.world_size
 
+    def check(self, keys: list[str]) -> bool:
+        self._count("check", len(keys))
+        return all(key in self.values for key in keys)
+
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         self._count("wait", len(keys))
         assert all(key in self.values for key in keys), keys
