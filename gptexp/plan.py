@@ -52,6 +52,9 @@ def main(argv: list[str] | None = None) -> None:
 
     if args.ranks_per_node is not None and args.ranks_per_node < 1:
         raise ConfigError(f"--ranks-per-node={args.ranks_per_node}: must be 1 or above")
+    if (args.network or args.ranks_per_node) and gpu is None and not args.time:
+        given = "--network" if args.network else "--ranks-per-node"
+        raise ConfigError(f"{given}: only device=GPU and --time predict how long ranks wait; give one of them")
 
     from_init.register()
     with hydra_engine(args.config_dir) as engine:

@@ -142,7 +142,9 @@ def _at(
 
 
 def network_of(cfg: Config, asked: Asked, ranks: int) -> Network | str:
-    """The links of `ranks`: as measured on this machine, or else as published. Or what to do if neither is known."""
+    """The links of `ranks`: as measured on this machine, or else as published. Or why they give no prediction."""
+    if cfg.train.reduction == "tree":
+        return "not predicted for train.reduction=tree, which sends all gradients at the end of a step"
     on_gpus = asked.gpu is not None or (cfg.train.device in ("auto", "cuda") and torch.cuda.is_available())
     backend = cfg.world.backend if cfg.world.backend != "auto" else "nccl" if on_gpus else "gloo"
     per_node = asked.ranks_per_node or (GPUS_PER_NODE if on_gpus else 2 * ranks)  # all rows on this machine

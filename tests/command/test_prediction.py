@@ -59,6 +59,12 @@ def test_what_cannot_be_divided_is_left_out() -> None:
     assert [row["ranks"] for row in planned["at_ranks"]] == [256, 512]  # 1,024 ranks would have half a sequence each
 
 
+def test_a_tree_is_not_predicted_as_a_ring() -> None:
+    planned = predicted(compose([*GPT2, "world.size=16", "train.reduction=tree"]))
+    assert "train.reduction=tree" in planned["unpredicted"]
+    assert "at_ranks" not in planned
+
+
 def test_bfloat16_sends_half_the_bytes() -> None:
     """Where nothing is hidden and latencies are small, a step waits half as long."""
     slow = Asked(GPUS["h100"], network="ethernet_10")
@@ -187,7 +193,7 @@ def measured(finished_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 def test_the_verdict_compares_the_batch_with_the_measured_critical_size(
     measured: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for total, passes in (("1024", False), ("4096", True)):
+    for total, passes in (("1920", False), ("2048", True)):
         sizes = ["model.block_size=16", f"batch.total_batch_size={total}", "batch.micro_batch_size=2"]
         cfg = compose(["model=nano", *sizes, "world.size=4"])
         planned = plan(cfg, gpu=GPUS["h100"])
@@ -217,6 +223,7 @@ def test_a_directory_that_has_measured_nothing_is_refused(finished_run: Path, tm
     ("argv", "why"),
     [
         (["--ranks-per-node", "0"], "--ranks-per-node=0: must be 1 or above"),
+        (["--network", "ndr"], "--network: only device=GPU and --time predict"),
         (["-m", "optim.lr=1e-3,2e-3", "--critical", "."], "--critical: is for the plan of one run"),
     ],
 )
