@@ -26,9 +26,6 @@ from gptexp.model.gpus import GPUS, Gpu
 from gptexp.model.networks import GPUS_PER_NODE, NETWORKS, OTHER_NETWORK, USUAL_NETWORK, WITHIN_NODE
 from gptexp.process.errors import ConfigError
 from gptexp.process.words import counted
-from gptexp.reporting import noise_scale
-from gptexp.reporting.analysis import analyse
-from gptexp.reporting.records import find_runs, read_run
 from gptexp.run.build import BUCKETS, FIRST_BUCKET_MIB, LEAST_BUCKET_MIB
 from gptexp.run.calibrate import Alone, sample_alone
 from gptexp.storage import run_dir
@@ -187,13 +184,20 @@ def critical_of(cfg: Config, planned: dict[str, Any], directory: Path | None) ->
 
 
 def _noise_scale_of(directory: Path) -> dict[str, Any] | None:
-    scale = noise_scale.at_the_end(read_run(directory))
+    from gptexp.reporting.noise_scale import at_the_end  # imports scipy, which nothing else here needs
+    from gptexp.reporting.records import read_run
+
+    scale = at_the_end(read_run(directory))
     return None if scale is None else {"what": "gradient noise scale", **asdict(scale)}
 
 
 def _critical_of_sweep(directory: Path) -> dict[str, Any]:
     if not directory.is_dir():
         raise ConfigError(f"--critical {directory}: no such directory; give a run or a sweep")
+    from gptexp.reporting.analysis import analyse
+    from gptexp.reporting.noise_scale import lowest_measured
+    from gptexp.reporting.records import find_runs
+
     runs = find_runs(directory)
     arms = [arm for arm in analyse(directory.name, runs).arms if arm.critical is not None]
     fits = [arm.critical.hyperbola for arm in arms if arm.critical is not None and arm.critical.hyperbola is not None]
@@ -201,7 +205,7 @@ def _critical_of_sweep(directory: Path) -> dict[str, Any]:
         raise ConfigError(f"--critical {directory}: {counted(len(fits), 'arm')} with a critical batch size; give a run")
     if fits:
         return {"what": "critical batch size", "tokens": fits[0].tokens, "low": fits[0].low, "high": fits[0].high}
-    measured = noise_scale.lowest_measured(runs)
+    measured = lowest_measured(runs)
     found = _noise_scale_of(measured.directory) if measured is not None else None
     if found is None:
         raise ConfigError(
