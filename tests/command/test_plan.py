@@ -269,7 +269,7 @@ def test_a_plan_for_another_gpu_says_that_it_is_an_estimate(capsys: pytest.Captu
     assert err == ""
     main(["-m", *GPT2_ON_8, "device=a100", "train.max_tokens=10000000000", "optim.lr=1e-3,2e-3"])
     out = capsys.readouterr().out
-    assert "about 4 h 46 min: not measured, at an assumed MFU of 40%" in out
+    assert "about 4 h 47 min: not measured, at an assumed MFU of 40%" in out
     main([*GPT2_ON_8, "device=a100", "train.dtype=float32"])
     assert "time           unknown: the published peak is that of bfloat16" in capsys.readouterr().out
 
