@@ -4,16 +4,21 @@ import argparse
 from datetime import datetime
 from pathlib import Path
 
-from gptexp.config.compose import compose
+from gptexp.config.compose import compose, composition, hydra_engine
+from gptexp.distributed.ranks import launcher_world_size
 from gptexp.process.errors import ConfigError
 from gptexp.process.terminal import run_verb
 from gptexp.run.workloads import CPU_WORKLOADS, GPU_WORKLOADS
+
+COMM = "comm"
 
 
 def main(argv: list[str] | None = None) -> int:
     """Measure the speed of this machine, and the share of it that a training step uses."""
     parser = argparse.ArgumentParser(prog="gptexp bench", description=main.__doc__)
-    what = "default: all workloads; overrides apply to each"
+    what = (
+        "default: all workloads; overrides apply to each. comm: the all-reduce of world.size ranks, or of a launcher's"
+    )
     parser.add_argument("what", nargs="*", metavar="WORKLOAD|key=value", help=what)
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--out", type=Path, metavar="DIR", help="default: outputs/bench/<date and time>")
@@ -22,9 +27,11 @@ def main(argv: list[str] | None = None) -> int:
 
     overrides = [text for text in args.what if "=" in text]
     names = [text for text in args.what if "=" not in text]
+    if COMM in names:
+        return _communication([name for name in names if name != COMM], overrides, args)
     known = {**CPU_WORKLOADS, **GPU_WORKLOADS}
     if unknown := [name for name in names if name not in known]:
-        raise ConfigError(f"{unknown[0]}: no such workload; use one of {', '.join(known)}")
+        raise ConfigError(f"{unknown[0]}: no such workload; use one of {', '.join([*known, COMM])}")
     for name in names or ["nano"]:
         compose([*known[name].overrides, *overrides])  # raises for illegal overrides
     out: Path = (args.out or Path("outputs/bench") / datetime.now().strftime("%Y-%m-%d-%H-%M-%S")).absolute()
@@ -34,6 +41,27 @@ def main(argv: list[str] | None = None) -> int:
     from gptexp.run.benchmark import bench
 
     return bench(names, overrides, args.device, out, args.json)
+
+
+def _communication(others: list[str], overrides: list[str], args: argparse.Namespace) -> int:
+    """Measure the all-reduce. Raises `ConfigError` for what has no meaning there."""
+    if others:
+        raise ConfigError(f"{others[0]}: bench {COMM} measures no workload; give them in two commands")
+    if args.out is not None:
+        raise ConfigError(
+            f"--out {args.out}: bench {COMM} keeps its result in the cache, for gptexp plan; leave it out"
+        )
+    overrides = [f"train.device={args.device}", *overrides]
+    with hydra_engine() as engine:
+        composed = composition(engine, overrides, None, multirun=False)
+    size = composed.world.size or launcher_world_size() or 1
+    # Nothing is trained, so any number of ranks has a batch that fits.
+    batch = ["batch.seq_len=8", "batch.micro_batch_size=1", f"batch.total_batch_size={8 * size}"]
+    config = compose([*batch, *overrides], launcher_world_size=launcher_world_size())
+
+    from gptexp.run.communication import bench_communication
+
+    return bench_communication(config, args.json)
 
 
 if __name__ == "__main__":

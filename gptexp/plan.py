@@ -15,6 +15,7 @@ from gptexp.config.describe import answer_help
 from gptexp.config.schema import AUTO, Config
 from gptexp.distributed.ranks import launcher_world_size
 from gptexp.model.gpus import GPUS, Gpu
+from gptexp.model.networks import GPUS_PER_NODE, NETWORKS
 from gptexp.process.errors import ConfigError
 from gptexp.process.terminal import run_verb, warn
 from gptexp.process.words import shown
@@ -35,6 +36,12 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("-m", "--multirun", action="store_true", help="plan every cell of a sweep")
     parser.add_argument("--json", action="store_true", help="print JSON, for scripts")
     parser.add_argument("--time", action="store_true", help="also train a few steps, and estimate the duration")
+    parser.add_argument(
+        "--network", choices=NETWORKS, help="of the nodes; default: that of NVIDIA's nodes with the GPU"
+    )
+    parser.add_argument("--ranks-per-node", type=int, metavar="N", help=f"default: {GPUS_PER_NODE} GPUs")
+    what = "a run or a sweep that has measured its noise scale or critical batch size: does the batch pass it?"
+    parser.add_argument("--critical", type=Path, metavar="DIR", help=what)
     parser.add_argument("--config-dir", "-cd", metavar="DIR", help="your own YAML files")
     parser.add_argument("--config-name", "-cn", metavar="NAME", help="DIR/NAME.yaml, a config that includes gptexp's")
     args = parser.parse_intermixed_args(spelled_out(sys.argv[1:] if argv is None else argv))
@@ -43,6 +50,12 @@ def main(argv: list[str] | None = None) -> None:
     if gpu is not None and args.time:
         raise ConfigError("--time: times a few steps on this machine; leave it out, device=GPU estimates the duration")
 
+    if args.ranks_per_node is not None and args.ranks_per_node < 1:
+        raise ConfigError(f"--ranks-per-node={args.ranks_per_node}: must be 1 or above")
+    if (args.network or args.ranks_per_node) and gpu is None and not args.time:
+        given = "--network" if args.network else "--ranks-per-node"
+        raise ConfigError(f"{given}: only device=GPU and --time predict how long ranks wait; give one of them")
+
     from_init.register()
     with hydra_engine(args.config_dir) as engine:
         multirun = args.multirun or is_multirun(overrides)
@@ -50,6 +63,8 @@ def main(argv: list[str] | None = None) -> None:
         if is_sweep(composed):
             from gptexp.sweep.grid import compose_cells  # imports numpy, which a refusal does not need
 
+            if args.critical is not None:
+                raise ConfigError("--critical: is for the plan of one run; leave it out, or plan one cell")
             grid = compose_cells(engine, composed)
             refuse_sweep_in(Path(composed.hydra.sweep.dir))
         else:
@@ -57,11 +72,13 @@ def main(argv: list[str] | None = None) -> None:
             state_of(Path(composed.hydra.run.dir), config)
 
     from gptexp.command.planning import print_plan, print_sweep  # imports torch
+    from gptexp.command.prediction import Asked
 
+    asked = Asked(gpu, args.network, args.ranks_per_node, args.critical)
     if is_sweep(composed):
-        print_sweep(grid, args.time, args.json, gpu)
+        print_sweep(grid, args.time, args.json, asked)
     else:
-        print_plan(config, args.time, args.json, gpu)
+        print_plan(config, args.time, args.json, asked)
 
 
 def _config(composed: Any, overrides: list[str], gpu: Gpu | None) -> Config:

@@ -39,7 +39,7 @@ FENCES = {
     "argparse": {TOP, "command/hydra_main.py", "command/completion.py"},
     "rich": {
         "data/progress.py", "loggers/console.py", "reporting/terminal_table.py",
-        "reporting/write.py", "run/benchmark.py",
+        "reporting/write.py", "run/benchmark.py", "run/communication.py",
     },
     "scipy": {"reporting"},
     "pandas": {"reporting/frames.py"},
@@ -220,6 +220,7 @@ TORCH_FREE = {
 WITH_TORCH = {
     "command/leader.py",
     "command/planning.py",
+    "command/prediction.py",
     "data/loader.py",
     "storage/checkpoint.py",
     "storage/garbage.py",

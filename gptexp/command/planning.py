@@ -10,6 +10,17 @@ from typing import Any
 
 import torch
 
+from gptexp.command.prediction import (
+    NOTHING,
+    Asked,
+    alone_here,
+    alone_on,
+    critical_of,
+    has_ranks_here,
+    lines,
+    network_of,
+    predict,
+)
 from gptexp.config.branching import run_and_step
 from gptexp.config.run_plan import RunPlan, plan_run
 from gptexp.config.scaling import effective_optim, lr_in_words
@@ -51,21 +62,47 @@ LEAST_NEEDED = ("epochs", "micro-steps", "GiB per rank")  # columns that a narro
 ASSUMPTION = f"not measured, at an assumed MFU of {ASSUMED_MFU:.0%} (arXiv 2407.21783 reports 38 to 43%)"
 
 
-def print_plan(cfg: Config, with_time: bool, as_json: bool, gpu: Gpu | None = None) -> None:
-    """Print the plan of a run, on `gpu` if given, else on this machine."""
-    planned = plan(cfg, gpu=gpu)
-    if with_time:
+def print_plan(cfg: Config, with_time: bool, as_json: bool, asked: Asked = NOTHING) -> None:
+    """Print the plan of a run, on a GPU if one is asked for, else on this machine."""
+    planned = plan(cfg, gpu=asked.gpu)
+    if critical := critical_of(cfg, planned, asked.critical):
+        planned["critical"] = critical
+    if with_time and has_ranks_here(planned):
         add_times([(cfg, planned)])
+    if planned["world_size"] > 1:
+        predict_on_gpu(cfg, planned, asked)
+        if with_time:
+            predict_here(cfg, planned, asked)
     print(json.dumps(planned, indent=1)) if as_json else show(planned)
     for line in planned["warnings"]:
         warn(f"warning: {line}")
 
 
-def print_sweep(grid: Grid, with_time: bool, as_json: bool, gpu: Gpu | None = None) -> None:
+def predict_on_gpu(cfg: Config, planned: dict[str, Any], asked: Asked) -> None:
+    """Predict the steps of a plan for a GPU, if one is asked for."""
+    if asked.gpu is not None and (alone := alone_on(cfg, planned)) is not None:
+        predict(cfg, planned, asked, alone)
+
+
+def predict_here(cfg: Config, planned: dict[str, Any], asked: Asked) -> None:
+    """Predict the steps of a plan from those of one rank on this machine, unless its network is unknown."""
+    if isinstance(unknown := network_of(cfg, asked, planned["world_size"]), str):
+        planned["unpredicted"] = unknown
+        return
+    try:
+        predict(cfg, planned, asked, alone_here(cfg, planned))
+    except UserError as error:
+        warn(f"warning: the steps of other ranks cannot be predicted: {first_line(error)}")
+
+
+def print_sweep(grid: Grid, with_time: bool, as_json: bool, asked: Asked = NOTHING) -> None:
     """Print the plan of a sweep, as `print_plan`. Raises `ConfigError` for illegal cells, after printing."""
     if not grid.on_gpus:
         os.environ[AT_ONCE] = str(grid.at_once)  # cells that run at once share the cores
-    cells = plan_sweep(grid.drafts, gpu)
+    cells = plan_sweep(grid.drafts, asked.gpu)
+    for draft, cell in zip(grid.drafts, cells, strict=True):
+        if draft.config is not None and cell["plan"] and cell["plan"]["world_size"] > 1:
+            predict_on_gpu(draft.config, cell["plan"], asked)
     problems = [(draft.title, cell["problems"]) for draft, cell in zip(grid.drafts, cells, strict=True)]
     if with_time and not any(lines for _, lines in problems):
         add_times([(d.config, c["plan"]) for d, c in zip(grid.drafts, cells, strict=True) if d.config is not None])
@@ -255,6 +292,7 @@ def show(p: dict[str, Any]) -> None:
         ("device", _device_line(p)),
         *described,
         ("time", _time_line(p)),
+        *lines(p),
     ):
         print(f"{name:<15}{value}")
 
@@ -295,6 +333,8 @@ def _time_line(p: dict[str, Any]) -> str:
         peak = f"{p['assumed']['peak_flops_per_s'] / 1e12:,.0f} TFLOP/s"
         after = " after compilation" if p["effective"]["compile"] else ""
         return f"{total}{after} ({step}): {ASSUMPTION}; the peak is {peak} on each rank{_uncounted([p])}"
+    if "start_s" not in time_s:
+        return f"{total} ({step}), as predicted; without start and validation"
     parts = f"{step}, {time_s['validation_s']:.3g} s per validation, {time_s['start_s']:.1f} s to start"
     return f"{total} ({parts}){_uncounted([p])}"
 

@@ -315,6 +315,16 @@ def _tree(cfg: Config, world_size: int) -> Iterator[str]:
         yield f"world.threads_per_rank={cfg.world.threads_per_rank}: {given} needs one thread per rank; leave it out"
 
 
+def _comm(cfg: Config, world_size: int) -> Iterator[str]:
+    given = f"world.comm={cfg.world.comm}"
+    if cfg.world.comm == "float32":
+        return
+    if world_size == 1:
+        yield f"{given}: one rank sends no gradients, and would train as with float32; use more ranks, or leave it out"
+    if cfg.train.reduction == "tree":
+        yield f"{given}: train.reduction=tree promises equal bits at every number of ranks; leave out one of them"
+
+
 def _noise_scale(cfg: Config, world_size: int) -> Iterator[str]:
     size = cfg.batch.asked_micro_batch_size or 1  # the ranks resolve `auto` later
     given = needing_noise_scale(cfg)
@@ -625,6 +635,7 @@ RULES: tuple[tuple[Callable[[Config, int], Iterator[str]], tuple[str, ...]], ...
     (_batch, (*STEP_SIZES, "batch.micro_batch_size", "world.size", *SEQ_LEN)),
     (_intervals, ("batch.ramp_tokens", *INTERVALS_IN_STEPS)),
     (_tree, (*STEP_SIZES, "batch.micro_batch_size", "world.size", "world.threads_per_rank", *SEQ_LEN)),
+    (_comm, ("world.comm", "world.size", "train.reduction")),
     (_noise_scale, (*STEP_SIZES, "batch.micro_batch_size", "world.size", "data.order", LIKE_BATCH, *SEQ_LEN)),
     (_gradient_noise, ("batch.total_batch_size", "optim.gradient_noise", LIKE_BATCH, *SEQ_LEN)),
     (_profile, RUN_LENGTH),

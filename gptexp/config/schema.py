@@ -337,6 +337,7 @@ class WorldConfig:
 
     size: int | None = _positive(None)  # number of ranks; null: as started by the launcher, else 1
     backend: str = _choice("auto", "nccl", "gloo")  # of torch.distributed; auto: nccl on GPUs, gloo on CPUs
+    comm: str = _choice("float32", "bfloat16")  # type in which the ranks' gradients are sent and summed
     threads_per_rank: int | None = _positive(None)  # CPU threads; null: the node's cores divided by its ranks
     timeout_s: float = _ruled(600.0, lambda v: 0 < v <= 1e6, "must be above 0, at most 1000000")  # seconds that a rank
     # waits for the others, in a collective or for the metrics of a step, before it fails
@@ -547,6 +548,10 @@ IRRELEVANT_TO_RESULT = (
 )
 
 
+# Keys of those sections that do change it, with their defaults. Older cells and sweeps have hashes without these keys,
+# so a default is no part of a hash.
+ALSO_DECIDING = {"world.comm": "float32"}
+
 # Keys that determine the sizes of a step's tensors.
 DECIDING_MEMORY = ("model.n_layer", "model.n_head", "model.n_embd", "model.block_size", "model.vocab_size",
                    "model.dropout", "model.bias", "batch", "world.size", "train.dtype", "train.compile", "train.loss",
@@ -645,10 +650,17 @@ def fits_type(value: Any, annotation: Any) -> bool:
 def result_deciding(config: Config) -> dict[str, Any]:
     """Dotted keys and values of all keys that determine the final weights."""
     # A rollback loads the newest checkpoint, so its step affects the weights.
-    also = ["train.save_every", "train.save_every_tokens"] if config.train.nonfinite == "rollback" else []
+    also = [*ALSO_DECIDING]
+    if config.train.nonfinite == "rollback":
+        also += ["train.save_every", "train.save_every_tokens"]
     if config.optim.gradient_noise_like_batch:
         also.append("log.noise_half_life_tokens")
     return {key: value for key, _, value in fields_of(config) if key in also or not _is_in(key, IRRELEVANT_TO_RESULT)}
+
+
+def hashed(deciding: dict[str, Any]) -> dict[str, Any]:
+    """What of `deciding`, the result of `result_deciding`, enters the hashes in names of cells and sweeps."""
+    return {key: value for key, value in deciding.items() if ALSO_DECIDING.get(key, ...) != value}
 
 
 def memory_key(config: Config) -> str:
@@ -666,6 +678,8 @@ def memory_key(config: Config) -> str:
         deciding["world.sharding"] = config.world.sharding
     if config.train.recomputed_every > 1:
         deciding["train.activation_checkpointing_every"] = config.train.recomputed_every
+    if config.world.comm != "float32":
+        deciding["world.comm"] = config.world.comm  # a second copy of the gradients that are being sent
     return hashlib.sha256(json.dumps(deciding, sort_keys=True).encode()).hexdigest()[:16]
 
 

@@ -146,9 +146,10 @@ def val_batches(
 
     Every rank has equally many batches. A batch may be empty.
     """
-    shares = np.array_split(dataset.val_starts, world_size)
-    mine = shares[rank]
-    for i in range(0, max(map(len, shares)), batch_size):
+    each, rest = divmod(len(dataset.val_starts), world_size)  # the first `rest` ranks have one more
+    first = rank * each + min(rank, rest)
+    mine = dataset.val_starts[first : first + each + (rank < rest)]
+    for i in range(0, each + (rest > 0), batch_size):
         yield _to_device(dataset.rows(dataset.val, mine[i : i + batch_size]), device)
 
 

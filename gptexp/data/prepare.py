@@ -85,6 +85,11 @@ def vocabulary_of(directory: Path, tokenizer: str) -> int:
     return VOCAB_SIZES[tokenizer] if saved is None else saved  # an older version knew only tokenizers of this table
 
 
+def is_prepared(directory: Path) -> bool:
+    """Whether `directory` holds prepared tokens."""
+    return is_file(directory / MANIFEST)
+
+
 def prepared_dir(data: DataConfig) -> Path | None:
     """The directory of the training tokens, or None if the cache does not hold them."""
     if data.name == "tokens":

@@ -140,19 +140,24 @@ class SplitParameters:
 
 
 def split(
-    model: nn.Module, blocks: Sequence[nn.Module], methods: Sequence[str], device: torch.device, dtype: torch.dtype
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    methods: Sequence[str],
+    device: torch.device,
+    dtype: torch.dtype,
+    sent_as: torch.dtype = torch.float32,
 ) -> SplitParameters:
     """Split the parameters of `model`, which is on the meta device, over all ranks. Their values are undefined then.
 
     The parameters of one of `blocks` become whole together, and those outside of the blocks too: while `forward` or one
-    of `methods` runs. Modules compute with them in `dtype`; gradients are reduced in float32. *Collective.*
+    of `methods` runs. Modules compute with them in `dtype`; gradients are sent and summed as `sent_as`. *Collective.*
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     # Inputs keep their type: the residual stream stays in float32, as without the split.
-    precision = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
+    precision = MixedPrecisionPolicy(dtype, sent_as, cast_forward_inputs=False)
     for block in blocks:
         fully_shard(block, mesh=mesh, mp_policy=precision)
     fully_shard(model, mesh=mesh, mp_policy=precision)

@@ -177,6 +177,8 @@ class RunLog:
 
 def straggler(work_ms: list[float]) -> dict[str, float]:
     """Compare the slowest rank with the median of the others, from each rank's own work in a step, in ms."""
+    if not work_ms:
+        return {}
     slowest = max(range(len(work_ms)), key=lambda rank: work_ms[rank])
     others = [ms for rank, ms in enumerate(work_ms) if rank != slowest]
     if not others or not (usual := statistics.median(others)):

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from gptexp.config.schema import Config
@@ -36,6 +37,7 @@ from gptexp.training.snapshot import load_weights
 # micro-step, and the splits cost time in all. DDP's default of 25 MiB splits GPT-2 124M into 14 graphs.
 BUCKETS = 5
 LEAST_BUCKET_MIB = 25.0
+FIRST_BUCKET_MIB = 1.0  # DDP's, unless the size is given (torch.distributed._DEFAULT_FIRST_BUCKET_BYTES)
 INDUCTOR_CACHE, TRITON_CACHE = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
 
 
@@ -104,7 +106,8 @@ def build_split_gpt(cfg: Config, effective: Effective, device: torch.device) -> 
     if effective.compile.value:
         for block in gpt.h:  # not the block itself, which would include the hooks of FSDP2
             block.forward = torch.compile(block.forward, fullgraph=True, dynamic=False, options=compile_options())
-    parameters = split(gpt, list(gpt.h), ("logits",), device, getattr(torch, effective.dtype.value))
+    dtypes = getattr(torch, effective.dtype.value), getattr(torch, cfg.world.comm)
+    parameters = split(gpt, list(gpt.h), ("logits",), device, *dtypes)
     torch.manual_seed(cfg.train.seed)
     load_weights(gpt.initial_weights(), parameters)
     return gpt, parameters
@@ -140,8 +143,10 @@ def _cache_key(cfg: Config, effective: Effective) -> str:
     return f"{effective.attention.value} {only}, operations {operations}, sizes {sizes}, {threads} threads"
 
 
-def wrap(gpt: GPT, effective: Effective, reduction: str, rank: Rank, device: torch.device) -> nn.Module:
-    """Wrap the model in DDP if several ranks average their gradients with it. *Collective.*"""
+def wrap(
+    gpt: GPT, effective: Effective, reduction: str, rank: Rank, device: torch.device, comm: str = "float32"
+) -> nn.Module:
+    """Wrap the model in DDP if several ranks average their gradients with it, sent as `comm`. *Collective.*"""
     if rank.world_size == 1:
         return gpt
     if reduction == "tree":
@@ -149,12 +154,23 @@ def wrap(gpt: GPT, effective: Effective, reduction: str, rank: Rank, device: tor
             dist.broadcast(parameter.data, src=0)  # as DDP does: all ranks start with rank 0's weights
         return gpt
     gradients_mib = sum(p.numel() * p.element_size() for p in gpt.parameters()) / 2**20
-    return DistributedDataParallel(
+    ddp = DistributedDataParallel(
         gpt,
         device_ids=[device] if device.type == "cuda" else None,
         gradient_as_bucket_view=True,
         bucket_cap_mb=max(LEAST_BUCKET_MIB, gradients_mib / BUCKETS) if effective.compile.value else None,
     )
+    if comm == "bfloat16":
+        ddp.register_comm_hook(None, _sent_as_bfloat16)
+    return ddp
+
+
+def _sent_as_bfloat16(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """torch's hook: each rank's gradients over the number of ranks, rounded to bfloat16, and so is each partial sum.
+
+    It has another name here, because DDP refuses torch's name where NCCL is missing; gloo sums bfloat16 too.
+    """
+    return bf16_compress_hook(group, bucket)
 
 
 def compile_in_turn(t: Training, patient: dist.ProcessGroup | None) -> None:

@@ -1,6 +1,7 @@
 """Predicts how long a run takes, from a few steps of a real run in new processes."""
 
 import math
+import statistics
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,11 +12,12 @@ from gptexp.config.schema import Config, ScheduleConfig
 from gptexp.data.loader import build_dataset
 from gptexp.data.prepare import prepare
 from gptexp.machine.effective import Effective, save_effective
-from gptexp.run.observe import medians, observe
+from gptexp.run.observe import medians, observe, observe_together
 from gptexp.run.pool import resume_command
 from gptexp.storage import run_dir
 
 WARM_UP, COUNTED = 2, 5  # steps that are run first, and steps that are measured
+COUNTED_ALONE = 15  # of a rank alone
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,15 @@ class Sample:
     step_s: float  # median, of a step with `micro_steps` micro-steps
     micro_s: float  # one micro-step
     micro_steps: int
+
+
+@dataclass(frozen=True)
+class Alone:
+    """Times of a rank that waits for no other."""
+
+    micro_s: float  # one micro-step
+    backward_s: float  # its backward pass
+    once_s: float  # what a step has once: clipping and the update
 
 
 @dataclass(frozen=True)
@@ -47,11 +58,55 @@ def sample(cfg: Config, plan: RunPlan, effective: Effective) -> Sample:
     """
     batch = plan.batch
     micro_steps = min(batch.grad_accum_steps, 2)
-    quick = replace(
+    quick = _quick(cfg, batch.total_batch_size // batch.grad_accum_steps * micro_steps, batch.micro_batch_size)
+    prepare(cfg.data)  # before the clock starts
+    with tempfile.TemporaryDirectory(prefix="gptexp-") as name:
+        directory = Path(name) / "run"
+        _save(directory, quick, effective)
+        seen = observe(resume_command(directory), directory, WARM_UP + COUNTED)
+    ms = medians(seen.steps[WARM_UP:])
+    in_micro_steps = ms["perf/data_ms"] + ms["perf/forward_ms"] + ms["perf/backward_ms"] - ms["perf/reduce_ms"]
+    first_s = seen.steps[0]["perf/step_ms"] / 1e3
+    return Sample(
+        start_s=seen.start_s - first_s,
+        first_s=first_s,
+        step_s=ms["perf/step_ms"] / 1e3,
+        micro_s=in_micro_steps / micro_steps / 1e3,
+        micro_steps=micro_steps,
+    )
+
+
+def sample_alone(cfg: Config, plan: RunPlan, effective: Effective, at_once: int) -> Alone:
+    """Time steps of one micro-step of a run of one rank, while `at_once` of them run on this machine.
+
+    Ranks on one CPU share its caches and its memory. So each of several ranks is slower than one that has them alone.
+    """
+    batch = plan.batch
+    alone = replace(
         cfg,
-        batch=cfg.batch.of_one_size(
-            batch.total_batch_size // batch.grad_accum_steps * micro_steps, batch.micro_batch_size
-        ),
+        world=replace(cfg.world, size=1, comm="float32", max_restarts=0),
+        log=replace(cfg.log, noise_scale="off"),  # one micro-step cannot measure it
+    )
+    quick = _quick(alone, batch.micro_batch_size * batch.seq_len, batch.micro_batch_size)
+    prepare(cfg.data)
+    with tempfile.TemporaryDirectory(prefix="gptexp-") as name:
+        directories = [Path(name) / f"run{number}" for number in range(at_once)]
+        for directory in directories:
+            _save(directory, quick, replace(effective, local_world_size=1))
+        runs = [(resume_command(directory), directory) for directory in directories]
+        seen = observe_together(runs, WARM_UP + COUNTED_ALONE)
+    # The first to begin are alone for a moment. All of them run in their last steps.
+    each = [medians(one.steps[-COUNTED_ALONE:]) for one in seen]
+    ms = {key: statistics.fmean(one[key] for one in each) for key in each[0]}
+    micro_ms = ms["perf/data_ms"] + ms["perf/forward_ms"] + ms["perf/backward_ms"]
+    return Alone(micro_ms / 1e3, ms["perf/backward_ms"] / 1e3, (ms["perf/step_ms"] - micro_ms) / 1e3)
+
+
+def _quick(cfg: Config, total_batch_size: int, micro_batch_size: int) -> Config:
+    """The config of a run that is timed and killed, with steps of `total_batch_size` tokens."""
+    return replace(
+        cfg,
+        batch=cfg.batch.of_one_size(total_batch_size, micro_batch_size),
         schedule=ScheduleConfig(name="constant"),  # the run's own schedule may not fit this length
         branch_from=None,
         train=replace(
@@ -72,22 +127,11 @@ def sample(cfg: Config, plan: RunPlan, effective: Effective) -> Sample:
             tensorboard=False,
         ),
     )
-    prepare(cfg.data)  # before the clock starts
-    with tempfile.TemporaryDirectory(prefix="gptexp-") as name:
-        directory = Path(name) / "run"
-        run_dir.save_config(directory, quick)
-        save_effective(directory, effective)
-        seen = observe(resume_command(directory), directory, WARM_UP + COUNTED)
-    ms = medians(seen.steps[WARM_UP:])
-    in_micro_steps = ms["perf/data_ms"] + ms["perf/forward_ms"] + ms["perf/backward_ms"] - ms["perf/reduce_ms"]
-    first_s = seen.steps[0]["perf/step_ms"] / 1e3
-    return Sample(
-        start_s=seen.start_s - first_s,
-        first_s=first_s,
-        step_s=ms["perf/step_ms"] / 1e3,
-        micro_s=in_micro_steps / micro_steps / 1e3,
-        micro_steps=micro_steps,
-    )
+
+
+def _save(directory: Path, cfg: Config, effective: Effective) -> None:
+    run_dir.save_config(directory, cfg)
+    save_effective(directory, effective)
 
 
 def pace(seen: Sample, cfg: Config, plan: RunPlan) -> Pace:

@@ -88,12 +88,14 @@ def _of_a_collective(error: RuntimeError) -> bool:
 def _missing(store: dist.Store, rank: Rank) -> list[int]:
     """Return the ranks that do not report, within `ANSWER_S`, that the collective failed for them too."""
     deadline = time.monotonic() + ANSWER_S
-    missing = list(range(rank.world_size))
     try:
         store.set(f"failed/{rank.rank}", "")
-        while missing and time.monotonic() < deadline:
+        failed = store.add("failures", 1)
+        while failed < rank.world_size and time.monotonic() < deadline:  # one message at a time, at any number of ranks
             time.sleep(0.1)
-            missing = [r for r in missing if not store.check([f"failed/{r}"])]
+            failed = store.add("failures", 0)
+        if failed == rank.world_size:
+            return []
+        return [r for r in range(rank.world_size) if not store.check([f"failed/{r}"])]
     except RuntimeError:
         return [0]  # under srun rank 0 hosts the store
-    return missing

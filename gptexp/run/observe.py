@@ -7,7 +7,7 @@ import statistics
 import subprocess
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -35,26 +35,41 @@ def observe(command: Sequence[str], directory: Path, steps: int, env: dict[str, 
 
     Raises `UserError` with the end of the run's output if the run fails.
     """
+    return observe_together([(command, directory)], steps, env)[0]
+
+
+def observe_together(
+    runs: Sequence[tuple[Sequence[str], Path]], steps: int, env: dict[str, str] | None = None
+) -> list[Observed]:
+    """`observe` for several runs at the same time. None is killed before each has logged `steps` steps."""
     started = time.time()
-    log = directory.with_name(f"{directory.name}.log")
-    with ended_in_order(), log.open("w") as output:
-        run = subprocess.Popen(
-            command,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **(env or {})},
-            start_new_session=True,  # Ctrl-C reaches only this process, which then kills the run
-            preexec_fn=partial(at_parents_death, signal.SIGKILL),
-        )
-        try:
-            while len(events := _steps(directory / run_dir.METRICS)) < steps:
-                if run.poll() is not None:
-                    said = log.read_text().strip()[-2000:]
-                    raise UserError(f"the run ended early (exit code {run.returncode}): {said}")
-                time.sleep(0.05)
-        finally:
-            _kill(run)
-    return Observed(events, events[0]["time"] - started)
+    with ended_in_order(), ExitStack() as ending:
+        processes = []
+        for command, directory in runs:
+            output = ending.enter_context(_log(directory).open("w"))
+            process = subprocess.Popen(
+                command,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **(env or {})},
+                start_new_session=True,  # Ctrl-C reaches only this process, which then kills the run
+                preexec_fn=partial(at_parents_death, signal.SIGKILL),
+            )
+            ending.callback(_kill, process)
+            processes.append(process)
+        while min(len(_steps(directory / run_dir.METRICS)) for _, directory in runs) < steps:
+            for process, (_, directory) in zip(processes, runs, strict=True):
+                if process.poll() is not None:
+                    said = _log(directory).read_text().strip()[-2000:]
+                    raise UserError(f"the run ended early (exit code {process.returncode}): {said}")
+            time.sleep(0.05)
+        events = [_steps(directory / run_dir.METRICS) for _, directory in runs]
+    return [Observed(of_run, of_run[0]["time"] - started) for of_run in events]
+
+
+def _log(directory: Path) -> Path:
+    """The file of what a run prints."""
+    return directory.with_name(f"{directory.name}.log")
 
 
 def _kill(run: "subprocess.Popen[bytes]") -> None:

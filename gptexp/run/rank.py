@@ -4,8 +4,11 @@ The config is the one saved in the run directory. Resumes from the newest checkp
 """
 
 import gc
+import json
 import math
+import platform
 import sys
+import time
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,7 +28,9 @@ from gptexp.config.vocabulary import with_vocab_size
 from gptexp.data.cache import downloads_dir
 from gptexp.data.downloads import downloaded
 from gptexp.data.hellaswag import VALIDATION, Example, read_examples
-from gptexp.data.loader import Dataset, build_dataset, val_bytes_per_token
+from gptexp.data.loader import Dataset, build_dataset, open_dataset, val_bytes_per_token
+from gptexp.data.prepare import is_prepared
+from gptexp.data.prepare import prepare as prepare_data
 from gptexp.data.tokenizer import load_tokenizer
 from gptexp.distributed.group import (
     PREPARATION,
@@ -102,6 +107,7 @@ from gptexp.training.step import TrainStep
 from gptexp.training.weight_average import WeightAverage
 
 WHOLE_SHARE = 0.5  # of the free memory of rank 0's host: a checkpoint that needs more is written in parts
+POLL_S = 0.2  # between two questions to the store
 
 
 def run_alone(cfg: Config, directory: Path, stop: StopRequest) -> int:
@@ -211,16 +217,42 @@ def prepare(job: Job) -> Prepared:
     for line in replace_unwritable_caches():
         if job.rank.local_rank == 0:
             warn(line)
+    store = None if job.rank.world_size == 1 else job.store or connect(job.rank)
     # Before the process group: a rank that waits for another to tokenise must not time out.
-    dataset = build_dataset(job.cfg)
+    dataset = build_dataset(job.cfg) if store is None else _dataset_of_node(job, store)
     examples = _examples(job, dataset)
     device = pick_device(job.cfg.train.device, job.rank)
-    if job.rank.world_size == 1:
+    if store is None:
         return Prepared(dataset, examples, device, None, None)
-    store = job.store or connect(job.rank)
     world = job.cfg.world
     group = init_process_group(job.rank, store, device, world.backend, world.timeout_s)
     return Prepared(dataset, examples, device, store, group)
+
+
+def _dataset_of_node(job: Job, store: dist.Store) -> Dataset:
+    """Open the data. The first rank of each node prepares them and tells the others where. Raises `DataError`.
+
+    Every rank would otherwise list the folders of the corpus and ask for the size of each file, on a file system that
+    all nodes share.
+    """
+    cfg, key = job.cfg, f"tokens of {platform.node()}"
+    told: dict[str, str | None] = {}
+    if job.rank.local_rank:
+        while not store.check([key]):  # not `wait`, in which a signal to stop would not be handled
+            time.sleep(POLL_S)
+        told = json.loads(store.get(key))
+        if error := told.get("error"):
+            raise DataError(error)
+    if told and is_prepared(train := Path(str(told["train"]))):
+        val = Path(told["val"]) if told["val"] else None
+    else:  # the first rank, or one of two nodes with one name, which may have caches of their own
+        try:
+            train, val = prepare_data(cfg.data)
+        except DataError as refusal:
+            store.set(key, json.dumps({"error": str(refusal)}))
+            raise
+        store.set(key, json.dumps({"train": str(train), "val": str(val) if val else None}))
+    return open_dataset(cfg.data, train, val, cfg.seq_len, cfg.train.seed, cfg.model.vocab_size)
 
 
 def _examples(job: Job, dataset: Dataset) -> list[Example]:
@@ -381,7 +413,7 @@ def _build_training(job: Job, prepared: Prepared, decision: Decision) -> Trainin
         load_checkpoint(path, parameters, optimizer, optim)
     elif decision.source is not None and (rank.is_main or parameters.split):
         load_first_weights(decision.source, parameters)  # if they are whole, `wrap` sends them to the other ranks
-    model = gpt if parameters.split else wrap(gpt, effective, cfg.train.reduction, rank, device)
+    model = gpt if parameters.split else wrap(gpt, effective, cfg.train.reduction, rank, device, cfg.world.comm)
     average = None
     if cfg.train.ema_half_life_tokens is not None:
         average = WeightAverage(parameters, cfg.train.ema_half_life_tokens)

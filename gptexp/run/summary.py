@@ -73,7 +73,8 @@ def start_lines(cfg: Config, directory: Path, effective: Effective, t: Training,
             else []
         ),
         f"world           {counted(plan.world_size, 'rank')}, {effective.local_world_size} on this node; "
-        f"reduction of gradients: {cfg.train.reduction}",
+        f"reduction of gradients: {cfg.train.reduction}"
+        + (f", sent as {cfg.world.comm}" if cfg.world.comm != "float32" else ""),
         f"noise scale     {_noise_scale(cfg, t)}",
         f"device          {effective.device_name}",
     ]

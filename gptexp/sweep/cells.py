@@ -21,7 +21,7 @@ from gptexp.config.branching import first_tokens, run_and_step
 from gptexp.config.compose import job_of, take_choices, to_config
 from gptexp.config.paths import config_flags
 from gptexp.config.rules import confounds_of
-from gptexp.config.schema import AUTO, Config, fields_of, result_deciding
+from gptexp.config.schema import AUTO, Config, fields_of, hashed, result_deciding
 from gptexp.config.vocabulary import NAMES, with_vocab_size
 from gptexp.data.prepare import count_ids, data_hash, prepare
 from gptexp.distributed.ranks import launcher_world_size
@@ -169,7 +169,7 @@ def cell_name(config: Config, swept: dict[str, str], directory: Path) -> str:
         others.pop("branch_from", None)
         if "branch_from" in values:
             values["branch_from"] = parent.short_name
-    identity = {**deciding, "data": _data_identity(config), "swept": others}
+    identity = {**hashed(deciding), "data": _data_identity(config), "swept": others}
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()[:8]
     existing = [path.name for path in directory.glob(f"*{digest}") if re.fullmatch(f"(.*-)?{digest}", path.name)]
     if existing:
@@ -270,7 +270,7 @@ def name_sweep(config: DictConfig) -> None:
     if config.sweep.name is not None:
         return
     swept = sorted(swept_keys(config))
-    deciding = result_deciding(job_of(config))
+    deciding = hashed(result_deciding(job_of(config)))
     fixed = {key: value for key, value in deciding.items() if not {key, key.split(".")[0]} & {*swept}}
     if "model" in swept:
         fixed.pop("optim.lr", None)  # each model file sets its own

@@ -206,7 +206,7 @@ class _Loop:
             timer=timer,
             stop=self.stop,
             small_gradients=self.small_gradients if self.is_measured(step) else None,
-            work_ms=self.work_ms,
+            work_ms=self.work_ms if self.is_logged(step.number) else None,
         )
         lr_factor = t.plan.schedule.lr_factor(step.tokens_before, step.batch.total_batch_size)
         noise = self.noise(step)

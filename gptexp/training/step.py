@@ -28,7 +28,7 @@ class Probe:
     timer: StepTimer | None = None  # times the phases
     stop: StopRequest | None = None  # read after the last micro-step: whether this rank should stop
     small_gradients: SmallGradients | None = None  # measures the gradients of the first micro-batches
-    work_ms: float = 0.0  # this rank's own work in the last logged step; the report sends it to all ranks
+    work_ms: float | None = None  # this rank's own work in the last logged step, which the report sends to all ranks
 
     def mark(self, phase: str) -> None:
         """End a phase of the step."""

@@ -28,7 +28,7 @@ class Numbers:
     fingerprint: int  # sum over the ranks, modulo 2^64
     small_sq_norm: float  # mean squared norm of one micro-batch's gradient; 0: not measured
     cosine: float  # mean over the ranks, of two micro-batches' gradients; NaN: a rank has only one
-    work_ms: list[float]  # of each rank
+    work_ms: list[float]  # of each rank; empty: not asked for
 
 
 class StepReport:
@@ -36,8 +36,8 @@ class StepReport:
 
     Creating it queues the reduction and the copy to the host; `read` waits for them. One small all-reduce of float32
     carries everything: the loss, the two numbers of `small_gradients`, whether the gradient norm is non-finite, one
-    flag per reason to stop, the fingerprint as eight bytes, whose sums over the ranks are exact integers, and the
-    `work_ms` of each rank in an element of its own.
+    flag per reason to stop, the fingerprint as eight bytes, whose sums over the ranks are exact integers, and in a step
+    that is logged the `work_ms` of each rank, in an element of its own.
     """
 
     def __init__(
@@ -47,12 +47,14 @@ class StepReport:
         fingerprint: int,
         stop_flags: list[float],
         small_gradients: Tensor | None = None,
-        work_ms: float = 0.0,
+        work_ms: float | None = None,
     ) -> None:
         ranks = world_size()
-        work = [0.0] * ranks
-        work[rank_index()] = work_ms
-        host = torch.tensor([*stop_flags, *fingerprint.to_bytes(8, "little"), *work], dtype=torch.float32)
+        host = torch.tensor([*stop_flags, *fingerprint.to_bytes(8, "little")], dtype=torch.float32)
+        if work_ms is not None:
+            work = torch.zeros(ranks)
+            work[rank_index()] = work_ms
+            host = torch.cat([host, work])
         if loss.is_cuda:
             host = host.pin_memory()
         norm = grad_norm.detach().reshape(1).float()

@@ -41,6 +41,7 @@ def test_ranks_that_do_not_answer_within_the_timeout_are_named(
     store, cfg = torch.distributed.HashStore(), compose(["world.timeout_s=7"])
     for rank in there:  # these ranks answer: they have failed too
         store.set(f"failed/{rank}", "")
+        store.add("failures", 1)
     effective = resolve(cfg, torch.device("cpu"), Rank(), None)
     job = Job(cfg, tmp_path, Rank(0, 4), StopRequest())
     with pytest.raises(SilentRankError, match=line), faults.explained(job, store, effective, TrainState()):

@@ -1,0 +1,298 @@
+"""A thousand ranks in one process, with torch's fake process group: shares of the data, the plan, the start of a rank.
+
+The fake group computes nothing: a collective returns at once and leaves its tensors as they are.
+"""
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import ROOT, TINY, events, summary
+from real_runs import newest
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from gptexp.command.planning import plan
+from gptexp.config.compose import compose
+from gptexp.config.run_plan import plan_run
+from gptexp.data import loader
+from gptexp.data.loader import build_dataset, micro_batches, val_batches
+from gptexp.distributed import group
+from gptexp.distributed.ranks import Rank
+from gptexp.model.gpus import GPUS
+from gptexp.process.signals import StopRequest
+from gptexp.run import rank as rank_module
+from gptexp.run.build import wrap
+from gptexp.run.job import Job
+from gptexp.run.rank import run
+
+WORLDS = [1024, 4096]
+CPU = torch.device("cpu")
+
+
+def config_of(corpus: Path, world_size: int, *more: str) -> Any:
+    """`TINY` with one sequence for each rank in a step."""
+    kept = [o for o in TINY if not o.startswith("batch.")]
+    sizes = [f"batch.total_batch_size={16 * world_size}", "batch.micro_batch_size=1", f"world.size={world_size}"]
+    return compose([*kept, f"data.path={corpus}", *sizes, *more])
+
+
+@pytest.mark.parametrize(("world_size", "accumulation"), [(1024, 3), (4096, 1)])
+def test_every_sample_of_a_step_is_read_by_one_rank_and_shares_are_contiguous(
+    corpus: Path, world_size: int, accumulation: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cfg = config_of(corpus, world_size, f"batch.total_batch_size={16 * world_size * accumulation}")
+    dataset = build_dataset(cfg)
+    asked: list[int] = []
+
+    class Order:
+        seed = 0
+
+        def train_starts(self, samples: np.ndarray, seq_len: int) -> np.ndarray:
+            asked.extend(samples.tolist())
+            return 0 * samples
+
+    monkeypatch.setattr(loader, "fingerprint", lambda rows: 0)
+    dataset.order = Order()  # type: ignore[assignment]
+    steps = plan_run(cfg, 1)
+    second = steps.step(1, 16 * world_size * accumulation)
+    for rank in range(world_size):
+        assert len(list(micro_batches(dataset, [second], rank, CPU))) == accumulation
+    samples = world_size * accumulation
+    assert asked == list(range(samples, 2 * samples))  # in the order of the ranks, so each share is contiguous
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_every_validation_window_is_evaluated_by_one_rank(corpus: Path, world_size: int) -> None:
+    """Most ranks have none: the corpus has fewer windows than there are ranks."""
+    dataset = build_dataset(config_of(corpus, world_size))
+    windows = [x.shape[0] for rank in range(world_size) for x, _ in val_batches(dataset, 4, rank, world_size, CPU)]
+    assert (sum(windows), set(windows)) == (len(dataset.val_starts), {1})
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_a_plan_of_a_thousand_gpus_has_the_memory_of_two(world_size: int) -> None:
+    """Under DDP the memory of a rank depends on its own share of the batch alone."""
+
+    def planned(size: int) -> dict[str, Any]:
+        batch = [f"batch.total_batch_size={size * 1024}", "batch.micro_batch_size=1", f"world.size={size}"]
+        return plan(compose(["model=gpt2", "train.max_tokens=1e10", *batch]), gpu=GPUS["h100"])
+
+    large, small = planned(world_size), planned(2)
+    assert large["memory_bytes"] == small["memory_bytes"]
+    assert (large["world_size"], large["grad_accum_steps"]) == (world_size, 1)
+
+
+class CountingStore(dist.Store):
+    """A store that counts the messages of one rank. Every other rank has done its part before it."""
+
+    def __init__(self, world_size: int, known: dict[str, bytes]) -> None:
+        super().__init__()
+        self.world_size, self.values = world_size, known
+        self.messages: Counter[str] = Counter()
+        self.keys = 0
+
+    def _count(self, kind: str, keys: int = 1) -> None:
+        self.messages[kind] += 1
+        self.keys += keys
+
+    def set(self, key: str, value: Any) -> None:
+        self._count("set")
+        self.values[key] = value.encode() if isinstance(value, str) else value
+
+    def get(self, key: str) -> bytes:
+        self._count("get")
+        return self.values[key]
+
+    def add(self, key: str, amount: int) -> int:
+        self._count("add")
+        return self.world_size
+
+    def check(self, keys: list[str]) -> bool:
+        self._count("check", len(keys))
+        return all(key in self.values for key in keys)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        self._count("wait", len(keys))
+        assert all(key in self.values for key in keys), keys
+
+
+def unreduced(_group: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    done.set_result(bucket.buffer())
+    return done
+
+
+@pytest.fixture
+def fake_group(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, CountingStore]]:
+    """Replace process groups by fake ones, and the store by one that counts. Yields the stores by world size."""
+    stores: dict[int, CountingStore] = {}
+    known: dict[str, bytes] = {}
+    init, new_group = dist.init_process_group, dist.new_group
+
+    def fake_init(_backend: str, *, rank: int, world_size: int, **_: Any) -> None:
+        init("fake", store=FakeStore(), rank=rank, world_size=world_size)
+
+    def connect(rank: Rank) -> dist.Store:
+        return stores.setdefault(rank.world_size, CountingStore(rank.world_size, known))
+
+    def fake_wrap(*args: Any) -> torch.nn.Module:
+        """The real one. The fake group's all-reduce has no result that DDP could take, so a hook returns it."""
+        ddp = wrap(*args)
+        assert isinstance(ddp, torch.nn.parallel.DistributedDataParallel)
+        ddp.register_comm_hook(None, unreduced)
+        return ddp
+
+    monkeypatch.setattr(rank_module, "wrap", fake_wrap)
+    monkeypatch.setattr(dist, "init_process_group", fake_init)
+    monkeypatch.setattr(dist, "new_group", lambda **_: new_group(backend="fake"))
+    monkeypatch.setattr(rank_module, "connect", connect)
+    monkeypatch.delenv("TORCH_GLOO_LAZY_INIT", raising=False)
+    yield stores
+    group.destroy_process_group()
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_a_rank_of_a_thousand_starts_trains_and_saves(
+    corpus: Path, tmp_path: Path, fake_group: dict[int, CountingStore], world_size: int
+) -> None:
+    cfg = config_of(corpus, world_size, "train.max_steps=2", "log.progress=lines")
+    assert run(Job(cfg, tmp_path / "run", Rank(0, world_size, 0, 8), StopRequest())) == 0
+    assert summary(tmp_path / "run")["status"] == "completed"
+    assert [event["tokens"] for event in events(tmp_path / "run", "step")] == [16 * world_size, 32 * world_size]
+    store = fake_group[world_size]
+    assert (sum(store.messages.values()), store.keys) == (4, 4)  # at any number of ranks
+
+
+class Opened:
+    """Files that this process opens and folders that it lists, below one folder, while `on`."""
+
+    def __init__(self) -> None:
+        self.on: Path | None = None
+        self.files: list[str] = []
+        self.folders: list[str] = []
+        sys.addaudithook(self._hook)  # it cannot be removed again
+
+    def _hook(self, event: str, args: tuple[Any, ...]) -> None:
+        if self.on is None or event not in ("open", "os.listdir", "os.scandir") or not isinstance(args[0], str | Path):
+            return
+        path = Path(args[0])
+        if self.on in path.parents or self.on == path:
+            (self.files if event == "open" else self.folders).append(str(path.relative_to(self.on)))
+
+
+@pytest.fixture(scope="module")
+def opened() -> Opened:
+    return Opened()
+
+
+def test_a_rank_that_is_not_the_first_of_its_node_lists_no_folder_and_reads_what_it_trains_on(
+    tmp_path: Path,
+    fake_group: dict[int, CountingStore],
+    opened: Opened,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a file system that all nodes share: the files of the corpus, the cache, and the run's directory."""
+    (tmp_path / "texts").mkdir()
+    for i in range(20):
+        (tmp_path / "texts" / f"{i}.txt").write_text("The cat sees fish.\n" * 200)
+    cfg = config_of(
+        tmp_path / "texts" / "*.txt", 1024, f"data.cache_dir={tmp_path / 'cache'}", "data.tokenizer=bytes",
+        "train.max_steps=1", "train.eval_every_tokens=0", "train.save_every_tokens=0",
+    )  # fmt: skip
+    agreed: list[Any] = []
+
+    def agree(decide: Any, rank: Rank, _group: object = None) -> Any:
+        if rank.is_main:
+            agreed.append(decide())
+        return agreed[0]
+
+    monkeypatch.setattr(rank_module, "agree", agree)
+    assert run(Job(cfg, tmp_path / "run", Rank(0, 1024, 0, 8), StopRequest())) == 0
+    for number, local, listed in ((8, 0, ["texts"]), (5, 5, [])):  # 8 is the first rank of the second node
+        opened.files, opened.folders, opened.on = [], [], tmp_path
+        try:
+            assert run(Job(cfg, tmp_path / "run", Rank(number, 1024, local, 8), StopRequest())) == 0
+        finally:
+            opened.on = None
+        assert opened.folders == listed
+        # The manifest, and the header and the ids of the one token file, each for three readers; 8 also checks them.
+        assert {Path(name).name for name in opened.files} == {"manifest.json", "tokens-00000.bin"}
+        assert len(opened.files) <= (8 if listed else 6)
+
+
+# Ranks as threads connect through one store, and wait for each other once. Prints the messages to the store.
+CONNECT = """
+import os, sys, threading
+from datetime import timedelta
+import torch.distributed as dist
+from gptexp.distributed import group
+from gptexp.distributed.ranks import Rank
+
+world_size = int(sys.argv[1])
+inner, lock, messages = dist.HashStore(), threading.Lock(), []
+
+class Store(dist.Store):
+    def count(self, name, *args):
+        with lock:
+            messages.append(name)
+        return getattr(inner, name)(*args)
+    def set(self, *args): return self.count("set", *args)
+    def get(self, *args): return self.count("get", *args)
+    def add(self, *args): return self.count("add", *args)
+    def wait(self, *args): return self.count("wait", *args)
+
+def connect(rank):
+    store = Store()
+    kept.append(store)
+    group._wait_for_all(store, world_size)
+    gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, world_size, timedelta(seconds=60))
+    kept.append(gloo)
+    gloo.barrier().wait()
+
+kept = []
+if world_size >= group.LAZY_FROM:
+    os.environ["TORCH_GLOO_LAZY_INIT"] = "1"
+threads = [threading.Thread(target=connect, args=(rank,)) for rank in range(world_size)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+print(len(messages), flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.e2e
+def test_the_messages_of_gloo_ranks_to_the_store_grow_as_w_log_w() -> None:
+    def messages(world_size: int) -> int:
+        command = [sys.executable, "-c", CONNECT, str(world_size)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, done.stderr
+        return int(done.stdout)
+
+    small, large = messages(group.LAZY_FROM), messages(2 * group.LAZY_FROM)
+    assert large / small < 2.4  # W² would be 4
+    assert messages(group.LAZY_FROM // 2) > small  # below, each rank asks for the addresses of all others
+
+
+@pytest.mark.e2e
+def test_ranks_that_connect_late_train_the_same_weights(
+    sabotage: Callable[[str, str], dict[str, str]], tiny: list[str], tmp_path: Path
+) -> None:
+    start = [sys.executable, "-m", "gptexp", "train", *tiny, "world.size=2"]
+    env = sabotage("gptexp.distributed.group", "m.LAZY_FROM = 2")
+    for directory, environment in (("late", env), ("early", dict(os.environ))):
+        command = [*start, f"hydra.run.dir={directory}"]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, done.stderr
+    weights = [(newest(tmp_path / run) / "model.safetensors").read_bytes() for run in ("late", "early")]
+    assert weights[0] == weights[1]
