@@ -10,9 +10,11 @@ from typing import Any
 
 from gptexp.command import from_init
 from gptexp.command.hydra_main import spelled_out, state_of
-from gptexp.config.compose import composition, hydra_engine, is_multirun, is_sweep, to_config
+from gptexp.config.compose import compose, composition, hydra_engine, is_multirun, is_sweep, to_config
 from gptexp.config.describe import answer_help
+from gptexp.config.paths import folders, options
 from gptexp.config.schema import AUTO, Config
+from gptexp.config.vocabulary import VOCAB_SIZES, padded, with_vocab_size
 from gptexp.distributed.ranks import launcher_world_size
 from gptexp.model.gpus import GPUS, Gpu
 from gptexp.model.networks import GPUS_PER_NODE, NETWORKS
@@ -35,6 +37,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help=what)
     parser.add_argument("-m", "--multirun", action="store_true", help="plan every cell of a sweep")
     parser.add_argument("--json", action="store_true", help="print JSON, for scripts")
+    what = "print which models fit the GPU of device=GPU (h100 if it is left out), at which number of ranks"
+    parser.add_argument("--models", action="store_true", help=what)
     parser.add_argument("--time", action="store_true", help="also train a few steps, and estimate the duration")
     parser.add_argument(
         "--network", choices=NETWORKS, help="of the nodes; default: that of NVIDIA's nodes with the GPU"
@@ -57,6 +61,9 @@ def main(argv: list[str] | None = None) -> None:
         raise ConfigError(f"{given}: only device=GPU and --time predict how long ranks wait; give one of them")
 
     from_init.register()
+    if args.models:
+        _print_models(overrides, args.config_dir, gpu or GPUS["h100"], args.json)
+        return
     with hydra_engine(args.config_dir) as engine:
         multirun = args.multirun or is_multirun(overrides)
         composed = composition(engine, overrides, args.config_dir, multirun, args.config_name)
@@ -79,6 +86,18 @@ def main(argv: list[str] | None = None) -> None:
         print_sweep(grid, args.time, args.json, asked)
     else:
         print_plan(config, args.time, args.json, asked)
+
+
+def _print_models(overrides: list[str], config_dir: str | None, gpu: Gpu, as_json: bool) -> None:
+    from gptexp.command.fitting import print_fitting
+
+    found = {}
+    for name in options(folders(config_dir))["model"]:
+        if name != "from_init":  # the sizes of other weights
+            config = compose([f"model={name}", f"{MICRO_BATCH}={AUTO}", *overrides], config_dir)
+            ids = VOCAB_SIZES.get(config.data.tokenizer, VOCAB_SIZES["gpt2"])
+            found[name] = with_vocab_size(config, padded(ids)) if config.model.vocab_size == AUTO else config
+    print_fitting(found, gpu, as_json)
 
 
 def _config(composed: Any, overrides: list[str], gpu: Gpu | None) -> Config:

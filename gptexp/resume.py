@@ -5,6 +5,7 @@ import os
 import sys
 from pathlib import Path
 
+from gptexp.config.schema import SHARDINGS
 from gptexp.distributed.ranks import ending_rank, launcher_rank
 from gptexp.process.signals import StopRequest, die_with_parent
 from gptexp.process.terminal import report_errors, run_verb
@@ -18,9 +19,7 @@ def main(argv: list[str] | None = None) -> int | None:
     parser = argparse.ArgumentParser(prog="gptexp resume", description=main.__doc__)
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     parser.add_argument("--world-size", type=int, metavar="N", help="number of ranks (default: as before)")
-    parser.add_argument(
-        "--sharding", choices=("none", "optimizer", "full"), help="what each rank has a part of (default: as before)"
-    )
+    parser.add_argument("--sharding", choices=SHARDINGS, help="what each rank has a part of (default: as before)")
     args = parser.parse_args(argv)
 
     from gptexp.command.start import resume

@@ -22,10 +22,11 @@ from gptexp.command.prediction import (
     predict,
 )
 from gptexp.config.branching import run_and_step
+from gptexp.config.rules import sharding_problems
 from gptexp.config.run_plan import RunPlan, plan_run
 from gptexp.config.scaling import effective_optim, lr_in_words
 from gptexp.config.schedule import asked_of_warmup, least_warmup_steps
-from gptexp.config.schema import AUTO, Config, memory_key
+from gptexp.config.schema import AUTO, SHARDINGS, Config, memory_key
 from gptexp.config.vocabulary import with_vocab_size
 from gptexp.data.prepare import count_ids, has_own_validation, prepared_dir
 from gptexp.data.split import split
@@ -150,6 +151,7 @@ def plan(cfg: Config, earlier: Effective | None = None, gpu: Gpu | None = None) 
     planned = {
         "parameters": count_parameters(cfg.model),
         "memory_bytes": {**asdict(memory), "peak": memory.peak},
+        "memory_by_sharding": _by_sharding(cfg, effective, world_size) if world_size > 1 else {},
         "tokens": p.tokens,
         "steps": p.steps,
         "ramp_steps": p.step_sizes.ramp_steps,
@@ -175,6 +177,17 @@ def plan(cfg: Config, earlier: Effective | None = None, gpu: Gpu | None = None) 
     if gpu is not None:
         planned |= _assumed(gpu, planned, effective.dtype.value)
     return {**planned, "warnings": [*refusals, *_warnings(planned, unknown)]}
+
+
+def _by_sharding(cfg: Config, effective: Effective, world_size: int) -> dict[str, int]:
+    """The bytes that a rank needs at the peak under each `world.sharding` that the other keys allow."""
+    found = {}
+    for sharding in SHARDINGS:
+        other = replace(cfg, world=replace(cfg.world, sharding=sharding))
+        if not any(sharding_problems(other, world_size)):
+            same = effective if sharding == cfg.world.sharding else replace(effective, reduce_every=None)
+            found[sharding] = estimate(other, same, world_size).peak
+    return found
 
 
 def _assumed(gpu: Gpu, planned: dict[str, Any], dtype: str) -> dict[str, Any]:
@@ -203,10 +216,11 @@ def _warnings(planned: dict[str, Any], unknown: str | None) -> Iterator[str]:
         )
     free, peak = planned.get("assumed", {}).get("memory_bytes"), planned["memory_bytes"]["peak"]
     if free is not None and peak > free:
+        fitting = [f"world.sharding={name}" for name, size in planned["memory_by_sharding"].items() if size <= free]
         yield (
             f"a rank needs about {peak / 2**30:.1f} GiB, and the {planned['effective']['device_name']} has "
-            f"{free / 2**30:.1f} GiB; use batch.micro_batch_size=auto, a smaller model or batch.seq_len, or "
-            "train.activation_checkpointing=true"
+            f"{free / 2**30:.1f} GiB; use {''.join(f'{one}, ' for one in fitting[:1])}batch.micro_batch_size=auto, a "
+            "smaller model or batch.seq_len, train.activation_checkpointing=true, or world.sharding=full on more ranks"
         )
 
 
@@ -273,6 +287,7 @@ def show(p: dict[str, Any]) -> None:
     for name, value in (
         ("parameters", f"{p['parameters']:,}"),
         ("memory", _memory_line(p["memory_bytes"])),
+        *([("by sharding", _sharding_line(p))] if p["memory_by_sharding"] else []),
         ("tokens", f"{p['tokens']:,} in {counted(p['steps'], 'step')} of {most}{p['total_batch_size']:,}{branched}"),
         *([("batch ramp", p["ramp"])] if p["ramp"] else []),
         (
@@ -311,9 +326,15 @@ def _memory_line(memory: dict[str, int]) -> str:
     parts = "weights, their average, optimizer state" if gib["average"] else "weights, optimizer state"
     return (
         f"about {gib['peak']:.2f} GiB on each rank: {state:.2f} {parts} and gradients, "
-        f"{gib['activations']:.2f} activations, {gib['loss']:.2f} loss"
+        + (f"{gib['gathered']:.2f} whole parameters, " if gib["gathered"] else "")
+        + f"{gib['activations']:.2f} activations, {gib['loss']:.2f} loss"
         + (f", {gib['fragmentation']:.2f} fragmentation" if gib["fragmentation"] else "")
     )
+
+
+def _sharding_line(p: dict[str, Any]) -> str:
+    each = [f"{name} {size / 2**30:.2f} GiB" for name, size in p["memory_by_sharding"].items()]
+    return f"{', '.join(each)} on each rank (world.sharding)"
 
 
 def _device_line(p: dict[str, Any]) -> str:

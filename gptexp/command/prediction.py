@@ -20,7 +20,7 @@ from gptexp.config.vocabulary import with_vocab_size
 from gptexp.distributed.ranks import count_cores
 from gptexp.machine.effective import Effective
 from gptexp.machine.network import recall
-from gptexp.model.allreduce import Network, buckets, waiting_s
+from gptexp.model.allreduce import Network, buckets, split_waiting_s, waiting_s
 from gptexp.model.flops import count_parameters, flops_per_token
 from gptexp.model.gpus import GPUS, Gpu
 from gptexp.model.networks import GPUS_PER_NODE, NETWORKS, OTHER_NETWORK, USUAL_NETWORK, WITHIN_NODE
@@ -119,12 +119,20 @@ def _at(
     compiled = effective.compile.value
     mib = max(LEAST_BUCKET_MIB, gradients_mib / BUCKETS) if compiled else LEAST_BUCKET_MIB
     found = buckets(cfg.model, cfg.seq_len, 2**20 * (mib if compiled else FIRST_BUCKET_MIB), 2**20 * mib)
-    waiting = 0.0
+    waiting, sequences = 0.0, total // cfg.seq_len
     if ranks > 1:
         element_bytes = 2 if cfg.world.comm == "bfloat16" else 4
-        waiting = waiting_s(found, ranks, network, hidden_s, element_bytes)
+        parameters = count_parameters(cfg.model)
+        if cfg.world.sharding == "full":
+            micro_steps, width = sequences // ranks // legal[-1], 2 if effective.dtype.value == "bfloat16" else 4
+            hidden = 0.0 if hidden_s == 0 else alone.micro_s * legal[-1] / size
+            reduced = micro_steps if effective.reduce_every == "micro_step" else 1
+            waiting = split_waiting_s(parameters, width, element_bytes, ranks, network, [hidden] * micro_steps, reduced)
+        else:
+            waiting = waiting_s(found, ranks, network, hidden_s, element_bytes)
+        if cfg.world.sharding == "optimizer":  # then each rank sends its updated parameters to all others
+            waiting += network.all_reduce_s(ranks, 4 * parameters) / 2
         waiting += network.all_reduce_s(ranks, REPORT_BYTES)
-    sequences = total // cfg.seq_len
     crowded = max(1.0, ranks * threads / cores) if on_cpu else 1.0
     step_s = crowded * (sequences // ranks * alone.micro_s / size + alone.once_s) + waiting
     one_rank_s = sequences * alone.micro_s / size + alone.once_s

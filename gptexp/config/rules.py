@@ -572,7 +572,8 @@ def _one_device(cfg: Config, world_size: int) -> Iterator[str]:
         yield f"train.device=mps: supports only one rank, not {world_size}; use world.size=1"
 
 
-def _sharding(cfg: Config, _: int) -> Iterator[str]:
+def sharding_problems(cfg: Config, _: int) -> Iterator[str]:
+    """What `world.sharding` cannot do."""
     given, name = f"world.sharding={cfg.world.sharding}", cfg.optim.name
     if cfg.world.sharding == "none":
         return
@@ -653,7 +654,7 @@ RULES: tuple[tuple[Callable[[Config, int], Iterator[str]], tuple[str, ...]], ...
     (_held_out, ("data.val_tokens", "data.val_ratio", "data.max_tokens", "data.val_path")),
     (_one_device, ("train.device", "world.size")),
     (_backend, ("world.backend", "train.device")),
-    (_sharding, ("world.sharding", "train.reduction", "optim.name", "train.eval_tasks")),
+    (sharding_problems, ("world.sharding", "train.reduction", "optim.name", "train.eval_tasks")),
     (_attention, ("train.attention", "train.device")),
     (_tensorboard, ("log.tensorboard",)),
     (_cache, ("data.cache_dir",)),

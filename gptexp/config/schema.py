@@ -25,6 +25,8 @@ HELLASWAG = "hellaswag"  # a value of train.eval_tasks
 PYTORCH_OPTIMIZER = "pytorch_optimizer"  # a package, of the extra gptexp[optim]
 LIMIT = 2**63  # exclusive upper bound of counts: torch and numpy have 64-bit integers
 
+SHARDINGS = ("none", "optimizer", "full")  # of world.sharding
+
 # The kernels of attention, each with the devices that have it.
 ATTENTION_DEVICES = {
     "cudnn": ("cuda",), "flash": ("cuda", "cpu"), "efficient": ("cuda",), "math": ("cuda", "cpu", "mps"),
@@ -342,7 +344,7 @@ class WorldConfig:
     timeout_s: float = _ruled(600.0, lambda v: 0 < v <= 1e6, "must be above 0, at most 1000000")  # seconds that a rank
     # waits for the others, in a collective or for the metrics of a step, before it fails
     max_restarts: int = _not_negative(0)  # number of times that a failed run is restarted
-    sharding: str = _choice("none", "optimizer", "full")  # what each rank has only a part of; none: nothing, by DDP;
+    sharding: str = _choice(*SHARDINGS)  # what each rank has only a part of; none: nothing, by DDP;
     # optimizer: the optimizer's state (ZeRO-1); full: also parameters and gradients, by FSDP2, a block at a time
     reduce_every: str = _choice(
         "auto", "step", "micro_step"

@@ -116,6 +116,21 @@ def _gradients(m: ModelConfig, seq_len: int) -> Iterator[tuple[int, float]]:
     yield vocabulary, 1.0
 
 
+def split_waiting_s(
+    parameters: int, whole_bytes: int, sent_bytes: int, ranks: int, network: Network, micro_s: list[float], reduced: int
+) -> float:
+    """Seconds for which a step of a split model waits (`world.sharding=full`).
+
+    In each micro-step, of `micro_s` seconds, the ranks gather all parameters of `whole_bytes` each for the forward and
+    for the backward pass; in the last `reduced` of them they also reduce gradients of `sent_bytes` each. Each of these
+    is half of an all-reduce, and hidden behind the computation of other blocks as far as that is long enough.
+    """
+    gather_s = network.all_reduce_s(ranks, whole_bytes * parameters) / 2
+    reduce_s = network.all_reduce_s(ranks, sent_bytes * parameters) / 2
+    plain = len(micro_s) - reduced
+    return sum(max(0.0, 2 * gather_s + (reduce_s if i >= plain else 0.0) - s) for i, s in enumerate(micro_s))
+
+
 def waiting_s(found: list[Bucket], ranks: int, network: Network, backward_s: float, element_bytes: int) -> float:
     """Seconds for which a step waits after its last backward pass, until all buckets are reduced.
 

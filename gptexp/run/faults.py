@@ -74,7 +74,7 @@ def _too_large(job: Job, effective: Effective, at_the_start: bool) -> UserError:
     or_auto = "" if cfg.batch.micro_batch_size == AUTO else " or auto"
     line = (
         f"batch.micro_batch_size={size}: a step needs more memory than this {effective.device} has free; use a smaller "
-        f"size{or_auto}, train.loss=chunked, or train.activation_checkpointing=true"
+        f"size{or_auto}, train.loss=chunked, train.activation_checkpointing=true, or world.sharding=full on more ranks"
     )
     again = f"gptexp resume {job.directory} continues from the newest checkpoint"
     return ConfigError(line) if at_the_start else MemoryExhaustedError(f"{line}; {again}")

@@ -49,7 +49,7 @@ def settle_micro_batch(cfg: Config, effective: Effective, device: torch.device, 
     if size is None:
         raise ConfigError(
             "batch.micro_batch_size=auto: not even one sequence fits this GPU; use a smaller model or batch.seq_len, "
-            "train.loss=chunked or train.activation_checkpointing=true"
+            "train.loss=chunked, train.activation_checkpointing=true, or several ranks with world.sharding=full"
         )
     return replace(
         effective,

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from gptexp.config.schema import ModelConfig
-from gptexp.model.allreduce import TREE, Bucket, Network, buckets, fit_ring, ring_s, waiting_s
+from gptexp.model.allreduce import TREE, Bucket, Network, buckets, fit_ring, ring_s, split_waiting_s, waiting_s
 from gptexp.model.flops import count_parameters
 from gptexp.model.gpt import GPT
 from gptexp.model.gpus import GPUS
@@ -128,6 +128,21 @@ def test_a_step_waits_for_what_the_backward_pass_has_not_hidden(backward_s: floa
     last = network.all_reduce_s(4, element_bytes * found[-1].elements)
     every = sum(network.all_reduce_s(4, element_bytes * b.elements) for b in found)
     assert last * 0.999 <= waiting <= every * 1.001
+
+
+def test_a_split_model_sends_its_parameters_twice_and_its_gradients_once() -> None:
+    """Without a latency its waiting is the bytes that a rank sends, as far as nothing hides them."""
+    network, ranks, parameters = Network(Link("", 0.0, 1e9), 8, None), 4, 1_000_000
+
+    def waits(micro_s: list[float], reduced: int) -> float:
+        return split_waiting_s(parameters, 2, 4, ranks, network, micro_s, reduced)
+
+    share = 3 / 4 * parameters / 1e9  # a rank has a quarter of what it gathers, and keeps a quarter of what it reduces
+    assert waits([0.0] * 3, reduced=1) == pytest.approx(share * (3 * 2 * 2 + 4))
+    assert waits([0.0] * 3, reduced=3) == pytest.approx(share * (3 * 2 * 2 + 3 * 4))
+    hidden = share * 3  # most of the gathering of each micro-step
+    assert waits([hidden] * 3, reduced=1) == pytest.approx(share * (3 * (4 - 3) + 4))
+    assert waits([1.0] * 3, reduced=3) == 0
 
 
 def test_every_gpu_has_its_links() -> None:
