@@ -218,12 +218,14 @@ TORCH_FREE = {
     "run/pool.py", "run/workloads.py",
 }  # fmt: skip
 WITH_TORCH = {
+    "command/fitting.py",
     "command/leader.py",
     "command/planning.py",
     "command/prediction.py",
     "data/loader.py",
     "storage/checkpoint.py",
     "storage/garbage.py",
+    "storage/sharded.py",
     "storage/weight_files.py",
 }  # exceptions in those folders
 

@@ -132,7 +132,7 @@ def save(directory: Path, content: Content, state: TrainState, keep: Keep, about
             _save({"optimizer": content.optimizer}, folder / "train.pt")
             _publish(folder, target, state, about or {})
     except (OSError, SafetensorError) as error:
-        raise _not_saved(target, error) from error
+        raise _not_saved(target, first_line(error)) from error
     prune(directory, keep)
     return target
 
@@ -160,10 +160,10 @@ def begin_to_save_parts(
 
     def publish(files: dict[str, list[Any]]) -> None:
         (unfinished / "state.json").write_text(text)
-        for name in ("state.json", sharded.METADATA):
+        for name in ("state.json", sharded.PARTS):
             files[name] = [(unfinished / name).stat().st_size, _sha256(unfinished / name)]
         (unfinished / MANIFEST).write_text(json.dumps(files, indent=1) + "\n")
-        for path in (unfinished / "state.json", unfinished / MANIFEST, unfinished):
+        for path in (*(unfinished / name for name in ("state.json", sharded.PARTS, MANIFEST)), unfinished):
             fsync(path)
         unfinished.rename(target)
         fsync(target.parent)
@@ -186,8 +186,8 @@ def begin_to_save_parts(
                 raise OSError(failure[0])
             if is_main:
                 prune(directory, keep)
-        except Exception as error:  # DCP's own, or that of a lost rank
-            done.set_exception(_not_saved(target, error))
+        except BaseException as error:  # DCP's own, which is not an `Exception`, or that of a lost rank
+            done.set_exception(_not_saved(target, sharded.cause_of(error)))
         else:
             done.set_result(target)
 
@@ -201,7 +201,7 @@ def refuse_a_full_disk(directory: Path, size: int) -> None:
         _make(directory)
         _refuse_a_full_disk(directory, size)
     except OSError as error:
-        raise _not_saved(directory, error) from error
+        raise _not_saved(directory, first_line(error)) from error
 
 
 def _make(directory: Path) -> None:
@@ -210,8 +210,8 @@ def _make(directory: Path) -> None:
         fsync(directory.parent)
 
 
-def _not_saved(path: Path, error: Exception) -> StorageError:
-    return StorageError(f"{path}: cannot be saved ({first_line(error)}); earlier ones are unchanged")
+def _not_saved(path: Path, why: str) -> StorageError:
+    return StorageError(f"{path}: cannot be saved ({why}); earlier ones are unchanged")
 
 
 def adopt(source: Path, directory: Path, about: dict[str, Any]) -> tuple[Path, TrainState]:
@@ -342,7 +342,7 @@ def remove_leftovers(directory: Path) -> None:
 def refuse_other_size(path: Path, parameters: int) -> None:
     """Raise `CheckpointError` unless checkpoint `path` has as many parameters, before a model of that size is built."""
     if sharded.is_sharded(path):
-        file, shapes = path / sharded.METADATA, sharded.shapes(path)
+        file, shapes = path / sharded.PARTS, sharded.shapes(path)
         found = sum(math.prod(shape) for name, shape in shapes.items() if name.startswith(sharded.MODEL))
     else:
         file = path / WEIGHTS
@@ -505,7 +505,7 @@ def _checked(path: Path, hashes: bool = True) -> TrainState:
     """
     name = MANIFEST
     try:
-        needed = ("state.json", sharded.METADATA) if sharded.is_sharded(path) else FILES
+        needed = ("state.json", sharded.PARTS) if sharded.is_sharded(path) else FILES
         if missing := [file for file in (MANIFEST, *needed) if not (path / file).is_file()]:
             raise CheckpointError(f"{missing[0]} is missing")
         files = read_json(path / MANIFEST)

@@ -1,6 +1,6 @@
 """The tensors of a checkpoint in one file for each rank, by torch.distributed.checkpoint (DCP).
 
-    checkpoints/step-00000050/.metadata        which part of which tensor is where
+    checkpoints/step-00000050/parts.json       which part of which tensor is where, in place of DCP's pickle
                               __0_0.distcp     the parts of rank 0; tensors in torch's format
                               __1_0.distcp     …
                               state.json, manifest.json as in any checkpoint
@@ -8,7 +8,8 @@
 Any number of ranks can read a checkpoint. Each reads the parts that it needs.
 """
 
-import pickle
+import json
+import math
 import re
 import warnings
 from collections.abc import Mapping
@@ -19,81 +20,47 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed import ProcessGroup
 
+from gptexp.process.errors import CheckpointError, first_line
+from gptexp.storage.reader import read_json
+
 if TYPE_CHECKING:  # importing it takes a second, and most runs need none of it
     from torch.distributed.checkpoint.metadata import Metadata
 
-from gptexp.process.errors import CheckpointError, first_line
-
-METADATA = ".metadata"
-MODEL, OPTIMIZER, AVERAGE = "model.", "optimizer.", "average."  # before the names of the tensors
+PARTS = "parts.json"
 PART = re.compile(r"__\d+_\d+\.distcp")
-_OF_METADATA = {  # module -> the classes and functions that the metadata consists of
-    "torch.distributed.checkpoint.metadata": (
-        "Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata", "MetadataIndex", "StorageMeta",
-        "_MEM_FORMAT_ENCODING",
-    ),
-    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
-    "torch.serialization": ("_get_layout",),
-    "torch": ("Size",),
-    "pathlib": ("PosixPath",),
-    "pathlib._local": ("PosixPath",),
-}  # fmt: skip
-
-
-class _Unpickler(pickle.Unpickler):
-    """Reads the metadata, and refuses a file that would run code."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if not is_dtype and name not in _OF_METADATA.get(module, ()):
-            raise pickle.UnpicklingError(f"{module}.{name} is no part of it")
-        return super().find_class(module, name)
+MODEL, OPTIMIZER, AVERAGE = "model.", "optimizer.", "average."  # before the names of the tensors
 
 
 def is_sharded(path: Path) -> bool:
     """Whether checkpoint `path` has one file for each rank."""
-    return (path / METADATA).exists()
-
-
-def _read_metadata(path: Path) -> "Metadata":
-    """Read which tensors checkpoint `path` has. Raises `CheckpointError` if the file is damaged, or would run code."""
-    from torch.distributed.checkpoint.metadata import Metadata
-
-    try:
-        with (path / METADATA).open("rb") as file:
-            metadata = _Unpickler(file).load()
-        if not isinstance(metadata, Metadata):
-            raise TypeError(f"{type(metadata).__name__} is not its type")
-    except Exception as error:  # pickle raises whatever the damaged bytes cause
-        raise CheckpointError(f"{path / METADATA}: cannot be read ({first_line(error)})") from None
-    return metadata
+    return (path / PARTS).exists()
 
 
 def shapes(path: Path) -> dict[str, torch.Size]:
-    """The shapes of the whole tensors in checkpoint `path`, by name."""
-    found = _read_metadata(path).state_dict_metadata
-    return {name: of.size for name, of in found.items() if hasattr(of, "size")}
+    """The shapes of the whole tensors in checkpoint `path`, by name. Raises `CheckpointError`."""
+    return {name: torch.Size(of["shape"]) for name, of in _described(path).items()}
 
 
 def read(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     """Read `tensors`, of which DTensors are parts, in place. Raises `CheckpointError` if a name or a shape differs."""
     from torch.distributed.checkpoint import FileSystemReader, load
 
-    class Reader(FileSystemReader):
-        def read_metadata(self, *_: Any, **__: Any) -> "Metadata":  # torch's would run code in it
-            return _read_metadata(path)
+    described = _described(path)
 
-    found = shapes(path)
+    class Reader(FileSystemReader):
+        def read_metadata(self, *_: Any, **__: Any) -> "Metadata":
+            return _metadata({name: described[name] for name in tensors})
+
     for name, tensor in tensors.items():
-        if found.get(name) != tensor.shape:
-            has = f"has the shape {tuple(found[name])}" if name in found else "is missing"
-            raise CheckpointError(f"{path / METADATA}: does not fit the model ({name} {has})")
+        if name not in described or torch.Size(described[name]["shape"]) != tensor.shape:
+            has = f"has the shape {tuple(described[name]['shape'])}" if name in described else "is missing"
+            raise CheckpointError(f"{path / PARTS}: does not fit the model ({name} {has})")
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # a single process reads all parts
             load(dict(tensors), storage_reader=Reader(path), no_dist=True)
-    except Exception as error:
-        raise CheckpointError(f"{path}: cannot be read ({first_line(error)})") from None
+    except BaseException as error:  # DCP's own type is not an `Exception`
+        raise CheckpointError(f"{path}: cannot be read ({cause_of(error)})") from None
 
 
 def write(folder: Path, tensors: Mapping[str, torch.Tensor], group: ProcessGroup) -> "Future[Any]":
@@ -103,7 +70,84 @@ def write(folder: Path, tensors: Mapping[str, torch.Tensor], group: ProcessGroup
     """
     from torch.distributed.checkpoint import FileSystemWriter, async_save
 
-    writer = FileSystemWriter(folder)  # it waits until the disk has the files
-    begun = async_save(dict(tensors), storage_writer=writer, process_group=group)
+    class Writer(FileSystemWriter):  # it waits until the disk has the files
+        def finish(self, metadata: "Metadata", results: list[list[Any]]) -> None:
+            places: dict[str, dict[tuple[int, ...], Any]] = {}
+            for result in (result for of_rank in results for result in of_rank):
+                places.setdefault(result.index.fqn, {})[tuple(result.index.offset)] = result.storage_data
+            described = {name: _description(of, places[name]) for name, of in metadata.state_dict_metadata.items()}
+            (folder / PARTS).write_text(json.dumps(described) + "\n")
+
+    begun = async_save(dict(tensors), storage_writer=Writer(folder), process_group=group)
     assert isinstance(begun, Future)
     return begun
+
+
+def cause_of(error: BaseException) -> str:
+    """The first line of an error, or of a rank's, if DCP has collected them. Raises what is no error, like Ctrl-C."""
+    failures = getattr(error, "failures", None)  # of its CheckpointException: rank -> (error, traceback)
+    if failures:
+        return first_line(next(iter(failures.values()))[0])
+    if not isinstance(error, Exception):
+        raise error
+    return first_line(error)
+
+
+def _description(tensor: Any, places: Mapping[tuple[int, ...], Any]) -> dict[str, Any]:
+    """A tensor's entry in the file. Each of its chunks is a block of the tensor, and bytes of a file."""
+    chunks = []
+    for chunk in tensor.chunks:
+        place = places[tuple(chunk.offsets)]
+        chunks.append(
+            {
+                "offsets": list(chunk.offsets),
+                "sizes": list(chunk.sizes),
+                "file": place.relative_path,
+                "at_byte": place.offset,
+                "bytes": place.length,
+            }
+        )
+    return {
+        "shape": list(tensor.size),
+        "dtype": str(tensor.properties.dtype).removeprefix("torch."),
+        "chunks": chunks,
+    }
+
+
+def _described(path: Path) -> dict[str, Any]:
+    """The content of `PARTS`. Raises `CheckpointError` if it is damaged."""
+    try:
+        found: dict[str, Any] = read_json(path / PARTS)
+        for of in found.values():
+            for chunk in of["chunks"]:
+                if not PART.fullmatch(chunk["file"]):
+                    raise ValueError(f"{chunk['file']} is no file of a checkpoint")
+            if sum(math.prod(chunk["sizes"]) for chunk in of["chunks"]) != math.prod(of["shape"]):
+                raise ValueError(f"the parts of a tensor of shape {of['shape']} are not all there")
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
+        raise CheckpointError(f"{path / PARTS}: cannot be read ({first_line(error)})") from None
+    return found
+
+
+def _metadata(described: Mapping[str, Any]) -> "Metadata":
+    """What DCP would have saved of these tensors."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+    from torch.distributed.checkpoint.metadata import (
+        ChunkStorageMetadata,
+        Metadata,
+        MetadataIndex,
+        StorageMeta,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+
+    tensors: dict[str, Any] = {}
+    places = {}
+    for name, of in described.items():
+        chunks = [ChunkStorageMetadata(torch.Size(c["offsets"]), torch.Size(c["sizes"])) for c in of["chunks"]]
+        properties = TensorProperties(getattr(torch, of["dtype"]))
+        tensors[name] = TensorStorageMetadata(properties, torch.Size(of["shape"]), chunks)
+        for number, chunk in enumerate(of["chunks"]):
+            index = MetadataIndex(name, torch.Size(chunk["offsets"]), number)
+            places[index] = _StorageInfo(chunk["file"], chunk["at_byte"], chunk["bytes"])
+    return Metadata(tensors, storage_data=places, storage_meta=StorageMeta())

@@ -1,0 +1,136 @@
+"""Checkpoints with one file for each rank: what is written is read, in any parts; a damaged one is refused."""
+
+import json
+import os
+import pickle
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from gptexp.process.errors import CheckpointError, StorageError
+from gptexp.storage import checkpoint, sharded
+from gptexp.storage.checkpoint import Keep, TrainState, begin_to_save_parts
+
+TENSORS = {
+    "model.wte.weight": torch.arange(40.0).view(8, 5),
+    "optimizer.wte.weight.exp_avg": torch.ones(8, 5),
+    "optimizer.wte.weight.step": torch.tensor(3.0),
+    "average.averaged_tokens": torch.tensor(7.0, dtype=torch.float64),
+}
+
+
+@pytest.fixture
+def group() -> Iterator[dist.ProcessGroup]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.new_group(backend="gloo")
+    dist.destroy_process_group()
+
+
+def saved(directory: Path, group: dist.ProcessGroup, step: int = 1, keep: int = 0) -> Path:
+    directory.mkdir(exist_ok=True)
+    state = TrainState(step=step, tokens=10 * step)
+    return begin_to_save_parts(directory, TENSORS, [{"step": 3}], state, Keep(keep), {"a": 1}, group).result(60)
+
+
+def test_what_is_written_is_read_whole_and_in_parts(tmp_path: Path, group: dist.ProcessGroup) -> None:
+    path = saved(tmp_path / "c", group)
+    whole = {name: torch.zeros_like(tensor) for name, tensor in TENSORS.items()}
+    sharded.read(path, whole)
+    assert all(torch.equal(whole[name], tensor) for name, tensor in TENSORS.items())
+    assert sharded.shapes(path) == {name: tensor.shape for name, tensor in TENSORS.items()}
+    mesh = init_device_mesh("cpu", (1,))
+    part = DTensor.from_local(torch.zeros(8, 5), mesh, [Shard(0)])
+    sharded.read(path, {"model.wte.weight": part})
+    assert torch.equal(part.to_local(), TENSORS["model.wte.weight"])
+    assert json.loads((path / "state.json").read_text())["counts"] == [{"step": 3}]
+    assert checkpoint.load_state(path).tokens == 10
+    assert checkpoint.about_run(path) == {"a": 1}
+
+
+def test_checkpoints_are_pruned_and_never_partly_there(tmp_path: Path, group: dist.ProcessGroup) -> None:
+    directory = tmp_path / "c"
+    for step in (1, 2, 3):
+        saved(directory, group, step, keep=2)
+    assert sorted(path.name for path in directory.iterdir()) == ["step-00000002", "step-00000003"]
+
+
+def test_a_failed_write_is_one_line_and_leaves_earlier_ones(
+    tmp_path: Path, group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = saved(tmp_path / "c", group)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "fsync", full)
+    with pytest.raises(StorageError, match=r"step-00000002: cannot be saved \(No space left on device\); earlier"):
+        saved(tmp_path / "c", group, 2)
+    assert checkpoint.load_latest(tmp_path / "c") is not None
+    assert checkpoint.newest(tmp_path / "c")[0] == path
+
+
+def rehash(path: Path) -> None:
+    files = {file.name: [file.stat().st_size, checkpoint._sha256(file)] for file in path.iterdir()}
+    files.pop("manifest.json")
+    (path / "manifest.json").write_text(json.dumps(files))
+
+
+class Bomb:
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[str]]:
+        return os.mkdir, ("exploded",)
+
+
+def described(path: Path, **changes: object) -> None:
+    content = json.loads((path / "parts.json").read_text())
+    content["model.wte.weight"]["chunks"][0] |= changes
+    (path / "parts.json").write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda path: (path / "parts.json").write_text("{"),
+        lambda path: (path / "parts.json").write_text('{"model.wte.weight": 3}'),
+        lambda path: described(path, file="../../../etc/passwd"),
+        lambda path: described(path, at_byte=10**9),
+        lambda path: described(path, sizes=[3, 3]),
+        lambda path: (path / "__0_0.distcp").write_bytes(b""),
+        lambda path: (path / "__0_0.distcp").write_bytes(pickle.dumps(Bomb()) * 50),
+    ],
+)
+def test_damage_is_refused_in_one_line_and_runs_no_code(
+    tmp_path: Path, group: dist.ProcessGroup, damage: Callable[[Path], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = saved(tmp_path / "c", group)
+    damage(path)
+    with pytest.raises(CheckpointError):
+        checkpoint.load_state(path)  # the hash differs
+    rehash(path)
+    with pytest.raises(CheckpointError, match=str(path)) as error:
+        list(checkpoint.read_weights(path, {"wte.weight": torch.Size((8, 5))}))
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "exploded").exists()
+
+
+@pytest.mark.parametrize(
+    ("shapes", "line"),
+    [
+        ({"wte.weight": (8, 6)}, "model.wte.weight has the shape (8, 5)"),
+        ({"wpe.weight": (8, 5)}, "wpe.weight is missing"),
+    ],
+)
+def test_another_model_is_refused(
+    tmp_path: Path, group: dist.ProcessGroup, shapes: dict[str, tuple[int, int]], line: str
+) -> None:
+    path = saved(tmp_path / "c", group)
+    with pytest.raises(CheckpointError) as error:
+        list(checkpoint.read_weights(path, {name: torch.Size(shape) for name, shape in shapes.items()}))
+    assert line in str(error.value)
+    with pytest.raises(CheckpointError, match=r"it has 40 parameters, not 41"):
+        checkpoint.refuse_other_size(path, 41)
