@@ -284,7 +284,7 @@ def kills(
             cfg = replace(cfg, train=replace(cfg.train, save_as=draw.choice(("whole", "sharded"))))
         pids = start(cfg, directory, world_size, lambda rank: watch(pulse, rank))
         if delivered == count:
-            code = max(map(abs, reap(pids, PATIENCE_S)))
+            code = max(map(abs, reap(pids, 10 * PATIENCE_S)))
             if code:
                 break
             continue
