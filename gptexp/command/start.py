@@ -1,18 +1,23 @@
 """Starts or resumes a run with a frozen config: one rank in this process, several in new ones."""
 
+import sys
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from gptexp.config import rules
 from gptexp.config.schema import Config
-from gptexp.distributed.ranks import launcher_rank
+from gptexp.distributed.ranks import ending_rank, launcher_rank
 from gptexp.process.errors import ConfigError
 from gptexp.process.signals import StopRequest
-from gptexp.process.terminal import reserve_stdout, say
+from gptexp.process.terminal import report_errors, reserve_stdout, say
 from gptexp.run.pool import require_devices
 from gptexp.run.scoring import require_tasks
 from gptexp.storage import run_dir
 from gptexp.storage.continuation import check_free
+
+if TYPE_CHECKING:
+    from gptexp.command.leader import Leader  # imports torch
 
 
 def start(config: Config, directory: Path, stop: StopRequest) -> int:
@@ -31,12 +36,30 @@ def start(config: Config, directory: Path, stop: StopRequest) -> int:
 
 
 def resume(directory: Path, world_size: int | None, stop: StopRequest) -> int:
-    """Resume the run in `directory`, on `world_size` ranks if given. Returns the exit code."""
-    if launcher_rank() is not None:
-        raise ConfigError(
-            f"gptexp resume {directory}: starts its own ranks; under a launcher use gptexp train with the run's "
-            f"overrides and hydra.run.dir={directory}"
-        )
+    """Resume the run in `directory`, on `world_size` ranks if given. Returns the exit code.
+
+    Under a launcher this process is a rank, and ends here. Every rank has to call it.
+    """
+    rank = launcher_rank()
+    if rank is None:
+        return _resume(directory, world_size, stop)
+    if world_size not in (None, rank.world_size):
+        raise ConfigError(f"--world-size={world_size}: the launcher started {rank.world_size} ranks; leave it out")
+    from gptexp.command.leader import Leader, follow  # imports torch
+
+    with ending_rank():
+        if not rank.is_main:
+            follow(stop, rank)
+        with report_errors():
+            leader = Leader(stop, rank)
+            try:
+                sys.exit(_resume(directory, rank.world_size, stop, leader))
+            finally:
+                leader.finish()
+
+
+def _resume(directory: Path, world_size: int | None, stop: StopRequest, leader: "Leader | None" = None) -> int:
+    """Check the run and train it: on ranks that it starts, or with those of `leader`."""
     directory = directory.absolute()
     config = run_dir.load_config(directory)
     if world_size is not None:
@@ -50,7 +73,8 @@ def resume(directory: Path, world_size: int | None, stop: StopRequest) -> int:
         say(f"gptexp: {directory}: this run is completed; nothing to do")
         return 0
     require_tasks([config])
-    require_devices([config])
+    if leader is None:  # under a launcher, other nodes may have the devices
+        require_devices([config])
     with run_dir.held(directory):
         run_dir.save_config(directory, config)
-        return start(config, directory, stop)
+        return leader.run(config, directory) if leader is not None else start(config, directory, stop)
