@@ -38,6 +38,7 @@ _FOREIGN = (
     "GPTEXP_",
     "HYDRA_",
     "OMP_",
+    "RAY_",
     "COLUMNS",
     "LINES",
 )

@@ -67,10 +67,10 @@ class RayLauncher(CellLauncher):
         """Connect to the cluster. Raises `ConfigError` if it cannot be used, or can never hold one of the cells."""
         if launcher_rank() is not None:
             raise ConfigError("hydra/launcher=ray: starts the ranks itself; start it outside of torchrun and srun")
-        for key, value in AMOUNTS.items():
+        for key in AMOUNTS:
             amount = self.remote.get(key)
             if amount is not None and (not isinstance(amount, int | float) or amount < 0):
-                raise ConfigError(f"hydra.launcher.ray.remote.{key}={amount}: must be a number, 0 or above ({value})")
+                raise ConfigError(f"hydra.launcher.ray.remote.{key}={amount}: must be a number, 0 or above")
         self.address = self.init.get("address") or os.environ.get(ADDRESS) or "local"
         self.ray = connect(self.address, self.init)
         for config in configs:
@@ -159,17 +159,17 @@ def connect(address: str, arguments: Mapping[str, Any]) -> Any:
 
     Raises `ConfigError` in one line if that fails.
     """
+    if address.startswith("ray://"):
+        raise ConfigError(
+            f"{ADDRESS}={address}: Ray Client is not supported; start the command on a node of the cluster, with "
+            "auto or HOST:PORT"
+        )
     for name, value in RAY_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     try:
         import ray
     except ImportError:
         raise ConfigError("hydra/launcher=ray: not installed; pip install 'gptexp[ray]'") from None
-    if address.startswith("ray://"):
-        raise ConfigError(
-            f"{ADDRESS}={address}: Ray Client is not supported; start the command on a node of the cluster, with "
-            "auto or HOST:PORT"
-        )
     _refuse_silent(address)
     here = {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES} if address == "local" else {}
     quietly = {"log_to_driver": False, "logging_level": logging.CRITICAL}
