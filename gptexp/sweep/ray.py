@@ -204,8 +204,7 @@ def _refuse_silent(address: str) -> None:
 @contextmanager
 def quiet() -> Iterator[None]:
     """Discard what is written to stdout and stderr meanwhile, also by Ray's C++ code."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    _flush()
     kept = [os.dup(number) for number in (1, 2)]
     with tempfile.TemporaryFile() as sink:
         for number in (1, 2):
@@ -213,12 +212,16 @@ def quiet() -> Iterator[None]:
     try:
         yield
     finally:
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError):
-                stream.flush()
+        _flush()
         for number, copy in zip((1, 2), kept, strict=True):
             os.dup2(copy, number)
             os.close(copy)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):
+            stream.flush()
 
 
 class NodeProcess:
@@ -315,7 +318,7 @@ class RayCell:
 
             self.group = self.ray.util.placement_group([launcher.needs(config)] * size, strategy="PACK")
             places = [PlacementGroupSchedulingStrategy(self.group, index) for index in range(size)]
-            self.actors = [actor.options(**options, scheduling_strategy=place).remote() for place in places]
+            self.actors = [actor.options(**{**options, "scheduling_strategy": place}).remote() for place in places]
         self.runs = False  # whether the actors have places and run the cell
         self.free_again = False  # whether the cell waits for the end of an attempt whose node has died
         self.answers: dict[int, Any] = {}  # number of an actor -> what it has answered, None if its node has died
@@ -344,14 +347,14 @@ class RayCell:
         try:
             self._collect()
         except Exception as error:  # an actor cannot be made or fails: no death of a node, so no second attempt
-            self._fail(" ".join(str(error).split())[:500])
+            self._fail(f"Ray: {str(error).strip().splitlines()[-1]}")  # the last line of its traceback
             return
-        if self.asked:
+        if None in self.answers.values() and not (self.runs and self.asked):
+            self._start_again()
+        elif self.asked:
             if time.monotonic() > self.kill_at:
                 self.kill_at = math.inf
                 self._signal(signal.SIGKILL)
-        elif None in self.answers.values():
-            self._start_again()
         elif self.runs:
             self._end(self.failure or 0)
         else:

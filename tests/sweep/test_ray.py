@@ -51,6 +51,7 @@ class Nodes:
 @pytest.fixture
 def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Nodes]:
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    monkeypatch.setenv("RAY_worker_niceness", "0")  # not 15: other tests run at the same time
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as folder:
         monkeypatch.setenv("RAY_TMPDIR", folder)  # short: the path of a socket has at most 107 characters
         Path(folder, "ray").mkdir()
@@ -122,7 +123,7 @@ def test_a_sweep_that_loses_a_node_has_the_results_of_one_on_this_machine(
     nodes: Nodes, start: Start, gptexp: Gptexp, tiny: list[str], tmp_path: Path
 ) -> None:
     other, cells = nodes.add(), tmp_path / "outputs" / "ray"
-    lengths = ["train.max_tokens=65536", "train.max_steps=null", "train.save_every_tokens=8192"]
+    lengths = ["train.max_tokens=32768", "train.max_steps=null", "train.save_every_tokens=4096"]
     swept = ["optim.lr=1e-3,2e-3,4e-3", "batch.total_batch_size=64,128"]
     grid = ["train", "-m", *tiny, *FAST, *lengths, *swept]
     process = start(*grid, ON_RAY, "sweep.name=ray")
@@ -130,14 +131,16 @@ def test_a_sweep_that_loses_a_node_has_the_results_of_one_on_this_machine(
     nodes.kill(other)
     out, err = process.communicate(timeout=240)
     assert process.returncode == 0, err
-    assert re.fullmatch(r"gptexp: lr=\S+: its node has died; starting again from its newest checkpoint\n", err)
+    died = [line for line in err.splitlines() if not line.startswith("tokenised text")]
+    assert len(died) == 1, err
+    assert died[0].endswith(": its node has died; starting again from its newest checkpoint")
+    assert "aylet" not in out  # no message of Ray
     assert out.count("--- completed") == len(runs(cells)) == 6
     here = gptexp(*grid, "sweep.parallel=2", "sweep.name=here", timeout=400)
     assert here.returncode == 0, here.stderr
     assert steps_of(cells) == steps_of(tmp_path / "outputs" / "here")
     assert results(cells) == results(tmp_path / "outputs" / "here")
-    resumed = [directory for directory in runs(cells) if "resum" in (directory / "output.log").read_text()]
-    assert len(resumed) == 1
+    assert sorted(len(events(directory, "start")) for directory in runs(cells)) == [1] * 5 + [2]
 
 
 @pytest.mark.e2e
@@ -158,7 +161,8 @@ def test_a_sweep_follows_a_growing_cluster_and_survives_its_command(
     killed.kill()
     out, err = killed.communicate()
     assert "2 of 2 begins on Ray: seed=2" in out
-    assert err == ""
+    assert err.startswith("tokenised text") or not err
+    assert err.count("\n") <= 1  # no message of Ray
     wait_until_free(runs(cells))  # Ray ends the cells
 
     before = [len(events(directory, "step")) for directory in (first, waiting)]
