@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from conftest import events, processes_of, runs, summary, wait_for
 from sweeps import report_of, wait_until_free
@@ -24,7 +25,6 @@ from gptexp.sweep.ray import RayLauncher, connect
 
 Gptexp = Callable[..., subprocess.CompletedProcess[str]]
 Start = Callable[..., subprocess.Popen[str]]
-Sabotage = Callable[[str, str], dict[str, str]]
 
 needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="no Ray; pip install 'gptexp[ray]'")
 ON_RAY = "hydra/launcher=ray"
@@ -40,8 +40,8 @@ class Nodes:
         self.arguments = {"num_cpus": 1, "object_store_memory": 80_000_000, "include_dashboard": False}
         self.cluster = Cluster(True, head_node_args=self.arguments)
 
-    def add(self) -> Any:
-        return self.cluster.add_node(**self.arguments)
+    def add(self, **more: Any) -> Any:
+        return self.cluster.add_node(**self.arguments, **more)
 
     def kill(self, node: Any) -> None:
         """Kill the processes of a node, as if the machine had lost power."""
@@ -52,6 +52,7 @@ class Nodes:
 def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Nodes]:
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
     monkeypatch.setenv("RAY_worker_niceness", "0")  # not 15: other tests run at the same time
+    monkeypatch.setenv("RAY_raylet_start_wait_time_s", "120")
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as folder:
         monkeypatch.setenv("RAY_TMPDIR", folder)  # short: the path of a socket has at most 107 characters
         Path(folder, "ray").mkdir()
@@ -124,7 +125,7 @@ def test_a_sweep_that_loses_a_node_has_the_results_of_one_on_this_machine(
 ) -> None:
     other, cells = nodes.add(), tmp_path / "outputs" / "ray"
     lengths = ["train.max_tokens=32768", "train.max_steps=null", "train.save_every_tokens=4096"]
-    swept = ["optim.lr=1e-3,2e-3,4e-3", "batch.total_batch_size=64,128"]
+    swept = ["optim.lr=4e-3,2e-2,1e-1", "batch.total_batch_size=64,128"]
     grid = ["train", "-m", *tiny, *FAST, *lengths, *swept]
     process = start(*grid, ON_RAY, "sweep.name=ray")
     wait_for(lambda: sum(trains(path) for path in runs(cells)) == 2, process, 240)
@@ -140,7 +141,9 @@ def test_a_sweep_that_loses_a_node_has_the_results_of_one_on_this_machine(
     assert here.returncode == 0, here.stderr
     assert steps_of(cells) == steps_of(tmp_path / "outputs" / "here")
     assert results(cells) == results(tmp_path / "outputs" / "here")
-    assert sorted(len(events(directory, "start")) for directory in runs(cells)) == [1] * 5 + [2]
+    assert out.count(": runs on ") == 7
+    [again] = [path for path in runs(cells) if out.count(f"{path.name}: runs on ") == 2]
+    assert summary(again)["wall_s"] < summary(again)["train_s"]  # the second attempt did not train all steps
 
 
 @pytest.mark.e2e
@@ -208,18 +211,70 @@ def test_a_cell_of_two_ranks_spans_two_nodes_and_outlives_one(
 @pytest.mark.e2e
 @needs_ray
 def test_a_cell_that_fails_is_reported_and_not_tried_again(
-    nodes: Nodes, gptexp: Gptexp, tiny: list[str], tmp_path: Path
+    nodes: Nodes, start: Start, gptexp: Gptexp, tiny: list[str], tmp_path: Path
 ) -> None:
-    """One diverges, one has a broken checkpoint; cells that no node can hold and nodes without the files."""
-    too_large = gptexp("train", "-m", *tiny, "train.seed=1,2", ON_RAY, "world.size=2")
-    assert too_large.returncode == 2
-    assert re.search(
-        r"world\.size=2: a cell needs CPU 2 in all; the 1 node of the cluster at \S+ have", too_large.stderr
-    )
-    assert not (tmp_path / "outputs").exists()
     cells = tmp_path / "outputs" / "s"
-    grid = ["train", "-m", *tiny, "optim.lr=1e-3,1e30", "optim.grad_clip=0", "sweep.name=s", ON_RAY]
-    done = gptexp(*grid)
-    print(done)
+    grid = ["train", "-m", *tiny, *FAST, "sweep.name=s", ON_RAY]
+    too_large = gptexp(*grid, "train.seed=1,2", "world.size=2")
+    assert too_large.returncode == 2
+    assert re.search(r"world\.size=2: a cell needs CPU 2 in all; the 1 node of the cluster at \S+ ", too_large.stderr)
+    assert "have room for 1 rank; add nodes" in too_large.stderr
+    other = gptexp(*grid, "train.seed=1,2", "+hydra.launcher.ray.remote.colour=red")
+    assert (other.returncode, other.stderr.count("\n")) == (2, 1)
+    assert "config error: hydra.launcher.ray.remote: Invalid option keyword colour for actors" in other.stderr
+    assert not cells.exists()
+
+    done = gptexp(*grid, "optim.lr=1e-3,1e30", "optim.grad_clip=0")
     assert done.returncode == 0, done.stderr
     assert sorted(summary(directory)["status"] for directory in runs(cells)) == ["completed", "diverged"]
+
+    # A node on which gptexp cannot be imported. Its cell fails at once, and is not started again.
+    folder = tmp_path / "broken" / "gptexp"
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").write_text("raise ImportError('gptexp is broken here')")
+    nodes.add(resources={"broken": 1}, env_vars={"PYTHONPATH": str(folder.parent)})
+    failed = gptexp(*grid, "train.seed=2", "hydra.launcher.ray.remote.resources={broken: 1}")
+    assert failed.returncode == 1
+    assert "Ray: ImportError: gptexp is broken here" in failed.stderr
+    assert "1 of 1 cell failed" in failed.stderr
+    assert "Traceback" not in failed.stderr
+
+    (tmp_path / "older").mkdir()
+    (tmp_path / "older" / "sitecustomize.py").write_text("import ray\nray.__version__ = '2.1.0'")
+    process = start(*grid, "train.seed=3", env={**os.environ, "PYTHONPATH": str(tmp_path / "older")})
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 2
+    assert "Version mismatch: The cluster was started with: Ray: " in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.e2e
+@needs_ray
+def test_a_cluster_of_this_machine_ends_with_its_command(
+    start: Start, tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After SIGKILL too. Its cell has ended then, and nothing of Ray is on the terminal."""
+    monkeypatch.setenv("HOME", str(tmp_path))  # Ray writes a token there
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        monkeypatch.setenv("RAY_TMPDIR", folder)
+        grid = ["train", "-m", *tiny, *FAST, "train.seed=1", "sweep.name=s", ON_RAY]
+        killed = start(*grid, "train.max_steps=100000", "train.save_every=100")
+        cells = tmp_path / "outputs" / "s"
+        wait_for(lambda: any(map(trains, runs(cells))), killed, 240)
+        assert of_ray(folder)
+        killed.kill()
+        killed.wait()
+        idle = start("watch", str(cells), "--port", "0")
+        wait_for(lambda: not of_ray(folder) and not any(map(processes_of, runs(cells))), idle)
+        done = start(*grid)
+        out, err = done.communicate(timeout=240)
+        assert (done.returncode, err) == (0, "")
+        assert [line[:4] for line in out.splitlines() if not line.startswith("completed")] == ["--- "] * 5
+        assert not of_ray(folder)
+
+
+def of_ray(folder: str) -> list[int]:
+    """The processes of a local cluster whose files are in `folder`."""
+    return [
+        process.pid for process in psutil.process_iter(["cmdline"]) if folder in " ".join(process.info["cmdline"] or [])
+    ]
