@@ -1,14 +1,18 @@
 """`gptexp resume RUN_DIR`: continue a run from its newest checkpoint."""
 
 import argparse
+import os
+import sys
 from pathlib import Path
 
-from gptexp.process.signals import StopRequest
-from gptexp.process.terminal import run_verb
+from gptexp.distributed.ranks import ending_rank, launcher_rank
+from gptexp.process.signals import StopRequest, die_with_parent
+from gptexp.process.terminal import report_errors, run_verb
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None) -> int | None:
     """Continue an unfinished run from its newest checkpoint."""
+    parent = os.getppid()
     stop = StopRequest()
     stop.install(ignore_sigint=False)  # before any slow import, as in `gptexp train`
     parser = argparse.ArgumentParser(prog="gptexp resume", description=main.__doc__)
@@ -18,7 +22,22 @@ def main(argv: list[str] | None = None) -> int:
 
     from gptexp.command.start import resume
 
-    return resume(args.run_dir, args.world_size, stop)
+    rank = launcher_rank()
+    if rank is None:
+        return resume(args.run_dir, args.world_size, stop)
+    die_with_parent(parent)  # as in `gptexp train`
+    with ending_rank():
+        from gptexp.command.leader import Leader, follow  # imports torch
+
+        if rank.is_main:
+            leader = Leader(stop, rank)
+            with report_errors():
+                try:
+                    sys.exit(resume(args.run_dir, args.world_size, stop, leader))
+                finally:
+                    leader.finish()
+        follow(stop, rank)
+    return None
 
 
 if __name__ == "__main__":

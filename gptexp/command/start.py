@@ -1,16 +1,19 @@
-"""Starts or resumes a run with a frozen config: one rank in this process, several in new ones."""
+"""Starts or resumes a run with a frozen config: one rank in this process, several in new ones.
 
-import sys
+Under a launcher the ranks exist already.
+"""
+
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gptexp.config import rules
 from gptexp.config.schema import Config
-from gptexp.distributed.ranks import ending_rank, launcher_rank
+from gptexp.distributed.ranks import launcher_world_size
 from gptexp.process.errors import ConfigError
 from gptexp.process.signals import StopRequest
-from gptexp.process.terminal import report_errors, reserve_stdout, say
+from gptexp.process.terminal import reserve_stdout, say
+from gptexp.process.words import counted
 from gptexp.run.pool import require_devices
 from gptexp.run.scoring import require_tasks
 from gptexp.storage import run_dir
@@ -35,31 +38,11 @@ def start(config: Config, directory: Path, stop: StopRequest) -> int:
     return run_alone(config, directory, stop)
 
 
-def resume(directory: Path, world_size: int | None, stop: StopRequest) -> int:
+def resume(directory: Path, world_size: int | None, stop: StopRequest, leader: "Leader | None" = None) -> int:
     """Resume the run in `directory`, on `world_size` ranks if given. Returns the exit code.
 
-    Under a launcher this process is a rank, and ends here. Every rank has to call it.
+    Under a launcher, `leader` trains with all of its ranks.
     """
-    rank = launcher_rank()
-    if rank is None:
-        return _resume(directory, world_size, stop)
-    if world_size not in (None, rank.world_size):
-        raise ConfigError(f"--world-size={world_size}: the launcher started {rank.world_size} ranks; leave it out")
-    from gptexp.command.leader import Leader, follow  # imports torch
-
-    with ending_rank():
-        if not rank.is_main:
-            follow(stop, rank)
-        with report_errors():
-            leader = Leader(stop, rank)
-            try:
-                sys.exit(_resume(directory, rank.world_size, stop, leader))
-            finally:
-                leader.finish()
-
-
-def _resume(directory: Path, world_size: int | None, stop: StopRequest, leader: "Leader | None" = None) -> int:
-    """Check the run and train it: on ranks that it starts, or with those of `leader`."""
     directory = directory.absolute()
     config = run_dir.load_config(directory)
     if world_size is not None:
@@ -67,6 +50,11 @@ def _resume(directory: Path, world_size: int | None, stop: StopRequest, leader: 
             raise ConfigError(f"--world-size={world_size}: must be 1 or above")
         config.world.size = world_size
     config.world.size = config.world.size or 1
+    if (started := launcher_world_size()) not in (None, config.world.size):
+        raise ConfigError(
+            f"world.size={config.world.size}: the launcher started {counted(started, 'rank')}; start "
+            f"{config.world.size}, or add --world-size {started}"
+        )
     rules.check(config, config.world.size)
     if check_free(directory, config) == "completed":
         reserve_stdout(config.log.progress)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -115,6 +116,23 @@ def test_ranks_of_torchrun_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="hydra/launcher=ray: starts the ranks itself; start it outside of torchrun"):
         RayLauncher({}).check([compose(["model=nano"])])
+
+
+def test_what_a_cell_asks_for_and_how_many_share_a_node() -> None:
+    """GPUs where the cluster has any. The cells of a node are counted by the resource that is used up first."""
+    launcher = RayLauncher({"remote": {"num_cpus": 4, "num_gpus": None, "resources": {"disk": 1}}})
+    two = compose(["model=nano", "world.size=2"])
+    node = {"NodeID": "a", "Alive": True, "Resources": {"CPU": 64.0, "GPU": 8.0, "disk": 5.0}}
+    dead = {"NodeID": "b", "Alive": False, "Resources": {}}
+    launcher.ray, launcher.address = SimpleNamespace(nodes=lambda: [node, dead]), "a:1"
+    assert launcher.needs(two) == {"CPU": 4, "GPU": 1, "disk": 1}
+    assert launcher.options(two, 2) == {"num_cpus": 8, "num_gpus": 2, "resources": {"disk": 2}}
+    assert launcher.cells_on("a", two, 2) == 2  # of five disks; for one rank on the node it is five
+    assert launcher.cells_on("a", two, 1) == 5
+    on_cpu = compose(["model=nano", "world.size=2", "train.device=cpu"])
+    assert launcher.needs(on_cpu) == {"CPU": 4, "disk": 1}
+    node["Resources"] = {"CPU": 64.0}
+    assert launcher.needs(two) == {"CPU": 4, "disk": 1}
 
 
 # --- on clusters -----------------------------------------------------------------------------------------------------
