@@ -60,25 +60,25 @@ class RayLauncher(CellLauncher):
     __module__ = PLUGINS
 
     def __init__(self, ray: Any) -> None:
-        given: Any = OmegaConf.to_container(OmegaConf.create(ray))
-        self.init, self.remote = ({**(given.get(part) or {})} for part in ("init", "remote"))
+        self.given = ray
 
     def check(self, configs: Sequence[Config]) -> None:
         """Connect to the cluster. Raises `ConfigError` if it cannot be used, or can never hold one of the cells."""
         if launcher_rank() is not None:
             raise ConfigError("hydra/launcher=ray: starts the ranks itself; start it outside of torchrun and srun")
-        for key in AMOUNTS:
-            amount = self.remote.get(key)
-            if amount is not None and (not isinstance(amount, int | float) or amount < 0):
-                raise ConfigError(f"hydra.launcher.ray.remote.{key}={amount}: must be a number, 0 or above")
+        self.init, self.remote = self._arguments("init"), self._arguments("remote")
+        for key in (*AMOUNTS, "max_retries"):
+            amount, least = self.remote.get(key), -1 if key == "max_retries" else 0
+            if amount is not None and (not isinstance(amount, int | float) or amount < least):
+                raise ConfigError(f"hydra.launcher.ray.remote.{key}={amount}: must be a number, {least} or above")
         self.address = self.init.get("address") or os.environ.get(ADDRESS) or "local"
         self.ray = connect(self.address, self.init)
-        for config in configs:
-            self._refuse_too_large(config)
         try:
             self.ray.remote(NodeProcess).options(**self.options(configs[0], 1))
         except (TypeError, ValueError) as error:
             raise ConfigError(f"hydra.launcher.ray.remote: {first_line(error)}") from None
+        for config in configs:
+            self._refuse_too_large(config)
         self.room = self.places(configs)
         if configs[0].sweep.parallel == AUTO:  # Optuna's `configs` are a few examples
             at_once = sum(self._ranks_on(node, configs[0]) for node in self.nodes()) // (configs[0].world.size or 1)
@@ -88,6 +88,16 @@ class RayLauncher(CellLauncher):
         """All cells, unless `sweep.parallel` sets a limit: Ray queues them, and follows the cluster as it changes."""
         parallel = configs[0].sweep.parallel
         return Places(parallel if isinstance(parallel, int) else max(1, len(configs)))
+
+    def _arguments(self, part: str) -> dict[str, Any]:
+        """Return the arguments in hydra.launcher.ray.PART."""
+        given = OmegaConf.select(OmegaConf.create({"ray": self.given}), f"ray.{part}")
+        found = OmegaConf.to_container(given) if OmegaConf.is_config(given) else given
+        if found is None:
+            return {}
+        if not isinstance(found, dict):
+            raise ConfigError(f"hydra.launcher.ray.{part}={found}: must be a mapping, for example {{num_cpus: 4}}")
+        return {str(name): value for name, value in found.items()}
 
     def run(self, cells: Any) -> int | None:
         try:

@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 import pytest
 from conftest import events, processes_of, runs, summary, wait_for
+from omegaconf import OmegaConf
 from sweeps import report_of, wait_until_free
 
 from gptexp.config.compose import compose
@@ -104,11 +105,19 @@ def test_an_address_without_a_cluster_is_refused_at_once() -> None:
         connect("nonsense", {})
 
 
-def test_a_wrong_amount_is_refused(gptexp: Gptexp, tiny: list[str], tmp_path: Path) -> None:
-    done = gptexp("train", "-m", *tiny, "train.seed=1,2", ON_RAY, "hydra.launcher.ray.remote.num_cpus=many")
-    assert done.returncode == 2
-    assert "config error: hydra.launcher.ray.remote.num_cpus=many: must be a number, 0 or above\n" in done.stderr
-    assert not (tmp_path / "outputs").exists()
+@pytest.mark.parametrize(
+    ("key", "value", "why"),
+    [
+        ("remote.num_cpus", "many", "must be a number, 0 or above"),
+        ("remote.max_retries", -2, "must be a number, -1 or above"),
+        ("remote", 4, "must be a mapping, for example {num_cpus: 4}"),
+    ],
+)
+def test_wrong_settings_are_refused(key: str, value: object, why: str) -> None:
+    settings = OmegaConf.create({"init": {}, "remote": {}})
+    OmegaConf.update(settings, key, value)
+    with pytest.raises(ConfigError, match=re.escape(f"hydra.launcher.ray.{key}={value}: {why}")):
+        RayLauncher(settings).check([compose(["model=nano"])])
 
 
 def test_ranks_of_torchrun_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,7 +129,8 @@ def test_ranks_of_torchrun_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_a_cell_asks_for_and_how_many_share_a_node() -> None:
     """GPUs where the cluster has any. The cells of a node are counted by the resource that is used up first."""
-    launcher = RayLauncher({"remote": {"num_cpus": 4, "num_gpus": None, "resources": {"disk": 1}}})
+    launcher = RayLauncher({})
+    launcher.remote = {"num_cpus": 4, "num_gpus": None, "resources": {"disk": 1}}
     two = compose(["model=nano", "world.size=2"])
     node = {"NodeID": "a", "Alive": True, "Resources": {"CPU": 64.0, "GPU": 8.0, "disk": 5.0}}
     dead = {"NodeID": "b", "Alive": False, "Resources": {}}
@@ -240,6 +250,8 @@ def test_a_cell_that_fails_is_reported_and_not_tried_again(
     other = gptexp(*grid, "train.seed=1,2", "+hydra.launcher.ray.remote.colour=red")
     assert (other.returncode, other.stderr.count("\n")) == (2, 1)
     assert "config error: hydra.launcher.ray.remote: Invalid option keyword colour for actors" in other.stderr
+    resources = gptexp(*grid, "train.seed=1,2", "hydra.launcher.ray.remote.resources=3")
+    assert (resources.returncode, resources.stderr.count("\n")) == (2, 1)
     assert not cells.exists()
 
     done = gptexp(*grid, "optim.lr=1e-3,1e30", "optim.grad_clip=0")
