@@ -39,6 +39,7 @@ _FOREIGN = (
     "GPTEXP_",
     "HYDRA_",
     "OMP_",
+    "RAY_",
     "COLUMNS",
     "LINES",
 )

@@ -25,6 +25,7 @@ FENCES = {
     "omegaconf": {"command", "config", "sweep"},
     "optuna": {"sweep/study.py"},
     "submitit": {"sweep/jobs.py"},
+    "ray": {"sweep/ray.py"},
     "wandb": {"loggers"},
     "tensorboard": {"loggers/tensorboard.py"},
     "wandb_workspaces": {"loggers/dashboard.py"},

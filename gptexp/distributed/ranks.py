@@ -16,7 +16,9 @@ from dataclasses import dataclass
 from gptexp.process.errors import EXIT_FAILED
 
 AT_ONCE = "GPTEXP_AT_ONCE"  # environment: number of runs that share this machine; a sweep sets it
-_LAUNCHERS = re.compile(r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT))$|TORCHELASTIC_")
+_LAUNCHERS = re.compile(
+    r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|SLURM_(PROCID|STEP_NUM_TASKS))$|TORCHELASTIC_"
+)
 CAUSE_FIRST_S = 2.0  # seconds that a failed rank waits, so that the launcher sees its failure before its peers'
 
 
@@ -57,6 +59,18 @@ def launcher_rank() -> Rank | None:
 def without_launcher(environ: Mapping[str, str]) -> dict[str, str]:
     """`environ` for a process that is no rank: libraries would join the ranks."""
     return {name: value for name, value in environ.items() if not _LAUNCHERS.match(name)}
+
+
+def rank_variables(rank: Rank, address: str, port: int) -> dict[str, str]:
+    """The variables that make a process `rank`, as torchrun sets them; rank 0 hosts the store at this address."""
+    return {
+        "RANK": str(rank.rank),
+        "WORLD_SIZE": str(rank.world_size),
+        "LOCAL_RANK": str(rank.local_rank),
+        "LOCAL_WORLD_SIZE": str(rank.local_world_size),
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(port),
+    }
 
 
 def launcher_world_size() -> int | None:

@@ -13,6 +13,7 @@ from hydra.core.plugins import Plugins
 from gptexp.sweep.cells import PLUGINS
 from gptexp.sweep.jobs import SubmititLauncher
 from gptexp.sweep.launchers import CellLauncher
+from gptexp.sweep.ray import RayLauncher
 from gptexp.sweep.sweepers import GridSweeper, OptunaSweeper, RandomSweeper
 
 
@@ -20,7 +21,7 @@ def register() -> None:
     """Register the plugins under the names that the files in conf/hydra/ use."""
     plugins = Plugins.instance()  # scans hydra_plugins, and must do so before the module below exists
     module = ModuleType(PLUGINS)
-    for plugin in (CellLauncher, SubmititLauncher, GridSweeper, RandomSweeper, OptunaSweeper):
+    for plugin in (CellLauncher, SubmititLauncher, RayLauncher, GridSweeper, RandomSweeper, OptunaSweeper):
         plugins.register(plugin)
         setattr(module, plugin.__name__, plugin)
     parent, _, child = PLUGINS.partition(".")

@@ -35,7 +35,7 @@ def test_each_verb_prints_help_without_importing_torch(light_server: ForkServer,
 def test_the_help_of_train_lists_commands_groups_and_keys(light_server: ForkServer, tmp_path: Path) -> None:
     train = light_server.ask(["train", "--help"], tmp_path)["stdout"]
     for what in ("gptexp train model=gpt2", "-m optim.lr=", "model           bytes, from_init, gpt2", "n_embd: ",
-                 "gptexp plan", "hydra/launcher  cells, submitit_local"):  # fmt: skip
+                 "gptexp plan", "hydra/launcher  cells, ray, submitit_local"):  # fmt: skip
         assert what in train
 
 

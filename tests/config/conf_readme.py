@@ -108,10 +108,13 @@ def _hydra_option(group: str, path: Path) -> str:
     if not keys:
         return rows[0]
     rows.append("| key | default | |\n|---|---|---|")
+    above: list[str] = []  # the keys that this line's key is below, each indented by two spaces more
     for line in keys:
         setting, _, meaning = line.partition("#")
         key, _, value = setting.partition(":")
-        rows.append(f"| `{group.replace('/', '.')}.{key}` | `{value.strip()}` | {_cell(meaning.strip())} |")
+        above[(len(key) - len(key.lstrip())) // 2 :] = [key.strip()]
+        name, default = ".".join([group.replace("/", "."), *above]), f"`{value.strip()}`" if value.strip() else ""
+        rows.append(f"| `{name}` | {default} | {_cell(meaning.strip())} |")
     return "\n".join(rows) + "\n"
 
 

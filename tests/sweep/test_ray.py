@@ -1,0 +1,310 @@
+"""Cells on a Ray cluster of two raylets, each with one CPU, which are killed, added and used up."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+from conftest import events, processes_of, runs, summary, wait_for
+from omegaconf import OmegaConf
+from sweeps import report_of, wait_until_free
+
+from gptexp.config.compose import compose
+from gptexp.process.errors import ConfigError
+from gptexp.sweep.ray import RayLauncher, connect
+
+Gptexp = Callable[..., subprocess.CompletedProcess[str]]
+Start = Callable[..., subprocess.Popen[str]]
+
+needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="no Ray; pip install 'gptexp[ray]'")
+ON_RAY = "hydra/launcher=ray"
+FAST = ["data.tokenizer=bytes", "model.vocab_size=320", "train.eval_every=0"]  # a step of milliseconds
+
+
+class Nodes:
+    """A head and further nodes of one CPU each, all on this machine; ports and files are its own."""
+
+    def __init__(self) -> None:
+        from ray.cluster_utils import Cluster
+
+        self.arguments = {"num_cpus": 1, "object_store_memory": 80_000_000, "include_dashboard": False}
+        self.cluster = Cluster(True, head_node_args=self.arguments)
+
+    def add(self, **more: Any) -> Any:
+        return self.cluster.add_node(**self.arguments, **more)
+
+    def kill(self, node: Any) -> None:
+        """Kill the processes of a node, as if the machine had lost power."""
+        self.cluster.remove_node(node, allow_graceful=False)
+
+
+@pytest.fixture
+def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Nodes]:
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    monkeypatch.setenv("RAY_worker_niceness", "0")  # not 15: other tests run at the same time
+    monkeypatch.setenv("RAY_raylet_start_wait_time_s", "120")
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        monkeypatch.setenv("RAY_TMPDIR", folder)  # short: the path of a socket has at most 107 characters
+        Path(folder, "ray").mkdir()
+        found = Nodes()
+        monkeypatch.setenv("RAY_ADDRESS", found.cluster.address)
+        yield found
+        found.cluster.shutdown()
+
+
+def steps_of(cells: Path) -> dict[str, list[tuple[int, float]]]:
+    """The losses of the steps of each cell."""
+    return {
+        directory.name: [(event["step"], event["train/loss"]) for event in events(directory, "step")]
+        for directory in runs(cells)
+    }
+
+
+def trains(directory: Path, after: int = 0) -> bool:
+    """Whether a run trains and has done more steps than `after`, and saved a checkpoint."""
+    saved = any((directory / "checkpoints").glob("step-*"))
+    return saved and len(events(directory, "step")) > after and bool(processes_of(directory))
+
+
+def results(cells: Path) -> dict[str, Any]:
+    """What a report says of a sweep, without times, paths and the name."""
+    report = report_of(cells)
+    arms = json.loads(re.sub(r'"(time|wall_s|train_s|tokens_per_s)": [^,}]*,?', "", json.dumps(report["arms"])))
+    return {"arms": arms, "verdict": report["verdict"]}
+
+
+# --- refusals that need no cluster -----------------------------------------------------------------------------------
+def test_ray_is_refused_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)  # an import of it fails
+    with pytest.raises(ConfigError, match=r"hydra/launcher=ray: not installed; pip install 'gptexp\[ray\]'"):
+        connect("local", {})
+
+
+@needs_ray
+def test_an_address_without_a_cluster_is_refused_at_once() -> None:
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))  # and it does not listen
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(ConfigError, match=f"RAY_ADDRESS={address}: no Ray cluster answers .*Connection refused"):
+            connect(address, {})
+    with pytest.raises(ConfigError, match="RAY_ADDRESS=ray://a:1: Ray Client is not supported; start the command on"):
+        connect("ray://a:1", {})
+    with pytest.raises(ConfigError, match="Ray at nonsense: Invalid address format: nonsense"):
+        connect("nonsense", {})
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "why"),
+    [
+        ("remote.num_cpus", "many", "must be a number, 0 or above"),
+        ("remote.max_retries", -2, "must be a number, -1 or above"),
+        ("remote", 4, "must be a mapping, for example {num_cpus: 4}"),
+    ],
+)
+def test_wrong_settings_are_refused(key: str, value: object, why: str) -> None:
+    settings = OmegaConf.create({"init": {}, "remote": {}})
+    OmegaConf.update(settings, key, value)
+    with pytest.raises(ConfigError, match=re.escape(f"hydra.launcher.ray.{key}={value}: {why}")):
+        RayLauncher(settings).check([compose(["model=nano"])])
+
+
+def test_ranks_of_torchrun_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="hydra/launcher=ray: starts the ranks itself; start it outside of torchrun"):
+        RayLauncher({}).check([compose(["model=nano"])])
+
+
+def test_what_a_cell_asks_for_and_how_many_share_a_node() -> None:
+    """GPUs where the cluster has any. The cells of a node are counted by the resource that is used up first."""
+    launcher = RayLauncher({})
+    launcher.remote = {"num_cpus": 4, "num_gpus": None, "resources": {"disk": 1}}
+    two = compose(["model=nano", "world.size=2"])
+    node = {"NodeID": "a", "Alive": True, "Resources": {"CPU": 64.0, "GPU": 8.0, "disk": 5.0}}
+    dead = {"NodeID": "b", "Alive": False, "Resources": {}}
+    launcher.ray, launcher.address = SimpleNamespace(nodes=lambda: [node, dead]), "a:1"
+    assert launcher.needs(two) == {"CPU": 4, "GPU": 1, "disk": 1}
+    assert launcher.options(two, 2) == {"num_cpus": 8, "num_gpus": 2, "resources": {"disk": 2}}
+    assert launcher.cells_on("a", two, 2) == 2  # of five disks; for one rank on the node it is five
+    assert launcher.cells_on("a", two, 1) == 5
+    on_cpu = compose(["model=nano", "world.size=2", "train.device=cpu"])
+    assert launcher.needs(on_cpu) == {"CPU": 4, "disk": 1}
+    node["Resources"] = {"CPU": 64.0}
+    assert launcher.needs(two) == {"CPU": 4, "disk": 1}
+
+
+# --- on clusters -----------------------------------------------------------------------------------------------------
+@pytest.mark.e2e
+@needs_ray
+def test_a_sweep_that_loses_a_node_has_the_results_of_one_on_this_machine(
+    nodes: Nodes, start: Start, gptexp: Gptexp, tiny: list[str], tmp_path: Path
+) -> None:
+    other, cells = nodes.add(), tmp_path / "outputs" / "ray"
+    lengths = ["train.max_tokens=32768", "train.max_steps=null", "train.save_every_tokens=4096"]
+    swept = ["optim.lr=4e-3,2e-2,1e-1", "batch.total_batch_size=64,128"]
+    grid = ["train", "-m", *tiny, *FAST, *lengths, *swept]
+    process = start(*grid, ON_RAY, "sweep.name=ray")
+    wait_for(lambda: sum(trains(path) for path in runs(cells)) == 2, process, 240)
+    nodes.kill(other)
+    out, err = process.communicate(timeout=240)
+    assert process.returncode == 0, err
+    died = [line for line in err.splitlines() if not line.startswith("tokenised text")]
+    assert len(died) == 1, err
+    assert died[0].endswith(": its node has died; starting again from its newest checkpoint")
+    assert "aylet" not in out  # no message of Ray
+    assert out.count("--- completed") == len(runs(cells)) == 6
+    here = gptexp(*grid, "sweep.parallel=2", "sweep.name=here", timeout=400)
+    assert here.returncode == 0, here.stderr
+    assert steps_of(cells) == steps_of(tmp_path / "outputs" / "here")
+    assert results(cells) == results(tmp_path / "outputs" / "here")
+    assert out.count(": runs on ") == 7
+    [again] = [path for path in runs(cells) if out.count(f"{path.name}: runs on ") == 2]
+    assert summary(again)["wall_s"] < summary(again)["train_s"]  # the second attempt did not train all steps
+
+
+@pytest.mark.e2e
+@needs_ray
+def test_a_sweep_follows_a_growing_cluster_and_survives_its_command(
+    nodes: Nodes, start: Start, gptexp: Gptexp, tiny: list[str], tmp_path: Path
+) -> None:
+    """One CPU, then two; SIGKILL of the command; Ctrl-C of the next; the last one completes both cells."""
+    cells = tmp_path / "outputs" / "s"
+    grid = ["train", "-m", *tiny, *FAST, "train.max_steps=3000", "train.save_every=200", "sweep.name=s", ON_RAY]
+    grid.append("train.seed=1,2")
+    killed = start(*grid)
+    wait_for(lambda: any(map(trains, cells.glob("seed=1-*"))), killed, 240)
+    [first], [waiting] = cells.glob("seed=1-*"), cells.glob("seed=2-*")
+    assert not processes_of(waiting)
+    nodes.add()
+    wait_for(lambda: trains(first) and trains(waiting), killed, 240)
+    killed.kill()
+    out, err = killed.communicate()
+    assert "2 of 2 begins on Ray: seed=2" in out
+    assert err.startswith("tokenised text") or not err
+    assert err.count("\n") <= 1  # no message of Ray
+    wait_until_free(runs(cells))  # Ray ends the cells
+
+    before = [len(events(directory, "step")) for directory in (first, waiting)]
+    stopped = start(*grid, start_new_session=True)
+    wait_for(lambda: trains(first, before[0] + 10) and trains(waiting, before[1] + 10), stopped, 240)
+    os.killpg(stopped.pid, signal.SIGINT)  # a terminal sends Ctrl-C to the whole group
+    out, err = stopped.communicate(timeout=60)
+    assert stopped.returncode == 130, err
+    assert "Traceback" not in err
+    assert [summary(directory)["status"] for directory in runs(cells)] == ["interrupted"] * 2
+    assert [processes_of(directory) for directory in runs(cells)] == [[], []]
+    done = gptexp(*grid)
+    assert done.returncode == 0, done.stderr
+    for directory in runs(cells):
+        assert summary(directory)["status"] == "completed"
+        assert [event["step"] for event in events(directory, "step")] == list(range(3000))
+
+
+@pytest.mark.e2e
+@needs_ray
+def test_a_cell_of_two_ranks_spans_two_nodes_and_outlives_one(
+    nodes: Nodes, start: Start, gptexp: Gptexp, tiny: list[str], tmp_path: Path
+) -> None:
+    other, cells = nodes.add(), tmp_path / "outputs" / "ray"
+    grid = ["train", "-m", *tiny, *FAST, "world.size=2", "train.max_steps=300", "train.save_every=50", "train.seed=1"]
+    process = start(*grid, ON_RAY, "sweep.name=ray")
+    wait_for(lambda: any(map(trains, runs(cells))), process, 240)
+    [cell] = runs(cells)
+    assert len(processes_of(cell)) == 2
+    nodes.kill(other)
+    wait_for(lambda: not processes_of(cell), process, 240)
+    time.sleep(1)  # with one CPU it cannot start
+    assert not processes_of(cell)
+    nodes.add()
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert "its node has died" in err
+    here = gptexp(*grid, "sweep.name=here")
+    assert here.returncode == 0, here.stderr
+    assert steps_of(cells) == steps_of(tmp_path / "outputs" / "here")
+
+
+@pytest.mark.e2e
+@needs_ray
+def test_a_cell_that_fails_is_reported_and_not_tried_again(
+    nodes: Nodes, start: Start, gptexp: Gptexp, tiny: list[str], tmp_path: Path
+) -> None:
+    cells = tmp_path / "outputs" / "s"
+    grid = ["train", "-m", *tiny, *FAST, "sweep.name=s", ON_RAY]
+    too_large = gptexp(*grid, "train.seed=1,2", "world.size=2")
+    assert too_large.returncode == 2
+    assert re.search(r"world\.size=2: a cell needs CPU 2 in all; the 1 node of the cluster at \S+ ", too_large.stderr)
+    assert "have room for 1 rank; add nodes" in too_large.stderr
+    other = gptexp(*grid, "train.seed=1,2", "+hydra.launcher.ray.remote.colour=red")
+    assert (other.returncode, other.stderr.count("\n")) == (2, 1)
+    assert "config error: hydra.launcher.ray.remote: Invalid option keyword colour for actors" in other.stderr
+    resources = gptexp(*grid, "train.seed=1,2", "hydra.launcher.ray.remote.resources=3")
+    assert (resources.returncode, resources.stderr.count("\n")) == (2, 1)
+    assert not cells.exists()
+
+    done = gptexp(*grid, "optim.lr=1e-3,1e30", "optim.grad_clip=0")
+    assert done.returncode == 0, done.stderr
+    assert sorted(summary(directory)["status"] for directory in runs(cells)) == ["completed", "diverged"]
+
+    # A node on which gptexp cannot be imported. Its cell fails at once, and is not started again.
+    folder = tmp_path / "broken" / "gptexp"
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").write_text("raise ImportError('gptexp is broken here')")
+    nodes.add(resources={"broken": 1}, env_vars={"PYTHONPATH": str(folder.parent)})
+    failed = gptexp(*grid, "train.seed=2", "hydra.launcher.ray.remote.resources={broken: 1}")
+    assert failed.returncode == 1
+    assert "Ray: ImportError: gptexp is broken here" in failed.stderr
+    assert "1 of 1 cell failed" in failed.stderr
+    assert "Traceback" not in failed.stderr
+
+    (tmp_path / "older").mkdir()
+    (tmp_path / "older" / "sitecustomize.py").write_text("import ray\nray.__version__ = '2.1.0'")
+    process = start(*grid, "train.seed=3", env={**os.environ, "PYTHONPATH": str(tmp_path / "older")})
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 2
+    assert "Version mismatch: The cluster was started with: Ray: " in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.e2e
+@needs_ray
+def test_a_cluster_of_this_machine_ends_with_its_command(
+    start: Start, tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After SIGKILL too. Its cell has ended then, and nothing of Ray is on the terminal."""
+    monkeypatch.setenv("HOME", str(tmp_path))  # Ray writes a token there
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        monkeypatch.setenv("RAY_TMPDIR", folder)
+        grid = ["train", "-m", *tiny, *FAST, "train.seed=1", "sweep.name=s", ON_RAY]
+        killed = start(*grid, "train.max_steps=100000", "train.save_every=100")
+        cells = tmp_path / "outputs" / "s"
+        wait_for(lambda: any(map(trains, runs(cells))), killed, 240)
+        assert of_ray(folder)
+        killed.kill()
+        killed.wait()
+        idle = start("watch", str(cells), "--port", "0")
+        wait_for(lambda: not of_ray(folder) and not any(map(processes_of, runs(cells))), idle)
+        done = start(*grid)
+        out, err = done.communicate(timeout=240)
+        assert (done.returncode, err) == (0, "")
+        assert [line[:4] for line in out.splitlines() if not line.startswith("completed")] == ["--- "] * 5
+        assert not of_ray(folder)
+
+
+def of_ray(folder: str) -> list[int]:
+    """The processes of a local cluster whose files are in `folder`."""
+    return [
+        process.pid for process in psutil.process_iter(["cmdline"]) if folder in " ".join(process.info["cmdline"] or [])
+    ]
