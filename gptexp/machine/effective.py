@@ -100,6 +100,8 @@ class Effective:
             is_choice = getattr(kind, "__origin__", None) is Choice
             if key == "measured" and value is not None and not (value and are_times(value)):
                 raise ValueError(f"measured={shown(value)}: not the times of a trial")
+            if key == "reduce_every" and value not in (None, "step", "micro_step"):
+                raise ValueError(f"{key}={shown(value)}: must be step or micro_step")
             if not fits_type(value, get_args(kind)[0] if is_choice else kind):
                 raise ValueError(f"{key}={shown(value)}: wrong type")
             if is_choice:

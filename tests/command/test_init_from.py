@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from gptexp.config.compose import compose
 from gptexp.config.schema import ModelConfig
+from gptexp.distributed.sharding import WholeParameters
 from gptexp.model.gpt import GPT
 from gptexp.process.errors import CheckpointError, ConfigError
 from gptexp.run.first_weights import load_first_weights
@@ -68,7 +69,7 @@ def given(tiny: list[str], *more: str) -> list[str]:
 def loaded(path: Path, model: ModelConfig = MODEL) -> GPT:
     torch.manual_seed(7)
     gpt = GPT(model).eval()
-    load_first_weights(of_config(str(path)), gpt)
+    load_first_weights(of_config(str(path)), WholeParameters(gpt))
     return gpt
 
 
@@ -332,7 +333,7 @@ def _refusal(file: Path) -> str | None:
     """The line with which a checkpoint is refused, if it is."""
     source = of_config(str(file))
     try:
-        load_first_weights(source, GPT(source.model()))
+        load_first_weights(source, WholeParameters(GPT(source.model())))
     except (CheckpointError, ConfigError) as error:
         return str(error)
     return None
