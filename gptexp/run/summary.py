@@ -58,6 +58,7 @@ def start_lines(cfg: Config, directory: Path, effective: Effective, t: Training,
         f"batch           {total:,} tokens per step = {counted(plan.micro_batch_size, 'sequence')} × "
         f"{counted(plan.seq_len, 'token')} × {counted(plan.world_size, 'rank')} × "
         f"{counted(plan.grad_accum_steps, 'micro-step')}",
+        *([f"sharding        {_sharding(cfg, effective, t)}"] if cfg.world.sharding != "none" else []),
         *([f"batch ramp      {t.plan.ramp_in_words()}"] if sizes.ramp_tokens else []),
         f"length          {counted(steps, 'step')}, {t.plan.tokens:,} tokens, "
         f"{rounded(t.plan.tokens / per_epoch)} epochs",
@@ -101,6 +102,19 @@ def _gradient_noise(cfg: Config) -> list[str]:
             "the noise scale of every step"
         ]
     return []
+
+
+def _sharding(cfg: Config, effective: Effective, t: Training) -> str:
+    if t.rank.world_size == 1:
+        return f"{cfg.world.sharding}: one rank has everything"
+    if cfg.world.sharding == "optimizer":
+        return "optimizer: each rank has the optimizer's state of some of the parameters"
+    often = "once a step" if effective.reduce_every == "step" else "in every micro-step"
+    files = "whole files" if t.shard_group is None else "one file for each rank"
+    return (
+        f"full: each rank has 1/{t.rank.world_size} of the parameters; gradients are reduced {often}; checkpoints have "
+        f"{files}"
+    )
 
 
 def _validation(cfg: Config, t: Training) -> str:

@@ -24,6 +24,7 @@ from gptexp.distributed.group import rank_index, world_size
 from gptexp.distributed.ranks import Rank, launcher_rank
 from gptexp.distributed.reduction import build_reduction
 from gptexp.distributed.sharding import Parameters, WholeParameters
+from gptexp.machine.device import pick_device
 from gptexp.machine.effective import Effective, apply, forward_context, step_context
 from gptexp.machine.resolve import resolve
 from gptexp.run.build import build_gpt, build_split_gpt, wrap
@@ -58,18 +59,18 @@ class Trainer:
     """A model under one sharding, and what its steps have given."""
 
     def __init__(self, cfg: Config, sharding: str, every: str, rank: Rank) -> None:
-        self.cfg, self.rank, device = cfg, rank, torch.device("cpu")
+        self.cfg, self.rank, self.device = cfg, rank, pick_device(cfg.train.device, rank)
         cfg.world.sharding, cfg.world.reduce_every = sharding, every
-        self.effective: Effective = resolve(cfg, device, rank)
+        self.effective: Effective = resolve(cfg, self.device, rank)
         apply(self.effective)
         self.parameters: Parameters
         if sharding == "full":
-            self.gpt, self.parameters = build_split_gpt(cfg, self.effective, device)
+            self.gpt, self.parameters = build_split_gpt(cfg, self.effective, self.device)
             model: torch.nn.Module = self.gpt
         else:
-            self.gpt = build_gpt(cfg, self.effective, device)
+            self.gpt = build_gpt(cfg, self.effective, self.device)
             self.parameters = WholeParameters(self.gpt)
-            model = wrap(self.gpt, self.effective, "mean", rank, device)
+            model = wrap(self.gpt, self.effective, "mean", rank, self.device)
         named, split_state = self.parameters.named, sharding == "optimizer"
         self.optimizer = build_optimizer(self.gpt, cfg.optim, self.effective.fused.value, named, split_state)
         self.average = WeightAverage(self.parameters, 1000)
@@ -96,7 +97,8 @@ class Trainer:
         for micro_step in range(micro_steps):
             seed = (step * 100 + micro_step) * world_size() + rank_index()
             rows = torch.randint(7, 40, (2, 17), generator=torch.Generator().manual_seed(seed)).cumsum(1) % 321
-            yield MicroBatch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous(), 0, 0)
+            x, y = (part.contiguous().to(self.device) for part in (rows[:, :-1], rows[:, 1:]))
+            yield MicroBatch(x, y, 0, 0)
 
     def content(self) -> Content | None:
         with weights_for_use(self.optimizer):
@@ -133,7 +135,7 @@ def size(trainer: Trainer) -> int:
 
 
 def apart(found: Content, expected: Content) -> float:
-    a, b = tensors(found), tensors(expected)
+    a, b = ({name: tensor.detach().cpu() for name, tensor in tensors(of).items()} for of in (found, expected))
     assert a.keys() == b.keys(), a.keys() ^ b.keys()
     return max(float((a[k].double() - b[k]).abs().max() / (b[k].double().norm() + 1e-30)) for k in b)
 
@@ -177,7 +179,10 @@ def main() -> None:
     folder, overrides = Path(sys.argv[1]), sys.argv[2:]
     rank = launcher_rank()
     assert rank is not None
-    dist.init_process_group("gloo")
+    on_gpus = "train.device=cuda" in overrides
+    if on_gpus:
+        torch.cuda.set_device(rank.local_rank)
+    dist.init_process_group("nccl" if on_gpus else "gloo")
     for number, (sharding, every, micro_steps, more) in enumerate(CASES):
         found = compare(folder / f"case-{number}", sharding, every, micro_steps, [*more, *overrides], rank)
         if found:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from conftest import ROOT
 
 from gptexp.config.compose import compose
@@ -16,10 +17,12 @@ from gptexp.process.errors import ConfigError
 SCRIPT = ROOT / "tests" / "distributed" / "sharded_training.py"
 
 
-def trained(ranks: int, folder: Path) -> list[dict[str, Any]]:
+def trained(ranks: int, folder: Path, *overrides: str) -> list[dict[str, Any]]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", str(SCRIPT)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([*command, str(folder)], capture_output=True, text=True, timeout=600, env=environment)
+    done = subprocess.run(
+        [*command, str(folder), *overrides], capture_output=True, text=True, timeout=600, env=environment
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
 
@@ -41,6 +44,18 @@ def test_training_equals_plain_ddp(tmp_path: Path, ranks: int) -> None:
         if not low:
             assert case["end"] <= (0 if exact else 1e-3), case
         assert case["share"] == pytest.approx(1 if exact else 1 / ranks, rel=0.1), case
+
+
+@pytest.mark.gpu
+def test_training_on_gpus_equals_plain_ddp(tmp_path: Path) -> None:
+    """By NCCL, whose sums have no fixed order."""
+    if (ranks := torch.cuda.device_count()) < 2:
+        pytest.skip("needs two GPUs")
+    for case in trained(min(ranks, 4), tmp_path, "train.device=cuda"):
+        low = "train.dtype=bfloat16" in case["case"][3]
+        assert case["initial weights"] == case["loaded"] == 0, case
+        assert max(case["loss"], case["loss after crossing"]) <= (1e-3 if low else 1e-5), case
+        assert low or max(case["norm"], case["small norm"]) <= 1e-5, case
 
 
 @pytest.mark.parametrize(
