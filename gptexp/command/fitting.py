@@ -20,10 +20,16 @@ NOTHING = "-"
 def least_sharding(config: Config, ranks: int, memory_bytes: int) -> str | None:
     """The first of `CHOICES` with which one sequence for each rank fits, in compiled bfloat16; None if none does."""
     for name, sharding, every in CHOICES:
-        step = StepShape(1, config.seq_len, 1, ranks, "cuda", "bfloat16", True, "plain", every, sharding=sharding)
-        if memory_estimate(config.model, config.optim, step).peak <= memory_bytes:
+        if needed_bytes(config, ranks, sharding, every) <= memory_bytes:
             return name
     return None
+
+
+def needed_bytes(config: Config, ranks: int, sharding: str, every: int) -> int:
+    """Memory of a rank. `every`: how many-th block keeps only its input; 0: none."""
+    loss = "chunked" if sharding == "full" else "plain"  # as `auto` takes
+    step = StepShape(1, config.seq_len, 1, ranks, "cuda", "bfloat16", True, loss, every, sharding=sharding)
+    return memory_estimate(config.model, config.optim, step).peak
 
 
 def print_fitting(models: Mapping[str, Config], gpu: Gpu, as_json: bool) -> None:

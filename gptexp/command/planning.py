@@ -138,7 +138,11 @@ def plan(cfg: Config, earlier: Effective | None = None, gpu: Gpu | None = None) 
     if cfg.branch_from is not None:
         earlier = load_effective(Path(run_and_step(cfg.branch_from)[0]))
     rank = Rank(0, world_size, 0, local)
-    effective = resolve_with_trial(cfg, device, rank, earlier, n_vocab or ASSUMED_CHARACTERS, measure=None)
+
+    def resolved(of: Config) -> Effective:
+        return resolve_with_trial(of, device, rank, earlier, n_vocab or ASSUMED_CHARACTERS, measure=None)
+
+    effective = resolved(cfg)
     unknown = None if n_vocab or cfg.model.vocab_size != AUTO else cfg.data.tokenizer
     if unknown is not None:
         assumed = replace(effective.vocab_size, reason="an assumption, until the corpus is tokenised")
@@ -151,7 +155,7 @@ def plan(cfg: Config, earlier: Effective | None = None, gpu: Gpu | None = None) 
     planned = {
         "parameters": count_parameters(cfg.model),
         "memory_bytes": {**asdict(memory), "peak": memory.peak},
-        "memory_by_sharding": _by_sharding(cfg, effective, world_size) if world_size > 1 else {},
+        "memory_by_sharding": _by_sharding(cfg, effective, resolved, world_size) if world_size > 1 else {},
         "tokens": p.tokens,
         "steps": p.steps,
         "ramp_steps": p.step_sizes.ramp_steps,
@@ -179,14 +183,22 @@ def plan(cfg: Config, earlier: Effective | None = None, gpu: Gpu | None = None) 
     return {**planned, "warnings": [*refusals, *_warnings(planned, unknown)]}
 
 
-def _by_sharding(cfg: Config, effective: Effective, world_size: int) -> dict[str, int]:
-    """The bytes that a rank needs at the peak under each `world.sharding` that the other keys allow."""
+def _by_sharding(
+    cfg: Config, effective: Effective, resolved: Callable[[Config], Effective], world_size: int
+) -> dict[str, int]:
+    """The bytes that a rank needs at the peak under each `world.sharding` that the other keys allow.
+
+    All have the micro-batch size of the plan, and of full those with `reduce_every` open the least.
+    """
     found = {}
     for sharding in SHARDINGS:
         other = replace(cfg, world=replace(cfg.world, sharding=sharding))
         if not any(sharding_problems(other, world_size)):
-            same = effective if sharding == cfg.world.sharding else replace(effective, reduce_every=None)
-            found[sharding] = estimate(other, same, world_size).peak
+            choices = effective
+            if sharding != cfg.world.sharding:
+                open_choices = replace(resolved(other), reduce_every=None)
+                choices = replace(open_choices, micro_batch_size=effective.micro_batch_size)
+            found[sharding] = estimate(other, choices, world_size).peak
     return found
 
 

@@ -572,10 +572,10 @@ def _one_device(cfg: Config, world_size: int) -> Iterator[str]:
         yield f"train.device=mps: supports only one rank, not {world_size}; use world.size=1"
 
 
-def sharding_problems(cfg: Config, _: int) -> Iterator[str]:
+def sharding_problems(cfg: Config, world_size: int) -> Iterator[str]:
     """What `world.sharding` cannot do."""
     given, name = f"world.sharding={cfg.world.sharding}", cfg.optim.name
-    if cfg.world.sharding == "none":
+    if cfg.world.sharding == "none" or world_size == 1:  # one rank has everything
         return
     if cfg.train.reduction == "tree":
         yield f"train.reduction=tree: adds whole gradients, and with {given} they are not; use world.sharding=none"
@@ -654,7 +654,10 @@ RULES: tuple[tuple[Callable[[Config, int], Iterator[str]], tuple[str, ...]], ...
     (_held_out, ("data.val_tokens", "data.val_ratio", "data.max_tokens", "data.val_path")),
     (_one_device, ("train.device", "world.size")),
     (_backend, ("world.backend", "train.device")),
-    (sharding_problems, ("world.sharding", "train.reduction", "optim.name", "train.eval_tasks")),
+    (
+        sharding_problems,
+        ("world.sharding", "train.reduction", "optim.name", "train.eval_tasks", "train.sharpness_every_tokens"),
+    ),
     (_attention, ("train.attention", "train.device")),
     (_tensorboard, ("log.tensorboard",)),
     (_cache, ("data.cache_dir",)),

@@ -346,10 +346,9 @@ class WorldConfig:
     max_restarts: int = _not_negative(0)  # number of times that a failed run is restarted
     sharding: str = _choice(*SHARDINGS)  # what each rank has only a part of; none: nothing, by DDP;
     # optimizer: the optimizer's state (ZeRO-1); full: also parameters and gradients, by FSDP2, a block at a time
-    reduce_every: str = _choice(
-        "auto", "step", "micro_step"
-    )  # of sharding=full: when gradients are reduced. step: once, and until then each rank keeps whole gradients;
-    # micro_step: needs less memory, and sends grad_accum_steps times as much; auto: step if that fits, by estimate
+    reduce_every: str = _choice("auto", "step", "micro_step")  # of sharding=full: when gradients are reduced; step:
+    # once, and until then each rank keeps whole gradients; micro_step: needs less memory, and sends grad_accum_steps
+    # times as much; auto: step if that fits, by estimate
 
 
 @dataclass
@@ -399,10 +398,8 @@ class TrainConfig:
     eval_tasks_every_tokens: int = _not_negative(0)  # tokens; 0: only at the end
     save_every_tokens: int | None = _not_negative(None)  # tokens; null: a tenth of the run; 0: only at the end
     save_every: int | None = _not_negative(None)  # steps; takes precedence over save_every_tokens
-    save_as: str = _choice(
-        "auto", "whole", "sharded"
-    )  # files of a checkpoint of world.sharding=full. whole: gathered in rank 0's host memory; sharded: one for each
-    # rank, written while training goes on; auto: whole if it fits
+    save_as: str = _choice("auto", "whole", "sharded")  # files of a checkpoint of world.sharding=full; whole: gathered
+    # in the memory of rank 0's host; sharded: one for each rank, written while training goes on; auto: whole if it fits
     sharpness_every_tokens: int = _not_negative(0)  # tokens: saves a checkpoint there and at the end, and measures its
     # sharpness in a process of its own, for which training waits; 0: never
     keep_last: int = _not_negative(2)  # number of newest checkpoints that are kept; 0: all

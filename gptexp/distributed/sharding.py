@@ -8,7 +8,7 @@ tensors: an optimizer whose update of a number depends on that number alone need
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -103,7 +103,7 @@ class SplitParameters:
                 module.register_forward_pre_hook(partial(self._remember, prefix))
 
     def _remember(self, prefix: str, module: nn.Module, _inputs: object) -> None:
-        if len(self._computing) < len(self.named):
+        if len(self._computing) < len(self.named):  # in the first forward pass
             for name, p in module.named_parameters(prefix):
                 if not hasattr(p, "device_mesh"):  # that of a block within the model is still split
                     self._computing.setdefault(name, p)
@@ -161,10 +161,21 @@ def split(
     for block in blocks:
         fully_shard(block, mesh=mesh, mp_policy=precision)
     fully_shard(model, mesh=mesh, mp_policy=precision)
+    model.register_forward_hook(_forget_whole_parameters)
     for method in methods:
         register_fsdp_forward_method(model, method)
     model.to_empty(device=device)
     return SplitParameters(model)
+
+
+def _forget_whole_parameters(model: Any, _inputs: object, _output: object) -> None:
+    """Of the parameters outside of the blocks, after a pass without gradients.
+
+    FSDP2 keeps them for a backward pass. Without one, the next forward pass would use them again, although the rows may
+    have changed: averaged weights take the place of those that are trained.
+    """
+    if not torch.is_grad_enabled():
+        model.reshard()
 
 
 @torch.no_grad()

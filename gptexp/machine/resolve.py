@@ -243,6 +243,8 @@ def eager_s(cfg: Config, rank: Rank) -> float:
 
 
 def _loss(cfg: Config, kind: str, dtype: str, compiled: bool) -> tuple[str, str]:
+    if kind != "cpu" and compiled and cfg.world.sharding == "full":
+        return "chunked", "keeps no logits in memory; of a split model only the blocks are compiled"
     if kind != "cpu":
         return "plain", "the compiler fuses the loss" if compiled else "fast enough on this device"
     if cfg.model.resolved_vocab_size <= SMALL_VOCABULARY:

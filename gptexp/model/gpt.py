@@ -166,7 +166,10 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def initial_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights, on the CPU, that a new model of this config would have. Takes the memory of one block."""
+        """Yield the weights, on the CPU, that a new model of this config would have.
+
+        Takes the memory of a block or of wte, and the time of drawing two numbers for each parameter on one core.
+        """
         cfg = self.cfg
         parts: list[Callable[[], nn.Module]] = [
             lambda: nn.Embedding(cfg.resolved_vocab_size, cfg.n_embd),

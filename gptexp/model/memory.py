@@ -81,18 +81,18 @@ def memory_estimate(m: ModelConfig, optim: OptimConfig, step: StepShape) -> Memo
     recomputed = len(range(0, m.n_layer, every)) if every else 0
     kept = recomputed * tokens * 4 * c + (m.n_layer - recomputed) * in_block
     around = tokens * (4 * c + width * c + 24)  # the final LayerNorm; token ids
-    scratch = 0
+    scratch, compiles_loss = 0, step.compiled and not step.is_split  # of a split model, only blocks are compiled
     if step.loss != "plain":
         # A chunk's logits in float32, and in the compute type if it differs. Compiled: twice in the compute type. Then
         # both gradients, as computed and multiplied by the loss's; the weight's is in float32, then in its own type.
-        compiled = step.loss == "fused" or (step.compiled and step.device != "cpu")
+        compiled = step.loss == "fused" or (compiles_loss and step.device != "cpu")
         bytes_per_logit = 2 * width if compiled else 6 if step.dtype == "bfloat16" else 4
         scratch = chunk_rows(tokens, step.device) * vocab * bytes_per_logit
         loss = scratch + (4 + (width if step.is_split else 4)) * vocab * c + 2 * tokens * c * width
     else:
         # Compiled: the logits and their gradient in the compute type. Else in float32: the log-softmax, the gradient of
         # the gathered entries and the gradient of the logits.
-        loss = tokens * vocab * (2 * width if step.compiled else 12)
+        loss = tokens * vocab * (2 * width if compiles_loss else 12)
     kept_scratch = scratch if step.device == "cpu" else 0
     # If the last block is not recomputed, its activations are freed before others take their place.
     in_layer = in_block if every and (m.n_layer - 1) % every == 0 else 0

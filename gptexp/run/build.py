@@ -7,12 +7,15 @@ import inspect
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -96,21 +99,31 @@ def build_gpt(cfg: Config, effective: Effective, device: torch.device) -> GPT:
     return gpt
 
 
-def build_split_gpt(cfg: Config, effective: Effective, device: torch.device) -> tuple[GPT, SplitParameters]:
+def build_split_gpt(
+    cfg: Config, effective: Effective, device: torch.device, drawn: bool = True
+) -> tuple[GPT, SplitParameters]:
     """Build the same model split over the ranks, of which none ever holds it whole. *Collective.*
 
-    If `effective` says so, the first step compiles each block: FSDP2 works between the blocks.
+    Its weights are `drawn`, or undefined. If `effective` says so, the first step compiles each block: FSDP2 works
+    between the blocks.
     """
     with torch.device("meta"):
         gpt = _unseeded(cfg, effective)
     if effective.compile.value:
         for block in gpt.h:  # not the block itself, which would include the hooks of FSDP2
-            block.forward = torch.compile(block.forward, fullgraph=True, dynamic=False, options=compile_options())
+            compiled = torch.compile(block.forward, fullgraph=True, dynamic=False, options=compile_options())
+            block.forward = partial(_forward, block.forward, compiled)
     dtypes = getattr(torch, effective.dtype.value), getattr(torch, cfg.world.comm)
     parameters = split(gpt, list(gpt.h), ("logits",), device, *dtypes)
-    torch.manual_seed(cfg.train.seed)
-    load_weights(gpt.initial_weights(), parameters)
+    if drawn:
+        torch.manual_seed(cfg.train.seed)
+        load_weights(gpt.initial_weights(), parameters)
     return gpt, parameters
+
+
+def _forward(plain: Callable[..., Tensor], compiled: Callable[..., Tensor], x: Tensor, cache: Any = None) -> Tensor:
+    """The forward pass of a block: compiled, but to generate text, where the shapes change with every token."""
+    return compiled(x) if cache is None else plain(x, cache)
 
 
 def _unseeded(cfg: Config, effective: Effective) -> GPT:

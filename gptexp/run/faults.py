@@ -71,10 +71,11 @@ def _too_large(job: Job, effective: Effective, at_the_start: bool) -> UserError:
             f"batch.micro_batch_size=auto: a step of {size} sequences needs more memory than this {effective.device} "
             f"has free; the next start uses {smaller[0]}"
         )
+    more = "more ranks" if cfg.world.sharding == "full" else "several ranks with world.sharding=full"
     or_auto = "" if cfg.batch.micro_batch_size == AUTO else " or auto"
     line = (
         f"batch.micro_batch_size={size}: a step needs more memory than this {effective.device} has free; use a smaller "
-        f"size{or_auto}, train.loss=chunked, train.activation_checkpointing=true, or world.sharding=full on more ranks"
+        f"size{or_auto}, train.loss=chunked, train.activation_checkpointing=true, or {more}"
     )
     again = f"gptexp resume {job.directory} continues from the newest checkpoint"
     return ConfigError(line) if at_the_start else MemoryExhaustedError(f"{line}; {again}")

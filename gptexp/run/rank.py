@@ -11,6 +11,7 @@ import sys
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -33,7 +34,6 @@ from gptexp.data.prepare import is_prepared
 from gptexp.data.prepare import prepare as prepare_data
 from gptexp.data.tokenizer import load_tokenizer
 from gptexp.distributed.group import (
-    PREPARATION,
     agree,
     barrier,
     connect,
@@ -106,6 +106,7 @@ from gptexp.training.snapshot import load_checkpoint
 from gptexp.training.step import TrainStep
 from gptexp.training.weight_average import WeightAverage
 
+WRITING = timedelta(hours=2)  # longest time for which a rank that has written its part waits for the others
 WHOLE_SHARE = 0.5  # of the free memory of rank 0's host: a checkpoint that needs more is written in parts
 POLL_S = 0.2  # between two questions to the store
 
@@ -404,7 +405,7 @@ def _build_training(job: Job, prepared: Prepared, decision: Decision) -> Trainin
     sharding = cfg.world.sharding if rank.world_size > 1 else "none"  # one rank's part is everything
     parameters: Parameters
     if sharding == "full":
-        gpt, parameters = build_split_gpt(cfg, effective, device)
+        gpt, parameters = build_split_gpt(cfg, effective, device, path is None and decision.source is None)
     else:
         gpt = build_gpt(cfg, effective, device)
         parameters = WholeParameters(gpt)
@@ -465,7 +466,7 @@ def _shard_group(job: Job, parameters: Parameters, averaged: bool) -> dist.Proce
         free = free_memory(torch.device("cpu"))
         return job.cfg.train.save_as == "sharded" or (free is not None and size > WHOLE_SHARE * free)
 
-    return dist.new_group(backend="gloo", timeout=PREPARATION) if agree(is_too_large, job.rank) else None
+    return dist.new_group(backend="gloo", timeout=WRITING) if agree(is_too_large, job.rank) else None
 
 
 def _other_scores(job: Job, prepared: Prepared, gpt: GPT) -> dict[str, float]:
@@ -564,10 +565,19 @@ def _val_bytes_per_token(tokenizer: str, dataset: Dataset) -> float | None:
 
 def _sample(job: Job, built: Built, state: TrainState) -> None:
     """Log a generated text. An error is only printed: the run is completed and saved."""
-    how = Sampling(job.cfg.log.sample_tokens, seed=job.cfg.train.seed)
+    how, tokenizer, problem = Sampling(job.cfg.log.sample_tokens, seed=job.cfg.train.seed), None, None
     try:
         tokenizer = load_tokenizer(job.cfg.data.tokenizer, job.directory)
-        [text] = complete(built.training.gpt, tokenizer, "", 1, how)
-        built.log.sample(state, text)
     except Exception as error:
-        warn(f"sampling failed: {type(error).__name__}: {error}")
+        problem = error
+    # Ranks that sample together all can, or none tries: the others would wait for one that cannot.
+    if not all(gather(problem is None) if built.training.step.parameters.split else [problem is None]):
+        tokenizer = None
+    try:
+        if tokenizer is not None:
+            [text] = complete(built.training.gpt, tokenizer, "", 1, how)
+            built.log.sample(state, text)
+    except Exception as error:
+        problem = error
+    if problem is not None:
+        warn(f"sampling failed: {type(problem).__name__}: {problem}")

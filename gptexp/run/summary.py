@@ -109,7 +109,10 @@ def _sharding(cfg: Config, effective: Effective, t: Training) -> str:
         return f"{cfg.world.sharding}: one rank has everything"
     if cfg.world.sharding == "optimizer":
         return "optimizer: each rank has the optimizer's state of some of the parameters"
-    often = "once a step" if effective.reduce_every == "step" else "in every micro-step"
+    times = t.plan.batch.grad_accum_steps
+    often = "once a step"
+    if effective.reduce_every == "micro_step" and times > 1:
+        often = f"in every micro-step, which sends {times} times as much as once a step, to save memory"
     files = "whole files" if t.shard_group is None else "one file for each rank"
     return (
         f"full: each rank has 1/{t.rank.world_size} of the parameters; gradients are reduced {often}; checkpoints have "

@@ -168,28 +168,40 @@ def begin_to_save_parts(
         unfinished.rename(target)
         fsync(target.parent)
 
-    def finish() -> None:
+    def of_this_rank() -> dict[str, list[Any]] | str:
+        """The size and hash of each file of this rank; or why it has none. It must reach the next collective."""
         try:
             written.result()
             mine = sorted(unfinished.glob(f"__{dist.get_rank(group)}_*"))
-            files = {path.name: [path.stat().st_size, _sha256(path)] for path in mine}
-            of_ranks: list[Any] | None = [None] * ranks if is_main else None
-            dist.gather_object(files, of_ranks, group=group)
-            failure: list[str | None] = [None]
-            if of_ranks is not None:
-                try:
-                    publish({name: of for files in of_ranks for name, of in files.items()})
-                except OSError as error:
-                    failure = [first_line(error)]
-            dist.broadcast_object_list(failure, group=group)
-            if failure[0] is not None:
-                raise OSError(failure[0])
-            if is_main:
+            return {path.name: [path.stat().st_size, _sha256(path)] for path in mine}
+        except BaseException as error:  # DCP's own is not an `Exception`
+            return sharded.cause_of(error)
+
+    def published(of_ranks: Sequence[dict[str, list[Any]] | str]) -> str | None:
+        """Publish what the ranks have written. Returns why that failed, or None."""
+        failed = [found for found in of_ranks if isinstance(found, str)]
+        try:
+            if not failed:
+                publish({name: of for found in of_ranks if not isinstance(found, str) for name, of in found.items()})
                 prune(directory, keep)
-        except BaseException as error:  # DCP's own, which is not an `Exception`, or that of a lost rank
-            done.set_exception(_not_saved(target, sharded.cause_of(error)))
-        else:
+                return None
+        except OSError as error:
+            failed = [first_line(error)]
+        shutil.rmtree(unfinished, ignore_errors=True)  # no rank writes any more
+        return failed[0]
+
+    def finish() -> None:
+        try:
+            of_ranks: list[Any] | None = [None] * ranks if is_main else None
+            dist.gather_object(of_this_rank(), of_ranks, group=group)
+            why = [None if of_ranks is None else published(of_ranks)]
+            dist.broadcast_object_list(why, group=group)
+        except Exception as error:  # a rank is lost
+            why = [first_line(error)]
+        if why[0] is None:
             done.set_result(target)
+        else:
+            done.set_exception(_not_saved(target, why[0]))
 
     threading.Thread(target=finish, daemon=True).start()  # a lost rank must not keep this process alive
     return done
@@ -382,7 +394,10 @@ def load_weights(path: Path, model: nn.Module, averaged: bool = False) -> None:
 
 
 def read_weights(path: Path, shapes: Mapping[str, torch.Size]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the weights of checkpoint `path`, one at a time. Raises `CheckpointError` unless they have these shapes."""
+    """Yield the weights of checkpoint `path`, of whole files one at a time.
+
+    Raises `CheckpointError` unless they have these shapes.
+    """
     if sharded.is_sharded(path):
         return _read_parts(path, sharded.MODEL, shapes)
     return _fitting(path / WEIGHTS, shapes)
@@ -396,10 +411,12 @@ def read_average(path: Path, shapes: Mapping[str, torch.Size]) -> Iterator[tuple
 
 
 def _read_parts(path: Path, prefix: str, shapes: Mapping[str, torch.Size]) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, shape in shapes.items():
-        whole = torch.empty(shape, dtype=torch.float64 if name == AVERAGED_TOKENS else torch.float32)
-        sharded.read(path, {f"{prefix}{name}": whole})
-        yield name, whole
+    whole = {
+        name: torch.empty(shape, dtype=torch.float64 if name == AVERAGED_TOKENS else torch.float32)
+        for name, shape in shapes.items()
+    }
+    sharded.read(path, {f"{prefix}{name}": tensor for name, tensor in whole.items()})
+    yield from whole.items()
 
 
 def _fitting(file: Path, shapes: Mapping[str, torch.Size]) -> Iterator[tuple[str, torch.Tensor]]:

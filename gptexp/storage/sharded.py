@@ -43,7 +43,7 @@ def shapes(path: Path) -> dict[str, torch.Size]:
 
 def read(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     """Read `tensors`, of which DTensors are parts, in place. Raises `CheckpointError` if a name or a shape differs."""
-    from torch.distributed.checkpoint import FileSystemReader, load
+    from torch.distributed.checkpoint import CheckpointException, FileSystemReader, load
 
     described = _described(path)
 
@@ -59,7 +59,7 @@ def read(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # a single process reads all parts
             load(dict(tensors), storage_reader=Reader(path), no_dist=True)
-    except BaseException as error:  # DCP's own type is not an `Exception`
+    except (Exception, CheckpointException) as error:  # which is not an `Exception`
         raise CheckpointError(f"{path}: cannot be read ({cause_of(error)})") from None
 
 
@@ -84,13 +84,9 @@ def write(folder: Path, tensors: Mapping[str, torch.Tensor], group: ProcessGroup
 
 
 def cause_of(error: BaseException) -> str:
-    """The first line of an error, or of a rank's, if DCP has collected them. Raises what is no error, like Ctrl-C."""
+    """The first line of an error, or of a rank's, if DCP has collected them."""
     failures = getattr(error, "failures", None)  # of its CheckpointException: rank -> (error, traceback)
-    if failures:
-        return first_line(next(iter(failures.values()))[0])
-    if not isinstance(error, Exception):
-        raise error
-    return first_line(error)
+    return first_line(next(iter(failures.values()))[0] if failures else error)
 
 
 def _description(tensor: Any, places: Mapping[tuple[int, ...], Any]) -> dict[str, Any]:

@@ -83,8 +83,12 @@ def fit(t: Training, state: TrainState, stop: StopRequest, log: RunLog, checkpoi
     Raises `DivergedError` on all ranks if the run diverges; `train.nonfinite` says what a non-finite step means. Raises
     `StorageError` on all ranks if the final checkpoint cannot be saved, and on rank 0 if the metrics cannot be written.
     """
+    loop = _Loop(t, state, stop, log, checkpoints)
     try:
-        return _Loop(t, state, stop, log, checkpoints).run()
+        return loop.run()
+    except DivergedError:  # on all ranks; after another error, a lost rank would never end to write
+        loop.finish_saving()
+        raise
     finally:
         if t.profiler is not None:
             log.alert(state.step - 1, state.tokens, "profile", t.profiler.give_up())
@@ -99,6 +103,18 @@ class _Queued:
     noise: StepNoise | None
     timer: StepTimer
     report: StepReport
+
+
+class _Saving:
+    """A checkpoint that a thread writes."""
+
+    def __init__(self, state: TrainState, future: "Future[Path]") -> None:
+        self.state, self.future = state, future
+        self.started = self.ended = time.perf_counter()
+        future.add_done_callback(self._end)
+
+    def _end(self, _: object) -> None:
+        self.ended = time.perf_counter()
 
 
 class _Loop:
@@ -121,7 +137,7 @@ class _Loop:
         self.small_gradients = SmallGradients(t.step.model, t.step.parameters) if measured else None
         self.work_ms = 0.0  # this rank's own work in the last logged step
         self.resumed_at = state.step  # where this attempt begins
-        self.saving: tuple[Future[Path], TrainState] | None = None  # a checkpoint that a thread writes
+        self.saving: _Saving | None = None
         self.batches = self.data()
         self.clock = Stopwatch()
 
@@ -198,7 +214,7 @@ class _Loop:
     def queue_step(self) -> None:
         """Queue one step; its numbers are read later."""
         t, state = self.t, self.state
-        if self.saving is not None and self.saving[0].done():
+        if self.saving is not None and self.saving.future.done():
             self.finish_saving()
         step = t.plan.step(state.step, state.tokens)
         timer = StepTimer(t.device)
@@ -413,13 +429,15 @@ class _Loop:
         started = time.perf_counter()
         with self.clock.paused(), weights_for_use(self.t.step.optimizer):
             self._save(is_last)
-        self.save_s = time.perf_counter() - started
+        if self.t.shard_group is None:  # else it is known when the thread has written the checkpoint
+            self.save_s = time.perf_counter() - started
 
     def _save(self, is_last: bool) -> None:
         t, state = self.t, self.state
         self.log.sync()  # a checkpoint on disk must not be newer than the metrics there
         parameters, optimizer = t.step.parameters, t.step.optimizer
-        largest = nn.utils.get_total_norm([p.detach() for p in parameters.named.values()], math.inf)
+        own = [p.detach() for p in parameters.named.values() if p.numel()]
+        largest = nn.utils.get_total_norm(own, math.inf) if own else torch.zeros((), device=t.device)
         if not parameters.norm(largest).isfinite():
             raise DivergedError(
                 f"step {state.step}: non-finite weights: the run diverged; lower optim.lr, or clip gradients to a "
@@ -465,7 +483,7 @@ class _Loop:
             if agree(is_saved, t.rank):
                 return
             future = checkpoint.begin_to_save_parts(self.checkpoints, tensors, counts, state, keep, t.about, group)
-            self.saving = future, state
+            self.saving = _Saving(state, future)
             if is_last:
                 self.finish_saving(is_last=True)
         except StorageError as error:
@@ -478,9 +496,10 @@ class _Loop:
         """Wait for the checkpoint that a thread writes, if there is one, and log it. Only if last, raises its error."""
         if self.saving is None:
             return
-        (future, state), self.saving = self.saving, None
+        saving, self.saving = self.saving, None
         try:
-            self.log.checkpoint(state, future.result())
+            self.log.checkpoint(saving.state, saving.future.result())
+            self.save_s = saving.ended - saving.started
         except StorageError as error:
             if is_last:
                 raise

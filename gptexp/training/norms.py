@@ -15,7 +15,12 @@ DOT_CHUNK = 1 << 18  # elements whose products are in memory at once: they fit i
 
 
 def total_norm(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the L2 norm of all elements of float32 tensors, 0-dim, float32. Its bits do not depend on threads."""
+    """Return the L2 norm of all elements of float32 tensors, 0-dim, float32. Its bits do not depend on threads.
+
+    Tensors may be empty: a rank may have no row of a parameter.
+    """
+    if not any(tensor.numel() for tensor in tensors):
+        return tensors[0].new_zeros(())
     if not tensors[0].is_cpu:
         return nn.utils.get_total_norm(tensors)
     norms = _block_norms([_block_norms(tensors).double()])

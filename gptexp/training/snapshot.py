@@ -30,8 +30,11 @@ def take(parameters: Parameters, optimizer: Optimizer, average: Mapping[str, Ten
     """
     is_main, average = rank_index() == 0, average or {}
     if has_split_state(optimizer):
-        optimizer.consolidate_state_dict(to=0)  # type: ignore[attr-defined]
-        return Content(parameters.named, optimizer.state_dict(), average) if is_main else None
+        whole: Any = optimizer  # a ZeroRedundancyOptimizer
+        whole.consolidate_state_dict(to=0)
+        content = Content(parameters.named, whole.state_dict(), average) if is_main else None
+        whole._all_state_dicts.clear()  # it would keep the copy in the host's memory
+        return content
     state = optimizer.state_dict()
     if not parameters.split:
         return Content(parameters.named, state, average)
@@ -88,7 +91,9 @@ def _load_parts(path: Path, parameters: Parameters, optimizer: Optimizer, cfg: O
             full = f"{sharded.OPTIMIZER}{name}.{key}"
             if full not in saved and checkpoint.has_never_updated(path):
                 continue
-            value = torch.zeros_like(p) if shape else torch.zeros(())
+            # Of whole parameters on the host: with ZeRO, a rank then takes the state of some of them to its device.
+            device = p.device if parameters.split else "cpu"
+            value = torch.zeros_like(p, device=device) if shape else torch.zeros(())
             state.setdefault(number, {})[key] = value
             own[full] = parameters.distributed(name, value) if shape else value
     sharded.read(path, own)

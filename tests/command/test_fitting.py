@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from gptexp.command.fitting import CHOICES, RANKS, least_sharding
+from gptexp.command.fitting import CHOICES, RANKS, least_sharding, needed_bytes
 from gptexp.config.compose import compose
 from gptexp.config.schema import Config
 from gptexp.config.vocabulary import with_vocab_size
-from gptexp.model.memory import StepShape, memory_estimate
 
 Gptexp = Callable[..., CompletedProcess[str]]
 
@@ -25,8 +24,7 @@ def test_the_least_sharding_that_fits_is_named(ranks: int) -> None:
     """Just as much memory as a choice needs gives that choice or one before it, and a byte less never gives it."""
     cfg = model("gpt3_1300m")
     for name, sharding, every in CHOICES:
-        step = StepShape(1, 2048, 1, ranks, "cuda", "bfloat16", True, "plain", every, sharding=sharding)
-        needed = memory_estimate(cfg.model, cfg.optim, step).peak
+        needed = needed_bytes(cfg, ranks, sharding, every)
         found = least_sharding(cfg, ranks, needed)
         assert found in [choice[0] for choice in CHOICES[: [c[0] for c in CHOICES].index(name) + 1]]
         assert least_sharding(cfg, ranks, needed - 1) != name

@@ -76,5 +76,5 @@ def test_training_on_gpus_equals_plain_ddp(tmp_path: Path) -> None:
 )
 def test_what_a_sharding_cannot_do_is_refused(overrides: list[str], line: str) -> None:
     with pytest.raises(ConfigError) as error:
-        compose(overrides)
+        compose(["world.size=2", *overrides])
     assert [problem for problem in error.value.problems if problem.startswith(line) or line in problem], error.value
