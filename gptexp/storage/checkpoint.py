@@ -536,7 +536,8 @@ def _checked(path: Path, hashes: bool = True) -> TrainState:
                 raise CheckpointError(f"{name} has {counted(found, 'byte')}, and {MANIFEST} says {shown(size)}")
             if hashes and _sha256(path / name) != digest:
                 raise CheckpointError(f"{name} has changed since it was saved (sha256 differs)")
-        values = read_json(path / "state.json")
+        name = "state.json"
+        values = read_json(path / name)
         values.pop("about", None)
         values.pop("counts", None)
         if values.get("steps_passed_over"):  # an older version, whose steps had one size, counted only these

@@ -28,6 +28,7 @@ from gptexp.machine.resolve import resolve
 from gptexp.model.gpt import GPT
 from gptexp.config.schema import ModelConfig
 from gptexp.run.build import wrap
+from gptexp.distributed.sharding import WholeParameters
 from gptexp.training.small_gradients import SmallGradients
 
 torch.set_num_threads(1)
@@ -41,7 +42,7 @@ for comm in ("float32", "bfloat16"):
     gpt = GPT(ModelConfig(2, 2, 16, 8, 64))
     gpt.load_state_dict(plain.state_dict())
     ddp = wrap(gpt, effective, "mean", Rank(rank, world_size), cpu, comm)
-    reduce, small = MeanReduction(ddp), SmallGradients(ddp)
+    reduce, small = MeanReduction(ddp), SmallGradients(ddp, WholeParameters(ddp))
     exact, norms = True, []
     for step in range(3):  # DDP arranges its buckets anew after the first
         ddp.zero_grad(set_to_none=False)

@@ -157,7 +157,7 @@ def test_a_sweep_that_loses_a_node_has_the_results_of_one_on_this_machine(
     nodes: Nodes, start: Start, gptexp: Gptexp, tiny: list[str], tmp_path: Path
 ) -> None:
     other, cells = nodes.add(), tmp_path / "outputs" / "ray"
-    lengths = ["train.max_tokens=32768", "train.max_steps=null", "train.save_every_tokens=4096"]
+    lengths = ["train.max_tokens=98304", "train.max_steps=null", "train.save_every_tokens=12288"]
     swept = ["optim.lr=4e-3,2e-2,1e-1", "batch.total_batch_size=64,128"]
     grid = ["train", "-m", *tiny, *FAST, *lengths, *swept]
     process = start(*grid, ON_RAY, "sweep.name=ray")
