@@ -38,7 +38,8 @@ def curves(directory: Path) -> list[float]:
     [
         pytest.param("full", AVERAGED, marks=pytest.mark.e2e),
         pytest.param("full", FREE, marks=pytest.mark.e2e),
-        pytest.param("full", [*AVERAGED, "train.compile=on"], marks=pytest.mark.slow),
+        # Without dropout: a compiled block draws other numbers than a compiled model.
+        pytest.param("full", [AVERAGED[0], "train.compile=on"], marks=pytest.mark.slow),
         pytest.param("full", [*AVERAGED, "optim=lion", "train.nonfinite=rollback"], marks=pytest.mark.slow),
         pytest.param("optimizer", AVERAGED, marks=pytest.mark.slow),
     ],
