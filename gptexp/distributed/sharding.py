@@ -91,13 +91,13 @@ class SplitParameters:
     split = True
 
     def __init__(self, model: nn.Module) -> None:
+        from torch.distributed.fsdp import FSDPModule
+
         self._parameters: dict[str, DTensor] = dict(model.named_parameters())  # type: ignore[arg-type]
         self.shapes = {name: p.shape for name, p in self._parameters.items()}
         self.named = {name: nn.Parameter(_local(p)) for name, p in self._parameters.items()}
         # The whole tensors with which modules compute. FSDP2 frees and refills their memory, and they stay the same.
         self._computing: dict[str, nn.Parameter] = {}
-        from torch.distributed.fsdp import FSDPModule
-
         for prefix, module in model.named_modules():
             if issubclass(type(module), FSDPModule):
                 module.register_forward_pre_hook(partial(self._remember, prefix))

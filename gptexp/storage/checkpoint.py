@@ -130,7 +130,7 @@ def save(directory: Path, content: Content, state: TrainState, keep: Keep, about
             if averaged:
                 save_file(averaged, folder / AVERAGE)
             _save({"optimizer": content.optimizer}, folder / "train.pt")
-            _publish(folder, target, state, about or {})
+            _publish(folder, target, _state_text(state, about or {}))
     except (OSError, SafetensorError) as error:
         raise _not_saved(target, first_line(error)) from error
     prune(directory, keep)
@@ -158,22 +158,12 @@ def begin_to_save_parts(
     written = sharded.write(unfinished, tensors, group)
     done: Future[Path] = Future()
 
-    def publish(files: dict[str, list[Any]]) -> None:
-        (unfinished / "state.json").write_text(text)
-        for name in ("state.json", sharded.PARTS):
-            files[name] = [(unfinished / name).stat().st_size, _sha256(unfinished / name)]
-        (unfinished / MANIFEST).write_text(json.dumps(files, indent=1) + "\n")
-        for path in (*(unfinished / name for name in ("state.json", sharded.PARTS, MANIFEST)), unfinished):
-            fsync(path)
-        unfinished.rename(target)
-        fsync(target.parent)
-
     def of_this_rank() -> dict[str, list[Any]] | str:
         """The size and hash of each file of this rank; or why it has none. It must reach the next collective."""
         try:
             written.result()
             mine = sorted(unfinished.glob(f"__{dist.get_rank(group)}_*"))
-            return {path.name: [path.stat().st_size, _sha256(path)] for path in mine}
+            return {path.name: _size_and_hash(path) for path in mine}
         except BaseException as error:  # DCP's own is not an `Exception`
             return sharded.cause_of(error)
 
@@ -182,7 +172,8 @@ def begin_to_save_parts(
         failed = [found for found in of_ranks if isinstance(found, str)]
         try:
             if not failed:
-                publish({name: of for found in of_ranks if not isinstance(found, str) for name, of in found.items()})
+                files = {name: of for found in of_ranks if not isinstance(found, str) for name, of in found.items()}
+                _publish(unfinished, target, text, files)
                 prune(directory, keep)
                 return None
         except OSError as error:
@@ -240,7 +231,7 @@ def adopt(source: Path, directory: Path, about: dict[str, Any]) -> tuple[Path, T
         with _unfinished(target) as folder:
             for name in read_json(source / MANIFEST):
                 shutil.copyfile(source / name, folder / name)
-            _publish(folder, target, state, about)
+            _publish(folder, target, _state_text(state, about))
     except OSError as error:
         raise StorageError(f"{target}: cannot be saved ({first_line(error)})") from error
     return target, state
@@ -257,11 +248,17 @@ def _unfinished(target: Path) -> Iterator[Path]:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def _publish(unfinished: Path, target: Path, state: TrainState, about: dict[str, Any]) -> None:
-    """Complete the checkpoint in `unfinished`, which has its tensors, and rename it."""
-    (unfinished / "state.json").write_text(_state_text(state, about))
-    _write_manifest(unfinished)
-    for path in [*unfinished.iterdir(), unfinished]:
+def _publish(unfinished: Path, target: Path, text: str, of_others: Mapping[str, list[Any]] | None = None) -> None:
+    """Complete the checkpoint in `unfinished`, which has its tensors, with `text` as state.json, and rename it.
+
+    `of_others`: the sizes and hashes of files that other ranks have written, which are on the disk already.
+    """
+    (unfinished / "state.json").write_text(text)
+    of_others = of_others or {}
+    here = [path for path in sorted(unfinished.iterdir()) if path.name not in of_others]
+    files = {**of_others, **{path.name: _size_and_hash(path) for path in here}}
+    (unfinished / MANIFEST).write_text(json.dumps(files, indent=1) + "\n")
+    for path in [*here, unfinished / MANIFEST, unfinished]:
         fsync(path)
     unfinished.rename(target)
     fsync(target.parent)
@@ -272,10 +269,9 @@ def _state_text(state: TrainState, about: dict[str, Any], counts: Sequence[Mappi
     return json.dumps({**asdict(state), "about": about, **more}, indent=1) + "\n"
 
 
-def _write_manifest(unfinished: Path) -> None:
-    """Write the sizes and hashes of the files in the directory of a checkpoint."""
-    files = {path.name: [path.stat().st_size, _sha256(path)] for path in sorted(unfinished.iterdir())}
-    (unfinished / MANIFEST).write_text(json.dumps(files, indent=1) + "\n")
+def _size_and_hash(path: Path) -> list[Any]:
+    """What the manifest has of a file."""
+    return [path.stat().st_size, _sha256(path)]
 
 
 def _refuse_a_full_disk(directory: Path, size: int) -> None:
@@ -457,7 +453,7 @@ def load_optimizer(
     rank's part of a tensor in the state of the parameter of a number; None: the rank has all. Code in the file is never
     run.
     """
-    configured = _hyperparameters(optimizer)
+    configured = [{k: v for k, v in group.items() if k not in COUNTED} for group in optimizer.param_groups]
     try:
         saved: dict[str, Any] = torch.load(
             path / "train.pt", map_location="cpu", weights_only=True, mmap=own is not None
@@ -485,10 +481,6 @@ def set_state(path: Path, optimizer: torch.optim.Optimizer, state: dict[int, dic
         optimizer.load_state_dict({"state": state, "param_groups": saved})
     except (ValueError, TypeError) as error:
         raise CheckpointError(f"{path}: does not fit the optimizer ({first_line(error)})") from None
-
-
-def _hyperparameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    return [{k: v for k, v in group.items() if k not in COUNTED} for group in optimizer.param_groups]
 
 
 def has_never_updated(path: Path) -> bool:
