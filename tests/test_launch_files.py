@@ -338,7 +338,7 @@ def test_a_train_job_saves_when_a_pod_is_evicted_and_continues(
     assert summary(tmp_path / "a")["steps"] > stopped["steps"]
 
 
-@pytest.mark.e2e
+@pytest.mark.slow
 def test_torchrun_sh_waits_for_a_checkpoint_that_takes_longer_than_torchs_default(
     nodes: Nodes, tmp_path: Path, sabotage: Sabotage
 ) -> None:

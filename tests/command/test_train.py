@@ -94,7 +94,7 @@ def test_a_run_directory_locked_by_another_process_is_refused(gptexp: Gptexp, ti
     assert not (directory / "metrics.jsonl").exists()
 
 
-@pytest.mark.e2e
+@pytest.mark.slow
 def test_the_validation_loss_of_the_default_run_never_rises(start: Start, tmp_path: Path) -> None:
     process = start("train", "log.wandb.mode=disabled", "log.progress=off", "hydra.run.dir=out")
     _, err = process.communicate(timeout=540)

@@ -17,20 +17,29 @@ from gptexp.process.errors import ConfigError
 SCRIPT = ROOT / "tests" / "distributed" / "sharded_training.py"
 
 
-def trained(ranks: int, folder: Path, *overrides: str) -> list[dict[str, Any]]:
+def trained(ranks: int, folder: Path, which: str, *overrides: str) -> list[dict[str, Any]]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", str(SCRIPT)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [*command, str(folder), *overrides], capture_output=True, text=True, timeout=600, env=environment
+        [*command, str(folder), which, *overrides], capture_output=True, text=True, timeout=600, env=environment
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.e2e), pytest.param(4, marks=pytest.mark.slow)])
-def test_training_equals_plain_ddp(tmp_path: Path, ranks: int) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "which"),
+    [
+        pytest.param(2, "few", marks=pytest.mark.e2e),
+        pytest.param(2, "all", marks=pytest.mark.slow),
+        pytest.param(4, "all", marks=pytest.mark.slow),
+    ],
+)
+def test_training_equals_plain_ddp(tmp_path: Path, ranks: int, which: str) -> None:
     """Twenty steps in float32 at lr 6e-4; each sharding also continues from the checkpoint of the other."""
-    for case in trained(ranks, tmp_path):
+    cases = trained(ranks, tmp_path, which)
+    assert len(cases) == (3 if which == "few" else 8)
+    for case in cases:
         sharding, _, _, more = case["case"]
         exact, low = sharding == "optimizer", "train.dtype=bfloat16" in more
         assert case["initial weights"] == 0, case
@@ -51,7 +60,7 @@ def test_training_on_gpus_equals_plain_ddp(tmp_path: Path) -> None:
     """By NCCL, whose sums have no fixed order."""
     if (ranks := torch.cuda.device_count()) < 2:
         pytest.skip("needs two GPUs")
-    for case in trained(min(ranks, 4), tmp_path, "train.device=cuda"):
+    for case in trained(min(ranks, 4), tmp_path, "all", "train.device=cuda"):
         low = "train.dtype=bfloat16" in case["case"][3]
         assert case["initial weights"] == case["loaded"] == 0, case
         assert max(case["loss"], case["loss after crossing"]) <= (1e-3 if low else 1e-5), case

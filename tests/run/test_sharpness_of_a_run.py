@@ -185,7 +185,7 @@ def test_a_failure_is_a_line_and_training_goes_on(
     ("number", "at"),
     [
         pytest.param(signal.SIGTERM, 2, marks=pytest.mark.slow),
-        pytest.param(signal.SIGTERM, 4, marks=pytest.mark.e2e),
+        pytest.param(signal.SIGTERM, 4, marks=pytest.mark.slow),
         pytest.param(signal.SIGKILL, 2, marks=pytest.mark.e2e),
     ],
 )
@@ -227,7 +227,7 @@ def test_a_run_that_is_stopped_while_it_measures_continues_with_that(
     assert [event["step"] for event in events(tmp_path / "run", "step")] == [0, 1, 2, 3]
 
 
-@pytest.mark.e2e
+@pytest.mark.slow
 def test_a_measurement_longer_than_the_limit_of_time_is_given_up_when_it_is_tried_again(
     gptexp: Gptexp, tiny: list[str], tmp_path: Path, with_code: Callable[[str], dict[str, str]]
 ) -> None:

@@ -297,11 +297,11 @@ def test_lm_eval_finds_the_loss_that_evaluate_finds(gptexp: Gptexp, tiny: list[s
     write_tasks(tmp_path / "mine", text)
     done = gptexp("evaluate", "run", "--tasks", "my_text", "--include", "mine", env={"HF_HOME": str(tmp_path / "home")})
     assert (done.returncode, done.stderr) == (0, "")
-    offline = {"HF_HOME": str(tmp_path / "home")}
-    for name in ("my_tag", "my_group"):  # they give the figures of their tasks
-        again = gptexp("evaluate", "run", "--tasks", name, "--include", "mine", env=offline)
-        assert again.returncode == 0, again.stderr
-        assert json.loads(again.stdout)["my_text"] == json.loads(done.stdout)["my_text"]
+    # A tag and a group give the figures of their tasks.
+    both = ["--tasks", "my_tag,my_group", "--include", "mine"]
+    again = gptexp("evaluate", "run", *both, env={"HF_HOME": str(tmp_path / "home")})
+    assert again.returncode == 0, again.stderr
+    assert json.loads(again.stdout)["my_text"] == json.loads(done.stdout)["my_text"]
     assert "lm_eval/hellaswag" in json.loads(again.stdout), "not the name of the score in llm.c's style"
     assert "hellaswag" not in json.loads(again.stdout)
     nats = json.loads(done.stdout)["my_text"]["bits_per_byte"] * torch.log(torch.tensor(2.0)).item() * len(text)
@@ -323,7 +323,12 @@ def test_a_task_whose_data_cannot_be_had_is_one_line(saved: Path, gptexp: Gptexp
     assert (refused.returncode, len(refused.stderr.splitlines())) == (3, 1), refused.stderr
     assert refused.stderr.startswith("gptexp: --tasks lambada_openai: lm_eval failed (")
     assert "without a network it needs the data sets" in refused.stderr
-    refused = gptexp("evaluate", str(saved), "--tasks", "no_such_task", env=nobody)
+
+
+@pytest.mark.slow
+def test_an_unknown_task_is_refused(saved: Path, gptexp: Gptexp) -> None:
+    pytest.importorskip("lm_eval", reason="no lm_eval; pip install 'gptexp[eval]'")
+    refused = gptexp("evaluate", str(saved), "--tasks", "no_such_task")
     assert (refused.returncode, "lm_eval has no such task" in refused.stderr) == (2, True)
 
 
@@ -357,7 +362,7 @@ def problems(stderr: str) -> list[str]:
 SCORES = ["data.tokenizer=bytes", "train.eval_tasks=[my_text]", "hydra.run.dir=run"]
 
 
-@pytest.mark.e2e
+@pytest.mark.slow
 def test_two_ranks_score_tasks_of_lm_eval_and_train_as_without_them(
     start: Start, gptexp: Gptexp, tiny: list[str], my_text: Callable[[str], dict[str, str]], tmp_path: Path
 ) -> None:
