@@ -201,6 +201,7 @@ def default_options() -> dict[str, str]:
     return {group: option for entry in entries if isinstance(entry, dict) for group, option in entry.items()}
 
 
+@cache
 def settings(file: Path, group: str) -> list[tuple[str, str]]:
     """(key, value as written) for each group and key that an option's file sets, also for each key that it sweeps."""
     try:
