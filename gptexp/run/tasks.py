@@ -45,11 +45,11 @@ def evaluate_tasks(
 
     Raises `ConfigError`, `CheckpointError` or `DataError`.
     """
+    # lm_eval, which takes ten seconds to import, would take any directory, also one without a tokenizer.
+    model, tokenizer = load_pretrained(source, averaged)
     others, option = of_lm_eval(tasks), "--tasks "
     manager = harness.task_manager(others, include, option) if others else None
     found: dict[str, dict[str, Any]] = {}
-    # lm_eval alone would take any directory, also one without a tokenizer.
-    model, tokenizer = load_pretrained(source, averaged)
     if HELLASWAG in tasks:
         file = hellaswag or downloaded(VALIDATION, downloads_dir(DataConfig()))
         examples = read_examples(file, tokenizer)[:limit]
