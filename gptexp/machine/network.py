@@ -108,11 +108,11 @@ def keep(data: DataConfig, found: AllReduce) -> Path:
 def recall(data: DataConfig, backend: str, comm: str, ranks: int, gpu: str) -> list[AllReduce]:
     """The measurements with this backend, first those of the same type and with a number of ranks near `ranks`.
 
-    With NCCL they are of a `gpu` with this in its name, else of this machine.
+    With NCCL they are of a GPU with `gpu` in its name, else of this machine.
     """
 
     def holds(of: dict[str, Any]) -> bool:
-        return gpu in of["gpu"] if backend == NCCL else of == machine(backend)
+        return gpu != "" and gpu in of["gpu"] if backend == NCCL else of == machine(backend)
 
     found = [one for of, one in _kept(data) if one.backend == backend and holds(of)]
     return sorted(found, key=lambda one: (one.comm != comm, abs(one.ranks - ranks)))

@@ -155,9 +155,8 @@ def split_waiting_s(
     The ranks gather each block for the forward and for the backward pass, and what is outside of the blocks once, as
     `whole_bytes` a number; then they reduce its gradients, as `sent_bytes` a number, or with 0 keep them whole. One
     of these messages is sent at a time, in the order of FSDP2: in the forward pass each block is gathered once the
-    block two before it begins, in the backward pass once the next one begins. A block begins its backward pass once
-    the gradients of the one two before it are reduced. `forward_s` and `backward_s`: of the parts in which
-    communication costs the computation nothing; 0 if it takes the same cores.
+    block two before it begins, in the backward pass once the next one begins. `forward_s` and `backward_s`: of the
+    parts in which communication costs the computation nothing; 0 if it takes the same cores.
     """
     outside = (m.resolved_vocab_size + m.block_size + (2 if m.bias else 1)) * m.n_embd
     block = (count_parameters(m) - outside) // m.n_layer
@@ -178,14 +177,12 @@ def split_waiting_s(
 
     gathered = sent = max(sent, computed) + gather_s
     computed += head_share * backward_s
-    reduced = [0.0, 0.0]
     for left in reversed(range(m.n_layer)):
-        start = max(computed, gathered, reduced[-2])
+        start = max(computed, gathered)
         computed = start + block_share * backward_s
         if left:
             gathered = sent = max(sent, start) + gather_s
         sent = max(sent, computed) + reduce_s
-        reduced.append(sent)
     return max(sent, computed) + reduce_outside_s - forward_s - backward_s
 
 

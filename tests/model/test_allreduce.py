@@ -248,7 +248,7 @@ def simulated_split(message_s: Callable[[str, bool], float], forward_s: list[flo
         "B3": (backward_s[0], [], []),
         "B2": (backward_s[1], ["gather B2"], []),
         "B1": (backward_s[2], ["gather B1"], []),
-        "B0": (backward_s[3], ["gather B0", "reduce B2"], []),
+        "B0": (backward_s[3], ["gather B0"], []),
     }
     begun: dict[str, float] = {}
     ended: dict[str, float] = {}
