@@ -5,6 +5,7 @@ Over several nodes, the ranks of each node are also measured alone.
 """
 
 import json
+import signal
 import statistics
 import sys
 import tempfile
@@ -26,6 +27,7 @@ from gptexp.machine.device import check_device, pick_device
 from gptexp.machine.network import NCCL, AllReduce, Fitted, from_dict, keep
 from gptexp.model.allreduce import fit_between, fit_ring
 from gptexp.process.errors import ConfigError, UserError
+from gptexp.process.signals import at_parents_death
 from gptexp.process.words import counted
 
 SIZES = [4 ** (i + 5) for i in range(8)]  # bytes: 1 KiB to 16 MiB
@@ -78,6 +80,7 @@ def _of_new_ranks(cfg: Config) -> AllReduce:
 def _new_rank(number: int, cfg: Config, folder: Path) -> None:
     ranks = cfg.world.size
     assert ranks is not None
+    at_parents_death(signal.SIGKILL)  # torch's own SIGINT does not end a rank that waits for another
     try:
         found = _of_rank(cfg, Rank(number, ranks, number, ranks), dist.FileStore(str(folder / "store"), ranks))
     except ConfigError as error:

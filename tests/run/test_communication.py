@@ -4,12 +4,15 @@ import json
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
+from conftest import wait_for
 
 from gptexp import bench
 from gptexp.config.compose import compose
@@ -61,6 +64,28 @@ def test_a_rank_that_is_killed_ends_the_others(tmp_path: Path, start: Start, sab
         "gptexp: a rank of bench comm failed: process 1 terminated with signal SIGKILL"
     ]
     assert "Traceback" not in said
+
+
+@pytest.mark.e2e
+def test_ranks_end_with_their_parent(tmp_path: Path, start: Start, sabotage: Sabotage) -> None:
+    """Also one that waits in a library for a rank that does not come."""
+    code = """
+    import pathlib, time
+    plain = m._of_rank
+    def of_rank(cfg, rank, store=None):
+        (pathlib.Path(cfg.data.cache_dir) / f"rank{rank.rank}").touch()
+        return plain(cfg, rank, store) if rank.rank == 0 else time.sleep(1000)
+    m._of_rank = of_rank
+    """
+    env = sabotage("gptexp.run.communication", code)
+    process = start("bench", "comm", "world.size=2", "train.device=cpu", f"data.cache_dir={tmp_path}", env=env)
+    wait_for(lambda: all((tmp_path / f"rank{rank}").exists() for rank in range(2)), process)
+    time.sleep(2)  # until rank 0 waits
+    ranks = psutil.Process(process.pid).children(recursive=True)
+    assert len(ranks) >= 2
+    process.kill()
+    _, alive = psutil.wait_procs(ranks, timeout=60)
+    assert alive == []
 
 
 @pytest.mark.e2e
