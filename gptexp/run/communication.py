@@ -42,12 +42,9 @@ START = timedelta(minutes=10)
 def bench_communication(cfg: Config, as_json: bool) -> int:
     """Measure, keep and print the all-reduce of the ranks of `cfg`, or of the launcher. Returns the exit code."""
     rank = launcher_rank()
-    if rank is not None:
-        found = _of_rank(cfg, rank)
-    elif (cfg.world.size or 1) == 1:
+    if (cfg.world.size or 1) == 1:  # of the launcher's, too
         raise ConfigError("gptexp bench comm: one rank sends nothing; give world.size=2 or more")
-    else:
-        found = _of_new_ranks(cfg)
+    found = _of_rank(cfg, rank) if rank is not None else _of_new_ranks(cfg)
     if found is not None:
         path = keep(cfg.data, found)
         if as_json:
@@ -63,8 +60,8 @@ def _of_new_ranks(cfg: Config) -> AllReduce:
     kind, _ = _device_and_backend(cfg, Rank(ranks - 1, ranks, ranks - 1, ranks))
     if kind == "cpu" and ranks > (most := MOST_CROWDED * count_cores()):
         raise ConfigError(
-            f"world.size={ranks}: {counted(count_cores(), 'core')} have at most {most} ranks, of which the others wait "
-            "for those that compute; use fewer, or start them on several nodes with torchrun"
+            f"world.size={ranks}: {counted(count_cores(), 'core')} run at most {most} ranks, because more of them wait "
+            "for cores and not for the network; use fewer, or start them on several nodes with torchrun"
         )
     with tempfile.TemporaryDirectory(prefix="gptexp-") as name:
         folder = Path(name)

@@ -135,7 +135,7 @@ def test_ranks_that_cannot_start_are_refused_before_any_starts(monkeypatch: pyte
     monkeypatch.setattr(communication, "spawn", lambda *_args, **_kwargs: pytest.fail("started ranks"))
     monkeypatch.setattr(communication, "count_cores", lambda: 2)
     for gpus, argv, why in (
-        (0, ["world.size=9"], r"world\.size=9: 2 cores have at most 8 ranks"),
+        (0, ["world.size=9"], r"world\.size=9: 2 cores run at most 8 ranks"),
         (0, ["world.size=2", "world.backend=nccl"], r"world\.backend=nccl: needs CUDA devices, not cpu"),
         (1, ["world.size=2"], r"world\.size=2: local rank 1 has no GPU, because this node has 1 GPU"),
     ):
@@ -158,3 +158,12 @@ def test_ranks_that_cannot_start_are_refused_before_any_starts(monkeypatch: pyte
 def test_what_has_no_meaning_is_refused(argv: list[str], why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         bench.main(argv)
+
+
+def test_one_rank_of_a_launcher_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "0")
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "1")
+    with pytest.raises(ConfigError, match="one rank sends nothing"):
+        bench.main(["comm"])
