@@ -41,9 +41,14 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--models", action="store_true", help=what)
     parser.add_argument("--time", action="store_true", help="also train a few steps, and estimate the duration")
     parser.add_argument(
-        "--network", choices=NETWORKS, help="of the nodes; default: that of NVIDIA's nodes with the GPU"
+        "--network", choices=NETWORKS, help="of the nodes; default: as measured, or that of NVIDIA's nodes with the GPU"
     )
-    parser.add_argument("--ranks-per-node", type=int, metavar="N", help=f"default: {GPUS_PER_NODE} GPUs")
+    parser.add_argument(
+        "--ranks-per-node",
+        type=int,
+        metavar="N",
+        help=f"default: as measured, or the GPUs of this machine, or {GPUS_PER_NODE}",
+    )
     what = "a run or a sweep that has measured its noise scale or critical batch size: does the batch pass it?"
     parser.add_argument("--critical", type=Path, metavar="DIR", help=what)
     parser.add_argument("--config-dir", "-cd", metavar="DIR", help="your own YAML files")
@@ -56,8 +61,8 @@ def main(argv: list[str] | None = None) -> None:
 
     if args.ranks_per_node is not None and args.ranks_per_node < 1:
         raise ConfigError(f"--ranks-per-node={args.ranks_per_node}: must be 1 or above")
-    if (args.network or args.ranks_per_node) and gpu is None and not args.time:
-        given = "--network" if args.network else "--ranks-per-node"
+    given = "--network" if args.network else "--ranks-per-node" if args.ranks_per_node else None
+    if given is not None and gpu is None and not args.time:
         raise ConfigError(f"{given}: only device=GPU and --time predict how long ranks wait; give one of them")
 
     from_init.register()
@@ -72,6 +77,10 @@ def main(argv: list[str] | None = None) -> None:
 
             if args.critical is not None:
                 raise ConfigError("--critical: is for the plan of one run; leave it out, or plan one cell")
+            if given is not None and gpu is None:
+                raise ConfigError(
+                    f"{given}: of a sweep only device=GPU predicts how long ranks wait; give it, or plan one cell"
+                )
             grid = compose_cells(engine, composed)
             refuse_sweep_in(Path(composed.hydra.sweep.dir))
         else:

@@ -5,6 +5,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ import torch
 from gptexp.command.prediction import (
     NOTHING,
     Asked,
-    alone_here,
-    alone_on,
+    computing_here,
+    computing_on,
     critical_of,
     has_ranks_here,
     lines,
@@ -67,12 +68,18 @@ def print_plan(cfg: Config, with_time: bool, as_json: bool, asked: Asked = NOTHI
     planned = plan(cfg, gpu=asked.gpu)
     if critical := critical_of(cfg, planned, asked.critical):
         planned["critical"] = critical
+        if critical["other_keys"]:
+            planned["warnings"].append(
+                f"{critical['from']} has measured its {critical['what']} with other {', '.join(critical['other_keys'])}"
+            )
     if with_time and has_ranks_here(planned):
         add_times([(cfg, planned)])
     if planned["world_size"] > 1:
         predict_on_gpu(cfg, planned, asked)
         if with_time:
             predict_here(cfg, planned, asked)
+        elif asked.gpu is None:
+            planned["unpredicted"] = "add --time to predict the waiting, or device=GPU for GPUs that are not here"
     print(json.dumps(planned, indent=1)) if as_json else show(planned)
     for line in planned["warnings"]:
         warn(f"warning: {line}")
@@ -80,8 +87,8 @@ def print_plan(cfg: Config, with_time: bool, as_json: bool, asked: Asked = NOTHI
 
 def predict_on_gpu(cfg: Config, planned: dict[str, Any], asked: Asked) -> None:
     """Predict the steps of a plan for a GPU, if one is asked for."""
-    if asked.gpu is not None and (alone := alone_on(cfg, planned)) is not None:
-        predict(cfg, planned, asked, alone)
+    if asked.gpu is not None and (computing := computing_on(cfg, planned)) is not None:
+        predict(cfg, planned, asked, computing, partial(plan, gpu=asked.gpu))
 
 
 def predict_here(cfg: Config, planned: dict[str, Any], asked: Asked) -> None:
@@ -90,7 +97,7 @@ def predict_here(cfg: Config, planned: dict[str, Any], asked: Asked) -> None:
         planned["unpredicted"] = unknown
         return
     try:
-        predict(cfg, planned, asked, alone_here(cfg, planned))
+        predict(cfg, planned, asked, computing_here(cfg, planned), plan)
     except UserError as error:
         warn(f"warning: the steps of other ranks cannot be predicted: {first_line(error)}")
 

@@ -1,12 +1,12 @@
 """`gptexp plan`: the time of a step at other numbers of ranks, and the verdict of the critical batch size.
 
-A step of the run's batch is divided among N ranks. Each computes its share, and then waits for the gradients that the
-backward pass of its last micro-step has not hidden. Not modelled: ranks of different speed, other jobs on the network,
-GPUs that compute small micro-batches less efficiently, and of a GPU that is not here the update.
+A step of the run's batch is divided among N ranks. Each computes its share, and waits for what its computation does not
+hide: gradients, and parameters that are split or shared. Not modelled: ranks of different speed, other jobs on the
+network, GPUs that compute small micro-batches less efficiently, and of a GPU that is not here the update.
 """
 
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from gptexp.config.schema import Config
 from gptexp.config.vocabulary import with_vocab_size
 from gptexp.distributed.ranks import count_cores
 from gptexp.machine.effective import Effective
-from gptexp.machine.network import recall
+from gptexp.machine.network import NCCL, recall, ways_of, ways_with
 from gptexp.model.allreduce import Network, buckets, split_waiting_s, waiting_s
 from gptexp.model.flops import count_parameters, flops_per_token
 from gptexp.model.gpus import GPUS, Gpu
@@ -28,10 +28,10 @@ from gptexp.process.errors import ConfigError
 from gptexp.process.words import counted
 from gptexp.run.build import BUCKETS, FIRST_BUCKET_MIB, LEAST_BUCKET_MIB
 from gptexp.run.calibrate import Alone, sample_alone
+from gptexp.run.communication import MOST_CROWDED
 from gptexp.storage import run_dir
 
 REPORT_BYTES = 128  # about: the numbers of a step, which all ranks share
-MOST_CROWDED = 4  # ranks on a core; more are not started
 BACKWARD_RATIO = 2 / 3  # of the multiplications of a micro-step
 
 
@@ -48,27 +48,41 @@ class Asked:
 NOTHING = Asked()
 
 
-def predict(cfg: Config, planned: dict[str, Any], asked: Asked, alone: Alone) -> None:
+@dataclass(frozen=True)
+class Computing:
+    """The times of one rank of a run."""
+
+    beside: Alone  # while the others that this machine has cores for compute too
+    single: Alone  # with the machine to itself
+
+
+def predict(
+    cfg: Config, planned: dict[str, Any], asked: Asked, computing: Computing, plan: Callable[[Config], dict[str, Any]]
+) -> None:
     """Add to a plan the steps at half, all and twice its ranks, `at_ranks`, or the reason why they are `unpredicted`.
 
-    `alone` has the times of one rank. A `time` that is assumed then contains the waiting; one that is missing is added.
+    `plan` is `planning.plan`: with batch.micro_batch_size=auto, each number of ranks has the size of its own plan. A
+    `time` that is assumed then contains the waiting; one that is missing is added.
     """
-    world_size, effective = planned["world_size"], Effective.from_dict(planned["effective"])
-    cfg = with_vocab_size(cfg, effective.vocab_size.value)
+    world_size = planned["world_size"]
     network = network_of(cfg, asked, world_size)
     if isinstance(network, str):
         planned["unpredicted"] = network
         return
-    rows = (_at(cfg, planned, effective, network, alone, n) for n in (world_size // 2, world_size, 2 * world_size))
-    planned["at_ranks"] = [row for row in rows if row is not None]
+    planned["at_ranks"] = []
+    for ranks in (world_size // 2, world_size, 2 * world_size):
+        if ranks == 0 or planned["total_batch_size"] // cfg.seq_len % ranks or not network.reaches(ranks):
+            continue
+        own = planned
+        if ranks != world_size and cfg.batch.asked_micro_batch_size is None:
+            own = plan(replace(cfg, world=replace(cfg.world, size=ranks)))
+        planned["at_ranks"].append(_at(cfg, planned, own, network, computing, ranks))
     planned["network"] = {
         "inside": asdict(network.inside),
         "between": asdict(network.between) if network.between else None,
         "ranks_per_node": network.ranks_per_node,
     }
-    own = next((row for row in planned["at_ranks"] if row["ranks"] == world_size), None)
-    if own is None:
-        return
+    own = next(row for row in planned["at_ranks"] if row["ranks"] == world_size)
     if "assumed" in planned and "time" in planned:
         slower = own["step_s"] / (own["step_s"] - own["waiting_s"])
         planned["time"] = {key: slower * seconds for key, seconds in planned["time"].items()}
@@ -85,86 +99,140 @@ def has_ranks_here(planned: dict[str, Any]) -> bool:
     return world_size <= most
 
 
-def alone_on(cfg: Config, planned: dict[str, Any]) -> Alone | None:
+def computing_on(cfg: Config, planned: dict[str, Any]) -> Computing | None:
     """The times of one rank on the GPU of a plan, at the MFU that it assumes. None: the GPU's peak is unknown."""
     if (peak := planned["assumed"]["peak_flops_per_s"]) is None:
         return None
     model = with_vocab_size(cfg, planned["effective"]["vocab_size"]).model
     palm, _ = flops_per_token(model, cfg.seq_len)
     micro_s = palm * planned["micro_batch_size"] * cfg.seq_len / (peak * planned["assumed"]["mfu"])
-    return Alone(micro_s, BACKWARD_RATIO * micro_s, 0.0)
+    alone = Alone(micro_s, BACKWARD_RATIO * micro_s, 0.0)
+    return Computing(alone, alone)
 
 
-def alone_here(cfg: Config, planned: dict[str, Any]) -> Alone:
-    """The times of one rank on this machine, measured beside as many others as it has cores for, on a CPU."""
+def computing_here(cfg: Config, planned: dict[str, Any]) -> Computing:
+    """The times of one rank on this machine, measured."""
     effective = Effective.from_dict(planned["effective"])
-    at_once = 1
+    run, at_once = plan_run(cfg, planned["micro_batch_size"]), 1
     if effective.device == "cpu":
         at_once = max(1, min(planned["world_size"], count_cores() // effective.threads_per_rank.value))
-    return sample_alone(cfg, plan_run(cfg, planned["micro_batch_size"]), effective, at_once)
+    single = sample_alone(cfg, run, effective, 1)
+    return Computing(sample_alone(cfg, run, effective, at_once) if at_once > 1 else single, single)
 
 
 def _at(
-    cfg: Config, planned: dict[str, Any], effective: Effective, network: Network, alone: Alone, ranks: int
-) -> dict[str, Any] | None:
-    """The step on `ranks` ranks. None: the batch cannot be divided so, or the network is unknown."""
-    total, size = planned["total_batch_size"], planned["micro_batch_size"]
-    legal = [s for s in legal_micro_batches(total, cfg.seq_len, ranks) if s <= size] if ranks else []
-    if not legal or not network.reaches(ranks):
-        return None
+    cfg: Config,
+    planned: dict[str, Any],
+    own: dict[str, Any],
+    network: Network,
+    computing: Computing,
+    ranks: int,
+) -> dict[str, Any]:
+    """The step on `ranks` ranks, whose own plan is `own`, from the times of a micro-batch of `planned`."""
+    reduce_every = Effective.from_dict(own["effective"]).reduce_every
+    effective = replace(Effective.from_dict(planned["effective"]), reduce_every=reduce_every)
+    cfg = with_vocab_size(cfg, effective.vocab_size.value)
+    total, measured_size = planned["total_batch_size"], planned["micro_batch_size"]
+    sequences = total // cfg.seq_len
+    size = next(s for s in legal_micro_batches(total, cfg.seq_len, ranks) if s <= own["micro_batch_size"])
+    alone = computing.single if ranks == 1 else computing.beside
     threads, cores, on_cpu = effective.threads_per_rank.value, count_cores(), effective.device == "cpu"
     # On a CPU the ranks' threads also send and add the gradients: without further cores, nothing is hidden.
-    hidden_s = 0.0 if on_cpu and 2 * ranks * threads > cores else alone.backward_s * legal[-1] / size
-    gradients_mib = 4 * count_parameters(cfg.model) / 2**20
-    compiled = effective.compile.value
-    mib = max(LEAST_BUCKET_MIB, gradients_mib / BUCKETS) if compiled else LEAST_BUCKET_MIB
-    found = buckets(cfg.model, cfg.seq_len, 2**20 * (mib if compiled else FIRST_BUCKET_MIB), 2**20 * mib)
-    waiting, sequences = 0.0, total // cfg.seq_len
+    hides = not on_cpu or 2 * ranks * threads <= cores
+    micro_s, backward_s = (size / measured_size * s if hides else 0.0 for s in (alone.micro_s, alone.backward_s))
+    waiting, once_s = 0.0, alone.once_s
     if ranks > 1:
-        element_bytes = 2 if cfg.world.comm == "bfloat16" else 4
-        parameters = count_parameters(cfg.model)
-        if cfg.world.sharding == "full":
-            micro_steps, width = sequences // ranks // legal[-1], 2 if effective.dtype.value == "bfloat16" else 4
-            hidden = 0.0 if hidden_s == 0 else alone.micro_s * legal[-1] / size
-            reduced = micro_steps if effective.reduce_every == "micro_step" else 1
-            waiting = split_waiting_s(parameters, width, element_bytes, ranks, network, [hidden] * micro_steps, reduced)
-        else:
-            waiting = waiting_s(found, ranks, network, hidden_s, element_bytes)
-        if cfg.world.sharding == "optimizer":  # then each rank sends its updated parameters to all others
-            waiting += network.all_reduce_s(ranks, 4 * parameters) / 2
-        waiting += network.all_reduce_s(ranks, REPORT_BYTES)
+        waiting = _waiting_s(cfg, effective, network, ranks, sequences // ranks // size, micro_s, backward_s)
+        if cfg.world.sharding != "none":
+            once_s /= ranks  # each rank updates its part
     crowded = max(1.0, ranks * threads / cores) if on_cpu else 1.0
-    step_s = crowded * (sequences // ranks * alone.micro_s / size + alone.once_s) + waiting
-    one_rank_s = sequences * alone.micro_s / size + alone.once_s
+    step_s = crowded * (sequences // ranks * alone.micro_s / measured_size + once_s) + waiting
+    one_rank_s = sequences * computing.single.micro_s / measured_size + computing.single.once_s
     return {
         "ranks": ranks,
         "nodes": network.nodes(ranks),
         "sequences": sequences // ranks,
+        "micro_batch_size": size,
         "step_s": step_s,
         "waiting_s": waiting,
         "efficiency": one_rank_s / (ranks * step_s),
     }
 
 
+def _waiting_s(
+    cfg: Config,
+    effective: Effective,
+    network: Network,
+    ranks: int,
+    micro_steps: int,
+    micro_s: float,
+    backward_s: float,
+) -> float:
+    """Seconds for which a step of several ranks waits.
+
+    A micro-step takes `micro_s`, of it the backward pass `backward_s`; both are 0 if nothing is hidden behind them.
+    """
+    sent_bytes, parameters = 2 if cfg.world.comm == "bfloat16" else 4, count_parameters(cfg.model)
+    report_s = network.all_reduce_s(ranks, REPORT_BYTES)
+    if cfg.world.sharding == "full":
+        whole_bytes = 2 if effective.dtype.value == "bfloat16" else 4
+        kept_s, reduced_s = (
+            split_waiting_s(cfg.model, cfg.seq_len, ranks, network, whole_bytes, sent, micro_s - backward_s, backward_s)
+            for sent in (0, sent_bytes)
+        )
+        reduced = micro_steps if effective.reduce_every == "micro_step" else 1
+        return (micro_steps - reduced) * kept_s + reduced * reduced_s + report_s
+    compiled = effective.compile.value
+    mib = max(LEAST_BUCKET_MIB, 4 * parameters / 2**20 / BUCKETS) if compiled else LEAST_BUCKET_MIB
+    found = buckets(cfg.model, cfg.seq_len, 2**20 * (mib if compiled else FIRST_BUCKET_MIB), 2**20 * mib)
+    waiting = waiting_s(found, ranks, network, backward_s, sent_bytes)
+    if cfg.world.sharding == "optimizer":  # then each rank sends its updated parameters to all others
+        waiting += network.gather_s(ranks, 4 * parameters)
+    return waiting + report_s
+
+
 def network_of(cfg: Config, asked: Asked, ranks: int) -> Network | str:
-    """The links of `ranks`: as measured on this machine, or else as published. Or why they give no prediction."""
+    """The links of `ranks`, as measured, or else as published. Or why they give no prediction.
+
+    What `asked` names is never replaced by what is measured.
+    """
     if cfg.train.reduction == "tree":
         return "not predicted for train.reduction=tree, which sends all gradients at the end of a step"
     on_gpus = asked.gpu is not None or (cfg.train.device in ("auto", "cuda") and torch.cuda.is_available())
-    backend = cfg.world.backend if cfg.world.backend != "auto" else "nccl" if on_gpus else "gloo"
-    per_node = asked.ranks_per_node or (GPUS_PER_NODE if on_gpus else 2 * ranks)  # all rows on this machine
+    backend = cfg.world.backend if cfg.world.backend != "auto" else NCCL if on_gpus else "gloo"
     here = torch.cuda.get_device_name() if asked.gpu is None and on_gpus else ""
     name = next((name for name, gpu in GPUS.items() if gpu is asked.gpu or (here and gpu.name in here)), None)
-    between = NETWORKS.get(asked.network or USUAL_NETWORK.get(name or "", OTHER_NETWORK if on_gpus else ""))
-    measured = recall(cfg.data, backend, cfg.world.comm, ranks) if asked.gpu is None else None
-    if measured is not None:
-        several = measured.nodes > 1
-        link, has_trees = measured.link, backend == "nccl" and not several
-        return Network(link, measured.ranks // measured.nodes if several else per_node, link if several else between,
-                       has_trees)  # fmt: skip
-    if name is None or backend != "nccl":
+    measured = recall(cfg.data, backend, cfg.world.comm, ranks, asked.gpu.name if asked.gpu else here)
+    of_inside = next((one for one in measured if one.inside is not None), None)
+    of_between = next((one for one in measured if one.between is not None and asked.network is None), None)
+    inside, between = WITHIN_NODE.get(name or "") if backend == NCCL else None, None
+    per_node = 2 * ranks  # on a CPU: all rows on this machine
+    if on_gpus:
+        per_node = GPUS_PER_NODE if asked.gpu is not None else torch.cuda.device_count()
+        between = NETWORKS[USUAL_NETWORK.get(name or "", OTHER_NETWORK)]
+    if of_inside is not None:
+        inside = of_inside.link_inside
+    if of_between is not None:
+        between, per_node = of_between.link_between, of_between.ranks_per_node
+    if asked.network is not None:
+        between = NETWORKS[asked.network]
+    per_node = asked.ranks_per_node or per_node
+    if inside is None and per_node == 1:
+        inside = between  # is not used
+    if inside is None:
         return f"the network is unknown; gptexp bench comm world.size={ranks} measures it"
-    return Network(WITHIN_NODE[name], per_node, between, has_trees=True)
+    ways = ways_with(
+        ways_of(backend, name),
+        of_inside.inside if of_inside is not None else None,
+        of_between.between if of_between is not None else None,
+    )
+    network = Network(inside, per_node, between, ways)
+    if not network.reaches(ranks):
+        return (
+            f"the network between {network.nodes(ranks)} nodes is unknown; give --network, or measure it there: "
+            "torchrun --nnodes=2 … -m gptexp.bench comm"
+        )
+    return network
 
 
 def critical_of(cfg: Config, planned: dict[str, Any], directory: Path | None) -> dict[str, Any] | None:
@@ -176,19 +244,32 @@ def critical_of(cfg: Config, planned: dict[str, Any], directory: Path | None) ->
         if cfg.branch_from is None:
             return None
         directory = Path(run_and_step(cfg.branch_from)[0])
-        found = _noise_scale_of(directory)
+        found, run = _noise_scale_of(directory), directory
     elif run_dir.is_run(directory):
-        found = _noise_scale_of(directory)
+        found, run = _noise_scale_of(directory), directory
         if found is None:
             raise ConfigError(f"--critical {directory}: this run has no gradient noise scale; train for longer")
     else:
-        found = _critical_of_sweep(directory)
+        found, run = _critical_of_sweep(directory)
     if found is None:
         return None
-    passes = planned["total_batch_size"] > found["tokens"]
-    micro_batch = planned["micro_batch_size"] * cfg.seq_len
+    total, micro_batch = planned["total_batch_size"], planned["micro_batch_size"] * cfg.seq_len
+    verdict = "below" if total < found["low"] else "within"  # of its 95% interval
+    if found["high"] is not None and total > found["high"]:
+        verdict = "above"
     # With one micro-batch for each rank, this many ranks have a batch of the critical size.
-    return {**found, "from": str(directory), "passes": passes, "ranks": max(1, int(found["tokens"] // micro_batch))}
+    ranks = max(1, int(found["tokens"] // micro_batch))
+    other_keys = _differing(with_vocab_size(cfg, planned["effective"]["vocab_size"]), run_dir.load_resolved(run))
+    return {**found, "from": str(directory), "verdict": verdict, "ranks": ranks, "other_keys": other_keys}
+
+
+def _differing(cfg: Config, measured: Config) -> list[str]:
+    """The keys of the model and of the data that differ from those of the run that has measured."""
+    of_data = ("name", "path", "tokenizer")
+    return [
+        *(f"model.{key}" for key, value in asdict(measured.model).items() if getattr(cfg.model, key) != value),
+        *(f"data.{key}" for key in of_data if getattr(cfg.data, key) != getattr(measured.data, key)),
+    ]
 
 
 def _noise_scale_of(directory: Path) -> dict[str, Any] | None:
@@ -199,7 +280,8 @@ def _noise_scale_of(directory: Path) -> dict[str, Any] | None:
     return None if scale is None else {"what": "gradient noise scale", **asdict(scale)}
 
 
-def _critical_of_sweep(directory: Path) -> dict[str, Any]:
+def _critical_of_sweep(directory: Path) -> tuple[dict[str, Any], Path]:
+    """What a sweep has measured, and one of the runs that it is of."""
     if not directory.is_dir():
         raise ConfigError(f"--critical {directory}: no such directory; give a run or a sweep")
     from gptexp.reporting.analysis import analyse
@@ -208,19 +290,19 @@ def _critical_of_sweep(directory: Path) -> dict[str, Any]:
 
     runs = find_runs(directory)
     arms = [arm for arm in analyse(directory.name, runs).arms if arm.critical is not None]
-    fits = [arm.critical.hyperbola for arm in arms if arm.critical is not None and arm.critical.hyperbola is not None]
+    fits = [(arm, arm.critical.hyperbola) for arm in arms if arm.critical is not None and arm.critical.hyperbola]
     if len(fits) > 1:
         raise ConfigError(f"--critical {directory}: {counted(len(fits), 'arm')} with a critical batch size; give a run")
-    if fits:
-        return {"what": "critical batch size", "tokens": fits[0].tokens, "low": fits[0].low, "high": fits[0].high}
+    for arm, fit in fits:
+        found = {"what": "critical batch size", "tokens": fit.tokens, "low": fit.low, "high": fit.high}
+        return found, arm.runs[0].directory
     measured = lowest_measured(runs)
-    found = _noise_scale_of(measured.directory) if measured is not None else None
-    if found is None:
-        raise ConfigError(
-            f"--critical {directory}: no run there has measured a noise scale, and its runs show no critical batch "
-            "size; give another run or sweep"
-        )
-    return found
+    if measured is not None and (scale := _noise_scale_of(measured.directory)) is not None:
+        return scale, measured.directory
+    raise ConfigError(
+        f"--critical {directory}: no run there has measured a noise scale, and its runs show no critical batch size; "
+        "give another run or sweep"
+    )
 
 
 def lines(planned: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -229,11 +311,13 @@ def lines(planned: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "ranks", planned["unpredicted"]
     for i, row in enumerate(planned.get("at_ranks", [])):
         nodes = f" on {row['nodes']} nodes" if row["nodes"] > 1 else ""
+        size, step_ms = row["micro_batch_size"], 1e3 * row["step_s"]
+        micro_batches = f" in micro-batches of {size}" if size < row["sequences"] else ""
         yield (
             "" if i else "ranks",
-            f"at {row['ranks']:,}{nodes} each has {counted(row['sequences'], 'sequence')} a step: "
-            f"{1e3 * row['step_s']:,.3g} ms, of it {row['waiting_s'] / row['step_s']:.0%} waiting for gradients; "
-            f"{row['efficiency']:.0%} efficiency",
+            f"at {row['ranks']:,}{nodes} each has {counted(row['sequences'], 'sequence')} a step{micro_batches}: "
+            f"{f'{step_ms:.3g}' if step_ms < 1000 else f'{step_ms:,.0f}'} ms, of it "
+            f"{row['waiting_s'] / row['step_s']:.0%} waiting for other ranks; {row['efficiency']:.0%} efficiency",
         )
     if network := planned.get("network"):
         between = network["between"]
@@ -245,7 +329,7 @@ def lines(planned: dict[str, Any]) -> Iterator[tuple[str, str]]:
             if critical["high"]
             else f"{critical['low']:,.0f} or more"
         )
-        verdict = "passes" if critical["passes"] else "is within"
+        verdict = {"below": "is below", "within": "is within the interval of", "above": "passes"}[critical["verdict"]]
         yield (
             "critical size",
             f"the batch of {planned['total_batch_size']:,} tokens {verdict} the measured {critical['what']} of "

@@ -3,24 +3,40 @@
 import itertools
 import math
 import random
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from gptexp.config.schema import ModelConfig
-from gptexp.model.allreduce import TREE, Bucket, Network, buckets, fit_ring, ring_s, split_waiting_s, waiting_s
+from gptexp.distributed.sharding import split
+from gptexp.model.allreduce import (
+    Bucket,
+    Network,
+    buckets,
+    fit_between,
+    fit_ring,
+    ring_s,
+    split_waiting_s,
+    waiting_s,
+)
 from gptexp.model.flops import count_parameters
 from gptexp.model.gpt import GPT
 from gptexp.model.gpus import GPUS
-from gptexp.model.networks import NETWORKS, USUAL_NETWORK, WITHIN_NODE, Link
+from gptexp.model.networks import NETWORKS, NVLINK_WAYS, USUAL_NETWORK, WITHIN_NODE, Link, Way
 
-LINK = Link("", 3e-6, 2e9)
+LINK = Link("", 2e9)
+RING, TREES = Way(False, 3e-6, 10e-6), Way(True, 2e-6, 20e-6, 5e-6, 0.9)
 
 
-def simulated_ring(ranks: int, sent_bytes: int, latency_s: float, bytes_per_s: float) -> float:
-    """The end of a ring all-reduce of real numbers. Each rank sends a message once it has the one before it."""
+def simulated_ring(ranks: int, sent_bytes: int, latency_s: float, bytes_per_s: float) -> tuple[float, float]:
+    """The ends of the reduce-scatter and of the whole of a ring all-reduce of real numbers.
+
+    Each rank sends a message once it has the one before it.
+    """
     chunks = [[float(rank == c % ranks) + rank for c in range(ranks)] for rank in range(ranks)]
     total = [sum(of_rank[c] for of_rank in chunks) for c in range(ranks)]
     clock = [0.0] * ranks
@@ -33,17 +49,22 @@ def simulated_ring(ranks: int, sent_bytes: int, latency_s: float, bytes_per_s: f
             to = (rank + 1) % ranks
             chunks[to][c] = values[rank, c] + (chunks[to][c] if adds else 0)
         clock = [max(clock[rank], arrives[rank - 1]) for rank in range(ranks)]
+        if step == ranks - 2:
+            half_s = max(clock)
+            assert all(chunks[rank][(rank + 1) % ranks] == total[(rank + 1) % ranks] for rank in range(ranks))
     assert all(of_rank == total for of_rank in chunks)  # it is an all-reduce
-    return max(clock)
+    return half_s, max(clock)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8, 33])
 @pytest.mark.parametrize("size", [4, 10**6])
 def test_the_time_of_a_ring_is_that_of_its_messages(ranks: int, size: int) -> None:
-    assert ring_s(ranks, size, 3e-6, 2e9) == pytest.approx(simulated_ring(ranks, size, 3e-6, 2e9), rel=1e-9)
-    alone = Network(LINK, ranks, None)
-    assert alone.all_reduce_s(ranks, size) == ring_s(ranks, size, LINK.latency_s, LINK.bytes_per_s)
-    assert alone.all_reduce_s(1, size) == 0
+    half_s, whole_s = simulated_ring(ranks, size, 3e-6, 2e9)
+    assert ring_s(ranks, size, 3e-6, 2e9) == pytest.approx(whole_s, rel=1e-9)
+    alone = Network(LINK, ranks, None, (RING,))
+    assert alone.all_reduce_s(ranks, size) == pytest.approx(whole_s, rel=1e-9)
+    assert alone.gather_s(ranks, size) == pytest.approx(half_s, rel=1e-9)
+    assert alone.all_reduce_s(1, size) == alone.gather_s(1, size) == 0
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 1024])
@@ -63,19 +84,52 @@ def test_a_fit_has_no_negative_latency() -> None:
 
 
 def test_between_nodes_the_slowest_link_counts_and_trees_need_few_messages() -> None:
-    between = Link("", 10e-6, 5e8)
-    ring, nccl = Network(LINK, 8, between), Network(LINK, 8, between, has_trees=True)
-    for network in (ring, nccl):
-        assert network.all_reduce_s(8, 10**6) == ring_s(8, 10**6, 3e-6, 2e9)  # within a node
+    between = Link("", 5e8)
+    ring, both = Network(LINK, 8, between, (RING,)), Network(LINK, 8, between, (RING, TREES))
+    assert ring.all_reduce_s(8, 10**6) == ring_s(8, 10**6, 3e-6, 2e9)  # within a node
     large = 10**9
     assert ring.all_reduce_s(16, large) == pytest.approx(2 * (14 * 3e-6 + 10e-6) + 2 * 15 / 16 * large / 5e8)
-    assert nccl.all_reduce_s(16, large) == ring.all_reduce_s(16, large)
-    assert nccl.all_reduce_s(4096, 8) == pytest.approx(2 * (7 * 3e-6 + 9 * 10e-6) + 16 / (TREE * 5e8))
-    assert ring.all_reduce_s(4096, 8) > 50 * nccl.all_reduce_s(4096, 8)
+    assert both.all_reduce_s(16, large) == ring.all_reduce_s(16, large)
+    assert both.all_reduce_s(4096, 8) == pytest.approx(5e-6 + 2 * (7 * 2e-6 + 9 * 20e-6) + 16 / (0.9 * 5e8))
+    assert ring.all_reduce_s(4096, 8) > 50 * both.all_reduce_s(4096, 8)
+    assert both.gather_s(4096, 8) == ring.gather_s(4096, 8) == pytest.approx(ring.all_reduce_s(4096, 8) / 2)
     one_per_node = replace(ring, ranks_per_node=1)
     assert one_per_node.all_reduce_s(4, large) == pytest.approx(ring_s(4, large, 10e-6, 5e8))
-    assert not Network(LINK, 8, None).reaches(9)
-    assert Network(LINK, 8, None).reaches(8)
+    assert not Network(LINK, 8, None, (RING,)).reaches(9)
+    assert Network(LINK, 8, None, (RING,)).reaches(8)
+
+
+def test_published_figures_give_the_times_of_nccl_by_hand() -> None:
+    """512 H100 on 64 nodes, by the tables and formulas of NCCL 2.30.7's src/graph/tuning.cc."""
+    network = Network(WITHIN_NODE["h100"], 8, NETWORKS["ndr"], NVLINK_WAYS)
+    assert WITHIN_NODE["h100"].bytes_per_s == pytest.approx(370.8e9)
+    assert network.all_reduce_s(512, 0) == pytest.approx(133.5e-6)  # trees, LL128: 14 + 2 (7 · 1.25 + 6 · 8.5)
+    assert network.gather_s(512, 0) == pytest.approx(1117.2e-6)  # a ring, LL128: 14 + 448 · 1.9 + 63 · 4
+    # A ring with the protocol Simple: 8.4 + 448 · 3.4 + 63 · 14 µs, and 511 / 512 of the bytes at 370.8 GB/s.
+    assert network.gather_s(512, 10**11) == pytest.approx(2413.6e-6 + 511 / 512 * 1e11 / 370.8e9)
+
+
+@pytest.mark.parametrize("has_trees", [False, True])
+@pytest.mark.parametrize("per_node", [1, 8])
+@pytest.mark.parametrize("nodes", [2, 8])
+def test_what_is_measured_on_several_nodes_tells_the_links_between_them(
+    nodes: int, per_node: int, has_trees: bool
+) -> None:
+    """The times of a network of known links, fitted, give those of other numbers of nodes."""
+    ways = (RING, replace(RING, is_tree=True, share=0.9)) if has_trees else (RING,)
+    known = Network(Link("", 100e9), per_node, Link("", 20e9), ways)
+    ranks = nodes * per_node
+    seconds = {4**i: known.all_reduce_s(ranks, 4**i) for i in range(5, 15)}
+    latency_s, bytes_per_s = fit_between(ranks, nodes, seconds, RING.inside_s, has_trees)
+    fitted = replace(
+        known,
+        between=Link("", bytes_per_s),
+        ways=tuple(replace(way, between_s=latency_s) for way in ways),
+    )
+    for more in (2, 8, 64):
+        for size in (2**10, 2**20, 2**28):
+            exact_s = known.all_reduce_s(more * per_node, size)
+            assert fitted.all_reduce_s(more * per_node, size) == pytest.approx(exact_s, rel=0.25 if has_trees else 1e-6)
 
 
 SMALL = ModelConfig(3, 4, 320, 64, 1024, bias=False)
@@ -113,7 +167,7 @@ def test_the_buckets_are_those_of_ddp() -> None:
 @pytest.mark.parametrize("backward_s", [0.0, 1e-3, 2e-2, 1.0])
 def test_a_step_waits_for_what_the_backward_pass_has_not_hidden(backward_s: float, element_bytes: int) -> None:
     """Against a simulation in small steps of time: one bucket is sent at a time, once it is full."""
-    network, found = Network(LINK, 8, None), buckets(SMALL, 64, 2**20, 4 * 2**20)
+    network, found = Network(LINK, 8, None, (RING,)), buckets(SMALL, 64, 2**20, 4 * 2**20)
     waiting = waiting_s(found, 4, network, backward_s, element_bytes)
     tick = 2e-6
     left = [(b.ready_ratio * backward_s, network.all_reduce_s(4, element_bytes * b.elements)) for b in found]
@@ -130,19 +184,112 @@ def test_a_step_waits_for_what_the_backward_pass_has_not_hidden(backward_s: floa
     assert last * 0.999 <= waiting <= every * 1.001
 
 
-def test_a_split_model_sends_its_parameters_twice_and_its_gradients_once() -> None:
-    """Without a latency its waiting is the bytes that a rank sends, as far as nothing hides them."""
-    network, ranks, parameters = Network(Link("", 0.0, 1e9), 8, None), 4, 1_000_000
+OUTSIDE = (SMALL.resolved_vocab_size + SMALL.block_size + 1) * SMALL.n_embd  # parameters outside of the blocks
+BLOCK = (count_parameters(SMALL) - OUTSIDE) // SMALL.n_layer
+# What FSDP2 sends in a micro-step of three blocks, in this order: the kind, and whether it is of a block.
+SENT = [("gather", False), *[("gather", True)] * 5, ("reduce", True), ("gather", True), *[("reduce", True)] * 2]
+SENT = [*SENT, ("reduce", False)]
 
-    def waits(micro_s: list[float], reduced: int) -> float:
-        return split_waiting_s(parameters, 2, 4, ranks, network, micro_s, reduced)
 
-    share = 3 / 4 * parameters / 1e9  # a rank has a quarter of what it gathers, and keeps a quarter of what it reduces
-    assert waits([0.0] * 3, reduced=1) == pytest.approx(share * (3 * 2 * 2 + 4))
-    assert waits([0.0] * 3, reduced=3) == pytest.approx(share * (3 * 2 * 2 + 3 * 4))
-    hidden = share * 3  # most of the gathering of each micro-step
-    assert waits([hidden] * 3, reduced=1) == pytest.approx(share * (3 * (4 - 3) + 4))
-    assert waits([1.0] * 3, reduced=3) == 0
+def test_fsdp_sends_a_message_for_each_block_and_one_for_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    sent = []
+    for called, kind in ((collectives.DefaultAllGather, "gather"), (collectives.DefaultReduceScatter, "reduce")):
+
+        def recorded(
+            self: object, *, plain: Callable[..., Any] = called.__call__, kind: str = kind, **kwargs: Any
+        ) -> Any:
+            sent.append((kind, max(kwargs["output_tensor"].numel(), kwargs["input_tensor"].numel())))
+            return plain(self, **kwargs)
+
+        monkeypatch.setattr(called, "__call__", recorded)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        with torch.device("meta"):
+            gpt = GPT(SMALL)
+        split(gpt, list(gpt.h), ("logits",), torch.device("cpu"), torch.float32)
+        with torch.no_grad():
+            for p in gpt.parameters():
+                p.zero_()
+        x = torch.zeros(1, 8, dtype=torch.int64)
+        gpt(x, x).backward()
+    finally:
+        dist.destroy_process_group()
+    assert sent == [(kind, pytest.approx(BLOCK if of_block else OUTSIDE, rel=1e-3)) for kind, of_block in SENT]
+
+
+def simulated_split(message_s: Callable[[str, bool], float], forward_s: list[float], backward_s: list[float]) -> float:
+    """The end of a micro-step. The computation and the network each do one thing after the other, in these orders.
+
+    `forward_s` is of the blocks and of the head, `backward_s` of the head and of the blocks from the last one on.
+    """
+    # name -> (seconds, what must have ended, what must have begun). F0 … F2 are forward passes, F3 and B3 the head.
+    gather_s, reduce_s = message_s("gather", True), message_s("reduce", True)
+    network = {
+        "gather": (message_s("gather", False), [], []),
+        "gather F0": (gather_s, [], []),
+        "gather F1": (gather_s, [], []),
+        "gather F2": (gather_s, [], ["F0"]),
+        "gather B2": (gather_s, ["F3"], []),
+        "gather B1": (gather_s, [], ["B2"]),
+        "reduce B2": (reduce_s, ["B2"], []),
+        "gather B0": (gather_s, [], ["B1"]),
+        "reduce B1": (reduce_s, ["B1"], []),
+        "reduce B0": (reduce_s, ["B0"], []),
+        "reduce": (message_s("reduce", False), ["B0"], []),
+    }
+    compute = {
+        "F0": (forward_s[0], ["gather", "gather F0"], []),
+        "F1": (forward_s[1], ["gather F1"], []),
+        "F2": (forward_s[2], ["gather F2"], []),
+        "F3": (forward_s[3], [], []),
+        "B3": (backward_s[0], [], []),
+        "B2": (backward_s[1], ["gather B2"], []),
+        "B1": (backward_s[2], ["gather B1"], []),
+        "B0": (backward_s[3], ["gather B0"], []),
+    }
+    begun: dict[str, float] = {}
+    ended: dict[str, float] = {}
+    queues = [[*network.items()], [*compute.items()]]
+    free_s = [0.0, 0.0]
+    while any(queues):
+        for i, queue in enumerate(queues):
+            if not queue:
+                continue
+            name, (seconds, after_end, after_begin) = queue[0]
+            if {*after_end} <= ended.keys() and {*after_begin} <= begun.keys():
+                begun[name] = max([free_s[i], *(ended[n] for n in after_end), *(begun[n] for n in after_begin)])
+                free_s[i] = ended[name] = begun[name] + seconds
+                queue.pop(0)
+    return max(free_s)
+
+
+@pytest.mark.parametrize("reduces", [False, True])
+@pytest.mark.parametrize("ranks", [4, 512])
+@pytest.mark.parametrize("computing_s", [0.0, 1e-3, 2e-2, 1.0])
+def test_a_split_model_waits_for_the_messages_that_other_blocks_do_not_hide(
+    computing_s: float, ranks: int, reduces: bool
+) -> None:
+    network, sent_bytes = Network(LINK, 8, Link("", 5e8), (RING, TREES)), 4 if reduces else 0
+    head = SMALL.resolved_vocab_size * SMALL.n_embd
+    of_block = 12 * SMALL.n_embd**2 + 2 * SMALL.n_embd * 64
+    parts = [of_block, of_block, of_block, head]
+    forward_s = [computing_s / 3 * part / sum(parts) for part in parts]
+
+    def message_s(kind: str, of_block: bool) -> float:
+        size = 2 if kind == "gather" else sent_bytes
+        return network.gather_s(ranks, size * (BLOCK if of_block else OUTSIDE)) if size else 0.0
+
+    expected = simulated_split(message_s, forward_s, [2 * s for s in reversed(forward_s)]) - computing_s
+    waiting = split_waiting_s(SMALL, 64, ranks, network, 2, sent_bytes, computing_s / 3, 2 * computing_s / 3)
+    assert waiting == pytest.approx(expected, abs=1e-12)
+    # What comes first and last is never hidden.
+    never_hidden_s = message_s("gather", False) + message_s("gather", True) + message_s("reduce", False)
+    assert waiting >= never_hidden_s - 1e-12
+    if computing_s == 0:
+        assert waiting == pytest.approx(sum(message_s(*message) for message in SENT))
 
 
 def test_every_gpu_has_its_links() -> None:

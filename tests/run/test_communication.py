@@ -1,21 +1,28 @@
 """`gptexp bench comm`: the all-reduce of real ranks, kept for `gptexp plan`."""
 
 import json
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
+import psutil
 import pytest
+import torch
+from conftest import wait_for
 
 from gptexp import bench
 from gptexp.config.compose import compose
 from gptexp.machine.network import recall
-from gptexp.model.allreduce import fit_ring
+from gptexp.model.allreduce import fit_between, fit_ring
 from gptexp.process.errors import ConfigError
 from gptexp.run import communication
 
-Gptexp = Callable[..., subprocess.CompletedProcess[str]]
+Start = Callable[..., subprocess.Popen[str]]
+Sabotage = Callable[[str, str], dict[str, str]]
 
 
 @pytest.mark.e2e
@@ -26,12 +33,83 @@ def test_the_all_reduce_of_two_ranks_is_measured_and_kept(
     assert bench.main(["comm", *where, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["backend"], found["ranks"], found["nodes"], found["comm"]) == ("gloo", 2, 1, "float32")
-    seconds = {int(size): s for size, s in found["seconds"].items()}
+    inside = found["inside"]
+    seconds = {int(size): s for size, s in inside["seconds"].items()}
     assert list(seconds) == communication.SIZES
-    assert (found["latency_s"], found["bytes_per_s"]) == pytest.approx(fit_ring(2, seconds))
-    kept = recall(compose(where[1:]).data, "gloo", "float32", 2)
-    assert kept is not None
-    assert kept.latency_s == found["latency_s"]
+    assert (inside["latency_s"], inside["bytes_per_s"]) == pytest.approx(fit_ring(2, seconds))
+    assert found["between"] is None
+    [kept] = recall(compose(where[1:]).data, "gloo", "float32", 2, "")
+    assert asdict(kept) == found
+
+
+@pytest.mark.e2e
+def test_a_rank_that_is_killed_ends_the_others(tmp_path: Path, start: Start, sabotage: Sabotage) -> None:
+    """Which would wait for it until a timeout."""
+    code = """
+    import os
+    if os.environ.get("KILLED_RANK"):
+        plain = m._of_rank
+        def of_rank(cfg, rank, store=None):
+            if rank.rank == int(os.environ["KILLED_RANK"]):
+                os.kill(os.getpid(), 9)
+            return plain(cfg, rank, store)
+        m._of_rank = of_rank
+    """
+    env = sabotage("gptexp.run.communication", code)
+    argv = ["bench", "comm", "world.size=3", "train.device=cpu", f"data.cache_dir={tmp_path}"]
+    process = start(*argv, env={**env, "KILLED_RANK": "1"})
+    _, said = process.communicate(timeout=240)
+    assert process.returncode == 1, said
+    assert [line for line in said.splitlines() if "rank" in line] == [
+        "gptexp: a rank of bench comm failed: process 1 terminated with signal SIGKILL"
+    ]
+    assert "Traceback" not in said
+
+
+@pytest.mark.e2e
+def test_ranks_end_with_their_parent(tmp_path: Path, start: Start, sabotage: Sabotage) -> None:
+    """Also one that waits in a library for a rank that does not come."""
+    code = """
+    import pathlib, time
+    plain = m._of_rank
+    def of_rank(cfg, rank, store=None):
+        (pathlib.Path(cfg.data.cache_dir) / f"rank{rank.rank}").touch()
+        return plain(cfg, rank, store) if rank.rank == 0 else time.sleep(1000)
+    m._of_rank = of_rank
+    """
+    env = sabotage("gptexp.run.communication", code)
+    process = start("bench", "comm", "world.size=2", "train.device=cpu", f"data.cache_dir={tmp_path}", env=env)
+    wait_for(lambda: all((tmp_path / f"rank{rank}").exists() for rank in range(2)), process)
+    time.sleep(2)  # until rank 0 waits
+    ranks = psutil.Process(process.pid).children(recursive=True)
+    assert len(ranks) >= 2
+    process.kill()
+    _, alive = psutil.wait_procs(ranks, timeout=60)
+    assert alive == []
+
+
+@pytest.mark.e2e
+def test_ranks_of_two_nodes_are_measured_within_and_between_them(tmp_path: Path) -> None:
+    """Two agents of torchrun on this machine in place of two nodes."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    agents = []
+    for node in range(2):
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={node}"]
+        where = ["--nproc-per-node=2", "--master-addr=localhost", f"--master-port={port}"]
+        argv = ["-m", "gptexp.bench", "comm", "--json", "train.device=cpu", f"data.cache_dir={tmp_path}"]
+        agents.append(subprocess.Popen([*launcher, *where, *argv], cwd=tmp_path, stdout=subprocess.PIPE, text=True))
+    outputs = [agent.communicate(timeout=240)[0] for agent in agents]
+    assert [agent.returncode for agent in agents] == [0, 0]
+    found = json.loads("".join(outputs))
+    assert (found["ranks"], found["nodes"]) == (4, 2)
+    seconds = {int(size): s for size, s in found["between"]["seconds"].items()}
+    inside_s = found["inside"]["latency_s"]
+    fitted = found["between"]["latency_s"], found["between"]["bytes_per_s"]
+    assert fitted == pytest.approx(fit_between(4, 2, seconds, inside_s, has_trees=False))
+    [kept] = recall(compose([f"data.cache_dir={tmp_path}"]).data, "gloo", "float32", 4, "")
+    assert kept.network().nodes(8) == 4
 
 
 @pytest.mark.e2e
@@ -50,7 +128,21 @@ def test_the_ranks_of_a_launcher_are_measured_as_they_are(tmp_path: Path) -> Non
     done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("all-reduce of bfloat16, gloo, 2 ranks") == 1  # rank 0 alone prints
-    assert "latency" in done.stdout
+    assert "in a node: latency" in done.stdout
+
+
+def test_ranks_that_cannot_start_are_refused_before_any_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(communication, "spawn", lambda *_args, **_kwargs: pytest.fail("started ranks"))
+    monkeypatch.setattr(communication, "count_cores", lambda: 2)
+    for gpus, argv, why in (
+        (0, ["world.size=9"], r"world\.size=9: 2 cores run at most 8 ranks"),
+        (0, ["world.size=2", "world.backend=nccl"], r"world\.backend=nccl: needs CUDA devices, not cpu"),
+        (1, ["world.size=2"], r"world\.size=2: local rank 1 has no GPU, because this node has 1 GPU"),
+    ):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda gpus=gpus: gpus > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
+        with pytest.raises(ConfigError, match=why):
+            bench.main(["comm", *argv])
 
 
 @pytest.mark.parametrize(
@@ -66,3 +158,12 @@ def test_the_ranks_of_a_launcher_are_measured_as_they_are(tmp_path: Path) -> Non
 def test_what_has_no_meaning_is_refused(argv: list[str], why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         bench.main(argv)
+
+
+def test_one_rank_of_a_launcher_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "0")
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "1")
+    with pytest.raises(ConfigError, match="one rank sends nothing"):
+        bench.main(["comm"])
