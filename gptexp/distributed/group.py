@@ -86,6 +86,11 @@ def all_reduce_sum(value: torch.Tensor) -> torch.Tensor:
     return value
 
 
+def begin_all_reduce_max(value: torch.Tensor) -> dist.Work | None:
+    """Begin to replace `value` by its largest over the ranks; None without a process group. *Collective.*"""
+    return dist.all_reduce(value, dist.ReduceOp.MAX, async_op=True) if dist.is_initialized() else None
+
+
 def barrier(group: dist.ProcessGroup | None = None) -> None:
     """Wait until every rank has called this. Does nothing without a process group. *Collective.*"""
     if dist.is_initialized():

@@ -19,6 +19,8 @@ import torch.distributed as dist
 from conftest import ROOT, TINY, events, summary
 from real_runs import newest
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from gptexp.command.planning import plan
 from gptexp.config.compose import compose
@@ -33,6 +35,7 @@ from gptexp.run import rank as rank_module
 from gptexp.run.build import wrap
 from gptexp.run.job import Job
 from gptexp.run.rank import run
+from gptexp.training import loop
 
 WORLDS = [1024, 4096]
 CPU = torch.device("cpu")
@@ -170,6 +173,39 @@ def test_a_rank_of_a_thousand_starts_trains_and_saves(
     assert [event["tokens"] for event in events(tmp_path / "run", "step")] == [16 * world_size, 32 * world_size]
     store = fake_group[world_size]
     assert (sum(store.messages.values()), store.keys) == (4, 4)  # at any number of ranks
+
+
+class Collectives(TorchDispatchMode):
+    """Records the collectives of this process, and the number of elements of their tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[str, int]] = []
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if op.namespace == "c10d":
+            self.found.append((op._opname, sum(t.numel() for t in tree_leaves(args) if isinstance(t, torch.Tensor))))
+        return op(*args, **(kwargs or {}))
+
+
+def test_the_collectives_of_a_step_are_as_large_at_any_number_of_ranks(
+    corpus: Path, tmp_path: Path, fake_group: dict[int, CountingStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue_step, found = loop._Loop.queue_step, {}
+
+    def recorded(own: loop._Loop) -> None:
+        with Collectives() as collectives:
+            queue_step(own)
+        found[own.t.rank.world_size, own.state.step] = collectives.found
+
+    monkeypatch.setattr(loop._Loop, "queue_step", recorded)
+    for world_size in WORLDS:
+        cfg = config_of(corpus, world_size, "train.max_steps=3", "train.eval_every_tokens=0")
+        assert run(Job(cfg, tmp_path / str(world_size), Rank(0, world_size, 0, 8), StopRequest())) == 0
+    steps = [[found[world_size, step] for world_size in WORLDS] for step in (1, 2, 3)]
+    assert all(of_1024 == of_4096 for of_1024, of_4096 in steps)  # in the second one DDP agrees on its buckets
+    # Beside the gradients, which a hook reduces: the slowest rank, and all other numbers.
+    assert steps[2][0] == [("allreduce_", 1), ("allreduce_", 17)]
 
 
 class Opened:
