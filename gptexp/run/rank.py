@@ -87,7 +87,7 @@ from gptexp.run.build import (
     wrap,
 )
 from gptexp.run.faults import explained
-from gptexp.run.first_weights import load_first_weights, refuse_too_few_weights
+from gptexp.run.first_weights import choose_weights, load_first_weights
 from gptexp.run.job import Job
 from gptexp.run.nodes import check_places, leave_mark, place_of, warn_of_clocks
 from gptexp.run.scoring import of_lm_eval
@@ -362,8 +362,7 @@ def _first_weights(cfg: Config, dataset: Dataset) -> Source:
     assert cfg.init_from is not None
     source = init_from.of_config(cfg.init_from, weights=True)
     refuse_other_ids(source, cfg.data.tokenizer, load_tokenizer(cfg.data.tokenizer, dataset.directory))
-    refuse_too_few_weights(source, cfg.model)
-    return source
+    return choose_weights(source, cfg.model)
 
 
 def build(job: Job, prepared: Prepared, decision: Decision) -> Built:

@@ -30,23 +30,27 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from gptexp import load_run
 from gptexp.command.planning import plan
 from gptexp.config.compose import compose
 from gptexp.config.run_plan import plan_run
+from gptexp.config.vocabulary import with_vocab_size
 from gptexp.data import loader, prepare
 from gptexp.data.loader import build_dataset, micro_batches, val_batches
 from gptexp.data.shards import ShardWriter
 from gptexp.distributed import group
 from gptexp.distributed.ranks import Rank
+from gptexp.machine.resolve import resolve
 from gptexp.model.gpus import GPUS
 from gptexp.model.optimizer_state import parameter_shapes, rows_of
 from gptexp.process.signals import StopRequest
 from gptexp.run import faults
 from gptexp.run import rank as rank_module
-from gptexp.run.build import wrap
+from gptexp.run.build import build_split_gpt, wrap
+from gptexp.run.first_weights import choose_weights, load_first_weights
 from gptexp.run.job import Job
 from gptexp.run.rank import run
-from gptexp.storage import sharded
+from gptexp.storage import checkpoint, init_from, sharded
 from gptexp.training import loop
 
 WORLDS = [1024, 4096]
@@ -223,14 +227,14 @@ def test_the_collectives_of_a_step_are_as_large_at_any_number_of_ranks(
 
 
 def test_a_rank_writes_and_reads_its_part_of_a_checkpoint_alone(tmp_path: Path) -> None:
-    """Of gpt3_13b and two moments, in bytes, which take less space; no other rank has written anything.
+    """Of four blocks of gpt3_13b and two moments, in bytes, which take less space; no other rank has written anything.
 
-    No file has an entry for each tensor of each rank: there would be six million.
+    No file has an entry for each tensor of each rank: there would be 640,000, and six million of all blocks.
     """
     world_size = 4096
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     mesh = init_device_mesh("cpu", (world_size,))
-    model = compose(["model=gpt3_13b", "model.vocab_size=50304", "batch.micro_batch_size=1"]).model
+    model = compose(["model=gpt3_13b", "model.n_layer=4", "model.vocab_size=50304", "batch.micro_batch_size=1"]).model
     tensors: dict[str, DTensor] = {}
     for name, shape, count in parameter_shapes(model):
         stride = torch.empty(shape, device="meta").stride()
@@ -240,7 +244,7 @@ def test_a_rank_writes_and_reads_its_part_of_a_checkpoint_alone(tmp_path: Path) 
                 own, mesh, [Shard(0)], run_check=False, shape=torch.Size(shape), stride=stride
             )
     sharded.write(tmp_path, tensors, 0, world_size).result(60)
-    assert len(tensors) > 1400
+    assert len(tensors) == 3 * (4 * 12 + 4)
     assert {path.name for path in tmp_path.iterdir()} == {"__0_0.distcp", "__0_0.json", "parts.json"}
     for name in ("__0_0.json", "parts.json"):
         assert (tmp_path / name).stat().st_size < 100 * len(tensors)
@@ -249,6 +253,34 @@ def test_a_rank_writes_and_reads_its_part_of_a_checkpoint_alone(tmp_path: Path) 
     sharded.read(tmp_path, tensors)
     assert all((tensor.to_local() == 7).all() for tensor in tensors.values())
     dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("kind", ["whole", "sharded"])
+def test_a_rank_of_a_split_model_reads_its_rows_of_the_first_weights(
+    corpus: Path, finished_run: Path, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 has hashed them, as it chose the checkpoint. Of a sharded one only this rank's files are there."""
+    cfg = with_vocab_size(config_of(corpus, 1024, "world.sharding=full"), 50304)
+    source = choose_weights(init_from.of_config(str(finished_run)), cfg.model)
+    whole = {name: p.detach() for name, p in load_run(finished_run)[0].named_parameters()}
+    dist.init_process_group("fake", store=FakeStore(), rank=5, world_size=1024)
+    _, parameters = build_split_gpt(cfg, resolve(cfg, CPU, Rank(5, 1024, 5, 8), None), CPU, drawn=False)
+    each = {name: -(-len(tensor) // 1024) for name, tensor in whole.items()}  # rows of a rank
+    rows = {name: whole[name][5 * n : 6 * n].clone() for name, n in each.items()}
+    if kind == "sharded":
+        tensors = {f"model.{name}": parameters.distributed(name, own) for name, own in rows.items()}
+        for rank in (0, 5):
+            sharded.write(tmp_path, tensors, rank, 1024).result(60)
+        for name in sharded.files_of(0):
+            (tmp_path / name).unlink()
+        source = replace(source, checkpoint=tmp_path)
+    monkeypatch.setattr(checkpoint, "_sha256", None)
+    for own in parameters.named.values():
+        own.data.zero_()
+    load_first_weights(source, parameters)
+    dist.destroy_process_group()
+    assert each["wte.weight"] == 50
+    assert all(torch.equal(parameters.named[name], own) for name, own in rows.items())
 
 
 class Opened:
