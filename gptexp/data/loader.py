@@ -63,7 +63,7 @@ class Dataset:
 
 
 def build_dataset(cfg: Config, most_val_windows: int | None = None) -> Dataset:
-    """Prepare the tokens of `cfg` if they are missing, once per node, and open them. Raises `DataError`."""
+    """Prepare the tokens of `cfg` if they are missing, and open them. Raises `DataError`."""
     vocab_size = cfg.model.vocab_size
     return open_dataset(cfg.data, *prepare(cfg.data), cfg.seq_len, cfg.train.seed, vocab_size, most_val_windows)
 
@@ -76,15 +76,17 @@ def open_dataset(
     seed: int,
     vocab_size: int | str,
     most_val_windows: int | None = None,
+    check_files: bool = True,
 ) -> Dataset:
     """Open prepared tokens. Raises `DataError` for too few tokens or for ids outside the model's vocabulary.
 
-    The held-out windows are at most `most_val_windows`, if given; the training windows are those of all of them.
+    Reads each manifest once, and the headers of all files if `check_files`. The held-out windows are at most
+    `most_val_windows`, if given; the training windows are those of all of them.
     """
-    train = TokenStream(train_dir, data.max_tokens)
+    train = TokenStream(train_dir, data.max_tokens, check_files)
     # Of a validation split in the format of another project, the first tokens are those on which it publishes losses.
     first = data.val_tokens + 1 if data.name == "tokens" and data.val_path is None else None
-    val = train if val_dir is None else TokenStream(val_dir, first)
+    val = train if val_dir is None else TokenStream(val_dir, first, check_files)
     for stream, path in ((train, train_dir), (val, val_dir or train_dir)):
         if count_windows(len(stream), seq_len) < 1:
             raise DataError(
@@ -102,7 +104,8 @@ def open_dataset(
     if val_dir is not None:
         val_starts = spread(count_windows(len(val), seq_len), count_val_windows(data.val_tokens, seq_len), seq_len)
         val_starts = val_starts[:most_val_windows]
-    hash, n_vocab = tokens_hash(train_dir, val_dir), vocabulary_of(train_dir, data.tokenizer)
+    hash = tokens_hash(train) if val is train else tokens_hash(train, val)
+    n_vocab = vocabulary_of(train.n_vocab, data.tokenizer)
     return Dataset(train, parts.order, val, val_starts, seq_len, hash, train_dir, n_vocab)
 
 

@@ -76,18 +76,12 @@ def count_ids(data: DataConfig) -> int | None:
     if data.tokenizer != CHARS:
         return load_tokenizer(data.tokenizer).n_vocab
     prepared = prepared_dir(data)
-    return None if prepared is None else vocabulary_of(prepared, data.tokenizer)
+    return None if prepared is None else vocabulary_of(read_manifest(prepared).n_vocab, data.tokenizer)
 
 
-def vocabulary_of(directory: Path, tokenizer: str) -> int:
-    """Number of ids of the tokenizer of prepared tokens."""
-    saved = read_manifest(directory).n_vocab
+def vocabulary_of(saved: int | None, tokenizer: str) -> int:
+    """Number of ids of the tokenizer of prepared tokens, given the number `saved` in their manifest."""
     return VOCAB_SIZES[tokenizer] if saved is None else saved  # an older version knew only tokenizers of this table
-
-
-def is_prepared(directory: Path) -> bool:
-    """Whether `directory` holds prepared tokens."""
-    return is_file(directory / MANIFEST)
 
 
 def prepared_dir(data: DataConfig) -> Path | None:
@@ -154,12 +148,12 @@ def _workers(data: DataConfig, corpus: corpora.Corpus, parts: Sequence[Part]) ->
 
 def data_hash(data: DataConfig) -> str:
     """Hash of the training and validation tokens, independent of paths. Prepares the tokens if they are missing."""
-    return tokens_hash(*prepare(data))
+    return tokens_hash(*(TokenStream(directory) for directory in prepare(data) if directory))
 
 
-def tokens_hash(train: Path, val: Path | None) -> str:
-    """Hash of the tokens in the directories `train` and `val`; 16 hex digits."""
-    hashes = [TokenStream(directory).hash for directory in (train, val) if directory]
+def tokens_hash(*streams: TokenStream) -> str:
+    """Hash of the tokens of the training stream, and of the validation stream if it has one of its own; 16 digits."""
+    hashes = [stream.hash for stream in streams]
     return hashlib.sha256("".join(hashes).encode()).hexdigest()[:16]
 
 

@@ -29,14 +29,15 @@ OPEN_FILES = 256  # maximum per stream; the usual limit of a process is 1,024
 class TokenStream:
     """All shards of a directory as one sequence of ids, limited to the first `max_tokens`.
 
-    Raises `DataError` if manifest, headers and file sizes disagree. Ids are read when they are requested. A memory map
-    is not used, because its pages count as memory of the process until all of the data is in it.
+    Raises `DataError` if manifest, headers and file sizes disagree; without `check_files`, headers and sizes are not
+    looked at. Ids are read when they are requested. A memory map is not used, because its pages count as memory of the
+    process until all of the data is in it.
     """
 
-    def __init__(self, directory: Path, max_tokens: int | None = None) -> None:
-        manifest = read_manifest(directory)
+    def __init__(self, directory: Path, max_tokens: int | None = None, check_files: bool = True) -> None:
+        manifest = read_manifest(directory, check_files)
         self._shards, self.max_id, self._dtype = manifest.shards, manifest.max_id, manifest.dtype
-        self.shares = manifest.shares
+        self.shares, self.n_vocab = manifest.shares, manifest.n_vocab
         shards, paths = self._shards, [shard.path for shard in self._shards]
         self._starts = np.cumsum([0, *(shard.tokens for shard in shards)])
         self._file = lru_cache(OPEN_FILES)(lambda shard: paths[shard].open("rb", buffering=0))
@@ -101,8 +102,11 @@ class Manifest:
     shares: dict[str, int]  # of a mix: the tokens of each source
 
 
-def read_manifest(directory: Path) -> Manifest:
-    """Read a directory's manifest. Raises `DataError`, also if the header or the size of a file does not match it."""
+def read_manifest(directory: Path, check_files: bool = True) -> Manifest:
+    """Read a directory's manifest. Raises `DataError`, also if the header or the size of a file does not match it.
+
+    Checking opens every file.
+    """
     path = directory / MANIFEST
     try:
         content = read_json(path)
@@ -124,7 +128,7 @@ def read_manifest(directory: Path) -> Manifest:
             f"{path}: not a valid manifest ({type(error).__name__}: {first_line(error)}); delete {directory} to "
             "build it again"
         ) from None
-    for shard in shards:
+    for shard in shards if check_files else []:
         _check_size(shard, dtype.itemsize)
     return Manifest(shards, max_id, n_vocab, dtype, shares)
 
@@ -199,6 +203,13 @@ def mark_verified(directory: Path) -> None:
 def _state_of(directory: Path, manifest: Manifest) -> dict[str, list[int]]:
     files = [directory / MANIFEST, *(shard.path for shard in manifest.shards)]
     return {path.name if path.parent == directory else str(path): _state(path) for path in files}
+
+
+def manifest_state(directory: Path) -> list[int] | None:
+    """Size and times of a directory's manifest, which no copy on another disk has; None: there is none."""
+    with suppress(OSError):
+        return _state(directory / MANIFEST)
+    return None
 
 
 def _state(path: Path) -> list[int]:

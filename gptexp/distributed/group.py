@@ -1,6 +1,8 @@
 """The process group and the collectives that gptexp uses."""
 
+import math
 import os
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -17,6 +19,7 @@ PREPARATION = timedelta(days=2)  # timeout of waiting for a rank that prepares d
 # Ranks from which gloo connects two of them when they first exchange something. Otherwise each rank reads the addresses
 # of all others from the store, W² messages of 154 + 8 W bytes: 9 GB for 1,024 ranks.
 LAZY_FROM = 64
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0  # between two questions to the store
 
 
 def connect(rank: Rank) -> dist.Store:
@@ -63,6 +66,22 @@ def _wait_for_all(store: dist.Store, world_size: int) -> None:
     store.wait(["all prepared"], PREPARATION)
 
 
+def wait_for(store: dist.Store, key: str, timeout_s: float = math.inf) -> bool:
+    """Wait until another rank sets `key`. Returns whether it did within `timeout_s`.
+
+    In the store's own `wait`, Python would handle no signal, and each timeout prints warnings. This asks ever more
+    rarely: thousands of ranks may wait for one.
+    """
+    deadline, pause_s = time.monotonic() + timeout_s, FIRST_PAUSE_S
+    while not store.check([key]):
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            return False
+        time.sleep(min(pause_s, left_s))
+        pause_s = min(1.5 * pause_s, LONGEST_PAUSE_S)
+    return True
+
+
 def destroy_process_group() -> None:
     """Destroy the process group. Call it only after success: closed connections would hide which rank failed."""
     if dist.is_initialized():
@@ -84,6 +103,11 @@ def all_reduce_sum(value: torch.Tensor) -> torch.Tensor:
     if dist.is_initialized():
         dist.all_reduce(value)
     return value
+
+
+def begin_all_reduce_max(value: torch.Tensor) -> dist.Work | None:
+    """Begin to replace `value` by its largest over the ranks; None without a process group. *Collective.*"""
+    return dist.all_reduce(value, dist.ReduceOp.MAX, async_op=True) if dist.is_initialized() else None
 
 
 def barrier(group: dist.ProcessGroup | None = None) -> None:

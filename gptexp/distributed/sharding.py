@@ -120,11 +120,10 @@ class SplitParameters:
         return square.sqrt().to(own.dtype)
 
     def own(self, name: str, whole: Tensor) -> Tensor:
-        from torch.distributed.tensor import distribute_tensor
-
         p = self._parameters[name]
-        # Without a source, each rank takes its rows of its own tensor, and nothing is sent.
-        return _local(distribute_tensor(whole.to(p.device), p.device_mesh, p.placements, src_data_rank=None))
+        [rows] = p.__create_chunk_list__()
+        # Only these: `whole` may be on the host, in a file that is mapped into its memory.
+        return whole[rows.offsets[0] :][: rows.sizes[0]].to(p.device)
 
     def whole(self, name: str, own: Tensor) -> Tensor:
         return self.distributed(name, own).full_tensor()

@@ -11,7 +11,7 @@ WINDOW = 20  # logged steps over which a check takes its mean or median
 CLIPPED = 0.9  # share of clipped steps
 CLIMBED = 3.0  # median gradient norm, relative to its lowest so far
 WAITING = 0.1  # share of a step's time spent waiting for data
-BEHIND = 1.25  # time of the slowest rank, relative to the median of the others
+BEHIND = 1.25  # time of the slowest rank, relative to the mean of the others
 USUALLY_SLOWEST = 0.8  # share of the window in which one rank is the slowest
 
 
@@ -96,7 +96,7 @@ class Alerts:
             ratio = statistics.median(step["perf/straggler_ratio"] for step in steps)
             if count >= USUALLY_SLOWEST * WINDOW and ratio > BEHIND:
                 line = (
-                    f"rank {rank} takes {ratio:.1f} times as long as the median of the others, and all ranks wait for "
+                    f"rank {rank} takes {ratio:.1f} times as long as the mean of the others, and all ranks wait for "
                     "it: check its device"
                 )
                 yield "straggler", line

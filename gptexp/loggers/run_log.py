@@ -4,7 +4,6 @@ The sinks are metrics.jsonl, and the terminal and wandb if enabled. `METRICS` de
 """
 
 import resource
-import statistics
 import sys
 import time
 from collections.abc import Collection, Mapping
@@ -49,7 +48,7 @@ METRICS = {
     "perf/peak_mem_gib": ("GiB", "rank 0: most memory allocated on the GPU; resident memory on a CPU"),
     "perf/mfu_palm": ("", "FLOPs done per second over the device's peak, full attention scores (PaLM appendix B)"),
     "perf/mfu_causal": ("", "the same with the causal half of the attention scores"),
-    "perf/straggler_ratio": ("", "data and forward passes of the slowest rank over the median of the others'"),
+    "perf/straggler_ratio": ("", "data and forward passes of the slowest rank over the mean of the others'"),
     "perf/slowest_rank": ("", "the slowest rank; both are measured in the logged step before"),
     "gns/small_sq_norm": ("", "squared norm of one micro-batch's gradient: mean over the first two of each rank"),
     "gns/big_sq_norm": ("", "squared norm of the step's gradient, before clipping"),
@@ -175,15 +174,12 @@ class RunLog:
             sink.write({"event": kind, "time": time.time(), **values})
 
 
-def straggler(work_ms: list[float]) -> dict[str, float]:
-    """Compare the slowest rank with the median of the others, from each rank's own work in a step, in ms."""
-    if not work_ms:
+def straggler(sum_ms: float, slowest_ms: float, slowest_rank: int, ranks: int) -> dict[str, float]:
+    """Compare the slowest rank's own work in a step with the mean of the others', given the sum over all `ranks`."""
+    others_ms = sum_ms - slowest_ms
+    if ranks == 1 or others_ms <= 0:
         return {}
-    slowest = max(range(len(work_ms)), key=lambda rank: work_ms[rank])
-    others = [ms for rank, ms in enumerate(work_ms) if rank != slowest]
-    if not others or not (usual := statistics.median(others)):
-        return {}
-    return {"perf/straggler_ratio": work_ms[slowest] / usual, "perf/slowest_rank": slowest}
+    return {"perf/straggler_ratio": slowest_ms * (ranks - 1) / others_ms, "perf/slowest_rank": slowest_rank}
 
 
 def peak_memory_gib() -> float:

@@ -58,9 +58,12 @@ def to_transformers(weights: Mapping[str, Tensor], model: ModelConfig, n_vocab: 
 
 
 def from_transformers(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The weights of transformers' GPT-2 for a `GPT`, without lm_head. Raises `ValueError` if it is not tied to wte."""
+    """The weights of transformers' GPT-2 for a `GPT`, without lm_head. Raises `ValueError` if it is not tied to wte.
+
+    Nothing is copied.
+    """
     return {
-        name: (weight.T if _TRANSPOSED.fullmatch(name) and weight.dim() == 2 else weight).contiguous()
+        name: weight.T if _TRANSPOSED.fullmatch(name) and weight.dim() == 2 else weight
         for name, weight in from_nanogpt(weights).items()
     }
 

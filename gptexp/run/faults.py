@@ -1,6 +1,6 @@
 """Turns exhausted memory and lost or silent ranks into errors that tell the user what to do."""
 
-import time
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from gptexp.config.batch import legal_micro_batches
 from gptexp.config.schema import AUTO
+from gptexp.distributed.group import wait_for
 from gptexp.distributed.ranks import Rank
 from gptexp.machine.device import is_out_of_memory
 from gptexp.machine.effective import Choice, Effective, save_effective
@@ -25,6 +26,7 @@ from gptexp.storage.checkpoint import TrainState
 from gptexp.training.step_report import StepTimeout
 
 ANSWER_S = 5.0  # longest time between the failures of one collective on two live ranks
+ASKING_S = 60.0  # longest time in which one rank asks about all others
 
 
 @contextmanager
@@ -87,16 +89,22 @@ def _of_a_collective(error: RuntimeError) -> bool:
 
 
 def _missing(store: dist.Store, rank: Rank) -> list[int]:
-    """Return the ranks that do not report, within `ANSWER_S`, that the collective failed for them too."""
-    deadline = time.monotonic() + ANSWER_S
+    """Return the ranks that do not report, within `ANSWER_S`, that the collective failed for them too.
+
+    One rank asks the store about each of them, and tells the others.
+    """
     try:
         store.set(f"failed/{rank.rank}", "")
-        failed = store.add("failures", 1)
-        while failed < rank.world_size and time.monotonic() < deadline:  # one message at a time, at any number of ranks
-            time.sleep(0.1)
-            failed = store.add("failures", 0)
-        if failed == rank.world_size:
+        if store.add("failures", 1) == rank.world_size:
+            store.set("all failed", "")
+        if wait_for(store, "all failed", ANSWER_S):
             return []
-        return [r for r in range(rank.world_size) if not store.check([f"failed/{r}"])]
+        missing: list[int]
+        if store.add("asking", 1) > 1 and wait_for(store, "missing", ASKING_S):
+            missing = json.loads(store.get("missing"))
+        else:  # the first, or its place if it has ended
+            missing = [r for r in range(rank.world_size) if not store.check([f"failed/{r}"])]
+            store.set("missing", json.dumps(missing))
+        return missing
     except RuntimeError:
         return [0]  # under srun rank 0 hosts the store

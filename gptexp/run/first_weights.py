@@ -1,6 +1,7 @@
 """Puts the weights that `init_from` names into a new model."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -16,16 +17,19 @@ from gptexp.process.words import counted
 from gptexp.storage import checkpoint, run_dir
 from gptexp.storage.init_from import Source
 from gptexp.storage.weight_files import find_weight_files, read_nanogpt, read_transformers
-from gptexp.training.snapshot import load_weights
+from gptexp.training.snapshot import load_own_weights, load_weights
 
 
-def refuse_too_few_weights(source: Source, model: ModelConfig) -> None:
-    """Raise `CheckpointError` if the files of `source` are too small for `model`, before one of that size is built."""
+def choose_weights(source: Source, model: ModelConfig) -> Source:
+    """Return `source`, of a run with its newest checkpoint whose files are intact, which reads all of them.
+
+    Raises `CheckpointError` if the files are too small for `model`, before one of that size is built.
+    """
     parameters = count_parameters(model)
     if source.kind == "run":
         path, _ = checkpoint.newest(source.path / run_dir.CHECKPOINTS)
         checkpoint.refuse_other_size(path, parameters)
-        return
+        return replace(source, checkpoint=path)
     files = find_weight_files(source.path) if source.kind == "transformers" else [source.path]
     size = sum(file.stat().st_size for file in files)
     if size < parameters:
@@ -34,13 +38,17 @@ def refuse_too_few_weights(source: Source, model: ModelConfig) -> None:
             f"{source.path}: {what} describes {counted(parameters, 'parameter')}, and its weights are "
             f"{counted(size, 'byte')}; copy or download it again"
         )
+    return source
 
 
 def load_first_weights(source: Source, parameters: Parameters) -> None:
-    """Load the weights of `source`, in the precision of `parameters`. Raises `CheckpointError` if they do not fit."""
+    """Load the weights of `source`, in the precision of `parameters`. Raises `CheckpointError` if they do not fit.
+
+    Files are mapped into memory: a rank that has rows of the parameters reads little else.
+    """
     if source.kind == "run":
-        path, _ = checkpoint.newest(source.path / run_dir.CHECKPOINTS)
-        load_weights(checkpoint.read_weights(path, parameters.shapes), parameters)
+        assert source.checkpoint is not None
+        load_own_weights(source.checkpoint, parameters)
         return
     try:
         if source.kind == "transformers":

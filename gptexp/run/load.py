@@ -21,7 +21,7 @@ from gptexp.process.errors import ConfigError, DataError
 from gptexp.process.terminal import warn
 from gptexp.process.words import shown
 from gptexp.reporting.best import one_run
-from gptexp.run.first_weights import load_first_weights, refuse_too_few_weights
+from gptexp.run.first_weights import choose_weights, load_first_weights
 from gptexp.run.tokenizers import VOCABULARY, tokenizer_of
 from gptexp.storage import checkpoint, run_dir
 from gptexp.storage.checkpoint import TrainState
@@ -120,7 +120,7 @@ def load_pretrained(source: Source, averaged: bool = False) -> tuple[GPT, Tokeni
             f"{source.given}: its tokenizer has {tokenizer.n_vocab:,} ids, and its weights are for "
             f"{config.resolved_vocab_size:,}; give a directory with both of one model"
         )
-    refuse_too_few_weights(source, config)
+    source = choose_weights(source, config)
     gpt = GPT(config, plain_cross_entropy)
     load_first_weights(source, WholeParameters(gpt))
     return gpt.to(_device("auto")).eval(), tokenizer

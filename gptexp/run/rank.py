@@ -8,7 +8,6 @@ import json
 import math
 import platform
 import sys
-import time
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -30,8 +29,8 @@ from gptexp.data.cache import downloads_dir
 from gptexp.data.downloads import downloaded
 from gptexp.data.hellaswag import VALIDATION, Example, read_examples
 from gptexp.data.loader import Dataset, build_dataset, open_dataset, val_bytes_per_token
-from gptexp.data.prepare import is_prepared
 from gptexp.data.prepare import prepare as prepare_data
+from gptexp.data.stream import manifest_state
 from gptexp.data.tokenizer import load_tokenizer
 from gptexp.distributed.group import (
     agree,
@@ -40,6 +39,7 @@ from gptexp.distributed.group import (
     destroy_process_group,
     gather,
     init_process_group,
+    wait_for,
 )
 from gptexp.distributed.ranks import Rank, ending_rank, launcher_rank, requeues
 from gptexp.distributed.reduction import build_reduction
@@ -87,7 +87,7 @@ from gptexp.run.build import (
     wrap,
 )
 from gptexp.run.faults import explained
-from gptexp.run.first_weights import load_first_weights, refuse_too_few_weights
+from gptexp.run.first_weights import choose_weights, load_first_weights
 from gptexp.run.job import Job
 from gptexp.run.nodes import check_places, leave_mark, place_of, warn_of_clocks
 from gptexp.run.scoring import of_lm_eval
@@ -108,7 +108,6 @@ from gptexp.training.weight_average import WeightAverage
 
 WRITING = timedelta(hours=2)  # longest time for which a rank that has written its part waits for the others
 WHOLE_SHARE = 0.5  # of the free memory of rank 0's host: a checkpoint that needs more is written in parts
-POLL_S = 0.2  # between two questions to the store
 
 
 def run_alone(cfg: Config, directory: Path, stop: StopRequest) -> int:
@@ -220,7 +219,7 @@ def prepare(job: Job) -> Prepared:
             warn(line)
     store = None if job.rank.world_size == 1 else job.store or connect(job.rank)
     # Before the process group: a rank that waits for another to tokenise must not time out.
-    dataset = build_dataset(job.cfg) if store is None else _dataset_of_node(job, store)
+    dataset = build_dataset(job.cfg) if store is None else _dataset_of_run(job, store)
     examples = _examples(job, dataset)
     device = pick_device(job.cfg.train.device, job.rank)
     if store is None:
@@ -230,30 +229,54 @@ def prepare(job: Job) -> Prepared:
     return Prepared(dataset, examples, device, store, group)
 
 
-def _dataset_of_node(job: Job, store: dist.Store) -> Dataset:
-    """Open the data. The first rank of each node prepares them and tells the others where. Raises `DataError`.
+def _dataset_of_run(job: Job, store: dist.Store) -> Dataset:
+    """Open the data. Rank 0 finds, prepares and checks them, and tells the others where. Raises `DataError`.
 
-    Every rank would otherwise list the folders of the corpus and ask for the size of each file, on a file system that
-    all nodes share.
+    Every rank would otherwise list the folders of the corpus and open each file of tokens, on a file system that all
+    nodes share. Of a node that does not see the files of rank 0, the first rank looks, and tells the others there.
     """
-    cfg, key = job.cfg, f"tokens of {platform.node()}"
-    told: dict[str, str | None] = {}
-    if job.rank.local_rank:
-        while not store.check([key]):  # not `wait`, in which a signal to stop would not be handled
-            time.sleep(POLL_S)
-        told = json.loads(store.get(key))
-        if error := told.get("error"):
-            raise DataError(error)
-    if told and is_prepared(train := Path(str(told["train"]))):
-        val = Path(told["val"]) if told["val"] else None
-    else:  # the first rank, or one of two nodes with one name, which may have caches of their own
-        try:
-            train, val = prepare_data(cfg.data)
-        except DataError as refusal:
+    rank, of_node = job.rank, f"tokens of {platform.node()}"
+    if rank.is_main:
+        return _open(job, _prepared(job, store, ["tokens", of_node]), check_files=True)
+    key = of_node if rank.local_rank else "tokens"
+    wait_for(store, key)
+    told = json.loads(text := store.get(key))
+    is_known = "error" in told or _sees(told)
+    if not is_known:  # the first rank of the node; or a later one, of two nodes with one name
+        told = _prepared(job, store, [of_node])
+    elif not rank.local_rank:
+        store.set(of_node, text.decode())
+    if error := told.get("error"):
+        raise DataError(error)
+    return _open(job, told, check_files=not is_known)
+
+
+def _prepared(job: Job, store: dist.Store, keys: list[str]) -> dict[str, Any]:
+    """Prepare the data. Tells under `keys` where they are and the states of their manifests, or the error."""
+    try:
+        directories = [None if path is None else str(path) for path in prepare_data(job.cfg.data)]
+    except DataError as refusal:
+        for key in keys:
             store.set(key, json.dumps({"error": str(refusal)}))
-            raise
-        store.set(key, json.dumps({"train": str(train), "val": str(val) if val else None}))
-    return open_dataset(cfg.data, train, val, cfg.seq_len, cfg.train.seed, cfg.model.vocab_size)
+        raise
+    found = {"directories": directories, "states": [path and manifest_state(Path(path)) for path in directories]}
+    for key in keys:
+        store.set(key, json.dumps(found))
+    return found
+
+
+def _sees(told: dict[str, Any]) -> bool:
+    """Whether this node has the same files: not others with the same name on a disk of its own."""
+    here = [path and manifest_state(Path(path)) for path in told["directories"]]
+    return bool(here == told["states"])
+
+
+def _open(job: Job, told: dict[str, Any], check_files: bool) -> Dataset:
+    cfg = job.cfg
+    train, val = (None if path is None else Path(path) for path in told["directories"])
+    assert train is not None
+    vocab_size = cfg.model.vocab_size
+    return open_dataset(cfg.data, train, val, cfg.seq_len, cfg.train.seed, vocab_size, check_files=check_files)
 
 
 def _examples(job: Job, dataset: Dataset) -> list[Example]:
@@ -339,8 +362,7 @@ def _first_weights(cfg: Config, dataset: Dataset) -> Source:
     assert cfg.init_from is not None
     source = init_from.of_config(cfg.init_from, weights=True)
     refuse_other_ids(source, cfg.data.tokenizer, load_tokenizer(cfg.data.tokenizer, dataset.directory))
-    refuse_too_few_weights(source, cfg.model)
-    return source
+    return choose_weights(source, cfg.model)
 
 
 def build(job: Job, prepared: Prepared, decision: Decision) -> Built:

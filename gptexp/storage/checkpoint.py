@@ -153,17 +153,16 @@ def begin_to_save_parts(
     """
     target = directory / name_of(state.step)
     unfinished = target.with_name(f".tmp-{target.name}")
-    is_main, ranks = dist.get_rank(group) == 0, dist.get_world_size(group)
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     text = _state_text(state, about, counts)  # training changes the state
-    written = sharded.write(unfinished, tensors, group)
+    written = sharded.write(unfinished, tensors, rank, ranks)
     done: Future[Path] = Future()
 
     def of_this_rank() -> dict[str, list[Any]] | str:
         """The size and hash of each file of this rank; or why it has none. It must reach the next collective."""
         try:
             written.result()
-            mine = sorted(unfinished.glob(f"__{dist.get_rank(group)}_*"))
-            return {path.name: _size_and_hash(path) for path in mine}
+            return {name: _size_and_hash(unfinished / name) for name in sharded.files_of(rank)}
         except BaseException as error:  # DCP's own is not an `Exception`
             return sharded.cause_of(error)
 
@@ -183,7 +182,7 @@ def begin_to_save_parts(
 
     def finish() -> None:
         try:
-            of_ranks: list[Any] | None = [None] * ranks if is_main else None
+            of_ranks: list[Any] | None = [None] * ranks if rank == 0 else None
             dist.gather_object(of_this_rank(), of_ranks, group=group)
             why = [None if of_ranks is None else published(of_ranks)]
             dist.broadcast_object_list(why, group=group)

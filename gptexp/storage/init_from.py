@@ -28,6 +28,7 @@ class Source:
     given: str  # what names it, for errors
     kind: Literal["run", "transformers", "nanogpt"]
     path: Path  # a directory; of nanoGPT a file
+    checkpoint: Path | None = None  # of a run, once it has been chosen
 
     def model(self) -> ModelConfig:
         """The model that the weights are for, without dropout. Raises `ConfigError` or `CheckpointError`."""

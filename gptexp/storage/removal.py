@@ -38,7 +38,7 @@ _OF_RUN = (
     rf"{_RUN_FILES}|\.({_RUN_FILES})\.{_TEMPORARY}|output\.log|events\.out\.tfevents\.[^/]*|\.lock|\.lock-rank0|\.lock-sweep",
     r"\.mark-[0-9a-f]{16}",
     r"\.hydra/(config|hydra|overrides)\.yaml",
-    rf"{_CHECKPOINT}/((model|ema)\.safetensors|train\.pt|state\.json|manifest\.json|parts\.json|__\d+_\d+\.distcp)",
+    rf"{_CHECKPOINT}/((model|ema)\.safetensors|train\.pt|state\.json|manifest\.json|parts\.json|__\d+_0\.(distcp|json))",
     r"profile/steps-\d+-\d+-rank\d+\.json\.gz",
 )
 _OF_SWEEP = (

@@ -44,7 +44,7 @@ from gptexp.training.profiling import StepProfiler
 from gptexp.training.small_gradients import SmallGradients
 from gptexp.training.snapshot import load_checkpoint, needs_all_ranks, parts, take
 from gptexp.training.step import Probe, TrainStep
-from gptexp.training.step_report import Numbers, StepReport
+from gptexp.training.step_report import Numbers, SlowestRank, StepReport
 from gptexp.training.stopwatch import Stopwatch
 from gptexp.training.validation import evaluate
 from gptexp.training.weight_average import WeightAverage
@@ -223,7 +223,7 @@ class _Loop:
             timer=timer,
             stop=self.stop,
             small_gradients=self.small_gradients if self.is_measured(step) else None,
-            work_ms=self.work_ms if self.is_logged(step.number) else None,
+            slowest=SlowestRank(self.work_ms, t.device) if self.is_logged(step.number) else None,
         )
         lr_factor = t.plan.schedule.lr_factor(step.tokens_before, step.batch.total_batch_size)
         noise = self.noise(step)
@@ -289,7 +289,7 @@ class _Loop:
                 "perf/step_ms": 1e3 * seconds,
                 **{f"perf/{phase}_ms": ms for phase, ms in phases_ms.items()},
                 "perf/reduce_ms": None if t.step.parameters.split else exposed_reduce_ms(t.step.model),
-                **straggler(numbers.work_ms),
+                **(straggler(*numbers.work, t.rank.world_size) if numbers.work is not None else {}),
                 **measured,
                 "data/fingerprint": f"{self.state.fingerprint:016x}",
             }

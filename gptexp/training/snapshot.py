@@ -111,8 +111,17 @@ def load_checkpoint(path: Path, parameters: Parameters, optimizer: Optimizer, cf
     back_to_training(optimizer)
 
 
+def load_own_weights(path: Path, parameters: Parameters) -> None:
+    """Load the weights of checkpoint `path`. Raises `CheckpointError` if they do not fit. Hashes are not checked."""
+    if sharded.is_sharded(path):
+        own = {name: parameters.distributed(name, p.detach()) for name, p in parameters.named.items()}
+        sharded.read(path, {f"{sharded.MODEL}{name}": tensor for name, tensor in own.items()})
+    else:
+        load_weights(checkpoint.read_weights(path, parameters.shapes), parameters)
+
+
 def _load_whole(path: Path, parameters: Parameters, optimizer: Optimizer, cfg: OptimConfig) -> None:
-    load_weights(checkpoint.read_weights(path, parameters.shapes), parameters)
+    load_own_weights(path, parameters)
     names = _names_in_order(parameters, optimizer)
     shapes = [state_shapes(cfg, name, tuple(parameters.shapes[name])) for name in names]
 

@@ -18,7 +18,7 @@ from gptexp.training.norms import total_norm
 from gptexp.training.optim import set_lr, step_if
 from gptexp.training.phases import StepTimer
 from gptexp.training.small_gradients import SmallGradients
-from gptexp.training.step_report import StepReport
+from gptexp.training.step_report import SlowestRank, StepReport
 
 
 @dataclass
@@ -28,7 +28,7 @@ class Probe:
     timer: StepTimer | None = None  # times the phases
     stop: StopRequest | None = None  # read after the last micro-step: whether this rank should stop
     small_gradients: SmallGradients | None = None  # measures the gradients of the first micro-batches
-    work_ms: float | None = None  # this rank's own work in the last logged step, which the report sends to all ranks
+    slowest: SlowestRank | None = None  # in the last logged step
 
     def mark(self, phase: str) -> None:
         """End a phase of the step."""
@@ -109,7 +109,7 @@ class TrainStep:
             fingerprint=fingerprint % 2**64,
             stop_flags=probe.stop_flags(),
             small_gradients=probe.small_gradient_norms(),
-            work_ms=probe.work_ms,
+            slowest=probe.slowest,
         )
         probe.mark("clip")
         step_if(report.finite, self.optimizer)

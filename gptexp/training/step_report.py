@@ -3,18 +3,28 @@
 import math
 import time
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from gptexp.distributed.group import all_reduce_sum, rank_index, world_size
+from gptexp.distributed.group import all_reduce_sum, begin_all_reduce_max, rank_index, world_size
 from gptexp.process.signals import REASONS
 
 POLL_S = 1e-4  # s: between two checks whether a GPU is done
+MOST_RANKS = 1_000_000
 
 
 class StepTimeout(RuntimeError):
     """The numbers of a step were not available in time."""
+
+
+class Work(NamedTuple):
+    """The time for which the ranks worked on a step, without waiting for each other."""
+
+    sum_ms: float  # over the ranks
+    slowest_ms: float
+    slowest_rank: int
 
 
 @dataclass(frozen=True)
@@ -28,16 +38,38 @@ class Numbers:
     fingerprint: int  # sum over the ranks, modulo 2^64
     small_sq_norm: float  # mean squared norm of one micro-batch's gradient; 0: not measured
     cosine: float  # mean over the ranks, of two micro-batches' gradients; NaN: a rank has only one
-    work_ms: list[float]  # of each rank; empty: not asked for
+    work: Work | None  # None: not asked for
+
+
+class SlowestRank:
+    """The slowest rank in an earlier step, in which this rank worked for `work_ms`. *Collective.*
+
+    Creating it begins an all-reduce of one integer: the microseconds, followed by six digits for the rank, of which the
+    largest wins. A step creates it first, so that it is there when the step's other numbers are.
+    """
+
+    def __init__(self, work_ms: float, device: torch.device) -> None:
+        self.own_ms = work_ms
+        packed = torch.tensor([round(1e3 * work_ms) * MOST_RANKS + rank_index()])
+        if device.type == "cuda":
+            packed = packed.pin_memory()
+        self._packed = packed.to(device, non_blocking=True)
+        self._reducing = begin_all_reduce_max(self._packed)
+
+    def read(self) -> Tensor:
+        """Return the milliseconds and the rank, on the device."""
+        if self._reducing is not None:
+            self._reducing.wait()  # on a GPU only the device waits
+        return torch.cat([self._packed // MOST_RANKS / 1e3, self._packed % MOST_RANKS]).float()
 
 
 class StepReport:
     """The numbers of a step while a GPU still computes them. *Collective.*
 
     Creating it queues the reduction and the copy to the host; `read` waits for them. One small all-reduce of float32
-    carries everything: the loss, the two numbers of `small_gradients`, whether the gradient norm is non-finite, one
-    flag per reason to stop, the fingerprint as eight bytes, whose sums over the ranks are exact integers, and in a step
-    that is logged the `work_ms` of each rank, in an element of its own.
+    carries everything, and has the same size for any number of ranks: the loss, the two numbers of `small_gradients`,
+    whether the gradient norm is non-finite, one flag per reason to stop, the fingerprint as eight bytes, whose sums
+    over the ranks are exact integers, and in a step that is logged the work that `slowest` compares.
     """
 
     def __init__(
@@ -47,23 +79,19 @@ class StepReport:
         fingerprint: int,
         stop_flags: list[float],
         small_gradients: Tensor | None = None,
-        work_ms: float | None = None,
+        slowest: SlowestRank | None = None,
     ) -> None:
-        ranks = world_size()
-        host = torch.tensor([*stop_flags, *fingerprint.to_bytes(8, "little")], dtype=torch.float32)
-        if work_ms is not None:
-            work = torch.zeros(ranks)
-            work[rank_index()] = work_ms
-            host = torch.cat([host, work])
+        work_ms = [] if slowest is None else [slowest.own_ms]
+        host = torch.tensor([*stop_flags, *fingerprint.to_bytes(8, "little"), *work_ms], dtype=torch.float32)
         if loss.is_cuda:
             host = host.pin_memory()
         norm = grad_norm.detach().reshape(1).float()
         bad_norm = norm.isfinite().logical_not().float()
         small = norm.new_zeros(2) if small_gradients is None else small_gradients
-        mean_shares = torch.cat([loss.reshape(1), small]) / ranks
+        mean_shares = torch.cat([loss.reshape(1), small]) / world_size()
         reduced = all_reduce_sum(torch.cat([mean_shares, bad_norm, host.to(loss.device, non_blocking=True)]))
         self.finite = reduced[0].isfinite() & (reduced[3] == 0)  # 0-dim, on the device: equal on all ranks
-        values = torch.cat([norm, reduced])
+        values = torch.cat([norm, reduced, *([] if slowest is None else [slowest.read()])])
         self._event: torch.cuda.Event | None = None
         if values.is_cuda:
             self._values = torch.empty(values.shape, pin_memory=True)
@@ -84,7 +112,8 @@ class StepReport:
                 raise StepTimeout(f"the numbers of a step did not arrive within {timeout_s:g} s")
             time.sleep(POLL_S)
         grad_norm, loss, small, cosine, bad_norms, *rest = self._values.tolist()
-        flags, limbs, work = rest[: len(REASONS)], rest[len(REASONS) :][:8], rest[len(REASONS) + 8 :]
+        flags, limbs, of_work = rest[: len(REASONS)], rest[len(REASONS) :][:8], rest[len(REASONS) + 8 :]
+        work = Work(of_work[0], of_work[1], int(of_work[2])) if of_work else None
         asked = next((name for name, flag in zip(REASONS, flags, strict=True) if flag), None)
         fingerprint = sum(int(limb) << (8 * i) for i, limb in enumerate(limbs)) % 2**64
         return Numbers(loss, grad_norm, math.isfinite(loss) and not bad_norms, asked, fingerprint, small, cosine, work)

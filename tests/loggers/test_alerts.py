@@ -46,7 +46,7 @@ def test_a_healthy_run_gets_no_warning() -> None:
         (
             {"perf/slowest_rank": 2, "perf/straggler_ratio": 1.6},
             WINDOW - 1,
-            "rank 2 takes 1.6 times as long as the median of the others",
+            "rank 2 takes 1.6 times as long as the mean of the others",
         ),
     ],
 )

@@ -43,11 +43,11 @@ def test_a_step_has_rates_and_utilisation() -> None:
     assert STEP.items() <= known.items()
 
 
-def test_the_straggler_is_the_slowest_rank_against_the_median_of_the_others() -> None:
-    assert straggler([10.0, 30.0, 12.0, 8.0]) == {"perf/straggler_ratio": 3.0, "perf/slowest_rank": 1}
-    assert straggler([10.0, 20.0]) == {"perf/straggler_ratio": 2.0, "perf/slowest_rank": 1}
-    assert straggler([0.0, 0.0]) == {}  # no rank has reported yet
-    assert straggler([20.0]) == {}
+def test_the_straggler_is_the_slowest_rank_against_the_mean_of_the_others() -> None:
+    assert straggler(60.0, 30.0, 1, ranks=4) == {"perf/straggler_ratio": 3.0, "perf/slowest_rank": 1}
+    assert straggler(30.0, 20.0, 1, ranks=2) == {"perf/straggler_ratio": 2.0, "perf/slowest_rank": 1}
+    assert straggler(0.0, 0.0, 1, ranks=2) == {}  # no rank has reported yet
+    assert straggler(20.0, 20.0, 0, ranks=1) == {}
 
 
 def test_an_alert_is_an_event_of_its_own() -> None:

@@ -3,13 +3,19 @@
 The fake group computes nothing: a collective returns at once and leaves its tensors as they are.
 """
 
+import json
 import os
+import platform
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,21 +24,34 @@ import torch
 import torch.distributed as dist
 from conftest import ROOT, TINY, events, summary
 from real_runs import newest
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from gptexp import load_run
 from gptexp.command.planning import plan
 from gptexp.config.compose import compose
 from gptexp.config.run_plan import plan_run
-from gptexp.data import loader
+from gptexp.config.vocabulary import with_vocab_size
+from gptexp.data import loader, prepare
 from gptexp.data.loader import build_dataset, micro_batches, val_batches
+from gptexp.data.shards import ShardWriter
 from gptexp.distributed import group
 from gptexp.distributed.ranks import Rank
+from gptexp.machine.resolve import resolve
 from gptexp.model.gpus import GPUS
+from gptexp.model.optimizer_state import parameter_shapes, rows_of
 from gptexp.process.signals import StopRequest
+from gptexp.run import faults
 from gptexp.run import rank as rank_module
-from gptexp.run.build import wrap
+from gptexp.run.build import build_split_gpt, wrap
+from gptexp.run.first_weights import choose_weights, load_first_weights
 from gptexp.run.job import Job
 from gptexp.run.rank import run
+from gptexp.storage import checkpoint, init_from, sharded
+from gptexp.training import loop
 
 WORLDS = [1024, 4096]
 CPU = torch.device("cpu")
@@ -155,7 +174,8 @@ def fake_group(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, CountingSt
     monkeypatch.setattr(dist, "init_process_group", fake_init)
     monkeypatch.setattr(dist, "new_group", lambda **_: new_group(backend="fake"))
     monkeypatch.setattr(rank_module, "connect", connect)
-    monkeypatch.delenv("TORCH_GLOO_LAZY_INIT", raising=False)
+    monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "")  # so that it is restored, also if it was not set
+    monkeypatch.delenv("TORCH_GLOO_LAZY_INIT")
     yield stores
     group.destroy_process_group()
 
@@ -169,7 +189,98 @@ def test_a_rank_of_a_thousand_starts_trains_and_saves(
     assert summary(tmp_path / "run")["status"] == "completed"
     assert [event["tokens"] for event in events(tmp_path / "run", "step")] == [16 * world_size, 32 * world_size]
     store = fake_group[world_size]
-    assert (sum(store.messages.values()), store.keys) == (4, 4)  # at any number of ranks
+    assert (sum(store.messages.values()), store.keys) == (5, 5)  # at any number of ranks
+    assert os.environ["TORCH_GLOO_LAZY_INIT"] == "1"  # the messages of gloo, which here is none
+
+
+class Collectives(TorchDispatchMode):
+    """Records the collectives of this process, and the number of elements of their tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[str, int]] = []
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if op.namespace == "c10d":
+            self.found.append((op._opname, sum(t.numel() for t in tree_leaves(args) if isinstance(t, torch.Tensor))))
+        return op(*args, **(kwargs or {}))
+
+
+def test_the_collectives_of_a_step_are_as_large_at_any_number_of_ranks(
+    corpus: Path, tmp_path: Path, fake_group: dict[int, CountingStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue_step, found = loop._Loop.queue_step, {}
+
+    def recorded(own: loop._Loop) -> None:
+        with Collectives() as collectives:
+            queue_step(own)
+        found[own.t.rank.world_size, own.state.step] = collectives.found
+
+    monkeypatch.setattr(loop._Loop, "queue_step", recorded)
+    for world_size in WORLDS:
+        cfg = config_of(corpus, world_size, "train.max_steps=3", "train.eval_every_tokens=0")
+        assert run(Job(cfg, tmp_path / str(world_size), Rank(0, world_size, 0, 8), StopRequest())) == 0
+    steps = [[found[world_size, step] for world_size in WORLDS] for step in (1, 2, 3)]
+    assert all(of_1024 == of_4096 for of_1024, of_4096 in steps)  # in the second one DDP agrees on its buckets
+    # Beside the gradients, which a hook reduces: the slowest rank, and all other numbers.
+    assert steps[2][0] == [("allreduce_", 1), ("allreduce_", 17)]
+
+
+def test_a_rank_writes_and_reads_its_part_of_a_checkpoint_alone(tmp_path: Path) -> None:
+    """Of four blocks of gpt3_13b and two moments, in bytes, which take less space; no other rank has written anything.
+
+    No file has an entry for each tensor of each rank: there would be 640,000, and six million of all blocks.
+    """
+    world_size = 4096
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    mesh = init_device_mesh("cpu", (world_size,))
+    model = compose(["model=gpt3_13b", "model.n_layer=4", "model.vocab_size=50304", "batch.micro_batch_size=1"]).model
+    tensors: dict[str, DTensor] = {}
+    for name, shape, count in parameter_shapes(model):
+        stride = torch.empty(shape, device="meta").stride()
+        for number in range(3 * count):
+            own = torch.full(rows_of(shape, world_size), 7, dtype=torch.uint8)
+            tensors[f"{name} {number}"] = DTensor.from_local(
+                own, mesh, [Shard(0)], run_check=False, shape=torch.Size(shape), stride=stride
+            )
+    sharded.write(tmp_path, tensors, 0, world_size).result(60)
+    assert len(tensors) == 3 * (4 * 12 + 4)
+    assert {path.name for path in tmp_path.iterdir()} == {"__0_0.distcp", "__0_0.json", "parts.json"}
+    for name in ("__0_0.json", "parts.json"):
+        assert (tmp_path / name).stat().st_size < 100 * len(tensors)
+    for tensor in tensors.values():
+        tensor.to_local().zero_()
+    sharded.read(tmp_path, tensors)
+    assert all((tensor.to_local() == 7).all() for tensor in tensors.values())
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("kind", ["whole", "sharded"])
+def test_a_rank_of_a_split_model_reads_its_rows_of_the_first_weights(
+    corpus: Path, finished_run: Path, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 has hashed them, as it chose the checkpoint. Of a sharded one only this rank's files are there."""
+    cfg = with_vocab_size(config_of(corpus, 1024, "world.sharding=full"), 50304)
+    source = choose_weights(init_from.of_config(str(finished_run)), cfg.model)
+    whole = {name: p.detach() for name, p in load_run(finished_run)[0].named_parameters()}
+    dist.init_process_group("fake", store=FakeStore(), rank=5, world_size=1024)
+    _, parameters = build_split_gpt(cfg, resolve(cfg, CPU, Rank(5, 1024, 5, 8), None), CPU, drawn=False)
+    each = {name: -(-len(tensor) // 1024) for name, tensor in whole.items()}  # rows of a rank
+    rows = {name: whole[name][5 * n : 6 * n].clone() for name, n in each.items()}
+    if kind == "sharded":
+        tensors = {f"model.{name}": parameters.distributed(name, own) for name, own in rows.items()}
+        for rank in (0, 5):
+            sharded.write(tmp_path, tensors, rank, 1024).result(60)
+        for name in sharded.files_of(0):
+            (tmp_path / name).unlink()
+        source = replace(source, checkpoint=tmp_path)
+    monkeypatch.setattr(checkpoint, "_sha256", None)
+    for own in parameters.named.values():
+        own.data.zero_()
+    load_first_weights(source, parameters)
+    dist.destroy_process_group()
+    assert each["wte.weight"] == 50
+    assert all(torch.equal(parameters.named[name], own) for name, own in rows.items())
 
 
 class Opened:
@@ -194,47 +305,143 @@ def opened() -> Opened:
     return Opened()
 
 
-def test_a_rank_that_is_not_the_first_of_its_node_lists_no_folder_and_reads_what_it_trains_on(
-    tmp_path: Path,
-    fake_group: dict[int, CountingStore],
-    opened: Opened,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """On a file system that all nodes share: the files of the corpus, the cache, and the run's directory."""
+@pytest.fixture
+def opened_by(
+    tmp_path: Path, fake_group: dict[int, CountingStore], opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[Counter[str], list[str]]]:
+    """Train as a rank, after rank 0. Returns the files that it opens, with how often, and the folders that it lists.
+
+    They lie on a file system that all nodes share: the files of the corpus, its 80 files of tokens, and the run.
+    """
     (tmp_path / "texts").mkdir()
     for i in range(20):
         (tmp_path / "texts" / f"{i}.txt").write_text("The cat sees fish.\n" * 200)
+    monkeypatch.setattr(prepare, "ShardWriter", partial(ShardWriter, tokens_per_shard=950))
     cfg = config_of(
         tmp_path / "texts" / "*.txt", 1024, f"data.cache_dir={tmp_path / 'cache'}", "data.tokenizer=bytes",
-        "train.max_steps=1", "train.eval_every_tokens=0", "train.save_every_tokens=0",
+        "train.eval_every_tokens=0", "train.save_every_tokens=0",
     )  # fmt: skip
     agreed: list[Any] = []
 
     def agree(decide: Any, rank: Rank, _group: object = None) -> Any:
         if rank.is_main:
             agreed.append(decide())
-        return agreed[0]
+        return agreed[-1]
 
     monkeypatch.setattr(rank_module, "agree", agree)
-    assert run(Job(cfg, tmp_path / "run", Rank(0, 1024, 0, 8), StopRequest())) == 0
-    for number, local, listed in ((8, 0, ["texts"]), (5, 5, [])):  # 8 is the first rank of the second node
-        agreed[0][1].touch()  # rank 0's mark, for which the first rank of a node looks
+
+    def train(number: int, local_rank: int, steps: int = 1) -> tuple[Counter[str], list[str]]:
+        changed = replace(cfg, train=replace(cfg.train, max_steps=steps))
+        if number:
+            agreed[-1][1].touch()  # rank 0's mark, for which the first rank of a node looks
         opened.files, opened.folders, opened.on = [], [], tmp_path
         try:
-            assert run(Job(cfg, tmp_path / "run", Rank(number, 1024, local, 8), StopRequest())) == 0
+            job = Job(changed, tmp_path / "run", Rank(number, 1024, local_rank, 8), StopRequest())
+            assert run(job) == 0
         finally:
             opened.on = None
-        assert opened.folders == listed
-        # The manifest, and the header and the ids of the one token file, each for three readers; 8 also checks them.
-        assert {Path(name).name for name in opened.files} == {"manifest.json", "tokens-00000.bin"}
-        assert len(opened.files) <= (8 if listed else 6)
+        return Counter(Path(name).name for name in opened.files), opened.folders
+
+    assert len(train(0, 0)[0]) > 80
+    return train
 
 
-# Ranks as threads connect through one store, and wait for each other once. Prints the messages to the store.
+@pytest.mark.parametrize(("number", "local_rank"), [(8, 0), (5, 5)])
+def test_only_rank_0_lists_folders_and_opens_all_files(
+    opened_by: Callable[..., tuple[Counter[str], list[str]]], number: int, local_rank: int
+) -> None:
+    """Rank 8 is the first of the second node. Both read the manifest once, and the tokens that they train on."""
+    files, folders = opened_by(number, local_rank)
+    assert folders == []
+    assert files.pop("manifest.json") == 1
+    assert sum(files.values()) <= 2 + 1  # a sequence of 17 tokens may be in two files, and a window for validation
+    assert all(name.startswith("tokens-") for name in files)
+
+
+def test_a_resumed_rank_opens_the_checkpoint_that_rank_0_has_chosen(
+    opened_by: Callable[..., tuple[Counter[str], list[str]]],
+) -> None:
+    opened_by(0, 0, steps=2)
+    files, folders = opened_by(5, 5, steps=2)
+    assert folders == []
+    of_run = {name: count for name, count in files.items() if not name.startswith("tokens-")}
+    assert of_run == {"manifest.json": 1, "model.safetensors": 2, "train.pt": 1}  # first only the number of weights
+
+
+def test_a_node_with_files_of_its_own_looks_for_them(
+    opened_by: Callable[..., tuple[Counter[str], list[str]]], fake_group: dict[int, CountingStore]
+) -> None:
+    store = fake_group[1024]
+    told = json.loads(store.values["tokens"])
+    copied = {**told, "states": [[size, time + 1, change] for size, time, change in told["states"][:1]] + [None]}
+    store.values["tokens"] = json.dumps(copied).encode()  # as if rank 0's disk had other files under this name
+    files, folders = opened_by(8, 0)
+    assert folders == ["texts"]
+    assert len(files) > 80  # it has checked them
+    assert json.loads(store.values[f"tokens of {platform.node()}"]) == told
+
+
+def test_a_rank_that_waits_for_ten_minutes_asks_the_store_every_five_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+        if now[0] > 600:
+            store.set("tokens", "")
+
+    store = CountingStore(4096, {})
+    monkeypatch.setattr(group, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    assert group.wait_for(store, "tokens")
+    assert store.messages["check"] < 600 / 5 + 15
+    now[0], store.values = 0.0, {}
+    assert not group.wait_for(store, "tokens", 7.0)
+    assert now[0] == pytest.approx(7.0)
+
+
+class SharedStore(dist.Store):
+    """A store of ranks that are threads. Counts the messages of all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.messages = dist.HashStore(), 0
+
+    def _count(self, name: str, *args: Any) -> Any:
+        self.messages += 1
+        return getattr(self.inner, name)(*args)
+
+    def set(self, key: str, value: Any) -> None:
+        self._count("set", key, value)
+
+    def get(self, key: str) -> Any:
+        return self._count("get", key)
+
+    def add(self, key: str, amount: int) -> Any:
+        return self._count("add", key, amount)
+
+    def check(self, keys: list[str]) -> Any:
+        return self._count("check", keys)
+
+
+def test_the_messages_after_a_lost_rank_grow_as_the_number_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of the others asks about each rank."""
+    monkeypatch.setattr(faults, "ANSWER_S", 1.0)
+
+    def messages(world_size: int, lost: int) -> int:
+        store = SharedStore()
+        others = [Rank(number, world_size) for number in range(world_size) if number != lost]
+        with ThreadPoolExecutor(len(others)) as threads:
+            assert list(threads.map(partial(faults._missing, store), others)) == [[lost]] * len(others)
+        return store.messages
+
+    assert messages(64, lost=5) / messages(16, lost=5) < 6  # W² would be 16
+
+
+# Ranks as threads connect through one store, and wait for each other once. Prints the messages to the store. torch has
+# one process group in a process: each thread makes gloo's own in its place.
 CONNECT = """
 import os, sys, threading
 from datetime import timedelta
-import torch.distributed as dist
+import torch, torch.distributed as dist
 from gptexp.distributed import group
 from gptexp.distributed.ranks import Rank
 
@@ -251,18 +458,19 @@ class Store(dist.Store):
     def add(self, *args): return self.count("add", *args)
     def wait(self, *args): return self.count("wait", *args)
 
+def make_gloo(backend, *, store, rank, world_size, timeout, **_):
+    gloo = dist.ProcessGroupGloo(dist.PrefixStore(backend, store), rank, world_size, timeout)
+    kept.append(gloo)
+    gloo.barrier().wait()
+
 def connect(rank):
     store = Store()
     kept.append(store)
-    group._wait_for_all(store, world_size)
-    gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, world_size, timedelta(seconds=60))
-    kept.append(gloo)
-    gloo.barrier().wait()
+    group.init_process_group(Rank(rank, world_size), store, torch.device("cpu"), "auto", 60.0)
     connected.append(rank)
 
 kept, connected = [], []
-if world_size >= group.LAZY_FROM:
-    os.environ["TORCH_GLOO_LAZY_INIT"] = "1"
+dist.init_process_group, dist.new_group = make_gloo, lambda **_: None
 threads = [threading.Thread(target=connect, args=(rank,)) for rank in range(world_size)]
 for thread in threads:
     thread.start()
@@ -286,15 +494,27 @@ def test_the_messages_of_gloo_ranks_to_the_store_grow_as_w_log_w() -> None:
     assert messages(16) / messages(8) > 3  # of fewer, each rank asks for the addresses of all others
 
 
+LATE = """
+import os, pathlib
+init, m.LAZY_FROM = m.init_process_group, 2
+def init_late(*args):
+    patient = init(*args)
+    pathlib.Path("late.txt").write_text(os.environ["TORCH_GLOO_LAZY_INIT"])
+    return patient
+m.init_process_group = init_late
+"""
+
+
 @pytest.mark.e2e
 def test_ranks_that_connect_late_train_the_same_weights(
     sabotage: Callable[[str, str], dict[str, str]], tiny: list[str], tmp_path: Path
 ) -> None:
     start = [sys.executable, "-m", "gptexp", "train", *tiny, "world.size=2"]
-    env = sabotage("gptexp.distributed.group", "m.LAZY_FROM = 2")
+    env = sabotage("gptexp.distributed.group", LATE)
     for directory, environment in (("late", env), ("early", dict(os.environ))):
         command = [*start, f"hydra.run.dir={directory}"]
         done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
         assert done.returncode == 0, done.stderr
+    assert (tmp_path / "late.txt").read_text() == "1"
     weights = [(newest(tmp_path / run) / "model.safetensors").read_bytes() for run in ("late", "early")]
     assert weights[0] == weights[1]

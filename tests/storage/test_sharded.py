@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from gptexp.process.errors import CheckpointError, StorageError
 from gptexp.storage import checkpoint, sharded
@@ -52,6 +53,37 @@ def test_what_is_written_is_read_whole_and_in_parts(tmp_path: Path, group: dist.
     assert checkpoint.about_run(path) == {"a": 1}
 
 
+def rows(ranks: int, whole: dict[str, torch.Tensor]) -> dict[str, DTensor]:
+    mesh = init_device_mesh("cpu", (ranks,))
+    return {name: distribute_tensor(of, mesh, [Shard(0)], src_data_rank=None) for name, of in whole.items()}
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 7])
+def test_the_rows_of_seven_ranks_are_read_by_any_number(tmp_path: Path, ranks: int) -> None:
+    """Of few rows, the last ranks have none."""
+    whole = {"a": torch.arange(30.0).view(10, 3), "b": torch.arange(5.0), "c": torch.arange(42.0).view(21, 2)}
+
+    def as_rank(rank: int, of: int, act: Callable[[dict[str, DTensor]], None]) -> None:
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=of)
+        act(rows(of, whole))
+        dist.destroy_process_group()
+
+    def write(rank: int) -> Callable[[dict[str, DTensor]], None]:
+        return lambda own: sharded.write(tmp_path, {**own, "d": torch.tensor(3.0)}, rank, 7).result(60)
+
+    def read(own: dict[str, DTensor]) -> None:
+        found = rows(ranks, {name: torch.zeros_like(tensor) for name, tensor in whole.items()})
+        count = torch.tensor(0.0)
+        sharded.read(tmp_path, {**found, "d": count})
+        assert all(torch.equal(found[name].to_local(), own[name].to_local()) for name in own)
+        assert count == 3
+
+    for rank in range(7):
+        as_rank(rank, 7, write(rank))
+    for rank in range(ranks):
+        as_rank(rank, ranks, read)
+
+
 def test_checkpoints_are_pruned_and_never_partly_there(tmp_path: Path, group: dist.ProcessGroup) -> None:
     directory = tmp_path / "c"
     for step in (1, 2, 3):
@@ -85,20 +117,30 @@ class Bomb:
         return os.mkdir, ("exploded",)
 
 
-def described(path: Path, **changes: object) -> None:
+def described(path: Path, ranks: object = 1, **changes: object) -> None:
     content = json.loads((path / "parts.json").read_text())
-    content["model.wte.weight"]["chunks"][0] |= changes
-    (path / "parts.json").write_text(json.dumps(content))
+    content["tensors"]["model.wte.weight"] |= changes
+    (path / "parts.json").write_text(json.dumps({**content, "ranks": ranks}))
+
+
+def placed(path: Path, at: object) -> None:
+    content = json.loads((path / "__0_0.json").read_text())
+    (path / "__0_0.json").write_text(json.dumps({**content, "model.wte.weight": at}))
 
 
 @pytest.mark.parametrize(
     "damage",
     [
         lambda path: (path / "parts.json").write_text("{"),
-        lambda path: (path / "parts.json").write_text('{"model.wte.weight": 3}'),
-        lambda path: described(path, file="../../../etc/passwd"),
-        lambda path: described(path, at_byte=10**9),
-        lambda path: described(path, sizes=[3, 3]),
+        lambda path: (path / "parts.json").write_text('{"ranks": 1, "tensors": {"model.wte.weight": 3}}'),
+        lambda path: described(path, ranks=0),
+        lambda path: described(path, ranks=2, split=True),  # half of it is missing
+        lambda path: described(path, shape=[3, 3]),
+        lambda path: (path / "__0_0.json").unlink(),
+        lambda path: (path / "__0_0.json").write_text("{}"),
+        lambda path: placed(path, [10**9, 100]),
+        lambda path: placed(path, [0, -1]),
+        lambda path: placed(path, 3),
         lambda path: (path / "__0_0.distcp").write_bytes(b""),
         lambda path: (path / "__0_0.distcp").write_bytes(pickle.dumps(Bomb()) * 50),
     ],

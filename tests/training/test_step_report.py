@@ -1,7 +1,13 @@
 """Reading the numbers of a step: the host waits until the device has them, or until the timeout."""
 
+import json
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
+from conftest import ROOT
 
 from gptexp.process.signals import REASONS
 from gptexp.training.step_report import StepReport, StepTimeout
@@ -41,3 +47,34 @@ def test_numbers_can_be_read_after_a_timeout() -> None:
     with pytest.raises(StepTimeout):
         report.read(timeout_s=-1)
     assert report.read(timeout_s=60).loss == 2.5
+
+
+# Three ranks report two logged steps. Each prints what it has read of the work of all.
+RANKS = """
+import json, os, sys
+import torch, torch.distributed as dist
+from gptexp.process.signals import REASONS
+from gptexp.training.step_report import SlowestRank, StepReport
+
+rank = 0 if os.fork() else 1 if os.fork() else 2
+dist.init_process_group("gloo", store=dist.FileStore(sys.argv[1], 3), rank=rank, world_size=3)
+found = []
+for work_ms in ([10.0, 30.5, 12.25], [20.0, 10.0, 20.0]):
+    slowest = SlowestRank(work_ms[rank], torch.device("cpu"))
+    flags = [float(rank == 1)] + [0.0] * (len(REASONS) - 1)
+    numbers = StepReport(torch.tensor(3.0 * rank), torch.tensor(1.0), 7, flags, None, slowest).read()
+    found.append([numbers.work, numbers.loss, numbers.fingerprint, numbers.asked])
+print(json.dumps(found) + "\\n", end="", flush=True)
+dist.barrier()
+os._exit(0)
+"""
+
+
+@pytest.mark.e2e
+def test_all_ranks_read_the_sum_of_the_work_and_the_slowest_rank(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", RANKS, str(tmp_path / "store")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    read = [json.loads(line) for line in done.stdout.splitlines()]
+    # Of two that are equally slow, the later one.
+    expected = [[[52.75, 30.5, 1], 3.0, 21, REASONS[0]], [[50.0, 20.0, 2], 3.0, 21, REASONS[0]]]
+    assert read == [expected] * 3, done.stderr
