@@ -460,7 +460,7 @@ def _build_training(job: Job, prepared: Prepared, decision: Decision) -> Trainin
             grad_clip=cfg.optim.grad_clip,
             forward_context=forward_context(effective),
             dropout=cfg.model.dropout > 0,
-            parts=parameters,
+            split=parameters,
         ),
         average=average,
         gpt=gpt,

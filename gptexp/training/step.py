@@ -57,12 +57,12 @@ class TrainStep:
     grad_clip: float  # largest global gradient norm; 0 means no clipping
     forward_context: ForwardContext  # autocast, or a null context
     dropout: bool
-    parts: Parameters | None = None  # of a model that the ranks have split; None: each rank has it whole
+    split: Parameters | None = None  # of a model that the ranks have split; None: each rank has it whole
 
     @cached_property
     def parameters(self) -> Parameters:
         """What the optimizer updates."""
-        return self.parts or WholeParameters(self.model)
+        return self.split or WholeParameters(self.model)
 
     def __call__(
         self,
