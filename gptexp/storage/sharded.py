@@ -127,9 +127,11 @@ def _saved(path: Path) -> tuple[int, dict[str, _Saved]]:
         ranks, tensors = content["ranks"], {}
         for name, of in content["tensors"].items():
             tensors[name] = _Saved(torch.Size(map(_whole_number, of["shape"])), bool(of["split"]))
+            if tensors[name].is_split and not tensors[name].shape:
+                raise ValueError(f"{name} has no rows")
         if _whole_number(ranks) == 0:
             raise ValueError("it has no ranks")
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError, OverflowError) as error:
         raise CheckpointError(f"{path / PARTS}: cannot be read ({first_line(error)})") from None
     return ranks, tensors
 

@@ -136,6 +136,8 @@ def placed(path: Path, at: object) -> None:
         lambda path: described(path, ranks=0),
         lambda path: described(path, ranks=2, split=True),  # half of it is missing
         lambda path: described(path, shape=[3, 3]),
+        lambda path: described(path, shape=[2**63, 3]),
+        lambda path: described(path, shape=[], split=True),
         lambda path: (path / "__0_0.json").unlink(),
         lambda path: (path / "__0_0.json").write_text("{}"),
         lambda path: placed(path, [10**9, 100]),
