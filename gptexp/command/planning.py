@@ -22,18 +22,18 @@ from gptexp.command.prediction import (
     predict,
 )
 from gptexp.config.branching import run_and_step
-from gptexp.config.rules import sharding_problems
 from gptexp.config.run_plan import RunPlan, plan_run
 from gptexp.config.scaling import effective_optim, lr_in_words
 from gptexp.config.schedule import asked_of_warmup, least_warmup_steps
-from gptexp.config.schema import AUTO, SHARDINGS, Config, memory_key
-from gptexp.config.vocabulary import with_vocab_size
+from gptexp.config.schema import AUTO, Config, memory_key
+from gptexp.config.vocabulary import ASSUMED_CHARACTERS, with_vocab_size
 from gptexp.data.prepare import count_ids, has_own_validation, prepared_dir
 from gptexp.data.split import split
 from gptexp.data.stream import TokenStream
 from gptexp.distributed.ranks import AT_ONCE, Rank
 from gptexp.machine.device import Device, pick_device
 from gptexp.machine.effective import Effective, load_effective
+from gptexp.machine.gpu_memory import excess, memory_by_sharding
 from gptexp.machine.resolve import estimate
 from gptexp.model.flops import count_parameters, flops_per_token
 from gptexp.model.gpus import UNKNOWN_GPU, Gpu
@@ -47,7 +47,6 @@ from gptexp.sweep.cells import Draft, confounds, refuse_illegal
 from gptexp.sweep.grid import Grid
 
 MOST_EPOCHS = 4  # up to which repeated text is nearly as good as new text (Muennighoff et al. 2023, arXiv 2305.16264)
-ASSUMED_CHARACTERS = 128  # ids of data.tokenizer=chars while the corpus is unread; English text has about 100
 ASSUMED_MFU = 0.4  # Llama 3 trained at 38 to 43% (arXiv 2407.21783, table 4)
 SCALED = "effective lr"
 # Title -> the text about the plan of a cell, which is None if the cell is illegal.
@@ -155,7 +154,7 @@ def plan(cfg: Config, earlier: Effective | None = None, gpu: Gpu | None = None) 
     planned = {
         "parameters": count_parameters(cfg.model),
         "memory_bytes": {**asdict(memory), "peak": memory.peak},
-        "memory_by_sharding": _by_sharding(cfg, effective, resolved, world_size) if world_size > 1 else {},
+        "memory_by_sharding": memory_by_sharding(cfg, effective, world_size, resolved) if world_size > 1 else {},
         "tokens": p.tokens,
         "steps": p.steps,
         "ramp_steps": p.step_sizes.ramp_steps,
@@ -178,28 +177,12 @@ def plan(cfg: Config, earlier: Effective | None = None, gpu: Gpu | None = None) 
         "sharpness_measurements": p.times(sharpness) if (sharpness := cfg.train.sharpness_every_tokens) else 0,
         "effective": effective.to_dict(),
     }
+    warnings = [*refusals, *_warnings(planned, unknown)]
     if gpu is not None:
         planned |= _assumed(gpu, planned, effective.dtype.value)
-    return {**planned, "warnings": [*refusals, *_warnings(planned, unknown)]}
-
-
-def _by_sharding(
-    cfg: Config, effective: Effective, resolved: Callable[[Config], Effective], world_size: int
-) -> dict[str, int]:
-    """The bytes that a rank needs at the peak under each `world.sharding` that the other keys allow.
-
-    All have the micro-batch size of the plan, and of full those with `reduce_every` open the least.
-    """
-    found = {}
-    for sharding in SHARDINGS:
-        other = replace(cfg, world=replace(cfg.world, sharding=sharding))
-        if not any(sharding_problems(other, world_size)):
-            choices = effective
-            if sharding != cfg.world.sharding:
-                open_choices = replace(resolved(other), reduce_every=None)
-                choices = replace(open_choices, micro_batch_size=effective.micro_batch_size)
-            found[sharding] = estimate(other, choices, world_size).peak
-    return found
+        if gpu.memory_bytes is not None and memory.peak > gpu.memory_bytes:
+            warnings.append(excess(memory.peak, gpu, planned["memory_by_sharding"]))
+    return {**planned, "warnings": warnings}
 
 
 def _assumed(gpu: Gpu, planned: dict[str, Any], dtype: str) -> dict[str, Any]:
@@ -225,14 +208,6 @@ def _warnings(planned: dict[str, Any], unknown: str | None) -> Iterator[str]:
         yield (
             f"{rounded(planned['epochs'])} epochs: text that is read more than {MOST_EPOCHS} times is worth clearly "
             "less than new text (arXiv 2305.16264); give more text, or train for fewer tokens"
-        )
-    free, peak = planned.get("assumed", {}).get("memory_bytes"), planned["memory_bytes"]["peak"]
-    if free is not None and peak > free:
-        fitting = [f"world.sharding={name}" for name, size in planned["memory_by_sharding"].items() if size <= free]
-        yield (
-            f"a rank needs about {peak / 2**30:.1f} GiB, and the {planned['effective']['device_name']} has "
-            f"{free / 2**30:.1f} GiB; use {''.join(f'{one}, ' for one in fitting[:1])}batch.micro_batch_size=auto, a "
-            "smaller model or batch.seq_len, train.activation_checkpointing=true, or world.sharding=full on more ranks"
         )
 
 

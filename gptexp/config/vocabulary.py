@@ -17,6 +17,7 @@ VOCAB_SIZES = {
     "o200k_base": 200019,
     "o200k_harmony": 201088,
 }
+ASSUMED_CHARACTERS = 128  # ids of chars while the corpus is unread; English text has about 100
 NAMES = (*VOCAB_SIZES, CHARS)  # every other value of data.tokenizer is the path of a file
 
 

@@ -43,7 +43,7 @@ METRICS = {
     "perf/data_ms": ("ms", "rank 0: waiting for the step's micro-batches"),
     "perf/forward_ms": ("ms", "rank 0: forward passes, the loss included"),
     "perf/backward_ms": ("ms", "rank 0: backward passes, perf/reduce_ms included"),
-    "perf/reduce_ms": ("ms", "rank 0: waiting for the gradients' reduction, when DDP last measured it"),
+    "perf/reduce_ms": ("ms", "rank 0: waiting for the reduction, as DDP last measured it; null if world.sharding=full"),
     "perf/clip_ms": ("ms", "rank 0: gradient norm, clipping, and the sums of the step's values over all ranks"),
     "perf/optimizer_ms": ("ms", "rank 0: the update"),
     "perf/peak_mem_gib": ("GiB", "rank 0: most memory allocated on the GPU; resident memory on a CPU"),

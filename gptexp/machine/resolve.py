@@ -175,6 +175,7 @@ def estimate(cfg: Config, effective: Effective, world_size: int) -> Memory:
         tree=cfg.train.reduction == "tree",
         averaged=cfg.train.ema_half_life_tokens is not None,
         sharding=cfg.world.sharding,
+        comm=cfg.world.comm,
         reduce_every=effective.reduce_every or cfg.world.reduce_every.replace(AUTO, "micro_step"),
     )
     return memory_estimate(with_vocab_size(cfg, effective.vocab_size.value).model, cfg.optim, step)

@@ -1,6 +1,8 @@
 """Published figures of GPUs, for MFU and for plans of runs on a GPU that this machine does not have. No torch."""
 
-from dataclasses import dataclass
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 
@@ -27,3 +29,25 @@ GPUS = {
     "rtx4090": Gpu("RTX 4090", 8, 24 * 10**9, 165.2e12),
 }
 UNKNOWN_GPU = Gpu("unknown GPU", 8, None, None)  # from 2020 or later
+
+
+def gpu_of(kind: str) -> Gpu | None:
+    """The GPU that a cluster calls `kind`, such as h100, A100-40G or nvidia_a100-sxm4-40gb; None: not in `GPUS`.
+
+    A size in the name is that of its memory, also of a part of a GPU: nvidia_h100_1g.10gb. NVL parts have another.
+    """
+    words = re.split(r"[^a-z0-9]+", re.sub(r"rtx[_ -]", "rtx", kind.lower()))
+    named = [gpu for name, gpu in GPUS.items() if name in words]
+    if not named:
+        return None
+    sizes = [int(size[1]) * 10**9 for word in words if (size := re.fullmatch(r"(\d+)gb?", word))]
+    if sizes:
+        return replace(named[0], memory_bytes=sizes[-1])
+    return replace(named[0], memory_bytes=None) if "nvl" in words else named[0]
+
+
+def largest_of(kinds: Iterable[str]) -> Gpu | None:
+    """The GPU with the most memory of `kinds`; None if there is none, or one whose memory is unknown."""
+    gpus = {kind: gpu_of(kind) for kind in kinds}
+    known = [gpu for gpu in gpus.values() if gpu is not None and gpu.memory_bytes is not None]
+    return max(known, key=lambda gpu: gpu.memory_bytes or 0) if known and len(known) == len(gpus) else None

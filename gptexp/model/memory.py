@@ -51,6 +51,17 @@ class StepShape:
     averaged: bool = False  # train.ema_half_life_tokens
     sharding: str = "none"  # world.sharding
     reduce_every: str = "step"  # of sharding=full: step or micro_step
+    comm: str = "float32"  # world.comm
+
+    @property
+    def tokens(self) -> int:
+        """Of a micro-batch."""
+        return self.micro_batch_size * self.seq_len
+
+    @property
+    def bytes_per_number(self) -> int:
+        """Of the type in which the model computes."""
+        return 2 if self.dtype == "bfloat16" else 4
 
     @property
     def is_split(self) -> bool:
@@ -58,29 +69,63 @@ class StepShape:
         return self.sharding == "full" and self.world_size > 1
 
 
+@dataclass(frozen=True)
+class _Parts:
+    """Bytes of what a step keeps for its backward pass or computes in it, on one rank."""
+
+    kept: int  # the inputs and activations of all blocks
+    around: int  # the final LayerNorm and the token ids
+    in_block: int  # the activations of one block
+    in_layer: int  # of the block in its backward pass, beside `kept`: recomputed activations, temporary gradients
+    loss: int
+    scratch: int  # of the loss, kept from step to step
+
+
+# Bytes at one moment of a step: gradients, gathered parameters, activations, loss.
+_Moment = tuple[int, int, int, int]
+
+
 def memory_estimate(m: ModelConfig, optim: OptimConfig, step: StepShape) -> Memory:
     """Estimate the memory of a step without dropout.
 
-    On several ranks the gradients are in DDP's buckets, which are never freed. A tree reduction holds up to
-    log2(grad_accum_steps) partial sums during a micro-step, and two more copies while ranks exchange their sums.
+    The peak is at one of these points: after the backward pass of the loss, when all activations exist; with activation
+    checkpointing, after the recomputation of the last block; at the end of the backward pass, when all gradients exist
+    and wte has a second one from the embedding; in the update, whose temporary tensors take the place of the
+    activations.
+    """
+    parts, weights = _parts(m, step), 4 * count_parameters(m)
+    if step.is_split:
+        moments = _split_moments(m, optim, step, parts)
+        state, weights = state_bytes(optim, m, step.world_size), _own_bytes(m, step)
+    else:
+        moments = _whole_moments(m, optim, step, parts)
+        shared = step.sharding == "optimizer" and step.world_size > 1
+        state = most_state_bytes(optim, m, step.world_size) if shared else state_bytes(optim, m)
+    gradients, gathered, activations, loss = max(moments, key=sum)
+    average = weights if step.averaged else 0
+    tensors = Memory(weights, average, state, gradients, gathered, activations, loss, fragmentation=0)
+    if step.device != "cpu":
+        return tensors
+    # A quarter of the other tensors (measured: 0 to a half). The blocks that full logits leave are partly reused by
+    # small tensors, so the next logits do not fit into them.
+    of_logits = loss if step.loss == "plain" and not step.compiled else loss // 4
+    return replace(tensors, fragmentation=(tensors.tensors - loss) // 4 + of_logits)
+
+
+def _parts(m: ModelConfig, step: StepShape) -> _Parts:
+    """Sizes of activations and loss.
 
     A block keeps, per token, its two residual inputs in float32 and 14·C numbers in the compute type: two normalised
     inputs (2·C), queries, keys and values (3·C), the output of attention (C), the MLP before and after its GELU (8·C).
-    Attention and the LayerNorms keep H + 4 float32 numbers. The peak is at one of these points: after the backward pass
-    of the loss, when all activations exist; with activation checkpointing, after the recomputation of the last block;
-    at the end of the backward pass, when all gradients exist and wte has a second one from the embedding; in
-    the update, whose temporary tensors take the place of the activations.
+    Attention and the LayerNorms keep H + 4 float32 numbers.
     """
-    c, vocab, tokens = m.n_embd, m.resolved_vocab_size, step.micro_batch_size * step.seq_len
-    width = 2 if step.dtype == "bfloat16" else 4
-    weights = 4 * count_parameters(m)
+    c, vocab, tokens, width = m.n_embd, m.resolved_vocab_size, step.tokens, step.bytes_per_number
     in_block = tokens * (8 * c + 14 * c * width + 4 * m.n_head + 16)
     if step.attention == "math":  # the scores: their softmax in float32, and in the compute type if it differs
         in_block += tokens * m.n_head * step.seq_len * (4 if width == 4 else 6)
     every = step.activation_checkpointing
     recomputed = len(range(0, m.n_layer, every)) if every else 0
     kept = recomputed * tokens * 4 * c + (m.n_layer - recomputed) * in_block
-    around = tokens * (4 * c + width * c + 24)  # the final LayerNorm; token ids
     scratch, compiles_loss = 0, step.compiled and not step.is_split  # of a split model, only blocks are compiled
     if step.loss != "plain":
         # A chunk's logits in float32, and in the compute type if it differs. Compiled: twice in the compute type. Then
@@ -93,7 +138,6 @@ def memory_estimate(m: ModelConfig, optim: OptimConfig, step: StepShape) -> Memo
         # Compiled: the logits and their gradient in the compute type. Else in float32: the log-softmax, the gradient of
         # the gathered entries and the gradient of the logits.
         loss = tokens * vocab * (2 * width if compiles_loss else 12)
-    kept_scratch = scratch if step.device == "cpu" else 0
     # If the last block is not recomputed, its activations are freed before others take their place.
     in_layer = in_block if every and (m.n_layer - 1) % every == 0 else 0
     if step.attention == "blocked":
@@ -102,49 +146,55 @@ def memory_estimate(m: ModelConfig, optim: OptimConfig, step: StepShape) -> Memo
         in_layer += tokens * (4 * m.n_head * min(BLOCK, step.seq_len) * width + c * (4 * width + 4))
     elif recomputed or step.is_split:
         in_layer += tokens * 4 * c * width  # the gradient of the hidden layer
-    if step.is_split:
-        own = 4 * sum(count * math.prod(rows_of(shape, step.world_size)) for _, shape, count in parameter_shapes(m))
-        block, root = 12 * c * c + 13 * c, (vocab + m.block_size + 2) * c
-        accumulated, new = 0, width * block  # gradients of earlier micro-steps, and those of a block
-        if step.grad_accum_steps > 1:
-            accumulated = own
-            if step.reduce_every == "step":  # new ones are added one by one
-                accumulated, new = weights, width * 4 * c * c
-        points = [
-            # Whole are the root's parameters and the next block's, then also those of the current one. Of the root's
-            # gradients that of wte waits for the embedding. What is sent of a block is in float32.
-            (accumulated, width * (root + block), kept + around, loss),
-            (
-                accumulated + width * vocab * c + new,
-                width * (root + 2 * block) + 4 * block,
-                kept + in_layer,
-                kept_scratch,
-            ),
-            (own, (4 + width) * root, 0, kept_scratch),
-            (own + update_bytes(optim, m), 0, 0, kept_scratch),
-        ]
-        weights, state = own, state_bytes(optim, m, step.world_size)
-    else:
-        copies = 2 * (12 * c * c * m.n_layer + vocab * c) if step.dtype == "bfloat16" else 0
-        waiting = weights * (step.grad_accum_steps.bit_length() - 1) if step.tree else 0
-        accumulated = waiting if step.tree else weights if step.grad_accum_steps > 1 or step.world_size > 1 else 0
-        points = [
-            (accumulated, 0, kept + copies + around, loss),
-            (waiting + weights + 8 * vocab * c, 0, in_block, kept_scratch),
-            (weights + update_bytes(optim, m), 0, 0, kept_scratch),
-        ]
-        if step.tree and step.world_size > 1:
-            points.append((3 * weights, 0, 0, kept_scratch))
-        if in_layer:
-            points.append((accumulated + 4 * vocab * c, 0, kept + in_layer, kept_scratch))
-        shared = step.sharding == "optimizer" and step.world_size > 1
-        state = most_state_bytes(optim, m, step.world_size) if shared else state_bytes(optim, m)
-    gradients, gathered, activations, loss = max(points, key=sum)
-    average = weights if step.averaged else 0
-    tensors = Memory(weights, average, state, gradients, gathered, activations, loss, fragmentation=0)
-    if step.device != "cpu":
-        return tensors
-    # A quarter of the other tensors (measured: 0 to a half). The blocks that full logits leave are partly reused by
-    # small tensors, so the next logits do not fit into them.
-    of_logits = loss if step.loss == "plain" and not step.compiled else loss // 4
-    return replace(tensors, fragmentation=(tensors.tensors - loss) // 4 + of_logits)
+    around = tokens * (4 * c + width * c + 24)
+    return _Parts(kept, around, in_block, in_layer, loss, scratch if step.device == "cpu" else 0)
+
+
+def _whole_moments(m: ModelConfig, optim: OptimConfig, step: StepShape, parts: _Parts) -> list[_Moment]:
+    """Of a model that each rank has whole.
+
+    On several ranks the gradients are in DDP's buckets, which are never freed; `comm=bfloat16` has a copy of each that
+    is on its way, on a slow network of all but the embedding's. A tree reduction holds up to log2(grad_accum_steps)
+    partial sums during a micro-step, and two more copies while ranks exchange their sums.
+    """
+    c, vocab, weights, several = m.n_embd, m.resolved_vocab_size, 4 * count_parameters(m), step.world_size > 1
+    copies = 2 * (12 * c * c * m.n_layer + vocab * c) if step.dtype == "bfloat16" else 0
+    waiting = weights * (step.grad_accum_steps.bit_length() - 1) if step.tree else 0
+    accumulated = waiting if step.tree else weights if step.grad_accum_steps > 1 or several else 0
+    sent = weights // 2 - 2 * vocab * c if several and step.comm == "bfloat16" else 0
+    moments = [
+        (accumulated, 0, parts.kept + copies + parts.around, parts.loss),
+        (waiting + weights + 8 * vocab * c + sent, 0, parts.in_block, parts.scratch),
+        (weights + update_bytes(optim, m), 0, 0, parts.scratch),
+    ]
+    if step.tree and several:
+        moments.append((3 * weights, 0, 0, parts.scratch))
+    if parts.in_layer:
+        moments.append((accumulated + 4 * vocab * c, 0, parts.kept + parts.in_layer, parts.scratch))
+    return moments
+
+
+def _split_moments(m: ModelConfig, optim: OptimConfig, step: StepShape, parts: _Parts) -> list[_Moment]:
+    """Of a model that FSDP2 has split over the ranks, which reduce the gradients of a block in the type `comm`."""
+    c, vocab, own, width = m.n_embd, m.resolved_vocab_size, _own_bytes(m, step), step.bytes_per_number
+    block, root = 12 * c * c + 13 * c, (vocab + m.block_size + 2) * c
+    accumulated, new = 0, width * block  # gradients of earlier micro-steps, and those of a block
+    if step.grad_accum_steps > 1:
+        accumulated = own
+        if step.reduce_every == "step":  # new ones are added one by one
+            accumulated, new = 4 * count_parameters(m), width * 4 * c * c
+    sent = 2 if step.comm == "bfloat16" else 4
+    # Whole are the root's parameters and the next block's, then also those of the current one. Of the root's gradients
+    # that of wte waits for the embedding.
+    at_end = accumulated + width * vocab * c + new
+    return [
+        (accumulated, width * (root + block), parts.kept + parts.around, parts.loss),
+        (at_end, width * (root + 2 * block) + sent * block, parts.kept + parts.in_layer, parts.scratch),
+        (own, (sent + width) * root, 0, parts.scratch),
+        (own + update_bytes(optim, m), 0, 0, parts.scratch),
+    ]
+
+
+def _own_bytes(m: ModelConfig, step: StepShape) -> int:
+    """Bytes of the rows of the parameters that a rank has, in float32."""
+    return 4 * sum(count * math.prod(rows_of(shape, step.world_size)) for _, shape, count in parameter_shapes(m))

@@ -65,7 +65,7 @@ def sample(cfg: Config, plan: RunPlan, effective: Effective) -> Sample:
         _save(directory, quick, effective)
         seen = observe(resume_command(directory), directory, WARM_UP + COUNTED)
     ms = medians(seen.steps[WARM_UP:])
-    in_micro_steps = ms["perf/data_ms"] + ms["perf/forward_ms"] + ms["perf/backward_ms"] - ms["perf/reduce_ms"]
+    in_micro_steps = ms["perf/data_ms"] + ms["perf/forward_ms"] + ms["perf/backward_ms"] - ms.get("perf/reduce_ms", 0.0)
     first_s = seen.steps[0]["perf/step_ms"] / 1e3
     return Sample(
         start_s=seen.start_s - first_s,

@@ -101,5 +101,6 @@ def medians(steps: list[dict[str, Any]]) -> dict[str, float]:
     """Return the median of every `perf/` metric. DDP measures rarely: repeats of `perf/reduce_ms` count once."""
     keys = [key for key in steps[0] if key.startswith("perf/") and steps[0][key] is not None]
     columns = {key: [step[key] for step in steps] for key in keys}
-    columns["perf/reduce_ms"] = list(dict.fromkeys(columns["perf/reduce_ms"]))
+    if "perf/reduce_ms" in columns:
+        columns["perf/reduce_ms"] = list(dict.fromkeys(columns["perf/reduce_ms"]))
     return {key: statistics.median(values) for key, values in columns.items()}

@@ -30,6 +30,7 @@ from gptexp.storage import branch, run_dir, sweep_record
 from gptexp.storage.continuation import check_same
 from gptexp.storage.init_from import choose_vocab_size
 from gptexp.storage.sweep_record import PlannedCell, SweepRecord
+from gptexp.sweep.compositions import Compositions
 from gptexp.sweep.space import swept_keys, with_arguments
 
 PLUGINS = "hydra_plugins.gptexp"  # the module in which Hydra looks up gptexp's sweepers and launchers
@@ -81,9 +82,9 @@ def draft(
     if not combinations:
         raise ConfigError("the sweep has no cells; give at least one value of each swept key")
     swept = swept_keys(config)
-    drafts = []
+    drafts, compositions = [], Compositions(loader, config)
     for number, overrides in enumerate(combinations, first):
-        composition = loader.load_sweep_config(config, list(overrides))
+        composition = compositions.cell(overrides)
         values = {key: value for key, _, value in (text.partition("=") for text in overrides) if key in swept}
         with open_dict(composition):
             composition.hydra.job.id = f"{number}"

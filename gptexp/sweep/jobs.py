@@ -1,6 +1,7 @@
 """Cells of a sweep as SLURM jobs, submitted and watched with submitit."""
 
 import math
+import re
 import signal
 import subprocess
 import time
@@ -13,6 +14,7 @@ from omegaconf import OmegaConf
 
 from gptexp.config.schema import AUTO, Config
 from gptexp.distributed.ranks import launcher_rank
+from gptexp.model.gpus import largest_of
 from gptexp.process.errors import EXIT_FAILED, ConfigError, UserError, first_line
 from gptexp.process.signals import at_parents_death
 from gptexp.process.terminal import warn
@@ -126,6 +128,24 @@ class SubmititLauncher(CellLauncher):
             raise ConfigError(f"hydra.launcher: {first_line(error)}") from None
         for config in configs:
             self._check_shape(*self._spread(config))
+        if self.cluster == "slurm" and any(_uses_gpus(config) for config in configs):
+            from gptexp.machine.gpu_memory import refuse_too_large  # it imports torch
+
+            if (gpu := largest_of(self._gpu_kinds())) is not None:
+                refuse_too_large(configs, gpu)
+
+    def _gpu_kinds(self) -> set[str]:
+        """The kinds of GPU that jobs may get, as SLURM calls them: that of `gres`, else those of the partition."""
+        partition = self.given.get("partition")
+        if (offered := self.given.get("gres")) is None:
+            command = ["sinfo", "--noheader", "--format=%P %G", *([f"--partition={partition}"] if partition else [])]
+            try:
+                done = subprocess.run(command, capture_output=True, text=True)
+            except OSError:
+                return set()
+            # A star marks the partition of jobs that name none.
+            offered = "\n".join(line for line in done.stdout.splitlines() if partition or "* " in line)
+        return set(re.findall(r"\bgpu:([^:,( ]+)", str(offered)))
 
     def _spread(self, config: Config) -> tuple[int, int]:
         return spread(config, self.nodes, self.tasks_per_node, self.gpus_per_node)

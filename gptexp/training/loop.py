@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -287,7 +288,7 @@ class _Loop:
                 **({"optim/gradient_noise": noise.over(numbers.grad_norm)} if noise is not None else {}),
                 "perf/step_ms": 1e3 * seconds,
                 **{f"perf/{phase}_ms": ms for phase, ms in phases_ms.items()},
-                "perf/reduce_ms": exposed_reduce_ms(t.step.model),
+                "perf/reduce_ms": None if t.step.parameters.split else exposed_reduce_ms(t.step.model),
                 **straggler(numbers.work_ms),
                 **measured,
                 "data/fingerprint": f"{self.state.fingerprint:016x}",
@@ -453,14 +454,8 @@ class _Loop:
 
         def publish() -> None:
             assert content is not None
-            try:
-                path = checkpoint.save(self.checkpoints, content, state, keep, t.about)
-            except StorageError as error:
-                if is_last:
-                    raise
-                warn(f"{error}; training continues")
-            else:
-                self.log.checkpoint(state, path)
+            with self.going_on_unless(is_last):
+                self.log.checkpoint(state, checkpoint.save(self.checkpoints, content, state, keep, t.about))
 
         if is_last:
             agree(publish, t.rank)
@@ -479,27 +474,28 @@ class _Loop:
             checkpoint.refuse_a_full_disk(self.checkpoints, size)
             return (self.checkpoints / checkpoint.name_of(state.step)).exists()
 
-        try:
+        with self.going_on_unless(is_last):
             if agree(is_saved, t.rank):
                 return
             future = checkpoint.begin_to_save_parts(self.checkpoints, tensors, counts, state, keep, t.about, group)
             self.saving = _Saving(state, future)
             if is_last:
                 self.finish_saving(is_last=True)
-        except StorageError as error:
-            if is_last:
-                raise
-            if t.rank.is_main:
-                warn(f"{error}; training continues")
 
     def finish_saving(self, is_last: bool = False) -> None:
         """Wait for the checkpoint that a thread writes, if there is one, and log it. Only if last, raises its error."""
         if self.saving is None:
             return
         saving, self.saving = self.saving, None
-        try:
+        with self.going_on_unless(is_last):
             self.log.checkpoint(saving.state, saving.future.result())
             self.save_s = saving.ended - saving.started
+
+    @contextmanager
+    def going_on_unless(self, is_last: bool) -> Iterator[None]:
+        """Only print the error of a checkpoint that cannot be saved, unless it is the last one."""
+        try:
+            yield
         except StorageError as error:
             if is_last:
                 raise

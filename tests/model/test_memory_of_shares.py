@@ -7,6 +7,7 @@ their results undefined. The tensors and their sizes are those of a real group.
 import weakref
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -21,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from gptexp.config.schema import AdafactorConfig, AdamWConfig, ModelConfig, OptimConfig, SGDConfig
 from gptexp.data.loader import MicroBatch
 from gptexp.distributed.ranks import Rank
-from gptexp.distributed.reduction import build_reduction
+from gptexp.distributed.reduction import MeanReduction, build_reduction
 from gptexp.distributed.sharding import SplitParameters, split
 from gptexp.model.flops import count_parameters
 from gptexp.model.gpt import GPT
@@ -33,6 +35,7 @@ from gptexp.training.step import TrainStep
 
 DEEP = ModelConfig(n_layer=6, n_head=2, n_embd=64, block_size=64, vocab_size=256)  # the blocks need most memory
 LARGE = ModelConfig(n_layer=4, n_head=4, n_embd=192, block_size=64, vocab_size=2048)  # many parameters for its tokens
+FEW_TOKENS = ModelConfig(n_layer=4, n_head=4, n_embd=192, block_size=16, vocab_size=64)  # nearly all is parameters
 
 
 @pytest.fixture
@@ -62,10 +65,10 @@ class LiveBytes(TorchDispatchMode):
         return out
 
 
-def split_gpt(m: ModelConfig, loss: str, every: int, dtype: str) -> tuple[GPT, SplitParameters]:
+def split_gpt(m: ModelConfig, loss: str, every: int, dtype: str, comm: str = "float32") -> tuple[GPT, SplitParameters]:
     with torch.device("meta"):
         gpt = GPT(m, LOSSES[loss], activation_checkpointing=every)
-    return gpt, split(gpt, list(gpt.h), (), torch.device("cpu"), getattr(torch, dtype))
+    return gpt, split(gpt, list(gpt.h), (), torch.device("cpu"), getattr(torch, dtype), getattr(torch, comm))
 
 
 def peak_bytes(m: ModelConfig, step: StepShape) -> int:
@@ -73,7 +76,7 @@ def peak_bytes(m: ModelConfig, step: StepShape) -> int:
     context = nullcontext if step.dtype == "float32" else partial(torch.autocast, "cpu", torch.bfloat16)
     micro_steps = step.grad_accum_steps
     with LiveBytes() as live:
-        gpt, parameters = split_gpt(m, step.loss, step.activation_checkpointing, step.dtype)
+        gpt, parameters = split_gpt(m, step.loss, step.activation_checkpointing, step.dtype, step.comm)
         optimizer = build_optimizer(gpt, AdamWConfig(), True, parameters.named)
         reduction = build_reduction("mean", gpt, Rank(0, step.world_size), step.reduce_every == "micro_step")
         x = torch.zeros(step.micro_batch_size, m.block_size, dtype=torch.int64)
@@ -84,12 +87,13 @@ def peak_bytes(m: ModelConfig, step: StepShape) -> int:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "m", "batch", "micro_steps", "dtype", "loss", "every", "reduce_every"),
+    ("ranks", "m", "batch", "micro_steps", "dtype", "loss", "every", "reduce_every", "comm"),
     [
-        (64, LARGE, 1, 1, "bfloat16", "chunked", 0, "step"),
-        (4, LARGE, 1, 2, "float32", "chunked", 0, "step"),
+        (64, LARGE, 1, 1, "bfloat16", "chunked", 0, "step", "float32"),
+        (64, LARGE, 1, 1, "bfloat16", "chunked", 0, "step", "bfloat16"),
+        (4, LARGE, 1, 2, "float32", "chunked", 0, "step", "float32"),
         *(
-            pytest.param(*case, marks=pytest.mark.e2e)
+            pytest.param(*case, "float32", marks=pytest.mark.e2e)
             for case in [
                 (4, LARGE, 1, 1, "float32", "chunked", 0, "step"),
                 (4, LARGE, 1, 2, "float32", "plain", 0, "micro_step"),
@@ -103,13 +107,55 @@ def peak_bytes(m: ModelConfig, step: StepShape) -> int:
     indirect=["ranks"],
 )
 def test_the_estimate_counts_the_tensors_of_one_rank(
-    ranks: int, m: ModelConfig, batch: int, micro_steps: int, dtype: str, loss: str, every: int, reduce_every: str
+    ranks: int,
+    m: ModelConfig,
+    batch: int,
+    micro_steps: int,
+    dtype: str,
+    loss: str,
+    every: int,
+    reduce_every: str,
+    comm: str,
 ) -> None:
     step = StepShape(
         batch, m.block_size, micro_steps, ranks, "cpu", dtype, False, loss, every, sharding="full",
-        reduce_every=reduce_every,
+        reduce_every=reduce_every, comm=comm,
     )  # fmt: skip
     assert memory_estimate(m, AdamWConfig(), step).tensors == pytest.approx(peak_bytes(m, step), rel=0.1)
+
+
+def ddp_peak_bytes(m: ModelConfig, comm: str) -> int:
+    """The peak of a step over a network so slow that no bucket has arrived when the last one is sent."""
+    on_their_way = list[torch.Tensor]()
+
+    def never_arrives(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        on_their_way.append(bucket.buffer().to(getattr(torch, comm)))
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    with LiveBytes() as live:
+        gpt = GPT(m, LOSSES["plain"])
+        ddp = DistributedDataParallel(gpt, gradient_as_bucket_view=True, bucket_cap_mb=0.5)
+        ddp.register_comm_hook(None, never_arrives)
+        optimizer = build_optimizer(gpt, AdamWConfig(), True)
+        x = torch.zeros(1, m.block_size, dtype=torch.int64)
+        train = TrainStep(ddp, optimizer, MeanReduction(ddp), 1.0, nullcontext, False)
+        for live.counts in (False, False, True):  # in the second, DDP changes its buckets
+            train(iter([MicroBatch(x, x, 0, 0)]), 1, lr_factor=0.0)
+            on_their_way.clear()
+    return live.peak
+
+
+@pytest.mark.usefixtures("ranks")
+@pytest.mark.parametrize("ranks", [2], indirect=True)
+def test_the_estimate_counts_the_copies_that_are_on_their_way() -> None:
+    step = StepShape(1, FEW_TOKENS.block_size, 1, 2, "cpu", "float32", False, "plain", 0)
+    steps = {comm: replace(step, comm=comm) for comm in ("float32", "bfloat16")}
+    estimated = {comm: memory_estimate(FEW_TOKENS, AdamWConfig(), one).tensors for comm, one in steps.items()}
+    counted = {comm: ddp_peak_bytes(FEW_TOKENS, comm) for comm in steps}
+    assert estimated == pytest.approx(counted, rel=0.03)
+    assert counted["bfloat16"] > 1.05 * counted["float32"]
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 7, 64], indirect=True)

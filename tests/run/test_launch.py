@@ -85,22 +85,25 @@ def test_the_rank_that_failed_first_is_found(
 
 # --- signals to real ranks -------------------------------------------------------------------------------------------
 
+SPLIT = ["world.sharding=full", "train.save_as=sharded"]
+
 
 @pytest.mark.parametrize(
-    ("name", "rank"),
+    ("name", "rank", "own"),
     [
-        pytest.param("SIGTERM", None, marks=pytest.mark.e2e),
-        pytest.param("SIGUSR1", None, marks=pytest.mark.e2e),
-        pytest.param("SIGTERM", 1, marks=pytest.mark.e2e),
-        pytest.param("SIGUSR1", 0, marks=pytest.mark.e2e),
-        pytest.param("SIGINT", None, marks=pytest.mark.slow),
+        pytest.param("SIGTERM", None, SPLIT, marks=pytest.mark.e2e),
+        pytest.param("SIGUSR1", None, [], marks=pytest.mark.e2e),
+        pytest.param("SIGTERM", 1, [], marks=pytest.mark.e2e),
+        pytest.param("SIGUSR1", 0, SPLIT, marks=pytest.mark.slow),
+        pytest.param("SIGTERM", None, [], marks=pytest.mark.slow),
+        pytest.param("SIGINT", None, [], marks=pytest.mark.slow),
     ],
 )
 def test_a_signal_to_the_parent_or_to_one_rank_stops_two_ranks(
-    start: Start, long_run: list[str], tmp_path: Path, name: str, rank: int | None
+    start: Start, long_run: list[str], tmp_path: Path, name: str, rank: int | None, own: list[str]
 ) -> None:
     directory, number = tmp_path / "out", getattr(signal, name)
-    process = start("train", *long_run, "world.size=2", start_new_session=True)
+    process = start("train", *long_run, *own, "world.size=2", start_new_session=True)
     wait_for(begun(directory), process)
     asked = time.monotonic()
     if rank is None:
@@ -112,7 +115,9 @@ def test_a_signal_to_the_parent_or_to_one_rank_stops_two_ranks(
     assert "Traceback" not in err
     assert time.monotonic() - asked < 10
     assert summary(directory)["status"] == "interrupted"
-    assert (directory / "checkpoints" / f"step-{summary(directory)['steps']:08d}" / "manifest.json").exists()
+    saved = directory / "checkpoints" / f"step-{summary(directory)['steps']:08d}"
+    assert (saved / "manifest.json").exists()
+    assert (saved / "parts.json").exists() == (own == SPLIT)
     assert processes_of(directory) == []
 
 

@@ -55,6 +55,8 @@ def test_a_run_logs_saves_and_samples_the_same(
     expected = curves(tmp_path / plain)
     assert len(expected) >= 8 + 4
     assert curves(tmp_path / split) == pytest.approx(expected, rel=1e-5)
+    unknown = {event["perf/reduce_ms"] is None for event in events(tmp_path / split, "step")}
+    assert unknown == {sharding == "full"}
     assert sample_of(also_said.stdout) == sample_of(said.stdout)
     assert f"sharding        {sharding}: " in also_said.stdout
     checkpoints = tmp_path / split / "checkpoints"

@@ -247,13 +247,19 @@ def test_a_rollback_in_a_ramp_passes_over_the_tokens_of_the_failed_steps(
     assert int(bad[-1]["data/fingerprint"], 16) == expected
 
 
-@pytest.mark.e2e
+@pytest.mark.parametrize(
+    "own",
+    [
+        pytest.param(["world.sharding=full", "train.save_as=sharded"], marks=pytest.mark.e2e),
+        pytest.param([], marks=pytest.mark.slow),
+    ],
+)
 def test_two_ranks_roll_back_like_one_rank(
-    prefix: list[int], start: Start, sabotage: Sabotage, tiny: list[str], tmp_path: Path
+    prefix: list[int], start: Start, sabotage: Sabotage, tiny: list[str], tmp_path: Path, own: list[str]
 ) -> None:
     env = sabotage("gptexp.training.step", poison_code(TWICE_BAD))
     options = [*ROLLBACK, "train.max_steps=8", "train.nonfinite=rollback", "world.size=2", "hydra.run.dir=two"]
-    process = start("train", *tiny, *options, env=env)
+    process = start("train", *tiny, *options, *own, env=env)
     _, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     check_rolled_back(tmp_path / "two", prefix)

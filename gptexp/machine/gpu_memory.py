@@ -1,0 +1,67 @@
+"""Whether runs fit the memory of a GPU, which this machine need not have."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from gptexp.config.rules import sharding_problems
+from gptexp.config.schema import SHARDINGS, Config, memory_key
+from gptexp.config.vocabulary import ASSUMED_CHARACTERS, with_vocab_size
+from gptexp.data.prepare import count_ids
+from gptexp.distributed.ranks import Rank
+from gptexp.machine.effective import Effective
+from gptexp.machine.resolve import estimate, resolve
+from gptexp.model.gpus import Gpu
+from gptexp.process.errors import ConfigError
+
+
+def refuse_too_large(configs: Sequence[Config], gpu: Gpu) -> None:
+    """Raise `ConfigError` if a rank of one of `configs` needs more memory than `gpu` has, with what would fit."""
+    alike = {memory_key(config): config for config in configs if config.train.device in ("auto", "cuda")}
+    problems = []
+    for config in alike.values():
+        world_size, n_vocab = config.world.size or 1, count_ids(config.data) or ASSUMED_CHARACTERS
+        rank = Rank(0, world_size, 0, world_size)
+
+        def resolved(of: Config, rank: Rank = rank, n_vocab: int = n_vocab) -> Effective:
+            return resolve(of, gpu, rank, n_vocab=n_vocab)
+
+        effective = resolved(config)
+        sized = with_vocab_size(config, effective.vocab_size.value)
+        peak = estimate(sized, effective, world_size).peak
+        if gpu.memory_bytes is not None and peak > gpu.memory_bytes:
+            others = memory_by_sharding(sized, effective, world_size, resolved)
+            size = effective.micro_batch_size.value
+            problems.append(f"world.size={world_size}, {size} × {config.seq_len}: {excess(peak, gpu, others)}")
+    if problems:
+        raise ConfigError(problems)
+
+
+def memory_by_sharding(
+    cfg: Config, effective: Effective, world_size: int, resolved: Callable[[Config], Effective]
+) -> dict[str, int]:
+    """The bytes that a rank needs at the peak under each `world.sharding` that the other keys allow.
+
+    All have the micro-batch size of `effective`, and of full those with `reduce_every` open the least. `resolved`
+    returns the choices for another config.
+    """
+    found = {}
+    for sharding in SHARDINGS:
+        other = replace(cfg, world=replace(cfg.world, sharding=sharding))
+        if not any(sharding_problems(other, world_size)):
+            choices = effective
+            if sharding != cfg.world.sharding:
+                open_choices = replace(resolved(other), reduce_every=None)
+                choices = replace(open_choices, micro_batch_size=effective.micro_batch_size)
+            found[sharding] = estimate(other, choices, world_size).peak
+    return found
+
+
+def excess(peak: int, gpu: Gpu, by_sharding: Mapping[str, int]) -> str:
+    """What to do about a peak that is more than the memory of `gpu`."""
+    assert gpu.memory_bytes is not None
+    fitting = [f"world.sharding={name}, " for name, size in by_sharding.items() if size <= gpu.memory_bytes]
+    return (
+        f"a rank needs about {peak / 2**30:.1f} GiB, and the {gpu.name} has {gpu.memory_bytes / 2**30:.1f} GiB; use "
+        f"{''.join(fitting[:1])}batch.micro_batch_size=auto, a smaller model or batch.seq_len, "
+        "train.activation_checkpointing=true, or world.sharding=full on more ranks"
+    )
