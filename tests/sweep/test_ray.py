@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
-from conftest import events, processes_of, runs, summary, wait_for
+from conftest import events, processes_of, summary, wait_for
 from sweeps import report_of, wait_until_free
 
 Gptexp = Callable[..., subprocess.CompletedProcess[str]]
@@ -56,6 +56,11 @@ def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Nodes]:
         found.cluster.shutdown()
 
 
+def runs(cells: Path) -> list[Path]:
+    """The cells that have a summary. Looks into no checkpoint, which a run may be removing."""
+    return sorted(path.parent for path in cells.glob("*/summary.json"))
+
+
 def steps_of(cells: Path) -> dict[str, list[tuple[int, float]]]:
     """The losses of the steps of each cell."""
     return {
@@ -89,15 +94,16 @@ def test_a_sweep_of_cells_on_two_nodes_that_loses_one_has_the_results_of_this_ma
 ) -> None:
     """Each cell has a rank on each node. A node is killed after the first of six; the sweep waits for another one."""
     other, cells = nodes.add(), tmp_path / "outputs" / "ray"
-    lengths = ["train.max_tokens=49152", "train.max_steps=null", "train.save_every_tokens=6144"]
+    lengths = ["train.max_tokens=98304", "train.max_steps=null", "train.save_every_tokens=6144"]
     swept = ["optim.lr=4e-3,2e-2,1e-1", "batch.total_batch_size=64,128"]
     grid = ["train", "-m", *tiny, *FAST, *lengths, *swept, "world.size=2"]
     process = start(*grid, ON_RAY, "sweep.name=ray")
 
     def in_the_middle() -> list[Path]:
         """A cell of many steps that trains, once another one has ended."""
-        ended = any(summary(path)["status"] == "completed" for path in runs(cells))
-        return [path for path in cells.glob("*=64-*") if trains(path)] if ended else []
+        status = {path: summary(path)["status"] for path in runs(cells)}
+        now = [path for path in status if "=64," in path.name and status[path] == "running" and trains(path)]
+        return now if "completed" in status.values() else []
 
     wait_for(in_the_middle, process, 240)
     [cell] = in_the_middle()

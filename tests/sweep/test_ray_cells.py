@@ -415,13 +415,13 @@ def test_an_attempt_waits_for_the_process_of_a_dead_node(new_cell: NewCell) -> N
 
 
 def test_ranks_that_do_not_end_are_killed(new_cell: NewCell, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first failure stops the others; its code is the cell's."""
+    """The first failure stops the others; its code is the cell's, or that of another rank which has failed with it."""
     monkeypatch.setattr(on_ray, "GRACE_S", 0.05)
-    ray = Ray(a={"CPU": 2.0})
-    cell = new_cell(ray, config(2), num_cpus=2)
-    ray.table["b"] = {"CPU": 2.0}
+    ray = Ray(a={"CPU": 1.0}, b={"CPU": 2.0})
+    cell = new_cell(ray, config(3))
     starts(cell, ray)
-    ray.actors[0].answer("run", 3)
+    ray.actors[0].answer("run", 1)  # it has lost its peer
+    ray.actors[2].answer("run", 3)
     cell.poll()
     assert ray.actors[1].calls[2:] == [("signal", signal.SIGTERM)]
     time.sleep(0.1)
