@@ -94,7 +94,7 @@ def test_a_sweep_of_cells_on_two_nodes_that_loses_one_has_the_results_of_this_ma
 ) -> None:
     """Each cell has a rank on each node. A node is killed after the first of six; the sweep waits for another one."""
     other, cells = nodes.add(), tmp_path / "outputs" / "ray"
-    lengths = ["train.max_tokens=98304", "train.max_steps=null", "train.save_every_tokens=6144"]
+    lengths = ["train.max_tokens=65536", "train.max_steps=null", "train.save_every_tokens=4096"]
     swept = ["optim.lr=4e-3,2e-2,1e-1", "batch.total_batch_size=64,128"]
     grid = ["train", "-m", *tiny, *FAST, *lengths, *swept, "world.size=2"]
     process = start(*grid, ON_RAY, "sweep.name=ray")
@@ -107,10 +107,9 @@ def test_a_sweep_of_cells_on_two_nodes_that_loses_one_has_the_results_of_this_ma
 
     wait_for(in_the_middle, process, 240)
     [cell] = in_the_middle()
-    assert len(processes_of(cell)) == 2
     nodes.kill(other)
     wait_for(lambda: not processes_of(cell), process, 240)
-    saved = saved_at(cell)
+    saved, killed = saved_at(cell), time.time()
     time.sleep(1)  # with one CPU it cannot start
     assert not processes_of(cell)
     nodes.add()
@@ -122,7 +121,7 @@ def test_a_sweep_of_cells_on_two_nodes_that_loses_one_has_the_results_of_this_ma
     assert "aylet" not in out  # no message of Ray
     assert out.count("--- completed") == len(runs(cells)) == 6
     assert out.count(": runs on ") == 7
-    assert re.findall(r"resuming +after step ([\d,]+)", (cell / "output.log").read_text()) == [f"{saved:,}"]
+    assert sum(event["time"] < killed for event in events(cell, "step")) == saved  # the rest is of the second attempt
     here = gptexp(*grid, "sweep.name=here", timeout=400)
     assert here.returncode == 0, here.stderr
     assert steps_of(cells) == steps_of(tmp_path / "outputs" / "here")
