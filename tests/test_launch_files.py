@@ -198,11 +198,15 @@ def test_the_container_has_versions_that_pyproject_allows() -> None:
     version = re.fullmatch(r"docker\.io/library/python:(\d+\.\d+\.\d+)-slim-\w+", base)
     assert version is not None
     assert version[1] in SpecifierSet(project["requires-python"])
-    ranges = {r.name: r.specifier for r in map(Requirement, project["dependencies"])}
+    ranges = {
+        r.name: r.specifier
+        for r in map(Requirement, [*project["dependencies"], *project["optional-dependencies"]["ray"]])
+    }
     pinned = [Requirement(what) for what in installed() if "==" in what]
-    assert [requirement.name for requirement in pinned] == ["torch"]
+    assert [requirement.name for requirement in pinned] == ["torch", "ray"]
     for requirement in pinned:
         assert str(requirement.specifier).removeprefix("==") in ranges[requirement.name]
+    assert f"pip install '{pinned[1]}' && ray up" in (LAUNCH / "README.md").read_text()  # both ends need the same
     [own] = [what for what in installed() if what.startswith("/opt/gptexp")]
     assert {*own.removeprefix("/opt/gptexp[").rstrip("]").split(",")} <= project["optional-dependencies"].keys()
 
@@ -234,8 +238,15 @@ def test_what_the_container_copies_suffices_to_install(tmp_path: Path) -> None:
     assert "gptexp/conf/config.yaml" in zipfile.ZipFile(wheel).namelist()
 
 
-def test_sky_yaml_installs_what_the_readme_does() -> None:
-    assert f"{read('sky.yaml')['setup']} && gptexp train" in (ROOT / "README.md").read_text()
+def test_sky_yaml_installs_what_the_readme_does_in_a_python_that_pyproject_allows() -> None:
+    made, installs = read("sky.yaml")["setup"].splitlines()[1:]
+    found = re.fullmatch(r"\[ -d (\S+) \] \|\| uv venv --python (\S+) \1", made)
+    assert found is not None
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert found[2] in SpecifierSet(project["requires-python"])
+    [what] = re.findall(rf"uv pip install --python {found[1]} (.+)", installs)
+    assert f"pip install {what} && gptexp train" in (ROOT / "README.md").read_text()
+    assert f"export PATH={found[1].replace('~', '$HOME')}/bin:$PATH" in read("sky.yaml")["run"]
 
 
 # --- real processes --------------------------------------------------------------------------------------------------

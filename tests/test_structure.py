@@ -25,7 +25,7 @@ FENCES = {
     "omegaconf": {"command", "config", "sweep"},
     "optuna": {"sweep/study.py"},
     "submitit": {"sweep/jobs.py"},
-    "ray": {"sweep/ray.py"},
+    "ray": {"sweep/ray.py", "sweep/ray_cluster.py"},
     "wandb": {"loggers"},
     "tensorboard": {"loggers/tensorboard.py"},
     "wandb_workspaces": {"loggers/dashboard.py"},

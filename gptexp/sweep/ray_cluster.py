@@ -1,0 +1,253 @@
+"""The Ray cluster on which the cells of a sweep run: settings, connection, and what its nodes have room for."""
+
+import logging
+import math
+import os
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from gptexp.config.schema import AUTO, Config
+from gptexp.process.errors import ConfigError, first_line
+from gptexp.process.signals import HANDLED
+from gptexp.process.words import counted, shown
+
+KEY = "hydra.launcher.ray"
+ADDRESS = "RAY_ADDRESS"  # environment: Ray's own variable for the address of a cluster
+CONNECT_S = 5.0  # s: longest wait for an answer at the address of a cluster; Ray itself tries for two minutes
+OBJECT_STORE_BYTES = 80_000_000  # of a cluster of this machine: Ray's least is 75 MiB, and no object is stored
+# Ray reads these when it is imported: send no usage statistics, print no message of the cluster on the terminal, and
+# under `uv run` ship no working directory to the nodes.
+RAY_ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_DEDUP_LOGS_SKIP_REGEX": "^",
+    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+}
+# Options of `ray.remote` that are amounts for a rank; a cell that runs on one node asks for them once per rank.
+AMOUNTS = {"num_cpus": "CPU", "num_gpus": "GPU", "memory": "memory"}  # option -> Ray's name of the resource
+OPTIONS = (*AMOUNTS, "resources", "accelerator_type", "runtime_env", "max_retries")
+# What a client of HTTP/2, such as one of gRPC, sends first: the preface and an empty frame of settings (RFC 9113, 3.4).
+HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
+HTTP2_SETTINGS = 4  # type of the frame that a server sends first: the fourth byte
+
+
+@dataclass(frozen=True)
+class Settings:
+    """hydra.launcher.ray without what is null: the arguments of `ray.init`, and the options of `ray.remote`."""
+
+    init: dict[str, Any] = field(default_factory=dict)
+    remote: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def address(self) -> tuple[str, str]:
+        """The address of the cluster, "local" for one of this machine, and the setting that it comes from."""
+        given, from_environment = self.init.get("address"), os.environ.get(ADDRESS)
+        if from_environment and given in (None, "", AUTO):  # Ray too takes it in place of auto
+            return from_environment, f"{ADDRESS}={from_environment}"
+        return given or "local", f"{KEY}.init.address={given}"
+
+
+def read_settings(given: Any) -> Settings:
+    """Check hydra.launcher.ray. Raises `ConfigError` for what Ray would ignore, replace, or refuse with a traceback."""
+    parts = _mapping(KEY, OmegaConf.to_container(given) if OmegaConf.is_config(given) else given, nulls=True)
+    if unknown := parts.keys() - {"init", "remote"}:
+        raise ConfigError(f"{KEY}.{min(unknown)}: unknown; use {KEY}.init or {KEY}.remote")
+    init, remote = (_mapping(f"{KEY}.{part}", parts.get(part, {})) for part in ("init", "remote"))
+    if not isinstance(init.get("address", ""), str):
+        raise ConfigError(f"{KEY}.init.address={shown(init['address'])}: must be HOST:PORT or auto")
+    if unknown := remote.keys() - {*OPTIONS}:
+        raise ConfigError(f"{KEY}.remote.{min(unknown)}: cannot be set; the options are {', '.join(OPTIONS)}")
+    resources = _mapping(f"{KEY}.remote.resources", remote.get("resources", {}), nulls=True)
+    amounts = {name: remote[name] for name in AMOUNTS if name in remote}
+    for name, amount in {**amounts, **{f"resources.{name}": amount for name, amount in resources.items()}}.items():
+        if isinstance(amount, bool) or not isinstance(amount, int | float) or not 0 <= amount < math.inf:
+            raise ConfigError(f"{KEY}.remote.{name}={shown(amount)}: must be a number, 0 or above")
+    retries = remote.get("max_retries", -1)
+    if isinstance(retries, bool) or not isinstance(retries, int) or retries < -1:
+        raise ConfigError(f"{KEY}.remote.max_retries={shown(retries)}: must be a whole number, -1 or above")
+    return Settings(init, remote)
+
+
+def _mapping(key: str, value: Any, nulls: bool = False) -> dict[str, Any]:
+    """Return the mapping that was given for `key`, without its null values unless `nulls`."""
+    if not isinstance(value, dict):
+        raise ConfigError(f"{key}={shown(value)}: must be a mapping, for example {{}}")
+    return {str(name): part for name, part in value.items() if nulls or part is not None}
+
+
+class RayCluster:
+    """The nodes of a cluster, and what a rank asks of them."""
+
+    def __init__(self, ray: Any, address: str, remote: Mapping[str, Any], used_gpus: bool = False) -> None:
+        """`remote` are the options of `ray.remote`; with `used_gpus`, a cell of the sweep has trained on a GPU.
+
+        What `train.device=auto` becomes is decided here, so that a cell does not go on with other numbers, on a CPU,
+        when the nodes with GPUs are lost.
+        """
+        self.ray, self.address, self.remote = ray, address, remote
+        self.shortages = set[str]()  # that were printed because a cell waits
+        self.auto_is_gpu = used_gpus or any(node.get("GPU") for node in self.nodes().values())
+
+    def nodes(self) -> dict[str, dict[str, float]]:
+        """Return the resources of each node that is alive, by its id."""
+        return {node["NodeID"]: node["Resources"] for node in self.ray.nodes() if node["Alive"]}
+
+    def needs(self, config: Config) -> dict[str, float]:
+        """Return the resources of one rank."""
+        needs = {name: self.remote.get(option, 0) for option, name in AMOUNTS.items()}
+        if "num_gpus" not in self.remote:
+            needs["GPU"] = int(config.train.device == "cuda" or (config.train.device == AUTO and self.auto_is_gpu))
+        needs.update(self.remote.get("resources", {}))
+        if (kind := self.remote.get("accelerator_type")) is not None:
+            needs[f"accelerator_type:{kind}"] = 0.001  # as Ray itself asks for it
+        return {name: amount for name, amount in needs.items() if amount}
+
+    def options(self, config: Config, ranks: int) -> dict[str, Any]:
+        """Return the options of an actor that holds the resources of so many ranks."""
+        needs = self.needs(config)
+        found: dict[str, Any] = {
+            option: ranks * needs.get(name, 0) for option, name in AMOUNTS.items() if option != "memory"
+        }
+        if "memory" in needs:  # Ray takes no 0 of it
+            found["memory"] = ranks * needs["memory"]
+        found["resources"] = {name: ranks * amount for name, amount in self.remote.get("resources", {}).items()}
+        return found | {k: v for k, v in self.remote.items() if k in ("accelerator_type", "runtime_env")}
+
+    def fits_one_node(self, config: Config) -> bool:
+        return any(self._ranks_on(node, config) >= (config.world.size or 1) for node in self.nodes().values())
+
+    def cells_on(self, node_id: str, config: Config, ranks: int) -> int:
+        """Return how many cells with so many ranks on this node it has room for."""
+        return max(1, self._ranks_on(self.nodes().get(node_id, {}), config) // ranks)
+
+    def room(self, config: Config) -> int:
+        """Return for how many ranks of `config` the nodes have room, if nothing else runs there."""
+        return sum(self._ranks_on(node, config) for node in self.nodes().values())
+
+    def _ranks_on(self, node: Mapping[str, float], config: Config) -> int:
+        size = config.world.size or 1  # the answer if nothing is asked for
+        return min((int(node.get(name, 0) / n + 1e-6) for name, n in self.needs(config).items()), default=size)
+
+    def shortage(self, config: Config) -> str | None:
+        """Return what a cell of `config` needs that the nodes could never give it; None if they can."""
+        size, room = config.world.size or 1, self.room(config)
+        if room >= size:
+            return None
+        needs = ", ".join(f"{name} {size * amount:g}" for name, amount in self.needs(config).items())
+        return (
+            f"world.size={size} needs {needs} in all; the cluster at {self.address} "
+            f"({counted(len(self.nodes()), 'node')}) has room for {counted(room, 'rank')}"
+        )
+
+    def refuse(self, configs: Sequence[Config]) -> None:
+        """Raise `ConfigError` for a config whose cell the nodes could never hold."""
+        for config in alike(configs):
+            size, gpus = config.world.size or 1, self.remote.get("num_gpus", 0)
+            if gpus % 1 and size > 1:
+                raise ConfigError(
+                    f"{KEY}.remote.num_gpus={gpus}: each of the {size} ranks of a cell needs a GPU of its own; use a "
+                    "whole number, or world.size=1"
+                )
+            if (shortage := self.shortage(config)) is not None:
+                raise ConfigError(f"{shortage}; add nodes, or lower world.size or {KEY}.remote.num_cpus")
+        self._refuse_too_large_for_gpus([config for config in configs if self.needs(config).get("GPU")])
+
+    def _refuse_too_large_for_gpus(self, configs: Sequence[Config]) -> None:
+        """Raise `ConfigError` if a rank needs more memory than the largest GPU has, where the kinds are known."""
+        prefix = "accelerator_type:"
+        kinds = {self.remote.get("accelerator_type", "")} - {""}
+        for node in self.nodes().values() if not kinds else ():
+            if node.get("GPU"):
+                kinds |= {name.removeprefix(prefix) for name in node if name.startswith(prefix)} or {"unknown"}
+        if configs and kinds:
+            from gptexp.machine.gpu_memory import refuse_too_large  # imports torch
+            from gptexp.model.gpus import largest_of
+
+            if (gpu := largest_of(kinds)) is not None:
+                refuse_too_large(configs, gpu)
+
+
+def alike(configs: Sequence[Config]) -> list[Config]:
+    """Return one config for all that ask for the same resources."""
+    return list({(config.world.size, config.train.device): config for config in configs}.values())
+
+
+def connect(settings: Settings) -> Any:
+    """Connect to the cluster, or start one of this machine. Returns the module `ray`.
+
+    Raises `ConfigError` in one line if that fails.
+    """
+    address, source = settings.address
+    if address.startswith("ray://"):
+        raise ConfigError(
+            f"{source}: Ray Client is not supported; start the command on a node of the cluster, with auto or HOST:PORT"
+        )
+    for name, value in RAY_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    try:
+        import ray
+    except ImportError:
+        raise ConfigError("hydra/launcher=ray: not installed; pip install 'gptexp[ray]'") from None
+    _refuse_silent(address, source)
+    here = {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES} if address == "local" else {}
+    quietly = {"log_to_driver": False, "logging_level": logging.CRITICAL}
+    handlers = {number: signal.getsignal(number) for number in HANDLED}
+    try:
+        with quiet():
+            ray.init(**{**here, **quietly, **settings.init, "address": address})
+    except Exception as error:  # each failure has its own type
+        text = " ".join(str(error).split()) or type(error).__name__
+        raise ConfigError(f"Ray at {address}: {text}") from None
+    finally:
+        for number, handler in handlers.items():  # Ray sets its own
+            signal.signal(number, handler)
+    return ray
+
+
+def _refuse_silent(address: str, source: str) -> None:
+    """Raise `ConfigError` if no server of Ray's protocol, gRPC, answers at an address of the form HOST:PORT."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        return  # "auto" and "local"; Ray refuses others at once
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), CONNECT_S) as there:
+            if os.environ.get("RAY_USE_TLS") != "1":
+                there.sendall(HTTP2_HELLO)
+                answer = there.recv(4)
+                if len(answer) < 4 or answer[3] != HTTP2_SETTINGS:
+                    raise OSError("something else does")
+    except (OSError, OverflowError) as error:
+        raise ConfigError(
+            f"{source}: no Ray cluster answers there ({first_line(error)}); give the port of ray start --head (6379), "
+            "or leave the address out for a cluster of this machine"
+        ) from None
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Discard what is written to stdout and stderr meanwhile, also by Ray's C++ code."""
+    _flush()
+    kept = [os.dup(number) for number in (1, 2)]
+    with tempfile.TemporaryFile() as sink:
+        for number in (1, 2):
+            os.dup2(sink.fileno(), number)
+    try:
+        yield
+    finally:
+        _flush()
+        for number, copy in zip((1, 2), kept, strict=True):
+            os.dup2(copy, number)
+            os.close(copy)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):
+            stream.flush()
