@@ -131,11 +131,11 @@ def test_jobs_that_are_requeued_run_out_of_time_limits_or_leave_no_result(
     cells = tmp_path / "outputs" / "s"
     jobs = watched(cells, process, 3)
     (requeued, first), (late, second), (killed, third) = jobs.items()
+    tasks = [p for p in slurm.steps("n1", "n2") if "submitit.core._submit" in p.cmdline()]
+    [task] = [p for p in tasks if p.environ()["SLURM_JOB_ID"] == third and p.name() != "srun"]
+    task.kill()
     slurm("scontrol", "requeue", first)
     slurm("scancel", "--signal=USR2", second)
-    for task in slurm.steps("n1", "n2"):
-        if task.environ().get("SLURM_JOB_ID") == third and "submitit.core._submit" in task.cmdline():
-            task.kill()
     wait_for(lambda: slurm.job(second)["Restarts"] == "1", process)
     before = summary(cells / late)["steps"]
     assert (cells / late / "checkpoints" / f"step-{before:08d}").exists()
