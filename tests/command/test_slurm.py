@@ -94,7 +94,8 @@ def test_a_process_outside_of_a_job_step_trains_on_one_rank(slurm: "Cluster", ti
     number = slurm("sbatch", "--parsable", "--requeue", "--open-mode=append", f"--chdir={tmp_path}",
                    *OF_A_CPU_CLUSTER, str(script))  # fmt: skip
     slurm.wait_for(begun(directory))
-    slurm("scancel", "--signal=KILL", "--full", number)
+    [process] = [p for p in slurm.steps("n1", "n2") if "hydra.run.dir=alone" in p.cmdline()]
+    process.kill()
     slurm.wait_for(lambda: slurm.job(number)["JobState"] == "FAILED")
     slurm("scontrol", "requeue", number)
     slurm.wait_for(lambda: slurm.job(number)["JobState"] == "COMPLETED")
@@ -115,7 +116,7 @@ def test_a_job_that_never_saves_is_not_requeued_for_ever(slurm: "Cluster", tmp_p
     )
     program.chmod(0o755)
     path = f"--export=ALL,PATH={program.parent}:{slurm.env()['PATH']}"
-    number = slurm("sbatch", "--parsable", f"--chdir={tmp_path}", *OF_A_CPU_CLUSTER, path, SCRIPT)
+    number = slurm("sbatch", "--parsable", f"--chdir={tmp_path}", *OF_A_CPU_CLUSTER, "--nodes=1", path, SCRIPT)
     slurm.wait_for(lambda: slurm.job(number)["JobState"] == "FAILED")
     assert slurm.job(number)["Restarts"] == "2"
     said = (tmp_path / f"slurm-{number}.out").read_text()
