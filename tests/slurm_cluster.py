@@ -32,7 +32,7 @@ ClusterName=tests
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={ports[0]}
 AuthType=auth/munge
-# A requeued job waits for as long as a credential is valid, by default 120 s.
+# A requeued job waits for as long as a credential is valid: by default 120 s, at least 5.
 AuthInfo=socket={folder}/munge.socket,cred_expire=5
 CredType=cred/munge
 SlurmUser=root
@@ -58,7 +58,7 @@ ReturnToService=2
 JobRequeue=0
 KillWait=30
 # A lost node is noticed after this, by default after 300 s.
-SlurmdTimeout=10
+SlurmdTimeout=6
 MinJobAge=300
 # The nodes have more CPUs than this machine.
 SlurmdParameters=config_overrides
