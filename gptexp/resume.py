@@ -32,8 +32,8 @@ def main(argv: list[str] | None = None) -> int | None:
         from gptexp.command.leader import Leader, follow  # imports torch
 
         if rank.is_main:
-            leader = Leader(stop, rank)
             with report_errors():
+                leader = Leader(stop, rank)
                 try:
                     sys.exit(resume(args.run_dir, args.world_size, args.sharding, stop, leader))
                 finally:

@@ -6,7 +6,7 @@ import sys
 from gptexp.config.describe import answer_help
 from gptexp.distributed.ranks import ending_rank, launcher_rank
 from gptexp.process.signals import StopRequest, die_with_parent
-from gptexp.process.terminal import run_verb
+from gptexp.process.terminal import report_errors, run_verb
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -37,7 +37,9 @@ def main(argv: list[str] | None = None) -> None:
         from gptexp.command.leader import Leader, follow  # imports torch
 
         if rank.is_main:
-            lead(stop, Leader(stop, rank))
+            with report_errors():
+                leader = Leader(stop, rank)
+            lead(stop, leader)
         follow(stop, rank)
 
 

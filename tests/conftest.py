@@ -226,7 +226,7 @@ def slurm(two_nodes: "Cluster", monkeypatch: pytest.MonkeyPatch) -> Iterator["Cl
         monkeypatch.setenv(name, two_nodes.env()[name])
     yield two_nodes
     two_nodes("scancel", "--user=root")
-    two_nodes.wait_for(two_nodes.is_idle)
+    two_nodes.wait_until_idle()
 
 
 @pytest.fixture(scope="session")

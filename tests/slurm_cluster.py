@@ -25,13 +25,14 @@ from conftest import ROOT
 from gptexp.process.signals import at_parents_death
 
 NODES = ("n1", "n2")
+DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random")  # SLURM wants one for each GPU, and does not use it
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel", "sinfo")
 CONF = """
 ClusterName=tests
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={ports[0]}
 AuthType=auth/munge
-# A requeued job waits for as long as a credential is valid, by default 120 s.
+# A requeued job waits for as long as a credential is valid: by default 120 s, at least 5.
 AuthInfo=socket={folder}/munge.socket,cred_expire=5
 CredType=cred/munge
 SlurmUser=root
@@ -57,15 +58,18 @@ ReturnToService=2
 JobRequeue=0
 KillWait=30
 # A lost node is noticed after this, by default after 300 s.
-SlurmdTimeout=10
+SlurmdTimeout=6
 MinJobAge=300
 # The nodes have more CPUs than this machine.
 SlurmdParameters=config_overrides
-# srun derives the port of the ranks' store from the job's number, so two clusters must not count from one number.
+# srun derives the port of the ranks' store from the job's number: two clusters must not count from one number.
 FirstJobId={first_job}
+# n2 has GPUs in name only.
+GresTypes=gpu
 NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=8 RealMemory=1000
-NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=8 RealMemory=1000
+NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=8 RealMemory=1000 Gres=gpu:h100:4
 PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+PartitionName=small Nodes=n1 MaxTime=INFINITE State=UP
 """
 
 
@@ -89,9 +93,12 @@ class Cluster:
         (self.folder / "state").mkdir()
         (self.folder / "munge.key").write_bytes(secrets.token_bytes(128))
         (self.folder / "munge.key").chmod(0o400)
-        first_job = 20_000 * random.randrange(1, 1000) + random.randrange(12_000)  # ports below the ephemeral ones
+        first_job = random.randrange(1, 20_000_000)
         (self.folder / "slurm.conf").write_text(
             CONF.format(folder=self.folder, host=socket.gethostname(), ports=_free_ports(3), first_job=first_job)
+        )
+        (self.folder / "gres.conf").write_text(
+            "".join(f"NodeName=n2 Name=gpu Type=h100 File={device}\n" for device in DEVICES)
         )
         _name_the_nodes()
         names = {"socket": "socket", "key": "key-file", "pid": "pid-file", "log": "log-file", "seed": "seed-file"}
@@ -100,6 +107,13 @@ class Cluster:
         self._daemon("slurmctld", "slurmctld", "-D", "-c")
         for node in NODES:
             self.start_node(node)
+        self.wait_until_idle()
+
+    def wait_until_idle(self) -> None:
+        """Wait until all nodes wait for jobs. Starts those that a test has killed."""
+        for node in NODES:
+            if node not in self.daemons:
+                self.start_node(node)
         self.wait_for(self.is_idle)
 
     def start_node(self, node: str) -> None:
@@ -151,7 +165,7 @@ class Cluster:
 
     def is_idle(self) -> bool:
         """Whether all nodes wait for jobs. False until the controller answers."""
-        command = ["sinfo", "--noheader", "--Node", "--format=%T"]
+        command = ["sinfo", "--noheader", "--Node", "--partition=debug", "--format=%T"]
         done = subprocess.run(command, env=self.env(), capture_output=True, text=True, timeout=120)
         return done.stdout.split() == ["idle"] * len(NODES)
 

@@ -24,7 +24,7 @@ FENCES = {
     "hydra": {"command", "config", "sweep"},
     "omegaconf": {"command", "config", "sweep"},
     "optuna": {"sweep/study.py"},
-    "submitit": {"sweep/jobs.py"},
+    "submitit": {"sweep/jobs.py", "sweep/cell_job.py"},
     "ray": {"sweep/ray.py", "sweep/ray_cluster.py"},
     "wandb": {"loggers"},
     "tensorboard": {"loggers/tensorboard.py"},

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from gptexp.distributed.ranks import Rank, rendezvous
-from gptexp.process.errors import ConfigError, UserError
+from gptexp.process.errors import ConfigError, UnavailableError, UserError
 
 # Seconds added to NCCL's timeout, which aborts the process: gptexp must time out first to report which rank failed.
 NCCL_LATER_S = 30.0
@@ -23,8 +23,20 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0  # between two questions to the store
 
 
 def connect(rank: Rank) -> dist.Store:
-    """Connect to the key-value store of the launcher that started `rank`. *Collective.*"""
-    store, _, _ = next(dist.rendezvous(rendezvous(rank)))
+    """Connect to the key-value store of the launcher that started `rank`. *Collective.*
+
+    Raises `UnavailableError` if rank 0 cannot host it at the port that follows from SLURM's job.
+    """
+    place = rendezvous(rank)
+    try:
+        store, _, _ = next(dist.rendezvous(place))
+    except dist.DistNetworkError as error:
+        if not (rank.by_srun and rank.is_main):
+            raise
+        why = str(error).rpartition("message: ")[2]
+        raise UnavailableError(
+            f"{place.partition('?')[0]}: the ranks cannot meet at this address ({why}); set MASTER_PORT to a free port"
+        ) from None
     # torch 2.13 reuses the store after a restart: without a prefix, an attempt reads the addresses of the previous
     # attempt (pytorch#135712).
     return dist.PrefixStore(f"attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
@@ -44,7 +56,7 @@ def init_process_group(
         raise ConfigError(f"world.backend=nccl: needs CUDA devices, not {device.type}; use world.backend=auto")
     if backend == "nccl":
         timeout_s += NCCL_LATER_S
-    _wait_for_all(store, rank.world_size)
+    _wait_for_all(store, rank.world_size, heeds_signals=rank.is_main)
     if rank.world_size >= LAZY_FROM:
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     dist.init_process_group(
@@ -59,10 +71,15 @@ def init_process_group(
     return patient
 
 
-def _wait_for_all(store: dist.Store, world_size: int) -> None:
-    """Wait until every rank is here. Each sends the store two messages of constant size. *Collective.*"""
+def _wait_for_all(store: dist.Store, world_size: int, heeds_signals: bool = False) -> None:
+    """Wait until every rank is here. Each sends the store two messages of constant size. *Collective.*
+
+    With `heeds_signals`, for rank 0, which asks again and again, a signal ends the process meanwhile, and so the others.
+    """
     if store.add("prepared", 1) == world_size:
         store.set("all prepared", "")
+    while heeds_signals and not store.check(["all prepared"]):  # in C++ Python handles no signal
+        time.sleep(FIRST_PAUSE_S)
     store.wait(["all prepared"], PREPARATION)
 
 

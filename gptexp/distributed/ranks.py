@@ -103,13 +103,13 @@ def rendezvous(rank: Rank) -> str:
     """The address of the ranks' store, as torch's `init_method`.
 
     torchrun sets MASTER_ADDR and MASTER_PORT, which torch reads. Under srun the first node of the job step hosts the
-    store, at a port derived from the job's number.
+    store, at a port derived from the job's number, below those that Linux gives to outgoing connections (32,768).
     """
     env = os.environ
     if not rank.by_srun:
         return "env://"
     address = env.get("MASTER_ADDR") or _first_host(env["SLURM_STEP_NODELIST"])
-    port = env.get("MASTER_PORT") or 20000 + int(env["SLURM_JOB_ID"]) % 20000
+    port = env.get("MASTER_PORT") or 20000 + int(env["SLURM_JOB_ID"]) % 12000
     return f"tcp://{address}:{port}?rank={rank.rank}&world_size={rank.world_size}"
 
 

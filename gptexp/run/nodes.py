@@ -63,7 +63,7 @@ def check_places(places: Sequence[Place], directory: Path) -> None:
             )
         if place.data_hash != first.data_hash:
             raise DataError(
-                f"rank {place.rank}: its data differs from that of rank 0 (token hash {place.data_hash}, not "
+                f"{place.name}: its data differs from that of rank 0 (token hash {place.data_hash}, not "
                 f"{first.data_hash}); give every node the same text, or for data=stdlib the same Python"
             )
 

@@ -328,7 +328,7 @@ def _decide(job: Job, prepared: Prepared) -> Decision:
     checkpoint.remove_leftovers(checkpoints)
     if parent is not None:  # once its choices are saved: a run with a checkpoint takes its own
         found = _adopt(parent, cfg, checkpoints, dataset)
-    if found is None and (times := requeues()):
+    if found is None and (times := requeues()) and (directory / run_dir.METRICS).exists():
         warn(
             f"SLURM has requeued this job (restart {times}), and {checkpoints} holds no checkpoint: training starts "
             "from step 0"

@@ -2,11 +2,10 @@
 
 import math
 import re
-import signal
 import subprocess
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,51 +14,25 @@ from omegaconf import OmegaConf
 from gptexp.config.schema import AUTO, Config
 from gptexp.distributed.ranks import launcher_rank
 from gptexp.model.gpus import largest_of
-from gptexp.process.errors import EXIT_FAILED, ConfigError, UserError, first_line
-from gptexp.process.signals import at_parents_death
+from gptexp.process.errors import EXIT_DIVERGED, EXIT_FAILED, ConfigError, UserError, first_line
 from gptexp.process.terminal import warn
-from gptexp.process.words import counted
-from gptexp.run.pool import OUTPUT, Places, Process, resume_command
+from gptexp.run.pool import Places, Process
 from gptexp.storage import run_dir
+from gptexp.sweep.cell_job import CellJob
 from gptexp.sweep.cells import PLUGINS, Cell
+from gptexp.sweep.job_options import check_options, gpu_kinds, gpus_of_node, shape, uses_gpus
 from gptexp.sweep.launchers import CellLauncher
 
-JOB = "job.json"  # in a cell's directory: the id and the number of tasks of its job
+JOB = "job.json"  # in a cell's directory: the id of its job, and the folder of submitit's files
 JOBS = ".submitit"  # in the sweep's directory: submitit's own files
-POLL_S = 1.0  # s: between two checks of a job or of its run
+POLL_S = 1.0  # s: between two checks of a job
 ASK_S = 60  # s: longest time between two questions to SLURM for its queue
+RESULT_S = 5.0  # s: for which a shared file system may hide the result of a job that has left the queue
+CODES = {"completed": 0, "diverged": EXIT_DIVERGED}  # exit codes of runs by status
 # submitit's parameters for every cluster. Others that a user may set need the cluster's name as a prefix.
-COMMON_PARAMETERS = ("timeout_min", "cpus_per_task", "mem_gb", "stderr_to_stdout")
-
-
-def spread(config: Config, nodes: int | None, tasks_per_node: int | None, gpus_per_node: int | None) -> tuple[int, int]:
-    """The number of nodes of a cell's job, and of tasks on each; None: not given.
-
-    On several nodes, or if a node has several tasks, each task is a rank. A single task starts all ranks of the cell.
-    Raises `ConfigError` if the ranks of the cell cannot be spread like that.
-    """
-    ranks = config.world.size or 1
-    most = gpus_per_node if gpus_per_node and _uses_gpus(config) else ranks  # on a node
-    if nodes is None:
-        given = tasks_per_node if tasks_per_node is not None and tasks_per_node > 1 else most
-        nodes = math.ceil(ranks / max(1, given))
-    tasks = tasks_per_node if tasks_per_node is not None else 1 if nodes == 1 else ranks // max(1, nodes)
-    if (nodes, tasks) == (1, 1) or nodes * tasks == ranks:
-        if ranks <= nodes * most:
-            return nodes, tasks
-        problem = f"{counted(ranks // nodes, 'rank')} on each node, which has {counted(most, 'GPU')}"
-    elif tasks_per_node is None:
-        problem = f"{counted(nodes, 'node')} cannot have the same number of ranks each"
-    else:
-        problem = f"hydra.launcher.nodes × tasks_per_node = {nodes} × {tasks} = {nodes * tasks} ranks"
-    legal = [f"{ranks // n} × {n}" for n in range(min(most, ranks), 0, -1) if ranks % n == 0]
-    raise ConfigError(
-        f"world.size={ranks}: {problem}; use another world.size, or nodes × tasks_per_node = {', '.join(legal)}"
-    )
-
-
-def _uses_gpus(config: Config) -> bool:
-    return config.train.device in ("auto", "cuda")
+COMMON_PARAMETERS = (
+    "nodes", "tasks_per_node", "gpus_per_node", "timeout_min", "cpus_per_task", "mem_gb", "stderr_to_stdout",
+)  # fmt: skip
 
 
 class SubmititLauncher(CellLauncher):
@@ -73,28 +46,11 @@ class SubmititLauncher(CellLauncher):
 
     __module__ = PLUGINS
 
-    def __init__(
-        self,
-        cluster: str,
-        submitit_folder: str | None = None,
-        name: str | None = None,
-        nodes: int | None = None,
-        tasks_per_node: int | None = None,
-        gpus_per_node: int | None = None,
-        max_num_timeout: int | None = None,
-        array_parallelism: int | None = None,
-        **parameters: Any,
-    ) -> None:
-        self.cluster, self.folder, self.name = cluster, submitit_folder, name
-        self.nodes, self.tasks_per_node, self.gpus_per_node = nodes, tasks_per_node, gpus_per_node
-        self.array_parallelism = array_parallelism
+    def __init__(self, cluster: str, name: str | None = None, **options: Any) -> None:
+        self.cluster, self.name = cluster, name
+        given: Any = OmegaConf.to_container(OmegaConf.create(options))
+        self.options = {key: value for key, value in given.items() if value is not None}
         self.alive: dict[Path, Any] = {}  # cell's directory -> its unfinished job of an earlier command
-        self.timeouts = {} if max_num_timeout is None else {f"{cluster}_max_num_timeout": max_num_timeout}
-        given: Any = OmegaConf.to_container(OmegaConf.create(parameters))
-        self.given = {key: value for key, value in given.items() if value is not None}
-        self.parameters = {
-            key if key in COMMON_PARAMETERS else f"{cluster}_{key}": value for key, value in self.given.items()
-        }
 
     def check(self, configs: Sequence[Config]) -> None:
         if launcher_rank() is not None:
@@ -103,19 +59,17 @@ class SubmititLauncher(CellLauncher):
             import submitit
         except ImportError:
             raise ConfigError("hydra/launcher=submitit_…: not installed; pip install 'gptexp[slurm]'") from None
-        if self.array_parallelism is not None:
-            raise ConfigError(
-                f"hydra.launcher.array_parallelism={self.array_parallelism}: each cell is a job of its own; use "
-                f"sweep.parallel={self.array_parallelism}"
-            )
-        if self.folder is not None and "%j" not in self.folder:
-            raise ConfigError(f"hydra.launcher.submitit_folder={self.folder}: needs %j, the number of the job")
         self.room = self.places(configs)
-        folder = Path(self.folder or f"{self.config.hydra.sweep.dir}/{JOBS}/%j").absolute()
+        folder = self.options.get("submitit_folder", f"{self.config.hydra.sweep.dir}/{JOBS}/%j")
+        named = {
+            key if key in COMMON_PARAMETERS else f"{self.cluster}_{key}": value
+            for key, value in self.options.items()
+            if key != "submitit_folder"
+        }
+        timeouts = {key: named.pop(key) for key in [*named] if key.endswith("max_num_timeout")}
         try:
-            self.executor = submitit.AutoExecutor(folder=folder, cluster=self.cluster, **self.timeouts)
-            shape = {"nodes": self.nodes, "tasks_per_node": self.tasks_per_node, "gpus_per_node": self.gpus_per_node}
-            self.executor.update_parameters(name=self.name, **shape, **self.parameters)
+            self.executor = submitit.AutoExecutor(folder=Path(folder).absolute(), cluster=self.cluster, **timeouts)
+            self.executor.update_parameters(name=self.name, **named)
             if self.cluster == "slurm":
                 self._complete_for_slurm()
         except (
@@ -126,45 +80,11 @@ class SubmititLauncher(CellLauncher):
             ValueError,
         ) as error:  # each mistake has its own type
             raise ConfigError(f"hydra.launcher: {first_line(error)}") from None
-        for config in configs:
-            self._check_shape(*self._spread(config))
-        if self.cluster == "slurm" and any(_uses_gpus(config) for config in configs):
+        if self.cluster == "slurm" and any(uses_gpus(config) for config in configs):
             from gptexp.machine.gpu_memory import refuse_too_large  # it imports torch
 
-            if (gpu := largest_of(self._gpu_kinds())) is not None:
+            if (gpu := largest_of(gpu_kinds(self.options))) is not None:
                 refuse_too_large(configs, gpu)
-
-    def _gpu_kinds(self) -> set[str]:
-        """The kinds of GPU that jobs may get, as SLURM calls them: that of `gres`, else those of the partition."""
-        partition = self.given.get("partition")
-        if (offered := self.given.get("gres")) is None:
-            command = ["sinfo", "--noheader", "--format=%P %G", *([f"--partition={partition}"] if partition else [])]
-            try:
-                done = subprocess.run(command, capture_output=True, text=True)
-            except OSError:
-                return set()
-            # A star marks the partition of jobs that name none.
-            offered = "\n".join(line for line in done.stdout.splitlines() if partition or "* " in line)
-        return set(re.findall(r"\bgpu:([^:,( ]+)", str(offered)))
-
-    def _spread(self, config: Config) -> tuple[int, int]:
-        return spread(config, self.nodes, self.tasks_per_node, self.gpus_per_node)
-
-    def _check_shape(self, nodes: int, tasks: int) -> None:
-        """Raise `ConfigError` for options that do not fit jobs whose tasks are ranks."""
-        if nodes * tasks == 1:
-            return
-        if self.cluster == "local":
-            raise ConfigError(
-                f"hydra.launcher.tasks_per_node={tasks}: with submitit_local a cell is one task; leave it out"
-            )
-        if not self.given.get("use_srun", True):
-            raise ConfigError("hydra.launcher.use_srun=false: srun starts the ranks of cells on several nodes")
-        if (gpus := self.given.get("gpus_per_task", 1)) != 1:
-            raise ConfigError(
-                f"hydra.launcher.gpus_per_task={gpus}: each of the {nodes * tasks} tasks is a rank, which uses one "
-                "GPU; use 1"
-            )
 
     def _complete_for_slurm(self) -> None:
         """Complete submitit's parameters, and have it ask squeue for the state of a job.
@@ -183,17 +103,18 @@ class SubmititLauncher(CellLauncher):
                 return {job: {"State": "RUNNING" if job in waits_or_runs else "COMPLETED"} for job in self._registered}
 
         SlurmJob.watcher = QueueWatcher(ASK_S)
-        # Some clusters requeue no job that does not ask for it.
-        more: dict[str, Any] = {
-            "slurm_additional_parameters": {"requeue": True, **self.given.get("additional_parameters", {})}
-        }
-        if (
-            cpus := self.given.get("cpus_per_task")
-        ) is not None:  # current versions of srun do not read it from the job
-            more["slurm_srun_args"] = [f"--cpus-per-task={cpus}", *self.given.get("srun_args", [])]
-        self.executor.update_parameters(**more)
+        more = self.options.get("additional_parameters", {})
+        if "no-requeue" not in more:  # some clusters requeue no job that does not ask for it
+            self.executor.update_parameters(slurm_additional_parameters={"requeue": True, **more})
 
     def places(self, configs: Sequence[Config]) -> Places:
+        """All cells, unless `sweep.parallel` sets a limit. Raises `ConfigError` for options that do not fit the cells.
+
+        `gptexp plan` calls it where submitit and SLURM may be missing.
+        """
+        check_options(self.cluster, self.options)
+        for config in configs:
+            shape(self.cluster, self.options, config)
         parallel = configs[0].sweep.parallel
         if self.cluster != "local":
             return Places(parallel if isinstance(parallel, int) else max(1, len(configs)))
@@ -214,25 +135,21 @@ class SubmititLauncher(CellLauncher):
     def start(self, cell: Cell, gpus: Sequence[str], at_once: int) -> Process:
         """Submit a cell, or watch its job of an earlier command."""
         if cell.directory in self.alive:
-            return Submitted(self.alive[cell.directory])
-        nodes, tasks = self._spread(cell.config)
-        self.executor.update_parameters(
-            name=self.name or cell.name, nodes=nodes, tasks_per_node=tasks, gpus_per_node=self._gpus(cell, nodes)
-        )
+            return Submitted(self.alive[cell.directory], cell.directory)
+        nodes, tasks = shape(self.cluster, self.options, cell.config)
+        parameters: dict[str, Any] = {"gpus_per_node": gpus_of_node(self.options, cell.config, nodes)}
+        if (cpus := self.options.get("cpus_per_task")) is not None:  # of a rank: one task may start several
+            parameters["cpus_per_task"] = cpus * cell.world_size // (nodes * tasks)
+            if self.cluster == "slurm":  # current versions of srun do not read it from the job
+                own = self.options.get("srun_args", [])
+                parameters["slurm_srun_args"] = [f"--cpus-per-task={parameters['cpus_per_task']}", *own]
+        self.executor.update_parameters(name=self.name or cell.name, nodes=nodes, tasks_per_node=tasks, **parameters)
         try:
             job = self.executor.submit(CellJob(cell.directory))
         except Exception as error:  # submitit's own, or one from the submit command
-            raise UserError(f"not submitted: {first_line(error)} (sweep.parallel=N limits the jobs)") from None
-        run_dir.write_json(cell.directory / JOB, {"id": job.job_id, "tasks": nodes * tasks})
-        return Submitted(job)
-
-    def _gpus(self, cell: Cell, nodes: int) -> int | None:
-        """GPUs of a job on each node, by default one for each rank; None if other options ask for them."""
-        if self.gpus_per_node is not None:
-            return self.gpus_per_node
-        if not _uses_gpus(cell.config):
-            return 0
-        return None if {"gpus_per_task", "gres"} & self.given.keys() else cell.world_size // nodes
+            raise UserError(f"not submitted: {_with_fix(first_line(error), parameters['gpus_per_node'])}") from None
+        run_dir.write_json(cell.directory / JOB, {"id": job.job_id, "folder": str(self.executor.folder)})
+        return Submitted(job, cell.directory)
 
     def _unfinished_job(self, cell: Cell) -> Any:
         """Return the job that an earlier command submitted for `cell` if it is pending or running, else None."""
@@ -242,65 +159,29 @@ class SubmititLauncher(CellLauncher):
         number = saved.get("id")
         if number is None or self.cluster == "local":  # a local job ends with the process that submitted it
             return None
-        job: Any = SlurmJob(self.executor.folder, str(number), tasks=range(saved.get("tasks", 1)))
-        return None if job.done(force_check=True) else job
+        job: Any = SlurmJob(saved.get("folder", self.executor.folder), str(number))
+        return None if job.watcher.is_done(job.job_id, mode="force") else job
 
 
-class CellJob:
-    """A task of a job: start or resume the run of a cell, as one of its ranks if there are several tasks.
-
-    submitit pickles it.
-    """
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.run: subprocess.Popen[bytes] | None = None
-
-    def __call__(self) -> int:
-        from submitit import JobEnvironment
-
-        task = JobEnvironment()
-        task.paths.result_pickle.unlink(missing_ok=True)  # of an earlier attempt, if SLURM has requeued the job
-        # The output of other tasks than the first is in submitit's own files, one for each.
-        with (self.directory / OUTPUT).open("ab") if task.global_rank == 0 else nullcontext() as output:
-            self.run = subprocess.Popen(
-                resume_command(self.directory),
-                stdout=output,
-                stderr=None if output is None else subprocess.STDOUT,
-                preexec_fn=_in_run_process,
-            )
-        # Not `wait`: it holds a lock, so `poll` in `checkpoint`, a signal handler, would never see the exit.
-        while (code := self.run.poll()) is None:
-            time.sleep(POLL_S)
-        return code
-
-    def checkpoint(self) -> Any:
-        """Stop the run with a checkpoint, and resubmit it. submitit calls this shortly before the time limit.
-
-        Only the first task calls it. Rank 0 stops the other ranks, and their tasks end with them.
-        """
-        from submitit.helpers import DelayedSubmission
-
-        assert self.run is not None
-        self.run.send_signal(signal.SIGUSR1)
-        while self.run.poll() is None:
-            time.sleep(POLL_S)
-        return DelayedSubmission(CellJob(self.directory))
-
-
-def _in_run_process() -> None:
-    """Ignore SIGUSR2, SLURM's warning of the time limit: the parent handles it. Die with the parent."""
-    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
-    at_parents_death(signal.SIGTERM)
+def _with_fix(error: str, gpus: int | None) -> str:
+    """What sbatch says, with the option that may help."""
+    if "limit" in error.lower():
+        return f"{error} (sweep.parallel=N limits the jobs)"
+    if gpus != 0 and ("gres" in error.lower() or "node configuration" in error.lower()):
+        return f"{error} (train.device=cpu asks for no GPU)"
+    return error
 
 
 class Submitted:
     """A submitit job with the interface of a process, for `run_all`."""
 
-    def __init__(self, job: Any) -> None:
-        self.job = job
+    def __init__(self, job: Any, directory: Path) -> None:
+        self.job = job.task(0)  # the results of the others do not matter
+        self.directory = directory  # of the run
         self.polled = -math.inf
         self.cancelled: int | None = None  # the signal for which the job was cancelled
+        self.failed = False  # whether its result is a failure, and it may still be in SLURM's queue
+        self.left = math.inf  # s of the monotonic clock: when it had left the queue without a result
 
     def poll(self) -> int | None:
         if time.monotonic() - self.polled < POLL_S:
@@ -308,20 +189,68 @@ class Submitted:
         self.polled = time.monotonic()
         if not self.job.done():
             return None
+        outcome, result = self._result()
+        if (outcome, result) == ("success", 0):
+            return 0
+        if self.job.state in ("RUNNING", "UNKNOWN"):  # SLURM may have requeued it, for example to preempt it
+            if not self.failed:
+                self.failed = True
+                self._ask_often()
+            return None
+        with suppress(ConfigError):  # a damaged file
+            if (code := CODES.get(run_dir.status(self.directory) or "")) is not None:
+                return code
         if self.cancelled is not None:
             return 128 + self.cancelled
+        if outcome == "success":
+            return int(result)
+        self.left = min(self.left, self.polled)
+        if outcome is None and self.polled - self.left < RESULT_S:
+            return None
+        warn(f"job {self.job.job_id}: {self._why(result)}")
+        return EXIT_FAILED
+
+    def _result(self) -> tuple[str | None, Any]:
+        """The result of the first task: "success" and an exit code, or "error" and a traceback; None without one."""
+        from submitit.core.utils import pickle_load
+
         try:
-            code: int = self.job.results()[0]
-        except Exception as error:  # the job's own, or submitit's if the job never began or was killed
-            warn(f"job {self.job.job_id}: {first_line(error)}")
-            return EXIT_FAILED
-        return code
+            found: tuple[str, Any] = pickle_load(self.job.paths.result_pickle)
+            return found
+        except (OSError, EOFError):
+            return None, None
+
+    def _why(self, trace: str | None) -> str:
+        """Why the job has ended without an exit code of its run."""
+        if trace is not None:
+            line = trace.strip().splitlines()[-1]
+            if "timed-out too many times" in line:
+                return "requeued hydra.launcher.max_num_timeout times after its time limit; the same command continues"
+            return line.partition(": ")[2] or line  # without the type of the error
+        why = f"ended without a result ({self._state()})"
+        logs = [path for path in (self.job.paths.stderr, self.job.paths.stdout) if path.exists()]
+        if not logs:
+            return f"{why}, and has not written {self.job.paths.stdout}: do its nodes see that folder?"
+        return f"{why}; see {logs[0]}"
+
+    def _state(self) -> str:
+        """The state of a job that has left the queue, such as TIMEOUT."""
+        try:
+            shown = subprocess.run(["scontrol", "show", "job", self.job.job_id], capture_output=True, text=True).stdout
+        except OSError:  # a process of this machine
+            return str(self.job.state)
+        found = re.search(r"JobState=(\w+)", shown)
+        return f"{found[1] if found else 'unknown'} by scontrol show job"
+
+    def _ask_often(self) -> None:
+        """Let submitit's watcher ask SLURM within seconds, and not once in `ASK_S`."""
+        self.job.watcher.register_job(self.job.job_id)
 
     def send_signal(self, number: int) -> None:
         """Cancel the job: SLURM then sends SIGTERM to its processes, and SIGKILL after KillWait seconds."""
         self.cancelled = number
         self.job.cancel(check=False)  # an error for a job that has just ended must not keep the others running
-        self.job.watcher.register_job(self.job.job_id)  # ask often again: a job that had not begun leaves no result
+        self._ask_often()  # a job that had not begun leaves no result
 
     def wait(self) -> int:
         while (code := self.poll()) is None:

@@ -1,6 +1,7 @@
 """Runs on a real SLURM of two nodes: launch/slurm.sbatch, and the ranks that srun starts."""
 
 import re
+import socket
 import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,13 +17,13 @@ if TYPE_CHECKING:
     from slurm_cluster import Cluster
 
 OF_A_CPU_CLUSTER = ("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=0", "--cpus-per-task=1")
+SCRIPT = str(ROOT / "launch" / "slurm.sbatch")
 LONG = ("train.max_steps=80", "train.save_every=0", "train.eval_every=0")
 
 
 def submit(slurm: "Cluster", folder: Path, overrides: list[str]) -> tuple[str, Path]:
     """Submit launch/slurm.sbatch on two nodes; the number of the job, and its run directory."""
-    script = str(ROOT / "launch" / "slurm.sbatch")
-    number = slurm("sbatch", "--parsable", f"--chdir={folder}", *OF_A_CPU_CLUSTER, script, *overrides)
+    number = slurm("sbatch", "--parsable", f"--chdir={folder}", *OF_A_CPU_CLUSTER, SCRIPT, *overrides)
     return number, folder / "outputs" / f"slurm-{number}"
 
 
@@ -87,19 +88,50 @@ def test_a_cancelled_job_saves_and_its_run_is_resumed_by_srun(
 
 @pytest.mark.e2e
 def test_a_process_outside_of_a_job_step_trains_on_one_rank(slurm: "Cluster", tiny: list[str], tmp_path: Path) -> None:
-    """And a job that is requeued before its first checkpoint says that it starts again."""
-    script = tmp_path / "script"
-    train = f"python -m gptexp train {' '.join(tiny)} hydra.run.dir=alone"
-    script.write_text(
-        f'#!/bin/bash\n[ "${{SLURM_RESTART_COUNT:-0}}" = 0 ] && scontrol requeue $SLURM_JOB_ID\n{train}\n'
-    )
+    """And one that is requeued before its first checkpoint says that it starts again, if it had begun before."""
+    script, directory = tmp_path / "script", tmp_path / "alone"
+    script.write_text(f"#!/bin/bash\nexec python -m gptexp train {' '.join([*tiny, *LONG])} hydra.run.dir=alone\n")
     number = slurm("sbatch", "--parsable", "--requeue", "--open-mode=append", f"--chdir={tmp_path}",
                    *OF_A_CPU_CLUSTER, str(script))  # fmt: skip
+    slurm.wait_for(begun(directory))
+    [process] = [p for p in slurm.steps("n1", "n2") if "hydra.run.dir=alone" in p.cmdline()]
+    process.kill()
+    slurm.wait_for(lambda: slurm.job(number)["JobState"] == "FAILED")
+    slurm("scontrol", "requeue", number)
     slurm.wait_for(lambda: slurm.job(number)["JobState"] == "COMPLETED")
-    assert summary(tmp_path / "alone")["world_size"] == 1
+    assert summary(directory)["world_size"] == 1
     said = (tmp_path / f"slurm-{number}.out").read_text()
     assert said.count("SLURM has requeued this job (restart 1), and ") == 1
-    assert f"{tmp_path}/alone/checkpoints holds no checkpoint: training starts from step 0\n" in said
+    assert f"{directory}/checkpoints holds no checkpoint: training starts from step 0\n" in said
+
+
+@pytest.mark.e2e
+def test_a_job_that_never_saves_is_not_requeued_for_ever(slurm: "Cluster", tmp_path: Path) -> None:
+    """A program in the place of gptexp ends as at a time limit, and in the first two attempts saves a checkpoint."""
+    program = tmp_path / "bin" / "python"
+    program.parent.mkdir()
+    program.write_text(
+        "#!/bin/bash\nattempt=${SLURM_RESTART_COUNT:-0}\n"
+        "[ $attempt -lt 2 ] && mkdir -p outputs/slurm-$SLURM_JOB_ID/checkpoints/step-0000000$attempt\nexit 138\n"
+    )
+    program.chmod(0o755)
+    path = f"--export=ALL,PATH={program.parent}:{slurm.env()['PATH']}"
+    number = slurm("sbatch", "--parsable", f"--chdir={tmp_path}", *OF_A_CPU_CLUSTER, "--nodes=1", path, SCRIPT)
+    slurm.wait_for(lambda: slurm.job(number)["JobState"] == "FAILED")
+    assert slurm.job(number)["Restarts"] == "2"
+    said = (tmp_path / f"slurm-{number}.out").read_text()
+    assert said.count(f"outputs/slurm-{number}: no checkpoint was saved since the job was requeued, so it is not") == 1
+
+
+@pytest.mark.e2e
+def test_ranks_whose_port_is_in_use_say_so(slurm: "Cluster", tiny: list[str], tmp_path: Path) -> None:
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        shell = ["bash", "-c", f'export MASTER_PORT={port}; exec python -m gptexp train "$@"', "-"]
+        refused = srun(slurm, tmp_path, "--kill-on-bad-exit=1", *shell, *tiny, "hydra.run.dir=out")
+    assert f"gptexp: tcp://n1:{port}: the ranks cannot meet at this address (address already in use)" in refused.stderr
+    assert "; set MASTER_PORT to a free port\n" in refused.stderr
+    assert refused.returncode != 0
 
 
 @pytest.mark.e2e
@@ -116,7 +148,8 @@ def test_nodes_that_lack_what_one_run_needs_are_refused(
     shell = ["bash", "-c", f'GPTEXP_CACHE={tmp_path}/cache$SLURM_PROCID exec python -m gptexp train "$@"', "-"]
     other_data = srun(slurm, tmp_path, *shell, *tiny, f"data.path={text}", "hydra.run.dir=out")
     assert other_data.returncode == 3
-    assert other_data.stderr.count("rank 1: its data differs from that of rank 0") == 2  # one line for each node
+    differs = rf"rank 1 on {socket.gethostname()}: its data differs from that of rank 0"
+    assert other_data.stderr.count(differs) == 2  # one line for each node
 
     code = """
     import os, time, types

@@ -95,14 +95,14 @@ def test_under_srun_the_rendezvous_is_on_the_first_node(
     assert place.endswith("?rank=3&world_size=4")
 
 
-def test_under_srun_the_port_of_a_job_is_unprivileged(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_under_srun_the_port_of_a_job_is_unprivileged_and_not_ephemeral(monkeypatch: pytest.MonkeyPatch) -> None:
     ports = set()
     for job in range(1, 200_000, 997):
         set_environment(monkeypatch, {**STEP, "SLURM_JOB_ID": f"{job}"})
         place = rendezvous(Rank(3, 4, 1, 2, by_srun=True))
         ports.add(int(place.partition("?")[0].rpartition(":")[2]))
     assert min(ports) >= 1024
-    assert max(ports) < 2**16
+    assert max(ports) < 32_768  # from there on Linux gives ports to outgoing connections
     assert len(ports) > 100
 
 

@@ -32,8 +32,8 @@ def test_equal_nodes_are_accepted_without_a_word(capsys: pytest.CaptureFixture[s
          "there; put the run directory on a file system that all nodes share"),
         (changed(3, device="NVIDIA A100"), ConfigError, "rank 3 on node1 has NVIDIA A100, and rank 0 on node0 has "
          "NVIDIA H100: the run would be as slow as the slower kind"),
-        (changed(1, data_hash="def"), DataError, "rank 1: its data differs from that of rank 0 (token hash def, not "
-         "abc)"),
+        (changed(1, data_hash="def"), DataError, "rank 1 on node0: its data differs from that of rank 0 (token hash "
+         "def, not abc)"),
     ],
 )  # fmt: skip
 def test_nodes_that_cannot_train_one_run_are_refused_by_name(

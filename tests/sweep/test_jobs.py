@@ -5,6 +5,7 @@ import json
 import re
 import signal
 import subprocess
+import time
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,9 +15,7 @@ import pytest
 from conftest import events, runs, summary, wait_for
 from real_runs import begun
 
-from gptexp.config.compose import compose
-from gptexp.process.errors import ConfigError
-from gptexp.sweep.jobs import spread
+from gptexp.storage import run_dir
 
 if TYPE_CHECKING:
     from slurm_cluster import Cluster
@@ -32,109 +31,15 @@ SLURM = "hydra/launcher=submitit_slurm"
 OTHER = re.compile(r"time|_s$|_ms$|_h$|per_s|mfu|perf/|minutes|git_commit|^name$|^command$")
 
 
-# --- how many nodes and tasks ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("ranks", "nodes", "tasks", "gpus", "expected"),
-    [
-        (1, None, None, None, (1, 1)),
-        (8, None, None, None, (1, 1)),  # one task, which starts the eight ranks
-        (8, 1, 1, None, (1, 1)),  # the defaults of hydra-submitit-launcher
-        (8, 1, 8, None, (1, 8)),
-        (8, None, 8, None, (1, 8)),
-        (2, None, None, 8, (1, 1)),
-        (16, None, None, 8, (2, 8)),
-        (12, None, None, 8, (2, 6)),
-        (6, None, None, 4, (2, 3)),
-        (16, 4, None, 8, (4, 4)),
-        (16, 4, None, None, (4, 4)),
-        (16, None, 4, None, (4, 4)),
-        (16, 2, 8, 8, (2, 8)),
-    ],
-)
-def test_the_ranks_of_a_cell_are_spread_over_nodes(
-    ranks: int, nodes: int | None, tasks: int | None, gpus: int | None, expected: tuple[int, int]
-) -> None:
-    config = compose(["model=nano", f"world.size={ranks}", "batch.total_batch_size=196608"])
-    assert spread(config, nodes, tasks, gpus) == expected
-
-
-def test_cells_on_a_cpu_have_one_node_unless_more_are_given() -> None:
-    config = compose(["model=nano", "world.size=16", "train.device=cpu", "batch.micro_batch_size=1"])
-    assert spread(config, None, None, 8) == (1, 1)
-    assert spread(config, 2, None, 4) == (2, 8)
-
-
-@pytest.mark.parametrize(
-    ("ranks", "nodes", "tasks", "gpus", "why"),
-    [
-        (12, 2, 8, 8, "hydra.launcher.nodes × tasks_per_node = 2 × 8 = 16 ranks; use another world.size, or nodes × "
-         "tasks_per_node = 2 × 6, 3 × 4, 4 × 3, 6 × 2, 12 × 1"),
-        (16, 2, 1, None, "hydra.launcher.nodes × tasks_per_node = 2 × 1 = 2 ranks; use another world.size, or nodes × "
-         "tasks_per_node = 1 × 16, 2 × 8, 4 × 4, 8 × 2, 16 × 1"),
-        (16, 3, None, None, "3 nodes cannot have the same number of ranks each"),
-        (16, 1, 1, 8, "16 ranks on each node, which has 8 GPUs"),
-        (16, 1, 16, 8, "16 ranks on each node, which has 8 GPUs"),
-        (4, 0, None, None, "0 nodes cannot"),
-        (16, None, None, 6, "3 nodes cannot have the same number of ranks each; use another world.size, or nodes × "
-         "tasks_per_node = 4 × 4, 8 × 2, 16 × 1"),
-    ],
-)  # fmt: skip
-def test_a_world_size_that_nodes_and_tasks_cannot_give_is_refused_with_those_that_can(
-    ranks: int, nodes: int | None, tasks: int | None, gpus: int | None, why: str
-) -> None:
-    with pytest.raises(ConfigError, match=re.escape(f"world.size={ranks}: {why}")):
-        spread(_of_ranks(ranks), nodes, tasks, gpus)
-
-
-def _of_ranks(ranks: int) -> Any:
-    return compose(["model=nano", f"world.size={ranks}", "batch.total_batch_size=196608"])
-
-
-@needs_submitit
-@pytest.mark.parametrize(
-    ("options", "why"),
-    [
-        (["hydra/launcher=submitit_local", "sweep.parallel=2"], "submitit_local runs one cell at a time"),
-        (["hydra/launcher=submitit_local", "hydra.launcher.tasks_per_node=2", "world.size=2"],
-         "hydra.launcher.tasks_per_node=2: with submitit_local a cell is one task; leave it out"),
-        ([SLURM, "hydra.launcher.timeout_min=soon"], "timeout_min"),
-        ([SLURM, "hydra.launcher.additional_parameters=reservation"], "hydra.launcher: "),
-        (["hydra/launcher=submitit_local", "hydra.launcher.nodes=2"], "LocalExecutor can use only one node"),
-        ([SLURM, "hydra.launcher.nodes=two"], 'hydra.launcher: Parameter "nodes" expected type'),
-        ([SLURM, "hydra.launcher.nodes=2", "world.size=1"],
-         "world.size=1: 2 nodes cannot have the same number of ranks each; use another world.size, or nodes × "
-         "tasks_per_node = 1 × 1"),
-        ([SLURM, "hydra.launcher.nodes=2", "world.size=2", "hydra.launcher.use_srun=false"], "srun starts the ranks"),
-        ([SLURM, "hydra.launcher.nodes=2", "world.size=2", "hydra.launcher.gpus_per_task=2"],
-         "hydra.launcher.gpus_per_task=2: each of the 2 tasks is a rank, which uses one GPU; use 1"),
-        ([SLURM, "hydra.launcher.array_parallelism=4"],
-         "hydra.launcher.array_parallelism=4: each cell is a job of its own; use sweep.parallel=4"),
-        ([SLURM, "hydra.launcher.submitit_folder=jobs"], "hydra.launcher.submitit_folder=jobs: needs %j"),
-    ],
-)  # fmt: skip
-def test_a_wrong_option_of_the_launcher_is_refused_before_anything_is_written(
-    monkeypatch: pytest.MonkeyPatch, gptexp: Gptexp, tiny: list[str], tmp_path: Path, options: list[str], why: str
-) -> None:
-    srun = tmp_path / "bin" / "srun"  # submitit looks for it, and does not call it
-    srun.parent.mkdir()
-    srun.write_text("")
-    srun.chmod(0o755)
-    monkeypatch.setenv("PATH", str(srun.parent), prepend=":")
-    done = gptexp("train", "-m", *tiny, *options, "optim.lr=1e-3,2e-3")
-    assert done.returncode == 2
-    assert why in done.stderr
-    assert len(done.stderr.splitlines()) <= 2  # a line may say that the text was tokenised
-    assert not [*(tmp_path / "outputs").rglob("config.yaml")]
-
-
-# --- jobs ------------------------------------------------------------------------------------------------------------
-
-
 def job_ids(cells: Path) -> dict[str, str]:
     """The number of each cell's job, by the name of the cell."""
     return {path.parent.name: json.loads(path.read_text())["id"] for path in sorted(cells.glob("*/job.json"))}
+
+
+def watched(cells: Path, process: subprocess.Popen[str], jobs: int = 1) -> dict[str, str]:
+    """Wait until the command has submitted so many jobs and all train; their numbers by the names of their cells."""
+    wait_for(lambda: len(job_ids(cells)) == jobs and all(begun(cells / name)() for name in job_ids(cells)), process)
+    return job_ids(cells)
 
 
 @pytest.mark.e2e
@@ -149,23 +54,23 @@ def test_jobs_outlive_their_command_and_the_same_command_waits_for_them(
         "# @package _global_\ndefaults:\n  - override /hydra/launcher: submitit_slurm\n"
         "hydra:\n  launcher: {partition: debug, comment: ours}\n"
     )
-    options = ["timeout_min=30", "cpus_per_task=2", "mem_gb=0.25", 'setup=["echo >> setups"]',
+    options = ["timeout_min=30", "cpus_per_task=2", "gpus_per_node=4", "mem_gb=0.25", 'setup=["echo >> setups"]',
                "additional_parameters={nice: 7}"]  # fmt: skip
-    grid = ["-m", *tiny, *LONG, "train.seed=1,2", "world.size=2", "experiment=lab", "--config-dir", "conf",
-            *[f"hydra.launcher.{option}" for option in options]]  # fmt: skip
+    grid = ["-m", *tiny, *LONG, "train.device=auto", "train.seed=1,2", "world.size=2", "experiment=lab",
+            "--config-dir", "conf", *[f"hydra.launcher.{option}" for option in options]]  # fmt: skip
     cells = tmp_path / "outputs" / "s"
     process = start("train", *grid)
     wait_for(lambda: len(job_ids(cells)) == 2, process)
     process.kill()
     process.wait()
-    done = gptexp("train", *grid)
+    done = gptexp("train", *grid, "hydra.launcher.submitit_folder=elsewhere/%j")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count(" of an earlier command: seed=") == 2
     assert slurm("scontrol", "show", "job").count("Comment=ours") == 2
     for name, number in job_ids(cells).items():
         job = slurm.job(number)
-        wanted = {"JobName": name, "Partition": "debug", "TimeLimit": "00:30:00", "CPUs/Task": "2", "NumNodes": "1",
-                  "NumTasks": "1", "Requeue": "1", "MinMemoryNode": "256M"}  # fmt: skip
+        wanted = {"JobName": name, "Partition": "debug", "TimeLimit": "00:30:00", "CPUs/Task": "4", "NumNodes": "1",
+                  "NumTasks": "1", "Requeue": "1", "MinMemoryNode": "256M", "TresPerNode": "gres:gpu:2"}  # fmt: skip
         assert {key: job[key] for key in wanted} == wanted
     assert (tmp_path / "setups").read_text() == "\n\n"
     assert [summary(directory)["world_size"] for directory in runs(cells)] == [2, 2]
@@ -179,11 +84,11 @@ def test_jobs_outlive_their_command_and_the_same_command_waits_for_them(
 def test_a_cell_on_two_nodes_continues_after_its_time_limit_and_the_loss_of_a_node(
     slurm: "Cluster", start: Start, tiny: list[str], tmp_path: Path
 ) -> None:
+    """A process of the lost node lives on for a moment: it still holds the lock of the run."""
     nodes = [SLURM, "hydra.launcher.nodes=2", "hydra.launcher.cpus_per_task=2"]
     process = start("train", "-m", *tiny, *LONG, "train.save_every=10", "train.seed=1", "world.size=2", *nodes)
     cells = tmp_path / "outputs" / "s"
-    wait_for(lambda: job_ids(cells) and begun(cells / next(iter(job_ids(cells))))(), process)
-    [(name, number)] = job_ids(cells).items()
+    [(name, number)] = watched(cells, process).items()
     directory = cells / name
     ranks = [p for p in slurm.steps("n1", "n2") if "gptexp.resume" in p.cmdline()]
     assert sorted((p.environ()["SLURMD_NODENAME"], p.environ()["SLURM_PROCID"]) for p in ranks) == [
@@ -195,8 +100,12 @@ def test_a_cell_on_two_nodes_continues_after_its_time_limit_and_the_loss_of_a_no
     assert (directory / "checkpoints" / f"step-{stopped_at:08d}").exists()
     wait_for(begun(directory, stopped_at + 12), process)  # past a checkpoint
     slurm.kill_node("n2")
-    wait_for(lambda: slurm.job(number)["Restarts"] == "2", process)
-    slurm.start_node("n2")
+    wait_for(lambda: not run_dir.is_locked(directory), process)
+    with run_dir.held(directory):
+        wait_for(lambda: slurm.job(number)["Restarts"] == "2", process)
+        slurm.start_node("n2")
+        wait_for(lambda: slurm.job(number)["JobState"] == "RUNNING", process)
+        time.sleep(5)  # more than the time for which a run waits for its lock
     out, err = process.communicate(timeout=240)
     assert process.returncode == 0, err
     job = slurm.job(number)
@@ -213,14 +122,89 @@ def test_a_cell_on_two_nodes_continues_after_its_time_limit_and_the_loss_of_a_no
 
 @pytest.mark.e2e
 @needs_submitit
+def test_jobs_that_are_requeued_run_out_of_time_limits_or_leave_no_result(
+    slurm: "Cluster", start: Start, tiny: list[str], tmp_path: Path
+) -> None:
+    """Three cells on one node each: one is requeued, as to preempt it, and continues. The others end with a line."""
+    options = [SLURM, "hydra.launcher.timeout_min=5", "hydra.launcher.max_num_timeout=1", "train.max_steps=200"]
+    process = start("train", "-m", *tiny, *LONG, *options, "train.seed=1,2,3")
+    cells = tmp_path / "outputs" / "s"
+    jobs = watched(cells, process, 3)
+    (requeued, first), (late, second), (killed, third) = jobs.items()
+    tasks = [p for p in slurm.steps("n1", "n2") if "submitit.core._submit" in p.cmdline()]
+    [task] = [p for p in tasks if p.environ()["SLURM_JOB_ID"] == third and p.name() != "srun"]
+    task.kill()
+    slurm("scontrol", "requeue", first)
+    slurm("scancel", "--signal=USR2", second)
+    wait_for(lambda: slurm.job(second)["Restarts"] == "1", process)
+    before = summary(cells / late)["steps"]
+    assert (cells / late / "checkpoints" / f"step-{before:08d}").exists()
+    wait_for(begun(cells / late, before + 2), process)
+    slurm("scancel", "--signal=USR2", second)
+    out, err = process.communicate(timeout=240)
+    assert process.returncode == 1
+    assert slurm.job(first)["Restarts"] == "1"
+    assert summary(cells / requeued)["status"] == "completed"
+    assert [event["step"] for event in events(cells / requeued, "step")] == list(range(200))
+    log = cells / ".submitit" / third / f"{third}_0_log.err"
+    assert [line for line in err.splitlines() if "gptexp: job " in line] == [
+        f"gptexp: job {third}: ended without a result (FAILED by scontrol show job); see {log}",
+        f"gptexp: job {second}: requeued hydra.launcher.max_num_timeout times after its time limit; the same command "
+        "continues",
+    ], err
+    assert "2 of 3 cells failed" in err, (out, killed)
+
+
+@pytest.mark.e2e
+@needs_submitit
+def test_a_rank_that_fails_before_the_others_know_it_ends_the_cell(
+    slurm: "Cluster",
+    gptexp: Gptexp,
+    tiny: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    sabotage: Callable[[str, str], dict[str, str]],
+) -> None:
+    """Rank 0 waits for it meanwhile. The exit code is that of the rank that failed."""
+    code = """
+    import os
+    def broken(*args):
+        raise m.DataError("no text on this node")
+    if os.environ.get("SLURM_PROCID") == "1":
+        m._examples = broken
+    """
+    monkeypatch.setenv("PYTHONPATH", sabotage("gptexp.run.rank", code)["PYTHONPATH"])
+    failed = gptexp("train", "-m", *tiny, *LONG, "train.seed=1", "world.size=2", SLURM, "hydra.launcher.nodes=2")
+    assert failed.returncode == 1, failed.stderr
+    assert "1 of 1 cell failed" in failed.stderr
+    [(name, number)] = job_ids(tmp_path / "outputs" / "s").items()
+    folder = tmp_path / "outputs" / "s" / ".submitit" / number
+    said = (tmp_path / "outputs" / "s" / name / "output.log").read_text()
+    assert f"rank 1 has failed with exit code 3; see {folder}\n" in said
+    assert "no text on this node" in (folder / f"{number}_1_log.err").read_text()
+
+
+@pytest.mark.e2e
+@needs_submitit
 def test_a_job_that_slurm_refuses_does_not_stop_the_other_cells(
     slurm: "Cluster", gptexp: Gptexp, tiny: list[str], tmp_path: Path
 ) -> None:
-    done = gptexp("train", "-m", *tiny, "train.seed=1,2", SLURM, "hydra.launcher.partition=none")
+    """And a model that does not fit the GPUs of the partition is refused before a job is submitted."""
+    done = gptexp("train", "-m", *tiny, "train.device=auto,cpu", SLURM, "hydra.launcher.partition=small")
     assert done.returncode == 1
-    assert done.stderr.count("not submitted: sbatch: error: invalid partition specified: none") == 2
-    assert "2 of 2 cells failed" in done.stderr
+    assert done.stderr.count("not submitted: ") == 1
+    assert (
+        "not submitted: sbatch: error: Batch job submission failed: Requested node configuration is not available "
+        "(train.device=cpu asks for no GPU)\n"
+    ) in done.stderr
+    assert "1 of 2 cells failed" in done.stderr
     assert "Traceback" not in done.stderr
+    assert sorted(summary(directory)["status"] for directory in runs(tmp_path)) == ["completed"]
+    large = ["train.device=auto", "model.n_layer=24", "model.n_embd=8192", "world.size=2", "sweep.name=large"]
+    refused = gptexp("train", "-m", *tiny, *large, SLURM, "train.seed=1,2")
+    assert refused.returncode == 2
+    assert " GiB, and the H100 has 74.5 GiB; use " in refused.stderr
+    assert not (tmp_path / "outputs" / "large").exists()
 
 
 @pytest.mark.e2e
