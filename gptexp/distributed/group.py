@@ -74,7 +74,7 @@ def init_process_group(
 def _wait_for_all(store: dist.Store, world_size: int, heeds_signals: bool = False) -> None:
     """Wait until every rank is here. Each sends the store two messages of constant size. *Collective.*
 
-    With `heeds_signals`, for rank 0, which asks again and again, a signal ends the process meanwhile, and so the others.
+    With `heeds_signals`, for rank 0, which asks again and again, a signal ends it meanwhile, and so the others.
     """
     if store.add("prepared", 1) == world_size:
         store.set("all prepared", "")
