@@ -161,11 +161,11 @@ def test_jobs_that_are_requeued_run_out_of_time_limits_or_leave_no_result(
     assert summary(cells / requeued)["status"] == "completed"
     assert [event["step"] for event in events(cells / requeued, "step")] == list(range(200))
     log = cells / ".submitit" / third / f"{third}_0_log.err"
-    assert [line for line in err.splitlines() if "gptexp: job " in line] == [
+    assert {line for line in err.splitlines() if "gptexp: job " in line} == {
         f"gptexp: job {third}: ended without a result (FAILED by scontrol show job); see {log}",
         f"gptexp: job {second}: requeued hydra.launcher.max_num_timeout times after its time limit; the same command "
         "continues",
-    ], err
+    }, err
     assert "2 of 3 cells failed" in err, (out, killed)
 
 
