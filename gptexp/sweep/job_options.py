@@ -127,9 +127,10 @@ def uses_gpus(config: Config) -> bool:
 
 def gpus_of_node(options: Options, config: Config, nodes: int) -> int | None:
     """GPUs of a job on each node, one for each rank; None if other options ask for them."""
-    if not uses_gpus(config) or options.get("gpus_per_node") == 0:
-        return 0
-    return None if {"gpus_per_task", "gres"} & options.keys() else (config.world.size or 1) // nodes
+    if {"gpus_per_task", "gres"} & options.keys():
+        return None
+    needless = not uses_gpus(config) or options.get("gpus_per_node") == 0
+    return 0 if needless else (config.world.size or 1) // nodes
 
 
 def gpu_kinds(options: Options) -> set[str]:

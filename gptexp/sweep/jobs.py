@@ -30,9 +30,9 @@ ASK_S = 60  # s: longest time between two questions to SLURM for its queue
 RESULT_S = 5.0  # s: for which a shared file system may hide the result of a job that has left the queue
 CODES = {"completed": 0, "diverged": EXIT_DIVERGED}  # exit codes of runs by status
 # submitit's parameters for every cluster. Others that a user may set need the cluster's name as a prefix.
-COMMON_PARAMETERS = (
-    "nodes", "tasks_per_node", "gpus_per_node", "timeout_min", "cpus_per_task", "mem_gb", "stderr_to_stdout",
-)  # fmt: skip
+COMMON_PARAMETERS = ("timeout_min", "mem_gb", "stderr_to_stdout")
+# Options that are no such parameters, or whose parameters follow from the ranks of a cell.
+OTHERS = ("submitit_folder", "max_num_timeout", "nodes", "tasks_per_node", "gpus_per_node", "cpus_per_task")
 
 
 class SubmititLauncher(CellLauncher):
@@ -61,15 +61,16 @@ class SubmititLauncher(CellLauncher):
             raise ConfigError("hydra/launcher=submitit_…: not installed; pip install 'gptexp[slurm]'") from None
         self.room = self.places(configs)
         folder = self.options.get("submitit_folder", f"{self.config.hydra.sweep.dir}/{JOBS}/%j")
-        named = {
+        timeouts = self.options.get("max_num_timeout")
+        own = {} if timeouts is None else {f"{self.cluster}_max_num_timeout": timeouts}
+        parameters = {
             key if key in COMMON_PARAMETERS else f"{self.cluster}_{key}": value
             for key, value in self.options.items()
-            if key != "submitit_folder"
+            if key not in OTHERS
         }
-        timeouts = {key: named.pop(key) for key in [*named] if key.endswith("max_num_timeout")}
         try:
-            self.executor = submitit.AutoExecutor(folder=Path(folder).absolute(), cluster=self.cluster, **timeouts)
-            self.executor.update_parameters(name=self.name, **named)
+            self.executor = submitit.AutoExecutor(folder=Path(folder).absolute(), cluster=self.cluster, **own)
+            self.executor.update_parameters(name=self.name, **parameters)
             if self.cluster == "slurm":
                 self._complete_for_slurm()
         except (
@@ -104,7 +105,7 @@ class SubmititLauncher(CellLauncher):
 
         SlurmJob.watcher = QueueWatcher(ASK_S)
         more = self.options.get("additional_parameters", {})
-        if "no-requeue" not in more:  # some clusters requeue no job that does not ask for it
+        if not {"no-requeue", "no_requeue"} & more.keys():  # some clusters requeue no job that does not ask for it
             self.executor.update_parameters(slurm_additional_parameters={"requeue": True, **more})
 
     def places(self, configs: Sequence[Config]) -> Places:

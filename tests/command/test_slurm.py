@@ -3,6 +3,7 @@
 import re
 import socket
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -103,6 +104,15 @@ def test_a_process_outside_of_a_job_step_trains_on_one_rank(slurm: "Cluster", ti
     said = (tmp_path / f"slurm-{number}.out").read_text()
     assert said.count("SLURM has requeued this job (restart 1), and ") == 1
     assert f"{directory}/checkpoints holds no checkpoint: training starts from step 0\n" in said
+
+
+@pytest.mark.e2e
+def test_a_run_that_first_begins_in_a_requeued_job_says_nothing_of_it(
+    gptexp: Callable[..., subprocess.CompletedProcess[str]], tiny: list[str]
+) -> None:
+    done = gptexp("train", *tiny, "hydra.run.dir=out", env={"SLURM_RESTART_COUNT": "1"})
+    assert done.returncode == 0
+    assert "requeued" not in done.stderr
 
 
 @pytest.mark.e2e

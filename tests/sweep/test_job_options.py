@@ -166,7 +166,7 @@ def test_each_option_of_the_files_has_a_legal_value() -> None:
 )
 def test_a_job_requests_a_gpu_for_each_rank(ranks: int, options: dict[str, Any], nodes: int, gpus: int | None) -> None:
     assert gpus_of_node(options, _of_ranks(ranks), nodes) == gpus
-    assert gpus_of_node(options, _of_ranks(ranks, "train.device=cpu"), nodes) == 0
+    assert gpus_of_node(options, _of_ranks(ranks, "train.device=cpu"), nodes) == (None if gpus is None else 0)
 
 
 def test_the_kinds_of_gpu_are_those_of_gres_else_of_the_partition(

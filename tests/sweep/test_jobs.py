@@ -15,7 +15,9 @@ import pytest
 from conftest import events, runs, summary, wait_for
 from real_runs import begun
 
+from gptexp.process.errors import UserError
 from gptexp.storage import run_dir
+from gptexp.sweep.cell_job import CellJob
 
 if TYPE_CHECKING:
     from slurm_cluster import Cluster
@@ -29,6 +31,18 @@ LONG = ("train.max_steps=80", "train.eval_every=0", "train.save_every=0", "sweep
 SLURM = "hydra/launcher=submitit_slurm"
 # Values that measure time, or say where and with which commit the code ran.
 OTHER = re.compile(r"time|_s$|_ms$|_h$|per_s|mfu|perf/|minutes|git_commit|^name$|^command$")
+
+
+@needs_submitit
+def test_a_job_that_saves_nothing_between_two_time_limits_is_not_requeued(tmp_path: Path) -> None:
+    """At both limits the run has not begun yet, so that there is nothing to stop."""
+    first = CellJob(tmp_path).checkpoint().function
+    with pytest.raises(UserError, match="no checkpoint was saved between two time limits"):
+        first.checkpoint()
+    (tmp_path / "checkpoints" / "step-00000004").mkdir(parents=True)
+    second = first.checkpoint().function
+    with pytest.raises(UserError, match=r"\(the newest: step-00000004\); raise hydra\.launcher\.timeout_min"):
+        second.checkpoint()
 
 
 def job_ids(cells: Path) -> dict[str, str]:
@@ -147,11 +161,11 @@ def test_jobs_that_are_requeued_run_out_of_time_limits_or_leave_no_result(
     assert summary(cells / requeued)["status"] == "completed"
     assert [event["step"] for event in events(cells / requeued, "step")] == list(range(200))
     log = cells / ".submitit" / third / f"{third}_0_log.err"
-    assert [line for line in err.splitlines() if "gptexp: job " in line] == [
+    assert {line for line in err.splitlines() if "gptexp: job " in line} == {
         f"gptexp: job {third}: ended without a result (FAILED by scontrol show job); see {log}",
         f"gptexp: job {second}: requeued hydra.launcher.max_num_timeout times after its time limit; the same command "
         "continues",
-    ], err
+    }, err
     assert "2 of 3 cells failed" in err, (out, killed)
 
 
