@@ -71,15 +71,17 @@ def init_process_group(
 
 
 def _wait_for_all(store: dist.Store, world_size: int, heeds_signals: bool = False) -> None:
-    """Wait until every rank is here. Each sends the store two messages of constant size. *Collective.*
+    """Wait until every rank is here. Each sends the store messages of constant size. *Collective.*
 
-    With `heeds_signals`, for rank 0, a signal ends the process meanwhile, and so the other ranks, as it should.
+    With `heeds_signals`, for rank 0, a signal ends the process meanwhile, and with it the store and the other ranks.
     """
     if store.add("prepared", 1) == world_size:
         store.set("all prepared", "")
-    while heeds_signals and not store.check(["all prepared"]):  # in C++ Python handles no signal
+    if not heeds_signals:
+        store.wait(["all prepared"], PREPARATION)
+        return
+    while not store.check(["all prepared"]):  # in `wait`, which is C++, Python handles no signal
         time.sleep(POLL_S)
-    store.wait(["all prepared"], PREPARATION)
 
 
 def destroy_process_group() -> None:
