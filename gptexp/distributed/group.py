@@ -72,15 +72,17 @@ def init_process_group(
 
 
 def _wait_for_all(store: dist.Store, world_size: int, heeds_signals: bool = False) -> None:
-    """Wait until every rank is here. Each sends the store two messages of constant size. *Collective.*
+    """Wait until every rank is here. Each sends the store messages of constant size. *Collective.*
 
-    With `heeds_signals`, for rank 0, which asks again and again, a signal ends it meanwhile, and so the others.
+    With `heeds_signals`, for rank 0, a signal ends the process meanwhile, and with it the store and the other ranks.
     """
     if store.add("prepared", 1) == world_size:
         store.set("all prepared", "")
-    while heeds_signals and not store.check(["all prepared"]):  # in C++ Python handles no signal
+    if not heeds_signals:
+        store.wait(["all prepared"], PREPARATION)
+        return
+    while not store.check(["all prepared"]):  # in `wait`, which is C++, Python handles no signal
         time.sleep(FIRST_PAUSE_S)
-    store.wait(["all prepared"], PREPARATION)
 
 
 def wait_for(store: dist.Store, key: str, timeout_s: float = math.inf) -> bool:

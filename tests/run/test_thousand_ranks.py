@@ -189,7 +189,7 @@ def test_a_rank_of_a_thousand_starts_trains_and_saves(
     assert summary(tmp_path / "run")["status"] == "completed"
     assert [event["tokens"] for event in events(tmp_path / "run", "step")] == [16 * world_size, 32 * world_size]
     store = fake_group[world_size]
-    assert (sum(store.messages.values()), store.keys) == (6, 6)  # at any number of ranks
+    assert (sum(store.messages.values()), store.keys) == (5, 5)  # at any number of ranks
     assert os.environ["TORCH_GLOO_LAZY_INIT"] == "1"  # the messages of gloo, which here is none
 
 
