@@ -31,7 +31,7 @@ def test_a_thread_that_waits_sleeps_soon() -> None:
 
 @pytest.mark.parametrize(
     ("environment", "expected"),
-    [({"GOMP_SPINCOUNT": "77"}, "77"), ({"OMP_WAIT_POLICY": "PASSIVE"}, "0")],
+    [({"GOMP_SPINCOUNT": "77"}, "77"), pytest.param({"OMP_WAIT_POLICY": "PASSIVE"}, "0", marks=pytest.mark.e2e)],
 )
 def test_the_environment_decides_if_it_says_how_threads_wait(environment: dict[str, str], expected: str) -> None:
     assert spins(**environment) == expected

@@ -114,6 +114,7 @@ def agrees_with_the_facts(numbers: dict[str, Any], passes: bool) -> None:
         assert max(slopes["logits"]) > 0.4, slopes
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(("parametrisation", "passes"), [("standard", False), ("mup", True)])
 def test_the_standard_parametrisation_fails_and_mup_passes(
     tmp_path: Path, parametrisation: str, passes: bool, capsys: pytest.CaptureFixture[str]

@@ -290,7 +290,7 @@ def test_an_empty_directory_is_filled_wherever_it_is(
     assert not list((tmp_path / out).glob(".*"))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.e2e)])
 def test_a_stopped_export_leaves_nothing(
     finished_run: Path, start: Start, sabotage: Callable[[str, str], dict[str, str]], tmp_path: Path, number: int
 ) -> None:

@@ -39,7 +39,7 @@ def threads() -> Iterator[None]:
     torch.set_flush_denormal(False)
 
 
-@pytest.mark.parametrize("command", [["train", "hydra.run.dir=out"], ["plan"]])
+@pytest.mark.parametrize("command", [["train", "hydra.run.dir=out"], pytest.param(["plan"], marks=pytest.mark.e2e)])
 def test_a_start_without_compiling_imports_neither_the_compiler_nor_scipy(
     tiny: list[str], tmp_path: Path, command: list[str]
 ) -> None:

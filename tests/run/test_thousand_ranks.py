@@ -64,7 +64,7 @@ def config_of(corpus: Path, world_size: int, *more: str) -> Any:
     return compose([*kept, f"data.path={corpus}", *sizes, *more])
 
 
-@pytest.mark.parametrize(("world_size", "accumulation"), [(1024, 3), (4096, 1)])
+@pytest.mark.parametrize(("world_size", "accumulation"), [(1024, 3), pytest.param(4096, 1, marks=pytest.mark.e2e)])
 def test_every_sample_of_a_step_is_read_by_one_rank_and_shares_are_contiguous(
     corpus: Path, world_size: int, accumulation: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -119,6 +119,7 @@ def test_a_study_with_other_choices_is_refused(tmp_path: Path) -> None:
         Study(tmp_path, [Axis(BATCH.key, True, Interval(1, 2, log=False, whole=True))], 0)
 
 
+@pytest.mark.e2e
 def test_trials_come_close_to_the_optimum_more_often_than_random_ones(tmp_path: Path) -> None:
     study = Study(tmp_path, [LR], 1)
     for _ in range(40):

@@ -219,6 +219,7 @@ def test_a_rollback_continues_with_the_data_after_the_failed_step(
     check_rolled_back(tmp_path / "one", prefix)
 
 
+@pytest.mark.e2e
 def test_a_rollback_in_a_ramp_passes_over_the_tokens_of_the_failed_steps(
     poison: Poison, tiny: list[str], tmp_path: Path
 ) -> None:

@@ -91,6 +91,7 @@ def exact_hessian(gpt: GPT, x: Tensor) -> Tensor:
     return torch.stack([torch.cat([part.flatten() for part in row]) for row in rows])
 
 
+@pytest.mark.e2e
 def test_differences_agree_with_double_backward_and_keep_the_bits_of_the_weights() -> None:
     gpt, x, optimizer = trained()
     hessian = exact_hessian(gpt, x)
