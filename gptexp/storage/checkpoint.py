@@ -145,17 +145,19 @@ def begin_to_save_parts(
     keep: Keep,
     about: dict[str, Any],
     group: dist.ProcessGroup,
+    attempt: int,
 ) -> "Future[Path]":
     """As `save`, for `tensors` of which each rank has parts: returns once these are copied. *Collective.*
 
-    `counts` are the `COUNTED` values of the optimizer's groups. Nothing else may use `group`. The future's result is
-    the path on every rank, or its exception a `StorageError`.
+    `counts` are the `COUNTED` values of the optimizer's groups. Nothing else may use `group`. `attempt` is a number
+    that the ranks have in common, and no other save: a rank that a lost attempt has left behind may still write. The
+    future's result is the path on every rank, or its exception a `StorageError`.
     """
     target = directory / name_of(state.step)
-    unfinished = target.with_name(f".tmp-{target.name}")
+    unfinished = target.with_name(f".tmp-{target.name}-{attempt}")
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     text = _state_text(state, about, counts)  # training changes the state
-    written = sharded.write(unfinished, tensors, rank, ranks)
+    written = sharded.write(unfinished, tensors, rank, ranks, group)
     done: Future[Path] = Future()
 
     def of_this_rank() -> dict[str, list[Any]] | str:
@@ -517,8 +519,8 @@ def _checked(path: Path, hashes: bool = True) -> TrainState:
         if missing := [file for file in (MANIFEST, *needed) if not (path / file).is_file()]:
             raise CheckpointError(f"{missing[0]} is missing")
         files = read_json(path / MANIFEST)
-        parts = {file for file in files if sharded.PART.fullmatch(file)} if sharded.is_sharded(path) else {AVERAGE}
-        if files.keys() - parts != set(needed):
+        more = sharded.files(path) if sharded.is_sharded(path) else {AVERAGE} & files.keys()
+        if files.keys() != {*needed, *more}:
             raise CheckpointError(f"{MANIFEST} does not list the files of a checkpoint")
         for name in files:
             size, digest = files[name]

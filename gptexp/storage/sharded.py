@@ -11,7 +11,6 @@ an entry for each tensor of each rank. Any number of ranks can read a checkpoint
 """
 
 import json
-import re
 import warnings
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from gptexp.distributed.group import rank_index
 from gptexp.process.errors import CheckpointError, first_line
@@ -32,7 +32,6 @@ if TYPE_CHECKING:  # importing it takes a second, and most runs need none of it
     from torch.distributed.checkpoint.metadata import Metadata
 
 PARTS = "parts.json"
-PART = re.compile(r"__\d+_0\.(distcp|json)")
 ALONE = "torch.distributed is disabled"  # DCP's warning that no other rank takes part
 MODEL, OPTIMIZER, AVERAGE = "model.", "optimizer.", "average."  # before the names of the tensors
 
@@ -45,6 +44,11 @@ def is_sharded(path: Path) -> bool:
 def files_of(rank: int) -> tuple[str, str]:
     """The names of a rank's files: its rows of the tensors, and where in it they are."""
     return f"__{rank}_0.distcp", f"__{rank}_0.json"
+
+
+def files(path: Path) -> set[str]:
+    """The names of the files of all ranks that checkpoint `path` should have. Raises `CheckpointError`."""
+    return {name for rank in range(_saved(path)[0]) for name in files_of(rank)}
 
 
 def shapes(path: Path) -> dict[str, torch.Size]:
@@ -75,11 +79,13 @@ def read(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
         raise CheckpointError(f"{path}: cannot be read ({cause_of(error)})") from None
 
 
-def write(folder: Path, tensors: Mapping[str, torch.Tensor], rank: int, ranks: int) -> "Future[Any]":
+def write(
+    folder: Path, tensors: Mapping[str, torch.Tensor], rank: int, ranks: int, group: dist.ProcessGroup | None = None
+) -> "Future[Any]":
     """Begin to write this rank's rows of `tensors`, of which DTensors are split by rows, into `folder`.
 
     Returns once they are copied to the host's memory. The future is done when this rank has written. Tensors that are
-    not split are in the files of all ranks.
+    not split are in the files of all ranks. `group` is one of gloo, which DCP asks for beside NCCL; nothing is sent.
     """
     from torch.distributed.checkpoint import FileSystemWriter, async_save
     from torch.distributed.tensor import DTensor
@@ -101,7 +107,9 @@ def write(folder: Path, tensors: Mapping[str, torch.Tensor], rank: int, ranks: i
         name: {"shape": list(tensor.shape), "split": isinstance(tensor, DTensor)} for name, tensor in tensors.items()
     }
     warnings.filterwarnings("ignore", ALONE)  # for good: a thread warns
-    begun = async_save(dict(tensors), storage_writer=Writer(folder), no_dist=True, use_collectives=False)
+    begun = async_save(
+        dict(tensors), storage_writer=Writer(folder), process_group=group, no_dist=True, use_collectives=False
+    )
     assert isinstance(begun, Future)
     return begun
 

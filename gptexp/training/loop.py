@@ -470,14 +470,17 @@ class _Loop:
         tensors, counts = parts(t.step.parameters, t.step.optimizer, average)
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())  # a DTensor has all numbers
 
-        def is_saved() -> bool:
+        def attempt() -> int | None:
+            """A number of this save alone; None if the checkpoint is there."""
             checkpoint.refuse_a_full_disk(self.checkpoints, size)
-            return (self.checkpoints / checkpoint.name_of(state.step)).exists()
+            return None if (self.checkpoints / checkpoint.name_of(state.step)).exists() else time.time_ns()
 
         with self.going_on_unless(is_last):
-            if agree(is_saved, t.rank):
+            if (number := agree(attempt, t.rank)) is None:
                 return
-            future = checkpoint.begin_to_save_parts(self.checkpoints, tensors, counts, state, keep, t.about, group)
+            future = checkpoint.begin_to_save_parts(
+                self.checkpoints, tensors, counts, state, keep, t.about, group, number
+            )
             self.saving = _Saving(state, future)
             if is_last:
                 self.finish_saving(is_last=True)

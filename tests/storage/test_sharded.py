@@ -27,7 +27,8 @@ TENSORS = {
 
 @pytest.fixture
 def group() -> Iterator[dist.ProcessGroup]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    """Of gloo, beside a default group that, as with NCCL, sends nothing from the memory of the host."""
+    dist.init_process_group("cuda:gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield dist.new_group(backend="gloo")
     dist.destroy_process_group()
 
@@ -35,7 +36,7 @@ def group() -> Iterator[dist.ProcessGroup]:
 def saved(directory: Path, group: dist.ProcessGroup, step: int = 1, keep: int = 0) -> Path:
     directory.mkdir(exist_ok=True)
     state = TrainState(step=step, tokens=10 * step)
-    return begin_to_save_parts(directory, TENSORS, [{"step": 3}], state, Keep(keep), {"a": 1}, group).result(60)
+    return begin_to_save_parts(directory, TENSORS, [{"step": 3}], state, Keep(keep), {"a": 1}, group, 17).result(60)
 
 
 def test_what_is_written_is_read_whole_and_in_parts(tmp_path: Path, group: dist.ProcessGroup) -> None:
@@ -82,6 +83,24 @@ def test_the_rows_of_seven_ranks_are_read_by_any_number(tmp_path: Path, ranks: i
         as_rank(rank, 7, write(rank))
     for rank in range(ranks):
         as_rank(rank, ranks, read)
+
+
+def test_a_checkpoint_without_the_files_of_a_rank_is_passed_over(tmp_path: Path, group: dist.ProcessGroup) -> None:
+    """Also if its hashes say nothing of them."""
+    whole, lacking = saved(tmp_path / "c", group), saved(tmp_path / "c", group, 2)
+    (lacking / "__0_0.json").unlink()
+    rehash(lacking)
+    found = checkpoint.load_latest(tmp_path / "c")
+    assert found is not None
+    assert found[0] == whole
+
+
+def test_the_ranks_of_a_lost_attempt_write_elsewhere(tmp_path: Path, group: dist.ProcessGroup) -> None:
+    """They may still write a step that the new attempt saves too."""
+    left = tmp_path / "c/.tmp-step-00000001-16"
+    left.mkdir(parents=True)
+    (left / "__1_0.distcp").touch()
+    assert not (saved(tmp_path / "c", group) / "__1_0.distcp").exists()
 
 
 def test_checkpoints_are_pruned_and_never_partly_there(tmp_path: Path, group: dist.ProcessGroup) -> None:
