@@ -13,9 +13,12 @@ from gptexp.machine.resolve import estimate, resolve
 from gptexp.model.gpus import Gpu
 from gptexp.process.errors import ConfigError
 
+# A run is refused only if it certainly does not fit: a GPU of 80 GB may have 80 GiB, and the estimate is within 10%.
+CERTAIN = 1.1 * 2**30 / 10**9
+
 
 def refuse_too_large(configs: Sequence[Config], gpu: Gpu) -> None:
-    """Raise `ConfigError` if a rank of one of `configs` needs more memory than `gpu` has, with what would fit."""
+    """Raise `ConfigError` if a rank of one of `configs` needs far more memory than `gpu` has, with what would fit."""
     alike = {memory_key(config): config for config in configs if config.train.device in ("auto", "cuda")}
     problems = []
     for config in alike.values():
@@ -28,7 +31,7 @@ def refuse_too_large(configs: Sequence[Config], gpu: Gpu) -> None:
         effective = resolved(config)
         sized = with_vocab_size(config, effective.vocab_size.value)
         peak = estimate(sized, effective, world_size).peak
-        if gpu.memory_bytes is not None and peak > gpu.memory_bytes:
+        if gpu.memory_bytes is not None and peak > CERTAIN * gpu.memory_bytes:
             others = memory_by_sharding(sized, effective, world_size, resolved)
             size = effective.micro_batch_size.value
             problems.append(f"world.size={world_size}, {size} × {config.seq_len}: {excess(peak, gpu, others)}")

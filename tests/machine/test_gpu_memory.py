@@ -1,5 +1,6 @@
 """Whether runs fit the memory of a GPU, by the name that a cluster gives it."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -57,3 +58,16 @@ def test_runs_that_fit_or_use_no_gpu_pass() -> None:
     refuse_too_large([compose([*LARGE, "world.sharding=full"])], GPUS["h100"])
     refuse_too_large([replace(large, train=replace(large.train, device="cpu"))], GPUS["h100"])
     refuse_too_large([large], replace(GPUS["h100"], memory_bytes=None))
+
+
+def test_a_run_that_may_fit_by_the_error_of_the_estimate_passes() -> None:
+    """A GPU of 80 GB may have 80 GiB."""
+    config = compose(LARGE)
+    with pytest.raises(ConfigError) as error:
+        refuse_too_large([config], GPUS["h100"])
+    found = re.search(r"needs about ([\d.]+) GiB", error.value.problems[0])
+    assert found is not None
+    needed = float(found[1])  # GiB
+    refuse_too_large([config], replace(GPUS["h100"], memory_bytes=int(needed / 1.09 * 10**9)))
+    with pytest.raises(ConfigError):
+        refuse_too_large([config], replace(GPUS["h100"], memory_bytes=int(needed / 1.12 * 10**9)))
