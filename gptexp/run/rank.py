@@ -233,7 +233,8 @@ def _dataset_of_run(job: Job, store: dist.Store) -> Dataset:
     """Open the data. Rank 0 finds, prepares and checks them, and tells the others where. Raises `DataError`.
 
     Every rank would otherwise list the folders of the corpus and open each file of tokens, on a file system that all
-    nodes share. Of a node that does not see the files of rank 0, the first rank looks, and tells the others there.
+    nodes share. Of a node that does not see the files of rank 0, the first rank looks, and tells the others there; also
+    with data=tokens, whose files lie outside of the cache and may be other ones on each node.
     """
     rank, of_node = job.rank, f"tokens of {platform.node()}"
     if rank.is_main:
@@ -241,7 +242,8 @@ def _dataset_of_run(job: Job, store: dist.Store) -> Dataset:
     key = of_node if rank.local_rank else "tokens"
     wait_for(store, key)
     told = json.loads(text := store.get(key))
-    is_known = "error" in told or _sees(told)
+    is_own = job.cfg.data.name == "tokens" and not rank.local_rank
+    is_known = "error" in told or (not is_own and _sees(told))
     if not is_known:  # the first rank of the node; or a later one, of two nodes with one name
         told = _prepared(job, store, [of_node])
     elif not rank.local_rank:

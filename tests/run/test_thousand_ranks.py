@@ -381,6 +381,25 @@ def test_a_node_with_files_of_its_own_looks_for_them(
     assert json.loads(store.values[f"tokens of {platform.node()}"]) == told
 
 
+@pytest.mark.parametrize(
+    ("name", "local_rank", "looks"), [("tokens", 0, True), ("tokens", 5, False), ("text", 0, False)]
+)
+def test_the_first_rank_of_each_node_looks_for_token_files_that_lie_elsewhere(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, local_rank: int, looks: bool
+) -> None:
+    """The cache that all nodes share says which they are, and nothing of what is on the disks of the nodes."""
+    cfg = config_of(corpus, 1024)
+    cfg = replace(cfg, data=replace(cfg.data, name=name))
+    told = json.dumps({"directories": [None, None], "states": [None, None]}).encode()
+    store = CountingStore(1024, {"tokens": told, f"tokens of {platform.node()}": told})
+    checked: list[tuple[dict[str, Any], bool]] = []
+    monkeypatch.setattr(rank_module, "_prepared", lambda *_: {"found": "here"})
+    monkeypatch.setattr(rank_module, "_open", lambda _, told, check_files: checked.append((told, check_files)))
+    job = Job(cfg, tmp_path, Rank(8 + local_rank, 1024, local_rank, 8), StopRequest())
+    rank_module._dataset_of_run(job, store)
+    assert checked == [({"found": "here"} if looks else json.loads(told), looks)]
+
+
 def test_a_rank_that_waits_for_ten_minutes_asks_the_store_every_five_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
 
