@@ -26,7 +26,7 @@ from gptexp.training.optim import build_optimizer
 from gptexp.training.phases import StepTimer
 from gptexp.training.small_gradients import SmallGradients
 from gptexp.training.step import Probe, TrainStep
-from gptexp.training.step_report import StepReport, StepTimeout
+from gptexp.training.step_report import SlowestRank, StepReport, StepTimeout
 from gptexp.training.weight_average import WeightAverage
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -92,12 +92,15 @@ def test_a_step_does_not_synchronise_with_the_device(tiny: list[str], compiled: 
         try:
             step(batches, accumulation, lr_factor=1.0)
             timer = StepTimer(device)
-            report = step(batches, accumulation, lr_factor=1.0, probe=Probe(timer=timer))
+            probe = Probe(timer=timer, slowest=SlowestRank(7.5, device))
+            report = step(batches, accumulation, lr_factor=1.0, probe=probe)
             with pytest.raises(RuntimeError, match="synchronizing"):
                 report.finite.item()  # the mode does raise at a synchronising call
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    assert report.read().loss > 0
+    numbers = report.read()
+    assert numbers.loss > 0
+    assert numbers.work == (7.5, 7.5, 0)
     assert all(ms > 0 for ms in timer.read().values())
 
 
