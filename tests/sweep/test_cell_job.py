@@ -8,6 +8,7 @@ from pathlib import Path
 from threading import Timer
 
 import pytest
+from conftest import summary
 
 from gptexp.config.schema import Config, WorldConfig
 from gptexp.process.errors import UserError
@@ -42,11 +43,13 @@ def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Task:
 
 
 def test_rank_0_that_waits_for_a_rank_that_has_failed_gets_sigterm(task: Task, tmp_path: Path) -> None:
-    """It ends in order. The first failure counts, and a rank that SLURM has stopped has not failed."""
+    """It ends in order, as failed. The first failure counts, and a rank that SLURM has stopped has not failed."""
     assert [task(3, "kill $$"), task(2, "exit 3"), task(1, "exit 4")] == [-signal.SIGTERM, 3, 4]
+    run_dir.write_json(tmp_path / "summary.json", {"status": "interrupted", "steps": 4})
     assert task(0, "trap 'echo ends in order; exit 143' TERM; for i in $(seq 400); do sleep 0.05; done") == 3
     said = (tmp_path / "output.log").read_text()
     assert said == f"ends in order\nrank 2 has failed with exit code 3; see {tmp_path}\n"
+    assert summary(tmp_path) == {"status": "failed", "steps": 4}
     assert [path.name for path in tmp_path.glob("failed*")] == ["failed-0"]
 
 

@@ -181,6 +181,7 @@ def test_a_rank_that_fails_before_the_others_know_it_ends_the_cell(
     folder = tmp_path / "outputs" / "s" / ".submitit" / number
     said = (tmp_path / "outputs" / "s" / name / "output.log").read_text()
     assert f"rank 1 has failed with exit code 3; see {folder}\n" in said
+    assert summary(tmp_path / "outputs" / "s" / name)["status"] == "failed"
     assert "no text on this node" in (folder / f"{number}_1_log.err").read_text()
 
 
