@@ -53,8 +53,9 @@ class CellJob:
             if self.cause and (code < 0 or code in (EXIT_FAILED, EXIT_CODES["SIGTERM"])):
                 rank, its_code = self.cause.split()
                 output.write(f"rank {rank} has failed with exit code {its_code}; see {task.paths.folder}\n".encode())
-                summary = self.directory / run_dir.SUMMARY  # after SIGTERM it says "interrupted"
-                run_dir.write_json(summary, {**run_dir.read_json(summary), "status": "failed"})
+                if run_dir.status(self.directory) == "interrupted":  # by this task's SIGTERM
+                    path = self.directory / run_dir.SUMMARY
+                    run_dir.write_json(path, {**run_dir.read_json(path), "status": "failed"})
                 return int(its_code)
         return code
 

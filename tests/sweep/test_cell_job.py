@@ -54,9 +54,12 @@ def test_rank_0_that_waits_for_a_rank_that_has_failed_gets_sigterm(task: Task, t
 
 
 def test_rank_0_that_trains_has_time_to_name_the_rank_that_it_has_lost(task: Task, tmp_path: Path) -> None:
+    """A run that has written its last result stays completed, whatever happens to its ranks at their end."""
     task(1, "exit 3")
+    run_dir.write_json(tmp_path / "summary.json", {"status": "completed"})
     assert task(0, "trap '' TERM; sleep 1; echo the lost rank is 1; exit 1") == 3
     assert (tmp_path / "output.log").read_text().startswith("the lost rank is 1\nrank 1 has failed with exit code 3")
+    assert summary(tmp_path) == {"status": "completed"}
 
 
 def test_rank_0_that_does_not_end_is_killed(task: Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
