@@ -1,6 +1,5 @@
 """The job of a cell on its nodes. submitit pickles it, and calls it in each task of the job."""
 
-import math
 import signal
 import subprocess
 import time
@@ -9,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from gptexp.distributed.ranks import requeues
-from gptexp.process.errors import EXIT_DIVERGED, UserError
-from gptexp.process.signals import STOPPED, at_parents_death
+from gptexp.process.errors import EXIT_DIVERGED, EXIT_FAILED, UserError
+from gptexp.process.signals import EXIT_CODES, STOPPED, at_parents_death
 from gptexp.run.pool import OUTPUT, resume_command
 from gptexp.storage import run_dir
 
 POLL_S = 1.0  # s: between two checks of the run
-GRACE_S = 20.0  # s: from another rank's failure to the kill of a rank 0 that has not noticed it
+NOTICED_S = 20.0  # s: from another rank's failure to the SIGTERM for a rank 0 that has not ended because of it
+NAMED_S = 120.0  # s: that a rank 0 which trains may need after world.timeout_s to find out which rank it has lost
 LOST_S = 300.0  # s: longest wait for the processes of an attempt whose node was lost
 
 
@@ -26,6 +26,7 @@ class CellJob:
         self.directory = directory
         self.saved = saved  # the newest checkpoint at the last time limit, "" if there was none; None: the first limit
         self.run: subprocess.Popen[bytes] | None = None
+        self.cause = ""  # number and exit code of a rank that failed while rank 0 still ran
 
     def __call__(self) -> int:
         """Return the exit code of the run; in the first task that of the rank whose failure has ended it."""
@@ -37,27 +38,35 @@ class CellJob:
         if task.global_rank:
             # The output of other tasks than the first is in submitit's own files, one for each.
             code = self._run()
-            if code not in (0, EXIT_DIVERGED, *STOPPED):
-                with suppress(FileExistsError), failure.open("x") as file:  # the first rank that fails is the cause
-                    file.write(f"{task.global_rank} {code}")
+            if code not in (0, EXIT_DIVERGED, -signal.SIGTERM, *STOPPED):
+                own = failure.with_name(f"{failure.name}-{task.global_rank}")
+                own.write_text(f"{task.global_rank} {code}")
+                with suppress(FileExistsError):  # the first rank that fails is the cause
+                    failure.hardlink_to(own)  # so the file is never empty
+                own.unlink()
             return code
         if requeues():
             self._wait_for_lost_attempt()
         with (self.directory / OUTPUT).open("ab") as output:
             code = self._run(output, failure)
-            if code and failure.exists():
-                rank, its_code = failure.read_text().split()
+            # Another exit code has a cause of its own, which rank 0 has printed.
+            if self.cause and (code < 0 or code in (EXIT_FAILED, EXIT_CODES["SIGTERM"])):
+                rank, its_code = self.cause.split()
                 output.write(f"rank {rank} has failed with exit code {its_code}; see {task.paths.folder}\n".encode())
-                code = code if code > 0 else int(its_code)
+                if run_dir.status(self.directory) == "interrupted":  # by this task's SIGTERM
+                    path = self.directory / run_dir.SUMMARY
+                    run_dir.write_json(path, {**run_dir.read_json(path), "status": "failed"})
+                return int(its_code)
         return code
 
     def _run(self, output: Any = None, failure: Path | None = None) -> int:
-        """Run to the end. Returns the exit code, -9 if the run was killed.
+        """Run to the end. Returns the exit code, or minus the number of the signal that has killed the run.
 
         `failure` is a file that appears when another rank has failed. Rank 0 may wait for days for a rank that has
-        never connected to it, so it is killed then if it has not noticed the failure itself.
+        never connected to it: then SIGTERM ends it. A rank 0 that trains goes on after SIGTERM until the step fails,
+        and names the lost rank.
         """
-        kill_at = math.inf
+        due: list[tuple[float, int]] = []  # s of the monotonic clock, and the signal to send then
         self.run = subprocess.Popen(
             resume_command(self.directory),
             stdout=output,
@@ -66,10 +75,13 @@ class CellJob:
         )
         # Not `wait`: it holds a lock, so `poll` in `checkpoint`, a signal handler, would never see the exit.
         while (code := self.run.poll()) is None:
-            if failure is not None and kill_at == math.inf and failure.exists():
-                kill_at = time.monotonic() + GRACE_S
-            if time.monotonic() > kill_at:
-                self.run.kill()
+            now = time.monotonic()
+            if failure is not None and not self.cause and failure.exists():
+                self.cause = failure.read_text()
+                timeout_s = run_dir.load_config(self.directory).world.timeout_s
+                due = [(now + NOTICED_S, signal.SIGTERM), (now + timeout_s + NAMED_S, signal.SIGKILL)]
+            if due and now > due[0][0]:
+                self.run.send_signal(due.pop(0)[1])
             time.sleep(POLL_S)
         return code
 
@@ -80,10 +92,11 @@ class CellJob:
             time.sleep(POLL_S)
 
     def checkpoint(self) -> Any:
-        """Stop the run with a checkpoint, and resubmit it. submitit calls this shortly before the time limit.
+        """Stop the run with a checkpoint, and resubmit it.
 
-        Only the first task calls it. Rank 0 stops the other ranks, and their tasks end with them. Raises `UserError`
-        if the run has saved nothing since the last time limit.
+        submitit calls this in its signal handler, shortly before the time limit and where a cluster announces a
+        preemption. Only the first task calls it. Rank 0 stops the other ranks, and their tasks end with them. Raises
+        `UserError` at a time limit if the run has saved nothing since the last one.
         """
         from submitit.helpers import DelayedSubmission
 
@@ -91,6 +104,8 @@ class CellJob:
             self.run.send_signal(signal.SIGUSR1)
             while self.run.poll() is None:
                 time.sleep(POLL_S)
+        if not _at_time_limit():
+            return DelayedSubmission(CellJob(self.directory, self.saved))
         saved = next((path.name for path in run_dir.published(self.directory / run_dir.CHECKPOINTS)), "")
         if saved == self.saved:
             raise UserError(
@@ -98,6 +113,14 @@ class CellJob:
                 "hydra.launcher.timeout_min"
             )
         return DelayedSubmission(CellJob(self.directory, saved))
+
+
+def _at_time_limit() -> bool:
+    """Whether submitit, whose signal handler runs, counts the signal against `max_num_timeout`; else a preemption."""
+    from submitit import JobEnvironment
+
+    handler: Any = signal.getsignal(signal.Signals[f"SIG{JobEnvironment.USR_SIG}"])
+    return bool(handler.__self__.has_timed_out())
 
 
 def _in_run_process() -> None:

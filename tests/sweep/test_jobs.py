@@ -15,9 +15,7 @@ import pytest
 from conftest import events, runs, summary, wait_for
 from real_runs import begun
 
-from gptexp.process.errors import UserError
 from gptexp.storage import run_dir
-from gptexp.sweep.cell_job import CellJob
 
 if TYPE_CHECKING:
     from slurm_cluster import Cluster
@@ -31,18 +29,6 @@ LONG = ("train.max_steps=80", "train.eval_every=0", "train.save_every=0", "sweep
 SLURM = "hydra/launcher=submitit_slurm"
 # Values that measure time, or say where and with which commit the code ran.
 OTHER = re.compile(r"time|_s$|_ms$|_h$|per_s|mfu|perf/|minutes|git_commit|^name$|^command$")
-
-
-@needs_submitit
-def test_a_job_that_saves_nothing_between_two_time_limits_is_not_requeued(tmp_path: Path) -> None:
-    """At both limits the run has not begun yet, so that there is nothing to stop."""
-    first = CellJob(tmp_path).checkpoint().function
-    with pytest.raises(UserError, match="no checkpoint was saved between two time limits"):
-        first.checkpoint()
-    (tmp_path / "checkpoints" / "step-00000004").mkdir(parents=True)
-    second = first.checkpoint().function
-    with pytest.raises(UserError, match=r"\(the newest: step-00000004\); raise hydra\.launcher\.timeout_min"):
-        second.checkpoint()
 
 
 def job_ids(cells: Path) -> dict[str, str]:
@@ -195,6 +181,7 @@ def test_a_rank_that_fails_before_the_others_know_it_ends_the_cell(
     folder = tmp_path / "outputs" / "s" / ".submitit" / number
     said = (tmp_path / "outputs" / "s" / name / "output.log").read_text()
     assert f"rank 1 has failed with exit code 3; see {folder}\n" in said
+    assert summary(tmp_path / "outputs" / "s" / name)["status"] == "failed"
     assert "no text on this node" in (folder / f"{number}_1_log.err").read_text()
 
 
