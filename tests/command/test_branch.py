@@ -438,7 +438,7 @@ def test_a_run_that_is_about_to_be_branched_from_is_named_before_it_is_removed(m
 # --- the command line -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.e2e
+@pytest.mark.slow
 def test_one_command_trains_a_cooldown_for_each_horizon(mine: Path, gptexp: Gptexp, tmp_path: Path) -> None:
     given = ["train", "-m", "branch_from=constant@4,constant@8,constant@12", "schedule=wsd", "log.progress=lines"]
     planned = gptexp("plan", *given[1:], "--json")

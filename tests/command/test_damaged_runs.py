@@ -2,7 +2,8 @@
 
 The run is a cell of a sweep, and it was stopped, so that `resume` continues it. A verb works, works and names the file,
 or refuses with one line that names it. `damaged_runs.txt` holds what each verb does. Each test prints its rows of that
-table (`pytest -m 'e2e or slow' -rP`) and compares them; half of the kinds of damage are in the tier `slow`.
+table (`pytest -m 'e2e or slow' -rP`) and compares them. Most files, and half of the kinds of damage, are in the tier
+`slow`.
 """
 
 import json
@@ -43,6 +44,11 @@ FILES = (
     CELL,
     ".",
     *WRITTEN,
+)
+IN_CI = (  # the others are in the tier `slow`
+    *(f"{CELL}/{name}" for name in ("config.yaml", "summary.json", "metrics.jsonl")),
+    *(f"{CELL}/{STEP}/{name}" for name in ("state.json", "manifest.json", "model.safetensors")),
+    "sweep.json",
 )
 WIDTHS = (54, 16, *(10 for _ in VERBS))  # of the columns of the table
 
@@ -279,9 +285,13 @@ def place(tmp_path_factory: pytest.TempPathFactory, corpus: Path, cache: Path) -
     place.close()
 
 
-@pytest.mark.parametrize("file", FILES)
 @pytest.mark.parametrize(
-    "is_slow", [pytest.param(False, marks=pytest.mark.e2e), pytest.param(True, marks=pytest.mark.slow)]
+    ("file", "is_slow"),
+    [
+        pytest.param(file, is_slow, marks=pytest.mark.e2e if file in IN_CI and not is_slow else pytest.mark.slow)
+        for file in FILES
+        for is_slow in (False, True)
+    ],
 )
 def test_each_verb_works_or_names_the_damaged_file(place: Place, file: str, is_slow: bool) -> None:
     rows = []

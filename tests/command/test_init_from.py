@@ -517,7 +517,7 @@ def test_the_recipe_is_nanogpts(saved: Path) -> None:
     assert config.train.eval_every_tokens == 5 * 32 * 1024
 
 
-@pytest.mark.e2e
+@pytest.mark.slow
 def test_the_recipe_trains(saved: Path, gptexp: Gptexp, corpus: Path, tmp_path: Path) -> None:
     """With bytes, because the model is small: fewer steps of fewer tokens than the recipe has."""
     short = [

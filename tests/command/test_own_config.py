@@ -301,7 +301,7 @@ def test_a_users_callback_is_called_for_a_run(
     assert summary(own / "out")["status"] == "completed"
 
 
-@pytest.mark.e2e
+@pytest.mark.slow
 def test_a_users_callback_is_called_for_a_sweep(
     start: Callable[..., "subprocess.Popen[str]"], tiny: list[str], trace: Path, own: Path
 ) -> None:

@@ -87,7 +87,7 @@ def test_a_cancelled_job_saves_and_its_run_is_resumed_by_srun(
     assert (again.returncode, again.stdout.count("nothing to do")) == (0, 1)
 
 
-@pytest.mark.e2e
+@pytest.mark.slow
 def test_a_process_outside_of_a_job_step_trains_on_one_rank(slurm: "Cluster", tiny: list[str], tmp_path: Path) -> None:
     """And one that is requeued before its first checkpoint says that it starts again, if it had begun before."""
     script, directory = tmp_path / "script", tmp_path / "alone"
@@ -155,7 +155,9 @@ def test_nodes_that_lack_what_one_run_needs_are_refused(
     stale, _ = prepare(data)
     text.write_text(corpus.read_text().replace("cat", "cow"))
     stale.rename(tokens_dir(find_corpus(data), data))
-    shell = ["bash", "-c", f'GPTEXP_CACHE={tmp_path}/cache$SLURM_PROCID exec python -m gptexp train "$@"', "-"]
+    caches[0].mkdir()
+    train = "[ $SLURM_PROCID = 0 ] || mount -t tmpfs none cache0; export GPTEXP_CACHE=$0/cache$SLURM_PROCID; "
+    shell = ["unshare", "--mount", "bash", "-c", f'{train} exec python -m gptexp train "$@"', str(tmp_path)]
     other_data = srun(slurm, tmp_path, *shell, *tiny, f"data.path={text}", "hydra.run.dir=out")
     assert other_data.returncode == 3
     differs = rf"rank 1 on {socket.gethostname()}: its data differs from that of rank 0"

@@ -214,11 +214,11 @@ def test_a_signal_before_training_has_the_documented_exit_code(
 WAIT = "import pathlib, time; pathlib.Path('reached').touch(); time.sleep(100)"
 WAITING = {
     "the import of torch": ("torch", WAIT),
-    "its data": ("gptexp.data.loader", f"def wait(*_):\n    {WAIT}\nm.build_dataset = m.open_dataset = wait"),
+    "its data": ("gptexp.data.loader", f"def wait(*_, **__):\n    {WAIT}\nm.build_dataset = m.open_dataset = wait"),
     "the other rank": (  # rank 0 waits for rank 1 in C++, where Python handles no signal
         "gptexp.data.loader",
-        f"import os, time\ndef wait(*_, sleep=time.sleep):\n    sleep(2); {WAIT}\nif os.environ.get('RANK') == '1':\n"
-        "    m.open_dataset = wait",
+        f"import os, time\ndef wait(*_, sleep=time.sleep, **__):\n    sleep(2); {WAIT}\n"
+        "if os.environ.get('RANK') == '1':\n    m.open_dataset = wait",
     ),
     "the first step": ("gptexp.training.loop", f"def wait(*_):\n    {WAIT}\nm.fit = wait"),
 }

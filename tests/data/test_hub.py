@@ -15,7 +15,6 @@ from texts import ids_of, stream_of
 pyarrow = pytest.importorskip("pyarrow", reason="no pyarrow; pip install 'gptexp[hf]'")
 pytest.importorskip("datasets", reason="no datasets; pip install 'gptexp[hf]'")
 
-pytestmark = pytest.mark.e2e
 TEXTS = [f"document {number}, of some length" for number in range(60)]
 END_OF_TEXT = 50256
 
@@ -70,6 +69,7 @@ def prepare(start_preparation: Start) -> Prepare:
     return run
 
 
+@pytest.mark.e2e
 def test_a_data_set_is_streamed_once(server: tuple[subprocess.Popen[str], int], prepare: Prepare) -> None:
     first = prepare("data.path=owner/name")
     assert first.returncode == 0, first.stderr
@@ -85,6 +85,7 @@ def write_rows(path: Path, texts: list[str]) -> None:
     pyarrow.parquet.write_table(pyarrow.table({"text": texts}), path)
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     ("data", "repository", "folder"),
     [
@@ -113,6 +114,7 @@ def test_a_named_data_set_is_the_training_split_of_its_repository(
     assert all(path.startswith(f"/datasets/{repository}/resolve/{'0' * 40}/{folder}/") for path in read)
 
 
+@pytest.mark.slow
 def test_a_killed_preparation_goes_on_with_the_next_file(start_preparation: Start, tmp_path: Path) -> None:
     """Killed after its first and after its third file of six."""
     (tmp_path / "root/data").rename(tmp_path / "small")
@@ -142,6 +144,7 @@ def test_a_killed_preparation_goes_on_with_the_next_file(start_preparation: Star
     assert stream_of(Path(out.strip())) == [i for text in texts for i in (END_OF_TEXT, *ids_of(text))][1:]
 
 
+@pytest.mark.slow
 def test_the_revision_is_asked_for_and_has_tokens_of_its_own(prepare: Prepare, tmp_path: Path) -> None:
     directories = []
     for revision in ("", "@v1.0", "@refs/pr/1"):
@@ -156,8 +159,14 @@ def test_the_revision_is_asked_for_and_has_tokens_of_its_own(prepare: Prepare, t
     assert len({*directories}) == 3
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3])
-@pytest.mark.parametrize(("most", "texts"), [(50, 8), (200, 40)])
+@pytest.mark.parametrize(
+    ("workers", "most", "texts"),
+    [
+        pytest.param(2, 200, 40, marks=pytest.mark.e2e),
+        *(pytest.param(n, *of, marks=pytest.mark.slow) for n in (1, 2, 3) for of in ((50, 8), (200, 40)) if n != 2),
+        pytest.param(2, 50, 8, marks=pytest.mark.slow),
+    ],
+)
 def test_no_more_files_are_begun_than_max_tokens_and_the_workers_need(
     prepare: Prepare, tmp_path: Path, most: int, texts: int, workers: int
 ) -> None:
@@ -177,6 +186,7 @@ def test_no_more_files_are_begun_than_max_tokens_and_the_workers_need(
     assert {*range(needed)} <= begun <= {*range(needed + workers - 1)}
 
 
+@pytest.mark.e2e
 def test_a_source_of_a_mix_is_read_as_far_as_its_share_needs(prepare: Prepare, tmp_path: Path) -> None:
     """Of three files with 140 tokens each, 150 tokens of one data set and 50 of the other."""
     mix = "data.mix={owner/name: 3, roneneldan/TinyStories: 1}"
@@ -189,6 +199,7 @@ def test_a_source_of_a_mix_is_read_as_far_as_its_share_needs(prepare: Prepare, t
     assert read == {("owner/name", "00000"), ("owner/name", "00001"), ("roneneldan/TinyStories", "00000")}
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     ("given", "why"),
     [
@@ -203,6 +214,7 @@ def test_what_the_hub_does_not_have_is_one_line(prepare: Prepare, given: list[st
     assert why in refused.stderr
 
 
+@pytest.mark.e2e
 def test_a_folder_with_the_name_of_a_data_set_is_not_read(
     server: tuple[subprocess.Popen[str], int], prepare: Prepare, tmp_path: Path
 ) -> None:
@@ -220,6 +232,7 @@ def test_a_folder_with_the_name_of_a_data_set_is_not_read(
     assert prepare("data.path=owner/name").returncode == 0
 
 
+@pytest.mark.e2e
 def test_without_the_hub_the_error_says_what_to_do(
     server: tuple[subprocess.Popen[str], int], prepare: Prepare, tmp_path: Path
 ) -> None:

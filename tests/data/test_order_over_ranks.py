@@ -40,8 +40,9 @@ def check_equal(reference: Path, other: Path) -> None:
                 assert b[key] == pytest.approx(a[key], rel=1e-5), (a["step"], key)
 
 
-@pytest.mark.e2e
-@pytest.mark.parametrize("micro_batch_size", [8, 4])
+@pytest.mark.parametrize(
+    "micro_batch_size", [pytest.param(8, marks=pytest.mark.e2e), pytest.param(4, marks=pytest.mark.slow)]
+)
 def test_another_micro_batch_size_gives_the_same_losses(
     reference: Path, tiny: list[str], tmp_path: Path, micro_batch_size: int
 ) -> None:
@@ -50,7 +51,7 @@ def test_another_micro_batch_size_gives_the_same_losses(
     check_equal(reference, tmp_path / "out")
 
 
-@pytest.mark.e2e
+@pytest.mark.slow
 def test_shifted_windows_are_the_same_over_ranks_and_for_a_resumed_run(
     gptexp: Gptexp, tiny: list[str], tmp_path: Path
 ) -> None:
@@ -78,8 +79,9 @@ def test_shifted_windows_are_the_same_over_ranks_and_for_a_resumed_run(
     assert (refused.returncode, "data.offset was per_epoch, now fixed" in refused.stderr) == (2, True), refused.stderr
 
 
-@pytest.mark.e2e
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize(
+    "world_size", [pytest.param(2, marks=pytest.mark.e2e), pytest.param(4, marks=pytest.mark.slow)]
+)
 def test_several_ranks_give_the_same_losses_as_one(
     reference: Path, gptexp: Gptexp, tiny: list[str], tmp_path: Path, world_size: int
 ) -> None:

@@ -83,8 +83,9 @@ def test_a_tree_gives_equal_weights_on_one_and_two_ranks(gptexp: Gptexp, tiny: l
     assert trained(gptexp, tiny, tmp_path, "tree", 1) == trained(gptexp, tiny, tmp_path, "tree", 2)
 
 
-@pytest.mark.e2e
-@pytest.mark.parametrize("reduction", ["tree", "mean"])
+@pytest.mark.parametrize(
+    "reduction", [pytest.param("tree", marks=pytest.mark.e2e), pytest.param("mean", marks=pytest.mark.slow)]
+)
 def test_weights_are_independent_of_the_world_size_only_with_the_tree(
     gptexp: Gptexp, tiny: list[str], tmp_path: Path, reduction: str
 ) -> None:

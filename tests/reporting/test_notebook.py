@@ -33,7 +33,7 @@ def test_the_notebook_holds_no_outputs() -> None:
     assert not [cell for cell in notebook.cells if cell.get("outputs") or cell.get("execution_count")]
 
 
-@pytest.mark.e2e
+@pytest.mark.slow
 def test_the_notebook_draws_the_runs_of_a_sweep(
     gptexp: Callable[..., subprocess.CompletedProcess[str]],
     tiny: list[str],

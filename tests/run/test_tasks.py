@@ -295,11 +295,12 @@ def test_lm_eval_finds_the_loss_that_evaluate_finds(gptexp: Gptexp, tiny: list[s
     rows = [json.dumps({"text": row}) for row in (before, text)]
     (tmp_path / "rows.jsonl").write_text("\n".join(rows))
     write_tasks(tmp_path / "mine", text)
-    done = gptexp("evaluate", "run", "--tasks", "my_text", "--include", "mine", env={"HF_HOME": str(tmp_path / "home")})
-    assert (done.returncode, done.stderr) == (0, "")
     # A tag and a group give the figures of their tasks.
-    both = ["--tasks", "my_tag,my_group", "--include", "mine"]
-    again = gptexp("evaluate", "run", *both, env={"HF_HOME": str(tmp_path / "home")})
+    done = gptexp("evaluate", "run", "--tasks", "my_tag", "--include", "mine", env={"HF_HOME": str(tmp_path / "home")})
+    assert (done.returncode, done.stderr) == (0, "")
+    again = gptexp(
+        "evaluate", "run", "--tasks", "my_group", "--include", "mine", env={"HF_HOME": str(tmp_path / "home")}
+    )
     assert again.returncode == 0, again.stderr
     assert json.loads(again.stdout)["my_text"] == json.loads(done.stdout)["my_text"]
     assert "lm_eval/hellaswag" in json.loads(again.stdout), "not the name of the score in llm.c's style"
@@ -315,7 +316,7 @@ def test_lm_eval_finds_the_loss_that_evaluate_finds(gptexp: Gptexp, tiny: list[s
     assert whole["val/loss"] * 48 - of_before == pytest.approx(nats, rel=1e-4)
 
 
-@pytest.mark.e2e
+@pytest.mark.slow
 def test_a_task_whose_data_cannot_be_had_is_one_line(saved: Path, gptexp: Gptexp, tmp_path: Path) -> None:
     pytest.importorskip("lm_eval", reason="no lm_eval; pip install 'gptexp[eval]'")
     nobody = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "home")}
@@ -389,24 +390,37 @@ def test_two_ranks_score_tasks_of_lm_eval_and_train_as_without_them(
     assert summary(tmp_path / "run")["train_s"] < 3, "the time of scoring is not that of training"
 
 
-@pytest.mark.e2e
 @pytest.mark.parametrize(
     ("code", "line"),
     [
-        (
+        pytest.param(
             "raise RuntimeError('no luck')",
             "train.eval_tasks=my_text: lm_eval failed (RuntimeError: no luck)",
+            marks=pytest.mark.e2e,
         ),
-        ("import os; os.kill(os.getpid(), 9)", "train.eval_tasks=my_text: lm_eval was killed by SIGKILL"),
-        ("print('x'); raise SystemExit(0)", "train.eval_tasks: JSONDecodeError: Expecting value"),
-        ("import os; os.remove(sys.argv[2] + '/config.json')", "train.eval_tasks=my_text: lm_eval failed ("),
-        (
+        pytest.param(
+            "import os; os.kill(os.getpid(), 9)",
+            "train.eval_tasks=my_text: lm_eval was killed by SIGKILL",
+            marks=pytest.mark.e2e,
+        ),
+        pytest.param(
+            "print('x'); raise SystemExit(0)",
+            "train.eval_tasks: JSONDecodeError: Expecting value",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "import os; os.remove(sys.argv[2] + '/config.json')",
+            "train.eval_tasks=my_text: lm_eval failed (",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
             """
             import atexit, os
             atexit.register(lambda: print("a package warns at exit", file=sys.stderr))
             os.remove(sys.argv[2] + "/config.json")
             """,
             "train.eval_tasks=my_text: lm_eval failed (ValueError: Unrecognized model",
+            marks=pytest.mark.slow,
         ),
     ],
     ids=["raises", "killed", "says nonsense", "no data", "warns after its error"],
@@ -440,8 +454,10 @@ def test_a_model_whose_validation_loss_is_not_finite_is_not_scored(
     assert "lm_eval" not in err
 
 
-@pytest.mark.e2e
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number",
+    [pytest.param(signal.SIGTERM, marks=pytest.mark.e2e), pytest.param(signal.SIGKILL, marks=pytest.mark.slow)],
+)
 def test_a_run_that_is_stopped_while_it_scores_leaves_no_process(
     start: Start, tiny: list[str], my_text: Callable[[str], dict[str, str]], number: signal.Signals, tmp_path: Path
 ) -> None:

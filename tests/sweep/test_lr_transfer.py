@@ -47,7 +47,7 @@ def test_a_command_for_one_arm_has_each_of_its_cells_once() -> None:
     assert [drafted.problems for drafted in grid.drafts] == [[], []]
 
 
-@pytest.mark.e2e
+@pytest.mark.slow
 def test_a_short_version_has_an_arm_for_each_width_in_both_parametrisations(gptexp: Gptexp, tmp_path: Path) -> None:
     """Two runs an arm, too short for an optimum. At the base the losses of both parametrisations are equal."""
     own = ["optim.lr=1e-3,1.6e-2", "train.seed=1", "train.max_tokens=5120", "data.val_tokens=512", "log=disabled"]

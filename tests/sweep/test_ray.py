@@ -94,7 +94,7 @@ def test_a_sweep_of_cells_on_two_nodes_that_loses_one_has_the_results_of_this_ma
 ) -> None:
     """Each cell has a rank on each node. A node is killed after the first of six; the sweep waits for another one."""
     other, cells = nodes.add(), tmp_path / "outputs" / "ray"
-    lengths = ["train.max_tokens=65536", "train.max_steps=null", "train.save_every_tokens=4096"]
+    lengths = ["train.max_tokens=32768", "train.max_steps=null", "train.save_every_tokens=4096"]
     swept = ["optim.lr=4e-3,2e-2,1e-1", "batch.total_batch_size=64,128"]
     grid = ["train", "-m", *tiny, *FAST, *lengths, *swept, "world.size=2"]
     process = start(*grid, ON_RAY, "sweep.name=ray")
