@@ -27,6 +27,16 @@ def slurm_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
 
 
+@pytest.fixture(autouse=True)
+def sigterm_ends() -> Iterator[None]:
+    """The scripts inherit what this process does at SIGTERM, and an earlier test may have left it ignored."""
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    blocked = signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+    yield
+    signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+    signal.signal(signal.SIGTERM, before)
+
+
 @pytest.fixture
 def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Task:
     """The exit code of a cell's job in its task of this rank, with a shell script as the run."""
