@@ -44,14 +44,16 @@ def test_training_equals_plain_ddp(tmp_path: Path, ranks: int, which: str) -> No
         exact, low = sharding == "optimizer", "train.dtype=bfloat16" in more
         assert case["initial weights"] == 0, case
         assert case["loaded"] == 0, case  # a checkpoint is the same, whoever loads it
-        if sharding == "full" or ranks == 2:  # DDP regroups its gradients after a start's first step, which changes the
-            assert case["resumed"] == 0, case  # order of sums of more than two
+        # DDP regroups its gradients after the first step of a start, also of one that continues from a checkpoint.
+        same_sums = ranks == 2  # the order of sums of more than two then changes
+        if sharding == "full" or same_sums:
+            assert case["resumed"] == 0, case
         assert case["loss"] <= (0 if exact else 1e-4 if low else 1e-5), case
         assert case["loss after crossing"] <= (0 if exact else 1e-4 if low else 1e-5), case
         assert case["norm"] <= (0 if exact else 0.02 if low else 1e-6), case
         assert case["small norm"] <= (0 if exact else 0.02 if low else 1e-6), case
         if not low:
-            assert case["end"] <= (0 if exact else 1e-3), case
+            assert case["end"] <= (0 if exact and same_sums else 1e-3), case
         assert case["share"] == pytest.approx(1 if exact else 1 / ranks, rel=0.1), case
 
 
