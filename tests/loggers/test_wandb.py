@@ -628,7 +628,7 @@ def test_the_runs_of_a_sweep_are_a_group_with_its_report(
     assert [a.type for a in runs["nano-lr1e-3-b128-seed3"].artifacts] == ["run_table"]  # the report is the sweep's
 
 
-@pytest.mark.e2e
+@pytest.mark.slow
 def test_an_agent_of_a_wandb_sweep_trains_its_trials(
     server: WandbServer, logged: list[str], online: dict[str, str], tmp_path: Path
 ) -> None:

@@ -131,7 +131,7 @@ def with_code(tmp_path: Path, sabotage: Callable[[str, str], dict[str, str]]) ->
     return environment
 
 
-@pytest.mark.e2e
+@pytest.mark.slow
 def test_two_ranks_log_what_the_verb_finds_and_train_as_without_it(
     start: Start, gptexp: Gptexp, tiny: list[str], tmp_path: Path, with_code: Callable[[str], dict[str, str]]
 ) -> None:

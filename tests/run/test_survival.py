@@ -86,7 +86,6 @@ def test_a_run_survives_fifty_kills(tmp_path: Path, world_sizes: tuple[int, ...]
     ("name", "kills"),
     [
         *(pytest.param(name, 20, marks=pytest.mark.slow) for name in (*OPTIMIZERS, "completep") if name != "adamw"),
-        pytest.param("schedulefree", 3, marks=pytest.mark.e2e),  # weights of two kinds
     ],
 )
 def test_a_run_with_each_optimizer_survives_kills_at_changing_world_sizes(

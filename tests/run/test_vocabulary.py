@@ -115,7 +115,7 @@ def test_the_size_of_the_vocabulary_comes_from_the_checkpoint_if_the_choices_are
     assert gptexp("sample", "out", "--num-samples", "1").returncode == 0
 
 
-@pytest.mark.e2e
+@pytest.mark.slow
 def test_auto_and_its_number_are_one_cell_and_one_run(gptexp: Gptexp, tiny: list[str], tmp_path: Path) -> None:
     small = [*tiny, "data.tokenizer=bytes"]
     swept = gptexp("train", "-m", *small, "model.vocab_size=auto,320,321", "sweep.name=s")
