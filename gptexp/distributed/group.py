@@ -42,6 +42,15 @@ def connect(rank: Rank) -> dist.Store:
     return dist.PrefixStore(f"attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
+def backend_of(asked: str, device: str) -> str:
+    """What `world.backend` becomes on this type of device. Raises `ConfigError` for NCCL without a GPU."""
+    if asked == "auto":
+        return "nccl" if device == "cuda" else "gloo"
+    if asked == "nccl" and device != "cuda":
+        raise ConfigError(f"world.backend=nccl: needs CUDA devices, not {device}; use world.backend=auto")
+    return asked
+
+
 def init_process_group(
     rank: Rank, store: dist.Store, device: torch.device, backend: str, timeout_s: float
 ) -> dist.ProcessGroup:
@@ -50,10 +59,7 @@ def init_process_group(
     Returns a second group with a timeout of `PREPARATION`, for waiting while one rank decides or compiles. The ranks
     first wait for each other through the store, because data preparation may take far longer than `timeout_s`.
     """
-    if backend == "auto":
-        backend = "nccl" if device.type == "cuda" else "gloo"
-    if backend == "nccl" and device.type != "cuda":
-        raise ConfigError(f"world.backend=nccl: needs CUDA devices, not {device.type}; use world.backend=auto")
+    backend = backend_of(backend, device.type)
     if backend == "nccl":
         timeout_s += NCCL_LATER_S
     _wait_for_all(store, rank.world_size, heeds_signals=rank.is_main)
@@ -65,7 +71,7 @@ def init_process_group(
         rank=rank.rank,
         world_size=rank.world_size,
         timeout=timedelta(seconds=timeout_s),
-        device_id=device if device.type == "cuda" and backend == "nccl" else None,
+        device_id=device if backend == "nccl" else None,
     )
     patient: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=PREPARATION)
     return patient

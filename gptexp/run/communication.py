@@ -21,7 +21,7 @@ from rich.table import Table
 from torch.multiprocessing.spawn import ProcessException, spawn
 
 from gptexp.config.schema import Config
-from gptexp.distributed.group import connect, destroy_process_group, gather
+from gptexp.distributed.group import backend_of, connect, destroy_process_group, gather
 from gptexp.distributed.ranks import Rank, count_cores, launcher_rank
 from gptexp.machine.device import check_device, pick_device
 from gptexp.machine.network import NCCL, AllReduce, Fitted, from_dict, keep
@@ -57,7 +57,8 @@ def bench_communication(cfg: Config, as_json: bool) -> int:
 def _of_new_ranks(cfg: Config) -> AllReduce:
     assert cfg.world.size is not None
     ranks = cfg.world.size
-    kind, _ = _device_and_backend(cfg, Rank(ranks - 1, ranks, ranks - 1, ranks))
+    kind = check_device(cfg.train.device, Rank(ranks - 1, ranks, ranks - 1, ranks))
+    backend_of(cfg.world.backend, kind)
     if kind == "cpu" and ranks > (most := MOST_CROWDED * count_cores()):
         raise ConfigError(
             f"world.size={ranks}: {counted(count_cores(), 'core')} run at most {most} ranks, because more of them wait "
@@ -87,21 +88,10 @@ def _new_rank(number: int, cfg: Config, folder: Path) -> None:
         (folder / "found.json").write_text(json.dumps(asdict(found)))
 
 
-def _device_and_backend(cfg: Config, rank: Rank) -> tuple[str, str]:
-    """The kind of device of `rank`, and the backend. Raises `ConfigError` if they are missing, or do not fit."""
-    kind = check_device(cfg.train.device, rank)
-    backend = cfg.world.backend
-    if backend == "auto":
-        backend = NCCL if kind == "cuda" else "gloo"
-    if backend == NCCL and kind != "cuda":
-        raise ConfigError(f"world.backend=nccl: needs CUDA devices, not {kind}; use world.backend=auto")
-    return kind, backend
-
-
 def _of_rank(cfg: Config, rank: Rank, store: dist.Store | None = None) -> AllReduce | None:
     """Measure as one rank; the result on rank 0. *Collective.*"""
-    _, backend = _device_and_backend(cfg, rank)
     device = pick_device(cfg.train.device, rank)
+    backend = backend_of(cfg.world.backend, device.type)
     torch.set_num_threads(cfg.world.threads_per_rank or 1)
     dist.init_process_group(
         backend,

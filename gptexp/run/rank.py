@@ -242,8 +242,8 @@ def _dataset_of_run(job: Job, store: dist.Store) -> Dataset:
     key = of_node if rank.local_rank else "tokens"
     wait_for(store, key)
     told = json.loads(text := store.get(key))
-    is_own = job.cfg.data.name == "tokens" and not rank.local_rank
-    is_known = "error" in told or (not is_own and _sees(told))
+    must_look = job.cfg.data.name == "tokens" and not rank.local_rank
+    is_known = "error" in told or (not must_look and _sees(told))
     if not is_known:  # the first rank of the node; or a later one, of two nodes with one name
         told = _prepared(job, store, [of_node])
     elif not rank.local_rank:

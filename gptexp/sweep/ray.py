@@ -228,7 +228,7 @@ class RayCell:
     def _begin(self) -> None:
         """Ask Ray for places: one actor for the cell, or one for each rank if no node can hold them all."""
         config, size = self.cell.config, self.cell.world_size
-        self.alone = size == 1 or self.cluster.fits_one_node(config)
+        self.alone = self._needs_one_actor()
         self.mark = leave_mark(self.cell.directory)
         actor = self.ray.remote(NodeProcess)
         # One thread runs the child, another one passes signals on.
@@ -255,10 +255,12 @@ class RayCell:
         if shortage is not None and shortage not in self.cluster.shortages:
             self.cluster.shortages.add(shortage)
             warn(f"{self.cell.name} waits: {shortage}")
-        if shortage is None and self.alone != (
-            self.cell.world_size == 1 or self.cluster.fits_one_node(self.cell.config)
-        ):
+        if shortage is None and self.alone != self._needs_one_actor():
             self._release()
+
+    def _needs_one_actor(self) -> bool:
+        """Whether one actor runs the cell: it has one rank, or a node can hold all of them."""
+        return self.cell.world_size == 1 or self.cluster.fits_one_node(self.cell.config)
 
     def _collect(self) -> None:
         """Take the answers that have come. If a rank has failed, stop the others."""

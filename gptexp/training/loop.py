@@ -223,7 +223,9 @@ class _Loop:
             timer=timer,
             stop=self.stop,
             small_gradients=self.small_gradients if self.is_measured(step) else None,
-            slowest=SlowestRank(self.work_ms, t.device) if self.is_logged(step.number) else None,
+            slowest=SlowestRank(self.work_ms, t.device)
+            if t.rank.world_size > 1 and self.is_logged(step.number)
+            else None,
         )
         lr_factor = t.plan.schedule.lr_factor(step.tokens_before, step.batch.total_batch_size)
         noise = self.noise(step)

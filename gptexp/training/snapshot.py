@@ -62,7 +62,7 @@ def parts(
     parameters: Parameters, optimizer: Optimizer, average: Mapping[str, Tensor] | None = None
 ) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
     """Return what a checkpoint holds as tensors of which each rank has its part, by name; and the groups' counts."""
-    found = {f"{sharded.MODEL}{name}": parameters.distributed(name, p.detach()) for name, p in parameters.named.items()}
+    found = _own_weights(parameters)
     for name, own in (average or {}).items():
         found[f"{sharded.AVERAGE}{name}"] = parameters.distributed(name, own) if name in parameters.shapes else own
     for name, of in zip(_names_in_order(parameters, optimizer), _states(optimizer), strict=True):
@@ -70,6 +70,11 @@ def parts(
             found[f"{sharded.OPTIMIZER}{name}.{key}"] = parameters.distributed(name, value) if value.dim() else value
     counts = [{key: group[key] for key in COUNTED if key in group} for group in optimizer.param_groups]
     return found, [{key: value for key, value in group.items() if key != "params"} for group in counts]
+
+
+def _own_weights(parameters: Parameters) -> dict[str, Tensor]:
+    """The weights as a checkpoint with one file for each rank names them; they share the memory of `parameters`."""
+    return {f"{sharded.MODEL}{name}": parameters.distributed(name, p.detach()) for name, p in parameters.named.items()}
 
 
 def _states(optimizer: Optimizer) -> list[dict[str, Tensor]]:
@@ -82,7 +87,7 @@ def _states(optimizer: Optimizer) -> list[dict[str, Tensor]]:
 
 def _load_parts(path: Path, parameters: Parameters, optimizer: Optimizer, cfg: OptimConfig) -> None:
     """`load_checkpoint` for a checkpoint with one file for each rank."""
-    own = {f"{sharded.MODEL}{name}": parameters.distributed(name, p.detach()) for name, p in parameters.named.items()}
+    own = _own_weights(parameters)
     state: dict[int, dict[str, Tensor]] = {}
     saved = sharded.shapes(path)
     for number, name in enumerate(_names_in_order(parameters, optimizer)):
@@ -114,8 +119,7 @@ def load_checkpoint(path: Path, parameters: Parameters, optimizer: Optimizer, cf
 def load_own_weights(path: Path, parameters: Parameters) -> None:
     """Load the weights of checkpoint `path`. Raises `CheckpointError` if they do not fit. Hashes are not checked."""
     if sharded.is_sharded(path):
-        own = {name: parameters.distributed(name, p.detach()) for name, p in parameters.named.items()}
-        sharded.read(path, {f"{sharded.MODEL}{name}": tensor for name, tensor in own.items()})
+        sharded.read(path, _own_weights(parameters))
     else:
         load_weights(checkpoint.read_weights(path, parameters.shapes), parameters)
 

@@ -12,7 +12,7 @@ from gptexp.distributed.group import all_reduce_sum, begin_all_reduce_max, rank_
 from gptexp.process.signals import REASONS
 
 POLL_S = 1e-4  # s: between two checks whether a GPU is done
-MOST_RANKS = 1_000_000
+MOST_RANKS = 1_000_000  # more than there are: the digits of a rank in an integer that also has its time
 
 
 class StepTimeout(RuntimeError):
