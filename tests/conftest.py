@@ -209,6 +209,11 @@ def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
         process.wait()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the tests on clusters: they wait most of their time, while other workers' tests use the cores."""
+    items.sort(key=lambda item: not {"slurm", "ray_nodes"} & {*getattr(item, "fixturenames", ())})
+
+
 @pytest.fixture(scope="session")
 def two_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator["Cluster"]:
     from slurm_cluster import cluster, missing
@@ -286,8 +291,8 @@ def summary(directory: Path) -> dict[str, Any]:
 
 
 def runs(root: Path) -> list[Path]:
-    """Every run directory below `root`."""
-    return sorted(path.parent for path in root.rglob("summary.json"))
+    """Every run directory below `root`, also while a run there makes and deletes others."""
+    return sorted(Path(folder) for folder, _, files in os.walk(root) if "summary.json" in files)
 
 
 def wait_for(condition: Callable[[], object], process: subprocess.Popen[str], seconds: float = 120) -> None:

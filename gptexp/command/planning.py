@@ -188,7 +188,7 @@ def plan(cfg: Config, earlier: Effective | None = None, gpu: Gpu | None = None) 
     if gpu is not None:
         planned |= _assumed(gpu, planned, effective.dtype.value)
         if gpu.memory_bytes is not None and memory.peak > gpu.memory_bytes:
-            warnings.append(excess(memory.peak, gpu, planned["memory_by_sharding"]))
+            warnings.append(excess(cfg, memory.peak, gpu, planned["memory_by_sharding"]))
     return {**planned, "warnings": warnings}
 
 

@@ -34,7 +34,7 @@ def refuse_too_large(configs: Sequence[Config], gpu: Gpu) -> None:
         if gpu.memory_bytes is not None and peak > CERTAIN * gpu.memory_bytes:
             others = memory_by_sharding(sized, effective, world_size, resolved)
             size = effective.micro_batch_size.value
-            problems.append(f"world.size={world_size}, {size} × {config.seq_len}: {excess(peak, gpu, others)}")
+            problems.append(f"world.size={world_size}, {size} × {config.seq_len}: {excess(config, peak, gpu, others)}")
     if problems:
         raise ConfigError(problems)
 
@@ -59,12 +59,15 @@ def memory_by_sharding(
     return found
 
 
-def excess(peak: int, gpu: Gpu, by_sharding: Mapping[str, int]) -> str:
+def excess(config: Config, peak: int, gpu: Gpu, by_sharding: Mapping[str, int]) -> str:
     """What to do about a peak that is more than the memory of `gpu`."""
     assert gpu.memory_bytes is not None
     fitting = [f"world.sharding={name}, " for name, size in by_sharding.items() if size <= gpu.memory_bytes]
+    recompute = {0: "train.activation_checkpointing=true, ", 1: ""}.get(
+        config.train.recomputed_every, "train.activation_checkpointing_every=1, "
+    )
     return (
         f"a rank needs about {peak / 2**30:.1f} GiB, and the {gpu.name} has {gpu.memory_bytes / 2**30:.1f} GiB; use "
         f"{''.join(fitting[:1])}batch.micro_batch_size=auto, a smaller model or batch.seq_len, "
-        "train.activation_checkpointing=true, or world.sharding=full on more ranks"
+        f"{recompute}or world.sharding=full on more ranks"
     )

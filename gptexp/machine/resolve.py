@@ -148,13 +148,9 @@ def resolve(
     effective = replace(effective, micro_batch_size=size)
     if cfg.world.sharding != "full" or rank.world_size == 1:
         return effective
-    every = same_memory.reduce_every if same_memory else None
-    if cfg.world.reduce_every != AUTO:
-        every = cfg.world.reduce_every
-    elif every is None:
-        once = estimate(cfg, replace(effective, reduce_every="step"), rank.world_size)
-        usable = _usable_memory(device, rank)
-        every = "step" if usable is None or once.peak <= usable else "micro_step"
+    every = cfg.world.reduce_every
+    if every == AUTO:
+        every = (same_memory and same_memory.reduce_every) or _reduce_every(cfg, effective, device, rank)
     return replace(effective, reduce_every=every)
 
 
@@ -277,3 +273,10 @@ def _micro_batch_size(cfg: Config, effective: Effective, device: Device, rank: R
     if size is None:
         return 1, "the smallest; by estimate not even this fits into memory"
     return size, "the largest that divides the step and fits into memory, by estimate"
+
+
+def _reduce_every(cfg: Config, effective: Effective, device: Device, rank: Rank) -> str:
+    """Once a step sends least, but keeps whole gradients until then."""
+    usable = _usable_memory(device, rank)
+    once = estimate(cfg, replace(effective, reduce_every="step"), rank.world_size)
+    return "step" if usable is None or once.peak <= usable else "micro_step"

@@ -53,6 +53,26 @@ def test_a_model_that_does_not_fit_is_refused_with_the_sharding_that_does() -> N
     assert " GiB, and the H100 has 74.5 GiB; use batch.micro_batch_size=auto, a smaller model" in at_2
 
 
+@pytest.mark.parametrize(
+    ("options", "advice"),
+    [
+        ((), "train.activation_checkpointing=true, or "),
+        (("train.activation_checkpointing=true",), "batch.seq_len, or "),
+        (
+            ("train.activation_checkpointing=true", "train.activation_checkpointing_every=4"),
+            "train.activation_checkpointing_every=1, or ",
+        ),
+    ],
+)
+def test_only_recomputation_that_is_not_on_is_advised(options: tuple[str, ...], advice: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        refuse_too_large([compose([*LARGE, *options])], GPUS["h100"])
+    before, found, after = error.value.problems[0].partition(advice)
+    assert found
+    assert after == "world.sharding=full on more ranks"
+    assert "activation_checkpointing" not in before
+
+
 def test_runs_that_fit_or_use_no_gpu_pass() -> None:
     large = compose(LARGE)
     refuse_too_large([compose([*LARGE, "world.sharding=full"])], GPUS["h100"])

@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
-from conftest import events, processes_of, summary, wait_for
+from conftest import events, processes_of, runs, summary, wait_for
 from sweeps import report_of, wait_until_free
 
 Gptexp = Callable[..., subprocess.CompletedProcess[str]]
@@ -43,7 +43,7 @@ class Nodes:
 
 
 @pytest.fixture
-def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Nodes]:
+def ray_nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Nodes]:
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
     monkeypatch.setenv("RAY_worker_niceness", "0")  # not 15: other tests run at the same time
     monkeypatch.setenv("RAY_raylet_start_wait_time_s", "120")
@@ -54,11 +54,6 @@ def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Nodes]:
         monkeypatch.setenv("RAY_ADDRESS", found.cluster.address)
         yield found
         found.cluster.shutdown()
-
-
-def runs(cells: Path) -> list[Path]:
-    """The cells that have a summary. Looks into no checkpoint, which a run may be removing."""
-    return sorted(path.parent for path in cells.glob("*/summary.json"))
 
 
 def steps_of(cells: Path) -> dict[str, list[tuple[int, float]]]:
@@ -90,10 +85,10 @@ def results(cells: Path) -> dict[str, Any]:
 @pytest.mark.e2e
 @needs_ray
 def test_a_sweep_of_cells_on_two_nodes_that_loses_one_has_the_results_of_this_machine(
-    nodes: Nodes, start: Start, gptexp: Gptexp, tiny: list[str], tmp_path: Path
+    ray_nodes: Nodes, start: Start, gptexp: Gptexp, tiny: list[str], tmp_path: Path
 ) -> None:
     """Each cell has a rank on each node. A node is killed after the first of six; the sweep waits for another one."""
-    other, cells = nodes.add(), tmp_path / "outputs" / "ray"
+    other, cells = ray_nodes.add(), tmp_path / "outputs" / "ray"
     lengths = ["train.max_tokens=32768", "train.max_steps=null", "train.save_every_tokens=4096"]
     swept = ["optim.lr=4e-3,2e-2,1e-1", "batch.total_batch_size=64,128"]
     grid = ["train", "-m", *tiny, *FAST, *lengths, *swept, "world.size=2"]
@@ -107,12 +102,12 @@ def test_a_sweep_of_cells_on_two_nodes_that_loses_one_has_the_results_of_this_ma
 
     wait_for(in_the_middle, process, 240)
     [cell] = in_the_middle()
-    nodes.kill(other)
+    ray_nodes.kill(other)
     wait_for(lambda: not processes_of(cell), process, 240)
     saved, killed = saved_at(cell), time.time()
     time.sleep(1)  # with one CPU it cannot start
     assert not processes_of(cell)
-    nodes.add()
+    ray_nodes.add()
     out, err = process.communicate(timeout=400)
     assert process.returncode == 0, err
     died = [line for line in err.splitlines() if not line.startswith("tokenised text")]
@@ -131,7 +126,7 @@ def test_a_sweep_of_cells_on_two_nodes_that_loses_one_has_the_results_of_this_ma
 @pytest.mark.e2e
 @needs_ray
 def test_a_sweep_follows_a_growing_cluster_and_survives_its_command(
-    nodes: Nodes, start: Start, tiny: list[str], tmp_path: Path
+    ray_nodes: Nodes, start: Start, tiny: list[str], tmp_path: Path
 ) -> None:
     """One CPU, then two; SIGKILL of the command; the next one continues both cells, until Ctrl-C."""
     cells = tmp_path / "outputs" / "s"
@@ -141,7 +136,7 @@ def test_a_sweep_follows_a_growing_cluster_and_survives_its_command(
     wait_for(lambda: any(map(trains, cells.glob("seed=1-*"))), killed, 240)
     [first], [waiting] = cells.glob("seed=1-*"), cells.glob("seed=2-*")
     assert not processes_of(waiting)
-    nodes.add()
+    ray_nodes.add()
     wait_for(lambda: trains(first) and trains(waiting), killed, 240)
     killed.kill()
     out, err = killed.communicate()
@@ -168,7 +163,7 @@ def test_a_sweep_follows_a_growing_cluster_and_survives_its_command(
 @pytest.mark.e2e
 @needs_ray
 def test_a_cell_that_fails_is_reported_and_not_tried_again(
-    nodes: Nodes, start: Start, gptexp: Gptexp, tiny: list[str], tmp_path: Path
+    ray_nodes: Nodes, start: Start, gptexp: Gptexp, tiny: list[str], tmp_path: Path
 ) -> None:
     cells = tmp_path / "outputs" / "s"
     grid = ["train", "-m", *tiny, *FAST, "sweep.name=s", ON_RAY]
@@ -191,7 +186,7 @@ def test_a_cell_that_fails_is_reported_and_not_tried_again(
     folder = tmp_path / "broken" / "gptexp"
     folder.mkdir(parents=True)
     (folder / "__init__.py").write_text("raise ImportError('gptexp is broken here')")
-    nodes.add(resources={"broken": 1}, env_vars={"PYTHONPATH": str(folder.parent)})
+    ray_nodes.add(resources={"broken": 1}, env_vars={"PYTHONPATH": str(folder.parent)})
     failed = gptexp(*grid, "train.seed=2", "hydra.launcher.ray.remote.resources={broken: 1}")
     assert failed.returncode == 1
     assert "Ray: ImportError: gptexp is broken here" in failed.stderr
