@@ -12,7 +12,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -109,6 +109,9 @@ TINY = (
     "log.sample_tokens=0",
 )
 
+# With so few ids, a step of `TINY` takes 9 ms and not 35: for runs of many steps.
+BYTES = ("data.tokenizer=bytes", "model.vocab_size=320")
+
 
 @pytest.fixture
 def tiny(corpus: Path) -> list[str]:
@@ -120,6 +123,15 @@ def tiny(corpus: Path) -> list[str]:
 def long_run(tiny: list[str]) -> list[str]:
     """Overrides of a run that is too long to complete within a test."""
     return [*tiny, "train.max_steps=100000", "train.save_every=100000", "train.eval_every=0", "hydra.run.dir=out"]
+
+
+def e2e_then_slow(cases: Iterable[Any], e2e: int = 1) -> list[Any]:
+    """The cases of a test that takes long: so many in the tier e2e, the others in slow."""
+    marks = [pytest.mark.e2e] * e2e + [pytest.mark.slow] * 99
+    return [
+        pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=mark)
+        for case, mark in zip(cases, marks, strict=False)
+    ]
 
 
 class ForkServer:

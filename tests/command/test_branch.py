@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from conftest import TINY, ForkServer, clean, events, summary
+from conftest import BYTES, TINY, ForkServer, clean, events, summary
 from real_runs import equal, newest
 from safetensors.torch import load_file
 
@@ -37,7 +37,7 @@ from gptexp.training.step import TrainStep
 
 Gptexp = Callable[..., subprocess.CompletedProcess[str]]
 PARENT = (
-    *TINY, "data.tokenizer=bytes", "model.vocab_size=320", "optim.lr=1e-2", "model.dropout=0.1", "schedule=constant",
+    *TINY, *BYTES, "optim.lr=1e-2", "model.dropout=0.1", "schedule=constant",
     "train.max_steps=16", "train.save_every=4", "train.keep_last=0", "train.eval_every=4", "log.note=parent",
     "train.ema_half_life_tokens=500",
 )  # fmt: skip

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ForkServer, events, summary, wait_for
+from conftest import ForkServer, e2e_then_slow, events, summary, wait_for
 from real_runs import Finished, begun, equal, finished_run, newest, train_here, weights
 
 from gptexp.config.compose import compose
@@ -172,8 +172,7 @@ def test_a_run_that_exceeds_max_minutes_exits_with_0(gptexp: Gptexp, tiny: list[
     assert 0 < summary(tmp_path / "out")["steps"] < 40
 
 
-@pytest.mark.e2e
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGINT"])
+@pytest.mark.parametrize("name", e2e_then_slow(["SIGTERM", "SIGUSR1", "SIGINT"]))
 def test_a_signal_stops_a_resumed_run_after_a_checkpoint(
     start: Start, tiny: list[str], tmp_path: Path, name: str
 ) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import BYTES
 from real_runs import weights
 
 from gptexp.config.schema import AdamWConfig, ModelConfig
@@ -17,12 +18,11 @@ from gptexp.storage import run_dir
 from gptexp.training.optim import build_optimizer
 
 Gptexp = Callable[..., subprocess.CompletedProcess[str]]
-SMALL = ["data.tokenizer=bytes", "model.vocab_size=320"]
 
 
 @pytest.fixture
 def run(gptexp: Gptexp, tiny: list[str], tmp_path: Path) -> Path:
-    own = [*SMALL, "train.max_steps=8", "train.save_every=4", "train.keep_last=0", "optim.lr=1e-2", "schedule=constant"]
+    own = [*BYTES, "train.max_steps=8", "train.save_every=4", "train.keep_last=0", "optim.lr=1e-2", "schedule=constant"]
     assert gptexp("train", *tiny, *own, "schedule.warmup_tokens=0", "hydra.run.dir=run").returncode == 0
     return tmp_path / "run"
 
@@ -87,7 +87,7 @@ def test_text_that_has_changed_is_refused(run: Path, gptexp: Gptexp, corpus: Pat
 
 @pytest.mark.e2e
 def test_other_optimizers_have_no_preconditioned_sharpness(gptexp: Gptexp, tiny: list[str]) -> None:
-    assert gptexp("train", *tiny, *SMALL, "optim=sgd", "hydra.run.dir=run").returncode == 0
+    assert gptexp("train", *tiny, *BYTES, "optim=sgd", "hydra.run.dir=run").returncode == 0
     [row] = map(json.loads, gptexp("sharpness", "run", "--sequences", "4").stdout.splitlines())
     assert row["sharpness/hessian"] > 0
     assert (row["sharpness/preconditioned"], row["sharpness/threshold"]) == (None, None)

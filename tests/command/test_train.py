@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import ROOT, ForkServer, events, processes_of, runs, summary, wait_for
+from conftest import ROOT, ForkServer, e2e_then_slow, events, processes_of, runs, summary, wait_for
 from real_runs import Finished, begun, finished_run
 
 from gptexp.reporting.progress import survey
@@ -228,19 +228,19 @@ WAITING = {
     ("options", "moment"),
     [
         ([], "the import of torch"),
-        *(
-            pytest.param(options.split(), moment, marks=pytest.mark.e2e)
-            for options, moment in (
-                ("", "its data"),
-                ("", "the first step"),
-                ("world.size=2", "its data"),
-                ("world.size=2", "the other rank"),
-                ("world.size=2", "the first step"),
-                ("-m train.seed=1,2", "the import of torch"),
-                ("-m train.seed=1,2", "its data"),
-                ("-m train.seed=1,2", "the first step"),
-                ("-m train.seed=1,2 world.size=2", "its data"),
-            )
+        *e2e_then_slow(
+            [
+                (["world.size=2"], "the other rank"),
+                (["-m", "train.seed=1,2"], "the import of torch"),
+                (["-m", "train.seed=1,2", "world.size=2"], "its data"),
+                ([], "its data"),
+                ([], "the first step"),
+                (["world.size=2"], "its data"),
+                (["world.size=2"], "the first step"),
+                (["-m", "train.seed=1,2"], "its data"),
+                (["-m", "train.seed=1,2"], "the first step"),
+            ],
+            3,
         ),
     ],
 )

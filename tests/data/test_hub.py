@@ -10,6 +10,7 @@ from pathlib import Path
 from urllib.parse import quote, unquote
 
 import pytest
+from conftest import e2e_then_slow
 from texts import ids_of, stream_of
 
 pyarrow = pytest.importorskip("pyarrow", reason="no pyarrow; pip install 'gptexp[hf]'")
@@ -85,14 +86,15 @@ def write_rows(path: Path, texts: list[str]) -> None:
     pyarrow.parquet.write_table(pyarrow.table({"text": texts}), path)
 
 
-@pytest.mark.e2e
 @pytest.mark.parametrize(
     ("data", "repository", "folder"),
-    [
-        ("tinystories", "roneneldan/TinyStories", "data"),
-        ("openwebtext", "Skylion007/openwebtext", "data"),
-        ("fineweb_edu", "HuggingFaceFW/fineweb-edu", "sample"),
-    ],
+    e2e_then_slow(
+        [
+            ("fineweb_edu", "HuggingFaceFW/fineweb-edu", "sample"),
+            ("tinystories", "roneneldan/TinyStories", "data"),
+            ("openwebtext", "Skylion007/openwebtext", "data"),
+        ]
+    ),
 )
 def test_a_named_data_set_is_the_training_split_of_its_repository(
     prepare: Prepare, tmp_path: Path, data: str, repository: str, folder: str

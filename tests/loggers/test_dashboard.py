@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, e2e_then_slow
 from wandb_server import ENTITY, WandbServer
 
 from gptexp.loggers.run_log import METRICS
@@ -133,8 +133,7 @@ def test_the_definition_is_printed_without_a_server_or_a_key(gptexp: Gptexp) -> 
     assert json.loads(done.stdout) == spec("another")
 
 
-@pytest.mark.e2e
-@pytest.mark.parametrize("behaviour", ["refuse", "error", "hang", "dead"])
+@pytest.mark.parametrize("behaviour", e2e_then_slow(["hang", "refuse", "error", "dead"], 2))
 def test_a_failing_server_gives_one_line(push: Gptexp, server: WandbServer, behaviour: str) -> None:
     if behaviour == "dead":
         server.die()

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from conftest import e2e_then_slow
 from wandb_server import ENTITY, WandbServer
 
 # A run that logs the given numbers, and uses every other feature of wandb that gptexp uses.
@@ -115,8 +116,9 @@ def test_an_agent_runs_every_trial_of_a_grid_once(server: WandbServer, tmp_path:
     assert not server.faults
 
 
-@pytest.mark.e2e
-@pytest.mark.parametrize(("behaviour", "said"), [("refuse", "permission denied"), ("error", "500"), ("hang", "")])
+@pytest.mark.parametrize(
+    ("behaviour", "said"), e2e_then_slow([("refuse", "permission denied"), ("error", "500"), ("hang", "")])
+)
 def test_a_failing_server_starts_no_run(
     server: WandbServer, tmp_path: Path, behaviour: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -91,9 +91,9 @@ TIER = {
     "one micro-batch": [pytest.mark.slow],
     "two ranks": [pytest.mark.e2e],
     "two ranks, clipped": [pytest.mark.slow],
-    "two ranks, tree": [pytest.mark.e2e],
+    "two ranks, tree": [pytest.mark.slow],
     "chunked": [pytest.mark.e2e],
-    "ramp": [pytest.mark.e2e],
+    "ramp": [pytest.mark.slow],
     "two ranks, ramp": [pytest.mark.e2e],
     "checkpointed": [pytest.mark.slow],
 }

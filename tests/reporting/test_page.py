@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from conftest import e2e_then_slow
 from pages import needs_chromium, violations
 from sweeps import write_run, write_sweep
 
@@ -108,8 +109,7 @@ def test_every_figure_is_drawn_and_readable(browser: "Browser", report: Path, wi
     context.close()
 
 
-@pytest.mark.e2e
-@pytest.mark.parametrize(("width", "scheme"), [(390, "dark"), (390, "light"), (1280, "dark")])
+@pytest.mark.parametrize(("width", "scheme"), e2e_then_slow([(390, "dark"), (390, "light"), (1280, "dark")], 2))
 def test_the_page_has_no_accessibility_violation(
     opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int, scheme: str
 ) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
+from conftest import e2e_then_slow
 from sweeps import report_of, write_run, write_sweep
 
 from gptexp.compare import main as compare
@@ -98,8 +99,7 @@ def test_a_value_of_a_wrong_type_does_not_prevent_the_report(
     assert (root / "report.html").exists()
 
 
-@pytest.mark.e2e
-@pytest.mark.parametrize(("file", "key", "value"), WRONG_TYPES)
+@pytest.mark.parametrize(("file", "key", "value"), e2e_then_slow(reversed(WRONG_TYPES), 4))
 def test_the_commands_succeed_with_a_value_of_a_wrong_type(
     gptexp: Gptexp, tmp_path: Path, file: str, key: str, value: object
 ) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import events, summary, wait_for
+from conftest import e2e_then_slow, events, summary, wait_for
 from real_runs import equal, train_here
 
 from gptexp.loggers.run_log import SHARPNESS
@@ -157,15 +157,20 @@ def test_two_ranks_log_what_the_verb_finds_and_train_as_without_it(
     assert equal(tmp_path / "run", tmp_path / "bare")
 
 
-@pytest.mark.e2e
 @pytest.mark.parametrize(
     ("code", "line"),
-    [
-        ("os.kill(os.getpid(), 9)", "sharpness after step 4: its process was killed by SIGKILL"),
-        ("raise RuntimeError('no luck')", "sharpness after step 4: its process failed (RuntimeError: no luck)"),
-        ("print('x'); raise SystemExit(0)", "sharpness after step 4: JSONDecodeError: Expecting value"),
-        ("os.remove(sys.argv[1] + '/checkpoints/step-00000004/train.pt')", "checkpoints/step-00000004: train.pt is"),
-    ],
+    e2e_then_slow(
+        [
+            ("os.kill(os.getpid(), 9)", "sharpness after step 4: its process was killed by SIGKILL"),
+            ("raise RuntimeError('no luck')", "sharpness after step 4: its process failed (RuntimeError: no luck)"),
+            ("print('x'); raise SystemExit(0)", "sharpness after step 4: JSONDecodeError: Expecting value"),
+            (
+                "os.remove(sys.argv[1] + '/checkpoints/step-00000004/train.pt')",
+                "checkpoints/step-00000004: train.pt is",
+            ),
+        ],
+        2,
+    ),
 )
 def test_a_failure_is_a_line_and_training_goes_on(
     gptexp: Gptexp, tiny: list[str], tmp_path: Path, with_code: Callable[[str], dict[str, str]], code: str, line: str

@@ -109,7 +109,7 @@ def test_a_run_with_each_optimizer_survives_kills_at_changing_world_sizes(
     [
         pytest.param(1, 15, marks=pytest.mark.slow),
         pytest.param(2, 15, marks=pytest.mark.slow),
-        pytest.param(2, 5, marks=pytest.mark.e2e),
+        pytest.param(2, 5, marks=pytest.mark.slow),
     ],
 )
 def test_a_run_with_a_batch_ramp_survives_kills(tmp_path: Path, world_size: int, kills: int) -> None:

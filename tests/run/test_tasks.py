@@ -396,7 +396,7 @@ def test_two_ranks_score_tasks_of_lm_eval_and_train_as_without_them(
         pytest.param(
             "raise RuntimeError('no luck')",
             "train.eval_tasks=my_text: lm_eval failed (RuntimeError: no luck)",
-            marks=pytest.mark.e2e,
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             "import os; os.kill(os.getpid(), 9)",

@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from conftest import ForkServer, events, summary
+from conftest import ForkServer, e2e_then_slow, events, summary
 from real_runs import equal, finished_run, newest, train_here
 
 from gptexp import load_run
@@ -117,8 +117,7 @@ def test_evaluating_saving_logging_and_sampling_do_not_change_the_weights(tiny: 
         assert equal(tmp_path / "never", tmp_path / name), name
 
 
-@pytest.mark.e2e
-@pytest.mark.parametrize(("module", "slow"), [(checkpoint, "save"), (loop, "evaluate")])
+@pytest.mark.parametrize(("module", "slow"), e2e_then_slow([(checkpoint, "save"), (loop, "evaluate")]))
 def test_max_minutes_leaves_the_time_to_save(
     tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: ModuleType, slow: str
 ) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import events
+from conftest import e2e_then_slow, events
 from sweeps import write_run
 
 from gptexp.loggers.jsonl import JsonlSink
@@ -113,8 +113,7 @@ def test_a_report_of_complete_runs_has_no_gap(tmp_path: Path) -> None:
         assert (run.gaps, run.problem) == ([], None)
 
 
-@pytest.mark.e2e
-@pytest.mark.parametrize(("left", "named"), [(13, "14 to 30"), (0, "1 to 30")])
+@pytest.mark.parametrize(("left", "named"), e2e_then_slow([(13, "14 to 30"), (0, "1 to 30")]))
 def test_a_resumed_run_says_which_steps_are_missing(
     gptexp: Gptexp, tiny: list[str], tmp_path: Path, left: int, named: str
 ) -> None:

@@ -5,6 +5,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+from conftest import e2e_then_slow
 from sweeps import compose_sweep, report_of, write_run
 
 from gptexp.config.scaling import effective_optim
@@ -41,8 +42,7 @@ def write_cells(directory: Path, overrides: list[str]) -> None:
     sweep_record.save(directory, SweepRecord(directory.name, own, cells=planned))
 
 
-@pytest.mark.e2e
-@pytest.mark.parametrize("experiment", ["beta2_two_arms", "large_batch_optimizers"])
+@pytest.mark.parametrize("experiment", e2e_then_slow(["large_batch_optimizers", "beta2_two_arms"]))
 def test_each_proposed_command_has_the_cells_that_it_says(experiment: str, tmp_path: Path) -> None:
     """Although the grid ties the micro-batch to the batch size, and learning rates to the optimizer."""
     write_cells(tmp_path, [f"experiment={experiment}", "train.seed=1337"])

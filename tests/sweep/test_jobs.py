@@ -65,7 +65,9 @@ def test_jobs_outlive_their_command_and_the_same_command_waits_for_them(
     process.wait()
     done = gptexp("train", *grid, "hydra.launcher.submitit_folder=elsewhere/%j")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count(" of an earlier command: seed=") == 2
+    found = [line for line in done.stdout.splitlines() if line.startswith("--- ") and "seed=" in line]
+    assert re.fullmatch(r"--- seed=1-\w+: already completed|--- cell 1 .* of an earlier command: seed=1\S*", found[0])
+    assert " of an earlier command: seed=2-" in found[1]
     assert slurm("scontrol", "show", "job").count("Comment=ours") == 2
     for name, number in job_ids(cells).items():
         job = slurm.job(number)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import events, processes_of, runs, summary, wait_for
+from conftest import BYTES, events, processes_of, runs, summary, wait_for
 
 from gptexp.config.compose import compose
 from gptexp.config.schema import Config
@@ -110,7 +110,7 @@ def test_ctrl_c_ends_the_wait_for_a_cell_elsewhere(start: Start, tiny: list[str]
 def test_the_same_sweep_issued_twice_at_once_trains_each_cell_once(
     start: Start, tiny: list[str], tmp_path: Path, how: str
 ) -> None:
-    options = ["train.max_steps=80", "train.eval_every=0", "sweep.name=s", "train.seed=1,2,3"]
+    options = [*BYTES, "train.max_steps=80", "train.eval_every=0", "sweep.name=s", "train.seed=1,2,3"]
     both = [start("train", "-m", *tiny, *options) for _ in range(2)]
     cells = tmp_path / "outputs" / "s"
     if how == "the first is killed":
@@ -155,7 +155,7 @@ def losses(root: Path) -> dict[str, list[tuple[int, float]]]:
 
 @pytest.mark.e2e
 def test_cells_have_the_same_losses_side_by_side_as_one_by_one(gptexp: Gptexp, tiny: list[str], tmp_path: Path) -> None:
-    grid = ["-m", *tiny, "optim.lr=1e-3,2e-3,4e-3", "train.max_steps=60"]
+    grid = ["-m", *tiny, *BYTES, "optim.lr=1e-3,2e-3,4e-3", "train.max_steps=60"]
     for parallel in (1, 2):
         done = gptexp("train", *grid, f"sweep.parallel={parallel}", f"sweep.name=p{parallel}", timeout=400)
         assert done.returncode == 0, done.stderr
@@ -173,8 +173,8 @@ def test_cells_have_the_same_losses_side_by_side_as_one_by_one(gptexp: Gptexp, t
 def test_a_signal_stops_every_cell_and_the_same_command_continues_them(
     start: Start, gptexp: Gptexp, tiny: list[str], tmp_path: Path
 ) -> None:
-    options = ["train.max_steps=400", "train.save_every=0", "train.eval_every=0", "sweep.parallel=2", "sweep.name=s"]
-    grid = ["-m", *tiny, *options, "train.seed=1,2,3"]
+    options = ["train.max_steps=800", "train.save_every=0", "train.eval_every=0", "sweep.parallel=2", "sweep.name=s"]
+    grid = ["-m", *tiny, *BYTES, *options, "train.seed=1,2,3"]
     process = start("train", *grid, start_new_session=True)
     cells = tmp_path / "outputs" / "s"
 
@@ -195,8 +195,8 @@ def test_a_signal_stops_every_cell_and_the_same_command_continues_them(
     assert done.returncode == 0, done.stderr
     assert [summary(directory)["status"] for directory in runs(cells)] == ["completed"] * 3
     for directory in stopped:
-        assert 3 < steps[directory] < 400
-        assert [e["step"] for e in events(directory, "step")] == list(range(400))
+        assert 3 < steps[directory] < 800
+        assert [e["step"] for e in events(directory, "step")] == list(range(800))
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
-from conftest import events, processes_of, runs, summary, wait_for
+from conftest import BYTES, events, processes_of, runs, summary, wait_for
 from sweeps import report_of, wait_until_free
 
 Gptexp = Callable[..., subprocess.CompletedProcess[str]]
@@ -22,7 +22,7 @@ Start = Callable[..., subprocess.Popen[str]]
 
 needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="no Ray; pip install 'gptexp[ray]'")
 ON_RAY = "hydra/launcher=ray"
-FAST = ["data.tokenizer=bytes", "model.vocab_size=320", "train.eval_every=0"]  # a step of milliseconds
+FAST = [*BYTES, "train.eval_every=0"]
 
 
 class Nodes:
@@ -89,7 +89,7 @@ def test_a_sweep_of_cells_on_two_nodes_that_loses_one_has_the_results_of_this_ma
 ) -> None:
     """Each cell has a rank on each node. A node is killed after the first of six; the sweep waits for another one."""
     other, cells = ray_nodes.add(), tmp_path / "outputs" / "ray"
-    lengths = ["train.max_tokens=32768", "train.max_steps=null", "train.save_every_tokens=4096"]
+    lengths = ["train.max_tokens=16384", "train.max_steps=null", "train.save_every_tokens=2048"]
     swept = ["optim.lr=4e-3,2e-2,1e-1", "batch.total_batch_size=64,128"]
     grid = ["train", "-m", *tiny, *FAST, *lengths, *swept, "world.size=2"]
     process = start(*grid, ON_RAY, "sweep.name=ray")

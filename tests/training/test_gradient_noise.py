@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import events
+from conftest import BYTES, e2e_then_slow, events
 from real_runs import equal, train_here, weights
 from torch import Tensor, nn
 
@@ -277,7 +277,7 @@ def test_noise_that_needs_a_measurement_is_refused_without_one(tiny: list[str], 
 
 @pytest.mark.parametrize("noise", ["gradient_noise=0.3", "gradient_noise_like_batch=32"])
 def test_a_branch_ends_with_the_noise_of_an_uninterrupted_run(tiny: list[str], tmp_path: Path, noise: str) -> None:
-    own = [*tiny, "data.tokenizer=bytes", "model.vocab_size=320", f"optim.{noise}", "train.eval_every=0"]
+    own = [*tiny, *BYTES, f"optim.{noise}", "train.eval_every=0"]
     wsd = ["schedule=wsd", "schedule.cooldown_ratio=0.5"]
     runs = {
         "parent": [*own, "schedule=constant", "schedule.warmup_tokens=0", "train.max_steps=8", "train.save_every=4",
@@ -320,8 +320,7 @@ def test_a_sweep_of_batch_sizes_warns_of_a_decay_confounds_of() -> None:
         assert not [*confounds_of(result_deciding(compose([*noisy, more])))]
 
 
-@pytest.mark.e2e
-@pytest.mark.parametrize("noise", ["gradient_noise=0.5", "gradient_noise_like_batch=32"])
+@pytest.mark.parametrize("noise", e2e_then_slow(["gradient_noise_like_batch=32", "gradient_noise=0.5"]))
 def test_the_weights_of_all_ranks_stay_equal(
     gptexp: Gptexp, tiny: list[str], tmp_path: Path, sabotage: Callable[[str, str], dict[str, str]], noise: str
 ) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import events
+from conftest import e2e_then_slow, events
 
 from gptexp.training.phases import PHASES
 from gptexp.training.profiling import COSTLIEST, covered
@@ -17,8 +17,7 @@ def test_overlapping_intervals_count_once() -> None:
     assert covered([]) == 0
 
 
-@pytest.mark.e2e
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", e2e_then_slow([2, 1]))
 def test_a_trace_is_written_of_steps_after_the_warm_up(
     gptexp: Any, tiny: list[str], tmp_path: Path, world: int
 ) -> None:

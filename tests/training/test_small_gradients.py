@@ -75,13 +75,13 @@ def run_gradients(directory: Path, micro_batch: int) -> torch.Tensor:
     ("world", "micro_batch", "reduction", "seen"),
     [
         (1, 2, "mean", [(0, 1)]),  # of four micro-batches, the first two
-        pytest.param(1, 4, "mean", [(0, 1)], marks=pytest.mark.e2e),
+        pytest.param(1, 4, "mean", [(0, 1)], marks=pytest.mark.slow),
         pytest.param(2, 2, "mean", [(0, 1), (2, 3)], marks=pytest.mark.e2e),  # DDP reduces in the second backward pass
-        pytest.param(2, 1, "mean", [(0, 1), (4, 5)], marks=pytest.mark.e2e),
+        pytest.param(2, 1, "mean", [(0, 1), (4, 5)], marks=pytest.mark.slow),
         pytest.param(2, 4, "mean", [(0,), (1,)], marks=pytest.mark.e2e),  # DDP reduces in the only backward pass
-        pytest.param(2, 4, "tree", [(0,), (1,)], marks=pytest.mark.e2e),
+        pytest.param(2, 4, "tree", [(0,), (1,)], marks=pytest.mark.slow),
         pytest.param(2, 2, "tree", [(0, 1), (2, 3)], marks=pytest.mark.e2e),
-        pytest.param(4, 2, "mean", [(0,), (1,), (2,), (3,)], marks=pytest.mark.e2e),
+        pytest.param(4, 2, "mean", [(0,), (1,), (2,), (3,)], marks=pytest.mark.slow),
     ],
 )
 def test_a_run_measures_the_gradients_that_one_process_computes(

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import events, summary
+from conftest import BYTES, events, summary
 from real_runs import equal, newest, train_here
 from safetensors.torch import load_file
 from torch import nn
@@ -32,7 +32,7 @@ from gptexp.training.weight_average import WeightAverage
 
 Gptexp = Callable[..., subprocess.CompletedProcess[str]]
 YES, NO = torch.tensor(True), torch.tensor(False)
-SMALL = ["data.tokenizer=bytes", "model.vocab_size=320", "optim.lr=1e-2", "schedule=constant"]
+SMALL = [*BYTES, "optim.lr=1e-2", "schedule=constant"]
 EMA = "train.ema_half_life_tokens=300"
 
 
