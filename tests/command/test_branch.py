@@ -492,7 +492,7 @@ def test_a_new_branch_has_the_name_of_its_model_and_is_continued_by_its_director
     assert "--cfg job: shows what files and overrides set" in asked.stderr
 
 
-@pytest.mark.e2e
+@pytest.mark.slow
 def test_two_ranks_branch_with_the_bits_of_an_uninterrupted_run(gptexp: Gptexp, corpus: Path, tmp_path: Path) -> None:
     """By default the branch has as many ranks as its run. Its checkpoint is read by all of them."""
     own = [*PARENT, f"data.path={corpus}", "world.size=2", "train.reduction=mean"]

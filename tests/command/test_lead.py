@@ -124,7 +124,8 @@ def test_two_torchrun_agents_train_one_run_in_one_directory(tiny: list[str], tmp
     assert len(list((tmp_path / "outputs").glob("*/*"))) == 1
 
 
-@pytest.mark.parametrize("of_rank", [pytest.param(0, marks=pytest.mark.e2e), pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("of_rank", [0, 1])
 def test_a_run_whose_torchrun_agent_is_killed_is_interrupted_and_resumes(
     gptexp: Callable[..., subprocess.CompletedProcess[str]], long_run: list[str], tmp_path: Path, of_rank: int
 ) -> None:

@@ -253,7 +253,7 @@ def test_a_slurm_sweep_on_a_machine_without_slurm_is_refused(gptexp: Gptexp, tin
     assert not (own / "outputs").exists()
 
 
-@pytest.mark.e2e
+@pytest.mark.slow
 def test_a_users_file_runs_a_sweep_through_submitit(gptexp: Gptexp, tiny: list[str], own: Path) -> None:
     pytest.importorskip("submitit", reason="no submitit; pip install 'gptexp[slurm]'")
     options = ["-m", "experiment=local", "optim.lr=1e-3,2e-3", "sweep.name=jobs", "--config-dir", "conf"]

@@ -515,7 +515,7 @@ def test_the_first_step_waits_for_wandb_ten_seconds_at_most(
     assert ended(training)[0] == 0
 
 
-@pytest.mark.e2e
+@pytest.mark.slow
 def test_a_stopped_run_does_not_wait_for_an_upload(
     server: WandbServer, start: Start, logged: list[str], online: dict[str, str], tmp_path: Path
 ) -> None:

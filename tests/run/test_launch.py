@@ -92,8 +92,8 @@ SPLIT = ["world.sharding=full", "train.save_as=sharded"]
     ("name", "rank", "own"),
     [
         pytest.param("SIGTERM", None, SPLIT, marks=pytest.mark.e2e),
-        pytest.param("SIGUSR1", None, [], marks=pytest.mark.e2e),
-        pytest.param("SIGTERM", 1, [], marks=pytest.mark.e2e),
+        pytest.param("SIGUSR1", None, [], marks=pytest.mark.slow),
+        pytest.param("SIGTERM", 1, [], marks=pytest.mark.slow),
         pytest.param("SIGUSR1", 0, SPLIT, marks=pytest.mark.slow),
         pytest.param("SIGTERM", None, [], marks=pytest.mark.slow),
         pytest.param("SIGINT", None, [], marks=pytest.mark.slow),

@@ -37,7 +37,7 @@ def curves(directory: Path) -> list[float]:
     ("sharding", "more"),
     [
         pytest.param("full", AVERAGED, marks=pytest.mark.e2e),
-        pytest.param("full", FREE, marks=pytest.mark.e2e),
+        pytest.param("full", FREE, marks=pytest.mark.slow),
         # Without dropout: a compiled block draws other numbers than a compiled model.
         pytest.param("full", [AVERAGED[0], "train.compile=on"], marks=pytest.mark.slow),
         pytest.param("full", [*AVERAGED, "optim=lion", "train.nonfinite=rollback"], marks=pytest.mark.slow),

@@ -186,14 +186,8 @@ def test_a_failure_is_a_line_and_training_goes_on(
     assert summary(tmp_path / "run")["status"] == "completed"
 
 
-@pytest.mark.parametrize(
-    ("number", "at"),
-    [
-        pytest.param(signal.SIGTERM, 2, marks=pytest.mark.slow),
-        pytest.param(signal.SIGTERM, 4, marks=pytest.mark.slow),
-        pytest.param(signal.SIGKILL, 2, marks=pytest.mark.e2e),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "at"), [(signal.SIGTERM, 2), (signal.SIGTERM, 4), (signal.SIGKILL, 2)])
 def test_a_run_that_is_stopped_while_it_measures_continues_with_that(
     start: Start,
     gptexp: Gptexp,

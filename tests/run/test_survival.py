@@ -157,14 +157,8 @@ def test_kills_reveal_each_mutant(tmp_path: Path, mutant: str) -> None:
     assert not unharmed(found), found
 
 
-@pytest.mark.parametrize(
-    "occurrence",
-    [
-        pytest.param(1, marks=pytest.mark.e2e),
-        pytest.param(2, marks=pytest.mark.slow),
-        pytest.param(3, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("occurrence", [1, 2, 3])
 def test_a_run_killed_at_any_point_of_saving_continues_unharmed(tmp_path: Path, occurrence: int) -> None:
     found = survive(tmp_path, "crash", "--occurrences", occurrence)
     assert [f["point"] for f in found] == list(POINTS)

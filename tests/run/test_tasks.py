@@ -454,10 +454,8 @@ def test_a_model_whose_validation_loss_is_not_finite_is_not_scored(
     assert "lm_eval" not in err
 
 
-@pytest.mark.parametrize(
-    "number",
-    [pytest.param(signal.SIGTERM, marks=pytest.mark.e2e), pytest.param(signal.SIGKILL, marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_run_that_is_stopped_while_it_scores_leaves_no_process(
     start: Start, tiny: list[str], my_text: Callable[[str], dict[str, str]], number: signal.Signals, tmp_path: Path
 ) -> None:

@@ -525,7 +525,7 @@ m.init_process_group = init_late
 """
 
 
-@pytest.mark.e2e
+@pytest.mark.slow
 def test_ranks_that_connect_late_train_the_same_weights(
     sabotage: Callable[[str, str], dict[str, str]], tiny: list[str], tmp_path: Path
 ) -> None:

@@ -397,7 +397,7 @@ def test_compiled_micro_batches_are_timed(long_run: Config, monkeypatch: pytest.
     assert times(effective)["loss"]["ms"].keys() == {"plain", "chunked", "fused"}
 
 
-@pytest.mark.e2e
+@pytest.mark.slow
 def test_a_long_run_makes_a_trial_and_later_ones_use_it(start: Start, tiny: list[str], tmp_path: Path) -> None:
     """Its length is 10^10 tokens, of which it trains a few steps. The second run has two ranks."""
     overrides = [o for o in tiny if not o.startswith(("train.dtype", "train.max_steps"))]

@@ -74,7 +74,7 @@ def test_a_sweep_waits_for_a_cell_that_another_process_runs(start: Start, tiny: 
     assert list(final_table(cells)) == [("0.0006", "1"), ("0.0006", "2")]
 
 
-@pytest.mark.e2e
+@pytest.mark.slow
 def test_a_cell_that_another_command_completed_meanwhile_is_not_run_again(
     start: Start, tiny: list[str], tmp_path: Path
 ) -> None:
