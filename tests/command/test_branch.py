@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from conftest import BYTES, TINY, ForkServer, clean, events, summary
+from conftest import BYTES, TINY, ForkServer, clean, e2e_then_slow, events, summary
 from real_runs import equal, newest
 from safetensors.torch import load_file
 
@@ -91,9 +91,7 @@ def same(branched: Path, whole: Path, step: int) -> None:
         assert states[0][key] == states[1][key], key
 
 
-@pytest.mark.parametrize(
-    ("step", "cooldown"), [(8, "linear"), (12, "1-sqrt"), pytest.param(16, "linear", marks=pytest.mark.e2e)]
-)
+@pytest.mark.parametrize(("step", "cooldown"), [(12, "1-sqrt"), *e2e_then_slow([(16, "linear"), (8, "linear")])])
 def test_a_branch_ends_with_the_bits_of_an_uninterrupted_run(
     constant: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], step: int, cooldown: str
 ) -> None:

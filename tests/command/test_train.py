@@ -190,9 +190,9 @@ def test_ctrl_c_saves_a_checkpoint_and_exits_with_130(start: Start, long_run: li
 @pytest.mark.parametrize(
     ("delay_s", "name"),
     [
-        (2.5, "SIGTERM"),
-        *(pytest.param(2.5, name, marks=pytest.mark.e2e) for name in ("SIGUSR1", "SIGINT")),
-        *(pytest.param(0.3, name, marks=pytest.mark.e2e) for name in ("SIGTERM", "SIGUSR1", "SIGINT")),
+        pytest.param(delay_s, name, marks=pytest.mark.e2e)
+        for delay_s in (0.3, 2.5)
+        for name in ("SIGTERM", "SIGUSR1", "SIGINT")
     ],
 )
 def test_a_signal_before_training_has_the_documented_exit_code(

@@ -60,7 +60,7 @@ def test_a_text_read_in_pieces_has_the_same_token_ids() -> None:
     assert cuts > 300
 
 
-@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+@pytest.mark.parametrize("name", ["a.jsonl", pytest.param("a.txt", marks=pytest.mark.e2e)])
 def test_a_long_document_is_read_in_pieces_in_linear_time(tmp_path: Path, name: str) -> None:
     """With and without white space. Joining each block to all before it would copy 3 GB for a text of 80 MB."""
     words, letters = "some words " * 600_000, "x" * 80_000_000

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from conftest import ROOT
+from conftest import ROOT, e2e_then_slow
 from judge import judge
 
 import gptexp as package
@@ -114,6 +114,7 @@ def test_transformers_4_57_agrees(finished_run: Path, gptexp: Gptexp, tiny: list
         compare(found, run, "A")
 
 
+@pytest.mark.e2e
 def test_an_exported_model_trains_on_here(finished_run: Path, gptexp: Gptexp, tiny: list[str], tmp_path: Path) -> None:
     """There and back: the validation loss is that of the run."""
     assert gptexp("export", str(finished_run), "out").returncode == 0
@@ -290,7 +291,7 @@ def test_an_empty_directory_is_filled_wherever_it_is(
     assert not list((tmp_path / out).glob(".*"))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.e2e)])
+@pytest.mark.parametrize("number", e2e_then_slow([signal.SIGTERM, signal.SIGINT]))
 def test_a_stopped_export_leaves_nothing(
     finished_run: Path, start: Start, sabotage: Callable[[str, str], dict[str, str]], tmp_path: Path, number: int
 ) -> None:

@@ -36,9 +36,7 @@ def gradients(kind: str, device: str = "cpu") -> list[torch.Tensor]:
 @pytest.mark.parametrize(
     ("device", "kind"),
     [
-        ("cpu", "equal"),
-        pytest.param("cpu", "normal", marks=pytest.mark.e2e),
-        pytest.param("cpu", "spread", marks=pytest.mark.e2e),
+        *(pytest.param("cpu", kind, marks=pytest.mark.e2e) for kind in ("equal", "normal", "spread")),
         *(pytest.param("cuda", kind, marks=ON_A_GPU) for kind in ("normal", "spread", "equal")),
     ],
 )

@@ -130,6 +130,7 @@ def average_of(directory: Path) -> dict[str, torch.Tensor]:
     return load_file(newest(directory) / "ema.safetensors")
 
 
+@pytest.mark.e2e
 def test_a_run_saves_the_average_of_its_weights_and_evaluates_it(tiny: list[str], tmp_path: Path) -> None:
     """Against the weights of the checkpoints of all steps, and a loop over single windows."""
     own = [*SMALL, "train.max_steps=8", "train.save_every=1", "train.keep_last=0", "train.eval_every=4"]
