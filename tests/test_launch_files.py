@@ -118,11 +118,12 @@ def test_the_files_set_no_hyperparameter() -> None:
 
 
 def stand_in(folder: Path) -> Path:
-    """A folder with a `torchrun` that prints its arguments and its PET_ variables, one JSON object."""
+    """A folder with a `torchrun` that prints its process id, its arguments and its PET_ variables, as JSON."""
     folder.mkdir()
     (folder / "torchrun").write_text(
         f"#!{sys.executable}\nimport json, os, sys\n"
-        "print(json.dumps([sys.argv[1:], {k: v for k, v in os.environ.items() if k.startswith('PET_')}]))\n"
+        "variables = {k: v for k, v in os.environ.items() if k.startswith('PET_')}\n"
+        "print(json.dumps([os.getpid(), sys.argv[1:], variables]))\n"
     )
     (folder / "torchrun").chmod(0o755)
     return folder
@@ -131,11 +132,13 @@ def stand_in(folder: Path) -> Path:
 def torchrun_sh(tmp_path: Path, **env: str) -> tuple[list[str], dict[str, str]]:
     """The arguments and the PET_ variables that launch/torchrun.sh gives to torchrun."""
     path = os.pathsep.join([str(stand_in(tmp_path / "bin")), os.environ["PATH"]])
-    done = subprocess.run(
+    script = subprocess.Popen(
         [LAUNCH / "torchrun.sh", "optim.lr=1"], env={**os.environ, "NPROC": "1", **env, "PATH": path},
-        capture_output=True, text=True, timeout=60, check=True,
+        stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
-    argv, variables = json.loads(done.stdout)
+    out, _ = script.communicate(timeout=60)
+    pid, argv, variables = json.loads(out)
+    assert pid == script.pid  # no shell is left that would receive the signals in its place
     return argv, variables
 
 
