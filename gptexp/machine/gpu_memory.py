@@ -62,12 +62,15 @@ def memory_by_sharding(
 def excess(config: Config, peak: int, gpu: Gpu, by_sharding: Mapping[str, int]) -> str:
     """What to do about a peak that is more than the memory of `gpu`."""
     assert gpu.memory_bytes is not None
-    fitting = [f"world.sharding={name}, " for name, size in by_sharding.items() if size <= gpu.memory_bytes]
-    recompute = {0: "train.activation_checkpointing=true, ", 1: ""}.get(
-        config.train.recomputed_every, "train.activation_checkpointing_every=1, "
-    )
+    fitting = [f"world.sharding={name}" for name, size in by_sharding.items() if size <= gpu.memory_bytes]
+    advice = fitting[:1] or ["world.sharding=full on more ranks"]
+    if (config.batch.asked_micro_batch_size or 1) > 1:
+        advice.append("batch.micro_batch_size=auto")
+    if not config.train.recomputed_every:
+        advice.append("train.activation_checkpointing=true")
+    elif config.train.recomputed_every > 1:
+        advice.append("train.activation_checkpointing_every=1")
     return (
         f"a rank needs about {peak / 2**30:.1f} GiB, and the {gpu.name} has {gpu.memory_bytes / 2**30:.1f} GiB; use "
-        f"{''.join(fitting[:1])}batch.micro_batch_size=auto, a smaller model or batch.seq_len, "
-        f"{recompute}or world.sharding=full on more ranks"
+        f"{', '.join(advice)}, or a smaller model or batch.seq_len"
     )
