@@ -126,11 +126,12 @@ def long_run(tiny: list[str]) -> list[str]:
 
 
 def e2e_then_slow(cases: Iterable[Any], e2e: int = 1) -> list[Any]:
-    """The cases of a test that takes long: so many in the tier e2e, the others in slow."""
-    marks = [pytest.mark.e2e] * e2e + [pytest.mark.slow] * 99
+    """The first `e2e` cases of a test that takes long in the tier e2e, the others in slow."""
     return [
-        pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=mark)
-        for case, mark in zip(cases, marks, strict=False)
+        pytest.param(
+            *(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.e2e if n < e2e else pytest.mark.slow
+        )
+        for n, case in enumerate(cases)
     ]
 
 
@@ -303,7 +304,7 @@ def summary(directory: Path) -> dict[str, Any]:
 
 
 def runs(root: Path) -> list[Path]:
-    """Every run directory below `root`, also while a run there makes and deletes others."""
+    """Every run directory below `root`, also while a run deletes folders there."""
     return sorted(Path(folder) for folder, _, files in os.walk(root) if "summary.json" in files)
 
 

@@ -138,7 +138,7 @@ def torchrun_sh(tmp_path: Path, **env: str) -> tuple[list[str], dict[str, str]]:
     )  # fmt: skip
     out, _ = script.communicate(timeout=60)
     pid, argv, variables = json.loads(out)
-    assert pid == script.pid  # no shell is left that would receive the signals in its place
+    assert (pid, 0) == (script.pid, script.returncode)  # no shell is left that would receive the signals in its place
     return argv, variables
 
 

@@ -123,6 +123,12 @@ def _rows() -> list[tuple[list[str], str]]:
 
 def _marked(node: ast.AST) -> set[str]:
     """The tiers whose markers `node` contains."""
+    if any(isinstance(n, ast.Call) and ast.unparse(n.func) == "e2e_then_slow" for n in ast.walk(node)):
+        return {"e2e", "slow"} | _written(node)
+    return _written(node)
+
+
+def _written(node: ast.AST) -> set[str]:
     found = [n for n in ast.walk(node) if isinstance(n, ast.Attribute) and n.attr in TIERS]
     return {n.attr for n in found if isinstance(n.value, ast.Attribute) and n.value.attr == "mark"}
 
@@ -131,14 +137,14 @@ def _marks_all_cases(decorator: ast.expr) -> bool:
     """Whether a decorator marks every case of its test."""
     if isinstance(decorator, ast.Call) and ast.unparse(decorator.func) == "pytest.mark.parametrize":
         values = decorator.args[1]
-        return isinstance(values, ast.List) and all(map(_marked, values.elts))
+        return all(map(_marked, values.elts)) if isinstance(values, ast.List) else bool(_marked(values))
     return bool(_marked(decorator))
 
 
 def _tiers(path: Path) -> set[str]:
     """The tiers of the tests in a file, read from its markers."""
     text = path.read_text()
-    if not re.search(rf"mark\.({'|'.join(TIERS)})", text):  # most files; parsing all would take a second
+    if not re.search(rf"mark\.({'|'.join(TIERS)})|e2e_then_slow\(", text):  # most; parsing all would take a second
         return {"default"}
     tree = ast.parse(text)
     marked = _marked(tree)

@@ -49,7 +49,7 @@ def memory_by_sharding(
     """
     found = {}
     for sharding in SHARDINGS:
-        other = replace(cfg, world=replace(cfg.world, sharding=sharding))
+        other = _with_sharding(cfg, sharding)
         if not any(sharding_problems(other, world_size)):
             choices = effective
             if sharding != cfg.world.sharding:
@@ -63,14 +63,27 @@ def excess(config: Config, peak: int, gpu: Gpu, by_sharding: Mapping[str, int]) 
     """What to do about a peak that is more than the memory of `gpu`."""
     assert gpu.memory_bytes is not None
     fitting = [f"world.sharding={name}" for name, size in by_sharding.items() if size <= gpu.memory_bytes]
-    advice = fitting[:1] or ["world.sharding=full on more ranks"]
+    more = [f"world.sharding={name} on more ranks" for name in ("full", "optimizer") if _allows(config, name)]
+    advice = (fitting or more)[:1]
+    if config.world.sharding == "full" and config.world.reduce_every == "step":
+        advice.append("world.reduce_every=auto")
     if (config.batch.asked_micro_batch_size or 1) > 1:
-        advice.append("batch.micro_batch_size=auto")
+        smaller = config.train.reduction == "tree"  # which takes no auto
+        advice.append("a smaller batch.micro_batch_size" if smaller else "batch.micro_batch_size=auto")
     if not config.train.recomputed_every:
         advice.append("train.activation_checkpointing=true")
     elif config.train.recomputed_every > 1:
         advice.append("train.activation_checkpointing_every=1")
     return (
         f"a rank needs about {peak / 2**30:.1f} GiB, and the {gpu.name} has {gpu.memory_bytes / 2**30:.1f} GiB; use "
-        f"{', '.join(advice)}, or a smaller model or batch.seq_len"
+        f"{''.join(f'{text}, ' for text in advice)}{'or ' if advice else ''}a smaller model or batch.seq_len"
     )
+
+
+def _allows(config: Config, sharding: str) -> bool:
+    """Whether several ranks of this run could have that sharding."""
+    return not any(sharding_problems(_with_sharding(config, sharding), 2))
+
+
+def _with_sharding(config: Config, sharding: str) -> Config:
+    return replace(config, world=replace(config.world, sharding=sharding))

@@ -46,7 +46,7 @@ FILES = (
     *WRITTEN,
 )
 IN_CI = (  # the others are in the tier `slow`
-    *(f"{CELL}/{name}" for name in ("config.yaml", "metrics.jsonl")),
+    *(f"{CELL}/{name}" for name in ("config.yaml", "summary.json", "metrics.jsonl")),
     *(f"{CELL}/{STEP}/{name}" for name in ("manifest.json", "model.safetensors")),
     "sweep.json",
 )

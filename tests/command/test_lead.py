@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch.distributed as dist
-from conftest import ROOT, events, runs, summary, wait_for
+from conftest import ROOT, e2e_then_slow, events, runs, summary, wait_for
 from real_runs import begun
 
 from gptexp.command import leader
@@ -124,8 +124,7 @@ def test_two_torchrun_agents_train_one_run_in_one_directory(tiny: list[str], tmp
     assert len(list((tmp_path / "outputs").glob("*/*"))) == 1
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("of_rank", [0, 1])
+@pytest.mark.parametrize("of_rank", e2e_then_slow([0, 1]))
 def test_a_run_whose_torchrun_agent_is_killed_is_interrupted_and_resumes(
     gptexp: Callable[..., subprocess.CompletedProcess[str]], long_run: list[str], tmp_path: Path, of_rank: int
 ) -> None:

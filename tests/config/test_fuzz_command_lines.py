@@ -45,7 +45,7 @@ def command_lines(seed: int, count: int) -> Iterator[list[str]]:
 
 @pytest.mark.parametrize(
     ("seed", "count"),
-    [(3, 40), pytest.param(1, 2000, marks=pytest.mark.slow)],
+    [(3, 40), pytest.param(0, 200, marks=pytest.mark.slow), pytest.param(1, 2000, marks=pytest.mark.slow)],
 )
 def test_a_random_command_line_is_valid_or_refused_without_a_traceback(
     light_server: ForkServer, tmp_path: Path, seed: int, count: int

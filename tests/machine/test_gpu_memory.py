@@ -67,10 +67,31 @@ def test_a_model_that_does_not_fit_is_refused_with_the_sharding_that_does() -> N
     ],
 )
 def test_only_what_may_help_is_advised(options: list[str], advice: list[str]) -> None:
+    assert advice_for(options) == ", ".join(["world.sharding=full", *advice, "or a smaller model or batch.seq_len"])
+
+
+@pytest.mark.parametrize(
+    ("options", "advice"),
+    [
+        (["world.size=1", "optim=muon"], "train.activation_checkpointing=true, or "),
+        (["world.size=1", "optim=soap"], "world.sharding=optimizer on more ranks, train."),
+        (["world.size=2", "train.eval_tasks=[hellaswag]"], "world.sharding=optimizer on more ranks, train."),
+        (["train.reduction=tree", "batch.micro_batch_size=2"], "a smaller batch.micro_batch_size, train."),
+        (["train.reduction=tree", "train.activation_checkpointing=true"], "a smaller model or batch.seq_len"),
+        (
+            ["world.size=2", "world.sharding=full", "world.reduce_every=step"],
+            "world.sharding=full on more ranks, world.r",
+        ),
+    ],
+)
+def test_what_the_run_cannot_have_is_not_advised(options: list[str], advice: str) -> None:
+    assert advice_for(options).startswith(advice)
+
+
+def advice_for(options: list[str]) -> str:
     with pytest.raises(ConfigError) as error:
         refuse_too_large([compose([*LARGE, *options])], GPUS["h100"])
-    use = error.value.problems[0].partition("; use ")[2]
-    assert use == f"{', '.join(['world.sharding=full', *advice])}, or a smaller model or batch.seq_len"
+    return error.value.problems[0].partition("; use ")[2]
 
 
 def test_runs_that_fit_or_use_no_gpu_pass() -> None:

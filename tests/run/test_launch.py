@@ -93,7 +93,7 @@ SPLIT = ["world.sharding=full", "train.save_as=sharded"]
     [
         pytest.param("SIGTERM", None, SPLIT, marks=pytest.mark.e2e),
         pytest.param("SIGUSR1", None, [], marks=pytest.mark.slow),
-        pytest.param("SIGTERM", 1, [], marks=pytest.mark.slow),
+        pytest.param("SIGTERM", 1, [], marks=pytest.mark.e2e),
         pytest.param("SIGUSR1", 0, SPLIT, marks=pytest.mark.slow),
         pytest.param("SIGTERM", None, [], marks=pytest.mark.slow),
         pytest.param("SIGINT", None, [], marks=pytest.mark.slow),

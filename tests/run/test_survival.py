@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, e2e_then_slow
 from survival import MUTANTS, POINTS, mutated_package
 
 from gptexp.config.schema import OPTIMIZERS
@@ -104,15 +104,10 @@ def test_a_run_with_each_optimizer_survives_kills_at_changing_world_sizes(
     assert found["starts per world size"].keys() == {"1", "2"}
 
 
-@pytest.mark.parametrize(
-    ("world_size", "kills"),
-    [
-        pytest.param(1, 15, marks=pytest.mark.slow),
-        pytest.param(2, 15, marks=pytest.mark.slow),
-        pytest.param(2, 5, marks=pytest.mark.slow),
-    ],
-)
-def test_a_run_with_a_batch_ramp_survives_kills(tmp_path: Path, world_size: int, kills: int) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_run_with_a_batch_ramp_survives_kills(tmp_path: Path, world_size: int) -> None:
+    kills = 15
     found = survive(tmp_path, "kills", "--kills", kills, "--steps", 8 * kills, "--world-sizes", world_size, "--ramp")
     print(found)
     assert unharmed(found), found
@@ -157,8 +152,7 @@ def test_kills_reveal_each_mutant(tmp_path: Path, mutant: str) -> None:
     assert not unharmed(found), found
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("occurrence", [1, 2, 3])
+@pytest.mark.parametrize("occurrence", e2e_then_slow([1, 2, 3]))
 def test_a_run_killed_at_any_point_of_saving_continues_unharmed(tmp_path: Path, occurrence: int) -> None:
     found = survive(tmp_path, "crash", "--occurrences", occurrence)
     assert [f["point"] for f in found] == list(POINTS)

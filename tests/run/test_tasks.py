@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import events, summary, wait_for
+from conftest import e2e_then_slow, events, summary, wait_for
 
 import gptexp as package
 from gptexp.config.transformers_json import read_config_json
@@ -454,8 +454,7 @@ def test_a_model_whose_validation_loss_is_not_finite_is_not_scored(
     assert "lm_eval" not in err
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", e2e_then_slow([signal.SIGTERM, signal.SIGKILL]))
 def test_a_run_that_is_stopped_while_it_scores_leaves_no_process(
     start: Start, tiny: list[str], my_text: Callable[[str], dict[str, str]], number: signal.Signals, tmp_path: Path
 ) -> None:

@@ -110,7 +110,7 @@ def test_a_cell_on_two_nodes_continues_after_its_time_limit_and_the_loss_of_a_no
         time.sleep(5)  # more than the time for which a run waits for its lock
     out, err = process.communicate(timeout=240)
     assert process.returncode == 0, err
-    slurm.wait_for(lambda: slurm.job(number)["JobState"] != "RUNNING")  # its result comes before its end
+    slurm.wait_for(lambda: slurm.job(number)["JobState"] == "COMPLETED")  # its result comes before its end
     job = slurm.job(number)
     assert (job["JobState"], job["NumNodes"], job["NumTasks"], job["CPUs/Task"]) == ("COMPLETED", "2", "2", "2"), out
     assert (summary(directory)["status"], summary(directory)["world_size"]) == ("completed", 2)

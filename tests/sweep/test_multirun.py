@@ -33,7 +33,7 @@ def test_a_failing_cell_does_not_stop_the_others(gptexp: Gptexp, tiny: list[str]
     assert len([d for d in runs(tmp_path / "outputs" / "crash") if summary(d)["status"] == "completed"]) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.e2e
 def test_a_cell_with_a_damaged_file_is_named_before_any_cell_starts(
     gptexp: Gptexp, tiny: list[str], tmp_path: Path
 ) -> None:
