@@ -14,13 +14,15 @@ import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import pytest
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
     from slurm_cluster import Cluster
+
+T = TypeVar("T")
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -308,13 +310,14 @@ def runs(root: Path) -> list[Path]:
     return sorted(Path(folder) for folder, _, files in os.walk(root) if "summary.json" in files)
 
 
-def wait_for(condition: Callable[[], object], process: subprocess.Popen[str], seconds: float = 120) -> None:
-    """Poll until `condition` holds; fails if the process ends or the time passes first."""
+def wait_for(condition: Callable[[], T], process: subprocess.Popen[str], seconds: float = 120) -> T:
+    """Poll until `condition` holds, and return its value; fails if the process ends or the time passes first."""
     deadline = time.monotonic() + seconds
-    while not condition():
+    while not (found := condition()):
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.02)
+    return found
 
 
 def processes_of(directory: Path) -> list[int]:

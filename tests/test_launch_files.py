@@ -118,12 +118,12 @@ def test_the_files_set_no_hyperparameter() -> None:
 
 
 def stand_in(folder: Path) -> Path:
-    """A folder with a `torchrun` that prints its process id, its arguments and its PET_ variables, as JSON."""
+    """A folder with a `torchrun` that prints its parent's process id, its arguments and its PET_ variables, as JSON."""
     folder.mkdir()
     (folder / "torchrun").write_text(
         f"#!{sys.executable}\nimport json, os, sys\n"
         "variables = {k: v for k, v in os.environ.items() if k.startswith('PET_')}\n"
-        "print(json.dumps([os.getpid(), sys.argv[1:], variables]))\n"
+        "print(json.dumps([os.getppid(), sys.argv[1:], variables]))\n"
     )
     (folder / "torchrun").chmod(0o755)
     return folder
@@ -132,13 +132,12 @@ def stand_in(folder: Path) -> Path:
 def torchrun_sh(tmp_path: Path, **env: str) -> tuple[list[str], dict[str, str]]:
     """The arguments and the PET_ variables that launch/torchrun.sh gives to torchrun."""
     path = os.pathsep.join([str(stand_in(tmp_path / "bin")), os.environ["PATH"]])
-    script = subprocess.Popen(
+    done = subprocess.run(
         [LAUNCH / "torchrun.sh", "optim.lr=1"], env={**os.environ, "NPROC": "1", **env, "PATH": path},
-        stdout=subprocess.PIPE, text=True,
+        capture_output=True, text=True, timeout=60, check=True,
     )  # fmt: skip
-    out, _ = script.communicate(timeout=60)
-    pid, argv, variables = json.loads(out)
-    assert (pid, 0) == (script.pid, script.returncode)  # no shell is left that would receive the signals in its place
+    parent, argv, variables = json.loads(done.stdout)
+    assert parent == os.getpid()  # no shell is between that would receive the signals in torchrun's place
     return argv, variables
 
 

@@ -123,14 +123,11 @@ def _rows() -> list[tuple[list[str], str]]:
 
 def _marked(node: ast.AST) -> set[str]:
     """The tiers whose markers `node` contains."""
-    if any(isinstance(n, ast.Call) and ast.unparse(n.func) == "e2e_then_slow" for n in ast.walk(node)):
-        return {"e2e", "slow"} | _written(node)
-    return _written(node)
-
-
-def _written(node: ast.AST) -> set[str]:
     found = [n for n in ast.walk(node) if isinstance(n, ast.Attribute) and n.attr in TIERS]
-    return {n.attr for n in found if isinstance(n.value, ast.Attribute) and n.value.attr == "mark"}
+    tiers = {n.attr for n in found if isinstance(n.value, ast.Attribute) and n.value.attr == "mark"}
+    if any(isinstance(n, ast.Name) and n.id == "e2e_then_slow" for n in ast.walk(node)):
+        tiers |= {"e2e", "slow"}
+    return tiers
 
 
 def _marks_all_cases(decorator: ast.expr) -> bool:

@@ -68,15 +68,16 @@ def excess(config: Config, peak: int, gpu: Gpu, by_sharding: Mapping[str, int]) 
     if config.world.sharding == "full" and config.world.reduce_every == "step":
         advice.append("world.reduce_every=auto")
     if (config.batch.asked_micro_batch_size or 1) > 1:
-        smaller = config.train.reduction == "tree"  # which takes no auto
-        advice.append("a smaller batch.micro_batch_size" if smaller else "batch.micro_batch_size=auto")
+        takes_auto = config.train.reduction != "tree"
+        advice.append("batch.micro_batch_size=auto" if takes_auto else "a smaller batch.micro_batch_size")
     if not config.train.recomputed_every:
         advice.append("train.activation_checkpointing=true")
     elif config.train.recomputed_every > 1:
         advice.append("train.activation_checkpointing_every=1")
+    advice.append(f"{'or ' if advice else ''}a smaller model or batch.seq_len")
     return (
-        f"a rank needs about {peak / 2**30:.1f} GiB, and the {gpu.name} has {gpu.memory_bytes / 2**30:.1f} GiB; use "
-        f"{''.join(f'{text}, ' for text in advice)}{'or ' if advice else ''}a smaller model or batch.seq_len"
+        f"a rank needs about {peak / 2**30:.1f} GiB, and the {gpu.name} has {gpu.memory_bytes / 2**30:.1f} GiB; "
+        f"use {', '.join(advice)}"
     )
 
 

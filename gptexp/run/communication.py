@@ -58,7 +58,7 @@ def _of_new_ranks(cfg: Config) -> AllReduce:
     assert cfg.world.size is not None
     ranks = cfg.world.size
     kind = check_device(cfg.train.device, Rank(ranks - 1, ranks, ranks - 1, ranks))
-    backend_of(cfg.world.backend, kind)
+    backend_of(cfg.world.backend, kind)  # refuses it here, in one line, and not in each of the new processes
     if kind == "cpu" and ranks > (most := MOST_CROWDED * count_cores()):
         raise ConfigError(
             f"world.size={ranks}: {counted(count_cores(), 'core')} run at most {most} ranks, because more of them wait "

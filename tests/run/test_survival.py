@@ -82,37 +82,29 @@ def test_a_run_survives_fifty_kills(tmp_path: Path, world_sizes: tuple[int, ...]
     assert found["starts per world size"].keys() == {str(size) for size in world_sizes}
 
 
-@pytest.mark.parametrize(
-    ("name", "kills"),
-    [
-        *(pytest.param(name, 20, marks=pytest.mark.slow) for name in (*OPTIMIZERS, "completep") if name != "adamw"),
-    ],
-)
-def test_a_run_with_each_optimizer_survives_kills_at_changing_world_sizes(
-    tmp_path: Path, name: str, kills: int
-) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in (*OPTIMIZERS, "completep") if name != "adamw"])
+def test_a_run_with_each_optimizer_survives_kills_at_changing_world_sizes(tmp_path: Path, name: str) -> None:
     """So two ranks train as one does: the undisturbed run is on one rank."""
     pytest.importorskip("pytorch_optimizer", reason="no pytorch_optimizer; pip install 'gptexp[optim]'")
     overrides = [f"optim={name}"]
     if name == "completep":  # AdamW, whose groups of parameters then have settings of their own
         overrides = ["model.parametrisation=completep", "model.base_n_embd=8", "model.base_n_layer=2"]
-    length = ("--kills", kills, "--steps", 6 * kills + 10)
-    found = survive(tmp_path, "kills", *length, "--world-sizes", 1, 2, "--optim", *overrides)
+    found = survive(tmp_path, "kills", "--kills", 20, "--steps", 130, "--world-sizes", 1, 2, "--optim", *overrides)
     print(found)
     assert unharmed(found), found
-    assert found["kills"] == kills, found
+    assert found["kills"] == 20, found
     assert found["starts per world size"].keys() == {"1", "2"}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_run_with_a_batch_ramp_survives_kills(tmp_path: Path, world_size: int) -> None:
-    kills = 15
-    found = survive(tmp_path, "kills", "--kills", kills, "--steps", 8 * kills, "--world-sizes", world_size, "--ramp")
+    found = survive(tmp_path, "kills", "--kills", 15, "--steps", 120, "--world-sizes", world_size, "--ramp")
     print(found)
     assert unharmed(found), found
-    assert found["kills"] == kills, found
-    assert found["resume steps"] >= kills // 2, found
+    assert found["kills"] == 15, found
+    assert found["resume steps"] >= 7, found
 
 
 @pytest.mark.parametrize(

@@ -100,8 +100,7 @@ def test_a_sweep_of_cells_on_two_nodes_that_loses_one_has_the_results_of_this_ma
         now = [path for path in status if "=64," in path.name and status[path] == "running" and trains(path)]
         return now if "completed" in status.values() else []
 
-    wait_for(in_the_middle, process, 240)
-    [cell] = in_the_middle()
+    [cell] = wait_for(in_the_middle, process, 240)
     ray_nodes.kill(other)
     wait_for(lambda: not processes_of(cell), process, 240)
     saved, killed = saved_at(cell), time.time()
