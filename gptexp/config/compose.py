@@ -36,7 +36,15 @@ from gptexp.config.paths import (
     is_path_list,
     own_config,
 )
-from gptexp.config.schema import OPTIMIZERS, Config, OptimConfig, field_problem, fields_of, optimizers_with
+from gptexp.config.schema import (
+    OPTIMIZERS,
+    Config,
+    FittedConfig,
+    OptimConfig,
+    field_problem,
+    fields_of,
+    optimizers_with,
+)
 from gptexp.config.vocabulary import NAMES
 from gptexp.process.errors import ConfigError, UserError, first_line
 from gptexp.process.words import counted, shown
@@ -203,7 +211,8 @@ def to_config(
     with a line for each problem.
     """
     config = job_of(cfg)
-    problems = _law_scaled_twice(cfg)
+    by_law = _is_by_law(cfg)
+    problems = _law_scaled_twice(cfg) if by_law else []
     given = {text.split("=", 1)[0] for text in overrides}
     if parent is not None:
         # A branch takes a chosen schedule as a whole, so the keys of its file are not given one by one.
@@ -211,6 +220,8 @@ def to_config(
         config = branching.inherited(config, parent, given)
         if launcher_world_size is not None and "world.size" not in given:
             config.world.size = None  # that of the launcher
+    if parent is not None or not by_law:
+        config.fitted = FittedConfig()  # no law sets the learning rate; that of a branch is its run's
     _let_the_command_line_win(config, given)
     problems += _take_from_environment(config, given)
     if config.data.name == "text" and isinstance(config.data.mix, dict):
@@ -245,11 +256,13 @@ def to_config(
     return config
 
 
+def _is_by_law(cfg: DictConfig) -> bool:
+    """Whether a fitted law sets the learning rate."""
+    return "${power_law:" in str(OmegaConf.to_container(cfg.optim, resolve=False)["lr"])  # type: ignore[index,call-overload]
+
+
 def _law_scaled_twice(cfg: DictConfig) -> list[str]:
-    """The errors if a fitted law sets the learning rate together with a rule that scales it, or that depends on it."""
-    lr = OmegaConf.to_container(cfg.optim, resolve=False)["lr"]  # type: ignore[index,call-overload]
-    if "${power_law:" not in str(lr):
-        return []
+    """The errors if a rule scales a learning rate that a fitted law sets, or depends on it."""
     rules = {"lr": "scales lr with the batch size already", "weight_decay": "changes lr, and with it the timescale"}
     return [
         f"scaling.{key}={cfg.scaling[key]}: the fitted law of optim {why}; use none"

@@ -130,7 +130,7 @@ def kind(f: dataclasses.Field[Any]) -> str:
     if choices := f.metadata.get("choices"):
         return ", ".join(choices)
     name = f.type.__name__ if isinstance(f.type, type) and not hasattr(f.type, "__args__") else str(f.type)
-    text = name.replace("typing.Any", "path or list").replace("None", "null").replace(" | ", " or ")
+    text = name.replace("typing.Any", "Any").replace("None", "null").replace(" | ", " or ")
     rule: str = f.metadata["rule"][1] if f.metadata else ""
     rule = re.sub(r"^must (be )?(lie )?(have )?(finite,? )?(and )?| \(integers.*", "", rule)
     if rule.endswith("or auto"):

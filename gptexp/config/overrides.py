@@ -28,7 +28,8 @@ from gptexp.process.words import shown
 
 SECRET = re.compile(r".*(API_KEY|TOKEN|SECRET|PASSWORD)", re.IGNORECASE)  # names of environment variables
 NUMBER = re.compile(r"(?<![\w.])[+-]?([0-9][0-9_]*(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]{1,3})?(?![\w.])")
-KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", list: "a list of texts"}
+KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", list: "a list of texts",
+         dict: "a mapping"}  # fmt: skip
 
 Fields = dict[str, dataclasses.Field[Any]]
 
@@ -167,8 +168,9 @@ def _structured(cls: type) -> DictConfig:
 def _wrong_value(key: str, field: dataclasses.Field[Any], value: Any) -> str | None:
     if isinstance(value, str) and "${" in value:
         return None  # Hydra resolves and checks an interpolation
-    is_list = list in (field.type, getattr(field.type, "__origin__", None))
-    kind: Any = list if is_list else _kinds(field)[0]
+    generic = getattr(field.type, "__origin__", field.type)
+    is_list = generic is list
+    kind: Any = generic if generic in (list, dict) else _kinds(field)[0]
     section, name = _section(key), key.rpartition(".")[2]
     try:
         OmegaConf.update(section, name, value)

@@ -19,6 +19,7 @@ from gptexp.config.batch import (
     nearest_divisors,
     plan_batch,
 )
+from gptexp.config.fitted import fitted_problems
 from gptexp.config.paths import (
     is_file,
     is_hub_name,
@@ -36,6 +37,7 @@ from gptexp.config.schema import (
     AUTO,
     Config,
     DataConfig,
+    ModelConfig,
     ScalingConfig,
     TwoMomentsConfig,
     field_problems,
@@ -642,6 +644,7 @@ RULES: tuple[tuple[Callable[[Config, int], Iterator[str]], tuple[str, ...]], ...
     (_profile, RUN_LENGTH),
     (_optimizer, ("optim.name", "schedule.name", "train.ema_half_life_tokens")),
     (_scaling, SCALING),
+    (fitted_problems, ("optim.name", *(f"model.{f.name}" for f in fields(ModelConfig)))),
     (_warmup, (*RUN_LENGTH, *WARMUP)),
     (_decay, ("schedule.name", *DECAY, *RUN_LENGTH, *WARMUP)),
     (_paths, ("data.path", "data.val_path")),

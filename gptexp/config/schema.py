@@ -472,6 +472,22 @@ class SweepConfig:
 
 
 @dataclass
+class FittedConfig:
+    """The runs to which a law of the learning rate was fitted; `gptexp report --write-optim` writes all keys but one.
+
+    fitted.py compares a run with them. They are null, and `settings` is empty, if the learning rate is not from a law.
+    """
+
+    anyway: bool = False  # whether a run may use the law with another model or optimizer
+    min_batch_tokens: int | None = _positive(None)  # tokens: smallest batch.total_batch_size of the fit
+    max_batch_tokens: int | None = _positive(None)  # tokens: largest one
+    min_tokens: int | None = _positive(None)  # tokens: length of the shortest run
+    max_tokens: int | None = _positive(None)  # tokens: length of the longest run
+    data_hash: str | None = None  # of the text; null: the runs have not recorded it
+    settings: dict[str, Any] = field(default_factory=dict)  # dotted key -> value: model, optimizer, schedule and others
+
+
+@dataclass
 class Config:
     """The configuration of one run."""
 
@@ -485,6 +501,7 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     log: LogConfig = field(default_factory=LogConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)
+    fitted: FittedConfig = field(default_factory=FittedConfig)
     init_from: str | None = None  # weights that the run starts from: a run directory, one that transformers saved,
     # nanoGPT's ckpt.pt, gpt2, gpt2-medium, gpt2-large or gpt2-xl, or OWNER/NAME of the Hugging Face hub
 
@@ -515,6 +532,7 @@ IRRELEVANT_TO_RESULT = (
     "world",
     "log",
     "sweep",
+    "fitted",
     "data.path",  # paths do not matter: a run compares the hash of the tokens
     "data.val_path",
     "data.format",

@@ -1,0 +1,64 @@
+"""`optim=fitted`: whether a run is like those to which its law of the learning rate was fitted.
+
+`gptexp report --write-optim` writes the facts of the fit into the file of the law, which sets `fitted`. Another model
+or optimizer is refused. Anything else that differs is warned of, because the law may still hold.
+"""
+
+import math
+from collections.abc import Iterator
+
+from gptexp.config.schema import Config, fields_of
+from gptexp.process.words import first_keys, shown
+
+LENGTH_FACTOR = 1.5  # by which the length of a run may differ without a warning
+OPTIMIZER = "optim.name"
+SO = "so another learning rate may be best"
+
+
+def fitted_problems(cfg: Config, _: int) -> Iterator[str]:
+    """A line if the model, and one if the optimizer is not that of the fit; none with `fitted.anyway`."""
+    for what, line in _differing(cfg).items():
+        if what in ("model", OPTIMIZER) and not cfg.fitted.anyway:
+            yield f"{line}; give optim.lr, or fitted.anyway=true to use the law all the same"
+
+
+def fitted_warnings(cfg: Config) -> Iterator[str]:
+    """A line for each way in which a legal run is not like those of the fit."""
+    fit, batch, (_, tokens) = cfg.fitted, cfg.batch.total_batch_size, cfg.run_length
+    if far := _outside(batch, fit.min_batch_tokens, fit.max_batch_tokens, "batch size"):
+        yield f"batch.total_batch_size={batch:,} is {far}; the learning rate is extrapolated"
+    if far := _outside(tokens, fit.min_tokens, fit.max_tokens, "number of tokens", LENGTH_FACTOR):
+        yield f"a run of {tokens:,} tokens is {far}; longer runs need smaller learning rates (arXiv 2409.19913)"
+    yield from _differing(cfg).values()
+
+
+def other_text(cfg: Config, data_hash: str) -> list[str]:
+    """A line if the tokens, whose hash is given, are not those of the fit, and no key of `data` says so already."""
+    was = cfg.fitted.data_hash
+    if was in (None, data_hash) or "data" in _differing(cfg):
+        return []
+    return [f"the text (hash {data_hash}) is not that of the fitted law of optim (hash {was}), {SO}"]
+
+
+def _differing(cfg: Config) -> dict[str, str]:
+    """A line for each section, and for the optimizer's name, with values that are not those of the fit."""
+    was, found = cfg.fitted.settings, dict[str, list[str]]()
+    for key, _, now in fields_of(cfg):
+        if was.get(key, now) != now:
+            section = key if key == OPTIMIZER else key.partition(".")[0]
+            found.setdefault(section, []).append(f"{key}={shown(now)} (the fit: {shown(was[key])})")
+    unlike = f"unlike the runs of the fitted law of optim, {SO}"
+    return {what: f"{first_keys(texts)}: {unlike}" for what, texts in found.items()}
+
+
+def _outside(value: int, least: int | None, most: int | None, what: str, factor: float = 1.0) -> str | None:
+    """How far `value` lies outside of the fit's range, in octaves; None if it does by at most `factor`."""
+    least, most = least or value, most or value
+    octaves, where = max(
+        (math.log2(least / value), f"below the smallest {what} of the fit, {least:,}"),
+        (math.log2(value / most), f"above the largest {what} of the fit, {most:,}"),
+    )
+    if octaves <= math.log2(factor):
+        return None
+    number = f"{octaves:.1f}" if octaves >= 0.05 else f"{octaves:.1g}"
+    return f"{number} octave{'' if number == '1.0' else 's'} {where}"
