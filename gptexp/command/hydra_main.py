@@ -39,11 +39,12 @@ from gptexp.config.compose import (
     take_choices,
     to_config,
 )
+from gptexp.config.fitted import fitted_warnings
 from gptexp.config.overrides import canonical, override_problems
 from gptexp.config.paths import CONFIG_NAME, conf_dir, folders, why_not_creatable
 from gptexp.config.schema import Config
 from gptexp.process.errors import EXIT_CONFIG, ConfigError, UserError, first_line
-from gptexp.process.terminal import print_error, reserve_stdout, say
+from gptexp.process.terminal import print_error, reserve_stdout, say, warn
 from gptexp.process.words import shown
 from gptexp.run.pool import require_devices
 from gptexp.run.scoring import require_tasks
@@ -170,6 +171,8 @@ def _run(cfg: DictConfig, context: HydraContext, train: Task, launcher_world_siz
     if state_of(directory, config) == "completed":
         say(f"gptexp: {directory}: this run is completed; nothing to do")
         return 0
+    for line in fitted_warnings(config):
+        warn(f"warning: {line}")
     require_tasks([config])
     if launcher_world_size is None:  # under a launcher, other nodes may have the devices
         require_devices([config])

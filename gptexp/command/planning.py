@@ -23,12 +23,13 @@ from gptexp.command.prediction import (
     predict,
 )
 from gptexp.config.branching import run_and_step
+from gptexp.config.fitted import fitted_warnings, other_text
 from gptexp.config.run_plan import RunPlan, plan_run
 from gptexp.config.scaling import effective_optim, lr_in_words
 from gptexp.config.schedule import asked_of_warmup, least_warmup_steps
 from gptexp.config.schema import AUTO, Config, memory_key
 from gptexp.config.vocabulary import ASSUMED_CHARACTERS, with_vocab_size
-from gptexp.data.prepare import count_ids, has_own_validation, prepared_dir
+from gptexp.data.prepare import count_ids, has_own_validation, prepared_dir, tokens_hash
 from gptexp.data.split import split
 from gptexp.data.stream import TokenStream
 from gptexp.distributed.ranks import AT_ONCE, Rank
@@ -157,7 +158,7 @@ def plan(cfg: Config, earlier: Effective | None = None, gpu: Gpu | None = None) 
     memory, optim = estimate(cfg, effective, world_size), effective_optim(cfg)
     p = plan_run(cfg, effective.micro_batch_size.value)
     palm, causal = flops_per_token(cfg.model, cfg.seq_len)
-    corpus_tokens, refusals = _prepared_tokens(cfg)
+    corpus_tokens, about_text = _prepared_tokens(cfg)
     planned = {
         "parameters": count_parameters(cfg.model),
         "memory_bytes": {**asdict(memory), "peak": memory.peak},
@@ -184,7 +185,7 @@ def plan(cfg: Config, earlier: Effective | None = None, gpu: Gpu | None = None) 
         "sharpness_measurements": p.times(sharpness) if (sharpness := cfg.train.sharpness_every_tokens) else 0,
         "effective": effective.to_dict(),
     }
-    warnings = [*refusals, *_warnings(planned, unknown)]
+    warnings = [*about_text, *_warnings(planned, unknown), *fitted_warnings(cfg)]
     if gpu is not None:
         planned |= _assumed(gpu, planned, effective.dtype.value)
         if gpu.memory_bytes is not None and memory.peak > gpu.memory_bytes:
@@ -253,15 +254,16 @@ def add_times(runs: Sequence[tuple[Config, dict[str, Any]]]) -> None:
 
 
 def _prepared_tokens(cfg: Config) -> tuple[int | None, list[str]]:
-    """Return the training tokens of an epoch, None if the corpus is not in the cache, and why training refuses it."""
+    """Return the training tokens of an epoch, None if the corpus is not in the cache, and warnings about the text."""
     directory = prepared_dir(cfg.data)
     if directory is None:
         return None, []
-    tokens = len(TokenStream(directory, cfg.data.max_tokens))
+    stream = TokenStream(directory, cfg.data.max_tokens)
     try:
         own = has_own_validation(cfg.data)
         data = replace(cfg.data, val_tokens=0, val_ratio=None) if own else cfg.data
-        return split(data, tokens, cfg.seq_len, cfg.train.seed).order.n_train * cfg.seq_len, []
+        tokens = split(data, len(stream), cfg.seq_len, cfg.train.seed).order.n_train * cfg.seq_len
+        return tokens, [] if own else other_text(cfg, tokens_hash(stream))
     except DataError as error:
         return 0, [str(error)]
 

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from gptexp.config.branching import Parent, first_step
+from gptexp.config.fitted import other_text
 from gptexp.config.rules import needing_noise_scale, noise_half_life, why_unmeasured
 from gptexp.config.run_plan import plan_run
 from gptexp.config.scaling import effective_optim
@@ -553,6 +554,8 @@ def _open_log(job: Job, decision: Decision, training: Training, used: Utilisatio
         return RunLog([], used, Alerts(schedule.warmup_tokens, cfg.optim.grad_clip)), False
     metadata = {**training.about, "effective": effective.to_dict(), "mfu": used.to_dict()}
     for_wandb = {**training.about["config"], **{key: value for key, value in metadata.items() if key != "config"}}
+    for line in other_text(cfg, training.dataset.hash):
+        warn(f"warning: {line}")
     if cfg.log.progress == "json":
         emit(start_event(directory, training, state, metadata))
     elif cfg.log.progress != "off":

@@ -19,6 +19,7 @@ from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext
 from omegaconf import DictConfig
 
+from gptexp.config.fitted import fitted_warnings
 from gptexp.config.schema import memory_key
 from gptexp.process.errors import EXIT_DIVERGED, EXIT_FAILED, ConfigError, InUseError, UserError
 from gptexp.process.signals import STOPPED
@@ -108,11 +109,12 @@ class CellSweeper(Sweeper):
         return settle(draft(self.loader, self.config, combinations, self.count(combinations)), self.directory)
 
     def check(self, cells: Sequence[Cell]) -> None:
-        """Raise `ConfigError` for cells that the launcher cannot run; warn of lengths in steps if batch sizes vary."""
+        """Raise `ConfigError` for cells that the launcher cannot run; warn of what makes their results doubtful."""
         configs = [cell.config for cell in cells]
         require_tasks(configs)
         self.cell_launcher.check(configs)
-        for line in confounds(configs):
+        of_law = dict.fromkeys(line for config in configs for line in fitted_warnings(config))
+        for line in [*confounds(configs), *of_law]:
             warn(f"warning: {line}")
 
     def to_choose(self) -> int:
