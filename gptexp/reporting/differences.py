@@ -15,7 +15,7 @@ CONFIG = "config"
 NO_EFFECT = "config, without effect on the weights"
 RECORDED = "recorded by the runs"
 
-LEFT_OUT = ("log.", "sweep.", "data.cache_dir")  # names and places
+LEFT_OUT = ("log.", "sweep.", "fitted.", "data.cache_dir")  # names, places, and facts about other runs
 OF_SUMMARY = ("data_hash", "world_size", "device", "git_commit")
 NO_CHOICES = ("device", "device_name", "memory_key")  # of effective.json; the summary has the name of the device
 LABEL_CHARS = 40

@@ -1,19 +1,22 @@
 """A config file with the fitted law: `optim=NAME` then sets the learning rate that belongs to the batch size."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from gptexp.config.vocabulary import NAMES
 from gptexp.process.errors import ConfigError
-from gptexp.reporting.own_file import MARKS, check_own
+from gptexp.reporting.own_file import HEADER, MARKS, check_own
 from gptexp.storage.run_dir import storage, write_atomically
 
 if TYPE_CHECKING:
     from gptexp.reporting.analysis import Analysis  # imports scipy
 
 COMMAND = "gptexp report"
+VARYING = ("batch.total_batch_size", "model.vocab_size")  # keys of which the law, or the tokenizer, takes care
 
 
 def check_target(path: Path) -> None:
@@ -28,7 +31,7 @@ def check_target(path: Path) -> None:
 
 def write_optim(path: Path, analysis: "Analysis") -> None:
     """Write the law of `analysis` to `path`. Raises `ConfigError` if there is not exactly one law."""
-    laws = [(arm.law, arm.runs[0].config) for arm in analysis.arms if arm.law is not None]
+    laws = [(arm.law, arm.runs) for arm in analysis.arms if arm.law is not None]
     if len(laws) != 1:
         raise ConfigError(
             f"--write-optim {path}: {analysis.name} has {len(laws)} fitted laws, and must have one; "
@@ -38,18 +41,27 @@ def write_optim(path: Path, analysis: "Analysis") -> None:
                 else "two batch sizes need an optimum with an interval, which takes seeds; the report says what to run"
             )
         )
-    [(law, config)] = laws
-    holds_for = _holds_for(config)
-    if holds_for:
-        holds_for = f"# Give with it: {holds_for}\n"
+    [(law, runs)] = laws
+    config, lengths = runs[0].config, [run.of_tokens for run in runs if run.batch in law.sizes]
+    optim, scaling = _other_keys(config), _scaling(config)
+    settings = {**_settings(config), **{f"optim.{key}": value for key, value in optim.items()}, **scaling}
+    given = " ".join(f"{key}={value}" for key, value in scaling.items() if value != "none")
+    holds_for = f"# Give with it: {given}\n" if given else ""
+    keys: dict[str, Any] = {"optim": {**optim, "lr": _power_law(law.lr, law.tokens, law.exponent)}}
+    if config["optim.name"] == "schedulefree":
+        keys["schedule"] = {"name": "constant"}  # the only one that it takes
     sizes = ", ".join(f"{size:,}" for size in law.sizes)
     warning = "# In log-log the optima lie on a curve: use this law between these sizes only.\n" if law.bends else ""
     text = (
-        f"{MARKS[COMMAND]} from {analysis.name}: optima at {sizes} tokens a step.\n"
+        f"{HEADER}{MARKS[COMMAND]} from {analysis.name}: optima at {sizes} tokens a step.\n"
         f"# lr = {law.lr:.6g} * (batch.total_batch_size / {law.tokens:.6g}) ** {law.exponent:.4f}; 95% interval of the "
         f"exponent: {law.low:.3f} to {law.high:.3f}.\n{warning}{holds_for}"
-        f"defaults:\n  - {config['optim.name']}\n{yaml.safe_dump(_other_keys(config), sort_keys=False)}"
-        f"lr: {_power_law(law.lr, law.tokens, law.exponent)}\n"
+        f"defaults:\n  - override /optim_keys@optim: {config['optim.name']}\n"
+        f"{yaml.safe_dump(keys, sort_keys=False)}fitted:\n"
+        f"  min_batch_tokens: {min(law.sizes)}\n  max_batch_tokens: {max(law.sizes)}\n"
+        f"  min_tokens: {min(lengths)}\n  max_tokens: {max(lengths)}\n"
+        f"  data_hash: {json.dumps(_as_data(runs[0].summary.get('data_hash')))}\n"
+        f"  settings: {yaml.safe_dump(settings, sort_keys=False, default_flow_style=True, width=110, indent=4)}"
     )
     with storage(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -79,10 +91,23 @@ def _other_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in keys.items() if key not in ("name", "lr")}
 
 
-def _holds_for(config: Mapping[str, Any]) -> str:
-    """The arguments of the runs of an arm, besides those of its optimizer, for which its law holds."""
+def _scaling(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The rules of the runs of an arm that scale keys which neither the law nor the file scales."""
     rules = {key: config[key] for key in ("scaling.betas", "scaling.eps")}
-    given = {key: rule for key, rule in rules.items() if rule != "none"}
-    if given:
-        given["scaling.reference_tokens"] = config["scaling.reference_tokens"]
-    return " ".join(f"{key}={value}" for key, value in given.items())
+    if any(rule != "none" for rule in rules.values()):
+        rules["scaling.reference_tokens"] = config["scaling.reference_tokens"]
+    return rules
+
+
+def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys for whose values a law holds, outside of `scaling` and but for the optimizer's own."""
+    names = ["optim.name", "init_from", "data.name"]
+    if config["data.tokenizer"] in NAMES:  # of a file, whose path says little, the hash of the tokens decides
+        names.append("data.tokenizer")
+    kept = [key for key in config if key.startswith(("model.", "schedule.", "batch.")) or key in names]
+    return {key: _as_data(config[key]) for key in kept if key not in VARYING}
+
+
+def _as_data(value: Any) -> Any:
+    """A value of a run, which may be a stranger's, without interpolations: Hydra would resolve them in the file."""
+    return value.replace("${", "$ {") if isinstance(value, str) else value

@@ -10,6 +10,7 @@ MARKS = {  # command -> the start of the files that it writes
     "gptexp report": "# Fitted by gptexp report",
     "gptexp compare": "<!-- written by gptexp compare -->",
 }
+HEADER = "# @package _global_\n"  # may precede the mark, because Hydra reads it only in the first line
 
 
 def check_own(option: str, path: Path, command: str) -> None:
@@ -18,8 +19,8 @@ def check_own(option: str, path: Path, command: str) -> None:
         return
     try:
         with open_text(path, "replace") as file:
-            is_own = file.read(len(MARKS[command])) == MARKS[command]
+            start = file.read(len(HEADER) + len(MARKS[command]))
     except OSError as error:
         raise ConfigError(f"{option} {path}: cannot be replaced ({error.strerror}); give another name") from None
-    if not is_own:
+    if not start.removeprefix(HEADER).startswith(MARKS[command]):
         raise ConfigError(f"{option} {path}: exists, and {command} did not write it; give another name")

@@ -1,17 +1,33 @@
-"""The law of a sweep as a config file. It sets the learning rate of any batch size and overwrites no other file."""
+"""The law of a sweep as a config file. It sets the learning rate of any batch size and overwrites no other file.
 
+A run that is unlike those of the sweep is refused or warned of.
+"""
+
+import subprocess
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from sweeps import report_of, write_sweep
+from conftest import ForkServer
+from sweeps import TOKENS, compose_sweep, report_of, write_sweep
 
+from gptexp.config.branching import Parent
 from gptexp.config.compose import compose
-from gptexp.config.schema import result_deciding
+from gptexp.config.fitted import fitted_warnings, other_text
+from gptexp.config.rules import check
+from gptexp.config.schema import Config, FittedConfig, result_deciding
 from gptexp.process.errors import ConfigError
 from gptexp.reporting.analysis import Analysis, analyse
+from gptexp.reporting.differences import differences
 from gptexp.reporting.fitted import check_target, write_optim
 from gptexp.reporting.records import find_runs
+from gptexp.storage import run_dir
+from gptexp.sweep.cells import cell_name
+
+LIKE = ("model=gpt2", f"train.max_tokens={TOKENS}", "batch.micro_batch_size=1", "optim=fitted")  # as the sweep's runs
+INSTEAD = "; give optim.lr, or fitted.anyway=true to use the law all the same"
+UNLIKE = ": unlike the runs of the fitted law of optim, so another learning rate may be best"
 
 
 @pytest.fixture(scope="module")
@@ -30,10 +46,10 @@ def test_the_law_sets_the_learning_rate_of_any_batch_size(swept: Path, analysis:
     write_optim(own / "optim" / "fitted.yaml", analysis)
     law = report_of(swept)["arms"][0]["law"]
     for batch in (4096, 32768):
-        cfg = compose(["optim=fitted", f"batch.total_batch_size={batch}"], str(own))
+        cfg = compose([*LIKE, f"batch.total_batch_size={batch}"], str(own))
         assert cfg.optim.lr == pytest.approx(law["lr"] * (batch / law["tokens"]) ** law["exponent"], rel=1e-3)
         assert cfg.optim.name == "adamw"
-    assert compose(["optim=fitted", "optim.lr=0.5"], str(own)).optim.lr == 0.5
+    assert compose([*LIKE, "optim.lr=0.5"], str(own)).optim.lr == 0.5
 
 
 @pytest.mark.parametrize(
@@ -42,27 +58,31 @@ def test_the_law_sets_the_learning_rate_of_any_batch_size(swept: Path, analysis:
         ["optim=muon", "optim.momentum=0.9", "optim.ns_steps=3"],
         ["optim=adamw", "optim.beta2=0.99", "optim.weight_decay=0"],
         ["optim=adamw", "optim.beta2_half_life_tokens=99"],
+        ["optim=schedulefree", "schedule=constant"],
     ],
 )
 def test_a_law_keeps_the_optimizer_of_its_sweep_with_all_keys(optim: list[str], swept: Path, tmp_path: Path) -> None:
+    if "optim=schedulefree" in optim:
+        pytest.importorskip("pytorch_optimizer", reason="no pytorch_optimizer; pip install 'gptexp[optim]'")
     runs, config = find_runs(swept), compose(optim)
     of_optim = {key: value for key, value in result_deciding(config).items() if key.startswith("optim.")}
     for run in runs:
         run.config = {key: value for key, value in run.config.items() if not key.startswith("optim.")} | of_optim
     write_optim(tmp_path / "optim" / "fitted.yaml", analyse("sweep", runs))
-    assert replace(compose(["optim=fitted"], str(tmp_path)).optim, lr=1.0) == replace(config.optim, lr=1.0)
+    assert replace(compose([*LIKE], str(tmp_path)).optim, lr=1.0) == replace(config.optim, lr=1.0)
 
 
 def test_the_law_is_not_scaled_twice(analysis: Analysis, tmp_path: Path) -> None:
     write_optim(tmp_path / "optim" / "fitted.yaml", analysis)
-    twice = ["optim=fitted", "scaling.lr=sqrt", "scaling.reference_tokens=8192"]
+    twice = [*LIKE, "scaling.lr=sqrt", "scaling.reference_tokens=8192"]
     with pytest.raises(ConfigError, match=r"scaling.lr=sqrt: the fitted law of optim scales lr with the batch size"):
         compose(twice, str(tmp_path))
-    decay = ["optim=fitted", "scaling.weight_decay=tau", twice[2]]
+    decay = [*LIKE, "scaling.weight_decay=tau", "scaling.reference_tokens=8192"]
     with pytest.raises(ConfigError, match=r"scaling.weight_decay=tau: the fitted law of optim changes lr"):
         compose(decay, str(tmp_path))
     assert compose([*twice, "optim.lr=0.5"], str(tmp_path)).optim.lr == 0.5
-    assert compose(["optim=fitted", "scaling.betas=half_life", *twice[2:]], str(tmp_path)).scaling.betas == "half_life"
+    betas = [*LIKE, "scaling.betas=half_life", "scaling.reference_tokens=8192"]
+    assert compose(betas, str(tmp_path)).scaling.betas == "half_life"
 
 
 def test_the_law_of_an_arm_with_scaled_betas_says_so(swept: Path, tmp_path: Path) -> None:
@@ -70,8 +90,11 @@ def test_the_law_of_an_arm_with_scaled_betas_says_so(swept: Path, tmp_path: Path
     for run in runs:
         run.config |= {"scaling.betas": "beta2_half_life", "scaling.reference_tokens": 8192}
     write_optim(tmp_path / "optim" / "fitted.yaml", analyse("sweep", runs))
-    given = "# Give with it: scaling.betas=beta2_half_life scaling.reference_tokens=8192"
-    assert f"{given}\n" in (tmp_path / "optim" / "fitted.yaml").read_text()
+    given = ["scaling.betas=beta2_half_life", "scaling.reference_tokens=8192"]
+    assert f"# Give with it: {' '.join(given)}\n" in (tmp_path / "optim" / "fitted.yaml").read_text()
+    assert list(fitted_warnings(compose([*LIKE, *given], str(tmp_path)))) == []
+    betas = "scaling.betas=none (the fit: beta2_half_life), scaling.reference_tokens=null (the fit: 8192)"
+    assert list(fitted_warnings(compose([*LIKE], str(tmp_path)))) == [betas + UNLIKE]
 
 
 @pytest.mark.parametrize(("rule", "factor"), [("none", 1.0), ("linear", 4.0), ("sqrt", 2.0), ("power", 4**0.3)])
@@ -86,8 +109,9 @@ def test_a_law_has_the_weight_decay_that_the_rule_gave_its_runs(
             "scaling.reference_tokens": 4096,
         }  # fmt: skip
     write_optim(tmp_path / "optim" / "fitted.yaml", analyse("sweep", runs))
-    optim = compose(["model=nano", "optim=fitted", "batch.total_batch_size=16384"], str(tmp_path)).optim
-    assert optim.weight_decay == pytest.approx(0.1 * 4 / factor, rel=1e-3)
+    cfg = compose([*LIKE, "batch.total_batch_size=16384"], str(tmp_path))
+    assert cfg.optim.weight_decay == pytest.approx(0.1 * 4 / factor, rel=1e-3)
+    assert list(fitted_warnings(cfg)) == []
 
 
 def test_a_law_whose_weight_decay_is_no_power_is_not_written(swept: Path, tmp_path: Path) -> None:
@@ -102,9 +126,11 @@ def test_a_law_replaces_one_written_before(analysis: Analysis, tmp_path: Path) -
     path = tmp_path / "optim" / "fitted.yaml"
     write_optim(path, analysis)
     text = path.read_text()
-    path.write_text(text + "# more\n")
-    write_optim(path, analysis)
-    assert path.read_text() == text
+    for before in (text + "# more\n", "# Fitted by gptexp report from old, whose version knew no facts\nlr: 1\n"):
+        path.write_text(before)
+        check_target(path)
+        write_optim(path, analysis)
+        assert path.read_text() == text
 
 
 @pytest.mark.parametrize(
@@ -130,3 +156,260 @@ def test_a_sweep_without_a_law_writes_no_file(tmp_path: Path) -> None:
     edge = analyse("edge", find_runs(write_sweep(tmp_path / "edge", centre=0.001)))
     with pytest.raises(ConfigError, match="has 0 fitted laws"):
         write_optim(tmp_path / "optim" / "fitted.yaml", edge)
+
+
+@pytest.fixture(scope="module")
+def own(analysis: Analysis, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder with the law as optim=fitted; tests must not write into it."""
+    folder = tmp_path_factory.mktemp("own")
+    write_optim(folder / "optim" / "fitted.yaml", analysis)
+    return str(folder)
+
+
+def test_a_law_has_the_facts_of_its_fit(own: str) -> None:
+    fit = compose([*LIKE], own).fitted
+    assert (fit.min_batch_tokens, fit.max_batch_tokens, fit.min_tokens, fit.max_tokens) == (4096, 16384, TOKENS, TOKENS)
+    assert (fit.data_hash, fit.anyway) == ("0123", False)
+    runs = result_deciding(Config())
+    assert fit.settings == {key: runs[key] for key in fit.settings}
+    sections = {"model", "optim", "schedule", "batch", "scaling", "data", "init_from"}
+    assert {key.partition(".")[0] for key in fit.settings} == sections
+
+
+@pytest.mark.parametrize("hashed", ["12e4567890123456", "0123456789012345", "0x12345678901234", None])
+def test_the_hash_of_the_text_stays_a_text(swept: Path, tmp_path: Path, hashed: str | None) -> None:
+    runs = find_runs(swept)
+    for run in runs:
+        run.summary["data_hash"] = hashed
+    write_optim(tmp_path / "optim" / "fitted.yaml", analyse("sweep", runs))
+    assert compose([*LIKE], str(tmp_path)).fitted.data_hash == hashed
+
+
+def test_a_text_of_a_run_is_written_as_data(swept: Path, tmp_path: Path) -> None:
+    """The file of a law is trusted by Hydra, and the runs may be a stranger's."""
+    runs = find_runs(swept)
+    for run in runs:
+        run.summary["data_hash"] = run.config["init_from"] = "${oc.env:HOME}\nmodel: {n_layer: 1}"
+    write_optim(tmp_path / "optim" / "fitted.yaml", analyse("sweep", runs))
+    fit = compose([*LIKE], str(tmp_path)).fitted
+    assert fit.data_hash == fit.settings["init_from"] == "$ {oc.env:HOME}\nmodel: {n_layer: 1}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "differs"),
+    [
+        (["model.n_layer=6"], "model.n_layer=6 (the fit: 12)"),
+        (["model.dropout=0.1"], "model.dropout=0.1 (the fit: 0.0)"),
+        (
+            ["model=nano"],
+            "model.n_layer=2 (the fit: 12), model.n_head=2 (the fit: 12), model.n_embd=32 (the fit: 768) and 1 other "
+            "key",
+        ),
+        (
+            ["model.parametrisation=mup", "model.base_n_embd=64", "model.base_n_head=1"],
+            "model.parametrisation=mup (the fit: standard), model.base_n_embd=64 (the fit: null), model.base_n_head=1 "
+            "(the fit: null)",
+        ),
+    ],
+)
+def test_the_law_of_another_model_is_refused_unless_it_is_wanted(own: str, overrides: list[str], differs: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        compose([*LIKE, *overrides], own)
+    assert error.value.problems == [differs + UNLIKE + INSTEAD]
+    assert list(fitted_warnings(compose([*LIKE, *overrides, "fitted.anyway=true"], own))) == [differs + UNLIKE]
+    assert compose([*LIKE, *overrides, "optim.lr=0.5"], own).fitted == FittedConfig()
+
+
+def test_the_law_of_another_optimizer_is_refused_unless_it_is_wanted(analysis: Analysis, tmp_path: Path) -> None:
+    """A file that extends that of the law can choose one with the same keys."""
+    law, other = tmp_path / "optim" / "fitted.yaml", tmp_path / "optim" / "other.yaml"
+    write_optim(law, analysis)
+    law.write_text(
+        law.read_text().replace("optim_keys@optim: adamw", "optim_keys@optim: soap").replace("  fused", "  #")
+    )
+    other.write_text("# @package _global_\ndefaults: [fitted]\noptim: {weight_decay: 0.2}\n")
+    pytest.importorskip("pytorch_optimizer", reason="no pytorch_optimizer; pip install 'gptexp[optim]'")
+    name = f"optim.name=soap (the fit: adamw){UNLIKE}"
+    with pytest.raises(ConfigError) as error:
+        compose([*LIKE, "optim=other"], str(tmp_path))
+    assert error.value.problems == [name + INSTEAD]
+    cfg = compose([*LIKE, "optim=other", "fitted.anyway=true"], str(tmp_path))
+    assert list(fitted_warnings(cfg)) == [name, f"optim.weight_decay=0.2 (the fit: 0.1){UNLIKE}"]
+
+
+BATCH = "batch.total_batch_size={} batch size of the fit, {}; the learning rate is extrapolated"
+LENGTH = "a run of {} number of tokens of the fit, 262,144; longer runs need smaller learning rates (arXiv 2409.19913)"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ([], []),
+        (["batch.total_batch_size=4096"], []),
+        (["batch.total_batch_size=16384"], []),
+        (
+            ["batch.total_batch_size=32768"],
+            [BATCH.format("32,768 is 1.0 octave above the largest", "16,384")],
+        ),
+        (
+            ["batch.total_batch_size=1024"],
+            [BATCH.format("1,024 is 2.0 octaves below the smallest", "4,096")],
+        ),
+        (
+            ["batch.total_batch_size=16400", "batch.seq_len=16"],
+            [
+                BATCH.format("16,400 is 0.001 octaves above the largest", "16,384"),
+                f"batch.seq_len=16 (the fit: null){UNLIKE}",
+            ],
+        ),
+        ([f"train.max_tokens={TOKENS * 3 // 2}"], []),
+        ([f"train.max_tokens={TOKENS * 2 // 3 + 1}"], []),
+        ([f"train.max_tokens={TOKENS * 2}"], [LENGTH.format("524,288 tokens is 1.0 octave above the largest")]),
+        (["train.max_steps=8"], [LENGTH.format("65,536 tokens is 2.0 octaves below the smallest")]),
+        (["schedule.name=linear"], [f"schedule.name=linear (the fit: cosine){UNLIKE}"]),
+        (["optim.beta2=0.99"], [f"optim.beta2=0.99 (the fit: 0.95){UNLIKE}"]),
+        (["data=shakespeare"], [f"data.name=shakespeare (the fit: stdlib){UNLIKE}"]),
+        (["data.tokenizer=bytes"], [f"data.tokenizer=bytes (the fit: gpt2){UNLIKE}"]),
+        (["data.order=sequential", "train.seed=5", "train.eval_every=4", "optim.grad_clip=1"], []),
+        (
+            ["batch.ramp_from_tokens=4096", "batch.ramp_tokens=65536"],
+            [
+                f"batch.ramp_from_tokens=4096 (the fit: null), batch.ramp_tokens=65536 (the fit: null){UNLIKE}"
+            ],
+        ),
+        (["init_from=gpt2"], [f"init_from=gpt2 (the fit: null){UNLIKE}"]),
+        (["optim.lr=0.5", "batch.total_batch_size=65536", "schedule=linear"], []),
+    ],
+)  # fmt: skip
+def test_a_run_unlike_those_of_the_fit_is_warned_of(own: str, overrides: list[str], said: list[str]) -> None:
+    assert list(fitted_warnings(compose([*LIKE, *overrides], own))) == said
+
+
+def test_the_commands_of_the_readme_use_the_law_without_a_warning(swept: Path, tmp_path: Path) -> None:
+    """Its sweep is of model=nano, and of the default length. Without the model it is that of the first minute."""
+    runs, nano = find_runs(swept), compose(["model=nano"])
+    for run in runs:
+        run.config |= {k: v for k, v in result_deciding(nano).items() if k.startswith("model.")}
+        run.of_tokens = nano.train.max_tokens
+    write_optim(tmp_path / "optim" / "fitted.yaml", analyse("sweep", runs))
+    use = ["optim=fitted", "batch.total_batch_size=4096"]
+    assert list(fitted_warnings(compose(["model=nano", *use], str(tmp_path)))) == []
+    with pytest.raises(ConfigError, match=r"model.n_head=8 \(the fit: 2\)"):
+        compose(use, str(tmp_path))
+
+
+def test_another_text_is_warned_of_unless_a_key_says_so(own: str) -> None:
+    line = (
+        "the text (hash 4567) is not that of the fitted law of optim (hash 0123), so another learning rate may be best"
+    )
+    like = compose([*LIKE], own)
+    assert (other_text(like, "0123"), other_text(like, "4567")) == ([], [line])
+    assert other_text(compose([*LIKE, "data=shakespeare"], own), "4567") == []
+    assert other_text(compose([*LIKE, "optim.lr=0.5"], own), "4567") == []
+
+
+def test_the_path_of_a_tokenizer_is_no_fact(swept: Path, tmp_path: Path) -> None:
+    runs = find_runs(swept)
+    for run in runs:
+        run.config["data.tokenizer"] = "/gone/tokenizer.json"
+    write_optim(tmp_path / "optim" / "fitted.yaml", analyse("sweep", runs))
+    assert list(fitted_warnings(compose([*LIKE], str(tmp_path)))) == []
+
+
+def test_a_law_without_facts_is_used_without_a_question(own: str, tmp_path: Path) -> None:
+    """As an older version wrote it, or as one is written by hand."""
+    (tmp_path / "optim").mkdir()
+    law = "defaults:\n  - adamw\nlr: ${power_law:${batch.total_batch_size},0.02,8192,0.5}\n"
+    (tmp_path / "optim" / "fitted.yaml").write_text(law)
+    cfg = compose(["model=nano", "optim=fitted", "batch.total_batch_size=32768", "schedule=linear"], str(tmp_path))
+    assert cfg.optim.lr == pytest.approx(0.04)
+    assert [*fitted_warnings(cfg), *other_text(cfg, "4567")] == []
+
+
+def test_a_sweep_uses_the_law_and_refuses_the_cells_of_other_models(own: str) -> None:
+    sizes = compose_sweep([*LIKE, "hydra.mode=MULTIRUN", "batch.total_batch_size=4096,16384,65536"], own)
+    configs = [draft.config for draft in sizes.drafts if draft.config is not None]
+    lrs = [config.optim.lr for config in configs]
+    assert [lr / lrs[0] for lr in lrs] == pytest.approx([1, 2, 4], rel=0.05)
+    assert [len([*fitted_warnings(config)]) for config in configs] == [0, 0, 1]
+    models = compose_sweep([*LIKE[1:], "hydra.mode=MULTIRUN", "model=gpt2,nano"], own)
+    assert [(d.title, len(d.problems)) for d in models.drafts] == [("model=gpt2", 0), ("model=nano", 1)]
+    given = compose_sweep([*LIKE[1:], "hydra.mode=MULTIRUN", "model=gpt2,nano", "optim.lr=1e-3,2e-3"], own)
+    assert [draft.problems for draft in given.drafts] == [[]] * 4
+
+
+def test_the_facts_of_a_law_are_no_part_of_a_run(own: str, corpus: Path, tmp_path: Path) -> None:
+    """Neither of the name of a cell, nor of what tells arms or runs from one another."""
+    like = [*LIKE, "data=text", f"data.path={corpus}"]
+    by_law = compose([*like, "fitted.anyway=true"], own)
+    as_typed = compose([*like, f"optim.lr={by_law.optim.lr!r}"], own)
+    assert by_law.fitted != as_typed.fitted
+    assert result_deciding(by_law) == result_deciding(as_typed)
+    assert cell_name(by_law, {}, tmp_path) == cell_name(as_typed, {}, tmp_path)
+    for name, config in (("law", by_law), ("typed", as_typed)):
+        run_dir.save_config(tmp_path / name, config)
+    assert differences(find_runs(tmp_path)) == []
+    assert run_dir.load_config(tmp_path / "law") == by_law
+
+
+def test_a_run_goes_on_that_was_allowed_to_start(own: str, tmp_path: Path) -> None:
+    run_dir.save_config(tmp_path, compose([*LIKE, "model=nano", "fitted.anyway=true"], own))
+    check(run_dir.load_config(tmp_path), 1)
+
+
+def test_a_branch_has_the_learning_rate_of_its_run_and_no_law(own: str, tmp_path: Path) -> None:
+    run = compose([*LIKE, "schedule=constant"], own)
+    parent = Parent(tmp_path, run, step=16, tokens=16 * 8192)
+    longer = ["branch_from=run", f"train.max_tokens={8 * TOKENS}", "schedule=wsd"]
+    for given in (longer, [*LIKE, *longer]):
+        branch = compose(given, own, find_parent=lambda _: parent)
+        assert (branch.optim, branch.fitted) == (run.optim, FittedConfig())
+
+
+def test_the_law_of_another_model_is_refused_before_torch_is_loaded(
+    own: str, light_server: ForkServer, tmp_path: Path
+) -> None:
+    for verb in ("train", "plan"):
+        answer = light_server.ask([verb, "--config-dir", own, *LIKE, "model=nano"], tmp_path)
+        assert (answer["code"], len(answer["stderr"].splitlines())) == (2, 1), answer
+        assert answer["stderr"].endswith(f"{UNLIKE}{INSTEAD}\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def of_tiny(swept: Path, tiny: Sequence[str], tmp_path: Path) -> list[str]:
+    """Arguments of a run of the model of `tiny`, by a law that was fitted to it on other text with larger batches."""
+    runs, config = find_runs(swept), result_deciding(compose(tiny))
+    for run in runs:
+        run.config |= {key: value for key, value in config.items() if key.startswith(("model.", "data."))}
+    write_optim(tmp_path / "my" / "optim" / "fitted.yaml", analyse("sweep", runs))
+    return [*("--config-dir", "my", "optim=fitted"), *(text for text in tiny if not text.startswith("optim.lr="))]
+
+
+WARNED = (
+    "gptexp: warning: batch.total_batch_size=128 is 5.0 octaves below the smallest batch size of the fit, 4,096",
+    "gptexp: warning: a run of 512 tokens is 9.0 octaves below the smallest number of tokens of the fit, 262,144",
+    "gptexp: warning: the text (hash ",
+)
+
+
+def test_a_run_prints_each_warning_once_and_so_does_its_plan(
+    gptexp: Callable[..., subprocess.CompletedProcess[str]], of_tiny: list[str]
+) -> None:
+    for verb in (("train", "hydra.run.dir=out", "log.progress=lines"), ("plan",)):
+        done = gptexp(verb[0], *of_tiny, *verb[1:])
+        assert done.returncode == 0, done.stderr
+        assert [done.stderr.count(line) for line in WARNED] == [1, 1, 1], done.stderr
+        assert done.stderr.count("warning: ") == 3, done.stderr
+    resumed = gptexp("resume", "out")
+    assert (resumed.returncode, resumed.stderr) == (0, "")
+
+
+@pytest.mark.e2e
+def test_a_sweep_prints_each_warning_once(
+    gptexp: Callable[..., subprocess.CompletedProcess[str]], of_tiny: list[str]
+) -> None:
+    for verb in ("train", "plan"):
+        done = gptexp(verb, "-m", *of_tiny, "train.seed=1,2")
+        assert done.returncode == 0, done.stderr
+        assert [done.stderr.count(line) for line in WARNED[:2]] == [1, 1], done.stderr
