@@ -5,9 +5,9 @@ import math
 from pathlib import Path
 
 from gptexp.process.errors import ConfigError
-from gptexp.process.terminal import run_verb, say, terminal_width
-from gptexp.reporting.finding import BEHIND_NATS
-from gptexp.reporting.fitted import check_target, write_optim
+from gptexp.process.terminal import run_verb, say, terminal_width, warn
+from gptexp.reporting.finding import BEHIND_NATS, NARROWEST_WITHIN, WITHIN
+from gptexp.reporting.fitted import check_target, points_above_cells, write_optim
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -19,22 +19,32 @@ def main(argv: list[str] | None = None) -> None:
         "--behind", type=float, default=BEHIND_NATS, metavar="NATS",
         help="of several arms, report the batch size at which each falls this far behind (default: %(default)s)",
     )  # fmt: skip
+    parser.add_argument(
+        "--within", type=float, default=WITHIN, metavar="OCTAVES",
+        help="propose runs until each best learning rate is known within this many octaves on each side "
+        "(default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument("--verbose", action="store_true", help="print every sentence and the table of runs")
     args = parser.parse_args(argv)
 
     if not args.directory.is_dir():
         raise ConfigError(f"{args.directory}: no such directory; give a run or a sweep")
     if not 0 < args.behind < math.inf:
         raise ConfigError(f"--behind={args.behind}: must be finite and above 0")
+    if not NARROWEST_WITHIN <= args.within < math.inf:
+        raise ConfigError(f"--within={args.within}: must be finite and at least {NARROWEST_WITHIN:g}")
     if args.write_optim is not None:
         check_target(args.write_optim)
 
     from gptexp.reporting.write import PAGE, show, write_report
 
-    report, _ = write_report(args.directory, args.behind)
-    show(report, terminal_width())
+    report, _ = write_report(args.directory, args.behind, args.within)
+    show(report, terminal_width(), args.verbose)
     say(f"\nthe page: {args.directory / PAGE}")
     if args.write_optim is not None:
         write_optim(args.write_optim, report.analysis)
+        for line in points_above_cells(report.analysis):
+            warn(f"warning: --write-optim {args.write_optim}: {line}")
         say(f"the law: {args.write_optim}; use it with optim={args.write_optim.stem}")
 
 

@@ -33,7 +33,6 @@ class Arm:
     implied: set[str]  # keys that others of its `choices` imply, see `_implied`
     runs: list[Run]
     losses: dict[int, dict[float, list[float]]]  # batch size -> learning rate -> final loss of each seed
-    means: dict[tuple[int, float], float]  # (batch size, learning rate) -> mean of `losses`, without outliers
     diverged: dict[int, list[float]]  # batch size -> learning rates
     curves: Curves
     law: Law | None
@@ -41,7 +40,7 @@ class Arm:
     critical: Critical | None  # None if the schedule or the runs do not allow it
     at_an_edge: list[int]  # batch sizes whose fastest learning rate in `critical` is the smallest or largest one
     best: tuple[int, float] | None  # (batch size, learning rate) of the lowest mean loss
-    ties: list[tuple[int, float]]  # other cells that do not differ significantly from the best one
+    ties: list[tuple[int, float]]  # other cells that are not significantly worse than the best one
 
     @property
     def label(self) -> str:
@@ -49,9 +48,18 @@ class Arm:
         return label_of(self.choices, self.implied, self.runs[0])
 
     @property
+    def means(self) -> dict[tuple[int, float], float]:
+        """(Batch size, learning rate) -> mean loss over seeds."""
+        return self.curves.means
+
+    @property
     def counted(self) -> list[Run]:
-        """The runs that take part in the curves: completed, not diverged and not left out."""
-        return [run for run in self.runs if run.loss in self.curves.losses.get(run.batch, {}).get(run.lr, [])]
+        """The runs that count in the curves: completed, not diverged and no outliers."""
+        outliers = {run.name for run, _ in self.outliers}
+        return [
+            run for run in self.runs
+            if run.loss in self.losses.get(run.batch, {}).get(run.lr, []) and run.name not in outliers
+        ]  # fmt: skip
 
     @property
     def at_best_lr(self) -> dict[int, list[Run]]:
@@ -68,8 +76,8 @@ class Arm:
         return averages(self.runs)
 
     @property
-    def left_out(self) -> list[tuple[Run, Outlier]]:
-        """The runs that take no part in the curves."""
+    def outliers(self) -> list[tuple[Run, Outlier]]:
+        """The runs that hardly count in the curves."""
         return [
             (run, outlier)
             for batch, curve in self.curves.of.items()
@@ -196,15 +204,21 @@ def _arm(choices: dict[str, Any], implied: set[str], runs: list[Run]) -> Arm:
     diverged = {batch: lrs for batch, lrs in diverged.items() if lrs}
     curves = fit_curves(by_batch, diverged, usual_spread_of(runs))
     target, critical, at_an_edge = _critical(runs)
-    means = {
-        (batch, lr): statistics.fmean(of_seeds)
-        for batch, at_batch in curves.losses.items()
-        for lr, of_seeds in at_batch.items()
-    }
-    best = min(means, key=lambda cell: means[cell], default=None)
-    ties = [cell for cell in means if best is not None and cell != best and curves.ties(cell, best)]
-    law = fit_law(curves)
-    return Arm(choices, implied, runs, by_batch, means, diverged, curves, law, target, critical, at_an_edge, best, ties)
+    best = min(curves.means, key=lambda cell: curves.means[cell], default=None)
+    ties = _ties(curves, best) if best is not None else []
+    law = fit_law(curves.octaves)
+    return Arm(choices, implied, runs, by_batch, diverged, curves, law, target, critical, at_an_edge, best, ties)
+
+
+def _ties(curves: Curves, best: tuple[int, float]) -> list[tuple[int, float]]:
+    others = [cell for cell in curves.means if cell != best and is_fitted(curves, cell) and is_fitted(curves, best)]
+    worse = curves.worse(others, best)
+    return [cell for cell in others if cell not in worse]
+
+
+def is_fitted(curves: Curves, cell: tuple[int, float]) -> bool:
+    """Whether the posterior has the curve of a cell (batch size, learning rate)."""
+    return curves.posterior is not None and cell[0] in curves.posterior.column
 
 
 def _model(run: Run) -> ModelConfig:
@@ -215,7 +229,14 @@ def usual_spread_of(runs: Sequence[Run]) -> float:
     """The standard deviation over seeds that runs of this size and length have had, in nats."""
     sizes = [run.summary["parameters"] for run in runs if run.summary.get("parameters")]
     lengths = [run.summary["tokens"] for run in runs if run.loss is not None and run.summary.get("tokens")]
-    return usual_spread(statistics.median(sizes or [0]), statistics.median(lengths or [0]))
+    learned = [
+        math.log(run.config["model.vocab_size"]) - run.loss
+        for run in runs
+        if run.loss is not None and not has_diverged(run) and isinstance(run.config.get("model.vocab_size"), int)
+    ]
+    return usual_spread(
+        statistics.median(sizes or [0]), statistics.median(lengths or [0]), statistics.median(learned or [math.inf])
+    )
 
 
 def _critical(runs: list[Run]) -> tuple[float | None, Critical | None, list[int]]:

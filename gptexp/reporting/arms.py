@@ -4,7 +4,6 @@ An arm has one optimum for each batch size. Here the optima of different arms ar
 intervals.
 """
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
@@ -15,8 +14,10 @@ from scipy import special
 
 from gptexp.reporting.analysis import Arm, label_of
 from gptexp.reporting.curves import Optimum
-from gptexp.reporting.law import fit_ratio
-from gptexp.reporting.noise import CONFIDENCE, MIN_SIGMA, t_quantile
+from gptexp.reporting.forms import Array
+from gptexp.reporting.law import fit_ratio, independent_difference
+from gptexp.reporting.noise import CONFIDENCE
+from gptexp.reporting.posterior import SMALLEST_SIGMA, interval
 
 SIZES = {"model.n_embd": ("model.n_head",), "model.n_layer": ()}  # size of a model -> keys that may change with it
 
@@ -58,19 +59,20 @@ class Transfer:
     factor: Interval  # of the best learning rate, from the smallest to the largest size
 
 
-def clearest_gap(arms: Sequence[Mapping[int, Optimum]], dof_of_noise: int) -> tuple[int, int, Interval] | None:
-    """The two arms, by number, whose exponents differ most significantly, and the difference. Arms are given by optima.
+def clearest_gap(arms: Sequence[Mapping[int, Array]]) -> tuple[int, int, Interval] | None:
+    """The two arms, by number, whose exponents differ most significantly, and the difference.
+
+    Arms are given by the draws of their optima, see `law.fit_law`.
 
     Not those that differ most: their exponents may be known the least. As they are chosen among several pairs, the
     interval is wider by Bonferroni's correction. None if no two arms have two batch sizes in common.
     """
     pairs = list(combinations(range(len(arms)), 2))
-    wider = float(special.ndtri(1 - (1 - CONFIDENCE) / (2 * len(pairs)))) / QUANTILE
     gaps = {}
     for one, other in pairs:
-        if (ratio := fit_ratio(arms[one], arms[other], dof_of_noise)) is not None:
-            half = wider * (ratio.high - ratio.low) / 2
-            gaps[one, other] = Interval(ratio.exponent, ratio.exponent - half, ratio.exponent + half)
+        if (ratio := fit_ratio(arms[one], arms[other])) is not None:
+            low, high = interval(ratio.lines[:, 0], 1 - (1 - CONFIDENCE) / len(pairs))
+            gaps[one, other] = Interval(ratio.exponent, min(low, ratio.low), max(high, ratio.high))
     if not gaps:
         return None
     one, other = max(gaps, key=lambda pair: abs(gaps[pair].value) / (gaps[pair].high - gaps[pair].low))
@@ -107,7 +109,7 @@ def _lowest(optima: Sequence[Optimum]) -> tuple[Optimum, float]:
     """
     by_loss = sorted(optima, key=lambda optimum: optimum.loss)
     losses = np.array([optimum.loss for optimum in by_loss])
-    sds = np.array([max((optimum.loss_half_width or 0.0) / QUANTILE, MIN_SIGMA) for optimum in by_loss])
+    sds = np.array([max(optimum.loss_half_width / QUANTILE, SMALLEST_SIGMA) for optimum in by_loss])
     base = by_loss[0].loss
     for count in range(2, len(by_loss) + 1):
         mean = np.average(losses[:count], weights=sds[:count] ** -2)
@@ -156,9 +158,7 @@ def _without(choices: Mapping[str, Any], *keys: str) -> dict[str, Any]:
 
 def _transfer(key: str, label: str, batch: int, by_size: Mapping[int, Arm]) -> Transfer:
     optima = {size: arm.curves.optima[batch] for size, arm in by_size.items()}
-    first, *_, last = by_size
-    octaves = math.log2(optima[last].lr / optima[first].lr)
-    sd = math.hypot(*(optima[size].sd_octaves or 0.0 for size in (first, last)))
-    half = t_quantile(min(by_size[size].curves.noises[batch].dof for size in (first, last))) * sd
-    factor = Interval(2.0**octaves, 2.0 ** (octaves - half), 2.0 ** (octaves + half))
-    return Transfer(key, label, batch, optima, factor)
+    first, *_, last = (arm.curves.octaves[batch] for arm in by_size.values())
+    octaves = independent_difference(last, first)
+    low, high = interval(octaves)
+    return Transfer(key, label, batch, optima, Interval(2.0 ** float(np.median(octaves)), 2.0**low, 2.0**high))

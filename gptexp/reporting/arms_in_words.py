@@ -26,8 +26,7 @@ def _laws(arms: Sequence[Arm]) -> Iterator[Finding]:
         return
     described = "; ".join(f"{arm.label} {_follows(law)}" for arm, law in laws)
     yield Finding(f"The best learning rate over the batch size, arm by arm: {described}.")
-    dof = min(arm.curves.noises[batch].dof for arm, _ in laws for batch in arm.curves.optima)
-    clearest = clearest_gap([arm.curves.optima for arm, _ in laws], dof)
+    clearest = clearest_gap([arm.curves.octaves for arm, _ in laws])
     if clearest is None:
         return
     one, other, gap = clearest

@@ -1,6 +1,6 @@
 """A comparison of runs: what differs between them, and whether their final losses differ by more than seeds cause.
 
-Runs with equal configs but for the seed form a cell. A cell with several runs measures the noise.
+Runs with equal configs but for the seed form a cell. A cell with several runs measures the noise (means.py).
 """
 
 import math
@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import stdev
 from typing import Any
 
 from gptexp.process.errors import ConfigError
@@ -18,17 +19,17 @@ from gptexp.reporting.analysis import TEXT, analyse, data_warnings, usual_spread
 from gptexp.reporting.differences import CONFIG, Difference, differences, recorded, what_differs
 from gptexp.reporting.finding import Finding, Verdict
 from gptexp.reporting.line_charts import Lines, line_charts
-from gptexp.reporting.noise import POWER, Noise, measure, seeds_needed, significant_from
+from gptexp.reporting.means import POWER, Contrast, against_lowest
 from gptexp.reporting.overview import Overview, as_started
 from gptexp.reporting.proposals import SEEDS, Proposal
 from gptexp.reporting.records import Run, has_diverged, read_run
 from gptexp.reporting.report import Report
-from gptexp.reporting.shape import CLEAR
 from gptexp.reporting.table import tokenizers
 from gptexp.reporting.verdict import seeds_in_words
 from gptexp.storage import inventory, run_dir
 
 SEED = "train.seed"
+CLEAR = 5.0  # standard deviations over seeds; a larger difference is clear, even if the deviation is only a usual one
 # With the length of a sequence they decide which text is held out.
 HELD_OUT = ("data.val_tokens", "data.val_ratio", "data.val_split", "data.max_tokens")
 
@@ -38,8 +39,6 @@ class Cell:
     """Runs whose configs are equal but for the seed, with their final losses."""
 
     runs: list[Run]
-    noise: Noise | None  # of one run; None: measured nowhere
-    measured_on: tuple[str, ...]  # names of the runs that `noise` comes from
 
     @property
     def mean(self) -> float:
@@ -49,6 +48,11 @@ class Cell:
     def names(self) -> list[str]:
         return [run.name for run in self.runs]
 
+    @property
+    def sigma(self) -> float | None:
+        """Standard deviation of its losses, in nats; None for a single run."""
+        return stdev(run.loss or 0.0 for run in self.runs) if len(self.runs) > 1 else None
+
 
 @dataclass(frozen=True)
 class Pair:
@@ -56,6 +60,7 @@ class Pair:
 
     lower: Cell
     higher: Cell
+    contrast: Contrast | None  # None: no cell has two seeds, so the noise is unknown
     usual_spread: float  # nats: the standard deviation over seeds that such runs have had
 
     @property
@@ -63,27 +68,8 @@ class Pair:
         return self.higher.mean - self.lower.mean
 
     @property
-    def significant_from(self) -> float | None:
-        """The difference above which it is significant at the 5% level; None if the noise is unknown."""
-        one, other = self.lower.noise, self.higher.noise
-        if one is None or other is None:
-            return None
-        return significant_from(one, len(self.lower.runs), other, len(self.higher.runs))
-
-    @property
     def is_tie(self) -> bool | None:
-        limit = self.significant_from
-        return None if limit is None else self.difference <= limit
-
-    @property
-    def seeds(self) -> int | None:
-        """The seeds per cell that would show the difference; None if it is significant, zero or the noise unknown."""
-        one, other = self.lower.noise, self.higher.noise
-        if not self.is_tie or not self.difference or one is None or other is None:
-            return None
-        needed = seeds_needed(self.difference, math.hypot(one.sigma, other.sigma) / math.sqrt(2))
-        # It counts on a noise that is known exactly; the seeds that there are do not show the difference.
-        return max(needed, 1 + min(len(self.lower.runs), len(self.higher.runs)))
+        return None if self.contrast is None else not self.contrast.is_significant
 
 
 @dataclass(frozen=True)
@@ -106,9 +92,7 @@ def compare(directories: Sequence[Path]) -> Comparison:
     analysis = analyse("comparison", runs)
     why_incomparable = _why_incomparable(runs)
     cells = cells_of([run for run in runs if run.loss is not None and not has_diverged(run)])
-    pairs = [Pair(cells[0], cell, usual_spread_of([*cells[0].runs, *cell.runs])) for cell in cells[1:]]
-    if why_incomparable:
-        pairs = []
+    pairs = pairs_of(cells) if not why_incomparable else []
     known = {*data_warnings(runs)}
     verdict = Verdict(
         warnings=[
@@ -120,9 +104,9 @@ def compare(directories: Sequence[Path]) -> Comparison:
         caveats=[],
         question="Which run is better",
     )
-    further = list(_more_seeds(pairs[0].lower)) if pairs and pairs[0].lower.noise is None else []
+    further = list(_more_seeds(pairs[0].lower)) if pairs and pairs[0].contrast is None else []
     head = _head(runs, labels, found)
-    report = Report(Path(), analysis, [], None, False, head, verdict, further, line_charts(Lines(runs, labels)))
+    report = Report(Path(), analysis, [], None, False, head, [], verdict, further, line_charts(Lines(runs, labels)))
     return Comparison(runs, labels, found, why_incomparable, pairs, report)
 
 
@@ -161,20 +145,18 @@ def _why_incomparable(runs: Sequence[Run]) -> str:
 
 
 def cells_of(runs: Sequence[Run]) -> list[Cell]:
-    """The cells of `runs`, the lowest mean loss first.
+    """The cells of `runs`, the lowest mean loss first."""
+    return sorted(map(Cell, _of_equal_config(runs)), key=lambda cell: cell.mean)
 
-    A cell of one run is taken to be as noisy as the noisiest of those with several.
-    """
-    groups = list(_of_equal_config(runs))
-    losses = {number: {0.0: [run.loss or 0.0 for run in group]} for number, group in enumerate(groups)}
-    noises = measure(losses)
-    noisiest = max(noises.values(), key=lambda noise: noise.sigma, default=None)
-    cells = []
-    for number, group in enumerate(groups):
-        noise = noises.get(number, noisiest)
-        measured_on = [run.name for other in (noise.batches if noise is not None else ()) for run in groups[other]]
-        cells.append(Cell(group, noise, tuple(sorted(measured_on))))
-    return sorted(cells, key=lambda cell: cell.mean)
+
+def pairs_of(cells: Sequence[Cell]) -> list[Pair]:
+    """The first of `cells`, which has the lowest mean loss, with each of the others."""
+    found = against_lowest([[run.loss or 0.0 for run in cell.runs] for cell in cells])
+    contrasts: Sequence[Contrast | None] = [None] * len(cells) if found is None else found
+    return [
+        Pair(cells[0], cell, contrast, usual_spread_of([*cells[0].runs, *cell.runs]))
+        for cell, contrast in zip(cells[1:], contrasts[1:], strict=True)
+    ]
 
 
 def _of_equal_config(runs: Sequence[Run]) -> Iterator[list[Run]]:
@@ -232,28 +214,28 @@ def _answers(
         yield Finding(f"Nothing can be said yet: none of {names} has a final loss that counts.")
     elif not pairs:
         yield from _single(cells[0], len(runs))
-    yield from map(_answer, pairs)
+    yield from (_answer(pair, len(cells)) for pair in pairs)
 
 
 def _single(cell: Cell, of_runs: int) -> Iterator[Finding]:
-    names, noise = _listed(cell.names), cell.noise
+    names = _listed(cell.names)
     if len(cell.runs) < of_runs:
         yield Finding(f"Nothing can be said yet: only {names} has a final loss that counts.")
-    elif noise is not None:
+    elif cell.sigma is not None:
         yield Finding(
-            f"{names} differ in their seed alone; their losses have a standard deviation of {noise.sigma:.4f} nats.",
-            f"They measure the noise with {counted(noise.dof, 'degree')} of freedom.",
+            f"{names} differ in their seed alone; their losses have a standard deviation of {cell.sigma:.4f} nats.",
+            f"They measure the noise with {counted(len(cell.runs) - 1, 'degree')} of freedom.",
             ("tied",),
         )
 
 
-def _answer(pair: Pair) -> Finding:
-    lower, higher, limit = _listed(pair.lower.names), _listed(pair.higher.names), pair.significant_from
+def _answer(pair: Pair, cells: int) -> Finding:
+    lower, higher, contrast = _listed(pair.lower.names), _listed(pair.higher.names), pair.contrast
     if not pair.difference:
         return Finding(f"{lower} and {higher} have the same loss.", badges=("tied",))
     have = "has" if len(pair.lower.runs) == 1 else "have"
     text = f"{lower} {have} a lower loss than {higher}, by {pair.difference:.4f} nats"
-    if limit is None:
+    if contrast is None:
         is_clear = "is" if pair.difference >= CLEAR * pair.usual_spread else "is not"
         why = (
             f"Runs of this size and length have had a standard deviation of {pair.usual_spread:.2g} nats over seeds. A "
@@ -261,29 +243,24 @@ def _answer(pair: Pair) -> Finding:
             "config measure the noise."
         )
         return Finding(f"{text}; noise unknown.", why, ("noise unknown",))
-    why = (
-        f"By Student's t-test at the 5% level a difference between means of {len(pair.lower.runs)} and of "
-        f"{counted(len(pair.higher.runs), 'run')} is significant from {limit:.4f} nats on. {' '.join(_noise_of(pair))}"
-    )
+    chosen = f", corrected for choosing the lowest of {cells} configs" if cells > 2 else ""
+    why = f"By Welch's test{chosen}, a difference is significant from {contrast.significant_from:.4f} nats on (p = "
+    why += f"{contrast.p:.2g}). {' '.join(_noise_of(pair))}"
     if not pair.is_tie:
         return Finding(f"{text}, more than seeds cause.", why, ("significant",))
-    if pair.seeds is not None:
-        why += f" To show this difference takes {seeds_in_words(pair.seeds)} of each config (power {POWER:g})."
+    if contrast.seeds_needed is not None:
+        needed = seeds_in_words(contrast.seeds_needed)
+        why += f" To show this difference takes {needed} of each config (power {POWER:g})."
     return Finding(f"{text}, which seeds alone can cause.", why, ("tied",))
 
 
 def _noise_of(pair: Pair) -> Iterator[str]:
-    """Where the noise of both cells comes from, in sentences."""
-    for noise, measured_on in dict.fromkeys((cell.noise, cell.measured_on) for cell in (pair.lower, pair.higher)):
-        assert noise is not None
-        yield (
-            f"The final losses of {_listed(measured_on)} have a standard deviation of {noise.sigma:.4f} nats over "
-            f"seeds ({counted(noise.dof, 'degree')} of freedom)."
-        )
-    alone = [cell.names[0] for cell in (pair.lower, pair.higher) if cell.names[0] not in cell.measured_on]
-    if alone:
-        has, is_ = ("has", "is") if len(alone) == 1 else ("have", "are")
-        yield f"{_listed(alone)} {has} no second seed, and {is_} taken to vary as much."
+    """How much the losses of both cells vary, in sentences."""
+    for cell in (pair.lower, pair.higher):
+        if cell.sigma is not None:
+            yield f"The losses of {_listed(cell.names)} have a standard deviation of {cell.sigma:.4f} nats over seeds."
+        else:
+            yield f"{cell.names[0]} has no second seed, and is taken to vary as much as the others."
 
 
 def _without_loss(runs: Sequence[Run]) -> Iterator[Finding]:
@@ -309,7 +286,7 @@ def _more_seeds(cell: Cell) -> Iterator[Proposal]:
     command = as_command(["train", "-m", *started.flags, *kept, f"{SEED}={seeds}"])
     minutes = SEEDS * run.summary["wall_s"] / 60 if run.summary.get("wall_s") else None
     why = f"measures the noise of {run.name}, as no two of the compared runs differ in the seed alone"
-    yield Proposal(command, why, SEEDS, minutes)
+    yield Proposal("", run.batch, command, why, "measures the noise", SEEDS, minutes)
 
 
 def _seeds_beside(directory: Path) -> Iterator[int]:

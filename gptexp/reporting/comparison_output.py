@@ -50,25 +50,21 @@ def numbers(comparison: Comparison) -> dict[str, Any]:
 
 
 def _pair(pair: Pair) -> dict[str, Any]:
-    tie = pair.is_tie
+    tie, contrast = pair.is_tie, pair.contrast
     return {
         "lower": _cell(pair.lower),
         "higher": _cell(pair.higher),
         "difference": pair.difference,
         "significant": None if tie is None else not tie,
-        "significant_from": pair.significant_from,
-        "seeds_needed": pair.seeds,
+        "p": contrast and contrast.p,
+        "significant_from": contrast and contrast.significant_from,
+        "seeds_needed": contrast and contrast.seeds_needed,
         "usual_spread": pair.usual_spread,
     }
 
 
 def _cell(cell: Cell) -> dict[str, Any]:
-    noise = cell.noise
-    return {
-        "runs": cell.names,
-        "mean_loss": cell.mean,
-        "noise": noise and {"sigma": noise.sigma, "dof": noise.dof, "measured_on": cell.measured_on},
-    }
+    return {"runs": cell.names, "mean_loss": cell.mean, "sigma": cell.sigma}
 
 
 def show(comparison: Comparison, width: int | None = None) -> None:

@@ -15,7 +15,7 @@ from typing import Literal
 import numpy as np
 from scipy import optimize
 
-from gptexp.reporting.linex import Array
+from gptexp.reporting.forms import Array
 from gptexp.reporting.noise import LEVEL, f_tail, t_quantile
 
 OVERHEAD = 1.2

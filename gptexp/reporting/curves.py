@@ -1,63 +1,76 @@
-"""Final loss against learning rate, for each batch size: its shape, and where that allows it the best learning rate.
-
-The shape comes first and needs no fit (`shape.py`). A bracketed curve gets an optimum: with a measured noise that of a
-skewed curve through the nearest learning rates, with a 95% interval (`linex.py`); without one the vertex of the
-parabola through the best learning rate and its two neighbours, which is no more exact than the bracket.
-"""
+"""What the posterior of a sweep says at each batch size: whether an optimum is bracketed, where it is, and its loss."""
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from statistics import fmean
+from functools import cached_property, lru_cache
+from statistics import fmean, stdev
+from typing import Any, Literal
 
 import numpy as np
 
 from gptexp.process.words import counted
-from gptexp.reporting.linex import LARGEST_MISFIT, MISFIT, SCAN, Fitted, Linex, Target, fit_all
-from gptexp.reporting.noise import Losses, Noise, measure, ties
-from gptexp.reporting.shape import (
-    CLEAR,
-    Points,
-    Shape,
-    Status,
-    outlier,
-    outlying_seed,
-    points_of,
-    shape_of,
-)
+from gptexp.reporting.forms import Array
+from gptexp.reporting.likelihood import OUTLYING, Losses
+from gptexp.reporting.noise import CONFIDENCE
+from gptexp.reporting.posterior import NARROWEST, Posterior, fit, interval
 
-JAGGED = "the loss falls and rises more than once, by more than seeds explain"
-MOST = 5  # learning rates in a fit
+Status = Literal["bracketed", "not bracketed", "flat", "jagged", "too few"]
+Side = Literal["higher", "lower"]
+
+OUTSIDE = 1 - CONFIDENCE  # probability of an optimum outside the grid up to which it is bracketed
+LIKELY = 0.5  # probability
+SURE_SIDE = 0.9  # probability of one side from which two learning rates show where to go on
+MOST_OUTLIERS = 0.25  # of a batch size's learning rates; if the curve misses more of them, it is jagged
+FAR_UP = 0.5  # share of the range of mean losses; a run where the curve lies higher is no outlier
+MISSED = 4.0  # standard errors between a curve and a cell from which the curve does not explain it
 SPACING = 2.0  # ratio of learning rates next to a grid of only one
-WIDE_GAP = 1.9  # ratio of two learning rates between which the lowest point may be missed: about an octave
-SAME = 0.1  # octaves: learning rates that are closer are one point of a parabola
-MOST_SKEWED = 4.0  # a wall that rises more times as far as the loss falls before it says no more of the lowest point
-MOST_OUTLIERS = 0.25  # of a batch size's runs; more of them are no outliers, and the curve is jagged
+SCAN = 200  # learning rates at which the curve is compared with its minimum
+CENTRAL = 0.68  # the probability of a narrower interval, of about one standard error
+
+
+@dataclass(frozen=True)
+class Noise:
+    """Standard deviation of one run's final loss over seeds at the best learning rate, in nats."""
+
+    sigma: float
+    dof: int  # seeds beyond the first that measure it; 0: it is assumed
 
 
 @dataclass(frozen=True)
 class Optimum:
-    """The best learning rate. Losses in nats per token. The fields that need a measured noise are None without one."""
+    """The best learning rate. Intervals have 95%. Losses in nats per token."""
 
     lr: float
-    loss: float  # of the curve at `lr`
-    low: float | None = None  # 95% interval of `lr`
-    high: float | None = None
-    sd_octaves: float | None = None  # standard error of log2(lr)
-    loss_half_width: float | None = None  # half of the 95% interval of `loss`
-    tie_low: float | None = None  # a run between this and `tie_high` does not differ significantly from a run at `lr`
-    tie_high: float | None = None
-    curve: Linex | None = None
+    low: float
+    high: float
+    sd_octaves: float  # standard deviation of log2(lr)
+    loss: float  # expected, of a run at the best learning rate
+    loss_low: float
+    loss_high: float
+    tie_low: float  # between this and `tie_high` a run is expected to lose less than one seed's spread
+    tie_high: float
+
+    @property
+    def octaves(self) -> float:
+        """The width of the interval."""
+        return math.log2(self.high / self.low)
+
+    def holds(self, lr: float) -> bool:
+        return self.low <= lr <= self.high
+
+    @property
+    def loss_half_width(self) -> float:
+        return (self.loss_high - self.loss_low) / 2
 
     def above(self, other: "Optimum") -> tuple[float, float]:
         """How far its loss is above that of `other`, and half of the 95% interval of that, in nats."""
-        return self.loss - other.loss, math.hypot(self.loss_half_width or 0.0, other.loss_half_width or 0.0)
+        return self.loss - other.loss, math.hypot(self.loss_half_width, other.loss_half_width)
 
 
 @dataclass(frozen=True)
 class Outlier:
-    """A run that takes no part in shape, fit and noise."""
+    """A run that hardly counts in the fit."""
 
     lr: float
     loss: float
@@ -70,203 +83,219 @@ class Curve:
 
     status: Status
     why: str  # the finding behind the status
-    best: float | None = None  # the learning rate with the lowest mean loss
-    noise: Noise | None = None
-    bracket: tuple[float, float] | None = None  # "bracketed": the nearest learning rates on both sides that are worse
-    optimum: Optimum | None = None  # "bracketed"
-    tied: tuple[float, float] | None = None  # "flat": the range of learning rates that tie with the best
-    next_lr: float | None = None  # "not bracketed": the learning rate to run next; None if only seeds help
+    noise: Noise
+    best: float  # the learning rate with the lowest mean loss
+    below: float = 0.0  # probability that the best learning rate is below the grid
+    above: float = 0.0
+    side: Side | None = None  # where to go on, if it is not bracketed and one side is more likely than not
+    optimum: Optimum | None = None  # given if bracketed
     outliers: list[Outlier] = field(default_factory=list)
+
+    @property
+    def noise_is_known(self) -> bool:
+        return self.noise.dof > 0
 
 
 @dataclass(frozen=True)
 class Curves:
-    """The curves of all batch sizes."""
+    """The curves of all batch sizes of an arm."""
 
-    of: dict[int, Curve]  # batch size in tokens -> curve
-    losses: dict[int, dict[float, list[float]]]  # as given, without outliers
-    usual_spread: float  # nats: standard deviation over seeds; decides shapes where a batch size has too few seeds
+    losses: dict[int, dict[float, list[float]]]  # batch size in tokens -> learning rate -> final loss of each seed
+    diverged: dict[int, list[float]]  # batch size -> learning rates
+    usual_spread: float  # nats: the prior of the noise
+    posterior: Posterior | None  # of the batch sizes with two learning rates or more; None if there is none
 
-    @property
+    @cached_property
+    def of(self) -> dict[int, Curve]:
+        """Batch size in tokens -> curve."""
+        return {batch: self._judged(batch) for batch in self.losses}
+
+    @cached_property
     def optima(self) -> dict[int, Optimum]:
-        """Batch size in tokens -> optimum, for the batch sizes whose optimum has an interval."""
-        return {b: c.optimum for b, c in self.of.items() if c.optimum is not None and c.optimum.low is not None}
+        """Batch size in tokens -> optimum, for the batch sizes at which it is bracketed."""
+        return {batch: curve.optimum for batch, curve in self.of.items() if curve.optimum is not None}
 
-    @property
-    def noises(self) -> dict[int, Noise]:
-        """Batch size in tokens -> noise, for those at which it was measured."""
-        return {batch: curve.noise for batch, curve in self.of.items() if curve.noise is not None}
+    @cached_property
+    def noise_is_known(self) -> bool:
+        """Whether seeds have measured the noise at any batch size."""
+        return any(curve.noise_is_known for curve in self.of.values())
 
-    def ties(self, one: tuple[int, float], other: tuple[int, float]) -> bool | None:
-        """Whether two cells (batch size, learning rate) do not differ significantly; None without a measured noise."""
-        noise, other_noise = self.of[one[0]].noise, self.of[other[0]].noise
-        if noise is None or other_noise is None:
-            return None
-        of_one, of_other = self.losses[one[0]][one[1]], self.losses[other[0]][other[1]]
-        return ties(fmean(of_one) - fmean(of_other), noise, len(of_one), other_noise, len(of_other))
+    @cached_property
+    def means(self) -> dict[tuple[int, float], float]:
+        """(Batch size, learning rate) -> mean loss, in which outliers hardly count. Cells of outliers are left out."""
+        found = {}
+        for batch, at_batch in self.losses.items():
+            weights = self._weights(batch)
+            most = max(w.sum() for w in weights.values())
+            for lr, of_seeds in at_batch.items():
+                w = weights[lr]
+                if w.sum() > OUTLYING * most:
+                    found[batch, lr] = float(w @ sorted(of_seeds) / w.sum())
+        return found
+
+    @cached_property
+    def octaves(self) -> dict[int, Array]:
+        """Batch size in tokens -> draws of log2 of the best learning rate, where it is bracketed."""
+        if self.posterior is None:
+            return {}
+        return {batch: self.posterior.m[:, self.posterior.column[batch]] for batch in self.optima}
+
+    def cell_losses(self, cells: Sequence[tuple[int, float]]) -> Array:
+        """Draws of the expected losses of cells (batch size, learning rate), shape (draws, number of cells)."""
+        assert self.posterior is not None
+        return np.hstack([self.posterior.loss(batch, [math.log2(lr)]) for batch, lr in cells])
+
+    def worse(self, cells: Sequence[tuple[int, float]], than: tuple[int, float]) -> set[tuple[int, float]]:
+        """Those of `cells` whose loss is significantly higher than that of the cell `than`.
+
+        The largest set of which, with a probability of 97.5%, every cell is worse: so it is corrected for the number of
+        cells, and a single cell is in it if a two-sided test at the 5% level says so. A learning rate that may be the
+        best one is not in it.
+        """
+        if self.posterior is None or not cells:
+            return set()
+        cells = [(b, lr) for b, lr in cells if b not in self.optima or not self.optima[b].holds(lr)]
+        if not cells:
+            return set()
+        draws = self.cell_losses([than, *cells])
+        lower = draws[:, 1:] <= draws[:, :1]
+        chosen: set[tuple[int, float]] = set()
+        contradicted = np.zeros(len(draws), bool)
+        for number in np.argsort(lower.mean(0), kind="stable"):
+            contradicted |= lower[:, number]
+            if contradicted.mean() > (1 - CONFIDENCE) / 2:
+                break
+            chosen.add(cells[number])
+        return chosen
+
+    def _weights(self, batch: int) -> dict[float, Array]:
+        lrs = sorted(self.losses[batch])
+        if self.posterior is None or batch not in self.posterior.column:
+            return {lr: np.ones(len(self.losses[batch][lr])) for lr in lrs}
+        return dict(zip(lrs, self.posterior.cells.weights[self.posterior.column[batch]], strict=True))
+
+    def _judged(self, batch: int) -> Curve:
+        at_batch = self.losses[batch]
+        lrs = sorted(at_batch)
+        means = {lr: self.means[batch, lr] for lr in lrs if (batch, lr) in self.means}
+        best = min(means, key=lambda lr: means[lr])
+        dof = sum(len(of_seeds) - 1 for of_seeds in at_batch.values())
+        if self.posterior is None or batch not in self.posterior.column:
+            return Curve("too few", "1 learning rate completed, and a lowest point needs three",
+                         Noise(self.usual_spread, dof), best)  # fmt: skip
+        posterior, j = self.posterior, self.posterior.column[batch]
+        m, x = posterior.m[:, j], np.log2(lrs)
+        below, above = float((m < x[0]).mean()), float((m > x[-1]).mean())
+        sigma = float(np.median(posterior.noise(batch, [float(np.median(m.clip(x[0], x[-1])))])))
+        noise = Noise(sigma, dof)
+        misses = self._misses(batch)
+        outliers = self._outliers(batch, misses)
+
+        # An end of the grid with the lowest loss is no optimum: no run shows that the loss rises beyond it.
+        at_top = best == lrs[-1] and not any(lr > best for lr in self.diverged.get(batch, ()))
+        at_bottom = best == lrs[0]
+        side: Side | None = "higher" if at_top or above > LIKELY else "lower" if at_bottom or below > LIKELY else None
+
+        def judged(status: Status, why: str, optimum: Optimum | None = None) -> Curve:
+            return Curve(status, why, noise, best, below, above, side, optimum, outliers)
+
+        bad = [lr for lr in self.diverged.get(batch, ()) if lr < best]
+        if bad:
+            return judged("jagged", f"training diverged at {min(bad):g}, below the best learning rate {best:g}")
+        if sum(abs(miss) > MISSED for miss in misses.values()) > MOST_OUTLIERS * len(lrs):
+            return judged("jagged", "the loss falls and rises more than once, by more than seeds explain")
+        if misses.get(best, 0.0) > MISSED:
+            return judged("jagged", f"no curve explains how low the loss at {best:g} is")
+        if len(lrs) < 3 and max(below, above) < SURE_SIDE:
+            return judged("too few", f"{counted(len(lrs), 'learning rate')} completed, and a lowest point needs three")
+        if below + above <= OUTSIDE and not (at_top or at_bottom):
+            why = f"it lies inside the grid with a probability of {1 - below - above:.1%}"
+            return judged("bracketed", why, self._optimum(batch, sigma))
+        heights = posterior.loss(batch, x).max(1) - posterior.c[:, j]
+        why = f"it lies below {lrs[0]:g} with a probability of {below:.0%}, and above {lrs[-1]:g} with {above:.0%}"
+        if at_top or at_bottom:
+            why = f"the loss is lowest at {best:g}, the end of the grid; {why}"
+        if np.median(heights) < 2 * sigma:
+            height = max(means.values()) - min(means.values())
+            return judged("flat", f"the losses differ by {height:.2g} nats, and seeds move each by {sigma:.2g}; {why}")
+        return judged("not bracketed", why)
+
+    def _optimum(self, batch: int, sigma: float) -> Optimum:
+        assert self.posterior is not None
+        posterior, j = self.posterior, self.posterior.column[batch]
+        m, c = posterior.m[:, j], posterior.c[:, j]
+        low, high = interval(m, narrowest=NARROWEST)
+        centre = float(np.median(m))
+        lrs = sorted(self.losses[batch])
+        x = np.linspace(math.log2(lrs[0]), math.log2(lrs[-1]), SCAN)
+        lost = np.median(posterior.loss(batch, x) - c[:, None], axis=0) > sigma
+        loss_low, loss_high = interval(c)
+        return Optimum(
+            lr=2**centre,
+            low=2**low,
+            high=2**high,
+            sd_octaves=float(m.std()),
+            loss=float(np.median(c)),
+            loss_low=loss_low,
+            loss_high=loss_high,
+            tie_low=2 ** float(min(max(x[lost & (x < centre)], default=x[0]), centre)),
+            tie_high=2 ** float(max(min(x[lost & (x > centre)], default=x[-1]), centre)),
+        )
+
+    def _misses(self, batch: int) -> dict[float, float]:
+        """By how many standard errors the curve lies above the mean loss of each cell that is not far up."""
+        assert self.posterior is not None
+        lrs = sorted(self.losses[batch])
+        x = np.log2(lrs)
+        curve, noise = self.posterior.loss(batch, x), np.median(self.posterior.noise(batch, x), axis=0)
+        middle, spread = np.median(curve, axis=0), curve.std(axis=0)
+        means = sorted(fmean(self.losses[batch][lr]) for lr in lrs)
+        far_up = middle.min() + FAR_UP * (means[max(1, len(means) - 2)] - means[0])  # the highest may be an outlier
+        found = {}
+        for i, lr in enumerate(lrs):
+            of_seeds = self.losses[batch][lr]
+            if middle[i] > far_up:
+                continue  # no form is expected to hold there
+            sigma = max(float(noise[i]), stdev(of_seeds) if len(of_seeds) > 1 else 0.0)
+            error = math.hypot(float(spread[i]), sigma / math.sqrt(len(of_seeds)))
+            found[lr] = (float(middle[i]) - fmean(of_seeds)) / error
+        return found
+
+    def _outliers(self, batch: int, misses: Mapping[float, float]) -> list[Outlier]:
+        found = []
+        for lr, weights in self._weights(batch).items():
+            of_seeds = sorted(self.losses[batch][lr])
+            if len(of_seeds) == 1 and abs(misses.get(lr, 0.0)) > MISSED:
+                found.append(Outlier(lr, of_seeds[0], "no curve through its neighbours explains its loss"))
+            for loss, weight in zip(of_seeds, weights, strict=True):
+                if weight < OUTLYING * weights.max():
+                    others = fmean(other for other, w in zip(of_seeds, weights, strict=True) if w > weight)
+                    found.append(Outlier(lr, loss, f"other seeds of its cell have a loss of {others:.4f}"))
+        return found
 
 
 def fit_curves(losses: Mapping[int, Losses], diverged: Mapping[int, Sequence[float]], usual_spread: float) -> Curves:
-    """Judge and fit all batch sizes of one sweep.
+    """Fit all batch sizes of one arm.
 
     `losses`: batch size -> losses of completed runs; `diverged`: batch size -> learning rates that diverged;
-    `usual_spread`: standard deviation over seeds that such runs have had, in nats. It decides shapes and outliers where
-    too few seeds measure the noise. A larger noise at another batch size takes its place in the shapes.
+    `usual_spread`: standard deviation over seeds that such runs have had, in nats.
     """
-    kept, outliers = {}, {}
-    for batch, at_batch in losses.items():
-        kept[batch], outliers[batch] = _without_outliers(at_batch, usual_spread)
-    noises = measure(kept)
-    usual_spread = max([usual_spread, *(noise.sigma for noise in noises.values() if noise.is_sure)])
-    points = {batch: points_of(at_batch, noises.get(batch), usual_spread) for batch, at_batch in kept.items()}
-    shapes = {batch: _shape(of_batch, diverged.get(batch, ())) for batch, of_batch in points.items()}
-    bracketed = {b: shape.bracket for b, shape in shapes.items() if shape.bracket is not None and b in noises}
-    targets, careful = (
-        {batch: _target(points[batch], noises[batch], *ends, misfit) for batch, ends in bracketed.items()}
-        for misfit in (MISFIT, LARGEST_MISFIT)
+    copied = {b: {lr: list(of_seeds) for lr, of_seeds in sorted(at.items())} for b, at in sorted(losses.items())}
+    ended = {batch: sorted(lrs) for batch, lrs in sorted(diverged.items())}
+    several = tuple(
+        (batch, tuple((lr, tuple(sorted(of_seeds))) for lr, of_seeds in at_batch.items()))
+        for batch, at_batch in copied.items()
+        if len(at_batch) > 1
     )
-    intervals = fit_all(careful)
-    optima = {
-        batch: _optimum(fitted, intervals.get(batch), targets[batch], noises[batch])
-        for batch, fitted in fit_all(targets).items()
-    }
-    curves = {
-        batch: _curve(of_batch, shapes[batch], optima.get(batch), diverged.get(batch, ()), outliers[batch])
-        for batch, of_batch in points.items()
-    }
-    return Curves(curves, kept, usual_spread)
+    of_several = tuple((batch, tuple(lrs)) for batch, lrs in ended.items())
+    posterior = _fitted(several, of_several, usual_spread) if several else None
+    return Curves(copied, ended, usual_spread, posterior)
 
 
-def _without_outliers(losses: Losses, usual_spread: float) -> tuple[dict[float, list[float]], list[Outlier]]:
-    """The losses of one batch size that the fit may use, and those that it may not."""
-    kept = {lr: list(of_seeds) for lr, of_seeds in losses.items()}
-    found: list[Outlier] = []
-    most = int(MOST_OUTLIERS * sum(map(len, kept.values())))
-    for _ in range(most):
-        if (seed := outlying_seed(kept, usual_spread)) is not None:
-            lr, loss = seed
-            kept[lr].remove(loss)
-            others = fmean(kept[lr])
-            found.append(Outlier(lr, loss, f"other seeds of its cell have a loss of {others:.4f}"))
-            if loss > others and len(kept) > 1:  # as where a seed diverged: the mean of the others would be too low
-                why = f"another seed of its cell has a loss of {loss:.4f}"
-                found += [Outlier(lr, other, why) for other in kept.pop(lr)]
-        elif (alone := outlier(points_of(kept, measure({0: kept}).get(0), usual_spread))) is not None:
-            [loss] = kept.pop(alone)
-            found.append(Outlier(alone, loss, "no curve through its neighbours explains its loss"))
-        else:
-            break
-    return kept, found
-
-
-def _shape(points: Points, diverged: Sequence[float]) -> Shape:
-    """The shape of the points, where a learning rate that diverged is worse than the best one.
-
-    It ends the bracket only if a loss between them is known: else the loss falls as far up as is known.
-    """
-    shape = shape_of(points)
-    if shape.status == "too few" or not diverged:
-        return shape
-    best, limit = points.lrs[points.best], min(diverged)
-    if limit < best:
-        return Shape("jagged")
-    if shape.status in ("flat", "jagged") or not (shape.above or any(best < lr < limit for lr in points.lrs)):
-        return shape
-    above = min(limit, shape.above or math.inf)
-    return Shape("not bracketed" if shape.below is None else "bracketed", shape.below, above)
-
-
-def _target(points: Points, noise: Noise, below: float, above: float, misfit: float) -> Target:
-    """The best learning rate, its neighbours, and the next nearest, with the variances of their means."""
-    best = points.best
-    x = np.log2(points.lrs)
-    others = sorted(range(len(x)), key=lambda i: (abs(i - best) > 1, round(abs(x[i] - x[best]), 6), points.means[i]))
-    used = sorted(others[:MOST])
-    heights = [points.means[i] - points.means[best] for i in used]
-    variances = [
-        noise.sigma**2 / points.counts[i] + (misfit * height) ** 2 for i, height in zip(used, heights, strict=True)
-    ]
-    return Target([points.lrs[i] for i in used], [points.means[i] for i in used], variances, noise.t, below, above)
-
-
-def _optimum(fitted: Fitted, interval: Fitted | None, target: Target, noise: Noise) -> Optimum:
-    """`interval`: the curve whose interval counts; None: the whole bracket does."""
-    curve = fitted.curve
-    x = np.linspace(math.log2(target.below), math.log2(target.above), SCAN)
-    ends = (interval.low, interval.high) if interval is not None else (float(x[0]), float(x[-1]))
-    loss = float(curve.at(fitted.minimum))
-    worse = curve.at(x) - loss > noise.t * noise.sigma * math.sqrt(2)
-    low = max(x[worse & (x < fitted.minimum)], default=x[0])
-    high = min(x[worse & (x > fitted.minimum)], default=x[-1])
-    return Optimum(
-        lr=2**fitted.minimum,
-        loss=loss,
-        low=2 ** min(fitted.low, ends[0]),
-        high=2 ** max(fitted.high, ends[1]),
-        sd_octaves=fitted.sd,
-        loss_half_width=noise.t * curve.sd_at(fitted.minimum),
-        tie_low=float(2**low),
-        tie_high=float(2**high),
-        curve=curve,
-    )
-
-
-def _vertex(points: Points) -> Optimum:
-    """The minimum of the parabola through the best point and its two neighbours, never beyond half-way to one of these.
-
-    Its loss is that of the best point: three points do not say how far below it the minimum lies.
-    """
-    x, best = np.log2(points.lrs), points.best
-    left = max((i for i in range(best) if x[best] - x[i] >= SAME), default=best - 1)
-    right = min((i for i in range(best + 1, len(x)) if x[i] - x[best] >= SAME), default=best + 1)
-    before, after = x[best] - x[left], x[right] - x[best]
-    fall, rise = (points.means[i] - points.means[best] for i in (left, right))
-    if min(fall, rise) > 0:
-        fall, rise = min(fall, MOST_SKEWED * rise), min(rise, MOST_SKEWED * fall)
-    curvature = fall / before + rise / after
-    shift = (fall * after / before - rise * before / after) / (2 * curvature) if curvature else 0.0
-    return Optimum(lr=float(2 ** (x[best] + shift)), loss=points.means[best])
-
-
-def _curve(
-    points: Points, shape: Shape, optimum: Optimum | None, diverged: Sequence[float], outliers: list[Outlier]
-) -> Curve:
-    best = points.lrs[points.best] if points.lrs else None
-    judged = partial(Curve, best=best, noise=points.noise, outliers=outliers)
-    if shape.status == "too few":
-        completed = counted(len(points.lrs), "learning rate")
-        return judged("too few", f"{completed} completed, and a lowest point needs three")
-    if shape.status == "jagged":
-        below = [lr for lr in diverged if best is not None and lr < best]
-        why = f"training diverged at {min(below):g}, below the best learning rate {best:g}" if below else JAGGED
-        return judged("jagged", why)
-    if shape.status == "flat":
-        return judged("flat", _differences(points), tied=_tied(points))
-    if shape.bracket is not None:
-        low, high = shape.bracket
-        why = (
-            f"the loss at {low:g} is clearly higher, and training diverged at {high:g}"
-            if high in diverged
-            else f"the losses at {low:g} and {high:g} are clearly higher"
-        )
-        return judged("bracketed", why, bracket=shape.bracket, optimum=optimum or _vertex(points))
-    why, next_lr = _next(points, shape, diverged, [outlier.lr for outlier in outliers])
-    return judged("not bracketed", why, next_lr=next_lr)
-
-
-def _differences(points: Points) -> str:
-    if points.sure_noise is not None:
-        return "the differences are not significant"
-    return f"the losses differ by {points.height:.2g} nats, less than {CLEAR:g} times the standard deviation over seeds"
-
-
-def _tied(points: Points) -> tuple[float, float]:
-    """The learning rates around the best one up to the first that is worse."""
-    best = points.best
-    worse = [i for i in range(len(points.lrs)) if points.is_worse(i, best)]
-    low = max((i for i in worse if i < best), default=-1) + 1
-    high = min((i for i in worse if i > best), default=len(points.lrs)) - 1
-    return points.lrs[low], points.lrs[high]
+@lru_cache(maxsize=16)
+def _fitted(losses: tuple[Any, ...], diverged: tuple[Any, ...], usual_spread: float) -> Posterior:
+    """The posterior of losses as tuples of pairs. A live page asks for it again and again."""
+    return fit({batch: dict(at_batch) for batch, at_batch in losses}, dict(diverged), usual_spread)
 
 
 def one_step_outside(lrs: Sequence[float]) -> tuple[float, float]:
@@ -274,49 +303,3 @@ def one_step_outside(lrs: Sequence[float]) -> tuple[float, float]:
     if len(lrs) < 2:
         return lrs[0] / SPACING, lrs[0] * SPACING
     return lrs[0] ** 2 / lrs[1], lrs[-1] ** 2 / lrs[-2]
-
-
-def _next(
-    points: Points, shape: Shape, diverged: Sequence[float], left_out: Sequence[float]
-) -> tuple[str, float | None]:
-    """Why a curve is not bracketed, and the learning rate to run next; None if only seeds help.
-
-    The grid is extended only if the best learning rate is its end, or next to its end.
-    """
-    if shape.below is None and shape.above is None:
-        return f"the losses differ by {points.height:.2g} nats, but seeds move them as much", None
-    best = points.lrs[points.best]
-    if shape.below is None:
-        why = (
-            "the loss rises from the lowest learning rate on"
-            if points.best == 0
-            else f"the loss does not clearly rise below {best:g}"
-        )
-        beyond = one_step_outside(points.lrs)[0] if points.best <= 1 else None
-    else:
-        bad = [(lr, "diverged") for lr in diverged if lr > best]
-        bad = bad or [(lr, "is left out") for lr in left_out if lr > points.lrs[-1]]
-        limit, what = min(bad, default=(math.inf, ""))
-        points = points.below(limit)
-        highest = points.lrs[-1]
-        falls = f"the loss falls up to {best:g}" if bad else "the loss falls to the top of the grid"
-        why = falls if best == highest else f"the loss does not clearly rise above {best:g}"
-        why += f", and {limit:g} {what}" if bad else ""
-        beyond = math.sqrt(highest * limit) if bad else one_step_outside(points.lrs)[1]
-        if points.best < len(points.lrs) - 2:
-            beyond = None
-    if (gap := _widest_gap(points)) is not None:
-        return f"{why}, and the gap beside it is wide", gap
-    return why, beyond
-
-
-def _widest_gap(points: Points) -> float | None:
-    """The middle of the wider gap beside the best learning rate, if that is not at an edge and the gap is wide.
-
-    The lowest point may lie there, on either side: to extend the grid could lead away from it.
-    """
-    best, lrs = points.best, points.lrs
-    if not 0 < best < len(lrs) - 1:
-        return None
-    ratio, middle = max((max(a / b, b / a), math.sqrt(a * b)) for a, b in ((lrs[best], lrs[best + i]) for i in (-1, 1)))
-    return middle if ratio >= WIDE_GAP else None

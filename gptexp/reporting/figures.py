@@ -10,6 +10,7 @@ from urllib.parse import quote
 import numpy as np
 
 from gptexp.reporting.analysis import Analysis, Arm
+from gptexp.reporting.curves import CENTRAL
 from gptexp.reporting.figures_of_arms import figures_of_arms, noise_scale_lines
 from gptexp.reporting.figures_of_sharpness import sharpness_by_batch
 from gptexp.reporting.law import SLOPES
@@ -60,13 +61,8 @@ def figures(analysis: Analysis) -> list[Figure]:
 
 
 def _without_optimum(arm: Arm) -> str:
-    """The batch sizes without an optimum that has an interval, each with the reason; empty if all have one."""
-    reasons: dict[int, str] = {
-        batch: curve.status for batch, curve in arm.curves.of.items() if batch not in arm.curves.optima
-    }
-    for batch, status in reasons.items():
-        if status in ("bracketed", "flat") and arm.curves.of[batch].noise is None:
-            reasons[batch] = "noise unknown"
+    """The batch sizes without an optimum, each with the reason; empty if all have one."""
+    reasons = {batch: curve.status for batch, curve in arm.curves.of.items() if batch not in arm.curves.optima}
     return ", ".join(f"{batch:,} ({why})" for batch, why in reasons.items())
 
 
@@ -92,9 +88,15 @@ def _curves(arm: Arm) -> Figure | None:
     }
     points = _points(arm, low, high)
     means = [{"lr": lr, "loss": mean, "size": f"{batch:,}"} for (batch, lr), mean in sorted(arm.means.items())]
+    fitted = _fitted(arm)
     layers: list[Spec] = [
         {"data": {"values": means}, "mark": {"type": "line", "strokeWidth": 1}, "params": isolated("size")},
-        {"data": {"values": _fitted(arm)}, "mark": {"type": "line", "strokeWidth": 2.5}},
+        {
+            "data": {"values": fitted},
+            "mark": {"type": "area", "opacity": 0.15, "stroke": "transparent", "clip": True},
+            "encoding": {**INTERVAL, "opacity": None, "color": None, "fill": {**encoding["color"], "legend": None}},
+        },
+        {"data": {"values": fitted}, "mark": {"type": "line", "strokeWidth": 2.5}},
         *points,
         *_minima(arm),
         *_lowest(arm),
@@ -114,11 +116,11 @@ def _caption_of_curves(arm: Arm, unfinished: int) -> str:
     without_curve = _without_optimum(arm)
     return caption(
         "Each point is a run, and a click opens it. Thin lines join the means over seeds.",
-        "Thick lines are fitted curves, drawn over the learning rates of the fit; diamonds are their minima, bars the "
-        "95% intervals of these."
+        "Thick lines are fitted curves with their 68% intervals; diamonds are their minima, bars the 95% intervals of "
+        "these."
         if arm.curves.optima
         else "",
-        "Hollow points are left out." if arm.left_out else "",
+        "Hollow points are outliers, which hardly count." if arm.outliers else "",
         "Crosses at the top are runs that diverged." if arm.diverged else "",
         f"No curve is fitted at {without_curve}." if without_curve else "",
         not_shown(unfinished, "without a final validation loss"),
@@ -126,22 +128,26 @@ def _caption_of_curves(arm: Arm, unfinished: int) -> str:
 
 
 def _fitted(arm: Arm) -> list[Spec]:
-    """Points of the fitted curves."""
+    """Points of the fitted curves, with their 68% intervals, over the learning rates that were run."""
     points = []
-    for batch, optimum in arm.curves.optima.items():
-        assert optimum.curve is not None
-        octaves = np.linspace(math.log2(optimum.curve.lrs[0]), math.log2(optimum.curve.lrs[-1]), SAMPLES)
-        for octave, loss in zip(map(float, octaves), map(float, optimum.curve.at(octaves)), strict=True):
-            points.append({"lr": 2**octave, "loss": loss, "size": f"{batch:,}"})
+    for batch in arm.curves.optima:
+        assert arm.curves.posterior is not None
+        lrs = sorted(arm.losses[batch])
+        octaves = np.linspace(math.log2(lrs[0]), math.log2(lrs[-1]), SAMPLES)
+        losses = arm.curves.posterior.loss(batch, octaves)
+        low, middle, high = np.quantile(losses, [(1 - CENTRAL) / 2, 0.5, (1 + CENTRAL) / 2], axis=0)
+        for octave, *of_point in zip(octaves.tolist(), low.tolist(), middle.tolist(), high.tolist(), strict=True):
+            below, loss, above = of_point
+            points.append({"lr": 2**octave, "loss": loss, "low": below, "high": above, "size": f"{batch:,}"})
     return points
 
 
 def _points(arm: Arm, low: float, high: float) -> list[Spec]:
-    """Layers of the runs: those that count, those that are left out, and above all losses those that diverged."""
-    outliers = {run.name for run, _ in arm.left_out}
+    """Layers of the runs: those that count, outliers, and above all losses those that diverged."""
+    outliers = {run.name for run, _ in arm.outliers}
     completed = [run for run in arm.runs if run.loss in arm.losses.get(run.batch, {}).get(run.lr, ())]
     used = [{"lr": run.lr, "loss": run.loss, **_of_run(run)} for run in completed if run.name not in outliers]
-    left_out = [{"lr": run.lr, "loss": run.loss, **_of_run(run)} for run in completed if run.name in outliers]
+    hollow = [{"lr": run.lr, "loss": run.loss, **_of_run(run)} for run in completed if run.name in outliers]
     rows = {batch: row for row, batch in enumerate(sorted({*arm.losses, *arm.diverged}), 1)}  # one for each batch size
     diverged = [
         {"lr": run.lr, "loss": high + rows[run.batch] * MARGIN * (high - low), **_of_run(run)}
@@ -151,7 +157,7 @@ def _points(arm: Arm, low: float, high: float) -> list[Spec]:
     of_run = {"tooltip": tooltip("run", "lr", "size", "seed", "loss"), "href": {"field": "href"}}
     return [
         {"data": {"values": used}, "mark": {"type": "point", "filled": True, "size": 60}, "encoding": of_run},
-        {"data": {"values": left_out}, "mark": {"type": "point", "size": 60}, "encoding": of_run},
+        {"data": {"values": hollow}, "mark": {"type": "point", "size": 60}, "encoding": of_run},
         {"data": {"values": diverged},
          "mark": {"type": "point", "shape": "cross", "angle": 45, "size": 90, "filled": True},
          "encoding": {"tooltip": tooltip("run", "lr", "size", "seed"), "href": {"field": "href"}}},
@@ -276,14 +282,12 @@ def _law(arm: Arm) -> Figure | None:
     if law is None:
         return None
     optima = [{"batch": b, "lr": o.lr, "low": o.low, "high": o.high} for b, o in arm.curves.optima.items()]
-    t = (law.high - law.low) / (2 * law.sd) if law.sd else 0.0  # half width of an interval in standard errors
-    sizes = np.geomspace(min(law.sizes), max(law.sizes), SAMPLES)
     names = {name: f"{name} ({slope:g})" for name, slope in SLOPES.items()}
+    sizes = np.geomspace(min(law.sizes), max(law.sizes), SAMPLES)
     band, rules = [], []
     for size in map(float, sizes):
-        octaves = math.log2(size / law.tokens)
-        half = t * math.hypot(law.lr_sd_octaves, octaves * law.sd)
-        band.append({"batch": size, "lr": law.at(size), "low": law.at(size) * 2**-half, "high": law.at(size) * 2**half})
+        low, high = law.interval_at(size)
+        band.append({"batch": size, "lr": law.at(size), "low": low, "high": high})
     for name, slope in SLOPES.items():
         for size in (float(sizes[0]), float(sizes[-1])):
             rules.append({"batch": size, "lr": law.lr * (size / law.tokens) ** slope, "rule": names[name]})
@@ -312,8 +316,7 @@ def _loss_at_optimum(arm: Arm) -> Figure | None:
         return None
     optima = []
     for batch, o in arm.curves.optima.items():
-        half = o.loss_half_width or 0.0
-        optima.append({"batch": batch, "loss": o.loss, "low": o.loss - half, "high": o.loss + half})
+        optima.append({"batch": batch, "loss": o.loss, "low": o.loss_low, "high": o.loss_high})
     y = linear("loss", "loss at the best learning rate")
     layers: list[Spec] = [
         {"mark": {"type": "line", "style": "accent", "opacity": 0.5}, "encoding": {"y": y}},

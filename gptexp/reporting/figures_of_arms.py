@@ -58,8 +58,7 @@ def _by_batch(arms: Sequence[Arm], what: str) -> Figure | None:
     for number, arm in enumerate(drawn):
         aside = SHIFT ** (number - (len(drawn) - 1) / 2)
         for batch, o in arm.curves.optima.items():
-            half = o.loss_half_width or 0.0
-            low, high = (o.low, o.high) if what == "lr" else (o.loss - half, o.loss + half)
+            low, high = (o.low, o.high) if what == "lr" else (o.loss_low, o.loss_high)
             points.append({"arm": arm.label, "batch": batch, "aside": batch * aside, "lr": o.lr, "loss": o.loss,
                            "low": low, "high": high})  # fmt: skip
     x = log("batch", "batch size, tokens a step", sizes, ",")

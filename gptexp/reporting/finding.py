@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 from gptexp.reporting.law import Law
 
+WITHIN = 0.5  # octaves on each side of an optimum up to which its interval is narrow enough, unless asked otherwise
+NARROWEST_WITHIN = 0.05  # half of the narrowest interval that is ever given
 BEHIND_NATS = 0.05  # by which an arm falls behind, unless asked otherwise; see `arms.falls_behind`
 
 
@@ -51,11 +53,16 @@ class Verdict:
     """What the runs say, in the order in which it is read."""
 
     warnings: list[Finding]
-    answers: list[Finding]  # the best learning rate at each batch size
-    findings: list[Finding]  # what else follows
+    answers: list[Finding]  # to `question`, if sentences answer it and no table does
+    findings: list[Finding]  # what else follows, the most important first
     caveats: list[Finding]  # what the runs cannot say, and how to read the numbers
-    question: str = "Which learning rate"  # that the answers answer
+    question: str = "Which learning rate"
 
     @property
     def lines(self) -> list[str]:
         return [f.line for f in (*self.warnings, *self.answers, *self.findings, *self.caveats)]
+
+    @property
+    def shortest(self) -> list[str]:
+        """The same without the statistics behind each conclusion, and without caveats."""
+        return [f.text for f in (*self.warnings, *self.answers, *self.findings)]

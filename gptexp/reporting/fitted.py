@@ -38,7 +38,7 @@ def write_optim(path: Path, analysis: "Analysis") -> None:
             + (
                 "report a sweep with one arm"
                 if laws
-                else "two batch sizes need an optimum with an interval, which takes seeds; the report says what to run"
+                else "two batch sizes need a bracketed optimum; the report says what to run"
             )
         )
     [(law, runs)] = laws
@@ -66,6 +66,21 @@ def write_optim(path: Path, analysis: "Analysis") -> None:
     with storage(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, text)
+
+
+def points_above_cells(analysis: "Analysis") -> list[str]:
+    """A sentence for each batch size at which the law's learning rate is significantly worse than one that was run."""
+    found = []
+    for arm in analysis.arms:
+        for batch in arm.law.sizes if arm.law is not None else ():
+            law, run = (arm.law.at(batch) if arm.law is not None else 0.0), arm.curves.of[batch].best
+            if (batch, law) in arm.curves.worse([(batch, law)], (batch, run)):
+                above, below = arm.curves.cell_losses([(batch, law), (batch, run)]).mean(0)
+                found.append(
+                    f"at {batch:,} tokens a step the law's learning rate {law:.3g} has a loss {above - below:.4f} nats "
+                    f"above that of {run:.3g}, which was run"
+                )
+    return found
 
 
 def _power_law(value: float, tokens: float, exponent: float) -> str:

@@ -215,16 +215,16 @@ def _best(arm: Arm) -> list[Tile]:
     assert arm.best is not None
     batch, lr = arm.best
     loss = arm.means[arm.best]
-    seeds = len(arm.curves.losses[batch][lr])
+    seeds = len(arm.losses[batch][lr])
     of = f"mean of {counted(seeds, 'seed')}" if seeds > 1 else "one run"
-    lrs = arm.curves.losses[batch]
+    lrs = arm.losses[batch]
     edge = f"the {'highest' if lr == max(lrs) else 'lowest'} that ended" if lr in (min(lrs), max(lrs)) else ""
     where = ", ".join(filter(None, (f"{batch:,} tokens a step", arm.label, edge if len(lrs) > 1 else "")))
     tiles = [Tile("Best tested cell", f"lr {lr:.3g}", f"at {printable(where)}; loss {loss:.4f}, {of}")]
     if len(arm.means) > 1:
         _, following = sorted(arm.means, key=lambda cell: arm.means[cell])[:2]
-        tie = arm.curves.ties(following, arm.best)
-        known = "noise unknown" if tie is None else "not significant" if tie else "significant"
+        known = "not significant" if following in arm.ties else "significant"
+        known = known if arm.curves.noise_is_known else "noise unknown"
         batch, lr = following
         gap = f"{arm.means[following] - loss:.4f} nats"
         tiles.append(Tile("Gap to the next cell", gap, f"lr {lr:.3g} at {batch:,}: {known}"))

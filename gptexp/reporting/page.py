@@ -17,7 +17,7 @@ from markupsafe import Markup
 
 from gptexp.process.terminal import as_command, printable
 from gptexp.process.words import counted, shown, uncapitalised
-from gptexp.reporting.arms_table import arms_table
+from gptexp.reporting.answers import table_of_answers
 from gptexp.reporting.cells_table import MINOR, cells_table, commands, results_table
 from gptexp.reporting.differences import Difference
 from gptexp.reporting.index import Index
@@ -34,9 +34,9 @@ POLICY = (
     "base-uri 'none'; form-action 'none'"
 )
 SECTIONS = ("header", "tiles", "verdict", "next", "charts", "runs", "notes", "foot")  # in the order of the page
-TONES = {  # of the badges of findings; others warn
-    "bracketed": "good", "significant": "good", "jagged": "bad", "not comparable": "bad",
-    **dict.fromkeys(("tied", "unclear", "noise unknown", "too few", "so far"), "plain"),
+TONES = {  # of the badges of findings and answers; others warn
+    "bracketed": "good", "significant": "good", "jagged": "bad", "diverged": "bad", "not comparable": "bad",
+    **dict.fromkeys(("tied", "flat", "noise unknown", "too few", "so far"), "plain"),
 }  # fmt: skip
 EVERY_MS = 1000  # between two questions of a live page
 PATIENCE_MS = 20_000  # for one answer
@@ -94,7 +94,7 @@ def sections(report: Report, is_live: bool = False) -> dict[str, str]:
     return {
         "header": part.header(report),
         "tiles": part.tiles(report),
-        "verdict": part.verdict(report, arms_table(report.analysis.arms)),
+        "verdict": part.verdict(report, table_of_answers(report.answers)),
         "next": part.next(report, _of_the_run(run, is_live) if run is not None else _to_continue(report)),
         "charts": part.charts(report),
         "runs": part.runs(table, MINOR, is_live),

@@ -4,28 +4,39 @@ import itertools
 import math
 import re
 import statistics
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from gptexp.process.terminal import as_command
 from gptexp.process.words import counted, shown
 from gptexp.reporting.analysis import OPTIMIZER, TEXT, Analysis, Arm
 from gptexp.reporting.curves import Curve, one_step_outside
+from gptexp.reporting.finding import WITHIN
+from gptexp.reporting.posterior import NARROWEST
 from gptexp.reporting.progress import is_unfinished
 from gptexp.reporting.records import AXES, lr_scaling
 from gptexp.storage.sweep_record import SweepRecord
 
-WIDE = 64.0  # largest over smallest learning rate; a flat grid this wide needs more seeds, not more learning rates
-SEEDS = 2  # new seeds of a proposal
+SEEDS, MOST_SEEDS = 2, 4  # new seeds of a proposal
+WIDEST = 4096.0  # largest over smallest learning rate; a grid this wide needs more seeds, not more learning rates
+UNLIKELY = 0.025  # probability of an optimum on one side of the grid
+CLOSEST = 1.3  # ratio of two learning rates between which another one says little
+WIDE_GAP = 1.7  # ratio of two learning rates between which one more is worth a run
+REACH = 2.0  # ratio to the ends of an interval within which runs narrow it
+ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
 class Proposal:
     """A command of a sweep that answers an open question."""
 
+    arm: str  # label
+    batch: int  # tokens
     command: str
     why: str
+    brings: str  # what it changes, in a few words
     runs: int
     minutes: float | None  # of all its runs, one after the other; None if no run of the sweep has ended
 
@@ -45,10 +56,14 @@ class _Cells:
     lrs: list[float]
     seeds: list[int]  # empty: that of the config
     why: str
+    brings: str
 
 
-def proposals(analysis: Analysis, sweep: SweepRecord) -> list[Proposal]:
-    """Extensions of a sweep, without cells that it already has; none at a batch size where cells still run or wait."""
+def proposals(analysis: Analysis, sweep: SweepRecord, within: float = WITHIN) -> list[Proposal]:
+    """Extensions of a sweep, without cells that it already has; none at a batch size where cells still run or wait.
+
+    They go on until the interval of each batch size is at most `within` octaves wide on each side, cheapest first.
+    """
     found = []
     for arm in analysis.arms:
         if any(run.branch is not None for run in arm.runs):
@@ -57,15 +72,14 @@ def proposals(analysis: Analysis, sweep: SweepRecord) -> list[Proposal]:
         if OPTIMIZER in choices:  # the option also chooses the optimizer's keys
             choices = {"optim": choices.pop(OPTIMIZER), **choices}
         chosen = [f"{key}={_typed(value)}" for key, value in choices.items()]
-        for cells in _wanted(arm):
+        for cells in _wanted(arm, within):
             if is_unfinished(sweep, analysis.runs, cells.batch):
                 continue
             lrs = [lr for lr in cells.lrs if cells.seeds or not _exists(arm, cells.batch, lr)]
             if not lrs:
                 continue
-            digits = ".6g" if cells.seeds else ".3g"  # seeds are for learning rates that exist
             scaled = lr_scaling(arm.runs[0].config, cells.batch)
-            rates = ",".join(format(lr / scaled, digits) for lr in lrs)
+            rates = ",".join(format(lr / scaled, ".6g" if _exists(arm, cells.batch, lr) else ".3g") for lr in lrs)
             swept = [f"batch.total_batch_size={cells.batch}", f"optim.lr={rates}"]
             if seeds := cells.seeds or _seed_of(arm, sweep):
                 swept.append(f"train.seed={','.join(map(str, seeds))}")
@@ -74,7 +88,8 @@ def proposals(analysis: Analysis, sweep: SweepRecord) -> list[Proposal]:
             kept = [text for text in sweep.overrides if text.partition("=")[0] not in replaced]
             command = as_command(["train", "-m", *kept, *own])
             runs = len(lrs) * max(1, len(cells.seeds))
-            found.append(Proposal(command, cells.why, runs, _minutes(arm, cells.batch, runs)))
+            minutes = _minutes(arm, cells.batch, runs)
+            found.append(Proposal(arm.label, cells.batch, command, cells.why, cells.brings, runs, minutes))
     return found
 
 
@@ -122,30 +137,26 @@ def _minutes(arm: Arm, batch: int, runs: int) -> float | None:
     return runs * statistics.median(run.summary["wall_s"] for run in alike) / 60 if alike else None
 
 
-def _wanted(arm: Arm) -> list[_Cells]:
-    """The cells of each proposal. Shapes come first, seeds where the shape is known, then a larger batch size."""
-    seeds = [max(run.seed for run in arm.runs) + i for i in range(1, SEEDS + 1)]
+def _wanted(arm: Arm, within: float) -> list[_Cells]:
+    """The cells of each proposal, cheapest first: those that bracket or narrow an optimum, else a larger batch size."""
+    seeds = [max(run.seed for run in arm.runs) + i for i in range(1, MOST_SEEDS + 1)]
     found: list[_Cells] = []
-    for batch, curve in arm.curves.of.items():
-        found += _for_the_shape(arm, batch, curve, seeds)
-        for lr in dict.fromkeys(outlier.lr for outlier in curve.outliers):
-            found.append(
-                _Cells(batch, [lr], seeds[:1], f"{_at(batch)} one run there is left out, as nothing explains it")
-            )
     for batch, lrs in arm.all_diverged.items():
         below, _ = one_step_outside(sorted(lrs))
         why = f"{_at(batch)} training diverged at every learning rate that was run"
-        found.append(_Cells(batch, sorted([below, below**2 / min(lrs)]), [], why))
+        found.append(_Cells(batch, sorted([below, below**2 / min(lrs)]), [], why, "a lower learning rate"))
     for batch, curve in arm.curves.of.items():
-        if curve.bracket is not None and (curve.noise is None or not curve.noise.is_sure):
-            why = f"measures the noise {_at(batch)}, which gives its best learning rate an interval"
-            found.append(_Cells(batch, _around(arm, batch, curve), seeds, why))
-    if arm.law is not None and not found and not arm.law.bends:
+        if curve.optimum is None:
+            found.append(_bracketing(arm, batch, curve, seeds))
+        elif curve.optimum.octaves > 2 * within + ROUNDING or not curve.noise_is_known:
+            found.append(_narrowing(arm, batch, curve, seeds, within))
+    found.sort(key=lambda cells: (len(cells.lrs) * max(1, len(cells.seeds))) / cells.batch)
+    if arm.law is not None and not found and not arm.law.bends and not arm.diverged.keys() - arm.losses.keys():
         batch = 2 * max(arm.law.sizes)
         smallest = min(arm.losses[batch // 2])
         middle = 2 ** round(math.log2(arm.law.at(batch) / smallest)) * smallest  # keeps to the grid of octaves
         why = "tests the law at twice the largest batch size"
-        found.append(_Cells(batch, [middle * 2.0**i for i in range(-2, 3)], [], why))
+        found.append(_Cells(batch, [middle * 2.0**i for i in range(-2, 3)], [], why, why))
     return found
 
 
@@ -153,42 +164,76 @@ def _at(batch: int) -> str:
     return f"at {batch:,} tokens a step"
 
 
-def _for_the_shape(arm: Arm, batch: int, curve: Curve, seeds: list[int]) -> Iterator[_Cells]:
-    lrs = sorted(arm.curves.losses[batch])  # those that the curve was judged by
-    limit = min(arm.diverged.get(batch, ()), default=math.inf)
-    limit = min([limit, *(outlier.lr for outlier in curve.outliers if outlier.lr > lrs[-1])])
+def _bracketing(arm: Arm, batch: int, curve: Curve, seeds: list[int]) -> _Cells:
+    """Cells that show where the optimum is, at a batch size where it is not bracketed."""
+    at, lrs = _at(batch), sorted(arm.losses[batch])
+    limit = min((lr for lr in arm.diverged.get(batch, ()) if lr > curve.best), default=math.inf)
     below, above = one_step_outside(lrs)
-    at = _at(batch)
-    if curve.next_lr is not None and lrs[0] < curve.next_lr < lrs[-1]:
-        why = f"{at} the lowest point may lie in this gap of the grid"
-        yield _Cells(batch, [curve.next_lr], [], why)
-    elif curve.next_lr is not None:
-        edge = lrs[-1] if curve.next_lr > lrs[-1] else lrs[0]
-        beyond = curve.next_lr**2 / edge  # below one that diverged, this is that one, which exists
-        yield _Cells(batch, sorted([curve.next_lr, beyond]), [], f"{at} {curve.why}")
-    elif curve.status == "not bracketed":
-        ends = sorted({lrs[0], curve.best or lrs[0], lrs[-1]})
-        yield _Cells(batch, ends, seeds, f"{at} seeds show whether the loss rises on both sides of the best one")
-    elif curve.status == "jagged" and limit < (curve.best or 0.0):
-        why = f"{at} training diverged at this learning rate, but not at higher ones: does it again?"
-        yield _Cells(batch, [limit], seeds, why)
-    elif curve.status == "jagged":
-        yield _Cells(batch, lrs, seeds[:1], f"{at} a second seed shows whether the losses really rise and fall")
-    elif curve.tied is not None and lrs[-1] / lrs[0] >= WIDE:
-        tied = sorted({*curve.tied, curve.best or curve.tied[0]})
-        yield _Cells(batch, tied, seeds, f"{at} more seeds tell these learning rates apart, if they differ")
-    elif curve.tied is not None:
-        outside = [below] if above >= limit else [below, above]
-        yield _Cells(batch, outside, [], f"{at} the grid is too narrow to show where the loss rises")
-    elif curve.status == "too few":
-        ends = [below, above]
-        if len(lrs) > 1:
-            ends = [below if curve.best == lrs[0] else above]
-        yield _Cells(batch, [lr for lr in ends if lr < limit], [], f"{at} a lowest point needs three learning rates")
+    if curve.status == "jagged":
+        bad = [lr for lr in arm.diverged.get(batch, ()) if lr < curve.best]
+        if bad:
+            why = f"{at} training diverged at this learning rate, but not at higher ones: does it again?"
+            return _Cells(batch, bad[:1], seeds[:1], why, f"another seed at {bad[0]:g}")
+        why = f"{at} a second seed shows whether the losses really rise and fall"
+        return _Cells(batch, lrs, seeds[:1], why, "another seed")
+    if curve.status == "too few":
+        ends = [below, above] if len(lrs) == 1 else [below if curve.best == lrs[0] else above]
+        why = f"{at} a lowest point needs three learning rates"
+        return _Cells(batch, [lr for lr in ends if lr < limit] or [below], [], why, "more learning rates")
+    beyond: list[float] = []
+    if curve.side == "higher" or curve.above > UNLIKELY:
+        if above < limit:
+            beyond += [above, above**2 / lrs[-1]] if curve.side == "higher" else [above]
+        elif limit > lrs[-1] * CLOSEST:
+            beyond += [math.sqrt(lrs[-1] * limit)]
+    if curve.side == "lower" or curve.below > UNLIKELY:
+        beyond += [below**2 / lrs[0], below] if curve.side == "lower" else [below]
+    if beyond and lrs[-1] / lrs[0] < WIDEST:
+        side = curve.side or ("higher" if curve.above > curve.below else "lower")
+        why = f"{at} {curve.why}"
+        return _Cells(batch, sorted(lr for lr in beyond if lr < limit), [], why, f"a {side} learning rate")
+    rates = sorted({lrs[0], curve.best, lrs[-1]})
+    why = f"{at} more seeds tell these learning rates apart, if they differ"
+    return _Cells(batch, rates, seeds[:SEEDS], why, "more seeds")
 
 
-def _around(arm: Arm, batch: int, curve: Curve) -> list[float]:
-    """The best learning rate and its two neighbours."""
-    lrs = sorted(arm.curves.losses[batch])
-    best = lrs.index(curve.best) if curve.best is not None else 0
-    return lrs[best - 1 : best + 2]
+def _narrowing(arm: Arm, batch: int, curve: Curve, seeds: list[int], within: float) -> _Cells:
+    """The cheapest cells from which an interval of `within` octaves on each side is expected; else the most useful.
+
+    From the covariance of the optimum and the losses in the posterior: a run at x lowers the variance of the optimum as
+    if all were normal.
+    """
+    posterior, optimum = arm.curves.posterior, curve.optimum
+    assert posterior is not None
+    assert optimum is not None
+    lrs = sorted(arm.losses[batch])
+    tested = [lr for lr in lrs if optimum.low / REACH <= lr <= optimum.high * REACH]
+    between = [math.sqrt(a * b) for a, b in itertools.pairwise(lrs) if b / a > WIDE_GAP]
+    rates = sorted({*tested, *(lr for lr in between if optimum.low / REACH <= lr <= optimum.high * REACH)})
+    x = np.log2(rates)
+    j = posterior.column[batch]
+    joint = np.cov(np.column_stack([posterior.m[:, j], posterior.loss(batch, x)]).T)
+    noise = np.median(posterior.noise(batch, x), axis=0) ** 2
+    target, now = 2 * within, optimum.octaves
+    plans = []
+    for size in range(1, min(3, len(rates)) + 1):
+        for chosen in itertools.combinations(range(len(rates)), size):
+            losses = [1 + i for i in chosen]
+            for repeats in range(1, MOST_SEEDS + 1):
+                seen = joint[np.ix_(losses, losses)] + np.diag(noise[list(chosen)] / repeats)
+                gain = joint[0, losses] @ np.linalg.solve(seen, joint[losses, 0])
+                width = now * math.sqrt(max(0.0, 1 - gain / joint[0, 0]))
+                runs = size * repeats
+                plans.append((width > target, runs if width <= target else width * math.sqrt(runs), runs, width,
+                              chosen, repeats))  # fmt: skip
+    if not curve.noise_is_known:  # without two seeds of one cell the noise stays unknown
+        plans = [plan for plan in plans if any(rates[i] in tested for i in plan[4])] or plans
+    *_, width, chosen, repeats = min(plans)
+    rates = [rates[i] for i in chosen]
+    expected = max(width, NARROWEST)
+    narrows = f"its interval is {now:.1f} octaves wide and would be about {expected:.1f}"
+    if not curve.noise_is_known:
+        also = f"; {narrows}" if now > target else ""
+        narrows = f"the noise is unknown without a second seed{also}"
+    brings = f"{now:.1f} → {expected:.1f} octaves"
+    return _Cells(batch, rates, seeds[:repeats], f"{_at(batch)} {narrows}", brings)

@@ -7,8 +7,9 @@ from pathlib import Path
 
 from gptexp.process.terminal import printable
 from gptexp.reporting.analysis import Analysis, analyse
+from gptexp.reporting.answers import Answer, answers_of
 from gptexp.reporting.figures import figures
-from gptexp.reporting.finding import BEHIND_NATS, Verdict
+from gptexp.reporting.finding import BEHIND_NATS, WITHIN, Verdict
 from gptexp.reporting.overview import Overview, overview
 from gptexp.reporting.progress import Progress, is_going_on, survey
 from gptexp.reporting.proposals import Proposal, proposals
@@ -29,15 +30,18 @@ class Report:
     sweep: SweepRecord | None
     goes_on: bool  # a process works on it, see `is_going_on`
     overview: Overview
+    answers: list[Answer]
     verdict: Verdict
     further: list[Proposal]  # to run next
     figures: list[Figure]
 
 
-def build_report(directory: Path, read: Callable[[Path], Run] = read_run, behind_nats: float = BEHIND_NATS) -> Report:
+def build_report(
+    directory: Path, read: Callable[[Path], Run] = read_run, behind_nats: float = BEHIND_NATS, within: float = WITHIN
+) -> Report:
     """The report of the run or the sweep in `directory`; `read` reads a run directory, and may cache runs.
 
-    `behind_nats`: see `arms.falls_behind`.
+    `behind_nats`: see `arms.falls_behind`; `within`: see `proposals`.
 
     Raises `ConfigError` if `directory` holds neither.
     """
@@ -46,6 +50,7 @@ def build_report(directory: Path, read: Callable[[Path], Run] = read_run, behind
     cells = survey(directory, read)
     goes_on = is_going_on(directory, cells)
     analysis = analyse(printable(directory.resolve().name), find_runs(directory, read))
+    further = proposals(analysis, sweep, within) if sweep is not None else []
     return Report(
         directory,
         analysis,
@@ -53,7 +58,8 @@ def build_report(directory: Path, read: Callable[[Path], Run] = read_run, behind
         sweep,
         goes_on,
         overview(directory, analysis, cells, sweep, goes_on),
-        verdict(analysis, sweep, behind_nats),
-        proposals(analysis, sweep) if sweep is not None else [],
+        answers_of(analysis, sweep, further),
+        verdict(analysis, behind_nats),
+        further,
         figures(analysis),
     )

@@ -1,42 +1,31 @@
 """The analysis in sentences. Each follows from the intervals and tests alone."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 
 from gptexp.process.terminal import printable
 from gptexp.process.words import counted
 from gptexp.reporting.analysis import Analysis, Arm
 from gptexp.reporting.arms_in_words import arms_in_words
 from gptexp.reporting.clipping import clipping_in_words
-from gptexp.reporting.curves import Curve, Outlier
+from gptexp.reporting.curves import Noise
 from gptexp.reporting.finding import BEHIND_NATS, Finding, Verdict, limits_of_law, nats_higher
 from gptexp.reporting.law import SLOPES
-from gptexp.reporting.noise import POWER, Noise, seeds_needed
+from gptexp.reporting.noise import POWER, seeds_needed
 from gptexp.reporting.noise_scale import FACTOR, at_the_end, in_words, lowest_measured
-from gptexp.reporting.progress import is_unfinished
-from gptexp.reporting.records import Run
 from gptexp.reporting.sharpness import sharpness_in_words
 from gptexp.storage import run_dir
-from gptexp.storage.sweep_record import SweepRecord
 
 MOST_SEEDS = 50  # a difference that takes more of them per cell is too small to matter
 
 
-def verdict(analysis: Analysis, sweep: SweepRecord | None = None, behind_nats: float = BEHIND_NATS) -> Verdict:
+def verdict(analysis: Analysis, behind_nats: float = BEHIND_NATS) -> Verdict:
     """The findings: on the arms side by side, then arm by arm. `behind_nats`: see `arms.falls_behind`."""
-    sizes = {batch for arm in analysis.arms for batch in arm.losses}
-    waiting = {batch for batch in sizes if sweep is not None and is_unfinished(sweep, analysis.runs, batch)}
-    planned = {cell.values.get("optim.lr") for cell in sweep.cells.values()} if sweep is not None else set()
     found = Verdict([Finding(printable(f"Warning: {line}.")) for line in analysis.warnings], [], [], [])
     for finding in arms_in_words(analysis.arms, behind_nats):
         found.findings.append(Finding(printable(finding.text), printable(finding.why)))
     for arm in analysis.arms:
-        found.answers.extend(
-            _labelled(arm, finding) for finding in _answers(arm, waiting, arm.is_grid or len(planned) > 1)
-        )
         found.findings.extend(_labelled(arm, finding) for finding in _findings(arm))
         found.caveats.extend(_labelled(arm, finding) for finding in _caveats(arm))
-    if found.answers:
-        found.answers.extend(_not_begun(analysis, sweep))
     return found
 
 
@@ -46,21 +35,8 @@ def _labelled(arm: Arm, finding: Finding) -> Finding:
     return Finding(printable(text), printable(finding.why), finding.badges)
 
 
-def _answers(arm: Arm, waiting: Collection[int], is_grid: bool) -> Iterator[Finding]:
-    """`waiting`: the batch sizes at which cells of the sweep still run or wait; `is_grid`: learning rates are swept."""
-    if is_grid:
-        for batch, curve in arm.curves.of.items():
-            yield _answer(batch, curve, arm.losses[batch], batch in waiting)
-    for batch, lrs in arm.all_diverged.items() if len(arm.runs) > 1 else ():
-        at_every = f"training diverged at every learning rate that was run, from {min(lrs):g} on"
-        yield Finding(f"At {tokens(batch)} {at_every}; run a lower one next.", badges=("edge",))
-
-
 def _findings(arm: Arm) -> Iterator[Finding]:
-    yield from _best(arm)
-    yield from _outliers(arm)
-    yield from _diverged(arm)
-    for findings in (_law, _sizes, _critical):
+    for findings in (_law, _best, _sizes, _outliers, _diverged, _critical):
         yield from findings(arm)
     yield from sharpness_in_words(arm)
     if len(arm.runs) == 1:
@@ -93,59 +69,11 @@ def _caveats(arm: Arm) -> Iterator[Finding]:
         )
 
 
+CORRECTED = "By the posterior of the curves, corrected for the number of cells."
+
+
 def tokens(count: float) -> str:
     return f"{count:,.0f} tokens a step"
-
-
-def _badges(c: Curve, lrs: Collection[float], is_waiting: bool) -> tuple[str, ...]:
-    at_an_edge = c.status == "not bracketed" and c.best in (min(lrs), max(lrs))
-    flat = "tied" if c.noise is not None else "unclear"
-    shape = "edge" if at_an_edge else flat if c.status == "flat" else c.status
-    noise = ("noise unknown",) if c.noise is None else ()
-    return (shape, *noise, "so far") if is_waiting else (shape, *noise)
-
-
-def _not_begun(analysis: Analysis, sweep: SweepRecord | None) -> Iterator[Finding]:
-    """The batch sizes of the sweep of which no run has ended."""
-    planned = {cell.total_batch_size for cell in sweep.cells.values()} if sweep is not None else set()
-    ended = {batch for arm in analysis.arms for batch in (*arm.losses, *arm.diverged)}
-    for batch in sorted(planned - ended):
-        yield Finding(f"At {tokens(batch)} no run has ended yet.", badges=("too few", "so far"))
-
-
-def _answer(batch: int, c: Curve, lrs: Collection[float], is_waiting: bool) -> Finding:
-    at, o, badges = f"At {tokens(batch)}", c.optimum, _badges(c, lrs, is_waiting)
-    if o is not None and o.low is not None:
-        return Finding(
-            f"{at} the best learning rate is {o.lr:.3g} (95% interval {o.low:.3g} to {o.high:.3g}).",
-            f"Its loss is {o.loss:.4f}. A run at any learning rate from {o.tie_low:.3g} to {o.tie_high:.3g} does not "
-            f"differ significantly from one at {o.lr:.3g}.",
-            badges,
-        )
-    if o is not None and c.bracket is not None:
-        low, high = c.bracket
-        return Finding(
-            f"{at} the best learning rate is near {o.lr:.2g}, between {low:g} and {high:g}.",
-            f"{_sentence(c.why)} An interval needs a second seed.",
-            badges,
-        )
-    if c.tied is not None:
-        low, high = c.tied
-        if c.noise is None:
-            text = (
-                f"{at} the losses from {low:g} to {high:g} cannot be told apart without seeds, so no optimum is given."
-            )
-        else:
-            text = f"{at} the loss is flat from {low:g} to {high:g}, so no optimum is given."
-        return Finding(text, _sentence(c.why), badges)
-    if c.status == "too few":
-        return Finding(f"{at} nothing can be said of the best learning rate: {c.why}.", badges=badges)
-    if c.status == "jagged":
-        return Finding(f"{at} no optimum is given: {c.why}.", badges=badges)
-    then = "run more seeds next" if c.next_lr is None else f"run {c.next_lr:.3g} next"
-    if is_waiting:
-        then = "other cells at this batch size still run or wait"
-    return Finding(f"{at} the best learning rate is not bracketed: {c.why}; {then}.", badges=badges)
 
 
 def _sentence(text: str) -> str:
@@ -153,22 +81,11 @@ def _sentence(text: str) -> str:
 
 
 def _outliers(arm: Arm) -> Iterator[Finding]:
-    again = "Run it again with another seed."
-    cells: dict[tuple[int, float], list[tuple[Run, Outlier]]] = {}
-    for run, outlier in arm.left_out:
-        cells.setdefault((run.batch, run.lr), []).append((run, outlier))
-    for (batch, lr), left_out in cells.items():
-        at = f"at learning rate {lr:g} and {tokens(batch)}"
-        if len(left_out) == 1:
-            [(run, outlier)] = left_out
-            yield Finding(
-                f"Left out: {run.name}, with a loss of {outlier.loss:.4f} {at}.", f"{_sentence(outlier.why)} {again}"
-            )
-            continue
-        losses = [outlier.loss for _, outlier in left_out]
+    for run, outlier in arm.outliers:
         yield Finding(
-            f"Left out: {counted(len(losses), 'run')} {at}, with losses from {min(losses):.4f} to {max(losses):.4f}.",
-            f"Seeds there differ far more than elsewhere, so their mean says little. {again}",
+            f"An outlier, which hardly counts: {run.name}, with a loss of {outlier.loss:.4f} at learning rate "
+            f"{run.lr:g} and {tokens(run.batch)}.",
+            f"{_sentence(outlier.why)} Run it again with another seed.",
         )
 
 
@@ -212,47 +129,38 @@ def _best(arm: Arm) -> Iterator[Finding]:
         return
     batch, lr = arm.best
     line = f"The lowest mean loss is that of learning rate {lr:.3g} at {tokens(batch)}"
-    tested = [cell for cell in arm.means if cell != arm.best and arm.curves.ties(cell, arm.best) is not None]
-    if not tested:
+    if not arm.curves.noise_is_known:
         yield Finding(f"{line}.")
     elif not arm.ties:
-        known = "" if len(tested) == len(arm.means) - 1 else " whose noise is known"
-        yield Finding(f"{line}, and every other cell{known} is significantly worse.")
+        yield Finding(f"{line}, and every other cell is significantly worse.", CORRECTED)
     else:
         cells = ", ".join(f"{lr:.3g} at {b:,}" for b, lr in sorted(arm.ties))
-        does = "does" if len(arm.ties) == 1 else "do"
+        is_ = "is" if len(arm.ties) == 1 else "are"
         count = counted(len(arm.ties), "other cell")
-        yield Finding(f"{line}; {count} {does} not differ significantly from it.", f"Not different: {cells}.")
+        yield Finding(
+            f"{line}; {count} {is_} not significantly worse.", f"Not significantly worse: {cells}. {CORRECTED}"
+        )
 
 
 def _noise(arm: Arm) -> Iterator[Finding]:
-    unknown = [batch for batch in arm.curves.of if batch not in arm.curves.noises]
+    unknown = [batch for batch, curve in arm.curves.of.items() if not curve.noise_is_known]
     if unknown and len(arm.means) > 1:
-        where = f" at {', '.join(f'{b:,}' for b in unknown)} tokens a step" if arm.curves.noises else ""
-        is_measured = arm.curves.usual_spread in [noise.sigma for noise in arm.curves.noises.values()]
-        runs = "Runs at other batch sizes of this sweep" if is_measured else "Runs of this size and length"
-        yield Finding(
-            f"Noise unknown{where}: no learning rate has two seeds, so nothing is said about ties, 95% intervals or "
-            "numbers of seeds.",
-            f"{runs} have had a standard deviation of {arm.curves.usual_spread:.2g} nats over seeds; a difference "
-            "counts as clear if it is five times that.",
+        where = f" at {', '.join(f'{b:,}' for b in unknown)} tokens a step" if arm.curves.noise_is_known else ""
+        borrowed = (
+            "The noise there is taken from the other batch sizes."
+            if arm.curves.noise_is_known
+            else "Runs of this size and length have had a standard deviation of about "
+            f"{arm.curves.usual_spread:.2g} nats over seeds; intervals assume that, within a factor of 2.7."
         )
-    means = sorted(arm.means.values())
-    for noise in dict.fromkeys(arm.curves.noises.values()):
-        at = f" at {', '.join(f'{b:,}' for b in noise.batches)} tokens a step" if len(arm.curves.of) > 1 else ""
-        needed = f"A difference of 0.01 nats between two cells needs {_seeds(0.01, noise)} to be significant"
-        if (
-            arm.best is not None
-            and arm.best[0] in noise.batches
-            and len(means) > 1
-            and (gap := means[1] - means[0]) > 0
-        ):
-            needed += f", that between the best and the next cell ({gap:.4f}) needs {_seeds(gap, noise)}"
-        yield Finding(
-            f"The final loss of one run{at} has a standard deviation of {noise.sigma:.4f} nats over seeds "
-            f"({counted(noise.dof, 'degree')} of freedom).",
-            f"{needed} (power {POWER:g}).",
-        )
+        yield Finding(f"Noise unknown{where}: no learning rate has two seeds.", borrowed)
+    for batch, curve in arm.curves.of.items():
+        if curve.noise_is_known and curve.optimum is not None:
+            yield Finding(
+                f"The final loss of one run at the best learning rate at {tokens(batch)} has a standard deviation of "
+                f"{curve.noise.sigma:.4f} nats over seeds ({counted(curve.noise.dof, 'degree')} of freedom).",
+                f"A difference of 0.01 nats between two cells needs {_seeds(0.01, curve.noise)} to be significant "
+                f"(power {POWER:g}).",
+            )
 
 
 def _seeds(difference: float, noise: Noise) -> str:

@@ -1,8 +1,8 @@
 """The files and terminal output of `gptexp report DIR`.
 
-`records` reads the runs. `noise`, `shape`, `linex`, `curves`, `law` and `critical` hold the statistics, on plain
-numbers, and `analysis` applies them to the runs. `verdict`, `figures`, `table`, `overview` and `proposals` present the
-result, `report` puts them together, and `page` makes HTML of it.
+`records` reads the runs. `forms`, `likelihood` and `posterior` fit a sweep, `curves` and `law` say what the posterior
+means, on plain numbers, and `analysis` applies them to the runs. `answers`, `proposals`, `verdict`, `figures`, `table`
+and `overview` present the result, `report` puts them together, and `page` makes HTML of it.
 """
 
 import csv
@@ -10,15 +10,17 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.text import Text
 
 from gptexp.process.errors import first_line
 from gptexp.process.terminal import warn
+from gptexp.process.words import counted
 from gptexp.reporting.analysis import Arm
-from gptexp.reporting.arms import Transfer, transfers
-from gptexp.reporting.arms_table import ARM, arms_table
-from gptexp.reporting.finding import BEHIND_NATS
+from gptexp.reporting.answers import ARM, table_of_answers
+from gptexp.reporting.arms import transfers
+from gptexp.reporting.finding import BEHIND_NATS, WITHIN
 from gptexp.reporting.page import page
 from gptexp.reporting.pictures import bundle, png
 from gptexp.reporting.report import Report, build_report
@@ -29,15 +31,21 @@ from gptexp.storage import run_dir
 
 # Columns that are left out first on a narrow terminal, in this order.
 LEAST_NEEDED = ("tokens/parameter", "hours", "MFU", "steps", "tokens", "tokens/s", "seed", "status")
+TEXTS = ("status", "surer with")  # columns of the answer with their text to the left
+# Columns of the answer that are left out first on a narrow terminal.
+OPTIONAL = ("its interval", "as good within a seed", "surer with", "loss there", "status")
+MOST_SENTENCES, MOST_COMMANDS = 5, 3  # without --verbose
 PAGE, NUMBERS, TABLE, PICTURES = "report.html", "report.json", "cells.csv", "pictures"
 
 
-def write_report(directory: Path, behind_nats: float = BEHIND_NATS) -> tuple[Report, list[Path]]:
+def write_report(
+    directory: Path, behind_nats: float = BEHIND_NATS, within: float = WITHIN
+) -> tuple[Report, list[Path]]:
     """Write `report.html`, `report.json`, `cells.csv` and `pictures/*.png` into `directory`, of a run or a sweep.
 
-    Returns the report and the files, the page first. `behind_nats`: see `arms.falls_behind`.
+    Returns the report and the files, the page first. `behind_nats`: see `arms.falls_behind`; `within`: see `proposals`.
     """
-    report = build_report(directory, behind_nats=behind_nats)
+    report = build_report(directory, behind_nats=behind_nats, within=within)
     with run_dir.storage(directory):
         for name in (PAGE, NUMBERS, TABLE, PICTURES):  # runs may be links: a report only reads them
             run_dir.refuse_link(directory / name)
@@ -59,13 +67,13 @@ def write_report(directory: Path, behind_nats: float = BEHIND_NATS) -> tuple[Rep
     return report, files
 
 
-def files_of_report(directory: Path) -> list[Path]:
-    """Write a report and return its files. An error is printed, not raised: it must not fail a run that succeeded."""
+def report_or_warning(directory: Path) -> tuple[Report, list[Path]] | None:
+    """Write a report. An error is printed, not raised: it must not fail a run that succeeded."""
     try:
-        return write_report(directory)[1]
+        return write_report(directory)
     except Exception as error:
         warn(f"the report failed: {type(error).__name__}: {first_line(error)}")
-        return []
+        return None
 
 
 def numbers(report: Report) -> dict[str, Any]:
@@ -74,34 +82,30 @@ def numbers(report: Report) -> dict[str, Any]:
     return {
         "name": analysis.name,
         "warnings": analysis.warnings,
+        "answers": [asdict(answer) for answer in report.answers],
         "arms": [_arm(arm) for arm in analysis.arms],
-        "transfers": [_transfer(transfer) for transfer in transfers(analysis.arms)],
+        "transfers": [asdict(transfer) for transfer in transfers(analysis.arms)],
         "runs": values(analysis.runs, analysis.differing),
         "verdict": report.verdict.lines,
         "next": [asdict(proposal) for proposal in report.further],
     }
 
 
-def _transfer(transfer: Transfer) -> dict[str, Any]:
-    found = asdict(transfer)
-    for optimum in found["optima"].values():
-        del optimum["curve"]  # the arm of that size has it
-    return found
-
-
 def _arm(arm: Arm) -> dict[str, Any]:
-    curves = []
-    for batch, curve in arm.curves.of.items():
-        values: dict[str, Any] = {"total_batch_size": batch, **asdict(curve)}
-        if curve.optimum is not None:
-            fit = values["optimum"].pop("curve")
-            values["fit"] = fit and {key: value for key, value in fit.items() if key != "covariance"}
-        curves.append(values)
+    curves = [
+        {
+            "total_batch_size": batch, **asdict(curve),
+            "tested": [{"lr": lr, "mean": arm.means.get((batch, lr)), "losses": of_seeds, "fitted": fitted}
+                       for (lr, of_seeds), fitted in zip(arm.losses[batch].items(), _fitted(arm, batch), strict=True)],
+        }
+        for batch, curve in arm.curves.of.items()
+    ]  # fmt: skip
+    law = arm.law and {key: value for key, value in vars(arm.law).items() if key != "lines"}
     return {
         "choices": arm.choices,
         "usual_spread": arm.curves.usual_spread,
         "curves": curves,
-        "law": arm.law and asdict(arm.law),
+        "law": law,
         "target_loss": arm.target_loss,
         "critical_batch_size": arm.critical and {**asdict(arm.critical), "at_an_edge": arm.at_an_edge},
         "sharpness": {
@@ -114,26 +118,45 @@ def _arm(arm: Arm) -> dict[str, Any]:
     }
 
 
-def show(report: Report, width: int | None = None) -> None:
-    """Print the tables of runs and of arms, the verdict and the commands to run next.
+def _fitted(arm: Arm, batch: int) -> list[float | None]:
+    """The loss of the fitted curve at each learning rate of a batch size."""
+    lrs = list(arm.losses[batch])
+    if arm.curves.posterior is None or batch not in arm.curves.posterior.column:
+        return [None] * len(lrs)
+    return [float(np.median(draws)) for draws in arm.curves.cell_losses([(batch, lr) for lr in lrs]).T]
 
-    On lines of `width` characters if given. On a narrow terminal the tables have fewer columns. No number is cut.
+
+def show(report: Report, width: int | None = None, is_verbose: bool = False) -> None:
+    """Print the answer of a sweep, what matters most of what else follows, and the commands to run next.
+
+    On lines of `width` characters if given. On a narrow terminal tables have fewer columns. No number is cut. With
+    `is_verbose`, and of what has no answer, it prints the table of runs and everything that is known.
     """
     runs = report.analysis.runs
-    # The column of names repeats what the other columns show, unless other keys were swept too.
-    named = len(runs) == 1 or len(report.analysis.arms) > 1
-    columns = shown(runs, all_of_them=False)[not named :]
-    print_table(columns, "run", ("status",), LEAST_NEEDED, width)
-    if of_arms := arms_table(report.analysis.arms):
+    if is_verbose or not report.answers:
+        # The column of names repeats what the other columns show, unless other keys were swept too.
+        named = len(runs) == 1 or len(report.analysis.arms) > 1
+        columns = shown(runs, all_of_them=False)[not named :]
+        print_table(columns, "run", ("status",), LEAST_NEEDED, width)
         print()
-        print_table(of_arms, ARM, (), ("loss", "95% interval"), width, narrowest_name=40)
-    show_findings(report, width)
+    if report.answers:
+        print_table(table_of_answers(report.answers), ARM, TEXTS, OPTIONAL, width)
+        print()
+    show_findings(report, width, is_verbose or not report.answers)
 
 
-def show_findings(report: Report, width: int | None = None) -> None:
-    """Print the verdict and the commands to run next."""
+def show_findings(report: Report, width: int | None = None, is_verbose: bool = True) -> None:
+    """Print the verdict and the commands to run next, or the most important of both."""
     console = Console(width=width or PIPE_WIDTH)
-    for line in report.verdict.lines:
+    lines, further = report.verdict.lines, report.further
+    if not is_verbose:
+        lines, further = report.verdict.shortest[:MOST_SENTENCES], further[:MOST_COMMANDS]
+    for line in lines:
         console.print(Text(f"- {line}"))
-    for proposal in report.further:
+    for proposal in further:
         console.print(Text(f"next: {proposal.cost}: {proposal.why}\n  {proposal.command}"), soft_wrap=True)
+    if report.answers and not report.further and not any(answer.wanted for answer in report.answers if not answer.lr):
+        console.print("Nothing more is needed: the interval of each batch size is narrow enough.")
+    left = len(report.verdict.lines) - len(lines)
+    if not is_verbose and (left or len(report.further) > len(further)):
+        console.print(f"--verbose prints {counted(left, 'more sentence')}, every proposal and the table of runs.")

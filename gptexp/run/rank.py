@@ -408,9 +408,10 @@ def finish(job: Job, decision: Decision, built: Built, outcome: Outcome) -> None
     cfg = job.cfg
     written = built.summary.write(outcome.status)
     if built.uploads_report and outcome.status in run_dir.DONE:
-        from gptexp.reporting.write import files_of_report  # imports scipy, which nothing else here needs
+        from gptexp.reporting.write import report_or_warning  # imports scipy, which nothing else here needs
 
-        built.log.report(decision.state, files_of_report(job.directory))
+        _, files = report_or_warning(job.directory) or (None, [])
+        built.log.report(decision.state, files)
     built.log.close(written, outcome.code)
     if not job.rank.is_main or cfg.log.progress == "json":
         return

@@ -23,7 +23,7 @@ from gptexp.config.fitted import fitted_warnings
 from gptexp.config.schema import memory_key
 from gptexp.process.errors import EXIT_DIVERGED, EXIT_FAILED, ConfigError, InUseError, UserError
 from gptexp.process.signals import STOPPED
-from gptexp.process.terminal import say, warn
+from gptexp.process.terminal import say, terminal_width, warn
 from gptexp.process.words import counted, shown
 from gptexp.run.pool import OUTPUT
 from gptexp.run.scoring import require_tasks
@@ -380,12 +380,15 @@ def _outcome(cell: Cell) -> str:
 
 
 def _report(directory: Path, cells: Sequence[Cell]) -> None:
-    """Write the sweep's report and upload it to wandb."""
-    from gptexp.reporting.write import files_of_report  # imports scipy
+    """Write the sweep's report, print its answer, and upload it to wandb."""
+    from gptexp.reporting.write import report_or_warning, show  # imports scipy
 
-    files = files_of_report(directory)
-    if not files:
+    written = report_or_warning(directory)
+    if written is None:
         return
+    report, files = written
+    if report.answers:
+        show(report, terminal_width())
     say(f"--- {files[0]}")
     log = cells[0].config.log
     if log.wandb.mode != "disabled":

@@ -13,9 +13,9 @@ import vl_convert
 from sweeps import report_of, write_run
 
 from gptexp.reporting.analysis import analyse
+from gptexp.reporting.answers import table_of_answers
 from gptexp.reporting.arms import clearest_gap, falls_behind
 from gptexp.reporting.arms_in_words import arms_in_words
-from gptexp.reporting.arms_table import arms_table
 from gptexp.reporting.curves import Optimum
 from gptexp.reporting.figures import figures
 from gptexp.reporting.figures_of_arms import NOISE_SCALE, figures_of_arms, noise_scale_lines
@@ -110,26 +110,18 @@ def test_the_losses_of_the_arms_are_compared_at_each_batch_size(said: list[str])
 def test_the_arms_are_listed_side_by_side(two_rules: Path, said: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """With the numbers of the sentences. An arm alone has no table."""
     report = build_report(two_rules)
-    columns = dict(arms_table(report.analysis.arms))
+    columns = dict(table_of_answers(report.answers))
     assert [*zip(columns["tokens a step"], columns["arm"], strict=True)] == [
         (batch, f"scaling.betas={rule}")
         for batch in ("2,048", "4,096", "8,192", "16,384")
         for rule in ("beta2_half_life", "none")
     ]
-    in_words = "\n".join(said)
-    for batch, label, best, interval, loss, above in zip(*columns.values(), strict=True):
-        answer = f"{label}: At {batch} tokens a step the best learning rate is {best} (95% interval {interval}). Its "
-        assert f"{answer}loss is {loss}." in in_words
-        assert above == "lowest" or f"{label} is {above} nats higher" in in_words
-    assert columns["above the lowest"].count("lowest") == 4
-    assert arms_table(report.analysis.arms[:1]) == []
-    show(report, 120)
+    show(report)
     printed = capsys.readouterr().out
     html = " ".join(sections(report)["verdict"].split())
-    for batch, label, *others in zip(*columns.values(), strict=True):
-        assert re.search(" +".join(map(re.escape, (batch, label, *others))), printed)
-        cells = '</td><td class="">'.join(others)
-        assert f'<td class="">{batch}</td><td class="text">{label}</td><td class="">{cells}</td>' in html
+    for batch, label, best, interval, *_ in zip(*columns.values(), strict=True):
+        assert re.search(" +".join(map(re.escape, (batch, label, best, interval))), printed)
+        assert f'<td class="">{batch}</td> <td class="text">{label}</td> <td class="">{best}</td>' in html
 
 
 def test_arms_are_drawn_together_with_the_noise_scale(two_rules: Path) -> None:
@@ -221,7 +213,7 @@ def test_the_limit_is_where_a_line_through_the_losses_crosses(
     losses: tuple[float, ...], truth: float | str | None
 ) -> None:
     """`truth` is worked out by hand for 2,048, 4,096, … tokens and 0.05 nats."""
-    optima = {2048 * 2**i: Optimum(0.01, loss, loss_half_width=0.01) for i, loss in enumerate(losses)}
+    optima = {2048 * 2**i: an_optimum(loss) for i, loss in enumerate(losses)}
     found = falls_behind(optima, 0.05)
     if truth == "none":
         assert found is None
@@ -256,7 +248,7 @@ def test_the_interval_of_the_limit_holds_the_truth(
     found, below, held = [], 0, 0
     for _ in range(500):
         drawn = np.array(losses) + error * rng.standard_normal(len(losses))
-        optima = {2048 * 2**i: Optimum(0.01, loss, loss_half_width=1.96 * error) for i, loss in enumerate(drawn)}
+        optima = {2048 * 2**i: an_optimum(loss, 1.96 * error) for i, loss in enumerate(drawn)}
         limit = falls_behind(optima, 0.05)
         assert limit is not None
         assert limit.tokens is None or (limit.low is not None and limit.low <= limit.tokens)
@@ -271,46 +263,50 @@ def test_the_interval_of_the_limit_holds_the_truth(
     assert held / 500 > 0.92
 
 
-def drawn_optima(rng: np.random.Generator, exponent: float, sd: float) -> dict[int, Optimum]:
-    """Optima with a standard error of `sd` octaves, on a power law that levels off beyond 4,096 tokens."""
+def an_optimum(loss: float, half_width: float = 0.01) -> Optimum:
+    return Optimum(0.01, 0.008, 0.012, 0.15, loss, loss - half_width, loss + half_width, 0.007, 0.013)
+
+
+def drawn_optima(rng: np.random.Generator, exponent: float, sd: float) -> dict[int, np.ndarray]:
+    """Draws of optima with a standard error of `sd` octaves, on a power law that levels off beyond 4,096 tokens."""
     levels = {batch: exponent * math.log2(batch / 2048) + 0.5 * min(1.0, math.log2(batch / 2048)) for batch in BATCHES}
     drawn = {batch: level + sd * rng.standard_normal() for batch, level in levels.items()}
-    return {batch: Optimum(0.01 * 2.0**octaves, 4.0, sd_octaves=sd) for batch, octaves in drawn.items()}
+    return {batch: octaves + sd * rng.standard_normal(400) for batch, octaves in drawn.items()}
 
 
 @pytest.mark.parametrize("sds", [(0.1,) * 2, (0.1,) * 4, (0.02, 0.1, 0.5, 0.1)])
 def test_of_equal_arms_the_two_that_differ_most_rarely_differ_significantly(sds: tuple[float, ...]) -> None:
     rng = np.random.default_rng(len(sds))
     found = 0
-    for _ in range(1000):
-        clearest = clearest_gap([drawn_optima(rng, 0.3, sd) for sd in sds], 1000)
+    for _ in range(300):
+        clearest = clearest_gap([drawn_optima(rng, 0.3, sd) for sd in sds])
         assert clearest is not None
         found += 0 not in clearest[2]
-    assert 5 < found < 70
+    assert found < 25
 
 
 def test_a_curve_that_two_arms_share_does_not_hide_that_their_exponents_differ() -> None:
     """The optima of each alone scatter around a line more than their intervals allow."""
     rng, held, found = np.random.default_rng(1), 0, 0
-    for _ in range(500):
-        clearest = clearest_gap([drawn_optima(rng, exponent, 0.1) for exponent in (0.4, 0.15)], 1000)
+    for _ in range(300):
+        clearest = clearest_gap([drawn_optima(rng, exponent, 0.1) for exponent in (0.4, 0.15)])
         assert clearest is not None
         held += 0.25 in clearest[2]
         found += 0 not in clearest[2]
-    assert 0.93 < held / 500 < 0.98
-    assert found / 500 > 0.9
+    assert held / 300 > 0.93
+    assert found / 300 > 0.7
 
 
 def test_two_arms_that_differ_are_found_beside_one_whose_exponent_nobody_knows() -> None:
     """The last one differs most from the others, but not significantly."""
     rng = np.random.default_rng(0)
     optima = [drawn_optima(rng, exponent, sd) for exponent, sd in ((0.5, 0.03), (0.1, 0.03), (0.9, 2.0))]
-    clearest = clearest_gap(optima, 1000)
+    clearest = clearest_gap(optima)
     assert clearest is not None
     assert clearest[:2] == (0, 1)
     assert 0.4 in clearest[2]
     assert 0 not in clearest[2]
-    assert clearest_gap([optima[0], {32: optima[0][2048]}], 1000) is None
+    assert clearest_gap([optima[0], {32: optima[0][2048]}]) is None
 
 
 def test_the_difference_of_three_arms_is_said_to_be_corrected(two_rules: Path) -> None:
@@ -324,7 +320,8 @@ def test_the_difference_of_three_arms_is_said_to_be_corrected(two_rules: Path) -
 
 def a_law(exponent: float, half_width: float) -> Law:
     low, high = exponent - half_width, exponent + half_width
-    return Law(0.01, 4096, exponent, low, high, half_width / 1.96, 0.1, (2048, 4096, 8192), scatter=False, bends=None)
+    lines = np.zeros((1, 2))
+    return Law(0.01, 4096, exponent, low, high, (2048, 4096, 8192), scatter=False, bends=None, lines=lines)
 
 
 def test_an_arm_that_rises_as_a_root_and_then_no_more_is_said_to_lie_on_a_curve(tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ def test_a_run_that_the_report_leaves_out_does_not_win(tmp_path: Path) -> None:
             write_run(tmp_path / f"{lr}-{seed}", 4096, lr, seed, 3.0 if (lr, seed) == (0.08, 2) else loss)
     runs = find_runs(tmp_path)
     [arm] = analyse("", runs).arms
-    assert [run.name for run, _ in arm.left_out] == ["0.08-2"]  # otherwise this test shows nothing
+    assert [run.name for run, _ in arm.outliers] == ["0.08-2"]  # otherwise this test shows nothing
     assert [run.name for run in best_cell(runs)] == ["0.02-0", "0.02-1", "0.02-2", "0.02-3"]
 
 

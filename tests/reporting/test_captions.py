@@ -59,14 +59,14 @@ def test_runs_without_values_are_counted(sweep: Path) -> None:
     assert "2 runs without a validation loss are not shown." in found["loss"]
     assert found["noise-scale"].endswith(" 2 runs that did not log it are not shown.")
     assert "An empty cell has no completed run that counts." in found["heatmap"]
-    write_run(two, 4096, 0.04, 1338, 4.1, schedule="constant")
+    write_run(two, 4096, 0.04, 1338, 4.05, schedule="constant")
     assert captions(sweep)["curves"].endswith(" 1 run without a final validation loss is not shown.")
     assert "empty cell" not in captions(sweep)["heatmap"]
 
 
 def test_batch_sizes_without_an_optimum_are_named_with_the_reason(sweep: Path) -> None:
     for run in sweep.glob("lr=*,total_batch_size=16384*"):
-        if run.name.startswith(("lr=0.005", "lr=0.01", "lr=0.02")):
+        if not run.name.startswith("lr=0.08"):
             shutil.rmtree(run)
     found = captions(sweep)
     assert "No curve is fitted at 16,384 (too few)." in found["curves"]

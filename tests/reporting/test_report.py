@@ -170,9 +170,11 @@ def test_no_number_is_cut_on_a_narrow_terminal(
     for number, run in enumerate(runs):
         run.mfu = 0.4
         run.summary |= {"tokens": 123_456_789 + number, "train_s": 3600.0 * number}
-    show(report, width)
+    show(report, width, is_verbose=True)
     out = capsys.readouterr().out
     assert "\u2026" not in out
+    for answer in report.answers:
+        assert f" {answer.low:.3g} to {answer.high:.3g}" in out
     for run in runs:
         if run.loss is not None:
             assert f" {run.loss:.4f}" in out

@@ -1,0 +1,116 @@
+"""The answer of a sweep: for each arm and batch size the best learning rate, how sure it is, and what to run next."""
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+from gptexp.process.terminal import printable
+from gptexp.reporting.analysis import Analysis, Arm
+from gptexp.reporting.curves import Curve
+from gptexp.reporting.progress import is_unfinished
+from gptexp.reporting.proposals import Proposal
+from gptexp.reporting.terminal_table import Columns
+from gptexp.storage.sweep_record import SweepRecord
+
+ARM = "arm"  # title of the column of names
+NOTHING = "nothing: it is narrow enough"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What is known at one batch size of an arm. Learning rates and losses are None if no optimum is bracketed.
+
+    Intervals have 95%. Between `tie_low` and `tie_high` a run is expected to lose less than one seed's spread.
+    """
+
+    arm: str  # label; empty if there is only one
+    total_batch_size: int  # tokens
+    status: str  # in a word or two
+    wanted: str  # what would make it surer, and its cost
+    lr: float | None = None
+    low: float | None = None
+    high: float | None = None
+    loss: float | None = None
+    loss_low: float | None = None
+    loss_high: float | None = None
+    tie_low: float | None = None
+    tie_high: float | None = None
+    why: str = ""
+
+    @property
+    def badges(self) -> tuple[str, ...]:
+        return tuple(self.status.split(", "))
+
+
+def answers_of(analysis: Analysis, sweep: SweepRecord | None, further: Sequence[Proposal]) -> list[Answer]:
+    """A row for each batch size and arm, in the order of the batch sizes; none if no learning rate was swept."""
+    planned = {cell.values.get("optim.lr") for cell in sweep.cells.values()} if sweep is not None else set()
+    rows: list[Answer] = []
+    for arm in analysis.arms:
+        if arm.is_grid or len(planned) > 1:
+            rows += (_answer(arm, batch, curve, analysis, sweep, further) for batch, curve in arm.curves.of.items())
+        for batch in arm.all_diverged if len(arm.runs) > 1 else ():
+            rows.append(Answer(printable(arm.label), batch, "diverged", _wanted(arm, batch, further)))
+    if rows:
+        rows += _not_begun(analysis, sweep)
+    return sorted(rows, key=lambda row: row.total_batch_size)
+
+
+def _answer(
+    arm: Arm, batch: int, curve: Curve, analysis: Analysis, sweep: SweepRecord | None, further: Sequence[Proposal]
+) -> Answer:
+    status = ", ".join(_status(curve, arm.losses[batch]))
+    wanted = _wanted(arm, batch, further)
+    if sweep is not None and is_unfinished(sweep, analysis.runs, batch):
+        status, wanted = f"{status}, so far", "its other cells, which still run or wait"
+    label, o = printable(arm.label), curve.optimum
+    if o is None:
+        return Answer(label, batch, status, wanted, why=curve.why)
+    return Answer(label, batch, status, wanted, o.lr, o.low, o.high, o.loss, o.loss_low, o.loss_high, o.tie_low,
+                  o.tie_high, curve.why)  # fmt: skip
+
+
+def _status(curve: Curve, lrs: Collection[float]) -> Iterator[str]:
+    if curve.status == "not bracketed" and curve.side is not None:
+        yield curve.side
+    else:
+        yield curve.status
+    if not curve.noise_is_known:
+        yield "noise unknown"
+
+
+def _wanted(arm: Arm, batch: int, further: Sequence[Proposal]) -> str:
+    found = [p for p in further if (p.arm, p.batch) == (arm.label, batch)]
+    if found:
+        return "; ".join(f"{p.brings}: {p.cost}" for p in found)
+    return NOTHING if batch in arm.curves.optima else ""
+
+
+def _not_begun(analysis: Analysis, sweep: SweepRecord | None) -> Iterator[Answer]:
+    """The batch sizes of the sweep of which no run has ended."""
+    planned = {cell.total_batch_size for cell in sweep.cells.values()} if sweep is not None else set()
+    ended = {batch for arm in analysis.arms for batch in (*arm.losses, *arm.diverged)}
+    for batch in sorted(planned - ended):
+        yield Answer("", batch, "too few, so far", "its first runs")
+
+
+def table_of_answers(rows: Sequence[Answer]) -> Columns:
+    """Columns of texts; those without any text are left out."""
+
+    def number(value: float | None, form: str) -> str:
+        return "" if value is None else format(value, form)
+
+    def interval(low: float | None, high: float | None, form: str) -> str:
+        return "" if low is None or high is None else f"{low:{form}} to {high:{form}}"
+
+    columns = [
+        ("tokens a step", [f"{row.total_batch_size:,}" for row in rows]),
+        (ARM, [row.arm for row in rows]),
+        ("best lr", [number(row.lr, ".3g") for row in rows]),
+        ("95% interval", [interval(row.low, row.high, ".3g") for row in rows]),
+        ("loss there", [number(row.loss, ".4f") for row in rows]),
+        ("its interval", [interval(row.loss_low, row.loss_high, ".4f") for row in rows]),
+        ("as good within a seed", [interval(row.tie_low, row.tie_high, ".3g") for row in rows]),
+        ("status", [row.status for row in rows]),
+        ("surer with", [row.wanted for row in rows]),
+    ]
+    return [column for column in columns if any(column[1])]

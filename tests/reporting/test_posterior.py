@@ -1,0 +1,178 @@
+"""The posterior of a sweep: its intervals hold known truths as often as they say, and its draws are curves."""
+
+import math
+import random
+from functools import partial
+
+import calibration
+import numpy as np
+import pytest
+from calibration import ARMS, KINDS, LAWS, USUAL, Kind, Tally, draw, kind_tally, tally
+from scipy import stats
+
+from gptexp.reporting.curves import fit_curves
+from gptexp.reporting.likelihood import Losses
+from gptexp.reporting.posterior import NARROWEST, Posterior, fit
+
+QUICK = ("quadratic", "linex, sigma 0.01", "heavy tails, mirrored", "outliers, linex, 2 seeds")
+
+
+def assert_calibrated(found: Tally, share: float = 0.9, at_once: int = 4) -> None:
+    """Fewer intervals hold the truth than by chance once in 1,000 such tests, if a `share` of them does.
+
+    The `at_once` intervals of one sweep may all miss together, so they count as one.
+    """
+    print(found)
+    trials = len(found.held) / at_once
+    assert found.held.mean() >= stats.binom.ppf(0.001, round(trials), share) / round(trials)
+    assert len(found.low) >= 0.9 * found.due
+
+
+def test_intervals_hold_the_truth() -> None:
+    """A few sweeps of a few kinds, with a bound that a broken fit fails. Each sweep counts as one trial."""
+    found = [kind_tally(name, 2) for name in QUICK]
+    for name, of_kind in zip(QUICK, found, strict=True):
+        print(name, of_kind)
+    held = np.concatenate([of_kind.held for of_kind in found])
+    assert held.mean() >= stats.binom.ppf(0.001, 2 * len(QUICK), 0.95) / (2 * len(QUICK))
+    assert np.median([of_kind.ratio for of_kind in found]) < 3
+    assert sum(len(of_kind.low) for of_kind in found) >= 0.9 * sum(of_kind.due for of_kind in found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", KINDS)
+def test_intervals_of_each_kind_hold_the_truth(name: str) -> None:
+    assert_calibrated(kind_tally(name, 60), at_once=KINDS[name].sizes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAWS)
+def test_intervals_of_the_exponent_hold_the_truth(name: str) -> None:
+    rows = map(partial(calibration.exponents, name), range(60))
+    assert_calibrated(tally((row for of_sweep in rows for row in of_sweep), 60), at_once=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ARMS)
+def test_intervals_of_the_difference_of_two_arms_hold_the_truth(name: str) -> None:
+    rows = map(partial(calibration.differences, name), range(60))
+    assert_calibrated(tally((row for of_sweep in rows for row in of_sweep), 60), at_once=1)
+
+
+@pytest.fixture(scope="module")
+def sweep() -> dict[int, Losses]:
+    return draw(np.random.default_rng(1), Kind("linex", (0.7,), sizes=3, sigma=0.01))[0]
+
+
+@pytest.fixture(scope="module")
+def posterior(sweep: dict[int, Losses]) -> Posterior:
+    return fit(sweep, {}, USUAL)
+
+
+def same(one: Posterior, other: Posterior) -> bool:
+    return all(np.array_equal(getattr(one, name), getattr(other, name)) for name in ("m", "c", "a", "t", "sigma"))
+
+
+def test_the_order_of_runs_changes_nothing(sweep: dict[int, Losses], posterior: Posterior) -> None:
+    """Bit for bit, also on a second fit."""
+    order = random.Random(0)
+    mixed = {
+        batch: {lr: order.sample(losses, len(losses)) for lr, losses in order.sample(list(at.items()), len(at))}
+        for batch, at in order.sample(list(sweep.items()), len(sweep))
+    }
+    assert same(fit(mixed, {}, USUAL), posterior)
+
+
+def test_each_drawn_curve_has_one_minimum(sweep: dict[int, Losses], posterior: Posterior) -> None:
+    """It lies at the drawn optimum, up to the error that no form is the true one."""
+    x = np.linspace(-4, 6, 401)
+    for batch, j in posterior.column.items():
+        curves = posterior.loss(batch, x)
+        lowest = curves.argmin(1)
+        inside = (lowest > 0) & (lowest < len(x) - 1)
+        assert inside.mean() > 0.9
+        steps = np.diff(curves, axis=1)
+        falls = np.arange(len(x) - 1) < lowest[:, None]
+        assert ((steps <= 1e-9) | ~falls).all()
+        assert ((steps >= -1e-9) | falls).all()
+        assert np.abs(x[lowest] - posterior.m[:, j])[inside].max() < 0.5
+        assert np.abs(curves.min(1) - posterior.c[:, j])[inside].max() < 0.01
+
+
+def test_intervals_contain_their_points(sweep: dict[int, Losses]) -> None:
+    for curve in fit_curves(sweep, {}, USUAL).of.values():
+        optimum = curve.optimum
+        assert optimum is not None
+        assert optimum.low < optimum.lr < optimum.high
+        assert optimum.loss_low < optimum.loss < optimum.loss_high
+        assert optimum.tie_low < optimum.lr < optimum.tie_high
+        assert math.log2(optimum.high / optimum.low) >= NARROWEST - 1e-9
+
+
+def test_more_noise_widens_the_interval() -> None:
+    """The noise of seeds is measured, whatever spread is usual."""
+    widths = []
+    for sigma in (0.003, 0.01, 0.03):
+        of_sweep, _ = draw(np.random.default_rng(2), Kind(sigma=sigma))
+        found = fit(of_sweep, {}, USUAL)
+        widths.append(float(np.median(found.m.std(0))))
+        assert np.median(found.sigma) == pytest.approx(sigma, rel=0.4)
+    assert widths[0] < widths[1] < widths[2]
+
+
+EDGES: dict[str, dict[int, Losses]] = {
+    "two rates": {1: {1e-3: [3.0, 3.01], 2e-3: [3.2, 3.21]}, 2: {1e-3: [3.1], 2e-3: [3.0], 4e-3: [3.1]}},
+    "equal runs": {1: {2.0**x: [3 + 0.02 * x * x] * 3 for x in range(-3, 4)}},
+    "identical losses": {1: {2.0**x: [3.0, 3.0] for x in range(-3, 4)}},
+    "two rates, identical losses": {1: {1.0: [3.0], 2.0: [3.0]}},
+    "one batch size, one seed": {1: {2.0**x: [3 + 0.02 * x * x] for x in range(-3, 4)}},
+    "equal batch sizes": {b: {2.0**x: [3 + 0.02 * x * x, 3.01 + 0.02 * x * x] for x in range(-2, 3)} for b in (1, 2)},
+    "rates a billionth apart": {1: {1.0: [3.1], 2.0: [3.0], 2.0 + 2e-9: [3.001], 4.0: [3.1]}},
+    "nats apart": {1: {1e-4: [10.9, 10.8], 1e-3: [4.0, 4.1], 1e-2: [7.0, 9.0]}},
+}
+
+
+@pytest.mark.parametrize("name", EDGES)
+def test_odd_sweeps_have_finite_draws(name: str) -> None:
+    found = fit(EDGES[name], {}, USUAL)
+    for values in (found.m, found.c, found.a, found.t, found.sigma, found.rise, found.shift):
+        assert np.isfinite(values).all()
+    assert (found.a > 0).all()
+    for batch in EDGES[name]:
+        assert np.isfinite(found.loss(batch, [-20.0, 0.0, 20.0])).all()
+        assert (found.noise(batch, [-20.0, 0.0, 20.0]) > 0).all()
+
+
+def test_symmetric_losses_have_their_optimum_in_the_middle() -> None:
+    for name in ("equal runs", "equal batch sizes"):
+        assert np.median(fit(EDGES[name], {}, USUAL).m) == pytest.approx(0, abs=0.1)
+
+
+def test_identical_losses_are_not_bracketed() -> None:
+    curve = fit_curves(EDGES["identical losses"], {}, USUAL).of[1]
+    assert curve.optimum is None
+    assert min(curve.below, curve.above) > 0.05
+
+
+def test_two_rates_show_a_side() -> None:
+    curve = fit_curves({1: {1e-3: [3.0, 3.01], 2e-3: [3.5, 3.51]}}, {}, USUAL).of[1]
+    assert curve.optimum is None
+    assert curve.below > 5 * curve.above
+
+
+def test_the_optimum_lies_below_a_rate_that_diverged() -> None:
+    """Without it the losses, which still fall, say that it lies above the grid."""
+    falling = {1: {2.0**x: [3 - 0.1 * x, 3.01 - 0.1 * x] for x in range(4)}}
+    limit = 2.0**3.5
+    free, limited = fit(falling, {}, USUAL), fit(falling, {1: [limit]}, USUAL)
+    assert (free.m > 4.5).mean() > 0.2
+    assert (limited.m > 4.5).mean() < 0.05
+
+
+def test_a_run_far_above_its_neighbours_hardly_moves_the_optimum(sweep: dict[int, Losses]) -> None:
+    batch = min(sweep)
+    lr = sorted(sweep[batch])[2]
+    spoiled = {**sweep, batch: {**sweep[batch], lr: [*sweep[batch][lr][1:], sweep[batch][lr][0] + 1.0]}}
+    clean, found = (fit_curves(of, {}, USUAL) for of in (sweep, spoiled))
+    assert abs(math.log2(found.optima[batch].lr / clean.optima[batch].lr)) < 0.2
+    assert [(outlier.lr, outlier.loss) for outlier in found.of[batch].outliers] == [(lr, spoiled[batch][lr][-1])]
