@@ -43,7 +43,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("gptexp sample --top-k 3 out", ["outputs/day/run", "outputs/grid", "outputs/grid/lr=1e-3,seed=2"]),
         ("gptexp status outputs/g", ["outputs/grid", "outputs/grid/lr=1e-3,seed=2"]),
         ("gptexp watch ./mine/", ["./mine/run"]),
-        ("gptexp report --w", ["--write-optim"]),
+        ("gptexp report --wr", ["--write-optim"]),
         ("gptexp watch --", ["--help", "--port"]),
         ("gptexp compare mine/run outputs/g", ["outputs/grid", "outputs/grid/lr=1e-3,seed=2"]),
         ("gptexp compare --", ["--help", "--json", "--output"]),

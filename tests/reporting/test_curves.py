@@ -206,7 +206,7 @@ def test_without_seeds_the_optimum_stays_near_the_lowest_loss(losses: dict[float
     assert abs(math.log2(curve.optimum.lr / curve.best)) <= 0.4 * neighbours[0]
 
 
-@pytest.mark.parametrize("sweeps", [10, pytest.param(400, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("sweeps", [6, pytest.param(400, marks=pytest.mark.slow)])
 def test_any_losses_get_a_verdict(sweeps: int) -> None:
     """Also those without any shape."""
     rng = np.random.default_rng(2)
