@@ -139,16 +139,17 @@ def test_the_head_says_what_was_run_and_how_far_it_is(opened: Open, report: Path
     tiles = [text.split("\n")[:2] for text in page.locator(".tiles li").all_inner_texts()]
     assert tiles == [
         ["Best tested cell", "lr 0.01"],
-        ["Gap to the next cell", "0.0116 nats"],
+        ["Gap to the next cell", "0.0113 nats"],
         ["Runs done", "44 of 46"],
         ["Time left", "1 min 6 s"],
     ]
-    answer = page.locator(".answers li").first
+    answer = page.locator("table.answers tbody tr").first
     assert answer.locator(".badge").all_inner_texts() == ["bracketed", "so far"]  # other cells still run or wait
-    assert "best learning rate is 0.0116 (95% interval" in answer.locator(".finding").inner_text()
-    assert not answer.locator("details p").is_visible()
-    answer.locator("summary").click()
-    assert "does not differ significantly" in answer.locator("details p").inner_text()
+    assert answer.locator("td").nth(1).inner_text() == "0.0116"
+    why = page.locator("#answers-why")
+    assert not why.locator("li").first.is_visible()
+    why.locator("summary").click()
+    assert "inside the grid with a probability of" in why.locator("li").first.inner_text()
 
 
 @pytest.mark.e2e
@@ -317,9 +318,9 @@ def test_the_table_is_sorted_by_a_click_and_its_rows_open(opened: Open, report: 
     page = opened(report)
 
     def column(number: int) -> list[str]:
-        return page.locator(f"tbody > tr:first-child > td:nth-child({number})").all_inner_texts()
+        return page.locator(f"table.sortable tbody > tr:first-child > td:nth-child({number})").all_inner_texts()
 
-    heads = page.locator("thead th").all_inner_texts()
+    heads = page.locator("table.sortable thead th").all_inner_texts()
     assert heads == ["learning rate", "tokens a step", "seed", "val loss", "status", "above lowest", "tokens/s", "time"]
     assert column(2)[0] == "2,048"
     loss = page.get_by_role("button", name="val loss")
