@@ -357,7 +357,7 @@ def test_the_page_overlays_the_runs(browser: "Browser") -> None:
         "A and B have a lower loss than C, by 0.1950 nats, which seeds alone can cause."
     )
     answer.locator("summary").click()
-    assert "t-test" in answer.locator("details p").inner_text()
+    assert "Welch's test" in answer.locator("details p").inner_text()
     rows = [row.inner_text().split() for row in page.locator(".differences tr").all()]
     assert rows == [["key", "A", "B", "C"], ["Config"], ["optim.lr", "0.01", "0.01", "0.02"],
                     ["train.seed", "1", "2", "1"], ["Recorded", "by", "the", "runs"],
