@@ -42,7 +42,7 @@ def other_text(cfg: Config, data_hash: str) -> list[str]:
 
 def _differing(cfg: Config) -> dict[str, str]:
     """A line for each section, and for the optimizer's name, with values that are not those of the fit."""
-    was, found = cfg.fitted.settings, dict[str, list[str]]()
+    was, found = cfg.fitted.settings or {}, dict[str, list[str]]()
     for key, _, now in fields_of(cfg):
         if was.get(key, now) != now:
             section = key if key == OPTIMIZER else key.partition(".")[0]

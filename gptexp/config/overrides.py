@@ -12,7 +12,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from decimal import Decimal
 from functools import cache
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, get_args, get_origin
 
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -168,14 +169,12 @@ def _structured(cls: type) -> DictConfig:
 def _wrong_value(key: str, field: dataclasses.Field[Any], value: Any) -> str | None:
     if isinstance(value, str) and "${" in value:
         return None  # Hydra resolves and checks an interpolation
-    generic = getattr(field.type, "__origin__", field.type)
-    is_list = generic is list
-    kind: Any = generic if generic in (list, dict) else _kinds(field)[0]
+    kind = _kinds(field)[0]
     section, name = _section(key), key.rpartition(".")[2]
     try:
         OmegaConf.update(section, name, value)
         wrong = kind is bool and not isinstance(value, bool | str)  # OmegaConf converts any number to a bool
-        wrong |= is_list and any(not isinstance(item, str) for item in value)
+        wrong |= kind is list and any(not isinstance(item, str) for item in value)
     except OmegaConfBaseException:
         wrong = True
     if not wrong:
@@ -188,7 +187,8 @@ def _wrong_value(key: str, field: dataclasses.Field[Any], value: Any) -> str | N
 
 def _kinds(field: dataclasses.Field[Any]) -> list[Any]:
     """The types in a field's annotation, without that of null."""
-    return [kind for kind in getattr(field.type, "__args__", (field.type,)) if kind is not type(None)]
+    kinds = get_args(field.type) if isinstance(field.type, UnionType) else (field.type,)
+    return [get_origin(kind) or kind for kind in kinds if kind is not type(None)]
 
 
 def _suggestion(key: str, fields: Fields, groups: Groups) -> str:

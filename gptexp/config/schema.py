@@ -475,7 +475,7 @@ class SweepConfig:
 class FittedConfig:
     """The runs to which a law of the learning rate was fitted; `gptexp report --write-optim` writes all keys but one.
 
-    fitted.py compares a run with them. They are null, and `settings` is empty, if the learning rate is not from a law.
+    fitted.py compares a run with them. They are null if the learning rate is not from a law.
     """
 
     anyway: bool = False  # whether a run may use the law with another model or optimizer
@@ -484,7 +484,7 @@ class FittedConfig:
     min_tokens: int | None = _positive(None)  # tokens: length of the shortest run
     max_tokens: int | None = _positive(None)  # tokens: length of the longest run
     data_hash: str | None = None  # of the text; null: the runs have not recorded it
-    settings: dict[str, Any] = field(default_factory=dict)  # dotted key -> value: model, optimizer, schedule and others
+    settings: dict[str, Any] | None = None  # dotted key -> value: model, optimizer, schedule and others
 
 
 @dataclass

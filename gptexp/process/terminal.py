@@ -48,7 +48,12 @@ def as_command(arguments: Sequence[str]) -> str:
 
 def say(*lines: str) -> None:
     """Print each of `lines` for people."""
-    _print(sys.stdout if _people_read_stdout else sys.stderr, *(printable(line, LAYOUT) for line in lines))
+    _print(for_people(), *(printable(line, LAYOUT) for line in lines))
+
+
+def for_people() -> TextIO:
+    """The stream to print text for people to."""
+    return sys.stdout if _people_read_stdout else sys.stderr
 
 
 def emit(line: str) -> None:
@@ -102,8 +107,8 @@ def _print_errors(*lines: str) -> None:
 
 
 def terminal_width() -> int | None:
-    """Characters of a line of the terminal; None if stdout is a file or a pipe."""
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    """Characters of a line of the terminal; None if text for people goes to a file or a pipe."""
+    return shutil.get_terminal_size().columns if for_people().isatty() else None
 
 
 def confirmed(question: str, yes: bool) -> bool:

@@ -8,7 +8,7 @@ import itertools
 import random
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -23,7 +23,7 @@ from gptexp.config.fitted import fitted_warnings
 from gptexp.config.schema import memory_key
 from gptexp.process.errors import EXIT_DIVERGED, EXIT_FAILED, ConfigError, InUseError, UserError
 from gptexp.process.signals import STOPPED
-from gptexp.process.terminal import say, terminal_width, warn
+from gptexp.process.terminal import for_people, say, terminal_width, warn
 from gptexp.process.words import counted, shown
 from gptexp.run.pool import OUTPUT
 from gptexp.run.scoring import require_tasks
@@ -388,7 +388,8 @@ def _report(directory: Path, cells: Sequence[Cell]) -> None:
         return
     report, files = written
     if report.answers:
-        show(report, terminal_width())
+        with redirect_stdout(for_people()):
+            show(report, terminal_width())
     say(f"--- {files[0]}")
     log = cells[0].config.log
     if log.wandb.mode != "disabled":
