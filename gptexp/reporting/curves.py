@@ -212,7 +212,9 @@ class Curves:
             why = f"it lies inside the grid with a probability of {1 - below - above:.1%}"
             return judged("bracketed", why, self._optimum(batch, sigma))
         heights = posterior.loss(batch, x).max(1) - posterior.c[:, j]
-        why = f"the optimum is below {lrs[0]:g} with a probability of {below:.0%}, and above {lrs[-1]:g} with {above:.0%}"
+        why = (
+            f"the optimum is below {lrs[0]:g} with a probability of {below:.0%}, and above {lrs[-1]:g} with {above:.0%}"
+        )
         if at_top or at_bottom:
             why = f"the loss is lowest at {best:g}, the end of the grid; {why}"
         if np.median(heights) < 2 * sigma:

@@ -18,7 +18,7 @@ from gptexp.reporting.posterior import DRAWS, interval
 
 SLOPES = {"constant": 0.0, "square root": 0.5, "linear": 1.0}  # exponents of the usual scaling rules
 SCATTERS = np.array([0.0, 0.03, 0.06, 0.1, 0.15, 0.25, 0.4, 0.7, 1.2])  # octaves
-USUAL_SCATTER, SCATTER_DOF = 0.03, 3.0  # scale in octaves, and degrees of freedom, of the half-t prior of the scatter
+USUAL_SCATTER, SCATTER_DOF = 0.015, 3.0  # scale in octaves, and degrees of freedom, of the half-t prior of the scatter
 LARGE_SCATTER = 0.1  # octaves, from which it is mentioned
 BENDS_FROM = 4  # batch sizes
 

@@ -36,7 +36,7 @@ SMALLEST_SIGMA = 1e-6  # nats: smaller differences are rounding errors of float3
 NOISE_DOF = 3.0  # of the prior of a batch size's noise around the shared one
 NOISE_LEVELS = 3
 HEIGHT_SPREAD = 0.7  # standard deviation of a batch size's height around the shared one, as a share of that
-MISFIT_REACH, LARGEST_MISFIT = 2.0, 0.6  # octaves over which the share of misfit grows; its largest value
+MISFIT_REACH, LARGEST_MISFIT = 0.7, 0.6  # octaves over which the share of misfit grows; its largest value
 STEEP = 4.0  # per octave: how sharply the learning rates above one that diverged are excluded
 
 

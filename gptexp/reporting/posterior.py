@@ -41,7 +41,7 @@ MOST_STEPS, SMALL_GAIN = 9, 0.1  # of Newton's method, which ends when a step ra
 FIRST_STEP, LONGEST_STEP = 0.15, 3.0  # in standard deviations of the priors
 STEP_SHARES = np.array([0.0, 0.1, 0.3, 0.6, 1.0, 1.5])  # of a Newton step that are tried
 COARSE, FINE = 16, 24  # places of an optimum at each batch size
-FORM_ERROR = 0.06  # octaves by which a form misses the optimum, for each unit of its departure from a parabola
+FORM_ERROR = 0.03  # octaves by which a form misses the optimum, for each unit of its departure from a parabola
 MOST_SKEW = 0.9 / SIDE_REACH  # of one batch size, relative to its height
 # A form whose evidence is lower than the best one's by a factor of e^6 is left out; of e^9, before outliers are known;
 # and of e^2, where outliers are looked for.
@@ -53,10 +53,10 @@ KNOWN = 3  # seeds beyond the first from which the noise is centred on what they
 # Normal priors of the shared parameters. `sigma` and `height` are logarithms relative to a first guess.
 PRIORS = {
     "rise": (0.3, 0.35),  # octaves per octave; 0.6 on a sweep with four seeds a cell
-    "sigma": (0.0, 1.0),
-    "misfit": (np.log(0.06), 0.8),
+    "sigma": (0.0, 0.5),
+    "misfit": (np.log(0.03), 0.8),
     "height": (0.0, 1.2),
-    "own_skew": (np.log(0.4), 1.2),  # skews differ between the batch sizes of real sweeps
+    "own_skew": (np.log(0.15), 1.2),  # skews differ between the batch sizes of real sweeps
 }
 
 
@@ -154,9 +154,12 @@ class _Sample:
         table = table_of(self.form, [values[name] for name in self.form.parameters])
         return Shared(values["rise"], sigma, np.exp(values["misfit"]), height, np.exp(values["own_skew"]), table)
 
-    def log_posterior(self, z: Array, **levels: int) -> tuple[Array, Array]:
-        """The logarithm of prior times likelihood of each z, and the evidence of each place (J, T, M)."""
-        log = evidence(self.cells, self.shared(z), self.grid, **levels).log
+    def log_posterior(self, z: Array) -> tuple[Array, Array]:
+        """The logarithm of prior times likelihood of each z, and the evidence of each place (J, T, M).
+
+        At the median noise of each batch size: its uncertainty moves the shared parameters little, and is in the draws.
+        """
+        log = evidence(self.cells, self.shared(z), self.grid, levels=1).log
         normal = -0.5 * (z**2).sum(1) - z.shape[1] / 2 * np.log(2 * np.pi)
         return normal + special.logsumexp(log, axis=2).sum(0), log
 
@@ -165,7 +168,7 @@ class _Sample:
         names = ("skew", "misfit", "height")
         values = itertools.product((-2.0, -1.0, 0.0, 1.0, 2.0), (0.0, 1.5), (-2.0, -1.0, 0.0, 1.0))
         tried = np.array([[dict(zip(names, of, strict=True)).get(name, 0.0) for name in self.priors] for of in values])
-        self.mode = tried[self.log_posterior(tried, levels=1)[0].argmax()]
+        self.mode = tried[self.log_posterior(tried)[0].argmax()]
 
     def find_mode(self) -> "_Sample":
         """Move to the mode by Newton steps, between which the places are set closer around the optima."""
@@ -175,7 +178,7 @@ class _Sample:
             step = self.covariance @ gradient
             step *= min(1.0, LONGEST_STEP / max(float(np.linalg.norm(step)), 1e-12))
             tried = self.mode + STEP_SHARES[:, None] * step
-            values, _ = self.log_posterior(tried, levels=1)
+            values, _ = self.log_posterior(tried)
             value, self.mode = values.max(), tried[values.argmax()]
             self._zoom(COARSE)
             if number > 0 and value - values[0] < SMALL_GAIN:
@@ -188,7 +191,7 @@ class _Sample:
 
     def _zoom(self, points: int) -> None:
         """Set the places to where the optima may lie, given the mode."""
-        _, log = self.log_posterior(self.mode[None], levels=1)
+        _, log = self.log_posterior(self.mode[None])
         share = np.cumsum(special.softmax(log[:, 0], axis=1), axis=1)
         rows, last = np.arange(len(share)), share.shape[1] - 1
         low = self.grid[rows, (share < 1e-4).sum(1)]
@@ -210,7 +213,7 @@ class _Sample:
         ahead = root.T
         first, second = np.tril_indices(size, -1)
         points = np.vstack([self.mode, self.mode + ahead, self.mode - ahead, self.mode + ahead[first] + ahead[second]])
-        values, _ = self.log_posterior(points, levels=1)
+        values, _ = self.log_posterior(points)
         value, plus, minus, mixed = values[0], *np.split(values[1 : 2 * size + 1], 2), values[2 * size + 1 :]
         curvature = np.diag(plus + minus - 2 * value)
         curvature[first, second] = curvature[second, first] = mixed - plus[first] - plus[second] + value

@@ -184,9 +184,13 @@ def draw(rng: np.random.Generator, kind: Kind) -> Sweep:
 
 
 def covariance(kind: Kind, truths: Sequence[Truth]) -> Array:
-    """Of the optima, if the true form is fitted: from Fisher's information, with shape parameters that are shared."""
+    """Of the optima, if the true form is fitted: from Fisher's information.
+
+    Shape parameters are those of one batch size if they differ between batch sizes, else they are shared.
+    """
     form, sizes, shapes, step = FORMS[kind.form], len(truths), len(kind.shape), 1e-4
-    information = np.zeros((3 * sizes + shapes, 3 * sizes + shapes))
+    own = kind.shapes_differ > 0
+    information = np.zeros((3 * sizes + shapes * (sizes if own else 1),) * 2)
     for j, truth in enumerate(truths):
         u = truth.x - truth.optimum
         slopes = np.zeros((len(u), len(information)))
@@ -195,7 +199,9 @@ def covariance(kind: Kind, truths: Sequence[Truth]) -> Array:
         slopes[:, 2 * sizes + j] = form(u, *truth.shape)
         for i in range(shapes):
             moved = [[v + sign * step * (k == i) for k, v in enumerate(truth.shape)] for sign in (1, -1)]
-            slopes[:, 3 * sizes + i] = truth.height * (form(u, *moved[0]) - form(u, *moved[1])) / (2 * step)
+            slopes[:, 3 * sizes + shapes * j * own + i] = (
+                truth.height * (form(u, *moved[0]) - form(u, *moved[1])) / (2 * step)
+            )
         information += slopes.T @ (slopes * truth.precision[:, None])
     return np.asarray(np.linalg.pinv(information)[:sizes, :sizes])
 
@@ -280,7 +286,7 @@ LAWS = {
 def exponents(name: str, seed: int) -> list[tuple[float, float, float, float]]:
     kind = LAWS[name]
     sweep, truths = draw(_generator(name, seed), kind)
-    law = fit_law(fit_curves(sweep, {}, USUAL))
+    law = fit_law(fit_curves(sweep, {}, USUAL).octaves)
     return [(kind.exponent or 0.0, law.low, law.high, exponent_width(kind, truths))] if law else []
 
 
@@ -299,7 +305,7 @@ def differences(name: str, seed: int) -> list[tuple[float, float, float, float]]
     rng = _generator(name, seed)
     kinds = [replace(kind, exponent=0.5 + difference), kind]
     drawn = [draw(rng, of_arm) for of_arm in kinds]
-    one, other = (fit_curves(sweep, {}, USUAL) for sweep, _ in drawn)
+    one, other = (fit_curves(sweep, {}, USUAL).octaves for sweep, _ in drawn)
     ratio = fit_ratio(one, other)
     width = math.hypot(*(exponent_width(k, truths) for k, (_, truths) in zip(kinds, drawn, strict=True)))
     return [(difference, ratio.low, ratio.high, width)] if ratio else []
