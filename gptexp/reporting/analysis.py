@@ -204,21 +204,17 @@ def _arm(choices: dict[str, Any], implied: set[str], runs: list[Run]) -> Arm:
     diverged = {batch: lrs for batch, lrs in diverged.items() if lrs}
     curves = fit_curves(by_batch, diverged, usual_spread_of(runs))
     target, critical, at_an_edge = _critical(runs)
-    best = min(curves.means, key=lambda cell: curves.means[cell], default=None)
+    lowest = [(batch, curve.best) for batch, curve in curves.of.items()]
+    best = min(lowest, key=lambda cell: curves.means[cell], default=None)
     ties = _ties(curves, best) if best is not None else []
     law = fit_law(curves.octaves)
     return Arm(choices, implied, runs, by_batch, diverged, curves, law, target, critical, at_an_edge, best, ties)
 
 
 def _ties(curves: Curves, best: tuple[int, float]) -> list[tuple[int, float]]:
-    others = [cell for cell in curves.means if cell != best and is_fitted(curves, cell) and is_fitted(curves, best)]
+    others = [cell for cell in curves.means if cell != best and curves.has(cell[0]) and curves.has(best[0])]
     worse = curves.worse(others, best)
     return [cell for cell in others if cell not in worse]
-
-
-def is_fitted(curves: Curves, cell: tuple[int, float]) -> bool:
-    """Whether the posterior has the curve of a cell (batch size, learning rate)."""
-    return curves.posterior is not None and cell[0] in curves.posterior.column
 
 
 def _model(run: Run) -> ModelConfig:

@@ -1,6 +1,6 @@
 """The answer of a sweep: for each arm and batch size the best learning rate, how sure it is, and what to run next."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from gptexp.process.terminal import printable
@@ -12,7 +12,7 @@ from gptexp.reporting.terminal_table import Columns
 from gptexp.storage.sweep_record import SweepRecord
 
 ARM = "arm"  # title of the column of names
-NOTHING = "nothing: it is narrow enough"
+NOTHING = "narrow enough"
 
 
 @dataclass(frozen=True)
@@ -41,13 +41,23 @@ class Answer:
         return tuple(self.status.split(", "))
 
 
-def answers_of(analysis: Analysis, sweep: SweepRecord | None, further: Sequence[Proposal]) -> list[Answer]:
-    """A row for each batch size and arm, in the order of the batch sizes; none if no learning rate was swept."""
+def answers_of(
+    analysis: Analysis, sweep: SweepRecord | None, further: Sequence[Proposal], within: float
+) -> list[Answer]:
+    """A row for each batch size and arm, in the order of the batch sizes; none if no learning rate was swept.
+
+    `within`: octaves on each side up to which an interval is narrow enough.
+    """
     planned = {cell.values.get("optim.lr") for cell in sweep.cells.values()} if sweep is not None else set()
     rows: list[Answer] = []
     for arm in analysis.arms:
         if arm.is_grid or len(planned) > 1:
-            rows += (_answer(arm, batch, curve, analysis, sweep, further) for batch, curve in arm.curves.of.items())
+            for batch, curve in arm.curves.of.items():
+                wanted = _wanted(arm, batch, further)
+                if not wanted and curve.optimum is not None and curve.optimum.is_within(within):
+                    wanted = NOTHING
+                goes_on = sweep is not None and is_unfinished(sweep, analysis.runs, batch)
+                rows.append(_answer(arm, batch, curve, wanted, goes_on))
         for batch in arm.all_diverged if len(arm.runs) > 1 else ():
             rows.append(Answer(printable(arm.label), batch, "diverged", _wanted(arm, batch, further)))
     if rows:
@@ -55,12 +65,9 @@ def answers_of(analysis: Analysis, sweep: SweepRecord | None, further: Sequence[
     return sorted(rows, key=lambda row: row.total_batch_size)
 
 
-def _answer(
-    arm: Arm, batch: int, curve: Curve, analysis: Analysis, sweep: SweepRecord | None, further: Sequence[Proposal]
-) -> Answer:
-    status = ", ".join(_status(curve, arm.losses[batch]))
-    wanted = _wanted(arm, batch, further)
-    if sweep is not None and is_unfinished(sweep, analysis.runs, batch):
+def _answer(arm: Arm, batch: int, curve: Curve, wanted: str, goes_on: bool) -> Answer:
+    status = ", ".join(_status(curve))
+    if goes_on:
         status, wanted = f"{status}, so far", "its other cells, which still run or wait"
     label, o = printable(arm.label), curve.optimum
     if o is None:
@@ -69,7 +76,7 @@ def _answer(
                   o.tie_high, curve.why)  # fmt: skip
 
 
-def _status(curve: Curve, lrs: Collection[float]) -> Iterator[str]:
+def _status(curve: Curve) -> Iterator[str]:
     if curve.status == "not bracketed" and curve.side is not None:
         yield curve.side
     else:
@@ -79,10 +86,7 @@ def _status(curve: Curve, lrs: Collection[float]) -> Iterator[str]:
 
 
 def _wanted(arm: Arm, batch: int, further: Sequence[Proposal]) -> str:
-    found = [p for p in further if (p.arm, p.batch) == (arm.label, batch)]
-    if found:
-        return "; ".join(f"{p.brings}: {p.cost}" for p in found)
-    return NOTHING if batch in arm.curves.optima else ""
+    return "; ".join(f"{p.cost}: {p.brings}" for p in further if (p.arm, p.batch) == (arm.label, batch))
 
 
 def _not_begun(analysis: Analysis, sweep: SweepRecord | None) -> Iterator[Answer]:
@@ -109,7 +113,7 @@ def table_of_answers(rows: Sequence[Answer]) -> Columns:
         ("95% interval", [interval(row.low, row.high, ".3g") for row in rows]),
         ("loss there", [number(row.loss, ".4f") for row in rows]),
         ("its interval", [interval(row.loss_low, row.loss_high, ".4f") for row in rows]),
-        ("as good within a seed", [interval(row.tie_low, row.tie_high, ".3g") for row in rows]),
+        ("within a seed's spread", [interval(row.tie_low, row.tie_high, ".3g") for row in rows]),
         ("status", [row.status for row in rows]),
         ("surer with", [row.wanted for row in rows]),
     ]

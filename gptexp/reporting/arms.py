@@ -16,8 +16,9 @@ from gptexp.reporting.analysis import Arm, label_of
 from gptexp.reporting.curves import Optimum
 from gptexp.reporting.forms import Array
 from gptexp.reporting.law import fit_ratio, independent_difference
+from gptexp.reporting.likelihood import SMALLEST_SIGMA
 from gptexp.reporting.noise import CONFIDENCE
-from gptexp.reporting.posterior import SMALLEST_SIGMA, interval
+from gptexp.reporting.posterior import interval
 
 SIZES = {"model.n_embd": ("model.n_head",), "model.n_layer": ()}  # size of a model -> keys that may change with it
 

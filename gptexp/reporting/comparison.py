@@ -19,7 +19,8 @@ from gptexp.reporting.analysis import TEXT, analyse, data_warnings, usual_spread
 from gptexp.reporting.differences import CONFIG, Difference, differences, recorded, what_differs
 from gptexp.reporting.finding import Finding, Verdict
 from gptexp.reporting.line_charts import Lines, line_charts
-from gptexp.reporting.means import POWER, Contrast, against_lowest
+from gptexp.reporting.means import Contrast, against_lowest
+from gptexp.reporting.noise import POWER
 from gptexp.reporting.overview import Overview, as_started
 from gptexp.reporting.proposals import SEEDS, Proposal
 from gptexp.reporting.records import Run, has_diverged, read_run

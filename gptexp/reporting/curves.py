@@ -12,13 +12,16 @@ import numpy as np
 from gptexp.process.words import counted
 from gptexp.reporting.forms import Array
 from gptexp.reporting.likelihood import OUTLYING, Losses
-from gptexp.reporting.noise import CONFIDENCE
+from gptexp.reporting.means import against_lowest
 from gptexp.reporting.posterior import NARROWEST, Posterior, fit, interval
 
 Status = Literal["bracketed", "not bracketed", "flat", "jagged", "too few"]
 Side = Literal["higher", "lower"]
 
-OUTSIDE = 1 - CONFIDENCE  # probability of an optimum outside the grid up to which it is bracketed
+OUTSIDE = 0.1  # probability of an optimum outside the grid up to which it is bracketed
+# Probability up to which cells may not all be worse than the lowest one. Below the 2.5% of a test, because the lowest
+# cell is chosen from many: in simulations any of 4 to 15 equal cells is then called worse in 3 to 9% of sweeps.
+NOT_WORSE = 0.005
 LIKELY = 0.5  # probability
 SURE_SIDE = 0.9  # probability of one side from which two learning rates show where to go on
 MOST_OUTLIERS = 0.25  # of a batch size's learning rates; if the curve misses more of them, it is jagged
@@ -48,13 +51,17 @@ class Optimum:
     loss: float  # expected, of a run at the best learning rate
     loss_low: float
     loss_high: float
-    tie_low: float  # between this and `tie_high` a run is expected to lose less than one seed's spread
+    tie_low: float  # between this and `tie_high` a run is expected to lose less than one seed's spread against `lr`
     tie_high: float
 
     @property
     def octaves(self) -> float:
         """The width of the interval."""
         return math.log2(self.high / self.low)
+
+    def is_within(self, octaves: float) -> bool:
+        """Whether the interval has at most this many octaves on each side, on average."""
+        return self.octaves <= 2 * octaves + 1e-9
 
     def holds(self, lr: float) -> bool:
         return self.low <= lr <= self.high
@@ -122,16 +129,12 @@ class Curves:
 
     @cached_property
     def means(self) -> dict[tuple[int, float], float]:
-        """(Batch size, learning rate) -> mean loss, in which outliers hardly count. Cells of outliers are left out."""
-        found = {}
-        for batch, at_batch in self.losses.items():
-            weights = self._weights(batch)
-            most = max(w.sum() for w in weights.values())
-            for lr, of_seeds in at_batch.items():
-                w = weights[lr]
-                if w.sum() > OUTLYING * most:
-                    found[batch, lr] = float(w @ sorted(of_seeds) / w.sum())
-        return found
+        """(Batch size, learning rate) -> mean loss, in which a run far from the others of its cell hardly counts."""
+        return {
+            (batch, lr): float(np.average(sorted(self.losses[batch][lr]), weights=weights))
+            for batch in self.losses
+            for lr, weights in self._weights(batch).items()
+        }
 
     @cached_property
     def octaves(self) -> dict[int, Array]:
@@ -148,53 +151,77 @@ class Curves:
     def worse(self, cells: Sequence[tuple[int, float]], than: tuple[int, float]) -> set[tuple[int, float]]:
         """Those of `cells` whose loss is significantly higher than that of the cell `than`.
 
-        The largest set of which, with a probability of 97.5%, every cell is worse: so it is corrected for the number of
-        cells, and a single cell is in it if a two-sided test at the 5% level says so. A learning rate that may be the
-        best one is not in it.
+        The largest set of which every one is worse with a probability of 99.5%, so it is corrected for the number of
+        cells. Not cells whose seeds vary more than the noise of the curve: these are judged by their seeds alone
+        (`means.against_lowest`). At the batch size of `than`, a learning rate that may be the best one is not in it.
+        Nor are cells of a batch size without a curve.
         """
-        if self.posterior is None or not cells:
+        optimum = self.optima.get(than[0])
+        cells = [
+            (batch, lr)
+            for batch, lr in cells
+            if self.has(batch) and not (batch == than[0] and optimum is not None and optimum.holds(lr))
+        ]
+        if not cells or not self.has(than[0]):
             return set()
-        cells = [(b, lr) for b, lr in cells if b not in self.optima or not self.optima[b].holds(lr)]
-        if not cells:
-            return set()
+        wild = [(batch, lr) for batch, lr in cells if len(self._seeds(batch, lr)) > 1
+                and self._weights(batch)[lr].mean() < OUTLYING]  # fmt: skip
+        contrasts = against_lowest([self._seeds(*cell) for cell in (than, *wild)]) or []
+        chosen = {cell for cell, found in zip((than, *wild), contrasts, strict=False) if found.is_significant}
+        cells = [cell for cell in cells if cell not in wild]
         draws = self.cell_losses([than, *cells])
         lower = draws[:, 1:] <= draws[:, :1]
-        chosen: set[tuple[int, float]] = set()
         contradicted = np.zeros(len(draws), bool)
         for number in np.argsort(lower.mean(0), kind="stable"):
             contradicted |= lower[:, number]
-            if contradicted.mean() > (1 - CONFIDENCE) / 2:
+            if contradicted.mean() > NOT_WORSE:
                 break
             chosen.add(cells[number])
         return chosen
 
+    def _seeds(self, batch: int, lr: float) -> list[float]:
+        """The final losses of a cell; none of a learning rate that was not run."""
+        return self.losses[batch].get(lr, [])
+
+    def above(self, batch: int, than: int) -> tuple[float, float]:
+        """How far the loss at the optimum of `batch` is above that of `than`, and half of its 95% interval, in nats."""
+        assert self.posterior is not None
+        column, c = self.posterior.column, self.posterior.c
+        gaps = c[:, column[batch]] - c[:, column[than]]
+        low, high = interval(gaps)
+        return float(np.median(gaps)), (high - low) / 2
+
+    def has(self, batch: int) -> bool:
+        """Whether the batch size has a curve: two learning rates or more."""
+        return self.posterior is not None and batch in self.posterior.column
+
     def _weights(self, batch: int) -> dict[float, Array]:
         lrs = sorted(self.losses[batch])
-        if self.posterior is None or batch not in self.posterior.column:
+        if self.posterior is None or not self.has(batch):
             return {lr: np.ones(len(self.losses[batch][lr])) for lr in lrs}
         return dict(zip(lrs, self.posterior.cells.weights[self.posterior.column[batch]], strict=True))
 
     def _judged(self, batch: int) -> Curve:
         at_batch = self.losses[batch]
         lrs = sorted(at_batch)
-        means = {lr: self.means[batch, lr] for lr in lrs if (batch, lr) in self.means}
-        best = min(means, key=lambda lr: means[lr])
         dof = sum(len(of_seeds) - 1 for of_seeds in at_batch.values())
-        if self.posterior is None or batch not in self.posterior.column:
+        if self.posterior is None or not self.has(batch):
             return Curve("too few", "1 learning rate completed, and a lowest point needs three",
-                         Noise(self.usual_spread, dof), best)  # fmt: skip
+                         Noise(self.usual_spread, dof), lrs[0])  # fmt: skip
         posterior, j = self.posterior, self.posterior.column[batch]
         m, x = posterior.m[:, j], np.log2(lrs)
-        below, above = float((m < x[0]).mean()), float((m > x[-1]).mean())
+        best = lrs[posterior.cells.lowest[j]]
+        # A learning rate that diverged above the lowest loss ends the grid: it is known to be too large.
+        limit = posterior.cells.limit[j]
+        below, above = float((m < x[0]).mean()), float((m > (limit if math.isfinite(limit) else x[-1])).mean())
         sigma = float(np.median(posterior.noise(batch, [float(np.median(m.clip(x[0], x[-1])))])))
         noise = Noise(sigma, dof)
         misses = self._misses(batch)
         outliers = self._outliers(batch, misses)
 
-        # An end of the grid with the lowest loss is no optimum: no run shows that the loss rises beyond it.
-        at_top = best == lrs[-1] and not any(lr > best for lr in self.diverged.get(batch, ()))
-        at_bottom = best == lrs[0]
-        side: Side | None = "higher" if at_top or above > LIKELY else "lower" if at_bottom or below > LIKELY else None
+        likelier: Side = "higher" if above > below else "lower"
+        share, end = (above, lrs[-1]) if above > below else (below, lrs[0])
+        side = likelier if share > LIKELY or best == end else None
 
         def judged(status: Status, why: str, optimum: Optimum | None = None) -> Curve:
             return Curve(status, why, noise, best, below, above, side, optimum, outliers)
@@ -208,17 +235,18 @@ class Curves:
             return judged("jagged", f"no curve explains how low the loss at {best:g} is")
         if len(lrs) < 3 and max(below, above) < SURE_SIDE:
             return judged("too few", f"{counted(len(lrs), 'learning rate')} completed, and a lowest point needs three")
-        if below + above <= OUTSIDE and not (at_top or at_bottom):
+        if below + above <= OUTSIDE:
             why = f"it lies inside the grid with a probability of {1 - below - above:.1%}"
             return judged("bracketed", why, self._optimum(batch, sigma))
         heights = posterior.loss(batch, x).max(1) - posterior.c[:, j]
         why = (
             f"the optimum is below {lrs[0]:g} with a probability of {below:.0%}, and above {lrs[-1]:g} with {above:.0%}"
         )
-        if at_top or at_bottom:
+        if best in (lrs[0], lrs[-1]):
             why = f"the loss is lowest at {best:g}, the end of the grid; {why}"
         if np.median(heights) < 2 * sigma:
-            height = max(means.values()) - min(means.values())
+            means = [self.means[batch, lr] for lr in lrs]
+            height = max(means) - min(means)
             return judged("flat", f"the losses differ by {height:.2g} nats, and seeds move each by {sigma:.2g}; {why}")
         return judged("not bracketed", why)
 
@@ -230,7 +258,7 @@ class Curves:
         centre = float(np.median(m))
         lrs = sorted(self.losses[batch])
         x = np.linspace(math.log2(lrs[0]), math.log2(lrs[-1]), SCAN)
-        lost = np.median(posterior.loss(batch, x) - c[:, None], axis=0) > sigma
+        lost = np.median(posterior.loss(batch, x) - posterior.loss(batch, [centre]), axis=0) > sigma
         loss_low, loss_high = interval(c)
         return Optimum(
             lr=2**centre,
@@ -245,7 +273,10 @@ class Curves:
         )
 
     def _misses(self, batch: int) -> dict[float, float]:
-        """By how many standard errors the curve lies above the mean loss of each cell that is not far up."""
+        """By how many standard errors the curve lies above the mean loss of each cell that is not far up.
+
+        A cell that hardly counts has not moved the curve, so only its own noise may part them.
+        """
         assert self.posterior is not None
         lrs = sorted(self.losses[batch])
         x = np.log2(lrs)
@@ -259,7 +290,8 @@ class Curves:
             if middle[i] > far_up:
                 continue  # no form is expected to hold there
             sigma = max(float(noise[i]), stdev(of_seeds) if len(of_seeds) > 1 else 0.0)
-            error = math.hypot(float(spread[i]), sigma / math.sqrt(len(of_seeds)))
+            counts = self._weights(batch)[lr].mean() >= OUTLYING
+            error = math.hypot(float(spread[i]) * counts, sigma / math.sqrt(len(of_seeds)))
             found[lr] = (float(middle[i]) - fmean(of_seeds)) / error
         return found
 

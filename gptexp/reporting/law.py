@@ -69,8 +69,8 @@ def fit_ratio(one: Mapping[int, Array], other: Mapping[int, Array]) -> Law | Non
 
 
 def independent_difference(one: Array, other: Array) -> Array:
-    """Draws of a difference between two arms. Theirs are made with the same random numbers: one is shifted."""
-    return one - np.roll(other, len(other) // 3)
+    """Draws of a difference between two arms, in another order: theirs are made with the same random numbers."""
+    return np.asarray(one - np.random.default_rng(2).permutation(other))
 
 
 def _law(sizes: Sequence[int], octaves: Array) -> Law:

@@ -37,7 +37,7 @@ NOISE_DOF = 3.0  # of the prior of a batch size's noise around the shared one
 NOISE_LEVELS = 3
 HEIGHT_SPREAD = 0.7  # standard deviation of a batch size's height around the shared one, as a share of that
 MISFIT_REACH, LARGEST_MISFIT = 0.7, 0.6  # octaves over which the share of misfit grows; its largest value
-STEEP = 4.0  # per octave: how sharply the learning rates above one that diverged are excluded
+STEEP = 8.0  # per octave: how sharply the learning rates above one that diverged are excluded
 
 
 @dataclass
@@ -94,12 +94,15 @@ class Cells:
     @property
     def lowest(self) -> Array:
         """(J,): the index of the learning rate with the lowest mean, without cells of outliers alone."""
-        counts = np.where(self.on > 0, self.count, -1.0)
-        trusted = counts > OUTLYING * counts.max(axis=1, keepdims=True)
-        return np.asarray(np.where(trusted, self.mean, np.inf).argmin(axis=1))
+        found = []
+        for means, of_weights in zip(self.mean, self.weights, strict=True):
+            of_runs = np.array([w.mean() for w in of_weights])
+            trusted = of_runs > OUTLYING * np.median(of_runs)
+            found.append(np.where(trusted, means[: len(trusted)], np.inf).argmin())
+        return np.array(found)
 
 
-OUTLYING = 0.2  # share of the largest weight; runs and cells of a lower weight are outliers
+OUTLYING = 0.2  # share of the usual weight; runs and cells of a lower weight are outliers
 
 
 def cells_of(losses: Mapping[int, Losses], diverged: Mapping[int, Sequence[float]]) -> Cells:

@@ -18,20 +18,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 from scipy import special  # scipy.stats takes a second to import
 
-Array = npt.NDArray[np.floating]
+from gptexp.reporting.forms import Array
+from gptexp.reporting.noise import LEVEL, POWER
 
-LEVEL = 0.05  # of all comparisons together
-POWER = 0.8
 DRAWS = 9_999  # so that a p-value is a multiple of 1 / 10,000
 ALLOWED = 500  # of the draws that are as large as a significant statistic, and itself: 5% of 10,000
 MIN_VARIANCE = 1e-12  # nats^2; smaller differences are rounding errors of float32
 PRIOR_DOF = 2  # degrees of freedom of the prior
-SHARED_DOF = 0.5  # of the group's mean variance in the statistic: two seeds that agree by chance decide less
+SHARED_DOF = 0.5  # of the group's usual variance in the statistic: two seeds that agree by chance decide less
 MARGIN = 0.2  # degrees of freedom fewer in the simulation; without it up to 8% are false for 2 and 3 seeds
-KNOWN = 1e9  # degrees of freedom of a noise that is known
 
 
 @dataclass(frozen=True)
@@ -134,7 +131,8 @@ def _measured(means: Array, variances: Array, counts: Array) -> _Means:
     mixed, dof = variances.copy(), np.broadcast_to(counts - 1.0, variances.shape).copy()
     for count in {*counts}:
         group, share = counts == count, SHARED_DOF / (SHARED_DOF + count - 1)
-        mixed[:, group] += share * (variances[:, group].mean(axis=1, keepdims=True) - variances[:, group])
+        usual = np.exp(np.log(variances[:, group]).mean(axis=1, keepdims=True))
+        mixed[:, group] += share * (usual - variances[:, group])
     weights = (counts - 1) * mixed
     total, alone = weights.sum(axis=1, keepdims=True), counts == 1
     mixed[:, alone] = total / (counts - 1).sum()

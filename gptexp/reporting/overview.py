@@ -222,7 +222,7 @@ def _best(arm: Arm) -> list[Tile]:
     where = ", ".join(filter(None, (f"{batch:,} tokens a step", arm.label, edge if len(lrs) > 1 else "")))
     tiles = [Tile("Best tested cell", f"lr {lr:.3g}", f"at {printable(where)}; loss {loss:.4f}, {of}")]
     if len(arm.means) > 1:
-        _, following = sorted(arm.means, key=lambda cell: arm.means[cell])[:2]
+        following = min(arm.means.keys() - {arm.best}, key=lambda cell: (arm.means[cell], cell))
         known = "not significant" if following in arm.ties else "significant"
         known = known if arm.curves.noise_is_known else "noise unknown"
         batch, lr = following

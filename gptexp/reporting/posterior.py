@@ -6,11 +6,12 @@ mode's curvature, adapted to its own sample (Cappé et al. 2004, Population Mont
 averaged by their evidence (Hoeting et al. 1999, Bayesian Model Averaging, Statistical Science 14:382). The points are
 quasi-random and fixed, so the same losses always give the same draws.
 
-Noise has heavy tails: each run has a Student t distribution, and so has the scale of each cell, by weights that are
-their conditional means given the curve (iteratively reweighted least squares; Lange et al. 1989, JASA 84:881).
+Noise has heavy tails: a run, or a cell, that lies more than two standard deviations from the curve counts as little as
+in the tail of a Student t distribution (iteratively reweighted least squares; Lange et al. 1989, JASA 84:881).
 """
 
 import itertools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,13 +24,13 @@ from gptexp.reporting.forms import FORMS, SIDE_REACH, Array, Form, Indices, depa
 from gptexp.reporting.likelihood import (
     BEYOND,
     NOISE_REACH,
+    SMALLEST_SIGMA,
     Cells,
     Losses,
     Shared,
     cells_of,
     evidence,
 )
-from gptexp.reporting.likelihood import SMALLEST_SIGMA as SMALLEST_SIGMA
 from gptexp.reporting.noise import CONFIDENCE
 
 DRAWS = 2000
@@ -46,7 +47,8 @@ MOST_SKEW = 0.9 / SIDE_REACH  # of one batch size, relative to its height
 # A form whose evidence is lower than the best one's by a factor of e^6 is left out; of e^9, before outliers are known;
 # and of e^2, where outliers are looked for.
 NEGLIGIBLE, NEGLIGIBLE_BEFORE, LIKELY = 6.0, 9.0, 2.0
-RUN_DOF, CELL_DOF = 5.0, 1.5  # of the t distributions of runs and of the scales of cells
+RUN_DOF, CELL_DOF = 5.0, 1.5  # of the t distributions in whose tails runs and the scales of cells lie
+USUAL = 2.0  # standard deviations up to which a run, and the sum of squares of a cell, have their whole weight
 ROUGH_SHARE = 0.25  # of its height by which a LINEX curve may miss a loss that is no outlier
 KNOWN = 3  # seeds beyond the first from which the noise is centred on what they say, not on the usual spread
 
@@ -54,9 +56,9 @@ KNOWN = 3  # seeds beyond the first from which the noise is centred on what they
 PRIORS = {
     "rise": (0.3, 0.35),  # octaves per octave; 0.6 on a sweep with four seeds a cell
     "sigma": (0.0, 0.5),
-    "misfit": (np.log(0.03), 0.8),
+    "misfit": (np.log(0.02), 1.0),
     "height": (0.0, 1.2),
-    "own_skew": (np.log(0.15), 1.2),  # skews differ between the batch sizes of real sweeps
+    "own_skew": (np.log(0.1), 1.0),  # skews differ between the batch sizes of real sweeps
 }
 
 
@@ -379,7 +381,7 @@ def _by_cell(values: Array, of_batch: Iterable[Array]) -> list[Array]:
 
 
 def _weights(posterior: Posterior) -> list[list[Array]]:
-    """The conditional means of the precisions of runs and cells, given the posterior of the curves."""
+    """The weights of runs and cells, given the posterior of the curves."""
     cells = posterior.cells
     weights = []
     for j, (batch, of_batch) in enumerate(zip(cells.sizes, cells.losses, strict=True)):
@@ -397,9 +399,10 @@ def _weights(posterior: Posterior) -> list[list[Array]]:
             centre = (of_runs * cells.mean[j, i] + of_curve * mean[i]) / (of_runs + of_curve)
             squares = ((losses - centre) ** 2 + 1 / (of_runs + of_curve)) / variance[i]
             cell = 1.0
+            usual = len(losses) + USUAL * math.sqrt(2 * len(losses))
             for _ in range(3):
-                runs = (RUN_DOF + 1) / (RUN_DOF + cell * squares)
-                cell = (CELL_DOF + len(losses)) / (CELL_DOF + runs @ squares)
+                runs = np.minimum(1.0, (RUN_DOF + USUAL**2) / (RUN_DOF + cell * squares))
+                cell = min(1.0, (CELL_DOF + usual) / (CELL_DOF + float(runs @ squares)))
             new.append(cell * runs)
         weights.append(new)
     return weights

@@ -21,11 +21,10 @@ from gptexp.storage.sweep_record import SweepRecord
 
 SEEDS, MOST_SEEDS = 2, 4  # new seeds of a proposal
 WIDEST = 4096.0  # largest over smallest learning rate; a grid this wide needs more seeds, not more learning rates
-UNLIKELY = 0.025  # probability of an optimum on one side of the grid
+UNLIKELY = 0.05  # probability of an optimum on one side of the grid
 CLOSEST = 1.3  # ratio of two learning rates between which another one says little
 WIDE_GAP = 1.7  # ratio of two learning rates between which one more is worth a run
 REACH = 2.0  # ratio to the ends of an interval within which runs narrow it
-ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
@@ -90,7 +89,7 @@ def proposals(analysis: Analysis, sweep: SweepRecord, within: float = WITHIN) ->
             runs = len(lrs) * max(1, len(cells.seeds))
             minutes = _minutes(arm, cells.batch, runs)
             found.append(Proposal(arm.label, cells.batch, command, cells.why, cells.brings, runs, minutes))
-    return found
+    return sorted(found, key=lambda proposal: (proposal.minutes or 0.0, proposal.runs))
 
 
 def _seed_of(arm: Arm, sweep: SweepRecord) -> list[int]:
@@ -127,8 +126,10 @@ def _typed(value: Any) -> str:
 
 
 def _exists(arm: Arm, batch: int, lr: float) -> bool:
-    """Whether a cell at nearly this learning rate has been run, with whatever outcome."""
-    return any(run.batch == batch and math.isclose(lr, run.lr, rel_tol=0.02) for run in arm.runs)
+    """Whether a cell at nearly this learning rate has been run and has not failed."""
+    return any(
+        run.batch == batch and math.isclose(lr, run.lr, rel_tol=0.02) for run in arm.runs if run.status != "failed"
+    )
 
 
 def _minutes(arm: Arm, batch: int, runs: int) -> float | None:
@@ -138,7 +139,7 @@ def _minutes(arm: Arm, batch: int, runs: int) -> float | None:
 
 
 def _wanted(arm: Arm, within: float) -> list[_Cells]:
-    """The cells of each proposal, cheapest first: those that bracket or narrow an optimum, else a larger batch size."""
+    """The cells of each proposal: those that bracket or narrow an optimum, else a larger batch size."""
     seeds = [max(run.seed for run in arm.runs) + i for i in range(1, MOST_SEEDS + 1)]
     found: list[_Cells] = []
     for batch, lrs in arm.all_diverged.items():
@@ -148,9 +149,8 @@ def _wanted(arm: Arm, within: float) -> list[_Cells]:
     for batch, curve in arm.curves.of.items():
         if curve.optimum is None:
             found.append(_bracketing(arm, batch, curve, seeds))
-        elif curve.optimum.octaves > 2 * within + ROUNDING or not curve.noise_is_known:
+        elif not curve.optimum.is_within(within) or not curve.noise_is_known:
             found.append(_narrowing(arm, batch, curve, seeds, within))
-    found.sort(key=lambda cells: (len(cells.lrs) * max(1, len(cells.seeds))) / cells.batch)
     if arm.law is not None and not found and not arm.law.bends and not arm.diverged.keys() - arm.losses.keys():
         batch = 2 * max(arm.law.sizes)
         smallest = min(arm.losses[batch // 2])
@@ -210,6 +210,7 @@ def _narrowing(arm: Arm, batch: int, curve: Curve, seeds: list[int], within: flo
     tested = [lr for lr in lrs if optimum.low / REACH <= lr <= optimum.high * REACH]
     between = [math.sqrt(a * b) for a, b in itertools.pairwise(lrs) if b / a > WIDE_GAP]
     rates = sorted({*tested, *(lr for lr in between if optimum.low / REACH <= lr <= optimum.high * REACH)})
+    rates = rates or [optimum.lr]  # on a grid so coarse that none of its rates is near
     x = np.log2(rates)
     j = posterior.column[batch]
     joint = np.cov(np.column_stack([posterior.m[:, j], posterior.loss(batch, x)]).T)
@@ -231,9 +232,9 @@ def _narrowing(arm: Arm, batch: int, curve: Curve, seeds: list[int], within: flo
     *_, width, chosen, repeats = min(plans)
     rates = [rates[i] for i in chosen]
     expected = max(width, NARROWEST)
-    narrows = f"its interval is {now:.1f} octaves wide and would be about {expected:.1f}"
+    narrows = f"its interval is {now:.2f} octaves wide and would be about {expected:.2f}"
     if not curve.noise_is_known:
         also = f"; {narrows}" if now > target else ""
         narrows = f"the noise is unknown without a second seed{also}"
-    brings = f"{now:.1f} → {expected:.1f} octaves"
+    brings = f"to {expected:.2f} octaves"
     return _Cells(batch, rates, seeds[:repeats], f"{_at(batch)} {narrows}", brings)

@@ -58,7 +58,7 @@ def build_report(
         sweep,
         goes_on,
         overview(directory, analysis, cells, sweep, goes_on),
-        answers_of(analysis, sweep, further),
+        answers_of(analysis, sweep, further, within),
         verdict(analysis, behind_nats),
         further,
         figures(analysis),

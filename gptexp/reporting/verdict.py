@@ -100,12 +100,11 @@ def _law(arm: Arm) -> Iterator[Finding]:
         return " and ".join(f"'{name}' ({SLOPES[name]:g})" for name in names)
 
     agrees = f"agrees with the rule {rules(admitted)}" if admitted else "agrees with none of the usual rules"
-    why = [f"This exponent {agrees}" + (f" and not with {rules(refused)}." if admitted and refused else ".")]
-    why += [sentence for _, sentence in limits_of_law(law)]
+    agrees += f" and not with {rules(refused)}" if admitted and refused else ""
     yield Finding(
         f"The best learning rate is proportional to the batch size to the power {law.exponent:.2f} (95% interval "
-        f"{law.low:.2f} to {law.high:.2f}, {len(law.sizes)} batch sizes).",
-        " ".join(why),
+        f"{law.low:.2f} to {law.high:.2f}, {len(law.sizes)} batch sizes), which {agrees}.",
+        " ".join(sentence for _, sentence in limits_of_law(law)),
     )
 
 
@@ -116,9 +115,7 @@ def _sizes(arm: Arm) -> Iterator[Finding]:
         return
     best = min(optima, key=lambda batch: optima[batch].loss)
     gaps = [
-        f"at {tokens(batch)} it is {nats_higher(*o.above(optima[best]))}"
-        for batch, o in optima.items()
-        if batch != best
+        f"at {tokens(batch)} it is {nats_higher(*arm.curves.above(batch, best))}" for batch in optima if batch != best
     ]
     text = f"Each at its own best learning rate, {tokens(best)} has the lowest loss."
     yield Finding(text, _sentence("; ".join(gaps)))
@@ -157,7 +154,7 @@ def _noise(arm: Arm) -> Iterator[Finding]:
         if curve.noise_is_known and curve.optimum is not None:
             yield Finding(
                 f"The final loss of one run at the best learning rate at {tokens(batch)} has a standard deviation of "
-                f"{curve.noise.sigma:.4f} nats over seeds ({counted(curve.noise.dof, 'degree')} of freedom).",
+                f"about {curve.noise.sigma:.2g} nats over seeds.",
                 f"A difference of 0.01 nats between two cells needs {_seeds(0.01, curve.noise)} to be significant "
                 f"(power {POWER:g}).",
             )

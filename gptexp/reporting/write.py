@@ -18,7 +18,7 @@ from gptexp.process.errors import first_line
 from gptexp.process.terminal import warn
 from gptexp.process.words import counted
 from gptexp.reporting.analysis import Arm
-from gptexp.reporting.answers import ARM, table_of_answers
+from gptexp.reporting.answers import ARM, NOTHING, table_of_answers
 from gptexp.reporting.arms import transfers
 from gptexp.reporting.finding import BEHIND_NATS, WITHIN
 from gptexp.reporting.page import page
@@ -33,7 +33,7 @@ from gptexp.storage import run_dir
 LEAST_NEEDED = ("tokens/parameter", "hours", "MFU", "steps", "tokens", "tokens/s", "seed", "status")
 TEXTS = ("status", "surer with")  # columns of the answer with their text to the left
 # Columns of the answer that are left out first on a narrow terminal.
-OPTIONAL = ("its interval", "as good within a seed", "surer with", "loss there", "status")
+OPTIONAL = ("its interval", "within a seed's spread", "loss there", "status", "surer with")
 MOST_SENTENCES, MOST_COMMANDS = 5, 3  # without --verbose
 PAGE, NUMBERS, TABLE, PICTURES = "report.html", "report.json", "cells.csv", "pictures"
 
@@ -121,7 +121,7 @@ def _arm(arm: Arm) -> dict[str, Any]:
 def _fitted(arm: Arm, batch: int) -> list[float | None]:
     """The loss of the fitted curve at each learning rate of a batch size."""
     lrs = list(arm.losses[batch])
-    if arm.curves.posterior is None or batch not in arm.curves.posterior.column:
+    if not arm.curves.has(batch):
         return [None] * len(lrs)
     return [float(np.median(draws)) for draws in arm.curves.cell_losses([(batch, lr) for lr in lrs]).T]
 
@@ -133,14 +133,14 @@ def show(report: Report, width: int | None = None, is_verbose: bool = False) -> 
     `is_verbose`, and of what has no answer, it prints the table of runs and everything that is known.
     """
     runs = report.analysis.runs
+    if report.answers:
+        print_table(table_of_answers(report.answers), ARM, TEXTS, OPTIONAL, width)
+        print()
     if is_verbose or not report.answers:
         # The column of names repeats what the other columns show, unless other keys were swept too.
         named = len(runs) == 1 or len(report.analysis.arms) > 1
         columns = shown(runs, all_of_them=False)[not named :]
         print_table(columns, "run", ("status",), LEAST_NEEDED, width)
-        print()
-    if report.answers:
-        print_table(table_of_answers(report.answers), ARM, TEXTS, OPTIONAL, width)
         print()
     show_findings(report, width, is_verbose or not report.answers)
 
@@ -153,10 +153,10 @@ def show_findings(report: Report, width: int | None = None, is_verbose: bool = T
         lines, further = report.verdict.shortest[:MOST_SENTENCES], further[:MOST_COMMANDS]
     for line in lines:
         console.print(Text(f"- {line}"))
+    if report.answers and all(answer.wanted == NOTHING for answer in report.answers):
+        console.print(f"The interval of each batch size is narrow enough.{' Optional:' if further else ''}")
     for proposal in further:
         console.print(Text(f"next: {proposal.cost}: {proposal.why}\n  {proposal.command}"), soft_wrap=True)
-    if report.answers and not report.further and not any(answer.wanted for answer in report.answers if not answer.lr):
-        console.print("Nothing more is needed: the interval of each batch size is narrow enough.")
     left = len(report.verdict.lines) - len(lines)
     if not is_verbose and (left or len(report.further) > len(further)):
         console.print(f"--verbose prints {counted(left, 'more sentence')}, every proposal and the table of runs.")

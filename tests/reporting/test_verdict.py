@@ -442,7 +442,7 @@ def test_proposals_narrow_each_interval_until_it_is_an_octave_wide(tmp_path: Pat
             for seed in map(int, seeds.split(",")):
                 run(lr, seed)
     assert math.log2(answer["high"] / answer["low"]) <= 1.0
-    assert answer["wanted"] == "nothing: it is narrow enough"
+    assert answer["wanted"] == "narrow enough"
     assert answer["low"] < 0.012 < answer["high"]
 
 
