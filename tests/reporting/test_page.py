@@ -1,5 +1,6 @@
 """The page of a report in Chromium: what it shows, and what happens when a reader clicks."""
 
+import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations, pairwise
@@ -137,15 +138,18 @@ def test_the_head_says_what_was_run_and_how_far_it_is(opened: Open, report: Path
     assert page.title() == "91% sweep: learning rate × batch size × seed · gptexp"
     assert page.inner_text("header .command pre") == COMMAND
     tiles = [text.split("\n")[:2] for text in page.locator(".tiles li").all_inner_texts()]
+    [arm] = json.loads(report.with_name("report.json").read_text())["arms"]
+    lowest, following = sorted(cell["mean"] for curve in arm["curves"] for cell in curve["tested"])[:2]
     assert tiles == [
         ["Best tested cell", "lr 0.01"],
-        ["Gap to the next cell", "0.0113 nats"],
+        ["Gap to the next cell", f"{following - lowest:.4f} nats"],
         ["Runs done", "44 of 46"],
         ["Time left", "1 min 6 s"],
     ]
     answer = page.locator("table.answers tbody tr").first
     assert answer.locator(".badge").all_inner_texts() == ["bracketed", "so far"]  # other cells still run or wait
-    assert answer.locator("td").nth(1).inner_text() == "0.0116"
+    [row, *_] = json.loads(report.with_name("report.json").read_text())["answers"]
+    assert answer.locator("td").nth(1).inner_text() == f"{row['lr']:.3g}"
     why = page.locator("#answers-why")
     assert not why.locator("li").first.is_visible()
     why.locator("summary").click()
