@@ -213,7 +213,8 @@ class Curves:
         best = lrs[posterior.cells.lowest[j]]
         # A learning rate that diverged above the lowest loss ends the grid: it is known to be too large.
         limit = posterior.cells.limit[j]
-        below, above = float((m < x[0]).mean()), float((m > (limit if math.isfinite(limit) else x[-1])).mean())
+        top = limit + NARROWEST if math.isfinite(limit) else x[-1]
+        below, above = float((m < x[0]).mean()), float((m > top).mean())
         sigma = float(np.median(posterior.noise(batch, [float(np.median(m.clip(x[0], x[-1])))])))
         noise = Noise(sigma, dof)
         misses = self._misses(batch)

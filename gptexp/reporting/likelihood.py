@@ -37,7 +37,7 @@ NOISE_DOF = 3.0  # of the prior of a batch size's noise around the shared one
 NOISE_LEVELS = 3
 HEIGHT_SPREAD = 0.7  # standard deviation of a batch size's height around the shared one, as a share of that
 MISFIT_REACH, LARGEST_MISFIT = 0.7, 0.6  # octaves over which the share of misfit grows; its largest value
-STEEP = 8.0  # per octave: how sharply the learning rates above one that diverged are excluded
+STEEP = 30.0  # per octave: how sharply the learning rates above one that diverged are excluded
 
 
 @dataclass

@@ -7,7 +7,7 @@ from scipy import stats
 
 from gptexp.reporting.curves import fit_curves
 from gptexp.reporting.forms import Array
-from gptexp.reporting.law import Law, fit_law
+from gptexp.reporting.law import Law, fit_law, independent_difference
 
 SWEEPS = 200
 
@@ -91,6 +91,13 @@ def test_the_band_of_a_law_is_made_of_the_optima_it_is_drawn_with() -> None:
     for k in (10, 12, 14):
         low, high = law.interval_at(2.0**k)
         assert low < 2.0 ** (0.5 * k) < high
+
+
+def test_arms_with_the_same_random_numbers_are_independent() -> None:
+    """Draws of several forms lie one after the other, in the same order in both arms."""
+    rng = np.random.default_rng(5)
+    draws = np.concatenate([rng.standard_normal(1000) * 0.1 + centre for centre in (-1.0, 1.0)])
+    assert independent_difference(draws, draws).var() == pytest.approx(2 * draws.var(), rel=0.1)
 
 
 def test_two_optima_that_agree_with_every_rule_refuse_none() -> None:

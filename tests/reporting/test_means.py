@@ -62,6 +62,17 @@ def test_a_difference_is_found() -> None:
     assert found >= 36
 
 
+@pytest.mark.parametrize(
+    "bystander", [[2.4666, 2.1124, 2.5214, 2.3365], [9.9, 2.6, 6.0, 5.0], [2.3, 2.301, 2.302, 2.299]]
+)
+def test_the_noise_of_another_config_does_not_hide_a_difference(bystander: list[float]) -> None:
+    """Welch's test of these two alone: p = 0.001."""
+    pair = [[2.1102, 2.1129, 2.1000, 2.1211], [2.2144, 2.1847, 2.1926, 2.2313]]
+    found = against_lowest([*pair, bystander])
+    assert found is not None
+    assert found[1].p < 0.02
+
+
 def test_two_configs_with_many_seeds_are_compared_by_welchs_test() -> None:
     rng = np.random.default_rng(2)
     for shift in (0.0, 0.004, 0.008):
