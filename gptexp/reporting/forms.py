@@ -35,7 +35,8 @@ class Form:
 # `skew`: LINEX, h = 2 (e^(ku) - 1 - ku) / k^2 (Varian 1975, in Studies in Bayesian Econometrics and Statistics): the
 # loss falls slowly and rises like a wall. On real sweeps k is near 0.4 (the README's studies, Step Law's public table).
 # `kink`: two curvatures, one on each side. `power`, `lean`: |u|^p, with the mean and the difference of both sides' p.
-# `wall`: the curvature rises at `onset` octaves above the minimum, where training becomes unstable.
+# `wall`: the curvature rises at `onset` octaves above the minimum, where training becomes unstable, by a factor of
+# e^wall. `growth`: from there it grows with the distance.
 # `far`, `far_lean`: a bend beyond one octave, the same or opposite on both sides.
 SKEW, KINK, POWER, LEAN = (0.4, 0.6), (0.2, 0.6), (0.0, 0.6), (0.0, 0.5)
 WALL, ONSET, FAR = (1.0, 1.0), (0.7, 0.6), (0.0, 0.3)
@@ -43,9 +44,10 @@ FORMS = {
     "linex": Form(0.25, 0.0, {"skew": SKEW}),
     "two curvatures": Form(0.20, 0.05, {"kink": KINK}),
     "two bent curvatures": Form(0.10, 0.05, {"kink": KINK, "far": FAR, "far_lean": FAR}),
-    "power": Form(0.10, 0.05, {"power": POWER}),
+    "power": Form(0.05, 0.05, {"power": POWER}),
     "two powers": Form(0.15, 0.1, {"power": LEAN, "lean": LEAN, "wall": WALL, "onset": ONSET}),
-    "wall": Form(0.10, 0.15, {"wall": WALL, "onset": ONSET}),
+    "wall": Form(0.05, 0.15, {"wall": WALL, "onset": ONSET}),
+    "growing wall": Form(0.10, 0.15, {"growth": WALL, "onset": ONSET}),
     "bent": Form(0.05, 0.4, {"skew": SKEW, "power": POWER}),
     "free": Form(
         0.05, 0.15,
@@ -63,6 +65,9 @@ def table_of(form: Form, parameters: Sequence[Array]) -> Array:
     for name, values in given.items():
         if name == "wall":
             g += values[:, None] * special.expit((U - given["onset"][:, None]) / form.core)
+        elif name == "growth":
+            beyond = form.core * np.logaddexp(0, (U - given["onset"][:, None]) / form.core)
+            g += np.log1p(np.exp(values)[:, None] * beyond)
         elif name == "skew":
             ku = np.where(np.abs(values) < 1e-3, 1e-3, values)[:, None] * np.where(U == 0, 1e-6, U)
             g += np.log(np.expm1(ku) / ku)
