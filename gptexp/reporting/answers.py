@@ -12,6 +12,7 @@ from gptexp.reporting.terminal_table import Columns
 from gptexp.storage.sweep_record import SweepRecord
 
 ARM = "arm"  # title of the column of names
+TEXTS = (ARM, "status", "surer with")  # titles of the columns with their text to the left
 NOTHING = "narrow enough"
 
 

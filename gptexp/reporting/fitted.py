@@ -71,13 +71,14 @@ def write_optim(path: Path, analysis: "Analysis") -> None:
 def points_above_cells(analysis: "Analysis") -> list[str]:
     """A sentence for each batch size at which the law's learning rate is significantly worse than one that was run."""
     found = []
-    for arm in analysis.arms:
-        for batch in arm.law.sizes if arm.law is not None else ():
-            law, run = (arm.law.at(batch) if arm.law is not None else 0.0), arm.curves.of[batch].best
-            if (batch, law) in arm.curves.worse([(batch, law)], (batch, run)):
-                above, below = arm.curves.cell_losses([(batch, law), (batch, run)]).mean(0)
+    laws = [(arm.curves, arm.law) for arm in analysis.arms if arm.law is not None]
+    for curves, law in laws:
+        for batch in law.sizes:
+            lr, run = law.at(batch), curves.of[batch].best
+            if curves.worse([(batch, lr)], (batch, run)):
+                above, below = curves.cell_losses([(batch, lr), (batch, run)]).mean(0)
                 found.append(
-                    f"at {batch:,} tokens a step the law's learning rate {law:.3g} has a loss {above - below:.4f} nats "
+                    f"at {batch:,} tokens a step the law's learning rate {lr:.3g} has a loss {above - below:.4f} nats "
                     f"above that of {run:.3g}, which was run"
                 )
     return found

@@ -26,7 +26,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy import special
 
-from gptexp.reporting.forms import Array, places, read, side
+from gptexp.reporting.forms import Array, Indices, places, read, side
 
 Losses = Mapping[float, Sequence[float]]  # learning rate -> the final loss of each seed, in nats per token
 
@@ -57,6 +57,7 @@ class Cells:
     count: Array = field(init=False)  # sum of the weights
     mean: Array = field(init=False)
     squares: Array = field(init=False)  # weighted sum of squared distances to the mean
+    lowest: Indices = field(init=False)  # (J,): of the learning rate with the lowest mean, outliers left aside
     base: Array = field(init=False)  # (J,): the lowest mean
     distance: Array = field(init=False)  # octaves from the learning rate with the lowest mean, up to `NOISE_REACH`
 
@@ -86,20 +87,17 @@ class Cells:
                 mean = float(w @ losses / w.sum())
                 self.count[j, i], self.mean[j, i] = w.sum(), mean
                 self.squares[j, i] = w @ (losses - mean) ** 2 + (len(losses) - 1) * SMALLEST_SIGMA**2
-        lowest = self.lowest
+        self.lowest = np.array([_lowest(*row) for row in zip(self.mean, weights, strict=True)])
         rows = np.arange(len(self.sizes))
-        self.base = self.mean[rows, lowest]
-        self.distance = np.clip(self.x - self.x[rows, lowest, None], -NOISE_REACH, NOISE_REACH)
+        self.base = self.mean[rows, self.lowest]
+        self.distance = np.clip(self.x - self.x[rows, self.lowest, None], -NOISE_REACH, NOISE_REACH)
 
-    @property
-    def lowest(self) -> Array:
-        """(J,): the index of the learning rate with the lowest mean, without cells of outliers alone."""
-        found = []
-        for means, of_weights in zip(self.mean, self.weights, strict=True):
-            of_runs = np.array([w.mean() for w in of_weights])
-            trusted = of_runs > OUTLYING * np.median(of_runs)
-            found.append(np.where(trusted, means[: len(trusted)], np.inf).argmin())
-        return np.array(found)
+
+def _lowest(means: Array, weights: Sequence[Array]) -> int:
+    """The index of the lowest mean, without cells of outliers alone. `weights`: those of the runs of each cell."""
+    of_runs = np.array([w.mean() for w in weights])
+    trusted = of_runs > OUTLYING * np.median(of_runs)
+    return int(np.where(trusted, means[: len(trusted)], np.inf).argmin())
 
 
 OUTLYING = 0.2  # share of the usual weight; runs and cells of a lower weight are outliers

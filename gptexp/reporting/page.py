@@ -17,7 +17,7 @@ from markupsafe import Markup
 
 from gptexp.process.terminal import as_command, printable
 from gptexp.process.words import counted, shown, uncapitalised
-from gptexp.reporting.answers import table_of_answers
+from gptexp.reporting.answers import TEXTS, table_of_answers
 from gptexp.reporting.cells_table import MINOR, cells_table, commands, results_table
 from gptexp.reporting.differences import Difference
 from gptexp.reporting.index import Index
@@ -94,7 +94,7 @@ def sections(report: Report, is_live: bool = False) -> dict[str, str]:
     return {
         "header": part.header(report),
         "tiles": part.tiles(report),
-        "verdict": part.verdict(report, table_of_answers(report.answers)),
+        "verdict": part.verdict(report, table_of_answers(report.answers), TEXTS),
         "next": part.next(report, _of_the_run(run, is_live) if run is not None else _to_continue(report)),
         "charts": part.charts(report),
         "runs": part.runs(table, MINOR, is_live),

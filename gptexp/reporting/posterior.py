@@ -12,7 +12,7 @@ in the tail of a Student t distribution (iteratively reweighted least squares; L
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -372,12 +372,9 @@ def _robust_weights(cells: Cells, usual_spread: float) -> list[list[Array]]:
             w = 1 / (1 + (left / scale) ** 2)
         best = np.log1p((left / sigma) ** 2).sum(1).argmin()
         usual = np.hypot(6 * sigma, ROUGH_SHARE * a[best] * h[best])  # far from the minimum, LINEX misses more
-        weights.append(_by_cell((1 + (left[best] / usual) ** 2) ** -2.0, of_batch))
+        of_runs = (1 + (left[best] / usual) ** 2) ** -2.0
+        weights.append(np.split(of_runs, np.cumsum([len(cell) for cell in of_batch])[:-1]))
     return weights
-
-
-def _by_cell(values: Array, of_batch: Iterable[Array]) -> list[Array]:
-    return np.split(values, np.cumsum([len(cell) for cell in of_batch])[:-1])
 
 
 def _weights(posterior: Posterior) -> list[list[Array]]:

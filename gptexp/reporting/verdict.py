@@ -69,7 +69,9 @@ def _caveats(arm: Arm) -> Iterator[Finding]:
         )
 
 
-CORRECTED = "By the posterior of the curves, corrected for the number of cells."
+CORRECTED = (
+    "By the posterior of the curves, or by seeds that vary more than it allows; corrected for the number of cells."
+)
 
 
 def tokens(count: float) -> str:

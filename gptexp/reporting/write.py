@@ -18,7 +18,7 @@ from gptexp.process.errors import first_line
 from gptexp.process.terminal import warn
 from gptexp.process.words import counted
 from gptexp.reporting.analysis import Arm
-from gptexp.reporting.answers import ARM, NOTHING, table_of_answers
+from gptexp.reporting.answers import ARM, NOTHING, TEXTS, table_of_answers
 from gptexp.reporting.arms import transfers
 from gptexp.reporting.finding import BEHIND_NATS, WITHIN
 from gptexp.reporting.page import page
@@ -31,7 +31,6 @@ from gptexp.storage import run_dir
 
 # Columns that are left out first on a narrow terminal, in this order.
 LEAST_NEEDED = ("tokens/parameter", "hours", "MFU", "steps", "tokens", "tokens/s", "seed", "status")
-TEXTS = ("status", "surer with")  # columns of the answer with their text to the left
 # Columns of the answer that are left out first on a narrow terminal.
 OPTIONAL = ("its interval", "within a seed's spread", "loss there", "status", "surer with")
 MOST_SENTENCES, MOST_COMMANDS = 5, 3  # without --verbose
