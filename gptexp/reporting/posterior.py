@@ -56,9 +56,10 @@ KNOWN = 3  # seeds beyond the first from which the noise is centred on what they
 PRIORS = {
     "rise": (0.3, 0.35),  # octaves per octave; 0.6 on a sweep with four seeds a cell
     "sigma": (0.0, 0.5),
-    "misfit": (np.log(0.02), 1.0),
+    # Both reach far down: where nothing shows a misfit or a skew of one batch size, they must not widen every interval.
+    "misfit": (np.log(0.006), 1.5),
     "height": (0.0, 1.2),
-    "own_skew": (np.log(0.1), 1.0),  # skews differ between the batch sizes of real sweeps
+    "own_skew": (np.log(0.03), 1.5),  # skews differ between the batch sizes of some real sweeps
 }
 
 
