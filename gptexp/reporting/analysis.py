@@ -212,7 +212,9 @@ def _arm(choices: dict[str, Any], implied: set[str], runs: list[Run]) -> Arm:
 
 
 def _ties(curves: Curves, best: tuple[int, float]) -> list[tuple[int, float]]:
-    others = [cell for cell in curves.means if cell != best and curves.has(cell[0]) and curves.has(best[0])]
+    if not curves.has(best[0]):
+        return []
+    others = [cell for cell in curves.means if cell != best and curves.has(cell[0])]
     worse = curves.worse(others, best)
     return [cell for cell in others if cell not in worse]
 

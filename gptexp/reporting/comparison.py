@@ -18,9 +18,10 @@ from gptexp.process.words import counted, first_keys
 from gptexp.reporting.analysis import TEXT, analyse, data_warnings, usual_spread_of
 from gptexp.reporting.differences import CONFIG, Difference, differences, recorded, what_differs
 from gptexp.reporting.finding import Finding, Verdict
+from gptexp.reporting.likelihood import NOISE_DOF
 from gptexp.reporting.line_charts import Lines, line_charts
 from gptexp.reporting.means import Contrast, against_lowest
-from gptexp.reporting.noise import POWER
+from gptexp.reporting.noise import POWER, t_quantile
 from gptexp.reporting.overview import Overview, as_started
 from gptexp.reporting.proposals import SEEDS, Proposal
 from gptexp.reporting.records import Run, has_diverged, read_run
@@ -30,7 +31,6 @@ from gptexp.reporting.verdict import seeds_in_words
 from gptexp.storage import inventory, run_dir
 
 SEED = "train.seed"
-CLEAR = 5.0  # standard deviations over seeds; a larger difference is clear, even if the deviation is only a usual one
 # With the length of a sequence they decide which text is held out.
 HELD_OUT = ("data.val_tokens", "data.val_ratio", "data.val_split", "data.max_tokens")
 
@@ -67,6 +67,14 @@ class Pair:
     @property
     def difference(self) -> float:
         return self.higher.mean - self.lower.mean
+
+    @property
+    def clear_from(self) -> float:
+        """Nats: if no seeds measure the noise, the difference of two runs that it causes in 5% of cases.
+
+        The usual spread counts as much as `NOISE_DOF` degrees of freedom, as it does in the posterior of a sweep.
+        """
+        return math.sqrt(2) * t_quantile(NOISE_DOF) * self.usual_spread
 
     @property
     def is_tie(self) -> bool | None:
@@ -237,11 +245,11 @@ def _answer(pair: Pair, cells: int) -> Finding:
     have = "has" if len(pair.lower.runs) == 1 else "have"
     text = f"{lower} {have} a lower loss than {higher}, by {pair.difference:.4f} nats"
     if contrast is None:
-        is_clear = "is" if pair.difference >= CLEAR * pair.usual_spread else "is not"
+        is_clear = "is" if pair.difference >= pair.clear_from else "is not"
         why = (
-            f"Runs of this size and length have had a standard deviation of {pair.usual_spread:.2g} nats over seeds. A "
-            f"difference counts as clear if it is five times that; this one {is_clear} clear. Two more seeds of one "
-            "config measure the noise."
+            f"Runs of this size and length have had a standard deviation of {pair.usual_spread:.2g} nats over seeds. "
+            f"If these have about the same, a difference is clear from {pair.clear_from:.2g} nats on; this one "
+            f"{is_clear} clear. Two more seeds of one config measure the noise."
         )
         return Finding(f"{text}; noise unknown.", why, ("noise unknown",))
     chosen = f", corrected for choosing the lowest of {cells} configs" if cells > 2 else ""

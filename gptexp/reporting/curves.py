@@ -48,7 +48,6 @@ class Optimum:
     lr: float
     low: float
     high: float
-    sd_octaves: float  # standard deviation of log2(lr)
     loss: float  # expected, of a run at the best learning rate
     loss_low: float
     loss_high: float
@@ -192,6 +191,12 @@ class Curves:
         low, high = interval(gaps)
         return float(np.median(gaps)), (high - low) / 2
 
+    def inside(self, batch: int, low: float, high: float) -> float:
+        """The probability that the best learning rate lies between `low` and `high`."""
+        assert self.posterior is not None
+        m = self.posterior.m[:, self.posterior.column[batch]]
+        return float(((m >= math.log2(low)) & (m <= math.log2(high))).mean())
+
     def has(self, batch: int) -> bool:
         """Whether the batch size has a curve: two learning rates or more."""
         return self.posterior is not None and batch in self.posterior.column
@@ -266,7 +271,6 @@ class Curves:
             lr=2**centre,
             low=2**low,
             high=2**high,
-            sd_octaves=float(m.std()),
             loss=float(np.median(c)),
             loss_low=loss_low,
             loss_high=loss_high,

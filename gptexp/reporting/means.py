@@ -18,10 +18,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy import special  # scipy.stats takes a second to import
 
 from gptexp.reporting.forms import Array
-from gptexp.reporting.noise import LEVEL, POWER
+from gptexp.reporting.noise import LEVEL, seeds_needed
 
 DRAWS = 9_999  # so that a p-value is a multiple of 1 / 10,000
 ALLOWED = 500  # of the draws that are as large as a significant statistic, and itself: 5% of 10,000
@@ -113,17 +112,11 @@ def _contrasts(counts: Array, means: Array, variances: Array) -> list[Contrast]:
             needed = None
             if is_tie and gaps[config] > 0:
                 of_runs = measured.squares[0] * counts
-                needed = _seeds_needed(float(gaps[config]), float(of_runs[0] + of_runs[config]), len(counts))
+                needed = seeds_needed(float(gaps[config]), float(of_runs[0] + of_runs[config]), len(counts) - 1)
                 needed = max(needed, 1 + int(min(counts[0], counts[config])))  # those that there are do not show it
             found[config] = Contrast(float(gaps[config]), float(p), least, needed)
         left = left[:1] if is_tie else left[:-1]
     return [found[config] for config in range(len(counts))]
-
-
-def _seeds_needed(difference: float, variance: float, configs: int) -> int:
-    """Normal approximation, with Bonferroni's correction. `variance`: the sum of those of one run of both configs."""
-    z = float(special.ndtri(1 - LEVEL / 2 / (configs - 1)) + special.ndtri(POWER))
-    return max(1, math.ceil(z**2 * variance / difference**2))
 
 
 def _measured(means: Array, variances: Array, counts: Array) -> _Means:

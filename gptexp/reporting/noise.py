@@ -37,7 +37,7 @@ def usual_spread(parameters: float, tokens: float, learned: float = math.inf) ->
     return min(*bounds, LARGEST_SPREAD, max(LARGEST_SHARE * learned, 0.01))
 
 
-def t_quantile(dof: int) -> float:
+def t_quantile(dof: float) -> float:
     """Student's two-sided quantile at `CONFIDENCE`."""
     return float(special.stdtrit(dof, (1 + CONFIDENCE) / 2))
 
@@ -47,10 +47,11 @@ def f_tail(ratio: float, dof: int, dof_below: int) -> float:
     return float(special.fdtrc(dof, dof_below, ratio))
 
 
-def seeds_needed(difference: float, sigma: float) -> int:
+def seeds_needed(difference: float, variance: float, pairs: int = 1) -> int:
     """Seeds per cell that show a `difference` between two cells' mean losses with power 0.8 at the 5% level.
 
-    Normal approximation: 2 (z_0.975 + z_0.8)^2 (sigma / difference)^2, rounded up.
+    `variance`: the sum of those of one run of both cells; `pairs`: of cells that are compared at once, for Bonferroni's
+    correction. Normal approximation: (z_0.975 + z_0.8)^2 variance / difference^2, rounded up.
     """
-    z = float(special.ndtri((1 + CONFIDENCE) / 2) + special.ndtri(POWER))
-    return max(1, math.ceil(2 * (z * sigma / difference) ** 2))
+    z = float(special.ndtri(1 - LEVEL / 2 / pairs) + special.ndtri(POWER))
+    return max(1, math.ceil(z**2 * variance / difference**2))

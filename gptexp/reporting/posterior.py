@@ -167,9 +167,9 @@ class _Sample:
         return normal + special.logsumexp(log, axis=2).sum(0), log
 
     def start(self) -> None:
-        """Begin at the best of several skews, misfits and heights."""
-        names = ("skew", "misfit", "height")
-        values = itertools.product((-2.0, -1.0, 0.0, 1.0, 2.0), (0.0, 1.5), (-2.0, -1.0, 0.0, 1.0))
+        """Begin at the best of several values of the parameters whose likelihood has several peaks."""
+        names = ("skew", "misfit", "own_skew", "height")
+        values = itertools.product((-2.0, -1.0, 0.0, 1.0, 2.0), (0.0, 1.5), (0.0, 1.5), (-2.0, -1.0, 0.0, 1.0))
         tried = np.array([[dict(zip(names, of, strict=True)).get(name, 0.0) for name in self.priors] for of in values])
         self.mode = tried[self.log_posterior(tried)[0].argmax()]
 

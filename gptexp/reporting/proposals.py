@@ -190,8 +190,10 @@ def _bracketing(arm: Arm, batch: int, curve: Curve, seeds: list[int]) -> _Cells:
         beyond += [below**2 / lrs[0], below] if curve.side == "lower" else [below]
     if beyond and lrs[-1] / lrs[0] < WIDEST:
         side = curve.side or ("higher" if curve.above > curve.below else "lower")
-        why = f"{at} {curve.why}"
-        return _Cells(batch, sorted(lr for lr in beyond if lr < limit), [], why, f"a {side} learning rate")
+        new = sorted(lr for lr in beyond if lr < limit)
+        share = arm.curves.inside(batch, min(new[0], lrs[0]), limit if limit < math.inf else max(new[-1], lrs[-1]))
+        brings = f"a {side} learning rate, to bracket it with {share:.0%}"
+        return _Cells(batch, new, [], f"{at} {curve.why}; inside the new grid with {share:.0%}", brings)
     rates = sorted({lrs[0], curve.best, lrs[-1]})
     why = f"{at} more seeds tell these learning rates apart, if they differ"
     return _Cells(batch, rates, seeds[:SEEDS], why, "more seeds")

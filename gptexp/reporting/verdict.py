@@ -164,7 +164,7 @@ def _noise(arm: Arm) -> Iterator[Finding]:
 
 def _seeds(difference: float, noise: Noise) -> str:
     """The seeds that show a difference, in words."""
-    return f"{seeds_in_words(seeds_needed(difference, noise.sigma))} per cell"
+    return f"{seeds_in_words(seeds_needed(difference, 2 * noise.sigma**2))} per cell"
 
 
 def seeds_in_words(needed: int) -> str:

@@ -270,7 +270,7 @@ def test_the_interval_of_the_limit_holds_the_truth(
 
 
 def an_optimum(loss: float, half_width: float = 0.01) -> Optimum:
-    return Optimum(0.01, 0.008, 0.012, 0.15, loss, loss - half_width, loss + half_width, 0.007, 0.013)
+    return Optimum(0.01, 0.008, 0.012, loss, loss - half_width, loss + half_width, 0.007, 0.013)
 
 
 def drawn_optima(rng: np.random.Generator, exponent: float, sd: float) -> dict[int, np.ndarray]:

@@ -1,12 +1,14 @@
 """`gptexp compare`: what differs between runs, the test of their losses, its output, its page, and what it refuses."""
 
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from pages import needs_chromium, violations
+from scipy import stats
 from sweeps import TOKENS, write_run
 
 from gptexp.compare import main
@@ -173,8 +175,9 @@ def test_without_seeds_the_noise_is_unknown_and_a_command_measures_it(capsys: py
     assert (pair["significant"], pair["seeds_needed"], pair["usual_spread"]) == (None, None, LARGEST_SPREAD)
     assert line == (
         "A has a lower loss than B, by 0.2000 nats; noise unknown. Runs of this size and length have had a standard "
-        f"deviation of {LARGEST_SPREAD:.2g} nats over seeds. A difference counts as clear if it is five times that; "
-        "this one is not clear. Two more seeds of one config measure the noise."
+        f"deviation of {LARGEST_SPREAD:.2g} nats over seeds. If these have about the same, a difference is clear from "
+        f"{math.sqrt(2) * stats.t(3).ppf(0.975) * LARGEST_SPREAD:.2g} nats on; this one is not clear. Two more seeds "
+        "of one config measure the noise."
     )
     assert proposal["command"] == "gptexp train -m --config-dir 'my conf' optim.lr=0.01 train.seed=8,9"
     assert (proposal["runs"], proposal["minutes"]) == (2, 3.0)
