@@ -113,9 +113,9 @@ def fit(losses: Mapping[int, Losses], diverged: Mapping[int, Sequence[float]], u
     """
     cells = cells_of(losses, diverged)
     cells.weigh(_robust_weights(cells, usual_spread))
-    first = _Sample("linex", cells, usual_spread)
-    first.start()
-    first.find_mode()
+    # From alike and from unlike skews, since the likelihood may have a peak near each.
+    starts = (_Sample("linex", cells, usual_spread).start(own_skew).find_mode() for own_skew in (0.0, 1.5))
+    first = max(starts, key=lambda sample: sample.rough_evidence)
     samples = [first, *(_Sample(name, cells, usual_spread, first).find_mode() for name in FORMS if name != "linex")]
     likely = _likely(samples, LIKELY)
     cells.weigh(_weights(_draw([sample.importance_sample(POINTS // 2, stages=1) for sample in likely], draws=300)))
@@ -166,12 +166,14 @@ class _Sample:
         normal = -0.5 * (z**2).sum(1) - z.shape[1] / 2 * np.log(2 * np.pi)
         return normal + special.logsumexp(log, axis=2).sum(0), log
 
-    def start(self) -> None:
-        """Begin at the best of several values of the parameters whose likelihood has several peaks."""
-        names = ("skew", "misfit", "own_skew", "height")
-        values = itertools.product((-2.0, -1.0, 0.0, 1.0, 2.0), (0.0, 1.5), (0.0, 1.5), (-2.0, -1.0, 0.0, 1.0))
-        tried = np.array([[dict(zip(names, of, strict=True)).get(name, 0.0) for name in self.priors] for of in values])
+    def start(self, own_skew: float) -> "_Sample":
+        """Begin at the best of several skews, misfits and heights, and `own_skew` standard deviations of its prior."""
+        names = ("skew", "misfit", "height")
+        values = itertools.product((-2.0, -1.0, 0.0, 1.0, 2.0), (0.0, 1.5), (-2.0, -1.0, 0.0, 1.0))
+        of_each = [{"own_skew": own_skew, **dict(zip(names, of, strict=True))} for of in values]
+        tried = np.array([[of.get(name, 0.0) for name in self.priors] for of in of_each])
         self.mode = tried[self.log_posterior(tried)[0].argmax()]
+        return self
 
     def find_mode(self) -> "_Sample":
         """Move to the mode by Newton steps, between which the places are set closer around the optima."""
