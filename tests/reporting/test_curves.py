@@ -47,6 +47,15 @@ def test_a_real_sweep_with_unequal_noise() -> None:
     assert law.high < 0.5
 
 
+def test_the_probability_inside_a_grid_grows_with_the_grid() -> None:
+    """A proposal that widens a grid says with which probability it brackets the optimum."""
+    curves = fit_curves({8: {2.0**x: [3.0 - 0.05 * x] for x in range(4)}}, {}, 0.02)
+    curve = curves.of[8]
+    inside = [curves.inside(8, 1.0, 8.0 * factor) for factor in (1, 2, 4, 2.0**20)]
+    assert inside[0] == pytest.approx(1 - curve.below - curve.above)
+    assert inside[0] < inside[1] < inside[2] < inside[3] == pytest.approx(1 - curve.below)
+
+
 @pytest.mark.parametrize("many", [0, 3, 6])
 def test_more_seeds_of_one_cell_do_not_silence_the_others(many: int) -> None:
     rng = np.random.default_rng(many)
