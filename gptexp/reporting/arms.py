@@ -18,7 +18,7 @@ from gptexp.reporting.forms import Array
 from gptexp.reporting.law import fit_ratio, independent_difference
 from gptexp.reporting.likelihood import SMALLEST_SIGMA
 from gptexp.reporting.noise import CONFIDENCE
-from gptexp.reporting.posterior import interval
+from gptexp.reporting.posterior import interval, middle
 
 SIZES = {"model.n_embd": ("model.n_head",), "model.n_layer": ()}  # size of a model -> keys that may change with it
 
@@ -80,44 +80,41 @@ def clearest_gap(arms: Sequence[Mapping[int, Array]]) -> tuple[int, int, Interva
     return one, other, gaps[one, other]
 
 
-def falls_behind(optima: Mapping[int, Optimum], nats: float) -> Limit | None:
+def falls_behind(losses: Mapping[int, Array], nats: float) -> Limit | None:
     """The first batch size at which the loss at the optimum is `nats` above the `_lowest` at smaller batch sizes.
 
-    Between two batch sizes the loss is interpolated over the logarithm; its interval follows from those of the losses.
-    None with fewer than two optima.
+    `losses`: batch size -> joint draws. Between two batch sizes the loss is interpolated over the logarithm; its
+    interval follows from those of the losses. None with fewer than two batch sizes.
     """
-    sizes = sorted(optima)
+    sizes = sorted(losses)
     if len(sizes) < 2:
         return None
     segments = []
     for number, ends in enumerate(pairwise(sizes), 1):
-        lowest, base = _lowest([optima[size] for size in sizes[:number]])
-        of_ends = []
-        for size in ends:
-            _, half = optima[size].above(lowest)
-            of_ends.append((size, optima[size].loss - base, 0.0 if optima[size] is lowest else half))
-        segments.append(of_ends)
+        lowest, base = _lowest([losses[size] for size in sizes[:number]])
+        gaps = [(size, float(np.median(losses[size])) - base, middle(losses[size] - lowest)[1]) for size in ends]
+        segments.append(gaps)
     tokens, low, high = (_crossing(segments, nats, sign) for sign in (0, 1, -1))
     return Limit(tokens, low, high, sizes[-1])
 
 
-def _lowest(optima: Sequence[Optimum]) -> tuple[Optimum, float]:
-    """The optimum with the lowest loss, and the mean of the losses that may be equal to it, weighted by precision.
+def _lowest(draws: Sequence[Array]) -> tuple[Array, float]:
+    """Draws of the lowest loss, and the mean of the losses that may be equal to it, weighted by precision.
 
     Of equal losses the lowest is too low by chance. So the next higher ones are averaged with it, as long as a
     chi-squared test takes them for equal (p-value above `EQUAL_P`). Which ones these are depends on the losses, so
     the mean counts as no more certain than the lowest alone.
     """
-    by_loss = sorted(optima, key=lambda optimum: optimum.loss)
-    losses = np.array([optimum.loss for optimum in by_loss])
-    sds = np.array([max(optimum.loss_half_width / QUANTILE, SMALLEST_SIGMA) for optimum in by_loss])
-    base = by_loss[0].loss
-    for count in range(2, len(by_loss) + 1):
+    rising = sorted(draws, key=lambda of_loss: float(np.median(of_loss)))
+    losses, half_widths = np.transpose([middle(of_loss) for of_loss in rising])
+    sds = np.maximum(half_widths / QUANTILE, SMALLEST_SIGMA)
+    base = losses[0]
+    for count in range(2, len(losses) + 1):
         mean = np.average(losses[:count], weights=sds[:count] ** -2)
         if special.chdtrc(count - 1, np.sum(((losses[:count] - mean) / sds[:count]) ** 2)) <= EQUAL_P:
             break
-        base = float(mean)
-    return by_loss[0], base
+        base = mean
+    return rising[0], float(base)
 
 
 def _crossing(segments: Iterable[Sequence[tuple[int, float, float]]], nats: float, sign: int) -> float | None:

@@ -3,10 +3,12 @@
 import math
 from collections.abc import Iterator, Sequence
 
+import numpy as np
+
 from gptexp.reporting.analysis import Arm
 from gptexp.reporting.arms import Limit, Transfer, clearest_gap, falls_behind, transfers
 from gptexp.reporting.finding import Finding, limits_of_law, nats_higher
-from gptexp.reporting.law import SLOPES, Law
+from gptexp.reporting.law import SLOPES, Law, independent_difference
 
 
 def arms_in_words(arms: Sequence[Arm], behind_nats: float) -> Iterator[Finding]:
@@ -53,16 +55,17 @@ def _follows(law: Law) -> str:
 def _losses(arms: Sequence[Arm]) -> Iterator[Finding]:
     """Compare the arms at each batch size, each at its own best learning rate."""
     for batch in sorted({batch for arm in arms for batch in arm.curves.optima}):
-        optima = {arm.label: arm.curves.optima[batch] for arm in arms if batch in arm.curves.optima}
-        if len(optima) < 2:
+        losses = {arm.label: arm.curves.best_losses[batch] for arm in arms if batch in arm.curves.optima}
+        if len(losses) < 2:
             continue
-        best = min(optima, key=lambda label: optima[label].loss)
-        gaps = [f"{label} is {nats_higher(*o.above(optima[best]))}" for label, o in optima.items() if label != best]
+        best = min(losses, key=lambda label: float(np.median(losses[label])))
+        gaps = [f"{label} is {nats_higher(independent_difference(of_arm, losses[best]))}"
+                for label, of_arm in losses.items() if label != best]  # fmt: skip
         yield Finding(f"At {batch:,} tokens a step {best} has the lowest loss: {'; '.join(gaps)}.")
 
 
 def _behind(arms: Sequence[Arm], nats: float) -> Iterator[Finding]:
-    limits = [(arm, limit) for arm in arms if (limit := falls_behind(arm.curves.optima, nats)) is not None]
+    limits = [(arm, limit) for arm in arms if (limit := falls_behind(arm.curves.best_losses, nats)) is not None]
     if not limits:
         return
     described = "; ".join(f"{arm.label}: {_limit(limit)}" for arm, limit in limits)

@@ -66,14 +66,6 @@ class Optimum:
     def holds(self, lr: float) -> bool:
         return self.low <= lr <= self.high
 
-    @property
-    def loss_half_width(self) -> float:
-        return (self.loss_high - self.loss_low) / 2
-
-    def above(self, other: "Optimum") -> tuple[float, float]:
-        """How far its loss is above that of `other`, and half of the 95% interval of that, in nats."""
-        return self.loss - other.loss, math.hypot(self.loss_half_width, other.loss_half_width)
-
 
 @dataclass(frozen=True)
 class Outlier:
@@ -139,9 +131,12 @@ class Curves:
     @cached_property
     def octaves(self) -> dict[int, Array]:
         """Batch size in tokens -> draws of log2 of the best learning rate, where it is bracketed."""
-        if self.posterior is None:
-            return {}
-        return {batch: self.posterior.m[:, self.posterior.column[batch]] for batch in self.optima}
+        return {batch: p.m[:, p.column[batch]] for batch in self.optima if (p := self.posterior) is not None}
+
+    @cached_property
+    def best_losses(self) -> dict[int, Array]:
+        """Batch size in tokens -> draws of the loss at the best learning rate, where it is bracketed."""
+        return {batch: p.c[:, p.column[batch]] for batch in self.optima if (p := self.posterior) is not None}
 
     def cell_losses(self, cells: Sequence[tuple[int, float]]) -> Array:
         """Draws of the expected losses of cells (batch size, learning rate), shape (draws, number of cells)."""
@@ -182,14 +177,6 @@ class Curves:
     def _seeds(self, batch: int, lr: float) -> list[float]:
         """The final losses of a cell; none of a learning rate that was not run."""
         return self.losses[batch].get(lr, [])
-
-    def above(self, batch: int, than: int) -> tuple[float, float]:
-        """How far the loss at the optimum of `batch` is above that of `than`, and half of its 95% interval, in nats."""
-        assert self.posterior is not None
-        column, c = self.posterior.column, self.posterior.c
-        gaps = c[:, column[batch]] - c[:, column[than]]
-        low, high = interval(gaps)
-        return float(np.median(gaps)), (high - low) / 2
 
     def inside(self, batch: int, low: float, high: float) -> float:
         """The probability that the best learning rate lies between `low` and `high`."""

@@ -3,7 +3,9 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from gptexp.reporting.forms import Array
 from gptexp.reporting.law import Law
+from gptexp.reporting.posterior import middle
 
 WITHIN = 0.5  # octaves on each side of an optimum up to which its interval is narrow enough, unless asked otherwise
 NARROWEST_WITHIN = 0.05  # half of the narrowest interval that is ever given
@@ -23,8 +25,9 @@ class Finding:
         return f"{self.text} {self.why}".strip()
 
 
-def nats_higher(gap: float, half_width: float) -> str:
-    """A loss that is `gap` nats above another one, with half of the 95% interval of that."""
+def nats_higher(gaps: Array) -> str:
+    """A loss that is higher than another one, by draws of their difference in nats."""
+    gap, half_width = middle(gaps)
     return f"{gap:.4f} ± {half_width:.4f} nats higher{' (within noise)' if gap <= half_width else ''}"
 
 

@@ -36,7 +36,7 @@ from gptexp.reporting.noise import CONFIDENCE
 DRAWS = 2000
 NARROWEST = 0.1  # octaves: no form of a curve is known so well that an interval may be narrower
 POINTS = 128  # of importance sampling, for each form and stage
-STAGES, ENOUGH = 4, 80.0  # stages of importance sampling; the effective sample size at which it ends
+STAGES, ENOUGH = 10, 80.0  # stages of importance sampling; the effective sample size at which it ends
 PROPOSAL_DOF = 6.0
 MOST_STEPS, SMALL_GAIN = 9, 0.1  # of Newton's method, which ends when a step raises the logarithm by less
 FIRST_STEP, LONGEST_STEP = 0.15, 3.0  # in standard deviations of the priors
@@ -105,6 +105,12 @@ def interval(draws: Array, level: float = CONFIDENCE, narrowest: float = 0.0) ->
     return float(low - missing), float(high + missing)
 
 
+def middle(draws: Array) -> tuple[float, float]:
+    """The median, and half the width of the 95% interval."""
+    low, high = interval(draws)
+    return float(np.median(draws)), (high - low) / 2
+
+
 def fit(losses: Mapping[int, Losses], diverged: Mapping[int, Sequence[float]], usual_spread: float) -> Posterior:
     """The posterior of a sweep. Each batch size of `losses` has two learning rates or more.
 
@@ -142,6 +148,7 @@ class _Sample:
         self.guesses = _first_guesses(cells, usual_spread)
         self.priors = {**PRIORS, **self.form.parameters}
         self.mode: Array = np.zeros(len(self.priors))
+        self.root: Array = FIRST_STEP * np.eye(len(self.mode))  # of the differences
         self.grid = np.linspace(cells.low - BEYOND, cells.high + BEYOND, FINE, axis=1)
         if like is not None:
             known = dict(zip(like.priors, like.mode, strict=True))
@@ -177,27 +184,26 @@ class _Sample:
 
     def find_mode(self) -> "_Sample":
         """Move to the mode by Newton steps, between which the places are set closer around the optima."""
-        root: Array = FIRST_STEP * np.eye(len(self.mode))
         for number in range(MOST_STEPS):
-            gradient, self.covariance = self._derivatives(root)
+            gradient, self.covariance = self._derivatives()
             step = self.covariance @ gradient
             step *= min(1.0, LONGEST_STEP / max(float(np.linalg.norm(step)), 1e-12))
             tried = self.mode + STEP_SHARES[:, None] * step
-            values, _ = self.log_posterior(tried)
-            value, self.mode = values.max(), tried[values.argmax()]
-            self._zoom(COARSE)
-            if number > 0 and value - values[0] < SMALL_GAIN:
+            values, log = self.log_posterior(tried)
+            best = values.argmax()
+            value, self.mode = values[best], tried[best]
+            is_there = number > 0 and value - values[0] < SMALL_GAIN
+            self.root = 0.7 * np.linalg.cholesky(self.covariance)
+            self._zoom(log[:, best], FINE if is_there else COARSE)
+            if is_there:
                 break
-            root = 0.7 * np.linalg.cholesky(self.covariance)
-        self._zoom(FINE)
         self.rough_evidence = (np.log(self.form.weight) + value + len(self.mode) / 2 * np.log(2 * np.pi)
                                + 0.5 * np.linalg.slogdet(self.covariance)[1])  # fmt: skip
         return self
 
-    def _zoom(self, points: int) -> None:
-        """Set the places to where the optima may lie, given the mode."""
-        _, log = self.log_posterior(self.mode[None])
-        share = np.cumsum(special.softmax(log[:, 0], axis=1), axis=1)
+    def _zoom(self, log: Array, points: int) -> None:
+        """Set the places to where the optima may lie. `log`: the evidence of each place, shape (J, M)."""
+        share = np.cumsum(special.softmax(log, axis=1), axis=1)
         rows, last = np.arange(len(share)), share.shape[1] - 1
         low = self.grid[rows, (share < 1e-4).sum(1)]
         high = self.grid[rows, np.minimum((share < 1 - 1e-4).sum(1), last)]
@@ -209,20 +215,20 @@ class _Sample:
         high = np.minimum(high + margin, self.cells.high + BEYOND)
         self.grid = np.linspace(low, high, points, axis=1)
 
-    def _derivatives(self, root: Array) -> tuple[Array, Array]:
+    def _derivatives(self) -> tuple[Array, Array]:
         """The gradient at the mode, and the inverse of the negative second derivatives.
 
-        By differences between the mode and points at the columns of `root` from it.
+        By differences between the mode and points at the columns of `self.root` from it.
         """
         size = len(self.mode)
-        ahead = root.T
+        ahead = self.root.T
         first, second = np.tril_indices(size, -1)
         points = np.vstack([self.mode, self.mode + ahead, self.mode - ahead, self.mode + ahead[first] + ahead[second]])
         values, _ = self.log_posterior(points)
         value, plus, minus, mixed = values[0], *np.split(values[1 : 2 * size + 1], 2), values[2 * size + 1 :]
         curvature = np.diag(plus + minus - 2 * value)
         curvature[first, second] = curvature[second, first] = mixed - plus[first] - plus[second] + value
-        inverse = np.linalg.inv(root)
+        inverse = np.linalg.inv(self.root)
         curvatures, axes = np.linalg.eigh(-inverse.T @ curvature @ inverse)
         covariance = (axes / np.maximum(curvatures, 0.6)) @ axes.T  # the prior alone has a curvature of 1
         return inverse.T @ (plus - minus) / 2, covariance

@@ -7,7 +7,6 @@ from gptexp.process.words import counted
 from gptexp.reporting.analysis import Analysis, Arm
 from gptexp.reporting.arms_in_words import arms_in_words
 from gptexp.reporting.clipping import clipping_in_words
-from gptexp.reporting.curves import Noise
 from gptexp.reporting.finding import BEHIND_NATS, Finding, Verdict, limits_of_law, nats_higher
 from gptexp.reporting.law import SLOPES
 from gptexp.reporting.noise import POWER, seeds_needed
@@ -116,9 +115,8 @@ def _sizes(arm: Arm) -> Iterator[Finding]:
     if len(optima) < 2:
         return
     best = min(optima, key=lambda batch: optima[batch].loss)
-    gaps = [
-        f"at {tokens(batch)} it is {nats_higher(*arm.curves.above(batch, best))}" for batch in optima if batch != best
-    ]
+    losses = arm.curves.best_losses
+    gaps = [f"at {tokens(b)} it is {nats_higher(losses[b] - losses[best])}" for b in optima if b != best]
     text = f"Each at its own best learning rate, {tokens(best)} has the lowest loss."
     yield Finding(text, _sentence("; ".join(gaps)))
 
@@ -152,19 +150,19 @@ def _noise(arm: Arm) -> Iterator[Finding]:
             f"{arm.curves.usual_spread:.2g} nats over seeds; intervals assume that, within a factor of 2.7."
         )
         yield Finding(f"Noise unknown{where}: no learning rate has two seeds.", borrowed)
-    for batch, curve in arm.curves.of.items():
-        if curve.noise_is_known and curve.optimum is not None:
-            yield Finding(
-                f"The final loss of one run at the best learning rate at {tokens(batch)} has a standard deviation of "
-                f"about {curve.noise.sigma:.2g} nats over seeds.",
-                f"A difference of 0.01 nats between two cells needs {_seeds(0.01, curve.noise)} to be significant "
-                f"(power {POWER:g}).",
-            )
-
-
-def _seeds(difference: float, noise: Noise) -> str:
-    """The seeds that show a difference, in words."""
-    return f"{seeds_in_words(seeds_needed(difference, 2 * noise.sigma**2))} per cell"
+    known = {
+        batch: curve.noise.sigma
+        for batch, curve in arm.curves.of.items()
+        if curve.noise_is_known and curve.optimum is not None
+    }
+    if known:
+        at = ", ".join(f"about {sigma:.2g} nats at {batch:,}" for batch, sigma in known.items())
+        needed = (f"{seeds_in_words(seeds_needed(0.01, 2 * sigma**2))} at {b:,}" for b, sigma in known.items())
+        yield Finding(
+            f"One run at the best learning rate has a final loss with a standard deviation over seeds of {at} tokens a "
+            "step.",
+            f"For a difference of 0.01 nats to be significant, two cells need {', '.join(needed)} (power {POWER:g}).",
+        )
 
 
 def seeds_in_words(needed: int) -> str:
