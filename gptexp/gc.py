@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
         ("stay", [_shown(garbage.stay) for garbage in found]),
         ("frees", list(map(size_shown, sizes))),
     ]
-    print_table(columns, "run", ["status"], ["status", "stay"], terminal_width())
+    print_table(columns, ["run"], ["status"], ["status", "stay"], terminal_width())
     if args.dry_run:
         say(f"would free {size_shown(sum(sizes))}")
         return 0

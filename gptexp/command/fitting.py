@@ -53,4 +53,4 @@ def print_fitting(models: Mapping[str, Config], gpu: Gpu, as_json: bool) -> None
     for ranks in RANKS:
         texts = [str(row["world.sharding"][str(ranks)] or NOTHING) for row in rows]  # type: ignore[index]
         columns.append((f"{ranks} rank{'s' if ranks > 1 else ''}", texts))
-    print_table(columns, "model", (), (), terminal_width())
+    print_table(columns, ("model",), (), (), terminal_width())

@@ -373,7 +373,7 @@ def show_sweep(cells: Sequence[dict[str, Any]], total: int, at_once: int) -> Non
     scaled = any(p["effective_lr"] != p["lr"] for p in legal)
     needed = {"time": timed, SCALED: scaled}
     columns = [*values, *(column for column in described if needed.get(column[0], True))]
-    print_table(columns, longest, (), LEAST_NEEDED, terminal_width())
+    print_table(columns, (longest,), (), LEAST_NEEDED, terminal_width())
     if not legal:
         return
     scale = total / len(cells)  # Optuna's cells are not chosen yet; these rows are examples

@@ -28,7 +28,7 @@ def fitted_warnings(cfg: Config) -> Iterator[str]:
     if far := _outside(batch, fit.min_batch_tokens, fit.max_batch_tokens, "batch size"):
         yield f"batch.total_batch_size={batch:,} is {far}; the learning rate is extrapolated"
     if far := _outside(tokens, fit.min_tokens, fit.max_tokens, "number of tokens", LENGTH_FACTOR):
-        yield f"a run of {tokens:,} tokens is {far}; longer runs need smaller learning rates (arXiv 2409.19913)"
+        yield f"a run of {tokens:,} tokens is {far}, {SO}"
     yield from _differing(cfg).values()
 
 

@@ -22,6 +22,7 @@ OPTIMIZER = "optim.name"
 # Key -> the beginning of the keys that it may imply.
 IMPLYING = {OPTIMIZER: "optim.", "model.parametrisation": "model.base_"}
 WIDTH, HEADS = "model.n_embd", "model.n_head"
+STEPS_SPREAD = 0.05  # of the logarithm of the steps to a loss, over seeds, if no seeds measure it
 TEXT = "data_hash"  # key of the summary; runs that trained on different text belong to different arms
 
 
@@ -212,9 +213,7 @@ def _arm(choices: dict[str, Any], implied: set[str], runs: list[Run]) -> Arm:
 
 
 def _ties(curves: Curves, best: tuple[int, float]) -> list[tuple[int, float]]:
-    if not curves.has(best[0]):
-        return []
-    others = [cell for cell in curves.means if cell != best and curves.has(cell[0])]
+    others = [cell for cell in curves.means if cell != best]
     worse = curves.worse(others, best)
     return [cell for cell in others if cell not in worse]
 
@@ -240,9 +239,10 @@ def usual_spread_of(runs: Sequence[Run]) -> float:
 def _critical(runs: list[Run]) -> tuple[float | None, Critical | None, list[int]]:
     """`target_loss`, `critical` and `at_an_edge` of an arm.
 
-    The target is the lowest loss that every batch size reaches; each batch size counts at its fastest learning rate.
-    Needs a constant learning rate: with decay, the loss in the middle of a run is not that of a shorter run. Takes the
-    losses of the averaged weights if all runs have them: they come close to those after a decay (arXiv 2410.21676).
+    The target is the lowest loss that every batch size reaches. The fewest steps to it at a batch size are the minimum
+    of a curve of their logarithm over the learning rate, by a posterior like that of the losses. Needs a constant
+    learning rate: with decay, the loss in the middle of a run is not that of a shorter run. Takes the losses of the
+    averaged weights if all runs have them: they come close to those after a decay (arXiv 2410.21676).
     """
     if runs[0].config["schedule.name"] != "constant":
         return None, None, []
@@ -254,26 +254,26 @@ def _critical(runs: list[Run]) -> tuple[float | None, Critical | None, list[int]
             courses[run.batch][run.lr].append(course)
     if len(courses) < 2:
         return None, None, []
-    # Average over seeds before taking the best learning rate: the minimum over more seeds would need fewer steps.
     target = max(
         min(max(min(loss for _, loss in course) for course in of_lr) for of_lr in of_batch.values())
         for of_batch in courses.values()
     )
-    steps: dict[int, float] = {}
-    at_an_edge = []
+    log_steps: dict[int, dict[float, list[float]]] = {}
+    too_high: dict[int, list[float]] = {}
     for batch, of_batch in courses.items():
-        means = {}
-        for lr, of_lr in of_batch.items():
-            reached = [steps_to(target, course) for course in of_lr]
-            if all(reached):
-                means[lr] = math.fsum(filter(None, reached)) / len(reached)
-        if not means:  # every run reached the target before its first evaluation
+        reached = {lr: [steps_to(target, course) for course in of_lr] for lr, of_lr in of_batch.items()}
+        log_steps[batch] = {lr: [math.log(s) for s in of_lr if s] for lr, of_lr in reached.items() if all(of_lr)}
+        if not log_steps[batch]:  # every run reached the target before its first evaluation
             return target, None, []
-        fastest = min(means, key=lambda lr: means[lr])
-        steps[batch] = means[fastest]
-        if fastest in (min(of_batch), max(of_batch)):
-            at_an_edge.append(batch)
-    return target, critical_batch_size(steps), sorted(at_an_edge)
+        too_high[batch] = [lr for lr in reached if lr > max(log_steps[batch])]
+    curves = fit_curves(log_steps, too_high, STEPS_SPREAD)
+    steps = {batch: math.exp(curves.lowest(batch)) for batch in curves.of}
+    at_an_edge = [
+        batch
+        for batch, curve in curves.of.items()
+        if curve.optimum is None and curve.best in (min(courses[batch]), max(courses[batch]))
+    ]
+    return target, critical_batch_size(steps), at_an_edge
 
 
 def averages(runs: Sequence[Run]) -> bool:

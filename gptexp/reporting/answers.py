@@ -11,8 +11,7 @@ from gptexp.reporting.proposals import Proposal
 from gptexp.reporting.terminal_table import Columns
 from gptexp.storage.sweep_record import SweepRecord
 
-ARM = "arm"  # title of the column of names
-TEXTS = (ARM, "status", "surer with")  # titles of the columns with their text to the left
+TEXTS = ("arm", "status", "surer with")  # titles of the columns of text
 NOTHING = "narrow enough"
 
 
@@ -55,7 +54,9 @@ def answers_of(
         if arm.is_grid or len(planned) > 1:
             for batch, curve in arm.curves.of.items():
                 wanted = _wanted(arm, batch, further)
-                if not wanted and curve.optimum is not None and curve.optimum.is_within(within):
+                if not wanted and not curve.noise_is_known:
+                    wanted = "a second seed"
+                elif not wanted and curve.optimum is not None and curve.optimum.is_within(within):
                     wanted = NOTHING
                 goes_on = sweep is not None and is_unfinished(sweep, analysis.runs, batch)
                 rows.append(_answer(arm, batch, curve, wanted, goes_on))
@@ -109,7 +110,7 @@ def table_of_answers(rows: Sequence[Answer]) -> Columns:
 
     columns = [
         ("tokens a step", [f"{row.total_batch_size:,}" for row in rows]),
-        (ARM, [row.arm for row in rows]),
+        ("arm", [row.arm for row in rows]),
         ("best lr", [number(row.lr, ".3g") for row in rows]),
         ("95% interval", [interval(row.low, row.high, ".3g") for row in rows]),
         ("loss there", [number(row.loss, ".4f") for row in rows]),

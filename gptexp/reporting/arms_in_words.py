@@ -7,7 +7,7 @@ import numpy as np
 
 from gptexp.reporting.analysis import Arm
 from gptexp.reporting.arms import Limit, Transfer, clearest_gap, falls_behind, transfers
-from gptexp.reporting.finding import Finding, limits_of_law, nats_higher
+from gptexp.reporting.finding import OF_LOWEST, Finding, limits_of_law, nats_higher
 from gptexp.reporting.law import SLOPES, Law, independent_difference
 
 
@@ -59,9 +59,9 @@ def _losses(arms: Sequence[Arm]) -> Iterator[Finding]:
         if len(losses) < 2:
             continue
         best = min(losses, key=lambda label: float(np.median(losses[label])))
-        gaps = [f"{label} is {nats_higher(independent_difference(of_arm, losses[best]))}"
+        gaps = [f"{label} is {nats_higher(independent_difference(of_arm, losses[best]), len(losses))}"
                 for label, of_arm in losses.items() if label != best]  # fmt: skip
-        yield Finding(f"At {batch:,} tokens a step {best} has the lowest loss: {'; '.join(gaps)}.")
+        yield Finding(f"At {batch:,} tokens a step {best} has the lowest loss: {'; '.join(gaps)}.", OF_LOWEST)
 
 
 def _behind(arms: Sequence[Arm], nats: float) -> Iterator[Finding]:

@@ -11,7 +11,7 @@ import numpy as np
 
 from gptexp.process.words import counted
 from gptexp.reporting.forms import Array
-from gptexp.reporting.likelihood import OUTLYING, Losses
+from gptexp.reporting.likelihood import OUTLYING, SMALLEST_SIGMA, Losses
 from gptexp.reporting.means import against_lowest
 from gptexp.reporting.posterior import NARROWEST, Posterior, fit, interval
 
@@ -29,6 +29,7 @@ MOST_OUTLIERS = 0.25  # of a batch size's learning rates; if the curve misses mo
 FAR_UP = 0.5  # share of the range of mean losses; a run where the curve lies higher is no outlier
 MISSED = 4.0  # standard errors between a curve and a cell from which the curve does not explain it
 SPACING = 2.0  # ratio of learning rates next to a grid of only one
+CLOSEST = 1.3  # ratio of two learning rates between which another one says little
 SCAN = 200  # learning rates at which the curve is compared with its minimum
 CENTRAL = 0.68  # the probability of a narrower interval, of about one standard error
 
@@ -146,43 +147,49 @@ class Curves:
     def worse(self, cells: Sequence[tuple[int, float]], than: tuple[int, float]) -> set[tuple[int, float]]:
         """Those of `cells` whose loss is significantly higher than that of the cell `than`.
 
-        The largest set of which every one is worse with a probability of 99.5%, so it is corrected for the number of
-        cells. Not cells whose seeds vary more than the noise of the curve: these are judged by their seeds alone
+        Cells are added while all are worse with a probability of 99.5%, so it is corrected for their number. Where a
+        batch size has no curve, or seeds vary more than the noise of the curve, cells are judged by their seeds alone
         (`means.against_lowest`). At the batch size of `than`, a learning rate that may be the best one is not in it.
-        Nor are cells of a batch size without a curve.
         """
         optimum = self.optima.get(than[0])
         cells = [
-            (batch, lr)
-            for batch, lr in cells
-            if self.has(batch) and not (batch == than[0] and optimum is not None and optimum.holds(lr))
+            (batch, lr) for batch, lr in cells if not (batch == than[0] and optimum is not None and optimum.holds(lr))
         ]
-        if not cells or not self.has(than[0]):
-            return set()
-        wild = [(batch, lr) for batch, lr in cells if len(self._seeds(batch, lr)) > 1
-                and self._weights(batch)[lr].mean() < OUTLYING]  # fmt: skip
-        contrasts = against_lowest([self._seeds(*cell) for cell in (than, *wild)]) or []
-        chosen = {cell for cell, found in zip((than, *wild), contrasts, strict=False) if found.is_significant}
-        cells = [cell for cell in cells if cell not in wild]
-        draws = self.cell_losses([than, *cells])
-        lower = draws[:, 1:] <= draws[:, :1]
-        contradicted = np.zeros(len(draws), bool)
-        for number in np.argsort(lower.mean(0), kind="stable"):
-            contradicted |= lower[:, number]
-            if contradicted.mean() > NOT_WORSE:
-                break
-            chosen.add(cells[number])
+        by_seeds = [cell for cell in cells if not self._follows_curve(*cell) or not self.has(than[0])]
+        by_curve = [cell for cell in cells if cell not in by_seeds]
+        chosen = set()
+        if by_seeds and (contrasts := against_lowest([self.losses[b][lr] for b, lr in (than, *by_seeds)])) is not None:
+            is_lowest = contrasts[0].difference == 0
+            chosen = {cell for cell, found in zip(by_seeds, contrasts[1:], strict=True)
+                      if is_lowest and found.is_significant}  # fmt: skip
+        if by_curve:
+            draws = self.cell_losses([than, *by_curve])
+            lower = draws[:, 1:] <= draws[:, :1]
+            contradicted = np.zeros(len(draws), bool)
+            for number in np.argsort(lower.mean(0), kind="stable"):
+                contradicted |= lower[:, number]
+                if contradicted.mean() > NOT_WORSE:
+                    break
+                chosen.add(by_curve[number])
         return chosen
 
-    def _seeds(self, batch: int, lr: float) -> list[float]:
-        """The final losses of a cell; none of a learning rate that was not run."""
-        return self.losses[batch].get(lr, [])
+    def _follows_curve(self, batch: int, lr: float) -> bool:
+        """Whether a curve says what the loss is: not where several seeds of the cell hardly count in it."""
+        seeds = self.losses[batch].get(lr, [])
+        return self.has(batch) and (len(seeds) < 2 or bool(self._weights(batch)[lr].mean() >= OUTLYING))
 
     def inside(self, batch: int, low: float, high: float) -> float:
         """The probability that the best learning rate lies between `low` and `high`."""
         assert self.posterior is not None
         m = self.posterior.m[:, self.posterior.column[batch]]
         return float(((m >= math.log2(low)) & (m <= math.log2(high))).mean())
+
+    def lowest(self, batch: int) -> float:
+        """The lowest loss of the curve inside the grid; without a curve, the lowest mean."""
+        curve, lrs = self.of[batch], np.log2(sorted(self.losses[batch]))
+        if self.posterior is None or not self.has(batch) or curve.status == "jagged":
+            return self.means[batch, curve.best]
+        return float(np.median(self.posterior.loss(batch, np.linspace(lrs[0], lrs[-1], SCAN)).min(axis=1)))
 
     def has(self, batch: int) -> bool:
         """Whether the batch size has a curve: two learning rates or more."""
@@ -199,14 +206,17 @@ class Curves:
         lrs = sorted(at_batch)
         dof = sum(len(of_seeds) - 1 for of_seeds in at_batch.values())
         if self.posterior is None or not self.has(batch):
-            return Curve("too few", "1 learning rate completed, and a lowest point needs three",
-                         Noise(self.usual_spread, dof), lrs[0])  # fmt: skip
+            sigma = stdev(at_batch[lrs[0]]) if dof else self.usual_spread
+            why = "1 learning rate completed, and a lowest point needs three"
+            return Curve("too few", why, Noise(max(sigma, SMALLEST_SIGMA), dof), lrs[0])
         posterior, j = self.posterior, self.posterior.column[batch]
         m, x = posterior.m[:, j], np.log2(lrs)
         best = lrs[posterior.cells.lowest[j]]
-        # A learning rate that diverged above the lowest loss ends the grid: it is known to be too large.
-        limit = posterior.cells.limit[j]
-        top = limit + NARROWEST if math.isfinite(limit) else x[-1]
+        # A learning rate that diverged above the lowest loss ends the grid: it is known to be too large. But if the
+        # optimum is likely to lie above all that completed, no loss near it is known.
+        limit = float(posterior.cells.limit[j])
+        is_between = limit - x[-1] > math.log2(CLOSEST) and float(np.median(m)) > x[-1]
+        top = limit + NARROWEST if math.isfinite(limit) and not is_between else float(x[-1])
         below, above = float((m < x[0]).mean()), float((m > top).mean())
         sigma = float(np.median(posterior.noise(batch, [float(np.median(m.clip(x[0], x[-1])))])))
         noise = Noise(sigma, dof)
@@ -218,7 +228,9 @@ class Curves:
         side = likelier if share > LIKELY or best == end else None
 
         def judged(status: Status, why: str, optimum: Optimum | None = None) -> Curve:
-            return Curve(status, why, noise, best, below, above, side, optimum, outliers)
+            named = outliers if status != "jagged" else []  # there, no curve tells them from the others
+            onwards = side if optimum is None else None
+            return Curve(status, why, noise, best, below, above, onwards, optimum, named)
 
         bad = [lr for lr in self.diverged.get(batch, ()) if lr < best]
         if bad:
@@ -233,9 +245,7 @@ class Curves:
             why = f"it lies inside the grid with a probability of {1 - below - above:.1%}"
             return judged("bracketed", why, self._optimum(batch, sigma))
         heights = posterior.loss(batch, x).max(1) - posterior.c[:, j]
-        why = (
-            f"the optimum is below {lrs[0]:g} with a probability of {below:.0%}, and above {lrs[-1]:g} with {above:.0%}"
-        )
+        why = f"the optimum is below {lrs[0]:g} with a probability of {below:.0%}, above {2**top:.3g} with {above:.0%}"
         if best in (lrs[0], lrs[-1]):
             why = f"the loss is lowest at {best:g}, the end of the grid; {why}"
         if np.median(heights) < 2 * sigma:
@@ -292,10 +302,11 @@ class Curves:
         found = []
         for lr, weights in self._weights(batch).items():
             of_seeds = sorted(self.losses[batch][lr])
-            if len(of_seeds) == 1 and abs(misses.get(lr, 0.0)) > MISSED:
-                found.append(Outlier(lr, of_seeds[0], "no curve through its neighbours explains its loss"))
+            is_far = abs(misses.get(lr, 0.0)) > MISSED and (len(of_seeds) == 1 or weights.mean() < OUTLYING)
             for loss, weight in zip(of_seeds, weights, strict=True):
-                if weight < OUTLYING * weights.max():
+                if is_far:
+                    found.append(Outlier(lr, loss, "no curve through its neighbours explains its loss"))
+                elif weight < OUTLYING * weights.max():
                     others = fmean(other for other, w in zip(of_seeds, weights, strict=True) if w > weight)
                     found.append(Outlier(lr, loss, f"other seeds of its cell have a loss of {others:.4f}"))
         return found

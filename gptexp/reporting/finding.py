@@ -1,14 +1,20 @@
 """The sentences of a report."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
+
+from gptexp.process.words import counted
 from gptexp.reporting.forms import Array
 from gptexp.reporting.law import Law
-from gptexp.reporting.posterior import middle
+from gptexp.reporting.noise import LEVEL
+from gptexp.reporting.posterior import interval
 
 WITHIN = 0.5  # octaves on each side of an optimum up to which its interval is narrow enough, unless asked otherwise
 NARROWEST_WITHIN = 0.05  # half of the narrowest interval that is ever given
+OF_LOWEST = "The 95% intervals are corrected for choosing the lowest."
 BEHIND_NATS = 0.05  # by which an arm falls behind, unless asked otherwise; see `arms.falls_behind`
 
 
@@ -25,10 +31,13 @@ class Finding:
         return f"{self.text} {self.why}".strip()
 
 
-def nats_higher(gaps: Array) -> str:
-    """A loss that is higher than another one, by draws of their difference in nats."""
-    gap, half_width = middle(gaps)
-    return f"{gap:.4f} ± {half_width:.4f} nats higher{' (within noise)' if gap <= half_width else ''}"
+def nats_higher(gaps: Array, losses: int) -> str:
+    """A loss that is higher than the lowest of several `losses`, by draws of their difference in nats.
+
+    As the lowest is chosen, the 95% interval is wider by Bonferroni's correction for all pairs.
+    """
+    low, high = interval(gaps, 1 - LEVEL / math.comb(losses, 2))
+    return f"{np.median(gaps):.4f} ({low:.4f} to {high:.4f}) nats higher{', within noise' if low <= 0 else ''}"
 
 
 def limits_of_law(law: Law) -> Iterator[tuple[str, str]]:
@@ -67,5 +76,8 @@ class Verdict:
 
     @property
     def shortest(self) -> list[str]:
-        """The same without the statistics behind each conclusion, and without caveats."""
-        return [f.text for f in (*self.warnings, *self.answers, *self.findings)]
+        """The same without the statistics behind each conclusion, without caveats, and with one warning at most."""
+        warnings = [f.text for f in self.warnings[:1]]
+        if others := len(self.warnings) - 1:
+            warnings = [f"{text} ({counted(others, 'more warning')})" for text in warnings]
+        return [*warnings, *(f.text for f in (*self.answers, *self.findings))]

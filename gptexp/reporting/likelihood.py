@@ -30,7 +30,8 @@ from gptexp.reporting.forms import Array, Indices, places, read, side
 
 Losses = Mapping[float, Sequence[float]]  # learning rate -> the final loss of each seed, in nats per token
 
-BEYOND = 2.0  # octaves beyond the grid within which an optimum is considered
+BEYOND = 5.0  # octaves beyond the grid within which an optimum is considered
+BEYOND_SD = 1.6  # octaves; the prior of the optimum is flat inside the grid, and a normal distribution's tail outside
 NOISE_REACH = 2.0  # octaves from the best learning rate beyond which the noise is constant
 SMALLEST_SIGMA = 1e-6  # nats: smaller differences are rounding errors of float32
 NOISE_DOF = 3.0  # of the prior of a batch size's noise around the shared one
@@ -94,21 +95,19 @@ class Cells:
 
 
 def _lowest(means: Array, weights: Sequence[Array]) -> int:
-    """The index of the lowest mean, without cells of outliers alone. `weights`: those of the runs of each cell."""
+    """The index of the lowest mean, without single runs that are outliers. `weights`: those of the runs of a cell."""
     of_runs = np.array([w.mean() for w in weights])
-    trusted = of_runs > OUTLYING * np.median(of_runs)
+    trusted = (of_runs > OUTLYING * np.median(of_runs)) | (np.array([len(w) for w in weights]) > 1)
     return int(np.where(trusted, means[: len(trusted)], np.inf).argmin())
 
 
-OUTLYING = 0.2  # share of the usual weight; runs and cells of a lower weight are outliers
+OUTLYING = 0.2  # share of the usual weight; runs of a lower weight are outliers
 
 
 def cells_of(losses: Mapping[int, Losses], diverged: Mapping[int, Sequence[float]]) -> Cells:
     """`losses`: batch size -> losses; `diverged`: batch size -> learning rates that diverged."""
     sizes = tuple(sorted(losses))
-    rows = [
-        sorted((float(np.log2(lr)), np.array(sorted(of_seeds))) for lr, of_seeds in losses[b].items()) for b in sizes
-    ]
+    rows = [[(float(np.log2(lr)), np.array(sorted(losses[b][lr]))) for lr in sorted(losses[b])] for b in sizes]
     n = max(map(len, rows))
     x = np.array([[row[min(i, len(row) - 1)][0] for i in range(n)] for row in rows])
     on = np.array([[float(i < len(row)) for i in range(n)] for row in rows])
@@ -203,8 +202,8 @@ def evidence(cells: Cells, shared: Shared, grid: Array, levels: int = NOISE_LEVE
                 + special.log_ndtr(a * np.sqrt(of_a)) - special.log_ndtr(1 / HEIGHT_SPREAD))  # fmt: skip
     top = by_noise.max(axis=3)
     log = top + np.log(np.exp(by_noise - top[..., None]).mean(axis=3)) + seeds[..., None]
-    width = (grid[:, 1] - grid[:, 0]) / (cells.high - cells.low + 2 * BEYOND)  # of a place, as its prior probability
-    log += np.log(width)[:, None, None]
+    outside = np.maximum(0, np.maximum(cells.low[:, None] - grid, grid - cells.high[:, None]))
+    log += (np.log(grid[:, 1] - grid[:, 0])[:, None] - 0.5 * (outside / BEYOND_SD) ** 2)[:, None, :]
     log += special.log_expit(STEEP * (cells.limit[:, None] - grid))[:, None, :]
     return Evidence(log, by_noise, variance, a, of_a**-0.5, (yt, ht, tt), (y1, h1, t1, w), t_scale)
 

@@ -358,5 +358,5 @@ def print_rows(rows: Sequence[Row], width: int | None) -> None:
         ("note", texts(lambda row: row.note or "")),
     ]
     print_table(
-        [column for column in columns if any(column[1])], "name", TEXT_COLUMNS, LEAST_NEEDED, width, NARROWEST_NAME
+        [column for column in columns if any(column[1])], ("name",), TEXT_COLUMNS, LEAST_NEEDED, width, NARROWEST_NAME
     )

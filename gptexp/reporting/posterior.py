@@ -7,7 +7,8 @@ averaged by their evidence (Hoeting et al. 1999, Bayesian Model Averaging, Stati
 quasi-random and fixed, so the same losses always give the same draws.
 
 Noise has heavy tails: a run, or a cell, that lies more than two standard deviations from the curve counts as little as
-in the tail of a Student t distribution (iteratively reweighted least squares; Lange et al. 1989, JASA 84:881).
+in the tail of a Student t distribution (Lange et al. 1989, JASA 84:881). Runs are weighed twice: by a robust curve of
+each batch size, and by a first posterior.
 """
 
 import itertools
@@ -41,12 +42,12 @@ PROPOSAL_DOF = 6.0
 MOST_STEPS, SMALL_GAIN = 9, 0.1  # of Newton's method, which ends when a step raises the logarithm by less
 FIRST_STEP, LONGEST_STEP = 0.15, 3.0  # in standard deviations of the priors
 STEP_SHARES = np.array([0.0, 0.1, 0.3, 0.6, 1.0, 1.5])  # of a Newton step that are tried
-COARSE, FINE = 16, 24  # places of an optimum at each batch size
+FIRST, COARSE, FINE = 32, 16, 24  # places of an optimum at each batch size
 FORM_ERROR = 0.03  # octaves by which a form misses the optimum, for each unit of its departure from a parabola
 MOST_SKEW = 0.9 / SIDE_REACH  # of one batch size, relative to its height
 # A form whose evidence is lower than the best one's by a factor of e^6 is left out; of e^9, before outliers are known;
 # and of e^2, where outliers are looked for.
-NEGLIGIBLE, NEGLIGIBLE_BEFORE, LIKELY = 6.0, 9.0, 2.0
+NEGLIGIBLE, NEGLIGIBLE_BEFORE, NEGLIGIBLE_FOR_OUTLIERS = 6.0, 9.0, 2.0
 RUN_DOF, CELL_DOF = 5.0, 1.5  # of the t distributions in whose tails runs and the scales of cells lie
 USUAL = 2.0  # standard deviations up to which a run, and the sum of squares of a cell, have their whole weight
 ROUGH_SHARE = 0.25  # of its height by which a LINEX curve may miss a loss that is no outlier
@@ -123,7 +124,7 @@ def fit(losses: Mapping[int, Losses], diverged: Mapping[int, Sequence[float]], u
     starts = (_Sample("linex", cells, usual_spread).start(own_skew).find_mode() for own_skew in (0.0, 1.5))
     first = max(starts, key=lambda sample: sample.rough_evidence)
     samples = [first, *(_Sample(name, cells, usual_spread, first).find_mode() for name in FORMS if name != "linex")]
-    likely = _likely(samples, LIKELY)
+    likely = _likely(samples, NEGLIGIBLE_FOR_OUTLIERS)
     cells.weigh(_weights(_draw([sample.importance_sample(POINTS // 2, stages=1) for sample in likely], draws=300)))
     samples = [sample.find_mode() for sample in _likely(samples, NEGLIGIBLE_BEFORE)]
     return _draw([sample.importance_sample() for sample in _likely(samples, NEGLIGIBLE)])
@@ -149,7 +150,7 @@ class _Sample:
         self.priors = {**PRIORS, **self.form.parameters}
         self.mode: Array = np.zeros(len(self.priors))
         self.root: Array = FIRST_STEP * np.eye(len(self.mode))  # of the differences
-        self.grid = np.linspace(cells.low - BEYOND, cells.high + BEYOND, FINE, axis=1)
+        self.grid = np.linspace(cells.low - BEYOND, cells.high + BEYOND, FIRST, axis=1)
         if like is not None:
             known = dict(zip(like.priors, like.mode, strict=True))
             self.mode = np.array([known.get(name, 0.0) for name in self.priors])

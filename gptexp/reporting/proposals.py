@@ -4,6 +4,7 @@ import itertools
 import math
 import re
 import statistics
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 from gptexp.process.terminal import as_command
 from gptexp.process.words import counted, shown
 from gptexp.reporting.analysis import OPTIMIZER, TEXT, Analysis, Arm
-from gptexp.reporting.curves import Curve, one_step_outside
+from gptexp.reporting.curves import CLOSEST, Curve, one_step_outside
 from gptexp.reporting.finding import WITHIN
 from gptexp.reporting.posterior import NARROWEST
 from gptexp.reporting.progress import is_unfinished
@@ -22,8 +23,8 @@ from gptexp.storage.sweep_record import SweepRecord
 SEEDS, MOST_SEEDS = 2, 4  # new seeds of a proposal
 WIDEST = 4096.0  # largest over smallest learning rate; a grid this wide needs more seeds, not more learning rates
 UNLIKELY = 0.05  # probability of an optimum on one side of the grid
-CLOSEST = 1.3  # ratio of two learning rates between which another one says little
 WIDE_GAP = 1.7  # ratio of two learning rates between which one more is worth a run
+SMALLEST_GAIN = 0.98  # of an interval's width, to which a proposal must narrow it
 REACH = 2.0  # ratio to the ends of an interval within which runs narrow it
 
 
@@ -61,35 +62,41 @@ class _Cells:
 def proposals(analysis: Analysis, sweep: SweepRecord, within: float = WITHIN) -> list[Proposal]:
     """Extensions of a sweep, without cells that it already has; none at a batch size where cells still run or wait.
 
-    They go on until the interval of each batch size is at most `within` octaves wide on each side, cheapest first.
+    They go on until the interval of each batch size is at most `within` octaves wide on each side, cheapest first. Then
+    come batch sizes that nobody asked for.
     """
-    found = []
-    for arm in analysis.arms:
-        if any(run.branch is not None for run in arm.runs):
-            continue  # a branch has the learning rate, the batch size and the seed of its run
-        choices = {key: value for key, value in arm.choices.items() if key != TEXT}
-        if OPTIMIZER in choices:  # the option also chooses the optimizer's keys
-            choices = {"optim": choices.pop(OPTIMIZER), **choices}
-        chosen = [f"{key}={_typed(value)}" for key, value in choices.items()]
-        for cells in _wanted(arm, within):
-            if is_unfinished(sweep, analysis.runs, cells.batch):
-                continue
-            lrs = [lr for lr in cells.lrs if cells.seeds or not _exists(arm, cells.batch, lr)]
-            if not lrs:
-                continue
-            scaled = lr_scaling(arm.runs[0].config, cells.batch)
-            rates = ",".join(format(lr / scaled, ".6g" if _exists(arm, cells.batch, lr) else ".3g") for lr in lrs)
-            swept = [f"batch.total_batch_size={cells.batch}", f"optim.lr={rates}"]
-            if seeds := cells.seeds or _seed_of(arm, sweep):
-                swept.append(f"train.seed={','.join(map(str, seeds))}")
-            own = [*chosen, f"sweep.name={sweep.name}", *swept, *_tied(arm, sweep, cells.batch)]
-            replaced = {text.partition("=")[0] for text in own} | {*AXES}
-            kept = [text for text in sweep.overrides if text.partition("=")[0] not in replaced]
-            command = as_command(["train", "-m", *kept, *own])
-            runs = len(lrs) * max(1, len(cells.seeds))
-            minutes = _minutes(arm, cells.batch, runs)
-            found.append(Proposal(arm.label, cells.batch, command, cells.why, cells.brings, runs, minutes))
-    return sorted(found, key=lambda proposal: (proposal.minutes or 0.0, proposal.runs))
+    # A branch has the learning rate, the batch size and the seed of its run.
+    arms = [arm for arm in analysis.arms if all(run.branch is None for run in arm.runs)]
+    wanted = [(arm, cells) for arm in arms for cells in _wanted(arm, within)]
+    planned = {cell.total_batch_size for cell in sweep.cells.values()}
+    unfinished = {batch for batch in planned if is_unfinished(sweep, analysis.runs, batch)}
+    if not wanted and not unfinished:
+        wanted = [(arm, cells) for arm in arms for cells in _beyond(arm)]
+    found = [_proposal(arm, cells, sweep) for arm, cells in wanted if cells.batch not in unfinished]
+    return sorted(filter(None, found), key=lambda proposal: (proposal.minutes or 0.0, proposal.runs))
+
+
+def _proposal(arm: Arm, cells: _Cells, sweep: SweepRecord) -> Proposal | None:
+    """The command of `cells`; None if the sweep has them already."""
+    lrs = [lr for lr in cells.lrs if cells.seeds or not _exists(arm, cells.batch, lr)]
+    if not lrs:
+        return None
+    choices = {key: value for key, value in arm.choices.items() if key != TEXT}
+    if OPTIMIZER in choices:  # the option also chooses the optimizer's keys
+        choices = {"optim": choices.pop(OPTIMIZER), **choices}
+    scaled = lr_scaling(arm.runs[0].config, cells.batch)
+    rates = ",".join(format(lr / scaled, ".6g" if _exists(arm, cells.batch, lr) else ".3g") for lr in lrs)
+    swept = [f"batch.total_batch_size={cells.batch}", f"optim.lr={rates}"]
+    if seeds := cells.seeds or _seed_of(arm, sweep):
+        swept.append(f"train.seed={','.join(map(str, seeds))}")
+    chosen = [f"{key}={_typed(value)}" for key, value in choices.items()]
+    own = [*chosen, f"sweep.name={sweep.name}", *swept, *_tied(arm, sweep, cells.batch)]
+    replaced = {text.partition("=")[0] for text in own} | {*AXES}
+    kept = [text for text in sweep.overrides if text.partition("=")[0] not in replaced]
+    command = as_command(["train", "-m", *kept, *own])
+    runs = len(lrs) * max(1, len(cells.seeds))
+    minutes = _minutes(arm, cells.batch, runs)
+    return Proposal(arm.label, cells.batch, command, cells.why, cells.brings, runs, minutes)
 
 
 def _seed_of(arm: Arm, sweep: SweepRecord) -> list[int]:
@@ -139,7 +146,7 @@ def _minutes(arm: Arm, batch: int, runs: int) -> float | None:
 
 
 def _wanted(arm: Arm, within: float) -> list[_Cells]:
-    """The cells of each proposal: those that bracket or narrow an optimum, else a larger batch size."""
+    """The cells of each proposal that brackets or narrows an optimum."""
     seeds = [max(run.seed for run in arm.runs) + i for i in range(1, MOST_SEEDS + 1)]
     found: list[_Cells] = []
     for batch, lrs in arm.all_diverged.items():
@@ -150,14 +157,18 @@ def _wanted(arm: Arm, within: float) -> list[_Cells]:
         if curve.optimum is None:
             found.append(_bracketing(arm, batch, curve, seeds))
         elif not curve.optimum.is_within(within) or not curve.noise_is_known:
-            found.append(_narrowing(arm, batch, curve, seeds, within))
-    if arm.law is not None and not found and not arm.law.bends and not arm.diverged.keys() - arm.losses.keys():
+            found += _narrowing(arm, batch, curve, seeds, within)
+    return found
+
+
+def _beyond(arm: Arm) -> Iterator[_Cells]:
+    """The cells of a larger batch size, which tests the law."""
+    if arm.law is not None and not arm.law.bends:
         batch = 2 * max(arm.law.sizes)
         smallest = min(arm.losses[batch // 2])
         middle = 2 ** round(math.log2(arm.law.at(batch) / smallest)) * smallest  # keeps to the grid of octaves
         why = "tests the law at twice the largest batch size"
-        found.append(_Cells(batch, [middle * 2.0**i for i in range(-2, 3)], [], why, why))
-    return found
+        yield _Cells(batch, [middle * 2.0**i for i in range(-2, 3)], [], why, why)
 
 
 def _at(batch: int) -> str:
@@ -167,7 +178,7 @@ def _at(batch: int) -> str:
 def _bracketing(arm: Arm, batch: int, curve: Curve, seeds: list[int]) -> _Cells:
     """Cells that show where the optimum is, at a batch size where it is not bracketed."""
     at, lrs = _at(batch), sorted(arm.losses[batch])
-    limit = min((lr for lr in arm.diverged.get(batch, ()) if lr > curve.best), default=math.inf)
+    limit = _limit(arm, batch, curve)
     below, above = one_step_outside(lrs)
     if curve.status == "jagged":
         bad = [lr for lr in arm.diverged.get(batch, ()) if lr < curve.best]
@@ -189,18 +200,25 @@ def _bracketing(arm: Arm, batch: int, curve: Curve, seeds: list[int]) -> _Cells:
     if curve.side == "lower" or curve.below > UNLIKELY:
         beyond += [below**2 / lrs[0], below] if curve.side == "lower" else [below]
     if beyond and lrs[-1] / lrs[0] < WIDEST:
-        side = curve.side or ("higher" if curve.above > curve.below else "lower")
         new = sorted(lr for lr in beyond if lr < limit)
         share = arm.curves.inside(batch, min(new[0], lrs[0]), limit if limit < math.inf else max(new[-1], lrs[-1]))
-        brings = f"a {side} learning rate, to bracket it with {share:.0%}"
+        sides = [side for side, is_tried in (("lower", new[0] < lrs[0]), ("higher", new[-1] > lrs[-1])) if is_tried]
+        brings = f"{' and '.join(sides)} learning rates, to bracket it with {share:.0%}"
         return _Cells(batch, new, [], f"{at} {curve.why}; inside the new grid with {share:.0%}", brings)
     rates = sorted({lrs[0], curve.best, lrs[-1]})
     why = f"{at} more seeds tell these learning rates apart, if they differ"
     return _Cells(batch, rates, seeds[:SEEDS], why, "more seeds")
 
 
-def _narrowing(arm: Arm, batch: int, curve: Curve, seeds: list[int], within: float) -> _Cells:
-    """The cheapest cells from which an interval of `within` octaves on each side is expected; else the most useful.
+def _limit(arm: Arm, batch: int, curve: Curve) -> float:
+    """The lowest learning rate that diverged above the best one, or infinity."""
+    return min((lr for lr in arm.diverged.get(batch, ()) if lr > curve.best), default=math.inf)
+
+
+def _narrowing(arm: Arm, batch: int, curve: Curve, seeds: list[int], within: float) -> Iterator[_Cells]:
+    """The cheapest cells from which an interval of `within` octaves on each side is expected.
+
+    If none are enough, the cheapest that are half of the way, in octaves of the width; else those that narrow it most.
 
     From the covariance of the optimum and the losses in the posterior: a run at x lowers the variance of the optimum as
     if all were normal.
@@ -210,7 +228,9 @@ def _narrowing(arm: Arm, batch: int, curve: Curve, seeds: list[int], within: flo
     assert optimum is not None
     lrs = sorted(arm.losses[batch])
     tested = [lr for lr in lrs if optimum.low / REACH <= lr <= optimum.high * REACH]
-    between = [math.sqrt(a * b) for a, b in itertools.pairwise(lrs) if b / a > WIDE_GAP]
+    limit = _limit(arm, batch, curve)
+    ends = [*lrs, limit] if limit < math.inf else lrs
+    between = [math.sqrt(a * b) for a, b in itertools.pairwise(ends) if b / a > WIDE_GAP]
     rates = sorted({*tested, *(lr for lr in between if optimum.low / REACH <= lr <= optimum.high * REACH)})
     rates = rates or [optimum.lr]  # on a grid so coarse that none of its rates is near
     x = np.log2(rates)
@@ -218,6 +238,7 @@ def _narrowing(arm: Arm, batch: int, curve: Curve, seeds: list[int], within: flo
     joint = np.cov(np.column_stack([posterior.m[:, j], posterior.loss(batch, x)]).T)
     noise = np.median(posterior.noise(batch, x), axis=0) ** 2
     target, now = 2 * within, optimum.octaves
+    halfway = max(target, math.sqrt(target * now))
     plans = []
     for size in range(1, min(3, len(rates)) + 1):
         for chosen in itertools.combinations(range(len(rates)), size):
@@ -227,10 +248,10 @@ def _narrowing(arm: Arm, batch: int, curve: Curve, seeds: list[int], within: flo
                 gain = joint[0, losses] @ np.linalg.solve(seen, joint[losses, 0])
                 width = now * math.sqrt(max(0.0, 1 - gain / joint[0, 0]))
                 runs = size * repeats
-                plans.append((width > target, runs if width <= target else width * math.sqrt(runs), runs, width,
+                plans.append((width > target, width > halfway, runs if width <= halfway else width, runs, width,
                               chosen, repeats))  # fmt: skip
     if not curve.noise_is_known:  # without two seeds of one cell the noise stays unknown
-        plans = [plan for plan in plans if any(rates[i] in tested for i in plan[4])] or plans
+        plans = [plan for plan in plans if any(rates[i] in tested for i in plan[5])] or plans
     *_, width, chosen, repeats = min(plans)
     rates = [rates[i] for i in chosen]
     expected = max(width, NARROWEST)
@@ -238,5 +259,5 @@ def _narrowing(arm: Arm, batch: int, curve: Curve, seeds: list[int], within: flo
     if not curve.noise_is_known:
         also = f"; {narrows}" if now > target else ""
         narrows = f"the noise is unknown without a second seed{also}"
-    brings = f"to {expected:.2f} octaves"
-    return _Cells(batch, rates, seeds[:repeats], f"{_at(batch)} {narrows}", brings)
+    if expected < SMALLEST_GAIN * now or not curve.noise_is_known:
+        yield _Cells(batch, rates, seeds[:repeats], f"{_at(batch)} {narrows}", f"to {expected:.2f} octaves")

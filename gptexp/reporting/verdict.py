@@ -7,7 +7,7 @@ from gptexp.process.words import counted
 from gptexp.reporting.analysis import Analysis, Arm
 from gptexp.reporting.arms_in_words import arms_in_words
 from gptexp.reporting.clipping import clipping_in_words
-from gptexp.reporting.finding import BEHIND_NATS, Finding, Verdict, limits_of_law, nats_higher
+from gptexp.reporting.finding import BEHIND_NATS, OF_LOWEST, Finding, Verdict, limits_of_law, nats_higher
 from gptexp.reporting.law import SLOPES
 from gptexp.reporting.noise import POWER, seeds_needed
 from gptexp.reporting.noise_scale import FACTOR, at_the_end, in_words, lowest_measured
@@ -116,9 +116,9 @@ def _sizes(arm: Arm) -> Iterator[Finding]:
         return
     best = min(optima, key=lambda batch: optima[batch].loss)
     losses = arm.curves.best_losses
-    gaps = [f"at {tokens(b)} it is {nats_higher(losses[b] - losses[best])}" for b in optima if b != best]
+    gaps = [f"at {tokens(b)} it is {nats_higher(losses[b] - losses[best], len(optima))}" for b in optima if b != best]
     text = f"Each at its own best learning rate, {tokens(best)} has the lowest loss."
-    yield Finding(text, _sentence("; ".join(gaps)))
+    yield Finding(text, f"{_sentence('; '.join(gaps))} {OF_LOWEST}")
 
 
 def _best(arm: Arm) -> Iterator[Finding]:

@@ -15,10 +15,10 @@ from rich.console import Console
 from rich.text import Text
 
 from gptexp.process.errors import first_line
-from gptexp.process.terminal import warn
+from gptexp.process.terminal import as_command, warn
 from gptexp.process.words import counted
 from gptexp.reporting.analysis import Arm
-from gptexp.reporting.answers import ARM, NOTHING, TEXTS, table_of_answers
+from gptexp.reporting.answers import NOTHING, TEXTS, table_of_answers
 from gptexp.reporting.arms import transfers
 from gptexp.reporting.finding import BEHIND_NATS, WITHIN
 from gptexp.reporting.page import page
@@ -32,7 +32,8 @@ from gptexp.storage import run_dir
 # Columns that are left out first on a narrow terminal, in this order.
 LEAST_NEEDED = ("tokens/parameter", "hours", "MFU", "steps", "tokens", "tokens/s", "seed", "status")
 # Columns of the answer that are left out first on a narrow terminal.
-OPTIONAL = ("its interval", "within a seed's spread", "loss there", "status", "surer with")
+OPTIONAL = ("its interval", "within a seed's spread", "loss there", "surer with", "status")
+NARROWEST_TEXT = 15  # characters of its columns of text, on a narrow terminal
 MOST_SENTENCES, MOST_COMMANDS = 5, 3  # without --verbose
 PAGE, NUMBERS, TABLE, PICTURES = "report.html", "report.json", "cells.csv", "pictures"
 
@@ -133,13 +134,13 @@ def show(report: Report, width: int | None = None, is_verbose: bool = False) -> 
     """
     runs = report.analysis.runs
     if report.answers:
-        print_table(table_of_answers(report.answers), ARM, TEXTS, OPTIONAL, width)
+        print_table(table_of_answers(report.answers), TEXTS, TEXTS, OPTIONAL, width, NARROWEST_TEXT)
         print()
     if is_verbose or not report.answers:
         # The column of names repeats what the other columns show, unless other keys were swept too.
         named = len(runs) == 1 or len(report.analysis.arms) > 1
         columns = shown(runs, all_of_them=False)[not named :]
-        print_table(columns, "run", ("status",), LEAST_NEEDED, width)
+        print_table(columns, ("run",), ("status",), LEAST_NEEDED, width)
         print()
     show_findings(report, width, is_verbose or not report.answers)
 
@@ -158,4 +159,6 @@ def show_findings(report: Report, width: int | None = None, is_verbose: bool = T
         console.print(Text(f"next: {proposal.cost}: {proposal.why}\n  {proposal.command}"), soft_wrap=True)
     left = len(report.verdict.lines) - len(lines)
     if not is_verbose and (left or len(report.further) > len(further)):
-        console.print(f"--verbose prints {counted(left, 'more sentence')}, every proposal and the table of runs.")
+        command = as_command(["report", str(report.directory), "--verbose"])
+        more = f"{counted(left, 'more sentence')}, every proposal and the table of runs"
+        console.print(Text(f"{command} prints {more}."), soft_wrap=True)

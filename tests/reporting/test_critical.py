@@ -109,7 +109,7 @@ def test_losses_of_averaged_weights_count_if_all_runs_have_them(tmp_path: Path) 
     [arm] = analysis.arms
     assert arm.target_loss == 2.9
     assert arm.critical is not None
-    assert arm.critical.steps == {batch: 2 * round(100 * (1 + 1024 / batch)) for batch in sizes}
+    assert arm.critical.steps == pytest.approx({batch: 2 * round(100 * (1 + 1024 / batch)) for batch in sizes})
     assert arm.critical.hyperbola is not None
     assert arm.critical.hyperbola.tokens == pytest.approx(1024, rel=0.02)
     assert any("To reach a loss of the averaged weights of 2.9000" in f.text for f in verdict(analysis).findings)
@@ -117,3 +117,28 @@ def test_losses_of_averaged_weights_count_if_all_runs_have_them(tmp_path: Path) 
     [arm] = analyse("critical", [*runs[:-1], replace(runs[-1], val_ema=[])]).arms
     assert arm.target_loss == 4.0
     assert not arm.averages
+
+
+def test_the_fewest_steps_are_those_of_a_curve_and_not_of_a_lucky_run(tmp_path: Path) -> None:
+    """Seeds vary the steps by 10%, and the fastest of seven learning rates is too fast by nearly as much."""
+    rng = np.random.default_rng(0)
+    for batch in (2048, 4096, 8192):
+        for octave in range(-3, 4):
+            write_run(tmp_path / f"{batch}-{octave}", batch, 0.01 * 2.0**octave, 1, 4.0, schedule="constant")
+
+    def noisy(run: Run) -> Run:
+        least = 1000 * (1 + 4096 / run.batch)
+        reached = least * math.exp(0.02 * math.log2(run.lr / 0.01) ** 2 + 0.1 * rng.standard_normal())
+        return replace(run, val=[Point(0, 0, 0.0, 5.0), Point(round(reached), round(reached) * run.batch, 0.0, 3.0)])
+
+    runs, errors, of_fastest = find_runs(tmp_path), [], []
+    for _ in range(6):
+        drawn = [noisy(run) for run in runs]
+        [arm] = analyse("critical", drawn).arms
+        assert arm.critical is not None
+        for batch, steps in arm.critical.steps.items():
+            least = 1000 * (1 + 4096 / batch)
+            errors.append(math.log(steps / least))
+            of_fastest.append(math.log(min(run.val[-1].step for run in drawn if run.batch == batch) / least))
+    assert np.mean(of_fastest) < -0.06
+    assert abs(np.mean(errors)) < 0.05

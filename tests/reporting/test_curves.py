@@ -54,9 +54,51 @@ def test_the_probability_inside_a_grid_grows_with_the_grid(slope: float) -> None
     curve = curves.of[8]
     assert max(curve.below, curve.above) > 0.5
     assert curves.inside(8, 1.0, 8.0) == pytest.approx(1 - curve.below - curve.above)
-    wider = [curves.inside(8, 1.0 / factor, 8.0 * factor) for factor in (1, 2, 3, 2.0**20)]
+    wider = [curves.inside(8, 1.0 / factor, 8.0 * factor) for factor in (1, 2, 3, 4, 2.0**20)]
     assert wider == sorted({*wider})
+    assert wider[-2] < 0.98  # two octaves beyond the grid is no bound
     assert wider[-1] == 1
+
+
+PARABOLA = {2.0**x: [3 + 0.02 * x * x - 0.002, 3 + 0.02 * x * x + 0.002] for x in range(-3, 4)}
+
+
+@pytest.mark.parametrize("seeds", [[2.9, 2.901, 2.899, 2.9], [2.97, 2.971], [2.0, 2.003]])
+def test_no_optimum_is_given_where_a_curve_runs_above_seeds_that_agree(seeds: list[float]) -> None:
+    curve = fit_curves({1: {**PARABOLA, 4.0: seeds}}, {}, 0.01).of[1]
+    assert (curve.status, curve.optimum, curve.best) == ("jagged", None, 4.0)
+
+
+def test_seeds_that_agree_far_above_a_curve_are_named() -> None:
+    curve = fit_curves({1: {**PARABOLA, 4.0: [4.0, 4.001]}}, {}, 0.01).of[1]
+    assert curve.optimum is not None
+    assert [(outlier.lr, outlier.loss) for outlier in curve.outliers] == [(4.0, 4.0), (4.0, 4.001)]
+
+
+@pytest.mark.parametrize(("higher", "is_worse"), [((3.01, 3.1, 3.21), False), ((5.01, 5.1, 5.21), True)])
+def test_cells_without_a_curve_are_judged_by_their_seeds(higher: tuple[float, ...], is_worse: bool) -> None:
+    lowest, other = (1024, 0.01), (2048, 0.01)
+    sweep = {1024: {0.01: [3.0, 3.2, 3.1]}, 2048: {0.01: list(higher)}}
+    assert fit_curves(sweep, {}, 0.05).worse([other], lowest) == ({other} if is_worse else set())
+    assert fit_curves(sweep, {}, 0.05).of[1024].noise.sigma == pytest.approx(0.1)
+    sweep[1024] |= {0.005: [3.4], 0.02: [3.5]}
+    assert fit_curves(sweep, {}, 0.05).worse([other], lowest) == ({other} if is_worse else set())
+
+
+@pytest.mark.parametrize(("limit", "is_open"), [(32.0, True), (16.0, True), (9.0, False)])
+def test_an_optimum_above_all_rates_that_completed_is_not_bracketed(limit: float, is_open: bool) -> None:
+    """Unless the learning rate that diverged is so close that none between them is worth a run."""
+    curve = fit_curves({1: {2.0**x: [3.0 - 0.1 * x] for x in range(4)}}, {1: [limit]}, 0.01).of[1]
+    assert (curve.side == "higher") == is_open
+    assert (curve.optimum is None) == is_open
+
+
+def test_one_learning_rate_in_two_roundings() -> None:
+    """As two factors of a scaling rule may give it."""
+    rounded = {0.003: [3.0, 3.01], float(np.nextafter(0.003, 1)): [3.02, 3.0], 0.0015: [3.1, 3.11], 0.006: [3.1, 3.09]}
+    optimum = fit_curves({1: rounded}, {}, 0.01).of[1].optimum
+    assert optimum is not None
+    assert optimum.low < 0.003 < optimum.high
 
 
 @pytest.mark.parametrize("many", [0, 3, 6])
@@ -132,7 +174,6 @@ def test_statements_agree_with_each_other(sweeps: int, kwargs: dict[str, Any]) -
             cells = [(batch, lr) for lr in curves.losses[batch] if lr != curve.best]
             for _, lr in curves.worse(cells, (batch, curve.best)):
                 assert not o.low <= lr <= o.high
-                assert lr != o.lr
             assert curves.posterior is not None
             drawn = np.median(curves.posterior.loss(batch, [math.log2(o.lr)]))  # the curve of the chart
             assert drawn == pytest.approx(o.loss, abs=2 * curve.noise.sigma)

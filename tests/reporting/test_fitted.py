@@ -238,7 +238,7 @@ def test_the_law_of_another_optimizer_is_refused_unless_it_is_wanted(analysis: A
 
 
 BATCH = "batch.total_batch_size={} batch size of the fit, {}; the learning rate is extrapolated"
-LENGTH = "a run of {} number of tokens of the fit, 262,144; longer runs need smaller learning rates (arXiv 2409.19913)"
+LENGTH = "a run of {} number of tokens of the fit, 262,144, so another learning rate may be best"
 
 
 @pytest.mark.parametrize(

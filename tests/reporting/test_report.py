@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -181,6 +182,50 @@ def test_no_number_is_cut_on_a_narrow_terminal(
     table, _, _ = out.partition("next: ")  # commands are not broken
     assert max(map(len, table.splitlines())) <= (width or 10_000)
     assert ("123,456,789" in out) == (width is None or width >= 80)
+
+
+@pytest.mark.parametrize("width", [80, 100, None])
+def test_the_answer_comes_first_and_little_after_it(
+    swept: Path, capsys: pytest.CaptureFixture[str], width: int | None
+) -> None:
+    """The table, at most five sentences and three commands, and how to read the rest."""
+    report = build_report(swept)
+    show(report, width)
+    table, _, rest = capsys.readouterr().out.partition("\n\n")
+    rows = [line for line in table.splitlines()[1:] if re.match(r" *[0-9]+,[0-9]+ ", line)]
+    for row, answer in zip(rows, report.answers, strict=True):
+        assert f" {answer.lr:.3g} " in row
+        assert f" {answer.low:.3g} to {answer.high:.3g} " in row
+        assert answer.badges[0] in row
+    lines = rest.splitlines()
+    assert 1 <= sum(line.startswith("- ") for line in lines) <= 5
+    assert sum(line.startswith("next: ") for line in lines) <= 3
+    assert "The interval of each batch size is narrow enough. Optional:" in lines
+    assert lines[-1].startswith(f"gptexp report {swept} --verbose prints ")
+    show(report, width, is_verbose=True)
+    out = capsys.readouterr().out
+    assert sum(line.startswith("- ") for line in out.splitlines()) == len(report.verdict.lines)
+
+
+@pytest.mark.parametrize(("within", "is_enough"), [(0.05, False), (3.0, True)])
+def test_how_narrow_an_interval_must_be_can_be_chosen(swept: Path, within: float, is_enough: bool) -> None:
+    report = build_report(swept, within=within)
+    assert ([answer.wanted for answer in report.answers] == ["narrow enough"] * 3) == is_enough
+    batches = {proposal.batch for proposal in report.further}
+    assert (max(batches) > max(answer.total_batch_size for answer in report.answers)) == is_enough
+
+
+def test_many_warnings_leave_room_for_findings(swept: Path, tmp_path: Path) -> None:
+    for number, directory in enumerate(sorted(swept.glob("lr=*"))):
+        shutil.copytree(directory, tmp_path / directory.name)
+        if number < 6:
+            file = tmp_path / directory.name / run_dir.SUMMARY
+            file.write_text(file.read_text().replace('"0123"', f'"{number}"'))
+    report = build_report(tmp_path)
+    warnings = [line for line in report.verdict.shortest if line.startswith("Warning")]
+    assert len(report.verdict.warnings) > 2
+    assert len(warnings) == 1
+    assert warnings[0].endswith(f"({len(report.verdict.warnings) - 1} more warnings)")
 
 
 @pytest.mark.parametrize("what", ["nothing", "empty"])

@@ -97,7 +97,7 @@ def test_an_optimum_at_the_edge_gets_no_number_and_the_grid_is_extended(tmp_path
     [arm] = report["arms"]
     assert arm["law"] is None
     assert [proposal["command"].split("optim.lr=")[1] for proposal in report["next"]] == ["0.00125,0.0025"] * 3
-    assert all("a lower learning rate" in answer["wanted"] for answer in report["answers"])
+    assert all("lower learning rates" in answer["wanted"] for answer in report["answers"])
 
 
 def test_a_constant_schedule_gives_the_critical_batch_size(tmp_path: Path) -> None:
@@ -508,6 +508,37 @@ def test_the_verdict_of_an_unfinished_sweep_says_what_is_still_to_come(tmp_path:
     assert [answer.total_batch_size for answer in answers] == [1024, 2048, 4096]
     assert [answer.badges[-1] == "so far" for answer in answers] == [True, False, True]
     assert answers[0].wanted == "its other cells, which still run or wait"
+
+
+def test_a_batch_size_that_nobody_asked_for_comes_last(swept: Path, tmp_path: Path) -> None:
+    """After what is open in any arm, and after cells that still wait."""
+    for directory in swept.glob("lr=*"):
+        (tmp_path / directory.name).symlink_to(directory)
+    record = {"name": "s", "overrides": ["model=nano"]}
+    run_dir.write_json(tmp_path / run_dir.SWEEP, record)
+    assert [proposal["batch"] for proposal in report_of(tmp_path)["next"]] == [32768]
+    for octave in range(4):
+        write_run(tmp_path / f"open{octave}", 8192, 0.02 * 2.0**octave, 1, 4.5 - 0.1 * octave)
+        config = run_dir.load_config(tmp_path / f"open{octave}")
+        config.model.n_layer = 3
+        run_dir.save_config(tmp_path / f"open{octave}", config)
+    assert [proposal["batch"] for proposal in report_of(tmp_path)["next"]] == [8192]
+    for octave in range(4):
+        shutil.rmtree(tmp_path / f"open{octave}")
+    waits = {"waits": {"values": {"optim.lr": "0.02"}, "total_batch_size": 65536, "tokens": 2**18}}
+    run_dir.write_json(tmp_path / run_dir.SWEEP, {**record, "cells": waits})
+    assert report_of(tmp_path)["next"] == []
+
+
+def test_a_gap_below_a_rate_that_diverged_is_filled(tmp_path: Path) -> None:
+    lrs = (0.01, 0.02, 0.04, 0.08)
+    write_losses(tmp_path, {4096: (4.3, 4.2, 4.1, 4.0)}, lrs)
+    write_run(tmp_path / "diverged", 4096, 0.32, 1, None)
+    run_dir.write_json(tmp_path / run_dir.SWEEP, {"name": "s", "overrides": []})
+    report = report_of(tmp_path)
+    assert report["answers"][0]["status"] == "higher, noise unknown"
+    [proposal] = report["next"]
+    assert proposal["command"].endswith("optim.lr=0.16")
 
 
 def test_no_cell_beyond_a_diverged_one_is_proposed(tmp_path: Path) -> None:
