@@ -25,8 +25,9 @@ OUTSIDE = 0.1  # probability of an optimum outside the grid up to which it is br
 NOT_WORSE = 0.005
 LIKELY = 0.5  # probability
 SURE_SIDE = 0.9  # probability of one side from which two learning rates show where to go on
-MOST_OUTLIERS = 0.25  # of a batch size's learning rates; if the curve misses more of them, it is jagged
+MOST_HUMPS = 0.25  # of a batch size's learning rates; with more of them, it is jagged
 FAR_UP = 0.5  # share of the range of mean losses; a run where the curve lies higher is no outlier
+WILD = 2.0  # times the noise of the curve; seeds that vary more are judged without it
 MISSED = 4.0  # standard errors between a curve and a cell from which the curve does not explain it
 SPACING = 2.0  # ratio of learning rates next to a grid of only one
 CLOSEST = 1.3  # ratio of two learning rates between which another one says little
@@ -174,9 +175,12 @@ class Curves:
         return chosen
 
     def _follows_curve(self, batch: int, lr: float) -> bool:
-        """Whether a curve says what the loss is: not where several seeds of the cell hardly count in it."""
+        """Whether a curve says what the loss is: not where seeds vary more than its noise, or hardly count in it."""
         seeds = self.losses[batch].get(lr, [])
-        return self.has(batch) and (len(seeds) < 2 or bool(self._weights(batch)[lr].mean() >= OUTLYING))
+        if self.posterior is None or not self.has(batch) or len(seeds) < 2:
+            return self.has(batch)
+        noise = float(np.median(self.posterior.noise(batch, [math.log2(lr)])))
+        return bool(self._weights(batch)[lr].mean() >= OUTLYING) and stdev(seeds) < WILD * noise
 
     def inside(self, batch: int, low: float, high: float) -> float:
         """The probability that the best learning rate lies between `low` and `high`."""
@@ -235,7 +239,7 @@ class Curves:
         bad = [lr for lr in self.diverged.get(batch, ()) if lr < best]
         if bad:
             return judged("jagged", f"training diverged at {min(bad):g}, below the best learning rate {best:g}")
-        if sum(abs(miss) > MISSED for miss in misses.values()) > MOST_OUTLIERS * len(lrs):
+        if self._humps(batch) > MOST_HUMPS * len(lrs):
             return judged("jagged", "the loss falls and rises more than once, by more than seeds explain")
         if misses.get(best, 0.0) > MISSED:
             return judged("jagged", f"no curve explains how low the loss at {best:g} is")
@@ -278,10 +282,12 @@ class Curves:
     def _misses(self, batch: int) -> dict[float, float]:
         """By how many standard errors the curve lies above the mean loss of each cell that is not far up.
 
-        A cell that hardly counts has not moved the curve, so only its own noise may part them.
+        Only its own noise may part it from a cell that hardly counts, which has not moved the curve, and from the best
+        one, whose loss is shown as the answer.
         """
         assert self.posterior is not None
         lrs = sorted(self.losses[batch])
+        best = lrs[self.posterior.cells.lowest[self.posterior.column[batch]]]
         x = np.log2(lrs)
         curve, noise = self.posterior.loss(batch, x), np.median(self.posterior.noise(batch, x), axis=0)
         middle, spread = np.median(curve, axis=0), curve.std(axis=0)
@@ -293,10 +299,24 @@ class Curves:
             if middle[i] > far_up:
                 continue  # no form is expected to hold there
             sigma = max(float(noise[i]), stdev(of_seeds) if len(of_seeds) > 1 else 0.0)
-            counts = self._weights(batch)[lr].mean() >= OUTLYING
+            counts = self._weights(batch)[lr].mean() >= OUTLYING and lr != best
             error = math.hypot(float(spread[i]) * counts, sigma / math.sqrt(len(of_seeds)))
             found[lr] = (float(middle[i]) - fmean(of_seeds)) / error
         return found
+
+    def _humps(self, batch: int) -> int:
+        """Learning rates whose loss is above those of a lower and of a higher one, by more than seeds explain."""
+        assert self.posterior is not None
+        lrs = sorted(self.losses[batch])
+        cells = [self.losses[batch][lr] for lr in lrs]
+        means = np.array([fmean(of_seeds) for of_seeds in cells])
+        noise = np.median(self.posterior.noise(batch, np.log2(lrs)), axis=0)
+        spreads = [max(float(sd), stdev(cell) if len(cell) > 1 else 0.0) for sd, cell in zip(noise, cells, strict=True)]
+        margins = MISSED * np.array(spreads) / np.sqrt([len(cell) for cell in cells])
+        highest = means + margins
+        return sum(
+            means[i] - margins[i] > max(highest[:i].min(), highest[i + 1 :].min()) for i in range(1, len(lrs) - 1)
+        )
 
     def _outliers(self, batch: int, misses: Mapping[float, float]) -> list[Outlier]:
         found = []

@@ -15,7 +15,7 @@ from scipy import special
 Array = npt.NDArray[np.floating]
 Indices = npt.NDArray[np.intp]
 
-REACH, STEPS = 10.0, 200  # octaves on each side of the minimum at which h is tabulated, and steps on each side
+REACH, STEPS = 12.0, 240  # octaves on each side of the minimum at which h is tabulated, and steps on each side
 U = np.linspace(-REACH, REACH, 2 * STEPS + 1)
 STEP = REACH / STEPS
 FAR_FROM, FAR_TO = 1.0, 4.0  # octaves between which the far part of a curve may bend

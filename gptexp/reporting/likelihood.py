@@ -30,8 +30,8 @@ from gptexp.reporting.forms import Array, Indices, places, read, side
 
 Losses = Mapping[float, Sequence[float]]  # learning rate -> the final loss of each seed, in nats per token
 
-BEYOND = 5.0  # octaves beyond the grid within which an optimum is considered
-BEYOND_SD = 1.6  # octaves; the prior of the optimum is flat inside the grid, and a normal distribution's tail outside
+BEYOND = 3.0  # octaves beyond the grid within which an optimum is considered
+BEYOND_SD = 1.2  # octaves; the prior of the optimum is flat inside the grid, and a normal distribution's tail outside
 NOISE_REACH = 2.0  # octaves from the best learning rate beyond which the noise is constant
 SMALLEST_SIGMA = 1e-6  # nats: smaller differences are rounding errors of float32
 NOISE_DOF = 3.0  # of the prior of a batch size's noise around the shared one

@@ -7,8 +7,8 @@ averaged by their evidence (Hoeting et al. 1999, Bayesian Model Averaging, Stati
 quasi-random and fixed, so the same losses always give the same draws.
 
 Noise has heavy tails: a run, or a cell, that lies more than two standard deviations from the curve counts as little as
-in the tail of a Student t distribution (Lange et al. 1989, JASA 84:881). Runs are weighed twice: by a robust curve of
-each batch size, and by a first posterior.
+in the tail of a Student t distribution (iteratively reweighted least squares; Lange et al. 1989, JASA 84:881). The
+iteration begins with weights that need no curve.
 """
 
 import itertools
@@ -42,7 +42,7 @@ PROPOSAL_DOF = 6.0
 MOST_STEPS, SMALL_GAIN = 9, 0.1  # of Newton's method, which ends when a step raises the logarithm by less
 FIRST_STEP, LONGEST_STEP = 0.15, 3.0  # in standard deviations of the priors
 STEP_SHARES = np.array([0.0, 0.1, 0.3, 0.6, 1.0, 1.5])  # of a Newton step that are tried
-FIRST, COARSE, FINE = 32, 16, 24  # places of an optimum at each batch size
+FIRST, COARSE, FINE = 100, 16, 24  # places of an optimum at each batch size
 FORM_ERROR = 0.03  # octaves by which a form misses the optimum, for each unit of its departure from a parabola
 MOST_SKEW = 0.9 / SIDE_REACH  # of one batch size, relative to its height
 # A form whose evidence is lower than the best one's by a factor of e^6 is left out; of e^9, before outliers are known;
@@ -50,7 +50,8 @@ MOST_SKEW = 0.9 / SIDE_REACH  # of one batch size, relative to its height
 NEGLIGIBLE, NEGLIGIBLE_BEFORE, NEGLIGIBLE_FOR_OUTLIERS = 6.0, 9.0, 2.0
 RUN_DOF, CELL_DOF = 5.0, 1.5  # of the t distributions in whose tails runs and the scales of cells lie
 USUAL = 2.0  # standard deviations up to which a run, and the sum of squares of a cell, have their whole weight
-ROUGH_SHARE = 0.25  # of its height by which a LINEX curve may miss a loss that is no outlier
+FAR = 2.5  # times the median height, and the noise, from which a run counts less before there are curves
+TIMES_WEIGHED = 2  # by the posterior
 KNOWN = 3  # seeds beyond the first from which the noise is centred on what they say, not on the usual spread
 
 # Normal priors of the shared parameters. `sigma` and `height` are logarithms relative to a first guess.
@@ -119,14 +120,15 @@ def fit(losses: Mapping[int, Losses], diverged: Mapping[int, Sequence[float]], u
     deviation over seeds that such runs have had, in nats, which is the prior of the noise.
     """
     cells = cells_of(losses, diverged)
-    cells.weigh(_robust_weights(cells, usual_spread))
+    cells.weigh(_first_weights(cells, usual_spread))
     # From alike and from unlike skews, since the likelihood may have a peak near each.
     starts = (_Sample("linex", cells, usual_spread).start(own_skew).find_mode() for own_skew in (0.0, 1.5))
     first = max(starts, key=lambda sample: sample.rough_evidence)
     samples = [first, *(_Sample(name, cells, usual_spread, first).find_mode() for name in FORMS if name != "linex")]
-    likely = _likely(samples, NEGLIGIBLE_FOR_OUTLIERS)
-    cells.weigh(_weights(_draw([sample.importance_sample(POINTS // 2, stages=1) for sample in likely], draws=300)))
-    samples = [sample.find_mode() for sample in _likely(samples, NEGLIGIBLE_BEFORE)]
+    for _ in range(TIMES_WEIGHED):
+        likely = _likely(samples, NEGLIGIBLE_FOR_OUTLIERS)
+        cells.weigh(_weights(_draw([sample.importance_sample(POINTS // 2, stages=1) for sample in likely], draws=300)))
+        samples = [sample.find_mode() for sample in _likely(samples, NEGLIGIBLE_BEFORE)]
     return _draw([sample.importance_sample() for sample in _likely(samples, NEGLIGIBLE)])
 
 
@@ -177,10 +179,12 @@ class _Sample:
     def start(self, own_skew: float) -> "_Sample":
         """Begin at the best of several skews, misfits and heights, and `own_skew` standard deviations of its prior."""
         names = ("skew", "misfit", "height")
-        values = itertools.product((-2.0, -1.0, 0.0, 1.0, 2.0), (0.0, 1.5), (-2.0, -1.0, 0.0, 1.0))
-        of_each = [{"own_skew": own_skew, **dict(zip(names, of, strict=True))} for of in values]
+        combinations = itertools.product((-2.0, -1.0, 0.0, 1.0, 2.0), (0.0, 1.5), (-2.0, -1.0, 0.0, 1.0))
+        of_each = [{"own_skew": own_skew, **dict(zip(names, of, strict=True))} for of in combinations]
         tried = np.array([[of.get(name, 0.0) for name in self.priors] for of in of_each])
-        self.mode = tried[self.log_posterior(tried)[0].argmax()]
+        values, log = self.log_posterior(tried)
+        self.mode = tried[values.argmax()]
+        self._zoom(log[:, values.argmax()], COARSE)
         return self
 
     def find_mode(self) -> "_Sample":
@@ -354,36 +358,25 @@ def _is_robust(cells: Cells, j: int) -> bool:
     return len(cells.losses[j]) >= 5 or sum(map(len, cells.losses[j])) - len(cells.losses[j]) >= KNOWN
 
 
-def _robust_weights(cells: Cells, usual_spread: float) -> list[list[Array]]:
-    """Weights to begin with: from the LINEX curve of each batch size that suits most runs, by Cauchy's likelihood."""
-    skews = np.array([-0.7, 0.0, 0.7, 1.4])
-    table = table_of(FORMS["linex"], [skews])
+def _first_weights(cells: Cells, usual_spread: float) -> list[list[Array]]:
+    """Weights to begin with: runs far from the others of their cell, or of their batch size, count less."""
     weights = []
     for j, of_batch in enumerate(cells.losses):
         if not _is_robust(cells, j):
             weights.append(cells.weights[j])
             continue
-        x = np.repeat(cells.x[j, : len(of_batch)], [len(cell) for cell in of_batch])
-        y = np.concatenate(of_batch)
-        apart = np.concatenate([cell - np.median(cell) for cell in of_batch])[np.repeat(
-            [len(cell) > 1 for cell in of_batch], [len(cell) for cell in of_batch])]  # fmt: skip
-        seeds = len(y) - len(of_batch)
-        sigma = max(1.8 * float(np.median(np.abs(apart))), SMALLEST_SIGMA) if seeds >= KNOWN else usual_spread
-        minima = np.linspace(x.min() - 1, x.max() + 1, 40)
-        index, share = places(x - minima[:, None])  # (40, runs)
-        h = np.concatenate([read(table, row, index, share) for row in range(len(skews))])
-        w, scale = np.ones_like(h), max(sigma, 0.5 * float(np.median(np.abs(y - np.median(y)))))
-        for _ in range(25):
-            total = w.sum(1, keepdims=True)
-            dy, dh = (v - (w * v).sum(1, keepdims=True) / total for v in (np.broadcast_to(y, h.shape), h))
-            a = np.maximum((w * dh * dy).sum(1) / ((w * dh * dh).sum(1) + 1e-300), 0)
-            scale = max(sigma, 0.6 * scale)
-            left = dy - a[:, None] * dh
-            w = 1 / (1 + (left / scale) ** 2)
-        best = np.log1p((left / sigma) ** 2).sum(1).argmin()
-        usual = np.hypot(6 * sigma, ROUGH_SHARE * a[best] * h[best])  # far from the minimum, LINEX misses more
-        of_runs = (1 + (left[best] / usual) ** 2) ** -2.0
-        weights.append(np.split(of_runs, np.cumsum([len(cell) for cell in of_batch])[:-1]))
+        medians = np.array([np.median(cell) for cell in of_batch])
+        apart = [np.abs(cell - median) for cell, median in zip(of_batch, medians, strict=True)]
+        sigma = usual_spread
+        if sum(map(len, of_batch)) - len(of_batch) >= KNOWN:
+            sigma = 1.8 * float(np.median(np.concatenate([of_cell for of_cell in apart if len(of_cell) > 1])))
+        sigma = max(sigma, SMALLEST_SIGMA)
+        base = np.partition(medians, 1)[1]  # the lowest may be an outlier
+        height = max(sigma, float(np.median(medians) - medians.min()))
+        weights.append([
+            np.maximum(1.0, np.maximum(np.abs(cell - base) / height, of_cell / sigma) / FAR) ** -6.0
+            for cell, of_cell in zip(of_batch, apart, strict=True)
+        ])  # fmt: skip
     return weights
 
 

@@ -552,11 +552,22 @@ def test_no_cell_beyond_a_diverged_one_is_proposed(tmp_path: Path) -> None:
 
 def test_a_run_that_nothing_explains_is_named(tmp_path: Path) -> None:
     lrs = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2)
-    write_losses(tmp_path, {4096: (4.5, 4.3, 4.2, 4.25, 4.4, 3.0)}, lrs)
+    write_losses(tmp_path, {4096: (4.5, 4.3, 4.2, 4.25, 5.9, 4.6)}, lrs)
     report = report_of(tmp_path)
     [line] = [line for line in report["verdict"] if line.startswith("An outlier")]
-    assert "lr=0.032,total_batch_size=4096,seed=1, with a loss of 3.0000" in line
+    assert "lr=0.016,total_batch_size=4096,seed=1, with a loss of 5.9000" in line
     assert report["arms"][0]["best"] == [4096, 4e-3]
+
+
+def test_a_lowest_loss_that_no_curve_explains_gets_a_second_seed_and_no_optimum(tmp_path: Path) -> None:
+    lrs = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2)
+    write_losses(tmp_path, {4096: (4.5, 4.3, 4.2, 4.25, 4.4, 3.0)}, lrs)
+    report = report_of(tmp_path)
+    [answer] = report["answers"]
+    assert (answer["status"], answer["lr"]) == ("jagged, noise unknown", None)
+    assert answer["why"] == "no curve explains how low the loss at 0.032 is"
+    [proposal] = report["next"]
+    assert proposal["command"].endswith("train.seed=2")
 
 
 def test_a_completed_run_that_is_worse_than_a_guess_counts_as_diverged(tmp_path: Path) -> None:
