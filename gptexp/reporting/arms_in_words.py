@@ -3,8 +3,6 @@
 import math
 from collections.abc import Iterator, Sequence
 
-import numpy as np
-
 from gptexp.reporting.analysis import Arm
 from gptexp.reporting.arms import Limit, Transfer, clearest_gap, falls_behind, transfers
 from gptexp.reporting.finding import OF_LOWEST, Finding, limits_of_law, nats_higher
@@ -58,7 +56,7 @@ def _losses(arms: Sequence[Arm]) -> Iterator[Finding]:
         losses = {arm.label: arm.curves.best_losses[batch] for arm in arms if batch in arm.curves.optima}
         if len(losses) < 2:
             continue
-        best = min(losses, key=lambda label: float(np.median(losses[label])))
+        best = min((arm for arm in arms if arm.label in losses), key=lambda arm: arm.curves.optima[batch].loss).label
         gaps = [f"{label} is {nats_higher(independent_difference(of_arm, losses[best]), len(losses))}"
                 for label, of_arm in losses.items() if label != best]  # fmt: skip
         yield Finding(f"At {batch:,} tokens a step {best} has the lowest loss: {'; '.join(gaps)}.", OF_LOWEST)
