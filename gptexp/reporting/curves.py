@@ -12,17 +12,13 @@ import numpy as np
 from gptexp.process.words import counted
 from gptexp.reporting.forms import Array
 from gptexp.reporting.likelihood import OUTLYING, SMALLEST_SIGMA, Losses
-from gptexp.reporting.means import against_lowest
+from gptexp.reporting.means import against_lowest, worse_than_lowest
 from gptexp.reporting.posterior import NARROWEST, Posterior, fit, interval
 
 Status = Literal["bracketed", "not bracketed", "flat", "jagged", "too few"]
 Side = Literal["higher", "lower"]
 
 OUTSIDE = 0.1  # probability of an optimum outside the grid up to which it is bracketed
-# Probability up to which cells may not all be worse than the lowest one. Below the 2.5% of a test, because the lowest
-# cell is chosen from many: with it, any of several equal cells was called worse in 0 to 4% of simulated sweeps of one
-# batch size, and in 12% of 50 sweeps of three.
-NOT_WORSE = 0.005
 LIKELY = 0.5  # probability
 SURE_SIDE = 0.9  # probability of one side from which two learning rates show where to go on
 MOST_HUMPS = 0.25  # of a batch size's learning rates; with more of them, it is jagged
@@ -148,9 +144,9 @@ class Curves:
     def worse(self, cells: Sequence[tuple[int, float]], than: tuple[int, float]) -> set[tuple[int, float]]:
         """Those of `cells` whose loss is significantly higher than that of the cell `than`.
 
-        Cells are added while all are worse with a probability of 99.5%, so it is corrected for their number. Where a
-        batch size has no curve, or seeds vary more than the noise of the curve, cells are judged by their seeds alone
-        (`means.against_lowest`). At the batch size of `than`, a learning rate that may be the best one is not in it.
+        Corrected for choosing the lowest of them. Where a batch size has no curve, or seeds vary more than the noise of
+        the curve, cells are judged by their seeds alone (`means.against_lowest`), else by the posterior
+        (`means.worse_than_lowest`). At the batch size of `than`, a learning rate that may be the best one is not in it.
         """
         optimum = self.optima.get(than[0])
         cells = [
@@ -165,13 +161,7 @@ class Curves:
                       if is_lowest and found.is_significant}  # fmt: skip
         if by_curve:
             draws = self.cell_losses([than, *by_curve])
-            lower = draws[:, 1:] <= draws[:, :1]
-            contradicted = np.zeros(len(draws), bool)
-            for number in np.argsort(lower.mean(0), kind="stable"):
-                contradicted |= lower[:, number]
-                if contradicted.mean() > NOT_WORSE:
-                    break
-                chosen.add(by_curve[number])
+            chosen |= {by_curve[number] for number in worse_than_lowest(draws[:, 0], draws[:, 1:])}
         return chosen
 
     def _follows_curve(self, batch: int, lr: float) -> bool:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from gptexp.reporting.forms import Array
-from gptexp.reporting.noise import LEVEL, seeds_needed
+from gptexp.reporting.noise import CONFIDENCE, LEVEL, seeds_needed
 
 DRAWS = 9_999  # so that a p-value is a multiple of 1 / 10,000
 ALLOWED = 500  # of the draws that are as large as a significant statistic, and itself: 5% of 10,000
@@ -57,6 +57,29 @@ def against_lowest(losses: Sequence[Sequence[float]]) -> list[Contrast] | None:
     order = np.lexsort((variances, counts, means))  # so that the order of the configs decides nothing
     found = _contrasts(counts[order], means[order], np.maximum(variances[order], MIN_VARIANCE))
     return [found[place] for place in np.argsort(order)]
+
+
+def worse_than_lowest(lowest: Array, others: Array) -> set[int]:
+    """The numbers of those `others` whose mean is significantly above the `lowest`, by joint draws of a posterior.
+
+    `lowest`: (draws,), `others`: (draws, configs). The same step-down test: the distribution of the largest statistic
+    is that of the draws around their means, with the lowest of each draw.
+    """
+    draws = np.column_stack([lowest, others])
+    middle, spread = draws.mean(axis=0), np.cov(draws.T)
+    variance = spread.diagonal()
+    errors = np.sqrt(np.maximum(variance[:, None] + variance - 2 * spread, MIN_VARIANCE))
+    scores, around = (middle - middle[0]) / errors[0], draws - middle
+    left = np.arange(len(middle))
+    while True:
+        ours = around[:, left]
+        at = ours.argmin(axis=1)
+        gaps = ours - np.take_along_axis(ours, at[:, None], axis=1)
+        limit = np.quantile(np.max(gaps / errors[left[at]][:, left], axis=1), CONFIDENCE)
+        is_above = scores[left] > limit
+        if not is_above.any():
+            return {number for number in range(others.shape[1]) if number + 1 not in left}
+        left = left[~is_above]
 
 
 @dataclass(frozen=True)
