@@ -22,10 +22,11 @@ NOISE_SCALE = 6  # sequences
 
 
 def write_run(
-    directory: Path, batch: int, lr: float, seed: int, loss: float | None, schedule: str = "cosine", **summary: Any
-) -> None:
-    """Write a run whose loss falls exponentially to `loss`. None: the run diverged half-way."""
-    config = Config()
+    directory: Path, batch: int, lr: float, seed: int, loss: float | None, schedule: str = "cosine",
+    config: Config | None = None, **summary: Any,
+) -> None:  # fmt: skip
+    """Write a run whose loss falls exponentially to `loss`. None: the run diverged half-way. `config`: of the rest."""
+    config = Config() if config is None else config
     config.batch.total_batch_size, config.optim.lr, config.train.seed, config.world.size = batch, lr, seed, 1
     config.train.max_tokens, config.schedule.name = TOKENS, schedule
     run_dir.save_config(directory, config)
