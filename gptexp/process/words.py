@@ -24,6 +24,12 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
+def listed(texts: Sequence[str]) -> str:
+    """For example "a, b and c"."""
+    *most, last = texts
+    return f"{', '.join(most)} and {last}" if most else last
+
+
 def first_keys(texts: Sequence[str]) -> str:
     """The first three of some keys, and how many others there are."""
     others = len(texts) - KEYS_SHOWN

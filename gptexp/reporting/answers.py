@@ -35,6 +35,7 @@ class Answer:
     tie_low: float | None = None
     tie_high: float | None = None
     why: str = ""
+    lowest_lr: float | None = None  # of the runs at this batch size, that with the lowest mean loss
 
     @property
     def badges(self) -> tuple[str, ...]:
@@ -44,14 +45,15 @@ class Answer:
 def answers_of(
     analysis: Analysis, sweep: SweepRecord | None, further: Sequence[Proposal], within: float
 ) -> list[Answer]:
-    """A row for each batch size and arm, in the order of the batch sizes; none if no learning rate was swept.
+    """A row for each batch size and arm, in the order of the batch sizes; none if neither was swept.
 
     `within`: octaves on each side up to which an interval is narrow enough.
     """
     planned = {cell.values.get("optim.lr") for cell in sweep.cells.values()} if sweep is not None else set()
+    sizes = {cell.total_batch_size for cell in sweep.cells.values()} if sweep is not None else set()
     rows: list[Answer] = []
     for arm in analysis.arms:
-        if arm.is_grid or len(planned) > 1:
+        if arm.is_grid or len(planned) > 1 or len(sizes) > 1:
             for batch, curve in arm.curves.of.items():
                 wanted = _wanted(arm, batch, further)
                 if not wanted and not curve.noise_is_known:
@@ -70,12 +72,12 @@ def answers_of(
 def _answer(arm: Arm, batch: int, curve: Curve, wanted: str, goes_on: bool) -> Answer:
     status = ", ".join(_status(curve))
     if goes_on:
-        status, wanted = f"{status}, so far", "its other cells, which still run or wait"
+        status, wanted = f"{status}, so far", "its other cells"
     label, o = printable(arm.label), curve.optimum
     if o is None:
-        return Answer(label, batch, status, wanted, why=curve.why)
+        return Answer(label, batch, status, wanted, why=curve.why, lowest_lr=curve.best)
     return Answer(label, batch, status, wanted, o.lr, o.low, o.high, o.loss, o.loss_low, o.loss_high, o.tie_low,
-                  o.tie_high, curve.why)  # fmt: skip
+                  o.tie_high, curve.why, curve.best)  # fmt: skip
 
 
 def _status(curve: Curve) -> Iterator[str]:
@@ -99,6 +101,14 @@ def _not_begun(analysis: Analysis, sweep: SweepRecord | None) -> Iterator[Answer
         yield Answer("", batch, "too few, so far", "its first runs")
 
 
+def _best_lr(row: Answer) -> str:
+    """The best learning rate; without an optimum, that of the lowest runs and where the best one may lie from it."""
+    if row.lr is not None or row.lowest_lr is None:
+        return "" if row.lr is None else f"{row.lr:.3g}"
+    sides = {"higher": "or more", "lower": "or less"}
+    return f"{row.lowest_lr:.3g} {sides[row.badges[0]]}" if row.badges[0] in sides else f"lowest: {row.lowest_lr:.3g}"
+
+
 def table_of_answers(rows: Sequence[Answer]) -> Columns:
     """Columns of texts; those without any text are left out."""
 
@@ -111,7 +121,7 @@ def table_of_answers(rows: Sequence[Answer]) -> Columns:
     columns = [
         ("tokens a step", [f"{row.total_batch_size:,}" for row in rows]),
         ("arm", [row.arm for row in rows]),
-        ("best lr", [number(row.lr, ".3g") for row in rows]),
+        ("best lr", [_best_lr(row) for row in rows]),
         ("95% interval", [interval(row.low, row.high, ".3g") for row in rows]),
         ("loss there", [number(row.loss, ".4f") for row in rows]),
         ("its interval", [interval(row.loss_low, row.loss_high, ".4f") for row in rows]),

@@ -14,7 +14,7 @@ from typing import Any
 
 from gptexp.process.errors import ConfigError
 from gptexp.process.terminal import as_command, printable
-from gptexp.process.words import counted, first_keys
+from gptexp.process.words import counted, first_keys, listed
 from gptexp.reporting.analysis import TEXT, analyse, data_warnings, usual_spread_of
 from gptexp.reporting.differences import CONFIG, Difference, differences, recorded, what_differs
 from gptexp.reporting.finding import Finding, Verdict
@@ -144,11 +144,11 @@ def _head(runs: Sequence[Run], labels: Mapping[str, str], found: Sequence[Differ
 def _why_incomparable(runs: Sequence[Run]) -> str:
     if len(tokenizers(runs)) > 1:
         bits = [f"{run.bits_per_byte:.4f} for {run.name}" for run in runs if run.bits_per_byte is not None]
-        known = f" Their bits per byte can be compared: {_listed(bits)}." if len(bits) > 1 else ""
+        known = f" Their bits per byte can be compared: {listed(bits)}." if len(bits) > 1 else ""
         return f"The losses are per token, and the tokenizers differ.{known}"
     hashes = {run.name: run.summary[TEXT] for run in runs if TEXT in run.summary}
     if len({*hashes.values()}) > 1:
-        of_runs = _listed([f"{text} for {name}" for name, text in hashes.items()])
+        of_runs = listed([f"{text} for {name}" for name, text in hashes.items()])
         return f"They were trained on different text: the hash of its tokens is {of_runs}."
     return " ".join(f"{line}." for line in data_warnings(runs))
 
@@ -204,19 +204,14 @@ def _other_held_out_text(runs: Sequence[Run], found: Sequence[Difference]) -> It
     if len({run.seq_len for run in runs}) > 1:
         keys.append("the length of a sequence")
     if keys:
-        text = f"Warning: the runs may have been validated on different text, because of {_listed(keys)}."
+        text = f"Warning: the runs may have been validated on different text, because of {listed(keys)}."
         yield Finding(text, "Then a part of the difference between their losses is one between these texts.")
-
-
-def _listed(names: Sequence[str]) -> str:
-    *most, last = names
-    return f"{', '.join(most)} and {last}" if most else last
 
 
 def _answers(
     runs: Sequence[Run], why_incomparable: str, cells: Sequence[Cell], pairs: Sequence[Pair]
 ) -> Iterator[Finding]:
-    names = _listed([run.name for run in runs])
+    names = listed([run.name for run in runs])
     if why_incomparable:
         yield Finding(f"The losses of {names} cannot be compared.", why_incomparable, ("not comparable",))
     elif not cells:
@@ -227,7 +222,7 @@ def _answers(
 
 
 def _single(cell: Cell, of_runs: int) -> Iterator[Finding]:
-    names = _listed(cell.names)
+    names = listed(cell.names)
     if len(cell.runs) < of_runs:
         yield Finding(f"Nothing can be said yet: only {names} has a final loss that counts.")
     elif cell.sigma is not None:
@@ -239,7 +234,7 @@ def _single(cell: Cell, of_runs: int) -> Iterator[Finding]:
 
 
 def _answer(pair: Pair, cells: int) -> Finding:
-    lower, higher, contrast = _listed(pair.lower.names), _listed(pair.higher.names), pair.contrast
+    lower, higher, contrast = listed(pair.lower.names), listed(pair.higher.names), pair.contrast
     if not pair.difference:
         return Finding(f"{lower} and {higher} have the same loss.", badges=("tied",))
     have = "has" if len(pair.lower.runs) == 1 else "have"
@@ -267,7 +262,7 @@ def _noise_of(pair: Pair) -> Iterator[str]:
     """How much the losses of both cells vary, in sentences."""
     for cell in (pair.lower, pair.higher):
         if cell.sigma is not None:
-            yield f"The losses of {_listed(cell.names)} have a standard deviation of {cell.sigma:.4f} nats over seeds."
+            yield f"The losses of {listed(cell.names)} have a standard deviation of {cell.sigma:.4f} nats over seeds."
         else:
             yield f"{cell.names[0]} has no second seed, and is taken to vary as much as the others."
 

@@ -146,13 +146,14 @@ class Curves:
 
         Corrected for choosing the lowest of them. Where a batch size has no curve, or seeds vary more than the noise of
         the curve, cells are judged by their seeds alone (`means.against_lowest`), else by the posterior
-        (`means.worse_than_lowest`). At the batch size of `than`, a learning rate that may be the best one is not in it.
+        (`means.worse_than_lowest`). A curve has one minimum, so a cell is worse too if one between it and the best cell
+        of its batch size is. At the batch size of `than`, a learning rate that may be the best one is not among them.
         """
         optimum = self.optima.get(than[0])
         cells = [
             (batch, lr) for batch, lr in cells if not (batch == than[0] and optimum is not None and optimum.holds(lr))
         ]
-        by_seeds = [cell for cell in cells if not self._follows_curve(*cell) or not self.has(than[0])]
+        by_seeds = [cell for cell in cells if not (self._follows_curve(*than) and self._follows_curve(*cell))]
         by_curve = [cell for cell in cells if cell not in by_seeds]
         chosen = set()
         if by_seeds and (contrasts := against_lowest([self.losses[b][lr] for b, lr in (than, *by_seeds)])) is not None:
@@ -162,13 +163,22 @@ class Curves:
         if by_curve:
             draws = self.cell_losses([than, *by_curve])
             chosen |= {by_curve[number] for number in worse_than_lowest(draws[:, 0], draws[:, 1:])}
-        return chosen
+        return chosen | {cell for cell in cells if any(self._is_beyond(cell, worse) for worse in chosen)}
+
+    def _is_beyond(self, cell: tuple[int, float], other: tuple[int, float]) -> bool:
+        """Whether `cell` lies on the same side of the best cell as `other`, further away and higher, on a curve."""
+        (batch, lr), (of, nearer) = cell, other
+        best = self.of[of].best
+        is_further = lr < nearer < best or lr > nearer > best
+        return batch == of and is_further and self.means[cell] > self.means[other] and self.of[of].status != "jagged"
 
     def _follows_curve(self, batch: int, lr: float) -> bool:
-        """Whether a curve says what the loss is: not where seeds vary more than its noise, or hardly count in it."""
+        """Whether a curve says what the loss is: not where seeds vary more than its noise, are off it or hardly count."""
         seeds = self.losses[batch].get(lr, [])
         if self.posterior is None or not self.has(batch) or len(seeds) < 2:
             return self.has(batch)
+        if abs(self._misses[batch].get(lr, 0.0)) > MISSED:
+            return False
         noise = float(np.median(self.posterior.noise(batch, [math.log2(lr)])))
         return bool(self._weights(batch)[lr].mean() >= OUTLYING) and stdev(seeds) < WILD * noise
 
@@ -210,16 +220,17 @@ class Curves:
         # optimum is likely to lie above all that completed, no loss near it is known.
         limit = float(posterior.cells.limit[j])
         is_between = limit - x[-1] > math.log2(CLOSEST) and float(np.median(m)) > x[-1]
-        top = limit + NARROWEST if math.isfinite(limit) and not is_between else float(x[-1])
+        is_closed = math.isfinite(limit) and not is_between
+        top = limit + NARROWEST if is_closed else float(x[-1])
         below, above = float((m < x[0]).mean()), float((m > top).mean())
         sigma = float(np.median(posterior.noise(batch, [float(np.median(m.clip(x[0], x[-1])))])))
         noise = Noise(sigma, dof)
-        misses = self._misses(batch)
+        misses = self._misses[batch]
         outliers = self._outliers(batch, misses)
 
+        lowest_end: Side | None = "lower" if best == lrs[0] else "higher" if best == lrs[-1] and not is_closed else None
         likelier: Side = "higher" if above > below else "lower"
-        share, end = (above, lrs[-1]) if above > below else (below, lrs[0])
-        side = likelier if share > LIKELY or best == end else None
+        side = likelier if max(below, above) > LIKELY else lowest_end
 
         def judged(status: Status, why: str, optimum: Optimum | None = None) -> Curve:
             named = outliers if status != "jagged" else []  # there, no curve tells them from the others
@@ -235,12 +246,18 @@ class Curves:
             return judged("jagged", f"no curve explains how low the loss at {best:g} is")
         if len(lrs) < 3 and max(below, above) < SURE_SIDE:
             return judged("too few", f"{counted(len(lrs), 'learning rate')} completed, and a lowest point needs three")
-        if below + above <= OUTSIDE:
+        is_inside = below + above <= OUTSIDE
+        low, high = interval(m)
+        if is_inside and lowest_end is None and not low < x[0] < top < high:
             why = f"it lies inside the grid with a probability of {1 - below - above:.1%}"
             return judged("bracketed", why, self._optimum(batch, sigma))
         heights = posterior.loss(batch, x).max(1) - posterior.c[:, j]
-        why = f"the optimum is below {lrs[0]:g} with a probability of {below:.0%}, above {2**top:.3g} with {above:.0%}"
-        if best in (lrs[0], lrs[-1]):
+        beyond = ((below, f"below {lrs[0]:g}"), (above, f"above {2**top:.3g}"))
+        outside = " and ".join(f"{where} with a probability of {share:.0%}" for share, where in beyond if share >= 0.01)
+        why = f"the optimum is {outside}"
+        if is_inside:
+            why = "no run beyond shows that it rises" if lowest_end else "its interval is as wide as the grid"
+        if lowest_end:
             why = f"the loss is lowest at {best:g}, the end of the grid; {why}"
         if np.median(heights) < 2 * sigma:
             means = [self.means[batch, lr] for lr in lrs]
@@ -269,7 +286,12 @@ class Curves:
             tie_high=2 ** float(max(min(x[lost & (x > centre)], default=x[-1]), centre)),
         )
 
-    def _misses(self, batch: int) -> dict[float, float]:
+    @cached_property
+    def _misses(self) -> dict[int, dict[float, float]]:
+        """Batch size in tokens -> learning rate -> standard errors, see `_missed_at`."""
+        return {batch: self._missed_at(batch) for batch in self.losses if self.has(batch)}
+
+    def _missed_at(self, batch: int) -> dict[float, float]:
         """By how many standard errors the curve lies above the mean loss of each cell that is not far up.
 
         Only its own noise may part it from a cell that hardly counts, which has not moved the curve, and from the best

@@ -231,7 +231,7 @@ def _heat_map(arm: Arm) -> Figure | None:
     shown = {*arm.means, *((batch, lr) for batch, of_batch in arm.diverged.items() for lr in of_batch)}
     ceiling = _ceiling(arm)
     text = caption(
-        "Mean loss over seeds. The lowest has a frame.",
+        "Mean loss over seeds, in which a run far from the others of its cell counts less. The lowest has a frame.",
         "In a grey cell, with a cross, a run diverged." if arm.diverged else "",
         "An empty cell has no completed run that counts." if len(shown) < len(lrs) * len(batches) else "",
         f"Losses above {ceiling:.3f} share one colour." if ceiling < max(arm.means.values()) else "",

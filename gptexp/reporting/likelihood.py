@@ -4,8 +4,8 @@ At batch size j the loss of a run at x = log2(lr) is
 
     c_j + a_j h(u) (1 + t_j s(u)) + misfit + noise,    u = x - m_j.
 
-- h is the form (forms.py), the same at all batch sizes; t_j is the own skew of a batch size, t_j ~ N(0, `own_skew`),
-  and s(u) = `side(u)` is near u.
+- h is the form (forms.py), the same at all batch sizes; t_j is the own skew of a batch size, t_j ~ N(0, `own_skew`) up
+  to `MOST_SKEW`, and s(u) = `side(u)` is near u.
 - Misfit is independent between learning rates. Its standard deviation is a share of the height a_j h(u), so no misfit
   makes a point that lies high a minimum.
 - The standard deviation of the noise is sigma_j 2^(rise d), where d is the distance in octaves from the learning rate
@@ -26,7 +26,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy import special
 
-from gptexp.reporting.forms import Array, Indices, places, read, side
+from gptexp.reporting.forms import SIDE_REACH, Array, Indices, places, read, side
 
 Losses = Mapping[float, Sequence[float]]  # learning rate -> the final loss of each seed, in nats per token
 
@@ -38,6 +38,7 @@ NOISE_DOF = 3.0  # of the prior of a batch size's noise around the shared one
 NOISE_LEVELS = 3
 HEIGHT_SPREAD = 0.7  # standard deviation of a batch size's height around the shared one, as a share of that
 MISFIT_REACH, LARGEST_MISFIT = 0.7, 0.6  # octaves over which the share of misfit grows; its largest value
+MOST_SKEW = 0.9 / SIDE_REACH  # of a batch size, relative to its height; with more of it the curve would turn down
 STEEP = 30.0  # per octave: how sharply the learning rates above one that diverged are excluded
 
 
@@ -200,6 +201,10 @@ def evidence(cells: Cells, shared: Shared, grid: Array, levels: int = NOISE_LEVE
     rest = yy - yt * yt / tt + height**2 * precision - of_a * a * a
     by_noise = (-0.5 * (rest + np.log(of_a / precision * w * tt) - log_weight)
                 + special.log_ndtr(a * np.sqrt(of_a)) - special.log_ndtr(1 / HEIGHT_SPREAD))  # fmt: skip
+    # t_j is bounded: the share of its distribution within the bounds, at the mean of a_j.
+    usual = np.maximum(a, of_a**-0.5)
+    most = MOST_SKEW * usual / t_scale[..., None]
+    by_noise += special.log_ndtr((most - np.abs((yt - usual * ht) / tt)) * np.sqrt(tt))
     top = by_noise.max(axis=3)
     log = top + np.log(np.exp(by_noise - top[..., None]).mean(axis=3)) + seeds[..., None]
     outside = np.maximum(0, np.maximum(cells.low[:, None] - grid, grid - cells.high[:, None]))

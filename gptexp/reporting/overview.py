@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from urllib.parse import quote
 
 from gptexp.config.paths import config_flags
@@ -17,6 +18,8 @@ from gptexp.storage import reader, run_dir
 from gptexp.storage.sweep_record import SweepRecord
 
 MOST_LISTED = 5  # values
+WEIGHTED = "in which one far from the others counts less"
+SMALLEST_SHOWN = 5e-5  # nats
 
 
 @dataclass(frozen=True)
@@ -217,6 +220,7 @@ def _best(arm: Arm) -> list[Tile]:
     loss = arm.means[arm.best]
     seeds = len(arm.losses[batch][lr])
     of = f"mean of {counted(seeds, 'seed')}" if seeds > 1 else "one run"
+    of += f", {WEIGHTED}" if abs(loss - fmean(arm.losses[batch][lr])) > SMALLEST_SHOWN else ""
     lrs = arm.losses[batch]
     edge = f"the {'highest' if lr == max(lrs) else 'lowest'} that ended" if lr in (min(lrs), max(lrs)) else ""
     where = ", ".join(filter(None, (f"{batch:,} tokens a step", arm.label, edge if len(lrs) > 1 else "")))

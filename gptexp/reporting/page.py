@@ -15,17 +15,15 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from gptexp.process.terminal import as_command, printable
-from gptexp.process.words import counted, shown, uncapitalised
+from gptexp.process.terminal import printable
+from gptexp.process.words import shown, uncapitalised
 from gptexp.reporting.answers import TEXTS, table_of_answers
 from gptexp.reporting.cells_table import MINOR, cells_table, commands, results_table
 from gptexp.reporting.differences import Difference
 from gptexp.reporting.index import Index
-from gptexp.reporting.progress import time_left
 from gptexp.reporting.records import Run
 from gptexp.reporting.report import Report
 from gptexp.reporting.vega_lite import END_LABELS, Figure, theme
-from gptexp.storage import run_dir
 
 # Only the page's own two scripts run, known by their hashes: a script in a run's name would not. Vega compiles its
 # expressions by `eval`, and writes styles into the page.
@@ -95,7 +93,7 @@ def sections(report: Report, is_live: bool = False) -> dict[str, str]:
         "header": part.header(report),
         "tiles": part.tiles(report),
         "verdict": part.verdict(report, table_of_answers(report.answers), TEXTS),
-        "next": part.next(report, _of_the_run(run, is_live) if run is not None else _to_continue(report)),
+        "next": part.next(report, _of_the_run(run, is_live) if run is not None else report.to_continue),
         "charts": part.charts(report),
         "runs": part.runs(table, MINOR, is_live),
         "notes": part.notes_of_the_run(run),
@@ -106,27 +104,6 @@ def sections(report: Report, is_live: bool = False) -> dict[str, str]:
 def _of_the_run(run: Run, is_live: bool) -> list[tuple[str, list[str]]]:
     """What to do with a run: in words, and as a command."""
     return [(what, [text]) for what, text in commands(run, is_live)]
-
-
-def _to_continue(report: Report) -> list[tuple[str, list[str]]]:
-    """How to go on with a sweep before its end: in words, and, if it has stopped, as commands, the newest last."""
-    statuses = [cell.status for cell in report.cells]
-    waiting = sum(status not in run_dir.DONE for status in statuses)
-    if report.goes_on and waiting:
-        left = " ".join(filter(None, time_left(report.cells, report.goes_on)))
-        what = f"Nothing yet: {counted(waiting, 'cell')} still to finish, time left {left}. Their results will tell."
-        return [] if report.further else [(what, [])]
-    if report.sweep is None or not report.sweep.commands or not waiting:
-        return []
-    stopped = f"The sweep has stopped with {counted(waiting, 'cell')} left."
-    if len(report.sweep.commands) == 1:
-        how = "Its command goes on with them:"
-    else:  # sweep.json does not say which cells a command has, and keeps only those cells of earlier ones that began
-        how = (
-            "Several commands made it, the newest is the last one. Each goes on with its own cells, and runs no cell "
-            "again that is done:"
-        )
-    return [(f"{stopped} {how}", list(map(as_command, report.sweep.commands)))]
 
 
 def specifications(figures: list[Figure]) -> list[dict[str, Any]]:

@@ -21,9 +21,10 @@ from typing import Any
 import numpy as np
 from scipy import special
 
-from gptexp.reporting.forms import FORMS, SIDE_REACH, Array, Form, Indices, departure, places, read, side, table_of
+from gptexp.reporting.forms import FORMS, Array, Form, Indices, departure, places, read, side, table_of
 from gptexp.reporting.likelihood import (
     BEYOND,
+    MOST_SKEW,
     NOISE_REACH,
     SMALLEST_SIGMA,
     Cells,
@@ -43,8 +44,7 @@ MOST_STEPS, SMALL_GAIN = 9, 0.1  # of Newton's method, which ends when a step ra
 FIRST_STEP, LONGEST_STEP = 0.15, 3.0  # in standard deviations of the priors
 STEP_SHARES = np.array([0.0, 0.1, 0.3, 0.6, 1.0, 1.5])  # of a Newton step that are tried
 FIRST, COARSE, FINE = 100, 16, 24  # places of an optimum at each batch size
-FORM_ERROR = 0.03  # octaves by which a form misses the optimum, for each unit of its departure from a parabola
-MOST_SKEW = 0.9 / SIDE_REACH  # of one batch size, relative to its height
+FORM_ERROR = 0.03  # octaves by which a form misses the optimum; more, the further it is from a parabola
 # A form whose evidence is lower than the best one's by a factor of e^6 is left out; of e^9, before outliers are known;
 # and of e^2, where outliers are looked for.
 NEGLIGIBLE, NEGLIGIBLE_BEFORE, NEGLIGIBLE_FOR_OUTLIERS = 6.0, 9.0, 2.0
@@ -319,7 +319,7 @@ def _draw_form(sample: _Sample, draws: int) -> dict[str, Any]:
     m, c, a, t, sigma = np.empty((5, draws, len(cells.sizes)))
     # No form is the true one. All batch sizes have the same form, so its error moves their optima alike.
     normal = special.ndtri((rng.permutation(draws) + 0.5) / draws)
-    shift = FORM_ERROR * departure(shared.table)[rows] * normal
+    shift = FORM_ERROR * (1 + departure(shared.table)[rows]) * normal
     for j in range(len(cells.sizes)):
         place = _pick(special.softmax(e.log[j], axis=1)[rows], (rng.permutation(draws) + 0.5) / draws)
         noise = _pick(special.softmax(e.by_noise[j][rows, place], axis=1), rng.random(draws))
@@ -329,10 +329,11 @@ def _draw_form(sample: _Sample, draws: int) -> dict[str, Any]:
         share = below + (1 - below) * rng.random(draws)
         a[:, j] = np.maximum(mean + sd * special.ndtri(share.clip(1e-15, 1 - 1e-15)), SMALLEST_SIGMA**2)
         (yt, ht, tt), (y1, h1, t1, w) = ([sums[at] for sums in of_one] for of_one in (e.t, e.c))
-        own = (yt - a[:, j] * ht) / tt + rng.standard_normal(draws) / np.sqrt(tt)
+        scale = e.t_scale[j, rows, place]
+        most = MOST_SKEW * a[:, j] / scale
+        own = ((yt - a[:, j] * ht) / tt + rng.standard_normal(draws) / np.sqrt(tt)).clip(-most, most)
         c[:, j] = (y1 - a[:, j] * h1 - own * t1) / w + rng.standard_normal(draws) / np.sqrt(w) + cells.base[j]
-        # A larger skew would make the curve turn down.
-        t[:, j] = (own * e.t_scale[j, rows, place]).clip(-MOST_SKEW * a[:, j], MOST_SKEW * a[:, j])
+        t[:, j] = own * scale
         m[:, j] = grid[j, place] + (grid[j, 1] - grid[j, 0]) * (rng.random(draws) - 0.5) + shift
         sigma[:, j] = np.sqrt(e.variance[j, rows, noise])
     return {

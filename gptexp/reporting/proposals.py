@@ -13,7 +13,7 @@ import numpy as np
 from gptexp.process.terminal import as_command
 from gptexp.process.words import counted, shown
 from gptexp.reporting.analysis import OPTIMIZER, TEXT, Analysis, Arm
-from gptexp.reporting.curves import CLOSEST, Curve, one_step_outside
+from gptexp.reporting.curves import CLOSEST, OUTSIDE, Curve, one_step_outside
 from gptexp.reporting.finding import WITHIN
 from gptexp.reporting.posterior import NARROWEST
 from gptexp.reporting.progress import is_unfinished
@@ -22,6 +22,7 @@ from gptexp.storage.sweep_record import SweepRecord
 
 SEEDS, MOST_SEEDS = 2, 4  # new seeds of a proposal
 WIDEST = 4096.0  # largest over smallest learning rate; a grid this wide needs more seeds, not more learning rates
+LIKELIEST = 0.95  # probability of success that a proposal promises at most: no form of the curve is the true one
 UNLIKELY = 0.05  # probability of an optimum on one side of the grid
 WIDE_GAP = 1.7  # ratio of two learning rates between which one more is worth a run
 SMALLEST_GAIN = 0.98  # of an interval's width, to which a proposal must narrow it
@@ -194,17 +195,18 @@ def _bracketing(arm: Arm, batch: int, curve: Curve, seeds: list[int]) -> _Cells:
     beyond: list[float] = []
     if curve.side == "higher" or curve.above > UNLIKELY:
         if above < limit:
-            beyond += [above, above**2 / lrs[-1]] if curve.side == "higher" else [above]
+            beyond += [above, above**2 / lrs[-1]] if curve.above > OUTSIDE else [above]
         elif limit > lrs[-1] * CLOSEST:
             beyond += [math.sqrt(lrs[-1] * limit)]
     if curve.side == "lower" or curve.below > UNLIKELY:
-        beyond += [below**2 / lrs[0], below] if curve.side == "lower" else [below]
+        beyond += [below**2 / lrs[0], below] if curve.below > OUTSIDE else [below]
     if beyond and lrs[-1] / lrs[0] < WIDEST:
         new = sorted(lr for lr in beyond if lr < limit)
         share = arm.curves.inside(batch, min(new[0], lrs[0]), limit if limit < math.inf else max(new[-1], lrs[-1]))
         sides = [side for side, is_tried in (("lower", new[0] < lrs[0]), ("higher", new[-1] > lrs[-1])) if is_tried]
-        brings = f"{' and '.join(sides)} learning rates, to bracket it with {share:.0%}"
-        return _Cells(batch, new, [], f"{at} {curve.why}; inside the new grid with {share:.0%}", brings)
+        likely = f"{min(share, LIKELIEST):.0%} likely"
+        brings = f"{' and '.join(sides)} learning rates, {likely} to bracket it"
+        return _Cells(batch, new, [], f"{at} {curve.why}; {likely} to lie inside the new grid", brings)
     rates = sorted({lrs[0], curve.best, lrs[-1]})
     why = f"{at} more seeds tell these learning rates apart, if they differ"
     return _Cells(batch, rates, seeds[:SEEDS], why, "more seeds")

@@ -5,18 +5,19 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from gptexp.process.terminal import printable
+from gptexp.process.terminal import as_command, printable
+from gptexp.process.words import counted
 from gptexp.reporting.analysis import Analysis, analyse
 from gptexp.reporting.answers import Answer, answers_of
 from gptexp.reporting.figures import figures
 from gptexp.reporting.finding import BEHIND_NATS, WITHIN, Verdict
 from gptexp.reporting.overview import Overview, overview
-from gptexp.reporting.progress import Progress, is_going_on, survey
+from gptexp.reporting.progress import Progress, is_going_on, survey, time_left
 from gptexp.reporting.proposals import Proposal, proposals
 from gptexp.reporting.records import Run, find_runs, read_run
 from gptexp.reporting.vega_lite import Figure
 from gptexp.reporting.verdict import verdict
-from gptexp.storage import sweep_record
+from gptexp.storage import run_dir, sweep_record
 from gptexp.storage.sweep_record import SweepRecord
 
 
@@ -34,6 +35,26 @@ class Report:
     verdict: Verdict
     further: list[Proposal]  # to run next
     figures: list[Figure]
+
+    @property
+    def to_continue(self) -> list[tuple[str, list[str]]]:
+        """How to go on with a sweep before its end: in words, and, if it has stopped, as commands, the newest last."""
+        waiting = sum(cell.status not in run_dir.DONE for cell in self.cells)
+        if self.goes_on and waiting:
+            left = " ".join(filter(None, time_left(self.cells, self.goes_on)))
+            cells = f"{counted(waiting, 'cell')} still to finish"
+            return [] if self.further else [(f"Nothing yet: {cells}, time left {left}. Their results will tell.", [])]
+        if self.sweep is None or not self.sweep.commands or not waiting:
+            return []
+        stopped = f"The sweep has stopped with {counted(waiting, 'cell')} left."
+        if len(self.sweep.commands) == 1:
+            how = "Its command goes on with them:"
+        else:  # sweep.json does not say which cells a command has, and keeps of earlier ones those that began
+            how = (
+                "Several commands made it, the newest is the last one. Each goes on with its own cells, and runs no "
+                "cell again that is done:"
+            )
+        return [(f"{stopped} {how}", list(map(as_command, self.sweep.commands)))]
 
 
 def build_report(

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from gptexp.process.terminal import printable
-from gptexp.process.words import counted
+from gptexp.process.words import counted, listed
 from gptexp.reporting.analysis import Analysis, Arm
 from gptexp.reporting.arms_in_words import arms_in_words
 from gptexp.reporting.clipping import clipping_in_words
@@ -98,9 +98,12 @@ def _law(arm: Arm) -> Iterator[Finding]:
     refused = [name for name in SLOPES if name not in admitted]
 
     def rules(names: list[str]) -> str:
-        return " and ".join(f"'{name}' ({SLOPES[name]:g})" for name in names)
+        texts = [f"'{name}' ({SLOPES[name]:g})" for name in names]
+        return f"the rule{'s' if len(texts) > 1 else ''} {listed(texts)}"
 
-    agrees = f"agrees with the rule {rules(admitted)}" if admitted else "agrees with none of the usual rules"
+    agrees = f"agrees with {rules(admitted)}" if admitted else "agrees with none of the usual rules"
+    if not refused:
+        agrees = f"is not known well enough to tell {rules(admitted)} apart"
     agrees += f" and not with {rules(refused)}" if admitted and refused else ""
     yield Finding(
         f"The best learning rate is proportional to the batch size to the power {law.exponent:.2f} (95% interval "

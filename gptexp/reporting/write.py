@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from gptexp.process.errors import first_line
-from gptexp.process.terminal import as_command, warn
+from gptexp.process.terminal import as_command, printable, warn
 from gptexp.process.words import counted
 from gptexp.reporting.analysis import Arm
 from gptexp.reporting.answers import NOTHING, TEXTS, table_of_answers
@@ -155,8 +155,14 @@ def show_findings(report: Report, width: int | None = None, is_verbose: bool = T
         console.print(Text(f"- {line}"))
     if report.answers and all(answer.wanted == NOTHING for answer in report.answers):
         console.print(f"The interval of each batch size is narrow enough.{' Optional:' if further else ''}")
+    for how, commands in report.to_continue:
+        console.print(Text(how))
+        for command in commands:
+            console.print(Text(f"  {command}"), soft_wrap=True)
     for proposal in further:
-        console.print(Text(f"next: {proposal.cost}: {proposal.why}\n  {proposal.command}"), soft_wrap=True)
+        arm = f"{proposal.arm}: " if proposal.arm else ""
+        console.print(Text(printable(f"next: {proposal.cost}: {arm}{proposal.why}")))
+        console.print(Text(f"  {proposal.command}"), soft_wrap=True)
     left = len(report.verdict.lines) - len(lines)
     if not is_verbose and (left or len(report.further) > len(further)):
         command = as_command(["report", str(report.directory), "--verbose"])

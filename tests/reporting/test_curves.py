@@ -47,6 +47,53 @@ def test_a_real_sweep_with_unequal_noise() -> None:
     assert law.high < 0.5
 
 
+def test_the_best_cell_is_judged_by_its_seeds_if_no_curve_explains_it() -> None:
+    """Seeds that agree lie 0.3 nats below the curve: then every other cell is worse."""
+    losses = {2.0**x: [3.3 + 0.01 * x, 3.31 + 0.01 * x, 3.32 + 0.01 * x, 3.305] for x in range(7)}
+    losses[8.0] = [2.961, 2.985, 2.971, 2.962]
+    curves = fit_curves({1024: losses}, {}, 0.05)
+    best = (1024, 8.0)
+    assert curves.of[1024].optimum is None
+    others = {cell for cell in curves.means if cell != best}
+    assert curves.worse(list(others), best) == others
+
+
+def test_no_cell_beyond_a_worse_one_is_a_tie() -> None:
+    """Two seeds far up on the wall, which no form explains, measure little by themselves."""
+    losses = {2.0**x: [3 + 0.05 * x * x, 3.01 + 0.05 * x * x] for x in range(-2, 3)}
+    losses[2.0**-3] = [4.6, 5.2]
+    curves = fit_curves({1024: losses}, {}, 0.02)
+    best = (1024, curves.of[1024].best)
+    assert {(1024, 0.25), (1024, 0.125)} <= curves.worse([cell for cell in curves.means if cell != best], best)
+
+
+FALLING_AND_FLAT = [7.1, 6.9, 6.5, 5.8, 4.8, 3.6]
+
+
+@pytest.mark.parametrize("scale", [0.1, 0.3, 1.0])
+@pytest.mark.parametrize(("losses", "side"), [(FALLING_AND_FLAT, "higher"), (FALLING_AND_FLAT[::-1], "lower")])
+def test_a_fall_that_grows_steeper_goes_on(losses: list[float], side: str, scale: float) -> None:
+    """From a plateau, which no curve with one minimum near it explains by a skew of its own."""
+    sweep = {2.0**i: [3 + scale * loss, 3.02 + scale * loss] for i, loss in enumerate(losses)}
+    curve = fit_curves({1024: sweep}, {}, 0.02).of[1024]
+    assert (curve.status, curve.side) == ("not bracketed", side)
+    assert (curve.below if side == "higher" else curve.above) < 0.1
+
+
+def test_batch_sizes_with_optima_on_both_sides_of_their_grids_get_the_right_side() -> None:
+    rises = {2.0**i: [3.7 + 0.05 * i + 0.008 * i * i, 3.71 + 0.05 * i + 0.008 * i * i] for i in range(6)}
+    falls = {2.0**i: [3.6 - 0.05 * i, 3.61 - 0.05 * i] for i in range(6)}
+    curves = fit_curves({1024: rises, 2048: falls}, {}, 0.01)
+    assert [curve.side for curve in curves.of.values()] == ["lower", "higher"]
+
+
+def test_an_optimum_below_which_nothing_was_run_is_not_bracketed() -> None:
+    """The lowest loss is at the end of the grid: that the optimum is near it is said by the form of the curve alone."""
+    losses = [(3.327, 3.335), (3.412, 3.392), (3.678, 3.738), (4.356, 4.35), (5.189, 5.194), (6.392, 6.411)]
+    curve = fit_curves({16384: {1e-4 * 2**i: list(of) for i, of in enumerate(losses)}}, {}, 0.011).of[16384]
+    assert (curve.status, curve.side, curve.optimum) == ("not bracketed", "lower", None)
+
+
 @pytest.mark.parametrize("slope", [-0.05, 0.05])
 def test_the_probability_inside_a_grid_grows_with_the_grid(slope: float) -> None:
     """A proposal that widens a grid says with which probability it brackets the optimum."""

@@ -17,6 +17,7 @@ from gptexp.config.scaling import effective_optim
 from gptexp.config.schema import ScalingConfig
 from gptexp.reporting import comparison
 from gptexp.reporting.analysis import analyse
+from gptexp.reporting.answers import table_of_answers
 from gptexp.reporting.cells_table import cells_table
 from gptexp.reporting.figures import figures
 from gptexp.reporting.records import find_runs
@@ -60,7 +61,7 @@ def test_the_known_optima_law_and_noise_are_found(swept: Path) -> None:
     assert answers == optima
     assert {a["status"] for a in report["answers"]} == {"bracketed"}
     said = "\n".join(report["verdict"])
-    assert "agrees with the rule 'square root' (0.5) and not with 'constant' (0) and 'linear' (1)" in said
+    assert "agrees with the rule 'square root' (0.5) and not with the rules 'constant' (0) and 'linear' (1)" in said
     assert "diverged at learning rate 0.16" in said
     assert "the critical batch size needs schedule=constant" in said
     [proposal] = report["next"]
@@ -94,6 +95,8 @@ def test_an_optimum_at_the_edge_gets_no_number_and_the_grid_is_extended(tmp_path
     root = write_sweep(tmp_path / "edge", centre=0.001)
     report = report_of(root)
     assert [(a["status"], a["lr"], a["low"]) for a in report["answers"]] == [("lower", None, None)] * 3
+    assert [a["lowest_lr"] for a in report["answers"]] == [0.005] * 3
+    assert dict(table_of_answers(build_report(root).answers))["best lr"] == ["0.005 or less"] * 3
     [arm] = report["arms"]
     assert arm["law"] is None
     assert [proposal["command"].split("optim.lr=")[1] for proposal in report["next"]] == ["0.00125,0.0025"] * 3
@@ -479,6 +482,14 @@ def test_a_sweep_of_which_one_learning_rate_has_ended_says_that_this_is_too_few(
     assert answer.badges == ("too few", "noise unknown", "so far")
 
 
+def test_batch_sizes_with_one_learning_rate_have_answers_too(tmp_path: Path) -> None:
+    write_losses(tmp_path, {1024: (5.2,), 4096: (5.4,)}, (1e-2,))
+    cells = {str(b): {"values": {}, "total_batch_size": b, "tokens": 2**18} for b in (1024, 4096)}
+    run_dir.write_json(tmp_path / run_dir.SWEEP, {"name": "s", "overrides": [], "cells": cells})
+    answers = build_report(tmp_path).answers
+    assert [(answer.total_batch_size, answer.badges[0]) for answer in answers] == [(1024, "too few"), (4096, "too few")]
+
+
 def test_nothing_is_proposed_at_a_batch_size_where_a_cell_waits_or_runs(tmp_path: Path) -> None:
     write_losses(tmp_path, NEW_USER, (3e-3, 1e-2, 3e-2, 9e-2))
     waiting = {"values": {"optim.lr": "0.27"}, "total_batch_size": 1024, "tokens": 2**18}
@@ -507,7 +518,7 @@ def test_the_verdict_of_an_unfinished_sweep_says_what_is_still_to_come(tmp_path:
     answers = build_report(tmp_path).answers
     assert [answer.total_batch_size for answer in answers] == [1024, 2048, 4096]
     assert [answer.badges[-1] == "so far" for answer in answers] == [True, False, True]
-    assert answers[0].wanted == "its other cells, which still run or wait"
+    assert answers[0].wanted == "its other cells"
 
 
 def test_a_batch_size_that_nobody_asked_for_comes_last(swept: Path, tmp_path: Path) -> None:
@@ -561,11 +572,11 @@ def test_a_run_that_nothing_explains_is_named(tmp_path: Path) -> None:
 
 def test_a_lowest_loss_that_no_curve_explains_gets_a_second_seed_and_no_optimum(tmp_path: Path) -> None:
     lrs = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2)
-    write_losses(tmp_path, {4096: (4.5, 4.3, 4.2, 4.25, 4.4, 3.0)}, lrs)
+    write_losses(tmp_path, {4096: (4.5, 4.3, 4.2, 4.25, 3.0, 4.4)}, lrs)
     report = report_of(tmp_path)
     [answer] = report["answers"]
     assert (answer["status"], answer["lr"]) == ("jagged, noise unknown", None)
-    assert answer["why"] == "no curve explains how low the loss at 0.032 is"
+    assert answer["why"] == "no curve explains how low the loss at 0.016 is"
     [proposal] = report["next"]
     assert proposal["command"].endswith("train.seed=2")
 
