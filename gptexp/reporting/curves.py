@@ -173,7 +173,7 @@ class Curves:
         return batch == of and is_further and self.means[cell] > self.means[other] and self.of[of].status != "jagged"
 
     def _follows_curve(self, batch: int, lr: float) -> bool:
-        """Whether a curve says what the loss is: not where seeds vary more than its noise, are off it or hardly count."""
+        """Whether a curve says what the loss is: not where seeds vary more than its noise, are off it or count less."""
         seeds = self.losses[batch].get(lr, [])
         if self.posterior is None or not self.has(batch) or len(seeds) < 2:
             return self.has(batch)
