@@ -201,16 +201,22 @@ def evidence(cells: Cells, shared: Shared, grid: Array, levels: int = NOISE_LEVE
     rest = yy - yt * yt / tt + height**2 * precision - of_a * a * a
     by_noise = (-0.5 * (rest + np.log(of_a / precision * w * tt) - log_weight)
                 + special.log_ndtr(a * np.sqrt(of_a)) - special.log_ndtr(1 / HEIGHT_SPREAD))  # fmt: skip
-    # t_j is bounded: the share of its distribution within the bounds, at the mean of a_j.
+    # t_j is bounded. The share of its distribution within the bounds is taken at the mean of a_j.
     usual = np.maximum(a, of_a**-0.5)
     most = MOST_SKEW * usual / t_scale[..., None]
-    by_noise += special.log_ndtr((most - np.abs((yt - usual * ht) / tt)) * np.sqrt(tt))
+    by_noise += _log_share(most, np.abs(yt - usual * ht) / tt, np.sqrt(tt)) - _log_share(most, 0.0, 1.0)
     top = by_noise.max(axis=3)
     log = top + np.log(np.exp(by_noise - top[..., None]).mean(axis=3)) + seeds[..., None]
     outside = np.maximum(0, np.maximum(cells.low[:, None] - grid, grid - cells.high[:, None]))
     log += (np.log(grid[:, 1] - grid[:, 0])[:, None] - 0.5 * (outside / BEYOND_SD) ** 2)[:, None, :]
     log += special.log_expit(STEEP * (cells.limit[:, None] - grid))[:, None, :]
     return Evidence(log, by_noise, variance, a, of_a**-0.5, (yt, ht, tt), (y1, h1, t1, w), t_scale)
+
+
+def _log_share(most: Array, mean: Array | float, root: Array | float) -> Array:
+    """The logarithm of the share of a normal distribution within +-`most`; `mean` >= 0, `root`: 1 / its deviation."""
+    high, low = special.log_ndtr((most - mean) * root), special.log_ndtr((-most - mean) * root)
+    return np.asarray(high + np.log1p(-np.minimum(np.exp(low - high), 1 - 1e-12)))
 
 
 def _rough_height(
