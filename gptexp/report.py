@@ -45,7 +45,9 @@ def main(argv: list[str] | None = None) -> None:
         write_optim(args.write_optim, report.analysis)
         for line in points_above_cells(report.analysis):
             warn(f"warning: --write-optim {args.write_optim}: {line}")
-        say(f"the law: {args.write_optim}; use it with optim={args.write_optim.stem}")
+        [law] = [arm.law for arm in report.analysis.arms if arm.law is not None]
+        exponent = f"exponent {law.exponent:.2f} ({law.low:.2f} to {law.high:.2f})"
+        say(f"the law: {args.write_optim}, {exponent}; use it with optim={args.write_optim.stem}")
 
 
 if __name__ == "__main__":

@@ -153,7 +153,8 @@ class Curves:
         cells = [
             (batch, lr) for batch, lr in cells if not (batch == than[0] and optimum is not None and optimum.holds(lr))
         ]
-        by_seeds = [cell for cell in cells if not (self._follows_curve(*than) and self._follows_curve(*cell))]
+        off = not self._follows_curve(*than)
+        by_seeds = [cell for cell in cells if (off or not self._follows_curve(*cell)) and cell in self.means]
         by_curve = [cell for cell in cells if cell not in by_seeds]
         chosen = set()
         if by_seeds and (contrasts := against_lowest([self.losses[b][lr] for b, lr in (than, *by_seeds)])) is not None:

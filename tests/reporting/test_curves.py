@@ -58,6 +58,14 @@ def test_the_best_cell_is_judged_by_its_seeds_if_no_curve_explains_it() -> None:
     assert curves.worse(list(others), best) == others
 
 
+def test_a_learning_rate_that_was_not_run_is_judged_by_the_curve() -> None:
+    """Also beside a best cell whose seeds vary more than the noise of the curve."""
+    losses = {2.0**x: [3 + 0.05 * x * x, 3.005 + 0.05 * x * x, 3.01 + 0.05 * x * x] for x in range(-3, 4)}
+    losses[1.0] = [2.93, 3.0, 3.06]
+    curves = fit_curves({1024: losses}, {}, 0.01)
+    assert curves.worse([(1024, 5.0)], (1024, 1.0)) == {(1024, 5.0)}
+
+
 def test_no_cell_beyond_a_worse_one_is_a_tie() -> None:
     """Two seeds far up on the wall, which no form explains, measure little by themselves."""
     losses = {2.0**x: [3 + 0.05 * x * x, 3.01 + 0.05 * x * x] for x in range(-2, 3)}
