@@ -186,7 +186,7 @@ def _bracketing(arm: Arm, batch: int, curve: Curve, seeds: list[int]) -> _Cells:
         if bad:
             why = f"{at} training diverged at this learning rate, but not at higher ones: does it again?"
             return _Cells(batch, bad[:1], seeds[:1], why, f"another seed at {bad[0]:g}")
-        why = f"{at} a second seed shows whether the losses really rise and fall"
+        why = f"{at} another seed shows whether the losses really rise and fall"
         return _Cells(batch, lrs, seeds[:1], why, "another seed")
     if curve.status == "too few":
         ends = [below, above] if len(lrs) == 1 else [below if curve.best == lrs[0] else above]
