@@ -42,10 +42,9 @@ def main(argv: list[str] | None = None) -> None:
     show(report, terminal_width(), args.verbose)
     say(f"\nthe page: {args.directory / PAGE}")
     if args.write_optim is not None:
-        write_optim(args.write_optim, report.analysis)
+        law = write_optim(args.write_optim, report.analysis)
         for line in points_above_cells(report.analysis):
             warn(f"warning: --write-optim {args.write_optim}: {line}")
-        [law] = [arm.law for arm in report.analysis.arms if arm.law is not None]
         exponent = f"exponent {law.exponent:.2f} ({law.low:.2f} to {law.high:.2f})"
         say(f"the law: {args.write_optim}, {exponent}; use it with optim={args.write_optim.stem}")
 

@@ -49,11 +49,12 @@ def answers_of(
 
     `within`: octaves on each side up to which an interval is narrow enough.
     """
-    planned = {cell.values.get("optim.lr") for cell in sweep.cells.values()} if sweep is not None else set()
-    sizes = {cell.total_batch_size for cell in sweep.cells.values()} if sweep is not None else set()
+    planned = list(sweep.cells.values()) if sweep is not None else []
+    sizes = {cell.total_batch_size for cell in planned}
+    are_swept = len(sizes) > 1 or len({cell.values.get("optim.lr") for cell in planned}) > 1
     rows: list[Answer] = []
     for arm in analysis.arms:
-        if arm.is_grid or len(planned) > 1 or len(sizes) > 1:
+        if arm.is_grid or are_swept:
             for batch, curve in arm.curves.of.items():
                 wanted = _wanted(arm, batch, further)
                 if not wanted and not curve.noise_is_known:
@@ -65,7 +66,7 @@ def answers_of(
         for batch in arm.all_diverged if len(arm.runs) > 1 else ():
             rows.append(Answer(printable(arm.label), batch, "diverged", _wanted(arm, batch, further)))
     if rows:
-        rows += _not_begun(analysis, sweep)
+        rows += _not_begun(analysis, sizes)
     return sorted(rows, key=lambda row: row.total_batch_size)
 
 
@@ -93,20 +94,21 @@ def _wanted(arm: Arm, batch: int, further: Sequence[Proposal]) -> str:
     return "; ".join(f"{p.cost}: {p.brings}" for p in further if (p.arm, p.batch) == (arm.label, batch))
 
 
-def _not_begun(analysis: Analysis, sweep: SweepRecord | None) -> Iterator[Answer]:
-    """The batch sizes of the sweep of which no run has ended."""
-    planned = {cell.total_batch_size for cell in sweep.cells.values()} if sweep is not None else set()
+def _not_begun(analysis: Analysis, planned: set[int]) -> Iterator[Answer]:
+    """The planned batch sizes, in tokens, of which no run has ended."""
     ended = {batch for arm in analysis.arms for batch in (*arm.losses, *arm.diverged)}
     for batch in sorted(planned - ended):
         yield Answer("", batch, "too few, so far", "its first runs")
 
 
 def _best_lr(row: Answer) -> str:
-    """The best learning rate; without an optimum, that of the lowest runs and where the best one may lie from it."""
-    if row.lr is not None or row.lowest_lr is None:
-        return "" if row.lr is None else f"{row.lr:.3g}"
-    sides = {"higher": "or more", "lower": "or less"}
-    return f"{row.lowest_lr:.3g} {sides[row.badges[0]]}" if row.badges[0] in sides else f"lowest: {row.lowest_lr:.3g}"
+    """The best learning rate; without an optimum, that of the runs with the lowest loss, and on which side to go on."""
+    if row.lr is not None:
+        return f"{row.lr:.3g}"
+    if row.lowest_lr is None:
+        return ""
+    side = {"higher": " or more", "lower": " or less"}.get(row.badges[0])
+    return f"{row.lowest_lr:.3g}{side}" if side else f"lowest: {row.lowest_lr:.3g}"
 
 
 def table_of_answers(rows: Sequence[Answer]) -> Columns:

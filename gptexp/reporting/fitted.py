@@ -14,6 +14,7 @@ from gptexp.storage.run_dir import storage, write_atomically
 
 if TYPE_CHECKING:
     from gptexp.reporting.analysis import Analysis  # imports scipy
+    from gptexp.reporting.law import Law
 
 COMMAND = "gptexp report"
 VARYING = ("batch.total_batch_size", "model.vocab_size")  # keys of which the law, or the tokenizer, takes care
@@ -29,8 +30,8 @@ def check_target(path: Path) -> None:
     check_own("--write-optim", path, COMMAND)
 
 
-def write_optim(path: Path, analysis: "Analysis") -> None:
-    """Write the law of `analysis` to `path`. Raises `ConfigError` if there is not exactly one law."""
+def write_optim(path: Path, analysis: "Analysis") -> "Law":
+    """Write the law of `analysis` to `path`, and return it. Raises `ConfigError` if there is not exactly one law."""
     laws = [(arm.law, arm.runs) for arm in analysis.arms if arm.law is not None]
     if len(laws) != 1:
         raise ConfigError(
@@ -66,6 +67,7 @@ def write_optim(path: Path, analysis: "Analysis") -> None:
     with storage(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, text)
+    return law
 
 
 def points_above_cells(analysis: "Analysis") -> list[str]:

@@ -155,7 +155,7 @@ def show_findings(report: Report, width: int | None = None, is_verbose: bool = T
         console.print(Text(f"- {line}"))
     if report.answers and all(answer.wanted == NOTHING for answer in report.answers):
         console.print(f"The interval of each batch size is narrow enough.{' Optional:' if further else ''}")
-    for how, commands in report.to_continue:
+    for how, commands in report.to_continue if report.sweep is not None else ():
         console.print(Text(how))
         for command in commands:
             console.print(Text(f"  {command}"), soft_wrap=True)

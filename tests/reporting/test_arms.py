@@ -242,9 +242,8 @@ def test_the_limit_is_where_a_line_through_the_losses_crosses(
     ],
     ids=["rises", "flat", "valley"],
 )
-@pytest.mark.parametrize("sweeps", [100, pytest.param(1000, marks=pytest.mark.slow)])
 def test_the_interval_of_the_limit_holds_the_truth(
-    losses: tuple[float, ...], truth: float, missed_low: float, error: float, sweeps: int
+    losses: tuple[float, ...], truth: float, missed_low: float, error: float
 ) -> None:
     """`truth` is in octaves above the smallest batch size, `error` the standard error of each loss.
 
@@ -252,7 +251,7 @@ def test_the_interval_of_the_limit_holds_the_truth(
     """
     rng = np.random.default_rng(0)
     found, below, held = [], 0, 0
-    for _ in range(sweeps):
+    for _ in range(500):
         drawn = np.array(losses) + error * rng.standard_normal(len(losses))
         limit = falls_behind({2048 * 2**i: normal_draws(loss, error, i) for i, loss in enumerate(drawn)}, 0.05)
         assert limit is not None
@@ -264,8 +263,8 @@ def test_the_interval_of_the_limit_holds_the_truth(
         below += high < truth
         held += low <= truth <= high
     assert abs(np.median(found) - truth) < 0.12
-    assert below <= stats.binom.ppf(0.999, sweeps, missed_low)
-    assert held >= stats.binom.ppf(0.001, sweeps, 0.93)
+    assert below / 500 < missed_low
+    assert held / 500 > 0.92
 
 
 STANDARD = stats.norm.ppf(stats.qmc.Sobol(10, rng=0).random(512))

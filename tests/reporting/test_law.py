@@ -9,7 +9,7 @@ from gptexp.reporting.curves import fit_curves
 from gptexp.reporting.forms import Array
 from gptexp.reporting.law import Law, fit_law, independent_difference
 
-SWEEPS = 100
+SWEEPS = 200
 
 
 def fitted(rng: np.random.Generator, levels: list[float], errors: list[float], common: float = 0.0) -> Law:

@@ -25,7 +25,7 @@ def assert_calibrated(found: Tally, share: float = 0.9, at_once: int = 4) -> Non
     print(found)
     trials = len(found.held) / at_once
     assert found.held.mean() >= stats.binom.ppf(0.001, round(trials), share) / round(trials)
-    assert len(found.low) >= 0.8 * found.due  # 90% of all kinds together; fewer of three learning rates
+    assert len(found.low) >= 0.9 * found.due
 
 
 def test_intervals_hold_the_truth() -> None:
@@ -39,10 +39,15 @@ def test_intervals_hold_the_truth() -> None:
     assert sum(len(of_kind.low) for of_kind in found) >= 0.9 * sum(of_kind.due for of_kind in found)
 
 
+FAILING = {
+    "power and wall": "no form has a power below the minimum and a growing wall above",
+    "3 rates": "the lowest of three losses is often at an end, where no optimum is given",
+}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [
-    pytest.param(name, marks=pytest.mark.xfail(reason="no form has a power below the minimum and a growing wall above"))
-    if name == "power and wall" else name for name in KINDS
+    pytest.param(name, marks=pytest.mark.xfail(reason=FAILING[name])) if name in FAILING else name for name in KINDS
 ])  # fmt: skip
 def test_intervals_of_each_kind_hold_the_truth_and_are_not_much_too_wide(name: str) -> None:
     found = kind_tally(name, 60)

@@ -10,6 +10,7 @@ from sweeps import TOKENS, write_run, write_sweep
 from gptexp.reporting.index import build_index
 from gptexp.reporting.page import index_sections, sections
 from gptexp.reporting.report import build_report
+from gptexp.reporting.write import show
 from gptexp.storage import run_dir
 
 HOSTILE = "<img src=x onerror=alert(1)>"
@@ -66,6 +67,17 @@ def write_stopped(root: Path, commands: list[list[str]]) -> Path:
              for lr in (0.01, 0.02, 0.04)}  # fmt: skip
     run_dir.write_json(root / run_dir.SWEEP, {"name": "sweep", "overrides": [], "cells": cells, "commands": commands})
     return root / "lr=0.02"
+
+
+def test_the_terminal_shows_the_command_of_a_stopped_sweep_and_none_for_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    interrupted = write_stopped(tmp_path, [FIRST])
+    show(build_report(tmp_path))
+    assert SHOWN[0] in capsys.readouterr().out
+    with run_dir.held(interrupted):
+        show(build_report(interrupted))
+    assert "still to finish" not in capsys.readouterr().out
 
 
 def test_a_sweep_that_has_stopped_goes_on_with_its_command(tmp_path: Path) -> None:
