@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from gptexp.process.errors import EXIT_FAILED, ConfigError, UserError, first_line
+from gptexp.process.errors import EXIT_FAILED, UserError, first_line
 from gptexp.process.terminal import confirmed, printable, run_verb, say, terminal_width, warn
 from gptexp.process.words import counted, size_shown
 from gptexp.reporting.terminal_table import print_table
@@ -26,8 +26,7 @@ def main(argv: list[str] | None = None) -> int:
     if is_not_there_yet(args.directory):
         say(f"{args.directory}: no runs yet")
         return 0
-    if not args.directory.is_dir():
-        raise ConfigError(f"{args.directory}: no such directory; give a directory with runs")
+    run_dir.require_directory(args.directory, "a directory with runs")
 
     from gptexp.storage.garbage import find_garbage, remove_garbage  # imports torch
 

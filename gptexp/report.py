@@ -7,7 +7,8 @@ from pathlib import Path
 from gptexp.process.errors import ConfigError
 from gptexp.process.terminal import run_verb, say, terminal_width, warn
 from gptexp.reporting.finding import BEHIND_NATS, NARROWEST_WITHIN, WITHIN
-from gptexp.reporting.fitted import check_target, points_above_cells, write_optim
+from gptexp.reporting.fitted import check_target, points_above_cells, settings_given, write_optim
+from gptexp.storage.run_dir import require_directory
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -27,8 +28,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--verbose", action="store_true", help="print every sentence and the table of runs")
     args = parser.parse_args(argv)
 
-    if not args.directory.is_dir():
-        raise ConfigError(f"{args.directory}: no such directory; give a run or a sweep")
+    require_directory(args.directory, "a run or a sweep")
     if not 0 < args.behind < math.inf:
         raise ConfigError(f"--behind={args.behind}: must be finite and above 0")
     if not NARROWEST_WITHIN <= args.within < math.inf:
@@ -45,8 +45,9 @@ def main(argv: list[str] | None = None) -> None:
         law = write_optim(args.write_optim, report.analysis)
         for line in points_above_cells(report.analysis):
             warn(f"warning: --write-optim {args.write_optim}: {line}")
+        command = " ".join([*settings_given(report.sweep), f"optim={args.write_optim.stem}"])
         exponent = f"exponent {law.exponent:.2f} ({law.low:.2f} to {law.high:.2f})"
-        say(f"the law: {args.write_optim}, {exponent}; use it with optim={args.write_optim.stem}")
+        say(f"the law: {args.write_optim}, {exponent}; use it with {command}")
 
 
 if __name__ == "__main__":

@@ -5,9 +5,9 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from gptexp.process.errors import ConfigError
 from gptexp.process.terminal import run_verb, say
 from gptexp.reporting.progress import in_all, is_going_on, line_of, ready_in, survey
+from gptexp.storage.run_dir import require_directory
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -16,8 +16,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("directory", type=Path, metavar="DIR", help="a sweep's directory, or a run's")
     parser.add_argument("--json", action="store_true", help="print JSON, for scripts")
     args = parser.parse_args(argv)
-    if not args.directory.is_dir():
-        raise ConfigError(f"{args.directory}: no such directory; give a sweep or a run")
+    require_directory(args.directory, "a sweep or a run")
     cells = survey(args.directory)
     if args.json:
         print(json.dumps({"cells": [asdict(cell) for cell in cells], "ready_in_s": ready_in(cells)}, indent=1))

@@ -282,8 +282,7 @@ def _noise_scale_of(directory: Path) -> dict[str, Any] | None:
 
 def _critical_of_sweep(directory: Path) -> tuple[dict[str, Any], Path]:
     """What a sweep has measured, and one of the runs that it is of."""
-    if not directory.is_dir():
-        raise ConfigError(f"--critical {directory}: no such directory; give a run or a sweep")
+    run_dir.require_directory(directory, "a run or a sweep", "--critical")
     from gptexp.reporting.analysis import analyse
     from gptexp.reporting.noise_scale import lowest_measured
     from gptexp.reporting.records import find_runs

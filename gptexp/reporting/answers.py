@@ -62,7 +62,7 @@ def answers_of(
                 elif not wanted and curve.optimum is not None and curve.optimum.is_within(within):
                     wanted = NOTHING
                 goes_on = sweep is not None and is_unfinished(sweep, analysis.runs, batch)
-                rows.append(_answer(arm, batch, curve, wanted, goes_on))
+                rows.append(_answer(arm, batch, curve, within, wanted, goes_on))
         for batch in arm.all_diverged if len(arm.runs) > 1 else ():
             rows.append(Answer(printable(arm.label), batch, "diverged", _wanted(arm, batch, further)))
     if rows:
@@ -70,8 +70,8 @@ def answers_of(
     return sorted(rows, key=lambda row: row.total_batch_size)
 
 
-def _answer(arm: Arm, batch: int, curve: Curve, wanted: str, goes_on: bool) -> Answer:
-    status = ", ".join(_status(curve))
+def _answer(arm: Arm, batch: int, curve: Curve, within: float, wanted: str, goes_on: bool) -> Answer:
+    status = ", ".join(_status(curve, within))
     if goes_on:
         status, wanted = f"{status}, so far", "its other cells"
     label, o = printable(arm.label), curve.optimum
@@ -81,11 +81,13 @@ def _answer(arm: Arm, batch: int, curve: Curve, wanted: str, goes_on: bool) -> A
                   o.tie_high, curve.why, curve.best)  # fmt: skip
 
 
-def _status(curve: Curve) -> Iterator[str]:
+def _status(curve: Curve, within: float) -> Iterator[str]:
     if curve.status == "not bracketed" and curve.side is not None:
         yield curve.side
     else:
         yield curve.status
+    if curve.optimum is not None and not curve.optimum.is_within(within):
+        yield "wide"
     if not curve.noise_is_known:
         yield "noise unknown"
 

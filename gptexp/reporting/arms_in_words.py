@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 
+from gptexp.process.words import listed
 from gptexp.reporting.analysis import Arm
 from gptexp.reporting.arms import Limit, Transfer, clearest_gap, falls_behind, transfers
 from gptexp.reporting.finding import OF_LOWEST, Finding, limits_of_law, nats_higher
@@ -54,12 +55,16 @@ def _losses(arms: Sequence[Arm]) -> Iterator[Finding]:
     """Compare the arms at each batch size, each at its own best learning rate."""
     for batch in sorted({batch for arm in arms for batch in arm.curves.optima}):
         losses = {arm.label: arm.curves.best_losses[batch] for arm in arms if batch in arm.curves.optima}
+        others = [arm.label for arm in arms if batch in arm.losses and arm.label not in losses]
+        open_ = [f"{listed(others)} {'has' if len(others) == 1 else 'have'} no bracketed optimum"] if others else []
         if len(losses) < 2:
+            if open_:
+                yield Finding(f"At {batch:,} tokens a step the arms cannot be compared: {open_[0]}.")
             continue
         best = min((arm for arm in arms if arm.label in losses), key=lambda arm: arm.curves.optima[batch].loss).label
         gaps = [f"{label} is {nats_higher(independent_difference(of_arm, losses[best]), len(losses))}"
                 for label, of_arm in losses.items() if label != best]  # fmt: skip
-        yield Finding(f"At {batch:,} tokens a step {best} has the lowest loss: {'; '.join(gaps)}.", OF_LOWEST)
+        yield Finding(f"At {batch:,} tokens a step {best} has the lowest loss: {'; '.join(gaps + open_)}.", OF_LOWEST)
 
 
 def _behind(arms: Sequence[Arm], nats: float) -> Iterator[Finding]:

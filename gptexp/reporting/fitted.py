@@ -11,6 +11,7 @@ from gptexp.config.vocabulary import NAMES
 from gptexp.process.errors import ConfigError
 from gptexp.reporting.own_file import HEADER, MARKS, check_own
 from gptexp.storage.run_dir import storage, write_atomically
+from gptexp.storage.sweep_record import SweepRecord
 
 if TYPE_CHECKING:
     from gptexp.reporting.analysis import Analysis  # imports scipy
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 COMMAND = "gptexp report"
 VARYING = ("batch.total_batch_size", "model.vocab_size")  # keys of which the law, or the tokenizer, takes care
+
+HELD = ("model", "data", "schedule", "batch", "scaling", "init_from")  # groups of keys for whose values a law holds
 
 
 def check_target(path: Path) -> None:
@@ -68,6 +71,12 @@ def write_optim(path: Path, analysis: "Analysis") -> "Law":
         path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, text)
     return law
+
+
+def settings_given(sweep: SweepRecord | None) -> list[str]:
+    """The arguments of the sweep's command that choose settings for which its law holds."""
+    given = [(text, text.partition("=")[0]) for text in (sweep.overrides if sweep is not None else ())]
+    return [text for text, key in given if key.partition(".")[0] in HELD and key not in VARYING]
 
 
 def points_above_cells(analysis: "Analysis") -> list[str]:

@@ -91,8 +91,7 @@ def list_runs(directory: Path, read: Read | None = None) -> list[Listed]:
     `read` returns the row of a run, given its directory and its name; it may cache rows.
     """
     read = read or read_row
-    if not directory.is_dir():
-        raise ConfigError(f"{directory}: no such directory; give a directory with runs")
+    run_dir.require_directory(directory, "a directory with runs")
     if run_dir.is_run(directory):
         return [read(directory, directory.name)]
     if is_sweep(directory):

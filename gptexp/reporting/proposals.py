@@ -262,4 +262,5 @@ def _narrowing(arm: Arm, batch: int, curve: Curve, seeds: list[int], within: flo
         also = f"; {narrows}" if now > target else ""
         narrows = f"the noise is unknown without a second seed{also}"
     if expected < SMALLEST_GAIN * now or not curve.noise_is_known:
-        yield _Cells(batch, rates, seeds[:repeats], f"{_at(batch)} {narrows}", f"to {expected:.2f} octaves")
+        brings = f"from {now:.2f} to {expected:.2f} octaves"
+        yield _Cells(batch, rates, seeds[:repeats], f"{_at(batch)} {narrows}", brings)

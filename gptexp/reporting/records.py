@@ -177,8 +177,7 @@ def find_runs(directory: Path, read: Callable[[Path], Run] = read_run) -> list[R
 
     Raises `ConfigError` if `directory` is none of these.
     """
-    if not directory.is_dir():
-        raise ConfigError(f"{directory}: no such directory; give a run or a sweep")
+    run_dir.require_directory(directory, "a run or a sweep")
     if run_dir.is_run(directory):
         return [read(directory)]
     return [read(path) for path in runs_together(directory)]

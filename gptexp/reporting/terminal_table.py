@@ -19,11 +19,12 @@ def print_table(
     least_needed: Sequence[str],
     width: int | None,
     narrowest: int = NARROWEST_NAME,
-) -> None:
+) -> list[str]:
     """Print `columns` on lines of `width` characters, or on lines of any length if it is None.
 
     `wrapped` are the titles of columns that may be wrapped. `least_needed` are those of columns that are left out
     first, in this order, until each wrapped column has `narrowest` characters, or fewer if it needs fewer.
+    Returns the titles that are left out.
     """
     needed = {column[0]: _width(column, wrapped, narrowest) for column in columns}
     kept = {title for title in needed if title not in least_needed}
@@ -38,6 +39,7 @@ def print_table(
     for row in zip(*(texts for _, texts in columns), strict=True):
         table.add_row(*map(Text, row))
     Console(width=width or PIPE_WIDTH).print(table)
+    return [title for title in needed if title not in kept]
 
 
 def print_in_blocks(

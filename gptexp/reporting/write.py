@@ -16,7 +16,7 @@ from rich.text import Text
 
 from gptexp.process.errors import first_line
 from gptexp.process.terminal import as_command, printable, warn
-from gptexp.process.words import counted
+from gptexp.process.words import counted, listed
 from gptexp.reporting.analysis import Arm
 from gptexp.reporting.answers import NOTHING, TEXTS, table_of_answers
 from gptexp.reporting.arms import transfers
@@ -134,7 +134,9 @@ def show(report: Report, width: int | None = None, is_verbose: bool = False) -> 
     """
     runs = report.analysis.runs
     if report.answers:
-        print_table(table_of_answers(report.answers), TEXTS, TEXTS, OPTIONAL, width, NARROWEST_TEXT)
+        hidden = print_table(table_of_answers(report.answers), TEXTS, TEXTS, OPTIONAL, width, NARROWEST_TEXT)
+        if hidden:
+            Console(width=width).print(Text(f"In a wider terminal: {listed(hidden)}."))
         print()
     if is_verbose or not report.answers:
         # The column of names repeats what the other columns show, unless other keys were swept too.

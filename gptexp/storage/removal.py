@@ -55,8 +55,7 @@ def check_removable(directory: Path) -> None:
     """Raise `ConfigError` unless `directory` is a run or a sweep, is not running, and holds nothing else."""
     if directory.is_symlink():
         raise ConfigError(f"{directory}: a link, and gptexp removes none; give the directory that it points to")
-    if not directory.is_dir():
-        raise ConfigError(f"{directory}: no such directory; give a run or a sweep")
+    run_dir.require_directory(directory, "a run or a sweep")
     runs = [directory, *(cells(directory) if is_sweep(directory) else [])]
     if not _shows_a_sweep(directory) and not any(map(_shows_a_run, runs)):
         raise ConfigError(f"{directory}: nothing in it shows that it is a run or a sweep of gptexp; remove it yourself")

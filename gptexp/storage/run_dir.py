@@ -232,6 +232,13 @@ def is_run(directory: Path) -> bool:
         return True
 
 
+def require_directory(directory: Path, wanted: str, given: str = "") -> None:
+    """Raise `ConfigError` unless `directory` is one. `wanted`: what to give; `given`: the option that gives it."""
+    if not directory.is_dir():
+        problem = "is a file" if directory.exists() else "no such directory"
+        raise ConfigError(f"{given} {directory}: {problem}; give {wanted}".lstrip())
+
+
 def subdirectories(directory: Path) -> list[Path]:
     """The directories in `directory` that are not hidden, sorted by name. Raises `ConfigError` if it cannot be read."""
     try:

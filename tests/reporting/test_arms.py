@@ -327,6 +327,17 @@ def test_the_difference_of_three_arms_is_said_to_be_corrected(two_rules: Path) -
     assert "corrected for 3 pairs" in gap
 
 
+def test_an_arm_without_an_optimum_is_named_where_the_others_are_compared(two_rules: Path) -> None:
+    """At 2,048 tokens a step the first arm has only learning rates below its best one."""
+    runs = [run for run in find_runs(two_rules) if not run.name.startswith("none-2048") or run.lr < 0.008]
+    compared, left_out = sorted(analyse("sweep", runs).arms, key=lambda arm: 2048 not in arm.curves.optima)
+    third = replace(compared, choices={"optim.beta2": 0.5})
+    for arms, text in (([compared, left_out], "cannot be compared: "), ([compared, left_out, third], "lowest loss: ")):
+        [line] = [finding.text for finding in arms_in_words(arms, 0.05) if finding.text.startswith("At 2,048 tokens")]
+        assert text in line
+        assert line.endswith(f"{left_out.label} has no bracketed optimum.")
+
+
 def a_law(exponent: float, half_width: float) -> Law:
     low, high = exponent - half_width, exponent + half_width
     lines = np.zeros((1, 2))

@@ -16,6 +16,7 @@ from gptexp.config.scaling import effective_optim
 from gptexp.config.schema import AdamWConfig, ScalingConfig
 from gptexp.process.errors import ConfigError
 from gptexp.report import main
+from gptexp.reporting.answers import table_of_answers
 from gptexp.reporting.records import find_runs
 from gptexp.reporting.report import build_report
 from gptexp.reporting.table import shown, values
@@ -193,6 +194,10 @@ def test_the_answer_comes_first_and_little_after_it(
     show(report, width)
     table, _, rest = capsys.readouterr().out.partition("\n\n")
     rows = [line for line in table.splitlines()[1:] if re.match(r" *[0-9]+,[0-9]+ ", line)]
+    titles, *_, last = table.splitlines()
+    hidden = last.removeprefix("In a wider terminal: ").rstrip(".") if last.startswith("In a wider") else ""
+    every = [title for title, _ in table_of_answers(report.answers)]
+    assert {title for title in every if title not in titles} == set(filter(None, re.split(", | and ", hidden)))
     for row, answer in zip(rows, report.answers, strict=True):
         assert f" {answer.lr:.3g} " in row
         assert f" {answer.low:.3g} to {answer.high:.3g} " in row
@@ -211,6 +216,7 @@ def test_the_answer_comes_first_and_little_after_it(
 def test_how_narrow_an_interval_must_be_can_be_chosen(swept: Path, within: float, is_enough: bool) -> None:
     report = build_report(swept, within=within)
     assert ([answer.wanted for answer in report.answers] == ["narrow enough"] * 3) == is_enough
+    assert all("wide" in answer.badges for answer in report.answers) != is_enough
     batches = {proposal.batch for proposal in report.further}
     assert (max(batches) > max(answer.total_batch_size for answer in report.answers)) == is_enough
 
@@ -228,11 +234,13 @@ def test_many_warnings_leave_room_for_findings(swept: Path, tmp_path: Path) -> N
     assert warnings[0].endswith(f"({len(report.verdict.warnings) - 1} more warnings)")
 
 
-@pytest.mark.parametrize("what", ["nothing", "empty"])
+@pytest.mark.parametrize("what", ["nothing", "empty", "a file"])
 def test_a_directory_without_a_run_is_refused_in_one_line(gptexp: Gptexp, tmp_path: Path, what: str) -> None:
     (tmp_path / "empty").mkdir()
+    (tmp_path / "a file").touch()
     done = gptexp("report", what)
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+    assert ("is a file" in done.stderr) == (what == "a file")
 
 
 def test_the_command_writes_the_law_and_prints_how_to_use_it(
@@ -242,7 +250,7 @@ def test_the_command_writes_the_law_and_prints_how_to_use_it(
     root, file = tmp_path / "root", tmp_path / "mine" / "optim" / "fitted.yaml"
     shutil.copytree(swept, root)
     main([str(root), "--write-optim", str(file)])
-    assert "use it with optim=fitted" in capsys.readouterr().out
+    assert "use it with model=nano optim=fitted" in capsys.readouterr().out
     assert file.exists()
 
 
