@@ -304,7 +304,8 @@ def _law(arm: Arm) -> Figure | None:
     without = _without_optimum(arm)
     text = caption(
         f"The solid line is the fitted law, with an exponent of {law.exponent:.2f} (95% interval {law.low:.2f} to "
-        f"{law.high:.2f}); the band is its 95% interval. Dashed lines are the usual rules, drawn through the centre of the fit.",
+        f"{law.high:.2f}); the band is its 95% interval. Dashed lines are the usual rules, drawn through the centre of "
+        "the fit.",
         f"Without an optimum, and not in the fit: {without}." if without else "",
     )
     return figure("law", "Best learning rate against batch size", text,
