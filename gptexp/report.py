@@ -2,6 +2,7 @@
 
 import argparse
 import math
+import shlex
 from pathlib import Path
 
 from gptexp.process.errors import ConfigError
@@ -45,7 +46,7 @@ def main(argv: list[str] | None = None) -> None:
         law = write_optim(args.write_optim, report.analysis)
         for line in points_above_cells(report.analysis):
             warn(f"warning: --write-optim {args.write_optim}: {line}")
-        command = " ".join([*settings_given(report.sweep), f"optim={args.write_optim.stem}"])
+        command = shlex.join([*settings_given(report.sweep), f"optim={args.write_optim.stem}"])
         exponent = f"exponent {law.exponent:.2f} ({law.low:.2f} to {law.high:.2f})"
         say(f"the law: {args.write_optim}, {exponent}; use it with {command}")
 
