@@ -21,6 +21,7 @@ import pytest
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
     from slurm_cluster import Cluster
+    from torch.optim import Optimizer
 
 T = TypeVar("T")
 
@@ -338,3 +339,18 @@ def signal_rank(directory: Path, rank: int, number: signal.Signals) -> None:
     mine = f"\0RANK={rank}\0".encode()
     [process] = [p for p in processes_of(directory) if mine in Path(f"/proc/{p}/environ").read_bytes()]
     os.kill(process, number)
+
+
+@pytest.fixture
+def optimizers(monkeypatch: pytest.MonkeyPatch) -> "list[Optimizer]":
+    """Those that the runs in this process build."""
+    from gptexp.training.optim import build_optimizer
+
+    built: list[Optimizer] = []
+
+    def build(*args: Any) -> "Optimizer":
+        built.append(build_optimizer(*args))
+        return built[-1]
+
+    monkeypatch.setattr("gptexp.run.rank.build_optimizer", build)
+    return built

@@ -35,7 +35,7 @@ from gptexp.model.gpt import GPT
 from gptexp.process.signals import StopRequest
 from gptexp.run.job import Job
 from gptexp.run.rank import run
-from gptexp.storage import checkpoint, run_dir
+from gptexp.storage import checkpoint, run_dir, tensor_files
 from gptexp.storage.checkpoint import load_latest
 from gptexp.training.step import TrainStep
 
@@ -46,7 +46,10 @@ PATIENCE_S = 60.0  # longest wait for a rank that makes no progress
 # What each mutant changes: a file of the package, and texts in it with their replacements.
 MUTANTS: dict[str, tuple[str, dict[str, str]]] = {
     "no reseed": ("training/step.py", {"torch.manual_seed(batch.dropout_seed)": "pass"}),
-    "optimizer not loaded": ("storage/checkpoint.py", {'optimizer.load_state_dict(saved["optimizer"])': "pass"}),
+    "optimizer not loaded": (
+        "training/snapshot.py",
+        {"checkpoint.read(path, kind, parts)": "kind == OPTIMIZER or checkpoint.read(path, kind, parts)"},
+    ),
     "step off by one": (
         "storage/checkpoint.py",
         {"= _checked(path)\n": "= _checked(path); state.tokens += state.tokens // state.step; state.step += 1\n"},
@@ -54,8 +57,7 @@ MUTANTS: dict[str, tuple[str, dict[str, str]]] = {
     "non-atomic save": (
         "storage/checkpoint.py",
         {
-            'target.with_name(f".tmp-{target.name}-{os.getpid()}")': "target",
-            "    finally:\n        shutil.rmtree(unfinished, ignore_errors=True)\n": "    finally:\n        pass\n",
+            'target.with_name(f".tmp-{target.name}-{time.time_ns()}")': "target",
         },
     ),
     "data from the local step": (
@@ -133,8 +135,8 @@ class Pulse:
 
 def watch(pulse: Pulse, rank: int) -> None:
     """Patch this process so that it reports its steps and saves to `pulse`."""
-    steps, plain_step, plain_save = 0, TrainStep.__call__, checkpoint.save
-    plain_begin, writes = checkpoint.begin_to_save_parts, False
+    steps, plain_step = 0, TrainStep.__call__
+    plain_begin, writes = checkpoint.begin_to_save, False
 
     def train_step(*args: Any, **kwargs: Any) -> Any:
         nonlocal steps
@@ -156,14 +158,8 @@ def watch(pulse: Pulse, rank: int) -> None:
         future.add_done_callback(ended)
         return future
 
-    def save(*args: Any, **kwargs: Any) -> Path:
-        pulse.beat(rank, steps, True)
-        path = plain_save(*args, **kwargs)
-        pulse.beat(rank, steps, False)
-        return path
-
-    TrainStep.__call__, checkpoint.save = train_step, save  # type: ignore[method-assign]
-    checkpoint.begin_to_save_parts = begin
+    TrainStep.__call__ = train_step  # type: ignore[method-assign]
+    checkpoint.begin_to_save = begin
 
 
 def start(cfg: Config, directory: Path, world_size: int, prepare: Callable[[int], None]) -> list[int]:
@@ -215,7 +211,7 @@ def reap(pids: list[int], seconds: float) -> list[int]:
 def contents(directory: Path) -> str:
     """Hash of the final weights, optimizer state and average of a run."""
     newest = max((directory / run_dir.CHECKPOINTS).glob("step-*"))
-    files = [path.read_bytes() for path in sorted(newest.iterdir()) if path.suffix in (".safetensors", ".pt")]
+    files = [path.read_bytes() for path in sorted(newest.iterdir()) if path.suffix == ".safetensors"]
     return f"{newest.name}-{hashlib.sha256(b''.join(files)).hexdigest()[:16]}"
 
 
@@ -224,9 +220,9 @@ def apart(directory: Path, other: Path) -> float:
     found = []
     for each in (directory, other):
         cfg = run_dir.load_resolved(each)
-        shapes = {name: p.shape for name, p in GPT(cfg.model).named_parameters()}
-        newest = max((each / run_dir.CHECKPOINTS).glob("step-*"))
-        found.append(dict(checkpoint.read_weights(newest, shapes)))
+        gpt = GPT(cfg.model)
+        checkpoint.load_weights(max((each / run_dir.CHECKPOINTS).glob("step-*")), gpt)
+        found.append({name: p.detach() for name, p in gpt.named_parameters()})
     a, b = found
     return max(float((a[name] - b[name]).abs().max() / b[name].norm()) for name in b)
 
@@ -280,8 +276,6 @@ def kills(
         sizes[world_size] = sizes.get(world_size, 0) + 1
         for rank in range(world_size):
             pulse.beat(rank, 0, False)
-        if sharding == "full":
-            cfg = replace(cfg, train=replace(cfg.train, save_as=draw.choice(("whole", "sharded"))))
         pids = start(cfg, directory, world_size, lambda rank: watch(pulse, rank))
         if delivered == count:
             code = max(map(abs, reap(pids, 10 * PATIENCE_S)))
@@ -362,9 +356,9 @@ def crash_at(point: str, occurrence: int) -> None:
     is_new = lambda path, *_: path.name.startswith(".tmp-")  # noqa: E731
     is_step = lambda path, *_: path.name.startswith("step-")  # noqa: E731
     patches: dict[str, tuple[Any, str, Callable[..., bool] | None, Callable[..., bool] | None]] = {
-        "before": (checkpoint, "save", always, None),
-        "weights": (checkpoint, "save_file", None, always),
-        "optimizer": (checkpoint, "_save", None, always),
+        "before": (checkpoint, "begin_to_save", always, None),
+        "weights": (tensor_files, "write", None, lambda path, *_: path.name == "model.safetensors"),
+        "optimizer": (tensor_files, "write", None, lambda path, *_: path.name == "optimizer.safetensors"),
         "manifest": (checkpoint, "fsync", lambda path: path.name == checkpoint.MANIFEST, None),
         "synced": (Path, "rename", is_new, None),
         "renamed": (Path, "rename", None, is_new),

@@ -303,11 +303,11 @@ def ends(processes: list[subprocess.Popen[str]]) -> list[tuple[int, str]]:
 # In every process: a checkpoint takes four seconds.
 SLOW_SAVE = """
 import time
-save = m.save
+begin_to_save = m.begin_to_save
 def slow(*args):
     time.sleep(4)
-    return save(*args)
-m.save = slow
+    return begin_to_save(*args)
+m.begin_to_save = slow
 """
 # What torchrun waits without a setting of its own, in place of 30 seconds.
 SHORT_DEFAULT = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "1"}

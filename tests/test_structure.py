@@ -45,7 +45,7 @@ FENCES = {
     "scipy": {"reporting"},
     "pandas": {"reporting/frames.py"},
     "vl_convert": {"reporting/pictures.py"},
-    "safetensors": {"storage/checkpoint.py", "run/export.py", "run/verification.py"},
+    "safetensors": {"storage/checkpoint.py", "storage/tensor_files.py", "run/export.py"},
 }  # fmt: skip
 
 RANK_VARIABLES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
@@ -226,7 +226,7 @@ WITH_TORCH = {
     "data/loader.py",
     "storage/checkpoint.py",
     "storage/garbage.py",
-    "storage/sharded.py",
+    "storage/tensor_files.py",
     "storage/weight_files.py",
 }  # exceptions in those folders
 

@@ -398,8 +398,6 @@ class TrainConfig:
     eval_tasks_every_tokens: int = _not_negative(0)  # tokens; 0: only at the end
     save_every_tokens: int | None = _not_negative(None)  # tokens; null: a tenth of the run; 0: only at the end
     save_every: int | None = _not_negative(None)  # steps; takes precedence over save_every_tokens
-    save_as: str = _choice("auto", "whole", "sharded")  # files of a checkpoint of world.sharding=full; whole: gathered
-    # in the memory of rank 0's host; sharded: one for each rank, written while training goes on; auto: whole if it fits
     sharpness_every_tokens: int = _not_negative(0)  # tokens: saves a checkpoint there and at the end, and measures its
     # sharpness in a process of its own, for which training waits; 0: never
     keep_last: int = _not_negative(2)  # number of newest checkpoints that are kept; 0: all
@@ -552,7 +550,6 @@ IRRELEVANT_TO_RESULT = (
     "train.eval_tasks_every_tokens",
     "train.save_every_tokens",
     "train.save_every",
-    "train.save_as",
     "train.sharpness_every_tokens",
     "train.keep_last",
     "train.keep_every_tokens",

@@ -41,14 +41,8 @@ class Parameters(Protocol):
     def norm(self, own: Tensor) -> Tensor:
         """Return the L2 norm over all ranks, given that of this rank's part, 0-dim. *Collective.*"""
 
-    def own(self, name: str, whole: Tensor) -> Tensor:
-        """Return this rank's part of `whole`, a tensor with the shape of the parameter `name`."""
-
-    def whole(self, name: str, own: Tensor) -> Tensor:
-        """Return the whole tensor, given this rank's part of it. *Collective.*"""
-
-    def distributed(self, name: str, own: Tensor) -> Tensor:
-        """Return the tensor of which `own` is this rank's part, as `torch.distributed.checkpoint` takes it."""
+    def rows(self, name: str) -> slice:
+        """Return which rows of the whole parameter `name` this rank has."""
 
     def watched(self, hook: Hook) -> AbstractContextManager[None]:
         """Return a context in which a backward pass calls `hook` with each gradient of this rank's own loss.
@@ -72,14 +66,8 @@ class WholeParameters:
     def norm(self, own: Tensor) -> Tensor:
         return own
 
-    def own(self, name: str, whole: Tensor) -> Tensor:
-        return whole
-
-    def whole(self, name: str, own: Tensor) -> Tensor:
-        return own
-
-    def distributed(self, name: str, own: Tensor) -> Tensor:
-        return own
+    def rows(self, name: str) -> slice:
+        return slice(0, self.shapes[name][0])
 
     def watched(self, hook: Hook) -> AbstractContextManager[None]:
         return _hooked(list(self.named.values()), hook)
@@ -119,20 +107,11 @@ class SplitParameters:
         dist.all_reduce(square)
         return square.sqrt().to(own.dtype)
 
-    def own(self, name: str, whole: Tensor) -> Tensor:
-        p = self._parameters[name]
-        [rows] = p.__create_chunk_list__()
-        # Only these: `whole` may be on the host, in a file that is mapped into its memory.
-        return whole[rows.offsets[0] :][: rows.sizes[0]].to(p.device)
-
-    def whole(self, name: str, own: Tensor) -> Tensor:
-        return self.distributed(name, own).full_tensor()
-
-    def distributed(self, name: str, own: Tensor) -> "DTensor":
-        from torch.distributed.tensor import DTensor
-
-        p = self._parameters[name]
-        return DTensor.from_local(own, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
+    def rows(self, name: str) -> slice:
+        count = self.shapes[name][0]
+        each = -(-count // dist.get_world_size())
+        first = min(dist.get_rank() * each, count)
+        return slice(first, min(first + each, count))
 
     def watched(self, hook: Hook) -> AbstractContextManager[None]:
         return _hooked([self._computing[name] for name in self.named], hook)

@@ -52,7 +52,7 @@ from gptexp.loggers.run_log import RunLog, Sink
 from gptexp.loggers.wandb import build_wandb
 from gptexp.machine.ceilings import gemm_rates
 from gptexp.machine.cpu import flush_denormals
-from gptexp.machine.device import device_name, free_memory, pick_device
+from gptexp.machine.device import device_name, pick_device
 from gptexp.machine.effective import (
     Effective,
     apply,
@@ -103,12 +103,11 @@ from gptexp.storage.init_from import Source
 from gptexp.training.loop import Training, fit
 from gptexp.training.optim import build_optimizer, weights_for_use
 from gptexp.training.profiling import StepProfiler
-from gptexp.training.snapshot import load_checkpoint
+from gptexp.training.snapshot import is_shared, load_checkpoint
 from gptexp.training.step import TrainStep
 from gptexp.training.weight_average import WeightAverage
 
 WRITING = timedelta(hours=2)  # longest time for which a rank that has written its part waits for the others
-WHOLE_SHARE = 0.5  # of the free memory of rank 0's host: a checkpoint that needs more is written in parts
 
 
 def run_alone(cfg: Config, directory: Path, stop: StopRequest) -> int:
@@ -436,16 +435,14 @@ def _build_training(job: Job, prepared: Prepared, decision: Decision) -> Trainin
         gpt = build_gpt(cfg, effective, device)
         parameters = WholeParameters(gpt)
     optimizer = build_optimizer(gpt, optim, effective.fused.value, parameters.named, sharding == "optimizer")
-    if path is not None:
-        load_checkpoint(path, parameters, optimizer, optim)
-    elif decision.source is not None and (rank.is_main or parameters.split):
+    if path is None and decision.source is not None and (rank.is_main or parameters.split):
         load_first_weights(decision.source, parameters)  # if they are whole, `wrap` sends them to the other ranks
     model = gpt if parameters.split else wrap(gpt, effective, cfg.train.reduction, rank, device, cfg.world.comm)
     average = None
     if cfg.train.ema_half_life_tokens is not None:
         average = WeightAverage(parameters, cfg.train.ema_half_life_tokens)
-        if path is not None:
-            average.load(path)
+    if path is not None:
+        load_checkpoint(path, parameters, optimizer, average)
     plan = plan_run(cfg, effective.micro_batch_size.value)
     unmeasured = why_unmeasured(cfg, effective.micro_batch_size.value, rank.world_size)
     if unmeasured and (given := needing_noise_scale(cfg)):
@@ -477,22 +474,9 @@ def _build_training(job: Job, prepared: Prepared, decision: Decision) -> Trainin
         timeout_s=cfg.world.timeout_s if rank.world_size > 1 else math.inf,
         noise_half_life_tokens=None if unmeasured else noise_half_life(cfg, cfg.run_length[1]),
         profiler=profiler,
-        shard_group=_shard_group(job, parameters, average is not None),
+        saving_group=dist.new_group(backend="gloo", timeout=WRITING) if is_shared(parameters, optimizer) else None,
         about=about(cfg, effective, prepared.dataset, rank.world_size, decision.branched_from) if rank.is_main else {},
     )
-
-
-def _shard_group(job: Job, parameters: Parameters, averaged: bool) -> dist.ProcessGroup | None:
-    """A process group for checkpoints with one file for each rank; None for whole files. *Collective.*"""
-    if not parameters.split or job.cfg.train.save_as == "whole":
-        return None
-    size = (16 if averaged else 12) * sum(shape.numel() for shape in parameters.shapes.values())
-
-    def is_too_large() -> bool:
-        free = free_memory(torch.device("cpu"))
-        return job.cfg.train.save_as == "sharded" or (free is not None and size > WHOLE_SHARE * free)
-
-    return dist.new_group(backend="gloo", timeout=WRITING) if agree(is_too_large, job.rank) else None
 
 
 def _other_scores(job: Job, prepared: Prepared, gpt: GPT) -> dict[str, float]:

@@ -74,7 +74,7 @@ def measure(directory: Path, checkpoints: Sequence[Path], sequences: int | None 
         scale = threshold = None
         if isinstance(optim, AdamWConfig):
             optimizer = build_optimizer(gpt, optim, False)
-            load_checkpoint(path, WholeParameters(gpt), optimizer, optim)
+            load_checkpoint(path, WholeParameters(gpt), optimizer)
             scale = _scale(gpt, optimizer, optim)
             before = config.batch.step_sizes.tokens_after(state.step - 1)
             factor = schedule.lr_factor(before, state.tokens - before)

@@ -113,10 +113,9 @@ def _sharding(cfg: Config, effective: Effective, t: Training) -> str:
     often = "once a step"
     if effective.reduce_every == "micro_step" and times > 1:
         often = f"in every micro-step, which sends {times} times as much as once a step, to save memory"
-    files = "whole files" if t.shard_group is None else "one file for each rank"
     return (
         f"full: each rank has 1/{t.rank.world_size} of the parameters; gradients are reduced {often}; checkpoints have "
-        f"{files}"
+        "a file of each kind for each rank"
     )
 
 

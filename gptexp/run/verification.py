@@ -18,11 +18,9 @@ from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_st
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -41,7 +39,8 @@ from gptexp.run.observe import observe
 from gptexp.run.pool import resume_command
 from gptexp.run.rank import run
 from gptexp.storage import run_dir
-from gptexp.storage.checkpoint import load_weights
+from gptexp.storage.checkpoint import load_weights, read_tensors
+from gptexp.storage.tensor_files import MODEL, OPTIMIZER, file_name
 from gptexp.training.optim import build_optimizer
 from gptexp.training.step import TrainStep
 
@@ -191,11 +190,11 @@ def _splits(bench: Bench) -> list[Result]:
         starts = dataset.order.train_starts(torch.arange(SEQUENCES).numpy(), dataset.seq_len)
         rows = torch.from_numpy(dataset.rows(dataset.train, starts).astype("int64")).to(device)
         model(rows[:, :-1], rows[:, 1:]).backward()
-        moments = _optimizer_state(path)
-        parameters = [p for group in build_optimizer(model, config.optim, False).param_groups for p in group["params"]]
-        for number, parameter in enumerate(parameters):
+        moments = read_tensors(path / file_name(OPTIMIZER, 0, 1))
+        for weight, parameter in model.named_parameters():
+            assert parameter.grad is not None
             expected = (1 - AdamWConfig.beta1) * parameter.grad.cpu()
-            gradient = max(gradient, _relative(moments[number]["exp_avg"], expected))
+            gradient = max(gradient, _relative(moments[f"{weight}.exp_avg"], expected))
         load_weights(path, model)
         held_out = torch.from_numpy(dataset.rows(dataset.val, dataset.val_starts).astype("int64")).to(device)
         with torch.no_grad():
@@ -318,21 +317,12 @@ def _relative(a: torch.Tensor, b: torch.Tensor) -> float:
 def _difference(a: Path, b: Path) -> float:
     """Return the largest difference between weights and moments of two checkpoints; 0 only if all are equal."""
     worst = 0.0
-    for x, y in zip(_tensors(a), _tensors(b), strict=True):
-        if not torch.equal(x, y):
-            worst = max(worst, float((x - y).abs().max()), sys.float_info.min)
+    for file in (file_name(kind, 0, 1) for kind in (MODEL, OPTIMIZER)):
+        others = read_tensors(b / file)
+        for name, x in read_tensors(a / file).items():
+            if not torch.equal(x, y := others[name]):
+                worst = max(worst, float((x - y).abs().max()), sys.float_info.min)
     return worst
-
-
-def _tensors(path: Path) -> list[torch.Tensor]:
-    moments = [tensor for state in _optimizer_state(path).values() for tensor in state.values()]
-    return [*load_file(path / "model.safetensors").values(), *moments]
-
-
-def _optimizer_state(path: Path) -> dict[int, dict[str, torch.Tensor]]:
-    """Return AdamW's state of each parameter, by its number in the order of the optimizer's groups."""
-    saved: dict[str, Any] = torch.load(path / "train.pt", map_location="cpu", weights_only=True)
-    return dict(saved["optimizer"]["state"])
 
 
 # By what the terminal shows when the check begins. Those of `ALONE` need one rank only.

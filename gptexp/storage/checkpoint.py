@@ -1,12 +1,13 @@
 """Checkpoints: one directory per saved step, published by one rename.
 
-    checkpoints/step-00000050/model.safetensors   weights under GPT-2's names; lm_head is tied to wte
-                              train.pt            optimizer state; loads with weights_only=True
-                              ema.safetensors     the average of the weights, if train.ema_half_life_tokens is set
-                              state.json          counters; config, data and versions of the run
-                              manifest.json       sizes and hashes of the other files, written last
+    checkpoints/step-00000050/model.safetensors      weights under GPT-2's names; lm_head is tied to wte
+                              optimizer.safetensors  the tensors of the optimizer's state, as PARAMETER.KEY
+                              ema.safetensors        the average of the weights, if train.ema_half_life_tokens is set
+                              state.json             counters; config, data and versions of the run; its `Layout`
+                              manifest.json          sizes and hashes of the other files, written last
 
-The tensors of a large model are in one file for each rank (sharded.py). The ranks write them while training goes on.
+Ranks that have parts of the tensors write a file each (tensor_files.py). The tensors are copied, and a thread writes
+them while training goes on.
 
 Only state that cannot be derived is saved: data order, learning rate and dropout follow from the config and the
 counters. A directory that is being written or removed has another name.
@@ -14,44 +15,37 @@ counters. A directory that is being written or removed has another name.
 
 import hashlib
 import json
-import math
-import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from gptexp.config.batch import crosses
 from gptexp.config.schema import from_dict
 from gptexp.process.errors import CheckpointError, StorageError, first_line
 from gptexp.process.terminal import warn
 from gptexp.process.words import counted, shown
-from gptexp.storage import sharded
+from gptexp.storage import tensor_files
 from gptexp.storage.divergence import LossTrend
 from gptexp.storage.noise_scale import NoiseScale
 from gptexp.storage.reader import read_json
 from gptexp.storage.run_dir import fsync, published, step_of
+from gptexp.storage.tensor_files import AVERAGE, MODEL, OPTIMIZER, Part, file_name
 
-MANIFEST = "manifest.json"
-WEIGHTS, AVERAGE = "model.safetensors", "ema.safetensors"
-FILES = (WEIGHTS, "train.pt", "state.json")
-AVERAGED_TOKENS = "averaged_tokens"  # in AVERAGE, beside the weights: tokens of the updates that it is of
-COUNTED = ("params", "step", "weight_sum", "lr_max", "train_mode")  # in groups, and no hyperparameters
-Shapes = Mapping[str, tuple[int, ...] | list[tuple[int, ...]]]  # of the tensors of a parameter's state, by name
+MANIFEST, STATE = "manifest.json", "state.json"
+AVERAGED_TOKENS = "averaged_tokens"  # beside the averaged weights: tokens of the updates that they are of
 SPARE = 1.1  # required free disk space, as a multiple of the size of the tensors
+Parts = Mapping[str, Mapping[str, Part]]  # kind of file -> name -> this rank's part of the tensor
 
 
 @dataclass
@@ -88,12 +82,17 @@ class TrainState:
 
 
 @dataclass(frozen=True)
-class Content:
-    """The tensors of a checkpoint, all whole."""
+class Layout:
+    """Where the tensors of a checkpoint are, and what else is known of them."""
 
-    weights: Mapping[str, torch.Tensor]
-    optimizer: dict[str, Any]  # its state_dict
-    average: Mapping[str, torch.Tensor] = field(default_factory=dict)  # of the weights; empty: there is none
+    files: dict[str, int]  # kind -> the number of its files
+    split: bool  # each file has rows of each tensor
+    counts: list[dict[str, Any]]  # of each group of the optimizer
+
+    @property
+    def names(self) -> set[str]:
+        """The names of the files."""
+        return {file_name(kind, number, count) for kind, count in self.files.items() for number in range(count)}
 
 
 @dataclass(frozen=True)
@@ -110,108 +109,112 @@ def name_of(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def save(directory: Path, content: Content, state: TrainState, keep: Keep, about: dict[str, Any] | None = None) -> Path:
-    """Save the checkpoint of `state.step` in `directory`; then remove the checkpoints that `keep` does not select.
-
-    state.json contains `about` beside the counters, and an average has a file of its own. After a `StorageError`
-    earlier checkpoints are unchanged.
-    """
-    target = directory / name_of(state.step)
-    weights = {name: tensor.detach().cpu().contiguous() for name, tensor in content.weights.items()}
-    averaged = {name: tensor.cpu() for name, tensor in content.average.items()}
-    try:
-        if target.exists():
-            return target
-        _make(directory)
-        tensors = [*weights.values(), *averaged.values(), *tree_leaves(content.optimizer["state"])]
-        _refuse_a_full_disk(directory, sum(t.numel() * t.element_size() for t in tensors if torch.is_tensor(t)))
-        with _unfinished(target) as folder:
-            save_file(weights, folder / WEIGHTS)
-            if averaged:
-                save_file(averaged, folder / AVERAGE)
-            _save({"optimizer": content.optimizer}, folder / "train.pt")
-            _publish(folder, target, _state_text(state, about or {}))
-    except (OSError, SafetensorError) as error:
-        raise _not_saved(target, first_line(error)) from error
-    prune(directory, keep)
-    return target
-
-
-def begin_to_save_parts(
+def begin_to_save(
     directory: Path,
-    tensors: Mapping[str, torch.Tensor],
-    counts: Sequence[Mapping[str, Any]],
+    parts: Parts,
+    layout: Layout,
     state: TrainState,
     keep: Keep,
     about: dict[str, Any],
-    group: dist.ProcessGroup,
-    attempt: int,
+    group: dist.ProcessGroup | None = None,
 ) -> "Future[Path]":
-    """As `save`, for `tensors` of which each rank has parts: returns once these are copied. *Collective.*
+    """Begin to save the checkpoint of `state.step`, and then to remove those that `keep` does not select.
 
-    `counts` are the `COUNTED` values of the optimizer's groups. Nothing else may use `group`. `attempt` is a number
-    that the ranks have in common, and no other save: a rank that a lost attempt has left behind may still write. The
-    future's result is the path on every rank, or its exception a `StorageError`.
+    Returns once this rank's `parts` are copied. state.json contains `about` beside the counters. If several ranks have
+    parts, all of them call this at once, with a `group` that nothing else uses; the others do not.
+
+    The future's result is the path, once a thread has published it, of a rank other than 0 once it has written. Its
+    exception is a `StorageError`, after which earlier checkpoints are unchanged. Raises `StorageError` too.
     """
     target = directory / name_of(state.step)
-    unfinished = target.with_name(f".tmp-{target.name}-{attempt}")
-    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    text = _state_text(state, about, counts)  # training changes the state
-    written = sharded.write(unfinished, tensors, rank, ranks, group)
     done: Future[Path] = Future()
+    rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+    size = ranks * sum(part.tensor.nbytes for of_kind in parts.values() for part in of_kind.values())
+    if (unfinished := _shared(lambda: _make_room(target, size), group)) is None:
+        done.set_result(target)
+        return done
+    copies = {
+        file_name(kind, rank, layout.files[kind]): {name: _copy(part.tensor) for name, part in of_kind.items()}
+        for kind, of_kind in parts.items()
+    }
+    text = _state_text(state, about, layout)  # training changes the state
 
-    def of_this_rank() -> dict[str, list[Any]] | str:
-        """The size and hash of each file of this rank; or why it has none. It must reach the next collective."""
+    def write() -> dict[str, list[Any]] | str:
+        """The size and hash of each file of this rank; or why it has none. It must reach the collective."""
         try:
-            written.result()
-            return {name: _size_and_hash(unfinished / name) for name in sharded.files_of(rank)}
-        except BaseException as error:  # DCP's own is not an `Exception`
-            return sharded.cause_of(error)
+            return {name: list(tensor_files.write(unfinished / name, copies.pop(name))) for name in list(copies)}
+        except BaseException as error:
+            return first_line(error)
 
-    def published(of_ranks: Sequence[dict[str, list[Any]] | str]) -> str | None:
-        """Publish what the ranks have written. Returns why that failed, or None."""
-        failed = [found for found in of_ranks if isinstance(found, str)]
-        try:
-            if not failed:
-                files = {name: of for found in of_ranks if not isinstance(found, str) for name, of in found.items()}
-                _publish(unfinished, target, text, files)
-                prune(directory, keep)
-                return None
-        except OSError as error:
-            failed = [first_line(error)]
-        shutil.rmtree(unfinished, ignore_errors=True)  # no rank writes any more
-        return failed[0]
+    def publish(of_ranks: Sequence[dict[str, list[Any]] | str]) -> None:
+        """Publish what the ranks have written. Raises `OSError`."""
+        files: dict[str, list[Any]] = {}
+        for found in of_ranks:
+            if isinstance(found, str):
+                raise OSError(found)
+            files |= found
+        _publish(unfinished, target, text, files)
+        prune(directory, keep)
 
     def finish() -> None:
         try:
-            of_ranks: list[Any] | None = [None] * ranks if rank == 0 else None
-            dist.gather_object(of_this_rank(), of_ranks, group=group)
-            why = [None if of_ranks is None else published(of_ranks)]
-            dist.broadcast_object_list(why, group=group)
-        except Exception as error:  # a rank is lost
-            why = [first_line(error)]
-        if why[0] is None:
+            of_ranks: list[Any] = [None] * ranks
+            of_ranks[rank] = write()
+            if group is not None:
+                dist.gather_object(of_ranks[rank], of_ranks if rank == 0 else None, group=group)
+            if rank == 0:
+                publish(of_ranks)
             done.set_result(target)
-        else:
-            done.set_exception(_not_saved(target, why[0]))
+        except Exception as error:  # also if a rank is lost
+            if rank == 0:
+                shutil.rmtree(unfinished, ignore_errors=True)
+            done.set_exception(_not_saved(target, first_line(error)))
 
     threading.Thread(target=finish, daemon=True).start()  # a lost rank must not keep this process alive
     return done
 
 
-def refuse_a_full_disk(directory: Path, size: int) -> None:
-    """Raise `StorageError` if a checkpoint of `size` bytes of tensors does not fit on the disk. Creates `directory`."""
+def _shared(decide: Callable[[], Path | None], group: dist.ProcessGroup | None) -> Path | None:
+    """What rank 0 of `group` decides. Raises its `StorageError` on all ranks."""
+    found: list[Any] = [None]
+    if group is None or dist.get_rank(group) == 0:
+        try:
+            found = [decide()]
+        except StorageError as error:
+            found = [error]
+    if group is not None:
+        dist.broadcast_object_list(found, group=group)
+    [decided] = found
+    if isinstance(decided, StorageError):
+        raise decided
+    return None if decided is None else Path(decided)
+
+
+def _make_room(target: Path, size: int) -> Path | None:
+    """Make a new directory beside `target`, for tensors of `size` bytes; None if the checkpoint is there already."""
     try:
-        _make(directory)
-        _refuse_a_full_disk(directory, size)
+        if target.exists():
+            return None
+        if not target.parent.exists():
+            target.parent.mkdir()
+            fsync(target.parent.parent)
+        needed, free = int(SPARE * size), shutil.disk_usage(target.parent).free
+        if free < needed:
+            raise OSError(f"{needed:,} bytes are needed, {free:,} are free; delete files, or use another run directory")
+        return _begin(target)
     except OSError as error:
-        raise _not_saved(directory, first_line(error)) from error
+        raise _not_saved(target, first_line(error)) from error
 
 
-def _make(directory: Path) -> None:
-    if not directory.exists():
-        directory.mkdir()
-        fsync(directory.parent)
+def _begin(target: Path) -> Path:
+    """Make a new directory beside `target`. A rank that a lost attempt has left behind may still write in another."""
+    unfinished = target.with_name(f".tmp-{target.name}-{time.time_ns()}")
+    unfinished.mkdir()
+    return unfinished
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(tensor, device="cpu", requires_grad=False).copy_(tensor.detach())
 
 
 def _not_saved(path: Path, why: str) -> StorageError:
@@ -229,70 +232,34 @@ def adopt(source: Path, directory: Path, about: dict[str, Any]) -> tuple[Path, T
     target = directory / source.name
     try:
         directory.mkdir(exist_ok=True)
-        with _unfinished(target) as folder:
-            for name in read_json(source / MANIFEST):
-                shutil.copyfile(source / name, folder / name)
-            _publish(folder, target, _state_text(state, about))
+        unfinished, files = _begin(target), read_json(source / MANIFEST)
+        for name in files.keys() - {STATE}:
+            shutil.copyfile(source / name, unfinished / name)
+            fsync(unfinished / name)
+        _publish(unfinished, target, _state_text(state, about, layout_of(source)), files)
     except OSError as error:
+        remove_leftovers(directory)
         raise StorageError(f"{target}: cannot be saved ({first_line(error)})") from error
     return target, state
 
 
-@contextmanager
-def _unfinished(target: Path) -> Iterator[Path]:
-    """Yield a new directory beside `target`, under another name. It is removed unless `_publish` has renamed it."""
-    unfinished = target.with_name(f".tmp-{target.name}-{os.getpid()}")
-    unfinished.mkdir()
-    try:
-        yield unfinished
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+def _publish(unfinished: Path, target: Path, text: str, files: Mapping[str, list[Any]]) -> None:
+    """Complete the checkpoint in `unfinished` with `text` as state.json, and rename it.
 
-
-def _publish(unfinished: Path, target: Path, text: str, of_others: Mapping[str, list[Any]] | None = None) -> None:
-    """Complete the checkpoint in `unfinished`, which has its tensors, with `text` as state.json, and rename it.
-
-    `of_others`: the sizes and hashes of files that other ranks have written, which are on the disk already.
+    `files`: the sizes and hashes of the files of tensors, which are on the disk.
     """
-    (unfinished / "state.json").write_text(text)
-    of_others = of_others or {}
-    here = [path for path in sorted(unfinished.iterdir()) if path.name not in of_others]
-    files = {**of_others, **{path.name: _size_and_hash(path) for path in here}}
-    (unfinished / MANIFEST).write_text(json.dumps(files, indent=1) + "\n")
-    for path in [*here, unfinished / MANIFEST, unfinished]:
+    data = text.encode()
+    (unfinished / STATE).write_bytes(data)
+    manifest = {**files, STATE: [len(data), hashlib.sha256(data).hexdigest()]}
+    (unfinished / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
+    for path in (unfinished / STATE, unfinished / MANIFEST, unfinished):
         fsync(path)
     unfinished.rename(target)
     fsync(target.parent)
 
 
-def _state_text(state: TrainState, about: dict[str, Any], counts: Sequence[Mapping[str, Any]] = ()) -> str:
-    more = {"counts": list(counts)} if counts else {}
-    return json.dumps({**asdict(state), "about": about, **more}, indent=1) + "\n"
-
-
-def _size_and_hash(path: Path) -> list[Any]:
-    """What the manifest has of a file."""
-    return [path.stat().st_size, _sha256(path)]
-
-
-def _refuse_a_full_disk(directory: Path, size: int) -> None:
-    """Raise `OSError` if tensors of `size` bytes do not fit on the disk."""
-    needed = int(SPARE * size)
-    free = shutil.disk_usage(directory).free
-    if free < needed:
-        raise OSError(f"{needed:,} bytes are needed, {free:,} are free; delete files, or use another run directory")
-
-
-def _save(value: object, path: Path) -> None:
-    """Save `value` with torch. Raises `OSError` if the file system fails."""
-    try:
-        with path.open("wb") as file:
-            torch.save(value, file)
-    except RuntimeError as error:
-        # On a full disk torch's RuntimeError lacks the reason; its context is the file's OSError.
-        if isinstance(error.__context__, OSError):
-            raise error.__context__ from None
-        raise
+def _state_text(state: TrainState, about: dict[str, Any], layout: Layout) -> str:
+    return json.dumps({**asdict(state), "about": about, "tensors": asdict(layout)}, indent=1) + "\n"
 
 
 def load_latest(directory: Path, regular: bool = False) -> tuple[Path, TrainState] | None:
@@ -349,30 +316,30 @@ def remove_leftovers(directory: Path) -> None:
 
 
 def refuse_other_size(path: Path, parameters: int) -> None:
-    """Raise `CheckpointError` unless checkpoint `path` has as many parameters, before a model of that size is built."""
-    if sharded.is_sharded(path):
-        file, shapes = path / sharded.PARTS, sharded.shapes(path)
-        found = sum(math.prod(shape) for name, shape in shapes.items() if name.startswith(sharded.MODEL))
-    else:
-        file = path / WEIGHTS
-        try:
-            with _opened(file) as weights:
-                found = sum(math.prod(weights.get_slice(name).get_shape()) for name in weights.keys())  # noqa: SIM118
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{file}: does not fit the model ({first_line(error)})") from None
-    if found != parameters:
-        raise CheckpointError(
-            f"{file}: does not fit the model (it has {counted(found, 'parameter')}, not {parameters:,})"
-        )
+    """Raise `CheckpointError` unless checkpoint `path` has as many parameters, before a model of that size is built.
+
+    Of a split one only the first file is read, which has the most.
+    """
+    count = layout_of(path).files[MODEL]
+    file = path / file_name(MODEL, 0, count)
+    first = tensor_files.size(file)
+    if first != parameters if count == 1 else not first <= parameters <= first * count:
+        has, of = counted(first, "parameter"), f" in 1 of {count} files" if count > 1 else ""
+        raise CheckpointError(f"{file}: does not fit the model (it has {has}{of}, not {parameters:,})")
 
 
-@contextmanager
-def _opened(path: Path) -> Iterator[Any]:
-    """Open a file of safetensors, which refuses a name that is not UTF-8: that file is opened by its descriptor."""
-    with path.open("rb") as file:
-        name = str(path) if str(path).isprintable() else f"/dev/fd/{file.fileno()}"
-        with safe_open(name, "pt") as tensors:
-            yield tensors
+def layout_of(path: Path) -> Layout:
+    """The layout of checkpoint `path`. Raises `CheckpointError`."""
+    try:
+        layout: Layout = from_dict(read_json(path / STATE)["tensors"], Layout)
+        if (
+            not {MODEL, OPTIMIZER} <= layout.files.keys() <= {MODEL, OPTIMIZER, AVERAGE}
+            or min(layout.files.values()) < 1
+        ):
+            raise ValueError(f"it has the files {shown(layout.files)}")
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"{path / STATE}: {first_line(error)}") from None
+    return layout
 
 
 def load_weights(path: Path, model: nn.Module, averaged: bool = False) -> None:
@@ -380,132 +347,33 @@ def load_weights(path: Path, model: nn.Module, averaged: bool = False) -> None:
 
     Raises `CheckpointError` if they are missing or do not fit.
     """
-    parameters = dict(model.named_parameters())
-    shapes = {name: p.shape for name, p in parameters.items()}
+    parts = {name: Part(p) for name, p in model.named_parameters()}
     if averaged:
-        shapes[AVERAGED_TOKENS] = torch.Size()
-    with torch.no_grad():
-        for name, tensor in (read_average if averaged else read_weights)(path, shapes):
-            if name in parameters:
-                parameters[name].copy_(tensor)
+        parts[AVERAGED_TOKENS] = Part(torch.zeros((), dtype=torch.float64))
+    read(path, AVERAGE if averaged else MODEL, parts)
 
 
-def read_weights(path: Path, shapes: Mapping[str, torch.Size]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the weights of checkpoint `path`, of whole files one at a time.
-
-    Raises `CheckpointError` unless they have these shapes.
-    """
-    if sharded.is_sharded(path):
-        return _read_parts(path, sharded.MODEL, shapes)
-    return _fitting(path / WEIGHTS, shapes)
-
-
-def read_average(path: Path, shapes: Mapping[str, torch.Size]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the average of the weights in checkpoint `path`, as `read_weights`, and `AVERAGED_TOKENS`."""
-    if sharded.is_sharded(path):
-        return _read_parts(path, sharded.AVERAGE, shapes)
-    return _fitting(path / AVERAGE, shapes)
-
-
-def _read_parts(path: Path, prefix: str, shapes: Mapping[str, torch.Size]) -> Iterator[tuple[str, torch.Tensor]]:
-    whole = {
-        name: torch.empty(shape, dtype=torch.float64 if name == AVERAGED_TOKENS else torch.float32)
-        for name, shape in shapes.items()
-    }
-    sharded.read(path, {f"{prefix}{name}": tensor for name, tensor in whole.items()})
-    yield from whole.items()
-
-
-def _fitting(file: Path, shapes: Mapping[str, torch.Size]) -> Iterator[tuple[str, torch.Tensor]]:
-    try:
-        with _opened(file) as tensors:
-            found = {name: torch.Size(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
-            for name in sorted(found.keys() ^ shapes.keys()):
-                raise CheckpointError(f"{file}: does not fit the model ({name} is in only one of them)")
-            for name, shape in shapes.items():
-                if found[name] != shape:
-                    shapes_differ = f"{name} has the shape {tuple(found[name])}, not {tuple(shape)}"
-                    raise CheckpointError(f"{file}: does not fit the model ({shapes_differ})")
-            for name in shapes:
-                yield name, tensors.get_tensor(name)
-    except (OSError, SafetensorError, RuntimeError) as error:
-        raise CheckpointError(f"{file}: does not fit the model ({first_line(error)})") from None
+def read(path: Path, kind: str, wanted: Mapping[str, Part]) -> None:
+    """Fill the tensors of `wanted` from checkpoint `path`. Raises `CheckpointError` if they do not fit."""
+    layout = layout_of(path)
+    tensor_files.read(path, kind, layout.files.get(kind, 1), layout.split, wanted)
 
 
 def read_tensors(file: Path) -> dict[str, torch.Tensor]:
     """The tensors in a file of safetensors. Raises `CheckpointError`."""
     try:
-        return _read(file)
+        with tensor_files.opened(file) as tensors:
+            return {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{file}: cannot be read ({first_line(error)}); copy or download it again") from None
 
 
-def _read(file: Path) -> dict[str, torch.Tensor]:
-    with _opened(file) as tensors:
-        return {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
-
-
-def load_optimizer(
-    path: Path, optimizer: torch.optim.Optimizer, shapes: Sequence[Shapes], own: Callable[[int, Any], Any] | None = None
-) -> None:
-    """Load the state of checkpoint `path` into `optimizer`. Raises `CheckpointError` if it does not fit.
-
-    `shapes` are those of the state's tensors for each parameter: the kernels do not check them. `own` returns this
-    rank's part of a tensor in the state of the parameter of a number; None: the rank has all. Code in the file is never
-    run.
-    """
-    configured = [{k: v for k, v in group.items() if k not in COUNTED} for group in optimizer.param_groups]
-    try:
-        saved: dict[str, Any] = torch.load(
-            path / "train.pt", map_location="cpu", weights_only=True, mmap=own is not None
-        )
-        of_all = saved["optimizer"]["state"]
-        if any(of_all.values()) or not has_never_updated(path):
-            _check_state(of_all, shapes)
-        if own is not None:
-            for number, of in of_all.items():
-                of_all[number] = {key: own(number, value) for key, value in of.items()}
-        optimizer.load_state_dict(saved["optimizer"])
-    except (OSError, UnpicklingError, RuntimeError, ValueError, KeyError, TypeError, AttributeError, EOFError) as error:
-        raise CheckpointError(f"{path / 'train.pt'}: does not fit the optimizer ({first_line(error)})") from None
-    # The hyperparameters of the config and the kernel of this device replace the saved ones.
-    for group, hyperparameters in zip(optimizer.param_groups, configured, strict=True):
-        group.update(hyperparameters)
-
-
-def set_state(path: Path, optimizer: torch.optim.Optimizer, state: dict[int, dict[str, torch.Tensor]]) -> None:
-    """Give `optimizer` a state that was read from the parts of checkpoint `path`, with the counts saved there."""
-    groups = optimizer.state_dict()["param_groups"]
-    counts = read_json(path / "state.json").get("counts") or [{}] * len(groups)
-    try:
-        saved = [{**group, **of} for group, of in zip(groups, counts, strict=True)]
-        optimizer.load_state_dict({"state": state, "param_groups": saved})
-    except (ValueError, TypeError) as error:
-        raise CheckpointError(f"{path}: does not fit the optimizer ({first_line(error)})") from None
-
-
-def has_never_updated(path: Path) -> bool:
-    """Whether all updates before checkpoint `path` were skipped, so that most optimizers had no state yet."""
-    values = read_json(path / "state.json")
-    return bool(values["skipped_updates"] == values["step"])
-
-
-def _check_state(state: dict[int, dict[str, Any]], shapes: Sequence[Shapes]) -> None:
-    """Raise `ValueError` unless the state of every parameter has tensors of these shapes."""
-    expected = {number: dict(of) for number, of in enumerate(shapes) if of}
-    if state.keys() != expected.keys():
-        raise ValueError(f"it contains {counted(len(state), 'parameter')}, not {len(expected)}")
-    for number, of in state.items():
-        found = {name: _shape(value) for name, value in of.items() if isinstance(value, torch.Tensor | list)}
-        if found != expected[number]:
-            raise ValueError(f"parameter {number} has a state of shapes {found}, not {expected[number]}")
-
-
-def _shape(value: Any) -> tuple[int, ...] | list[tuple[int, ...]]:
-    """The shape of a tensor, or those of the tensors in a list; an empty list is none."""
-    if isinstance(value, list) and value:
-        return [_shape(item) for item in value]  # type: ignore[misc]
-    return tuple(value.shape) if isinstance(value, torch.Tensor) else (0,)
+def has_state(path: Path) -> bool:
+    """Whether checkpoint `path` has a state of the optimizer. Most have none if all updates before it were skipped."""
+    values, layout = read_json(path / STATE), layout_of(path)
+    if values["skipped_updates"] < values["step"]:
+        return True
+    return bool(read_tensors(path / file_name(OPTIMIZER, 0, layout.files[OPTIMIZER])))
 
 
 def _checked(path: Path, hashes: bool = True) -> TrainState:
@@ -515,12 +383,10 @@ def _checked(path: Path, hashes: bool = True) -> TrainState:
     """
     name = MANIFEST
     try:
-        needed = ("state.json", sharded.PARTS) if sharded.is_sharded(path) else FILES
-        if missing := [file for file in (MANIFEST, *needed) if not (path / file).is_file()]:
+        if missing := [file for file in (MANIFEST, STATE) if not (path / file).is_file()]:
             raise CheckpointError(f"{missing[0]} is missing")
-        files = read_json(path / MANIFEST)
-        more = sharded.files(path) if sharded.is_sharded(path) else {AVERAGE} & files.keys()
-        if files.keys() != {*needed, *more}:
+        files, layout = read_json(path / MANIFEST), layout_of(path)
+        if len(files) != 1 + sum(layout.files.values()) or files.keys() != {*layout.names, STATE}:
             raise CheckpointError(f"{MANIFEST} does not list the files of a checkpoint")
         for name in files:
             size, digest = files[name]
@@ -529,18 +395,14 @@ def _checked(path: Path, hashes: bool = True) -> TrainState:
                 raise CheckpointError(f"{name} has {counted(found, 'byte')}, and {MANIFEST} says {shown(size)}")
             if hashes and _sha256(path / name) != digest:
                 raise CheckpointError(f"{name} has changed since it was saved (sha256 differs)")
-        name = "state.json"
+        name = STATE
         values = read_json(path / name)
-        values.pop("about", None)
-        values.pop("counts", None)
-        if values.get("steps_passed_over"):  # an older version, whose steps had one size, counted only these
-            values.setdefault("tokens_passed_over", values["steps_passed_over"] * values["tokens"] // values["step"])
-        state: TrainState = from_dict(values, TrainState)
+        state: TrainState = from_dict({k: v for k, v in values.items() if k not in ("about", "tensors")}, TrainState)
         if path.name != name_of(state.step):
             raise CheckpointError("state.json belongs to another step")
     except CheckpointError:
         raise
-    except (OSError, ValueError, TypeError, AttributeError, KeyError, ZeroDivisionError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
         raise CheckpointError(f"{name}: {first_line(error)}") from None
     return state
 
@@ -553,7 +415,7 @@ def data_hash(path: Path) -> str | None:
 
 def about_run(path: Path) -> dict[str, Any]:
     """What checkpoint `path` says of its run; empty if it says nothing."""
-    found = read_json(path / "state.json").get("about")
+    found = read_json(path / STATE).get("about")
     return found if isinstance(found, dict) else {}
 
 

@@ -38,7 +38,7 @@ _OF_RUN = (
     rf"{_RUN_FILES}|\.({_RUN_FILES})\.{_TEMPORARY}|output\.log|events\.out\.tfevents\.[^/]*|\.lock|\.lock-rank0|\.lock-sweep",
     r"\.mark-[0-9a-f]{16}",
     r"\.hydra/(config|hydra|overrides)\.yaml",
-    rf"{_CHECKPOINT}/((model|ema)\.safetensors|train\.pt|state\.json|manifest\.json|parts\.json|__\d+_0\.(distcp|json))",
+    rf"{_CHECKPOINT}/((model|optimizer|ema)(-\d+-of-\d+)?\.safetensors|state\.json|manifest\.json)",
     r"profile/steps-\d+-\d+-rank\d+\.json\.gz",
 )
 _OF_SWEEP = (
@@ -193,10 +193,8 @@ def _shows_a_run(directory: Path) -> bool:
     with suppress(OSError, ValueError, AttributeError), open_text(directory / run_dir.METRICS) as lines:
         if {"event", "time", "step", "tokens"} <= parse_json(lines.readline()).keys():
             return True
-    return any(
-        (path / "manifest.json").is_file() and ((path / "train.pt").is_file() or (path / "parts.json").is_file())
-        for path in (directory / run_dir.CHECKPOINTS).glob("step-*")
-    )
+    checkpoints = (directory / run_dir.CHECKPOINTS).glob("step-*")
+    return any((path / "manifest.json").is_file() and any(path.glob("optimizer*.safetensors")) for path in checkpoints)
 
 
 def _shows_a_sweep(directory: Path) -> bool:

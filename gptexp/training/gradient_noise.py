@@ -40,7 +40,7 @@ class StepNoise:
         for name, p in parameters.named.items():
             noise = torch.randn(parameters.shapes[name], generator=generator, device=norm.device)
             assert p.grad is not None
-            p.grad.addcmul_(parameters.own(name, noise), deviation)
+            p.grad.addcmul_(noise[parameters.rows(name)], deviation)
 
     def over(self, norm: float) -> float:
         """Its norm divided by that of the gradient; NaN for a gradient of zero."""

@@ -42,7 +42,7 @@ from gptexp.training.optim import weights_for_use
 from gptexp.training.phases import StepTimer, exposed_reduce_ms
 from gptexp.training.profiling import StepProfiler
 from gptexp.training.small_gradients import SmallGradients
-from gptexp.training.snapshot import load_checkpoint, needs_all_ranks, parts, take
+from gptexp.training.snapshot import load_checkpoint, parts_to_save
 from gptexp.training.step import Probe, TrainStep
 from gptexp.training.step_report import Numbers, SlowestRank, StepReport
 from gptexp.training.stopwatch import Stopwatch
@@ -74,7 +74,7 @@ class Training:
     sharpness: Callable[[int], tuple[Mapping[str, float | None], str | None]]  # collective
     noise_half_life_tokens: float | None  # of the noise scale's average; None: not measured
     profiler: StepProfiler | None
-    shard_group: dist.ProcessGroup | None  # for checkpoints with one file for each rank; None: they have whole files
+    saving_group: dist.ProcessGroup | None  # of ranks that each write a part of a checkpoint; None: one has all of it
     about: dict[str, Any]  # description of the run that every checkpoint contains
 
 
@@ -138,7 +138,7 @@ class _Loop:
         self.small_gradients = SmallGradients(t.step.model, t.step.parameters) if measured else None
         self.work_ms = 0.0  # this rank's own work in the last logged step
         self.resumed_at = state.step  # where this attempt begins
-        self.saving: _Saving | None = None
+        self.saving: _Saving | None = None  # that a thread writes
         self.batches = self.data()
         self.clock = Stopwatch()
 
@@ -177,8 +177,10 @@ class _Loop:
             if due_save or due_sharpness:
                 state.regular = due_save
                 self.save(is_last=last)
-            if due_sharpness and (reason := self.measure_sharpness()):
-                return reason
+            if due_sharpness:
+                self.finish_saving()
+                if reason := self.measure_sharpness():
+                    return reason
         if state.step == t.plan.steps:
             return None
         self.read(leave=0)
@@ -332,7 +334,10 @@ class _Loop:
         if eval_s is None:  # a forward pass is a third of a step
             passes = len(t.dataset.val_starts) * (1 if t.average is None else 2)
             eval_s = sequence_s * passes / 3
-        return (1 + 2 * self.late) * step_s + eval_s + SAVES_TO_SPARE * self.save_s
+        save_s, saves = self.save_s, SAVES_TO_SPARE
+        if self.saving is not None:  # the final one waits for it
+            save_s, saves = max(save_s, time.perf_counter() - self.saving.started), saves + 1
+        return (1 + 2 * self.late) * step_s + eval_s + saves * save_s
 
     def recover(self, step: PlannedStep, numbers: str) -> Literal["skipped", "went back"]:
         """Do what train.nonfinite says after a non-finite step, whose update was skipped. Returns what was done.
@@ -374,9 +379,7 @@ class _Loop:
         path, saved = found
         if saved.step != self.went_back_to:
             self.went_back_to, self.nonfinite_in_a_row = saved.step, 1
-        load_checkpoint(path, t.step.parameters, t.step.optimizer, t.optim)
-        if t.average is not None:
-            t.average.load(path)
+        load_checkpoint(path, t.step.parameters, t.step.optimizer, t.average)
         state.go_back(saved, step.number + 1, step.tokens_after)
         self.unread.clear()
         self.batches = self.data()
@@ -428,73 +431,55 @@ class _Loop:
         return reason
 
     def save(self, is_last: bool) -> None:
-        """Save a checkpoint. Raises `StorageError` if the final one fails; for an earlier one only prints the error."""
-        started = time.perf_counter()
+        """Begin to save a checkpoint; wait only for the final one. *Collective.*
+
+        Raises `StorageError` if the final one fails; for an earlier one only prints the error.
+        """
         with self.clock.paused(), weights_for_use(self.t.step.optimizer):
             self._save(is_last)
-        if self.t.shard_group is None:  # else it is known when the thread has written the checkpoint
-            self.save_s = time.perf_counter() - started
 
     def _save(self, is_last: bool) -> None:
         t, state = self.t, self.state
+        self.finish_saving()
         self.log.sync()  # a checkpoint on disk must not be newer than the metrics there
-        parameters, optimizer = t.step.parameters, t.step.optimizer
-        own = [p.detach() for p in parameters.named.values() if p.numel()]
+        own = [p.detach() for p in t.step.parameters.named.values() if p.numel()]
         largest = nn.utils.get_total_norm(own, math.inf) if own else torch.zeros((), device=t.device)
-        if not parameters.norm(largest).isfinite():
+        if not t.step.parameters.norm(largest).isfinite():
             raise DivergedError(
                 f"step {state.step}: non-finite weights: the run diverged; lower optim.lr, or clip gradients to a "
                 "smaller norm"
             )
         keep = checkpoint.Keep(t.cfg.keep_last, t.plan.keep_every_tokens, t.cfg.keep_best)
-        if t.shard_group is not None:
-            self._save_parts(keep, t.shard_group, is_last)
-            return
-        content = None
-        if t.rank.is_main or needs_all_ranks(parameters, optimizer):
-            content = take(parameters, optimizer, None if t.average is None else t.average.tensors())
+
+        def begin() -> None:
+            parts, layout = parts_to_save(t.step.parameters, t.step.optimizer, t.average)
+            saved = copy.deepcopy(state)
+            future = checkpoint.begin_to_save(self.checkpoints, parts, layout, saved, keep, t.about, t.saving_group)
+            self.saving = _Saving(saved, future)
 
         def publish() -> None:
-            assert content is not None
-            with self.going_on_unless(is_last):
-                self.log.checkpoint(state, checkpoint.save(self.checkpoints, content, state, keep, t.about))
-
-        if is_last:
-            agree(publish, t.rank)
-        elif t.rank.is_main:
-            publish()
-
-    def _save_parts(self, keep: checkpoint.Keep, group: dist.ProcessGroup, is_last: bool) -> None:
-        """Begin to save the checkpoint, of which each rank writes its part; end only the last one. *Collective.*"""
-        t, state = self.t, copy.deepcopy(self.state)
-        self.finish_saving()
-        average = None if t.average is None else t.average.tensors()
-        tensors, counts = parts(t.step.parameters, t.step.optimizer, average)
-        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())  # a DTensor has all numbers
-
-        def attempt() -> int | None:
-            """A number of this save alone; None if the checkpoint is there."""
-            checkpoint.refuse_a_full_disk(self.checkpoints, size)
-            return None if (self.checkpoints / checkpoint.name_of(state.step)).exists() else time.time_ns()
+            if t.saving_group is None:
+                begin()
+            self.published()
 
         with self.going_on_unless(is_last):
-            if (number := agree(attempt, t.rank)) is None:
-                return
-            future = checkpoint.begin_to_save_parts(
-                self.checkpoints, tensors, counts, state, keep, t.about, group, number
-            )
-            self.saving = _Saving(state, future)
+            if t.saving_group is not None or (t.rank.is_main and not is_last):
+                begin()
             if is_last:
-                self.finish_saving(is_last=True)
+                agree(publish, t.rank)  # all ranks fail if it cannot be saved
 
-    def finish_saving(self, is_last: bool = False) -> None:
-        """Wait for the checkpoint that a thread writes, if there is one, and log it. Only if last, raises its error."""
+    def published(self) -> None:
+        """Wait for the checkpoint that a thread writes, if there is one, and log it. Raises `StorageError`."""
         if self.saving is None:
             return
         saving, self.saving = self.saving, None
-        with self.going_on_unless(is_last):
-            self.log.checkpoint(saving.state, saving.future.result())
-            self.save_s = saving.ended - saving.started
+        self.log.checkpoint(saving.state, saving.future.result())
+        self.save_s = saving.ended - saving.started
+
+    def finish_saving(self) -> None:
+        """The same for one that is not the last: only prints the error."""
+        with self.going_on_unless(is_last=False):
+            self.published()
 
     @contextmanager
     def going_on_unless(self, is_last: bool) -> Iterator[None]:

@@ -12,13 +12,12 @@ first update, the initial weights are no part of it, and until a half-life has p
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from gptexp.distributed.sharding import Parameters
-from gptexp.storage import checkpoint, sharded
+from gptexp.storage.checkpoint import AVERAGED_TOKENS
 
 
 class WeightAverage:
@@ -29,7 +28,6 @@ class WeightAverage:
 
     def __init__(self, parameters: Parameters, half_life_tokens: int) -> None:
         self._half_life_tokens = half_life_tokens
-        self._parameters = parameters
         self._weights = {name: p.detach() for name, p in parameters.named.items()}
         self._average = {name: p.clone() for name, p in self._weights.items()}
         device = next(iter(self._weights.values())).device
@@ -63,18 +61,4 @@ class WeightAverage:
 
     def tensors(self) -> dict[str, Tensor]:
         """This rank's part of the average under the names of the weights, and the number of tokens that it is of."""
-        return {**self._average, checkpoint.AVERAGED_TOKENS: self._tokens}
-
-    def load(self, path: Path) -> None:
-        """Continue the average of checkpoint `path`. Raises `CheckpointError` if it has none that fits."""
-        if sharded.is_sharded(path):
-            parts = {name: self._parameters.distributed(name, own) for name, own in self._average.items()}
-            parts[checkpoint.AVERAGED_TOKENS] = self._tokens
-            sharded.read(path, {f"{sharded.AVERAGE}{name}": tensor for name, tensor in parts.items()})
-            return
-        shapes = {**self._parameters.shapes, checkpoint.AVERAGED_TOKENS: self._tokens.shape}
-        for name, whole in checkpoint.read_average(path, shapes):
-            if name == checkpoint.AVERAGED_TOKENS:
-                self._tokens.copy_(whole)
-            else:
-                self._average[name].copy_(self._parameters.own(name, whole))
+        return {**self._average, AVERAGED_TOKENS: self._tokens}

@@ -39,7 +39,7 @@ TEXTS = (
 WRITTEN = ("report.html", "report.json", "cells.csv", "pictures", "pictures/loss.png")
 FILES = (
     *TEXTS,
-    *(f"{CELL}/{STEP}/{name}" for name in ("model.safetensors", "train.pt")),
+    *(f"{CELL}/{STEP}/{name}" for name in ("model.safetensors", "optimizer.safetensors")),
     *(f"{CELL}/{name}" for name in (STEP, "checkpoints", ".lock", ".lock-rank0", ".lock-sweep", ".hydra/config.yaml")),
     CELL,
     ".",
@@ -50,7 +50,7 @@ IN_CI = (  # the others are in the tier `slow`
     *(f"{CELL}/{STEP}/{name}" for name in ("manifest.json", "model.safetensors")),
     "sweep.json",
 )
-WIDTHS = (54, 16, *(10 for _ in VERBS))  # of the columns of the table
+WIDTHS = (58, 16, *(10 for _ in VERBS))  # of the columns of the table
 
 
 def in_all_values(value: Any, change: Callable[[Any], Any]) -> Any:

@@ -7,7 +7,6 @@ plain DDP: of each step the largest relative difference, of the last weights and
 norm of the tensor.
 """
 
-import copy
 import json
 import os
 import sys
@@ -17,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 
 from gptexp.config.compose import compose
 from gptexp.config.schema import Config
@@ -30,11 +30,11 @@ from gptexp.machine.effective import Effective, apply, forward_context, step_con
 from gptexp.machine.resolve import resolve
 from gptexp.run.build import build_gpt, build_split_gpt, wrap
 from gptexp.storage import checkpoint
-from gptexp.storage.checkpoint import Content, Keep, TrainState
+from gptexp.storage.checkpoint import Keep, TrainState, begin_to_save
 from gptexp.training.gradient_noise import StepNoise
 from gptexp.training.optim import build_optimizer, weights_for_use
 from gptexp.training.small_gradients import SmallGradients
-from gptexp.training.snapshot import load_checkpoint, take
+from gptexp.training.snapshot import is_shared, load_checkpoint, parts_to_save
 from gptexp.training.step import Probe, TrainStep
 from gptexp.training.weight_average import WeightAverage
 
@@ -103,33 +103,31 @@ class Trainer:
             x, y = (part.contiguous().to(self.device) for part in (rows[:, :-1], rows[:, 1:]))
             yield MicroBatch(x, y, 0, 0)
 
-    def content(self) -> Content | None:
-        with weights_for_use(self.optimizer):
-            found = take(self.parameters, self.optimizer, self.average.tensors())
-        return copy.deepcopy(found)  # training goes on in the same memory
-
     def save(self, folder: Path) -> Path:
-        content = self.content()
-        if content is not None and rank_index() == 0:
+        """Save what each rank has, and wait until all of it is published."""
+        if rank_index() == 0:
             folder.parent.mkdir(exist_ok=True)
-            checkpoint.save(folder, content, TrainState(step=SAVED, tokens=1), Keep())
         dist.barrier()
-        return folder / checkpoint.name_of(SAVED)
+        group = dist.new_group(backend="gloo") if is_shared(self.parameters, self.optimizer) else None
+        path = folder / checkpoint.name_of(SAVED)
+        if group is not None or rank_index() == 0:
+            with weights_for_use(self.optimizer):
+                parts, layout = parts_to_save(self.parameters, self.optimizer, self.average)
+            begin_to_save(folder, parts, layout, TrainState(step=SAVED, tokens=1), Keep(), {}, group).result(60)
+        dist.barrier()
+        return path
 
     def load(self, path: Path) -> None:
-        load_checkpoint(path, self.parameters, self.optimizer, self.cfg.optim)
-        self.average.load(path)
+        load_checkpoint(path, self.parameters, self.optimizer, self.average)
 
 
-def tensors(content: Content) -> dict[str, torch.Tensor]:
-    """All tensors of a checkpoint."""
-    moments = {
-        f"{number}.{key}": value
-        for number, of in content.optimizer["state"].items()
-        for key, value in of.items()
-        if isinstance(value, torch.Tensor)
-    }
-    return {**content.weights, **{f"average {k}": v for k, v in content.average.items()}, **moments}
+def tensors(path: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint, whole: the rows of a split one from the files of all ranks, in their order."""
+    found: dict[str, list[torch.Tensor]] = {}
+    for file in sorted(path.glob("*.safetensors")):
+        for name, tensor in load_file(file).items():
+            found.setdefault(f"{file.name.partition('.')[0].partition('-')[0]} {name}", []).append(tensor)
+    return {name: torch.cat(of) if of[0].dim() else of[0] for name, of in found.items()}
 
 
 def size(trainer: Trainer) -> int:
@@ -137,8 +135,8 @@ def size(trainer: Trainer) -> int:
     return sum(p.numel() for p in trainer.parameters.named.values())
 
 
-def apart(found: Content, expected: Content) -> float:
-    a, b = ({name: tensor.detach().cpu() for name, tensor in tensors(of).items()} for of in (found, expected))
+def apart(found: Path, expected: Path) -> float:
+    a, b = tensors(found), tensors(expected)
     assert a.keys() == b.keys(), a.keys() ^ b.keys()
     return max(float((a[k].double() - b[k]).abs().max() / (b[k].double().norm() + 1e-30)) for k in b)
 
@@ -148,7 +146,7 @@ def compare(folder: Path, sharding: str, every: str, micro_steps: int, more: lis
         return Trainer(compose([*SMALL, *more]), kind, every, rank)
 
     plain, split = trainer("none"), trainer(sharding)
-    before, start = plain.content(), split.content()
+    before, start = plain.save(folder / "before"), split.save(folder / "start")
     rows, other = plain.train(0, SAVED, micro_steps), split.train(0, SAVED, micro_steps)
     of_plain, of_split = plain.save(folder / "plain"), split.save(folder / sharding)
     # Each continues from the other's checkpoint, and from its own.
@@ -156,13 +154,11 @@ def compare(folder: Path, sharding: str, every: str, micro_steps: int, more: lis
     crossed.load(of_split)
     uncrossed.load(of_plain)
     again.load(of_split)
-    loaded = [each.content() for each in (crossed, split, uncrossed, plain)]
+    loaded = [each.save(folder / f"loaded-{i}") for i, each in enumerate((crossed, split, uncrossed, plain))]
     rest = [each.train(SAVED, STEPS, micro_steps) for each in (plain, split, crossed, uncrossed, again)]
-    last = [each.content() for each in (plain, split, crossed, uncrossed, again)]
+    last = [each.save(folder / f"last-{i}") for i, each in enumerate((plain, split, crossed, uncrossed, again))]
     if rank.rank:
         return {}
-    assert before is not None
-    assert start is not None
     pairs = list(zip(rows + rest[0], other + rest[1], strict=True))
     crossings = [pair for some in rest[2:4] for pair in zip(rest[0], some, strict=True)]
     far = lambda which, found: max(abs(b[which] - a[which]) / abs(a[which]) for a, b in found)  # noqa: E731
@@ -170,10 +166,10 @@ def compare(folder: Path, sharding: str, every: str, micro_steps: int, more: lis
         "case": [sharding, every, micro_steps, more],
         "initial weights": apart(start, before),
         "loss": far(0, pairs), "norm": far(1, pairs), "small norm": far(2, pairs),
-        "loaded": max(apart(loaded[0], loaded[1]), apart(loaded[2], loaded[3])),  # type: ignore[arg-type]
+        "loaded": max(apart(loaded[0], loaded[1]), apart(loaded[2], loaded[3])),
         "loss after crossing": far(0, crossings),
-        "resumed": apart(last[4], last[1]),  # type: ignore[arg-type]
-        "end": max(apart(each, last[0]) for each in last[1:4]),  # type: ignore[arg-type]
+        "resumed": apart(last[4], last[1]),
+        "end": max(apart(each, last[0]) for each in last[1:4]),
         "share": size(split) / size(plain),
     }  # fmt: skip
 

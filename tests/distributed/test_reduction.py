@@ -65,7 +65,8 @@ def test_gradients_of_an_abandoned_step_are_discarded() -> None:
 def contents(directory: Path) -> str:
     """Hash of the weights and the optimizer's state at the end of a run."""
     newest = sorted((directory / "checkpoints").glob("step-*"))[-1]
-    return hashlib.sha256((newest / "model.safetensors").read_bytes() + (newest / "train.pt").read_bytes()).hexdigest()
+    files = [(newest / f"{kind}.safetensors").read_bytes() for kind in ("model", "optimizer")]
+    return hashlib.sha256(b"".join(files)).hexdigest()
 
 
 def trained(gptexp: Gptexp, tiny: list[str], directory: Path, reduction: str, world_size: int) -> str:

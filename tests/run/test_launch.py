@@ -85,7 +85,7 @@ def test_the_rank_that_failed_first_is_found(
 
 # --- signals to real ranks -------------------------------------------------------------------------------------------
 
-SPLIT = ["world.sharding=full", "train.save_as=sharded"]
+SPLIT = ["world.sharding=full"]
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_a_signal_to_the_parent_or_to_one_rank_stops_two_ranks(
     assert summary(directory)["status"] == "interrupted"
     saved = directory / "checkpoints" / f"step-{summary(directory)['steps']:08d}"
     assert (saved / "manifest.json").exists()
-    assert (saved / "parts.json").exists() == (own == SPLIT)
+    assert (saved / "model-00002-of-00002.safetensors").exists() == (own == SPLIT)
     assert processes_of(directory) == []
 
 
@@ -141,7 +141,7 @@ def test_a_second_signal_exits_at_once(start: Start, sabotage: Sabotage, long_ru
     """The second signal arrives while rank 0 saves for a minute."""
     directory = tmp_path / "out"
     env = sabotage(
-        "gptexp.storage.checkpoint", "import time\nplain = m.save\ndef save(*a):\n    time.sleep(60)\nm.save = save"
+        "gptexp.storage.checkpoint", "import time\ndef begin(*a):\n    time.sleep(60)\nm.begin_to_save = begin"
     )
     process = start("train", *long_run, "world.size=2", env=env, start_new_session=True)
     wait_for(begun(directory), process)

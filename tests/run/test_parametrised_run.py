@@ -32,10 +32,14 @@ def trained(tiny: list[str], tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def test_the_groups_have_their_own_rates_and_the_metrics_the_base_one(trained: Path) -> None:
-    assert [event["optim/lr"] for event in events(trained, "step")] == [1e-2] * 4
-    groups = torch.load(newest(trained) / "train.pt", weights_only=True)["optimizer"]["param_groups"]
-    found = [(group["lr"], group["weight_decay"], group["eps"]) for group in groups]
+def test_the_groups_have_their_own_rates_and_the_metrics_the_base_one(
+    tiny: list[str], tmp_path: Path, optimizers: list[torch.optim.Optimizer]
+) -> None:
+    run_dir.save_config(tmp_path / "run", compose([*tiny, *OWN]))
+    assert train_here([*tiny, *OWN], tmp_path / "run") == 0
+    assert [event["optim/lr"] for event in events(tmp_path / "run", "step")] == [1e-2] * 4
+    [optimizer] = optimizers
+    found = [(group["lr"], group["weight_decay"], group["eps"]) for group in optimizer.param_groups]
     expected = [(1e-2, 0.1, 5e-9), (5e-3, 0.2, 2.5e-9), (1e-2, 0, 2.5e-9), (1e-2, 0, 5e-9)]
     assert found == [pytest.approx(settings) for settings in expected]
 

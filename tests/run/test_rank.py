@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +18,6 @@ from gptexp.config.compose import compose
 from gptexp.config.schema import Config
 from gptexp.distributed.ranks import Rank
 from gptexp.process.signals import StopRequest
-from gptexp.run import rank
 from gptexp.run.job import Job
 from gptexp.run.rank import run
 from gptexp.storage import checkpoint
@@ -166,26 +164,3 @@ def test_the_peak_rate_is_measured_once_per_run(gptexp: Any, tiny: list[str], tm
     (out / "summary.json").write_text(json.dumps({**summary(out), "status": "running"}))
     assert gptexp("resume", "out").returncode == 0
     assert summary(out)["mfu"]["peak_flops_per_s"] == 1e12
-
-
-@pytest.mark.parametrize(
-    ("save_as", "free_mb", "in_parts"),
-    [
-        ("auto", 20, True),  # whole they are 12 MB, and a host has other things to hold
-        ("auto", 120, False),
-        ("auto", None, False),
-        ("sharded", 120, True),
-        ("whole", 20, False),
-    ],
-)
-def test_a_checkpoint_that_does_not_fit_one_host_is_saved_in_parts(
-    tiny: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, save_as: str, free_mb: int | None, in_parts: bool
-) -> None:
-    cfg = compose([*tiny, "world.size=2", "world.sharding=full", f"train.save_as={save_as}"])
-    parameters: Any = SimpleNamespace(split=True, shapes={"wte.weight": torch.Size((1000, 1000))})
-    monkeypatch.setattr(rank, "free_memory", lambda _: None if free_mb is None else free_mb * 10**6)
-    monkeypatch.setattr(torch.distributed, "new_group", lambda **_: "a group")
-    job = Job(cfg, tmp_path, Rank(), StopRequest(), None)
-    assert (rank._shard_group(job, parameters, False) is not None) == in_parts
-    whole: Any = SimpleNamespace(split=False)
-    assert rank._shard_group(job, whole, False) is None

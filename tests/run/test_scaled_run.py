@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import events, summary
-from real_runs import newest, train_here
+from real_runs import train_here
 from sweeps import compose_sweep
 
 from gptexp.command.lead import readable_name
@@ -26,14 +26,15 @@ RULES = [
 
 
 def test_the_optimizer_trains_with_the_effective_values(
-    tiny: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], optimizers: list[torch.optim.Optimizer]
 ) -> None:
     cfg = compose(tiny)
     overrides = [*tiny, *RULES, f"scaling.reference_tokens={cfg.batch.total_batch_size // 4}", "log.progress=lines"]
     run_dir.save_config(tmp_path / "out", compose(overrides))
     assert train_here(overrides, tmp_path / "out") == 0
     expected = {"lr": 2e-3, "betas": (0.9, 0.95**4), "eps": 5e-9, "weight_decay": 0.2}
-    decayed = torch.load(newest(tmp_path / "out") / "train.pt", weights_only=True)["optimizer"]["param_groups"][0]
+    [optimizer] = optimizers
+    decayed = optimizer.param_groups[0]
     assert decayed["initial_lr"] == pytest.approx(expected["lr"])
     for key in ("betas", "eps", "weight_decay"):
         assert decayed[key] == pytest.approx(expected[key]), key

@@ -165,8 +165,8 @@ def test_two_ranks_log_what_the_verb_finds_and_train_as_without_it(
             ("raise RuntimeError('no luck')", "sharpness after step 4: its process failed (RuntimeError: no luck)"),
             ("print('x'); raise SystemExit(0)", "sharpness after step 4: JSONDecodeError: Expecting value"),
             (
-                "os.remove(sys.argv[1] + '/checkpoints/step-00000004/train.pt')",
-                "checkpoints/step-00000004: train.pt is",
+                "os.remove(sys.argv[1] + '/checkpoints/step-00000004/optimizer.safetensors')",
+                "checkpoints/step-00000004: optimizer.safetensors:",
             ),
         ],
         2,

@@ -24,8 +24,6 @@ import torch
 import torch.distributed as dist
 from conftest import ROOT, TINY, events, summary
 from real_runs import newest
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -42,7 +40,6 @@ from gptexp.distributed import group
 from gptexp.distributed.ranks import Rank
 from gptexp.machine.resolve import resolve
 from gptexp.model.gpus import GPUS
-from gptexp.model.optimizer_state import parameter_shapes, rows_of
 from gptexp.process.signals import StopRequest
 from gptexp.run import faults
 from gptexp.run import rank as rank_module
@@ -50,7 +47,8 @@ from gptexp.run.build import build_split_gpt, wrap
 from gptexp.run.first_weights import choose_weights, load_first_weights
 from gptexp.run.job import Job
 from gptexp.run.rank import run
-from gptexp.storage import checkpoint, init_from, sharded
+from gptexp.storage import checkpoint, init_from, tensor_files
+from gptexp.storage.tensor_files import MODEL, OPTIMIZER, file_name
 from gptexp.training import loop
 
 WORLDS = [1024, 4096]
@@ -226,35 +224,6 @@ def test_the_collectives_of_a_step_are_as_large_at_any_number_of_ranks(
     assert steps[2][0] == [("allreduce_", 1), ("allreduce_", 17)]
 
 
-def test_a_rank_writes_and_reads_its_part_of_a_checkpoint_alone(tmp_path: Path) -> None:
-    """Of four blocks of gpt3_13b and two moments, in bytes, which take less space; no other rank has written anything.
-
-    No file has an entry for each tensor of each rank: there would be 640,000, and six million of all blocks.
-    """
-    world_size = 4096
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
-    mesh = init_device_mesh("cpu", (world_size,))
-    model = compose(["model=gpt3_13b", "model.n_layer=4", "model.vocab_size=50304", "batch.micro_batch_size=1"]).model
-    tensors: dict[str, DTensor] = {}
-    for name, shape, count in parameter_shapes(model):
-        stride = torch.empty(shape, device="meta").stride()
-        for number in range(3 * count):
-            own = torch.full(rows_of(shape, world_size), 7, dtype=torch.uint8)
-            tensors[f"{name} {number}"] = DTensor.from_local(
-                own, mesh, [Shard(0)], run_check=False, shape=torch.Size(shape), stride=stride
-            )
-    sharded.write(tmp_path, tensors, 0, world_size).result(60)
-    assert len(tensors) == 3 * (4 * 12 + 4)
-    assert {path.name for path in tmp_path.iterdir()} == {"__0_0.distcp", "__0_0.json", "parts.json"}
-    for name in ("__0_0.json", "parts.json"):
-        assert (tmp_path / name).stat().st_size < 100 * len(tensors)
-    for tensor in tensors.values():
-        tensor.to_local().zero_()
-    sharded.read(tmp_path, tensors)
-    assert all((tensor.to_local() == 7).all() for tensor in tensors.values())
-    dist.destroy_process_group()
-
-
 @pytest.mark.parametrize("kind", ["whole", "sharded"])
 def test_a_rank_of_a_split_model_reads_its_rows_of_the_first_weights(
     corpus: Path, finished_run: Path, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
@@ -268,11 +237,9 @@ def test_a_rank_of_a_split_model_reads_its_rows_of_the_first_weights(
     each = {name: -(-len(tensor) // 1024) for name, tensor in whole.items()}  # rows of a rank
     rows = {name: whole[name][5 * n : 6 * n].clone() for name, n in each.items()}
     if kind == "sharded":
-        tensors = {f"model.{name}": parameters.distributed(name, own) for name, own in rows.items()}
-        for rank in (0, 5):
-            sharded.write(tmp_path, tensors, rank, 1024).result(60)
-        for name in sharded.files_of(0):
-            (tmp_path / name).unlink()
+        tensor_files.write(tmp_path / file_name(MODEL, 5, 1024), rows)
+        layout = {"files": {MODEL: 1024, OPTIMIZER: 1024}, "split": True, "counts": []}
+        (tmp_path / "state.json").write_text(json.dumps({"tensors": layout}))
         source = replace(source, checkpoint=tmp_path)
     monkeypatch.setattr(checkpoint, "_sha256", None)
     for own in parameters.named.values():
@@ -365,7 +332,8 @@ def test_a_resumed_rank_opens_the_checkpoint_that_rank_0_has_chosen(
     files, folders = opened_by(5, 5, steps=2)
     assert folders == []
     of_run = {name: count for name, count in files.items() if not name.startswith("tokens-")}
-    assert of_run == {"manifest.json": 1, "model.safetensors": 2, "train.pt": 1}  # first only the number of weights
+    assert of_run.keys() == {"manifest.json", "state.json", "model.safetensors", "optimizer.safetensors"}
+    assert max(of_run.values()) <= 8
 
 
 def test_a_node_with_files_of_its_own_looks_for_them(

@@ -18,7 +18,7 @@ from gptexp.data.loader import build_dataset
 from gptexp.data.tokenizer import load_tokenizer
 from gptexp.loggers.run_log import METRICS, SHARPNESS
 from gptexp.process.signals import StopRequest
-from gptexp.storage import checkpoint, run_dir
+from gptexp.storage import run_dir, tensor_files
 from gptexp.training import loop
 
 
@@ -117,11 +117,11 @@ def test_evaluating_saving_logging_and_sampling_do_not_change_the_weights(tiny: 
         assert equal(tmp_path / "never", tmp_path / name), name
 
 
-@pytest.mark.parametrize(("module", "slow"), e2e_then_slow([(checkpoint, "save"), (loop, "evaluate")]))
+@pytest.mark.parametrize(("module", "slow"), e2e_then_slow([(tensor_files, "write"), (loop, "evaluate")]))
 def test_max_minutes_leaves_the_time_to_save(
     tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: ModuleType, slow: str
 ) -> None:
-    """A save or an evaluation takes a second here. The run saves and ends within its time."""
+    """A file of a checkpoint or an evaluation takes a second here. The run saves and ends within its time."""
     assert train_here([*tiny, "train.max_steps=1"], tmp_path / "warm-up") == 0  # imports and tokens take no time later
     plain: Callable[..., object] = getattr(module, slow)
 

@@ -1,6 +1,5 @@
 """Checkpoints: complete or absent, exact, and pruned as configured."""
 
-import hashlib
 import json
 import os
 import resource
@@ -8,6 +7,7 @@ import shutil
 from collections.abc import Collection
 from pathlib import Path
 
+import checkpoints
 import pytest
 import torch
 
@@ -15,10 +15,10 @@ from gptexp.config.schema import AdamWConfig, ModelConfig
 from gptexp.distributed.sharding import WholeParameters
 from gptexp.model.gpt import GPT
 from gptexp.process.errors import CheckpointError, StorageError
-from gptexp.storage import checkpoint
+from gptexp.storage import checkpoint, tensor_files
 from gptexp.storage.checkpoint import Keep, TrainState
 from gptexp.training.optim import build_optimizer
-from gptexp.training.snapshot import load_checkpoint, take
+from gptexp.training.snapshot import load_checkpoint
 
 TINY = ModelConfig(n_layer=1, n_head=2, n_embd=16, block_size=8, vocab_size=64)
 
@@ -36,21 +36,21 @@ def trained(steps: int = 2) -> tuple[GPT, torch.optim.Optimizer]:
 
 
 def save(directory: Path, step: int, keep_last: int = 0, regular: bool = True) -> Path:
-    model, optimizer = trained()
-    state = TrainState(step=step, tokens=10 * step, regular=regular)
-    return checkpoint.save(directory, take(WholeParameters(model), optimizer), state, Keep(keep_last))
+    return checkpoints.save(
+        directory, *trained(), TrainState(step=step, tokens=10 * step, regular=regular), Keep(keep_last)
+    )
 
 
 def test_training_continues_bit_for_bit(tmp_path: Path) -> None:
     model, optimizer = trained()
     state = TrainState(step=2, tokens=16, fingerprint=2**64 - 1, val_loss=3.5, best_val_loss=3.25, seconds=1.5)
-    path = checkpoint.save(tmp_path / "c", take(WholeParameters(model), optimizer), state, Keep())
+    path = checkpoints.save(tmp_path / "c", model, optimizer, state)
     found, loaded = checkpoint.load_latest(tmp_path / "c") or pytest.fail("nothing found")
     assert (found, loaded) == (path, state)
     torch.manual_seed(9)
     other = GPT(TINY)
     other_optimizer = build_optimizer(other, AdamWConfig(), fused=True)
-    load_checkpoint(path, WholeParameters(other), other_optimizer, AdamWConfig())
+    load_checkpoint(path, WholeParameters(other), other_optimizer)
     assert other.lm_head.weight is other.wte.weight
     x = torch.arange(8)[None]
     for m, o in ((model, optimizer), (other, other_optimizer)):
@@ -58,22 +58,6 @@ def test_training_continues_bit_for_bit(tmp_path: Path) -> None:
         o.step()
     for a, b in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(a, b)
-
-
-@pytest.mark.parametrize(("passed_over", "tokens"), [(0, 0), (3, 24)])
-def test_a_checkpoint_of_an_older_version_counts_passed_over_steps_of_one_size(
-    tmp_path: Path, passed_over: int, tokens: int
-) -> None:
-    path = save(tmp_path, 5)
-    values = json.loads((path / "state.json").read_text())
-    del values["tokens_passed_over"], values["trend"]["tokens_above"]
-    text = json.dumps({**values, "tokens": 40, "steps_passed_over": passed_over})
-    (path / "state.json").write_text(text)
-    manifest = json.loads((path / "manifest.json").read_text())
-    manifest["state.json"] = [len(text), hashlib.sha256(text.encode()).hexdigest()]
-    (path / "manifest.json").write_text(json.dumps(manifest))
-    state = checkpoint.load_state(path)
-    assert (state.steps_passed_over, state.tokens_passed_over) == (passed_over, tokens)
 
 
 def test_the_newest_intact_checkpoint_is_loaded_and_each_damaged_one_is_named(
@@ -94,7 +78,7 @@ def test_the_newest_intact_checkpoint_is_loaded_and_each_damaged_one_is_named(
     assert "step-00000003: model.safetensors has changed since it was saved" in out
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "train.pt", "state.json", "manifest.json"])
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"])
 @pytest.mark.parametrize("damage", ["truncate", "flip", "remove"])
 def test_any_damage_to_any_file_is_detected(tmp_path: Path, name: str, damage: str) -> None:
     file = save(tmp_path, 1) / name
@@ -144,7 +128,7 @@ def keep(directory: Path, keep: Keep, losses: dict[int, float | None], irregular
         evaluated = 10 * step if loss is not None else 0
         state = TrainState(step, 10 * step, val_loss=val_loss, evaluated_tokens=evaluated)
         state.regular = step not in irregular
-        checkpoint.save(directory, take(WholeParameters(model), optimizer), state, keep)
+        checkpoints.save(directory, model, optimizer, state, keep)
     return sorted(int(p.name.removeprefix("step-")) for p in directory.glob("step-*"))
 
 
@@ -160,7 +144,7 @@ def test_the_best_checkpoint_and_those_at_multiples_of_tokens_are_kept_too(tmp_p
 def test_a_damaged_checkpoint_is_neither_counted_nor_removed(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         save(tmp_path, step)
-    (tmp_path / "step-00000003" / "train.pt").write_bytes(b"")
+    (tmp_path / "step-00000003" / "optimizer.safetensors").write_bytes(b"")
     save(tmp_path, 4, keep_last=2)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000002", "step-00000003", "step-00000004"]
 
@@ -197,7 +181,7 @@ def test_checkpoints_of_the_sharpness_displace_none_that_a_rule_keeps(tmp_path: 
         assert both == [180, 270, 360, 450, 540]
 
 
-def test_files_are_synced_before_the_rename_and_the_rename_before_save_returns(
+def test_files_are_synced_before_the_rename_and_the_rename_before_the_checkpoint_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Checks the order of the calls: a test cannot cut the power, and a kill loses no written data."""
@@ -218,12 +202,11 @@ def test_files_are_synced_before_the_rename_and_the_rename_before_save_returns(
     directory = tmp_path / "checkpoints"
     path = save(directory, 1)
     published = calls.index(("rename", path.name))
-    files = {("fsync", f"{file.name} {file.stat().st_size}") for file in path.iterdir()}
-    folders = {
-        ("fsync", f".tmp-{path.name}-{os.getpid()}"),
-        ("fsync", tmp_path.name),
-    }  # the second one, because it has a new folder
-    assert files | folders == set(calls[:published])
+    files = {f"{file.name} {file.stat().st_size}" for file in path.iterdir()}
+    before = {name for kind, name in calls[:published] if kind == "fsync"}
+    [unfinished] = before - files - {tmp_path.name}  # which has a new folder
+    assert unfinished.startswith(f".tmp-{path.name}-")
+    assert files | {tmp_path.name, unfinished} == before
     assert calls[published + 1 :] == [("fsync", "checkpoints")]
 
 
@@ -243,7 +226,6 @@ def test_a_full_disk_is_detected_before_anything_is_written(tmp_path: Path, monk
 
 
 def test_the_message_of_a_file_system_error_is_reported(tmp_path: Path) -> None:
-    """torch.save itself raises a RuntimeError that does not mention the disk."""
     save(tmp_path, 1)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     size = (tmp_path / "step-00000001" / "model.safetensors").stat().st_size
@@ -260,9 +242,7 @@ def test_the_message_of_a_file_system_error_is_reported(tmp_path: Path) -> None:
 def test_a_checkpoint_contains_the_description_of_its_run(tmp_path: Path) -> None:
     model, optimizer = trained(1)
     about = {"data_hash": "abc", "config": {"optim": {"lr": 1.0}}}
-    path = checkpoint.save(
-        tmp_path, take(WholeParameters(model), optimizer), TrainState(step=1, tokens=10), Keep(), about
-    )
+    path = checkpoints.save(tmp_path, model, optimizer, TrainState(step=1, tokens=10), about=about)
     assert json.loads((path / "state.json").read_text())["about"] == about
     assert checkpoint.newest(tmp_path)[1].tokens == 10
 
@@ -277,7 +257,7 @@ def test_a_failed_save_publishes_nothing(tmp_path: Path, monkeypatch: pytest.Mon
     def full(*_: object) -> None:
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(torch, "save", full)
+    monkeypatch.setattr(tensor_files, "write", full)
     with pytest.raises(StorageError, match=r"cannot be saved \(No space left on device\); earlier ones are unchanged"):
         save(tmp_path, 2)
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000001"]
@@ -286,9 +266,9 @@ def test_a_failed_save_publishes_nothing(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_loading_keeps_the_fused_setting_of_the_optimizer(tmp_path: Path) -> None:
     model, optimizer = trained()
-    path = checkpoint.save(tmp_path, take(WholeParameters(model), optimizer), TrainState(step=1), Keep())
+    path = checkpoints.save(tmp_path, model, optimizer, TrainState(step=1))
     other = build_optimizer(model, AdamWConfig(), fused=False)
-    load_checkpoint(path, WholeParameters(model), other, AdamWConfig())
+    load_checkpoint(path, WholeParameters(model), other)
     assert [group["fused"] for group in other.param_groups] == [False, False]
 
 
@@ -301,4 +281,4 @@ def test_weights_have_the_names_of_gpt2_and_the_head_is_saved_once(tmp_path: Pat
     assert {"wte.weight", "wpe.weight", "h.0.attn.c_attn.weight", "h.0.mlp.c_proj.bias", "ln_f.weight"} <= names
     assert "lm_head.weight" not in names
     manifest = json.loads((path / "manifest.json").read_text())
-    assert manifest.keys() == {"model.safetensors", "train.pt", "state.json"}
+    assert manifest.keys() == {"model.safetensors", "optimizer.safetensors", "state.json"}

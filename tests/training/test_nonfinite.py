@@ -251,7 +251,7 @@ def test_a_rollback_in_a_ramp_passes_over_the_tokens_of_the_failed_steps(
 @pytest.mark.parametrize(
     "own",
     [
-        pytest.param(["world.sharding=full", "train.save_as=sharded"], marks=pytest.mark.e2e),
+        pytest.param(["world.sharding=full"], marks=pytest.mark.e2e),
         pytest.param([], marks=pytest.mark.slow),
     ],
 )
@@ -347,15 +347,15 @@ def test_interruptions_do_not_change_the_result_of_a_rollback(
 def test_a_rollback_past_a_damaged_checkpoint_saves_that_step_again(
     rollback_run: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = checkpoint.save
+    plain = checkpoint.prune
 
-    def damaging(directory: Path, *args: Any) -> Path:
-        path = plain(directory, *args)
-        if path.name == "step-00000004" and not list(directory.glob("rejected-*")):
-            (path / "train.pt").write_bytes(b"")
-        return path
+    def damaging(directory: Path, keep: checkpoint.Keep) -> None:
+        plain(directory, keep)
+        saved = directory / "step-00000004"
+        if saved.exists() and not list(directory.glob("rejected-*")):
+            (saved / "optimizer.safetensors").write_bytes(b"")
 
-    monkeypatch.setattr(checkpoint, "save", damaging)
+    monkeypatch.setattr(checkpoint, "prune", damaging)
     last = rollback_run(tmp_path / "out", stop_after=0, save_every=2)
     assert last.name == "step-00000009"
     assert json.loads((last / "state.json").read_text())["steps_passed_over"] == 4  # back to step 2

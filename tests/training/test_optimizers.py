@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from checkpoints import moments, save
 from conftest import events
 from real_runs import newest, weights
 from torch import Tensor
@@ -17,10 +18,9 @@ from gptexp.config.schema import OPTIMIZERS, ModelConfig, OptimConfig
 from gptexp.distributed.sharding import WholeParameters
 from gptexp.model.gpt import GPT
 from gptexp.model.optimizer_state import TRAINED, state_bytes, state_shapes
-from gptexp.storage import checkpoint
-from gptexp.storage.checkpoint import Keep, TrainState
+from gptexp.storage.checkpoint import TrainState
 from gptexp.training.optim import build_optimizer, set_lr, step_if, weights_for_use
-from gptexp.training.snapshot import load_checkpoint, take
+from gptexp.training.snapshot import load_checkpoint
 
 pytest.importorskip("pytorch_optimizer", reason="no pytorch_optimizer; pip install 'gptexp[optim]'")
 
@@ -310,14 +310,12 @@ def test_a_saved_state_continues_bit_for_bit(name: str, tmp_path: Path) -> None:
     advance(model, optimizer, range(12))
     trained_at = [p.detach().clone() for p in model.parameters()]
     with weights_for_use(optimizer):
-        path = checkpoint.save(
-            tmp_path / "c", take(WholeParameters(model), optimizer), TrainState(step=12, tokens=12), Keep()
-        )
+        path = save(tmp_path / "c", model, optimizer, TrainState(step=12, tokens=12))
     assert all(torch.equal(p, b) for p, b in zip(model.parameters(), trained_at, strict=True))
     advance(model, optimizer, range(12, 24))
     other = tiny(9)
     resumed = build_optimizer(other, c, True)
-    load_checkpoint(path, WholeParameters(other), resumed, c)
+    load_checkpoint(path, WholeParameters(other), resumed)
     advance(other, resumed, range(12, 24))
     for a, b in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(a, b)
@@ -351,10 +349,9 @@ def test_a_checkpoint_before_the_first_update_can_be_loaded(name: str, tmp_path:
         p.grad = torch.full_like(p, torch.nan)
     step_if(torch.tensor(False), optimizer)
     with weights_for_use(optimizer):
-        skipped = TrainState(step=1, tokens=1, skipped_updates=1)
-        path = checkpoint.save(tmp_path / "c", take(WholeParameters(model), optimizer), skipped, Keep())
+        path = save(tmp_path / "c", model, optimizer, TrainState(step=1, tokens=1, skipped_updates=1))
     other = tiny(9)
-    load_checkpoint(path, WholeParameters(other), build_optimizer(other, c, True), c)
+    load_checkpoint(path, WholeParameters(other), build_optimizer(other, c, True))
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
 
 
@@ -368,9 +365,9 @@ def test_a_schedule_free_run_logs_and_saves_its_averaged_weights(
     assert done.returncode == 0, done.stderr
     logged = events(tmp_path / "run", "eval")[-1]["val/loss"]
     assert json.loads(gptexp("evaluate", "run").stdout)["val/loss"] == pytest.approx(logged, rel=1e-6)
-    saved = torch.load(newest(tmp_path / "run") / "train.pt", weights_only=True)["optimizer"]["state"]
+    saved = moments(newest(tmp_path / "run"))
     averaged = sorted(float(w.norm()) for w in weights(tmp_path / "run").values())
-    trained_at = sorted(float(of[TRAINED].norm()) for of in saved.values())
+    trained_at = sorted(float(tensor.norm()) for name, tensor in saved.items() if name.endswith(f".{TRAINED}"))
     assert len(averaged) == len(trained_at)
     assert all(a != t for a, t in zip(averaged, trained_at, strict=True))
 

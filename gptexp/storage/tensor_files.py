@@ -1,0 +1,159 @@
+"""The tensors of a checkpoint, in files of safetensors: one of each kind, or one for each rank.
+
+Where FSDP2 has split the parameters, each rank has the same number of rows of each tensor, rounded up, but for the last
+ranks. So where a row is follows from the number of files, and a reader opens those with its rows alone. Numbers are in
+all files. Where ZeRO has shared out the optimizer's state, each tensor is whole, in one of the files.
+"""
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from gptexp.distributed.group import rank_index
+from gptexp.process.errors import CheckpointError, first_line
+
+MODEL, OPTIMIZER, AVERAGE = "model", "optimizer", "ema"  # the kinds of files
+DTYPES = {torch.float32: "F32", torch.float64: "F64"}  # as safetensors calls them
+ALIGNMENT = 8  # bytes
+CHUNK = 1 << 24  # bytes that are hashed and written at a time
+
+
+@dataclass(frozen=True)
+class Part:
+    """The rows of a tensor that a rank has."""
+
+    tensor: Tensor
+    first: int = 0  # its first row in the whole tensor
+    rows: int | None = None  # of the whole tensor; None: it is not split
+
+    @property
+    def whole_shape(self) -> list[int]:
+        shape = list(self.tensor.shape)
+        return shape if self.rows is None else [self.rows, *shape[1:]]
+
+
+def file_name(kind: str, number: int, count: int) -> str:
+    """The name of file `number`, counted from 0, of the `count` files of a kind."""
+    return f"{kind}.safetensors" if count == 1 else f"{kind}-{number + 1:05d}-of-{count:05d}.safetensors"
+
+
+def write(path: Path, tensors: Mapping[str, Tensor]) -> tuple[int, str]:
+    """Write `tensors`, which are on the host, and wait for the disk. Returns the size and the SHA-256 of the file."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # without it transformers refuses the file
+    end = 0
+    for name, tensor in tensors.items():
+        begin, end = end, end + tensor.nbytes
+        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % ALIGNMENT)
+    digest = hashlib.sha256()
+    with path.open("wb") as file:
+        for part in _chunks(len(text).to_bytes(8, "little") + text, tensors):
+            digest.update(part)
+            file.write(part)
+        file.flush()
+        os.fsync(file.fileno())
+        return file.tell(), digest.hexdigest()
+
+
+def _chunks(header: bytes, tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
+    yield header
+    for tensor in tensors.values():
+        data = tensor.reshape(-1).view(torch.uint8).numpy().data
+        for begin in range(0, len(data), CHUNK):
+            yield data[begin : begin + CHUNK]
+
+
+def read(folder: Path, kind: str, count: int, is_split: bool, wanted: Mapping[str, Part]) -> None:
+    """Fill the tensors of `wanted`, by name, from the `count` files of a kind, which have rows if `is_split`.
+
+    Raises `CheckpointError` if a file cannot be read, or a name or a shape differs.
+    """
+    with ExitStack() as stack:
+        opened: dict[int, _File] = {}
+
+        def file(number: int) -> _File:
+            if number not in opened:
+                opened[number] = _File(folder / file_name(kind, number, count), stack)
+            return opened[number]
+
+        # Of the optimizer's state a rank may want only some tensors.
+        if count == 1 and kind != OPTIMIZER and (unknown := file(0).names - wanted.keys()):
+            raise file(0).misfit(f"it has {min(unknown)}")
+        for name, part in wanted.items():
+            if is_split and part.tensor.dim():
+                _read_rows(file, count, name, part)
+            elif is_split:  # all have it; so not all ranks read one file
+                file(rank_index() % count).copy(name, part.whole_shape, part.first, part.tensor)
+            else:
+                number = next((n for n in range(count) if name in file(n).names), 0)
+                file(number).copy(name, part.whole_shape, part.first, part.tensor)
+
+
+def _read_rows(file: "Callable[[int], _File]", count: int, name: str, part: Part) -> None:
+    """Fill `part` from the files that have its rows."""
+    whole = part.whole_shape
+    each = -(-whole[0] // count)  # rows in a file
+    first, end = part.first, part.first + len(part.tensor)
+    for number in range(first // each, -(-end // each) if end > first else 0):
+        begins, ends = number * each, min(number * each + each, whole[0])
+        begin, stop = max(first, begins), min(end, ends)
+        shape = [ends - begins, *whole[1:]]
+        file(number).copy(name, shape, begin - begins, part.tensor[begin - first : stop - first])
+
+
+def size(path: Path) -> int:
+    """How many numbers the tensors in a file have. Raises `CheckpointError` if it cannot be read."""
+    with ExitStack() as stack:
+        return _File(path, stack).size
+
+
+class _File:
+    """An open file of safetensors."""
+
+    def __init__(self, path: Path, stack: ExitStack) -> None:
+        self.path = path
+        try:
+            self._tensors = stack.enter_context(opened(path))
+        except (OSError, SafetensorError) as error:
+            raise self.misfit(first_line(error)) from None
+        self.names = set(self._tensors.keys())
+
+    @property
+    def size(self) -> int:
+        return sum(math.prod(self._tensors.get_slice(name).get_shape()) for name in self.names)
+
+    def misfit(self, why: str) -> CheckpointError:
+        return CheckpointError(f"{self.path}: does not fit the model ({why})")
+
+    def copy(self, name: str, shape: list[int], first: int, target: Tensor) -> None:
+        """Copy the rows of the tensor `name`, whose shape must be `shape`, from `first` on to `target`."""
+        try:
+            if name not in self.names:
+                raise self.misfit(f"{name} is missing")
+            found = self._tensors.get_slice(name)
+            if found.get_shape() != shape:
+                raise self.misfit(f"{name} has the shape {tuple(found.get_shape())}, not {tuple(shape)}")
+            with torch.no_grad():
+                target.copy_(found[first : first + len(target)] if shape else self._tensors.get_tensor(name))
+        except (OSError, SafetensorError, RuntimeError) as error:
+            raise self.misfit(first_line(error)) from None
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[Any]:
+    """Open a file of safetensors, which refuses a name that is not UTF-8: that file is opened by its descriptor."""
+    with path.open("rb") as file:
+        name = str(path) if str(path).isprintable() else f"/dev/fd/{file.fileno()}"
+        with safe_open(name, "pt") as tensors:
+            yield tensors
