@@ -4,16 +4,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gptexp.reporting.frames import load_metrics, load_sweep
+    from gptexp.reporting.listings.frames import load_metrics, load_sweep
     from gptexp.run.load import load_run
 
 __version__ = "0.1.0"
 __all__ = ["__version__", "load_metrics", "load_run", "load_sweep"]
 
 _MODULES = {
-    "load_metrics": "gptexp.reporting.frames",
+    "load_metrics": "gptexp.reporting.listings.frames",
     "load_run": "gptexp.run.load",
-    "load_sweep": "gptexp.reporting.frames",
+    "load_sweep": "gptexp.reporting.listings.frames",
 }
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from gptexp.process.errors import ConfigError
 from gptexp.process.terminal import run_verb, say
-from gptexp.reporting.best import runs_to_compare
-from gptexp.reporting.own_file import check_own
+from gptexp.reporting.page.own_file import check_own
+from gptexp.reporting.statistics.best import runs_to_compare
 from gptexp.storage.run_dir import finite
 
 
@@ -29,8 +29,8 @@ def main(argv: list[str] | None = None) -> None:
         if not args.output.parent.is_dir():
             raise ConfigError(f"--output {args.output}: {args.output.parent} is no directory; create it first")
 
-    from gptexp.reporting.comparison import compare  # imports scipy
-    from gptexp.reporting.comparison_output import numbers, show, write_page
+    from gptexp.reporting.page.comparison import compare  # imports scipy
+    from gptexp.reporting.page.comparison_output import numbers, show, write_page
 
     comparison = compare(directories)
     if args.json:

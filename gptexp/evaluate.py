@@ -14,7 +14,7 @@ from gptexp.config.transformers_json import CONFIG_JSON
 from gptexp.process.errors import ConfigError, DataError
 from gptexp.process.terminal import run_verb
 from gptexp.process.words import shown
-from gptexp.reporting.best import one_run
+from gptexp.reporting.statistics.best import one_run
 from gptexp.storage import run_dir
 from gptexp.storage.init_from import find
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from gptexp.process.errors import ConfigError
 from gptexp.process.signals import ended_in_order
 from gptexp.process.terminal import run_verb, say
-from gptexp.reporting.best import one_run
+from gptexp.reporting.statistics.best import one_run
 from gptexp.storage import hub, run_dir
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from gptexp.process.errors import EXIT_FAILED, UserError, first_line
 from gptexp.process.terminal import confirmed, printable, run_verb, say, terminal_width, warn
 from gptexp.process.words import counted, size_shown
-from gptexp.reporting.terminal_table import print_table
+from gptexp.reporting.listings.terminal_table import print_table
 from gptexp.storage import run_dir
 from gptexp.storage.inventory import OUTPUTS, is_not_there_yet
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from gptexp.process.errors import ConfigError
 from gptexp.process.terminal import emit, emit_path, run_verb, say, terminal_width, warn
-from gptexp.reporting.listing import SORTS, STATUSES, Filter, as_json, list_runs, ordered, print_rows
+from gptexp.reporting.listings.listing import SORTS, STATUSES, Filter, as_json, list_runs, ordered, print_rows
 from gptexp.storage.inventory import OUTPUTS, is_not_there_yet
 
 

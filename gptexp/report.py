@@ -7,8 +7,8 @@ from pathlib import Path
 
 from gptexp.process.errors import ConfigError
 from gptexp.process.terminal import run_verb, say, terminal_width, warn
-from gptexp.reporting.finding import BEHIND_NATS, NARROWEST_WITHIN, WITHIN
-from gptexp.reporting.fitted import check_target, points_above_cells, settings_given, write_optim
+from gptexp.reporting.page.fitted import check_target, points_above_cells, settings_given, write_optim
+from gptexp.reporting.words.finding import BEHIND_NATS, NARROWEST_WITHIN, WITHIN
 from gptexp.storage.run_dir import require_directory
 
 
@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.write_optim is not None:
         check_target(args.write_optim)
 
-    from gptexp.reporting.write import PAGE, show, write_report
+    from gptexp.reporting.page.write import PAGE, show, write_report
 
     report, _ = write_report(args.directory, args.behind, args.within)
     show(report, terminal_width(), args.verbose)

@@ -13,7 +13,7 @@ from pathlib import Path
 from gptexp.config.schema import LIMIT
 from gptexp.process.errors import ConfigError, DataError
 from gptexp.process.terminal import emit_part, print_error, run_verb, say
-from gptexp.reporting.best import one_run
+from gptexp.reporting.statistics.best import one_run
 from gptexp.storage import run_dir
 
 Pieces = Iterator[tuple[int, str]]  # as `stream` yields them: (number of the sample, text)

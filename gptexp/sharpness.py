@@ -6,7 +6,7 @@ from pathlib import Path
 
 from gptexp.process.errors import CheckpointError, ConfigError
 from gptexp.process.terminal import run_verb
-from gptexp.reporting.best import one_run
+from gptexp.reporting.statistics.best import one_run
 from gptexp.storage import run_dir
 
 

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from gptexp.process.terminal import run_verb, say
-from gptexp.reporting.progress import in_all, is_going_on, line_of, ready_in, survey
+from gptexp.reporting.listings.progress import in_all, is_going_on, line_of, ready_in, survey
 from gptexp.storage.run_dir import require_directory
 
 

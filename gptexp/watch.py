@@ -21,7 +21,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.directory.exists() and not args.directory.is_dir():
         raise ConfigError(f"{args.directory}: not a directory; give that of a run, of a sweep, or of many")
 
-    from gptexp.reporting.live import build_server  # imports scipy
+    from gptexp.reporting.page.live import build_server  # imports scipy
 
     try:
         server = build_server(args.directory, PORT if args.port is None else args.port)

@@ -6,7 +6,7 @@ from functools import partial
 
 import numpy as np
 
-from gptexp.reporting.likelihood import Losses
+from gptexp.reporting.statistics.likelihood import Losses
 
 CURVATURE, SIGMA = 0.01, 0.003  # nats per octave squared; the standard deviation over seeds of a small model, in nats
 Rng = np.random.Generator

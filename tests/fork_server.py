@@ -46,7 +46,7 @@ def import_torch() -> None:
     import torch
 
     import gptexp.command.planning
-    import gptexp.reporting.write
+    import gptexp.reporting.page.write
     import gptexp.run.launch
     import gptexp.run.load
     import gptexp.run.rank  # noqa: F401

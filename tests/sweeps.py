@@ -12,8 +12,8 @@ from conftest import wait_for
 
 from gptexp.config.compose import composition, hydra_engine
 from gptexp.config.schema import Config
-from gptexp.reporting.report import build_report
-from gptexp.reporting.write import numbers
+from gptexp.reporting.page.report import build_report
+from gptexp.reporting.page.write import numbers
 from gptexp.storage import run_dir
 from gptexp.sweep.grid import Grid, compose_cells
 

@@ -74,7 +74,7 @@ def test_the_list_of_imports_is_current() -> None:
 def _imported(folder: str) -> set[str]:
     """The other folders that the files of `folder` import from, type checking included."""
     found = set()
-    for path in (PACKAGE / folder).glob("*.py"):
+    for path in (PACKAGE / folder).rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             names = []
             if isinstance(node, ast.ImportFrom):

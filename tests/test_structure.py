@@ -17,6 +17,8 @@ FOLDERS = (
     "command", "sweep", "run", "training", "machine", "loggers", "reporting", "model", "data", "storage",
     "distributed", "config", "process",
 )  # fmt: skip
+# The same inside `reporting`.
+FLOORS = ("page", "charts", "words", "statistics", "listings")
 TOP = ""  # the verbs, cli and the package itself; they stand above all folders
 
 # Third-party packages that only these folders or files may import.
@@ -39,12 +41,12 @@ FENCES = {
     "pytorch_optimizer": {"training/optim.py"},
     "argparse": {TOP, "command/hydra_main.py", "command/completion.py"},
     "rich": {
-        "data/progress.py", "loggers/console.py", "reporting/terminal_table.py",
-        "reporting/write.py", "run/benchmark.py", "run/communication.py",
+        "data/progress.py", "loggers/console.py", "reporting/listings/terminal_table.py",
+        "reporting/page/write.py", "run/benchmark.py", "run/communication.py",
     },
     "scipy": {"reporting"},
-    "pandas": {"reporting/frames.py"},
-    "vl_convert": {"reporting/pictures.py"},
+    "pandas": {"reporting/listings/frames.py"},
+    "vl_convert": {"reporting/charts/pictures.py"},
     "safetensors": {"storage/checkpoint.py", "storage/tensor_files.py", "run/export.py"},
 }  # fmt: skip
 
@@ -145,6 +147,18 @@ def test_types_are_imported_downwards_too() -> None:
         for file in FILES.values()
         for module in imported_files(file, for_types=True)
         if FILES[module].floor < file.floor
+    ]
+    assert sorted(up) == []
+
+
+def test_the_floors_of_reporting_import_downwards_only() -> None:
+    rooms = {module: file.name.split("/")[1] for module, file in FILES.items() if file.name.startswith("reporting/")}
+    assert set(rooms.values()) == {*FLOORS, "__init__.py"}
+    up = [
+        f"{module} -> {other}"
+        for module, room in rooms.items()
+        for other in imported_files(FILES[module], for_types=True) & rooms.keys()
+        if room in FLOORS and FLOORS.index(rooms[other]) < FLOORS.index(room)
     ]
     assert sorted(up) == []
 

@@ -9,7 +9,7 @@ from gptexp.model.gpus import Gpu
 from gptexp.model.memory import StepShape, memory_estimate
 from gptexp.process.errors import ConfigError
 from gptexp.process.terminal import terminal_width
-from gptexp.reporting.terminal_table import print_table
+from gptexp.reporting.listings.terminal_table import print_table
 
 RANKS = (1, 8, 64, 512)
 # The choices in the order in which they cost time: (name, world.sharding, train.activation_checkpointing).

@@ -42,7 +42,7 @@ from gptexp.model.gpus import UNKNOWN_GPU, Gpu
 from gptexp.process.errors import ConfigError, DataError, UserError, first_line
 from gptexp.process.terminal import terminal_width, warn
 from gptexp.process.words import counted, duration, rounded
-from gptexp.reporting.terminal_table import print_table
+from gptexp.reporting.listings.terminal_table import print_table
 from gptexp.run.calibrate import pace, sample
 from gptexp.run.timing import resolve_with_trial
 from gptexp.sweep.cells import Draft, confounds, refuse_illegal

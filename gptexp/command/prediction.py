@@ -273,8 +273,8 @@ def _differing(cfg: Config, measured: Config) -> list[str]:
 
 
 def _noise_scale_of(directory: Path) -> dict[str, Any] | None:
-    from gptexp.reporting.noise_scale import at_the_end  # imports scipy, which nothing else here needs
-    from gptexp.reporting.records import read_run
+    from gptexp.reporting.listings.records import read_run
+    from gptexp.reporting.statistics.noise_scale import at_the_end  # imports scipy, which nothing else here needs
 
     scale = at_the_end(read_run(directory))
     return None if scale is None else {"what": "gradient noise scale", **asdict(scale)}
@@ -283,9 +283,9 @@ def _noise_scale_of(directory: Path) -> dict[str, Any] | None:
 def _critical_of_sweep(directory: Path) -> tuple[dict[str, Any], Path]:
     """What a sweep has measured, and one of the runs that it is of."""
     run_dir.require_directory(directory, "a run or a sweep", "--critical")
-    from gptexp.reporting.analysis import analyse
-    from gptexp.reporting.noise_scale import lowest_measured
-    from gptexp.reporting.records import find_runs
+    from gptexp.reporting.listings.records import find_runs
+    from gptexp.reporting.statistics.analysis import analyse
+    from gptexp.reporting.statistics.noise_scale import lowest_measured
 
     runs = find_runs(directory)
     arms = [arm for arm in analyse(directory.name, runs).arms if arm.critical is not None]

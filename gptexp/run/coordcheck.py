@@ -26,8 +26,8 @@ from gptexp.model.gpt import GPT, MLP, CausalSelfAttention
 from gptexp.model.loss import chunked_cross_entropy
 from gptexp.process.errors import EXIT_FAILED
 from gptexp.process.versions import git_commit, versions
-from gptexp.reporting.coordinates import LIMITS, Coordinates, picture
-from gptexp.reporting.pictures import png
+from gptexp.reporting.charts.coordinates import LIMITS, Coordinates, picture
+from gptexp.reporting.charts.pictures import png
 from gptexp.storage import run_dir
 from gptexp.storage.init_from import choose_vocab_size
 from gptexp.training.optim import build_optimizer

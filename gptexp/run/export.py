@@ -14,8 +14,8 @@ from gptexp.model.gpt import GPT
 from gptexp.model.huggingface import to_transformers
 from gptexp.process.errors import first_line
 from gptexp.process.terminal import warn
-from gptexp.reporting.pictures import png
-from gptexp.reporting.report import build_report
+from gptexp.reporting.charts.pictures import png
+from gptexp.reporting.page.report import build_report
 from gptexp.run.load import load_checkpointed
 from gptexp.run.model_card import model_card
 from gptexp.storage import run_dir

@@ -20,7 +20,7 @@ from gptexp.model.loss import bits_per_byte, perplexity, plain_cross_entropy
 from gptexp.process.errors import ConfigError, DataError
 from gptexp.process.terminal import warn
 from gptexp.process.words import shown
-from gptexp.reporting.best import one_run
+from gptexp.reporting.statistics.best import one_run
 from gptexp.run.first_weights import choose_weights, load_first_weights
 from gptexp.run.tokenizers import VOCABULARY, tokenizer_of
 from gptexp.storage import checkpoint, run_dir

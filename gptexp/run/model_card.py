@@ -20,8 +20,8 @@ from gptexp.model.parametrisation import describe
 from gptexp.process.errors import DataError
 from gptexp.process.terminal import as_command, printable
 from gptexp.process.words import counted, duration
-from gptexp.reporting.overview import as_started
-from gptexp.reporting.records import Run
+from gptexp.reporting.listings.records import Run
+from gptexp.reporting.page.overview import as_started
 from gptexp.run.load import LoadedRun
 from gptexp.storage import run_dir
 from gptexp.training.optim import describe_optimizer

@@ -407,7 +407,7 @@ def finish(job: Job, decision: Decision, built: Built, outcome: Outcome) -> None
     cfg = job.cfg
     written = built.summary.write(outcome.status)
     if built.uploads_report and outcome.status in run_dir.DONE:
-        from gptexp.reporting.write import report_or_warning  # imports scipy, which nothing else here needs
+        from gptexp.reporting.page.write import report_or_warning  # imports scipy, which nothing else here needs
 
         _, files = report_or_warning(job.directory) or (None, [])
         built.log.report(decision.state, files)

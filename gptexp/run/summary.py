@@ -18,7 +18,7 @@ from gptexp.process.errors import StorageError
 from gptexp.process.terminal import warn
 from gptexp.process.versions import git_commit, versions
 from gptexp.process.words import counted, duration, rounded
-from gptexp.reporting.records import read_run
+from gptexp.reporting.listings.records import read_run
 from gptexp.storage import run_dir
 from gptexp.storage.checkpoint import TrainState
 from gptexp.training.loop import Training
@@ -236,7 +236,9 @@ def end_lines(summary: dict[str, Any], directory: Path, t: Training) -> list[str
         peak = summary["mfu"]["peak_source"]
         lines.append(f"speed           {summary['tokens_per_s']:,.0f} tokens/s; {mfu}; peak {peak}")
     if t.noise_half_life_tokens is not None and summary["status"] in run_dir.DONE:
-        from gptexp.reporting.noise_scale import in_words  # imports scipy, which no rank needs before the end
+        from gptexp.reporting.statistics.noise_scale import (
+            in_words,  # imports scipy, which no rank needs before the end
+        )
 
         lines.append(f"noise scale     {in_words(read_run(directory))}")
     if summary["status"] in ("interrupted", "failed"):

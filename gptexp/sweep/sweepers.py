@@ -381,7 +381,7 @@ def _outcome(cell: Cell) -> str:
 
 def _report(directory: Path, cells: Sequence[Cell]) -> None:
     """Write the sweep's report, print its answer, and upload it to wandb."""
-    from gptexp.reporting.write import report_or_warning, show  # imports scipy
+    from gptexp.reporting.page.write import report_or_warning, show  # imports scipy
 
     written = report_or_warning(directory)
     if written is None:

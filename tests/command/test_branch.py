@@ -25,8 +25,8 @@ from gptexp.config.schema import Config, fields_of, to_dict
 from gptexp.distributed.ranks import Rank
 from gptexp.process.errors import CheckpointError, ConfigError
 from gptexp.process.signals import StopRequest
-from gptexp.reporting.progress import line_of, survey
-from gptexp.reporting.records import read_run
+from gptexp.reporting.listings.progress import line_of, survey
+from gptexp.reporting.listings.records import read_run
 from gptexp.run.job import Job
 from gptexp.run.rank import run
 from gptexp.storage import branch, run_dir

@@ -23,7 +23,7 @@ import pytest
 import yaml
 from conftest import TINY, ForkServer, clean, sabotaged
 
-from gptexp.reporting.live import SHARE
+from gptexp.reporting.page.live import SHARE
 
 EXPECTED = Path(__file__).with_name("damaged_runs.txt")
 OF_SWEEPS = ("status", "report", "watch", "ls")
@@ -177,7 +177,7 @@ class Place:
         self.root, self.sweep, self.outside = root, root / "sweep", root / "outside"
         prefix = ["setpriv", "--bounding-set=-dac_override,-dac_read_search"] if os.geteuid() == 0 else []
         # The drawing of PNGs takes 3 s in each process.
-        without_pictures = sabotaged(root / "sabotage", "gptexp.reporting.pictures", "m.png = lambda spec: b''")
+        without_pictures = sabotaged(root / "sabotage", "gptexp.reporting.charts.pictures", "m.png = lambda spec: b''")
         self.env = clean(without_pictures, cache)
         self.server = ForkServer("torch", env=self.env, prefix=prefix)
         self._train(corpus)

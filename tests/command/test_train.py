@@ -17,7 +17,7 @@ import yaml
 from conftest import ROOT, ForkServer, e2e_then_slow, events, processes_of, runs, summary, wait_for
 from real_runs import Finished, begun, finished_run
 
-from gptexp.reporting.progress import survey
+from gptexp.reporting.listings.progress import survey
 from gptexp.storage import run_dir
 
 Gptexp = Callable[..., subprocess.CompletedProcess[str]]

@@ -23,11 +23,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gptexp.reporting.curves import Curves, fit_curves
-from gptexp.reporting.law import fit_law, fit_ratio
-from gptexp.reporting.likelihood import Losses
-from gptexp.reporting.noise import usual_spread
-from gptexp.reporting.posterior import NARROWEST
+from gptexp.reporting.statistics.curves import Curves, fit_curves
+from gptexp.reporting.statistics.law import fit_law, fit_ratio
+from gptexp.reporting.statistics.likelihood import Losses
+from gptexp.reporting.statistics.noise import usual_spread
+from gptexp.reporting.statistics.posterior import NARROWEST
 
 Array = np.ndarray[Any, np.dtype[np.floating[Any]]]
 Form = Callable[..., Array]  # (octaves from the minimum, shape parameters...) -> height

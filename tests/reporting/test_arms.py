@@ -14,19 +14,19 @@ from scipy import stats
 from sweeps import report_of, write_run
 
 from gptexp.config.schema import Config
-from gptexp.reporting.analysis import analyse
-from gptexp.reporting.answers import table_of_answers
-from gptexp.reporting.arms import clearest_gap, falls_behind
-from gptexp.reporting.arms_in_words import arms_in_words
-from gptexp.reporting.figures import figures
-from gptexp.reporting.figures_of_arms import NOISE_SCALE, figures_of_arms, noise_scale_lines
-from gptexp.reporting.law import Law
-from gptexp.reporting.noise_scale import at_the_end
-from gptexp.reporting.page import sections
-from gptexp.reporting.records import find_runs
-from gptexp.reporting.report import build_report
-from gptexp.reporting.verdict import verdict
-from gptexp.reporting.write import numbers, show
+from gptexp.reporting.charts.figures import figures
+from gptexp.reporting.charts.figures_of_arms import NOISE_SCALE, figures_of_arms, noise_scale_lines
+from gptexp.reporting.listings.records import find_runs
+from gptexp.reporting.page.page import sections
+from gptexp.reporting.page.report import build_report
+from gptexp.reporting.page.write import numbers, show
+from gptexp.reporting.statistics.analysis import analyse
+from gptexp.reporting.statistics.arms import clearest_gap, falls_behind
+from gptexp.reporting.statistics.law import Law
+from gptexp.reporting.statistics.noise_scale import at_the_end
+from gptexp.reporting.words.answers import table_of_answers
+from gptexp.reporting.words.arms_in_words import arms_in_words
+from gptexp.reporting.words.verdict import verdict
 from gptexp.storage import run_dir
 
 BATCHES = (2048, 4096, 8192, 16384)

@@ -7,9 +7,9 @@ import pytest
 from sweeps import write_run, write_sweep
 
 from gptexp.process.errors import CheckpointError
-from gptexp.reporting.analysis import analyse
-from gptexp.reporting.best import best_cell, one_run
-from gptexp.reporting.records import find_runs
+from gptexp.reporting.listings.records import find_runs
+from gptexp.reporting.statistics.analysis import analyse
+from gptexp.reporting.statistics.best import best_cell, one_run
 from gptexp.storage import run_dir
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from sweeps import write_run, write_sweep
 
-from gptexp.reporting.line_charts import ZOOM
-from gptexp.reporting.report import build_report
+from gptexp.reporting.charts.line_charts import ZOOM
+from gptexp.reporting.page.report import build_report
 from gptexp.storage import run_dir
 
 LACKS = ("not shown", "diverged", "No curve", "mpty cell", "Without", "gaps", "stands in", "so far")

@@ -14,10 +14,10 @@ from sweeps import TOKENS, write_run
 from gptexp.compare import main
 from gptexp.process.errors import CheckpointError, ConfigError
 from gptexp.process.words import shown
-from gptexp.reporting.comparison import cells_of, compare, pairs_of
-from gptexp.reporting.comparison_output import show
-from gptexp.reporting.noise import LARGEST_SPREAD
-from gptexp.reporting.records import Run
+from gptexp.reporting.listings.records import Run
+from gptexp.reporting.page.comparison import cells_of, compare, pairs_of
+from gptexp.reporting.page.comparison_output import show
+from gptexp.reporting.statistics.noise import LARGEST_SPREAD
 from gptexp.storage import run_dir
 
 if TYPE_CHECKING:

@@ -10,10 +10,10 @@ import pytest
 from scipy import optimize
 from sweeps import write_run
 
-from gptexp.reporting.analysis import analyse
-from gptexp.reporting.critical import critical_batch_size, steps_to
-from gptexp.reporting.records import Point, Run, find_runs
-from gptexp.reporting.verdict import verdict
+from gptexp.reporting.listings.records import Point, Run, find_runs
+from gptexp.reporting.statistics.analysis import analyse
+from gptexp.reporting.statistics.critical import critical_batch_size, steps_to
+from gptexp.reporting.words.verdict import verdict
 
 Rng = np.random.Generator
 

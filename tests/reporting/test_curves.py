@@ -10,9 +10,9 @@ import pytest
 from drawn import SIGMA, draw, power_law, steep, u_curve, wall
 from scipy import stats
 
-from gptexp.reporting.curves import Curves, fit_curves
-from gptexp.reporting.law import fit_law
-from gptexp.reporting.posterior import NARROWEST, interval
+from gptexp.reporting.statistics.curves import Curves, fit_curves
+from gptexp.reporting.statistics.law import fit_law
+from gptexp.reporting.statistics.posterior import NARROWEST, interval
 
 USUAL = 0.003  # nats: the prior of the noise
 

@@ -9,10 +9,10 @@ import pytest
 from real_runs import train_here
 
 from gptexp.config.compose import compose
-from gptexp.reporting.analysis import analyse
-from gptexp.reporting.noise_scale import end_scale, in_words, ratio_interval
-from gptexp.reporting.records import Run, Step, find_runs
-from gptexp.reporting.verdict import verdict
+from gptexp.reporting.listings.records import Run, Step, find_runs
+from gptexp.reporting.statistics.analysis import analyse
+from gptexp.reporting.statistics.noise_scale import end_scale, in_words, ratio_interval
+from gptexp.reporting.words.verdict import verdict
 from gptexp.storage import run_dir
 from gptexp.storage.noise_scale import Norms
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from sweeps import TOKENS, write_run, write_sweep
 
-from gptexp.reporting.report import build_report
-from gptexp.reporting.vega_lite import Figure, apart
+from gptexp.reporting.charts.vega_lite import Figure, apart
+from gptexp.reporting.page.report import build_report
 from gptexp.storage import run_dir
 
 

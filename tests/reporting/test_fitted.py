@@ -18,10 +18,10 @@ from gptexp.config.fitted import fitted_warnings, other_text
 from gptexp.config.rules import check
 from gptexp.config.schema import Config, FittedConfig, result_deciding
 from gptexp.process.errors import ConfigError
-from gptexp.reporting.analysis import Analysis, analyse
-from gptexp.reporting.differences import differences
-from gptexp.reporting.fitted import check_target, write_optim
-from gptexp.reporting.records import find_runs
+from gptexp.reporting.listings.differences import differences
+from gptexp.reporting.listings.records import find_runs
+from gptexp.reporting.page.fitted import check_target, write_optim
+from gptexp.reporting.statistics.analysis import Analysis, analyse
 from gptexp.storage import run_dir
 from gptexp.sweep.cells import cell_name
 

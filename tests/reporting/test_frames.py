@@ -19,8 +19,8 @@ from sweeps import write_run, write_sweep
 from gptexp import load_metrics, load_sweep
 from gptexp.loggers.run_log import METRICS
 from gptexp.process.errors import ConfigError
-from gptexp.reporting import frames
-from gptexp.reporting.write import write_report
+from gptexp.reporting.listings import frames
+from gptexp.reporting.page.write import write_report
 from gptexp.storage import run_dir
 
 
@@ -159,7 +159,7 @@ def test_a_run_without_metrics_is_refused(tmp_path: Path, make: Callable[[Path],
 
 def test_the_table_of_a_sweep_is_that_of_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the runs that diverged, that are damaged, and whose numbers are unknown."""
-    monkeypatch.setattr("gptexp.reporting.write.png", lambda spec: b"")  # which takes most of the time
+    monkeypatch.setattr("gptexp.reporting.page.write.png", lambda spec: b"")  # which takes most of the time
     root = write_sweep(tmp_path / "sweep", batches=(8192, 16384))
     damaged, unknown, *_ = sorted(root.glob("lr=*"))
     (damaged / "config.yaml").write_text("model: [")

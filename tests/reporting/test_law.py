@@ -5,9 +5,9 @@ import pytest
 from drawn import SIGMA, draw, power_law
 from scipy import stats
 
-from gptexp.reporting.curves import fit_curves
-from gptexp.reporting.forms import Array
-from gptexp.reporting.law import Law, fit_law, independent_difference
+from gptexp.reporting.statistics.curves import fit_curves
+from gptexp.reporting.statistics.forms import Array
+from gptexp.reporting.statistics.law import Law, fit_law, independent_difference
 
 SWEEPS = 200
 

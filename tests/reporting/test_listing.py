@@ -20,9 +20,9 @@ from sweeps import write_run
 from gptexp.gc import main as gc
 from gptexp.ls import main
 from gptexp.process.errors import ConfigError
-from gptexp.reporting.best import best_cell
-from gptexp.reporting.listing import Row, model_name
-from gptexp.reporting.records import find_runs
+from gptexp.reporting.listings.listing import Row, model_name
+from gptexp.reporting.listings.records import find_runs
+from gptexp.reporting.statistics.best import best_cell
 from gptexp.storage import run_dir
 
 

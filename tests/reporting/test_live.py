@@ -20,9 +20,9 @@ from conftest import wait_for
 from pages import needs_chromium, violations
 from sweeps import write_run, write_sweep
 
-from gptexp.reporting import records
-from gptexp.reporting.live import Watched, build_server
-from gptexp.reporting.page import SECTIONS
+from gptexp.reporting.listings import records
+from gptexp.reporting.page.live import Watched, build_server
+from gptexp.reporting.page.page import SECTIONS
 from gptexp.storage import run_dir
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ LOSS = "views.get('plot-loss').view"
 @pytest.fixture(autouse=True)
 def without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """A change shows at the next question, however long the last answer took."""
-    monkeypatch.setattr("gptexp.reporting.live.SHARE", 0)
+    monkeypatch.setattr("gptexp.reporting.page.live.SHARE", 0)
 
 
 @contextmanager
@@ -145,7 +145,7 @@ def test_only_a_changed_cell_is_read_and_drawn_again(
         read.append(directory.name)
         return plain(directory)
 
-    monkeypatch.setattr("gptexp.reporting.live.read_run", counted)
+    monkeypatch.setattr("gptexp.reporting.page.live.read_run", counted)
     with served(root) as address:
         page, messages = opened(browser, address)
         page.wait_for_selector("#plot-heatmap svg.marks")
@@ -245,7 +245,7 @@ def test_charts_keep_their_height_zoom_and_isolated_lines_when_cells_end(browser
 def test_a_slow_page_is_computed_again_only_after_ten_times_its_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gptexp.reporting.live.SHARE", 10)
+    monkeypatch.setattr("gptexp.reporting.page.live.SHARE", 10)
     write_run(tmp_path / "run", 4096, 0.02, 1, 4.0)
     watched, now = Watched(tmp_path / "run"), [0.0]
 
@@ -253,7 +253,7 @@ def test_a_slow_page_is_computed_again_only_after_ten_times_its_time(
         now[0] += 0.5  # twice in each computation, which takes half a second
         return now[0]
 
-    monkeypatch.setattr("gptexp.reporting.live.time.monotonic", clock)
+    monkeypatch.setattr("gptexp.reporting.page.live.time.monotonic", clock)
     state_of(watched)
     (tmp_path / "run/summary.json").unlink()
     shown = state_of(watched)["sections"]["tiles"]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from gptexp.reporting.means import against_lowest, worse_than_lowest
+from gptexp.reporting.statistics.means import against_lowest, worse_than_lowest
 
 PATTERNS = ("equal", "unequal", "two kinds")
 

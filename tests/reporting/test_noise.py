@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from gptexp.reporting.noise import USUAL_SPREADS, seeds_needed, usual_spread
+from gptexp.reporting.statistics.noise import USUAL_SPREADS, seeds_needed, usual_spread
 
 
 def test_the_usual_spread_decreases_with_size_and_length() -> None:

@@ -12,8 +12,8 @@ from conftest import e2e_then_slow
 from pages import needs_chromium, violations
 from sweeps import write_run, write_sweep
 
-from gptexp.reporting import vega_lite
-from gptexp.reporting.write import write_report
+from gptexp.reporting.charts import vega_lite
+from gptexp.reporting.page.write import write_report
 from gptexp.storage import run_dir
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
         root / run_dir.SWEEP, {"name": "sweep", "overrides": ["model=nano"], "cells": cells, "commands": [command]}
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("gptexp.reporting.write.png", lambda _: b"")  # PNGs cost most of the time
+        patch.setattr("gptexp.reporting.page.write.png", lambda _: b"")  # PNGs cost most of the time
         write_report(root)
     return root / "report.html"
 
@@ -115,7 +115,7 @@ def test_the_page_has_no_accessibility_violation(
     opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int, scheme: str
 ) -> None:
     """Of a small sweep: the check takes long for each element."""
-    monkeypatch.setattr("gptexp.reporting.write.png", lambda _: b"")
+    monkeypatch.setattr("gptexp.reporting.page.write.png", lambda _: b"")
     write_report(write_sweep(tmp_path / "sweep", batches=(4096, 8192), seeds=1))
     page = opened(tmp_path / "sweep/report.html", width, scheme)
     page.locator("#diagnostics > summary").click()
@@ -199,7 +199,7 @@ def test_the_switches_of_a_chart_change_its_axes(opened: Open, report: Path) -> 
 def test_the_training_loss_is_shown_smoothed_or_as_logged(
     opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gptexp.reporting.write.png", lambda _: b"")
+    monkeypatch.setattr("gptexp.reporting.page.write.png", lambda _: b"")
     write_run(tmp_path / "run", 4096, 0.02, 1, 4.0)
     write_report(tmp_path / "run")
     page = opened(tmp_path / "run/report.html")
@@ -293,7 +293,7 @@ def test_a_click_on_a_learning_rate_or_a_batch_size_isolates_the_lines_of_its_ru
 def test_a_label_stands_at_the_end_of_its_line_and_goes_with_it(
     opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gptexp.reporting.write.png", lambda _: b"")
+    monkeypatch.setattr("gptexp.reporting.page.write.png", lambda _: b"")
     write_run(tmp_path / "sweep/whole", 4096, 0.02, 1, 4.0)
     write_run(tmp_path / "sweep/half", 4096, 0.04, 1, 4.0)
     lines = (tmp_path / "sweep/half/metrics.jsonl").read_text().splitlines(keepends=True)
@@ -404,7 +404,7 @@ def test_the_page_follows_the_color_scheme_of_the_system(opened: Open, report: P
 @pytest.mark.e2e
 def test_a_single_point_is_drawn(opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run with one step and one evaluation, as right after its start."""
-    monkeypatch.setattr("gptexp.reporting.write.png", lambda _: b"")
+    monkeypatch.setattr("gptexp.reporting.page.write.png", lambda _: b"")
     write_run(tmp_path / "run", 2**18, 0.02, 1, 4.0)
     write_report(tmp_path / "run")
     page = opened(tmp_path / "run/report.html")

@@ -10,9 +10,9 @@ import pytest
 from calibration import ARMS, KINDS, LAWS, USUAL, Kind, Tally, draw, kind_tally, tally
 from scipy import stats
 
-from gptexp.reporting.curves import fit_curves
-from gptexp.reporting.likelihood import Losses
-from gptexp.reporting.posterior import NARROWEST, Posterior, fit
+from gptexp.reporting.statistics.curves import fit_curves
+from gptexp.reporting.statistics.likelihood import Losses
+from gptexp.reporting.statistics.posterior import NARROWEST, Posterior, fit
 
 QUICK = ("quadratic", "linex, sigma 0.01", "heavy tails, mirrored", "outliers, linex, 2 seeds")
 

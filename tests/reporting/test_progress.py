@@ -10,10 +10,10 @@ import pytest
 from sweeps import TOKENS, write_run
 
 from gptexp.process.words import duration
-from gptexp.reporting.page import sections
-from gptexp.reporting.progress import Progress, not_started, ready_in, survey
-from gptexp.reporting.records import find_runs
-from gptexp.reporting.report import build_report
+from gptexp.reporting.listings.progress import Progress, not_started, ready_in, survey
+from gptexp.reporting.listings.records import find_runs
+from gptexp.reporting.page.page import sections
+from gptexp.reporting.page.report import build_report
 from gptexp.status import main
 from gptexp.storage import run_dir, sweep_record
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from gptexp.reporting.curves import Curve, fit_curves
+from gptexp.reporting.statistics.curves import Curve, fit_curves
 
 CURVES = Path(__file__).with_name("real_curves.yaml")
 BATCH = 1  # any key

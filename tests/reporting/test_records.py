@@ -19,9 +19,9 @@ from gptexp.compare import main as compare
 from gptexp.evaluate import main as evaluate
 from gptexp.process.errors import ConfigError
 from gptexp.report import main as report
-from gptexp.reporting.page import sections
-from gptexp.reporting.records import POINTS, find_runs
-from gptexp.reporting.report import build_report
+from gptexp.reporting.listings.records import POINTS, find_runs
+from gptexp.reporting.page.page import sections
+from gptexp.reporting.page.report import build_report
 from gptexp.sample import main as sample
 from gptexp.status import main as status
 from gptexp.storage import run_dir
@@ -88,7 +88,7 @@ def test_a_value_of_a_wrong_type_does_not_prevent_the_report(
     value: object,
 ) -> None:
     """In this process and without PNGs, which cost most of the time."""
-    monkeypatch.setattr("gptexp.reporting.write.png", lambda _: b"")
+    monkeypatch.setattr("gptexp.reporting.page.write.png", lambda _: b"")
     root = with_a_wrong_value(tmp_path / "sweep", file, key, value)
     report([str(root)])
     status([str(root)])

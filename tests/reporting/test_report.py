@@ -16,11 +16,11 @@ from gptexp.config.scaling import effective_optim
 from gptexp.config.schema import AdamWConfig, ScalingConfig
 from gptexp.process.errors import ConfigError
 from gptexp.report import main
-from gptexp.reporting.answers import table_of_answers
-from gptexp.reporting.records import find_runs
-from gptexp.reporting.report import build_report
-from gptexp.reporting.table import shown, values
-from gptexp.reporting.write import numbers, show, write_report
+from gptexp.reporting.listings.records import find_runs
+from gptexp.reporting.listings.table import shown, values
+from gptexp.reporting.page.report import build_report
+from gptexp.reporting.page.write import numbers, show, write_report
+from gptexp.reporting.words.answers import table_of_answers
 from gptexp.storage import run_dir
 
 Gptexp = Callable[..., subprocess.CompletedProcess[str]]
@@ -31,7 +31,7 @@ def swept(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A sweep with its report, but with empty PNGs, which cost most of the time; tests must not write into it."""
     root = write_sweep(tmp_path_factory.mktemp("sweeps") / "root")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("gptexp.reporting.write.png", lambda _: b"")
+        patch.setattr("gptexp.reporting.page.write.png", lambda _: b"")
         write_report(root)
     return root
 
@@ -110,7 +110,7 @@ def test_a_run_name_cannot_inject_html_or_escape_sequences(
     swept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In this process and without PNGs, which cost most of the time."""
-    monkeypatch.setattr("gptexp.reporting.write.png", lambda _: b"")
+    monkeypatch.setattr("gptexp.reporting.page.write.png", lambda _: b"")
     root = renamed(swept, tmp_path / "sweep <b>")
     main([str(root)])
     assert is_harmless(root, capsys.readouterr().out, swept)
@@ -246,7 +246,7 @@ def test_a_directory_without_a_run_is_refused_in_one_line(gptexp: Gptexp, tmp_pa
 def test_the_command_writes_the_law_and_prints_how_to_use_it(
     swept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("gptexp.reporting.write.png", lambda _: b"")
+    monkeypatch.setattr("gptexp.reporting.page.write.png", lambda _: b"")
     root, file = tmp_path / "root", tmp_path / "mine" / "optim" / "fitted.yaml"
     shutil.copytree(swept, root)
     main([str(root), "--write-optim", str(file)])

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from sweeps import TOKENS, write_run, write_sweep
 
-from gptexp.reporting.index import build_index
-from gptexp.reporting.page import index_sections, sections
-from gptexp.reporting.report import build_report
-from gptexp.reporting.write import show
+from gptexp.reporting.page.index import build_index
+from gptexp.reporting.page.page import index_sections, sections
+from gptexp.reporting.page.report import build_report
+from gptexp.reporting.page.write import show
 from gptexp.storage import run_dir
 
 HOSTILE = "<img src=x onerror=alert(1)>"

@@ -10,10 +10,10 @@ import pytest
 from scipy.stats import linregress, t
 from sweeps import report_of, write_run, write_sweep
 
-from gptexp.reporting.page import sections
-from gptexp.reporting.records import Run, read_run
-from gptexp.reporting.report import build_report
-from gptexp.reporting.sharpness import trend
+from gptexp.reporting.listings.records import Run, read_run
+from gptexp.reporting.page.page import sections
+from gptexp.reporting.page.report import build_report
+from gptexp.reporting.words.sharpness import trend
 from gptexp.storage import run_dir
 
 Sharpness = Callable[[Run, float], dict[str, Any]]  # of a run, after a share of its training

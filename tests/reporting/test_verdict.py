@@ -15,14 +15,14 @@ from sweeps import NOISE_SCALE, compose_sweep, report_of, write_run, write_sweep
 from gptexp.config.compose import compose
 from gptexp.config.scaling import effective_optim
 from gptexp.config.schema import ScalingConfig
-from gptexp.reporting import comparison
-from gptexp.reporting.analysis import analyse
-from gptexp.reporting.answers import table_of_answers
-from gptexp.reporting.cells_table import cells_table
-from gptexp.reporting.figures import figures
-from gptexp.reporting.records import find_runs
-from gptexp.reporting.report import build_report
-from gptexp.reporting.verdict import verdict as of_runs
+from gptexp.reporting.charts.figures import figures
+from gptexp.reporting.listings.records import find_runs
+from gptexp.reporting.page import comparison
+from gptexp.reporting.page.cells_table import cells_table
+from gptexp.reporting.page.report import build_report
+from gptexp.reporting.statistics.analysis import analyse
+from gptexp.reporting.words.answers import table_of_answers
+from gptexp.reporting.words.verdict import verdict as of_runs
 from gptexp.storage import run_dir
 
 NANO = {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 256}  # the default is GPT-2's smallest model

@@ -15,7 +15,7 @@ from conftest import ROOT, ForkServer
 from gptexp import coordcheck
 from gptexp.config.schema import ModelConfig
 from gptexp.model.gpt import GPT
-from gptexp.reporting.coordinates import LIMITS, Coordinates
+from gptexp.reporting.charts.coordinates import LIMITS, Coordinates
 from gptexp.run.coordcheck import activations
 
 Gptexp = Callable[..., subprocess.CompletedProcess[str]]

@@ -15,7 +15,7 @@ import gptexp as package
 from gptexp.config.compose import compose
 from gptexp.data.loader import build_dataset
 from gptexp.process.errors import ConfigError
-from gptexp.reporting.listing import model_option
+from gptexp.reporting.listings.listing import model_option
 from gptexp.storage import run_dir
 
 Gptexp = Callable[..., subprocess.CompletedProcess[str]]

@@ -15,8 +15,8 @@ from gptexp.config.compose import compose
 from gptexp.distributed.ranks import Rank
 from gptexp.machine.resolve import resolve
 from gptexp.process.errors import CheckpointError
-from gptexp.reporting.records import read_run
-from gptexp.reporting.report import build_report
+from gptexp.reporting.listings.records import read_run
+from gptexp.reporting.page.report import build_report
 from gptexp.storage import run_dir
 
 Gptexp = Callable[..., subprocess.CompletedProcess[str]]

@@ -17,7 +17,7 @@ from gptexp.config.compose import compose
 from gptexp.config.rules import why_unmeasured
 from gptexp.config.scaling import effective_optim
 from gptexp.config.schema import AdamWConfig
-from gptexp.reporting.records import read_run
+from gptexp.reporting.listings.records import read_run
 from gptexp.storage import run_dir
 
 RULES = [

@@ -12,9 +12,9 @@ from conftest import e2e_then_slow, events
 from sweeps import write_run
 
 from gptexp.loggers.jsonl import JsonlSink
-from gptexp.reporting.analysis import analyse
-from gptexp.reporting.figures import figures
-from gptexp.reporting.records import find_runs
+from gptexp.reporting.charts.figures import figures
+from gptexp.reporting.listings.records import find_runs
+from gptexp.reporting.statistics.analysis import analyse
 from gptexp.storage.checkpoint import TrainState
 from gptexp.storage.missing_steps import described, missing_steps
 

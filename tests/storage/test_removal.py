@@ -12,9 +12,9 @@ from sweeps import write_run
 from gptexp.gc import main as gc
 from gptexp.loggers.wandb import ID_FILE
 from gptexp.process.errors import ConfigError, InUseError, StorageError
-from gptexp.reporting.listing import list_runs
-from gptexp.reporting.records import find_runs
-from gptexp.reporting.write import NUMBERS, PAGE, PICTURES, TABLE
+from gptexp.reporting.listings.listing import list_runs
+from gptexp.reporting.listings.records import find_runs
+from gptexp.reporting.page.write import NUMBERS, PAGE, PICTURES, TABLE
 from gptexp.rm import main
 from gptexp.run.nodes import leave_mark
 from gptexp.run.pool import OUTPUT

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from gptexp.process.errors import ConfigError
-from gptexp.reporting.progress import survey
+from gptexp.reporting.listings.progress import survey
 from gptexp.storage import sweep_record
 from gptexp.storage.sweep_record import MOST_CELLS, PlannedCell, SweepRecord
 

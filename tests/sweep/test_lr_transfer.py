@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from sweeps import compose_sweep
 
-from gptexp.reporting.analysis import analyse
-from gptexp.reporting.records import find_runs
-from gptexp.reporting.report import build_report
+from gptexp.reporting.listings.records import find_runs
+from gptexp.reporting.page.report import build_report
+from gptexp.reporting.statistics.analysis import analyse
 
 Gptexp = Callable[..., subprocess.CompletedProcess[str]]
 ARMS = {

@@ -23,8 +23,8 @@ from gptexp.distributed.sharding import WholeParameters
 from gptexp.machine.resolve import estimate, resolve
 from gptexp.model.memory import Memory
 from gptexp.process.errors import CheckpointError
-from gptexp.reporting.line_charts import Lines, line_charts
-from gptexp.reporting.records import read_run
+from gptexp.reporting.charts.line_charts import Lines, line_charts
+from gptexp.reporting.listings.records import read_run
 from gptexp.run.load import load_checkpointed
 from gptexp.storage import checkpoint, run_dir
 from gptexp.storage.checkpoint import AVERAGED_TOKENS

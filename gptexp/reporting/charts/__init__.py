@@ -1,0 +1,1 @@
+"""Vega-Lite specifications of all figures."""

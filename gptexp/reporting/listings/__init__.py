@@ -1,0 +1,1 @@
+"""Runs as read from their directories, and tables of them."""

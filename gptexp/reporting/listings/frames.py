@@ -1,0 +1,121 @@
+"""Runs and sweeps as pandas tables, for notebooks and scripts."""
+
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+from types import NoneType
+from typing import TYPE_CHECKING, Any
+
+from gptexp.config.schema import LIMIT, fields_of
+from gptexp.process.errors import ConfigError
+from gptexp.reporting.listings.records import AXES, Run, differing_keys, find_runs
+from gptexp.reporting.listings.table import COLUMNS, values
+from gptexp.storage import run_dir, sweep_record
+from gptexp.storage.reader import open_text, parse_json
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+ROWS_AT_ONCE = 10_000  # a dict needs several times the memory of its row in a table
+COUNTS = ("step", "tokens")
+FINGERPRINT = "data/fingerprint"  # the only metric that is text
+
+
+def load_metrics(directory: Path | str) -> "pd.DataFrame":
+    """Return the curves of a run: one row for each step that it has logged, in order. No row is left out.
+
+    The columns are the metrics (gptexp/loggers/README.md) that the run has: `step` and `tokens` as integers,
+    `data/fingerprint` as text, the others as floats. A value that was not logged or not finite is NaN. An evaluation
+    and a measured sharpness are in the row of their step. `val/loss` is NaN in the rows between, so a line through it
+    needs `dropna`; `plot(x="tokens", y=["train/loss", "val/loss"], style=".")` draws every value as a point.
+
+    `step` counts from 0, as in metrics.jsonl: in its row `step + 1` steps are completed, the number that reports show.
+    `tokens` are those of all completed steps.
+
+    Raises `ConfigError` if metrics.jsonl is missing or damaged, or if pandas is not installed.
+    """
+    pandas = _pandas()
+    path = Path(directory) / run_dir.METRICS
+    rows, frames = _rows(path), []
+    try:
+        while some := list(islice(rows, ROWS_AT_ONCE)):
+            frame = pandas.DataFrame(some).copy()  # without a copy, its column of text keeps all of `some` in memory
+            frames.append(frame.astype(dict.fromkeys(frame.columns.difference([*COUNTS, FINGERPRINT]), float)))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}); give the directory of a run") from None
+    if not frames:
+        raise ConfigError(f"{path}: no step has been logged yet")
+    return pandas.concat(frames, ignore_index=True)
+
+
+def load_sweep(directory: Path | str) -> "pd.DataFrame":
+    """Return one row for each run of a sweep, whatever its status, in the order of their names.
+
+    The columns are those of the report's cells.csv (lr, total_batch_size, seed, final_val_loss, …, the keys of the
+    config in which the runs differ, and those that are scaled with the batch size), the other swept keys, `problem`
+    (what of the run could not be read) and `directory`. A cell that has not started has no row; `gptexp status` counts
+    these.
+
+    Raises `ConfigError` if there is no run, if sweep.json is damaged, or if pandas is not installed.
+    """
+    pandas = _pandas()
+    directory = Path(directory)
+    runs, sweep = find_runs(directory), sweep_record.load(directory)
+    differing = differing_keys(runs)
+    known = {*AXES, *differing}
+    rows = []
+    for run, row in zip(runs, values(runs, differing), strict=True):
+        cell = sweep.cells.get(run.directory.name) if sweep is not None else None
+        swept = {key: text for key, text in cell.values.items() if key not in known} if cell is not None else {}
+        rows.append({**row, **_composed(run, swept), "problem": run.problem, "directory": run.directory})
+    frame = pandas.DataFrame(rows)
+    numbers = [column.key for column in COLUMNS if column.form]
+    return frame.astype({key: float for key in numbers if frame[key].dtype == object})
+
+
+def _pandas() -> Any:
+    try:
+        import pandas
+    except ImportError:
+        raise ConfigError("pandas is not installed: pip install 'gptexp[pandas]'") from None
+    return pandas
+
+
+def _rows(path: Path) -> Iterator[dict[str, Any]]:
+    """The metrics of each logged step with those of its evaluation and sharpness, the next events with metrics."""
+    row: dict[str, Any] = {}
+    with open_text(path, "replace") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                metrics = _metrics(parse_json(line))
+            except (ValueError, KeyError, TypeError, AttributeError):
+                if not line.endswith("\n"):  # it is still being written
+                    break
+                raise ConfigError(f"{path}: line {number} is not a valid event; remove it") from None
+            if row and metrics and metrics["step"] != row["step"]:
+                yield row
+                row = {}
+            row = {**metrics, **row}
+    if row:
+        yield row
+
+
+def _metrics(event: dict[str, Any]) -> dict[str, Any]:
+    """The metrics of an event; empty for one without metrics. Raises an error if one has a wrong type."""
+    if event.pop("event") not in ("step", "eval", "sharpness"):
+        return {}
+    if not all(0 <= event[name] < LIMIT and isinstance(event[name], int) for name in COUNTS):
+        raise ValueError("not a count")
+    if not {type(value) for name, value in event.items() if name != FINGERPRINT} <= {int, float, NoneType}:
+        raise TypeError("not a number")
+    if not isinstance(event.get(FINGERPRINT, ""), str):
+        raise TypeError("not text")
+    return event
+
+
+def _composed(run: Run, swept: Mapping[str, Any]) -> dict[str, Any]:
+    """`swept` with the values of the run's config. The choice of a group, which no key of the config holds, stays."""
+    if not swept or not run.config:
+        return {**swept}
+    config = {key: value for key, _, value in fields_of(run_dir.load_resolved(run.directory))}
+    return {key: config.get(key, text) for key, text in swept.items()}

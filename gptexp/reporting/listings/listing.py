@@ -1,0 +1,361 @@
+"""The rows of `gptexp ls`: one for each run and each sweep, read from few and small parts of their files."""
+
+import difflib
+import json
+import math
+import os
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from datetime import datetime
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+from gptexp.config.paths import conf_dir
+from gptexp.config.scaling import effective_optim
+from gptexp.config.schema import DataConfig, ModelConfig, every_key, fields_of, fits_type, result_deciding
+from gptexp.config.vocabulary import VOCAB_SIZES, padded
+from gptexp.process.errors import ConfigError
+from gptexp.process.terminal import printable
+from gptexp.process.words import shown, size_shown
+from gptexp.reporting.listings.terminal_table import print_table
+from gptexp.storage import run_dir, sweep_record
+from gptexp.storage.divergence import counts_as_diverged
+from gptexp.storage.inventory import bytes_on_disk, cells, find, is_sweep
+from gptexp.storage.reader import open_text, parse_json, read_yaml
+
+STATUSES = ("running", "damaged", "failed", "interrupted", "diverged", "completed")
+T = TypeVar("T")
+SEED = "train.seed"
+BLOCK = 1 << 16  # bytes of metrics.jsonl that are read at once, from its end
+MOST_BLOCKS = 256
+EVAL_EVENT = b'"event": "eval"'
+SORTS: dict[str, Callable[["Row"], Any]] = {  # flag -> value; None comes last
+    "date": lambda row: -datetime.fromisoformat(row.started).timestamp(),
+    "name": lambda row: row.name,
+    "lr": lambda row: row.lr,
+    "batch": lambda row: row.total_batch_size,
+    "loss": lambda row: row.val_loss,
+    "size": lambda row: -row.size_bytes,
+}
+NARROWEST_NAME = 38  # characters of that column: a date, a time and a model, with the space beside them
+# Columns that are left out first on a narrow terminal, in this order.
+LEAST_NEEDED = ("note", "tags", "size", "started", "model", "tokens a step", "cells", "learning rate", "status")
+# Keys of a model that a name like "gpt2" says nothing about.
+NOT_SHAPE = ("dropout", "parametrisation", "base_n_embd", "base_n_head", "base_n_layer")
+TEXT_COLUMNS = ("started", "model", "status", "tags", "note")
+
+
+@dataclass(frozen=True)
+class Row:
+    """A run or a sweep.
+
+    Of a sweep, `val_loss` is the lowest mean over the seeds of a cell, see `_best_cell`. Its model, learning rate and
+    batch are those of that cell; without one, those that all runs share.
+    """
+
+    kind: str  # "run" or "sweep"
+    path: str  # the directory, for other commands
+    name: str  # the path below the directory that is listed
+    started: str  # local time, ISO 8601
+    status: str  # one of `STATUSES`; of a sweep: "completed" if all cells are done and one is completed
+    size_bytes: int  # on the disk
+    model: str | None = None  # name of an option of the group model, else layers x heads x width
+    lr: float | None = None  # peak learning rate
+    total_batch_size: int | None = None  # tokens a step
+    val_loss: float | None = None  # nats per token: final, or newest, validation loss; None for a diverged run
+    tags: list[str] = field(default_factory=list)  # log.tags; of a sweep, those of all cells
+    note: str | None = None  # log.note; of a sweep, that which all its runs share
+    cells_done: int | None = None  # of a sweep: completed or diverged
+    cells: int | None = None  # of a sweep: all, also those not started
+    problem: str | None = None  # one line: what could not be read
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A row, and the configs that a filter looks at: that of the run, or those of the sweep's cells."""
+
+    row: Row
+    configs: list[dict[str, Any]]  # dotted key -> value
+    cell: str = ""  # of a run: equal for runs that differ in their seed alone
+
+
+Read = Callable[[Path, str], Listed]
+
+
+def list_runs(directory: Path, read: Read | None = None) -> list[Listed]:
+    """The runs and sweeps below `directory`; the cells of a sweep; or a run itself. Raises `ConfigError`.
+
+    `read` returns the row of a run, given its directory and its name; it may cache rows.
+    """
+    read = read or read_row
+    run_dir.require_directory(directory, "a directory with runs")
+    if run_dir.is_run(directory):
+        return [read(directory, directory.name)]
+    if is_sweep(directory):
+        return [read(path, path.name) for path in cells(directory)]
+    found = [(path, str(path.relative_to(directory))) for path in find(directory)]
+    return [_sweep(path, name, read) if is_sweep(path) else read(path, name) for path, name in found]
+
+
+def read_row(path: Path, name: str) -> Listed:
+    """The row of a run."""
+    damaged = Row("run", str(path), name, _started(path), "damaged", bytes_on_disk(path))
+    try:
+        config, summary = run_dir.load_resolved(path), run_dir.read_summary(path)
+    except ConfigError as error:
+        return Listed(replace(damaged, problem=str(error)), [])
+    status = run_dir.present_status(path, summary)
+    loss: float | None = summary.get("final_val_loss")
+    if status == "diverged":  # the loss before the divergence is no result
+        loss = None
+    elif status in ("running", "failed") or loss is None:  # summary.json is only written when a run starts or stops
+        loss = _newest_loss(path / run_dir.METRICS, loss)
+    row = replace(
+        damaged,
+        model=model_name(config.model),
+        lr=effective_optim(config).lr,
+        total_batch_size=config.batch.total_batch_size,
+        status=status,
+        val_loss=loss,
+        tags=config.log.tags,
+        note=config.log.note,
+    )
+    cell = repr({**result_deciding(config), SEED: None, "text": summary.get("data_hash")})
+    return Listed(row, [{key: value for key, _, value in fields_of(config)}], cell)
+
+
+def _sweep(path: Path, name: str, read: Read) -> Listed:
+    problem, planned, to_choose = None, set[str](), 0
+    try:
+        if (record := sweep_record.load(path)) is not None:
+            planned, to_choose = set(record.cells), record.to_choose
+    except ConfigError as error:
+        problem = str(error)
+    try:
+        listed = [read(cell, cell.name) for cell in cells(path)]
+    except ConfigError as error:
+        listed, problem = [], str(error)
+    rows = [cell.row for cell in listed]
+    count = Counter(row.status for row in rows)
+    total = len(planned | {row.name for row in rows}) + to_choose
+    done = sum(count[status] for status in run_dir.DONE)
+    at_the_end = "interrupted" if not total or done < total else "completed" if count["completed"] else "diverged"
+    status = next((status for status in ("running", "damaged", "failed") if count[status]), at_the_end)
+    if run_dir.is_swept(path):  # also between two cells
+        status = "running"
+    row = Row(
+        "sweep",
+        str(path),
+        name,
+        min((row.started for row in rows), default=_started(path)),
+        "damaged" if problem else status,
+        _own_bytes(path, rows) + sum(row.size_bytes for row in rows),
+        tags=sorted({tag for row in rows for tag in row.tags}),
+        note=_common(row.note for row in rows),
+        cells_done=done,
+        cells=total,
+        problem=problem or next((row.problem for row in rows if row.problem), None),
+    )
+    best = _best_cell(listed)
+    shown_of = best or rows
+    row = replace(
+        row,
+        model=_common(cell.model for cell in shown_of),
+        lr=_common(cell.lr for cell in shown_of),
+        total_batch_size=_common(cell.total_batch_size for cell in shown_of),
+        val_loss=_mean_loss(best) if best else None,
+    )
+    return Listed(row, [config for cell in listed for config in cell.configs])
+
+
+def _common(values: Iterable[T]) -> T | None:
+    """The value that all have; None if they differ."""
+    different = set(values)
+    return different.pop() if len(different) == 1 else None
+
+
+def _best_cell(runs: Sequence[Listed]) -> list[Row]:
+    """The completed runs of the cell with the lowest mean loss, one for each seed; empty if no cell has a loss.
+
+    It is the best cell of a report, which leaves out a cell with a diverged seed too, and also runs that no curve
+    explains: those are not known here.
+    """
+    of_cells: dict[str, dict[int, Row]] = defaultdict(dict)
+    for run in runs:
+        if run.row.status == "completed" and run.row.val_loss is not None:
+            of_cells[run.cell][run.configs[0][SEED]] = run.row
+    diverged = {run.cell for run in runs if _has_diverged(run)}
+    found = [[*of_seeds.values()] for cell, of_seeds in of_cells.items() if cell not in diverged]
+    return min(found, key=_mean_loss, default=[])
+
+
+def _has_diverged(run: Listed) -> bool:
+    row = run.row
+    return row.status in run_dir.DONE and counts_as_diverged(row.status, row.val_loss, run.configs[0])
+
+
+def _mean_loss(rows: Sequence[Row]) -> float:
+    return math.fsum(row.val_loss or 0.0 for row in rows) / len(rows)
+
+
+def _own_bytes(sweep: Path, cells: Sequence[Row]) -> int:
+    """Bytes of a sweep's files outside its cells, whose sizes are known."""
+    own, names = 0, {cell.name for cell in cells}
+    with suppress(OSError):
+        for path in sweep.iterdir():
+            own += path.lstat().st_blocks * 512
+            if path.name not in names and path.is_dir() and not path.is_symlink():
+                own += bytes_on_disk(path)
+    return own
+
+
+def _started(path: Path) -> str:
+    """Time of the run's first event, which a copy of the run keeps; without one, that of the directory."""
+    unreadable = suppress(OSError, ValueError, TypeError, KeyError, OverflowError)
+    with unreadable, open_text(path / run_dir.METRICS, "replace") as lines:
+        return _local_time(parse_json(lines.readline(BLOCK))["time"])
+    with suppress(OSError):
+        return _local_time(os.lstat(path).st_mtime)
+    return _local_time(0)
+
+
+def _local_time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds).astimezone().isoformat(timespec="seconds")
+
+
+def _newest_loss(metrics: Path, otherwise: float | None) -> float | None:
+    """The newest validation loss in metrics.jsonl, which is read from its end; `otherwise` if there is none."""
+    with suppress(OSError), open_text(metrics) as text:
+        file, rest = text.buffer, b""
+        end = file.seek(0, os.SEEK_END)
+        for _ in range(MOST_BLOCKS):
+            start = max(0, end - BLOCK)
+            file.seek(start)
+            lines = (file.read(end - start) + rest).split(b"\n")
+            for line in reversed(lines[1:] if start else lines):  # the first may have begun before this block
+                if EVAL_EVENT in line:
+                    with suppress(ValueError, KeyError, TypeError):
+                        return float(parse_json(line.decode())["val/loss"])
+            if not start:
+                break
+            rest, end = lines[0], start
+    return otherwise
+
+
+def model_name(model: ModelConfig) -> str:
+    """The name of the option of the group `model` with these sizes; without one, layers x heads x width."""
+    return model_option(model) or f"{model.n_layer}x{model.n_head}x{model.n_embd}"
+
+
+def model_option(model: ModelConfig) -> str | None:
+    """The option of the group `model` that differs at most in the dropout and the parametrisation."""
+    return next((name for name, known in _known_models() if known == _shape(model)), None)
+
+
+def _shape(model: ModelConfig) -> ModelConfig:
+    """The model with the defaults of all keys of `NOT_SHAPE`."""
+    return replace(model, **{key: getattr(ModelConfig, key) for key in NOT_SHAPE})
+
+
+@cache
+def _known_models() -> list[tuple[str, ModelConfig]]:
+    known = []
+    for file in sorted((conf_dir() / "model").glob("*.yaml")):
+        with suppress(OSError, ValueError, TypeError, KeyError):  # a file of the user's copy of conf/
+            content = read_yaml(file)
+            vocab_size = padded(VOCAB_SIZES[content.get("data", {}).get("tokenizer", DataConfig.tokenizer)])
+            sizes = ModelConfig(**{"vocab_size": vocab_size, **content["model"]})
+            known.append((file.stem, _shape(sizes)))
+    return known
+
+
+@dataclass(frozen=True)
+class Filter:
+    """Which rows are shown: all conditions must hold."""
+
+    statuses: Collection[str]  # one of these; empty: any
+    tags: Collection[str]  # all of these
+    where: Sequence[tuple[str, str]]  # dotted key, text of its value
+
+    def __post_init__(self) -> None:
+        """Raise `ConfigError` for a key that no config has, or a value that its key cannot have."""
+        fields = {key: f for key, f, _, _ in every_key()}
+        for key, text in self.where:
+            if key not in fields:
+                last = [known for known in fields if known.split(".")[-1] == key.split(".")[-1]]
+                close = last or difflib.get_close_matches(key, fields, n=1)
+                hint = f"did you mean '{close[0]}'?" if close else "gptexp train --help lists all keys"
+                raise ConfigError(f"--where {shown(f'{key}={text}')}: unknown key '{shown(key)}'; {hint}")
+            kind = fields[key].type
+            if not any(fits_type(value, kind) for value in (_value(text), text, [text])):
+                raise ConfigError(
+                    f"--where {shown(f'{key}={text}')}: must be of type {getattr(kind, '__name__', kind)}"
+                )
+
+    def shows(self, listed: Listed) -> bool:
+        """Whether a row is shown: of a sweep, whether one of its cells has the values."""
+        row = listed.row
+        return (
+            (not self.statuses or row.status in self.statuses)
+            and set(self.tags) <= {*row.tags}
+            and (not self.where or any(map(self._holds, listed.configs)))
+        )
+
+    def _holds(self, config: dict[str, Any]) -> bool:
+        return all(key in config and _equals(config[key], text) for key, text in self.where)
+
+
+def _value(text: str) -> Any:
+    """The value that a text on the command line stands for."""
+    named = {"null": None, "true": True, "false": False}
+    if text in named:
+        return named[text]
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(text)
+    return text
+
+
+def _equals(value: Any, text: str) -> bool:
+    if isinstance(value, list):
+        return text in value
+    wanted = _value(text)
+    return value == text or (value == wanted and isinstance(value, bool) == isinstance(wanted, bool))
+
+
+def ordered(rows: Sequence[Row], by: str, reverse: bool) -> list[Row]:
+    """Sort rows: the newest, the lowest loss, the largest size first. Those without a value come last."""
+    value = SORTS[by]
+    having = sorted((row for row in rows if value(row) is not None), key=value, reverse=reverse)
+    return having + [row for row in rows if value(row) is None]
+
+
+def as_json(rows: Sequence[Row]) -> str:
+    return json.dumps(run_dir.finite([asdict(row) for row in rows]), indent=1)
+
+
+def print_rows(rows: Sequence[Row], width: int | None) -> None:
+    """Print a table of rows on lines of `width` characters; None: of any length."""
+
+    def texts(text: Callable[[Row], str]) -> list[str]:
+        return [printable(text(row)) for row in rows]
+
+    columns = [
+        ("started", texts(lambda row: row.started[:16].replace("T", " "))),
+        ("name", texts(lambda row: row.name)),
+        ("model", texts(lambda row: row.model or "")),
+        ("learning rate", texts(lambda row: "" if row.lr is None else f"{row.lr:.4g}")),
+        ("tokens a step", texts(lambda row: f"{row.total_batch_size:,}" if row.total_batch_size else "")),
+        ("status", texts(lambda row: row.status)),
+        ("cells", texts(lambda row: f"{row.cells_done}/{row.cells}" if row.kind == "sweep" else "")),
+        ("val loss", texts(lambda row: "" if row.val_loss is None else f"{row.val_loss:.4f}")),
+        ("size", texts(lambda row: size_shown(row.size_bytes))),
+        ("tags", texts(lambda row: ", ".join(row.tags))),
+        ("note", texts(lambda row: row.note or "")),
+    ]
+    print_table(
+        [column for column in columns if any(column[1])], ("name",), TEXT_COLUMNS, LEAST_NEEDED, width, NARROWEST_NAME
+    )

@@ -1,0 +1,1 @@
+"""The report as files, as a page and on the terminal."""

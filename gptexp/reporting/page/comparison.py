@@ -1,0 +1,301 @@
+"""A comparison of runs: what differs between them, and whether their final losses differ by more than seeds cause.
+
+Runs with equal configs but for the seed form a cell. A cell with several runs measures the noise (means.py).
+"""
+
+import math
+import string
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import stdev
+from typing import Any
+
+from gptexp.process.errors import ConfigError
+from gptexp.process.terminal import as_command, printable
+from gptexp.process.words import counted, first_keys, listed
+from gptexp.reporting.charts.line_charts import Lines, line_charts
+from gptexp.reporting.listings.differences import CONFIG, Difference, differences, recorded, what_differs
+from gptexp.reporting.listings.records import Run, has_diverged, read_run
+from gptexp.reporting.listings.table import tokenizers
+from gptexp.reporting.page.overview import Overview, as_started
+from gptexp.reporting.page.report import Report
+from gptexp.reporting.statistics.analysis import TEXT, analyse, data_warnings, usual_spread_of
+from gptexp.reporting.statistics.likelihood import NOISE_DOF
+from gptexp.reporting.statistics.means import Contrast, against_lowest
+from gptexp.reporting.statistics.noise import POWER, t_quantile
+from gptexp.reporting.words.finding import Finding, Verdict
+from gptexp.reporting.words.proposals import SEEDS, Proposal
+from gptexp.reporting.words.verdict import seeds_in_words
+from gptexp.storage import inventory, run_dir
+
+SEED = "train.seed"
+# With the length of a sequence they decide which text is held out.
+HELD_OUT = ("data.val_tokens", "data.val_ratio", "data.val_split", "data.max_tokens")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Runs whose configs are equal but for the seed, with their final losses."""
+
+    runs: list[Run]
+
+    @property
+    def mean(self) -> float:
+        return math.fsum(run.loss or 0.0 for run in self.runs) / len(self.runs)
+
+    @property
+    def names(self) -> list[str]:
+        return [run.name for run in self.runs]
+
+    @property
+    def sigma(self) -> float | None:
+        """Standard deviation of its losses, in nats; None for a single run."""
+        return stdev(run.loss or 0.0 for run in self.runs) if len(self.runs) > 1 else None
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The cell with the lowest mean loss, and another one."""
+
+    lower: Cell
+    higher: Cell
+    contrast: Contrast | None  # None: no cell has two seeds, so the noise is unknown
+    usual_spread: float  # nats: the standard deviation over seeds that such runs have had
+
+    @property
+    def difference(self) -> float:
+        return self.higher.mean - self.lower.mean
+
+    @property
+    def clear_from(self) -> float:
+        """Nats: if no seeds measure the noise, the difference of two runs that it causes in 5% of cases.
+
+        The usual spread counts as much as `NOISE_DOF` degrees of freedom, as it does in the posterior of a sweep.
+        """
+        return math.sqrt(2) * t_quantile(NOISE_DOF) * self.usual_spread
+
+    @property
+    def is_tie(self) -> bool | None:
+        return None if self.contrast is None else not self.contrast.is_significant
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What a comparison says of its runs, which are named A, B, … in the order in which they were given."""
+
+    runs: list[Run]
+    labels: dict[str, str]  # name of a run -> its name and what tells it apart
+    differences: list[Difference]
+    why_incomparable: str  # why the losses cannot be compared, in sentences; empty if they can
+    pairs: list[Pair]  # of the runs whose final loss counts; none if the losses cannot be compared
+    report: Report  # what the page and the terminal show of it
+
+
+def compare(directories: Sequence[Path]) -> Comparison:
+    """Compare the runs in `directories`. Raises `ConfigError` if one is damaged."""
+    runs = list(_named(directories))
+    found = differences(runs)
+    labels = {run.name: f"{run.name}: {text}" for run, text in zip(runs, what_differs(runs, found), strict=True)}
+    analysis = analyse("comparison", runs)
+    why_incomparable = _why_incomparable(runs)
+    cells = cells_of([run for run in runs if run.loss is not None and not has_diverged(run)])
+    pairs = pairs_of(cells) if not why_incomparable else []
+    known = {*data_warnings(runs)}
+    verdict = Verdict(
+        warnings=[
+            *(Finding(printable(f"Warning: {line}.")) for line in analysis.warnings if line not in known),
+            *_other_held_out_text(runs, found),
+        ],
+        answers=list(_answers(runs, why_incomparable, cells, pairs)),
+        findings=list(_without_loss(runs)),
+        caveats=[],
+        question="Which run is better",
+    )
+    further = list(_more_seeds(pairs[0].lower)) if pairs and pairs[0].contrast is None else []
+    head = _head(runs, labels, found)
+    report = Report(Path(), analysis, [], None, False, head, [], verdict, further, line_charts(Lines(runs, labels)))
+    return Comparison(runs, labels, found, why_incomparable, pairs, report)
+
+
+def _named(directories: Sequence[Path]) -> Iterator[Run]:
+    """The runs, named A, B, …, Z, A1, …"""
+    for number, directory in enumerate(directories):
+        run = read_run(directory)
+        if not run.config:
+            raise ConfigError(str(run.problem))
+        turn, letter = divmod(number, len(string.ascii_uppercase))
+        yield replace(run, name=f"{string.ascii_uppercase[letter]}{turn or ''}")
+
+
+def _head(runs: Sequence[Run], labels: Mapping[str, str], found: Sequence[Difference]) -> Overview:
+    keys = [difference.key for difference in found if difference.kind == CONFIG]
+    return Overview(
+        title=f"{len(runs)} runs compared: {first_keys(keys) or 'equal configs'}",
+        facts=[(labels[run.name], printable(str(run.directory))) for run in runs],
+        commands=[as_command(["compare", *(str(run.directory) for run in runs)])],
+        tiles=[],
+        share=1.0,
+        is_done=True,
+    )
+
+
+def _why_incomparable(runs: Sequence[Run]) -> str:
+    if len(tokenizers(runs)) > 1:
+        bits = [f"{run.bits_per_byte:.4f} for {run.name}" for run in runs if run.bits_per_byte is not None]
+        known = f" Their bits per byte can be compared: {listed(bits)}." if len(bits) > 1 else ""
+        return f"The losses are per token, and the tokenizers differ.{known}"
+    hashes = {run.name: run.summary[TEXT] for run in runs if TEXT in run.summary}
+    if len({*hashes.values()}) > 1:
+        of_runs = listed([f"{text} for {name}" for name, text in hashes.items()])
+        return f"They were trained on different text: the hash of its tokens is {of_runs}."
+    return " ".join(f"{line}." for line in data_warnings(runs))
+
+
+def cells_of(runs: Sequence[Run]) -> list[Cell]:
+    """The cells of `runs`, the lowest mean loss first."""
+    return sorted(map(Cell, _of_equal_config(runs)), key=lambda cell: cell.mean)
+
+
+def pairs_of(cells: Sequence[Cell]) -> list[Pair]:
+    """The first of `cells`, which has the lowest mean loss, with each of the others."""
+    found = against_lowest([[run.loss or 0.0 for run in cell.runs] for cell in cells])
+    contrasts: Sequence[Contrast | None] = [None] * len(cells) if found is None else found
+    return [
+        Pair(cells[0], cell, contrast, usual_spread_of([*cells[0].runs, *cell.runs]))
+        for cell, contrast in zip(cells[1:], contrasts[1:], strict=True)
+    ]
+
+
+def _of_equal_config(runs: Sequence[Run]) -> Iterator[list[Run]]:
+    """Groups of runs that differ in their seed.
+
+    Where runs of a group have the same seed, they differ in something else, such as the version of the code: then only
+    runs with equal records form a group.
+    """
+    for group in _grouped(runs, lambda run: {**run.config, SEED: None, TEXT: run.summary.get(TEXT)}):
+        for part in [group] if _has_every_seed_once(group) else _grouped(group, recorded):
+            if _has_every_seed_once(part):
+                yield part
+            else:
+                yield from ([run] for run in part)
+
+
+def _grouped(runs: Sequence[Run], key: Callable[[Run], dict[str, Any]]) -> list[list[Run]]:
+    """The runs by equal keys, which need not be hashable."""
+    groups: list[tuple[dict[str, Any], list[Run]]] = []
+    for run in runs:
+        value = key(run)
+        known = next((group for other, group in groups if other == value), None)
+        if known is None:
+            groups.append((value, [run]))
+        else:
+            known.append(run)
+    return [group for _, group in groups]
+
+
+def _has_every_seed_once(runs: Sequence[Run]) -> bool:
+    return len({run.seed for run in runs}) == len(runs)
+
+
+def _other_held_out_text(runs: Sequence[Run], found: Sequence[Difference]) -> Iterator[Finding]:
+    keys = [d.key for d in found if d.key in HELD_OUT]
+    if len({run.seq_len for run in runs}) > 1:
+        keys.append("the length of a sequence")
+    if keys:
+        text = f"Warning: the runs may have been validated on different text, because of {listed(keys)}."
+        yield Finding(text, "Then a part of the difference between their losses is one between these texts.")
+
+
+def _answers(
+    runs: Sequence[Run], why_incomparable: str, cells: Sequence[Cell], pairs: Sequence[Pair]
+) -> Iterator[Finding]:
+    names = listed([run.name for run in runs])
+    if why_incomparable:
+        yield Finding(f"The losses of {names} cannot be compared.", why_incomparable, ("not comparable",))
+    elif not cells:
+        yield Finding(f"Nothing can be said yet: none of {names} has a final loss that counts.")
+    elif not pairs:
+        yield from _single(cells[0], len(runs))
+    yield from (_answer(pair, len(cells)) for pair in pairs)
+
+
+def _single(cell: Cell, of_runs: int) -> Iterator[Finding]:
+    names = listed(cell.names)
+    if len(cell.runs) < of_runs:
+        yield Finding(f"Nothing can be said yet: only {names} has a final loss that counts.")
+    elif cell.sigma is not None:
+        yield Finding(
+            f"{names} differ in their seed alone; their losses have a standard deviation of {cell.sigma:.4f} nats.",
+            f"They measure the noise with {counted(len(cell.runs) - 1, 'degree')} of freedom.",
+            ("tied",),
+        )
+
+
+def _answer(pair: Pair, cells: int) -> Finding:
+    lower, higher, contrast = listed(pair.lower.names), listed(pair.higher.names), pair.contrast
+    if not pair.difference:
+        return Finding(f"{lower} and {higher} have the same loss.", badges=("tied",))
+    have = "has" if len(pair.lower.runs) == 1 else "have"
+    text = f"{lower} {have} a lower loss than {higher}, by {pair.difference:.4f} nats"
+    if contrast is None:
+        is_clear = "is" if pair.difference >= pair.clear_from else "is not"
+        why = (
+            f"Runs of this size and length have had a standard deviation of {pair.usual_spread:.2g} nats over seeds. "
+            f"If these have about the same, a difference is clear from {pair.clear_from:.2g} nats on; this one "
+            f"{is_clear} clear. Two more seeds of one config measure the noise."
+        )
+        return Finding(f"{text}; noise unknown.", why, ("noise unknown",))
+    chosen = f", corrected for choosing the lowest of {cells} configs" if cells > 2 else ""
+    why = f"By Welch's test{chosen}, a difference is significant from {contrast.significant_from:.4f} nats on (p = "
+    why += f"{contrast.p:.2g}). {' '.join(_noise_of(pair))}"
+    if not pair.is_tie:
+        return Finding(f"{text}, more than seeds cause.", why, ("significant",))
+    if contrast.seeds_needed is not None:
+        needed = seeds_in_words(contrast.seeds_needed)
+        why += f" To show this difference takes {needed} of each config (power {POWER:g})."
+    return Finding(f"{text}, which seeds alone can cause.", why, ("tied",))
+
+
+def _noise_of(pair: Pair) -> Iterator[str]:
+    """How much the losses of both cells vary, in sentences."""
+    for cell in (pair.lower, pair.higher):
+        if cell.sigma is not None:
+            yield f"The losses of {listed(cell.names)} have a standard deviation of {cell.sigma:.4f} nats over seeds."
+        else:
+            yield f"{cell.names[0]} has no second seed, and is taken to vary as much as the others."
+
+
+def _without_loss(runs: Sequence[Run]) -> Iterator[Finding]:
+    """What has become of the runs whose final loss does not count."""
+    for run in runs:
+        if has_diverged(run):
+            yield Finding(f"{run.name} has diverged.")
+        elif run.loss is None:
+            trained = run.summary.get("tokens", run.first_tokens) - run.first_tokens
+            done = trained / (run.of_tokens - run.first_tokens)
+            yield Finding(f"{run.name} has no final loss: it is {run.status}, after {done:.0%} of its tokens.")
+
+
+def _more_seeds(cell: Cell) -> Iterator[Proposal]:
+    """The command that trains a cell's config with more seeds, if the run has a record of how it was started."""
+    run = cell.runs[0]
+    started = as_started(run.directory)
+    if started is None or run.branch is not None:  # a branch has the seed of its run
+        return
+    kept = [text for text in started.overrides if text.lstrip("+").partition("=")[0] not in (SEED, "sweep")]
+    highest = max(seed for other in cell.runs for seed in (other.seed, *_seeds_beside(other.directory)))
+    seeds = ",".join(str(highest + i) for i in range(1, SEEDS + 1))
+    command = as_command(["train", "-m", *started.flags, *kept, f"{SEED}={seeds}"])
+    minutes = SEEDS * run.summary["wall_s"] / 60 if run.summary.get("wall_s") else None
+    why = f"measures the noise of {run.name}, as no two of the compared runs differ in the seed alone"
+    yield Proposal("", run.batch, command, why, "measures the noise", SEEDS, minutes)
+
+
+def _seeds_beside(directory: Path) -> Iterator[int]:
+    """The seeds of the runs in the sweep of the run in `directory`, if it is a cell."""
+    sweep = directory.resolve().parent
+    for path in inventory.cells(sweep) if inventory.is_sweep(sweep) else ():
+        with suppress(ConfigError):  # a damaged run
+            yield run_dir.load_config(path).train.seed

@@ -1,0 +1,86 @@
+"""Everything that a report shows of a run or a sweep, as files, on the terminal or as a live page."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from gptexp.process.terminal import as_command, printable
+from gptexp.process.words import counted
+from gptexp.reporting.charts.figures import figures
+from gptexp.reporting.charts.vega_lite import Figure
+from gptexp.reporting.listings.progress import Progress, is_going_on, survey, time_left
+from gptexp.reporting.listings.records import Run, find_runs, read_run
+from gptexp.reporting.page.overview import Overview, overview
+from gptexp.reporting.statistics.analysis import Analysis, analyse
+from gptexp.reporting.words.answers import Answer, answers_of
+from gptexp.reporting.words.finding import BEHIND_NATS, WITHIN, Verdict
+from gptexp.reporting.words.proposals import Proposal, proposals
+from gptexp.reporting.words.verdict import verdict
+from gptexp.storage import run_dir, sweep_record
+from gptexp.storage.sweep_record import SweepRecord
+
+
+@dataclass(frozen=True)
+class Report:
+    """The content of a report. Its texts are printable."""
+
+    directory: Path
+    analysis: Analysis
+    cells: list[Progress]
+    sweep: SweepRecord | None
+    goes_on: bool  # a process works on it, see `is_going_on`
+    overview: Overview
+    answers: list[Answer]
+    verdict: Verdict
+    further: list[Proposal]  # to run next
+    figures: list[Figure]
+
+    @property
+    def to_continue(self) -> list[tuple[str, list[str]]]:
+        """How to go on with a sweep before its end: in words, and, if it has stopped, as commands, the newest last."""
+        waiting = sum(cell.status not in run_dir.DONE for cell in self.cells)
+        if self.goes_on and waiting:
+            left = " ".join(filter(None, time_left(self.cells, self.goes_on)))
+            cells = f"{counted(waiting, 'cell')} still to finish"
+            return [] if self.further else [(f"Nothing yet: {cells}, time left {left}. Their results will tell.", [])]
+        if self.sweep is None or not self.sweep.commands or not waiting:
+            return []
+        stopped = f"The sweep has stopped with {counted(waiting, 'cell')} left."
+        if len(self.sweep.commands) == 1:
+            how = "Its command goes on with them:"
+        else:  # sweep.json does not say which cells a command has, and keeps of earlier ones those that began
+            how = (
+                "Several commands made it, the newest is the last one. Each goes on with its own cells, and runs no "
+                "cell again that is done:"
+            )
+        return [(f"{stopped} {how}", list(map(as_command, self.sweep.commands)))]
+
+
+def build_report(
+    directory: Path, read: Callable[[Path], Run] = read_run, behind_nats: float = BEHIND_NATS, within: float = WITHIN
+) -> Report:
+    """The report of the run or the sweep in `directory`; `read` reads a run directory, and may cache runs.
+
+    `behind_nats`: see `arms.falls_behind`; `within`: see `proposals`.
+
+    Raises `ConfigError` if `directory` holds neither.
+    """
+    read = cache(read)  # for progress and results
+    sweep = sweep_record.load(directory)
+    cells = survey(directory, read)
+    goes_on = is_going_on(directory, cells)
+    analysis = analyse(printable(directory.resolve().name), find_runs(directory, read))
+    further = proposals(analysis, sweep, within) if sweep is not None else []
+    return Report(
+        directory,
+        analysis,
+        cells,
+        sweep,
+        goes_on,
+        overview(directory, analysis, cells, sweep, goes_on),
+        answers_of(analysis, sweep, further, within),
+        verdict(analysis, behind_nats),
+        further,
+        figures(analysis),
+    )

@@ -1,0 +1,162 @@
+"""Arms of a sweep side by side: their laws, the batch sizes up to which each keeps its loss, and sizes of a model.
+
+An arm has one optimum for each batch size. Here the optima of different arms are compared, as far as they have
+intervals.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations, pairwise
+from typing import Any
+
+import numpy as np
+from scipy import special
+
+from gptexp.reporting.statistics.analysis import Arm, label_of
+from gptexp.reporting.statistics.curves import Optimum
+from gptexp.reporting.statistics.forms import Array
+from gptexp.reporting.statistics.law import fit_ratio, independent_difference
+from gptexp.reporting.statistics.likelihood import SMALLEST_SIGMA
+from gptexp.reporting.statistics.noise import CONFIDENCE
+from gptexp.reporting.statistics.posterior import interval, middle
+
+SIZES = {"model.n_embd": ("model.n_head",), "model.n_layer": ()}  # size of a model -> keys that may change with it
+
+# Losses count as equal above this p-value. In simulations of flat and of rising losses others biased the limit more.
+EQUAL_P = 0.3
+QUANTILE = float(special.ndtri((1 + CONFIDENCE) / 2))  # half of a 95% interval in standard errors
+
+
+@dataclass(frozen=True)
+class Interval:
+    """An estimate with its 95% interval."""
+
+    value: float
+    low: float
+    high: float
+
+    def __contains__(self, value: float) -> bool:
+        return self.low <= value <= self.high
+
+
+@dataclass(frozen=True)
+class Limit:
+    """The batch size in tokens at which an arm falls behind; None: not up to `largest`."""
+
+    tokens: float | None
+    low: float | None  # 95% interval; given if `tokens` is
+    high: float | None
+    largest: int  # batch size with an optimum that has an interval
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """How the best learning rate changes with a size of the model, at one batch size."""
+
+    key: str  # of the config: the size
+    label: str  # of the arms, without the size; empty if there are no others
+    batch: int  # tokens
+    optima: dict[int, Optimum]  # size -> optimum
+    factor: Interval  # of the best learning rate, from the smallest to the largest size
+
+
+def clearest_gap(arms: Sequence[Mapping[int, Array]]) -> tuple[int, int, Interval] | None:
+    """The two arms, by number, whose exponents differ most significantly, and the difference.
+
+    Arms are given by the draws of their optima, see `law.fit_law`.
+
+    Not those that differ most: their exponents may be known the least. As they are chosen among several pairs, the
+    interval is wider by Bonferroni's correction. None if no two arms have two batch sizes in common.
+    """
+    pairs = list(combinations(range(len(arms)), 2))
+    gaps = {}
+    for one, other in pairs:
+        if (ratio := fit_ratio(arms[one], arms[other])) is not None:
+            low, high = interval(ratio.lines[:, 0], 1 - (1 - CONFIDENCE) / len(pairs))
+            gaps[one, other] = Interval(ratio.exponent, min(low, ratio.low), max(high, ratio.high))
+    if not gaps:
+        return None
+    one, other = max(gaps, key=lambda pair: abs(gaps[pair].value) / (gaps[pair].high - gaps[pair].low))
+    return one, other, gaps[one, other]
+
+
+def falls_behind(losses: Mapping[int, Array], nats: float) -> Limit | None:
+    """The first batch size at which the loss at the optimum is `nats` above the `_lowest` at smaller batch sizes.
+
+    `losses`: batch size -> joint draws. Between two batch sizes the loss is interpolated over the logarithm; its
+    interval follows from those of the losses. None with fewer than two batch sizes.
+    """
+    sizes = sorted(losses)
+    if len(sizes) < 2:
+        return None
+    segments = []
+    for number, ends in enumerate(pairwise(sizes), 1):
+        lowest, base = _lowest([losses[size] for size in sizes[:number]])
+        gaps = [(size, float(np.median(losses[size])) - base, middle(losses[size] - lowest)[1]) for size in ends]
+        segments.append(gaps)
+    tokens, low, high = (_crossing(segments, nats, sign) for sign in (0, 1, -1))
+    return Limit(tokens, low, high, sizes[-1])
+
+
+def _lowest(draws: Sequence[Array]) -> tuple[Array, float]:
+    """Draws of the lowest loss, and the mean of the losses that may be equal to it, weighted by precision.
+
+    Of equal losses the lowest is too low by chance. So the next higher ones are averaged with it, as long as a
+    chi-squared test takes them for equal (p-value above `EQUAL_P`). Which ones these are depends on the losses, so
+    the mean counts as no more certain than the lowest alone.
+    """
+    rising = sorted(draws, key=lambda of_loss: float(np.median(of_loss)))
+    losses, half_widths = np.transpose([middle(of_loss) for of_loss in rising])
+    sds = np.maximum(half_widths / QUANTILE, SMALLEST_SIGMA)
+    base = losses[0]
+    for count in range(2, len(losses) + 1):
+        mean = np.average(losses[:count], weights=sds[:count] ** -2)
+        if special.chdtrc(count - 1, np.sum(((losses[:count] - mean) / sds[:count]) ** 2)) <= EQUAL_P:
+            break
+        base = mean
+    return rising[0], float(base)
+
+
+def _crossing(segments: Iterable[Sequence[tuple[int, float, float]]], nats: float, sign: int) -> float | None:
+    """Where a gap plus `sign` times half of its interval first reaches `nats`.
+
+    `segments`: of neighbouring batch sizes: size, gap and half of its interval.
+    """
+    for (size, *start), (next_size, *end) in segments:
+        gap, next_gap = (value + sign * half for value, half in (start, end))
+        if next_gap >= nats:
+            share = (nats - gap) / (next_gap - gap) if gap < nats else 0.0
+            return float(size * (next_size / size) ** share)
+    return None
+
+
+def transfers(arms: Sequence[Arm]) -> list[Transfer]:
+    """For each size in which the arms differ, and all arms that are alike otherwise, how their optima change with it.
+
+    At each batch size at which two or more of these arms have an optimum with an interval.
+    """
+    found = []
+    for key, tied in SIZES.items():
+        groups: dict[str, list[Arm]] = {}
+        for arm in arms:
+            if key in arm.choices:
+                groups.setdefault(repr(_without(arm.choices, key, *tied)), []).append(arm)
+        for members in groups.values():
+            label = label_of(_without(members[0].choices, key, *tied), members[0].implied, members[0].runs[0])
+            for batch in sorted({batch for arm in members for batch in arm.curves.optima}):
+                by_size = {a.choices[key]: a for a in members if batch in a.curves.optima}
+                if len(by_size) > 1:
+                    found.append(_transfer(key, label, batch, dict(sorted(by_size.items()))))
+    return found
+
+
+def _without(choices: Mapping[str, Any], *keys: str) -> dict[str, Any]:
+    return {key: value for key, value in choices.items() if key not in keys}
+
+
+def _transfer(key: str, label: str, batch: int, by_size: Mapping[int, Arm]) -> Transfer:
+    optima = {size: arm.curves.optima[batch] for size, arm in by_size.items()}
+    first, *_, last = (arm.curves.octaves[batch] for arm in by_size.values())
+    octaves = independent_difference(last, first)
+    low, high = interval(octaves)
+    return Transfer(key, label, batch, optima, Interval(2.0 ** float(np.median(octaves)), 2.0**low, 2.0**high))

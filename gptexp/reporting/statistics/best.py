@@ -1,0 +1,70 @@
+"""Runs that stand for a sweep, in commands that need single ones: those of the cell that its report calls best."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from gptexp.process.errors import CheckpointError, ConfigError
+from gptexp.process.terminal import warn
+from gptexp.process.words import counted
+from gptexp.reporting.listings.records import Run, find_runs
+from gptexp.storage import run_dir
+
+
+def one_run(directory: Path) -> Path:
+    """Return `directory` if it is a run's. If it is a sweep's, return that of its best run, and name it on stderr.
+
+    Raises `ConfigError` if there is no run, and `CheckpointError` if no run of the sweep has a loss that counts.
+    """
+    if run_dir.is_run(directory):
+        return directory
+    best = _best_cell_of(directory)[0]
+    warn(f"{directory}: its best run is {best.name}, with a validation loss of {best.loss:.4f}")
+    return best.directory
+
+
+def runs_to_compare(directories: Sequence[Path]) -> list[Path]:
+    """The runs in `directories`. All runs of its best cell stand for a sweep, and are named on stderr.
+
+    Raises `ConfigError` if fewer than two different directories are given, and as `one_run` does.
+    """
+    if len(directories) < 2:
+        raise ConfigError(f"{directories[0]}: a single run; give two or more to compare")
+    found: dict[Path, Path] = {}
+    for given in directories:
+        for directory in _runs_that_stand_for(given):
+            if directory.resolve() in found:
+                raise ConfigError(f"{given}: stands for {directory}, which is given twice; leave it out")
+            found[directory.resolve()] = directory
+    return list(found.values())
+
+
+def _runs_that_stand_for(directory: Path) -> list[Path]:
+    if run_dir.is_run(directory):
+        return [directory]
+    cell = _best_cell_of(directory)
+    names = ", ".join(run.name for run in cell)
+    warn(f"{directory}: its best cell is compared, with {counted(len(cell), 'run')}: {names}")
+    return [run.directory for run in cell]
+
+
+def _best_cell_of(sweep: Path) -> list[Run]:
+    runs = find_runs(sweep)
+    if best := best_cell(runs):
+        return best
+    raise CheckpointError(
+        f"{sweep}: of its {counted(len(runs), 'run')}, none has completed with a validation loss that counts; give the "
+        "directory of a run"
+    )
+
+
+def best_cell(runs: Sequence[Run]) -> list[Run]:
+    """The runs of the cell with the lowest mean loss, one for each seed, the lowest loss first; empty if there is none.
+
+    The cell is that of a report, and so are the runs that count in it.
+    """
+    if all(run.loss is None for run in runs):
+        return []
+    from gptexp.reporting.statistics.analysis import analyse  # scipy takes half a second to import
+
+    of_seeds = {run.seed: run for run in analyse("", runs).best_runs}
+    return sorted(of_seeds.values(), key=lambda run: run.loss or 0.0)

@@ -1,0 +1,243 @@
+"""How well curves explain the losses of a sweep: the marginal likelihood of the best learning rate at each batch size.
+
+At batch size j the loss of a run at x = log2(lr) is
+
+    c_j + a_j h(u) (1 + t_j s(u)) + misfit + noise,    u = x - m_j.
+
+- h is the form (forms.py), the same at all batch sizes; t_j is the own skew of a batch size, t_j ~ N(0, `own_skew`) up
+  to `MOST_SKEW`, and s(u) = `side(u)` is near u.
+- Misfit is independent between learning rates. Its standard deviation is a share of the height a_j h(u), so no misfit
+  makes a point that lies high a minimum.
+- The standard deviation of the noise is sigma_j 2^(rise d), where d is the distance in octaves from the learning rate
+  with the lowest mean, up to `NOISE_REACH`. On real sweeps it rises with the learning rate. sigma_j^2 has an inverse
+  gamma prior around sigma^2, so batch sizes share the noise by as much as their seeds say.
+
+Given the shared parameters and m_j, the losses are linear in c_j, a_j and t_j, whose integrals are closed (a_j >= 0);
+sigma_j is summed over quantiles of its posterior given the seeds.
+
+Letters in shapes: J batch sizes, n learning rates, T sets of shared parameters, M places of the optimum, S levels of
+noise.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from scipy import special
+
+from gptexp.reporting.statistics.forms import SIDE_REACH, Array, Indices, places, read, side
+
+Losses = Mapping[float, Sequence[float]]  # learning rate -> the final loss of each seed, in nats per token
+
+BEYOND = 3.0  # octaves beyond the grid within which an optimum is considered
+BEYOND_SD = 1.2  # octaves; the prior of the optimum is flat inside the grid, and a normal distribution's tail outside
+NOISE_REACH = 2.0  # octaves from the best learning rate beyond which the noise is constant
+SMALLEST_SIGMA = 1e-6  # nats: smaller differences are rounding errors of float32
+NOISE_DOF = 3.0  # of the prior of a batch size's noise around the shared one
+NOISE_LEVELS = 3
+HEIGHT_SPREAD = 0.7  # standard deviation of a batch size's height around the shared one, as a share of that
+MISFIT_REACH, LARGEST_MISFIT = 0.7, 0.6  # octaves over which the share of misfit grows; its largest value
+MOST_SKEW = 0.9 / SIDE_REACH  # of a batch size, relative to its height; with more of it the curve would turn down
+STEEP = 30.0  # per octave: how sharply the learning rates above one that diverged are excluded
+
+
+@dataclass
+class Cells:
+    """The losses of all batch sizes as padded arrays of shape (J, n); learning rates rise along each row.
+
+    A run counts by its weight, which is below 1 for an outlier.
+    """
+
+    sizes: tuple[int, ...]  # tokens per step
+    losses: list[list[Array]]  # of each batch size and learning rate
+    x: Array  # log2(lr)
+    on: Array  # 1.0; 0.0 for padding
+    limit: Array  # (J,): log2 of the lowest learning rate that diverged above the lowest loss, or infinity
+    weights: list[list[Array]] = field(init=False)
+    # Set by `weigh`:
+    count: Array = field(init=False)  # sum of the weights
+    mean: Array = field(init=False)
+    squares: Array = field(init=False)  # weighted sum of squared distances to the mean
+    lowest: Indices = field(init=False)  # (J,): of the learning rate with the lowest mean, outliers left aside
+    base: Array = field(init=False)  # (J,): the lowest mean
+    distance: Array = field(init=False)  # octaves from the learning rate with the lowest mean, up to `NOISE_REACH`
+
+    def __post_init__(self) -> None:
+        self.weigh([[np.ones(len(cell)) for cell in of_batch] for of_batch in self.losses])
+
+    @property
+    def low(self) -> Array:
+        return self.x[:, 0]
+
+    @property
+    def high(self) -> Array:
+        return np.asarray(self.x.max(axis=1))
+
+    @property
+    def dof(self) -> Array:
+        """Degrees of freedom of the noise, that is seeds beyond the first, of each cell."""
+        counts = [[len(cell) - 1 for cell in of_batch] for of_batch in self.losses]
+        return np.array([[*row, *[0] * (self.x.shape[1] - len(row))] for row in counts])
+
+    def weigh(self, weights: list[list[Array]]) -> None:
+        """Set the weights of the runs, and all sums over runs."""
+        self.weights = weights
+        self.count, self.mean, self.squares = (np.zeros_like(self.x) for _ in range(3))
+        for j, (of_batch, of_weights) in enumerate(zip(self.losses, weights, strict=True)):
+            for i, (losses, w) in enumerate(zip(of_batch, of_weights, strict=True)):
+                mean = float(w @ losses / w.sum())
+                self.count[j, i], self.mean[j, i] = w.sum(), mean
+                self.squares[j, i] = w @ (losses - mean) ** 2 + (len(losses) - 1) * SMALLEST_SIGMA**2
+        self.lowest = np.array([_lowest(*row) for row in zip(self.mean, weights, strict=True)])
+        rows = np.arange(len(self.sizes))
+        self.base = self.mean[rows, self.lowest]
+        self.distance = np.clip(self.x - self.x[rows, self.lowest, None], -NOISE_REACH, NOISE_REACH)
+
+
+def _lowest(means: Array, weights: Sequence[Array]) -> int:
+    """The index of the lowest mean, without single runs that are outliers. `weights`: those of the runs of a cell."""
+    of_runs = np.array([w.mean() for w in weights])
+    trusted = (of_runs > OUTLYING * np.median(of_runs)) | (np.array([len(w) for w in weights]) > 1)
+    return int(np.where(trusted, means[: len(trusted)], np.inf).argmin())
+
+
+OUTLYING = 0.2  # share of the usual weight; runs of a lower weight are outliers
+
+
+def cells_of(losses: Mapping[int, Losses], diverged: Mapping[int, Sequence[float]]) -> Cells:
+    """`losses`: batch size -> losses; `diverged`: batch size -> learning rates that diverged."""
+    sizes = tuple(sorted(losses))
+    rows = [[(float(np.log2(lr)), np.array(sorted(losses[b][lr]))) for lr in sorted(losses[b])] for b in sizes]
+    n = max(map(len, rows))
+    x = np.array([[row[min(i, len(row) - 1)][0] for i in range(n)] for row in rows])
+    on = np.array([[float(i < len(row)) for i in range(n)] for row in rows])
+    cells = Cells(sizes, [[cell for _, cell in row] for row in rows], x, on, np.full(len(sizes), np.inf))
+    for j, batch in enumerate(sizes):
+        above = [lr for lr in diverged.get(batch, ()) if np.log2(lr) > x[j, cells.lowest[j]]]
+        cells.limit[j] = np.log2(min(above)) if above else np.inf
+    return cells
+
+
+class Shared(NamedTuple):
+    """Parameters that all batch sizes share, each of shape (T,), and the table of h, (T, len(U))."""
+
+    rise: Array  # of log2 of the noise per octave of the learning rate
+    sigma: Array  # nats: the noise at the learning rate with the lowest mean
+    misfit: Array  # standard deviation of the misfit as a share of the height, near the minimum
+    height: Array  # nats: the usual a_j
+    own_skew: Array  # standard deviation of t_j
+    table: Array
+
+    def take(self, rows: Array) -> "Shared":
+        return Shared(*(values[rows] for values in self))
+
+
+class Evidence(NamedTuple):
+    """Log marginal likelihoods, and for draws the conditional normal distributions of c_j, a_j and t_j."""
+
+    log: Array  # (J, T, M)
+    by_noise: Array  # (J, T, M, S): the same for each noise level
+    variance: Array  # (J, T, S): squared noise levels
+    a: Array  # (J, T, M, S): mean of a_j before it is cut at 0
+    a_sd: Array
+    t: tuple[Array, Array, Array]  # t_j given a_j is (t[0] - a_j t[1]) / t[2] on average, with variance 1 / t[2]
+    c: tuple[Array, Array, Array, Array]  # c_j is (c[0] - a_j c[1] - t_j c[2]) / c[3], with variance 1 / c[3]
+    t_scale: Array  # (J, T, M): nats per unit of t_j
+
+
+def evidence(cells: Cells, shared: Shared, grid: Array, levels: int = NOISE_LEVELS) -> Evidence:
+    """Evidence for an optimum at each place of `grid`, shape (J, M), in log2(lr)."""
+    sizes, n = cells.x.shape
+    sets, points = len(shared.rise), grid.shape[1]
+    rise = 4.0 ** (shared.rise[:, None] * cells.distance[:, None, :])  # (J, T, n), of the variance
+    dof = cells.dof
+    shape = (NOISE_DOF + dof.sum(1, keepdims=True)) / 2  # (J, 1): of the inverse gamma distribution of the variance
+    prior = NOISE_DOF * shared.sigma**2 / 2  # (T,)
+    scale = prior + (cells.squares[:, None] / rise).sum(2) / 2  # (J, T)
+    seeds = (NOISE_DOF / 2 * np.log(prior) - special.gammaln(NOISE_DOF / 2) + special.gammaln(shape)
+             - shape * np.log(scale) - 0.5 * (dof[:, None] * np.log(rise)).sum(2))  # fmt: skip
+    quantiles = (np.arange(levels) + 0.5) / levels
+    variance = scale[..., None] / special.gammaincinv(shape[..., None], quantiles)  # (J, T, S)
+
+    u = cells.x[:, None, :] - grid[:, :, None]  # (J, M, n)
+    index, share = places(u)
+    growth = np.sqrt(1 + (u / MISFIT_REACH) ** 2)
+    y = cells.mean - cells.base[:, None]
+    heights, misfits = [], []  # of each learning rate, (J, T, M); the latter in squared units of a_j
+    for i in range(n):
+        h = np.swapaxes(read(shared.table, slice(None), index[..., i], share[..., i]), 0, 1)
+        misfit = np.minimum(shared.misfit[:, None] * growth[:, None, :, i], LARGEST_MISFIT) * h
+        heights.append(h)
+        misfits.append(misfit * misfit)
+    rough = _rough_height(cells, shared, variance[..., levels // 2], rise, heights, misfits, y)
+
+    # Weighted sums over the learning rates of the products of 1, y, h and tau, the skew in units of its prior.
+    sums = np.zeros((10, levels, sizes, sets, points))
+    log_weight = np.zeros((levels, sizes, sets, points))
+    rough_squared, t_scale = rough * rough, rough * shared.own_skew[:, None]
+    skew = side(u)
+    levels_first = np.moveaxis(variance, 2, 0)[..., None]  # (S, J, T, 1)
+    for i in range(n):
+        count, yi = cells.count[:, i, None, None], y[:, i, None, None]
+        h, tau = heights[i], heights[i] * skew[:, None, :, i] * t_scale
+        inverse = levels_first * rise[..., i, None] + (count * rough_squared) * misfits[i]
+        w = count / inverse  # (S, J, T, M)
+        wy, wh, wt = w * yi, w * h, w * tau
+        for row, term in enumerate((w, wy, wh, wt, wy * yi, wh * yi, wt * yi, wh * h, wt * h, wt * tau)):
+            sums[row] += term
+        log_weight -= cells.on[:, i, None, None] * np.log(inverse)
+    log_weight += (cells.on * np.log(np.where(cells.on > 0, cells.count, 1.0))).sum(1)[:, None, None]
+    w, y1, h1, t1, yy, yh, yt, hh, ht, tt = np.moveaxis(sums, 1, -1)  # each (J, T, M, S)
+    log_weight = np.moveaxis(log_weight, 0, -1)
+
+    # Integrate over c_j (flat prior), then t_j, then a_j.
+    yy, yh, yt, hh, ht, tt = (yy - y1 * y1 / w, yh - y1 * h1 / w, yt - y1 * t1 / w, hh - h1 * h1 / w,
+                              ht - h1 * t1 / w, tt - t1 * t1 / w + 1)  # fmt: skip
+    height = shared.height[:, None, None]
+    precision = (HEIGHT_SPREAD * height) ** -2.0
+    of_a = hh - ht * ht / tt + precision
+    a = (yh - yt * ht / tt + height * precision) / of_a
+    rest = yy - yt * yt / tt + height**2 * precision - of_a * a * a
+    by_noise = (-0.5 * (rest + np.log(of_a / precision * w * tt) - log_weight)
+                + special.log_ndtr(a * np.sqrt(of_a)) - special.log_ndtr(1 / HEIGHT_SPREAD))  # fmt: skip
+    # t_j is bounded. The share of its distribution within the bounds is taken at the mean of a_j.
+    usual = np.maximum(a, of_a**-0.5)
+    most = MOST_SKEW * usual / t_scale[..., None]
+    by_noise += _log_share(most, np.abs(yt - usual * ht) / tt, np.sqrt(tt)) - _log_share(most, 0.0, 1.0)
+    top = by_noise.max(axis=3)
+    log = top + np.log(np.exp(by_noise - top[..., None]).mean(axis=3)) + seeds[..., None]
+    outside = np.maximum(0, np.maximum(cells.low[:, None] - grid, grid - cells.high[:, None]))
+    log += (np.log(grid[:, 1] - grid[:, 0])[:, None] - 0.5 * (outside / BEYOND_SD) ** 2)[:, None, :]
+    log += special.log_expit(STEEP * (cells.limit[:, None] - grid))[:, None, :]
+    return Evidence(log, by_noise, variance, a, of_a**-0.5, (yt, ht, tt), (y1, h1, t1, w), t_scale)
+
+
+def _log_share(most: Array, mean: Array | float, root: Array | float) -> Array:
+    """The logarithm of the share of a normal distribution within +-`most`; `mean` >= 0, `root`: 1 / its deviation."""
+    high, low = special.log_ndtr((most - mean) * root), special.log_ndtr((-most - mean) * root)
+    return np.asarray(high + np.log1p(-np.minimum(np.exp(low - high), 1 - 1e-12)))
+
+
+def _rough_height(
+    cells: Cells,
+    shared: Shared,
+    variance: Array,
+    rise: Array,
+    heights: Sequence[Array],
+    misfits: Sequence[Array],
+    y: Array,
+) -> Array:
+    """A first estimate of a_j, shape (J, T, M), by weighted least squares: it scales misfit and skew."""
+    height = shared.height[:, None]
+    s = np.zeros((5, *heights[0].shape))
+    for i, (h, misfit) in enumerate(zip(heights, misfits, strict=True)):
+        count, yi = cells.count[:, i, None, None], y[:, i, None, None]
+        w = count / ((variance * rise[..., i])[..., None] + count * height**2 * misfit)
+        wh = w * h
+        for row, term in enumerate((w, w * yi, wh, wh * yi, wh * h)):
+            s[row] += term
+    w, wy, wh, why, whh = s
+    precision = (HEIGHT_SPREAD * height) ** -2.0
+    a = (why - wh * wy / w + height * precision) / (whh - wh * wh / w + precision)
+    return np.asarray(np.clip(a, 0.1 * height, 10 * height))

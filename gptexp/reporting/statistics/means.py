@@ -1,0 +1,173 @@
+"""Which configs have a higher mean loss than the config with the lowest, by more than seeds cause.
+
+Each config is compared with the lowest mean by Welch's t-test (1947, Biometrika 34:28). The lowest of k means is low by
+chance too. So the largest statistic is compared with its distribution for k configs of equal mean, of which the lowest
+is chosen again (Games and Howell 1976, J. Educ. Stat. 1:113; Dunnett's test is for a config named in advance). Of k
+equal configs any is then called different in 5% of cases. Once the largest statistic is significant, the next is
+compared with the distribution for the configs that are left (step-down; Westfall and Young 1993).
+
+The distribution is simulated, with random numbers from a fixed seed. A few seeds hardly measure the noise. So each draw
+takes the variances from their posterior and measures them again: a parametric bootstrap (Krishnamoorthy, Lu and Mathew
+2007, CSDA 51:5731) with the prior of Smyth (2004, SAGMB 3:3), by which variances are scaled inverse chi-squared. Only
+configs with equal numbers of seeds share a prior. Otherwise 8 seeds of a quiet config would decide the noise of one
+with 2. tests/reporting/test_means.py has the rates of false positives.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from gptexp.reporting.statistics.forms import Array
+from gptexp.reporting.statistics.noise import CONFIDENCE, LEVEL, seeds_needed
+
+DRAWS = 9_999  # so that a p-value is a multiple of 1 / 10,000
+ALLOWED = 500  # of the draws that are as large as a significant statistic, and itself: 5% of 10,000
+MIN_VARIANCE = 1e-12  # nats^2; smaller differences are rounding errors of float32
+PRIOR_DOF = 2  # degrees of freedom of the prior
+SHARED_DOF = 0.5  # of the group's usual variance in the statistic: two seeds that agree by chance decide less
+MARGIN = 0.2  # degrees of freedom fewer in the simulation; without it up to 8% are false for 2 and 3 seeds
+
+
+@dataclass(frozen=True)
+class Contrast:
+    """A config against the one with the lowest mean loss."""
+
+    difference: float  # nats; zero for the lowest
+    p: float  # corrected for choosing the lowest of all configs
+    significant_from: float  # nats: the difference above which it is significant
+    seeds_needed: int | None  # of each config, to show it with power 0.8; None if it is significant or zero
+
+    @property
+    def is_significant(self) -> bool:
+        return self.p <= LEVEL
+
+
+def against_lowest(losses: Sequence[Sequence[float]]) -> list[Contrast] | None:
+    """Compare each config with the lowest mean. `losses`: for each config the final losses of its seeds, in nats.
+
+    A config with one run is taken to vary as much as one of the others, whichever. None if no config has two runs.
+    """
+    counts = np.array([len(of_seeds) for of_seeds in losses])
+    if counts.max(initial=0) < 2:
+        return None
+    means = np.array([math.fsum(of_seeds) / len(of_seeds) for of_seeds in losses])
+    variances = np.array([np.var(sorted(of_seeds), ddof=min(1, len(of_seeds) - 1)) for of_seeds in losses])
+    order = np.lexsort((variances, counts, means))  # so that the order of the configs decides nothing
+    found = _contrasts(counts[order], means[order], np.maximum(variances[order], MIN_VARIANCE))
+    return [found[place] for place in np.argsort(order)]
+
+
+def worse_than_lowest(lowest: Array, others: Array) -> set[int]:
+    """The numbers of those `others` whose mean is significantly above the `lowest`, by joint draws of a posterior.
+
+    `lowest`: (draws,), `others`: (draws, configs). The same step-down test: the distribution of the largest statistic
+    is that of the draws around their means, with the lowest of each draw.
+    """
+    draws = np.column_stack([lowest, others])
+    middle, spread = draws.mean(axis=0), np.cov(draws.T)
+    variance = spread.diagonal()
+    errors = np.sqrt(np.maximum(variance[:, None] + variance - 2 * spread, MIN_VARIANCE))
+    scores, around = (middle - middle[0]) / errors[0], draws - middle
+    left = np.arange(len(middle))
+    while True:
+        ours = around[:, left]
+        at = ours.argmin(axis=1)
+        gaps = ours - np.take_along_axis(ours, at[:, None], axis=1)
+        limit = np.quantile(np.max(gaps / errors[left[at]][:, left], axis=1), CONFIDENCE)
+        is_above = scores[left] > limit
+        if not is_above.any():
+            return {number for number in range(others.shape[1]) if number + 1 not in left}
+        left = left[~is_above]
+
+
+@dataclass(frozen=True)
+class _Means:
+    """Means, their squared standard errors, and the degrees of freedom of these: (draws, configs)."""
+
+    means: Array
+    squares: Array
+    dof: Array
+
+    def against_lowest(self, configs: Sequence[int]) -> tuple[Array, Array, Array]:
+        """The distances to the lowest mean of each draw, their squared standard errors and degrees of freedom.
+
+        These are Welch's, but the error that fewer seeds measure counts more. Otherwise a variance of two seeds that
+        is small by chance would hide how little is known.
+        """
+        ours = [values[:, configs] for values in (self.means, self.squares, self.dof)]
+        at = np.argmin(ours[0], axis=1)[:, None]
+        (mean, square, dof), (lowest, other, its_dof) = ours, (np.take_along_axis(a, at, axis=1) for a in ours)
+        weight, its_weight = square * (1 + 8 / dof), other * (1 + 8 / its_dof)
+        share = weight / (weight + its_weight)
+        return mean - lowest, square + other, 1 / (share**2 / dof + (1 - share) ** 2 / its_dof)
+
+    def largest(self, configs: Sequence[int]) -> Array:
+        """The largest score of each draw, in ascending order."""
+        gaps, squares, dof = self.against_lowest(configs)
+        return np.sort(np.max(_wallace(dof) * np.log1p(gaps**2 / squares / dof), axis=1))
+
+
+def _wallace(dof: Array) -> Array:
+    """Times log(1 + t^2 / dof): the square of the normal deviate as unlikely as Student's t (1959, AMS 30:1124)."""
+    return dof * ((8 * dof + 1) / (8 * dof + 3)) ** 2
+
+
+def _contrasts(counts: Array, means: Array, variances: Array) -> list[Contrast]:
+    """Those of configs in ascending order of their means."""
+    rng, shape = np.random.default_rng(0), (DRAWS, len(counts))
+    drawn, normal = _posterior(counts, variances, rng), rng.standard_normal(shape)
+    fewer = np.maximum(counts - 1 - MARGIN, MARGIN)
+    null = _measured(normal * np.sqrt(drawn / counts), drawn * rng.chisquare(fewer, shape) / fewer, counts)
+    measured = _measured(means[None], variances[None], counts)
+    gaps, squares, dof = (values[0] for values in measured.against_lowest(range(len(counts))))
+    scores = _wallace(dof) * np.log1p(gaps**2 / squares / dof)
+    found, p = {0: Contrast(0.0, 1.0, 0.0, None)}, 0.0
+    left = [0, *sorted(range(1, len(counts)), key=lambda config: scores[config])]
+    while len(left) > 1:
+        largest = null.largest(left)
+        limit = largest[-ALLOWED]
+        is_tie = scores[left[-1]] <= limit
+        for config in left[:0:-1] if is_tie else left[-1:]:
+            p = max(p, 1 - np.searchsorted(largest, scores[config]) / (DRAWS + 1))
+            least = math.sqrt(squares[config] * dof[config] * math.expm1(limit / _wallace(dof[config])))
+            needed = None
+            if is_tie and gaps[config] > 0:
+                of_runs = measured.squares[0] * counts
+                needed = seeds_needed(float(gaps[config]), float(of_runs[0] + of_runs[config]), len(counts) - 1)
+                needed = max(needed, 1 + int(min(counts[0], counts[config])))  # those that there are do not show it
+            found[config] = Contrast(float(gaps[config]), float(p), least, needed)
+        left = left[:1] if is_tie else left[:-1]
+    return [found[config] for config in range(len(counts))]
+
+
+def _measured(means: Array, variances: Array, counts: Array) -> _Means:
+    """The means with the variances of the statistic. `means`, `variances`: (draws, configs)."""
+    mixed, dof = variances.copy(), np.broadcast_to(counts - 1.0, variances.shape).copy()
+    for count in {*counts}:
+        group, share = counts == count, SHARED_DOF / (SHARED_DOF + count - 1)
+        usual = np.exp(np.log(variances[:, group]).mean(axis=1, keepdims=True))
+        mixed[:, group] += share * (usual - variances[:, group])
+    weights = (counts - 1) * mixed
+    total, alone = weights.sum(axis=1, keepdims=True), counts == 1
+    mixed[:, alone] = total / (counts - 1).sum()
+    dof[:, alone] = total**2 / np.sum(weights * mixed, axis=1, keepdims=True)
+    return _Means(means, mixed / counts, dof)
+
+
+def _posterior(counts: Array, variances: Array, rng: np.random.Generator) -> Array:
+    """Draws of the variances: (draws, configs). The scale of the prior has a flat logarithm."""
+    drawn = np.empty((DRAWS, len(counts)))
+    for count in np.unique(counts[counts > 1]):
+        group = counts == count
+        squares = (count - 1) * variances[group]
+        scales = variances[group].mean() * np.exp(np.linspace(-16, 16, 257))[:, None]
+        power = (PRIOR_DOF + count - 1) / 2
+        logs = np.sum(PRIOR_DOF / 2 * np.log(scales) - power * np.log(PRIOR_DOF * scales + squares), axis=1)
+        weights = np.exp(logs - logs.max())
+        scale = rng.choice(scales[:, 0], (DRAWS, 1), p=weights / weights.sum())
+        drawn[:, group] = (PRIOR_DOF * scale + squares) / rng.chisquare(2 * power, (DRAWS, len(squares)))
+    others = rng.choice(np.flatnonzero(counts > 1), (DRAWS, np.sum(counts == 1)))
+    drawn[:, counts == 1] = np.take_along_axis(drawn, others, axis=1)
+    return drawn

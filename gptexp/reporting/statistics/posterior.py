@@ -1,0 +1,409 @@
+"""The posterior of a sweep, as draws from which everything that reports say about learning rates is computed.
+
+`likelihood` integrates over what belongs to one batch size. Here the shared parameters are integrated: for each form of
+the curve by importance sampling around the mode, which Newton's method finds. The proposal is a t distribution with the
+mode's curvature, adapted to its own sample (Cappé et al. 2004, Population Monte Carlo, JCGS 13:907). The forms are
+averaged by their evidence (Hoeting et al. 1999, Bayesian Model Averaging, Statistical Science 14:382). The points are
+quasi-random and fixed, so the same losses always give the same draws.
+
+Noise has heavy tails: a run, or a cell, that lies more than two standard deviations from the curve counts as little as
+in the tail of a Student t distribution (iteratively reweighted least squares; Lange et al. 1989, JASA 84:881). The
+iteration begins with weights that need no curve.
+"""
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from scipy import special
+
+from gptexp.reporting.statistics.forms import FORMS, Array, Form, Indices, departure, places, read, side, table_of
+from gptexp.reporting.statistics.likelihood import (
+    BEYOND,
+    MOST_SKEW,
+    NOISE_REACH,
+    SMALLEST_SIGMA,
+    Cells,
+    Losses,
+    Shared,
+    cells_of,
+    evidence,
+)
+from gptexp.reporting.statistics.noise import CONFIDENCE
+
+DRAWS = 2000
+NARROWEST = 0.1  # octaves: no form of a curve is known so well that an interval may be narrower
+POINTS = 128  # of importance sampling, for each form and stage
+STAGES, ENOUGH = 10, 80.0  # stages of importance sampling; the effective sample size at which it ends
+PROPOSAL_DOF = 6.0
+MOST_STEPS, SMALL_GAIN = 9, 0.1  # of Newton's method, which ends when a step raises the logarithm by less
+FIRST_STEP, LONGEST_STEP = 0.15, 3.0  # in standard deviations of the priors
+STEP_SHARES = np.array([0.0, 0.1, 0.3, 0.6, 1.0, 1.5])  # of a Newton step that are tried
+FIRST, COARSE, FINE = 100, 16, 24  # places of an optimum at each batch size
+FORM_ERROR = 0.03  # octaves by which a form misses the optimum; more, the further it is from a parabola
+# A form whose evidence is lower than the best one's by a factor of e^6 is left out; of e^9, before outliers are known;
+# and of e^2, where outliers are looked for.
+NEGLIGIBLE, NEGLIGIBLE_BEFORE, NEGLIGIBLE_FOR_OUTLIERS = 6.0, 9.0, 2.0
+RUN_DOF, CELL_DOF = 5.0, 1.5  # of the t distributions in whose tails runs and the scales of cells lie
+USUAL = 2.0  # standard deviations up to which a run, and the sum of squares of a cell, have their whole weight
+FAR = 2.5  # times the median height, and the noise, from which a run counts less before there are curves
+TIMES_WEIGHED = 2  # by the posterior
+KNOWN = 3  # seeds beyond the first from which the noise is centred on what they say, not on the usual spread
+
+# Normal priors of the shared parameters. `sigma` and `height` are logarithms relative to a first guess.
+PRIORS = {
+    "rise": (0.3, 0.35),  # octaves per octave; 0.6 on a sweep with four seeds a cell
+    "sigma": (0.0, 0.5),
+    # Both reach far down: where nothing shows a misfit or a skew of one batch size, they must not widen every interval.
+    "misfit": (np.log(0.006), 1.5),
+    "height": (0.0, 1.2),
+    "own_skew": (np.log(0.03), 1.5),  # skews differ between the batch sizes of some real sweeps
+}
+
+
+@dataclass(frozen=True)
+class Posterior:
+    """Draws of the optima and curves of all batch sizes; `m` to `sigma` have shape (draws, batch sizes)."""
+
+    cells: Cells
+    m: Array  # log2 of the best learning rate
+    c: Array  # the loss there
+    a: Array
+    t: Array
+    sigma: Array  # nats: noise of one run at the tested learning rate with the lowest mean
+    rise: Array  # (draws,)
+    shift: Array  # (draws,): octaves from the minimum of the form to the best learning rate, which the form misses
+    table: Array
+    rows: Indices  # (draws,): row of `table`
+
+    @cached_property
+    def column(self) -> dict[int, int]:
+        """Batch size in tokens -> its column in the draws."""
+        return {batch: j for j, batch in enumerate(self.cells.sizes)}
+
+    def loss(self, batch: int, x: Array | Sequence[float]) -> Array:
+        """Draws of the expected loss at log2(lr) = `x`, shape (draws, len(x))."""
+        j = self.column[batch]
+        u = np.asarray(x, float) - (self.m[:, j] - self.shift)[:, None]
+        h = read(self.table, self.rows[:, None], *places(u))
+        return np.asarray(self.c[:, j, None] + h * (self.a[:, j, None] + self.t[:, j, None] * side(u)))
+
+    def noise(self, batch: int, x: Array | Sequence[float]) -> Array:
+        """Draws of the standard deviation of one run at log2(lr) = `x`, shape (draws, len(x))."""
+        j = self.column[batch]
+        best = self.cells.x[j, self.cells.lowest[j]]
+        distance = np.clip(np.asarray(x, float) - best, -NOISE_REACH, NOISE_REACH)
+        return np.asarray(self.sigma[:, j, None] * 2.0 ** (self.rise[:, None] * distance))
+
+
+def interval(draws: Array, level: float = CONFIDENCE, narrowest: float = 0.0) -> tuple[float, float]:
+    """The central interval of `level`, widened to `narrowest` if it is narrower."""
+    low, high = np.quantile(draws, [(1 - level) / 2, (1 + level) / 2])
+    missing = max(0.0, narrowest - (high - low)) / 2
+    return float(low - missing), float(high + missing)
+
+
+def middle(draws: Array) -> tuple[float, float]:
+    """The median, and half the width of the 95% interval."""
+    low, high = interval(draws)
+    return float(np.median(draws)), (high - low) / 2
+
+
+def fit(losses: Mapping[int, Losses], diverged: Mapping[int, Sequence[float]], usual_spread: float) -> Posterior:
+    """The posterior of a sweep. Each batch size of `losses` has two learning rates or more.
+
+    `losses`: batch size -> losses; `diverged`: batch size -> learning rates that diverged; `usual_spread`: standard
+    deviation over seeds that such runs have had, in nats, which is the prior of the noise.
+    """
+    cells = cells_of(losses, diverged)
+    cells.weigh(_first_weights(cells, usual_spread))
+    # From alike and from unlike skews, since the likelihood may have a peak near each.
+    starts = (_Sample("linex", cells, usual_spread).start(own_skew).find_mode() for own_skew in (0.0, 1.5))
+    first = max(starts, key=lambda sample: sample.rough_evidence)
+    samples = [first, *(_Sample(name, cells, usual_spread, first).find_mode() for name in FORMS if name != "linex")]
+    for _ in range(TIMES_WEIGHED):
+        likely = _likely(samples, NEGLIGIBLE_FOR_OUTLIERS)
+        cells.weigh(_weights(_draw([sample.importance_sample(POINTS // 2, stages=1) for sample in likely], draws=300)))
+        samples = [sample.find_mode() for sample in _likely(samples, NEGLIGIBLE_BEFORE)]
+    return _draw([sample.importance_sample() for sample in _likely(samples, NEGLIGIBLE)])
+
+
+def _likely(samples: "Sequence[_Sample]", within: float) -> "list[_Sample]":
+    """Those whose evidence is lower than the best one's by a factor of e^`within` at most."""
+    best = max(sample.rough_evidence for sample in samples)
+    return [sample for sample in samples if sample.rough_evidence > best - within]
+
+
+class _Sample:
+    """The shared parameters of one form: their mode, and an importance sample around it.
+
+    They are standardised by their priors, so that the prior of a vector z is a standard normal distribution.
+    """
+
+    def __init__(self, name: str, cells: Cells, usual_spread: float, like: "_Sample | None" = None) -> None:
+        """`like`: a sample of another form, from whose mode and places the search begins."""
+        self.form: Form = FORMS[name]
+        self.cells = cells
+        self.guesses = _first_guesses(cells, usual_spread)
+        self.priors = {**PRIORS, **self.form.parameters}
+        self.mode: Array = np.zeros(len(self.priors))
+        self.root: Array = FIRST_STEP * np.eye(len(self.mode))  # of the differences
+        self.grid = np.linspace(cells.low - BEYOND, cells.high + BEYOND, FIRST, axis=1)
+        if like is not None:
+            known = dict(zip(like.priors, like.mode, strict=True))
+            self.mode = np.array([known.get(name, 0.0) for name in self.priors])
+            self._set_grid(like.grid[:, 0], like.grid[:, -1], like.grid[:, -1] - like.grid[:, 0], FINE)
+
+    def shared(self, z: Array) -> Shared:
+        values = dict(zip(self.priors, (mean + sd * z[:, i] for i, (mean, sd) in enumerate(self.priors.values())),
+                          strict=True))  # fmt: skip
+        sigma, height = (
+            guess * np.exp(values[name]) for guess, name in zip(self.guesses, ("sigma", "height"), strict=True)
+        )
+        table = table_of(self.form, [values[name] for name in self.form.parameters])
+        return Shared(values["rise"], sigma, np.exp(values["misfit"]), height, np.exp(values["own_skew"]), table)
+
+    def log_posterior(self, z: Array) -> tuple[Array, Array]:
+        """The logarithm of prior times likelihood of each z, and the evidence of each place (J, T, M).
+
+        At the median noise of each batch size: its uncertainty moves the shared parameters little, and is in the draws.
+        """
+        log = evidence(self.cells, self.shared(z), self.grid, levels=1).log
+        normal = -0.5 * (z**2).sum(1) - z.shape[1] / 2 * np.log(2 * np.pi)
+        return normal + special.logsumexp(log, axis=2).sum(0), log
+
+    def start(self, own_skew: float) -> "_Sample":
+        """Begin at the best of several skews, misfits and heights, and `own_skew` standard deviations of its prior."""
+        names = ("skew", "misfit", "height")
+        combinations = itertools.product((-2.0, -1.0, 0.0, 1.0, 2.0), (0.0, 1.5), (-2.0, -1.0, 0.0, 1.0))
+        of_each = [{"own_skew": own_skew, **dict(zip(names, of, strict=True))} for of in combinations]
+        tried = np.array([[of.get(name, 0.0) for name in self.priors] for of in of_each])
+        values, log = self.log_posterior(tried)
+        self.mode = tried[values.argmax()]
+        self._zoom(log[:, values.argmax()], COARSE)
+        return self
+
+    def find_mode(self) -> "_Sample":
+        """Move to the mode by Newton steps, between which the places are set closer around the optima."""
+        for number in range(MOST_STEPS):
+            gradient, self.covariance = self._derivatives()
+            step = self.covariance @ gradient
+            step *= min(1.0, LONGEST_STEP / max(float(np.linalg.norm(step)), 1e-12))
+            tried = self.mode + STEP_SHARES[:, None] * step
+            values, log = self.log_posterior(tried)
+            best = values.argmax()
+            value, self.mode = values[best], tried[best]
+            is_there = number > 0 and value - values[0] < SMALL_GAIN
+            self.root = 0.7 * np.linalg.cholesky(self.covariance)
+            self._zoom(log[:, best], FINE if is_there else COARSE)
+            if is_there:
+                break
+        self.rough_evidence = (np.log(self.form.weight) + value + len(self.mode) / 2 * np.log(2 * np.pi)
+                               + 0.5 * np.linalg.slogdet(self.covariance)[1])  # fmt: skip
+        return self
+
+    def _zoom(self, log: Array, points: int) -> None:
+        """Set the places to where the optima may lie. `log`: the evidence of each place, shape (J, M)."""
+        share = np.cumsum(special.softmax(log, axis=1), axis=1)
+        rows, last = np.arange(len(share)), share.shape[1] - 1
+        low = self.grid[rows, (share < 1e-4).sum(1)]
+        high = self.grid[rows, np.minimum((share < 1 - 1e-4).sum(1), last)]
+        self._set_grid(low, high, 1.5 * (self.grid[:, 1] - self.grid[:, 0]), points)
+
+    def _set_grid(self, low: Array, high: Array, margin: Array, points: int) -> None:
+        """Set the places from `low` to `high`, with a margin."""
+        low = np.maximum(low - margin, self.cells.low - BEYOND)
+        high = np.minimum(high + margin, self.cells.high + BEYOND)
+        self.grid = np.linspace(low, high, points, axis=1)
+
+    def _derivatives(self) -> tuple[Array, Array]:
+        """The gradient at the mode, and the inverse of the negative second derivatives.
+
+        By differences between the mode and points at the columns of `self.root` from it.
+        """
+        size = len(self.mode)
+        ahead = self.root.T
+        first, second = np.tril_indices(size, -1)
+        points = np.vstack([self.mode, self.mode + ahead, self.mode - ahead, self.mode + ahead[first] + ahead[second]])
+        values, _ = self.log_posterior(points)
+        value, plus, minus, mixed = values[0], *np.split(values[1 : 2 * size + 1], 2), values[2 * size + 1 :]
+        curvature = np.diag(plus + minus - 2 * value)
+        curvature[first, second] = curvature[second, first] = mixed - plus[first] - plus[second] + value
+        inverse = np.linalg.inv(self.root)
+        curvatures, axes = np.linalg.eigh(-inverse.T @ curvature @ inverse)
+        covariance = (axes / np.maximum(curvatures, 0.6)) @ axes.T  # the prior alone has a curvature of 1
+        return inverse.T @ (plus - minus) / 2, covariance
+
+    def importance_sample(self, points: int = POINTS, stages: int = STAGES) -> "_Sample":
+        """Set `z`, their normalised `weights`, and the `log_evidence` of the form times its prior probability."""
+        size = len(self.mode)
+        proposals = [(self.mode, np.linalg.cholesky(1.3 * self.covariance))]
+        z, log_posterior = np.empty((0, size)), np.empty(0)
+        for stage in range(stages):
+            centre, root = proposals[-1]
+            new = centre + _student_points(points, size, skip=stage * points) @ root.T
+            z, log_posterior = np.vstack([z, new]), np.append(log_posterior, self.log_posterior(new)[0])
+            densities = [_log_student(z, *proposal) for proposal in proposals]
+            log_weights = log_posterior - special.logsumexp(densities, axis=0) + np.log(len(proposals))
+            if _effective_size(log_weights) > ENOUGH or stage == stages - 1:
+                break
+            flat = 1.0  # power of the weights: below 1 if few points have nearly all of the weight
+            while _effective_size(flat * log_weights) < 2 * size:
+                flat *= 0.7
+            weights = special.softmax(flat * log_weights)
+            centre = weights @ z
+            spread = (z - centre).T @ ((z - centre) * weights[:, None]) + 1e-3 * np.eye(size)
+            proposals.append((centre, np.linalg.cholesky(1.2 * spread)))
+        self.z, self.weights = z, special.softmax(log_weights)
+        self.log_evidence = np.log(self.form.weight) + special.logsumexp(log_weights) - np.log(len(z))
+        return self
+
+
+def _first_guesses(cells: Cells, usual_spread: float) -> tuple[float, float]:
+    """Of the noise and of the height at an octave from the minimum, in nats."""
+    dof = cells.dof.sum(1)
+    seeded = dof > 0
+    sigma = usual_spread
+    if dof.sum() >= KNOWN:
+        sigma = float(np.sqrt(np.median(cells.squares.sum(1)[seeded] / dof[seeded])))
+    octaves = np.maximum(1.0, (cells.high - cells.low) / 2)
+    rises = (np.where(cells.on > 0, cells.mean, -np.inf).max(1) - cells.base) / octaves**2
+    return max(sigma, SMALLEST_SIGMA), max(float(np.median(rises)), SMALLEST_SIGMA)
+
+
+def _student_points(count: int, size: int, skip: int) -> Array:
+    """Quasi-random points of a multivariate t distribution: a Kronecker sequence with Roberts' irrational numbers."""
+    ratio = 2.0
+    for _ in range(50):
+        ratio = (1 + ratio) ** (1 / (size + 2))  # of `size` + 1 dimensions
+    uniform = (0.5 + np.arange(skip + 1, skip + count + 1)[:, None] * ratio ** -np.arange(1.0, size + 2)) % 1
+    chi2 = 2 * special.gammaincinv(PROPOSAL_DOF / 2, uniform[:, -1:])
+    return np.asarray(special.ndtri(uniform[:, :-1]) * np.sqrt(PROPOSAL_DOF / chi2))
+
+
+def _log_student(z: Array, centre: Array, root: Array) -> Array:
+    """The log density of a multivariate t distribution with the scale matrix `root` `root`.T."""
+    size, dof = len(centre), PROPOSAL_DOF
+    squares = (np.linalg.solve(root, (z - centre).T) ** 2).sum(0)
+    constant = special.gammaln((dof + size) / 2) - special.gammaln(dof / 2) - size / 2 * np.log(dof * np.pi)
+    return np.asarray(constant - np.log(np.diag(root)).sum() - (dof + size) / 2 * np.log1p(squares / dof))
+
+
+def _effective_size(log_weights: Array) -> float:
+    return float(np.exp(2 * special.logsumexp(log_weights) - special.logsumexp(2 * log_weights)))
+
+
+def _draw(samples: Sequence[_Sample], draws: int = DRAWS) -> Posterior:
+    """Draws from the samples of several forms, by their evidence."""
+    shares = special.softmax([sample.log_evidence for sample in samples])
+    edges = np.round(np.cumsum([0.0, *shares]) * draws).astype(int)
+    parts = [_draw_form(s, number) for s, number in zip(samples, np.diff(edges), strict=True) if number]
+    offsets = np.cumsum([0, *(len(part["table"]) for part in parts)])
+    for part, offset in zip(parts, offsets, strict=False):
+        part["rows"] = part["rows"] + offset
+    return Posterior(samples[0].cells, **{name: np.concatenate([part[name] for part in parts]) for name in parts[0]})
+
+
+def _draw_form(sample: _Sample, draws: int) -> dict[str, Any]:
+    """Draws of the fields of a `Posterior` from one form. `rows` counts from 0."""
+    rng = np.random.default_rng(0)
+    cells, grid = sample.cells, sample.grid
+    chosen = np.searchsorted(np.cumsum(sample.weights), (np.arange(draws) + 0.5) / draws).clip(0, len(sample.z) - 1)
+    used, rows = np.unique(rng.permutation(chosen), return_inverse=True)
+    shared = sample.shared(sample.z[used])
+    e = evidence(cells, shared, grid)
+    m, c, a, t, sigma = np.empty((5, draws, len(cells.sizes)))
+    # No form is the true one. All batch sizes have the same form, so its error moves their optima alike.
+    normal = special.ndtri((rng.permutation(draws) + 0.5) / draws)
+    shift = FORM_ERROR * (1 + departure(shared.table)[rows]) * normal
+    for j in range(len(cells.sizes)):
+        place = _pick(special.softmax(e.log[j], axis=1)[rows], (rng.permutation(draws) + 0.5) / draws)
+        noise = _pick(special.softmax(e.by_noise[j][rows, place], axis=1), rng.random(draws))
+        at = (j, rows, place, noise)
+        mean, sd = e.a[at], e.a_sd[at]
+        below = special.ndtr(-mean / sd)  # the share of the normal distribution at negative heights
+        share = below + (1 - below) * rng.random(draws)
+        a[:, j] = np.maximum(mean + sd * special.ndtri(share.clip(1e-15, 1 - 1e-15)), SMALLEST_SIGMA**2)
+        (yt, ht, tt), (y1, h1, t1, w) = ([sums[at] for sums in of_one] for of_one in (e.t, e.c))
+        scale = e.t_scale[j, rows, place]
+        most = MOST_SKEW * a[:, j] / scale
+        own = ((yt - a[:, j] * ht) / tt + rng.standard_normal(draws) / np.sqrt(tt)).clip(-most, most)
+        c[:, j] = (y1 - a[:, j] * h1 - own * t1) / w + rng.standard_normal(draws) / np.sqrt(w) + cells.base[j]
+        t[:, j] = own * scale
+        m[:, j] = grid[j, place] + (grid[j, 1] - grid[j, 0]) * (rng.random(draws) - 0.5) + shift
+        sigma[:, j] = np.sqrt(e.variance[j, rows, noise])
+    return {
+        "m": m,
+        "c": c,
+        "a": a,
+        "t": t,
+        "sigma": sigma,
+        "rise": shared.rise[rows],
+        "shift": shift,
+        "table": shared.table,
+        "rows": rows,
+    }
+
+
+def _pick(probabilities: Array, uniform: Array) -> Array:
+    """An index into each row of `probabilities`."""
+    return np.asarray((np.cumsum(probabilities, axis=1) < uniform[:, None]).sum(1).clip(0, probabilities.shape[1] - 1))
+
+
+def _is_robust(cells: Cells, j: int) -> bool:
+    """Whether a batch size has enough runs to call any of them an outlier."""
+    return len(cells.losses[j]) >= 5 or sum(map(len, cells.losses[j])) - len(cells.losses[j]) >= KNOWN
+
+
+def _first_weights(cells: Cells, usual_spread: float) -> list[list[Array]]:
+    """Weights to begin with: runs far from the others of their cell, or of their batch size, count less."""
+    weights = []
+    for j, of_batch in enumerate(cells.losses):
+        if not _is_robust(cells, j):
+            weights.append(cells.weights[j])
+            continue
+        medians = np.array([np.median(cell) for cell in of_batch])
+        apart = [np.abs(cell - median) for cell, median in zip(of_batch, medians, strict=True)]
+        sigma = usual_spread
+        if sum(map(len, of_batch)) - len(of_batch) >= KNOWN:
+            sigma = 1.8 * float(np.median(np.concatenate([of_cell for of_cell in apart if len(of_cell) > 1])))
+        sigma = max(sigma, SMALLEST_SIGMA)
+        base = np.partition(medians, 1)[1]  # the lowest may be an outlier
+        height = max(sigma, float(np.median(medians) - medians.min()))
+        weights.append([
+            np.maximum(1.0, np.maximum(np.abs(cell - base) / height, of_cell / sigma) / FAR) ** -6.0
+            for cell, of_cell in zip(of_batch, apart, strict=True)
+        ])  # fmt: skip
+    return weights
+
+
+def _weights(posterior: Posterior) -> list[list[Array]]:
+    """The weights of runs and cells, given the posterior of the curves."""
+    cells = posterior.cells
+    weights = []
+    for j, (batch, of_batch) in enumerate(zip(cells.sizes, cells.losses, strict=True)):
+        if not _is_robust(cells, j):
+            weights.append(cells.weights[j])
+            continue
+        x = cells.x[j, : len(of_batch)]
+        curves = posterior.loss(batch, x)
+        mean, known = curves.mean(0), curves.var(0)
+        variance = (posterior.noise(batch, x) ** 2).mean(0)
+        new = []
+        for i, losses in enumerate(of_batch):
+            # The cell's expected loss: what the curve says, and its own runs as far as they count so far.
+            of_runs, of_curve = cells.count[j, i] / variance[i], 1 / known[i]
+            centre = (of_runs * cells.mean[j, i] + of_curve * mean[i]) / (of_runs + of_curve)
+            squares = ((losses - centre) ** 2 + 1 / (of_runs + of_curve)) / variance[i]
+            cell = 1.0
+            usual = len(losses) + USUAL * math.sqrt(2 * len(losses))
+            for _ in range(3):
+                runs = np.minimum(1.0, (RUN_DOF + USUAL**2) / (RUN_DOF + cell * squares))
+                cell = min(1.0, (CELL_DOF + usual) / (CELL_DOF + float(runs @ squares)))
+            new.append(cell * runs)
+        weights.append(new)
+    return weights

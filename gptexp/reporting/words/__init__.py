@@ -1,0 +1,1 @@
+"""The analysis in sentences, and what to run next."""

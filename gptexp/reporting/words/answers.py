@@ -1,0 +1,136 @@
+"""The answer of a sweep: for each arm and batch size the best learning rate, how sure it is, and what to run next."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from gptexp.process.terminal import printable
+from gptexp.reporting.listings.progress import is_unfinished
+from gptexp.reporting.listings.terminal_table import Columns
+from gptexp.reporting.statistics.analysis import Analysis, Arm
+from gptexp.reporting.statistics.curves import Curve
+from gptexp.reporting.words.proposals import Proposal
+from gptexp.storage.sweep_record import SweepRecord
+
+TEXTS = ("arm", "status", "surer with")  # titles of the columns of text
+NOTHING = "narrow enough"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What is known at one batch size of an arm. Learning rates and losses are None if no optimum is bracketed.
+
+    Intervals have 95%. Between `tie_low` and `tie_high` a run is expected to lose less than one seed's spread.
+    """
+
+    arm: str  # label; empty if there is only one
+    total_batch_size: int  # tokens
+    status: str  # in a word or two
+    wanted: str  # what would make it surer, and its cost
+    lr: float | None = None
+    low: float | None = None
+    high: float | None = None
+    loss: float | None = None
+    loss_low: float | None = None
+    loss_high: float | None = None
+    tie_low: float | None = None
+    tie_high: float | None = None
+    why: str = ""
+    lowest_lr: float | None = None  # of the runs at this batch size, that with the lowest mean loss
+
+    @property
+    def badges(self) -> tuple[str, ...]:
+        return tuple(self.status.split(", "))
+
+
+def answers_of(
+    analysis: Analysis, sweep: SweepRecord | None, further: Sequence[Proposal], within: float
+) -> list[Answer]:
+    """A row for each batch size and arm, in the order of the batch sizes; none if neither was swept.
+
+    `within`: octaves on each side up to which an interval is narrow enough.
+    """
+    planned = list(sweep.cells.values()) if sweep is not None else []
+    sizes = {cell.total_batch_size for cell in planned}
+    are_swept = len(sizes) > 1 or len({cell.values.get("optim.lr") for cell in planned}) > 1
+    rows: list[Answer] = []
+    for arm in analysis.arms:
+        if arm.is_grid or are_swept:
+            for batch, curve in arm.curves.of.items():
+                wanted = _wanted(arm, batch, further)
+                if not wanted and not curve.noise_is_known:
+                    wanted = "a second seed"
+                elif not wanted and curve.optimum is not None and curve.optimum.is_within(within):
+                    wanted = NOTHING
+                goes_on = sweep is not None and is_unfinished(sweep, analysis.runs, batch)
+                rows.append(_answer(arm, batch, curve, within, wanted, goes_on))
+        for batch in arm.all_diverged if len(arm.runs) > 1 else ():
+            rows.append(Answer(printable(arm.label), batch, "diverged", _wanted(arm, batch, further)))
+    if rows:
+        rows += _not_begun(analysis, sizes)
+    return sorted(rows, key=lambda row: row.total_batch_size)
+
+
+def _answer(arm: Arm, batch: int, curve: Curve, within: float, wanted: str, goes_on: bool) -> Answer:
+    status = ", ".join(_status(curve, within))
+    if goes_on:
+        status, wanted = f"{status}, so far", "its other cells"
+    label, o = printable(arm.label), curve.optimum
+    if o is None:
+        return Answer(label, batch, status, wanted, why=curve.why, lowest_lr=curve.best)
+    return Answer(label, batch, status, wanted, o.lr, o.low, o.high, o.loss, o.loss_low, o.loss_high, o.tie_low,
+                  o.tie_high, curve.why, curve.best)  # fmt: skip
+
+
+def _status(curve: Curve, within: float) -> Iterator[str]:
+    if curve.status == "not bracketed" and curve.side is not None:
+        yield curve.side
+    else:
+        yield curve.status
+    if curve.optimum is not None and not curve.optimum.is_within(within):
+        yield "wide"
+    if not curve.noise_is_known:
+        yield "noise unknown"
+
+
+def _wanted(arm: Arm, batch: int, further: Sequence[Proposal]) -> str:
+    return "; ".join(f"{p.cost}: {p.brings}" for p in further if (p.arm, p.batch) == (arm.label, batch))
+
+
+def _not_begun(analysis: Analysis, planned: set[int]) -> Iterator[Answer]:
+    """The planned batch sizes, in tokens, of which no run has ended."""
+    ended = {batch for arm in analysis.arms for batch in (*arm.losses, *arm.diverged)}
+    for batch in sorted(planned - ended):
+        yield Answer("", batch, "too few, so far", "its first runs")
+
+
+def _best_lr(row: Answer) -> str:
+    """The best learning rate; without an optimum, that of the runs with the lowest loss, and on which side to go on."""
+    if row.lr is not None:
+        return f"{row.lr:.3g}"
+    if row.lowest_lr is None:
+        return ""
+    side = {"higher": " or more", "lower": " or less"}.get(row.badges[0])
+    return f"{row.lowest_lr:.3g}{side}" if side else f"lowest: {row.lowest_lr:.3g}"
+
+
+def table_of_answers(rows: Sequence[Answer]) -> Columns:
+    """Columns of texts; those without any text are left out."""
+
+    def number(value: float | None, form: str) -> str:
+        return "" if value is None else format(value, form)
+
+    def interval(low: float | None, high: float | None, form: str) -> str:
+        return "" if low is None or high is None else f"{low:{form}} to {high:{form}}"
+
+    columns = [
+        ("tokens a step", [f"{row.total_batch_size:,}" for row in rows]),
+        ("arm", [row.arm for row in rows]),
+        ("best lr", [_best_lr(row) for row in rows]),
+        ("95% interval", [interval(row.low, row.high, ".3g") for row in rows]),
+        ("loss there", [number(row.loss, ".4f") for row in rows]),
+        ("its interval", [interval(row.loss_low, row.loss_high, ".4f") for row in rows]),
+        ("within a seed's spread", [interval(row.tie_low, row.tie_high, ".3g") for row in rows]),
+        ("status", [row.status for row in rows]),
+        ("surer with", [row.wanted for row in rows]),
+    ]
+    return [column for column in columns if any(column[1])]

@@ -1,0 +1,83 @@
+"""The sentences of a report."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from gptexp.process.words import counted
+from gptexp.reporting.statistics.forms import Array
+from gptexp.reporting.statistics.law import Law
+from gptexp.reporting.statistics.noise import LEVEL
+from gptexp.reporting.statistics.posterior import interval
+
+WITHIN = 0.5  # octaves on each side of an optimum up to which its interval is narrow enough, unless asked otherwise
+NARROWEST_WITHIN = 0.05  # half of the narrowest interval that is ever given
+OF_LOWEST = "The 95% intervals are corrected for choosing the lowest."
+BEHIND_NATS = 0.05  # by which an arm falls behind, unless asked otherwise; see `arms.falls_behind`
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A conclusion. `badges` belong to the answer for one batch size."""
+
+    text: str  # one sentence
+    why: str = ""  # the statistics behind it, in sentences
+    badges: tuple[str, ...] = ()
+
+    @property
+    def line(self) -> str:
+        return f"{self.text} {self.why}".strip()
+
+
+def nats_higher(gaps: Array, losses: int) -> str:
+    """A loss that is higher than the lowest of several `losses`, by draws of their difference in nats.
+
+    As the lowest is chosen, the 95% interval is wider by Bonferroni's correction for all pairs.
+    """
+    low, high = interval(gaps, 1 - LEVEL / math.comb(losses, 2))
+    return f"{np.median(gaps):.4f} ({low:.4f} to {high:.4f}) nats higher{', within noise' if low <= 0 else ''}"
+
+
+def limits_of_law(law: Law) -> Iterator[tuple[str, str]]:
+    """What limits `law`, each in a few words and in a sentence."""
+    if len(law.sizes) == 2:
+        yield (
+            "two points always lie on a line",
+            "Two points always lie on a line: a third batch size would test this law.",
+        )
+    if law.scatter:
+        yield (
+            "its optima scatter more than their intervals allow",
+            "The optima scatter around the fitted line more than their own intervals allow; the exponent's interval "
+            "includes this scatter.",
+        )
+    if law.bends:
+        yield (
+            "its optima lie on a curve",
+            "In log-log the optima lie on a curve, not on a line: do not extrapolate this law.",
+        )
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the runs say, in the order in which it is read."""
+
+    warnings: list[Finding]
+    answers: list[Finding]  # to `question`, if sentences answer it and no table does
+    findings: list[Finding]  # what else follows, the most important first
+    caveats: list[Finding]  # what the runs cannot say, and how to read the numbers
+    question: str = "Which learning rate"
+
+    @property
+    def lines(self) -> list[str]:
+        return [f.line for f in (*self.warnings, *self.answers, *self.findings, *self.caveats)]
+
+    @property
+    def shortest(self) -> list[str]:
+        """The same without the statistics behind each conclusion, without caveats, and with one warning at most."""
+        warnings = [f.text for f in self.warnings[:1]]
+        if others := len(self.warnings) - 1:
+            warnings = [f"{text} ({counted(others, 'more warning')})" for text in warnings]
+        return [*warnings, *(f.text for f in (*self.answers, *self.findings))]
