@@ -8,6 +8,7 @@ from importlib import import_module
 from pathlib import Path
 
 import gptexp
+from gptexp.process.errors import ConfigError
 from gptexp.process.terminal import report_errors, run_verb
 
 VERBS = {
@@ -24,8 +25,7 @@ VERBS = {
     "compare": "show what differs between runs, and whether their losses differ by more than seeds cause",
     "status": "show the progress of a sweep's cells",
     "ls": "list runs and sweeps",
-    "rm": "remove runs or sweeps",
-    "gc": "remove checkpoints that no command reads",
+    "rm": "remove runs and sweeps, or checkpoints that no command reads",
     "watch": "show a run or a sweep as a live page on this machine",
     "dashboard": "build the project's dashboard on wandb",
     "verify": "check on this machine that gradients do not depend on the ranks, and that resuming is exact",
@@ -51,6 +51,8 @@ def _main() -> None:
         print(*(f"  {name:<11}{what}" for name, what in VERBS.items()), sep="\n")
         print("\n`gptexp VERB --help` shows the options of a verb.")
         return
+    if verb == "gc":
+        raise ConfigError("gc: is `gptexp rm --unneeded-checkpoints` now; its --all is --newest-only")
     if verb not in VERBS:
         print(f"gptexp: {verb}: no such verb; use one of {', '.join(VERBS)}", file=sys.stderr)
         sys.exit(2)

@@ -1,50 +1,97 @@
-"""`gptexp rm DIR…`: removes runs and sweeps."""
+"""`gptexp rm`: removes runs and sweeps, or only their unneeded checkpoints."""
 
 import argparse
 from pathlib import Path
 
-from gptexp.process.errors import EXIT_FAILED, UserError
-from gptexp.process.terminal import confirmed, print_error, printable, run_verb, say, warn
-from gptexp.process.words import counted, size_shown
-from gptexp.storage.inventory import bytes_on_disk, is_sweep
-from gptexp.storage.removal import check_removable, remove, starting_from
+from gptexp.process.errors import EXIT_FAILED, ConfigError, UserError
+from gptexp.process.terminal import confirmed, print_error, printable, run_verb, say, terminal_width, warn
+from gptexp.process.words import size_shown
+from gptexp.reporting.listings.terminal_table import print_table
+from gptexp.storage import run_dir
+from gptexp.storage.inventory import OUTPUTS, is_not_there_yet
+from gptexp.storage.removal import Removal, starting_from, whole_removals
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Remove runs and sweeps, with all their files, after a question."""
+    """Remove runs and sweeps with all their files, after a question.
+
+    With --unneeded-checkpoints, remove only checkpoints that no command reads: of a completed or diverged run all but
+    the newest intact one, those that a changed train.keep_… key keeps, and the best one of a diverged run. And what
+    saves and removals that were killed have left.
+    """
     parser = argparse.ArgumentParser(prog="gptexp rm", description=main.__doc__)
-    parser.add_argument("directories", type=Path, nargs="+", metavar="DIR", help="a run's directory, or a sweep's")
+    parser.add_argument("directories", type=Path, nargs="*", metavar="DIR", help="a run, or a sweep")
+    parser.add_argument(
+        "--unneeded-checkpoints", action="store_true",
+        help=f"keep the runs in DIR and below it, and remove checkpoints that no command reads; default: {OUTPUTS}",
+    )  # fmt: skip
+    parser.add_argument("--newest-only", action="store_true", help="and keep only the newest checkpoint of a done run")
+    parser.add_argument("--dry-run", action="store_true", help="only show what would be removed")
     parser.add_argument("--yes", action="store_true", help="do not ask")
     args = parser.parse_args(argv)
-    named = list(dict.fromkeys(map(_without_links_above, args.directories)))
-    directories = [path for path in named if not {*path.parents} & {*named}]  # a cell is removed with its sweep
-    for path in directories:
-        check_removable(path)
-        for run in starting_from(path):
-            if not {run, *run.parents} & {*directories}:
-                warn(f"warning: {run} starts from the weights in {path} and has no checkpoint of its own yet")
-    sizes = {path: bytes_on_disk(path) for path in directories}
-    say(*(f"{size_shown(size):>12}  {printable(str(path))}" for path, size in sizes.items()))
-    sweeps = sum(map(is_sweep, directories))
-    what = [counted(number, noun) for number, noun in ((sweeps, "sweep"), (len(sizes) - sweeps, "run")) if number]
-    if not confirmed(f"Remove {' and '.join(what)} ({size_shown(sum(sizes.values()))})?", args.yes):
+    if args.unneeded_checkpoints:
+        removals = _unneeded_checkpoints(args.directories or [OUTPUTS], args.newest_only)
+    elif args.newest_only or not args.directories:
+        raise ConfigError("rm: give a run's or a sweep's directory, or --unneeded-checkpoints")
+    else:
+        removals = _runs_and_sweeps(args.directories)
+    if not removals:
+        say("nothing to remove")
+        return 0
+
+    size = sum(removal.size for removal in removals)
+    _show(removals)
+    if args.dry_run:
+        say(f"would free {size_shown(size)}")
+        return 0
+    if not confirmed(f"Remove them ({size_shown(size)})?", args.yes):
         say("nothing was removed")
         return EXIT_FAILED
-    freed = 0
-    for path, size in sizes.items():
-        try:
-            remove(path)
-            freed += size
-        except UserError as error:
-            print_error(error)
+    freed = sum(map(_freed, removals))
     say(f"freed {size_shown(freed)}")
-    return 0 if freed == sum(sizes.values()) else EXIT_FAILED
+    return 0 if freed == size else EXIT_FAILED
 
 
-def _without_links_above(path: Path) -> Path:
-    """The absolute path, of which only the last part may be a link."""
-    path = path.absolute()
-    return path.resolve() if path.name == ".." else path.parent.resolve() / path.name
+def _runs_and_sweeps(directories: list[Path]) -> list[Removal]:
+    removals = whole_removals(directories)
+    removed = {removal.place for removal in removals}
+    for place in removed:
+        for run in starting_from(place):
+            if not {run, *run.parents} & removed:
+                warn(f"warning: {run} starts from the weights in {place} and has no checkpoint of its own yet")
+    return removals
+
+
+def _unneeded_checkpoints(directories: list[Path], newest_only: bool) -> list[Removal]:
+    there = [path for path in directories if not is_not_there_yet(path)]
+    for path in there:
+        run_dir.require_directory(path, "a directory with runs")
+
+    from gptexp.storage.unneeded import unneeded_checkpoints  # imports torch
+
+    return [removal for path in there for removal in unneeded_checkpoints(path, newest_only)]
+
+
+def _show(removals: list[Removal]) -> None:
+    """Print a table of what is removed, without columns that would be empty."""
+    columns = {
+        "directory": [printable(str(removal.place)) for removal in removals],
+        "status": [removal.status for removal in removals],
+        "checkpoints removed": [removal.checkpoints for removal in removals],
+        "stay": [removal.stay for removal in removals],
+        "frees": [size_shown(removal.size) for removal in removals],
+    }
+    full = [(title, texts) for title, texts in columns.items() if any(texts)]
+    print_table(full, ["directory"], ["status"], ["status", "stay"], terminal_width())
+
+
+def _freed(removal: Removal) -> int:
+    """Bytes that removing has freed; prints the error if it fails."""
+    try:
+        return removal.remove()
+    except UserError as error:
+        print_error(error)
+    return 0
 
 
 if __name__ == "__main__":

@@ -239,7 +239,7 @@ WITH_TORCH = {
     "command/prediction.py",
     "data/loader.py",
     "storage/checkpoint.py",
-    "storage/garbage.py",
+    "storage/unneeded.py",
     "storage/tensor_files.py",
     "storage/weight_files.py",
 }  # exceptions in those folders

@@ -2,22 +2,25 @@
 
 The locks of a directory are held while it is removed, so that no run and no sweep begins in it. It is first renamed to
 `.removed-<number>` beside it, and then emptied file by file. One rename is atomic: a kill leaves either the whole run
-under its name or a hidden directory that no command takes for a run, and that `gptexp gc` removes. The name of the run
-is not part of the new one, because a sweep looks for its cells by the end of their names.
+under its name or a hidden directory that no command takes for a run, and that `gptexp rm --unneeded-checkpoints`
+removes. The name of the run is not part of the new one, because a sweep looks for its cells by the end of their names.
 """
 
 import re
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from gptexp.config.branching import run_and_step
 from gptexp.config.schema import from_dict
 from gptexp.process.errors import CheckpointError, ConfigError, InUseError
+from gptexp.process.terminal import as_command
 from gptexp.storage import run_dir, sweep_record
-from gptexp.storage.inventory import cells, find, is_sweep
+from gptexp.storage.inventory import bytes_on_disk, cells, find, is_sweep
 from gptexp.storage.reader import open_text, parse_json, read_json, read_yaml
 
 REMOVED = re.compile(r"\.removed-\d+")  # name of a directory that is being removed
@@ -49,6 +52,36 @@ _RUN, _SWEEP = (re.compile("|".join(parts), re.DOTALL) for parts in (_OF_RUN, _O
 _FOLDERS = re.compile(
     rf"\.hydra|checkpoints|{_CHECKPOINT}|profile|pictures|wandb|{_WANDB_RUN}.*|\.submitit(/.*)?", re.DOTALL
 )
+
+
+@dataclass(frozen=True)
+class Removal:
+    """What `gptexp rm` removes from one place."""
+
+    place: Path  # a run, a sweep, or the folder in which a removal was killed
+    status: str  # of the run
+    size: int  # bytes
+    remove: Callable[[], int]  # returns the bytes that are free afterwards; raises `UserError`
+    checkpoints: str = ""  # those removed, in words, if the run stays
+    stay: str = ""  # and those that stay
+
+
+def whole_removals(directories: list[Path]) -> list[Removal]:
+    """The removals of whole runs and sweeps; a cell is removed with its sweep. Raises as `check_removable` does."""
+    places = list(dict.fromkeys(map(_without_links_above, directories)))
+    removals = []
+    for place in places:
+        if not {*place.parents} & {*places}:
+            check_removable(place)
+            size = bytes_on_disk(place)
+            removals.append(Removal(place, "sweep" if is_sweep(place) else "run", size, partial(remove, place)))
+    return removals
+
+
+def _without_links_above(path: Path) -> Path:
+    """The absolute path, of which only the last part may be a link."""
+    path = path.absolute()
+    return path.resolve() if path.name == ".." else path.parent.resolve() / path.name
 
 
 def check_removable(directory: Path) -> None:
@@ -90,9 +123,13 @@ def starting_from(directory: Path) -> list[Path]:
     return found
 
 
-def remove(directory: Path) -> None:
-    """Remove a run or a sweep. Raises as `check_removable` does, and then nothing is removed, or `StorageError`."""
+def remove(directory: Path) -> int:
+    """Remove a run or a sweep and return the bytes that are free afterwards.
+
+    Raises as `check_removable` does, and then nothing is removed, or `StorageError`.
+    """
     check_removable(directory)
+    size = bytes_on_disk(directory)
     hidden = directory.with_name(f".removed-{time.time_ns()}")
     with _held(directory):
         with run_dir.storage_errors(f"{directory}: cannot be removed"):
@@ -105,13 +142,13 @@ def remove(directory: Path) -> None:
             with run_dir.storage_errors(f"{error}; nothing was removed, but {directory} is now {hidden}"):
                 hidden.rename(directory)
             raise type(error)(str(error).replace(str(hidden), str(directory))) from None
-        with run_dir.storage_errors(
-            f"{directory}: partly removed; gptexp gc {directory.parent} removes the rest, {hidden}"
-        ):
+        rest = as_command(["rm", "--unneeded-checkpoints", str(directory.parent)])
+        with run_dir.storage_errors(f"{directory}: partly removed; `{rest}` removes the rest, {hidden}"):
             remove_files(hidden)
     if DATE.fullmatch(directory.parent.name):
         with suppress(OSError):  # other runs are in it
             directory.parent.rmdir()
+    return size
 
 
 @contextmanager

@@ -17,7 +17,6 @@ import pytest
 import yaml
 from sweeps import write_run
 
-from gptexp.gc import main as gc
 from gptexp.ls import main
 from gptexp.process.errors import ConfigError
 from gptexp.reporting.listings.listing import Row, model_name
@@ -334,7 +333,6 @@ def test_without_runs_a_line_says_so(tmp_path: Path, capsys: pytest.CaptureFixtu
         (main, [], "outputs: no runs yet\n"),
         (main, ["--json"], "[]\n"),
         (main, ["-q"], ""),
-        (gc, [], "outputs: no runs yet\n"),
     ],
 )
 def test_before_the_first_run_the_default_directory_need_not_exist(

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from sweeps import write_run
 
-from gptexp.gc import main as gc
 from gptexp.loggers.wandb import ID_FILE
 from gptexp.process.errors import ConfigError, InUseError, StorageError
 from gptexp.reporting.listings.listing import list_runs
@@ -18,9 +17,10 @@ from gptexp.reporting.page.write import NUMBERS, PAGE, PICTURES, TABLE
 from gptexp.rm import main
 from gptexp.run.nodes import leave_mark
 from gptexp.run.pool import OUTPUT
-from gptexp.storage import garbage, removal, run_dir
+from gptexp.storage import removal, run_dir
 from gptexp.storage.inventory import find
 from gptexp.storage.removal import REMOVED, check_removable, remove
+from gptexp.storage.unneeded import unneeded_checkpoints
 from gptexp.sweep.jobs import JOB, JOBS
 from gptexp.sweep.study import LOCK, STUDY
 
@@ -237,11 +237,13 @@ def test_a_cell_begun_by_hand_during_the_removal_of_its_sweep_is_kept_and_named(
     assert str(sweep) in str(refused.value)
     assert str(hidden) in str(refused.value)
     assert (hidden / cell.name / run_dir.CONFIG).exists()
-    assert garbage.find_garbage(sweep.parent) == []
-    with pytest.raises(InUseError):
-        garbage.remove_garbage(garbage.Garbage(sweep.parent, "", [hidden]))
+    assert unneeded_checkpoints(sweep.parent) == []
     begun[0].release()
-    assert [found.directories for found in garbage.find_garbage(sweep.parent)] == [[hidden]]
+    [removal] = unneeded_checkpoints(sweep.parent)
+    with run_dir.held(hidden / cell.name, run_dir.LOCK), pytest.raises(InUseError):
+        removal.remove()
+    assert removal.remove() > 0
+    assert not hidden.exists()
 
 
 def test_after_an_error_the_others_are_removed_and_the_rest_is_named(
@@ -263,9 +265,11 @@ def test_after_an_error_the_others_are_removed_and_the_rest_is_named(
     assert not other.exists()
     assert not sweep.exists()
     said = capsys.readouterr()
-    assert f"{run}: partly removed; gptexp gc {run.parent} removes the rest, {hidden}" in said.err
+    assert (
+        f"{run}: partly removed; `gptexp rm --unneeded-checkpoints {run.parent}` removes the rest, {hidden}" in said.err
+    )
     monkeypatch.undo()
-    assert gc([str(run.parent), "--yes"]) == 0
+    assert main(["--unneeded-checkpoints", str(run.parent), "--yes"]) == 0
     assert not hidden.exists()
 
 
@@ -314,7 +318,7 @@ remove(Path(sys.argv[1]))
 
 
 def test_a_kill_at_any_moment_leaves_the_whole_sweep_or_none(sweep: Path, tmp_path: Path) -> None:
-    """And what it leaves can be removed with `gptexp gc`, which takes it for nothing else."""
+    """And what it leaves can be removed with `--unneeded-checkpoints`, which takes it for nothing else."""
     for number, moment in enumerate((0, 1, 2, 5, 8, 9, 10, 11)):
         root = tmp_path / str(number)
         copy = shutil.copytree(sweep, root / "sweep")
@@ -328,5 +332,5 @@ def test_a_kill_at_any_moment_leaves_the_whole_sweep_or_none(sweep: Path, tmp_pa
         with pytest.raises(ConfigError):
             find_runs(root)
         assert any(root.iterdir()) == (done.returncode == 9)
-        assert gc([str(root), "--yes"]) == 0
+        assert main(["--unneeded-checkpoints", str(root), "--yes"]) == 0
         assert not any(root.iterdir())

@@ -1,4 +1,4 @@
-"""`gptexp gc`: what no command reads is removed, and the newest intact checkpoint of each run stays."""
+"""`gptexp rm --unneeded-checkpoints`: what no command reads is removed, and the newest intact checkpoint of each run stays."""
 
 import hashlib
 import shutil
@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from gptexp.gc import main
 from gptexp.process.errors import ConfigError
+from gptexp.rm import main
 from gptexp.storage import run_dir
 from gptexp.storage.checkpoint import newest
 
@@ -41,7 +41,7 @@ def test_of_a_run_that_is_done_the_newest_checkpoint_stays(
 ) -> None:
     set_status(run, status)
     before = newest(run / run_dir.CHECKPOINTS)
-    assert main([str(tmp_path / "outputs"), "--yes"]) == 0
+    assert main(["--unneeded-checkpoints", str(tmp_path / "outputs"), "--yes"]) == 0
     assert left(run) == STEPS[-1:]
     assert newest(run / run_dir.CHECKPOINTS) == before
     out = capsys.readouterr().out
@@ -52,7 +52,7 @@ def test_of_a_run_that_is_done_the_newest_checkpoint_stays(
 @pytest.mark.parametrize("status", ["interrupted", "failed", "running", "nonsense"])
 def test_of_a_run_that_may_resume_every_checkpoint_stays(run: Path, status: str) -> None:
     set_status(run, status)
-    main([str(run), "--yes"])
+    main(["--unneeded-checkpoints", str(run), "--yes"])
     assert left(run) == ["rejected-12-step-00000005", *STEPS]
 
 
@@ -60,7 +60,7 @@ def test_nothing_of_a_running_run_is_removed(run: Path) -> None:
     before = left(run)
     for lock in run_dir.LOCKS:
         with run_dir.held(run, lock):
-            assert main([str(run), "--yes"]) == 0
+            assert main(["--unneeded-checkpoints", str(run), "--yes"]) == 0
     assert left(run) == before
 
 
@@ -78,10 +78,10 @@ def test_what_a_changed_key_keeps_stays_unless_all_are_given(
     run: Path, keys: dict[str, int], steps: list[int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     set_keys(run, **keys)
-    main([str(run), "--yes"])
+    main(["--unneeded-checkpoints", str(run), "--yes"])
     assert [run_dir.step_of(run / name) for name in left(run)] == steps
     assert ", ".join(map(str, steps)) in capsys.readouterr().out
-    main([str(run), "--yes", "--all"])
+    main(["--unneeded-checkpoints", str(run), "--yes", "--newest-only"])
     assert left(run) == STEPS[-1:]
 
 
@@ -95,7 +95,7 @@ def test_of_a_diverged_run_the_best_checkpoint_stays(run: Path) -> None:
         manifest = run_dir.read_json(path / "manifest.json")
         manifest["state.json"] = [len(text), hashlib.sha256(text).hexdigest()]
         run_dir.write_json(path / "manifest.json", manifest)
-    main([str(run), "--yes"])
+    main(["--unneeded-checkpoints", str(run), "--yes"])
     assert left(run) == STEPS[1:]
 
 
@@ -104,7 +104,7 @@ def test_hashes_are_computed_only_before_a_removal(run: Path, monkeypatch: pytes
         raise AssertionError(path)
 
     monkeypatch.setattr("gptexp.storage.checkpoint._sha256", hashed)
-    assert main([str(run), "--dry-run"]) == 0
+    assert main(["--unneeded-checkpoints", str(run), "--dry-run"]) == 0
 
 
 @pytest.mark.parametrize("intact_before", [True, False])
@@ -115,7 +115,7 @@ def test_a_damaged_newest_checkpoint_stays_with_the_intact_one_before_it(run: Pa
         weights = run / run_dir.CHECKPOINTS / name / "model.safetensors"
         weights.write_bytes(weights.read_bytes()[:-1] + b"x")  # of the same size, so that only its hash tells
     before = left(run)
-    assert main([str(run), "--yes"]) == 1  # less was freed than the table said
+    assert main(["--unneeded-checkpoints", str(run), "--yes"]) == 1  # less was freed than the table said
     assert left(run) == (STEPS[1:] if intact_before else before)
 
 
@@ -133,7 +133,7 @@ def test_what_gptexp_has_not_written_stays(run: Path, what: str, tmp_path: Path)
     else:
         run.rename(tmp_path / "elsewhere")
         run.symlink_to(tmp_path / "elsewhere")
-    main([str(place), "--yes"])
+    main(["--unneeded-checkpoints", str(place), "--yes"])
     assert older.exists()
     assert ((tmp_path / "elsewhere").exists()) == (what != "a file")
     assert {STEPS[0], STEPS[2]} <= {*left(run)}
@@ -141,10 +141,10 @@ def test_what_gptexp_has_not_written_stays(run: Path, what: str, tmp_path: Path)
 
 def test_dry_run_and_no_answer_remove_nothing(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = left(run)
-    assert main([str(run), "--dry-run"]) == 0
+    assert main(["--unneeded-checkpoints", str(run), "--dry-run"]) == 0
     assert "would free" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="--yes"):
-        main([str(run)])
+        main(["--unneeded-checkpoints", str(run)])
     assert left(run) == before
 
 
@@ -167,7 +167,7 @@ def test_a_kill_leaves_no_checkpoint_that_looks_damaged(run: Path, monkeypatch: 
 
         monkeypatch.setattr(Path, "unlink", killed)
         try:
-            main([str(run), "--yes"])
+            main(["--unneeded-checkpoints", str(run), "--yes"])
         except KilledError:
             for path in run_dir.published(checkpoints):
                 assert len(list(path.iterdir())) == 4
@@ -179,7 +179,7 @@ def test_a_kill_leaves_no_checkpoint_that_looks_damaged(run: Path, monkeypatch: 
 def test_a_directory_without_garbage_is_left_alone(finished_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = left(finished_run)
     if len(before) == 1:
-        assert main([str(finished_run), "--yes"]) == 0
+        assert main(["--unneeded-checkpoints", str(finished_run), "--yes"]) == 0
         assert "nothing to remove" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="no such directory"):
-        main(["nowhere"])
+        main(["--unneeded-checkpoints", "nowhere"])
