@@ -1,4 +1,4 @@
-"""`gptexp rm --unneeded-checkpoints`: what no command reads is removed, and the newest intact checkpoint of each run stays."""
+"""`gptexp rm --unneeded-checkpoints`: of each run the newest intact checkpoint stays, and all that is not done."""
 
 import hashlib
 import shutil
