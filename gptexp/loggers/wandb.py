@@ -34,9 +34,7 @@ STOPPED_SPARE_S = 5.0  # the same for a run that was stopped by a signal
 MOST_WAITING = 10_000  # queued events, beyond which wandb counts as stuck
 ID_FILE = "wandb.json"
 MODE = "WANDB_MODE"  # environment variable
-MODES = {  # its values, wandb's older names included
-    "": "auto", "online": "online", "run": "online", "offline": "offline", "dryrun": "offline", "disabled": "disabled",
-}  # fmt: skip
+MODES = {"": "auto", "run": "online", "dryrun": "offline"} | {m: m for m in ("online", "offline", "disabled")}
 LOSSES = ("train/loss", "val/loss", "val/loss_ema", "val/ppl", "val/bpb")
 PREEMPTED = (EXIT_CODES["SIGUSR1"], EXIT_CODES["SIGTERM"])
 SUMMARY = (
@@ -54,18 +52,16 @@ class WandbSink(Sink):
         self, cfg: LogConfig, mode: str, directory: Path, config: dict[str, Any], sweep: str | None, kind: str
     ) -> None:
         self._log, self._cfg, self._mode = cfg, cfg.wandb, mode
-        self._directory, self._config = directory, config
+        self._directory, self._config, self._sweep, self._kind = directory, config, sweep, kind
         self._folder = Path(os.environ.get("WANDB_DIR") or directory).absolute() / "wandb"  # of wandb's own files
         self._run_id = ""
-        self._sweep, self._kind = sweep, kind
         self._wandb: Any = None  # the module, imported by the thread
         self._run: Any = None
         self._checkpoint: Path | None = None  # the newest
-        self._failed = self._finished = False
+        self._failed = False
         self._upload_error: str | None = None  # of the first file whose upload failed
-        self._waiting: queue.Queue[Callable[[], None]] = queue.Queue(MOST_WAITING)
+        self._calls: queue.Queue[Callable[[], None] | None] = queue.Queue(MOST_WAITING)  # None: the last one is made
         self._begun = threading.Event()
-        self._put(self._begin)
         self._thread = threading.Thread(target=self._work, name="wandb", daemon=True)
         self._thread.start()
         self._begun.wait(INIT_TIMEOUT_S)
@@ -216,23 +212,24 @@ class WandbSink(Sink):
                 warn(f"wandb: logged offline; {self._how_to_upload}")
             elif self._upload_error is not None:
                 warn(f"wandb: files were not uploaded ({self._upload_error}); {self._how_to_upload}")
-        self._finished = True
+        self._calls.put(None)
 
     def _put(self, call: Callable[[], None]) -> None:
         if self._failed:
             return
         try:
-            self._waiting.put_nowait(call)
+            self._calls.put_nowait(call)
         except queue.Full:
             self._fail("is too slow")
 
     def _work(self) -> None:
-        """Make the queued calls in order until the run is finished or a call fails; the body of the thread."""
-        while not self._failed and not self._finished:
-            try:
-                self._waiting.get()()
-            except Exception as error:
-                self._fail(f"failed ({type(error).__name__}: {first_line(error)})")
+        """Begin the run, and make the queued calls in order until it is finished or a call fails; the thread's body."""
+        try:
+            self._begin()
+            while not self._failed and (call := self._calls.get()):
+                call()
+        except Exception as error:
+            self._fail(f"failed ({type(error).__name__}: {first_line(error)})")
         self._begun.set()
 
     def _fail(self, what: str) -> None:
