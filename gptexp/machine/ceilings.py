@@ -14,9 +14,8 @@ from torch import Tensor
 
 from gptexp.config.rules import missing_kernel
 from gptexp.config.schema import ModelConfig
-from gptexp.machine.attention import KERNELS, attention_kernel
 from gptexp.machine.device import is_out_of_memory, missing_compiler
-from gptexp.model.attention import Attention, attention_function
+from gptexp.model.attention import KERNELS, Attention, attention_function, attention_kernel
 
 MEASURE_S = 0.3  # minimum duration of one measurement in seconds
 LAYERS = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj", "lm_head", "model")  # "model": all of a step

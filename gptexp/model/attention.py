@@ -1,4 +1,4 @@
-"""Causal attention as products of large blocks, for a CPU that computes products in bfloat16 fast.
+"""The kernels of causal attention: torch's, and one of large blocks for a CPU that computes products in bfloat16 fast.
 
 torch's flash kernel for CPUs works on small tiles, on an AMD EPYC with avx512_bf16 at a third of the rate of large
 products. Here all heads of a block of queries, or of keys, are one product, and compiled functions pass over its result
@@ -9,12 +9,15 @@ the scores again. B batch, H heads, T time, D head size, Z = B·H.
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gptexp.model.compiler import compiled
 from gptexp.model.loss import LOG2_E
@@ -22,6 +25,35 @@ from gptexp.model.loss import LOG2_E
 BLOCK = 256  # queries or keys
 
 Attention = Callable[..., Tensor]  # with the arguments of `scaled_dot_product_attention`
+
+
+@dataclass(frozen=True)
+class Kernel:
+    backend: SDPBackend | None  # None: gptexp's own
+    float32_on: tuple[str, ...]  # devices on which it supports float32
+
+
+KERNELS = {
+    "cudnn": Kernel(SDPBackend.CUDNN_ATTENTION, ()),
+    "flash": Kernel(SDPBackend.FLASH_ATTENTION, ("cpu",)),
+    "efficient": Kernel(SDPBackend.EFFICIENT_ATTENTION, ("cuda",)),
+    "math": Kernel(SDPBackend.MATH, ("cuda", "cpu", "mps")),
+    "blocked": Kernel(None, ("cpu",)),
+}
+
+
+def attention_kernel(name: str, asked: bool, device: str) -> AbstractContextManager[object]:
+    """A context in which torch's attention uses kernel `name`. Unless it was `asked` for, others serve as fallback.
+
+    It must contain the backward pass, because a checkpointed block recomputes its attention there.
+    """
+    first = KERNELS[name].backend
+    # On a CPU torch tries flash first, whatever the order; and math needs no fallback.
+    only = asked or (device, name) == ("cpu", "math")
+    if first is None or (not only and device != "cuda"):
+        return nullcontext()  # torch chooses the kernel, if it is to compute attention
+    others = [] if only else [k.backend for k in KERNELS.values() if k.backend not in (None, first)]
+    return sdpa_kernel([first, *others], set_priority=True)
 
 
 def attention_function(kernel: str) -> Attention:
@@ -70,11 +102,11 @@ def _(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
 
 @torch.library.custom_op("gptexp::blocked_attention_backward", mutates_args=())
 def _backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum: Tensor, scale: float
+    grad: Tensor, qkv: list[Tensor], out: Tensor, log_sum: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of `q`, `k` and `v`, for the gradient `grad` of `out`."""
-    shape, along = q.shape, _flat((grad.float() * out).sum(-1, keepdim=True))
-    grad, q, k, v = (_flat(z) for z in (grad, q, k, v))
+    """The gradients of `qkv`, the queries, keys and values, for the gradient `grad` of `out`."""
+    shape, along = grad.shape, _flat((grad.float() * out).sum(-1, keepdim=True))
+    grad, q, k, v = (_flat(z) for z in (grad, *qkv))
     # A block of keys has all rows from its own first on, so its gradients are complete, and only that of q is a sum.
     grad_q = torch.zeros_like(q, dtype=torch.float32)
     grad_k, grad_v = torch.empty_like(k), torch.empty_like(v)
@@ -85,8 +117,7 @@ def _backward(
             q[:, rows].contiguous(),
             k[:, keys].contiguous(),
             v[:, keys],
-            log_sum[:, rows],
-            along[:, rows],
+            (log_sum[:, rows], along[:, rows]),
             scale,
         )
         grad_q[:, rows] += of_q
@@ -94,9 +125,8 @@ def _backward(
 
 
 @_backward.register_fake
-def _(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum: Tensor, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(grad: Tensor, qkv: list[Tensor], out: Tensor, log_sum: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = qkv
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
@@ -109,7 +139,8 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 @once_differentiable
 def _gradient(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    return *_backward(grad, *ctx.saved_tensors, ctx.scale), None
+    *qkv, out, log_sum = ctx.saved_tensors
+    return *_backward(grad, qkv, out, log_sum, ctx.scale), None
 
 
 _forward.register_autograd(_gradient, setup_context=_keep)
@@ -133,15 +164,15 @@ def _of_queries(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, 
 
 
 def _of_keys(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, log_sum: Tensor, along: Tensor, scale: float
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sums: tuple[Tensor, Tensor], scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of M keys and values, and what these keys add to the gradient of the queries, which comes first.
 
     The N queries, with the gradient `grad` of their output (Z, N, D), are those of all tokens from the first key on.
-    `along` (Z, N, 1) is the sum over D of the output times `grad`.
+    `sums`, each (Z, N, 1): log2 of the sums of exp(scores); the sum over D of the output times `grad`.
     """
     scores, of_exps = q @ k.mT, grad @ v.mT
-    arguments = (z.flatten(0, 1) for z in (scores, of_exps, log_sum, along))
+    arguments = (z.flatten(0, 1) for z in (scores, of_exps, *sums))
     exps, of_scores = (z.view(scores.shape) for z in compiled(_gradients, dynamic=True)(*arguments, scale))
     for z in (exps, of_scores):
         z[:, : k.shape[1]].tril_()  # no query sees the keys after it

@@ -26,7 +26,6 @@ from gptexp.distributed.ranks import Rank
 from gptexp.distributed.sharding import SplitParameters, split
 from gptexp.machine.device import missing_compiler
 from gptexp.machine.effective import Effective
-from gptexp.machine.measured import in_config
 from gptexp.model import attention, loss
 from gptexp.model.attention import attention_function
 from gptexp.model.compiler import compile_options
@@ -74,7 +73,17 @@ def replace_unwritable_caches() -> list[str]:
 
 def compiles(effective: Effective) -> bool:
     """Whether a step compiles anything: the model, or functions of its loss and attention."""
-    return effective.compile.value or effective.loss.value == "fused" or effective.attention.value == "blocked"
+    return bool(_compiled_parts(effective))
+
+
+def _compiled_parts(effective: Effective) -> list[tuple[str, str]]:
+    """The settings that compile something, each with one that needs no compiler."""
+    parts = {
+        ("train.compile=on", "train.compile=off"): effective.compile.value,
+        ("train.loss=fused", "train.loss=chunked"): effective.loss.value == "fused",
+        ("train.attention=blocked", "train.attention=flash"): effective.attention.value == "blocked",
+    }
+    return [settings for settings, is_used in parts.items() if is_used]
 
 
 def refuse_missing_compiler(effective: Effective, device: torch.device) -> None:
@@ -82,11 +91,9 @@ def refuse_missing_compiler(effective: Effective, device: torch.device) -> None:
     missing = (
         missing_compiler(device) if device.type in ("cpu", "cuda") else f"torch.compile is incomplete for {device}"
     )
-    without = {"compile": (True, "off"), "loss": ("fused", "chunked"), "attention": ("blocked", "flash")}
-    needs = [key for key, (value, _) in without.items() if effective.choices[key].value == value]
-    if missing and needs:
-        asked = " ".join(f"train.{key}={in_config(effective.choices[key].value)}" for key in needs)
-        raise ConfigError(f"{asked}: {missing}; use {' '.join(f'train.{key}={without[key][1]}' for key in needs)}")
+    if missing and (parts := _compiled_parts(effective)):
+        asked, others = (" ".join(settings) for settings in zip(*parts, strict=True))
+        raise ConfigError(f"{asked}: {missing}; use {others}")
 
 
 def build_gpt(cfg: Config, effective: Effective, device: torch.device) -> GPT:

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from gptexp.config.schema import ModelConfig
-from gptexp.machine.attention import KERNELS
 from gptexp.machine.ceilings import LAYERS, attention_ms, copy_bandwidth, gemm_rates, gemm_shapes
+from gptexp.model.attention import KERNELS
 from gptexp.model.gpt import GPT
 
 SMALL = ModelConfig(n_layer=3, n_head=2, n_embd=32, block_size=16, vocab_size=512)

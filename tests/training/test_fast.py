@@ -20,11 +20,10 @@ from gptexp.config.schema import AdamWConfig, Config, ModelConfig
 from gptexp.data.loader import MicroBatch
 from gptexp.distributed.ranks import Rank
 from gptexp.distributed.reduction import MeanReduction
-from gptexp.machine.attention import attention_kernel
 from gptexp.machine.device import has_native_bfloat16
 from gptexp.machine.effective import forward_context, step_context
 from gptexp.machine.resolve import resolve
-from gptexp.model.attention import Attention, blocked_attention
+from gptexp.model.attention import Attention, attention_kernel, blocked_attention
 from gptexp.model.gpt import GPT, Loss
 from gptexp.model.loss import chunked_cross_entropy, fused_cross_entropy, plain_cross_entropy
 from gptexp.run.build import build_gpt
