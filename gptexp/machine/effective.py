@@ -57,7 +57,7 @@ class Effective:
     dtype: Choice[str]  # float32, or bfloat16 by autocast
     matmul_precision: Choice[str]  # of products in float32, torch's names; "high" is TF32
     compile: Choice[bool]
-    attention: Choice[str]  # kernel; blocked is gptexp's own
+    attention: Choice[str]  # kernel
     loss: Choice[str]  # plain, chunked or fused
     fused: Choice[bool]  # AdamW's kernel
     threads_per_rank: Choice[int]

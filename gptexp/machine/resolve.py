@@ -42,9 +42,7 @@ USABLE = 0.85  # maximum share of the free memory that an estimate may use
 # (two cores of an Intel Xeon with amx_bf16, torch 2.13, least CPU time): 128 × 64 0.7 to 0.8, 128 × 256 1.1,
 # 128 × 1,024 1.2, 192 × 256 1.3, 256 × 256 1.7, 384 × 256 1.7, 512 × 256 2.1.
 NARROW, BRIEF, FEW_IDS = 128, 128, 4096
-# Tokens up to which compiled math attention is the fastest on a CPU, where the scores of a layer fit the caches. At 64
-# tokens a step of `gptexp bench char` took 24 ms, and 27 with blocked attention; at 256 both take as long as the other.
-# At 1,024 tokens, blocks with flash are 13% faster in float32.
+# Tokens up to which compiled math attention is the fastest on a CPU, where the scores of a layer fit the caches.
 SHORT = 256
 SMALL_VOCABULARY = 1024  # ids up to which whole logits take less time than chunks
 
@@ -134,14 +132,12 @@ def _kernels(
     cfg: Config, device: Device, before: Effective | None, dtype: str, compiled: bool
 ) -> tuple[Choice[str], Choice[str]]:
     """attention and loss. `before` has the saved choices for the same dtype and compilation."""
-    dropout = cfg.model.dropout
-    saved = before.attention if before else None
     attention = _choose(
         cfg.train.attention,
-        None if saved and saved.value == "blocked" and dropout else saved,
-        lambda: _best_kernel(device, dtype, compiled, cfg.seq_len, dropout),
+        before.attention if before else None,
+        lambda: _best_kernel(device, dtype, compiled, cfg.seq_len),
     )
-    _check_kernel(attention.value, device.type, dtype, attention.source == "asked", dropout)
+    _check_kernel(attention.value, device.type, dtype, attention.source == "asked", cfg.model.dropout)
     loss = _choose(cfg.train.loss, before.loss if before else None, lambda: _loss(cfg, device.type, dtype, compiled))
     return attention, loss
 
@@ -275,13 +271,11 @@ def _check_kernel(name: str, device: str, dtype: str, asked: bool, dropout: floa
         )
 
 
-def _best_kernel(device: Device, dtype: str, compiled: bool, seq_len: int, dropout: float) -> tuple[str, str]:
+def _best_kernel(device: Device, dtype: str, compiled: bool, seq_len: int) -> tuple[str, str]:
     """The fastest kernel for `dtype` and sequences of `seq_len` tokens, with the reason."""
     if device.type == "cpu":
         if compiled and seq_len <= SHORT:
             return "math", f"compiled, it is the fastest up to {SHORT} tokens"
-        if compiled and dtype == "bfloat16" and not dropout and cpu.has_fast_bfloat16():
-            return "blocked", "products of large blocks are faster than flash in bfloat16"
         return "flash", "torch's kernel for CPUs"
     if device.type != "cuda":
         return "math", "the only kernel for this device"
