@@ -17,6 +17,7 @@ better one of 512 and 1,024 rows); and how far a process grows for it, in MiB:
                 f32     1,212      855    913    1,072                 198             233
     1,024 × 768 bf16    1,619    1,013  1,204    3,564
                 f32              1,983  2,016    2,244
+    8,192 × 768 bf16             9,153          26,594      (one call each)
 """
 
 import math
