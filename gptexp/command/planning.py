@@ -36,7 +36,7 @@ from gptexp.distributed.ranks import AT_ONCE, Rank
 from gptexp.machine.device import Device, pick_device
 from gptexp.machine.effective import Effective, load_effective
 from gptexp.machine.gpu_memory import excess, memory_by_sharding
-from gptexp.machine.resolve import estimate
+from gptexp.machine.resolve import estimate, resolve
 from gptexp.model.flops import count_parameters, flops_per_token
 from gptexp.model.gpus import UNKNOWN_GPU, Gpu
 from gptexp.process.errors import ConfigError, DataError, UserError, first_line
@@ -44,7 +44,6 @@ from gptexp.process.terminal import terminal_width, warn
 from gptexp.process.words import counted, duration, rounded
 from gptexp.reporting.listings.terminal_table import print_table
 from gptexp.run.calibrate import pace, sample
-from gptexp.run.timing import resolve_with_trial
 from gptexp.sweep.cells import Draft, confounds, refuse_illegal
 from gptexp.sweep.grid import Grid
 
@@ -147,7 +146,7 @@ def plan(cfg: Config, earlier: Effective | None = None, gpu: Gpu | None = None) 
     rank = Rank(0, world_size, 0, local)
 
     def resolved(of: Config) -> Effective:
-        return resolve_with_trial(of, device, rank, earlier, n_vocab or ASSUMED_CHARACTERS, measure=None)
+        return resolve(of, device, rank, earlier, n_vocab or ASSUMED_CHARACTERS)
 
     effective = resolved(cfg)
     unknown = None if n_vocab or cfg.model.vocab_size != AUTO else cfg.data.tokenizer

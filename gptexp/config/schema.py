@@ -30,7 +30,6 @@ SHARDINGS = ("none", "optimizer", "full")  # of world.sharding
 # The kernels of attention, each with the devices that have it.
 ATTENTION_DEVICES = {
     "cudnn": ("cuda",), "flash": ("cuda", "cpu"), "efficient": ("cuda",), "math": ("cuda", "cpu", "mps"),
-    "blocked": ("cpu",),
 }  # fmt: skip
 
 
@@ -415,16 +414,13 @@ class TrainConfig:
     max_minutes: float | None = _positive(None)  # minutes until the run saves a checkpoint and stops; null: no limit
     seed: int = _ruled(1337, lambda v: 0 <= v < LIMIT, "must lie in [0, 2^63)")  # of weights, data order and dropout
     deterministic: bool = False  # torch's deterministic algorithms: slower, the same bits in each run on GPUs
-    dtype: str = _choice("auto", "float32", "bfloat16")  # auto: bfloat16 where the hardware computes it faster; in a
-    # long run on a CPU the faster one in a trial
+    dtype: str = _choice("auto", "float32", "bfloat16")  # auto: bfloat16 where the hardware computes it faster
     matmul_precision: str = _choice("auto", "highest", "high", "medium")  # of float32, torch's names; high: TF32
-    attention: str = _choice("auto", *ATTENTION_DEVICES)  # torch's kernels, and blocked: gptexp's own for CPUs, without
-    # dropout; auto takes blocked for compiled bfloat16 with more than 256 tokens; if set, no other is used in training;
-    # in a long run on a CPU that is not compiled, auto takes the fastest one in a trial
+    attention: str = _choice("auto", *ATTENTION_DEVICES)  # torch's kernels; if set, no other is used in training
     compile: str = _choice("auto", "on", "off")  # torch.compile; auto: on for GPUs and for long runs on CPUs that gain
     loss: str = _choice("auto", "plain", "chunked", "fused")  # chunked: keeps no logits; fused: the same with compiled
     # passes over each chunk; auto: plain on GPUs and for small vocabularies, else fused for compiled bfloat16, else
-    # chunked; in a long run on a CPU the fastest one in a trial
+    # chunked
     activation_checkpointing: bool = False  # keeps only each block's input and recomputes the rest: needs less memory
     activation_checkpointing_every: int = _positive(1)  # blocks: does so for the first of each so many; 1: for all
     device: str = _choice("auto", "cpu", "cuda", "mps")  # auto: the first available of cuda, mps and cpu

@@ -6,17 +6,16 @@ on random numbers. Outputs are allocated before the measurement.
 
 import warnings
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from gptexp.config.rules import missing_kernel
 from gptexp.config.schema import ModelConfig
-from gptexp.machine.attention import KERNELS, attention_kernel
-from gptexp.machine.device import is_out_of_memory, missing_compiler
-from gptexp.model.attention import Attention, attention_function
+from gptexp.machine.device import is_out_of_memory
+from gptexp.model.attention import KERNELS, attention_kernel
 
 MEASURE_S = 0.3  # minimum duration of one measurement in seconds
 LAYERS = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj", "lm_head", "model")  # "model": all of a step
@@ -92,18 +91,18 @@ def attention_ms(
     q, k, v = (part.view(shape).transpose(1, 2) for part in parts)
     grad = torch.randn(shape, device=device, dtype=dtype).transpose(1, 2)
 
-    def forward_backward(attention: Attention) -> None:
-        torch.autograd.grad(attention(q, k, v, is_causal=True), (q, k, v), grad)
+    def forward_backward() -> None:
+        torch.autograd.grad(F.scaled_dot_product_attention(q, k, v, is_causal=True), (q, k, v), grad)
 
     measured: dict[str, float | None] = {}
     for name in KERNELS:
-        if missing_kernel(name, device.type) or (name == "blocked" and missing_compiler(device)):
+        if missing_kernel(name, device.type):
             measured[name] = None
             continue
         with attention_kernel(name, asked=True, device=device.type), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns about each reason why a kernel is not available
             try:
-                measured[name] = 1e3 * median_s(partial(forward_backward, attention_function(name)))
+                measured[name] = 1e3 * median_s(forward_backward)
             except RuntimeError as error:
                 if "No available kernel" not in str(error) and not is_out_of_memory(error):
                     raise

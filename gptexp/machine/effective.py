@@ -16,9 +16,8 @@ from typing import Any, Generic, Literal, TypeVar, get_args
 import torch
 
 from gptexp.config.schema import fits_type
-from gptexp.machine.attention import attention_kernel
 from gptexp.machine.cpu import keep_freed_memory
-from gptexp.machine.measured import Times, are_times
+from gptexp.model.attention import attention_kernel
 from gptexp.process.errors import ConfigError
 from gptexp.process.words import shown
 from gptexp.storage import run_dir
@@ -35,7 +34,7 @@ SHORT_NAMES = {
     "threads_per_rank": "threads",
 }
 
-ASKED = "asked for"  # the reason of a value from the config; older versions saved only reasons and no sources
+ASKED = "asked for"  # the reason of a value from the config
 
 
 @dataclass(frozen=True)
@@ -58,14 +57,13 @@ class Effective:
     dtype: Choice[str]  # float32, or bfloat16 by autocast
     matmul_precision: Choice[str]  # of products in float32, torch's names; "high" is TF32
     compile: Choice[bool]
-    attention: Choice[str]  # kernel; blocked is gptexp's own
+    attention: Choice[str]  # kernel
     loss: Choice[str]  # plain, chunked or fused
     fused: Choice[bool]  # AdamW's kernel
     threads_per_rank: Choice[int]
     micro_batch_size: Choice[int]  # sequences per rank and forward pass (B)
     memory_key: str  # of the config for which the micro-batch size was chosen
     local_world_size: int  # ranks per node, which share its cores
-    measured: Times | None = None  # what a trial has found; None: every choice follows a rule
     peak_flops_per_rank: float | None = None  # FLOP/s of matrix products, if measured for log.mfu_peak
     reduce_every: str | None = None  # of world.sharding=full: step or micro_step
 
@@ -85,31 +83,24 @@ class Effective:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "Effective":
-        """The inverse of `to_dict`; `sources` may be missing. Raises `ValueError` for wrong keys or types."""
-        # In an older version the config of every run had a number.
-        if not {"vocab_size", "n_vocab"} & values.keys():
-            values = {**values, "n_vocab": 0, "vocab_size": 0, "reasons": {**values["reasons"], "vocab_size": ASKED}}
-        reasons, sources = values["reasons"], values.get("sources", {})
+        """The inverse of `to_dict`. Raises `ValueError`, `KeyError` or `TypeError` for wrong keys or types."""
+        reasons, sources = values["reasons"], values["sources"]
         known = {f.name: f.type for f in fields(cls)}
         if unknown := sorted(values.keys() - known.keys() - {"reasons", "sources"}):
             raise ValueError(f"unknown key '{unknown[0]}'; another version of gptexp may have saved it")
         rebuilt: dict[str, Any] = {}
-        absent: dict[str, Any] = dict.fromkeys(("measured", "peak_flops_per_rank", "reduce_every"))  # in older versions
         for key, kind in known.items():
-            value = values.get(key, absent[key]) if key in absent else values[key]
-            is_choice = getattr(kind, "__origin__", None) is Choice
-            if key == "measured" and value is not None and not (value and are_times(value)):
-                raise ValueError(f"measured={shown(value)}: not the times of a trial")
+            value, is_choice = values[key], getattr(kind, "__origin__", None) is Choice
             if key == "reduce_every" and value not in (None, "step", "micro_step"):
                 raise ValueError(f"{key}={shown(value)}: must be step or micro_step")
             if not fits_type(value, get_args(kind)[0] if is_choice else kind):
                 raise ValueError(f"{key}={shown(value)}: wrong type")
             if is_choice:
-                reason = str(reasons[key])
-                source = sources.get(key, "asked" if reason == ASKED else "decided")
-                if source not in get_args(Source):
-                    raise ValueError(f"sources.{key}={shown(source)}: must be one of {', '.join(get_args(Source))}")
-                value = Choice(value, source, reason)
+                if sources[key] not in get_args(Source):
+                    raise ValueError(
+                        f"sources.{key}={shown(sources[key])}: must be one of {', '.join(get_args(Source))}"
+                    )
+                value = Choice(value, sources[key], str(reasons[key]))
             rebuilt[key] = value
         return cls(**rebuilt)
 

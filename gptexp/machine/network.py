@@ -13,12 +13,12 @@ from gptexp.config.schema import DataConfig
 from gptexp.data.cache import cache_dir
 from gptexp.distributed.ranks import count_cores
 from gptexp.machine.cpu import fingerprint
-from gptexp.machine.measured import FOLDER
 from gptexp.model.allreduce import Network
 from gptexp.model.networks import NVLINK_WAYS, PCIE_4, PCIE_WAYS, WITHIN_NODE, Link, Way
 from gptexp.process.errors import UserError
 from gptexp.storage import run_dir
 
+FOLDER = "measured"  # in the cache directory
 PREFIX = "comm-"  # of the files' names
 NCCL = "nccl"
 

@@ -1,4 +1,4 @@
-"""The choice of a value for every `auto`: by rules, or by what a trial on this machine has measured.
+"""The choice of a value for every `auto`, by rules.
 
 No rule times anything: but for the micro-batch, which follows the free memory, equal machines choose alike.
 """
@@ -8,11 +8,11 @@ from dataclasses import replace
 from typing import TypeVar
 
 from gptexp.config.batch import legal_micro_batches
+from gptexp.config.rules import missing_kernel
 from gptexp.config.schema import AUTO, AdamWConfig, Config, memory_key
 from gptexp.config.vocabulary import VOCAB_SIZES, with_vocab_size
 from gptexp.distributed.ranks import Rank, cores_per_rank, runs_at_once
 from gptexp.machine import cpu
-from gptexp.machine.attention import best_kernel, check_kernel
 from gptexp.machine.device import (
     Device,
     compute_capability,
@@ -23,23 +23,27 @@ from gptexp.machine.device import (
     resolve_fused,
 )
 from gptexp.machine.effective import ASKED, Choice, Effective
-from gptexp.machine.measured import NOTHING, Measured
+from gptexp.model.attention import KERNELS
 from gptexp.model.flops import flops_per_token
 from gptexp.model.memory import Memory, StepShape, memory_estimate
+from gptexp.process.errors import ConfigError
 from gptexp.process.words import duration
 from gptexp.storage.init_from import choose_vocab_size
 
 T = TypeVar("T")
 
 COMPILE_S = 35.0  # seconds of a first compilation on two cores: 25 to 45 s for 4 to 12 layers
-COMPILE_PART_S = 10.0  # of the loss's functions, or of attention's, with the import of the compiler
 CACHED_S = 5.0  # seconds of a compilation with a cached result, as in the other cells of a sweep
 COMPILE_GAIN = 0.2  # share of an eager step's time that compilation saves on a CPU with fast matrix products
 EAGER_FLOPS = 100e9  # FLOP/s per core of an eager step on a CPU with fast matrix products
 USABLE = 0.85  # maximum share of the free memory that an estimate may use
-# With AMX, a model below this width and vocabulary loses more by converting its weights than bfloat16 gains: a step of
-# 4 layers of width 128 took 98 ms, and 66 in float32. On an AMD EPYC it took 40 ms, and 56 in float32.
-NARROW, FEW_IDS = 256, 4096
+# With AMX, a model of at most this width and sequence length and with few ids loses more by converting its weights than
+# bfloat16 gains. Forward and backward pass in float32, in bfloat16 = 1, with 384 ids, not compiled, by width and length
+# (two cores of an Intel Xeon with amx_bf16, torch 2.13, least CPU time): 128 × 64 0.7 to 0.8, 128 × 256 1.1,
+# 128 × 1,024 1.2, 192 × 256 1.3, 256 × 256 1.7, 384 × 256 1.7, 512 × 256 2.1.
+NARROW, BRIEF, FEW_IDS = 128, 128, 4096
+# Tokens up to which compiled math attention is the fastest on a CPU, where the scores of a layer fit the caches.
+SHORT = 256
 SMALL_VOCABULARY = 1024  # ids up to which whole logits take less time than chunks
 
 
@@ -57,18 +61,13 @@ def _choose(asked: T | None, saved: Choice[T] | None, decide: Callable[[], tuple
 
 
 def resolve(
-    cfg: Config,
-    device: Device,
-    rank: Rank,
-    earlier: Effective | None = None,
-    n_vocab: int | None = None,
-    measured: Measured = NOTHING,
+    cfg: Config, device: Device, rank: Rank, earlier: Effective | None = None, n_vocab: int | None = None
 ) -> Effective:
     """Choose a value for every `auto`. `earlier` holds the saved choices of this run or sweep.
 
-    Values in the config take precedence over `earlier`, which is used only for the same type of device, and both over
-    what a trial has `measured`. `n_vocab` is the number of ids of the tokenizer; None: that of a tokenizer in
-    `VOCAB_SIZES`. Raises `ConfigError` for a value in the config that this machine does not support.
+    Values in the config take precedence over `earlier`, which is used only for the same type of device. `n_vocab` is
+    the number of ids of the tokenizer; None: that of a tokenizer in `VOCAB_SIZES`. Raises `ConfigError` for a value in
+    the config that this machine does not support.
     """
     n_vocab = VOCAB_SIZES.get(cfg.data.tokenizer, 0) if n_vocab is None else n_vocab
     same_tokenizer = earlier is not None and earlier.n_vocab == n_vocab
@@ -79,50 +78,18 @@ def resolve(
     )
     key, cfg = memory_key(cfg), with_vocab_size(cfg, vocab_size.value)
     before = earlier if earlier is not None and earlier.device == device.type else None
-    saved = before.choices if before else {}
-    train, kind = cfg.train, device.type
-
-    dtype = _choose(train.dtype, saved.get("dtype"), measured.deciding("dtype", lambda: _dtype(cfg, device)))
-    precision = _choose(train.matmul_precision, saved.get("matmul_precision"), lambda: _matmul_precision(device))
-    # The saved choices, if the dtype is the same; `for_graph`: if compilation is too.
-    for_dtype = saved if before and before.dtype.value == dtype.value else {}
-    compiled = _choose(
-        {"on": True, "off": False, AUTO: None}[train.compile],
-        for_dtype.get("compile"),
-        measured.deciding("compile", lambda: _compile(cfg, device, rank, dtype.value, precision.value)),
-    )
-    for_graph = for_dtype if before and before.compile.value == compiled.value else {}
-    eagerly = NOTHING if compiled.value else measured  # loss and attention are compared without compiling
-    kept = for_graph.get("attention")
-    attention = _choose(
-        train.attention,
-        kept if kept and not (kept.value == "blocked" and cfg.model.dropout) else None,
-        eagerly.deciding(
-            "attention", lambda: best_kernel(device, dtype.value, compiled.value, cfg.seq_len, cfg.model.dropout)
-        ),
-    )
-    check_kernel(attention.value, kind, dtype.value, attention.source == "asked", cfg.model.dropout)
-    loss = _choose(
-        train.loss,
-        for_graph.get("loss"),
-        eagerly.deciding("loss", lambda: _loss(cfg, kind, dtype.value, compiled.value)),
-    )
-    # "asked", so that a cell of the sweep with AdamW does not take it over.
-    fused = Choice(False, "asked", f"gptexp uses no fused kernel for {cfg.optim.name}")
-    if isinstance(cfg.optim, AdamWConfig):
-        fused = _choose(
-            None if cfg.optim.fused == AUTO else resolve_fused(cfg.optim.fused, device),
-            saved.get("fused"),
-            lambda: _fused(device),
-        )
-    same_node = before is not None and before.local_world_size == rank.local_world_size
+    same_node = before if before and before.local_world_size == rank.local_world_size else None
+    dtype, precision, compiled = _arithmetic(cfg, device, rank, before)
+    same_dtype = before if before and before.dtype.value == dtype.value else None
+    same_graph = same_dtype if same_dtype and same_dtype.compile.value == compiled.value else None
+    attention, loss = _kernels(cfg, device, same_graph, dtype.value, compiled.value)
     threads = _choose(
-        1 if train.reduction == "tree" else cfg.world.threads_per_rank,
-        saved.get("threads_per_rank") if same_node else None,
+        1 if cfg.train.reduction == "tree" else cfg.world.threads_per_rank,
+        same_node.threads_per_rank if same_node else None,
         lambda: (cores_per_rank(rank), "the node's cores divided by its ranks"),
     )
     effective = Effective(
-        device=kind,
+        device=device.type,
         device_name=device_name(device),
         n_vocab=n_vocab,
         vocab_size=vocab_size,
@@ -131,26 +98,80 @@ def resolve(
         attention=attention,
         compile=compiled,
         loss=loss,
-        fused=fused,
+        fused=_fused(cfg, device, before),
         threads_per_rank=threads,
         micro_batch_size=Choice(1, "decided", ""),  # a placeholder: the choice needs the values of the others
         memory_key=key,
         local_world_size=rank.local_world_size,
-        measured={**((before and before.measured) or {}), **measured.times} or None,
-        peak_flops_per_rank=before.peak_flops_per_rank if before and for_dtype and same_node else None,
+        peak_flops_per_rank=same_node.peak_flops_per_rank if same_node and same_dtype else None,
     )
-    same_memory = before if before and same_node and before.memory_key == key else None
+    same_memory = same_node if same_node and same_node.memory_key == key else None
+    saved_size = same_graph.micro_batch_size if same_graph and same_memory else None
+    saved_every = same_memory.reduce_every if same_memory else None
+    return _with_sizes(cfg, effective, device, rank, saved_size, saved_every)
+
+
+def _arithmetic(
+    cfg: Config, device: Device, rank: Rank, before: Effective | None
+) -> tuple[Choice[str], Choice[str], Choice[bool]]:
+    """dtype, matmul_precision and compile."""
+    train = cfg.train
+    dtype = _choose(train.dtype, before.dtype if before else None, lambda: _dtype(cfg, device))
+    precision = _choose(
+        train.matmul_precision, before.matmul_precision if before else None, lambda: _matmul_precision(device)
+    )
+    compiled = _choose(
+        {"on": True, "off": False, AUTO: None}[train.compile],
+        before.compile if before and before.dtype.value == dtype.value else None,
+        lambda: _compile(cfg, device, rank, dtype.value, precision.value),
+    )
+    return dtype, precision, compiled
+
+
+def _kernels(
+    cfg: Config, device: Device, before: Effective | None, dtype: str, compiled: bool
+) -> tuple[Choice[str], Choice[str]]:
+    """attention and loss. `before` has the saved choices for the same dtype and compilation."""
+    attention = _choose(
+        cfg.train.attention,
+        before.attention if before else None,
+        lambda: _best_kernel(device, dtype, compiled, cfg.seq_len),
+    )
+    _check_kernel(attention.value, device.type, dtype, attention.source == "asked", cfg.model.dropout)
+    loss = _choose(cfg.train.loss, before.loss if before else None, lambda: _loss(cfg, device.type, dtype, compiled))
+    return attention, loss
+
+
+def _fused(cfg: Config, device: Device, before: Effective | None) -> Choice[bool]:
+    if not isinstance(cfg.optim, AdamWConfig):
+        # "asked", so that a cell of the sweep with AdamW does not take it over.
+        return Choice(False, "asked", f"gptexp uses no fused kernel for {cfg.optim.name}")
+    available = resolve_fused(cfg.optim.fused, device)
+    return _choose(
+        None if cfg.optim.fused == AUTO else available,
+        before.fused if before else None,
+        lambda: (available, f"AdamW has {'a' if available else 'no'} fused kernel for {device.type}"),
+    )
+
+
+def _with_sizes(
+    cfg: Config,
+    effective: Effective,
+    device: Device,
+    rank: Rank,
+    saved_size: Choice[int] | None,
+    saved_every: str | None,
+) -> Effective:
+    """`effective` with its micro-batch size and `reduce_every`, which need the other choices."""
     size = _choose(
-        cfg.batch.asked_micro_batch_size,
-        for_graph.get("micro_batch_size") if same_memory else None,
-        lambda: _micro_batch_size(cfg, effective, device, rank),
+        cfg.batch.asked_micro_batch_size, saved_size, lambda: _micro_batch_size(cfg, effective, device, rank)
     )
     effective = replace(effective, micro_batch_size=size)
     if cfg.world.sharding != "full" or rank.world_size == 1:
         return effective
     every = cfg.world.reduce_every
     if every == AUTO:
-        every = (same_memory and same_memory.reduce_every) or _reduce_every(cfg, effective, device, rank)
+        every = saved_every or _reduce_every(cfg, effective, device, rank)
     return replace(effective, reduce_every=every)
 
 
@@ -188,9 +209,9 @@ def _dtype(cfg: Config, device: Device) -> tuple[str, str]:
         return "float32", f"{name} has no bfloat16 arithmetic"
     if device.type == "cpu" and not cpu.has_fast_bfloat16():
         return "float32", f"{name} computes products faster in float32 than in bfloat16"
-    narrow = cfg.model.n_embd < NARROW and cfg.model.resolved_vocab_size < FEW_IDS
-    if device.type == "cpu" and cpu.has_amx() and narrow:
-        return "float32", "with AMX, the products of so narrow a model gain nothing from bfloat16"
+    small = cfg.model.n_embd <= NARROW and cfg.seq_len <= BRIEF and cfg.model.resolved_vocab_size < FEW_IDS
+    if device.type == "cpu" and cpu.has_amx() and small:
+        return "float32", "with AMX, the products of so small a model gain nothing from bfloat16"
     return "bfloat16", f"{name} has bfloat16 arithmetic"
 
 
@@ -207,11 +228,6 @@ def _matmul_precision(device: Device) -> tuple[str, str]:
     if error > cpu.FLOAT32_ERROR:
         return "highest", f"oneDNN's kernel has a relative error of {error:.1e}, too large for float32"
     return "medium", f"oneDNN's float32 kernel is faster on this CPU; relative error {error:.1e}"
-
-
-def _fused(device: Device) -> tuple[bool, str]:
-    fused = resolve_fused(AUTO, device)
-    return fused, f"AdamW has {'a' if fused else 'no'} fused kernel for {device.type}"
 
 
 def _compile(cfg: Config, device: Device, rank: Rank, dtype: str, precision: str) -> tuple[bool, str]:
@@ -237,6 +253,37 @@ def eager_s(cfg: Config, rank: Rank) -> float:
     per_token, _ = flops_per_token(cfg.model, cfg.seq_len)
     tokens = cfg.sweep.cells * cfg.batch.step_sizes.tokens_after(steps)
     return tokens * per_token / (rank.world_size * cores_per_rank(rank) * EAGER_FLOPS)
+
+
+def _check_kernel(name: str, device: str, dtype: str, asked: bool, dropout: float) -> None:
+    """Raise `ConfigError` unless `device` has the kernel, and it supports `dtype`, and `dropout` if it is `asked` for.
+
+    If nobody asked for the kernel, torch computes dropout with another.
+    """
+    if missing := missing_kernel(name, device):
+        raise ConfigError(missing)
+    if dtype == "float32" and device not in KERNELS[name].float32_on:
+        able = " or ".join(other for other, k in KERNELS.items() if device in k.float32_on)
+        raise ConfigError(f"train.attention={name}: no float32 on {device}; use train.dtype=bfloat16 or {able}")
+    if asked and dropout and device == "cpu" and name != "math":
+        raise ConfigError(
+            f"train.attention={name}: has no dropout on a CPU, and model.dropout={dropout:g}; use train.attention=auto"
+        )
+
+
+def _best_kernel(device: Device, dtype: str, compiled: bool, seq_len: int) -> tuple[str, str]:
+    """The fastest kernel for `dtype` and sequences of `seq_len` tokens, with the reason."""
+    if device.type == "cpu":
+        if compiled and seq_len <= SHORT:
+            return "math", f"compiled, it is the fastest up to {SHORT} tokens"
+        return "flash", "torch's kernel for CPUs"
+    if device.type != "cuda":
+        return "math", "the only kernel for this device"
+    if dtype == "float32":
+        return "efficient", "the fastest kernel that supports float32"
+    if compute_capability(device) in (9, 10):
+        return "cudnn", "the fastest kernel on Hopper and Blackwell"
+    return "flash", "the fastest kernel on GPUs older than Hopper"
 
 
 def _loss(cfg: Config, kind: str, dtype: str, compiled: bool) -> tuple[str, str]:

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from gptexp.config.schema import ModelConfig
-from gptexp.model.attention import Attention
 from gptexp.model.loss import plain_cross_entropy
 from gptexp.model.parametrisation import attention_scale, initial_std, output_factor, residual_factor
 
@@ -68,9 +67,8 @@ class LayerNorm(nn.LayerNorm):
 
 
 class CausalSelfAttention(nn.Module):
-    def __init__(self, cfg: ModelConfig, attention: Attention) -> None:
+    def __init__(self, cfg: ModelConfig) -> None:
         super().__init__()
-        self.attention = attention
         self.n_head = cfg.n_head
         self.scale = attention_scale(cfg)
         self.dropout = cfg.dropout
@@ -86,7 +84,7 @@ class CausalSelfAttention(nn.Module):
             causal = cache.length == 0  # a causal mask would hide all keys but the first from a single query
             k, v = cache.append(k, v)  # 2 × (B, H, length, D)
         p = self.dropout if self.training else 0.0
-        y = self.attention(q, k, v, dropout_p=p, is_causal=causal, scale=self.scale)
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=causal, scale=self.scale)
         y = y.transpose(1, 2).reshape(b, t, c)  # (B, T, C)
         return F.dropout(self.c_proj(y), self.dropout, self.training)
 
@@ -111,10 +109,10 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, cfg: ModelConfig, attention: Attention) -> None:
+    def __init__(self, cfg: ModelConfig) -> None:
         super().__init__()
         self.ln_1 = LayerNorm(cfg.n_embd, bias=cfg.bias)
-        self.attn = CausalSelfAttention(cfg, attention)
+        self.attn = CausalSelfAttention(cfg)
         self.ln_2 = LayerNorm(cfg.n_embd, bias=cfg.bias)
         self.mlp = MLP(cfg)
         self.residual_factor = residual_factor(cfg)
@@ -132,7 +130,6 @@ class GPT(nn.Module):
         self,
         cfg: ModelConfig,
         loss: Loss = plain_cross_entropy,
-        attention: Attention = F.scaled_dot_product_attention,
         activation_checkpointing: int = 0,
     ) -> None:
         """`activation_checkpointing`: every how many-th block keeps only its input and is recomputed; 0: none."""
@@ -142,7 +139,7 @@ class GPT(nn.Module):
         self.activation_checkpointing = activation_checkpointing
         self.wte = nn.Embedding(cfg.resolved_vocab_size, cfg.n_embd)
         self.wpe = nn.Embedding(cfg.block_size, cfg.n_embd)
-        self.h = nn.ModuleList(Block(cfg, attention) for _ in range(cfg.n_layer))
+        self.h = nn.ModuleList(Block(cfg) for _ in range(cfg.n_layer))
         self.ln_f = LayerNorm(cfg.n_embd, bias=cfg.bias)
         self.output_factor = output_factor(cfg)
         self.lm_head = nn.Linear(cfg.n_embd, cfg.resolved_vocab_size, bias=False)
@@ -174,7 +171,7 @@ class GPT(nn.Module):
         parts: list[Callable[[], nn.Module]] = [
             lambda: nn.Embedding(cfg.resolved_vocab_size, cfg.n_embd),
             lambda: nn.Embedding(cfg.block_size, cfg.n_embd),
-            *[lambda: Block(cfg, F.scaled_dot_product_attention)] * cfg.n_layer,
+            *[lambda: Block(cfg)] * cfg.n_layer,
             lambda: nn.Linear(cfg.n_embd, cfg.resolved_vocab_size, bias=False),
         ]
         for build in parts:  # draws the random numbers that are drawn before `_init_weights`

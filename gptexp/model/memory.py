@@ -4,7 +4,6 @@ import math
 from dataclasses import dataclass, replace
 
 from gptexp.config.schema import ModelConfig, OptimConfig
-from gptexp.model.attention import BLOCK
 from gptexp.model.flops import count_parameters
 from gptexp.model.loss import chunk_rows
 from gptexp.model.optimizer_state import most_state_bytes, parameter_shapes, rows_of, state_bytes, update_bytes
@@ -140,11 +139,7 @@ def _parts(m: ModelConfig, step: StepShape) -> _Parts:
         loss = tokens * vocab * (2 * width if compiles_loss else 12)
     # If the last block is not recomputed, its activations are freed before others take their place.
     in_layer = in_block if every and (m.n_layer - 1) % every == 0 else 0
-    if step.attention == "blocked":
-        # In the backward pass: scores, softmax and their gradients for a block of keys; the output's gradient in
-        # another order; the gradients of q, k and v, that of q in float32 too.
-        in_layer += tokens * (4 * m.n_head * min(BLOCK, step.seq_len) * width + c * (4 * width + 4))
-    elif recomputed or step.is_split:
+    if recomputed or step.is_split:
         in_layer += tokens * 4 * c * width  # the gradient of the hidden layer
     around = tokens * (4 * c + width * c + 24)
     return _Parts(kept, around, in_block, in_layer, loss, scratch if step.device == "cpu" else 0)

@@ -21,10 +21,10 @@ from rich.table import Table
 from gptexp.config.compose import compose
 from gptexp.data.prepare import prepare
 from gptexp.distributed.ranks import Rank
-from gptexp.machine.attention import KERNELS
 from gptexp.machine.ceilings import LAYERS, attention_ms, copy_bandwidth, gemm_rates
 from gptexp.machine.device import pick_device
 from gptexp.machine.effective import apply, load_effective
+from gptexp.model.attention import KERNELS
 from gptexp.model.flops import count_parameters, flops_per_token
 from gptexp.process.errors import EXIT_FAILED, ConfigError, UserError
 from gptexp.process.versions import git_commit, versions
@@ -45,10 +45,6 @@ def run_workload(name: str, workload: Workload, extra: list[str], out: Path) -> 
     """Train `workload` with a cold cache for one step, then with a warm cache until enough steps are measured."""
     cache = out / "compile-cache" / name
     cold = run_until(workload, extra, out / f"{name}-cold", cache, steps=1)
-    if run_dir.read_json(out / f"{name}-cold" / run_dir.EFFECTIVE)["measured"]:
-        # That start may have contained the trial of the `auto` values. Later ones use its result.
-        shutil.rmtree(cache, ignore_errors=True)
-        cold = run_until(workload, extra, out / f"{name}-cold-again", cache, steps=1)
     warm = run_until(workload, extra, out / name, cache, steps=WARM_UP + workload.steps)
     shutil.rmtree(cache, ignore_errors=True)
     return {**counted(warm.steps), **described(out / name), "cold_s": cold.start_s, "warm_s": warm.start_s}

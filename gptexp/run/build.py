@@ -26,9 +26,7 @@ from gptexp.distributed.ranks import Rank
 from gptexp.distributed.sharding import SplitParameters, split
 from gptexp.machine.device import missing_compiler
 from gptexp.machine.effective import Effective
-from gptexp.machine.measured import in_config
-from gptexp.model import attention, loss
-from gptexp.model.attention import attention_function
+from gptexp.model import loss
 from gptexp.model.compiler import compile_options
 from gptexp.model.gpt import GPT
 from gptexp.model.loss import LOSSES
@@ -73,20 +71,27 @@ def replace_unwritable_caches() -> list[str]:
 
 
 def compiles(effective: Effective) -> bool:
-    """Whether a step compiles anything: the model, or functions of its loss and attention."""
-    return effective.compile.value or effective.loss.value == "fused" or effective.attention.value == "blocked"
+    """Whether a step compiles anything: the model, or functions of its loss."""
+    return bool(_compiled_parts(effective))
+
+
+def _compiled_parts(effective: Effective) -> list[tuple[str, str]]:
+    """The settings that compile something, each with one that needs no compiler."""
+    parts = {
+        ("train.compile=on", "train.compile=off"): effective.compile.value,
+        ("train.loss=fused", "train.loss=chunked"): effective.loss.value == "fused",
+    }
+    return [settings for settings, is_used in parts.items() if is_used]
 
 
 def refuse_missing_compiler(effective: Effective, device: torch.device) -> None:
-    """Raise `ConfigError` if the model, the loss or attention is to be compiled, and no compiler works here."""
+    """Raise `ConfigError` if the model or the loss is to be compiled, and no compiler works here."""
     missing = (
         missing_compiler(device) if device.type in ("cpu", "cuda") else f"torch.compile is incomplete for {device}"
     )
-    without = {"compile": (True, "off"), "loss": ("fused", "chunked"), "attention": ("blocked", "flash")}
-    needs = [key for key, (value, _) in without.items() if effective.choices[key].value == value]
-    if missing and needs:
-        asked = " ".join(f"train.{key}={in_config(effective.choices[key].value)}" for key in needs)
-        raise ConfigError(f"{asked}: {missing}; use {' '.join(f'train.{key}={without[key][1]}' for key in needs)}")
+    if missing and (parts := _compiled_parts(effective)):
+        asked, others = (" ".join(settings) for settings in zip(*parts, strict=True))
+        raise ConfigError(f"{asked}: {missing}; use {others}")
 
 
 def build_gpt(cfg: Config, effective: Effective, device: torch.device) -> GPT:
@@ -128,23 +133,21 @@ def _forward(plain: Callable[..., Tensor], compiled: Callable[..., Tensor], x: T
 
 def _unseeded(cfg: Config, effective: Effective) -> GPT:
     model = with_vocab_size(cfg, effective.vocab_size.value).model
-    functions = LOSSES[effective.loss.value], attention_function(effective.attention.value)
     if compiles(effective):
         torch.compiler.config.cache_key_tag = _cache_key(cfg, effective)
     if effective.compile.value:
         torch.compiler.reset()  # under a launcher one process trains many cells; drop the last cell's graphs
-    return GPT(model, *functions, cfg.train.recomputed_every)
+    return GPT(model, LOSSES[effective.loss.value], cfg.train.recomputed_every)
 
 
 def _cache_key(cfg: Config, effective: Effective) -> str:
     """What torch's own key of the compile cache lacks.
 
-    The attention kernels allowed while compiling; the backward passes of our custom operations; before torch 2.13, the
+    The attention kernels allowed while compiling; the backward pass of our custom operation; before torch 2.13, the
     number of threads; and the sizes: a function for all sizes is made parallel, or not, for those of its first call.
     """
     only = "only" if effective.attention.source == "asked" else "first"
-    sources = b"".join(Path(inspect.getfile(module)).read_bytes() for module in (loss, attention))
-    operations = hashlib.sha256(sources).hexdigest()[:16]
+    operations = hashlib.sha256(Path(inspect.getfile(loss)).read_bytes()).hexdigest()[:16]
     sizes = (
         effective.micro_batch_size.value,
         cfg.seq_len,

@@ -61,7 +61,7 @@ from gptexp.machine.effective import (
     save_effective,
     step_context,
 )
-from gptexp.machine.measured import Measured
+from gptexp.machine.resolve import resolve
 from gptexp.model.flops import Utilisation, count_parameters, utilisation
 from gptexp.model.generate import Sampling, complete
 from gptexp.model.gpt import GPT
@@ -94,7 +94,6 @@ from gptexp.run.nodes import check_places, leave_mark, place_of, warn_of_clocks
 from gptexp.run.scoring import of_lm_eval
 from gptexp.run.sharpness import measure_while_training
 from gptexp.run.summary import Summary, about, end_line, end_lines, start_event, start_lines
-from gptexp.run.timing import Tried, resolve_with_trial, trial
 from gptexp.run.tokenizers import refuse_other_ids
 from gptexp.run.trial import settle_micro_batch
 from gptexp.storage import branch, checkpoint, init_from, run_dir
@@ -313,12 +312,7 @@ def _decide(job: Job, prepared: Prepared) -> Decision:
     parent = branch.find(cfg.branch_from) if found is None else None
     saved = directory if parent is None else parent.directory
 
-    def measure(tried: Tried, rounds: int) -> Measured | None:
-        if cfg.log.progress not in ("off", "json"):
-            say(f"trial           of {', '.join(tried)}, with micro-batches of the model")
-        return trial(directory, saved, dataset.n_vocab, job.stop, tried, rounds)
-
-    effective = resolve_with_trial(cfg, prepared.device, job.rank, load_effective(saved), dataset.n_vocab, measure)
+    effective = resolve(cfg, prepared.device, job.rank, load_effective(saved), dataset.n_vocab)
     refuse_missing_compiler(effective, prepared.device)
     cfg = with_vocab_size(cfg, effective.vocab_size.value)
     # Before the micro-batch is settled: on a GPU that builds the model.

@@ -20,7 +20,7 @@ from gptexp.model.gpus import UNKNOWN_GPU
 from gptexp.process.errors import ConfigError
 from gptexp.storage import run_dir
 
-CPU, GPU = torch.device("cpu"), UNKNOWN_GPU
+CPU, MPS, GPU = torch.device("cpu"), torch.device("mps"), UNKNOWN_GPU
 
 
 @pytest.fixture(autouse=True)
@@ -47,38 +47,27 @@ def sources(effective: Effective) -> set[str]:
 # --- decisions of this machine ---------------------------------------------------------------------------------------
 
 
-def test_the_automatic_choices_on_a_cpu() -> None:
-    effective = resolve(Config(), CPU, Rank())
-    expected = {"dtype": "float32", "compile": False, "loss": "chunked", "fused": True, "attention": "flash"}
-    assert expected.items() <= values(effective).items()
+ON_A_CPU = {"dtype": "float32", "compile": False, "loss": "chunked", "fused": True, "attention": "flash"}
+ON_A_GPU = {"dtype": "bfloat16", "matmul_precision": "high", "fused": True, "compile": True, "loss": "plain"}
 
 
-def test_each_choice_has_a_reason() -> None:
-    assert all(choice.reason for choice in resolve(Config(), CPU, Rank()).choices.values())
-
-
-def test_the_automatic_choices_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("device", "expected"), [(CPU, ON_A_CPU), (GPU, ON_A_GPU), (MPS, {"compile": False})])
+def test_the_automatic_choices_on_a_device(
+    device: Device, expected: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "missing_compiler", lambda device: None)
     cfg = Config()
     cfg.train.max_tokens = 10**4  # on a GPU, a run of any length is compiled
-    expected = {"dtype": "bfloat16", "matmul_precision": "high", "fused": True, "compile": True, "loss": "plain"}
-    assert expected.items() <= values(resolve(cfg, GPU, Rank())).items()
+    effective = resolve(cfg, device, Rank())
+    assert expected.items() <= values(effective).items()
+    assert all(choice.reason for choice in effective.choices.values())
 
 
-def test_a_gpu_uses_the_plain_loss_without_compilation_too() -> None:
-    cfg = Config()
-    cfg.train.compile = "off"
-    assert resolve(cfg, GPU, Rank()).loss.value == "plain"
-
-
-def test_nothing_is_compiled_on_mps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "missing_compiler", lambda device: None)
-    assert not resolve(Config(), torch.device("mps"), Rank()).compile.value
-
-
-def test_a_missing_compiler_is_the_reason_for_not_compiling(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_uses_the_plain_loss_without_compilation_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "missing_compiler", lambda device: "Triton is not installed")
-    assert resolve(Config(), GPU, Rank()).compile == Choice(False, "decided", "Triton is not installed")
+    effective = resolve(Config(), GPU, Rank())
+    assert effective.compile == Choice(False, "decided", "Triton is not installed")
+    assert effective.loss.value == "plain"
 
 
 @pytest.mark.parametrize(
@@ -100,21 +89,22 @@ def cpu_with_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("cpu_with_bfloat16")
 @pytest.mark.parametrize(
-    ("amx", "width", "vocabulary", "dtype"),
+    ("amx", "width", "seq_len", "vocabulary", "dtype"),
     [
-        (True, 768, 50304, "bfloat16"),
-        (True, 128, 50304, "bfloat16"),
-        (True, 256, 320, "bfloat16"),
-        (True, 128, 320, "float32"),
-        (False, 128, 320, "bfloat16"),
+        (True, 768, 1024, 50304, "bfloat16"),
+        (True, 128, 64, 50304, "bfloat16"),
+        (True, 128, 64, 320, "float32"),
+        (True, 192, 64, 320, "bfloat16"),
+        (True, 128, 256, 320, "bfloat16"),
+        (False, 128, 64, 320, "bfloat16"),
     ],
 )
-def test_with_amx_a_narrow_model_with_few_ids_trains_in_float32(
-    amx: bool, width: int, vocabulary: int, dtype: str, monkeypatch: pytest.MonkeyPatch
+def test_with_amx_a_small_model_with_few_ids_trains_in_float32(
+    amx: bool, width: int, seq_len: int, vocabulary: int, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module.cpu, "has_amx", lambda: amx)
     cfg = Config()
-    cfg.model = replace(cfg.model, n_embd=width, vocab_size=vocabulary)
+    cfg.model = replace(cfg.model, n_embd=width, block_size=seq_len, vocab_size=vocabulary)
     assert resolve(cfg, CPU, Rank()).dtype.value == dtype
     assert resolve(cfg, GPU, Rank()).dtype.value == "bfloat16"
 
@@ -171,18 +161,14 @@ def decided(**choices: Any) -> Effective:
     return replace(plain, **{key: Choice(value, "decided", "") for key, value in choices.items()})
 
 
-def test_an_earlier_decision_is_kept() -> None:
-    found = resolve(Config(), CPU, Rank(), decided(loss="plain", threads_per_rank=17, attention="math"))
-    assert (found.loss.value, found.threads_per_rank.value, found.attention.value) == ("plain", 17, "math")
-    assert {found.loss.source, found.threads_per_rank.source, found.attention.source} == {"saved"}
-
-
-def test_a_saved_decision_is_kept_at_every_later_start() -> None:
-    earlier = decided(loss="plain", threads_per_rank=17)
+def test_an_earlier_decision_is_kept_at_every_later_start() -> None:
+    kept = {"loss": "plain", "threads_per_rank": 17, "attention": "math"}
+    earlier = decided(**kept)
     for _ in range(3):
-        found = resolve(Config(), CPU, Rank(), earlier)
-        assert (found.loss.value, found.threads_per_rank.value) == ("plain", 17)
-        earlier = found
+        earlier = resolve(Config(), CPU, Rank(), earlier)
+        assert {key: (choice.value, choice.source) for key, choice in earlier.choices.items() if key in kept} == {
+            key: (value, "saved") for key, value in kept.items()
+        }
 
 
 def test_threads_are_decided_again_for_another_number_of_ranks_per_node() -> None:
@@ -190,31 +176,20 @@ def test_threads_are_decided_again_for_another_number_of_ranks_per_node() -> Non
     assert (two.loss.value, two.threads_per_rank.value != 17) == ("plain", True)
 
 
-def test_a_decision_for_another_kind_of_device_is_ignored() -> None:
-    assert resolve(Config(), CPU, Rank(), replace(decided(loss="plain"), device="cuda")).loss.value == "chunked"
-
-
-@pytest.mark.parametrize("other", [{"compile": True}, {"dtype": "float64"}])
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"device": "cuda"},
+        {"compile": Choice(True, "asked", "asked for")},  # in the config of another cell
+        {"dtype": Choice("float64", "asked", "asked for")},
+    ],
+)
 def test_a_decision_is_ignored_if_a_value_that_it_depends_on_has_changed(other: dict[str, Any]) -> None:
-    """The config of another cell set compilation or another dtype, on which its loss and attention depend."""
-    key, value = next(iter(other.items()))
-    earlier = replace(decided(loss="plain"), **{key: Choice(value, "asked", "asked for")})
-    assert resolve(Config(), CPU, Rank(), earlier).loss.value == "chunked"
-
-
-def test_the_attention_decided_for_another_dtype_is_ignored() -> None:
-    earlier = replace(decided(attention="math"), dtype=Choice("float64", "asked", "asked for"))
-    assert resolve(Config(), CPU, Rank(), earlier).attention.value == "flash"
+    found = resolve(Config(), CPU, Rank(), replace(decided(loss="plain", attention="math"), **other))
+    assert (found.loss.value, found.attention.value) == ("chunked", "flash")
 
 
 # --- effective.json --------------------------------------------------------------------------------------------------
-
-
-def as_older_version(effective: Effective) -> dict[str, Any]:
-    """effective.json as versions without `sources` wrote it: flat values and reasons."""
-    written = effective.to_dict()
-    del written["sources"]
-    return written
 
 
 @pytest.mark.parametrize("cfg", [Config(), asking_for_everything()])
@@ -228,42 +203,6 @@ def test_effective_json_is_loaded_as_it_was_saved(tmp_path: Path, cfg: Config) -
 
 def test_loading_before_the_first_start_returns_none(tmp_path: Path) -> None:
     assert load_effective(tmp_path) is None
-
-
-def test_a_file_of_an_older_version_is_loaded(tmp_path: Path) -> None:
-    """It has no sources. A value with the reason `asked for` was set in the config; the others were decided."""
-    cfg = Config()
-    cfg.train.dtype, cfg.world.threads_per_rank = "bfloat16", 3
-    effective = resolve(cfg, CPU, Rank())
-    run_dir.write_json(tmp_path / run_dir.EFFECTIVE, as_older_version(effective))
-    loaded = load_effective(tmp_path)
-    assert loaded is not None
-    assert values(loaded) == values(effective)
-    asked = {key for key, choice in loaded.choices.items() if choice.source == "asked"}
-    assert {"dtype", "threads_per_rank"} <= asked
-    assert asked == {key for key, reason in as_older_version(effective)["reasons"].items() if reason == "asked for"}
-    assert {choice.source for key, choice in loaded.choices.items() if key not in asked} == {"decided"}
-
-
-def test_decisions_in_a_literal_file_of_an_older_version_are_kept(tmp_path: Path) -> None:
-    """The file is a literal, so a change of this package cannot change it."""
-    text = """{
-     "device": "cpu", "device_name": "x86_64 CPU", "dtype": "float32", "matmul_precision": "highest",
-     "attention": "flash", "compile": false, "loss": "plain", "fused": true, "micro_batch_size": 2,
-     "memory_key": "another", "threads_per_rank": 17, "local_world_size": 1,
-     "reasons": {"dtype": "this CPU emulates bfloat16", "matmul_precision": "the fastest here", "attention": "",
-                 "compile": "saves less than it costs", "loss": "asked for", "fused": "AdamW's kernel for cpu",
-                 "threads_per_rank": "the node's cores shared out", "micro_batch_size": "asked for"},
-     "peak_flops_per_rank": null}"""
-    (tmp_path / run_dir.EFFECTIVE).write_text(text)
-    cfg = Config()
-    cfg.batch.micro_batch_size = 4
-    found = resolve(cfg, CPU, Rank(), load_effective(tmp_path))
-    assert found.loss == Choice(
-        "chunked", "decided", found.loss.reason
-    )  # that run's config set it, this config does not
-    assert (found.threads_per_rank.value, found.threads_per_rank.source) == (17, "saved")
-    assert (found.micro_batch_size.value, found.micro_batch_size.source) == (4, "asked")
 
 
 @pytest.mark.parametrize("words", ["", "asked for", "another text", "asked"])
@@ -294,7 +233,7 @@ def test_the_text_of_a_saved_reason_has_no_effect(tmp_path: Path, words: str) ->
         ({"peak_flops_per_rank": -1.0}, "must be finite and above 0"),
         ({"colour": "red"}, "unknown key 'colour'"),
         ({"reasons": {}}, "not the saved choices of a run"),
-        ({"sources": {"dtype": "guessed"}}, "sources.dtype="),
+        ({"sources": dict.fromkeys(resolve(Config(), CPU, Rank()).choices, "guessed")}, "sources.vocab_size="),
     ],
 )
 def test_a_damaged_file_is_refused_with_a_fix(tmp_path: Path, change: dict[str, Any], line: str) -> None:

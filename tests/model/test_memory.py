@@ -276,9 +276,8 @@ print(json.dumps([grown, estimate(cfg, effective, 1).peak]))
         (4, 128, 50304, 256, 8, 2, "chunked", "on"),
         (4, 128, 50304, 256, 8, 2, "plain", "on"),
         (4, 128, 50304, 256, 8, 2, "fused", "on", "math"),
-        (4, 128, 50304, 256, 8, 2, "fused", "on", "blocked"),
-        (12, 768, 8192, 1024, 1, 2, "chunked", "off", "blocked"),
-        (12, 768, 8192, 1024, 2, 1, "chunked", "off", "blocked", "checkpointed"),
+        (4, 128, 50304, 256, 8, 2, "fused", "on", "flash"),
+        (12, 768, 8192, 1024, 2, 1, "chunked", "off", "flash", "checkpointed"),
     ],
 )
 def test_a_process_grows_by_about_the_estimate(sizes: tuple[object, ...]) -> None:

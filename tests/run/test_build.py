@@ -176,34 +176,30 @@ def test_two_ranks_compile_each_graph_once(gptexp: Gptexp, tiny: list[str], tmp_
 
 
 def test_a_saved_compiled_run_names_all_that_no_compiler_can_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    choices: dict[str, Any] = {"compile": True, "loss": "fused", "attention": "blocked"}
+    choices: dict[str, Any] = {"compile": True, "loss": "fused"}
     saved = {key: Choice(value, "saved", "") for key, value in choices.items()}
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(ConfigError) as refused:
         refuse_missing_compiler(replace(resolve(Config(), CPU, Rank()), **saved), CPU)  # type: ignore[arg-type]
     assert str(refused.value) == (
-        "train.compile=on train.loss=fused train.attention=blocked: the C++ compiler no-such-compiler is not "
-        "installed; use train.compile=off train.loss=chunked train.attention=flash"
+        "train.compile=on train.loss=fused: the C++ compiler no-such-compiler is not installed; use train.compile=off "
+        "train.loss=chunked"
     )
 
 
 @pytest.mark.parametrize("source", ["asked", "saved"])
-@pytest.mark.parametrize(("key", "value"), [("loss", "fused"), ("attention", "blocked")])
-def test_what_must_be_compiled_is_refused_without_a_compiler(
-    monkeypatch: pytest.MonkeyPatch, source: Source, key: str, value: str
-) -> None:
+def test_what_must_be_compiled_is_refused_without_a_compiler(monkeypatch: pytest.MonkeyPatch, source: Source) -> None:
     cfg = Config()
     cfg.train.compile = "off"
     rules = resolve(cfg, CPU, Rank())
-    changes: dict[str, Any] = {key: Choice(value, source, "")}
-    effective = replace(rules, **changes)
+    effective = replace(rules, loss=Choice("fused", source, ""))
     assert (compiles(rules), compiles(effective)) == (False, True)
     monkeypatch.setenv("CXX", sys.executable)
     refuse_missing_compiler(effective, CPU)
-    with pytest.raises(ConfigError, match=f"train.{key}={value}: torch.compile is incomplete for mps; use train.{key}"):
+    with pytest.raises(ConfigError, match=r"train.loss=fused: torch.compile is incomplete for mps; use train.loss"):
         refuse_missing_compiler(effective, torch.device("mps"))
     monkeypatch.setenv("CXX", "no-such-compiler")
-    message = rf"train.{key}={value}: the C\+\+ compiler no-such-compiler is not installed"
+    message = r"train.loss=fused: the C\+\+ compiler no-such-compiler is not installed"
     with pytest.raises(ConfigError, match=message):
         refuse_missing_compiler(effective, CPU)
     refuse_missing_compiler(rules, CPU)

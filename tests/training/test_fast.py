@@ -13,18 +13,16 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 from conftest import ROOT, events
 
 from gptexp.config.schema import AdamWConfig, Config, ModelConfig
 from gptexp.data.loader import MicroBatch
 from gptexp.distributed.ranks import Rank
 from gptexp.distributed.reduction import MeanReduction
-from gptexp.machine.attention import attention_kernel
 from gptexp.machine.device import has_native_bfloat16
 from gptexp.machine.effective import forward_context, step_context
 from gptexp.machine.resolve import resolve
-from gptexp.model.attention import Attention, blocked_attention
+from gptexp.model.attention import attention_kernel
 from gptexp.model.gpt import GPT, Loss
 from gptexp.model.loss import chunked_cross_entropy, fused_cross_entropy, plain_cross_entropy
 from gptexp.run.build import build_gpt
@@ -46,11 +44,10 @@ def losses(
     fused: bool = True,
     precision: str = "highest",
     kernel: str = "flash",
-    attention: Attention = F.scaled_dot_product_attention,
 ) -> list[float]:
     """Losses of twenty steps with two micro-steps. Each token determines the next, so the model can learn."""
     torch.manual_seed(1337)
-    gpt = GPT(MODEL, loss, attention, activation_checkpointing=checkpointing)
+    gpt = GPT(MODEL, loss, activation_checkpointing=checkpointing)
     if compiled:
         torch.compiler.reset()  # its graphs do not depend on the kernel that is allowed
         gpt.compile(fullgraph=True, dynamic=False)
@@ -104,18 +101,6 @@ COMPILED = {
         "loss": fused_cross_entropy,
         "dtype": torch.bfloat16,
         "compiled": True,
-    },
-    "blocked": lambda: {"loss": plain_cross_entropy, "attention": blocked_attention},
-    "bfloat16, blocked": lambda: {
-        "loss": plain_cross_entropy,
-        "dtype": torch.bfloat16,
-        "attention": blocked_attention,
-    },
-    "bfloat16, compiled, fused, blocked": lambda: {
-        "loss": fused_cross_entropy,
-        "dtype": torch.bfloat16,
-        "compiled": True,
-        "attention": blocked_attention,
     },
     "compiled, math": lambda: {"loss": plain_cross_entropy, "compiled": True, "kernel": "math"},
     "bfloat16, compiled, math": lambda: {
@@ -201,8 +186,8 @@ def test_a_compiled_model_is_compiled_again_for_another_attention_kernel(
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     cfg, cpu, x = Config(), torch.device("cpu"), torch.zeros(2, 32, dtype=torch.int64)
     cfg.model, cfg.train.compile, cfg.train.loss = MODEL, "on", "plain"  # torch caches this graph as a whole
-    flash, blocked = "aten::_scaled_dot_product_flash_attention_for_cpu", "gptexp::blocked_attention"
-    for kernel, operations in (("math", set()), ("flash", {flash}), ("blocked", {blocked}), ("flash", {flash})):
+    flash = "aten::_scaled_dot_product_flash_attention_for_cpu"
+    for kernel, operations in (("math", set()), ("flash", {flash}), ("math", set())):
         cfg.train.attention = kernel
         effective = resolve(cfg, cpu, Rank())
         gpt = build_gpt(cfg, effective, cpu)
@@ -210,7 +195,7 @@ def test_a_compiled_model_is_compiled_again_for_another_attention_kernel(
             gpt(x, x).backward()
             with torch.profiler.profile() as profile:
                 gpt(x, x).backward()
-        assert {e.name for e in profile.events()} & {flash, blocked} == operations
+        assert {e.name for e in profile.events()} & {flash} == operations
 
 
 COMPILED_GRADIENT = """
@@ -267,11 +252,11 @@ CHOICES = {
     "auto": ["train.dtype=float32"],
     "compiled": ["train.dtype=float32", "train.compile=on"],
     "own kernels": [
-        "train.dtype=float32", "train.loss=fused", "train.attention=blocked", "world=ddp2", "batch.micro_batch_size=4",
+        "train.dtype=float32", "train.loss=fused", "world=ddp2", "batch.micro_batch_size=4",
     ],
     "bfloat16": ["train.dtype=bfloat16", "train.compile=on"],
     "own kernels in bfloat16": [
-        "train.dtype=bfloat16", "train.compile=on", "train.attention=blocked", "train.activation_checkpointing=true",
+        "train.dtype=bfloat16", "train.compile=on", "train.activation_checkpointing=true",
     ],
 }  # fmt: skip
 EMULATED = pytest.mark.skipif(
