@@ -20,7 +20,7 @@ from gptexp.command.start import start
 from gptexp.config.branching import first_step
 from gptexp.config.compose import content_of
 from gptexp.config.paths import CONFIG_NAME
-from gptexp.config.scaling import effective_optim, lr_in_words
+from gptexp.config.scaling import lr_in_words, scaled_optim
 from gptexp.config.schema import AdamWConfig, Config, TrainConfig
 from gptexp.distributed.ranks import launcher_world_size
 from gptexp.process.signals import StopRequest
@@ -71,7 +71,7 @@ def freeze(config: Config, cfg: DictConfig, directory: Path) -> None:
     run_dir.save_config(directory, config)
     if config.log.progress not in ("off", "json"):
         source = lr_source(cfg.hydra) if config.branch_from is None else f"branch_from={config.branch_from}"
-        say(f"learning rate   {lr_in_words(config.optim.lr, effective_optim(config).lr)}, from {source}")
+        say(f"learning rate   {lr_in_words(config.optim.lr, scaled_optim(config).lr)}, from {source}")
 
 
 def readable_name(model: str, config: Config) -> str:

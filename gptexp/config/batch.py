@@ -6,6 +6,8 @@ tokens. Each of `world_size` ranks processes M / world_size micro-batches in seq
 
 from dataclasses import dataclass
 
+from gptexp.process.errors import ConfigError
+
 SEARCH_RANGE = 100_000  # divisors farther from the given value than this are not suggested
 
 
@@ -26,13 +28,14 @@ class BatchPlan:
 
 
 def plan_batch(total_batch_size: int, micro_batch_size: int, seq_len: int, world_size: int) -> BatchPlan:
-    """Divide a step into micro-steps. Raises `ValueError` with the nearest legal values if it does not divide."""
+    """Divide a step into micro-steps. Raises `ConfigError` with the nearest legal values if it does not divide."""
     tokens_per_micro_step = micro_batch_size * seq_len * world_size
     if total_batch_size % tokens_per_micro_step:
-        raise ValueError(
+        raise ConfigError(
             f"batch.total_batch_size={total_batch_size:,} tokens is not divisible by micro_batch_size·seq_len·"
             f"world_size = {micro_batch_size}·{seq_len}·{world_size} = {tokens_per_micro_step:,}; "
-            f"{_nearest(total_batch_size, micro_batch_size, seq_len, world_size)}"
+            f"{_nearest(total_batch_size, micro_batch_size, seq_len, world_size)}",
+            "batch-not-divisible",
         )
     return BatchPlan(total_batch_size, micro_batch_size, seq_len, world_size, total_batch_size // tokens_per_micro_step)
 

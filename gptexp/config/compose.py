@@ -46,7 +46,7 @@ from gptexp.config.schema import (
     optimizers_with,
 )
 from gptexp.config.vocabulary import NAMES
-from gptexp.process.errors import ConfigError, UserError, first_line
+from gptexp.process.errors import ConfigError, Problem, UserError, first_line
 from gptexp.process.words import counted, shown
 
 
@@ -106,7 +106,8 @@ def compose(
         parent = None
         if composed.branch_from is not None:
             if find_parent is None:
-                raise ConfigError(f"branch_from={composed.branch_from}: only train, plan and prepare take it")
+                rule = "only train, plan and prepare take it"
+                raise ConfigError(f"branch_from={composed.branch_from}: {rule}", "branch-not-taken")
             parent = find_parent(composed.branch_from)
         return to_config(composed, composed.hydra.overrides.task, launcher_world_size, parent)
 
@@ -141,13 +142,14 @@ def primary_config(config_dir: str | None, config_name: str | None) -> str:
     try:
         content = yaml.load(file.read_text(), yaml.BaseLoader)
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ConfigError(f"{file}: {first_line(error)}") from None
+        raise ConfigError(f"{file}: {first_line(error)}", "unreadable-yaml") from None
     defaults = content.get("defaults") if isinstance(content, dict) else None
     included = [entry for entry in defaults or [] if entry in (CONFIG_NAME, "_self_")]
     if included != [CONFIG_NAME, "_self_"]:
         raise ConfigError(
             f"{file}: does not build on gptexp's config; its defaults list must contain '- config' and after it "
-            "'- _self_'"
+            "'- _self_'",
+            "config-not-included",
         )
     return file.stem
 
@@ -163,7 +165,7 @@ def hydra_errors_as_config_errors() -> Iterator[None]:
     try:
         yield
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError) as error:
-        raise _of_a_resolver(error) or ConfigError(_one_line(error)) from None
+        raise _of_a_resolver(error) or ConfigError(_one_line(error), "hydra") from None
 
 
 def _of_a_resolver(error: BaseException) -> UserError | None:
@@ -188,13 +190,14 @@ _CLASSES = {cls.__name__: name for name, cls in OPTIMIZERS.items()}
 _NO_SUCH_KEY = re.compile(rf"Key '(\w+)' not in '({'|'.join(_CLASSES)})'")
 
 
-def _of_another_optimizer(key: str, cls: str, text: str) -> str:
+def _of_another_optimizer(key: str, cls: str, text: str) -> Problem:
     """The error for a key that the chosen optimizer does not have, which Hydra calls `text`."""
     name, having = _CLASSES[cls], optimizers_with(f"optim.{key}")
     setter = f", which {found[1]} sets" if (found := re.search(r"In '([^']+)'", text)) else ""
     others = f", but of {', '.join(having)}" if having else ""
     keys = ", ".join(f.name for f in fields(OPTIMIZERS[name]) if f.name != "name")
-    return f"optim.{key}{setter}: not a key of optim={name}{others}; keys of optim={name}: {keys}"
+    rule = f"not a key of optim={name}{others}; keys of optim={name}: {keys}"
+    return Problem("key-of-other-optimizer", f"optim.{key}{setter}: {rule}")
 
 
 def to_config(
@@ -227,7 +230,8 @@ def to_config(
     if config.data.name == "text" and isinstance(config.data.mix, dict):
         sources = {absolute(str(path)): weight for path, weight in config.data.mix.items()}
         if len(sources) < len(config.data.mix):
-            problems.append(f"data.mix={shown(config.data.mix)}: names a source twice; give each one weight")
+            rule = "names a source twice; give each one weight"
+            problems.append(Problem("mix-overlaps", f"data.mix={shown(config.data.mix)}: {rule}"))
         config.data.mix = sources
     for key in ("path", "val_path"):
         value = getattr(config.data, key)
@@ -240,10 +244,9 @@ def to_config(
     if config.init_from and not is_hub_model(config.init_from):
         config.init_from = os.path.abspath(config.init_from)  # noqa: PTH100  `absolute` would take it for a glob
     if launcher_world_size is not None and config.world.size not in (None, launcher_world_size):
-        problems.append(
-            f"world.size={config.world.size}: the launcher started {counted(launcher_world_size, 'rank')}; "
-            f"leave out world.size, or start {counted(config.world.size, 'rank')}"
-        )
+        rule = f"the launcher started {counted(launcher_world_size, 'rank')}"
+        fix = f"leave out world.size, or start {counted(config.world.size, 'rank')}"
+        problems.append(Problem("other-world-size", f"world.size={config.world.size}: {rule}; {fix}"))
     if config.world.size is None:
         config.world.size = launcher_world_size or 1
     problems += secret_problems((key, value) for key, _, value in fields_of(config))
@@ -261,11 +264,11 @@ def _is_by_law(cfg: DictConfig) -> bool:
     return "${power_law:" in str(OmegaConf.to_container(cfg.optim, resolve=False)["lr"])  # type: ignore[index,call-overload]
 
 
-def _law_scaled_twice(cfg: DictConfig) -> list[str]:
+def _law_scaled_twice(cfg: DictConfig) -> list[Problem]:
     """The errors if a rule scales a learning rate that a fitted law sets, or depends on it."""
     rules = {"lr": "scales lr with the batch size already", "weight_decay": "changes lr, and with it the timescale"}
     return [
-        f"scaling.{key}={cfg.scaling[key]}: the fitted law of optim {why}; use none"
+        Problem("law-scaled-twice", f"scaling.{key}={cfg.scaling[key]}: the fitted law of optim {why}; use none")
         for key, why in rules.items()
         if cfg.scaling[key] != "none"
     ]
@@ -350,14 +353,14 @@ WANDB_VARIABLES = {
 }
 
 
-def _take_from_environment(config: Config, given: set[str]) -> list[str]:
+def _take_from_environment(config: Config, given: set[str]) -> list[Problem]:
     """Set keys of wandb from its environment variables, unless a file or the command line sets them.
 
     The config keeps them, so that a resumed run continues its wandb run. Returns a line for each wrong value.
     """
     if config.log.wandb.mode == "disabled":
         return []
-    problems, fields = [], {key: (f, default) for key, f, default in fields_of(Config())}
+    problems, fields = list[Problem](), {key: (f, default) for key, f, default in fields_of(Config())}
     for variable, key in WANDB_VARIABLES.items():
         if variable == "WANDB_NAME" and config.sweep.name is not None:
             continue  # all cells would have the same name
@@ -369,7 +372,7 @@ def _take_from_environment(config: Config, given: set[str]) -> list[str]:
             continue
         value = [tag.strip() for tag in text.split(",") if tag.strip()] if isinstance(default, list) else text
         if problem := field_problem(variable, field, value, typed=shown(text)):
-            problems.append(f"{problem}; or set {key}")
+            problems.append(Problem(problem.code, f"{problem}; or set {key}"))
         else:
             setattr(section, name, value)
     return problems

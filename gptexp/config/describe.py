@@ -19,7 +19,7 @@ import yaml
 from gptexp.config import schema
 from gptexp.config.paths import FILE_FLAGS, Groups, conf_dir, folders, options, own_config
 from gptexp.config.schema import OPTIMIZERS, every_key, optimizers_with
-from gptexp.process.errors import ConfigError, first_line
+from gptexp.process.errors import ConfigError, Problem, first_line
 from gptexp.process.words import shown
 
 # Hydra reads the package of a file in the comment at its top.
@@ -71,11 +71,10 @@ def _defaults(groups: Groups, own: Path | None) -> dict[str, tuple[str, str]]:
     return found | {key: (value, str(own)) for key, value in of_own.items()}
 
 
-def _unknown(name: str, known: list[str]) -> str:
+def _unknown(name: str, known: list[str]) -> Problem:
     close = ", ".join(nearest(name, known))
-    return (
-        f"--help {shown(name)}: unknown key; {f'nearest: {close}' if close else 'gptexp train --help lists all keys'}"
-    )
+    fix = f"nearest: {close}" if close else "gptexp train --help lists all keys"
+    return Problem("unknown-key", f"--help {shown(name)}: unknown key; {fix}")
 
 
 def nearest(name: str, known: Iterable[str], most: int = 3, cutoff: float = 0.5) -> list[str]:
@@ -208,7 +207,7 @@ def settings(file: Path, group: str) -> list[tuple[str, str]]:
         text = file.read_text()
         values = yaml.load(text, yaml.BaseLoader) or {}
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ConfigError(f"{file}: {first_line(error)}") from None
+        raise ConfigError(f"{file}: {first_line(error)}", "unreadable-yaml") from None
     if not isinstance(values, dict):
         return []  # not a config: Hydra refuses it if it is selected
     package = found[1] if (found := PACKAGE.match(text)) else group.replace("/", ".")

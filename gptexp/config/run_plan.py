@@ -85,7 +85,7 @@ class RunPlan:
 def plan_run(cfg: Config, micro_batch_size: int) -> RunPlan:
     """Plan the run of `cfg` with micro-batches of `micro_batch_size` sequences.
 
-    Raises `ValueError` if a step is not divisible into micro-batches.
+    Raises `ConfigError` if a step is not divisible into micro-batches.
     """
     train, total = cfg.train, cfg.batch.total_batch_size
     steps, run_tokens = cfg.run_length

@@ -4,6 +4,7 @@ Text for people goes to stdout. With log.progress=json, stdout is for programs a
 closed pipe (`gptexp train | head`) does not stop a run.
 """
 
+import json
 import os
 import re
 import shlex
@@ -137,7 +138,10 @@ def _discard_stdout() -> None:
 
 @contextmanager
 def report_errors() -> Iterator[None]:
-    """Print an error of the body and exit. A `UserError` prints its lines, any other error its traceback."""
+    """Print an error of the body and exit. A `UserError` prints its lines, any other error its traceback.
+
+    With --json a `UserError` is also printed to stdout, as JSON.
+    """
     try:
         _check_encodings()
         yield
@@ -148,6 +152,8 @@ def report_errors() -> Iterator[None]:
         sys.exit(EXIT_FAILED)
     except UserError as error:
         print_error(error)
+        if "--json" in sys.argv[1:]:
+            emit(json.dumps({"error": error_as_json(error)}))
         sys.exit(error.exit_code)
     except Exception as error:
         traceback.print_exception(error)
@@ -176,5 +182,14 @@ def run_verb(verb: Callable[[list[str]], Any]) -> NoReturn:
 
 
 def print_error(error: UserError) -> None:
+    """Print a line for each problem. A code that says more than the kind of error stands at its end, in brackets."""
     kind = "config error: " if isinstance(error, ConfigError) else ""
-    _print_errors(*(f"gptexp: {kind}{printable(line)}" for line in str(error).split("\n")))
+    for problem in error.problems:
+        code = f" [{problem.code}]" if problem.code != error.default_code else ""
+        _print_errors(f"gptexp: {kind}{printable(problem)}{code}")
+
+
+def error_as_json(error: UserError) -> dict[str, Any]:
+    """The error for programs: its code, the exit code, and the code and line of each problem."""
+    problems = [{"code": problem.code, "message": problem} for problem in error.problems]
+    return {"code": error.code, "exit_code": error.exit_code, "problems": problems}

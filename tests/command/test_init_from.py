@@ -504,9 +504,9 @@ def test_a_model_that_cannot_be_had_is_one_line_that_says_what_to_do(
 
 def test_the_recipe_is_nanogpts(saved: Path) -> None:
     """config/finetune_shakespeare.py, and the defaults of train.py."""
-    from gptexp.command.from_init import register
+    from gptexp.command.hydra_main import register_from_init
 
-    register()
+    register_from_init()
     config = compose(["experiment=finetune_gpt2", f"init_from={saved}"])
     assert (config.model.n_layer, config.model.n_embd, config.model.dropout) == (2, 32, 0.0)
     assert (config.optim.lr, config.optim.weight_decay, config.optim.grad_clip) == (3e-5, 0.1, 1.0)

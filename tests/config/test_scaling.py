@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from gptexp.config.rules import problems
-from gptexp.config.scaling import effective_optim, lr_factor, lr_in_words, scaled
+from gptexp.config.scaling import lr_factor, lr_in_words, scaled, scaled_optim
 from gptexp.config.schema import OPTIMIZERS, AdamWConfig, Config, LionConfig, MuonConfig, ScalingConfig, SGDConfig
 
 ADAMW = AdamWConfig(lr=6e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
@@ -50,7 +50,7 @@ def test_two_steps_of_scaling_are_one(scaling: ScalingConfig) -> None:
 def test_the_learning_rate_follows_its_rule(rule: str, factor: float) -> None:
     """From 524,288 to 2,097,152 tokens a step."""
     scaling = ScalingConfig(lr=rule, exponent=0.37, reference_tokens=2**19)
-    assert effective_optim(config(scaling, 2**21)).lr == pytest.approx(6e-4 * factor, rel=1e-15)
+    assert scaled_optim(config(scaling, 2**21)).lr == pytest.approx(6e-4 * factor, rel=1e-15)
 
 
 def test_the_surge_rule_rises_as_a_root_peaks_at_the_noise_scale_and_falls() -> None:
@@ -79,9 +79,9 @@ def test_the_half_life_of_beta2_can_be_given_in_tokens() -> None:
     """7.08M tokens at 524,288 tokens a step is 0.95 (science of the field: GPT-3's batch size)."""
     given = replace(ADAMW, beta2=0.5, beta2_half_life_tokens=round(half_life(0.95, 2**19)))
     for batch in (2**17, 2**19, 2**21):
-        effective = effective_optim(config(ScalingConfig(), batch, given))
+        effective = scaled_optim(config(ScalingConfig(), batch, given))
         assert half_life(effective.beta2, batch) == pytest.approx(half_life(0.95, 2**19), rel=1e-7)  # type: ignore[attr-defined]
-    assert effective_optim(config(ScalingConfig(), 2**19, given)).beta2 == pytest.approx(0.95)  # type: ignore[attr-defined]
+    assert scaled_optim(config(ScalingConfig(), 2**19, given)).beta2 == pytest.approx(0.95)  # type: ignore[attr-defined]
 
 
 def test_the_sde_rule_scales_distances_from_one_and_eps() -> None:
@@ -104,7 +104,7 @@ def test_the_timescale_of_weight_decay_stays(rule: str, kappa: float) -> None:
 def test_by_default_nothing_is_scaled() -> None:
     for name, keys in OPTIMIZERS.items():
         cfg = config(ScalingConfig(), 2**16, keys())
-        assert effective_optim(cfg) == cfg.optim, name
+        assert scaled_optim(cfg) == cfg.optim, name
 
 
 def test_the_decay_rates_of_other_optimizers_are_scaled_too() -> None:
