@@ -4,11 +4,10 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from gptexp.config.batch import BatchPlan, interval_tokens, plan_batch
+from gptexp.config.batch import BatchPlan, StepSizes, interval_tokens, plan_batch
 from gptexp.config.branching import first_step
 from gptexp.config.schedule import Schedule, resolve_schedule
 from gptexp.config.schema import Config
-from gptexp.config.step_sizes import StepSizes
 
 
 @dataclass(frozen=True)

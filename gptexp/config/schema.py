@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from types import UnionType
 from typing import Any, ClassVar
 
-from gptexp.config.step_sizes import StepSizes
+from gptexp.config.batch import StepSizes
 from gptexp.process.errors import Problem
 from gptexp.process.words import shown
 
