@@ -84,9 +84,7 @@ def hydra_main(train: Task, begin_cell: Task, launcher_world_size: int | None) -
 def _parse() -> Namespace:
     """Parse the command line with Hydra's own parser; flags and overrides may be in any order."""
     sys.argv[1:] = spelled_out(sys.argv[1:])
-    parser = get_args_parser()
-    parser.error = _usage_error  # type: ignore[method-assign]
-    args = parser.parse_intermixed_args()
+    args = train_parser().parse_intermixed_args()
     if args.config_path:
         rule = "not supported; give a folder with config groups: --config-dir DIR"
         raise ConfigError(f"--config-path {args.config_path}: {rule}", "not-supported")
@@ -94,6 +92,13 @@ def _parse() -> Namespace:
         rule = "not supported; use gptexp resume RUN_DIR"
         raise ConfigError(f"--experimental-rerun {args.experimental_rerun}: {rule}", "not-supported")
     return args
+
+
+def train_parser() -> ArgumentParser:
+    """Hydra's own parser, which has no public name."""
+    parser = get_args_parser()
+    parser.error = _usage_error  # type: ignore[method-assign]
+    return parser
 
 
 def spelled_out(argv: Sequence[str]) -> list[str]:

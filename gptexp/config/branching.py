@@ -11,10 +11,11 @@ import os
 import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from gptexp.config.rules import noise_half_life
+from gptexp.config.rules import length_key, noise_half_life
 from gptexp.config.schedule import Schedule, resolve_schedule
 from gptexp.config.schema import Config, result_deciding
 from gptexp.process.errors import ConfigError, Problem
@@ -151,11 +152,10 @@ def history_problems(config: Config, parent: Parent) -> Iterator[Problem]:
             "another length; branch from a run with log.noise_half_life_tokens",
         )
     elif before.warmup_tokens != now.warmup_tokens:
-        s = config.schedule
-        key = "warmup_steps" if s.warmup_steps is not None else "warmup_tokens" if s.warmup_tokens else "warmup_ratio"
+        key = length_key(config, "warmup")
         yield Problem(
             "branch-with-other-warmup",
-            f"schedule.{key}={getattr(s, key)}: a warm-up of {now.warmup_tokens:,} tokens, and {parent.directory} had "
+            f"{key}={attrgetter(key)(config)}: a warm-up of {now.warmup_tokens:,} tokens, and {parent.directory} had "
             f"one of {before.warmup_tokens:,}; use schedule.warmup_tokens={before.warmup_tokens}, or leave it out",
         )
     else:

@@ -176,22 +176,18 @@ def _misplaced_keys(group: str, file: Path) -> Problem | None:
 
 
 @cache
-def _section(key: str) -> DictConfig:
-    """The section with `key`, and the values that were checked last. To build it takes longer than a check."""
-    return _structured(next(cls for known, _, _, cls in every_key() if known == key))
-
-
-@cache
-def _structured(cls: type) -> DictConfig:
-    section: DictConfig = OmegaConf.structured(cls)
-    return section
+def _sections() -> dict[str, DictConfig]:
+    """Key -> the section with it, and the values that were checked last. To build one takes longer than a check."""
+    classes = {key: cls for key, _, _, cls in every_key()}
+    sections = {cls: OmegaConf.structured(cls) for cls in {*classes.values()}}
+    return {key: sections[cls] for key, cls in classes.items()}
 
 
 def _wrong_value(key: str, field: dataclasses.Field[Any], value: Any) -> Problem | None:
     if isinstance(value, str) and "${" in value:
         return None  # Hydra resolves and checks an interpolation
     kind = _kinds(field)[0]
-    section, name = _section(key), key.rpartition(".")[2]
+    section, name = _sections()[key], key.rpartition(".")[2]
     try:
         OmegaConf.update(section, name, value)
         wrong = kind is bool and not isinstance(value, bool | str)  # OmegaConf converts any number to a bool

@@ -38,12 +38,6 @@ def conf_dir() -> Path:
         return packaged_conf()
     if not (Path(own) / "config.yaml").is_file():
         raise _no_conf(f"{OWN_CONF}={own}")
-    if not (Path(own) / "base" / "default.yaml").is_file():
-        raise ConfigError(
-            f"{OWN_CONF}={own}: contains no base/default.yaml, so it is from an older version; copy it again from "
-            f"{packaged_conf()}",
-            "no-conf",
-        )
     return Path(own).resolve()
 
 

@@ -401,7 +401,7 @@ def _lengths(cfg: Config, _: int) -> Iterator[Problem]:
         rule = "the profiler skips the first step, and this run has only one; lengthen the run"
         yield _refusal(cfg, "train.profile", "profile-of-one-step", rule)
     schedule = resolve_schedule(cfg, run_tokens)
-    warmup, decay, key = schedule.warmup_tokens, schedule.decay_tokens, _length_key(cfg, "warmup")
+    warmup, decay, key = schedule.warmup_tokens, schedule.decay_tokens, length_key(cfg, "warmup")
     if warmup >= run_tokens:
         rule = (
             f"the warm-up of {warmup:,} tokens is not shorter than the run of {run_tokens:,} tokens, so the learning "
@@ -410,7 +410,7 @@ def _lengths(cfg: Config, _: int) -> Iterator[Problem]:
         yield _refusal(cfg, key, "warmup-too-long", rule)
     if cfg.schedule.name == "inverse_sqrt" and warmup == 0:
         yield _refusal(cfg, key, "warmup-missing", "inverse_sqrt needs a warm-up; set schedule.warmup_ratio above 0")
-    key = _length_key(cfg, "decay")
+    key = length_key(cfg, "decay")
     ends_early = key != "schedule.decay_ratio" or cfg.schedule.decay_ratio < 1  # else the warm-up is too long
     if cfg.schedule.name in ("cosine", "linear", "wsd") and ends_early and decay <= warmup:
         rule = (
@@ -420,7 +420,7 @@ def _lengths(cfg: Config, _: int) -> Iterator[Problem]:
         yield _refusal(cfg, key, "decay-too-short", rule)
 
 
-def _length_key(cfg: Config, part: str) -> str:
+def length_key(cfg: Config, part: str) -> str:
     """The key that sets the length of a part of the schedule: of those that are given, the first wins."""
     keys = (f"schedule.{part}_{unit}" for unit in ("steps", "tokens", "ratio"))
     return next(key for key in keys if attrgetter(key)(cfg) is not None)

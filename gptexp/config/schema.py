@@ -8,12 +8,14 @@ by default, because the meaning of a length in steps depends on the batch size. 
 """
 
 import dataclasses
+import fnmatch
 import hashlib
 import json
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from types import UnionType
 from typing import Any, ClassVar
 
@@ -527,42 +529,15 @@ class Config:
         return sizes.steps_to(self.train.max_tokens), self.train.max_tokens
 
 
-# Keys that change at most the rounding of the final weights. The micro-batch size also changes the values that dropout
-# drops.
+# Keys, as patterns, that change at most the rounding of the final weights. The micro-batch size also changes the values
+# that dropout drops. Paths do not matter, because a run compares the hash of the tokens. A branch ends with the bits of
+# a run that was never interrupted, and its own checks compare it.
 IRRELEVANT_TO_RESULT = (
-    "world",
-    "log",
-    "sweep",
-    "fitted",
-    "data.path",  # paths do not matter: a run compares the hash of the tokens
-    "data.val_path",
-    "data.format",
-    "data.subset",
-    "data.split",
-    "data.mix",
-    "data.text_column",
-    "data.workers",
-    "data.cache_dir",
-    "batch.micro_batch_size",
-    "train.device",
-    "train.activation_checkpointing",
-    "train.activation_checkpointing_every",
-    "train.eval_every_tokens",
-    "train.eval_every",
-    "train.eval_tasks",
-    "train.eval_tasks_every_tokens",
-    "train.save_every_tokens",
-    "train.save_every",
-    "train.sharpness_every_tokens",
-    "train.keep_last",
-    "train.keep_every_tokens",
-    "train.keep_every",
-    "train.keep_best",
-    "train.log_every",
-    "train.max_minutes",
-    "train.profile",
-    "branch_from",  # a branch ends with the bits of a run that was never interrupted; its own checks compare it
-)
+    "world.*", "log.*", "sweep.*", "fitted.*", "branch_from", "data.path", "data.val_path", "data.format",
+    "data.subset", "data.split", "data.mix", "data.text_column", "data.workers", "data.cache_dir",
+    "batch.micro_batch_size", "train.device", "train.activation_checkpointing*", "train.eval_*", "train.save_*",
+    "train.sharpness_every_tokens", "train.keep_*", "train.log_every", "train.max_minutes", "train.profile",
+)  # fmt: skip
 
 
 # Keys of those sections that do change it, with their defaults. Older cells and sweeps have hashes without these keys,
@@ -571,7 +546,7 @@ ALSO_DECIDING = {"world.comm": "float32"}
 
 # Keys that determine the sizes of a step's tensors.
 DECIDING_MEMORY = ("model.n_layer", "model.n_head", "model.n_embd", "model.block_size", "model.vocab_size",
-                   "model.dropout", "model.bias", "batch", "world.size", "train.dtype", "train.compile", "train.loss",
+                   "model.dropout", "model.bias", "batch.*", "world.size", "train.dtype", "train.compile", "train.loss",
                    "train.activation_checkpointing", "train.reduction", "data.tokenizer")  # fmt: skip
 
 
@@ -705,5 +680,6 @@ def memory_key(config: Config) -> str:
     return hashlib.sha256(json.dumps(deciding, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _is_in(key: str, names: tuple[str, ...]) -> bool:
-    return any(key == name or key.startswith(f"{name}.") for name in names)
+@cache
+def _is_in(key: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatch.fnmatchcase(key, pattern) for pattern in patterns)
