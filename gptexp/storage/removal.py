@@ -104,7 +104,7 @@ def remove(directory: Path) -> None:
         except ConfigError as error:
             with run_dir.storage_errors(f"{error}; nothing was removed, but {directory} is now {hidden}"):
                 hidden.rename(directory)
-            raise type(error)(str(error).replace(str(hidden), str(directory))) from None
+            raise type(error)(str(error).replace(str(hidden), str(directory)), error.code) from None
         with run_dir.storage_errors(
             f"{directory}: partly removed; gptexp gc {directory.parent} removes the rest, {hidden}"
         ):
