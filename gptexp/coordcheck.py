@@ -6,7 +6,7 @@ from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
-from gptexp.command import from_init
+from gptexp.command.hydra_main import register_from_init
 from gptexp.config.compose import composition, hydra_engine, to_config
 from gptexp.config.describe import answer_help
 from gptexp.config.rules import LIKE_ADAM, problems
@@ -50,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
             instead = "give --lr in its place" if key == "optim.lr" else "leave it out"
             raise ConfigError(f"{shown(text)}: the coordinate check does not read {key}; {instead}")
 
-    from_init.register()
+    register_from_init()
     overrides = [*args.overrides, f"optim.lr={args.lr!r}", "schedule=constant"]
     config = _composed(overrides, args.config_dir, args.config_name)
     if config.optim.name not in LIKE_ADAM:

@@ -8,8 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from gptexp.command import from_init
-from gptexp.command.hydra_main import spelled_out, state_of
+from gptexp.command.hydra_main import register_from_init, spelled_out, state_of
 from gptexp.config.compose import compose, composition, hydra_engine, is_multirun, is_sweep, to_config
 from gptexp.config.describe import answer_help
 from gptexp.config.paths import folders, options
@@ -65,7 +64,7 @@ def main(argv: list[str] | None = None) -> None:
     if given is not None and gpu is None and not args.time:
         raise ConfigError(f"{given}: only device=GPU and --time predict how long ranks wait; give one of them")
 
-    from_init.register()
+    register_from_init()
     if args.models:
         _print_models(overrides, args.config_dir, gpu or GPUS["h100"], args.json)
         return

@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from gptexp.command import from_init
+from gptexp.command.hydra_main import register_from_init
 from gptexp.config.compose import compose
 from gptexp.config.describe import answer_help
 from gptexp.data.comparison import compare
@@ -23,7 +23,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--verify", action="store_true", help="tokenise it again, and compare the cache with that")
     args = parser.parse_intermixed_args(argv)
 
-    from_init.register()
+    register_from_init()
     config = compose(args.overrides, args.config_dir, args.config_name, find_parent=branch.find).data
     for directory in prepare(config):
         if directory is not None:

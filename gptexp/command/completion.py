@@ -65,13 +65,11 @@ def _arguments(verb: str) -> list[Action]:
     """The arguments of a verb, as its parsers know them."""
     parsers = []
     if verb in ("train", "plan"):
-        from gptexp.command.hydra_main import short_forms_parser
+        from gptexp.command.hydra_main import short_forms_parser, train_parser
 
         parsers.append(short_forms_parser())
     if verb == "train":
-        from hydra._internal.utils import get_args_parser
-
-        parsers.append(get_args_parser())
+        parsers.append(train_parser())
     else:
         plain = ArgumentParser.print_help
         ArgumentParser.print_help = lambda parser, file=None: parsers.append(parser)  # type: ignore[assignment, method-assign]

@@ -24,10 +24,8 @@ from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.core.plugins import Plugins
 from hydra.core.utils import run_job
 from hydra.types import HydraContext
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf, open_dict
 
-from gptexp.command import from_init
-from gptexp.command.help import print_help
 from gptexp.config.compose import (
     composition,
     hydra_engine,
@@ -41,7 +39,7 @@ from gptexp.config.compose import (
 )
 from gptexp.config.fitted import fitted_warnings
 from gptexp.config.overrides import canonical, override_problems
-from gptexp.config.paths import CONFIG_NAME, conf_dir, folders, why_not_creatable
+from gptexp.config.paths import CONFIG_NAME, conf_dir, folders, options, why_not_creatable
 from gptexp.config.schema import Config
 from gptexp.process.errors import EXIT_CONFIG, ConfigError, UserError, first_line
 from gptexp.process.terminal import print_error, reserve_stdout, say, warn
@@ -50,6 +48,7 @@ from gptexp.run.pool import require_devices
 from gptexp.run.scoring import require_tasks
 from gptexp.storage import branch, run_dir
 from gptexp.storage.continuation import check_free
+from gptexp.storage.init_from import of_config
 from gptexp.storage.inventory import refuse_run_in, refuse_sweep_in
 
 # Trains a config, given the composition that it came from. Returns an exit code.
@@ -62,16 +61,15 @@ def hydra_main(train: Task, begin_cell: Task, launcher_world_size: int | None) -
     Raises `ConfigError`, before any directory is made, for a command line or a config that cannot run.
     """
     args = _parse()
-    from_init.register()
+    register_from_init()
     multirun = args.multirun or is_multirun(args.overrides)
     if args.help:
-        print_help(args.overrides, args.config_dir, args.config_name)
+        _print_help(args.overrides, args.config_dir, args.config_name)
         return 0
     if args.cfg and any(text.startswith("branch_from=") for text in args.overrides):
-        raise ConfigError(
-            f"--cfg {args.cfg}: shows what files and overrides set, and a branch has the other keys of its run; leave "
-            "it out, the new run has a config.yaml"
-        )
+        rule = "shows what files and overrides set, and a branch has the other keys of its run"
+        fix = "leave it out, the new run has a config.yaml"
+        raise ConfigError(f"--cfg {args.cfg}: {rule}; {fix}", "cfg-of-branch")
     question = args.cfg or args.info or args.hydra_help or args.shell_completion or args.resolve
     if question or (args.run and args.multirun):  # Hydra refuses this pair of flags
         return _let_hydra_answer(args, multirun)
@@ -86,16 +84,21 @@ def hydra_main(train: Task, begin_cell: Task, launcher_world_size: int | None) -
 def _parse() -> Namespace:
     """Parse the command line with Hydra's own parser; flags and overrides may be in any order."""
     sys.argv[1:] = spelled_out(sys.argv[1:])
+    args = train_parser().parse_intermixed_args()
+    if args.config_path:
+        rule = "not supported; give a folder with config groups: --config-dir DIR"
+        raise ConfigError(f"--config-path {args.config_path}: {rule}", "not-supported")
+    if args.experimental_rerun:
+        rule = "not supported; use gptexp resume RUN_DIR"
+        raise ConfigError(f"--experimental-rerun {args.experimental_rerun}: {rule}", "not-supported")
+    return args
+
+
+def train_parser() -> ArgumentParser:
+    """Hydra's own parser, which has no public name."""
     parser = get_args_parser()
     parser.error = _usage_error  # type: ignore[method-assign]
-    args = parser.parse_intermixed_args()
-    if args.config_path:
-        raise ConfigError(
-            f"--config-path {args.config_path}: not supported; give a folder with config groups: --config-dir DIR"
-        )
-    if args.experimental_rerun:
-        raise ConfigError(f"--experimental-rerun {args.experimental_rerun}: not supported; use gptexp resume RUN_DIR")
-    return args
+    return parser
 
 
 def spelled_out(argv: Sequence[str]) -> list[str]:
@@ -114,7 +117,8 @@ def spelled_out(argv: Sequence[str]) -> list[str]:
         short_forms.append(("--note", "log.note", _quoted(short.note)))
     for flag, key, value in short_forms:
         if any(text.startswith(f"{key}=") for text in rest):
-            raise ConfigError(f"{flag}: a short form of {key}=…, which is given too; leave out one of them")
+            rule = f"a short form of {key}=…, which is given too; leave out one of them"
+            raise ConfigError(f"{flag}: {rule}", "key-given-twice")
         rest.append(f"{key}={value}")
     return rest
 
@@ -134,7 +138,35 @@ def _quoted(text: str) -> str:
 
 
 def _usage_error(message: str) -> NoReturn:
-    raise ConfigError(f"{message}; see --help")
+    raise ConfigError(f"{message}; see --help", "usage")
+
+
+def register_from_init() -> None:
+    """Make the resolver known with which conf/model/from_init.yaml takes the sizes of the model of `init_from`."""
+
+    def size(key: str, init_from: str | None) -> Any:
+        if init_from is None:
+            rule = "init_from is not given; give it, or choose another model"
+            raise ConfigError(f"model=from_init: {rule}", "init-from-missing")
+        return getattr(of_config(init_from).model(), key)
+
+    OmegaConf.register_new_resolver("from_init", size, replace=True)
+
+
+def _print_help(overrides: Sequence[str], config_dir: str | None, config_name: str | None) -> None:
+    """Print usage, the config groups and the composed keys.
+
+    Hydra's own --help takes a second, because it copies the repository of configs for each group.
+    """
+    with hydra_engine(config_dir) as engine:
+        job = composition(engine, overrides, config_dir, is_multirun(overrides), config_name)
+    with open_dict(job):
+        text = job.pop("hydra").help
+    print(text.header)
+    print("Groups (override as group=option):\n")
+    for group, names in sorted(options(folders(config_dir)).items()):
+        print(f"  {group:<15} {', '.join(sorted(names))}")
+    print(f"\nKeys of this composition (override as key=value):\n\n{OmegaConf.to_yaml(job)}\n{text.footer}")
 
 
 def _let_hydra_answer(args: Namespace, multirun: bool) -> int:
@@ -154,7 +186,7 @@ def _let_hydra_answer(args: Namespace, multirun: bool) -> int:
         with hydra_errors_as_config_errors():
             hydra.main(config_path=str(conf_dir()), config_name=CONFIG_NAME, version_base="1.3")(lambda _: None)()
     except ValueError as error:  # flags that exclude each other
-        raise ConfigError(first_line(error)) from None
+        raise ConfigError(first_line(error), "usage") from None
     except SystemExit as leaving:
         return EXIT_CONFIG if args.cfg and leaving.code == 1 else int(leaving.code or 0)  # 1: an unknown --package
     return 0
@@ -194,7 +226,7 @@ def _run(cfg: DictConfig, context: HydraContext, train: Task, launcher_world_siz
 def state_of(directory: Path, config: Config) -> str:
     """`check_free`. Raises `ConfigError` too if no run can be made in `directory`."""
     if why := why_not_creatable(directory):
-        raise ConfigError(f"hydra.run.dir={shown(str(directory))}: {why}; use another directory")
+        raise ConfigError(f"hydra.run.dir={shown(str(directory))}: {why}; use another directory", "not-creatable")
     refuse_run_in(directory)
     return check_free(directory, config)
 

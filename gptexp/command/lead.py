@@ -18,16 +18,16 @@ from omegaconf import DictConfig
 from gptexp.command.hydra_main import hydra_main
 from gptexp.command.start import start
 from gptexp.config.branching import first_step
-from gptexp.config.compose import content_of
+from gptexp.config.compose import keys_set_by
+from gptexp.config.describe import SWEPT
 from gptexp.config.paths import CONFIG_NAME
-from gptexp.config.scaling import effective_optim, lr_in_words
+from gptexp.config.scaling import lr_in_words, scaled_optim
 from gptexp.config.schema import AdamWConfig, Config, TrainConfig
 from gptexp.distributed.ranks import launcher_world_size
 from gptexp.process.signals import StopRequest
 from gptexp.process.terminal import report_errors, say
 from gptexp.storage import run_dir
 from gptexp.storage.continuation import check_same
-from gptexp.sweep.space import parts
 
 if TYPE_CHECKING:
     from gptexp.command.leader import Leader  # imports torch
@@ -71,7 +71,7 @@ def freeze(config: Config, cfg: DictConfig, directory: Path) -> None:
     run_dir.save_config(directory, config)
     if config.log.progress not in ("off", "json"):
         source = lr_source(cfg.hydra) if config.branch_from is None else f"branch_from={config.branch_from}"
-        say(f"learning rate   {lr_in_words(config.optim.lr, effective_optim(config).lr)}, from {source}")
+        say(f"learning rate   {lr_in_words(config.optim.lr, scaled_optim(config).lr)}, from {source}")
 
 
 def readable_name(model: str, config: Config) -> str:
@@ -95,23 +95,17 @@ def lr_source(hydra: Any) -> str:
     # Not the composed overrides: a cell's contain the values of a named grid.
     if any(text.lstrip("+").startswith("optim.lr=") for text in sys.argv):
         return "the command line"
-    for group in ("experiment", "sweep"):
-        option = hydra.runtime.choices.get(group)
-        swept = content_of(hydra, group, option).get("hydra", {}).get("sweeper", {}).get("params") if option else None
-        if any("optim.lr" in part for part in parts(swept)):
-            return f"{group}={option}"
-    name = hydra.job.config_name
-    if name != CONFIG_NAME and "lr" in content_of(hydra, "", name).get("optim", {}):
-        return f"{name}.yaml"
-    for group in ("experiment", "optim", "model"):
-        if (option := hydra.runtime.choices.get(group)) and _sets_lr(hydra, group, option):
-            return f"{group}={option}"
-    return "the default"
 
+    def option_with(key: str, *groups: str) -> str | None:
+        options = ((group, hydra.runtime.choices.get(group)) for group in groups)
+        setting = (f"{group}={name}" for group, name in options if name and key in keys_set_by(hydra, group, name))
+        return next(setting, None)
 
-def _sets_lr(hydra: Any, group: str, option: str) -> bool:
-    """Whether an option's file sets the learning rate, or one of its group that it extends."""
-    content = content_of(hydra, group, option)
-    extended = [entry for entry in content.get("defaults") or [] if isinstance(entry, str) and entry != "_self_"]
-    of_optim = content.get("optim", content if group == "optim" else {})
-    return "lr" in of_optim or any(_sets_lr(hydra, group, entry) for entry in extended)
+    own = hydra.job.config_name
+    is_own = own != CONFIG_NAME and "optim.lr" in keys_set_by(hydra, "", own)
+    return (
+        option_with(f"{SWEPT}optim.lr", "experiment", "sweep")
+        or (f"{own}.yaml" if is_own else None)
+        or option_with("optim.lr", "experiment", "optim", "model")
+        or "the default"
+    )

@@ -25,7 +25,7 @@ from gptexp.command.prediction import (
 from gptexp.config.branching import run_and_step
 from gptexp.config.fitted import fitted_warnings, other_text
 from gptexp.config.run_plan import RunPlan, plan_run
-from gptexp.config.scaling import effective_optim, lr_in_words
+from gptexp.config.scaling import lr_in_words, scaled_optim
 from gptexp.config.schedule import asked_of_warmup, least_warmup_steps
 from gptexp.config.schema import AUTO, Config, memory_key
 from gptexp.config.vocabulary import ASSUMED_CHARACTERS, with_vocab_size
@@ -154,7 +154,7 @@ def plan(cfg: Config, earlier: Effective | None = None, gpu: Gpu | None = None) 
         assumed = replace(effective.vocab_size, reason="an assumption, until the corpus is tokenised")
         effective = replace(effective, vocab_size=assumed)
     cfg = with_vocab_size(cfg, effective.vocab_size.value)
-    memory, optim = estimate(cfg, effective, world_size), effective_optim(cfg)
+    memory, optim = estimate(cfg, effective, world_size), scaled_optim(cfg)
     p = plan_run(cfg, effective.micro_batch_size.value)
     palm, causal = flops_per_token(cfg.model, cfg.seq_len)
     corpus_tokens, about_text = _prepared_tokens(cfg)

@@ -49,14 +49,15 @@ def resume(
     config = run_dir.load_config(directory)
     if world_size is not None:
         if world_size < 1:
-            raise ConfigError(f"--world-size={world_size}: must be 1 or above")
+            raise ConfigError(f"--world-size={world_size}: must be 1 or above", "out-of-range")
         config.world.size = world_size
     config.world.size = config.world.size or 1
     config.world.sharding = sharding or config.world.sharding
     if (started := launcher_world_size()) not in (None, config.world.size):
         raise ConfigError(
             f"world.size={config.world.size}: the launcher started {counted(started, 'rank')}; start "
-            f"{config.world.size}, or add --world-size {started}"
+            f"{config.world.size}, or add --world-size {started}",
+            "other-world-size",
         )
     rules.check(config, config.world.size)
     if check_free(directory, config) == "completed":

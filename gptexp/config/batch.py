@@ -2,9 +2,21 @@
 
 One optimizer step of `total_batch_size` tokens consists of M = total / (B * T) micro-batches of B sequences of T
 tokens. Each of `world_size` ranks processes M / world_size micro-batches in sequence (gradient accumulation).
+
+All steps have equal sizes, or they grow with the tokens that were trained on (a ramp). GPT-3's batch grew "linearly
+from a small value (32k tokens) to the full value over the first 4-12 billion tokens of training, depending on the model
+size" (arXiv 2005.14165, appendix B). How it was rounded is not published. Here a step that starts after t tokens has
+start + (total - start) * t / ramp_tokens tokens, rounded to the nearest multiple of a quantum, half up. So its size
+depends on t alone. All arithmetic is in integers, and exact.
 """
 
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+from gptexp.process.errors import ConfigError
+from gptexp.process.words import counted
 
 SEARCH_RANGE = 100_000  # divisors farther from the given value than this are not suggested
 
@@ -26,13 +38,14 @@ class BatchPlan:
 
 
 def plan_batch(total_batch_size: int, micro_batch_size: int, seq_len: int, world_size: int) -> BatchPlan:
-    """Divide a step into micro-steps. Raises `ValueError` with the nearest legal values if it does not divide."""
+    """Divide a step into micro-steps. Raises `ConfigError` with the nearest legal values if it does not divide."""
     tokens_per_micro_step = micro_batch_size * seq_len * world_size
     if total_batch_size % tokens_per_micro_step:
-        raise ValueError(
+        raise ConfigError(
             f"batch.total_batch_size={total_batch_size:,} tokens is not divisible by micro_batch_size·seq_len·"
             f"world_size = {micro_batch_size}·{seq_len}·{world_size} = {tokens_per_micro_step:,}; "
-            f"{_nearest(total_batch_size, micro_batch_size, seq_len, world_size)}"
+            f"{_nearest(total_batch_size, micro_batch_size, seq_len, world_size)}",
+            "batch-not-divisible",
         )
     return BatchPlan(total_batch_size, micro_batch_size, seq_len, world_size, total_batch_size // tokens_per_micro_step)
 
@@ -94,3 +107,70 @@ def interval_tokens(every_steps: int | None, every_tokens: int | None, run_token
 def crosses(tokens_before: int, tokens_after: int, every: int) -> bool:
     """Whether a multiple of `every` tokens lies in (`tokens_before`, `tokens_after`]; False if `every` is 0."""
     return every > 0 and tokens_after // every > tokens_before // every
+
+
+class _Level(NamedTuple):
+    """Consecutive steps of one size."""
+
+    steps: int  # before its first step
+    tokens: int  # before its first step
+    size: int  # tokens of each of its steps
+
+
+@dataclass(frozen=True)
+class StepSizes:
+    """The tokens of every step of a run, over all ranks. A quantum divides `start`, and `total`, which is larger."""
+
+    total: int  # of a step that starts after `ramp_tokens` tokens or more
+    start: int  # of the first step
+    ramp_tokens: int  # 0: every step has `total` tokens
+    quantum: int  # divides every step
+
+    @classmethod
+    def constant(cls, total: int) -> "StepSizes":
+        return cls(total, total, 0, total)
+
+    def at(self, tokens: int) -> int:
+        """Tokens of the step that starts after `tokens` tokens."""
+        if tokens >= self.ramp_tokens:
+            return self.total
+        linear = self.start * self.ramp_tokens + (self.total - self.start) * tokens  # times ramp_tokens
+        return (2 * linear // (self.quantum * self.ramp_tokens) + 1) // 2 * self.quantum
+
+    def tokens_after(self, steps: int) -> int:
+        """Tokens of the first `steps` steps."""
+        levels = _levels(self)
+        level = levels[bisect_right(levels, steps, key=lambda level: level.steps) - 1]
+        return level.tokens + (steps - level.steps) * level.size
+
+    def steps_to(self, tokens: int) -> int:
+        """Number of steps that start before `tokens` tokens: the fewest with at least so many tokens."""
+        levels = _levels(self)
+        level = levels[max(0, bisect_left(levels, tokens, key=lambda level: level.tokens) - 1)]
+        return level.steps - (level.tokens - tokens) // level.size
+
+    @property
+    def ramp_steps(self) -> int:
+        """Number of steps that start before `ramp_tokens` tokens."""
+        return self.steps_to(self.ramp_tokens)
+
+    def ramp_in_words(self) -> str:
+        """How the steps grow, as text. There must be a ramp."""
+        return (
+            f"from {self.start:,} tokens per step, linear over the first {counted(self.ramp_tokens, 'token')} "
+            f"({counted(self.ramp_steps, 'step')}), in multiples of {self.quantum:,}"
+        )
+
+
+@lru_cache(maxsize=256)
+def _levels(sizes: StepSizes) -> list[_Level]:
+    """The levels of a run in their order. A step that ends beyond the next level skips it."""
+    steps = tokens = 0
+    levels = []
+    while (size := sizes.at(tokens)) < sizes.total:
+        levels.append(_Level(steps, tokens, size))
+        half_higher = 2 * (size - sizes.start) + sizes.quantum  # twice the growth from which it is rounded up
+        end = -(-half_higher * sizes.ramp_tokens // (2 * (sizes.total - sizes.start)))
+        count = -(-(end - tokens) // size)
+        steps, tokens = steps + count, tokens + count * size
+    return [*levels, _Level(steps, tokens, sizes.total)]

@@ -11,13 +11,14 @@ import os
 import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from gptexp.config.rules import noise_half_life
-from gptexp.config.schedule import resolve_schedule
+from gptexp.config.rules import length_key, noise_half_life
+from gptexp.config.schedule import Schedule, resolve_schedule
 from gptexp.config.schema import Config, result_deciding
-from gptexp.process.errors import ConfigError
+from gptexp.process.errors import ConfigError, Problem
 from gptexp.process.words import shown
 
 # Keys of the result that a branch may change: they say what happens after the checkpoint, or are checked on their own.
@@ -78,7 +79,7 @@ def inherited(config: Config, parent: Parent, given: Collection[str]) -> Config:
     checkpoint. Raises `ConfigError` for a key that a branch cannot have.
     """
     if "experiment" in given:
-        raise ConfigError("experiment: a branch has the settings of its run; leave it out")
+        raise ConfigError("experiment: a branch has the settings of its run; leave it out", "branch-with-recipe")
     branch = copy.deepcopy(parent.config)
     if "optim" in given:  # another optimizer has other keys
         branch.optim = config.optim
@@ -98,7 +99,8 @@ def inherited(config: Config, parent: Parent, given: Collection[str]) -> Config:
         if not hasattr(section, name):
             raise ConfigError(
                 f"{key}: not a key of optim={parent.config.optim.name}, with which {parent.directory} was trained; "
-                "leave it out"
+                "leave it out",
+                "key-of-other-optimizer",
             )
         setattr(section, name, getattr(composed, name))
     branch.branch_from, branch.sweep = parent.name, config.sweep
@@ -122,57 +124,60 @@ def _place(config: Config, key: str) -> tuple[Any, str]:
     return (section if parents or name == "init_from" else None), name
 
 
-def differences(config: Config, parent: Parent) -> Iterator[str]:
+def differences(config: Config, parent: Parent) -> Iterator[Problem]:
     """A line for each key of a branch that must be as in the run that it branches from, and is not."""
     before, now = result_deciding(parent.config), result_deciding(config)
     for key in dict.fromkeys([*now, *before]):
         if before.get(key) != now.get(key) and not key.startswith(MAY_CHANGE):
-            yield (
-                f"{key}={shown(now.get(key))}: {parent.directory} was trained with {shown(before.get(key))}, and a "
-                "branch continues it; leave it out"
-            )
+            rule = f"{parent.directory} was trained with {shown(before.get(key))}, and a branch continues it"
+            yield Problem("branch-differs", f"{key}={shown(now.get(key))}: {rule}; leave it out")
 
 
-def history_problems(config: Config, parent: Parent) -> Iterator[str]:
-    """A line if the run would not go on after the checkpoint, or would have had other learning rates before it."""
+def history_problems(config: Config, parent: Parent) -> Iterator[Problem]:
+    """The problem of a run that would not go on after the checkpoint, or that would have had another past."""
     steps, run_tokens = config.run_length
+    parent_tokens = parent.config.run_length[1]
+    half_life = noise_half_life(parent.config, parent_tokens)
+    before, now = resolve_schedule(parent.config, parent_tokens), resolve_schedule(config, run_tokens)
     if steps <= parent.step:
         key = "max_tokens" if config.train.max_steps is None else "max_steps"
-        yield (
-            f"train.{key}={getattr(config.train, key)}: the run would end after step {steps:,}, and the checkpoint of "
-            f"branch_from is that of step {parent.step:,}; lengthen the run"
-        )
-        return
-    _, parent_tokens = parent.config.run_length
-    half_life = noise_half_life(parent.config, parent_tokens)
-    if config.optim.gradient_noise_like_batch and noise_half_life(config, run_tokens) != half_life:
-        yield (
+        rule = f"the run would end after step {steps:,}, and the checkpoint of branch_from is that of step"
+        line = f"train.{key}={getattr(config.train, key)}: {rule} {parent.step:,}; lengthen the run"
+        yield Problem("branch-too-short", line)
+    elif config.optim.gradient_noise_like_batch and noise_half_life(config, run_tokens) != half_life:
+        yield Problem(
+            "branch-with-other-noise",
             f"optim.gradient_noise_like_batch={config.optim.gradient_noise_like_batch}: the noise follows an average "
             f"with a half-life of {half_life:,.0f} tokens, 1% of the length of {parent.directory}, and this run has "
-            "another length; branch from a run with log.noise_half_life_tokens"
+            "another length; branch from a run with log.noise_half_life_tokens",
         )
-        return
-    before, now = resolve_schedule(parent.config, parent_tokens), resolve_schedule(config, run_tokens)
-    if before.warmup_tokens != now.warmup_tokens:
-        s = config.schedule
-        key = "warmup_steps" if s.warmup_steps is not None else "warmup_tokens" if s.warmup_tokens else "warmup_ratio"
-        yield (
-            f"schedule.{key}={getattr(s, key)}: a warm-up of {now.warmup_tokens:,} tokens, and {parent.directory} had "
-            f"one of {before.warmup_tokens:,}; use schedule.warmup_tokens={before.warmup_tokens}, or leave it out"
+    elif before.warmup_tokens != now.warmup_tokens:
+        key = length_key(config, "warmup")
+        yield Problem(
+            "branch-with-other-warmup",
+            f"{key}={attrgetter(key)(config)}: a warm-up of {now.warmup_tokens:,} tokens, and {parent.directory} had "
+            f"one of {before.warmup_tokens:,}; use schedule.warmup_tokens={before.warmup_tokens}, or leave it out",
         )
-        return
+    else:
+        yield from _other_learning_rates(config, parent, before, now)
+
+
+def _other_learning_rates(config: Config, parent: Parent, before: Schedule, now: Schedule) -> Iterator[Problem]:
+    """The first step of `parent` that would have had another learning rate."""
     sizes, tokens = config.batch.step_sizes, 0
     for step in range(parent.step):
         step_tokens = sizes.at(tokens)
         was, would_be = (schedule.lr_factor(tokens, step_tokens) for schedule in (before, now))
         tokens += step_tokens
         if was != would_be:
-            fitting = [saved for saved in parent.steps if saved <= step]
-            earlier = f"@{max(fitting)}" if fitting else f"step {step} or before, of which it has no checkpoint"
-            yield (
+            earlier_steps = [saved for saved in parent.steps if saved <= step]
+            no_step = f"step {step} or before, of which it has no checkpoint"
+            earlier = f"@{max(earlier_steps)}" if earlier_steps else no_step
+            yield Problem(
+                "branch-with-other-lr",
                 f"branch_from={parent.name}: step {step + 1:,} had {was:.6g} of optim.lr with schedule.name="
                 f"{before.name}, and would have had {would_be:.6g} with {now.name} until {now.decay_tokens:,} tokens; "
-                f"{_fix(config, parent, was < 1)}, or branch from {earlier}"
+                f"{_fix(config, parent, was < 1)}, or branch from {earlier}",
             )
             return
 

@@ -25,6 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from gptexp.config import branching, rules
 from gptexp.config.branching import Parent
+from gptexp.config.describe import settings_by_place
 from gptexp.config.overrides import canonical, override_problems, secret_problems
 from gptexp.config.paths import (
     CONFIG_NAME,
@@ -46,7 +47,7 @@ from gptexp.config.schema import (
     optimizers_with,
 )
 from gptexp.config.vocabulary import NAMES
-from gptexp.process.errors import ConfigError, UserError, first_line
+from gptexp.process.errors import ConfigError, Problem, UserError, first_line
 from gptexp.process.words import counted, shown
 
 
@@ -106,7 +107,8 @@ def compose(
         parent = None
         if composed.branch_from is not None:
             if find_parent is None:
-                raise ConfigError(f"branch_from={composed.branch_from}: only train, plan and prepare take it")
+                rule = "only train, plan and prepare take it"
+                raise ConfigError(f"branch_from={composed.branch_from}: {rule}", "branch-not-taken")
             parent = find_parent(composed.branch_from)
         return to_config(composed, composed.hydra.overrides.task, launcher_world_size, parent)
 
@@ -141,13 +143,14 @@ def primary_config(config_dir: str | None, config_name: str | None) -> str:
     try:
         content = yaml.load(file.read_text(), yaml.BaseLoader)
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ConfigError(f"{file}: {first_line(error)}") from None
+        raise ConfigError(f"{file}: {first_line(error)}", "unreadable-yaml") from None
     defaults = content.get("defaults") if isinstance(content, dict) else None
     included = [entry for entry in defaults or [] if entry in (CONFIG_NAME, "_self_")]
     if included != [CONFIG_NAME, "_self_"]:
         raise ConfigError(
             f"{file}: does not build on gptexp's config; its defaults list must contain '- config' and after it "
-            "'- _self_'"
+            "'- _self_'",
+            "config-not-included",
         )
     return file.stem
 
@@ -163,7 +166,7 @@ def hydra_errors_as_config_errors() -> Iterator[None]:
     try:
         yield
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError) as error:
-        raise _of_a_resolver(error) or ConfigError(_one_line(error)) from None
+        raise _of_a_resolver(error) or ConfigError(_one_line(error), "hydra") from None
 
 
 def _of_a_resolver(error: BaseException) -> UserError | None:
@@ -188,13 +191,14 @@ _CLASSES = {cls.__name__: name for name, cls in OPTIMIZERS.items()}
 _NO_SUCH_KEY = re.compile(rf"Key '(\w+)' not in '({'|'.join(_CLASSES)})'")
 
 
-def _of_another_optimizer(key: str, cls: str, text: str) -> str:
+def _of_another_optimizer(key: str, cls: str, text: str) -> Problem:
     """The error for a key that the chosen optimizer does not have, which Hydra calls `text`."""
     name, having = _CLASSES[cls], optimizers_with(f"optim.{key}")
     setter = f", which {found[1]} sets" if (found := re.search(r"In '([^']+)'", text)) else ""
     others = f", but of {', '.join(having)}" if having else ""
     keys = ", ".join(f.name for f in fields(OPTIMIZERS[name]) if f.name != "name")
-    return f"optim.{key}{setter}: not a key of optim={name}{others}; keys of optim={name}: {keys}"
+    rule = f"not a key of optim={name}{others}; keys of optim={name}: {keys}"
+    return Problem("key-of-other-optimizer", f"optim.{key}{setter}: {rule}")
 
 
 def to_config(
@@ -205,14 +209,12 @@ def to_config(
 ) -> Config:
     """Convert a composition to a checked `Config` that depends on no other file.
 
-    Makes paths absolute. Sets `world.size`, if it is null, to the number of ranks that a launcher has started
-    (`launcher_world_size`), else to 1. `overrides` are the command line's: a length given there in tokens takes
-    precedence over a length in steps from a file. `parent` is the checkpoint of `branch_from`. Raises `ConfigError`
-    with a line for each problem.
+    `overrides` are the command line's: a length given there in tokens takes precedence over a length in steps from a
+    file. `launcher_world_size` is the number of ranks that a launcher has started. `parent` is the checkpoint of
+    `branch_from`. Raises `ConfigError` with a line for each problem.
     """
     config = job_of(cfg)
     by_law = _is_by_law(cfg)
-    problems = _law_scaled_twice(cfg) if by_law else []
     given = {text.split("=", 1)[0] for text in overrides}
     if parent is not None:
         # A branch takes a chosen schedule as a whole, so the keys of its file are not given one by one.
@@ -223,32 +225,15 @@ def to_config(
     if parent is not None or not by_law:
         config.fitted = FittedConfig()  # no law sets the learning rate; that of a branch is its run's
     _let_the_command_line_win(config, given)
-    problems += _take_from_environment(config, given)
-    if config.data.name == "text" and isinstance(config.data.mix, dict):
-        sources = {absolute(str(path)): weight for path, weight in config.data.mix.items()}
-        if len(sources) < len(config.data.mix):
-            problems.append(f"data.mix={shown(config.data.mix)}: names a source twice; give each one weight")
-        config.data.mix = sources
-    for key in ("path", "val_path"):
-        value = getattr(config.data, key)
-        if is_path_list(value) and (key, config.data.name) != ("path", "hf"):
-            setattr(config.data, key, absolute(value) if isinstance(value, str) else [absolute(v) for v in value])
-    if config.data.tokenizer not in NAMES and is_file(Path(config.data.tokenizer)):
-        config.data.tokenizer = os.path.abspath(config.data.tokenizer)  # noqa: PTH100  `absolute` would take it for a glob
-    if config.data.cache_dir:
-        config.data.cache_dir = absolute(config.data.cache_dir)
-    if config.init_from and not is_hub_model(config.init_from):
-        config.init_from = os.path.abspath(config.init_from)  # noqa: PTH100  `absolute` would take it for a glob
-    if launcher_world_size is not None and config.world.size not in (None, launcher_world_size):
-        problems.append(
-            f"world.size={config.world.size}: the launcher started {counted(launcher_world_size, 'rank')}; "
-            f"leave out world.size, or start {counted(config.world.size, 'rank')}"
-        )
-    if config.world.size is None:
-        config.world.size = launcher_world_size or 1
-    problems += secret_problems((key, value) for key, _, value in fields_of(config))
+    problems = [
+        *(_law_scaled_twice(cfg) if by_law else ()),
+        *_take_from_environment(config, given),
+        *_make_paths_absolute(config),
+        *_settle_world_size(config, launcher_world_size),
+        *secret_problems((key, value) for key, _, value in fields_of(config)),
+    ]
     changed = [*branching.differences(config, parent)] if parent is not None else []
-    problems += changed or rules.problems(config, config.world.size)  # the rules would speak of the same keys
+    problems += changed or rules.problems(config, config.world.size or 1)  # the rules would speak of the same keys
     if parent is not None and not problems:
         problems += branching.history_problems(config, parent)
     if problems:
@@ -256,16 +241,47 @@ def to_config(
     return config
 
 
+def _make_paths_absolute(config: Config) -> Iterator[Problem]:
+    """Make every path absolute. Yields the problem of two paths that are one then."""
+    data = config.data
+    if data.name == "text" and isinstance(data.mix, dict):
+        sources = {absolute(str(path)): weight for path, weight in data.mix.items()}
+        if len(sources) < len(data.mix):
+            yield Problem("mix-overlaps", f"data.mix={shown(data.mix)}: names a source twice; give each one weight")
+        data.mix = sources
+    for key in ("path", "val_path"):
+        value = getattr(data, key)
+        if is_path_list(value) and (key, data.name) != ("path", "hf"):
+            setattr(data, key, absolute(value) if isinstance(value, str) else [absolute(v) for v in value])
+    # `absolute` would take these for globs.
+    if data.tokenizer not in NAMES and is_file(Path(data.tokenizer)):
+        data.tokenizer = os.path.abspath(data.tokenizer)  # noqa: PTH100
+    if config.init_from and not is_hub_model(config.init_from):
+        config.init_from = os.path.abspath(config.init_from)  # noqa: PTH100
+    if data.cache_dir:
+        data.cache_dir = absolute(data.cache_dir)
+
+
+def _settle_world_size(config: Config, started: int | None) -> Iterator[Problem]:
+    """Set `world.size`, if it is null, to the number of ranks that a launcher has `started`, else to 1."""
+    size = config.world.size
+    if started is not None and size not in (None, started):
+        rule = f"the launcher started {counted(started, 'rank')}"
+        fix = f"leave out world.size, or start {counted(size, 'rank')}"
+        yield Problem("other-world-size", f"world.size={size}: {rule}; {fix}")
+    config.world.size = size or started or 1
+
+
 def _is_by_law(cfg: DictConfig) -> bool:
     """Whether a fitted law sets the learning rate."""
     return "${power_law:" in str(OmegaConf.to_container(cfg.optim, resolve=False)["lr"])  # type: ignore[index,call-overload]
 
 
-def _law_scaled_twice(cfg: DictConfig) -> list[str]:
+def _law_scaled_twice(cfg: DictConfig) -> list[Problem]:
     """The errors if a rule scales a learning rate that a fitted law sets, or depends on it."""
     rules = {"lr": "scales lr with the batch size already", "weight_decay": "changes lr, and with it the timescale"}
     return [
-        f"scaling.{key}={cfg.scaling[key]}: the fitted law of optim {why}; use none"
+        Problem("law-scaled-twice", f"scaling.{key}={cfg.scaling[key]}: the fitted law of optim {why}; use none")
         for key, why in rules.items()
         if cfg.scaling[key] != "none"
     ]
@@ -275,35 +291,18 @@ def _of_chosen_files(hydra: Any, overrides: Sequence[str]) -> set[str]:
     """The dotted keys of their own groups that the options in `overrides` set."""
     sections = {f.name for f in fields(Config)}
     chosen = [(group, option) for group, _, option in (text.partition("=") for text in overrides) if group in sections]
-    return {key for group, option in chosen for key in _own_keys(hydra, group, option)}
+    keys = ((group, key) for group, option in chosen for key in keys_set_by(hydra, group, option))
+    return {key for group, key in keys if key.startswith(f"{group}.")}
 
 
-def _own_keys(hydra: Any, group: str, option: str) -> Iterator[str]:
-    """The dotted keys of a group that an option's file sets, or a file of the group that it extends."""
-    content = content_of(hydra, group, option)
-    for entry in content.get("defaults") or []:
-        if isinstance(entry, str) and entry != "_self_":
-            yield from _own_keys(hydra, group, entry)
-    own = content.get(group)
-    yield from _dotted(own if isinstance(own, dict) else content, group)
+def keys_set_by(hydra: Any, group: str, option: str) -> set[str]:
+    """The dotted keys that an option's file sets, the first on the search path; empty if there is none.
 
-
-def _dotted(content: dict[str, Any], prefix: str) -> Iterator[str]:
-    for key, value in content.items():
-        if isinstance(value, dict):
-            yield from _dotted(value, f"{prefix}.{key}")
-        else:
-            yield f"{prefix}.{key}"
-
-
-def content_of(hydra: Any, group: str, option: str) -> dict[str, Any]:
-    """The content of an option's file, from the first folder on the search path that has it; empty if none has."""
-    for source in hydra.runtime.config_sources:
-        file = Path(source.path) / group / f"{option}.yaml"
-        if source.schema == "file" and file.is_file():
-            content = yaml.safe_load(file.read_text())
-            return content if isinstance(content, dict) else {}
-    return {}
+    `SWEPT` stands before a key that the file sweeps. The group of a primary config is "".
+    """
+    files = (Path(source.path) / group / f"{option}.yaml" for source in hydra.runtime.config_sources)
+    file = next(filter(is_file, files), None)
+    return {key for key, _ in settings_by_place(file, group)} if file is not None else set()
 
 
 def take_choices(cfg: DictConfig, overrides: Sequence[str], parent: Parent | None) -> None:
@@ -350,14 +349,14 @@ WANDB_VARIABLES = {
 }
 
 
-def _take_from_environment(config: Config, given: set[str]) -> list[str]:
+def _take_from_environment(config: Config, given: set[str]) -> list[Problem]:
     """Set keys of wandb from its environment variables, unless a file or the command line sets them.
 
     The config keeps them, so that a resumed run continues its wandb run. Returns a line for each wrong value.
     """
     if config.log.wandb.mode == "disabled":
         return []
-    problems, fields = [], {key: (f, default) for key, f, default in fields_of(Config())}
+    problems, fields = list[Problem](), {key: (f, default) for key, f, default in fields_of(Config())}
     for variable, key in WANDB_VARIABLES.items():
         if variable == "WANDB_NAME" and config.sweep.name is not None:
             continue  # all cells would have the same name
@@ -369,7 +368,7 @@ def _take_from_environment(config: Config, given: set[str]) -> list[str]:
             continue
         value = [tag.strip() for tag in text.split(",") if tag.strip()] if isinstance(default, list) else text
         if problem := field_problem(variable, field, value, typed=shown(text)):
-            problems.append(f"{problem}; or set {key}")
+            problems.append(Problem(problem.code, f"{problem}; or set {key}"))
         else:
             setattr(section, name, value)
     return problems

@@ -1,14 +1,13 @@
 """What a key means, and which files set it: the answer to `gptexp train --help KEY`.
 
-The meanings are the comments in schema.py. Nothing here imports Hydra, so that the answer takes no time.
+The meanings are the comments on the lines of the keys, in schema.py. Nothing here imports Hydra, so that the answer
+takes no time.
 """
 
-import ast
 import dataclasses
 import difflib
-import io
 import re
-import tokenize
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -16,11 +15,12 @@ from typing import Any
 
 import yaml
 
-from gptexp.config import schema
 from gptexp.config.paths import FILE_FLAGS, Groups, conf_dir, folders, options, own_config
 from gptexp.config.schema import OPTIMIZERS, every_key, optimizers_with
-from gptexp.process.errors import ConfigError, first_line
+from gptexp.process.errors import ConfigError, Problem, first_line
 from gptexp.process.words import shown
+
+SWEPT = "hydra.sweeper.params."  # where a file has the keys that it sweeps
 
 # Hydra reads the package of a file in the comment at its top.
 PACKAGE = re.compile(r"(?:[ \t]*(?:#.*)?\n)*?[ \t]*#[ \t]*@package[ \t]+(\S+)")
@@ -71,11 +71,10 @@ def _defaults(groups: Groups, own: Path | None) -> dict[str, tuple[str, str]]:
     return found | {key: (value, str(own)) for key, value in of_own.items()}
 
 
-def _unknown(name: str, known: list[str]) -> str:
+def _unknown(name: str, known: list[str]) -> Problem:
     close = ", ".join(nearest(name, known))
-    return (
-        f"--help {shown(name)}: unknown key; {f'nearest: {close}' if close else 'gptexp train --help lists all keys'}"
-    )
+    fix = f"nearest: {close}" if close else "gptexp train --help lists all keys"
+    return Problem("unknown-key", f"--help {shown(name)}: unknown key; {fix}")
 
 
 def nearest(name: str, known: Iterable[str], most: int = 3, cutoff: float = 0.5) -> list[str]:
@@ -145,42 +144,28 @@ def meaning(key: str, name: str, section: type) -> str:
     return of + meanings(section).get(name, "")
 
 
-@cache
 def meanings(section: type) -> dict[str, str]:
-    """Key -> the comment on its line in schema.py, and on the comment lines that follow."""
-    found: dict[str, str] = {}
-    for cls in reversed(section.__mro__):
-        found |= _comments_in(cls.__name__)
-    return found
+    """Key -> the comment on its line, for the keys of a class and of those that it inherits from."""
+    files = {cls: _comments_in(sys.modules[cls.__module__].__file__ or "") for cls in section.__mro__[:-1]}
+    return {key: text for cls in reversed(files) for key, text in files[cls].get(cls.__name__, {}).items()}
 
 
 @cache
-def _comments_in(class_name: str) -> dict[str, str]:
-    """Key -> comment for the keys that a class of schema.py itself defines."""
-    comments, alone, classes = _source()
-    found = {}
-    for node in classes.get(class_name, []):
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.end_lineno is not None:
-            lines, number = [comments.get(node.end_lineno, "")], node.end_lineno + 1
-            while number in alone:
-                lines.append(comments[number])
-                number += 1
-            if text := " ".join(filter(None, lines)):
-                found[node.target.id] = text
-    return found
-
-
-@cache
-def _source() -> tuple[dict[int, str], set[int], dict[str, list[ast.stmt]]]:
-    """Of schema.py: the comment of each line, the lines with nothing else, and the bodies of the classes."""
-    source = Path(schema.__file__).read_text()
-    comments = {
-        token.start[0]: token.string.removeprefix("#").strip()
-        for token in tokenize.generate_tokens(io.StringIO(source).readline)
-        if token.type == tokenize.COMMENT
-    }
-    alone = {number for number, line in enumerate(source.splitlines(), 1) if line.strip().startswith("#")}
-    return comments, alone, {n.name: n.body for n in ast.parse(source).body if isinstance(n, ast.ClassDef)}
+def _comments_in(file: str) -> dict[str, dict[str, str]]:
+    """Class -> key -> the comment on the key's line and on the comment lines that follow."""
+    comments: dict[str, dict[str, str]] = {}
+    keys, key = dict[str, str](), ""
+    for line in Path(file).read_text().splitlines():
+        if start := re.match(r"class (\w+)", line):
+            keys = comments.setdefault(start[1], {})
+        elif start := re.match(r" {4}(\w+): .*?=.*?  # (.*)", line):
+            key = start[1]
+            keys[key] = start[2]
+        elif key and line.startswith("    # "):
+            keys[key] += line.removeprefix("    #")
+        else:
+            key = ""
+    return comments
 
 
 def comment(file: Path) -> str:
@@ -201,26 +186,31 @@ def default_options() -> dict[str, str]:
     return {group: option for entry in entries if isinstance(entry, dict) for group, option in entry.items()}
 
 
-@cache
 def settings(file: Path, group: str) -> list[tuple[str, str]]:
     """(key, value as written) for each group and key that an option's file sets, also for each key that it sweeps."""
+    return [(key.removeprefix(SWEPT), value) for key, value in settings_by_place(file, group)]
+
+
+@cache
+def settings_by_place(file: Path, group: str) -> list[tuple[str, str]]:
+    """The same with `SWEPT` before each key that is swept. A file has the settings of those of its group it extends."""
     try:
         text = file.read_text()
         values = yaml.load(text, yaml.BaseLoader) or {}
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ConfigError(f"{file}: {first_line(error)}") from None
+        raise ConfigError(f"{file}: {first_line(error)}", "unreadable-yaml") from None
     if not isinstance(values, dict):
         return []  # not a config: Hydra refuses it if it is selected
-    package = found[1] if (found := PACKAGE.match(text)) else group.replace("/", ".")
-    chosen = [
-        (of_group.removeprefix("override ").removeprefix("/"), option)
-        for entry in values.pop("defaults", None) or []
-        if isinstance(entry, dict)
-        for of_group, option in entry.items()
-        if "/optim_keys@" not in of_group  # says which keys an optimizer has, and sets none
-    ]
-    flat = _flat(values, "" if package == "_global_" else f"{package}.")
-    return [(key.removeprefix("hydra.sweeper.params."), value) for key, value in (*chosen, *flat)]
+    package = match[1] if (match := PACKAGE.match(text)) else group.replace("/", ".")
+    chosen = []
+    for entry in values.pop("defaults", None) or []:
+        if isinstance(entry, str) and entry != file.stem:
+            extended = (folder / f"{entry}.yaml" for folder in (file.parent, conf_dir() / group))
+            chosen += [*settings_by_place(base, group)] if (base := next(filter(Path.is_file, extended), None)) else []
+        elif isinstance(entry, dict):  # optim_keys says which keys an optimizer has, and sets none
+            options = {name.removeprefix("override ").removeprefix("/"): option for name, option in entry.items()}
+            chosen += [(name, option) for name, option in options.items() if not name.startswith("optim_keys@")]
+    return [*chosen, *_flat(values, "" if package in ("", "_global_") else f"{package}.")]
 
 
 def _flat(values: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:

@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator
 
 from gptexp.config.schema import Config, fields_of
+from gptexp.process.errors import Problem
 from gptexp.process.words import first_keys, shown
 
 LENGTH_FACTOR = 1.5  # by which the length of a run may differ without a warning
@@ -15,11 +16,12 @@ OPTIMIZER = "optim.name"
 SO = "so another learning rate may be best"
 
 
-def fitted_problems(cfg: Config, _: int) -> Iterator[str]:
+def fitted_problems(cfg: Config, _: int) -> Iterator[Problem]:
     """A line if the model, and one if the optimizer is not that of the fit; none with `fitted.anyway`."""
     for what, line in _differing(cfg).items():
         if what in ("model", OPTIMIZER) and not cfg.fitted.anyway:
-            yield f"{line}; give optim.lr, or fitted.anyway=true to use the law all the same"
+            fix = "give optim.lr, or fitted.anyway=true to use the law all the same"
+            yield Problem("law-of-other-runs", f"{line}; {fix}")
 
 
 def fitted_warnings(cfg: Config) -> Iterator[str]:

@@ -24,7 +24,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from gptexp.config.describe import PACKAGE, nearest
 from gptexp.config.paths import Groups, options
-from gptexp.config.schema import Config, every_key, field_problem
+from gptexp.config.schema import Config, every_key, field_problem, not_a_choice
+from gptexp.process.errors import Problem
 from gptexp.process.words import shown
 
 SECRET = re.compile(r".*(API_KEY|TOKEN|SECRET|PASSWORD)", re.IGNORECASE)  # names of environment variables
@@ -58,69 +59,88 @@ def _whole(number: re.Match[str]) -> str:
     return str(int(value)) if value == value.to_integral_value() and value.adjusted() < 30 else number[0]
 
 
-def override_problems(overrides: Sequence[str], multirun: bool, folders: Sequence[Path]) -> list[str]:
+def override_problems(overrides: Sequence[str], multirun: bool, folders: Sequence[Path]) -> list[Problem]:
     """One line for each wrong override. `folders` contain the YAML files of the groups."""
     fields = {key: f for key, f, _, _ in every_key()}
     groups = options(folders)
     parser = OverridesParser.create()
-    found = []
+    found = list[Problem]()
     for text, spelt in zip(overrides, canonical(overrides), strict=True):
         try:
             override = parser.parse_override(spelt)
         except (HydraException, ValueError):  # ValueError: Python parses no number of more than 4,300 digits
-            found.append(
-                f"{shown(text)}: not a key=value override; quote a value that contains = , : {{ [ or spaces, inside "
-                "the shell's quotes: 'key=\"a=b\"'"
+            rule = (
+                "not a key=value override; quote a value that contains = , : { [ or spaces, inside the shell's quotes"
             )
+            found.append(Problem("not-an-override", f"{shown(text)}: {rule}: 'key=\"a=b\"'"))
             continue
         # Checked here too, because Hydra saves the overrides before the config is checked.
         secrets = list(secret_problems((override.key_or_group, value) for value in _values(override)))
-        found += secrets or _problems(override, shown(text), fields, groups, multirun)
+        misuse = _misuse(override, shown(text), fields, groups, multirun)
+        found += secrets or ([misuse] if misuse else _wrong_values(override, fields, groups))
     return found
 
 
-def secret_problems(values: Iterable[tuple[str, object]]) -> Iterator[str]:
+def secret_problems(values: Iterable[tuple[str, object]]) -> Iterator[Problem]:
     """Yield a line for each (key, value) whose value is a secret of the environment and would be saved with the run."""
     secrets = {value: name for name, value in os.environ.items() if value and SECRET.fullmatch(name)}
     for key, value in values:
         for item in value if isinstance(value, list) else [value]:
             if isinstance(item, str) and item in secrets:
-                name = secrets[item]
-                yield f"{key}: equals the secret ${name}, which would be saved with the run; leave it out"
+                rule = f"equals the secret ${secrets[item]}, which would be saved with the run; leave it out"
+                yield Problem("secret", f"{key}: {rule}")
 
 
-def _problems(override: Override, text: str, fields: Fields, groups: Groups, multirun: bool) -> list[str]:
-    """The lines about an override; `text` is what the user typed."""
-    key = override.key_or_group
+def _misuse(override: Override, text: str, fields: Fields, groups: Groups, multirun: bool) -> Problem | None:
+    """The problem of an override that is wrong whatever its value is; `text` is what the user typed."""
+    key, is_sweep = override.key_or_group, override.is_sweep_override()
+
+    def refuse(code: str, rule: str) -> Problem:
+        return Problem(code, f"{text}: {rule}")
+
     if key == "hydra.searchpath":
-        return [f"{text}: not supported; give one folder with config groups: --config-dir DIR"]
+        return refuse("not-supported", "not supported; give one folder with config groups: --config-dir DIR")
     if key.startswith(("hydra.job.env_set", "hydra.job.env_copy")):
-        return [f"{text}: not supported, because Hydra would save the values; set the variables in the shell"]
+        rule = "not supported, because Hydra would save the values; set the variables in the shell"
+        return refuse("not-supported", rule)
     if key == "hydra/launcher" and override.value() == "joblib":
-        return [f"{text}: not supported, because it cannot stop a cell after a checkpoint; use sweep.parallel=N"]
+        rule = "not supported, because it cannot stop a cell after a checkpoint; use sweep.parallel=N"
+        return refuse("not-supported", rule)
     if key in ("hydra/sweeper", "hydra/launcher") and not multirun:
-        return [f"{text}: applies only to a sweep; add -m (--multirun)"]
+        return refuse("needs-multirun", "applies only to a sweep; add -m (--multirun)")
     if key == "hydra":
-        return [f"{text}: hydra is a group of keys; set one of them, such as hydra.run.dir=DIR"]
-    if key.split(".")[0].split("/")[0] == "hydra":
-        return []  # Hydra checks its own keys
+        return refuse("group-of-keys", "hydra is a group of keys; set one of them, such as hydra.run.dir=DIR")
+    if _is_hydras(key):
+        return None  # Hydra checks its own keys
     if key not in fields and key not in groups:
-        if inside := [known for known in fields if known.startswith(f"{key}.")]:
-            return [f"{text}: {key} is a group of keys; set one of them: {', '.join(inside)}"]
-        return [f"{text}: unknown key '{shown(key)}'; {_suggestion(key, fields, groups)}"]
+        if inside := ", ".join(known for known in fields if known.startswith(f"{key}.")):
+            return refuse("group-of-keys", f"{key} is a group of keys; set one of them: {inside}")
+        return refuse("unknown-key", f"unknown key '{shown(key)}'; {_suggestion(key, fields, groups)}")
     if override.is_delete():
-        return [f"{text}: a key cannot be removed; set it to another value"]
+        return refuse("key-removed", "a key cannot be removed; set it to another value")
     if override.is_add() or override.is_force_add():
-        return [f"{text}: '{key}' exists already; write {key}=… without the plus sign"]
-    if override.is_sweep_override() and not multirun:
-        return [f"{text}: several values need -m (--multirun)"]
-    if override.is_sweep_override() and key == "sweep":
-        return [f"{text}: a command runs only one named sweep; use a command for each"]
-    if key in groups:
-        lines = [_wrong_option(key, value, groups[key]) for value in _values(override)]
-    else:
-        lines = [_wrong_value(key, fields[key], value) for value in _values(override)]
-    return [line for line in lines if line]
+        return refuse("key-added", f"'{key}' exists already; write {key}=… without the plus sign")
+    if is_sweep and not multirun:
+        return refuse("needs-multirun", "several values need -m (--multirun)")
+    if is_sweep and key == "sweep":
+        return refuse("two-sweeps", "a command runs only one named sweep; use a command for each")
+    return None
+
+
+def _is_hydras(key: str) -> bool:
+    return re.match(r"hydra[./]", key) is not None
+
+
+def _wrong_values(override: Override, fields: Fields, groups: Groups) -> list[Problem]:
+    """The problems of the values of an override."""
+    key = override.key_or_group
+    if _is_hydras(key):
+        return []
+    problems = (
+        _wrong_option(key, value, groups[key]) if key in groups else _wrong_value(key, fields[key], value)
+        for value in _values(override)
+    )
+    return [problem for problem in problems if problem]
 
 
 def _values(override: Override) -> list[Any]:
@@ -133,15 +153,15 @@ def _values(override: Override) -> list[Any]:
     return list(override.sweep_iterator()) if override.is_sweep_override() else [value]
 
 
-def _wrong_option(group: str, value: Any, known: dict[str, Path]) -> str | None:
+def _wrong_option(group: str, value: Any, known: dict[str, Path]) -> Problem | None:
     if isinstance(value, str) and value in known:
         return _misplaced_keys(group, known[value])
     close = difflib.get_close_matches(str(value), known, n=1, cutoff=0.5)
     hint = f"did you mean '{close[0]}'? Options" if close else "options"
-    return f"{group}={shown(value)}: no such option; {hint}: {', '.join(sorted(known))}"
+    return Problem("no-such-option", f"{group}={shown(value)}: no such option; {hint}: {', '.join(sorted(known))}")
 
 
-def _misplaced_keys(group: str, file: Path) -> str | None:
+def _misplaced_keys(group: str, file: Path) -> Problem | None:
     """The error if a file sets keys outside of its group and lacks the line for that. Hydra's own error is obscure."""
     try:
         text = file.read_text()
@@ -151,26 +171,23 @@ def _misplaced_keys(group: str, file: Path) -> str | None:
     sections = {f.name for f in dataclasses.fields(Config)} | {"hydra"}
     if PACKAGE.match(text) or not (keys if group == "experiment" else keys & sections):
         return None
-    return f"{file}: its first line must be '# @package _global_'; without it, its keys belong to {group}"
+    rule = f"its first line must be '# @package _global_'; without it, its keys belong to {group}"
+    return Problem("package-line-missing", f"{file}: {rule}")
 
 
 @cache
-def _section(key: str) -> DictConfig:
-    """The section with `key`, and the values that were checked last. To build it takes longer than a check."""
-    return _structured(next(cls for known, _, _, cls in every_key() if known == key))
+def _sections() -> dict[str, DictConfig]:
+    """Key -> the section with it, and the values that were checked last. To build one takes longer than a check."""
+    classes = {key: cls for key, _, _, cls in every_key()}
+    sections = {cls: OmegaConf.structured(cls) for cls in {*classes.values()}}
+    return {key: sections[cls] for key, cls in classes.items()}
 
 
-@cache
-def _structured(cls: type) -> DictConfig:
-    section: DictConfig = OmegaConf.structured(cls)
-    return section
-
-
-def _wrong_value(key: str, field: dataclasses.Field[Any], value: Any) -> str | None:
+def _wrong_value(key: str, field: dataclasses.Field[Any], value: Any) -> Problem | None:
     if isinstance(value, str) and "${" in value:
         return None  # Hydra resolves and checks an interpolation
     kind = _kinds(field)[0]
-    section, name = _section(key), key.rpartition(".")[2]
+    section, name = _sections()[key], key.rpartition(".")[2]
     try:
         OmegaConf.update(section, name, value)
         wrong = kind is bool and not isinstance(value, bool | str)  # OmegaConf converts any number to a bool
@@ -180,9 +197,9 @@ def _wrong_value(key: str, field: dataclasses.Field[Any], value: Any) -> str | N
     if not wrong:
         return field_problem(key, field, OmegaConf.select(section, name), typed=shown(value))
     if choices := field.metadata.get("choices"):
-        return f"{key}={shown(value)}: must be one of {', '.join(choices)}"
+        return not_a_choice(f"{key}={shown(value)}", choices)
     optional = " or null" if type(None) in getattr(field.type, "__args__", ()) else ""
-    return f"{key}={shown(value)}: must be {KINDS.get(kind, 'a value')}{optional}"
+    return Problem("wrong-type", f"{key}={shown(value)}: must be {KINDS.get(kind, 'a value')}{optional}")
 
 
 def _kinds(field: dataclasses.Field[Any]) -> list[Any]:

@@ -37,12 +37,7 @@ def conf_dir() -> Path:
     if not own:
         return packaged_conf()
     if not (Path(own) / "config.yaml").is_file():
-        raise ConfigError(f"{OWN_CONF}={own}: contains no config.yaml; set {OWN_CONF} to the folder that contains it")
-    if not (Path(own) / "base" / "default.yaml").is_file():
-        raise ConfigError(
-            f"{OWN_CONF}={own}: contains no base/default.yaml, so it is from an older version; copy it again from "
-            f"{packaged_conf()}"
-        )
+        raise _no_conf(f"{OWN_CONF}={own}")
     return Path(own).resolve()
 
 
@@ -52,7 +47,11 @@ def packaged_conf() -> Path:
     for candidate in (package / "conf", package.parent / "conf"):
         if (candidate / "config.yaml").is_file():
             return candidate
-    raise ConfigError(f"{package / 'conf'}: contains no config.yaml; set {OWN_CONF} to the folder that contains it")
+    raise _no_conf(str(package / "conf"))
+
+
+def _no_conf(folder: str) -> ConfigError:
+    return ConfigError(f"{folder}: contains no config.yaml; set {OWN_CONF} to the folder that contains it", "no-conf")
 
 
 def folders(config_dir: str | None) -> list[Path]:
@@ -60,7 +59,8 @@ def folders(config_dir: str | None) -> list[Path]:
     if config_dir is None:
         return [conf_dir()]
     if not Path(config_dir).is_dir():
-        raise ConfigError(f"--config-dir {shown(config_dir)}: no such folder; give a folder with config groups")
+        rule = "no such folder; give a folder with config groups"
+        raise ConfigError(f"--config-dir {shown(config_dir)}: {rule}", "no-such-folder")
     return [conf_dir(), Path(config_dir)]
 
 
@@ -78,14 +78,15 @@ def own_config(config_dir: str | None, config_name: str | None) -> Path | None:
         return None
     given, name = f"--config-name {shown(config_name)}", config_name.removesuffix(".yaml")
     if Path(name).name != name:
-        raise ConfigError(f"{given}: must be a name without a path; give its folder: --config-dir DIR")
+        raise ConfigError(f"{given}: must be a name without a path; give its folder: --config-dir DIR", "not-a-name")
     if config_dir is None:
-        raise ConfigError(f"{given}: needs the folder of {shown(name)}.yaml; add --config-dir DIR")
+        raise ConfigError(f"{given}: needs the folder of {shown(name)}.yaml; add --config-dir DIR", "folder-missing")
     own, file = folders(config_dir)[-1], f"{name}.yaml"
     if not is_file(own / file):
-        raise ConfigError(f"{given}: {shown(str(own / file))} does not exist; give the name of a YAML file in {own}")
+        rule = f"{shown(str(own / file))} does not exist; give the name of a YAML file in {own}"
+        raise ConfigError(f"{given}: {rule}", "no-such-file")
     if is_file(conf_dir() / file) or name == "schema":
-        raise ConfigError(f"{given}: gptexp has a {file} of its own; rename {own / file}")
+        raise ConfigError(f"{given}: gptexp has a {file} of its own; rename {own / file}", "name-taken")
     return own / file
 
 
@@ -156,7 +157,8 @@ def saved_dataset_files(folder: Path) -> list[Path]:
     if is_file(folder / "dataset_dict.json"):
         folder /= "train"
         if not folder.is_dir():
-            raise ConfigError(f"{folder.parent}: a data set without a split 'train'; give the folder of one split")
+            rule = "a data set without a split 'train'; give the folder of one split"
+            raise ConfigError(f"{folder.parent}: {rule}", "split-missing")
     state = folder / "state.json"
     if not is_file(state):
         return []
@@ -164,9 +166,11 @@ def saved_dataset_files(folder: Path) -> list[Path]:
         content = json.loads(state.read_text())
         files = [folder / str(entry["filename"]) for entry in content["_data_files"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{state}: not that of a saved data set ({first_line(error)}); save it again") from None
+        rule = f"not that of a saved data set ({first_line(error)}); save it again"
+        raise ConfigError(f"{state}: {rule}", "data-set-damaged") from None
     if content.get("_indices_files"):
-        raise ConfigError(f"{folder}: a data set with selected rows; call flatten_indices() before save_to_disk")
+        rule = "a data set with selected rows; call flatten_indices() before save_to_disk"
+        raise ConfigError(f"{folder}: {rule}", "data-set-with-indices")
     return files
 
 

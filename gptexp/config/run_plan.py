@@ -4,11 +4,10 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from gptexp.config.batch import BatchPlan, interval_tokens, plan_batch
+from gptexp.config.batch import BatchPlan, StepSizes, interval_tokens, plan_batch
 from gptexp.config.branching import first_step
 from gptexp.config.schedule import Schedule, resolve_schedule
 from gptexp.config.schema import Config
-from gptexp.config.step_sizes import StepSizes
 
 
 @dataclass(frozen=True)
@@ -85,7 +84,7 @@ class RunPlan:
 def plan_run(cfg: Config, micro_batch_size: int) -> RunPlan:
     """Plan the run of `cfg` with micro-batches of `micro_batch_size` sequences.
 
-    Raises `ValueError` if a step is not divisible into micro-batches.
+    Raises `ConfigError` if a step is not divisible into micro-batches.
     """
     train, total = cfg.train, cfg.batch.total_batch_size
     steps, run_tokens = cfg.run_length

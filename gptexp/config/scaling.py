@@ -32,7 +32,7 @@ from gptexp.config.schema import (
 )
 
 
-def effective_optim(cfg: Config) -> OptimConfig:
+def scaled_optim(cfg: Config) -> OptimConfig:
     """The optimizer's keys as a run of `cfg` uses them, with every decay rate as a number per step."""
     optim, tokens = cfg.optim, cfg.batch.total_batch_size
     if isinstance(optim, TwoMomentsConfig) and optim.beta2_half_life_tokens is not None:

@@ -8,16 +8,19 @@ by default, because the meaning of a length in steps depends on the batch size. 
 """
 
 import dataclasses
+import fnmatch
 import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from types import UnionType
 from typing import Any, ClassVar
 
-from gptexp.config.step_sizes import StepSizes
+from gptexp.config.batch import StepSizes
+from gptexp.process.errors import Problem
 from gptexp.process.words import shown
 
 AUTO = "auto"  # the value is chosen at run time; effective.json holds the choices that affect training
@@ -33,9 +36,9 @@ ATTENTION_DEVICES = {
 }  # fmt: skip
 
 
-def _ruled(default: Any, holds: Callable[[Any], bool], rule: str) -> Any:
-    """A key whose value must satisfy `holds` unless it is None; `rule` is the text of the error."""
-    return field(default=default, metadata={"rule": (holds, rule)})
+def _ruled(default: Any, holds: Callable[[Any], bool], rule: str, code: str = "out-of-range") -> Any:
+    """A key whose value must satisfy `holds` unless it is None; `rule` and `code` are those of the error."""
+    return field(default=default, metadata={"rule": (holds, rule, code)})
 
 
 def _choice(*values: str) -> Any:
@@ -74,14 +77,14 @@ def _count_or_auto(default: int | str) -> Any:
 
 
 def _optimizer(name: str) -> Any:
-    return _ruled(name, lambda v: v == name, "optim=NAME chooses the optimizer and its keys")
+    return _ruled(name, lambda v: v == name, "optim=NAME chooses the optimizer and its keys", "optimizer-name")
 
 
 def _name(default: str | None) -> Any:
     """A key with the name of a directory or a project."""
     legal = re.compile(r"(?!\.+$)[A-Za-z0-9._-]{1,80}")
     rule = "must have 1 to 80 characters A-Za-z0-9._- and not only dots"
-    return _ruled(default, lambda v: legal.fullmatch(v) is not None, rule)
+    return _ruled(default, lambda v: legal.fullmatch(v) is not None, rule, "not-a-name")
 
 
 # A rule of lists of tags, which are as long as wandb accepts them.
@@ -89,6 +92,7 @@ _TAGS = {
     "rule": (
         lambda tags: all(isinstance(tag, str) and 0 < len(tag) <= 64 for tag in tags),
         "each tag must have 1 to 64 characters",
+        "not-a-tag",
     )
 }
 
@@ -97,6 +101,7 @@ _TASKS = {
     "rule": (
         lambda tasks: all(isinstance(task, str) and re.fullmatch(r"[^\s,]+", task) for task in tasks),
         "each must be hellaswag, or the name of a task of lm_eval",
+        "not-a-task",
     )
 }
 
@@ -520,42 +525,15 @@ class Config:
         return sizes.steps_to(self.train.max_tokens), self.train.max_tokens
 
 
-# Keys that change at most the rounding of the final weights. The micro-batch size also changes the values that dropout
-# drops.
+# Keys, as patterns, that change at most the rounding of the final weights. The micro-batch size also changes the values
+# that dropout drops. Paths do not matter, because a run compares the hash of the tokens. A branch ends with the bits of
+# a run that was never interrupted, and its own checks compare it.
 IRRELEVANT_TO_RESULT = (
-    "world",
-    "log",
-    "sweep",
-    "fitted",
-    "data.path",  # paths do not matter: a run compares the hash of the tokens
-    "data.val_path",
-    "data.format",
-    "data.subset",
-    "data.split",
-    "data.mix",
-    "data.text_column",
-    "data.workers",
-    "data.cache_dir",
-    "batch.micro_batch_size",
-    "train.device",
-    "train.activation_checkpointing",
-    "train.activation_checkpointing_every",
-    "train.eval_every_tokens",
-    "train.eval_every",
-    "train.eval_tasks",
-    "train.eval_tasks_every_tokens",
-    "train.save_every_tokens",
-    "train.save_every",
-    "train.sharpness_every_tokens",
-    "train.keep_last",
-    "train.keep_every_tokens",
-    "train.keep_every",
-    "train.keep_best",
-    "train.log_every",
-    "train.max_minutes",
-    "train.profile",
-    "branch_from",  # a branch ends with the bits of a run that was never interrupted; its own checks compare it
-)
+    "world.*", "log.*", "sweep.*", "fitted.*", "branch_from", "data.path", "data.val_path", "data.format",
+    "data.subset", "data.split", "data.mix", "data.text_column", "data.workers", "data.cache_dir",
+    "batch.micro_batch_size", "train.device", "train.activation_checkpointing*", "train.eval_*", "train.save_*",
+    "train.sharpness_every_tokens", "train.keep_*", "train.log_every", "train.max_minutes", "train.profile",
+)  # fmt: skip
 
 
 # Keys of those sections that do change it, with their defaults. Older cells and sweeps have hashes without these keys,
@@ -564,7 +542,7 @@ ALSO_DECIDING = {"world.comm": "float32"}
 
 # Keys that determine the sizes of a step's tensors.
 DECIDING_MEMORY = ("model.n_layer", "model.n_head", "model.n_embd", "model.block_size", "model.vocab_size",
-                   "model.dropout", "model.bias", "batch", "world.size", "train.dtype", "train.compile", "train.loss",
+                   "model.dropout", "model.bias", "batch.*", "world.size", "train.dtype", "train.compile", "train.loss",
                    "train.activation_checkpointing", "train.reduction", "data.tokenizer")  # fmt: skip
 
 
@@ -598,25 +576,30 @@ def optimizers_with(key: str) -> list[str]:
     return [o for o, cls in OPTIMIZERS.items() if section != "optim" or name in cls.__dataclass_fields__]
 
 
-def field_problems(config: Config) -> dict[str, str]:
+def field_problems(config: Config) -> dict[str, Problem]:
     """For each key whose value breaks the key's own rule, a line with the error."""
     lines = {key: field_problem(key, f, value) for key, f, value in fields_of(config)}
     return {key: line for key, line in lines.items() if line}
 
 
-def field_problem(key: str, f: dataclasses.Field[Any], value: Any, typed: str | None = None) -> str | None:
-    """A one-line error if `value` breaks the key's own rule, else None. `typed` is the text that the user gave.
+def field_problem(key: str, f: dataclasses.Field[Any], value: Any, typed: str | None = None) -> Problem | None:
+    """The problem if `value` breaks the key's own rule, else None. `typed` is the text that the user gave.
 
     The type of `value` must be right already.
     """
     given = f"{key}={shown(value) if typed is None else typed}"
     if value is not None and (choices := f.metadata.get("choices")) and value not in choices:
-        return f"{given}: must be one of {', '.join(choices)}"
+        return not_a_choice(given, choices)
     if "rule" in f.metadata and value is not None:
-        holds, rule = f.metadata["rule"]
+        holds, rule, code = f.metadata["rule"]
         if not holds(value):
-            return f"{given}: {rule}"
+            return Problem(code, f"{given}: {rule}")
     return None
+
+
+def not_a_choice(given: str, choices: Sequence[str]) -> Problem:
+    """The problem of a key, `given` with its value, that is none of `choices`."""
+    return Problem("not-a-choice", f"{given}: must be one of {', '.join(choices)}")
 
 
 def to_dict(config: Any) -> dict[str, Any]:
@@ -693,5 +676,6 @@ def memory_key(config: Config) -> str:
     return hashlib.sha256(json.dumps(deciding, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _is_in(key: str, names: tuple[str, ...]) -> bool:
-    return any(key == name or key.startswith(f"{name}.") for name in names)
+@cache
+def _is_in(key: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatch.fnmatchcase(key, pattern) for pattern in patterns)

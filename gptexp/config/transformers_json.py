@@ -37,13 +37,13 @@ def read_config_json(content: Mapping[str, Any]) -> ModelConfig:
     for key, expected in _FIXED.items():
         value = content.get(key, expected)
         if value != expected and not (isinstance(value, str) and _SAME.get(value) == expected):
-            raise ConfigError(
-                f"{key}={shown(value)}: gptexp's GPT-2 has {shown(expected)}; give a model that has it too"
-            )
+            rule = f"gptexp's GPT-2 has {shown(expected)}; give a model that has it too"
+            raise ConfigError(f"{key}={shown(value)}: {rule}", "other-architecture")
     sizes = {key: content.get(theirs, default) for key, (theirs, default) in _SIZES.items()}
     inner = content.get("n_inner")
     if inner is not None and inner != 4 * sizes["n_embd"]:
-        raise ConfigError(f"n_inner={shown(inner)}: gptexp's GPT-2 has 4·n_embd = {4 * sizes['n_embd']}")
+        rule = f"gptexp's GPT-2 has 4·n_embd = {4 * sizes['n_embd']}"
+        raise ConfigError(f"n_inner={shown(inner)}: {rule}", "other-architecture")
     return checked_model(sizes, bias=True)
 
 
@@ -51,11 +51,12 @@ def checked_model(sizes: Mapping[str, Any], bias: Any) -> ModelConfig:
     """The model of values that were read from a file. Raises `ConfigError` for one that there cannot be."""
     for key, value in sizes.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ConfigError(f"{key}={shown(value)}: must be a whole number above 0")
+            raise ConfigError(f"{key}={shown(value)}: must be a whole number above 0", "out-of-range")
     if sizes["n_embd"] % sizes["n_head"]:
-        raise ConfigError(f"n_embd={sizes['n_embd']}: not divisible by n_head={sizes['n_head']}")
+        rule = f"not divisible by n_head={sizes['n_head']}"
+        raise ConfigError(f"n_embd={sizes['n_embd']}: {rule}", "heads-not-divisible")
     if not isinstance(bias, bool):
-        raise ConfigError(f"bias={shown(bias)}: must be true or false")
+        raise ConfigError(f"bias={shown(bias)}: must be true or false", "wrong-type")
     return ModelConfig(bias=bias, **sizes)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from gptexp.config.batch import legal_micro_batches
 from gptexp.config.run_plan import plan_run
-from gptexp.config.scaling import effective_optim
+from gptexp.config.scaling import scaled_optim
 from gptexp.config.schema import AUTO, Config, ModelConfig
 from gptexp.data.loader import build_dataset, micro_batches
 from gptexp.distributed.ranks import Rank
@@ -71,7 +71,7 @@ def measure(config: Config, models: list[ModelConfig], seeds: int) -> Coordinate
 
     In float32, without compilation, on one device, at the constant learning rate `optim.lr`.
     """
-    device, optim = pick_device(config.train.device, Rank()), effective_optim(config)
+    device, optim = pick_device(config.train.device, Rank()), scaled_optim(config)
     dataset = build_dataset(config)
     vocab_size = config.model.vocab_size
     if vocab_size == AUTO:

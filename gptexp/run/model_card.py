@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from gptexp.config.paths import HUB_MODELS, is_hub_model, path_list
-from gptexp.config.scaling import effective_optim
+from gptexp.config.scaling import scaled_optim
 from gptexp.config.schema import Config, DataConfig
 from gptexp.data.characters import CharTokenizer
 from gptexp.data.tokenizer import Tokenizer
@@ -140,7 +140,7 @@ def _training(loaded: LoadedRun, run: Run) -> list[tuple[str, str]]:
         ("tokens", f"{state.tokens:,} in {counted(state.step, 'step')}"),
         ("batch", f"{b.total_batch_size:,} tokens a step, sequences of {config.seq_len:,}"),
         *([("batch ramp", b.step_sizes.ramp_in_words())] if b.ramp_tokens else []),
-        ("optimizer", describe_optimizer(effective_optim(config))),
+        ("optimizer", describe_optimizer(scaled_optim(config))),
         ("schedule", f"{s.name}, warm-up over {run.warmup_tokens:,} tokens, minimum {s.min_lr_ratio:g} of lr"),
         ("seed", str(config.train.seed)),
     ]  # fmt: skip

@@ -23,7 +23,7 @@ from gptexp.config.branching import Parent, first_step
 from gptexp.config.fitted import other_text
 from gptexp.config.rules import needing_noise_scale, noise_half_life, why_unmeasured
 from gptexp.config.run_plan import plan_run
-from gptexp.config.scaling import effective_optim
+from gptexp.config.scaling import scaled_optim
 from gptexp.config.schema import HELLASWAG, Config, to_dict
 from gptexp.config.vocabulary import with_vocab_size
 from gptexp.data.cache import downloads_dir
@@ -420,7 +420,7 @@ def _build_training(job: Job, prepared: Prepared, decision: Decision) -> Trainin
     effective, path, state = decision.effective, decision.checkpoint, decision.state
     if path is not None:
         checkpoint.refuse_other_size(path, count_parameters(cfg.model))
-    optim = effective_optim(cfg)
+    optim = scaled_optim(cfg)
     sharding = cfg.world.sharding if rank.world_size > 1 else "none"  # one rank's part is everything
     parameters: Parameters
     if sharding == "full":

@@ -25,7 +25,7 @@ def require_tasks(configs: Sequence[Config]) -> None:
         try:
             _ask(tasks, [], lambda: False)
         except UserError as error:
-            raise ConfigError(str(error)) from None
+            raise ConfigError(str(error), error.code) from None
 
 
 def score_exported(

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gptexp.config.scaling import effective_optim
+from gptexp.config.scaling import scaled_optim
 from gptexp.config.schedule import resolve_schedule
 from gptexp.config.schema import AdamWConfig
 from gptexp.data.loader import build_dataset
@@ -51,7 +51,7 @@ def measure(directory: Path, checkpoints: Sequence[Path], sequences: int | None 
     """
     config = run_dir.load_resolved(directory)
     refuse_another_model(directory, config)
-    optim, schedule = effective_optim(config), resolve_schedule(config, config.run_length[1])
+    optim, schedule = scaled_optim(config), resolve_schedule(config, config.run_length[1])
     dataset = build_dataset(config)
     sequences = sequences or min(SEQUENCES, dataset.order.n_train)
     if sequences > dataset.order.n_train:

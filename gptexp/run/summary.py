@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from gptexp.config.rules import why_unmeasured
-from gptexp.config.scaling import changes, effective_optim
+from gptexp.config.scaling import changes, scaled_optim
 from gptexp.config.schedule import asked_of_warmup, least_warmup_steps
 from gptexp.config.schema import Config, to_dict
 from gptexp.data.loader import Dataset
@@ -155,7 +155,7 @@ def about(
     """Return the description of a run that summary.json and every checkpoint contain."""
     return {
         "parameters": count_parameters(cfg.model),
-        "effective_optim": asdict(effective_optim(cfg)),
+        "effective_optim": asdict(scaled_optim(cfg)),
         "world_size": world_size,
         "device": effective.device_name,
         "seed": cfg.train.seed,

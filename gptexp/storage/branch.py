@@ -27,7 +27,7 @@ def find(branch_from: str | None) -> Parent | None:
     try:
         config = run_dir.load_config(directory)
     except ConfigError as error:
-        raise ConfigError(f"{given}: {error}") from None
+        raise ConfigError(f"{given}: {error}", error.code) from None
     published = run_dir.published(directory / run_dir.CHECKPOINTS)
     steps = [run_dir.step_of(path) for path in published]
     if not published:

@@ -37,7 +37,7 @@ class Source:
                 return run_dir.load_resolved(self.path).model
             return _of_transformers(self.path) if self.kind == "transformers" else _of_nanogpt(self.path)
         except ConfigError as error:
-            raise ConfigError(f"{self.given}: {error}") from None
+            raise ConfigError(f"{self.given}: {error}", error.code) from None
 
 
 def find(name: str, given: str, weights: bool = False) -> Source:

@@ -141,7 +141,7 @@ def remove(directory: Path) -> int:
         except ConfigError as error:
             with run_dir.storage_errors(f"{error}; nothing was removed, but {directory} is now {hidden}"):
                 hidden.rename(directory)
-            raise type(error)(str(error).replace(str(hidden), str(directory))) from None
+            raise type(error)(str(error).replace(str(hidden), str(directory)), error.code) from None
         rest = as_command(["rm", "--unneeded-checkpoints", str(directory.parent)])
         with run_dir.storage_errors(f"{directory}: partly removed; `{rest}` removes the rest, {hidden}"):
             remove_files(hidden)

@@ -25,7 +25,7 @@ from gptexp.config.schema import AUTO, Config, fields_of, hashed, result_decidin
 from gptexp.config.vocabulary import NAMES, with_vocab_size
 from gptexp.data.prepare import count_ids, data_hash, prepare
 from gptexp.distributed.ranks import launcher_world_size
-from gptexp.process.errors import ConfigError, UserError
+from gptexp.process.errors import ConfigError, Problem, UserError
 from gptexp.storage import branch, run_dir, sweep_record
 from gptexp.storage.continuation import check_same
 from gptexp.storage.init_from import choose_vocab_size
@@ -45,7 +45,7 @@ class Draft:
     composition: DictConfig
     values: dict[str, str]  # swept key -> its value as typed
     config: Config | None  # None if the combination is illegal
-    problems: list[str]
+    problems: list[Problem]
 
     @property
     def title(self) -> str:
@@ -110,7 +110,9 @@ def _refuse_ramp_over_batch_sizes(configs: Sequence[Config]) -> None:
     if ramp is not None and len(sizes) > 1:
         raise ConfigError(
             f"batch.ramp_tokens={ramp}: a sweep over batch sizes (here batch.total_batch_size="
-            f"{', '.join(map(str, sizes))}) needs runs with steps of one size; leave out the ramp, or sweep at one size"
+            f"{', '.join(map(str, sizes))}) needs runs with steps of one size; leave out the ramp, or sweep at one "
+            "size",
+            "ramp-over-batch-sizes",
         )
 
 
@@ -132,9 +134,9 @@ def settle(drafts: Sequence[Draft], directory: Path) -> list[Cell]:
     return list(cells.values())
 
 
-def refuse_illegal(cells: Sequence[tuple[str, list[str]]]) -> None:
+def refuse_illegal(cells: Sequence[tuple[str, list[Problem]]]) -> None:
     """Raise `ConfigError` if any cell, given as (title, problems), has problems: one line for each distinct problem."""
-    titles: dict[str, list[str]] = {}  # problem -> the cells that have it
+    titles: dict[Problem, list[str]] = {}  # problem -> the cells that have it
     for title, problems in cells:
         for problem in problems:
             titles.setdefault(problem, []).append(title)
@@ -142,12 +144,13 @@ def refuse_illegal(cells: Sequence[tuple[str, list[str]]]) -> None:
         raise ConfigError([_with_cells(problem, titles[problem], len(cells)) for problem in titles])
 
 
-def _with_cells(problem: str, titles: list[str], total: int) -> str:
+def _with_cells(problem: Problem, titles: list[str], total: int) -> Problem:
     """Append the cells that have the problem to its line."""
-    if len(titles) == total:
-        return f"{problem} (all {total} cells)" if total > 1 else problem
+    if len(titles) == total == 1:
+        return problem
     more = f" and {len(titles) - 1} more" if len(titles) > 1 else ""
-    return f"{problem} (cell {titles[0]}{more})"
+    which = f"all {total} cells" if len(titles) == total else f"cell {titles[0]}{more}"
+    return Problem(problem.code, f"{problem} ({which})")
 
 
 def cell_name(config: Config, swept: dict[str, str], directory: Path) -> str:

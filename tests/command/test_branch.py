@@ -284,43 +284,48 @@ def test_the_world_is_that_of_the_run_or_of_the_launcher(mine: Path) -> None:
         composed([*given, "world.size=2"], launcher_world_size=1)
 
 
+# What is given -> the code, and what the line names.
 REFUSED = {
-    "optim.lr=1e-3": "optim.lr=0.001: PARENT was trained with 0.01, and a branch continues it; leave it out",
-    "train.seed=1": "train.seed=1: PARENT was trained with 1337, and a branch continues it",
-    "batch.total_batch_size=256": "batch.total_batch_size=256: PARENT was trained with 128, and a branch continues it",
-    "optim=sgd": "optim.name=sgd: PARENT was trained with adamw, and a branch continues it",
-    "train.ema_half_life_tokens=null": "train.ema_half_life_tokens=null: PARENT was trained with 500, and a branch",
-    "experiment=tutorial": "experiment: a branch has the settings of its run; leave it out",
-    "train.max_steps=12": "train.max_steps=12: the run would end after step 12, and the checkpoint of branch_from is "
-    "that of step 12; lengthen the run",
-    "schedule.warmup_ratio=0.2": "schedule.warmup_ratio=0.2: a warm-up of 384 tokens, and PARENT had one of 205; use "
-    "schedule.warmup_tokens=205, or leave it out",
-    "schedule.warmup_steps=3": "schedule.warmup_steps=3: a warm-up of 384 tokens, and PARENT had one of 205; use ",
-    "train.max_tokens=1600": "branch_from=PARENT@12: step 12 had 1 of optim.lr with schedule.name=constant, and would "
-    "have had 0.6 with wsd until 1,600 tokens; use train.max_tokens=1920 or more, or branch from @8",
-    "train.max_steps=13": "use train.max_steps=15 or more, or branch from @8",
-    "schedule.decay_tokens=1600": "use schedule.decay_tokens=1920 or more, or branch from @8",
-    "schedule.decay_steps=13": "use schedule.decay_steps=15 or more, or branch from @8",
-    "schedule.cooldown_ratio=1": "use a schedule.cooldown_ratio below 1, or branch from step 2 or before, of which it",
-    "schedule=linear": "step 3 had 1 of optim.lr with schedule.name=constant, and would have had 0.97",
-    "schedule=cosine": "use schedule=wsd, or branch from step 2 or before, of which it has no checkpoint",
+    "optim.lr=1e-3": "branch-differs optim.lr 0.001 0.01",
+    "train.seed=1": "branch-differs train.seed 1337",
+    "batch.total_batch_size=256": "branch-differs batch.total_batch_size 128",
+    "optim=sgd": "branch-differs optim.name adamw",
+    "train.ema_half_life_tokens=null": "branch-differs train.ema_half_life_tokens 500",
+    "experiment=tutorial": "branch-with-recipe experiment",
+    "train.max_steps=12": "branch-too-short train.max_steps 12",
+    "schedule.warmup_ratio=0.2": "branch-with-other-warmup schedule.warmup_ratio 384 schedule.warmup_tokens=205",
+    "schedule.warmup_steps=3": "branch-with-other-warmup schedule.warmup_steps schedule.warmup_tokens=205",
+    "train.max_tokens=1600": "branch-with-other-lr branch_from 0.6 train.max_tokens=1920 @8",
+    "train.max_steps=13": "branch-with-other-lr branch_from train.max_steps=15 @8",
+    "schedule.decay_tokens=1600": "branch-with-other-lr branch_from schedule.decay_tokens=1920 @8",
+    "schedule.decay_steps=13": "branch-with-other-lr branch_from schedule.decay_steps=15 @8",
+    "schedule.cooldown_ratio=1": "branch-with-other-lr branch_from schedule.cooldown_ratio",
+    "schedule=linear": "branch-with-other-lr branch_from 0.97",
+    "schedule=cosine": "branch-with-other-lr branch_from schedule=wsd",
 }
 
 
 @pytest.mark.parametrize("given", REFUSED)
 def test_a_branch_that_would_have_another_past_is_refused(constant: Path, given: str) -> None:
+    """What the line proposes is accepted, or a checkpoint before it is."""
+    schedule = [] if given.startswith("schedule=") else ["schedule=wsd"]
     with pytest.raises(ConfigError) as refused:
-        composed([f"branch_from={constant}@12", *([] if given.startswith("schedule=") else ["schedule=wsd"]), given])
-    line, *_ = refused.value.problems
-    assert REFUSED[given].replace("PARENT", str(constant)) in line
+        composed([f"branch_from={constant}@12", *schedule, given])
+    code, key, *words = REFUSED[given].split()
+    line = refused.value.problems[0]
+    assert line.code == refused.value.code == code
+    assert line.startswith(key)
+    assert all(word in line for word in words)
+    for fix in (word for word in words if re.fullmatch(r"[a-z_.]+=\d+", word)):
+        assert composed([f"branch_from={constant}@12", *schedule, fix]).branch_from == f"{constant}@12"
 
 
 def test_the_learning_rates_of_a_run_that_has_decayed_cannot_be_continued(constant: Path, tmp_path: Path) -> None:
     assert train(tmp_path / "wsd", composed([f"branch_from={constant}@12", "schedule=wsd"])) == 0
     with pytest.raises(ConfigError) as refused:
         composed([f"branch_from={tmp_path / 'wsd'}", "schedule=wsd"])
-    assert "step 14 had 0.666667 of optim.lr with schedule.name=wsd" in str(refused.value)
-    assert str(refused.value).endswith("take a run with schedule=constant, or branch from @12")
+    assert refused.value.code == "branch-with-other-lr"
+    assert all(word in str(refused.value) for word in ("step 14 had 0.666667", "schedule=constant", "@12"))
 
 
 def remove(*names: str) -> Callable[[Path], object]:

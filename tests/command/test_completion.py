@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, ForkServer
-from hydra._internal.utils import get_args_parser
 
 from gptexp.cli import VERBS
 from gptexp.command.completion import NOT_FOR_USERS, candidates
+from gptexp.command.hydra_main import train_parser
 from gptexp.config.schema import Config
 from gptexp.model.gpus import GPUS
 from gptexp.storage import run_dir
@@ -82,7 +82,7 @@ def test_every_flag_of_a_verb_is_offered(verb: str, capsys: pytest.CaptureFixtur
     assert offered is not None
     assert named <= {*offered}
     if verb == "train":
-        hydras = {flag for flag in get_args_parser()._option_string_actions if flag.startswith("--")}
+        hydras = {flag for flag in train_parser()._option_string_actions if flag.startswith("--")}
         assert {*offered} == named | hydras - {*NOT_FOR_USERS}
 
 

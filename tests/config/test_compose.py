@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from sweeps import compose_sweep
 
-from gptexp.command import from_init
+from gptexp.command.hydra_main import register_from_init
 from gptexp.config.compose import compose, composition, hydra_engine, is_multirun, is_sweep
 from gptexp.config.paths import conf_dir, packaged_conf
 from gptexp.config.schedule import resolve_schedule
@@ -211,7 +211,7 @@ def test_the_groups_and_their_options_are_found() -> None:
 
 @pytest.mark.parametrize("choice", CHOICES)
 def test_every_option_of_every_group_composes(choice: str, corpus: Path) -> None:
-    from_init.register()
+    register_from_init()
     assert isinstance(compose([choice, *needs(choice, corpus)]), Config)
 
 

@@ -10,10 +10,10 @@ from itertools import pairwise
 
 import pytest
 
+from gptexp.config.batch import StepSizes
 from gptexp.config.rules import problems
 from gptexp.config.run_plan import plan_run
 from gptexp.config.schema import BatchConfig, Config, ModelConfig, ScheduleConfig, TrainConfig, memory_key
-from gptexp.config.step_sizes import StepSizes
 
 GPT3_SMALL = StepSizes(total=524_288, start=32_768, ramp_tokens=4_000_000_000, quantum=32_768)
 GPT3_175B = StepSizes(total=3_145_728, start=32_768, ramp_tokens=12_000_000_000, quantum=32_768)

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from gptexp.process.threads import SPINS
+from gptexp.process.terminal import SPINS
 
 PLAN = [sys.executable, "-m", "gptexp.plan", "model=bytes", "train.device=cpu"]
 

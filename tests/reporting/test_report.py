@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from sweeps import report_of, write_run, write_sweep
 
-from gptexp.config.scaling import effective_optim
+from gptexp.config.scaling import scaled_optim
 from gptexp.config.schema import AdamWConfig, ScalingConfig
 from gptexp.process.errors import ConfigError
 from gptexp.report import main
@@ -289,7 +289,7 @@ def test_keys_that_are_scaled_with_the_batch_size_are_in_the_head_and_in_the_tab
     assert {label for label in facts if "scaled" in label} == {"beta2 as scaled", "eps as scaled"}
     for row, run in zip(numbers(report)["runs"], report.analysis.runs, strict=True):
         config = run_dir.load_config(run.directory)
-        used = effective_optim(config)
+        used = scaled_optim(config)
         assert isinstance(used, AdamWConfig)
         assert isinstance(config.optim, AdamWConfig)
         assert (row["lr"], row["optim.lr"]) == (used.lr, config.optim.lr)

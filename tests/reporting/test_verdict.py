@@ -13,7 +13,7 @@ import pytest
 from sweeps import NOISE_SCALE, compose_sweep, report_of, write_run, write_sweep
 
 from gptexp.config.compose import compose
-from gptexp.config.scaling import effective_optim
+from gptexp.config.scaling import scaled_optim
 from gptexp.config.schema import ScalingConfig
 from gptexp.reporting.charts.figures import figures
 from gptexp.reporting.listings.records import find_runs
@@ -86,7 +86,7 @@ def test_the_report_counts_effective_learning_rates_and_proposes_configured_ones
     assert law["exponent"] == pytest.approx(0.5, abs=0.04)
     [proposal] = report["next"]
     drafts = compose_sweep(shlex.split(proposal["command"])[3:]).drafts
-    lrs = [effective_optim(drafted.config).lr for drafted in drafts if drafted.config]
+    lrs = [scaled_optim(drafted.config).lr for drafted in drafts if drafted.config]
     assert len(lrs) == 5
     assert abs(math.log2(lrs[2] / (law["lr"] * (32768 / law["tokens"]) ** law["exponent"]))) <= 0.5  # in octaves
 

@@ -15,7 +15,7 @@ from gptexp.command.lead import readable_name
 from gptexp.command.planning import plan
 from gptexp.config.compose import compose
 from gptexp.config.rules import why_unmeasured
-from gptexp.config.scaling import effective_optim
+from gptexp.config.scaling import scaled_optim
 from gptexp.config.schema import AdamWConfig
 from gptexp.reporting.listings.records import read_run
 from gptexp.storage import run_dir
@@ -64,7 +64,7 @@ def test_the_name_of_a_run_tells_the_arms_of_a_study_apart() -> None:
 def test_the_arms_of_the_study_of_beta2_have_one_beta2_or_one_half_life() -> None:
     drafts = compose_sweep(["experiment=beta2_two_arms", "train.seed=1337", "optim.lr=1e-3"]).drafts
     found = {
-        (draft.values["scaling.betas"], draft.config.batch.total_batch_size): effective_optim(draft.config)
+        (draft.values["scaling.betas"], draft.config.batch.total_batch_size): scaled_optim(draft.config)
         for draft in drafts
         if draft.config is not None
     }

@@ -8,7 +8,7 @@ import pytest
 from conftest import e2e_then_slow
 from sweeps import compose_sweep, report_of, write_run
 
-from gptexp.config.scaling import effective_optim
+from gptexp.config.scaling import scaled_optim
 from gptexp.config.schema import Config
 from gptexp.storage import run_dir, sweep_record
 from gptexp.storage.sweep_record import PlannedCell, SweepRecord
@@ -30,7 +30,7 @@ def write_cells(directory: Path, overrides: list[str]) -> None:
         )
 
     for config, (_, values) in zip(configs, drafts, strict=True):
-        batch, optim = config.batch.total_batch_size, effective_optim(config)
+        batch, optim = config.batch.total_batch_size, scaled_optim(config)
         tried = learning_rates(config)
         best = tried[-1] if batch > 512 else tried[len(tried) // 2]
         loss = 2 + 0.2 * math.log2(optim.lr / best) ** 2

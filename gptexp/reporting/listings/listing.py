@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from gptexp.config.paths import conf_dir
-from gptexp.config.scaling import effective_optim
+from gptexp.config.scaling import scaled_optim
 from gptexp.config.schema import DataConfig, ModelConfig, every_key, fields_of, fits_type, result_deciding
 from gptexp.config.vocabulary import VOCAB_SIZES, padded
 from gptexp.process.errors import ConfigError
@@ -116,7 +116,7 @@ def read_row(path: Path, name: str) -> Listed:
     row = replace(
         damaged,
         model=model_name(config.model),
-        lr=effective_optim(config).lr,
+        lr=scaled_optim(config).lr,
         total_batch_size=config.batch.total_batch_size,
         status=status,
         val_loss=loss,

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from gptexp.config.branching import first_step, first_tokens
-from gptexp.config.scaling import effective_optim, lr_factor
+from gptexp.config.scaling import lr_factor, scaled_optim
 from gptexp.config.schedule import resolve_schedule
 from gptexp.config.schema import ScalingConfig, result_deciding
 from gptexp.process.errors import ConfigError
@@ -141,7 +141,7 @@ def read_run(directory: Path) -> Run:
         return Run(name, directory, "damaged", {}, problem=printable(str(error)))
     status = run_dir.present_status(directory, summary)
     _, of_tokens = config.run_length
-    optim = effective_optim(config)
+    optim = scaled_optim(config)
     run = Run(
         name,
         directory,
