@@ -44,7 +44,7 @@ FENCES = {
         "data/progress.py", "loggers/console.py", "reporting/listings/terminal_table.py",
         "reporting/page/write.py", "run/benchmark.py", "run/communication.py",
     },
-    "scipy": {"reporting"},
+    "scipy": {"reporting", "run/communication.py"},
     "pandas": {"reporting/listings/frames.py"},
     "vl_convert": {"reporting/charts/pictures.py"},
     "safetensors": {"storage/checkpoint.py", "storage/tensor_files.py", "run/export.py"},
