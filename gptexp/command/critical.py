@@ -25,6 +25,12 @@ class CriticalSize:
     high: float | None  # None: unbounded
     directory: Path  # of a run for which it holds
 
+    def judge(self, total_batch_size: int) -> str:
+        """Whether a batch is below, within or above the interval."""
+        if total_batch_size < self.low:
+            return "below"
+        return "above" if self.high is not None and total_batch_size > self.high else "within"
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -32,37 +38,21 @@ class Verdict:
 
     size: CriticalSize
     source: Path  # the run or the sweep that has measured it
-    batch: BatchPlan
+    verdict: str  # as of `CriticalSize.judge`
+    ranks: int  # so many ranks with one micro-batch each have a batch of the critical size
     other_keys: list[str]  # of the model and the data, that the plan has otherwise than the run
-
-    @property
-    def verdict(self) -> str:
-        if self.batch.total_batch_size < self.size.low:
-            return "below"
-        return "above" if self.size.high is not None and self.batch.total_batch_size > self.size.high else "within"
-
-    @property
-    def ranks(self) -> int:
-        """So many ranks with one micro-batch each have a batch of the critical size."""
-        return max(1, int(self.size.tokens // (self.batch.micro_batch_size * self.batch.seq_len)))
 
     def in_words(self) -> str:
         size = self.size
         interval = f"{size.low:,.0f} to {size.high:,.0f}" if size.high else f"{size.low:,.0f} or more"
         return (
-            f"the batch of {self.batch.total_batch_size:,} tokens {IN_WORDS[self.verdict]} the measured {size.what} of "
-            f"{size.tokens:,.0f} tokens (95% interval {interval}), which a micro-batch for each rank reaches at "
-            f"{counted(self.ranks, 'rank')}"
+            f"the batch {IN_WORDS[self.verdict]} the measured {size.what} of {size.tokens:,.0f} tokens (95% interval "
+            f"{interval}), which a micro-batch for each rank reaches at {counted(self.ranks, 'rank')}"
         )
 
-    def warnings(self) -> list[str]:
-        keys = ", ".join(self.other_keys)
-        return [f"{self.source} has measured its {self.size.what} with other {keys}"] if keys else []
-
     def to_dict(self) -> dict[str, Any]:
-        size = {key: value for key, value in asdict(self.size).items() if key != "directory"}
-        own = {"verdict": self.verdict, "ranks": self.ranks, "other_keys": self.other_keys}
-        return {**size, "from": str(self.source), **own}
+        values = {**asdict(self.size), **asdict(self), "from": str(self.source)}
+        return {key: value for key, value in values.items() if key not in ("size", "source", "directory")}
 
 
 def judge_batch(cfg: Config, batch: BatchPlan, directory: Path | None) -> Verdict | None:
@@ -73,10 +63,7 @@ def judge_batch(cfg: Config, batch: BatchPlan, directory: Path | None) -> Verdic
     if directory is None and cfg.branch_from is None:
         return None
     source = directory or Path(run_and_step(cfg.branch_from or "")[0])
-    if directory is None or run_dir.is_run(source):
-        size = _noise_scale_of(source)
-    else:
-        size = _size_of_sweep(source)
+    size = _noise_scale_of(source) if directory is None or run_dir.is_run(source) else _size_of_sweep(source)
     if size is None:
         if directory is None:
             return None
@@ -86,7 +73,8 @@ def judge_batch(cfg: Config, batch: BatchPlan, directory: Path | None) -> Verdic
         *(f"model.{key}" for key, value in asdict(measured.model).items() if getattr(cfg.model, key) != value),
         *(f"data.{key}" for key in DATA_KEYS if getattr(cfg.data, key) != getattr(measured.data, key)),
     ]
-    return Verdict(size, source, batch, other_keys)
+    ranks = max(1, int(size.tokens // (batch.micro_batch_size * batch.seq_len)))
+    return Verdict(size, source, size.judge(batch.total_batch_size), ranks, other_keys)
 
 
 def _noise_scale_of(directory: Path) -> CriticalSize | None:

@@ -24,7 +24,7 @@ from gptexp.distributed.ranks import Rank, count_cores
 from gptexp.machine.device import Device, pick_device
 from gptexp.machine.effective import Effective, load_effective
 from gptexp.machine.gpu_memory import excess, memory_by_sharding
-from gptexp.machine.network import network_of
+from gptexp.machine.network import MOST_CROWDED, network_of
 from gptexp.machine.resolve import estimate
 from gptexp.model.allreduce import Alone
 from gptexp.model.flops import count_parameters, flops_per_token
@@ -34,7 +34,6 @@ from gptexp.process.errors import ConfigError, DataError, UserError, first_line
 from gptexp.process.terminal import warn
 from gptexp.process.words import counted, duration, rounded, titled
 from gptexp.run.calibrate import Duration, Pace, pace, sample, sample_alone
-from gptexp.run.communication import MOST_CROWDED
 from gptexp.run.timing import resolve_with_trial
 
 MOST_EPOCHS = 4  # up to which repeated text is nearly as good as new text (Muennighoff et al. 2023, arXiv 2305.16264)
@@ -190,9 +189,10 @@ def uncounted(plans: Sequence[Plan], scale: float = 1) -> str:
 def print_plan(cfg: Config, request: Request = HERE) -> None:
     """Print the plan of a run, on a GPU if one is asked for, else on this machine."""
     planned = plan(cfg, gpu=request.gpu)
-    planned.critical = judge_batch(planned.sized, planned.run.batch, request.critical)
-    if planned.critical is not None:
-        planned.warnings += planned.critical.warnings()
+    planned.critical = critical = judge_batch(planned.sized, planned.run.batch, request.critical)
+    if critical is not None and critical.other_keys:
+        keys = ", ".join(critical.other_keys)
+        planned.warnings.append(f"{critical.source} has measured its {critical.size.what} with other {keys}")
     if request.with_time and _can_start_ranks(planned):
         add_times([planned])
     add_prediction(planned, request)

@@ -24,6 +24,7 @@ from gptexp.storage import run_dir
 
 PREFIX = "comm-"  # of the files' names
 PARTS = ("inside", "between")
+MOST_CROWDED = 4  # ranks on a core; more wait for cores, and are not started to be timed
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from gptexp.config.schema import Config
 from gptexp.distributed.group import backend_of, connect, destroy_process_group, gather
 from gptexp.distributed.ranks import Rank, count_cores, launcher_rank
 from gptexp.machine.device import check_device, pick_device
-from gptexp.machine.network import AllReduce, Fitted, keep
+from gptexp.machine.network import MOST_CROWDED, AllReduce, Fitted, keep
 from gptexp.model.allreduce import NCCL, Way
 from gptexp.process.errors import ConfigError, UserError
 from gptexp.process.signals import at_parents_death
@@ -37,7 +37,6 @@ GPU_SIZES = [2**26, 2**28]  # 64 and 256 MiB
 ROUNDS = 7
 ROUND_S = 0.05  # about, of the all-reduces of one size in one round
 MOST = 200  # all-reduces in a round
-MOST_CROWDED = 4  # ranks on a core; more are not started
 START = timedelta(minutes=10)
 
 
