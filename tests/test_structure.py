@@ -237,6 +237,7 @@ WITH_TORCH = {
     "command/leader.py",
     "command/planning.py",
     "command/prediction.py",
+    "command/sweep_planning.py",
     "data/loader.py",
     "storage/checkpoint.py",
     "storage/garbage.py",
