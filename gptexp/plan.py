@@ -15,8 +15,7 @@ from gptexp.config.paths import folders, options
 from gptexp.config.schema import AUTO, Config
 from gptexp.config.vocabulary import VOCAB_SIZES, padded, with_vocab_size
 from gptexp.distributed.ranks import launcher_world_size
-from gptexp.model.gpus import GPUS, Gpu
-from gptexp.model.networks import GPUS_PER_NODE, NETWORKS
+from gptexp.model.gpus import GPUS, GPUS_PER_NODE, NETWORKS, Gpu
 from gptexp.process.errors import ConfigError
 from gptexp.process.terminal import run_verb, warn
 from gptexp.process.words import shown
@@ -31,36 +30,14 @@ def main(argv: list[str] | None = None) -> None:
     """Describe a run or a sweep without training it: length, batch, memory, the value of every `auto`."""
     if answer_help(sys.argv[1:] if argv is None else argv):
         return
-    parser = argparse.ArgumentParser(prog="gptexp plan", description=main.__doc__)
-    what = f"as for gptexp train; device=GPU plans for a GPU that need not be here: {', '.join(GPUS)}"
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help=what)
-    parser.add_argument("-m", "--multirun", action="store_true", help="plan every cell of a sweep")
-    parser.add_argument("--json", action="store_true", help="print JSON, for scripts")
-    what = "print which models fit the GPU of device=GPU (h100 if it is left out), at which number of ranks"
-    parser.add_argument("--models", action="store_true", help=what)
-    parser.add_argument("--time", action="store_true", help="also train a few steps, and estimate the duration")
-    parser.add_argument(
-        "--network", choices=NETWORKS, help="of the nodes; default: as measured, or that of NVIDIA's nodes with the GPU"
-    )
-    parser.add_argument(
-        "--ranks-per-node",
-        type=int,
-        metavar="N",
-        help=f"default: as measured, or the GPUs of this machine, or {GPUS_PER_NODE}",
-    )
-    what = "a run or a sweep that has measured its noise scale or critical batch size: does the batch pass it?"
-    parser.add_argument("--critical", type=Path, metavar="DIR", help=what)
-    parser.add_argument("--config-dir", "-cd", metavar="DIR", help="your own YAML files")
-    parser.add_argument("--config-name", "-cn", metavar="NAME", help="DIR/NAME.yaml, a config that includes gptexp's")
-    args = parser.parse_intermixed_args(spelled_out(sys.argv[1:] if argv is None else argv))
+    args = _parser().parse_intermixed_args(spelled_out(sys.argv[1:] if argv is None else argv))
     overrides = [text for text in args.overrides if not text.startswith(DEVICE)]
     gpu = _gpu([text.removeprefix(DEVICE) for text in args.overrides if text.startswith(DEVICE)])
+    given = "--network" if args.network else "--ranks-per-node" if args.ranks_per_node is not None else None
     if gpu is not None and args.time:
         raise ConfigError("--time: times a few steps on this machine; leave it out, device=GPU estimates the duration")
-
     if args.ranks_per_node is not None and args.ranks_per_node < 1:
         raise ConfigError(f"--ranks-per-node={args.ranks_per_node}: must be 1 or above")
-    given = "--network" if args.network else "--ranks-per-node" if args.ranks_per_node else None
     if given is not None and gpu is None and not args.time:
         raise ConfigError(f"{given}: only device=GPU and --time predict how long ranks wait; give one of them")
 
@@ -71,7 +48,10 @@ def main(argv: list[str] | None = None) -> None:
     with hydra_engine(args.config_dir) as engine:
         multirun = args.multirun or is_multirun(overrides)
         composed = composition(engine, overrides, args.config_dir, multirun, args.config_name)
-        if is_sweep(composed):
+        if not is_sweep(composed):
+            config = _config(composed, overrides, gpu)
+            state_of(Path(composed.hydra.run.dir), config)
+        else:
             from gptexp.sweep.grid import compose_cells  # imports numpy, which a refusal does not need
 
             if args.critical is not None:
@@ -82,18 +62,36 @@ def main(argv: list[str] | None = None) -> None:
                 )
             grid = compose_cells(engine, composed)
             refuse_sweep_in(Path(composed.hydra.sweep.dir))
-        else:
-            config = _config(composed, overrides, gpu)
-            state_of(Path(composed.hydra.run.dir), config)
 
-    from gptexp.command.planning import print_plan, print_sweep  # imports torch
-    from gptexp.command.prediction import Asked
+    from gptexp.command.planning import Request, print_plan  # imports torch
 
-    asked = Asked(gpu, args.network, args.ranks_per_node, args.critical)
-    if is_sweep(composed):
-        print_sweep(grid, args.time, args.json, asked)
+    request = Request(gpu, args.network, args.ranks_per_node, args.critical, args.time, args.json)
+    if not is_sweep(composed):
+        print_plan(config, request)
     else:
-        print_plan(config, args.time, args.json, asked)
+        from gptexp.command.sweep_planning import print_sweep
+
+        print_sweep(grid, request)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="gptexp plan", description=main.__doc__)
+    what = f"as for gptexp train; device=GPU plans for a GPU that need not be here: {', '.join(GPUS)}"
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help=what)
+    parser.add_argument("-m", "--multirun", action="store_true", help="plan every cell of a sweep")
+    parser.add_argument("--json", action="store_true", help="print JSON, for scripts")
+    what = "print which models fit the GPU of device=GPU (h100 if it is left out), at which number of ranks"
+    parser.add_argument("--models", action="store_true", help=what)
+    parser.add_argument("--time", action="store_true", help="also train a few steps, and estimate the duration")
+    what = "of the nodes; default: as measured, or that of NVIDIA's nodes with the GPU"
+    parser.add_argument("--network", choices=NETWORKS, help=what)
+    what = f"default: as measured, or the GPUs of this machine, or {GPUS_PER_NODE}"
+    parser.add_argument("--ranks-per-node", type=int, metavar="N", help=what)
+    what = "a run or a sweep that has measured its noise scale or critical batch size: does the batch pass it?"
+    parser.add_argument("--critical", type=Path, metavar="DIR", help=what)
+    parser.add_argument("--config-dir", "-cd", metavar="DIR", help="your own YAML files")
+    parser.add_argument("--config-name", "-cn", metavar="NAME", help="DIR/NAME.yaml, a config that includes gptexp's")
+    return parser
 
 
 def _print_models(overrides: list[str], config_dir: str | None, gpu: Gpu, as_json: bool) -> None:

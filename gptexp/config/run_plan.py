@@ -1,13 +1,16 @@
-"""The plan of one run: its steps, schedule, and intervals in tokens."""
+"""The plan of one run: its steps, schedule, and intervals in tokens, as numbers and in words."""
 
 from bisect import bisect_left
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from gptexp.config.batch import BatchPlan, StepSizes, interval_tokens, plan_batch
 from gptexp.config.branching import first_step
-from gptexp.config.schedule import Schedule, resolve_schedule
+from gptexp.config.scaling import scaled_optim
+from gptexp.config.schedule import Schedule, least_warmup_steps, resolve_schedule
 from gptexp.config.schema import Config
+from gptexp.process.words import counted, rounded
 
 
 @dataclass(frozen=True)
@@ -34,11 +37,19 @@ class RunPlan:
     batch: BatchPlan  # of a step of batch.total_batch_size tokens: of every step, unless there is a ramp
     step_sizes: StepSizes
     steps: int  # of the whole run
-    first_step: int  # the run begins after so many steps of another run; 0 unless it is a branch
+    branch_from: str | None  # the run begins after a step of another run
     schedule: Schedule
+    least_warmup_steps: int  # that the optimizer asks for
     eval_every_tokens: int  # 0: evaluates only at the end
     save_every_tokens: int  # 0: saves only at the end
     keep_every_tokens: int  # 0: keeps no checkpoint because of its token count
+    sharpness_every_tokens: int  # 0: never measures it
+    ema_half_life_tokens: int  # 0: averages no weights
+
+    @property
+    def first_step(self) -> int:
+        """Steps of another run after which this one begins: 0 unless it is a branch."""
+        return first_step(self.branch_from)
 
     @property
     def tokens(self) -> int:
@@ -46,8 +57,10 @@ class RunPlan:
         return self.step_sizes.tokens_after(self.steps)
 
     def ramp_in_words(self) -> str:
-        """How the steps of a ramp grow, and if they do not reach their last size, which they do."""
+        """How the steps of a ramp grow, and if they do not reach their last size, which they do; "" without a ramp."""
         sizes = self.step_sizes
+        if not sizes.ramp_tokens:
+            return ""
         last = sizes.at(sizes.tokens_after(self.steps - 1))
         return sizes.ramp_in_words() + (f"; the run ends at {last:,} tokens per step" if last < sizes.total else "")
 
@@ -80,6 +93,77 @@ class RunPlan:
         """Tokens that were consumed before the run began: 0 unless it is a branch."""
         return self.step_sizes.tokens_after(self.first_step)
 
+    @property
+    def warmup_steps(self) -> int:
+        return self.step_sizes.steps_to(self.schedule.warmup_tokens)
+
+    @property
+    def sharpness_measurements(self) -> int:
+        return self.times(self.sharpness_every_tokens) if self.sharpness_every_tokens else 0
+
+    def lines(self, epoch_tokens: int | None) -> list[tuple[str, str]]:
+        """The plan in words: a title and a text for each line; "" for what the run does not have.
+
+        `epoch_tokens`: training tokens of the corpus; None: it is not tokenised yet, 0: it is too short.
+        """
+        b, s, half_life, sharpness = self.batch, self.schedule, self.ema_half_life_tokens, self.sharpness_every_tokens
+        asked = f"; beta2 asks for {self.least_warmup_steps:,}" if self.warmup_steps < self.least_warmup_steps else ""
+        branch = f"from step {self.first_step:,}, {self.first_tokens:,} tokens, of {self.branch_from}"
+        lines = {
+            "batch": f"{b.total_batch_size:,} tokens per step = {counted(b.micro_batch_size, 'sequence')} × "
+            f"{counted(b.seq_len, 'token')} × {counted(b.world_size, 'rank')} × "
+            f"{counted(b.grad_accum_steps, 'micro-step')}",
+            "batch ramp": self.ramp_in_words(),
+            "length": f"{counted(self.steps, 'step')}, {self.tokens:,} tokens{self._epochs(epoch_tokens)}",
+            "schedule": f"{s.name}, warm-up over {counted(s.warmup_tokens, 'token')} "
+            f"({self._steps_to(s.warmup_tokens)}{asked}), "
+            f"end at {counted(s.decay_tokens, 'token')} ({self._steps_to(s.decay_tokens)})",
+            "average": f"of the weights, half-life {self._interval(half_life)}" if half_life else "",
+            "validation": self._every(self.eval_every_tokens),
+            "checkpoint": self._every(self.save_every_tokens),
+            "sharpness": f"{self._every(sharpness)}, and at the end" if sharpness else "",
+            "branch": branch if self.branch_from else "",
+        }
+        return list(lines.items())
+
+    def _epochs(self, epoch_tokens: int | None) -> str:
+        if epoch_tokens is None:
+            return "; the number of epochs is unknown, run gptexp prepare"
+        return f", {rounded(self.tokens / epoch_tokens)} epochs" if epoch_tokens else "; the corpus is too short"
+
+    def _steps_to(self, tokens: int) -> str:
+        """The steps of a length from the start of the run; in a ramp, the whole steps that reach it."""
+        total = self.batch.total_batch_size
+        if tokens % total and not self.step_sizes.ramp_tokens:
+            return f"{tokens / total:,.1f} steps"
+        return counted(self.step_sizes.steps_to(tokens), "step")
+
+    def _interval(self, tokens: int) -> str:
+        """A length from anywhere in the run, which in a ramp has no number of steps."""
+        return counted(tokens, "token") + ("" if self.step_sizes.ramp_tokens else f" ({self._steps_to(tokens)})")
+
+    def _every(self, tokens: int) -> str:
+        return f"every {self._interval(tokens)}" if tokens else "at the end"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The numbers of the plan, for JSON."""
+        return {
+            "tokens": self.tokens,
+            "steps": self.steps,
+            "ramp_steps": self.step_sizes.ramp_steps,
+            "ramp": self.ramp_in_words() or None,
+            "first_step": self.first_step,
+            "first_tokens": self.first_tokens,
+            **asdict(self.batch),
+            "warmup_tokens": self.schedule.warmup_tokens,
+            "warmup_steps": self.warmup_steps,
+            "least_warmup_steps": self.least_warmup_steps,
+            "decay_tokens": self.schedule.decay_tokens,
+            "eval_every_tokens": self.eval_every_tokens,
+            "save_every_tokens": self.save_every_tokens,
+            "sharpness_measurements": self.sharpness_measurements,
+        }
+
 
 def plan_run(cfg: Config, micro_batch_size: int) -> RunPlan:
     """Plan the run of `cfg` with micro-batches of `micro_batch_size` sequences.
@@ -92,9 +176,12 @@ def plan_run(cfg: Config, micro_batch_size: int) -> RunPlan:
         batch=plan_batch(total, micro_batch_size, cfg.seq_len, cfg.world.size or 1),
         step_sizes=cfg.batch.step_sizes,
         steps=steps,
-        first_step=first_step(cfg.branch_from),
+        branch_from=cfg.branch_from,
         schedule=resolve_schedule(cfg, run_tokens),
+        least_warmup_steps=least_warmup_steps(scaled_optim(cfg)),
         eval_every_tokens=interval_tokens(train.eval_every, train.eval_every_tokens, run_tokens, total),
         save_every_tokens=interval_tokens(train.save_every, train.save_every_tokens, run_tokens, total),
         keep_every_tokens=train.keep_every_tokens if train.keep_every is None else train.keep_every * total,
+        sharpness_every_tokens=train.sharpness_every_tokens or 0,
+        ema_half_life_tokens=train.ema_half_life_tokens or 0,
     )

@@ -74,8 +74,3 @@ def least_warmup_steps(optim: OptimConfig) -> int:
     if not isinstance(optim, TwoMomentsConfig) or isinstance(optim, LionConfig):
         return 0
     return math.ceil(2 / (1 - optim.beta2) - 1e-6)  # 2 / 0.05 is a little more than 40 in floats
-
-
-def asked_of_warmup(steps: int, least: int) -> str:
-    """What to add to a warm-up of `steps` steps that is shorter than `least_warmup_steps`; empty if it is not."""
-    return f"; beta2 asks for {least:,}" if steps < least else ""

@@ -1,26 +1,30 @@
-"""What `gptexp bench comm` has measured of an all-reduce, kept in the cache for plans."""
+"""The network between the ranks of a run: as `gptexp bench comm` has measured it, else as published.
+
+Measurements are kept in the token cache.
+"""
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from gptexp.config.schema import DataConfig
+from gptexp.config.schema import Config, DataConfig
 from gptexp.data.cache import cache_dir
 from gptexp.distributed.ranks import count_cores
 from gptexp.machine.cpu import fingerprint
-from gptexp.model.allreduce import Network
-from gptexp.model.networks import NVLINK_WAYS, PCIE_4, PCIE_WAYS, WITHIN_NODE, Link, Way
+from gptexp.model.allreduce import NCCL, Network, ways_of
+from gptexp.model.gpus import GPUS_PER_NODE, NETWORKS, UNKNOWN_GPU, Gpu, Link, gpu_of
 from gptexp.process.errors import UserError
 from gptexp.storage import run_dir
 
 FOLDER = "measured"  # in the cache directory
 PREFIX = "comm-"  # of the files' names
-NCCL = "nccl"
+PARTS = ("inside", "between")
+MOST_CROWDED = 4  # ranks on a core; more wait for cores, and are not started to be timed
 
 
 @dataclass(frozen=True)
@@ -49,42 +53,50 @@ class AllReduce:
 
     def network(self) -> Network:
         """As measured, and nothing else."""
-        ways = ways_with(ways_of(self.backend, None), self.inside, self.between)
-        inside, between = self.link_inside or self.link_between, self.link_between
-        assert inside is not None
-        return Network(inside, self.ranks_per_node, between, ways)
+        network = Network(self.ranks, self.ranks_per_node, None, None, ways_of(self.backend, None))
+        return self.between_of(self.inside_of(network))
 
-    @property
-    def link_inside(self) -> Link | None:
-        name = f"measured: {self.backend}, {self.ranks_per_node} ranks"
-        return None if self.inside is None else Link(name, self.inside.bytes_per_s)
+    def inside_of(self, network: Network) -> Network:
+        """`network` with what this has measured within a node. It contains what the messages need to start."""
+        if self.inside is None:
+            return network
+        link = Link(f"measured: {self.backend}, {self.ranks_per_node} ranks", self.inside.bytes_per_s)
+        ways = (replace(way, inside_s=self.inside.latency_s, start_s=0.0) for way in network.ways)
+        return replace(network, inside=link, ways=tuple(ways))
 
-    @property
-    def link_between(self) -> Link | None:
+    def between_of(self, network: Network) -> Network:
+        """The same between nodes."""
+        if self.between is None:
+            return network
         name = f"measured: {self.backend}, {self.ranks} ranks on {self.nodes} nodes"
-        return None if self.between is None else Link(name, self.between.bytes_per_s)
+        ways = (replace(way, between_s=self.between.latency_s, start_s=0.0) for way in network.ways)
+        between = Link(name, self.between.bytes_per_s)
+        return replace(network, between=between, ranks_per_node=self.ranks_per_node, ways=tuple(ways))
 
 
-def ways_of(backend: str, gpu: str | None) -> tuple[Way, ...]:
-    """How a backend sends, between GPUs of a kind in `WITHIN_NODE` if it is known: gloo on rings alone."""
-    if backend == NCCL:
-        return PCIE_WAYS if gpu is None or WITHIN_NODE[gpu] is PCIE_4 else NVLINK_WAYS
-    return tuple(way for way in PCIE_WAYS if not way.is_tree)
+def network_of(cfg: Config, ranks: int, gpu: Gpu | None, name: str | None, ranks_per_node: int | None) -> Network:
+    """The network of `ranks` on a `gpu`, or on this machine. Links that are neither measured nor published are None.
 
+    A `name` of `NETWORKS` and a number of `ranks_per_node` win over what is measured.
+    """
+    on_gpus = gpu is not None or (cfg.train.device in ("auto", "cuda") and torch.cuda.is_available())
+    backend = cfg.world.backend if cfg.world.backend != "auto" else NCCL if on_gpus else "gloo"
+    device_name = gpu.name if gpu is not None else torch.cuda.get_device_name() if on_gpus else ""
+    published = gpu or gpu_of(device_name) or UNKNOWN_GPU
+    per_node = 2 * ranks  # on a CPU: also twice as many ranks are on this machine
+    if on_gpus:
+        per_node = GPUS_PER_NODE if gpu is not None else torch.cuda.device_count()
+    inside, between = published.link if backend == NCCL else None, NETWORKS[published.network] if on_gpus else None
+    network = Network(ranks, per_node, inside, between, ways_of(backend, published.link))
 
-def ways_with(ways: Sequence[Way], inside: Fitted | None, between: Fitted | None) -> tuple[Way, ...]:
-    """`ways` with what is measured in place of their latencies. It contains what they need to start."""
-    if inside is not None:
-        ways = [replace(way, inside_s=inside.latency_s, start_s=0.0) for way in ways]
-    if between is not None:
-        ways = [replace(way, between_s=between.latency_s, start_s=0.0) for way in ways]
-    return tuple(ways)
-
-
-def from_dict(values: dict[str, Any]) -> AllReduce:
-    """From the form of `dataclasses.asdict`. Raises `KeyError` or `TypeError` for another."""
-    parts = {part: values[part] and Fitted(**values[part]) for part in ("inside", "between")}
-    return AllReduce(**{**values, **parts})
+    measured = recall(cfg.data, backend, cfg.world.comm, ranks, device_name)
+    if within := [one for one in measured if one.inside is not None]:
+        network = within[0].inside_of(network)
+    if name is not None:
+        network = replace(network, between=NETWORKS[name])
+    elif over := [one for one in measured if one.between is not None]:
+        network = over[0].between_of(network)
+    return replace(network, ranks_per_node=ranks_per_node or network.ranks_per_node)
 
 
 def machine(backend: str) -> dict[str, Any]:
@@ -114,14 +126,12 @@ def recall(data: DataConfig, backend: str, comm: str, ranks: int, gpu: str) -> l
     def holds(of: dict[str, Any]) -> bool:
         return gpu != "" and gpu in of["gpu"] if backend == NCCL else of == machine(backend)
 
-    found = [one for of, one in _kept(data) if one.backend == backend and holds(of)]
-    return sorted(found, key=lambda one: (one.comm != comm, abs(one.ranks - ranks)))
-
-
-def _kept(data: DataConfig) -> Iterator[tuple[dict[str, Any], AllReduce]]:
+    measured = []
     for path in sorted((cache_dir(data) / FOLDER).glob(f"{PREFIX}*.json")):
-        try:
+        with suppress(UserError, KeyError, TypeError):  # of a file that was cut off, or is another version's
             values = run_dir.read_json(path)
-            yield values.pop("machine"), from_dict(values)
-        except (UserError, KeyError, TypeError):  # a file that was cut off, or is another version's
-            continue
+            of, parts = values.pop("machine"), {key: Fitted(**values[key]) for key in PARTS if values[key] is not None}
+            one = AllReduce(**{**values, **parts})
+            if one.backend == backend and holds(of):
+                measured.append(one)
+    return sorted(measured, key=lambda one: (one.comm != comm, abs(one.ranks - ranks)))

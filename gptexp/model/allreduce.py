@@ -6,101 +6,103 @@ an allgather on a ring: Thakur, Rabenseifner and Gropp 2005, section 4; Patarasu
 model is the one by which NCCL chooses its algorithm (src/graph/tuning.cc): only 2 (M - 1) of a ring's messages go
 between the M nodes, and trees take 2 (W / M - 1 + log2 M) messages in which each rank sends 2 n bytes. β is that of
 the slowest part of the way. An allgather or a reduce-scatter is half of a ring's all-reduce; trees have neither.
+
+Left out of NCCL's model are the protocol LL, so that messages of a few KB are faster than predicted; sums in the
+switches (NVLS, CollNet), which are faster too; and its corrections for medium sizes, numbers of channels, processors
+and single ranks a node, by up to a factor of two in the latency or the bandwidth.
 """
 
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from gptexp.config.schema import ModelConfig
 from gptexp.model.flops import count_parameters
-from gptexp.model.networks import Link, Way
+from gptexp.model.gpus import PCIE_4, Link
+
+NCCL = "nccl"
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way of sending to all ranks: on a ring, or on trees."""
+
+    is_tree: bool
+    inside_s: float  # of a message from rank to rank in a node
+    between_s: float  # of a message from node to node
+    start_s: float = 0.0  # before the first message
+    share: float = 1.0  # of the links' bandwidth
+
+    def messages(self, ranks: int, nodes: int) -> tuple[int, int]:
+        """How many messages follow each other in half of an all-reduce: inside of nodes, and between them."""
+        if self.is_tree:
+            return ranks // nodes - 1, nodes.bit_length() - 1
+        return ranks - nodes, nodes - 1
+
+
+# NCCL 2.30.7, src/graph/tuning.cc: `baseLatencies`, `hwLatencies` and the shares of bandwidth of rings and trees, with
+# the protocol LL128 before Simple. NVLink has both, PCIe Simple alone.
+NVLINK_WAYS = (
+    Way(False, 1.9e-6, 4.0e-6, 14.0e-6, 0.92),
+    Way(False, 3.4e-6, 14.0e-6, 8.4e-6),
+    Way(True, 1.25e-6, 8.5e-6, 14.0e-6, 0.92 * 120 / 128),
+    Way(True, 4.0e-6, 14.0e-6, 8.4e-6, 0.92),
+)
+PCIE_WAYS = (Way(False, 5.7e-6, 14.0e-6, 8.4e-6), Way(True, 4.0e-6, 14.0e-6, 8.4e-6, 0.92))
+
+
+def ways_of(backend: str, link: Link | None) -> tuple[Way, ...]:
+    """How a backend sends between GPUs of a node with this link, if it is known: gloo on rings alone."""
+    if backend == NCCL:
+        return PCIE_WAYS if link in (None, PCIE_4) else NVLINK_WAYS
+    return tuple(way for way in PCIE_WAYS if not way.is_tree)
 
 
 @dataclass(frozen=True)
 class Network:
-    """The links of ranks, and the ways of sending over them, of which the fastest is taken."""
+    """The links of some ranks, and the ways of sending over them, of which the fastest is taken."""
 
-    inside: Link  # from rank to rank
+    ranks: int
     ranks_per_node: int
-    between: Link | None  # from node to node; None: unknown
+    inside: Link | None  # from rank to rank
+    between: Link | None  # from node to node
     ways: tuple[Way, ...]
 
-    def nodes(self, ranks: int) -> int:
-        return -(-ranks // self.ranks_per_node)
+    @property
+    def nodes(self) -> int:
+        return -(-self.ranks // self.ranks_per_node)
 
-    def reaches(self, ranks: int) -> bool:
-        """Whether the links of so many ranks are known."""
-        return self.nodes(ranks) == 1 or self.between is not None
+    @property
+    def crossed(self) -> list[Link | None]:
+        """The links that messages cross; None: unknown."""
+        inside = [self.inside] if self.ranks > self.nodes else []
+        return [*inside, self.between] if self.nodes > 1 else inside
 
-    def all_reduce_s(self, ranks: int, sent_bytes: float) -> float:
-        """Seconds of an all-reduce of `sent_bytes` over `ranks`."""
-        return min(self._halves_s(way, 2, ranks, sent_bytes) for way in self.ways)
+    def all_reduce_s(self, sent_bytes: float) -> float:
+        """Seconds of an all-reduce of `sent_bytes`."""
+        return min(self._halves_s(way, 2, sent_bytes) for way in self.ways)
 
-    def gather_s(self, ranks: int, sent_bytes: float) -> float:
+    def gather_s(self, sent_bytes: float) -> float:
         """Seconds of an allgather, or of a reduce-scatter, of `sent_bytes` in all."""
-        return min(self._halves_s(way, 1, ranks, sent_bytes) for way in self.ways if not way.is_tree)
+        return min(self._halves_s(way, 1, sent_bytes) for way in self.ways if not way.is_tree)
 
-    def _halves_s(self, way: Way, halves: int, ranks: int, sent_bytes: float) -> float:
+    def _halves_s(self, way: Way, halves: int, sent_bytes: float) -> float:
         """Seconds of an all-reduce, or of one half: the sums, or what all ranks then get of them."""
-        if ranks == 1:
+        if self.ranks == 1:
             return 0.0
-        inside, between = messages(way, ranks, self.nodes(ranks))
+        inside, between = way.messages(self.ranks, self.nodes)
         messages_s = inside * way.inside_s + between * way.between_s
-        crossed = [self.inside] if inside else []
-        if between:
-            assert self.between is not None
-            crossed.append(self.between)
-        sent = sent_bytes if way.is_tree else (ranks - 1) / ranks * sent_bytes
-        bytes_per_s = way.share * min(link.bytes_per_s for link in crossed)
-        return way.start_s + halves * (messages_s + sent / bytes_per_s)
+        sent = sent_bytes if way.is_tree else (self.ranks - 1) / self.ranks * sent_bytes
+        slowest = min(link.bytes_per_s for link in self.crossed if link is not None)
+        return way.start_s + halves * (messages_s + sent / (way.share * slowest))
 
 
-def messages(way: Way, ranks: int, nodes: int) -> tuple[int, int]:
-    """How many messages follow each other in half of an all-reduce: inside of nodes, and between them."""
-    if way.is_tree:
-        return ranks // nodes - 1, nodes.bit_length() - 1
-    return ranks - nodes, nodes - 1
+@dataclass(frozen=True)
+class Alone:
+    """Seconds of a rank that waits for no other."""
 
-
-def ring_s(ranks: int, sent_bytes: float, latency_s: float, bytes_per_s: float) -> float:
-    """Seconds of an all-reduce on a ring whose links are equal."""
-    return 2 * (ranks - 1) * (latency_s + sent_bytes / ranks / bytes_per_s)
-
-
-def fit_ring(ranks: int, seconds: Mapping[int, float]) -> tuple[float, float]:
-    """The latency and the bytes/s of a ring whose links are equal, from the seconds of an all-reduce by its bytes."""
-    start_s, byte_s = _fit_line(seconds)
-    return start_s / (2 * (ranks - 1)), 2 * (ranks - 1) / ranks / byte_s if byte_s else math.inf
-
-
-def fit_between(
-    ranks: int, nodes: int, seconds: Mapping[int, float], inside_s: float, has_trees: bool
-) -> tuple[float, float]:
-    """The latency and the bytes/s between nodes, if those of a message inside of a node are `inside_s`.
-
-    Small messages are taken to go on trees where there are any, large ones on a ring.
-    """
-    start_s, byte_s = _fit_line(seconds)
-    inside, between = messages(Way(has_trees, 0.0, 0.0), ranks, nodes)
-    latency_s = max(0.0, start_s / 2 - inside * inside_s) / between
-    return latency_s, 2 * (ranks - 1) / ranks / byte_s if byte_s else math.inf
-
-
-def _fit_line(seconds: Mapping[int, float]) -> tuple[float, float]:
-    """The seconds of no bytes, and those of a further byte; neither is negative.
-
-    Least squares of the relative errors, as sizes and times span orders of magnitude.
-    """
-    points = [(size, s, 1 / s**2) for size, s in seconds.items()]
-    weight = math.fsum(w for *_, w in points)
-    x_mean, y_mean = (math.fsum(w * xy[i] for *xy, w in points) / weight for i in (0, 1))
-    spread = math.fsum(w * (x - x_mean) ** 2 for x, _, w in points)
-    slope = math.fsum(w * (x - x_mean) * (y - y_mean) for x, y, w in points) / spread
-    start = y_mean - slope * x_mean
-    if start < 0:
-        return 0.0, math.fsum(w * x * y for x, y, w in points) / math.fsum(w * x * x for x, _, w in points)
-    return (start, slope) if slope > 0 else (y_mean, 0.0)
+    micro_s: float  # one micro-step
+    backward_s: float  # its backward pass
+    once_s: float  # what a step has once: clipping and the update
 
 
 @dataclass(frozen=True)
@@ -117,13 +119,13 @@ def buckets(m: ModelConfig, seq_len: int, first_bytes: float, bucket_bytes: floa
     A bucket is full once it has `bucket_bytes` of float32 gradients, the first one with `first_bytes`. wte is a factor
     of the first product of the backward pass and of its last operation, so its gradient is known at the end.
     """
-    limit, found, elements, done = first_bytes, list[Bucket](), 0, 0.0
+    limit, full, elements, done = first_bytes, list[Bucket](), 0, 0.0
     for size, done in _gradients(m, seq_len):
         elements += size
         if 4 * elements >= limit:
-            found.append(Bucket(elements, done))
+            full.append(Bucket(elements, done))
             limit, elements = bucket_bytes, 0
-    return [*found, Bucket(elements, done)] if elements else found
+    return [*full, Bucket(elements, done)] if elements else full
 
 
 def _gradients(m: ModelConfig, seq_len: int) -> Iterator[tuple[int, float]]:
@@ -141,29 +143,20 @@ def _gradients(m: ModelConfig, seq_len: int) -> Iterator[tuple[int, float]]:
 
 
 def split_waiting_s(
-    m: ModelConfig,
-    seq_len: int,
-    ranks: int,
-    network: Network,
-    whole_bytes: int,
-    sent_bytes: int,
-    forward_s: float,
-    backward_s: float,
+    m: ModelConfig, seq_len: int, network: Network, hiding: Alone, whole_bytes: int, sent_bytes: int
 ) -> float:
     """Seconds for which a micro-step of a split model waits (`world.sharding=full`).
 
     The ranks gather each block for the forward and for the backward pass, and what is outside of the blocks once, as
     `whole_bytes` a number; then they reduce its gradients, as `sent_bytes` a number, or with 0 keep them whole. One
     of these messages is sent at a time, in the order of FSDP2: in the forward pass each block is gathered once the
-    block two before it begins, in the backward pass once the next one begins. `forward_s` and `backward_s`: of the
-    parts in which communication costs the computation nothing; 0 if it takes the same cores.
+    block two before it begins, in the backward pass once the next one begins. `hiding`: as for `waiting_s`.
     """
+    backward_s, forward_s = hiding.backward_s, hiding.micro_s - hiding.backward_s
     outside = (m.resolved_vocab_size + m.block_size + (2 if m.bias else 1)) * m.n_embd
     block = (count_parameters(m) - outside) // m.n_layer
-    gather_outside_s, gather_s = (network.gather_s(ranks, whole_bytes * n) for n in (outside, block))
-    reduce_outside_s, reduce_s = (
-        network.gather_s(ranks, sent_bytes * n) if sent_bytes else 0.0 for n in (outside, block)
-    )
+    gather_outside_s, gather_s = (network.gather_s(whole_bytes * n) for n in (outside, block))
+    reduce_outside_s, reduce_s = (network.gather_s(sent_bytes * n) if sent_bytes else 0.0 for n in (outside, block))
     head, of_block = _multiplications(m, seq_len)
     head_share, block_share = (n / (head + m.n_layer * of_block) for n in (head, of_block))
 
@@ -191,14 +184,14 @@ def _multiplications(m: ModelConfig, seq_len: int) -> tuple[int, int]:
     return m.resolved_vocab_size * m.n_embd, 12 * m.n_embd**2 + 2 * m.n_embd * seq_len
 
 
-def waiting_s(found: list[Bucket], ranks: int, network: Network, backward_s: float, element_bytes: int) -> float:
+def waiting_s(full: list[Bucket], network: Network, hiding: Alone, element_bytes: int) -> float:
     """Seconds for which a step waits after its last backward pass, until all buckets are reduced.
 
-    Each is reduced as soon as it is full and the one before is reduced. `backward_s`: of the part of the backward pass
-    in which communication costs the computation nothing; 0 if it takes the same cores.
+    Each is reduced as soon as it is full and the one before is reduced. `hiding` is the computation that communication
+    costs nothing: zeros if it takes the same cores.
     """
     end_s = 0.0
-    for bucket in found:
-        start_s = max(end_s, bucket.ready_ratio * backward_s)
-        end_s = start_s + network.all_reduce_s(ranks, element_bytes * bucket.elements)
-    return max(0.0, end_s - backward_s)
+    for bucket in full:
+        start_s = max(end_s, bucket.ready_ratio * hiding.backward_s)
+        end_s = start_s + network.all_reduce_s(element_bytes * bucket.elements)
+    return max(0.0, end_s - hiding.backward_s)

@@ -6,12 +6,11 @@ four backward) plus the attention scores. `palm` counts the full T × T scores (
 counts wte once, for lm_head.
 """
 
-import re
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from gptexp.config.schema import ModelConfig
-from gptexp.model.gpus import GPUS
+from gptexp.model.gpus import gpu_of
 
 
 def count_parameters(m: ModelConfig) -> int:
@@ -33,14 +32,10 @@ def flops_per_token(m: ModelConfig, seq_len: int) -> tuple[int, int]:
     return 6 * n + 12 * scores, 6 * n + 6 * scores
 
 
-OTHER_PARTS = ("PCIe", "NVL", "Laptop", "4090 D")  # in names of GPUs: slower parts with the names of those in `GPUS`
-
-
 def peak_flops(device_name: str, dtype: str) -> float | None:
     """Peak FLOP/s of one device, or None if it is unknown."""
-    if dtype != "bfloat16" or any(part in device_name for part in OTHER_PARTS):
-        return None
-    return next((gpu.peak_flops for gpu in GPUS.values() if re.search(rf"\b{gpu.name}\b", device_name)), None)
+    gpu = gpu_of(device_name)
+    return gpu.peak_flops if gpu is not None and dtype == "bfloat16" else None
 
 
 @dataclass(frozen=True)

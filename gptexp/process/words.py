@@ -1,6 +1,6 @@
 """Values in the words and units that people read."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 KEYS_SHOWN = 3
@@ -22,6 +22,11 @@ def uncapitalised(text: str) -> str:
 def counted(number: int, noun: str) -> str:
     """The number with its noun, for example "1 rank" or "2,000 ranks"."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def titled(lines: Iterable[tuple[str, str]]) -> list[str]:
+    """Titles and their texts as lines of two columns, without those that have no text."""
+    return [f"{title:<16}{text}" for title, text in lines if text]
 
 
 def listed(texts: Sequence[str]) -> str:

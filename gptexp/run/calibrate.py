@@ -12,6 +12,7 @@ from gptexp.config.schema import Config, ScheduleConfig
 from gptexp.data.loader import build_dataset
 from gptexp.data.prepare import prepare
 from gptexp.machine.effective import Effective, save_effective
+from gptexp.model.allreduce import Alone
 from gptexp.run.observe import medians, observe, observe_together
 from gptexp.run.pool import resume_command
 from gptexp.storage import run_dir
@@ -32,22 +33,19 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Alone:
-    """Times of a rank that waits for no other."""
+class Duration:
+    """The predicted times of a run."""
 
-    micro_s: float  # one micro-step
-    backward_s: float  # its backward pass
-    once_s: float  # what a step has once: clipping and the update
+    step_s: float  # of a step after the ramp
+    total_s: float  # of the whole run, without checkpoints
 
 
 @dataclass(frozen=True)
-class Pace:
-    """The predicted times of a run on this machine."""
+class Pace(Duration):
+    """The same from steps that this machine has timed."""
 
     start_s: float  # from the start of the process to the first step's beginning
-    step_s: float  # of a step after the ramp
     validation_s: float  # one pass over the validation set
-    total_s: float  # of the whole run, without checkpoints
 
 
 def sample(cfg: Config, plan: RunPlan, effective: Effective) -> Sample:

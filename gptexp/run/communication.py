@@ -5,12 +5,13 @@ Over several nodes, the ranks of each node are also measured alone.
 """
 
 import json
+import math
 import signal
 import statistics
-import sys
 import tempfile
 import time
-from dataclasses import asdict
+from collections.abc import Mapping
+from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -18,14 +19,15 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
+from scipy.optimize import nnls
 from torch.multiprocessing.spawn import ProcessException, spawn
 
 from gptexp.config.schema import Config
 from gptexp.distributed.group import backend_of, connect, destroy_process_group, gather
 from gptexp.distributed.ranks import Rank, count_cores, launcher_rank
 from gptexp.machine.device import check_device, pick_device
-from gptexp.machine.network import NCCL, AllReduce, Fitted, from_dict, keep
-from gptexp.model.allreduce import fit_between, fit_ring
+from gptexp.machine.network import MOST_CROWDED, AllReduce, Fitted, keep
+from gptexp.model.allreduce import NCCL, Way
 from gptexp.process.errors import ConfigError, UserError
 from gptexp.process.signals import at_parents_death
 from gptexp.process.words import counted
@@ -35,28 +37,17 @@ GPU_SIZES = [2**26, 2**28]  # 64 and 256 MiB
 ROUNDS = 7
 ROUND_S = 0.05  # about, of the all-reduces of one size in one round
 MOST = 200  # all-reduces in a round
-MOST_CROWDED = 4  # ranks on a core; more are not started
 START = timedelta(minutes=10)
 
 
 def bench_communication(cfg: Config, as_json: bool) -> int:
     """Measure, keep and print the all-reduce of the ranks of `cfg`, or of the launcher. Returns the exit code."""
-    rank = launcher_rank()
-    if (cfg.world.size or 1) == 1:  # of the launcher's, too
+    ranks, rank = cfg.world.size or 1, launcher_rank()
+    if ranks == 1:  # of the launcher's, too
         raise ConfigError("gptexp bench comm: one rank sends nothing; give world.size=2 or more")
-    found = _of_rank(cfg, rank) if rank is not None else _of_new_ranks(cfg)
-    if found is not None:
-        path = keep(cfg.data, found)
-        if as_json:
-            print(json.dumps(asdict(found), indent=1))
-        else:
-            show(found, path)
-    return 0
-
-
-def _of_new_ranks(cfg: Config) -> AllReduce:
-    assert cfg.world.size is not None
-    ranks = cfg.world.size
+    if rank is not None:
+        _measure_as_rank(cfg, as_json, rank, connect(rank))
+        return 0
     kind = check_device(cfg.train.device, Rank(ranks - 1, ranks, ranks - 1, ranks))
     backend_of(cfg.world.backend, kind)  # refuses it here, in one line, and not in each of the new processes
     if kind == "cpu" and ranks > (most := MOST_CROWDED * count_cores()):
@@ -64,38 +55,28 @@ def _of_new_ranks(cfg: Config) -> AllReduce:
             f"world.size={ranks}: {counted(count_cores(), 'core')} run at most {most} ranks, because more of them wait "
             "for cores and not for the network; use fewer, or start them on several nodes with torchrun"
         )
-    with tempfile.TemporaryDirectory(prefix="gptexp-") as name:
-        folder = Path(name)
+    with tempfile.TemporaryDirectory(prefix="gptexp-") as folder:
         try:
-            spawn(_new_rank, (cfg, folder), ranks, daemon=True)  # when one ends early, it ends the others
+            # When one ends early, it ends the others.
+            spawn(_measure_as_new_rank, (cfg, as_json, ranks, Path(folder) / "store"), ranks, daemon=True)
         except ProcessException as ended:
-            if (folder / "error").exists():
-                raise ConfigError((folder / "error").read_text()) from None
             raise UserError(f"a rank of bench comm failed: {str(ended).strip().splitlines()[-1]}") from None
-        return from_dict(json.loads((folder / "found.json").read_text()))
+    return 0
 
 
-def _new_rank(number: int, cfg: Config, folder: Path) -> None:
-    ranks = cfg.world.size
-    assert ranks is not None
+def _measure_as_new_rank(number: int, cfg: Config, as_json: bool, ranks: int, store: Path) -> None:
     at_parents_death(signal.SIGKILL)  # torch's own SIGINT does not end a rank that waits for another
-    try:
-        found = _of_rank(cfg, Rank(number, ranks, number, ranks), dist.FileStore(str(folder / "store"), ranks))
-    except ConfigError as error:
-        (folder / "error").write_text(str(error))
-        sys.exit(1)
-    if found is not None:
-        (folder / "found.json").write_text(json.dumps(asdict(found)))
+    _measure_as_rank(cfg, as_json, Rank(number, ranks, number, ranks), dist.FileStore(str(store), ranks))
 
 
-def _of_rank(cfg: Config, rank: Rank, store: dist.Store | None = None) -> AllReduce | None:
-    """Measure as one rank; the result on rank 0. *Collective.*"""
+def _measure_as_rank(cfg: Config, as_json: bool, rank: Rank, store: dist.Store) -> None:
+    """Measure as one rank. Rank 0 keeps and prints the result. *Collective.*"""
     device = pick_device(cfg.train.device, rank)
     backend = backend_of(cfg.world.backend, device.type)
     torch.set_num_threads(cfg.world.threads_per_rank or 1)
     dist.init_process_group(
         backend,
-        store=store or connect(rank),
+        store=store,
         rank=rank.rank,
         world_size=rank.world_size,
         timeout=START,
@@ -114,20 +95,31 @@ def _of_rank(cfg: Config, rank: Rank, store: dist.Store | None = None) -> AllRed
     inside = between = None
     if per_node > 1:
         own, _ = dist.new_subgroups(per_node)
-        seconds = {size: _measure(size, dtype, device, own) for size in sizes}
-        inside = Fitted(*fit_ring(per_node, seconds), _by_text(seconds))
+        inside = fit(per_node, per_node, {size: _measure(size, dtype, device, own) for size in sizes})
     if ranks > per_node:
         seconds = {size: _measure(size, dtype, device, None) for size in sizes}
         inside_s = inside.latency_s if inside is not None else 0.0
-        fitted = fit_between(ranks, ranks // per_node, seconds, inside_s, has_trees=backend == NCCL)
-        between = Fitted(*fitted, _by_text(seconds))
+        between = fit(ranks, ranks // per_node, seconds, inside_s, has_trees=backend == NCCL)
     destroy_process_group()
-    return AllReduce(backend, cfg.world.comm, ranks, ranks // per_node, inside, between) if rank.is_main else None
+    if rank.is_main:
+        measured = AllReduce(backend, cfg.world.comm, ranks, ranks // per_node, inside, between)
+        path = keep(cfg.data, measured)
+        print(json.dumps(asdict(measured), indent=1)) if as_json else show(measured, path)
 
 
-def _by_text(seconds: dict[int, float]) -> dict[str, float]:
-    """As JSON has it."""
-    return {str(size): s for size, s in seconds.items()}
+def fit(ranks: int, nodes: int, seconds: Mapping[int, float], inside_s: float = 0.0, has_trees: bool = False) -> Fitted:
+    """The links between nodes, from the seconds of an all-reduce by its bytes; with as many nodes as ranks, of a ring.
+
+    A message inside of a node takes `inside_s`. Small messages are taken to go on trees where there are any, large
+    ones on a ring. Least squares of the relative errors, as sizes and times span orders of magnitude; neither the
+    latency nor the seconds of a byte are negative.
+    """
+    lines = [[1 / s, size / s] for size, s in seconds.items()]
+    (start_s, byte_s), _ = nnls(lines, [1.0] * len(lines))
+    inside, between = Way(has_trees, 0.0, 0.0).messages(ranks, nodes)
+    latency_s = max(0.0, start_s / 2 - inside * inside_s) / between
+    bytes_per_s = 2 * (ranks - 1) / ranks / byte_s if byte_s else math.inf
+    return Fitted(latency_s, bytes_per_s, {str(size): s for size, s in seconds.items()})
 
 
 def _measure(size: int, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup | None) -> float:
@@ -149,28 +141,25 @@ def _measure(size: int, dtype: torch.dtype, device: torch.device, group: dist.Pr
     return statistics.median(round_s(count) for _ in range(ROUNDS))
 
 
-def show(found: AllReduce, path: Path) -> None:
+def show(measured: AllReduce, path: Path) -> None:
     """Print the times, those of the fitted links, and their latency and bandwidth."""
     console = Console(highlight=False)
-    network, nodes = found.network(), "" if found.nodes == 1 else f" on {found.nodes} nodes"
-    console.print(f"all-reduce of {found.comm}, {found.backend}, {counted(found.ranks, 'rank')}{nodes}")
-    for fitted, ranks, where in (
-        (found.inside, found.ranks_per_node, "in a node"),
-        (found.between, found.ranks, "between nodes"),
-    ):
+    nodes = "" if measured.nodes == 1 else f" on {measured.nodes} nodes"
+    console.print(f"all-reduce of {measured.comm}, {measured.backend}, {counted(measured.ranks, 'rank')}{nodes}")
+    within = (measured.inside, measured.ranks_per_node, "in a node")
+    for fitted, ranks, where in (within, (measured.between, measured.ranks, "between nodes")):
         if fitted is None:
             continue
-        table = Table("bytes", "ms", "fitted", "GB/s", title_justify="left", box=None, pad_edge=False)
-        for column in table.columns:
-            column.justify = "right"
+        network = replace(measured.network(), ranks=ranks)
+        table = Table(box=None, pad_edge=False)
+        for title in ("bytes", "ms", "fitted", "GB/s"):
+            table.add_column(title, justify="right")
         for size, s in ((int(size), s) for size, s in fitted.seconds.items()):
             sent = 2 * (ranks - 1) / ranks * size  # by each rank, as nccl-tests' "bus bandwidth"
-            fitted_ms = 1e3 * network.all_reduce_s(ranks, size)
-            table.add_row(f"{size:,}", f"{1e3 * s:.3f}", f"{fitted_ms:.3f}", f"{sent / s / 1e9:.2f}")
+            ms, fitted_ms = 1e3 * s, 1e3 * network.all_reduce_s(size)
+            table.add_row(f"{size:,}", f"{ms:.3f}", f"{fitted_ms:.3f}", f"{sent / s / 1e9:.2f}")
         console.print(f"\n{counted(ranks, 'rank')}:\n")
         console.print(table)
-        console.print(
-            f"\n{where}: latency {1e6 * fitted.latency_s:.1f} µs a message, "
-            f"bandwidth {fitted.bytes_per_s / 1e9:.2f} GB/s of a rank"
-        )
+        latency, bandwidth = f"{1e6 * fitted.latency_s:.1f} µs a message", f"{fitted.bytes_per_s / 1e9:.2f} GB/s"
+        console.print(f"\n{where}: latency {latency}, bandwidth {bandwidth} of a rank")
     console.print(f"gptexp plan uses them\n{path}")

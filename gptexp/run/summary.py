@@ -8,7 +8,6 @@ from typing import Any
 
 from gptexp.config.rules import why_unmeasured
 from gptexp.config.scaling import changes, scaled_optim
-from gptexp.config.schedule import asked_of_warmup, least_warmup_steps
 from gptexp.config.schema import Config, to_dict
 from gptexp.data.loader import Dataset
 from gptexp.machine.effective import Effective
@@ -17,7 +16,7 @@ from gptexp.model.parametrisation import describe
 from gptexp.process.errors import StorageError
 from gptexp.process.terminal import warn
 from gptexp.process.versions import git_commit, versions
-from gptexp.process.words import counted, duration, rounded
+from gptexp.process.words import counted, duration, titled
 from gptexp.reporting.listings.records import read_run
 from gptexp.storage import run_dir
 from gptexp.storage.checkpoint import TrainState
@@ -27,81 +26,51 @@ from gptexp.training.optim import describe_groups, describe_optimizer
 
 def start_lines(cfg: Config, directory: Path, effective: Effective, t: Training, state: TrainState) -> list[str]:
     """Return the lines that describe the run before it starts."""
-    m, plan, s = cfg.model, t.plan.batch, t.plan.schedule
-    total, steps, sizes = plan.total_batch_size, t.plan.steps, t.plan.step_sizes
-    per_epoch, ema = t.dataset.order.n_train * plan.seq_len, cfg.train.ema_half_life_tokens
-
-    def in_steps(tokens: int) -> str:
-        """Of a length from the start of the run; in a ramp, of the whole steps that reach it."""
-        if tokens % total and not sizes.ramp_tokens:
-            return f"{tokens / total:,.1f} steps"
-        return counted(sizes.steps_to(tokens), "step")
-
-    def length(tokens: int) -> str:
-        """Of a length from anywhere in the run, which in a ramp has no number of steps."""
-        return counted(tokens, "token") + ("" if sizes.ramp_tokens else f" ({in_steps(tokens)})")
-
-    def every(tokens: int) -> str:
-        return f"every {length(tokens)}" if tokens else "at the end"
-
-    lines = [
-        f"run directory   {directory}",
-        f"model           {counted(m.n_layer, 'layer')}, {counted(m.n_head, 'head')}, width {m.n_embd}, "
-        f"block {m.block_size}, vocabulary {m.vocab_size:,}: {count_parameters(m):,} parameters",
-        *([f"parametrisation {describe(m)}"] if m.parametrisation != "standard" else []),
-        f"optimizer       {describe_optimizer(t.optim)}",
-        *([f"scaling         {', '.join(scaled)}"] if (scaled := changes(cfg.optim, t.optim)) else []),
-        *_gradient_noise(cfg),
-        *describe_groups(t.gpt, t.optim),
-        f"data            {cfg.data.name}: {per_epoch:,} training tokens per epoch, {_validation(cfg, t)}",
-        *([f"mix             {_mix(t.dataset.train.shares)}"] if t.dataset.train.shares else []),
-        f"batch           {total:,} tokens per step = {counted(plan.micro_batch_size, 'sequence')} × "
-        f"{counted(plan.seq_len, 'token')} × {counted(plan.world_size, 'rank')} × "
-        f"{counted(plan.grad_accum_steps, 'micro-step')}",
-        *([f"sharding        {_sharding(cfg, effective, t)}"] if cfg.world.sharding != "none" else []),
-        *([f"batch ramp      {t.plan.ramp_in_words()}"] if sizes.ramp_tokens else []),
-        f"length          {counted(steps, 'step')}, {t.plan.tokens:,} tokens, "
-        f"{rounded(t.plan.tokens / per_epoch)} epochs",
-        f"schedule        {s.name}, warm-up over {counted(s.warmup_tokens, 'token')} ({in_steps(s.warmup_tokens)}"
-        f"{asked_of_warmup(sizes.steps_to(s.warmup_tokens), least_warmup_steps(t.optim))}), "
-        f"end at {counted(s.decay_tokens, 'token')} ({in_steps(s.decay_tokens)})",
-        *([f"average         of the weights, half-life {length(ema)}"] if ema else []),
-        f"validation      {every(t.plan.eval_every_tokens)}",
-        f"checkpoint      {every(t.plan.save_every_tokens)}",
-        *(
-            [f"sharpness       {every(cfg.train.sharpness_every_tokens)}, and at the end"]
-            if cfg.train.sharpness_every_tokens
-            else []
-        ),
-        f"world           {counted(plan.world_size, 'rank')}, {effective.local_world_size} on this node; "
-        f"reduction of gradients: {cfg.train.reduction}"
-        + (f", sent as {cfg.world.comm}" if cfg.world.comm != "float32" else ""),
-        f"noise scale     {_noise_scale(cfg, t)}",
-        f"device          {effective.device_name}",
+    m, plan, shares = cfg.model, t.plan, t.dataset.train.shares
+    epoch_tokens, scaled = t.dataset.order.n_train * plan.batch.seq_len, changes(cfg.optim, t.optim)
+    model = (
+        f"{counted(m.n_layer, 'layer')}, {counted(m.n_head, 'head')}, width {m.n_embd}, block {m.block_size}, "
+        f"vocabulary {m.vocab_size:,}: {count_parameters(m):,} parameters"
+    )
+    world = f"{counted(plan.batch.world_size, 'rank')}, {effective.local_world_size} on this node"
+    sent = f", sent as {cfg.world.comm}" if cfg.world.comm != "float32" else ""
+    before = [
+        ("run directory", str(directory)),
+        ("model", model),
+        ("parametrisation", describe(m) if m.parametrisation != "standard" else ""),
+        ("optimizer", describe_optimizer(t.optim)),
+        ("scaling", ", ".join(scaled)),
+        ("gradient noise", _gradient_noise(cfg)),
     ]
-    lines += [f"{name:<16}{what}" for name, what in effective.described()]
-    first = t.plan.first_step
-    if first:
-        lines.append(f"branch          from step {first:,}, {t.plan.first_tokens:,} tokens, of {cfg.branch_from}")
-    if state.step > first:
-        lines.append(f"resuming        after step {state.step:,}, {state.tokens:,} tokens")
-    elif cfg.init_from and not first:
-        lines.append(f"weights         those of {cfg.init_from}")
-    return lines
+    after = [
+        ("data", f"{cfg.data.name}: {epoch_tokens:,} training tokens per epoch, {_validation(cfg, t)}"),
+        ("mix", ", ".join(f"{tokens / sum(shares.values()):.1%} {source}" for source, tokens in shares.items())),
+        *plan.lines(epoch_tokens),
+        ("sharding", _sharding(cfg, effective, t) if cfg.world.sharding != "none" else ""),
+        ("world", f"{world}; reduction of gradients: {cfg.train.reduction}{sent}"),
+        ("noise scale", _noise_scale(cfg, t)),
+        ("device", effective.device_name),
+        *effective.described(),
+    ]
+    if state.step > plan.first_step:
+        after.append(("resuming", f"after step {state.step:,}, {state.tokens:,} tokens"))
+    elif cfg.init_from and not plan.first_step:
+        after.append(("weights", f"those of {cfg.init_from}"))
+    return [*titled(before), *describe_groups(t.gpt, t.optim), *titled(after)]
 
 
-def _gradient_noise(cfg: Config) -> list[str]:
+def _gradient_noise(cfg: Config) -> str:
     o, total = cfg.optim, cfg.batch.total_batch_size
     if o.gradient_noise:
         per = "steps" if o.gradient_noise_decay_tokens is None else f"tokens / {o.gradient_noise_decay_tokens:,}"
         decay = f", times (1 + {per})^{-o.gradient_noise_decay / 2:g}" if o.gradient_noise_decay else ""
-        return [f"gradient noise  {o.gradient_noise:g} of the norm of the clipped gradient{decay}"]
+        return f"{o.gradient_noise:g} of the norm of the clipped gradient{decay}"
     if o.gradient_noise_like_batch:
-        return [
-            f"gradient noise  as a batch of {o.gradient_noise_like_batch:,} tokens has more than one of {total:,}, by "
-            "the noise scale of every step"
-        ]
-    return []
+        return (
+            f"as a batch of {o.gradient_noise_like_batch:,} tokens has more than one of {total:,}, by the noise scale "
+            "of every step"
+        )
+    return ""
 
 
 def _sharding(cfg: Config, effective: Effective, t: Training) -> str:
@@ -124,11 +93,6 @@ def _validation(cfg: Config, t: Training) -> str:
     asked = cfg.data.val_tokens if cfg.data.val_ratio is None else found
     is_short = found + t.plan.batch.seq_len <= asked
     return f"{found:,} for validation{f', fewer than data.val_tokens={asked:,}' if is_short else ''}"
-
-
-def _mix(shares: dict[str, int]) -> str:
-    whole = sum(shares.values())
-    return ", ".join(f"{tokens / whole:.1%} {source}" for source, tokens in shares.items())
 
 
 def start_event(directory: Path, t: Training, state: TrainState, about: dict[str, Any]) -> str:
@@ -225,22 +189,20 @@ def end_line(summary: dict[str, Any], directory: Path) -> str:
 
 def end_lines(summary: dict[str, Any], directory: Path, t: Training) -> list[str]:
     """Return the outcome of the run, and the commands to use next."""
-    lines = [end_line(summary, directory)]
-    if summary["best_val_loss"] is not None:
-        lines.append(f"lowest val loss {summary['best_val_loss']:.4f}")
+    lines = []
     if summary["final_val_loss_ema"] is not None:
-        lines.append(f"average         val loss {summary['final_val_loss_ema']:.4f} with the averaged weights")
+        lines.append(("average", f"val loss {summary['final_val_loss_ema']:.4f} with the averaged weights"))
     if summary["tokens_per_s"]:
         palm, causal = summary["mfu_palm"], summary["mfu_causal"]
         mfu = f"MFU {palm:.1%}, {causal:.1%} with causal attention" if palm is not None else "no MFU"
-        peak = summary["mfu"]["peak_source"]
-        lines.append(f"speed           {summary['tokens_per_s']:,.0f} tokens/s; {mfu}; peak {peak}")
+        lines.append(("speed", f"{summary['tokens_per_s']:,.0f} tokens/s; {mfu}; peak {summary['mfu']['peak_source']}"))
     if t.noise_half_life_tokens is not None and summary["status"] in run_dir.DONE:
-        from gptexp.reporting.statistics.noise_scale import (
-            in_words,  # imports scipy, which no rank needs before the end
-        )
+        from gptexp.reporting.statistics.noise_scale import in_words  # imports scipy, which only the end needs
 
-        lines.append(f"noise scale     {in_words(read_run(directory))}")
-    if summary["status"] in ("interrupted", "failed"):
-        return [*lines, f"resume          gptexp resume {directory}"]
-    return [*lines, *(f"{verb:<16}gptexp {verb} {directory}" for verb in ("report", "sample", "watch"))]
+        lines.append(("noise scale", in_words(read_run(directory))))
+    stopped = summary["status"] in ("interrupted", "failed")
+    lines += [
+        (verb, f"gptexp {verb} {directory}") for verb in (["resume"] if stopped else ["report", "sample", "watch"])
+    ]
+    best = summary["best_val_loss"]
+    return [end_line(summary, directory), *([] if best is None else [f"lowest val loss {best:.4f}"]), *titled(lines)]

@@ -3,32 +3,19 @@
 import json
 import subprocess
 import sys
-import weakref
-from contextlib import nullcontext
 from dataclasses import fields, replace
-from functools import partial
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
+from live_bytes import peak_bytes
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from gptexp.config.schema import OPTIMIZERS, AdamWConfig, Config, ModelConfig, OptimConfig, memory_key
-from gptexp.data.loader import MicroBatch
-from gptexp.distributed.ranks import Rank
-from gptexp.distributed.reduction import MeanReduction, TreeReduction
+from gptexp.config.schema import OPTIMIZERS, AdamWConfig, Config, ModelConfig, memory_key
 from gptexp.model.gpt import GPT
-from gptexp.model.loss import chunked_cross_entropy, plain_cross_entropy
 from gptexp.model.memory import StepShape, memory_estimate
 from gptexp.model.optimizer_state import parameter_shapes, state_bytes
-from gptexp.training.optim import build_optimizer
-from gptexp.training.step import TrainStep
-
-LOSSES = {"plain": plain_cross_entropy, "chunked": chunked_cross_entropy}
 
 WIDE = ModelConfig(n_layer=2, n_head=2, n_embd=32, block_size=64, vocab_size=4096)  # the head needs most memory
 DEEP = ModelConfig(n_layer=6, n_head=2, n_embd=64, block_size=64, vocab_size=256)  # the blocks need most memory
@@ -44,60 +31,6 @@ def cpu_step(m: ModelConfig, batch: int, micro_steps: int, **changes: Any) -> St
         dtype="float32", compiled=False, loss="plain", activation_checkpointing=False,
     )  # fmt: skip
     return replace(plain, **changes)
-
-
-class LiveBytes(TorchDispatchMode):
-    """Sums the sizes of the live storages, each from the operation that allocates it until it is freed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sizes: dict[int, int] = {}
-        self.now = self.peak = 0
-
-    def add(self, tensor: torch.Tensor) -> None:
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key not in self.sizes:
-            self.sizes[key] = storage.nbytes()
-            self.now += storage.nbytes()
-            weakref.finalize(storage, self.drop, key)
-
-    def drop(self, key: int) -> None:
-        self.now -= self.sizes.pop(key)
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = function(*args, **(kwargs or {}))
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, torch.Tensor):
-                self.add(leaf)
-        self.peak = max(self.peak, self.now)
-        return out
-
-
-def peak_bytes(
-    m: ModelConfig,
-    batch: int,
-    micro_steps: int,
-    dtype: str,
-    loss: str,
-    checkpointing: bool,
-    tree: Rank | None = None,
-    optim: OptimConfig | None = None,
-) -> int:
-    """The peak of the second step: the optimizer allocates its state in the first."""
-    context = nullcontext if dtype == "float32" else partial(torch.autocast, "cpu", torch.bfloat16)
-    with LiveBytes() as live:
-        gpt = GPT(m, LOSSES[loss], activation_checkpointing=checkpointing)
-        for p in gpt.parameters():
-            live.add(p)
-        optimizer = build_optimizer(gpt, optim or AdamWConfig(), fused=True)
-        x = torch.zeros(batch, m.block_size, dtype=torch.int64)
-        reduction = TreeReduction(gpt, tree) if tree else MeanReduction(None)
-        step = TrainStep(gpt, optimizer, reduction, 1.0, context, dropout=False)
-        for _ in range(2):
-            live.peak = live.now
-            step(iter([MicroBatch(x, x, 0, 0)] * micro_steps), micro_steps, lr_factor=0.0)
-    return live.peak
 
 
 @pytest.mark.parametrize(
@@ -121,20 +54,16 @@ def peak_bytes(
 def test_the_estimate_counts_every_tensor(
     m: ModelConfig, batch: int, micro_steps: int, dtype: str, loss: str, checkpointing: bool
 ) -> None:
-    memory = memory_estimate(
-        m,
-        AdamWConfig(),
-        cpu_step(m, batch, micro_steps, dtype=dtype, loss=loss, activation_checkpointing=checkpointing),
-    )
-    assert memory.tensors == pytest.approx(peak_bytes(m, batch, micro_steps, dtype, loss, checkpointing), rel=0.08)
+    step = cpu_step(m, batch, micro_steps, dtype=dtype, loss=loss, activation_checkpointing=int(checkpointing))
+    assert memory_estimate(m, AdamWConfig(), step).tensors == pytest.approx(peak_bytes(m, step), rel=0.08)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_estimate_counts_the_scores_of_attention(dtype: str) -> None:
     m = replace(DEEP, n_head=8, block_size=256)
-    with sdpa_kernel(SDPBackend.MATH):
-        counted = peak_bytes(m, 2, 1, dtype, "plain", False)
     step = cpu_step(m, 2, 1, dtype=dtype, attention="math")
+    with sdpa_kernel(SDPBackend.MATH):
+        counted = peak_bytes(m, step)
     assert memory_estimate(m, AdamWConfig(), step).tensors == pytest.approx(counted, rel=0.13)
 
 
@@ -144,8 +73,8 @@ def test_the_estimate_counts_the_scores_of_attention(dtype: str) -> None:
 def test_the_estimate_counts_the_state_of_each_optimizer(m: ModelConfig, batch: int, name: str) -> None:
     pytest.importorskip("pytorch_optimizer", reason="no pytorch_optimizer; pip install 'gptexp[optim]'")
     optim = OPTIMIZERS[name]()
-    counted = peak_bytes(m, batch, 2, "float32", "plain", False, optim=optim)
-    assert memory_estimate(m, optim, cpu_step(m, batch, 2)).tensors == pytest.approx(counted, rel=0.13)
+    step = cpu_step(m, batch, 2)
+    assert memory_estimate(m, optim, step).tensors == pytest.approx(peak_bytes(m, step, optim), rel=0.13)
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -174,23 +103,22 @@ def test_runs_share_a_micro_batch_only_if_their_optimizers_keep_as_much() -> Non
 @pytest.mark.parametrize("micro_steps", [1, 2, pytest.param(8, marks=pytest.mark.e2e)])
 @pytest.mark.parametrize(("m", "batch"), [(DEEP, 6), (LARGE, 1)])
 def test_the_estimate_counts_the_sums_of_a_tree(m: ModelConfig, batch: int, micro_steps: int, world_size: int) -> None:
-    memory = memory_estimate(m, AdamWConfig(), cpu_step(m, batch, micro_steps, world_size=world_size, tree=True))
+    step = cpu_step(m, batch, micro_steps, world_size=world_size, tree=True)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     try:
-        counted = peak_bytes(m, batch, micro_steps, "float32", "plain", False, Rank(0, world_size))
+        counted = peak_bytes(m, step)
     finally:
         dist.destroy_process_group()
-    assert memory.tensors == pytest.approx(counted, rel=0.08)
+    assert memory_estimate(m, AdamWConfig(), step).tensors == pytest.approx(counted, rel=0.08)
 
 
 def test_compiling_does_not_change_the_estimate_of_the_chunked_loss_on_a_cpu() -> None:
     step = cpu_step(WIDE, 10, 2, loss="chunked")
-    assert memory_estimate(WIDE, AdamWConfig(), step) == memory_estimate(
-        WIDE, AdamWConfig(), replace(step, compiled=True)
-    )
+    eager, compiled = (memory_estimate(WIDE, AdamWConfig(), replace(step, compiled=on)) for on in (False, True))
+    assert eager == compiled
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", ["plain", "chunked"])
 def test_fragmentation_is_estimated_for_a_cpu_only(loss: str) -> None:
     """By less than the size of the tensors. The slow tests measure the growth of real processes."""
     on_cpu, on_gpu = (

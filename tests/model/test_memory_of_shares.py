@@ -4,27 +4,22 @@ torch's fake process group has any number of ranks in one process: collectives r
 their results undefined. The tensors and their sizes are those of a real group.
 """
 
-import weakref
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from live_bytes import LiveBytes, peak_bytes, split_gpt
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from gptexp.config.schema import AdafactorConfig, AdamWConfig, ModelConfig, OptimConfig, SGDConfig
 from gptexp.data.loader import MicroBatch
-from gptexp.distributed.ranks import Rank
-from gptexp.distributed.reduction import MeanReduction, build_reduction
-from gptexp.distributed.sharding import SplitParameters, split
+from gptexp.distributed.reduction import MeanReduction
 from gptexp.model.flops import count_parameters
 from gptexp.model.gpt import GPT
 from gptexp.model.loss import LOSSES
@@ -45,82 +40,32 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[int]:
     dist.destroy_process_group()
 
 
-class LiveBytes(TorchDispatchMode):
-    """The peak of the sizes of all storages. FSDP2 changes the size of a storage that stays alive."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.storages = weakref.WeakSet[Any]()
-        self.peak = 0
-        self.counts = False
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = function(*args, **(kwargs or {}))
-        for leaf in tree_leaves((args, out)):
-            if isinstance(leaf, torch.Tensor) and type(leaf).__name__ != "DTensor" and leaf.device.type != "meta":
-                self.storages.add(leaf.untyped_storage())
-        if self.counts:
-            unique = {storage._cdata: storage.nbytes() for storage in self.storages}
-            self.peak = max(self.peak, sum(unique.values()))
-        return out
-
-
-def split_gpt(m: ModelConfig, loss: str, every: int, dtype: str, comm: str = "float32") -> tuple[GPT, SplitParameters]:
-    with torch.device("meta"):
-        gpt = GPT(m, LOSSES[loss], activation_checkpointing=every)
-    return gpt, split(gpt, list(gpt.h), (), torch.device("cpu"), getattr(torch, dtype), getattr(torch, comm))
-
-
-def peak_bytes(m: ModelConfig, step: StepShape) -> int:
-    """The peak of the second step: the optimizer allocates its state in the first."""
-    context = nullcontext if step.dtype == "float32" else partial(torch.autocast, "cpu", torch.bfloat16)
-    micro_steps = step.grad_accum_steps
-    with LiveBytes() as live:
-        gpt, parameters = split_gpt(m, step.loss, step.activation_checkpointing, step.dtype, step.comm)
-        optimizer = build_optimizer(gpt, AdamWConfig(), True, parameters.named)
-        reduction = build_reduction("mean", gpt, Rank(0, step.world_size), step.reduce_every == "micro_step")
-        x = torch.zeros(step.micro_batch_size, m.block_size, dtype=torch.int64)
-        train = TrainStep(gpt, optimizer, reduction, 1.0, context, False, parameters)
-        for live.counts in (False, True):
-            train(iter([MicroBatch(x, x, 0, 0)] * micro_steps), micro_steps, lr_factor=0.0)
-    return live.peak
-
-
 @pytest.mark.parametrize(
-    ("ranks", "m", "batch", "micro_steps", "dtype", "loss", "every", "reduce_every", "comm"),
+    ("ranks", "m", "sizes", "more"),
     [
-        (64, LARGE, 1, 1, "bfloat16", "chunked", 0, "step", "float32"),
-        (64, LARGE, 1, 1, "bfloat16", "chunked", 0, "step", "bfloat16"),
-        (4, LARGE, 1, 2, "float32", "chunked", 0, "step", "float32"),
+        (64, LARGE, (1, 1, "bfloat16", "chunked", 0), {}),
+        (64, LARGE, (1, 1, "bfloat16", "chunked", 0), {"comm": "bfloat16"}),
+        (4, LARGE, (1, 2, "float32", "chunked", 0), {}),
         *(
-            pytest.param(*case, "float32", marks=pytest.mark.e2e)
+            pytest.param(*case, marks=pytest.mark.e2e)
             for case in [
-                (4, LARGE, 1, 1, "float32", "chunked", 0, "step"),
-                (4, LARGE, 1, 2, "float32", "plain", 0, "micro_step"),
-                (64, LARGE, 1, 2, "bfloat16", "plain", 1, "micro_step"),
-                (4, DEEP, 6, 2, "float32", "chunked", 0, "step"),
-                (64, DEEP, 6, 2, "bfloat16", "chunked", 2, "step"),
-                (4, DEEP, 6, 2, "bfloat16", "plain", 1, "micro_step"),
+                (4, LARGE, (1, 1, "float32", "chunked", 0), {}),
+                (4, LARGE, (1, 2, "float32", "plain", 0), {"reduce_every": "micro_step"}),
+                (64, LARGE, (1, 2, "bfloat16", "plain", 1), {"reduce_every": "micro_step"}),
+                (4, DEEP, (6, 2, "float32", "chunked", 0), {}),
+                (64, DEEP, (6, 2, "bfloat16", "chunked", 2), {}),
+                (4, DEEP, (6, 2, "bfloat16", "plain", 1), {"reduce_every": "micro_step"}),
             ]
         ),
     ],
     indirect=["ranks"],
 )
 def test_the_estimate_counts_the_tensors_of_one_rank(
-    ranks: int,
-    m: ModelConfig,
-    batch: int,
-    micro_steps: int,
-    dtype: str,
-    loss: str,
-    every: int,
-    reduce_every: str,
-    comm: str,
+    ranks: int, m: ModelConfig, sizes: tuple[int, int, str, str, int], more: dict[str, str]
 ) -> None:
-    step = StepShape(
-        batch, m.block_size, micro_steps, ranks, "cpu", dtype, False, loss, every, sharding="full",
-        reduce_every=reduce_every, comm=comm,
-    )  # fmt: skip
+    batch, micro_steps, dtype, loss, every = sizes
+    whole = StepShape(batch, m.block_size, micro_steps, ranks, "cpu", dtype, False, loss, every)
+    step = replace(whole, sharding="full", **more)  # type: ignore[arg-type]
     assert memory_estimate(m, AdamWConfig(), step).tensors == pytest.approx(peak_bytes(m, step), rel=0.1)
 
 
@@ -196,7 +141,7 @@ def test_no_rank_holds_the_whole_model_while_it_is_built(ranks: int) -> None:
     m = ModelConfig(n_layer=24, n_head=4, n_embd=64, block_size=32, vocab_size=256)
     with LiveBytes() as live:
         live.counts = True
-        gpt, parameters = split_gpt(m, "plain", 0, "float32")
+        gpt, parameters = split_gpt(m, StepShape(1, 32, 1, ranks, "cpu", "float32", False, "plain", 0))
         for name, whole in gpt.initial_weights():
             parameters.named[name].data.copy_(whole[parameters.rows(name)])
     whole_bytes, block_bytes = 4 * count_parameters(m), 4 * (12 * 64 * 64 + 13 * 64)

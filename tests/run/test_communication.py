@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import psutil
@@ -17,29 +17,28 @@ from conftest import wait_for
 from gptexp import bench
 from gptexp.config.compose import compose
 from gptexp.machine.network import recall
-from gptexp.model.allreduce import fit_between, fit_ring
 from gptexp.process.errors import ConfigError
 from gptexp.run import communication
+from gptexp.run.communication import fit
 
+Gptexp = Callable[..., subprocess.CompletedProcess[str]]
 Start = Callable[..., subprocess.Popen[str]]
 Sabotage = Callable[[str, str], dict[str, str]]
 
 
 @pytest.mark.e2e
-def test_the_all_reduce_of_two_ranks_is_measured_and_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_all_reduce_of_two_ranks_is_measured_and_kept(gptexp: Gptexp, tmp_path: Path) -> None:
     where = ["world.size=2", "train.device=cpu", f"data.cache_dir={tmp_path}"]
-    assert bench.main(["comm", *where, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["backend"], found["ranks"], found["nodes"], found["comm"]) == ("gloo", 2, 1, "float32")
-    inside = found["inside"]
-    seconds = {int(size): s for size, s in inside["seconds"].items()}
+    done = gptexp("bench", "comm", *where, "--json")
+    assert done.returncode == 0, done.stderr
+    measured = json.loads(done.stdout)
+    assert (measured["backend"], measured["ranks"], measured["nodes"], measured["comm"]) == ("gloo", 2, 1, "float32")
+    seconds = {int(size): s for size, s in measured["inside"]["seconds"].items()}
     assert list(seconds) == communication.SIZES
-    assert (inside["latency_s"], inside["bytes_per_s"]) == pytest.approx(fit_ring(2, seconds))
-    assert found["between"] is None
+    assert measured["inside"] == asdict(fit(2, 2, seconds))
+    assert measured["between"] is None
     [kept] = recall(compose(where[1:]).data, "gloo", "float32", 2, "")
-    assert asdict(kept) == found
+    assert asdict(kept) == measured
 
 
 @pytest.mark.e2e
@@ -48,12 +47,12 @@ def test_a_rank_that_is_killed_ends_the_others(tmp_path: Path, start: Start, sab
     code = """
     import os
     if os.environ.get("KILLED_RANK"):
-        plain = m._of_rank
-        def of_rank(cfg, rank, store=None):
+        plain = m._measure_as_rank
+        def measure(cfg, as_json, rank, store):
             if rank.rank == int(os.environ["KILLED_RANK"]):
                 os.kill(os.getpid(), 9)
-            return plain(cfg, rank, store)
-        m._of_rank = of_rank
+            return plain(cfg, as_json, rank, store)
+        m._measure_as_rank = measure
     """
     env = sabotage("gptexp.run.communication", code)
     argv = ["bench", "comm", "world.size=3", "train.device=cpu", f"data.cache_dir={tmp_path}"]
@@ -71,11 +70,11 @@ def test_ranks_end_with_their_parent(tmp_path: Path, start: Start, sabotage: Sab
     """Also one that waits in a library for a rank that does not come."""
     code = """
     import pathlib, time
-    plain = m._of_rank
-    def of_rank(cfg, rank, store=None):
+    plain = m._measure_as_rank
+    def measure(cfg, as_json, rank, store):
         (pathlib.Path(cfg.data.cache_dir) / f"rank{rank.rank}").touch()
-        return plain(cfg, rank, store) if rank.rank == 0 else time.sleep(1000)
-    m._of_rank = of_rank
+        return plain(cfg, as_json, rank, store) if rank.rank == 0 else time.sleep(1000)
+    m._measure_as_rank = measure
     """
     env = sabotage("gptexp.run.communication", code)
     process = start("bench", "comm", "world.size=2", "train.device=cpu", f"data.cache_dir={tmp_path}", env=env)
@@ -102,30 +101,19 @@ def test_ranks_of_two_nodes_are_measured_within_and_between_them(tmp_path: Path)
         agents.append(subprocess.Popen([*launcher, *where, *argv], cwd=tmp_path, stdout=subprocess.PIPE, text=True))
     outputs = [agent.communicate(timeout=240)[0] for agent in agents]
     assert [agent.returncode for agent in agents] == [0, 0]
-    found = json.loads("".join(outputs))
-    assert (found["ranks"], found["nodes"]) == (4, 2)
-    seconds = {int(size): s for size, s in found["between"]["seconds"].items()}
-    inside_s = found["inside"]["latency_s"]
-    fitted = found["between"]["latency_s"], found["between"]["bytes_per_s"]
-    assert fitted == pytest.approx(fit_between(4, 2, seconds, inside_s, has_trees=False))
+    measured = json.loads("".join(outputs))
+    assert (measured["ranks"], measured["nodes"]) == (4, 2)
+    seconds = {int(size): s for size, s in measured["between"]["seconds"].items()}
+    assert measured["between"] == asdict(fit(4, 2, seconds, measured["inside"]["latency_s"], has_trees=False))
     [kept] = recall(compose([f"data.cache_dir={tmp_path}"]).data, "gloo", "float32", 4, "")
-    assert kept.network().nodes(8) == 4
+    assert replace(kept.network(), ranks=8).nodes == 4
 
 
 @pytest.mark.e2e
 def test_the_ranks_of_a_launcher_are_measured_as_they_are(tmp_path: Path) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    argv = [
-        *launcher,
-        "-m",
-        "gptexp.bench",
-        "comm",
-        "--device",
-        "cpu",
-        f"data.cache_dir={tmp_path}",
-        "world.comm=bfloat16",
-    ]
-    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    argv = ["-m", "gptexp.bench", "comm", "--device", "cpu", f"data.cache_dir={tmp_path}", "world.comm=bfloat16"]
+    done = subprocess.run([*launcher, *argv], cwd=tmp_path, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("all-reduce of bfloat16, gloo, 2 ranks") == 1  # rank 0 alone prints
     assert "in a node: latency" in done.stdout
@@ -161,9 +149,7 @@ def test_what_has_no_meaning_is_refused(argv: list[str], why: str) -> None:
 
 
 def test_one_rank_of_a_launcher_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "LOCAL_RANK"):
-        monkeypatch.setenv(name, "0")
-    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        monkeypatch.setenv(name, "1")
+    for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_WORLD_SIZE", "1")):
+        monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match="one rank sends nothing"):
         bench.main(["comm"])

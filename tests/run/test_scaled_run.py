@@ -45,7 +45,7 @@ def test_the_optimizer_trains_with_the_effective_values(
     said = capsys.readouterr().out
     scaled = "lr 0.001 -> 0.002, weight_decay 0.1 -> 0.2, beta2 0.95 -> 0.814506, eps 1e-08 -> 5e-09"
     assert f"scaling         {scaled}\n" in said
-    planned = json.loads(json.dumps(plan(compose(overrides))))
+    planned = json.loads(json.dumps(plan(compose(overrides)).to_dict()))
     assert (planned["lr"], planned["effective_lr"]) == (1e-3, 2e-3)
 
 

@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from gptexp import load_run
-from gptexp.command.planning import plan
+from gptexp.command.planning import Plan, plan
 from gptexp.config.compose import compose
 from gptexp.config.run_plan import plan_run
 from gptexp.config.vocabulary import with_vocab_size
@@ -99,13 +99,13 @@ def test_every_validation_window_is_evaluated_by_one_rank(corpus: Path, world_si
 def test_a_plan_of_a_thousand_gpus_has_the_memory_of_two(world_size: int) -> None:
     """Under DDP the memory of a rank depends on its own share of the batch alone."""
 
-    def planned(size: int) -> dict[str, Any]:
+    def planned(size: int) -> Plan:
         batch = [f"batch.total_batch_size={size * 1024}", "batch.micro_batch_size=1", f"world.size={size}"]
         return plan(compose(["model=gpt2", "train.max_tokens=1e10", *batch]), gpu=GPUS["h100"])
 
     large, small = planned(world_size), planned(2)
-    assert large["memory_bytes"] == small["memory_bytes"]
-    assert (large["world_size"], large["grad_accum_steps"]) == (world_size, 1)
+    assert large.memory == small.memory
+    assert (large.run.batch.world_size, large.run.batch.grad_accum_steps) == (world_size, 1)
 
 
 class CountingStore(dist.Store):
