@@ -2,14 +2,13 @@
 
 import json
 import shutil
-import signal
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import yaml
-from conftest import TINY, ForkServer, events, processes_of, runs, summary, wait_for
+from conftest import TINY, ForkServer, runs, summary
 from real_runs import environment
 
 Gptexp = Callable[..., subprocess.CompletedProcess[str]]
@@ -84,12 +83,6 @@ def test_every_cell_trains_with_its_own_values(swept: Path) -> None:
 
 
 @pytest.mark.e2e
-def test_two_steps_read_the_same_data_as_one_step_of_twice_the_batch(swept: Path) -> None:
-    by_tokens = {summary(d)["tokens"]: events(d, "step") for d in runs(swept)}
-    assert by_tokens[512][3]["data/fingerprint"] == by_tokens[1024][1]["data/fingerprint"]
-
-
-@pytest.mark.e2e
 def test_a_widened_grid_trains_the_new_cells_only_and_keeps_the_decisions(
     swept: Path, gptexp: Gptexp, tiny: list[str], tmp_path: Path
 ) -> None:
@@ -123,21 +116,6 @@ def test_a_diverged_cell_does_not_fail_the_sweep_and_is_not_repeated(
     assert again.returncode == 0
     assert "already diverged" in again.stdout
     assert sorted(summary(d)["status"] for d in runs(tmp_path)) == ["completed", "diverged"]
-
-
-@pytest.mark.e2e
-def test_ctrl_c_in_a_sweep_saves_the_cell_and_starts_no_other(
-    start: Start, long_run: list[str], tmp_path: Path
-) -> None:
-    process = start("train", "-m", *long_run, "train.seed=1,2", "sweep.name=s", start_new_session=True)
-    cells = tmp_path / "outputs" / "s"
-    wait_for(lambda: any(len(events(d.parent, "step")) > 3 for d in cells.glob("*/metrics.jsonl")), process)
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 130, err
-    [cell] = runs(cells)
-    assert summary(cell)["status"] == "interrupted"
-    assert processes_of(cell) == []
 
 
 @pytest.mark.e2e
