@@ -107,7 +107,7 @@ def _is_value(override: Override) -> bool:
     return plain and "." in override.key_or_group
 
 
-def draft(
+def draft_cells(
     loader: ConfigLoader, config: DictConfig, combinations: Sequence[Sequence[str]], total: int, first: int = 0
 ) -> list[Draft]:
     """Compose and check each combination of overrides.
@@ -136,7 +136,7 @@ def draft(
             drafts.append(Draft(composition, values, checked, []))
         except ConfigError as error:
             drafts.append(Draft(composition, values, None, error.problems))
-    _refuse_ramp_over_batch_sizes([drafted.config for drafted in drafts if drafted.config is not None])
+    _refuse_ramp_over_batch_sizes([draft.config for draft in drafts if draft.config is not None])
     return drafts
 
 
@@ -156,15 +156,15 @@ def settle(drafts: Sequence[Draft], directory: Path) -> list[Cell]:
 
     Drafts that spell the same values differently become one cell. Raises one `ConfigError` for all illegal drafts.
     """
-    refuse_illegal([(drafted.title, drafted.problems) for drafted in drafts])
+    refuse_illegal([(draft.title, draft.problems) for draft in drafts])
     cells: dict[str, Cell] = {}
-    for drafted in drafts:
-        assert drafted.config is not None
-        name = cell_name(drafted.config, drafted.values, directory)
-        check_same(directory / name, drafted.config)
-        with open_dict(drafted.composition):
-            drafted.composition.hydra.sweep.subdir = name
-        cell = Cell(drafted.composition, drafted.config, (directory / name).absolute(), drafted.values)
+    for draft in drafts:
+        assert draft.config is not None
+        name = cell_name(draft.config, draft.values, directory)
+        check_same(directory / name, draft.config)
+        with open_dict(draft.composition):
+            draft.composition.hydra.sweep.subdir = name
+        cell = Cell(draft.composition, draft.config, (directory / name).absolute(), draft.values)
         cells.setdefault(name, cell)
     return list(cells.values())
 
@@ -299,8 +299,8 @@ def fixed_arguments(config: DictConfig) -> list[str]:
 def _runs_branched_from(config: DictConfig) -> list[str]:
     """The runs that the values of a swept `branch_from` name, without their steps."""
     merged = with_arguments(config.hydra.sweeper.get("params"), config.hydra.overrides.task)
-    of_branches = [part["branch_from"] for part in merged if "branch_from" in part]
-    values = [str(v) for o in of_branches for v in (o.sweep_iterator() if o.is_sweep_override() else [o.value()])]
+    overrides = [part["branch_from"] for part in merged if "branch_from" in part]
+    values = [str(v) for o in overrides for v in (o.sweep_iterator() if o.is_sweep_override() else [o.value()])]
     return sorted({os.path.abspath(run_and_step(value)[0]) for value in values})  # noqa: PTH100  Path.absolute keeps `..`
 
 

@@ -15,7 +15,7 @@ from hydra.core.plugins import Plugins
 from hydra.types import HydraContext
 from omegaconf import DictConfig
 
-from gptexp.sweep.cells import PLUGINS, Draft, draft, name_sweep
+from gptexp.sweep.cells import PLUGINS, Draft, draft_cells, name_sweep
 from gptexp.sweep.jobs import SubmititLauncher
 from gptexp.sweep.launchers import CellLauncher, Places
 from gptexp.sweep.ray import RayLauncher
@@ -44,8 +44,8 @@ def compose_cells(engine: Any, config: DictConfig) -> Grid:
     arguments = list(config.hydra.overrides.task)
     combinations = sweeper.combinations(spaces(sweeper.params, arguments, engine.config_loader))
     total = sweeper.count(combinations)
-    drafts = draft(engine.config_loader, config, combinations, total)
-    legal = [drafted.config for drafted in drafts if drafted.config is not None]
+    drafts = draft_cells(engine.config_loader, config, combinations, total)
+    legal = [draft.config for draft in drafts if draft.config is not None]
     places = sweeper.launcher.places(legal) if legal else Places(1)
     return Grid(drafts, total, places.at_once, bool(places.gpus))
 

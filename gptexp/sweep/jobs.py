@@ -195,8 +195,8 @@ class Submitted:
         from submitit.core.utils import pickle_load
 
         try:
-            found: tuple[str, Any] = pickle_load(self.job.paths.result_pickle)
-            return found
+            result: tuple[str, Any] = pickle_load(self.job.paths.result_pickle)
+            return result
         except (OSError, EOFError):
             return None, None
 
@@ -219,8 +219,8 @@ class Submitted:
             shown = subprocess.run(["scontrol", "show", "job", self.job.job_id], capture_output=True, text=True).stdout
         except OSError:  # a process of this machine
             return str(self.job.state)
-        found = re.search(r"JobState=(\w+)", shown)
-        return f"{found[1] if found else 'unknown'} by scontrol show job"
+        state = re.search(r"JobState=(\w+)", shown)
+        return f"{state[1] if state else 'unknown'} by scontrol show job"
 
     def _ask_often(self) -> None:
         """Let submitit's watcher ask SLURM within seconds, and not once in `ASK_S`."""

@@ -11,7 +11,7 @@ from gptexp.process.errors import EXIT_FAILED, ConfigError, first_line
 from gptexp.process.terminal import warn
 from gptexp.storage import run_dir
 from gptexp.storage.sweep_record import MOST_CELLS
-from gptexp.sweep.cells import PLUGINS, Cell, draft, settle
+from gptexp.sweep.cells import PLUGINS, Cell, draft_cells, settle
 from gptexp.sweep.space import Axis, Interval
 from gptexp.sweep.sweepers import CellSweeper, check_whole_number, one_space
 
@@ -64,13 +64,13 @@ class OptunaSweeper(CellSweeper):
         while self.asked < self.total and self.study.wants(self.n_trials):
             self.asked += 1
             number, overrides = self.study.ask()
-            [drafted] = draft(self.loader, self.config, [overrides], self.n_trials, len(self.cells))
-            if drafted.problems:  # each value is legal, their combination is not
-                warn(f"{drafted.title}: {drafted.problems[0]}")
+            [draft] = draft_cells(self.loader, self.config, [overrides], self.n_trials, len(self.cells))
+            if draft.problems:  # each value is legal, their combination is not
+                warn(f"{draft.title}: {draft.problems[0]}")
                 self.study.refuse(number)
                 self.illegal += 1
                 continue
-            [cell] = settle([drafted], self.directory)
+            [cell] = settle([draft], self.directory)
             if cell.directory in self.trials:  # with few choices Optuna repeats some
                 self.trials[cell.directory].append(number)
                 continue

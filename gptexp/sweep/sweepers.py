@@ -30,7 +30,7 @@ from gptexp.process.terminal import for_people, say, terminal_width, warn
 from gptexp.process.words import counted, shown
 from gptexp.run.requirements import require_tasks
 from gptexp.storage import run_dir
-from gptexp.sweep.cells import PLUGINS, Cell, confounds, decisions, draft, record, settle
+from gptexp.sweep.cells import PLUGINS, Cell, confounds, decisions, draft_cells, record, settle
 from gptexp.sweep.launchers import CellLauncher, Process
 from gptexp.sweep.space import Axis, Interval, spaces
 
@@ -102,7 +102,7 @@ class CellSweeper(Sweeper):
         """
         axes, signals = spaces(self.params, arguments, self.loader), list[int]()
         combinations = self.combinations(axes)
-        cells = settle(draft(self.loader, self.config, combinations, self.count(combinations)), self.directory)
+        cells = settle(draft_cells(self.loader, self.config, combinations, self.count(combinations)), self.directory)
         self.check(cells)
         lock = run_dir.lock_sweep(self.directory)
         self.queue(cells, axes)
@@ -132,8 +132,8 @@ class CellSweeper(Sweeper):
         self.launcher.check(configs)
         self.places = self.launcher.places(configs)
         self.free_gpus = list(self.places.gpus or [])
-        of_law = dict.fromkeys(line for config in configs for line in fitted_warnings(config))
-        for line in [*confounds(configs), *of_law]:
+        doubts = dict.fromkeys(line for config in configs for line in fitted_warnings(config))
+        for line in [*confounds(configs), *doubts]:
             warn(f"warning: {line}")
 
     def record(self) -> None:

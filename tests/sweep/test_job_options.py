@@ -29,13 +29,10 @@ SLURM = "hydra/launcher=submitit_slurm"
         (8, None, None, None, (1, 1)),  # one task, which starts the eight ranks
         (8, 1, 1, None, (1, 1)),  # the defaults of hydra-submitit-launcher
         (8, 1, 8, None, (1, 8)),
-        (8, None, 8, None, (1, 8)),
         (2, None, None, 8, (1, 1)),
         (16, None, None, 8, (2, 8)),
         (12, None, None, 8, (2, 6)),
-        (6, None, None, 4, (2, 3)),
         (16, 4, None, 8, (4, 4)),
-        (16, 4, None, None, (4, 4)),
         (16, None, 4, None, (4, 4)),
         (16, 2, 8, 8, (2, 8)),
     ],
@@ -59,7 +56,6 @@ def test_cells_on_a_cpu_have_one_node_unless_more_are_given() -> None:
         (16, 2, 1, None, "1 × 16, 2 × 8, 4 × 4, 8 × 2, 16 × 1"),
         (16, 3, None, None, "1 × 16, 2 × 8, 4 × 4, 8 × 2, 16 × 1"),
         (16, 1, 1, 8, "2 × 8, 4 × 4, 8 × 2, 16 × 1"),  # more ranks than a node has GPUs
-        (16, 1, 16, 8, "2 × 8, 4 × 4, 8 × 2, 16 × 1"),
         (16, None, None, 6, "4 × 4, 8 × 2, 16 × 1"),  # three nodes cannot have the same number of ranks each
         (1, 2, None, None, "1 × 1"),
     ],
