@@ -230,7 +230,7 @@ def safe_loaders(file: File) -> set[str]:
 TORCH_FREE = {
     TOP, "command", "sweep", "reporting", "data", "storage", "config", "process",
     "distributed/ranks.py", "loggers/alerts.py", "model/flops.py", "run/__main__.py", "run/observe.py",
-    "run/pool.py", "run/workloads.py",
+    "run/own_process.py", "run/requirements.py", "run/workloads.py",
 }  # fmt: skip
 WITH_TORCH = {
     "command/fitting.py",

@@ -21,7 +21,6 @@ from hydra._internal.callbacks import Callbacks
 from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Quote, QuotedString
-from hydra.core.plugins import Plugins
 from hydra.core.utils import run_job
 from hydra.types import HydraContext
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -44,8 +43,7 @@ from gptexp.config.schema import Config
 from gptexp.process.errors import EXIT_CONFIG, ConfigError, UserError, first_line
 from gptexp.process.terminal import print_error, reserve_stdout, say, warn
 from gptexp.process.words import shown
-from gptexp.run.pool import require_devices
-from gptexp.run.scoring import require_tasks
+from gptexp.run.requirements import require_devices, require_tasks
 from gptexp.storage import branch, run_dir
 from gptexp.storage.continuation import check_free
 from gptexp.storage.init_from import of_config
@@ -233,16 +231,12 @@ def state_of(directory: Path, config: Config) -> str:
 
 def _sweep(cfg: DictConfig, context: HydraContext, begin_cell: Task) -> int:
     """Run the cells of a sweep: the part of `hydra.main` for a multirun."""
-    from gptexp.sweep.cells import name_sweep  # imports numpy, which a single run's parent does not need
-    from gptexp.sweep.plugins import register
+    from gptexp.sweep.grid import build_sweeper  # imports numpy, which a single run's parent does not need
 
-    register()
-    name_sweep(cfg)
+    sweeper = build_sweeper(cfg, context, begin_cell)
     refuse_sweep_in(Path(cfg.hydra.sweep.dir))
     reserve_stdout(cfg.log.progress)
     context.callbacks.on_multirun_start(config=cfg, config_name=cfg.hydra.job.config_name)
-    task: Any = begin_cell  # called by gptexp's own sweepers only
-    sweeper: Any = Plugins.instance().instantiate_sweeper(hydra_context=context, task_function=task, config=cfg)
-    code: int = sweeper.sweep(arguments=list(cfg.hydra.overrides.task))
+    code = sweeper.sweep(arguments=list(cfg.hydra.overrides.task))
     context.callbacks.on_multirun_end(config=cfg, config_name=cfg.hydra.job.config_name)
     return code

@@ -14,7 +14,7 @@ from gptexp.data.prepare import prepare
 from gptexp.machine.effective import Effective, save_effective
 from gptexp.model.allreduce import Alone
 from gptexp.run.observe import medians, observe, observe_together
-from gptexp.run.pool import resume_command
+from gptexp.run.own_process import resume_command
 from gptexp.storage import run_dir
 
 WARM_UP, COUNTED = 2, 5  # steps that are run first, and steps that are measured

@@ -1,4 +1,4 @@
-"""Work beside training in a process of its own, which keeps its imports, memory and failures out of training."""
+"""Processes of gptexp: a run of its own, and work beside training that keeps imports and failures out of it."""
 
 import os
 import signal
@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
 
 from gptexp.distributed.ranks import without_launcher
 from gptexp.process.errors import UserError
@@ -13,6 +14,11 @@ from gptexp.process.signals import PARENT, die_with_parent
 
 POLL_S = 0.2
 OWN = "gptexp: "  # begins each line of an error of gptexp
+
+
+def resume_command(directory: Path) -> list[str]:
+    """Return the command that starts or resumes the run in `directory`."""
+    return [sys.executable, "-m", "gptexp.resume", str(directory.absolute())]
 
 
 def ask(argv: Sequence[str], given: str, who: str, is_stopped: Callable[[], bool]) -> str | None:

@@ -4,8 +4,8 @@ import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from gptexp.config.schema import HELLASWAG, Config
-from gptexp.process.errors import ConfigError, UserError
+from gptexp.config.schema import HELLASWAG
+from gptexp.process.errors import UserError
 from gptexp.process.words import shown
 from gptexp.run.own_process import ask
 
@@ -15,19 +15,6 @@ def of_lm_eval(tasks: Sequence[str]) -> list[str]:
     return [task for task in dict.fromkeys(tasks) if task != HELLASWAG]
 
 
-def require_tasks(configs: Sequence[Config]) -> None:
-    """Raise `ConfigError` if a config names a task that lm_eval does not have, or if lm_eval is not installed.
-
-    Takes seconds if one names any of its tasks.
-    """
-    tasks = of_lm_eval([task for config in configs for task in config.train.eval_tasks])
-    if tasks:
-        try:
-            _ask(tasks, [], lambda: False)
-        except UserError as error:
-            raise ConfigError(str(error), error.code) from None
-
-
 def score_exported(
     directory: Path, tasks: Sequence[str], device: str, is_stopped: Callable[[], bool]
 ) -> dict[str, float]:
@@ -35,12 +22,12 @@ def score_exported(
 
     Raises `UserError` if lm_eval fails. Once `is_stopped()`, ends its process and raises `UserError`.
     """
-    [*_, line] = _ask(tasks, [str(directory), device], is_stopped).splitlines()
+    [*_, line] = ask_lm_eval(tasks, [str(directory), device], is_stopped).splitlines()
     found = json.loads(line)
     return {f"{task}/{name}": value for task, figures in found.items() for name, value in figures.items()}
 
 
-def _ask(tasks: Sequence[str], more: Sequence[str], is_stopped: Callable[[], bool]) -> str:
+def ask_lm_eval(tasks: Sequence[str], more: Sequence[str], is_stopped: Callable[[], bool]) -> str:
     """What `harness` prints. Raises `UserError`."""
     given = f"train.eval_tasks={shown(','.join(tasks))}"
     answer = ask(["gptexp.run.harness", ",".join(tasks), *more], given, "lm_eval", is_stopped)

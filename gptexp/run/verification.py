@@ -36,7 +36,7 @@ from gptexp.process.words import counted
 from gptexp.run.build import build_gpt, wrap
 from gptexp.run.job import Job
 from gptexp.run.observe import observe
-from gptexp.run.pool import resume_command
+from gptexp.run.own_process import resume_command
 from gptexp.run.rank import run
 from gptexp.storage import run_dir
 from gptexp.storage.checkpoint import load_weights, read_tensors

@@ -12,6 +12,7 @@ events.out.tfevents.*
 .lock            lock of the process that starts the run
 .lock-rank0      lock of the rank that writes; a run is alive while one of the two locks is held
 .lock-sweep      lock of the sweep that runs this cell, also shortly before and after the run
+output.log       output of a cell that does not have the terminal for itself
 
 In the directory of a sweep:
 sweep.json       its cells and their common settings
@@ -59,6 +60,7 @@ SUMMARY_TYPES: dict[str, Any] = {  # of the values that are read
 STATUSES = ("completed", "diverged", "interrupted", "running", "failed")
 DONE = ("completed", "diverged")  # statuses of runs that are not started again: the result would be the same
 MARK = ".mark-"
+OUTPUT = "output.log"
 LOCK = ".lock"
 RANK_LOCK = ".lock-rank0"
 SWEEP_LOCK = ".lock-sweep"

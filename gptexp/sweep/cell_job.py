@@ -10,7 +10,7 @@ from typing import Any
 from gptexp.distributed.ranks import requeues
 from gptexp.process.errors import EXIT_DIVERGED, EXIT_FAILED, UserError
 from gptexp.process.signals import EXIT_CODES, STOPPED, at_parents_death
-from gptexp.run.pool import OUTPUT, resume_command
+from gptexp.run.own_process import resume_command
 from gptexp.storage import run_dir
 
 POLL_S = 1.0  # s: between two checks of the run
@@ -47,7 +47,7 @@ class CellJob:
             return code
         if requeues():
             self._wait_for_lost_attempt()
-        with (self.directory / OUTPUT).open("ab") as output:
+        with (self.directory / run_dir.OUTPUT).open("ab") as output:
             code = self._run(output, failure)
             # Another exit code has a cause of its own, which rank 0 has printed.
             if self.cause and (code < 0 or code in (EXIT_FAILED, EXIT_CODES["SIGTERM"])):

@@ -5,16 +5,21 @@ key. So the same command finds its cells again, a wider grid finds the cells tha
 command that fixes a key which was swept before finds the cell with that value.
 """
 
+import copy
 import hashlib
 import json
 import os
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hydra._internal.config_loader_impl import ConfigLoaderImpl, get_overrides_dirname
 from hydra.core.config_loader import ConfigLoader
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, OverrideType
 from omegaconf import DictConfig, open_dict
 
 from gptexp.config.branching import first_tokens, run_and_step
@@ -30,7 +35,6 @@ from gptexp.storage import branch, run_dir, sweep_record
 from gptexp.storage.continuation import check_same
 from gptexp.storage.init_from import choose_vocab_size
 from gptexp.storage.sweep_record import PlannedCell, SweepRecord
-from gptexp.sweep.compositions import Compositions
 from gptexp.sweep.space import swept_keys, with_arguments
 
 PLUGINS = "hydra_plugins.gptexp"  # the module in which Hydra looks up gptexp's sweepers and launchers
@@ -70,7 +74,40 @@ class Cell:
         return self.config.world.size or 1
 
 
-def draft(
+class Compositions:
+    """Composes cells with the same result as Hydra's `load_sweep_config`: once for all that differ in single keys only.
+
+    Hydra takes a tenth of a second for a composition, because it reads every file again.
+    """
+
+    def __init__(self, loader: ConfigLoader, sweep: DictConfig) -> None:
+        self.loader, self.sweep = loader, sweep
+        self.parser = OverridesParser.create()
+        self.shared: dict[tuple[str, ...], DictConfig] = {}  # overrides that are not values -> their composition
+
+    def cell(self, overrides: Sequence[str]) -> DictConfig:
+        """The composition of a cell. Raises Hydra's errors for overrides that cannot be composed."""
+        parsed = dict(zip(overrides, self.parser.parse_overrides(list(overrides)), strict=True))
+        others = tuple(text for text, override in parsed.items() if not _is_value(override))
+        if others not in self.shared:
+            self.shared[others] = self.loader.load_sweep_config(self.sweep, list(others))
+        composition = copy.deepcopy(self.shared[others])
+        ConfigLoaderImpl._apply_overrides_to_config([one for one in parsed.values() if _is_value(one)], composition)
+        task = {text: override for text, override in parsed.items() if not override.is_hydra_override()}
+        composition.hydra.overrides.task = [*task]
+        job = composition.hydra.job
+        named = job.config.override_dirname
+        job.override_dirname = get_overrides_dirname([*task.values()], named.exclude_keys, named.item_sep, named.kv_sep)
+        return composition
+
+
+def _is_value(override: Override) -> bool:
+    """Whether an override sets a single key, and so decides nothing about which files are composed."""
+    plain = override.type == OverrideType.CHANGE and override.package is None and not override.is_hydra_override()
+    return plain and "." in override.key_or_group
+
+
+def draft_cells(
     loader: ConfigLoader, config: DictConfig, combinations: Sequence[Sequence[str]], total: int, first: int = 0
 ) -> list[Draft]:
     """Compose and check each combination of overrides.
@@ -99,7 +136,7 @@ def draft(
             drafts.append(Draft(composition, values, checked, []))
         except ConfigError as error:
             drafts.append(Draft(composition, values, None, error.problems))
-    _refuse_ramp_over_batch_sizes([drafted.config for drafted in drafts if drafted.config is not None])
+    _refuse_ramp_over_batch_sizes([draft.config for draft in drafts if draft.config is not None])
     return drafts
 
 
@@ -121,15 +158,15 @@ def settle(drafts: Sequence[Draft], directory: Path) -> list[Cell]:
 
     Drafts that spell the same values differently become one cell. Raises one `ConfigError` for all illegal drafts.
     """
-    refuse_illegal([(drafted.title, drafted.problems) for drafted in drafts])
+    refuse_illegal([(draft.title, draft.problems) for draft in drafts])
     cells: dict[str, Cell] = {}
-    for drafted in drafts:
-        assert drafted.config is not None
-        name = cell_name(drafted.config, drafted.values, directory)
-        check_same(directory / name, drafted.config)
-        with open_dict(drafted.composition):
-            drafted.composition.hydra.sweep.subdir = name
-        cell = Cell(drafted.composition, drafted.config, (directory / name).absolute(), drafted.values)
+    for draft in drafts:
+        assert draft.config is not None
+        name = cell_name(draft.config, draft.values, directory)
+        check_same(directory / name, draft.config)
+        with open_dict(draft.composition):
+            draft.composition.hydra.sweep.subdir = name
+        cell = Cell(draft.composition, draft.config, (directory / name).absolute(), draft.values)
         cells.setdefault(name, cell)
     return list(cells.values())
 
@@ -211,6 +248,15 @@ def _text_as_given(data: Any) -> list[Any]:
     return [data[key] if isinstance(data, DictConfig) else getattr(data, key) for key in TEXT_KEYS]
 
 
+def decisions(sweep: Path) -> list[dict[str, Any]]:
+    """Return the resolved `auto` values of the cells in a sweep's directory that have any, without damaged files."""
+    values = []
+    for path in sorted(sweep.glob(f"*/{run_dir.EFFECTIVE}")):
+        with suppress(ConfigError):  # the cell's own run reports it
+            values.append(run_dir.read_json(path))
+    return [made for made in values if made]
+
+
 def confounds(configs: Sequence[Config]) -> list[str]:
     """Return a line for each key given in steps if the batch size varies: its length in tokens varies too."""
     if len({config.batch.total_batch_size for config in configs}) < 2:
@@ -256,8 +302,8 @@ def fixed_arguments(config: DictConfig) -> list[str]:
 def _runs_branched_from(config: DictConfig) -> list[str]:
     """The runs that the values of a swept `branch_from` name, without their steps."""
     merged = with_arguments(config.hydra.sweeper.get("params"), config.hydra.overrides.task)
-    of_branches = [part["branch_from"] for part in merged if "branch_from" in part]
-    values = [str(v) for o in of_branches for v in (o.sweep_iterator() if o.is_sweep_override() else [o.value()])]
+    overrides = [part["branch_from"] for part in merged if "branch_from" in part]
+    values = [str(v) for o in overrides for v in (o.sweep_iterator() if o.is_sweep_override() else [o.value()])]
     return sorted({os.path.abspath(run_and_step(value)[0]) for value in values})  # noqa: PTH100  Path.absolute keeps `..`
 
 

@@ -1,6 +1,13 @@
-"""Compose and check the cells of a multirun without running them, for `gptexp plan -m`."""
+"""Hydra's multirun: builds the sweeper of a composition, and composes its cells for `gptexp plan -m`.
 
+Hydra instantiates sweepers and launchers by name, and only from packages below `hydra_plugins`. `_register` creates
+such a module in memory, so that gptexp needs no second top-level package. The options are files in conf/hydra/.
+"""
+
+import sys
 from dataclasses import dataclass
+from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 from hydra._internal.callbacks import Callbacks
@@ -8,10 +15,13 @@ from hydra.core.plugins import Plugins
 from hydra.types import HydraContext
 from omegaconf import DictConfig
 
-from gptexp.run.pool import Places
-from gptexp.sweep.cells import Draft, draft, name_sweep
-from gptexp.sweep.plugins import register
+from gptexp.sweep.cells import PLUGINS, Draft, draft_cells, name_sweep
+from gptexp.sweep.jobs import SubmititLauncher
+from gptexp.sweep.launchers import CellLauncher, Places
+from gptexp.sweep.ray import RayLauncher
 from gptexp.sweep.space import spaces
+from gptexp.sweep.study import OptunaSweeper
+from gptexp.sweep.sweepers import CellSweeper, GridSweeper, RandomSweeper
 
 
 @dataclass(frozen=True)
@@ -29,16 +39,40 @@ def compose_cells(engine: Any, config: DictConfig) -> Grid:
 
     `engine` is that of `hydra_engine`. Other errors raise `ConfigError`.
     """
-    register()
-    name_sweep(config)
     context = HydraContext(config_loader=engine.config_loader, callbacks=Callbacks())
-    sweeper: Any = Plugins.instance().instantiate_sweeper(
-        hydra_context=context, task_function=lambda _: None, config=config
-    )
+    sweeper = build_sweeper(config, context, lambda _: None)
     arguments = list(config.hydra.overrides.task)
     combinations = sweeper.combinations(spaces(sweeper.params, arguments, engine.config_loader))
     total = sweeper.count(combinations)
-    drafts = draft(engine.config_loader, config, combinations, total)
-    legal = [drafted.config for drafted in drafts if drafted.config is not None]
-    places = sweeper.cell_launcher.places(legal) if legal else Places(1)
+    drafts = draft_cells(engine.config_loader, config, combinations, total)
+    legal = [draft.config for draft in drafts if draft.config is not None]
+    places = sweeper.launcher.places(legal) if legal else Places(1)
     return Grid(drafts, total, places.at_once, bool(places.gpus))
+
+
+def build_sweeper(config: DictConfig, context: HydraContext, task: Any) -> CellSweeper:
+    """Name the sweep of a composition, and build its sweeper, which calls `task` for each cell.
+
+    Raises `ConfigError` for a sweeper or launcher that is not gptexp's.
+    """
+    _register()
+    name_sweep(config)
+    sweeper: Any = Plugins.instance().instantiate_sweeper(hydra_context=context, task_function=task, config=config)
+    assert isinstance(sweeper, CellSweeper)
+    return sweeper
+
+
+def _register() -> None:
+    """Register the plugins under the names that the files in conf/hydra/ use."""
+    plugins = Plugins.instance()  # scans hydra_plugins, and must do so before the module below exists
+    module = ModuleType(PLUGINS)
+    for plugin in (CellLauncher, SubmititLauncher, RayLauncher, GridSweeper, RandomSweeper, OptunaSweeper):
+        plugins.register(plugin)
+        setattr(module, plugin.__name__, plugin)
+    parent, _, child = PLUGINS.partition(".")
+    try:
+        package = import_module(parent)
+    except ImportError:
+        package = sys.modules[parent] = ModuleType(parent)
+    sys.modules[PLUGINS] = module
+    setattr(package, child, module)

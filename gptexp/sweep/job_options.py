@@ -6,7 +6,7 @@ The options are those of hydra-submitit-launcher and submitit. `options` holds t
 import math
 import re
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from gptexp.config.schema import Config
@@ -15,52 +15,58 @@ from gptexp.process.words import counted
 
 Options = Mapping[str, Any]
 
-# Whole numbers, and the least value of each. submitit checks few types and no values.
-LEAST = {
-    "timeout_min": 1, "signal_delay_s": 1, "max_num_timeout": 0, "nodes": 1, "tasks_per_node": 1, "gpus_per_node": 0,
-    "gpus_per_task": 1, "cpus_per_task": 1, "cpus_per_gpu": 1,
-}  # fmt: skip
-# Options of other types, and how to write them.
-TYPES: dict[str, tuple[type, str]] = {
-    "setup": (list, "a list of shell commands, such as ['module load cuda']"),
-    "teardown": (list, "a list of shell commands, such as ['echo done']"),
-    "srun_args": (list, "a list of options of srun, such as ['--label']"),
-    "additional_parameters": (dict, "a mapping of options of sbatch, such as {reservation: lab}"),
-    "use_srun": (bool, "true or false"),
-    "stderr_to_stdout": (bool, "true or false"),
+Rule = tuple[Callable[[Any], bool], str]  # whether a value is legal, and the rule in words
+
+
+def _whole(least: int) -> Rule:
+    return lambda value: type(value) is int and value >= least, f"must be a whole number, {least} or above"
+
+
+def _of_type(kind: type, words: str) -> Rule:
+    return lambda value: isinstance(value, kind), f"must be {words}"
+
+
+# submitit checks few types and no values.
+RULES: dict[str, Rule] = {
+    "timeout_min": _whole(1),
+    "signal_delay_s": _whole(1),
+    "max_num_timeout": _whole(0),
+    "nodes": _whole(1),
+    "tasks_per_node": _whole(1),
+    "gpus_per_node": _whole(0),
+    "gpus_per_task": _whole(1),
+    "cpus_per_task": _whole(1),
+    "cpus_per_gpu": _whole(1),
+    "mem_gb": (lambda value: type(value) in (int, float) and value > 0, "must be a number above 0"),
+    "setup": _of_type(list, "a list of shell commands, such as ['module load cuda']"),
+    "teardown": _of_type(list, "a list of shell commands, such as ['echo done']"),
+    "srun_args": _of_type(list, "a list of options of srun, such as ['--label']"),
+    "additional_parameters": _of_type(dict, "a mapping of options of sbatch, such as {reservation: lab}"),
+    "use_srun": _of_type(bool, "true or false"),
+    "stderr_to_stdout": _of_type(bool, "true or false"),
+    "array_parallelism": (lambda _: False, "each cell is a job of its own; use sweep.parallel in its place"),
+    "submitit_folder": (lambda value: "%j" in str(value), "needs %j, the number of the job"),
 }
 
 
 def check_options(cluster: str, options: Options) -> None:
     """Raise `ConfigError` for options with a wrong type or value."""
-    problems = []
-
-    def refuse(key: str, rule: str) -> None:
-        problems.append(f"hydra.launcher.{key}={options[key]}: {rule}")
-
-    for key in [key for key in LEAST if key in options]:
-        if type(options[key]) is not int or options[key] < LEAST[key]:
-            refuse(key, f"must be a whole number, {LEAST[key]} or above")
-    for key in [key for key in TYPES if key in options]:
-        if not isinstance(options[key], TYPES[key][0]):
-            refuse(key, f"must be {TYPES[key][1]}")
-    if "mem_gb" in options and (type(options["mem_gb"]) not in (int, float) or options["mem_gb"] <= 0):
-        refuse("mem_gb", "must be a number above 0")
-    if "array_parallelism" in options:
-        refuse("array_parallelism", f"each cell is a job of its own; use sweep.parallel={options['array_parallelism']}")
-    if "%j" not in str(options.get("submitit_folder", "%j")):
-        refuse("submitit_folder", "needs %j, the number of the job")
+    problems = [(key, rule) for key, (is_legal, rule) in RULES.items() if key in options and not is_legal(options[key])]
+    if not problems:
+        problems += [
+            ("additional_parameters", f"sbatch has no {key}=false; leave it out, or use no-{key}: true")
+            for key, value in options.get("additional_parameters", {}).items()
+            if value is False
+        ]
+        limit_s = 60 * options.get("timeout_min", math.inf)
+        if cluster == "slurm" and options.get("signal_delay_s", 0) >= limit_s:
+            rule = (
+                f"a run would be stopped at its start, because timeout_min={options['timeout_min']} are {limit_s} s; "
+                f"raise timeout_min, or use at most {limit_s // 2}"
+            )
+            problems.append(("signal_delay_s", rule))
     if problems:
-        raise ConfigError(problems)
-    for key, value in options.get("additional_parameters", {}).items():
-        if value is False:
-            refuse("additional_parameters", f"sbatch has no {key}=false; leave it out, or use no-{key}: true")
-    limit_s, delay_s = 60 * options.get("timeout_min", math.inf), options.get("signal_delay_s", 0)
-    if cluster == "slurm" and delay_s >= limit_s:
-        refuse("signal_delay_s", f"a run would be stopped at its start, because timeout_min={options['timeout_min']} "
-               f"are {limit_s} s; raise timeout_min, or use at most {limit_s // 2}")  # fmt: skip
-    if problems:
-        raise ConfigError(problems)
+        raise ConfigError([f"hydra.launcher.{key}={options[key]}: {rule}" for key, rule in problems])
 
 
 def shape(cluster: str, options: Options, config: Config) -> tuple[int, int]:

@@ -12,16 +12,13 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from gptexp.config.schema import AUTO, Config
-from gptexp.distributed.ranks import launcher_rank
-from gptexp.model.gpus import largest_of
 from gptexp.process.errors import EXIT_DIVERGED, EXIT_FAILED, ConfigError, UserError, first_line
 from gptexp.process.terminal import warn
-from gptexp.run.pool import Places, Process
 from gptexp.storage import run_dir
 from gptexp.sweep.cell_job import CellJob
 from gptexp.sweep.cells import PLUGINS, Cell
 from gptexp.sweep.job_options import check_options, gpu_kinds, gpus_of_node, shape, uses_gpus
-from gptexp.sweep.launchers import CellLauncher
+from gptexp.sweep.launchers import CellLauncher, Places, refuse_too_large
 
 JOB = "job.json"  # in a cell's directory: the id of its job, and the folder of submitit's files
 JOBS = ".submitit"  # in the sweep's directory: submitit's own files
@@ -45,21 +42,20 @@ class SubmititLauncher(CellLauncher):
     """
 
     __module__ = PLUGINS
+    where = " as a job"
 
     def __init__(self, cluster: str, name: str | None = None, **options: Any) -> None:
         self.cluster, self.name = cluster, name
         given: Any = OmegaConf.to_container(OmegaConf.create(options))
         self.options = {key: value for key, value in given.items() if value is not None}
-        self.alive: dict[Path, Any] = {}  # cell's directory -> its unfinished job of an earlier command
 
     def check(self, configs: Sequence[Config]) -> None:
-        if launcher_rank() is not None:
-            raise ConfigError("hydra/launcher=submitit_…: submits jobs itself; start it outside of torchrun and srun")
+        self.refuse_ranks("submitit_…")
         try:
             import submitit
         except ImportError:
             raise ConfigError("hydra/launcher=submitit_…: not installed; pip install 'gptexp[slurm]'") from None
-        self.room = self.places(configs)
+        self.places(configs)
         folder = self.options.get("submitit_folder", f"{self.config.hydra.sweep.dir}/{JOBS}/%j")
         timeouts = self.options.get("max_num_timeout")
         own = {} if timeouts is None else {f"{self.cluster}_max_num_timeout": timeouts}
@@ -73,19 +69,11 @@ class SubmititLauncher(CellLauncher):
             self.executor.update_parameters(name=self.name, **parameters)
             if self.cluster == "slurm":
                 self._complete_for_slurm()
-        except (
-            AssertionError,
-            RuntimeError,
-            NameError,
-            TypeError,
-            ValueError,
-        ) as error:  # each mistake has its own type
+        except (AssertionError, RuntimeError, NameError, TypeError, ValueError) as error:  # by the kind of mistake
             raise ConfigError(f"hydra.launcher: {first_line(error)}") from None
-        if self.cluster == "slurm" and any(uses_gpus(config) for config in configs):
-            from gptexp.machine.gpu_memory import refuse_too_large  # it imports torch
-
-            if (gpu := largest_of(gpu_kinds(self.options))) is not None:
-                refuse_too_large(configs, gpu)
+        on_gpus = [config for config in configs if uses_gpus(config)]
+        if self.cluster == "slurm" and on_gpus:
+            refuse_too_large(on_gpus, gpu_kinds(self.options))
 
     def _complete_for_slurm(self) -> None:
         """Complete submitit's parameters, and have it ask squeue for the state of a job.
@@ -123,20 +111,19 @@ class SubmititLauncher(CellLauncher):
             raise ConfigError(f"sweep.parallel={parallel}: submitit_local runs one cell at a time; leave it out")
         return Places(1)
 
-    def begin(self, cell: Cell, gpus: Sequence[str]) -> None:
-        """Prepare the directory of a cell, unless a job of an earlier command still uses it."""
-        job = self._unfinished_job(cell)
-        self.cells.claim(cell, runs=job is not None)
-        if job is not None:
-            self.alive[cell.directory] = job
-            self.cells.announce(cell, f"runs as job {job.job_id} of an earlier command")
-        else:
-            self.cells.begins(cell, " as a job")
+    def earlier_job(self, cell: Cell) -> "Submitted | None":
+        """Return the job that an earlier command submitted for `cell` if it is pending or running, else None."""
+        from submitit import SlurmJob
 
-    def start(self, cell: Cell, gpus: Sequence[str], at_once: int) -> Process:
-        """Submit a cell, or watch its job of an earlier command."""
-        if cell.directory in self.alive:
-            return Submitted(self.alive[cell.directory], cell.directory)
+        saved = run_dir.read_json(cell.directory / JOB)
+        number = saved.get("id")
+        if number is None or self.cluster == "local":  # a local job ends with the process that submitted it
+            return None
+        job: Any = SlurmJob(saved.get("folder", self.executor.folder), str(number))
+        return None if job.watcher.is_done(job.job_id, mode="force") else Submitted(job, cell.directory)
+
+    def start(self, cell: Cell, gpus: Sequence[str], at_once: int) -> "Submitted":
+        """Submit a cell."""
         nodes, tasks = shape(self.cluster, self.options, cell.config)
         parameters: dict[str, Any] = {"gpus_per_node": gpus_of_node(self.options, cell.config, nodes)}
         if (cpus := self.options.get("cpus_per_task")) is not None:  # of a rank: one task may start several
@@ -152,17 +139,6 @@ class SubmititLauncher(CellLauncher):
         run_dir.write_json(cell.directory / JOB, {"id": job.job_id, "folder": str(self.executor.folder)})
         return Submitted(job, cell.directory)
 
-    def _unfinished_job(self, cell: Cell) -> Any:
-        """Return the job that an earlier command submitted for `cell` if it is pending or running, else None."""
-        from submitit import SlurmJob
-
-        saved = run_dir.read_json(cell.directory / JOB)
-        number = saved.get("id")
-        if number is None or self.cluster == "local":  # a local job ends with the process that submitted it
-            return None
-        job: Any = SlurmJob(saved.get("folder", self.executor.folder), str(number))
-        return None if job.watcher.is_done(job.job_id, mode="force") else job
-
 
 def _with_fix(error: str, gpus: int | None) -> str:
     """What sbatch says, with the option that may help."""
@@ -174,7 +150,7 @@ def _with_fix(error: str, gpus: int | None) -> str:
 
 
 class Submitted:
-    """A submitit job with the interface of a process, for `run_all`."""
+    """A submitit job with the interface of a process."""
 
     def __init__(self, job: Any, directory: Path) -> None:
         self.job = job.task(0)  # the results of the others do not matter
@@ -183,6 +159,9 @@ class Submitted:
         self.cancelled: int | None = None  # the signal for which the job was cancelled
         self.failed = False  # whether its result is a failure, and it may still be in SLURM's queue
         self.left = math.inf  # s of the monotonic clock: when it had left the queue without a result
+
+    def __str__(self) -> str:
+        return f"job {self.job.job_id}"
 
     def poll(self) -> int | None:
         if time.monotonic() - self.polled < POLL_S:
@@ -208,7 +187,7 @@ class Submitted:
         self.left = min(self.left, self.polled)
         if outcome is None and self.polled - self.left < RESULT_S:
             return None
-        warn(f"job {self.job.job_id}: {self._why(result)}")
+        warn(f"{self}: {self._why(result)}")
         return EXIT_FAILED
 
     def _result(self) -> tuple[str | None, Any]:
@@ -216,8 +195,8 @@ class Submitted:
         from submitit.core.utils import pickle_load
 
         try:
-            found: tuple[str, Any] = pickle_load(self.job.paths.result_pickle)
-            return found
+            result: tuple[str, Any] = pickle_load(self.job.paths.result_pickle)
+            return result
         except (OSError, EOFError):
             return None, None
 
@@ -240,8 +219,8 @@ class Submitted:
             shown = subprocess.run(["scontrol", "show", "job", self.job.job_id], capture_output=True, text=True).stdout
         except OSError:  # a process of this machine
             return str(self.job.state)
-        found = re.search(r"JobState=(\w+)", shown)
-        return f"{found[1] if found else 'unknown'} by scontrol show job"
+        state = re.search(r"JobState=(\w+)", shown)
+        return f"{state[1] if state else 'unknown'} by scontrol show job"
 
     def _ask_often(self) -> None:
         """Let submitit's watcher ask SLURM within seconds, and not once in `ASK_S`."""
@@ -252,8 +231,3 @@ class Submitted:
         self.cancelled = number
         self.job.cancel(check=False)  # an error for a job that has just ended must not keep the others running
         self._ask_often()  # a job that had not begun leaves no result
-
-    def wait(self) -> int:
-        while (code := self.poll()) is None:
-            time.sleep(POLL_S)
-        return code

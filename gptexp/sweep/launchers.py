@@ -1,7 +1,10 @@
-"""How the cells of a sweep run on this machine, side by side, and on the ranks of torchrun or srun."""
+"""Where the cells of a sweep run: in processes of this machine, side by side, or on the ranks of torchrun or srun."""
 
-import time
-from collections.abc import Sequence
+import os
+import subprocess
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Protocol
 
 from hydra.core.utils import JobReturn
@@ -10,109 +13,122 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
 from gptexp.config.schema import AUTO, Config
-from gptexp.distributed.ranks import launcher_rank
-from gptexp.process.errors import EXIT_DIVERGED, ConfigError, InUseError
+from gptexp.distributed.ranks import AT_ONCE, launcher_rank
+from gptexp.model.gpus import largest_of
+from gptexp.process.errors import ConfigError
+from gptexp.process.signals import start_a_run
 from gptexp.process.words import counted
-from gptexp.run.pool import Places, Process, Source, require_devices, run_all, start_here, visible_gpus
+from gptexp.run.own_process import resume_command
+from gptexp.run.requirements import require_devices
+from gptexp.storage import run_dir
 from gptexp.sweep.cells import PLUGINS, Cell
 
-POLL_S = 1.0  # s: between two looks at cells that run elsewhere
+
+class Process(Protocol):
+    """The process of a cell: a `subprocess.Popen`, a SLURM job, or actors of Ray."""
+
+    def poll(self) -> int | None:
+        """Return the exit code, or None while it runs."""
+
+    def send_signal(self, number: int) -> None:
+        """Ask it to save a checkpoint and end."""
 
 
-class CellSource(Source[Cell], Protocol):
-    """The interface of a sweeper that launchers use."""
+@dataclass(frozen=True)
+class Places:
+    """How many cells fit on the devices."""
 
-    def claim(self, cell: Cell, runs: bool = False) -> None:
-        """Reserve a cell, which may run as a job, until `ended`. Raises `InUseError` if another process runs it."""
-
-    def begins(self, cell: Cell, where: str = "") -> int:
-        """Announce a cell and prepare its directory; under torchrun or srun also train it. Returns the exit code."""
-
-    def announce(self, cell: Cell, how: str) -> None:
-        """Print the number and name of a cell, and how it runs."""
+    at_once: int
+    gpus: list[str] | None = None  # each cell gets one per rank; None: the cells share a CPU, or run elsewhere
 
 
 class CellLauncher(Launcher):
-    """Runs each cell in new processes, several at once if there are GPUs; under torchrun or srun, on its ranks.
+    """Runs each cell in new processes of this machine, several at once if there are GPUs for them.
 
-    In new processes, a cell that fails does not stop the others.
+    A launcher starts single cells; `CellSweeper.run` decides when, and waits for them.
     """
 
     __module__ = PLUGINS
-    among_ranks = False
+    where = ""  # how the start of a cell is announced
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         self.config = config
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        raise NotImplementedError("gptexp's sweepers call `run`, which takes the cells one by one")
+        raise NotImplementedError("gptexp's sweepers call `start`, with one cell")
 
     def check(self, configs: Sequence[Config]) -> None:
-        """Decide how many cells run at once. Raises `ConfigError` if they cannot run here."""
+        """Raise `ConfigError` if the cells cannot run here."""
         parallel = configs[0].sweep.parallel
-        self.among_ranks = launcher_rank() is not None
-        if self.among_ranks:
-            if parallel not in (AUTO, 1):
-                raise ConfigError(f"sweep.parallel={parallel}: torchrun and srun run one cell at a time; leave it out")
-            return
-        require_devices(configs)
-        self.room = self.places(configs)
+        if launcher_rank() is None:
+            require_devices(configs)
+        elif parallel not in (AUTO, 1):
+            raise ConfigError(f"sweep.parallel={parallel}: torchrun and srun run one cell at a time; leave it out")
 
     def places(self, configs: Sequence[Config]) -> Places:
-        """Return how many cells run at once, and on which GPUs."""
-        return side_by_side(configs)
+        """Return how many cells run at once, and this machine's GPUs if it has any.
 
-    def run(self, cells: CellSource) -> int | None:
-        """Run all cells. Returns the number of the signal that stopped the sweep, or None.
-
-        Under torchrun or srun the ranks train one cell after another; a rank that fails or is stopped ends the sweep.
+        Raises `ConfigError` if `sweep.parallel` needs more GPUs than there are.
         """
-        self.cells = cells
-        if not self.among_ranks:
-            return run_all(cells, self, self.room)
-        while True:
-            cell = cells.waiting.pop(0) if cells.waiting else cells.more()
-            if cell is None:
-                if not cells.elsewhere:
-                    return None
-                time.sleep(POLL_S)
-                continue
-            try:
-                cells.claim(cell)
-                code = cells.begins(cell)
-            except InUseError:
-                cells.set_aside(cell)
-                continue
-            if code not in (0, EXIT_DIVERGED):
-                raise SystemExit(code)
-            cells.ended(cell, code)
-            cells.share_decisions()
+        parallel, sizes = configs[0].sweep.parallel, [config.world.size or 1 for config in configs]
+        devices = {config.train.device for config in configs}
+        gpus = visible_gpus() if devices <= {"auto", "cuda"} and launcher_rank() is None else []
+        if not gpus:
+            return Places(parallel if isinstance(parallel, int) else 1)
+        fit = max(1, len(gpus) // max(sizes))
+        if isinstance(parallel, int) and parallel > fit:
+            raise ConfigError(
+                f"sweep.parallel={parallel}: needs {counted(parallel * max(sizes), 'GPU')}, up to {max(sizes)} per "
+                f"cell; visible GPUs: {len(gpus)}; use at most {fit}, or auto"
+            )
+        most = max(1, len(gpus) // min(sizes))  # an upper bound: a cell also waits until enough GPUs are free
+        return Places(parallel if isinstance(parallel, int) else most, gpus)
 
-    def begin(self, cell: Cell, gpus: Sequence[str]) -> None:
-        """Prepare the directory of a cell; for `run_all`."""
-        self.cells.claim(cell)
-        self.cells.begins(cell, f" on GPU {', '.join(gpus)}" if gpus else "")
+    def earlier_job(self, cell: Cell) -> Process | None:
+        """Return the job of an earlier command that still runs the cell. Processes of this machine end with theirs."""
+        return None
 
     def start(self, cell: Cell, gpus: Sequence[str], at_once: int) -> Process:
-        """Start the processes of a cell; for `run_all`."""
-        return start_here(cell, gpus, at_once)
+        """Start or resume a cell whose directory is prepared, on these GPUs, as one of `at_once` cells."""
+        environment = {**os.environ, AT_ONCE: str(at_once)}
+        if gpus:
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+        with nullcontext() if at_once == 1 else (cell.directory / run_dir.OUTPUT).open("ab") as output:
+            return subprocess.Popen(
+                resume_command(cell.directory),
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=None if output is None else subprocess.STDOUT,
+                start_new_session=True,  # a terminal's Ctrl-C reaches only this process, which forwards it
+                preexec_fn=start_a_run,
+            )
+
+    def refuse_ranks(self, name: str) -> None:
+        """Raise `ConfigError` on a rank of torchrun or srun, for a launcher that starts the ranks itself."""
+        if launcher_rank() is not None:
+            raise ConfigError(f"hydra/launcher={name}: starts the ranks itself; start it outside of torchrun and srun")
+
+    def close(self) -> None:
+        """Release what `check` has opened. No cell runs any more."""
 
 
-def side_by_side(configs: Sequence[Config]) -> Places:
-    """Return how many cells run at once on this machine, and its GPUs if it has any.
+def refuse_too_large(configs: Sequence[Config], kinds: Iterable[str]) -> None:
+    """Raise `ConfigError` if a rank of a cell needs more memory than the largest of these kinds of GPU has.
 
-    Raises `ConfigError` if `sweep.parallel` needs more GPUs than there are.
+    Refuses nothing if the memory of one kind is unknown.
     """
-    parallel, sizes = configs[0].sweep.parallel, [config.world.size or 1 for config in configs]
-    devices = {config.train.device for config in configs}
-    gpus = visible_gpus() if devices <= {"auto", "cuda"} else []
-    if not gpus:
-        return Places(parallel if isinstance(parallel, int) else 1)
-    fit = max(1, len(gpus) // max(sizes))
-    if isinstance(parallel, int) and parallel > fit:
-        raise ConfigError(
-            f"sweep.parallel={parallel}: needs {counted(parallel * max(sizes), 'GPU')}, up to {max(sizes)} per cell; "
-            f"visible GPUs: {len(gpus)}; use at most {fit}, or auto"
-        )
-    most = max(1, len(gpus) // min(sizes))  # an upper bound: a cell also waits until enough GPUs are free
-    return Places(parallel if isinstance(parallel, int) else most, gpus)
+    if configs and (gpu := largest_of(kinds)) is not None:
+        from gptexp.machine import gpu_memory  # imports torch
+
+        gpu_memory.refuse_too_large(configs, gpu)
+
+
+def visible_gpus() -> list[str]:
+    """Return the GPUs as CUDA_VISIBLE_DEVICES names them; empty without a GPU."""
+    import torch  # here, because a sweep's parent starts without torch
+
+    count = torch.cuda.device_count()
+    named = [device for device in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if device]
+    # CUDA ignores the names after the first invalid one.
+    return (named or [str(number) for number in range(count)])[:count]

@@ -10,25 +10,24 @@ import os
 import signal
 import socket
 import subprocess
-import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import gptexp
 from gptexp.config.schema import AUTO, Config
-from gptexp.distributed.ranks import AT_ONCE, Rank, launcher_rank, rank_variables, without_launcher
+from gptexp.distributed.ranks import AT_ONCE, Rank, rank_variables, without_launcher
 from gptexp.process.errors import EXIT_CONFIG, EXIT_FAILED, ConfigError, UserError, first_line
 from gptexp.process.signals import start_a_run
 from gptexp.process.terminal import say, warn
 from gptexp.process.words import counted
 from gptexp.run.nodes import leave_mark
-from gptexp.run.pool import OUTPUT, Places, Process, resume_command
+from gptexp.run.own_process import resume_command
 from gptexp.storage import run_dir
-from gptexp.sweep.cells import PLUGINS, Cell
-from gptexp.sweep.launchers import CellLauncher
+from gptexp.sweep.cells import PLUGINS, Cell, decisions
+from gptexp.sweep.launchers import CellLauncher, Places, Process
 from gptexp.sweep.ray_cluster import KEY, RayCluster, alike, connect, quiet, read_settings
 
 POLL_S = 0.3  # s: between two looks at a cell
@@ -44,67 +43,51 @@ class RayLauncher(CellLauncher):
     """
 
     __module__ = PLUGINS
+    where = " on Ray"
+    cluster: RayCluster | None = None
 
     def __init__(self, ray: Any) -> None:
-        self.given = ray
+        self.settings = ray
 
     def check(self, configs: Sequence[Config]) -> None:
         """Connect to the cluster. Raises `ConfigError` if it cannot be used, or can never hold one of the cells."""
-        if launcher_rank() is not None:
-            raise ConfigError("hydra/launcher=ray: starts the ranks itself; start it outside of torchrun and srun")
-        settings = read_settings(self.given)
-        self.ray = connect(settings)
-        used_gpus = _has_used_gpus(Path(self.config.hydra.sweep.dir))
-        self.cluster = cluster = RayCluster(self.ray, settings.address[0], settings.remote, used_gpus)
+        self.refuse_ranks("ray")
+        settings = read_settings(self.settings)
+        ray = connect(settings)
+        used_gpus = any(made.get("device") == "cuda" for made in decisions(Path(self.config.hydra.sweep.dir)))
+        self.cluster = RayCluster(ray, settings.address[0], settings.remote, used_gpus)
         for config in alike(configs):
             for ranks in (1, config.world.size or 1):
                 try:
-                    self.ray.remote(NodeProcess).options(**cluster.options(config, ranks))
+                    ray.remote(NodeProcess).options(**self.cluster.options(config, ranks))
                 except (TypeError, ValueError) as error:
                     raise ConfigError(f"{KEY}.remote: {first_line(error)}") from None
-        cluster.refuse(configs)
-        if not cluster.auto_is_gpu and any(config.train.device == AUTO for config in configs):
+        self.cluster.refuse(configs)
+        if not self.cluster.auto_is_gpu and any(config.train.device == AUTO for config in configs):
             say("--- train.device=auto: no node of the cluster has a GPU; the cells train on CPUs")
-        self.room = self.places(configs)
-        if configs[0].sweep.parallel == AUTO:  # Optuna's `configs` are a few examples
-            self.room = Places(max(self.room.at_once, cluster.room(configs[0]) // (configs[0].world.size or 1)))
 
     def places(self, configs: Sequence[Config]) -> Places:
         """All cells, unless `sweep.parallel` sets a limit: Ray queues them, and follows the cluster as it changes."""
-        parallel = configs[0].sweep.parallel
-        return Places(parallel if isinstance(parallel, int) else max(1, len(configs)))
-
-    def run(self, cells: Any) -> int | None:
-        try:
-            return super().run(cells)
-        finally:
-            with quiet():
-                self.ray.shutdown()  # also ends a cluster that was started for the sweep
-
-    def begin(self, cell: Cell, gpus: Sequence[str]) -> None:
-        self.cells.claim(cell)
-        self.cells.begins(cell, " on Ray")
+        if isinstance(parallel := configs[0].sweep.parallel, int):
+            return Places(parallel)
+        ranks = sum(self.cluster.rooms(configs[0]).values()) if self.cluster is not None else 0
+        return Places(max(1, len(configs), ranks // (configs[0].world.size or 1)))  # Optuna's `configs` are examples
 
     def start(self, cell: Cell, gpus: Sequence[str], at_once: int) -> Process:
+        assert self.cluster is not None
         return RayCell(self.cluster, cell)
 
-
-def _has_used_gpus(sweep: Path) -> bool:
-    """Whether a cell of the sweep in this directory has trained on a GPU."""
-    for path in (sweep / run_dir.EFFECTIVE, *sweep.glob(f"*/{run_dir.EFFECTIVE}")):
-        with suppress(ConfigError):  # a damaged file: the cell's own run reports it
-            if run_dir.read_json(path).get("device") == "cuda":
-                return True
-    return False
+    def close(self) -> None:
+        """Leave the cluster; one that was started for the sweep ends."""
+        if self.cluster is not None:
+            with quiet():
+                self.cluster.ray.shutdown()
 
 
 class NodeProcess:
     """An actor on a node: runs a cell, or a rank of a cell, as a child process. Its answers need no class of gptexp."""
 
-    def __init__(self) -> None:
-        self.child: subprocess.Popen[bytes] | None = None
-        self.stopped: int | None = None  # the signal that came before the child was started
-        self.starting = threading.Lock()
+    child: subprocess.Popen[bytes] | None = None
 
     def where(self, mark: str) -> dict[str, Any]:
         """Say where this actor runs, and whether that node sees the file `mark` in the cell's directory."""
@@ -127,220 +110,199 @@ class NodeProcess:
 
     def run(self, directory: str, variables: dict[str, str]) -> int:
         """Start or resume the run in `directory`, and wait for its end. Returns its exit code."""
-        environment = {**without_launcher(os.environ), **variables}
-        with self.starting:
-            if self.stopped is not None:
-                return 128 + self.stopped
-            with (Path(directory) / OUTPUT).open("ab") as output:
-                self.child = subprocess.Popen(
-                    resume_command(Path(directory)),
-                    env=environment,
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                    preexec_fn=start_a_run,  # it ends with this process, so also with its node's raylet
-                )
+        with (Path(directory) / run_dir.OUTPUT).open("ab") as output:
+            self.child = subprocess.Popen(
+                resume_command(Path(directory)),
+                env={**without_launcher(os.environ), **variables},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=start_a_run,  # it ends with this process, so also with its node's raylet
+            )
         return self.child.wait()
 
     def signal(self, number: int) -> None:
-        """Pass a signal on to the child."""
-        with self.starting:
-            if self.child is None:
-                self.stopped = number
-            else:
-                self.child.send_signal(number)
+        """Pass a signal on to the child, which another thread of this actor may be about to start."""
+        while self.child is None:
+            time.sleep(POLL_S)
+        self.child.send_signal(number)
 
 
 class RayCell:
-    """A cell on Ray with the interface of a process, for `run_all`. It outlives the death of its nodes."""
+    """A cell on Ray with the interface of a process. It outlives the death of its nodes."""
 
     def __init__(self, cluster: RayCluster, cell: Cell) -> None:
         self.cluster, self.ray, self.cell = cluster, cluster.ray, cell
         self.code: int | None = None
-        self.signals: list[int] = []  # to pass on; a handler of signals must not call Ray
-        self.stopped: int | None = None  # the first of them
-        self.losses = 0  # how often a node of the cell has died
-        self.forgives = False  # whether an attempt may end because a process of a dead node uses the directory
+        self.stopped: int | None = None  # the first signal
         self.polled = -math.inf
-        self._reset()
-
-    def _reset(self) -> None:
-        """Set the state of an attempt that has not asked for places yet."""
+        self.life = self._run()
+        # Of the current attempt:
         self.actors: list[Any] = []  # one for the cell, or one for each rank
         self.group: Any = None
         self.mark: Path | None = None  # a file by which a node shows that it sees the cell's directory
-        self.asked: dict[Any, int] = {}  # reference of an answer -> number of the actor that owes it
-        self.answers: dict[int, Any] = {}  # number of an actor -> what it has answered, None if its node has died
+        self.owed: dict[Any, int] = {}  # reference of an answer -> number of the actor that owes it
         self.runs = False  # whether the actors have places and run the cell
-        self.failure: int | None = None  # the exit code of the rank that failed first
-        self.kill_at = math.inf  # s of the monotonic clock: when the other ranks are killed
 
     def poll(self) -> int | None:
         if self.code is None and time.monotonic() - self.polled >= POLL_S:
             self.polled = time.monotonic()
             try:
-                self._advance()
-            except UserError as error:
-                self._fail(str(error))
+                next(self.life)
+            except StopIteration as end:
+                self.code = end.value
             except Exception as error:  # Ray's own, of many types, is not the end of the other cells
-                self._fail(f"Ray: {_cause(error)}")
+                warn(f"{self.cell.directory}: {error if isinstance(error, UserError) else f'Ray: {_cause(error)}'}")
+                self.code = EXIT_FAILED
         return self.code
 
     def send_signal(self, number: int) -> None:
-        self.signals.append(number)
+        self.stopped = self.stopped or number
+        self._signal(number)
 
-    def wait(self) -> int:
-        while (code := self.poll()) is None:
-            time.sleep(POLL_S)
-        return code
+    def _run(self) -> Generator[None, None, int]:
+        """Try until the cell ends by itself, and yield while it waits or runs. Returns its exit code."""
+        losses, most, after_loss = 0, self.cluster.remote.get("max_retries", -1), False
+        while True:
+            try:
+                # A process of a dead node may still live for a moment, for example to save a checkpoint.
+                while self.stopped is None and run_dir.is_locked(self.cell.directory):
+                    yield
+                code = yield from self._attempt()
+            finally:
+                self._release()
+            if code == EXIT_CONFIG and after_loss:  # such a process took the lock after the check above
+                after_loss = False
+                continue
+            if code is not None:
+                return code
+            if self.stopped is not None:
+                return 128 + self.stopped
+            losses, after_loss = losses + 1, True
+            if 0 <= most < losses:
+                raise UserError(f"its node died {counted(losses, 'time')} ({KEY}.remote.max_retries={most})")
+            warn(f"{self.cell.name}: its node has died; starting again from its newest checkpoint")
+            yield
 
-    def _advance(self) -> None:
-        while self.signals:
-            number = self.signals.pop(0)
-            self.stopped = self.stopped or number
-            self._signal(number)
-        if self.stopped is not None and not self.runs:  # it waits for a place, so that nothing is to be saved
-            self._end(128 + self.stopped)
-            return
-        if not self.actors:
-            # A process of a dead node may still live for a moment, for example to save a checkpoint.
-            if not run_dir.is_locked(self.cell.directory, (run_dir.LOCK, run_dir.RANK_LOCK)):
-                self._begin()
-            return
-        self._collect()
-        if None in self.answers.values() and not (self.runs and self.asked):
-            self._start_again()
-        elif self.asked:
-            if time.monotonic() > self.kill_at:
-                self.kill_at = math.inf
-                self._signal(signal.SIGKILL)
-            if not self.runs and time.monotonic() - self.looked > LOOK_S:
-                self._look_at_nodes()
-        elif not self.runs:
-            self._run()
-        elif self.failure == EXIT_CONFIG and self.forgives:
-            self.forgives = False
+    def _attempt(self) -> Generator[None, None, int | None]:
+        """Run the cell once. Returns its exit code; None if a node has died, or a signal came before the start."""
+        while self.stopped is None:
+            alone = self.cluster.fits_one_node(self.cell.config)
+            self._ask_for_places(alone)
+            places = yield from self._places(alone)
+            if places is not None:
+                if None in places.values():
+                    return None
+                self._start(places, alone)
+                return (yield from self._exit_code())
             self._release()
-        else:
-            self._end(self.failure or 0)
+        return None
 
-    def _begin(self) -> None:
-        """Ask Ray for places: one actor for the cell, or one for each rank if no node can hold them all."""
+    def _ask_for_places(self, alone: bool) -> None:
+        """Ask Ray for one actor that holds all ranks of the cell (`alone`), or for one for each rank."""
         config, size = self.cell.config, self.cell.world_size
-        self.alone = self._needs_one_actor()
         self.mark = leave_mark(self.cell.directory)
         actor = self.ray.remote(NodeProcess)
         # One thread runs the child, another one passes signals on.
-        options = {**self.cluster.options(config, size if self.alone else 1), "max_concurrency": 2}
-        if self.alone:
+        options = {**self.cluster.options(config, size if alone else 1), "max_concurrency": 2}
+        if alone:
             self.actors = [actor.options(**options).remote()]
         else:
             self.group = self.ray.util.placement_group([self.cluster.needs(config)] * size, strategy="PACK")
             in_group = self.ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
             for index in range(size):
-                place = in_group(self.group, index)
-                self.actors.append(actor.options(**options, scheduling_strategy=place).remote())
-        self.looked = time.monotonic()
+                self.actors.append(actor.options(**options, scheduling_strategy=in_group(self.group, index)).remote())
         self._ask([actor.where.remote(str(self.mark)) for actor in self.actors])
 
-    def _ask(self, references: Sequence[Any]) -> None:
-        self.answers = {}
-        self.asked = dict(zip(references, range(len(references)), strict=True))
+    def _places(self, alone: bool) -> Generator[None, None, dict[int, Any] | None]:
+        """Wait for the places. Returns what each actor says of its own, None for one whose node has died.
 
-    def _look_at_nodes(self) -> None:
-        """Ask for other places if the nodes have changed so that it needs them. Say once if none would do."""
-        self.looked = time.monotonic()
-        shortage = self.cluster.shortage(self.cell.config)
-        if shortage is not None and shortage not in self.cluster.shortages:
-            self.cluster.shortages.add(shortage)
-            warn(f"{self.cell.name} waits: {shortage}")
-        if shortage is None and self.alone != self._needs_one_actor():
-            self._release()
+        Returns None instead if a signal has come, or if the nodes have changed so that the cell needs other places.
+        Says once if the nodes that are left could never hold it.
+        """
+        places, looked = dict[int, Any](), time.monotonic()
+        while self.owed and None not in places.values():
+            yield
+            if self.stopped is not None:
+                return None
+            places |= self._answers()
+            if self.owed and time.monotonic() - looked > LOOK_S:
+                looked, shortage = time.monotonic(), self.cluster.shortage(self.cell.config)
+                if shortage is not None and shortage not in self.cluster.shortages:
+                    self.cluster.shortages.add(shortage)
+                    warn(f"{self.cell.name} waits: {shortage}")
+                if shortage is None and alone != self.cluster.fits_one_node(self.cell.config):
+                    return None
+        return places
 
-    def _needs_one_actor(self) -> bool:
-        """Whether one actor runs the cell: it has one rank, or a node can hold all of them."""
-        return self.cell.world_size == 1 or self.cluster.fits_one_node(self.cell.config)
-
-    def _collect(self) -> None:
-        """Take the answers that have come. If a rank has failed, stop the others."""
-        ready, _ = self.ray.wait([*self.asked], num_returns=len(self.asked), timeout=0)
-        new = {}
-        for reference in ready:
-            number = self.asked.pop(reference)
-            try:
-                new[number] = self.ray.get(reference)
-            except self.ray.exceptions.RayActorError as error:
-                if "creation task" in str(error):  # gptexp cannot be imported there
-                    raise
-                new[number] = None
-        self.answers |= new
-        if None in new.values():
-            self._signal(signal.SIGKILL)  # the others cannot go on, and those in a collective would not end
-        elif self.runs and self.failure is None and any(new.values()):
-            # Ranks that lose a peer fail too, with 1: another code is the cause.
-            self.failure = max((code for code in new.values() if code), key=lambda code: code != EXIT_FAILED)
-            self._signal(signal.SIGTERM)
-            self.kill_at = time.monotonic() + GRACE_S
-
-    def _signal(self, number: int) -> None:
-        """Pass a signal on to the processes that have not ended. Does not wait, and not for a dead node either."""
-        if self.runs:
-            for actor in self.asked.values():
-                self.actors[actor].signal.remote(int(number))
-
-    def _run(self) -> None:
-        """Start the run: every actor has its place."""
-        places, config = self.answers, self.cell.config
+    def _start(self, places: dict[int, Any], alone: bool) -> None:
+        """Start the run on its places. Raises `UserError` for a node that cannot run it."""
         for place in places.values():
-            where = f"{place['host']} ({place['address']})"
+            where = f"node {place['host']} ({place['address']})"
             if not place["sees"]:
-                self._fail(f"node {where} does not see this directory: outputs/ must be on a shared file system")
-                return
+                raise UserError(f"{where} does not see this directory: outputs/ must be on a shared file system")
             if place["version"] != gptexp.__version__:
-                self._fail(f"node {where} has gptexp {place['version']}, not {gptexp.__version__}; install the same")
-                return
+                raise UserError(f"{where} has gptexp {place['version']}, not {gptexp.__version__}; install the same")
         order = sorted(places, key=lambda number: (places[number]["node"], number))  # ranks of a node in a row
-        nodes: dict[str, list[int]] = {}
+        on_node: dict[str, list[int]] = {}
         for number in order:
-            nodes.setdefault(places[number]["node"], []).append(number)
-        say(f"--- {self.cell.name}: runs on {', '.join(places[numbers[0]]['host'] for numbers in nodes.values())}")
-        first = places[order[0]]
-        references = []
+            on_node.setdefault(places[number]["node"], []).append(number)
+        say(f"--- {self.cell.name}: runs on {', '.join(places[numbers[0]]['host'] for numbers in on_node.values())}")
+        first, references = places[order[0]], []
         for number, actor in enumerate(self.actors):
-            local = nodes[places[number]["node"]]
+            node = places[number]["node"]
+            local = on_node[node]
+            room = self.cluster.rooms(self.cell.config).get(node, 0)
+            at_once = max(1, room // (self.cell.world_size if alone else len(local)))
             gpus = [gpu for member in local for gpu in places[member]["gpus"]]
-            ranks = self.cell.world_size if self.alone else len(local)
-            at_once = self.cluster.cells_on(places[number]["node"], config, ranks)
             variables = {AT_ONCE: str(at_once), "CUDA_VISIBLE_DEVICES": ",".join(gpus)}
-            if not self.alone:
+            if not alone:
                 rank = Rank(order.index(number), len(order), local.index(number), len(local))
                 variables |= rank_variables(rank, first["address"], first["port"])
             references.append(actor.run.remote(str(self.cell.directory), variables))
-        self.runs = True
         self._ask(references)
+        self.runs = True
 
-    def _start_again(self) -> None:
-        """A node has died, or its connection: start again once no process of this attempt is left."""
-        self._release()
-        if self.stopped is not None:
-            self._end(128 + self.stopped)
-            return
-        self.losses += 1
-        most = self.cluster.remote.get("max_retries", -1)
-        if 0 <= most < self.losses:
-            self._fail(f"its node died {counted(self.losses, 'time')} ({KEY}.remote.max_retries={most})")
-            return
-        warn(f"{self.cell.name}: its node has died; starting again from its newest checkpoint")
-        self.forgives = True
+    def _exit_code(self) -> Generator[None, None, int | None]:
+        """Wait for all ranks, and stop the others when one fails. Returns the exit code, None if a node has died."""
+        code, has_lost_node, kill_at = 0, False, math.inf
+        while self.owed:
+            yield
+            answers = self._answers()
+            if None in answers.values():
+                has_lost_node = True
+                self._signal(signal.SIGKILL)  # the others cannot go on, and those in a collective would not end
+            elif code == 0 and any(answers.values()):
+                # Ranks that lose a peer fail too, with 1: another code is the cause.
+                code = max(filter(None, answers.values()), key=lambda code: code != EXIT_FAILED)
+                self._signal(signal.SIGTERM)
+                kill_at = time.monotonic() + GRACE_S
+            elif time.monotonic() > kill_at:
+                kill_at = math.inf
+                self._signal(signal.SIGKILL)
+        return None if has_lost_node else code
 
-    def _fail(self, why: str) -> None:
-        warn(f"{self.cell.directory}: {why}")
-        self._end(EXIT_FAILED)
+    def _ask(self, references: Sequence[Any]) -> None:
+        self.owed = {reference: number for number, reference in enumerate(references)}
 
-    def _end(self, code: int) -> None:
-        self.code = code
-        self._release()
+    def _answers(self) -> dict[int, Any]:
+        """Take the answers that have come, by the numbers of their actors; None from one whose node has died."""
+        answers: dict[int, Any] = {}
+        for reference in self.ray.wait([*self.owed], num_returns=len(self.owed), timeout=0)[0]:
+            number = self.owed.pop(reference)
+            try:
+                answers[number] = self.ray.get(reference)
+            except self.ray.exceptions.RayActorError as error:
+                if "creation task" in str(error):  # gptexp cannot be imported there
+                    raise
+                answers[number] = None
+        return answers
+
+    def _signal(self, number: int) -> None:
+        """Pass a signal on to the processes that have not ended. Does not wait, and not for a dead node either."""
+        for actor in self.owed.values() if self.runs else ():
+            self.actors[actor].signal.remote(int(number))
 
     def _release(self) -> None:
         """Give the places back, if it has any: the cell is as before its first attempt."""
@@ -352,7 +314,7 @@ class RayCell:
         if self.mark is not None:
             with suppress(OSError):
                 self.mark.unlink()
-        self._reset()
+        self.actors, self.group, self.mark, self.owed, self.runs = [], None, None, {}, False
 
 
 def _cause(error: Exception) -> str:

@@ -5,10 +5,8 @@ import math
 import os
 import signal
 import socket
-import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +16,7 @@ from gptexp.config.schema import AUTO, Config
 from gptexp.process.errors import ConfigError, first_line
 from gptexp.process.signals import HANDLED
 from gptexp.process.words import counted, shown
+from gptexp.sweep.launchers import refuse_too_large
 
 KEY = "hydra.launcher.ray"
 ADDRESS = "RAY_ADDRESS"  # environment: Ray's own variable for the address of a cluster
@@ -56,15 +55,16 @@ class Settings:
 
 def read_settings(given: Any) -> Settings:
     """Check hydra.launcher.ray. Raises `ConfigError` for what Ray would ignore, replace, or refuse with a traceback."""
-    parts = _mapping(KEY, OmegaConf.to_container(given) if OmegaConf.is_config(given) else given, nulls=True)
-    if unknown := parts.keys() - {"init", "remote"}:
-        raise ConfigError(f"{KEY}.{min(unknown)}: unknown; use {KEY}.init or {KEY}.remote")
-    init, remote = (_mapping(f"{KEY}.{part}", parts.get(part, {})) for part in ("init", "remote"))
+    settings = _mapping(KEY, OmegaConf.to_container(given) if OmegaConf.is_config(given) else given)
+    init, remote = (_mapping(f"{KEY}.{part}", settings.pop(part, {})) for part in ("init", "remote"))
+    if settings:
+        raise ConfigError(f"{KEY}.{min(settings)}: unknown; use {KEY}.init or {KEY}.remote")
+    init, remote = ({key: value for key, value in part.items() if value is not None} for part in (init, remote))
     if not isinstance(init.get("address", ""), str):
         raise ConfigError(f"{KEY}.init.address={shown(init['address'])}: must be HOST:PORT or auto")
     if unknown := remote.keys() - {*OPTIONS}:
         raise ConfigError(f"{KEY}.remote.{min(unknown)}: cannot be set; the options are {', '.join(OPTIONS)}")
-    resources = _mapping(f"{KEY}.remote.resources", remote.get("resources", {}), nulls=True)
+    resources = _mapping(f"{KEY}.remote.resources", remote.get("resources", {}))
     amounts = {name: remote[name] for name in AMOUNTS if name in remote}
     for name, amount in {**amounts, **{f"resources.{name}": amount for name, amount in resources.items()}}.items():
         if isinstance(amount, bool) or not isinstance(amount, int | float) or not 0 <= amount < math.inf:
@@ -75,11 +75,10 @@ def read_settings(given: Any) -> Settings:
     return Settings(init, remote)
 
 
-def _mapping(key: str, value: Any, nulls: bool = False) -> dict[str, Any]:
-    """Return the mapping that was given for `key`, without its null values unless `nulls`."""
+def _mapping(key: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ConfigError(f"{key}={shown(value)}: must be a mapping, for example {{}}")
-    return {str(name): part for name, part in value.items() if nulls or part is not None}
+    return {str(name): part for name, part in value.items()}
 
 
 class RayCluster:
@@ -111,33 +110,25 @@ class RayCluster:
 
     def options(self, config: Config, ranks: int) -> dict[str, Any]:
         """Return the options of an actor that holds the resources of so many ranks."""
-        needs = self.needs(config)
-        found: dict[str, Any] = {
-            option: ranks * needs.get(name, 0) for option, name in AMOUNTS.items() if option != "memory"
+        needs = {"CPU": 0.0, "GPU": 0.0, **self.needs(config)}  # Ray takes no 0 of memory
+        options: dict[str, Any] = {option: ranks * needs[name] for option, name in AMOUNTS.items() if name in needs}
+        options["resources"] = {name: ranks * amount for name, amount in self.remote.get("resources", {}).items()}
+        return options | {key: self.remote[key] for key in ("accelerator_type", "runtime_env") if key in self.remote}
+
+    def rooms(self, config: Config) -> dict[str, int]:
+        """Return for how many ranks of `config` each node has room if nothing else runs there, by the node's id."""
+        size, needs = config.world.size or 1, self.needs(config)  # without needs, each node has room for a cell
+        return {
+            node: min((int(has.get(name, 0) / amount + 1e-6) for name, amount in needs.items()), default=size)
+            for node, has in self.nodes().items()
         }
-        if "memory" in needs:  # Ray takes no 0 of it
-            found["memory"] = ranks * needs["memory"]
-        found["resources"] = {name: ranks * amount for name, amount in self.remote.get("resources", {}).items()}
-        return found | {k: v for k, v in self.remote.items() if k in ("accelerator_type", "runtime_env")}
 
     def fits_one_node(self, config: Config) -> bool:
-        return any(self._ranks_on(node, config) >= (config.world.size or 1) for node in self.nodes().values())
-
-    def cells_on(self, node_id: str, config: Config, ranks: int) -> int:
-        """Return how many cells with so many ranks on this node it has room for."""
-        return max(1, self._ranks_on(self.nodes().get(node_id, {}), config) // ranks)
-
-    def room(self, config: Config) -> int:
-        """Return for how many ranks of `config` the nodes have room, if nothing else runs there."""
-        return sum(self._ranks_on(node, config) for node in self.nodes().values())
-
-    def _ranks_on(self, node: Mapping[str, float], config: Config) -> int:
-        size = config.world.size or 1  # the answer if nothing is asked for
-        return min((int(node.get(name, 0) / n + 1e-6) for name, n in self.needs(config).items()), default=size)
+        return max(self.rooms(config).values(), default=0) >= (config.world.size or 1)
 
     def shortage(self, config: Config) -> str | None:
         """Return what a cell of `config` needs that the nodes could never give it; None if they can."""
-        size, room = config.world.size or 1, self.room(config)
+        size, room = config.world.size or 1, sum(self.rooms(config).values())
         if room >= size:
             return None
         needs = ", ".join(f"{name} {size * amount:g}" for name, amount in self.needs(config).items())
@@ -157,21 +148,17 @@ class RayCluster:
                 )
             if (shortage := self.shortage(config)) is not None:
                 raise ConfigError(f"{shortage}; add nodes, or lower world.size or {KEY}.remote.num_cpus")
-        self._refuse_too_large_for_gpus([config for config in configs if self.needs(config).get("GPU")])
+        refuse_too_large([config for config in configs if self.needs(config).get("GPU")], self.gpu_kinds())
 
-    def _refuse_too_large_for_gpus(self, configs: Sequence[Config]) -> None:
-        """Raise `ConfigError` if a rank needs more memory than the largest GPU has, where the kinds are known."""
-        prefix = "accelerator_type:"
-        kinds = {self.remote.get("accelerator_type", "")} - {""}
-        for node in self.nodes().values() if not kinds else ():
+    def gpu_kinds(self) -> set[str]:
+        """The kinds of GPU that ranks may get, as Ray calls them; "unknown" is one of them where Ray does not know."""
+        if "accelerator_type" in self.remote:
+            return {self.remote["accelerator_type"]}
+        kinds, prefix = set[str](), "accelerator_type:"
+        for node in self.nodes().values():
             if node.get("GPU"):
                 kinds |= {name.removeprefix(prefix) for name in node if name.startswith(prefix)} or {"unknown"}
-        if configs and kinds:
-            from gptexp.machine.gpu_memory import refuse_too_large  # imports torch
-            from gptexp.model.gpus import largest_of
-
-            if (gpu := largest_of(kinds)) is not None:
-                refuse_too_large(configs, gpu)
+        return kinds
 
 
 def alike(configs: Sequence[Config]) -> list[Config]:
@@ -233,21 +220,13 @@ def _refuse_silent(address: str, source: str) -> None:
 @contextmanager
 def quiet() -> Iterator[None]:
     """Discard what is written to stdout and stderr meanwhile, also by Ray's C++ code."""
-    _flush()
-    kept = [os.dup(number) for number in (1, 2)]
-    with tempfile.TemporaryFile() as sink:
-        for number in (1, 2):
-            os.dup2(sink.fileno(), number)
-    try:
-        yield
-    finally:
-        _flush()
-        for number, copy in zip((1, 2), kept, strict=True):
-            os.dup2(copy, number)
-            os.close(copy)
-
-
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError):
-            stream.flush()
+    terminal = {number: os.dup(number) for number in (1, 2)}
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):  # noqa: PTH123
+        for number in terminal:
+            os.dup2(nowhere.fileno(), number)
+        try:
+            yield
+        finally:
+            for number, copy in terminal.items():
+                os.dup2(copy, number)
+                os.close(copy)

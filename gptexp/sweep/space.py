@@ -142,12 +142,12 @@ def _interval(key: str, value: IntervalSweep, text: str) -> Interval:
 
 def swept_keys(config: DictConfig) -> list[str]:
     """Return the keys that a multirun varies, in the given order; the command line wins over the sweeper's `params`."""
-    of_parts = with_arguments(config.hydra.sweeper.get("params"), config.hydra.overrides.task)
+    mappings = with_arguments(config.hydra.sweeper.get("params"), config.hydra.overrides.task)
 
     def varies(key: str) -> bool:
         """Within a mapping of `params`, or from one to another."""
-        found = [part.get(key) for part in of_parts]
-        swept = any(override is not None and override.is_sweep_override() for override in found)
-        return swept or len({override and override.input_line for override in found}) > 1
+        overrides = [mapping.get(key) for mapping in mappings]
+        swept = any(override is not None and override.is_sweep_override() for override in overrides)
+        return swept or len({override and override.input_line for override in overrides}) > 1
 
-    return [key for key in dict.fromkeys(key for part in of_parts for key in part) if varies(key)]
+    return [key for key in dict.fromkeys(key for mapping in mappings for key in mapping) if varies(key)]

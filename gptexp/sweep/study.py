@@ -1,4 +1,4 @@
-"""The Optuna study of a sweep: it chooses the next cell from the results of the earlier ones."""
+"""The sweep by Optuna: its study chooses the next cell from the results of the earlier ones."""
 
 import math
 from collections.abc import Sequence
@@ -7,13 +7,96 @@ from typing import Any
 
 from filelock import FileLock
 
-from gptexp.process.errors import ConfigError, first_line
+from gptexp.process.errors import EXIT_FAILED, ConfigError, first_line
+from gptexp.process.terminal import warn
 from gptexp.storage import run_dir
-from gptexp.sweep.cells import Cell
+from gptexp.storage.sweep_record import MOST_CELLS
+from gptexp.sweep.cells import PLUGINS, Cell, draft_cells, settle
 from gptexp.sweep.space import Axis, Interval
+from gptexp.sweep.sweepers import CellSweeper, check_whole_number, one_space
 
 LOCK = ".lock-study"
 STUDY = "study.db"  # SQLite; `optuna-dashboard sqlite:///…/study.db` shows it
+
+
+class OptunaSweeper(CellSweeper):
+    """`n_trials` cells chosen one by one by Optuna's TPE sampler, from the losses of the cells that have ended.
+
+    The study is saved in the sweep's directory, and the next command continues it. No cell is stopped early because of
+    its loss: rankings change while the learning rate decays (arXiv 2509.02046).
+    """
+
+    __module__ = PLUGINS
+
+    def __init__(self, params: Any, n_trials: Any, seed: Any) -> None:
+        super().__init__(params)
+        self.n_trials, self.seed = n_trials, seed
+
+    def combinations(self, spaces: Sequence[Sequence[Axis]]) -> list[list[str]]:
+        """Return examples to check, not to run. Together they contain every value, and both ends of an interval."""
+        space = one_space(spaces)
+        check_whole_number("hydra.sweeper.n_trials", self.n_trials, 1, MOST_CELLS)
+        check_whole_number("hydra.sweeper.seed", self.seed, 0)
+        texts = [
+            axis.among if isinstance(axis.among, list) else [*map(axis.among.text, (axis.among.low, axis.among.high))]
+            for axis in space
+        ]
+        return [
+            [axis.override(values[min(number, len(values) - 1)]) for axis, values in zip(space, texts, strict=True)]
+            for number in range(max(map(len, texts), default=0))
+        ]
+
+    def count(self, combinations: Sequence[Sequence[str]]) -> int:
+        return int(self.n_trials)
+
+    def check(self, cells: Sequence[Cell]) -> None:
+        if self.config.data.val_tokens == 0 and self.config.data.val_ratio is None:
+            raise ConfigError("data.val_tokens=0: Optuna needs a validation loss; set data.val_tokens above 0")
+        super().check(cells)
+
+    def queue(self, cells: list[Cell], spaces: Sequence[Sequence[Axis]]) -> None:
+        """Open the study. The `cells` are examples, and only those that the study chooses are run."""
+        self.study = Study(self.directory, one_space(spaces), self.seed)
+        self.total, self.asked, self.illegal = max(0, self.n_trials - self.study.completed), 0, 0
+        self.trials: dict[Path, list[int]] = {}  # directory of a cell that runs -> the numbers of its trials
+
+    def choose(self) -> Cell | None:
+        while self.asked < self.total and self.study.wants(self.n_trials):
+            self.asked += 1
+            number, overrides = self.study.ask()
+            [draft] = draft_cells(self.loader, self.config, [overrides], self.n_trials, len(self.cells))
+            if draft.problems:  # each value is legal, their combination is not
+                warn(f"{draft.title}: {draft.problems[0]}")
+                self.study.refuse(number)
+                self.illegal += 1
+                continue
+            [cell] = settle([draft], self.directory)
+            if cell.directory in self.trials:  # with few choices Optuna repeats some
+                self.trials[cell.directory].append(number)
+                continue
+            if cell.name not in [known.name for known in self.cells]:
+                self.cells.append(cell)
+            self.record()
+            if self.skips(cell):
+                self.study.tell(number, cell)
+                continue
+            self.trials[cell.directory] = [number]
+            return cell
+        return None
+
+    def to_choose(self) -> int:
+        return self.total - self.asked
+
+    def learn(self, cell: Cell) -> None:
+        for number in self.trials.pop(cell.directory, ()):
+            self.study.tell(number, cell)
+
+    def sweep(self, arguments: list[str]) -> int:
+        code = super().sweep(arguments)
+        if self.illegal and self.illegal == self.asked:
+            warn("all combinations that Optuna chose are illegal; sweep values that fit together")
+            return EXIT_FAILED
+        return code
 
 
 class Study:

@@ -16,7 +16,6 @@ from gptexp.reporting.listings.records import find_runs
 from gptexp.reporting.page.write import NUMBERS, PAGE, PICTURES, TABLE
 from gptexp.rm import main
 from gptexp.run.nodes import leave_mark
-from gptexp.run.pool import OUTPUT
 from gptexp.storage import removal, run_dir
 from gptexp.storage.inventory import find
 from gptexp.storage.removal import REMOVED, check_removable, remove
@@ -71,7 +70,7 @@ def test_a_sweep_is_removed_with_all_that_commands_write_into_it(sweep: Path, ru
         (folder / "wandb/latest-run").symlink_to("offline-run-20260102_030405-ab12")
         (folder / "wandb/debug-internal.log").symlink_to("nowhere")
     event_file = "events.out.tfevents.1795426455.some.host.7838.000000"
-    for name in (OUTPUT, JOB, *run_dir.LOCKS, f".{run_dir.CONFIG}.a1_2c3d4", event_file):
+    for name in (run_dir.OUTPUT, JOB, *run_dir.LOCKS, f".{run_dir.CONFIG}.a1_2c3d4", event_file):
         (cell / name).touch()
     leave_mark(cell)
     for name in (

@@ -4,7 +4,6 @@ import csv
 import json
 import os
 import random
-import re
 import signal
 import subprocess
 from collections.abc import Callable
@@ -19,10 +18,9 @@ from conftest import BYTES, events, processes_of, runs, summary, wait_for
 from gptexp.config.compose import compose
 from gptexp.config.schema import Config
 from gptexp.process.errors import ConfigError
-from gptexp.run.pool import Places
 from gptexp.storage import run_dir
 from gptexp.sweep.cells import cell_name
-from gptexp.sweep.launchers import side_by_side
+from gptexp.sweep.launchers import CellLauncher, Places
 
 Gptexp = Callable[..., subprocess.CompletedProcess[str]]
 Start = Callable[..., subprocess.Popen[str]]
@@ -47,14 +45,14 @@ def test_the_number_of_parallel_cells_follows_from_the_gpus(
     monkeypatch: pytest.MonkeyPatch, overrides: list[str], gpus: list[str], places: Places
 ) -> None:
     monkeypatch.setattr("gptexp.sweep.launchers.visible_gpus", lambda: gpus)
-    assert side_by_side([compose(["model=nano", *overrides])] * 3) == places
+    assert CellLauncher().places([compose(["model=nano", *overrides])] * 3) == places
 
 
 def test_more_parallel_cells_than_the_gpus_allow_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gptexp.sweep.launchers.visible_gpus", lambda: GPUS)
     cells: list[Config] = [compose(["model=nano", "world.size=2", "sweep.parallel=3"])] * 3
     with pytest.raises(ConfigError, match=r"sweep\.parallel=3: needs 6 GPUs, up to 2 per cell; visible GPUs: 4"):
-        side_by_side(cells)
+        CellLauncher().places(cells)
 
 
 # --- on this machine -------------------------------------------------------------------------------------------------
@@ -72,19 +70,6 @@ def test_a_sweep_waits_for_a_cell_that_another_process_runs(start: Start, tiny: 
     assert out.index(f"{first.name}: running elsewhere; waiting for its end") < out.index("cell 1 of 2 begins: seed=2")
     assert [summary(directory)["status"] for directory in runs(cells)] == ["completed"] * 2
     assert list(final_table(cells)) == [("0.0006", "1"), ("0.0006", "2")]
-
-
-@pytest.mark.slow
-def test_a_cell_that_another_command_completed_meanwhile_is_not_run_again(
-    start: Start, tiny: list[str], tmp_path: Path
-) -> None:
-    three = start("train", "-m", *tiny, "train.seed=1,2,3", "sweep.name=s")
-    other = start("train", "-m", *tiny, "train.seed=3,4", "sweep.name=s")
-    outputs = [process.communicate(timeout=240) for process in (three, other)]
-    assert [three.returncode, other.returncode] == [0, 0], outputs
-    assert "begins: seed=3" in outputs[1][0]
-    assert "begins: seed=3" not in outputs[0][0]
-    assert re.search(r"--- seed=3-\w+: already completed", outputs[0][0])
 
 
 @pytest.mark.e2e
@@ -127,20 +112,6 @@ def test_the_same_sweep_issued_twice_at_once_trains_each_cell_once(
         assert summary(directory)["status"] == "completed"
         assert [event["step"] for event in events(directory, "step")] == list(range(80))
     assert len(final_table(cells)) == 3
-
-
-@pytest.mark.slow
-def test_the_same_command_runs_only_the_remaining_cells(gptexp: Gptexp, tiny: list[str], tmp_path: Path) -> None:
-    cells = tmp_path / "outputs" / "s"
-    assert gptexp("train", "-m", *tiny, "train.seed=2,3", "sweep.name=s").returncode == 0
-    before = {directory: (directory / "metrics.jsonl").read_bytes() for directory in runs(cells)}
-    grid = ["-m", *tiny, "train.seed=1,2", "sweep.name=s"]
-    again = gptexp("train", *grid)
-    assert again.returncode == 0, again.stderr
-    [common] = [directory for directory in before if directory.name.startswith("seed=2-")]
-    assert f"{common.name}: already completed" in again.stdout
-    assert [summary(directory)["status"] for directory in runs(cells)] == ["completed"] * 3
-    assert {directory: (directory / "metrics.jsonl").read_bytes() for directory in before} == before
 
 
 def losses(root: Path) -> dict[str, list[tuple[int, float]]]:

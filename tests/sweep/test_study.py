@@ -119,17 +119,6 @@ def test_a_study_with_other_choices_is_refused(tmp_path: Path) -> None:
         Study(tmp_path, [Axis(BATCH.key, True, Interval(1, 2, log=False, whole=True))], 0)
 
 
-@pytest.mark.e2e
-def test_trials_come_close_to_the_optimum_more_often_than_random_ones(tmp_path: Path) -> None:
-    study = Study(tmp_path, [LR], 1)
-    for _ in range(40):
-        number, [text] = study.ask()
-        loss = (math.log10(float(text.partition("=")[2])) + 2.5) ** 2
-        study.tell(number, told(tmp_path / "cell", "completed", loss))
-    values = [trial.value for trial in trials(tmp_path)]
-    assert sum(value < 0.05 for value in values if value is not None) > 12  # random draws: 6 of 40
-
-
 def test_a_file_that_is_not_a_study_is_refused_in_one_line(tmp_path: Path) -> None:
     (tmp_path / STUDY).write_text("no database")
     with pytest.raises(ConfigError, match=r"study\.db: not a study of Optuna \(.*\); delete it") as caught:

@@ -8,12 +8,13 @@ from scipy import stats
 from sweeps import compose_sweep
 
 from gptexp.config.compose import compose
-from gptexp.config.schema import Config, memory_key
-from gptexp.process.errors import ConfigError, InUseError
+from gptexp.config.schema import memory_key
+from gptexp.process.errors import ConfigError
 from gptexp.storage import run_dir
 from gptexp.sweep.cells import Cell
 from gptexp.sweep.space import Axis, Interval
-from gptexp.sweep.sweepers import GridSweeper, OptunaSweeper, RandomSweeper, _decided
+from gptexp.sweep.study import OptunaSweeper
+from gptexp.sweep.sweepers import GridSweeper, RandomSweeper
 
 LR = Axis("optim.lr", True, Interval(1e-4, 1e-1, log=True, whole=False))
 EPS = Axis("optim.eps", True, Interval(1e-4, 1e-1, log=True, whole=False))
@@ -99,39 +100,23 @@ def test_example_cells_of_an_optuna_sweep_contain_every_value_and_both_ends() ->
 def test_a_cell_reuses_the_micro_batch_found_for_a_cell_of_the_same_memory_needs(tmp_path: Path) -> None:
     """Without such a cell, it reuses the first decision of the sweep."""
 
-    def decided(name: str, batch: int, lr: str) -> tuple[str, dict[str, object]]:
-        key = memory_key(compose([f"batch.total_batch_size={batch}", "batch.micro_batch_size=auto", f"optim.lr={lr}"]))
-        effective = {"memory_key": key, "micro_batch_size": batch // 256}
-        (tmp_path / name).mkdir()
-        run_dir.write_json(tmp_path / name / run_dir.EFFECTIVE, effective)
-        return key, effective
+    def new_cell(name: str, batch: int, lr: str, model: str = "nano") -> Cell:
+        options = [f"batch.total_batch_size={batch}", "batch.micro_batch_size=auto", f"optim.lr={lr}"]
+        return Cell(None, compose([f"model={model}", *options]), tmp_path / name, {})  # type: ignore[arg-type]
 
-    small, first = decided("a", 4096, "1e-3")
-    large, other = decided("b", 8192, "1e-3")
-    run_dir.write_json(tmp_path / run_dir.EFFECTIVE, first)
-    assert decided("c", 8192, "2e-3")[0] == large != small
-    assert _decided(tmp_path, large) == other
-    assert _decided(tmp_path, small) == _decided(tmp_path, "of another model") == first
-    assert _decided(tmp_path / "nowhere", small) == {}
-
-
-def test_a_cell_is_claimed_by_one_command_and_returned_once_it_is_free(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("gptexp.sweep.sweepers.LOOK_S", 0.0)
-    cell = Cell(Config(), Config(), tmp_path / "cell", {})  # type: ignore[arg-type]
-    one, other = GridSweeper(None), GridSweeper(None)
-    one.claim(cell)
-    with pytest.raises(InUseError):
-        other.claim(cell)
-    other.set_aside(cell)
-    assert other.more() is None
-    one.set_aside(cell)  # its run was started by hand just then; the claim is given back
-    assert other.more() is cell
-    with run_dir.held(cell.directory), pytest.raises(InUseError):
-        other.claim(cell)
-    run_dir.write_json(cell.directory / run_dir.SUMMARY, {"status": "completed"})
-    with pytest.raises(InUseError, match="another command has completed it"):
-        other.claim(cell)
-    other.set_aside(cell)
-    assert (other.more(), other.elsewhere) == (None, [])
+    sweep = GridSweeper(None)
+    sweep.directory = tmp_path
+    small, large = new_cell("a", 4096, "1e-3"), new_cell("b", 8192, "1e-3")
+    sweep.take_decisions(small)
+    assert not small.directory.exists()
+    assert not sweep.share_decisions()
+    made = {}
+    for cell in (small, large):
+        made[cell.name] = {"memory_key": memory_key(cell.config), "micro_batch_size": 3}
+        cell.directory.mkdir()
+        run_dir.write_json(cell.directory / run_dir.EFFECTIVE, made[cell.name])
+        assert sweep.share_decisions()
+    assert made["a"] != made["b"]
+    for cell, like in ((new_cell("c", 8192, "2e-3"), "b"), (new_cell("d", 4096, "1e-3", "mini"), "a"), (large, "b")):
+        sweep.take_decisions(cell)
+        assert run_dir.read_json(cell.directory / run_dir.EFFECTIVE) == made[like]

@@ -1,0 +1,31 @@
+"""What a run needs of this machine: its kind of device, and the packages of its tasks. No torch."""
+
+from collections.abc import Sequence
+
+from gptexp.config.schema import Config
+from gptexp.distributed.ranks import Rank
+from gptexp.process.errors import ConfigError, UserError
+from gptexp.run.scoring import ask_lm_eval, of_lm_eval
+
+
+def require_tasks(configs: Sequence[Config]) -> None:
+    """Raise `ConfigError` if a config names a task that lm_eval does not have, or if lm_eval is not installed.
+
+    Takes seconds if one names any of its tasks.
+    """
+    tasks = of_lm_eval([task for config in configs for task in config.train.eval_tasks])
+    if tasks:
+        try:
+            ask_lm_eval(tasks, [], lambda: False)
+        except UserError as error:
+            raise ConfigError(str(error), error.code) from None
+
+
+def require_devices(configs: Sequence[Config]) -> None:
+    """Raise `ConfigError` if a config names a device that this machine does not have."""
+    for config in configs:
+        if config.train.device in ("cuda", "mps"):
+            from gptexp.machine.device import check_device  # imports torch
+
+            size = config.world.size or 1
+            check_device(config.train.device, Rank(size - 1, size, size - 1, size))
