@@ -172,12 +172,10 @@ def test_the_switches_of_a_chart_change_its_axes(opened: Open, report: Path) -> 
     assert axis("tokens") == "training tokens"
     assert ticks() == ["0", "50k", "100k", "150k", "200k", "250k"]
     before = chart.locator(".mark-line path").first.get_attribute("d")
-    chart.get_by_role("button", name="steps").click()
+    chart.get_by_role("radio", name="steps", exact=True).check()
     page.wait_for_selector("[data-key=loss] .role-axis-title text:has-text('steps')")
-    assert chart.get_by_role("button", name="steps").get_attribute("aria-pressed") == "true"
-    assert chart.get_by_role("button", name="tokens").get_attribute("aria-pressed") == "false"
     assert chart.locator(".mark-line path").first.get_attribute("d") != before
-    chart.get_by_role("button", name="log").click()
+    chart.get_by_role("radio", name="log", exact=True).check()
     page.evaluate("drawn.then(() => null)")
     scale = page.evaluate("views.get('plot-loss').view.scale('y').type")
     assert scale == "log"
@@ -185,11 +183,11 @@ def test_the_switches_of_a_chart_change_its_axes(opened: Open, report: Path) -> 
 
     page.evaluate("window.range = () => views.get('plot-curves').view.scale('y').domain()")
     (low, high), chart = page.evaluate("range()"), page.locator("[data-key=curves]")
-    chart.get_by_role("button", name="near the lowest").click()
+    chart.get_by_role("radio", name="near the lowest", exact=True).check()
     page.evaluate("drawn.then(() => null)")
     near_low, near_high = page.evaluate("range()")
     assert low <= near_low < near_high < high
-    chart.get_by_role("button", name="all").click()
+    chart.get_by_role("radio", name="all", exact=True).check()
     page.evaluate("drawn.then(() => null)")
     assert page.evaluate("range()") == [low, high]
     assert warnings == []
@@ -205,10 +203,10 @@ def test_the_training_loss_is_shown_smoothed_or_as_logged(
     page = opened(tmp_path / "run/report.html")
     paths = "new Set([...document.querySelectorAll('#plot-loss .mark-line path')].map(p => p.getAttribute('d'))).size"
     assert page.evaluate(paths) == 3  # validation, training, and faintly training as logged
-    page.get_by_role("button", name="as logged").click()
+    page.get_by_role("radio", name="as logged", exact=True).check()
     page.evaluate("drawn.then(() => null)")
     assert page.evaluate(paths) == 2
-    page.get_by_role("button", name="smoothed").click()
+    page.get_by_role("radio", name="smoothed", exact=True).check()
     page.evaluate("drawn.then(() => null)")
     assert page.evaluate(paths) == 3
     assert page.locator("#plot-loss .role-legend").count() == 0
@@ -301,7 +299,7 @@ def test_a_label_stands_at_the_end_of_its_line_and_goes_with_it(
     write_report(tmp_path / "sweep")
     page = opened(tmp_path / "sweep/report.html")
     for over in ("tokens", "steps", "time"):
-        page.locator("[data-key=loss]").get_by_role("button", name=over).click()
+        page.locator("[data-key=loss]").get_by_role("radio", name=over, exact=True).check()
         page.evaluate("drawn.then(() => null)")
         labels = page.evaluate("""() => Object.fromEntries([...document.querySelectorAll("#plot-loss .ends_marks text")]
             .map(text => [text.textContent, text.getBoundingClientRect().left]))""")

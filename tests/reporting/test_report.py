@@ -17,7 +17,8 @@ from gptexp.config.schema import AdamWConfig, ScalingConfig
 from gptexp.process.errors import ConfigError
 from gptexp.report import main
 from gptexp.reporting.listings.records import find_runs
-from gptexp.reporting.listings.table import shown, values
+from gptexp.reporting.listings.table import COLUMNS, informative, values
+from gptexp.reporting.listings.terminal_table import texts_of
 from gptexp.reporting.page.report import build_report
 from gptexp.reporting.page.write import numbers, show, write_report
 from gptexp.reporting.words.answers import table_of_answers
@@ -153,13 +154,13 @@ def test_the_table_has_exact_values_and_the_page_rounded_ones(swept: Path) -> No
         "final_val_loss": run.loss, "final_val_loss_ema": None, "bits_per_byte": None, "tokens_per_s": 8e3,
         "mfu_palm": None, "train_h": 1 / 60, "model.n_layer": 12,
     }]  # fmt: skip
-    columns = dict(shown([run]))
+    columns = dict(texts_of(COLUMNS, [run]))
     assert "MFU" not in columns  # no peak is known of a CPU
-    differing = dict(shown(find_runs(swept), all_of_them=False))
-    assert {"status", "val loss", "seed"} < {*differing} < {*columns} - {"tokens/s"}
+    differing = {column.title for column in informative(find_runs(swept))}
+    assert {"status", "val loss", "seed"} < differing < {*columns} - {"tokens/s"}
     assert columns["val loss"] == [f"{run.loss:.4f}"]
     run.mfu = 0.4321
-    assert dict(shown([run]))["MFU"] == ["43.2%"]
+    assert dict(texts_of(COLUMNS, [run]))["MFU"] == ["43.2%"]
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 120, None])

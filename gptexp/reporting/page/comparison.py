@@ -1,4 +1,5 @@
-"""A comparison of runs: what differs between them, and whether their final losses differ by more than seeds cause.
+"""A comparison of runs: what differs between them, whether their final losses differ by more than seeds cause, and how
+that is shown on the terminal, as JSON and as a page.
 
 Runs with equal configs but for the seed form a cell. A cell with several runs measures the noise (means.py).
 """
@@ -7,20 +8,27 @@ import math
 import string
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from statistics import stdev
 from typing import Any
 
 from gptexp.process.errors import ConfigError
-from gptexp.process.terminal import as_command, printable
+from gptexp.process.terminal import as_command, printable, say
 from gptexp.process.words import counted, first_keys, listed
 from gptexp.reporting.charts.line_charts import Lines, line_charts
+from gptexp.reporting.charts.pictures import bundle
 from gptexp.reporting.listings.differences import CONFIG, Difference, differences, recorded, what_differs
 from gptexp.reporting.listings.records import Run, has_diverged, read_run
-from gptexp.reporting.listings.table import tokenizers
+from gptexp.reporting.listings.table import BITS, LOSS, SPEED, STATUS, TOKENS, tokenizers
+from gptexp.reporting.listings.terminal_table import print_in_blocks, texts_of
+from gptexp.reporting.page.cells_table import BEST_LOSS
 from gptexp.reporting.page.overview import Overview, as_started
+from gptexp.reporting.page.own_file import MARKS
+from gptexp.reporting.page.page import comparison_page
 from gptexp.reporting.page.report import Report
+from gptexp.reporting.page.write import show_findings
 from gptexp.reporting.statistics.analysis import TEXT, analyse, data_warnings, usual_spread_of
 from gptexp.reporting.statistics.likelihood import NOISE_DOF
 from gptexp.reporting.statistics.means import Contrast, against_lowest
@@ -30,6 +38,8 @@ from gptexp.reporting.words.proposals import SEEDS, Proposal
 from gptexp.reporting.words.verdict import seeds_in_words
 from gptexp.storage import inventory, run_dir
 
+COMMAND = "gptexp compare"
+RESULTS = (STATUS, LOSS, BEST_LOSS, BITS, TOKENS, SPEED)
 SEED = "train.seed"
 # With the length of a sequence they decide which text is held out.
 HELD_OUT = ("data.val_tokens", "data.val_ratio", "data.val_split", "data.max_tokens")
@@ -186,12 +196,10 @@ def _grouped(runs: Sequence[Run], key: Callable[[Run], dict[str, Any]]) -> list[
     """The runs by equal keys, which need not be hashable."""
     groups: list[tuple[dict[str, Any], list[Run]]] = []
     for run in runs:
-        value = key(run)
-        known = next((group for other, group in groups if other == value), None)
-        if known is None:
-            groups.append((value, [run]))
-        else:
-            known.append(run)
+        group = next((group for other, group in groups if other == key(run)), None)
+        if group is None:
+            groups.append((key(run), group := []))
+        group.append(run)
     return [group for _, group in groups]
 
 
@@ -273,9 +281,7 @@ def _without_loss(runs: Sequence[Run]) -> Iterator[Finding]:
         if has_diverged(run):
             yield Finding(f"{run.name} has diverged.")
         elif run.loss is None:
-            trained = run.summary.get("tokens", run.first_tokens) - run.first_tokens
-            done = trained / (run.of_tokens - run.first_tokens)
-            yield Finding(f"{run.name} has no final loss: it is {run.status}, after {done:.0%} of its tokens.")
+            yield Finding(f"{run.name} has no final loss: it is {run.status}, after {run.share:.0%} of its tokens.")
 
 
 def _more_seeds(cell: Cell) -> Iterator[Proposal]:
@@ -299,3 +305,67 @@ def _seeds_beside(directory: Path) -> Iterator[int]:
     for path in inventory.cells(sweep) if inventory.is_sweep(sweep) else ():
         with suppress(ConfigError):  # a damaged run
             yield run_dir.load_config(path).train.seed
+
+
+def write_page(path: Path, comparison: Comparison) -> None:
+    html = comparison_page(comparison.report, comparison.differences, bundle())
+    run_dir.write_atomically(path, f"{MARKS[COMMAND]}\n{html}")
+
+
+def numbers(comparison: Comparison) -> dict[str, Any]:
+    """The comparison as JSON values."""
+    names = [run.name for run in comparison.runs]
+    return {
+        "runs": [
+            {
+                "run": run.name,
+                "label": comparison.labels[run.name],
+                "directory": str(run.directory),
+                **{column.key: column.value(run) for column in RESULTS},
+            }
+            for run in comparison.runs
+        ],
+        "differences": [
+            {"key": d.key, "kind": d.kind, "values": dict(zip(names, d.values, strict=True))}
+            for d in comparison.differences
+        ],
+        "why_incomparable": comparison.why_incomparable,
+        "pairs": [_pair(pair) for pair in comparison.pairs],
+        "verdict": comparison.report.verdict.lines,
+        "next": [asdict(proposal) for proposal in comparison.report.further],
+    }
+
+
+def _pair(pair: Pair) -> dict[str, Any]:
+    tie, contrast = pair.is_tie, pair.contrast
+    return {
+        "lower": _cell(pair.lower),
+        "higher": _cell(pair.higher),
+        "difference": pair.difference,
+        "significant": None if tie is None else not tie,
+        "p": contrast and contrast.p,
+        "significant_from": contrast and contrast.significant_from,
+        "seeds_needed": contrast and contrast.seeds_needed,
+        "usual_spread": pair.usual_spread,
+    }
+
+
+def _cell(cell: Cell) -> dict[str, Any]:
+    return {"runs": cell.names, "mean_loss": cell.mean, "sigma": cell.sigma}
+
+
+def show(comparison: Comparison, width: int | None = None) -> None:
+    """Print the comparison, on lines of `width` characters if given; tables then have as many columns as fit."""
+    runs = comparison.runs
+    say(*(f"{comparison.labels[run.name]}  {run.directory}" for run in runs))
+    for kind, found in groupby(comparison.differences, key=lambda d: d.kind):
+        rows = list(found)
+        columns = [(run.name, [d.texts[number] for d in rows]) for number, run in enumerate(runs)]
+        say(f"\n{kind.capitalize()}:")
+        print_in_blocks(("", [d.key for d in rows]), columns, [run.name for run in runs], width)
+    if not comparison.differences:
+        say("\nNothing differs: configs, data, machines and versions are equal.")
+    say()
+    print_in_blocks(("run", [run.name for run in runs]), texts_of(RESULTS, runs), [STATUS.title], width)
+    say()
+    show_findings(comparison.report, width)
