@@ -31,12 +31,6 @@ UNLIKE = ": unlike the runs of the fitted law of optim, so another learning rate
 
 
 @pytest.fixture(scope="module")
-def swept(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A sweep whose best learning rate grows with the root of the batch size; tests must not write into it."""
-    return write_sweep(tmp_path_factory.mktemp("sweeps") / "root")
-
-
-@pytest.fixture(scope="module")
 def analysis(swept: Path) -> Analysis:
     return analyse("sweep", find_runs(swept))
 

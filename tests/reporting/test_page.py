@@ -110,12 +110,10 @@ def test_every_figure_is_drawn_and_readable(browser: "Browser", report: Path, wi
     context.close()
 
 
+@pytest.mark.usefixtures("without_pictures")
 @pytest.mark.parametrize(("width", "scheme"), e2e_then_slow([(390, "dark"), (390, "light"), (1280, "dark")], 2))
-def test_the_page_has_no_accessibility_violation(
-    opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int, scheme: str
-) -> None:
+def test_the_page_has_no_accessibility_violation(opened: Open, tmp_path: Path, width: int, scheme: str) -> None:
     """Of a small sweep: the check takes long for each element."""
-    monkeypatch.setattr("gptexp.reporting.page.write.png", lambda _: b"")
     write_report(write_sweep(tmp_path / "sweep", batches=(4096, 8192), seeds=1))
     page = opened(tmp_path / "sweep/report.html", width, scheme)
     page.locator("#diagnostics > summary").click()
@@ -194,10 +192,8 @@ def test_the_switches_of_a_chart_change_its_axes(opened: Open, report: Path) -> 
 
 
 @pytest.mark.e2e
-def test_the_training_loss_is_shown_smoothed_or_as_logged(
-    opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("gptexp.reporting.page.write.png", lambda _: b"")
+@pytest.mark.usefixtures("without_pictures")
+def test_the_training_loss_is_shown_smoothed_or_as_logged(opened: Open, tmp_path: Path) -> None:
     write_run(tmp_path / "run", 4096, 0.02, 1, 4.0)
     write_report(tmp_path / "run")
     page = opened(tmp_path / "run/report.html")
@@ -288,10 +284,8 @@ def test_a_click_on_a_learning_rate_or_a_batch_size_isolates_the_lines_of_its_ru
 
 
 @pytest.mark.e2e
-def test_a_label_stands_at_the_end_of_its_line_and_goes_with_it(
-    opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("gptexp.reporting.page.write.png", lambda _: b"")
+@pytest.mark.usefixtures("without_pictures")
+def test_a_label_stands_at_the_end_of_its_line_and_goes_with_it(opened: Open, tmp_path: Path) -> None:
     write_run(tmp_path / "sweep/whole", 4096, 0.02, 1, 4.0)
     write_run(tmp_path / "sweep/half", 4096, 0.04, 1, 4.0)
     lines = (tmp_path / "sweep/half/metrics.jsonl").read_text().splitlines(keepends=True)
@@ -400,9 +394,9 @@ def test_the_page_follows_the_color_scheme_of_the_system(opened: Open, report: P
 
 
 @pytest.mark.e2e
-def test_a_single_point_is_drawn(opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("without_pictures")
+def test_a_single_point_is_drawn(opened: Open, tmp_path: Path) -> None:
     """A run with one step and one evaluation, as right after its start."""
-    monkeypatch.setattr("gptexp.reporting.page.write.png", lambda _: b"")
     write_run(tmp_path / "run", 2**18, 0.02, 1, 4.0)
     write_report(tmp_path / "run")
     page = opened(tmp_path / "run/report.html")
@@ -427,6 +421,7 @@ def test_a_point_has_a_tooltip(opened: Open, report: Path) -> None:
 
 
 @pytest.mark.e2e
+@pytest.mark.usefixtures("without_pictures")
 def test_a_run_name_is_not_executed_as_html(opened: Open, tmp_path: Path) -> None:
     """Neither in the page nor in a tooltip, which Vega writes as HTML."""
     root = write_sweep(tmp_path / "<img src=x onerror=window.owned=1>")

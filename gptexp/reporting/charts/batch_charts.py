@@ -82,11 +82,11 @@ def loss_chart(arm: Arm) -> Figure | None:
     if len(arm.curves.optima) < 2:
         return None
     points, y = _optima(arm, "loss"), vl.linear("loss", "loss at the best learning rate")
-    noise_scales, of_scales = noise_scale_lines([arm], arm.curves.of)
+    noise_scales, scale_caption = noise_scale_lines([arm], arm.curves.of)
     line = vl.layer("line", points, {"y": y}, style="accent", opacity=0.5)
     layers = [line, *_optimum_layers(points, y, {}, "ink"), noise_scales]
     without = batches_without_optimum(arm)
-    text = caption(LOSS_CAPTION, of_scales, f"Without an optimum, and not shown: {without}." if without else "")
+    text = caption(LOSS_CAPTION, scale_caption, f"Without an optimum, and not shown: {without}." if without else "")
     spec = {"layer": layers, "encoding": {"x": vl.batch_axis(arm.curves.of)}}
     return figure("optima", "Loss at the optimum", text, spec)
 
@@ -128,22 +128,22 @@ def sharpness_charts(arm: Arm) -> Iterator[Figure]:
             for line in lines
             if (value := getattr(last, line)) is not None and value > 0
         ]
-        of_runs = [point for point in points if point["of"] == lines[0]]
-        if len({point["batch"] for point in of_runs}) < 2:
+        run_points = [point for point in points if point["of"] == lines[0]]
+        if len({point["batch"] for point in run_points}) < 2:
             continue
         y, fields = vl.log("value", uncapitalised(title)), ("run", "of", "batch", "lr", "seed", "value")
-        noise_scales, of_scales = noise_scale_lines([arm], measured)
+        noise_scales, scale_caption = noise_scale_lines([arm], measured)
         means = {"y": {**y, "aggregate": "mean"}, **vl.dashed(lines)}
         layers = [
             vl.layer("line", points, means, style="accent"),
-            vl.layer("point", of_runs, {"y": y, "tooltip": tooltip(*fields)}, filled=True, size=80, style="ink"),
+            vl.layer("point", run_points, {"y": y, "tooltip": tooltip(*fields)}, filled=True, size=80, style="ink"),
             noise_scales,
         ]
         text = caption(
             text,
             "At the end of training, at the learning rate of each batch size with the lowest mean loss. Each point is "
             "a run, and lines join the means over seeds.",
-            of_scales,
+            scale_caption,
             f"Not measured at {without} tokens a step." if without else "",
         )
         spec = {"layer": layers, "encoding": {"x": vl.batch_axis(measured)}}
@@ -167,10 +167,10 @@ def _optimum_layers(points: Sequence[Spec], y: Spec, x: Spec, style: str | None 
     """Layers of points and of their 95% intervals. `x`: their own encoding, if it is not that of the whole chart."""
     more = {"style": style} if style else {}
     batch = ["batch"] if "batch" in points[0] else []
-    told = {"tooltip": tooltip(*batch, y["field"], "low", "high")}
+    tooltips = {"tooltip": tooltip(*batch, y["field"], "low", "high")}
     return [
         vl.layer("rule", points, {**vl.INTERVAL, **x}, size=2, **more),
-        vl.layer("point", points, {"y": y, **told, **x}, filled=True, size=80, **more),
+        vl.layer("point", points, {"y": y, **tooltips, **x}, filled=True, size=80, **more),
     ]
 
 
@@ -234,10 +234,10 @@ def _loss_of_arms(arms: Sequence[Arm]) -> Figure:
     points, y = _shifted(arms, "loss"), vl.linear("loss", "loss at the best learning rate")
     encoding = _encoding_of_arms(arms)
     beside = {"x": {**encoding["x"], "field": "aside"}}
-    noise_scales, of_scales = noise_scale_lines(arms, {point["batch"] for point in points})
+    noise_scales, scale_caption = noise_scale_lines(arms, {point["batch"] for point in points})
     layers = [vl.layer("line", points, {"y": y}, opacity=0.6), *_optimum_layers(points, y, beside), noise_scales]
     spec = {"layer": layers, "encoding": encoding}
-    return figure("arms-loss", "Loss at the optimum, arm by arm", caption(LOSS_CAPTION, of_scales), spec)
+    return figure("arms-loss", "Loss at the optimum, arm by arm", caption(LOSS_CAPTION, scale_caption), spec)
 
 
 def _lr_by_model_size(arms: Sequence[Arm]) -> Iterator[Figure]:

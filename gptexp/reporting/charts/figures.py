@@ -149,9 +149,9 @@ def _minima(arm: Arm) -> list[Spec]:
         {"lr": o.lr, "low": o.low, "high": o.high, "loss": o.loss, "size": f"{batch:,}"}
         for batch, o in arm.curves.optima.items()
     ]
-    told = {"tooltip": tooltip("size", "lr", "low", "high", "loss")}
+    tooltips = {"tooltip": tooltip("size", "lr", "low", "high", "loss")}
     return [
-        vl.layer("rule", minima, {"x": vl.quantitative("low"), "x2": {"field": "high"}, **told}, size=5),
+        vl.layer("rule", minima, {"x": vl.quantitative("low"), "x2": {"field": "high"}, **tooltips}, size=5),
         vl.layer("point", minima, shape="diamond", size=130, filled=True),
     ]
 
@@ -255,10 +255,10 @@ def _iso_loss(arm: Arm) -> Figure | None:
     if (h := critical.hyperbola) is not None:
         sizes = np.geomspace(min(critical.steps), max(critical.steps), SAMPLES).tolist()
         curve = [{"steps": h.least_steps * (1 + h.tokens / b), "tokens": h.least_steps * (b + h.tokens)} for b in sizes]
-    told = {"tooltip": tooltip("batch", "steps", "tokens")}
+    tooltips = {"tooltip": tooltip("batch", "steps", "tokens")}
     layers = [
         vl.layer("line", curve, style="accent", order=False),
-        vl.layer("point", points, told, filled=True, size=80, style="ink"),
+        vl.layer("point", points, tooltips, filled=True, size=80, style="ink"),
         vl.layer("text", points, {"text": vl.quantitative("batch", format=",")}, style="label"),
     ]
     encoding = {"x": vl.log("steps", "steps", form="~s"), "y": vl.log("tokens", "tokens", form="~s")}

@@ -342,10 +342,10 @@ def _noise_scale(lines: Lines) -> Figure | None:
     ]
     dashes = {"field": "what", "type": "nominal", "title": None, "sort": [BATCH, CRITICAL],
               "scale": {"range": [[2, 3], [8, 3]]}}  # fmt: skip
-    told = tooltip("what", "value", value="tokens a step")
+    entries = tooltip("what", "value", value="tokens a step")
     batches = {
         "layer": [layer for layer in used if layer["data"]["values"]],
-        "encoding": {"y": vl.quantitative("value"), "strokeDash": dashes, "tooltip": told},
+        "encoding": {"y": vl.quantitative("value"), "strokeDash": dashes, "tooltip": entries},
     }
     scales = _line_spec(lines, points, vl.log("value", "gradient noise scale, tokens", form="~s"))
     text = (
@@ -435,7 +435,7 @@ def _encode_runs(lines: Lines) -> Spec:
 
 def _line_spec(lines: Lines, points: Sequence[Spec], y: Spec) -> Spec:
     """Lines over training tokens that the reader can move, zoom and isolate."""
-    told = tooltip(*lines.tooltip_fields, "tokens", "value", value=y["title"])
-    encoding = {"x": vl.count("tokens", "training tokens"), "y": y, **_encode_runs(lines), "tooltip": told}
+    entries = tooltip(*lines.tooltip_fields, "tokens", "value", value=y["title"])
+    encoding = {"x": vl.count("tokens", "training tokens"), "y": y, **_encode_runs(lines), "tooltip": entries}
     line = vl.layer("line", points, encoding, strokeWidth=1.5, clip=True, point=len(points) == 1)
     return {**line, "params": lines.params}

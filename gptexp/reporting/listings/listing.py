@@ -115,8 +115,8 @@ def list_runs(directory: Path, read: Read | None = None) -> list[Listed]:
         return [read(directory, directory.name)]
     if is_sweep(directory):
         return [read(path, path.name) for path in cells(directory)]
-    found = [(path, str(path.relative_to(directory))) for path in find(directory)]
-    return [_sweep(path, name, read) if is_sweep(path) else read(path, name) for path, name in found]
+    paths = [(path, str(path.relative_to(directory))) for path in find(directory)]
+    return [_sweep(path, name, read) if is_sweep(path) else read(path, name) for path, name in paths]
 
 
 def read_row(path: Path, name: str) -> Listed:
@@ -200,13 +200,13 @@ def _best_cell(runs: Sequence[Listed]) -> list[Row]:
     It is the best cell of a report, which leaves out a cell with a diverged seed too, and also runs that no curve
     explains: those are not known here.
     """
-    of_cells: dict[str, dict[int, Row]] = defaultdict(dict)
+    losses: dict[str, dict[int, Row]] = defaultdict(dict)
     for run in runs:
         if run.row.status == "completed" and run.row.val_loss is not None:
-            of_cells[run.cell][run.configs[0][SEED]] = run.row
+            losses[run.cell][run.configs[0][SEED]] = run.row
     diverged = {run.cell for run in runs if _has_diverged(run)}
-    found = [[*of_seeds.values()] for cell, of_seeds in of_cells.items() if cell not in diverged]
-    return min(found, key=_mean_loss, default=[])
+    complete = [[*of_seeds.values()] for cell, of_seeds in losses.items() if cell not in diverged]
+    return min(complete, key=_mean_loss, default=[])
 
 
 def _has_diverged(run: Listed) -> bool:
@@ -337,8 +337,8 @@ def _value(text: str) -> Any:
 def _equals(value: Any, text: str) -> bool:
     if isinstance(value, list):
         return text in value
-    wanted = _value(text)
-    return value == text or (value == wanted and isinstance(value, bool) == isinstance(wanted, bool))
+    parsed = _value(text)
+    return value == text or (value == parsed and isinstance(value, bool) == isinstance(parsed, bool))
 
 
 def ordered(rows: Sequence[Row], by: str, reverse: bool) -> list[Row]:

@@ -98,9 +98,9 @@ def is_unfinished(sweep: SweepRecord, runs: Sequence[Run], batch: int) -> bool:
     """Whether a cell of the sweep runs or waits at a batch size (tokens); `runs`: those that have begun."""
     statuses = {run.name: run.status for run in runs}
     planned = [name for name, cell in sweep.cells.items() if cell.total_batch_size == batch]
-    of_cells = [statuses.get(printable(name), NOT_STARTED) for name in planned]
-    of_runs = [run.status for run in runs if run.batch == batch]
-    return not {"running", "interrupted", NOT_STARTED}.isdisjoint(of_cells + of_runs)
+    planned_statuses = [statuses.get(printable(name), NOT_STARTED) for name in planned]
+    begun_statuses = [run.status for run in runs if run.batch == batch]
+    return not {"running", "interrupted", NOT_STARTED}.isdisjoint(planned_statuses + begun_statuses)
 
 
 def ready_in(cells: Sequence[Progress]) -> float | None:

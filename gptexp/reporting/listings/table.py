@@ -65,9 +65,9 @@ def informative(runs: Sequence[Run]) -> list[Column[Run]]:
     """
     columns = []
     for column in COLUMNS:
-        found = {column.value(run) for run in runs}
-        is_new = len(found) > 1 or len(runs) == 1 or column is STATUS
-        if found != {None} and is_new and (column is not BITS or len(tokenizers(runs)) > 1):
+        different = {column.value(run) for run in runs}
+        is_new = len(different) > 1 or len(runs) == 1 or column is STATUS
+        if different != {None} and is_new and (column is not BITS or len(tokenizers(runs)) > 1):
             columns.append(column)
     return columns
 

@@ -39,8 +39,8 @@ class Column(Generic[T]):
 
 def texts_of(columns: Sequence[Column[T]], rows: Sequence[T]) -> Columns:
     """The title of each column that has a text, with its text for each row."""
-    found = [(column.title, [column.text(row) for row in rows]) for column in columns]
-    return [column for column in found if any(column[1])]
+    filled = [(column.title, [column.text(row) for row in rows]) for column in columns]
+    return [column for column in filled if any(column[1])]
 
 
 def print_table(

@@ -106,8 +106,8 @@ class Comparison:
 def compare(directories: Sequence[Path]) -> Comparison:
     """Compare the runs in `directories`. Raises `ConfigError` if one is damaged."""
     runs = list(_named(directories))
-    found = differences(runs)
-    labels = {run.name: f"{run.name}: {text}" for run, text in zip(runs, what_differs(runs, found), strict=True)}
+    differing = differences(runs)
+    labels = {run.name: f"{run.name}: {text}" for run, text in zip(runs, what_differs(runs, differing), strict=True)}
     analysis = analyse("comparison", runs)
     why_incomparable = _why_incomparable(runs)
     cells = cells_of([run for run in runs if run.loss is not None and not has_diverged(run)])
@@ -116,7 +116,7 @@ def compare(directories: Sequence[Path]) -> Comparison:
     verdict = Verdict(
         warnings=[
             *(Finding(printable(f"Warning: {line}.")) for line in analysis.warnings if line not in known),
-            *_other_held_out_text(runs, found),
+            *_other_held_out_text(runs, differing),
         ],
         answers=list(_answers(runs, why_incomparable, cells, pairs)),
         findings=list(_without_loss(runs)),
@@ -124,9 +124,9 @@ def compare(directories: Sequence[Path]) -> Comparison:
         question="Which run is better",
     )
     further = list(_more_seeds(pairs[0].lower)) if pairs and pairs[0].contrast is None else []
-    head = _head(runs, labels, found)
+    head = _head(runs, labels, differing)
     report = Report(Path(), analysis, [], None, False, head, [], verdict, further, line_charts(Lines(runs, labels)))
-    return Comparison(runs, labels, found, why_incomparable, pairs, report)
+    return Comparison(runs, labels, differing, why_incomparable, pairs, report)
 
 
 def _named(directories: Sequence[Path]) -> Iterator[Run]:
@@ -139,8 +139,8 @@ def _named(directories: Sequence[Path]) -> Iterator[Run]:
         yield replace(run, name=f"{string.ascii_uppercase[letter]}{turn or ''}")
 
 
-def _head(runs: Sequence[Run], labels: Mapping[str, str], found: Sequence[Difference]) -> Overview:
-    keys = [difference.key for difference in found if difference.kind == CONFIG]
+def _head(runs: Sequence[Run], labels: Mapping[str, str], differing: Sequence[Difference]) -> Overview:
+    keys = [difference.key for difference in differing if difference.kind == CONFIG]
     return Overview(
         title=f"{len(runs)} runs compared: {first_keys(keys) or 'equal configs'}",
         facts=[(labels[run.name], printable(str(run.directory))) for run in runs],
@@ -170,8 +170,8 @@ def cells_of(runs: Sequence[Run]) -> list[Cell]:
 
 def pairs_of(cells: Sequence[Cell]) -> list[Pair]:
     """The first of `cells`, which has the lowest mean loss, with each of the others."""
-    found = against_lowest([[run.loss or 0.0 for run in cell.runs] for cell in cells])
-    contrasts: Sequence[Contrast | None] = [None] * len(cells) if found is None else found
+    tested = against_lowest([[run.loss or 0.0 for run in cell.runs] for cell in cells])
+    contrasts: Sequence[Contrast | None] = [None] * len(cells) if tested is None else tested
     return [
         Pair(cells[0], cell, contrast, usual_spread_of([*cells[0].runs, *cell.runs]))
         for cell, contrast in zip(cells[1:], contrasts[1:], strict=True)
@@ -207,8 +207,8 @@ def _has_every_seed_once(runs: Sequence[Run]) -> bool:
     return len({run.seed for run in runs}) == len(runs)
 
 
-def _other_held_out_text(runs: Sequence[Run], found: Sequence[Difference]) -> Iterator[Finding]:
-    keys = [d.key for d in found if d.key in HELD_OUT]
+def _other_held_out_text(runs: Sequence[Run], differing: Sequence[Difference]) -> Iterator[Finding]:
+    keys = [d.key for d in differing if d.key in HELD_OUT]
     if len({run.seq_len for run in runs}) > 1:
         keys.append("the length of a sequence")
     if keys:
@@ -229,9 +229,9 @@ def _answers(
     yield from (_answer(pair, len(cells)) for pair in pairs)
 
 
-def _single(cell: Cell, of_runs: int) -> Iterator[Finding]:
+def _single(cell: Cell, run_count: int) -> Iterator[Finding]:
     names = listed(cell.names)
-    if len(cell.runs) < of_runs:
+    if len(cell.runs) < run_count:
         yield Finding(f"Nothing can be said yet: only {names} has a final loss that counts.")
     elif cell.sigma is not None:
         yield Finding(
@@ -358,8 +358,8 @@ def show(comparison: Comparison, width: int | None = None) -> None:
     """Print the comparison, on lines of `width` characters if given; tables then have as many columns as fit."""
     runs = comparison.runs
     say(*(f"{comparison.labels[run.name]}  {run.directory}" for run in runs))
-    for kind, found in groupby(comparison.differences, key=lambda d: d.kind):
-        rows = list(found)
+    for kind, group in groupby(comparison.differences, key=lambda d: d.kind):
+        rows = list(group)
         columns = [(run.name, [d.texts[number] for d in rows]) for number, run in enumerate(runs)]
         say(f"\n{kind.capitalize()}:")
         print_in_blocks(("", [d.key for d in rows]), columns, [run.name for run in runs], width)

@@ -97,8 +97,8 @@ def _watched(directory: Path) -> list[Path]:
     try:
         if _has_a_report(directory):
             return [directory, *run_dir.subdirectories(directory)]
-        found = find(directory)
-        return [directory, *found, *(cell for path in found if is_sweep(path) for cell in cells(path))]
+        paths = find(directory)
+        return [directory, *paths, *(cell for path in paths if is_sweep(path) for cell in cells(path))]
     except (ConfigError, OSError):
         return [directory]
 
