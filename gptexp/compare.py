@@ -29,8 +29,7 @@ def main(argv: list[str] | None = None) -> None:
         if not args.output.parent.is_dir():
             raise ConfigError(f"--output {args.output}: {args.output.parent} is no directory; create it first")
 
-    from gptexp.reporting.page.comparison import compare  # imports scipy
-    from gptexp.reporting.page.comparison_output import numbers, show, write_page
+    from gptexp.reporting.page.comparison import compare, numbers, show, write_page  # imports scipy
 
     comparison = compare(directories)
     if args.json:

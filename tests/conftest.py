@@ -187,6 +187,20 @@ def finished_run(torch_server: ForkServer, corpus: Path, cache: Path, tmp_path_f
 
 
 @pytest.fixture(scope="session")
+def swept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A sweep whose best learning rate grows with the root of the batch size; tests must not write into it."""
+    from sweeps import write_sweep
+
+    return write_sweep(tmp_path_factory.mktemp("sweeps") / "root")
+
+
+@pytest.fixture
+def without_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reports whose PNGs are empty; drawing them takes most of the time."""
+    monkeypatch.setattr("gptexp.reporting.page.write.png", lambda _: b"")
+
+
+@pytest.fixture(scope="session")
 def light_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
     """A fork server whose children exit when they import torch."""
     home = tmp_path_factory.mktemp("home")

@@ -14,8 +14,8 @@ from scipy import stats
 from sweeps import report_of, write_run
 
 from gptexp.config.schema import Config
+from gptexp.reporting.charts.batch_charts import NOISE_SCALE, arm_charts, noise_scale_lines
 from gptexp.reporting.charts.figures import figures
-from gptexp.reporting.charts.figures_of_arms import NOISE_SCALE, figures_of_arms, noise_scale_lines
 from gptexp.reporting.listings.records import find_runs
 from gptexp.reporting.page.page import sections
 from gptexp.reporting.page.report import build_report
@@ -141,13 +141,13 @@ def test_optima_on_a_curve_are_joined_instead_of_their_law(two_rules: Path) -> N
     assert one.law is not None
     assert other.law is not None
     bent = replace(one, law=replace(one.law, bends=True))
-    figure = figures_of_arms([bent, other])[0]
+    figure = next(arm_charts([bent, other]))
     lines = {(line["arm"], line["batch"]): line["lr"] for line in figure.spec["layer"][0]["data"]["values"]}
     joined = {(one.label, batch): optimum.lr for batch, optimum in one.curves.optima.items()}
     assert lines == joined | {(other.label, batch): other.law.at(batch) for batch in other.law.sizes}
     joins = "Lines join the optima of {}, which lie on a curve in log-log."
     assert figure.caption.endswith(f" intervals. Lines are the fitted laws. {joins.format(one.label)}")
-    both = figures_of_arms([bent, replace(other, law=replace(other.law, bends=True))])[0].caption
+    both = next(arm_charts([bent, replace(other, law=replace(other.law, bends=True))])).caption
     assert both.endswith(f" intervals. {joins.format(f'{one.label} and of {other.label}')}")
 
 
@@ -155,12 +155,15 @@ def test_a_noise_scale_outside_the_batch_sizes_widens_the_axis_or_is_in_the_capt
     """It is 6,144 tokens. `SCALE_WITHIN` is 16."""
     arms = analyse("sweep", find_runs(two_rules)).arms
     for sizes in ((64, 384), (64, 1024), (6145, 10**6), (98304, 10**6)):
-        [layer], text = noise_scale_lines(arms, sizes)
+        layer, text = noise_scale_lines(arms, sizes)
         assert [line["batch"] for line in layer["data"]["values"]] == pytest.approx([6144] * 2)
         assert text == NOISE_SCALE
     for sizes in ((64, 383), (98305, 10**6)):
-        layers, text = noise_scale_lines(arms[:1], sizes)
-        assert (layers, text) == ([], "The gradient noise scale is too far outside to be drawn: 6,144 tokens.")
+        layer, text = noise_scale_lines(arms[:1], sizes)
+        assert (layer["data"]["values"], text) == (
+            [],
+            "The gradient noise scale is too far outside to be drawn: 6,144 tokens.",
+        )
     _, text = noise_scale_lines(arms, (64, 383))
     assert text.endswith(f": 6,144 tokens ({arms[0].label}), 6,144 tokens ({arms[1].label}).")
 
@@ -191,7 +194,7 @@ def test_the_noise_scale_is_that_of_the_best_run_that_measured_it(two_rules: Pat
     for number, step in enumerate(following.train):
         assert step.norms is not None
         following.train[number] = replace(step, norms=replace(step.norms, small=1.1 * step.norms.small))
-    [layer], _ = noise_scale_lines([arm], BATCHES)
+    layer, _ = noise_scale_lines([arm], BATCHES)
     scale = at_the_end(following)
     assert scale is not None
     assert scale.tokens > 7000

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from sweeps import write_run, write_sweep
 
-from gptexp.reporting.charts.line_charts import ZOOM
+from gptexp.reporting.charts.line_charts import GAPS, ZOOM
 from gptexp.reporting.page.report import build_report
 from gptexp.storage import run_dir
 
@@ -34,64 +34,48 @@ def sweep(tmp_path: Path) -> Path:
 
 def test_nothing_is_said_of_a_whole_sweep(sweep: Path) -> None:
     found = captions(sweep)
-    assert found.keys() == {
-        "curves",
-        "loss",
-        "noise-scale",
-        "cosine",
-        "heatmap",
-        "law",
-        "optima",
-        "isoloss",
-        "throughput",
-    }
+    drawn = {"curves", "loss", "noise-scale", "cosine", "heatmap", "law", "optima", "isoloss", "throughput"}
+    assert found.keys() == drawn
     assert [(key, word) for key, text in found.items() for word in LACKS if word in text] == []
 
 
 def test_runs_without_values_are_counted(sweep: Path) -> None:
-    one, two = sorted(sweep.glob("lr=0.04,total_batch_size=4096*"))
-    for run in (one, two):
+    for run in (runs := sorted(sweep.glob("lr=0.04,total_batch_size=4096*"))):
         (run / run_dir.METRICS).unlink()
         (run / run_dir.SUMMARY).unlink()
     found = captions(sweep)
-    assert found["curves"].endswith(" 2 runs without a final validation loss are not shown.")
-    assert found["throughput"].endswith(" 2 runs without a logged step are not shown.")
-    assert "2 runs without a validation loss are not shown." in found["loss"]
-    assert found["noise-scale"].endswith(" 2 runs that did not log it are not shown.")
-    assert "An empty cell has no completed run that counts." in found["heatmap"]
-    write_run(two, 4096, 0.04, 1338, 4.05, schedule="constant")
-    assert captions(sweep)["curves"].endswith(" 1 run without a final validation loss is not shown.")
-    assert "empty cell" not in captions(sweep)["heatmap"]
+    counted = [key for key, text in found.items() if "2 runs " in text and " are not shown." in text]
+    assert counted == ["curves", "loss", "noise-scale", "cosine", "throughput"]
+    assert "mpty cell" in found["heatmap"]
+    write_run(runs[1], 4096, 0.04, 1338, 4.05, schedule="constant")
+    found = captions(sweep)
+    assert found["curves"].endswith(" 1 run without a final validation loss is not shown.")
+    assert "mpty cell" not in found["heatmap"]
 
 
 def test_batch_sizes_without_an_optimum_are_named_with_the_reason(sweep: Path) -> None:
-    for run in sweep.glob("lr=*,total_batch_size=16384*"):
-        if not run.name.startswith("lr=0.08"):
-            shutil.rmtree(run)
+    largest = [run for run in sweep.glob("lr=*,total_batch_size=16384*") if not run.name.startswith("lr=0.08")]
+    for run in largest:
+        shutil.rmtree(run)
     found = captions(sweep)
-    assert "No curve is fitted at 16,384 (too few)." in found["curves"]
-    assert found["law"].endswith(" Without an optimum, and not in the fit: 16,384 (too few).")
-    assert found["optima"].endswith(" Without an optimum, and not shown: 16,384 (too few).")
+    assert [key for key, text in found.items() if "16,384 (too few)." in text] == ["curves", "law", "optima"]
+    assert "16,384" not in found["isoloss"]
     for run in sweep.glob("lr=*,total_batch_size=16384*"):
         (run / run_dir.SUMMARY).unlink()
-    assert found["isoloss"].endswith(" Labels are tokens a step.")
-    assert captions(sweep)["isoloss"].endswith(" Not shown, because no run has completed: 16,384.")
+    assert captions(sweep)["isoloss"].endswith("no run has completed: 16,384.")
 
 
 def test_lines_that_end_early_or_have_gaps_are_explained(sweep: Path) -> None:
     write_run(sweep / "high", 4096, 0.16, 1337, None, schedule="constant")
     drop(sweep / "lr=0.02,total_batch_size=4096,seed=1337", '"step": 20,')
     found = captions(sweep)
-    assert "1 line ends early, because its run diverged." in found["loss"]
-    assert "Lines have gaps where logged steps are missing." in found["loss"]
-    assert "Lines have gaps where logged steps are missing." in found["cosine"]
-    assert "Crosses at the top are runs that diverged." in found["curves"]
-    assert "In a grey cell, with a cross, a run diverged." in found["heatmap"]
+    assert [key for key, text in found.items() if GAPS in text] == ["loss", "noise-scale", "cosine"]
+    assert [key for key, text in found.items() if "diverged." in text] == ["curves", "loss", "heatmap"]
 
 
 def test_losses_outside_the_axis_are_mentioned(tmp_path: Path) -> None:
     write_run(tmp_path / "run", 4096, 0.02, 1, 4.0)
-    assert captions(tmp_path / "run")["loss"].endswith(" Higher losses, as at the start, lie outside the axis.")
+    assert captions(tmp_path / "run")["loss"].endswith(" lie outside the axis.")
     write_run(tmp_path / "new", 2**18, 0.02, 1, 4.0)  # of one step
     assert captions(tmp_path / "new")["loss"].endswith(ZOOM)
 
@@ -100,8 +84,5 @@ def test_a_chart_of_training_losses_says_that_there_is_no_other(tmp_path: Path) 
     for number in (1, 2):
         write_run(tmp_path / f"sweep/{number}", 4096, 0.02, number, 4.0)
         drop(tmp_path / f"sweep/{number}", '"event": "eval"')
-    assert (
-        "The training loss stands in for the validation loss, which no run has twice."
-        in captions(tmp_path / "sweep")["loss"]
-    )
-    assert "The run has no validation loss so far." in captions(tmp_path / "sweep/1")["loss"]
+    assert "stands in for the validation loss" in captions(tmp_path / "sweep")["loss"]
+    assert "no validation loss so far" in captions(tmp_path / "sweep/1")["loss"]

@@ -15,8 +15,7 @@ from gptexp.compare import main
 from gptexp.process.errors import CheckpointError, ConfigError
 from gptexp.process.words import shown
 from gptexp.reporting.listings.records import Run
-from gptexp.reporting.page.comparison import cells_of, compare, pairs_of
-from gptexp.reporting.page.comparison_output import show
+from gptexp.reporting.page.comparison import cells_of, compare, pairs_of, show
 from gptexp.reporting.statistics.noise import LARGEST_SPREAD
 from gptexp.storage import run_dir
 
@@ -368,8 +367,8 @@ def test_the_page_overlays_the_runs(browser: "Browser") -> None:
     for _ in range(2):  # a row of the table of runs would open and close
         page.locator(".differences tbody tr").first.click()
     assert page.locator(".differences tbody tr").nth(1).is_visible()
-    page.locator("[data-key=training-loss]").get_by_role("button", name="as logged").click()
-    page.locator("[data-key=loss]").get_by_role("button", name="steps").click()
+    page.locator("[data-key=training-loss]").get_by_role("radio", name="as logged", exact=True).check()
+    page.locator("[data-key=loss]").get_by_role("radio", name="steps", exact=True).check()
     page.wait_for_selector("[data-key=loss] .role-axis-title text:has-text('steps')")
     assert violations(page) == []
     page.set_viewport_size({"width": 390, "height": 844})

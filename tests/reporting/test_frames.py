@@ -157,9 +157,9 @@ def test_a_run_without_metrics_is_refused(tmp_path: Path, make: Callable[[Path],
     assert why in str(refused.value)
 
 
-def test_the_table_of_a_sweep_is_that_of_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("without_pictures")
+def test_the_table_of_a_sweep_is_that_of_the_report(tmp_path: Path) -> None:
     """With the runs that diverged, that are damaged, and whose numbers are unknown."""
-    monkeypatch.setattr("gptexp.reporting.page.write.png", lambda spec: b"")  # which takes most of the time
     root = write_sweep(tmp_path / "sweep", batches=(8192, 16384))
     damaged, unknown, *_ = sorted(root.glob("lr=*"))
     (damaged / "config.yaml").write_text("model: [")

@@ -110,12 +110,10 @@ def test_every_figure_is_drawn_and_readable(browser: "Browser", report: Path, wi
     context.close()
 
 
+@pytest.mark.usefixtures("without_pictures")
 @pytest.mark.parametrize(("width", "scheme"), e2e_then_slow([(390, "dark"), (390, "light"), (1280, "dark")], 2))
-def test_the_page_has_no_accessibility_violation(
-    opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int, scheme: str
-) -> None:
+def test_the_page_has_no_accessibility_violation(opened: Open, tmp_path: Path, width: int, scheme: str) -> None:
     """Of a small sweep: the check takes long for each element."""
-    monkeypatch.setattr("gptexp.reporting.page.write.png", lambda _: b"")
     write_report(write_sweep(tmp_path / "sweep", batches=(4096, 8192), seeds=1))
     page = opened(tmp_path / "sweep/report.html", width, scheme)
     page.locator("#diagnostics > summary").click()
@@ -172,12 +170,10 @@ def test_the_switches_of_a_chart_change_its_axes(opened: Open, report: Path) -> 
     assert axis("tokens") == "training tokens"
     assert ticks() == ["0", "50k", "100k", "150k", "200k", "250k"]
     before = chart.locator(".mark-line path").first.get_attribute("d")
-    chart.get_by_role("button", name="steps").click()
+    chart.get_by_role("radio", name="steps", exact=True).check()
     page.wait_for_selector("[data-key=loss] .role-axis-title text:has-text('steps')")
-    assert chart.get_by_role("button", name="steps").get_attribute("aria-pressed") == "true"
-    assert chart.get_by_role("button", name="tokens").get_attribute("aria-pressed") == "false"
     assert chart.locator(".mark-line path").first.get_attribute("d") != before
-    chart.get_by_role("button", name="log").click()
+    chart.get_by_role("radio", name="log", exact=True).check()
     page.evaluate("drawn.then(() => null)")
     scale = page.evaluate("views.get('plot-loss').view.scale('y').type")
     assert scale == "log"
@@ -185,30 +181,28 @@ def test_the_switches_of_a_chart_change_its_axes(opened: Open, report: Path) -> 
 
     page.evaluate("window.range = () => views.get('plot-curves').view.scale('y').domain()")
     (low, high), chart = page.evaluate("range()"), page.locator("[data-key=curves]")
-    chart.get_by_role("button", name="near the lowest").click()
+    chart.get_by_role("radio", name="near the lowest", exact=True).check()
     page.evaluate("drawn.then(() => null)")
     near_low, near_high = page.evaluate("range()")
     assert low <= near_low < near_high < high
-    chart.get_by_role("button", name="all").click()
+    chart.get_by_role("radio", name="all", exact=True).check()
     page.evaluate("drawn.then(() => null)")
     assert page.evaluate("range()") == [low, high]
     assert warnings == []
 
 
 @pytest.mark.e2e
-def test_the_training_loss_is_shown_smoothed_or_as_logged(
-    opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("gptexp.reporting.page.write.png", lambda _: b"")
+@pytest.mark.usefixtures("without_pictures")
+def test_the_training_loss_is_shown_smoothed_or_as_logged(opened: Open, tmp_path: Path) -> None:
     write_run(tmp_path / "run", 4096, 0.02, 1, 4.0)
     write_report(tmp_path / "run")
     page = opened(tmp_path / "run/report.html")
     paths = "new Set([...document.querySelectorAll('#plot-loss .mark-line path')].map(p => p.getAttribute('d'))).size"
     assert page.evaluate(paths) == 3  # validation, training, and faintly training as logged
-    page.get_by_role("button", name="as logged").click()
+    page.get_by_role("radio", name="as logged", exact=True).check()
     page.evaluate("drawn.then(() => null)")
     assert page.evaluate(paths) == 2
-    page.get_by_role("button", name="smoothed").click()
+    page.get_by_role("radio", name="smoothed", exact=True).check()
     page.evaluate("drawn.then(() => null)")
     assert page.evaluate(paths) == 3
     assert page.locator("#plot-loss .role-legend").count() == 0
@@ -290,10 +284,8 @@ def test_a_click_on_a_learning_rate_or_a_batch_size_isolates_the_lines_of_its_ru
 
 
 @pytest.mark.e2e
-def test_a_label_stands_at_the_end_of_its_line_and_goes_with_it(
-    opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("gptexp.reporting.page.write.png", lambda _: b"")
+@pytest.mark.usefixtures("without_pictures")
+def test_a_label_stands_at_the_end_of_its_line_and_goes_with_it(opened: Open, tmp_path: Path) -> None:
     write_run(tmp_path / "sweep/whole", 4096, 0.02, 1, 4.0)
     write_run(tmp_path / "sweep/half", 4096, 0.04, 1, 4.0)
     lines = (tmp_path / "sweep/half/metrics.jsonl").read_text().splitlines(keepends=True)
@@ -301,7 +293,7 @@ def test_a_label_stands_at_the_end_of_its_line_and_goes_with_it(
     write_report(tmp_path / "sweep")
     page = opened(tmp_path / "sweep/report.html")
     for over in ("tokens", "steps", "time"):
-        page.locator("[data-key=loss]").get_by_role("button", name=over).click()
+        page.locator("[data-key=loss]").get_by_role("radio", name=over, exact=True).check()
         page.evaluate("drawn.then(() => null)")
         labels = page.evaluate("""() => Object.fromEntries([...document.querySelectorAll("#plot-loss .ends_marks text")]
             .map(text => [text.textContent, text.getBoundingClientRect().left]))""")
@@ -402,9 +394,9 @@ def test_the_page_follows_the_color_scheme_of_the_system(opened: Open, report: P
 
 
 @pytest.mark.e2e
-def test_a_single_point_is_drawn(opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("without_pictures")
+def test_a_single_point_is_drawn(opened: Open, tmp_path: Path) -> None:
     """A run with one step and one evaluation, as right after its start."""
-    monkeypatch.setattr("gptexp.reporting.page.write.png", lambda _: b"")
     write_run(tmp_path / "run", 2**18, 0.02, 1, 4.0)
     write_report(tmp_path / "run")
     page = opened(tmp_path / "run/report.html")
@@ -429,6 +421,7 @@ def test_a_point_has_a_tooltip(opened: Open, report: Path) -> None:
 
 
 @pytest.mark.e2e
+@pytest.mark.usefixtures("without_pictures")
 def test_a_run_name_is_not_executed_as_html(opened: Open, tmp_path: Path) -> None:
     """Neither in the page nor in a tooltip, which Vega writes as HTML."""
     root = write_sweep(tmp_path / "<img src=x onerror=window.owned=1>")

@@ -2,12 +2,11 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from sweeps import TOKENS, write_run, write_sweep
 
-from gptexp.reporting.page.index import build_index
+from gptexp.reporting.page.index import Entry, build_index
 from gptexp.reporting.page.page import index_sections, sections
 from gptexp.reporting.page.report import build_report
 from gptexp.reporting.page.write import show
@@ -121,8 +120,8 @@ def test_a_sweep_that_is_done_does_not_go_on(tmp_path: Path) -> None:
     assert "has stopped" not in html_of(root)["next"]
 
 
-def rows_of(outputs: Path) -> dict[str, dict[str, Any]]:
-    return {row["name"]: row for row in build_index(outputs).rows}
+def entries(outputs: Path) -> dict[str, Entry]:
+    return {entry.row.name: entry for entry in build_index(outputs).entries}
 
 
 def test_the_index_says_how_much_of_a_running_row_is_done(tmp_path: Path) -> None:
@@ -133,19 +132,19 @@ def test_the_index_says_how_much_of_a_running_row_is_done(tmp_path: Path) -> Non
         cut = next(number for number, line in enumerate(lines) if '"step": 16,' in line)
         half_a_number = lines[cut][: lines[cut].index('"tokens": ') + 12]  # as if it were being written
         (directory / run_dir.METRICS).write_text("".join(lines[:cut]) + half_a_number)  # 16 of 64 steps
-    assert {row["share"] for row in rows_of(tmp_path).values()} == {None}
+    assert {entry.share for entry in entries(tmp_path).values()} == {None}
     with run_dir.held(run), run_dir.held(cell):
-        rows = rows_of(tmp_path)
-        assert rows["a run"]["share"] == 0.25
-        assert rows["sweep"]["share"] == pytest.approx(1.25 / 3)  # one cell of three is done
+        running = entries(tmp_path)
+        assert running["a run"].share == 0.25
+        assert running["sweep"].share == pytest.approx(1.25 / 3)  # one cell of three is done
         assert "</span> 25%" in index_sections(build_index(tmp_path))["runs"]
         (run / run_dir.METRICS).unlink()
-        assert rows_of(tmp_path)["a run"]["share"] == 0
+        assert entries(tmp_path)["a run"].share == 0
 
 
 def test_rows_of_the_index_are_found_by_name_model_status_and_tags(tmp_path: Path) -> None:
     write_run(tmp_path / "My run", 4096, 0.02, 1, 4.0)
     label(tmp_path / "My run", ["Ablation", '"><b>'])
-    found_by = rows_of(tmp_path)["My run"]["found_by"]
-    assert found_by.split() == ["my", "run", rows_of(tmp_path)["My run"]["model"], "completed", "ablation", '"><b>']
+    entry = entries(tmp_path)["My run"]
+    assert entry.searched.split() == ["my", "run", entry.row.model, "completed", "ablation", '"><b>']
     assert "<b>" not in index_sections(build_index(tmp_path))["runs"]

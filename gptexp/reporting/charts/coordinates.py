@@ -77,21 +77,21 @@ class Coordinates:
         return np.log(np.where(np.isfinite(sizes) & (sizes > 0), sizes, np.nan))
 
 
-def picture(found: Coordinates) -> Spec:
+def picture(check: Coordinates) -> Spec:
     """A panel for each activation: its size against the width, with a line for each step."""
     points = [
         {"what": name, "width": width, "steps": f"{step}", "size": size}
         for name in LIMITS
-        for step in found.steps
-        for width, size in zip(found.widths, found.of_width(name, step), strict=True)
+        for step in check.steps
+        for width, size in zip(check.widths, check.of_width(name, step), strict=True)
         if math.isfinite(size)
     ]
-    x = log("width", "width", found.widths)
+    x = log("width", "width", check.widths)
     return {
         "$schema": SCHEMA,
         "title": {
-            "text": f"{found.what}; lr {found.lr:g}",
-            "subtitle": found.failures or ["Every slope is within its limits."],
+            "text": f"{check.what}; lr {check.lr:g}",
+            "subtitle": check.failures or ["Every slope is within its limits."],
             "anchor": "start",
         },
         "data": {"values": points},
@@ -100,7 +100,7 @@ def picture(found: Coordinates) -> Spec:
         "encoding": {
             "x": {**x, "scale": {**x["scale"], "base": 2}},
             "y": log("size", "mean |activation|", form="~g"),
-            "color": coloured("steps", "after steps", [f"{step}" for step in found.steps], "batch"),
+            "color": coloured("steps", "after steps", [f"{step}" for step in check.steps], "batch"),
             "row": {"field": "what", "type": "nominal", "title": None, "sort": list(LIMITS)},
         },
         "resolve": {"scale": {"y": "independent"}},

@@ -20,7 +20,7 @@ FONT_SIZE = 12  # pixels; smaller text is hard to read on a phone
 MOST_LABELS = 12  # lines of a chart that are labelled at their ends
 LABEL_ROOM = 1 / 18  # of a chart's height: needed by one label
 MARGIN = 0.06  # of a range of losses, above and below it
-TOLD = {  # field of a point -> its name in a tooltip, and the format of a number
+TOOLTIPS = {  # field of a point -> its name in a tooltip, and the format of a number
     "run": ("run", ""), "of": ("line", ""), "what": ("line", ""), "rate": ("learning rate", ""),
     "lr": ("learning rate", ".4~g"), "size": ("tokens a step", ""), "batch": ("tokens a step", ","),
     "seed": ("seed", ""), "seeds": ("seeds", ","), "tokens": ("training tokens", ","), "steps": ("steps", ","),
@@ -81,12 +81,16 @@ class Figure:
 
 
 def figure(key: str, title: str, caption: str, spec: Spec, **more: Any) -> Figure:
-    """A figure of `spec`. Names the data of each layer, so that a live page can replace them."""
-    layers = [spec, *spec.get("layer", [])]
-    for number, layer in enumerate(layer for layer in layers if "data" in layer):
-        layer["data"] = {"name": f"data{number}", **layer["data"]}
+    """A figure of `spec`, without its layers that have no values."""
     shared = {"$schema": SCHEMA, "width": "container", "height": HEIGHT, "description": f"{title}. {caption}"}
-    return Figure(key, title, caption, {**shared, **spec}, **more)
+    layers = [layer for layer in spec.get("layer", ()) if "data" not in layer or layer["data"]["values"]]
+    return Figure(key, title, caption, {**shared, **spec, **({"layer": layers} if layers else {})}, **more)
+
+
+def layer(mark: str, values: Sequence[Spec] | None = None, encoding: Spec | None = None, **properties: Any) -> Spec:
+    """A layer of marks with these properties, one for each of `values`. None: for each value of the whole chart."""
+    data = {"data": {"values": values}} if values is not None else {}
+    return {**data, "mark": {"type": mark, **properties}, "encoding": encoding or {}}
 
 
 def theme(brightness: str) -> Spec:
@@ -142,29 +146,31 @@ def not_shown(runs: int, why: str) -> str:
     return f"{counted(runs, 'run')} {why} {'is' if runs == 1 else 'are'} not shown." if runs else ""
 
 
+def quantitative(field: str, title: str | None = None, **more: Any) -> Spec:
+    """Encoding of a number. `more`: its scale, its axis, its format."""
+    return {"field": field, "type": "quantitative", **({"title": title} if title is not None else {}), **more}
+
+
 def linear(field: str, title: str) -> Spec:
     """Encoding of a number on a linear scale that need not include zero."""
-    axis = {"format": "~r", "tickCount": 6}
-    return {"field": field, "type": "quantitative", "title": title, "scale": {"zero": False}, "axis": axis}
+    return quantitative(field, title, scale={"zero": False}, axis={"format": "~r", "tickCount": 6})
 
 
 def log(field: str, title: str, ticks: Iterable[float] = (), form: str = "~r") -> Spec:
     """Encoding of a number on a logarithmic scale, with ticks at `ticks` only if given; `form` formats them."""
     axis = {"values": sorted(set(ticks)), "format": form, "labelOverlap": True} if ticks else {"format": form}
-    scale = {"type": "log", "nice": False, "padding": 16}
-    return {"field": field, "type": "quantitative", "title": title, "scale": scale, "axis": axis}
+    return quantitative(field, title, scale={"type": "log", "nice": False, "padding": 16}, axis=axis)
+
+
+def batch_axis(sizes: Iterable[int]) -> Spec:
+    """Encoding of the batch size, with ticks at `sizes`, in tokens."""
+    return log("batch", "batch size, tokens a step", sizes, ",")
 
 
 def count(field: str, title: str) -> Spec:
     """Encoding of a large number, with ticks as people write them: 0, 200k, 1.5M, 3B."""
     axis = {"labelExpr": "replace(format(datum.value, '~s'), 'G', 'B')", "tickCount": 6}
-    return {
-        "field": field,
-        "type": "quantitative",
-        "title": title,
-        "scale": {"zero": True, "nice": False},
-        "axis": axis,
-    }
+    return quantitative(field, title, scale={"zero": True, "nice": False}, axis=axis)
 
 
 def ordinal(field: str, title: str, values: Sequence[str]) -> Spec:
@@ -186,10 +192,8 @@ def coloured(field: str, title: str, values: Sequence[str], sequence: str) -> Sp
 
 def isolated(*fields: str) -> list[Spec]:
     """Parameters that clicks on the entries of the legends set, for `faint_unless_isolated`."""
-    return [
-        {"name": f"isolated_{field}", "select": {"type": "point", "fields": [field]}, "bind": "legend"}
-        for field in fields
-    ]
+    selects = {field: {"type": "point", "fields": [field]} for field in fields}
+    return [{"name": f"isolated_{field}", "select": select, "bind": "legend"} for field, select in selects.items()]
 
 
 def faint_unless_isolated(*fields: str) -> Spec:
@@ -199,13 +203,13 @@ def faint_unless_isolated(*fields: str) -> Spec:
 
 
 def tooltip(*fields: str, **titles: str) -> list[Spec]:
-    """Encoding of a tooltip with these fields, in words and rounded. `titles` replace those of `TOLD`."""
-    told = {field: TOLD[field] for field in fields}
-    return [
-        {"field": field, "title": titles.get(field, title),
-         **({"type": "quantitative", "format": form} if form else {"type": "nominal"})}
-        for field, (title, form) in told.items()
-    ]  # fmt: skip
+    """Encoding of a tooltip with these fields, in words and rounded. `titles` replace those of `TOOLTIPS`."""
+    entries = []
+    for name in fields:
+        title, form = TOOLTIPS[name]
+        kind = {"type": "quantitative", "format": form} if form else {"type": "nominal"}
+        entries.append({"field": name, "title": titles.get(name, title), **kind})
+    return entries
 
 
 def apart(heights: Mapping[str, float], low: float, high: float) -> dict[str, float]:

@@ -46,13 +46,13 @@ def differences(runs: Sequence[Run]) -> list[Difference]:
     """The keys in which `runs` differ, in the order of the config. Raises `ConfigError` if a file is damaged."""
     deciding = {key for run in runs for key in run.config}
     configs = [{key: value for key, _, value in fields_of(run_dir.load_resolved(run.directory))} for run in runs]
-    found = [
+    rows = [
         Difference(d.key, CONFIG if d.key in deciding else NO_EFFECT, d.values)
         for d in _differing(configs, NO_EFFECT)
         if not d.key.startswith(LEFT_OUT)
     ]
-    found.sort(key=lambda d: d.kind != CONFIG)
-    return [*found, *_differing([recorded(run) for run in runs], RECORDED)]
+    rows.sort(key=lambda d: d.kind != CONFIG)
+    return [*rows, *_differing([recorded(run) for run in runs], RECORDED)]
 
 
 def recorded(run: Run) -> dict[str, Any]:
@@ -79,10 +79,10 @@ def _differing(of_runs: Sequence[Mapping[str, Any]], kind: str) -> list[Differen
     return [row for row in rows if any(value != row.values[0] for value in row.values)]
 
 
-def what_differs(runs: Sequence[Run], found: Sequence[Difference]) -> list[str]:
+def what_differs(runs: Sequence[Run], differing: Sequence[Difference]) -> list[str]:
     """A short text for each run: its values of the first keys of the config that differ, or its directory's name."""
     texts = [""] * len(runs)
-    for difference in [d for d in found if d.kind == CONFIG][:KEYS_SHOWN]:
+    for difference in [d for d in differing if d.kind == CONFIG][:KEYS_SHOWN]:
         parts = [f"{_short(difference.key)}={text}" for text in difference.texts]
         longer = [f"{text}, {part}" if text else part for text, part in zip(texts, parts, strict=True)]
         if max(map(len, longer)) <= LABEL_CHARS:  # a value that is cut reads as another one

@@ -4,6 +4,7 @@ import difflib
 import json
 import math
 import os
+import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
@@ -18,9 +19,8 @@ from gptexp.config.scaling import scaled_optim
 from gptexp.config.schema import DataConfig, ModelConfig, every_key, fields_of, fits_type, result_deciding
 from gptexp.config.vocabulary import VOCAB_SIZES, padded
 from gptexp.process.errors import ConfigError
-from gptexp.process.terminal import printable
 from gptexp.process.words import shown, size_shown
-from gptexp.reporting.listings.terminal_table import print_table
+from gptexp.reporting.listings.terminal_table import Column, print_table, texts_of
 from gptexp.storage import run_dir, sweep_record
 from gptexp.storage.divergence import counts_as_diverged
 from gptexp.storage.inventory import bytes_on_disk, cells, find, is_sweep
@@ -31,7 +31,7 @@ T = TypeVar("T")
 SEED = "train.seed"
 BLOCK = 1 << 16  # bytes of metrics.jsonl that are read at once, from its end
 MOST_BLOCKS = 256
-EVAL_EVENT = b'"event": "eval"'
+VAL_LOSS = re.compile(rb'"event": "eval".*"val/loss": (\d[\d.e+-]*)[,}]')
 SORTS: dict[str, Callable[["Row"], Any]] = {  # flag -> value; None comes last
     "date": lambda row: -datetime.fromisoformat(row.started).timestamp(),
     "name": lambda row: row.name,
@@ -73,6 +73,25 @@ class Row:
     problem: str | None = None  # one line: what could not be read
 
 
+def _cells_done(row: Row) -> str:
+    return f"{row.cells_done}/{row.cells}" if row.kind == "sweep" else ""
+
+
+COLUMNS = (
+    Column[Row]("started", "started", lambda row: row.started, words=lambda row: row.started[:16].replace("T", " ")),
+    Column[Row]("name", "name", lambda row: row.name),
+    Column[Row]("model", "model", lambda row: row.model),
+    Column[Row]("lr", "learning rate", lambda row: row.lr, ".4g"),
+    Column[Row]("total_batch_size", "tokens a step", lambda row: row.total_batch_size, ","),
+    Column[Row]("status", "status", lambda row: row.status),
+    Column[Row]("cells", "cells", lambda row: row.cells, words=_cells_done),
+    Column[Row]("val_loss", "val loss", lambda row: row.val_loss, ".4f"),
+    Column[Row]("size_bytes", "size", lambda row: row.size_bytes, words=lambda row: size_shown(row.size_bytes)),
+    Column[Row]("tags", "tags", lambda row: ", ".join(row.tags)),
+    Column[Row]("note", "note", lambda row: row.note),
+)
+
+
 @dataclass(frozen=True)
 class Listed:
     """A row, and the configs that a filter looks at: that of the run, or those of the sweep's cells."""
@@ -96,8 +115,8 @@ def list_runs(directory: Path, read: Read | None = None) -> list[Listed]:
         return [read(directory, directory.name)]
     if is_sweep(directory):
         return [read(path, path.name) for path in cells(directory)]
-    found = [(path, str(path.relative_to(directory))) for path in find(directory)]
-    return [_sweep(path, name, read) if is_sweep(path) else read(path, name) for path, name in found]
+    paths = [(path, str(path.relative_to(directory))) for path in find(directory)]
+    return [_sweep(path, name, read) if is_sweep(path) else read(path, name) for path, name in paths]
 
 
 def read_row(path: Path, name: str) -> Listed:
@@ -112,7 +131,8 @@ def read_row(path: Path, name: str) -> Listed:
     if status == "diverged":  # the loss before the divergence is no result
         loss = None
     elif status in ("running", "failed") or loss is None:  # summary.json is only written when a run starts or stops
-        loss = _newest_loss(path / run_dir.METRICS, loss)
+        newest = newest_value(path / run_dir.METRICS, VAL_LOSS)
+        loss = loss if newest is None else newest
     row = replace(
         damaged,
         model=model_name(config.model),
@@ -128,45 +148,42 @@ def read_row(path: Path, name: str) -> Listed:
 
 
 def _sweep(path: Path, name: str, read: Read) -> Listed:
-    problem, planned, to_choose = None, set[str](), 0
+    problem, planned, to_choose, listed = None, set[str](), 0, list[Listed]()
     try:
+        listed = [read(cell, cell.name) for cell in cells(path)]
         if (record := sweep_record.load(path)) is not None:
             planned, to_choose = set(record.cells), record.to_choose
     except ConfigError as error:
         problem = str(error)
-    try:
-        listed = [read(cell, cell.name) for cell in cells(path)]
-    except ConfigError as error:
-        listed, problem = [], str(error)
     rows = [cell.row for cell in listed]
     count = Counter(row.status for row in rows)
     total = len(planned | {row.name for row in rows}) + to_choose
     done = sum(count[status] for status in run_dir.DONE)
-    at_the_end = "interrupted" if not total or done < total else "completed" if count["completed"] else "diverged"
-    status = next((status for status in ("running", "damaged", "failed") if count[status]), at_the_end)
-    if run_dir.is_swept(path):  # also between two cells
+    if problem is not None:
+        status = "damaged"
+    elif run_dir.is_swept(path):  # also between two cells
         status = "running"
+    else:
+        at_the_end = "interrupted" if not total or done < total else "completed" if count["completed"] else "diverged"
+        status = next((status for status in ("running", "damaged", "failed") if count[status]), at_the_end)
+    best = _best_cell(listed)
+    alike = best or rows
     row = Row(
         "sweep",
         str(path),
         name,
         min((row.started for row in rows), default=_started(path)),
-        "damaged" if problem else status,
+        status,
         _own_bytes(path, rows) + sum(row.size_bytes for row in rows),
+        model=_common(row.model for row in alike),
+        lr=_common(row.lr for row in alike),
+        total_batch_size=_common(row.total_batch_size for row in alike),
+        val_loss=_mean_loss(best) if best else None,
         tags=sorted({tag for row in rows for tag in row.tags}),
         note=_common(row.note for row in rows),
         cells_done=done,
         cells=total,
         problem=problem or next((row.problem for row in rows if row.problem), None),
-    )
-    best = _best_cell(listed)
-    shown_of = best or rows
-    row = replace(
-        row,
-        model=_common(cell.model for cell in shown_of),
-        lr=_common(cell.lr for cell in shown_of),
-        total_batch_size=_common(cell.total_batch_size for cell in shown_of),
-        val_loss=_mean_loss(best) if best else None,
     )
     return Listed(row, [config for cell in listed for config in cell.configs])
 
@@ -183,13 +200,13 @@ def _best_cell(runs: Sequence[Listed]) -> list[Row]:
     It is the best cell of a report, which leaves out a cell with a diverged seed too, and also runs that no curve
     explains: those are not known here.
     """
-    of_cells: dict[str, dict[int, Row]] = defaultdict(dict)
+    losses: dict[str, dict[int, Row]] = defaultdict(dict)
     for run in runs:
         if run.row.status == "completed" and run.row.val_loss is not None:
-            of_cells[run.cell][run.configs[0][SEED]] = run.row
+            losses[run.cell][run.configs[0][SEED]] = run.row
     diverged = {run.cell for run in runs if _has_diverged(run)}
-    found = [[*of_seeds.values()] for cell, of_seeds in of_cells.items() if cell not in diverged]
-    return min(found, key=_mean_loss, default=[])
+    complete = [[*of_seeds.values()] for cell, of_seeds in losses.items() if cell not in diverged]
+    return min(complete, key=_mean_loss, default=[])
 
 
 def _has_diverged(run: Listed) -> bool:
@@ -226,23 +243,21 @@ def _local_time(seconds: float) -> str:
     return datetime.fromtimestamp(seconds).astimezone().isoformat(timespec="seconds")
 
 
-def _newest_loss(metrics: Path, otherwise: float | None) -> float | None:
-    """The newest validation loss in metrics.jsonl, which is read from its end; `otherwise` if there is none."""
+def newest_value(metrics: Path, pattern: re.Pattern[bytes]) -> float | None:
+    """The number in the last match of `pattern` in metrics.jsonl, which is read from its end; None if there is none."""
     with suppress(OSError), open_text(metrics) as text:
         file, rest = text.buffer, b""
         end = file.seek(0, os.SEEK_END)
         for _ in range(MOST_BLOCKS):
             start = max(0, end - BLOCK)
             file.seek(start)
-            lines = (file.read(end - start) + rest).split(b"\n")
-            for line in reversed(lines[1:] if start else lines):  # the first may have begun before this block
-                if EVAL_EVENT in line:
-                    with suppress(ValueError, KeyError, TypeError):
-                        return float(parse_json(line.decode())["val/loss"])
+            block = file.read(end - start) + rest
+            if numbers := pattern.findall(block):
+                return float(numbers[-1])
             if not start:
                 break
-            rest, end = lines[0], start
-    return otherwise
+            rest, end = block.partition(b"\n")[0], start  # this line may have begun before the block
+    return None
 
 
 def model_name(model: ModelConfig) -> str:
@@ -322,8 +337,8 @@ def _value(text: str) -> Any:
 def _equals(value: Any, text: str) -> bool:
     if isinstance(value, list):
         return text in value
-    wanted = _value(text)
-    return value == text or (value == wanted and isinstance(value, bool) == isinstance(wanted, bool))
+    parsed = _value(text)
+    return value == text or (value == parsed and isinstance(value, bool) == isinstance(parsed, bool))
 
 
 def ordered(rows: Sequence[Row], by: str, reverse: bool) -> list[Row]:
@@ -339,23 +354,4 @@ def as_json(rows: Sequence[Row]) -> str:
 
 def print_rows(rows: Sequence[Row], width: int | None) -> None:
     """Print a table of rows on lines of `width` characters; None: of any length."""
-
-    def texts(text: Callable[[Row], str]) -> list[str]:
-        return [printable(text(row)) for row in rows]
-
-    columns = [
-        ("started", texts(lambda row: row.started[:16].replace("T", " "))),
-        ("name", texts(lambda row: row.name)),
-        ("model", texts(lambda row: row.model or "")),
-        ("learning rate", texts(lambda row: "" if row.lr is None else f"{row.lr:.4g}")),
-        ("tokens a step", texts(lambda row: f"{row.total_batch_size:,}" if row.total_batch_size else "")),
-        ("status", texts(lambda row: row.status)),
-        ("cells", texts(lambda row: f"{row.cells_done}/{row.cells}" if row.kind == "sweep" else "")),
-        ("val loss", texts(lambda row: "" if row.val_loss is None else f"{row.val_loss:.4f}")),
-        ("size", texts(lambda row: size_shown(row.size_bytes))),
-        ("tags", texts(lambda row: ", ".join(row.tags))),
-        ("note", texts(lambda row: row.note or "")),
-    ]
-    print_table(
-        [column for column in columns if any(column[1])], ("name",), TEXT_COLUMNS, LEAST_NEEDED, width, NARROWEST_NAME
-    )
+    print_table(texts_of(COLUMNS, rows), ("name",), TEXT_COLUMNS, LEAST_NEEDED, width, NARROWEST_NAME)

@@ -41,13 +41,13 @@ def survey(directory: Path, read: Callable[[Path], Run] = read_run) -> list[Prog
     `read` reads a run directory; it may cache runs. Raises `ConfigError` if `directory` holds neither.
     """
     sweep = sweep_record.load(directory)
-    planned = sweep.cells if sweep is not None else {}
-    runs = {run.name: run for run in find_runs(directory, read)} if not planned else {}
-    for name in planned:
-        if run_dir.is_run(directory / name):
-            runs[printable(name)] = read(directory / name)
+    planned = {printable(name): cell for name, cell in sweep.cells.items()} if sweep is not None else {}
+    if sweep is not None and planned:
+        runs = [read(directory / name) for name in sweep.cells if run_dir.is_run(directory / name)]
+    else:
+        runs = find_runs(directory, read)
     rates: dict[int, list[float]] = {}
-    for run in [run for run in runs.values() if run.summary.get("wall_s")] or runs.values():
+    for run in [run for run in runs if run.summary.get("wall_s")] or runs:
         if rate := _rate(run):
             rates.setdefault(run.batch, []).append(rate)
     usual = statistics.median([rate for of_batch in rates.values() for rate in of_batch]) if rates else None
@@ -57,20 +57,16 @@ def survey(directory: Path, read: Callable[[Path], Run] = read_run) -> list[Prog
         return tokens / rate if rate else None
 
     cells = []
-    for run in runs.values():
-        length = (planned[run.name].tokens if run.name in planned else run.of_tokens) - run.first_tokens
+    for run in [*runs, *not_started(directory, runs, sweep)]:
+        cell = planned.get(run.name)
+        length = (cell.tokens if cell is not None else run.of_tokens) - run.first_tokens
         tokens = max([p.tokens - run.first_tokens for p in (*run.train[-1:], *run.val[-1:])], default=0)
         loss = run.val[-1].loss if run.val else None
         left = 0.0 if run.status in run_dir.DONE else seconds_for(run.batch, max(0, length - tokens))
         cells.append(Progress(run.name, run.status, tokens, length, loss, left, run.problem, run.branch))
-    for name, cell in planned.items():
-        if printable(name) not in runs:
-            length = cell.tokens - cell.first_tokens
-            left = seconds_for(cell.total_batch_size, length)
-            cells.append(Progress(printable(name), NOT_STARTED, 0, length, None, left))
     # Cells that Optuna has not chosen yet are assumed to be like the others.
     tokens = round(statistics.median(cell.of_tokens for cell in cells)) if cells else 0
-    batch = round(statistics.median(run.batch for run in runs.values())) if runs else 0
+    batch = round(statistics.median(run.batch for run in runs)) if runs else 0
     to_choose = sweep.to_choose if sweep is not None else 0
     cells += [Progress("to be chosen", NOT_STARTED, 0, tokens, None, seconds_for(batch, tokens))] * to_choose
     return sorted(cells, key=lambda cell: (STATES.index(cell.status), cell.name))
@@ -78,16 +74,17 @@ def survey(directory: Path, read: Callable[[Path], Run] = read_run) -> list[Prog
 
 def not_started(directory: Path, runs: Sequence[Run], sweep: SweepRecord | None) -> list[Run]:
     """The cells of a sweep that are only planned; what was not swept, they have from `runs`, those that have begun."""
-    begun, found = {run.name for run in runs}, []
+    begun, planned = {run.name for run in runs}, []
     for name, cell in sweep.cells.items() if sweep is not None else ():
         if printable(name) not in begun:
             run = Run(printable(name), directory / name, NOT_STARTED, cell.values, batch=cell.total_batch_size)
+            run.of_tokens, run.first_tokens = cell.tokens, cell.first_tokens
             with suppress(ValueError, TypeError):  # values that somebody edited
-                config = {**runs[0].config, **cell.values}
+                config = {**(runs[0].config if runs else {}), **cell.values}
                 run.lr = float(config.get("optim.lr", 0.0)) * lr_scaling(config, run.batch)
-                run.seed = int(cell.values.get("train.seed", runs[0].seed))
-            found.append(run)
-    return found
+                run.seed = int(config.get("train.seed", 0))
+            planned.append(run)
+    return planned
 
 
 def _rate(run: Run) -> float | None:
@@ -101,9 +98,9 @@ def is_unfinished(sweep: SweepRecord, runs: Sequence[Run], batch: int) -> bool:
     """Whether a cell of the sweep runs or waits at a batch size (tokens); `runs`: those that have begun."""
     statuses = {run.name: run.status for run in runs}
     planned = [name for name, cell in sweep.cells.items() if cell.total_batch_size == batch]
-    of_cells = [statuses.get(printable(name), NOT_STARTED) for name in planned]
-    of_runs = [run.status for run in runs if run.batch == batch]
-    return not {"running", "interrupted", NOT_STARTED}.isdisjoint(of_cells + of_runs)
+    planned_statuses = [statuses.get(printable(name), NOT_STARTED) for name in planned]
+    begun_statuses = [run.status for run in runs if run.batch == batch]
+    return not {"running", "interrupted", NOT_STARTED}.isdisjoint(planned_statuses + begun_statuses)
 
 
 def ready_in(cells: Sequence[Progress]) -> float | None:

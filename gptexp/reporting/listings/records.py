@@ -56,7 +56,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Step(Point):
-    """An optimizer update. A value is None if it was not finite, or if an older version did not log it."""
+    """An optimizer update. A value is None if it was not finite, or not logged."""
 
     batch: int  # tokens of the step, over all ranks
     lr: float | None
@@ -123,6 +123,12 @@ class Run:
     note: str | None = None  # log.note
     problem: str | None = None  # one line: what could not be read
     gaps: list[range] = field(default_factory=list)  # steps that should have been logged and are missing
+
+    @property
+    def share(self) -> float:
+        """Trained so far, of the tokens after the checkpoint that it branches from; 0 if its config cannot be read."""
+        trained = self.summary.get("tokens", self.first_tokens) - self.first_tokens
+        return float(trained / (self.of_tokens - self.first_tokens)) if self.of_tokens else 0.0
 
     @property
     def best_loss(self) -> float | None:
@@ -231,14 +237,13 @@ def _read_metrics(run: Run, path: Path, log_every: int, first: int) -> None:
     with open_text(path, "replace") as lines:
         numbers = [STEP_NUMBER.search(line) for line in lines if STEP_EVENT in line]
     logged = [int(number[1]) for number in numbers if number]
-    stride = 1 << max(0, (len(numbers) // POINTS).bit_length() - 1)
     end = logged[-1] + 1 if logged else first
     if run.status in WROTE_ITS_END:  # a process that was killed has not written its number of steps
         end = run.summary.get("steps", first)
     run.gaps = missing_steps(logged, end, log_every, first)
     if run.gaps:
         run.problem = printable(f"{path}: {described(run.gaps)}")
-    step_events, last_step, seconds = 0, first, 0.0
+    stride, step_events = 1 << max(0, (len(numbers) // POINTS).bit_length() - 1), 0
     with open_text(path, "replace") as lines:
         for number, line in enumerate(lines, 1):
             if STEP_EVENT in line:
@@ -248,38 +253,43 @@ def _read_metrics(run: Run, path: Path, log_every: int, first: int) -> None:
             elif not KEPT_EVENT.search(line):
                 continue
             try:
-                event = parse_json(line)
-                step, tokens = int(event["step"]) + 1, int(event["tokens"])
-                if run.started is None and "time" in event:
-                    run.started = datetime.fromtimestamp(event["time"])
-                if event["event"] == "step":
-                    seconds += (step - last_step) * float(event["perf/step_ms"]) / 1e3
-                    last_step = step
-                    run.train.append(_step(event, step, tokens, seconds, run))
-                    run.fingerprints[tokens] = printable(str(event["data/fingerprint"]))
-                elif event["event"] == "eval":
-                    run.val.append(Point(step, tokens, seconds, _number(event["val/loss"])))
-                    if "val/loss_ema" in event:
-                        run.val_ema.append(Point(step, tokens, seconds, _number(event["val/loss_ema"])))
-                    run.bits_per_byte = _number(event.get("val/bpb"))
-                elif event["event"] == "sharpness":
-                    values = (_number(event.get(name)) for name in SHARPNESS_METRICS)
-                    run.sharpness.append(Sharpness(step, tokens, *values))
-                else:
-                    run.notes.append(Note(event["event"], step, printable(str(event["text"]), LAYOUT)))
+                _add(run, parse_json(line), first)
             except (ValueError, KeyError, TypeError, OverflowError, OSError):
                 if line.endswith("\n"):  # a line without an end is still being written
                     run.problem = printable(f"{path}: line {number} is not a valid event")
     if run.train:
         if run.status not in run_dir.DONE:  # summary.json is only written when a run starts or stops
-            run.summary |= {"steps": run.train[-1].step, "tokens": run.train[-1].tokens, "train_s": seconds}
+            last = run.train[-1]
+            run.summary |= {"steps": last.step, "tokens": last.tokens, "train_s": last.seconds}
         run.tokens_per_s = statistics.median(step.tokens_per_s for step in run.train)
     if mfus := [step.mfu for step in run.train if step.mfu is not None]:
         run.mfu = statistics.median(mfus)
 
 
+def _add(run: Run, event: dict[str, Any], first: int) -> None:
+    """Add an event to the curves and notes of a run. Raises an error if one of its values is missing or wrong."""
+    step, tokens = int(event["step"]) + 1, int(event["tokens"])
+    last_step, seconds = (run.train[-1].step, run.train[-1].seconds) if run.train else (first, 0.0)
+    if run.started is None and "time" in event:
+        run.started = datetime.fromtimestamp(event["time"])
+    if event["event"] == "step":
+        seconds += (step - last_step) * float(event["perf/step_ms"]) / 1e3
+        run.train.append(_step(event, step, tokens, seconds, run))
+        run.fingerprints[tokens] = printable(str(event["data/fingerprint"]))
+    elif event["event"] == "eval":
+        run.val.append(Point(step, tokens, seconds, _number(event["val/loss"])))
+        if "val/loss_ema" in event:
+            run.val_ema.append(Point(step, tokens, seconds, _number(event["val/loss_ema"])))
+        run.bits_per_byte = _number(event.get("val/bpb"))
+    elif event["event"] == "sharpness":
+        values = (_number(event.get(name)) for name in SHARPNESS_METRICS)
+        run.sharpness.append(Sharpness(step, tokens, *values))
+    else:
+        run.notes.append(Note(event["event"], step, printable(str(event["text"]), LAYOUT)))
+
+
 def _step(event: dict[str, Any], step: int, tokens: int, seconds: float, run: Run) -> Step:
-    batch = int(event.get("batch/tokens", run.batch))  # older versions had steps of one size
+    batch = int(event.get("batch/tokens", run.batch))
     small, big = _number(event.get("gns/small_sq_norm")), _number(event.get("gns/big_sq_norm"))
     norms = None
     if small is not None and big is not None:

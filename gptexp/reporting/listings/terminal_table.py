@@ -1,15 +1,46 @@
-"""A table for the terminal. On a narrow one it has fewer columns, and texts take several lines; no number is cut."""
+"""Columns of tables, and a table for the terminal.
 
-from collections.abc import Collection, Sequence
+On a narrow terminal it has fewer columns, and texts take several lines; no number is cut.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from gptexp.process.terminal import printable
+
 NARROWEST_NAME = 24  # characters
 PIPE_WIDTH = 10_000  # characters of a line in a file or a pipe, where nothing is wrapped
 
 Columns = Sequence[tuple[str, Sequence[str]]]  # the title of each column, with its texts
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Column(Generic[T]):
+    """A column of a table with a row for each T."""
+
+    key: str
+    title: str
+    value: Callable[[T], Any]  # for scripts and to sort by; None if the row has none
+    form: str = ""  # format specification
+    words: Callable[[T], str] | None = None  # for readers, if that is not the formatted value
+
+    def text(self, row: T) -> str:
+        if self.words is not None:
+            return printable(self.words(row))
+        value = self.value(row)
+        return "" if value is None else printable(format(value, self.form))
+
+
+def texts_of(columns: Sequence[Column[T]], rows: Sequence[T]) -> Columns:
+    """The title of each column that has a text, with its text for each row."""
+    filled = [(column.title, [column.text(row) for row in rows]) for column in columns]
+    return [column for column in filled if any(column[1])]
 
 
 def print_table(

@@ -1,34 +1,38 @@
-"""The table of a sweep's cells on its page: swept values, progress, losses, and what to do with each cell."""
+"""The table of runs on a page: swept values, progress, losses, and what to do with each run."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
-from gptexp.process.terminal import as_command, printable
+from gptexp.process.terminal import as_command
 from gptexp.process.words import duration, shown
-from gptexp.reporting.listings.progress import in_words, not_started
+from gptexp.reporting.listings.progress import not_started
 from gptexp.reporting.listings.records import Run
-from gptexp.reporting.listings.table import BITS, COLUMNS, Column, chosen, tokenizers
+from gptexp.reporting.listings.table import BITS, LOSS, NAME, SPEED, STATUS, TOKENS, informative, tokenizers
+from gptexp.reporting.listings.terminal_table import Column
 from gptexp.reporting.page.overview import link_to
 from gptexp.reporting.page.report import Report
 from gptexp.storage import run_dir
 
-KEPT = ("lr", "total_batch_size", "seed")  # columns of `COLUMNS` before those of other swept keys
-NAME, STATUS, LOSS, TOKENS, SPEED = (
-    next(column for column in COLUMNS if column.key == key)
-    for key in ("run", "status", "final_val_loss", "tokens", "tokens_per_s")
-)
-TIME = Column("time", "time", lambda run: run.summary.get("train_s"), "")
-BEST_LOSS = Column("best_val_loss", "best val loss", lambda run: run.best_loss, ".4f")
+KEPT = ("lr", "total_batch_size", "seed")  # columns of all tables of runs before those of other swept keys
+
+
+def _train_s(run: Run) -> float | None:
+    return run.summary.get("train_s")
+
+
+def _newest_loss(run: Run) -> float | None:
+    return run.loss if run.loss is not None or not run.val else run.val[-1].loss
+
+
+def _newest_loss_in_words(run: Run) -> str:
+    loss = _newest_loss(run)
+    return "" if loss is None else f"{loss:.4f}{' so far' if run.loss is None else ''}"
+
+
+TIME = Column[Run]("time", "time", _train_s, words=lambda r: "" if (s := _train_s(r)) is None else duration(s))
+NEWEST_LOSS = Column[Run](LOSS.key, LOSS.title, _newest_loss, words=_newest_loss_in_words)
+BEST_LOSS = Column[Run]("best_val_loss", "best val loss", lambda run: run.best_loss, ".4f")
 MINOR = ("seed", "gap", BITS.key, TOKENS.key, SPEED.key, TIME.key)  # left out on a phone
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One field of the table."""
-
-    text: str
-    value: float | str = ""  # to sort by; empty ones come last
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,6 @@ class Row:
     """A cell of the sweep. `run` of one that has not started holds only what was planned."""
 
     run: Run
-    entries: list[Entry]  # one for each column
     share: float  # of its tokens that are done
     is_best: bool
     link: str  # relative address of its page, for a live page
@@ -45,7 +48,7 @@ class Row:
 
 @dataclass(frozen=True)
 class CellsTable:
-    columns: list[Column]
+    columns: list[Column[Run]]
     rows: list[Row]
 
 
@@ -56,26 +59,23 @@ def cells_table(report: Report, is_live: bool = False) -> CellsTable | None:
         return None
     keys = report.analysis.differing
     runs.sort(key=lambda run: ([str(run.config.get(key)) for key in keys], run.batch, run.lr, run.seed))
-    winners = {run.name for run in report.analysis.best_runs}
     lowest = min((run.loss for run in runs if run.loss is not None), default=None)
-    gap = Column("gap", "above lowest", lambda run: None if run.loss is None else run.loss - (lowest or 0.0), ".4f")
+
+    def above_lowest(run: Run) -> float | None:
+        return None if run.loss is None or lowest is None else run.loss - lowest
+
+    losses = [NEWEST_LOSS, STATUS, Column("gap", "above lowest", above_lowest, ".4f")]
     columns = [
-        *(column for column in chosen(runs, all_of_them=False) if column.key in KEPT),
-        *(Column(key, title, partial(_config_value, key), "") for key, title in zip(keys, _titles(keys), strict=True)),
-        *([LOSS, STATUS, gap] if lowest is not None else [STATUS]),
+        *(column for column in informative(runs) if column.key in KEPT),
+        *map(_key_column, keys, _titles(keys)),
+        *(losses if lowest is not None else [STATUS]),
         *([BITS] if len(tokenizers(runs)) > 1 else []),
         *(column for column in (SPEED, TIME) if any(column.value(run) for run in runs)),
     ]
     shares = {cell.name: cell.share for cell in report.cells}
+    best = {run.name for run in report.analysis.best_runs}
     rows = [
-        Row(
-            run,
-            [_entry(column, run) for column in columns],
-            shares.get(run.name, 0.0),
-            is_best=run.name in winners,
-            link=link_to(run.directory.name),
-            commands=commands(run, is_live),
-        )
+        Row(run, shares.get(run.name, 0.0), run.name in best, link_to(run.directory.name), commands(run, is_live))
         for run in runs
     ]
     return CellsTable(columns, rows)
@@ -85,20 +85,16 @@ def results_table(runs: Sequence[Run]) -> CellsTable:
     """A row for each of `runs`, in their order: its name and its results."""
     results = (LOSS, BEST_LOSS, BITS, STATUS, TOKENS, SPEED, TIME)
     columns = [NAME, *(column for column in results if any(map(column.value, runs)))]
-    trained = [run.summary.get("tokens", run.first_tokens) - run.first_tokens for run in runs]
-    shares = [tokens / (run.of_tokens - run.first_tokens) for run, tokens in zip(runs, trained, strict=True)]
-    rows = [
-        Row(
-            run,
-            [_entry(column, run) for column in columns],
-            share,
-            is_best=False,
-            link=link_to(run.directory.name),
-            commands=commands(run),
-        )
-        for run, share in zip(runs, shares, strict=True)
-    ]
+    columns = [NEWEST_LOSS if column is LOSS else column for column in columns]
+    rows = [Row(run, run.share, False, link_to(run.directory.name), commands(run)) for run in runs]
     return CellsTable(columns, rows)
+
+
+def _key_column(key: str, title: str) -> Column[Run]:
+    def value(run: Run) -> str | None:
+        return None if run.config.get(key) is None else shown(run.config[key])
+
+    return Column(key, title, value)
 
 
 def _titles(keys: Sequence[str]) -> list[str]:
@@ -118,20 +114,3 @@ def commands(run: Run, is_live: bool = False) -> list[tuple[str, str]]:
     else:
         verbs = {}
     return [(what, as_command([verb, str(run.directory.absolute())])) for verb, what in verbs.items()]
-
-
-def _config_value(key: str, run: Run) -> str | None:
-    value = run.config.get(key)
-    return None if value is None else printable(shown(value))
-
-
-def _entry(column: Column, run: Run) -> Entry:
-    value, text = column.value(run), column.text(run)
-    if column is STATUS:
-        text = in_words(run.status)
-    elif column is TIME and value is not None:
-        text = duration(value)
-    elif column is LOSS and value is None and run.val and run.val[-1].loss is not None:
-        value = run.val[-1].loss
-        text = f"{value:.4f} so far"
-    return Entry(text, "" if value is None else value)

@@ -1,4 +1,5 @@
-"""A comparison of runs: what differs between them, and whether their final losses differ by more than seeds cause.
+"""A comparison of runs: what differs between them, whether their final losses differ by more than seeds cause, and how
+that is shown on the terminal, as JSON and as a page.
 
 Runs with equal configs but for the seed form a cell. A cell with several runs measures the noise (means.py).
 """
@@ -7,20 +8,27 @@ import math
 import string
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from statistics import stdev
 from typing import Any
 
 from gptexp.process.errors import ConfigError
-from gptexp.process.terminal import as_command, printable
+from gptexp.process.terminal import as_command, printable, say
 from gptexp.process.words import counted, first_keys, listed
 from gptexp.reporting.charts.line_charts import Lines, line_charts
+from gptexp.reporting.charts.pictures import bundle
 from gptexp.reporting.listings.differences import CONFIG, Difference, differences, recorded, what_differs
 from gptexp.reporting.listings.records import Run, has_diverged, read_run
-from gptexp.reporting.listings.table import tokenizers
+from gptexp.reporting.listings.table import BITS, LOSS, SPEED, STATUS, TOKENS, tokenizers
+from gptexp.reporting.listings.terminal_table import print_in_blocks, texts_of
+from gptexp.reporting.page.cells_table import BEST_LOSS
 from gptexp.reporting.page.overview import Overview, as_started
+from gptexp.reporting.page.own_file import MARKS
+from gptexp.reporting.page.page import comparison_page
 from gptexp.reporting.page.report import Report
+from gptexp.reporting.page.write import show_findings
 from gptexp.reporting.statistics.analysis import TEXT, analyse, data_warnings, usual_spread_of
 from gptexp.reporting.statistics.likelihood import NOISE_DOF
 from gptexp.reporting.statistics.means import Contrast, against_lowest
@@ -30,6 +38,8 @@ from gptexp.reporting.words.proposals import SEEDS, Proposal
 from gptexp.reporting.words.verdict import seeds_in_words
 from gptexp.storage import inventory, run_dir
 
+COMMAND = "gptexp compare"
+RESULTS = (STATUS, LOSS, BEST_LOSS, BITS, TOKENS, SPEED)
 SEED = "train.seed"
 # With the length of a sequence they decide which text is held out.
 HELD_OUT = ("data.val_tokens", "data.val_ratio", "data.val_split", "data.max_tokens")
@@ -96,8 +106,8 @@ class Comparison:
 def compare(directories: Sequence[Path]) -> Comparison:
     """Compare the runs in `directories`. Raises `ConfigError` if one is damaged."""
     runs = list(_named(directories))
-    found = differences(runs)
-    labels = {run.name: f"{run.name}: {text}" for run, text in zip(runs, what_differs(runs, found), strict=True)}
+    differing = differences(runs)
+    labels = {run.name: f"{run.name}: {text}" for run, text in zip(runs, what_differs(runs, differing), strict=True)}
     analysis = analyse("comparison", runs)
     why_incomparable = _why_incomparable(runs)
     cells = cells_of([run for run in runs if run.loss is not None and not has_diverged(run)])
@@ -106,7 +116,7 @@ def compare(directories: Sequence[Path]) -> Comparison:
     verdict = Verdict(
         warnings=[
             *(Finding(printable(f"Warning: {line}.")) for line in analysis.warnings if line not in known),
-            *_other_held_out_text(runs, found),
+            *_other_held_out_text(runs, differing),
         ],
         answers=list(_answers(runs, why_incomparable, cells, pairs)),
         findings=list(_without_loss(runs)),
@@ -114,9 +124,9 @@ def compare(directories: Sequence[Path]) -> Comparison:
         question="Which run is better",
     )
     further = list(_more_seeds(pairs[0].lower)) if pairs and pairs[0].contrast is None else []
-    head = _head(runs, labels, found)
+    head = _head(runs, labels, differing)
     report = Report(Path(), analysis, [], None, False, head, [], verdict, further, line_charts(Lines(runs, labels)))
-    return Comparison(runs, labels, found, why_incomparable, pairs, report)
+    return Comparison(runs, labels, differing, why_incomparable, pairs, report)
 
 
 def _named(directories: Sequence[Path]) -> Iterator[Run]:
@@ -129,8 +139,8 @@ def _named(directories: Sequence[Path]) -> Iterator[Run]:
         yield replace(run, name=f"{string.ascii_uppercase[letter]}{turn or ''}")
 
 
-def _head(runs: Sequence[Run], labels: Mapping[str, str], found: Sequence[Difference]) -> Overview:
-    keys = [difference.key for difference in found if difference.kind == CONFIG]
+def _head(runs: Sequence[Run], labels: Mapping[str, str], differing: Sequence[Difference]) -> Overview:
+    keys = [difference.key for difference in differing if difference.kind == CONFIG]
     return Overview(
         title=f"{len(runs)} runs compared: {first_keys(keys) or 'equal configs'}",
         facts=[(labels[run.name], printable(str(run.directory))) for run in runs],
@@ -160,8 +170,8 @@ def cells_of(runs: Sequence[Run]) -> list[Cell]:
 
 def pairs_of(cells: Sequence[Cell]) -> list[Pair]:
     """The first of `cells`, which has the lowest mean loss, with each of the others."""
-    found = against_lowest([[run.loss or 0.0 for run in cell.runs] for cell in cells])
-    contrasts: Sequence[Contrast | None] = [None] * len(cells) if found is None else found
+    tested = against_lowest([[run.loss or 0.0 for run in cell.runs] for cell in cells])
+    contrasts: Sequence[Contrast | None] = [None] * len(cells) if tested is None else tested
     return [
         Pair(cells[0], cell, contrast, usual_spread_of([*cells[0].runs, *cell.runs]))
         for cell, contrast in zip(cells[1:], contrasts[1:], strict=True)
@@ -186,12 +196,10 @@ def _grouped(runs: Sequence[Run], key: Callable[[Run], dict[str, Any]]) -> list[
     """The runs by equal keys, which need not be hashable."""
     groups: list[tuple[dict[str, Any], list[Run]]] = []
     for run in runs:
-        value = key(run)
-        known = next((group for other, group in groups if other == value), None)
-        if known is None:
-            groups.append((value, [run]))
-        else:
-            known.append(run)
+        group = next((group for other, group in groups if other == key(run)), None)
+        if group is None:
+            groups.append((key(run), group := []))
+        group.append(run)
     return [group for _, group in groups]
 
 
@@ -199,8 +207,8 @@ def _has_every_seed_once(runs: Sequence[Run]) -> bool:
     return len({run.seed for run in runs}) == len(runs)
 
 
-def _other_held_out_text(runs: Sequence[Run], found: Sequence[Difference]) -> Iterator[Finding]:
-    keys = [d.key for d in found if d.key in HELD_OUT]
+def _other_held_out_text(runs: Sequence[Run], differing: Sequence[Difference]) -> Iterator[Finding]:
+    keys = [d.key for d in differing if d.key in HELD_OUT]
     if len({run.seq_len for run in runs}) > 1:
         keys.append("the length of a sequence")
     if keys:
@@ -221,9 +229,9 @@ def _answers(
     yield from (_answer(pair, len(cells)) for pair in pairs)
 
 
-def _single(cell: Cell, of_runs: int) -> Iterator[Finding]:
+def _single(cell: Cell, run_count: int) -> Iterator[Finding]:
     names = listed(cell.names)
-    if len(cell.runs) < of_runs:
+    if len(cell.runs) < run_count:
         yield Finding(f"Nothing can be said yet: only {names} has a final loss that counts.")
     elif cell.sigma is not None:
         yield Finding(
@@ -273,9 +281,7 @@ def _without_loss(runs: Sequence[Run]) -> Iterator[Finding]:
         if has_diverged(run):
             yield Finding(f"{run.name} has diverged.")
         elif run.loss is None:
-            trained = run.summary.get("tokens", run.first_tokens) - run.first_tokens
-            done = trained / (run.of_tokens - run.first_tokens)
-            yield Finding(f"{run.name} has no final loss: it is {run.status}, after {done:.0%} of its tokens.")
+            yield Finding(f"{run.name} has no final loss: it is {run.status}, after {run.share:.0%} of its tokens.")
 
 
 def _more_seeds(cell: Cell) -> Iterator[Proposal]:
@@ -299,3 +305,67 @@ def _seeds_beside(directory: Path) -> Iterator[int]:
     for path in inventory.cells(sweep) if inventory.is_sweep(sweep) else ():
         with suppress(ConfigError):  # a damaged run
             yield run_dir.load_config(path).train.seed
+
+
+def write_page(path: Path, comparison: Comparison) -> None:
+    html = comparison_page(comparison.report, comparison.differences, bundle())
+    run_dir.write_atomically(path, f"{MARKS[COMMAND]}\n{html}")
+
+
+def numbers(comparison: Comparison) -> dict[str, Any]:
+    """The comparison as JSON values."""
+    names = [run.name for run in comparison.runs]
+    return {
+        "runs": [
+            {
+                "run": run.name,
+                "label": comparison.labels[run.name],
+                "directory": str(run.directory),
+                **{column.key: column.value(run) for column in RESULTS},
+            }
+            for run in comparison.runs
+        ],
+        "differences": [
+            {"key": d.key, "kind": d.kind, "values": dict(zip(names, d.values, strict=True))}
+            for d in comparison.differences
+        ],
+        "why_incomparable": comparison.why_incomparable,
+        "pairs": [_pair(pair) for pair in comparison.pairs],
+        "verdict": comparison.report.verdict.lines,
+        "next": [asdict(proposal) for proposal in comparison.report.further],
+    }
+
+
+def _pair(pair: Pair) -> dict[str, Any]:
+    tie, contrast = pair.is_tie, pair.contrast
+    return {
+        "lower": _cell(pair.lower),
+        "higher": _cell(pair.higher),
+        "difference": pair.difference,
+        "significant": None if tie is None else not tie,
+        "p": contrast and contrast.p,
+        "significant_from": contrast and contrast.significant_from,
+        "seeds_needed": contrast and contrast.seeds_needed,
+        "usual_spread": pair.usual_spread,
+    }
+
+
+def _cell(cell: Cell) -> dict[str, Any]:
+    return {"runs": cell.names, "mean_loss": cell.mean, "sigma": cell.sigma}
+
+
+def show(comparison: Comparison, width: int | None = None) -> None:
+    """Print the comparison, on lines of `width` characters if given; tables then have as many columns as fit."""
+    runs = comparison.runs
+    say(*(f"{comparison.labels[run.name]}  {run.directory}" for run in runs))
+    for kind, group in groupby(comparison.differences, key=lambda d: d.kind):
+        rows = list(group)
+        columns = [(run.name, [d.texts[number] for d in rows]) for number, run in enumerate(runs)]
+        say(f"\n{kind.capitalize()}:")
+        print_in_blocks(("", [d.key for d in rows]), columns, [run.name for run in runs], width)
+    if not comparison.differences:
+        say("\nNothing differs: configs, data, machines and versions are equal.")
+    say()
+    print_in_blocks(("run", [run.name for run in runs]), texts_of(RESULTS, runs), [STATUS.title], width)
+    say()
+    show_findings(comparison.report, width)

@@ -81,18 +81,18 @@ def settings_given(sweep: SweepRecord | None) -> list[str]:
 
 def points_above_cells(analysis: "Analysis") -> list[str]:
     """A sentence for each batch size at which the law's learning rate is significantly worse than one that was run."""
-    found = []
+    sentences = []
     laws = [(arm.curves, arm.law) for arm in analysis.arms if arm.law is not None]
     for curves, law in laws:
         for batch in law.sizes:
             lr, run = law.at(batch), curves.of[batch].best
             if curves.worse([(batch, lr)], (batch, run)):
                 above, below = curves.cell_losses([(batch, lr), (batch, run)]).mean(0)
-                found.append(
+                sentences.append(
                     f"at {batch:,} tokens a step the law's learning rate {lr:.3g} has a loss {above - below:.4f} nats "
                     f"above that of {run:.3g}, which was run"
                 )
-    return found
+    return sentences
 
 
 def _power_law(value: float, tokens: float, exponent: float) -> str:

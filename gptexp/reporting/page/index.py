@@ -1,25 +1,36 @@
 """The page of a directory with many runs and sweeps: `gptexp watch outputs`."""
 
-import os
 import re
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from gptexp.process.errors import ConfigError
 from gptexp.process.terminal import printable
 from gptexp.process.words import counted, size_shown
-from gptexp.reporting.listings.listing import STATUSES, Read, Row, list_runs, ordered
+from gptexp.reporting.listings.listing import COLUMNS, STATUSES, Read, Row, list_runs, newest_value, ordered
+from gptexp.reporting.listings.terminal_table import Column
 from gptexp.reporting.page.overview import Tile, link_to
 from gptexp.storage import run_dir
 from gptexp.storage.inventory import cells
-from gptexp.storage.reader import open_text
 
-END_BYTES = 1 << 16  # of metrics.jsonl: the last logged step is in them
 TOKENS = re.compile(rb'"tokens": (\d{1,18})[,}]')
+KEYS = ("name", "started", "model", "lr", "total_batch_size", "val_loss", "status", "cells", "size_bytes", "tags")
+COLUMNS_OF_INDEX = [column for key in KEYS for column in COLUMNS if column.key == key]
+MINOR = ("started", "model", "total_batch_size", "cells", "size_bytes", "tags")  # left out on a phone
+LEFT = ("name", "tags")  # columns whose texts begin at the left
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A row of the page. All texts but those of `row` are printable."""
+
+    row: Row
+    share: float | None  # of a running row: what is done
+    link: str
+    searched: str  # what a filter searches, in lower case
 
 
 @dataclass(frozen=True)
@@ -29,7 +40,10 @@ class Index:
     title: str
     directory: str
     tiles: list[Tile]
-    rows: list[dict[str, Any]]  # the fields of `Row`, and what only the page shows
+    entries: list[Entry]
+    columns: list[Column[Row]]
+    minor: tuple[str, ...] = MINOR
+    left: tuple[str, ...] = LEFT
 
 
 def build_index(directory: Path, read: Read | None = None) -> Index:
@@ -40,7 +54,8 @@ def build_index(directory: Path, read: Read | None = None) -> Index:
         title=" and ".join(counted(kinds[kind], kind) for kind in ("sweep", "run") if kinds[kind]) or "No runs yet",
         directory=printable(str(directory)),
         tiles=_tiles(rows),
-        rows=[_fields(row) for row in rows],
+        entries=[Entry(row, _share(row), link_to(row.name), _searched(row)) for row in rows],
+        columns=COLUMNS_OF_INDEX,
     )
 
 
@@ -50,16 +65,8 @@ def _tiles(rows: Sequence[Row]) -> list[Tile]:
     return [*tiles, Tile("On disk", size_shown(sum(row.size_bytes for row in rows)))]
 
 
-def _fields(row: Row) -> dict[str, Any]:
-    """The fields of a row, with printable texts, and what only the page shows."""
-    texts = {key: printable(value) if isinstance(value, str) else value for key, value in asdict(row).items()}
-    return texts | {
-        "tags": list(map(printable, row.tags)),
-        "link": link_to(row.name),
-        "size": size_shown(row.size_bytes),
-        "share": _share(row),
-        "found_by": printable(" ".join(filter(None, [row.name, row.model, row.status, *row.tags]))).lower(),
-    }
+def _searched(row: Row) -> str:
+    return printable(" ".join(filter(None, [row.name, row.model, row.status, *row.tags]))).lower()
 
 
 def _share(row: Row) -> float | None:
@@ -77,15 +84,5 @@ def _share(row: Row) -> float | None:
 def _share_of_run(directory: Path) -> float | None:
     with suppress(ConfigError):
         _, of_tokens = run_dir.load_config(directory).run_length
-        return min(1.0, _newest_tokens(directory / run_dir.METRICS) / of_tokens)
+        return min(1.0, (newest_value(directory / run_dir.METRICS, TOKENS) or 0.0) / of_tokens)
     return None
-
-
-def _newest_tokens(metrics: Path) -> int:
-    """The tokens of the last logged event; 0 if there is none."""
-    with suppress(OSError), open_text(metrics) as text:
-        file = text.buffer
-        file.seek(max(0, file.seek(0, os.SEEK_END) - END_BYTES))
-        if logged := TOKENS.findall(file.read()):
-            return int(logged[-1])
-    return 0

@@ -1,15 +1,17 @@
-"""The report as one HTML file that includes Vega-Lite's JavaScript, which draws the figures.
+"""Pages as one HTML file each, with Vega-Lite's JavaScript, which draws the figures.
 
 A content security policy forbids loading anything from a network. Names of runs are escaped. `gptexp watch` serves the
-same page and updates it. `web/` holds its templates, styles and script.
+same pages, which update themselves. `web/` holds templates, styles and the script.
 """
 
 import base64
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -19,11 +21,12 @@ from gptexp.process.terminal import printable
 from gptexp.process.words import shown, uncapitalised
 from gptexp.reporting.charts.vega_lite import END_LABELS, Figure, theme
 from gptexp.reporting.listings.differences import Difference
-from gptexp.reporting.listings.records import Run
+from gptexp.reporting.listings.listing import Read
 from gptexp.reporting.page.cells_table import MINOR, cells_table, commands, results_table
-from gptexp.reporting.page.index import Index
+from gptexp.reporting.page.index import Index, build_index
 from gptexp.reporting.page.report import Report
 from gptexp.reporting.words.answers import TEXTS, table_of_answers
+from gptexp.storage.run_dir import finite
 
 # Only the page's own two scripts run, known by their hashes: a script in a run's name would not. Vega compiles its
 # expressions by `eval`, and writes styles into the page.
@@ -31,92 +34,80 @@ POLICY = (
     "default-src 'none'; script-src {hashes} 'unsafe-eval'; style-src 'unsafe-inline'; img-src data: blob:; "
     "base-uri 'none'; form-action 'none'"
 )
-SECTIONS = ("header", "tiles", "verdict", "next", "charts", "runs", "notes", "foot")  # in the order of the page
 TONES = {  # of the badges of findings and answers; others warn
     "bracketed": "good", "significant": "good", "jagged": "bad", "diverged": "bad", "not comparable": "bad",
     **dict.fromkeys(("tied", "flat", "noise unknown", "too few", "so far"), "plain"),
 }  # fmt: skip
-EVERY_MS = 1000  # between two questions of a live page
-PATIENCE_MS = 20_000  # for one answer
 
 
-def page(report: Report, bundle: str) -> str:
-    """The whole HTML file. `bundle`: Vega-Lite's JavaScript."""
-    data = {"figures": specifications(report.figures)}
-    return _document(title(report), POLICY, sections(report), data, bundle)
+@dataclass(frozen=True)
+class Live:
+    """What makes a page update itself."""
+
+    changed: float | None  # Unix time of the newest change of a file, in s
+    up: str  # relative address of the page that lists this one; empty if there is none
+    every_ms: int = 1000  # between two questions
+    patience_ms: int = 20_000  # for one answer
 
 
-def comparison_page(report: Report, found: Sequence[Difference], bundle: str) -> str:
-    """The whole HTML file of a comparison of runs. `found`: what differs between them."""
-    part: Any = _templates().get_template("sections.html").module
-    runs = report.analysis.runs
+def report_page(report: Report, bundle: str, live: Live | None = None) -> str:
+    """The page of a run or a sweep. `bundle`: Vega-Lite's JavaScript."""
+    parts = sections(report, is_live=live is not None)
+    return _document(report.tab_title, parts, bundle, report.figures, live)
+
+
+def comparison_page(report: Report, differences: Sequence[Difference], bundle: str) -> str:
+    """The page of a comparison of runs."""
+    part, runs = _macros("sections.html"), report.analysis.runs
     parts = {
         "header": part.header(report),
         "verdict": part.verdict(report, []),
         "next": part.next(report, []),
-        "differences": part.differences(found, [run.name for run in runs]),
+        "differences": part.differences(differences, [run.name for run in runs]),
         "charts": part.charts(report),
         "runs": part.runs(results_table(runs), MINOR, False),
         "foot": part.foot(report, _settings(report)),
     }
-    return _document(title(report), POLICY, parts, {"figures": specifications(report.figures)}, bundle)
+    return _document(report.tab_title, parts, bundle, report.figures)
 
 
-def live_page(name: str, bundle: str, up: str) -> str:
-    """The same page without content. It polls its server's `state.json` and shows what that holds.
-
-    `up`: relative address of the page that lists this one; empty if there is none.
-    """
-    data = {"figures": [], "live": {"every_ms": EVERY_MS, "patience_ms": PATIENCE_MS}}
-    return _document(name, f"{POLICY}; connect-src 'self'", dict.fromkeys(SECTIONS, ""), data, bundle, up)
+def index_page(directory: Path, read: Read, bundle: str, live: Live) -> str:
+    """The page of a directory with runs and sweeps. `read`: see `list_runs`. Raises `ConfigError`."""
+    index = build_index(directory, read)
+    return _document(f"{index.title} · gptexp", index_sections(index), bundle, live=live)
 
 
-def title(report: Report) -> str:
-    """The title of the browser's tab: the progress, and what runs."""
-    share = "" if report.overview.is_done else f"{report.overview.share:.0%} "
-    return f"{share}{report.overview.title} · gptexp"
+def message_page(name: str, message: str, bundle: str, live: Live) -> str:
+    """The page of a directory that cannot be shown. `message`: HTML that says why."""
+    part = {"verdict": f'<p class="problem">{message}</p>'}
+    return _document(f"{name} · gptexp", part, bundle, live=live)
 
 
 def index_sections(index: Index) -> dict[str, str]:
-    """The HTML of each of `SECTIONS`, for a directory with runs and sweeps."""
-    part: Any = _templates().get_template("index.html").module
-    of_index = {"header": part.header(index), "tiles": part.tiles(index), "runs": part.runs(index)}
-    return {**dict.fromkeys(SECTIONS, ""), **of_index}
+    """The HTML of each part of the page of a directory with runs and sweeps, in their order."""
+    part = _macros("index.html")
+    return {"header": part.header(index), "tiles": part.tiles(index), "runs": part.runs(index)}
 
 
 def sections(report: Report, is_live: bool = False) -> dict[str, str]:
-    """The HTML of each of `SECTIONS`. On a live page a row of the table has a link to the page of its run."""
-    part: Any = _templates().get_template("sections.html").module
+    """The HTML of each part of a report's page, in their order.
+
+    On a live page a row of the table has a link to the page of its run.
+    """
+    part = _macros("sections.html")
     table = cells_table(report, is_live)
     run = report.analysis.runs[0] if table is None else None
+    actions = [(what, [text]) for what, text in commands(run, is_live)] if run is not None else report.to_continue
     return {
         "header": part.header(report),
         "tiles": part.tiles(report),
         "verdict": part.verdict(report, table_of_answers(report.answers), TEXTS),
-        "next": part.next(report, _of_the_run(run, is_live) if run is not None else report.to_continue),
+        "next": part.next(report, actions),
         "charts": part.charts(report),
         "runs": part.runs(table, MINOR, is_live),
         "notes": part.notes_of_the_run(run),
         "foot": part.foot(report, _settings(report)),
     }
-
-
-def _of_the_run(run: Run, is_live: bool) -> list[tuple[str, list[str]]]:
-    """What to do with a run: in words, and as a command."""
-    return [(what, [text]) for what, text in commands(run, is_live)]
-
-
-def specifications(figures: list[Figure]) -> list[dict[str, Any]]:
-    """What the page's script draws."""
-    return [
-        {
-            "key": f.key,
-            "spec": f.spec,
-            "controls": [{"label": c.label, "options": c.options} for c in f.controls],
-            "on_a_phone": f.on_a_phone,
-        }
-        for f in figures
-    ]
 
 
 @cache
@@ -128,9 +119,22 @@ def _templates() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["tone"] = _tone
-    environment.filters["uncapitalised"] = uncapitalised
+    environment.filters |= {
+        "tone": _tone,
+        "uncapitalised": uncapitalised,
+        "sortable": _sortable,
+        "printable": printable,
+    }
     return environment
+
+
+def _macros(template: str) -> Any:
+    return _templates().get_template(template).module
+
+
+def _sortable(value: Any) -> Any:
+    """A value to sort by; those that are empty come last."""
+    return "" if value is None else printable(value) if isinstance(value, str) else value
 
 
 def _tone(badge: str, badges: Sequence[str]) -> str:
@@ -140,23 +144,35 @@ def _tone(badge: str, badges: Sequence[str]) -> str:
 
 
 def _document(
-    name: str, policy: str, parts: Mapping[str, str], data: Mapping[str, Any], bundle: str, up: str = ""
+    title: str, parts: Mapping[str, str], bundle: str, figures: Sequence[Figure] = (), live: Live | None = None
 ) -> str:
     web = files("gptexp.reporting.page") / "web"
     script = (web / "page.js").read_text()
     hashes = " ".join(_hash(text) for text in (bundle, script))
-    themes = {brightness: theme(brightness) for brightness in ("light", "dark")}
+    data = {
+        "figures": [
+            {
+                "key": figure.key,
+                "spec": figure.spec,
+                "controls": [asdict(control) for control in figure.controls],
+                "on_a_phone": figure.on_a_phone,
+            }
+            for figure in figures
+        ],
+        "themes": {brightness: theme(brightness) for brightness in ("light", "dark")},
+        "end_labels": END_LABELS,
+        "live": asdict(live) if live is not None else None,
+    }
     # Without "<" the JSON cannot end the script element that holds it.
-    values = {"live": None, "themes": themes, "end_labels": END_LABELS, **data}
-    text = json.dumps(values, separators=(",", ":")).replace("<", "\\u003c")
+    text = json.dumps(finite(data), separators=(",", ":")).replace("<", "\\u003c")
     return (
         _templates()
         .get_template("page.html")
         .render(
-            title=name,
-            up=up,
-            policy=policy.format(hashes=hashes),
-            sections={key: Markup(html) for key, html in parts.items()},
+            title=title,
+            up=live.up if live is not None else "",
+            policy=POLICY.format(hashes=hashes) + ("; connect-src 'self'" if live is not None else ""),
+            sections={name: Markup(html) for name, html in parts.items()},
             data=Markup(text),
             bundle=Markup(bundle),
             style=Markup((web / "page.css").read_text()),

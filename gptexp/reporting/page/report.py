@@ -37,6 +37,12 @@ class Report:
     figures: list[Figure]
 
     @property
+    def tab_title(self) -> str:
+        """The title of the browser's tab: the progress, and what runs."""
+        share = "" if self.overview.is_done else f"{self.overview.share:.0%} "
+        return f"{share}{self.overview.title} · gptexp"
+
+    @property
     def to_continue(self) -> list[tuple[str, list[str]]]:
         """How to go on with a sweep before its end: in words, and, if it has stopped, as commands, the newest last."""
         waiting = sum(cell.status not in run_dir.DONE for cell in self.cells)

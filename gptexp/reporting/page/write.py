@@ -18,9 +18,9 @@ from gptexp.process.errors import first_line
 from gptexp.process.terminal import as_command, printable, warn
 from gptexp.process.words import counted, listed
 from gptexp.reporting.charts.pictures import bundle, png
-from gptexp.reporting.listings.table import shown, values
-from gptexp.reporting.listings.terminal_table import PIPE_WIDTH, print_table
-from gptexp.reporting.page.page import page
+from gptexp.reporting.listings.table import informative, values
+from gptexp.reporting.listings.terminal_table import PIPE_WIDTH, print_table, texts_of
+from gptexp.reporting.page.page import report_page
 from gptexp.reporting.page.report import Report, build_report
 from gptexp.reporting.statistics.analysis import Arm
 from gptexp.reporting.statistics.arms import transfers
@@ -50,7 +50,7 @@ def write_report(
         for name in (PAGE, NUMBERS, TABLE, PICTURES):  # runs may be links: a report only reads them
             run_dir.refuse_link(directory / name)
         run_dir.refuse_links(directory / PICTURES)
-    run_dir.write_atomically(directory / PAGE, page(report, bundle()))
+    run_dir.write_atomically(directory / PAGE, report_page(report, bundle()))
     run_dir.write_json(directory / NUMBERS, numbers(report))
     rows = values(report.analysis.runs, report.analysis.differing)
     with run_dir.storage(directory / TABLE), run_dir.atomic(directory / TABLE) as file:
@@ -141,8 +141,8 @@ def show(report: Report, width: int | None = None, is_verbose: bool = False) -> 
     if is_verbose or not report.answers:
         # The column of names repeats what the other columns show, unless other keys were swept too.
         named = len(runs) == 1 or len(report.analysis.arms) > 1
-        columns = shown(runs, all_of_them=False)[not named :]
-        print_table(columns, ("run",), ("status",), LEAST_NEEDED, width)
+        columns = informative(runs)[not named :]
+        print_table(texts_of(columns, runs), ("run",), ("status",), LEAST_NEEDED, width)
         print()
     show_findings(report, width, is_verbose or not report.answers)
 

@@ -1,11 +1,10 @@
 "use strict";
 // `vegaEmbed` is defined by the bundle before this script. PAGE: {figures, themes, end_labels, live}.
-const PAGE = JSON.parse(document.getElementById("page-data").textContent);
+const readPage = source => JSON.parse(source.getElementById("page-data").textContent);
+let PAGE = readPage(document);
 const DARK = matchMedia("screen and (prefers-color-scheme: dark)"), NARROW = matchMedia("(max-width: 40rem)");
 const OPTIONS = {renderer: "svg", actions: {export: true, source: false, compiled: false, editor: false}};
-const views = new Map();  // id of a plot's element -> {figure, look, form, view, finalize}
-const chosen = new Map();  // key of a figure -> {control: option}
-let figures = PAGE.figures;
+const views = new Map();  // id of a plot's element -> {look, view, finalize}
 
 // --- Figures
 
@@ -19,10 +18,9 @@ function patched(value, patch) {
   return result;
 }
 
-const layersOf = spec => [spec, ...(spec.layer ?? [])].filter(layer => layer.data);
-
-function specOf({key, spec, controls, on_a_phone}) {
-  const patches = controls.map(({label, options}) => options[chosen.get(key)?.[label]] ?? {});
+/** A figure's specification as the reader has chosen it; `choices`: the option of each of its controls. */
+function specOf({spec, controls, on_a_phone}, choices) {
+  const patches = controls.map(({options}, number) => options[choices[number]] ?? {});
   const drawn = patched(patches.reduce(patched, spec), {config: PAGE.themes[DARK.matches ? "dark" : "light"]});
   if (!NARROW.matches) return drawn;
   const layer = drawn.layer?.filter(({name}) => name !== PAGE.end_labels);
@@ -30,46 +28,31 @@ function specOf({key, spec, controls, on_a_phone}) {
   return patched(patched(drawn, narrow), on_a_phone);
 }
 
-/** A specification without its data, its description and the values of its parameters, as text. */
-const formOf = spec => JSON.stringify({...spec, params: spec.params?.map(({name}) => name), description: ""},
-                                      (key, value) => key === "values" ? undefined : value);
-
-/** What a reader has zoomed to and isolated in a chart. */
-function stateOf(view) {
-  const {zoom} = view.getState({signals: name => name === "zoom"}).signals;  // field -> range
+/** Give a chart the zoom and the isolated lines of the one before it, as far as it has the same axes and legends. */
+async function takeOver(view, before) {
+  const {zoom} = before.getState({signals: name => name === "zoom"}).signals;  // field -> range
   const ranges = new Set(Object.keys(zoom ?? {}).map(field => `zoom_${field}`));
-  return view.getState({signals: name => ranges.has(name), data: name => name.startsWith("isolated")});
-}
-
-/** Give a chart what the one in its place had, as far as it has the same axes and legends. */
-async function restore(view, old) {
+  const old = before.getState({signals: name => ranges.has(name), data: name => name.startsWith("isolated")});
   const own = view.getState({signals: name => name in old.signals, data: name => name in old.data});
   for (const name in own.signals) view.signal(name, old.signals[name]);
   for (const name in own.data) view.data(name, old.data[name]);
   await view.runAsync();
 }
 
-/** Draw what has changed and can be seen. A figure of which only the data differ does not flicker; each keeps its zoom. */
+/** Draw what has changed and can be seen. */
 async function draw() {
-  for (const figure of figures) {
+  for (const [id, {finalize}] of views)
+    if (!document.getElementById(id)) { finalize(); views.delete(id); }
+  for (const figure of PAGE.figures) {
     const id = `plot-${figure.key}`, element = document.getElementById(id), known = views.get(id);
-    if (!element || element.closest("details:not([open])")) continue;
-    const look = JSON.stringify([DARK.matches, NARROW.matches, chosen.get(figure.key)]);
-    const stands = known && element.contains(known.view.container());
-    if (stands && known.figure === figure && known.look === look) continue;
-    const spec = specOf(figure), form = formOf(spec);
+    if (element.closest("details:not([open])")) continue;
+    const choices = [...element.closest("figure").querySelectorAll("input:checked")].map(input => input.value);
+    const look = JSON.stringify([DARK.matches, NARROW.matches, choices, figure]);
+    if (known?.look === look && element.contains(known.view.container())) continue;
     try {
-      if (stands && known.form === form) {
-        for (const layer of layersOf(spec)) known.view.data(layer.data.name, layer.data.values);
-        for (const {name, value} of spec.params ?? []) known.view.signal(name, value);
-        await known.view.description(spec.description).runAsync();
-        Object.assign(known, {figure, look});
-      } else {
-        const state = known && stateOf(known.view);
-        known?.finalize();
-        views.set(id, {figure, look, form, ...await vegaEmbed(element, spec, OPTIONS)});
-        if (state) await restore(views.get(id).view, state);
-      }
+      views.set(id, {look, ...await vegaEmbed(element, specOf(figure, choices), OPTIONS)});
+      if (known) await takeOver(views.get(id).view, known.view);
+      known?.finalize();
     } catch (error) {
       console.error(id, error);
     }
@@ -86,76 +69,49 @@ function redraw() {
 // --- What a reader does
 
 async function copy(button) {
-  const text = button.parentElement.querySelector("pre").textContent;
+  const command = button.parentElement.querySelector("pre");
   try {
-    await navigator.clipboard.writeText(text);
+    await navigator.clipboard.writeText(command.textContent);
     button.textContent = "Copied";
   } catch {
-    getSelection().selectAllChildren(button.parentElement.querySelector("pre"));
+    getSelection().selectAllChildren(command);
     button.textContent = "Selected";
   }
   setTimeout(() => button.textContent = "Copy", 2000);
 }
 
-function choose(button) {
-  const control = button.closest("fieldset"), key = button.closest("figure").dataset.key;
-  chosen.set(key, {...chosen.get(key), [control.dataset.control]: button.textContent});
-  showChoices();
-  redraw();
-}
-
-function showChoices() {
-  for (const control of document.querySelectorAll("fieldset[data-control]")) {
-    const option = chosen.get(control.closest("figure").dataset.key)?.[control.dataset.control];
-    [...control.querySelectorAll("button")].forEach((button, number) =>
-      button.setAttribute("aria-pressed", option === undefined ? number === 0 : button.textContent === option));
-  }
-}
-
-let sorted = null;  // {key, descending}: the column of the table that orders it
-
-function sortBy(key) {
-  sorted = {key, descending: sorted?.key === key && !sorted.descending};
+function sortBy(head) {
+  const order = head.ariaSort === "ascending" ? "descending" : "ascending";
+  for (const other of head.parentElement.cells) other.removeAttribute("aria-sort");
+  head.ariaSort = order;
   showOrder();
 }
 
+/** Sort the table by the column that its head names; empty values come last. */
 function showOrder() {
-  const table = document.querySelector("table.sortable");
-  if (!table || !sorted) return;
-  const number = [...table.tHead.rows[0].cells].findIndex(cell => cell.dataset.key === sorted.key);
-  if (number < 0) return;
-  [...table.tHead.rows[0].cells].forEach((cell, other) => {
-    if (other === number) cell.setAttribute("aria-sort", sorted.descending ? "descending" : "ascending");
-    else cell.removeAttribute("aria-sort");
-  });
-  const value = body => body.rows[0].cells[number].dataset.value;
-  const compare = (one, other) => {
-    if (value(one) === "" || value(other) === "") return (value(one) === "") - (value(other) === "");  // empty ones last
-    const order = isNaN(value(one)) || isNaN(value(other))
-      ? value(one).localeCompare(value(other)) : value(one) - value(other);
-    return sorted.descending ? -order : order;
-  };
-  const order = [...table.tBodies].sort(compare);
+  const head = document.querySelector(".sortable th[aria-sort]");
+  if (!head) return;
+  const table = head.closest("table"), sign = head.ariaSort === "ascending" ? 1 : -1;
+  const value = body => body.rows[0].cells[head.cellIndex].dataset.value;
+  const compare = (one, other) => isNaN(one) || isNaN(other) ? one.localeCompare(other) : one - other;
+  const order = [...table.tBodies].sort((one, other) =>
+    (value(one) === "") - (value(other) === "") || sign * compare(value(one), value(other)));
   if (order.some((body, at) => body !== table.tBodies[at])) table.append(...order);  // a move takes the focus away
 }
 
-let sought = new URLSearchParams(location.search).get("filter") ?? "";  // the text that rows of the index must hold
-
-/** Show the rows of the index that hold all words of `sought`. */
+/** Show the rows of the index that hold all words of the filter, which the address keeps for a reload. */
 function showFiltered() {
-  const filter = document.getElementById("filter");
+  const filter = document.getElementById("filter"), text = new URLSearchParams(location.search).get("filter") ?? "";
   if (!filter) return;
-  if (filter.value !== sought) filter.value = sought;
-  const words = sought.toLowerCase().split(/\s+/).filter(Boolean);
+  if (filter.value !== text) filter.value = text;
+  const words = text.toLowerCase().split(/\s+/).filter(Boolean);
   const rows = [...document.querySelector("table.index").tBodies];
-  for (const row of rows) row.hidden = !words.every(word => row.dataset.foundBy.includes(word));
+  for (const row of rows) row.hidden = !words.every(word => row.dataset.searched.includes(word));
   const shown = rows.filter(row => !row.hidden).length;
   document.getElementById("filtered").textContent = words.length ? `${shown} of ${rows.length} shown` : "";
 }
 
-/** Filter, and keep the text in the address, for a reload. */
 function filterBy(text) {
-  sought = text;
   const address = new URL(location);
   if (text) address.searchParams.set("filter", text);
   else address.searchParams.delete("filter");
@@ -163,13 +119,9 @@ function filterBy(text) {
   showFiltered();
 }
 
-const opened = new Set();  // ids of the runs whose details are shown
-
-function toggle(body, open = !opened.has(body.id)) {
-  if (open) opened.add(body.id);
-  else opened.delete(body.id);
+function toggle(body, open = body.rows[1].hidden) {
   body.rows[1].hidden = !open;
-  body.querySelector(".opens")?.setAttribute("aria-expanded", open);
+  body.querySelector(".opens").ariaExpanded = open;
 }
 
 function openTarget() {
@@ -181,37 +133,31 @@ function openTarget() {
 }
 
 document.addEventListener("click", event => {
-  const button = event.target.closest("button");
-  const row = event.target.closest(".sortable tbody tr:first-child");
+  const button = event.target.closest("button"), row = event.target.closest(".sortable tbody tr:first-child");
   const marked = getSelection();
   if (button?.classList.contains("copy")) copy(button);
-  else if (button?.closest("fieldset[data-control]")) choose(button);
-  else if (button?.closest("thead")) sortBy(button.closest("th").dataset.key);
-  else if (button?.classList.contains("opens")) toggle(row.parentElement);
-  else if (row?.nextElementSibling && !event.target.closest("a") && (marked.isCollapsed || !row.contains(marked.anchorNode)))
+  else if (button?.closest("thead")) sortBy(button.closest("th"));
+  else if (row?.nextElementSibling && !event.target.closest("a")
+           && (button || marked.isCollapsed || !row.contains(marked.anchorNode)))
     toggle(row.parentElement);
 });
 document.addEventListener("input", event => event.target.id === "filter" && filterBy(event.target.value));
+document.addEventListener("change", event => event.target.closest("figure") && redraw());
 document.addEventListener("toggle", event => event.target.id === "diagnostics" && redraw(), true);
 DARK.addEventListener("change", redraw);
 NARROW.addEventListener("change", redraw);
 addEventListener("hashchange", openTarget);
 
-// --- Where the content comes from
+// --- A live page takes over what differs in a newer version of itself
 
-const KEPT = new Set(["open", "hidden", "aria-expanded", "aria-pressed", "aria-sort"]);  // what the reader has chosen
+const KEPT = new Set(["open", "hidden", "aria-expanded", "aria-sort"]);  // what the reader has chosen
 
 /** Make an element equal to another, and touch only what differs: focus, selection, scrolling and zoom stay. */
 function update(element, fresh) {
-  if ("unchanged" in fresh.dataset) return;
-  if (element.classList.contains("plot")) return;  // Vega owns what is in a plot, and adds classes to it
+  if (element.id === "state" || element.classList.contains("plot")) return;  // `poll` and Vega write into these
   for (const {name, value} of fresh.attributes)
     if (!KEPT.has(name) && element.getAttribute(name) !== value) element.setAttribute(name, value);
-  updateChildren(element, fresh);
-}
-
-/** Children with an id are found by it, wherever the reader has sorted them to; others by their place. */
-function updateChildren(element, fresh) {
+  // Children with an id are found by it, wherever the reader has sorted them to; others by their place.
   const named = new Map([...element.children].filter(child => child.id).map(child => [child.id, child]));
   const unnamed = [...element.childNodes].filter(child => !child.id);
   const stay = new Set();
@@ -229,59 +175,38 @@ function updateChildren(element, fresh) {
   for (const child of [...element.childNodes]) if (!stay.has(child)) child.remove();
 }
 
-/** Show new sections. What the reader has opened or sorted stays so. */
-function show(sections) {
-  for (const [name, html] of Object.entries(sections)) {
-    const fresh = document.createElement("template");
-    fresh.innerHTML = html;  // gptexp has escaped all names and texts, and the policy runs no script of theirs
-    updateChildren(document.getElementById(name), fresh.content);
-  }
-  for (const id of opened) {
-    const body = document.getElementById(id);
-    if (body) toggle(body, true);
-  }
-  showOrder();
-  showFiltered();
-  showChoices();
-  for (const [id, {finalize}] of views)
-    if (!document.getElementById(id)) { finalize(); views.delete(id); }
-}
-
-let version = "", changed = null;  // of the content that is shown; Unix time of the newest change in the files, in s
-
 function ago(seconds) {
   const [unit, size] = seconds < 100 ? ["s", 1] : seconds < 6000 ? ["min", 60] : seconds < 172800 ? ["h", 3600] : ["days", 86400];
   return `${Math.max(0, Math.round(seconds / size))} ${unit} ago`;
 }
 
-class Gone extends Error {}
+let version = "";  // of the page that is shown
 
 async function poll() {
-  const state = document.getElementById("state");
+  let lost = "gptexp watch does not answer. This is the last state that it sent.";
   try {
-    const response = await fetch(`state.json?have=${version}`, {signal: AbortSignal.timeout(PAGE.live.patience_ms)});
-    if (response.status === 404) throw new Gone("This run is no longer here.");
-    if (!response.ok) throw new Error(response.statusText);
-    if (response.status !== 204) {
-      const news = await response.json(), isFirst = version === "";  // only what differs from `version`
-      const drawn = new Map(figures.map(figure => [figure.key, figure]));
-      figures = news.figures.map(figure => figure.spec ? figure : drawn.get(figure.key));
-      document.title = news.title;
-      show(news.sections);
-      ({version, changed} = news);
+    const response = await fetch(location.pathname, {
+      headers: {"If-None-Match": version}, signal: AbortSignal.timeout(PAGE.live.patience_ms)});
+    if (response.ok) {
+      const fresh = new DOMParser().parseFromString(await response.text(), "text/html");
+      version = response.headers.get("ETag");
+      PAGE = readPage(fresh);
+      document.title = fresh.title;
+      update(document.querySelector("main"), fresh.querySelector("main"));
+      showOrder();
+      showFiltered();
       await redraw();
-      if (isFirst) openTarget();
     }
-    state.className = "";
-    state.textContent = changed === null ? "" : `updated ${ago(Date.now() / 1000 - changed)}`;
-  } catch (error) {
-    state.className = "lost";
-    state.textContent = error instanceof Gone
-      ? error.message : "gptexp watch does not answer. This is the last state that it sent.";
-  }
+    if (response.status === 404) lost = "This run is no longer here.";
+    else if (response.ok || response.status === 304) lost = "";
+  } catch { /* it does not answer */ }
+  const state = document.getElementById("state"), {changed} = PAGE.live;
+  state.className = lost && "lost";
+  state.textContent = lost || (changed === null ? "" : `updated ${ago(Date.now() / 1000 - changed)}`);
   setTimeout(poll, PAGE.live.every_ms);
 }
 
-if (PAGE.live) poll();
-else redraw();
+showFiltered();
+redraw();
 openTarget();
+if (PAGE.live) poll();
