@@ -14,7 +14,6 @@ from sweeps import NOISE_SCALE, compose_sweep, report_of, write_run, write_sweep
 
 from gptexp.config.compose import compose
 from gptexp.config.scaling import effective_optim
-from gptexp.config.schema import ScalingConfig
 from gptexp.reporting.charts.figures import figures
 from gptexp.reporting.listings.records import find_runs
 from gptexp.reporting.page import comparison
@@ -38,9 +37,15 @@ def verdict(directory: Path) -> str:
     return "\n".join(report_of(directory)["verdict"])
 
 
-def answers_of(directory: Path) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = report_of(directory)["answers"]
-    return found
+def record(root: Path, **more: Any) -> None:
+    run_dir.write_json(root / run_dir.SWEEP, {"name": "s", "overrides": ["model=nano"], **more})
+
+
+def change(directory: Path, section: str, **values: Any) -> None:
+    """Change keys of a run's config."""
+    config = run_dir.load_config(directory)
+    setattr(config, section, replace(getattr(config, section), **values))
+    run_dir.save_config(directory, config)
 
 
 def test_the_known_optima_law_and_noise_are_found(swept: Path) -> None:
@@ -63,12 +68,11 @@ def test_the_known_optima_law_and_noise_are_found(swept: Path) -> None:
     said = "\n".join(report["verdict"])
     assert "agrees with the rule 'square root' (0.5) and not with the rules 'constant' (0) and 'linear' (1)" in said
     assert "diverged at learning rate 0.16" in said
-    assert "the critical batch size needs schedule=constant" in said
     [proposal] = report["next"]
     assert proposal["command"].startswith(
         "gptexp train -m model=nano sweep.name=root batch.total_batch_size=32768 optim.lr="
     )
-    assert (proposal["runs"], proposal["why"]) == (5, "tests the law at twice the largest batch size")
+    assert (proposal["runs"], proposal["batch"]) == (5, 32768)
 
 
 def test_the_report_counts_effective_learning_rates_and_proposes_configured_ones(tmp_path: Path) -> None:
@@ -76,11 +80,9 @@ def test_the_report_counts_effective_learning_rates_and_proposes_configured_ones
     write_sweep(tmp_path / "s")
     for directory in tmp_path.glob("s/lr=*"):
         config = run_dir.load_config(directory)
-        config.scaling = ScalingConfig(lr="sqrt", reference_tokens=4096)
-        config.optim.lr /= math.sqrt(config.batch.total_batch_size / 4096)
-        run_dir.save_config(directory, config)
-    overrides = ["model=nano", "scaling.lr=sqrt", "scaling.reference_tokens=4096"]
-    run_dir.write_json(tmp_path / "s" / run_dir.SWEEP, {"name": "s", "overrides": overrides})
+        change(directory, "optim", lr=config.optim.lr / math.sqrt(config.batch.total_batch_size / 4096))
+        change(directory, "scaling", lr="sqrt", reference_tokens=4096)
+    record(tmp_path / "s", overrides=["model=nano", "scaling.lr=sqrt", "scaling.reference_tokens=4096"])
     report = report_of(tmp_path / "s")
     law = report["arms"][0]["law"]
     assert law["exponent"] == pytest.approx(0.5, abs=0.04)
@@ -103,86 +105,56 @@ def test_an_optimum_at_the_edge_gets_no_number_and_the_grid_is_extended(tmp_path
     assert all("lower learning rates" in answer["wanted"] for answer in report["answers"])
 
 
-def test_a_constant_schedule_gives_the_critical_batch_size(tmp_path: Path) -> None:
-    root = write_sweep(tmp_path / "constant", batches=(2048, 4096, 8192, 16384), schedule="constant")
-    report = report_of(root)
-    [arm] = report["arms"]
-    assert arm["critical_batch_size"]["steps"].keys() == {"2048", "4096", "8192", "16384"}
-    assert "by the 20% rule" in "\n".join(report["verdict"])
-    assert "isoloss" in {picture.key for picture in figures(analyse("sweep", find_runs(root)))}
-
-
 def test_runs_with_other_settings_are_separate_arms(swept: Path, tmp_path: Path) -> None:
     root = tmp_path / "arms"
     shutil.copytree(swept, root)
     for path in sorted(root.glob("lr=*")):
         other = root / f"beta-{path.name}"
         shutil.copytree(path, other)
-        config = run_dir.load_config(other)
-        config.optim.beta2 = 0.99
-        run_dir.save_config(other, config)
+        change(other, "optim", beta2=0.99)
     arms = report_of(root)["arms"]
     assert [arm["choices"] for arm in arms] == [{"optim.beta2": 0.99}, {"optim.beta2": 0.95}]
     assert arms[0]["law"]["exponent"] == arms[1]["law"]["exponent"]
 
 
+MUP = {"parametrisation": "mup", "base_n_embd": 64, "base_n_head": 4}
+SIZES = [{"n_embd": width, "n_head": width // 16} for width in (64, 128)]
+
+
 @pytest.mark.parametrize(
-    ("changes", "labels"),
+    ("arms", "labels"),
     [
-        (({"n_layer": 2}, {"n_layer": 12}), {"model.n_layer=2", "model.n_layer=12"}),
-        (({**NANO, "dropout": 0.1}, {}), {"model=nano, model.dropout=0.1", "model=gpt2, model.dropout=0.0"}),
+        ([{"n_layer": 2}, {"n_layer": 12}], {"model.n_layer=2", "model.n_layer=12"}),
+        ([{**NANO, "dropout": 0.1}, {}], {"model=nano, model.dropout=0.1", "model=gpt2, model.dropout=0.0"}),
         (
-            ({**NANO, "vocab_size": 50432}, {}),
+            [{**NANO, "vocab_size": 50432}, {}],
             {"model.block_size=256, model.n_embd=32, model.n_head=2 and 2 other keys", "model=gpt2"},
         ),
+        (  # the base of a parametrisation follows from it, and the number of heads from the width
+            [*SIZES, *({**size, **MUP} for size in SIZES)],
+            {f"model.n_embd={width}, model.parametrisation={p}" for width in (64, 128) for p in ("mup", "standard")},
+        ),
+        (
+            [{**SIZES[1], **MUP}, {**SIZES[1], **MUP, "base_n_embd": 32}, SIZES[1]],
+            {
+                "model.parametrisation=standard",
+                "model.base_n_embd=32, model.parametrisation=mup",
+                "model.base_n_embd=64, model.parametrisation=mup",
+            },
+        ),
+        (
+            [SIZES[0], {"n_embd": 128, "n_head": 16}],
+            {"model.n_embd=64, model.n_head=4", "model.n_embd=128, model.n_head=16"},
+        ),
     ],
-)
+)  # fmt: skip
 def test_an_arm_is_named_by_the_option_of_its_model_or_a_few_keys(
-    tmp_path: Path, changes: tuple[dict[str, Any], dict[str, Any]], labels: set[str]
+    tmp_path: Path, arms: list[dict[str, Any]], labels: set[str]
 ) -> None:
-    for number, of_arm in enumerate(changes):
-        for lr in (0.01, 0.02, 0.04):
-            directory = tmp_path / f"{number}-{lr}"
-            write_run(directory, 16384, lr, 1, 4.0)
-            config = run_dir.load_config(directory)
-            for key, value in of_arm.items():
-                setattr(config.model, key, value)
-            run_dir.save_config(directory, config)
-    assert {answer["arm"] for answer in answers_of(tmp_path)} == labels
-
-
-def test_an_arm_of_a_parametrisation_is_named_by_it_and_its_width(tmp_path: Path) -> None:
-    """Its base follows from it, and the number of heads from the width; else they are named too."""
-
-    def labels(folder: Path, arms: list[dict[str, Any]]) -> list[str]:
-        for number, of_arm in enumerate(arms):
-            for lr in (0.01, 0.02):
-                directory = folder / f"{number}-{lr}"
-                write_run(directory, 16384, lr, 1, 4.0)
-                config = run_dir.load_config(directory)
-                config.model = replace(config.model, **of_arm)
-                run_dir.save_config(directory, config)
-        return sorted(arm.label for arm in analyse("sweep", find_runs(folder)).arms)
-
-    sizes = [{"n_embd": width, "n_head": width // 16} for width in (64, 128)]
-    mup = [{**size, "parametrisation": "mup", "base_n_embd": 64, "base_n_head": 4} for size in sizes]
-    assert labels(tmp_path / "sizes", [*sizes, *mup]) == [
-        "model.n_embd=128, model.parametrisation=mup",
-        "model.n_embd=128, model.parametrisation=standard",
-        "model.n_embd=64, model.parametrisation=mup",
-        "model.n_embd=64, model.parametrisation=standard",
-    ]
-    bases = [{**mup[1], "base_n_embd": 64}, {**mup[1], "base_n_embd": 32}, sizes[1]]
-    assert labels(tmp_path / "bases", bases) == [
-        "model.base_n_embd=32, model.parametrisation=mup",
-        "model.base_n_embd=64, model.parametrisation=mup",
-        "model.parametrisation=standard",
-    ]
-    heads = [sizes[0], {"n_embd": 128, "n_head": 16}]
-    assert labels(tmp_path / "heads", heads) == [
-        "model.n_embd=128, model.n_head=16",
-        "model.n_embd=64, model.n_head=4",
-    ]
+    for number, keys in enumerate(arms):
+        write_run(tmp_path / f"{number}", 16384, 0.01, 1, 4.0)
+        change(tmp_path / f"{number}", "model", **keys)
+    assert {arm.label for arm in analyse("sweep", find_runs(tmp_path)).arms} == labels
 
 
 def test_arms_of_optimizers_are_named_by_them_and_their_proposals_belong_to_them(tmp_path: Path) -> None:
@@ -195,19 +167,16 @@ def test_arms_of_optimizers_are_named_by_them_and_their_proposals_belong_to_them
         {"optim": "lion"},
     )
     by_arm = []
-    for number, of_arm in enumerate(own):
-        optim = compose(["model=nano", f"optim={of_arm['optim']}"]).optim
-        for key, value in of_arm.items():
-            if key != "optim":
-                setattr(optim, key, value)
+    for number, keys in enumerate(own):
+        config = compose(["model=nano", f"optim={keys['optim']}"])
+        by_arm.append(replace(config.optim, **{key: value for key, value in keys.items() if key != "optim"}))
         for lr in (0.01, 0.02):
             directory = tmp_path / f"{number}-{lr}"
             write_run(directory, 16384, lr, 1, 4.0)
-            config = run_dir.load_config(directory)
-            config.optim, config.model = replace(optim, lr=lr), compose(["model=nano"]).model
-            run_dir.save_config(directory, config)
-        by_arm.append(optim)
-    run_dir.write_json(tmp_path / run_dir.SWEEP, {"name": "s", "overrides": ["model=nano", "optim=sgd"]})
+            written = run_dir.load_config(directory)
+            written.optim, written.model = replace(by_arm[-1], lr=lr), config.model
+            run_dir.save_config(directory, written)
+    record(tmp_path, overrides=["model=nano", "optim=sgd"])
     report = report_of(tmp_path)
     assert {answer["arm"] for answer in report["answers"]} == {
         "optim=adamw", "optim=lion, optim.beta2=0.9", "optim=lion, optim.beta2=0.99", "optim=muon",
@@ -269,9 +238,7 @@ def test_runs_with_other_tokenizers_are_compared_by_their_bits_per_byte(tmp_path
 def test_a_warm_up_in_steps_is_flagged_in_a_sweep_of_batch_sizes(tmp_path: Path) -> None:
     for batch in (4096, 8192):
         write_run(tmp_path / f"{batch}", batch, 0.02, 1, 4.0)
-        config = run_dir.load_config(tmp_path / f"{batch}")
-        config.schedule.warmup_steps = 5
-        run_dir.save_config(tmp_path / f"{batch}", config)
+        change(tmp_path / f"{batch}", "schedule", warmup_steps=5)
     assert "schedule.warmup_steps=5 counts steps, so the number of warm-up tokens differs" in verdict(tmp_path)
 
 
@@ -291,7 +258,7 @@ def test_a_learning_rate_that_diverged_is_not_recommended(tmp_path: Path, at_dou
     losses = {0.0025: 5.5, 0.005: 4.9, 0.01: 4.4, 0.02: None, 0.04: at_double, 0.08: 5.2}
     for lr, loss in losses.items():
         write_run(tmp_path / f"{lr}", 1024, lr, 1, loss, parameters=10_000_000)
-    run_dir.write_json(tmp_path / run_dir.SWEEP, {"name": "s", "overrides": ["model=nano"]})
+    record(tmp_path)
     report = report_of(tmp_path)
     [answer] = report["answers"]
     if is_jagged:
@@ -306,7 +273,7 @@ def test_a_learning_rate_that_diverged_is_not_recommended(tmp_path: Path, at_dou
 def test_a_batch_size_at_which_everything_diverged_gets_an_answer_and_a_proposal(tmp_path: Path) -> None:
     for lr in (0.1, 0.2):
         write_run(tmp_path / f"{lr}", 1024, lr, 1, None)
-    run_dir.write_json(tmp_path / run_dir.SWEEP, {"name": "s", "overrides": ["model=nano"]})
+    record(tmp_path)
     report = report_of(tmp_path)
     [answer] = report["answers"]
     assert (answer["status"], answer["lr"]) == ("diverged", None)
@@ -348,7 +315,7 @@ def test_clipping_that_changes_with_the_batch_size_is_a_caveat(
     """At the best learning rate, after the warm-up; everything else is clipped in other shares."""
     runs = find_runs(swept)
     [arm] = analyse("sweep", runs).arms
-    for (batch, curve), share in zip(arm.curves.of.items(), shares, strict=True):
+    for (batch, curve), share in zip(arm.curves.by_batch.items(), shares, strict=True):
         for run in runs:
             if run.batch == batch:
                 run.warmup_tokens = 4 * batch
@@ -369,7 +336,7 @@ def test_more_seeds_are_proposed_for_a_flat_grid(tmp_path: Path) -> None:
     for octave in range(-6, 7, 2):
         for seed in (1, 2):
             write_run(tmp_path / f"{octave}-{seed}", 4096, 0.01 * 2.0**octave, seed, 4 + rng.gauss(0, 0.05))
-    run_dir.write_json(tmp_path / "sweep.json", {"name": "s", "overrides": ["model=nano", "optim.lr=1e-3"]})
+    record(tmp_path, overrides=["model=nano", "optim.lr=1e-3"])
     report = report_of(tmp_path)
     [answer] = report["answers"]
     assert answer["status"] == "flat"
@@ -403,7 +370,7 @@ def write_losses(
         for lr, loss in zip(lrs, of_batch, strict=True):
             name = f"lr={lr:g},total_batch_size={batch},seed={seed}"
             write_run(root / name, batch, lr, seed, loss, wall_s=60.0, parameters=parameters)
-    run_dir.write_json(root / run_dir.SWEEP, {"name": "s", "overrides": ["model=nano"]})
+    record(root)
 
 
 def test_the_first_sweep_of_a_new_user_gets_a_right_answer(tmp_path: Path) -> None:
@@ -432,7 +399,7 @@ def test_proposals_narrow_each_interval_until_it_is_an_octave_wide(tmp_path: Pat
     for octave in range(-3, 4):
         for seed in (1, 2):
             run(0.01 * 2.0**octave, seed)
-    run_dir.write_json(tmp_path / "sweep.json", {"name": "s", "overrides": ["model=nano"]})
+    record(tmp_path)
     for _ in range(8):
         report = report_of(tmp_path)
         [answer] = report["answers"]
@@ -451,23 +418,16 @@ def test_proposals_narrow_each_interval_until_it_is_an_octave_wide(tmp_path: Pat
 
 @pytest.mark.parametrize(
     ("seeds", "given"),
-    [([], ""), (["1"], " train.seed=1"), (["1", "2"], " train.seed=1"), (["2", "1"], " train.seed=1")],
+    [([], ""), (["1"], " train.seed=1"), (["2", "1"], " train.seed=1")],
 )
 def test_a_new_learning_rate_is_proposed_with_the_seed_of_the_others(
     tmp_path: Path, seeds: list[str], given: str
 ) -> None:
     """Those have seed 1. `seeds`: what the sweep's command says."""
     write_losses(tmp_path, {1024: NEW_USER[1024]}, (3e-3, 1e-2, 3e-2, 9e-2))
-    command = [
-        "train",
-        "-m",
-        "model=nano",
-        "optim.lr=3e-3,1e-2,3e-2,9e-2",
-        *(f"train.seed={seed}" for seed in seeds[:1]),
-    ]
+    command = ["train", "-m", "model=nano", "optim.lr=3e-3,1e-2,3e-2,9e-2", *(f"train.seed={s}" for s in seeds[:1])]
     cells = {seed: {"values": {"train.seed": seed}, "total_batch_size": 2048, "tokens": 2**18} for seed in seeds[1:]}
-    record = {"name": "s", "overrides": ["model=nano"], "commands": [command], "cells": cells}
-    run_dir.write_json(tmp_path / run_dir.SWEEP, record)
+    record(tmp_path, commands=[command], cells=cells)
     [extend] = report_of(tmp_path)["next"]
     assert extend["command"].endswith(f"batch.total_batch_size=1024 optim.lr=0.27,0.81{given}")
     assert extend["why"].startswith("at 1,024 tokens a step the loss is lowest at 0.09, the end of the grid")
@@ -477,7 +437,7 @@ def test_a_sweep_of_which_one_learning_rate_has_ended_says_that_this_is_too_few(
     write_losses(tmp_path, {1024: (8.94,)}, (3e-3,))
     assert build_report(tmp_path).answers == []
     cells = {lr: {"values": {"optim.lr": lr}, "total_batch_size": 1024, "tokens": 2**18} for lr in ("3e-3", "1e-2")}
-    run_dir.write_json(tmp_path / run_dir.SWEEP, {"name": "s", "overrides": [], "cells": cells})
+    record(tmp_path, cells=cells)
     [answer] = build_report(tmp_path).answers
     assert answer.badges == ("too few", "noise unknown", "so far")
 
@@ -485,7 +445,7 @@ def test_a_sweep_of_which_one_learning_rate_has_ended_says_that_this_is_too_few(
 def test_batch_sizes_with_one_learning_rate_have_answers_too(tmp_path: Path) -> None:
     write_losses(tmp_path, {1024: (5.2,), 4096: (5.4,)}, (1e-2,))
     cells = {str(b): {"values": {}, "total_batch_size": b, "tokens": 2**18} for b in (1024, 4096)}
-    run_dir.write_json(tmp_path / run_dir.SWEEP, {"name": "s", "overrides": [], "cells": cells})
+    record(tmp_path, cells=cells)
     answers = build_report(tmp_path).answers
     assert [(answer.total_batch_size, answer.badges[0]) for answer in answers] == [(1024, "too few"), (4096, "too few")]
 
@@ -495,7 +455,7 @@ def test_nothing_is_proposed_at_a_batch_size_where_a_cell_waits_or_runs(tmp_path
     waiting = {"values": {"optim.lr": "0.27"}, "total_batch_size": 1024, "tokens": 2**18}
 
     def proposed(cells: dict[str, Any]) -> list[str]:
-        run_dir.write_json(tmp_path / run_dir.SWEEP, {"name": "s", "overrides": [], "cells": cells})
+        record(tmp_path, cells=cells)
         found = [proposal["command"].split(" batch.total_batch_size=")[1] for proposal in report_of(tmp_path)["next"]]
         assert any(command.startswith("2048 ") for command in found)
         return [command for command in found if not command.startswith("2048 ")]
@@ -514,7 +474,7 @@ def test_the_verdict_of_an_unfinished_sweep_says_what_is_still_to_come(tmp_path:
         str(batch): {"values": {"optim.lr": "0.27"}, "total_batch_size": batch, "tokens": 2**18}
         for batch in (1024, 4096)
     }
-    run_dir.write_json(tmp_path / run_dir.SWEEP, {"name": "s", "overrides": [], "cells": waits})
+    record(tmp_path, cells=waits)
     answers = build_report(tmp_path).answers
     assert [answer.total_batch_size for answer in answers] == [1024, 2048, 4096]
     assert [answer.badges[-1] == "so far" for answer in answers] == [True, False, True]
@@ -525,19 +485,16 @@ def test_a_batch_size_that_nobody_asked_for_comes_last(swept: Path, tmp_path: Pa
     """After what is open in any arm, and after cells that still wait."""
     for directory in swept.glob("lr=*"):
         (tmp_path / directory.name).symlink_to(directory)
-    record = {"name": "s", "overrides": ["model=nano"]}
-    run_dir.write_json(tmp_path / run_dir.SWEEP, record)
+    record(tmp_path)
     assert [proposal["batch"] for proposal in report_of(tmp_path)["next"]] == [32768]
     for octave in range(4):
         write_run(tmp_path / f"open{octave}", 8192, 0.02 * 2.0**octave, 1, 4.5 - 0.1 * octave)
-        config = run_dir.load_config(tmp_path / f"open{octave}")
-        config.model.n_layer = 3
-        run_dir.save_config(tmp_path / f"open{octave}", config)
+        change(tmp_path / f"open{octave}", "model", n_layer=3)
     assert [proposal["batch"] for proposal in report_of(tmp_path)["next"]] == [8192]
     for octave in range(4):
         shutil.rmtree(tmp_path / f"open{octave}")
     waits = {"waits": {"values": {"optim.lr": "0.02"}, "total_batch_size": 65536, "tokens": 2**18}}
-    run_dir.write_json(tmp_path / run_dir.SWEEP, {**record, "cells": waits})
+    record(tmp_path, cells=waits)
     assert report_of(tmp_path)["next"] == []
 
 
@@ -545,7 +502,7 @@ def test_a_gap_below_a_rate_that_diverged_is_filled(tmp_path: Path) -> None:
     lrs = (0.01, 0.02, 0.04, 0.08)
     write_losses(tmp_path, {4096: (4.3, 4.2, 4.1, 4.0)}, lrs)
     write_run(tmp_path / "diverged", 4096, 0.32, 1, None)
-    run_dir.write_json(tmp_path / run_dir.SWEEP, {"name": "s", "overrides": []})
+    record(tmp_path)
     report = report_of(tmp_path)
     assert report["answers"][0]["status"] == "higher, noise unknown"
     [proposal] = report["next"]

@@ -62,7 +62,7 @@ def figures(analysis: Analysis) -> list[Figure]:
 
 def _without_optimum(arm: Arm) -> str:
     """The batch sizes without an optimum, each with the reason; empty if all have one."""
-    reasons = {batch: curve.status for batch, curve in arm.curves.of.items() if batch not in arm.curves.optima}
+    reasons = {batch: curve.status for batch, curve in arm.curves.by_batch.items() if batch not in arm.curves.optima}
     return ", ".join(f"{batch:,} ({why})" for batch, why in reasons.items())
 
 
@@ -324,11 +324,11 @@ def _loss_at_optimum(arm: Arm) -> Figure | None:
         {"mark": {"type": "rule", "size": 2, "style": "ink"}, "encoding": INTERVAL},
         {"mark": DOT, "encoding": {"y": y, "tooltip": tooltip("batch", "loss", "low", "high")}},
     ]
-    vertical, of_scale = noise_scale_lines([arm], arm.curves.of)
+    vertical, of_scale = noise_scale_lines([arm], arm.curves.by_batch)
     spec = {
         "data": {"values": optima},
         "layer": [*layers, *vertical],
-        "encoding": {"x": _batch(arm.curves.of)},
+        "encoding": {"x": _batch(arm.curves.by_batch)},
     }
     without = _without_optimum(arm)
     text = caption(

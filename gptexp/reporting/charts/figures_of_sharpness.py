@@ -19,7 +19,7 @@ PRECONDITIONED = (
 def sharpness_by_batch(arm: Arm) -> list[Figure]:
     """The plain one, and the preconditioned one with its threshold; those that two batch sizes have."""
     measured = at_best_lr(arm)
-    without = ", ".join(f"{batch:,}" for batch in arm.curves.of if batch not in measured)
+    without = ", ".join(f"{batch:,}" for batch in arm.curves.by_batch if batch not in measured)
     vertical, of_scale = noise_scale_lines([arm], measured) if measured else ([], "")
     notes = caption(
         "At the end of training, at the learning rate of each batch size with the lowest mean loss. Each point is a "
