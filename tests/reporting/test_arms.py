@@ -21,7 +21,7 @@ from gptexp.reporting.page.report import Report, build_report
 from gptexp.reporting.page.write import numbers, show
 from gptexp.reporting.statistics.analysis import Analysis, Arm, analyse
 from gptexp.reporting.statistics.arms import clearest_gap, falls_behind
-from gptexp.reporting.statistics.law import Law, fit_law
+from gptexp.reporting.statistics.law import fit_law
 from gptexp.reporting.statistics.noise_scale import at_the_end
 from gptexp.reporting.words.answers import table_of_answers
 from gptexp.reporting.words.arms_in_words import arms_in_words
@@ -82,6 +82,14 @@ def arms(report: Report) -> list[Arm]:
     return report.analysis.arms
 
 
+def with_law(arm: Arm, **changes: Any) -> Arm:
+    """The same arm with another law."""
+    assert arm.law is not None
+    changed = replace(arm)
+    vars(changed)["law"] = replace(arm.law, **changes)
+    return changed
+
+
 def test_the_laws_of_two_arms_are_compared(report: Report) -> None:
     [gap] = [line for line in report.verdict.lines if line.startswith("The exponents of scaling.betas=")]
     interval = re.search(r" differ: their difference is \S+ \(95% interval (\S+) to (\S+)\)", gap)
@@ -139,16 +147,15 @@ def test_arms_are_drawn_together_with_the_noise_scale(report: Report) -> None:
 
 def test_optima_on_a_curve_are_joined_instead_of_their_law(arms: list[Arm]) -> None:
     one, other = arms
-    assert one.law is not None
     assert other.law is not None
-    bent = replace(one, law=replace(one.law, bends=True))
+    bent = with_law(one, bends=True)
     figure = figures_of_arms([bent, other])[0]
     lines = {(line["arm"], line["batch"]): line["lr"] for line in figure.spec["layer"][0]["data"]["values"]}
     joined = {(one.label, batch): optimum.lr for batch, optimum in one.curves.optima.items()}
     assert lines == joined | {(other.label, batch): other.law.at(batch) for batch in other.law.sizes}
     joins = "Lines join the optima of {}, which lie on a curve in log-log."
     assert figure.caption.endswith(f" intervals. Lines are the fitted laws. {joins.format(one.label)}")
-    both = figures_of_arms([bent, replace(other, law=replace(other.law, bends=True))])[0].caption
+    both = figures_of_arms([bent, with_law(other, bends=True)])[0].caption
     assert both.endswith(f" intervals. {joins.format(f'{one.label} and of {other.label}')}")
 
 
@@ -348,11 +355,16 @@ def test_an_arm_that_rises_as_a_root_and_then_no_more_lies_on_a_curve() -> None:
 
 @pytest.mark.parametrize(
     ("changes", "limits"),
-    [({}, 0), ({"sizes": (2048, 8192)}, 1), ({"scatter": True}, 1), ({"scatter": True, "bends": True}, 2)],
+    [
+        ({"scatter": False, "bends": False}, 0),
+        ({"sizes": (2048, 8192)}, 1),
+        ({"scatter": True}, 1),
+        ({"scatter": True, "bends": True}, 2),
+    ],
 )
 def test_the_law_of_an_arm_is_said_with_what_limits_it(arms: list[Arm], changes: dict[str, Any], limits: int) -> None:
-    law = Law(0.01, 4096, 0.5, 0.4, 0.6, (2048, 4096, 8192), scatter=False, bends=None, lines=np.zeros((1, 2)))
-    said = verdict(Analysis("", [], [replace(arms[0], law=replace(law, **changes))], [], [])).findings
+    arm = with_law(arms[0], exponent=0.5, low=0.4, high=0.6, **changes)
+    said = verdict(Analysis("", [], [arm], [], [])).findings
     [finding] = [f for f in said if "is proportional to the batch size" in f.text]
     assert "0.50 (95% interval 0.40 to 0.60" in finding.text
     assert "agrees with the rule 'square root' (0.5) and not with" in finding.text

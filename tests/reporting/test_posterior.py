@@ -1,12 +1,11 @@
 """The posterior of a sweep: its intervals hold known truths as often as they say, and its draws are curves."""
 
 import random
-from functools import cache, partial
+from functools import cache
 
-import calibration
 import numpy as np
 import pytest
-from calibration import ARMS, KINDS, LAWS, USUAL, Kind, Tally, draw, kind_tally, tally
+from calibration import ARMS, KINDS, LAWS, USUAL, Kind, Tally, differences, draw, exponents, optima, tally
 from scipy import stats
 
 from gptexp.reporting.statistics.likelihood import Losses
@@ -28,11 +27,11 @@ def assert_calibrated(found: Tally, share: float = 0.9, at_once: int = 4) -> Non
 
 def test_intervals_hold_the_truth() -> None:
     """A sweep of a few kinds, with a bound that a broken fit fails. Each sweep counts as one trial."""
-    found = [kind_tally(name, 1) for name in QUICK]
-    held = np.concatenate([of_kind.held for of_kind in found])
+    found = [tally(optima, name, 1) for name in QUICK]
+    held = np.concatenate([kind.held for kind in found])
     assert held.mean() >= stats.binom.ppf(0.001, len(QUICK), 0.95) / len(QUICK)
-    assert np.median([of_kind.ratio for of_kind in found]) < 3
-    assert sum(len(of_kind.low) for of_kind in found) >= 0.9 * sum(of_kind.due for of_kind in found)
+    assert np.median([kind.ratio for kind in found]) < 3
+    assert sum(len(kind.low) for kind in found) >= 0.9 * sum(kind.due for kind in found)
 
 
 FAILING = {
@@ -46,7 +45,7 @@ FAILING = {
     pytest.param(name, marks=pytest.mark.xfail(reason=FAILING[name])) if name in FAILING else name for name in KINDS
 ])  # fmt: skip
 def test_intervals_of_each_kind_hold_the_truth_and_are_not_much_too_wide(name: str) -> None:
-    found = kind_tally(name, 60)
+    found = tally(optima, name, 60)
     assert_calibrated(found, at_once=KINDS[name].sizes)
     assert found.ratio < 3
 
@@ -54,26 +53,24 @@ def test_intervals_of_each_kind_hold_the_truth_and_are_not_much_too_wide(name: s
 @pytest.mark.slow
 def test_intervals_of_all_kinds_together_hold_the_truth_in_95_percent() -> None:
     """Neither fewer nor more: 93 to 97.5%, and the error of the number of sweeps."""
-    found = [kind_tally(name, 10) for name in KINDS if name != "power and wall"]
-    held = np.concatenate([of_kind.held for of_kind in found])
+    found = [tally(optima, name, 10) for name in KINDS if name != "power and wall"]
+    held = np.concatenate([kind.held for kind in found])
     trials = 10 * len(found)
-    print(held.mean(), np.median([of_kind.ratio for of_kind in found]))
-    assert sum(len(of_kind.low) for of_kind in found) >= 0.9 * sum(of_kind.due for of_kind in found)
+    print(held.mean(), np.median([kind.ratio for kind in found]))
+    assert sum(len(kind.low) for kind in found) >= 0.9 * sum(kind.due for kind in found)
     assert stats.binom.ppf(0.01, trials, 0.93) <= held.mean() * trials <= stats.binom.ppf(0.99, trials, 0.975)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LAWS)
 def test_intervals_of_the_exponent_hold_the_truth(name: str) -> None:
-    rows = map(partial(calibration.exponents, name), range(60))
-    assert_calibrated(tally((row for of_sweep in rows for row in of_sweep), 60), at_once=1)
+    assert_calibrated(tally(exponents, name, 60), at_once=1)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ARMS)
 def test_intervals_of_the_difference_of_two_arms_hold_the_truth_and_exclude_zero_if_there_is_one(name: str) -> None:
-    rows = map(partial(calibration.differences, name), range(60))
-    found = tally((row for of_sweep in rows for row in of_sweep), 60)
+    found = tally(differences, name, 60)
     assert_calibrated(found, at_once=1)
     different = (found.low > 0) | (found.high < 0)
     if ARMS[name][1]:

@@ -4,6 +4,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 from statistics import median
 from typing import Any
 
@@ -33,19 +34,15 @@ class Arm:
     choices: dict[str, Any]  # keys and values that distinguish it from the other arms; empty if it is the only one
     implied: set[str]  # keys that others of its `choices` imply, see `_implied`
     runs: list[Run]
-    curves: Curves
-    law: Law | None
-    averages: bool  # whether `critical` is that of the averaged weights
-    target_loss: float | None  # the loss for which `critical` counts the steps
-    critical: Critical | None  # None if the schedule or the runs do not allow it
-    at_an_edge: list[int]  # batch sizes whose fastest learning rate in `critical` is the smallest or largest one
-    best: Cell | None  # that of the lowest mean loss
-    ties: list[Cell]  # other cells that are not significantly worse than the best one
 
     @property
     def label(self) -> str:
         """What distinguishes it, in a few words; empty if it is the only one."""
         return label_of(self.choices, self.implied, self.runs[0])
+
+    @cached_property
+    def curves(self) -> Curves:
+        return fit_curves(*_outcomes(self.runs), usual_spread_of(self.runs))
 
     @property
     def losses(self) -> dict[int, dict[float, list[float]]]:
@@ -61,6 +58,48 @@ class Arm:
     def means(self) -> dict[Cell, float]:
         """Mean loss of each cell over seeds."""
         return self.curves.means
+
+    @cached_property
+    def law(self) -> Law | None:
+        return fit_law(self.curves.octaves)
+
+    @cached_property
+    def best(self) -> Cell | None:
+        """The cell with the lowest mean loss."""
+        lowest = [(batch, curve.best) for batch, curve in self.curves.by_batch.items()]
+        return min(lowest, key=lambda cell: self.means[cell], default=None)
+
+    @cached_property
+    def ties(self) -> list[Cell]:
+        """Other cells that are not significantly worse than the best one."""
+        others = [cell for cell in self.means if cell != self.best]
+        worse = self.curves.worse(others, self.best) if self.best is not None else set()
+        return [cell for cell in others if cell not in worse]
+
+    @property
+    def averages(self) -> bool:
+        """Whether `critical` is that of the averaged weights: if all runs have evaluated them."""
+        evaluated = [run for run in self.runs if run.val]
+        return bool(evaluated) and all(run.val_ema for run in evaluated)
+
+    @cached_property
+    def _critical(self) -> tuple[float | None, Critical | None, list[int]]:
+        return _critical(self.runs, self.averages)
+
+    @property
+    def target_loss(self) -> float | None:
+        """The loss for which `critical` counts the steps."""
+        return self._critical[0]
+
+    @property
+    def critical(self) -> Critical | None:
+        """The critical batch size; None if the schedule or the runs do not allow it."""
+        return self._critical[1]
+
+    @property
+    def at_an_edge(self) -> list[int]:
+        """The batch sizes whose fastest learning rate in `critical` is the smallest or largest one."""
+        return self._critical[2]
 
     @property
     def outliers(self) -> list[tuple[Run, Outlier]]:
@@ -150,7 +189,7 @@ def analyse(name: str, runs: Sequence[Run]) -> Analysis:
     arms = []
     for choices, members in groups.values():
         implied = {key for (by, value), keys in implied_by.items() if choices.get(by) == value for key in keys}
-        arms.append(_arm(choices, implied, members))
+        arms.append(Arm(choices, implied, members))
     problems = [run.problem for run in runs if run.problem]
     problems += [
         f"{run.name}: completed with a loss of {run.loss:.4g}, far above that of a uniform guess "
@@ -181,7 +220,8 @@ def _implied(runs: Sequence[Run], differing: Collection[str]) -> dict[tuple[str,
     return implied
 
 
-def _arm(choices: dict[str, Any], implied: set[str], runs: list[Run]) -> Arm:
+def _outcomes(runs: Sequence[Run]) -> tuple[dict[int, dict[float, list[float]]], dict[int, list[float]]]:
+    """`losses` and `diverged` of the curves of an arm."""
     losses: dict[int, dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
     diverged: dict[int, set[float]] = defaultdict(set)
     # A cell that ran under two names counts once: its equal losses would look like two seeds without noise.
@@ -194,18 +234,7 @@ def _arm(choices: dict[str, Any], implied: set[str], runs: list[Run]) -> Arm:
     # A cell with a diverged seed is left out: the mean over its other seeds would be too low.
     whole = {batch: {lr: seeds for lr, seeds in at_batch.items() if lr not in diverged.get(batch, ())}
              for batch, at_batch in losses.items()}  # fmt: skip
-    limits = {batch: sorted(lrs) for batch, lrs in diverged.items()}
-    curves = fit_curves({b: at for b, at in whole.items() if at}, limits, usual_spread_of(runs))
-    lowest = [(batch, curve.best) for batch, curve in curves.by_batch.items()]
-    best, ties = min(lowest, key=lambda cell: curves.means[cell], default=None), []
-    if best is not None:
-        others = [cell for cell in curves.means if cell != best]
-        worse = curves.worse(others, best)
-        ties = [cell for cell in others if cell not in worse]
-    evaluated = [run for run in runs if run.val]
-    averages = bool(evaluated) and all(run.val_ema for run in evaluated)
-    critical = _critical(runs, averages)
-    return Arm(choices, implied, runs, curves, fit_law(curves.octaves), averages, *critical, best, ties)
+    return {b: at for b, at in whole.items() if at}, {batch: sorted(lrs) for batch, lrs in diverged.items()}
 
 
 def usual_spread_of(runs: Sequence[Run]) -> float:

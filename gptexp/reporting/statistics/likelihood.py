@@ -227,18 +227,18 @@ def _integrated(sums: Array, log_weight: Array, height: Array, variance: Array, 
     yy, yh, yt, hh, ht, tt = (yy - y1 * y1 / w, yh - y1 * h1 / w, yt - y1 * t1 / w, hh - h1 * h1 / w,
                               ht - h1 * t1 / w, tt - t1 * t1 / w + 1)  # fmt: skip
     precision = (HEIGHT_SPREAD * height) ** -2.0
-    of_a = hh - ht * ht / tt + precision
-    a = (yh - yt * ht / tt + height * precision) / of_a
-    rest = yy - yt * yt / tt + height**2 * precision - of_a * a * a
-    by_noise = (-0.5 * (rest + np.log(of_a / precision * w * tt) - log_weight)
-                + special.log_ndtr(a * np.sqrt(of_a)) - special.log_ndtr(1 / HEIGHT_SPREAD))  # fmt: skip
+    curvature = hh - ht * ht / tt + precision
+    a = (yh - yt * ht / tt + height * precision) / curvature
+    rest = yy - yt * yt / tt + height**2 * precision - curvature * a * a
+    by_noise = (-0.5 * (rest + np.log(curvature / precision * w * tt) - log_weight)
+                + special.log_ndtr(a * np.sqrt(curvature)) - special.log_ndtr(1 / HEIGHT_SPREAD))  # fmt: skip
     # t_j is bounded. The share of its distribution within the bounds is taken at the mean of a_j.
-    usual = np.maximum(a, of_a**-0.5)
+    usual = np.maximum(a, curvature**-0.5)
     most = MOST_SKEW * usual / t_scale[..., None]
     by_noise += _log_share(most, np.abs(yt - usual * ht) / tt, np.sqrt(tt)) - _log_share(most, 0.0, 1.0)
     top = by_noise.max(axis=3)
     log = top + np.log(np.exp(by_noise - top[..., None]).mean(axis=3))
-    return Evidence(log, by_noise, variance, a, of_a**-0.5, (yt, ht, tt), (y1, h1, t1, w), t_scale)
+    return Evidence(log, by_noise, variance, a, curvature**-0.5, (yt, ht, tt), (y1, h1, t1, w), t_scale)
 
 
 def _log_share(most: Array, mean: Array | float, root: Array | float) -> Array:
