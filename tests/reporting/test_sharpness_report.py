@@ -63,11 +63,13 @@ def test_the_trend_is_a_least_squares_fit_of_logarithms_with_its_interval() -> N
     draw = np.random.default_rng(0)
     sizes = [1024, 1024, 2048, 4096, 4096, 4096, 8192]
     values = [(size, float(3 * size**0.4 * np.exp(0.1 * draw.standard_normal()))) for size in sizes]
-    law = trend(values)
+    exponent = trend(values)
     fit = linregress(*(np.log([pair[i] for pair in values]) for i in (0, 1)))
     half = fit.stderr * t.ppf(0.975, len(values) - 2)
-    assert law is not None
-    assert (law.exponent, law.low, law.high) == pytest.approx((fit.slope, fit.slope - half, fit.slope + half))
+    assert exponent is not None
+    assert (exponent.value, exponent.low, exponent.high) == pytest.approx(
+        (fit.slope, fit.slope - half, fit.slope + half)
+    )
     assert trend(values[:2]) is None
     assert trend([(1024, 1.0), (1024, 2.0), (1024, 3.0)]) is None
 

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from statistics import fmean, median
 
 import numpy as np
@@ -10,21 +9,12 @@ import numpy as np
 from gptexp.process.words import counted
 from gptexp.reporting.listings.records import Run, Sharpness
 from gptexp.reporting.statistics.analysis import Arm
+from gptexp.reporting.statistics.arms import Interval
 from gptexp.reporting.statistics.noise import t_quantile
 from gptexp.reporting.words.finding import Finding, interval_of, tokens
 
 COMPARED_FROM = 0.5  # share of the training after which measurements are compared with the threshold
 CLOSE = 1.25  # a sharpness lies at its threshold if their ratio, or its inverse, is at most this
-
-
-@dataclass(frozen=True)
-class Trend:
-    """The exponent of the batch size in a power law of the sharpness, with its 95% interval."""
-
-    exponent: float
-    low: float
-    high: float
-    runs: int
 
 
 def at_the_end(run: Run) -> Sharpness | None:
@@ -40,8 +30,8 @@ def at_best_lr(arm: Arm) -> dict[int, list[tuple[Run, Sharpness]]]:
     return {batch: measured for batch, measured in by_batch.items() if measured}
 
 
-def trend(values: Sequence[tuple[int, float]]) -> Trend | None:
-    """Fit a power law to (batch size, sharpness) of single runs by least squares of the logarithms.
+def trend(values: Sequence[tuple[int, float]]) -> Interval | None:
+    """The exponent of a power law through (batch size, sharpness) of single runs, by least squares of the logarithms.
 
     None with fewer than three runs, or a single batch size.
     """
@@ -53,7 +43,7 @@ def trend(values: Sequence[tuple[int, float]]) -> Trend | None:
     residuals = y - y.mean() - exponent * x
     dof = len(values) - 2
     half = t_quantile(dof) * math.sqrt(float(residuals @ residuals) / dof / float(x @ x))
-    return Trend(exponent, exponent - half, exponent + half, len(values))
+    return Interval(exponent, exponent - half, exponent + half)
 
 
 def share_of_threshold(run: Run) -> float | None:
@@ -103,14 +93,15 @@ def _over_batch_sizes(measured: Mapping[int, Sequence[tuple[Run, Sharpness]]]) -
     (small, *_, large), means = values, {batch: fmean(known) for batch, known in values.items()}
     subject = "Plain sharpness at the end of training, at the best learning rate of each batch size,"
     ends = f"from {means[small]:.4g} at {tokens(small)} to {means[large]:.4g} at {large:,}"
-    law = trend([(batch, value) for batch, known in values.items() for value in known])
-    if law is None:
+    runs = [(batch, value) for batch, known in values.items() for value in known]
+    exponent = trend(runs)
+    if exponent is None:
         why = "Two runs say nothing of how much of this is chance: add seeds, or a third batch size."
         yield Finding(f"{subject} goes {ends}.", why)
         return
-    verb = "rises" if law.low > 0 else "falls" if law.high < 0 else "does not rise significantly"
+    verb = "rises" if exponent.low > 0 else "falls" if exponent.high < 0 else "does not rise significantly"
     yield Finding(
         f"{subject} {verb} with the batch size in this sweep: {ends}.",
-        f"It is proportional to the batch size to the power {law.exponent:.2f} ({interval_of(law.low, law.high)}, "
-        f"{counted(law.runs, 'run')}).",
+        f"It is proportional to the batch size to the power {exponent.value:.2f} "
+        f"({interval_of(exponent.low, exponent.high)}, {counted(len(runs), 'run')}).",
     )
