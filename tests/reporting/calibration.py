@@ -3,30 +3,25 @@
     python tests/reporting/calibration.py kinds [--sweeps 500] [--kinds kink "2 seeds"]
     python tests/reporting/calibration.py law [--sweeps 500]
     python tests/reporting/calibration.py arms [--sweeps 500]
-    python tests/reporting/calibration.py steplaw PATH
 
 `kinds` prints for each kind of truth: how often an interval is given and holds the truth, its median width in octaves,
 and the width that a fit of the true form would have. `law` and `arms` print the same of exponents and of the difference
-of two arms' exponents. `steplaw` compares two half grids of Step Law's runs (Li et al. 2025, arXiv 2503.04715).
+of two arms' exponents.
 """
 
 import argparse
-import csv
 import math
 import multiprocessing
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from gptexp.reporting.statistics.curves import Curves, fit_curves
+from gptexp.reporting.statistics.curves import fit_curves
 from gptexp.reporting.statistics.law import fit_law, fit_ratio
 from gptexp.reporting.statistics.likelihood import Losses
-from gptexp.reporting.statistics.noise import usual_spread
 from gptexp.reporting.statistics.posterior import NARROWEST
 
 Array = np.ndarray[Any, np.dtype[np.floating[Any]]]
@@ -240,27 +235,26 @@ class Tally:
                 f"ratio {self.ratio:.2f}")  # fmt: skip
 
 
-def tally(rows: Iterable[tuple[float, float, float, float]], due: int) -> Tally:
-    """`rows`: truth, low, high and the oracle's width of each interval that is given."""
-    return Tally(due, *np.array(list(rows), float).reshape(-1, 4).T)
+Rows = list[tuple[float, float, float, float]]  # truth, low, high and the oracle's width of each interval that is given
+
+
+def tally(rows_of: Callable[[str, int], Rows], name: str, sweeps: int, pool_map: Any = map) -> Tally:
+    """The intervals of so many sweeps of a kind. `rows_of`: `optima`, `exponents` or `differences`."""
+    rows = [row for rows in pool_map(partial(rows_of, name), range(sweeps)) for row in rows]
+    return Tally(sweeps * (KINDS[name].sizes if name in KINDS else 1), *np.array(rows, float).reshape(-1, 4).T)
 
 
 def _generator(name: str, seed: int) -> np.random.Generator:
     return np.random.default_rng([seed, sum(map(ord, name))])
 
 
-def optima(name: str, seed: int) -> list[tuple[float, float, float, float]]:
+def optima(name: str, seed: int) -> Rows:
     kind = KINDS[name]
     sweep, truths = draw(_generator(name, seed), kind)
     found = fit_curves(sweep, {}, USUAL).optima
     widths = oracle_widths(kind, truths)
     return [(truth.optimum, math.log2(found[batch].low), math.log2(found[batch].high), width)
             for batch, truth, width in zip(sweep, truths, widths, strict=True) if batch in found]  # fmt: skip
-
-
-def kind_tally(name: str, sweeps: int, pool_map: Callable[..., Iterable[Any]] = map) -> Tally:
-    rows = pool_map(partial(optima, name), range(sweeps))
-    return tally((row for of_sweep in rows for row in of_sweep), sweeps * KINDS[name].sizes)
 
 
 def exponent_width(kind: Kind, truths: Sequence[Truth]) -> float:
@@ -283,7 +277,7 @@ LAWS = {
 }
 
 
-def exponents(name: str, seed: int) -> list[tuple[float, float, float, float]]:
+def exponents(name: str, seed: int) -> Rows:
     kind = LAWS[name]
     sweep, truths = draw(_generator(name, seed), kind)
     law = fit_law(fit_curves(sweep, {}, USUAL).octaves)
@@ -300,7 +294,7 @@ ARMS = {
 }
 
 
-def differences(name: str, seed: int) -> list[tuple[float, float, float, float]]:
+def differences(name: str, seed: int) -> Rows:
     kind, difference = ARMS[name]
     rng = _generator(name, seed)
     kinds = [replace(kind, exponent=0.5 + difference), kind]
@@ -311,64 +305,23 @@ def differences(name: str, seed: int) -> list[tuple[float, float, float, float]]
     return [(difference, ratio.low, ratio.high, width)] if ratio else []
 
 
-def steplaw(path: Path) -> dict[str, float]:
-    """Fit each batch size of Step Law's runs twice, from every second learning rate, and compare."""
-    runs: dict[tuple[float, float], dict[int, Losses]] = defaultdict(lambda: defaultdict(dict))
-    with path.open() as f:
-        for row in csv.DictReader(f):
-            size = float(row["parameters"]), float(row["tokens"])
-            runs[size][int(row["tokens_per_step"])][float(row["lr"])] = [float(row["loss"])]
-    held, near, sizes, widths, apart = [], [], 0, [], []
-    for (parameters, tokens), sweep in sorted(runs.items()):
-        halves: list[Curves] = [
-            fit_curves({b: dict(sorted(at.items())[start::2]) for b, at in sweep.items()}, {},
-                       usual_spread(parameters, tokens))
-            for start in (0, 1)
-        ]  # fmt: skip
-        sizes += len(sweep)
-        for one, other in (halves, halves[::-1]):
-            for batch in one.optima.keys() & other.optima.keys():
-                mine, theirs = one.optima[batch], other.optima[batch]
-                held.append(mine.low <= theirs.lr <= mine.high)
-                widths.append(mine.octaves)
-                apart.append(abs(math.log2(mine.lr / theirs.lr)))
-                near.append(apart[-1] <= 0.25)
-    return {
-        "batch sizes": sizes,
-        "given by both halves": len(held) / 2,
-        "held": float(np.mean(held)),
-        "within 0.25 octave": float(np.mean(near)),
-        "median width": float(np.median(widths)),
-        "median distance": float(np.median(apart)),
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description="How often intervals hold the truth.")
-    parser.add_argument("what", choices=["kinds", "law", "arms", "steplaw"])
-    parser.add_argument("path", nargs="?", type=Path, help="of steplaw_part.csv")
+    parser.add_argument("what", choices=["kinds", "law", "arms"])
     parser.add_argument("--sweeps", type=int, default=500, help="of each kind")
     parser.add_argument("--kinds", nargs="+", default=[""], help="parts of names")
     parser.add_argument("--processes", type=int, default=1)
     args = parser.parse_args()
-    if args.what == "steplaw":
-        for key, value in steplaw(args.path).items():
-            print(f"{key}: {value:.3f}")
-        return
-    names = [name for name in {"kinds": KINDS, "law": LAWS, "arms": ARMS}[args.what]
-             if any(part in name for part in args.kinds)]  # fmt: skip
+    kinds, rows_of = {"kinds": (KINDS, optima), "law": (LAWS, exponents), "arms": (ARMS, differences)}[args.what]
     tallies = []
     with multiprocessing.Pool(args.processes) as pool:
-        for name in names:
-            if args.what == "kinds":
-                found = kind_tally(name, args.sweeps, partial(pool.imap_unordered, chunksize=2))
-            else:
-                rows = pool.imap_unordered(partial(exponents if args.what == "law" else differences, name),
-                                           range(args.sweeps))  # fmt: skip
-                found = tally((row for of_sweep in rows for row in of_sweep), args.sweeps)
-            tallies.append(found)
-            power = f", zero excluded {((found.low > 0) | (found.high < 0)).mean():.3f}" if args.what == "arms" else ""
-            print(f"{name:34s} {found}{power}", flush=True)
+        for name in kinds:
+            if any(part in name for part in args.kinds):
+                found = tally(rows_of, name, args.sweeps, partial(pool.imap_unordered, chunksize=2))
+                tallies.append(found)
+                excluded = ((found.low > 0) | (found.high < 0)).mean()
+                power = f", zero excluded {excluded:.3f}" if args.what == "arms" else ""
+                print(f"{name:34s} {found}{power}", flush=True)
     held = np.concatenate([found.held for found in tallies])
     ratios = [found.ratio for found in tallies]
     print(f"all: held {held.mean():.4f} of {len(held)}; median ratio {np.median(ratios):.2f}")

@@ -1,18 +1,15 @@
 """The posterior of a sweep: its intervals hold known truths as often as they say, and its draws are curves."""
 
-import math
 import random
-from functools import partial
+from functools import cache
 
-import calibration
 import numpy as np
 import pytest
-from calibration import ARMS, KINDS, LAWS, USUAL, Kind, Tally, draw, kind_tally, tally
+from calibration import ARMS, KINDS, LAWS, USUAL, Kind, Tally, differences, draw, exponents, optima, tally
 from scipy import stats
 
-from gptexp.reporting.statistics.curves import fit_curves
 from gptexp.reporting.statistics.likelihood import Losses
-from gptexp.reporting.statistics.posterior import NARROWEST, Posterior, fit
+from gptexp.reporting.statistics.posterior import Posterior, fit
 
 QUICK = ("quadratic", "linex, sigma 0.01", "heavy tails, mirrored", "outliers, linex, 2 seeds")
 
@@ -30,13 +27,11 @@ def assert_calibrated(found: Tally, share: float = 0.9, at_once: int = 4) -> Non
 
 def test_intervals_hold_the_truth() -> None:
     """A sweep of a few kinds, with a bound that a broken fit fails. Each sweep counts as one trial."""
-    found = [kind_tally(name, 1) for name in QUICK]
-    for name, of_kind in zip(QUICK, found, strict=True):
-        print(name, of_kind)
-    held = np.concatenate([of_kind.held for of_kind in found])
+    found = [tally(optima, name, 1) for name in QUICK]
+    held = np.concatenate([kind.held for kind in found])
     assert held.mean() >= stats.binom.ppf(0.001, len(QUICK), 0.95) / len(QUICK)
-    assert np.median([of_kind.ratio for of_kind in found]) < 3
-    assert sum(len(of_kind.low) for of_kind in found) >= 0.9 * sum(of_kind.due for of_kind in found)
+    assert np.median([kind.ratio for kind in found]) < 3
+    assert sum(len(kind.low) for kind in found) >= 0.9 * sum(kind.due for kind in found)
 
 
 FAILING = {
@@ -50,7 +45,7 @@ FAILING = {
     pytest.param(name, marks=pytest.mark.xfail(reason=FAILING[name])) if name in FAILING else name for name in KINDS
 ])  # fmt: skip
 def test_intervals_of_each_kind_hold_the_truth_and_are_not_much_too_wide(name: str) -> None:
-    found = kind_tally(name, 60)
+    found = tally(optima, name, 60)
     assert_calibrated(found, at_once=KINDS[name].sizes)
     assert found.ratio < 3
 
@@ -58,26 +53,24 @@ def test_intervals_of_each_kind_hold_the_truth_and_are_not_much_too_wide(name: s
 @pytest.mark.slow
 def test_intervals_of_all_kinds_together_hold_the_truth_in_95_percent() -> None:
     """Neither fewer nor more: 93 to 97.5%, and the error of the number of sweeps."""
-    found = [kind_tally(name, 10) for name in KINDS if name != "power and wall"]
-    held = np.concatenate([of_kind.held for of_kind in found])
+    found = [tally(optima, name, 10) for name in KINDS if name != "power and wall"]
+    held = np.concatenate([kind.held for kind in found])
     trials = 10 * len(found)
-    print(held.mean(), np.median([of_kind.ratio for of_kind in found]))
-    assert sum(len(of_kind.low) for of_kind in found) >= 0.9 * sum(of_kind.due for of_kind in found)
+    print(held.mean(), np.median([kind.ratio for kind in found]))
+    assert sum(len(kind.low) for kind in found) >= 0.9 * sum(kind.due for kind in found)
     assert stats.binom.ppf(0.01, trials, 0.93) <= held.mean() * trials <= stats.binom.ppf(0.99, trials, 0.975)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LAWS)
 def test_intervals_of_the_exponent_hold_the_truth(name: str) -> None:
-    rows = map(partial(calibration.exponents, name), range(60))
-    assert_calibrated(tally((row for of_sweep in rows for row in of_sweep), 60), at_once=1)
+    assert_calibrated(tally(exponents, name, 60), at_once=1)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ARMS)
 def test_intervals_of_the_difference_of_two_arms_hold_the_truth_and_exclude_zero_if_there_is_one(name: str) -> None:
-    rows = map(partial(calibration.differences, name), range(60))
-    found = tally((row for of_sweep in rows for row in of_sweep), 60)
+    found = tally(differences, name, 60)
     assert_calibrated(found, at_once=1)
     different = (found.low > 0) | (found.high < 0)
     if ARMS[name][1]:
@@ -126,25 +119,15 @@ def test_each_drawn_curve_has_one_minimum(sweep: dict[int, Losses], posterior: P
         assert np.abs(curves.min(1) - posterior.c[:, j])[inside].max() < 0.01
 
 
-def test_intervals_contain_their_points(sweep: dict[int, Losses]) -> None:
-    for curve in fit_curves(sweep, {}, USUAL).of.values():
-        optimum = curve.optimum
-        assert optimum is not None
-        assert optimum.low < optimum.lr < optimum.high
-        assert optimum.loss_low < optimum.loss < optimum.loss_high
-        assert optimum.tie_low < optimum.lr < optimum.tie_high
-        assert math.log2(optimum.high / optimum.low) >= NARROWEST - 1e-9
-
-
 def test_more_noise_widens_the_interval() -> None:
     """The noise of seeds is measured, whatever spread is usual."""
     widths = []
-    for sigma in (0.003, 0.01, 0.03):
-        of_sweep, _ = draw(np.random.default_rng(2), Kind(sigma=sigma))
-        found = fit(of_sweep, {}, USUAL)
+    for sigma in (0.003, 0.03):
+        noisy, _ = draw(np.random.default_rng(2), Kind(sigma=sigma))
+        found = fit(noisy, {}, USUAL)
         widths.append(float(np.median(found.m.std(0))))
         assert np.median(found.sigma) == pytest.approx(sigma, rel=0.4)
-    assert widths[0] < widths[1] < widths[2]
+    assert widths[0] < widths[1]
 
 
 EDGES: dict[str, dict[int, Losses]] = {
@@ -159,9 +142,14 @@ EDGES: dict[str, dict[int, Losses]] = {
 }
 
 
+@cache
+def fit_of(name: str) -> Posterior:
+    return fit(EDGES[name], {}, USUAL)
+
+
 @pytest.mark.parametrize("name", EDGES)
 def test_odd_sweeps_have_finite_draws(name: str) -> None:
-    found = fit(EDGES[name], {}, USUAL)
+    found = fit_of(name)
     for values in (found.m, found.c, found.a, found.t, found.sigma, found.rise, found.shift):
         assert np.isfinite(values).all()
     assert (found.a > 0).all()
@@ -172,19 +160,12 @@ def test_odd_sweeps_have_finite_draws(name: str) -> None:
 
 def test_symmetric_losses_have_their_optimum_in_the_middle() -> None:
     for name in ("equal runs", "equal batch sizes"):
-        assert np.median(fit(EDGES[name], {}, USUAL).m) == pytest.approx(0, abs=0.1)
+        assert np.median(fit_of(name).m) == pytest.approx(0, abs=0.1)
 
 
-def test_identical_losses_are_not_bracketed() -> None:
-    curve = fit_curves(EDGES["identical losses"], {}, USUAL).of[1]
-    assert curve.optimum is None
-    assert min(curve.below, curve.above) > 0.05
-
-
-def test_two_rates_show_a_side() -> None:
-    curve = fit_curves({1: {1e-3: [3.0, 3.01], 2e-3: [3.5, 3.51]}}, {}, USUAL).of[1]
-    assert curve.optimum is None
-    assert curve.below > 5 * curve.above
+def test_identical_losses_leave_the_optimum_open() -> None:
+    found = fit_of("identical losses").m
+    assert min((found < -3).mean(), (found > 3).mean()) > 0.05
 
 
 def test_the_optimum_lies_below_a_rate_that_diverged() -> None:
@@ -194,12 +175,3 @@ def test_the_optimum_lies_below_a_rate_that_diverged() -> None:
     free, limited = fit(falling, {}, USUAL), fit(falling, {1: [limit]}, USUAL)
     assert (free.m > 4.5).mean() > 0.2
     assert (limited.m > 4.5).mean() < 0.05
-
-
-def test_a_run_far_above_its_neighbours_hardly_moves_the_optimum(sweep: dict[int, Losses]) -> None:
-    batch = min(sweep)
-    lr = sorted(sweep[batch])[2]
-    spoiled = {**sweep, batch: {**sweep[batch], lr: [*sweep[batch][lr][1:], sweep[batch][lr][0] + 1.0]}}
-    clean, found = (fit_curves(of, {}, USUAL) for of in (sweep, spoiled))
-    assert abs(math.log2(found.optima[batch].lr / clean.optima[batch].lr)) < 0.2
-    assert [(outlier.lr, outlier.loss) for outlier in found.of[batch].outliers] == [(lr, spoiled[batch][lr][-1])]

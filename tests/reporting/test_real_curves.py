@@ -37,7 +37,7 @@ class Real:
         """The verdict on some of its learning rates."""
         losses = {lr: self.losses[lr] for lr in lrs if lr in self.losses}
         diverged = [lr for lr in lrs if lr in self.diverged]
-        return fit_curves({BATCH: losses}, {BATCH: diverged}, self.spread).of[BATCH]
+        return fit_curves({BATCH: losses}, {BATCH: diverged}, self.spread).by_batch[BATCH]
 
     def contradicts(self, curve: Curve, lrs: tuple[float, ...]) -> str | None:
         """Why the verdict on a subset contradicts this curve."""

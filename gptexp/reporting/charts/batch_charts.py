@@ -40,7 +40,7 @@ def arm_charts(arms: Sequence[Arm]) -> Iterator[Figure]:
 
 def batches_without_optimum(arm: Arm) -> str:
     """The batch sizes without an optimum, each with the reason; empty if all have one."""
-    reasons = {batch: curve.status for batch, curve in arm.curves.of.items() if batch not in arm.curves.optima}
+    reasons = {batch: curve.status for batch, curve in arm.curves.by_batch.items() if batch not in arm.curves.optima}
     return ", ".join(f"{batch:,} ({why})" for batch, why in reasons.items())
 
 
@@ -82,12 +82,12 @@ def loss_chart(arm: Arm) -> Figure | None:
     if len(arm.curves.optima) < 2:
         return None
     points, y = _optima(arm, "loss"), vl.linear("loss", "loss at the best learning rate")
-    noise_scales, scale_caption = noise_scale_lines([arm], arm.curves.of)
+    noise_scales, scale_caption = noise_scale_lines([arm], arm.curves.by_batch)
     line = vl.layer("line", points, {"y": y}, style="accent", opacity=0.5)
     layers = [line, *_optimum_layers(points, y, {}, "ink"), noise_scales]
     without = batches_without_optimum(arm)
     text = caption(LOSS_CAPTION, scale_caption, f"Without an optimum, and not shown: {without}." if without else "")
-    spec = {"layer": layers, "encoding": {"x": vl.batch_axis(arm.curves.of)}}
+    spec = {"layer": layers, "encoding": {"x": vl.batch_axis(arm.curves.by_batch)}}
     return figure("optima", "Loss at the optimum", text, spec)
 
 
@@ -116,7 +116,7 @@ def sharpness_charts(arm: Arm) -> Iterator[Figure]:
     The runs are the points of the plain one, and of the preconditioned one.
     """
     measured = at_best_lr(arm)
-    without = ", ".join(f"{batch:,}" for batch in arm.curves.of if batch not in measured)
+    without = ", ".join(f"{batch:,}" for batch in arm.curves.by_batch if batch not in measured)
     for key, title, text, lines in (
         ("sharpness-batch", "Sharpness", PLAIN, ["hessian"]),
         ("preconditioned-batch", "Preconditioned sharpness", PRECONDITIONED, ["preconditioned", "threshold"]),

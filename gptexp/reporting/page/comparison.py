@@ -33,9 +33,8 @@ from gptexp.reporting.statistics.analysis import TEXT, analyse, data_warnings, u
 from gptexp.reporting.statistics.likelihood import NOISE_DOF
 from gptexp.reporting.statistics.means import Contrast, against_lowest
 from gptexp.reporting.statistics.noise import POWER, t_quantile
-from gptexp.reporting.words.finding import Finding, Verdict
+from gptexp.reporting.words.finding import Finding, Verdict, seeds_in_words
 from gptexp.reporting.words.proposals import SEEDS, Proposal
-from gptexp.reporting.words.verdict import seeds_in_words
 from gptexp.storage import inventory, run_dir
 
 COMMAND = "gptexp compare"
@@ -186,21 +185,15 @@ def _of_equal_config(runs: Sequence[Run]) -> Iterator[list[Run]]:
     """
     for group in _grouped(runs, lambda run: {**run.config, SEED: None, TEXT: run.summary.get(TEXT)}):
         for part in [group] if _has_every_seed_once(group) else _grouped(group, recorded):
-            if _has_every_seed_once(part):
-                yield part
-            else:
-                yield from ([run] for run in part)
+            yield from [part] if _has_every_seed_once(part) else ([run] for run in part)
 
 
 def _grouped(runs: Sequence[Run], key: Callable[[Run], dict[str, Any]]) -> list[list[Run]]:
-    """The runs by equal keys, which need not be hashable."""
-    groups: list[tuple[dict[str, Any], list[Run]]] = []
+    """The runs by equal keys, in the order of the first run of each."""
+    groups: dict[str, list[Run]] = {}
     for run in runs:
-        group = next((group for other, group in groups if other == key(run)), None)
-        if group is None:
-            groups.append((key(run), group := []))
-        group.append(run)
-    return [group for _, group in groups]
+        groups.setdefault(repr(sorted(key(run).items())), []).append(run)
+    return list(groups.values())
 
 
 def _has_every_seed_once(runs: Sequence[Run]) -> bool:
@@ -224,24 +217,19 @@ def _answers(
         yield Finding(f"The losses of {names} cannot be compared.", why_incomparable, ("not comparable",))
     elif not cells:
         yield Finding(f"Nothing can be said yet: none of {names} has a final loss that counts.")
-    elif not pairs:
-        yield from _single(cells[0], len(runs))
+    elif not pairs and len(cells[0].runs) < len(runs):
+        yield Finding(f"Nothing can be said yet: only {listed(cells[0].names)} has a final loss that counts.")
+    elif not pairs and cells[0].sigma is not None:
+        yield Finding(
+            f"{names} differ in their seed alone; their losses have a standard deviation of {cells[0].sigma:.4f} nats.",
+            f"They measure the noise with {counted(len(runs) - 1, 'degree')} of freedom.",
+            ("tied",),
+        )
     yield from (_answer(pair, len(cells)) for pair in pairs)
 
 
-def _single(cell: Cell, run_count: int) -> Iterator[Finding]:
-    names = listed(cell.names)
-    if len(cell.runs) < run_count:
-        yield Finding(f"Nothing can be said yet: only {names} has a final loss that counts.")
-    elif cell.sigma is not None:
-        yield Finding(
-            f"{names} differ in their seed alone; their losses have a standard deviation of {cell.sigma:.4f} nats.",
-            f"They measure the noise with {counted(len(cell.runs) - 1, 'degree')} of freedom.",
-            ("tied",),
-        )
-
-
 def _answer(pair: Pair, cells: int) -> Finding:
+    """Whether the losses of a pair differ by more than seeds cause. `cells`: their number, of all that are compared."""
     lower, higher, contrast = listed(pair.lower.names), listed(pair.higher.names), pair.contrast
     if not pair.difference:
         return Finding(f"{lower} and {higher} have the same loss.", badges=("tied",))
@@ -256,23 +244,22 @@ def _answer(pair: Pair, cells: int) -> Finding:
         )
         return Finding(f"{text}; noise unknown.", why, ("noise unknown",))
     chosen = f", corrected for choosing the lowest of {cells} configs" if cells > 2 else ""
-    why = f"By Welch's test{chosen}, a difference is significant from {contrast.significant_from:.4f} nats on (p = "
-    why += f"{contrast.p:.2g}). {' '.join(_noise_of(pair))}"
-    if not pair.is_tie:
+    spreads = [
+        f"{cell.names[0]} has no second seed, and is taken to vary as much as the others."
+        if cell.sigma is None
+        else f"The losses of {listed(cell.names)} have a standard deviation of {cell.sigma:.4f} nats over seeds."
+        for cell in (pair.lower, pair.higher)
+    ]
+    why = (
+        f"By Welch's test{chosen}, a difference is significant from {contrast.significant_from:.4f} nats on "
+        f"(p = {contrast.p:.2g}). {' '.join(spreads)}"
+    )
+    if contrast.is_significant:
         return Finding(f"{text}, more than seeds cause.", why, ("significant",))
     if contrast.seeds_needed is not None:
         needed = seeds_in_words(contrast.seeds_needed)
         why += f" To show this difference takes {needed} of each config (power {POWER:g})."
     return Finding(f"{text}, which seeds alone can cause.", why, ("tied",))
-
-
-def _noise_of(pair: Pair) -> Iterator[str]:
-    """How much the losses of both cells vary, in sentences."""
-    for cell in (pair.lower, pair.higher):
-        if cell.sigma is not None:
-            yield f"The losses of {listed(cell.names)} have a standard deviation of {cell.sigma:.4f} nats over seeds."
-        else:
-            yield f"{cell.names[0]} has no second seed, and is taken to vary as much as the others."
 
 
 def _without_loss(runs: Sequence[Run]) -> Iterator[Finding]:

@@ -85,7 +85,7 @@ def points_above_cells(analysis: "Analysis") -> list[str]:
     laws = [(arm.curves, arm.law) for arm in analysis.arms if arm.law is not None]
     for curves, law in laws:
         for batch in law.sizes:
-            lr, run = law.at(batch), curves.of[batch].best
+            lr, run = law.at(batch), curves.by_batch[batch].best
             if curves.worse([(batch, lr)], (batch, run)):
                 above, below = curves.cell_losses([(batch, lr), (batch, run)]).mean(0)
                 sentences.append(

@@ -98,7 +98,7 @@ def _arm(arm: Arm) -> dict[str, Any]:
             "tested": [{"lr": lr, "mean": arm.means.get((batch, lr)), "losses": of_seeds, "fitted": fitted}
                        for (lr, of_seeds), fitted in zip(arm.losses[batch].items(), _fitted(arm, batch), strict=True)],
         }
-        for batch, curve in arm.curves.of.items()
+        for batch, curve in arm.curves.by_batch.items()
     ]  # fmt: skip
     law = arm.law and {key: value for key, value in vars(arm.law).items() if key != "lines"}
     return {
@@ -121,7 +121,7 @@ def _arm(arm: Arm) -> dict[str, Any]:
 def _fitted(arm: Arm, batch: int) -> list[float | None]:
     """The loss of the fitted curve at each learning rate of a batch size."""
     lrs = list(arm.losses[batch])
-    if not arm.curves.has(batch):
+    if batch not in arm.curves.fits:
         return [None] * len(lrs)
     return [float(np.median(draws)) for draws in arm.curves.cell_losses([(batch, lr) for lr in lrs]).T]
 

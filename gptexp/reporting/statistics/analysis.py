@@ -1,10 +1,11 @@
 """The analysis of a sweep: runs grouped into arms, and each arm's optima, law, noise and critical batch size."""
 
 import math
-import statistics
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
+from statistics import median
 from typing import Any
 
 from gptexp.config.rules import confounds_of
@@ -14,7 +15,7 @@ from gptexp.process.words import first_keys, shown
 from gptexp.reporting.listings.listing import NOT_SHAPE, model_option
 from gptexp.reporting.listings.records import Run, differing_keys, has_diverged
 from gptexp.reporting.statistics.critical import Critical, critical_batch_size, steps_to
-from gptexp.reporting.statistics.curves import Curves, Outlier, fit_curves
+from gptexp.reporting.statistics.curves import Cell, Curves, Outlier, fit_curves
 from gptexp.reporting.statistics.law import Law, fit_law
 from gptexp.reporting.statistics.noise import usual_spread
 
@@ -33,59 +34,92 @@ class Arm:
     choices: dict[str, Any]  # keys and values that distinguish it from the other arms; empty if it is the only one
     implied: set[str]  # keys that others of its `choices` imply, see `_implied`
     runs: list[Run]
-    losses: dict[int, dict[float, list[float]]]  # batch size -> learning rate -> final loss of each seed
-    diverged: dict[int, list[float]]  # batch size -> learning rates
-    curves: Curves
-    law: Law | None
-    target_loss: float | None  # the loss for which `critical` counts the steps
-    critical: Critical | None  # None if the schedule or the runs do not allow it
-    at_an_edge: list[int]  # batch sizes whose fastest learning rate in `critical` is the smallest or largest one
-    best: tuple[int, float] | None  # (batch size, learning rate) of the lowest mean loss
-    ties: list[tuple[int, float]]  # other cells that are not significantly worse than the best one
 
     @property
     def label(self) -> str:
         """What distinguishes it, in a few words; empty if it is the only one."""
         return label_of(self.choices, self.implied, self.runs[0])
 
+    @cached_property
+    def curves(self) -> Curves:
+        return fit_curves(*_outcomes(self.runs), usual_spread_of(self.runs))
+
     @property
-    def means(self) -> dict[tuple[int, float], float]:
-        """(Batch size, learning rate) -> mean loss over seeds."""
+    def losses(self) -> dict[int, dict[float, list[float]]]:
+        """Batch size -> learning rate -> final loss of each seed."""
+        return self.curves.losses
+
+    @property
+    def diverged(self) -> dict[int, list[float]]:
+        """Batch size -> learning rates."""
+        return self.curves.diverged
+
+    @property
+    def means(self) -> dict[Cell, float]:
+        """Mean loss of each cell over seeds."""
         return self.curves.means
+
+    @cached_property
+    def law(self) -> Law | None:
+        return fit_law(self.curves.octaves)
+
+    @cached_property
+    def best(self) -> Cell | None:
+        """The cell with the lowest mean loss."""
+        lowest = [(batch, curve.best) for batch, curve in self.curves.by_batch.items()]
+        return min(lowest, key=lambda cell: self.means[cell], default=None)
+
+    @cached_property
+    def ties(self) -> list[Cell]:
+        """Other cells that are not significantly worse than the best one."""
+        others = [cell for cell in self.means if cell != self.best]
+        worse = self.curves.worse(others, self.best) if self.best is not None else set()
+        return [cell for cell in others if cell not in worse]
+
+    @property
+    def averages(self) -> bool:
+        """Whether `critical` is that of the averaged weights: if all runs have evaluated them."""
+        evaluated = [run for run in self.runs if run.val]
+        return bool(evaluated) and all(run.val_ema for run in evaluated)
+
+    @cached_property
+    def _critical(self) -> tuple[float | None, Critical | None, list[int]]:
+        return _critical(self.runs, self.averages)
+
+    @property
+    def target_loss(self) -> float | None:
+        """The loss for which `critical` counts the steps."""
+        return self._critical[0]
+
+    @property
+    def critical(self) -> Critical | None:
+        """The critical batch size; None if the schedule or the runs do not allow it."""
+        return self._critical[1]
+
+    @property
+    def at_an_edge(self) -> list[int]:
+        """The batch sizes whose fastest learning rate in `critical` is the smallest or largest one."""
+        return self._critical[2]
+
+    @property
+    def outliers(self) -> list[tuple[Run, Outlier]]:
+        """The runs that hardly count in the curves."""
+        outliers = {(b, o.lr, o.loss): o for b, curve in self.curves.by_batch.items() for o in curve.outliers}
+        places = [(run, (run.batch, run.lr, run.loss)) for run in self.runs]
+        return [(run, outliers[place]) for run, place in places if place in outliers]
 
     @property
     def counted(self) -> list[Run]:
         """The runs that count in the curves: completed, not diverged and no outliers."""
         outliers = {run.name for run, _ in self.outliers}
-        return [
-            run for run in self.runs
-            if run.loss in self.losses.get(run.batch, {}).get(run.lr, []) and run.name not in outliers
-        ]  # fmt: skip
+        completed = [run for run in self.runs if run.loss in self.losses.get(run.batch, {}).get(run.lr, [])]
+        return [run for run in completed if run.name not in outliers]
 
     @property
     def at_best_lr(self) -> dict[int, list[Run]]:
-        """Batch size -> the runs that take part at its learning rate with the lowest mean loss."""
-        counted = self.counted
-        return {
-            batch: [run for run in counted if (run.batch, run.lr) == (batch, curve.best)]
-            for batch, curve in self.curves.of.items()
-        }
-
-    @property
-    def averages(self) -> bool:
-        """Whether its critical batch size is that of the averaged weights: if all of its runs have evaluated them."""
-        return averages(self.runs)
-
-    @property
-    def outliers(self) -> list[tuple[Run, Outlier]]:
-        """The runs that hardly count in the curves."""
-        return [
-            (run, outlier)
-            for batch, curve in self.curves.of.items()
-            for outlier in curve.outliers
-            for run in self.runs
-            if (run.batch, run.lr, run.loss) == (batch, outlier.lr, outlier.loss)
-        ]
+        """Batch size -> the runs that count at its learning rate with the lowest mean loss."""
+        best = {batch: curve.best for batch, curve in self.curves.by_batch.items()}
+        return {batch: [run for run in self.counted if (run.batch, run.lr) == (batch, best[batch])] for batch in best}
 
     @property
     def all_diverged(self) -> dict[int, list[float]]:
@@ -95,7 +129,7 @@ class Arm:
     @property
     def is_grid(self) -> bool:
         """Whether any batch size has several learning rates."""
-        return any(len(at_batch) > 1 for at_batch in self.losses.values())
+        return bool(self.curves.fits)
 
 
 def label_of(choices: Mapping[str, Any], implied: Collection[str], run: Run) -> str:
@@ -107,7 +141,8 @@ def label_of(choices: Mapping[str, Any], implied: Collection[str], run: Run) -> 
     if (name := choices.pop(OPTIMIZER, None)) is not None:
         choices = {"optim": name, **choices}
     sizes = [key for key in choices if key.startswith("model.") and key.removeprefix("model.") not in NOT_SHAPE]
-    if len(sizes) > 1 and (option := model_option(_model(run))) is not None:
+    model = ModelConfig(**{f.name: run.config[f"model.{f.name}"] for f in fields(ModelConfig)})
+    if len(sizes) > 1 and (option := model_option(model)) is not None:
         choices = {"model": option, **{key: value for key, value in choices.items() if key not in sizes}}
     return first_keys([f"{key}={shown(value)}" for key, value in choices.items()])
 
@@ -154,7 +189,7 @@ def analyse(name: str, runs: Sequence[Run]) -> Analysis:
     arms = []
     for choices, members in groups.values():
         implied = {key for (by, value), keys in implied_by.items() if choices.get(by) == value for key in keys}
-        arms.append(_arm(choices, implied, members))
+        arms.append(Arm(choices, implied, members))
     problems = [run.problem for run in runs if run.problem]
     problems += [
         f"{run.name}: completed with a loss of {run.loss:.4g}, far above that of a uniform guess "
@@ -172,71 +207,50 @@ def _implied(runs: Sequence[Run], differing: Collection[str]) -> dict[tuple[str,
 
     A width implies the number of heads if all heads have one size.
     """
-    found: dict[tuple[str, Any], set[str]] = {}
+    implied: dict[tuple[str, Any], set[str]] = {}
     if WIDTH in differing and len({run.config[WIDTH] / run.config[HEADS] for run in runs}) == 1:
-        found = {(WIDTH, run.config[WIDTH]): {HEADS} for run in runs}
+        implied = {(WIDTH, run.config[WIDTH]): {HEADS} for run in runs}
     for implying, beginning in IMPLYING.items():
         if implying not in differing:
             continue
         keys = [key for key in differing if key.startswith(beginning) and key != implying]
         for value in {run.config.get(implying) for run in runs}:
             alike = [run.config for run in runs if run.config.get(implying) == value]
-            found[implying, value] = {key for key in keys if len({repr(config.get(key)) for config in alike}) == 1}
-    return found
+            implied[implying, value] = {key for key in keys if len({repr(config.get(key)) for config in alike}) == 1}
+    return implied
 
 
-def _arm(choices: dict[str, Any], implied: set[str], runs: list[Run]) -> Arm:
+def _outcomes(runs: Sequence[Run]) -> tuple[dict[int, dict[float, list[float]]], dict[int, list[float]]]:
+    """`losses` and `diverged` of the curves of an arm."""
     losses: dict[int, dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
-    diverged: dict[int, list[float]] = defaultdict(list)
+    diverged: dict[int, set[float]] = defaultdict(set)
     # A cell that ran under two names counts once: its equal losses would look like two seeds without noise.
     once = {(run.batch, run.lr, run.seed): run for run in sorted(runs, key=lambda run: run.loss is not None)}
     for _, run in sorted(once.items()):
         if has_diverged(run):
-            if run.lr not in diverged[run.batch]:
-                diverged[run.batch].append(run.lr)
+            diverged[run.batch].add(run.lr)
         elif run.loss is not None:
             losses[run.batch][run.lr].append(run.loss)
     # A cell with a diverged seed is left out: the mean over its other seeds would be too low.
-    by_batch = {
-        batch: kept
-        for batch, at_batch in sorted(losses.items())
-        if (kept := {lr: of_seeds for lr, of_seeds in at_batch.items() if lr not in diverged[batch]})
-    }
-    diverged = {batch: lrs for batch, lrs in diverged.items() if lrs}
-    curves = fit_curves(by_batch, diverged, usual_spread_of(runs))
-    target, critical, at_an_edge = _critical(runs)
-    lowest = [(batch, curve.best) for batch, curve in curves.of.items()]
-    best = min(lowest, key=lambda cell: curves.means[cell], default=None)
-    ties = _ties(curves, best) if best is not None else []
-    law = fit_law(curves.octaves)
-    return Arm(choices, implied, runs, by_batch, diverged, curves, law, target, critical, at_an_edge, best, ties)
-
-
-def _ties(curves: Curves, best: tuple[int, float]) -> list[tuple[int, float]]:
-    others = [cell for cell in curves.means if cell != best]
-    worse = curves.worse(others, best)
-    return [cell for cell in others if cell not in worse]
-
-
-def _model(run: Run) -> ModelConfig:
-    return ModelConfig(**{f.name: run.config[f"model.{f.name}"] for f in fields(ModelConfig)})
+    whole = {batch: {lr: seeds for lr, seeds in at_batch.items() if lr not in diverged.get(batch, ())}
+             for batch, at_batch in losses.items()}  # fmt: skip
+    return {b: at for b, at in whole.items() if at}, {batch: sorted(lrs) for batch, lrs in diverged.items()}
 
 
 def usual_spread_of(runs: Sequence[Run]) -> float:
     """The standard deviation over seeds that runs of this size and length have had, in nats."""
     sizes = [run.summary["parameters"] for run in runs if run.summary.get("parameters")]
-    lengths = [run.summary["tokens"] for run in runs if run.loss is not None and run.summary.get("tokens")]
+    ended = [(run, run.loss) for run in runs if run.loss is not None]
+    lengths = [run.summary["tokens"] for run, _ in ended if run.summary.get("tokens")]
     learned = [
-        math.log(run.config["model.vocab_size"]) - run.loss
-        for run in runs
-        if run.loss is not None and not has_diverged(run) and isinstance(run.config.get("model.vocab_size"), int)
+        math.log(run.config["model.vocab_size"]) - loss
+        for run, loss in ended
+        if not has_diverged(run) and isinstance(run.config.get("model.vocab_size"), int)
     ]
-    return usual_spread(
-        statistics.median(sizes or [0]), statistics.median(lengths or [0]), statistics.median(learned or [math.inf])
-    )
+    return usual_spread(median(sizes or [0]), median(lengths or [0]), median(learned or [math.inf]))
 
 
-def _critical(runs: list[Run]) -> tuple[float | None, Critical | None, list[int]]:
+def _critical(runs: list[Run], averages: bool) -> tuple[float | None, Critical | None, list[int]]:
     """`target_loss`, `critical` and `at_an_edge` of an arm.
 
     The target is the lowest loss that every batch size reaches. The fewest steps to it at a batch size are the minimum
@@ -248,71 +262,61 @@ def _critical(runs: list[Run]) -> tuple[float | None, Critical | None, list[int]
         return None, None, []
     courses: dict[int, dict[float, list[list[tuple[int, float]]]]] = defaultdict(lambda: defaultdict(list))
     for run in runs:
-        evaluated = run.val_ema if averages(runs) else run.val
-        course = [(point.step, point.loss) for point in evaluated if point.loss is not None]
+        evaluations = run.val_ema if averages else run.val
+        course = [(point.step, point.loss) for point in evaluations if point.loss is not None]
         if run.status == "completed" and course:
             courses[run.batch][run.lr].append(course)
     if len(courses) < 2:
         return None, None, []
     target = max(
-        min(max(min(loss for _, loss in course) for course in of_lr) for of_lr in of_batch.values())
-        for of_batch in courses.values()
+        min(max(min(loss for _, loss in course) for course in seeds) for seeds in at_batch.values())
+        for at_batch in courses.values()
     )
     log_steps: dict[int, dict[float, list[float]]] = {}
     too_high: dict[int, list[float]] = {}
-    for batch, of_batch in courses.items():
-        reached = {lr: [steps_to(target, course) for course in of_lr] for lr, of_lr in of_batch.items()}
-        log_steps[batch] = {lr: [math.log(s) for s in of_lr if s] for lr, of_lr in reached.items() if all(of_lr)}
+    for batch, at_batch in courses.items():
+        reached = {lr: [steps_to(target, course) for course in seeds] for lr, seeds in at_batch.items()}
+        log_steps[batch] = {lr: [math.log(s) for s in steps if s] for lr, steps in reached.items() if all(steps)}
         if not log_steps[batch]:  # every run reached the target before its first evaluation
             return target, None, []
         too_high[batch] = [lr for lr in reached if lr > max(log_steps[batch])]
     curves = fit_curves(log_steps, too_high, STEPS_SPREAD)
-    steps = {batch: math.exp(curves.lowest(batch)) for batch in curves.of}
-    at_an_edge = [
-        batch
-        for batch, curve in curves.of.items()
-        if curve.optimum is None and curve.best in (min(courses[batch]), max(courses[batch]))
-    ]
+    steps = {batch: math.exp(curves.lowest(batch)) for batch in curves.by_batch}
+    ends = {batch: (min(at_batch), max(at_batch)) for batch, at_batch in courses.items()}
+    at_an_edge = [b for b, curve in curves.by_batch.items() if curve.optimum is None and curve.best in ends[b]]
     return target, critical_batch_size(steps), at_an_edge
-
-
-def averages(runs: Sequence[Run]) -> bool:
-    """Whether all runs that have been evaluated have averaged their weights."""
-    evaluated = [run for run in runs if run.val]
-    return bool(evaluated) and all(run.val_ema for run in evaluated)
 
 
 def data_warnings(runs: Sequence[Run]) -> list[str]:
     """A line for each run that read other data than most runs of its seed."""
+    texts = [(run, run.config["data.tokenizer"], run.summary[TEXT]) for run in runs if run.summary.get(TEXT)]
     lines = []
-    hashes: dict[str, Counter[str]] = defaultdict(Counter)  # tokenizer -> the hashes of its tokens
-    for run in runs:
-        if own := run.summary.get(TEXT):
-            hashes[run.config["data.tokenizer"]][own] += 1
-    if len(hashes) > 1:
-        names = ", ".join(map(printable, sorted(hashes)))
+    if len(tokenizers := {tokenizer for _, tokenizer, _ in texts}) > 1:
+        names = ", ".join(map(printable, sorted(tokenizers)))
         lines.append(f"the tokenizers differ ({names}): compare bits per byte, not losses, which are per token")
-    for run in runs:
-        if (own := run.summary.get(TEXT)) is None:
-            continue
-        [(usual, _)] = hashes[run.config["data.tokenizer"]].most_common(1)
-        if own != usual:
-            lines.append(f"{run.name}: trained on other text (hash {own}) than most (hash {usual}); do not compare it")
-    read: dict[tuple[str, int], Counter[str]] = defaultdict(Counter)  # (data, tokens) -> fingerprints
-    data = [_data(run) for run in runs]
-    for run, of_run in zip(runs, data, strict=True):
-        for tokens, fingerprint in run.fingerprints.items():
-            read[of_run, tokens][fingerprint] += 1
-    for run, of_run in zip(runs, data, strict=True):
-        for tokens, fingerprint in sorted(run.fingerprints.items()):
-            [(most_had, _)] = read[of_run, tokens].most_common(1)
-            if fingerprint != most_had:
-                lines.append(
-                    f"{run.name}: read other data in its first {tokens:,} tokens than other runs of its seed "
-                    f"(fingerprint {fingerprint}, not {most_had}); do not compare them"
-                )
-                break
+    for run, _, text, usual in _unlike_most(texts):
+        lines.append(f"{run.name}: trained on other text (hash {text}) than most (hash {usual}); do not compare it")
+    reads = [(run, (_data(run), tokens), read) for run in runs for tokens, read in sorted(run.fingerprints.items())]
+    named = set()  # of each run, the first difference is enough
+    for run, (_, tokens), read, usual in _unlike_most(reads):
+        if run.name not in named:
+            named.add(run.name)
+            lines.append(
+                f"{run.name}: read other data in its first {tokens:,} tokens than other runs of its seed "
+                f"(fingerprint {read}, not {usual}); do not compare them"
+            )
     return lines
+
+
+def _unlike_most(values: Sequence[tuple[Run, Any, str]]) -> Iterator[tuple[Run, Any, str, str]]:
+    """Those of the values, given as (run, group, value), that are not the usual one of their group, and the latter."""
+    counts: dict[Any, Counter[str]] = defaultdict(Counter)
+    for _, group, value in values:
+        counts[group][value] += 1
+    for run, group, value in values:
+        [(usual, _)] = counts[group].most_common(1)
+        if value != usual:
+            yield run, group, value, usual
 
 
 def _data(run: Run) -> str:

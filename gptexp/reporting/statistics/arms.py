@@ -13,7 +13,7 @@ import numpy as np
 from scipy import special
 
 from gptexp.reporting.statistics.analysis import Arm, label_of
-from gptexp.reporting.statistics.curves import Optimum
+from gptexp.reporting.statistics.curves import Curves, Optimum
 from gptexp.reporting.statistics.forms import Array
 from gptexp.reporting.statistics.law import fit_ratio, independent_difference
 from gptexp.reporting.statistics.likelihood import SMALLEST_SIGMA
@@ -74,10 +74,8 @@ def clearest_gap(arms: Sequence[Mapping[int, Array]]) -> tuple[int, int, Interva
         if (ratio := fit_ratio(arms[one], arms[other])) is not None:
             low, high = interval(ratio.lines[:, 0], 1 - (1 - CONFIDENCE) / len(pairs))
             gaps[one, other] = Interval(ratio.exponent, min(low, ratio.low), max(high, ratio.high))
-    if not gaps:
-        return None
-    one, other = max(gaps, key=lambda pair: abs(gaps[pair].value) / (gaps[pair].high - gaps[pair].low))
-    return one, other, gaps[one, other]
+    clearest = max(gaps, key=lambda pair: abs(gaps[pair].value) / (gaps[pair].high - gaps[pair].low), default=None)
+    return (*clearest, gaps[clearest]) if clearest is not None else None
 
 
 def falls_behind(losses: Mapping[int, Array], nats: float) -> Limit | None:
@@ -105,8 +103,8 @@ def _lowest(draws: Sequence[Array]) -> tuple[Array, float]:
     chi-squared test takes them for equal (p-value above `EQUAL_P`). Which ones these are depends on the losses, so
     the mean counts as no more certain than the lowest alone.
     """
-    rising = sorted(draws, key=lambda of_loss: float(np.median(of_loss)))
-    losses, half_widths = np.transpose([middle(of_loss) for of_loss in rising])
+    rising = sorted(draws, key=lambda loss: float(np.median(loss)))
+    losses, half_widths = np.transpose([middle(loss) for loss in rising])
     sds = np.maximum(half_widths / QUANTILE, SMALLEST_SIGMA)
     base = losses[0]
     for count in range(2, len(losses) + 1):
@@ -135,28 +133,25 @@ def transfers(arms: Sequence[Arm]) -> list[Transfer]:
 
     At each batch size at which two or more of these arms have an optimum with an interval.
     """
-    found = []
+    transfers = []
     for key, tied in SIZES.items():
-        groups: dict[str, list[Arm]] = {}
+        groups: dict[str, list[tuple[Any, str, Curves]]] = {}  # choices without the size -> size, label, curves
         for arm in arms:
             if key in arm.choices:
-                groups.setdefault(repr(_without(arm.choices, key, *tied)), []).append(arm)
+                others = {other: value for other, value in arm.choices.items() if other not in (key, *tied)}
+                label = label_of(others, arm.implied, arm.runs[0])
+                groups.setdefault(repr(others), []).append((arm.choices[key], label, arm.curves))
         for members in groups.values():
-            label = label_of(_without(members[0].choices, key, *tied), members[0].implied, members[0].runs[0])
-            for batch in sorted({batch for arm in members for batch in arm.curves.optima}):
-                by_size = {a.choices[key]: a for a in members if batch in a.curves.optima}
+            for batch in sorted({batch for *_, curves in members for batch in curves.optima}):
+                by_size = {size: curves for size, _, curves in members if batch in curves.optima}
                 if len(by_size) > 1:
-                    found.append(_transfer(key, label, batch, dict(sorted(by_size.items()))))
-    return found
+                    transfers.append(_transfer(key, members[0][1], batch, dict(sorted(by_size.items()))))
+    return transfers
 
 
-def _without(choices: Mapping[str, Any], *keys: str) -> dict[str, Any]:
-    return {key: value for key, value in choices.items() if key not in keys}
-
-
-def _transfer(key: str, label: str, batch: int, by_size: Mapping[int, Arm]) -> Transfer:
-    optima = {size: arm.curves.optima[batch] for size, arm in by_size.items()}
-    first, *_, last = (arm.curves.octaves[batch] for arm in by_size.values())
+def _transfer(key: str, label: str, batch: int, by_size: Mapping[int, Curves]) -> Transfer:
+    first, *_, last = (curves.octaves[batch] for curves in by_size.values())
     octaves = independent_difference(last, first)
     low, high = interval(octaves)
-    return Transfer(key, label, batch, optima, Interval(2.0 ** float(np.median(octaves)), 2.0**low, 2.0**high))
+    factor = Interval(2.0 ** float(np.median(octaves)), 2.0**low, 2.0**high)
+    return Transfer(key, label, batch, {size: curves.optima[batch] for size, curves in by_size.items()}, factor)

@@ -29,22 +29,19 @@ def runs_to_compare(directories: Sequence[Path]) -> list[Path]:
     """
     if len(directories) < 2:
         raise ConfigError(f"{directories[0]}: a single run; give two or more to compare")
-    found: dict[Path, Path] = {}
+    runs: dict[Path, Path] = {}  # resolved path -> path
     for given in directories:
-        for directory in _runs_that_stand_for(given):
-            if directory.resolve() in found:
+        cell = [given]
+        if not run_dir.is_run(given):
+            best = _best_cell_of(given)
+            names = ", ".join(run.name for run in best)
+            warn(f"{given}: its best cell is compared, with {counted(len(best), 'run')}: {names}")
+            cell = [run.directory for run in best]
+        for directory in cell:
+            if directory.resolve() in runs:
                 raise ConfigError(f"{given}: stands for {directory}, which is given twice; leave it out")
-            found[directory.resolve()] = directory
-    return list(found.values())
-
-
-def _runs_that_stand_for(directory: Path) -> list[Path]:
-    if run_dir.is_run(directory):
-        return [directory]
-    cell = _best_cell_of(directory)
-    names = ", ".join(run.name for run in cell)
-    warn(f"{directory}: its best cell is compared, with {counted(len(cell), 'run')}: {names}")
-    return [run.directory for run in cell]
+            runs[directory.resolve()] = directory
+    return list(runs.values())
 
 
 def _best_cell_of(sweep: Path) -> list[Run]:
@@ -66,5 +63,5 @@ def best_cell(runs: Sequence[Run]) -> list[Run]:
         return []
     from gptexp.reporting.statistics.analysis import analyse  # scipy takes half a second to import
 
-    of_seeds = {run.seed: run for run in analyse("", runs).best_runs}
-    return sorted(of_seeds.values(), key=lambda run: run.loss or 0.0)
+    by_seed = {run.seed: run for run in analyse("", runs).best_runs}
+    return sorted(by_seed.values(), key=lambda run: run.loss or 0.0)

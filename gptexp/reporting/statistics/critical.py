@@ -9,7 +9,7 @@ that takes at most 20% more tokens than the cheapest (arXiv 2410.21676). On the 
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -79,13 +79,14 @@ def critical_batch_size(steps: Mapping[int, float]) -> Critical:
     *_, cost_with_exponent = _fit(sizes, s, with_exponent=True)
     left = max(cost_with_exponent / (dof - 1), ROUNDING)
     misfit = f_tail((cost - cost_with_exponent) / left, 1, dof - 1) < LEVEL
+    critical = Critical("open", ordered, twenty, is_largest, misfit=misfit)
     if low is None and high is None:
-        return Critical("open", ordered, twenty, is_largest, misfit=misfit)
+        return critical
     if high is None or crit > sizes[-1]:
-        return Critical("lower bound only", ordered, twenty, is_largest, bound=low, misfit=misfit)
+        return replace(critical, status="lower bound only", bound=low)
     if low is None or crit < sizes[0]:
-        return Critical("upper bound only", ordered, twenty, is_largest, bound=high, misfit=misfit)
-    return Critical("bracketed", ordered, twenty, is_largest, Hyperbola(crit, low, high, least_steps), misfit=misfit)
+        return replace(critical, status="upper bound only", bound=high)
+    return replace(critical, status="bracketed", hyperbola=Hyperbola(crit, low, high, least_steps))
 
 
 def _fit(sizes: Array, s: Array, with_exponent: bool) -> tuple[float, float, float]:

@@ -15,6 +15,7 @@ from gptexp.reporting.statistics.likelihood import OUTLYING, SMALLEST_SIGMA, Los
 from gptexp.reporting.statistics.means import against_lowest, worse_than_lowest
 from gptexp.reporting.statistics.posterior import NARROWEST, Posterior, fit, interval
 
+Cell = tuple[int, float]  # batch size in tokens, learning rate
 Status = Literal["bracketed", "not bracketed", "flat", "jagged", "too few"]
 Side = Literal["higher", "lower"]
 
@@ -76,10 +77,10 @@ class Outlier:
 
 @dataclass(frozen=True)
 class Curve:
-    """The losses at one batch size."""
+    """The verdict on one batch size."""
 
     status: Status
-    why: str  # the finding behind the status
+    why: str  # the reason of the status
     noise: Noise
     best: float  # the learning rate with the lowest mean loss
     below: float = 0.0  # probability that the best learning rate is below the grid
@@ -93,6 +94,156 @@ class Curve:
         return self.noise.dof > 0
 
 
+class BatchFit:
+    """The posterior at one batch size, beside the losses that it was fitted to."""
+
+    def __init__(self, posterior: Posterior, batch: int, losses: Losses, diverged: Sequence[float]) -> None:
+        """`losses`: by rising learning rates; `diverged`: learning rates."""
+        self.posterior, self.batch, self.losses, self.diverged = posterior, batch, losses, diverged
+        j, cells = posterior.column[batch], posterior.cells
+        self.lrs, self.x = list(losses), np.log2(list(losses))
+        self.octaves, self.best_losses = posterior.m[:, j], posterior.c[:, j]  # draws, as in `Curves`
+        self.best = self.lrs[cells.lowest[j]]  # the learning rate with the lowest mean loss
+        self.weights = dict(zip(self.lrs, cells.weights[j], strict=True))  # of the runs of each cell, by rising loss
+        self.means = {lr: float(np.average(sorted(losses[lr]), weights=w)) for lr, w in self.weights.items()}
+        # A learning rate that diverged above the lowest loss ends the grid: it is known to be too large. But if the
+        # optimum is likely to lie above all that completed, no loss near it is known.
+        limit, centre = float(cells.limit[j]), float(np.median(self.octaves))
+        is_between = limit - self.x[-1] > math.log2(CLOSEST) and centre > self.x[-1]
+        is_closed = math.isfinite(limit) and not is_between
+        self.top = limit + NARROWEST if is_closed else float(self.x[-1])  # log2 of the upper end of the grid
+        self.below = float((self.octaves < self.x[0]).mean())  # probability of an optimum there
+        self.above = float((self.octaves > self.top).mean())
+        self.open_end: Side | None = None  # where the loss is lowest, if that is an end of the grid
+        if self.best == self.lrs[0]:
+            self.open_end = "lower"
+        elif self.best == self.lrs[-1] and not is_closed:
+            self.open_end = "higher"
+        place = float(np.median(self.octaves.clip(self.x[0], self.x[-1])))
+        self.sigma = float(np.median(posterior.noise(batch, [place])))  # the noise at the best learning rate, in nats
+
+    def curve(self) -> Curve:
+        """The verdict."""
+        status, why = self._status()
+        optimum = self._optimum() if status == "bracketed" else None
+        side = self.open_end
+        if max(self.below, self.above) > LIKELY:
+            side = "higher" if self.above > self.below else "lower"
+        outliers = self._outliers() if status != "jagged" else []  # there, no curve tells them from the others
+        noise = Noise(self.sigma, sum(len(seeds) - 1 for seeds in self.losses.values()))
+        side = side if optimum is None else None
+        return Curve(status, why, noise, self.best, self.below, self.above, side, optimum, outliers)
+
+    def _status(self) -> tuple[Status, str]:
+        """The status and the reason for it."""
+        below, above, best = self.below, self.above, self.best
+        if bad := [lr for lr in self.diverged if lr < best]:
+            return "jagged", f"training diverged at {min(bad):g}, below the best learning rate {best:g}"
+        if self._humps() > MOST_HUMPS * len(self.lrs):
+            return "jagged", "the loss falls and rises more than once, by more than seeds explain"
+        if self.misses.get(best, 0.0) > MISSED:
+            return "jagged", f"no curve explains how low the loss at {best:g} is"
+        if len(self.lrs) < 3 and max(below, above) < SURE_SIDE:
+            return "too few", f"{counted(len(self.lrs), 'learning rate')} completed, and a lowest point needs three"
+        is_inside = below + above <= OUTSIDE
+        low, high = interval(self.octaves)
+        if is_inside and self.open_end is None and not low < self.x[0] < self.top < high:
+            return "bracketed", f"it lies inside the grid with a probability of {1 - below - above:.1%}"
+        beyond = ((below, f"below {self.lrs[0]:g}"), (above, f"above {2**self.top:.3g}"))
+        outside = " and ".join(f"{where} with a probability of {share:.0%}" for share, where in beyond if share >= 0.01)
+        why = f"the optimum is {outside}"
+        if is_inside:
+            why = "no run beyond shows that it rises" if self.open_end else "its interval is as wide as the grid"
+        if self.open_end:
+            why = f"the loss is lowest at {best:g}, the end of the grid; {why}"
+        heights = self.posterior.loss(self.batch, self.x).max(1) - self.best_losses
+        if np.median(heights) < 2 * self.sigma:
+            height = max(self.means.values()) - min(self.means.values())
+            return "flat", f"the losses differ by {height:.2g} nats, and seeds move each by {self.sigma:.2g}; {why}"
+        return "not bracketed", why
+
+    def _optimum(self) -> Optimum:
+        low, high = interval(self.octaves, narrowest=NARROWEST)
+        centre = float(np.median(self.octaves))
+        x = np.linspace(self.x[0], self.x[-1], SCAN)
+        lost = np.median(self.posterior.loss(self.batch, x) - self.posterior.loss(self.batch, [centre]), axis=0)
+        is_worse = lost > self.sigma
+        loss_low, loss_high = interval(self.best_losses)
+        return Optimum(
+            lr=2**centre,
+            low=2**low,
+            high=2**high,
+            loss=float(np.median(self.best_losses)),
+            loss_low=loss_low,
+            loss_high=loss_high,
+            tie_low=2 ** float(min(max(x[is_worse & (x < centre)], default=x[0]), centre)),
+            tie_high=2 ** float(max(min(x[is_worse & (x > centre)], default=x[-1]), centre)),
+        )
+
+    @cached_property
+    def _sigmas(self) -> list[float]:
+        """The noise at each learning rate: that of the curve, or of the seeds there if they vary more."""
+        noise = np.median(self.posterior.noise(self.batch, self.x), axis=0)
+        return [max(float(sigma), stdev(seeds) if len(seeds) > 1 else 0.0)
+                for sigma, seeds in zip(noise, self.losses.values(), strict=True)]  # fmt: skip
+
+    @cached_property
+    def misses(self) -> dict[float, float]:
+        """By how many standard errors the curve lies above the mean loss of each cell that is not far up.
+
+        Only its own noise may part it from a cell that hardly counts, which has not moved the curve, and from the best
+        one, whose loss is shown as the answer.
+        """
+        draws = self.posterior.loss(self.batch, self.x)
+        curve, spread = np.median(draws, axis=0), draws.std(axis=0)
+        means = sorted(map(fmean, self.losses.values()))
+        far_up = curve.min() + FAR_UP * (means[max(1, len(means) - 2)] - means[0])  # the highest may be an outlier
+        misses = {}
+        for i, (lr, seeds) in enumerate(self.losses.items()):
+            if curve[i] > far_up:
+                continue  # no form is expected to hold there
+            counts = self.weights[lr].mean() >= OUTLYING and lr != self.best
+            error = math.hypot(float(spread[i]) * counts, self._sigmas[i] / math.sqrt(len(seeds)))
+            misses[lr] = (float(curve[i]) - fmean(seeds)) / error
+        return misses
+
+    def _humps(self) -> int:
+        """Learning rates whose loss is above those of a lower and of a higher one, by more than seeds explain."""
+        means = np.array(list(map(fmean, self.losses.values())))
+        margins = MISSED * np.array(self._sigmas) / np.sqrt(list(map(len, self.losses.values())))
+        highest = means + margins
+        return sum(
+            means[i] - margins[i] > max(highest[:i].min(), highest[i + 1 :].min()) for i in range(1, len(means) - 1)
+        )
+
+    def _outliers(self) -> list[Outlier]:
+        outliers = []
+        for lr, weights in self.weights.items():
+            seeds = sorted(self.losses[lr])
+            is_far = abs(self.misses.get(lr, 0.0)) > MISSED and (len(seeds) == 1 or weights.mean() < OUTLYING)
+            for loss, weight in zip(seeds, weights, strict=True):
+                if is_far:
+                    outliers.append(Outlier(lr, loss, "no curve through its neighbours explains its loss"))
+                elif weight < OUTLYING * weights.max():
+                    others = fmean(other for other, w in zip(seeds, weights, strict=True) if w > weight)
+                    outliers.append(Outlier(lr, loss, f"other seeds of its cell have a loss of {others:.4f}"))
+        return outliers
+
+    def explains(self, lr: float) -> bool:
+        """Whether the curve says the loss: not where seeds vary more than its noise, are off it or hardly count."""
+        seeds = self.losses.get(lr, [])
+        if len(seeds) < 2:
+            return True
+        if abs(self.misses.get(lr, 0.0)) > MISSED:
+            return False
+        noise = float(np.median(self.posterior.noise(self.batch, [math.log2(lr)])))
+        return bool(self.weights[lr].mean() >= OUTLYING) and stdev(seeds) < WILD * noise
+
+    def inside(self, low: float, high: float) -> float:
+        """The probability that the best learning rate lies between `low` and `high`."""
+        return float(((self.octaves >= math.log2(low)) & (self.octaves <= math.log2(high))).mean())
+
+
 @dataclass(frozen=True)
 class Curves:
     """The curves of all batch sizes of an arm."""
@@ -103,45 +254,59 @@ class Curves:
     posterior: Posterior | None  # of the batch sizes with two learning rates or more; None if there is none
 
     @cached_property
-    def of(self) -> dict[int, Curve]:
-        """Batch size in tokens -> curve."""
-        return {batch: self._judged(batch) for batch in self.losses}
+    def fits(self) -> dict[int, BatchFit]:
+        """Batch size -> fit, for the batch sizes with two learning rates or more."""
+        posterior = self.posterior
+        sizes = posterior.cells.sizes if posterior is not None else ()
+        return {b: BatchFit(posterior, b, self.losses[b], self.diverged.get(b, ())) for b in sizes if posterior}
+
+    @cached_property
+    def by_batch(self) -> dict[int, Curve]:
+        """Batch size -> curve."""
+        fits = self.fits
+        return {b: fits[b].curve() if b in fits else self._of_one_rate(b) for b in self.losses}
+
+    def _of_one_rate(self, batch: int) -> Curve:
+        [(lr, seeds)] = self.losses[batch].items()
+        sigma = stdev(seeds) if len(seeds) > 1 else self.usual_spread
+        why = "1 learning rate completed, and a lowest point needs three"
+        return Curve("too few", why, Noise(max(sigma, SMALLEST_SIGMA), len(seeds) - 1), lr)
 
     @cached_property
     def optima(self) -> dict[int, Optimum]:
-        """Batch size in tokens -> optimum, for the batch sizes at which it is bracketed."""
-        return {batch: curve.optimum for batch, curve in self.of.items() if curve.optimum is not None}
+        """Batch size -> optimum, for the batch sizes at which it is bracketed."""
+        return {batch: curve.optimum for batch, curve in self.by_batch.items() if curve.optimum is not None}
 
     @cached_property
     def noise_is_known(self) -> bool:
         """Whether seeds have measured the noise at any batch size."""
-        return any(curve.noise_is_known for curve in self.of.values())
+        return any(curve.noise_is_known for curve in self.by_batch.values())
 
     @cached_property
-    def means(self) -> dict[tuple[int, float], float]:
-        """(Batch size, learning rate) -> mean loss, in which a run far from the others of its cell hardly counts."""
-        return {
-            (batch, lr): float(np.average(sorted(self.losses[batch][lr]), weights=weights))
-            for batch in self.losses
-            for lr, weights in self._weights(batch).items()
-        }
+    def means(self) -> dict[Cell, float]:
+        """Mean loss of each cell, in which a run far from the others of its cell hardly counts."""
+        means: dict[Cell, float] = {}
+        for batch, losses in self.losses.items():
+            by_lr = self.fits[batch].means if batch in self.fits else {lr: np.mean(sorted(losses[lr])) for lr in losses}
+            means |= {(batch, lr): float(mean) for lr, mean in by_lr.items()}
+        return means
 
-    @cached_property
+    @property
     def octaves(self) -> dict[int, Array]:
-        """Batch size in tokens -> draws of log2 of the best learning rate, where it is bracketed."""
-        return {batch: p.m[:, p.column[batch]] for batch in self.optima if (p := self.posterior) is not None}
+        """Batch size -> draws of log2 of the best learning rate, where it is bracketed."""
+        return {batch: self.fits[batch].octaves for batch in self.optima}
 
-    @cached_property
+    @property
     def best_losses(self) -> dict[int, Array]:
-        """Batch size in tokens -> draws of the loss at the best learning rate, where it is bracketed."""
-        return {batch: p.c[:, p.column[batch]] for batch in self.optima if (p := self.posterior) is not None}
+        """Batch size -> draws of the loss at the best learning rate, where it is bracketed."""
+        return {batch: self.fits[batch].best_losses for batch in self.optima}
 
-    def cell_losses(self, cells: Sequence[tuple[int, float]]) -> Array:
-        """Draws of the expected losses of cells (batch size, learning rate), shape (draws, number of cells)."""
+    def cell_losses(self, cells: Sequence[Cell]) -> Array:
+        """Draws of the expected losses of cells, shape (draws, number of cells)."""
         assert self.posterior is not None
         return np.hstack([self.posterior.loss(batch, [math.log2(lr)]) for batch, lr in cells])
 
-    def worse(self, cells: Sequence[tuple[int, float]], than: tuple[int, float]) -> set[tuple[int, float]]:
+    def worse(self, cells: Sequence[Cell], than: Cell) -> set[Cell]:
         """Those of `cells` whose loss is significantly higher than that of the cell `than`.
 
         Corrected for choosing the lowest of them. Where a batch size has no curve, or seeds vary more than the noise of
@@ -150,199 +315,37 @@ class Curves:
         of its batch size is. At the batch size of `than`, a learning rate that may be the best one is not among them.
         """
         optimum = self.optima.get(than[0])
-        cells = [
-            (batch, lr) for batch, lr in cells if not (batch == than[0] and optimum is not None and optimum.holds(lr))
-        ]
-        off = not self._follows_curve(*than)
-        by_seeds = [cell for cell in cells if (off or not self._follows_curve(*cell)) and cell in self.means]
+        cells = [c for c in cells if not (c[0] == than[0] and optimum is not None and optimum.holds(c[1]))]
+        is_off = not self._explains(than)
+        by_seeds = [cell for cell in cells if (is_off or not self._explains(cell)) and cell in self.means]
         by_curve = [cell for cell in cells if cell not in by_seeds]
         chosen = set()
         if by_seeds and (contrasts := against_lowest([self.losses[b][lr] for b, lr in (than, *by_seeds)])) is not None:
             is_lowest = contrasts[0].difference == 0
-            chosen = {cell for cell, found in zip(by_seeds, contrasts[1:], strict=True)
-                      if is_lowest and found.is_significant}  # fmt: skip
+            chosen = {cell for cell, contrast in zip(by_seeds, contrasts[1:], strict=True)
+                      if is_lowest and contrast.is_significant}  # fmt: skip
         if by_curve:
             draws = self.cell_losses([than, *by_curve])
             chosen |= {by_curve[number] for number in worse_than_lowest(draws[:, 0], draws[:, 1:])}
         return chosen | {cell for cell in cells if any(self._is_beyond(cell, worse) for worse in chosen)}
 
-    def _is_beyond(self, cell: tuple[int, float], other: tuple[int, float]) -> bool:
+    def _explains(self, cell: Cell) -> bool:
+        return cell[0] in self.fits and self.fits[cell[0]].explains(cell[1])
+
+    def _is_beyond(self, cell: Cell, other: Cell) -> bool:
         """Whether `cell` lies on the same side of the best cell as `other`, further away and higher, on a curve."""
-        (batch, lr), (of, nearer) = cell, other
-        best = self.of[of].best
+        (batch, lr), (other_batch, nearer), best = cell, other, self.by_batch[other[0]].best
         is_further = lr < nearer < best or lr > nearer > best
-        return batch == of and is_further and self.means[cell] > self.means[other] and self.of[of].status != "jagged"
-
-    def _follows_curve(self, batch: int, lr: float) -> bool:
-        """Whether a curve says what the loss is: not where seeds vary more than its noise, are off it or count less."""
-        seeds = self.losses[batch].get(lr, [])
-        if self.posterior is None or not self.has(batch) or len(seeds) < 2:
-            return self.has(batch)
-        if abs(self._misses[batch].get(lr, 0.0)) > MISSED:
-            return False
-        noise = float(np.median(self.posterior.noise(batch, [math.log2(lr)])))
-        return bool(self._weights(batch)[lr].mean() >= OUTLYING) and stdev(seeds) < WILD * noise
-
-    def inside(self, batch: int, low: float, high: float) -> float:
-        """The probability that the best learning rate lies between `low` and `high`."""
-        assert self.posterior is not None
-        m = self.posterior.m[:, self.posterior.column[batch]]
-        return float(((m >= math.log2(low)) & (m <= math.log2(high))).mean())
+        is_higher = batch == other_batch and is_further and self.means[cell] > self.means[other]
+        return is_higher and self.by_batch[batch].status != "jagged"
 
     def lowest(self, batch: int) -> float:
         """The lowest loss of the curve inside the grid; without a curve, the lowest mean."""
-        curve, lrs = self.of[batch], np.log2(sorted(self.losses[batch]))
-        if self.posterior is None or not self.has(batch) or curve.status == "jagged":
+        curve = self.by_batch[batch]
+        if batch not in self.fits or curve.status == "jagged":
             return self.means[batch, curve.best]
-        return float(np.median(self.posterior.loss(batch, np.linspace(lrs[0], lrs[-1], SCAN)).min(axis=1)))
-
-    def has(self, batch: int) -> bool:
-        """Whether the batch size has a curve: two learning rates or more."""
-        return self.posterior is not None and batch in self.posterior.column
-
-    def _weights(self, batch: int) -> dict[float, Array]:
-        lrs = sorted(self.losses[batch])
-        if self.posterior is None or not self.has(batch):
-            return {lr: np.ones(len(self.losses[batch][lr])) for lr in lrs}
-        return dict(zip(lrs, self.posterior.cells.weights[self.posterior.column[batch]], strict=True))
-
-    def _judged(self, batch: int) -> Curve:
-        at_batch = self.losses[batch]
-        lrs = sorted(at_batch)
-        dof = sum(len(of_seeds) - 1 for of_seeds in at_batch.values())
-        if self.posterior is None or not self.has(batch):
-            sigma = stdev(at_batch[lrs[0]]) if dof else self.usual_spread
-            why = "1 learning rate completed, and a lowest point needs three"
-            return Curve("too few", why, Noise(max(sigma, SMALLEST_SIGMA), dof), lrs[0])
-        posterior, j = self.posterior, self.posterior.column[batch]
-        m, x = posterior.m[:, j], np.log2(lrs)
-        best = lrs[posterior.cells.lowest[j]]
-        # A learning rate that diverged above the lowest loss ends the grid: it is known to be too large. But if the
-        # optimum is likely to lie above all that completed, no loss near it is known.
-        limit = float(posterior.cells.limit[j])
-        is_between = limit - x[-1] > math.log2(CLOSEST) and float(np.median(m)) > x[-1]
-        is_closed = math.isfinite(limit) and not is_between
-        top = limit + NARROWEST if is_closed else float(x[-1])
-        below, above = float((m < x[0]).mean()), float((m > top).mean())
-        sigma = float(np.median(posterior.noise(batch, [float(np.median(m.clip(x[0], x[-1])))])))
-        noise = Noise(sigma, dof)
-        misses = self._misses[batch]
-        outliers = self._outliers(batch, misses)
-
-        lowest_end: Side | None = "lower" if best == lrs[0] else "higher" if best == lrs[-1] and not is_closed else None
-        likelier: Side = "higher" if above > below else "lower"
-        side = likelier if max(below, above) > LIKELY else lowest_end
-
-        def judged(status: Status, why: str, optimum: Optimum | None = None) -> Curve:
-            named = outliers if status != "jagged" else []  # there, no curve tells them from the others
-            onwards = side if optimum is None else None
-            return Curve(status, why, noise, best, below, above, onwards, optimum, named)
-
-        bad = [lr for lr in self.diverged.get(batch, ()) if lr < best]
-        if bad:
-            return judged("jagged", f"training diverged at {min(bad):g}, below the best learning rate {best:g}")
-        if self._humps(batch) > MOST_HUMPS * len(lrs):
-            return judged("jagged", "the loss falls and rises more than once, by more than seeds explain")
-        if misses.get(best, 0.0) > MISSED:
-            return judged("jagged", f"no curve explains how low the loss at {best:g} is")
-        if len(lrs) < 3 and max(below, above) < SURE_SIDE:
-            return judged("too few", f"{counted(len(lrs), 'learning rate')} completed, and a lowest point needs three")
-        is_inside = below + above <= OUTSIDE
-        low, high = interval(m)
-        if is_inside and lowest_end is None and not low < x[0] < top < high:
-            why = f"it lies inside the grid with a probability of {1 - below - above:.1%}"
-            return judged("bracketed", why, self._optimum(batch, sigma))
-        heights = posterior.loss(batch, x).max(1) - posterior.c[:, j]
-        beyond = ((below, f"below {lrs[0]:g}"), (above, f"above {2**top:.3g}"))
-        outside = " and ".join(f"{where} with a probability of {share:.0%}" for share, where in beyond if share >= 0.01)
-        why = f"the optimum is {outside}"
-        if is_inside:
-            why = "no run beyond shows that it rises" if lowest_end else "its interval is as wide as the grid"
-        if lowest_end:
-            why = f"the loss is lowest at {best:g}, the end of the grid; {why}"
-        if np.median(heights) < 2 * sigma:
-            means = [self.means[batch, lr] for lr in lrs]
-            height = max(means) - min(means)
-            return judged("flat", f"the losses differ by {height:.2g} nats, and seeds move each by {sigma:.2g}; {why}")
-        return judged("not bracketed", why)
-
-    def _optimum(self, batch: int, sigma: float) -> Optimum:
-        assert self.posterior is not None
-        posterior, j = self.posterior, self.posterior.column[batch]
-        m, c = posterior.m[:, j], posterior.c[:, j]
-        low, high = interval(m, narrowest=NARROWEST)
-        centre = float(np.median(m))
-        lrs = sorted(self.losses[batch])
-        x = np.linspace(math.log2(lrs[0]), math.log2(lrs[-1]), SCAN)
-        lost = np.median(posterior.loss(batch, x) - posterior.loss(batch, [centre]), axis=0) > sigma
-        loss_low, loss_high = interval(c)
-        return Optimum(
-            lr=2**centre,
-            low=2**low,
-            high=2**high,
-            loss=float(np.median(c)),
-            loss_low=loss_low,
-            loss_high=loss_high,
-            tie_low=2 ** float(min(max(x[lost & (x < centre)], default=x[0]), centre)),
-            tie_high=2 ** float(max(min(x[lost & (x > centre)], default=x[-1]), centre)),
-        )
-
-    @cached_property
-    def _misses(self) -> dict[int, dict[float, float]]:
-        """Batch size in tokens -> learning rate -> standard errors, see `_missed_at`."""
-        return {batch: self._missed_at(batch) for batch in self.losses if self.has(batch)}
-
-    def _missed_at(self, batch: int) -> dict[float, float]:
-        """By how many standard errors the curve lies above the mean loss of each cell that is not far up.
-
-        Only its own noise may part it from a cell that hardly counts, which has not moved the curve, and from the best
-        one, whose loss is shown as the answer.
-        """
-        assert self.posterior is not None
-        lrs = sorted(self.losses[batch])
-        best = lrs[self.posterior.cells.lowest[self.posterior.column[batch]]]
-        x = np.log2(lrs)
-        curve, noise = self.posterior.loss(batch, x), np.median(self.posterior.noise(batch, x), axis=0)
-        middle, spread = np.median(curve, axis=0), curve.std(axis=0)
-        means = sorted(fmean(self.losses[batch][lr]) for lr in lrs)
-        far_up = middle.min() + FAR_UP * (means[max(1, len(means) - 2)] - means[0])  # the highest may be an outlier
-        found = {}
-        for i, lr in enumerate(lrs):
-            of_seeds = self.losses[batch][lr]
-            if middle[i] > far_up:
-                continue  # no form is expected to hold there
-            sigma = max(float(noise[i]), stdev(of_seeds) if len(of_seeds) > 1 else 0.0)
-            counts = self._weights(batch)[lr].mean() >= OUTLYING and lr != best
-            error = math.hypot(float(spread[i]) * counts, sigma / math.sqrt(len(of_seeds)))
-            found[lr] = (float(middle[i]) - fmean(of_seeds)) / error
-        return found
-
-    def _humps(self, batch: int) -> int:
-        """Learning rates whose loss is above those of a lower and of a higher one, by more than seeds explain."""
-        assert self.posterior is not None
-        lrs = sorted(self.losses[batch])
-        cells = [self.losses[batch][lr] for lr in lrs]
-        means = np.array([fmean(of_seeds) for of_seeds in cells])
-        noise = np.median(self.posterior.noise(batch, np.log2(lrs)), axis=0)
-        spreads = [max(float(sd), stdev(cell) if len(cell) > 1 else 0.0) for sd, cell in zip(noise, cells, strict=True)]
-        margins = MISSED * np.array(spreads) / np.sqrt([len(cell) for cell in cells])
-        highest = means + margins
-        return sum(
-            means[i] - margins[i] > max(highest[:i].min(), highest[i + 1 :].min()) for i in range(1, len(lrs) - 1)
-        )
-
-    def _outliers(self, batch: int, misses: Mapping[float, float]) -> list[Outlier]:
-        found = []
-        for lr, weights in self._weights(batch).items():
-            of_seeds = sorted(self.losses[batch][lr])
-            is_far = abs(misses.get(lr, 0.0)) > MISSED and (len(of_seeds) == 1 or weights.mean() < OUTLYING)
-            for loss, weight in zip(of_seeds, weights, strict=True):
-                if is_far:
-                    found.append(Outlier(lr, loss, "no curve through its neighbours explains its loss"))
-                elif weight < OUTLYING * weights.max():
-                    others = fmean(other for other, w in zip(of_seeds, weights, strict=True) if w > weight)
-                    found.append(Outlier(lr, loss, f"other seeds of its cell have a loss of {others:.4f}"))
-        return found
+        at = self.fits[batch]
+        return float(np.median(at.posterior.loss(batch, np.linspace(at.x[0], at.x[-1], SCAN)).min(axis=1)))
 
 
 def fit_curves(losses: Mapping[int, Losses], diverged: Mapping[int, Sequence[float]], usual_spread: float) -> Curves:
@@ -351,20 +354,20 @@ def fit_curves(losses: Mapping[int, Losses], diverged: Mapping[int, Sequence[flo
     `losses`: batch size -> losses of completed runs; `diverged`: batch size -> learning rates that diverged;
     `usual_spread`: standard deviation over seeds that such runs have had, in nats.
     """
-    copied = {b: {lr: list(of_seeds) for lr, of_seeds in sorted(at.items())} for b, at in sorted(losses.items())}
+    ordered = {b: {lr: list(seeds) for lr, seeds in sorted(at.items())} for b, at in sorted(losses.items())}
     ended = {batch: sorted(lrs) for batch, lrs in sorted(diverged.items())}
     several = tuple(
-        (batch, tuple((lr, tuple(sorted(of_seeds))) for lr, of_seeds in at_batch.items()))
-        for batch, at_batch in copied.items()
+        (batch, tuple((lr, tuple(sorted(seeds))) for lr, seeds in at_batch.items()))
+        for batch, at_batch in ordered.items()
         if len(at_batch) > 1
     )
-    of_several = tuple((batch, tuple(lrs)) for batch, lrs in ended.items())
-    posterior = _fitted(several, of_several, usual_spread) if several else None
-    return Curves(copied, ended, usual_spread, posterior)
+    limits = tuple((batch, tuple(lrs)) for batch, lrs in ended.items())
+    posterior = _posterior(several, limits, usual_spread) if several else None
+    return Curves(ordered, ended, usual_spread, posterior)
 
 
 @lru_cache(maxsize=16)
-def _fitted(losses: tuple[Any, ...], diverged: tuple[Any, ...], usual_spread: float) -> Posterior:
+def _posterior(losses: tuple[Any, ...], diverged: tuple[Any, ...], usual_spread: float) -> Posterior:
     """The posterior of losses as tuples of pairs. A live page asks for it again and again."""
     return fit({batch: dict(at_batch) for batch, at_batch in losses}, dict(diverged), usual_spread)
 

@@ -97,14 +97,9 @@ def side(u: Array) -> Array:
     return np.asarray(SIDE_REACH * np.tanh(u / SIDE_REACH))
 
 
-def places(u: Array) -> tuple[Indices, Array]:
-    """For `read`: the index of the entry of a table below each u, and the share of the step beyond it."""
+def read(table: Array, rows: Indices | slice, u: Array) -> Array:
+    """h at `u` by linear interpolation in the `rows` of a table."""
     position = np.clip((u + REACH) / STEP, 0, len(U) - 1.001)
     index = position.astype(np.intp)
-    return index, position - index
-
-
-def read(table: Array, rows: Indices | int | slice, index: Indices, share: Array) -> Array:
-    """h by linear interpolation in the `rows` of a table."""
     low = table[rows, index]
-    return np.asarray(low + (table[rows, index + 1] - low) * share)
+    return np.asarray(low + (table[rows, index + 1] - low) * (position - index))

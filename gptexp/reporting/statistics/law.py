@@ -5,7 +5,7 @@ optima's means and covariance by generalised least squares; the scatter has a pr
 (random effects; DerSimonian and Laird 1986, Controlled Clinical Trials 7:177; Gelman 2006, Bayesian Analysis 1:515).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -50,13 +50,59 @@ class Law:
         return self.low <= exponent <= self.high
 
 
+def independent_difference(one: Array, other: Array) -> Array:
+    """Draws of a difference between two arms, in another order: theirs are made with the same random numbers."""
+    return np.asarray(one - np.random.default_rng(2).permutation(other))
+
+
 def fit_law(octaves: Mapping[int, Array]) -> Law | None:
     """The law of optima. `octaves`: batch size -> joint draws of log2 of a learning rate. None with fewer than two."""
-    return (
-        _law(sorted(octaves), np.column_stack([octaves[size] for size in sorted(octaves)]))
-        if len(octaves) > 1
-        else None
-    )
+    if len(octaves) < 2:
+        return None
+    sizes = sorted(octaves)
+    x, draws = np.log2(sizes), np.column_stack([octaves[size] for size in sizes])
+    mean, covariance = draws.mean(0), np.atleast_2d(np.cov(draws.T))
+    precision = np.linalg.inv(covariance + 1e-8 * np.eye(len(x))).sum(0)
+    centre = float(np.average(x, weights=np.maximum(precision, 1e-9)))
+    lines, scatters = _coefficients(np.vander(x - centre, 2), mean, covariance)
+    low, high = interval(lines[:, 0])
+    # No exponent is refused whose best line stays within the central intervals of all batch sizes.
+    ends = [(at, *interval(draws[:, j], CENTRAL)) for j, at in enumerate(x)]
+    flattest = max((low_1 - high_0) / (x_1 - x_0) for (x_0, _, high_0), (x_1, low_1, _) in combinations(ends, 2))
+    steepest = min((high_1 - low_0) / (x_1 - x_0) for (x_0, low_0, _), (x_1, _, high_1) in combinations(ends, 2))
+    if flattest <= steepest:
+        low, high = min(low, flattest), max(high, steepest)
+    bends = None
+    if len(x) >= BENDS_FROM:
+        quadratic, _ = _coefficients(np.vander(x - centre, 3), mean, covariance)
+        bent_low, bent_high = interval(quadratic[:, 0])
+        bends = not bent_low <= 0 <= bent_high
+    exponent, level = np.median(lines, axis=0)
+    scatter = float((scatters > LARGE_SCATTER).mean()) > 0.5
+    return Law(float(2**level), 2**centre, float(exponent), low, high, tuple(sizes), scatter, bends, lines)
+
+
+def _coefficients(design: Array, mean: Array, covariance: Array) -> tuple[Array, Array]:
+    """Draws of the coefficients of `design`, and the scatter of each draw."""
+    logs, centres, roots = [], [], []  # of each scatter
+    for scatter in SCATTERS:
+        noise = covariance + (scatter**2 + 1e-8) * np.eye(len(mean))
+        inverse = np.linalg.inv(noise)
+        known = design.T @ inverse @ design
+        error = np.linalg.inv(known)
+        best = error @ (design.T @ inverse @ mean)
+        left = mean - design @ best
+        # Marginal likelihood with a flat prior of the coefficients; the values of SCATTERS rise geometrically.
+        log = -0.5 * (left @ inverse @ left + np.linalg.slogdet(noise)[1] + np.linalg.slogdet(known)[1])
+        log -= (SCATTER_DOF + 1) / 2 * np.log1p((scatter / USUAL_SCATTER) ** 2 / SCATTER_DOF)
+        logs.append(log)
+        centres.append(best)
+        roots.append(np.linalg.cholesky(error))
+    shares = special.softmax(np.array(logs) + np.log(np.gradient(SCATTERS)))
+    rng = np.random.default_rng(1)
+    chosen = np.searchsorted(np.cumsum(shares), (np.arange(DRAWS) + 0.5) / DRAWS).clip(0, len(SCATTERS) - 1)
+    normal = rng.standard_normal((DRAWS, design.shape[1]))
+    return np.array(centres)[chosen] + np.einsum("dij,dj->di", np.array(roots)[chosen], normal), SCATTERS[chosen]
 
 
 def fit_ratio(one: Mapping[int, Array], other: Mapping[int, Array]) -> Law | None:
@@ -66,65 +112,3 @@ def fit_ratio(one: Mapping[int, Array], other: Mapping[int, Array]) -> Law | Non
     is known better than from two laws. None with fewer than two such batch sizes.
     """
     return fit_law({size: independent_difference(one[size], other[size]) for size in one.keys() & other.keys()})
-
-
-def independent_difference(one: Array, other: Array) -> Array:
-    """Draws of a difference between two arms, in another order: theirs are made with the same random numbers."""
-    return np.asarray(one - np.random.default_rng(2).permutation(other))
-
-
-def _law(sizes: Sequence[int], octaves: Array) -> Law:
-    """`octaves`: draws of shape (draws, number of sizes)."""
-    x = np.log2(sizes)
-    mean, covariance = octaves.mean(0), np.atleast_2d(np.cov(octaves.T))
-    precision = np.linalg.inv(covariance + 1e-8 * np.eye(len(x))).sum(0)
-    centre = float(np.average(x, weights=np.maximum(precision, 1e-9)))
-    lines, scatters = _coefficients(np.vander(x - centre, 2), mean, covariance)
-    low, high = interval(lines[:, 0])
-    # No exponent is refused whose best line stays within the central intervals of all batch sizes.
-    ends = [interval(octaves[:, j], CENTRAL) for j in range(len(x))]
-    slopes = [((ends[j][0] - ends[i][1]) / (x[j] - x[i]), (ends[j][1] - ends[i][0]) / (x[j] - x[i]))
-              for i, j in combinations(range(len(x)), 2)]  # fmt: skip
-    flattest, steepest = max(slope for slope, _ in slopes), min(slope for _, slope in slopes)
-    if flattest <= steepest:
-        low, high = min(low, flattest), max(high, steepest)
-    bends = None
-    if len(x) >= BENDS_FROM:
-        quadratic, _ = _coefficients(np.vander(x - centre, 3), mean, covariance)
-        bent_low, bent_high = interval(quadratic[:, 0])
-        bends = not bent_low <= 0 <= bent_high
-    exponent, level = np.median(lines, axis=0)
-    return Law(
-        lr=float(2**level),
-        tokens=2**centre,
-        exponent=float(exponent),
-        low=low,
-        high=high,
-        sizes=tuple(sizes),
-        scatter=float((scatters > LARGE_SCATTER).mean()) > 0.5,
-        bends=bends,
-        lines=lines,
-    )
-
-
-def _coefficients(design: Array, mean: Array, covariance: Array) -> tuple[Array, Array]:
-    """Draws of the coefficients of `design`, and the scatter of each draw."""
-    fits = []
-    for scatter in SCATTERS:
-        noise = covariance + (scatter**2 + 1e-8) * np.eye(len(mean))
-        inverse = np.linalg.inv(noise)
-        known = design.T @ inverse @ design
-        of_fit = np.linalg.inv(known)
-        best = of_fit @ (design.T @ inverse @ mean)
-        left = mean - design @ best
-        # Marginal likelihood with a flat prior of the coefficients; the values of SCATTERS rise geometrically.
-        log = -0.5 * (left @ inverse @ left + np.linalg.slogdet(noise)[1] + np.linalg.slogdet(known)[1])
-        log -= (SCATTER_DOF + 1) / 2 * np.log1p((scatter / USUAL_SCATTER) ** 2 / SCATTER_DOF)
-        fits.append((log, best, np.linalg.cholesky(of_fit)))
-    widths = np.gradient(SCATTERS)
-    shares = special.softmax(np.array([log for log, *_ in fits]) + np.log(widths))
-    rng = np.random.default_rng(1)
-    chosen = np.searchsorted(np.cumsum(shares), (np.arange(DRAWS) + 0.5) / DRAWS).clip(0, len(SCATTERS) - 1)
-    normal = rng.standard_normal((DRAWS, design.shape[1]))
-    best, roots = (np.array(values)[chosen] for values in ([fit[1] for fit in fits], [fit[2] for fit in fits]))
-    return best + np.einsum("dij,dj->di", roots, normal), SCATTERS[chosen]

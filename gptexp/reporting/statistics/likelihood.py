@@ -21,12 +21,13 @@ noise.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 from scipy import special
 
-from gptexp.reporting.statistics.forms import SIDE_REACH, Array, Indices, places, read, side
+from gptexp.reporting.statistics.forms import SIDE_REACH, Array, Indices, read, side
 
 Losses = Mapping[float, Sequence[float]]  # learning rate -> the final loss of each seed, in nats per token
 
@@ -39,6 +40,7 @@ NOISE_LEVELS = 3
 HEIGHT_SPREAD = 0.7  # standard deviation of a batch size's height around the shared one, as a share of that
 MISFIT_REACH, LARGEST_MISFIT = 0.7, 0.6  # octaves over which the share of misfit grows; its largest value
 MOST_SKEW = 0.9 / SIDE_REACH  # of a batch size, relative to its height; with more of it the curve would turn down
+OUTLYING = 0.2  # share of the usual weight; runs of a lower weight are outliers
 STEEP = 30.0  # per octave: how sharply the learning rates above one that diverged are excluded
 
 
@@ -53,18 +55,15 @@ class Cells:
     losses: list[list[Array]]  # of each batch size and learning rate
     x: Array  # log2(lr)
     on: Array  # 1.0; 0.0 for padding
-    limit: Array  # (J,): log2 of the lowest learning rate that diverged above the lowest loss, or infinity
-    weights: list[list[Array]] = field(init=False)
+    limit: Array = field(init=False)  # (J,): log2 of the lowest learning rate that diverged above `lowest`, or infinity
     # Set by `weigh`:
+    weights: list[list[Array]] = field(init=False)
     count: Array = field(init=False)  # sum of the weights
     mean: Array = field(init=False)
     squares: Array = field(init=False)  # weighted sum of squared distances to the mean
     lowest: Indices = field(init=False)  # (J,): of the learning rate with the lowest mean, outliers left aside
     base: Array = field(init=False)  # (J,): the lowest mean
     distance: Array = field(init=False)  # octaves from the learning rate with the lowest mean, up to `NOISE_REACH`
-
-    def __post_init__(self) -> None:
-        self.weigh([[np.ones(len(cell)) for cell in of_batch] for of_batch in self.losses])
 
     @property
     def low(self) -> Array:
@@ -74,18 +73,18 @@ class Cells:
     def high(self) -> Array:
         return np.asarray(self.x.max(axis=1))
 
-    @property
+    @cached_property
     def dof(self) -> Array:
         """Degrees of freedom of the noise, that is seeds beyond the first, of each cell."""
-        counts = [[len(cell) - 1 for cell in of_batch] for of_batch in self.losses]
+        counts = [[len(cell) - 1 for cell in row] for row in self.losses]
         return np.array([[*row, *[0] * (self.x.shape[1] - len(row))] for row in counts])
 
     def weigh(self, weights: list[list[Array]]) -> None:
         """Set the weights of the runs, and all sums over runs."""
         self.weights = weights
         self.count, self.mean, self.squares = (np.zeros_like(self.x) for _ in range(3))
-        for j, (of_batch, of_weights) in enumerate(zip(self.losses, weights, strict=True)):
-            for i, (losses, w) in enumerate(zip(of_batch, of_weights, strict=True)):
+        for j, (row, row_weights) in enumerate(zip(self.losses, weights, strict=True)):
+            for i, (losses, w) in enumerate(zip(row, row_weights, strict=True)):
                 mean = float(w @ losses / w.sum())
                 self.count[j, i], self.mean[j, i] = w.sum(), mean
                 self.squares[j, i] = w @ (losses - mean) ** 2 + (len(losses) - 1) * SMALLEST_SIGMA**2
@@ -97,25 +96,22 @@ class Cells:
 
 def _lowest(means: Array, weights: Sequence[Array]) -> int:
     """The index of the lowest mean, without single runs that are outliers. `weights`: those of the runs of a cell."""
-    of_runs = np.array([w.mean() for w in weights])
-    trusted = (of_runs > OUTLYING * np.median(of_runs)) | (np.array([len(w) for w in weights]) > 1)
+    usual = np.array([w.mean() for w in weights])
+    trusted = (usual > OUTLYING * np.median(usual)) | (np.array([len(w) for w in weights]) > 1)
     return int(np.where(trusted, means[: len(trusted)], np.inf).argmin())
 
 
-OUTLYING = 0.2  # share of the usual weight; runs of a lower weight are outliers
-
-
 def cells_of(losses: Mapping[int, Losses], diverged: Mapping[int, Sequence[float]]) -> Cells:
-    """`losses`: batch size -> losses; `diverged`: batch size -> learning rates that diverged."""
+    """`losses`: batch size -> losses; `diverged`: batch size -> learning rates that diverged. All weights are 1."""
     sizes = tuple(sorted(losses))
     rows = [[(float(np.log2(lr)), np.array(sorted(losses[b][lr]))) for lr in sorted(losses[b])] for b in sizes]
     n = max(map(len, rows))
     x = np.array([[row[min(i, len(row) - 1)][0] for i in range(n)] for row in rows])
     on = np.array([[float(i < len(row)) for i in range(n)] for row in rows])
-    cells = Cells(sizes, [[cell for _, cell in row] for row in rows], x, on, np.full(len(sizes), np.inf))
-    for j, batch in enumerate(sizes):
-        above = [lr for lr in diverged.get(batch, ()) if np.log2(lr) > x[j, cells.lowest[j]]]
-        cells.limit[j] = np.log2(min(above)) if above else np.inf
+    cells = Cells(sizes, [[cell for _, cell in row] for row in rows], x, on)
+    cells.weigh([[np.ones(len(cell)) for cell in row] for row in cells.losses])
+    above = [[lr for lr in diverged.get(b, ()) if np.log2(lr) > x[j, cells.lowest[j]]] for j, b in enumerate(sizes)]
+    cells.limit = np.array([np.log2(min(rates, default=np.inf)) for rates in above])
     return cells
 
 
@@ -128,9 +124,6 @@ class Shared(NamedTuple):
     height: Array  # nats: the usual a_j
     own_skew: Array  # standard deviation of t_j
     table: Array
-
-    def take(self, rows: Array) -> "Shared":
-        return Shared(*(values[rows] for values in self))
 
 
 class Evidence(NamedTuple):
@@ -148,9 +141,40 @@ class Evidence(NamedTuple):
 
 def evidence(cells: Cells, shared: Shared, grid: Array, levels: int = NOISE_LEVELS) -> Evidence:
     """Evidence for an optimum at each place of `grid`, shape (J, M), in log2(lr)."""
-    sizes, n = cells.x.shape
-    sets, points = len(shared.rise), grid.shape[1]
     rise = 4.0 ** (shared.rise[:, None] * cells.distance[:, None, :])  # (J, T, n), of the variance
+    variance, seeds = _noise(cells, shared, rise, levels)
+    u = cells.x[:, None, :] - grid[:, :, None]  # (J, M, n)
+    growth, skew = np.sqrt(1 + (u / MISFIT_REACH) ** 2), side(u)
+    rates = []
+    for i in range(cells.x.shape[1]):
+        h = np.swapaxes(read(shared.table, slice(None), u[..., i]), 0, 1)
+        misfit = np.minimum(shared.misfit[:, None] * growth[:, None, :, i], LARGEST_MISFIT) * h
+        runs, y = cells.count[:, i, None, None], (cells.mean - cells.base[:, None])[:, i, None, None]
+        rates.append(_Rate(runs, y, rise[..., i], h, misfit * misfit, skew[:, None, :, i]))
+    rough = _rough_height(rates, shared, variance[..., levels // 2])
+    t_scale = rough * shared.own_skew[:, None]
+    sums, log_weight = _sums(cells, rates, variance, rough, t_scale)
+    e = _integrated(sums, log_weight, shared.height[:, None, None], variance, t_scale)
+    log = e.log + seeds[..., None]
+    outside = np.maximum(0, np.maximum(cells.low[:, None] - grid, grid - cells.high[:, None]))
+    log += (np.log(grid[:, 1] - grid[:, 0])[:, None] - 0.5 * (outside / BEYOND_SD) ** 2)[:, None, :]
+    log += special.log_expit(STEEP * (cells.limit[:, None] - grid))[:, None, :]
+    return e._replace(log=log)
+
+
+class _Rate(NamedTuple):
+    """What `evidence` needs of one learning rate at each batch size."""
+
+    runs: Array  # (J, 1, 1): their number, by weight
+    y: Array  # (J, 1, 1): mean loss above the lowest
+    rise: Array  # (J, T): factor of the variance
+    h: Array  # (J, T, M)
+    misfit: Array  # (J, T, M): variance in squared units of a_j
+    skew: Array  # (J, 1, M)
+
+
+def _noise(cells: Cells, shared: Shared, rise: Array, levels: int) -> tuple[Array, Array]:
+    """Quantiles of the variance given the seeds (J, T, S), and the log marginal likelihood of the seeds (J, T)."""
     dof = cells.dof
     shape = (NOISE_DOF + dof.sum(1, keepdims=True)) / 2  # (J, 1): of the inverse gamma distribution of the variance
     prior = NOISE_DOF * shared.sigma**2 / 2  # (T,)
@@ -158,86 +182,66 @@ def evidence(cells: Cells, shared: Shared, grid: Array, levels: int = NOISE_LEVE
     seeds = (NOISE_DOF / 2 * np.log(prior) - special.gammaln(NOISE_DOF / 2) + special.gammaln(shape)
              - shape * np.log(scale) - 0.5 * (dof[:, None] * np.log(rise)).sum(2))  # fmt: skip
     quantiles = (np.arange(levels) + 0.5) / levels
-    variance = scale[..., None] / special.gammaincinv(shape[..., None], quantiles)  # (J, T, S)
+    return scale[..., None] / special.gammaincinv(shape[..., None], quantiles), seeds
 
-    u = cells.x[:, None, :] - grid[:, :, None]  # (J, M, n)
-    index, share = places(u)
-    growth = np.sqrt(1 + (u / MISFIT_REACH) ** 2)
-    y = cells.mean - cells.base[:, None]
-    heights, misfits = [], []  # of each learning rate, (J, T, M); the latter in squared units of a_j
-    for i in range(n):
-        h = np.swapaxes(read(shared.table, slice(None), index[..., i], share[..., i]), 0, 1)
-        misfit = np.minimum(shared.misfit[:, None] * growth[:, None, :, i], LARGEST_MISFIT) * h
-        heights.append(h)
-        misfits.append(misfit * misfit)
-    rough = _rough_height(cells, shared, variance[..., levels // 2], rise, heights, misfits, y)
 
-    # Weighted sums over the learning rates of the products of 1, y, h and tau, the skew in units of its prior.
-    sums = np.zeros((10, levels, sizes, sets, points))
-    log_weight = np.zeros((levels, sizes, sets, points))
-    rough_squared, t_scale = rough * rough, rough * shared.own_skew[:, None]
-    skew = side(u)
+def _rough_height(rates: Sequence[_Rate], shared: Shared, variance: Array) -> Array:
+    """A first estimate of a_j, shape (J, T, M), by weighted least squares: it scales misfit and skew."""
+    height = shared.height[:, None]
+    s = np.zeros((5, *rates[0].h.shape))
+    for r in rates:
+        w = r.runs / ((variance * r.rise)[..., None] + r.runs * height**2 * r.misfit)
+        wh = w * r.h
+        for row, term in enumerate((w, w * r.y, wh, wh * r.y, wh * r.h)):
+            s[row] += term
+    w, wy, wh, why, whh = s
+    precision = (HEIGHT_SPREAD * height) ** -2.0
+    a = (why - wh * wy / w + height * precision) / (whh - wh * wh / w + precision)
+    return np.asarray(np.clip(a, 0.1 * height, 10 * height))
+
+
+def _sums(cells: Cells, rates: Sequence[_Rate], variance: Array, rough: Array, t_scale: Array) -> tuple[Array, Array]:
+    """Sums over the learning rates, weighted by precision, of the products of 1, y, h and tau: (10, J, T, M, S).
+
+    tau is the skew in units of its prior. The second is the sum of the logarithms of the weights, (J, T, M, S).
+    """
     levels_first = np.moveaxis(variance, 2, 0)[..., None]  # (S, J, T, 1)
-    for i in range(n):
-        count, yi = cells.count[:, i, None, None], y[:, i, None, None]
-        h, tau = heights[i], heights[i] * skew[:, None, :, i] * t_scale
-        inverse = levels_first * rise[..., i, None] + (count * rough_squared) * misfits[i]
-        w = count / inverse  # (S, J, T, M)
-        wy, wh, wt = w * yi, w * h, w * tau
-        for row, term in enumerate((w, wy, wh, wt, wy * yi, wh * yi, wt * yi, wh * h, wt * h, wt * tau)):
+    log_weight = np.zeros((len(levels_first), *rough.shape))
+    sums = np.zeros((10, *log_weight.shape))
+    rough_squared = rough * rough
+    for i, (runs, y, rise, h, misfit, skew) in enumerate(rates):
+        tau = h * skew * t_scale
+        inverse = levels_first * rise[..., None] + (runs * rough_squared) * misfit
+        w = runs / inverse  # (S, J, T, M)
+        wy, wh, wt = w * y, w * h, w * tau
+        for row, term in enumerate((w, wy, wh, wt, wy * y, wh * y, wt * y, wh * h, wt * h, wt * tau)):
             sums[row] += term
         log_weight -= cells.on[:, i, None, None] * np.log(inverse)
     log_weight += (cells.on * np.log(np.where(cells.on > 0, cells.count, 1.0))).sum(1)[:, None, None]
-    w, y1, h1, t1, yy, yh, yt, hh, ht, tt = np.moveaxis(sums, 1, -1)  # each (J, T, M, S)
-    log_weight = np.moveaxis(log_weight, 0, -1)
+    return np.moveaxis(sums, 1, -1), np.moveaxis(log_weight, 0, -1)
 
-    # Integrate over c_j (flat prior), then t_j, then a_j.
+
+def _integrated(sums: Array, log_weight: Array, height: Array, variance: Array, t_scale: Array) -> Evidence:
+    """Integrate over c_j (flat prior), then t_j, then a_j. `log` lacks the seeds and the prior of the place."""
+    w, y1, h1, t1, yy, yh, yt, hh, ht, tt = sums  # each (J, T, M, S)
     yy, yh, yt, hh, ht, tt = (yy - y1 * y1 / w, yh - y1 * h1 / w, yt - y1 * t1 / w, hh - h1 * h1 / w,
                               ht - h1 * t1 / w, tt - t1 * t1 / w + 1)  # fmt: skip
-    height = shared.height[:, None, None]
     precision = (HEIGHT_SPREAD * height) ** -2.0
-    of_a = hh - ht * ht / tt + precision
-    a = (yh - yt * ht / tt + height * precision) / of_a
-    rest = yy - yt * yt / tt + height**2 * precision - of_a * a * a
-    by_noise = (-0.5 * (rest + np.log(of_a / precision * w * tt) - log_weight)
-                + special.log_ndtr(a * np.sqrt(of_a)) - special.log_ndtr(1 / HEIGHT_SPREAD))  # fmt: skip
+    curvature = hh - ht * ht / tt + precision
+    a = (yh - yt * ht / tt + height * precision) / curvature
+    rest = yy - yt * yt / tt + height**2 * precision - curvature * a * a
+    by_noise = (-0.5 * (rest + np.log(curvature / precision * w * tt) - log_weight)
+                + special.log_ndtr(a * np.sqrt(curvature)) - special.log_ndtr(1 / HEIGHT_SPREAD))  # fmt: skip
     # t_j is bounded. The share of its distribution within the bounds is taken at the mean of a_j.
-    usual = np.maximum(a, of_a**-0.5)
+    usual = np.maximum(a, curvature**-0.5)
     most = MOST_SKEW * usual / t_scale[..., None]
     by_noise += _log_share(most, np.abs(yt - usual * ht) / tt, np.sqrt(tt)) - _log_share(most, 0.0, 1.0)
     top = by_noise.max(axis=3)
-    log = top + np.log(np.exp(by_noise - top[..., None]).mean(axis=3)) + seeds[..., None]
-    outside = np.maximum(0, np.maximum(cells.low[:, None] - grid, grid - cells.high[:, None]))
-    log += (np.log(grid[:, 1] - grid[:, 0])[:, None] - 0.5 * (outside / BEYOND_SD) ** 2)[:, None, :]
-    log += special.log_expit(STEEP * (cells.limit[:, None] - grid))[:, None, :]
-    return Evidence(log, by_noise, variance, a, of_a**-0.5, (yt, ht, tt), (y1, h1, t1, w), t_scale)
+    log = top + np.log(np.exp(by_noise - top[..., None]).mean(axis=3))
+    return Evidence(log, by_noise, variance, a, curvature**-0.5, (yt, ht, tt), (y1, h1, t1, w), t_scale)
 
 
 def _log_share(most: Array, mean: Array | float, root: Array | float) -> Array:
     """The logarithm of the share of a normal distribution within +-`most`; `mean` >= 0, `root`: 1 / its deviation."""
     high, low = special.log_ndtr((most - mean) * root), special.log_ndtr((-most - mean) * root)
     return np.asarray(high + np.log1p(-np.minimum(np.exp(low - high), 1 - 1e-12)))
-
-
-def _rough_height(
-    cells: Cells,
-    shared: Shared,
-    variance: Array,
-    rise: Array,
-    heights: Sequence[Array],
-    misfits: Sequence[Array],
-    y: Array,
-) -> Array:
-    """A first estimate of a_j, shape (J, T, M), by weighted least squares: it scales misfit and skew."""
-    height = shared.height[:, None]
-    s = np.zeros((5, *heights[0].shape))
-    for i, (h, misfit) in enumerate(zip(heights, misfits, strict=True)):
-        count, yi = cells.count[:, i, None, None], y[:, i, None, None]
-        w = count / ((variance * rise[..., i])[..., None] + count * height**2 * misfit)
-        wh = w * h
-        for row, term in enumerate((w, w * yi, wh, wh * yi, wh * h)):
-            s[row] += term
-    w, wy, wh, why, whh = s
-    precision = (HEIGHT_SPREAD * height) ** -2.0
-    a = (why - wh * wy / w + height * precision) / (whh - wh * wh / w + precision)
-    return np.asarray(np.clip(a, 0.1 * height, 10 * height))

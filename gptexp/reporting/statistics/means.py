@@ -49,14 +49,14 @@ def against_lowest(losses: Sequence[Sequence[float]]) -> list[Contrast] | None:
 
     A config with one run is taken to vary as much as one of the others, whichever. None if no config has two runs.
     """
-    counts = np.array([len(of_seeds) for of_seeds in losses])
+    counts = np.array(list(map(len, losses)))
     if counts.max(initial=0) < 2:
         return None
-    means = np.array([math.fsum(of_seeds) / len(of_seeds) for of_seeds in losses])
-    variances = np.array([np.var(sorted(of_seeds), ddof=min(1, len(of_seeds) - 1)) for of_seeds in losses])
+    means = np.array([math.fsum(seeds) / len(seeds) for seeds in losses])
+    variances = np.array([np.var(sorted(seeds), ddof=min(1, len(seeds) - 1)) for seeds in losses])
     order = np.lexsort((variances, counts, means))  # so that the order of the configs decides nothing
-    found = _contrasts(counts[order], means[order], np.maximum(variances[order], MIN_VARIANCE))
-    return [found[place] for place in np.argsort(order)]
+    contrasts = _contrasts(counts[order], means[order], np.maximum(variances[order], MIN_VARIANCE))
+    return [contrasts[place] for place in np.argsort(order)]
 
 
 def worse_than_lowest(lowest: Array, others: Array) -> set[int]:
@@ -96,12 +96,12 @@ class _Means:
         These are Welch's, but the error that fewer seeds measure counts more. Otherwise a variance of two seeds that
         is small by chance would hide how little is known.
         """
-        ours = [values[:, configs] for values in (self.means, self.squares, self.dof)]
-        at = np.argmin(ours[0], axis=1)[:, None]
-        (mean, square, dof), (lowest, other, its_dof) = ours, (np.take_along_axis(a, at, axis=1) for a in ours)
-        weight, its_weight = square * (1 + 8 / dof), other * (1 + 8 / its_dof)
-        share = weight / (weight + its_weight)
-        return mean - lowest, square + other, 1 / (share**2 / dof + (1 - share) ** 2 / its_dof)
+        mean, square, dof = (values[:, configs] for values in (self.means, self.squares, self.dof))
+        at = np.argmin(mean, axis=1)[:, None]
+        mean_0, square_0, dof_0 = (np.take_along_axis(values, at, axis=1) for values in (mean, square, dof))
+        weight, weight_0 = square * (1 + 8 / dof), square_0 * (1 + 8 / dof_0)
+        share = weight / (weight + weight_0)
+        return mean - mean_0, square + square_0, 1 / (share**2 / dof + (1 - share) ** 2 / dof_0)
 
     def largest(self, configs: Sequence[int]) -> Array:
         """The largest score of each draw, in ascending order."""
@@ -123,7 +123,8 @@ def _contrasts(counts: Array, means: Array, variances: Array) -> list[Contrast]:
     measured = _measured(means[None], variances[None], counts)
     gaps, squares, dof = (values[0] for values in measured.against_lowest(range(len(counts))))
     scores = _wallace(dof) * np.log1p(gaps**2 / squares / dof)
-    found, p = {0: Contrast(0.0, 1.0, 0.0, None)}, 0.0
+    contrasts, p = {0: Contrast(0.0, 1.0, 0.0, None)}, 0.0
+    one_run = measured.squares[0] * counts  # variance
     left = [0, *sorted(range(1, len(counts)), key=lambda config: scores[config])]
     while len(left) > 1:
         largest = null.largest(left)
@@ -132,14 +133,13 @@ def _contrasts(counts: Array, means: Array, variances: Array) -> list[Contrast]:
         for config in left[:0:-1] if is_tie else left[-1:]:
             p = max(p, 1 - np.searchsorted(largest, scores[config]) / (DRAWS + 1))
             least = math.sqrt(squares[config] * dof[config] * math.expm1(limit / _wallace(dof[config])))
-            needed = None
-            if is_tie and gaps[config] > 0:
-                of_runs = measured.squares[0] * counts
-                needed = seeds_needed(float(gaps[config]), float(of_runs[0] + of_runs[config]), len(counts) - 1)
+            needed, gap = None, float(gaps[config])
+            if is_tie and gap > 0:
+                needed = seeds_needed(gap, float(one_run[0] + one_run[config]), len(counts) - 1)
                 needed = max(needed, 1 + int(min(counts[0], counts[config])))  # those that there are do not show it
-            found[config] = Contrast(float(gaps[config]), float(p), least, needed)
+            contrasts[config] = Contrast(gap, float(p), least, needed)
         left = left[:1] if is_tie else left[:-1]
-    return [found[config] for config in range(len(counts))]
+    return [contrasts[config] for config in range(len(counts))]
 
 
 def _measured(means: Array, variances: Array, counts: Array) -> _Means:

@@ -59,17 +59,17 @@ def _last_steps(run: Run) -> list[Step]:
     return [step for step in run.train if step.tokens > (1 - END_RATIO) * last]
 
 
-def in_words(run: Run, of_run: str = "") -> str:
+def in_words(run: Run, whose: str = "") -> str:
     """The sentence about the noise scale of `run` in reports and at the end of the run."""
     scale = at_the_end(run)
     if scale is None:
-        return f"The gradient noise scale{of_run} cannot be estimated from the logged steps: train for longer."
+        return f"The gradient noise scale{whose} cannot be estimated from the logged steps: train for longer."
     interval = f"{scale.low:,.0f} to {scale.high:,.0f}" if scale.high else f"{scale.low:,.0f} or more"
     sizes = sorted({step.batch for step in _last_steps(run)})
-    of_step = f"{sizes[0]:,}" if len(sizes) == 1 else f"{sizes[0]:,} to {sizes[-1]:,} there"
+    size = f"{sizes[0]:,}" if len(sizes) == 1 else f"{sizes[0]:,} to {sizes[-1]:,} there"
     return (
-        f"Over the last fifth of training the gradient noise scale{of_run} is {scale.tokens:,.0f} tokens (95% interval "
-        f"{interval}); a step has {of_step}."
+        f"Over the last fifth of training the gradient noise scale{whose} is {scale.tokens:,.0f} tokens (95% interval "
+        f"{interval}); a step has {size}."
     )
 
 

@@ -13,15 +13,14 @@ iteration begins with weights that need no curve.
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from functools import cached_property, partial
 
 import numpy as np
 from scipy import special
 
-from gptexp.reporting.statistics.forms import FORMS, Array, Form, Indices, departure, places, read, side, table_of
+from gptexp.reporting.statistics.forms import FORMS, Array, Form, Indices, departure, read, side, table_of
 from gptexp.reporting.statistics.likelihood import (
     BEYOND,
     MOST_SKEW,
@@ -89,7 +88,7 @@ class Posterior:
         """Draws of the expected loss at log2(lr) = `x`, shape (draws, len(x))."""
         j = self.column[batch]
         u = np.asarray(x, float) - (self.m[:, j] - self.shift)[:, None]
-        h = read(self.table, self.rows[:, None], *places(u))
+        h = read(self.table, self.rows[:, None], u)
         return np.asarray(self.c[:, j, None] + h * (self.a[:, j, None] + self.t[:, j, None] * side(u)))
 
     def noise(self, batch: int, x: Array | Sequence[float]) -> Array:
@@ -120,14 +119,15 @@ def fit(losses: Mapping[int, Losses], diverged: Mapping[int, Sequence[float]], u
     deviation over seeds that such runs have had, in nats, which is the prior of the noise.
     """
     cells = cells_of(losses, diverged)
-    cells.weigh(_first_weights(cells, usual_spread))
+    _weigh(cells, lambda j: _first_weights(cells, j, usual_spread))
     # From alike and from unlike skews, since the likelihood may have a peak near each.
     starts = (_Sample("linex", cells, usual_spread).start(own_skew).find_mode() for own_skew in (0.0, 1.5))
     first = max(starts, key=lambda sample: sample.rough_evidence)
     samples = [first, *(_Sample(name, cells, usual_spread, first).find_mode() for name in FORMS if name != "linex")]
     for _ in range(TIMES_WEIGHED):
         likely = _likely(samples, NEGLIGIBLE_FOR_OUTLIERS)
-        cells.weigh(_weights(_draw([sample.importance_sample(POINTS // 2, stages=1) for sample in likely], draws=300)))
+        rough = _draw([sample.importance_sample(POINTS // 2, stages=1) for sample in likely], draws=300)
+        _weigh(cells, partial(_weights, rough))
         samples = [sample.find_mode() for sample in _likely(samples, NEGLIGIBLE_BEFORE)]
     return _draw([sample.importance_sample() for sample in _likely(samples, NEGLIGIBLE)])
 
@@ -148,7 +148,7 @@ class _Sample:
         """`like`: a sample of another form, from whose mode and places the search begins."""
         self.form: Form = FORMS[name]
         self.cells = cells
-        self.guesses = _first_guesses(cells, usual_spread)
+        self.usual_sigma, self.usual_height = _first_guesses(cells, usual_spread)
         self.priors = {**PRIORS, **self.form.parameters}
         self.mode: Array = np.zeros(len(self.priors))
         self.root: Array = FIRST_STEP * np.eye(len(self.mode))  # of the differences
@@ -159,11 +159,8 @@ class _Sample:
             self._set_grid(like.grid[:, 0], like.grid[:, -1], like.grid[:, -1] - like.grid[:, 0], FINE)
 
     def shared(self, z: Array) -> Shared:
-        values = dict(zip(self.priors, (mean + sd * z[:, i] for i, (mean, sd) in enumerate(self.priors.values())),
-                          strict=True))  # fmt: skip
-        sigma, height = (
-            guess * np.exp(values[name]) for guess, name in zip(self.guesses, ("sigma", "height"), strict=True)
-        )
+        values = {name: mean + sd * z[:, i] for i, (name, (mean, sd)) in enumerate(self.priors.items())}
+        sigma, height = self.usual_sigma * np.exp(values["sigma"]), self.usual_height * np.exp(values["height"])
         table = table_of(self.form, [values[name] for name in self.form.parameters])
         return Shared(values["rise"], sigma, np.exp(values["misfit"]), height, np.exp(values["own_skew"]), table)
 
@@ -180,8 +177,8 @@ class _Sample:
         """Begin at the best of several skews, misfits and heights, and `own_skew` standard deviations of its prior."""
         names = ("skew", "misfit", "height")
         combinations = itertools.product((-2.0, -1.0, 0.0, 1.0, 2.0), (0.0, 1.5), (-2.0, -1.0, 0.0, 1.0))
-        of_each = [{"own_skew": own_skew, **dict(zip(names, of, strict=True))} for of in combinations]
-        tried = np.array([[of.get(name, 0.0) for name in self.priors] for of in of_each])
+        starts = [{"own_skew": own_skew, **dict(zip(names, values, strict=True))} for values in combinations]
+        tried = np.array([[start.get(name, 0.0) for name in self.priors] for start in starts])
         values, log = self.log_posterior(tried)
         self.mode = tried[values.argmax()]
         self._zoom(log[:, values.argmax()], COARSE)
@@ -302,14 +299,15 @@ def _draw(samples: Sequence[_Sample], draws: int = DRAWS) -> Posterior:
     shares = special.softmax([sample.log_evidence for sample in samples])
     edges = np.round(np.cumsum([0.0, *shares]) * draws).astype(int)
     parts = [_draw_form(s, number) for s, number in zip(samples, np.diff(edges), strict=True) if number]
-    offsets = np.cumsum([0, *(len(part["table"]) for part in parts)])
-    for part, offset in zip(parts, offsets, strict=False):
-        part["rows"] = part["rows"] + offset
-    return Posterior(samples[0].cells, **{name: np.concatenate([part[name] for part in parts]) for name in parts[0]})
+    offsets = np.cumsum([0, *(len(part.table) for part in parts)])
+    rows = [part.rows + offset for part, offset in zip(parts, offsets, strict=False)]
+    joined = {name: np.concatenate([getattr(part, name) for part in parts])
+              for name in ("m", "c", "a", "t", "sigma", "rise", "shift", "table")}  # fmt: skip
+    return Posterior(samples[0].cells, **joined, rows=np.concatenate(rows))
 
 
-def _draw_form(sample: _Sample, draws: int) -> dict[str, Any]:
-    """Draws of the fields of a `Posterior` from one form. `rows` counts from 0."""
+def _draw_form(sample: _Sample, draws: int) -> Posterior:
+    """Draws from one form."""
     rng = np.random.default_rng(0)
     cells, grid = sample.cells, sample.grid
     chosen = np.searchsorted(np.cumsum(sample.weights), (np.arange(draws) + 0.5) / draws).clip(0, len(sample.z) - 1)
@@ -328,7 +326,7 @@ def _draw_form(sample: _Sample, draws: int) -> dict[str, Any]:
         below = special.ndtr(-mean / sd)  # the share of the normal distribution at negative heights
         share = below + (1 - below) * rng.random(draws)
         a[:, j] = np.maximum(mean + sd * special.ndtri(share.clip(1e-15, 1 - 1e-15)), SMALLEST_SIGMA**2)
-        (yt, ht, tt), (y1, h1, t1, w) = ([sums[at] for sums in of_one] for of_one in (e.t, e.c))
+        (yt, ht, tt), (y1, h1, t1, w) = ([sums[at] for sums in moments] for moments in (e.t, e.c))
         scale = e.t_scale[j, rows, place]
         most = MOST_SKEW * a[:, j] / scale
         own = ((yt - a[:, j] * ht) / tt + rng.standard_normal(draws) / np.sqrt(tt)).clip(-most, most)
@@ -336,17 +334,7 @@ def _draw_form(sample: _Sample, draws: int) -> dict[str, Any]:
         t[:, j] = own * scale
         m[:, j] = grid[j, place] + (grid[j, 1] - grid[j, 0]) * (rng.random(draws) - 0.5) + shift
         sigma[:, j] = np.sqrt(e.variance[j, rows, noise])
-    return {
-        "m": m,
-        "c": c,
-        "a": a,
-        "t": t,
-        "sigma": sigma,
-        "rise": shared.rise[rows],
-        "shift": shift,
-        "table": shared.table,
-        "rows": rows,
-    }
+    return Posterior(cells, m, c, a, t, sigma, shared.rise[rows], shift, shared.table, rows)
 
 
 def _pick(probabilities: Array, uniform: Array) -> Array:
@@ -354,56 +342,50 @@ def _pick(probabilities: Array, uniform: Array) -> Array:
     return np.asarray((np.cumsum(probabilities, axis=1) < uniform[:, None]).sum(1).clip(0, probabilities.shape[1] - 1))
 
 
-def _is_robust(cells: Cells, j: int) -> bool:
-    """Whether a batch size has enough runs to call any of them an outlier."""
-    return len(cells.losses[j]) >= 5 or sum(map(len, cells.losses[j])) - len(cells.losses[j]) >= KNOWN
+def _weigh(cells: Cells, weights: Callable[[int], list[Array]]) -> None:
+    """Weigh the runs of the batch sizes that have enough of them to call any of them an outlier.
+
+    `weights`: index of a batch size -> the weights of the runs of each of its cells.
+    """
+    seeds = [sum(map(len, row)) - len(row) for row in cells.losses]  # beyond the first
+    is_robust = [len(row) >= 5 or seeds[j] >= KNOWN for j, row in enumerate(cells.losses)]
+    cells.weigh([weights(j) if robust else cells.weights[j] for j, robust in enumerate(is_robust)])
 
 
-def _first_weights(cells: Cells, usual_spread: float) -> list[list[Array]]:
+def _first_weights(cells: Cells, j: int, usual_spread: float) -> list[Array]:
     """Weights to begin with: runs far from the others of their cell, or of their batch size, count less."""
-    weights = []
-    for j, of_batch in enumerate(cells.losses):
-        if not _is_robust(cells, j):
-            weights.append(cells.weights[j])
-            continue
-        medians = np.array([np.median(cell) for cell in of_batch])
-        apart = [np.abs(cell - median) for cell, median in zip(of_batch, medians, strict=True)]
-        sigma = usual_spread
-        if sum(map(len, of_batch)) - len(of_batch) >= KNOWN:
-            sigma = 1.8 * float(np.median(np.concatenate([of_cell for of_cell in apart if len(of_cell) > 1])))
-        sigma = max(sigma, SMALLEST_SIGMA)
-        base = np.partition(medians, 1)[1]  # the lowest may be an outlier
-        height = max(sigma, float(np.median(medians) - medians.min()))
-        weights.append([
-            np.maximum(1.0, np.maximum(np.abs(cell - base) / height, of_cell / sigma) / FAR) ** -6.0
-            for cell, of_cell in zip(of_batch, apart, strict=True)
-        ])  # fmt: skip
-    return weights
+    losses = cells.losses[j]
+    medians = np.array([np.median(cell) for cell in losses])
+    apart = [np.abs(cell - median) for cell, median in zip(losses, medians, strict=True)]
+    sigma = usual_spread
+    if sum(map(len, losses)) - len(losses) >= KNOWN:
+        sigma = 1.8 * float(np.median(np.concatenate([distances for distances in apart if len(distances) > 1])))
+    sigma = max(sigma, SMALLEST_SIGMA)
+    base = np.partition(medians, 1)[1]  # the lowest may be an outlier
+    height = max(sigma, float(np.median(medians) - medians.min()))
+    return [
+        np.maximum(1.0, np.maximum(np.abs(cell - base) / height, distances / sigma) / FAR) ** -6.0
+        for cell, distances in zip(losses, apart, strict=True)
+    ]
 
 
-def _weights(posterior: Posterior) -> list[list[Array]]:
+def _weights(posterior: Posterior, j: int) -> list[Array]:
     """The weights of runs and cells, given the posterior of the curves."""
-    cells = posterior.cells
+    cells, batch = posterior.cells, posterior.cells.sizes[j]
+    x = cells.x[j, : len(cells.losses[j])]
+    curves = posterior.loss(batch, x)
+    mean, known = curves.mean(0), curves.var(0)
+    variance = (posterior.noise(batch, x) ** 2).mean(0)
     weights = []
-    for j, (batch, of_batch) in enumerate(zip(cells.sizes, cells.losses, strict=True)):
-        if not _is_robust(cells, j):
-            weights.append(cells.weights[j])
-            continue
-        x = cells.x[j, : len(of_batch)]
-        curves = posterior.loss(batch, x)
-        mean, known = curves.mean(0), curves.var(0)
-        variance = (posterior.noise(batch, x) ** 2).mean(0)
-        new = []
-        for i, losses in enumerate(of_batch):
-            # The cell's expected loss: what the curve says, and its own runs as far as they count so far.
-            of_runs, of_curve = cells.count[j, i] / variance[i], 1 / known[i]
-            centre = (of_runs * cells.mean[j, i] + of_curve * mean[i]) / (of_runs + of_curve)
-            squares = ((losses - centre) ** 2 + 1 / (of_runs + of_curve)) / variance[i]
-            cell = 1.0
-            usual = len(losses) + USUAL * math.sqrt(2 * len(losses))
-            for _ in range(3):
-                runs = np.minimum(1.0, (RUN_DOF + USUAL**2) / (RUN_DOF + cell * squares))
-                cell = min(1.0, (CELL_DOF + usual) / (CELL_DOF + float(runs @ squares)))
-            new.append(cell * runs)
-        weights.append(new)
+    for i, losses in enumerate(cells.losses[j]):
+        # The cell's expected loss: what the curve says, and its own runs as far as they count so far.
+        by_runs, by_curve = cells.count[j, i] / variance[i], 1 / known[i]
+        centre = (by_runs * cells.mean[j, i] + by_curve * mean[i]) / (by_runs + by_curve)
+        squares = ((losses - centre) ** 2 + 1 / (by_runs + by_curve)) / variance[i]
+        cell = 1.0
+        usual = len(losses) + USUAL * math.sqrt(2 * len(losses))
+        for _ in range(3):
+            runs = np.minimum(1.0, (RUN_DOF + USUAL**2) / (RUN_DOF + cell * squares))
+            cell = min(1.0, (CELL_DOF + usual) / (CELL_DOF + float(runs @ squares)))
+        weights.append(cell * runs)
     return weights

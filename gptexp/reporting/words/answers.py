@@ -1,6 +1,6 @@
 """The answer of a sweep: for each arm and batch size the best learning rate, how sure it is, and what to run next."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gptexp.process.terminal import printable
@@ -54,53 +54,35 @@ def answers_of(
     are_swept = len(sizes) > 1 or len({cell.values.get("optim.lr") for cell in planned}) > 1
     rows: list[Answer] = []
     for arm in analysis.arms:
-        if arm.is_grid or are_swept:
-            for batch, curve in arm.curves.of.items():
-                wanted = _wanted(arm, batch, further)
-                if not wanted and not curve.noise_is_known:
-                    wanted = "a second seed"
-                elif not wanted and curve.optimum is not None and curve.optimum.is_within(within):
-                    wanted = NOTHING
-                goes_on = sweep is not None and is_unfinished(sweep, analysis.runs, batch)
-                rows.append(_answer(arm, batch, curve, within, wanted, goes_on))
+        label = printable(arm.label)
+        for batch, curve in arm.curves.by_batch.items() if arm.is_grid or are_swept else ():
+            status, wanted = _status(curve, within), _proposed(arm, batch, further)
+            if not wanted and not curve.noise_is_known:
+                wanted = "a second seed"
+            elif not wanted and curve.optimum is not None and curve.optimum.is_within(within):
+                wanted = NOTHING
+            if sweep is not None and is_unfinished(sweep, analysis.runs, batch):
+                status, wanted = f"{status}, so far", "its other cells"
+            optimum = vars(curve.optimum) if curve.optimum is not None else {}
+            rows.append(Answer(label, batch, status, wanted, **optimum, why=curve.why, lowest_lr=curve.best))
         for batch in arm.all_diverged if len(arm.runs) > 1 else ():
-            rows.append(Answer(printable(arm.label), batch, "diverged", _wanted(arm, batch, further)))
+            rows.append(Answer(label, batch, "diverged", _proposed(arm, batch, further)))
     if rows:
-        rows += _not_begun(analysis, sizes)
+        begun = {batch for arm in analysis.arms for batch in (*arm.losses, *arm.diverged)}
+        rows += [Answer("", batch, "too few, so far", "its first runs") for batch in sorted(sizes - begun)]
     return sorted(rows, key=lambda row: row.total_batch_size)
 
 
-def _answer(arm: Arm, batch: int, curve: Curve, within: float, wanted: str, goes_on: bool) -> Answer:
-    status = ", ".join(_status(curve, within))
-    if goes_on:
-        status, wanted = f"{status}, so far", "its other cells"
-    label, o = printable(arm.label), curve.optimum
-    if o is None:
-        return Answer(label, batch, status, wanted, why=curve.why, lowest_lr=curve.best)
-    return Answer(label, batch, status, wanted, o.lr, o.low, o.high, o.loss, o.loss_low, o.loss_high, o.tie_low,
-                  o.tie_high, curve.why, curve.best)  # fmt: skip
+def _status(curve: Curve, within: float) -> str:
+    side = curve.side if curve.status == "not bracketed" else None
+    is_wide = curve.optimum is not None and not curve.optimum.is_within(within)
+    badges = [side or curve.status, *(["wide"] if is_wide else [])]
+    return ", ".join(badges if curve.noise_is_known else [*badges, "noise unknown"])
 
 
-def _status(curve: Curve, within: float) -> Iterator[str]:
-    if curve.status == "not bracketed" and curve.side is not None:
-        yield curve.side
-    else:
-        yield curve.status
-    if curve.optimum is not None and not curve.optimum.is_within(within):
-        yield "wide"
-    if not curve.noise_is_known:
-        yield "noise unknown"
-
-
-def _wanted(arm: Arm, batch: int, further: Sequence[Proposal]) -> str:
+def _proposed(arm: Arm, batch: int, further: Sequence[Proposal]) -> str:
+    """The proposals at a batch size, in a few words."""
     return "; ".join(f"{p.cost}: {p.brings}" for p in further if (p.arm, p.batch) == (arm.label, batch))
-
-
-def _not_begun(analysis: Analysis, planned: set[int]) -> Iterator[Answer]:
-    """The planned batch sizes, in tokens, of which no run has ended."""
-    ended = {batch for arm in analysis.arms for batch in (*arm.losses, *arm.diverged)}
-    for batch in sorted(planned - ended):
-        yield Answer("", batch, "too few, so far", "its first runs")
 
 
 def _best_lr(row: Answer) -> str:
@@ -116,9 +98,6 @@ def _best_lr(row: Answer) -> str:
 def table_of_answers(rows: Sequence[Answer]) -> Columns:
     """Columns of texts; those without any text are left out."""
 
-    def number(value: float | None, form: str) -> str:
-        return "" if value is None else format(value, form)
-
     def interval(low: float | None, high: float | None, form: str) -> str:
         return "" if low is None or high is None else f"{low:{form}} to {high:{form}}"
 
@@ -127,7 +106,7 @@ def table_of_answers(rows: Sequence[Answer]) -> Columns:
         ("arm", [row.arm for row in rows]),
         ("best lr", [_best_lr(row) for row in rows]),
         ("95% interval", [interval(row.low, row.high, ".3g") for row in rows]),
-        ("loss there", [number(row.loss, ".4f") for row in rows]),
+        ("loss there", ["" if row.loss is None else f"{row.loss:.4f}" for row in rows]),
         ("its interval", [interval(row.loss_low, row.loss_high, ".4f") for row in rows]),
         ("within a seed's spread", [interval(row.tie_low, row.tie_high, ".3g") for row in rows]),
         ("status", [row.status for row in rows]),

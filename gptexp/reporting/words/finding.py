@@ -1,14 +1,13 @@
-"""The sentences of a report."""
+"""What the sentences of a report are made of."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from gptexp.process.words import counted
 from gptexp.reporting.statistics.forms import Array
-from gptexp.reporting.statistics.law import Law
 from gptexp.reporting.statistics.noise import LEVEL
 from gptexp.reporting.statistics.posterior import interval
 
@@ -16,6 +15,7 @@ WITHIN = 0.5  # octaves on each side of an optimum up to which its interval is n
 NARROWEST_WITHIN = 0.05  # half of the narrowest interval that is ever given
 OF_LOWEST = "The 95% intervals are corrected for choosing the lowest."
 BEHIND_NATS = 0.05  # by which an arm falls behind, unless asked otherwise; see `arms.falls_behind`
+MOST_SEEDS = 50  # a difference that takes more of them per cell is too small to matter
 
 
 @dataclass(frozen=True)
@@ -29,35 +29,6 @@ class Finding:
     @property
     def line(self) -> str:
         return f"{self.text} {self.why}".strip()
-
-
-def nats_higher(gaps: Array, losses: int) -> str:
-    """A loss that is higher than the lowest of several `losses`, by draws of their difference in nats.
-
-    As the lowest is chosen, the 95% interval is wider by Bonferroni's correction for all pairs.
-    """
-    low, high = interval(gaps, 1 - LEVEL / math.comb(losses, 2))
-    return f"{np.median(gaps):.4f} ({low:.4f} to {high:.4f}) nats higher{', within noise' if low <= 0 else ''}"
-
-
-def limits_of_law(law: Law) -> Iterator[tuple[str, str]]:
-    """What limits `law`, each in a few words and in a sentence."""
-    if len(law.sizes) == 2:
-        yield (
-            "two points always lie on a line",
-            "Two points always lie on a line: a third batch size would test this law.",
-        )
-    if law.scatter:
-        yield (
-            "its optima scatter more than their intervals allow",
-            "The optima scatter around the fitted line more than their own intervals allow; the exponent's interval "
-            "includes this scatter.",
-        )
-    if law.bends:
-        yield (
-            "its optima lie on a curve",
-            "In log-log the optima lie on a curve, not on a line: do not extrapolate this law.",
-        )
 
 
 @dataclass(frozen=True)
@@ -81,3 +52,30 @@ class Verdict:
         if others := len(self.warnings) - 1:
             warnings = [f"{text} ({counted(others, 'more warning')})" for text in warnings]
         return [*warnings, *(f.text for f in (*self.answers, *self.findings))]
+
+
+def tokens(count: float) -> str:
+    return f"{count:,.0f} tokens a step"
+
+
+def sizes(batches: Sequence[int]) -> str:
+    """Batch sizes as a list of numbers."""
+    return ", ".join(f"{batch:,}" for batch in batches)
+
+
+def interval_of(low: float, high: float, form: str = ".2f") -> str:
+    return f"95% interval {low:{form}} to {high:{form}}"
+
+
+def nats_higher(gaps: Array, losses: int) -> str:
+    """A loss that is higher than the lowest of several `losses`, by draws of their difference in nats.
+
+    As the lowest is chosen, the 95% interval is wider by Bonferroni's correction for all pairs.
+    """
+    low, high = interval(gaps, 1 - LEVEL / math.comb(losses, 2))
+    return f"{np.median(gaps):.4f} ({low:.4f} to {high:.4f}) nats higher{', within noise' if low <= 0 else ''}"
+
+
+def seeds_in_words(needed: int) -> str:
+    """A number of seeds, up to the most that anybody would run."""
+    return counted(needed, "seed") if needed <= MOST_SEEDS else f"more than {MOST_SEEDS} seeds"

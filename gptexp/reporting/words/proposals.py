@@ -3,9 +3,9 @@
 import itertools
 import math
 import re
-import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
+from statistics import median, mode
 from typing import Any
 
 import numpy as np
@@ -15,9 +15,10 @@ from gptexp.process.words import counted, shown
 from gptexp.reporting.listings.progress import is_unfinished
 from gptexp.reporting.listings.records import AXES, lr_scaling
 from gptexp.reporting.statistics.analysis import OPTIMIZER, TEXT, Analysis, Arm
-from gptexp.reporting.statistics.curves import CLOSEST, OUTSIDE, Curve, one_step_outside
+from gptexp.reporting.statistics.curves import CLOSEST, OUTSIDE, BatchFit, Curve, one_step_outside
+from gptexp.reporting.statistics.forms import Array
 from gptexp.reporting.statistics.posterior import NARROWEST
-from gptexp.reporting.words.finding import WITHIN
+from gptexp.reporting.words.finding import WITHIN, tokens
 from gptexp.storage.sweep_record import SweepRecord
 
 SEEDS, MOST_SEEDS = 2, 4  # new seeds of a proposal
@@ -68,49 +69,52 @@ def proposals(analysis: Analysis, sweep: SweepRecord, within: float = WITHIN) ->
     """
     # A branch has the learning rate, the batch size and the seed of its run.
     arms = [arm for arm in analysis.arms if all(run.branch is None for run in arm.runs)]
-    wanted = [(arm, cells) for arm in arms for cells in _wanted(arm, within)]
+    open_questions = [(arm, cells) for arm in arms for cells in _answering(arm, within)]
     planned = {cell.total_batch_size for cell in sweep.cells.values()}
     unfinished = {batch for batch in planned if is_unfinished(sweep, analysis.runs, batch)}
-    if not wanted and not unfinished:
-        wanted = [(arm, cells) for arm in arms for cells in _beyond(arm)]
-    found = [_proposal(arm, cells, sweep) for arm, cells in wanted if cells.batch not in unfinished]
-    return sorted(filter(None, found), key=lambda proposal: (proposal.minutes or 0.0, proposal.runs))
+    if not open_questions and not unfinished:
+        open_questions = [(arm, cells) for arm in arms for cells in _beyond(arm)]
+    proposed = (_proposal(arm, cells, sweep) for arm, cells in open_questions if cells.batch not in unfinished)
+    return sorted(filter(None, proposed), key=lambda proposal: (proposal.minutes or 0.0, proposal.runs))
 
 
 def _proposal(arm: Arm, cells: _Cells, sweep: SweepRecord) -> Proposal | None:
     """The command of `cells`; None if the sweep has them already."""
-    lrs = [lr for lr in cells.lrs if cells.seeds or not _exists(arm, cells.batch, lr)]
+    batch = cells.batch
+
+    def exists(lr: float) -> bool:
+        """Whether a cell at nearly this learning rate has been run and has not failed."""
+        tried = [run.lr for run in arm.runs if run.batch == batch and run.status != "failed"]
+        return any(math.isclose(lr, other, rel_tol=0.02) for other in tried)
+
+    lrs = [lr for lr in cells.lrs if cells.seeds or not exists(lr)]
     if not lrs:
         return None
     choices = {key: value for key, value in arm.choices.items() if key != TEXT}
     if OPTIMIZER in choices:  # the option also chooses the optimizer's keys
         choices = {"optim": choices.pop(OPTIMIZER), **choices}
-    scaled = lr_scaling(arm.runs[0].config, cells.batch)
-    rates = ",".join(format(lr / scaled, ".6g" if _exists(arm, cells.batch, lr) else ".3g") for lr in lrs)
-    swept = [f"batch.total_batch_size={cells.batch}", f"optim.lr={rates}"]
-    if seeds := cells.seeds or _seed_of(arm, sweep):
+    scaled = lr_scaling(arm.runs[0].config, batch)
+    rates = ",".join(format(lr / scaled, ".6g" if exists(lr) else ".3g") for lr in lrs)
+    swept = [f"batch.total_batch_size={batch}", f"optim.lr={rates}"]
+    if seeds := cells.seeds or _usual_seed(arm, sweep):
         swept.append(f"train.seed={','.join(map(str, seeds))}")
     chosen = [f"{key}={_typed(value)}" for key, value in choices.items()]
-    own = [*chosen, f"sweep.name={sweep.name}", *swept, *_tied(arm, sweep, cells.batch)]
+    own = [*chosen, f"sweep.name={sweep.name}", *swept, *_tied(arm, sweep, batch)]
     replaced = {text.partition("=")[0] for text in own} | {*AXES}
     kept = [text for text in sweep.overrides if text.partition("=")[0] not in replaced]
-    command = as_command(["train", "-m", *kept, *own])
     runs = len(lrs) * max(1, len(cells.seeds))
-    minutes = _minutes(arm, cells.batch, runs)
-    return Proposal(arm.label, cells.batch, command, cells.why, cells.brings, runs, minutes)
+    ended = [run for run in arm.runs if run.status == "completed" and run.summary.get("wall_s")]
+    alike = [run.summary["wall_s"] for run in [run for run in ended if run.batch == batch] or ended]
+    minutes = runs * median(alike) / 60 if alike else None
+    return Proposal(arm.label, batch, as_command(["train", "-m", *kept, *own]), cells.why, cells.brings, runs, minutes)
 
 
-def _seed_of(arm: Arm, sweep: SweepRecord) -> list[int]:
+def _usual_seed(arm: Arm, sweep: SweepRecord) -> list[int]:
     """The seed of most of the arm's runs, so that new learning rates compare; none if the config sets it for all."""
-    given = [
-        *sweep.overrides,
-        *itertools.chain(*sweep.commands),
-        *itertools.chain(*(c.values for c in sweep.cells.values())),
-    ]
-    if not any(text.partition("=")[0] == "train.seed" for text in given):
-        return []
-    seeds = sorted(run.seed for run in arm.runs)
-    return [statistics.mode(seeds)]
+    given = [*sweep.overrides, *itertools.chain(*sweep.commands)]
+    swept = {key for cell in sweep.cells.values() for key in cell.values}
+    is_given = "train.seed" in swept or any(text.partition("=")[0] == "train.seed" for text in given)
+    return [mode(sorted(run.seed for run in arm.runs))] if is_given else []
 
 
 def _tied(arm: Arm, sweep: SweepRecord, batch: int) -> list[str]:
@@ -120,8 +124,7 @@ def _tied(arm: Arm, sweep: SweepRecord, batch: int) -> list[str]:
     would have it, each with another micro-batch.
     """
     nearest = min(arm.runs, key=lambda run: abs(math.log(run.batch / batch)))
-    cell = sweep.cells.get(nearest.name)
-    values = cell.values if cell is not None else {}
+    values = sweep.cells[nearest.name].values if nearest.name in sweep.cells else {}
     return [f"{key}={value}" for key, value in values.items() if "." in key and key not in nearest.config]
 
 
@@ -133,33 +136,18 @@ def _typed(value: Any) -> str:
     return text
 
 
-def _exists(arm: Arm, batch: int, lr: float) -> bool:
-    """Whether a cell at nearly this learning rate has been run and has not failed."""
-    return any(
-        run.batch == batch and math.isclose(lr, run.lr, rel_tol=0.02) for run in arm.runs if run.status != "failed"
-    )
-
-
-def _minutes(arm: Arm, batch: int, runs: int) -> float | None:
-    ended = [run for run in arm.runs if run.status == "completed" and run.summary.get("wall_s")]
-    alike = [run for run in ended if run.batch == batch] or ended
-    return runs * statistics.median(run.summary["wall_s"] for run in alike) / 60 if alike else None
-
-
-def _wanted(arm: Arm, within: float) -> list[_Cells]:
+def _answering(arm: Arm, within: float) -> Iterator[_Cells]:
     """The cells of each proposal that brackets or narrows an optimum."""
     seeds = [max(run.seed for run in arm.runs) + i for i in range(1, MOST_SEEDS + 1)]
-    found: list[_Cells] = []
     for batch, lrs in arm.all_diverged.items():
-        below, _ = one_step_outside(sorted(lrs))
-        why = f"{_at(batch)} training diverged at every learning rate that was run"
-        found.append(_Cells(batch, sorted([below, below**2 / min(lrs)]), [], why, "a lower learning rate"))
-    for batch, curve in arm.curves.of.items():
+        below, _ = one_step_outside(lrs)
+        why = f"at {tokens(batch)} training diverged at every learning rate that was run"
+        yield _Cells(batch, [below**2 / lrs[0], below], [], why, "a lower learning rate")
+    for batch, curve in arm.curves.by_batch.items():
         if curve.optimum is None:
-            found.append(_bracketing(arm, batch, curve, seeds))
+            yield _bracketing(arm, batch, curve, seeds)
         elif not curve.optimum.is_within(within) or not curve.noise_is_known:
-            found += _narrowing(arm, batch, curve, seeds, within)
-    return found
+            yield from _narrowing(arm, batch, curve, seeds, within)
 
 
 def _beyond(arm: Arm) -> Iterator[_Cells]:
@@ -172,18 +160,13 @@ def _beyond(arm: Arm) -> Iterator[_Cells]:
         yield _Cells(batch, [middle * 2.0**i for i in range(-2, 3)], [], why, why)
 
 
-def _at(batch: int) -> str:
-    return f"at {batch:,} tokens a step"
-
-
 def _bracketing(arm: Arm, batch: int, curve: Curve, seeds: list[int]) -> _Cells:
     """Cells that show where the optimum is, at a batch size where it is not bracketed."""
-    at, lrs = _at(batch), sorted(arm.losses[batch])
+    at, lrs = f"at {tokens(batch)}", list(arm.losses[batch])
     limit = _limit(arm, batch, curve)
     below, above = one_step_outside(lrs)
     if curve.status == "jagged":
-        bad = [lr for lr in arm.diverged.get(batch, ()) if lr < curve.best]
-        if bad:
+        if bad := [lr for lr in arm.diverged.get(batch, ()) if lr < curve.best]:
             why = f"{at} training diverged at this learning rate, but not at higher ones: does it again?"
             return _Cells(batch, bad[:1], seeds[:1], why, f"another seed at {bad[0]:g}")
         why = f"{at} another seed shows whether the losses really rise and fall"
@@ -200,16 +183,15 @@ def _bracketing(arm: Arm, batch: int, curve: Curve, seeds: list[int]) -> _Cells:
             beyond += [math.sqrt(lrs[-1] * limit)]
     if curve.side == "lower" or curve.below > UNLIKELY:
         beyond += [below**2 / lrs[0], below] if curve.below > OUTSIDE else [below]
-    if beyond and lrs[-1] / lrs[0] < WIDEST:
-        new = sorted(lr for lr in beyond if lr < limit)
-        share = arm.curves.inside(batch, min(new[0], lrs[0]), limit if limit < math.inf else max(new[-1], lrs[-1]))
-        sides = [side for side, is_tried in (("lower", new[0] < lrs[0]), ("higher", new[-1] > lrs[-1])) if is_tried]
-        likely = f"{min(share, LIKELIEST):.0%} likely"
-        brings = f"{' and '.join(sides)} learning rates, {likely} to bracket it"
-        return _Cells(batch, new, [], f"{at} {curve.why}; {likely} to lie inside the new grid", brings)
-    rates = sorted({lrs[0], curve.best, lrs[-1]})
-    why = f"{at} more seeds tell these learning rates apart, if they differ"
-    return _Cells(batch, rates, seeds[:SEEDS], why, "more seeds")
+    if not beyond or lrs[-1] / lrs[0] >= WIDEST:
+        why = f"{at} more seeds tell these learning rates apart, if they differ"
+        return _Cells(batch, sorted({lrs[0], curve.best, lrs[-1]}), seeds[:SEEDS], why, "more seeds")
+    new = sorted(lr for lr in beyond if lr < limit)
+    share = arm.curves.fits[batch].inside(min(new[0], lrs[0]), limit if limit < math.inf else max(new[-1], lrs[-1]))
+    sides = [side for side, is_tried in (("lower", new[0] < lrs[0]), ("higher", new[-1] > lrs[-1])) if is_tried]
+    likely = f"{min(share, LIKELIEST):.0%} likely"
+    brings = f"{' and '.join(sides)} learning rates, {likely} to bracket it"
+    return _Cells(batch, new, [], f"{at} {curve.why}; {likely} to lie inside the new grid", brings)
 
 
 def _limit(arm: Arm, batch: int, curve: Curve) -> float:
@@ -221,46 +203,48 @@ def _narrowing(arm: Arm, batch: int, curve: Curve, seeds: list[int], within: flo
     """The cheapest cells from which an interval of `within` octaves on each side is expected.
 
     If none are enough, the cheapest that are half of the way, in octaves of the width; else those that narrow it most.
-
-    From the covariance of the optimum and the losses in the posterior: a run at x lowers the variance of the optimum as
-    if all were normal.
     """
-    posterior, optimum = arm.curves.posterior, curve.optimum
-    assert posterior is not None
+    optimum = curve.optimum
     assert optimum is not None
-    lrs = sorted(arm.losses[batch])
-    tested = [lr for lr in lrs if optimum.low / REACH <= lr <= optimum.high * REACH]
-    limit = _limit(arm, batch, curve)
+    lrs, limit = list(arm.losses[batch]), _limit(arm, batch, curve)
     ends = [*lrs, limit] if limit < math.inf else lrs
     between = [math.sqrt(a * b) for a, b in itertools.pairwise(ends) if b / a > WIDE_GAP]
-    rates = sorted({*tested, *(lr for lr in between if optimum.low / REACH <= lr <= optimum.high * REACH)})
-    rates = rates or [optimum.lr]  # on a grid so coarse that none of its rates is near
-    x = np.log2(rates)
-    j = posterior.column[batch]
-    joint = np.cov(np.column_stack([posterior.m[:, j], posterior.loss(batch, x)]).T)
-    noise = np.median(posterior.noise(batch, x), axis=0) ** 2
+    near = [lr for lr in {*lrs, *between} if optimum.low / REACH <= lr <= optimum.high * REACH]
+    rates = sorted(near) or [optimum.lr]  # on a grid so coarse that none of its rates is near
     target, now = 2 * within, optimum.octaves
     halfway = max(target, math.sqrt(target * now))
-    plans = []
-    for size in range(1, min(3, len(rates)) + 1):
-        for chosen in itertools.combinations(range(len(rates)), size):
-            losses = [1 + i for i in chosen]
-            for repeats in range(1, MOST_SEEDS + 1):
-                seen = joint[np.ix_(losses, losses)] + np.diag(noise[list(chosen)] / repeats)
-                gain = joint[0, losses] @ np.linalg.solve(seen, joint[losses, 0])
-                width = now * math.sqrt(max(0.0, 1 - gain / joint[0, 0]))
-                runs = size * repeats
-                plans.append((width > target, width > halfway, runs if width <= halfway else width, runs, width,
-                              chosen, repeats))  # fmt: skip
+
+    def cost(plan: tuple[float, tuple[int, ...], int]) -> tuple[Any, ...]:
+        width, chosen, repeats = plan
+        runs = len(chosen) * repeats
+        return width > target, width > halfway, runs if width <= halfway else width, runs, width, chosen, repeats
+
+    plans = list(_plans(arm.curves.fits[batch], np.log2(rates), now))
     if not curve.noise_is_known:  # without two seeds of one cell the noise stays unknown
-        plans = [plan for plan in plans if any(rates[i] in tested for i in plan[5])] or plans
-    *_, width, chosen, repeats = min(plans)
-    rates = [rates[i] for i in chosen]
+        plans = [plan for plan in plans if any(rates[i] in lrs for i in plan[1])] or plans
+    width, chosen, repeats = min(plans, key=cost)
     expected = max(width, NARROWEST)
     narrows = f"its interval is {now:.2f} octaves wide and would be about {expected:.2f}"
     if not curve.noise_is_known:
         also = f"; {narrows}" if now > target else ""
         narrows = f"the noise is unknown without a second seed{also}"
     if expected < SMALLEST_GAIN * now or not curve.noise_is_known:
-        brings = f"from {now:.2f} to {expected:.2f} octaves"
-        yield _Cells(batch, rates, seeds[:repeats], f"{_at(batch)} {narrows}", brings)
+        why, brings = f"at {tokens(batch)} {narrows}", f"from {now:.2f} to {expected:.2f} octaves"
+        yield _Cells(batch, [rates[i] for i in chosen], seeds[:repeats], why, brings)
+
+
+def _plans(at: BatchFit, x: Array, octaves: float) -> Iterator[tuple[float, tuple[int, ...], int]]:
+    """The width of the interval after more runs at some of log2(lr) = `x`; the indices of these; runs at each.
+
+    `octaves`: the width now. From the covariance of the optimum and the losses in the posterior: a run at x lowers the
+    variance of the optimum as if all were normal.
+    """
+    joint = np.cov(np.column_stack([at.octaves, at.posterior.loss(at.batch, x)]).T)
+    noise = np.median(at.posterior.noise(at.batch, x), axis=0) ** 2
+    for size in range(1, min(3, len(x)) + 1):
+        for chosen in itertools.combinations(range(len(x)), size):
+            losses = [1 + i for i in chosen]
+            for repeats in range(1, MOST_SEEDS + 1):
+                seen = joint[np.ix_(losses, losses)] + np.diag(noise[list(chosen)] / repeats)
+                gain = joint[0, losses] @ np.linalg.solve(seen, joint[losses, 0])
+                yield octaves * math.sqrt(max(0.0, 1 - gain / joint[0, 0])), chosen, repeats
