@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from gptexp.config.batch import count_val_windows
+from gptexp.config.metrics import Metric
 from gptexp.config.schema import AUTO, AdamWConfig, Config, result_deciding
 from gptexp.data.loader import build_dataset, val_bytes_per_token
 from gptexp.data.tokenizer import Tokenizer, load_tokenizer
@@ -154,12 +155,12 @@ def evaluate_checkpoint(
     with step_context(loaded.effective):
         loss = evaluate(loaded.model, dataset, batch_size, Rank(), loaded.device, context)
     tokens = len(dataset.val_starts) * dataset.seq_len
-    found = {"step": loaded.state.step, "tokens": tokens, "val/loss": loss, "val/ppl": perplexity(loss)}
+    found = {"step": loaded.state.step, "tokens": tokens, Metric.VAL_LOSS: loss, Metric.VAL_PPL: perplexity(loss)}
     if averaged:
         found["ema"] = True
     tokenizer = load_tokenizer(config.data.tokenizer, directory)
     try:
-        return {**found, "val/bpb": bits_per_byte(loss, val_bytes_per_token(dataset, tokenizer))}
+        return {**found, Metric.VAL_BPB: bits_per_byte(loss, val_bytes_per_token(dataset, tokenizer))}
     except DataError as error:
         warn(f"no val/bpb: {error}")
         return found

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gptexp.config.metrics import Metric
 from gptexp.config.scaling import effective_optim
 from gptexp.config.schedule import resolve_schedule
 from gptexp.config.schema import AdamWConfig
@@ -123,10 +124,10 @@ def _values(gpt: GPT, rows: Tensor, scale: Tensor | None, threshold: float | Non
     plain = hessian_sharpness(differences)
     preconditioned = hessian_sharpness(differences, scale) if scale is not None else None
     return {
-        "sharpness/hessian": plain.value if plain is not None else None,
-        "sharpness/preconditioned": preconditioned.value if preconditioned is not None else None,
-        "sharpness/threshold": threshold,
-        "sharpness/sam": sam_sharpness(differences),
+        Metric.SHARPNESS_HESSIAN: plain.value if plain is not None else None,
+        Metric.SHARPNESS_PRECONDITIONED: preconditioned.value if preconditioned is not None else None,
+        Metric.SHARPNESS_THRESHOLD: threshold,
+        Metric.SHARPNESS_SAM: sam_sharpness(differences),
     }
 
 

@@ -9,6 +9,8 @@ ratio of two noisy estimates is biased, so both are averaged over many steps bef
 import math
 from dataclasses import dataclass
 
+from gptexp.config.metrics import Metric
+
 
 @dataclass(frozen=True)
 class Norms:
@@ -75,12 +77,12 @@ class NoiseScale:
 def metrics(norms: Norms, cosine: float, averages: NoiseScale, seq_len: int) -> dict[str, float]:
     """Metrics of a measured step: the raw norms, from which other averages can be computed, and the averages."""
     return {
-        "gns/small_sq_norm": norms.small,
-        "gns/big_sq_norm": norms.big,
-        "gns/small_sequences": norms.small_sequences,
-        "gns/grad_sq": averages.signal,
-        "gns/noise_trace": averages.noise,
-        "gns/sequences": averages.sequences,
-        "gns/tokens": averages.sequences * seq_len,
-        "gns/cos": cosine,
+        Metric.GNS_SMALL_SQ_NORM: norms.small,
+        Metric.GNS_BIG_SQ_NORM: norms.big,
+        Metric.GNS_SMALL_SEQUENCES: norms.small_sequences,
+        Metric.GNS_GRAD_SQ: averages.signal,
+        Metric.GNS_NOISE_TRACE: averages.noise,
+        Metric.GNS_SEQUENCES: averages.sequences,
+        Metric.GNS_TOKENS: averages.sequences * seq_len,
+        Metric.GNS_COS: cosine,
     }

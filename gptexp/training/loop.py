@@ -22,13 +22,14 @@ import torch.distributed as dist
 from torch import nn
 
 from gptexp.config.batch import crosses
+from gptexp.config.metrics import SHARPNESS, Metric
 from gptexp.config.run_plan import PlannedStep, RunPlan
 from gptexp.config.schema import OptimConfig, TrainConfig
 from gptexp.data.hellaswag import Example
 from gptexp.data.loader import Dataset, MicroBatch, micro_batches
 from gptexp.distributed.group import agree
 from gptexp.distributed.ranks import Rank
-from gptexp.loggers.run_log import SHARPNESS, RunLog, straggler
+from gptexp.loggers.run_log import RunLog, straggler
 from gptexp.model.gpt import GPT
 from gptexp.process.errors import DivergedError, StorageError
 from gptexp.process.signals import StopRequest
@@ -278,24 +279,24 @@ class _Loop:
         t, step, noise = self.t, queued.step, queued.noise
         tokens = step.tokens_after
         phases_ms = queued.timer.read()
-        self.work_ms = phases_ms["data"] + phases_ms["forward"]
+        self.work_ms = phases_ms[Metric.DATA_MS] + phases_ms[Metric.FORWARD_MS]
         self.log.step(
             {
                 "step": step.number,
                 "tokens": tokens,
-                "batch/tokens": step.batch.total_batch_size,
+                Metric.BATCH_TOKENS: step.batch.total_batch_size,
                 "epoch": tokens / (t.dataset.order.n_train * t.plan.batch.seq_len),
-                "train/loss": numbers.loss,
-                "optim/lr": queued.lr,
-                "optim/grad_norm": numbers.grad_norm,
-                "optim/clip_fraction": self.clipped_since_log / self.steps_since_log,
-                **({"optim/gradient_noise": noise.over(numbers.grad_norm)} if noise is not None else {}),
-                "perf/step_ms": 1e3 * seconds,
-                **{f"perf/{phase}_ms": ms for phase, ms in phases_ms.items()},
-                "perf/reduce_ms": None if t.step.parameters.split else exposed_reduce_ms(t.step.model),
+                Metric.TRAIN_LOSS: numbers.loss,
+                Metric.LR: queued.lr,
+                Metric.GRAD_NORM: numbers.grad_norm,
+                Metric.CLIP_FRACTION: self.clipped_since_log / self.steps_since_log,
+                **({Metric.GRADIENT_NOISE: noise.over(numbers.grad_norm)} if noise is not None else {}),
+                Metric.STEP_MS: 1e3 * seconds,
+                **phases_ms,
+                Metric.REDUCE_MS: None if t.step.parameters.split else exposed_reduce_ms(t.step.model),
                 **(straggler(*numbers.work, t.rank.world_size) if numbers.work is not None else {}),
                 **measured,
-                "data/fingerprint": f"{self.state.fingerprint:016x}",
+                Metric.DATA_FINGERPRINT: f"{self.state.fingerprint:016x}",
             }
         )
         self.steps_since_log = self.clipped_since_log = 0
@@ -400,7 +401,7 @@ class _Loop:
             if t.average is not None and finite:
                 with t.average.in_place_of_weights():
                     state.val_loss_ema = evaluate(t.gpt, t.dataset, size, t.rank, t.device, t.step.forward_context)
-                others["val/loss_ema"] = state.val_loss_ema
+                others[Metric.VAL_LOSS_EMA] = state.val_loss_ema
             if with_scores and finite and t.examples:
                 others |= score(t.gpt, t.examples, t.rank, t.device, t.step.forward_context)
             self.eval_s = time.perf_counter() - started  # without the others, which end early if the run must stop

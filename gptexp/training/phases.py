@@ -1,10 +1,13 @@
 """Times the phases of a step, with CUDA events on a GPU and the host's clock elsewhere."""
 
 import time
+from itertools import pairwise
 
 import torch
 
-PHASES = ("data", "forward", "backward", "clip", "optimizer")
+from gptexp.config.metrics import Metric
+
+PHASES = (Metric.DATA_MS, Metric.FORWARD_MS, Metric.BACKWARD_MS, Metric.CLIP_MS, Metric.OPTIMIZER_MS)
 
 
 class StepTimer:
@@ -15,10 +18,10 @@ class StepTimer:
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
-        self._marks: list[tuple[str, torch.cuda.Event | float]] = []
-        self.mark("start")
+        self._marks: list[tuple[Metric | None, torch.cuda.Event | float]] = []
+        self.mark(None)
 
-    def mark(self, phase: str) -> None:
+    def mark(self, phase: Metric | None) -> None:
         """End `phase`, which began at the previous mark."""
         if self._cuda:
             event = torch.cuda.Event(enable_timing=True)
@@ -29,10 +32,11 @@ class StepTimer:
 
     def read(self) -> dict[str, float]:
         """Return the ms of each phase, summed over micro-steps. Waits until a GPU has reached the last mark."""
-        total = dict.fromkeys(PHASES, 0.0)
+        total: dict[str, float] = dict.fromkeys(PHASES, 0.0)
         if isinstance(last := self._marks[-1][1], torch.cuda.Event):
             last.synchronize()
-        for (_, before), (phase, now) in zip(self._marks, self._marks[1:], strict=False):
+        for (_, before), (phase, now) in pairwise(self._marks):
+            assert phase is not None
             if isinstance(now, float):
                 assert isinstance(before, float)
                 total[phase] += 1e3 * (now - before)

@@ -8,6 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
+from gptexp.config.metrics import Metric
 from gptexp.data.loader import MicroBatch
 from gptexp.distributed.reduction import Reduction
 from gptexp.distributed.sharding import Parameters, WholeParameters
@@ -30,7 +31,7 @@ class Probe:
     small_gradients: SmallGradients | None = None  # measures the gradients of the first micro-batches
     slowest: SlowestRank | None = None  # in the last logged step
 
-    def mark(self, phase: str) -> None:
+    def mark(self, phase: Metric) -> None:
         """End a phase of the step."""
         if self.timer is not None:
             self.timer.mark(phase)
@@ -85,18 +86,18 @@ class TrainStep:
         fingerprint = 0
         for micro_step in range(grad_accum_steps):
             batch = next(batches)  # a thread has prefetched it
-            probe.mark("data")
+            probe.mark(Metric.DATA_MS)
             if self.dropout:
                 torch.manual_seed(batch.dropout_seed)  # dropout must not depend on rank or micro-batch size
             with self.reduction(micro_step, grad_accum_steps) as divisor:
                 with self.forward_context():
                     loss = self.model(batch.x, batch.y)
-                probe.mark("forward")
+                probe.mark(Metric.FORWARD_MS)
                 with probe.backward(micro_step, divisor):
                     (loss / divisor).backward()  # the sum over all micro-steps is then the mean over their tokens
             loss_sum = loss_sum + loss.detach()
             fingerprint += batch.fingerprint
-            probe.mark("backward")
+            probe.mark(Metric.BACKWARD_MS)
         gradients = self.parameters.gradients()
         grad_norm = self.parameters.norm(total_norm(gradients))
         if noise is not None:  # clipping, by the norm without noise, then scales both: noise on the clipped gradient
@@ -111,8 +112,8 @@ class TrainStep:
             small_gradients=probe.small_gradient_norms(),
             slowest=probe.slowest,
         )
-        probe.mark("clip")
+        probe.mark(Metric.CLIP_MS)
         step_if(report.finite, self.optimizer)
         self.optimizer.zero_grad(set_to_none=not self.reduction.keeps_gradients)
-        probe.mark("optimizer")
+        probe.mark(Metric.OPTIMIZER_MS)
         return report

@@ -14,7 +14,7 @@ import pytest
 from conftest import e2e_then_slow, events, summary, wait_for
 from real_runs import equal, train_here
 
-from gptexp.loggers.run_log import SHARPNESS
+from gptexp.config.metrics import SHARPNESS
 from gptexp.model.gpt import GPT
 from gptexp.run import rank
 from gptexp.storage import run_dir

@@ -14,9 +14,9 @@ from conftest import ForkServer, e2e_then_slow, events, summary
 from real_runs import equal, finished_run, newest, train_here
 
 from gptexp import load_run
+from gptexp.config.metrics import SHARPNESS, Metric
 from gptexp.data.loader import build_dataset
 from gptexp.data.tokenizer import load_tokenizer
-from gptexp.loggers.run_log import METRICS, SHARPNESS
 from gptexp.process.signals import StopRequest
 from gptexp.storage import run_dir, tensor_files
 from gptexp.training import loop
@@ -39,7 +39,7 @@ def test_metrics_have_the_names_of_the_table(finished: Path) -> None:
         "hellaswag/cut",
         "val/loss_ema",
     }
-    assert {name for event in logged for name in event} - {"event"} == set(METRICS) - of_other_runs
+    assert {name for event in logged for name in event} - {"event"} == set(Metric) - of_other_runs
     assert all(len(e["data/fingerprint"]) == 16 for e in events(finished, "step"))
 
 

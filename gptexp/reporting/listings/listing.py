@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
+from gptexp.config.metrics import Metric
 from gptexp.config.paths import conf_dir
 from gptexp.config.scaling import effective_optim
 from gptexp.config.schema import DataConfig, ModelConfig, every_key, fields_of, fits_type, result_deciding
@@ -238,7 +239,7 @@ def _newest_loss(metrics: Path, otherwise: float | None) -> float | None:
             for line in reversed(lines[1:] if start else lines):  # the first may have begun before this block
                 if EVAL_EVENT in line:
                     with suppress(ValueError, KeyError, TypeError):
-                        return float(parse_json(line.decode())["val/loss"])
+                        return float(parse_json(line.decode())[Metric.VAL_LOSS])
             if not start:
                 break
             rest, end = lines[0], start
