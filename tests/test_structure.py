@@ -250,6 +250,7 @@ WITH_TORCH = {
     "command/leader.py",
     "command/planning.py",
     "command/prediction.py",
+    "data/agreement.py",
     "data/loader.py",
     "storage/checkpoint.py",
     "storage/garbage.py",

@@ -46,8 +46,8 @@ from gptexp.config.schema import Config
 from gptexp.process.errors import EXIT_CONFIG, ConfigError, UserError, first_line
 from gptexp.process.terminal import print_error, reserve_stdout, say, warn
 from gptexp.process.words import shown
+from gptexp.run.harness import require_tasks
 from gptexp.run.pool import require_devices
-from gptexp.run.scoring import require_tasks
 from gptexp.storage import branch, run_dir
 from gptexp.storage.continuation import check_free
 from gptexp.storage.inventory import refuse_run_in, refuse_sweep_in

@@ -14,8 +14,8 @@ from gptexp.process.errors import ConfigError
 from gptexp.process.signals import StopRequest
 from gptexp.process.terminal import reserve_stdout, say
 from gptexp.process.words import counted
+from gptexp.run.harness import require_tasks
 from gptexp.run.pool import require_devices
-from gptexp.run.scoring import require_tasks
 from gptexp.storage import run_dir
 from gptexp.storage.continuation import check_free
 

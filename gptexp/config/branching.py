@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from gptexp.config.rules import noise_half_life
+from gptexp.config.noise_scale import noise_half_life
 from gptexp.config.schedule import resolve_schedule
 from gptexp.config.schema import Config, result_deciding
 from gptexp.process.errors import ConfigError

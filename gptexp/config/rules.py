@@ -20,6 +20,7 @@ from gptexp.config.batch import (
     plan_batch,
 )
 from gptexp.config.fitted import fitted_problems
+from gptexp.config.noise_scale import LIKE_BATCH, needing_noise_scale, why_unmeasured
 from gptexp.config.paths import (
     is_file,
     is_hub_name,
@@ -61,7 +62,6 @@ SCALING = (*(f"scaling.{f.name}" for f in fields(ScalingConfig)), "batch.total_b
 INTERVALS_IN_STEPS = ("train.eval_every", "train.save_every", "train.keep_every")
 SIZES = ("model.n_embd", "model.n_head")
 SEQ_LEN = ("batch.seq_len", "model.block_size")
-LIKE_BATCH = "optim.gradient_noise_like_batch"
 TOKENIZER_RULE = f"must be one of {', '.join(NAMES)}, or the path of a tokenizer.json"
 # Optimizers for which the table of model/parametrisation.py holds: each element of an update has about the size lr. Of
 # SGD it has that of the gradient, of LARS, LAMB and Adafactor that of the weight. Muon and SOAP limit whole matrices.
@@ -70,7 +70,6 @@ LIKE_ADAM = ("adamw", "lion", "schedulefree")
 _BY_NUMBER = ("adamw", "sgd", "lion", "schedulefree")
 _NOT_BY_PARAMETER = ("lamb", "muon", "schedulefree")  # the first two are two optimizers; the last exchanges the weights
 _BASE_OF = {"base_n_embd": ("mup", "completep"), "base_n_head": ("mup", "completep"), "base_n_layer": ("completep",)}
-LEAST_STEPS = 4  # minimum of the default half-life of the noise scale's averages
 MOST_QUANTA = 10_000  # in a step; each may be a level of the ramp
 
 
@@ -118,46 +117,6 @@ def confounds_of(values: dict[str, Any]) -> Iterator[str]:
             f"optim.gradient_noise_decay={decay:g} counts steps, so the noise after a number of tokens differs between "
             "batch sizes; give optim.gradient_noise_decay_tokens"
         )
-
-
-def noise_half_life(cfg: Config, run_tokens: int) -> float:
-    """Half-life of the noise scale's averages, in tokens."""
-    return cfg.log.noise_half_life_tokens or max(run_tokens / 100, LEAST_STEPS * cfg.batch.total_batch_size)
-
-
-def needing_noise_scale(cfg: Config) -> str | None:
-    """The setting that a run cannot have without measuring its noise scale; None if there is none."""
-    if (like := cfg.optim.gradient_noise_like_batch) is not None:
-        return f"{LIKE_BATCH}={like}"
-    return "log.noise_scale=on" if cfg.log.noise_scale == "on" else None
-
-
-def why_unmeasured(cfg: Config, micro_batch_size: int, world_size: int) -> str | None:
-    """The reason why a run does not measure its noise scale; None if it does.
-
-    If it was asked for, every step must be measurable, also the first one of a ramp.
-    """
-    if cfg.log.noise_scale == "off":
-        return "log.noise_scale=off"
-    sizes = cfg.batch.step_sizes
-    return unmeasurable(cfg, micro_batch_size, world_size, sizes.start if needing_noise_scale(cfg) else sizes.total)
-
-
-def unmeasurable(cfg: Config, micro_batch_size: int, world_size: int, step_tokens: int) -> str | None:
-    """The reason why a step of `step_tokens` tokens cannot measure the noise scale, with the fix; None if it can."""
-    t = cfg.seq_len
-    if cfg.data.order == "sequential":
-        return (
-            "data.order=sequential puts consecutive text into one micro-batch, but the estimate needs independent "
-            "sequences; use data.order=shuffled"
-        )
-    if micro_batch_size * t * world_size < step_tokens or world_size > 1:
-        return None
-    sizes = legal_micro_batches(cfg.batch.step_sizes.quantum, t, world_size)
-    smaller = [size for size in sizes if size < micro_batch_size]
-    larger = "batch.total_batch_size" if cfg.batch.ramp_tokens is None else "batch.ramp_from_tokens"
-    fix = f"use batch.micro_batch_size={smaller[0]}" if smaller else f"use a larger {larger}"
-    return f"the estimate compares micro-batches, and a step on one rank has only one; {fix}"
 
 
 def missing_kernel(name: str, device: str) -> str | None:

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -44,11 +45,11 @@ class RunLog:
         utilisation: Utilisation,
         alerts: Alerts,
         val_bytes_per_token: float | None = None,
-        sharpness_steps: Collection[int] = (),
+        earlier_steps: Mapping[str, Collection[int]] = MappingProxyType({}),
     ) -> None:
         self.sinks, self.utilisation, self.alerts = sinks, utilisation, alerts
         self.val_bytes_per_token = val_bytes_per_token
-        self.sharpness_steps = sharpness_steps  # whose sharpness an earlier attempt has logged
+        self.earlier_steps = earlier_steps  # kind of event -> the steps of which earlier attempts have logged it
         if torch.cuda.is_initialized():
             torch.cuda.reset_peak_memory_stats()
 
@@ -70,22 +71,18 @@ class RunLog:
         for about, line in self.alerts.look(values):
             self.alert(values["step"], values["tokens"], about, line)
 
-    def evaluation(self, step: int, tokens: int, loss: float, others: Mapping[str, float]) -> None:
-        """Log a validation loss, what follows from it, and `others` that were found beside it."""
-        flops = tokens * self.utilisation.flops_per_token_palm
-        values = {
-            "step": step,
-            "tokens": tokens,
-            "flops": flops,
-            Metric.VAL_LOSS: loss,
-            Metric.VAL_PPL: perplexity(loss),
-        }
-        if self.val_bytes_per_token is not None:
-            values[Metric.VAL_BPB] = bits_per_byte(loss, self.val_bytes_per_token)
-        self._emit("eval", {**values, **others})
+    def evaluation(self, step: int, tokens: int, found: Mapping[str, float | None]) -> None:
+        """Log what is measured of the weights, and what follows from the validation loss."""
+        values = {"step": step, "tokens": tokens, "flops": tokens * self.utilisation.flops_per_token_palm, **found}
+        if (loss := found.get(Metric.VAL_LOSS)) is not None:
+            values[Metric.VAL_PPL] = perplexity(loss)
+            if self.val_bytes_per_token is not None:
+                values[Metric.VAL_BPB] = bits_per_byte(loss, self.val_bytes_per_token)
+        self._emit("eval", values)
 
-    def sharpness(self, step: int, tokens: int, found: Mapping[str, float | None]) -> None:
-        self._emit("sharpness", {"step": step, "tokens": tokens, **found})
+    def evaluation_of_checkpoint(self, name: str, step: int, tokens: int, found: Mapping[str, float | None]) -> None:
+        """Log what the evaluation `name` measures, as an event of that name."""
+        self._emit(name, {"step": step, "tokens": tokens, **found})
 
     def checkpoint(self, state: TrainState, path: Path) -> None:
         self._emit("checkpoint", {"step": state.step - 1, "tokens": state.tokens, "path": str(path)})

@@ -22,12 +22,11 @@ from gptexp.process.errors import ConfigError, DataError
 from gptexp.process.terminal import warn
 from gptexp.process.words import shown
 from gptexp.reporting.statistics.best import one_run
-from gptexp.run.first_weights import choose_weights, load_first_weights
-from gptexp.run.tokenizers import VOCABULARY, tokenizer_of
+from gptexp.run.first_weights import VOCABULARY, choose_weights, load_first_weights, tokenizer_of
 from gptexp.storage import checkpoint, run_dir
 from gptexp.storage.checkpoint import TrainState
 from gptexp.storage.init_from import Source
-from gptexp.training.validation import evaluate
+from gptexp.training.evaluation import validation_loss
 
 
 @dataclass
@@ -153,7 +152,7 @@ def evaluate_checkpoint(
         )
     context, batch_size = forward_context(loaded.effective), loaded.effective.micro_batch_size.value
     with step_context(loaded.effective):
-        loss = evaluate(loaded.model, dataset, batch_size, Rank(), loaded.device, context)
+        loss = validation_loss(loaded.model, dataset, batch_size, Rank(), loaded.device, context)
     tokens = len(dataset.val_starts) * dataset.seq_len
     found = {"step": loaded.state.step, "tokens": tokens, Metric.VAL_LOSS: loss, Metric.VAL_PPL: perplexity(loss)}
     if averaged:

@@ -25,8 +25,8 @@ from gptexp.process.errors import EXIT_DIVERGED, EXIT_FAILED, ConfigError, InUse
 from gptexp.process.signals import STOPPED
 from gptexp.process.terminal import for_people, say, terminal_width, warn
 from gptexp.process.words import counted, shown
+from gptexp.run.harness import require_tasks
 from gptexp.run.pool import OUTPUT
-from gptexp.run.scoring import require_tasks
 from gptexp.storage import run_dir
 from gptexp.storage.sweep_record import MOST_CELLS
 from gptexp.sweep.cells import PLUGINS, Cell, confounds, draft, record, settle

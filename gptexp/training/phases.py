@@ -1,6 +1,8 @@
-"""Times the phases of a step, with CUDA events on a GPU and the host's clock elsewhere."""
+"""The time of a step and of its phases, with CUDA events on a GPU and the host's clock elsewhere."""
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 
 import torch
@@ -57,3 +59,25 @@ def exposed_reduce_ms(model: torch.nn.Module) -> float:
     measured = model._get_ddp_logging_data()
     total_ns, hidden_ns = measured.get("backward_comm_time", 0), measured.get("backward_compute_comm_overlap_time", 0)
     return float(max(0, total_ns - hidden_ns)) / 1e6
+
+
+class Stopwatch:
+    """Measures laps of training, without the time spent in `paused`: evaluation, checkpoints and other work."""
+
+    def __init__(self) -> None:
+        self._started = time.perf_counter()
+
+    def lap(self) -> float:
+        """Seconds since the last lap, or since the start."""
+        now = time.perf_counter()
+        seconds, self._started = now - self._started, now
+        return seconds
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Exclude the time of the body from the current lap."""
+        before = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._started += time.perf_counter() - before

@@ -18,8 +18,8 @@ from gptexp.config.metrics import SHARPNESS, Metric
 from gptexp.data.loader import build_dataset
 from gptexp.data.tokenizer import load_tokenizer
 from gptexp.process.signals import StopRequest
+from gptexp.run import evaluations
 from gptexp.storage import run_dir, tensor_files
-from gptexp.training import loop
 
 
 @pytest.fixture
@@ -117,7 +117,7 @@ def test_evaluating_saving_logging_and_sampling_do_not_change_the_weights(tiny: 
         assert equal(tmp_path / "never", tmp_path / name), name
 
 
-@pytest.mark.parametrize(("module", "slow"), e2e_then_slow([(tensor_files, "write"), (loop, "evaluate")]))
+@pytest.mark.parametrize(("module", "slow"), e2e_then_slow([(tensor_files, "write"), (evaluations, "validation_loss")]))
 def test_max_minutes_leaves_the_time_to_save(
     tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: ModuleType, slow: str
 ) -> None:

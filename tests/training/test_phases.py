@@ -12,7 +12,7 @@ from gptexp.data.loader import MicroBatch
 from gptexp.distributed.reduction import MeanReduction
 from gptexp.model.gpt import GPT
 from gptexp.training.phases import StepTimer, exposed_reduce_ms
-from gptexp.training.step import Probe, TrainStep
+from gptexp.training.step import TrainStep
 
 CPU = torch.device("cpu")
 
@@ -60,7 +60,7 @@ def test_every_part_of_a_step_is_in_one_phase(monkeypatch: pytest.MonkeyPatch) -
     optimizer, mean = SlowSGD(model.parameters(), lr=0.1), MeanReduction(None)
     optimizer.param_groups[0]["initial_lr"] = 0.1
     step = TrainStep(model, optimizer, mean, 1.0, nullcontext, dropout=False)
-    step(batches(), 2, lr_factor=1.0, probe=Probe(timer=timer))
+    step(batches(), 2, lr_factor=1.0, timer=timer)
     phases = timer.read()
     assert phases == in_ms(1000.0, 2000.0, 4000.0, 8000.0, 4000.0)
     assert sum(phases.values()) == 1e3 * now

@@ -15,6 +15,7 @@ from typing import Any
 
 from gptexp.config.branching import first_step, first_tokens
 from gptexp.config.metrics import SHARPNESS, Metric
+from gptexp.config.noise_scale import Norms
 from gptexp.config.scaling import effective_optim, lr_factor
 from gptexp.config.schedule import resolve_schedule
 from gptexp.config.schema import ScalingConfig, result_deciding
@@ -24,7 +25,6 @@ from gptexp.storage import run_dir
 from gptexp.storage.divergence import counts_as_diverged
 from gptexp.storage.inventory import runs_together
 from gptexp.storage.missing_steps import described, missing_steps
-from gptexp.storage.noise_scale import Norms
 from gptexp.storage.reader import open_text, parse_json
 
 POINTS = 512  # steps of a run that are kept for its curves: at least this many, at most twice as many
