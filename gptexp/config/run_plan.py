@@ -4,7 +4,7 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from gptexp.config.batch import BatchPlan, interval_tokens, plan_batch
+from gptexp.config.batch import BatchPlan, crosses, interval_tokens, plan_batch
 from gptexp.config.branching import first_step
 from gptexp.config.schedule import Schedule, resolve_schedule
 from gptexp.config.schema import Config
@@ -63,6 +63,11 @@ class RunPlan:
             step = self.step(number, tokens_before)
             yield step
             number, tokens_before = number + 1, step.tokens_after
+
+    def is_due(self, every_tokens: int, steps: int) -> bool:
+        """Whether the last of `steps` steps reaches a multiple of `every_tokens`; False for an interval of 0."""
+        after = self.step_sizes.tokens_after
+        return steps > 0 and crosses(after(steps - 1), after(steps), every_tokens)
 
     def times(self, every_tokens: int) -> int:
         """How often something happens at the first step at or after each multiple of `every_tokens`, and at the end.

@@ -13,7 +13,7 @@ from gptexp.run.harness import tasks_of_lm_eval
 from gptexp.run.job import Job, Prepared
 from gptexp.run.sharpness import measure_while_training
 from gptexp.storage.checkpoint import TrainState
-from gptexp.training.evaluation import Evaluation, validation_loss
+from gptexp.training.evaluation import Evaluation, Evaluations, validation_loss
 from gptexp.training.hellaswag import score
 from gptexp.training.step import TrainStep
 from gptexp.training.weight_average import WeightAverage
@@ -21,7 +21,7 @@ from gptexp.training.weight_average import WeightAverage
 
 def build_evaluations(
     job: Job, prepared: Prepared, plan: RunPlan, gpt: GPT, step: TrainStep, average: WeightAverage | None
-) -> list[Evaluation]:
+) -> Evaluations:
     """Return the evaluations of the run, in the order in which they are measured.
 
     To add a metric of the weights, add an `Evaluation` that returns it, and its name to config/metrics.py.
@@ -67,4 +67,5 @@ def build_evaluations(
             evaluations.append(Evaluation("lm_eval", tasks_every, scores_of_lm_eval, ends_early=True))
     if cfg.sharpness_every_tokens:
         evaluations.append(Evaluation("sharpness", cfg.sharpness_every_tokens, sharpness, of_checkpoint=True))
-    return evaluations
+    passes = 1 if average is None else 2
+    return Evaluations(plan, evaluations, passes * len(prepared.dataset.val_starts))

@@ -1,10 +1,15 @@
 """What a run measures of its weights between steps: the form of all evaluations, and the validation loss."""
 
-from collections.abc import Callable, Mapping
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from gptexp.config.metrics import Metric
+from gptexp.config.run_plan import RunPlan
 from gptexp.data.loader import Dataset, val_batches
 from gptexp.distributed.group import all_reduce_sum
 from gptexp.distributed.ranks import Rank
@@ -26,6 +31,47 @@ class Evaluation:
     # Measures the checkpoint of the step, which is saved for it. Its metrics are an event `name` of their own. A run
     # that is resumed at a checkpoint that lacks them measures first.
     of_checkpoint: bool = False
+
+
+class Evaluations:
+    """The evaluations of a run: those of the weights come first, and of them the validation."""
+
+    def __init__(self, plan: RunPlan, evaluations: Sequence[Evaluation], validated_sequences: int) -> None:
+        """`validated_sequences`: the forward passes of a validation, of the averaged weights too, in sequences."""
+        self._plan, self._all, self._validated_sequences = plan, evaluations, validated_sequences
+        self._of_weights = [each for each in evaluations if not each.of_checkpoint]
+        self._seconds: dict[str, float] = {}  # of the previous evaluation of each name
+
+    def due(self, state: TrainState) -> tuple[list[Evaluation], list[Evaluation]]:
+        """Return the evaluations of the weights that are due after the last step, and those of its checkpoint.
+
+        Where any of the weights is due, so are all that have the cadence of the validation.
+        """
+        last = state.step == self._plan.steps
+        due = [each for each in self._all if last or self._plan.is_due(each.every_tokens, state.step)]
+        of_weights = [each for each in due if not each.of_checkpoint]
+        if of_weights:
+            cadence = self._of_weights[0].every_tokens
+            of_weights = [each for each in self._of_weights if each in due or each.every_tokens == cadence]
+        return of_weights, [each for each in due if each.of_checkpoint]
+
+    def measure(self, due: Sequence[Evaluation], state: TrainState) -> dict[str, Any]:
+        """Return the metrics of the weights, only the validation loss if that is non-finite. *Collective.*"""
+        found: dict[str, Any] = {}
+        for each in due:
+            started = time.perf_counter()
+            found |= each.measure(state) or {}
+            if not each.ends_early:
+                self._seconds[each.name] = time.perf_counter() - started
+            if not math.isfinite(found[Metric.VAL_LOSS]):
+                break
+        return found
+
+    def reserve_s(self, sequence_s: float) -> float:
+        """Return the seconds of the next evaluation, if a step takes `sequence_s` for each of its sequences."""
+        if self._seconds:
+            return sum(self._seconds.values())
+        return sequence_s * self._validated_sequences / 3  # a forward pass is a third of a step
 
 
 def validation_loss(

@@ -7,15 +7,13 @@ the number of completed steps, so it counts from 1.
 
 import gc
 import math
-import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
-from gptexp.config.batch import crosses
 from gptexp.config.metrics import Metric
 from gptexp.config.noise_scale import Norms
 from gptexp.config.run_plan import PlannedStep, RunPlan
@@ -28,7 +26,7 @@ from gptexp.model.gpt import GPT
 from gptexp.process.errors import DivergedError
 from gptexp.process.signals import StopRequest
 from gptexp.storage.checkpoint import TrainState
-from gptexp.training.evaluation import Evaluation
+from gptexp.training.evaluation import Evaluation, Evaluations
 from gptexp.training.gradient_noise import StepNoise, step_noise
 from gptexp.training.optim import weights_for_use
 from gptexp.training.phases import StepTimer, Stopwatch, exposed_reduce_ms
@@ -56,7 +54,7 @@ class Training:
     rank: Rank
     device: torch.device
     timeout_s: float  # longest wait for the numbers of a step
-    evaluations: Sequence[Evaluation]  # those of the weights come first, and of them the validation
+    evaluations: Evaluations
     noise_half_life_tokens: float | None  # of the noise scale's average; None: not measured
     profiler: StepProfiler | None
     checkpoints: Checkpoints
@@ -102,7 +100,6 @@ class _Loop:
         self.steps_since_log = self.clipped_since_log = 0
         self.nonfinite_in_a_row = 0
         self.went_back_to = -1  # step of the checkpoint that training last returned to
-        self.evaluation_s: dict[str, float] = {}  # seconds of the previous evaluation of each kind
         measured = t.noise_half_life_tokens is not None
         self.small_gradients = SmallGradients(t.step.model, t.step.parameters) if measured else None
         self.work_ms = 0.0  # this rank's own work in the last logged step
@@ -121,7 +118,7 @@ class _Loop:
         t, state = self.t, self.state
         t.gpt.train()
         self.stop.begin()
-        of_weights, of_checkpoint = self.due_evaluations()
+        of_weights, of_checkpoint = t.evaluations.due(state)
         if state.evaluated_tokens < state.tokens:  # the earlier attempt was stopped before them
             self.evaluate(of_weights)
         if state.step > t.plan.first_step and (reason := self.evaluate_checkpoint(of_checkpoint, resumed=True)):
@@ -131,8 +128,8 @@ class _Loop:
             if state.step == self.resumed_at + 1:
                 _freeze_garbage()  # here, so that its duration is part of the first step's
             last = state.step == t.plan.steps
-            of_weights, of_checkpoint = self.due_evaluations()
-            due_save = last or self.is_due(t.plan.save_every_tokens)
+            of_weights, of_checkpoint = t.evaluations.due(state)
+            due_save = last or t.plan.is_due(t.plan.save_every_tokens, state.step)
             waits = of_weights or of_checkpoint or due_save
             if self.read(leave=0 if waits else self.late) == "went back":
                 continue
@@ -147,31 +144,13 @@ class _Loop:
         if state.step == t.plan.steps:
             return None
         self.read(leave=0)
-        state.regular = self.is_due(t.plan.save_every_tokens)
+        state.regular = t.plan.is_due(t.plan.save_every_tokens, state.step)
         self.save(is_last=True)
         return self.reasons[0]
-
-    def is_due(self, every_tokens: int) -> bool:
-        """Whether the last step crossed a multiple of `every_tokens`."""
-        return crosses(self.t.plan.step_sizes.tokens_after(self.state.step - 1), self.state.tokens, every_tokens)
 
     def save(self, is_last: bool) -> None:
         with self.clock.paused(), weights_for_use(self.t.step.optimizer):
             self.t.checkpoints.save(self.state, self.log, is_last)
-
-    def due_evaluations(self) -> tuple[list[Evaluation], list[Evaluation]]:
-        """Return the evaluations of the weights that are due after the last step, and those of its checkpoint.
-
-        Where any of the weights is due, so are all that have the cadence of the validation.
-        """
-        t, last = self.t, self.state.step == self.t.plan.steps
-        due = [each for each in t.evaluations if last or self.is_due(each.every_tokens)]
-        of_weights = [each for each in t.evaluations if not each.of_checkpoint]
-        if any(each in due for each in of_weights):
-            of_weights = [e for e in of_weights if e in due or e.every_tokens == of_weights[0].every_tokens]
-        else:
-            of_weights = []
-        return of_weights, [each for each in due if each.of_checkpoint]
 
     def is_logged(self, step: int) -> bool:
         return step % self.t.cfg.log_every == 0 or step == self.t.plan.steps - 1
@@ -300,12 +279,9 @@ class _Loop:
 
         `sequence_s` are those of a step for each of its sequences. The next step may be longer.
         """
-        t, state, evaluation_s = self.t, self.state, sum(self.evaluation_s.values())
+        t, state = self.t, self.state
         step_s = sequence_s * t.plan.step(state.step, state.tokens).batch.sequences
-        if not self.evaluation_s:  # a forward pass is a third of a step
-            passes = len(t.dataset.val_starts) * (1 if t.average is None else 2)
-            evaluation_s = sequence_s * passes / 3
-        return (1 + 2 * self.late) * step_s + evaluation_s + t.checkpoints.reserve_s()
+        return (1 + 2 * self.late) * step_s + t.evaluations.reserve_s(sequence_s) + t.checkpoints.reserve_s()
 
     def recover(self, step: PlannedStep, numbers: str) -> Literal["skipped", "went back"]:
         """Do what train.nonfinite says after a non-finite step, whose update was skipped. Returns what was done.
@@ -350,22 +326,17 @@ class _Loop:
         """Measure the weights, and log what is found. Raises `DivergedError` if the validation loss is non-finite."""
         if not due:
             return
-        state, found = self.state, dict[str, Any]()
+        state = self.state
         with self.clock.paused(), weights_for_use(self.t.step.optimizer):
-            for each in due:
-                started = time.perf_counter()
-                found |= each.measure(state) or {}
-                if not each.ends_early:
-                    self.evaluation_s[each.name] = time.perf_counter() - started
-                if not math.isfinite(loss := found[Metric.VAL_LOSS]):
-                    break
+            found = self.t.evaluations.measure(due, state)
             self.log.evaluation(state.step - 1, state.tokens, found)
-        state.val_loss, state.val_loss_ema = loss, found.get(Metric.VAL_LOSS_EMA, state.val_loss_ema)
+        loss = state.val_loss = found[Metric.VAL_LOSS]
+        state.val_loss_ema = found.get(Metric.VAL_LOSS_EMA, state.val_loss_ema)
         state.evaluated_tokens = state.tokens
         if not math.isfinite(loss):
             raise DivergedError(
-                f"step {state.step}: validation loss {loss:.6g}: the run diverged; lower optim.lr, or clip "
-                "gradients to a smaller norm"
+                f"step {state.step}: validation loss {loss:.6g}: the run diverged; lower optim.lr, or clip gradients "
+                "to a smaller norm"
             )
         state.best_val_loss = loss if state.best_val_loss is None else min(loss, state.best_val_loss)
 
