@@ -366,5 +366,5 @@ def optimizers(monkeypatch: pytest.MonkeyPatch) -> "list[Optimizer]":
         built.append(build_optimizer(*args))
         return built[-1]
 
-    monkeypatch.setattr("gptexp.run.rank.build_optimizer", build)
+    monkeypatch.setattr("gptexp.run.build.build_optimizer", build)
     return built

@@ -9,7 +9,7 @@ from conftest import ROOT
 
 import gptexp
 from gptexp.cli import VERBS
-from gptexp.loggers.run_log import METRICS
+from gptexp.config.metrics import Metric
 
 PACKAGE = ROOT / "gptexp"
 TESTS = ROOT / "tests"
@@ -56,8 +56,8 @@ def test_the_marked_block_is_the_test_command() -> None:
 
 def test_the_table_of_metrics_is_current() -> None:
     text = (PACKAGE / "loggers" / "README.md").read_text()
-    for name, (unit, meaning) in METRICS.items():
-        assert f"| `{name}` | {unit} | {meaning} |" in text, name
+    for metric in Metric:
+        assert f"| `{metric}` | {metric.unit} | {metric.meaning} |" in text, metric
 
 
 def test_the_list_of_imports_is_current() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import gptexp
+from gptexp.config.metrics import Metric
 
 PACKAGE = Path(gptexp.__file__).parent
 
@@ -50,6 +51,7 @@ FENCES = {
     "safetensors": {"storage/checkpoint.py", "storage/tensor_files.py", "run/export.py"},
 }  # fmt: skip
 
+METRICS_FILE = "config/metrics.py"
 RANK_VARIABLES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 
 
@@ -195,6 +197,17 @@ def test_only_ranks_py_names_the_launchers_variables() -> None:
         assert file.name == "distributed/ranks.py" or not words & RANK_VARIABLES, file.name
 
 
+def test_metrics_are_named_in_their_table_alone() -> None:
+    """A literal of a name could be misspelt; a member of `Metric` cannot. `step`, `tokens` … are words too."""
+    names = {str(metric) for metric in Metric if "/" in metric}
+    beginnings = {f"{name.partition('/')[0]}/" for name in names}
+    for file in FILES.values():
+        literals = [n.value for n in ast.walk(file.tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+        parts = [n.values[0] for n in ast.walk(file.tree) if isinstance(n, ast.JoinedStr) and n.values]
+        made = {part.value for part in parts if isinstance(part, ast.Constant)} & beginnings
+        assert file.name == METRICS_FILE or not (made | (names & {*literals})), file.name
+
+
 def test_no_file_instantiates_from_a_config_evaluates_text_or_unpickles() -> None:
     loads = 0
     for file in FILES.values():
@@ -238,6 +251,7 @@ WITH_TORCH = {
     "command/planning.py",
     "command/prediction.py",
     "command/sweep_planning.py",
+    "data/agreement.py",
     "data/loader.py",
     "storage/checkpoint.py",
     "storage/unneeded.py",

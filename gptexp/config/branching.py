@@ -15,7 +15,8 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from gptexp.config.rules import length_key, noise_half_life
+from gptexp.config.noise_scale import noise_half_life
+from gptexp.config.rules import length_key
 from gptexp.config.schedule import Schedule, resolve_schedule
 from gptexp.config.schema import Config, result_deciding
 from gptexp.process.errors import ConfigError, Problem

@@ -14,6 +14,7 @@ from typing import Any
 
 from gptexp.config import batch, paths
 from gptexp.config.fitted import fitted_problems
+from gptexp.config.noise_scale import LIKE_BATCH, needing_noise_scale, why_unmeasured
 from gptexp.config.scaling import decay_rates, scaled_decay_rates, scaled_optim
 from gptexp.config.schedule import resolve_schedule
 from gptexp.config.schema import ATTENTION_DEVICES, AUTO, Config, TwoMomentsConfig, every_key, field_problems
@@ -29,7 +30,6 @@ LENGTHS_IN_STEPS = {
     "schedule.warmup_steps": "the number of warm-up tokens",
     "schedule.decay_steps": "the number of decay tokens",
 }
-LIKE_BATCH = "optim.gradient_noise_like_batch"
 TOKENIZER_RULE = f"must be one of {', '.join(NAMES)}, or the path of a tokenizer.json"
 # Optimizers for which the table of model/parametrisation.py holds: each element of an update has about the size lr. Of
 # SGD it has that of the gradient, of LARS, LAMB and Adafactor that of the weight. Muon and SOAP limit whole matrices.
@@ -37,7 +37,6 @@ LIKE_ADAM = ("adamw", "lion", "schedulefree")
 # Optimizers whose update of a number depends on the gradient, the weight and the state of that number alone.
 _BY_NUMBER = ("adamw", "sgd", "lion", "schedulefree")
 _NOT_BY_PARAMETER = ("lamb", "muon", "schedulefree")  # the first two are two optimizers; the last exchanges the weights
-LEAST_STEPS = 4  # minimum of the default half-life of the noise scale's averages
 MOST_QUANTA = 10_000  # in a step; each may be a level of the ramp
 
 # Keys that are read under some values of another key only. Under its other values they must have their defaults.
@@ -128,46 +127,6 @@ def confounds_of(values: dict[str, Any]) -> Iterator[str]:
             f"optim.gradient_noise_decay={decay:g} counts steps, so the noise after a number of tokens differs between "
             "batch sizes; give optim.gradient_noise_decay_tokens"
         )
-
-
-def noise_half_life(cfg: Config, run_tokens: int) -> float:
-    """Half-life of the noise scale's averages, in tokens."""
-    return cfg.log.noise_half_life_tokens or max(run_tokens / 100, LEAST_STEPS * cfg.batch.total_batch_size)
-
-
-def needing_noise_scale(cfg: Config) -> str | None:
-    """The key that requires a run to measure its noise scale, with its value; None if there is none."""
-    if (like := cfg.optim.gradient_noise_like_batch) is not None:
-        return f"{LIKE_BATCH}={like}"
-    return "log.noise_scale=on" if cfg.log.noise_scale == "on" else None
-
-
-def why_unmeasured(cfg: Config, micro_batch_size: int, world_size: int) -> str | None:
-    """The reason why a run does not measure its noise scale; None if it does.
-
-    If it was asked for, every step must be measurable, also the first one of a ramp.
-    """
-    if cfg.log.noise_scale == "off":
-        return "log.noise_scale=off"
-    sizes = cfg.batch.step_sizes
-    return unmeasurable(cfg, micro_batch_size, world_size, sizes.start if needing_noise_scale(cfg) else sizes.total)
-
-
-def unmeasurable(cfg: Config, micro_batch_size: int, world_size: int, step_tokens: int) -> str | None:
-    """The reason why a step of `step_tokens` tokens cannot measure the noise scale, with the fix; None if it can."""
-    t = cfg.seq_len
-    if cfg.data.order == "sequential":
-        return (
-            "data.order=sequential puts consecutive text into one micro-batch, but the estimate needs independent "
-            "sequences; use data.order=shuffled"
-        )
-    if micro_batch_size * t * world_size < step_tokens or world_size > 1:
-        return None
-    sizes = batch.legal_micro_batches(cfg.batch.step_sizes.quantum, t, world_size)
-    smaller = [size for size in sizes if size < micro_batch_size]
-    larger = "batch.total_batch_size" if cfg.batch.ramp_tokens is None else "batch.ramp_from_tokens"
-    fix = f"use batch.micro_batch_size={smaller[0]}" if smaller else f"use a larger {larger}"
-    return f"the estimate compares micro-batches, and a step on one rank has only one; {fix}"
 
 
 def _noise(cfg: Config, world_size: int) -> Iterator[Problem]:

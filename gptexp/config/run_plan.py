@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from gptexp.config.batch import BatchPlan, StepSizes, interval_tokens, plan_batch
+from gptexp.config.batch import BatchPlan, StepSizes, crosses, interval_tokens, plan_batch
 from gptexp.config.branching import first_step
 from gptexp.config.scaling import scaled_optim
 from gptexp.config.schedule import Schedule, least_warmup_steps, resolve_schedule
@@ -75,6 +75,11 @@ class RunPlan:
             step = self.step(number, tokens_before)
             yield step
             number, tokens_before = number + 1, step.tokens_after
+
+    def is_due(self, every_tokens: int, steps: int) -> bool:
+        """Whether the last of `steps` steps reaches a multiple of `every_tokens`; False for an interval of 0."""
+        after = self.step_sizes.tokens_after
+        return steps > 0 and crosses(after(steps - 1), after(steps), every_tokens)
 
     def times(self, every_tokens: int) -> int:
         """How often something happens at the first step at or after each multiple of `every_tokens`, and at the end.

@@ -73,8 +73,8 @@ def init_process_group(
         timeout=timedelta(seconds=timeout_s),
         device_id=device if backend == "nccl" else None,
     )
-    patient: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=PREPARATION)
-    return patient
+    long_wait_group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=PREPARATION)
+    return long_wait_group
 
 
 def _wait_for_all(store: dist.Store, world_size: int, heeds_signals: bool = False) -> None:

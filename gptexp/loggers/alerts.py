@@ -7,6 +7,8 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from gptexp.config.metrics import Metric
+
 WINDOW = 20  # logged steps over which a check takes its mean or median
 CLIPPED = 0.9  # share of clipped steps
 CLIMBED = 3.0  # median gradient norm, relative to its lowest so far
@@ -16,7 +18,7 @@ USUALLY_SLOWEST = 0.8  # share of the window in which one rank is the slowest
 
 
 class Alerts:
-    """Checks the logged steps of a run, whose values have the names in `run_log.METRICS`.
+    """Checks the logged steps of a run, whose values have the names in `config/metrics.py`.
 
     `deadline` is the time of the monotonic clock, in seconds, at which the run must end. `said` are the kinds of
     warnings that earlier attempts have logged.
@@ -32,7 +34,7 @@ class Alerts:
 
     def look(self, step: dict[str, Any]) -> Iterator[tuple[str, str]]:
         """Check a logged step; yields (kind, line) for each new warning."""
-        if not math.isfinite(step["optim/grad_norm"]):
+        if not math.isfinite(step[Metric.GRAD_NORM]):
             return  # the training loop logs a fault for it
         self._newest.append(step)
         for about, line in self._warnings():
@@ -63,7 +65,7 @@ class Alerts:
         if len(self._newest) < WINDOW:
             return
         if newest["tokens"] < self._warmup_tokens and self._deadline < math.inf:
-            rate = self._median("perf/tokens_per_s")
+            rate = self._median(Metric.TOKENS_PER_S)
             if newest["tokens"] + rate * (self._deadline - time.monotonic()) < self._warmup_tokens:
                 yield (
                     "warm-up",
@@ -71,14 +73,14 @@ class Alerts:
                     "the learning rate does not reach its peak; raise train.max_minutes, or shorten the warm-up",
                 )
         if self._newest[0]["tokens"] > self._warmup_tokens:
-            if statistics.fmean(step["optim/clip_fraction"] for step in self._newest) > CLIPPED:
+            if statistics.fmean(step[Metric.CLIP_FRACTION] for step in self._newest) > CLIPPED:
                 yield (
                     "clipping",
                     f"more than {CLIPPED:.0%} of the steps are clipped at optim.grad_clip={self._grad_clip:g}: "
                     "after clipping nearly all gradients have this norm; raise optim.grad_clip, or consider this when "
                     "you compare runs",
                 )
-            norm = self._median("optim/grad_norm")
+            norm = self._median(Metric.GRAD_NORM)
             self._lowest_norm = min(norm, self._lowest_norm)
             if norm > CLIMBED * self._lowest_norm:
                 yield (
@@ -86,14 +88,14 @@ class Alerts:
                     f"the gradient norm rises: its median over {WINDOW} logged steps is {norm:.3g}, and the lowest was "
                     f"{self._lowest_norm:.3g}; this often precedes divergence, and a lower optim.lr may help",
                 )
-        share = sum(s["perf/data_ms"] for s in self._newest) / sum(s["perf/step_ms"] for s in self._newest)
+        share = sum(s[Metric.DATA_MS] for s in self._newest) / sum(s[Metric.STEP_MS] for s in self._newest)
         if share > WAITING:
             line = f"{share:.0%} of a step's time is spent waiting for data: check the file system and the CPU's load"
             yield "data", line
-        if "perf/slowest_rank" in newest:
-            steps = [step for step in self._newest if "perf/slowest_rank" in step]
-            [(rank, count)] = Counter(step["perf/slowest_rank"] for step in steps).most_common(1)
-            ratio = statistics.median(step["perf/straggler_ratio"] for step in steps)
+        if Metric.SLOWEST_RANK in newest:
+            steps = [step for step in self._newest if Metric.SLOWEST_RANK in step]
+            [(rank, count)] = Counter(step[Metric.SLOWEST_RANK] for step in steps).most_common(1)
+            ratio = statistics.median(step[Metric.STRAGGLER_RATIO] for step in steps)
             if count >= USUALLY_SLOWEST * WINDOW and ratio > BEHIND:
                 line = (
                     f"rank {rank} takes {ratio:.1f} times as long as the mean of the others, and all ranks wait for "

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Column
 
+from gptexp.config.metrics import SHARPNESS, Metric
 from gptexp.loggers.run_log import Sink
 from gptexp.process.terminal import emit, say
 from gptexp.storage.checkpoint import TrainState
@@ -29,18 +30,20 @@ def _after(event: dict[str, Any], what: str) -> str:
 def step_line(event: dict[str, Any]) -> str:
     return _after(
         event,
-        f"loss: {event['train/loss']:.6f} | lr {event['optim/lr']:.4e} | "
-        f"norm: {event['optim/grad_norm']:.4f} | dt: {event['perf/step_ms']:.2f}ms | "
-        f"tok/sec: {event['perf/tokens_per_s']:.2f}",
+        f"loss: {event[Metric.TRAIN_LOSS]:.6f} | lr {event[Metric.LR]:.4e} | "
+        f"norm: {event[Metric.GRAD_NORM]:.4f} | dt: {event[Metric.STEP_MS]:.2f}ms | "
+        f"tok/sec: {event[Metric.TOKENS_PER_S]:.2f}",
     )
 
 
 def eval_line(event: dict[str, Any]) -> str:
-    in_bytes = f" | bits per byte: {event['val/bpb']:.4f}" if event.get("val/bpb") is not None else ""
-    averaged = f" | averaged weights: {event['val/loss_ema']:.6f}" if event.get("val/loss_ema") is not None else ""
-    scored = "".join(f" | {task}: {value:.4f}" for task, value in _main_scores(event).items())
-    of_weights = f"val loss: {event['val/loss']:.6f} | perplexity: {event['val/ppl']:.2f}{in_bytes}"
-    return _after(event, f"{of_weights}{averaged}{scored}")
+    parts = [f"val loss: {event[Metric.VAL_LOSS]:.6f}", f"perplexity: {event[Metric.VAL_PPL]:.2f}"]
+    if (bits := event.get(Metric.VAL_BPB)) is not None:
+        parts.append(f"bits per byte: {bits:.4f}")
+    if (averaged := event.get(Metric.VAL_LOSS_EMA)) is not None:
+        parts.append(f"averaged weights: {averaged:.6f}")
+    parts += [f"{task}: {value:.4f}" for task, value in _main_scores(event).items()]
+    return _after(event, " | ".join(parts))
 
 
 def _main_scores(event: dict[str, Any]) -> dict[str, float]:
@@ -54,14 +57,13 @@ def _main_scores(event: dict[str, Any]) -> dict[str, float]:
 
 
 def sharpness_line(event: dict[str, Any]) -> str:
-    def number(name: str) -> str:
-        value = event.get(f"sharpness/{name}")
-        return "unknown" if value is None else f"{value:.4g}"
-
-    parts = [f"sharpness: {number('hessian')}"]
-    if event.get("sharpness/threshold") is not None:
-        parts.append(f"preconditioned: {number('preconditioned')}, threshold {number('threshold')}")
-    return _after(event, " | ".join([*parts, f"SAM: {number('sam')}"]))
+    hessian, preconditioned, threshold, sam = (
+        "unknown" if (value := event.get(metric)) is None else f"{value:.4g}" for metric in SHARPNESS
+    )
+    parts = [f"sharpness: {hessian}"]
+    if event.get(Metric.SHARPNESS_THRESHOLD) is not None:
+        parts.append(f"preconditioned: {preconditioned}, threshold {threshold}")
+    return _after(event, " | ".join([*parts, f"SAM: {sam}"]))
 
 
 def profile_text(event: dict[str, Any]) -> str:
@@ -146,12 +148,13 @@ class BarSink(Sink):
 
     def write(self, event: dict[str, Any]) -> None:
         if event["event"] == "step":
-            mfu = f"  MFU {event['perf/mfu_palm']:.1%}" if event["perf/mfu_palm"] is not None else ""
-            self._loss, self._speed = f"loss {event['train/loss']:.4f}", f"{event['perf/tokens_per_s']:,.0f} tok/s{mfu}"
+            mfu = f"  MFU {event[Metric.MFU_PALM]:.1%}" if event[Metric.MFU_PALM] is not None else ""
+            self._loss = f"loss {event[Metric.TRAIN_LOSS]:.4f}"
+            self._speed = f"{event[Metric.TOKENS_PER_S]:,.0f} tok/s{mfu}"
             self._update(event["step"] + 1, event["tokens"])
             return
         if event["event"] == "eval":
-            self._val = _val(event["val/loss"])
+            self._val = _val(event[Metric.VAL_LOSS])
             self._update(event["step"] + 1, event["tokens"])
         if event["event"] == "sample":
             self._progress.stop()  # training is over; the lines after it are plain text

@@ -15,12 +15,13 @@ import wandb_workspaces.reports.v2 as wr
 import wandb_workspaces.workspaces as ws
 from wandb_workspaces.workspaces import Workspace
 
+from gptexp.config.metrics import SHARPNESS, Metric
 from gptexp.process.errors import ConfigError, UserError, first_line
 
 # With `define_metric("val/loss", summary="min")` wandb's summary of a run contains {"val/loss": {"min": …}} and no
 # number under "val/loss" itself. Panels with one value per run (scatter, parallel coordinates, the list of runs) read
 # the summary, where a dot separates nested keys. Line plots read the history, where the name is "val/loss".
-BEST_LOSS = "val/loss.min"
+BEST_LOSS = f"{Metric.VAL_LOSS}.min"
 LR, BATCH = "effective_optim.lr", "batch.total_batch_size"  # lr as scaled with the batch size, in every run's config
 OF_FEW_RUNS = ("Averaged weights", "Sharpness", "Gradient noise added")  # sections that most runs log nothing for
 MAX_RUNS = 100  # in a panel; wandb's default of 10 is fewer than a sweep has
@@ -33,16 +34,17 @@ def definition(entity: str, project: str, name: str) -> Workspace:
     def curves(*metrics: str, x: str = "tokens", log_x: bool = False, log_y: bool = False) -> list[Any]:
         return [wr.LinePlot(title=f"{y} by {x}", x=x, y=[y], log_x=log_x, log_y=log_y) for y in metrics]
 
+    losses = Metric.TRAIN_LOSS, Metric.VAL_LOSS
     axis = wr.ParallelCoordinatesPlotColumn
     lr, batch, best_loss = wr.Config(LR), wr.Config(BATCH), wr.SummaryMetric(BEST_LOSS)
     panels = {
-        "Loss": curves("train/loss", "val/loss") + curves("train/loss", "val/loss", x="flops", log_x=True),
-        "Optimiser": curves("optim/lr", "batch/tokens", "optim/grad_norm", "optim/clip_fraction"),
-        "Speed": curves("perf/tokens_per_s", "perf/mfu_palm", "perf/mfu_causal", "perf/step_ms", "perf/data_ms"),
+        "Loss": curves(*losses) + curves(*losses, x="flops", log_x=True),
+        "Optimiser": curves(Metric.LR, Metric.BATCH_TOKENS, Metric.GRAD_NORM, Metric.CLIP_FRACTION),
+        "Speed": curves(Metric.TOKENS_PER_S, Metric.MFU_PALM, Metric.MFU_CAUSAL, Metric.STEP_MS, Metric.DATA_MS),
         "Noise scale": [
-            *curves("gns/tokens", log_y=True),
-            *curves("gns/cos"),
-            *curves("gns/grad_sq", "gns/noise_trace", log_y=True),
+            *curves(Metric.GNS_TOKENS, log_y=True),
+            *curves(Metric.GNS_COS),
+            *curves(Metric.GNS_GRAD_SQ, Metric.GNS_NOISE_TRACE, log_y=True),
         ],
         "Sweep": [
             wr.ParallelCoordinatesPlot(
@@ -52,9 +54,9 @@ def definition(entity: str, project: str, name: str) -> Workspace:
             # A scatter plot cannot be grouped: its third axis sets the colour of the points.
             wr.ScatterPlot(title=f"{BEST_LOSS} by {LR}", x=lr, y=best_loss, z=batch, log_x=True, log_z=True),
         ],
-        "Averaged weights": curves("val/loss_ema"),
-        "Sharpness": curves("sharpness/hessian", "sharpness/preconditioned", "sharpness/sam", log_y=True),
-        "Gradient noise added": curves("optim/gradient_noise"),
+        "Averaged weights": curves(Metric.VAL_LOSS_EMA),
+        "Sharpness": curves(*(metric for metric in SHARPNESS if metric != Metric.SHARPNESS_THRESHOLD), log_y=True),
+        "Gradient noise added": curves(Metric.GRADIENT_NOISE),
     }
     for section, plots in panels.items():
         for plot in plots:

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+from collections import defaultdict
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -27,8 +28,9 @@ class JsonlSink(Sink):
     def __init__(self, directory: Path, state: TrainState, log_every: int, first_step: int = 0) -> None:
         self._path = directory / METRICS_FILE
         self.alerts_before: set[str] = set()  # kinds of the alerts that earlier attempts have logged
-        self.sharpness_steps: set[int] = set()  # whose sharpness they have logged
-        if gaps := missing_steps(self._open(state), state.step, log_every, first_step):
+        self.earlier_steps: dict[str, list[int]] = defaultdict(list)  # kind of event -> the steps of those events
+        self._open(state)
+        if gaps := missing_steps(self.earlier_steps.pop("step", []), state.step, log_every, first_step):
             warn(f"{self._path}: {described(gaps)}; the curves have a gap there")
 
     def write(self, event: dict[str, Any]) -> None:
@@ -58,9 +60,8 @@ class JsonlSink(Sink):
     def close(self, summary: dict[str, Any], exit_code: int) -> None:
         self._file.close()
 
-    def _open(self, state: TrainState) -> list[int]:
-        """Open the file for further lines, and return the steps that it has."""
-        steps = []
+    def _open(self, state: TrainState) -> None:
+        """Open the file for further lines."""
         if self._path.exists():
             with storage(self._path), atomic(self._path) as kept, open_text(self._path, "replace") as lines:
                 for line in lines:
@@ -70,15 +71,15 @@ class JsonlSink(Sink):
                         continue
                     if isinstance(event, dict) and _is_before(event, state):
                         kept.write(line)
-                        if event.get("event") == "alert":
-                            self.alerts_before.add(str(event.get("about")))
-                        elif event.get("event") == "step" and isinstance(event.get("step"), int):
-                            steps.append(event["step"])
-                        elif event.get("event") == "sharpness" and isinstance(event.get("step"), int):
-                            self.sharpness_steps.add(event["step"])
+                        self._remember(str(event.get("event")), event)
         with storage(self._path):
             self._file = self._path.open("ab", buffering=0)
-        return steps
+
+    def _remember(self, kind: str, event: dict[str, Any]) -> None:
+        if kind == "alert":
+            self.alerts_before.add(str(event.get("about")))
+        if isinstance(event.get("step"), int):
+            self.earlier_steps[kind].append(event["step"])
 
 
 def _is_before(event: dict[str, Any], state: TrainState) -> bool:

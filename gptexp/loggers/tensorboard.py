@@ -21,8 +21,9 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.utils.tensorboard import RecordWriter
 from torch.utils.tensorboard.summary import hparams, text
 
+from gptexp.config.metrics import Metric
 from gptexp.config.schema import Config, fields_of, to_dict
-from gptexp.loggers.run_log import METRICS, Sink
+from gptexp.loggers.run_log import Sink
 from gptexp.process.errors import ConfigError
 from gptexp.process.terminal import warn
 from gptexp.storage import sweep_record
@@ -30,7 +31,7 @@ from gptexp.storage.checkpoint import TrainState
 
 VERSION = "brain.Event:2"  # of the file format; it has the session starts that hide the steps before a rewind
 AXES = ("time", "tokens")  # metrics that TensorBoard has as the time and the step of every event
-FINAL, BEST = "val/loss", "best_val_loss"  # the metrics of a cell in HParams; val/loss shows its newest value
+FINAL, BEST = Metric.VAL_LOSS, "best_val_loss"  # the metrics of a cell in HParams; val/loss shows its newest value
 
 _files = itertools.count()  # in this process, for the names of files that begin in the same second
 
@@ -58,7 +59,7 @@ class TensorBoardSink(Sink):
     def write(self, event: dict[str, Any]) -> None:
         kind = event["event"]
         if kind in ("step", "eval", "sharpness"):
-            names = event if kind == "eval" else METRICS  # an evaluation has scores too, named by their tasks
+            names = event if kind == "eval" else Metric  # an evaluation has scores too, named by their tasks
             drawn = [name for name in names if name not in AXES and isinstance(event.get(name), int | float)]
             self._log(event["tokens"], event["time"], scalars({name: event[name] for name in drawn}))
         elif kind == "sample":

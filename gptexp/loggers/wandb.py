@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from gptexp.config.metrics import Metric
 from gptexp.config.schema import LogConfig
 from gptexp.loggers.run_log import Sink
 from gptexp.model.loss import perplexity
@@ -35,7 +36,7 @@ MOST_WAITING = 10_000  # queued events, beyond which wandb counts as stuck
 ID_FILE = "wandb.json"
 MODE = "WANDB_MODE"  # environment variable
 MODES = {"": "auto", "run": "online", "dryrun": "offline"} | {m: m for m in ("online", "offline", "disabled")}
-LOSSES = ("train/loss", "val/loss", "val/loss_ema", "val/ppl", "val/bpb")
+LOSSES = (Metric.TRAIN_LOSS, Metric.VAL_LOSS, Metric.VAL_LOSS_EMA, Metric.VAL_PPL, Metric.VAL_BPB)
 PREEMPTED = (EXIT_CODES["SIGUSR1"], EXIT_CODES["SIGTERM"])
 SUMMARY = (
     "status", "final_val_loss", "final_val_loss_ema", "best_val_loss", "train_s", "wall_s", "noise_scale_tokens",
@@ -199,7 +200,7 @@ class WandbSink(Sink):
         self._run.summary.update({key: value for key, value in summary.items() if is_value(value)})
         best = summary.get("best_val_loss")  # over all attempts; wandb's own minimum is over this attempt
         if best is not None:
-            self._run.summary.update({"val/loss": {"min": best}, "val/ppl": {"min": perplexity(best)}})
+            self._run.summary.update({Metric.VAL_LOSS: {"min": best}, Metric.VAL_PPL: {"min": perplexity(best)}})
         if exit_code in PREEMPTED:
             self._run.mark_preempting()
         try:

@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from gptexp.config.compose import compose
+from gptexp.config.metrics import Metric
 from gptexp.data.prepare import prepare
 from gptexp.distributed.ranks import Rank
 from gptexp.machine.ceilings import LAYERS, attention_ms, copy_bandwidth, gemm_rates
@@ -63,7 +64,7 @@ def run_until(workload: Workload, extra: list[str], directory: Path, cache: Path
 def counted(events: list[dict[str, Any]]) -> dict[str, Any]:
     """Return medians over the steps after the warm-up, and the quartiles of their time."""
     steps = events[WARM_UP:]
-    low, _, high = statistics.quantiles((event["perf/step_ms"] for event in steps), n=4)
+    low, _, high = statistics.quantiles((event[Metric.STEP_MS] for event in steps), n=4)
     return {**medians(steps), "steps": len(steps), "step_ms_quartiles": [low, high]}
 
 
@@ -116,7 +117,7 @@ def _measured(name: str, workload: Workload, extra: list[str], out: Path) -> dic
     result = {"meaning": workload.meaning, **run_workload(name, workload, extra, out)}
     if result["world_size"] == 1:  # several ranks on one CPU share its rates
         result |= apart(ceilings, out / name)
-        flops_per_s = result["flops_per_token_palm"] * result["perf/tokens_per_s"]
+        flops_per_s = result["flops_per_token_palm"] * result[Metric.TOKENS_PER_S]
         result["gemm_share"] = flops_per_s / result["gemm_flops_per_s"]["model"]
     return result
 
@@ -135,16 +136,16 @@ def show(results: dict[str, dict[str, Any]], bandwidth: float) -> None:
 
     speed = table("Speed", "tokens/s", "ms/step", "quartiles", "MFU palm", "causal", "of GEMM rate", "GiB",
                   "1st step cold", "warm")  # fmt: skip
-    parts = table("Milliseconds of a step", *PHASES, "reduce*")
+    parts = table("Milliseconds of a step", *map(_phase, PHASES), "reduce*")
     limits = table("Highest rates: GFLOP/s of matrix products, ms of one layer's attention", *LAYERS, *KERNELS)
     for name, r in results.items():
         low, high = r["step_ms_quartiles"]
         speed.add_row(
-            name, f"{r['perf/tokens_per_s']:,.0f}", f"{r['perf/step_ms']:,.1f}", f"{low:,.1f}-{high:,.1f}",
-            percent(r.get("perf/mfu_palm")), percent(r.get("perf/mfu_causal")), percent(r.get("gemm_share")),
-            f"{r['perf/peak_mem_gib']:.2f}", f"{r['cold_s']:.1f} s", f"{r['warm_s']:.1f} s",
+            name, f"{r[Metric.TOKENS_PER_S]:,.0f}", f"{r[Metric.STEP_MS]:,.1f}", f"{low:,.1f}-{high:,.1f}",
+            percent(r.get(Metric.MFU_PALM)), percent(r.get(Metric.MFU_CAUSAL)), percent(r.get("gemm_share")),
+            f"{r[Metric.PEAK_MEM_GIB]:.2f}", f"{r['cold_s']:.1f} s", f"{r['warm_s']:.1f} s",
         )  # fmt: skip
-        parts.add_row(name, *(f"{r[f'perf/{phase}_ms']:,.1f}" for phase in (*PHASES, "reduce")))
+        parts.add_row(name, *(f"{r[phase]:,.1f}" for phase in (*PHASES, Metric.REDUCE_MS)))
         if "gemm_flops_per_s" in r:
             rates = (f"{r['gemm_flops_per_s'][layer] / 1e9:,.0f}" for layer in LAYERS)
             times = ("-" if (ms := r["attention_ms"][kernel]) is None else f"{ms:,.2f}" for kernel in KERNELS)
@@ -156,6 +157,11 @@ def show(results: dict[str, dict[str, Any]], bandwidth: float) -> None:
         console.print(each)
         console.print()
     console.print("* included in backward")
+
+
+def _phase(metric: Metric) -> str:
+    """The name of a phase of the step, as in `perf/forward_ms`."""
+    return metric.partition("/")[2].removesuffix("_ms")
 
 
 def bench(names: list[str], overrides: list[str], device: str, out: Path, as_json: bool) -> int:

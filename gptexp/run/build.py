@@ -1,14 +1,16 @@
-"""Builds the model of a run as its effective choices say: loss, attention, compilation, DDP."""
+"""Builds what a run trains with, as its effective choices say: loss, attention, compilation, DDP, optimizer."""
 
 import atexit
 import getpass
 import hashlib
 import inspect
+import math
 import os
 import shutil
 import tempfile
 from collections.abc import Callable
 from contextlib import nullcontext
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,26 +21,43 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from gptexp.config.noise_scale import needing_noise_scale, noise_half_life, why_unmeasured
+from gptexp.config.run_plan import plan_run
+from gptexp.config.scaling import scaled_optim
 from gptexp.config.schema import Config
 from gptexp.config.vocabulary import with_vocab_size
 from gptexp.distributed.group import barrier
 from gptexp.distributed.ranks import Rank
-from gptexp.distributed.sharding import SplitParameters, split
+from gptexp.distributed.reduction import build_reduction
+from gptexp.distributed.sharding import Parameters, SplitParameters, WholeParameters, split
 from gptexp.machine.device import missing_compiler
-from gptexp.machine.effective import Effective
+from gptexp.machine.effective import Effective, forward_context
 from gptexp.model import loss
 from gptexp.model.compiler import compile_options
+from gptexp.model.flops import count_parameters
 from gptexp.model.gpt import GPT
 from gptexp.model.loss import LOSSES
 from gptexp.process.errors import ConfigError
+from gptexp.run.evaluations import build_evaluations
+from gptexp.run.first_weights import load_first_weights
+from gptexp.run.job import Decision, Job, Prepared
+from gptexp.run.summary import about
+from gptexp.storage import run_dir
+from gptexp.storage.checkpoint import Keep, refuse_other_size
 from gptexp.training.loop import Training
-from gptexp.training.snapshot import load_weights
+from gptexp.training.optim import build_optimizer
+from gptexp.training.profiling import StepProfiler
+from gptexp.training.saving import Checkpoints
+from gptexp.training.snapshot import is_shared, load_checkpoint, load_weights
+from gptexp.training.step import TrainStep
+from gptexp.training.weight_average import WeightAverage
 
 # DDP splits a compiled graph wherever a gradient bucket is full. With gradient accumulation the buckets help in one
 # micro-step, and the splits cost time in all. DDP's default of 25 MiB splits GPT-2 124M into 14 graphs.
 BUCKETS = 5
 LEAST_BUCKET_MIB = 25.0
 FIRST_BUCKET_MIB = 1.0  # DDP's, unless the size is given (torch.distributed._DEFAULT_FIRST_BUCKET_BYTES)
+SAVE_TIMEOUT = timedelta(hours=2)  # longest wait of a rank that has written its part of a checkpoint for the others
 INDUCTOR_CACHE, TRITON_CACHE = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
 
 
@@ -189,7 +208,82 @@ def _sent_as_bfloat16(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torc
     return bf16_compress_hook(group, bucket)
 
 
-def compile_in_turn(t: Training, patient: dist.ProcessGroup | None) -> None:
+def build_training(job: Job, prepared: Prepared, decision: Decision) -> Training:
+    """Build what the rank trains with, and load the checkpoint or the first weights into it. *Collective.*"""
+    cfg, rank, effective, path = job.cfg, job.rank, decision.effective, decision.checkpoint
+    gpt, step = _build_step(job, prepared, decision)
+    half_life_tokens = cfg.train.ema_half_life_tokens
+    average = WeightAverage(step.parameters, half_life_tokens) if half_life_tokens is not None else None
+    if path is not None:
+        load_checkpoint(path, step.parameters, step.optimizer, average)
+    plan = plan_run(cfg, effective.micro_batch_size.value)
+    unmeasured = why_unmeasured(cfg, effective.micro_batch_size.value, rank.world_size)
+    if unmeasured and (given := needing_noise_scale(cfg)):
+        raise ConfigError(f"{given}: {unmeasured}")
+    profiler = None
+    if cfg.train.profile:
+        folder = job.directory / run_dir.PROFILE
+        profiler = StepProfiler(folder, rank, prepared.device, decision.state.step, plan.steps)
+    is_split = is_shared(step.parameters, step.optimizer)
+    checkpoints = Checkpoints(
+        directory=job.directory / run_dir.CHECKPOINTS,
+        step=step,
+        average=average,
+        keep=Keep(cfg.train.keep_last, plan.keep_every_tokens, cfg.train.keep_best),
+        rank=rank,
+        group=dist.new_group(backend="gloo", timeout=SAVE_TIMEOUT) if is_split else None,
+        about=about(cfg, effective, prepared.dataset, rank.world_size, decision.branched_from) if rank.is_main else {},
+    )
+    return Training(
+        cfg=cfg.train,
+        optim=scaled_optim(cfg),
+        plan=plan,
+        step=step,
+        average=average,
+        gpt=gpt,
+        dataset=prepared.dataset,
+        rank=rank,
+        device=prepared.device,
+        timeout_s=cfg.world.timeout_s if rank.world_size > 1 else math.inf,
+        evaluations=build_evaluations(job, prepared, plan, gpt, step, average),
+        noise_half_life_tokens=None if unmeasured else noise_half_life(cfg, cfg.run_length[1]),
+        profiler=profiler,
+        checkpoints=checkpoints,
+    )
+
+
+def _build_step(job: Job, prepared: Prepared, decision: Decision) -> tuple[GPT, TrainStep]:
+    """Build the model with its first weights, and the step that trains it. *Collective.*"""
+    cfg, rank, device = job.cfg, job.rank, prepared.device
+    effective, path, source = decision.effective, decision.checkpoint, decision.source
+    if path is not None:
+        refuse_other_size(path, count_parameters(cfg.model))
+    sharding = cfg.world.sharding if rank.world_size > 1 else "none"  # one rank's part is everything
+    parameters: Parameters
+    if sharding == "full":
+        gpt, parameters = build_split_gpt(cfg, effective, device, path is None and source is None)
+    else:
+        gpt = build_gpt(cfg, effective, device)
+        parameters = WholeParameters(gpt)
+    split_state = sharding == "optimizer"
+    optimizer = build_optimizer(gpt, scaled_optim(cfg), effective.fused.value, parameters.named, split_state)
+    if path is None and source is not None and (rank.is_main or parameters.split):
+        load_first_weights(source, parameters)  # if they are whole, `wrap` sends them to the other ranks
+    model = gpt if parameters.split else wrap(gpt, effective, cfg.train.reduction, rank, device, cfg.world.comm)
+    step = TrainStep(
+        model=model,
+        optimizer=optimizer,
+        reduction=build_reduction(cfg.train.reduction, model, rank, effective.reduce_every == "micro_step"),
+        grad_clip=cfg.optim.grad_clip,
+        forward_context=forward_context(effective),
+        dropout=cfg.model.dropout > 0,
+        parameters=parameters,
+        stop=job.stop,
+    )
+    return gpt, step
+
+
+def compile_in_turn(t: Training, long_wait_group: dist.ProcessGroup | None) -> None:
     """Compile on the first rank of every node, then on the others, which use the first one's cache. *Collective.*
 
     Runs one micro-step on padding, and a validation batch if the run validates; leaves no gradients.
@@ -212,4 +306,4 @@ def compile_in_turn(t: Training, patient: dist.ProcessGroup | None) -> None:
                 with torch.no_grad(), t.step.forward_context():
                     t.gpt(x, y)
                 t.gpt.train()
-        barrier(patient)
+        barrier(long_wait_group)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gptexp.config.batch import count_val_windows
+from gptexp.config.metrics import Metric
 from gptexp.config.run_plan import RunPlan
 from gptexp.config.schema import Config, ScheduleConfig
 from gptexp.data.loader import build_dataset
@@ -63,12 +64,12 @@ def sample(cfg: Config, plan: RunPlan, effective: Effective) -> Sample:
         _save(directory, quick, effective)
         seen = observe(resume_command(directory), directory, WARM_UP + COUNTED)
     ms = medians(seen.steps[WARM_UP:])
-    in_micro_steps = ms["perf/data_ms"] + ms["perf/forward_ms"] + ms["perf/backward_ms"] - ms.get("perf/reduce_ms", 0.0)
-    first_s = seen.steps[0]["perf/step_ms"] / 1e3
+    in_micro_steps = ms[Metric.DATA_MS] + ms[Metric.FORWARD_MS] + ms[Metric.BACKWARD_MS] - ms.get(Metric.REDUCE_MS, 0.0)
+    first_s = seen.steps[0][Metric.STEP_MS] / 1e3
     return Sample(
         start_s=seen.start_s - first_s,
         first_s=first_s,
-        step_s=ms["perf/step_ms"] / 1e3,
+        step_s=ms[Metric.STEP_MS] / 1e3,
         micro_s=in_micro_steps / micro_steps / 1e3,
         micro_steps=micro_steps,
     )
@@ -96,8 +97,8 @@ def sample_alone(cfg: Config, plan: RunPlan, effective: Effective, at_once: int)
     # The first to begin are alone for a moment. All of them run in their last steps.
     each = [medians(one.steps[-COUNTED_ALONE:]) for one in seen]
     ms = {key: statistics.fmean(one[key] for one in each) for key in each[0]}
-    micro_ms = ms["perf/data_ms"] + ms["perf/forward_ms"] + ms["perf/backward_ms"]
-    return Alone(micro_ms / 1e3, ms["perf/backward_ms"] / 1e3, (ms["perf/step_ms"] - micro_ms) / 1e3)
+    micro_ms = ms[Metric.DATA_MS] + ms[Metric.FORWARD_MS] + ms[Metric.BACKWARD_MS]
+    return Alone(micro_ms / 1e3, ms[Metric.BACKWARD_MS] / 1e3, (ms[Metric.STEP_MS] - micro_ms) / 1e3)
 
 
 def _quick(cfg: Config, total_batch_size: int, micro_batch_size: int) -> Config:

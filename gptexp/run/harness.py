@@ -1,26 +1,53 @@
 """The tasks of lm_eval (EleutherAI's lm-evaluation-harness). No other file imports it.
 
-`python -m gptexp.run.harness TASK,TASK [DIRECTORY DEVICE]` is the process that a run starts for `train.eval_tasks`: it
-refuses an unknown task and, given a directory, prints the figures as JSON.
+A run scores `train.eval_tasks` in a process of its own: `python -m gptexp.run.harness TASK,TASK [DIRECTORY DEVICE]`
+refuses an unknown task and, given a directory, prints the figures as JSON. The functions that ask it import no lm_eval,
+which takes ten seconds.
 """
 
 import json
 import logging
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from gptexp.config.schema import HELLASWAG
-from gptexp.process.errors import ConfigError, DataError, first_line
+from gptexp.process.errors import ConfigError, DataError, UserError, first_line
 from gptexp.process.terminal import run_verb
 from gptexp.process.words import shown
-from gptexp.run.own_process import die_with_asker
+from gptexp.run.own_process import ask, die_with_asker
 
 BATCH_SIZE = 8
 LOGGERS = ("lm_eval", "transformers", "datasets", "huggingface_hub")  # the last logs every attempt to reach the network
+
+
+def tasks_of_lm_eval(tasks: Sequence[str]) -> list[str]:
+    """Those of `tasks` that lm_eval scores, each once."""
+    return [task for task in dict.fromkeys(tasks) if task != HELLASWAG]
+
+
+def score_exported(
+    directory: Path, tasks: Sequence[str], device: str, is_stopped: Callable[[], bool]
+) -> dict[str, float]:
+    """The figures of `tasks` for the model that transformers loads from `directory`, as metrics.
+
+    Raises `UserError` if lm_eval fails. Once `is_stopped()`, ends its process and raises `UserError`.
+    """
+    [*_, line] = ask_lm_eval(tasks, [str(directory), device], is_stopped).splitlines()
+    found = json.loads(line)
+    return {f"{task}/{name}": value for task, figures in found.items() for name, value in figures.items()}
+
+
+def ask_lm_eval(tasks: Sequence[str], more: Sequence[str], is_stopped: Callable[[], bool]) -> str:
+    """What this file prints as a program. Raises `UserError`."""
+    given = f"train.eval_tasks={shown(','.join(tasks))}"
+    answer = ask(["gptexp.run.harness", ",".join(tasks), *more], given, "lm_eval", is_stopped)
+    if answer is None:
+        raise UserError(f"{given}: not scored, because the run stops")
+    return answer
 
 
 def task_manager(tasks: Sequence[str], include: Path | None, option: str) -> Any:
@@ -43,7 +70,7 @@ def task_manager(tasks: Sequence[str], include: Path | None, option: str) -> Any
     return manager
 
 
-def evaluate(
+def evaluate_by_lm_eval(
     directory: Path, tasks: Sequence[str], manager: Any, device: str, limit: int | None, option: str
 ) -> dict[str, dict[str, Any]]:
     """The figures of each task for the model that transformers loads from `directory`, in float32.
@@ -102,7 +129,7 @@ def main(argv: list[str]) -> None:
     manager = task_manager(tasks, None, option)
     if argv[1:]:
         directory, device = argv[1:]
-        print(json.dumps(evaluate(Path(directory), tasks, manager, device, None, option)))
+        print(json.dumps(evaluate_by_lm_eval(Path(directory), tasks, manager, device, None, option)))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from gptexp.config.batch import count_val_windows
+from gptexp.config.metrics import Metric
 from gptexp.config.schema import AUTO, AdamWConfig, Config, result_deciding
 from gptexp.data.loader import build_dataset, val_bytes_per_token
 from gptexp.data.tokenizer import Tokenizer, load_tokenizer
@@ -21,12 +22,11 @@ from gptexp.process.errors import ConfigError, DataError
 from gptexp.process.terminal import warn
 from gptexp.process.words import shown
 from gptexp.reporting.statistics.best import one_run
-from gptexp.run.first_weights import choose_weights, load_first_weights
-from gptexp.run.tokenizers import VOCABULARY, tokenizer_of
+from gptexp.run.first_weights import VOCABULARY, choose_weights, load_first_weights, tokenizer_of
 from gptexp.storage import checkpoint, run_dir
 from gptexp.storage.checkpoint import TrainState
 from gptexp.storage.init_from import Source
-from gptexp.training.validation import evaluate
+from gptexp.training.evaluation import validation_loss
 
 
 @dataclass
@@ -152,14 +152,14 @@ def evaluate_checkpoint(
         )
     context, batch_size = forward_context(loaded.effective), loaded.effective.micro_batch_size.value
     with step_context(loaded.effective):
-        loss = evaluate(loaded.model, dataset, batch_size, Rank(), loaded.device, context)
+        loss = validation_loss(loaded.model, dataset, batch_size, Rank(), loaded.device, context)
     tokens = len(dataset.val_starts) * dataset.seq_len
-    found = {"step": loaded.state.step, "tokens": tokens, "val/loss": loss, "val/ppl": perplexity(loss)}
+    found = {"step": loaded.state.step, "tokens": tokens, Metric.VAL_LOSS: loss, Metric.VAL_PPL: perplexity(loss)}
     if averaged:
         found["ema"] = True
     tokenizer = load_tokenizer(config.data.tokenizer, directory)
     try:
-        return {**found, "val/bpb": bits_per_byte(loss, val_bytes_per_token(dataset, tokenizer))}
+        return {**found, Metric.VAL_BPB: bits_per_byte(loss, val_bytes_per_token(dataset, tokenizer))}
     except DataError as error:
         warn(f"no val/bpb: {error}")
         return found

@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 
+from gptexp.config.metrics import Metric
 from gptexp.process.errors import UserError
 from gptexp.process.signals import at_parents_death, ended_in_order
 from gptexp.storage import run_dir
@@ -101,6 +102,6 @@ def medians(steps: list[dict[str, Any]]) -> dict[str, float]:
     """Return the median of every `perf/` metric. DDP measures rarely: repeats of `perf/reduce_ms` count once."""
     keys = [key for key in steps[0] if key.startswith("perf/") and steps[0][key] is not None]
     columns = {key: [step[key] for step in steps] for key in keys}
-    if "perf/reduce_ms" in columns:
-        columns["perf/reduce_ms"] = list(dict.fromkeys(columns["perf/reduce_ms"]))
+    if Metric.REDUCE_MS in columns:
+        columns[Metric.REDUCE_MS] = list(dict.fromkeys(columns[Metric.REDUCE_MS]))
     return {key: statistics.median(values) for key, values in columns.items()}

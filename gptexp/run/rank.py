@@ -4,34 +4,23 @@ The config is the one saved in the run directory. Resumes from the newest checkp
 """
 
 import gc
-import json
-import math
-import platform
 import sys
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from datetime import timedelta
-from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
-import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from gptexp.config.branching import Parent, first_step
-from gptexp.config.fitted import other_text
-from gptexp.config.rules import needing_noise_scale, noise_half_life, why_unmeasured
-from gptexp.config.run_plan import plan_run
-from gptexp.config.scaling import scaled_optim
+from gptexp.config.branching import Parent
 from gptexp.config.schema import HELLASWAG, Config, to_dict
 from gptexp.config.vocabulary import with_vocab_size
+from gptexp.data.agreement import open_shared_dataset
 from gptexp.data.cache import downloads_dir
 from gptexp.data.downloads import downloaded
 from gptexp.data.hellaswag import VALIDATION, Example, read_examples
-from gptexp.data.loader import Dataset, build_dataset, open_dataset, val_bytes_per_token
-from gptexp.data.prepare import prepare as prepare_data
-from gptexp.data.stream import manifest_state
+from gptexp.data.loader import Dataset, build_dataset
 from gptexp.data.tokenizer import load_tokenizer
 from gptexp.distributed.group import (
     agree,
@@ -40,73 +29,50 @@ from gptexp.distributed.group import (
     destroy_process_group,
     gather,
     init_process_group,
-    wait_for,
 )
 from gptexp.distributed.ranks import Rank, ending_rank, launcher_rank, requeues
-from gptexp.distributed.reduction import build_reduction
-from gptexp.distributed.sharding import Parameters, WholeParameters
-from gptexp.loggers.alerts import Alerts
-from gptexp.loggers.console import build_console
-from gptexp.loggers.jsonl import JsonlSink
-from gptexp.loggers.run_log import RunLog, Sink
-from gptexp.loggers.wandb import build_wandb
-from gptexp.machine.ceilings import gemm_rates
+from gptexp.loggers.run_log import RunLog
 from gptexp.machine.cpu import flush_denormals
 from gptexp.machine.device import device_name, pick_device
 from gptexp.machine.effective import (
-    Effective,
     apply,
-    forward_context,
     load_effective,
     save_effective,
     step_context,
 )
 from gptexp.machine.resolve import resolve
-from gptexp.model.flops import Utilisation, count_parameters, utilisation
 from gptexp.model.generate import Sampling, complete
-from gptexp.model.gpt import GPT
 from gptexp.process.errors import (
     EXIT_DIVERGED,
     EXIT_FAILED,
     CheckpointError,
-    ConfigError,
     DataError,
     DivergedError,
     MicroBatchError,
     UserError,
 )
 from gptexp.process.signals import EXIT_CODES, StopRequest, ignore_stops
-from gptexp.process.terminal import emit, say, warn
+from gptexp.process.terminal import say, warn
 from gptexp.process.words import counted
 from gptexp.run.build import (
-    build_gpt,
-    build_split_gpt,
+    build_training,
     compile_in_turn,
     compiles,
     refuse_missing_compiler,
     replace_unwritable_caches,
-    wrap,
 )
 from gptexp.run.faults import explained
-from gptexp.run.first_weights import choose_weights, load_first_weights
-from gptexp.run.job import Job
+from gptexp.run.first_weights import choose_weights, refuse_other_ids
+from gptexp.run.job import Decision, Job, Prepared
+from gptexp.run.logs import measure_utilisation, open_log
 from gptexp.run.nodes import check_places, leave_mark, place_of, warn_of_clocks
-from gptexp.run.scoring import of_lm_eval
-from gptexp.run.sharpness import measure_while_training
-from gptexp.run.summary import Summary, about, end_line, end_lines, start_event, start_lines
-from gptexp.run.tokenizers import refuse_other_ids
+from gptexp.run.summary import Summary, end_line, end_lines
 from gptexp.run.trial import settle_micro_batch
 from gptexp.storage import branch, checkpoint, init_from, run_dir
 from gptexp.storage.checkpoint import TrainState
 from gptexp.storage.init_from import Source
 from gptexp.training.loop import Training, fit
-from gptexp.training.optim import build_optimizer, weights_for_use
-from gptexp.training.profiling import StepProfiler
-from gptexp.training.snapshot import is_shared, load_checkpoint
-from gptexp.training.step import TrainStep
-from gptexp.training.weight_average import WeightAverage
-
-WRITING = timedelta(hours=2)  # longest time for which a rank that has written its part waits for the others
+from gptexp.training.optim import weights_for_use
 
 
 def run_alone(cfg: Config, directory: Path, stop: StopRequest) -> int:
@@ -168,31 +134,9 @@ def _run(job: Job) -> int:
     finally:
         finish(job, decision, built, outcome)
     # No rank ends before rank 0 has written everything: when one ends, launchers end the others.
-    barrier(prepared.patient)
+    barrier(prepared.long_wait_group)
     destroy_process_group()
     return outcome.code
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """The data, the device and the process group of a rank."""
-
-    dataset: Dataset
-    examples: list[Example]  # of HellaSwag, if it is to be scored
-    device: torch.device
-    store: dist.Store | None  # None: one rank
-    patient: dist.ProcessGroup | None  # for waiting while one rank decides or compiles
-
-
-@dataclass(frozen=True)
-class Decision:
-    """The choices of rank 0 for all ranks. Nodes may differ in hardware, but one run needs one set of choices."""
-
-    effective: Effective
-    checkpoint: Path | None  # of this run, to continue from; None: it starts
-    source: Source | None  # of `init_from`: the weights of a run that starts; None: random ones
-    state: TrainState  # the counters to start from; training advances them
-    branched_from: dict[str, Any] | None  # the checkpoint of another run that this run began with
 
 
 @dataclass(frozen=True)
@@ -218,7 +162,7 @@ def prepare(job: Job) -> Prepared:
             warn(line)
     store = None if job.rank.world_size == 1 else job.store or connect(job.rank)
     # Before the process group: a rank that waits for another to tokenise must not time out.
-    dataset = build_dataset(job.cfg) if store is None else _dataset_of_run(job, store)
+    dataset = build_dataset(job.cfg) if store is None else open_shared_dataset(job.cfg, job.rank, store)
     examples = _examples(job, dataset)
     device = pick_device(job.cfg.train.device, job.rank)
     if store is None:
@@ -226,58 +170,6 @@ def prepare(job: Job) -> Prepared:
     world = job.cfg.world
     group = init_process_group(job.rank, store, device, world.backend, world.timeout_s)
     return Prepared(dataset, examples, device, store, group)
-
-
-def _dataset_of_run(job: Job, store: dist.Store) -> Dataset:
-    """Open the data. Rank 0 finds, prepares and checks them, and tells the others where. Raises `DataError`.
-
-    Every rank would otherwise list the folders of the corpus and open each file of tokens, on a file system that all
-    nodes share. Of a node that does not see the files of rank 0, the first rank looks, and tells the others there; also
-    with data=tokens, whose files lie outside of the cache and may be other ones on each node.
-    """
-    rank, of_node = job.rank, f"tokens of {platform.node()}"
-    if rank.is_main:
-        return _open(job, _prepared(job, store, ["tokens", of_node]), check_files=True)
-    key = of_node if rank.local_rank else "tokens"
-    wait_for(store, key)
-    told = json.loads(text := store.get(key))
-    must_look = job.cfg.data.name == "tokens" and not rank.local_rank
-    is_known = "error" in told or (not must_look and _sees(told))
-    if not is_known:  # the first rank of the node; or a later one, of two nodes with one name
-        told = _prepared(job, store, [of_node])
-    elif not rank.local_rank:
-        store.set(of_node, text.decode())
-    if error := told.get("error"):
-        raise DataError(error)
-    return _open(job, told, check_files=not is_known)
-
-
-def _prepared(job: Job, store: dist.Store, keys: list[str]) -> dict[str, Any]:
-    """Prepare the data. Tells under `keys` where they are and the states of their manifests, or the error."""
-    try:
-        directories = [None if path is None else str(path) for path in prepare_data(job.cfg.data)]
-    except DataError as refusal:
-        for key in keys:
-            store.set(key, json.dumps({"error": str(refusal)}))
-        raise
-    found = {"directories": directories, "states": [path and manifest_state(Path(path)) for path in directories]}
-    for key in keys:
-        store.set(key, json.dumps(found))
-    return found
-
-
-def _sees(told: dict[str, Any]) -> bool:
-    """Whether this node has the same files: not others with the same name on a disk of its own."""
-    here = [path and manifest_state(Path(path)) for path in told["directories"]]
-    return bool(here == told["states"])
-
-
-def _open(job: Job, told: dict[str, Any], check_files: bool) -> Dataset:
-    cfg = job.cfg
-    train, val = (None if path is None else Path(path) for path in told["directories"])
-    assert train is not None
-    vocab_size = cfg.model.vocab_size
-    return open_dataset(cfg.data, train, val, cfg.seq_len, cfg.train.seed, vocab_size, check_files=check_files)
 
 
 def _examples(job: Job, dataset: Dataset) -> list[Example]:
@@ -294,7 +186,9 @@ def decide(job: Job, prepared: Prepared) -> Decision:
     Raises `ConfigError` or `DataError` if the nodes of the ranks lack what one run needs.
     """
     decision: Decision
-    decision, mark = agree(lambda: (_decide(job, prepared), leave_mark(job.directory)), job.rank, prepared.patient)
+    decision, mark = agree(
+        lambda: (_decide(job, prepared), leave_mark(job.directory)), job.rank, prepared.long_wait_group
+    )
     places = gather(place_of(job.rank, device_name(prepared.device), prepared.dataset.hash, mark))
     if job.rank.is_main:
         mark.unlink(missing_ok=True)
@@ -364,10 +258,10 @@ def _first_weights(cfg: Config, dataset: Dataset) -> Source:
 def build(job: Job, prepared: Prepared, decision: Decision) -> Built:
     """Build model, optimizer and logs. *Collective.*"""
     with explained(job, prepared.store, decision.effective, decision.state):
-        training = _build_training(job, prepared, decision)
-        used = _utilisation(job, prepared, decision)
-        log, uploads_report = _open_log(job, decision, training, used)
-        barrier(prepared.patient)  # rank 0 may wait for wandb; a step must not time out because of that
+        training = build_training(job, prepared, decision)
+        used = measure_utilisation(job, prepared, decision.effective)
+        log, uploads_report = open_log(job, decision, training, used)
+        barrier(prepared.long_wait_group)  # rank 0 may wait for wandb; a step must not time out because of that
     summary = Summary(job.directory, training, decision.state, used)
     summary.write("running")
     return Built(training, log, uploads_report, summary)
@@ -381,8 +275,8 @@ def train(job: Job, prepared: Prepared, decision: Decision, built: Built) -> Out
         with explained(job, prepared.store, decision.effective, state), step_context(decision.effective):
             # The ranks of a split model compute together, so they compile in the first step.
             if compiles(decision.effective) and not built.training.step.parameters.split:
-                compile_in_turn(built.training, prepared.patient)
-            reason = fit(built.training, state, job.stop, built.log, job.directory / run_dir.CHECKPOINTS)
+                compile_in_turn(built.training, prepared.long_wait_group)
+            reason = fit(built.training, state, job.stop, built.log)
     except DivergedError as error:
         if job.rank.is_main:
             warn(str(error))
@@ -414,85 +308,6 @@ def finish(job: Job, decision: Decision, built: Built, outcome: Outcome) -> None
         say(*end_lines(written, job.directory, built.training))
 
 
-def _build_training(job: Job, prepared: Prepared, decision: Decision) -> Training:
-    """Build model and optimizer, and load the checkpoint into them. *Collective.*"""
-    cfg, rank, device = job.cfg, job.rank, prepared.device
-    effective, path, state = decision.effective, decision.checkpoint, decision.state
-    if path is not None:
-        checkpoint.refuse_other_size(path, count_parameters(cfg.model))
-    optim = scaled_optim(cfg)
-    sharding = cfg.world.sharding if rank.world_size > 1 else "none"  # one rank's part is everything
-    parameters: Parameters
-    if sharding == "full":
-        gpt, parameters = build_split_gpt(cfg, effective, device, path is None and decision.source is None)
-    else:
-        gpt = build_gpt(cfg, effective, device)
-        parameters = WholeParameters(gpt)
-    optimizer = build_optimizer(gpt, optim, effective.fused.value, parameters.named, sharding == "optimizer")
-    if path is None and decision.source is not None and (rank.is_main or parameters.split):
-        load_first_weights(decision.source, parameters)  # if they are whole, `wrap` sends them to the other ranks
-    model = gpt if parameters.split else wrap(gpt, effective, cfg.train.reduction, rank, device, cfg.world.comm)
-    average = None
-    if cfg.train.ema_half_life_tokens is not None:
-        average = WeightAverage(parameters, cfg.train.ema_half_life_tokens)
-    if path is not None:
-        load_checkpoint(path, parameters, optimizer, average)
-    plan = plan_run(cfg, effective.micro_batch_size.value)
-    unmeasured = why_unmeasured(cfg, effective.micro_batch_size.value, rank.world_size)
-    if unmeasured and (given := needing_noise_scale(cfg)):
-        raise ConfigError(f"{given}: {unmeasured}")
-    profiler = None
-    if cfg.train.profile:
-        profiler = StepProfiler(job.directory / run_dir.PROFILE, rank, device, state.step, plan.steps)
-    return Training(
-        cfg=cfg.train,
-        optim=optim,
-        plan=plan,
-        step=TrainStep(
-            model=model,
-            optimizer=optimizer,
-            reduction=build_reduction(cfg.train.reduction, model, rank, effective.reduce_every == "micro_step"),
-            grad_clip=cfg.optim.grad_clip,
-            forward_context=forward_context(effective),
-            dropout=cfg.model.dropout > 0,
-            split=parameters,
-        ),
-        average=average,
-        gpt=gpt,
-        dataset=prepared.dataset,
-        examples=prepared.examples,
-        other_scores=partial(_other_scores, job, prepared, gpt),
-        sharpness=partial(_sharpness, job, prepared),
-        rank=rank,
-        device=device,
-        timeout_s=cfg.world.timeout_s if rank.world_size > 1 else math.inf,
-        noise_half_life_tokens=None if unmeasured else noise_half_life(cfg, cfg.run_length[1]),
-        profiler=profiler,
-        saving_group=dist.new_group(backend="gloo", timeout=WRITING) if is_shared(parameters, optimizer) else None,
-        about=about(cfg, effective, prepared.dataset, rank.world_size, decision.branched_from) if rank.is_main else {},
-    )
-
-
-def _other_scores(job: Job, prepared: Prepared, gpt: GPT) -> dict[str, float]:
-    """The scores of `train.eval_tasks` that lm_eval computes for rank 0; the other ranks wait. *Collective.*"""
-    tasks = of_lm_eval(job.cfg.train.eval_tasks)
-    if not tasks:
-        return {}
-    from gptexp.run.tasks import score_while_training  # imports scipy, which nothing else here needs
-
-    tokenizer = partial(load_tokenizer, job.cfg.data.tokenizer, prepared.dataset.directory)
-    score = partial(score_while_training, gpt, tokenizer, tasks, prepared.device, job.stop)
-    found: dict[str, float] = agree(score, job.rank, prepared.patient)
-    return found
-
-
-def _sharpness(job: Job, prepared: Prepared, step: int) -> tuple[dict[str, float | None], str | None]:
-    """What `measure_while_training` finds at the checkpoint of `step` for rank 0; the others wait. *Collective.*"""
-    measured = partial(measure_while_training, job.directory, step, prepared.device, job.stop)
-    found: tuple[dict[str, float | None], str | None] = agree(measured, job.rank, prepared.patient)
-    return found
-
-
 def _refuse_changed_data(path: Path, before: str | None, dataset: Dataset) -> None:
     """Raise `DataError` if a run directory or a checkpoint was trained on other tokens."""
     if before not in (None, dataset.hash):
@@ -500,73 +315,6 @@ def _refuse_changed_data(path: Path, before: str | None, dataset: Dataset) -> No
             f"{path}: trained on other data (token hash {before}, now {dataset.hash}); restore the old "
             "text, or start a new run"
         )
-
-
-def _utilisation(job: Job, prepared: Prepared, decision: Decision) -> Utilisation:
-    """Return the FLOPs and the peak rate from which MFU is computed. *Collective.*"""
-    cfg, effective, world_size = job.cfg, decision.effective, job.rank.world_size
-    measured = None
-    if cfg.log.mfu_peak == "measured":
-        measured = world_size * _peak_flops_per_rank(job, prepared, effective)
-    return utilisation(cfg.model, cfg.seq_len, effective.device_name, effective.dtype.value, world_size, measured)
-
-
-def _peak_flops_per_rank(job: Job, prepared: Prepared, effective: Effective) -> float:
-    """Return the FLOP/s of a rank's matrix products, measured once per run and saved. *Collective.*"""
-    if effective.peak_flops_per_rank is not None:
-        return effective.peak_flops_per_rank
-    tokens = effective.micro_batch_size.value * job.cfg.seq_len
-    dtype = getattr(torch, effective.dtype.value)
-    # All ranks measure at once, as in a step: ranks on one CPU share its cores.
-    rates = gather(gemm_rates(job.cfg.model, tokens, prepared.device, dtype)["model"])
-    peak: float = sum(rates) / job.rank.world_size
-    if job.rank.is_main:
-        save_effective(job.directory, replace(effective, peak_flops_per_rank=peak))
-    return peak
-
-
-def _open_log(job: Job, decision: Decision, training: Training, used: Utilisation) -> tuple[RunLog, bool]:
-    """Open the log, without sinks on ranks other than 0. Also returns whether the run uploads a report of itself."""
-    cfg, directory, effective, state = job.cfg, job.directory, decision.effective, decision.state
-    plan, schedule = training.plan, training.plan.schedule
-    if not job.rank.is_main:
-        return RunLog([], used, Alerts(schedule.warmup_tokens, cfg.optim.grad_clip)), False
-    metadata = {**training.about, "effective": effective.to_dict(), "mfu": used.to_dict()}
-    for_wandb = {**training.about["config"], **{key: value for key, value in metadata.items() if key != "config"}}
-    for line in other_text(cfg, training.dataset.hash):
-        warn(f"warning: {line}")
-    if cfg.log.progress == "json":
-        emit(start_event(directory, training, state, metadata))
-    elif cfg.log.progress != "off":
-        say(*start_lines(cfg, directory, effective, training, state))
-    metrics = JsonlSink(directory, state, cfg.train.log_every, first_step(cfg.branch_from))
-    sinks: list[Sink] = [metrics]
-    wandb = build_wandb(cfg.log, directory, for_wandb, cfg.sweep.name)
-    if wandb is not None:
-        sinks.append(wandb)
-    if cfg.log.tensorboard:
-        from gptexp.loggers.tensorboard import TensorBoardSink  # imports tensorboard, which may not be installed
-
-        sinks.append(TensorBoardSink(cfg, directory, state))
-    # Built last, so that no line is printed into the bar; first in the list, so that it prints at once.
-    if console := build_console(cfg.log.progress, plan.steps, plan.tokens, state):
-        sinks.insert(0, console)
-    alerts = Alerts(schedule.warmup_tokens, cfg.optim.grad_clip, job.stop.deadline, metrics.alerts_before)
-    bytes_per_token = _val_bytes_per_token(cfg.data.tokenizer, training.dataset)
-    alone = cfg.sweep.name is None  # a sweep has one report of all its cells
-    log = RunLog(sinks, used, alerts, bytes_per_token, metrics.sharpness_steps)
-    return log, alone and wandb is not None and wandb.online
-
-
-def _val_bytes_per_token(tokenizer: str, dataset: Dataset) -> float | None:
-    """`val_bytes_per_token`; None without validation, or if a resumed run cannot download its tokenizer."""
-    if not len(dataset.val_starts):
-        return None
-    try:
-        return val_bytes_per_token(dataset, load_tokenizer(tokenizer, dataset.directory))
-    except DataError as error:
-        warn(f"val/bpb is not logged: {error}")
-        return None
 
 
 def _sample(job: Job, built: Built, state: TrainState) -> None:

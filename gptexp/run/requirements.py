@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from gptexp.config.schema import Config
 from gptexp.distributed.ranks import Rank
 from gptexp.process.errors import ConfigError, UserError
-from gptexp.run.scoring import ask_lm_eval, of_lm_eval
+from gptexp.run.harness import ask_lm_eval, tasks_of_lm_eval
 
 
 def require_tasks(configs: Sequence[Config]) -> None:
@@ -13,7 +13,7 @@ def require_tasks(configs: Sequence[Config]) -> None:
 
     Takes seconds if one names any of its tasks.
     """
-    tasks = of_lm_eval([task for config in configs for task in config.train.eval_tasks])
+    tasks = tasks_of_lm_eval([task for config in configs for task in config.train.eval_tasks])
     if tasks:
         try:
             ask_lm_eval(tasks, [], lambda: False)

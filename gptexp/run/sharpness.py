@@ -1,11 +1,16 @@
-"""The sharpness of a run's checkpoints.
+"""Sharpness of the loss at a run's checkpoints: the largest eigenvalue of its Hessian, and of the preconditioned one.
+
+A product with the Hessian is a central difference of two gradients, H v = (g(w + r v) - g(w - r v)) / 2r, which any
+attention kernel can compute. Lanczos' method needs nothing else (PyHessian, arXiv 1912.07145, uses power iteration).
 
 While the run trains, it is measured in a process of its own (`python -m gptexp.run.sharpness RUN_DIR STEP`): one that
 shares no memory, kernels, precision or random numbers with training.
 """
 
 import json
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gptexp.config.metrics import SHARPNESS, Metric
 from gptexp.config.scaling import scaled_optim
 from gptexp.config.schedule import resolve_schedule
 from gptexp.config.schema import AdamWConfig
@@ -30,17 +36,19 @@ from gptexp.run.load import refuse_another_model
 from gptexp.run.own_process import ask, die_with_asker
 from gptexp.storage import checkpoint, run_dir
 from gptexp.training.optim import build_optimizer
-from gptexp.training.sharpness import (
-    Differences,
-    adamw_scale,
-    adamw_threshold,
-    hessian_sharpness,
-    sam_sharpness,
-)
 from gptexp.training.snapshot import load_checkpoint
 
 MICRO_BATCH_SIZE = 8  # sequences of which gradients are computed at once
 SEQUENCES = 64  # of the fixed batch, if the run's text has as many
+STEPS = (1e-3, 1e-2, 1e-4, 1e-1)  # norms of r v that are tried; too small drowns in rounding, too large in curvature
+TOLERANCE = 0.01  # largest residual, and relative difference of the results with a step and with its half
+RESIDUAL = 1e-3  # Lanczos stops where |A v - l v| is below this share of the largest eigenvalue l
+MOST_ITERATIONS = 300
+MOST_VECTORS = 16  # that Lanczos' method holds, each as large as the weights
+RHO = 0.05  # radius of SAM's sharpness (arXiv 2010.01412)
+
+Loss = Callable[[], Tensor]  # the loss at the present weights, whose `backward` was called if gradients are on
+Product = Callable[[Tensor], Tensor]
 
 
 def measure(directory: Path, checkpoints: Sequence[Path], sequences: int | None = None) -> Iterator[dict[str, Any]]:
@@ -86,26 +94,24 @@ def measure(directory: Path, checkpoints: Sequence[Path], sequences: int | None 
 
 def measure_while_training(
     directory: Path, step: int, device: torch.device, stop: StopRequest
-) -> tuple[dict[str, Any], str | None]:
-    """The metrics of the checkpoint of `step`, and None; or none of them, and the reason for which the run is to stop.
+) -> dict[str, Any] | None:
+    """The metrics of the checkpoint of `step`; None if the run is to stop first.
 
     A failure prints a line and gives no metrics.
     """
     given = f"sharpness after step {step}"
     if not (directory / run_dir.CHECKPOINTS / checkpoint.name_of(step)).is_dir():
-        return {}, None  # it could not be saved, which was said
+        return {}  # it could not be saved, which was said
     if device.type == "cuda":
         torch.cuda.empty_cache()  # the other process needs memory of this GPU
     try:
         argv = ["gptexp.run.sharpness", str(directory.absolute()), f"{step}"]
         answer = ask(argv, given, "its process", lambda: stop.reason() is not None)
-        if answer is None:
-            return {}, stop.reason()
-        return {name: value for name, value in json.loads(answer).items() if name not in ("step", "tokens")}, None
+        return None if answer is None else {name: json.loads(answer)[name] for name in SHARPNESS}
     except Exception as error:  # of the other process, or of starting it
         of_others = "" if isinstance(error, UserError) else f"{given}: {type(error).__name__}: "
         warn(f"{of_others}{first_line(error)}; training continues")
-        return {}, None
+        return {}
 
 
 def _values(gpt: GPT, rows: Tensor, scale: Tensor | None, threshold: float | None) -> dict[str, float | None]:
@@ -123,10 +129,10 @@ def _values(gpt: GPT, rows: Tensor, scale: Tensor | None, threshold: float | Non
     plain = hessian_sharpness(differences)
     preconditioned = hessian_sharpness(differences, scale) if scale is not None else None
     return {
-        "sharpness/hessian": plain.value if plain is not None else None,
-        "sharpness/preconditioned": preconditioned.value if preconditioned is not None else None,
-        "sharpness/threshold": threshold,
-        "sharpness/sam": sam_sharpness(differences),
+        Metric.SHARPNESS_HESSIAN: plain.value if plain is not None else None,
+        Metric.SHARPNESS_PRECONDITIONED: preconditioned.value if preconditioned is not None else None,
+        Metric.SHARPNESS_THRESHOLD: threshold,
+        Metric.SHARPNESS_SAM: sam_sharpness(differences),
     }
 
 
@@ -141,6 +147,139 @@ def _scale(gpt: GPT, optimizer: torch.optim.Optimizer, optim: AdamWConfig) -> Te
         scale = adamw_scale(state["exp_avg_sq"].flatten(), steps, optim.beta1, optim.beta2, group["eps"])
         parts.append(scale * (group["initial_lr"] / optim.lr) ** 0.5)
     return torch.cat(parts)
+
+
+@dataclass(frozen=True)
+class Eigenvalue:
+    """The largest eigenvalue of a symmetric operator."""
+
+    value: float
+    residual: float  # |A v - l v| / |l|
+    iterations: int
+    vector: Tensor  # of norm 1
+
+
+def largest_eigenvalue(product: Product, size: int, device: torch.device, seed: int = 0) -> Eigenvalue:
+    """The largest eigenvalue of the symmetric operator `product` on vectors of `size` numbers, by Lanczos' method.
+
+    Starts again from the best vector so far whenever it holds `MOST_VECTORS` vectors. Stops on the residual, not where
+    the value no longer changes, which it may do for a while before it has found the largest.
+    """
+    generator = torch.Generator(device).manual_seed(seed)
+    vector, iterations = torch.randn(size, generator=generator, device=device), 0
+    while True:
+        found = _lanczos(product, vector / vector.norm(), min(MOST_VECTORS, size))
+        vector, iterations = found.vector, iterations + found.iterations
+        if found.residual < RESIDUAL or iterations >= MOST_ITERATIONS:
+            return replace(found, iterations=iterations)
+
+
+def _lanczos(product: Product, start: Tensor, most: int) -> Eigenvalue:
+    """Lanczos' method with at most `most` vectors, each of which is made orthogonal to all earlier ones."""
+    basis, diagonal, beside = [start], list[float](), list[float]()
+    while True:
+        w = product(basis[-1])
+        diagonal.append(float(w @ basis[-1]))
+        for _ in range(2):  # once leaves an error of rounding
+            for b in basis:
+                w -= (w @ b) * b
+        length = float(w.norm())
+        tridiagonal = torch.diag(torch.tensor(diagonal, dtype=torch.float64))
+        for i, value in enumerate(beside):
+            tridiagonal[i, i + 1] = tridiagonal[i + 1, i] = value
+        values, vectors = torch.linalg.eigh(tridiagonal)
+        largest, of_largest = float(values[-1]), vectors[:, -1].tolist()
+        residual = abs(length * of_largest[-1]) / max(abs(largest), 1e-30)
+        if residual < RESIDUAL or len(basis) == most:
+            vector = torch.zeros_like(start)
+            for share, b in zip(of_largest, basis, strict=True):
+                vector += share * b
+            return Eigenvalue(largest, residual, len(basis), vector / vector.norm())
+        beside.append(length)
+        basis.append(w / length)
+
+
+class Differences:
+    """Products with the Hessian of `loss` at the weights `parameters`, which keep their bits."""
+
+    def __init__(self, loss: Loss, parameters: Sequence[Tensor]) -> None:
+        self.loss, self.parameters = loss, list(parameters)
+        self.at = [p.detach().clone() for p in self.parameters]
+        self.sizes = [p.numel() for p in self.parameters]
+
+    @torch.no_grad()
+    def move(self, direction: Tensor | None) -> None:
+        """Set the weights to those of the start plus `direction`; None: to those of the start."""
+        for p, start in zip(self.parameters, self.at, strict=True):
+            p.copy_(start)
+        if direction is not None:
+            for p, part in zip(self.parameters, direction.split(self.sizes), strict=True):
+                p.add_(part.view_as(p))
+
+    def gradient(self, direction: Tensor | None = None) -> Tensor:
+        """The gradient at the start plus `direction`, as one vector."""
+        self.move(direction)
+        for p in self.parameters:
+            p.grad = None
+        self.loss()
+        found = torch.cat([p.grad.flatten() if p.grad is not None else torch.zeros_like(p).flatten()
+                           for p in self.parameters])  # fmt: skip
+        self.move(None)
+        for p in self.parameters:
+            p.grad = None
+        return found
+
+    def hessian_times(self, v: Tensor, step: float) -> Tensor:
+        """H v, by gradients at a distance of `step` from the weights."""
+        r = step / float(v.norm())
+        return (self.gradient(r * v) - self.gradient(-r * v)) / (2 * r)
+
+    @torch.no_grad()
+    def loss_at(self, direction: Tensor | None = None) -> float:
+        self.move(direction)
+        found = float(self.loss())
+        self.move(None)
+        return found
+
+
+def hessian_sharpness(differences: Differences, scale: Tensor | None = None) -> Eigenvalue | None:
+    """The largest eigenvalue of D H D, where D is the diagonal matrix of `scale`; None: of H.
+
+    Uses the first of `STEPS` with which a step of half the size gives the same value to 1%, and the residual is as
+    small. None if there is none.
+    """
+    size, device = sum(differences.sizes), differences.at[0].device
+
+    def product_with(step: float) -> Product:
+        def product(v: Tensor) -> Tensor:
+            if scale is None:
+                return differences.hessian_times(v, step)
+            return scale * differences.hessian_times(scale * v, step)
+
+        return product
+
+    for step in STEPS:
+        found = largest_eigenvalue(product_with(step), size, device)
+        whole, half = (float(product_with(s)(found.vector) @ found.vector) for s in (step, step / 2))
+        if found.residual <= TOLERANCE and math.isfinite(whole) and abs(whole - half) <= TOLERANCE * abs(whole):
+            return found
+    return None
+
+
+def sam_sharpness(differences: Differences, rho: float = RHO) -> float:
+    """SAM's sharpness: how much the loss rises over a distance of `rho` along the gradient."""
+    gradient = differences.gradient()
+    return differences.loss_at(rho * gradient / gradient.norm()) - differences.loss_at()
+
+
+def adamw_scale(second_moment: Tensor, steps: int, beta1: float, beta2: float, eps: float) -> Tensor:
+    """P^(-1/2) of AdamW's preconditioner P = (1 - beta1^t) (sqrt(v / (1 - beta2^t)) + eps), arXiv 2207.14484."""
+    return ((1 - beta1**steps) * ((second_moment / (1 - beta2**steps)).sqrt() + eps)).rsqrt()
+
+
+def adamw_threshold(lr: float, beta1: float) -> float:
+    """The preconditioned sharpness above which AdamW is unstable with a constant `lr` (arXiv 2207.14484, section 3)."""
+    return (2 + 2 * beta1) / ((1 - beta1) * lr)
 
 
 def main(argv: list[str]) -> None:

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from gptexp.config.rules import why_unmeasured
+from gptexp.config.noise_scale import why_unmeasured
 from gptexp.config.scaling import changes, scaled_optim
 from gptexp.config.schema import Config, to_dict
 from gptexp.data.loader import Dataset
@@ -168,7 +168,7 @@ class Summary:
             "fingerprint": f"{state.fingerprint:016x}",
             "skipped_updates": state.skipped_updates,
             "steps_passed_over": state.steps_passed_over,
-            **{key: value for key, value in t.about.items() if key != "config"},  # config.yaml has it
+            **{key: value for key, value in t.checkpoints.about.items() if key != "config"},  # config.yaml has it
             "mfu": self._utilisation.to_dict(),
         }
         try:

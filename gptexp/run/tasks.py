@@ -22,10 +22,9 @@ from gptexp.model.gpt import GPT
 from gptexp.process.errors import UserError, first_line
 from gptexp.process.signals import StopRequest
 from gptexp.process.terminal import warn
-from gptexp.run import harness
 from gptexp.run.export import save_pretrained
+from gptexp.run.harness import evaluate_by_lm_eval, score_exported, task_manager, tasks_of_lm_eval
 from gptexp.run.load import load_pretrained
-from gptexp.run.scoring import of_lm_eval, score_exported
 from gptexp.storage.init_from import Source
 from gptexp.training.hellaswag import score
 
@@ -47,8 +46,8 @@ def evaluate_tasks(
     """
     # lm_eval, which takes ten seconds to import, would take any directory, also one without a tokenizer.
     model, tokenizer = load_pretrained(source, averaged)
-    others, option = of_lm_eval(tasks), "--tasks "
-    manager = harness.task_manager(others, include, option) if others else None
+    others, option = tasks_of_lm_eval(tasks), "--tasks "
+    manager = task_manager(others, include, option) if others else None
     found: dict[str, dict[str, Any]] = {}
     if HELLASWAG in tasks:
         file = hellaswag or downloaded(VALIDATION, downloads_dir(DataConfig()))
@@ -61,7 +60,7 @@ def evaluate_tasks(
             if source.kind == "run":
                 save_pretrained(model, tokenizer, Path(folder))
             directory = Path(folder) if source.kind == "run" else source.path
-            found |= harness.evaluate(directory, others, manager, str(pick_device("auto", Rank())), limit, option)
+            found |= evaluate_by_lm_eval(directory, others, manager, str(pick_device("auto", Rank())), limit, option)
     asked = [task for task in tasks if task in found]
     return {task: found[task] for task in dict.fromkeys([*asked, *found])}
 

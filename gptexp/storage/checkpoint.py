@@ -31,13 +31,13 @@ from safetensors import SafetensorError
 from torch import nn
 
 from gptexp.config.batch import crosses
+from gptexp.config.noise_scale import NoiseScale
 from gptexp.config.schema import from_dict
 from gptexp.process.errors import CheckpointError, StorageError, first_line
 from gptexp.process.terminal import warn
 from gptexp.process.words import counted, shown
 from gptexp.storage import tensor_files
 from gptexp.storage.divergence import LossTrend
-from gptexp.storage.noise_scale import NoiseScale
 from gptexp.storage.reader import read_json
 from gptexp.storage.run_dir import fsync, published, step_of
 from gptexp.storage.tensor_files import AVERAGE, MODEL, OPTIMIZER, Part, file_name
@@ -65,7 +65,6 @@ class TrainState:
     tokens_passed_over: int = 0  # of those steps: a step reads what follows `tokens` + this many tokens
     trend: LossTrend = field(default_factory=LossTrend)
     noise_scale: NoiseScale = field(default_factory=NoiseScale)
-    earlier_noise: float = 0.0  # `noise_scale.valid_noise` before the newest step
     regular: bool = True  # False: saved before it was due, as the run stopped early or measured its sharpness
 
     def go_back(self, saved: "TrainState", steps: int, tokens: int) -> None:

@@ -94,7 +94,7 @@ def check(config: Config, init_from: str) -> None:
 def check_tokenizer(config: Config, source: Source) -> None:
     """Raise `ConfigError` if the names of the tokenizers say that `source` is a run with other ids.
 
-    Characters and files are compared once the text is tokenised: `run.tokenizers.refuse_other_ids`.
+    Characters and files are compared once the text is tokenised: `run.first_weights.refuse_other_ids`.
     """
     if source.kind != "run":
         return

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from gptexp.config.metrics import Metric
 from gptexp.data.hellaswag import Example
 from gptexp.distributed.group import all_reduce_sum
 from gptexp.distributed.ranks import Rank
@@ -42,7 +43,7 @@ def score(
                 right += torch.tensor([*(answer == example.label for answer in answers), is_cut])
     model.train(was_training)
     shares = [count / len(examples) for count in all_reduce_sum(right.to(device)).tolist()]
-    return dict(zip(("hellaswag/acc", "hellaswag/acc_norm", "hellaswag/cut"), shares, strict=True))
+    return dict(zip((Metric.HELLASWAG_ACC, Metric.HELLASWAG_ACC_NORM, Metric.HELLASWAG_CUT), shares, strict=True))
 
 
 def _length(example: Example) -> int:

@@ -1,10 +1,15 @@
-"""Times the phases of a step, with CUDA events on a GPU and the host's clock elsewhere."""
+"""The time of a step and of its phases, with CUDA events on a GPU and the host's clock elsewhere."""
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
 
 import torch
 
-PHASES = ("data", "forward", "backward", "clip", "optimizer")
+from gptexp.config.metrics import Metric
+
+PHASES = (Metric.DATA_MS, Metric.FORWARD_MS, Metric.BACKWARD_MS, Metric.CLIP_MS, Metric.OPTIMIZER_MS)
 
 
 class StepTimer:
@@ -15,10 +20,10 @@ class StepTimer:
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
-        self._marks: list[tuple[str, torch.cuda.Event | float]] = []
-        self.mark("start")
+        self._marks: list[tuple[Metric | None, torch.cuda.Event | float]] = []
+        self.mark(None)
 
-    def mark(self, phase: str) -> None:
+    def mark(self, phase: Metric | None) -> None:
         """End `phase`, which began at the previous mark."""
         if self._cuda:
             event = torch.cuda.Event(enable_timing=True)
@@ -29,10 +34,11 @@ class StepTimer:
 
     def read(self) -> dict[str, float]:
         """Return the ms of each phase, summed over micro-steps. Waits until a GPU has reached the last mark."""
-        total = dict.fromkeys(PHASES, 0.0)
+        total: dict[str, float] = dict.fromkeys(PHASES, 0.0)
         if isinstance(last := self._marks[-1][1], torch.cuda.Event):
             last.synchronize()
-        for (_, before), (phase, now) in zip(self._marks, self._marks[1:], strict=False):
+        for (_, before), (phase, now) in pairwise(self._marks):
+            assert phase is not None
             if isinstance(now, float):
                 assert isinstance(before, float)
                 total[phase] += 1e3 * (now - before)
@@ -53,3 +59,25 @@ def exposed_reduce_ms(model: torch.nn.Module) -> float:
     measured = model._get_ddp_logging_data()
     total_ns, hidden_ns = measured.get("backward_comm_time", 0), measured.get("backward_compute_comm_overlap_time", 0)
     return float(max(0, total_ns - hidden_ns)) / 1e6
+
+
+class Stopwatch:
+    """Measures laps of training, without the time spent in `paused`: evaluation, checkpoints and other work."""
+
+    def __init__(self) -> None:
+        self._started = time.perf_counter()
+
+    def lap(self) -> float:
+        """Seconds since the last lap, or since the start."""
+        now = time.perf_counter()
+        seconds, self._started = now - self._started, now
+        return seconds
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Exclude the time of the body from the current lap."""
+        before = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._started += time.perf_counter() - before

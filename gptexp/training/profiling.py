@@ -13,6 +13,7 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, schedule
 
+from gptexp.config.metrics import Metric
 from gptexp.distributed.ranks import Rank
 from gptexp.training.phases import StepTimer
 
@@ -72,9 +73,9 @@ class StepProfiler:
             or (event.device_type == DeviceType.CUDA and event.name.startswith("nccl"))
         ]
         return {
-            "data": sum(phases["data"] for phases in steps_ms) / total_ms,
+            "data": sum(phases[Metric.DATA_MS] for phases in steps_ms) / total_ms,
             "collectives": covered(collectives) / 1e3 / total_ms,
-            "optimizer": sum(phases["optimizer"] for phases in steps_ms) / total_ms,
+            "optimizer": sum(phases[Metric.OPTIMIZER_MS] for phases in steps_ms) / total_ms,
         }
 
     def _costliest(self) -> list[dict[str, Any]]:

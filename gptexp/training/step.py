@@ -3,16 +3,16 @@
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 
+from gptexp.config.metrics import Metric
 from gptexp.data.loader import MicroBatch
 from gptexp.distributed.reduction import Reduction
 from gptexp.distributed.sharding import Parameters, WholeParameters
 from gptexp.machine.effective import ForwardContext
-from gptexp.process.signals import REASONS, StopRequest
+from gptexp.process.signals import StopRequest
 from gptexp.training.gradient_noise import StepNoise
 from gptexp.training.norms import total_norm
 from gptexp.training.optim import set_lr, step_if
@@ -21,33 +21,19 @@ from gptexp.training.small_gradients import SmallGradients
 from gptexp.training.step_report import SlowestRank, StepReport
 
 
-@dataclass
+@dataclass(frozen=True)
 class Probe:
-    """The measurements of one step, all optional. They do not change the update."""
+    """What is measured of some steps only. It does not change the update."""
 
-    timer: StepTimer | None = None  # times the phases
-    stop: StopRequest | None = None  # read after the last micro-step: whether this rank should stop
-    small_gradients: SmallGradients | None = None  # measures the gradients of the first micro-batches
+    small_gradients: SmallGradients | None = None  # the norms of the first micro-batches' gradients
     slowest: SlowestRank | None = None  # in the last logged step
-
-    def mark(self, phase: str) -> None:
-        """End a phase of the step."""
-        if self.timer is not None:
-            self.timer.mark(phase)
 
     def backward(self, micro_step: int, divisor: int) -> AbstractContextManager[None]:
         """Return the context for a micro-step's backward pass."""
         return nullcontext() if self.small_gradients is None else self.small_gradients(micro_step, divisor)
 
-    def stop_flags(self) -> list[float]:
-        """Return one number per reason to stop: 1 if this rank has it, else 0."""
-        return self.stop.flags() if self.stop is not None else [0.0] * len(REASONS)
 
-    def small_gradient_norms(self) -> Tensor | None:
-        return None if self.small_gradients is None else self.small_gradients.measured()
-
-
-@dataclass(frozen=True)
+@dataclass
 class TrainStep:
     """One optimizer update on the next micro-batches."""
 
@@ -57,46 +43,44 @@ class TrainStep:
     grad_clip: float  # largest global gradient norm; 0 means no clipping
     forward_context: ForwardContext  # autocast, or a null context
     dropout: bool
-    split: Parameters | None = None  # of a model that the ranks have split; None: each rank has it whole
+    parameters: Parameters = None  # type: ignore[assignment]  # what is updated; default: those of `model`, whole
+    stop: StopRequest | None = None  # read after the last micro-step: whether this rank should stop
 
-    @cached_property
-    def parameters(self) -> Parameters:
-        """What the optimizer updates."""
-        return self.split or WholeParameters(self.model)
+    def __post_init__(self) -> None:
+        self.parameters = self.parameters or WholeParameters(self.model)
 
     def __call__(
         self,
         batches: Iterator[MicroBatch],
         grad_accum_steps: int,
         lr_factor: float,
-        probe: Probe | None = None,
+        timer: StepTimer | None = None,
         noise: StepNoise | None = None,
+        probe: Probe = Probe(),
     ) -> StepReport:
         """Train on the next `grad_accum_steps` micro-batches at `lr_factor` times the peak rate. *Collective.*
 
-        The gradient gets `noise`.
-
         Skips the update if the loss or the gradient norm is non-finite on any rank. With a fused optimizer the host
-        does not wait for the device.
+        does not wait for the device. `timer` times the phases; the gradient gets `noise`.
         """
-        probe = probe or Probe()
+        timer = timer or StepTimer(torch.device("cpu"))
         set_lr(self.optimizer, lr_factor)
         loss_sum: Tensor | float = 0.0
         fingerprint = 0
         for micro_step in range(grad_accum_steps):
             batch = next(batches)  # a thread has prefetched it
-            probe.mark("data")
+            timer.mark(Metric.DATA_MS)
             if self.dropout:
                 torch.manual_seed(batch.dropout_seed)  # dropout must not depend on rank or micro-batch size
             with self.reduction(micro_step, grad_accum_steps) as divisor:
                 with self.forward_context():
                     loss = self.model(batch.x, batch.y)
-                probe.mark("forward")
+                timer.mark(Metric.FORWARD_MS)
                 with probe.backward(micro_step, divisor):
                     (loss / divisor).backward()  # the sum over all micro-steps is then the mean over their tokens
             loss_sum = loss_sum + loss.detach()
             fingerprint += batch.fingerprint
-            probe.mark("backward")
+            timer.mark(Metric.BACKWARD_MS)
         gradients = self.parameters.gradients()
         grad_norm = self.parameters.norm(total_norm(gradients))
         if noise is not None:  # clipping, by the norm without noise, then scales both: noise on the clipped gradient
@@ -107,12 +91,12 @@ class TrainStep:
             loss=torch.as_tensor(loss_sum / grad_accum_steps),
             grad_norm=grad_norm,
             fingerprint=fingerprint % 2**64,
-            stop_flags=probe.stop_flags(),
-            small_gradients=probe.small_gradient_norms(),
+            stop_flags=None if self.stop is None else self.stop.flags(),
+            small_gradients=None if probe.small_gradients is None else probe.small_gradients.measured(),
             slowest=probe.slowest,
         )
-        probe.mark("clip")
+        timer.mark(Metric.CLIP_MS)
         step_if(report.finite, self.optimizer)
         self.optimizer.zero_grad(set_to_none=not self.reduction.keeps_gradients)
-        probe.mark("optimizer")
+        timer.mark(Metric.OPTIMIZER_MS)
         return report

@@ -77,11 +77,12 @@ class StepReport:
         loss: Tensor,
         grad_norm: Tensor,
         fingerprint: int,
-        stop_flags: list[float],
+        stop_flags: list[float] | None = None,  # one for each of `REASONS`: 1 if this rank has it, else 0
         small_gradients: Tensor | None = None,
         slowest: SlowestRank | None = None,
     ) -> None:
         work_ms = [] if slowest is None else [slowest.own_ms]
+        stop_flags = stop_flags or [0.0] * len(REASONS)
         host = torch.tensor([*stop_flags, *fingerprint.to_bytes(8, "little"), *work_ms], dtype=torch.float32)
         if loss.is_cuda:
             host = host.pin_memory()

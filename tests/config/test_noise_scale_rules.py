@@ -2,7 +2,8 @@
 
 import pytest
 
-from gptexp.config.rules import problems, unmeasurable
+from gptexp.config.noise_scale import unmeasurable
+from gptexp.config.rules import problems
 from gptexp.config.schema import Config
 
 

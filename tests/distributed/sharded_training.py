@@ -89,7 +89,7 @@ class Trainer:
             for number in range(first, last):
                 noise = StepNoise(number, self.cfg.optim.gradient_noise, 0.0) if self.cfg.optim.gradient_noise else None
                 probe = Probe(small_gradients=self.small)
-                report = self.step(self.batches(number, micro_steps), micro_steps, 1.0, probe, noise)
+                report = self.step(self.batches(number, micro_steps), micro_steps, 1.0, noise=noise, probe=probe)
                 self.average.update(64, report.finite)
                 numbers = report.read()
                 rows.append((numbers.loss, numbers.grad_norm, numbers.small_sq_norm))

@@ -12,7 +12,7 @@ import pytest
 from conftest import ROOT, e2e_then_slow
 from wandb_server import ENTITY, WandbServer
 
-from gptexp.loggers.run_log import METRICS
+from gptexp.config.metrics import Metric
 
 Gptexp = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -76,7 +76,7 @@ def optional_metrics() -> set[str]:
 
 
 def test_every_metric_on_the_dashboard_is_in_the_table_and_logged_by_a_run(finished_run: Path) -> None:
-    assert {"val/loss", "flops", "tokens", "gns/tokens"} <= metrics() <= METRICS.keys()
+    assert {"val/loss", "flops", "tokens", "gns/tokens"} <= metrics() <= {*Metric}
     lines = (finished_run / "metrics.jsonl").read_text().splitlines()
     assert metrics() - optional_metrics() <= {name for line in lines for name in json.loads(line)}
     assert {"val/loss_ema", "sharpness/hessian", "optim/gradient_noise"} <= optional_metrics() <= metrics()

@@ -23,9 +23,9 @@ from tensorboard.plugins.hparams import api_pb2, backend_context, list_session_g
 from tensorboard.util.tensor_util import make_ndarray
 
 from gptexp.config.compose import compose
+from gptexp.config.metrics import SHARPNESS, Metric
 from gptexp.config.schema import Config, to_dict
 from gptexp.config.vocabulary import with_vocab_size
-from gptexp.loggers.run_log import METRICS, SHARPNESS
 from gptexp.loggers.tensorboard import TensorBoardSink
 from gptexp.storage.checkpoint import TrainState
 from gptexp.storage.removal import check_removable
@@ -65,7 +65,7 @@ def check_equals_metrics(directory: Path) -> None:
     logged: dict[str, list[tuple[int, float]]] = {}
     for event in (event for kind in ("step", "eval", "sharpness") for event in events(directory, kind)):
         for name, value in event.items():
-            if name in METRICS and name not in NOT_DRAWN and value is not None:
+            if name in set(Metric) and name not in NOT_DRAWN and value is not None:
                 logged.setdefault(name, []).append((event["tokens"], value))
     assert {"train/loss", "val/loss", "val/bpb", "optim/lr", "perf/step_ms"} <= logged.keys()
     shown = read(directory)

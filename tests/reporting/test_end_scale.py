@@ -9,12 +9,12 @@ import pytest
 from real_runs import train_here
 
 from gptexp.config.compose import compose
+from gptexp.config.noise_scale import Norms
 from gptexp.reporting.listings.records import Run, Step, find_runs
 from gptexp.reporting.statistics.analysis import analyse
 from gptexp.reporting.statistics.noise_scale import end_scale, in_words, ratio_interval
 from gptexp.reporting.words.verdict import verdict
 from gptexp.storage import run_dir
-from gptexp.storage.noise_scale import Norms
 
 
 def test_the_interval_contains_the_true_ratio_in_95_percent_of_the_draws() -> None:

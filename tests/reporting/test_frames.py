@@ -17,7 +17,7 @@ from conftest import events
 from sweeps import write_run, write_sweep
 
 from gptexp import load_metrics, load_sweep
-from gptexp.loggers.run_log import METRICS
+from gptexp.config.metrics import Metric
 from gptexp.process.errors import ConfigError
 from gptexp.reporting.listings import frames
 from gptexp.reporting.page.write import write_report
@@ -42,7 +42,7 @@ def test_the_table_of_a_real_run_has_every_logged_number(finished_run: Path) -> 
     table = load_metrics(finished_run)
     steps, evaluations = events(finished_run, "step"), events(finished_run, "eval")
     assert len(table) == len(steps) == 4
-    assert {*table.columns} <= {*METRICS}
+    assert {*table.columns} <= {*Metric}
     for row, event in zip(table.to_dict("records"), steps, strict=True):
         logged = {**next((e for e in evaluations if e["step"] == event["step"]), {}), **event}
         del logged["event"]

@@ -28,7 +28,7 @@ def test_figures_are_medians_without_the_warm_up() -> None:
 
 ROW = {
     "perf/step_ms": 5.0, "step_ms_quartiles": [4.0, 6.0], "perf/tokens_per_s": 1e4, "perf/peak_mem_gib": 0.5,
-    "perf/reduce_ms": 0.0, **{f"perf/{phase}_ms": 1.0 for phase in PHASES}, "cold_s": 2.0, "warm_s": 1.0,
+    "perf/reduce_ms": 0.0, **dict.fromkeys(PHASES, 1.0), "cold_s": 2.0, "warm_s": 1.0,
     "effective": {"device_name": "a CPU", "threads_per_rank": 2},
 }  # fmt: skip
 
@@ -81,8 +81,7 @@ def test_a_real_run_is_measured_and_leaves_no_checkpoint(gptexp: Gptexp, tiny: l
     low, high = row["step_ms_quartiles"]
     assert low <= row["perf/step_ms"] <= high
     assert row["perf/tokens_per_s"] == pytest.approx(1e3 * 128 / row["perf/step_ms"], rel=0.2)
-    assert set(PHASES) == {"data", "forward", "backward", "clip", "optimizer"}
-    phases = sum(row[f"perf/{phase}_ms"] for phase in PHASES)
+    phases = sum(row[phase] for phase in PHASES)
     assert 0.5 * row["perf/step_ms"] < phases < 1.1 * row["perf/step_ms"]
     assert row["gemm_share"] == pytest.approx(
         row["flops_per_token_palm"] * row["perf/tokens_per_s"] / row["gemm_flops_per_s"]["model"]

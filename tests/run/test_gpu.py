@@ -92,8 +92,8 @@ def test_a_step_does_not_synchronise_with_the_device(tiny: list[str], compiled: 
         try:
             step(batches, accumulation, lr_factor=1.0)
             timer = StepTimer(device)
-            probe = Probe(timer=timer, slowest=SlowestRank(7.5, device))
-            report = step(batches, accumulation, lr_factor=1.0, probe=probe)
+            probe = Probe(slowest=SlowestRank(7.5, device))
+            report = step(batches, accumulation, lr_factor=1.0, timer=timer, probe=probe)
             with pytest.raises(RuntimeError, match="synchronizing"):
                 report.finite.item()  # the mode does raise at a synchronising call
         finally:

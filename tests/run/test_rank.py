@@ -21,7 +21,7 @@ from gptexp.process.signals import StopRequest
 from gptexp.run.job import Job
 from gptexp.run.rank import run
 from gptexp.storage import checkpoint
-from gptexp.training.validation import evaluate
+from gptexp.training.evaluation import validation_loss
 
 
 def train(config: Config, directory: Path, stop: StopRequest | None = None) -> int:
@@ -104,9 +104,9 @@ def test_an_evaluation_that_was_due_at_an_interruption_runs_first_after_resuming
 
     def slowly(*args: Any) -> float:
         time.sleep(next(delays, 0.0))
-        return evaluate(*args)
+        return validation_loss(*args)
 
-    monkeypatch.setattr("gptexp.training.loop.evaluate", slowly)
+    monkeypatch.setattr("gptexp.run.evaluations.validation_loss", slowly)
     assert train(config, parts) == 0
     assert all(
         e["perf/step_ms"] < 2000 for e in events(parts, "step")

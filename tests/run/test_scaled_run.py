@@ -14,7 +14,7 @@ from sweeps import compose_sweep
 from gptexp.command.lead import readable_name
 from gptexp.command.planning import plan
 from gptexp.config.compose import compose
-from gptexp.config.rules import why_unmeasured
+from gptexp.config.noise_scale import why_unmeasured
 from gptexp.config.scaling import scaled_optim
 from gptexp.config.schema import AdamWConfig
 from gptexp.reporting.listings.records import read_run

@@ -14,9 +14,9 @@ import pytest
 from conftest import e2e_then_slow, events, summary, wait_for
 from real_runs import equal, train_here
 
-from gptexp.loggers.run_log import SHARPNESS
+from gptexp.config.metrics import SHARPNESS
 from gptexp.model.gpt import GPT
-from gptexp.run import rank
+from gptexp.run import evaluations
 from gptexp.storage import run_dir
 from gptexp.training import loop
 
@@ -40,12 +40,12 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """For each measurement, which takes no time here, the checkpoints on the disk."""
     seen: list[list[int]] = []
 
-    def measure(directory: Path, step: int, *_: Any) -> tuple[dict[str, float], None]:
+    def measure(directory: Path, step: int, *_: Any) -> dict[str, float]:
         seen.append(steps_of(directory))
         assert seen[-1][-1] == step
-        return FOUND, None
+        return FOUND
 
-    monkeypatch.setattr(rank, "measure_while_training", measure)
+    monkeypatch.setattr(evaluations, "measure_while_training", measure)
     return seen
 
 
@@ -100,22 +100,22 @@ def test_a_run_that_was_killed_before_it_measured_does_so_first(
         pass
 
     own = [*tiny, *SMALL, "train.max_steps=6", "train.save_every=0", "train.sharpness_every_tokens=256"]
-    plain = loop._Loop.measure_sharpness
+    plain = loop._Loop.evaluate_checkpoint
     for at in (2, 4, 6):
         for late in (False, True):  # the kill comes before, or after
 
-            def measure(self: loop._Loop, *, of: int = at, after: bool = late, **kwargs: bool) -> str | None:
-                reason = plain(self, **kwargs) if after or self.state.step != of else None
+            def measure(self: loop._Loop, due: Any, of: int = at, after: bool = late, resumed: bool = False) -> Any:
+                reason = plain(self, due, resumed) if after or self.state.step != of else None
                 if self.state.step == of:
                     raise Killed
                 return reason
 
-            monkeypatch.setattr(loop._Loop, "measure_sharpness", measure)
+            monkeypatch.setattr(loop._Loop, "evaluate_checkpoint", measure)
             directory = tmp_path / f"{at}-{late}"
             with pytest.raises(Killed):
                 train_here(own, directory)
             assert measured_at(directory) == [step for step in (2, 4, 6) if step < at + late]
-            monkeypatch.setattr(loop._Loop, "measure_sharpness", plain)
+            monkeypatch.setattr(loop._Loop, "evaluate_checkpoint", plain)
             assert train_here(own, directory) == 0
             assert measured_at(directory) == [2, 4, 6]
 
@@ -126,7 +126,7 @@ def with_code(tmp_path: Path, sabotage: Callable[[str, str], dict[str, str]]) ->
 
     def environment(code: str) -> dict[str, str]:
         only = "import sys, os, time\nif sys.argv[0].endswith('run/sharpness.py'):\n    "
-        return sabotage("gptexp.training.sharpness", only + code)
+        return sabotage("gptexp.run.load", only + code)
 
     return environment
 
@@ -239,6 +239,6 @@ def test_a_measurement_longer_than_the_limit_of_time_is_given_up_when_it_is_trie
         assert done.returncode == 0, done.stderr
         measured.append(measured_at(tmp_path / "run"))
     assert measured == [[], [2], [2], [2, 4]]
-    assert [event["sharpness/hessian"] for event in events(tmp_path / "run", "sharpness")] == [None, None]
+    assert [event.get("sharpness/hessian") for event in events(tmp_path / "run", "sharpness")] == [None, None]
     assert gptexp("train", *own, env=env).returncode == 0
     assert summary(tmp_path / "run")["status"] == "completed"

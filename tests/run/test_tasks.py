@@ -444,7 +444,7 @@ def test_a_model_whose_validation_loss_is_not_finite_is_not_scored(
     start: Start, tiny: list[str], sabotage: Callable[[str, str], dict[str, str]], tmp_path: Path
 ) -> None:
     pytest.importorskip("lm_eval", reason="no lm_eval; pip install 'gptexp[eval]'")
-    nan = sabotage("gptexp.training.loop", "m.evaluate = lambda *_: float('nan')")
+    nan = sabotage("gptexp.run.evaluations", "m.validation_loss = lambda *_: float('nan')")
     wanted = ["data.tokenizer=bytes", "train.eval_tasks=[lambada_openai]", "train.eval_every=0", "hydra.run.dir=run"]
     nobody = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "home")}
     training = start("train", *tiny, *wanted, env={**nan, **nobody})

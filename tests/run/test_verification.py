@@ -101,7 +101,7 @@ def test_all_checks_pass(tmp_path: Path) -> None:
             ["weights and moments of a resumed run", "the same, resumed at another world size"],
         ),
         ("gptexp.distributed.reduction", EAGER, ["reductions of gradients in a step"]),
-        ("gptexp.training.validation", "m.evaluate = lambda *a: 3.0", ["validation loss, for several splits"]),
+        ("gptexp.training.evaluation", "m.validation_loss = lambda *a: 3.0", ["validation loss, for several splits"]),
     ],
 )
 def test_a_check_fails_if_the_package_is_broken(

@@ -14,12 +14,12 @@ from conftest import ForkServer, e2e_then_slow, events, summary
 from real_runs import equal, finished_run, newest, train_here
 
 from gptexp import load_run
+from gptexp.config.metrics import SHARPNESS, Metric
 from gptexp.data.loader import build_dataset
 from gptexp.data.tokenizer import load_tokenizer
-from gptexp.loggers.run_log import METRICS, SHARPNESS
 from gptexp.process.signals import StopRequest
+from gptexp.run import evaluations
 from gptexp.storage import run_dir, tensor_files
-from gptexp.training import loop
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def test_metrics_have_the_names_of_the_table(finished: Path) -> None:
         "hellaswag/cut",
         "val/loss_ema",
     }
-    assert {name for event in logged for name in event} - {"event"} == set(METRICS) - of_other_runs
+    assert {name for event in logged for name in event} - {"event"} == set(Metric) - of_other_runs
     assert all(len(e["data/fingerprint"]) == 16 for e in events(finished, "step"))
 
 
@@ -117,7 +117,7 @@ def test_evaluating_saving_logging_and_sampling_do_not_change_the_weights(tiny: 
         assert equal(tmp_path / "never", tmp_path / name), name
 
 
-@pytest.mark.parametrize(("module", "slow"), e2e_then_slow([(tensor_files, "write"), (loop, "evaluate")]))
+@pytest.mark.parametrize(("module", "slow"), e2e_then_slow([(tensor_files, "write"), (evaluations, "validation_loss")]))
 def test_max_minutes_leaves_the_time_to_save(
     tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: ModuleType, slow: str
 ) -> None:

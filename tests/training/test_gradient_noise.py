@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from gptexp.config.batch import BatchPlan, plan_batch
 from gptexp.config.branching import Parent, history_problems
 from gptexp.config.compose import compose
+from gptexp.config.noise_scale import NoiseScale, Norms
 from gptexp.config.rules import confounds_of
 from gptexp.config.schema import OPTIMIZERS, AdamWConfig, ModelConfig, SGDConfig, result_deciding
 from gptexp.data.loader import MicroBatch
@@ -30,7 +31,6 @@ from gptexp.process.signals import StopRequest
 from gptexp.run.job import Job
 from gptexp.run.rank import run
 from gptexp.storage import branch, run_dir
-from gptexp.storage.noise_scale import NoiseScale, Norms
 from gptexp.training import loop
 from gptexp.training.gradient_noise import StepNoise, step_noise
 from gptexp.training.optim import build_optimizer
@@ -188,7 +188,7 @@ def test_the_noise_like_that_of_a_smaller_batch_has_its_variance(grad_clip: floa
         x = torch.randn((big, width), generator=draw) * spread
         noise = step_noise(optim, 0, number, number * 128, plan, averages.valid_noise)
         micro_batches = iter([MicroBatch(part, part, 0, 0) for part in x.split(2)])
-        numbers = step(micro_batches, 16, 1.0, probe, noise).read()
+        numbers = step(micro_batches, 16, 1.0, noise=noise, probe=probe).read()
         norms = Norms(numbers.small_sq_norm, numbers.grad_norm**2, plan.micro_batch_size, plan.sequences)
         averages.take(norms, (number + 1) * 128, 20 * 128)
         factor = min(1.0, grad_clip / numbers.grad_norm) if grad_clip else 1.0

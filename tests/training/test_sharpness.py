@@ -7,7 +7,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gptexp.config.schema import ModelConfig
 from gptexp.model.gpt import GPT
-from gptexp.training.sharpness import (
+from gptexp.run.sharpness import (
     Differences,
     adamw_scale,
     adamw_threshold,

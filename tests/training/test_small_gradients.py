@@ -12,6 +12,7 @@ from conftest import events
 
 from gptexp.config.batch import plan_batch
 from gptexp.config.compose import compose
+from gptexp.config.noise_scale import Norms
 from gptexp.config.run_plan import PlannedStep
 from gptexp.config.schema import ModelConfig
 from gptexp.data.loader import MicroBatch, build_dataset, micro_batches
@@ -25,7 +26,6 @@ from gptexp.process.signals import StopRequest
 from gptexp.run.job import Job
 from gptexp.run.rank import run
 from gptexp.storage import run_dir
-from gptexp.storage.noise_scale import Norms
 from gptexp.training.small_gradients import SmallGradients
 from gptexp.training.step import Probe, TrainStep
 

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from gptexp.training.stopwatch import Stopwatch
+from gptexp.training.phases import Stopwatch
 
 
 class Clock:

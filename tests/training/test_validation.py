@@ -9,7 +9,7 @@ from gptexp.config.compose import compose
 from gptexp.data.loader import build_dataset
 from gptexp.distributed.ranks import Rank
 from gptexp.model.gpt import GPT
-from gptexp.training.validation import evaluate
+from gptexp.training.evaluation import validation_loss
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 7, 16])
@@ -19,7 +19,7 @@ def test_the_validation_loss_is_the_mean_over_all_targets_without_dropout(tiny: 
     dataset = build_dataset(config)
     torch.manual_seed(0)
     model = GPT(config.model)
-    loss = evaluate(model, dataset, batch_size, Rank(), torch.device("cpu"), nullcontext)
+    loss = validation_loss(model, dataset, batch_size, Rank(), torch.device("cpu"), nullcontext)
     assert model.training  # as it was before
 
     model.eval()
@@ -38,12 +38,12 @@ def test_ranks_share_the_windows_and_none_reads_one_twice(tiny: list[str], monke
     model = GPT(config.model)
     sums: list[torch.Tensor] = []
     monkeypatch.setattr(
-        "gptexp.training.validation.all_reduce_sum", lambda total: sums.append(total) or total.clamp(min=1)
+        "gptexp.training.evaluation.all_reduce_sum", lambda total: sums.append(total) or total.clamp(min=1)
     )
     for rank in range(9):
-        evaluate(model, dataset, 2, Rank(rank, 9), torch.device("cpu"), nullcontext)
+        validation_loss(model, dataset, 2, Rank(rank, 9), torch.device("cpu"), nullcontext)
     monkeypatch.undo()
     loss, tokens = torch.stack(sums).sum(0).tolist()
     assert tokens == 7 * 16
-    whole = evaluate(model, dataset, 2, Rank(), torch.device("cpu"), nullcontext)
+    whole = validation_loss(model, dataset, 2, Rank(), torch.device("cpu"), nullcontext)
     assert loss / tokens == pytest.approx(whole, rel=1e-6)

@@ -6,6 +6,7 @@ from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Any
 
+from gptexp.config.metrics import Metric
 from gptexp.config.schema import LIMIT, fields_of
 from gptexp.process.errors import ConfigError
 from gptexp.reporting.listings.records import AXES, Run, differing_keys, find_runs
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 ROWS_AT_ONCE = 10_000  # a dict needs several times the memory of its row in a table
 COUNTS = ("step", "tokens")
-FINGERPRINT = "data/fingerprint"  # the only metric that is text
+FINGERPRINT = Metric.DATA_FINGERPRINT  # the only metric that is text
 
 
 def load_metrics(directory: Path | str) -> "pd.DataFrame":

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from gptexp.config.branching import first_step, first_tokens
+from gptexp.config.metrics import SHARPNESS, Metric
+from gptexp.config.noise_scale import Norms
 from gptexp.config.scaling import lr_factor, scaled_optim
 from gptexp.config.schedule import resolve_schedule
 from gptexp.config.schema import ScalingConfig, result_deciding
@@ -23,7 +25,6 @@ from gptexp.storage import run_dir
 from gptexp.storage.divergence import counts_as_diverged
 from gptexp.storage.inventory import runs_together
 from gptexp.storage.missing_steps import described, missing_steps
-from gptexp.storage.noise_scale import Norms
 from gptexp.storage.reader import open_text, parse_json
 
 POINTS = 512  # steps of a run that are kept for its curves: at least this many, at most twice as many
@@ -37,10 +38,9 @@ WROTE_ITS_END = ("completed", "diverged", "interrupted")
 STEP_EVENT = '"event": "step"'
 STEP_NUMBER = re.compile(r'"step": (\d{1,15}),')
 OPTIONAL_METRICS = {  # field of `Step` -> metric
-    "lr": "optim/lr", "grad_norm": "optim/grad_norm", "clip_fraction": "optim/clip_fraction", "mfu": "perf/mfu_palm",
-    "noise_scale": "gns/tokens", "cosine": "gns/cos",
+    "lr": Metric.LR, "grad_norm": Metric.GRAD_NORM, "clip_fraction": Metric.CLIP_FRACTION, "mfu": Metric.MFU_PALM,
+    "noise_scale": Metric.GNS_TOKENS, "cosine": Metric.GNS_COS,
 }  # fmt: skip
-SHARPNESS_METRICS = ("sharpness/hessian", "sharpness/preconditioned", "sharpness/threshold", "sharpness/sam")
 KEPT_EVENT = re.compile(r'"event": "(eval|sharpness|alert|fault|sample)"')
 
 
@@ -273,29 +273,29 @@ def _add(run: Run, event: dict[str, Any], first: int) -> None:
     if run.started is None and "time" in event:
         run.started = datetime.fromtimestamp(event["time"])
     if event["event"] == "step":
-        seconds += (step - last_step) * float(event["perf/step_ms"]) / 1e3
+        seconds += (step - last_step) * float(event[Metric.STEP_MS]) / 1e3
         run.train.append(_step(event, step, tokens, seconds, run))
-        run.fingerprints[tokens] = printable(str(event["data/fingerprint"]))
+        run.fingerprints[tokens] = printable(str(event[Metric.DATA_FINGERPRINT]))
     elif event["event"] == "eval":
-        run.val.append(Point(step, tokens, seconds, _number(event["val/loss"])))
-        if "val/loss_ema" in event:
-            run.val_ema.append(Point(step, tokens, seconds, _number(event["val/loss_ema"])))
-        run.bits_per_byte = _number(event.get("val/bpb"))
+        run.val.append(Point(step, tokens, seconds, _number(event[Metric.VAL_LOSS])))
+        if Metric.VAL_LOSS_EMA in event:
+            run.val_ema.append(Point(step, tokens, seconds, _number(event[Metric.VAL_LOSS_EMA])))
+        run.bits_per_byte = _number(event.get(Metric.VAL_BPB))
     elif event["event"] == "sharpness":
-        values = (_number(event.get(name)) for name in SHARPNESS_METRICS)
+        values = (_number(event.get(name)) for name in SHARPNESS)
         run.sharpness.append(Sharpness(step, tokens, *values))
     else:
         run.notes.append(Note(event["event"], step, printable(str(event["text"]), LAYOUT)))
 
 
 def _step(event: dict[str, Any], step: int, tokens: int, seconds: float, run: Run) -> Step:
-    batch = int(event.get("batch/tokens", run.batch))
-    small, big = _number(event.get("gns/small_sq_norm")), _number(event.get("gns/big_sq_norm"))
+    batch = int(event.get(Metric.BATCH_TOKENS, run.batch))
+    small, big = _number(event.get(Metric.GNS_SMALL_SQ_NORM)), _number(event.get(Metric.GNS_BIG_SQ_NORM))
     norms = None
     if small is not None and big is not None:
-        norms = Norms(small, big, int(event["gns/small_sequences"]), batch // run.seq_len)
+        norms = Norms(small, big, int(event[Metric.GNS_SMALL_SEQUENCES]), batch // run.seq_len)
         if not 0 < norms.small_sequences < norms.big_sequences:
             raise ValueError("a part is smaller than the whole")
     optional = {name: _number(event.get(metric)) for name, metric in OPTIONAL_METRICS.items()}
-    loss, tokens_per_s = _number(event["train/loss"]), float(event["perf/tokens_per_s"])
+    loss, tokens_per_s = _number(event[Metric.TRAIN_LOSS]), float(event[Metric.TOKENS_PER_S])
     return Step(step, tokens, seconds, loss, batch, tokens_per_s=tokens_per_s, norms=norms, **optional)

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from gptexp.config.noise_scale import Norms
 from gptexp.reporting.listings.records import Run, Step
 from gptexp.reporting.statistics.noise import t_quantile
-from gptexp.storage.noise_scale import Norms
 
 END_RATIO = 0.2  # only this last part of a run counts, because the noise scale grows during training
 BLOCKS = 10  # neighbouring steps are correlated; means over blocks of steps are nearly independent

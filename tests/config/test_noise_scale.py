@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gptexp.storage.noise_scale import NoiseScale, Norms
+from gptexp.config.noise_scale import NoiseScale, Norms
 
 B = 3  # sequences of a small gradient
 

@@ -1,0 +1,101 @@
+"""What a run measures of its weights between steps: the form of all evaluations, and the validation loss."""
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from gptexp.config.metrics import Metric
+from gptexp.config.run_plan import RunPlan
+from gptexp.data.loader import Dataset, val_batches
+from gptexp.distributed.group import all_reduce_sum
+from gptexp.distributed.ranks import Rank
+from gptexp.machine.effective import ForwardContext
+from gptexp.model.gpt import GPT
+from gptexp.model.loss import IGNORED
+from gptexp.storage.checkpoint import TrainState
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A measurement at a cadence, and after the last step. run/evaluations.py has the list of all."""
+
+    name: str
+    every_tokens: int  # 0: only after the last step
+    # Returns metrics; or None if the run is to stop, and the measurement has ended before it had any. *Collective.*
+    measure: Callable[[TrainState], Mapping[str, float | None] | None]
+    ends_early: bool = False  # if the run is to stop: a limit of time needs to leave no time for it
+    # Measures the checkpoint of the step, which is saved for it. Its metrics are an event `name` of their own. A run
+    # that is resumed at a checkpoint that lacks them measures first.
+    of_checkpoint: bool = False
+
+
+class Evaluations:
+    """The evaluations of a run: those of the weights come first, and of them the validation."""
+
+    def __init__(self, plan: RunPlan, evaluations: Sequence[Evaluation], validated_sequences: int) -> None:
+        """`validated_sequences`: the forward passes of a validation, of the averaged weights too, in sequences."""
+        self._plan, self._all, self._validated_sequences = plan, evaluations, validated_sequences
+        self._of_weights = [each for each in evaluations if not each.of_checkpoint]
+        self._seconds: dict[str, float] = {}  # of the previous evaluation of each name
+
+    def due(self, state: TrainState) -> tuple[list[Evaluation], list[Evaluation]]:
+        """Return the evaluations of the weights that are due after the last step, and those of its checkpoint.
+
+        Where any of the weights is due, so are all that have the cadence of the validation.
+        """
+        last = state.step == self._plan.steps
+        due = [each for each in self._all if last or self._plan.is_due(each.every_tokens, state.step)]
+        of_weights = [each for each in due if not each.of_checkpoint]
+        if of_weights:
+            cadence = self._of_weights[0].every_tokens
+            of_weights = [each for each in self._of_weights if each in due or each.every_tokens == cadence]
+        return of_weights, [each for each in due if each.of_checkpoint]
+
+    def measure(self, due: Sequence[Evaluation], state: TrainState) -> dict[str, Any]:
+        """Return the metrics of the weights, only the validation loss if that is non-finite. *Collective.*"""
+        found: dict[str, Any] = {}
+        for each in due:
+            started = time.perf_counter()
+            found |= each.measure(state) or {}
+            if not each.ends_early:
+                self._seconds[each.name] = time.perf_counter() - started
+            if not math.isfinite(found[Metric.VAL_LOSS]):
+                break
+        return found
+
+    def reserve_s(self, sequence_s: float) -> float:
+        """Return the seconds of the next evaluation, if a step takes `sequence_s` for each of its sequences."""
+        if self._seconds:
+            return sum(self._seconds.values())
+        return sequence_s * self._validated_sequences / 3  # a forward pass is a third of a step
+
+
+def validation_loss(
+    model: GPT, dataset: Dataset, batch_size: int, rank: Rank, device: torch.device, forward_context: ForwardContext
+) -> float:
+    """Return the mean loss over every target of the fixed validation windows, in nats per token. *Collective.*
+
+    Losses are summed over windows and ranks before one division. So the result depends neither on the batches into
+    which the windows are grouped nor on the number of ranks. Every forward pass has the same shape, so the model
+    compiles once: the last batch is padded with ignored targets.
+    """
+    was_training = model.training
+    model.eval()
+    # MPS has no float64.
+    total = torch.zeros(2, device=device, dtype=torch.float32 if device.type == "mps" else torch.float64)
+    with torch.no_grad(), forward_context():
+        for x, y in val_batches(dataset, batch_size, rank.rank, rank.world_size, device):
+            tokens = y.numel()
+            if missing := batch_size - len(x):
+                x = torch.cat([x, x.new_zeros(missing, dataset.seq_len)])
+                y = torch.cat([y, y.new_full((missing, dataset.seq_len), IGNORED)])
+            loss = model(x, y)  # also of no window: the ranks of a split model compute together
+            total[0] += loss * tokens if tokens else 0.0
+            total[1] += tokens
+    model.train(was_training)
+    loss, tokens = all_reduce_sum(total).tolist()
+    return float(loss / tokens)
