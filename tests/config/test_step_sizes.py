@@ -209,6 +209,6 @@ def test_what_happens_every_so_many_tokens_and_at_the_end_is_counted_as_by_a_loo
         first, every = draw.randint(0, steps - 1), draw.randint(1, 300)
         after = [tokens for tokens, _ in zip(ends(sizes), range(steps + 1), strict=False)]
         happens = [n for n in range(first + 1, steps + 1) if n == steps or after[n] // every > after[n - 1] // every]
-        plan = replace(plan_run(config(), 2), step_sizes=sizes, steps=steps, first_step=first)
+        plan = replace(plan_run(config(), 2), step_sizes=sizes, steps=steps, branch_from=f"run@{first}")
         assert plan.times(every) == len(happens), (sizes, steps, first, every)
         assert plan.times(0) == 1
