@@ -32,6 +32,11 @@ class OptunaSweeper(CellSweeper):
         super().__init__(params)
         self.n_trials, self.seed = n_trials, seed
 
+    def setup(self, **given: Any) -> None:
+        super().setup(**given)
+        if self.config.data.val_tokens == 0 and self.config.data.val_ratio is None:
+            raise ConfigError("data.val_tokens=0: Optuna needs a validation loss; set data.val_tokens above 0")
+
     def combinations(self, spaces: Sequence[Sequence[Axis]]) -> list[list[str]]:
         """Return examples to check, not to run. Together they contain every value, and both ends of an interval."""
         space = one_space(spaces)
@@ -48,11 +53,6 @@ class OptunaSweeper(CellSweeper):
 
     def count(self, combinations: Sequence[Sequence[str]]) -> int:
         return int(self.n_trials)
-
-    def check(self, cells: Sequence[Cell]) -> None:
-        if self.config.data.val_tokens == 0 and self.config.data.val_ratio is None:
-            raise ConfigError("data.val_tokens=0: Optuna needs a validation loss; set data.val_tokens above 0")
-        super().check(cells)
 
     def queue(self, cells: list[Cell], spaces: Sequence[Sequence[Axis]]) -> None:
         """Open the study. The `cells` are examples, and only those that the study chooses are run."""
