@@ -11,8 +11,8 @@ from gptexp.config.compose import compose
 from gptexp.process.errors import ConfigError, DataError, Problem, UserError, first_line
 from gptexp.process.terminal import report_errors
 
-WRONG = ["model=nano", "model.n_head=3", "train.seed=-1"]
-CODES = ["out-of-range", "heads-not-divisible"]
+WRONG = ["model=nano", "model.n_head=3", "batch.total_batch_size=1000"]
+CODES = ["heads-not-divisible", "batch-not-divisible"]
 
 
 def test_an_error_has_the_code_of_each_problem() -> None:
