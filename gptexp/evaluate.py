@@ -106,7 +106,7 @@ def _print_tasks(args: argparse.Namespace) -> None:
         raise ConfigError(f"--ema: {given} is no run of gptexp; leave out --ema")
     source = find(str(here) if here.exists() else given, given, weights=True)
 
-    from gptexp.run.tasks import evaluate_tasks
+    from gptexp.run.evaluations import evaluate_tasks
 
     scores = evaluate_tasks(source, tasks, args.hellaswag, args.include, args.limit, args.ema)
     print(json.dumps({"directory": given, **scores}))

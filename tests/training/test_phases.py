@@ -11,7 +11,7 @@ from gptexp.config.schema import ModelConfig
 from gptexp.data.loader import MicroBatch
 from gptexp.distributed.reduction import MeanReduction
 from gptexp.model.gpt import GPT
-from gptexp.training.phases import StepTimer, exposed_reduce_ms
+from gptexp.training.phases import StepTimer, Stopwatch, exposed_reduce_ms
 from gptexp.training.step import TrainStep
 
 CPU = torch.device("cpu")
@@ -68,3 +68,32 @@ def test_every_part_of_a_step_is_in_one_phase(monkeypatch: pytest.MonkeyPatch) -
 
 def test_the_reduction_time_is_zero_without_ddp() -> None:
     assert exposed_reduce_ms(torch.nn.Linear(1, 1)) == 0.0
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_lap_lasts_since_the_previous_one_without_the_paused_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the paused work fails."""
+    clock = Clock()
+    monkeypatch.setattr(time, "perf_counter", clock)
+    watch = Stopwatch()
+    clock.now += 3
+    assert watch.lap() == 3
+
+    def fail() -> None:
+        clock.now += 50
+        raise OSError("full")
+
+    for _ in range(2):
+        clock.now += 1
+        with pytest.raises(OSError, match="full"), watch.paused():
+            fail()
+        clock.now += 2
+    assert (watch.lap(), watch.lap()) == (6, 0)
+    clock.now += 4
+    assert watch.lap() == 4
