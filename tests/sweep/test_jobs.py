@@ -29,6 +29,7 @@ LONG = ("train.max_steps=80", "train.eval_every=0", "train.save_every=0", "sweep
 SLURM = "hydra/launcher=submitit_slurm"
 # Values that measure time, or say where and with which commit the code ran.
 OTHER = re.compile(r"time|_s$|_ms$|_h$|per_s|mfu|perf/|minutes|git_commit|^name$|^command$")
+DURATION = re.compile(r"\d+ (second|minute|hour|day)s?")
 
 
 def job_ids(cells: Path) -> dict[str, str]:
@@ -259,12 +260,12 @@ def test_a_sweep_of_cells_on_two_nodes_equals_the_same_sweep_on_this_machine(
 
 
 def _comparable(value: Any) -> Any:
-    """`value` without the entries of `OTHER`."""
+    """`value` without the entries of `OTHER`, and without durations in text."""
     if isinstance(value, dict):
         return {key: _comparable(inner) for key, inner in value.items() if not OTHER.search(key)}
     if isinstance(value, list):
         return [*map(_comparable, value)]
-    return value
+    return DURATION.sub("", value) if isinstance(value, str) else value
 
 
 def _cells(directory: Path) -> list[dict[str, Any]]:
