@@ -123,11 +123,11 @@ def test_a_single_run_has_its_own_sentence_and_charts(tmp_path: Path) -> None:
 def test_the_figures_over_batch_sizes_have_the_runs_at_the_best_learning_rates(tmp_path: Path) -> None:
     root = sweep(tmp_path / "sweep", lambda run, _: known() if run.batch != 8192 else {})
     figures = {figure.key: figure for figure in build_report(root).figures}
-    points = figures["sharpness-batch"].spec["data"]["values"]
+    points = figures["sharpness-batch"].spec["layer"][1]["data"]["values"]
     assert {(p["batch"], p["seed"], p["value"]) for p in points} == {
         (batch, seed, 12.0) for batch in (4096, 16384) for seed in (1337, 1338)
     }
-    lines = figures["preconditioned-batch"].spec["data"]["values"]
+    lines = figures["preconditioned-batch"].spec["layer"][0]["data"]["values"]
     assert {p["of"] for p in lines} == {"preconditioned", "threshold"}
     assert "Not measured at" not in figures["sharpness-batch"].caption  # it was, without a result
     for directory in root.glob("*batch_size=8192*"):
