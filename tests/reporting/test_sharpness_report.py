@@ -134,11 +134,11 @@ def test_the_figures_over_batch_sizes_have_the_runs_at_the_best_learning_rates(s
     nothing = dict.fromkeys(known())
     runs = measured(swept, lambda run, _: known() if run.batch != 8192 else nothing)
     drawn = {figure.key: figure for figure in figures(analyse("sweep", runs))}
-    points = drawn["sharpness-batch"].spec["data"]["values"]
+    points = drawn["sharpness-batch"].spec["layer"][1]["data"]["values"]
     assert {(p["batch"], p["seed"], p["value"]) for p in points} == {
         (batch, seed, 12.0) for batch in (4096, 16384) for seed in (1337, 1338)
     }
-    lines = drawn["preconditioned-batch"].spec["data"]["values"]
+    lines = drawn["preconditioned-batch"].spec["layer"][0]["data"]["values"]
     assert {p["of"] for p in lines} == {"preconditioned", "threshold"}
     assert "Not measured at" not in drawn["sharpness-batch"].caption  # it was, without a result
     for run in runs:

@@ -231,8 +231,8 @@ def test_runs_with_other_tokenizers_are_compared_by_their_bits_per_byte(tmp_path
     assert "trained on other text" not in said
     table = cells_table(build_report(tmp_path))
     assert table is not None
-    at = [column.title for column in table.columns].index("bits per byte")
-    assert [row.entries[at].text for row in table.rows] == ["2.3000", "2.1000"]
+    [bits] = [column for column in table.columns if column.title == "bits per byte"]
+    assert [bits.text(row.run) for row in table.rows] == ["2.3000", "2.1000"]
     compared = comparison.compare([tmp_path / "bytes", tmp_path / "gpt2"])
     assert compared.why_incomparable == (
         "The losses are per token, and the tokenizers differ. Their bits per byte can be compared: 2.3000 for A and "
