@@ -133,7 +133,7 @@ def test_the_fewest_steps_are_those_of_a_curve_and_not_of_a_lucky_run(tmp_path: 
         return replace(run, val=[Point(0, 0, 0.0, 5.0), Point(round(reached), round(reached) * run.batch, 0.0, 3.0)])
 
     runs, errors, of_fastest = find_runs(tmp_path), [], []
-    for _ in range(4):
+    for _ in range(6):
         drawn = [noisy(run) for run in runs]
         [arm] = analyse("critical", drawn).arms
         assert arm.critical is not None

@@ -366,7 +366,7 @@ PROPOSED: dict[str, tuple[list[Run], str, dict[str, str]]] = {
     ),
     "everything diverged": ([a_run(1024, lr, None) for lr in (0.1, 0.2)], "diverged", {"optim.lr": "0.025,0.05"}),
     "a gap below one that diverged": (
-        [*runs_of({1024: (4.3, 4.2, 4.1, 4.0)}, (0.01, 0.02, 0.04, 0.08)), a_run(1024, 0.32, None)],
+        [*runs_of({1024: (4.3, 4.2, 4.1, 4.0)}, (0.01, 0.02, 0.04, 0.08)), a_run(1024, 0.25, None)],
         "higher", {"optim.lr": "0.16"},
     ),
     "no curve explains the lowest": (
