@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import NoReturn
 
@@ -22,7 +23,8 @@ from gptexp.command.hydra_main import hydra_main
 from gptexp.config.compose import compose
 from gptexp.config.overrides import override_problems
 from gptexp.config.paths import packaged_conf
-from gptexp.config.schema import every_key, field_problem, fits_type
+from gptexp.config.rules import problems
+from gptexp.config.schema import Config, every_key, field_problem, fields_of, fits_type
 from gptexp.process.errors import Problem
 from gptexp.process.terminal import report_errors
 from gptexp.storage import run_dir
@@ -142,14 +144,14 @@ def is_of(problem: Problem, words: tuple[str, ...]) -> bool:
 def check_refused(code: int, stderr: str, expected: list[tuple[str, ...]]) -> None:
     """Check for exit code 2, and for exactly one line on stderr for each expected problem."""
     assert code == 2, stderr
-    problems = problems_in(stderr)
-    assert problems
+    printed = problems_in(stderr)
+    assert printed
     for words in expected:
-        assert any(is_of(problem, words) for problem in problems), f"no line is of {words}\n{stderr}"
-    for problem in problems:
+        assert any(is_of(problem, words) for problem in printed), f"no line is of {words}\n{stderr}"
+    for problem in printed:
         assert any(is_of(problem, words) for words in expected), f"not in the table: {problem} [{problem.code}]"
     # A problem that cells of a grid share may be printed for two or three of them.
-    assert len(problems) <= 3 * len(expected), stderr
+    assert len(printed) <= 3 * len(expected), stderr
 
 
 def test_the_table_has_no_duplicates_and_each_code_of_the_rules() -> None:
@@ -176,6 +178,16 @@ def test_each_key_refuses_a_value_of_another_type_and_one_that_breaks_its_rule(k
         assert problem.code in ("wrong-type", "not-a-choice")
         assert problem.startswith(f"{key}=")
     assert not rules or any(field_problem(key, field, value) for value in BAD_VALUES if fits_type(value, field.type))
+
+
+def test_a_rule_that_reads_an_invalid_key_says_nothing_more() -> None:
+    for key, field, default in fields_of(Config()):
+        for value in BAD_VALUES:
+            if fits_type(value, field.type) and (problem := field_problem(key, field, value)):
+                cfg = Config()
+                *section, name = key.split(".")
+                setattr(attrgetter(".".join(section))(cfg), name, value)
+                assert problems(cfg, 1) == [problem], f"default {default}"
 
 
 def trained(*_: object) -> NoReturn:
