@@ -81,8 +81,7 @@ class TrainStep:
             loss_sum = loss_sum + loss.detach()
             fingerprint += batch.fingerprint
             timer.mark(Metric.BACKWARD_MS)
-        gradients = self.parameters.gradients()
-        grad_norm = self.parameters.norm(total_norm(gradients))
+        grad_norm = self.parameters.norm(total_norm(self.parameters.gradients()))
         if noise is not None:  # clipping, by the norm without noise, then scales both: noise on the clipped gradient
             noise.add_to(self.parameters, grad_norm)
         if self.grad_clip:

@@ -33,7 +33,7 @@ from gptexp.command.planning import Plan, plan
 from gptexp.config.compose import compose
 from gptexp.config.run_plan import plan_run
 from gptexp.config.vocabulary import with_vocab_size
-from gptexp.data import loader, prepare
+from gptexp.data import agreement, loader, prepare
 from gptexp.data.loader import build_dataset, micro_batches, val_batches
 from gptexp.data.shards import ShardWriter
 from gptexp.distributed import group
@@ -41,7 +41,7 @@ from gptexp.distributed.ranks import Rank
 from gptexp.machine.resolve import resolve
 from gptexp.model.gpus import GPUS
 from gptexp.process.signals import StopRequest
-from gptexp.run import faults
+from gptexp.run import build, faults
 from gptexp.run import rank as rank_module
 from gptexp.run.build import build_split_gpt, wrap
 from gptexp.run.first_weights import choose_weights, load_first_weights
@@ -168,7 +168,7 @@ def fake_group(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, CountingSt
         ddp.register_comm_hook(None, unreduced)
         return ddp
 
-    monkeypatch.setattr(rank_module, "wrap", fake_wrap)
+    monkeypatch.setattr(build, "wrap", fake_wrap)
     monkeypatch.setattr(dist, "init_process_group", fake_init)
     monkeypatch.setattr(dist, "new_group", lambda **_: new_group(backend="fake"))
     monkeypatch.setattr(rank_module, "connect", connect)
@@ -361,10 +361,10 @@ def test_the_first_rank_of_each_node_looks_for_token_files_that_lie_elsewhere(
     told = json.dumps({"directories": [None, None], "states": [None, None]}).encode()
     store = CountingStore(1024, {"tokens": told, f"tokens of {platform.node()}": told})
     checked: list[tuple[dict[str, Any], bool]] = []
-    monkeypatch.setattr(rank_module, "_prepared", lambda *_: {"found": "here"})
-    monkeypatch.setattr(rank_module, "_open", lambda _, told, check_files: checked.append((told, check_files)))
+    monkeypatch.setattr(agreement, "_prepare_and_tell", lambda *_: {"found": "here"})
+    monkeypatch.setattr(agreement, "_open", lambda _, told, check_files: checked.append((told, check_files)))
     job = Job(cfg, tmp_path, Rank(8 + local_rank, 1024, local_rank, 8), StopRequest())
-    rank_module._dataset_of_run(job, store)
+    agreement.open_shared_dataset(job.cfg, job.rank, store)
     assert checked == [({"found": "here"} if looks else json.loads(told), looks)]
 
 
