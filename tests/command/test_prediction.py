@@ -277,7 +277,13 @@ def test_the_verdict_compares_the_batch_with_the_measured_critical_size(
 
 @pytest.mark.parametrize(
     ("total", "high", "verdict"),
-    [(256, 8000, "below"), (2048, 8000, "within"), (8192, 8000, "above"), (8192, None, "within")],
+    [
+        (256, 8000, "below"),
+        (1024, 8000, "within"),
+        (2048, 8000, "within"),
+        (8192, 8000, "above"),
+        (8192, None, "within"),
+    ],
 )
 def test_a_batch_within_the_interval_passes_nothing(
     measured: Path, monkeypatch: pytest.MonkeyPatch, total: int, high: int | None, verdict: str
