@@ -24,6 +24,14 @@ def main(argv: list[str] | None = None) -> None:
 
     With --tasks, print the scores on other tasks, also of a model that transformers saved or that is on the hub.
     """
+    args = _parser().parse_args(argv)
+    if args.tasks is None:
+        _print_loss(args)
+    else:
+        _print_tasks(args)
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="gptexp evaluate", description=main.__doc__)
     what = "a run's directory, or a sweep's; with --tasks also one that transformers saved, gpt2, or OWNER/NAME"
     parser.add_argument("directory", metavar="DIR", help=what)
@@ -40,14 +48,13 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--include", type=Path, metavar="FOLDER", help="with tasks of your own for lm_eval")
     parser.add_argument("--limit", type=int, metavar="N", help="take only the first N examples of each task")
     parser.add_argument("--ema", action="store_true", help="take the averaged weights (train.ema_half_life_tokens)")
-    args = parser.parse_args(argv)
-    if args.tasks is not None:
-        _print_tasks(args)
-        return
+    return parser
+
+
+def _print_loss(args: argparse.Namespace) -> None:
     for flag in ("hellaswag", "include", "limit"):
         if getattr(args, flag) is not None:
             raise ConfigError(f"--{flag}={getattr(args, flag)}: only --tasks reads it; leave it out")
-
     directory = one_run(Path(args.directory))
     config = run_dir.require_checkpoint(directory, args.ema)
     data, of_held_out = config.data, None

@@ -8,7 +8,7 @@ from torch import nn
 
 from gptexp.distributed.sharding import Parameters, WholeParameters
 from gptexp.storage.checkpoint import Keep, TrainState, begin_to_save, read_tensors
-from gptexp.training.snapshot import parts_to_save
+from gptexp.training.snapshot import tensors_to_save
 from gptexp.training.weight_average import WeightAverage
 
 
@@ -23,8 +23,8 @@ def save(
 ) -> Path:
     """Save the checkpoint of one rank that has everything."""
     parameters = WholeParameters(model) if isinstance(model, nn.Module) else model
-    parts, layout = parts_to_save(parameters, optimizer, average)
-    return begin_to_save(directory, parts, layout, state, keep or Keep(), about or {}).result(60)
+    tensors = tensors_to_save(parameters, optimizer, average)
+    return begin_to_save(directory, tensors, state, keep or Keep(), about or {}).result(60)
 
 
 def moments(path: Path) -> dict[str, torch.Tensor]:

@@ -68,5 +68,6 @@ def _states(directories: Sequence[str | None]) -> list[Any]:
 def _open(cfg: Config, place: dict[str, Any], check_files: bool) -> Dataset:
     train, val = (None if path is None else Path(path) for path in place["directories"])
     assert train is not None
-    vocab_size = cfg.model.vocab_size
-    return open_dataset(cfg.data, train, val, cfg.seq_len, cfg.train.seed, vocab_size, check_files=check_files)
+    dataset = open_dataset(cfg.data, (train, val), cfg.seq_len, cfg.train.seed, check_files=check_files)
+    dataset.check_ids(cfg.model.vocab_size)
+    return dataset

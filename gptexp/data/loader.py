@@ -53,6 +53,15 @@ class Dataset:
     directory: Path  # of the training tokens
     n_vocab: int  # number of ids of the tokenizer
 
+    def check_ids(self, vocab_size: int | str) -> None:
+        """Raise `DataError` if an id is outside of the model's vocabulary. With `auto` it has no size yet."""
+        for stream in (self.train, self.val):
+            if isinstance(vocab_size, int) and stream.max_id >= vocab_size:
+                raise DataError(
+                    f"{stream.directory}: contains id {stream.max_id:,}, outside model.vocab_size={vocab_size:,}; "
+                    "use model.vocab_size=auto"
+                )
+
     def rows(self, stream: TokenStream, starts: np.ndarray) -> np.ndarray:
         """Read the windows that begin at the tokens `starts`: (len(starts), T + 1).
 
@@ -64,25 +73,25 @@ class Dataset:
 
 def build_dataset(cfg: Config, most_val_windows: int | None = None) -> Dataset:
     """Prepare the tokens of `cfg` if they are missing, and open them. Raises `DataError`."""
-    vocab_size = cfg.model.vocab_size
-    return open_dataset(cfg.data, *prepare(cfg.data), cfg.seq_len, cfg.train.seed, vocab_size, most_val_windows)
+    dataset = open_dataset(cfg.data, prepare(cfg.data), cfg.seq_len, cfg.train.seed, most_val_windows)
+    dataset.check_ids(cfg.model.vocab_size)
+    return dataset
 
 
 def open_dataset(
     data: DataConfig,
-    train_dir: Path,
-    val_dir: Path | None,
+    directories: tuple[Path, Path | None],
     seq_len: int,
     seed: int,
-    vocab_size: int | str,
     most_val_windows: int | None = None,
     check_files: bool = True,
 ) -> Dataset:
-    """Open prepared tokens. Raises `DataError` for too few tokens or for ids outside the model's vocabulary.
+    """Open prepared tokens: those in `directories` for training, and for validation if these are others.
 
     Reads each manifest once, and the headers of all files if `check_files`. The held-out windows are at most
-    `most_val_windows`, if given; the training windows are those of all of them.
+    `most_val_windows`, if given; the training windows are those of all of them. Raises `DataError` for too few tokens.
     """
+    train_dir, val_dir = directories
     train = TokenStream(train_dir, data.max_tokens, check_files)
     # Of a validation split in the format of another project, the first tokens are those on which it publishes losses.
     first = data.val_tokens + 1 if data.name == "tokens" and data.val_path is None else None
@@ -92,11 +101,6 @@ def open_dataset(
             raise DataError(
                 f"{path}: {counted(len(stream), 'token')}, fewer than one window of seq_len+1 = {seq_len + 1}; "
                 "give more text or a smaller batch.seq_len"
-            )
-        if isinstance(vocab_size, int) and stream.max_id >= vocab_size:
-            raise DataError(
-                f"{path}: contains id {stream.max_id:,}, outside model.vocab_size={vocab_size:,}; "
-                "use model.vocab_size=auto"
             )
     held_out = data if val_dir is None else replace(data, val_tokens=0, val_ratio=None)
     parts = split(held_out, len(train), seq_len, seed, most_val_windows)

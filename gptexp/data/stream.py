@@ -36,6 +36,7 @@ class TokenStream:
 
     def __init__(self, directory: Path, max_tokens: int | None = None, check_files: bool = True) -> None:
         manifest = read_manifest(directory, check_files)
+        self.directory = directory
         self._shards, self.max_id, self._dtype = manifest.shards, manifest.max_id, manifest.dtype
         self.shares, self.n_vocab = manifest.shares, manifest.n_vocab
         shards, paths = self._shards, [shard.path for shard in self._shards]

@@ -95,6 +95,14 @@ class Layout:
 
 
 @dataclass(frozen=True)
+class Tensors:
+    """The tensors that this rank saves, and where those of all ranks lie."""
+
+    parts: Parts
+    layout: Layout
+
+
+@dataclass(frozen=True)
 class Keep:
     """The checkpoints that are kept when a new one is saved."""
 
@@ -110,8 +118,7 @@ def name_of(step: int) -> str:
 
 def begin_to_save(
     directory: Path,
-    parts: Parts,
-    layout: Layout,
+    tensors: Tensors,
     state: TrainState,
     keep: Keep,
     about: dict[str, Any],
@@ -119,8 +126,8 @@ def begin_to_save(
 ) -> "Future[Path]":
     """Begin to save the checkpoint of `state.step`, and then to remove those that `keep` does not select.
 
-    Returns once this rank's `parts` are copied. state.json contains `about` beside the counters. If several ranks have
-    parts, all of them call this at once, with a `group` that nothing else uses; the others do not.
+    Returns once this rank's `tensors` are copied. state.json contains `about` beside the counters. If several ranks
+    have parts, all of them call this at once, with a `group` that nothing else uses; the others do not.
 
     The future's result is the path, once a thread has published it, of a rank other than 0 once it has written. Its
     exception is a `StorageError`, after which earlier checkpoints are unchanged. Raises `StorageError` too.
@@ -128,49 +135,60 @@ def begin_to_save(
     target = directory / name_of(state.step)
     done: Future[Path] = Future()
     rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
-    size = ranks * sum(part.tensor.nbytes for of_kind in parts.values() for part in of_kind.values())
+    size = ranks * sum(part.tensor.nbytes for by_name in tensors.parts.values() for part in by_name.values())
     if (unfinished := _shared(lambda: _make_room(target, size), group)) is None:
         done.set_result(target)
         return done
     copies = {
-        file_name(kind, rank, layout.files[kind]): {name: _copy(part.tensor) for name, part in of_kind.items()}
-        for kind, of_kind in parts.items()
+        file_name(kind, rank, tensors.layout.files[kind]): {name: _copy(part.tensor) for name, part in by_name.items()}
+        for kind, by_name in tensors.parts.items()
     }
-    text = _state_text(state, about, layout)  # training changes the state
+    text = _state_text(state, about, tensors.layout)  # training changes the state
 
-    def write() -> dict[str, list[Any]] | str:
-        """The size and hash of each file of this rank; or why it has none. It must reach the collective."""
+    def save() -> None:
         try:
-            return {name: list(tensor_files.write(unfinished / name, copies.pop(name))) for name in list(copies)}
-        except BaseException as error:
-            return first_line(error)
-
-    def publish(of_ranks: Sequence[dict[str, list[Any]] | str]) -> None:
-        """Publish what the ranks have written. Raises `OSError`."""
-        files: dict[str, list[Any]] = {}
-        for found in of_ranks:
-            if isinstance(found, str):
-                raise OSError(found)
-            files |= found
-        _publish(unfinished, target, text, files)
-        prune(directory, keep)
-
-    def finish() -> None:
-        try:
-            of_ranks: list[Any] = [None] * ranks
-            of_ranks[rank] = write()
-            if group is not None:
-                dist.gather_object(of_ranks[rank], of_ranks if rank == 0 else None, group=group)
+            of_ranks = _gathered(_write(unfinished, copies), group)
             if rank == 0:
-                publish(of_ranks)
+                _publish_all(unfinished, target, text, of_ranks)
+                prune(directory, keep)
             done.set_result(target)
         except Exception as error:  # also if a rank is lost
             if rank == 0:
                 shutil.rmtree(unfinished, ignore_errors=True)
             done.set_exception(_not_saved(target, first_line(error)))
 
-    threading.Thread(target=finish, daemon=True).start()  # a lost rank must not keep this process alive
+    threading.Thread(target=save, daemon=True).start()  # a lost rank must not keep this process alive
     return done
+
+
+def _write(unfinished: Path, copies: dict[str, dict[str, torch.Tensor]]) -> dict[str, list[Any]] | str:
+    """Write this rank's files, and free each when it is written. Returns the size and hash of each; or why it failed.
+
+    It raises nothing, so that every rank reaches the collective that follows.
+    """
+    try:
+        return {name: list(tensor_files.write(unfinished / name, copies.pop(name))) for name in list(copies)}
+    except BaseException as error:
+        return first_line(error)
+
+
+def _gathered(own: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    """The values of all ranks of `group`, on its rank 0."""
+    if group is None:
+        return [own]
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.gather_object(own, values if dist.get_rank(group) == 0 else None, group=group)
+    return values
+
+
+def _publish_all(unfinished: Path, target: Path, text: str, of_ranks: Sequence[dict[str, list[Any]] | str]) -> None:
+    """Publish what the ranks have written, if all have. Raises `OSError`."""
+    files: dict[str, list[Any]] = {}
+    for written in of_ranks:
+        if isinstance(written, str):
+            raise OSError(written)
+        files |= written
+    _publish(unfinished, target, text, files)
 
 
 def _shared(decide: Callable[[], Path | None], group: dist.ProcessGroup | None) -> Path | None:

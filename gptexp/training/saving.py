@@ -21,7 +21,7 @@ from gptexp.process.errors import DivergedError, StorageError
 from gptexp.process.terminal import warn
 from gptexp.storage import checkpoint
 from gptexp.storage.checkpoint import Keep, TrainState
-from gptexp.training.snapshot import load_checkpoint, parts_to_save
+from gptexp.training.snapshot import load_checkpoint, tensors_to_save
 from gptexp.training.step import TrainStep
 from gptexp.training.weight_average import WeightAverage
 
@@ -107,9 +107,9 @@ class Checkpoints:
         return found
 
     def _begin(self, state: TrainState) -> None:
-        parts, layout = parts_to_save(self.step.parameters, self.step.optimizer, self.average)
+        tensors = tensors_to_save(self.step.parameters, self.step.optimizer, self.average)
         saved = copy.deepcopy(state)
-        future = checkpoint.begin_to_save(self.directory, parts, layout, saved, self.keep, self.about, self.group)
+        future = checkpoint.begin_to_save(self.directory, tensors, saved, self.keep, self.about, self.group)
         self._begun_at, self._unlogged = time.perf_counter(), (saved, future)
         future.add_done_callback(self._time)
 

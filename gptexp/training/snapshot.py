@@ -13,7 +13,7 @@ from gptexp.distributed.sharding import Parameters
 from gptexp.process.errors import CheckpointError
 from gptexp.process.words import counted
 from gptexp.storage import checkpoint
-from gptexp.storage.checkpoint import Layout
+from gptexp.storage.checkpoint import Layout, Tensors
 from gptexp.storage.tensor_files import AVERAGE, MODEL, OPTIMIZER, Part
 from gptexp.training.optim import has_split_state, weights_for_use
 from gptexp.training.weight_average import WeightAverage
@@ -26,10 +26,8 @@ def is_shared(parameters: Parameters, optimizer: Optimizer) -> bool:
     return parameters.split or has_split_state(optimizer)
 
 
-def parts_to_save(
-    parameters: Parameters, optimizer: Optimizer, average: WeightAverage | None
-) -> tuple[dict[str, Mapping[str, Part]], Layout]:
-    """What this rank saves, by the kind of file; and the layout of all. The tensors share the memory of training."""
+def tensors_to_save(parameters: Parameters, optimizer: Optimizer, average: WeightAverage | None) -> Tensors:
+    """What this rank saves. The tensors share the memory of training."""
     parts: dict[str, Mapping[str, Part]] = dict(_parts(parameters, optimizer, average))
     files = dict.fromkeys(parts, world_size() if parameters.split else 1)
     if has_split_state(optimizer):
@@ -37,7 +35,7 @@ def parts_to_save(
         if rank_index() > 0:
             parts = {OPTIMIZER: parts[OPTIMIZER]}
     counts = [{key: group[key] for key in COUNTS if key in group} for group in optimizer.param_groups]
-    return parts, Layout(files, parameters.split, counts)
+    return Tensors(parts, Layout(files, parameters.split, counts))
 
 
 def load_checkpoint(

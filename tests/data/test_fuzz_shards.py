@@ -120,7 +120,7 @@ DAMAGES: dict[str, Damage] = {
 def _open(directory: Path) -> None:
     """Open the data as a run does before its first step."""
     verify(directory)
-    open_dataset(DataConfig(val_tokens=0), directory, None, 16, 1337, LARGEST + 1)
+    open_dataset(DataConfig(val_tokens=0), (directory, None), 16, 1337).check_ids(LARGEST + 1)
 
 
 @pytest.mark.parametrize("damage", DAMAGES)

@@ -16,7 +16,7 @@ from gptexp.process.errors import DataError
 
 def dataset_of(corpus: Path, seq_len: int = 16, **kwargs: object) -> object:
     data = text_config(corpus, **{"val_tokens": 64, **kwargs})
-    return open_dataset(data, *prepare(data), seq_len, 1337, 50304)
+    return open_dataset(data, prepare(data), seq_len, 1337)
 
 
 def planned(plan: BatchPlan, steps: int, first: int = 0) -> list[PlannedStep]:
@@ -144,4 +144,4 @@ def test_a_validation_set_larger_than_the_corpus_is_an_error(corpus: Path) -> No
 def test_an_id_outside_of_the_vocabulary_is_an_error(corpus: Path) -> None:
     data = text_config(corpus)
     with pytest.raises(DataError, match=r"outside model.vocab_size=100"):
-        open_dataset(data, *prepare(data), 16, 0, 100)
+        open_dataset(data, prepare(data), 16, 0).check_ids(100)

@@ -34,7 +34,7 @@ from gptexp.storage.checkpoint import Keep, TrainState, begin_to_save
 from gptexp.training.gradient_noise import StepNoise
 from gptexp.training.optim import build_optimizer, weights_for_use
 from gptexp.training.small_gradients import SmallGradients
-from gptexp.training.snapshot import is_shared, load_checkpoint, parts_to_save
+from gptexp.training.snapshot import is_shared, load_checkpoint, tensors_to_save
 from gptexp.training.step import Probe, TrainStep
 from gptexp.training.weight_average import WeightAverage
 
@@ -112,8 +112,8 @@ class Trainer:
         path = folder / checkpoint.name_of(SAVED)
         if group is not None or rank_index() == 0:
             with weights_for_use(self.optimizer):
-                parts, layout = parts_to_save(self.parameters, self.optimizer, self.average)
-            begin_to_save(folder, parts, layout, TrainState(step=SAVED, tokens=1), Keep(), {}, group).result(60)
+                tensors = tensors_to_save(self.parameters, self.optimizer, self.average)
+            begin_to_save(folder, tensors, TrainState(step=SAVED, tokens=1), Keep(), {}, group).result(60)
         dist.barrier()
         return path
 

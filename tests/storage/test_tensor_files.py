@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from gptexp.process.errors import CheckpointError, StorageError
 from gptexp.storage import checkpoint, tensor_files
-from gptexp.storage.checkpoint import Keep, Layout, TrainState, begin_to_save
+from gptexp.storage.checkpoint import Keep, Layout, Tensors, TrainState, begin_to_save
 from gptexp.storage.tensor_files import MODEL, OPTIMIZER, Part, file_name
 
 WHOLE = {"a": torch.arange(30.0).view(10, 3), "b": torch.arange(5.0), "c": torch.arange(42.0).view(21, 2)}
@@ -104,7 +104,7 @@ def saved(directory: Path, group: dist.ProcessGroup, step: int = 1, keep: int = 
     parts = {kind: {name: Part(tensor) for name, tensor in WHOLE.items()} for kind in (MODEL, OPTIMIZER)}
     layout = Layout({MODEL: 1, OPTIMIZER: 1}, False, [{"step": 3}])
     state = TrainState(step=step, tokens=10 * step)
-    return begin_to_save(directory, parts, layout, state, Keep(keep), {"a": 1}, group).result(60)
+    return begin_to_save(directory, Tensors(parts, layout), state, Keep(keep), {"a": 1}, group).result(60)
 
 
 def test_a_group_of_ranks_publishes_one_checkpoint(tmp_path: Path, group: dist.ProcessGroup) -> None:
