@@ -12,8 +12,9 @@ import shutil
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from io import TextIOWrapper
+from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 from gptexp.process.errors import EXIT_FAILED, ConfigError, UserError
@@ -22,6 +23,7 @@ LAYOUT = "\n\t"  # control characters that may be printed
 # Control characters, bytes of a name that are not UTF-8, separators of lines, and those that reverse the direction.
 _CONTROLS = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff\u2028-\u202e\u2066-\u2069\ufffe\uffff]")
 ERASE_LINE = "\r\x1b[2K"  # the line of the cursor, where another process on this terminal may draw a progress bar
+NOWHERE = Path(os.devnull)
 SHOW_CURSOR = "\x1b[?25h"
 SPINS = 3000  # of a waiting thread of OpenMP
 _people_read_stdout = True
@@ -134,6 +136,21 @@ def _print(stream: TextIO, *lines: str) -> None:
 def _discard_stdout() -> None:
     """Redirect stdout, including buffered output, to the null device."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+@contextmanager
+def output_to(path: Path) -> Iterator[None]:
+    """Write stdout and stderr to `path`: those of this process, of C++ code in it, and of processes that it starts."""
+    terminal = {number: os.dup(number) for number in (1, 2)}
+    with path.open("w", buffering=1) as file, redirect_stdout(file), redirect_stderr(file):
+        for number in terminal:
+            os.dup2(file.fileno(), number)
+        try:
+            yield
+        finally:
+            for number, copy in terminal.items():
+                os.dup2(copy, number)
+                os.close(copy)
 
 
 @contextmanager

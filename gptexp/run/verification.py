@@ -13,8 +13,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -32,6 +32,7 @@ from gptexp.machine.resolve import resolve
 from gptexp.model.gpt import GPT
 from gptexp.process.errors import EXIT_FAILED, ConfigError, UserError
 from gptexp.process.signals import StopRequest, at_parents_death, ended_in_order
+from gptexp.process.terminal import output_to
 from gptexp.process.words import counted
 from gptexp.run.build import build_gpt, wrap
 from gptexp.run.job import Job
@@ -96,7 +97,7 @@ def _hold(what: str, check: Check, bench: "Bench") -> bool:
     _say("RUN", what)
     output, started = bench.folder / "output.txt", time.monotonic()
     try:
-        with _written_to(output):
+        with output_to(output):
             results = check(bench)
     except Exception:
         sys.stderr.write(output.read_text(errors="replace"))
@@ -116,21 +117,6 @@ def _hold(what: str, check: Check, bench: "Bench") -> bool:
 def _say(verdict: str, what: str, found: str = "", allowed: str = "", seconds: str = "") -> None:
     """Print a row of the table at once. It is as wide as a narrow terminal."""
     print(f"{verdict:<6}{what:<41}{found:<11}{allowed:<15}{seconds:>7}".rstrip(), flush=True)
-
-
-@contextmanager
-def _written_to(path: Path) -> Iterator[None]:
-    """Send stdout and stderr of this process, and of those that it starts, to a new file."""
-    terminal = {number: os.dup(number) for number in (1, 2)}
-    with path.open("w", buffering=1) as file, redirect_stdout(file), redirect_stderr(file):
-        for number in terminal:
-            os.dup2(file.fileno(), number)
-        try:
-            yield
-        finally:
-            for number, saved in terminal.items():
-                os.dup2(saved, number)
-                os.close(saved)
 
 
 class Bench:

@@ -21,14 +21,14 @@ from gptexp.config.schema import AUTO, Config
 from gptexp.distributed.ranks import AT_ONCE, Rank, rank_variables, without_launcher
 from gptexp.process.errors import EXIT_CONFIG, EXIT_FAILED, ConfigError, UserError, first_line
 from gptexp.process.signals import start_a_run
-from gptexp.process.terminal import say, warn
+from gptexp.process.terminal import NOWHERE, output_to, say, warn
 from gptexp.process.words import counted
 from gptexp.run.nodes import leave_mark
 from gptexp.run.own_process import resume_command
 from gptexp.storage import run_dir
 from gptexp.sweep.cells import PLUGINS, Cell, decisions
 from gptexp.sweep.launchers import CellLauncher, Places, Process
-from gptexp.sweep.ray_cluster import KEY, RayCluster, alike, connect, quiet, read_settings
+from gptexp.sweep.ray_cluster import KEY, RayCluster, alike, connect, read_settings
 
 POLL_S = 0.3  # s: between two looks at a cell
 LOOK_S = 5.0  # s: between two looks at the nodes for a cell that waits
@@ -80,7 +80,7 @@ class RayLauncher(CellLauncher):
     def close(self) -> None:
         """Leave the cluster; one that was started for the sweep ends."""
         if self.cluster is not None:
-            with quiet():
+            with output_to(NOWHERE):
                 self.cluster.ray.shutdown()
 
 

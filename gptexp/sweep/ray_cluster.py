@@ -5,8 +5,7 @@ import math
 import os
 import signal
 import socket
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +14,7 @@ from omegaconf import OmegaConf
 from gptexp.config.schema import AUTO, Config
 from gptexp.process.errors import ConfigError, first_line
 from gptexp.process.signals import HANDLED
+from gptexp.process.terminal import NOWHERE, output_to
 from gptexp.process.words import counted, shown
 from gptexp.sweep.launchers import refuse_too_large
 
@@ -187,7 +187,7 @@ def connect(settings: Settings) -> Any:
     quietly = {"log_to_driver": False, "logging_level": logging.CRITICAL}
     handlers = {number: signal.getsignal(number) for number in HANDLED}
     try:
-        with quiet():
+        with output_to(NOWHERE):
             ray.init(**{**here, **quietly, **settings.init, "address": address})
     except Exception as error:  # each failure has its own type
         text = " ".join(str(error).split()) or type(error).__name__
@@ -215,18 +215,3 @@ def _refuse_silent(address: str, source: str) -> None:
             f"{source}: no Ray cluster answers there ({first_line(error)}); give the port of ray start --head (6379), "
             "or leave the address out for a cluster of this machine"
         ) from None
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Discard what is written to stdout and stderr meanwhile, also by Ray's C++ code."""
-    terminal = {number: os.dup(number) for number in (1, 2)}
-    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):  # noqa: PTH123
-        for number in terminal:
-            os.dup2(nowhere.fileno(), number)
-        try:
-            yield
-        finally:
-            for number, copy in terminal.items():
-                os.dup2(copy, number)
-                os.close(copy)
