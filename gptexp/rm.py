@@ -4,12 +4,20 @@ import argparse
 from pathlib import Path
 
 from gptexp.process.errors import EXIT_FAILED, ConfigError, UserError
-from gptexp.process.terminal import confirmed, print_error, printable, run_verb, say, terminal_width, warn
+from gptexp.process.terminal import confirmed, print_error, run_verb, say, terminal_width, warn
 from gptexp.process.words import size_shown
-from gptexp.reporting.listings.terminal_table import print_table
+from gptexp.reporting.listings.terminal_table import Column, print_table, texts_of
 from gptexp.storage import run_dir
 from gptexp.storage.inventory import OUTPUTS, is_not_there_yet
 from gptexp.storage.removal import Removal, starting_from, whole_removals
+
+COLUMNS = (
+    Column[Removal]("directory", "directory", lambda removal: str(removal.place)),
+    Column[Removal]("status", "status", lambda removal: removal.status),
+    Column[Removal]("checkpoints", "checkpoints removed", lambda removal: removal.checkpoints),
+    Column[Removal]("stay", "stay", lambda removal: removal.stay),
+    Column[Removal]("size", "frees", lambda removal: removal.size, words=lambda removal: size_shown(removal.size)),
+)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -40,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
 
     size = sum(removal.size for removal in removals)
-    _show(removals)
+    print_table(texts_of(COLUMNS, removals), ["directory"], ["status"], ["status", "stay"], terminal_width())
     if args.dry_run:
         say(f"would free {size_shown(size)}")
         return 0
@@ -70,19 +78,6 @@ def _unneeded_checkpoints(directories: list[Path], newest_only: bool) -> list[Re
     from gptexp.storage.unneeded import unneeded_checkpoints  # imports torch
 
     return [removal for path in there for removal in unneeded_checkpoints(path, newest_only)]
-
-
-def _show(removals: list[Removal]) -> None:
-    """Print a table of what is removed, without columns that would be empty."""
-    columns = {
-        "directory": [printable(str(removal.place)) for removal in removals],
-        "status": [removal.status for removal in removals],
-        "checkpoints removed": [removal.checkpoints for removal in removals],
-        "stay": [removal.stay for removal in removals],
-        "frees": [size_shown(removal.size) for removal in removals],
-    }
-    full = [(title, texts) for title, texts in columns.items() if any(texts)]
-    print_table(full, ["directory"], ["status"], ["status", "stay"], terminal_width())
 
 
 def _freed(removal: Removal) -> int:

@@ -74,8 +74,13 @@ def whole_removals(directories: list[Path]) -> list[Removal]:
         if not {*place.parents} & {*places}:
             check_removable(place)
             size = bytes_on_disk(place)
-            removals.append(Removal(place, "sweep" if is_sweep(place) else "run", size, partial(remove, place)))
+            removals.append(Removal(place, "sweep" if is_sweep(place) else "run", size, partial(_remove, place, size)))
     return removals
+
+
+def _remove(place: Path, size: int) -> int:
+    remove(place)
+    return size
 
 
 def _without_links_above(path: Path) -> Path:
@@ -123,13 +128,9 @@ def starting_from(directory: Path) -> list[Path]:
     return found
 
 
-def remove(directory: Path) -> int:
-    """Remove a run or a sweep and return the bytes that are free afterwards.
-
-    Raises as `check_removable` does, and then nothing is removed, or `StorageError`.
-    """
+def remove(directory: Path) -> None:
+    """Remove a run or a sweep. Raises as `check_removable` does, and then nothing is removed, or `StorageError`."""
     check_removable(directory)
-    size = bytes_on_disk(directory)
     hidden = directory.with_name(f".removed-{time.time_ns()}")
     with _held(directory):
         with run_dir.storage_errors(f"{directory}: cannot be removed"):
@@ -148,7 +149,6 @@ def remove(directory: Path) -> int:
     if DATE.fullmatch(directory.parent.name):
         with suppress(OSError):  # other runs are in it
             directory.parent.rmdir()
-    return size
 
 
 @contextmanager
