@@ -44,14 +44,14 @@ class Watched:
         self._lock = threading.Lock()
         self._signatures: dict[Path, Any] = {}  # of each directory at the last question
         self._known: dict[tuple[Callable[..., Any], Path], tuple[Any, Any]] = {}  # what was read, with its signature
-        self._html = b""
+        self._html, self._version = b"", ""
         self._pause_until = 0.0  # s of the monotonic clock: no new page before
 
     def html(self) -> tuple[bytes, str]:
         """The page, and its version."""
         with self._lock:
             self._update()
-            return self._html, f'"{hashlib.sha256(self._html).hexdigest()[:16]}"'
+            return self._html, self._version
 
     def _update(self) -> None:
         if (started := time.monotonic()) < self._pause_until:
@@ -68,6 +68,7 @@ class Watched:
             why = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
             html = message_page(printable(self.directory.resolve().name), escape(printable(why)), self.script, live)
         self._html = html.encode(errors="surrogatepass")
+        self._version = f'"{hashlib.sha256(self._html).hexdigest()[:16]}"'
         # A large sweep must not take a core from the training on this machine.
         self._pause_until = time.monotonic() + SHARE * (time.monotonic() - started)
 
