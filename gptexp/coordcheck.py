@@ -9,8 +9,9 @@ from pathlib import Path
 from gptexp.command.hydra_main import register_from_init
 from gptexp.config.compose import composition, hydra_engine, to_config
 from gptexp.config.describe import answer_help
-from gptexp.config.rules import LIKE_ADAM, problems
+from gptexp.config.rules import problems
 from gptexp.config.schema import Config, ModelConfig
+from gptexp.optim import optimizers_that
 from gptexp.process.errors import ConfigError
 from gptexp.process.terminal import run_verb
 from gptexp.process.words import shown
@@ -53,9 +54,9 @@ def main(argv: list[str] | None = None) -> int:
     register_from_init()
     overrides = [*args.overrides, f"optim.lr={args.lr!r}", "schedule=constant"]
     config = _composed(overrides, args.config_dir, args.config_name)
-    if config.optim.name not in LIKE_ADAM:
+    if not config.optim.is_like_adam:
         raise ConfigError(
-            f"optim={config.optim.name}: the limits are for updates like Adam's; use {' or '.join(LIKE_ADAM)}"
+            f"optim={config.optim.name}: the limits are for updates like Adam's; use {optimizers_that('is_like_adam')}"
         )
     if config.optim.gradient_noise or config.optim.gradient_noise_like_batch is not None:
         raise ConfigError("optim.gradient_noise: the coordinate check adds no noise to gradients; leave it out")

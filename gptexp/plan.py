@@ -12,11 +12,12 @@ from gptexp.command.hydra_main import register_from_init, spelled_out, state_of
 from gptexp.config.compose import compose, composition, hydra_engine, is_multirun, is_sweep, to_config
 from gptexp.config.describe import answer_help
 from gptexp.config.paths import folders, options
-from gptexp.config.schema import AUTO, Config
+from gptexp.config.schema import Config
 from gptexp.config.vocabulary import VOCAB_SIZES, padded, with_vocab_size
 from gptexp.distributed.ranks import launcher_world_size
 from gptexp.model.gpus import GPUS, GPUS_PER_NODE, NETWORKS, Gpu
 from gptexp.process.errors import ConfigError
+from gptexp.process.fields import AUTO
 from gptexp.process.terminal import run_verb, warn
 from gptexp.process.words import shown
 from gptexp.storage import branch

@@ -10,8 +10,8 @@ from io import TextIOWrapper
 from itertools import count
 from pathlib import Path
 
-from gptexp.config.schema import LIMIT
 from gptexp.process.errors import ConfigError, DataError
+from gptexp.process.fields import LIMIT
 from gptexp.process.terminal import emit_part, print_error, run_verb, say
 from gptexp.reporting.statistics.best import one_run
 from gptexp.storage import run_dir

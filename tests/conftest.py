@@ -358,7 +358,7 @@ def signal_rank(directory: Path, rank: int, number: signal.Signals) -> None:
 @pytest.fixture
 def optimizers(monkeypatch: pytest.MonkeyPatch) -> "list[Optimizer]":
     """Those that the runs in this process build."""
-    from gptexp.training.optim import build_optimizer
+    from gptexp.training.optimizer import build_optimizer
 
     built: list[Optimizer] = []
 

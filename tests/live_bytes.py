@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from gptexp.config.schema import AdamWConfig, ModelConfig, OptimConfig
+from gptexp.config.schema import ModelConfig
 from gptexp.data.loader import MicroBatch
 from gptexp.distributed.ranks import Rank
 from gptexp.distributed.reduction import build_reduction
@@ -17,7 +17,8 @@ from gptexp.distributed.sharding import SplitParameters, split
 from gptexp.model.gpt import GPT
 from gptexp.model.loss import LOSSES
 from gptexp.model.memory import StepShape
-from gptexp.training.optim import build_optimizer
+from gptexp.optim import AdamWConfig, OptimConfig
+from gptexp.training.optimizer import build_optimizer
 from gptexp.training.step import TrainStep
 
 

@@ -16,7 +16,7 @@ PACKAGE = Path(gptexp.__file__).parent
 # From the top down. A folder may import from the folders after it, and not from those before it.
 FOLDERS = (
     "command", "sweep", "run", "training", "machine", "loggers", "reporting", "model", "data", "storage",
-    "distributed", "config", "process",
+    "distributed", "config", "optim", "process",
 )  # fmt: skip
 # The same inside `reporting`.
 FLOORS = ("page", "charts", "words", "statistics", "listings")
@@ -39,7 +39,7 @@ FENCES = {
     "datasets": {"data/hub.py"},
     "huggingface_hub": {"storage/hub.py"},
     "lm_eval": {"run/harness.py"},
-    "pytorch_optimizer": {"training/optim.py"},
+    "pytorch_optimizer": {"optim"},
     "argparse": {TOP, "command/hydra_main.py", "command/completion.py"},
     "rich": {
         "data/progress.py", "loggers/console.py", "reporting/listings/terminal_table.py",

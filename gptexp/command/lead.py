@@ -22,8 +22,9 @@ from gptexp.config.compose import keys_set_by
 from gptexp.config.describe import SWEPT
 from gptexp.config.paths import CONFIG_NAME
 from gptexp.config.scaling import lr_in_words, scaled_optim
-from gptexp.config.schema import AdamWConfig, Config, TrainConfig
+from gptexp.config.schema import Config, TrainConfig
 from gptexp.distributed.ranks import launcher_world_size
+from gptexp.optim.adamw import AdamWConfig
 from gptexp.process.signals import StopRequest
 from gptexp.process.terminal import report_errors, say
 from gptexp.storage import run_dir
@@ -79,7 +80,7 @@ def readable_name(model: str, config: Config) -> str:
 
     It has the optimizer, the parametrisation, the scaling rules and the seed if they are not the default.
     """
-    chosen = [] if isinstance(config.optim, AdamWConfig) else [config.optim.name]
+    chosen = [] if config.optim.name == AdamWConfig.name else [config.optim.name]
     if config.model.parametrisation != "standard":
         chosen.append(config.model.parametrisation)
     chosen += [f"{key}_{rule}" for key, rule in config.scaling.rules.items()]

@@ -15,7 +15,7 @@ from gptexp.config.branching import run_and_step
 from gptexp.config.fitted import fitted_warnings, other_text
 from gptexp.config.run_plan import RunPlan, plan_run
 from gptexp.config.scaling import lr_in_words, scaled_optim
-from gptexp.config.schema import AUTO, Config, memory_key
+from gptexp.config.schema import Config, memory_key
 from gptexp.config.vocabulary import ASSUMED_CHARACTERS, with_vocab_size
 from gptexp.data.prepare import count_ids, has_own_validation, prepared_dir, tokens_hash
 from gptexp.data.split import split
@@ -31,6 +31,7 @@ from gptexp.model.flops import count_parameters, flops_per_token
 from gptexp.model.gpus import UNKNOWN_GPU, Gpu
 from gptexp.model.memory import Memory
 from gptexp.process.errors import ConfigError, DataError, UserError, first_line
+from gptexp.process.fields import AUTO
 from gptexp.process.terminal import warn
 from gptexp.process.words import counted, duration, rounded, titled
 from gptexp.run.calibrate import Duration, Pace, pace, sample, sample_alone

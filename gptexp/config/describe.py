@@ -16,7 +16,8 @@ from typing import Any
 import yaml
 
 from gptexp.config.paths import FILE_FLAGS, Groups, conf_dir, folders, options, own_config
-from gptexp.config.schema import OPTIMIZERS, every_key, optimizers_with
+from gptexp.config.schema import every_key, optimizers_with
+from gptexp.optim import OPTIMIZERS
 from gptexp.process.errors import ConfigError, Problem, first_line
 from gptexp.process.words import shown
 

@@ -15,11 +15,14 @@ from typing import Any
 from gptexp.config import batch, paths
 from gptexp.config.fitted import fitted_problems
 from gptexp.config.noise_scale import LIKE_BATCH, needing_noise_scale, why_unmeasured
-from gptexp.config.scaling import decay_rates, scaled_decay_rates, scaled_optim
+from gptexp.config.scaling import scaled_decay_rates, scaled_optim
 from gptexp.config.schedule import resolve_schedule
-from gptexp.config.schema import ATTENTION_DEVICES, AUTO, Config, TwoMomentsConfig, every_key, field_problems
+from gptexp.config.schema import ATTENTION_DEVICES, Config, every_key, field_problems
 from gptexp.config.vocabulary import CHARS, NAMES, VOCAB_SIZES, padded, padding_multiple
+from gptexp.optim import OPTIMIZERS, optimizers_that
+from gptexp.optim.keys import TwoMomentsConfig
 from gptexp.process.errors import ConfigError, Problem
+from gptexp.process.fields import AUTO
 from gptexp.process.words import counted, shown
 
 Rule = Callable[[Config, int], Iterator[Problem]]  # of a config and its number of ranks
@@ -31,12 +34,6 @@ LENGTHS_IN_STEPS = {
     "schedule.decay_steps": "the number of decay tokens",
 }
 TOKENIZER_RULE = f"must be one of {', '.join(NAMES)}, or the path of a tokenizer.json"
-# Optimizers for which the table of model/parametrisation.py holds: each element of an update has about the size lr. Of
-# SGD it has that of the gradient, of LARS, LAMB and Adafactor that of the weight. Muon and SOAP limit whole matrices.
-LIKE_ADAM = ("adamw", "lion", "schedulefree")
-# Optimizers whose update of a number depends on the gradient, the weight and the state of that number alone.
-_BY_NUMBER = ("adamw", "sgd", "lion", "schedulefree")
-_NOT_BY_PARAMETER = ("lamb", "muon", "schedulefree")  # the first two are two optimizers; the last exchanges the weights
 MOST_QUANTA = 10_000  # in a step; each may be a level of the ramp
 
 # Keys that are read under some values of another key only. Under its other values they must have their defaults.
@@ -116,11 +113,9 @@ def confounds_of(values: dict[str, Any]) -> Iterator[str]:
             yield f"{key}={values[key]} counts steps, so {what} differs between batch sizes; give it in tokens"
     if (ramp := values.get("batch.ramp_tokens")) is not None:
         yield f"batch.ramp_tokens={ramp}: the steps grow, so a run has not one batch size; leave out the ramp"
-    if values.get("optim.name") == "adafactor":
-        yield (
-            "optim=adafactor: its limit of the learning rate, 1 / √step, and the decay of its average count steps, so "
-            "both differ between batch sizes; use another optimizer"
-        )
+    name = values.get("optim.name")
+    if name in OPTIMIZERS and (counting := OPTIMIZERS[name].counts_steps):
+        yield f"optim={name}: {counting}, so updates differ between batch sizes; use another optimizer"
     noise, decay = values.get("optim.gradient_noise"), values.get("optim.gradient_noise_decay")
     if noise and decay and values.get("optim.gradient_noise_decay_tokens") is None:
         yield (
@@ -179,10 +174,10 @@ def _model(cfg: Config, _: int) -> Iterator[Problem]:
 
 
 def _parametrisation(cfg: Config, _: int) -> Iterator[Problem]:
-    chosen, name = cfg.model.parametrisation, cfg.optim.name
-    if chosen != "standard" and name not in LIKE_ADAM:
-        rule = f"its learning rates are for updates like Adam's, unlike those of optim={name}"
-        fix = f"use optim={' or '.join(LIKE_ADAM)}"
+    chosen, optim = cfg.model.parametrisation, cfg.optim
+    if chosen != "standard" and not optim.is_like_adam:
+        rule = f"its learning rates are for updates like Adam's, unlike those of optim={optim.name}"
+        fix = f"use {optimizers_that('is_like_adam')}"
         yield _refusal(cfg, "model.parametrisation", "parametrisation-of-adam", f"{rule}; {fix}")
     if chosen != "standard" and cfg.model.base_n_embd is None:
         rule = (
@@ -306,22 +301,22 @@ def _ranks(cfg: Config, world_size: int) -> Iterator[Problem]:
 
 def sharding_problems(cfg: Config, world_size: int) -> Iterator[Problem]:
     """What `world.sharding` cannot do."""
-    sharding, name = cfg.world.sharding, cfg.optim.name
+    sharding, optim = cfg.world.sharding, cfg.optim
     if sharding == "none" or world_size == 1:  # one rank has everything
         return
     chosen = f"world.sharding={sharding}"
     if cfg.train.reduction == "tree":
         rule = f"adds whole gradients, and with {chosen} they are not; use world.sharding=none"
         yield _refusal(cfg, "train.reduction", "sharding-with-tree", rule)
-    if sharding == "optimizer" and name in _NOT_BY_PARAMETER:
-        rule = f"optim={name} is not one optimizer that updates each parameter by itself"
+    if sharding == "optimizer" and not optim.is_by_parameter:
+        rule = f"optim={optim.name} is not one optimizer that updates each parameter by itself"
         fix = "use another, or world.sharding=none"
         yield _refusal(cfg, "world.sharding", "sharding-of-optimizer", f"{rule}; {fix}")
     if sharding != "full":
         return
-    if name not in _BY_NUMBER:
-        rule = f"optim={name} updates whole matrices, and each rank has some rows of them"
-        fix = f"use optim={' or '.join(_BY_NUMBER)}, or world.sharding=optimizer"
+    if not optim.is_by_number:
+        rule = f"optim={optim.name} updates whole matrices, and each rank has some rows of them"
+        fix = f"use {optimizers_that('is_by_number')}, or world.sharding=optimizer"
         yield _refusal(cfg, "world.sharding", "sharding-of-matrices", f"{rule}; {fix}")
     for key in ("train.eval_tasks", "train.sharpness_every_tokens"):
         if attrgetter(key)(cfg):
@@ -387,19 +382,19 @@ def length_key(cfg: Config, part: str) -> str:
 
 def _optimizer(cfg: Config, _: int) -> Iterator[Problem]:
     name, package = cfg.optim.name, cfg.optim.needs
+    averages = f"optim={name} averages weights"
     if package is not None and find_spec(package) is None:
         rule = f"needs the package {package}; run: pip install 'gptexp[optim]'"
         yield Problem("package-missing", f"optim={name}: {rule}")
-    if name == "schedulefree" and cfg.schedule.name != "constant":
-        rule = "optim=schedulefree averages weights in place of a decay; use constant"
+    if cfg.optim.averages_weights and cfg.schedule.name != "constant":
+        rule = f"{averages} in place of a decay; use constant"
         yield _refusal(cfg, "schedule.name", "decay-with-schedulefree", rule)
-    if name == "schedulefree" and cfg.train.ema_half_life_tokens is not None:
-        rule = "optim=schedulefree averages its weights itself; leave out one of them"
+    if cfg.optim.averages_weights and cfg.train.ema_half_life_tokens is not None:
+        rule = f"{averages} itself; leave out one of them"
         yield _refusal(cfg, "train.ema_half_life_tokens", "average-with-schedulefree", rule)
 
 
 _NEEDED_BY = {("lr", "power"): "exponent", ("lr", "surge"): "noise_scale_tokens"}
-_WITHOUT_TIMESCALE = ("lamb", "lars")  # their updates have the size of the weights, whatever the weight decay
 
 
 def _scaling(cfg: Config, _: int) -> Iterator[Problem]:
@@ -421,7 +416,7 @@ def _scaling(cfg: Config, _: int) -> Iterator[Problem]:
             refuse("half-life-given-twice", rule)
         if key == "eps" and not hasattr(optim, "eps"):
             refuse("nothing-to-scale", f"optim={optim.name} has no eps; use none")
-        if key == "weight_decay" and optim.name in _WITHOUT_TIMESCALE:
+        if key == "weight_decay" and not optim.has_timescale:
             refuse("nothing-to-scale", f"optim={optim.name} scales its updates to the size of the weights; use none")
     yield from refused or _scaled_values(cfg)
 
@@ -436,7 +431,7 @@ def _scaled_values(cfg: Config) -> Iterator[Problem]:
         rule = f"the learning rate {at_total} is too large; use another rule"
         yield _refusal(cfg, "scaling.lr", code, rule)
         return
-    for name in decay_rates(cfg.optim):
+    for name in cfg.optim.decay_rates:
         rate, scaled_rate = getattr(cfg.optim, name), getattr(scaled, name)
         if 0 <= scaled_rate < 1:
             continue

@@ -8,7 +8,7 @@ from typing import Any
 from gptexp.config.batch import BatchPlan, StepSizes, crosses, interval_tokens, plan_batch
 from gptexp.config.branching import first_step
 from gptexp.config.scaling import scaled_optim
-from gptexp.config.schedule import Schedule, least_warmup_steps, resolve_schedule
+from gptexp.config.schedule import Schedule, resolve_schedule
 from gptexp.config.schema import Config
 from gptexp.process.words import counted, rounded
 
@@ -183,7 +183,7 @@ def plan_run(cfg: Config, micro_batch_size: int) -> RunPlan:
         steps=steps,
         branch_from=cfg.branch_from,
         schedule=resolve_schedule(cfg, run_tokens),
-        least_warmup_steps=least_warmup_steps(scaled_optim(cfg)),
+        least_warmup_steps=scaled_optim(cfg).least_warmup_steps(),
         eval_every_tokens=interval_tokens(train.eval_every, train.eval_every_tokens, run_tokens, total),
         save_every_tokens=interval_tokens(train.save_every, train.save_every_tokens, run_tokens, total),
         keep_every_tokens=train.keep_every_tokens if train.keep_every is None else train.keep_every * total,

@@ -17,19 +17,11 @@
 """
 
 import math
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
-from gptexp.config.schema import (
-    Config,
-    LarsConfig,
-    LionConfig,
-    OptimConfig,
-    ScalingConfig,
-    ScheduleFreeConfig,
-    SGDConfig,
-    TwoMomentsConfig,
-)
+from gptexp.config.schema import Config, ScalingConfig
+from gptexp.optim.keys import OptimConfig, TwoMomentsConfig
 
 
 def scaled_optim(cfg: Config) -> OptimConfig:
@@ -80,23 +72,9 @@ def _surge(batch: float) -> float:
     return 2 / (math.sqrt(1 / batch) + math.sqrt(batch))
 
 
-def decay_rates(optim: OptimConfig) -> list[str]:
-    """The keys with the decay rate of a moment that is an average, per step.
-
-    beta1 is none in Lion, where it mixes the moment with the gradient, and in schedule-free AdamW. The momentum of SGD
-    and LARS is a sum: its rate is also a factor 1 / (1 - momentum) of the updates, so scaling it would scale these too.
-    """
-    others: set[str] = set()
-    if isinstance(optim, LionConfig | ScheduleFreeConfig):
-        others = {"beta1"}
-    elif isinstance(optim, SGDConfig | LarsConfig):
-        others = {"momentum"}
-    return [f.name for f in fields(optim) if f.name in {"momentum", "beta1", "beta2"} - others]
-
-
 def scaled_decay_rates(optim: OptimConfig, rule: str) -> list[str]:
-    """Those of the `decay_rates` that a rule of `scaling.betas` scales."""
-    names = decay_rates(optim) if rule != "none" else []
+    """Those of the optimizer's decay rates that a rule of `scaling.betas` scales."""
+    names = optim.decay_rates if rule != "none" else ()
     return [name for name in names if rule != "beta2_half_life" or name == "beta2"]
 
 

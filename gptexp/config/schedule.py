@@ -9,7 +9,7 @@ decays over 260B of its 300B tokens (arXiv 2005.14165, appendix B).
 import math
 from dataclasses import dataclass
 
-from gptexp.config.schema import Config, LionConfig, OptimConfig, TwoMomentsConfig
+from gptexp.config.schema import Config
 
 
 @dataclass(frozen=True)
@@ -63,14 +63,3 @@ def resolve_schedule(cfg: Config, run_tokens: int) -> Schedule:
     else:
         decay = round(c.decay_ratio * run_tokens)
     return Schedule(c.name, warmup, decay, c.min_lr_ratio, c.cooldown_ratio, c.cooldown)
-
-
-def least_warmup_steps(optim: OptimConfig) -> int:
-    """The steps that Adam's second moment wants to warm up, 2 / (1 - beta2); 0 for optimizers without one.
-
-    Ma and Yarats 2019, arXiv 1910.04209, section 5. Before that the moment is an average over few gradients. `optim`
-    has the beta2 that a run uses.
-    """
-    if not isinstance(optim, TwoMomentsConfig) or isinstance(optim, LionConfig):
-        return 0
-    return math.ceil(2 / (1 - optim.beta2) - 1e-6)  # 2 / 0.05 is a little more than 40 in floats

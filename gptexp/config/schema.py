@@ -1,7 +1,8 @@
 """Every configuration key: its type, its default and its legal values.
 
-All defaults are defined here. Files under conf/ override them. A rule that concerns a single
-key is on that key's line and is checked by `field_problems`. Rules that concern several keys are in rules.py.
+All defaults are defined here and, for the optimizers, in their files (gptexp/optim). Files under conf/ override them. A
+rule that concerns a single key is on that key's line and is checked by `field_problems`. Rules that concern several
+keys are in rules.py.
 
 Most lengths have two keys, one in tokens and one in steps (`warmup_tokens`, `warmup_steps`). The key in steps is null
 by default, because the meaning of a length in steps depends on the batch size. If it is set, it takes precedence.
@@ -13,20 +14,33 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from types import UnionType
-from typing import Any, ClassVar
+from typing import Any
 
 from gptexp.config.batch import StepSizes
+from gptexp.optim import OPTIMIZERS
+from gptexp.optim.adamw import AdamWConfig
+from gptexp.optim.keys import OptimConfig
 from gptexp.process.errors import Problem
+from gptexp.process.fields import (
+    AUTO,
+    LIMIT,
+    below_one,
+    choice,
+    choice_or_null,
+    count_or_auto,
+    directory_name,
+    not_negative,
+    positive,
+    ratio,
+    ruled,
+)
 from gptexp.process.words import shown
 
-AUTO = "auto"  # the value is chosen at run time; effective.json holds the choices that affect training
 HELLASWAG = "hellaswag"  # a value of train.eval_tasks
-PYTORCH_OPTIMIZER = "pytorch_optimizer"  # a package, of the extra gptexp[optim]
-LIMIT = 2**63  # exclusive upper bound of counts: torch and numpy have 64-bit integers
 
 SHARDINGS = ("none", "optimizer", "full")  # of world.sharding
 
@@ -34,57 +48,6 @@ SHARDINGS = ("none", "optimizer", "full")  # of world.sharding
 ATTENTION_DEVICES = {
     "cudnn": ("cuda",), "flash": ("cuda", "cpu"), "efficient": ("cuda",), "math": ("cuda", "cpu", "mps"),
 }  # fmt: skip
-
-
-def _ruled(default: Any, holds: Callable[[Any], bool], rule: str, code: str = "out-of-range") -> Any:
-    """A key whose value must satisfy `holds` unless it is None; `rule` and `code` are those of the error."""
-    return field(default=default, metadata={"rule": (holds, rule, code)})
-
-
-def _choice(*values: str) -> Any:
-    """A key whose value is one of `values`; the first is the default."""
-    return field(default=values[0], metadata={"choices": values})
-
-
-def _choice_or_null(*values: str) -> Any:
-    """A key whose value is one of `values` or None, the default."""
-    return field(default=None, metadata={"choices": values})
-
-
-def _limit(value: float) -> float:
-    return LIMIT if isinstance(value, int) else math.inf
-
-
-def _positive(default: Any) -> Any:
-    return _ruled(default, lambda v: 0 < v < _limit(v), "must be finite and above 0 (integers: below 2^63)")
-
-
-def _not_negative(default: Any) -> Any:
-    return _ruled(default, lambda v: 0 <= v < _limit(v), "must be finite, 0 or above (integers: below 2^63)")
-
-
-def _ratio(default: float) -> Any:
-    return _ruled(default, lambda v: 0 <= v <= 1, "must lie in [0, 1]")
-
-
-def _below_one(default: float) -> Any:
-    return _ruled(default, lambda v: 0 <= v < 1, "must lie in [0, 1)")
-
-
-def _count_or_auto(default: int | str) -> Any:
-    legal = lambda v: v == AUTO or (isinstance(v, int) and 0 < v < LIMIT)  # noqa: E731
-    return _ruled(default, legal, "must be a whole number above 0, or auto")
-
-
-def _optimizer(name: str) -> Any:
-    return _ruled(name, lambda v: v == name, "optim=NAME chooses the optimizer and its keys", "optimizer-name")
-
-
-def _name(default: str | None) -> Any:
-    """A key with the name of a directory or a project."""
-    legal = re.compile(r"(?!\.+$)[A-Za-z0-9._-]{1,80}")
-    rule = "must have 1 to 80 characters A-Za-z0-9._- and not only dots"
-    return _ruled(default, lambda v: legal.fullmatch(v) is not None, rule, "not-a-name")
 
 
 # A rule of lists of tags, which are as long as wandb accepts them.
@@ -110,21 +73,21 @@ _TASKS = {
 class ModelConfig:
     """GPT-2's architecture: pre-norm, GELU(tanh), learned positions, wte tied to lm_head."""
 
-    n_layer: int = _positive(12)  # number of blocks
-    n_head: int = _positive(12)  # number of attention heads; must divide n_embd
-    n_embd: int = _positive(768)  # width of the residual stream
-    block_size: int = _positive(1024)  # tokens: maximum length of a sequence
-    vocab_size: int | str = _count_or_auto(AUTO)  # V: rows of wte; auto: the tokenizer's ids, padded to a multiple of
+    n_layer: int = positive(12)  # number of blocks
+    n_head: int = positive(12)  # number of attention heads; must divide n_embd
+    n_embd: int = positive(768)  # width of the residual stream
+    block_size: int = positive(1024)  # tokens: maximum length of a sequence
+    vocab_size: int | str = count_or_auto(AUTO)  # V: rows of wte; auto: the tokenizer's ids, padded to a multiple of
     # 128 (of 64 below 1,024 ids)
-    dropout: float = _below_one(0.0)  # probability; 0 for pretraining, where one epoch does not overfit
+    dropout: float = below_one(0.0)  # probability; 0 for pretraining, where one epoch does not overfit
     bias: bool = True  # whether linear layers and LayerNorms have biases, as in GPT-2
-    parametrisation: str = _choice("standard", "mup", "completep")  # how initial weights, multipliers and learning
+    parametrisation: str = choice("standard", "mup", "completep")  # how initial weights, multipliers and learning
     # rates follow from the sizes; mup: the best optim.lr is that of the base at any width (arXiv 2203.03466);
     # completep: at any width and depth (arXiv 2505.01618)
-    base_n_embd: int | None = _positive(None)  # of mup and completep, which need it: width of the model whose optim.lr
+    base_n_embd: int | None = positive(None)  # of mup and completep, which need it: width of the model whose optim.lr
     # is known
-    base_n_head: int | None = _positive(None)  # of mup and completep: heads of that model; null: n_head
-    base_n_layer: int | None = _positive(None)  # of completep: depth of that model; null: n_layer
+    base_n_head: int | None = positive(None)  # of mup and completep: heads of that model; null: n_head
+    base_n_layer: int | None = positive(None)  # of completep: depth of that model; null: n_layer
 
     @property
     def resolved_vocab_size(self) -> int:
@@ -134,145 +97,20 @@ class ModelConfig:
 
 
 @dataclass
-class OptimConfig:
-    """Algorithm of the updates, which optim=NAME chooses, and its keys.
-
-    These are the keys of every optimizer; the classes in `OPTIMIZERS` add the others. Hydra replaces this class, whose
-    name is missing, by one of them.
-    """
-
-    needs: ClassVar[str | None] = None  # a package beside torch, which implements it
-    name: str = _optimizer("???")  # algorithm of the updates
-    lr: float = _positive(6e-4)  # peak learning rate; each model file sets its own
-    weight_decay: float = _not_negative(0.1)  # only for tensors of two or more dimensions
-    grad_clip: float = _not_negative(1.0)  # maximum of the global gradient norm; 0: no clipping
-    gradient_noise: float = _not_negative(0.0)  # norm of the noise that is added to the clipped gradient, over that
-    # gradient's norm, in the first step; 0: none; arXiv 1511.06807
-    gradient_noise_decay: float = _not_negative(0.55)  # step t, from 0, has (1 + t)**(-gradient_noise_decay / 2) of it
-    gradient_noise_decay_tokens: int | None = _positive(None)  # tokens that are one t of this decay; null: a step;
-    # without gradient_noise neither key is used, so that one sweep can have runs with noise and without
-    gradient_noise_like_batch: int | None = _positive(None)  # tokens: adds as much noise as the gradient of a batch of
-    # this size has more, by the run's own noise scale; null: none
-
-
-@dataclass
-class TwoMomentsConfig(OptimConfig):
-    """The keys of optimizers with decay rates beta1 and beta2."""
-
-    beta1: float = _below_one(0.9)  # decay rate of the first moment; lion: weight of the moment
-    # in an update; schedulefree: weight of the average in the weights that are trained
-    beta2: float = _below_one(0.95)  # decay rate of the second moment; lion: of its only one
-    beta2_half_life_tokens: int | None = _positive(None)  # tokens over which beta2 halves a gradient's weight, at any
-    # batch size (of a ramp: at its last); takes precedence over beta2
-
-
-@dataclass
-class AdamWConfig(TwoMomentsConfig):
-    """AdamW as GPT-3 uses it (arXiv 2005.14165, appendix B)."""
-
-    name: str = _optimizer("adamw")
-    eps: float = _positive(1e-8)  # added to the square root of the second moment
-    fused: str = _choice("auto", "on", "off")  # AdamW's fused kernel; auto: used if the device has one
-
-
-@dataclass
-class SGDConfig(OptimConfig):
-    """SGD; the weight decay is a term of the gradient."""
-
-    name: str = _optimizer("sgd")
-    momentum: float = _below_one(0.9)  # decay rate of the sum of the gradients
-    nesterov: bool = False  # whether the update looks ahead by one more step of momentum
-
-
-@dataclass
-class LionConfig(TwoMomentsConfig):
-    """Lion (arXiv 2302.06675): the sign of a moment."""
-
-    needs: ClassVar[str | None] = PYTORCH_OPTIMIZER
-    name: str = _optimizer("lion")
-
-
-@dataclass
-class LambConfig(TwoMomentsConfig):
-    """LAMB (arXiv 1904.00962): Adam, scaled to the norm of each matrix; vectors by AdamW."""
-
-    needs: ClassVar[str | None] = PYTORCH_OPTIMIZER
-    name: str = _optimizer("lamb")
-    eps: float = _positive(1e-6)  # added to the square root of the second moment
-
-
-@dataclass
-class LarsConfig(OptimConfig):
-    """LARS (arXiv 1708.03888): SGD, scaled to the norm of each matrix. Vectors are not scaled."""
-
-    needs: ClassVar[str | None] = PYTORCH_OPTIMIZER
-    name: str = _optimizer("lars")
-    momentum: float = _below_one(0.9)  # decay rate of the sum of the gradients
-    trust_coefficient: float = _positive(1e-3)  # norm of an update at lr=1, as a share of its matrix's norm
-
-
-@dataclass
-class MuonConfig(TwoMomentsConfig):
-    """Muon (arXiv 2502.16982) for the matrices of the blocks, AdamW for embeddings and vectors, with one lr."""
-
-    name: str = _optimizer("muon")
-    momentum: float = _below_one(0.95)  # decay rate of the sum of the gradients
-    nesterov: bool = True  # whether the update looks ahead by one more step of momentum
-    ns_steps: int = _ruled(5, lambda v: 0 < v < 100, "must lie in 1 to 99")  # Newton-Schulz iterations
-    eps: float = _positive(1e-8)  # of AdamW: added to the square root of the second moment
-
-
-@dataclass
-class SoapConfig(TwoMomentsConfig):
-    """SOAP (arXiv 2409.11321): Adam in the eigenbasis of Shampoo's preconditioner."""
-
-    needs: ClassVar[str | None] = PYTORCH_OPTIMIZER
-    name: str = _optimizer("soap")
-    eps: float = _positive(1e-8)  # added to the square root of the second moment
-    precondition_every: int = _positive(10)  # steps between two updates of the eigenbasis
-
-
-@dataclass
-class ScheduleFreeConfig(TwoMomentsConfig):
-    """Schedule-free AdamW (arXiv 2405.15682): averaged weights in place of a decay of the learning rate."""
-
-    needs: ClassVar[str | None] = PYTORCH_OPTIMIZER
-    name: str = _optimizer("schedulefree")
-    beta1: float = _ruled(0.9, lambda v: 0 < v < 1, "must lie in (0, 1)")  # share of the average in the weights
-    eps: float = _positive(1e-8)  # added to the square root of the second moment
-
-
-@dataclass
-class AdafactorConfig(OptimConfig):
-    """Adafactor (arXiv 1804.04235): the second moment of a matrix as a product of its rows and columns."""
-
-    name: str = _optimizer("adafactor")
-    beta2_decay: float = _ruled(-0.8, lambda v: v < 0, "must be below 0")  # step**beta2_decay is the weight of new
-    # gradients in the second moment
-    clip_threshold: float = _positive(1.0)  # maximum of an update's root mean square, at lr=1 and weights of size 1
-
-
-OPTIMIZERS: dict[str, type[OptimConfig]] = {
-    "adamw": AdamWConfig, "sgd": SGDConfig, "lion": LionConfig, "lamb": LambConfig, "lars": LarsConfig,
-    "muon": MuonConfig, "soap": SoapConfig, "schedulefree": ScheduleFreeConfig, "adafactor": AdafactorConfig,
-}  # fmt: skip
-
-
-@dataclass
 class ScheduleConfig:
     """Warm-up and decay of the learning rate."""
 
-    name: str = _choice("cosine", "linear", "wsd", "constant", "inverse_sqrt")  # shape after the warm-up
-    warmup_ratio: float = _ratio(0.1)  # share of the run's tokens
-    warmup_tokens: int | None = _not_negative(None)  # tokens; takes precedence over warmup_ratio
-    warmup_steps: int | None = _not_negative(None)  # steps; takes precedence over warmup_tokens
-    decay_ratio: float = _positive(1.0)  # share of the run's tokens: end of the decay
-    decay_tokens: int | None = _positive(None)  # tokens; takes precedence over decay_ratio
-    decay_steps: int | None = _positive(None)  # steps; takes precedence over decay_tokens
-    min_lr_ratio: float = _ratio(0.1)  # share of optim.lr: final value of cosine, linear and wsd
-    cooldown_ratio: float = _ruled(0.2, lambda v: 0 < v <= 1, "must lie in (0, 1]")  # wsd: share of decay_tokens over
+    name: str = choice("cosine", "linear", "wsd", "constant", "inverse_sqrt")  # shape after the warm-up
+    warmup_ratio: float = ratio(0.1)  # share of the run's tokens
+    warmup_tokens: int | None = not_negative(None)  # tokens; takes precedence over warmup_ratio
+    warmup_steps: int | None = not_negative(None)  # steps; takes precedence over warmup_tokens
+    decay_ratio: float = positive(1.0)  # share of the run's tokens: end of the decay
+    decay_tokens: int | None = positive(None)  # tokens; takes precedence over decay_ratio
+    decay_steps: int | None = positive(None)  # steps; takes precedence over decay_tokens
+    min_lr_ratio: float = ratio(0.1)  # share of optim.lr: final value of cosine, linear and wsd
+    cooldown_ratio: float = ruled(0.2, lambda v: 0 < v <= 1, "must lie in (0, 1]")  # wsd: share of decay_tokens over
     # which the learning rate decays
-    cooldown: str = _choice("linear", "1-sqrt")  # shape of wsd's decay; arXiv 2405.18392
+    cooldown: str = choice("linear", "1-sqrt")  # shape of wsd's decay; arXiv 2405.18392
 
 
 @dataclass
@@ -283,14 +121,14 @@ class BatchConfig:
     ramp_from_tokens) * t / ramp_tokens tokens, rounded to a multiple of ramp_quantum_tokens (`StepSizes`).
     """
 
-    total_batch_size: int = _positive(8192)  # tokens per optimizer step, summed over all ranks
-    micro_batch_size: int | str = _count_or_auto(8)  # B: sequences per rank and forward pass; auto: the maximum that
+    total_batch_size: int = positive(8192)  # tokens per optimizer step, summed over all ranks
+    micro_batch_size: int | str = count_or_auto(8)  # B: sequences per rank and forward pass; auto: the maximum that
     # divides each step and fits into memory
-    seq_len: int | None = _positive(None)  # T: tokens per sequence; null: model.block_size
-    ramp_from_tokens: int | None = _positive(None)  # tokens of the first step of a ramp, as GPT-3's 32,768; null: none
-    ramp_tokens: int | None = _positive(None)  # tokens over which the steps grow to total_batch_size, linearly in
+    seq_len: int | None = positive(None)  # T: tokens per sequence; null: model.block_size
+    ramp_from_tokens: int | None = positive(None)  # tokens of the first step of a ramp, as GPT-3's 32,768; null: none
+    ramp_tokens: int | None = positive(None)  # tokens over which the steps grow to total_batch_size, linearly in
     # tokens; GPT-3's: 4e9 to 12e9. Lengths in steps count steps of the ramp; intervals in steps are refused
-    ramp_quantum_tokens: int | None = _positive(None)  # tokens of which each step is a multiple; a multiple of B * T *
+    ramp_quantum_tokens: int | None = positive(None)  # tokens of which each step is a multiple; a multiple of B * T *
     # world.size; null: ramp_from_tokens
 
     def of_one_size(self, total_batch_size: int, micro_batch_size: int) -> "BatchConfig":
@@ -318,17 +156,17 @@ class ScalingConfig:
     scaling.py has their formulas and sources.
     """
 
-    lr: str = _choice("none", "linear", "sqrt", "power", "surge")  # factor of optim.lr: k, sqrt(k) or k^exponent;
+    lr: str = choice("none", "linear", "sqrt", "power", "surge")  # factor of optim.lr: k, sqrt(k) or k^exponent;
     # surge: rises as sqrt(k), peaks at noise_scale_tokens and falls
-    exponent: float | None = _ruled(None, math.isfinite, "must be finite")  # of lr=power; the other rules do not
+    exponent: float | None = ruled(None, math.isfinite, "must be finite")  # of lr=power; the other rules do not
     # use it, so that a sweep over the rules can set it once
-    noise_scale_tokens: int | None = _positive(None)  # tokens: the batch size at which lr=surge peaks; not used by
+    noise_scale_tokens: int | None = positive(None)  # tokens: the batch size at which lr=surge peaks; not used by
     # the other rules
-    betas: str = _choice("none", "half_life", "beta2_half_life", "sde")  # half_life: every decay rate keeps its
+    betas: str = choice("none", "half_life", "beta2_half_life", "sde")  # half_life: every decay rate keeps its
     # half-life in tokens, beta^k; beta2_half_life: only beta2; sde: 1 - k (1 - beta)
-    eps: str = _choice("none", "sqrt")  # sqrt: optim.eps / sqrt(k)
-    weight_decay: str = _choice("none", "tau")  # tau: batch size / (lr * weight_decay) stays
-    reference_tokens: int | None = _positive(None)  # tokens per step at which the optimizer's keys hold as given
+    eps: str = choice("none", "sqrt")  # sqrt: optim.eps / sqrt(k)
+    weight_decay: str = choice("none", "tau")  # tau: batch size / (lr * weight_decay) stays
+    reference_tokens: int | None = positive(None)  # tokens per step at which the optimizer's keys hold as given
 
     @property
     def rules(self) -> dict[str, str]:
@@ -341,16 +179,16 @@ class ScalingConfig:
 class WorldConfig:
     """The processes of one run."""
 
-    size: int | None = _positive(None)  # number of ranks; null: as started by the launcher, else 1
-    backend: str = _choice("auto", "nccl", "gloo")  # of torch.distributed; auto: nccl on GPUs, gloo on CPUs
-    comm: str = _choice("float32", "bfloat16")  # type in which the ranks' gradients are sent and summed
-    threads_per_rank: int | None = _positive(None)  # CPU threads; null: the node's cores divided by its ranks
-    timeout_s: float = _ruled(600.0, lambda v: 0 < v <= 1e6, "must be above 0, at most 1000000")  # seconds that a rank
+    size: int | None = positive(None)  # number of ranks; null: as started by the launcher, else 1
+    backend: str = choice("auto", "nccl", "gloo")  # of torch.distributed; auto: nccl on GPUs, gloo on CPUs
+    comm: str = choice("float32", "bfloat16")  # type in which the ranks' gradients are sent and summed
+    threads_per_rank: int | None = positive(None)  # CPU threads; null: the node's cores divided by its ranks
+    timeout_s: float = ruled(600.0, lambda v: 0 < v <= 1e6, "must be above 0, at most 1000000")  # seconds that a rank
     # waits for the others, in a collective or for the metrics of a step, before it fails
-    max_restarts: int = _not_negative(0)  # number of times that a failed run is restarted
-    sharding: str = _choice(*SHARDINGS)  # what each rank has only a part of; none: nothing, by DDP;
+    max_restarts: int = not_negative(0)  # number of times that a failed run is restarted
+    sharding: str = choice(*SHARDINGS)  # what each rank has only a part of; none: nothing, by DDP;
     # optimizer: the optimizer's state (ZeRO-1); full: also parameters and gradients, by FSDP2, a block at a time
-    reduce_every: str = _choice("auto", "step", "micro_step")  # of sharding=full: when gradients are reduced; step:
+    reduce_every: str = choice("auto", "step", "micro_step")  # of sharding=full: when gradients are reduced; step:
     # once, and until then each rank keeps whole gradients; micro_step: needs less memory, and sends grad_accum_steps
     # times as much; auto: step if that fits, by estimate
 
@@ -359,27 +197,27 @@ class WorldConfig:
 class DataConfig:
     """Corpus, tokenizer, order and validation set."""
 
-    name: str = _choice("stdlib", "shakespeare", "text", "hf", "tokens")  # corpus
+    name: str = choice("stdlib", "shakespeare", "text", "hf", "tokens")  # corpus
     path: Any = None  # of data=text: a file, a glob or a list of them; of data=hf: a data set of the hub, OWNER/NAME
     # or OWNER/NAME@REVISION; of data=tokens: a folder, a file, a glob or a list of them
-    format: str | None = _choice_or_null("raw16", "raw32", "llmc", "npy", "megatron")  # of data=tokens: of its files;
+    format: str | None = choice_or_null("raw16", "raw32", "llmc", "npy", "megatron")  # of data=tokens: of its files;
     # null: found by their content and names
     subset: str | None = None  # of data=hf: the data set's configuration; null: its default
     split: str = "train"  # of data=hf: the data set's split
     mix: Any = None  # {path: weight} in place of path: several sources, each with this share of the tokens
     text_column: str = "text"  # of all but plain text: the column with the text
-    workers: int | None = _positive(None)  # processes that tokenise; null: one for each core
+    workers: int | None = positive(None)  # processes that tokenise; null: one for each core
     tokenizer: str = "gpt2"  # gpt2 or another encoding of tiktoken; bytes; chars: one id for each character of the
     # corpus; or the path of a tokenizer.json
-    order: str = _choice("shuffled", "sequential")  # shuffled: without replacement, in another order each epoch
-    offset: str = _choice("fixed", "per_epoch")  # per_epoch: the windows are shifted by fewer than seq_len tokens,
+    order: str = choice("shuffled", "sequential")  # shuffled: without replacement, in another order each epoch
+    offset: str = choice("fixed", "per_epoch")  # per_epoch: the windows are shifted by fewer than seq_len tokens,
     # anew in each epoch, so that no token is always the first of its sequence
-    val_tokens: int = _not_negative(8192)  # tokens for validation, rounded to complete windows; 0: no validation
-    val_ratio: float | None = _ruled(None, lambda v: 0 < v < 1, "must lie in (0, 1), or be null")  # share of the
+    val_tokens: int = not_negative(8192)  # tokens for validation, rounded to complete windows; 0: no validation
+    val_ratio: float | None = ruled(None, lambda v: 0 < v < 1, "must lie in (0, 1), or be null")  # share of the
     # corpus's tokens for validation; takes precedence over val_tokens
-    val_split: str = _choice("spread", "tail")  # windows held out from the corpus; tail: its last tokens, as in nanoGPT
+    val_split: str = choice("spread", "tail")  # windows held out from the corpus; tail: its last tokens, as in nanoGPT
     val_path: Any = None  # validation text: a file, a glob or a list of them; null: held out from the corpus
-    max_tokens: int | None = _positive(None)  # tokens to use from the start of the corpus; of
+    max_tokens: int | None = positive(None)  # tokens to use from the start of the corpus; of
     # data=hf, at most workers-1 files are begun that do not hold them; null: all
     cache_dir: str | None = None  # directory of token files; null: $GPTEXP_CACHE, else the user's cache directory
 
@@ -393,42 +231,42 @@ class DataConfig:
 class TrainConfig:
     """Length, intervals, numerics."""
 
-    max_tokens: int = _positive(409_600)  # tokens: the run ends with the step that reaches them
-    max_steps: int | None = _positive(None)  # steps; takes precedence over max_tokens
-    eval_every_tokens: int | None = _not_negative(None)  # tokens; null: a tenth of the run; 0: only at the end
-    eval_every: int | None = _not_negative(None)  # steps; takes precedence over eval_every_tokens
+    max_tokens: int = positive(409_600)  # tokens: the run ends with the step that reaches them
+    max_steps: int | None = positive(None)  # steps; takes precedence over max_tokens
+    eval_every_tokens: int | None = not_negative(None)  # tokens; null: a tenth of the run; 0: only at the end
+    eval_every: int | None = not_negative(None)  # steps; takes precedence over eval_every_tokens
     eval_tasks: list[str] = field(default_factory=list, metadata=_TASKS)  # scored while training: hellaswag in
     # llm.c's style by all ranks, tasks of lm_eval by a process of their own, for which training waits
-    eval_tasks_every_tokens: int = _not_negative(0)  # tokens; 0: only at the end
-    save_every_tokens: int | None = _not_negative(None)  # tokens; null: a tenth of the run; 0: only at the end
-    save_every: int | None = _not_negative(None)  # steps; takes precedence over save_every_tokens
-    sharpness_every_tokens: int = _not_negative(0)  # tokens: saves a checkpoint there and at the end, and measures its
+    eval_tasks_every_tokens: int = not_negative(0)  # tokens; 0: only at the end
+    save_every_tokens: int | None = not_negative(None)  # tokens; null: a tenth of the run; 0: only at the end
+    save_every: int | None = not_negative(None)  # steps; takes precedence over save_every_tokens
+    sharpness_every_tokens: int = not_negative(0)  # tokens: saves a checkpoint there and at the end, and measures its
     # sharpness in a process of its own, for which training waits; 0: never
-    keep_last: int = _not_negative(2)  # number of newest checkpoints that are kept; 0: all
-    keep_every_tokens: int = _not_negative(0)  # also keeps one checkpoint per this many tokens; 0: none
-    keep_every: int | None = _not_negative(None)  # steps; takes precedence over keep_every_tokens
+    keep_last: int = not_negative(2)  # number of newest checkpoints that are kept; 0: all
+    keep_every_tokens: int = not_negative(0)  # also keeps one checkpoint per this many tokens; 0: none
+    keep_every: int | None = not_negative(None)  # steps; takes precedence over keep_every_tokens
     keep_best: bool = True  # also keeps the checkpoint with the lowest validation loss
-    nonfinite: str = _choice("stop", "skip", "rollback")  # action after a step with a non-finite loss or gradient: end
+    nonfinite: str = choice("stop", "skip", "rollback")  # action after a step with a non-finite loss or gradient: end
     # as diverged; leave out the update; or load the newest checkpoint that was due and skip the data since then
-    ema_half_life_tokens: int | None = _positive(None)  # tokens; the run also keeps an exponential moving average of
+    ema_half_life_tokens: int | None = positive(None)  # tokens; the run also keeps an exponential moving average of
     # the weights with this half-life, and evaluates it as val/loss_ema; null: none
-    divergence_nats: float | None = _positive(1.0)  # nats per token: the run has diverged if its smoothed loss stays
+    divergence_nats: float | None = positive(1.0)  # nats per token: the run has diverged if its smoothed loss stays
     # this far above its minimum for 1% of the run, at least 20 steps; null: no such limit
-    reduction: str = _choice("mean", "tree")  # of gradients; mean: by DDP; tree: equal bits for 1, 2, 4 … ranks
-    log_every: int = _positive(1)  # steps
-    max_minutes: float | None = _positive(None)  # minutes until the run saves a checkpoint and stops; null: no limit
-    seed: int = _ruled(1337, lambda v: 0 <= v < LIMIT, "must lie in [0, 2^63)")  # of weights, data order and dropout
+    reduction: str = choice("mean", "tree")  # of gradients; mean: by DDP; tree: equal bits for 1, 2, 4 … ranks
+    log_every: int = positive(1)  # steps
+    max_minutes: float | None = positive(None)  # minutes until the run saves a checkpoint and stops; null: no limit
+    seed: int = ruled(1337, lambda v: 0 <= v < LIMIT, "must lie in [0, 2^63)")  # of weights, data order and dropout
     deterministic: bool = False  # torch's deterministic algorithms: slower, the same bits in each run on GPUs
-    dtype: str = _choice("auto", "float32", "bfloat16")  # auto: bfloat16 where the hardware computes it faster
-    matmul_precision: str = _choice("auto", "highest", "high", "medium")  # of float32, torch's names; high: TF32
-    attention: str = _choice("auto", *ATTENTION_DEVICES)  # torch's kernels; if set, no other is used in training
-    compile: str = _choice("auto", "on", "off")  # torch.compile; auto: on for GPUs and for long runs on CPUs that gain
-    loss: str = _choice("auto", "plain", "chunked", "fused")  # chunked: keeps no logits; fused: the same with compiled
+    dtype: str = choice("auto", "float32", "bfloat16")  # auto: bfloat16 where the hardware computes it faster
+    matmul_precision: str = choice("auto", "highest", "high", "medium")  # of float32, torch's names; high: TF32
+    attention: str = choice("auto", *ATTENTION_DEVICES)  # torch's kernels; if set, no other is used in training
+    compile: str = choice("auto", "on", "off")  # torch.compile; auto: on for GPUs and for long runs on CPUs that gain
+    loss: str = choice("auto", "plain", "chunked", "fused")  # chunked: keeps no logits; fused: the same with compiled
     # passes over each chunk; auto: plain on GPUs and for small vocabularies, else fused for compiled bfloat16, else
     # chunked
     activation_checkpointing: bool = False  # keeps only each block's input and recomputes the rest: needs less memory
-    activation_checkpointing_every: int = _positive(1)  # blocks: does so for the first of each so many; 1: for all
-    device: str = _choice("auto", "cpu", "cuda", "mps")  # auto: the first available of cuda, mps and cpu
+    activation_checkpointing_every: int = positive(1)  # blocks: does so for the first of each so many; 1: for all
+    device: str = choice("auto", "cpu", "cuda", "mps")  # auto: the first available of cuda, mps and cpu
     profile: bool = False  # traces a few steps with torch's profiler and reports their time by kind of work
 
     @property
@@ -439,8 +277,8 @@ class TrainConfig:
 
 @dataclass
 class WandbConfig:
-    mode: str = _choice("auto", "online", "offline", "disabled")  # auto: online if an API key is found, else offline
-    project: str = _name("gptexp")  # project on wandb; default: $WANDB_PROJECT, else gptexp
+    mode: str = choice("auto", "online", "offline", "disabled")  # auto: online if an API key is found, else offline
+    project: str = directory_name("gptexp")  # project on wandb; default: $WANDB_PROJECT, else gptexp
     entity: str | None = None  # user or team on wandb; null: $WANDB_ENTITY, else the user's default
     group: str | None = None  # null: $WANDB_RUN_GROUP, else the sweep's name
     name: str | None = None  # null: $WANDB_NAME, except in a sweep; else model, learning rate and batch
@@ -453,20 +291,20 @@ class LogConfig:
     tags: list[str] = field(default_factory=list, metadata=_TAGS)  # for gptexp ls and wandb; short form: --tag T
     note: str | None = None  # what the run is for; short form: --note TEXT; null: $WANDB_NOTES, unless
     # wandb is disabled
-    progress: str = _choice("auto", "bar", "lines", "json", "off")  # auto: a bar on a terminal, else lines
-    sample_tokens: int = _not_negative(48)  # tokens of the sample that is printed after the run; 0: no sample
-    mfu_peak: str = _choice("auto", "measured")  # peak FLOP/s for MFU; auto: data sheet; measured: matrix products
-    noise_scale: str = _choice("auto", "on", "off")  # gradient noise scale of logged steps; auto: if measurable
-    noise_half_life_tokens: int | None = _positive(None)  # tokens; null: 1% of the run, at least 4 steps
+    progress: str = choice("auto", "bar", "lines", "json", "off")  # auto: a bar on a terminal, else lines
+    sample_tokens: int = not_negative(48)  # tokens of the sample that is printed after the run; 0: no sample
+    mfu_peak: str = choice("auto", "measured")  # peak FLOP/s for MFU; auto: data sheet; measured: matrix products
+    noise_scale: str = choice("auto", "on", "off")  # gradient noise scale of logged steps; auto: if measurable
+    noise_half_life_tokens: int | None = positive(None)  # tokens; null: 1% of the run, at least 4 steps
     wandb: WandbConfig = field(default_factory=WandbConfig)
     tensorboard: bool = False  # also writes event files of TensorBoard into the run directory; gptexp[tensorboard]
 
 
 @dataclass
 class SweepConfig:
-    name: str | None = _name(None)  # directory in outputs/; null: a hash of the config without swept keys
-    cells: int = _positive(1)  # number of cells, set by multirun; decides whether compilation saves time
-    parallel: int | str = _count_or_auto(AUTO)  # number of cells that run at once, each on its own GPUs; auto: as many
+    name: str | None = directory_name(None)  # directory in outputs/; null: a hash of the config without swept keys
+    cells: int = positive(1)  # number of cells, set by multirun; decides whether compilation saves time
+    parallel: int | str = count_or_auto(AUTO)  # number of cells that run at once, each on its own GPUs; auto: as many
     # as the GPUs allow, one on a CPU
 
 
@@ -478,10 +316,10 @@ class FittedConfig:
     """
 
     anyway: bool = False  # whether a run may use the law with another model or optimizer
-    min_batch_tokens: int | None = _positive(None)  # tokens: smallest batch.total_batch_size of the fit
-    max_batch_tokens: int | None = _positive(None)  # tokens: largest one
-    min_tokens: int | None = _positive(None)  # tokens: length of the shortest run
-    max_tokens: int | None = _positive(None)  # tokens: length of the longest run
+    min_batch_tokens: int | None = positive(None)  # tokens: smallest batch.total_batch_size of the fit
+    max_batch_tokens: int | None = positive(None)  # tokens: largest one
+    min_tokens: int | None = positive(None)  # tokens: length of the shortest run
+    max_tokens: int | None = positive(None)  # tokens: length of the longest run
     data_hash: str | None = None  # of the text; null: the runs have not recorded it
     settings: dict[str, Any] | None = None  # dotted key -> value: model, optimizer, schedule and others
 
@@ -661,10 +499,10 @@ def memory_key(config: Config) -> str:
     deciding = {key: value for key, _, value in fields_of(config) if _is_in(key, DECIDING_MEMORY)}
     # The first hashes were saved when there was one optimizer, and no ramp.
     deciding = {key: value for key, value in deciding.items() if value is not None or "batch.ramp_" not in key}
-    if not isinstance(config.optim, AdamWConfig):
+    if config.optim.name != AdamWConfig.name:
         deciding["optim.name"] = config.optim.name
-    if isinstance(config.optim, SGDConfig | LarsConfig) and not config.optim.momentum:
-        deciding["optim.momentum"] = 0  # without it they keep no state
+    if not getattr(config.optim, "momentum", True):
+        deciding["optim.momentum"] = 0  # without it some keep no state
     if config.train.ema_half_life_tokens is not None:
         deciding["average"] = True
     if config.world.sharding != "none":

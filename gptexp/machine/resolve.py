@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from gptexp.config.batch import legal_micro_batches
 from gptexp.config.rules import missing_kernel
-from gptexp.config.schema import AUTO, AdamWConfig, Config, memory_key
+from gptexp.config.schema import Config, memory_key
 from gptexp.config.vocabulary import VOCAB_SIZES, with_vocab_size
 from gptexp.distributed.ranks import Rank, cores_per_rank, runs_at_once
 from gptexp.machine import cpu
@@ -27,6 +27,7 @@ from gptexp.model.attention import KERNELS
 from gptexp.model.flops import flops_per_token
 from gptexp.model.memory import Memory, StepShape, memory_estimate
 from gptexp.process.errors import ConfigError
+from gptexp.process.fields import AUTO
 from gptexp.process.words import duration
 from gptexp.storage.init_from import choose_vocab_size
 
@@ -143,7 +144,7 @@ def _kernels(
 
 
 def _fused(cfg: Config, device: Device, before: Effective | None) -> Choice[bool]:
-    if not isinstance(cfg.optim, AdamWConfig):
+    if not hasattr(cfg.optim, "fused"):
         # "asked", so that a cell of the sweep with AdamW does not take it over.
         return Choice(False, "asked", f"gptexp uses no fused kernel for {cfg.optim.name}")
     available = resolve_fused(cfg.optim.fused, device)

@@ -1,55 +1,28 @@
-"""The tensors that each optimizer keeps for a parameter: to check a checkpoint, and to estimate memory. No torch."""
+"""The memory of an optimizer's state and of its update."""
 
 import heapq
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import astuple
+from functools import cache
+from typing import Any
 
-from gptexp.config.schema import (
-    AdafactorConfig,
-    AdamWConfig,
-    LambConfig,
-    LarsConfig,
-    LionConfig,
-    ModelConfig,
-    MuonConfig,
-    OptimConfig,
-    ScheduleFreeConfig,
-    SGDConfig,
-    SoapConfig,
-)
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
-Shape = tuple[int, ...]
-TRAINED = "trained"  # in a schedule-free optimizer's saved state: the weights that it trains at
-MOST_ROTATED = 10_000  # SOAP: rows or columns of a matrix above which it keeps no eigenbasis for them
+from gptexp.config.schema import ModelConfig
+from gptexp.optim import OPTIMIZERS
+from gptexp.optim.keys import OptimConfig, Shape
 
 
-def is_by_muon(name: str, dimensions: int) -> bool:
-    """Whether optim=muon gives the parameter of this name to Muon: the matrices of the blocks, not embeddings."""
-    return dimensions == 2 and name.startswith("h.")
-
-
-def state_shapes(optim: OptimConfig, name: str, shape: Shape) -> Mapping[str, Shape | list[Shape]]:
-    """The shapes of the tensors, or lists of tensors, that the optimizer keeps for the parameter `name` of `shape`."""
-    match optim:
-        case SGDConfig() | LarsConfig():
-            return {"momentum_buffer": shape} if optim.momentum else {}
-        case LionConfig():
-            return {"exp_avg": shape}
-        case LambConfig() if len(shape) > 1:
-            norms: dict[str, Shape] = dict.fromkeys(("weight_norm", "adam_norm", "trust_ratio"), ())
-            return {"exp_avg": shape, "exp_avg_sq": shape, **norms}
-        case MuonConfig() if is_by_muon(name, len(shape)):
-            return {"momentum_buffer": shape}
-        case SoapConfig():
-            rotated: list[Shape] = [(n, n) if n <= MOST_ROTATED and len(shape) > 1 else (0,) for n in shape]
-            return {"exp_avg": shape, "exp_avg_sq": shape, "GG": rotated, "Q": rotated}
-        case ScheduleFreeConfig():
-            return {"z": shape, "exp_avg_sq": shape, TRAINED: shape}
-        case AdafactorConfig() if len(shape) > 1:
-            return {"step": (), "row_var": (*shape[:-1], 1), "col_var": (*shape[:-2], 1, shape[-1])}
-        case AdafactorConfig():
-            return {"step": (), "variance": shape}
-    return {"step": (), "exp_avg": shape, "exp_avg_sq": shape}
+def state_tensors(state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors in the state of a parameter with their keys, also those in lists: `exp_avg`, `Q.0`, `Q.1`."""
+    for key, value in state.items():
+        if isinstance(value, Tensor):
+            yield key, value
+        elif isinstance(value, list):
+            yield from state_tensors({f"{key}.{number}": item for number, item in enumerate(value)})
 
 
 def state_bytes(optim: OptimConfig, model: ModelConfig, rows_over: int = 1) -> int:
@@ -58,7 +31,8 @@ def state_bytes(optim: OptimConfig, model: ModelConfig, rows_over: int = 1) -> i
     `rows_over` is the number of ranks that share the rows of each parameter.
     """
     shapes = [(name, rows_of(shape, rows_over), count) for name, shape, count in parameter_shapes(model)]
-    return 4 * sum(count * _state_numbers(optim, name, shape) for name, shape, count in shapes)
+    numbers = _state_numbers(optim, [(name, shape) for name, shape, _ in shapes])
+    return 4 * sum(count * numbers[name] for name, _, count in shapes)
 
 
 def most_state_bytes(optim: OptimConfig, model: ModelConfig, ranks: int) -> int:
@@ -67,36 +41,61 @@ def most_state_bytes(optim: OptimConfig, model: ModelConfig, ranks: int) -> int:
     As ZeroRedundancyOptimizer shares them: of each group, those that decay first, the next largest parameter goes to
     the rank that has the fewest numbers so far.
     """
-    found = [(shape, count, _state_numbers(optim, name, shape)) for name, shape, count in parameter_shapes(model)]
-    largest_first = sorted(found, key=lambda of: (len(of[0]) == 1, -math.prod(of[0])))
+    shapes = list(parameter_shapes(model))
+    numbers_of = _state_numbers(optim, [(name, shape) for name, shape, _ in shapes])
+    largest_first = sorted(shapes, key=lambda kind: (len(kind[1]) == 1, -math.prod(kind[1])))
     loads = [(0, rank, 0) for rank in range(ranks)]  # (numbers of its parameters, rank, numbers of their state)
-    for shape, count, numbers in largest_first:
+    for name, shape, count in largest_first:
         for _ in range(count):
             load, rank, state = loads[0]
-            heapq.heapreplace(loads, (load + math.prod(shape), rank, state + numbers))
+            heapq.heapreplace(loads, (load + math.prod(shape), rank, state + numbers_of[name]))
     return 4 * max(state for _, _, state in loads)
 
 
-def _state_numbers(optim: OptimConfig, name: str, shape: Shape) -> int:
-    """Of the tensors that an optimizer keeps for a parameter while it trains."""
-    numbers = 0
-    for key, kept in state_shapes(optim, name, shape).items():
-        if key != TRAINED:  # only while it saves or evaluates
-            shapes = kept if isinstance(kept, list) else [kept]
-            numbers += sum(math.prod(of_tensor) for of_tensor in shapes if of_tensor)
-    return numbers
+def _state_numbers(optim: OptimConfig, shapes: Sequence[tuple[str, Shape]]) -> Mapping[str, int]:
+    """How many numbers the optimizer keeps for each parameter of these names and shapes, without single numbers."""
+    return _numbers_after_update(optim.name, astuple(optim), tuple(shapes))
+
+
+class _ShapesOnly(TorchFunctionMode):
+    """In it, an update of tensors without memory goes through: each has the value 1.
+
+    torch computes some shapes in Python, for which it imports its compiler. Those that Adam needs are returned here.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if args and isinstance(args[0], Tensor) and args[0].is_meta:
+            if func in (Tensor.item, Tensor.__float__, Tensor.__bool__):
+                return 1.0
+            if func in (torch.zeros_like, Tensor.sqrt, Tensor.div) and not any(
+                isinstance(other, Tensor) for other in args[1:]
+            ):
+                return torch.empty(args[0].shape, device="meta")
+            if func.__name__.endswith("_") and not func.__name__.endswith("__"):  # in place
+                return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+@cache
+def _numbers_after_update(name: str, keys: tuple[Any, ...], shapes: tuple[tuple[str, Shape], ...]) -> Mapping[str, int]:
+    """The same, counted after an update of tensors that have a shape and no memory."""
+    named = {parameter: nn.Parameter(torch.empty(shape, device="meta")) for parameter, shape in shapes}
+    for p in named.values():
+        p.grad = torch.empty(p.shape, device="meta")
+    decays = {True: [p for p in named.values() if p.dim() > 1], False: [p for p in named.values() if p.dim() < 2]}
+    groups = [{"params": parameters} for parameters in decays.values()]
+    optimizer = OPTIMIZERS[name](*keys).build(groups, named, fused=False)
+    with _ShapesOnly():
+        optimizer.step()
+    return {
+        parameter: sum(tensor.numel() for _, tensor in state_tensors(optimizer.state[p]) if tensor.dim())
+        for parameter, p in named.items()
+    }
 
 
 def update_bytes(optim: OptimConfig, model: ModelConfig) -> int:
-    """Bytes that an update needs beside gradients and state: most compute it for all parameters at once."""
-    if isinstance(optim, AdamWConfig):
-        return 0  # by the fused kernel, in place
-    sizes = [(math.prod(shape), shape, count) for _, shape, count in parameter_shapes(model)]
-    if isinstance(optim, SoapConfig):  # one parameter after the other
-        rotated = [n * n for _, shape, _ in sizes for n in shape if n <= MOST_ROTATED and len(shape) > 1]
-        return 4 * max(6 * max(size for size, _, _ in sizes), *rotated)
-    copies = 2 if isinstance(optim, ScheduleFreeConfig) else 1
-    return 4 * copies * sum(size * count for size, _, count in sizes)
+    """Bytes that an update needs for a while, beside gradients and state."""
+    return 4 * optim.update_numbers([(shape, count) for _, shape, count in parameter_shapes(model)])
 
 
 def rows_of(shape: Shape, ranks: int) -> Shape:

@@ -45,7 +45,7 @@ from gptexp.run.summary import about
 from gptexp.storage import run_dir
 from gptexp.storage.checkpoint import Keep, refuse_other_size
 from gptexp.training.loop import Training
-from gptexp.training.optim import build_optimizer
+from gptexp.training.optimizer import build_optimizer
 from gptexp.training.profiling import StepProfiler
 from gptexp.training.saving import Checkpoints
 from gptexp.training.snapshot import is_shared, load_checkpoint, load_weights

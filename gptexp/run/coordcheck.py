@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from gptexp.config.batch import legal_micro_batches
 from gptexp.config.run_plan import plan_run
 from gptexp.config.scaling import scaled_optim
-from gptexp.config.schema import AUTO, Config, ModelConfig
+from gptexp.config.schema import Config, ModelConfig
 from gptexp.data.loader import build_dataset, micro_batches
 from gptexp.distributed.ranks import Rank
 from gptexp.distributed.reduction import MeanReduction
@@ -25,12 +25,13 @@ from gptexp.machine.device import pick_device
 from gptexp.model.gpt import GPT, MLP, CausalSelfAttention
 from gptexp.model.loss import chunked_cross_entropy
 from gptexp.process.errors import EXIT_FAILED
+from gptexp.process.fields import AUTO
 from gptexp.process.versions import git_commit, versions
 from gptexp.reporting.charts.coordinates import LIMITS, Coordinates, picture
 from gptexp.reporting.charts.pictures import png
 from gptexp.storage import run_dir
 from gptexp.storage.init_from import choose_vocab_size
-from gptexp.training.optim import build_optimizer
+from gptexp.training.optimizer import build_optimizer
 from gptexp.training.step import TrainStep
 
 PICTURE, NUMBERS = "coordcheck.png", "coordcheck.json"

@@ -37,7 +37,7 @@ from gptexp.reporting.page.overview import as_started
 from gptexp.reporting.page.report import build_report
 from gptexp.run.load import LoadedRun, load_checkpointed
 from gptexp.storage import run_dir
-from gptexp.training.optim import describe_optimizer
+from gptexp.training.optimizer import describe_optimizer
 
 CURVE, WEIGHTS = "loss.png", "model.safetensors"
 _FOLDERS = re.compile(r"(?<![\w.*~-])/([^/,\]}:]*/)*")  # of an absolute path, in an argument

@@ -8,7 +8,6 @@ from dataclasses import replace
 import torch.distributed as dist
 
 from gptexp.config.batch import legal_micro_batches
-from gptexp.config.schema import AUTO
 from gptexp.distributed.group import wait_for
 from gptexp.distributed.ranks import Rank
 from gptexp.machine.device import is_out_of_memory
@@ -21,6 +20,7 @@ from gptexp.process.errors import (
     SilentRankError,
     UserError,
 )
+from gptexp.process.fields import AUTO
 from gptexp.run.job import Job
 from gptexp.storage.checkpoint import TrainState
 from gptexp.training.step_report import StepTimeout

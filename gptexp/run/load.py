@@ -7,7 +7,7 @@ import torch
 
 from gptexp.config.batch import count_val_windows
 from gptexp.config.metrics import Metric
-from gptexp.config.schema import AUTO, AdamWConfig, Config, result_deciding
+from gptexp.config.schema import Config, result_deciding
 from gptexp.data.loader import build_dataset, val_bytes_per_token
 from gptexp.data.tokenizer import Tokenizer, load_tokenizer
 from gptexp.distributed.ranks import Rank
@@ -18,7 +18,9 @@ from gptexp.machine.resolve import resolve
 from gptexp.model.flops import count_parameters
 from gptexp.model.gpt import GPT
 from gptexp.model.loss import bits_per_byte, perplexity, plain_cross_entropy
+from gptexp.optim.adamw import AdamWConfig
 from gptexp.process.errors import ConfigError, DataError
+from gptexp.process.fields import AUTO
 from gptexp.process.terminal import warn
 from gptexp.process.words import shown
 from gptexp.reporting.statistics.best import one_run

@@ -72,7 +72,7 @@ from gptexp.storage import branch, checkpoint, init_from, run_dir
 from gptexp.storage.checkpoint import TrainState
 from gptexp.storage.init_from import Source
 from gptexp.training.loop import Training, fit
-from gptexp.training.optim import weights_for_use
+from gptexp.training.optimizer import weights_for_use
 
 
 def run_alone(cfg: Config, directory: Path, stop: StopRequest) -> int:

@@ -21,7 +21,6 @@ from torch import Tensor
 from gptexp.config.metrics import SHARPNESS, Metric
 from gptexp.config.scaling import scaled_optim
 from gptexp.config.schedule import resolve_schedule
-from gptexp.config.schema import AdamWConfig
 from gptexp.data.loader import build_dataset
 from gptexp.distributed.ranks import Rank
 from gptexp.distributed.sharding import WholeParameters
@@ -29,13 +28,14 @@ from gptexp.machine.device import pick_device
 from gptexp.model.flops import count_parameters
 from gptexp.model.gpt import GPT
 from gptexp.model.loss import chunked_cross_entropy
+from gptexp.optim.adamw import AdamWConfig
 from gptexp.process.errors import CheckpointError, ConfigError, DataError, UserError, first_line
 from gptexp.process.signals import StopRequest
 from gptexp.process.terminal import run_verb, warn
 from gptexp.run.load import refuse_another_model
 from gptexp.run.own_process import ask, die_with_asker
 from gptexp.storage import checkpoint, run_dir
-from gptexp.training.optim import build_optimizer
+from gptexp.training.optimizer import build_optimizer
 from gptexp.training.snapshot import load_checkpoint
 
 MICRO_BATCH_SIZE = 8  # sequences of which gradients are computed at once

@@ -21,7 +21,7 @@ from gptexp.reporting.listings.records import read_run
 from gptexp.storage import run_dir
 from gptexp.storage.checkpoint import TrainState
 from gptexp.training.loop import Training
-from gptexp.training.optim import describe_groups, describe_optimizer
+from gptexp.training.optimizer import describe_groups, describe_optimizer
 
 
 def start_lines(cfg: Config, directory: Path, effective: Effective, t: Training, state: TrainState) -> list[str]:

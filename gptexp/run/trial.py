@@ -21,7 +21,7 @@ from gptexp.machine.device import is_out_of_memory
 from gptexp.machine.effective import Choice, Effective, apply, forward_context, step_context
 from gptexp.process.errors import ConfigError
 from gptexp.run.build import build_gpt
-from gptexp.training.optim import build_optimizer
+from gptexp.training.optimizer import build_optimizer
 from gptexp.training.step import TrainStep
 from gptexp.training.weight_average import WeightAverage
 

@@ -24,12 +24,13 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from gptexp.config.schema import AdamWConfig, Config, ModelConfig
+from gptexp.config.schema import Config, ModelConfig
 from gptexp.data.loader import MicroBatch, build_dataset
 from gptexp.distributed.ranks import Rank
 from gptexp.distributed.reduction import MeanReduction
 from gptexp.machine.resolve import resolve
 from gptexp.model.gpt import GPT
+from gptexp.optim.adamw import AdamWConfig
 from gptexp.process.errors import EXIT_FAILED, ConfigError, UserError
 from gptexp.process.signals import StopRequest, at_parents_death, ended_in_order
 from gptexp.process.terminal import output_to
@@ -42,7 +43,7 @@ from gptexp.run.rank import run
 from gptexp.storage import run_dir
 from gptexp.storage.checkpoint import load_weights, read_tensors
 from gptexp.storage.tensor_files import MODEL, OPTIMIZER, file_name
-from gptexp.training.optim import build_optimizer
+from gptexp.training.optimizer import build_optimizer
 from gptexp.training.step import TrainStep
 
 SEQUENCES, SEQ_LEN = 8, 32  # sequences per step, tokens per sequence

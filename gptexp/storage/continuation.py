@@ -3,9 +3,10 @@
 from pathlib import Path
 from typing import Any, Literal
 
-from gptexp.config.schema import AUTO, Config, result_deciding
+from gptexp.config.schema import Config, result_deciding
 from gptexp.config.vocabulary import VOCAB_SIZES, padded, with_vocab_size
 from gptexp.process.errors import ConfigError
+from gptexp.process.fields import AUTO
 from gptexp.process.words import shown
 from gptexp.storage import branch, init_from, run_dir
 

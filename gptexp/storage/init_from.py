@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Literal
 
 from gptexp.config.paths import HUB_MODELS, is_hub_model
-from gptexp.config.schema import AUTO, Config, ModelConfig, fields_of
+from gptexp.config.schema import Config, ModelConfig, fields_of
 from gptexp.config.transformers_json import CONFIG_JSON, checked_model, read_config_json
 from gptexp.config.vocabulary import VOCAB_SIZES, padded, padding_multiple
 from gptexp.process.errors import ConfigError, first_line
+from gptexp.process.fields import AUTO
 from gptexp.process.words import shown
 from gptexp.storage import run_dir
 from gptexp.storage.reader import read_json

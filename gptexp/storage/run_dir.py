@@ -37,9 +37,10 @@ from filelock import BaseFileLock, FileLock, Timeout
 
 from gptexp.config.paths import is_file
 from gptexp.config.rules import saved_problems
-from gptexp.config.schema import AUTO, Config, fits_type, from_dict, result_deciding, to_dict
+from gptexp.config.schema import Config, fits_type, from_dict, result_deciding, to_dict
 from gptexp.config.vocabulary import NAMES, VOCAB_SIZES, padded, with_vocab_size
 from gptexp.process.errors import CheckpointError, ConfigError, InUseError, StorageError, first_line
+from gptexp.process.fields import AUTO
 from gptexp.process.words import shown
 from gptexp.storage import reader
 

@@ -5,8 +5,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gptexp.config.schema import LIMIT, from_dict
+from gptexp.config.schema import from_dict
 from gptexp.process.errors import ConfigError
+from gptexp.process.fields import LIMIT
 from gptexp.process.words import shown
 from gptexp.storage import run_dir
 

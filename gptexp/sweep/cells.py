@@ -26,11 +26,12 @@ from gptexp.config.branching import first_tokens, run_and_step
 from gptexp.config.compose import job_of, take_choices, to_config
 from gptexp.config.paths import config_flags
 from gptexp.config.rules import confounds_of
-from gptexp.config.schema import AUTO, Config, fields_of, hashed, result_deciding
+from gptexp.config.schema import Config, fields_of, hashed, result_deciding
 from gptexp.config.vocabulary import NAMES, with_vocab_size
 from gptexp.data.prepare import count_ids, data_hash, prepare
 from gptexp.distributed.ranks import launcher_world_size
 from gptexp.process.errors import ConfigError, Problem, UserError
+from gptexp.process.fields import AUTO
 from gptexp.storage import branch, run_dir, sweep_record
 from gptexp.storage.continuation import check_same
 from gptexp.storage.init_from import choose_vocab_size

@@ -11,8 +11,9 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from gptexp.config.schema import AUTO, Config
+from gptexp.config.schema import Config
 from gptexp.process.errors import EXIT_DIVERGED, EXIT_FAILED, ConfigError, UserError, first_line
+from gptexp.process.fields import AUTO
 from gptexp.process.terminal import warn
 from gptexp.storage import run_dir
 from gptexp.sweep.cell_job import CellJob

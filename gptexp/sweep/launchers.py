@@ -12,10 +12,11 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
-from gptexp.config.schema import AUTO, Config
+from gptexp.config.schema import Config
 from gptexp.distributed.ranks import AT_ONCE, launcher_rank
 from gptexp.model.gpus import largest_of
 from gptexp.process.errors import ConfigError
+from gptexp.process.fields import AUTO
 from gptexp.process.signals import start_a_run
 from gptexp.process.words import counted
 from gptexp.run.own_process import resume_command

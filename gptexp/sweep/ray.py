@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import gptexp
-from gptexp.config.schema import AUTO, Config
+from gptexp.config.schema import Config
 from gptexp.distributed.ranks import AT_ONCE, Rank, rank_variables, without_launcher
 from gptexp.process.errors import EXIT_CONFIG, EXIT_FAILED, ConfigError, UserError, first_line
+from gptexp.process.fields import AUTO
 from gptexp.process.signals import start_a_run
 from gptexp.process.terminal import NOWHERE, output_to, say, warn
 from gptexp.process.words import counted

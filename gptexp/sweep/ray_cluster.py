@@ -11,8 +11,9 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from gptexp.config.schema import AUTO, Config
+from gptexp.config.schema import Config
 from gptexp.process.errors import ConfigError, first_line
+from gptexp.process.fields import AUTO
 from gptexp.process.signals import HANDLED
 from gptexp.process.terminal import NOWHERE, output_to
 from gptexp.process.words import counted, shown

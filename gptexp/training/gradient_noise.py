@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from gptexp.config.batch import BatchPlan
-from gptexp.config.schema import OptimConfig
 from gptexp.data.order import mix
 from gptexp.distributed.sharding import Parameters
+from gptexp.optim.keys import OptimConfig
 
 _KEY = 0x6E6F697365  # "noise" in ASCII
 

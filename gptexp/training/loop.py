@@ -17,18 +17,19 @@ import torch
 from gptexp.config.metrics import Metric
 from gptexp.config.noise_scale import Norms
 from gptexp.config.run_plan import PlannedStep, RunPlan
-from gptexp.config.schema import OptimConfig, TrainConfig
+from gptexp.config.schema import TrainConfig
 from gptexp.data.loader import Dataset, MicroBatch, micro_batches
 from gptexp.distributed.group import agree
 from gptexp.distributed.ranks import Rank
 from gptexp.loggers.run_log import RunLog, straggler
 from gptexp.model.gpt import GPT
+from gptexp.optim.keys import OptimConfig
 from gptexp.process.errors import DivergedError
 from gptexp.process.signals import StopRequest
 from gptexp.storage.checkpoint import TrainState
 from gptexp.training.evaluation import Evaluation, Evaluations
 from gptexp.training.gradient_noise import StepNoise, step_noise
-from gptexp.training.optim import weights_for_use
+from gptexp.training.optimizer import weights_for_use
 from gptexp.training.phases import StepTimer, Stopwatch, exposed_reduce_ms
 from gptexp.training.profiling import StepProfiler
 from gptexp.training.saving import Checkpoints

@@ -1,8 +1,7 @@
 """Everything that a checkpoint holds as tensors, of which each rank has all or a part: to save it and to load it."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,12 +9,13 @@ from torch.optim import Optimizer
 
 from gptexp.distributed.group import rank_index, world_size
 from gptexp.distributed.sharding import Parameters
+from gptexp.model.optimizer_state import state_tensors
 from gptexp.process.errors import CheckpointError
 from gptexp.process.words import counted
 from gptexp.storage import checkpoint
 from gptexp.storage.checkpoint import Layout, Tensors
 from gptexp.storage.tensor_files import AVERAGE, MODEL, OPTIMIZER, Part
-from gptexp.training.optim import has_split_state, weights_for_use
+from gptexp.training.optimizer import has_split_state, weights_for_use
 from gptexp.training.weight_average import WeightAverage
 
 COUNTS = ("step", "weight_sum", "lr_max")  # in the groups of some optimizers, and no hyperparameters
@@ -74,7 +74,7 @@ def _parts(parameters: Parameters, optimizer: Optimizer, average: WeightAverage 
     names: dict[Tensor, str] = {p: name for name, p in parameters.named.items()}
     state: dict[str, Part] = {}
     for p, values in _of_this_rank(optimizer).state.items():
-        tensors = {f"{names[p]}.{key}": tensor for key, tensor in _tensors(values)}
+        tensors = {f"{names[p]}.{key}": tensor for key, tensor in state_tensors(values)}
         state |= {key: _part(parameters, names[p], tensor) for key, tensor in tensors.items()}
     found = {MODEL: _own(parameters, parameters.named), OPTIMIZER: state}
     if average is not None:
@@ -91,15 +91,6 @@ def _part(parameters: Parameters, name: str, tensor: Tensor) -> Part:
     if not parameters.split or not tensor.dim():
         return Part(tensor)
     return Part(tensor, parameters.rows(name).start, parameters.shapes[name][0])
-
-
-def _tensors(state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors in the state of a parameter, also those in lists. What else is in it follows from the config."""
-    for key, value in state.items():
-        if isinstance(value, Tensor):
-            yield key, value
-        elif isinstance(value, list):
-            yield from _tensors({f"{key}.{number}": item for number, item in enumerate(value)})
 
 
 def _of_this_rank(optimizer: Optimizer) -> Optimizer:

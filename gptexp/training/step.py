@@ -15,7 +15,7 @@ from gptexp.machine.effective import ForwardContext
 from gptexp.process.signals import StopRequest
 from gptexp.training.gradient_noise import StepNoise
 from gptexp.training.norms import total_norm
-from gptexp.training.optim import set_lr, step_if
+from gptexp.training.optimizer import set_lr, step_if
 from gptexp.training.phases import StepTimer
 from gptexp.training.small_gradients import SmallGradients
 from gptexp.training.step_report import SlowestRank, StepReport

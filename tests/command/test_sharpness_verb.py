@@ -10,12 +10,13 @@ import torch
 from conftest import BYTES
 from real_runs import weights
 
-from gptexp.config.schema import AdamWConfig, ModelConfig
+from gptexp.config.schema import ModelConfig
 from gptexp.data.loader import build_dataset
 from gptexp.model.gpt import GPT
+from gptexp.optim import AdamWConfig
 from gptexp.run.sharpness import _scale
 from gptexp.storage import run_dir
-from gptexp.training.optim import build_optimizer
+from gptexp.training.optimizer import build_optimizer
 
 Gptexp = Callable[..., subprocess.CompletedProcess[str]]
 

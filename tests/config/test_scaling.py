@@ -9,7 +9,8 @@ import pytest
 
 from gptexp.config.rules import problems
 from gptexp.config.scaling import lr_factor, lr_in_words, scaled, scaled_optim
-from gptexp.config.schema import OPTIMIZERS, AdamWConfig, Config, LionConfig, MuonConfig, ScalingConfig, SGDConfig
+from gptexp.config.schema import Config, ScalingConfig
+from gptexp.optim import OPTIMIZERS, AdamWConfig, LionConfig, MuonConfig, SGDConfig
 
 ADAMW = AdamWConfig(lr=6e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
 ALL = [

@@ -32,7 +32,7 @@ from gptexp.run.build import build_gpt, build_split_gpt, wrap
 from gptexp.storage import checkpoint
 from gptexp.storage.checkpoint import Keep, TrainState, begin_to_save
 from gptexp.training.gradient_noise import StepNoise
-from gptexp.training.optim import build_optimizer, weights_for_use
+from gptexp.training.optimizer import build_optimizer, weights_for_use
 from gptexp.training.small_gradients import SmallGradients
 from gptexp.training.snapshot import is_shared, load_checkpoint, tensors_to_save
 from gptexp.training.step import Probe, TrainStep

@@ -12,10 +12,11 @@ from live_bytes import peak_bytes
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from gptexp.config.schema import OPTIMIZERS, AdamWConfig, Config, ModelConfig, memory_key
+from gptexp.config.schema import Config, ModelConfig, memory_key
 from gptexp.model.gpt import GPT
 from gptexp.model.memory import StepShape, memory_estimate
 from gptexp.model.optimizer_state import parameter_shapes, state_bytes
+from gptexp.optim import OPTIMIZERS, AdamWConfig
 
 WIDE = ModelConfig(n_layer=2, n_head=2, n_embd=32, block_size=64, vocab_size=4096)  # the head needs most memory
 DEEP = ModelConfig(n_layer=6, n_head=2, n_embd=64, block_size=64, vocab_size=256)  # the blocks need most memory
@@ -162,7 +163,7 @@ from gptexp.distributed.reduction import MeanReduction
 from gptexp.machine.effective import apply, forward_context, step_context
 from gptexp.machine.resolve import estimate, resolve
 from gptexp.run.build import build_gpt
-from gptexp.training.optim import build_optimizer
+from gptexp.training.optimizer import build_optimizer
 from gptexp.training.step import TrainStep
 import torch._dynamo  # as a compiled run does
 

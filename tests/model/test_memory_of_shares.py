@@ -17,7 +17,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from gptexp.config.schema import AdafactorConfig, AdamWConfig, ModelConfig, OptimConfig, SGDConfig
+from gptexp.config.schema import ModelConfig
 from gptexp.data.loader import MicroBatch
 from gptexp.distributed.reduction import MeanReduction
 from gptexp.model.flops import count_parameters
@@ -25,7 +25,8 @@ from gptexp.model.gpt import GPT
 from gptexp.model.loss import LOSSES
 from gptexp.model.memory import StepShape, memory_estimate
 from gptexp.model.optimizer_state import most_state_bytes
-from gptexp.training.optim import build_optimizer
+from gptexp.optim import AdafactorConfig, AdamWConfig, OptimConfig, SGDConfig
+from gptexp.training.optimizer import build_optimizer
 from gptexp.training.step import TrainStep
 
 DEEP = ModelConfig(n_layer=6, n_head=2, n_embd=64, block_size=64, vocab_size=256)  # the blocks need most memory

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from gptexp.config.rules import LIKE_ADAM
-from gptexp.config.schema import OPTIMIZERS, AdamWConfig, ModelConfig, OptimConfig
+from gptexp.config.schema import ModelConfig
 from gptexp.model.gpt import GPT
 from gptexp.model.huggingface import as_standard
 from gptexp.model.parametrisation import describe
-from gptexp.training.optim import build_optimizer, describe_groups, set_lr
+from gptexp.optim import OPTIMIZERS, AdamWConfig, OptimConfig
+from gptexp.training.optimizer import build_optimizer, describe_groups, set_lr
 
 BASE = ModelConfig(n_layer=2, n_head=4, n_embd=64, block_size=16, vocab_size=96)
 OF_BASE: dict[str, Any] = {"base_n_embd": 64, "base_n_head": 4}
@@ -68,7 +68,7 @@ def test_initial_weights_have_the_standard_deviations_of_the_table(name: str) ->
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("optim", LIKE_ADAM)
+@pytest.mark.parametrize("optim", [name for name, cls in OPTIMIZERS.items() if cls.is_like_adam])
 def test_each_parameter_has_the_optimizer_settings_of_the_table(name: str, optim: str) -> None:
     if optim != "adamw":
         pytest.importorskip("pytorch_optimizer", reason="no pytorch_optimizer; pip install 'gptexp[optim]'")

@@ -13,7 +13,8 @@ import pytest
 from sweeps import report_of, write_run
 
 from gptexp.config.scaling import scaled_optim
-from gptexp.config.schema import AdamWConfig, ScalingConfig
+from gptexp.config.schema import ScalingConfig
+from gptexp.optim import AdamWConfig
 from gptexp.process.errors import ConfigError
 from gptexp.report import main
 from gptexp.reporting.listings.records import find_runs

@@ -22,7 +22,7 @@ from gptexp.model.loss import chunked_cross_entropy, plain_cross_entropy
 from gptexp.process.signals import REASONS
 from gptexp.run.build import build_gpt
 from gptexp.training.gradient_noise import StepNoise
-from gptexp.training.optim import build_optimizer
+from gptexp.training.optimizer import build_optimizer
 from gptexp.training.phases import StepTimer
 from gptexp.training.small_gradients import SmallGradients
 from gptexp.training.step import Probe, TrainStep

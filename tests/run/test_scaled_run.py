@@ -16,7 +16,7 @@ from gptexp.command.planning import plan
 from gptexp.config.compose import compose
 from gptexp.config.noise_scale import why_unmeasured
 from gptexp.config.scaling import scaled_optim
-from gptexp.config.schema import AdamWConfig
+from gptexp.optim import AdamWConfig
 from gptexp.reporting.listings.records import read_run
 from gptexp.storage import run_dir
 

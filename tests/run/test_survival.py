@@ -14,7 +14,7 @@ import pytest
 from conftest import ROOT, e2e_then_slow
 from survival import MUTANTS, POINTS, mutated_package
 
-from gptexp.config.schema import OPTIMIZERS
+from gptexp.optim import OPTIMIZERS
 
 SCRIPT = ROOT / "tests" / "survival.py"
 GPTEXP = ROOT / "gptexp"

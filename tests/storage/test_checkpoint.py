@@ -11,13 +11,14 @@ import checkpoints
 import pytest
 import torch
 
-from gptexp.config.schema import AdamWConfig, ModelConfig
+from gptexp.config.schema import ModelConfig
 from gptexp.distributed.sharding import WholeParameters
 from gptexp.model.gpt import GPT
+from gptexp.optim import AdamWConfig
 from gptexp.process.errors import CheckpointError, StorageError
 from gptexp.storage import checkpoint, tensor_files
 from gptexp.storage.checkpoint import Keep, TrainState
-from gptexp.training.optim import build_optimizer
+from gptexp.training.optimizer import build_optimizer
 from gptexp.training.snapshot import load_checkpoint
 
 TINY = ModelConfig(n_layer=1, n_head=2, n_embd=16, block_size=8, vocab_size=64)

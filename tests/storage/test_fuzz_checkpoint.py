@@ -17,13 +17,14 @@ from checkpoints import moments, save
 from fuzz import Damage, flip
 from safetensors.torch import save_file
 
-from gptexp.config.schema import AdamWConfig, ModelConfig
+from gptexp.config.schema import ModelConfig
 from gptexp.distributed.sharding import WholeParameters
 from gptexp.model.gpt import GPT
+from gptexp.optim import AdamWConfig
 from gptexp.process.errors import CheckpointError
 from gptexp.storage import checkpoint
 from gptexp.storage.checkpoint import TrainState
-from gptexp.training.optim import build_optimizer
+from gptexp.training.optimizer import build_optimizer
 from gptexp.training.snapshot import load_checkpoint
 
 FILES = ("model.safetensors", "optimizer.safetensors", "state.json")

@@ -15,7 +15,7 @@ import pytest
 import torch
 from conftest import ROOT, events
 
-from gptexp.config.schema import AdamWConfig, Config, ModelConfig
+from gptexp.config.schema import Config, ModelConfig
 from gptexp.data.loader import MicroBatch
 from gptexp.distributed.ranks import Rank
 from gptexp.distributed.reduction import MeanReduction
@@ -25,9 +25,10 @@ from gptexp.machine.resolve import resolve
 from gptexp.model.attention import attention_kernel
 from gptexp.model.gpt import GPT, Loss
 from gptexp.model.loss import chunked_cross_entropy, fused_cross_entropy, plain_cross_entropy
+from gptexp.optim import AdamWConfig
 from gptexp.run.build import build_gpt
 from gptexp.run.workloads import SMALL
-from gptexp.training.optim import build_optimizer
+from gptexp.training.optimizer import build_optimizer
 from gptexp.training.step import TrainStep
 
 Gptexp = Callable[..., subprocess.CompletedProcess[str]]

@@ -20,12 +20,13 @@ from gptexp.config.branching import Parent, history_problems
 from gptexp.config.compose import compose
 from gptexp.config.noise_scale import NoiseScale, Norms
 from gptexp.config.rules import confounds_of
-from gptexp.config.schema import OPTIMIZERS, AdamWConfig, ModelConfig, SGDConfig, result_deciding
+from gptexp.config.schema import ModelConfig, result_deciding
 from gptexp.data.loader import MicroBatch
 from gptexp.distributed.ranks import Rank
 from gptexp.distributed.reduction import MeanReduction
 from gptexp.distributed.sharding import WholeParameters
 from gptexp.model.gpt import GPT
+from gptexp.optim import OPTIMIZERS, AdamWConfig, SGDConfig
 from gptexp.process.errors import ConfigError
 from gptexp.process.signals import StopRequest
 from gptexp.run.job import Job
@@ -33,7 +34,7 @@ from gptexp.run.rank import run
 from gptexp.storage import branch, run_dir
 from gptexp.training import loop
 from gptexp.training.gradient_noise import StepNoise, step_noise
-from gptexp.training.optim import build_optimizer
+from gptexp.training.optimizer import build_optimizer
 from gptexp.training.small_gradients import SmallGradients
 from gptexp.training.step import Probe, TrainStep
 

@@ -16,11 +16,11 @@ from real_runs import equal, newest, train_here, weights
 from safetensors.torch import load_file
 
 from gptexp.config.compose import compose
-from gptexp.config.schema import AdamWConfig
+from gptexp.optim import AdamWConfig
 from gptexp.process.signals import StopRequest
 from gptexp.storage import checkpoint, run_dir
 from gptexp.training import step as step_module
-from gptexp.training.optim import build_optimizer, step_if
+from gptexp.training.optimizer import build_optimizer, step_if
 from gptexp.training.step import TrainStep
 
 Start = Callable[..., subprocess.Popen[str]]

@@ -7,8 +7,9 @@ from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 from gptexp.config.metrics import Metric
-from gptexp.config.schema import LIMIT, fields_of
+from gptexp.config.schema import fields_of
 from gptexp.process.errors import ConfigError
+from gptexp.process.fields import LIMIT
 from gptexp.reporting.listings.records import AXES, Run, differing_keys, find_runs
 from gptexp.reporting.listings.table import COLUMNS, values
 from gptexp.storage import run_dir, sweep_record

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from gptexp.config.vocabulary import NAMES
+from gptexp.optim import OPTIMIZERS
+from gptexp.optim.keys import OptimConfig
 from gptexp.process.errors import ConfigError
 from gptexp.reporting.page.own_file import HEADER, MARKS, check_own
 from gptexp.storage.run_dir import storage, write_atomically
@@ -52,7 +54,7 @@ def write_optim(path: Path, analysis: "Analysis") -> "Law":
     given = " ".join(f"{key}={value}" for key, value in scaling.items() if value != "none")
     holds_for = f"# Give with it: {given}\n" if given else ""
     keys: dict[str, Any] = {"optim": {**optim, "lr": _power_law(law.lr, law.tokens, law.exponent)}}
-    if config["optim.name"] == "schedulefree":
+    if OPTIMIZERS.get(config["optim.name"], OptimConfig).averages_weights:
         keys["schedule"] = {"name": "constant"}  # the only one that it takes
     sizes = ", ".join(f"{size:,}" for size in law.sizes)
     warning = "# In log-log the optima lie on a curve: use this law between these sizes only.\n" if law.bends else ""

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from gptexp.config.schema import AdamWConfig, ModelConfig
+from gptexp.config.schema import ModelConfig
 from gptexp.model.gpt import GPT
-from gptexp.training.optim import build_optimizer, describe_groups, parameter_groups, set_lr, step_if
+from gptexp.optim import AdamWConfig
+from gptexp.training.optimizer import build_optimizer, describe_groups, parameter_groups, set_lr, step_if
 
 
 def test_gpt2_decays_fifty_tensors() -> None:

@@ -1,56 +1,24 @@
 """Optimizers, with weight decay on matrices only, and their parameter groups."""
 
-import inspect
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
-from itertools import islice
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from torch import Tensor, nn, optim
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gptexp.config.schema import (
-    AdafactorConfig,
-    AdamWConfig,
-    LambConfig,
-    LarsConfig,
-    LionConfig,
-    MuonConfig,
-    OptimConfig,
-    ScheduleFreeConfig,
-    SGDConfig,
-    SoapConfig,
-)
 from gptexp.model.gpt import GPT
-from gptexp.model.optimizer_state import MOST_ROTATED, TRAINED, is_by_muon
 from gptexp.model.parametrisation import Factors, optimizer_factors
+from gptexp.optim.keys import Groups, Named, OptimConfig
 from gptexp.process.words import shown
 
-Kind = TypeVar("Kind", bound=Optimizer)
-
-# torch's optimizers import its compiler, which takes more than a second, only to tell it not to compile their methods.
-# This is the mark that torch sets after that import.
-for _method in (Optimizer.add_param_group, Optimizer.zero_grad, Optimizer.state_dict, Optimizer.load_state_dict):
-    _plain = inspect.unwrap(_method)
-    setattr(_plain, "__dynamo_disable", _plain)
+TRAINED = "trained"  # in the saved state of an optimizer that averages weights: those that it trains at
 
 
-def _without_compiler(kind: type[Kind]) -> type[Kind]:
-    """`kind`, whose step does not import the compiler. Its decorator also disables gradients, as here."""
-    return type(kind.__name__, (kind,), {"step": torch.no_grad()(inspect.unwrap(kind.step))})
-
-
-AdamW, SGD = _without_compiler(optim.AdamW), _without_compiler(optim.SGD)
-Adafactor, Muon = _without_compiler(optim.Adafactor), _without_compiler(optim.Muon)
-
-
-def parameter_groups(
-    model: nn.Module, cfg: OptimConfig, named: Mapping[str, nn.Parameter] | None = None
-) -> list[dict[str, Any]]:
+def parameter_groups(model: nn.Module, cfg: OptimConfig, named: Named | None = None) -> Groups:
     """The groups with their settings: those of `cfg`, times the factors of the model's parametrisation.
 
     Tensors of two or more dimensions (matmuls, embeddings) decay, biases and LayerNorms do not. The standard
@@ -60,7 +28,7 @@ def parameter_groups(
     for (decays, factors), parameters in _grouped(model, named):
         decay = cfg.weight_decay * factors.weight_decay if decays else 0.0
         group = {"params": parameters, "lr": cfg.lr * factors.lr, "weight_decay": decay}
-        if isinstance(cfg, AdamWConfig | ScheduleFreeConfig):  # which parametrisations allow, and which have an eps
+        if hasattr(cfg, "eps"):
             group["eps"] = cfg.eps * factors.eps
         groups.append(group)
     return groups
@@ -80,9 +48,7 @@ def describe_groups(model: nn.Module, cfg: OptimConfig) -> list[str]:
     return lines
 
 
-def _grouped(
-    model: nn.Module, named: Mapping[str, nn.Parameter] | None = None
-) -> list[tuple[tuple[bool, Factors], list[nn.Parameter]]]:
+def _grouped(model: nn.Module, named: Named | None = None) -> list[tuple[tuple[bool, Factors], list[nn.Parameter]]]:
     """The parameters by whether they decay and by their factors. Those that decay come first."""
     groups: dict[tuple[bool, Factors], list[nn.Parameter]] = {}
     for name, p in (named or dict(model.named_parameters())).items():
@@ -108,7 +74,7 @@ def build_optimizer(
     model: nn.Module,
     cfg: OptimConfig,
     fused: bool,
-    named: Mapping[str, nn.Parameter] | None = None,
+    named: Named | None = None,
     split_state: bool = False,
 ) -> Optimizer:
     """Build the optimizer of `cfg` for `model`. Each group stores its peak learning rate as `initial_lr`.
@@ -117,105 +83,23 @@ def build_optimizer(
     It updates `named`, this rank's parts of the parameters, if given. With `split_state` each rank keeps the state of
     some of the parameters, updates these and sends them to the others (ZeRO stage 1, arXiv 1910.02054).
     """
-    groups = parameter_groups(model, cfg, named)
+    groups, named = parameter_groups(model, cfg, named), named or dict(model.named_parameters())
     if split_state:
         from torch.distributed.optim import ZeroRedundancyOptimizer  # imports the compiler, which takes a second
 
         # It calls its second argument with the groups of this rank.
-        build: Any = partial(_built, model=model, cfg=cfg, fused=fused)
+        build: Any = partial(cfg.build, named=named, fused=fused)
         optimizer: Optimizer = ZeroRedundancyOptimizer(groups, build)
     else:
-        optimizer = _built(groups, model, cfg, fused)
+        optimizer = cfg.build(groups, named, fused)
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"]  # the name that torch's schedulers use
     return optimizer
 
 
-def _built(groups: list[dict[str, Any]], model: nn.Module, cfg: OptimConfig, fused: bool) -> Optimizer:
-    match cfg:
-        case AdamWConfig():
-            return AdamW(groups, cfg.lr, (cfg.beta1, cfg.beta2), cfg.eps, fused=fused)
-        case SGDConfig():
-            return SGD(groups, cfg.lr, cfg.momentum, nesterov=cfg.nesterov)
-        case AdafactorConfig():
-            # torch squares the first eps: the paper's 1e-30. Its default would outweigh the gradients of large models.
-            return Adafactor(groups, cfg.lr, cfg.beta2_decay, eps=(1e-15, 1e-3), d=cfg.clip_threshold)
-        case MuonConfig():
-            return _muon_with_adamw(groups, model, cfg)
-
-    import pytorch_optimizer  # an optional package, which takes a second to import
-
-    match cfg:
-        case LionConfig():
-            return pytorch_optimizer.Lion(groups, cfg.lr, (cfg.beta1, cfg.beta2))
-        case LambConfig():
-            # As version 3 of the paper: weight decay before the scaling, and no correction of the moments' bias, which
-            # the scaling makes up for. Vectors are not scaled, and without a correction the first updates of a vector
-            # would be several times lr. So AdamW, which corrects the bias, updates them.
-            matrices, vectors = groups
-            lamb = pytorch_optimizer.Lamb(
-                [matrices], cfg.lr, (cfg.beta1, cfg.beta2), eps=cfg.eps, weight_decouple=False, adam_debias=True,
-                max_grad_norm=0.0,
-            )  # fmt: skip
-            lamb.clamp = math.inf  # 10 would cut the norms of most matrices of a GPT-2
-            return Joined(lamb, AdamW([vectors], cfg.lr, (cfg.beta1, cfg.beta2), cfg.eps))
-        case LarsConfig():
-            return pytorch_optimizer.LARS(
-                groups, cfg.lr, momentum=cfg.momentum, trust_coefficient=cfg.trust_coefficient
-            )
-        case SoapConfig():
-            return pytorch_optimizer.SOAP(
-                groups,
-                cfg.lr,
-                (cfg.beta1, cfg.beta2),
-                eps=cfg.eps,
-                precondition_frequency=cfg.precondition_every,
-                max_precondition_dim=MOST_ROTATED,
-            )
-        case ScheduleFreeConfig():
-            return pytorch_optimizer.ScheduleFreeAdamW(groups, cfg.lr, (cfg.beta1, cfg.beta2), eps=cfg.eps)
-    raise AssertionError(f"no optimizer for {type(cfg).__name__}")
-
-
-def _muon_with_adamw(groups: list[dict[str, Any]], model: nn.Module, cfg: MuonConfig) -> "Joined":
-    by_muon = [p for name, p in model.named_parameters() if is_by_muon(name, p.dim())]
-    rest = [
-        {**group, "params": [p for p in group["params"] if all(p is not other for other in by_muon)]}
-        for group in groups
-    ]
-    muon = Muon(
-        [{"params": by_muon, "weight_decay": cfg.weight_decay}], cfg.lr, momentum=cfg.momentum, nesterov=cfg.nesterov,
-        ns_steps=cfg.ns_steps, adjust_lr_fn="match_rms_adamw",
-    )  # fmt: skip
-    return Joined(muon, AdamW(rest, cfg.lr, (cfg.beta1, cfg.beta2), cfg.eps))
-
-
 def has_split_state(optimizer: Optimizer) -> bool:
     """Whether it is a ZeroRedundancyOptimizer, whose `optim` has the state of this rank's parameters."""
     return hasattr(optimizer, "consolidate_state_dict")
-
-
-class Joined(Optimizer):
-    """Several optimizers for different parameters, as one: their groups and states are its own."""
-
-    def __init__(self, *parts: Optimizer) -> None:
-        self.parts = parts
-        super().__init__([group for part in parts for group in part.param_groups], {})
-        self._share()
-
-    def _share(self) -> None:
-        groups = iter(self.param_groups)
-        for part in self.parts:
-            part.param_groups = list(islice(groups, len(part.param_groups)))
-            part.state = self.state
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)  # makes new groups and a new state
-        self._share()
-
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        for part in self.parts:
-            part.step()
 
 
 @contextmanager

@@ -1,0 +1,62 @@
+"""Fields of config dataclasses, each with the rule that its value must satisfy."""
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import field
+from typing import Any
+
+AUTO = "auto"  # the value is chosen at run time; effective.json holds the choices that affect training
+LIMIT = 2**63  # exclusive upper bound of counts: torch and numpy have 64-bit integers
+
+
+def ruled(default: Any, holds: Callable[[Any], bool], rule: str, code: str = "out-of-range") -> Any:
+    """A key whose value must satisfy `holds` unless it is None; `rule` and `code` are those of the error."""
+    return field(default=default, metadata={"rule": (holds, rule, code)})
+
+
+def choice(*values: str) -> Any:
+    """A key whose value is one of `values`; the first is the default."""
+    return field(default=values[0], metadata={"choices": values})
+
+
+def choice_or_null(*values: str) -> Any:
+    """A key whose value is one of `values` or None, the default."""
+    return field(default=None, metadata={"choices": values})
+
+
+def positive(default: Any) -> Any:
+    """A number above 0."""
+    return ruled(default, lambda v: 0 < v < _limit(v), "must be finite and above 0 (integers: below 2^63)")
+
+
+def not_negative(default: Any) -> Any:
+    """A number of 0 or above."""
+    return ruled(default, lambda v: 0 <= v < _limit(v), "must be finite, 0 or above (integers: below 2^63)")
+
+
+def ratio(default: float) -> Any:
+    """A number in [0, 1]."""
+    return ruled(default, lambda v: 0 <= v <= 1, "must lie in [0, 1]")
+
+
+def below_one(default: float) -> Any:
+    """A number in [0, 1)."""
+    return ruled(default, lambda v: 0 <= v < 1, "must lie in [0, 1)")
+
+
+def count_or_auto(default: int | str) -> Any:
+    """A whole number above 0, or auto."""
+    legal = lambda v: v == AUTO or (isinstance(v, int) and 0 < v < LIMIT)  # noqa: E731
+    return ruled(default, legal, "must be a whole number above 0, or auto")
+
+
+def directory_name(default: str | None) -> Any:
+    """The name of a directory or a project."""
+    legal = re.compile(r"(?!\.+$)[A-Za-z0-9._-]{1,80}")
+    rule = "must have 1 to 80 characters A-Za-z0-9._- and not only dots"
+    return ruled(default, lambda v: legal.fullmatch(v) is not None, rule, "not-a-name")
+
+
+def _limit(value: float) -> float:
+    return LIMIT if isinstance(value, int) else math.inf
