@@ -7,6 +7,7 @@ from gptexp.optim.lamb import LambConfig
 from gptexp.optim.lars import LarsConfig
 from gptexp.optim.lion import LionConfig
 from gptexp.optim.muon import MuonConfig
+from gptexp.optim.nadamw import NAdamWConfig
 from gptexp.optim.schedulefree import ScheduleFreeConfig
 from gptexp.optim.sgd import SGDConfig
 from gptexp.optim.soap import SoapConfig
@@ -15,7 +16,7 @@ OPTIMIZERS: dict[str, type[OptimConfig]] = {
     cls.name: cls
     for cls in (
         AdamWConfig, SGDConfig, LionConfig, LambConfig, LarsConfig, MuonConfig, SoapConfig, ScheduleFreeConfig,
-        AdafactorConfig,
+        AdafactorConfig, NAdamWConfig,
     )
 }  # fmt: skip
 

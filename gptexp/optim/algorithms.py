@@ -24,6 +24,7 @@ def _without_compiler(kind: type[Kind]) -> type[Kind]:
 
 AdamW, SGD = _without_compiler(optim.AdamW), _without_compiler(optim.SGD)
 Adafactor, Muon = _without_compiler(optim.Adafactor), _without_compiler(optim.Muon)
+NAdam = _without_compiler(optim.NAdam)
 
 
 class Joined(Optimizer):

@@ -173,9 +173,26 @@ class Adafactor:
         return w * (1 - c.lr * c.weight_decay * (w.ndim > 1)) - size * update
 
 
+class NAdamW:
+    """Dozat, ICLR workshop 2016, with its schedule of the momentum, and the decay of arXiv 1711.05101."""
+
+    def __init__(self, c: OptimConfig, w: Array) -> None:
+        self.c, self.m, self.v, self.product = c, np.zeros_like(w), np.zeros_like(w), 1.0
+
+    def __call__(self, w: Array, g: Array, step: int) -> Array:
+        c = self.c
+        now, then = (c.beta1 * (1 - 0.96 ** (t * c.momentum_decay) / 2) for t in (step, step + 1))
+        self.product *= now
+        self.m = c.beta1 * self.m + (1 - c.beta1) * g
+        self.v = c.beta2 * self.v + (1 - c.beta2) * g * g
+        m = then * self.m / (1 - self.product * then) + (1 - now) * g / (1 - self.product)
+        v = self.v / (1 - c.beta2**step)
+        return w * (1 - c.lr * c.weight_decay * (w.ndim > 1)) - c.lr * m / (np.sqrt(v) + c.eps)
+
+
 REFERENCES = {
     "sgd": Sgd, "lion": Lion, "lamb": Lamb, "lars": Lars, "soap": Soap, "schedulefree": ScheduleFree,
-    "adafactor": Adafactor,
+    "adafactor": Adafactor, "nadamw": NAdamW,
 }  # fmt: skip
 
 
