@@ -7,9 +7,9 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-import gptexp
 from gptexp.process.errors import ConfigError
 from gptexp.process.terminal import report_errors, run_verb
+from gptexp.process.versions import VERSION
 
 VERBS = {
     "train": "train a model, or a sweep of them (-m)",
@@ -44,7 +44,7 @@ def _main() -> None:
         return
     verb = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if verb in ("-V", "--version"):
-        print(f"gptexp {gptexp.__version__}")
+        print(f"gptexp {VERSION}")
         return
     if verb in ("-h", "--help", "help"):
         print("usage: gptexp VERB …\n")

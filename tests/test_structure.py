@@ -98,7 +98,7 @@ FILES = {file.module: file for file in map(File, sorted(PACKAGE.rglob("*.py")))}
 def imported_files(file: File, for_types: bool = False) -> set[str]:
     """The modules of the package that `file` imports.
 
-    The package's own `__init__`, which has the version, is left out: Python imports it before every other file.
+    The package itself, which Python imports before every other file, is left out.
     """
     found = set()
     for name in file.imports_with_types if for_types else file.imports:
@@ -241,7 +241,7 @@ def safe_loaders(file: File) -> set[str]:
 
 # Modules that run before torch is imported: whole folders, and single files.
 TORCH_FREE = {
-    TOP, "command", "sweep", "reporting", "data", "storage", "config", "process",
+    TOP, "command", "sweep", "reporting", "data", "storage", "config", "optim", "process",
     "distributed/ranks.py", "loggers/alerts.py", "model/flops.py", "run/__main__.py", "run/observe.py",
     "run/own_process.py", "run/requirements.py", "run/workloads.py",
 }  # fmt: skip
@@ -253,6 +253,7 @@ WITH_TORCH = {
     "command/sweep_planning.py",
     "data/agreement.py",
     "data/loader.py",
+    "optim/algorithms.py",
     "storage/checkpoint.py",
     "storage/unneeded.py",
     "storage/tensor_files.py",

@@ -11,8 +11,8 @@ from typing import Any
 
 import platformdirs
 
-import gptexp
 from gptexp.process.errors import ConfigError, first_line
+from gptexp.process.versions import PACKAGE
 from gptexp.process.words import shown
 
 CONFIG_NAME = "config"  # conf/config.yaml, which every other primary config includes
@@ -43,11 +43,10 @@ def conf_dir() -> Path:
 
 def packaged_conf() -> Path:
     """conf/ in the installed package, else in the checkout. Raises `ConfigError`."""
-    package = Path(gptexp.__file__).resolve().parent
-    for candidate in (package / "conf", package.parent / "conf"):
+    for candidate in (PACKAGE / "conf", PACKAGE.parent / "conf"):
         if (candidate / "config.yaml").is_file():
             return candidate
-    raise _no_conf(str(package / "conf"))
+    raise _no_conf(str(PACKAGE / "conf"))
 
 
 def _no_conf(folder: str) -> ConfigError:

@@ -19,7 +19,7 @@ from gptexp.config.batch import count_val_windows, count_windows
 from gptexp.config.run_plan import PlannedStep
 from gptexp.config.schema import Config, DataConfig
 from gptexp.data.order import Order, mix
-from gptexp.data.prepare import prepare, tokens_hash, vocabulary_of
+from gptexp.data.prepare import prepare, tokens_hash
 from gptexp.data.split import split, spread
 from gptexp.data.stream import TokenStream
 from gptexp.data.tokenizer import Tokenizer, bytes_of_ids
@@ -109,8 +109,7 @@ def open_dataset(
         val_starts = spread(count_windows(len(val), seq_len), count_val_windows(data.val_tokens, seq_len), seq_len)
         val_starts = val_starts[:most_val_windows]
     hash = tokens_hash(train) if val is train else tokens_hash(train, val)
-    n_vocab = vocabulary_of(train.n_vocab, data.tokenizer)
-    return Dataset(train, parts.order, val, val_starts, seq_len, hash, train_dir, n_vocab)
+    return Dataset(train, parts.order, val, val_starts, seq_len, hash, train_dir, train.n_vocab)
 
 
 def fingerprint(rows: np.ndarray) -> int:

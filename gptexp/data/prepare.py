@@ -76,12 +76,7 @@ def count_ids(data: DataConfig) -> int | None:
     if data.tokenizer != CHARS:
         return load_tokenizer(data.tokenizer).n_vocab
     prepared = prepared_dir(data)
-    return None if prepared is None else vocabulary_of(read_manifest(prepared).n_vocab, data.tokenizer)
-
-
-def vocabulary_of(saved: int | None, tokenizer: str) -> int:
-    """Number of ids of the tokenizer of prepared tokens, given the number `saved` in their manifest."""
-    return VOCAB_SIZES[tokenizer] if saved is None else saved  # an older version knew only tokenizers of this table
+    return None if prepared is None else read_manifest(prepared).n_vocab
 
 
 def prepared_dir(data: DataConfig) -> Path | None:

@@ -98,7 +98,7 @@ class Manifest:
 
     shards: list[Shard]  # in order
     max_id: int  # the largest id
-    n_vocab: int | None  # number of ids of the tokenizer; None: an older version, which knew four tokenizers, wrote it
+    n_vocab: int  # number of ids of the tokenizer
     dtype: np.dtype[Any]  # of the ids
     shares: dict[str, int]  # of a mix: the tokens of each source
 
@@ -112,7 +112,7 @@ def read_manifest(directory: Path, check_files: bool = True) -> Manifest:
     try:
         content = read_json(path)
         max_id = int(content["max_id"])
-        n_vocab = None if content.get("n_vocab") is None else int(content["n_vocab"])
+        n_vocab = int(content["n_vocab"])
         shares = {str(source): int(tokens) for source, tokens in content.get("shares", {}).items()}
         if "dtype" in content:
             dtype = np.dtype(content["dtype"])
@@ -122,7 +122,7 @@ def read_manifest(directory: Path, check_files: bool = True) -> Manifest:
             shards = [_own(entry, directory, dtype.itemsize) for entry in content["shards"]]
             if len({shard.path for shard in shards}) < len(shards):
                 raise ValueError("it lists a file twice")
-        if n_vocab is not None and n_vocab <= max_id:
+        if n_vocab <= max_id:
             raise ValueError(f"max_id {max_id:,} is not below n_vocab {n_vocab:,}")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise DataError(
@@ -158,7 +158,7 @@ def write_references(
     shards: Sequence[Shard],
     dtype: np.dtype[Any],
     max_id: int,
-    n_vocab: int | None,
+    n_vocab: int,
     about: dict[str, Any],
 ) -> None:
     """Write the manifest of a directory whose `shards` are in other directories, where nothing is written."""

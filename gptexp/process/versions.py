@@ -5,7 +5,8 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
-import gptexp
+VERSION = "0.1.0"
+PACKAGE = Path(__file__).resolve().parent.parent  # the folder gptexp
 
 
 def versions() -> dict[str, str]:
@@ -13,13 +14,13 @@ def versions() -> dict[str, str]:
     from torch import __version__ as of_torch  # with its build, such as +cpu or +cu130, which package metadata may lack
 
     packages = ("numpy", "tiktoken", "hydra-core", "omegaconf", "wandb", "safetensors")
-    own = {"gptexp": gptexp.__version__, "python": sys.version.split()[0], "torch": str(of_torch)}
+    own = {"gptexp": VERSION, "python": sys.version.split()[0], "torch": str(of_torch)}
     return own | {name: version(name) for name in packages}
 
 
 def git_commit() -> str | None:
     """The git commit of the checkout, with `-dirty` if files are modified; None if gptexp is installed as a package."""
-    root = Path(gptexp.__file__).resolve().parent.parent
+    root = PACKAGE.parent
     if not (root / ".git").exists():
         return None
     try:

@@ -21,10 +21,10 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-import gptexp
 from gptexp.process.errors import EXIT_CONFIG, EXIT_DIVERGED, EXIT_FAILED, LostRankError, MicroBatchError, UserError
 from gptexp.process.signals import DEADLINE, HANDLED, PARENT, STOPPED, StopRequest, before_training, deadline_after
 from gptexp.process.terminal import warn
+from gptexp.process.versions import PACKAGE
 from gptexp.storage import run_dir
 
 START_ANEW = -1  # instead of an exit code: a smaller micro-batch is saved, start the ranks again
@@ -164,7 +164,7 @@ def _signals(directory: Path) -> Iterator[list[int]]:
 @contextmanager
 def _environment(deadline: float) -> Iterator[None]:
     """Set the ranks' environment: the same gptexp in any working directory, and no wandb service of this process."""
-    root = Path(gptexp.__file__).resolve().parent.parent
+    root = PACKAGE.parent
     before = dict(os.environ)
     if (root / "conf").is_dir():  # a checkout; an installed package is found without this
         os.environ["PYTHONPATH"] = os.pathsep.join([str(root), *filter(None, [before.get("PYTHONPATH")])])

@@ -16,13 +16,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import gptexp
 from gptexp.config.schema import Config
 from gptexp.distributed.ranks import AT_ONCE, Rank, rank_variables, without_launcher
 from gptexp.process.errors import EXIT_CONFIG, EXIT_FAILED, ConfigError, UserError, first_line
 from gptexp.process.fields import AUTO
 from gptexp.process.signals import start_a_run
 from gptexp.process.terminal import NOWHERE, output_to, say, warn
+from gptexp.process.versions import VERSION
 from gptexp.process.words import counted
 from gptexp.run.nodes import leave_mark
 from gptexp.run.own_process import resume_command
@@ -106,7 +106,7 @@ class NodeProcess:
             "port": self.store.getsockname()[1],
             "gpus": [str(gpu) for gpu in context.get_accelerator_ids()["GPU"]],
             "sees": Path(mark).exists(),
-            "version": gptexp.__version__,
+            "version": VERSION,
         }
 
     def run(self, directory: str, variables: dict[str, str]) -> int:
@@ -243,8 +243,8 @@ class RayCell:
             where = f"node {place['host']} ({place['address']})"
             if not place["sees"]:
                 raise UserError(f"{where} does not see this directory: outputs/ must be on a shared file system")
-            if place["version"] != gptexp.__version__:
-                raise UserError(f"{where} has gptexp {place['version']}, not {gptexp.__version__}; install the same")
+            if place["version"] != VERSION:
+                raise UserError(f"{where} has gptexp {place['version']}, not {VERSION}; install the same")
         order = sorted(places, key=lambda number: (places[number]["node"], number))  # ranks of a node in a row
         on_node: dict[str, list[int]] = {}
         for number in order:

@@ -33,6 +33,7 @@ def write_sparse(directory: Path, shards: int, tokens_per_shard: int) -> None:
         "version": 1,
         "tokens": shards * tokens_per_shard,
         "max_id": 0,
+        "n_vocab": 257,
         "shards": [{"file": name, "tokens": tokens_per_shard, "sha256": name} for name in names],
     }
     (directory / MANIFEST).write_text(json.dumps(manifest))
