@@ -48,8 +48,8 @@ def _refuse_no_run(given: str, directory: Path) -> None:
     if run_dir.is_run(directory):
         return
     if (directory / run_dir.SWEEP).is_file():
-        raise ConfigError(f"{given}: a sweep; give the directory of one of its runs")
-    raise ConfigError(f"{given}: no run is in {directory}; give RUN_DIR@STEP")
+        raise ConfigError(f"{given}: a sweep; give the directory of one of its runs", "not-a-run")
+    raise ConfigError(f"{given}: no run is in {directory}; give RUN_DIR@STEP", "not-a-run")
 
 
 def _of_checkpoint(path: Path, directory: Path, config: Config, steps: list[int]) -> Parent:

@@ -118,7 +118,7 @@ def draft_cells(
     with its problems.
     """
     if not combinations:
-        raise ConfigError("the sweep has no cells; give at least one value of each swept key")
+        raise ConfigError("the sweep has no cells; give at least one value of each swept key", "no-cells")
     swept = swept_keys(config)
     drafts, compositions = [], Compositions(loader, config)
     for number, overrides in enumerate(combinations, first):
@@ -317,7 +317,7 @@ def name_sweep(config: DictConfig) -> None:
     choices = config.hydra.runtime.choices
     for part in ("launcher", "sweeper"):
         if not config.hydra[part]._target_.startswith(f"{PLUGINS}."):
-            raise ConfigError(f"hydra/{part}={choices[f'hydra/{part}']}: not supported; leave it out")
+            raise ConfigError(f"hydra/{part}={choices[f'hydra/{part}']}: not supported; leave it out", "not-supported")
     if config.sweep.name is not None:
         return
     swept = sorted(swept_keys(config))

@@ -64,7 +64,10 @@ class CellLauncher(Launcher):
         if launcher_rank() is None:
             require_devices(configs)
         elif parallel not in (AUTO, 1):
-            raise ConfigError(f"sweep.parallel={parallel}: torchrun and srun run one cell at a time; leave it out")
+            raise ConfigError(
+                f"sweep.parallel={parallel}: torchrun and srun run one cell at a time; leave it out",
+                "parallel-in-launcher",
+            )
 
     def places(self, configs: Sequence[Config]) -> Places:
         """Return how many cells run at once, and this machine's GPUs if it has any.

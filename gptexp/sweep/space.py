@@ -128,15 +128,18 @@ def _axis(override: Override) -> Axis:
 def _interval(key: str, value: IntervalSweep, text: str) -> Interval:
     low, high = value.start, value.end
     if low is None or high is None or not low < high:
-        raise ConfigError(f"{text}: an interval must start below its end; write interval(low, high) with low < high")
+        rule = "an interval must start below its end; write interval(low, high) with low < high"
+        raise ConfigError(f"{text}: {rule}", "interval-empty")
     if unknown := value.tags - {"log"}:
-        raise ConfigError(f"{text}: log is the only tag; remove {', '.join(sorted(unknown))}")
+        raise ConfigError(f"{text}: log is the only tag; remove {', '.join(sorted(unknown))}", "no-such-tag")
     log = "log" in value.tags
     if log and low <= 0:
-        raise ConfigError(f"{text}: a logarithmic interval must start above 0; raise its start, or remove tag(log, …)")
+        rule = "a logarithmic interval must start above 0; raise its start, or remove tag(log, …)"
+        raise ConfigError(f"{text}: {rule}", "interval-not-positive")
     kinds = {name: f.type for name, f, _, _ in every_key()}
     if key not in kinds:
-        raise ConfigError(f"{text}: unknown key '{key}'; an interval needs a key that takes a number")
+        rule = f"unknown key '{key}'; an interval needs a key that takes a number"
+        raise ConfigError(f"{text}: {rule}", "unknown-key")
     return Interval(low, high, log, int in (kinds[key], *getattr(kinds[key], "__args__", ())))
 
 

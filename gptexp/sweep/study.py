@@ -35,7 +35,8 @@ class OptunaSweeper(CellSweeper):
     def setup(self, **given: Any) -> None:
         super().setup(**given)
         if self.config.data.val_tokens == 0 and self.config.data.val_ratio is None:
-            raise ConfigError("data.val_tokens=0: Optuna needs a validation loss; set data.val_tokens above 0")
+            rule = "Optuna needs a validation loss; set data.val_tokens above 0"
+            raise ConfigError(f"data.val_tokens=0: {rule}", "validation-missing")
 
     def combinations(self, spaces: Sequence[Sequence[Axis]]) -> list[list[str]]:
         """Return examples to check, not to run. Together they contain every value, and both ends of an interval."""
@@ -110,7 +111,9 @@ class Study:
         try:
             import optuna
         except ImportError:
-            raise ConfigError("hydra/sweeper=optuna: not installed; pip install 'gptexp[optuna]'") from None
+            raise ConfigError(
+                "hydra/sweeper=optuna: not installed; pip install 'gptexp[optuna]'", "package-missing"
+            ) from None
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self.states = optuna.trial.TrialState
         self.space = space

@@ -313,7 +313,8 @@ class GridSweeper(CellSweeper):
     @staticmethod
     def _overrides(axis: Axis) -> list[str]:
         if isinstance(axis.among, Interval):
-            raise ConfigError(f"{axis.key}: a grid needs a list (1e-3,2e-3); or add hydra/sweeper=random or optuna")
+            rule = "a grid needs a list (1e-3,2e-3); or add hydra/sweeper=random or optuna"
+            raise ConfigError(f"{axis.key}: {rule}", "interval-in-grid")
         return [axis.override(value) for value in axis.among]
 
 
@@ -345,16 +346,18 @@ class RandomSweeper(CellSweeper):
 
 def one_space(spaces: Sequence[Sequence[Axis]]) -> Sequence[Axis]:
     if len(spaces) > 1:
-        raise ConfigError("hydra.sweeper.params: a list of mappings needs hydra/sweeper=grid; give one mapping")
+        raise ConfigError(
+            "hydra.sweeper.params: a list of mappings needs hydra/sweeper=grid; give one mapping", "grid-of-several"
+        )
     return spaces[0]
 
 
 def check_whole_number(key: str, value: Any, least: int, most: int | None = None) -> None:
     """Raise `ConfigError` unless `value` is an integer from `least` to `most`: Hydra's own keys have no schema here."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ConfigError(f"{key}={shown(value)}: must be a whole number, {least} or above")
+        raise ConfigError(f"{key}={shown(value)}: must be a whole number, {least} or above", "out-of-range")
     if most is not None and value > most:
-        raise ConfigError(f"{key}={shown(value)}: must be at most {most}")
+        raise ConfigError(f"{key}={shown(value)}: must be at most {most}", "out-of-range")
 
 
 def _advance(cells: Sequence[Iterator[None]]) -> list[Iterator[None]]:
