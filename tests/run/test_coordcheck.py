@@ -159,7 +159,7 @@ def test_the_verdict_over_widths_up_to_512(tmp_path: Path, own: list[str], passe
         (["optim.lr=1e-3"], "optim.lr=1e-3: the coordinate check does not read optim.lr; give --lr in its place"),
         (["optim.gradient_noise=0.1"], "optim.gradient_noise: the coordinate check adds no noise to gradients; leave"),
         (["world=ddp2"], "world=ddp2: the coordinate check does not read world; leave it out"),
-        (["optim=sgd"], "optim=sgd: the limits are for updates like Adam's; use adamw or lion or schedulefree"),
+        (["optim=sgd"], "optim=sgd: the limits are for updates like Adam's; use optim=adamw or lion or"),
         ([MUP, "optim=sgd"], "model.parametrisation=mup: its learning rates are for updates like Adam's"),
         (
             [MUP, "model.base_n_embd=40"],
