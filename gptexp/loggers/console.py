@@ -13,6 +13,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from rich.table import Column
 
 from gptexp.config.metrics import SHARPNESS, Metric
+from gptexp.config.schema import HELLASWAG
 from gptexp.loggers.run_log import Sink
 from gptexp.process.terminal import emit, say
 from gptexp.storage.checkpoint import TrainState
@@ -46,12 +47,15 @@ def eval_line(event: dict[str, Any]) -> str:
     return _after(event, " | ".join(parts))
 
 
+_NO_TASKS = {metric.rpartition("/")[0] for metric in Metric} - {HELLASWAG}  # what metrics begin with
+
+
 def _main_scores(event: dict[str, Any]) -> dict[str, float]:
     """The figure of each task by which it is best known: acc_norm, else acc, else its first."""
     figures: dict[str, dict[str, float]] = {}
     for key, value in event.items():
         task, _, name = key.rpartition("/")
-        if task not in ("", "val"):
+        if task not in _NO_TASKS:
             figures.setdefault(task, {})[name] = value
     return {task: of.get("acc_norm", of.get("acc", next(iter(of.values())))) for task, of in figures.items()}
 
