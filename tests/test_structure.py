@@ -253,7 +253,7 @@ WITH_TORCH = {
     "command/sweep_planning.py",
     "data/agreement.py",
     "data/loader.py",
-    "optim/algorithms.py",
+    "optim/torch_optimizers.py",
     "storage/checkpoint.py",
     "storage/unneeded.py",
     "storage/tensor_files.py",

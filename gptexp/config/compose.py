@@ -40,7 +40,7 @@ from gptexp.config.paths import (
 from gptexp.config.schema import Config, FittedConfig, field_problem, fields_of, optimizers_with
 from gptexp.config.vocabulary import NAMES
 from gptexp.optim import OPTIMIZERS
-from gptexp.optim.keys import OptimConfig
+from gptexp.optim.base import OptimConfig
 from gptexp.process.errors import ConfigError, Problem, UserError, first_line
 from gptexp.process.words import counted, shown
 

@@ -20,7 +20,7 @@ from gptexp.config.schedule import resolve_schedule
 from gptexp.config.schema import ATTENTION_DEVICES, Config, every_key, field_problems
 from gptexp.config.vocabulary import CHARS, NAMES, VOCAB_SIZES, padded, padding_multiple
 from gptexp.optim import OPTIMIZERS, optimizers_that
-from gptexp.optim.keys import TwoMomentsConfig
+from gptexp.optim.base import OptimConfig, TwoMomentsConfig
 from gptexp.process.errors import ConfigError, Problem
 from gptexp.process.fields import AUTO
 from gptexp.process.words import counted, shown
@@ -113,9 +113,8 @@ def confounds_of(values: dict[str, Any]) -> Iterator[str]:
             yield f"{key}={values[key]} counts steps, so {what} differs between batch sizes; give it in tokens"
     if (ramp := values.get("batch.ramp_tokens")) is not None:
         yield f"batch.ramp_tokens={ramp}: the steps grow, so a run has not one batch size; leave out the ramp"
-    name = values.get("optim.name")
-    if name in OPTIMIZERS and (counting := OPTIMIZERS[name].counts_steps):
-        yield f"optim={name}: {counting}, so updates differ between batch sizes; use another optimizer"
+    if (name := values.get("optim.name")) and (why := OPTIMIZERS.get(name, OptimConfig).step_dependence):
+        yield f"optim={name}: {why}, so updates differ between batch sizes; use another optimizer"
     noise, decay = values.get("optim.gradient_noise"), values.get("optim.gradient_noise_decay")
     if noise and decay and values.get("optim.gradient_noise_decay_tokens") is None:
         yield (
@@ -308,15 +307,15 @@ def sharding_problems(cfg: Config, world_size: int) -> Iterator[Problem]:
     if cfg.train.reduction == "tree":
         rule = f"adds whole gradients, and with {chosen} they are not; use world.sharding=none"
         yield _refusal(cfg, "train.reduction", "sharding-with-tree", rule)
-    if sharding == "optimizer" and not optim.is_by_parameter:
+    if sharding == "optimizer" and not optim.may_split_parameters:
         rule = f"optim={optim.name} is not one optimizer that updates each parameter by itself"
         fix = "use another, or world.sharding=none"
         yield _refusal(cfg, "world.sharding", "sharding-of-optimizer", f"{rule}; {fix}")
     if sharding != "full":
         return
-    if not optim.is_by_number:
+    if not optim.may_split_rows:
         rule = f"optim={optim.name} updates whole matrices, and each rank has some rows of them"
-        fix = f"use {optimizers_that('is_by_number')}, or world.sharding=optimizer"
+        fix = f"use {optimizers_that('may_split_rows')}, or world.sharding=optimizer"
         yield _refusal(cfg, "world.sharding", "sharding-of-matrices", f"{rule}; {fix}")
     for key in ("train.eval_tasks", "train.sharpness_every_tokens"):
         if attrgetter(key)(cfg):
@@ -390,7 +389,7 @@ def _optimizer(cfg: Config, _: int) -> Iterator[Problem]:
         rule = f"{averages} in place of a decay; use constant"
         yield _refusal(cfg, "schedule.name", "decay-with-schedulefree", rule)
     if cfg.optim.averages_weights and cfg.train.ema_half_life_tokens is not None:
-        rule = f"{averages} itself; leave out one of them"
+        rule = f"{averages} by itself; leave out one of them"
         yield _refusal(cfg, "train.ema_half_life_tokens", "average-with-schedulefree", rule)
 
 

@@ -21,7 +21,7 @@ from dataclasses import replace
 from typing import Any
 
 from gptexp.config.schema import Config, ScalingConfig
-from gptexp.optim.keys import OptimConfig, TwoMomentsConfig
+from gptexp.optim.base import OptimConfig, TwoMomentsConfig
 
 
 def scaled_optim(cfg: Config) -> OptimConfig:

@@ -23,7 +23,7 @@ from typing import Any
 from gptexp.config.batch import StepSizes
 from gptexp.optim import OPTIMIZERS
 from gptexp.optim.adamw import AdamWConfig
-from gptexp.optim.keys import OptimConfig
+from gptexp.optim.base import OptimConfig
 from gptexp.process.errors import Problem
 from gptexp.process.fields import (
     AUTO,
@@ -456,7 +456,10 @@ def from_dict(values: dict[str, Any], cls: type[Any] = Config) -> Any:
     for name, value in values.items():
         kind = fields[name].type
         if kind is OptimConfig and isinstance(value, dict):
-            kind = OPTIMIZERS.get(str(value.get("name")), AdamWConfig)
+            optimizer = str(value.get("name", AdamWConfig.name))
+            if optimizer not in OPTIMIZERS:
+                raise ValueError(f"optim.name={optimizer} in a saved Config: no such optimizer")
+            kind = OPTIMIZERS[optimizer]
         if dataclasses.is_dataclass(kind):
             rebuilt[name] = from_dict(value, kind)  # type: ignore[arg-type]
         elif fits_type(value, kind):

@@ -7,7 +7,7 @@ from gptexp.config.schema import ModelConfig
 from gptexp.model.flops import count_parameters
 from gptexp.model.loss import chunk_rows
 from gptexp.model.optimizer_state import most_state_bytes, parameter_shapes, rows_of, state_bytes, update_bytes
-from gptexp.optim.keys import OptimConfig
+from gptexp.optim.base import OptimConfig
 
 
 @dataclass(frozen=True)

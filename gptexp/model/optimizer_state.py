@@ -3,17 +3,15 @@
 import heapq
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import astuple
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+import gptexp.optim.torch_optimizers  # noqa: F401  so that no optimizer imports the compiler
 from gptexp.config.schema import ModelConfig
-from gptexp.optim import OPTIMIZERS
-from gptexp.optim.keys import OptimConfig, Shape
+from gptexp.optim.base import OptimConfig, Shape
 
 
 def state_tensors(state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
@@ -26,13 +24,13 @@ def state_tensors(state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
 
 
 def state_bytes(optim: OptimConfig, model: ModelConfig, rows_over: int = 1) -> int:
-    """Bytes of an optimizer's state, in float32, while it trains, without single numbers.
+    """Bytes of an optimizer's state while it trains, without single numbers.
 
     `rows_over` is the number of ranks that share the rows of each parameter.
     """
     shapes = [(name, rows_of(shape, rows_over), count) for name, shape, count in parameter_shapes(model)]
-    numbers = _state_numbers(optim, [(name, shape) for name, shape, _ in shapes])
-    return 4 * sum(count * numbers[name] for name, _, count in shapes)
+    bytes_of = _state_bytes(optim, [(name, shape) for name, shape, _ in shapes])
+    return sum(count * bytes_of[name] for name, _, count in shapes)
 
 
 def most_state_bytes(optim: OptimConfig, model: ModelConfig, ranks: int) -> int:
@@ -42,60 +40,68 @@ def most_state_bytes(optim: OptimConfig, model: ModelConfig, ranks: int) -> int:
     the rank that has the fewest numbers so far.
     """
     shapes = list(parameter_shapes(model))
-    numbers_of = _state_numbers(optim, [(name, shape) for name, shape, _ in shapes])
+    bytes_of = _state_bytes(optim, [(name, shape) for name, shape, _ in shapes])
     largest_first = sorted(shapes, key=lambda kind: (len(kind[1]) == 1, -math.prod(kind[1])))
-    loads = [(0, rank, 0) for rank in range(ranks)]  # (numbers of its parameters, rank, numbers of their state)
+    loads = [(0, rank, 0) for rank in range(ranks)]  # (numbers of its parameters, rank, bytes of their state)
     for name, shape, count in largest_first:
         for _ in range(count):
             load, rank, state = loads[0]
-            heapq.heapreplace(loads, (load + math.prod(shape), rank, state + numbers_of[name]))
-    return 4 * max(state for _, _, state in loads)
+            heapq.heapreplace(loads, (load + math.prod(shape), rank, state + bytes_of[name]))
+    return max(state for _, _, state in loads)
 
 
-def _state_numbers(optim: OptimConfig, shapes: Sequence[tuple[str, Shape]]) -> Mapping[str, int]:
-    """How many numbers the optimizer keeps for each parameter of these names and shapes, without single numbers."""
-    return _numbers_after_update(optim.name, astuple(optim), tuple(shapes))
+def _state_bytes(optim: OptimConfig, shapes: Sequence[tuple[str, Shape]]) -> Mapping[str, int]:
+    """The bytes that the optimizer keeps for each parameter of these names and shapes, without single numbers."""
+    known = (type(optim), repr(optim), tuple(shapes))
+    if known not in _KNOWN:
+        _KNOWN[known] = _bytes_after_update(optim, shapes)
+    return _KNOWN[known]
+
+
+_KNOWN: dict[tuple[type, str, tuple[tuple[str, Shape], ...]], Mapping[str, int]] = {}
+
+
+def _bytes_after_update(optim: OptimConfig, shapes: Sequence[tuple[str, Shape]]) -> Mapping[str, int]:
+    """The same, counted after an update of tensors that have a shape and no memory."""
+    named = {name: nn.Parameter(torch.empty(shape, device="meta")) for name, shape in shapes}
+    for p in named.values():
+        p.grad = torch.empty(p.shape, device="meta")
+    matrices, vectors = [p for p in named.values() if p.dim() > 1], [p for p in named.values() if p.dim() < 2]
+    settings = {"lr": optim.lr, "weight_decay": optim.weight_decay}
+    optimizer = optim.build([{"params": matrices, **settings}, {"params": vectors, **settings}], named, fused=False)
+    with _ShapesOnly():
+        optimizer.step()
+    return {
+        name: sum(tensor.nbytes for _, tensor in state_tensors(optimizer.state[p]) if tensor.dim())
+        for name, p in named.items()
+    }
+
+
+_IN_PLACE = (Tensor.mul_, Tensor.add_, Tensor.lerp_, Tensor.addcmul_, Tensor.addcdiv_)
+_ELEMENTWISE = (torch.zeros_like, Tensor.add, Tensor.div, Tensor.sqrt)
 
 
 class _ShapesOnly(TorchFunctionMode):
     """In it, an update of tensors without memory goes through: each has the value 1.
 
-    torch computes some shapes in Python, for which it imports its compiler. Those that Adam needs are returned here.
+    torch computes some of their shapes in Python, and imports its compiler for that, which takes a second. What AdamW
+    and SGD need is returned here.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if args and isinstance(args[0], Tensor) and args[0].is_meta:
-            if func in (Tensor.item, Tensor.__float__, Tensor.__bool__):
-                return 1.0
-            if func in (torch.zeros_like, Tensor.sqrt, Tensor.div) and not any(
-                isinstance(other, Tensor) for other in args[1:]
-            ):
-                return torch.empty(args[0].shape, device="meta")
-            if func.__name__.endswith("_") and not func.__name__.endswith("__"):  # in place
-                return args[0]
-        return func(*args, **(kwargs or {}))
-
-
-@cache
-def _numbers_after_update(name: str, keys: tuple[Any, ...], shapes: tuple[tuple[str, Shape], ...]) -> Mapping[str, int]:
-    """The same, counted after an update of tensors that have a shape and no memory."""
-    named = {parameter: nn.Parameter(torch.empty(shape, device="meta")) for parameter, shape in shapes}
-    for p in named.values():
-        p.grad = torch.empty(p.shape, device="meta")
-    decays = {True: [p for p in named.values() if p.dim() > 1], False: [p for p in named.values() if p.dim() < 2]}
-    groups = [{"params": parameters} for parameters in decays.values()]
-    optimizer = OPTIMIZERS[name](*keys).build(groups, named, fused=False)
-    with _ShapesOnly():
-        optimizer.step()
-    return {
-        parameter: sum(tensor.numel() for _, tensor in state_tensors(optimizer.state[p]) if tensor.dim())
-        for parameter, p in named.items()
-    }
+        kwargs, tensors = kwargs or {}, [arg for arg in args if isinstance(arg, Tensor) and arg.is_meta]
+        if tensors and func in (Tensor.item, Tensor.__float__, Tensor.__int__, Tensor.__bool__):
+            return func(torch.ones(()))
+        if tensors and func in _IN_PLACE:
+            return args[0]
+        if func in _ELEMENTWISE and len({tensor.shape for tensor in tensors}) == 1:
+            return torch.empty(tensors[0].shape, dtype=kwargs.get("dtype") or tensors[0].dtype, device="meta")
+        return func(*args, **kwargs)
 
 
 def update_bytes(optim: OptimConfig, model: ModelConfig) -> int:
     """Bytes that an update needs for a while, beside gradients and state."""
-    return 4 * optim.update_numbers([(shape, count) for _, shape, count in parameter_shapes(model)])
+    return 4 * optim.scratch_numbers([(shape, count) for _, shape, count in parameter_shapes(model)])
 
 
 def rows_of(shape: Shape, ranks: int) -> Shape:

@@ -2,7 +2,7 @@
 
 from gptexp.optim.adafactor import AdafactorConfig
 from gptexp.optim.adamw import AdamWConfig
-from gptexp.optim.keys import OptimConfig
+from gptexp.optim.base import OptimConfig
 from gptexp.optim.lamb import LambConfig
 from gptexp.optim.lars import LarsConfig
 from gptexp.optim.lion import LionConfig

@@ -2,26 +2,23 @@
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
 
-from gptexp.optim.keys import PYTORCH_OPTIMIZER, Groups, Named, TwoMomentsConfig, optimizer_name
+from gptexp.optim.base import PYTORCH_OPTIMIZER, Groups, Named, Optimizer, TwoMomentsConfig, optimizer_name
 from gptexp.process.fields import positive
-
-if TYPE_CHECKING:
-    from torch.optim import Optimizer
 
 
 @dataclass
 class LambConfig(TwoMomentsConfig):
     """LAMB (arXiv 1904.00962): Adam, scaled to the norm of each matrix; vectors by AdamW."""
 
-    needs: ClassVar[str | None] = PYTORCH_OPTIMIZER
-    counts_steps: ClassVar[str] = ""
+    needs = PYTORCH_OPTIMIZER
+    decay_rates = ("beta1", "beta2")
+    step_dependence = ""
 
     name: str = optimizer_name("lamb")
     eps: float = positive(1e-6)  # added to the square root of the second moment
 
-    def build(self, groups: Groups, named: Named, fused: bool) -> "Optimizer":
+    def build(self, groups: Groups, named: Named, fused: bool) -> Optimizer:
         """As version 3 of the paper: weight decay before the scaling, and no correction of the moments' bias.
 
         The scaling makes up for the bias. Vectors are not scaled, and without a correction the first updates of a
@@ -29,7 +26,7 @@ class LambConfig(TwoMomentsConfig):
         """
         from pytorch_optimizer import Lamb
 
-        from gptexp.optim.algorithms import AdamW, Joined
+        from gptexp.optim.torch_optimizers import AdamW, Joined
 
         matrices, vectors = groups
         betas = (self.beta1, self.beta2)

@@ -1,28 +1,24 @@
 """LARS."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
 
-from gptexp.optim.keys import PYTORCH_OPTIMIZER, Groups, Named, OptimConfig, optimizer_name
+from gptexp.optim.base import PYTORCH_OPTIMIZER, Groups, Named, OptimConfig, Optimizer, optimizer_name
 from gptexp.process.fields import below_one, positive
-
-if TYPE_CHECKING:
-    from torch.optim import Optimizer
 
 
 @dataclass
 class LarsConfig(OptimConfig):
     """LARS (arXiv 1708.03888): SGD, scaled to the norm of each matrix. Vectors are not scaled."""
 
-    needs: ClassVar[str | None] = PYTORCH_OPTIMIZER
-    is_by_parameter: ClassVar[bool] = True
-    counts_steps: ClassVar[str] = ""
+    needs = PYTORCH_OPTIMIZER
+    may_split_parameters = True
+    step_dependence = ""
 
     name: str = optimizer_name("lars")
     momentum: float = below_one(0.9)  # decay rate of the sum of the gradients
     trust_coefficient: float = positive(1e-3)  # norm of an update at lr=1, as a share of its matrix's norm
 
-    def build(self, groups: Groups, named: Named, fused: bool) -> "Optimizer":
+    def build(self, groups: Groups, named: Named, fused: bool) -> Optimizer:
         from pytorch_optimizer import LARS
 
         return LARS(groups, self.lr, momentum=self.momentum, trust_coefficient=self.trust_coefficient)

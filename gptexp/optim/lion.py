@@ -1,30 +1,28 @@
 """Lion."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
 
-from gptexp.optim.keys import PYTORCH_OPTIMIZER, Groups, Named, TwoMomentsConfig, optimizer_name
-
-if TYPE_CHECKING:
-    from torch.optim import Optimizer
+from gptexp.optim.base import PYTORCH_OPTIMIZER, Groups, Named, Optimizer, TwoMomentsConfig, optimizer_name
+from gptexp.process.fields import below_one
 
 
 @dataclass
 class LionConfig(TwoMomentsConfig):
     """Lion (arXiv 2302.06675): the sign of a moment."""
 
-    needs: ClassVar[str | None] = PYTORCH_OPTIMIZER
-    is_like_adam: ClassVar[bool] = True
-    is_by_number: ClassVar[bool] = True
-    is_by_parameter: ClassVar[bool] = True
-    has_timescale: ClassVar[bool] = True
-    decay_rates: ClassVar[Sequence[str]] = ("beta2",)  # beta1 mixes the moment with the gradient
-    counts_steps: ClassVar[str] = ""
+    needs = PYTORCH_OPTIMIZER
+    is_like_adam = True
+    may_split_rows = True
+    may_split_parameters = True
+    has_timescale = True
+    decay_rates = ("beta2",)
+    step_dependence = ""
 
     name: str = optimizer_name("lion")
+    beta1: float = below_one(0.9)  # weight of the moment in an update
+    beta2: float = below_one(0.95)  # decay rate of the moment
 
-    def build(self, groups: Groups, named: Named, fused: bool) -> "Optimizer":
+    def build(self, groups: Groups, named: Named, fused: bool) -> Optimizer:
         from pytorch_optimizer import Lion
 
         return Lion(groups, self.lr, (self.beta1, self.beta2))

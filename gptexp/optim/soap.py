@@ -3,13 +3,9 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
 
-from gptexp.optim.keys import PYTORCH_OPTIMIZER, Groups, Named, Shape, TwoMomentsConfig, optimizer_name
+from gptexp.optim.base import PYTORCH_OPTIMIZER, Groups, Named, Optimizer, Shape, TwoMomentsConfig, optimizer_name
 from gptexp.process.fields import positive
-
-if TYPE_CHECKING:
-    from torch.optim import Optimizer
 
 MOST_ROTATED = 10_000  # rows or columns of a matrix above which there is no eigenbasis for them
 
@@ -18,16 +14,17 @@ MOST_ROTATED = 10_000  # rows or columns of a matrix above which there is no eig
 class SoapConfig(TwoMomentsConfig):
     """SOAP (arXiv 2409.11321): Adam in the eigenbasis of Shampoo's preconditioner."""
 
-    needs: ClassVar[str | None] = PYTORCH_OPTIMIZER
-    is_by_parameter: ClassVar[bool] = True
-    has_timescale: ClassVar[bool] = True
-    counts_steps: ClassVar[str] = ""
+    needs = PYTORCH_OPTIMIZER
+    may_split_parameters = True
+    has_timescale = True
+    decay_rates = ("beta1", "beta2")
+    step_dependence = "precondition_every counts steps"
 
     name: str = optimizer_name("soap")
     eps: float = positive(1e-8)  # added to the square root of the second moment
     precondition_every: int = positive(10)  # steps between two updates of the eigenbasis
 
-    def build(self, groups: Groups, named: Named, fused: bool) -> "Optimizer":
+    def build(self, groups: Groups, named: Named, fused: bool) -> Optimizer:
         from pytorch_optimizer import SOAP
 
         return SOAP(
@@ -35,7 +32,7 @@ class SoapConfig(TwoMomentsConfig):
             precondition_frequency=self.precondition_every, max_precondition_dim=MOST_ROTATED,
         )  # fmt: skip
 
-    def update_numbers(self, shapes: Sequence[tuple[Shape, int]]) -> int:
+    def scratch_numbers(self, shapes: Sequence[tuple[Shape, int]]) -> int:
         """It updates one parameter after the other."""
         rotated = [n * n for shape, _ in shapes for n in shape if n <= MOST_ROTATED and len(shape) > 1]
         return max(6 * max(math.prod(shape) for shape, _ in shapes), *rotated)

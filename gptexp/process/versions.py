@@ -1,8 +1,6 @@
 """Versions of the software that a run uses."""
 
-import subprocess
 import sys
-from importlib.metadata import version
 from pathlib import Path
 
 VERSION = "0.1.0"
@@ -11,6 +9,8 @@ PACKAGE = Path(__file__).resolve().parent.parent  # the folder gptexp
 
 def versions() -> dict[str, str]:
     """Versions of gptexp, Python and the packages that affect numerics or file formats."""
+    from importlib.metadata import version
+
     from torch import __version__ as of_torch  # with its build, such as +cpu or +cu130, which package metadata may lack
 
     packages = ("numpy", "tiktoken", "hydra-core", "omegaconf", "wandb", "safetensors")
@@ -20,6 +20,8 @@ def versions() -> dict[str, str]:
 
 def git_commit() -> str | None:
     """The git commit of the checkout, with `-dirty` if files are modified; None if gptexp is installed as a package."""
+    import subprocess
+
     root = PACKAGE.parent
     if not (root / ".git").exists():
         return None

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -18,7 +19,6 @@ from gptexp.machine.resolve import resolve
 from gptexp.model.flops import count_parameters
 from gptexp.model.gpt import GPT
 from gptexp.model.loss import bits_per_byte, perplexity, plain_cross_entropy
-from gptexp.optim.adamw import AdamWConfig
 from gptexp.process.errors import ConfigError, DataError
 from gptexp.process.fields import AUTO
 from gptexp.process.terminal import warn
@@ -65,7 +65,8 @@ def load_checkpointed(directory: Path | str, averaged: bool = False) -> LoadedRu
     saved = load_effective(directory)
     here = replace(config, train=replace(config.train, loss=AUTO))  # it has the plain loss, and needs no compiler
     if saved is None or saved.device != device.type:  # the kernels that the config asks for may not exist here
-        optim = replace(config.optim, fused=AUTO) if isinstance(config.optim, AdamWConfig) else config.optim
+        fused: dict[str, Any] = {"fused": AUTO} if hasattr(config.optim, "fused") else {}
+        optim = replace(config.optim, **fused)
         here = replace(here, train=replace(here.train, attention=AUTO), optim=optim)
     effective = resolve(here, device, Rank(), saved)
     return LoadedRun(model.to(device).eval(), config, effective, path, state, device, averaged)

@@ -16,7 +16,7 @@ from torch import Tensor
 from gptexp.config.batch import BatchPlan
 from gptexp.data.order import mix
 from gptexp.distributed.sharding import Parameters
-from gptexp.optim.keys import OptimConfig
+from gptexp.optim.base import OptimConfig
 
 _KEY = 0x6E6F697365  # "noise" in ASCII
 

@@ -23,7 +23,7 @@ from gptexp.distributed.group import agree
 from gptexp.distributed.ranks import Rank
 from gptexp.loggers.run_log import RunLog, straggler
 from gptexp.model.gpt import GPT
-from gptexp.optim.keys import OptimConfig
+from gptexp.optim.base import OptimConfig
 from gptexp.process.errors import DivergedError
 from gptexp.process.signals import StopRequest
 from gptexp.storage.checkpoint import TrainState

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+import gptexp.optim.torch_optimizers  # noqa: F401  so that no optimizer imports the compiler
 from gptexp.model.gpt import GPT
 from gptexp.model.parametrisation import Factors, optimizer_factors
-from gptexp.optim.keys import Groups, Named, OptimConfig
+from gptexp.optim.base import Groups, Named, OptimConfig
 from gptexp.process.words import shown
 
 TRAINED = "trained"  # in the saved state of an optimizer that averages weights: those that it trains at
@@ -79,11 +80,12 @@ def build_optimizer(
 ) -> Optimizer:
     """Build the optimizer of `cfg` for `model`. Each group stores its peak learning rate as `initial_lr`.
 
-    `fused` selects AdamW's fused kernel; of the others none is used. None of them clips gradients: the trainer does.
-    It updates `named`, this rank's parts of the parameters, if given. With `split_state` each rank keeps the state of
-    some of the parameters, updates these and sends them to the others (ZeRO stage 1, arXiv 1910.02054).
+    `fused` asks for a fused kernel, which AdamW has. None of them clips gradients: the trainer does. It updates
+    `named`, this rank's parts of the parameters, if given. With `split_state` each rank keeps the state of some of the
+    parameters, updates these and sends them to the others (ZeRO stage 1, arXiv 1910.02054).
     """
-    groups, named = parameter_groups(model, cfg, named), named or dict(model.named_parameters())
+    named = named or dict(model.named_parameters())
+    groups = parameter_groups(model, cfg, named)
     if split_state:
         from torch.distributed.optim import ZeroRedundancyOptimizer  # imports the compiler, which takes a second
 

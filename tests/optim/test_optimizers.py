@@ -2,7 +2,9 @@
 
 import json
 import subprocess
+import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -14,11 +16,13 @@ from real_runs import newest, weights
 from torch import Tensor
 
 from gptexp.config.compose import compose
-from gptexp.config.schema import ModelConfig
+from gptexp.config.rules import confounds_of, problems
+from gptexp.config.schema import Config, ModelConfig, ScalingConfig, WorldConfig
 from gptexp.distributed.sharding import WholeParameters
 from gptexp.model.gpt import GPT
 from gptexp.model.optimizer_state import state_bytes
-from gptexp.optim import OPTIMIZERS, OptimConfig
+from gptexp.optim import OPTIMIZERS
+from gptexp.optim.base import OptimConfig, optimizer_name
 from gptexp.storage.checkpoint import TrainState
 from gptexp.training.optimizer import TRAINED, build_optimizer, set_lr, step_if, weights_for_use
 from gptexp.training.snapshot import load_checkpoint
@@ -174,18 +178,16 @@ class Adafactor:
 
 
 class NAdamW:
-    """Dozat, ICLR workshop 2016, with its schedule of the momentum, and the decay of arXiv 1711.05101."""
+    """Dozat, ICLR workshop 2016, at a constant momentum, with the decay of arXiv 1711.05101."""
 
     def __init__(self, c: OptimConfig, w: Array) -> None:
-        self.c, self.m, self.v, self.product = c, np.zeros_like(w), np.zeros_like(w), 1.0
+        self.c, self.m, self.v = c, np.zeros_like(w), np.zeros_like(w)
 
     def __call__(self, w: Array, g: Array, step: int) -> Array:
         c = self.c
-        now, then = (c.beta1 * (1 - 0.96 ** (t * c.momentum_decay) / 2) for t in (step, step + 1))
-        self.product *= now
         self.m = c.beta1 * self.m + (1 - c.beta1) * g
         self.v = c.beta2 * self.v + (1 - c.beta2) * g * g
-        m = then * self.m / (1 - self.product * then) + (1 - now) * g / (1 - self.product)
+        m = c.beta1 * self.m / (1 - c.beta1 ** (step + 1)) + (1 - c.beta1) * g / (1 - c.beta1**step)
         v = self.v / (1 - c.beta2**step)
         return w * (1 - c.lr * c.weight_decay * (w.ndim > 1)) - c.lr * m / (np.sqrt(v) + c.eps)
 
@@ -219,7 +221,8 @@ def test_three_steps_equal_the_published_formula(name: str, changed: dict[str, f
             expected[n] = reference[n](expected[n], p.grad.numpy().copy(), step)
         optimizer.step()
         for n, p in model.named_parameters():
-            np.testing.assert_allclose(p.detach().numpy(), expected[n], rtol=1e-6, err_msg=f"{n}, step {step}")
+            rtol = 1e-5 if name == "nadamw" else 1e-6  # torch keeps the product of its beta1 in float32
+            np.testing.assert_allclose(p.detach().numpy(), expected[n], rtol=rtol, err_msg=f"{n}, step {step}")
     if name == "schedulefree":
         with weights_for_use(optimizer):
             for n, p in model.named_parameters():
@@ -275,6 +278,85 @@ def test_muon_updates_the_matrices_of_the_blocks_and_adamw_the_rest() -> None:
         adamw.step()
     for a, b in zip(model.parameters(), twin.parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+LIKE_ADAM, ROWS, PARAMETERS, TIMESCALE = "is_like_adam", "may_split_rows", "may_split_parameters", "has_timescale"
+FLAGS = {
+    "adamw": ({LIKE_ADAM, ROWS, PARAMETERS, TIMESCALE}, ("beta1", "beta2")),
+    "nadamw": ({LIKE_ADAM, ROWS, PARAMETERS, TIMESCALE}, ("beta1", "beta2")),
+    "sgd": ({ROWS, PARAMETERS, TIMESCALE}, ()),
+    "lion": ({LIKE_ADAM, ROWS, PARAMETERS, TIMESCALE}, ("beta2",)),
+    "lamb": (set[str](), ("beta1", "beta2")),
+    "lars": ({PARAMETERS}, ()),
+    "muon": ({TIMESCALE}, ("beta1", "beta2", "momentum")),
+    "soap": ({PARAMETERS, TIMESCALE}, ("beta1", "beta2")),
+    "schedulefree": ({LIKE_ADAM, ROWS, TIMESCALE}, ("beta2",)),
+    "adafactor": ({PARAMETERS, TIMESCALE}, ()),
+}
+
+
+def test_the_program_may_do_with_an_optimizer_what_its_algorithm_allows() -> None:
+    flags = (LIKE_ADAM, ROWS, PARAMETERS, TIMESCALE)
+    said = {name: ({f for f in flags if getattr(o, f)}, o.decay_rates) for name, o in OPTIMIZERS.items()}
+    assert said == FLAGS
+    assert {name for name, cls in OPTIMIZERS.items() if cls.step_dependence} == {"adafactor", "soap"}
+    assert {name for name, cls in OPTIMIZERS.items() if cls.averages_weights} == {"schedulefree"}
+    assert {*OPTIMIZERS} == {*REFERENCES, "adamw", "muon"}, "an optimizer without a formula"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_are_updated_alike_alone_if_the_optimizer_says_so(name: str) -> None:
+    """World.sharding=full gives each rank some rows of a matrix, as a parameter of its own."""
+
+    def updated(parts: int) -> Tensor:
+        torch.manual_seed(0)
+        weight, steps = torch.randn(6, 4), torch.randn(3, 6, 4)
+        rows = [torch.nn.Parameter(part.clone()) for part in weight.chunk(parts)]
+        named = {f"h.{number}": p for number, p in enumerate([*rows, torch.nn.Parameter(torch.ones(2))])}
+        optimizer = build_optimizer(torch.nn.Module(), config(name, lr=0.01), False, named)
+        for gradient in steps:
+            for p, part in zip(rows, gradient.chunk(parts), strict=True):
+                p.grad = part.clone()
+            named[f"h.{parts}"].grad = torch.ones(2)
+            optimizer.step()
+        return torch.cat([p.detach() for p in rows])
+
+    assert torch.equal(updated(1), updated(3)) == OPTIMIZERS[name].may_split_rows
+
+
+@dataclass
+class Silent(OptimConfig):
+    name: str = optimizer_name("silent")
+
+
+def test_nothing_is_allowed_to_an_optimizer_that_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(OPTIMIZERS, "silent", Silent)
+    model = ModelConfig(parametrisation="mup", base_n_embd=256, base_n_head=4)
+    cfg = Config(model, optim=Silent(), world=WorldConfig(size=2, sharding="full"))
+    cfg.scaling = ScalingConfig(betas="half_life", weight_decay="tau", reference_tokens=1024)
+    assert {problem.code for problem in problems(cfg, 2)} >= {
+        "parametrisation-of-adam", "sharding-of-matrices", "nothing-to-scale",
+    }  # fmt: skip
+    cfg.world.sharding = "optimizer"
+    assert "sharding-of-optimizer" in {problem.code for problem in problems(cfg, 2)}
+    assert any("optim=silent" in line for line in confounds_of({"optim.name": "silent"}))
+
+
+def test_no_optimizer_imports_the_compiler() -> None:
+    """It would take a second of each start."""
+    script = """
+import sys, torch
+from gptexp.optim import OPTIMIZERS
+from gptexp.training.optimizer import build_optimizer
+for name, cls in OPTIMIZERS.items():
+    model = torch.nn.Linear(4, 4)
+    optimizer = build_optimizer(model, cls(), False)
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    if "torch._dynamo" in sys.modules:
+        sys.exit(name)"""
+    done = subprocess.run([sys.executable, "-c", script], timeout=60, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -9,7 +9,7 @@ import yaml
 
 from gptexp.config.vocabulary import NAMES
 from gptexp.optim import OPTIMIZERS
-from gptexp.optim.keys import OptimConfig
+from gptexp.optim.base import OptimConfig
 from gptexp.process.errors import ConfigError
 from gptexp.reporting.page.own_file import HEADER, MARKS, check_own
 from gptexp.storage.run_dir import storage, write_atomically

@@ -1,8 +1,7 @@
-"""torch's optimizers as gptexp uses them, and several optimizers as one."""
+"""torch's optimizers without the import of its compiler, and several optimizers as one."""
 
 import inspect
-from itertools import islice
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import optim
@@ -11,7 +10,7 @@ from torch.optim import Optimizer
 Kind = TypeVar("Kind", bound=Optimizer)
 
 # torch's optimizers import its compiler, which takes more than a second, only to tell it not to compile their methods.
-# This is the mark that torch sets after that import.
+# This is the mark that torch sets after that import. It also serves optimizers of other packages.
 for _method in (Optimizer.add_param_group, Optimizer.zero_grad, Optimizer.state_dict, Optimizer.load_state_dict):
     _plain = inspect.unwrap(_method)
     setattr(_plain, "__dynamo_disable", _plain)
@@ -22,21 +21,21 @@ def _without_compiler(kind: type[Kind]) -> type[Kind]:
     return type(kind.__name__, (kind,), {"step": torch.no_grad()(inspect.unwrap(kind.step))})
 
 
-AdamW, SGD = _without_compiler(optim.AdamW), _without_compiler(optim.SGD)
-Adafactor, Muon = _without_compiler(optim.Adafactor), _without_compiler(optim.Muon)
-NAdam = _without_compiler(optim.NAdam)
+AdamW, NAdam = _without_compiler(optim.AdamW), _without_compiler(optim.NAdam)
+Adafactor, Muon, SGD = _without_compiler(optim.Adafactor), _without_compiler(optim.Muon), _without_compiler(optim.SGD)
 
 
 class Joined(Optimizer):
     """Several optimizers for different parameters, as one: their groups and states are its own."""
 
     def __init__(self, *parts: Optimizer) -> None:
-        self.parts = parts
         super().__init__([group for part in parts for group in part.param_groups], {})
-        groups = iter(self.param_groups)
+        self.parts = parts
         for part in parts:
-            part.param_groups = list(islice(groups, len(part.param_groups)))
             part.state = self.state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        raise NotImplementedError("it would replace the groups and states that the parts share")
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for part in self.parts:

@@ -1,4 +1,4 @@
-"""What all optimizers have: the keys, and what the rest of the program asks of an optimizer. No torch."""
+"""What all optimizers have: their keys, and what the rest of the program asks of them. No torch."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,9 @@ from gptexp.process.fields import below_one, not_negative, positive, ruled
 
 if TYPE_CHECKING:
     from torch import nn
-    from torch.optim import Optimizer
+    from torch.optim import Optimizer as Optimizer  # the optimizers take it from here
+else:
+    Optimizer = Any  # torch's, which the config must not import
 
 PYTORCH_OPTIMIZER = "pytorch_optimizer"  # a package, of the extra gptexp[optim]
 Shape = tuple[int, ...]
@@ -29,25 +31,22 @@ class OptimConfig:
     These are the keys of every optimizer; the classes in `OPTIMIZERS` add the others. Hydra replaces this class, whose
     name is missing, by one of them.
 
-    The class variables say what the rest of the program may do with the optimizer. Their values here are those of an
-    optimizer of which nothing is known.
+    The class variables say what the program may do with the optimizer. Their values here hold for an optimizer of which
+    nothing is known: they allow nothing.
     """
 
     needs: ClassVar[str | None] = None  # a package beside torch, which implements it
-    # Whether each element of an update has about the size lr, as the table of model/parametrisation.py assumes.
-    is_like_adam: ClassVar[bool] = False
-    # Whether an update depends on the gradient, the weight and the state of one number alone, and of one parameter
-    # alone. The first is what world.sharding=full needs, the second is what world.sharding=optimizer needs.
-    is_by_number: ClassVar[bool] = False
-    is_by_parameter: ClassVar[bool] = False
-    # Whether weight decay limits the size of the weights, over B / (lr · weight_decay) tokens.
-    has_timescale: ClassVar[bool] = False
+    is_like_adam: ClassVar[bool] = False  # each element of an update has about the size lr, which muP assumes
+    may_split_rows: ClassVar[bool] = False  # an update of a number depends on that number's gradient, weight and state
+    # alone, so that world.sharding=full may give each rank some rows of a matrix
+    may_split_parameters: ClassVar[bool] = False  # one algorithm updates each parameter by itself, so that
+    # world.sharding=optimizer may give each rank some parameters
+    has_timescale: ClassVar[bool] = False  # weight decay averages over batch size / (lr * weight_decay) tokens
     averages_weights: ClassVar[bool] = False  # in place of a decay of the learning rate
-    # The keys with the decay rate of a moment that is an average, per step. A momentum that is a sum is none: its rate
-    # is also a factor 1 / (1 - momentum) of the updates, so scaling it would scale these too.
-    decay_rates: ClassVar[Sequence[str]] = ()
-    # What differs between batch sizes because the algorithm counts steps; "" if it does not count them.
-    counts_steps: ClassVar[str] = "it does not say what of it counts steps"
+    decay_rates: ClassVar[Sequence[str]] = ()  # keys with the decay rate, per step, of a moment that is an average. If
+    # the moment is a sum, its rate is also a factor 1 / (1 - momentum) of the updates, and scaling it would scale them
+    step_dependence: ClassVar[str] = "it may count steps"  # why updates differ between batch sizes that have read
+    # the same tokens; empty if they do not
 
     name: str = optimizer_name("???")  # algorithm of the updates
     lr: float = positive(6e-4)  # peak learning rate; each model file sets its own
@@ -61,7 +60,7 @@ class OptimConfig:
     gradient_noise_like_batch: int | None = positive(None)  # tokens: adds as much noise as the gradient of a batch of
     # this size has more, by the run's own noise scale; null: none
 
-    def build(self, groups: Groups, named: Named, fused: bool) -> "Optimizer":
+    def build(self, groups: Groups, named: Named, fused: bool) -> Optimizer:
         """Build the optimizer of `groups`, which have the learning rates and weight decays of their parameters.
 
         `named` has the parameters by name. `fused` asks for a fused kernel. Gradients are clipped before an update, so
@@ -70,10 +69,10 @@ class OptimConfig:
         raise NotImplementedError(f"no optimizer for {type(self).__name__}")
 
     def least_warmup_steps(self) -> int:
-        """The steps over which the learning rate should rise at least, for a second moment to become an average."""
+        """The steps over which the learning rate should rise at least, until a second moment is an average."""
         return 0
 
-    def update_numbers(self, shapes: Sequence[tuple[Shape, int]]) -> int:
+    def scratch_numbers(self, shapes: Sequence[tuple[Shape, int]]) -> int:
         """How many numbers an update needs for a while, beside gradients and state.
 
         `shapes` has the shapes of the parameters, each with how many have it. Most optimizers compute the update of all
@@ -86,11 +85,8 @@ class OptimConfig:
 class TwoMomentsConfig(OptimConfig):
     """The keys of optimizers with decay rates beta1 and beta2."""
 
-    decay_rates: ClassVar[Sequence[str]] = ("beta1", "beta2")
-
-    beta1: float = below_one(0.9)  # decay rate of the first moment; lion: weight of the moment
-    # in an update; schedulefree: weight of the average in the weights that are trained
-    beta2: float = below_one(0.95)  # decay rate of the second moment; lion: of its only one
+    beta1: float = below_one(0.9)  # decay rate of the first moment
+    beta2: float = below_one(0.95)  # decay rate of the second moment
     beta2_half_life_tokens: int | None = positive(None)  # tokens over which beta2 halves a gradient's weight, at any
     # batch size (of a ramp: at its last); takes precedence over beta2
 
