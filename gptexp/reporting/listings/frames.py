@@ -31,7 +31,7 @@ def load_metrics(directory: Path | str) -> "pd.DataFrame":
     and a measured sharpness are in the row of their step. `val/loss` is NaN in the rows between, so a line through it
     needs `dropna`; `plot(x="tokens", y=["train/loss", "val/loss"], style=".")` draws every value as a point.
 
-    `step` counts from 0, as in metrics.jsonl: in its row `step + 1` steps are completed, the number that reports show.
+    `step` counts from 0, as in metrics.jsonl. Reports show `step + 1`, the number of completed steps.
     `tokens` are those of all completed steps.
 
     Raises `ConfigError` if metrics.jsonl is missing or damaged, or if pandas is not installed.
@@ -84,7 +84,7 @@ def _pandas() -> Any:
 
 
 def _rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The metrics of each logged step with those of its evaluation and sharpness, the next events with metrics."""
+    """The metrics of each logged step, with those of its evaluation and sharpness, which follow it in the file."""
     row: dict[str, Any] = {}
     with open_text(path, "replace") as lines:
         for number, line in enumerate(lines, 1):
@@ -116,7 +116,7 @@ def _metrics(event: dict[str, Any]) -> dict[str, Any]:
 
 
 def _composed(run: Run, swept: Mapping[str, Any]) -> dict[str, Any]:
-    """`swept` with the values of the run's config. The choice of a group, which no key of the config holds, stays."""
+    """`swept` with values from the run's config. The choice of a config group is no key there, and stays as it is."""
     if not swept or not run.config:
         return {**swept}
     config = {key: value for key, _, value in fields_of(run_dir.load_resolved(run.directory))}

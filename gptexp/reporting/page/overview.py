@@ -39,7 +39,7 @@ class Overview:
     facts: list[tuple[str, str]]  # label, value
     commands: list[str]  # that were issued, newest last
     tiles: list[Tile]
-    share: float  # of all training tokens: done so far
+    share: float  # share of all training tokens that are done
     is_done: bool
 
 
@@ -97,7 +97,7 @@ def as_started(directory: Path) -> Started | None:
 
 
 def link_to(name: str) -> str:
-    """The address of the page of a run or a sweep, relative to the page above it. Its name need not be UTF-8."""
+    """The address of the page of a run or a sweep, relative to the page above it. The name need not be UTF-8."""
     return f"{quote(os.fsencode(name))}/"
 
 
@@ -170,7 +170,7 @@ def _model(run: Run) -> str:
 
 
 def _each(texts: Iterable[str], plural: str) -> str:
-    """The text that all runs share, or all of them with their number."""
+    """The text that all runs share, or all different texts with their number."""
     different = list(dict.fromkeys(texts))
     return different[0] if len(different) == 1 else f"{len(different)} {plural}: {'; '.join(different)}"
 

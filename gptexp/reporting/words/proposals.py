@@ -21,18 +21,18 @@ from gptexp.reporting.statistics.posterior import NARROWEST
 from gptexp.reporting.words.finding import WITHIN, tokens
 from gptexp.storage.sweep_record import SweepRecord
 
-SEEDS, MOST_SEEDS = 2, 4  # new seeds of a proposal
+SEEDS, MOST_SEEDS = 2, 4  # new seeds of a proposal: usually, at most
 WIDEST = 4096.0  # largest over smallest learning rate; a grid this wide needs more seeds, not more learning rates
-LIKELIEST = 0.95  # probability of success that a proposal promises at most: no form of the curve is the true one
-UNLIKELY = 0.05  # probability of an optimum on one side of the grid
-WIDE_GAP = 1.7  # ratio of two learning rates between which one more is worth a run
-SMALLEST_GAIN = 0.98  # of an interval's width, to which a proposal must narrow it
-REACH = 2.0  # ratio to the ends of an interval within which runs narrow it
+LIKELIEST = 0.95  # largest probability of success that a proposal promises: no form of the curve is the true one
+UNLIKELY = 0.05  # above this probability of an optimum on one side of the grid, runs there are proposed
+WIDE_GAP = 1.7  # between two learning rates more than this ratio apart, one more is worth a run
+SMALLEST_GAIN = 0.98  # a proposal must narrow an interval to less than this share of its width
+REACH = 2.0  # runs narrow an interval if they lie within this ratio of its ends
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """A command of a sweep that answers an open question."""
+    """A command that adds cells to a sweep, to answer an open question."""
 
     arm: str  # label
     batch: int  # tokens
@@ -56,7 +56,7 @@ class _Cells:
 
     batch: int
     lrs: list[float]
-    seeds: list[int]  # empty: that of the config
+    seeds: list[int]  # empty: the seed of the config
     why: str
     brings: str
 
@@ -64,10 +64,10 @@ class _Cells:
 def proposals(analysis: Analysis, sweep: SweepRecord, within: float = WITHIN) -> list[Proposal]:
     """Extensions of a sweep, without cells that it already has; none at a batch size where cells still run or wait.
 
-    They go on until the interval of each batch size is at most `within` octaves wide on each side, cheapest first. Then
-    come batch sizes that nobody asked for.
+    They are made until the interval of each batch size is at most `within` octaves wide on each side, cheapest first.
+    After that, a larger batch size is proposed, which tests the law.
     """
-    # A branch has the learning rate, the batch size and the seed of its run.
+    # Branches get none: their learning rate, batch size and seed are those of the run that they continue.
     arms = [arm for arm in analysis.arms if all(run.branch is None for run in arm.runs)]
     open_questions = [(arm, cells) for arm in arms for cells in _answering(arm, within)]
     planned = {cell.total_batch_size for cell in sweep.cells.values()}
@@ -110,7 +110,7 @@ def _proposal(arm: Arm, cells: _Cells, sweep: SweepRecord) -> Proposal | None:
 
 
 def _usual_seed(arm: Arm, sweep: SweepRecord) -> list[int]:
-    """The seed of most of the arm's runs, so that new learning rates compare; none if the config sets it for all."""
+    """The seed of most of the arm's runs, so that new learning rates compare; none if no command gave a seed."""
     given = [*sweep.overrides, *itertools.chain(*sweep.commands)]
     swept = {key for cell in sweep.cells.values() for key in cell.values}
     is_given = "train.seed" in swept or any(text.partition("=")[0] == "train.seed" for text in given)
@@ -118,10 +118,10 @@ def _usual_seed(arm: Arm, sweep: SweepRecord) -> list[int]:
 
 
 def _tied(arm: Arm, sweep: SweepRecord, batch: int) -> list[str]:
-    """The swept values that have no effect on a result, such as the micro-batch, of a cell at the nearest batch size.
+    """Swept values without effect on a result, such as the micro-batch, from a cell at the nearest batch size.
 
-    A grid of several mappings may tie them to the batch size. With a new batch size alone, the cells of every mapping
-    would have it, each with another micro-batch.
+    A grid of several mappings may tie such values to the batch size. If a command gave only a new batch size, every
+    mapping would have cells at it, each with another micro-batch.
     """
     nearest = min(arm.runs, key=lambda run: abs(math.log(run.batch / batch)))
     values = sweep.cells[nearest.name].values if nearest.name in sweep.cells else {}
@@ -202,7 +202,7 @@ def _limit(arm: Arm, batch: int, curve: Curve) -> float:
 def _narrowing(arm: Arm, batch: int, curve: Curve, seeds: list[int], within: float) -> Iterator[_Cells]:
     """The cheapest cells from which an interval of `within` octaves on each side is expected.
 
-    If none are enough, the cheapest that are half of the way, in octaves of the width; else those that narrow it most.
+    If none are enough: the cheapest that narrow it half of the way (in log width), else those that narrow it most.
     """
     optimum = curve.optimum
     assert optimum is not None
@@ -210,7 +210,7 @@ def _narrowing(arm: Arm, batch: int, curve: Curve, seeds: list[int], within: flo
     ends = [*lrs, limit] if limit < math.inf else lrs
     between = [math.sqrt(a * b) for a, b in itertools.pairwise(ends) if b / a > WIDE_GAP]
     near = [lr for lr in {*lrs, *between} if optimum.low / REACH <= lr <= optimum.high * REACH]
-    rates = sorted(near) or [optimum.lr]  # on a grid so coarse that none of its rates is near
+    rates = sorted(near) or [optimum.lr]  # if the grid is so coarse that none of its rates is near
     target, now = 2 * within, optimum.octaves
     halfway = max(target, math.sqrt(target * now))
 
@@ -234,10 +234,10 @@ def _narrowing(arm: Arm, batch: int, curve: Curve, seeds: list[int], within: flo
 
 
 def _plans(at: BatchFit, x: Array, octaves: float) -> Iterator[tuple[float, tuple[int, ...], int]]:
-    """The width of the interval after more runs at some of log2(lr) = `x`; the indices of these; runs at each.
+    """Plans of runs at some of log2(lr) = `x`: width of the interval after them, indices in `x`, runs at each.
 
-    `octaves`: the width now. From the covariance of the optimum and the losses in the posterior: a run at x lowers the
-    variance of the optimum as if all were normal.
+    `octaves`: the width now. How far runs lower the variance of the optimum follows from its posterior covariance with
+    the losses, as if all were normal.
     """
     joint = np.cov(np.column_stack([at.octaves, at.posterior.loss(at.batch, x)]).T)
     noise = np.median(at.posterior.noise(at.batch, x), axis=0) ** 2

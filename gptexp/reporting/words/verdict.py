@@ -1,4 +1,4 @@
-"""The analysis in sentences. Each follows from the intervals and tests alone."""
+"""The analysis in sentences. Each sentence follows from the intervals and tests alone."""
 
 from collections.abc import Iterator
 from statistics import fmean
@@ -29,7 +29,7 @@ CORRECTED = (
     "By the posterior of the curves, or by seeds that vary more than it allows; corrected for the number of cells."
 )
 USUALLY_CLIPPED = 0.5  # share of clipped steps above which the usual step is a clipped one
-NEARLY_ALWAYS = 0.9  # from which the norm of the gradients has nearly no effect; alerts of runs begin there too
+NEARLY_ALWAYS = 0.9  # from this share on, the norm of the gradients has nearly no effect; alerts begin there too
 DIFFERENT_SHARES = 0.25  # difference of two shares; five standard errors of a share of a hundred steps
 
 
@@ -212,10 +212,10 @@ def _noise_scale(arm: Arm) -> Iterator[Finding]:
 
 
 def _clipping(arm: Arm) -> Iterator[Finding]:
-    """A caveat if most steps are clipped at the smallest or the largest batch size, and not as many at the other.
+    """A caveat if most steps are clipped at one end of the batch sizes and fewer at the other, or nearly all at both.
 
-    Or nearly all at both. The squared norm of a gradient is |G|² + tr S / B on average, so small batches are clipped
-    more often: part of what looks like an effect of the batch size may be one of clipping.
+    The squared norm of a gradient is |G|² + tr S / B on average, so small batches are clipped more often: what looks
+    like an effect of the batch size may in part be one of clipping.
     """
     shares = {}
     for batch, runs in arm.at_best_lr.items():
