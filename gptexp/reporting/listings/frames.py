@@ -40,8 +40,8 @@ def load_metrics(directory: Path | str) -> "pd.DataFrame":
     path = Path(directory) / run_dir.METRICS
     rows, frames = _rows(path), []
     try:
-        while some := list(islice(rows, ROWS_AT_ONCE)):
-            frame = pandas.DataFrame(some).copy()  # without a copy, its column of text keeps all of `some` in memory
+        while chunk := list(islice(rows, ROWS_AT_ONCE)):
+            frame = pandas.DataFrame(chunk).copy()  # without a copy, its column of text keeps all of `chunk` in memory
             frames.append(frame.astype(dict.fromkeys(frame.columns.difference([*COUNTS, FINGERPRINT]), float)))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}); give the directory of a run") from None

@@ -344,8 +344,8 @@ def _equals(value: Any, text: str) -> bool:
 def ordered(rows: Sequence[Row], by: str, reverse: bool) -> list[Row]:
     """Sort rows: the newest, the lowest loss, the largest size first. Those without a value come last."""
     value = SORTS[by]
-    having = sorted((row for row in rows if value(row) is not None), key=value, reverse=reverse)
-    return having + [row for row in rows if value(row) is None]
+    with_value = sorted((row for row in rows if value(row) is not None), key=value, reverse=reverse)
+    return with_value + [row for row in rows if value(row) is None]
 
 
 def as_json(rows: Sequence[Row]) -> str:

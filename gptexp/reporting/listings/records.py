@@ -191,11 +191,11 @@ def find_runs(directory: Path, read: Callable[[Path], Run] = read_run) -> list[R
 
 def lr_scaling(config: Mapping[str, Any], batch: int) -> float:
     """Factor of `optim.lr` at a batch size in tokens, by the rules in `config`: dotted key -> value, also as text."""
-    given = {key.removeprefix("scaling."): value for key, value in config.items() if key.startswith("scaling.")}
+    rules = {key.removeprefix("scaling."): value for key, value in config.items() if key.startswith("scaling.")}
     for key in ("exponent", "noise_scale_tokens", "reference_tokens"):
-        if given.get(key) is not None:
-            given[key] = float(given[key])
-    scaling = ScalingConfig(**given)
+        if rules.get(key) is not None:
+            rules[key] = float(rules[key])
+    scaling = ScalingConfig(**rules)
     return lr_factor(scaling, batch / scaling.reference_tokens) if scaling.reference_tokens is not None else 1.0
 
 

@@ -27,11 +27,11 @@ HELD = ("model", "data", "schedule", "batch", "scaling", "init_from")  # groups 
 
 def check_target(path: Path) -> None:
     """Raise `ConfigError` unless the law can be written to `path`, a file optim/NAME.yaml in a folder of configs."""
-    given = f"--write-optim {path}"
+    option = f"--write-optim {path}"
     if path.parent.name != "optim" or path.suffix != ".yaml":
-        raise ConfigError(f"{given}: an option of the group optim must be a file optim/NAME.yaml; give such a path")
+        raise ConfigError(f"{option}: an option of the group optim must be a file optim/NAME.yaml; give such a path")
     if "site-packages" in path.resolve().parts:
-        raise ConfigError(f"{given}: is in an installed package, whose removal deletes it; use a folder of your own")
+        raise ConfigError(f"{option}: is in an installed package, whose removal deletes it; use a folder of your own")
     check_own("--write-optim", path, COMMAND)
 
 
@@ -77,8 +77,8 @@ def write_optim(path: Path, analysis: "Analysis") -> "Law":
 
 def settings_given(sweep: SweepRecord | None) -> list[str]:
     """The arguments of the sweep's command that set keys on which its law depends."""
-    given = [(text, text.partition("=")[0]) for text in (sweep.overrides if sweep is not None else ())]
-    return [text for text, key in given if key.partition(".")[0] in HELD and key not in VARYING]
+    arguments = [(text, text.partition("=")[0]) for text in (sweep.overrides if sweep is not None else ())]
+    return [text for text, key in arguments if key.partition(".")[0] in HELD and key not in VARYING]
 
 
 def points_above_cells(analysis: "Analysis") -> list[str]:

@@ -82,9 +82,9 @@ class Watched:
     def _once(self, read: Callable[..., T], directory: Path, *more: Any) -> T:
         """What `read` has returned for a directory, until a file in it changes."""
         # The signature was taken before the files are read, so a change in between is noticed at the next request.
-        now = self._signatures.get(directory)
-        if (read, directory) not in self._known or self._known[read, directory][0] != now:
-            self._known[read, directory] = now, read(directory, *more)
+        signature = self._signatures.get(directory)
+        if (read, directory) not in self._known or self._known[read, directory][0] != signature:
+            self._known[read, directory] = signature, read(directory, *more)
         value: T = self._known[read, directory][1]
         return value
 

@@ -219,17 +219,17 @@ def _best(arm: Arm) -> list[Tile]:
     batch, lr = arm.best
     loss = arm.means[arm.best]
     seeds = len(arm.losses[batch][lr])
-    of = f"mean of {counted(seeds, 'seed')}" if seeds > 1 else "one run"
-    of += f", {WEIGHTED}" if abs(loss - fmean(arm.losses[batch][lr])) > SMALLEST_SHOWN else ""
+    basis = f"mean of {counted(seeds, 'seed')}" if seeds > 1 else "one run"
+    basis += f", {WEIGHTED}" if abs(loss - fmean(arm.losses[batch][lr])) > SMALLEST_SHOWN else ""
     lrs = arm.losses[batch]
     edge = f"the {'highest' if lr == max(lrs) else 'lowest'} that ended" if lr in (min(lrs), max(lrs)) else ""
     where = ", ".join(filter(None, (f"{batch:,} tokens a step", arm.label, edge if len(lrs) > 1 else "")))
-    tiles = [Tile("Best tested cell", f"lr {lr:.3g}", f"at {printable(where)}; loss {loss:.4f}, {of}")]
+    tiles = [Tile("Best tested cell", f"lr {lr:.3g}", f"at {printable(where)}; loss {loss:.4f}, {basis}")]
     if len(arm.means) > 1:
         following = min(arm.means.keys() - {arm.best}, key=lambda cell: (arm.means[cell], cell))
-        known = "not significant" if following in arm.ties else "significant"
-        known = known if arm.curves.noise_is_known else "noise unknown"
+        significance = "not significant" if following in arm.ties else "significant"
+        significance = significance if arm.curves.noise_is_known else "noise unknown"
         batch, lr = following
         gap = f"{arm.means[following] - loss:.4f} nats"
-        tiles.append(Tile("Gap to the next cell", gap, f"lr {lr:.3g} at {batch:,}: {known}"))
+        tiles.append(Tile("Gap to the next cell", gap, f"lr {lr:.3g} at {batch:,}: {significance}"))
     return tiles

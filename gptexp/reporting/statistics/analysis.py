@@ -232,9 +232,9 @@ def _outcomes(runs: Sequence[Run]) -> tuple[dict[int, dict[float, list[float]]],
         elif run.loss is not None:
             losses[run.batch][run.lr].append(run.loss)
     # A cell with a diverged seed is left out: the mean over its other seeds would be too low.
-    whole = {batch: {lr: seeds for lr, seeds in at_batch.items() if lr not in diverged.get(batch, ())}
-             for batch, at_batch in losses.items()}  # fmt: skip
-    return {b: at for b, at in whole.items() if at}, {batch: sorted(lrs) for batch, lrs in diverged.items()}
+    complete = {batch: {lr: seeds for lr, seeds in at_batch.items() if lr not in diverged.get(batch, ())}
+                for batch, at_batch in losses.items()}  # fmt: skip
+    return {b: at for b, at in complete.items() if at}, {batch: sorted(lrs) for batch, lrs in diverged.items()}
 
 
 def usual_spread_of(runs: Sequence[Run]) -> float:

@@ -30,16 +30,16 @@ def runs_to_compare(directories: Sequence[Path]) -> list[Path]:
     if len(directories) < 2:
         raise ConfigError(f"{directories[0]}: a single run; give two or more to compare")
     runs: dict[Path, Path] = {}  # resolved path -> path
-    for given in directories:
-        cell = [given]
-        if not run_dir.is_run(given):
-            best = _best_cell_of(given)
+    for argument in directories:
+        cell = [argument]
+        if not run_dir.is_run(argument):
+            best = _best_cell_of(argument)
             names = ", ".join(run.name for run in best)
-            warn(f"{given}: its best cell is compared, with {counted(len(best), 'run')}: {names}")
+            warn(f"{argument}: its best cell is compared, with {counted(len(best), 'run')}: {names}")
             cell = [run.directory for run in best]
         for directory in cell:
             if directory.resolve() in runs:
-                raise ConfigError(f"{given}: stands for {directory}, which is given twice; leave it out")
+                raise ConfigError(f"{argument}: stands for {directory}, which is given twice; leave it out")
             runs[directory.resolve()] = directory
     return list(runs.values())
 

@@ -344,8 +344,8 @@ class Curves:
         curve = self.by_batch[batch]
         if batch not in self.fits or curve.status == "jagged":
             return self.means[batch, curve.best]
-        at = self.fits[batch]
-        return float(np.median(at.posterior.loss(batch, np.linspace(at.x[0], at.x[-1], SCAN)).min(axis=1)))
+        fitted = self.fits[batch]
+        return float(np.median(fitted.posterior.loss(batch, np.linspace(fitted.x[0], fitted.x[-1], SCAN)).min(axis=1)))
 
 
 def fit_curves(losses: Mapping[int, Losses], diverged: Mapping[int, Sequence[float]], usual_spread: float) -> Curves:
@@ -354,7 +354,7 @@ def fit_curves(losses: Mapping[int, Losses], diverged: Mapping[int, Sequence[flo
     `losses`: batch size -> losses of completed runs; `diverged`: batch size -> learning rates that diverged;
     `usual_spread`: standard deviation over seeds that such runs have had, in nats.
     """
-    ordered = {b: {lr: list(seeds) for lr, seeds in sorted(at.items())} for b, at in sorted(losses.items())}
+    ordered = {b: {lr: list(seeds) for lr, seeds in sorted(by_lr.items())} for b, by_lr in sorted(losses.items())}
     ended = {batch: sorted(lrs) for batch, lrs in sorted(diverged.items())}
     several = tuple(
         (batch, tuple((lr, tuple(sorted(seeds))) for lr, seeds in at_batch.items()))

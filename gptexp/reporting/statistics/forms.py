@@ -61,12 +61,12 @@ def table_of(form: Form, parameters: Sequence[Array]) -> Array:
     side, log_power = np.sign(U), np.log((np.abs(U) + form.core + 1e-9) / (1 + form.core))
     far = np.clip(np.abs(U) - FAR_FROM, 0, FAR_TO - FAR_FROM)
     g = np.zeros((len(parameters[0]), len(U)))
-    given = dict(zip(form.parameters, parameters, strict=True))
-    for name, values in given.items():
+    values_of = dict(zip(form.parameters, parameters, strict=True))
+    for name, values in values_of.items():
         if name == "wall":
-            g += values[:, None] * special.expit((U - given["onset"][:, None]) / form.core)
+            g += values[:, None] * special.expit((U - values_of["onset"][:, None]) / form.core)
         elif name == "growth":
-            beyond = form.core * np.logaddexp(0, (U - given["onset"][:, None]) / form.core)
+            beyond = form.core * np.logaddexp(0, (U - values_of["onset"][:, None]) / form.core)
             g += np.log1p(np.exp(values)[:, None] * beyond)
         elif name == "skew":
             ku = np.where(np.abs(values) < 1e-3, 1e-3, values)[:, None] * np.where(U == 0, 1e-6, U)

@@ -72,10 +72,10 @@ def worse_than_lowest(lowest: Array, others: Array) -> set[int]:
     scores, around = (middle - middle[0]) / errors[0], draws - middle
     left = np.arange(len(middle))
     while True:
-        ours = around[:, left]
-        at = ours.argmin(axis=1)
-        gaps = ours - np.take_along_axis(ours, at[:, None], axis=1)
-        limit = np.quantile(np.max(gaps / errors[left[at]][:, left], axis=1), CONFIDENCE)
+        centred = around[:, left]
+        lowest_at = centred.argmin(axis=1)
+        gaps = centred - np.take_along_axis(centred, lowest_at[:, None], axis=1)
+        limit = np.quantile(np.max(gaps / errors[left[lowest_at]][:, left], axis=1), CONFIDENCE)
         is_above = scores[left] > limit
         if not is_above.any():
             return {number for number in range(others.shape[1]) if number + 1 not in left}
@@ -97,8 +97,8 @@ class _Means:
         agree by chance would hide how little is known.
         """
         mean, square, dof = (values[:, configs] for values in (self.means, self.squares, self.dof))
-        at = np.argmin(mean, axis=1)[:, None]
-        mean_0, square_0, dof_0 = (np.take_along_axis(values, at, axis=1) for values in (mean, square, dof))
+        lowest_at = np.argmin(mean, axis=1)[:, None]
+        mean_0, square_0, dof_0 = (np.take_along_axis(values, lowest_at, axis=1) for values in (mean, square, dof))
         weight, weight_0 = square * (1 + 8 / dof), square_0 * (1 + 8 / dof_0)
         share = weight / (weight + weight_0)
         return mean - mean_0, square + square_0, 1 / (share**2 / dof + (1 - share) ** 2 / dof_0)

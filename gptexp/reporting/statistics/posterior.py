@@ -194,10 +194,10 @@ class _Sample:
             values, log = self.log_posterior(tried)
             best = values.argmax()
             value, self.mode = values[best], tried[best]
-            is_there = number > 0 and value - values[0] < SMALL_GAIN
+            has_converged = number > 0 and value - values[0] < SMALL_GAIN
             self.root = 0.7 * np.linalg.cholesky(self.covariance)
-            self._zoom(log[:, best], FINE if is_there else COARSE)
-            if is_there:
+            self._zoom(log[:, best], FINE if has_converged else COARSE)
+            if has_converged:
                 break
         self.rough_evidence = (np.log(self.form.weight) + value + len(self.mode) / 2 * np.log(2 * np.pi)
                                + 0.5 * np.linalg.slogdet(self.covariance)[1])  # fmt: skip
@@ -374,14 +374,14 @@ def _weights(posterior: Posterior, j: int) -> list[Array]:
     cells, batch = posterior.cells, posterior.cells.sizes[j]
     x = cells.x[j, : len(cells.losses[j])]
     curves = posterior.loss(batch, x)
-    mean, known = curves.mean(0), curves.var(0)
+    mean, curve_variance = curves.mean(0), curves.var(0)
     variance = (posterior.noise(batch, x) ** 2).mean(0)
     weights = []
     for i, losses in enumerate(cells.losses[j]):
         # `centre` is the cell's expected loss: a mean of the curve and its runs, weighted by their precisions.
-        by_runs, by_curve = cells.count[j, i] / variance[i], 1 / known[i]
-        centre = (by_runs * cells.mean[j, i] + by_curve * mean[i]) / (by_runs + by_curve)
-        squares = ((losses - centre) ** 2 + 1 / (by_runs + by_curve)) / variance[i]
+        runs_precision, curve_precision = cells.count[j, i] / variance[i], 1 / curve_variance[i]
+        centre = (runs_precision * cells.mean[j, i] + curve_precision * mean[i]) / (runs_precision + curve_precision)
+        squares = ((losses - centre) ** 2 + 1 / (runs_precision + curve_precision)) / variance[i]
         cell = 1.0
         usual = len(losses) + USUAL * math.sqrt(2 * len(losses))
         for _ in range(3):

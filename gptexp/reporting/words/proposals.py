@@ -104,16 +104,16 @@ def _proposal(arm: Arm, cells: _Cells, sweep: SweepRecord) -> Proposal | None:
     kept = [text for text in sweep.overrides if text.partition("=")[0] not in replaced]
     runs = len(lrs) * max(1, len(cells.seeds))
     ended = [run for run in arm.runs if run.status == "completed" and run.summary.get("wall_s")]
-    alike = [run.summary["wall_s"] for run in [run for run in ended if run.batch == batch] or ended]
-    minutes = runs * median(alike) / 60 if alike else None
+    wall_times = [run.summary["wall_s"] for run in [run for run in ended if run.batch == batch] or ended]
+    minutes = runs * median(wall_times) / 60 if wall_times else None
     return Proposal(arm.label, batch, as_command(["train", "-m", *kept, *own]), cells.why, cells.brings, runs, minutes)
 
 
 def _usual_seed(arm: Arm, sweep: SweepRecord) -> list[int]:
     """The seed of most of the arm's runs, so that new learning rates compare; none if no command gave a seed."""
-    given = [*sweep.overrides, *itertools.chain(*sweep.commands)]
+    arguments = [*sweep.overrides, *itertools.chain(*sweep.commands)]
     swept = {key for cell in sweep.cells.values() for key in cell.values}
-    is_given = "train.seed" in swept or any(text.partition("=")[0] == "train.seed" for text in given)
+    is_given = "train.seed" in swept or any(text.partition("=")[0] == "train.seed" for text in arguments)
     return [mode(sorted(run.seed for run in arm.runs))] if is_given else []
 
 
@@ -162,18 +162,18 @@ def _beyond(arm: Arm) -> Iterator[_Cells]:
 
 def _bracketing(arm: Arm, batch: int, curve: Curve, seeds: list[int]) -> _Cells:
     """Cells that show where the optimum is, at a batch size where it is not bracketed."""
-    at, lrs = f"at {tokens(batch)}", list(arm.losses[batch])
+    where, lrs = f"at {tokens(batch)}", list(arm.losses[batch])
     limit = _limit(arm, batch, curve)
     below, above = one_step_outside(lrs)
     if curve.status == "jagged":
         if bad := [lr for lr in arm.diverged.get(batch, ()) if lr < curve.best]:
-            why = f"{at} training diverged at this learning rate, but not at higher ones: does it again?"
+            why = f"{where} training diverged at this learning rate, but not at higher ones: does it again?"
             return _Cells(batch, bad[:1], seeds[:1], why, f"another seed at {bad[0]:g}")
-        why = f"{at} another seed shows whether the losses really rise and fall"
+        why = f"{where} another seed shows whether the losses really rise and fall"
         return _Cells(batch, lrs, seeds[:1], why, "another seed")
     if curve.status == "too few":
         ends = [below, above] if len(lrs) == 1 else [below if curve.best == lrs[0] else above]
-        why = f"{at} a lowest point needs three learning rates"
+        why = f"{where} a lowest point needs three learning rates"
         return _Cells(batch, [lr for lr in ends if lr < limit] or [below], [], why, "more learning rates")
     beyond: list[float] = []
     if curve.side == "higher" or curve.above > UNLIKELY:
@@ -184,14 +184,14 @@ def _bracketing(arm: Arm, batch: int, curve: Curve, seeds: list[int]) -> _Cells:
     if curve.side == "lower" or curve.below > UNLIKELY:
         beyond += [below**2 / lrs[0], below] if curve.below > OUTSIDE else [below]
     if not beyond or lrs[-1] / lrs[0] >= WIDEST:
-        why = f"{at} more seeds tell these learning rates apart, if they differ"
+        why = f"{where} more seeds tell these learning rates apart, if they differ"
         return _Cells(batch, sorted({lrs[0], curve.best, lrs[-1]}), seeds[:SEEDS], why, "more seeds")
     new = sorted(lr for lr in beyond if lr < limit)
     share = arm.curves.fits[batch].inside(min(new[0], lrs[0]), limit if limit < math.inf else max(new[-1], lrs[-1]))
     sides = [side for side, is_tried in (("lower", new[0] < lrs[0]), ("higher", new[-1] > lrs[-1])) if is_tried]
     likely = f"{min(share, LIKELIEST):.0%} likely"
     brings = f"{' and '.join(sides)} learning rates, {likely} to bracket it"
-    return _Cells(batch, new, [], f"{at} {curve.why}; {likely} to lie inside the new grid", brings)
+    return _Cells(batch, new, [], f"{where} {curve.why}; {likely} to lie inside the new grid", brings)
 
 
 def _limit(arm: Arm, batch: int, curve: Curve) -> float:
@@ -226,21 +226,21 @@ def _narrowing(arm: Arm, batch: int, curve: Curve, seeds: list[int], within: flo
     expected = max(width, NARROWEST)
     narrows = f"its interval is {now:.2f} octaves wide and would be about {expected:.2f}"
     if not curve.noise_is_known:
-        also = f"; {narrows}" if now > target else ""
-        narrows = f"the noise is unknown without a second seed{also}"
+        narrowing = f"; {narrows}" if now > target else ""
+        narrows = f"the noise is unknown without a second seed{narrowing}"
     if expected < SMALLEST_GAIN * now or not curve.noise_is_known:
         why, brings = f"at {tokens(batch)} {narrows}", f"from {now:.2f} to {expected:.2f} octaves"
         yield _Cells(batch, [rates[i] for i in chosen], seeds[:repeats], why, brings)
 
 
-def _plans(at: BatchFit, x: Array, octaves: float) -> Iterator[tuple[float, tuple[int, ...], int]]:
+def _plans(batch_fit: BatchFit, x: Array, octaves: float) -> Iterator[tuple[float, tuple[int, ...], int]]:
     """Plans of runs at some of log2(lr) = `x`: width of the interval after them, indices in `x`, runs at each.
 
     `octaves`: the width now. How far runs lower the variance of the optimum follows from its posterior covariance with
     the losses, as if all were normal.
     """
-    joint = np.cov(np.column_stack([at.octaves, at.posterior.loss(at.batch, x)]).T)
-    noise = np.median(at.posterior.noise(at.batch, x), axis=0) ** 2
+    joint = np.cov(np.column_stack([batch_fit.octaves, batch_fit.posterior.loss(batch_fit.batch, x)]).T)
+    noise = np.median(batch_fit.posterior.noise(batch_fit.batch, x), axis=0) ** 2
     for size in range(1, min(3, len(x)) + 1):
         for chosen in itertools.combinations(range(len(x)), size):
             losses = [1 + i for i in chosen]
