@@ -14,9 +14,9 @@ from gptexp.reporting.statistics.noise_scale import at_the_end, lowest_measured
 from gptexp.reporting.words.sharpness import at_best_lr
 
 SAMPLES = 48  # points of a fitted curve
-COLUMNS = 2  # of a legend of arms, whose entries are long
-SHIFT = 1.06  # ratio of the places of neighbouring arms on the axis of batch sizes, so that none hides another
-SCALE_WITHIN = 16.0  # largest factor from a batch size to a noise scale that is drawn, so that these keep enough room
+COLUMNS = 2  # columns of a legend of arms, whose entries are long
+SHIFT = 1.06  # ratio by which points of neighbouring arms are moved apart along the batch sizes, so that none is hidden
+SCALE_WITHIN = 16.0  # noise scales farther than this factor are not drawn, so that batch sizes keep enough room
 NOISE_SCALE = (
     "A dashed vertical line is a gradient noise scale, at the end of the run with the lowest loss that measured it."
 )
@@ -111,9 +111,9 @@ def throughput_chart(arm: Arm) -> Figure | None:
 
 
 def sharpness_charts(arm: Arm) -> Iterator[Figure]:
-    """The plain sharpness, and the preconditioned one with its threshold; those that two batch sizes have.
+    """Charts of the plain sharpness, and of the preconditioned one with its threshold, if two batch sizes have values.
 
-    The runs are the points of the plain one, and of the preconditioned one.
+    Each run is a point of its sharpness; the threshold is a line without points.
     """
     measured = at_best_lr(arm)
     without = ", ".join(f"{batch:,}" for batch in arm.curves.by_batch if batch not in measured)
@@ -164,7 +164,7 @@ def _optima(arm: Arm, what: str, shift: float = 1.0) -> list[Spec]:
 
 
 def _optimum_layers(points: Sequence[Spec], y: Spec, x: Spec, style: str | None = None) -> list[Spec]:
-    """Layers of points and of their 95% intervals. `x`: their own encoding, if it is not that of the whole chart."""
+    """Layers of points and of their 95% intervals. `x`: encoding of their x, if it is not that of the chart."""
     more = {"style": style} if style else {}
     batch = ["batch"] if "batch" in points[0] else []
     tooltips = {"tooltip": tooltip(*batch, y["field"], "low", "high")}
@@ -175,10 +175,10 @@ def _optimum_layers(points: Sequence[Spec], y: Spec, x: Spec, style: str | None 
 
 
 def noise_scale_lines(arms: Sequence[Arm], sizes: Collection[int]) -> tuple[Spec, str]:
-    """A layer of vertical lines at the noise scale of each arm's run with the lowest loss, and what a caption says.
+    """A layer of vertical lines at the noise scale of each arm's run with the lowest loss, and text for the caption.
 
-    The axis of the batch sizes `sizes` extends to the lines. A noise scale that is farther than `SCALE_WITHIN` is only
-    in the caption.
+    `sizes` are the batch sizes on the axis, which extends to the lines. A noise scale that is farther than
+    `SCALE_WITHIN` is only in the caption.
     """
     drawn, beyond = [], []
     for arm in arms:
@@ -199,7 +199,7 @@ def noise_scale_lines(arms: Sequence[Arm], sizes: Collection[int]) -> tuple[Spec
 
 
 def _shifted(arms: Sequence[Arm], what: str) -> list[Spec]:
-    """The optima of all arms, those of one batch size side by side."""
+    """The optima of all arms. Those of the same batch size lie side by side."""
     middle = (len(arms) - 1) / 2
     return [point for number, arm in enumerate(arms) for point in _optima(arm, what, SHIFT ** (number - middle))]
 
@@ -241,7 +241,7 @@ def _loss_of_arms(arms: Sequence[Arm]) -> Figure:
 
 
 def _lr_by_model_size(arms: Sequence[Arm]) -> Iterator[Figure]:
-    """The best learning rate over each size of a model in which arms differ, for each batch size."""
+    """A chart of the best learning rate over each size of a model in which arms differ, for each batch size."""
     moves = transfers(arms)
     for key, batch in dict.fromkeys((move.key, move.batch) for move in moves):
         name = key.rpartition(".")[2]

@@ -1,7 +1,7 @@
 """The coordinate check (arXiv 2203.03466, appendix D.1): its limits, its verdict and its picture. No torch.
 
 In the first steps of training, activations must not grow or shrink with the width: then a learning rate means the same
-at each width. The logits may shrink, at the initial weights as 1 / sqrt(width), where wte is both embedding and head.
+at each width. The logits may shrink: at the initial weights, as 1 / sqrt(width), because wte is also the head.
 """
 
 import math
@@ -33,7 +33,7 @@ class Coordinates:
     what: str  # the parametrisation, in words
     widths: list[int]
     lr: float
-    sizes: dict[str, list[list[list[float]]]]  # activation -> width -> seed -> of each step, from the initial weights
+    sizes: dict[str, list[list[list[float]]]]  # activation -> width -> seed -> step (0: initial weights)
 
     @property
     def steps(self) -> range:

@@ -25,14 +25,14 @@ from gptexp.reporting.listings.records import Run
 from gptexp.reporting.statistics.analysis import Analysis, Arm
 from gptexp.reporting.statistics.curves import CENTRAL
 
-ROOM_BELOW = 0.12  # of the range of losses: for the label of the lowest one
-MOST_COLUMNS = 28  # of a heat map as wide as the page, in which a loss fits into a cell; of a narrower one half as many
+ROOM_BELOW = 0.12  # room for a label below the lowest loss, as a share of the range of losses
+MOST_COLUMNS = 28  # up to so many columns, a heat map as wide as the page has room for losses; a narrower one: half
 MOST_COLUMNS_ON_A_PHONE = 7
-ROW_HEIGHT = 28  # pixels, of a heat map on a phone
+ROW_HEIGHT = 28  # pixels, for each row of a heat map on a phone
 
 
 def figures(analysis: Analysis) -> list[Figure]:
-    """All figures that the runs have values for: of the arms side by side, then arm by arm."""
+    """All figures that the runs have values for: first those that compare arms, then those of each arm."""
     charts = list(arm_charts(analysis.arms))
     for index, arm in enumerate(analysis.arms):
         suffix = f"-{index}" if len(analysis.arms) > 1 else ""
@@ -117,11 +117,11 @@ def _fitted(arm: Arm) -> list[Spec]:
 
 
 def _points(arm: Arm, low: float, high: float) -> list[Spec]:
-    """Layers of the runs: those that count, outliers, and above all losses those that diverged."""
+    """Layers of the runs: those that count, outliers, and, at the top of the chart, those that diverged."""
     outliers = {run.name for run, _ in arm.outliers}
     completed = [run for run in arm.runs if run.loss in arm.losses.get(run.batch, {}).get(run.lr, ())]
     diverged = [run for run in arm.runs if run.lr in arm.diverged.get(run.batch, ())]
-    rows = {batch: row for row, batch in enumerate(_batches(arm), 1)}  # of crosses, one for each batch size
+    rows = {batch: row for row, batch in enumerate(_batches(arm), 1)}  # batch size -> its row of crosses, from below
 
     def points(runs: Iterable[Run]) -> list[Spec]:
         return [{**_point(run), "loss": run.loss} for run in runs]
@@ -184,7 +184,7 @@ def _batches(arm: Arm) -> list[int]:
 
 
 def _ceiling(arm: Arm) -> float:
-    """A loss as far above the median of the cells as the lowest is below it: high losses must not use up a scale."""
+    """The end of a scale: as far above the median as the lowest loss is below, so that high losses do not use it up."""
     losses = list(arm.means.values())
     return min(max(losses), 2 * median(losses) - min(losses))
 

@@ -1,4 +1,4 @@
-"""Charts with a line per run over its training: losses and noise scale, and more of a single run or of a few."""
+"""Charts with a line per run over its training: losses and noise scale; for one run or a few, other metrics too."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,17 +16,17 @@ T = TypeVar("T")
 
 ZOOM = "Drag to move, Shift and scroll to zoom, double-click to reset."
 GAPS = "Lines have gaps where logged steps are missing."
-THIN, LEAST = 64, 8  # points of a run in a chart of several runs, at least; the fewer, the more runs
-MOST_POINTS = 16_384  # in such a chart, about
-SMOOTH, LEAST_SMOOTH = 0.05, 5  # of a run's logged steps, and steps: the window of the running mean of a loss
-RUNNING = 0.1  # of a run's logged steps: the window of the running mean of the share of clipped steps
-NEARLY_ALL = 0.98  # of the losses after the warm-up: a few spikes do not decide the range
+THIN, LEAST = 64, 8  # in a chart of several runs, each keeps at least THIN points; of very many runs, at least LEAST
+MOST_POINTS = 16_384  # approximate limit of the points of all runs in such a chart
+SMOOTH, LEAST_SMOOTH = 0.05, 5  # window of a loss's running mean: share of the logged steps; at least so many steps
+RUNNING = 0.1  # window of the running mean of clipped steps: share of a run's logged steps
+NEARLY_ALL = 0.98  # share of the losses after the warm-up that the axis shows, so that no spike decides its range
 
-AVERAGED = "averaged"  # the kind of loss that the averaged weights have
+AVERAGED = "averaged"  # a kind of loss: that of the averaged weights
 TITLES = {"training": "Training loss", "validation": "Validation loss", AVERAGED: "Validation loss, averaged weights"}
 BATCH, CRITICAL = "batch size in use", "critical batch size, measured"
-LEGEND_CHARACTERS = 44  # of a row on a phone
-LABEL_WIDTH = 0.12  # of a chart's width, about
+LEGEND_CHARACTERS = 44  # in a row of a legend on a phone
+LABEL_WIDTH = 0.12  # approximate width of a label, as a share of the chart's width
 IN_VIEW = "inrange(datum[over], domain('x')) && inrange(datum.smooth, domain('y'))"
 
 
@@ -35,7 +35,7 @@ class Lines:
     """The runs that a chart draws, and how a reader tells them apart."""
 
     runs: Sequence[Run]
-    labels: Mapping[str, str] | None = None  # of each run by its name; None: learning rate and batch size tell them
+    labels: Mapping[str, str] | None = None  # by name of the run; None: learning rate and batch size tell runs apart
     critical_batch: float | None = None  # measured, in tokens
 
     @property
@@ -45,12 +45,12 @@ class Lines:
 
     @property
     def legend_fields(self) -> tuple[str, ...]:
-        """The fields of the points that a click on a legend isolates."""
+        """The fields of a point by which a click on a legend isolates lines."""
         return ("rate", "size") if self.labels is None else ("run",)
 
     @property
     def tooltip_fields(self) -> tuple[str, ...]:
-        """The fields of the points that name the run in a tooltip."""
+        """The fields of a point that name its run in a tooltip."""
         return ("run", "rate", "size") if self.labels is None else ("run",)
 
     @property
@@ -62,15 +62,15 @@ class Lines:
 
 @dataclass(frozen=True)
 class StepChart:
-    """A chart of one value of the logged steps over tokens."""
+    """A chart over tokens of one value that is logged with each step."""
 
     key: str
     title: str
     caption: str
     value: Callable[[Step], float | None]
     scale: Callable[[str, str], Spec] = vl.linear
-    running: float = 0.0  # share of the steps to take the mean over
-    in_detail: bool = True  # needs the room that `Lines.in_detail` speaks of
+    running: float = 0.0  # share of the steps over which values are averaged
+    in_detail: bool = True  # is drawn only where `Lines.in_detail` is true
 
 
 STEP_CHARTS = (
@@ -126,9 +126,9 @@ def line_charts(lines: Lines) -> list[Figure]:
 
 
 def _loss_charts(lines: Lines) -> Iterator[Figure | None]:
-    """Of a single run all losses in one chart, of labelled runs in several. Of other runs the validation losses.
+    """One run: all losses in one chart. Several runs: one chart for each kind; training loss only if they have labels.
 
-    Of several runs of which none has been evaluated twice only the training loss.
+    If no run of several has been evaluated twice, there is a chart of the training loss alone.
     """
     if len(lines.runs) == 1:
         averaged = [AVERAGED] if lines.runs[0].val_ema else []
@@ -176,7 +176,7 @@ def _losses(lines: Lines, key: str, kinds: Sequence[str]) -> Figure | None:
         as_logged = {"encoding": {"y": {"field": "loss"}}}
         controls.append(Control("Training loss", {"smoothed": {}, "as logged": as_logged}))
     single = len(lines.runs) == 1
-    # In place of the labels at the ends:
+    # On a phone a legend replaces the labels at the ends.
     legend: Spec = {"encoding": {"color": {"legend": {"title": "loss", "symbolOpacity": 1}}}} if single else {}
     title = "Loss" if single else TITLES[kinds[0]]
     text = _loss_caption(lines, kinds, points, high)
@@ -184,7 +184,7 @@ def _losses(lines: Lines, key: str, kinds: Sequence[str]) -> Figure | None:
 
 
 def _encode_losses(lines: Lines, kinds: Sequence[str]) -> Spec:
-    """Encoding by which a reader tells the lines of a chart of losses apart: runs, or the losses of one run."""
+    """Encoding that tells the lines of a chart of losses apart: by run, or for one run by kind of loss."""
     if len(lines.runs) > 1:
         return {**_encode_runs(lines), "tooltip": tooltip(*lines.tooltip_fields, "tokens", "steps", "loss")}
     colour = {**vl.coloured("of", "loss", kinds, "batch"), "legend": None}
@@ -193,7 +193,7 @@ def _encode_losses(lines: Lines, kinds: Sequence[str]) -> Spec:
 
 
 def _loss_layers(lines: Lines, points: Sequence[Spec], low: float, high: float) -> list[Spec]:
-    """Layers of the lines, of the dots of evaluations, and of the labels at the ends."""
+    """Layers of lines, of dots at the evaluations, and of labels at the ends of lines."""
     layers = [{**vl.layer("line", strokeWidth=1.75, clip=True), "params": lines.params}]
     if len(lines.runs) == 1:
         as_logged = vl.layer("line", None, {"y": vl.quantitative("loss")}, strokeWidth=1, clip=True, opacity=0.3)
@@ -240,7 +240,7 @@ def _loss_caption(lines: Lines, kinds: Sequence[str], points: Sequence[Spec], hi
 
 
 def _caption(lines: Lines, text: str, points: Sequence[Spec]) -> str:
-    """The caption of a chart of another value, with what it lacks, and why."""
+    """The caption of a chart of other values than losses: `text`, and what the chart lacks."""
     missing = vl.not_shown(len(lines.runs) - len({point["run"] for point in points}), "that did not log it")
     return caption(text, missing, GAPS if _have_gaps(lines, points) else "")
 
@@ -257,7 +257,7 @@ def _loss_points(lines: Lines, run: Run, kind: str) -> list[Spec]:
     around = max(LEAST_SMOOTH, round(SMOOTH * len(finite))) // 2 if kind == "training" else 0
     means = _running_mean([loss for _, loss in finite], around, around)
     dot = kind != "training" or len(finite) == 1
-    counts = len(lines.runs) == 1 or run.status != "diverged"  # in the range of the losses
+    counts = len(lines.runs) == 1 or run.status != "diverged"  # whether it decides the range of the axis
     smoothed = list(zip(finite, means, strict=True))
     return [
         {"tokens": p.tokens, "steps": p.step, "time": p.seconds, "loss": loss, "smooth": mean, "of": kind,
@@ -267,7 +267,7 @@ def _loss_points(lines: Lines, run: Run, kind: str) -> list[Spec]:
 
 
 def _running_mean(values: Sequence[float], before: int, after: int) -> list[float]:
-    """The mean of each value, those `before` it and those `after` it, as far as there are as many."""
+    """For each value, the mean of it, the `before` values before it and the `after` values after it, if they exist."""
     return [fmean(values[max(0, at - before) : at + after + 1]) for at in range(len(values))]
 
 
@@ -277,9 +277,9 @@ def _unit_of_time(longest: float) -> tuple[str, int]:
 
 
 def _range(points: Sequence[Spec]) -> tuple[float, float]:
-    """The range of nearly all losses after the warm-up, with a margin; of all losses until a run has got there.
+    """The range of nearly all losses after the warm-up, with a margin.
 
-    Of several runs, those that diverged do not count.
+    Diverged runs among several do not count. Until a run has ended its warm-up, all losses count.
     """
     shown = sorted([point["smooth"] for point in points if point["settled"]] or [point["smooth"] for point in points])
     low, high = shown[0], shown[int(NEARLY_ALL * (len(shown) - 1))]
@@ -288,14 +288,14 @@ def _range(points: Sequence[Spec]) -> tuple[float, float]:
 
 
 def _end_labels(lines: Lines, points: Sequence[Spec], low: float, high: float) -> list[Spec]:
-    """A label at the end of the lines of each run, or of each learning rate and batch size; none if there are many."""
+    """A label at the end of each run's lines, kind of loss, or learning rate and batch size; none if there are many."""
     single, several_sizes = len(lines.runs) == 1, len({run.batch for run in lines.runs}) > 1
     with_loss = single or lines.labels is not None
     ends: dict[str, Spec] = {}
     for p in points:
         of_cell = f"{p['rate']}, {p['size']}" if several_sizes else p["rate"]
         name = p["of"] if single else p["short"] if with_loss else of_cell
-        if name not in ends or p["tokens"] >= ends[name]["tokens"]:  # another seed may not be as far
+        if name not in ends or p["tokens"] >= ends[name]["tokens"]:  # another seed may have got less far
             ends[name] = p
     ends = {name: p for name, p in ends.items() if low <= p["smooth"] <= high}
     if len(ends) > vl.MOST_LABELS:
@@ -309,7 +309,7 @@ def _end_labels(lines: Lines, points: Sequence[Spec], low: float, high: float) -
 
 
 def _heights(ends: Mapping[str, Spec], over: str, low: float, high: float) -> dict[str, float]:
-    """The heights of labels at the ends of lines over tokens, steps or time. Only labels side by side are moved."""
+    """The heights of labels at the ends of lines over tokens, steps or time. Labels move only if others are close."""
     names = sorted(ends, key=lambda name: float(ends[name][over]))
     groups: list[list[str]] = []
     for name, before in zip(names, [None, *names], strict=False):
@@ -321,7 +321,7 @@ def _heights(ends: Mapping[str, Spec], over: str, low: float, high: float) -> di
 
 
 def _noise_scale(lines: Lines) -> Figure | None:
-    """Noise scale over tokens, with the batch sizes in use, which a ramp changes, and the measured critical one."""
+    """Noise scale over tokens, with the measured critical batch size and those in use, which a ramp changes."""
     points = _values(lines, lambda step: step.noise_scale)
     if not points:
         return None
@@ -366,7 +366,7 @@ def _step_chart(lines: Lines, chart: StepChart) -> Figure | None:
 
 
 def _sharpness(lines: Lines) -> Iterator[Figure]:
-    """Charts of the largest eigenvalue of the Hessian, of the preconditioned one with its threshold, and of SAM's."""
+    """Charts of the Hessian's largest eigenvalue, of the preconditioned one with its threshold, of SAM's sharpness."""
     for key, title, text, fields in SHARPNESS:
         points = [
             {"tokens": s.tokens, "value": value, "of": field, **_run_fields(lines, run, s)}
@@ -378,13 +378,13 @@ def _sharpness(lines: Lines) -> Iterator[Figure]:
         if not any(point["of"] == fields[0] for point in points):
             continue
         spec = _line_spec(lines, points, vl.log("value", uncapitalised(title)))
-        spec["mark"]["point"] = {"size": 25}  # there are few
+        spec["mark"]["point"] = {"size": 25}  # there are few points
         spec["encoding"] |= {"tooltip": tooltip(*lines.tooltip_fields, "of", "tokens", "value"), **vl.dashed(fields)}
         yield figure(key, title, _caption(lines, text, points), spec, is_diagnostic=True)
 
 
 def _thinned(lines: Lines, points: Sequence[T]) -> Sequence[T]:
-    """Those of a run's points that the chart shows."""
+    """The points of a run that the chart shows."""
     kept = max(LEAST, min(THIN, MOST_POINTS // len(lines.runs)))
     stride = 1 if lines.in_detail else max(1, len(points) // kept)
     return points[stride - 1 :: stride]
@@ -403,7 +403,7 @@ def _values(lines: Lines, value_of: Callable[[Step], float | None], running: flo
 
 
 def _run_fields(lines: Lines, run: Run, point: Point | Sharpness) -> Spec:
-    """The run of a point; of a run with missing steps also the part of its line, which has a gap there."""
+    """The fields that name a point's run. If steps are missing, also the part of its line, which has gaps there."""
     label = {"run": lines.labels[run.name], "short": run.name} if lines.labels is not None else {}
     part = {"part": bisect_right(run.gaps, point.step, key=lambda gap: gap.stop)} if run.gaps else {}
     return {"run": run.name, "rate": f"{run.lr:.3g}", "size": f"{run.batch:,}", **label, **part}

@@ -17,9 +17,9 @@ Spec = dict[str, Any]
 SCHEMA = "https://vega.github.io/schema/vega-lite/v6.json"
 HEIGHT = 320  # pixels
 FONT_SIZE = 12  # pixels; smaller text is hard to read on a phone
-MOST_LABELS = 12  # lines of a chart that are labelled at their ends
-LABEL_ROOM = 1 / 18  # of a chart's height: needed by one label
-MARGIN = 0.06  # of a range of losses, above and below it
+MOST_LABELS = 12  # a chart with more lines has no labels at their ends
+LABEL_ROOM = 1 / 18  # share of a chart's height that one label needs
+MARGIN = 0.06  # share of a range of losses that is added above and below
 TOOLTIPS = {  # field of a point -> its name in a tooltip, and the format of a number
     "run": ("run", ""), "of": ("line", ""), "what": ("line", ""), "rate": ("learning rate", ""),
     "lr": ("learning rate", ".4~g"), "size": ("tokens a step", ""), "batch": ("tokens a step", ","),
@@ -32,7 +32,7 @@ END_LABELS = "ends"  # name of a layer of labels that a phone has no room for
 LABELLED = {"left": 5, "top": 5, "bottom": 5, "right": 90}  # pixels around a chart whose lines are labelled
 
 # Sequences of colours whose lightness rises in equal steps, for the colour-blind. Batch sizes are cool, learning rates
-# warm. On its background each has a contrast of 4.5 or more.
+# warm. Each has a contrast of 4.5 or more to its background.
 BATCH_COLOURS = {
     "light": ["#3b0f70", "#1d4084", "#0b656d", "#4e800f"],
     "dark": ["#8a74de", "#62abef", "#60d6c0", "#d3f08a"],
@@ -41,8 +41,8 @@ RATE_COLOURS = {
     "light": ["#471157", "#7e1d48", "#9d3d0a", "#8e6e00"],
     "dark": ["#a372d2", "#f58aa2", "#fab56d", "#faea90"],
 }
-MOST_COLOURS = 12  # ordered values that get colours from one end of a sequence to the other; of more, the middle of it
-# Of runs, which have no order: the same colours, with different neighbours.
+MOST_COLOURS = 12  # up to so many ordered values use the whole sequence of colours; more use its middle
+# Runs have no order, so neighbouring colours differ clearly.
 RUN_COLOURS = {
     "light": ["#2f6cb3", "#dd6a12", "#178f86", "#b3294e", "#3b0f70", "#c79a00", "#5aa832", "#5c1a66"],
     "dark": ["#5aa5ea", "#f7a04a", "#3fc4b0", "#f0708f", "#9a86e8", "#f5dc6a", "#c3e06b", "#b98be0"],
@@ -75,7 +75,7 @@ class Figure:
     caption: str
     spec: Spec
     controls: list[Control] = field(default_factory=list)
-    on_a_phone: Spec = field(default_factory=dict)  # changes to the specification there, as a JSON merge patch
+    on_a_phone: Spec = field(default_factory=dict)  # changes to the specification on a phone, as a JSON merge patch
     is_diagnostic: bool = False  # of interest if something is wrong, or to few readers
     is_wide: bool = False
 
@@ -88,7 +88,7 @@ def figure(key: str, title: str, caption: str, spec: Spec, **more: Any) -> Figur
 
 
 def layer(mark: str, values: Sequence[Spec] | None = None, encoding: Spec | None = None, **properties: Any) -> Spec:
-    """A layer of marks with these properties, one for each of `values`. None: for each value of the whole chart."""
+    """A layer of marks with these properties, one for each of `values`; None: one for each value of the chart."""
     data = {"data": {"values": values}} if values is not None else {}
     return {**data, "mark": {"type": mark, **properties}, "encoding": encoding or {}}
 
@@ -123,7 +123,7 @@ def theme(brightness: str) -> Spec:
 
 
 def _ranges(sequence: str, colours: Sequence[str]) -> Spec:
-    """The ranges of `coloured`. Vega by itself takes colours from the middle of a sequence, which differ too little."""
+    """The ranges that `coloured` uses. Vega's own choice is the middle of a sequence, whose colours are too alike."""
     counts = range(1, MOST_COLOURS + 1)
     return {sequence: {"scheme": colours}, **{f"{sequence}{n}": spread(colours, n) for n in counts}}
 
@@ -137,7 +137,7 @@ def spread(colours: Sequence[str], count: int) -> list[str]:
 
 
 def caption(*sentences: str) -> str:
-    """The sentences that are not empty."""
+    """A caption of the sentences that are not empty."""
     return " ".join(filter(None, sentences))
 
 
@@ -157,7 +157,7 @@ def linear(field: str, title: str) -> Spec:
 
 
 def log(field: str, title: str, ticks: Iterable[float] = (), form: str = "~r") -> Spec:
-    """Encoding of a number on a logarithmic scale, with ticks at `ticks` only if given; `form` formats them."""
+    """Encoding of a number on a logarithmic scale. If `ticks` are given, there are no others; `form` formats them."""
     axis = {"values": sorted(set(ticks)), "format": form, "labelOverlap": True} if ticks else {"format": form}
     return quantitative(field, title, scale={"type": "log", "nice": False, "padding": 16}, axis=axis)
 
@@ -179,7 +179,7 @@ def ordinal(field: str, title: str, values: Sequence[str]) -> Spec:
 
 
 def dashed(lines: Sequence[str]) -> Spec:
-    """Encoding of the points' lines `of`: the first is solid, the second has dashes; none for a single one."""
+    """Encoding of the field `of`: the first of `lines` is solid, the second has dashes; empty for a single line."""
     dashes = {**ordinal("of", "", lines), "scale": {"range": [[1, 0], [6, 4]]}, "legend": {"symbolType": "stroke"}}
     return {"strokeDash": dashes} if len(lines) > 1 else {}
 
@@ -218,7 +218,7 @@ def apart(heights: Mapping[str, float], low: float, high: float) -> dict[str, fl
     Their order is kept. Labels that touch are moved around the middle of their heights, but not below the axis.
     """
     room = (high - low) * LABEL_ROOM
-    placed: list[tuple[float, list[str]]] = []  # the middle and the labels of each group, from below
+    placed: list[tuple[float, list[str]]] = []  # middle and labels of each group, the lowest group first
     for name in sorted(heights, key=lambda name: heights[name]):
         middle, group = heights[name], [name]
         while placed and middle - placed[-1][0] < room * (len(placed[-1][1]) + len(group)) / 2:

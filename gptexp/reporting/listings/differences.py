@@ -17,7 +17,7 @@ RECORDED = "recorded by the runs"
 
 LEFT_OUT = ("log.", "sweep.", "fitted.", "data.cache_dir")  # names, places, and facts about other runs
 OF_SUMMARY = ("data_hash", "world_size", "device", "git_commit")
-NO_CHOICES = ("device", "device_name", "memory_key")  # of effective.json; the summary has the name of the device
+NO_CHOICES = ("device", "device_name", "memory_key")  # keys of effective.json; the summary has the name of the device
 LABEL_CHARS = 40
 SHORT = {"batch.total_batch_size": "batch"}  # in a label
 
@@ -28,7 +28,7 @@ class Difference:
 
     key: str
     kind: str
-    values: list[Any]  # of each run; of `RECORDED` None if the run has not recorded it
+    values: list[Any]  # of each run; for the kind `RECORDED`, None if the run has not recorded it
 
     @property
     def texts(self) -> list[str]:
@@ -85,7 +85,7 @@ def what_differs(runs: Sequence[Run], differing: Sequence[Difference]) -> list[s
     for difference in [d for d in differing if d.kind == CONFIG][:KEYS_SHOWN]:
         parts = [f"{_short(difference.key)}={text}" for text in difference.texts]
         longer = [f"{text}, {part}" if text else part for text, part in zip(texts, parts, strict=True)]
-        if max(map(len, longer)) <= LABEL_CHARS:  # a value that is cut reads as another one
+        if max(map(len, longer)) <= LABEL_CHARS:  # no value is cut: it would read as another one
             texts = longer
     return [text or printable(run.directory.name) for text, run in zip(texts, runs, strict=True)]
 

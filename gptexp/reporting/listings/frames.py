@@ -31,7 +31,7 @@ def load_metrics(directory: Path | str) -> "pd.DataFrame":
     and a measured sharpness are in the row of their step. `val/loss` is NaN in the rows between, so a line through it
     needs `dropna`; `plot(x="tokens", y=["train/loss", "val/loss"], style=".")` draws every value as a point.
 
-    `step` counts from 0, as in metrics.jsonl: in its row `step + 1` steps are completed, the number that reports show.
+    `step` counts from 0, as in metrics.jsonl. Reports show `step + 1`, the number of completed steps.
     `tokens` are those of all completed steps.
 
     Raises `ConfigError` if metrics.jsonl is missing or damaged, or if pandas is not installed.
@@ -40,8 +40,8 @@ def load_metrics(directory: Path | str) -> "pd.DataFrame":
     path = Path(directory) / run_dir.METRICS
     rows, frames = _rows(path), []
     try:
-        while some := list(islice(rows, ROWS_AT_ONCE)):
-            frame = pandas.DataFrame(some).copy()  # without a copy, its column of text keeps all of `some` in memory
+        while chunk := list(islice(rows, ROWS_AT_ONCE)):
+            frame = pandas.DataFrame(chunk).copy()  # without a copy, its column of text keeps all of `chunk` in memory
             frames.append(frame.astype(dict.fromkeys(frame.columns.difference([*COUNTS, FINGERPRINT]), float)))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}); give the directory of a run") from None
@@ -84,7 +84,7 @@ def _pandas() -> Any:
 
 
 def _rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The metrics of each logged step with those of its evaluation and sharpness, the next events with metrics."""
+    """The metrics of each logged step, with those of its evaluation and sharpness, which follow it in the file."""
     row: dict[str, Any] = {}
     with open_text(path, "replace") as lines:
         for number, line in enumerate(lines, 1):
@@ -116,7 +116,7 @@ def _metrics(event: dict[str, Any]) -> dict[str, Any]:
 
 
 def _composed(run: Run, swept: Mapping[str, Any]) -> dict[str, Any]:
-    """`swept` with the values of the run's config. The choice of a group, which no key of the config holds, stays."""
+    """`swept` with values from the run's config. The choice of a config group is no key there, and stays as it is."""
     if not swept or not run.config:
         return {**swept}
     config = {key: value for key, _, value in fields_of(run_dir.load_resolved(run.directory))}

@@ -40,7 +40,7 @@ SORTS: dict[str, Callable[["Row"], Any]] = {  # flag -> value; None comes last
     "loss": lambda row: row.val_loss,
     "size": lambda row: -row.size_bytes,
 }
-NARROWEST_NAME = 38  # characters of that column: a date, a time and a model, with the space beside them
+NARROWEST_NAME = 38  # characters of the names' column: a date, a time and a model, with the space beside them
 # Columns that are left out first on a narrow terminal, in this order.
 LEAST_NEEDED = ("note", "tags", "size", "started", "model", "tokens a step", "cells", "learning rate", "status")
 # Keys of a model that a name like "gpt2" says nothing about.
@@ -52,8 +52,8 @@ TEXT_COLUMNS = ("started", "model", "status", "tags", "note")
 class Row:
     """A run or a sweep.
 
-    Of a sweep, `val_loss` is the lowest mean over the seeds of a cell, see `_best_cell`. Its model, learning rate and
-    batch are those of that cell; without one, those that all runs share.
+    For a sweep, `val_loss` is the mean loss of its best cell, see `_best_cell`. Model, learning rate and batch size are
+    those of the best cell; if there is none, those that all runs share.
     """
 
     kind: str  # "run" or "sweep"
@@ -98,14 +98,14 @@ class Listed:
 
     row: Row
     configs: list[dict[str, Any]]  # dotted key -> value
-    cell: str = ""  # of a run: equal for runs that differ in their seed alone
+    cell: str = ""  # of a run: equal for runs that differ only in their seed
 
 
 Read = Callable[[Path, str], Listed]
 
 
 def list_runs(directory: Path, read: Read | None = None) -> list[Listed]:
-    """The runs and sweeps below `directory`; the cells of a sweep; or a run itself. Raises `ConfigError`.
+    """The runs and sweeps below `directory`. If it is a sweep: its cells; if it is a run: itself. Raises `ConfigError`.
 
     `read` returns the row of a run, given its directory and its name; it may cache rows.
     """
@@ -197,8 +197,8 @@ def _common(values: Iterable[T]) -> T | None:
 def _best_cell(runs: Sequence[Listed]) -> list[Row]:
     """The completed runs of the cell with the lowest mean loss, one for each seed; empty if no cell has a loss.
 
-    It is the best cell of a report, which leaves out a cell with a diverged seed too, and also runs that no curve
-    explains: those are not known here.
+    A report has the same best cell, unless it leaves out runs that no curve explains: those are not known here. Both
+    leave out cells with a diverged seed.
     """
     losses: dict[str, dict[int, Row]] = defaultdict(dict)
     for run in runs:
@@ -256,7 +256,7 @@ def newest_value(metrics: Path, pattern: re.Pattern[bytes]) -> float | None:
                 return float(numbers[-1])
             if not start:
                 break
-            rest, end = block.partition(b"\n")[0], start  # this line may have begun before the block
+            rest, end = block.partition(b"\n")[0], start  # the block may begin in the middle of this line
     return None
 
 
@@ -279,7 +279,7 @@ def _shape(model: ModelConfig) -> ModelConfig:
 def _known_models() -> list[tuple[str, ModelConfig]]:
     known = []
     for file in sorted((conf_dir() / "model").glob("*.yaml")):
-        with suppress(OSError, ValueError, TypeError, KeyError):  # a file of the user's copy of conf/
+        with suppress(OSError, ValueError, TypeError, KeyError):  # a wrong file in the user's copy of conf/
             content = read_yaml(file)
             vocab_size = padded(VOCAB_SIZES[content.get("data", {}).get("tokenizer", DataConfig.tokenizer)])
             sizes = ModelConfig(**{"vocab_size": vocab_size, **content["model"]})
@@ -311,7 +311,7 @@ class Filter:
                 )
 
     def shows(self, listed: Listed) -> bool:
-        """Whether a row is shown: of a sweep, whether one of its cells has the values."""
+        """Whether a row is shown. For a sweep, one of its cells must have all values of `where`."""
         row = listed.row
         return (
             (not self.statuses or row.status in self.statuses)
@@ -344,8 +344,8 @@ def _equals(value: Any, text: str) -> bool:
 def ordered(rows: Sequence[Row], by: str, reverse: bool) -> list[Row]:
     """Sort rows: the newest, the lowest loss, the largest size first. Those without a value come last."""
     value = SORTS[by]
-    having = sorted((row for row in rows if value(row) is not None), key=value, reverse=reverse)
-    return having + [row for row in rows if value(row) is None]
+    with_value = sorted((row for row in rows if value(row) is not None), key=value, reverse=reverse)
+    return with_value + [row for row in rows if value(row) is None]
 
 
 def as_json(rows: Sequence[Row]) -> str:

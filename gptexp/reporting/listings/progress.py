@@ -13,7 +13,7 @@ from gptexp.reporting.listings.records import Run, find_runs, lr_scaling, read_r
 from gptexp.storage import run_dir, sweep_record
 from gptexp.storage.sweep_record import SweepRecord
 
-NOT_STARTED = "left"  # status of a planned cell
+NOT_STARTED = "left"  # status of a cell that has not started
 STATES = ("running", "completed", "diverged", "interrupted", "failed", "damaged", NOT_STARTED)
 
 
@@ -73,7 +73,7 @@ def survey(directory: Path, read: Callable[[Path], Run] = read_run) -> list[Prog
 
 
 def not_started(directory: Path, runs: Sequence[Run], sweep: SweepRecord | None) -> list[Run]:
-    """The cells of a sweep that are only planned; what was not swept, they have from `runs`, those that have begun."""
+    """The cells of a sweep that have not started. Keys that were not swept come from `runs`, which have begun."""
     begun, planned = {run.name for run in runs}, []
     for name, cell in sweep.cells.items() if sweep is not None else ():
         if printable(name) not in begun:
@@ -88,7 +88,7 @@ def not_started(directory: Path, runs: Sequence[Run], sweep: SweepRecord | None)
 
 
 def _rate(run: Run) -> float | None:
-    """Tokens per second: of the whole run once a process of it has ended, with its evaluations, else of training."""
+    """Tokens per second: including evaluations once a process of the run has ended, else of training alone."""
     if wall_s := run.summary.get("wall_s"):
         return float((run.summary.get("tokens", run.first_tokens) - run.first_tokens) / wall_s)
     return run.tokens_per_s

@@ -98,7 +98,7 @@ class Run:
     directory: Path
     status: str  # of summary.json; "running" while a process holds the lock, "damaged" if it cannot be read
     config: dict[str, Any]  # dotted key -> value, of the keys that decide the result; empty if it cannot be read
-    batch: int = 0  # tokens per step, over all ranks; of a ramp, those of its end
+    batch: int = 0  # tokens per step, over all ranks; with a ramp, at its end
     lr: float = 0.0  # peak learning rate, as scaled with the batch size
     optim: dict[str, Any] = field(default_factory=dict)  # the optimizer's keys as scaled with the batch size
     seed: int = 0
@@ -107,7 +107,7 @@ class Run:
     seq_len: int = 1  # tokens
     of_tokens: int = 0  # length of the whole run; 0 if its config cannot be read
     branch: str | None = None  # RUN@STEP, the checkpoint of another run that it continues
-    first_tokens: int = 0  # of `of_tokens`, those before that checkpoint
+    first_tokens: int = 0  # the part of `of_tokens` that lies before that checkpoint
     warmup_tokens: int = 0
     started: datetime | None = None  # local time of the first event
     train: list[Step] = field(default_factory=list)  # thinned, see `POINTS`
@@ -126,7 +126,7 @@ class Run:
 
     @property
     def share(self) -> float:
-        """Trained so far, of the tokens after the checkpoint that it branches from; 0 if its config cannot be read."""
+        """The share of the tokens trained so far; of a branch, those after its checkpoint. 0 if there is no config."""
         trained = self.summary.get("tokens", self.first_tokens) - self.first_tokens
         return float(trained / (self.of_tokens - self.first_tokens)) if self.of_tokens else 0.0
 
@@ -191,22 +191,22 @@ def find_runs(directory: Path, read: Callable[[Path], Run] = read_run) -> list[R
 
 def lr_scaling(config: Mapping[str, Any], batch: int) -> float:
     """Factor of `optim.lr` at a batch size in tokens, by the rules in `config`: dotted key -> value, also as text."""
-    given = {key.removeprefix("scaling."): value for key, value in config.items() if key.startswith("scaling.")}
+    rules = {key.removeprefix("scaling."): value for key, value in config.items() if key.startswith("scaling.")}
     for key in ("exponent", "noise_scale_tokens", "reference_tokens"):
-        if given.get(key) is not None:
-            given[key] = float(given[key])
-    scaling = ScalingConfig(**given)
+        if rules.get(key) is not None:
+            rules[key] = float(rules[key])
+    scaling = ScalingConfig(**rules)
     return lr_factor(scaling, batch / scaling.reference_tokens) if scaling.reference_tokens is not None else 1.0
 
 
 def scaled_keys(runs: Sequence[Run]) -> list[str]:
-    """The optimizer's keys of which any of `runs` uses another value than that of its config."""
+    """The optimizer's keys whose value in use differs from the config's in any of `runs`."""
     different = {key: None for run in runs for key in run.optim if run.optim[key] != run.config[f"optim.{key}"]}
     return list(different)
 
 
 def has_diverged(run: Run) -> bool:
-    """Whether a run counts as diverged: also one that has completed with a loss far above that of a guess."""
+    """Whether a run counts as diverged: also if it completed with a loss far above that of a uniform guess."""
     return counts_as_diverged(run.status, run.loss, run.config)
 
 
@@ -216,7 +216,7 @@ def short_commit(commit: str) -> str:
 
 
 def differing_keys(runs: Sequence[Run]) -> list[str]:
-    """The config's keys, except for `AXES`, in which those of `runs` whose config can be read differ."""
+    """The config's keys, except for `AXES`, in which `runs` differ. Runs without a readable config do not count."""
     configs = [run.config for run in runs if run.config]
     keys = {key for one in configs for key in one}  # optimizers have different ones
     return sorted({key for key in keys if any(one.get(key) != configs[0].get(key) for one in configs)} - {*AXES})
@@ -230,7 +230,7 @@ def _number(value: Any) -> float | None:
 def _read_metrics(run: Run, path: Path, log_every: int, first: int) -> None:
     """Read the curves, notes and fingerprints from metrics.jsonl, which begins with the step `first`.
 
-    Of many steps it parses every 2nd, 4th, 8th, …, so that runs of different batch sizes keep steps at equal tokens.
+    If there are many steps, it parses every 2nd, 4th, 8th, … So runs of different batch sizes keep equal tokens.
     """
     if not os.path.lexists(path) and not run.summary.get("steps"):
         return

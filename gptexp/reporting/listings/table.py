@@ -45,7 +45,7 @@ COLUMNS = (
 def values(runs: Sequence[Run], config_keys: Sequence[str]) -> list[dict[str, Any]]:
     """A row for each run: the keys of `COLUMNS`, `config_keys`, and those that are scaled with the batch size.
 
-    Each of the latter has its configured value, as `optim.beta2`, and the effective one, as `effective_optim.beta2`.
+    A scaled key has two columns: as configured, for example `optim.beta2`, and as used, `effective_optim.beta2`.
     The effective learning rate is `lr`.
     """
     scaled = scaled_keys(runs)
@@ -59,7 +59,7 @@ def values(runs: Sequence[Run], config_keys: Sequence[str]) -> list[dict[str, An
 
 
 def informative(runs: Sequence[Run]) -> list[Column[Run]]:
-    """The columns that any run has a value in, without those in which several runs agree, except the status.
+    """The columns in which any run has a value, without those in which several runs agree; always the status.
 
     Bits per byte say nothing new about runs with one tokenizer.
     """
@@ -73,5 +73,5 @@ def informative(runs: Sequence[Run]) -> list[Column[Run]]:
 
 
 def tokenizers(runs: Sequence[Run]) -> set[str]:
-    """The tokenizers of the runs whose config can be read. One that has not started has only its swept keys."""
+    """The tokenizers of the runs whose config can be read. Runs that have not started have only their swept keys."""
     return {run.config["data.tokenizer"] for run in runs if "data.tokenizer" in run.config}

@@ -1,6 +1,6 @@
 """Columns of tables, and a table for the terminal.
 
-On a narrow terminal it has fewer columns, and texts take several lines; no number is cut.
+On a narrow terminal the table has fewer columns, and texts take several lines; no number is cut.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -53,8 +53,8 @@ def print_table(
 ) -> list[str]:
     """Print `columns` on lines of `width` characters, or on lines of any length if it is None.
 
-    `wrapped` are the titles of columns that may be wrapped. `least_needed` are those of columns that are left out
-    first, in this order, until each wrapped column has `narrowest` characters, or fewer if it needs fewer.
+    `wrapped` are the titles of columns that may be wrapped. `least_needed` are the titles of columns that are left out
+    first, in this order, until each wrapped column has `narrowest` characters, or all that it needs if these are fewer.
     Returns the titles that are left out.
     """
     needed = {column[0]: _width(column, wrapped, narrowest) for column in columns}

@@ -13,7 +13,7 @@ from gptexp.reporting.page.overview import link_to
 from gptexp.reporting.page.report import Report
 from gptexp.storage import run_dir
 
-KEPT = ("lr", "total_batch_size", "seed")  # columns of all tables of runs before those of other swept keys
+KEPT = ("lr", "total_batch_size", "seed")  # columns that come first in each table of runs, before other swept keys
 
 
 def _train_s(run: Run) -> float | None:
@@ -37,10 +37,10 @@ MINOR = ("seed", "gap", BITS.key, TOKENS.key, SPEED.key, TIME.key)  # left out o
 
 @dataclass(frozen=True)
 class Row:
-    """A cell of the sweep. `run` of one that has not started holds only what was planned."""
+    """A cell of the sweep. If it has not started, `run` holds only what was planned."""
 
     run: Run
-    share: float  # of its tokens that are done
+    share: float  # share of its tokens that are done
     is_best: bool
     link: str  # relative address of its page, for a live page
     commands: list[tuple[str, str]]  # what the command does, the command
@@ -104,7 +104,7 @@ def _titles(keys: Sequence[str]) -> list[str]:
 
 
 def commands(run: Run, is_live: bool = False) -> list[tuple[str, str]]:
-    """What can be done with a run: in words, and as a command. The page may be read in another directory."""
+    """What can be done with a run: in words, and as a command, with an absolute path because the page may be moved."""
     if run.status in ("interrupted", "failed"):
         verbs = {"resume": "Continue from its newest checkpoint"}
     elif run.status in run_dir.DONE:

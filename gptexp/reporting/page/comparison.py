@@ -40,7 +40,7 @@ from gptexp.storage import inventory, run_dir
 COMMAND = "gptexp compare"
 RESULTS = (STATUS, LOSS, BEST_LOSS, BITS, TOKENS, SPEED)
 SEED = "train.seed"
-# With the length of a sequence they decide which text is held out.
+# Together with the length of a sequence, these keys decide which text is held out.
 HELD_OUT = ("data.val_tokens", "data.val_ratio", "data.val_split", "data.max_tokens")
 
 
@@ -79,7 +79,7 @@ class Pair:
 
     @property
     def clear_from(self) -> float:
-        """Nats: if no seeds measure the noise, the difference of two runs that it causes in 5% of cases.
+        """The difference of two runs, in nats, that noise causes in 5% of cases, if no seeds measure the noise.
 
         The usual spread counts as much as `NOISE_DOF` degrees of freedom, as it does in the posterior of a sweep.
         """
@@ -99,7 +99,7 @@ class Comparison:
     differences: list[Difference]
     why_incomparable: str  # why the losses cannot be compared, in sentences; empty if they can
     pairs: list[Pair]  # of the runs whose final loss counts; none if the losses cannot be compared
-    report: Report  # what the page and the terminal show of it
+    report: Report  # what the page and the terminal show
 
 
 def compare(directories: Sequence[Path]) -> Comparison:
@@ -178,10 +178,10 @@ def pairs_of(cells: Sequence[Cell]) -> list[Pair]:
 
 
 def _of_equal_config(runs: Sequence[Run]) -> Iterator[list[Run]]:
-    """Groups of runs that differ in their seed.
+    """Groups of runs that differ only in their seed.
 
-    Where runs of a group have the same seed, they differ in something else, such as the version of the code: then only
-    runs with equal records form a group.
+    If two runs of equal config have the same seed, something else differs, such as the version of the code. Then only
+    runs whose records (`recorded`) are equal form a group.
     """
     for group in _grouped(runs, lambda run: {**run.config, SEED: None, TEXT: run.summary.get(TEXT)}):
         for part in [group] if _has_every_seed_once(group) else _grouped(group, recorded):
@@ -189,7 +189,7 @@ def _of_equal_config(runs: Sequence[Run]) -> Iterator[list[Run]]:
 
 
 def _grouped(runs: Sequence[Run], key: Callable[[Run], dict[str, Any]]) -> list[list[Run]]:
-    """The runs by equal keys, in the order of the first run of each."""
+    """The runs grouped by equal `key`, in the order of the first run of each group."""
     groups: dict[str, list[Run]] = {}
     for run in runs:
         groups.setdefault(repr(sorted(key(run).items())), []).append(run)
@@ -229,7 +229,7 @@ def _answers(
 
 
 def _answer(pair: Pair, cells: int) -> Finding:
-    """Whether the losses of a pair differ by more than seeds cause. `cells`: their number, of all that are compared."""
+    """Whether the losses of a pair differ by more than seeds cause. `cells`: the number of all cells compared."""
     lower, higher, contrast = listed(pair.lower.names), listed(pair.higher.names), pair.contrast
     if not pair.difference:
         return Finding(f"{lower} and {higher} have the same loss.", badges=("tied",))
@@ -275,7 +275,7 @@ def _more_seeds(cell: Cell) -> Iterator[Proposal]:
     """The command that trains a cell's config with more seeds, if the run has a record of how it was started."""
     run = cell.runs[0]
     started = as_started(run.directory)
-    if started is None or run.branch is not None:  # a branch has the seed of its run
+    if started is None or run.branch is not None:  # a branch has the seed of the run that it continues
         return
     kept = [text for text in started.overrides if text.lstrip("+").partition("=")[0] not in (SEED, "sweep")]
     highest = max(seed for other in cell.runs for seed in (other.seed, *_seeds_beside(other.directory)))
@@ -287,7 +287,7 @@ def _more_seeds(cell: Cell) -> Iterator[Proposal]:
 
 
 def _seeds_beside(directory: Path) -> Iterator[int]:
-    """The seeds of the runs in the sweep of the run in `directory`, if it is a cell."""
+    """The seeds of all runs of a sweep, if the run in `directory` is one of its cells."""
     sweep = directory.resolve().parent
     for path in inventory.cells(sweep) if inventory.is_sweep(sweep) else ():
         with suppress(ConfigError):  # a damaged run

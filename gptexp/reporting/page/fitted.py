@@ -20,18 +20,18 @@ if TYPE_CHECKING:
     from gptexp.reporting.statistics.law import Law
 
 COMMAND = "gptexp report"
-VARYING = ("batch.total_batch_size", "model.vocab_size")  # keys of which the law, or the tokenizer, takes care
+VARYING = ("batch.total_batch_size", "model.vocab_size")  # keys that the law covers, and that the tokenizer decides
 
-HELD = ("model", "data", "schedule", "batch", "scaling", "init_from")  # groups of keys for whose values a law holds
+HELD = ("model", "data", "schedule", "batch", "scaling", "init_from")  # groups of keys on whose values a law depends
 
 
 def check_target(path: Path) -> None:
     """Raise `ConfigError` unless the law can be written to `path`, a file optim/NAME.yaml in a folder of configs."""
-    given = f"--write-optim {path}"
+    option = f"--write-optim {path}"
     if path.parent.name != "optim" or path.suffix != ".yaml":
-        raise ConfigError(f"{given}: an option of the group optim must be a file optim/NAME.yaml; give such a path")
+        raise ConfigError(f"{option}: an option of the group optim must be a file optim/NAME.yaml; give such a path")
     if "site-packages" in path.resolve().parts:
-        raise ConfigError(f"{given}: is in an installed package, whose removal deletes it; use a folder of your own")
+        raise ConfigError(f"{option}: is in an installed package, whose removal deletes it; use a folder of your own")
     check_own("--write-optim", path, COMMAND)
 
 
@@ -55,7 +55,7 @@ def write_optim(path: Path, analysis: "Analysis") -> "Law":
     holds_for = f"# Give with it: {given}\n" if given else ""
     keys: dict[str, Any] = {"optim": {**optim, "lr": _power_law(law.lr, law.tokens, law.exponent)}}
     if OPTIMIZERS.get(config["optim.name"], OptimConfig).averages_weights:
-        keys["schedule"] = {"name": "constant"}  # the only one that it takes
+        keys["schedule"] = {"name": "constant"}  # the only schedule that this optimizer takes
     sizes = ", ".join(f"{size:,}" for size in law.sizes)
     warning = "# In log-log the optima lie on a curve: use this law between these sizes only.\n" if law.bends else ""
     text = (
@@ -76,9 +76,9 @@ def write_optim(path: Path, analysis: "Analysis") -> "Law":
 
 
 def settings_given(sweep: SweepRecord | None) -> list[str]:
-    """The arguments of the sweep's command that choose settings for which its law holds."""
-    given = [(text, text.partition("=")[0]) for text in (sweep.overrides if sweep is not None else ())]
-    return [text for text, key in given if key.partition(".")[0] in HELD and key not in VARYING]
+    """The arguments of the sweep's command that set keys on which its law depends."""
+    arguments = [(text, text.partition("=")[0]) for text in (sweep.overrides if sweep is not None else ())]
+    return [text for text, key in arguments if key.partition(".")[0] in HELD and key not in VARYING]
 
 
 def points_above_cells(analysis: "Analysis") -> list[str]:
@@ -98,14 +98,14 @@ def points_above_cells(analysis: "Analysis") -> list[str]:
 
 
 def _power_law(value: float, tokens: float, exponent: float) -> str:
-    """A value of the file that is `value` at `tokens` tokens a step, and grows with the batch size."""
+    """The text of a config value: a power of the batch size that is `value` at `tokens` tokens a step."""
     return f"${{power_law:${{batch.total_batch_size}},{value:.6g},{tokens:.6g},{exponent:.4f}}}"
 
 
 def _other_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     """The optimizer's keys, besides its name and `lr`, as the runs of an arm had them.
 
-    A weight decay that was scaled with the batch size is a power law of that too. Raises `ConfigError` if it is none.
+    A weight decay that was scaled becomes a power of the batch size. Raises `ConfigError` if its rule is no power.
     """
     keys = {key.removeprefix("optim."): value for key, value in config.items() if key.startswith("optim.")}
     if config["scaling.weight_decay"] == "tau":
@@ -121,7 +121,7 @@ def _other_keys(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _scaling(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The rules of the runs of an arm that scale keys which neither the law nor the file scales."""
+    """The scaling rules of the runs of an arm, for the keys that the file does not scale."""
     rules = {key: config[key] for key in ("scaling.betas", "scaling.eps")}
     if any(rule != "none" for rule in rules.values()):
         rules["scaling.reference_tokens"] = config["scaling.reference_tokens"]
@@ -129,14 +129,14 @@ def _scaling(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys for whose values a law holds, outside of `scaling` and but for the optimizer's own."""
+    """The keys on whose values a law depends, without those of `scaling` and the optimizer's own."""
     names = ["optim.name", "init_from", "data.name"]
-    if config["data.tokenizer"] in NAMES:  # of a file, whose path says little, the hash of the tokens decides
+    if config["data.tokenizer"] in NAMES:  # the path of a tokenizer's file says little: the hash of the tokens decides
         names.append("data.tokenizer")
     kept = [key for key in config if key.startswith(("model.", "schedule.", "batch.")) or key in names]
     return {key: _as_data(config[key]) for key in kept if key not in VARYING}
 
 
 def _as_data(value: Any) -> Any:
-    """A value of a run, which may be a stranger's, without interpolations: Hydra would resolve them in the file."""
+    """A value without interpolations, which Hydra would resolve in the file: the run may be a stranger's."""
     return value.replace("${", "$ {") if isinstance(value, str) else value

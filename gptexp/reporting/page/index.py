@@ -28,7 +28,7 @@ class Entry:
     """A row of the page. All texts but those of `row` are printable."""
 
     row: Row
-    share: float | None  # of a running row: what is done
+    share: float | None  # done so far; None if the row is not running
     link: str
     searched: str  # what a filter searches, in lower case
 
@@ -70,7 +70,7 @@ def _searched(row: Row) -> str:
 
 
 def _share(row: Row) -> float | None:
-    """What is done of a running row: of a sweep, the cells, and of those that run the tokens."""
+    """The share that is done of a running row. For a sweep: its done cells, and the shares of those that run."""
     if row.status != "running":
         return None
     if not row.cells:

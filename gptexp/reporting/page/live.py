@@ -1,7 +1,7 @@
 """`gptexp watch DIR`: the page of a run, of a sweep or of a directory with many, live and for this machine only.
 
-It writes no files. A page asks its own address every second for a newer version of itself, known by its ETag, and takes
-over what differs. The pages of the runs and sweeps below DIR are at their paths below it.
+It writes no files. Every second a page requests its own address, and takes over what differs if the ETag is new. The
+page of a run or sweep below DIR is at its path relative to DIR.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ from gptexp.storage import run_dir
 from gptexp.storage.inventory import cells, find, is_sweep
 
 HOST = "127.0.0.1"
-SHARE = 10  # no page is computed for this many times as long as the last one took
+SHARE = 10  # pause after a page is computed, as a multiple of the time that it took
 FILES = (run_dir.METRICS, run_dir.SUMMARY, run_dir.CONFIG, run_dir.SWEEP)
 T = TypeVar("T")
 
@@ -42,10 +42,10 @@ class Watched:
     def __init__(self, directory: Path, script: str, up: str = "") -> None:
         self.directory, self.script, self.up = directory, script, up
         self._lock = threading.Lock()
-        self._signatures: dict[Path, Any] = {}  # of each directory at the last question
-        self._known: dict[tuple[Callable[..., Any], Path], tuple[Any, Any]] = {}  # what was read, with its signature
+        self._signatures: dict[Path, Any] = {}  # of each directory at the last request
+        self._known: dict[tuple[Callable[..., Any], Path], tuple[Any, Any]] = {}  # signature, and what was read
         self._html, self._version = b"", ""
-        self._pause_until = 0.0  # s of the monotonic clock: no new page before
+        self._pause_until = 0.0  # no new page before this time, in s of the monotonic clock
 
     def html(self) -> tuple[bytes, str]:
         """The page, and its version."""
@@ -81,10 +81,10 @@ class Watched:
 
     def _once(self, read: Callable[..., T], directory: Path, *more: Any) -> T:
         """What `read` has returned for a directory, until a file in it changes."""
-        # The signature was taken before the files are read, so that a change in between shows at the next question.
-        now = self._signatures.get(directory)
-        if (read, directory) not in self._known or self._known[read, directory][0] != now:
-            self._known[read, directory] = now, read(directory, *more)
+        # The signature was taken before the files are read, so a change in between is noticed at the next request.
+        signature = self._signatures.get(directory)
+        if (read, directory) not in self._known or self._known[read, directory][0] != signature:
+            self._known[read, directory] = signature, read(directory, *more)
         value: T = self._known[read, directory][1]
         return value
 
@@ -111,7 +111,7 @@ def _newest(signatures: Mapping[Path, tuple[Any, ...]]) -> float | None:
 
 
 def _signature(directory: Path) -> tuple[Any, ...]:
-    """Equal as long as a run's files do not change and its lock is held, or not held, as before."""
+    """A value that changes when a run's files change, or when its lock is taken or released."""
     files: list[Any] = [directory.is_dir()]
     for name in FILES:
         try:
@@ -131,7 +131,7 @@ class Site:
         self._pages: dict[Path, Watched] = {}
 
     def find(self, parts: list[str]) -> Watched | None:
-        """The page at a path below the root; None if there is no run and no sweep. Its link up leads to its sweep."""
+        """The page at a path below the root; None if no run or sweep is there. A cell's link up leads to its sweep."""
         directory = self.root.joinpath(*parts)
         hidden = any(part.startswith(".") or "/" in part or "\0" in part for part in parts)
         if hidden or (parts and not _has_a_report(directory)):

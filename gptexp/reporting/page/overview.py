@@ -39,7 +39,7 @@ class Overview:
     facts: list[tuple[str, str]]  # label, value
     commands: list[str]  # that were issued, newest last
     tiles: list[Tile]
-    share: float  # of all training tokens: done so far
+    share: float  # share of all training tokens that are done
     is_done: bool
 
 
@@ -97,7 +97,7 @@ def as_started(directory: Path) -> Started | None:
 
 
 def link_to(name: str) -> str:
-    """The address of the page of a run or a sweep, relative to the page above it. Its name need not be UTF-8."""
+    """The address of the page of a run or a sweep, relative to the page above it. The name need not be UTF-8."""
     return f"{quote(os.fsencode(name))}/"
 
 
@@ -170,7 +170,7 @@ def _model(run: Run) -> str:
 
 
 def _each(texts: Iterable[str], plural: str) -> str:
-    """The text that all runs share, or all of them with their number."""
+    """The text that all runs share, or all different texts with their number."""
     different = list(dict.fromkeys(texts))
     return different[0] if len(different) == 1 else f"{len(different)} {plural}: {'; '.join(different)}"
 
@@ -219,17 +219,17 @@ def _best(arm: Arm) -> list[Tile]:
     batch, lr = arm.best
     loss = arm.means[arm.best]
     seeds = len(arm.losses[batch][lr])
-    of = f"mean of {counted(seeds, 'seed')}" if seeds > 1 else "one run"
-    of += f", {WEIGHTED}" if abs(loss - fmean(arm.losses[batch][lr])) > SMALLEST_SHOWN else ""
+    basis = f"mean of {counted(seeds, 'seed')}" if seeds > 1 else "one run"
+    basis += f", {WEIGHTED}" if abs(loss - fmean(arm.losses[batch][lr])) > SMALLEST_SHOWN else ""
     lrs = arm.losses[batch]
     edge = f"the {'highest' if lr == max(lrs) else 'lowest'} that ended" if lr in (min(lrs), max(lrs)) else ""
     where = ", ".join(filter(None, (f"{batch:,} tokens a step", arm.label, edge if len(lrs) > 1 else "")))
-    tiles = [Tile("Best tested cell", f"lr {lr:.3g}", f"at {printable(where)}; loss {loss:.4f}, {of}")]
+    tiles = [Tile("Best tested cell", f"lr {lr:.3g}", f"at {printable(where)}; loss {loss:.4f}, {basis}")]
     if len(arm.means) > 1:
         following = min(arm.means.keys() - {arm.best}, key=lambda cell: (arm.means[cell], cell))
-        known = "not significant" if following in arm.ties else "significant"
-        known = known if arm.curves.noise_is_known else "noise unknown"
+        significance = "not significant" if following in arm.ties else "significant"
+        significance = significance if arm.curves.noise_is_known else "noise unknown"
         batch, lr = following
         gap = f"{arm.means[following] - loss:.4f} nats"
-        tiles.append(Tile("Gap to the next cell", gap, f"lr {lr:.3g} at {batch:,}: {known}"))
+        tiles.append(Tile("Gap to the next cell", gap, f"lr {lr:.3g} at {batch:,}: {significance}"))
     return tiles

@@ -1,4 +1,4 @@
-"""Files that a command writes where its user says. It replaces those that it has written, and no other file."""
+"""Files that a command writes to a path that the user gives. It replaces only files that it has written itself."""
 
 import os
 from pathlib import Path

@@ -29,12 +29,12 @@ from gptexp.reporting.words.answers import TEXTS, table_of_answers
 from gptexp.storage.run_dir import finite
 
 # Only the page's own two scripts run, known by their hashes: a script in a run's name would not. Vega compiles its
-# expressions by `eval`, and writes styles into the page.
+# expressions by `eval` and writes styles into the page, so both are allowed.
 POLICY = (
     "default-src 'none'; script-src {hashes} 'unsafe-eval'; style-src 'unsafe-inline'; img-src data: blob:; "
     "base-uri 'none'; form-action 'none'"
 )
-TONES = {  # of the badges of findings and answers; others warn
+TONES = {  # badge of a finding or an answer -> tone; others warn
     "bracketed": "good", "significant": "good", "jagged": "bad", "diverged": "bad", "not comparable": "bad",
     **dict.fromkeys(("tied", "flat", "noise unknown", "too few", "so far"), "plain"),
 }  # fmt: skip
@@ -46,8 +46,8 @@ class Live:
 
     changed: float | None  # Unix time of the newest change of a file, in s
     up: str  # relative address of the page that lists this one; empty if there is none
-    every_ms: int = 1000  # between two questions
-    patience_ms: int = 20_000  # for one answer
+    every_ms: int = 1000  # between two requests
+    patience_ms: int = 20_000  # for one response
 
 
 def report_page(report: Report, bundle: str, live: Live | None = None) -> str:
@@ -133,12 +133,12 @@ def _macros(template: str) -> Any:
 
 
 def _sortable(value: Any) -> Any:
-    """A value to sort by; those that are empty come last."""
+    """A value to sort by; empty ones come last."""
     return "" if value is None else printable(value) if isinstance(value, str) else value
 
 
 def _tone(badge: str, badges: Sequence[str]) -> str:
-    """The class of one of a finding's badges, which colours it. Without a known noise nothing is quite good."""
+    """The class of one of a finding's badges, which colours it. If the noise is unknown, none is "good"."""
     tone = TONES.get(badge, "warn")
     return "plain" if tone == "good" and "noise unknown" in badges else tone
 

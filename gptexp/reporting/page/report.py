@@ -33,7 +33,7 @@ class Report:
     overview: Overview
     answers: list[Answer]
     verdict: Verdict
-    further: list[Proposal]  # to run next
+    further: list[Proposal]  # what to run next
     figures: list[Figure]
 
     @property
@@ -44,7 +44,7 @@ class Report:
 
     @property
     def to_continue(self) -> list[tuple[str, list[str]]]:
-        """How to go on with a sweep before its end: in words, and, if it has stopped, as commands, the newest last."""
+        """How to go on with an unfinished sweep: in words and, if it has stopped, as commands, the newest last."""
         waiting = sum(cell.status not in run_dir.DONE for cell in self.cells)
         if self.goes_on and waiting:
             left = " ".join(filter(None, time_left(self.cells, self.goes_on)))
@@ -55,7 +55,7 @@ class Report:
         stopped = f"The sweep has stopped with {counted(waiting, 'cell')} left."
         if len(self.sweep.commands) == 1:
             how = "Its command goes on with them:"
-        else:  # sweep.json does not say which cells a command has, and keeps of earlier ones those that began
+        else:  # sweep.json does not say which command has which cells, and lacks earlier cells that never began
             how = (
                 "Several commands made it, the newest is the last one. Each goes on with its own cells, and runs no "
                 "cell again that is done:"
@@ -72,7 +72,7 @@ def build_report(
 
     Raises `ConfigError` if `directory` holds neither.
     """
-    read = cache(read)  # for progress and results
+    read = cache(read)  # progress and results read each run once
     sweep = sweep_record.load(directory)
     cells = survey(directory, read)
     goes_on = is_going_on(directory, cells)

@@ -1,8 +1,8 @@
 """The files and terminal output of `gptexp report DIR`.
 
 `records` reads the runs. `forms`, `likelihood` and `posterior` fit a sweep, `curves` and `law` say what the posterior
-means, on plain numbers, and `analysis` applies them to the runs. `answers`, `proposals`, `verdict`, `figures`, `table`
-and `overview` present the result, `report` puts them together, and `page` makes HTML of it.
+means. These five work on plain numbers; `analysis` applies them to the runs. `answers`, `proposals`, `verdict`,
+`figures`, `table` and `overview` present the result, `report` puts it together, and `page` makes HTML of it.
 """
 
 import csv
@@ -33,7 +33,7 @@ from gptexp.storage import run_dir
 LEAST_NEEDED = ("tokens/parameter", "hours", "MFU", "steps", "tokens", "tokens/s", "seed", "status")
 # Columns of the answer that are left out first on a narrow terminal.
 OPTIONAL = ("its interval", "within a seed's spread", "loss there", "surer with", "status")
-NARROWEST_TEXT = 15  # characters of its columns of text, on a narrow terminal
+NARROWEST_TEXT = 15  # characters of the answer's columns of text, on a narrow terminal
 MOST_SENTENCES, MOST_COMMANDS = 5, 3  # without --verbose
 PAGE, NUMBERS, TABLE, PICTURES = "report.html", "report.json", "cells.csv", "pictures"
 
@@ -47,7 +47,7 @@ def write_report(
     """
     report = build_report(directory, behind_nats=behind_nats, within=within)
     with run_dir.storage(directory):
-        for name in (PAGE, NUMBERS, TABLE, PICTURES):  # runs may be links: a report only reads them
+        for name in (PAGE, NUMBERS, TABLE, PICTURES):  # runs may be links, but what a report writes may not
             run_dir.refuse_link(directory / name)
         run_dir.refuse_links(directory / PICTURES)
     run_dir.write_atomically(directory / PAGE, report_page(report, bundle()))
@@ -127,10 +127,10 @@ def _fitted(arm: Arm, batch: int) -> list[float | None]:
 
 
 def show(report: Report, width: int | None = None, is_verbose: bool = False) -> None:
-    """Print the answer of a sweep, what matters most of what else follows, and the commands to run next.
+    """Print the answer of a sweep, the most important findings, and the commands to run next.
 
-    On lines of `width` characters if given. On a narrow terminal tables have fewer columns. No number is cut. With
-    `is_verbose`, and of what has no answer, it prints the table of runs and everything that is known.
+    `width`: characters of a line, if given. On a narrow terminal tables have fewer columns. No number is cut. With
+    `is_verbose`, or if there is no answer, it prints the table of runs and all findings too.
     """
     runs = report.analysis.runs
     if report.answers:

@@ -20,10 +20,10 @@ from gptexp.reporting.statistics.law import Law, fit_law
 from gptexp.reporting.statistics.noise import usual_spread
 
 OPTIMIZER = "optim.name"
-# Key -> the beginning of the keys that it may imply.
+# Key -> prefix of the keys whose values it may imply.
 IMPLYING = {OPTIMIZER: "optim.", "model.parametrisation": "model.base_"}
 WIDTH, HEADS = "model.n_embd", "model.n_head"
-STEPS_SPREAD = 0.05  # of the logarithm of the steps to a loss, over seeds, if no seeds measure it
+STEPS_SPREAD = 0.05  # standard deviation over seeds of log(steps to a loss), if no seeds measure it
 TEXT = "data_hash"  # key of the summary; runs that trained on different text belong to different arms
 
 
@@ -31,13 +31,13 @@ TEXT = "data_hash"  # key of the summary; runs that trained on different text be
 class Arm:
     """Runs that differ only in learning rate, batch size and seed."""
 
-    choices: dict[str, Any]  # keys and values that distinguish it from the other arms; empty if it is the only one
-    implied: set[str]  # keys that others of its `choices` imply, see `_implied`
+    choices: dict[str, Any]  # keys and values that tell the arm from the others; empty if it is the only one
+    implied: set[str]  # keys that follow from others of its `choices`, see `_implied`
     runs: list[Run]
 
     @property
     def label(self) -> str:
-        """What distinguishes it, in a few words; empty if it is the only one."""
+        """What tells the arm from the others, in a few words; empty if it is the only one."""
         return label_of(self.choices, self.implied, self.runs[0])
 
     @cached_property
@@ -78,7 +78,7 @@ class Arm:
 
     @property
     def averages(self) -> bool:
-        """Whether `critical` is that of the averaged weights: if all runs have evaluated them."""
+        """Whether `critical` is that of the averaged weights, which needs their evaluations in all runs."""
         evaluated = [run for run in self.runs if run.val]
         return bool(evaluated) and all(run.val_ema for run in evaluated)
 
@@ -123,7 +123,7 @@ class Arm:
 
     @property
     def all_diverged(self) -> dict[int, list[float]]:
-        """Batch size -> learning rates, for the batch sizes at which training diverged at each of them."""
+        """Batch size -> learning rates, for the batch sizes at which training diverged at every learning rate."""
         return {batch: lrs for batch, lrs in self.diverged.items() if batch not in self.losses}
 
     @property
@@ -133,9 +133,9 @@ class Arm:
 
 
 def label_of(choices: Mapping[str, Any], implied: Collection[str], run: Run) -> str:
-    """The `choices` of an arm with `run`, in a few words.
+    """The `choices` of an arm, one of whose runs is `run`, in a few words.
 
-    The name of an option of the group `model` stands for its keys. Keys that are `implied` are left out.
+    The keys of a known model are replaced by its name, an option of the group `model`. `implied` keys are left out.
     """
     choices = {key: value for key, value in choices.items() if key not in implied}
     if (name := choices.pop(OPTIMIZER, None)) is not None:
@@ -159,7 +159,7 @@ class Analysis:
 
     @property
     def named(self) -> list[str]:
-        """Those of the `differing` keys that tell at least one arm from the others, and that no other key implies."""
+        """The `differing` keys that tell at least one arm from the others, and that no other key implies."""
         return [key for key in self.differing if any(key in arm.choices.keys() - arm.implied for arm in self.arms)]
 
     @property
@@ -169,7 +169,7 @@ class Analysis:
 
     @property
     def best_runs(self) -> list[Run]:
-        """The runs of the cell with the lowest mean loss, which count in it."""
+        """The runs that count in the cell with the lowest mean loss."""
         arm = self.best_arm
         return [run for run in arm.counted if (run.batch, run.lr) == arm.best] if arm is not None else []
 
@@ -203,7 +203,7 @@ def analyse(name: str, runs: Sequence[Run]) -> Analysis:
 
 
 def _implied(runs: Sequence[Run], differing: Collection[str]) -> dict[tuple[str, Any], set[str]]:
-    """(key, value) -> those of the `differing` keys that it implies: they are equal in all `runs` that have it.
+    """(key, value) -> the `differing` keys that it implies: all `runs` with that value agree in these keys.
 
     A width implies the number of heads if all heads have one size.
     """
@@ -232,9 +232,9 @@ def _outcomes(runs: Sequence[Run]) -> tuple[dict[int, dict[float, list[float]]],
         elif run.loss is not None:
             losses[run.batch][run.lr].append(run.loss)
     # A cell with a diverged seed is left out: the mean over its other seeds would be too low.
-    whole = {batch: {lr: seeds for lr, seeds in at_batch.items() if lr not in diverged.get(batch, ())}
-             for batch, at_batch in losses.items()}  # fmt: skip
-    return {b: at for b, at in whole.items() if at}, {batch: sorted(lrs) for batch, lrs in diverged.items()}
+    complete = {batch: {lr: seeds for lr, seeds in at_batch.items() if lr not in diverged.get(batch, ())}
+                for batch, at_batch in losses.items()}  # fmt: skip
+    return {b: at for b, at in complete.items() if at}, {batch: sorted(lrs) for batch, lrs in diverged.items()}
 
 
 def usual_spread_of(runs: Sequence[Run]) -> float:
@@ -253,10 +253,10 @@ def usual_spread_of(runs: Sequence[Run]) -> float:
 def _critical(runs: list[Run], averages: bool) -> tuple[float | None, Critical | None, list[int]]:
     """`target_loss`, `critical` and `at_an_edge` of an arm.
 
-    The target is the lowest loss that every batch size reaches. The fewest steps to it at a batch size are the minimum
-    of a curve of their logarithm over the learning rate, by a posterior like that of the losses. Needs a constant
-    learning rate: with decay, the loss in the middle of a run is not that of a shorter run. Takes the losses of the
-    averaged weights if all runs have them: they come close to those after a decay (arXiv 2410.21676).
+    The target is the lowest loss that every batch size reaches. At each batch size, a curve of log(steps to the target)
+    over the learning rate is fitted like a curve of losses; its minimum gives the fewest steps. This needs a constant
+    learning rate: with decay, the loss in the middle of a run is not that of a shorter run. If all runs have losses of
+    averaged weights, these are taken: they come close to the losses after a decay (arXiv 2410.21676).
     """
     if runs[0].config["schedule.name"] != "constant":
         return None, None, []
@@ -297,7 +297,7 @@ def data_warnings(runs: Sequence[Run]) -> list[str]:
     for run, _, text, usual in _unlike_most(texts):
         lines.append(f"{run.name}: trained on other text (hash {text}) than most (hash {usual}); do not compare it")
     reads = [(run, (_data(run), tokens), read) for run in runs for tokens, read in sorted(run.fingerprints.items())]
-    named = set()  # of each run, the first difference is enough
+    named = set()  # one difference for each run is enough
     for run, (_, tokens), read, usual in _unlike_most(reads):
         if run.name not in named:
             named.add(run.name)
@@ -309,7 +309,7 @@ def data_warnings(runs: Sequence[Run]) -> list[str]:
 
 
 def _unlike_most(values: Sequence[tuple[Run, Any, str]]) -> Iterator[tuple[Run, Any, str, str]]:
-    """Those of the values, given as (run, group, value), that are not the usual one of their group, and the latter."""
+    """Each (run, group, value) whose value is not the most frequent one of its group, with that frequent value."""
     counts: dict[Any, Counter[str]] = defaultdict(Counter)
     for _, group, value in values:
         counts[group][value] += 1
@@ -320,7 +320,7 @@ def _unlike_most(values: Sequence[tuple[Run, Any, str]]) -> Iterator[tuple[Run, 
 
 
 def _data(run: Run) -> str:
-    """Equal for runs that must read the same tokens in the same order."""
+    """A text that is equal for runs that must read the same tokens in the same order."""
     keys = ("train.seed", "batch.seq_len", "model.block_size", "data.order", "data.offset", "data.max_tokens",
             "data.val_tokens", "data.val_ratio", "data.val_split")  # fmt: skip
     return repr([run.summary.get(TEXT), *(run.config.get(key) for key in keys)])

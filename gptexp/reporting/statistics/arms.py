@@ -1,7 +1,6 @@
 """Arms of a sweep side by side: their laws, the batch sizes up to which each keeps its loss, and sizes of a model.
 
-An arm has one optimum for each batch size. Here the optima of different arms are compared, as far as they have
-intervals.
+An arm has one optimum for each batch size. Here the bracketed optima of different arms are compared.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,7 +21,7 @@ from gptexp.reporting.statistics.posterior import interval, middle
 
 SIZES = {"model.n_embd": ("model.n_head",), "model.n_layer": ()}  # size of a model -> keys that may change with it
 
-# Losses count as equal above this p-value. In simulations of flat and of rising losses others biased the limit more.
+# Losses count as equal above this p-value. In simulations of flat and of rising losses, others biased `Limit` more.
 EQUAL_P = 0.3
 QUANTILE = float(special.ndtri((1 + CONFIDENCE) / 2))  # half of a 95% interval in standard errors
 
@@ -44,9 +43,9 @@ class Limit:
     """The batch size in tokens at which an arm falls behind; None: not up to `largest`."""
 
     tokens: float | None
-    low: float | None  # 95% interval; given if `tokens` is
+    low: float | None  # 95% interval; an end is None if it lies above `largest`
     high: float | None
-    largest: int  # batch size with an optimum that has an interval
+    largest: int  # batch size at which the arm has an optimum
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ class Transfer:
     """How the best learning rate changes with a size of the model, at one batch size."""
 
     key: str  # of the config: the size
-    label: str  # of the arms, without the size; empty if there are no others
+    label: str  # of the arms, without the size; empty if nothing else tells them from other arms
     batch: int  # tokens
     optima: dict[int, Optimum]  # size -> optimum
     factor: Interval  # of the best learning rate, from the smallest to the largest size
@@ -65,8 +64,8 @@ def clearest_gap(arms: Sequence[Mapping[int, Array]]) -> tuple[int, int, Interva
 
     Arms are given by the draws of their optima, see `law.fit_law`.
 
-    Not those that differ most: their exponents may be known the least. As they are chosen among several pairs, the
-    interval is wider by Bonferroni's correction. None if no two arms have two batch sizes in common.
+    These need not be the arms that differ most, whose exponents may be known the least. As the pair is chosen among
+    several, its interval is wider by Bonferroni's correction. None if no two arms have two batch sizes in common.
     """
     pairs = list(combinations(range(len(arms)), 2))
     gaps = {}
@@ -79,10 +78,10 @@ def clearest_gap(arms: Sequence[Mapping[int, Array]]) -> tuple[int, int, Interva
 
 
 def falls_behind(losses: Mapping[int, Array], nats: float) -> Limit | None:
-    """The first batch size at which the loss at the optimum is `nats` above the `_lowest` at smaller batch sizes.
+    """The first batch size at which the loss at the optimum is `nats` above the `_lowest` loss at smaller ones.
 
-    `losses`: batch size -> joint draws. Between two batch sizes the loss is interpolated over the logarithm; its
-    interval follows from those of the losses. None with fewer than two batch sizes.
+    `losses`: batch size -> joint draws. Between two batch sizes the loss is interpolated over their logarithm. The
+    interval of the result follows from those of the losses. None with fewer than two batch sizes.
     """
     sizes = sorted(losses)
     if len(sizes) < 2:
@@ -99,9 +98,9 @@ def falls_behind(losses: Mapping[int, Array], nats: float) -> Limit | None:
 def _lowest(draws: Sequence[Array]) -> tuple[Array, float]:
     """Draws of the lowest loss, and the mean of the losses that may be equal to it, weighted by precision.
 
-    Of equal losses the lowest is too low by chance. So the next higher ones are averaged with it, as long as a
-    chi-squared test takes them for equal (p-value above `EQUAL_P`). Which ones these are depends on the losses, so
-    the mean counts as no more certain than the lowest alone.
+    The lowest of several equal losses is too low by chance. So the next higher ones are averaged with it, as long as a
+    chi-squared test takes them all for equal (p-value above `EQUAL_P`). Because the losses decide which ones are
+    averaged, the mean counts as no more certain than the lowest loss alone.
     """
     rising = sorted(draws, key=lambda loss: float(np.median(loss)))
     losses, half_widths = np.transpose([middle(loss) for loss in rising])
@@ -116,9 +115,9 @@ def _lowest(draws: Sequence[Array]) -> tuple[Array, float]:
 
 
 def _crossing(segments: Iterable[Sequence[tuple[int, float, float]]], nats: float, sign: int) -> float | None:
-    """Where a gap plus `sign` times half of its interval first reaches `nats`.
+    """The batch size at which a gap plus `sign` times half of its interval first reaches `nats`.
 
-    `segments`: of neighbouring batch sizes: size, gap and half of its interval.
+    `segments`: two neighbouring batch sizes each, as (size, gap, half of the gap's interval).
     """
     for (size, *start), (next_size, *end) in segments:
         gap, next_gap = (value + sign * half for value, half in (start, end))
@@ -129,9 +128,9 @@ def _crossing(segments: Iterable[Sequence[tuple[int, float, float]]], nats: floa
 
 
 def transfers(arms: Sequence[Arm]) -> list[Transfer]:
-    """For each size in which the arms differ, and all arms that are alike otherwise, how their optima change with it.
+    """How the optima change with each size of the model in which arms differ, among arms that are otherwise alike.
 
-    At each batch size at which two or more of these arms have an optimum with an interval.
+    There is one result for each batch size at which two or more of these arms have a bracketed optimum.
     """
     transfers = []
     for key, tied in SIZES.items():

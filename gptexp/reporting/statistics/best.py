@@ -1,4 +1,4 @@
-"""Runs that stand for a sweep, in commands that need single ones: those of the cell that its report calls best."""
+"""Runs that stand for a sweep where a command needs single runs: the runs of the cell that the report calls best."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +11,7 @@ from gptexp.storage import run_dir
 
 
 def one_run(directory: Path) -> Path:
-    """Return `directory` if it is a run's. If it is a sweep's, return that of its best run, and name it on stderr.
+    """Return `directory` if it holds a run. If it holds a sweep, return the directory of its best run, named on stderr.
 
     Raises `ConfigError` if there is no run, and `CheckpointError` if no run of the sweep has a loss that counts.
     """
@@ -23,23 +23,23 @@ def one_run(directory: Path) -> Path:
 
 
 def runs_to_compare(directories: Sequence[Path]) -> list[Path]:
-    """The runs in `directories`. All runs of its best cell stand for a sweep, and are named on stderr.
+    """The runs in `directories`. A sweep stands for all runs of its best cell, which are named on stderr.
 
-    Raises `ConfigError` if fewer than two different directories are given, and as `one_run` does.
+    Raises `ConfigError` if fewer than two different directories are given, and the errors of `one_run`.
     """
     if len(directories) < 2:
         raise ConfigError(f"{directories[0]}: a single run; give two or more to compare")
     runs: dict[Path, Path] = {}  # resolved path -> path
-    for given in directories:
-        cell = [given]
-        if not run_dir.is_run(given):
-            best = _best_cell_of(given)
+    for argument in directories:
+        cell = [argument]
+        if not run_dir.is_run(argument):
+            best = _best_cell_of(argument)
             names = ", ".join(run.name for run in best)
-            warn(f"{given}: its best cell is compared, with {counted(len(best), 'run')}: {names}")
+            warn(f"{argument}: its best cell is compared, with {counted(len(best), 'run')}: {names}")
             cell = [run.directory for run in best]
         for directory in cell:
             if directory.resolve() in runs:
-                raise ConfigError(f"{given}: stands for {directory}, which is given twice; leave it out")
+                raise ConfigError(f"{argument}: stands for {directory}, which is given twice; leave it out")
             runs[directory.resolve()] = directory
     return list(runs.values())
 
@@ -57,7 +57,7 @@ def _best_cell_of(sweep: Path) -> list[Run]:
 def best_cell(runs: Sequence[Run]) -> list[Run]:
     """The runs of the cell with the lowest mean loss, one for each seed, the lowest loss first; empty if there is none.
 
-    The cell is that of a report, and so are the runs that count in it.
+    A report has the same best cell, and counts the same runs in it.
     """
     if all(run.loss is None for run in runs):
         return []

@@ -20,7 +20,7 @@ from gptexp.reporting.statistics.noise import LEVEL, f_tail, t_quantile
 
 OVERHEAD = 1.2
 ROUNDING = 1e-16  # mean square of log S; smaller ones are rounding errors
-OCTAVES_BEYOND = 20.0  # the batch sizes of the runs, that a fit may go; there S is a power of B, or constant
+OCTAVES_BEYOND = 20.0  # how far a fit may go beyond the batch sizes of the runs; there S is a power of B, or constant
 FEWEST = 4  # batch sizes; a hyperbola has two parameters, and its residuals need two degrees of freedom
 
 
@@ -50,8 +50,8 @@ class Critical:
 def critical_batch_size(steps: Mapping[int, float]) -> Critical:
     """Fit log S over the batch sizes by least squares. `steps`: batch size in tokens -> steps; at least two sizes.
 
-    The interval follows from the residuals: it holds each critical batch size for which the best S_min leaves no
-    significantly larger sum of squares. It is unbounded where S is a power of B over all batch sizes.
+    The interval follows from the residuals: it holds each critical batch size whose sum of squares, with the best
+    S_min for it, is not significantly above the lowest. It is unbounded where S is a power of B over all batch sizes.
     """
     ordered = dict(sorted(steps.items()))
     sizes, s = np.array(list(ordered), dtype=float), np.array(list(ordered.values()))
@@ -66,7 +66,7 @@ def critical_batch_size(steps: Mapping[int, float]) -> Critical:
     limit = 2 * cost * (1 + t * t / dof) + ROUNDING
 
     def excess(octave: float) -> float:
-        """The sum of squares at a critical batch size of 2^`octave`, less the limit."""
+        """The sum of squares at a critical batch size of 2^`octave`, minus the limit."""
         rest = np.log(s) - np.log1p(2**octave / sizes)
         return float(np.sum((rest - rest.mean()) ** 2)) - limit
 

@@ -1,4 +1,4 @@
-"""What the posterior of a sweep says at each batch size: whether an optimum is bracketed, where it is, and its loss."""
+"""What the posterior says at each batch size: whether the learning rates bracket an optimum, where it is, its loss."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -19,17 +19,17 @@ Cell = tuple[int, float]  # batch size in tokens, learning rate
 Status = Literal["bracketed", "not bracketed", "flat", "jagged", "too few"]
 Side = Literal["higher", "lower"]
 
-OUTSIDE = 0.1  # probability of an optimum outside the grid up to which it is bracketed
-LIKELY = 0.5  # probability
-SURE_SIDE = 0.9  # probability of one side from which two learning rates show where to go on
-MOST_HUMPS = 0.25  # of a batch size's learning rates; with more of them, it is jagged
-FAR_UP = 0.5  # share of the range of mean losses; a run where the curve lies higher is no outlier
-WILD = 2.0  # times the noise of the curve; seeds that vary more are judged without it
-MISSED = 4.0  # standard errors between a curve and a cell from which the curve does not explain it
-SPACING = 2.0  # ratio of learning rates next to a grid of only one
-CLOSEST = 1.3  # ratio of two learning rates between which another one says little
-SCAN = 200  # learning rates at which the curve is compared with its minimum
-CENTRAL = 0.68  # the probability of a narrower interval, of about one standard error
+OUTSIDE = 0.1  # an optimum is bracketed if it lies outside the grid with at most this probability
+LIKELY = 0.5  # above this probability of an optimum on one side of the grid, runs should go on there
+SURE_SIDE = 0.9  # from this probability of one side, two learning rates suffice to show where to go on
+MOST_HUMPS = 0.25  # share of a batch size's learning rates; if more of them are humps, its losses are jagged
+FAR_UP = 0.5  # share of the range of mean losses; cells where the curve lies higher are not compared with it
+WILD = 2.0  # seeds that vary by more than so many times the curve's noise are judged without the curve
+MISSED = 4.0  # standard errors beyond which a curve does not explain a cell
+SPACING = 2.0  # ratio from the only learning rate of a grid to the next ones on both sides
+CLOSEST = 1.3  # between two learning rates within this ratio, another one says little
+SCAN = 200  # number of learning rates at which a curve is evaluated
+CENTRAL = 0.68  # probability of the narrower intervals: about one standard error on each side
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,12 @@ class Noise:
     """Standard deviation of one run's final loss over seeds at the best learning rate, in nats."""
 
     sigma: float
-    dof: int  # seeds beyond the first that measure it; 0: it is assumed
+    dof: int  # seeds beyond the first that measure sigma; 0: sigma is assumed
 
 
 @dataclass(frozen=True)
 class Optimum:
-    """The best learning rate. Intervals have 95%. Losses in nats per token."""
+    """The best learning rate, with 95% intervals. Losses in nats per token."""
 
     lr: float
     low: float
@@ -50,7 +50,7 @@ class Optimum:
     loss: float  # expected, of a run at the best learning rate
     loss_low: float
     loss_high: float
-    tie_low: float  # between this and `tie_high` a run is expected to lose less than one seed's spread against `lr`
+    tie_low: float  # from here to `tie_high`, the expected loss is within a seed's standard deviation of that at `lr`
     tie_high: float
 
     @property
@@ -85,7 +85,7 @@ class Curve:
     best: float  # the learning rate with the lowest mean loss
     below: float = 0.0  # probability that the best learning rate is below the grid
     above: float = 0.0
-    side: Side | None = None  # where to go on, if it is not bracketed and one side is more likely than not
+    side: Side | None = None  # where to go on if it is not bracketed: the likely side, or that of the lowest loss
     optimum: Optimum | None = None  # given if bracketed
     outliers: list[Outlier] = field(default_factory=list)
 
@@ -95,7 +95,7 @@ class Curve:
 
 
 class BatchFit:
-    """The posterior at one batch size, beside the losses that it was fitted to."""
+    """The posterior at one batch size, with the losses that it was fitted to."""
 
     def __init__(self, posterior: Posterior, batch: int, losses: Losses, diverged: Sequence[float]) -> None:
         """`losses`: by rising learning rates; `diverged`: learning rates."""
@@ -104,15 +104,15 @@ class BatchFit:
         self.lrs, self.x = list(losses), np.log2(list(losses))
         self.octaves, self.best_losses = posterior.m[:, j], posterior.c[:, j]  # draws, as in `Curves`
         self.best = self.lrs[cells.lowest[j]]  # the learning rate with the lowest mean loss
-        self.weights = dict(zip(self.lrs, cells.weights[j], strict=True))  # of the runs of each cell, by rising loss
+        self.weights = dict(zip(self.lrs, cells.weights[j], strict=True))  # lr -> weights of its runs, by rising loss
         self.means = {lr: float(np.average(sorted(losses[lr]), weights=w)) for lr, w in self.weights.items()}
-        # A learning rate that diverged above the lowest loss ends the grid: it is known to be too large. But if the
-        # optimum is likely to lie above all that completed, no loss near it is known.
+        # The lowest learning rate that diverged above the best one is too large, so it ends the grid. But if the
+        # optimum seems to lie between it and the highest one that completed, no loss near the optimum is known.
         limit, centre = float(cells.limit[j]), float(np.median(self.octaves))
         is_between = limit - self.x[-1] > math.log2(CLOSEST) and centre > self.x[-1]
         is_closed = math.isfinite(limit) and not is_between
         self.top = limit + NARROWEST if is_closed else float(self.x[-1])  # log2 of the upper end of the grid
-        self.below = float((self.octaves < self.x[0]).mean())  # probability of an optimum there
+        self.below = float((self.octaves < self.x[0]).mean())  # probability that the optimum is below the grid
         self.above = float((self.octaves > self.top).mean())
         self.open_end: Side | None = None  # where the loss is lowest, if that is an end of the grid
         if self.best == self.lrs[0]:
@@ -129,7 +129,7 @@ class BatchFit:
         side = self.open_end
         if max(self.below, self.above) > LIKELY:
             side = "higher" if self.above > self.below else "lower"
-        outliers = self._outliers() if status != "jagged" else []  # there, no curve tells them from the others
+        outliers = self._outliers() if status != "jagged" else []  # no curve tells which runs are outliers
         noise = Noise(self.sigma, sum(len(seeds) - 1 for seeds in self.losses.values()))
         side = side if optimum is None else None
         return Curve(status, why, noise, self.best, self.below, self.above, side, optimum, outliers)
@@ -182,17 +182,17 @@ class BatchFit:
 
     @cached_property
     def _sigmas(self) -> list[float]:
-        """The noise at each learning rate: that of the curve, or of the seeds there if they vary more."""
+        """The noise at each learning rate: that of the curve, or that of its seeds if they vary more."""
         noise = np.median(self.posterior.noise(self.batch, self.x), axis=0)
         return [max(float(sigma), stdev(seeds) if len(seeds) > 1 else 0.0)
                 for sigma, seeds in zip(noise, self.losses.values(), strict=True)]  # fmt: skip
 
     @cached_property
     def misses(self) -> dict[float, float]:
-        """By how many standard errors the curve lies above the mean loss of each cell that is not far up.
+        """By how many standard errors the curve lies above the mean loss of each cell that is not far up (`FAR_UP`).
 
-        Only its own noise may part it from a cell that hardly counts, which has not moved the curve, and from the best
-        one, whose loss is shown as the answer.
+        The standard error contains the curve's uncertainty and the cell's noise. It is the noise alone for cells that
+        hardly count, because they have not moved the curve, and for the best cell, whose loss is shown as the answer.
         """
         draws = self.posterior.loss(self.batch, self.x)
         curve, spread = np.median(draws, axis=0), draws.std(axis=0)
@@ -208,7 +208,7 @@ class BatchFit:
         return misses
 
     def _humps(self) -> int:
-        """Learning rates whose loss is above those of a lower and of a higher one, by more than seeds explain."""
+        """The number of learning rates with a lower loss somewhere on both sides, by more than seeds explain."""
         means = np.array(list(map(fmean, self.losses.values())))
         margins = MISSED * np.array(self._sigmas) / np.sqrt(list(map(len, self.losses.values())))
         highest = means + margins
@@ -230,7 +230,7 @@ class BatchFit:
         return outliers
 
     def explains(self, lr: float) -> bool:
-        """Whether the curve says the loss: not where seeds vary more than its noise, are off it or hardly count."""
+        """Whether the curve explains the loss: not if seeds vary more than its noise, miss it or hardly count."""
         seeds = self.losses.get(lr, [])
         if len(seeds) < 2:
             return True
@@ -246,7 +246,7 @@ class BatchFit:
 
 @dataclass(frozen=True)
 class Curves:
-    """The curves of all batch sizes of an arm."""
+    """The curves of all batch sizes of an arm, see `analysis.Arm`."""
 
     losses: dict[int, dict[float, list[float]]]  # batch size in tokens -> learning rate -> final loss of each seed
     diverged: dict[int, list[float]]  # batch size -> learning rates
@@ -284,7 +284,7 @@ class Curves:
 
     @cached_property
     def means(self) -> dict[Cell, float]:
-        """Mean loss of each cell, in which a run far from the others of its cell hardly counts."""
+        """Mean loss of each cell; a run far from the others of its cell hardly counts."""
         means: dict[Cell, float] = {}
         for batch, losses in self.losses.items():
             by_lr = self.fits[batch].means if batch in self.fits else {lr: np.mean(sorted(losses[lr])) for lr in losses}
@@ -307,12 +307,12 @@ class Curves:
         return np.hstack([self.posterior.loss(batch, [math.log2(lr)]) for batch, lr in cells])
 
     def worse(self, cells: Sequence[Cell], than: Cell) -> set[Cell]:
-        """Those of `cells` whose loss is significantly higher than that of the cell `than`.
+        """The `cells` whose loss is significantly higher than that of the cell `than`.
 
-        Corrected for choosing the lowest of them. Where a batch size has no curve, or seeds vary more than the noise of
-        the curve, cells are judged by their seeds alone (`means.against_lowest`), else by the posterior
-        (`means.worse_than_lowest`). A curve has one minimum, so a cell is worse too if one between it and the best cell
-        of its batch size is. At the batch size of `than`, a learning rate that may be the best one is not among them.
+        The tests are corrected for choosing the lowest cell. Cells that a curve explains are compared by the posterior
+        (`means.worse_than_lowest`), others by seeds alone (`means.against_lowest`). If no curve explains `than`, seeds
+        judge all. A curve has one minimum, so a cell is also worse if a worse one lies between it and the best one of
+        its batch size. At the batch size of `than`, no learning rate in the interval of the optimum is worse.
         """
         optimum = self.optima.get(than[0])
         cells = [c for c in cells if not (c[0] == than[0] and optimum is not None and optimum.holds(c[1]))]
@@ -333,7 +333,7 @@ class Curves:
         return cell[0] in self.fits and self.fits[cell[0]].explains(cell[1])
 
     def _is_beyond(self, cell: Cell, other: Cell) -> bool:
-        """Whether `cell` lies on the same side of the best cell as `other`, further away and higher, on a curve."""
+        """Whether `other` is lower than `cell` and lies between it and the best cell, on a curve with one minimum."""
         (batch, lr), (other_batch, nearer), best = cell, other, self.by_batch[other[0]].best
         is_further = lr < nearer < best or lr > nearer > best
         is_higher = batch == other_batch and is_further and self.means[cell] > self.means[other]
@@ -344,8 +344,8 @@ class Curves:
         curve = self.by_batch[batch]
         if batch not in self.fits or curve.status == "jagged":
             return self.means[batch, curve.best]
-        at = self.fits[batch]
-        return float(np.median(at.posterior.loss(batch, np.linspace(at.x[0], at.x[-1], SCAN)).min(axis=1)))
+        fitted = self.fits[batch]
+        return float(np.median(fitted.posterior.loss(batch, np.linspace(fitted.x[0], fitted.x[-1], SCAN)).min(axis=1)))
 
 
 def fit_curves(losses: Mapping[int, Losses], diverged: Mapping[int, Sequence[float]], usual_spread: float) -> Curves:
@@ -354,7 +354,7 @@ def fit_curves(losses: Mapping[int, Losses], diverged: Mapping[int, Sequence[flo
     `losses`: batch size -> losses of completed runs; `diverged`: batch size -> learning rates that diverged;
     `usual_spread`: standard deviation over seeds that such runs have had, in nats.
     """
-    ordered = {b: {lr: list(seeds) for lr, seeds in sorted(at.items())} for b, at in sorted(losses.items())}
+    ordered = {b: {lr: list(seeds) for lr, seeds in sorted(by_lr.items())} for b, by_lr in sorted(losses.items())}
     ended = {batch: sorted(lrs) for batch, lrs in sorted(diverged.items())}
     several = tuple(
         (batch, tuple((lr, tuple(sorted(seeds))) for lr, seeds in at_batch.items()))
@@ -368,12 +368,12 @@ def fit_curves(losses: Mapping[int, Losses], diverged: Mapping[int, Sequence[flo
 
 @lru_cache(maxsize=16)
 def _posterior(losses: tuple[Any, ...], diverged: tuple[Any, ...], usual_spread: float) -> Posterior:
-    """The posterior of losses as tuples of pairs. A live page asks for it again and again."""
+    """The posterior of losses as tuples of pairs. It is cached, because a live page asks for it repeatedly."""
     return fit({batch: dict(at_batch) for batch, at_batch in losses}, dict(diverged), usual_spread)
 
 
 def one_step_outside(lrs: Sequence[float]) -> tuple[float, float]:
-    """The learning rates below and above a grid of rising ones, as far from its ends as the next ones inside."""
+    """One learning rate below and one above a rising grid, as far from its ends as the next ones inside."""
     if len(lrs) < 2:
         return lrs[0] / SPACING, lrs[0] * SPACING
     return lrs[0] ** 2 / lrs[1], lrs[-1] ** 2 / lrs[-2]

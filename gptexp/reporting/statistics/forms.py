@@ -1,8 +1,8 @@
 """Forms of the curve of loss over learning rate. The true form is unknown, so the posterior averages over these.
 
-With u = log2(lr) - m, the distance to the best learning rate in octaves, a curve is c + a h(u). Its slope is
-h'(u) = u exp(g(u)), so every form has one minimum, at u = 0. A constant g is a parabola; g says how the curvature
-changes along the curve. h is scaled so that it is 1 on average at an octave below and above the minimum.
+Let u = log2(lr) - m, the distance to the best learning rate in octaves (factors of 2). A curve is c + a h(u). The slope
+of h is h'(u) = u exp(g(u)), so every form has one minimum, at u = 0. A constant g gives a parabola; in general g says
+how the curvature changes along the curve. h is scaled so that the mean of h(-1) and h(1) is 1.
 """
 
 from collections.abc import Sequence
@@ -15,12 +15,12 @@ from scipy import special
 Array = npt.NDArray[np.floating]
 Indices = npt.NDArray[np.intp]
 
-REACH, STEPS = 12.0, 240  # octaves on each side of the minimum at which h is tabulated, and steps on each side
+REACH, STEPS = 12.0, 240  # on each side of the minimum: octaves over which h is tabulated, and steps
 U = np.linspace(-REACH, REACH, 2 * STEPS + 1)
 STEP = REACH / STEPS
-FAR_FROM, FAR_TO = 1.0, 4.0  # octaves between which the far part of a curve may bend
+FAR_FROM, FAR_TO = 1.0, 4.0  # octaves from the minimum between which `far` and `far_lean` change g
 LARGEST_G = 8.0
-SIDE_REACH = 1.5  # octaves
+SIDE_REACH = 1.5  # octaves, see `side`
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,10 @@ class Form:
 
 # `skew`: LINEX, h = 2 (e^(ku) - 1 - ku) / k^2 (Varian 1975, in Studies in Bayesian Econometrics and Statistics): the
 # loss falls slowly and rises like a wall. On real sweeps k is near 0.4 (the README's studies, Step Law's public table).
-# `kink`: two curvatures, one on each side. `power`, `lean`: |u|^p, with the mean and the difference of both sides' p.
-# `wall`: the curvature rises at `onset` octaves above the minimum, where training becomes unstable, by a factor of
-# e^wall. `growth`: from there it grows with the distance.
-# `far`, `far_lean`: a bend beyond one octave, the same or opposite on both sides.
+# `kink`: two curvatures, one on each side. `power`, `lean`: |u|^p; `power` changes p alike on both sides, `lean` in
+# opposite directions. `wall`: the curvature rises by a factor of e^wall at `onset` octaves above the minimum, where
+# training becomes unstable. `growth`: from `onset` on, the curvature grows with the distance.
+# `far`, `far_lean`: a bend beyond one octave; `far` bends both sides alike, `far_lean` in opposite directions.
 SKEW, KINK, POWER, LEAN = (0.4, 0.6), (0.2, 0.6), (0.0, 0.6), (0.0, 0.5)
 WALL, ONSET, FAR = (1.0, 1.0), (0.7, 0.6), (0.0, 0.3)
 FORMS = {
@@ -57,16 +57,16 @@ FORMS = {
 
 
 def table_of(form: Form, parameters: Sequence[Array]) -> Array:
-    """h at each of `U`, shape (T, len(U)). `parameters`: those of the form in order, each of shape (T,)."""
+    """h at each of `U`, shape (T, len(U)). `parameters`: T values of each parameter of the form."""
     side, log_power = np.sign(U), np.log((np.abs(U) + form.core + 1e-9) / (1 + form.core))
     far = np.clip(np.abs(U) - FAR_FROM, 0, FAR_TO - FAR_FROM)
     g = np.zeros((len(parameters[0]), len(U)))
-    given = dict(zip(form.parameters, parameters, strict=True))
-    for name, values in given.items():
+    values_of = dict(zip(form.parameters, parameters, strict=True))
+    for name, values in values_of.items():
         if name == "wall":
-            g += values[:, None] * special.expit((U - given["onset"][:, None]) / form.core)
+            g += values[:, None] * special.expit((U - values_of["onset"][:, None]) / form.core)
         elif name == "growth":
-            beyond = form.core * np.logaddexp(0, (U - given["onset"][:, None]) / form.core)
+            beyond = form.core * np.logaddexp(0, (U - values_of["onset"][:, None]) / form.core)
             g += np.log1p(np.exp(values)[:, None] * beyond)
         elif name == "skew":
             ku = np.where(np.abs(values) < 1e-3, 1e-3, values)[:, None] * np.where(U == 0, 1e-6, U)
@@ -86,19 +86,19 @@ def table_of(form: Form, parameters: Sequence[Array]) -> Array:
 
 
 def departure(table: Array) -> Array:
-    """How far each form is from a parabola: the standard deviation of g within an octave of the minimum, shape (T,)."""
+    """How far each curve is from a parabola: the standard deviation of g within an octave of the minimum, (T,)."""
     near = np.flatnonzero((np.abs(U) <= 1) & (U != 0))
     slope = (table[:, near + 1] - table[:, near - 1]) / U[near]
     return np.asarray(np.log(np.maximum(slope, 1e-6)).std(axis=1))
 
 
 def side(u: Array) -> Array:
-    """u near the minimum, and constant beyond `SIDE_REACH` octaves from it."""
+    """A function that is close to u near the minimum, and tends to +-`SIDE_REACH` far from it."""
     return np.asarray(SIDE_REACH * np.tanh(u / SIDE_REACH))
 
 
 def read(table: Array, rows: Indices | slice, u: Array) -> Array:
-    """h at `u` by linear interpolation in the `rows` of a table."""
+    """h at `u`, by linear interpolation in the `rows` of a table of h."""
     position = np.clip((u + REACH) / STEP, 0, len(U) - 1.001)
     index = position.astype(np.intp)
     low = table[rows, index]

@@ -1,8 +1,8 @@
 """The best learning rate as a power of the batch size, lr*(B) = lr_0 (B / B_0)^alpha, from the posterior of the optima.
 
-log2 lr* is a line in log2 B plus a scatter of each batch size around it. Given the scatter, the line follows from the
-optima's means and covariance by generalised least squares; the scatter has a prior near zero and is averaged over
-(random effects; DerSimonian and Laird 1986, Controlled Clinical Trials 7:177; Gelman 2006, Bayesian Analysis 1:515).
+log2 lr* is a line in log2 B, and the optima scatter around it. For a given size of scatter, the means and covariance of
+the optima give the line by generalised least squares. This size has a prior near zero and is averaged over (random
+effects; DerSimonian and Laird 1986, Controlled Clinical Trials 7:177; Gelman 2006, Bayesian Analysis 1:515).
 """
 
 from collections.abc import Mapping
@@ -19,8 +19,8 @@ from gptexp.reporting.statistics.posterior import DRAWS, interval
 SLOPES = {"constant": 0.0, "square root": 0.5, "linear": 1.0}  # exponents of the usual scaling rules
 SCATTERS = np.array([0.0, 0.03, 0.06, 0.1, 0.15, 0.25, 0.4, 0.7, 1.2])  # octaves
 USUAL_SCATTER, SCATTER_DOF = 0.015, 3.0  # scale in octaves, and degrees of freedom, of the half-t prior of the scatter
-LARGE_SCATTER = 0.1  # octaves, from which it is mentioned
-BENDS_FROM = 4  # batch sizes
+LARGE_SCATTER = 0.1  # octaves; a larger scatter is mentioned
+BENDS_FROM = 4  # batch sizes that the test for a bend needs
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,12 @@ class Law:
 
 
 def independent_difference(one: Array, other: Array) -> Array:
-    """Draws of a difference between two arms, in another order: theirs are made with the same random numbers."""
+    """Draws of a difference of two arms, one of them shuffled: both were drawn with the same random numbers."""
     return np.asarray(one - np.random.default_rng(2).permutation(other))
 
 
 def fit_law(octaves: Mapping[int, Array]) -> Law | None:
-    """The law of optima. `octaves`: batch size -> joint draws of log2 of a learning rate. None with fewer than two."""
+    """The law of optima; None for fewer than two. `octaves`: batch size -> joint draws of log2 of a learning rate."""
     if len(octaves) < 2:
         return None
     sizes = sorted(octaves)
@@ -66,7 +66,7 @@ def fit_law(octaves: Mapping[int, Array]) -> Law | None:
     centre = float(np.average(x, weights=np.maximum(precision, 1e-9)))
     lines, scatters = _coefficients(np.vander(x - centre, 2), mean, covariance)
     low, high = interval(lines[:, 0])
-    # No exponent is refused whose best line stays within the central intervals of all batch sizes.
+    # The interval includes the exponents of all lines that pass through the central interval of each batch size.
     ends = [(at, *interval(draws[:, j], CENTRAL)) for j, at in enumerate(x)]
     flattest = max((low_1 - high_0) / (x_1 - x_0) for (x_0, _, high_0), (x_1, low_1, _) in combinations(ends, 2))
     steepest = min((high_1 - low_0) / (x_1 - x_0) for (x_0, low_0, _), (x_1, _, high_1) in combinations(ends, 2))
@@ -84,7 +84,7 @@ def fit_law(octaves: Mapping[int, Array]) -> Law | None:
 
 def _coefficients(design: Array, mean: Array, covariance: Array) -> tuple[Array, Array]:
     """Draws of the coefficients of `design`, and the scatter of each draw."""
-    logs, centres, roots = [], [], []  # of each scatter
+    logs, centres, roots = [], [], []  # one for each of SCATTERS
     for scatter in SCATTERS:
         noise = covariance + (scatter**2 + 1e-8) * np.eye(len(mean))
         inverse = np.linalg.inv(noise)
@@ -92,7 +92,7 @@ def _coefficients(design: Array, mean: Array, covariance: Array) -> tuple[Array,
         error = np.linalg.inv(known)
         best = error @ (design.T @ inverse @ mean)
         left = mean - design @ best
-        # Marginal likelihood with a flat prior of the coefficients; the values of SCATTERS rise geometrically.
+        # Marginal likelihood with a flat prior of the coefficients. `shares` accounts for the spacing of SCATTERS.
         log = -0.5 * (left @ inverse @ left + np.linalg.slogdet(noise)[1] + np.linalg.slogdet(known)[1])
         log -= (SCATTER_DOF + 1) / 2 * np.log1p((scatter / USUAL_SCATTER) ** 2 / SCATTER_DOF)
         logs.append(log)
@@ -108,7 +108,7 @@ def _coefficients(design: Array, mean: Array, covariance: Array) -> tuple[Array,
 def fit_ratio(one: Mapping[int, Array], other: Mapping[int, Array]) -> Law | None:
     """The law of the best learning rates of an arm divided by those of another, at the batch sizes that both have.
 
-    The exponent is the difference of theirs. If both lie on a curve, the ratio does as far as the curves differ, so it
-    is known better than from two laws. None with fewer than two such batch sizes.
+    Its exponent is the difference of the arms' exponents. A bend that both arms share cancels in the ratio, so the
+    difference is known better than from two laws. None with fewer than two such batch sizes.
     """
     return fit_law({size: independent_difference(one[size], other[size]) for size in one.keys() & other.keys()})

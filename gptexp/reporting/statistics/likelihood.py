@@ -4,19 +4,19 @@ At batch size j the loss of a run at x = log2(lr) is
 
     c_j + a_j h(u) (1 + t_j s(u)) + misfit + noise,    u = x - m_j.
 
-- h is the form (forms.py), the same at all batch sizes; t_j is the own skew of a batch size, t_j ~ N(0, `own_skew`) up
-  to `MOST_SKEW`, and s(u) = `side(u)` is near u.
-- Misfit is independent between learning rates. Its standard deviation is a share of the height a_j h(u), so no misfit
-  makes a point that lies high a minimum.
-- The standard deviation of the noise is sigma_j 2^(rise d), where d is the distance in octaves from the learning rate
-  with the lowest mean, up to `NOISE_REACH`. On real sweeps it rises with the learning rate. sigma_j^2 has an inverse
-  gamma prior around sigma^2, so batch sizes share the noise by as much as their seeds say.
+- h is the form (forms.py), the same at all batch sizes. The height a_j is how far the loss rises over about an octave.
+- t_j is a skew that only this batch size has: normal with standard deviation `own_skew`, up to `MOST_SKEW`; s = `side`.
+- Misfit is the error of the form, independent between learning rates. Its standard deviation is a share of a_j h(u), so
+  misfit cannot turn a point far above the minimum into the minimum.
+- The standard deviation of the noise is sigma_j 2^(rise d). Here d is the distance in octaves from the learning rate
+  with the lowest mean, at most `NOISE_REACH`. On real sweeps noise rises with the learning rate. sigma_j^2 has an
+  inverse gamma prior around sigma^2, so a batch size with few seeds takes its noise mostly from the others.
 
-Given the shared parameters and m_j, the losses are linear in c_j, a_j and t_j, whose integrals are closed (a_j >= 0);
-sigma_j is summed over quantiles of its posterior given the seeds.
+Given the shared parameters and m_j, the losses are linear in c_j, a_j and t_j. Their integrals have a closed form
+(with a_j >= 0). The integral over sigma_j is a mean over quantiles of its posterior given the seeds.
 
-Letters in shapes: J batch sizes, n learning rates, T sets of shared parameters, M places of the optimum, S levels of
-noise.
+Letters in shapes: J batch sizes, n learning rates, T sets of shared parameters, S levels of noise, and M places, which
+are the values of m_j that are tried.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,16 +31,16 @@ from gptexp.reporting.statistics.forms import SIDE_REACH, Array, Indices, read, 
 
 Losses = Mapping[float, Sequence[float]]  # learning rate -> the final loss of each seed, in nats per token
 
-BEYOND = 3.0  # octaves beyond the grid within which an optimum is considered
-BEYOND_SD = 1.2  # octaves; the prior of the optimum is flat inside the grid, and a normal distribution's tail outside
-NOISE_REACH = 2.0  # octaves from the best learning rate beyond which the noise is constant
+BEYOND = 3.0  # octaves beyond the tested learning rates up to which an optimum may lie
+BEYOND_SD = 1.2  # octaves: the prior of the optimum is flat between the tested rates, and has normal tails outside
+NOISE_REACH = 2.0  # octaves from the learning rate with the lowest mean, beyond which the noise is constant
 SMALLEST_SIGMA = 1e-6  # nats: smaller differences are rounding errors of float32
-NOISE_DOF = 3.0  # of the prior of a batch size's noise around the shared one
+NOISE_DOF = 3.0  # degrees of freedom of the prior of sigma_j^2 around the shared sigma^2
 NOISE_LEVELS = 3
-HEIGHT_SPREAD = 0.7  # standard deviation of a batch size's height around the shared one, as a share of that
-MISFIT_REACH, LARGEST_MISFIT = 0.7, 0.6  # octaves over which the share of misfit grows; its largest value
-MOST_SKEW = 0.9 / SIDE_REACH  # of a batch size, relative to its height; with more of it the curve would turn down
-OUTLYING = 0.2  # share of the usual weight; runs of a lower weight are outliers
+HEIGHT_SPREAD = 0.7  # standard deviation of a_j around the shared height, as a share of that height
+MISFIT_REACH, LARGEST_MISFIT = 0.7, 0.6  # distance in octaves beyond which the share of misfit grows; the largest share
+MOST_SKEW = 0.9 / SIDE_REACH  # largest |t_j|; with a larger one the curve could turn down
+OUTLYING = 0.2  # runs with less than this share of the usual weight are outliers
 STEEP = 30.0  # per octave: how sharply the learning rates above one that diverged are excluded
 
 
@@ -48,22 +48,22 @@ STEEP = 30.0  # per octave: how sharply the learning rates above one that diverg
 class Cells:
     """The losses of all batch sizes as padded arrays of shape (J, n); learning rates rise along each row.
 
-    A run counts by its weight, which is below 1 for an outlier.
+    A cell has the runs of one batch size and learning rate. Each run counts by its weight, below 1 for outliers.
     """
 
     sizes: tuple[int, ...]  # tokens per step
-    losses: list[list[Array]]  # of each batch size and learning rate
+    losses: list[list[Array]]  # by batch size and learning rate: the losses of the runs
     x: Array  # log2(lr)
-    on: Array  # 1.0; 0.0 for padding
-    limit: Array = field(init=False)  # (J,): log2 of the lowest learning rate that diverged above `lowest`, or infinity
+    on: Array  # 1.0 for a cell, 0.0 for padding
+    limit: Array = field(init=False)  # (J,): log2 of the lowest learning rate above `lowest` that diverged, or infinity
     # Set by `weigh`:
     weights: list[list[Array]] = field(init=False)
     count: Array = field(init=False)  # sum of the weights
     mean: Array = field(init=False)
     squares: Array = field(init=False)  # weighted sum of squared distances to the mean
-    lowest: Indices = field(init=False)  # (J,): of the learning rate with the lowest mean, outliers left aside
+    lowest: Indices = field(init=False)  # (J,): index of the lowest mean, see `_lowest`
     base: Array = field(init=False)  # (J,): the lowest mean
-    distance: Array = field(init=False)  # octaves from the learning rate with the lowest mean, up to `NOISE_REACH`
+    distance: Array = field(init=False)  # octaves from the learning rate with the lowest mean, at most `NOISE_REACH`
 
     @property
     def low(self) -> Array:
@@ -75,7 +75,7 @@ class Cells:
 
     @cached_property
     def dof(self) -> Array:
-        """Degrees of freedom of the noise, that is seeds beyond the first, of each cell."""
+        """Degrees of freedom of the noise in each cell: the seeds beyond its first."""
         counts = [[len(cell) - 1 for cell in row] for row in self.losses]
         return np.array([[*row, *[0] * (self.x.shape[1] - len(row))] for row in counts])
 
@@ -95,14 +95,14 @@ class Cells:
 
 
 def _lowest(means: Array, weights: Sequence[Array]) -> int:
-    """The index of the lowest mean, without single runs that are outliers. `weights`: those of the runs of a cell."""
+    """The index of the lowest mean, without cells whose only run is an outlier. `weights`: by cell, of its runs."""
     usual = np.array([w.mean() for w in weights])
     trusted = (usual > OUTLYING * np.median(usual)) | (np.array([len(w) for w in weights]) > 1)
     return int(np.where(trusted, means[: len(trusted)], np.inf).argmin())
 
 
 def cells_of(losses: Mapping[int, Losses], diverged: Mapping[int, Sequence[float]]) -> Cells:
-    """`losses`: batch size -> losses; `diverged`: batch size -> learning rates that diverged. All weights are 1."""
+    """The cells, with all weights 1. `losses`, `diverged`: batch size -> losses, and learning rates that diverged."""
     sizes = tuple(sorted(losses))
     rows = [[(float(np.log2(lr)), np.array(sorted(losses[b][lr]))) for lr in sorted(losses[b])] for b in sizes]
     n = max(map(len, rows))
@@ -118,10 +118,10 @@ def cells_of(losses: Mapping[int, Losses], diverged: Mapping[int, Sequence[float
 class Shared(NamedTuple):
     """Parameters that all batch sizes share, each of shape (T,), and the table of h, (T, len(U))."""
 
-    rise: Array  # of log2 of the noise per octave of the learning rate
+    rise: Array  # octaves by which the noise rises per octave of the learning rate
     sigma: Array  # nats: the noise at the learning rate with the lowest mean
-    misfit: Array  # standard deviation of the misfit as a share of the height, near the minimum
-    height: Array  # nats: the usual a_j
+    misfit: Array  # standard deviation of the misfit as a share of a_j h(u), near the minimum
+    height: Array  # nats: the shared height, around which the a_j lie
     own_skew: Array  # standard deviation of t_j
     table: Array
 
@@ -130,18 +130,18 @@ class Evidence(NamedTuple):
     """Log marginal likelihoods, and for draws the conditional normal distributions of c_j, a_j and t_j."""
 
     log: Array  # (J, T, M)
-    by_noise: Array  # (J, T, M, S): the same for each noise level
+    by_noise: Array  # (J, T, M, S): `log` for each noise level
     variance: Array  # (J, T, S): squared noise levels
     a: Array  # (J, T, M, S): mean of a_j before it is cut at 0
     a_sd: Array
     t: tuple[Array, Array, Array]  # t_j given a_j is (t[0] - a_j t[1]) / t[2] on average, with variance 1 / t[2]
     c: tuple[Array, Array, Array, Array]  # c_j is (c[0] - a_j c[1] - t_j c[2]) / c[3], with variance 1 / c[3]
-    t_scale: Array  # (J, T, M): nats per unit of t_j
+    t_scale: Array  # (J, T, M): one prior standard deviation of t_j, in nats; the unit of t_j here
 
 
 def evidence(cells: Cells, shared: Shared, grid: Array, levels: int = NOISE_LEVELS) -> Evidence:
     """Evidence for an optimum at each place of `grid`, shape (J, M), in log2(lr)."""
-    rise = 4.0 ** (shared.rise[:, None] * cells.distance[:, None, :])  # (J, T, n), of the variance
+    rise = 4.0 ** (shared.rise[:, None] * cells.distance[:, None, :])  # (J, T, n): factor of the variance
     variance, seeds = _noise(cells, shared, rise, levels)
     u = cells.x[:, None, :] - grid[:, :, None]  # (J, M, n)
     growth, skew = np.sqrt(1 + (u / MISFIT_REACH) ** 2), side(u)
@@ -165,18 +165,18 @@ def evidence(cells: Cells, shared: Shared, grid: Array, levels: int = NOISE_LEVE
 class _Rate(NamedTuple):
     """What `evidence` needs of one learning rate at each batch size."""
 
-    runs: Array  # (J, 1, 1): their number, by weight
-    y: Array  # (J, 1, 1): mean loss above the lowest
+    runs: Array  # (J, 1, 1): number of runs, each counted by its weight
+    y: Array  # (J, 1, 1): mean loss minus the lowest one
     rise: Array  # (J, T): factor of the variance
     h: Array  # (J, T, M)
-    misfit: Array  # (J, T, M): variance in squared units of a_j
+    misfit: Array  # (J, T, M): variance of the misfit, divided by a_j^2
     skew: Array  # (J, 1, M)
 
 
 def _noise(cells: Cells, shared: Shared, rise: Array, levels: int) -> tuple[Array, Array]:
     """Quantiles of the variance given the seeds (J, T, S), and the log marginal likelihood of the seeds (J, T)."""
     dof = cells.dof
-    shape = (NOISE_DOF + dof.sum(1, keepdims=True)) / 2  # (J, 1): of the inverse gamma distribution of the variance
+    shape = (NOISE_DOF + dof.sum(1, keepdims=True)) / 2  # (J, 1): shape parameter of the inverse gamma distribution
     prior = NOISE_DOF * shared.sigma**2 / 2  # (T,)
     scale = prior + (cells.squares[:, None] / rise).sum(2) / 2  # (J, T)
     seeds = (NOISE_DOF / 2 * np.log(prior) - special.gammaln(NOISE_DOF / 2) + special.gammaln(shape)
@@ -203,7 +203,7 @@ def _rough_height(rates: Sequence[_Rate], shared: Shared, variance: Array) -> Ar
 def _sums(cells: Cells, rates: Sequence[_Rate], variance: Array, rough: Array, t_scale: Array) -> tuple[Array, Array]:
     """Sums over the learning rates, weighted by precision, of the products of 1, y, h and tau: (10, J, T, M, S).
 
-    tau is the skew in units of its prior. The second is the sum of the logarithms of the weights, (J, T, M, S).
+    tau is what one prior standard deviation of t_j adds to the loss. Also returns the sum of log weights, (J, T, M, S).
     """
     levels_first = np.moveaxis(variance, 2, 0)[..., None]  # (S, J, T, 1)
     log_weight = np.zeros((len(levels_first), *rough.shape))
@@ -222,7 +222,7 @@ def _sums(cells: Cells, rates: Sequence[_Rate], variance: Array, rough: Array, t
 
 
 def _integrated(sums: Array, log_weight: Array, height: Array, variance: Array, t_scale: Array) -> Evidence:
-    """Integrate over c_j (flat prior), then t_j, then a_j. `log` lacks the seeds and the prior of the place."""
+    """Integrate over c_j (flat prior), then t_j, then a_j. `evidence` adds the seeds and the prior of m_j to `log`."""
     w, y1, h1, t1, yy, yh, yt, hh, ht, tt = sums  # each (J, T, M, S)
     yy, yh, yt, hh, ht, tt = (yy - y1 * y1 / w, yh - y1 * h1 / w, yt - y1 * t1 / w, hh - h1 * h1 / w,
                               ht - h1 * t1 / w, tt - t1 * t1 / w + 1)  # fmt: skip
@@ -232,7 +232,7 @@ def _integrated(sums: Array, log_weight: Array, height: Array, variance: Array, 
     rest = yy - yt * yt / tt + height**2 * precision - curvature * a * a
     by_noise = (-0.5 * (rest + np.log(curvature / precision * w * tt) - log_weight)
                 + special.log_ndtr(a * np.sqrt(curvature)) - special.log_ndtr(1 / HEIGHT_SPREAD))  # fmt: skip
-    # t_j is bounded. The share of its distribution within the bounds is taken at the mean of a_j.
+    # t_j is bounded. The probability that it lies within its bounds is taken at the mean of a_j.
     usual = np.maximum(a, curvature**-0.5)
     most = MOST_SKEW * usual / t_scale[..., None]
     by_noise += _log_share(most, np.abs(yt - usual * ht) / tt, np.sqrt(tt)) - _log_share(most, 0.0, 1.0)
@@ -242,6 +242,6 @@ def _integrated(sums: Array, log_weight: Array, height: Array, variance: Array, 
 
 
 def _log_share(most: Array, mean: Array | float, root: Array | float) -> Array:
-    """The logarithm of the share of a normal distribution within +-`most`; `mean` >= 0, `root`: 1 / its deviation."""
+    """The logarithm of the share of a normal distribution within +-`most`; `mean` >= 0; `root`: 1 / its sd."""
     high, low = special.log_ndtr((most - mean) * root), special.log_ndtr((-most - mean) * root)
     return np.asarray(high + np.log1p(-np.minimum(np.exp(low - high), 1 - 1e-12)))

@@ -25,7 +25,7 @@ class EndScale:
 
 
 def end_scale(norms: Sequence[Norms], seq_len: int) -> EndScale | None:
-    """Mean noise over mean signal of the measured steps.
+    """The mean noise divided by the mean signal of the measured steps.
 
     Returns None with fewer than `BLOCKS` steps, or if either mean is not positive.
     """
@@ -41,9 +41,9 @@ def end_scale(norms: Sequence[Norms], seq_len: int) -> EndScale | None:
 
 
 def lowest_measured(runs: Sequence[Run]) -> Run | None:
-    """The run with the lowest final loss among those that measured the noise scale: steps of one sequence cannot.
+    """The run with the lowest final loss among those that measured the noise scale; None if no run did.
 
-    A run without a final loss only if none has one; None if no run measured it.
+    Runs with steps of one sequence cannot measure it. If no run has a final loss, the result is a run without one.
     """
     measured = [run for run in runs if any(step.noise_scale is not None for step in run.train)]
     return min(measured, key=lambda run: (run.loss is None, run.loss or 0.0), default=None)

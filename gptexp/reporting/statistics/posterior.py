@@ -1,14 +1,14 @@
-"""The posterior of a sweep, as draws from which everything that reports say about learning rates is computed.
+"""The posterior of a sweep, as draws. Reports compute all that they say about learning rates from these draws.
 
-`likelihood` integrates over what belongs to one batch size. Here the shared parameters are integrated: for each form of
-the curve by importance sampling around the mode, which Newton's method finds. The proposal is a t distribution with the
-mode's curvature, adapted to its own sample (Cappé et al. 2004, Population Monte Carlo, JCGS 13:907). The forms are
-averaged by their evidence (Hoeting et al. 1999, Bayesian Model Averaging, Statistical Science 14:382). The points are
-quasi-random and fixed, so the same losses always give the same draws.
+`likelihood` integrates over the parameters of each batch size. This module integrates over the shared parameters: for
+each form of the curve, Newton's method finds the mode, and importance sampling starts there. The proposal is a t
+distribution with the mode's curvature, adapted to its own sample (Cappé et al. 2004, Population Monte Carlo, JCGS
+13:907). The forms are averaged by their evidence (Hoeting et al. 1999, Bayesian Model Averaging, Statistical Science
+14:382). The points are quasi-random and fixed, so the same losses always give the same draws.
 
-Noise has heavy tails: a run, or a cell, that lies more than two standard deviations from the curve counts as little as
-in the tail of a Student t distribution (iteratively reweighted least squares; Lange et al. 1989, JASA 84:881). The
-iteration begins with weights that need no curve.
+Noise has heavy tails: a run or a cell that lies more than two standard deviations from the curve loses weight, as in a
+Student t distribution (iteratively reweighted least squares; Lange et al. 1989, JASA 84:881). The first weights are set
+before there is a curve.
 """
 
 import itertools
@@ -35,29 +35,29 @@ from gptexp.reporting.statistics.likelihood import (
 from gptexp.reporting.statistics.noise import CONFIDENCE
 
 DRAWS = 2000
-NARROWEST = 0.1  # octaves: no form of a curve is known so well that an interval may be narrower
-POINTS = 128  # of importance sampling, for each form and stage
-STAGES, ENOUGH = 10, 80.0  # stages of importance sampling; the effective sample size at which it ends
+NARROWEST = 0.1  # octaves: the narrowest interval of an optimum, because no form of a curve is known better
+POINTS = 128  # points of importance sampling, for each form and stage
+STAGES, ENOUGH = 10, 80.0  # importance sampling: most stages; effective sample size at which it ends earlier
 PROPOSAL_DOF = 6.0
-MOST_STEPS, SMALL_GAIN = 9, 0.1  # of Newton's method, which ends when a step raises the logarithm by less
-FIRST_STEP, LONGEST_STEP = 0.15, 3.0  # in standard deviations of the priors
-STEP_SHARES = np.array([0.0, 0.1, 0.3, 0.6, 1.0, 1.5])  # of a Newton step that are tried
-FIRST, COARSE, FINE = 100, 16, 24  # places of an optimum at each batch size
-FORM_ERROR = 0.03  # octaves by which a form misses the optimum; more, the further it is from a parabola
-# A form whose evidence is lower than the best one's by a factor of e^6 is left out; of e^9, before outliers are known;
-# and of e^2, where outliers are looked for.
+MOST_STEPS, SMALL_GAIN = 9, 0.1  # Newton's method: most steps; it ends when a step raises the log posterior by less
+FIRST_STEP, LONGEST_STEP = 0.15, 3.0  # first finite difference, longest Newton step, in standard deviations of priors
+STEP_SHARES = np.array([0.0, 0.1, 0.3, 0.6, 1.0, 1.5])  # the shares of a Newton step that are tried
+FIRST, COARSE, FINE = 100, 16, 24  # places (values of m_j) that are tried: at first, in the search, at the mode
+FORM_ERROR = 0.03  # octaves: standard deviation of a form's error in the optimum; larger for curves unlike a parabola
+# A form is left out if its log evidence is more than this below that of the best form: in the final draws; before
+# outliers are known; in the draws that find outliers.
 NEGLIGIBLE, NEGLIGIBLE_BEFORE, NEGLIGIBLE_FOR_OUTLIERS = 6.0, 9.0, 2.0
-RUN_DOF, CELL_DOF = 5.0, 1.5  # of the t distributions in whose tails runs and the scales of cells lie
-USUAL = 2.0  # standard deviations up to which a run, and the sum of squares of a cell, have their whole weight
-FAR = 2.5  # times the median height, and the noise, from which a run counts less before there are curves
-TIMES_WEIGHED = 2  # by the posterior
-KNOWN = 3  # seeds beyond the first from which the noise is centred on what they say, not on the usual spread
+RUN_DOF, CELL_DOF = 5.0, 1.5  # degrees of freedom of the t distributions that weigh single runs, and whole cells
+USUAL = 2.0  # standard deviations within which a run, and the sum of squares of a cell, keep full weight
+FAR = 2.5  # before there are curves, a run beyond so many times the median height or the noise counts less
+TIMES_WEIGHED = 2  # how often the posterior sets the weights
+KNOWN = 3  # with so many seeds beyond the first, the prior of the noise is centred on theirs, not on the usual spread
 
-# Normal priors of the shared parameters. `sigma` and `height` are logarithms relative to a first guess.
+# Normal priors of shared parameters: mean, sd. All but `rise` are logs; `sigma`, `height` relative to first guesses.
 PRIORS = {
-    "rise": (0.3, 0.35),  # octaves per octave; 0.6 on a sweep with four seeds a cell
+    "rise": (0.3, 0.35),  # octaves of noise per octave of learning rate; 0.6 on a sweep with four seeds a cell
     "sigma": (0.0, 0.5),
-    # Both reach far down: where nothing shows a misfit or a skew of one batch size, they must not widen every interval.
+    # `misfit` and `own_skew` may be nearly 0: where losses show neither, they must not widen every interval.
     "misfit": (np.log(0.006), 1.5),
     "height": (0.0, 1.2),
     "own_skew": (np.log(0.03), 1.5),  # skews differ between the batch sizes of some real sweeps
@@ -66,7 +66,7 @@ PRIORS = {
 
 @dataclass(frozen=True)
 class Posterior:
-    """Draws of the optima and curves of all batch sizes; `m` to `sigma` have shape (draws, batch sizes)."""
+    """Draws of the optima and curves. `m` to `sigma`: (draws, batch sizes); `a`, `t`: a_j, a_j t_j of likelihood.py."""
 
     cells: Cells
     m: Array  # log2 of the best learning rate
@@ -75,7 +75,7 @@ class Posterior:
     t: Array
     sigma: Array  # nats: noise of one run at the tested learning rate with the lowest mean
     rise: Array  # (draws,)
-    shift: Array  # (draws,): octaves from the minimum of the form to the best learning rate, which the form misses
+    shift: Array  # (draws,): error of the form: octaves from its minimum to the best learning rate
     table: Array
     rows: Indices  # (draws,): row of `table`
 
@@ -113,14 +113,14 @@ def middle(draws: Array) -> tuple[float, float]:
 
 
 def fit(losses: Mapping[int, Losses], diverged: Mapping[int, Sequence[float]], usual_spread: float) -> Posterior:
-    """The posterior of a sweep. Each batch size of `losses` has two learning rates or more.
+    """The posterior of a sweep. Each batch size of `losses` must have two learning rates or more.
 
     `losses`: batch size -> losses; `diverged`: batch size -> learning rates that diverged; `usual_spread`: standard
-    deviation over seeds that such runs have had, in nats, which is the prior of the noise.
+    deviation over seeds that such runs have had, in nats; the prior of the noise comes from it.
     """
     cells = cells_of(losses, diverged)
     _weigh(cells, lambda j: _first_weights(cells, j, usual_spread))
-    # From alike and from unlike skews, since the likelihood may have a peak near each.
+    # Search from equal and from different skews of the batch sizes: the posterior may have a peak near each.
     starts = (_Sample("linex", cells, usual_spread).start(own_skew).find_mode() for own_skew in (0.0, 1.5))
     first = max(starts, key=lambda sample: sample.rough_evidence)
     samples = [first, *(_Sample(name, cells, usual_spread, first).find_mode() for name in FORMS if name != "linex")]
@@ -133,7 +133,7 @@ def fit(losses: Mapping[int, Losses], diverged: Mapping[int, Sequence[float]], u
 
 
 def _likely(samples: "Sequence[_Sample]", within: float) -> "list[_Sample]":
-    """Those whose evidence is lower than the best one's by a factor of e^`within` at most."""
+    """The samples whose log evidence is at most `within` below that of the best one."""
     best = max(sample.rough_evidence for sample in samples)
     return [sample for sample in samples if sample.rough_evidence > best - within]
 
@@ -141,7 +141,7 @@ def _likely(samples: "Sequence[_Sample]", within: float) -> "list[_Sample]":
 class _Sample:
     """The shared parameters of one form: their mode, and an importance sample around it.
 
-    They are standardised by their priors, so that the prior of a vector z is a standard normal distribution.
+    A vector z holds the parameters standardised by their priors, so its prior is a standard normal distribution.
     """
 
     def __init__(self, name: str, cells: Cells, usual_spread: float, like: "_Sample | None" = None) -> None:
@@ -151,7 +151,7 @@ class _Sample:
         self.usual_sigma, self.usual_height = _first_guesses(cells, usual_spread)
         self.priors = {**PRIORS, **self.form.parameters}
         self.mode: Array = np.zeros(len(self.priors))
-        self.root: Array = FIRST_STEP * np.eye(len(self.mode))  # of the differences
+        self.root: Array = FIRST_STEP * np.eye(len(self.mode))  # its columns are the steps of finite differences
         self.grid = np.linspace(cells.low - BEYOND, cells.high + BEYOND, FIRST, axis=1)
         if like is not None:
             known = dict(zip(like.priors, like.mode, strict=True))
@@ -165,16 +165,16 @@ class _Sample:
         return Shared(values["rise"], sigma, np.exp(values["misfit"]), height, np.exp(values["own_skew"]), table)
 
     def log_posterior(self, z: Array) -> tuple[Array, Array]:
-        """The logarithm of prior times likelihood of each z, and the evidence of each place (J, T, M).
+        """The logarithm of prior times likelihood of each z, and the log evidence of each place (J, T, M).
 
-        At the median noise of each batch size: its uncertainty moves the shared parameters little, and is in the draws.
+        The noise is set to its median: its uncertainty hardly moves the shared parameters, and the draws include it.
         """
         log = evidence(self.cells, self.shared(z), self.grid, levels=1).log
         normal = -0.5 * (z**2).sum(1) - z.shape[1] / 2 * np.log(2 * np.pi)
         return normal + special.logsumexp(log, axis=2).sum(0), log
 
     def start(self, own_skew: float) -> "_Sample":
-        """Begin at the best of several skews, misfits and heights, and `own_skew` standard deviations of its prior."""
+        """Begin at the best of several skews, misfits and heights. `own_skew`: first value of this parameter in z."""
         names = ("skew", "misfit", "height")
         combinations = itertools.product((-2.0, -1.0, 0.0, 1.0, 2.0), (0.0, 1.5), (-2.0, -1.0, 0.0, 1.0))
         starts = [{"own_skew": own_skew, **dict(zip(names, values, strict=True))} for values in combinations]
@@ -185,7 +185,7 @@ class _Sample:
         return self
 
     def find_mode(self) -> "_Sample":
-        """Move to the mode by Newton steps, between which the places are set closer around the optima."""
+        """Move to the mode by Newton steps. After each step, the places are set closer around the optima."""
         for number in range(MOST_STEPS):
             gradient, self.covariance = self._derivatives()
             step = self.covariance @ gradient
@@ -194,17 +194,17 @@ class _Sample:
             values, log = self.log_posterior(tried)
             best = values.argmax()
             value, self.mode = values[best], tried[best]
-            is_there = number > 0 and value - values[0] < SMALL_GAIN
+            has_converged = number > 0 and value - values[0] < SMALL_GAIN
             self.root = 0.7 * np.linalg.cholesky(self.covariance)
-            self._zoom(log[:, best], FINE if is_there else COARSE)
-            if is_there:
+            self._zoom(log[:, best], FINE if has_converged else COARSE)
+            if has_converged:
                 break
         self.rough_evidence = (np.log(self.form.weight) + value + len(self.mode) / 2 * np.log(2 * np.pi)
                                + 0.5 * np.linalg.slogdet(self.covariance)[1])  # fmt: skip
         return self
 
     def _zoom(self, log: Array, points: int) -> None:
-        """Set the places to where the optima may lie. `log`: the evidence of each place, shape (J, M)."""
+        """Set the places around where the optima may lie. `log`: the log evidence of each place, shape (J, M)."""
         share = np.cumsum(special.softmax(log, axis=1), axis=1)
         rows, last = np.arange(len(share)), share.shape[1] - 1
         low = self.grid[rows, (share < 1e-4).sum(1)]
@@ -218,9 +218,9 @@ class _Sample:
         self.grid = np.linspace(low, high, points, axis=1)
 
     def _derivatives(self) -> tuple[Array, Array]:
-        """The gradient at the mode, and the inverse of the negative second derivatives.
+        """The gradient at the mode, and the covariance: the inverse of the negative Hessian.
 
-        By differences between the mode and points at the columns of `self.root` from it.
+        Both are finite differences, whose steps from the mode are the columns of `self.root`.
         """
         size = len(self.mode)
         ahead = self.root.T
@@ -236,7 +236,7 @@ class _Sample:
         return inverse.T @ (plus - minus) / 2, covariance
 
     def importance_sample(self, points: int = POINTS, stages: int = STAGES) -> "_Sample":
-        """Set `z`, their normalised `weights`, and the `log_evidence` of the form times its prior probability."""
+        """Set the points `z`, their normalised `weights`, and `log_evidence`, which includes the form's prior."""
         size = len(self.mode)
         proposals = [(self.mode, np.linalg.cholesky(1.3 * self.covariance))]
         z, log_posterior = np.empty((0, size)), np.empty(0)
@@ -261,7 +261,7 @@ class _Sample:
 
 
 def _first_guesses(cells: Cells, usual_spread: float) -> tuple[float, float]:
-    """Of the noise and of the height at an octave from the minimum, in nats."""
+    """First guesses of the noise, and of the height at an octave from the minimum, in nats."""
     dof = cells.dof.sum(1)
     seeded = dof > 0
     sigma = usual_spread
@@ -276,7 +276,7 @@ def _student_points(count: int, size: int, skip: int) -> Array:
     """Quasi-random points of a multivariate t distribution: a Kronecker sequence with Roberts' irrational numbers."""
     ratio = 2.0
     for _ in range(50):
-        ratio = (1 + ratio) ** (1 / (size + 2))  # of `size` + 1 dimensions
+        ratio = (1 + ratio) ** (1 / (size + 2))  # for `size` + 1 dimensions
     uniform = (0.5 + np.arange(skip + 1, skip + count + 1)[:, None] * ratio ** -np.arange(1.0, size + 2)) % 1
     chi2 = 2 * special.gammaincinv(PROPOSAL_DOF / 2, uniform[:, -1:])
     return np.asarray(special.ndtri(uniform[:, :-1]) * np.sqrt(PROPOSAL_DOF / chi2))
@@ -295,7 +295,7 @@ def _effective_size(log_weights: Array) -> float:
 
 
 def _draw(samples: Sequence[_Sample], draws: int = DRAWS) -> Posterior:
-    """Draws from the samples of several forms, by their evidence."""
+    """Draws from the samples of several forms, in proportion to their evidence."""
     shares = special.softmax([sample.log_evidence for sample in samples])
     edges = np.round(np.cumsum([0.0, *shares]) * draws).astype(int)
     parts = [_draw_form(s, number) for s, number in zip(samples, np.diff(edges), strict=True) if number]
@@ -315,7 +315,7 @@ def _draw_form(sample: _Sample, draws: int) -> Posterior:
     shared = sample.shared(sample.z[used])
     e = evidence(cells, shared, grid)
     m, c, a, t, sigma = np.empty((5, draws, len(cells.sizes)))
-    # No form is the true one. All batch sizes have the same form, so its error moves their optima alike.
+    # No form is the true one. All batch sizes share one form, so its error moves all optima alike.
     normal = special.ndtri((rng.permutation(draws) + 0.5) / draws)
     shift = FORM_ERROR * (1 + departure(shared.table)[rows]) * normal
     for j in range(len(cells.sizes)):
@@ -338,14 +338,14 @@ def _draw_form(sample: _Sample, draws: int) -> Posterior:
 
 
 def _pick(probabilities: Array, uniform: Array) -> Array:
-    """An index into each row of `probabilities`."""
+    """An index drawn from each row of `probabilities`, by a number in `uniform`."""
     return np.asarray((np.cumsum(probabilities, axis=1) < uniform[:, None]).sum(1).clip(0, probabilities.shape[1] - 1))
 
 
 def _weigh(cells: Cells, weights: Callable[[int], list[Array]]) -> None:
-    """Weigh the runs of the batch sizes that have enough of them to call any of them an outlier.
+    """Weigh the runs of each batch size that has enough learning rates or seeds to tell outliers.
 
-    `weights`: index of a batch size -> the weights of the runs of each of its cells.
+    `weights`: index of a batch size -> for each of its cells, the weights of the runs.
     """
     seeds = [sum(map(len, row)) - len(row) for row in cells.losses]  # beyond the first
     is_robust = [len(row) >= 5 or seeds[j] >= KNOWN for j, row in enumerate(cells.losses)]
@@ -361,7 +361,7 @@ def _first_weights(cells: Cells, j: int, usual_spread: float) -> list[Array]:
     if sum(map(len, losses)) - len(losses) >= KNOWN:
         sigma = 1.8 * float(np.median(np.concatenate([distances for distances in apart if len(distances) > 1])))
     sigma = max(sigma, SMALLEST_SIGMA)
-    base = np.partition(medians, 1)[1]  # the lowest may be an outlier
+    base = np.partition(medians, 1)[1]  # the second lowest: the lowest may be an outlier
     height = max(sigma, float(np.median(medians) - medians.min()))
     return [
         np.maximum(1.0, np.maximum(np.abs(cell - base) / height, distances / sigma) / FAR) ** -6.0
@@ -370,18 +370,18 @@ def _first_weights(cells: Cells, j: int, usual_spread: float) -> list[Array]:
 
 
 def _weights(posterior: Posterior, j: int) -> list[Array]:
-    """The weights of runs and cells, given the posterior of the curves."""
+    """The weights of the runs in each cell, given the posterior of the curves."""
     cells, batch = posterior.cells, posterior.cells.sizes[j]
     x = cells.x[j, : len(cells.losses[j])]
     curves = posterior.loss(batch, x)
-    mean, known = curves.mean(0), curves.var(0)
+    mean, curve_variance = curves.mean(0), curves.var(0)
     variance = (posterior.noise(batch, x) ** 2).mean(0)
     weights = []
     for i, losses in enumerate(cells.losses[j]):
-        # The cell's expected loss: what the curve says, and its own runs as far as they count so far.
-        by_runs, by_curve = cells.count[j, i] / variance[i], 1 / known[i]
-        centre = (by_runs * cells.mean[j, i] + by_curve * mean[i]) / (by_runs + by_curve)
-        squares = ((losses - centre) ** 2 + 1 / (by_runs + by_curve)) / variance[i]
+        # `centre` is the cell's expected loss: a mean of the curve and its runs, weighted by their precisions.
+        runs_precision, curve_precision = cells.count[j, i] / variance[i], 1 / curve_variance[i]
+        centre = (runs_precision * cells.mean[j, i] + curve_precision * mean[i]) / (runs_precision + curve_precision)
+        squares = ((losses - centre) ** 2 + 1 / (runs_precision + curve_precision)) / variance[i]
         cell = 1.0
         usual = len(losses) + USUAL * math.sqrt(2 * len(losses))
         for _ in range(3):

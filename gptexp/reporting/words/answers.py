@@ -19,7 +19,7 @@ NOTHING = "narrow enough"
 class Answer:
     """What is known at one batch size of an arm. Learning rates and losses are None if no optimum is bracketed.
 
-    Intervals have 95%. Between `tie_low` and `tie_high` a run is expected to lose less than one seed's spread.
+    Intervals are 95% intervals. For `tie_low` and `tie_high` see `curves.Optimum`.
     """
 
     arm: str  # label; empty if there is only one
@@ -35,7 +35,7 @@ class Answer:
     tie_low: float | None = None
     tie_high: float | None = None
     why: str = ""
-    lowest_lr: float | None = None  # of the runs at this batch size, that with the lowest mean loss
+    lowest_lr: float | None = None  # the learning rate with the lowest mean loss at this batch size
 
     @property
     def badges(self) -> tuple[str, ...]:
@@ -45,9 +45,9 @@ class Answer:
 def answers_of(
     analysis: Analysis, sweep: SweepRecord | None, further: Sequence[Proposal], within: float
 ) -> list[Answer]:
-    """A row for each batch size and arm, in the order of the batch sizes; none if neither was swept.
+    """A row for each batch size and arm, by rising batch size; none if neither batch size nor learning rate was swept.
 
-    `within`: octaves on each side up to which an interval is narrow enough.
+    `within`: an interval is narrow enough with at most so many octaves on each side.
     """
     planned = list(sweep.cells.values()) if sweep is not None else []
     sizes = {cell.total_batch_size for cell in planned}
@@ -86,7 +86,7 @@ def _proposed(arm: Arm, batch: int, further: Sequence[Proposal]) -> str:
 
 
 def _best_lr(row: Answer) -> str:
-    """The best learning rate; without an optimum, that of the runs with the lowest loss, and on which side to go on."""
+    """The best learning rate. Without an optimum: the one with the lowest mean loss, and on which side to go on."""
     if row.lr is not None:
         return f"{row.lr:.3g}"
     if row.lowest_lr is None:

@@ -11,16 +11,16 @@ from gptexp.reporting.statistics.forms import Array
 from gptexp.reporting.statistics.noise import LEVEL
 from gptexp.reporting.statistics.posterior import interval
 
-WITHIN = 0.5  # octaves on each side of an optimum up to which its interval is narrow enough, unless asked otherwise
+WITHIN = 0.5  # an interval with at most so many octaves on each side is narrow enough, unless asked otherwise
 NARROWEST_WITHIN = 0.05  # half of the narrowest interval that is ever given
 OF_LOWEST = "The 95% intervals are corrected for choosing the lowest."
-BEHIND_NATS = 0.05  # by which an arm falls behind, unless asked otherwise; see `arms.falls_behind`
+BEHIND_NATS = 0.05  # an arm is behind if its loss is higher by this, unless asked otherwise; see `arms.falls_behind`
 MOST_SEEDS = 50  # a difference that takes more of them per cell is too small to matter
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A conclusion. `badges` belong to the answer for one batch size."""
+    """A conclusion. `badges` are labels of a word or two, shown beside it on a page."""
 
     text: str  # one sentence
     why: str = ""  # the statistics behind it, in sentences
@@ -47,7 +47,7 @@ class Verdict:
 
     @property
     def shortest(self) -> list[str]:
-        """The same without the statistics behind each conclusion, without caveats, and with one warning at most."""
+        """`lines` without the statistics behind each conclusion, without caveats, and with one warning at most."""
         warnings = [f.text for f in self.warnings[:1]]
         if others := len(self.warnings) - 1:
             warnings = [f"{text} ({counted(others, 'more warning')})" for text in warnings]
@@ -68,9 +68,9 @@ def interval_of(low: float, high: float, form: str = ".2f") -> str:
 
 
 def nats_higher(gaps: Array, losses: int) -> str:
-    """A loss that is higher than the lowest of several `losses`, by draws of their difference in nats.
+    """Words for how far a loss is above the lowest of several. `gaps`: draws of this, in nats; `losses`: how many.
 
-    As the lowest is chosen, the 95% interval is wider by Bonferroni's correction for all pairs.
+    As the lowest was chosen, the 95% interval is wider by Bonferroni's correction for all pairs.
     """
     low, high = interval(gaps, 1 - LEVEL / math.comb(losses, 2))
     return f"{np.median(gaps):.4f} ({low:.4f} to {high:.4f}) nats higher{', within noise' if low <= 0 else ''}"

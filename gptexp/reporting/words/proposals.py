@@ -21,18 +21,18 @@ from gptexp.reporting.statistics.posterior import NARROWEST
 from gptexp.reporting.words.finding import WITHIN, tokens
 from gptexp.storage.sweep_record import SweepRecord
 
-SEEDS, MOST_SEEDS = 2, 4  # new seeds of a proposal
+SEEDS, MOST_SEEDS = 2, 4  # new seeds of a proposal: usually, at most
 WIDEST = 4096.0  # largest over smallest learning rate; a grid this wide needs more seeds, not more learning rates
-LIKELIEST = 0.95  # probability of success that a proposal promises at most: no form of the curve is the true one
-UNLIKELY = 0.05  # probability of an optimum on one side of the grid
-WIDE_GAP = 1.7  # ratio of two learning rates between which one more is worth a run
-SMALLEST_GAIN = 0.98  # of an interval's width, to which a proposal must narrow it
-REACH = 2.0  # ratio to the ends of an interval within which runs narrow it
+LIKELIEST = 0.95  # largest probability of success that a proposal promises: no form of the curve is the true one
+UNLIKELY = 0.05  # above this probability of an optimum on one side of the grid, runs there are proposed
+WIDE_GAP = 1.7  # between two learning rates more than this ratio apart, one more is worth a run
+SMALLEST_GAIN = 0.98  # a proposal must narrow an interval to less than this share of its width
+REACH = 2.0  # runs narrow an interval if they lie within this ratio of its ends
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """A command of a sweep that answers an open question."""
+    """A command that adds cells to a sweep, to answer an open question."""
 
     arm: str  # label
     batch: int  # tokens
@@ -56,7 +56,7 @@ class _Cells:
 
     batch: int
     lrs: list[float]
-    seeds: list[int]  # empty: that of the config
+    seeds: list[int]  # empty: the seed of the config
     why: str
     brings: str
 
@@ -64,10 +64,10 @@ class _Cells:
 def proposals(analysis: Analysis, sweep: SweepRecord, within: float = WITHIN) -> list[Proposal]:
     """Extensions of a sweep, without cells that it already has; none at a batch size where cells still run or wait.
 
-    They go on until the interval of each batch size is at most `within` octaves wide on each side, cheapest first. Then
-    come batch sizes that nobody asked for.
+    They are made until the interval of each batch size is at most `within` octaves wide on each side, cheapest first.
+    After that, a larger batch size is proposed, which tests the law.
     """
-    # A branch has the learning rate, the batch size and the seed of its run.
+    # Branches get none: their learning rate, batch size and seed are those of the run that they continue.
     arms = [arm for arm in analysis.arms if all(run.branch is None for run in arm.runs)]
     open_questions = [(arm, cells) for arm in arms for cells in _answering(arm, within)]
     planned = {cell.total_batch_size for cell in sweep.cells.values()}
@@ -104,24 +104,24 @@ def _proposal(arm: Arm, cells: _Cells, sweep: SweepRecord) -> Proposal | None:
     kept = [text for text in sweep.overrides if text.partition("=")[0] not in replaced]
     runs = len(lrs) * max(1, len(cells.seeds))
     ended = [run for run in arm.runs if run.status == "completed" and run.summary.get("wall_s")]
-    alike = [run.summary["wall_s"] for run in [run for run in ended if run.batch == batch] or ended]
-    minutes = runs * median(alike) / 60 if alike else None
+    wall_times = [run.summary["wall_s"] for run in [run for run in ended if run.batch == batch] or ended]
+    minutes = runs * median(wall_times) / 60 if wall_times else None
     return Proposal(arm.label, batch, as_command(["train", "-m", *kept, *own]), cells.why, cells.brings, runs, minutes)
 
 
 def _usual_seed(arm: Arm, sweep: SweepRecord) -> list[int]:
-    """The seed of most of the arm's runs, so that new learning rates compare; none if the config sets it for all."""
-    given = [*sweep.overrides, *itertools.chain(*sweep.commands)]
+    """The seed of most of the arm's runs, so that new learning rates compare; none if no command gave a seed."""
+    arguments = [*sweep.overrides, *itertools.chain(*sweep.commands)]
     swept = {key for cell in sweep.cells.values() for key in cell.values}
-    is_given = "train.seed" in swept or any(text.partition("=")[0] == "train.seed" for text in given)
+    is_given = "train.seed" in swept or any(text.partition("=")[0] == "train.seed" for text in arguments)
     return [mode(sorted(run.seed for run in arm.runs))] if is_given else []
 
 
 def _tied(arm: Arm, sweep: SweepRecord, batch: int) -> list[str]:
-    """The swept values that have no effect on a result, such as the micro-batch, of a cell at the nearest batch size.
+    """Swept values without effect on a result, such as the micro-batch, from a cell at the nearest batch size.
 
-    A grid of several mappings may tie them to the batch size. With a new batch size alone, the cells of every mapping
-    would have it, each with another micro-batch.
+    A grid of several mappings may tie such values to the batch size. If a command gave only a new batch size, every
+    mapping would have cells at it, each with another micro-batch.
     """
     nearest = min(arm.runs, key=lambda run: abs(math.log(run.batch / batch)))
     values = sweep.cells[nearest.name].values if nearest.name in sweep.cells else {}
@@ -162,18 +162,18 @@ def _beyond(arm: Arm) -> Iterator[_Cells]:
 
 def _bracketing(arm: Arm, batch: int, curve: Curve, seeds: list[int]) -> _Cells:
     """Cells that show where the optimum is, at a batch size where it is not bracketed."""
-    at, lrs = f"at {tokens(batch)}", list(arm.losses[batch])
+    where, lrs = f"at {tokens(batch)}", list(arm.losses[batch])
     limit = _limit(arm, batch, curve)
     below, above = one_step_outside(lrs)
     if curve.status == "jagged":
         if bad := [lr for lr in arm.diverged.get(batch, ()) if lr < curve.best]:
-            why = f"{at} training diverged at this learning rate, but not at higher ones: does it again?"
+            why = f"{where} training diverged at this learning rate, but not at higher ones: does it again?"
             return _Cells(batch, bad[:1], seeds[:1], why, f"another seed at {bad[0]:g}")
-        why = f"{at} another seed shows whether the losses really rise and fall"
+        why = f"{where} another seed shows whether the losses really rise and fall"
         return _Cells(batch, lrs, seeds[:1], why, "another seed")
     if curve.status == "too few":
         ends = [below, above] if len(lrs) == 1 else [below if curve.best == lrs[0] else above]
-        why = f"{at} a lowest point needs three learning rates"
+        why = f"{where} a lowest point needs three learning rates"
         return _Cells(batch, [lr for lr in ends if lr < limit] or [below], [], why, "more learning rates")
     beyond: list[float] = []
     if curve.side == "higher" or curve.above > UNLIKELY:
@@ -184,14 +184,14 @@ def _bracketing(arm: Arm, batch: int, curve: Curve, seeds: list[int]) -> _Cells:
     if curve.side == "lower" or curve.below > UNLIKELY:
         beyond += [below**2 / lrs[0], below] if curve.below > OUTSIDE else [below]
     if not beyond or lrs[-1] / lrs[0] >= WIDEST:
-        why = f"{at} more seeds tell these learning rates apart, if they differ"
+        why = f"{where} more seeds tell these learning rates apart, if they differ"
         return _Cells(batch, sorted({lrs[0], curve.best, lrs[-1]}), seeds[:SEEDS], why, "more seeds")
     new = sorted(lr for lr in beyond if lr < limit)
     share = arm.curves.fits[batch].inside(min(new[0], lrs[0]), limit if limit < math.inf else max(new[-1], lrs[-1]))
     sides = [side for side, is_tried in (("lower", new[0] < lrs[0]), ("higher", new[-1] > lrs[-1])) if is_tried]
     likely = f"{min(share, LIKELIEST):.0%} likely"
     brings = f"{' and '.join(sides)} learning rates, {likely} to bracket it"
-    return _Cells(batch, new, [], f"{at} {curve.why}; {likely} to lie inside the new grid", brings)
+    return _Cells(batch, new, [], f"{where} {curve.why}; {likely} to lie inside the new grid", brings)
 
 
 def _limit(arm: Arm, batch: int, curve: Curve) -> float:
@@ -202,7 +202,7 @@ def _limit(arm: Arm, batch: int, curve: Curve) -> float:
 def _narrowing(arm: Arm, batch: int, curve: Curve, seeds: list[int], within: float) -> Iterator[_Cells]:
     """The cheapest cells from which an interval of `within` octaves on each side is expected.
 
-    If none are enough, the cheapest that are half of the way, in octaves of the width; else those that narrow it most.
+    If none are enough: the cheapest that narrow it half of the way (in log width), else those that narrow it most.
     """
     optimum = curve.optimum
     assert optimum is not None
@@ -210,7 +210,7 @@ def _narrowing(arm: Arm, batch: int, curve: Curve, seeds: list[int], within: flo
     ends = [*lrs, limit] if limit < math.inf else lrs
     between = [math.sqrt(a * b) for a, b in itertools.pairwise(ends) if b / a > WIDE_GAP]
     near = [lr for lr in {*lrs, *between} if optimum.low / REACH <= lr <= optimum.high * REACH]
-    rates = sorted(near) or [optimum.lr]  # on a grid so coarse that none of its rates is near
+    rates = sorted(near) or [optimum.lr]  # if the grid is so coarse that none of its rates is near
     target, now = 2 * within, optimum.octaves
     halfway = max(target, math.sqrt(target * now))
 
@@ -226,21 +226,21 @@ def _narrowing(arm: Arm, batch: int, curve: Curve, seeds: list[int], within: flo
     expected = max(width, NARROWEST)
     narrows = f"its interval is {now:.2f} octaves wide and would be about {expected:.2f}"
     if not curve.noise_is_known:
-        also = f"; {narrows}" if now > target else ""
-        narrows = f"the noise is unknown without a second seed{also}"
+        narrowing = f"; {narrows}" if now > target else ""
+        narrows = f"the noise is unknown without a second seed{narrowing}"
     if expected < SMALLEST_GAIN * now or not curve.noise_is_known:
         why, brings = f"at {tokens(batch)} {narrows}", f"from {now:.2f} to {expected:.2f} octaves"
         yield _Cells(batch, [rates[i] for i in chosen], seeds[:repeats], why, brings)
 
 
-def _plans(at: BatchFit, x: Array, octaves: float) -> Iterator[tuple[float, tuple[int, ...], int]]:
-    """The width of the interval after more runs at some of log2(lr) = `x`; the indices of these; runs at each.
+def _plans(batch_fit: BatchFit, x: Array, octaves: float) -> Iterator[tuple[float, tuple[int, ...], int]]:
+    """Plans of runs at some of log2(lr) = `x`: width of the interval after them, indices in `x`, runs at each.
 
-    `octaves`: the width now. From the covariance of the optimum and the losses in the posterior: a run at x lowers the
-    variance of the optimum as if all were normal.
+    `octaves`: the width now. How far runs lower the variance of the optimum follows from its posterior covariance with
+    the losses, as if all were normal.
     """
-    joint = np.cov(np.column_stack([at.octaves, at.posterior.loss(at.batch, x)]).T)
-    noise = np.median(at.posterior.noise(at.batch, x), axis=0) ** 2
+    joint = np.cov(np.column_stack([batch_fit.octaves, batch_fit.posterior.loss(batch_fit.batch, x)]).T)
+    noise = np.median(batch_fit.posterior.noise(batch_fit.batch, x), axis=0) ** 2
     for size in range(1, min(3, len(x)) + 1):
         for chosen in itertools.combinations(range(len(x)), size):
             losses = [1 + i for i in chosen]

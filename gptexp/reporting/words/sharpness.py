@@ -1,4 +1,4 @@
-"""What measured sharpness shows: against AdamW's threshold while runs train, at their ends against the batch size."""
+"""What measured sharpness shows: during training against AdamW's threshold, at the end against the batch size."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence

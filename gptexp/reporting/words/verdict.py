@@ -1,4 +1,4 @@
-"""The analysis in sentences. Each follows from the intervals and tests alone."""
+"""The analysis in sentences. Each sentence follows from the intervals and tests alone."""
 
 from collections.abc import Iterator
 from statistics import fmean
@@ -29,7 +29,7 @@ CORRECTED = (
     "By the posterior of the curves, or by seeds that vary more than it allows; corrected for the number of cells."
 )
 USUALLY_CLIPPED = 0.5  # share of clipped steps above which the usual step is a clipped one
-NEARLY_ALWAYS = 0.9  # from which the norm of the gradients has nearly no effect; alerts of runs begin there too
+NEARLY_ALWAYS = 0.9  # from this share on, the norm of the gradients has nearly no effect; alerts begin there too
 DIFFERENT_SHARES = 0.25  # difference of two shares; five standard errors of a share of a hundred steps
 
 
@@ -151,11 +151,11 @@ def _critical(arm: Arm) -> Iterator[Finding]:
     if len(arm.losses) < 2 or c is None:
         return
     whose = " of the averaged weights" if arm.averages else ""
-    at = f"To reach a loss{whose} of {arm.target_loss:.4f} the critical batch size"
-    by = f"{at} by the hyperbola (twice the fewest steps and tokens)"
+    subject = f"To reach a loss{whose} of {arm.target_loss:.4f} the critical batch size"
+    by = f"{subject} by the hyperbola (twice the fewest steps and tokens)"
     misfit = "The steps deviate significantly from that hyperbola: use the result of the 20% rule." if c.misfit else ""
     if c.status == "too few":
-        yield Finding(f"{at} by the hyperbola needs four batch sizes; this sweep has {len(c.steps)}.")
+        yield Finding(f"{subject} by the hyperbola needs four batch sizes; this sweep has {len(c.steps)}.")
     elif (h := c.hyperbola) is not None:
         yield Finding(f"{by} is {tokens(h.tokens)} ({interval_of(h.low, h.high, ',.0f')}).", misfit)
     elif c.bound is not None:
@@ -169,7 +169,7 @@ def _critical(arm: Arm) -> Iterator[Finding]:
         "the largest that was run, and another may take fewer: widen the grid before you rely on this."
     )
     yield Finding(
-        f"{at} by the 20% rule (tokens at most 1.2 times the fewest) is {tokens(c.twenty_percent)}{more}.",
+        f"{subject} by the 20% rule (tokens at most 1.2 times the fewest) is {tokens(c.twenty_percent)}{more}.",
         edge if arm.at_an_edge else "",
     )
 
@@ -212,10 +212,10 @@ def _noise_scale(arm: Arm) -> Iterator[Finding]:
 
 
 def _clipping(arm: Arm) -> Iterator[Finding]:
-    """A caveat if most steps are clipped at the smallest or the largest batch size, and not as many at the other.
+    """A caveat if most steps are clipped at one end of the batch sizes and fewer at the other, or nearly all at both.
 
-    Or nearly all at both. The squared norm of a gradient is |G|² + tr S / B on average, so small batches are clipped
-    more often: part of what looks like an effect of the batch size may be one of clipping.
+    The squared norm of a gradient is |G|² + tr S / B on average, so small batches are clipped more often: what looks
+    like an effect of the batch size may in part be one of clipping.
     """
     shares = {}
     for batch, runs in arm.at_best_lr.items():
@@ -226,15 +226,15 @@ def _clipping(arm: Arm) -> Iterator[Finding]:
     small, large = min(shares), max(shares)
     low, high = sorted((shares[small], shares[large]))
     if low >= NEARLY_ALWAYS:
-        means = "The updates come from gradients of nearly equal norm, and the best learning rates belong to these."
+        meaning = "The updates come from gradients of nearly equal norm, and the best learning rates belong to these."
     elif high > USUALLY_CLIPPED and high - low >= DIFFERENT_SHARES:
-        means = "Clipping changes with the batch size, and may have a part in how the best learning rate does."
+        meaning = "Clipping changes with the batch size, and may have a part in how the best learning rate does."
     else:
         return
     yield Finding(
         f"At the best learning rates {shares[small]:.0%} of the steps after the warm-up are clipped at {small:,} "
         f"tokens a step and {shares[large]:.0%} at {large:,}.",
-        f"{means} Compare with an arm that has optim.grad_clip=0, which clips nothing.",
+        f"{meaning} Compare with an arm that has optim.grad_clip=0, which clips nothing.",
     )
 
 
