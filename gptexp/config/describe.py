@@ -1,7 +1,7 @@
 """What a key means, and which files set it: the answer to `gptexp train --help KEY`.
 
-The meanings are the comments on the lines of the keys, in schema.py. Nothing here imports Hydra, so that the answer
-takes no time.
+The meanings are the comments on the lines of the keys, in schema.py and gptexp/optim. Nothing here imports Hydra, so
+that the answer takes no time.
 """
 
 import dataclasses
@@ -139,10 +139,19 @@ def kind(f: dataclasses.Field[Any]) -> str:
 
 
 def meaning(key: str, name: str, section: type) -> str:
-    """The comment on a key's line in schema.py, after the optimizers that have it if not all of them do."""
+    """The comment on a key's line, after the optimizers that have it if not all of them do.
+
+    An optimizer whose comment or default differs from that of the first one follows with its own.
+    """
     having = optimizers_with(key)
     of = "" if len(having) == len(OPTIMIZERS) else f"{', '.join(having)}: "
-    return of + meanings(section).get(name, "")
+    text = of + meanings(section).get(name, "")
+    for optimizer in having if key.startswith("optim.") and name != "name" else ():
+        own, default = meanings(OPTIMIZERS[optimizer]).get(name, ""), getattr(OPTIMIZERS[optimizer], name)
+        differing = [own] if own != meanings(section).get(name, "") else []
+        differing += [f"default {shown(default)}"] if default != getattr(section, name) else []
+        text += f"; {optimizer}: {', '.join(differing)}" if differing else ""
+    return text
 
 
 def meanings(section: type) -> dict[str, str]:
