@@ -18,7 +18,7 @@ HEAD = """\
 <!-- Written by tests/config/conf_readme.py from gptexp/config/schema.py and conf/. Edit those, then run it again. -->
 
 A run is described by one config. `conf/config.yaml` names one option of each group; the options are the files below.
-`gptexp/config/schema.py` and `gptexp/optim` define every key, its type and its default. The command line overrides both:
+`gptexp/config/schema.py` and `gptexp/optim` define all keys, with types and defaults. The command line overrides both:
 
 ```sh
 gptexp train model=gpt2 optim.lr=3e-4      # an option of a group, and a single key
