@@ -1,6 +1,6 @@
 """`gptexp evaluate DIR`: the validation loss of the newest checkpoint of a run, or of a sweep's best run, as JSON.
 
-With --tasks, the scores on other tasks, also of a model that transformers saved or that is on the hub.
+With --tasks: scores on other tasks, also for a model that transformers saved or that is on the hub.
 """
 
 import argparse
@@ -104,7 +104,7 @@ def _print_tasks(args: argparse.Namespace) -> None:
     if args.include is not None and not args.include.is_dir():
         raise ConfigError(f"--include={args.include}: no such folder; give one with task files of lm_eval")
     given = args.directory
-    here = Path(given).absolute()  # a directory comes before a model of the hub with that name
+    here = Path(given).absolute()  # a directory goes before a model of that name on the hub
     if here.is_dir() and not (here / CONFIG_JSON).is_file():
         given = str(one_run(Path(given)))
         here = Path(given).absolute()

@@ -24,7 +24,7 @@ from gptexp.storage import branch
 from gptexp.storage.inventory import refuse_sweep_in
 
 MICRO_BATCH = "batch.micro_batch_size"
-DEVICE = "device="  # not a key of the config: a run has train.device, and is planned here for another machine
+DEVICE = "device="  # no config key (that is train.device); plans the run for another machine
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -100,7 +100,7 @@ def _print_models(overrides: list[str], config_dir: str | None, gpu: Gpu, as_jso
 
     found = {}
     for name in options(folders(config_dir))["model"]:
-        if name != "from_init":  # the sizes of other weights
+        if name != "from_init":  # its sizes are those of the weights of init_from
             config = compose([f"model={name}", f"{MICRO_BATCH}={AUTO}", *overrides], config_dir)
             ids = VOCAB_SIZES.get(config.data.tokenizer, VOCAB_SIZES["gpt2"])
             found[name] = with_vocab_size(config, padded(ids)) if config.model.vocab_size == AUTO else config
@@ -108,7 +108,7 @@ def _print_models(overrides: list[str], config_dir: str | None, gpu: Gpu, as_jso
 
 
 def _config(composed: Any, overrides: list[str], gpu: Gpu | None) -> Config:
-    """The config of one run. For another `gpu`, a file's micro-batch size that is refused is replaced by auto."""
+    """The config of one run. If `gpu` is given and a file's micro-batch size is refused, auto replaces that size."""
 
     def checked() -> Config:
         parent = branch.find(composed.branch_from)

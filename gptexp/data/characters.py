@@ -1,4 +1,4 @@
-"""Tokenizers that need no training: of the bytes, and of the characters of a text."""
+"""Tokenizers that need no training: one for bytes, and one for the characters of a text."""
 
 import json
 from collections.abc import Iterable, Sequence

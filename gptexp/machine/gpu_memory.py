@@ -18,7 +18,7 @@ CERTAIN = 1.1 * 2**30 / 10**9
 
 
 def refuse_too_large(configs: Sequence[Config], gpu: Gpu) -> None:
-    """Raise `ConfigError` if a rank of one of `configs` needs far more memory than `gpu` has, with what would fit."""
+    """Raise `ConfigError` if a rank of one of `configs` needs far more memory than `gpu` has. Says what would fit."""
     alike = {memory_key(config): config for config in configs if config.train.device in ("auto", "cuda")}
     problems = []
     for config in alike.values():
@@ -44,8 +44,8 @@ def memory_by_sharding(
 ) -> dict[str, int]:
     """The bytes that a rank needs at the peak under each `world.sharding` that the other keys allow.
 
-    All have the micro-batch size of `effective`, and of full those with `reduce_every` open the least. `resolved`
-    returns the choices for another config.
+    All have the micro-batch size of `effective`. If `reduce_every` is open, `full` gets the value that needs least.
+    `resolved` returns the choices for another config.
     """
     found = {}
     for sharding in SHARDINGS:

@@ -21,10 +21,10 @@ _MASK = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")
 
 
 def as_standard(weights: Mapping[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
-    """The weights with which a `GPT` of the standard parametrisation computes what `model` does with `weights`.
+    """Weights with which a `GPT` of the standard parametrisation computes the same as `model` with `weights`.
 
-    Attention's factor goes into the queries, that of the branches into c_proj, and that of the logits into ln_f: wte
-    could not take it, because it is also the embedding.
+    The factor of attention goes into the queries, that of the branches into c_proj, and that of the logits into ln_f,
+    because wte, the other candidate, is also the embedding.
     """
     scale = attention_scale(model)
     of_queries = 1.0 if scale is None else scale * (model.n_embd / model.n_head) ** 0.5
@@ -42,7 +42,7 @@ def as_standard(weights: Mapping[str, Tensor], model: ModelConfig) -> dict[str, 
 def to_transformers(weights: Mapping[str, Tensor], model: ModelConfig, n_vocab: int) -> dict[str, Tensor]:
     """The weights of a `GPT` of `model` for transformers, with the first `n_vocab` rows of wte: the others are padding.
 
-    transformers' GPT-2 is the standard parametrisation, and always has biases: those that a model lacks are zero.
+    transformers' GPT-2 is the standard parametrisation, and always has biases: those that `model` lacks are zero.
     """
     found = {}
     for name, weight in as_standard(weights, model).items():

@@ -26,7 +26,7 @@ def state_tensors(state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
 
 
 def state_bytes(optim: OptimConfig, model: ModelConfig, rows_over: int = 1) -> int:
-    """Bytes of an optimizer's state, in float32, while it trains, without single numbers.
+    """Bytes of an optimizer's state during training, in float32, without scalars.
 
     `rows_over` is the number of ranks that share the rows of each parameter.
     """
@@ -36,10 +36,10 @@ def state_bytes(optim: OptimConfig, model: ModelConfig, rows_over: int = 1) -> i
 
 
 def most_state_bytes(optim: OptimConfig, model: ModelConfig, ranks: int) -> int:
-    """The same for the rank that has most, if each parameter's state is on one of `ranks`.
+    """The state's bytes on the rank that has most, if each parameter's state is on one of `ranks`.
 
-    As ZeroRedundancyOptimizer shares them: of each group, those that decay first, the next largest parameter goes to
-    the rank that has the fewest numbers so far.
+    ZeroRedundancyOptimizer distributes them so: in each group, first the one that decays, the next largest parameter
+    goes to the rank with the fewest numbers so far.
     """
     shapes = list(parameter_shapes(model))
     numbers_of = _state_numbers(optim, [(name, shape) for name, shape, _ in shapes])
@@ -53,14 +53,14 @@ def most_state_bytes(optim: OptimConfig, model: ModelConfig, ranks: int) -> int:
 
 
 def _state_numbers(optim: OptimConfig, shapes: Sequence[tuple[str, Shape]]) -> Mapping[str, int]:
-    """How many numbers the optimizer keeps for each parameter of these names and shapes, without single numbers."""
+    """How many numbers the optimizer keeps for each parameter of these names and shapes, without scalars."""
     return _numbers_after_update(optim.name, astuple(optim), tuple(shapes))
 
 
 class _ShapesOnly(TorchFunctionMode):
-    """In it, an update of tensors without memory goes through: each has the value 1.
+    """A mode in which an optimizer can update tensors without memory: each of their numbers counts as 1.
 
-    torch computes some shapes in Python, for which it imports its compiler. Those that Adam needs are returned here.
+    torch computes some shapes in Python, and imports its compiler for that. Those that Adam needs are returned here.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -78,7 +78,7 @@ class _ShapesOnly(TorchFunctionMode):
 
 @cache
 def _numbers_after_update(name: str, keys: tuple[Any, ...], shapes: tuple[tuple[str, Shape], ...]) -> Mapping[str, int]:
-    """The same, counted after an update of tensors that have a shape and no memory."""
+    """`_state_numbers`, counted after an update of tensors that have a shape and no memory."""
     named = {parameter: nn.Parameter(torch.empty(shape, device="meta")) for parameter, shape in shapes}
     for p in named.values():
         p.grad = torch.empty(p.shape, device="meta")
@@ -94,7 +94,7 @@ def _numbers_after_update(name: str, keys: tuple[Any, ...], shapes: tuple[tuple[
 
 
 def update_bytes(optim: OptimConfig, model: ModelConfig) -> int:
-    """Bytes that an update needs for a while, beside gradients and state."""
+    """Bytes that an update needs temporarily, beside gradients and state."""
     return 4 * optim.update_numbers([(shape, count) for _, shape, count in parameter_shapes(model)])
 
 
@@ -104,7 +104,7 @@ def rows_of(shape: Shape, ranks: int) -> Shape:
 
 
 def parameter_shapes(m: ModelConfig) -> Iterator[tuple[str, Shape, int]]:
-    """Yield (name, shape, number of such parameters) for all parameters, those of the blocks under the first one's."""
+    """Yield (name, shape, number of such parameters) for all parameters; those of all blocks are named as in h.0."""
     c = m.n_embd
     yield "wte.weight", (m.resolved_vocab_size, c), 1
     yield "wpe.weight", (m.block_size, c), 1

@@ -36,7 +36,7 @@ from gptexp.training.step import TrainStep
 
 PICTURE, NUMBERS = "coordcheck.png", "coordcheck.json"
 STEPS = 5
-MEASURED_TOKENS = 1024  # of the text on which activations are measured: logits of a large vocabulary take memory
+MEASURED_TOKENS = 1024  # on which activations are measured; few, as logits of a large vocabulary take memory
 LARGEST_MICRO_BATCH = 8  # sequences, for batch.micro_batch_size=auto
 
 
@@ -68,7 +68,7 @@ def coordcheck(config: Config, models: list[ModelConfig], seeds: int, out: Path,
 
 
 def measure(config: Config, models: list[ModelConfig], seeds: int) -> Coordinates:
-    """Train each of `models` from `seeds` initial weights on the run's first steps, and measure before and after each.
+    """Train each of `models` from `seeds` initial weights for a few steps; measure at the start and after each step.
 
     In float32, without compilation, on one device, at the constant learning rate `optim.lr`.
     """
@@ -117,7 +117,7 @@ def measure(config: Config, models: list[ModelConfig], seeds: int) -> Coordinate
 
 @torch.no_grad()
 def activations(gpt: GPT, x: Tensor) -> dict[str, float]:
-    """Mean |activation| for the tokens `x` (B, T): of the outputs of attention and MLP, over all layers, and logits."""
+    """Mean |activation| for the tokens `x` (B, T): of all outputs of attention, all outputs of MLPs, and logits."""
     found: dict[str, list[float]] = defaultdict(list)
 
     def kept(name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
