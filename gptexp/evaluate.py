@@ -57,7 +57,7 @@ def _print_loss(args: argparse.Namespace) -> None:
             raise ConfigError(f"--{flag}={getattr(args, flag)}: only --tasks reads it; leave it out")
     directory = one_run(Path(args.directory))
     config = run_dir.require_checkpoint(directory, args.ema)
-    data, of_held_out = config.data, None
+    data, held_out_tokens = config.data, None
     if args.data is not None:
         data.name, data.path, data.max_tokens = "text", [absolute(args.data)], None
         data.val_path = data.path
@@ -74,7 +74,7 @@ def _print_loss(args: argparse.Namespace) -> None:
     elif not data.validates:
         raise ConfigError(f"{directory}: data.val_tokens=0: the run has no validation tokens; give --data FILE")
     if args.val_tokens is not None and data.val_path is None:
-        of_held_out = args.val_tokens  # the run was trained on the rest of the text
+        held_out_tokens = args.val_tokens  # the run was trained on the rest of the text
     elif args.val_tokens is not None:
         data.val_tokens = args.val_tokens
     asked = data.val_tokens if args.val_tokens is None else args.val_tokens
@@ -86,7 +86,7 @@ def _print_loss(args: argparse.Namespace) -> None:
 
     from gptexp.run.load import evaluate_checkpoint
 
-    found = evaluate_checkpoint(directory, config, args.data is None, of_held_out, args.ema)
+    found = evaluate_checkpoint(directory, config, args.data is None, held_out_tokens, args.ema)
     print(json.dumps({"directory": str(directory), **found}))
 
 

@@ -72,9 +72,9 @@ def write_mix(
 
 def _first(shards: list[Shard], tokens: int) -> list[Shard]:
     """The first `tokens` of `shards`, as references."""
-    found = []
+    references = []
     for shard in shards:
         if tokens > 0:
-            found.append(replace(shard, tokens=min(tokens, shard.tokens), is_own=False))
+            references.append(replace(shard, tokens=min(tokens, shard.tokens), is_own=False))
         tokens -= shard.tokens
-    return found
+    return references

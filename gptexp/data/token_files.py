@@ -95,13 +95,13 @@ def _files_in(folder: Path) -> list[Path]:
     """The files for training and validation, not for tests. If a name says training, unmarked files are left out."""
     if (folder / "index.json").is_file():
         raise DataError(f"{folder}: has an index.json, so it is litdata's or MosaicML's; use data=text on its source")
-    found = sorted(path for path in folder.iterdir() if path.suffix in _SUFFIXES and path.is_file())
-    if any(_TRAINING.search(path.name) for path in found):
-        found = [path for path in found if _TRAINING.search(path.name) or _VALIDATION.search(path.name)]
-    found = [path for path in found if not _TEST.search(path.name)]
-    if not found:
+    paths = sorted(path for path in folder.iterdir() if path.suffix in _SUFFIXES and path.is_file())
+    if any(_TRAINING.search(path.name) for path in paths):
+        paths = [path for path in paths if _TRAINING.search(path.name) or _VALIDATION.search(path.name)]
+    paths = [path for path in paths if not _TEST.search(path.name)]
+    if not paths:
         raise DataError(f"{folder}: no file {' or '.join(_SUFFIXES)}; give the folder of token files, or a glob")
-    return found
+    return paths
 
 
 def sidecars(files: Sequence[TokenFile]) -> list[Path]:

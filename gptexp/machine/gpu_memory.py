@@ -47,7 +47,7 @@ def memory_by_sharding(
     All have the micro-batch size of `effective`. If `reduce_every` is open, `full` gets the value that needs least.
     `resolved` returns the choices for another config.
     """
-    found = {}
+    peaks = {}
     for sharding in SHARDINGS:
         other = _with_sharding(cfg, sharding)
         if not any(sharding_problems(other, world_size)):
@@ -55,8 +55,8 @@ def memory_by_sharding(
             if sharding != cfg.world.sharding:
                 open_choices = replace(resolved(other), reduce_every=None)
                 choices = replace(open_choices, micro_batch_size=effective.micro_batch_size)
-            found[sharding] = estimate(other, choices, world_size).peak
-    return found
+            peaks[sharding] = estimate(other, choices, world_size).peak
+    return peaks
 
 
 def excess(config: Config, peak: int, gpu: Gpu, by_sharding: Mapping[str, int]) -> str:

@@ -51,8 +51,8 @@ def ask(argv: Sequence[str], given: str, who: str, is_stopped: Callable[[], bool
     if process.returncode < 0:
         raise UserError(f"{given}: {who} was killed by {signal.Signals(-process.returncode).name}")
     lines = errors.strip().splitlines() or [f"exit code {process.returncode}"]
-    told = [text.removeprefix(OWN) for text in lines if text.startswith(OWN)]  # a package may warn after the error
-    raise UserError(told[-1].removeprefix("config error: ") if told else f"{given}: {who} failed ({lines[-1]})")
+    messages = [text.removeprefix(OWN) for text in lines if text.startswith(OWN)]  # a package may warn after the error
+    raise UserError(messages[-1].removeprefix("config error: ") if messages else f"{given}: {who} failed ({lines[-1]})")
 
 
 def die_with_asker() -> None:

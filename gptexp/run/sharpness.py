@@ -258,10 +258,10 @@ def hessian_sharpness(differences: Differences, scale: Tensor | None = None) -> 
         return product
 
     for step in STEPS:
-        found = largest_eigenvalue(product_with(step), size, device)
-        whole, half = (float(product_with(s)(found.vector) @ found.vector) for s in (step, step / 2))
-        if found.residual <= TOLERANCE and math.isfinite(whole) and abs(whole - half) <= TOLERANCE * abs(whole):
-            return found
+        eigenvalue = largest_eigenvalue(product_with(step), size, device)
+        whole, half = (float(product_with(s)(eigenvalue.vector) @ eigenvalue.vector) for s in (step, step / 2))
+        if eigenvalue.residual <= TOLERANCE and math.isfinite(whole) and abs(whole - half) <= TOLERANCE * abs(whole):
+            return eigenvalue
     return None
 
 

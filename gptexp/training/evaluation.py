@@ -49,23 +49,23 @@ class Evaluations:
         """
         last = state.step == self._plan.steps
         due = [each for each in self._all if last or self._plan.is_due(each.every_tokens, state.step)]
-        of_weights = [each for each in due if not each.of_checkpoint]
-        if of_weights:
+        weight_evals = [each for each in due if not each.of_checkpoint]
+        if weight_evals:
             cadence = self._of_weights[0].every_tokens
-            of_weights = [each for each in self._of_weights if each in due or each.every_tokens == cadence]
-        return of_weights, [each for each in due if each.of_checkpoint]
+            weight_evals = [each for each in self._of_weights if each in due or each.every_tokens == cadence]
+        return weight_evals, [each for each in due if each.of_checkpoint]
 
     def measure(self, due: Sequence[Evaluation], state: TrainState) -> dict[str, Any]:
         """Return the metrics of the weights, or only the validation loss if it is non-finite. *Collective.*"""
-        found: dict[str, Any] = {}
+        metrics: dict[str, Any] = {}
         for each in due:
             started = time.perf_counter()
-            found |= each.measure(state) or {}
+            metrics |= each.measure(state) or {}
             if not each.ends_early:
                 self._seconds[each.name] = time.perf_counter() - started
-            if not math.isfinite(found[Metric.VAL_LOSS]):
+            if not math.isfinite(metrics[Metric.VAL_LOSS]):
                 break
-        return found
+        return metrics
 
     def reserve_s(self, sequence_s: float) -> float:
         """Estimate the seconds of the next evaluation, if a training step takes `sequence_s` seconds per sequence."""

@@ -119,28 +119,28 @@ class _Loop:
         t, state = self.t, self.state
         t.gpt.train()
         self.stop.begin()
-        of_weights, of_checkpoint = t.evaluations.due(state)
+        weight_evals, checkpoint_evals = t.evaluations.due(state)
         if state.evaluated_tokens < state.tokens:  # an earlier attempt stopped before these evaluations
-            self.evaluate(of_weights)
-        if state.step > t.plan.first_step and (reason := self.evaluate_checkpoint(of_checkpoint, resumed=True)):
+            self.evaluate(weight_evals)
+        if state.step > t.plan.first_step and (reason := self.evaluate_checkpoint(checkpoint_evals, resumed=True)):
             return reason
         while state.step < t.plan.steps and not self.reasons:
             self.queue_step()
             if state.step == self.resumed_at + 1:
                 _freeze_garbage()  # here, so that its duration is part of the first step's
             last = state.step == t.plan.steps
-            of_weights, of_checkpoint = t.evaluations.due(state)
+            weight_evals, checkpoint_evals = t.evaluations.due(state)
             due_save = last or t.plan.is_due(t.plan.save_every_tokens, state.step)
-            waits = of_weights or of_checkpoint or due_save
+            waits = weight_evals or checkpoint_evals or due_save
             if self.read(leave=0 if waits else self.late) == "went back":
                 continue
             if self.reasons and not last:
                 break  # only seconds may be left: save without evaluating
-            self.evaluate(of_weights)
-            if due_save or of_checkpoint:
+            self.evaluate(weight_evals)
+            if due_save or checkpoint_evals:
                 state.regular = due_save
                 self.save(is_last=last)
-            if reason := self.evaluate_checkpoint(of_checkpoint):
+            if reason := self.evaluate_checkpoint(checkpoint_evals):
                 return reason
         if state.step == t.plan.steps:
             return None
@@ -158,8 +158,8 @@ class _Loop:
 
     def is_measured(self, step: PlannedStep) -> bool:
         """Whether the step measures the noise scale: at logged steps, or at all steps if the updates depend on it."""
-        wanted = self.is_logged(step.number) or self.t.optim.gradient_noise_like_batch is not None
-        return wanted and step.batch.sequences > step.batch.micro_batch_size
+        is_needed = self.is_logged(step.number) or self.t.optim.gradient_noise_like_batch is not None
+        return is_needed and step.batch.sequences > step.batch.micro_batch_size
 
     def noise(self, step: PlannedStep) -> StepNoise | None:
         """The noise on the gradient of `step`, which is the next one.
@@ -211,8 +211,8 @@ class _Loop:
             if numbers.finite:
                 self.follow_loss(queued.step, numbers.loss)
                 continue
-            found = f"loss {numbers.loss:.6g}, gradient norm {numbers.grad_norm:.6g}"
-            if self.recover(queued.step, found) == "went back":
+            values_text = f"loss {numbers.loss:.6g}, gradient norm {numbers.grad_norm:.6g}"
+            if self.recover(queued.step, values_text) == "went back":
                 return "went back"
         return "went on"
 
@@ -308,12 +308,12 @@ class _Loop:
     def go_back(self, step: PlannedStep, numbers: str) -> None:
         """Load the newest regular checkpoint, and continue with the data that follows `step`."""
         t, state = self.t, self.state
-        found = t.checkpoints.go_back(self.log)
-        if found is None:
+        checkpoint = t.checkpoints.go_back(self.log)
+        if checkpoint is None:
             raise DivergedError(
                 f"step {step.number + 1}: {numbers}: the run diverged before its first checkpoint; lower optim.lr"
             )
-        path, saved = found
+        path, saved = checkpoint
         if saved.step != self.went_back_to:
             self.went_back_to, self.nonfinite_in_a_row = saved.step, 1
         state.go_back(saved, step.number + 1, step.tokens_after)
@@ -329,10 +329,10 @@ class _Loop:
             return
         state = self.state
         with self.clock.paused(), weights_for_use(self.t.step.optimizer):
-            found = self.t.evaluations.measure(due, state)
-            self.log.evaluation(state.step - 1, state.tokens, found)
-        loss = state.val_loss = found[Metric.VAL_LOSS]
-        state.val_loss_ema = found.get(Metric.VAL_LOSS_EMA, state.val_loss_ema)
+            metrics = self.t.evaluations.measure(due, state)
+            self.log.evaluation(state.step - 1, state.tokens, metrics)
+        loss = state.val_loss = metrics[Metric.VAL_LOSS]
+        state.val_loss_ema = metrics.get(Metric.VAL_LOSS_EMA, state.val_loss_ema)
         state.evaluated_tokens = state.tokens
         if not math.isfinite(loss):
             raise DivergedError(
@@ -354,10 +354,10 @@ class _Loop:
         for each in due:
             t.checkpoints.finish(self.log)
             with self.clock.paused():
-                found = each.measure(state)
-            if found or (found is None and resumed):
-                self.log.evaluation_of_checkpoint(each.name, step, state.tokens, found or {})
-            if found is None:
+                metrics = each.measure(state)
+            if metrics or (metrics is None and resumed):
+                self.log.evaluation_of_checkpoint(each.name, step, state.tokens, metrics or {})
+            if metrics is None:
                 return str(agree(self.stop.reason, t.rank))
         return None
 

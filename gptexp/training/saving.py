@@ -96,15 +96,15 @@ class Checkpoints:
         self.finish(log)
 
         def newest() -> tuple[Path, TrainState] | None:
-            found = checkpoint.load_latest(self.directory, regular=True)
-            if found is not None:
-                checkpoint.set_aside(self.directory, found[1].step)
-            return found
+            loaded = checkpoint.load_latest(self.directory, regular=True)
+            if loaded is not None:
+                checkpoint.set_aside(self.directory, loaded[1].step)
+            return loaded
 
-        found: tuple[Path, TrainState] | None = agree(newest, self.rank)
-        if found is not None:
-            load_checkpoint(found[0], self.step.parameters, self.step.optimizer, self.average)
-        return found
+        loaded: tuple[Path, TrainState] | None = agree(newest, self.rank)
+        if loaded is not None:
+            load_checkpoint(loaded[0], self.step.parameters, self.step.optimizer, self.average)
+        return loaded
 
     def _begin(self, state: TrainState) -> None:
         tensors = tensors_to_save(self.step.parameters, self.step.optimizer, self.average)

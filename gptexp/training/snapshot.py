@@ -42,14 +42,14 @@ def load_checkpoint(
     path: Path, parameters: Parameters, optimizer: Optimizer, average: WeightAverage | None = None
 ) -> None:
     """Load checkpoint `path`, to continue training from it. Raises `CheckpointError` if it does not fit."""
-    of_rank = _of_this_rank(optimizer)
-    of_rank.state.clear()
+    own_optimizer = _of_this_rank(optimizer)
+    own_optimizer.state.clear()
     counts, groups = checkpoint.layout_of(path).counts, optimizer.param_groups
     if len(counts) != len(groups):
         why = f"its optimizer has {counted(len(counts), 'group')}, not {len(groups)}"
         raise CheckpointError(f"{path}: does not fit the model ({why})")
     if checkpoint.has_state(path):
-        _begin(of_rank)
+        _begin(own_optimizer)
     with weights_for_use(optimizer):  # a checkpoint is saved with these
         for kind, parts in _parts(parameters, optimizer, average).items():
             checkpoint.read(path, kind, parts)
@@ -76,10 +76,10 @@ def _parts(parameters: Parameters, optimizer: Optimizer, average: WeightAverage 
     for p, values in _of_this_rank(optimizer).state.items():
         tensors = {f"{names[p]}.{key}": tensor for key, tensor in state_tensors(values)}
         state |= {key: _part(parameters, names[p], tensor) for key, tensor in tensors.items()}
-    found = {MODEL: _own(parameters, parameters.named), OPTIMIZER: state}
+    parts = {MODEL: _own(parameters, parameters.named), OPTIMIZER: state}
     if average is not None:
-        found[AVERAGE] = _own(parameters, average.tensors())
-    return found
+        parts[AVERAGE] = _own(parameters, average.tensors())
+    return parts
 
 
 def _own(parameters: Parameters, tensors: Mapping[str, Tensor]) -> dict[str, Part]:
