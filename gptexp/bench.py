@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _communication(others: list[str], overrides: list[str], args: argparse.Namespace) -> int:
-    """Measure the all-reduce. Raises `ConfigError` for what has no meaning there."""
+    """Measure the all-reduce. Raises `ConfigError` for arguments without a meaning for it."""
     if others:
         raise ConfigError(f"{others[0]}: bench {COMM} measures no workload; give them in two commands")
     if args.out is not None:

@@ -61,7 +61,7 @@ def _main() -> None:
 
 
 def _complete() -> None:
-    """Answer the shell, which asks what can stand at the end of the line in $COMP_LINE, or install the completion."""
+    """Print what can complete the line in $COMP_LINE, because the shell asks; or install the completion."""
     from gptexp.config.paths import FILE_FLAGS
 
     line = os.environ.get("COMP_LINE", "")

@@ -17,7 +17,7 @@ from gptexp.process.terminal import run_verb
 from gptexp.process.words import shown
 
 LR = 1e-2  # large for Adam, so that a few steps show how updates grow with the width
-SEEDS = 8  # initial weights; after one step the logits of two seeds may differ by half
+SEEDS = 8  # different initial weights; after one step mean |logit| may vary by half among seeds
 WIDTHS = "64,128,256,512"
 READ = ("model", "optim", "batch", "data", "experiment", "train.seed", "train.device")  # groups and keys
 
@@ -71,7 +71,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _composed(overrides: list[str], config_dir: str | None, config_name: str | None) -> Config:
-    """The checked config. It may lack the base, which `_models` then sets."""
+    """The checked config. It may lack the base width, which `_models` then sets."""
     with hydra_engine(config_dir) as engine:
         cfg = composition(engine, overrides, config_dir, multirun=False, config_name=config_name)
         lacks_base = cfg.model.parametrisation != "standard" and cfg.model.base_n_embd is None
@@ -84,7 +84,7 @@ def _composed(overrides: list[str], config_dir: str | None, config_name: str | N
 
 
 def _models(config: Config, widths: str) -> list[ModelConfig]:
-    """The model of `config` at each width, narrowest first. Raises `ConfigError` for one that there cannot be."""
+    """The model of `config` at each width, narrowest first. Raises `ConfigError` for an impossible one."""
     model = config.model
     head_size = model.n_embd // model.n_head
     try:

@@ -1,6 +1,6 @@
 """`gptexp evaluate DIR`: the validation loss of the newest checkpoint of a run, or of a sweep's best run, as JSON.
 
-With --tasks, the scores on other tasks, also of a model that transformers saved or that is on the hub.
+With --tasks: scores on other tasks, also for a model that transformers saved or that is on the hub.
 """
 
 import argparse
@@ -57,7 +57,7 @@ def _print_loss(args: argparse.Namespace) -> None:
             raise ConfigError(f"--{flag}={getattr(args, flag)}: only --tasks reads it; leave it out")
     directory = one_run(Path(args.directory))
     config = run_dir.require_checkpoint(directory, args.ema)
-    data, of_held_out = config.data, None
+    data, held_out_tokens = config.data, None
     if args.data is not None:
         data.name, data.path, data.max_tokens = "text", [absolute(args.data)], None
         data.val_path = data.path
@@ -74,7 +74,7 @@ def _print_loss(args: argparse.Namespace) -> None:
     elif not data.validates:
         raise ConfigError(f"{directory}: data.val_tokens=0: the run has no validation tokens; give --data FILE")
     if args.val_tokens is not None and data.val_path is None:
-        of_held_out = args.val_tokens  # the run was trained on the rest of the text
+        held_out_tokens = args.val_tokens  # the run was trained on the rest of the text
     elif args.val_tokens is not None:
         data.val_tokens = args.val_tokens
     asked = data.val_tokens if args.val_tokens is None else args.val_tokens
@@ -86,7 +86,7 @@ def _print_loss(args: argparse.Namespace) -> None:
 
     from gptexp.run.load import evaluate_checkpoint
 
-    found = evaluate_checkpoint(directory, config, args.data is None, of_held_out, args.ema)
+    found = evaluate_checkpoint(directory, config, args.data is None, held_out_tokens, args.ema)
     print(json.dumps({"directory": str(directory), **found}))
 
 
@@ -104,7 +104,7 @@ def _print_tasks(args: argparse.Namespace) -> None:
     if args.include is not None and not args.include.is_dir():
         raise ConfigError(f"--include={args.include}: no such folder; give one with task files of lm_eval")
     given = args.directory
-    here = Path(given).absolute()  # a directory comes before a model of the hub with that name
+    here = Path(given).absolute()  # a directory goes before a model of that name on the hub
     if here.is_dir() and not (here / CONFIG_JSON).is_file():
         given = str(one_run(Path(given)))
         here = Path(given).absolute()

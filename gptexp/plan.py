@@ -24,7 +24,7 @@ from gptexp.storage import branch
 from gptexp.storage.inventory import refuse_sweep_in
 
 MICRO_BATCH = "batch.micro_batch_size"
-DEVICE = "device="  # not a key of the config: a run has train.device, and is planned here for another machine
+DEVICE = "device="  # no config key (that is train.device); plans the run for another machine
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -34,13 +34,13 @@ def main(argv: list[str] | None = None) -> None:
     args = _parser().parse_intermixed_args(spelled_out(sys.argv[1:] if argv is None else argv))
     overrides = [text for text in args.overrides if not text.startswith(DEVICE)]
     gpu = _gpu([text.removeprefix(DEVICE) for text in args.overrides if text.startswith(DEVICE)])
-    given = "--network" if args.network else "--ranks-per-node" if args.ranks_per_node is not None else None
+    flag = "--network" if args.network else "--ranks-per-node" if args.ranks_per_node is not None else None
     if gpu is not None and args.time:
         raise ConfigError("--time: times a few steps on this machine; leave it out, device=GPU estimates the duration")
     if args.ranks_per_node is not None and args.ranks_per_node < 1:
         raise ConfigError(f"--ranks-per-node={args.ranks_per_node}: must be 1 or above")
-    if given is not None and gpu is None and not args.time:
-        raise ConfigError(f"{given}: only device=GPU and --time predict how long ranks wait; give one of them")
+    if flag is not None and gpu is None and not args.time:
+        raise ConfigError(f"{flag}: only device=GPU and --time predict how long ranks wait; give one of them")
 
     register_from_init()
     if args.models:
@@ -57,9 +57,9 @@ def main(argv: list[str] | None = None) -> None:
 
             if args.critical is not None:
                 raise ConfigError("--critical: is for the plan of one run; leave it out, or plan one cell")
-            if given is not None and gpu is None:
+            if flag is not None and gpu is None:
                 raise ConfigError(
-                    f"{given}: of a sweep only device=GPU predicts how long ranks wait; give it, or plan one cell"
+                    f"{flag}: of a sweep only device=GPU predicts how long ranks wait; give it, or plan one cell"
                 )
             grid = compose_cells(engine, composed)
             refuse_sweep_in(Path(composed.hydra.sweep.dir))
@@ -98,17 +98,17 @@ def _parser() -> argparse.ArgumentParser:
 def _print_models(overrides: list[str], config_dir: str | None, gpu: Gpu, as_json: bool) -> None:
     from gptexp.command.fitting import print_fitting
 
-    found = {}
+    models = {}
     for name in options(folders(config_dir))["model"]:
-        if name != "from_init":  # the sizes of other weights
+        if name != "from_init":  # its sizes are those of the weights of init_from
             config = compose([f"model={name}", f"{MICRO_BATCH}={AUTO}", *overrides], config_dir)
             ids = VOCAB_SIZES.get(config.data.tokenizer, VOCAB_SIZES["gpt2"])
-            found[name] = with_vocab_size(config, padded(ids)) if config.model.vocab_size == AUTO else config
-    print_fitting(found, gpu, as_json)
+            models[name] = with_vocab_size(config, padded(ids)) if config.model.vocab_size == AUTO else config
+    print_fitting(models, gpu, as_json)
 
 
 def _config(composed: Any, overrides: list[str], gpu: Gpu | None) -> Config:
-    """The config of one run. For another `gpu`, a file's micro-batch size that is refused is replaced by auto."""
+    """The config of one run. If `gpu` is given and a file's micro-batch size is refused, auto replaces that size."""
 
     def checked() -> Config:
         parent = branch.find(composed.branch_from)

@@ -81,7 +81,7 @@ def _unneeded_checkpoints(directories: list[Path], newest_only: bool) -> list[Re
 
 
 def _freed(removal: Removal) -> int:
-    """Bytes that removing has freed; prints the error if it fails."""
+    """Remove, and return the bytes that this freed. If it fails, prints the error and returns 0."""
     try:
         return removal.remove()
     except UserError as error:

@@ -107,7 +107,7 @@ def _print_samples(prompt: str, pieces: Pieces) -> None:
 
 
 def _converse(continued: Callable[[str, int], Pieces]) -> None:
-    """Print the samples `continued(prompt, number of prompts before it)` of each line of stdin, until its end.
+    """For each line of stdin until its end, print the samples `continued(line, number of earlier prompts)`.
 
     Ctrl-C ends the samples of one line, or discards a line that is being typed.
     """
@@ -115,7 +115,7 @@ def _converse(continued: Callable[[str, int], Pieces]) -> None:
         sys.stdin.reconfigure(errors="surrogateescape")  # as arguments are decoded
     for_people = sys.stdin.isatty() and sys.stdout.isatty()
     if for_people:
-        with suppress(ImportError):  # a Python may lack it
+        with suppress(ImportError):  # some builds of Python lack it
             import readline  # noqa: F401  # input() then edits the line and has a history
 
         say("Type a text to continue; Ctrl-C ends a continuation, Ctrl-D the program.")

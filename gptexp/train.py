@@ -10,7 +10,7 @@ from gptexp.process.terminal import report_errors, run_verb
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Train what the command line describes; as every rank, if a launcher has started this process.
+    """Train what the command line describes. If a launcher has started this process, train as one rank.
 
     With --dry-run it is `gptexp plan`.
     """
@@ -31,7 +31,7 @@ def main(argv: list[str] | None = None) -> None:
     rank = launcher_rank()
     if rank is None:
         lead(stop)
-    # A rank whose agent of torchrun is killed would train on, and nobody would see how it ends. It stops and saves.
+    # If torchrun's agent is killed, this rank would train on and nobody would see its end. So it stops and saves.
     die_with_parent(parent)
     with ending_rank():
         from gptexp.command.leader import Leader, follow  # imports torch

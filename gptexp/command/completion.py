@@ -10,12 +10,12 @@ from pathlib import Path
 from gptexp.storage import run_dir
 from gptexp.storage.inventory import OUTPUTS
 
-HYDRA_VERBS = ("train", "plan", "prepare", "coordcheck")  # their other arguments are overrides
+HYDRA_VERBS = ("train", "plan", "prepare", "coordcheck")  # all their arguments except flags are overrides
 NOT_FOR_USERS = ("--config-path", "--experimental-rerun", "--shell-completion")  # Hydra's; two of them are refused
 
 
 def candidates(line: str, verbs: Mapping[str, str]) -> list[str] | None:
-    """What can stand at the end of a command line; None if that are overrides, which Hydra completes.
+    """The words that can complete a command line; None if these are overrides, which Hydra completes.
 
     `verbs` are the names of the verbs with their descriptions.
     """
@@ -23,7 +23,7 @@ def candidates(line: str, verbs: Mapping[str, str]) -> list[str] | None:
     word = words.pop() if words and not line[-1].isspace() else ""
     if len(words) < 2:
         found = [*verbs, "--help", "--version"]
-    elif words[1] == "plan" and word.startswith("dev"):  # Hydra does not know it
+    elif words[1] == "plan" and word.startswith("dev"):  # Hydra does not know `device`
         from gptexp.model.gpus import GPUS
 
         found = [f"device={name}" for name in GPUS]
@@ -44,15 +44,15 @@ def line_for_hydra(line: str) -> str:
 
 
 def _of_verb(verb: str, before: str, word: str) -> list[str]:
-    """The flags of a verb, the choices of the flag `before`, or what stands without a flag.
+    """The flags of a verb, the choices of the flag `before`, or the values of arguments that are no flags.
 
-    Of directories, a RUN_DIR is a run, and a DIR also a sweep.
+    RUN_DIR stands for the directory of a run, DIR for that of a run or a sweep.
     """
     arguments = _arguments(verb)
     flags = {flag: argument for argument in arguments for flag in argument.option_strings}
     if word.startswith("-"):
         known = [flag for flag in flags if flag.startswith("--") and flag not in NOT_FOR_USERS]
-        return [*known, "--dry-run"] if verb == "train" else known  # it is that of no parser: it makes train plan
+        return [*known, "--dry-run"] if verb == "train" else known  # no parser has --dry-run: it turns train into plan
     if before in flags and flags[before].nargs != 0:
         return [*map(str, flags[before].choices or ())]
     positional = [argument for argument in arguments if not argument.option_strings]

@@ -1,4 +1,4 @@
-"""`gptexp plan --critical`: the batch of a plan beside the critical size that a run or a sweep has measured."""
+"""`gptexp plan --critical`: compares the batch of a plan with the critical size that a run or sweep has measured."""
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,7 +23,7 @@ class CriticalSize:
     tokens: float
     low: float
     high: float | None  # None: unbounded
-    directory: Path  # of a run for which it holds
+    directory: Path  # of a run for which this size holds
 
     def judge(self, total_batch_size: int) -> str:
         """Whether a batch is below, within or above the interval."""
@@ -34,13 +34,13 @@ class CriticalSize:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The batch of a plan beside a critical size."""
+    """The batch of a plan, compared with a critical size."""
 
     size: CriticalSize
     source: Path  # the run or the sweep that has measured it
-    verdict: str  # as of `CriticalSize.judge`
-    ranks: int  # so many ranks with one micro-batch each have a batch of the critical size
-    other_keys: list[str]  # of the model and the data, that the plan has otherwise than the run
+    verdict: str  # the result of `CriticalSize.judge`
+    ranks: int  # with one micro-batch each, so many ranks have a batch of the critical size
+    other_keys: list[str]  # keys of model and data whose values differ between the plan and that run
 
     def in_words(self) -> str:
         size = self.size
@@ -56,9 +56,9 @@ class Verdict:
 
 
 def judge_batch(cfg: Config, batch: BatchPlan, directory: Path | None) -> Verdict | None:
-    """Compare a batch with what a run or a sweep has measured: by default the run of `branch_from`, if it has.
+    """Compare a batch with the size measured by `directory`; None: by the run of `branch_from`, if it measured one.
 
-    The vocabulary of `cfg` is a number. Raises `ConfigError` if a given directory has measured nothing.
+    The vocabulary of `cfg` must be a number. Raises `ConfigError` if a given directory has measured nothing.
     """
     if directory is None and cfg.branch_from is None:
         return None

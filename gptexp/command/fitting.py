@@ -26,8 +26,8 @@ def least_sharding(config: Config, ranks: int, memory_bytes: int) -> str | None:
 
 
 def needed_bytes(config: Config, ranks: int, sharding: str, every: int) -> int:
-    """Memory of a rank. `every`: how many-th block keeps only its input; 0: none."""
-    loss = "chunked" if sharding == "full" else "plain"  # as `auto` takes
+    """Memory of a rank. `every=n`: every n-th block keeps only its input; 0: none."""
+    loss = "chunked" if sharding == "full" else "plain"  # as `auto` chooses
     step = StepShape(1, config.seq_len, 1, ranks, "cuda", "bfloat16", True, loss, every, sharding=sharding)
     return memory_estimate(config.model, config.optim, step).peak
 

@@ -1,8 +1,8 @@
 """Hydra's command line: checks the overrides, composes once, then runs one job or a sweep.
 
 `hydra.main` composes twice, first to find the mode and then to run, and creates the run directory before the config
-can be checked. So it only handles flags that run nothing (--cfg, --info, …). A run calls the same public parts of Hydra
-as `hydra.main`, in the same order, with the check in between.
+can be checked. So it is used only for flags that run nothing (--cfg, --info, …). A run calls the same public parts of
+Hydra as `hydra.main`, in the same order, with the check in between.
 
 Files in conf/ and in --config-dir are trusted. A run directory, a checkpoint and downloaded data are not: they are read
 as data only.
@@ -140,7 +140,7 @@ def _usage_error(message: str) -> NoReturn:
 
 
 def register_from_init() -> None:
-    """Make the resolver known with which conf/model/from_init.yaml takes the sizes of the model of `init_from`."""
+    """Register the resolver by which conf/model/from_init.yaml gets the sizes of the model of `init_from`."""
 
     def size(key: str, init_from: str | None) -> Any:
         if init_from is None:
@@ -195,7 +195,7 @@ def _run(cfg: DictConfig, context: HydraContext, train: Task, launcher_world_siz
     parent, overrides = branch.find(cfg.branch_from), cfg.hydra.overrides.task
     config = to_config(cfg, overrides, launcher_world_size, parent)
     take_choices(cfg, overrides, parent)
-    HydraConfig.instance().set_config(cfg)  # the name of the directory has a choice in it
+    HydraConfig.instance().set_config(cfg)  # the name of the directory contains a choice of a group
     directory = Path(cfg.hydra.run.dir)
     reserve_stdout(config.log.progress)
     if state_of(directory, config) == "completed":
@@ -222,7 +222,7 @@ def _run(cfg: DictConfig, context: HydraContext, train: Task, launcher_world_siz
 
 
 def state_of(directory: Path, config: Config) -> str:
-    """`check_free`. Raises `ConfigError` too if no run can be made in `directory`."""
+    """The result of `check_free`. Also raises `ConfigError` if no run can be made in `directory`."""
     if why := why_not_creatable(directory):
         raise ConfigError(f"hydra.run.dir={shown(str(directory))}: {why}; use another directory", "not-creatable")
     refuse_run_in(directory)

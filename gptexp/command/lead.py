@@ -76,9 +76,9 @@ def freeze(config: Config, cfg: DictConfig, directory: Path) -> None:
 
 
 def readable_name(model: str, config: Config) -> str:
-    """Return the name of a run on wandb: `gpt2-lr6e-4-b524288`; of a ramp `…-b32768-524288`.
+    """Return the name of a run on wandb: `gpt2-lr6e-4-b524288`; with a ramp `…-b32768-524288`.
 
-    It has the optimizer, the parametrisation, the scaling rules and the seed if they are not the default.
+    It contains optimizer, parametrisation, scaling rules and seed where they are not the default.
     """
     chosen = [] if config.optim.name == AdamWConfig.name else [config.optim.name]
     if config.model.parametrisation != "standard":
@@ -93,7 +93,7 @@ def readable_name(model: str, config: Config) -> str:
 
 def lr_source(hydra: Any) -> str:
     """Return the file or override that sets the learning rate, in Hydra's order of precedence."""
-    # Not the composed overrides: a cell's contain the values of a named grid.
+    # Not the composed overrides: those of a cell contain the values of a named grid.
     if any(text.lstrip("+").startswith("optim.lr=") for text in sys.argv):
         return "the command line"
 

@@ -85,9 +85,9 @@ def _run_published(
         stop.directory = directory
         stop.record = partial(run_dir.mark_interrupted, directory)
     code = run(Job(config, directory, rank, stop, dist.PrefixStore(f"group{number}", store)))
-    stop.training = False  # nothing is left to save, so that a signal ends this process while it waits for a job
+    stop.training = False  # nothing is left to save, so a signal may end this process while it waits for a job
     if code in (0, EXIT_DIVERGED) and (reason := stop.reason()) is not None:
-        code = EXIT_CODES[reason] or code  # a signal that came after the last step; `time` counts for one run
+        code = EXIT_CODES[reason] or code  # a signal that came after the last step; `time` concerns only one run
     if code > 128:  # after a signal; otherwise the next cell of a sweep still needs the handlers
         ignore_stops()  # srun signals the tasks that still run; their exit code must not change
     return code

@@ -36,15 +36,15 @@ from gptexp.process.terminal import warn
 from gptexp.process.words import counted, duration, rounded, titled
 from gptexp.run.calibrate import Duration, Pace, pace, sample, sample_alone
 
-MOST_EPOCHS = 4  # up to which repeated text is nearly as good as new text (Muennighoff et al. 2023, arXiv 2305.16264)
+MOST_EPOCHS = 4  # up to so many, repeated text is nearly as good as new (Muennighoff et al. 2023, arXiv 2305.16264)
 ASSUMED_MFU = 0.4  # Llama 3 trained at 38 to 43% (arXiv 2407.21783, table 4)
 ASSUMPTION = f"not measured, at an assumed MFU of {ASSUMED_MFU:.0%} (arXiv 2407.21783 reports 38 to 43%)"
-BACKWARD_RATIO = 2 / 3  # of the multiplications of a micro-step
+BACKWARD_RATIO = 2 / 3  # the backward pass's share of the multiplications of a micro-step
 
 
 @dataclass(frozen=True)
 class Request:
-    """What `gptexp plan` was told beside the config."""
+    """The options of `gptexp plan`, beside the config."""
 
     gpu: Gpu | None = None  # None: this machine
     network: str | None = None  # one of `NETWORKS`, between nodes
@@ -65,9 +65,9 @@ class Plan:
     run: RunPlan
     effective: Effective
     memory: Memory
-    memory_by_sharding: dict[str, int]  # bytes at the peak; of several ranks
+    memory_by_sharding: dict[str, int]  # sharding -> bytes at the peak; only for several ranks
     epoch_tokens: int | None  # training tokens of the corpus; None: it is not tokenised, 0: it is too short
-    gpu: Gpu | None  # which this machine need not have; None: it is planned for this machine
+    gpu: Gpu | None  # which this machine need not have; None: the plan is for this machine
     warnings: list[str]
     time: Duration | None = None
     prediction: Prediction | None = None
@@ -85,7 +85,7 @@ class Plan:
 
     @property
     def left(self) -> float:
-        """The share of the tokens that this run trains on; the others are those of the run of `branch_from`."""
+        """The share of the tokens that this run itself trains on; the run of `branch_from` trained on the others."""
         return 1 - self.run.first_tokens / self.run.tokens
 
     @property
@@ -131,7 +131,7 @@ class Plan:
         """The plan in words: a title and a text for each line; "" for what the run does not have."""
         palm, causal = self.flops
         shardings = [f"{name} {size / 2**30:.2f} GiB" for name, size in self.memory_by_sharding.items()]
-        # The cores beside a GPU that is not here are unknown.
+        # If the GPU is not here, the number of cores beside it is unknown.
         choices = [(name, text) for name, text in self.effective.described() if self.gpu is None or name != "threads"]
         return [
             ("parameters", f"{count_parameters(self.sized.model):,}"),
@@ -204,8 +204,8 @@ def print_plan(cfg: Config, request: Request = HERE) -> None:
 def plan(cfg: Config, earlier: Effective | None = None, gpu: Gpu | None = None) -> Plan:
     """Return the arithmetic of a run and its resolved `auto` values.
 
-    `earlier` are the values of an earlier cell of the sweep. On a `gpu`, which this machine need not have, its `time`
-    follows from published figures. Raises `ConfigError` for a device that is missing.
+    `earlier` are the values of an earlier cell of the sweep. For a `gpu`, which this machine need not have, the plan's
+    `time` follows from published figures. Raises `ConfigError` for a device that is missing.
     """
     world_size, device, n_vocab = cfg.world.size or 1, _device(cfg, gpu), count_ids(cfg.data)
     on_gpus_here = isinstance(device, torch.device) and device.type == "cuda"
@@ -245,7 +245,7 @@ def plan(cfg: Config, earlier: Effective | None = None, gpu: Gpu | None = None) 
 
 
 def _device(cfg: Config, gpu: Gpu | None) -> Device:
-    """The device of a plan: a GPU that is not here is unknown, unless it is `gpu`."""
+    """The device of a plan: `gpu`, or one of this machine; an unknown GPU if the config asks for a GPU it lacks."""
     if gpu is not None and cfg.train.device not in ("auto", "cuda"):
         raise ConfigError(f"train.device={cfg.train.device}: the plan is for the GPU {gpu.name}; leave out one of them")
     if gpu is None and (cfg.train.device != "cuda" or torch.cuda.is_available()):
@@ -254,7 +254,7 @@ def _device(cfg: Config, gpu: Gpu | None) -> Device:
 
 
 def _count_epoch_tokens(cfg: Config) -> tuple[int | None, list[str]]:
-    """Return the training tokens of an epoch, None if the corpus is not in the cache, and warnings about the text."""
+    """Return the training tokens of an epoch (None: the corpus is not in the cache), and warnings about the text."""
     directory = prepared_dir(cfg.data)
     if directory is None:
         return None, []
@@ -295,7 +295,7 @@ def _can_start_ranks(planned: Plan) -> bool:
 def add_prediction(planned: Plan, request: Request) -> None:
     """Predict the steps of several ranks, from published figures or from steps of one rank on this machine.
 
-    A `time` that follows from published figures then contains the waiting; one that is missing is added.
+    If `time` follows from published figures, the waiting is added to it; if there is no `time`, it is set.
     """
     cfg, batch, effective = planned.sized, planned.run.batch, planned.effective
     if batch.world_size == 1:
@@ -340,7 +340,7 @@ def add_prediction(planned: Plan, request: Request) -> None:
 
 
 def _measure_computing(planned: Plan) -> Computing:
-    """The times of one rank: on a GPU that is not here at the assumed MFU, else measured."""
+    """The times of one rank: for a GPU that is not here, from the assumed MFU; else measured."""
     cfg, run, effective = planned.config, planned.run, planned.effective
     if planned.peak_flops is not None:
         palm, _ = flops_per_token(planned.sized.model, cfg.seq_len)

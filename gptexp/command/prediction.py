@@ -1,8 +1,8 @@
 """`gptexp plan`: the time of a step at other numbers of ranks.
 
-A step of the run's batch is divided among N ranks. Each computes its share, and waits for what its computation does not
-hide: gradients, and parameters that are split or shared. Not modelled: ranks of different speed, other jobs on the
-network, GPUs that compute small micro-batches less efficiently, and of a GPU that is not here the update.
+A step of the run's batch is divided among N ranks. Each computes its share, and waits for communication that its
+computation does not hide: of gradients, and of split or shared parameters. Not modelled: ranks of different speed,
+other jobs on the network, GPUs' lower efficiency with small micro-batches, and the update on a GPU that is not here.
 """
 
 from collections.abc import Callable
@@ -18,28 +18,28 @@ from gptexp.model.flops import count_parameters
 from gptexp.process.words import counted
 from gptexp.run.build import BUCKETS, FIRST_BUCKET_MIB, LEAST_BUCKET_MIB
 
-REPORT_BYTES = 128  # about: the numbers of a step, which all ranks share
+REPORT_BYTES = 128  # rough size of the numbers of a step, which all ranks share
 
 
 @dataclass(frozen=True)
 class Computing:
     """The times of one rank of a run, with the micro-batch of its plan."""
 
-    beside: Alone  # while the others that this machine has cores for compute too
-    single: Alone  # with the machine to itself
+    beside: Alone  # while other ranks compute too, as many as this machine has cores for
+    single: Alone  # while this rank has the machine to itself
 
 
 @dataclass(frozen=True)
 class StepAtRanks:
-    """A step that is divided among so many ranks."""
+    """A step that is divided among `ranks` ranks."""
 
     ranks: int
     nodes: int
-    sequences: int  # of a rank
+    sequences: int  # per rank
     micro_batch_size: int
     step_s: float
-    waiting_s: float  # of step_s
-    efficiency: float  # against one rank that has the machine to itself
+    waiting_s: float  # a part of step_s
+    efficiency: float  # relative to one rank that has the machine to itself
 
     def in_words(self) -> str:
         nodes = f" on {self.nodes} nodes" if self.nodes > 1 else ""
@@ -59,7 +59,7 @@ class Prediction:
     """The steps of a run at half, all and twice its ranks."""
 
     steps: list[StepAtRanks]
-    network: Network  # of the run's own ranks
+    network: Network  # for the run's own number of ranks
 
     @property
     def own(self) -> StepAtRanks:
@@ -80,7 +80,7 @@ def predict(
 ) -> Prediction:
     """Predict the steps of `batch` at half, all and twice its ranks, where they divide it and the links are known.
 
-    `effective_at` has the choices for a number of ranks, of which only micro_batch_size and reduce_every may differ.
+    `effective_at` returns the choices for a number of ranks; only micro_batch_size and reduce_every may depend on it.
     """
     steps = []
     for ranks in (batch.world_size // 2, batch.world_size, 2 * batch.world_size):
@@ -96,7 +96,7 @@ def _step(cfg: Config, batch: BatchPlan, effective: Effective, network: Network,
     alone = computing.single if ranks == 1 else computing.beside
     threads = ranks * effective.threads_per_rank.value
     busy = threads / count_cores() if effective.device == "cpu" else 0.0  # the share of the cores that computes
-    # On a CPU the ranks' threads also send and add the gradients: without further cores, nothing is hidden.
+    # On a CPU the ranks' threads also send and add the gradients: without spare cores, nothing is hidden.
     scale = size / batch.micro_batch_size if busy <= 1 / 2 else 0.0
     hiding, waiting, once_s = Alone(scale * alone.micro_s, scale * alone.backward_s, 0.0), 0.0, alone.once_s
     if ranks > 1:

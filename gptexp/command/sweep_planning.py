@@ -59,7 +59,7 @@ def plan_sweep(drafts: Sequence[Draft], gpu: Gpu | None = None) -> list[CellPlan
 
 
 def print_sweep(grid: Grid, request: Request = HERE) -> None:
-    """Print the plan of a sweep, as `print_plan`. Raises `ConfigError` for illegal cells, after printing."""
+    """Print the plan of a sweep, like `print_plan` of a run. Raises `ConfigError` for illegal cells, after printing."""
     if not grid.on_gpus:
         os.environ[AT_ONCE] = str(grid.at_once)  # cells that run at once share the cores
     cells = plan_sweep(grid.drafts, request.gpu)

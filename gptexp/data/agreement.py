@@ -1,8 +1,8 @@
-"""The data of a run of several ranks: rank 0 prepares them, and tells the others where they are.
+"""The data of a run with several ranks: rank 0 prepares the data, and tells the other ranks where they are.
 
-Every rank would otherwise list the folders of the corpus and open each file of tokens, on a file system that all nodes
-share. If a node does not see the files of rank 0, its first rank prepares them there and tells the other ranks of the
-node. With data=tokens it always does: those files lie outside of the cache, and may differ between nodes.
+Otherwise every rank would list the folders of the corpus and open each file of tokens, on a file system that all nodes
+share. If a node does not see the files of rank 0, its first rank prepares the data there and tells the other ranks of
+the node. With data=tokens it always does so: these files lie outside of the cache, and may differ between nodes.
 """
 
 import json
@@ -35,7 +35,7 @@ def open_shared_dataset(cfg: Config, rank: Rank, store: dist.Store) -> Dataset:
         place = json.loads(store.get(key))
         must_look = cfg.data.name == "tokens" and not rank.local_rank
         is_here = "error" in place or (not must_look and _states(place["directories"]) == place["states"])
-        if not is_here:  # for the first rank of the node; or for a later one, of two nodes with one name
+        if not is_here:  # for the first rank of a node; or for a later rank, if two nodes have the same name
             place = _prepare_and_tell(cfg, store, [on_this_node])
         elif not rank.local_rank:
             store.set(on_this_node, json.dumps(place))
@@ -61,7 +61,7 @@ def _prepare_and_tell(cfg: Config, store: dist.Store, keys: Sequence[str]) -> di
 
 
 def _states(directories: Sequence[str | None]) -> list[Any]:
-    """What tells the files apart from others with the same name on a disk of another node."""
+    """What distinguishes the files from those of the same name on a disk of another node."""
     return [path and manifest_state(Path(path)) for path in directories]
 
 

@@ -1,4 +1,4 @@
-"""The cache of tokens: its directories, made once by one process, and what stays of those that are not complete."""
+"""The cache of tokens: one process makes each directory once, and complete parts of an unfinished one stay."""
 
 import hashlib
 import os
@@ -29,7 +29,7 @@ def downloads_dir(data: DataConfig) -> Path:
 
 
 def label(tokenizer: str) -> str:
-    """The tokenizer in the name of a directory: a file is known by its content."""
+    """The part of a directory's name that stands for the tokenizer: its name, or for a file the hash of its content."""
     if tokenizer in NAMES:
         return tokenizer
     with data_errors(Path(tokenizer)):
@@ -37,7 +37,7 @@ def label(tokenizer: str) -> str:
 
 
 def build_once(target: Path, build: Callable[[], None]) -> None:
-    """Call `build`, which makes the directory `target`, unless it is complete. Other processes wait for one."""
+    """Call `build` to make the directory `target`, unless it is complete. One process builds, the others wait."""
     if not is_file(target / MANIFEST):
         with lock(target.with_name(f"{target.name}.lock")), data_errors(target):
             if not is_file(target / MANIFEST):
@@ -45,7 +45,7 @@ def build_once(target: Path, build: Callable[[], None]) -> None:
 
 
 def lock(path: Path) -> FileLock:
-    """A lock on the file `path` of the cache, which is made if it is missing. Raises `DataError` if it cannot be."""
+    """A lock on the file `path` of the cache, which is created if it is missing. Raises `DataError` if that fails."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
@@ -56,7 +56,7 @@ def lock(path: Path) -> FileLock:
 
 @contextmanager
 def removed_if_refused(unfinished: Path) -> Iterator[None]:
-    """Remove the directory `unfinished` if the body refuses the input. Else complete parts stay for the next start."""
+    """Remove the directory `unfinished` if the body refuses the input. After other errors complete parts stay."""
     try:
         yield
     except UserError as error:
@@ -72,4 +72,4 @@ def write_tokenizer(tokenizer: str, directory: Path, find_characters: Callable[[
     if tokenizer == CHARS and not path.exists():
         CharTokenizer(find_characters()).save(path)
     elif tokenizer not in NAMES:
-        shutil.copyfile(tokenizer, path)  # again at each start, as a preparation may be killed here
+        shutil.copyfile(tokenizer, path)  # at each start, as a preparation may be killed while it copies

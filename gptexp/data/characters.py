@@ -1,4 +1,4 @@
-"""Tokenizers that need no training: of the bytes, and of the characters of a text."""
+"""Tokenizers that need no training: one for bytes, and one for the characters of a text."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -62,15 +62,15 @@ class CharTokenizer:
         return list(map(int, self.encode_array(text)))
 
     def encode_array(self, text: str) -> Tokens:
-        wanted = _code_points(text)
-        at = np.minimum(np.searchsorted(self._code_points, wanted), self.n_vocab - 1)
-        unknown = np.flatnonzero(self._code_points[at] != wanted)
+        code_points = _code_points(text)
+        indices = np.minimum(np.searchsorted(self._code_points, code_points), self.n_vocab - 1)
+        unknown = np.flatnonzero(self._code_points[indices] != code_points)
         if len(unknown):
             raise DataError(
                 f"character {text[unknown[0]]!r}: not among the {counted(self.n_vocab, 'character')} of the vocabulary"
                 "; use only those of the corpus that it was made from, or data.tokenizer=bytes"
             )
-        return self._ids[at].astype(id_dtype(self.n_vocab))
+        return self._ids[indices].astype(id_dtype(self.n_vocab))
 
     def decode(self, tokens: Sequence[int]) -> str:
         return "".join(self.characters[id] for id in tokens)

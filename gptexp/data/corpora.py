@@ -35,7 +35,7 @@ class Corpus(Protocol):
 
     @property
     def name(self) -> str:
-        """Of the kind of corpus."""
+        """The kind of corpus."""
 
     @property
     def place(self) -> str:
@@ -47,21 +47,21 @@ class Corpus(Protocol):
 
     @property
     def max_tokens(self) -> int | None:
-        """How many tokens are wanted of it, from its start. None: all."""
+        """How many tokens are needed, from its start. None: all."""
 
     def spans(self, cut_before: str, part_bytes: int) -> Iterator[Span | HubFile]:
-        """Yield what a corpus consists of, each of about `part_bytes` or less if it can be divided. Text is cut before
+        """Yield the spans of a corpus, of about `part_bytes` or less if its files can be divided. Text is cut before
         one of the characters `cut_before`; see `documents.pieces`. Raises `DataError`."""
 
 
 @dataclass(frozen=True)
 class HubCorpus:
-    """A data set of the hub. Its content is taken for unchanged: its key is made of its name."""
+    """A data set of the hub. Its key is made of its name: its content is assumed never to change."""
 
     repo: str
     subset: str | None
     split: str
-    max_tokens: int | None  # it can be larger than a disk
+    max_tokens: int | None  # because it can be larger than a disk
     name: str = "hf"
 
     @property
@@ -92,7 +92,7 @@ class Files:
 
     @property
     def max_tokens(self) -> None:
-        """Files are here, so all of them are tokenised, once for every limit."""
+        """None: the files are on this machine, so all of them are tokenised, once for all limits."""
 
     @property
     def place(self) -> str:
@@ -103,7 +103,7 @@ class Files:
     def key(self) -> str:
         """Hash of the files' paths, sizes and times; 16 hex digits.
 
-        The time of the last status change is one of them, because a program can reset that of the last modification.
+        The times include that of the last status change, because a program can reset that of the last modification.
         """
         digest = hashlib.sha256()
         for file in self.files:
@@ -140,7 +140,7 @@ def text(patterns: list[str]) -> Files:
 
 
 def parts(corpus: Corpus, cut_before: str, part_bytes: int) -> list[Part]:
-    """Divide a corpus into parts of about `part_bytes`, which depend on its files alone. Raises `DataError`."""
+    """Divide a corpus into parts of about `part_bytes`, which depend only on its files. Raises `DataError`."""
     found: list[Part] = []
     room = 0
     for span in corpus.spans(cut_before, part_bytes):
@@ -178,7 +178,7 @@ def _spans(path: Path, kind: Kind, compression: Compression | None, cut_before: 
     else:
         cuts = [0]
         for position in range(part_bytes, size, part_bytes):
-            if position > cuts[-1]:  # else the next cut is the last one
+            if position > cuts[-1]:  # else the cut from here would be the last one again
                 cuts.append(next_cut(path, kind, position, cut_before))
         for start, end in pairwise(sorted({*cuts, size})):
             yield Span(path, kind, None, start, end, end - start)

@@ -22,7 +22,7 @@ from gptexp.process.words import shown
 Kind = Literal["text", "jsonl", "parquet", "arrow"]
 Compression = Literal["gzip", "zstd"]
 
-BLOCK_BYTES = 1 << 20  # of a file that is read in pieces
+BLOCK_BYTES = 1 << 20  # bytes of a file that are read at once
 ROWS = 1024  # rows of parquet that are converted at once
 _COMPRESSED: dict[bytes, Compression] = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
 _JSONL = (".jsonl", ".ndjson")
@@ -31,7 +31,7 @@ _PARQUET = b"PAR1"  # the first and the last bytes of a file
 _FOREIGN = {
     b"\xfd7zXZ": "xz", b"BZh": "bzip2", b"PK\3\4": "zip", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16",
 }  # fmt: skip
-_HEAD_BYTES = 8000  # git takes a file with a NUL byte in these for no text
+_HEAD_BYTES = 8000  # git treats a file with a NUL byte in these as binary
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -59,14 +59,14 @@ class Span:
     compression: Compression | None = None
     start: int = 0
     end: int | None = None
-    size: int = 0  # bytes on the disk; of parquet, without compression
+    size: int = 0  # bytes on the disk; for parquet, without compression
 
 
 Part = list[Span | HubFile]  # what one worker tokenises at a time
 
 
 def kind_of(path: Path) -> tuple[Kind, Compression | None]:
-    """The format of a file, and how it is compressed. Raises `DataError`, also for formats that are not read."""
+    """The format of a file, and how it is compressed. Raises `DataError`, also for formats that gptexp cannot read."""
     name = path.name.lower()
     with _reading(path), path.open("rb") as file:
         head = file.read(8)
@@ -87,7 +87,7 @@ def kind_of(path: Path) -> tuple[Kind, Compression | None]:
 
 
 def _kind_of_lines(span: Span, name: str) -> Kind:
-    """jsonl if the file's name says so, or if its first line is a JSON object, unless its name says text."""
+    """jsonl or text, as the file's name says; else jsonl if its first line is a JSON object."""
     head = next(_blocks(span), b"")[:_HEAD_BYTES]
     foreign = next((format for magic, format in _FOREIGN.items() if head.startswith(magic)), None)
     if foreign or b"\0" in head:
@@ -117,17 +117,17 @@ def next_cut(path: Path, kind: Kind, position: int, cut_before: str) -> int:
             return line_end + 1 if line_end >= 0 else len(content)
         for match in re.compile(rb"\S[%b]" % cut_before.encode()).finditer(content, position - 1):
             cut = match.end() - 1
-            character = content[max(0, cut - 4) : cut].decode(errors="ignore")[-1:]  # of at most four bytes
+            character = content[max(0, cut - 4) : cut].decode(errors="ignore")[-1:]  # at most four bytes long
             if not character.isspace():
                 return cut
         return len(content)
 
 
 def documents(span: Span | HubFile, cut_before: str, column: str) -> Iterator[tuple[str, bool]]:
-    """Yield the text of `span` in pieces, each with whether a document begins with it. Empty documents yield nothing.
+    """Yield the text of `span` in pieces, each with whether it begins a document. Empty documents yield nothing.
 
     Bytes of text that are not UTF-8 become U+FFFD, and so do halves of a surrogate pair in JSON.
-    Raises `DataError` with the file, and with the line or the row, for rows that have no text in `column`.
+    Raises `DataError` for rows without text in `column`; it names the file, and the line or the row.
     """
     if isinstance(span, Span) and span.kind == "text":
         decoded = codecs.iterdecode(_blocks(span), "utf-8", "replace")
@@ -159,8 +159,8 @@ def pieces(blocks: Iterable[str], cut_before: str) -> Iterator[str]:
     ids of the pieces are the ids of the whole text.
     """
     up_to_the_last_word = re.compile(rf".*\S(?=[{cut_before}])", re.DOTALL)
-    piece = ""  # which ends where the text is cut if another block follows
-    rest: list[str] = []  # of the text after `piece`, without a place to cut
+    piece = ""  # text up to a possible cut; yielded if another block follows
+    rest: list[str] = []  # the text after `piece`, which has no place to cut
     before = ""  # the character before a block
     for block in blocks:
         if piece:
@@ -202,7 +202,7 @@ def _jsonl(span: Span, column: str) -> Iterator[str]:
 
 
 def _lines(blocks: Iterator[bytes]) -> Iterator[bytes]:
-    rest: list[bytes] = []  # of a line that ends in a later block
+    rest: list[bytes] = []  # the start of a line that ends in a later block
     for block in blocks:
         first, *others = block.split(b"\n")
         rest.append(first)
@@ -226,7 +226,7 @@ def _text_of_line(line: bytes, span: Span, number: int, column: str) -> str:
 
 
 def _line(span: Span, number: int) -> str:
-    """The place of a line of a span for people, who count the lines of the whole file."""
+    """The place of a line of a span, for people: its number in the whole file."""
     before = 0
     if span.start:
         with span.path.open("rb") as file:
@@ -270,7 +270,7 @@ def _arrow(span: Span, column: str) -> Iterator[str]:
 
 
 def _texts(path: Path, batches: Any, column: str, before: int) -> Iterator[str]:
-    """The column of record batches of a file, of whose rows `before` precede them."""
+    """Yield the texts in a column of record batches. `before` rows of the file precede them."""
     for batch in batches:
         values = batch.column(batch.schema.get_field_index(column))
         if not _is_valid(values):
@@ -287,7 +287,7 @@ def _texts(path: Path, batches: Any, column: str, before: int) -> Iterator[str]:
 
 
 def _is_valid(values: Any) -> bool:
-    """Whether an array of pyarrow is UTF-8 and lies in its memory; pyarrow would read outside of it and be killed."""
+    """Whether a pyarrow array is UTF-8 and within its memory; else reading it would crash the process."""
     try:
         values.validate(full=True)
     except ValueError:

@@ -27,7 +27,7 @@ class Download:
 
 
 def downloaded(file: Download, folder: Path) -> Path:
-    """The path of `file` in `folder`, where it is put if it is missing. Raises `DataError`, also for a wrong hash."""
+    """The path of `file` in `folder`; downloads it if it is missing. Raises `DataError`, also for a wrong hash."""
     path = folder / file.name
     try:
         if not path.exists():

@@ -34,7 +34,7 @@ class Encoding:
 
     @property
     def ranks(self) -> dict[bytes, int]:
-        """The id of each token that is no special one. Of two pairs, that with the lower id is merged first."""
+        """The id of each token that is not special. The pair with the lowest id is merged first."""
         return self._encoding._mergeable_ranks
 
     @property
@@ -85,9 +85,9 @@ def _bundled() -> tiktoken.Encoding:
 def _downloaded(name: str) -> tiktoken.Encoding:
     try:
         return tiktoken.get_encoding(name)
-    except (OSError, ValueError) as error:  # ValueError: another hash than that of the published file
+    except (OSError, ValueError) as error:  # ValueError: the hash differs from the published file's
         cause: BaseException = error
-        while cause.__context__ is not None:  # the first of the chain says what the system said, in a few words
+        while cause.__context__ is not None:  # the first error of the chain has the system's own few words
             cause = cause.__context__
         raise UnavailableError(
             f"data.tokenizer={name}: tiktoken cannot download it ({first_line(cause)}); use gpt2, which needs no "

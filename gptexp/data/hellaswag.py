@@ -1,7 +1,7 @@
 """HellaSwag (Zellers et al. 2019, arXiv 1905.07830): beginnings of texts, each with four endings, one of them right.
 
-Its published jsonl format. The text is as in llm.c's dev/data/hellaswag.py: the context as it is, and each ending after
-a space. lm_eval writes it in another way, so its figures do not compare.
+Reads the published jsonl format. A text is made as in llm.c's dev/data/hellaswag.py: the context as it is, and each
+ending after a space. lm_eval makes other texts of it, so its figures are not comparable.
 """
 
 import json
@@ -24,7 +24,7 @@ VALIDATION = Download(
 
 @dataclass(frozen=True)
 class Example:
-    """Token ids."""
+    """One beginning with its endings, as token ids."""
 
     context: list[int]
     endings: list[list[int]]
@@ -32,9 +32,9 @@ class Example:
 
 
 def read_examples(path: Path, tokenizer: Tokenizer) -> list[Example]:
-    """The examples in a file, in its order. Raises `DataError` for one that is damaged, with its line."""
+    """The examples in a file, in its order. Raises `DataError` with the line of a damaged one."""
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")  # a string may hold other line ends
+        lines = path.read_text(encoding="utf-8").split("\n")  # not splitlines(): a string may contain other line ends
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: cannot be read ({first_line(error)})") from None
     examples = [_example(f"{path}:{number}", line, tokenizer) for number, line in enumerate(lines, 1) if line.strip()]
@@ -56,6 +56,6 @@ def _example(where: str, line: str, tokenizer: Tokenizer) -> Example:
         )
     try:
         ids = [tokenizer.encode_ordinary(text) for text in (context, *(f" {ending}" for ending in endings))]
-    except DataError as error:  # a vocabulary of characters lacks one
+    except DataError as error:  # a vocabulary of characters lacks a character
         raise DataError(f"{where}: {error}") from None
     return Example(ids[0], ids[1:], label)

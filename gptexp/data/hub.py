@@ -26,7 +26,7 @@ def rows(repo: str, subset: str | None, split: str, shard: int) -> Iterator[dict
             row = next(arriving)
         except StopIteration:
             return
-        except Exception as error:  # of the network and of each format
+        except Exception as error:  # from the network or any format
             raise UnavailableError(_problem(repo, f"{type(error).__name__}: {first_line(error)}")) from None
         yield row
 

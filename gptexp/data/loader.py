@@ -26,7 +26,7 @@ from gptexp.data.tokenizer import Tokenizer, bytes_of_ids
 from gptexp.process.errors import DataError
 from gptexp.process.words import counted
 
-WINDOWS_AT_ONCE = 1024  # of validation windows that are counted
+WINDOWS_AT_ONCE = 1024  # validation windows whose bytes are counted at once
 PREFETCHED = 2  # number of micro-batches that are read in advance
 
 
@@ -49,12 +49,12 @@ class Dataset:
     val: TokenStream
     val_starts: np.ndarray  # the first token of each validation window
     seq_len: int
-    hash: str  # of all tokens; independent of their path
+    hash: str  # hash of all tokens, whatever their path
     directory: Path  # of the training tokens
     n_vocab: int  # number of ids of the tokenizer
 
     def check_ids(self, vocab_size: int | str) -> None:
-        """Raise `DataError` if an id is outside of the model's vocabulary. With `auto` it has no size yet."""
+        """Raise `DataError` if an id is outside of the model's vocabulary. With `auto` its size is not known yet."""
         for stream in (self.train, self.val):
             if isinstance(vocab_size, int) and stream.max_id >= vocab_size:
                 raise DataError(
@@ -68,7 +68,7 @@ class Dataset:
         Inputs and targets overlap in T - 1 tokens.
         """
         rows = [stream.read(int(start), self.seq_len + 1) for start in starts]
-        return np.reshape(rows, (len(starts), self.seq_len + 1))  # also of no row
+        return np.reshape(rows, (len(starts), self.seq_len + 1))  # also if there are no rows
 
 
 def build_dataset(cfg: Config, most_val_windows: int | None = None) -> Dataset:
@@ -86,14 +86,14 @@ def open_dataset(
     most_val_windows: int | None = None,
     check_files: bool = True,
 ) -> Dataset:
-    """Open prepared tokens: those in `directories` for training, and for validation if these are others.
+    """Open the prepared tokens in `directories`: those for training and, if there are separate ones, for validation.
 
-    Reads each manifest once, and the headers of all files if `check_files`. The held-out windows are at most
-    `most_val_windows`, if given; the training windows are those of all of them. Raises `DataError` for too few tokens.
+    Reads each manifest once, and the headers of all files if `check_files`. `most_val_windows` limits the held-out
+    windows that are returned, and changes no training window. Raises `DataError` for too few tokens.
     """
     train_dir, val_dir = directories
     train = TokenStream(train_dir, data.max_tokens, check_files)
-    # Of a validation split in the format of another project, the first tokens are those on which it publishes losses.
+    # Other projects publish losses on the first tokens of their validation split, so only these are used.
     first = data.val_tokens + 1 if data.name == "tokens" and data.val_path is None else None
     val = train if val_dir is None else TokenStream(val_dir, first, check_files)
     for stream, path in ((train, train_dir), (val, val_dir or train_dir)):
@@ -160,7 +160,7 @@ def val_batches(
 
 
 def val_bytes_per_token(dataset: Dataset, tokenizer: Tokenizer) -> float:
-    """Bytes of text that a validation target stands for, on average over all of them."""
+    """Bytes of text that a validation target stands for, on average over all targets."""
     lengths = np.array(bytes_of_ids(tokenizer))
     parts = np.array_split(dataset.val_starts, len(dataset.val_starts) // WINDOWS_AT_ONCE + 1)
     total = sum(int(lengths[dataset.rows(dataset.val, part)[:, 1:]].sum()) for part in parts)

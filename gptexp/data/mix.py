@@ -1,7 +1,7 @@
 """`data.mix`: several sources in one stream of tokens, each with a given share of it.
 
-The stream is as long as the source allows that is used up first, so no text is repeated. It takes the first tokens of
-each source. data.order=shuffled mixes its windows.
+The source that is used up first limits the length of the stream, so no text is repeated. The stream has the first
+tokens of each source, one source after the other. data.order=shuffled mixes its windows.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ from gptexp.storage.run_dir import keep_tokenizer
 
 
 def shares_of(tokens: Mapping[str, int], weights: Mapping[str, float], most: int | None) -> dict[str, int]:
-    """How many tokens each source gives, of those that it has: in all as many as possible, but at most `most`."""
+    """How many of its `tokens` each source gives: together as many as possible, but at most `most`."""
     share = _fractions(weights)
     length = min(tokens[source] / share[source] for source in weights)
     if most is not None:
@@ -29,7 +29,7 @@ def shares_of(tokens: Mapping[str, int], weights: Mapping[str, float], most: int
 
 
 def most_of(weights: Mapping[str, float], most: int | None) -> dict[str, int | None]:
-    """How many tokens of each source can matter for a mix of at most `most` tokens. None: all.
+    """How many tokens of each source a mix of at most `most` tokens can need. None: all.
 
     Rounded up: with fewer, `shares_of` would make the whole mix shorter.
     """
@@ -72,9 +72,9 @@ def write_mix(
 
 def _first(shards: list[Shard], tokens: int) -> list[Shard]:
     """The first `tokens` of `shards`, as references."""
-    found = []
+    references = []
     for shard in shards:
         if tokens > 0:
-            found.append(replace(shard, tokens=min(tokens, shard.tokens), is_own=False))
+            references.append(replace(shard, tokens=min(tokens, shard.tokens), is_own=False))
         tokens -= shard.tokens
-    return found
+    return references

@@ -39,7 +39,7 @@ def mix(*values: int) -> int:
 
 
 def permute(index: Int64, n: int, key: int) -> Int64:
-    """The images of `index`, with values in [0, n), under the permutation of [0, n) that `key` determines."""
+    """The images of `index` under the permutation of [0, n) that `key` determines."""
     if n < _SORT_BELOW:
         return _sorted_permutation(n, key)[index]
     half_bits = ((n - 1).bit_length() + 1) // 2
@@ -67,9 +67,9 @@ class Order:
     """The held-out windows of one token stream and the order of the training windows.
 
     Window i consists of tokens i*T to i*T + T inclusive: T inputs and their T targets. If the training windows are
-    `shifted`, all windows of an epoch begin up to T - 1 tokens later, and so reach into the next window. Those in front
-    of a held-out window, and the last one of the stream, are then left out, also at offset 0: every epoch has the same
-    number of windows, and no target is one of a held-out window.
+    `shifted`, all windows of an epoch begin up to T - 1 tokens later, and so reach into the next window. Then training
+    leaves out the window in front of each held-out window, and the last one of the stream. It does so even at offset 0:
+    every epoch has the same number of windows, and no training target is a target of a held-out window.
     """
 
     n_windows: int

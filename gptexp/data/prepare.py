@@ -28,13 +28,13 @@ from gptexp.process.errors import DataError
 from gptexp.process.words import counted
 from gptexp.storage.run_dir import TOKENIZER
 
-PART_BYTES = 16 << 20  # of text that a worker tokenises at a time
-FILE_TOKENS = 100_000_000  # of a file of the hub, roughly; more processes would read files that are not needed
+PART_BYTES = 16 << 20  # bytes of text that a worker tokenises at a time
+FILE_TOKENS = 100_000_000  # rough size of a file of the hub; limits the processes, so that none reads an unneeded file
 LAYOUT = 1  # version of a directory of tokens
 
 
 def prepare(data: DataConfig) -> tuple[Path, Path | None]:
-    """Tokenise the corpus and `data.val_path` if they are not in the cache. Returns both directories; None for no path.
+    """Tokenise the corpus and `data.val_path` if they are not in the cache. Returns both directories (None: no path).
 
     A file lock lets one process that uses the cache do the work while the others wait. Raises `DataError`.
     """
@@ -46,7 +46,7 @@ def prepare(data: DataConfig) -> tuple[Path, Path | None]:
 
 
 def has_own_validation(data: DataConfig) -> bool:
-    """Whether nothing is held out of the corpus: the validation text is in files of its own. Raises `DataError`."""
+    """Whether the validation text has files of its own, so that the corpus holds out nothing. Raises `DataError`."""
     return data.val_path is not None or (data.name == "tokens" and bool(references.find(data)[1]))
 
 
@@ -136,7 +136,7 @@ def tokens_of(corpus: corpora.Corpus, data: DataConfig, directory: Path, folder:
 
 
 def _workers(data: DataConfig, corpus: corpora.Corpus, parts: Sequence[Part]) -> int:
-    """The number of processes for these parts: data.workers, else one for each core, and none too many."""
+    """The number of processes for these parts: data.workers, else one per core; but no more than have work."""
     wanted = len(parts) if corpus.max_tokens is None else 1 + corpus.max_tokens // FILE_TOKENS
     return min(data.workers or min(count_cores(), wanted), max(1, len(parts)))
 
@@ -153,7 +153,7 @@ def tokens_hash(*streams: TokenStream) -> str:
 
 
 def _tokenise(corpus: corpora.Corpus, data: DataConfig, target: Path) -> None:
-    """Tokenise a corpus into the directory `target`. A preparation that was stopped before goes on."""
+    """Tokenise a corpus into the directory `target`. Continues an earlier preparation that was stopped."""
     started = time.perf_counter()
     unfinished = target.with_name(f"{target.name}.tmp")
     folder = unfinished / "parts"

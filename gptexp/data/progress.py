@@ -20,7 +20,7 @@ def progress(name: str, parts: Sequence[Part]) -> Iterator[Callable[[int, int], 
     sizes = [sum(span.size for span in part) for part in parts]
     started, done = time.perf_counter(), 0
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(name, total=sum(sizes) if len(parts) > 1 else None, rate="")  # of one part nothing is known
+        task = bar.add_task(name, total=sum(sizes) if len(parts) > 1 else None, rate="")  # unknown with one part
 
         def advance(number: int, tokens: int) -> None:
             nonlocal done

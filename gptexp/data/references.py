@@ -1,4 +1,4 @@
-"""data=tokens: a directory of the cache whose manifest names the token files of others, which stay where they are."""
+"""data=tokens: a directory of the cache with a manifest of other projects' token files, which stay in their place."""
 
 import hashlib
 import sys
@@ -29,7 +29,7 @@ def prepare(data: DataConfig) -> tuple[Path, Path | None]:
 
 
 def find(data: DataConfig) -> tuple[list[TokenFile], list[TokenFile]]:
-    """The training and the validation files of data=tokens; of the latter none if the run does not validate."""
+    """The training and the validation files of data=tokens; no validation files if the run does not validate."""
     training, validation = token_files.find(path_list(data.path), data.format)
     if data.val_path is not None:
         validation = [file for files in token_files.find(path_list(data.val_path), data.format) for file in files]
@@ -56,7 +56,7 @@ def _referenced(files: Sequence[TokenFile], data: DataConfig) -> Path:
 
 
 def directory(files: Sequence[TokenFile], data: DataConfig) -> Path:
-    """The directory of the manifest of token files, whose name changes when a file or its reading does."""
+    """The directory of the manifest of token files. Its name changes with the files, and with how they are read."""
     key = Files("tokens", [*(file.path for file in files), *token_files.sidecars(files)]).key
     key = hashlib.sha256(f"{key} {data.format} {label(data.tokenizer)}".encode()).hexdigest()[:16]
     return cache_dir(data) / f"tokens-{key}"

@@ -24,7 +24,7 @@ import numpy.typing as npt
 from gptexp.process.errors import UnavailableError
 
 MANIFEST = "manifest.json"
-MAGIC = b"gptexp\r\n"  # a transfer in text mode changes the line end
+MAGIC = b"gptexp\r\n"  # a transfer in text mode would change the line end
 VERSIONS = {2: 1, 4: 2}  # bytes per id -> version
 HEADER = struct.Struct("<8sIIQ40x")
 TOKENS_PER_SHARD = 100_000_000
@@ -64,7 +64,7 @@ class ShardWriter:
         self.shards: list[dict[str, Any]] = []
         self.tokens = 0  # number of appended ids
         self._max_id = 0
-        self._file: BufferedRandom | None = None  # of the shard that is not complete yet
+        self._file: BufferedRandom | None = None  # the shard that is not complete yet
 
     def __enter__(self) -> "ShardWriter":
         self.directory.mkdir(parents=True, exist_ok=True)

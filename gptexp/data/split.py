@@ -18,7 +18,7 @@ class Split:
 
 
 def split(data: DataConfig, tokens: int, seq_len: int, seed: int, most_val_windows: int | None = None) -> Split:
-    """Split a corpus of `tokens`. With data.val_path nothing is held out of it.
+    """Split a corpus of `tokens` tokens. With data.val_path nothing is held out of it.
 
     `most_val_windows` limits the held-out windows that are returned, and changes no training window. Raises `DataError`
     if a part that is asked for has no window.
@@ -52,12 +52,12 @@ def split(data: DataConfig, tokens: int, seq_len: int, seed: int, most_val_windo
 
 
 def spread(n_windows: int, n_val: int, seq_len: int) -> Int64:
-    """The first tokens of `n_val` windows of a stream, spread over it by a hash; more of them include these."""
+    """The first tokens of `n_val` windows, spread over a stream by a hash. A larger `n_val` includes these windows."""
     return Order(n_windows, min(n_val, n_windows), seed=0, shuffled=False).val_windows() * seq_len
 
 
 def _held_out(data: DataConfig, tokens: int, seq_len: int) -> int:
-    """The windows that the config asks for, whether or not the corpus has them."""
+    """The number of held-out windows that the config asks for, whether or not the corpus has them."""
     if data.val_path is not None:
         return 0
     share = data.val_tokens if data.val_ratio is None else data.val_ratio * tokens
@@ -65,9 +65,9 @@ def _held_out(data: DataConfig, tokens: int, seq_len: int) -> int:
 
 
 def _before_the_tail(data: DataConfig, tokens: int, seq_len: int) -> int:
-    """The tokens in front of the tail, which has one token more than its targets.
+    """The number of tokens in front of the tail. The tail has one token more than it has targets.
 
-    For a ratio, nanoGPT's own cut, data[:int(n * 0.9)], whatever windows fit.
+    For a ratio the cut is nanoGPT's own, data[:int(n * 0.9)], even if the windows do not fill the tail.
     """
     if data.val_ratio is not None:
         return int((1 - data.val_ratio) * tokens)

@@ -30,8 +30,8 @@ class TokenStream:
     """All shards of a directory as one sequence of ids, limited to the first `max_tokens`.
 
     Raises `DataError` if manifest, headers and file sizes disagree; without `check_files`, headers and sizes are not
-    looked at. Ids are read when they are requested. A memory map is not used, because its pages count as memory of the
-    process until all of the data is in it.
+    looked at. Ids are read when they are requested. A memory map is not used: its pages count as memory of the process,
+    which in the end would hold all of the data.
     """
 
     def __init__(self, directory: Path, max_tokens: int | None = None, check_files: bool = True) -> None:
@@ -88,7 +88,7 @@ class Shard:
 
     @property
     def identity(self) -> str:
-        """Equal for equal ids."""
+        """A text that is equal for equal ids."""
         return self.sha256 if self.is_own else f"{self.sha256}:{self.offset}:{self.tokens}"
 
 
@@ -100,7 +100,7 @@ class Manifest:
     max_id: int  # the largest id
     n_vocab: int  # number of ids of the tokenizer
     dtype: np.dtype[Any]  # of the ids
-    shares: dict[str, int]  # of a mix: the tokens of each source
+    shares: dict[str, int]  # for a mix: source -> its tokens
 
 
 def read_manifest(directory: Path, check_files: bool = True) -> Manifest:
@@ -172,15 +172,15 @@ def write_references(
         json.dump(content, file, indent=1)
 
 
-_found_right: dict[Path, object] = {}  # states that this process has verified, for directories that are read-only
+_found_right: dict[Path, object] = {}  # directory -> verified state, kept here too because a directory may be read-only
 
 
 def verify(directory: Path, again: bool = False) -> None:
     """Read all shards of `directory`. Raises `DataError` unless their content matches the manifest.
 
-    Files that were verified before are only read `again` if asked for. verified.json holds their sizes and times at
-    that moment, if the directory is writable. The times include that of the last status change, which copies and
-    archives do not preserve.
+    Files that were verified before are not read again, except with `again`. If the directory is writable, verified.json
+    holds their sizes and times at the last verification. The times include that of the last status change, which copies
+    and archives do not preserve.
     """
     manifest = read_manifest(directory)
     state = _state_of(directory, manifest)
@@ -207,7 +207,7 @@ def _state_of(directory: Path, manifest: Manifest) -> dict[str, list[int]]:
 
 
 def manifest_state(directory: Path) -> list[int] | None:
-    """Size and times of a directory's manifest, which no copy on another disk has; None: there is none."""
+    """Size and times of a directory's manifest, which differ for a copy on another disk; None: there is none."""
     with suppress(OSError):
         return _state(directory / MANIFEST)
     return None
@@ -224,7 +224,7 @@ def _mend(shard: Shard) -> str:
 
 
 def _check_size(shard: Shard, id_bytes: int) -> None:
-    """Raise `DataError` unless the size of the file, and the header of an own one, match its number of ids."""
+    """Raise `DataError` unless the size of the file, and the header of an own file, match its number of ids."""
     path, tokens, again = shard.path, shard.tokens, _mend(shard)
     try:
         if not path.is_file():

@@ -44,9 +44,9 @@ _INDEX_ID_BYTES = {8: 2, 4: 4}  # code of the type -> bytes per id
 _TRAINING = re.compile(r"(^|[_-])train(ing)?([_.-]|$)", re.IGNORECASE)
 _VALIDATION = re.compile(r"(^|[_-])(val|valid|validation|dev)([_.-]|$)", re.IGNORECASE)
 _TEST = re.compile(r"(^|[_-])test([_.-]|$)", re.IGNORECASE)
-JUDGED = 10_000  # ids: with fewer, nothing but their range is checked
-LONG = 10_000_000  # ids: a longer stream has an end of text somewhere
-NOISE = 0.002  # the share of the most frequent id of a text is far above: that of " the", "," or a line feed is 0.02
+JUDGED = 10_000  # with fewer ids, only their range is checked
+LONG = 10_000_000  # a stream of this many ids has an end of text somewhere
+NOISE = 0.002  # a text's most frequent id has a larger share: " the", "," or a line feed has 0.02
 
 
 @dataclass(frozen=True)
@@ -92,16 +92,16 @@ def _files(pattern: str) -> list[Path]:
 
 
 def _files_in(folder: Path) -> list[Path]:
-    """The files for training and validation: if names say which are for training, no others; never those for tests."""
+    """The files for training and validation, not for tests. If a name says training, unmarked files are left out."""
     if (folder / "index.json").is_file():
         raise DataError(f"{folder}: has an index.json, so it is litdata's or MosaicML's; use data=text on its source")
-    found = sorted(path for path in folder.iterdir() if path.suffix in _SUFFIXES and path.is_file())
-    if any(_TRAINING.search(path.name) for path in found):
-        found = [path for path in found if _TRAINING.search(path.name) or _VALIDATION.search(path.name)]
-    found = [path for path in found if not _TEST.search(path.name)]
-    if not found:
+    paths = sorted(path for path in folder.iterdir() if path.suffix in _SUFFIXES and path.is_file())
+    if any(_TRAINING.search(path.name) for path in paths):
+        paths = [path for path in paths if _TRAINING.search(path.name) or _VALIDATION.search(path.name)]
+    paths = [path for path in paths if not _TEST.search(path.name)]
+    if not paths:
         raise DataError(f"{folder}: no file {' or '.join(_SUFFIXES)}; give the folder of token files, or a glob")
-    return found
+    return paths
 
 
 def sidecars(files: Sequence[TokenFile]) -> list[Path]:
@@ -111,7 +111,7 @@ def sidecars(files: Sequence[TokenFile]) -> list[Path]:
 
 
 def _open(path: Path, asked: str | None) -> TokenFile:
-    """Find the ids of a file. Raises `DataError` unless its size is that of its header and its ids."""
+    """Find the ids of a file. Raises `DataError` unless its size fits its header and its ids."""
     with data_errors(path), path.open("rb") as file:
         head = file.read(_LLMC_HEADER.size)
         size = path.stat().st_size
@@ -130,7 +130,7 @@ def _open(path: Path, asked: str | None) -> TokenFile:
 
 
 def _format_of(path: Path, head: bytes) -> str:
-    """The format of a file. Raises `DataError` for what is none of them."""
+    """The format of a file. Raises `DataError` if it is unknown."""
     magic = int.from_bytes(head[:4], "little")
     if magic == _LLMC_EVALUATION:
         raise DataError(f"{path}: llm.c's file of an evaluation, not a stream of tokens; leave it out")
@@ -219,7 +219,7 @@ class _Seen:
 
     max_id: int = 0
     ends: int = 0  # how many ids are the end of a text
-    odd_zeros: int = 0  # how many of every second id are zero
+    odd_zeros: int = 0  # how many of the ids at odd positions are zero
     tokens: int = 0
     commonest: float = 1.0  # the share of the most frequent id in the first block
 
@@ -234,10 +234,10 @@ class Vocabulary:
 
 
 def read(file: TokenFile, vocabulary: Vocabulary, trusted: bool) -> tuple[Shard, int]:
-    """Read a file: its entry in the manifest, and its largest id.
+    """Read a file. Returns its entry in the manifest, and its largest id.
 
-    Raises `DataError` for ids that are improbable for this tokenizer; if the format was given (`trusted`), only for ids
-    outside of the vocabulary, or of another width.
+    Raises `DataError` for ids that are improbable for this tokenizer. If the format was given (`trusted`), raises it
+    only for ids outside of the vocabulary, or of another width.
     """
     end = vocabulary.end
     digest, seen = hashlib.sha256(), _Seen()

@@ -1,11 +1,11 @@
 """Tokenisation of a corpus by several processes.
 
-Each worker tokenises whole parts of the corpus. The ids of a part are one file, which appears when it is complete, so
-that a preparation that was killed goes on with the parts that are missing. The parts are joined in their order, while
-later ones are tokenised. So the result depends neither on the number of workers nor on interruptions. If only the first
-tokens of a corpus are wanted, at most one part fewer than there are workers is begun that is not needed.
+Each worker tokenises whole parts of the corpus. The ids of a part are one file, which appears when it is complete; so
+after a kill only missing parts are tokenised again. The parts are joined in their order while later ones are tokenised.
+So the result depends neither on the number of workers nor on interruptions. If only the first tokens of a corpus are
+wanted, at most (number of workers - 1) parts are begun that are not needed.
 
-Memory: a worker holds about a megabyte of text and its ids, or one row; of parquet, one row group.
+Memory: a worker holds about a megabyte of text and its ids, or one row, or one row group of parquet.
 """
 
 import hashlib
@@ -35,7 +35,7 @@ from gptexp.process.signals import die_with_parent
 from gptexp.storage.run_dir import atomic
 
 READ_IDS = 1 << 22  # ids of a part that are joined at once
-_HEAD = struct.Struct("<Q")  # of the file of a part: number of documents that begin in it; the ids follow
+_HEAD = struct.Struct("<Q")  # head of a part's file: number of documents that begin in it; the ids follow
 
 
 @dataclass(frozen=True)
@@ -45,18 +45,18 @@ class Encoder:
     tokenizer: str  # data.tokenizer
     directory: Path  # with tokenizer.json, if the tokenizer needs one
     column: str  # data.text_column
-    max_tokens: int | None  # that are wanted of all parts; None: all
+    max_tokens: int | None  # wanted from all parts together; None: all
 
 
 def tokenise(
     parts: Sequence[Part], encoder: Encoder, folder: Path, workers: int, advance: Callable[[int, int], None]
 ) -> Iterator[tuple[Tokens, int]]:
     """Yield the ids of the parts in their order, with the end of a text between documents, while later parts are
-    tokenised. With the first ids of a part comes the number of documents that begin in it, with others 0. The part with
-    which `encoder.max_tokens` are reached is the last one; the workers that have begun later ones are killed.
+    tokenised. The first ids of a part come with the number of documents that begin in it, others with 0. The last part
+    is the one that exceeds `encoder.max_tokens`; workers that have begun later parts are killed.
 
-    Each part has a file in `folder`; those that are there already are not tokenised again. `advance` is called with the
-    number of each part whose ids have been yielded, and with its tokens, or 0 if its file was there at the start.
+    Each part has a file in `folder`; parts whose file exists are not tokenised again. `advance` is called with the
+    number of each part whose ids have been yielded, and with its tokens, or 0 if its file existed at the start.
     Raises `DataError`.
     """
     tokenizer = load_tokenizer(encoder.tokenizer, encoder.directory)
@@ -87,7 +87,7 @@ def characters(parts: Sequence[Part], column: str, workers: int) -> str:
 
 @contextmanager
 def _mapping(workers: int, window: int) -> Iterator[Callable[..., Iterator[Any]]]:
-    """A `map` over `workers` new processes, or in this one, which begins inputs as `_map` does with `window`.
+    """Yield a `map` over `workers` new processes, with inputs begun as by `_map`; for one worker `map` itself.
 
     Raises `UnavailableError` if a worker is lost.
     """
@@ -98,7 +98,7 @@ def _mapping(workers: int, window: int) -> Iterator[Callable[..., Iterator[Any]]
     executor = ProcessPoolExecutor(workers, get_context("spawn"), _begin_worker, (os.getpid(),))
     try:
         yield partial(_map, executor, window)
-        # Work that has begun and is not needed is not waited for. Python 3.14 has `kill_workers` for this.
+        # Do not wait for work that has begun but is not needed. Python 3.14 has `kill_workers` for this.
         for process in list(executor._processes.values()):
             process.kill()
     except BrokenProcessPool:
@@ -113,7 +113,7 @@ def _mapping(workers: int, window: int) -> Iterator[Callable[..., Iterator[Any]]
 def _map(
     executor: ProcessPoolExecutor, window: int, function: Callable[..., Any], *inputs: Iterable[Any]
 ) -> Iterator[Any]:
-    """`executor.map`, which begins no input before the one that is `window` places ahead of it has been dealt with."""
+    """`executor.map`, but an input begins only after the input `window` places before it has been dealt with."""
     calls = zip(*inputs, strict=False)  # some inputs repeat without an end
     results = deque(executor.submit(function, *call) for call in islice(calls, window))
     while results:
@@ -127,7 +127,7 @@ def _begin_worker(parent: int) -> None:
 
 
 def _tokenise_part(part: Part, encoder: Encoder, target: Path) -> None:
-    """Write the file `target` of a part, unless a preparation that was killed has."""
+    """Write the file `target` of a part, unless an earlier preparation, which was killed, has written it."""
     if target.exists():
         return
     tokenizer = load_tokenizer(encoder.tokenizer, encoder.directory)
@@ -161,6 +161,6 @@ def _characters_of_part(part: Part, column: str) -> str:
 
 
 def _files(folder: Path, parts: Sequence[Part]) -> list[Path]:
-    """The files of the parts. Parts of another division, by another version of gptexp, have other names."""
+    """The files of the parts. If another version of gptexp divides otherwise, its parts have other names."""
     digests = (hashlib.sha256(repr(part).encode()).hexdigest()[:8] for part in parts)
     return [folder / f"part-{number:06d}-{digest}.ids" for number, digest in enumerate(digests)]

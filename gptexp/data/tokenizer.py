@@ -1,4 +1,4 @@
-"""What a tokenizer offers, and how the one that `data.tokenizer` asks for is found.
+"""The interface of a tokenizer, and the loading of the one that `data.tokenizer` asks for.
 
 `data.tokenizer` is a name, or the path of a file. A vocabulary that is not part of gptexp, of characters or from a
 file, is kept as tokenizer.json beside the prepared tokens and in the run directory, so that a run can be sampled
@@ -31,14 +31,14 @@ class Tokenizer(Protocol):
 
     @property
     def exact(self) -> bool:
-        """Whether the bytes of the ids of a text are those of the text."""
+        """Whether the ids of a text stand for exactly its bytes."""
 
     @property
     def cut_before(self) -> str:
-        """White space before which a text may be cut if a visible character precedes it: its ids stay the same."""
+        """White space before which, after a visible character, a text can be cut without a change of its ids."""
 
     def encode_ordinary(self, text: str) -> list[int]:
-        """The ids of `text`, in which special tokens are text too. Raises `DataError` for text that has no ids."""
+        """The ids of `text`. Names of special tokens are text, too. Raises `DataError` for text that has no ids."""
 
     def encode_array(self, text: str) -> Tokens:
         """`encode_ordinary` as an array, which takes a tenth of a list's memory."""
@@ -51,7 +51,7 @@ class Tokenizer(Protocol):
 
 
 def load_tokenizer(name: str, directory: Path | None = None) -> Tokenizer:
-    """Load the tokenizer `data.tokenizer=name`, of a `directory` with prepared tokens or a run.
+    """Load the tokenizer `data.tokenizer=name`, or that in `directory` (of tokens or a run) if it has a tokenizer.json.
 
     Raises `DataError` if it cannot be downloaded or its file is damaged, `ConfigError` if a package is missing.
     """
@@ -80,7 +80,7 @@ def _from_file(path: Path) -> Tokenizer:
 
 @lru_cache(4)
 def _loaded(path: Path, _mtime_ns: int, _size: int) -> Tokenizer:
-    """The tokenizer in a file, which takes seconds to load if it is large; again if the file has changed."""
+    """The tokenizer in a file, cached, because a large one takes seconds to load. Loaded again if the file changes."""
     try:
         content = read_json(path)
     except (OSError, ValueError) as error:
@@ -96,9 +96,9 @@ def _loaded(path: Path, _mtime_ns: int, _size: int) -> Tokenizer:
 
 
 def _characters_in(content: dict[str, Any]) -> str:
-    """The vocabulary of characters in a tokenizer.json, of gptexp or as `gptexp export` writes it; empty: another one.
+    """The characters in a tokenizer.json of gptexp, or of `gptexp export`; empty if its vocabulary is another one.
 
-    The package tokenizers would drop other characters of a text without an error.
+    The package tokenizers is not used for them: it would drop other characters of a text without an error.
     """
     if isinstance(characters := content.get(CHARACTERS), str):
         return characters
@@ -113,12 +113,12 @@ def _characters_in(content: dict[str, Any]) -> str:
 
 
 def document_start(tokenizer: Tokenizer) -> int:
-    """The id after which a document begins. Without one between documents it is id 0, a line feed in most texts."""
+    """The id after which a document begins. If documents are joined without an id: 0, a line feed in most texts."""
     return 0 if tokenizer.eot_token is None else tokenizer.eot_token
 
 
 def bytes_of_ids(tokenizer: Tokenizer) -> list[int]:
-    """How many bytes of text each id stands for; none for the id between two documents.
+    """How many bytes of text each id stands for; 0 for the id between two documents.
 
     Raises `DataError` for a tokenizer that loses or changes parts of a text, because bits per byte would be wrong.
     """

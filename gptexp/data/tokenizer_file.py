@@ -17,7 +17,7 @@ from gptexp.process.errors import ConfigError, DataError, first_line
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # how SentencePiece writes a byte that is no character
 _BYTES = {character: byte for byte, character in enumerate(BYTE_CHARACTERS)}
-# They have every byte of UTF-8, and what tokenizers change: capitals, blanks, control and compatibility characters.
+# Characters with every byte of UTF-8, and those that tokenizers change: capitals, blanks, control characters, ….
 _CHARACTERS = [*range(0x800), *range(0x800, 0xD800, 0x400), *range(0xE000, 0x110000, 0x400)]
 
 
@@ -27,7 +27,7 @@ class FileTokenizer:
     Raises `DataError` for a damaged file, and `ConfigError` if the package is missing.
     """
 
-    # Not exact for every tokenizer: one that does not split at white space has other ids at a cut, in each MB of text.
+    # Not exact for every tokenizer: one that does not split at white space gets other ids at each cut, one per MB.
     cut_before = " \t\r\n"
 
     def __init__(self, path: Path, content: dict[str, Any]) -> None:
@@ -40,7 +40,7 @@ class FileTokenizer:
         try:
             self._tokenizer = Tokenizer.from_file(str(path))
             self._vocab: dict[str, int] = self._tokenizer.get_vocab()
-        except Exception as error:  # the package raises this type itself
+        except Exception as error:  # the package raises `Exception` itself
             raise DataError(f"{path}: not a tokenizer.json ({first_line(error)}); give another file") from None
         self._tokenizer.encode_special_tokens = True  # a special token's name in a text is text
         self._tokenizer.no_truncation()
@@ -56,10 +56,10 @@ class FileTokenizer:
 
     @property
     def exact(self) -> bool:
-        """Whether the ids of a text stand for its bytes, tried on a text that ends in each added token.
+        """Whether the ids of a text stand for its bytes, tried on a text of many characters and all added tokens.
 
         A tokenizer with an id for unknown words, or that changes capitals or blanks, is not exact. One that composes
-        accents (NFC) is: most texts have them so already.
+        accents (NFC) counts as exact, because in most texts they are composed already.
         """
         text = unicodedata.normalize("NFC", "".join(map(chr, _CHARACTERS)) + "  A  ".join(["", *self._added.values()]))
         return all(
@@ -79,10 +79,10 @@ class FileTokenizer:
         return [self._bytes[token] for token in tokens]
 
     def _bytes_of_all(self, decoder: str) -> list[bytes]:
-        """The bytes that each id adds to a text: none for special tokens. `decoder` is that part of the file."""
+        """The bytes that each id adds to a text: none for special tokens. `decoder` is that part of the JSON."""
         found = [b""] * self.n_vocab
         texts = {id: token for token, id in self._vocab.items() if self._added.get(id) != ""}
-        before = min(texts, default=0)  # any id: decoders treat the start of a text differently
+        before = min(texts, default=0)  # any id: decoders treat the first id of a text differently
         start = len(self.decode([before]))
         for id, token in texts.items():
             byte = None if "ByteLevel" in decoder else _BYTE.fullmatch(token)
@@ -98,5 +98,5 @@ class FileTokenizer:
 
 
 def _of_byte_level(token: str) -> bytes:
-    """The bytes that the characters of a token stand for. One with other characters stands for its own text."""
+    """The bytes that the characters of a token stand for. A token with other characters stands for itself."""
     return bytes(_BYTES[character] for character in token) if _BYTES.keys() >= set(token) else token.encode()

@@ -1,7 +1,7 @@
 """A tokenizer as the files that Hugging Face's transformers loads. Needs neither that package nor tokenizers.
 
-Byte-level vocabularies write a byte as a character, as GPT-2's encoder.py does. tiktoken keeps the rank of each token
-and no merges: a token's merge is the last step of the byte-pair encoding of its own bytes with lower ranks.
+Byte-level vocabularies write a byte as a character, as GPT-2's encoder.py does. tiktoken keeps the ranks of tokens, but
+no merges. The merge of a token is the last step when its own bytes are encoded with the lower ranks only.
 """
 
 import json
@@ -68,7 +68,7 @@ def _of_encoding(encoding: Encoding, block_size: int) -> dict[str, str]:
 def merges(ranks: Mapping[bytes, int]) -> Iterator[tuple[bytes, bytes]]:
     """Yield the two parts of each token of several bytes, in the order of ranks.
 
-    A token that no two others make gets none: with `ignore_merges`, it is found as a whole word.
+    A token that two others do not make gets no merge: with `ignore_merges` it is found as a whole word.
     """
     for token, _ in sorted(ranks.items(), key=lambda item: item[1]):
         parts = [bytes([byte]) for byte in token]

@@ -19,7 +19,7 @@ from gptexp.process.terminal import emit, say
 from gptexp.storage.checkpoint import TrainState
 from gptexp.storage.run_dir import finite
 
-WIDE = 100  # characters of a line; a narrower one shows less text, so that no number is cut
+WIDE = 100  # characters; a narrower terminal shows less text, so that no number is cut
 NAME_CHARS = 70  # largest length of an operation's name; the names of C++ templates have thousands
 
 
@@ -51,7 +51,7 @@ _NO_TASKS = {metric.rpartition("/")[0] for metric in Metric} - {HELLASWAG}  # wh
 
 
 def _main_scores(event: dict[str, Any]) -> dict[str, float]:
-    """The figure of each task by which it is best known: acc_norm, else acc, else its first."""
+    """The best-known figure of each task: acc_norm, else acc, else its first."""
     figures: dict[str, dict[str, float]] = {}
     for key, value in event.items():
         task, _, name = key.rpartition("/")
@@ -123,7 +123,7 @@ class JsonSink(Sink):
 
 
 class BarSink(Sink):
-    """Shows a progress bar with losses, tokens/s, MFU and remaining time. What else is printed appears above it.
+    """Shows a progress bar with losses, tokens/s, MFU and remaining time. Other printed lines appear above it.
 
     The bar and the time go by tokens, because the steps of a ramp differ in size.
     """
@@ -144,7 +144,7 @@ class BarSink(Sink):
             TimeRemainingColumn(),
             console=console,
             expand=True,
-            redirect_stderr=sys.stderr.isatty(),  # a file of errors stays one
+            redirect_stderr=sys.stderr.isatty(),  # if stderr is a file, errors still go there
         )
         counted = self._counted(state.step)
         self._task = self._progress.add_task("starting", total=tokens, completed=state.tokens, steps=counted)
@@ -174,7 +174,7 @@ class BarSink(Sink):
         self._progress.update(self._task, completed=tokens, description=text, steps=self._counted(steps))
 
     def _counted(self, steps: int) -> str:
-        """Of all steps, in as many characters for each number of them."""
+        """`steps` of all steps, in a width that does not depend on `steps`."""
         return f"{steps:{len(str(self._steps))}}/{self._steps}"
 
     def close(self, summary: dict[str, Any], exit_code: int) -> None:

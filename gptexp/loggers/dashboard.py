@@ -81,7 +81,7 @@ def definition(entity: str, project: str, name: str) -> Workspace:
 
 
 def _column(key: str) -> str:
-    """What the list of runs calls a key of the config: wandb keeps each group of ours as one value."""
+    """The name of a key of the config in the list of runs: wandb keeps each of our groups as one value."""
     group, _, rest = key.partition(".")
     return f"config:{group}.value.{rest}"
 
@@ -99,7 +99,7 @@ def as_json(entity: str, project: str, name: str) -> str:
 def push(entity: str, project: str, name: str) -> str:
     """Save the view, replacing one of the same name. Returns its address."""
     workspace = _build(entity, project, name)
-    wandb.setup(wandb.Settings(silent=True, mode="online"))  # WANDB_MODE is about runs
+    wandb.setup(wandb.Settings(silent=True, mode="online"))  # WANDB_MODE applies only to runs
     try:
         if not wandb.login(prompt=False):
             raise ConfigError("dashboard: no API key for wandb; run wandb login, or set WANDB_API_KEY")

@@ -49,7 +49,7 @@ class RunLog:
     ) -> None:
         self.sinks, self.utilisation, self.alerts = sinks, utilisation, alerts
         self.val_bytes_per_token = val_bytes_per_token
-        self.earlier_steps = earlier_steps  # kind of event -> the steps of which earlier attempts have logged it
+        self.earlier_steps = earlier_steps  # kind of event -> the steps for which earlier attempts have logged it
         if torch.cuda.is_initialized():
             torch.cuda.reset_peak_memory_stats()
 

@@ -29,19 +29,19 @@ from gptexp.process.terminal import warn
 from gptexp.storage import sweep_record
 from gptexp.storage.checkpoint import TrainState
 
-VERSION = "brain.Event:2"  # of the file format; it has the session starts that hide the steps before a rewind
-AXES = ("time", "tokens")  # metrics that TensorBoard has as the time and the step of every event
+VERSION = "brain.Event:2"  # of the file format; it has session starts, which hide the steps that a rewind discards
+AXES = ("time", "tokens")  # metrics that TensorBoard keeps as the time and the step of every event
 FINAL, BEST = Metric.VAL_LOSS, "best_val_loss"  # the metrics of a cell in HParams; val/loss shows its newest value
 
-_files = itertools.count()  # in this process, for the names of files that begin in the same second
+_files = itertools.count()  # numbers the files of this process: several may begin in the same second
 
 
 class TensorBoardSink(Sink):
-    """Writes one record per event, unbuffered: SummaryWriter, with one per value, takes 16 times as long.
+    """Writes one record per event, unbuffered: SummaryWriter writes one per value and takes 16 times as long.
 
-    Opening, and every rewind, begins a new file, which hides the events after `state` in earlier ones. The cell of a
-    sweep is a session of the HParams plugin. Its files have it too, because a directory of its own would be shown as
-    another run.
+    Opening, and every rewind, begins a new file, which hides the events after `state` in earlier files. The cell of a
+    sweep is a session of the HParams plugin. The session is in the same files, because in a directory of its own it
+    would be shown as another run.
     """
 
     def __init__(self, cfg: Config, directory: Path, state: TrainState) -> None:
@@ -82,7 +82,7 @@ class TensorBoardSink(Sink):
         name = f"events.out.tfevents.{int(now):010d}.{socket.gethostname()}.{os.getpid()}.{next(_files):06d}"
         self._path = self._directory / name
         self._append(Event(wall_time=now, file_version=VERSION))
-        # Hides what earlier files have at this step and later ones.
+        # Hides the events at this step and later in earlier files.
         first = state.tokens + 1 if state.step else 0
         self._append(Event(wall_time=now, step=first, session_log=SessionLog(status=SessionLog.START)))
 
@@ -90,7 +90,7 @@ class TensorBoardSink(Sink):
         self._append(Event(wall_time=wall_time, step=tokens, summary=summary))
 
     def _append(self, event: Event) -> None:
-        """Append a record to the file. After the first failure, appends no more of them."""
+        """Append a record to the file. After the first failure, appends no more records."""
         if self._failed:
             return
         try:
@@ -108,7 +108,7 @@ class TensorBoardSink(Sink):
 
     def _close(self) -> None:
         if self._file is not None:
-            with suppress(OSError):  # of what could not be written before
+            with suppress(OSError):  # from records that could not be written before
                 self._file.close()
             self._file = None
 
@@ -123,7 +123,7 @@ def verbatim(content: str) -> str:
 
 
 def swept_values(cfg: Config, directory: Path) -> dict[str, float | str]:
-    """The swept keys of a cell and their values: numbers, and anything else as typed. Empty for a single run."""
+    """The swept keys of a cell and their values: numbers as such, anything else as typed. Empty for a single run."""
     if cfg.sweep.name is None:
         return {}
     try:

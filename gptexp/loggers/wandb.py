@@ -54,14 +54,14 @@ class WandbSink(Sink):
     ) -> None:
         self._log, self._cfg, self._mode = cfg, cfg.wandb, mode
         self._directory, self._config, self._sweep, self._kind = directory, config, sweep, kind
-        self._folder = Path(os.environ.get("WANDB_DIR") or directory).absolute() / "wandb"  # of wandb's own files
+        self._folder = Path(os.environ.get("WANDB_DIR") or directory).absolute() / "wandb"  # has wandb's own files
         self._run_id = ""
         self._wandb: Any = None  # the module, imported by the thread
         self._run: Any = None
         self._checkpoint: Path | None = None  # the newest
         self._failed = False
-        self._upload_error: str | None = None  # of the first file whose upload failed
-        self._calls: queue.Queue[Callable[[], None] | None] = queue.Queue(MOST_WAITING)  # None: the last one is made
+        self._upload_error: str | None = None  # error of the first file whose upload failed
+        self._calls: queue.Queue[Callable[[], None] | None] = queue.Queue(MOST_WAITING)  # None: no call follows
         self._begun = threading.Event()
         self._thread = threading.Thread(target=self._work, name="wandb", daemon=True)
         self._thread.start()
@@ -173,7 +173,7 @@ class WandbSink(Sink):
         return f"to upload: wandb sync {what}{self._folder}/{runs}{self._run_id}"
 
     def _upload(self, call: Callable[[], None]) -> None:
-        """Make a call that waits for the server. After the first one that fails, makes no more of them."""
+        """Make a call that waits for the server. After the first failure, makes no more such calls."""
         if self._upload_error is None:
             try:
                 call()
@@ -198,7 +198,7 @@ class WandbSink(Sink):
 
     def _finish(self, summary: dict[str, Any], exit_code: int) -> None:
         self._run.summary.update({key: value for key, value in summary.items() if is_value(value)})
-        best = summary.get("best_val_loss")  # over all attempts; wandb's own minimum is over this attempt
+        best = summary.get("best_val_loss")  # over all attempts; wandb's own minimum is only over this attempt
         if best is not None:
             self._run.summary.update({Metric.VAL_LOSS: {"min": best}, Metric.VAL_PPL: {"min": perplexity(best)}})
         if exit_code in PREEMPTED:
@@ -247,7 +247,7 @@ def is_value(value: Any) -> bool:
 def build_wandb(
     cfg: LogConfig, directory: Path, config: dict[str, Any], sweep: str | None, kind: str = "train"
 ) -> WandbSink | None:
-    """Start or continue a wandb run, that of a cell in group `sweep`. Returns None if wandb is disabled."""
+    """Start or continue a wandb run, for a cell in the group `sweep`. Returns None if wandb is disabled."""
     mode = _mode() if cfg.wandb.mode == "auto" else cfg.wandb.mode
     return None if mode == "disabled" else WandbSink(cfg, mode, directory, config, sweep, kind)
 

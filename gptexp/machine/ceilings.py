@@ -84,7 +84,7 @@ def attention_ms(
 ) -> dict[str, float | None]:
     """Milliseconds of one layer's causal attention, forward and backward, by kernel; None if it is not available."""
     shape = (batch, seq_len, m.n_head, m.n_embd // m.n_head)
-    # As parts of one tensor, and in the order in which a layer has them.
+    # Queries, keys and values are parts of one tensor, with dimensions in the order of a layer.
     parts = torch.randn((batch, seq_len, 3 * m.n_embd), device=device, dtype=dtype, requires_grad=True).split(
         m.n_embd, 2
     )

@@ -26,7 +26,7 @@ def _cpuinfo() -> dict[str, str]:
 
 
 def fingerprint() -> str:
-    """Equal for CPUs of one make and model that show the same instructions; a virtual machine may hide some."""
+    """A text that is equal for CPUs of one model and visible instructions; a virtual machine may hide some of these."""
     about = _cpuinfo()
     named = [about.get(key, "") for key in ("vendor_id", "model name", "cpu family", "model", "stepping")]
     shown = sorted(name for name, has in torch.cpu.get_capabilities().items() if has is True)
@@ -42,9 +42,9 @@ def has_native_bfloat16() -> bool:
 def has_fast_bfloat16() -> bool:
     """Whether products in bfloat16 take less time than in float32.
 
-    AMX and AMD's AVX-512 compute them two to four times as fast. Intel's AVX-512 since Sapphire Rapids, which has
-    avx512_fp16, leaves them to AMX, and virtual machines may hide AMX. Such a machine measured 165 GFLOP/s in bfloat16
-    and 300 in float32, at every shape.
+    AMX and AMD's AVX-512 compute them two to four times as fast. Intel CPUs since Sapphire Rapids, known by their
+    avx512_fp16, leave them to AMX; but virtual machines may hide AMX. Such a virtual machine reached 165 GFLOP/s in
+    bfloat16 and 300 in float32, at every shape.
     """
     has = torch.cpu.get_capabilities()
     leaves_them_to_amx = _cpuinfo().get("vendor_id") == "GenuineIntel" and has.get("avx512_fp16")
@@ -85,7 +85,7 @@ def onednn_float32_error() -> float:
 def flush_denormals() -> None:
     """Compute with 0 in place of numbers below 1.2e-38, in this thread and in those that it starts later.
 
-    A CPU takes a hundred times as long for them. With a large learning rate, a few per cent of the gradients of
+    A CPU takes a hundred times as long for such numbers. With a large learning rate, a few per cent of the gradients of
     attention are so small, and a step of 4 layers of width 128 took 58 ms in place of 31.
     """
     torch.set_flush_denormal(True)

@@ -100,7 +100,7 @@ def _left_in_cgroups() -> Iterator[int]:
 
 
 def check_device(wanted: str, rank: Rank) -> str:
-    """The type of the device of `rank`: `wanted`, or for "auto" the first available of cuda, mps and cpu.
+    """The type of the device of `rank`: `wanted`; for "auto" the first available of cuda, mps (only one rank) and cpu.
 
     Raises `ConfigError` if the wanted device is missing, or if there are more ranks than GPUs on the node.
     """

@@ -52,7 +52,7 @@ class Effective:
 
     device: str  # cuda, mps or cpu
     device_name: str
-    n_vocab: int  # ids of the tokenizer for which vocab_size was chosen
+    n_vocab: int  # number of ids of the tokenizer for which vocab_size was chosen
     vocab_size: Choice[int]  # rows of wte
     dtype: Choice[str]  # float32, or bfloat16 by autocast
     matmul_precision: Choice[str]  # of products in float32, torch's names; "high" is TF32
@@ -62,10 +62,10 @@ class Effective:
     fused: Choice[bool]  # AdamW's kernel
     threads_per_rank: Choice[int]
     micro_batch_size: Choice[int]  # sequences per rank and forward pass (B)
-    memory_key: str  # of the config for which the micro-batch size was chosen
+    memory_key: str  # identifies the settings for which the micro-batch size was chosen
     local_world_size: int  # ranks per node, which share its cores
     peak_flops_per_rank: float | None = None  # FLOP/s of matrix products, if measured for log.mfu_peak
-    reduce_every: str | None = None  # of world.sharding=full: step or micro_step
+    reduce_every: str | None = None  # for world.sharding=full: step or micro_step
 
     @property
     def choices(self) -> dict[str, Choice[Any]]:

@@ -18,7 +18,7 @@ CERTAIN = 1.1 * 2**30 / 10**9
 
 
 def refuse_too_large(configs: Sequence[Config], gpu: Gpu) -> None:
-    """Raise `ConfigError` if a rank of one of `configs` needs far more memory than `gpu` has, with what would fit."""
+    """Raise `ConfigError` if a rank of one of `configs` needs far more memory than `gpu` has. Says what would fit."""
     alike = {memory_key(config): config for config in configs if config.train.device in ("auto", "cuda")}
     problems = []
     for config in alike.values():
@@ -44,10 +44,10 @@ def memory_by_sharding(
 ) -> dict[str, int]:
     """The bytes that a rank needs at the peak under each `world.sharding` that the other keys allow.
 
-    All have the micro-batch size of `effective`, and of full those with `reduce_every` open the least. `resolved`
-    returns the choices for another config.
+    All have the micro-batch size of `effective`. If `reduce_every` is open, `full` gets the value that needs least.
+    `resolved` returns the choices for another config.
     """
-    found = {}
+    peaks = {}
     for sharding in SHARDINGS:
         other = _with_sharding(cfg, sharding)
         if not any(sharding_problems(other, world_size)):
@@ -55,8 +55,8 @@ def memory_by_sharding(
             if sharding != cfg.world.sharding:
                 open_choices = replace(resolved(other), reduce_every=None)
                 choices = replace(open_choices, micro_batch_size=effective.micro_batch_size)
-            found[sharding] = estimate(other, choices, world_size).peak
-    return found
+            peaks[sharding] = estimate(other, choices, world_size).peak
+    return peaks
 
 
 def excess(config: Config, peak: int, gpu: Gpu, by_sharding: Mapping[str, int]) -> str:

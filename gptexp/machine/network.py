@@ -22,18 +22,18 @@ from gptexp.process.errors import UserError
 from gptexp.storage import run_dir
 
 FOLDER = "measured"  # in the cache directory
-PREFIX = "comm-"  # of the files' names
+PREFIX = "comm-"  # begins the files' names
 PARTS = ("inside", "between")
-MOST_CROWDED = 4  # ranks on a core; more wait for cores, and are not started to be timed
+MOST_CROWDED = 4  # most ranks per core that are timed; with more, ranks would wait for cores
 
 
 @dataclass(frozen=True)
 class Fitted:
     """The links that fit a measured all-reduce."""
 
-    latency_s: float  # of a message
+    latency_s: float  # per message
     bytes_per_s: float
-    seconds: dict[str, float]  # of an all-reduce, by its bytes
+    seconds: dict[str, float]  # bytes -> seconds of an all-reduce
 
 
 @dataclass(frozen=True)
@@ -44,20 +44,20 @@ class AllReduce:
     comm: str  # type of the numbers, as world.comm
     ranks: int
     nodes: int
-    inside: Fitted | None  # of the ranks of one node; None: there is one on each
-    between: Fitted | None  # of all ranks; None: there is one node
+    inside: Fitted | None  # between the ranks of one node; None: each node has one rank
+    between: Fitted | None  # between the nodes; None: there is one node
 
     @property
     def ranks_per_node(self) -> int:
         return self.ranks // self.nodes
 
     def network(self) -> Network:
-        """As measured, and nothing else."""
+        """The network as it was measured, without published figures."""
         network = Network(self.ranks, self.ranks_per_node, None, None, ways_of(self.backend, None))
         return self.between_of(self.inside_of(network))
 
     def inside_of(self, network: Network) -> Network:
-        """`network` with what this has measured within a node. It contains what the messages need to start."""
+        """`network` with the measured link within a node. The measured latency includes `start_s`, which becomes 0."""
         if self.inside is None:
             return network
         link = Link(f"measured: {self.backend}, {self.ranks_per_node} ranks", self.inside.bytes_per_s)
@@ -65,7 +65,7 @@ class AllReduce:
         return replace(network, inside=link, ways=tuple(ways))
 
     def between_of(self, network: Network) -> Network:
-        """The same between nodes."""
+        """`network` with the measured link between nodes, in the same way."""
         if self.between is None:
             return network
         name = f"measured: {self.backend}, {self.ranks} ranks on {self.nodes} nodes"
@@ -77,13 +77,13 @@ class AllReduce:
 def network_of(cfg: Config, ranks: int, gpu: Gpu | None, name: str | None, ranks_per_node: int | None) -> Network:
     """The network of `ranks` on a `gpu`, or on this machine. Links that are neither measured nor published are None.
 
-    A `name` of `NETWORKS` and a number of `ranks_per_node` win over what is measured.
+    A `name` of `NETWORKS` and a number of `ranks_per_node` take precedence over measurements.
     """
     on_gpus = gpu is not None or (cfg.train.device in ("auto", "cuda") and torch.cuda.is_available())
     backend = cfg.world.backend if cfg.world.backend != "auto" else NCCL if on_gpus else "gloo"
     device_name = gpu.name if gpu is not None else torch.cuda.get_device_name() if on_gpus else ""
     published = gpu or gpu_of(device_name) or UNKNOWN_GPU
-    per_node = 2 * ranks  # on a CPU: also twice as many ranks are on this machine
+    per_node = 2 * ranks  # on a CPU: even twice as many ranks would be on this machine
     if on_gpus:
         per_node = GPUS_PER_NODE if gpu is not None else torch.cuda.device_count()
     inside, between = published.link if backend == NCCL else None, NETWORKS[published.network] if on_gpus else None
@@ -107,7 +107,7 @@ def machine(backend: str) -> dict[str, Any]:
 
 
 def keep(data: DataConfig, found: AllReduce) -> Path:
-    """Save a measurement in place of an earlier one of as many ranks. Raises `StorageError`."""
+    """Save a measurement in place of an earlier one of the same ranks and nodes. Raises `StorageError`."""
     here = machine(found.backend)
     which = {**here, **{key: getattr(found, key) for key in ("backend", "comm", "ranks", "nodes")}}
     digest = hashlib.sha256(json.dumps(which, sort_keys=True).encode()).hexdigest()[:16]
@@ -118,9 +118,9 @@ def keep(data: DataConfig, found: AllReduce) -> Path:
 
 
 def recall(data: DataConfig, backend: str, comm: str, ranks: int, gpu: str) -> list[AllReduce]:
-    """The measurements with this backend, first those of the same type and with a number of ranks near `ranks`.
+    """The measurements with this backend: those of type `comm` first, then by how near their number of ranks is.
 
-    With NCCL they are of a GPU with `gpu` in its name, else of this machine.
+    With NCCL they were made on a GPU with `gpu` in its name, else on this machine.
     """
 
     def holds(of: dict[str, Any]) -> bool:
@@ -128,7 +128,7 @@ def recall(data: DataConfig, backend: str, comm: str, ranks: int, gpu: str) -> l
 
     measured = []
     for path in sorted((cache_dir(data) / FOLDER).glob(f"{PREFIX}*.json")):
-        with suppress(UserError, KeyError, TypeError):  # of a file that was cut off, or is another version's
+        with suppress(UserError, KeyError, TypeError):  # from a file that is cut off or of another version
             values = run_dir.read_json(path)
             of, parts = values.pop("machine"), {key: Fitted(**values[key]) for key in PARTS if values[key] is not None}
             one = AllReduce(**{**values, **parts})

@@ -1,6 +1,6 @@
 """The choice of a value for every `auto`, by rules.
 
-No rule times anything: but for the micro-batch, which follows the free memory, equal machines choose alike.
+No rule times anything, so equal machines choose alike; only micro-batch size and reduce_every depend on free memory.
 """
 
 from collections.abc import Callable
@@ -39,13 +39,13 @@ COMPILE_GAIN = 0.2  # share of an eager step's time that compilation saves on a 
 EAGER_FLOPS = 100e9  # FLOP/s per core of an eager step on a CPU with fast matrix products
 USABLE = 0.85  # maximum share of the free memory that an estimate may use
 # With AMX, a model of at most this width and sequence length and with few ids loses more by converting its weights than
-# bfloat16 gains. Forward and backward pass in float32, in bfloat16 = 1, with 384 ids, not compiled, by width and length
-# (two cores of an Intel Xeon with amx_bf16, torch 2.13, least CPU time): 128 × 64 0.7 to 0.8, 128 × 256 1.1,
-# 128 × 1,024 1.2, 192 × 256 1.3, 256 × 256 1.7, 384 × 256 1.7, 512 × 256 2.1.
+# bfloat16 gains. Time in float32 divided by that in bfloat16, by width × length (forward and backward pass, 384 ids,
+# eager, two cores of an Intel Xeon with amx_bf16, torch 2.13, least CPU time): 128 × 64: 0.7 to 0.8; 128 × 256: 1.1;
+# 128 × 1,024: 1.2; 192 × 256: 1.3; 256 × 256: 1.7; 384 × 256: 1.7; 512 × 256: 2.1.
 NARROW, BRIEF, FEW_IDS = 128, 128, 4096
-# Tokens up to which compiled math attention is the fastest on a CPU, where the scores of a layer fit the caches.
+# Up to this many tokens compiled math attention is the fastest on a CPU: the scores of a layer fit its caches.
 SHORT = 256
-SMALL_VOCABULARY = 1024  # ids up to which whole logits take less time than chunks
+SMALL_VOCABULARY = 1024  # up to this many ids, whole logits take less time than chunks
 
 
 def _choose(asked: T | None, saved: Choice[T] | None, decide: Callable[[], tuple[T, str]]) -> Choice[T]:
@@ -177,7 +177,7 @@ def _with_sizes(
 
 
 def estimate(cfg: Config, effective: Effective, world_size: int) -> Memory:
-    """Estimate the memory of one rank's tensors. If world.reduce_every is open, the least that it needs."""
+    """Estimate the memory of one rank's tensors. If world.reduce_every is open: the smallest estimate."""
     size = effective.micro_batch_size.value
     step = StepShape(
         micro_batch_size=size,
@@ -200,7 +200,7 @@ def estimate(cfg: Config, effective: Effective, world_size: int) -> Memory:
 
 
 def _called(device: Device) -> str:
-    """The device in a sentence: a GPU by its name, and this CPU."""
+    """The device as a sentence names it: the GPU by its product name, or `this CPU`."""
     return f"the {device_name(device)}" if device.type == "cuda" else f"this {device.type.upper()}"
 
 
@@ -257,9 +257,9 @@ def eager_s(cfg: Config, rank: Rank) -> float:
 
 
 def _check_kernel(name: str, device: str, dtype: str, asked: bool, dropout: float) -> None:
-    """Raise `ConfigError` unless `device` has the kernel, and it supports `dtype`, and `dropout` if it is `asked` for.
+    """Raise `ConfigError` unless `device` has the kernel for `dtype`, and, if the kernel is `asked` for, for `dropout`.
 
-    If nobody asked for the kernel, torch computes dropout with another.
+    If nobody asked for the kernel, torch computes dropout with another one.
     """
     if missing := missing_kernel(name, device):
         raise ConfigError(missing)
@@ -324,7 +324,7 @@ def _micro_batch_size(cfg: Config, effective: Effective, device: Device, rank: R
 
 
 def _reduce_every(cfg: Config, effective: Effective, device: Device, rank: Rank) -> str:
-    """Once a step sends least, but keeps whole gradients until then."""
+    """`step` if the memory suffices: it sends least, but keeps whole gradients until the end of a step."""
     usable = _usable_memory(device, rank)
     once = estimate(cfg, replace(effective, reduce_every="step"), rank.world_size)
     return "step" if usable is None or once.peak <= usable else "micro_step"

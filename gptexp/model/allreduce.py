@@ -5,11 +5,11 @@ t = 2 (W - 1) α + 2 (W - 1) / W · n β, with the latency α of a message and t
 an allgather on a ring: Thakur, Rabenseifner and Gropp 2005, section 4; Patarasuk and Yuan 2009). Over several nodes the
 model is the one by which NCCL chooses its algorithm (src/graph/tuning.cc): only 2 (M - 1) of a ring's messages go
 between the M nodes, and trees take 2 (W / M - 1 + log2 M) messages in which each rank sends 2 n bytes. β is that of
-the slowest part of the way. An allgather or a reduce-scatter is half of a ring's all-reduce; trees have neither.
+the slowest link on the way. An allgather or a reduce-scatter is half of a ring's all-reduce; trees have neither.
 
-Left out of NCCL's model are the protocol LL, so that messages of a few KB are faster than predicted; sums in the
-switches (NVLS, CollNet), which are faster too; and its corrections for medium sizes, numbers of channels, processors
-and single ranks a node, by up to a factor of two in the latency or the bandwidth.
+Three parts of NCCL's model are left out: the protocol LL, which makes messages of a few KB faster than predicted; sums
+in the switches (NVLS, CollNet), which are faster too; and corrections of up to a factor of two in latency or bandwidth,
+for medium sizes, numbers of channels, processors and single ranks per node.
 """
 
 from collections.abc import Iterator
@@ -27,10 +27,10 @@ class Way:
     """One way of sending to all ranks: on a ring, or on trees."""
 
     is_tree: bool
-    inside_s: float  # of a message from rank to rank in a node
-    between_s: float  # of a message from node to node
+    inside_s: float  # latency of a message from rank to rank in a node
+    between_s: float  # latency of a message from node to node
     start_s: float = 0.0  # before the first message
-    share: float = 1.0  # of the links' bandwidth
+    share: float = 1.0  # usable share of the links' bandwidth
 
     def messages(self, ranks: int, nodes: int) -> tuple[int, int]:
         """How many messages follow each other in half of an all-reduce: inside of nodes, and between them."""
@@ -40,7 +40,7 @@ class Way:
 
 
 # NCCL 2.30.7, src/graph/tuning.cc: `baseLatencies`, `hwLatencies` and the shares of bandwidth of rings and trees, with
-# the protocol LL128 before Simple. NVLink has both, PCIe Simple alone.
+# the protocol LL128 before Simple. NVLink has both protocols, PCIe only Simple.
 NVLINK_WAYS = (
     Way(False, 1.9e-6, 4.0e-6, 14.0e-6, 0.92),
     Way(False, 3.4e-6, 14.0e-6, 8.4e-6),
@@ -51,7 +51,7 @@ PCIE_WAYS = (Way(False, 5.7e-6, 14.0e-6, 8.4e-6), Way(True, 4.0e-6, 14.0e-6, 8.4
 
 
 def ways_of(backend: str, link: Link | None) -> tuple[Way, ...]:
-    """How a backend sends between GPUs of a node with this link, if it is known: gloo on rings alone."""
+    """The ways in which a backend sends, if GPUs of a node have this link (None: unknown). gloo has only rings."""
     if backend == NCCL:
         return PCIE_WAYS if link in (None, PCIE_4) else NVLINK_WAYS
     return tuple(way for way in PCIE_WAYS if not way.is_tree)
@@ -59,7 +59,7 @@ def ways_of(backend: str, link: Link | None) -> tuple[Way, ...]:
 
 @dataclass(frozen=True)
 class Network:
-    """The links of some ranks, and the ways of sending over them, of which the fastest is taken."""
+    """The links between some ranks, and the ways of sending over them. The fastest way is taken."""
 
     ranks: int
     ranks_per_node: int
@@ -86,7 +86,7 @@ class Network:
         return min(self._halves_s(way, 1, sent_bytes) for way in self.ways if not way.is_tree)
 
     def _halves_s(self, way: Way, halves: int, sent_bytes: float) -> float:
-        """Seconds of an all-reduce, or of one half: the sums, or what all ranks then get of them."""
+        """Seconds of 2 `halves` of an all-reduce, or of 1: the reduce-scatter or the allgather."""
         if self.ranks == 1:
             return 0.0
         inside, between = way.messages(self.ranks, self.nodes)
@@ -116,8 +116,8 @@ class Bucket:
 def buckets(m: ModelConfig, seq_len: int, first_bytes: float, bucket_bytes: float) -> list[Bucket]:
     """The buckets of DDP in the order of the backward pass, which ends with the embeddings.
 
-    A bucket is full once it has `bucket_bytes` of float32 gradients, the first one with `first_bytes`. wte is a factor
-    of the first product of the backward pass and of its last operation, so its gradient is known at the end.
+    A bucket is full once it has `bucket_bytes` of float32 gradients, the first one with `first_bytes`. wte is used in
+    the first operation of the backward pass (the head) and in the last one, so its gradient is known only at the end.
     """
     limit, full, elements, done = first_bytes, list[Bucket](), 0, 0.0
     for size, done in _gradients(m, seq_len):
@@ -129,10 +129,10 @@ def buckets(m: ModelConfig, seq_len: int, first_bytes: float, bucket_bytes: floa
 
 
 def _gradients(m: ModelConfig, seq_len: int) -> Iterator[tuple[int, float]]:
-    """Yield the elements of each gradient in the order of the backward pass, and the share of it that is then done."""
+    """Yield the elements of each gradient in the order of the backward pass, and the share of that pass done then."""
     c, vocabulary = m.n_embd, m.resolved_vocab_size * m.n_embd
     block = [4 * c * c, 4 * c * c, c * c, 3 * c * c]  # multiplications of a token
-    head, attention = _multiplications(m, seq_len)[0], 2 * c * seq_len  # that of a block's last part
+    head, attention = _multiplications(m, seq_len)[0], 2 * c * seq_len  # attention is part of a block's last entry
     total, done = head + m.n_layer * (sum(block) + attention), head
     for _ in range(m.n_layer):
         for i, matrix in enumerate(block):
@@ -147,10 +147,10 @@ def split_waiting_s(
 ) -> float:
     """Seconds for which a micro-step of a split model waits (`world.sharding=full`).
 
-    The ranks gather each block for the forward and for the backward pass, and what is outside of the blocks once, as
-    `whole_bytes` a number; then they reduce its gradients, as `sent_bytes` a number, or with 0 keep them whole. One
-    of these messages is sent at a time, in the order of FSDP2: in the forward pass each block is gathered once the
-    block two before it begins, in the backward pass once the next one begins. `hiding`: as for `waiting_s`.
+    The ranks gather each block for the forward and for the backward pass, and the rest of the model once, with
+    `whole_bytes` per number. They reduce gradients with `sent_bytes` per number; 0: they keep whole gradients. They
+    send one message at a time, in FSDP2's order: in the forward pass a block is gathered when the block two before it
+    begins, in the backward pass when the block that is computed before it begins. `hiding`: as for `waiting_s`.
     """
     backward_s, forward_s = hiding.backward_s, hiding.micro_s - hiding.backward_s
     outside = (m.resolved_vocab_size + m.block_size + (2 if m.bias else 1)) * m.n_embd
@@ -160,7 +160,7 @@ def split_waiting_s(
     head, of_block = _multiplications(m, seq_len)
     head_share, block_share = (n / (head + m.n_layer * of_block) for n in (head, of_block))
 
-    sent = computed = gather_outside_s  # the ends of all messages and of all computation until now
+    sent = computed = gather_outside_s  # when all messages, and all computation so far, have ended
     began = [0.0, 0.0]
     for _ in range(m.n_layer):
         sent = max(sent, began[-2]) + gather_s
@@ -187,8 +187,8 @@ def _multiplications(m: ModelConfig, seq_len: int) -> tuple[int, int]:
 def waiting_s(full: list[Bucket], network: Network, hiding: Alone, element_bytes: int) -> float:
     """Seconds for which a step waits after its last backward pass, until all buckets are reduced.
 
-    Each is reduced as soon as it is full and the one before is reduced. `hiding` is the computation that communication
-    costs nothing: zeros if it takes the same cores.
+    A bucket is reduced as soon as it is full and the bucket before it is reduced. `hiding` is the computation that can
+    hide communication: zeros if both need the same cores.
     """
     end_s = 0.0
     for bucket in full:

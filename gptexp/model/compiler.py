@@ -20,11 +20,11 @@ def compile_options() -> dict[str, Any]:
 
 @cache
 def compiled(function: Callable[..., Any], dynamic: bool) -> Callable[..., Any]:
-    """`function`, compiled at its first call. If `dynamic`, one graph serves all sizes of its arguments but 1."""
+    """`function`, compiled at its first call. If `dynamic`, one graph serves all sizes of its arguments except 1."""
     import torch._dynamo.config  # takes a second
 
     # torch refuses to compile any function more than 8 times. Sizes of 1 and other types have graphs of their own, and
-    # one process may train the cells of a sweep.
+    # one process may train all cells of a sweep.
     torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
     found: Callable[..., Any] = torch.compile(function, fullgraph=True, dynamic=dynamic, options=compile_options())
     return found

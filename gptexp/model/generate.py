@@ -1,4 +1,4 @@
-"""Text generation: the prompt's keys and values are computed once, then one token of every sample at each step."""
+"""Text generation: the prompt's keys and values are computed once; then each step adds a token to every sample."""
 
 import codecs
 from collections.abc import Iterator, Sequence
@@ -20,7 +20,7 @@ class Sampling:
     max_new_tokens: int
     temperature: float = 1.0  # 0: always the most likely token
     top_k: int = 50  # number of most likely tokens to sample from; 0: all
-    top_p: float = 1.0  # of those, the fewest most likely ones with this share of their probability; 1: all
+    top_p: float = 1.0  # of those, only the most likely that together have this share of their probability; 1: all
     seed: int = 0
 
 
@@ -38,10 +38,10 @@ def complete(model: GPT, tokenizer: Tokenizer, prompt: str, num_samples: int, ho
 def stream(model: GPT, tokenizer: Tokenizer, prompt: str, num_samples: int, how: Sampling) -> Iterator[tuple[int, str]]:
     """Yield the continuations of `prompt` in pieces, as (number of the sample, text), one sample after the other.
 
-    All samples are generated together, because a step of several takes less time than a step of each. The first that
-    has not ended comes as it is generated, and then what the next one has by then. Every sample has a piece, which may
-    be empty. A piece holds whole characters: bytes that may still become one wait for the next token, and others become
-    U+FFFD. The model is in eval mode.
+    All samples are generated together, because one step for several takes less time than a step for each. The first
+    that has not ended is yielded as it grows; when it ends, the next one follows with its text so far. Every sample
+    yields a piece, which may be empty. A piece has whole characters: bytes that may still become a character wait for
+    the next token, other bytes become U+FFFD. The model must be in eval mode.
     """
     ids = tokenizer.encode_ordinary(prompt) or [document_start(tokenizer)]
     decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in range(num_samples)]
@@ -51,7 +51,7 @@ def stream(model: GPT, tokenizer: Tokenizer, prompt: str, num_samples: int, how:
         for number, token in enumerate(tokens):
             if token is not None:
                 pieces[number] += decoders[number].decode(tokenizer.decode_tokens_bytes([token])[0])
-        while tokens[current] is None:  # one of them is not
+        while tokens[current] is None:  # not all of them are
             yield current, pieces[current] + decoders[current].decode(b"", final=True)
             current += 1
         yield current, pieces[current]
@@ -68,7 +68,7 @@ def generate(
 
     A sample ends at the id `end`, if there is one: that and all its later tokens are None. The model's input is the
     last block_size tokens. Ids from `n_vocab` up are padding of the vocabulary and are never sampled. A sample's random
-    numbers depend on the seed and on its own number, not on how many samples there are. The model is in eval mode.
+    numbers depend on the seed and on its own number, not on how many samples there are. The model must be in eval mode.
     """
     # These generators are not torch's, so sampling does not change the random numbers of training.
     generators = [np.random.default_rng((how.seed, number)) for number in range(num_samples)]
@@ -88,12 +88,12 @@ def generate(
 
 
 def prefill(model: GPT, text: Tensor, cache: list[LayerCache]) -> Tensor:
-    """Fill the empty cache with the end of the prompt, which all rows of `text` (N, T) are. Returns logits (N, V)."""
+    """Fill the empty cache with the end of the prompt, which is every row of `text` (N, T). Returns logits (N, V)."""
     return model.logits(text[:1, -model.cfg.block_size :], cache).expand(len(text), -1)
 
 
 def decode_one_token(model: GPT, text: Tensor, cache: list[LayerCache]) -> Tensor:
-    """Logits (N, V) of the token after `text` (N, T), of which the cache holds all but the last one."""
+    """Logits (N, V) of the token after `text` (N, T). The cache holds all of these tokens but the last one."""
     if text.shape[1] > model.cfg.block_size:
         # Every token moves by one position, and keys and values depend on positions: the cache is of no more use.
         return model.logits(text[:, -model.cfg.block_size :])
@@ -103,11 +103,11 @@ def decode_one_token(model: GPT, text: Tensor, cache: list[LayerCache]) -> Tenso
 def sample(logits: Tensor, draws: Tensor, how: Sampling) -> Tensor:
     """Choose an id for each row of `logits` (N, V), float32 on the CPU. Returns (N, 1).
 
-    `draws` (N, 1), uniform in [0, 1), decides: it is the share of the probability of the ids before the chosen one.
+    `draws` (N, 1) are uniform in [0, 1). The chosen id is the first whose cumulative probability exceeds the draw.
     top_p is applied after top_k, as the share of what top_k leaves (Holtzman et al., arXiv 1904.09751). Raises
     `UserError` if a logit is NaN, or the largest one infinite.
     """
-    if not logits.amax(-1).isfinite().all():  # which a NaN is too; to check every logit takes 2 ms
+    if not logits.amax(-1).isfinite().all():  # false for a NaN too; checking every logit takes 2 ms
         raise UserError("the model's logits are not finite: its weights are damaged, or its training diverged")
     if how.temperature == 0:
         return logits.argmax(-1, keepdim=True)
@@ -119,4 +119,4 @@ def sample(logits: Tensor, draws: Tensor, how: Sampling) -> Tensor:
     cumulative = (logits.double() / how.temperature).softmax(-1).cumsum(-1)
     last = (cumulative < how.top_p).sum(-1, keepdim=True).clamp(max=logits.shape[1] - 1)
     chosen = torch.searchsorted(cumulative, draws * cumulative.gather(1, last), right=True)
-    return ids.gather(1, chosen)  # not after `last`: a draw is below 1, so its product is below the sum
+    return ids.gather(1, chosen)  # never after `last`: a draw is below 1, so its product is below the sum

@@ -38,17 +38,17 @@ class LayerCache:
         if not self.length:  # autocast decides the type of the keys, so the memory is allocated here
             self.keys, self.values = (z.new_empty(self.rows, h, self.capacity, d) for z in (k, v))
         start, self.length = self.length, self.length + t
-        self.keys[:, :, start : self.length] = k  # one text becomes all rows
+        self.keys[:, :, start : self.length] = k  # one shared text fills all rows
         self.values[:, :, start : self.length] = v
         return self.keys[:b, :, : self.length], self.values[:b, :, : self.length]
 
 
 class Linear(nn.Linear):
-    """`nn.Linear`, on a CPU with the bias as an operation of its own for the compiler.
+    """`nn.Linear`, but a compiled model on a CPU adds the bias in an operation of its own.
 
-    The compiler makes the addition part of the next pass over the result; a product with a bias would first fill its
-    result with the bias. With `x` of two dimensions it would join them to such a product again. On a GPU the compiler
-    itself chooses between the two.
+    The compiler makes this addition part of the next pass over the result, whereas a product with a bias would first
+    fill its result with the bias. (If `x` had two dimensions, the compiler would merge product and addition again.) On
+    a GPU the compiler itself chooses between the two.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -59,7 +59,7 @@ class Linear(nn.Linear):
 
 
 class LayerNorm(nn.LayerNorm):
-    """`nn.LayerNorm`, in the type of its input: that of the weights may be another one in a split model."""
+    """`nn.LayerNorm` in the type of its input. The weights of a split model may have another type."""
 
     def forward(self, x: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias.to(x.dtype)
@@ -124,7 +124,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """The model. `forward` returns the training loss or all logits, `logits` those of the next token alone."""
+    """The model. `forward` returns the training loss or all logits, `logits` only those of the next token."""
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ class GPT(nn.Module):
         loss: Loss = plain_cross_entropy,
         activation_checkpointing: int = 0,
     ) -> None:
-        """`activation_checkpointing`: every how many-th block keeps only its input and is recomputed; 0: none."""
+        """`activation_checkpointing=n`: every n-th block keeps only its input and is recomputed; 0: none."""
         super().__init__()
         self.cfg = cfg
         self.loss = loss
@@ -174,7 +174,7 @@ class GPT(nn.Module):
             *[lambda: Block(cfg)] * cfg.n_layer,
             lambda: nn.Linear(cfg.n_embd, cfg.resolved_vocab_size, bias=False),
         ]
-        for build in parts:  # draws the random numbers that are drawn before `_init_weights`
+        for build in parts:  # draws the random numbers that a new model draws before `_init_weights`
             build()
         for name, p in self.named_parameters():
             weight = torch.ones(p.shape)
@@ -190,8 +190,8 @@ class GPT(nn.Module):
 
         They are already multiplied by the parametrisation's factor of the logits.
 
-        With a cache, `x` follows the tokens in it: all of the prompt, or then a single token. Both together are at most
-        block_size tokens.
+        With a cache, `x` follows the cached tokens: first it is the whole prompt, then always a single token. Cached
+        tokens and `x` together are at most block_size tokens.
         """
         before = cache[0].length if cache else 0
         if before + x.shape[1] > self.cfg.block_size:
@@ -225,6 +225,6 @@ class GPT(nn.Module):
         return self.loss(h.flatten(0, 1), self.lm_head.weight, y.flatten())
 
     def logits(self, x: Tensor, cache: Sequence[LayerCache] | None = None) -> Tensor:
-        """Logits (B, V) of the token that follows `x` (B, T), and the tokens of `cache` before it."""
+        """Logits (B, V) of the token that follows the tokens of `cache` and then `x` (B, T)."""
         logits: Tensor = self.lm_head(self.hidden(x, cache)[:, -1])
         return logits

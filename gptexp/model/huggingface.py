@@ -21,40 +21,40 @@ _MASK = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")
 
 
 def as_standard(weights: Mapping[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
-    """The weights with which a `GPT` of the standard parametrisation computes what `model` does with `weights`.
+    """Weights with which a `GPT` of the standard parametrisation computes the same as `model` with `weights`.
 
-    Attention's factor goes into the queries, that of the branches into c_proj, and that of the logits into ln_f: wte
-    could not take it, because it is also the embedding.
+    The factor of attention goes into the queries, that of the branches into c_proj, and that of the logits into ln_f,
+    because wte, the other candidate, is also the embedding.
     """
     scale = attention_scale(model)
-    of_queries = 1.0 if scale is None else scale * (model.n_embd / model.n_head) ** 0.5
-    found = dict(weights)
+    query_factor = 1.0 if scale is None else scale * (model.n_embd / model.n_head) ** 0.5
+    converted = dict(weights)
     for name, weight in weights.items():
-        if ".attn.c_attn." in name and of_queries != 1:
-            found[name] = torch.cat([of_queries * weight[: model.n_embd], weight[model.n_embd :]])
+        if ".attn.c_attn." in name and query_factor != 1:
+            converted[name] = torch.cat([query_factor * weight[: model.n_embd], weight[model.n_embd :]])
         elif ".c_proj." in name:
-            found[name] = residual_factor(model) * weight
+            converted[name] = residual_factor(model) * weight
         elif name.startswith("ln_f."):
-            found[name] = output_factor(model) * weight
-    return found
+            converted[name] = output_factor(model) * weight
+    return converted
 
 
 def to_transformers(weights: Mapping[str, Tensor], model: ModelConfig, n_vocab: int) -> dict[str, Tensor]:
     """The weights of a `GPT` of `model` for transformers, with the first `n_vocab` rows of wte: the others are padding.
 
-    transformers' GPT-2 is the standard parametrisation, and always has biases: those that a model lacks are zero.
+    transformers' GPT-2 is the standard parametrisation, and always has biases: those that `model` lacks are zero.
     """
-    found = {}
+    converted = {}
     for name, weight in as_standard(weights, model).items():
         if name == TIED:
             continue
         if name == "wte.weight":
             weight = weight[:n_vocab]
-        found[PREFIX + name] = (weight.T if _TRANSPOSED.fullmatch(name) else weight).contiguous()
+        converted[PREFIX + name] = (weight.T if _TRANSPOSED.fullmatch(name) else weight).contiguous()
         bias = name.removesuffix("weight") + "bias"
         if name.endswith("weight") and not name.startswith(("wte", "wpe")) and bias not in weights:
-            found[PREFIX + bias] = torch.zeros(weight.shape[0])
-    return found
+            converted[PREFIX + bias] = torch.zeros(weight.shape[0])
+    return converted
 
 
 def from_transformers(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -73,16 +73,16 @@ def from_nanogpt(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
     `torch.compile` puts `_orig_mod.` before a name.
     """
-    found: dict[str, Tensor] = {}
+    converted: dict[str, Tensor] = {}
     for name, weight in weights.items():
         plain = name.removeprefix("_orig_mod.").removeprefix(PREFIX)
-        if plain in found:
+        if plain in converted:
             raise ValueError(f"has the weight {plain} twice, also as {name}; give another model")
         if not _MASK.fullmatch(plain):
-            found[plain] = weight
-    head = found.pop(TIED, None)
-    if head is not None and not torch.equal(head, found.get("wte.weight", head)):
+            converted[plain] = weight
+    head = converted.pop(TIED, None)
+    if head is not None and not torch.equal(head, converted.get("wte.weight", head)):
         raise ValueError(
             f"{TIED} differs from wte.weight, and gptexp's GPT-2 has one matrix for both; give another model"
         )
-    return found
+    return converted

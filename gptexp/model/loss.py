@@ -3,12 +3,12 @@
 The head of a small GPT-2 takes more time than its blocks, and its logits take more memory than everything else: 8,192
 tokens · 50,304 ids · 4 bytes are 1.6 GB, written and read several times. The chunked loss computes a few hundred rows
 of logits at a time with their loss and gradients, and then discards them. Its value is that of
-`cross_entropy(hidden @ weight.T, targets)`. The sum over rows is in float32 for every compute type.
+`cross_entropy(hidden @ weight.T, targets)`, summed over rows in float32 for every compute type.
 
 torch 2.13 has `F.linear_cross_entropy`, also in chunks. In bfloat16 it sums the loss in bfloat16 (10.94 where 10.85 is
-right) and takes 2 to 4 times as long as the faster one of ours, in float32 1.1 to 1.3 times as long. Least CPU time in
-ms, forward and backward, for 50,304 ids (two cores of an Intel Xeon with AMX, torch 2.13, in turns; torch's with the
-better one of 512 and 1,024 rows); and how far a process grows for it, in MiB:
+right) and takes 2 to 4 times as long as the faster one of ours, in float32 1.1 to 1.3 times as long. On the left the
+least CPU time in ms, forward and backward, for 50,304 ids (two cores of an Intel Xeon with AMX, torch 2.13, in turns;
+torch's with the better of 512 and 1,024 rows per chunk), on the right the growth of the process in MiB:
 
     tokens × width      plain  chunked  fused  torch's      plain  chunked  fused  torch's
     2,048 × 32  bf16    1,467      491    215      523
@@ -75,9 +75,9 @@ def _in_chunks(hidden: Tensor, weight: Tensor, targets: Tensor, fused: bool) -> 
 
 
 def chunk_rows(tokens: int, device: str) -> int:
-    """Number of rows of logits per chunk: at least 512, or all; at least 4,096 on a GPU, to use all of it.
+    """Number of rows of logits per chunk: at least 512 (on a GPU 4,096, to use all of it), or all if there are fewer.
 
-    512 rows of 50,304 logits in float32 are 100 MB. For fewer rows a CPU with AMX arranges the weight anew for every
+    512 rows of 50,304 logits in float32 are 100 MB. With fewer rows a CPU with AMX rearranges the weight for every
     product, which then takes four to six times as long.
     """
     least = 4096 if device == "cuda" else 512
@@ -90,12 +90,12 @@ def perplexity(loss: float) -> float:
 
 
 def bits_per_byte(loss: float, bytes_per_token: float) -> float:
-    """The loss in bits for each byte of text, which does not depend on the tokenizer; infinity if there is no text."""
+    """The loss in bits per byte of text, which makes tokenizers comparable; infinity if there is no text."""
     return loss / (math.log(2) * bytes_per_token) if bytes_per_token else math.inf
 
 
 class _Chunked(torch.autograd.Function):
-    """The loss in a model that is not compiled; the first call of a custom operation would import the compiler."""
+    """The loss in a model that is not compiled: no custom operation, whose first call would import the compiler."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, needs_grad: bool, fused: bool) -> Tensor:
@@ -148,7 +148,7 @@ def _loss_and_gradients(
     """(mean loss, gradient of `hidden`, gradient of `weight`). The gradients are empty unless `needs_grad`.
 
     Products are in the type of `hidden`; the gradient of `weight` is summed over the chunks in float32. If `fused`, a
-    chunk is compiled: on a GPU as a whole, on a CPU the passes over its largest tensors.
+    chunk is compiled: on a GPU as a whole, on a CPU only the passes over its largest tensors.
     """
     hidden, low, on_cpu = hidden.detach(), weight.detach().to(hidden.dtype), hidden.device.type == "cpu"
     counted = targets != IGNORED
@@ -173,7 +173,7 @@ def _loss_and_gradients(
 
 
 class _Passes(NamedTuple):
-    """How a chunk passes over its largest tensors."""
+    """The functions that pass over the largest tensors of a chunk."""
 
     logits: Callable[[Tensor, Tensor], Tensor]  # the product of two matrices
     exps: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]  # `_exps`
@@ -197,13 +197,13 @@ def _cpu_passes(rows: int, weight: Tensor, shifted: bool, fused: bool) -> _Passe
 
 
 def _gpu_passes(fused: bool) -> _Passes:
-    """The passes on another device. torch's addition needs one pass there for operands of any types."""
+    """The passes on other devices. There torch's addition takes a single pass, whatever the operands' types."""
     return _Passes(torch.mm, _exps if fused else _exps_in_place, Tensor.add_)
 
 
 @lru_cache(maxsize=1)
 def _buffers(_rows: int, _vocab: int) -> dict[torch.dtype, Tensor]:
-    """The buffers of `_buffer` for the newest shape; those of others are freed."""
+    """The buffers of `_buffer` for the newest shape; buffers of other shapes are freed."""
     return {}
 
 
@@ -223,9 +223,9 @@ def _buffer(rows: int, vocab: int, dtype: torch.dtype) -> Tensor:
 def _exps(logits: Tensor, unshifted: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """(2^(logits - shift) in the type of `logits` (R, V), the sums of its rows (R, 1), the shift (R, 1)).
 
-    The shift is `unshifted`, zeros, or if None the row's maximum. Compiled for a CPU, this is one pass over the logits.
-    The compiler makes that of it only because the sum is over the stored type, and because something differs by row,
-    be it a zero; otherwise there are two passes, each with its own exp2.
+    The shift is `unshifted`, which is zeros; None: the row's maximum. Compiled for a CPU, this is one pass over the
+    logits, but only because the sum is over the stored type, and because each row subtracts a value of its own, even if
+    that is zero. Otherwise the compiler would make two passes, each with its own exp2.
     """
     shift = logits.float().amax(-1, keepdim=True) if unshifted is None else unshifted
     exps = (logits.float() - shift).exp2().to(logits.dtype)
@@ -235,7 +235,7 @@ def _exps(logits: Tensor, unshifted: Tensor | None = None) -> tuple[Tensor, Tens
 def _exps_in_place(
     logits: Tensor, unshifted: Tensor | None = None, wide: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`_exps` in the memory of `logits`; the sums are of float32 numbers. `wide` is a buffer of float32, or new."""
+    """`_exps` in the memory of `logits`, with sums of float32 numbers. `wide`: a float32 buffer; None: a new one."""
     values = logits.float() if wide is None else wide[: len(logits)].copy_(logits)
     shift = values.amax(-1, keepdim=True) if unshifted is None else unshifted
     if unshifted is None:
@@ -245,7 +245,7 @@ def _exps_in_place(
 
 
 def _add(to: Tensor, product: Tensor) -> Tensor:
-    """`to` (float32) plus `product`. Not compiled, torch first converts a `product` of another type on a CPU."""
+    """Add `product` to `to` (float32). If not compiled, torch on a CPU first converts a `product` of another type."""
     return to.add_(product)
 
 
@@ -258,7 +258,7 @@ def _chunk(
     """
     # Logits are in base 2, because a CPU computes exp2 almost twice as fast as exp: exp(z) = 2^(z · log2 e), and the
     # factor is applied to the smaller operand `h`. The softmax stays unnormalised: 1/sum is applied to the (R, C)
-    # operands of the two products below and not to all V columns. Each saves a pass over the largest tensor.
+    # operands of the two products below and not to all V columns. Each of these saves a pass over the largest tensor.
     logits = passes.logits(h * LOG2_E, weight.T)
     of_target = logits.gather(1, y).float()
     exps, total, shift = passes.exps(logits)

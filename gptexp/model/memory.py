@@ -15,7 +15,7 @@ class Memory:
     """Bytes of the tensors of one rank at the peak of a step."""
 
     weights: int  # float32
-    average: int  # of the weights, float32; 0 without train.ema_half_life_tokens
+    average: int  # average of the weights, float32; 0 without train.ema_half_life_tokens
     optimizer: int  # the moments and whatever else the optimizer keeps, float32
     gradients: int  # float32; those that exist at the peak
     gathered: int  # parameters that FSDP2 has made whole at the peak, and its buffers; 0 unless world.sharding=full
@@ -45,22 +45,22 @@ class StepShape:
     dtype: str  # float32 or bfloat16
     compiled: bool
     loss: str  # plain, chunked or fused
-    activation_checkpointing: int  # every how many-th block keeps only its input; 0: none
+    activation_checkpointing: int  # n: every n-th block keeps only its input; 0: none
     attention: str = "flash"  # train.attention
     tree: bool = False  # train.reduction=tree
     averaged: bool = False  # train.ema_half_life_tokens
     sharding: str = "none"  # world.sharding
-    reduce_every: str = "step"  # of sharding=full: step or micro_step
+    reduce_every: str = "step"  # for sharding=full: step or micro_step
     comm: str = "float32"  # world.comm
 
     @property
     def tokens(self) -> int:
-        """Of a micro-batch."""
+        """The tokens of a micro-batch."""
         return self.micro_batch_size * self.seq_len
 
     @property
     def bytes_per_number(self) -> int:
-        """Of the type in which the model computes."""
+        """Bytes of a number in the type in which the model computes."""
         return 2 if self.dtype == "bfloat16" else 4
 
     @property
@@ -76,9 +76,9 @@ class _Parts:
     kept: int  # the inputs and activations of all blocks
     around: int  # the final LayerNorm and the token ids
     in_block: int  # the activations of one block
-    in_layer: int  # of the block in its backward pass, beside `kept`: recomputed activations, temporary gradients
+    in_layer: int  # beside `kept`, in a block's backward pass: recomputed activations, temporary gradients
     loss: int
-    scratch: int  # of the loss, kept from step to step
+    scratch: int  # buffers of the loss, kept from step to step
 
 
 # Bytes at one moment of a step: gradients, gathered parameters, activations, loss.
@@ -106,8 +106,8 @@ def memory_estimate(m: ModelConfig, optim: OptimConfig, step: StepShape) -> Memo
     tensors = Memory(weights, average, state, gradients, gathered, activations, loss, fragmentation=0)
     if step.device != "cpu":
         return tensors
-    # A quarter of the other tensors (measured: 0 to a half). The blocks that full logits leave are partly reused by
-    # small tensors, so the next logits do not fit into them.
+    # A quarter of the other tensors (measured: 0 to a half). Small tensors partly reuse the blocks of memory that full
+    # logits leave, so the next logits do not fit into these.
     of_logits = loss if step.loss == "plain" and not step.compiled else loss // 4
     return replace(tensors, fragmentation=(tensors.tensors - loss) // 4 + of_logits)
 
@@ -126,10 +126,10 @@ def _parts(m: ModelConfig, step: StepShape) -> _Parts:
     every = step.activation_checkpointing
     recomputed = len(range(0, m.n_layer, every)) if every else 0
     kept = recomputed * tokens * 4 * c + (m.n_layer - recomputed) * in_block
-    scratch, compiles_loss = 0, step.compiled and not step.is_split  # of a split model, only blocks are compiled
+    scratch, compiles_loss = 0, step.compiled and not step.is_split  # of a split model only blocks are compiled
     if step.loss != "plain":
         # A chunk's logits in float32, and in the compute type if it differs. Compiled: twice in the compute type. Then
-        # both gradients, as computed and multiplied by the loss's; the weight's is in float32, then in its own type.
+        # two gradients, each before and after it is scaled; that of the weight is in float32, then in its own type.
         compiled = step.loss == "fused" or (compiles_loss and step.device != "cpu")
         bytes_per_logit = 2 * width if compiled else 6 if step.dtype == "bfloat16" else 4
         scratch = chunk_rows(tokens, step.device) * vocab * bytes_per_logit
@@ -147,11 +147,11 @@ def _parts(m: ModelConfig, step: StepShape) -> _Parts:
 
 
 def _whole_moments(m: ModelConfig, optim: OptimConfig, step: StepShape, parts: _Parts) -> list[_Moment]:
-    """Of a model that each rank has whole.
+    """The moments of a model that each rank has whole.
 
-    On several ranks the gradients are in DDP's buckets, which are never freed; `comm=bfloat16` has a copy of each that
-    is on its way, on a slow network of all but the embedding's. A tree reduction holds up to log2(grad_accum_steps)
-    partial sums during a micro-step, and two more copies while ranks exchange their sums.
+    With several ranks the gradients are in DDP's buckets, which are never freed. `comm=bfloat16` adds a copy of each
+    gradient that is being sent: on a slow network, of all but the embedding's. A tree reduction holds up to
+    log2(grad_accum_steps) partial sums during a micro-step, and two more copies while ranks exchange their sums.
     """
     c, vocab, weights, several = m.n_embd, m.resolved_vocab_size, 4 * count_parameters(m), step.world_size > 1
     copies = 2 * (12 * c * c * m.n_layer + vocab * c) if step.dtype == "bfloat16" else 0
@@ -171,7 +171,7 @@ def _whole_moments(m: ModelConfig, optim: OptimConfig, step: StepShape, parts: _
 
 
 def _split_moments(m: ModelConfig, optim: OptimConfig, step: StepShape, parts: _Parts) -> list[_Moment]:
-    """Of a model that FSDP2 has split over the ranks, which reduce the gradients of a block in the type `comm`."""
+    """The moments of a model that FSDP2 has split over ranks; they reduce a block's gradients in the type `comm`."""
     c, vocab, own, width = m.n_embd, m.resolved_vocab_size, _own_bytes(m, step), step.bytes_per_number
     block, root = 12 * c * c + 13 * c, (vocab + m.block_size + 2) * c
     accumulated, new = 0, width * block  # gradients of earlier micro-steps, and those of a block
@@ -180,8 +180,8 @@ def _split_moments(m: ModelConfig, optim: OptimConfig, step: StepShape, parts: _
         if step.reduce_every == "step":  # new ones are added one by one
             accumulated, new = 4 * count_parameters(m), width * 4 * c * c
     sent = 2 if step.comm == "bfloat16" else 4
-    # Whole are the root's parameters and the next block's, then also those of the current one. Of the root's gradients
-    # that of wte waits for the embedding.
+    # Gathered are the parameters of the root and of the next block, then also of the current block. Of the root's
+    # gradients, only that of wte waits, for the backward pass of the embedding.
     at_end = accumulated + width * vocab * c + new
     return [
         (accumulated, width * (root + block), parts.kept + parts.around, parts.loss),

@@ -24,7 +24,7 @@ def state_tensors(state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
 
 
 def state_bytes(optim: OptimConfig, model: ModelConfig, rows_over: int = 1) -> int:
-    """Bytes of an optimizer's state while it trains, without single numbers.
+    """Bytes of an optimizer's state while it trains, without scalars.
 
     `rows_over` is the number of ranks that share the rows of each parameter.
     """
@@ -34,7 +34,7 @@ def state_bytes(optim: OptimConfig, model: ModelConfig, rows_over: int = 1) -> i
 
 
 def most_state_bytes(optim: OptimConfig, model: ModelConfig, ranks: int) -> int:
-    """The same for the rank that has most, if each parameter's state is on one of `ranks`.
+    """The bytes of state of the rank that has most, if each parameter's state is on one of `ranks`.
 
     As ZeroRedundancyOptimizer shares them: of each group, those that decay first, the next largest parameter goes to
     the rank that has the fewest numbers so far.
@@ -51,7 +51,7 @@ def most_state_bytes(optim: OptimConfig, model: ModelConfig, ranks: int) -> int:
 
 
 def _state_bytes(optim: OptimConfig, shapes: Sequence[tuple[str, Shape]]) -> Mapping[str, int]:
-    """The bytes that the optimizer keeps for each parameter of these names and shapes, without single numbers."""
+    """The bytes that the optimizer keeps for each parameter of these names and shapes, without scalars."""
     known = (type(optim), repr(optim), tuple(shapes))
     if known not in _KNOWN:
         _KNOWN[known] = _bytes_after_update(optim, shapes)
@@ -62,7 +62,7 @@ _KNOWN: dict[tuple[type, str, tuple[tuple[str, Shape], ...]], Mapping[str, int]]
 
 
 def _bytes_after_update(optim: OptimConfig, shapes: Sequence[tuple[str, Shape]]) -> Mapping[str, int]:
-    """The same, counted after an update of tensors that have a shape and no memory."""
+    """The result of `_state_bytes`, counted after an update of tensors that have a shape and no memory."""
     named = {name: nn.Parameter(torch.empty(shape, device="meta")) for name, shape in shapes}
     for p in named.values():
         p.grad = torch.empty(p.shape, device="meta")
@@ -82,7 +82,7 @@ _ELEMENTWISE = (torch.zeros_like, Tensor.add, Tensor.div, Tensor.sqrt)
 
 
 class _ShapesOnly(TorchFunctionMode):
-    """In it, an update of tensors without memory goes through: each has the value 1.
+    """A mode in which an optimizer can update tensors without memory. The value of each is 1.
 
     torch computes some of their shapes in Python, and imports its compiler for that, which takes a second. What AdamW
     and SGD need is returned here.
@@ -100,7 +100,7 @@ class _ShapesOnly(TorchFunctionMode):
 
 
 def update_bytes(optim: OptimConfig, model: ModelConfig) -> int:
-    """Bytes that an update needs for a while, beside gradients and state."""
+    """Bytes that an update needs temporarily, beside gradients and state."""
     return 4 * optim.scratch_numbers([(shape, count) for _, shape, count in parameter_shapes(model)])
 
 

@@ -18,12 +18,12 @@ l = n_layer / base_n_layer. The learning rate that is best for the base is then 
 | Adam's eps of embeddings and ln_f | eps | eps | eps / m |
 
 All else is equal: embeddings, LayerNorms and biases have the same initial values and learning rates. At the sizes of
-the base the three are one, bit for bit.
+the base all three are equal, bit for bit.
 
-GPT-2 divides the initial c_proj by sqrt(2 n_layer), so that the sum of all branches does not grow with the depth. The
-factor 1 / l of `completep` takes that over, so there the divisor stays that of the base: the paper's initial weights do
-not depend on the depth. eps follows the size of the gradients: those of embeddings and ln_f pass no factor 1 / l. (The
-authors' code, EleutherAI/nanoGPT-mup, divides eps by m l there too.)
+GPT-2 divides the initial c_proj by sqrt(2 n_layer), so that the sum of all branches does not grow with the depth. In
+`completep` the factor 1 / l takes over that role, so the divisor stays that of the base: the paper's initial weights do
+not depend on the depth. eps follows the size of the gradients. The gradients of embeddings and ln_f pass no factor
+1 / l. (The authors' code, EleutherAI/nanoGPT-mup, divides their eps by m l too.)
 """
 
 import math
@@ -54,7 +54,7 @@ def depth_ratio(m: ModelConfig) -> float:
 
 
 def base_head_size(m: ModelConfig) -> float:
-    """The size of the base's heads; for `standard` of the model's own."""
+    """The size of the base's heads; for `standard` that of the model's own heads."""
     return (m.base_n_embd or m.n_embd) / (m.base_n_head or m.n_head)
 
 
@@ -100,7 +100,7 @@ def optimizer_factors(m: ModelConfig, name: str) -> Factors:
 
 
 def describe(m: ModelConfig) -> str:
-    """The parametrisation and its base in a few words: `mup; base: width 64 (× 1/4), …`."""
+    """The parametrisation and its base in a few words: `mup; of the base: width 256 = 4 × 64, …`."""
     if m.parametrisation == "standard":
         return m.parametrisation
     sizes = [

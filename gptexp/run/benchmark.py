@@ -1,7 +1,7 @@
 """`gptexp bench`: the rates that this machine reaches, and the share of them that a training step uses.
 
-Every workload is a real `gptexp train` in a new process, measured from its metrics. It runs twice with a compile cache
-of its own, which gives the time to the first step with a cold and with a warm cache.
+Every workload is a real `gptexp train` in a new process, measured from its metrics. It runs twice with its own compile
+cache, which gives the time to the first step with a cold cache and with a warm one.
 """
 
 import json
@@ -62,7 +62,7 @@ def run_until(workload: Workload, extra: list[str], directory: Path, cache: Path
 
 
 def counted(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return medians over the steps after the warm-up, and the quartiles of their time."""
+    """Return medians over the steps after the warm-up, and the quartiles of the step time."""
     steps = events[WARM_UP:]
     low, _, high = statistics.quantiles((event[Metric.STEP_MS] for event in steps), n=4)
     return {**medians(steps), "steps": len(steps), "step_ms_quartiles": [low, high]}

@@ -53,18 +53,18 @@ from gptexp.training.step import TrainStep
 from gptexp.training.weight_average import WeightAverage
 
 # DDP splits a compiled graph wherever a gradient bucket is full. With gradient accumulation the buckets help in one
-# micro-step, and the splits cost time in all. DDP's default of 25 MiB splits GPT-2 124M into 14 graphs.
+# micro-step only, but the splits cost time in each. DDP's default of 25 MiB splits GPT-2 124M into 14 graphs.
 BUCKETS = 5
 LEAST_BUCKET_MIB = 25.0
-FIRST_BUCKET_MIB = 1.0  # DDP's, unless the size is given (torch.distributed._DEFAULT_FIRST_BUCKET_BYTES)
-SAVE_TIMEOUT = timedelta(hours=2)  # longest wait of a rank that has written its part of a checkpoint for the others
+FIRST_BUCKET_MIB = 1.0  # DDP's first bucket, unless a size is given (torch.distributed._DEFAULT_FIRST_BUCKET_BYTES)
+SAVE_TIMEOUT = timedelta(hours=2)  # longest wait for the other ranks, once a rank has written its part of a checkpoint
 INDUCTOR_CACHE, TRITON_CACHE = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
 
 
 def replace_unwritable_caches() -> list[str]:
-    """Replace compile caches that cannot be written by temporary ones. Returns a line for each.
+    """Use temporary compile caches in place of those that cannot be written. Returns a line for each.
 
-    Must run before the compiler is imported, which creates its folder or fails.
+    Must run before the compiler is imported: the import creates the cache's folder, or fails.
     """
     # torch's own default (torch._inductor.runtime.cache_dir_utils, which cannot be used: it imports the compiler).
     try:
@@ -95,7 +95,7 @@ def compiles(effective: Effective) -> bool:
 
 
 def _compiled_parts(effective: Effective) -> list[tuple[str, str]]:
-    """The settings that compile something, each with one that needs no compiler."""
+    """The settings that compile something, each with an alternative that needs no compiler."""
     parts = {
         ("train.compile=on", "train.compile=off"): effective.compile.value,
         ("train.loss=fused", "train.loss=chunked"): effective.loss.value == "fused",
@@ -126,15 +126,15 @@ def build_gpt(cfg: Config, effective: Effective, device: torch.device) -> GPT:
 def build_split_gpt(
     cfg: Config, effective: Effective, device: torch.device, drawn: bool = True
 ) -> tuple[GPT, SplitParameters]:
-    """Build the same model split over the ranks, of which none ever holds it whole. *Collective.*
+    """Build the same model, split over the ranks; no rank ever holds it whole. *Collective.*
 
-    Its weights are `drawn`, or undefined. If `effective` says so, the first step compiles each block: FSDP2 works
-    between the blocks.
+    Its weights are random if `drawn`, else undefined. If `effective` says so, the first step compiles each block by
+    itself, because FSDP2 works between the blocks.
     """
     with torch.device("meta"):
         gpt = _unseeded(cfg, effective)
     if effective.compile.value:
-        for block in gpt.h:  # not the block itself, which would include the hooks of FSDP2
+        for block in gpt.h:  # only `forward`: the block itself would include FSDP2's hooks
             compiled = torch.compile(block.forward, fullgraph=True, dynamic=False, options=compile_options())
             block.forward = partial(_forward, block.forward, compiled)
     dtypes = getattr(torch, effective.dtype.value), getattr(torch, cfg.world.comm)
@@ -146,7 +146,7 @@ def build_split_gpt(
 
 
 def _forward(plain: Callable[..., Tensor], compiled: Callable[..., Tensor], x: Tensor, cache: Any = None) -> Tensor:
-    """The forward pass of a block: compiled, but to generate text, where the shapes change with every token."""
+    """The forward pass of a block: compiled, except to generate text, where shapes change with every token."""
     return compiled(x) if cache is None else plain(x, cache)
 
 
@@ -162,8 +162,8 @@ def _unseeded(cfg: Config, effective: Effective) -> GPT:
 def _cache_key(cfg: Config, effective: Effective) -> str:
     """What torch's own key of the compile cache lacks.
 
-    The attention kernels allowed while compiling; the backward pass of our custom operation; before torch 2.13, the
-    number of threads; and the sizes: a function for all sizes is made parallel, or not, for those of its first call.
+    That is: the allowed attention kernels; the backward pass of our custom operation; before torch 2.13, the number of
+    threads; and sizes, because even a function for all sizes is made parallel, or not, by the sizes of its first call.
     """
     only = "only" if effective.attention.source == "asked" else "first"
     operations = hashlib.sha256(Path(inspect.getfile(loss)).read_bytes()).hexdigest()[:16]
@@ -181,7 +181,7 @@ def _cache_key(cfg: Config, effective: Effective) -> str:
 def wrap(
     gpt: GPT, effective: Effective, reduction: str, rank: Rank, device: torch.device, comm: str = "float32"
 ) -> nn.Module:
-    """Wrap the model in DDP if several ranks average their gradients with it, sent as `comm`. *Collective.*"""
+    """Wrap the model in DDP if several ranks average gradients with DDP, sending them as `comm`. *Collective.*"""
     if rank.world_size == 1:
         return gpt
     if reduction == "tree":
@@ -201,9 +201,9 @@ def wrap(
 
 
 def _sent_as_bfloat16(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """torch's hook: each rank's gradients over the number of ranks, rounded to bfloat16, and so is each partial sum.
+    """torch's hook: average the gradients of all ranks; each rank's share and each partial sum is rounded to bfloat16.
 
-    It has another name here, because DDP refuses torch's name where NCCL is missing; gloo sums bfloat16 too.
+    It has another name here, because without NCCL, DDP refuses torch's hook by its name, though gloo sums bfloat16 too.
     """
     return bf16_compress_hook(group, bucket)
 

@@ -19,7 +19,7 @@ from gptexp.run.own_process import resume_command
 from gptexp.storage import run_dir
 
 WARM_UP, COUNTED = 2, 5  # steps that are run first, and steps that are measured
-COUNTED_ALONE = 15  # of a rank alone
+COUNTED_ALONE = 15  # measured steps of a rank alone
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Sample:
 
     start_s: float  # from the start of the process to the first step's beginning
     first_s: float  # the first step, which may compile
-    step_s: float  # median, of a step with `micro_steps` micro-steps
+    step_s: float  # median of steps with `micro_steps` micro-steps each
     micro_s: float  # one micro-step
     micro_steps: int
 
@@ -43,7 +43,7 @@ class Duration:
 
 @dataclass(frozen=True)
 class Pace(Duration):
-    """The same from steps that this machine has timed."""
+    """A duration that was predicted from steps timed on this machine."""
 
     start_s: float  # from the start of the process to the first step's beginning
     validation_s: float  # one pass over the validation set
@@ -76,9 +76,9 @@ def sample(cfg: Config, plan: RunPlan, effective: Effective) -> Sample:
 
 
 def sample_alone(cfg: Config, plan: RunPlan, effective: Effective, at_once: int) -> Alone:
-    """Time steps of one micro-step of a run of one rank, while `at_once` of them run on this machine.
+    """Time one-rank runs whose steps have one micro-step; `at_once` of them run on this machine at the same time.
 
-    Ranks on one CPU share its caches and its memory. So each of several ranks is slower than one that has them alone.
+    Ranks on one CPU share its caches and memory, so each of several ranks is slower than a single one.
     """
     batch = plan.batch
     alone = replace(
@@ -94,7 +94,7 @@ def sample_alone(cfg: Config, plan: RunPlan, effective: Effective, at_once: int)
             _save(directory, quick, replace(effective, local_world_size=1))
         runs = [(resume_command(directory), directory) for directory in directories]
         seen = observe_together(runs, WARM_UP + COUNTED_ALONE)
-    # The first to begin are alone for a moment. All of them run in their last steps.
+    # The runs that begin first are alone for a moment. During their last steps all of them run.
     each = [medians(one.steps[-COUNTED_ALONE:]) for one in seen]
     ms = {key: statistics.fmean(one[key] for one in each) for key in each[0]}
     micro_ms = ms[Metric.DATA_MS] + ms[Metric.FORWARD_MS] + ms[Metric.BACKWARD_MS]
@@ -144,7 +144,7 @@ def pace(seen: Sample, cfg: Config, plan: RunPlan) -> Pace:
     steps, tokens = plan.steps - plan.first_step, plan.tokens - plan.first_tokens
     micro_steps = tokens // (batch.total_batch_size // batch.grad_accum_steps)
     windows = math.ceil(_val_windows(cfg) / batch.world_size)
-    # A forward pass has a third of the multiplications.
+    # A forward pass has a third of a micro-step's multiplications.
     passes = 1 if cfg.train.ema_half_life_tokens is None else 2  # the averaged weights are evaluated too
     validation_s = passes * math.ceil(windows / batch.micro_batch_size) * seen.micro_s / 3
     validations = plan.times(plan.eval_every_tokens)
@@ -158,7 +158,7 @@ def pace(seen: Sample, cfg: Config, plan: RunPlan) -> Pace:
 
 
 def _val_windows(cfg: Config) -> int:
-    """The validation windows of a run. For a share of the corpus, its tokens are counted."""
+    """The number of validation windows of a run. If they are a share of the corpus, its tokens are counted."""
     if cfg.data.val_ratio is None:
         return count_val_windows(cfg.data.val_tokens, cfg.seq_len)
     return len(build_dataset(cfg).val_starts)

@@ -1,4 +1,4 @@
-"""`gptexp bench comm`: the time of an all-reduce by its size, on the ranks of a config, and the links that fit it.
+"""`gptexp bench comm`: times all-reduces of several sizes on the ranks of a config, and fits links to the times.
 
 Ranks are new processes on this machine, or those that a launcher (torchrun, srun) has started, on any number of nodes.
 Over several nodes, the ranks of each node are also measured alone.
@@ -35,21 +35,21 @@ from gptexp.process.words import counted
 SIZES = [4 ** (i + 5) for i in range(8)]  # bytes: 1 KiB to 16 MiB
 GPU_SIZES = [2**26, 2**28]  # 64 and 256 MiB
 ROUNDS = 7
-ROUND_S = 0.05  # about, of the all-reduces of one size in one round
-MOST = 200  # all-reduces in a round
+ROUND_S = 0.05  # rough duration of a round, which repeats the all-reduce of one size
+MOST = 200  # most all-reduces in a round
 START = timedelta(minutes=10)
 
 
 def bench_communication(cfg: Config, as_json: bool) -> int:
     """Measure, keep and print the all-reduce of the ranks of `cfg`, or of the launcher. Returns the exit code."""
     ranks, rank = cfg.world.size or 1, launcher_rank()
-    if ranks == 1:  # of the launcher's, too
+    if ranks == 1:  # also if a launcher started it
         raise ConfigError("gptexp bench comm: one rank sends nothing; give world.size=2 or more")
     if rank is not None:
         _measure_as_rank(cfg, as_json, rank, connect(rank))
         return 0
     kind = check_device(cfg.train.device, Rank(ranks - 1, ranks, ranks - 1, ranks))
-    backend_of(cfg.world.backend, kind)  # refuses it here, in one line, and not in each of the new processes
+    backend_of(cfg.world.backend, kind)  # refuse it here, in one line, and not in each of the new processes
     if kind == "cpu" and ranks > (most := MOST_CROWDED * count_cores()):
         raise ConfigError(
             f"world.size={ranks}: {counted(count_cores(), 'core')} run at most {most} ranks, because more of them wait "
@@ -57,7 +57,7 @@ def bench_communication(cfg: Config, as_json: bool) -> int:
         )
     with tempfile.TemporaryDirectory(prefix="gptexp-") as folder:
         try:
-            # When one ends early, it ends the others.
+            # When one process ends early, the others are ended too.
             spawn(_measure_as_new_rank, (cfg, as_json, ranks, Path(folder) / "store"), ranks, daemon=True)
         except ProcessException as ended:
             raise UserError(f"a rank of bench comm failed: {str(ended).strip().splitlines()[-1]}") from None
@@ -108,11 +108,11 @@ def _measure_as_rank(cfg: Config, as_json: bool, rank: Rank, store: dist.Store) 
 
 
 def fit(ranks: int, nodes: int, seconds: Mapping[int, float], inside_s: float = 0.0, has_trees: bool = False) -> Fitted:
-    """The links between nodes, from the seconds of an all-reduce by its bytes; with as many nodes as ranks, of a ring.
+    """Fit the links between nodes to `seconds`, the time of an all-reduce by its bytes.
 
-    A message inside of a node takes `inside_s`. Small messages are taken to go on trees where there are any, large
-    ones on a ring. Least squares of the relative errors, as sizes and times span orders of magnitude; neither the
-    latency nor the seconds of a byte are negative.
+    With as many nodes as ranks, these are the links of a ring of ranks. A message inside of a node takes `inside_s`.
+    Small messages are assumed to go over trees if `has_trees`, large ones over a ring. Minimises squares of relative
+    errors, as sizes and times span orders of magnitude; latency and seconds per byte are never negative.
     """
     lines = [[1 / s, size / s] for size, s in seconds.items()]
     (start_s, byte_s), _ = nnls(lines, [1.0] * len(lines))
@@ -123,7 +123,7 @@ def fit(ranks: int, nodes: int, seconds: Mapping[int, float], inside_s: float = 
 
 
 def _measure(size: int, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup | None) -> float:
-    """Median seconds of an all-reduce of `size` bytes in each `group`, of the slowest rank of all. *Collective.*"""
+    """Median seconds of an all-reduce of `size` bytes in every `group`, on the slowest of all ranks. *Collective.*"""
     tensor = torch.zeros(size // dtype.itemsize, dtype=dtype, device=device)
 
     def round_s(count: int) -> float:
@@ -142,7 +142,7 @@ def _measure(size: int, dtype: torch.dtype, device: torch.device, group: dist.Pr
 
 
 def show(measured: AllReduce, path: Path) -> None:
-    """Print the times, those of the fitted links, and their latency and bandwidth."""
+    """Print the measured times, the times of the fitted links, and the links' latency and bandwidth."""
     console = Console(highlight=False)
     nodes = "" if measured.nodes == 1 else f" on {measured.nodes} nodes"
     console.print(f"all-reduce of {measured.comm}, {measured.backend}, {counted(measured.ranks, 'rank')}{nodes}")

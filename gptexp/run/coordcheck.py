@@ -36,25 +36,25 @@ from gptexp.training.step import TrainStep
 
 PICTURE, NUMBERS = "coordcheck.png", "coordcheck.json"
 STEPS = 5
-MEASURED_TOKENS = 1024  # of the text on which activations are measured: logits of a large vocabulary take memory
+MEASURED_TOKENS = 1024  # on which activations are measured; few, as logits of a large vocabulary take memory
 LARGEST_MICRO_BATCH = 8  # sequences, for batch.micro_batch_size=auto
 
 
 def coordcheck(config: Config, models: list[ModelConfig], seeds: int, out: Path, as_json: bool) -> int:
     """Check `models`, which differ in their width, and write picture and numbers to `out`. Returns the exit code."""
-    found = measure(config, models, seeds)
+    coordinates = measure(config, models, seeds)
     with run_dir.storage(out):
         out.mkdir(parents=True, exist_ok=True)
-        (out / PICTURE).write_bytes(png(picture(found)))
+        (out / PICTURE).write_bytes(png(picture(coordinates)))
     result = {
-        "passes": not found.failures,
-        "failures": found.failures,
-        "parametrisation": found.what,
-        "lr": found.lr,
-        "widths": found.widths,
+        "passes": not coordinates.failures,
+        "failures": coordinates.failures,
+        "parametrisation": coordinates.what,
+        "lr": coordinates.lr,
+        "widths": coordinates.widths,
         "limits": LIMITS,
-        "slopes": {name: [asdict(slope) for slope in slopes] for name, slopes in found.slopes.items()},
-        "mean_abs": found.sizes,
+        "slopes": {name: [asdict(slope) for slope in slopes] for name, slopes in coordinates.slopes.items()},
+        "mean_abs": coordinates.sizes,
         "versions": versions(),
         "git_commit": git_commit(),
     }
@@ -62,13 +62,13 @@ def coordcheck(config: Config, models: list[ModelConfig], seeds: int, out: Path,
     if as_json:
         print(json.dumps(run_dir.finite(result), indent=1))
     else:
-        show(found)
+        show(coordinates)
         print(f"{out}/{PICTURE}, {out}/{NUMBERS}")
-    return EXIT_FAILED if found.failures else 0
+    return EXIT_FAILED if coordinates.failures else 0
 
 
 def measure(config: Config, models: list[ModelConfig], seeds: int) -> Coordinates:
-    """Train each of `models` from `seeds` initial weights on the run's first steps, and measure before and after each.
+    """Train each of `models` from `seeds` initial weights for a few steps; measure at the start and after each step.
 
     In float32, without compilation, on one device, at the constant learning rate `optim.lr`.
     """
@@ -117,21 +117,21 @@ def measure(config: Config, models: list[ModelConfig], seeds: int) -> Coordinate
 
 @torch.no_grad()
 def activations(gpt: GPT, x: Tensor) -> dict[str, float]:
-    """Mean |activation| for the tokens `x` (B, T): of the outputs of attention and MLP, over all layers, and logits."""
-    found: dict[str, list[float]] = defaultdict(list)
+    """Mean |activation| for the tokens `x` (B, T): of all outputs of attention, all outputs of MLPs, and logits."""
+    means: dict[str, list[float]] = defaultdict(list)
 
     def kept(name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
-        return lambda _module, _inputs, output: found[name].append(float(output.abs().mean()))
+        return lambda _module, _inputs, output: means[name].append(float(output.abs().mean()))
 
     names: dict[type[nn.Module], str] = {CausalSelfAttention: "attention", MLP: "mlp"}
     layers = [module for module in gpt.modules() if type(module) in names]
     hooks = [layer.register_forward_hook(kept(names[type(layer)])) for layer in layers]
     gpt.eval()
-    found["logits"].append(float(gpt(x).abs().mean()))
+    means["logits"].append(float(gpt(x).abs().mean()))
     gpt.train()
     for hook in hooks:
         hook.remove()
-    return {name: fmean(sizes) for name, sizes in found.items()}
+    return {name: fmean(sizes) for name, sizes in means.items()}
 
 
 def show(found: Coordinates) -> None:

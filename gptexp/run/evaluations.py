@@ -1,4 +1,4 @@
-"""The evaluations of a run: the list that the training loop measures, and scores on tasks of any model afterwards.
+"""The evaluations of a run: those that the training loop measures, and scores of any model on tasks afterwards.
 
 HellaSwag is computed here, every other task by lm_eval on an exported directory. While a run trains, lm_eval has a
 process of its own.
@@ -94,7 +94,7 @@ def score_while_training(
 ) -> dict[str, float]:
     """The figures of lm_eval's `tasks` for `model`, as metrics. A failure prints a line and gives no metrics.
 
-    Ends without them too when the run is to stop: a checkpoint does not wait for scores.
+    If the run must stop, it ends without metrics too: a checkpoint does not wait for scores.
     """
     if device.type == "cuda":
         torch.cuda.empty_cache()  # lm_eval's process needs memory of this GPU
@@ -104,7 +104,7 @@ def score_while_training(
         with tempfile.TemporaryDirectory(prefix="gptexp-") as folder:
             save_pretrained(model, tokenizer(), Path(folder))
             return score_exported(Path(folder), tasks, str(device), lambda: stop.reason() is not None)
-    except Exception as error:  # of lm_eval, of a full disk, of a download
+    except Exception as error:  # from lm_eval, a full disk, or a download
         of_others = "" if isinstance(error, UserError) else f"train.eval_tasks: {type(error).__name__}: "
         warn(f"{of_others}{first_line(error)}; training continues")
         return {}
@@ -125,7 +125,7 @@ def evaluate_tasks(
 
     Raises `ConfigError`, `CheckpointError` or `DataError`.
     """
-    # lm_eval, which takes ten seconds to import, would take any directory, also one without a tokenizer.
+    # Loaded before lm_eval, which takes ten seconds to import and would accept a directory without a tokenizer.
     model, tokenizer = load_pretrained(source, averaged)
     others, option = tasks_of_lm_eval(tasks), "--tasks "
     manager = task_manager(others, include, option) if others else None

@@ -40,15 +40,15 @@ from gptexp.storage import run_dir
 from gptexp.training.optimizer import describe_optimizer
 
 CURVE, WEIGHTS = "loss.png", "model.safetensors"
-_FOLDERS = re.compile(r"(?<![\w.*~-])/([^/,\]}:]*/)*")  # of an absolute path, in an argument
+_FOLDERS = re.compile(r"(?<![\w.*~-])/([^/,\]}:]*/)*")  # the folders of an absolute path in an argument
 TASK = {"type": "text-generation", "name": "Text generation"}
 
 
 def export(directory: Path, out: Path, name: str, averaged: bool = False) -> None:
-    """Write the newest checkpoint of the run in `directory` to `out`, which must be new or empty, all of it or nothing.
+    """Write the newest checkpoint of the run in `directory` to `out`, which must be new or empty: all or nothing.
 
     The weights are float32. Rows of the embedding that are padding are left out, so that every id has a token. `name`
-    is what its card calls the model; `averaged` takes the average of the weights. Raises `ConfigError`,
+    is the model's name in its card; `averaged` takes the average of the weights. Raises `ConfigError`,
     `CheckpointError` or `StorageError`.
     """
     loaded = load_checkpointed(directory, averaged)
@@ -97,10 +97,10 @@ def _json(value: object) -> str:
 
 
 def model_card(name: str, loaded: LoadedRun, run: Run, tokenizer: Tokenizer, curve: str | None) -> str:
-    """The text of the card of the model `name`: the checkpoint `loaded`, which `run` may have trained on from.
+    """The text of the model card for the checkpoint `loaded`, called `name`; `run` may have trained on since.
 
-    `curve` is the file with its loss curves, if there is one. The licence is left to be filled in: gptexp does not know
-    that of the text.
+    `curve` is the file with its loss curves, if there is one. The licence is left open: gptexp does not know the
+    licence of the training text.
     """
     config, state = loaded.config, loaded.state
     parameters = count_parameters(replace(config.model, vocab_size=tokenizer.n_vocab))
@@ -151,14 +151,14 @@ def _metrics(run: Run, val_loss: float | None) -> Iterator[tuple[str, str, float
     yield "perplexity per token", "perplexity", perplexity(val_loss)
     newest = next((point.loss for point in reversed(run.val) if point.loss), None)
     if newest and run.bits_per_byte is not None and math.isfinite(run.bits_per_byte):
-        yield "bits per byte", "bits_per_byte", val_loss * run.bits_per_byte / newest  # the text is the same
+        yield "bits per byte", "bits_per_byte", val_loss * run.bits_per_byte / newest  # proportional, for the same text
 
 
 def _use(name: str, tokenizer: Tokenizer, block_size: int) -> str:
-    """A program that continues a prompt as far as the model sees."""
+    """A program that continues a prompt within the context length of the model."""
     try:
         prompt, ids = "The ", tokenizer.encode_ordinary("The ")
-    except DataError:  # of a vocabulary of characters
+    except DataError:  # a vocabulary of characters may lack some of these
         prompt = tokenizer.decode([tokenizer.n_vocab - 1])
         ids = tokenizer.encode_ordinary(prompt)
     new = max(1, min(50, block_size - len(ids)))

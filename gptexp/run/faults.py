@@ -34,7 +34,7 @@ def explained(job: Job, store: dist.Store | None, effective: Effective, state: T
     """Context for building the model and training from `state`, which the body advances.
 
     Raises a `UserError` for exhausted memory, and for ranks that have ended or do not answer. If memory is exhausted
-    before the first step and the micro-batch is `auto`, saves a smaller one first. Raises any other error unchanged.
+    in the first step and the micro-batch is `auto`, saves a smaller one first. Raises any other error unchanged.
     """
     resumed_at = state.step
     try:
@@ -62,7 +62,7 @@ def explained(job: Job, store: dist.Store | None, effective: Effective, state: T
 
 
 def _too_large(job: Job, effective: Effective, at_the_start: bool) -> UserError:
-    """Return the error for exhausted memory. At the start, if the micro-batch is `auto`, saves a smaller one."""
+    """Return the error for exhausted memory. At the start, if the micro-batch is `auto`, saves a smaller size."""
     cfg, size = job.cfg, effective.micro_batch_size.value
     sizes = legal_micro_batches(cfg.batch.step_sizes.quantum, cfg.seq_len, job.rank.world_size)
     smaller = [s for s in sizes if s < size]
@@ -84,14 +84,14 @@ def _too_large(job: Job, effective: Effective, at_the_start: bool) -> UserError:
 
 
 def _of_a_collective(error: RuntimeError) -> bool:
-    """Whether a collective failed. gloo's errors have no type of their own, but contain its name."""
+    """Whether a collective failed. gloo's errors have no type of their own, but contain the word gloo."""
     return isinstance(error, StepTimeout | dist.DistError) or "gloo" in str(error)
 
 
 def _missing(store: dist.Store, rank: Rank) -> list[int]:
     """Return the ranks that do not report, within `ANSWER_S`, that the collective failed for them too.
 
-    One rank asks the store about each of them, and tells the others.
+    One rank asks the store about every rank, and stores the answer for the others.
     """
     try:
         store.set(f"failed/{rank.rank}", "")
@@ -102,7 +102,7 @@ def _missing(store: dist.Store, rank: Rank) -> list[int]:
         missing: list[int]
         if store.add("asking", 1) > 1 and wait_for(store, "missing", ASKING_S):
             missing = json.loads(store.get("missing"))
-        else:  # the first, or its place if it has ended
+        else:  # this rank is the first to ask, or replaces one that has ended
             missing = [r for r in range(rank.world_size) if not store.check([f"failed/{r}"])]
             store.set("missing", json.dumps(missing))
         return missing

@@ -1,4 +1,4 @@
-"""The weights that `init_from` names: into a new model, if its tokenizer gives the ids the same meaning."""
+"""Loads the weights of `init_from` into a new model, if its tokenizer gives the ids the same meaning."""
 
 from collections.abc import Mapping
 from contextlib import suppress
@@ -25,13 +25,13 @@ from gptexp.storage.reader import read_json
 from gptexp.storage.weight_files import find_weight_files, read_nanogpt, read_transformers
 from gptexp.training.snapshot import load_own_weights, load_weights
 
-VOCABULARY = "vocab.json"  # of GPT-2's tokenizer in transformers
+VOCABULARY = "vocab.json"  # the file of GPT-2's tokenizer in transformers
 
 
 def choose_weights(source: Source, model: ModelConfig) -> Source:
-    """Return `source`, of a run with its newest checkpoint whose files are intact, which reads all of them.
+    """Return `source`; for a run, with its newest intact checkpoint, whose files are all read to check them.
 
-    Raises `CheckpointError` if the files are too small for `model`, before one of that size is built.
+    Raises `CheckpointError` if the files are too small for `model`, before a model of that size is built.
     """
     parameters = count_parameters(model)
     if source.kind == "run":
@@ -50,9 +50,9 @@ def choose_weights(source: Source, model: ModelConfig) -> Source:
 
 
 def load_first_weights(source: Source, parameters: Parameters) -> None:
-    """Load the weights of `source`, in the precision of `parameters`. Raises `CheckpointError` if they do not fit.
+    """Load the weights of `source` into `parameters`, in their precision. Raises `CheckpointError` if they do not fit.
 
-    Files are mapped into memory: a rank that has rows of the parameters reads little else.
+    Files are mapped into memory, so a rank that has only some rows of the parameters reads little else.
     """
     if source.kind == "run":
         assert source.checkpoint is not None
@@ -70,7 +70,7 @@ def load_first_weights(source: Source, parameters: Parameters) -> None:
 
 
 def _check(path: Path, weights: Mapping[str, Tensor], wanted: Mapping[str, torch.Size]) -> None:
-    """Raise `CheckpointError` that names the first of the weights, which have our names, that does not fit."""
+    """Raise `CheckpointError` for the first of `weights` that does not fit. They have the names of a `GPT`."""
     if missing := wanted.keys() - weights.keys():
         raise CheckpointError(f"{path}: lacks the weight {min(missing)}; give a complete GPT-2")
     if unknown := weights.keys() - wanted.keys():
@@ -96,9 +96,9 @@ def tokenizer_of(source: Source) -> Tokenizer | None:
 
 
 def refuse_other_ids(source: Source, name: str, tokenizer: Tokenizer) -> None:
-    """Raise `ConfigError` if an id of `tokenizer`, which is `data.tokenizer=name`, is other text for `source`.
+    """Raise `ConfigError` if an id means other text in `source` than in `tokenizer`, which is `data.tokenizer=name`.
 
-    Special tokens are not compared. Weights without a tokenizer are taken as they are.
+    Special tokens are not compared. Weights without a tokenizer are accepted as they are.
     """
     try:
         theirs = tokenizer_of(source)
@@ -133,6 +133,6 @@ def _name_of(source: Source) -> str | None:
 
 
 def _to_use(source: Source) -> str:
-    """`_name_of` a source that has one, which does not depend on another corpus."""
+    """The value of `data.tokenizer` for a source that has a tokenizer, valid with any corpus."""
     name = _name_of(source)
     return name if name in VOCAB_SIZES and name is not None else str(source.path / run_dir.TOKENIZER)

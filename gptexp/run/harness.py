@@ -1,8 +1,8 @@
 """The tasks of lm_eval (EleutherAI's lm-evaluation-harness). No other file imports it.
 
 A run scores `train.eval_tasks` in a process of its own: `python -m gptexp.run.harness TASK,TASK [DIRECTORY DEVICE]`
-refuses an unknown task and, given a directory, prints the figures as JSON. The functions that ask it import no lm_eval,
-which takes ten seconds.
+refuses an unknown task and, given a directory, prints the figures as JSON. The functions that ask this process do not
+import lm_eval, which takes ten seconds.
 """
 
 import json
@@ -25,7 +25,7 @@ LOGGERS = ("lm_eval", "transformers", "datasets", "huggingface_hub")  # the last
 
 
 def tasks_of_lm_eval(tasks: Sequence[str]) -> list[str]:
-    """Those of `tasks` that lm_eval scores, each once."""
+    """The tasks among `tasks` that lm_eval scores, each once."""
     return [task for task in dict.fromkeys(tasks) if task != HELLASWAG]
 
 
@@ -34,7 +34,7 @@ def score_exported(
 ) -> dict[str, float]:
     """The figures of `tasks` for the model that transformers loads from `directory`, as metrics.
 
-    Raises `UserError` if lm_eval fails. Once `is_stopped()`, ends its process and raises `UserError`.
+    Raises `UserError` if lm_eval fails. Once `is_stopped()` is true, ends its process and raises `UserError`.
     """
     [*_, line] = ask_lm_eval(tasks, [str(directory), device], is_stopped).splitlines()
     found = json.loads(line)
@@ -42,7 +42,7 @@ def score_exported(
 
 
 def ask_lm_eval(tasks: Sequence[str], more: Sequence[str], is_stopped: Callable[[], bool]) -> str:
-    """What this file prints as a program. Raises `UserError`."""
+    """Run this file as a program, and return what it prints. Raises `UserError`."""
     given = f"train.eval_tasks={shown(','.join(tasks))}"
     answer = ask(["gptexp.run.harness", ",".join(tasks), *more], given, "lm_eval", is_stopped)
     if answer is None:
@@ -51,9 +51,9 @@ def ask_lm_eval(tasks: Sequence[str], more: Sequence[str], is_stopped: Callable[
 
 
 def task_manager(tasks: Sequence[str], include: Path | None, option: str) -> Any:
-    """What knows lm_eval's tasks, and those in the folder `include`.
+    """lm_eval's `TaskManager`, which knows its own tasks and those in the folder `include`.
 
-    Raises `ConfigError` unless it knows `tasks`. Errors begin with `option`, which has named them.
+    Raises `ConfigError` unless it knows all `tasks`. Errors begin with `option`, the option that named the tasks.
     """
     try:
         from lm_eval.tasks import TaskManager
@@ -75,9 +75,9 @@ def evaluate_by_lm_eval(
 ) -> dict[str, dict[str, Any]]:
     """The figures of each task for the model that transformers loads from `directory`, in float32.
 
-    A group or a tag of lm_eval gives those of its tasks; HellaSwag among them is `lm_eval/hellaswag`, because its
-    figures do not compare with those computed here. Raises `DataError` if a task fails, for example because its data
-    cannot be downloaded.
+    For a group or a tag of lm_eval, these are the figures of its tasks. HellaSwag in it becomes `lm_eval/hellaswag`,
+    because its figures do not compare with those of gptexp. Raises `DataError` if a task fails, for example because its
+    data cannot be downloaded.
     """
     import lm_eval
     from lm_eval import evaluator
@@ -88,8 +88,8 @@ def evaluate_by_lm_eval(
         with _quiet():
             model = HFLM(pretrained=str(directory), dtype="float32", batch_size=BATCH_SIZE, device=device)
             answer = lm_eval.simple_evaluate(model, tasks=list(tasks), task_manager=manager, limit=limit)
-    except Exception as error:  # of the network, of a data set, of a task
-        # Errors of the network are `OSError`s in all of its packages.
+    except Exception as error:  # from the network, a data set, or a task
+        # In all packages that lm_eval uses, errors of the network are `OSError`s.
         offline = "; without a network it needs the data sets in the cache of the package datasets"
         raise DataError(
             f"{option}{','.join(tasks)}: lm_eval failed ({type(error).__name__}: {first_line(error)})"
@@ -101,7 +101,7 @@ def evaluate_by_lm_eval(
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Discard what the body prints to stderr, progress bars and warnings, unless people read it on a terminal."""
+    """Discard what the body prints to stderr (progress bars, warnings), unless stderr is a terminal."""
     if sys.stderr.isatty():
         yield
         return

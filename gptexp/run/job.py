@@ -33,7 +33,7 @@ class Prepared:
     """The data, the device and the process group of a rank."""
 
     dataset: Dataset
-    examples: list[Example]  # of HellaSwag, if it is to be scored
+    examples: list[Example]  # the examples of HellaSwag, if it is to be scored
     device: torch.device
     store: dist.Store | None  # None: one rank
     long_wait_group: dist.ProcessGroup | None  # for waiting while one rank decides, compiles or measures
@@ -44,7 +44,7 @@ class Decision:
     """The choices of rank 0 for all ranks. Nodes may differ in hardware, but one run needs one set of choices."""
 
     effective: Effective
-    checkpoint: Path | None  # of this run, to continue from; None: it starts
-    source: Source | None  # of `init_from`: the weights of a run that starts; None: random ones
+    checkpoint: Path | None  # the one of this run to continue from; None: the run begins
+    source: Source | None  # the weights with which a run begins (`init_from`); None: random ones
     state: TrainState  # the counters to start from; training advances them
-    branched_from: dict[str, Any] | None  # the checkpoint of another run that this run began with
+    branched_from: dict[str, Any] | None  # the checkpoint of another run with which this run began

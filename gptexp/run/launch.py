@@ -80,17 +80,17 @@ def _launch(directory: Path, world_size: int, deadline: float) -> int:
 
 
 def _silence_agent() -> None:
-    """Print nothing of torch's agent, which would repeat each error. Its modules set their loggers' levels."""
+    """Print nothing from torch's agent, which would repeat each error. Levels do not help: its modules set them."""
     agent = logging.getLogger("torch.distributed.elastic")
     agent.propagate = False
-    agent.handlers = [logging.NullHandler()]  # without any, Python prints to stderr
+    agent.handlers = [logging.NullHandler()]  # without any handler, Python prints to stderr
 
 
 def _cause(error: ChildFailedError) -> tuple[int, ProcessFailure]:
     """Return the rank that failed first, and its failure.
 
-    A killed rank records no time of failure, so the peer that lost it may seem to be first. If the first error is that
-    of a lost rank, the cause is a rank that was killed by another signal than the agent's SIGTERM.
+    A killed rank records no time of failure, so the peer that lost it may seem to be first. If the first error is a
+    `LostRankError`, the cause is a rank that was killed by a signal other than the agent's SIGTERM.
     """
     rank, failure = error.get_first_failure()
     if _text(failure.message).startswith(LostRankError.__name__):
@@ -101,7 +101,7 @@ def _cause(error: ChildFailedError) -> tuple[int, ProcessFailure]:
 
 def _report(rank: int, exit_code: int, message: object) -> int:
     """Print the error of the rank that failed first, unless it was stopped. Returns the exit code of the run."""
-    if -exit_code in HANDLED:  # before training
+    if -exit_code in HANDLED:  # a signal before training
         exit_code = 128 - exit_code
     if exit_code in (*STOPPED, EXIT_DIVERGED):
         return exit_code  # rank 0 has printed the reason

@@ -45,7 +45,7 @@ class LoadedRun:
 
     @property
     def val_loss(self) -> float | None:
-        """That of the checkpoint's newest evaluation, of the weights that `model` has."""
+        """The validation loss in the checkpoint's newest evaluation, for the weights that `model` has."""
         return self.state.val_loss_ema if self.averaged else self.state.val_loss
 
 
@@ -63,7 +63,7 @@ def load_checkpointed(directory: Path | str, averaged: bool = False) -> LoadedRu
     model = GPT(config.model, plain_cross_entropy)
     checkpoint.load_weights(path, model, averaged)
     saved = load_effective(directory)
-    here = replace(config, train=replace(config.train, loss=AUTO))  # it has the plain loss, and needs no compiler
+    here = replace(config, train=replace(config.train, loss=AUTO))  # the plain loss needs no compiler
     if saved is None or saved.device != device.type:  # the kernels that the config asks for may not exist here
         fused: dict[str, Any] = {"fused": AUTO} if hasattr(config.optim, "fused") else {}
         optim = replace(config.optim, **fused)
@@ -73,7 +73,7 @@ def load_checkpointed(directory: Path | str, averaged: bool = False) -> LoadedRu
 
 
 def refuse_another_model(directory: Path, config: Config) -> None:
-    """Raise `ConfigError` if a file was edited: weights of the same shapes would be another model."""
+    """Raise `ConfigError` if an edited file would make another model of the same weights."""
     trained, now = run_dir.trained_with(directory), result_deciding(config)
     for key in run_dir.changed(now, trained):
         if (key.startswith("model.") and key != "model.dropout") or key == "data.tokenizer":
@@ -135,8 +135,8 @@ def evaluate_checkpoint(
     """Compute the validation loss and perplexity of a run's newest checkpoint on the validation text of `config`.
 
     If that text is the run's own (`of_the_run`), raises `DataError` unless its hash is the one that the run trained on.
-    Of what the run has held out, it takes `val_tokens`, if given. Raises `ConfigError` if these are more. `averaged`
-    takes the average of the weights.
+    `val_tokens` limits the number of held-out tokens that are used; raises `ConfigError` if the run has fewer.
+    `averaged` takes the average of the weights.
     """
     loaded = load_checkpointed(directory, averaged)
     apply(loaded.effective)

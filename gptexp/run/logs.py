@@ -71,7 +71,7 @@ def open_log(job: Job, decision: Decision, training: Training, used: Utilisation
         from gptexp.loggers.tensorboard import TensorBoardSink  # imports tensorboard, which may not be installed
 
         sinks.append(TensorBoardSink(cfg, directory, state))
-    # Built last, so that no line is printed into the bar; first in the list, so that it prints at once.
+    # The console is built last, so that no line is printed into its bar; it is first in the list, to print at once.
     if console := build_console(cfg.log.progress, plan.steps, plan.tokens, state):
         sinks.insert(0, console)
     alerts = Alerts(schedule.warmup_tokens, cfg.optim.grad_clip, job.stop.deadline, metrics.alerts_before)

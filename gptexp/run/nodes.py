@@ -42,7 +42,7 @@ def leave_mark(directory: Path) -> Path:
 
 
 def place_of(rank: Rank, device: str, data_hash: str, mark: Path) -> Place:
-    """Call it on all ranks at once: it reads the clock. One rank of each node looks for the mark of rank 0."""
+    """The place of this rank; call it on all ranks at once. One rank of each node looks for the mark of rank 0."""
     sees_run = rank.local_rank != 0 or mark.exists()
     return Place(rank.rank, socket.gethostname(), device, data_hash, sees_run, time.time())
 
@@ -71,7 +71,7 @@ def check_places(places: Sequence[Place], directory: Path) -> None:
 def warn_of_clocks(places: Sequence[Place]) -> None:
     """Print which node's clock differs most from that of rank 0, if any differs much.
 
-    This is no error, because it changes no result: rank 0 alone writes times. But times in the nodes' logs, and the
+    This is no error, because it changes no result: only rank 0 writes times. But times in the nodes' logs, and the
     ages of files that they share, are then wrong.
     """
     first = places[0]

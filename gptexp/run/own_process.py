@@ -1,4 +1,4 @@
-"""Processes of gptexp: a run of its own, and work beside training that keeps imports and failures out of it."""
+"""Separate processes: for a run, and for work beside training, whose imports and failures then stay apart."""
 
 import os
 import signal
@@ -22,10 +22,10 @@ def resume_command(directory: Path) -> list[str]:
 
 
 def ask(argv: Sequence[str], given: str, who: str, is_stopped: Callable[[], bool]) -> str | None:
-    """What `python -m ARGV` prints; None if `is_stopped()` has ended it.
+    """Return what `python -m ARGV` prints; or end it and return None once `is_stopped()` is true.
 
-    Raises `UserError` with the line of its error. One that is not gptexp's own begins with what was `given`, and says
-    that `who` failed.
+    If it fails, raises `UserError` with the line of its error. An error that is not gptexp's own is put after `given`
+    and the words that `who` failed.
     """
     process = subprocess.Popen(
         [sys.executable, "-m", *argv],
@@ -51,10 +51,10 @@ def ask(argv: Sequence[str], given: str, who: str, is_stopped: Callable[[], bool
     if process.returncode < 0:
         raise UserError(f"{given}: {who} was killed by {signal.Signals(-process.returncode).name}")
     lines = errors.strip().splitlines() or [f"exit code {process.returncode}"]
-    told = [text.removeprefix(OWN) for text in lines if text.startswith(OWN)]  # a package may warn after it
-    raise UserError(told[-1].removeprefix("config error: ") if told else f"{given}: {who} failed ({lines[-1]})")
+    messages = [text.removeprefix(OWN) for text in lines if text.startswith(OWN)]  # a package may warn after the error
+    raise UserError(messages[-1].removeprefix("config error: ") if messages else f"{given}: {who} failed ({lines[-1]})")
 
 
 def die_with_asker() -> None:
-    """Have this process, which `ask` has started, end with the one that waits for its answer."""
+    """End this process, which `ask` has started, as soon as the one that waits for its answer ends."""
     die_with_parent(int(os.environ[PARENT]), signal.SIGKILL)

@@ -113,7 +113,7 @@ def run(job: Job) -> int:
 
     Raises `UserError` for errors that a user can cause.
     """
-    flush_denormals()  # before the first operation of several threads, which inherit it
+    flush_denormals()  # before the first operation with several threads, which inherit this
     gc.unfreeze()  # under torchrun one process trains all cells: make the last cell's objects collectable
     gc.disable()  # until the first step is done: importing creates a million objects that are never freed
     try:
@@ -202,30 +202,30 @@ def _decide(job: Job, prepared: Prepared) -> Decision:
     cfg, directory, dataset = job.cfg, job.directory, prepared.dataset
     checkpoints = directory / run_dir.CHECKPOINTS
     _refuse_changed_data(directory, run_dir.read_summary(directory).get("data_hash"), dataset)
-    found = checkpoint.load_latest(checkpoints)
-    parent = branch.find(cfg.branch_from) if found is None else None
+    latest = checkpoint.load_latest(checkpoints)
+    parent = branch.find(cfg.branch_from) if latest is None else None
     saved = directory if parent is None else parent.directory
 
     effective = resolve(cfg, prepared.device, job.rank, load_effective(saved), dataset.n_vocab)
     refuse_missing_compiler(effective, prepared.device)
     cfg = with_vocab_size(cfg, effective.vocab_size.value)
-    # Before the micro-batch is settled: on a GPU that builds the model.
-    source = _first_weights(cfg, dataset) if cfg.init_from and found is None and parent is None else None
+    # Before the micro-batch is settled, because on a GPU that builds the model.
+    source = _first_weights(cfg, dataset) if cfg.init_from and latest is None and parent is None else None
     effective = settle_micro_batch(cfg, effective, prepared.device, job.rank.world_size)
     save_effective(directory, effective)
     run_dir.keep_tokenizer(directory, dataset.directory)
     run_dir.remove_leftovers(directory)
     checkpoint.remove_leftovers(checkpoints)
-    if parent is not None:  # once its choices are saved: a run with a checkpoint takes its own
-        found = _adopt(parent, cfg, checkpoints, dataset)
-    if found is None and (times := requeues()) and (directory / run_dir.METRICS).exists():
+    if parent is not None:  # after saving its choices here: a run with a checkpoint loads its own choices
+        latest = _adopt(parent, cfg, checkpoints, dataset)
+    if latest is None and (times := requeues()) and (directory / run_dir.METRICS).exists():
         warn(
             f"SLURM has requeued this job (restart {times}), and {checkpoints} holds no checkpoint: training starts "
             "from step 0"
         )
-    if found is None:
+    if latest is None:
         return Decision(effective, None, source, TrainState(), None)
-    path, state = found
+    path, state = latest
     _refuse_changed_data(path, checkpoint.data_hash(path), dataset)
     if state.tokens != (planned := cfg.batch.step_sizes.tokens_after(state.step)):
         raise CheckpointError(
@@ -237,7 +237,7 @@ def _decide(job: Job, prepared: Prepared) -> Decision:
 
 
 def _adopt(parent: Parent, cfg: Config, checkpoints: Path, dataset: Dataset) -> tuple[Path, TrainState]:
-    """Make the checkpoint of `branch_from` the first one of this run, which needs the other run no longer."""
+    """Make the checkpoint of `branch_from` this run's first one, so that it needs the other run no longer."""
     source = parent.directory / run_dir.CHECKPOINTS / checkpoint.name_of(parent.step)
     before = checkpoint.about_run(source)
     _refuse_changed_data(source, before.get("data_hash"), dataset)
@@ -324,7 +324,7 @@ def _sample(job: Job, built: Built, state: TrainState) -> None:
         tokenizer = load_tokenizer(job.cfg.data.tokenizer, job.directory)
     except Exception as error:
         problem = error
-    # Ranks that sample together all can, or none tries: the others would wait for one that cannot.
+    # If one of several ranks that sample together cannot, none tries: the others would wait for it.
     if not all(gather(problem is None) if built.training.step.parameters.split else [problem is None]):
         tokenizer = None
     try:

@@ -11,7 +11,7 @@ from gptexp.run.harness import ask_lm_eval, tasks_of_lm_eval
 def require_tasks(configs: Sequence[Config]) -> None:
     """Raise `ConfigError` if a config names a task that lm_eval does not have, or if lm_eval is not installed.
 
-    Takes seconds if one names any of its tasks.
+    Takes seconds if a config names a task of lm_eval.
     """
     tasks = tasks_of_lm_eval([task for config in configs for task in config.train.eval_tasks])
     if tasks:

@@ -1,10 +1,9 @@
-"""Sharpness of the loss at a run's checkpoints: the largest eigenvalue of its Hessian, and of the preconditioned one.
+"""Sharpness at a run's checkpoints: the largest eigenvalue of the loss's Hessian, and of the preconditioned Hessian.
 
 A product with the Hessian is a central difference of two gradients, H v = (g(w + r v) - g(w - r v)) / 2r, which any
-attention kernel can compute. Lanczos' method needs nothing else (PyHessian, arXiv 1912.07145, uses power iteration).
-
-While the run trains, it is measured in a process of its own (`python -m gptexp.run.sharpness RUN_DIR STEP`): one that
-shares no memory, kernels, precision or random numbers with training.
+attention kernel can compute. Lanczos' method needs only such products (PyHessian, arXiv 1912.07145, uses power
+iteration). While the run trains, a process of its own measures the sharpness (`python -m gptexp.run.sharpness RUN_DIR
+STEP`): it shares no memory, kernels, precision or random numbers with training.
 """
 
 import json
@@ -38,24 +37,24 @@ from gptexp.storage import checkpoint, run_dir
 from gptexp.training.optimizer import build_optimizer
 from gptexp.training.snapshot import load_checkpoint
 
-MICRO_BATCH_SIZE = 8  # sequences of which gradients are computed at once
-SEQUENCES = 64  # of the fixed batch, if the run's text has as many
-STEPS = (1e-3, 1e-2, 1e-4, 1e-1)  # norms of r v that are tried; too small drowns in rounding, too large in curvature
-TOLERANCE = 0.01  # largest residual, and relative difference of the results with a step and with its half
+MICRO_BATCH_SIZE = 8  # sequences whose gradients are computed at once
+SEQUENCES = 64  # size of the fixed batch, if the run's text has as many
+STEPS = (1e-3, 1e-2, 1e-4, 1e-1)  # norms of r v to try: small ones drown in rounding, large ones in changes of H
+TOLERANCE = 0.01  # largest residual, and largest relative difference between a step's result and that of half the step
 RESIDUAL = 1e-3  # Lanczos stops where |A v - l v| is below this share of the largest eigenvalue l
 MOST_ITERATIONS = 300
-MOST_VECTORS = 16  # that Lanczos' method holds, each as large as the weights
+MOST_VECTORS = 16  # vectors that Lanczos' method holds, each as large as the weights
 RHO = 0.05  # radius of SAM's sharpness (arXiv 2010.01412)
 
-Loss = Callable[[], Tensor]  # the loss at the present weights, whose `backward` was called if gradients are on
+Loss = Callable[[], Tensor]  # the loss at the present weights; has called its `backward` if gradients are on
 Product = Callable[[Tensor], Tensor]
 
 
 def measure(directory: Path, checkpoints: Sequence[Path], sequences: int | None = None) -> Iterator[dict[str, Any]]:
-    """Yield the sharpness of each of the run's `checkpoints`, of its loss on the first `sequences` that it trains on.
+    """Yield the sharpness at each of the run's `checkpoints`, for the loss on its first `sequences` training sequences.
 
-    In float32 without dropout. The preconditioned one is given for AdamW, whose checkpoints contain the preconditioner.
-    A value is None if it cannot be had to 1%. Raises `ConfigError`, `DataError` or `CheckpointError`.
+    In float32 without dropout. Preconditioned sharpness exists only for AdamW, whose checkpoints have a preconditioner.
+    A value is None if it cannot be computed to 1%. Raises `ConfigError`, `DataError` or `CheckpointError`.
     """
     config = run_dir.load_resolved(directory)
     refuse_another_model(directory, config)
@@ -95,20 +94,20 @@ def measure(directory: Path, checkpoints: Sequence[Path], sequences: int | None 
 def measure_while_training(
     directory: Path, step: int, device: torch.device, stop: StopRequest
 ) -> dict[str, Any] | None:
-    """The metrics of the checkpoint of `step`; None if the run is to stop first.
+    """The metrics of the checkpoint of `step`; None if the run must stop first.
 
     A failure prints a line and gives no metrics.
     """
     given = f"sharpness after step {step}"
     if not (directory / run_dir.CHECKPOINTS / checkpoint.name_of(step)).is_dir():
-        return {}  # it could not be saved, which was said
+        return {}  # it could not be saved; that was printed
     if device.type == "cuda":
         torch.cuda.empty_cache()  # the other process needs memory of this GPU
     try:
         argv = ["gptexp.run.sharpness", str(directory.absolute()), f"{step}"]
         answer = ask(argv, given, "its process", lambda: stop.reason() is not None)
         return None if answer is None else {name: json.loads(answer)[name] for name in SHARPNESS}
-    except Exception as error:  # of the other process, or of starting it
+    except Exception as error:  # from the other process, or from starting it
         of_others = "" if isinstance(error, UserError) else f"{given}: {type(error).__name__}: "
         warn(f"{of_others}{first_line(error)}; training continues")
         return {}
@@ -116,7 +115,7 @@ def measure_while_training(
 
 def _values(gpt: GPT, rows: Tensor, scale: Tensor | None, threshold: float | None) -> dict[str, float | None]:
     def loss() -> Tensor:
-        """Of all `rows`, whose gradients it adds up in micro-batches."""
+        """The loss on all `rows`. Gradients are accumulated over micro-batches."""
         total = torch.zeros((), device=rows.device)
         for part in rows.split(MICRO_BATCH_SIZE):
             share = gpt(part[:, :-1], part[:, 1:]) * (len(part) / len(rows))
@@ -137,7 +136,7 @@ def _values(gpt: GPT, rows: Tensor, scale: Tensor | None, threshold: float | Non
 
 
 def _scale(gpt: GPT, optimizer: torch.optim.Optimizer, optim: AdamWConfig) -> Tensor:
-    """P^(-1/2) for all parameters. A group with a learning rate of its own counts as preconditioned by its factor."""
+    """P^(-1/2) for all parameters. P is divided by a group's own factor of the learning rate, if it has one."""
     groups = {p: group for group in optimizer.param_groups for p in group["params"]}
     parts = []
     for p in gpt.parameters():
@@ -162,8 +161,8 @@ class Eigenvalue:
 def largest_eigenvalue(product: Product, size: int, device: torch.device, seed: int = 0) -> Eigenvalue:
     """The largest eigenvalue of the symmetric operator `product` on vectors of `size` numbers, by Lanczos' method.
 
-    Starts again from the best vector so far whenever it holds `MOST_VECTORS` vectors. Stops on the residual, not where
-    the value no longer changes, which it may do for a while before it has found the largest.
+    Restarts from the best vector so far whenever it holds `MOST_VECTORS` vectors. Stops when the residual is small, not
+    when the value stops changing: the value may stand still for a while before the largest is found.
     """
     generator = torch.Generator(device).manual_seed(seed)
     vector, iterations = torch.randn(size, generator=generator, device=device), 0
@@ -180,7 +179,7 @@ def _lanczos(product: Product, start: Tensor, most: int) -> Eigenvalue:
     while True:
         w = product(basis[-1])
         diagonal.append(float(w @ basis[-1]))
-        for _ in range(2):  # once leaves an error of rounding
+        for _ in range(2):  # a single pass leaves an error of rounding
             for b in basis:
                 w -= (w @ b) * b
         length = float(w.norm())
@@ -200,7 +199,7 @@ def _lanczos(product: Product, start: Tensor, most: int) -> Eigenvalue:
 
 
 class Differences:
-    """Products with the Hessian of `loss` at the weights `parameters`, which keep their bits."""
+    """Products with the Hessian of `loss` at the weights `parameters`, which it restores bit for bit."""
 
     def __init__(self, loss: Loss, parameters: Sequence[Tensor]) -> None:
         self.loss, self.parameters = loss, list(parameters)
@@ -209,7 +208,7 @@ class Differences:
 
     @torch.no_grad()
     def move(self, direction: Tensor | None) -> None:
-        """Set the weights to those of the start plus `direction`; None: to those of the start."""
+        """Set the weights to the starting weights plus `direction`; None: to the starting weights."""
         for p, start in zip(self.parameters, self.at, strict=True):
             p.copy_(start)
         if direction is not None:
@@ -217,7 +216,7 @@ class Differences:
                 p.add_(part.view_as(p))
 
     def gradient(self, direction: Tensor | None = None) -> Tensor:
-        """The gradient at the start plus `direction`, as one vector."""
+        """The gradient at the starting weights plus `direction`, as one vector."""
         self.move(direction)
         for p in self.parameters:
             p.grad = None
@@ -245,8 +244,8 @@ class Differences:
 def hessian_sharpness(differences: Differences, scale: Tensor | None = None) -> Eigenvalue | None:
     """The largest eigenvalue of D H D, where D is the diagonal matrix of `scale`; None: of H.
 
-    Uses the first of `STEPS` with which a step of half the size gives the same value to 1%, and the residual is as
-    small. None if there is none.
+    Uses the first of `STEPS` for which half the step gives the same value to 1%, and the residual is at most 1%.
+    Returns None if there is no such step.
     """
     size, device = sum(differences.sizes), differences.at[0].device
 
@@ -259,10 +258,10 @@ def hessian_sharpness(differences: Differences, scale: Tensor | None = None) -> 
         return product
 
     for step in STEPS:
-        found = largest_eigenvalue(product_with(step), size, device)
-        whole, half = (float(product_with(s)(found.vector) @ found.vector) for s in (step, step / 2))
-        if found.residual <= TOLERANCE and math.isfinite(whole) and abs(whole - half) <= TOLERANCE * abs(whole):
-            return found
+        eigenvalue = largest_eigenvalue(product_with(step), size, device)
+        whole, half = (float(product_with(s)(eigenvalue.vector) @ eigenvalue.vector) for s in (step, step / 2))
+        if eigenvalue.residual <= TOLERANCE and math.isfinite(whole) and abs(whole - half) <= TOLERANCE * abs(whole):
+            return eigenvalue
     return None
 
 

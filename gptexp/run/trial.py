@@ -58,7 +58,7 @@ def settle_micro_batch(cfg: Config, effective: Effective, device: torch.device, 
 
 
 def largest(sizes: list[int], first: int, runs: Callable[[int], bool]) -> int | None:
-    """Return the largest of the falling `sizes` that `runs`, searching from `first` up or down; None if none does."""
+    """Return the largest of the falling `sizes` that `runs`, searching up or down from `first`; None: no size runs."""
     at = sizes.index(first)
     if not runs(first):
         return next(filter(runs, sizes[at + 1 :]), None)

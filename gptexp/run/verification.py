@@ -198,7 +198,7 @@ def _splits(bench: Bench) -> list[Result]:
 
 
 def _kill_and_resume(bench: Bench) -> list[Result]:
-    """Compare an uninterrupted run with one whose processes are all killed, and which is then resumed."""
+    """Compare an uninterrupted run with one that is resumed after all of its processes were killed."""
     config = bench.config(bench.world_size, bench.micro_batch_size, STEPS)
     config.model.dropout = 0.1
     whole = bench.finish("whole", config)
@@ -312,7 +312,7 @@ def _difference(a: Path, b: Path) -> float:
     return worst
 
 
-# By what the terminal shows when the check begins. Those of `ALONE` need one rank only.
+# What the terminal shows when a check begins -> the check. Those in `ALONE` need only one rank.
 ALONE: dict[str, Check] = {
     "a step that is split in several ways": _splits,
     "a run that is killed and resumed": _kill_and_resume,

@@ -1,4 +1,4 @@
-"""What a run measures of its weights between steps: the form of all evaluations, and the validation loss."""
+"""The evaluations of a run, which measure its weights between steps, and the validation loss."""
 
 import math
 import time
@@ -21,54 +21,54 @@ from gptexp.storage.checkpoint import TrainState
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A measurement at a cadence, and after the last step. run/evaluations.py has the list of all."""
+    """A measurement every `every_tokens` tokens and after the last step. run/evaluations.py lists all of them."""
 
     name: str
     every_tokens: int  # 0: only after the last step
-    # Returns metrics; or None if the run is to stop, and the measurement has ended before it had any. *Collective.*
+    # Returns metrics, or None if the run must stop and the measurement was given up for that. *Collective.*
     measure: Callable[[TrainState], Mapping[str, float | None] | None]
-    ends_early: bool = False  # if the run is to stop: a limit of time needs to leave no time for it
-    # Measures the checkpoint of the step, which is saved for it. Its metrics are an event `name` of their own. A run
-    # that is resumed at a checkpoint that lacks them measures first.
+    ends_early: bool = False  # when the run must stop; so train.max_minutes reserves no time for it
+    # Measures not the weights in memory but the step's checkpoint, which is saved for this. Its metrics are logged as a
+    # separate event `name`. If they are missing for the checkpoint from which a run resumes, the run measures it first.
     of_checkpoint: bool = False
 
 
 class Evaluations:
-    """The evaluations of a run: those of the weights come first, and of them the validation."""
+    """The evaluations of a run. Those of the weights come before those of checkpoints; validation is the very first."""
 
     def __init__(self, plan: RunPlan, evaluations: Sequence[Evaluation], validated_sequences: int) -> None:
-        """`validated_sequences`: the forward passes of a validation, of the averaged weights too, in sequences."""
+        """`validated_sequences`: sequences of one validation, counted twice if averaged weights are validated too."""
         self._plan, self._all, self._validated_sequences = plan, evaluations, validated_sequences
         self._of_weights = [each for each in evaluations if not each.of_checkpoint]
-        self._seconds: dict[str, float] = {}  # of the previous evaluation of each name
+        self._seconds: dict[str, float] = {}  # name -> duration of its previous evaluation
 
     def due(self, state: TrainState) -> tuple[list[Evaluation], list[Evaluation]]:
-        """Return the evaluations of the weights that are due after the last step, and those of its checkpoint.
+        """Return the evaluations due after the newest step: those of the weights, and those of the checkpoint.
 
-        Where any of the weights is due, so are all that have the cadence of the validation.
+        If any evaluation of the weights is due, so are the validation and all others with its cadence.
         """
         last = state.step == self._plan.steps
         due = [each for each in self._all if last or self._plan.is_due(each.every_tokens, state.step)]
-        of_weights = [each for each in due if not each.of_checkpoint]
-        if of_weights:
+        weight_evals = [each for each in due if not each.of_checkpoint]
+        if weight_evals:
             cadence = self._of_weights[0].every_tokens
-            of_weights = [each for each in self._of_weights if each in due or each.every_tokens == cadence]
-        return of_weights, [each for each in due if each.of_checkpoint]
+            weight_evals = [each for each in self._of_weights if each in due or each.every_tokens == cadence]
+        return weight_evals, [each for each in due if each.of_checkpoint]
 
     def measure(self, due: Sequence[Evaluation], state: TrainState) -> dict[str, Any]:
-        """Return the metrics of the weights, only the validation loss if that is non-finite. *Collective.*"""
-        found: dict[str, Any] = {}
+        """Return the metrics of the weights, or only the validation loss if it is non-finite. *Collective.*"""
+        metrics: dict[str, Any] = {}
         for each in due:
             started = time.perf_counter()
-            found |= each.measure(state) or {}
+            metrics |= each.measure(state) or {}
             if not each.ends_early:
                 self._seconds[each.name] = time.perf_counter() - started
-            if not math.isfinite(found[Metric.VAL_LOSS]):
+            if not math.isfinite(metrics[Metric.VAL_LOSS]):
                 break
-        return found
+        return metrics
 
     def reserve_s(self, sequence_s: float) -> float:
-        """Return the seconds of the next evaluation, if a step takes `sequence_s` for each of its sequences."""
+        """Estimate the seconds of the next evaluation, if a training step takes `sequence_s` seconds per sequence."""
         if self._seconds:
             return sum(self._seconds.values())
         return sequence_s * self._validated_sequences / 3  # a forward pass is a third of a step
@@ -93,7 +93,7 @@ def validation_loss(
             if missing := batch_size - len(x):
                 x = torch.cat([x, x.new_zeros(missing, dataset.seq_len)])
                 y = torch.cat([y, y.new_full((missing, dataset.seq_len), IGNORED)])
-            loss = model(x, y)  # also of no window: the ranks of a split model compute together
+            loss = model(x, y)  # even without windows: the ranks of a split model must compute together
             total[0] += loss * tokens if tokens else 0.0
             total[1] += tokens
     model.train(was_training)

@@ -1,10 +1,10 @@
-"""Gaussian noise on the gradient of a step: in proportion to the gradient, or as much as a smaller batch has more.
+"""Gaussian noise on the gradient of a step: proportional to the gradient, or the extra noise of a smaller batch.
 
-The first decays as in Neelakantan et al., arXiv 1511.06807, whose noise has an absolute size: its norm grows with the
-root of the number of parameters, here it does not. The second follows from the covariance S of one sequence's gradient:
-that over b sequences has noise of squared norm tr S / b. The noise is isotropic, which that of a batch is not.
+Proportional noise decays as in Neelakantan et al. (arXiv 1511.06807). Their noise has an absolute size, so its norm
+grows with the root of the number of parameters; here it does not. The extra noise of a smaller batch follows from the
+covariance S of one sequence's gradient: the mean gradient of b sequences has noise of squared norm tr S / b.
 
-It is drawn from (seed, step) alone, so all ranks add the same, and a resumed run continues with the same.
+The added noise is isotropic, unlike a batch's. It is drawn from (seed, step): all ranks and a resumed run add the same.
 """
 
 import math
@@ -30,9 +30,9 @@ class StepNoise:
     absolute: float
 
     def add_to(self, parameters: Parameters, norm: Tensor) -> None:
-        """Add the noise to the gradients of `parameters`, whose norm is `norm`, 0-dim. The host does not wait.
+        """Add the noise to the gradients of `parameters`, whose norm is `norm` (0-dim). The host does not wait.
 
-        A rank that has a part of the parameters draws the noise of all, one parameter after the other.
+        A rank that has a part of the parameters still draws the noise of all, one parameter at a time.
         """
         generator = torch.Generator(norm.device).manual_seed(self.seed)
         size = sum(shape.numel() for shape in parameters.shapes.values())
@@ -43,7 +43,7 @@ class StepNoise:
             p.grad.addcmul_(noise[parameters.rows(name)], deviation)
 
     def over(self, norm: float) -> float:
-        """Its norm divided by that of the gradient; NaN for a gradient of zero."""
+        """The norm of the noise divided by that of the gradient, `norm`; NaN if `norm` is 0."""
         return self.relative + self.absolute / norm if norm else math.nan
 
 
@@ -52,7 +52,7 @@ def step_noise(
 ) -> StepNoise | None:
     """The noise of `step`, which begins after `tokens` tokens; None if there is none.
 
-    `noise_trace` is the trace of the covariance of one sequence's gradient, 0 as long as it is not known.
+    `noise_trace` is the trace of the covariance of one sequence's gradient; 0: not known yet.
     """
     relative = absolute = 0.0
     if optim.gradient_noise:

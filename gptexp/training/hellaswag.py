@@ -13,7 +13,7 @@ from gptexp.distributed.ranks import Rank
 from gptexp.machine.effective import ForwardContext
 from gptexp.model.gpt import GPT
 
-BATCH_TOKENS = 4096  # of one forward pass, padding included
+BATCH_TOKENS = 4096  # tokens of one forward pass, padding included
 
 
 def score(
@@ -21,10 +21,10 @@ def score(
 ) -> dict[str, float]:
     """Return the shares of right answers as metrics. *Collective.*
 
-    `hellaswag/acc` takes the lowest sum of the losses of an ending's tokens, `hellaswag/acc_norm` the lowest mean. A
-    text that is longer than the model's context loses its beginning; the share of such examples is `hellaswag/cut`.
+    The model's answer is the ending with the lowest sum (`hellaswag/acc`) or mean (`hellaswag/acc_norm`) of its tokens'
+    losses. Texts longer than the context lose their beginning; `hellaswag/cut` is the share of such examples.
     """
-    mine = sorted(examples[rank.rank :: rank.world_size], key=_length)  # alike in length: less padding
+    mine = sorted(examples[rank.rank :: rank.world_size], key=_length)  # similar lengths need less padding
     was_training = model.training
     model.eval()
     right = torch.zeros(3, dtype=torch.int64)
@@ -47,23 +47,23 @@ def score(
 
 
 def _length(example: Example) -> int:
-    """Inputs of the model for the longest ending; the last token is only a target."""
+    """The number of input tokens for the longest ending; its last token is only a target."""
     return len(example.context) + max(map(len, example.endings)) - 1
 
 
 def _ids(model: GPT, example: Example, ending: list[int]) -> tuple[list[int], int]:
-    """The last ids that the model can take, with one more target, and how many of them are targets."""
+    """The last ids that fit: a full context of inputs, and one final target. Also how many of them are targets."""
     ids = [*example.context, *ending][-model.cfg.block_size - 1 :]
     return ids, min(len(ending), len(ids) - 1)
 
 
 def _losses(model: GPT, rows: Sequence[tuple[list[int], int]], device: torch.device) -> Tensor:
-    """The sum of the losses of each row's targets (rows), in nats. Logits are computed for targets alone."""
+    """The sum of the losses of each row's targets (rows), in nats. Logits are computed only for targets."""
     width = max(len(ids) for ids, _ in rows) - 1
     x = torch.zeros(len(rows), width, dtype=torch.int64)
     is_target = torch.zeros(len(rows), width, dtype=torch.bool)
     targets = []
-    for row, (ids, count) in enumerate(rows):  # padding follows the text, so that no token of it sees padding
+    for row, (ids, count) in enumerate(rows):  # padding comes last, so no token of the text sees it
         x[row, : len(ids) - 1] = torch.tensor(ids[:-1])
         is_target[row, len(ids) - 1 - count : len(ids) - 1] = True
         targets += ids[-count:]

@@ -1,8 +1,8 @@
 """The training loop: steps, and between them evaluation, checkpoints, recovery and stopping.
 
 No Hydra, no wandb, no command line. All ranks evaluate, save and stop after the same step. A step whose loss or
-gradient norm is non-finite on any rank does not update the weights. Steps are counted from 0; text for people names
-the number of completed steps, so it counts from 1.
+gradient norm is non-finite on any rank does not update the weights. The code counts steps from 0; texts for people
+name the number of completed steps, so they count from 1.
 """
 
 import gc
@@ -38,7 +38,7 @@ from gptexp.training.step import Probe, TrainStep
 from gptexp.training.step_report import Numbers, SlowestRank, StepReport
 from gptexp.training.weight_average import WeightAverage
 
-MOST_IN_A_ROW = 10  # more skipped updates in a row, or returns to one checkpoint, than this: diverged
+MOST_IN_A_ROW = 10  # limit of skipped updates in a row, or of returns to one checkpoint; beyond it a run has diverged
 
 
 @dataclass
@@ -56,7 +56,7 @@ class Training:
     device: torch.device
     timeout_s: float  # longest wait for the numbers of a step
     evaluations: Evaluations
-    noise_half_life_tokens: float | None  # of the noise scale's average; None: not measured
+    noise_half_life_tokens: float | None  # half-life of the average noise scale; None: not measured
     profiler: StepProfiler | None
     checkpoints: Checkpoints
 
@@ -64,13 +64,13 @@ class Training:
 def fit(t: Training, state: TrainState, stop: StopRequest, log: RunLog) -> str | None:
     """Train from `state` to the last step. *Collective.* Returns the reason for stopping early, or None.
 
-    Raises `DivergedError` on all ranks if the run diverges; `train.nonfinite` says what a non-finite step means. Raises
+    Raises `DivergedError` on all ranks if the run diverges; for a non-finite step see `train.nonfinite`. Raises
     `StorageError` on all ranks if the final checkpoint cannot be saved, and on rank 0 if the metrics cannot be written.
     """
     loop = _Loop(t, state, stop, log)
     try:
         return loop.run()
-    except DivergedError:  # on all ranks; after another error, a lost rank would never end to write
+    except DivergedError:  # on all ranks; after other errors, the wait for a lost rank would never end
         t.checkpoints.finish(log)
         raise
     finally:
@@ -97,7 +97,7 @@ class _Loop:
         # Read the numbers of a step one step late, so that the GPU already computes the next one.
         self.late = 1 if t.device.type == "cuda" else 0
         self.unread: deque[_Queued] = deque()
-        self.reasons: list[str] = []  # to stop early, oldest first
+        self.reasons: list[str] = []  # why to stop early, oldest first
         self.steps_since_log = self.clipped_since_log = 0
         self.nonfinite_in_a_row = 0
         self.went_back_to = -1  # step of the checkpoint that training last returned to
@@ -119,28 +119,28 @@ class _Loop:
         t, state = self.t, self.state
         t.gpt.train()
         self.stop.begin()
-        of_weights, of_checkpoint = t.evaluations.due(state)
-        if state.evaluated_tokens < state.tokens:  # the earlier attempt was stopped before them
-            self.evaluate(of_weights)
-        if state.step > t.plan.first_step and (reason := self.evaluate_checkpoint(of_checkpoint, resumed=True)):
+        weight_evals, checkpoint_evals = t.evaluations.due(state)
+        if state.evaluated_tokens < state.tokens:  # an earlier attempt stopped before these evaluations
+            self.evaluate(weight_evals)
+        if state.step > t.plan.first_step and (reason := self.evaluate_checkpoint(checkpoint_evals, resumed=True)):
             return reason
         while state.step < t.plan.steps and not self.reasons:
             self.queue_step()
             if state.step == self.resumed_at + 1:
                 _freeze_garbage()  # here, so that its duration is part of the first step's
             last = state.step == t.plan.steps
-            of_weights, of_checkpoint = t.evaluations.due(state)
+            weight_evals, checkpoint_evals = t.evaluations.due(state)
             due_save = last or t.plan.is_due(t.plan.save_every_tokens, state.step)
-            waits = of_weights or of_checkpoint or due_save
+            waits = weight_evals or checkpoint_evals or due_save
             if self.read(leave=0 if waits else self.late) == "went back":
                 continue
             if self.reasons and not last:
                 break  # only seconds may be left: save without evaluating
-            self.evaluate(of_weights)
-            if due_save or of_checkpoint:
+            self.evaluate(weight_evals)
+            if due_save or checkpoint_evals:
                 state.regular = due_save
                 self.save(is_last=last)
-            if reason := self.evaluate_checkpoint(of_checkpoint):
+            if reason := self.evaluate_checkpoint(checkpoint_evals):
                 return reason
         if state.step == t.plan.steps:
             return None
@@ -157,14 +157,14 @@ class _Loop:
         return step % self.t.cfg.log_every == 0 or step == self.t.plan.steps - 1
 
     def is_measured(self, step: PlannedStep) -> bool:
-        """Whether the step's noise scale is measured: also between logged steps if the weights depend on it."""
-        wanted = self.is_logged(step.number) or self.t.optim.gradient_noise_like_batch is not None
-        return wanted and step.batch.sequences > step.batch.micro_batch_size
+        """Whether the step measures the noise scale: at logged steps, or at all steps if the updates depend on it."""
+        is_needed = self.is_logged(step.number) or self.t.optim.gradient_noise_like_batch is not None
+        return is_needed and step.batch.sequences > step.batch.micro_batch_size
 
     def noise(self, step: PlannedStep) -> StepNoise | None:
         """The noise on the gradient of `step`, which is the next one.
 
-        It follows from measurements up to the last step but one. Those of the last step may not have been read yet.
+        It uses measurements up to the step before the previous one, because those of the previous one may be unread.
         """
         t, state = self.t, self.state
         known = state.noise_scale.valid_noise if self.unread else state.noise_scale.earlier_noise
@@ -190,7 +190,7 @@ class _Loop:
         self.unread.append(_Queued(step, t.optim.lr * lr_factor, noise, timer, report))
         state.step, state.tokens = step.number + 1, step.tokens_after
         if t.profiler is not None:
-            with self.clock.paused():  # while it writes the trace
+            with self.clock.paused():  # it may write the trace now
                 if profile := t.profiler.step(timer):
                     t.profiler = None
                     self.log.profile(state.step - 1, state.tokens, profile)
@@ -211,8 +211,8 @@ class _Loop:
             if numbers.finite:
                 self.follow_loss(queued.step, numbers.loss)
                 continue
-            found = f"loss {numbers.loss:.6g}, gradient norm {numbers.grad_norm:.6g}"
-            if self.recover(queued.step, found) == "went back":
+            values_text = f"loss {numbers.loss:.6g}, gradient norm {numbers.grad_norm:.6g}"
+            if self.recover(queued.step, values_text) == "went back":
                 return "went back"
         return "went on"
 
@@ -278,7 +278,7 @@ class _Loop:
     def needed_s(self, sequence_s: float) -> float:
         """Return the seconds that a run needs from its last check of train.max_minutes to its end.
 
-        `sequence_s` are those of a step for each of its sequences. The next step may be longer.
+        `sequence_s` is the time of the newest step per sequence. The next step may have more sequences.
         """
         t, state = self.t, self.state
         step_s = sequence_s * t.plan.step(state.step, state.tokens).batch.sequences
@@ -287,7 +287,7 @@ class _Loop:
     def recover(self, step: PlannedStep, numbers: str) -> Literal["skipped", "went back"]:
         """Do what train.nonfinite says after a non-finite step, whose update was skipped. Returns what was done.
 
-        Raises `DivergedError` if train.nonfinite is `stop`, or after `MOST_IN_A_ROW` such steps.
+        Raises `DivergedError` if train.nonfinite is `stop`, or after more such steps than `MOST_IN_A_ROW` allows.
         """
         t, state = self.t, self.state
         self.nonfinite_in_a_row += 1
@@ -308,12 +308,12 @@ class _Loop:
     def go_back(self, step: PlannedStep, numbers: str) -> None:
         """Load the newest regular checkpoint, and continue with the data that follows `step`."""
         t, state = self.t, self.state
-        found = t.checkpoints.go_back(self.log)
-        if found is None:
+        checkpoint = t.checkpoints.go_back(self.log)
+        if checkpoint is None:
             raise DivergedError(
                 f"step {step.number + 1}: {numbers}: the run diverged before its first checkpoint; lower optim.lr"
             )
-        path, saved = found
+        path, saved = checkpoint
         if saved.step != self.went_back_to:
             self.went_back_to, self.nonfinite_in_a_row = saved.step, 1
         state.go_back(saved, step.number + 1, step.tokens_after)
@@ -324,15 +324,15 @@ class _Loop:
         self.log.fault(state.step - 1, state.tokens, f"step {step.number + 1}: {numbers}: {reloaded}")
 
     def evaluate(self, due: Sequence[Evaluation]) -> None:
-        """Measure the weights, and log what is found. Raises `DivergedError` if the validation loss is non-finite."""
+        """Measure the weights, and log the metrics. Raises `DivergedError` if the validation loss is non-finite."""
         if not due:
             return
         state = self.state
         with self.clock.paused(), weights_for_use(self.t.step.optimizer):
-            found = self.t.evaluations.measure(due, state)
-            self.log.evaluation(state.step - 1, state.tokens, found)
-        loss = state.val_loss = found[Metric.VAL_LOSS]
-        state.val_loss_ema = found.get(Metric.VAL_LOSS_EMA, state.val_loss_ema)
+            metrics = self.t.evaluations.measure(due, state)
+            self.log.evaluation(state.step - 1, state.tokens, metrics)
+        loss = state.val_loss = metrics[Metric.VAL_LOSS]
+        state.val_loss_ema = metrics.get(Metric.VAL_LOSS_EMA, state.val_loss_ema)
         state.evaluated_tokens = state.tokens
         if not math.isfinite(loss):
             raise DivergedError(
@@ -342,10 +342,10 @@ class _Loop:
         state.best_val_loss = loss if state.best_val_loss is None else min(loss, state.best_val_loss)
 
     def evaluate_checkpoint(self, due: Sequence[Evaluation], resumed: bool = False) -> str | None:
-        """Measure the newest checkpoint, and log what is found. Returns the reason to stop before it is measured.
+        """Measure the newest checkpoint, and log the metrics. If a stop cuts this short, return the reason to stop.
 
-        The run then ends at this checkpoint, and measures when it is `resumed`. That attempt is the last: the limit of
-        time may be shorter than the measurement, and training would never go on. *Collective.*
+        The run then ends at this checkpoint, and measures again when it is `resumed`. That is the last attempt: if
+        train.max_minutes is shorter than the measurement, training would otherwise never go on. *Collective.*
         """
         t, state, step = self.t, self.state, self.state.step - 1
         if resumed and due:
@@ -354,18 +354,18 @@ class _Loop:
         for each in due:
             t.checkpoints.finish(self.log)
             with self.clock.paused():
-                found = each.measure(state)
-            if found or (found is None and resumed):
-                self.log.evaluation_of_checkpoint(each.name, step, state.tokens, found or {})
-            if found is None:
+                metrics = each.measure(state)
+            if metrics or (metrics is None and resumed):
+                self.log.evaluation_of_checkpoint(each.name, step, state.tokens, metrics or {})
+            if metrics is None:
                 return str(agree(self.stop.reason, t.rank))
         return None
 
 
 def _freeze_garbage() -> None:
-    """Collect garbage once, exempt the rest from later collections, and re-enable them (`run.rank.run` disables them).
+    """Collect garbage once, exempt the remaining objects from later collections, and re-enable collections.
 
-    Importing and compiling create a million objects that live until the end.
+    `run.rank.run` disabled them. Importing and compiling create a million objects that live until the end.
     """
     gc.collect()
     gc.freeze()

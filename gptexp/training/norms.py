@@ -1,8 +1,8 @@
-"""L2 norms of gradients, to a relative error below 1e-6 at any number of elements, and dot products.
+"""L2 norms of gradients, with a relative error below 1e-6 at any number of elements, and dot products.
 
-A CPU kernel of torch adds all squares of a tensor to a few float32 sums. A sum over 10^7 squares is so large that each
-further one is rounded by a relative 10^-3, and the norm comes out too low. Here short blocks are added in float32 and
-their sums in float64. Kernels for GPUs add in short blocks themselves.
+torch's CPU kernel adds all squares of a tensor to a few float32 sums. A sum of 10^7 squares is so large that each
+further square is rounded by about 10^-3 of its value, and the norm comes out too low. Here only short blocks are added
+in float32, and their sums in float64. GPU kernels themselves add in short blocks.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ def total_norm(tensors: Sequence[Tensor]) -> Tensor:
 def dot(a: Tensor, b: Tensor) -> Tensor:
     """Return the dot product of two float32 tensors of one shape, 0-dim, float32.
 
-    Its error is below 1e-6 times the product of their norms, so that of a cosine is below 1e-6.
+    The error is below 1e-6 times the product of the two norms, so the error of a cosine is below 1e-6.
     """
     if not a.is_cpu:
         return torch.dot(a.flatten(), b.flatten())

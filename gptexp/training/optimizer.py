@@ -16,14 +16,14 @@ from gptexp.model.parametrisation import Factors, optimizer_factors
 from gptexp.optim.base import Groups, Named, OptimConfig
 from gptexp.process.words import shown
 
-TRAINED = "trained"  # in the saved state of an optimizer that averages weights: those that it trains at
+TRAINED = "trained"  # key in the state of an optimizer that averages weights: the weights at which it trains
 
 
 def parameter_groups(model: nn.Module, cfg: OptimConfig, named: Named | None = None) -> Groups:
-    """The groups with their settings: those of `cfg`, times the factors of the model's parametrisation.
+    """The parameter groups with their settings: the values in `cfg` times the factors of the parametrisation.
 
-    Tensors of two or more dimensions (matmuls, embeddings) decay, biases and LayerNorms do not. The standard
-    parametrisation has these two groups; others have one for each combination of factors, those that decay first.
+    Weight decay applies to tensors of two or more dimensions (matmuls, embeddings), not to biases and LayerNorms. The
+    standard parametrisation has these two groups. Others split both by their factors; groups that decay come first.
     """
     groups = []
     for (decays, factors), parameters in _grouped(model, named):
@@ -38,7 +38,7 @@ def parameter_groups(model: nn.Module, cfg: OptimConfig, named: Named | None = N
 def describe_groups(model: nn.Module, cfg: OptimConfig) -> list[str]:
     """Return a line for the terminal for each group: its numbers of tensors and parameters, and its factors.
 
-    A factor that is not 1 stands with its key of the optimizer, for example `lr × 0.25`.
+    A factor other than 1 is shown with the key that it multiplies, for example `lr × 0.25`.
     """
     lines = []
     for (decays, factors), tensors in _grouped(model):
@@ -50,7 +50,7 @@ def describe_groups(model: nn.Module, cfg: OptimConfig) -> list[str]:
 
 
 def _grouped(model: nn.Module, named: Named | None = None) -> list[tuple[tuple[bool, Factors], list[nn.Parameter]]]:
-    """The parameters by whether they decay and by their factors. Those that decay come first."""
+    """The parameters, grouped by whether they decay and by their factors. Groups that decay come first."""
     groups: dict[tuple[bool, Factors], list[nn.Parameter]] = {}
     for name, p in (named or dict(model.named_parameters())).items():
         if p.requires_grad:
@@ -60,7 +60,7 @@ def _grouped(model: nn.Module, named: Named | None = None) -> list[tuple[tuple[b
 
 
 def describe_optimizer(cfg: OptimConfig) -> str:
-    """Return the optimizer's name and keys: `lion, lr 0.001, …`, those of gradient noise only if there is any."""
+    """Return the optimizer's name and keys: `lion, lr 0.001, …`. Keys of gradient noise only if there is any."""
     is_noisy = cfg.gradient_noise or cfg.gradient_noise_like_batch
     name, *keys = [
         (key, value)
@@ -80,9 +80,9 @@ def build_optimizer(
 ) -> Optimizer:
     """Build the optimizer of `cfg` for `model`. Each group stores its peak learning rate as `initial_lr`.
 
-    `fused` asks for a fused kernel, which AdamW has. None of them clips gradients: the trainer does. It updates
-    `named`, this rank's parts of the parameters, if given. With `split_state` each rank keeps the state of some of the
-    parameters, updates these and sends them to the others (ZeRO stage 1, arXiv 1910.02054).
+    `fused` selects AdamW's fused kernel; other optimizers ignore it. No optimizer clips gradients: the trainer does.
+    `named` gives this rank's parts of the parameters to update; default: the parameters of `model`. With `split_state`
+    each rank has the state of some parameters, updates these and sends them to all (ZeRO stage 1, arXiv 1910.02054).
     """
     named = named or dict(model.named_parameters())
     groups = parameter_groups(model, cfg, named)
@@ -106,10 +106,10 @@ def has_split_state(optimizer: Optimizer) -> bool:
 
 @contextmanager
 def weights_for_use(optimizer: Optimizer) -> Iterator[None]:
-    """Within, the model has the weights to evaluate, sample and save; afterwards those to train, to the last bit.
+    """Within, the model has the weights to evaluate, sample and save; afterwards those to train, bit for bit.
 
     They differ for a schedule-free optimizer, which trains at a point between its averaged and its newest weights
-    (arXiv 2405.15682, section 2). Its state contains the latter meanwhile.
+    (arXiv 2405.15682, section 2). Within this context its state keeps the weights to train, under `TRAINED`.
     """
     if not hasattr(optimizer, "eval"):
         yield
@@ -126,7 +126,7 @@ def weights_for_use(optimizer: Optimizer) -> Iterator[None]:
 
 @torch.no_grad()
 def back_to_training(optimizer: Optimizer) -> None:
-    """Give the model the weights to train that the optimizer's state contains, if it does."""
+    """Move the weights to train from the optimizer's state, if it has them, back into the model."""
     for group in optimizer.param_groups:
         for p in group["params"]:
             if TRAINED in optimizer.state.get(p, {}):

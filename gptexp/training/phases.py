@@ -15,7 +15,7 @@ PHASES = (Metric.DATA_MS, Metric.FORWARD_MS, Metric.BACKWARD_MS, Metric.CLIP_MS,
 class StepTimer:
     """Times the phases of one step. On a GPU, `mark` queues an event and does not wait.
 
-    There the phases are the device's: `data` is how long it was idle because the host was late.
+    On a GPU the phases are those of the device: `data` is how long it was idle because the host was late.
     """
 
     def __init__(self, device: torch.device) -> None:

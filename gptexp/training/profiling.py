@@ -79,7 +79,7 @@ class StepProfiler:
         }
 
     def _costliest(self) -> list[dict[str, Any]]:
-        """Return the operations with the most time of their own, without the operations that they call."""
+        """Return the operations with the longest self time, that is, without the operations that they call."""
         key = "self_device_time_total" if self._on_gpu else "self_cpu_time_total"  # µs
         averages = [(getattr(e, key), e) for e in self._profile.key_averages() if not e.key.startswith("ProfilerStep")]
         total_us = sum(us for us, _ in averages)

@@ -31,25 +31,25 @@ SAVES_TO_SPARE = 2.0  # time reserved for the final checkpoint, as a multiple of
 
 @dataclass
 class Checkpoints:
-    """The checkpoints of a run that trains. All methods are *collective*, but `reserve_s`."""
+    """The checkpoints of a run that trains. All methods except `reserve_s` are *collective*."""
 
     directory: Path
     step: TrainStep
     average: WeightAverage | None
     keep: Keep
     rank: Rank
-    group: dist.ProcessGroup | None  # of ranks that each write a part of a checkpoint; None: one has all of it
+    group: dist.ProcessGroup | None  # if all ranks write parts of a checkpoint; None: rank 0 writes it
     about: dict[str, Any]  # description of the run that every checkpoint contains
 
     def __post_init__(self) -> None:
         parameters = sum(shape.numel() for shape in self.step.parameters.shapes.values())
-        # Seconds of the previous checkpoint. Estimated before the first one: weights, two moments and an average.
+        # Duration of the previous checkpoint. Before the first: an estimate for weights, two moments and an average.
         self._seconds = (12 if self.average is None else 16) * parameters / SLOW_DISK
         self._begun_at = 0.0
-        self._unlogged: tuple[TrainState, Future[Path]] | None = None  # that a thread writes
+        self._unlogged: tuple[TrainState, Future[Path]] | None = None  # what a thread is writing
 
     def reserve_s(self) -> float:
-        """Return the seconds to leave for the final checkpoint, which waits for the one that a thread writes."""
+        """Return the seconds to leave for the final checkpoint, which waits for one that a thread is still writing."""
         if self._unlogged is None:
             return SAVES_TO_SPARE * self._seconds
         return (SAVES_TO_SPARE + 1) * max(self._seconds, time.perf_counter() - self._begun_at)
@@ -57,8 +57,8 @@ class Checkpoints:
     def save(self, state: TrainState, log: RunLog, is_last: bool) -> None:
         """Begin to save a checkpoint; wait only for the final one.
 
-        Raises `StorageError` if the final one fails, for an earlier one only prints the error; and `DivergedError` if a
-        weight is non-finite.
+        If the final one fails, raises `StorageError`; if an earlier one fails, only prints the error. Raises
+        `DivergedError` if a weight is non-finite.
         """
         self.finish(log)
         log.sync()  # a checkpoint on disk must not be newer than the metrics there
@@ -83,28 +83,28 @@ class Checkpoints:
                 agree(complete, self.rank)  # all ranks fail if it cannot be saved
 
     def finish(self, log: RunLog, wait: bool = True) -> None:
-        """Log the checkpoint that a thread writes, if there is one; only print its error. Unless `wait`, if it is done.
+        """Log the checkpoint that a thread writes, or print its error. Without `wait`, only if the thread is done.
 
-        Without a thread that writes on it, a rank does nothing.
+        A rank without such a thread does nothing.
         """
         if self._unlogged is not None and (wait or self._unlogged[1].done()):
             with self._warned_unless(is_last=False):
                 self._publish(log)
 
     def go_back(self, log: RunLog) -> tuple[Path, TrainState] | None:
-        """Load the newest regular checkpoint, and set newer ones aside. Returns it, or None if there is none."""
+        """Load the newest regular checkpoint, and set newer ones aside. Returns its path and state, or None."""
         self.finish(log)
 
         def newest() -> tuple[Path, TrainState] | None:
-            found = checkpoint.load_latest(self.directory, regular=True)
-            if found is not None:
-                checkpoint.set_aside(self.directory, found[1].step)
-            return found
+            loaded = checkpoint.load_latest(self.directory, regular=True)
+            if loaded is not None:
+                checkpoint.set_aside(self.directory, loaded[1].step)
+            return loaded
 
-        found: tuple[Path, TrainState] | None = agree(newest, self.rank)
-        if found is not None:
-            load_checkpoint(found[0], self.step.parameters, self.step.optimizer, self.average)
-        return found
+        loaded: tuple[Path, TrainState] | None = agree(newest, self.rank)
+        if loaded is not None:
+            load_checkpoint(loaded[0], self.step.parameters, self.step.optimizer, self.average)
+        return loaded
 
     def _begin(self, state: TrainState) -> None:
         tensors = tensors_to_save(self.step.parameters, self.step.optimizer, self.average)
@@ -124,7 +124,7 @@ class Checkpoints:
 
     @contextmanager
     def _warned_unless(self, is_last: bool) -> Iterator[None]:
-        """Only print the error of a checkpoint that cannot be saved, unless it is the last one."""
+        """Only print the error of a checkpoint that cannot be saved; but raise it for the last checkpoint."""
         try:
             yield
         except StorageError as error:

@@ -15,9 +15,9 @@ from gptexp.training.norms import dot, total_norm
 class SmallGradients:
     """Measures this rank's gradients of the mean loss of a step's first micro-batch, and of the second if there is one.
 
-    After the first of several backward passes, `grad` holds the first gradient, and one read measures it. The second
-    gradient is added to `grad`, and if DDP reduces in the only backward pass the first is overwritten. In these cases
-    hooks read each tensor's gradient before it is accumulated or reduced.
+    After the first of several backward passes, `grad` holds the first gradient and is simply read. But the second
+    gradient is added to `grad`, and in a step with only one pass DDP replaces the first gradient with the reduced one.
+    In these two cases hooks read each tensor's gradient before it is accumulated or reduced.
 
     If the ranks have split the parameters, no rank keeps a whole gradient: hooks read both, and there is no cosine.
     """
@@ -40,7 +40,7 @@ class SmallGradients:
         products: list[Tensor] = []
 
         def measure(number: int, gradient: Tensor) -> None:
-            norms.append(total_norm([gradient.float()]))  # that of a split model may be bfloat16
+            norms.append(total_norm([gradient.float()]))  # gradients of a split model may be bfloat16
             if self._first and (first := self._first[number]) is not None:
                 products.append(dot(first, gradient))
 
@@ -62,7 +62,7 @@ class SmallGradients:
         self._norms.append(norm * divisor)
 
     def measured(self) -> Tensor:
-        """Return mean squared norm and cosine of the newest step, shape (2,); the cosine of one gradient is NaN."""
+        """Return mean squared norm and cosine of the newest step, shape (2,); with only one gradient, cosine NaN."""
         squares = torch.stack(self._norms).square()
         if self._product is None:
             return torch.stack([squares.mean(), torch.full_like(squares[0], math.nan)])

@@ -1,4 +1,4 @@
-"""Everything that a checkpoint holds as tensors, of which each rank has all or a part: to save it and to load it."""
+"""Saves and loads the tensors of a checkpoint, of which each rank has all or a part."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -18,16 +18,16 @@ from gptexp.storage.tensor_files import AVERAGE, MODEL, OPTIMIZER, Part
 from gptexp.training.optimizer import has_split_state, weights_for_use
 from gptexp.training.weight_average import WeightAverage
 
-COUNTS = ("step", "weight_sum", "lr_max")  # in the groups of some optimizers, and no hyperparameters
+COUNTS = ("step", "weight_sum", "lr_max")  # counters in the parameter groups of some optimizers; no hyperparameters
 
 
 def is_shared(parameters: Parameters, optimizer: Optimizer) -> bool:
-    """Whether no rank has everything that a checkpoint holds."""
+    """Whether the tensors of a checkpoint are spread over the ranks, so that no rank has all of them."""
     return parameters.split or has_split_state(optimizer)
 
 
 def tensors_to_save(parameters: Parameters, optimizer: Optimizer, average: WeightAverage | None) -> Tensors:
-    """What this rank saves. The tensors share the memory of training."""
+    """The tensors that this rank saves. They share memory with those of training."""
     parts: dict[str, Mapping[str, Part]] = dict(_parts(parameters, optimizer, average))
     files = dict.fromkeys(parts, world_size() if parameters.split else 1)
     if has_split_state(optimizer):
@@ -41,16 +41,16 @@ def tensors_to_save(parameters: Parameters, optimizer: Optimizer, average: Weigh
 def load_checkpoint(
     path: Path, parameters: Parameters, optimizer: Optimizer, average: WeightAverage | None = None
 ) -> None:
-    """Load what checkpoint `path` holds, and continue to train. Raises `CheckpointError` if it does not fit."""
-    of_rank = _of_this_rank(optimizer)
-    of_rank.state.clear()
+    """Load checkpoint `path`, to continue training from it. Raises `CheckpointError` if it does not fit."""
+    own_optimizer = _of_this_rank(optimizer)
+    own_optimizer.state.clear()
     counts, groups = checkpoint.layout_of(path).counts, optimizer.param_groups
     if len(counts) != len(groups):
         why = f"its optimizer has {counted(len(counts), 'group')}, not {len(groups)}"
         raise CheckpointError(f"{path}: does not fit the model ({why})")
     if checkpoint.has_state(path):
-        _begin(of_rank)
-    with weights_for_use(optimizer):  # which it had when it was saved
+        _begin(own_optimizer)
+    with weights_for_use(optimizer):  # a checkpoint is saved with these
         for kind, parts in _parts(parameters, optimizer, average).items():
             checkpoint.read(path, kind, parts)
     for group, saved in zip(groups, counts, strict=True):
@@ -64,22 +64,22 @@ def load_own_weights(path: Path, parameters: Parameters) -> None:
 
 @torch.no_grad()
 def load_weights(weights: Iterable[tuple[str, Tensor]], parameters: Parameters) -> None:
-    """Give `parameters` the values of `weights`, which are whole."""
+    """Copy `weights`, which are whole tensors, into `parameters`, which may be parts of them."""
     for name, whole in weights:
         parameters.named[name].copy_(whole[parameters.rows(name)])
 
 
 def _parts(parameters: Parameters, optimizer: Optimizer, average: WeightAverage | None) -> dict[str, dict[str, Part]]:
-    """This rank's part of everything, by the kind of file."""
+    """This rank's parts of all tensors, by the kind of file."""
     names: dict[Tensor, str] = {p: name for name, p in parameters.named.items()}
     state: dict[str, Part] = {}
     for p, values in _of_this_rank(optimizer).state.items():
         tensors = {f"{names[p]}.{key}": tensor for key, tensor in state_tensors(values)}
         state |= {key: _part(parameters, names[p], tensor) for key, tensor in tensors.items()}
-    found = {MODEL: _own(parameters, parameters.named), OPTIMIZER: state}
+    parts = {MODEL: _own(parameters, parameters.named), OPTIMIZER: state}
     if average is not None:
-        found[AVERAGE] = _own(parameters, average.tensors())
-    return found
+        parts[AVERAGE] = _own(parameters, average.tensors())
+    return parts
 
 
 def _own(parameters: Parameters, tensors: Mapping[str, Tensor]) -> dict[str, Part]:
@@ -87,19 +87,19 @@ def _own(parameters: Parameters, tensors: Mapping[str, Tensor]) -> dict[str, Par
 
 
 def _part(parameters: Parameters, name: str, tensor: Tensor) -> Part:
-    """`tensor` of the parameter `name`, as a part of the whole one."""
+    """`tensor`, which belongs to the parameter `name`, with its position in the whole tensor."""
     if not parameters.split or not tensor.dim():
         return Part(tensor)
     return Part(tensor, parameters.rows(name).start, parameters.shapes[name][0])
 
 
 def _of_this_rank(optimizer: Optimizer) -> Optimizer:
-    """The optimizer whose state is that of the parameters that this rank updates."""
+    """The optimizer that has the state of the parameters that this rank updates."""
     return optimizer.optim if has_split_state(optimizer) else optimizer  # type: ignore[attr-defined]
 
 
 def _begin(optimizer: Optimizer) -> None:
-    """Make the tensors of the state, by a step without gradients. It may change the parameters."""
+    """Create the tensors of the optimizer's state by a step with zero gradients, which may change the parameters."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for p in parameters:
         p.grad = torch.zeros_like(p)

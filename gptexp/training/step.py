@@ -23,10 +23,10 @@ from gptexp.training.step_report import SlowestRank, StepReport
 
 @dataclass(frozen=True)
 class Probe:
-    """What is measured of some steps only. It does not change the update."""
+    """Measurements that only some steps make. They do not change the update."""
 
     small_gradients: SmallGradients | None = None  # the norms of the first micro-batches' gradients
-    slowest: SlowestRank | None = None  # in the last logged step
+    slowest: SlowestRank | None = None  # the slowest rank of the last logged step
 
     def backward(self, micro_step: int, divisor: int) -> AbstractContextManager[None]:
         """Return the context for a micro-step's backward pass."""
@@ -61,7 +61,7 @@ class TrainStep:
         """Train on the next `grad_accum_steps` micro-batches at `lr_factor` times the peak rate. *Collective.*
 
         Skips the update if the loss or the gradient norm is non-finite on any rank. With a fused optimizer the host
-        does not wait for the device. `timer` times the phases; the gradient gets `noise`.
+        does not wait for the device. `timer` times the phases; `noise` is added to the gradient.
         """
         timer = timer or StepTimer(torch.device("cpu"))
         set_lr(self.optimizer, lr_factor)
@@ -82,7 +82,7 @@ class TrainStep:
             fingerprint += batch.fingerprint
             timer.mark(Metric.BACKWARD_MS)
         grad_norm = self.parameters.norm(total_norm(self.parameters.gradients()))
-        if noise is not None:  # clipping, by the norm without noise, then scales both: noise on the clipped gradient
+        if noise is not None:  # clipping then goes by the norm without noise, and scales gradient and noise alike
             noise.add_to(self.parameters, grad_norm)
         if self.grad_clip:
             nn.utils.clip_grads_with_norm_(self.parameters.named.values(), self.grad_clip, grad_norm)

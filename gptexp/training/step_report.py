@@ -12,7 +12,7 @@ from gptexp.distributed.group import all_reduce_sum, begin_all_reduce_max, rank_
 from gptexp.process.signals import REASONS
 
 POLL_S = 1e-4  # s: between two checks whether a GPU is done
-MOST_RANKS = 1_000_000  # more than there are: the digits of a rank in an integer that also has its time
+MOST_RANKS = 1_000_000  # more than any run has; time · MOST_RANKS + rank packs both into one integer
 
 
 class StepTimeout(RuntimeError):
@@ -22,7 +22,7 @@ class StepTimeout(RuntimeError):
 class Work(NamedTuple):
     """The time for which the ranks worked on a step, without waiting for each other."""
 
-    sum_ms: float  # over the ranks
+    sum_ms: float  # summed over the ranks
     slowest_ms: float
     slowest_rank: int
 
@@ -34,18 +34,18 @@ class Numbers:
     loss: float  # mean, nats per token
     grad_norm: float  # global, before clipping
     finite: bool  # whether the weights were updated
-    asked: str | None  # the reason to stop, one of `REASONS`
+    asked: str | None  # a rank's reason to stop, one of `REASONS`; None: go on
     fingerprint: int  # sum over the ranks, modulo 2^64
     small_sq_norm: float  # mean squared norm of one micro-batch's gradient; 0: not measured
-    cosine: float  # mean over the ranks, of two micro-batches' gradients; NaN: a rank has only one
+    cosine: float  # between two micro-batches' gradients, mean over the ranks; NaN: a rank has only one
     work: Work | None  # None: not asked for
 
 
 class SlowestRank:
     """The slowest rank in an earlier step, in which this rank worked for `work_ms`. *Collective.*
 
-    Creating it begins an all-reduce of one integer: the microseconds, followed by six digits for the rank, of which the
-    largest wins. A step creates it first, so that it is there when the step's other numbers are.
+    Creating it begins an all-reduce that finds the largest of one integer per rank: its microseconds, followed by six
+    digits for the rank. A step creates it first, so that the result is there when the step's other numbers are.
     """
 
     def __init__(self, work_ms: float, device: torch.device) -> None:
@@ -66,10 +66,10 @@ class SlowestRank:
 class StepReport:
     """The numbers of a step while a GPU still computes them. *Collective.*
 
-    Creating it queues the reduction and the copy to the host; `read` waits for them. One small all-reduce of float32
-    carries everything, and has the same size for any number of ranks: the loss, the two numbers of `small_gradients`,
-    whether the gradient norm is non-finite, one flag per reason to stop, the fingerprint as eight bytes, whose sums
-    over the ranks are exact integers, and in a step that is logged the work that `slowest` compares.
+    Creating it queues the reduction and the copy to the host; `read` waits for them. One small float32 all-reduce, of
+    one size for any number of ranks, carries: the loss; the two numbers of `small_gradients`; whether the gradient norm
+    is non-finite; one flag per reason to stop; the fingerprint as eight bytes (their sums over the ranks are exact
+    integers); and, in a logged step, this rank's work.
     """
 
     def __init__(
