@@ -31,4 +31,4 @@ class AdamWConfig(TwoMomentsConfig):
         return AdamW(groups, self.lr, (self.beta1, self.beta2), self.eps, fused=fused)
 
     def update_numbers(self, shapes: Sequence[tuple[Shape, int]]) -> int:
-        return 0  # by the fused kernel, in place
+        return 0  # the fused kernel updates in place

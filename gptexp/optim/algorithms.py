@@ -10,15 +10,15 @@ from torch.optim import Optimizer
 
 Kind = TypeVar("Kind", bound=Optimizer)
 
-# torch's optimizers import its compiler, which takes more than a second, only to tell it not to compile their methods.
-# This is the mark that torch sets after that import.
+# torch's optimizers import torch's compiler, only to tell it not to compile their methods. The import takes more than a
+# second. So the mark that torch sets after this import is set here.
 for _method in (Optimizer.add_param_group, Optimizer.zero_grad, Optimizer.state_dict, Optimizer.load_state_dict):
     _plain = inspect.unwrap(_method)
     setattr(_plain, "__dynamo_disable", _plain)
 
 
 def _without_compiler(kind: type[Kind]) -> type[Kind]:
-    """`kind`, whose step does not import the compiler. Its decorator also disables gradients, as here."""
+    """A subclass of `kind` whose step does not import the compiler. As with torch's decorator, gradients are off."""
     return type(kind.__name__, (kind,), {"step": torch.no_grad()(inspect.unwrap(kind.step))})
 
 
@@ -28,7 +28,7 @@ NAdam = _without_compiler(optim.NAdam)
 
 
 class Joined(Optimizer):
-    """Several optimizers for different parameters, as one: their groups and states are its own."""
+    """Several optimizers for different parameters, as one optimizer, which has all their groups and states."""
 
     def __init__(self, *parts: Optimizer) -> None:
         self.parts = parts

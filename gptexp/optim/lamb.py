@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class LambConfig(TwoMomentsConfig):
-    """LAMB (arXiv 1904.00962): Adam, scaled to the norm of each matrix; vectors by AdamW."""
+    """LAMB (arXiv 1904.00962): Adam's updates of matrices, scaled to each matrix's norm; AdamW for vectors."""
 
     needs: ClassVar[str | None] = PYTORCH_OPTIMIZER
     counts_steps: ClassVar[str] = ""
@@ -22,7 +22,7 @@ class LambConfig(TwoMomentsConfig):
     eps: float = positive(1e-6)  # added to the square root of the second moment
 
     def build(self, groups: Groups, named: Named, fused: bool) -> "Optimizer":
-        """As version 3 of the paper: weight decay before the scaling, and no correction of the moments' bias.
+        """Version 3 of the paper: weight decay before the scaling, and no correction of the moments' bias.
 
         The scaling makes up for the bias. Vectors are not scaled, and without a correction the first updates of a
         vector would be several times lr. So AdamW, which corrects the bias, updates them.
@@ -36,5 +36,5 @@ class LambConfig(TwoMomentsConfig):
         lamb = Lamb(
             [matrices], self.lr, betas, eps=self.eps, weight_decouple=False, adam_debias=True, max_grad_norm=0.0
         )
-        lamb.clamp = math.inf  # 10 would cut the norms of most matrices of a GPT-2
+        lamb.clamp = math.inf  # the default, 10, would cut the norms of most matrices of a GPT-2
         return Joined(lamb, AdamW([vectors], self.lr, betas, self.eps))

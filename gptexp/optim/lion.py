@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class LionConfig(TwoMomentsConfig):
-    """Lion (arXiv 2302.06675): the sign of a moment."""
+    """Lion (arXiv 2302.06675): the update is the sign of a moment."""
 
     needs: ClassVar[str | None] = PYTORCH_OPTIMIZER
     is_like_adam: ClassVar[bool] = True

@@ -20,10 +20,10 @@ class MuonConfig(TwoMomentsConfig):
     counts_steps: ClassVar[str] = ""
 
     name: str = optimizer_name("muon")
-    momentum: float = below_one(0.95)  # decay rate of the sum of the gradients
+    momentum: float = below_one(0.95)  # decay rate of the average of the gradients
     nesterov: bool = True  # whether the update looks ahead by one more step of momentum
     ns_steps: int = ruled(5, lambda v: 0 < v < 100, "must lie in 1 to 99")  # Newton-Schulz iterations
-    eps: float = positive(1e-8)  # of AdamW: added to the square root of the second moment
+    eps: float = positive(1e-8)  # AdamW's: added to the square root of the second moment
 
     def build(self, groups: Groups, named: Named, fused: bool) -> "Optimizer":
         from gptexp.optim.algorithms import AdamW, Joined, Muon

@@ -17,14 +17,14 @@ class ScheduleFreeConfig(TwoMomentsConfig):
 
     needs: ClassVar[str | None] = PYTORCH_OPTIMIZER
     is_like_adam: ClassVar[bool] = True
-    is_by_number: ClassVar[bool] = True  # but not by parameter: what it exchanges before an evaluation is the weights
+    is_by_number: ClassVar[bool] = True  # but not by parameter: before an evaluation it exchanges the weights
     has_timescale: ClassVar[bool] = True
     averages_weights: ClassVar[bool] = True
     decay_rates: ClassVar[Sequence[str]] = ("beta2",)  # beta1 mixes two versions of the weights
     counts_steps: ClassVar[str] = ""
 
     name: str = optimizer_name("schedulefree")
-    beta1: float = ruled(0.9, lambda v: 0 < v < 1, "must lie in (0, 1)")  # share of the average in the weights
+    beta1: float = ruled(0.9, lambda v: 0 < v < 1, "must lie in (0, 1)")  # share of the average in the trained weights
     eps: float = positive(1e-8)  # added to the square root of the second moment
 
     def build(self, groups: Groups, named: Named, fused: bool) -> "Optimizer":
