@@ -115,8 +115,8 @@ def composition(
     `config_dir` is the folder that `engine` was built with, and `config_name` names the user's primary config in it.
     Raises `ConfigError` for wrong overrides or a wrong primary config.
     """
-    if found := override_problems(overrides, multirun, folders(config_dir)):
-        raise ConfigError(found)
+    if violations := override_problems(overrides, multirun, folders(config_dir)):
+        raise ConfigError(violations)
     mode = RunMode.MULTIRUN if multirun else RunMode.RUN
     cfg: DictConfig = engine.compose_config(primary_config(config_dir, config_name), canonical(overrides), mode)
     if multirun:
@@ -176,8 +176,8 @@ def _one_line(error: BaseException) -> str:
     kept = dict.fromkeys(line for line in lines if line and not line.startswith((*noise, "To append to your config")))
     keys = [key for line in lines if line.startswith("full_key:") and (key := line.removeprefix("full_key:").strip())]
     text = " ".join(kept)
-    if found := _NO_SUCH_KEY.search(text):
-        return _of_another_optimizer(found[1], found[2], text)
+    if match := _NO_SUCH_KEY.search(text):
+        return _of_another_optimizer(match[1], match[2], text)
     return f"{keys[-1]}: {text}" if keys and keys[-1] not in text else text
 
 

@@ -63,13 +63,13 @@ def describe(names: Sequence[str], groups: Groups, own: Path | None = None) -> l
 
 def _defaults(groups: Groups, own: Path | None) -> dict[str, tuple[str, str]]:
     """Key -> (its default as written, what sets that default; "" for the default in the schema)."""
-    found = {key: (shown(default), "") for key, _, default, _ in every_key()}
-    of_own = dict(settings(own, "_global_")) if own is not None else {}
+    defaults = {key: (shown(default), "") for key, _, default, _ in every_key()}
+    own_settings = dict(settings(own, "_global_")) if own is not None else {}
     for group, option in default_options().items():
-        option = str(of_own.get(group, option))
+        option = str(own_settings.get(group, option))
         if file := groups.get(group, {}).get(option):
-            found |= {key: (value, f"{group}={option}") for key, value in settings(file, group)}
-    return found | {key: (value, str(own)) for key, value in of_own.items()}
+            defaults |= {key: (value, f"{group}={option}") for key, value in settings(file, group)}
+    return defaults | {key: (value, str(own)) for key, value in own_settings.items()}
 
 
 def _unknown(name: str, known: list[str]) -> Problem:
@@ -96,11 +96,11 @@ def _key(key: str, groups: Groups, own: Path | None, defaults: Mapping[str, tupl
         f"{group}={name} ({value})"
         for group, files in sorted(groups.items())
         for name, file in sorted(files.items())
-        for of_key, value in settings(file, group)
-        if of_key == key
+        for set_key, value in settings(file, group)
+        if set_key == key
     ]
     if own is not None:
-        setters += [f"{own} ({value})" for of_key, value in settings(own, "_global_") if of_key == key]
+        setters += [f"{own} ({value})" for set_key, value in settings(own, "_global_") if set_key == key]
     return "\n".join([*lines, "  set by    " + "\n            ".join(setters or ["no file"])])
 
 
@@ -141,8 +141,8 @@ def kind(f: dataclasses.Field[Any]) -> str:
 def meaning(key: str, name: str, section: type) -> str:
     """The comment on a key's line. If only some optimizers have the key, their names stand before it."""
     having = optimizers_with(key)
-    of = "" if len(having) == len(OPTIMIZERS) else f"{', '.join(having)}: "
-    return of + meanings(section).get(name, "")
+    owners = "" if len(having) == len(OPTIMIZERS) else f"{', '.join(having)}: "
+    return owners + meanings(section).get(name, "")
 
 
 def meanings(section: type) -> dict[str, str]:

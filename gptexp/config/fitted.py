@@ -44,13 +44,13 @@ def other_text(cfg: Config, data_hash: str) -> list[str]:
 
 def _differing(cfg: Config) -> dict[str, str]:
     """Section, or `optim.name` -> a line about its values that differ from the fit's."""
-    was, found = cfg.fitted.settings or {}, dict[str, list[str]]()
+    was, differences = cfg.fitted.settings or {}, dict[str, list[str]]()
     for key, _, now in fields_of(cfg):
         if was.get(key, now) != now:
             section = key if key == OPTIMIZER else key.partition(".")[0]
-            found.setdefault(section, []).append(f"{key}={shown(now)} (the fit: {shown(was[key])})")
+            differences.setdefault(section, []).append(f"{key}={shown(now)} (the fit: {shown(was[key])})")
     unlike = f"unlike the runs of the fitted law of optim, {SO}"
-    return {what: f"{first_keys(texts)}: {unlike}" for what, texts in found.items()}
+    return {what: f"{first_keys(texts)}: {unlike}" for what, texts in differences.items()}
 
 
 def _outside(value: int, least: int | None, most: int | None, what: str, factor: float = 1.0) -> str | None:

@@ -64,7 +64,7 @@ def override_problems(overrides: Sequence[str], multirun: bool, folders: Sequenc
     fields = {key: f for key, f, _, _ in every_key()}
     groups = options(folders)
     parser = OverridesParser.create()
-    found = list[Problem]()
+    problems = list[Problem]()
     for text, spelt in zip(overrides, canonical(overrides), strict=True):
         try:
             override = parser.parse_override(spelt)
@@ -72,13 +72,13 @@ def override_problems(overrides: Sequence[str], multirun: bool, folders: Sequenc
             rule = (
                 "not a key=value override; quote a value that contains = , : { [ or spaces, inside the shell's quotes"
             )
-            found.append(Problem("not-an-override", f"{shown(text)}: {rule}: 'key=\"a=b\"'"))
+            problems.append(Problem("not-an-override", f"{shown(text)}: {rule}: 'key=\"a=b\"'"))
             continue
         # Secrets are refused here too, because Hydra saves the overrides before the config is checked.
         secrets = list(secret_problems((override.key_or_group, value) for value in _values(override)))
         misuse = _misuse(override, shown(text), fields, groups, multirun)
-        found += secrets or ([misuse] if misuse else _wrong_values(override, fields, groups))
-    return found
+        problems += secrets or ([misuse] if misuse else _wrong_values(override, fields, groups))
+    return problems
 
 
 def secret_problems(values: Iterable[tuple[str, object]]) -> Iterator[Problem]:

@@ -56,16 +56,16 @@ class _InvalidKey(Exception):
 
 def check(cfg: Config, world_size: int) -> None:
     """Raise `ConfigError` with every problem of a run of `cfg` on `world_size` ranks."""
-    if found := problems(cfg, world_size):
-        raise ConfigError(found)
+    if violations := problems(cfg, world_size):
+        raise ConfigError(violations)
 
 
 def problems(cfg: Config, world_size: int) -> list[Problem]:
     """Every problem of `cfg`: first of single keys, then by the rules between keys."""
     invalid = field_problems(cfg)
-    lines = [*invalid.values(), *(of_ramp := _broken((_ramp,), cfg, world_size, invalid))]
+    lines = [*invalid.values(), *(ramp_problems := _broken((_ramp,), cfg, world_size, invalid))]
     # A wrong ramp has no step sizes. Rules that need them must not read its keys.
-    return lines + _broken(RULES, cfg, world_size, [*invalid, *(RAMP if of_ramp else ())])
+    return lines + _broken(RULES, cfg, world_size, [*invalid, *(RAMP if ramp_problems else ())])
 
 
 def saved_problems(cfg: Config) -> list[Problem]:

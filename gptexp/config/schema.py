@@ -401,11 +401,11 @@ def _leaves(config: Any, prefix: str) -> Iterator[tuple[str, dataclasses.Field[A
 
 def every_key() -> Iterator[tuple[str, dataclasses.Field[Any], Any, type]]:
     """Yield (dotted key, field, default, class that has the field) for every key, including those of all optimizers."""
-    found = {leaf[0]: leaf for leaf in _leaves(Config(), "")}
+    leaves = {leaf[0]: leaf for leaf in _leaves(Config(), "")}
     for optimizer in OPTIMIZERS.values():
         for leaf in _leaves(optimizer(), "optim."):
-            found.setdefault(leaf[0], leaf)
-    yield from found.values()
+            leaves.setdefault(leaf[0], leaf)
+    yield from leaves.values()
 
 
 def optimizers_with(key: str) -> list[str]:
@@ -425,19 +425,19 @@ def field_problem(key: str, f: dataclasses.Field[Any], value: Any, typed: str | 
 
     The type of `value` must be right already.
     """
-    given = f"{key}={shown(value) if typed is None else typed}"
+    assignment = f"{key}={shown(value) if typed is None else typed}"
     if value is not None and (choices := f.metadata.get("choices")) and value not in choices:
-        return not_a_choice(given, choices)
+        return not_a_choice(assignment, choices)
     if "rule" in f.metadata and value is not None:
         holds, rule, code = f.metadata["rule"]
         if not holds(value):
-            return Problem(code, f"{given}: {rule}")
+            return Problem(code, f"{assignment}: {rule}")
     return None
 
 
-def not_a_choice(given: str, choices: Sequence[str]) -> Problem:
-    """The problem that the value in `given`, a text KEY=VALUE, is none of `choices`."""
-    return Problem("not-a-choice", f"{given}: must be one of {', '.join(choices)}")
+def not_a_choice(assignment: str, choices: Sequence[str]) -> Problem:
+    """The problem that the value in `assignment`, a text KEY=VALUE, is none of `choices`."""
+    return Problem("not-a-choice", f"{assignment}: must be one of {', '.join(choices)}")
 
 
 def to_dict(config: Any) -> dict[str, Any]:
@@ -481,12 +481,12 @@ def fits_type(value: Any, annotation: Any) -> bool:
 def result_deciding(config: Config) -> dict[str, Any]:
     """Dotted keys and values of all keys that determine the final weights."""
     # A rollback loads the newest checkpoint, so the steps that save one affect the weights.
-    also = [*ALSO_DECIDING]
+    extra = [*ALSO_DECIDING]
     if config.train.nonfinite == "rollback":
-        also += ["train.save_every", "train.save_every_tokens"]
+        extra += ["train.save_every", "train.save_every_tokens"]
     if config.optim.gradient_noise_like_batch:
-        also.append("log.noise_half_life_tokens")
-    return {key: value for key, _, value in fields_of(config) if key in also or not _is_in(key, IRRELEVANT_TO_RESULT)}
+        extra.append("log.noise_half_life_tokens")
+    return {key: value for key, _, value in fields_of(config) if key in extra or not _is_in(key, IRRELEVANT_TO_RESULT)}
 
 
 def hashed(deciding: dict[str, Any]) -> dict[str, Any]:

@@ -147,9 +147,9 @@ def begin_to_save(
 
     def save() -> None:
         try:
-            of_ranks = _gathered(_write(unfinished, copies), group)
+            rank_results = _gathered(_write(unfinished, copies), group)
             if rank == 0:
-                _publish_all(unfinished, target, text, of_ranks)
+                _publish_all(unfinished, target, text, rank_results)
                 prune(directory, keep)
             done.set_result(target)
         except Exception as error:  # also if a rank is lost
@@ -181,10 +181,10 @@ def _gathered(own: Any, group: dist.ProcessGroup | None) -> list[Any]:
     return values
 
 
-def _publish_all(unfinished: Path, target: Path, text: str, of_ranks: Sequence[dict[str, list[Any]] | str]) -> None:
+def _publish_all(unfinished: Path, target: Path, text: str, results: Sequence[dict[str, list[Any]] | str]) -> None:
     """Publish what the ranks have written. Raises `OSError`, also if a rank has failed."""
     files: dict[str, list[Any]] = {}
-    for written in of_ranks:
+    for written in results:
         if isinstance(written, str):
             raise OSError(written)
         files |= written
@@ -193,15 +193,15 @@ def _publish_all(unfinished: Path, target: Path, text: str, of_ranks: Sequence[d
 
 def _shared(decide: Callable[[], Path | None], group: dist.ProcessGroup | None) -> Path | None:
     """What rank 0 of `group` decides. Raises its `StorageError` on all ranks."""
-    found: list[Any] = [None]
+    decisions: list[Any] = [None]
     if group is None or dist.get_rank(group) == 0:
         try:
-            found = [decide()]
+            decisions = [decide()]
         except StorageError as error:
-            found = [error]
+            decisions = [error]
     if group is not None:
-        dist.broadcast_object_list(found, group=group)
-    [decided] = found
+        dist.broadcast_object_list(decisions, group=group)
+    [decided] = decisions
     if isinstance(decided, StorageError):
         raise decided
     return None if decided is None else Path(decided)
@@ -310,10 +310,10 @@ def load_state(path: Path) -> TrainState:
 
 def newest(directory: Path) -> tuple[Path, TrainState]:
     """`load_latest` for a run that must have a checkpoint. Raises `CheckpointError` if there is none."""
-    found = load_latest(directory)
-    if found is None:
+    latest = load_latest(directory)
+    if latest is None:
         raise CheckpointError(f"{directory}: no checkpoint has been saved yet")
-    return found
+    return latest
 
 
 def set_aside(directory: Path, newer_than: int) -> None:
@@ -341,8 +341,8 @@ def refuse_other_size(path: Path, parameters: int) -> None:
     file = path / file_name(MODEL, 0, count)
     first = tensor_files.size(file)
     if first != parameters if count == 1 else not first <= parameters <= first * count:
-        has, of = counted(first, "parameter"), f" in 1 of {count} files" if count > 1 else ""
-        raise CheckpointError(f"{file}: does not fit the model (it has {has}{of}, not {parameters:,})")
+        number, place = counted(first, "parameter"), f" in 1 of {count} files" if count > 1 else ""
+        raise CheckpointError(f"{file}: does not fit the model (it has {number}{place}, not {parameters:,})")
 
 
 def layout_of(path: Path) -> Layout:
@@ -407,9 +407,9 @@ def _checked(path: Path, hashes: bool = True) -> TrainState:
             raise CheckpointError(f"{MANIFEST} does not list the files of a checkpoint")
         for name in files:
             size, digest = files[name]
-            found = (path / name).stat().st_size
-            if found != size:
-                raise CheckpointError(f"{name} has {counted(found, 'byte')}, and {MANIFEST} says {shown(size)}")
+            actual_size = (path / name).stat().st_size
+            if actual_size != size:
+                raise CheckpointError(f"{name} has {counted(actual_size, 'byte')}, and {MANIFEST} says {shown(size)}")
             if hashes and _sha256(path / name) != digest:
                 raise CheckpointError(f"{name} has changed since it was saved (sha256 differs)")
         name = STATE

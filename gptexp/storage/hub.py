@@ -75,15 +75,15 @@ def download_model(given: str, repository: str, revision: str | None, weights: b
         return Path(snapshot_download(repository, revision=revision, allow_patterns=[*CONFIG_FILES, *patterns]))
 
     try:
-        found = download(WEIGHT_FILES if weights else [])
-        if weights and not any(found.glob("model*.safetensors")):
-            found = download(OLD_WEIGHT_FILES)
+        directory = download(WEIGHT_FILES if weights else [])
+        if weights and not any(directory.glob("model*.safetensors")):
+            directory = download(OLD_WEIGHT_FILES)
     except Exception as error:  # of the network and of the hub
         raise ConfigError(
             f"{given}: no such path here, and the hub's model {repository} cannot be had "
             f"({type(error).__name__}: {first_line(error)}); without a network: hf download {repository} on another "
             "machine, and give the directory"
         ) from None
-    if not (found / CONFIG_FILES[0]).is_file():
+    if not (directory / CONFIG_FILES[0]).is_file():
         raise ConfigError(f"{given}: the hub's model {repository} has no config.json; give another")
-    return found
+    return directory

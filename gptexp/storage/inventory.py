@@ -53,8 +53,8 @@ def runs_together(directory: Path) -> list[Path]:
         raise ConfigError(
             f"{directory}: holds runs and sweeps, and is none itself; give one of them; `{ls}` lists them"
         )
-    if found := cells(directory):
-        return found
+    if runs := cells(directory):
+        return runs
     raise ConfigError(f"{directory}: contains no run; give the directory of a run or a sweep")
 
 

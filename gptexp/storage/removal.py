@@ -117,15 +117,15 @@ def starting_from(directory: Path) -> list[Path]:
     outputs = directory.parent
     if DATE.fullmatch(outputs.name) or is_sweep(outputs):
         outputs = outputs.parent
-    found = []
+    dependents = []
     for run in (run for path in find(outputs) for run in (cells(path) if is_sweep(path) else [path])):
         with suppress(ConfigError, CheckpointError):
             config = run_dir.load_config(run)
             start = run_and_step(config.branch_from)[0] if config.branch_from else config.init_from
             is_needed = start and Path(start).resolve().is_relative_to(directory.resolve())
             if is_needed and not run_dir.published(run / run_dir.CHECKPOINTS):
-                found.append(run)
-    return found
+                dependents.append(run)
+    return dependents
 
 
 def remove(directory: Path) -> None:

@@ -141,11 +141,11 @@ class _File:
         try:
             if name not in self.names:
                 raise self.misfit(f"{name} is missing")
-            found = self._tensors.get_slice(name)
-            if found.get_shape() != shape:
-                raise self.misfit(f"{name} has the shape {tuple(found.get_shape())}, not {tuple(shape)}")
+            stored = self._tensors.get_slice(name)
+            if stored.get_shape() != shape:
+                raise self.misfit(f"{name} has the shape {tuple(stored.get_shape())}, not {tuple(shape)}")
             with torch.no_grad():
-                target.copy_(found[first : first + len(target)] if shape else self._tensors.get_tensor(name))
+                target.copy_(stored[first : first + len(target)] if shape else self._tensors.get_tensor(name))
         except (OSError, SafetensorError, RuntimeError) as error:
             raise self.misfit(first_line(error)) from None
 

@@ -255,7 +255,7 @@ def decisions(sweep: Path) -> list[dict[str, Any]]:
     for path in sorted(sweep.glob(f"*/{run_dir.EFFECTIVE}")):
         with suppress(ConfigError):  # the cell's own run reports it
             values.append(run_dir.read_json(path))
-    return [made for made in values if made]
+    return [auto_values for auto_values in values if auto_values]
 
 
 def confounds(configs: Sequence[Config]) -> list[str]:

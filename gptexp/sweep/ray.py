@@ -55,7 +55,7 @@ class RayLauncher(CellLauncher):
         self.refuse_ranks("ray")
         settings = read_settings(self.settings)
         ray = connect(settings)
-        used_gpus = any(made.get("device") == "cuda" for made in decisions(Path(self.config.hydra.sweep.dir)))
+        used_gpus = any(values.get("device") == "cuda" for values in decisions(Path(self.config.hydra.sweep.dir)))
         self.cluster = RayCluster(ray, settings.address[0], settings.remote, used_gpus)
         for config in alike(configs):
             for ranks in (1, config.world.size or 1):

@@ -120,8 +120,8 @@ class RayCluster:
         """Return node id -> how many ranks of `config` the node has room for if nothing else runs there."""
         size, needs = config.world.size or 1, self.needs(config)  # without needs, each node has room for a cell
         return {
-            node: min((int(has.get(name, 0) / amount + 1e-6) for name, amount in needs.items()), default=size)
-            for node, has in self.nodes().items()
+            node: min((int(resources.get(name, 0) / amount + 1e-6) for name, amount in needs.items()), default=size)
+            for node, resources in self.nodes().items()
         }
 
     def fits_one_node(self, config: Config) -> bool:

@@ -285,8 +285,8 @@ class CellSweeper(Sweeper):
     def share_decisions(self) -> bool:
         """Copy a cell's resolved `auto` values to the sweep's directory. Returns whether they are there."""
         shared = self.directory / run_dir.EFFECTIVE
-        if not shared.exists() and (made := decisions(self.directory)):
-            run_dir.write_json(shared, made[0])
+        if not shared.exists() and (auto_values := decisions(self.directory)):
+            run_dir.write_json(shared, auto_values[0])
         return shared.exists()
 
     def take_decisions(self, cell: Cell) -> None:
@@ -295,10 +295,10 @@ class CellSweeper(Sweeper):
         The memory needs decide the micro-batch size. A sweep resolves all other values once, for all cells.
         """
         key, own = memory_key(cell.config), cell.directory / run_dir.EFFECTIVE
-        alike = (made for made in decisions(self.directory) if made.get("memory_key") == key)
-        if not own.exists() and (made := next(alike, None) or run_dir.read_json(self.directory / run_dir.EFFECTIVE)):
+        alike = (values for values in decisions(self.directory) if values.get("memory_key") == key)
+        if not own.exists() and (values := next(alike, None) or run_dir.read_json(self.directory / run_dir.EFFECTIVE)):
             own.parent.mkdir(parents=True, exist_ok=True)
-            run_dir.write_json(own, made)
+            run_dir.write_json(own, values)
 
 
 class GridSweeper(CellSweeper):
