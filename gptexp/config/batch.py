@@ -5,9 +5,9 @@ tokens. Each of `world_size` ranks processes M / world_size micro-batches in seq
 
 All steps have equal sizes, or they grow with the tokens that were trained on (a ramp). GPT-3's batch grew "linearly
 from a small value (32k tokens) to the full value over the first 4-12 billion tokens of training, depending on the model
-size" (arXiv 2005.14165, appendix B). How it was rounded is not published. Here a step that starts after t tokens has
-start + (total - start) * t / ramp_tokens tokens, rounded to the nearest multiple of a quantum, half up. So its size
-depends on t alone. All arithmetic is in integers, and exact.
+size" (arXiv 2005.14165, appendix B). Its rounding is not published. Here a step that starts after t tokens has
+start + (total - start) * t / ramp_tokens tokens, rounded to the nearest multiple of a quantum, half up. So the size of
+a step depends only on t. The arithmetic uses integers and is exact.
 """
 
 from bisect import bisect_left, bisect_right
@@ -18,7 +18,7 @@ from typing import NamedTuple
 from gptexp.process.errors import ConfigError
 from gptexp.process.words import counted
 
-SEARCH_RANGE = 100_000  # divisors farther from the given value than this are not suggested
+SEARCH_RANGE = 100_000  # divisors farther than this from the given value are not suggested
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def plan_batch(total_batch_size: int, micro_batch_size: int, seq_len: int, world
 
 
 def _nearest(total: int, micro_batch_size: int, seq_len: int, world_size: int) -> str:
-    """Changes of one value that make the step divisible: of the batch, the world size or the micro-batch."""
+    """Changes to one value (batch, world size or micro-batch) that make the step divisible, in words."""
     quantum = micro_batch_size * seq_len * world_size
     below, above = total // quantum * quantum, (total // quantum + 1) * quantum
     fixes = [f"nearest batch: {either([below, above] if below else [above])}"]
@@ -65,7 +65,7 @@ def _nearest(total: int, micro_batch_size: int, seq_len: int, world_size: int) -
 
 
 def legal_micro_batches(total_batch_size: int, seq_len: int, world_size: int) -> list[int]:
-    """The micro-batch sizes that divide a step, in descending order. Size 1 must divide it."""
+    """The micro-batch sizes that divide a step, in descending order. A micro-batch of size 1 must divide it."""
     sequences = total_batch_size // (seq_len * world_size)
     return [size for size in range(min(sequences, SEARCH_RANGE), 0, -1) if sequences % size == 0]
 
@@ -79,7 +79,7 @@ def is_power_of_two(n: int) -> bool:
 
 
 def nearest_divisors(n: int, wanted: int) -> list[int]:
-    """The nearest divisors of `n` up to `wanted` and above it. If none below is near, the first is 1."""
+    """The largest divisor of `n` up to `wanted` (1 if none is near), and the smallest one above if one is near."""
     below = next((d for d in range(min(wanted, n), max(0, min(wanted, n) - SEARCH_RANGE), -1) if n % d == 0), 1)
     above = next((d for d in range(max(below, wanted) + 1, min(n, wanted + SEARCH_RANGE) + 1) if n % d == 0), None)
     return [below] if above is None else [below, above]
@@ -112,17 +112,17 @@ def crosses(tokens_before: int, tokens_after: int, every: int) -> bool:
 class _Level(NamedTuple):
     """Consecutive steps of one size."""
 
-    steps: int  # before its first step
-    tokens: int  # before its first step
+    steps: int  # number of steps before its first step
+    tokens: int  # tokens before its first step
     size: int  # tokens of each of its steps
 
 
 @dataclass(frozen=True)
 class StepSizes:
-    """The tokens of every step of a run, over all ranks. A quantum divides `start`, and `total`, which is larger."""
+    """The tokens of every step of a run, over all ranks. `quantum` divides `start` and `total`; start <= total."""
 
-    total: int  # of a step that starts after `ramp_tokens` tokens or more
-    start: int  # of the first step
+    total: int  # tokens of a step that starts after at least `ramp_tokens` tokens
+    start: int  # tokens of the first step
     ramp_tokens: int  # 0: every step has `total` tokens
     quantum: int  # divides every step
 
@@ -144,7 +144,7 @@ class StepSizes:
         return level.tokens + (steps - level.steps) * level.size
 
     def steps_to(self, tokens: int) -> int:
-        """Number of steps that start before `tokens` tokens: the fewest with at least so many tokens."""
+        """Number of steps that start before `tokens` tokens: the fewest that have at least `tokens` tokens."""
         levels = _levels(self)
         level = levels[max(0, bisect_left(levels, tokens, key=lambda level: level.tokens) - 1)]
         return level.steps - (level.tokens - tokens) // level.size
@@ -164,12 +164,12 @@ class StepSizes:
 
 @lru_cache(maxsize=256)
 def _levels(sizes: StepSizes) -> list[_Level]:
-    """The levels of a run in their order. A step that ends beyond the next level skips it."""
+    """The levels of a run, in order. A level is left out if the last step before it ends beyond it."""
     steps = tokens = 0
     levels = []
     while (size := sizes.at(tokens)) < sizes.total:
         levels.append(_Level(steps, tokens, size))
-        half_higher = 2 * (size - sizes.start) + sizes.quantum  # twice the growth from which it is rounded up
+        half_higher = 2 * (size - sizes.start) + sizes.quantum  # twice the growth that rounds up to the next size
         end = -(-half_higher * sizes.ramp_tokens // (2 * (sizes.total - sizes.start)))
         count = -(-(end - tokens) // size)
         steps, tokens = steps + count, tokens + count * size

@@ -1,8 +1,8 @@
-"""`branch_from`: the config of a run that continues a checkpoint of another run, and what that may change.
+"""`branch_from`: the config of a run (a branch) that continues a checkpoint of another run (its parent).
 
-The new run has the other run's value of every key that its own command line does not set. It may change how the run
-goes on: the schedule after the checkpoint, and the length. Up to the checkpoint its learning rates must be those of the
-other run, so that it ends with the bits of a run with its schedule that was never interrupted.
+Keys that are not set on the command line come from the parent. A branch may change what follows the checkpoint: the
+schedule and the length. Up to the checkpoint its learning rates must equal the parent's. So its result is, to the last
+bit, that of one uninterrupted run with the branch's schedule.
 """
 
 import copy
@@ -22,7 +22,7 @@ from gptexp.config.schema import Config, result_deciding
 from gptexp.process.errors import ConfigError, Problem
 from gptexp.process.words import shown
 
-# Keys of the result that a branch may change: they say what happens after the checkpoint, or are checked on their own.
+# Result-deciding keys that a branch may change. `history_problems` checks that nothing changes up to the checkpoint.
 MAY_CHANGE = ("schedule.", "train.max_tokens", "train.max_steps")
 WARMUP_LENGTHS = ("schedule.warmup_ratio", "schedule.warmup_tokens", "schedule.warmup_steps")
 LENGTH = ("train.max_tokens", "train.max_steps")
@@ -32,22 +32,22 @@ LENGTH = ("train.max_tokens", "train.max_steps")
 class Parent:
     """The checkpoint of another run that a run branches from."""
 
-    directory: Path  # of that run, absolute
-    config: Config  # of that run
-    step: int  # steps that are done at the checkpoint
-    tokens: int  # consumed until then
-    steps: list[int] = field(default_factory=list)  # of all checkpoints of that run
+    directory: Path  # directory of that run, absolute
+    config: Config  # config of that run
+    step: int  # number of steps done at the checkpoint
+    tokens: int  # training tokens consumed at the checkpoint
+    steps: list[int] = field(default_factory=list)  # steps of all checkpoints of that run
     identity: str = ""  # a hash of weights and optimizer state
     choices: dict[str, str] = field(default_factory=dict)  # that run's config groups and their options
 
     @property
     def name(self) -> str:
-        """What `branch_from` is in the config of a branch."""
+        """The value of `branch_from` in the config of a branch."""
         return f"{self.directory}@{self.step}"
 
     @property
     def short_name(self) -> str:
-        """`name` without the folders that the run lies in."""
+        """`name` without the path of the folder that contains the run."""
         return f"{self.directory.name}@{self.step}"
 
 
@@ -67,17 +67,17 @@ def first_step(branch_from: str | None) -> int:
 
 
 def first_tokens(config: Config) -> int:
-    """The training tokens that were consumed before the run of a saved config began: 0, but for a branch."""
+    """The training tokens that were consumed before the run of a saved config began: 0 unless it is a branch."""
     return config.batch.step_sizes.tokens_after(first_step(config.branch_from))
 
 
 def inherited(config: Config, parent: Parent, given: Collection[str]) -> Config:
-    """The config of a branch: that of `parent`, with the `given` keys as in `config`.
+    """The config of a branch: the parent's, with the values of the `given` keys from `config`.
 
-    Given are those on the command line, and those in the files of groups that were chosen there. A chosen `schedule` is
-    a whole one, as in `config`. Two lengths follow from the checkpoint unless they are given. The warm-up is that of
-    the parent, in tokens, which is the only one that can agree with it. With schedule=wsd, the cooldown begins at the
-    checkpoint. Raises `ConfigError` for a key that a branch cannot have.
+    `given` holds the keys on the command line and those in the files of groups chosen there. A `schedule` chosen there
+    replaces the parent's, except for the warm-up. Two lengths are set unless they are given. The warm-up is the
+    parent's, in tokens: no other gives the parent's learning rates. With schedule=wsd, the length of the run makes the
+    cooldown begin at the checkpoint. Raises `ConfigError` for a key that a branch cannot have.
     """
     if "experiment" in given:
         raise ConfigError("experiment: a branch has the settings of its run; leave it out", "branch-with-recipe")
@@ -105,7 +105,7 @@ def inherited(config: Config, parent: Parent, given: Collection[str]) -> Config:
             )
         setattr(section, name, getattr(composed, name))
     branch.branch_from, branch.sweep = parent.name, config.sweep
-    branch.log.note, branch.log.wandb.name = config.log.note, config.log.wandb.name  # those of one run
+    branch.log.note, branch.log.wandb.name = config.log.note, config.log.wandb.name  # not inherited: they name one run
     if not set(WARMUP_LENGTHS) & set(given):
         warmup = resolve_schedule(parent.config, parent.config.run_length[1]).warmup_tokens
         branch.schedule.warmup_tokens, branch.schedule.warmup_steps = warmup, None
@@ -117,7 +117,7 @@ def inherited(config: Config, parent: Parent, given: Collection[str]) -> Config:
 
 
 def _place(config: Config, key: str) -> tuple[Any, str]:
-    """The section that a dotted key is in, None if there is no such section, and the last part of the key."""
+    """The section of a dotted key (None if there is no such section), and the last part of the key."""
     section: Any = config
     *parents, name = key.split(".")
     for part in parents:
@@ -126,7 +126,7 @@ def _place(config: Config, key: str) -> tuple[Any, str]:
 
 
 def differences(config: Config, parent: Parent) -> Iterator[Problem]:
-    """A line for each key of a branch that must be as in the run that it branches from, and is not."""
+    """A line for each key of a branch whose value must equal the parent's and does not."""
     before, now = result_deciding(parent.config), result_deciding(config)
     for key in dict.fromkeys([*now, *before]):
         if before.get(key) != now.get(key) and not key.startswith(MAY_CHANGE):
@@ -135,7 +135,7 @@ def differences(config: Config, parent: Parent) -> Iterator[Problem]:
 
 
 def history_problems(config: Config, parent: Parent) -> Iterator[Problem]:
-    """The problem of a run that would not go on after the checkpoint, or that would have had another past."""
+    """The problem of a branch that would end at the checkpoint or earlier, or train differently up to it."""
     steps, run_tokens = config.run_length
     parent_tokens = parent.config.run_length[1]
     half_life = noise_half_life(parent.config, parent_tokens)
@@ -164,7 +164,7 @@ def history_problems(config: Config, parent: Parent) -> Iterator[Problem]:
 
 
 def _other_learning_rates(config: Config, parent: Parent, before: Schedule, now: Schedule) -> Iterator[Problem]:
-    """The first step of `parent` that would have had another learning rate."""
+    """The problem if a step of `parent` would have had another learning rate in the branch; names the first one."""
     sizes, tokens = config.batch.step_sizes, 0
     for step in range(parent.step):
         step_tokens = sizes.at(tokens)
@@ -184,7 +184,7 @@ def _other_learning_rates(config: Config, parent: Parent, before: Schedule, now:
 
 
 def _fix(config: Config, parent: Parent, had_decayed: bool) -> str:
-    """How a branch from this step can have the learning rates of its run."""
+    """How a branch from this checkpoint can have its parent's learning rates up to there."""
     schedule = config.schedule
     if had_decayed:
         return "take a run with schedule=constant"
@@ -192,7 +192,7 @@ def _fix(config: Config, parent: Parent, had_decayed: bool) -> str:
         return "use schedule=wsd"
     if schedule.cooldown_ratio == 1:
         return "use a schedule.cooldown_ratio below 1"
-    end = math.ceil(parent.tokens / (1 - schedule.cooldown_ratio))  # of the decay, if it begins at the checkpoint
+    end = math.ceil(parent.tokens / (1 - schedule.cooldown_ratio))  # of a decay that begins at the checkpoint
     if schedule.decay_steps is not None:
         return f"use schedule.decay_steps={config.batch.step_sizes.steps_to(end)} or more"
     if schedule.decay_tokens is not None:

@@ -68,7 +68,7 @@ def hydra_engine(config_dir: str | None = None) -> Iterator[Any]:
         hydra.initialize_config_dir(str(conf_dir()), job_name="train", version_base="1.3"),
     ):
         engine: Any = GlobalHydra.instance().hydra
-        for folder in own:  # as `hydra.main` does for --config-dir; a primary config is not found on hydra.searchpath
+        for folder in own:  # as `hydra.main` does for --config-dir; on hydra.searchpath, no primary config is found
             path = engine.config_loader.get_search_path()
             path.prepend("command-line", f"file://{folder.resolve()}", anchor="schema")
             engine.config_loader.repository.initialize_sources(path)
@@ -76,7 +76,7 @@ def hydra_engine(config_dir: str | None = None) -> Iterator[Any]:
 
 
 def power_law(tokens: int, value: float, at_tokens: float, exponent: float) -> float:
-    """The value at a batch size of `tokens` by a power law, such as `gptexp report --write-optim` writes."""
+    """The value of a power law at a batch size of `tokens`. `gptexp report --write-optim` writes such laws."""
     return float(value * (tokens / at_tokens) ** exponent)
 
 
@@ -94,7 +94,7 @@ def compose(
 ) -> Config:
     """Compose and check the config of one run. Raises `ConfigError` with a line for each problem.
 
-    `find_parent` finds the checkpoint of `branch_from`, which is refused without it.
+    `find_parent` finds the checkpoint that `branch_from` names. Without `find_parent`, `branch_from` is refused.
     """
     with hydra_engine(config_dir) as engine:
         composed = composition(engine, overrides, config_dir, multirun=False, config_name=config_name)
@@ -112,11 +112,11 @@ def composition(
 ) -> DictConfig:
     """Compose the files and `overrides`, including Hydra's own keys. For a multirun, the swept keys are not set.
 
-    `config_dir` is the folder that `engine` was given, `config_name` the user's primary config in it. Raises
-    `ConfigError` for wrong overrides or a wrong primary config.
+    `config_dir` is the folder that `engine` was built with, and `config_name` names the user's primary config in it.
+    Raises `ConfigError` for wrong overrides or a wrong primary config.
     """
-    if found := override_problems(overrides, multirun, folders(config_dir)):
-        raise ConfigError(found)
+    if violations := override_problems(overrides, multirun, folders(config_dir)):
+        raise ConfigError(violations)
     mode = RunMode.MULTIRUN if multirun else RunMode.RUN
     cfg: DictConfig = engine.compose_config(primary_config(config_dir, config_name), canonical(overrides), mode)
     if multirun:
@@ -128,8 +128,8 @@ def composition(
 def primary_config(config_dir: str | None, config_name: str | None) -> str:
     """The name of the config that composition begins with.
 
-    Raises `ConfigError` for a user's that does not exist, or does not include gptexp's: it would lack the schema and
-    gptexp's settings of Hydra.
+    Raises `ConfigError` if the user's config does not exist, or does not include gptexp's: without gptexp's, the schema
+    and the settings of Hydra would be missing.
     """
     file = own_config(config_dir, config_name)
     if file is None:
@@ -164,7 +164,7 @@ def hydra_errors_as_config_errors() -> Iterator[None]:
 
 
 def _of_a_resolver(error: BaseException) -> UserError | None:
-    """The error of a resolver, which OmegaConf has put into errors of its own."""
+    """The `UserError` that a resolver has raised, inside OmegaConf's own errors; None if there is none."""
     inner = error.__cause__ or error.__context__
     return inner if inner is None or isinstance(inner, UserError) else _of_a_resolver(inner)
 
@@ -176,8 +176,8 @@ def _one_line(error: BaseException) -> str:
     kept = dict.fromkeys(line for line in lines if line and not line.startswith((*noise, "To append to your config")))
     keys = [key for line in lines if line.startswith("full_key:") and (key := line.removeprefix("full_key:").strip())]
     text = " ".join(kept)
-    if found := _NO_SUCH_KEY.search(text):
-        return _of_another_optimizer(found[1], found[2], text)
+    if match := _NO_SUCH_KEY.search(text):
+        return _of_another_optimizer(match[1], match[2], text)
     return f"{keys[-1]}: {text}" if keys and keys[-1] not in text else text
 
 
@@ -186,7 +186,7 @@ _NO_SUCH_KEY = re.compile(rf"Key '(\w+)' not in '({'|'.join(_CLASSES)})'")
 
 
 def _of_another_optimizer(key: str, cls: str, text: str) -> Problem:
-    """The error for a key that the chosen optimizer does not have, which Hydra calls `text`."""
+    """The error for a key that the chosen optimizer does not have. `text` is Hydra's message about it."""
     name, having = _CLASSES[cls], optimizers_with(f"optim.{key}")
     setter = f", which {found[1]} sets" if (found := re.search(r"In '([^']+)'", text)) else ""
     others = f", but of {', '.join(having)}" if having else ""
@@ -215,9 +215,9 @@ def to_config(
         given |= {key for key in _of_chosen_files(cfg.hydra, overrides) if not key.startswith("schedule.")}
         config = branching.inherited(config, parent, given)
         if launcher_world_size is not None and "world.size" not in given:
-            config.world.size = None  # that of the launcher
+            config.world.size = None  # the launcher sets it
     if parent is not None or not by_law:
-        config.fitted = FittedConfig()  # no law sets the learning rate; that of a branch is its run's
+        config.fitted = FittedConfig()  # no law sets the learning rate; a branch takes it from its parent
     _let_the_command_line_win(config, given)
     problems = [
         *(_law_scaled_twice(cfg) if by_law else ()),
@@ -227,7 +227,7 @@ def to_config(
         *secret_problems((key, value) for key, _, value in fields_of(config)),
     ]
     changed = [*branching.differences(config, parent)] if parent is not None else []
-    problems += changed or rules.problems(config, config.world.size or 1)  # the rules would speak of the same keys
+    problems += changed or rules.problems(config, config.world.size or 1)  # the rules would name the same keys
     if parent is not None and not problems:
         problems += branching.history_problems(config, parent)
     if problems:
@@ -236,7 +236,7 @@ def to_config(
 
 
 def _make_paths_absolute(config: Config) -> Iterator[Problem]:
-    """Make every path absolute. Yields the problem of two paths that are one then."""
+    """Make every path absolute. Yields a problem if two sources of `data.mix` are then the same path."""
     data = config.data
     if data.name == "text" and isinstance(data.mix, dict):
         sources = {absolute(str(path)): weight for path, weight in data.mix.items()}
@@ -247,7 +247,7 @@ def _make_paths_absolute(config: Config) -> Iterator[Problem]:
         value = getattr(data, key)
         if is_path_list(value) and (key, data.name) != ("path", "hf"):
             setattr(data, key, absolute(value) if isinstance(value, str) else [absolute(v) for v in value])
-    # `absolute` would take these for globs.
+    # Not by `absolute`, which would treat these paths as globs.
     if data.tokenizer not in NAMES and is_file(Path(data.tokenizer)):
         data.tokenizer = os.path.abspath(data.tokenizer)  # noqa: PTH100
     if config.init_from and not is_hub_model(config.init_from):
@@ -257,7 +257,7 @@ def _make_paths_absolute(config: Config) -> Iterator[Problem]:
 
 
 def _settle_world_size(config: Config, started: int | None) -> Iterator[Problem]:
-    """Set `world.size`, if it is null, to the number of ranks that a launcher has `started`, else to 1."""
+    """If `world.size` is null, set it to the number of ranks that a launcher has `started`, or to 1 without one."""
     size = config.world.size
     if started is not None and size not in (None, started):
         rule = f"the launcher started {counted(started, 'rank')}"
@@ -272,7 +272,7 @@ def _is_by_law(cfg: DictConfig) -> bool:
 
 
 def _law_scaled_twice(cfg: DictConfig) -> list[Problem]:
-    """The errors if a rule scales a learning rate that a fitted law sets, or depends on it."""
+    """An error for each scaling rule that changes a learning rate set by a fitted law, or depends on it."""
     rules = {"lr": "scales lr with the batch size already", "weight_decay": "changes lr, and with it the timescale"}
     return [
         Problem("law-scaled-twice", f"scaling.{key}={cfg.scaling[key]}: the fitted law of optim {why}; use none")
@@ -282,7 +282,7 @@ def _law_scaled_twice(cfg: DictConfig) -> list[Problem]:
 
 
 def _of_chosen_files(hydra: Any, overrides: Sequence[str]) -> set[str]:
-    """The dotted keys of their own groups that the options in `overrides` set."""
+    """The dotted keys that the files of the options in `overrides` set in their own groups."""
     sections = {f.name for f in fields(Config)}
     chosen = [(group, option) for group, _, option in (text.partition("=") for text in overrides) if group in sections]
     keys = ((group, key) for group, option in chosen for key in keys_set_by(hydra, group, option))
@@ -290,9 +290,9 @@ def _of_chosen_files(hydra: Any, overrides: Sequence[str]) -> set[str]:
 
 
 def keys_set_by(hydra: Any, group: str, option: str) -> set[str]:
-    """The dotted keys that an option's file sets, the first on the search path; empty if there is none.
+    """The dotted keys that an option's file (the first on the search path) sets; empty if there is no such file.
 
-    `SWEPT` stands before a key that the file sweeps. The group of a primary config is "".
+    A key that the file sweeps has the prefix `SWEPT`. The group of a primary config is "".
     """
     files = (Path(source.path) / group / f"{option}.yaml" for source in hydra.runtime.config_sources)
     file = next(filter(is_file, files), None)
@@ -300,7 +300,7 @@ def keys_set_by(hydra: Any, group: str, option: str) -> set[str]:
 
 
 def take_choices(cfg: DictConfig, overrides: Sequence[str], parent: Parent | None) -> None:
-    """Note in Hydra's record of a branch, which names its directory, the options with which its run was started."""
+    """Copy the parent's options into Hydra's record of a branch: Hydra names the directory after them."""
     if parent is None:
         return
     sections, given = {f.name for f in fields(Config)}, {text.partition("=")[0] for text in overrides}
@@ -324,7 +324,7 @@ PRECEDING = {
 
 
 def _let_the_command_line_win(config: Config, given: set[str]) -> None:
-    """Set to null a key from a file that would override the same length in another unit on the command line."""
+    """For each length on the command line, set to null the keys from files that would override it in another unit."""
     for key in PRECEDING.keys() & given:
         section = key.split(".")[0]
         for name in PRECEDING[key]:
@@ -369,7 +369,7 @@ def _take_from_environment(config: Config, given: set[str]) -> list[Problem]:
 
 
 def job_of(cfg: DictConfig) -> Config:
-    """Convert a composition without Hydra's own keys to dataclasses, unchecked."""
+    """Convert a composition, except for Hydra's own keys, to dataclasses. The values are not checked."""
     job = cfg.copy()
     OmegaConf.set_struct(job, False)
     job.pop("hydra", None)

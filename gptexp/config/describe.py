@@ -21,16 +21,16 @@ from gptexp.optim import OPTIMIZERS
 from gptexp.process.errors import ConfigError, Problem, first_line
 from gptexp.process.words import shown
 
-SWEPT = "hydra.sweeper.params."  # where a file has the keys that it sweeps
+SWEPT = "hydra.sweeper.params."  # in a file, prefix of the keys that it sweeps
 
-# Hydra reads the package of a file in the comment at its top.
+# The comment at the top of a file from which Hydra reads the file's package.
 PACKAGE = re.compile(r"(?:[ \t]*(?:#.*)?\n)*?[ \t]*#[ \t]*@package[ \t]+(\S+)")
 
 
 def answer_help(argv: Sequence[str]) -> bool:
-    """Print what the keys and groups after --help mean. Returns whether there are any; else the verb's own help is due.
+    """Print the meaning of each key and group that is named after --help.
 
-    Raises `ConfigError` for an unknown key.
+    Returns whether any is named; if not, the verb prints its own help. Raises `ConfigError` for an unknown key.
     """
     asked, files, names = False, dict[str, str | None](), list[str]()
     texts = iter(argv)
@@ -62,14 +62,14 @@ def describe(names: Sequence[str], groups: Groups, own: Path | None = None) -> l
 
 
 def _defaults(groups: Groups, own: Path | None) -> dict[str, tuple[str, str]]:
-    """Key -> the value, as written, that a run has if nothing else is asked for, and what sets it; empty: schema.py."""
-    found = {key: (shown(default), "") for key, _, default, _ in every_key()}
-    of_own = dict(settings(own, "_global_")) if own is not None else {}
+    """Key -> (its default as written, what sets that default; "" for the default in the schema)."""
+    defaults = {key: (shown(default), "") for key, _, default, _ in every_key()}
+    own_settings = dict(settings(own, "_global_")) if own is not None else {}
     for group, option in default_options().items():
-        option = str(of_own.get(group, option))
+        option = str(own_settings.get(group, option))
         if file := groups.get(group, {}).get(option):
-            found |= {key: (value, f"{group}={option}") for key, value in settings(file, group)}
-    return found | {key: (value, str(own)) for key, value in of_own.items()}
+            defaults |= {key: (value, f"{group}={option}") for key, value in settings(file, group)}
+    return defaults | {key: (value, str(own)) for key, value in own_settings.items()}
 
 
 def _unknown(name: str, known: list[str]) -> Problem:
@@ -79,7 +79,7 @@ def _unknown(name: str, known: list[str]) -> Problem:
 
 
 def nearest(name: str, known: Iterable[str], most: int = 3, cutoff: float = 0.5) -> list[str]:
-    """The keys with the same last part, else those of similar spelling."""
+    """The keys with the same last part, else keys of similar spelling."""
     known = list(known)
     same = [key for key in known if name.rpartition(".")[2] in key.split(".")[1:]]
     return same[:most] or difflib.get_close_matches(name, known, n=most, cutoff=cutoff)
@@ -96,11 +96,11 @@ def _key(key: str, groups: Groups, own: Path | None, defaults: Mapping[str, tupl
         f"{group}={name} ({value})"
         for group, files in sorted(groups.items())
         for name, file in sorted(files.items())
-        for of_key, value in settings(file, group)
-        if of_key == key
+        for set_key, value in settings(file, group)
+        if set_key == key
     ]
     if own is not None:
-        setters += [f"{own} ({value})" for of_key, value in settings(own, "_global_") if of_key == key]
+        setters += [f"{own} ({value})" for set_key, value in settings(own, "_global_") if set_key == key]
     return "\n".join([*lines, "  set by    " + "\n            ".join(setters or ["no file"])])
 
 
@@ -115,7 +115,7 @@ def _group(group: str, files: dict[str, Path], defaults: Mapping[str, tuple[str,
 
 
 def root(section: type) -> type:
-    """The class from which `section` inherits: of an optimizer, that of the keys of all."""
+    """The topmost base class of `section`: `OptimConfig` for an optimizer, the class itself for the others."""
     return section.__mro__[-2]
 
 
@@ -155,7 +155,7 @@ def meaning(key: str, name: str, section: type) -> str:
 
 
 def meanings(section: type) -> dict[str, str]:
-    """Key -> the comment on its line, for the keys of a class and of those that it inherits from."""
+    """Key -> the comment on its line, for the keys of a class and of its base classes."""
     files = {cls: _comments_in(sys.modules[cls.__module__].__file__ or "") for cls in section.__mro__[:-1]}
     return {key: text for cls in reversed(files) for key, text in files[cls].get(cls.__name__, {}).items()}
 
@@ -179,7 +179,7 @@ def _comments_in(file: str) -> dict[str, dict[str, str]]:
 
 
 def comment(file: Path) -> str:
-    """The comment that a YAML file begins with. In backquotes: its indented lines, which are commands."""
+    """The comment at the top of a YAML file. Its indented lines are commands, and are put in backquotes."""
     lines = []
     for line in file.read_text(errors="replace").splitlines():
         if not line.startswith("#"):
@@ -197,13 +197,13 @@ def default_options() -> dict[str, str]:
 
 
 def settings(file: Path, group: str) -> list[tuple[str, str]]:
-    """(key, value as written) for each group and key that an option's file sets, also for each key that it sweeps."""
+    """(name, value as written) for each group and key that an option's file sets, and for each key that it sweeps."""
     return [(key.removeprefix(SWEPT), value) for key, value in settings_by_place(file, group)]
 
 
 @cache
 def settings_by_place(file: Path, group: str) -> list[tuple[str, str]]:
-    """The same with `SWEPT` before each key that is swept. A file has the settings of those of its group it extends."""
+    """`settings` with `SWEPT` before each swept key. Includes the settings of files in its group that it extends."""
     try:
         text = file.read_text()
         values = yaml.load(text, yaml.BaseLoader) or {}
@@ -226,7 +226,7 @@ def settings_by_place(file: Path, group: str) -> list[tuple[str, str]]:
 def _flat(values: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
     for key, value in values.items():
         if isinstance(value, list) and value and all(isinstance(part, dict) for part in value):
-            # A sweep of several grids, which may share keys by a merge (<<) that yaml.BaseLoader keeps as a key.
+            # A sweep of several grids. They may share keys by a merge (<<), which yaml.BaseLoader leaves as a key.
             value = _together([{**grid.pop("<<", {}), **grid} for grid in value])
         if isinstance(value, dict):
             yield from _flat(value, f"{prefix}{key}.")

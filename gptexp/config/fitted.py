@@ -1,7 +1,7 @@
-"""`optim=fitted`: whether a run is like those to which its law of the learning rate was fitted.
+"""`optim=fitted`: whether a run is like the runs to which its learning-rate law was fitted.
 
-`gptexp report --write-optim` writes the facts of the fit into the file of the law, which sets `fitted`. Another model
-or optimizer is refused. Anything else that differs is warned of, because the law may still hold.
+`gptexp report --write-optim` writes a file with the law and, in the section `fitted`, the facts of the fit. A run with
+another model or optimizer is refused. Other differences cause a warning, because the law may still hold.
 """
 
 import math
@@ -11,13 +11,13 @@ from gptexp.config.schema import Config, fields_of
 from gptexp.process.errors import Problem
 from gptexp.process.words import first_keys, shown
 
-LENGTH_FACTOR = 1.5  # by which the length of a run may differ without a warning
+LENGTH_FACTOR = 1.5  # without a warning, a run may be longer or shorter than those of the fit by this factor
 OPTIMIZER = "optim.name"
 SO = "so another learning rate may be best"
 
 
 def fitted_problems(cfg: Config, _: int) -> Iterator[Problem]:
-    """A line if the model, and one if the optimizer is not that of the fit; none with `fitted.anyway`."""
+    """A line if the model differs from the fit's, and one if the optimizer does; none with `fitted.anyway`."""
     for what, line in _differing(cfg).items():
         if what in ("model", OPTIMIZER) and not cfg.fitted.anyway:
             fix = "give optim.lr, or fitted.anyway=true to use the law all the same"
@@ -25,7 +25,7 @@ def fitted_problems(cfg: Config, _: int) -> Iterator[Problem]:
 
 
 def fitted_warnings(cfg: Config) -> Iterator[str]:
-    """A line for each way in which a legal run is not like those of the fit."""
+    """A line for each way in which a legal run differs from the runs of the fit."""
     fit, batch, (_, tokens) = cfg.fitted, cfg.batch.total_batch_size, cfg.run_length
     if far := _outside(batch, fit.min_batch_tokens, fit.max_batch_tokens, "batch size"):
         yield f"batch.total_batch_size={batch:,} is {far}; the learning rate is extrapolated"
@@ -35,7 +35,7 @@ def fitted_warnings(cfg: Config) -> Iterator[str]:
 
 
 def other_text(cfg: Config, data_hash: str) -> list[str]:
-    """A line if the tokens, whose hash is given, are not those of the fit, and no key of `data` says so already."""
+    """A line if the hash of the run's tokens differs from the fit's, unless a key of `data` already shows this."""
     was = cfg.fitted.data_hash
     if was in (None, data_hash) or "data" in _differing(cfg):
         return []
@@ -43,18 +43,18 @@ def other_text(cfg: Config, data_hash: str) -> list[str]:
 
 
 def _differing(cfg: Config) -> dict[str, str]:
-    """A line for each section, and for the optimizer's name, with values that are not those of the fit."""
-    was, found = cfg.fitted.settings or {}, dict[str, list[str]]()
+    """Section, or `optim.name` -> a line about its values that differ from the fit's."""
+    was, differences = cfg.fitted.settings or {}, dict[str, list[str]]()
     for key, _, now in fields_of(cfg):
         if was.get(key, now) != now:
             section = key if key == OPTIMIZER else key.partition(".")[0]
-            found.setdefault(section, []).append(f"{key}={shown(now)} (the fit: {shown(was[key])})")
+            differences.setdefault(section, []).append(f"{key}={shown(now)} (the fit: {shown(was[key])})")
     unlike = f"unlike the runs of the fitted law of optim, {SO}"
-    return {what: f"{first_keys(texts)}: {unlike}" for what, texts in found.items()}
+    return {what: f"{first_keys(texts)}: {unlike}" for what, texts in differences.items()}
 
 
 def _outside(value: int, least: int | None, most: int | None, what: str, factor: float = 1.0) -> str | None:
-    """How far `value` lies outside of the fit's range, in octaves; None if it does by at most `factor`."""
+    """How many octaves `value` lies outside the fit's range, in words; None if inside, or if by at most `factor`."""
     least, most = least or value, most or value
     octaves, where = max(
         (math.log2(least / value), f"below the smallest {what} of the fit, {least:,}"),

@@ -1,14 +1,14 @@
 """The metrics of a run: the names in metrics.jsonl, in wandb and in reports, each with its unit and its meaning.
 
-A metric that is missing here cannot be named elsewhere: `Metric.TRAIN_LOS` is an error for mypy and at the import. The
-figures of lm_eval's tasks, `TASK/FIGURE`, have the names that it gives them.
+A metric that is missing here cannot be named elsewhere: `Metric.TRAIN_LOS` is an error for mypy and at the import.
+The results of lm_eval's tasks are not in this table. They are called `TASK/FIGURE`, in lm_eval's own names.
 """
 
 from enum import StrEnum
 
 
 class Metric(StrEnum):
-    """A string: what `metrics.jsonl` calls the metric. `val/loss` is `VAL_LOSS`; `optim/` and `perf/` are left out."""
+    """A string: the metric's name in metrics.jsonl. `val/loss` is the member `VAL_LOSS`, and `optim/lr` is `LR`."""
 
     unit: str  # empty for a number without one
     meaning: str

@@ -3,8 +3,7 @@
 McCandlish et al., arXiv 1812.06162, appendix A.1: let G be the true gradient and S the covariance of the gradient of
 one sequence. A gradient over b sequences has E|g|² = |G|² + tr S / b. Two values of b give unbiased estimates of |G|²
 and tr S. The noise scale tr S / |G|² is the batch size, in sequences, at which noise and signal have equal norms. The
-ratio of two noisy estimates is biased, so both are averaged over many steps before the division.
-
+ratio of two noisy estimates is biased, so both are averaged over many steps before the division. The file
 training/small_gradients.py measures the norms. No torch.
 """
 
@@ -16,15 +15,15 @@ from gptexp.config.metrics import Metric
 from gptexp.config.schema import Config
 
 LIKE_BATCH = "optim.gradient_noise_like_batch"
-LEAST_STEPS = 4  # minimum of the default half-life of the averages
+LEAST_STEPS = 4  # minimum of the averages' default half-life, in steps of batch.total_batch_size
 
 
 @dataclass(frozen=True)
 class Norms:
     """Squared norms of gradients of mean losses in one step."""
 
-    small: float  # of gradients over `small_sequences` sequences, averaged over the measured gradients
-    big: float  # of the step's gradient, before clipping
+    small: float  # mean over the measured gradients, each of `small_sequences` sequences
+    big: float  # squared norm of the step's gradient, before clipping
     small_sequences: int
     big_sequences: int  # a multiple of `small_sequences`, and larger
 
@@ -84,7 +83,8 @@ class NoiseScale:
     def metrics(self, norms: Norms, cosine: float, seq_len: int) -> dict[str, float]:
         """Metrics of the newest step: the raw norms, from which other averages can be computed, and the averages.
 
-        `cosine` is that of two micro-batches. NaN: each rank has only one. Each is then measured, so the norms give it.
+        `cosine` is that of two micro-batches' gradients; NaN if each rank has only one. In that case the norms cover
+        every micro-batch, and the cosine is computed from them.
         """
         return {
             Metric.GNS_SMALL_SQ_NORM: norms.small,
@@ -104,7 +104,7 @@ def noise_half_life(cfg: Config, run_tokens: int) -> float:
 
 
 def needing_noise_scale(cfg: Config) -> str | None:
-    """The setting that a run cannot have without measuring its noise scale; None if there is none."""
+    """The setting that requires the noise scale to be measured; None if there is none."""
     if (like := cfg.optim.gradient_noise_like_batch) is not None:
         return f"{LIKE_BATCH}={like}"
     return "log.noise_scale=on" if cfg.log.noise_scale == "on" else None
@@ -113,7 +113,7 @@ def needing_noise_scale(cfg: Config) -> str | None:
 def why_unmeasured(cfg: Config, micro_batch_size: int, world_size: int) -> str | None:
     """The reason why a run does not measure its noise scale; None if it does.
 
-    If it was asked for, every step must be measurable, also the first one of a ramp.
+    If a setting requires it, every step must be measurable, even the first and smallest one of a ramp.
     """
     if cfg.log.noise_scale == "off":
         return "log.noise_scale=off"

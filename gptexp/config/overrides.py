@@ -1,7 +1,7 @@
 """Checks of the command line's overrides against the schema, before Hydra parses them, and their spelling.
 
-Hydra alone accepts `+key` for an unknown key, prints a dozen lines for an error and stops at the first one. Here every
-override with an unknown key or group, a value of the wrong type or a value that breaks the key's rule gets one line.
+Hydra itself accepts `+key` for an unknown key, prints a dozen lines for an error and stops at the first one. Here each
+wrong override gets one line: an unknown key or group, a value of the wrong type, or one that breaks the key's rule.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ Fields = dict[str, dataclasses.Field[Any]]
 def canonical(overrides: Sequence[str]) -> list[str]:
     """The overrides as gptexp spells them: whole numbers as 1000000, not 1e6, and `++key` of the schema as `key`.
 
-    Hydra reads 1e6 as a float, which it refuses for a key with whole numbers. `++key` sets a key that may not exist.
+    Hydra reads 1e6 as a float, and refuses a float for a key with whole numbers. Hydra's `++key` also adds new keys.
     """
     fields = {key: f for key, f, _, _ in every_key()}
     spelt = []
@@ -54,7 +54,7 @@ def canonical(overrides: Sequence[str]) -> list[str]:
 
 
 def _whole(number: re.Match[str]) -> str:
-    """A number's text, without exponent and fraction if it is whole and not beyond all integer keys."""
+    """A number's text, without exponent and fraction if it is whole and below 10^30 (no key takes larger ones)."""
     value = Decimal(number[0])
     return str(int(value)) if value == value.to_integral_value() and value.adjusted() < 30 else number[0]
 
@@ -64,7 +64,7 @@ def override_problems(overrides: Sequence[str], multirun: bool, folders: Sequenc
     fields = {key: f for key, f, _, _ in every_key()}
     groups = options(folders)
     parser = OverridesParser.create()
-    found = list[Problem]()
+    problems = list[Problem]()
     for text, spelt in zip(overrides, canonical(overrides), strict=True):
         try:
             override = parser.parse_override(spelt)
@@ -72,13 +72,13 @@ def override_problems(overrides: Sequence[str], multirun: bool, folders: Sequenc
             rule = (
                 "not a key=value override; quote a value that contains = , : { [ or spaces, inside the shell's quotes"
             )
-            found.append(Problem("not-an-override", f"{shown(text)}: {rule}: 'key=\"a=b\"'"))
+            problems.append(Problem("not-an-override", f"{shown(text)}: {rule}: 'key=\"a=b\"'"))
             continue
-        # Checked here too, because Hydra saves the overrides before the config is checked.
+        # Secrets are refused here too, because Hydra saves the overrides before the config is checked.
         secrets = list(secret_problems((override.key_or_group, value) for value in _values(override)))
         misuse = _misuse(override, shown(text), fields, groups, multirun)
-        found += secrets or ([misuse] if misuse else _wrong_values(override, fields, groups))
-    return found
+        problems += secrets or ([misuse] if misuse else _wrong_values(override, fields, groups))
+    return problems
 
 
 def secret_problems(values: Iterable[tuple[str, object]]) -> Iterator[Problem]:
@@ -162,7 +162,7 @@ def _wrong_option(group: str, value: Any, known: dict[str, Path]) -> Problem | N
 
 
 def _misplaced_keys(group: str, file: Path) -> Problem | None:
-    """The error if a file sets keys outside of its group and lacks the line for that. Hydra's own error is obscure."""
+    """The error if a file sets keys outside its group and lacks the package line. Hydra's own error is obscure."""
     try:
         text = file.read_text()
         keys = {str(key) for key in yaml.safe_load(text) or {}}
@@ -177,7 +177,7 @@ def _misplaced_keys(group: str, file: Path) -> Problem | None:
 
 @cache
 def _sections() -> dict[str, DictConfig]:
-    """Key -> the section with it, and the values that were checked last. To build one takes longer than a check."""
+    """Key -> the OmegaConf section with it. Checks reuse the sections: building one takes longer than a check."""
     classes = {key: cls for key, _, _, cls in every_key()}
     sections = {cls: OmegaConf.structured(cls) for cls in {*classes.values()}}
     return {key: sections[cls] for key, cls in classes.items()}
@@ -203,7 +203,7 @@ def _wrong_value(key: str, field: dataclasses.Field[Any], value: Any) -> Problem
 
 
 def _kinds(field: dataclasses.Field[Any]) -> list[Any]:
-    """The types in a field's annotation, without that of null."""
+    """The types in a field's annotation, except the type of null."""
     kinds = get_args(field.type) if isinstance(field.type, UnionType) else (field.type,)
     return [get_origin(kind) or kind for kind in kinds if kind is not type(None)]
 
@@ -212,7 +212,7 @@ def _suggestion(key: str, fields: Fields, groups: Groups) -> str:
     """Suggest a key with the same last part, a key of similar spelling, or the keys of the same group."""
     known = [*fields, *groups]
     section = key.rpartition(".")[0]
-    # `dataset` is rather data than data.offset
+    # for `dataset`, suggest the group `data`, not data.offset
     similar = nearest(key, groups, most=1, cutoff=0.7) if key.isidentifier() else []
     if close := similar or nearest(key, known, most=1, cutoff=0.7):
         return f"did you mean '{close[0]}'?"

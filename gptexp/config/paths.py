@@ -1,4 +1,4 @@
-"""Paths: files and globs in the configuration, and the YAML files with the flags that name them."""
+"""Paths: files and globs in the configuration, the YAML files, and the flags that name YAML files."""
 
 import glob
 import json
@@ -16,7 +16,7 @@ from gptexp.process.versions import PACKAGE
 from gptexp.process.words import shown
 
 CONFIG_NAME = "config"  # conf/config.yaml, which every other primary config includes
-FILE_FLAGS = {"--config-dir": "dir", "-cd": "dir", "--config-name": "name", "-cn": "name"}  # Hydra's, for own files
+FILE_FLAGS = {"--config-dir": "dir", "-cd": "dir", "--config-name": "name", "-cn": "name"}  # for the user's files
 OWN_CONF = "GPTEXP_CONF"  # environment: path of a folder that replaces conf/
 
 # Models of the Hugging Face hub with a short name. A path of that name is written with ./ in front.
@@ -64,7 +64,7 @@ def folders(config_dir: str | None) -> list[Path]:
 
 
 def config_flags(hydra: Any) -> list[str]:
-    """The flags --config-dir and --config-name with their values, of the command whose composition has these keys."""
+    """The flags --config-dir and --config-name of a command, with values, from its record in Hydra's own keys."""
     sources = hydra["runtime"]["config_sources"]
     given = [text for s in sources if s["provider"] == "command-line" for text in ("--config-dir", s["path"])]
     name = hydra["job"]["config_name"]
@@ -90,7 +90,7 @@ def own_config(config_dir: str | None, config_name: str | None) -> Path | None:
 
 
 def options(folders: Sequence[Path]) -> Groups:
-    """The config groups with their files, without `base`, which is not selectable. The first of two folders wins."""
+    """The config groups with their files, except `base`, which is not selectable. Earlier folders win over later."""
     groups: Groups = {}
     for folder in folders:
         for file in (*folder.glob("*/*.yaml"), *folder.glob("hydra/*/*.yaml")):
@@ -151,7 +151,7 @@ def no_files(pattern: str) -> str:
 def saved_dataset_files(folder: Path) -> list[Path]:
     """The Arrow files of a data set that Hugging Face's `save_to_disk` wrote in `folder`; empty for another folder.
 
-    Of several splits it is the one named train. Raises `ConfigError` if there is none, or if the folder is damaged.
+    Of several splits, the one named train is read. Raises `ConfigError` if it is missing, or if the folder is damaged.
     """
     if is_file(folder / "dataset_dict.json"):
         folder /= "train"

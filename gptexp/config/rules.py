@@ -1,7 +1,7 @@
 """The rules that concern several configuration keys.
 
 They are checked before torch is imported and before a file is created. Each problem is one line with the value, the
-rule and the fix, and has the code of its rule. A rule that reads a key whose own value is invalid says nothing.
+rule and the fix, and has the code of its rule. A rule stops silently where it reads a key whose own value is invalid.
 """
 
 import math
@@ -25,7 +25,7 @@ from gptexp.process.errors import ConfigError, Problem
 from gptexp.process.fields import AUTO
 from gptexp.process.words import counted, shown
 
-Rule = Callable[[Config, int], Iterator[Problem]]  # of a config and its number of ranks
+Rule = Callable[[Config, int], Iterator[Problem]]  # (config, number of ranks) -> problems
 
 RAMP = ("batch.ramp_from_tokens", "batch.ramp_tokens", "batch.ramp_quantum_tokens")
 LENGTHS_IN_STEPS = {
@@ -34,9 +34,9 @@ LENGTHS_IN_STEPS = {
     "schedule.decay_steps": "the number of decay tokens",
 }
 TOKENIZER_RULE = f"must be one of {', '.join(NAMES)}, or the path of a tokenizer.json"
-MOST_QUANTA = 10_000  # in a step; each may be a level of the ramp
+MOST_QUANTA = 10_000  # maximum per step; each quantum may be a level of the ramp
 
-# Keys that are read under some values of another key only. Under its other values they must have their defaults.
+# Keys that are read only if another key has one of these values. Otherwise they must have their defaults.
 READ_UNDER = {
     "data.path": ("data.name", ("text", "hf", "tokens")),
     "data.format": ("data.name", ("tokens",)),
@@ -56,25 +56,25 @@ class _InvalidKey(Exception):
 
 def check(cfg: Config, world_size: int) -> None:
     """Raise `ConfigError` with every problem of a run of `cfg` on `world_size` ranks."""
-    if found := problems(cfg, world_size):
-        raise ConfigError(found)
+    if violations := problems(cfg, world_size):
+        raise ConfigError(violations)
 
 
 def problems(cfg: Config, world_size: int) -> list[Problem]:
-    """Every problem of `cfg`: those of single keys, then those of the rules between keys."""
+    """Every problem of `cfg`: first of single keys, then by the rules between keys."""
     invalid = field_problems(cfg)
-    lines = [*invalid.values(), *(of_ramp := _broken((_ramp,), cfg, world_size, invalid))]
-    # Of a wrong ramp the steps have no sizes, which other rules need.
-    return lines + _broken(RULES, cfg, world_size, [*invalid, *(RAMP if of_ramp else ())])
+    lines = [*invalid.values(), *(ramp_problems := _broken((_ramp,), cfg, world_size, invalid))]
+    # A wrong ramp has no step sizes. Rules that need them must not read its keys.
+    return lines + _broken(RULES, cfg, world_size, [*invalid, *(RAMP if ramp_problems else ())])
 
 
 def saved_problems(cfg: Config) -> list[Problem]:
-    """The problems of a saved config that make it useless on any machine: those of single keys and of the model."""
+    """The problems that make a saved config useless on any machine: of single keys, or else by `RULES_OF_SAVED`."""
     return [*field_problems(cfg).values()] or _broken(RULES_OF_SAVED, cfg, 1, ())
 
 
 def _broken(rules: Collection[Rule], cfg: Config, world_size: int, invalid: Collection[str]) -> list[Problem]:
-    """The problems of `cfg` by `rules`, each of which ends where it reads an invalid key."""
+    """The problems that `rules` find in `cfg`. A rule stops where it reads an invalid key."""
     guarded, lines = _guarded(cfg, invalid), list[Problem]()
     for rule in rules:
         try:
@@ -102,7 +102,7 @@ def _guarded(section: Any, invalid: Collection[str], prefix: str = "") -> Any:
 
 
 def _refusal(cfg: Config, key: str, code: str, rule: str) -> Problem:
-    """The problem of the value of `key`, which breaks a rule with this code."""
+    """The problem that the value of `key` breaks `rule`; `code` is the rule's."""
     return Problem(code, f"{key}={shown(attrgetter(key)(cfg))}: {rule}")
 
 
@@ -299,7 +299,7 @@ def _ranks(cfg: Config, world_size: int) -> Iterator[Problem]:
 
 
 def sharding_problems(cfg: Config, world_size: int) -> Iterator[Problem]:
-    """What `world.sharding` cannot do."""
+    """A line for each setting that `world.sharding` does not support."""
     sharding, optim = cfg.world.sharding, cfg.optim
     if sharding == "none" or world_size == 1:  # one rank has everything
         return
@@ -343,7 +343,7 @@ def _machine(cfg: Config, _: int) -> Iterator[Problem]:
         if package is None or package.origin is None:  # a folder of that name in the working directory is no package
             rule = "not installed; pip install 'gptexp[tensorboard]'"
             yield _refusal(cfg, "log.tensorboard", "package-missing", rule)
-    folder = cfg.data.cache_dir  # one that exists may be read-only
+    folder = cfg.data.cache_dir  # an existing folder may be read-only
     if folder and not Path(folder).is_dir() and (why := paths.why_not_creatable(Path(folder))):
         yield _refusal(cfg, "data.cache_dir", "not-creatable", f"{why}; choose another")
 
@@ -364,7 +364,7 @@ def _lengths(cfg: Config, _: int) -> Iterator[Problem]:
     if cfg.schedule.name == "inverse_sqrt" and warmup == 0:
         yield _refusal(cfg, key, "warmup-missing", "inverse_sqrt needs a warm-up; set schedule.warmup_ratio above 0")
     key = length_key(cfg, "decay")
-    ends_early = key != "schedule.decay_ratio" or cfg.schedule.decay_ratio < 1  # else the warm-up is too long
+    ends_early = key != "schedule.decay_ratio" or cfg.schedule.decay_ratio < 1  # else the warm-up is reported above
     if cfg.schedule.name in ("cosine", "linear", "wsd") and ends_early and decay <= warmup:
         rule = (
             f"the decay ends at {decay:,} tokens, not after the warm-up of {warmup:,} tokens; lengthen the decay or "
@@ -374,7 +374,7 @@ def _lengths(cfg: Config, _: int) -> Iterator[Problem]:
 
 
 def length_key(cfg: Config, part: str) -> str:
-    """The key that sets the length of a part of the schedule: of those that are given, the first wins."""
+    """The key that sets the length of a part of the schedule: the first of steps, tokens and ratio that is given."""
     keys = (f"schedule.{part}_{unit}" for unit in ("steps", "tokens", "ratio"))
     return next(key for key in keys if attrgetter(key)(cfg) is not None)
 

@@ -26,7 +26,7 @@ class PlannedStep:
         return self.tokens_before + self.batch.total_batch_size
 
     def later(self, steps: int, tokens: int) -> "PlannedStep":
-        """A step of this size after further `steps` with `tokens`."""
+        """A step of this size, `steps` steps later, in which `tokens` tokens were consumed."""
         return PlannedStep(self.number + steps, self.tokens_before + tokens, self.batch)
 
 
@@ -34,12 +34,12 @@ class PlannedStep:
 class RunPlan:
     """Lengths and intervals of a run. Built by `plan_run`."""
 
-    batch: BatchPlan  # of a step of batch.total_batch_size tokens: of every step, unless there is a ramp
+    batch: BatchPlan  # a step of batch.total_batch_size tokens; without a ramp, every step
     step_sizes: StepSizes
-    steps: int  # of the whole run
-    branch_from: str | None  # the run begins after a step of another run
+    steps: int  # number of steps at the end of the run, including those before a branch's checkpoint
+    branch_from: str | None  # RUN_DIR@STEP: the run begins after this step of another run
     schedule: Schedule
-    least_warmup_steps: int  # that the optimizer asks for
+    least_warmup_steps: int  # the shortest warm-up that suits the optimizer
     eval_every_tokens: int  # 0: evaluates only at the end
     save_every_tokens: int  # 0: saves only at the end
     keep_every_tokens: int  # 0: keeps no checkpoint because of its token count
@@ -48,7 +48,7 @@ class RunPlan:
 
     @property
     def first_step(self) -> int:
-        """Steps of another run after which this one begins: 0 unless it is a branch."""
+        """Number of steps that were done before the run begins: 0 unless it is a branch."""
         return first_step(self.branch_from)
 
     @property
@@ -57,7 +57,7 @@ class RunPlan:
         return self.step_sizes.tokens_after(self.steps)
 
     def ramp_in_words(self) -> str:
-        """How the steps of a ramp grow, and if they do not reach their last size, which they do; "" without a ramp."""
+        """How the steps of a ramp grow, and the last step's size if the run ends within the ramp; "" without a ramp."""
         sizes = self.step_sizes
         if not sizes.ramp_tokens:
             return ""
@@ -70,7 +70,7 @@ class RunPlan:
         return PlannedStep(number, tokens_before, plan_batch(size, b.micro_batch_size, b.seq_len, b.world_size))
 
     def steps_from(self, number: int, tokens_before: int) -> Iterator[PlannedStep]:
-        """Yield that step and all after it, to the end of the run."""
+        """Yield the step that `step` returns for these arguments, and all later steps of the run."""
         while number < self.steps:
             step = self.step(number, tokens_before)
             yield step
@@ -82,14 +82,14 @@ class RunPlan:
         return steps > 0 and crosses(after(steps - 1), after(steps), every_tokens)
 
     def times(self, every_tokens: int) -> int:
-        """How often something happens at the first step at or after each multiple of `every_tokens`, and at the end.
+        """How often something happens that is due at each multiple of `every_tokens`, and at the end of the run.
 
-        An interval of 0: only at the end.
+        It happens after the step that reaches the multiple. An interval of 0: only at the end.
         """
         if not every_tokens:
             return 1
         sizes, last = self.step_sizes, self.steps - 1
-        # Steps never get smaller. A smaller one than the interval crosses at most one multiple, others at least one.
+        # Steps never get smaller. Steps below the interval cross at most one multiple each, larger steps at least one.
         large = bisect_left(range(last), every_tokens, self.first_step, key=lambda n: sizes.at(sizes.tokens_after(n)))
         return sizes.tokens_after(large) // every_tokens - self.first_tokens // every_tokens + last - large + 1
 
@@ -137,14 +137,14 @@ class RunPlan:
         return f", {rounded(self.tokens / epoch_tokens)} epochs" if epoch_tokens else "; the corpus is too short"
 
     def _steps_to(self, tokens: int) -> str:
-        """The steps of a length from the start of the run; in a ramp, the whole steps that reach it."""
+        """A length from the start of the run, in steps; with a ramp, the number of whole steps that reach it."""
         total = self.batch.total_batch_size
         if tokens % total and not self.step_sizes.ramp_tokens:
             return f"{tokens / total:,.1f} steps"
         return counted(self.step_sizes.steps_to(tokens), "step")
 
     def _interval(self, tokens: int) -> str:
-        """A length from anywhere in the run, which in a ramp has no number of steps."""
+        """A length anywhere in the run, in tokens and in steps; with a ramp, in tokens only."""
         return counted(tokens, "token") + ("" if self.step_sizes.ramp_tokens else f" ({self._steps_to(tokens)})")
 
     def _every(self, tokens: int) -> str:

@@ -7,7 +7,7 @@
       sqrt                √κ            Krizhevsky 2014, arXiv 1404.5997
       power               κ^exponent
       surge               f(κ) / f(1), where f(κ) = 2 / (√(N/B) + √(B/N)), B = κ · reference_tokens and N is the
-                          noise scale, at which it peaks; Li et al. 2024, arXiv 2405.14578, of optimizers by sign
+                          noise scale, where f peaks; Li et al. 2024, arXiv 2405.14578, for sign-based updates
     scaling.betas         decay rate β of a moment
       beta2_half_life     β^κ for beta2: its half-life in tokens stays; Marek et al. 2025, arXiv 2507.07101
       half_life           β^κ for every decay rate
@@ -34,12 +34,12 @@ def scaled_optim(cfg: Config) -> OptimConfig:
 
 
 def scaled(optim: OptimConfig, scaling: ScalingConfig, kappa: float) -> OptimConfig:
-    """The keys `optim`, which hold at the reference batch size, at `kappa` times that."""
+    """The keys `optim`, given for the reference batch size, scaled to `kappa` times that batch size."""
     factor = lr_factor(scaling, kappa)
     changed: dict[str, Any] = {"lr": optim.lr * factor}
     for name in scaled_decay_rates(optim, scaling.betas):
         if not (rate := getattr(optim, name)):
-            continue  # there is no such moment, and a rate would add it
+            continue  # a rate of 0: there is no such moment, and a larger rate would add one
         # The second form of 1 - κ (1 - β) is exactly β at κ = 1.
         changed[name] = rate - (kappa - 1) * (1 - rate) if scaling.betas == "sde" else rate**kappa
     if scaling.eps == "sqrt":
@@ -73,7 +73,7 @@ def _surge(batch: float) -> float:
 
 
 def scaled_decay_rates(optim: OptimConfig, rule: str) -> list[str]:
-    """Those of the optimizer's decay rates that a rule of `scaling.betas` scales."""
+    """The names of the decay rates that `rule`, a value of `scaling.betas`, scales."""
     names = optim.decay_rates if rule != "none" else ()
     return [name for name in names if rule != "beta2_half_life" or name == "beta2"]
 

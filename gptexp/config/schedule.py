@@ -1,9 +1,9 @@
 """The learning rate as a pure function of tokens.
 
-The warm-up counts the tokens up to the end of the step, the decay those before the step. So both factors are 1 where
-the warm-up ends, the first step has a learning rate above 0, and after the warm-up the rate at a given token count is
-the same for every batch size. The decay ends at `decay_tokens`, which may differ from the length of the run: GPT-3
-decays over 260B of its 300B tokens (arXiv 2005.14165, appendix B).
+The warm-up factor depends on the tokens up to the end of a step, the decay factor on the tokens before the step. So
+both are 1 where the warm-up ends, the first step has a learning rate above 0, and after the warm-up the rate at a given
+token count is the same for every batch size. The decay ends at `decay_tokens`, which may differ from the length of the
+run: GPT-3 decays over 260B of its 300B tokens (arXiv 2005.14165, appendix B).
 """
 
 import math

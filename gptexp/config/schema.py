@@ -42,7 +42,7 @@ from gptexp.process.words import shown
 
 HELLASWAG = "hellaswag"  # a value of train.eval_tasks
 
-SHARDINGS = ("none", "optimizer", "full")  # of world.sharding
+SHARDINGS = ("none", "optimizer", "full")  # values of world.sharding
 
 # The kernels of attention, each with the devices that have it.
 ATTENTION_DEVICES = {
@@ -50,7 +50,7 @@ ATTENTION_DEVICES = {
 }  # fmt: skip
 
 
-# A rule of lists of tags, which are as long as wandb accepts them.
+# The rule for lists of tags. wandb accepts tags of this length.
 _TAGS = {
     "rule": (
         lambda tags: all(isinstance(tag, str) and 0 < len(tag) <= 64 for tag in tags),
@@ -59,7 +59,7 @@ _TAGS = {
     )
 }
 
-# A rule of train.eval_tasks. Whether lm_eval has a task is asked before a run starts.
+# The rule for train.eval_tasks. Before a run starts, lm_eval is asked whether it has the tasks.
 _TASKS = {
     "rule": (
         lambda tasks: all(isinstance(task, str) and re.fullmatch(r"[^\s,]+", task) for task in tasks),
@@ -77,21 +77,21 @@ class ModelConfig:
     n_head: int = positive(12)  # number of attention heads; must divide n_embd
     n_embd: int = positive(768)  # width of the residual stream
     block_size: int = positive(1024)  # tokens: maximum length of a sequence
-    vocab_size: int | str = count_or_auto(AUTO)  # V: rows of wte; auto: the tokenizer's ids, padded to a multiple of
-    # 128 (of 64 below 1,024 ids)
+    vocab_size: int | str = count_or_auto(AUTO)  # V: rows of wte; auto: the tokenizer's number of ids, rounded up to a
+    # multiple of 128 (of 64 below 1,024 ids)
     dropout: float = below_one(0.0)  # probability; 0 for pretraining, where one epoch does not overfit
     bias: bool = True  # whether linear layers and LayerNorms have biases, as in GPT-2
     parametrisation: str = choice("standard", "mup", "completep")  # how initial weights, multipliers and learning
-    # rates follow from the sizes; mup: the best optim.lr is that of the base at any width (arXiv 2203.03466);
+    # rates depend on the model's size; mup: the base model's best optim.lr is the best at any width (arXiv 2203.03466);
     # completep: at any width and depth (arXiv 2505.01618)
-    base_n_embd: int | None = positive(None)  # of mup and completep, which need it: width of the model whose optim.lr
-    # is known
-    base_n_head: int | None = positive(None)  # of mup and completep: heads of that model; null: n_head
-    base_n_layer: int | None = positive(None)  # of completep: depth of that model; null: n_layer
+    base_n_embd: int | None = positive(None)  # mup, completep (required): width of the base, the model whose best
+    # optim.lr is known
+    base_n_head: int | None = positive(None)  # mup, completep: number of heads of the base; null: n_head
+    base_n_layer: int | None = positive(None)  # completep: number of blocks of the base; null: n_layer
 
     @property
     def resolved_vocab_size(self) -> int:
-        """vocab_size as a number, which `vocabulary.with_vocab_size` has set if it was auto."""
+        """vocab_size as a number. If it was auto, `vocabulary.with_vocab_size` must have replaced it."""
         assert isinstance(self.vocab_size, int), "model.vocab_size=auto must be resolved before this use"
         return self.vocab_size
 
@@ -104,12 +104,12 @@ class ScheduleConfig:
     warmup_ratio: float = ratio(0.1)  # share of the run's tokens
     warmup_tokens: int | None = not_negative(None)  # tokens; takes precedence over warmup_ratio
     warmup_steps: int | None = not_negative(None)  # steps; takes precedence over warmup_tokens
-    decay_ratio: float = positive(1.0)  # share of the run's tokens: end of the decay
+    decay_ratio: float = positive(1.0)  # end of the decay, as a share of the run's tokens
     decay_tokens: int | None = positive(None)  # tokens; takes precedence over decay_ratio
     decay_steps: int | None = positive(None)  # steps; takes precedence over decay_tokens
-    min_lr_ratio: float = ratio(0.1)  # share of optim.lr: final value of cosine, linear and wsd
-    cooldown_ratio: float = ruled(0.2, lambda v: 0 < v <= 1, "must lie in (0, 1]")  # wsd: share of decay_tokens over
-    # which the learning rate decays
+    min_lr_ratio: float = ratio(0.1)  # final learning rate of cosine, linear and wsd, as a share of optim.lr
+    cooldown_ratio: float = ruled(0.2, lambda v: 0 < v <= 1, "must lie in (0, 1]")  # wsd: length of the decay, as a
+    # share of the tokens from the start of the run to the end of the decay
     cooldown: str = choice("linear", "1-sqrt")  # shape of wsd's decay; arXiv 2405.18392
 
 
@@ -125,14 +125,14 @@ class BatchConfig:
     micro_batch_size: int | str = count_or_auto(8)  # B: sequences per rank and forward pass; auto: the maximum that
     # divides each step and fits into memory
     seq_len: int | None = positive(None)  # T: tokens per sequence; null: model.block_size
-    ramp_from_tokens: int | None = positive(None)  # tokens of the first step of a ramp, as GPT-3's 32,768; null: none
+    ramp_from_tokens: int | None = positive(None)  # tokens of the first step of a ramp (GPT-3: 32,768); null: no ramp
     ramp_tokens: int | None = positive(None)  # tokens over which the steps grow to total_batch_size, linearly in
-    # tokens; GPT-3's: 4e9 to 12e9. Lengths in steps count steps of the ramp; intervals in steps are refused
-    ramp_quantum_tokens: int | None = positive(None)  # tokens of which each step is a multiple; a multiple of B * T *
-    # world.size; null: ramp_from_tokens
+    # tokens (GPT-3: 4e9 to 12e9). Lengths in steps count the ramp's smaller steps too; intervals in steps are refused
+    ramp_quantum_tokens: int | None = positive(None)  # tokens: each step is a multiple of this number, which must be a
+    # multiple of B * T * world.size; null: ramp_from_tokens
 
     def of_one_size(self, total_batch_size: int, micro_batch_size: int) -> "BatchConfig":
-        """The same for steps of one size, without a ramp."""
+        """A config with the same sequence length and these sizes, without a ramp."""
         return BatchConfig(total_batch_size, micro_batch_size, self.seq_len)
 
     @property
@@ -158,14 +158,14 @@ class ScalingConfig:
 
     lr: str = choice("none", "linear", "sqrt", "power", "surge")  # factor of optim.lr: k, sqrt(k) or k^exponent;
     # surge: rises as sqrt(k), peaks at noise_scale_tokens and falls
-    exponent: float | None = ruled(None, math.isfinite, "must be finite")  # of lr=power; the other rules do not
-    # use it, so that a sweep over the rules can set it once
-    noise_scale_tokens: int | None = positive(None)  # tokens: the batch size at which lr=surge peaks; not used by
-    # the other rules
-    betas: str = choice("none", "half_life", "beta2_half_life", "sde")  # half_life: every decay rate keeps its
-    # half-life in tokens, beta^k; beta2_half_life: only beta2; sde: 1 - k (1 - beta)
+    exponent: float | None = ruled(None, math.isfinite, "must be finite")  # exponent of lr=power; the other rules
+    # ignore it, so that a sweep over the rules can set it once
+    noise_scale_tokens: int | None = positive(None)  # tokens: the batch size at which lr=surge peaks; the other rules
+    # ignore it
+    betas: str = choice("none", "half_life", "beta2_half_life", "sde")  # half_life: every decay rate becomes beta^k,
+    # which keeps its half-life in tokens; beta2_half_life: only beta2 does; sde: 1 - k (1 - beta)
     eps: str = choice("none", "sqrt")  # sqrt: optim.eps / sqrt(k)
-    weight_decay: str = choice("none", "tau")  # tau: batch size / (lr * weight_decay) stays
+    weight_decay: str = choice("none", "tau")  # tau: keeps batch size / (lr * weight_decay) constant
     reference_tokens: int | None = positive(None)  # tokens per step at which the optimizer's keys hold as given
 
     @property
@@ -180,17 +180,17 @@ class WorldConfig:
     """The processes of one run."""
 
     size: int | None = positive(None)  # number of ranks; null: as started by the launcher, else 1
-    backend: str = choice("auto", "nccl", "gloo")  # of torch.distributed; auto: nccl on GPUs, gloo on CPUs
+    backend: str = choice("auto", "nccl", "gloo")  # torch.distributed's backend; auto: nccl on GPUs, gloo on CPUs
     comm: str = choice("float32", "bfloat16")  # type in which the ranks' gradients are sent and summed
     threads_per_rank: int | None = positive(None)  # CPU threads; null: the node's cores divided by its ranks
     timeout_s: float = ruled(600.0, lambda v: 0 < v <= 1e6, "must be above 0, at most 1000000")  # seconds that a rank
     # waits for the others, in a collective or for the metrics of a step, before it fails
     max_restarts: int = not_negative(0)  # number of times that a failed run is restarted
-    sharding: str = choice(*SHARDINGS)  # what each rank has only a part of; none: nothing, by DDP;
-    # optimizer: the optimizer's state (ZeRO-1); full: also parameters and gradients, by FSDP2, a block at a time
-    reduce_every: str = choice("auto", "step", "micro_step")  # of sharding=full: when gradients are reduced; step:
-    # once, and until then each rank keeps whole gradients; micro_step: needs less memory, and sends grad_accum_steps
-    # times as much; auto: step if that fits, by estimate
+    sharding: str = choice(*SHARDINGS)  # what is split among the ranks; none: nothing (DDP); optimizer: the
+    # optimizer's state (ZeRO-1); full: also parameters and gradients (FSDP2), gathered one block at a time
+    reduce_every: str = choice("auto", "step", "micro_step")  # with sharding=full, when gradients are reduced; step:
+    # once a step, with whole gradients on each rank until then; micro_step: in each micro-step, with less memory and
+    # grad_accum_steps times the communication; auto: step if it fits into memory, by estimate
 
 
 @dataclass
@@ -198,27 +198,27 @@ class DataConfig:
     """Corpus, tokenizer, order and validation set."""
 
     name: str = choice("stdlib", "shakespeare", "text", "hf", "tokens")  # corpus
-    path: Any = None  # of data=text: a file, a glob or a list of them; of data=hf: a data set of the hub, OWNER/NAME
-    # or OWNER/NAME@REVISION; of data=tokens: a folder, a file, a glob or a list of them
-    format: str | None = choice_or_null("raw16", "raw32", "llmc", "npy", "megatron")  # of data=tokens: of its files;
-    # null: found by their content and names
-    subset: str | None = None  # of data=hf: the data set's configuration; null: its default
-    split: str = "train"  # of data=hf: the data set's split
-    mix: Any = None  # {path: weight} in place of path: several sources, each with this share of the tokens
-    text_column: str = "text"  # of all but plain text: the column with the text
+    path: Any = None  # data=text: a file, a glob or a list of them; data=hf: a data set of the Hugging Face hub,
+    # OWNER/NAME or OWNER/NAME@REVISION; data=tokens: a folder, a file, a glob or a list of them
+    format: str | None = choice_or_null("raw16", "raw32", "llmc", "npy", "megatron")  # data=tokens: format of the
+    # files; null: detected from their content and names
+    subset: str | None = None  # data=hf: the data set's configuration; null: its default
+    split: str = "train"  # data=hf: the data set's split
+    mix: Any = None  # {path: weight} in place of path: several sources; the weights are their shares of the tokens
+    text_column: str = "text"  # the column with the text, for all formats but plain text
     workers: int | None = positive(None)  # processes that tokenise; null: one for each core
     tokenizer: str = "gpt2"  # gpt2 or another encoding of tiktoken; bytes; chars: one id for each character of the
     # corpus; or the path of a tokenizer.json
     order: str = choice("shuffled", "sequential")  # shuffled: without replacement, in another order each epoch
-    offset: str = choice("fixed", "per_epoch")  # per_epoch: the windows are shifted by fewer than seq_len tokens,
-    # anew in each epoch, so that no token is always the first of its sequence
+    offset: str = choice("fixed", "per_epoch")  # per_epoch: each epoch shifts the windows anew, by fewer than seq_len
+    # tokens, so that no token is always the first of its sequence
     val_tokens: int = not_negative(8192)  # tokens for validation, rounded to complete windows; 0: no validation
     val_ratio: float | None = ruled(None, lambda v: 0 < v < 1, "must lie in (0, 1), or be null")  # share of the
     # corpus's tokens for validation; takes precedence over val_tokens
-    val_split: str = choice("spread", "tail")  # windows held out from the corpus; tail: its last tokens, as in nanoGPT
+    val_split: str = choice("spread", "tail")  # which windows of the corpus are held out; tail: the last, as in nanoGPT
     val_path: Any = None  # validation text: a file, a glob or a list of them; null: held out from the corpus
-    max_tokens: int | None = positive(None)  # tokens to use from the start of the corpus; of
-    # data=hf, at most workers-1 files are begun that do not hold them; null: all
+    max_tokens: int | None = positive(None)  # tokens to use from the start of the corpus; null: all; data=hf may begin
+    # up to workers-1 files that hold none of these tokens
     cache_dir: str | None = None  # directory of token files; null: $GPTEXP_CACHE, else the user's cache directory
 
     @property
@@ -235,43 +235,43 @@ class TrainConfig:
     max_steps: int | None = positive(None)  # steps; takes precedence over max_tokens
     eval_every_tokens: int | None = not_negative(None)  # tokens; null: a tenth of the run; 0: only at the end
     eval_every: int | None = not_negative(None)  # steps; takes precedence over eval_every_tokens
-    eval_tasks: list[str] = field(default_factory=list, metadata=_TASKS)  # scored while training: hellaswag in
-    # llm.c's style by all ranks, tasks of lm_eval by a process of their own, for which training waits
+    eval_tasks: list[str] = field(default_factory=list, metadata=_TASKS)  # scored during the run: hellaswag by all
+    # ranks, in llm.c's style; tasks of lm_eval by a separate process, while training waits
     eval_tasks_every_tokens: int = not_negative(0)  # tokens; 0: only at the end
     save_every_tokens: int | None = not_negative(None)  # tokens; null: a tenth of the run; 0: only at the end
     save_every: int | None = not_negative(None)  # steps; takes precedence over save_every_tokens
-    sharpness_every_tokens: int = not_negative(0)  # tokens: saves a checkpoint there and at the end, and measures its
-    # sharpness in a process of its own, for which training waits; 0: never
+    sharpness_every_tokens: int = not_negative(0)  # tokens between two measurements of the sharpness; one more at the
+    # end. Each saves a checkpoint, which a separate process measures while training waits; 0: never
     keep_last: int = not_negative(2)  # number of newest checkpoints that are kept; 0: all
     keep_every_tokens: int = not_negative(0)  # also keeps one checkpoint per this many tokens; 0: none
     keep_every: int | None = not_negative(None)  # steps; takes precedence over keep_every_tokens
     keep_best: bool = True  # also keeps the checkpoint with the lowest validation loss
-    nonfinite: str = choice("stop", "skip", "rollback")  # action after a step with a non-finite loss or gradient: end
-    # as diverged; leave out the update; or load the newest checkpoint that was due and skip the data since then
+    nonfinite: str = choice("stop", "skip", "rollback")  # after a non-finite loss or gradient; stop: end as diverged;
+    # skip: leave out the update; rollback: load the newest checkpoint that was due, and skip the data since then
     ema_half_life_tokens: int | None = positive(None)  # tokens; the run also keeps an exponential moving average of
     # the weights with this half-life, and evaluates it as val/loss_ema; null: none
     divergence_nats: float | None = positive(1.0)  # nats per token: the run has diverged if its smoothed loss stays
     # this far above its minimum for 1% of the run, at least 20 steps; null: no such limit
-    reduction: str = choice("mean", "tree")  # of gradients; mean: by DDP; tree: equal bits for 1, 2, 4 … ranks
+    reduction: str = choice("mean", "tree")  # combines gradients; mean: DDP, FSDP2; tree: equal bits on 1, 2, 4 … ranks
     log_every: int = positive(1)  # steps
     max_minutes: float | None = positive(None)  # minutes until the run saves a checkpoint and stops; null: no limit
-    seed: int = ruled(1337, lambda v: 0 <= v < LIMIT, "must lie in [0, 2^63)")  # of weights, data order and dropout
-    deterministic: bool = False  # torch's deterministic algorithms: slower, the same bits in each run on GPUs
+    seed: int = ruled(1337, lambda v: 0 <= v < LIMIT, "must lie in [0, 2^63)")  # for weights, data order and dropout
+    deterministic: bool = False  # torch's deterministic algorithms: slower, but each run on GPUs gives the same bits
     dtype: str = choice("auto", "float32", "bfloat16")  # auto: bfloat16 where the hardware computes it faster
-    matmul_precision: str = choice("auto", "highest", "high", "medium")  # of float32, torch's names; high: TF32
-    attention: str = choice("auto", *ATTENTION_DEVICES)  # torch's kernels; if set, no other is used in training
-    compile: str = choice("auto", "on", "off")  # torch.compile; auto: on for GPUs and for long runs on CPUs that gain
-    loss: str = choice("auto", "plain", "chunked", "fused")  # chunked: keeps no logits; fused: the same with compiled
-    # passes over each chunk; auto: plain on GPUs and for small vocabularies, else fused for compiled bfloat16, else
-    # chunked
+    matmul_precision: str = choice("auto", "highest", "high", "medium")  # for float32, in torch's names; high: TF32
+    attention: str = choice("auto", *ATTENTION_DEVICES)  # torch's kernel; if set, no other is used in training
+    compile: str = choice("auto", "on", "off")  # torch.compile; auto: on for GPUs, and where it shortens a run on CPUs
+    loss: str = choice("auto", "plain", "chunked", "fused")  # chunked: keeps no logits; fused: chunked, with compiled
+    # passes over each chunk; auto: plain on GPUs (chunked if compiled with world.sharding=full) and for small
+    # vocabularies, else fused for compiled bfloat16, else chunked
     activation_checkpointing: bool = False  # keeps only each block's input and recomputes the rest: needs less memory
-    activation_checkpointing_every: int = positive(1)  # blocks: does so for the first of each so many; 1: for all
+    activation_checkpointing_every: int = positive(1)  # n: recomputes only the first of every n blocks; 1: all blocks
     device: str = choice("auto", "cpu", "cuda", "mps")  # auto: the first available of cuda, mps and cpu
     profile: bool = False  # traces a few steps with torch's profiler and reports their time by kind of work
 
     @property
     def recomputed_every(self) -> int:
-        """Every how many-th block keeps only its input; 0: none."""
+        """n: every n-th block keeps only its input; 0: none."""
         return self.activation_checkpointing_every if self.activation_checkpointing else 0
 
 
@@ -282,7 +282,7 @@ class WandbConfig:
     entity: str | None = None  # user or team on wandb; null: $WANDB_ENTITY, else the user's default
     group: str | None = None  # null: $WANDB_RUN_GROUP, else the sweep's name
     name: str | None = None  # null: $WANDB_NAME, except in a sweep; else model, learning rate and batch
-    tags: list[str] = field(default_factory=list, metadata=_TAGS)  # beside log.tags; default: $WANDB_TAGS
+    tags: list[str] = field(default_factory=list, metadata=_TAGS)  # in addition to log.tags; default: $WANDB_TAGS
     artifacts: bool = False  # also uploads the newest checkpoint when the run ends
 
 
@@ -303,24 +303,24 @@ class LogConfig:
 @dataclass
 class SweepConfig:
     name: str | None = directory_name(None)  # directory in outputs/; null: a hash of the config without swept keys
-    cells: int = positive(1)  # number of cells, set by multirun; decides whether compilation saves time
+    cells: int = positive(1)  # number of cells, set by multirun; used to estimate whether compilation saves time
     parallel: int | str = count_or_auto(AUTO)  # number of cells that run at once, each on its own GPUs; auto: as many
     # as the GPUs allow, one on a CPU
 
 
 @dataclass
 class FittedConfig:
-    """The runs to which a law of the learning rate was fitted; `gptexp report --write-optim` writes all keys but one.
+    """The runs to which a learning-rate law was fitted. `gptexp report --write-optim` writes all keys but `anyway`.
 
-    fitted.py compares a run with them. They are null if the learning rate is not from a law.
+    fitted.py compares a run with them. These keys are null if no law sets the learning rate.
     """
 
     anyway: bool = False  # whether a run may use the law with another model or optimizer
     min_batch_tokens: int | None = positive(None)  # tokens: smallest batch.total_batch_size of the fit
-    max_batch_tokens: int | None = positive(None)  # tokens: largest one
+    max_batch_tokens: int | None = positive(None)  # tokens: largest batch.total_batch_size of the fit
     min_tokens: int | None = positive(None)  # tokens: length of the shortest run
     max_tokens: int | None = positive(None)  # tokens: length of the longest run
-    data_hash: str | None = None  # of the text; null: the runs have not recorded it
+    data_hash: str | None = None  # hash of the text; null: the runs have not recorded it
     settings: dict[str, Any] | None = None  # dotted key -> value: model, optimizer, schedule and others
 
 
@@ -339,11 +339,11 @@ class Config:
     log: LogConfig = field(default_factory=LogConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)
     fitted: FittedConfig = field(default_factory=FittedConfig)
-    init_from: str | None = None  # weights that the run starts from: a run directory, one that transformers saved,
-    # nanoGPT's ckpt.pt, gpt2, gpt2-medium, gpt2-large or gpt2-xl, or OWNER/NAME of the Hugging Face hub
+    init_from: str | None = None  # weights that the run starts from: a run directory, a directory that transformers
+    # saved, nanoGPT's ckpt.pt, gpt2, gpt2-medium, gpt2-large or gpt2-xl, or OWNER/NAME of the Hugging Face hub
 
     branch_from: str | None = None  # a checkpoint that the run continues with a schedule and a length of its own:
-    # RUN_DIR@STEP, or RUN_DIR for the newest; every key that the command line does not set is that run's
+    # RUN_DIR@STEP, or RUN_DIR for the newest; keys not set on the command line come from that run
 
     @property
     def seq_len(self) -> int:
@@ -363,9 +363,9 @@ class Config:
         return sizes.steps_to(self.train.max_tokens), self.train.max_tokens
 
 
-# Keys, as patterns, that change at most the rounding of the final weights. The micro-batch size also changes the values
-# that dropout drops. Paths do not matter, because a run compares the hash of the tokens. A branch ends with the bits of
-# a run that was never interrupted, and its own checks compare it.
+# Patterns of keys that change at most the rounding of the final weights. But the micro-batch size also changes which
+# values dropout drops. Paths are here because a run compares the hash of the tokens, and `branch_from` because a branch
+# has checks of its own, and ends with the same bits as a run that was never interrupted.
 IRRELEVANT_TO_RESULT = (
     "world.*", "log.*", "sweep.*", "fitted.*", "branch_from", "data.path", "data.val_path", "data.format",
     "data.subset", "data.split", "data.mix", "data.text_column", "data.workers", "data.cache_dir",
@@ -374,8 +374,8 @@ IRRELEVANT_TO_RESULT = (
 )  # fmt: skip
 
 
-# Keys of those sections that do change it, with their defaults. Older cells and sweeps have hashes without these keys,
-# so a default is no part of a hash.
+# Keys that match a pattern above but do change the result, with their defaults. Hashes of older cells and sweeps lack
+# these keys, so a key with its default is not hashed.
 ALSO_DECIDING = {"world.comm": "float32"}
 
 # Keys that determine the sizes of a step's tensors.
@@ -400,22 +400,22 @@ def _leaves(config: Any, prefix: str) -> Iterator[tuple[str, dataclasses.Field[A
 
 
 def every_key() -> Iterator[tuple[str, dataclasses.Field[Any], Any, type]]:
-    """Yield (dotted key, field, default, class that has the field) for every key, of every optimizer."""
-    found = {leaf[0]: leaf for leaf in _leaves(Config(), "")}
+    """Yield (dotted key, field, default, class that has the field) for every key, including those of all optimizers."""
+    leaves = {leaf[0]: leaf for leaf in _leaves(Config(), "")}
     for optimizer in OPTIMIZERS.values():
         for leaf in _leaves(optimizer(), "optim."):
-            found.setdefault(leaf[0], leaf)
-    yield from found.values()
+            leaves.setdefault(leaf[0], leaf)
+    yield from leaves.values()
 
 
 def optimizers_with(key: str) -> list[str]:
-    """The optimizers that have the dotted key; all of them for one outside of `optim`."""
+    """The optimizers that have the dotted key; for a key outside of `optim`, all optimizers."""
     section, _, name = key.rpartition(".")
     return [o for o, cls in OPTIMIZERS.items() if section != "optim" or name in cls.__dataclass_fields__]
 
 
 def field_problems(config: Config) -> dict[str, Problem]:
-    """For each key whose value breaks the key's own rule, a line with the error."""
+    """Key -> the problem, for each key whose value breaks the key's own rule."""
     lines = {key: field_problem(key, f, value) for key, f, value in fields_of(config)}
     return {key: line for key, line in lines.items() if line}
 
@@ -425,19 +425,19 @@ def field_problem(key: str, f: dataclasses.Field[Any], value: Any, typed: str | 
 
     The type of `value` must be right already.
     """
-    given = f"{key}={shown(value) if typed is None else typed}"
+    assignment = f"{key}={shown(value) if typed is None else typed}"
     if value is not None and (choices := f.metadata.get("choices")) and value not in choices:
-        return not_a_choice(given, choices)
+        return not_a_choice(assignment, choices)
     if "rule" in f.metadata and value is not None:
         holds, rule, code = f.metadata["rule"]
         if not holds(value):
-            return Problem(code, f"{given}: {rule}")
+            return Problem(code, f"{assignment}: {rule}")
     return None
 
 
-def not_a_choice(given: str, choices: Sequence[str]) -> Problem:
-    """The problem of a key, `given` with its value, that is none of `choices`."""
-    return Problem("not-a-choice", f"{given}: must be one of {', '.join(choices)}")
+def not_a_choice(assignment: str, choices: Sequence[str]) -> Problem:
+    """The problem that the value in `assignment`, a text KEY=VALUE, is none of `choices`."""
+    return Problem("not-a-choice", f"{assignment}: must be one of {', '.join(choices)}")
 
 
 def to_dict(config: Any) -> dict[str, Any]:
@@ -483,29 +483,29 @@ def fits_type(value: Any, annotation: Any) -> bool:
 
 def result_deciding(config: Config) -> dict[str, Any]:
     """Dotted keys and values of all keys that determine the final weights."""
-    # A rollback loads the newest checkpoint, so its step affects the weights.
-    also = [*ALSO_DECIDING]
+    # A rollback loads the newest checkpoint, so the steps that save one affect the weights.
+    extra = [*ALSO_DECIDING]
     if config.train.nonfinite == "rollback":
-        also += ["train.save_every", "train.save_every_tokens"]
+        extra += ["train.save_every", "train.save_every_tokens"]
     if config.optim.gradient_noise_like_batch:
-        also.append("log.noise_half_life_tokens")
-    return {key: value for key, _, value in fields_of(config) if key in also or not _is_in(key, IRRELEVANT_TO_RESULT)}
+        extra.append("log.noise_half_life_tokens")
+    return {key: value for key, _, value in fields_of(config) if key in extra or not _is_in(key, IRRELEVANT_TO_RESULT)}
 
 
 def hashed(deciding: dict[str, Any]) -> dict[str, Any]:
-    """What of `deciding`, the result of `result_deciding`, enters the hashes in names of cells and sweeps."""
+    """The part of a result of `result_deciding` that is hashed for the names of cells and sweeps."""
     return {key: value for key, value in deciding.items() if ALSO_DECIDING.get(key, ...) != value}
 
 
 def memory_key(config: Config) -> str:
     """A hash that is equal for runs whose steps need the same memory, so that they can share a micro-batch size."""
     deciding = {key: value for key, _, value in fields_of(config) if _is_in(key, DECIDING_MEMORY)}
-    # The first hashes were saved when there was one optimizer, and no ramp.
+    # Hashes from before ramps and other optimizers must stay equal.
     deciding = {key: value for key, value in deciding.items() if value is not None or "batch.ramp_" not in key}
     if config.optim.name != AdamWConfig.name:
         deciding["optim.name"] = config.optim.name
     if not getattr(config.optim, "momentum", True):
-        deciding["optim.momentum"] = 0  # without it some keep no state
+        deciding["optim.momentum"] = 0  # without momentum some optimizers keep no state
     if config.train.ema_half_life_tokens is not None:
         deciding["average"] = True
     if config.world.sharding != "none":
@@ -513,7 +513,7 @@ def memory_key(config: Config) -> str:
     if config.train.recomputed_every > 1:
         deciding["train.activation_checkpointing_every"] = config.train.recomputed_every
     if config.world.comm != "float32":
-        deciding["world.comm"] = config.world.comm  # a second copy of the gradients that are being sent
+        deciding["world.comm"] = config.world.comm  # needs a second copy of the gradients being sent
     return hashlib.sha256(json.dumps(deciding, sort_keys=True).encode()).hexdigest()[:16]
 
 

@@ -8,7 +8,7 @@ from gptexp.process.errors import ConfigError
 from gptexp.process.words import shown
 
 CONFIG_JSON, GENERATION_CONFIG_JSON = "config.json", "generation_config.json"
-# What a `GPT` is, and transformers can be told to change. A config.json without a key has this value.
+# Properties that every `GPT` has and that transformers can configure. A key that config.json lacks has this value.
 _FIXED = {
     "model_type": "gpt2",
     "activation_function": "gelu_new",  # the approximation by tanh
@@ -31,8 +31,8 @@ _SIZES = {
 def read_config_json(content: Mapping[str, Any]) -> ModelConfig:
     """The model that config.json describes, without dropout. Raises `ConfigError` for another architecture.
 
-    The size of the vocabulary stays as it is, also 50,257: rows added to a trained wte would have the logit 0, which is
-    far above GPT-2's own logits, so that the padding would get most of the probability.
+    The vocabulary is not padded, not even from 50,257: rows added to a trained wte would have the logit 0. That is far
+    above GPT-2's own logits, so the padding would get most of the probability.
     """
     for key, expected in _FIXED.items():
         value = content.get(key, expected)
@@ -48,7 +48,7 @@ def read_config_json(content: Mapping[str, Any]) -> ModelConfig:
 
 
 def checked_model(sizes: Mapping[str, Any], bias: Any) -> ModelConfig:
-    """The model of values that were read from a file. Raises `ConfigError` for one that there cannot be."""
+    """The model with these values, which were read from a file. Raises `ConfigError` for values that are illegal."""
     for key, value in sizes.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ConfigError(f"{key}={shown(value)}: must be a whole number above 0", "out-of-range")

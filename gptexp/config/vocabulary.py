@@ -6,7 +6,7 @@ from gptexp.config.schema import Config
 
 BYTES, CHARS = "bytes", "chars"
 
-# Tokenizer -> number of ids, including special tokens. Those of tiktoken's encodings: tiktoken_ext/openai_public.py.
+# Tokenizer -> number of ids, including special tokens. Source for tiktoken's: tiktoken_ext/openai_public.py.
 VOCAB_SIZES = {
     BYTES: 257,
     "gpt2": 50257,
@@ -22,7 +22,7 @@ NAMES = (*VOCAB_SIZES, CHARS)  # every other value of data.tokenizer is the path
 
 
 def padding_multiple(n_vocab: int) -> int:
-    """The number of which the rows of wte are a multiple: matrix products of other sizes are slow."""
+    """The rows of wte are padded to a multiple of this number, because matrix products of other sizes are slow."""
     return 128 if n_vocab >= 1024 else 64
 
 

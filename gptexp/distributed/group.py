@@ -16,8 +16,8 @@ from gptexp.process.errors import ConfigError, UnavailableError, UserError
 # Seconds added to NCCL's timeout, which aborts the process: gptexp must time out first to report which rank failed.
 NCCL_LATER_S = 30.0
 PREPARATION = timedelta(days=2)  # timeout of waiting for a rank that prepares data, decides or compiles
-# Ranks from which gloo connects two of them when they first exchange something. Otherwise each rank reads the addresses
-# of all others from the store, W² messages of 154 + 8 W bytes: 9 GB for 1,024 ranks.
+# From this number of ranks on, gloo connects two ranks when they first exchange something. Otherwise each of W ranks
+# reads the addresses of all others from the store: W² messages of 154 + 8 W bytes, 9 GB for 1,024 ranks.
 LAZY_FROM = 64
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0  # between two questions to the store
 
@@ -25,7 +25,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0  # between two questions to the store
 def connect(rank: Rank) -> dist.Store:
     """Connect to the key-value store of the launcher that started `rank`. *Collective.*
 
-    Raises `UnavailableError` if rank 0 cannot host it at the port that follows from SLURM's job.
+    Raises `UnavailableError` if rank 0 cannot host the store at the port derived from SLURM's job number.
     """
     place = rendezvous(rank)
     try:
@@ -80,7 +80,7 @@ def init_process_group(
 def _wait_for_all(store: dist.Store, world_size: int, heeds_signals: bool = False) -> None:
     """Wait until every rank is here. Each sends the store messages of constant size. *Collective.*
 
-    With `heeds_signals`, for rank 0, a signal ends the process meanwhile, and with it the store and the other ranks.
+    With `heeds_signals`, on rank 0, a signal ends the waiting process, and so the store and the other ranks.
     """
     if store.add("prepared", 1) == world_size:
         store.set("all prepared", "")
@@ -94,8 +94,8 @@ def _wait_for_all(store: dist.Store, world_size: int, heeds_signals: bool = Fals
 def wait_for(store: dist.Store, key: str, timeout_s: float = math.inf) -> bool:
     """Wait until another rank sets `key`. Returns whether it did within `timeout_s`.
 
-    In the store's own `wait`, Python would handle no signal, and each timeout prints warnings. This asks ever more
-    rarely: thousands of ranks may wait for one.
+    In the store's own `wait`, Python would handle no signal, and each timeout prints warnings. The pauses between
+    questions grow, because thousands of ranks may wait for one.
     """
     deadline, pause_s = time.monotonic() + timeout_s, FIRST_PAUSE_S
     while not store.check([key]):

@@ -45,7 +45,7 @@ def launcher_rank() -> Rank | None:
     if "RANK" not in env or "WORLD_SIZE" not in env:
         return None
     rank, world_size = int(env["RANK"]), int(env["WORLD_SIZE"])
-    # Under torchrun within a task, the ranks differ from the tasks, or TORCHELASTIC_RUN_ID is set.
+    # If a task has started torchrun, the ranks differ from the tasks, or TORCHELASTIC_RUN_ID is set.
     by_srun = (env["RANK"], env["WORLD_SIZE"]) == (task.get("RANK"), task.get("WORLD_SIZE"))
     return Rank(
         rank,
@@ -57,7 +57,7 @@ def launcher_rank() -> Rank | None:
 
 
 def without_launcher(environ: Mapping[str, str]) -> dict[str, str]:
-    """`environ` for a process that is no rank: libraries would join the ranks."""
+    """`environ` for a process that is no rank: with a launcher's variables, libraries in it would join the ranks."""
     return {name: value for name, value in environ.items() if not _LAUNCHERS.match(name)}
 
 
@@ -103,7 +103,7 @@ def rendezvous(rank: Rank) -> str:
     """The address of the ranks' store, as torch's `init_method`.
 
     torchrun sets MASTER_ADDR and MASTER_PORT, which torch reads. Under srun the first node of the job step hosts the
-    store, at a port derived from the job's number, below those that Linux gives to outgoing connections (32,768).
+    store, at a port derived from the job's number, below the ports of outgoing connections on Linux (from 32,768).
     """
     env = os.environ
     if not rank.by_srun:

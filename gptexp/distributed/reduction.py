@@ -56,9 +56,9 @@ class MeanReduction:
 
 
 class SplitReduction:
-    """FSDP2 averages the gradients over the ranks, of which each keeps its rows.
+    """FSDP2 averages the gradients over the ranks, and each rank keeps its rows.
 
-    It does so in the last micro-step, until which each rank keeps whole gradients, or in every micro-step.
+    It averages in every micro-step, or only in the last one: until then each rank keeps whole gradients.
     """
 
     keeps_gradients = False
@@ -87,7 +87,7 @@ class TreeReduction:
     def __init__(self, model: nn.Module, rank: Rank) -> None:
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._rank = rank
-        self._sums: list[list[torch.Tensor]] = []  # of completed subtrees whose neighbour is missing, largest first
+        self._sums: list[list[torch.Tensor]] = []  # of completed subtrees that wait for a neighbour, largest first
 
     @contextmanager
     def __call__(self, micro_step: int, grad_accum_steps: int) -> Iterator[int]:
@@ -123,6 +123,6 @@ def _add_over_ranks(gradients: list[torch.Tensor], rank: Rank) -> None:
             work.wait()
         mine += theirs  # a + b and b + a are equal to the last bit
         distance *= 2
-    # Copied into separate tensors: vectorised kernels may add in another order where a view begins.
+    # Copied into separate tensors: in a view, vectorised kernels may add in an order that depends on where it begins.
     for gradient, part in zip(gradients, mine.split([g.numel() for g in gradients]), strict=True):
         gradient.copy_(part.view_as(gradient))

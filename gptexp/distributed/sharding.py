@@ -2,7 +2,7 @@
 
 FSDP2 (Zhao et al. 2023, arXiv 2304.11277; stage 3 of Rajbhandari et al. 2020, arXiv 1910.02054) splits each parameter
 by its rows. The parameters of a module are whole only while it computes. Each rank updates its own rows as plain
-tensors: an optimizer whose update of a number depends on that number alone need not know of the split.
+tensors. An optimizer that updates each number by itself need not know of the split.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,7 +39,7 @@ class Parameters(Protocol):
         """Return the gradients of a step after its last backward pass. Each is then the `grad` of one of `named`."""
 
     def norm(self, own: Tensor) -> Tensor:
-        """Return the L2 norm over all ranks, given that of this rank's part, 0-dim. *Collective.*"""
+        """Return the L2 norm over all ranks, given the norm `own` of this rank's part; both 0-dim. *Collective.*"""
 
     def rows(self, name: str) -> slice:
         """Return which rows of the whole parameter `name` this rank has."""
@@ -47,7 +47,7 @@ class Parameters(Protocol):
     def watched(self, hook: Hook) -> AbstractContextManager[None]:
         """Return a context in which a backward pass calls `hook` with each gradient of this rank's own loss.
 
-        The gradient is then neither accumulated nor reduced.
+        `hook` gets the gradient before it is accumulated or reduced.
         """
 
 
@@ -84,7 +84,7 @@ class SplitParameters:
         self._parameters: dict[str, DTensor] = dict(model.named_parameters())  # type: ignore[arg-type]
         self.shapes = {name: p.shape for name, p in self._parameters.items()}
         self.named = {name: nn.Parameter(_local(p)) for name, p in self._parameters.items()}
-        # The whole tensors with which modules compute. FSDP2 frees and refills their memory, and they stay the same.
+        # The whole tensors with which modules compute. FSDP2 frees and refills their memory, but the objects stay.
         self._computing: dict[str, nn.Parameter] = {}
         for prefix, module in model.named_modules():
             if issubclass(type(module), FSDPModule):
@@ -93,7 +93,7 @@ class SplitParameters:
     def _remember(self, prefix: str, module: nn.Module, _inputs: object) -> None:
         if len(self._computing) < len(self.named):  # in the first forward pass
             for name, p in module.named_parameters(prefix):
-                if not hasattr(p, "device_mesh"):  # that of a block within the model is still split
+                if not hasattr(p, "device_mesh"):  # a parameter of a block within the model is still split
                     self._computing.setdefault(name, p)
 
     def gradients(self) -> list[Tensor]:
@@ -125,10 +125,10 @@ def split(
     dtype: torch.dtype,
     sent_as: torch.dtype = torch.float32,
 ) -> SplitParameters:
-    """Split the parameters of `model`, which is on the meta device, over all ranks. Their values are undefined then.
+    """Split the parameters of `model`, on the meta device, over all ranks. Their values are then undefined.
 
-    The parameters of one of `blocks` become whole together, and those outside of the blocks too: while `forward` or one
-    of `methods` runs. Modules compute with them in `dtype`; gradients are sent and summed as `sent_as`. *Collective.*
+    While `forward` or one of `methods` runs, parameters are whole: those of one of `blocks` together, and those outside
+    the blocks together. Modules compute in `dtype`; gradients are sent and summed as `sent_as`. *Collective.*
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
@@ -147,10 +147,10 @@ def split(
 
 
 def _forget_whole_parameters(model: Any, _inputs: object, _output: object) -> None:
-    """Of the parameters outside of the blocks, after a pass without gradients.
+    """Free the whole parameters outside of the blocks after a forward pass without gradients.
 
-    FSDP2 keeps them for a backward pass. Without one, the next forward pass would use them again, although the rows may
-    have changed: averaged weights take the place of those that are trained.
+    FSDP2 keeps them for a backward pass. If none follows, the next forward pass would use them again, although the rows
+    may have changed: in an evaluation, averaged weights take the place of the trained ones.
     """
     if not torch.is_grad_enabled():
         model.reshard()
@@ -158,7 +158,7 @@ def _forget_whole_parameters(model: Any, _inputs: object, _output: object) -> No
 
 @torch.no_grad()
 def _local(tensor: "DTensor | Tensor") -> Tensor:
-    """This rank's part of a DTensor, which shares its memory."""
+    """This rank's part of a DTensor, in the same memory."""
     local: Tensor = tensor.to_local()  # type: ignore[union-attr]
     return local
 

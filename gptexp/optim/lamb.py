@@ -9,7 +9,7 @@ from gptexp.process.fields import positive
 
 @dataclass
 class LambConfig(TwoMomentsConfig):
-    """LAMB (arXiv 1904.00962): Adam, scaled to the norm of each matrix; vectors by AdamW."""
+    """LAMB (arXiv 1904.00962): Adam's updates of matrices, scaled to each matrix's norm; AdamW for vectors."""
 
     needs = PYTORCH_OPTIMIZER
     decay_rates = ("beta1", "beta2")
@@ -33,5 +33,5 @@ class LambConfig(TwoMomentsConfig):
         lamb = Lamb(
             [matrices], self.lr, betas, eps=self.eps, weight_decouple=False, adam_debias=True, max_grad_norm=0.0
         )
-        lamb.clamp = math.inf  # 10 would cut the norms of most matrices of a GPT-2
+        lamb.clamp = math.inf  # the default, 10, would cut the norms of most matrices of a GPT-2
         return Joined(lamb, AdamW([vectors], self.lr, betas, self.eps))

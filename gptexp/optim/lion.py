@@ -8,7 +8,7 @@ from gptexp.process.fields import below_one
 
 @dataclass
 class LionConfig(TwoMomentsConfig):
-    """Lion (arXiv 2302.06675): the sign of a moment."""
+    """Lion (arXiv 2302.06675): the update is the sign of a moment."""
 
     needs = PYTORCH_OPTIMIZER
     is_like_adam = True

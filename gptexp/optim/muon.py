@@ -18,7 +18,7 @@ class MuonConfig(TwoMomentsConfig):
     momentum: float = below_one(0.95)  # decay rate of the average of the gradients
     nesterov: bool = True  # whether the update looks ahead by one more step of momentum
     ns_steps: int = ruled(5, lambda v: 0 < v < 100, "must lie in 1 to 99")  # Newton-Schulz iterations
-    eps: float = positive(1e-8)  # of AdamW: added to the square root of the second moment
+    eps: float = positive(1e-8)  # AdamW's: added to the square root of the second moment
 
     def build(self, groups: Groups, named: Named, fused: bool) -> Optimizer:
         from gptexp.optim.torch_optimizers import AdamW, Joined, Muon

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from gptexp.optim.base import PYTORCH_OPTIMIZER, Groups, Named, Optimizer, Shape, TwoMomentsConfig, optimizer_name
 from gptexp.process.fields import positive
 
-MOST_ROTATED = 10_000  # rows or columns of a matrix above which there is no eigenbasis for them
+MOST_ROTATED = 10_000  # no eigenbasis for a dimension of a matrix that is longer than this
 
 
 @dataclass
@@ -33,6 +33,6 @@ class SoapConfig(TwoMomentsConfig):
         )  # fmt: skip
 
     def scratch_numbers(self, shapes: Sequence[tuple[Shape, int]]) -> int:
-        """It updates one parameter after the other."""
+        """The numbers that the largest update needs: SOAP updates one parameter after the other."""
         rotated = [n * n for shape, _ in shapes for n in shape if n <= MOST_ROTATED and len(shape) > 1]
         return max(6 * max(math.prod(shape) for shape, _ in shapes), *rotated)

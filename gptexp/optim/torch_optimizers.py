@@ -17,7 +17,7 @@ for _method in (Optimizer.add_param_group, Optimizer.zero_grad, Optimizer.state_
 
 
 def _without_compiler(kind: type[Kind]) -> type[Kind]:
-    """`kind`, whose step does not import the compiler. Its decorator also disables gradients, as here."""
+    """A subclass of `kind` whose step does not import the compiler. As with torch's decorator, gradients are off."""
     return type(kind.__name__, (kind,), {"step": torch.no_grad()(inspect.unwrap(kind.step))})
 
 
@@ -26,7 +26,7 @@ Adafactor, Muon, SGD = _without_compiler(optim.Adafactor), _without_compiler(opt
 
 
 class Joined(Optimizer):
-    """Several optimizers for different parameters, as one: their groups and states are its own."""
+    """Several optimizers for different parameters, as one optimizer, which has all their groups and states."""
 
     def __init__(self, *parts: Optimizer) -> None:
         super().__init__([group for part in parts for group in part.param_groups], {})

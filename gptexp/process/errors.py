@@ -16,7 +16,7 @@ EXIT_DIVERGED = 5
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of the error's message, with the second where the first ends in a colon; else the type's name."""
+    """The first line of the error's text, with the second if the first ends in a colon; if empty, the type's name."""
     text = getattr(error, "strerror", None) or str(error)
     first, *rest = [line.strip() for line in text.splitlines() if line.strip()] or [type(error).__name__]
     return f"{first} {rest[0]}" if rest and first.endswith(":") else first
@@ -40,7 +40,7 @@ class UserError(ValueError):
     """Base of the errors that print as one line for each problem. `problems` holds these lines."""
 
     exit_code = EXIT_FAILED
-    default_code = "failed"  # of a line that names no rule of its own
+    default_code = "failed"  # code of a line that is given without one
 
     def __init__(self, problems: str | Sequence[str], code: str | None = None) -> None:
         if isinstance(problems, str):

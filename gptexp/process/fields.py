@@ -11,7 +11,7 @@ LIMIT = 2**63  # exclusive upper bound of counts: torch and numpy have 64-bit in
 
 
 def ruled(default: Any, holds: Callable[[Any], bool], rule: str, code: str = "out-of-range") -> Any:
-    """A key whose value must satisfy `holds` unless it is None; `rule` and `code` are those of the error."""
+    """A key whose value must satisfy `holds` unless it is None; `rule` and `code` go into the error."""
     return field(default=default, metadata={"rule": (holds, rule, code)})
 
 

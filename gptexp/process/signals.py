@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from gptexp.process.terminal import show_cursor, warn_at_once
 
-# By reason, in the order of the flags that the ranks exchange; `time` is train.max_minutes.
+# Reason of a stop -> exit code, in the order of the flags that the ranks exchange. `time` is train.max_minutes.
 EXIT_CODES = {"SIGINT": 130, "SIGUSR1": 138, "SIGTERM": 143, "time": 0}
 REASONS = tuple(EXIT_CODES)
 HANDLED = (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM)
@@ -30,7 +30,7 @@ SAME_REQUEST_S = 1.0
 
 
 def before_training(directory: Path | None) -> str:
-    """What a user is told if a signal ends a run before its first step; `directory` is the run's, once it has one."""
+    """The message if a signal ends a run before its first step. `directory` is the run's, once it has one."""
     return f"interrupted before the first step{'' if directory is None else f'; gptexp resume {directory} starts it'}"
 
 
@@ -55,9 +55,9 @@ def ignore_stops() -> None:
 
 
 def start_a_run() -> None:
-    """For `preexec_fn`, in a process that runs a `StopRequest`: die with the parent, and lose no signal.
+    """A `preexec_fn` for a process that has a `StopRequest`: the process dies with its parent and loses no signal.
 
-    Until `install` the signals are blocked. Without that, Python would print a traceback for an early SIGINT.
+    The signals are blocked until `install`. Otherwise Python would print a traceback for an early SIGINT.
     """
     at_parents_death(signal.SIGTERM)
     signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)
@@ -86,17 +86,17 @@ def deadline_after(max_minutes: float | None) -> float:
 class StopRequest:
     """Records the first SIGINT, SIGUSR1 or SIGTERM; the loop then stops after the running step.
 
-    A second signal ends the process at once. Before training has begun there is nothing to save, so the first signal
-    ends the process at once.
+    A second signal ends the process at once. Before training has begun there is nothing to save, so even the first
+    signal ends the process at once.
     """
 
     def __init__(self) -> None:
         self._signal: str | None = None  # name of the first signal
         self._received_at = 0.0
         self.deadline = float("inf")  # seconds of the monotonic clock
-        self.spare_s = 0.0  # time for a step and a checkpoint, which must be left before the deadline
+        self.spare_s = 0.0  # time that a step and a checkpoint need: the run stops this long before the deadline
         self.training = False  # whether there is a step to finish and something to save, see `begin`
-        self.announces = True  # whether it says that the first signal has come
+        self.announces = True  # whether it prints a line when the first signal comes
         self.promise = "the run stops after this step"
         self.directory: Path | None = None  # of the run, once it has a saved config
         self.record: Callable[[], object] = lambda: None  # writes that the run was interrupted, before an exit at once
@@ -109,8 +109,8 @@ class StopRequest:
     def install(self, ignore_sigint: bool) -> None:
         """Handle the signals from now on. A rank that gptexp launched ignores SIGINT: its parent handles Ctrl-C.
 
-        Until training begins, the other signals end such a rank without Python, which handles none while C++ waits for
-        the other ranks; these have ended too, and the wait would go on until the parent kills the rank.
+        Until training begins, the other signals end such a rank without a Python handler, which would not run while C++
+        code waits for other ranks. As these have ended too, the wait would last until the parent kills the rank.
         """
         self._silent = ignore_sigint
         for number in HANDLED:

@@ -20,12 +20,12 @@ from typing import Any, NoReturn, TextIO
 from gptexp.process.errors import EXIT_FAILED, ConfigError, UserError
 
 LAYOUT = "\n\t"  # control characters that may be printed
-# Control characters, bytes of a name that are not UTF-8, separators of lines, and those that reverse the direction.
+# Control characters, bytes that are not UTF-8, line separators, and characters that change the direction of text.
 _CONTROLS = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff\u2028-\u202e\u2066-\u2069\ufffe\uffff]")
-ERASE_LINE = "\r\x1b[2K"  # the line of the cursor, where another process on this terminal may draw a progress bar
+ERASE_LINE = "\r\x1b[2K"  # erases the cursor's line: another process on this terminal may draw a progress bar there
 NOWHERE = Path(os.devnull)
 SHOW_CURSOR = "\x1b[?25h"
-SPINS = 3000  # of a waiting thread of OpenMP
+SPINS = 3000  # how often a waiting OpenMP thread spins before it sleeps
 _people_read_stdout = True
 
 
@@ -39,13 +39,13 @@ def reserve_stdout(progress: str) -> None:
 def printable(text: str, keep: str = "") -> str:
     """`text` with a replacement for each character that could control a terminal or is not allowed in XML.
 
-    Names of files and texts of models may hold any character. Those in `keep` are left.
+    Names of files and texts of models may hold any character. The characters in `keep` stay.
     """
     return _CONTROLS.sub(lambda found: found[0] if found[0] in keep else "\ufffd", text)
 
 
 def as_command(arguments: Sequence[str]) -> str:
-    """A command of gptexp for a shell. The arguments may come from a stranger's file: none of them can end it."""
+    """A command of gptexp, quoted for a shell: no argument, even from a stranger's file, can end the command."""
     return printable(shlex.join(["gptexp", *arguments]))
 
 
@@ -65,9 +65,9 @@ def emit(line: str) -> None:
 
 
 def emit_part(text: str) -> None:
-    """Print a part of a text at once, and no newline; on a terminal without control characters.
+    """Print a part of a text at once, without a newline; on a terminal, also without control characters.
 
-    Unlike the other functions, it raises an error if stdout is closed or full: nothing but the text is of use.
+    Unlike the other functions, it raises an error if stdout is closed or full, because the text is the only result.
     """
     try:
         print(printable(text, LAYOUT) if sys.stdout.isatty() else text, end="", flush=True)
@@ -79,7 +79,7 @@ def emit_part(text: str) -> None:
 
 
 def emit_path(path: str) -> None:
-    """Print a path: for programs with the bytes that it has, on a terminal without control characters."""
+    """Print a path: to a terminal without control characters, to a program with its exact bytes."""
     if sys.stdout.isatty():
         emit(printable(path))
         return
@@ -94,7 +94,7 @@ def warn(line: str) -> None:
 
 
 def warn_at_once(line: str) -> None:
-    """`warn`, from a handler of signals: it may have interrupted a write to Python's buffers."""
+    """`warn` for a signal handler. It avoids Python's buffers, because the signal may have interrupted a write."""
     os.write(2, f"{ERASE_LINE if os.isatty(2) else ''}gptexp: {line}\n".encode())
 
 
@@ -140,7 +140,7 @@ def _discard_stdout() -> None:
 
 @contextmanager
 def output_to(path: Path) -> Iterator[None]:
-    """Write stdout and stderr to `path`: those of this process, of C++ code in it, and of processes that it starts."""
+    """Write stdout and stderr of this process to `path`, including its C++ code and the processes that it starts."""
     terminal = {number: os.dup(number) for number in (1, 2)}
     with path.open("w", buffering=1) as file, redirect_stdout(file), redirect_stderr(file):
         for number in terminal:
@@ -178,9 +178,9 @@ def report_errors() -> Iterator[None]:
 
 
 def _check_encodings() -> None:
-    """Raise `ConfigError` if Python decodes names of files in another encoding: other processes could not find them.
+    """Raise `ConfigError` unless Python decodes file names as UTF-8: other processes could not find the files.
 
-    Output in another encoding (PYTHONIOENCODING) has escapes for the characters that it lacks.
+    If stdout or stderr has another encoding (PYTHONIOENCODING), characters that it lacks are escaped.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper) and stream.encoding.lower() != "utf-8":
@@ -195,9 +195,9 @@ def _sleep_soon() -> None:
 
     OpenMP reads the environment when torch is imported, and processes that gptexp starts inherit it. In GNU's OpenMP,
     which torch's wheels for Linux have, a waiting thread spins for milliseconds. If another process holds the core of
-    one thread, the others spin at each of the hundreds of operations of a step, and keep their cores from everybody.
-    Measured on two cores only: beside two busy processes a step of model=bytes took 0.5 to 2.3 s, and 0.26 s with this
-    setting; alone it took about 45 ms with both, and 49 or more with 1,000 spins.
+    one thread, the others spin at each of the hundreds of operations of a step, and block their cores. Measured on two
+    cores only: beside two busy processes, a step of model=bytes took 0.5 to 2.3 s without this setting and 0.26 s with
+    it. Without other processes it took about 45 ms in both cases, and 49 ms or more with 1,000 spins.
     """
     if not os.environ.keys() & {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}:
         os.environ["GOMP_SPINCOUNT"] = str(SPINS)
@@ -212,7 +212,7 @@ def run_verb(verb: Callable[[list[str]], Any]) -> NoReturn:
 
 
 def print_error(error: UserError) -> None:
-    """Print a line for each problem. A code that says more than the kind of error stands at its end, in brackets."""
+    """Print a line for each problem. A code other than the error's default stands at its end, in brackets."""
     kind = "config error: " if isinstance(error, ConfigError) else ""
     for problem in error.problems:
         code = f" [{problem.code}]" if problem.code != error.default_code else ""

@@ -1,4 +1,4 @@
-"""`branch_from`: the checkpoint of another run that a run continues. Here it is found, before torch is loaded."""
+"""`branch_from`: finds the checkpoint of another run that a run continues, before torch is loaded."""
 
 import hashlib
 from contextlib import suppress
@@ -11,7 +11,7 @@ from gptexp.process.errors import CheckpointError, ConfigError
 from gptexp.process.words import shown
 from gptexp.storage import reader, run_dir
 
-MOST_NAMED = 8  # steps in an error
+MOST_NAMED = 8  # most steps that an error lists
 
 
 def find(branch_from: str | None) -> Parent | None:
@@ -53,7 +53,7 @@ def _refuse_no_run(given: str, directory: Path) -> None:
 
 
 def _of_checkpoint(path: Path, directory: Path, config: Config, steps: list[int]) -> Parent:
-    """Read what a checkpoint says of itself. Raises `CheckpointError`, or `ConfigError` if the config was edited."""
+    """The `Parent` at checkpoint `path`. Raises `CheckpointError`, or `ConfigError` if the run's config was edited."""
     try:
         manifest, state = reader.read_json(path / "manifest.json"), run_dir.read_state(path)
         files = [f"{name} {manifest[name][1]}" for name in sorted(manifest) if name != "state.json"]

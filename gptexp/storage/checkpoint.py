@@ -43,7 +43,7 @@ from gptexp.storage.run_dir import fsync, published, step_of
 from gptexp.storage.tensor_files import AVERAGE, MODEL, OPTIMIZER, Part, file_name
 
 MANIFEST, STATE = "manifest.json", "state.json"
-AVERAGED_TOKENS = "averaged_tokens"  # beside the averaged weights: tokens of the updates that they are of
+AVERAGED_TOKENS = "averaged_tokens"  # saved with the averaged weights: tokens of the updates that the average covers
 SPARE = 1.1  # required free disk space, as a multiple of the size of the tensors
 Parts = Mapping[str, Mapping[str, Part]]  # kind of file -> name -> this rank's part of the tensor
 
@@ -54,39 +54,39 @@ class TrainState:
 
     step: int = 0  # number of steps done, including skipped updates
     tokens: int = 0  # training tokens consumed
-    fingerprint: int = 0  # of the consumed windows of all ranks, modulo 2^64
+    fingerprint: int = 0  # sum of the hashes of all ranks' consumed windows, modulo 2^64
     val_loss: float | None = None  # of the newest evaluation, in nats per token
     val_loss_ema: float | None = None  # the same with the averaged weights
     best_val_loss: float | None = None
     evaluated_tokens: int = 0  # `tokens` at the newest evaluation
     seconds: float = 0.0  # training time of all attempts
     skipped_updates: int = 0  # number of updates skipped because the loss or gradient was non-finite
-    steps_passed_over: int = 0  # by rollbacks, whose data is not read again
-    tokens_passed_over: int = 0  # of those steps: a step reads what follows `tokens` + this many tokens
+    steps_passed_over: int = 0  # steps that rollbacks undid, whose data is not read again
+    tokens_passed_over: int = 0  # tokens of those steps; a step reads what follows `tokens` + this many tokens
     trend: LossTrend = field(default_factory=LossTrend)
     noise_scale: NoiseScale = field(default_factory=NoiseScale)
-    regular: bool = True  # False: saved before it was due, as the run stopped early or measured its sharpness
+    regular: bool = True  # False: saved before it was due, because the run stopped early or measured its sharpness
 
     def go_back(self, saved: "TrainState", steps: int, tokens: int) -> None:
-        """Restore the counters of an earlier checkpoint, and pass over the data that `steps` steps have read since.
+        """Restore the counters of an earlier checkpoint, and pass over the data that was read since.
 
-        `tokens` are those after these steps.
+        `steps` and `tokens`: how many were done until now, counted from the start of the run.
         """
         steps_passed_over = self.steps_passed_over + steps - saved.step
         tokens_passed_over = self.tokens_passed_over + tokens - saved.tokens
         for each in fields(self):
-            if each.name != "seconds":  # of all attempts, also of steps that were undone
+            if each.name != "seconds":  # includes the time of undone steps
                 setattr(self, each.name, getattr(saved, each.name))
         self.steps_passed_over, self.tokens_passed_over = steps_passed_over, tokens_passed_over
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the tensors of a checkpoint are, and what else is known of them."""
+    """The files that hold the tensors of a checkpoint, and the optimizer's counters."""
 
-    files: dict[str, int]  # kind -> the number of its files
-    split: bool  # each file has rows of each tensor
-    counts: list[dict[str, Any]]  # of each group of the optimizer
+    files: dict[str, int]  # kind -> number of files of this kind
+    split: bool  # whether the rows of each tensor are split among the files
+    counts: list[dict[str, Any]]  # counters of each of the optimizer's parameter groups
 
     @property
     def names(self) -> set[str]:
@@ -96,7 +96,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Tensors:
-    """The tensors that this rank saves, and where those of all ranks lie."""
+    """The tensors that this rank saves, and the layout of those of all ranks."""
 
     parts: Parts
     layout: Layout
@@ -107,8 +107,8 @@ class Keep:
     """The checkpoints that are kept when a new one is saved."""
 
     last: int = 0  # number of newest regular checkpoints; 0: all
-    every_tokens: int = 0  # the first regular one at or after each multiple; 0: none
-    best: bool = True  # the regular one with the lowest validation loss
+    every_tokens: int = 0  # also the first regular one at or after each multiple of this number; 0: none
+    best: bool = True  # also the regular one with the lowest validation loss
 
 
 def name_of(step: int) -> str:
@@ -124,13 +124,13 @@ def begin_to_save(
     about: dict[str, Any],
     group: dist.ProcessGroup | None = None,
 ) -> "Future[Path]":
-    """Begin to save the checkpoint of `state.step`, and then to remove those that `keep` does not select.
+    """Begin to save the checkpoint of `state.step`. After it is saved, remove those that `keep` does not select.
 
     Returns once this rank's `tensors` are copied. state.json contains `about` beside the counters. If several ranks
-    have parts, all of them call this at once, with a `group` that nothing else uses; the others do not.
+    have parts, exactly these ranks must call this, at the same time, with a `group` that nothing else uses.
 
-    The future's result is the path, once a thread has published it, of a rank other than 0 once it has written. Its
-    exception is a `StorageError`, after which earlier checkpoints are unchanged. Raises `StorageError` too.
+    The future's result is the checkpoint's path: on rank 0 when the checkpoint is published, on others when their files
+    are written. Its exception is a `StorageError`, which the call may also raise; earlier checkpoints stay unchanged.
     """
     target = directory / name_of(state.step)
     done: Future[Path] = Future()
@@ -147,9 +147,9 @@ def begin_to_save(
 
     def save() -> None:
         try:
-            of_ranks = _gathered(_write(unfinished, copies), group)
+            rank_results = _gathered(_write(unfinished, copies), group)
             if rank == 0:
-                _publish_all(unfinished, target, text, of_ranks)
+                _publish_all(unfinished, target, text, rank_results)
                 prune(directory, keep)
             done.set_result(target)
         except Exception as error:  # also if a rank is lost
@@ -162,7 +162,7 @@ def begin_to_save(
 
 
 def _write(unfinished: Path, copies: dict[str, dict[str, torch.Tensor]]) -> dict[str, list[Any]] | str:
-    """Write this rank's files, and free each when it is written. Returns the size and hash of each; or why it failed.
+    """Write this rank's files, and free the copies of each as it is written. Returns sizes and hashes, or the error.
 
     It raises nothing, so that every rank reaches the collective that follows.
     """
@@ -173,7 +173,7 @@ def _write(unfinished: Path, copies: dict[str, dict[str, torch.Tensor]]) -> dict
 
 
 def _gathered(own: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """The values of all ranks of `group`, on its rank 0."""
+    """On rank 0 of `group`, the values of all its ranks."""
     if group is None:
         return [own]
     values: list[Any] = [None] * dist.get_world_size(group)
@@ -181,10 +181,10 @@ def _gathered(own: Any, group: dist.ProcessGroup | None) -> list[Any]:
     return values
 
 
-def _publish_all(unfinished: Path, target: Path, text: str, of_ranks: Sequence[dict[str, list[Any]] | str]) -> None:
-    """Publish what the ranks have written, if all have. Raises `OSError`."""
+def _publish_all(unfinished: Path, target: Path, text: str, results: Sequence[dict[str, list[Any]] | str]) -> None:
+    """Publish what the ranks have written. Raises `OSError`, also if a rank has failed."""
     files: dict[str, list[Any]] = {}
-    for written in of_ranks:
+    for written in results:
         if isinstance(written, str):
             raise OSError(written)
         files |= written
@@ -193,15 +193,15 @@ def _publish_all(unfinished: Path, target: Path, text: str, of_ranks: Sequence[d
 
 def _shared(decide: Callable[[], Path | None], group: dist.ProcessGroup | None) -> Path | None:
     """What rank 0 of `group` decides. Raises its `StorageError` on all ranks."""
-    found: list[Any] = [None]
+    decisions: list[Any] = [None]
     if group is None or dist.get_rank(group) == 0:
         try:
-            found = [decide()]
+            decisions = [decide()]
         except StorageError as error:
-            found = [error]
+            decisions = [error]
     if group is not None:
-        dist.broadcast_object_list(found, group=group)
-    [decided] = found
+        dist.broadcast_object_list(decisions, group=group)
+    [decided] = decisions
     if isinstance(decided, StorageError):
         raise decided
     return None if decided is None else Path(decided)
@@ -224,7 +224,7 @@ def _make_room(target: Path, size: int) -> Path | None:
 
 
 def _begin(target: Path) -> Path:
-    """Make a new directory beside `target`. A rank that a lost attempt has left behind may still write in another."""
+    """Make a new directory beside `target`. A rank left behind by a lost attempt may still write to an older one."""
     unfinished = target.with_name(f".tmp-{target.name}-{time.time_ns()}")
     unfinished.mkdir()
     return unfinished
@@ -239,10 +239,10 @@ def _not_saved(path: Path, why: str) -> StorageError:
 
 
 def adopt(source: Path, directory: Path, about: dict[str, Any]) -> tuple[Path, TrainState]:
-    """Make checkpoint `source` of another run the first one in `directory`, with `about` in place of its own.
+    """Copy checkpoint `source` of another run to `directory`, as the first one there, with `about` in place of its own.
 
-    The time spent is not taken over: it is that of the other run. Raises `CheckpointError` if it is damaged, and
-    `StorageError` if it cannot be saved.
+    The training time starts at 0, because it was spent by the other run. Raises `CheckpointError` if `source` is
+    damaged, and `StorageError` if the copy cannot be saved.
     """
     state = load_state(source)
     state.seconds = 0.0
@@ -261,9 +261,9 @@ def adopt(source: Path, directory: Path, about: dict[str, Any]) -> tuple[Path, T
 
 
 def _publish(unfinished: Path, target: Path, text: str, files: Mapping[str, list[Any]]) -> None:
-    """Complete the checkpoint in `unfinished` with `text` as state.json, and rename it.
+    """Complete the checkpoint in `unfinished` with `text` as state.json, and rename it to `target`.
 
-    `files`: the sizes and hashes of the files of tensors, which are on the disk.
+    `files`: the sizes and hashes of the files of tensors, which are on the disk already.
     """
     data = text.encode()
     (unfinished / STATE).write_bytes(data)
@@ -283,7 +283,7 @@ def load_latest(directory: Path, regular: bool = False) -> tuple[Path, TrainStat
     """Find the newest intact checkpoint. Returns its path and state, or None if there is none to consider.
 
     With `regular`, only checkpoints that were due are considered, so that interruptions do not change the result.
-    Prints a line for each newer checkpoint that is damaged. Raises `CheckpointError` if damaged ones are all there is.
+    Prints a line for each newer checkpoint that is damaged. Raises `CheckpointError` if some are, and none is usable.
     """
     rejected = []
     for path in published(directory):
@@ -310,10 +310,10 @@ def load_state(path: Path) -> TrainState:
 
 def newest(directory: Path) -> tuple[Path, TrainState]:
     """`load_latest` for a run that must have a checkpoint. Raises `CheckpointError` if there is none."""
-    found = load_latest(directory)
-    if found is None:
+    latest = load_latest(directory)
+    if latest is None:
         raise CheckpointError(f"{directory}: no checkpoint has been saved yet")
-    return found
+    return latest
 
 
 def set_aside(directory: Path, newer_than: int) -> None:
@@ -335,14 +335,14 @@ def remove_leftovers(directory: Path) -> None:
 def refuse_other_size(path: Path, parameters: int) -> None:
     """Raise `CheckpointError` unless checkpoint `path` has as many parameters, before a model of that size is built.
 
-    Of a split one only the first file is read, which has the most.
+    Of a split checkpoint only the first file is read: no other file has more parameters.
     """
     count = layout_of(path).files[MODEL]
     file = path / file_name(MODEL, 0, count)
     first = tensor_files.size(file)
     if first != parameters if count == 1 else not first <= parameters <= first * count:
-        has, of = counted(first, "parameter"), f" in 1 of {count} files" if count > 1 else ""
-        raise CheckpointError(f"{file}: does not fit the model (it has {has}{of}, not {parameters:,})")
+        number, place = counted(first, "parameter"), f" in 1 of {count} files" if count > 1 else ""
+        raise CheckpointError(f"{file}: does not fit the model (it has {number}{place}, not {parameters:,})")
 
 
 def layout_of(path: Path) -> Layout:
@@ -386,7 +386,7 @@ def read_tensors(file: Path) -> dict[str, torch.Tensor]:
 
 
 def has_state(path: Path) -> bool:
-    """Whether checkpoint `path` has a state of the optimizer. Most have none if all updates before it were skipped."""
+    """Whether checkpoint `path` has optimizer state. Most optimizers have none until an update that is not skipped."""
     values, layout = read_json(path / STATE), layout_of(path)
     if values["skipped_updates"] < values["step"]:
         return True
@@ -407,9 +407,9 @@ def _checked(path: Path, hashes: bool = True) -> TrainState:
             raise CheckpointError(f"{MANIFEST} does not list the files of a checkpoint")
         for name in files:
             size, digest = files[name]
-            found = (path / name).stat().st_size
-            if found != size:
-                raise CheckpointError(f"{name} has {counted(found, 'byte')}, and {MANIFEST} says {shown(size)}")
+            actual_size = (path / name).stat().st_size
+            if actual_size != size:
+                raise CheckpointError(f"{name} has {counted(actual_size, 'byte')}, and {MANIFEST} says {shown(size)}")
             if hashes and _sha256(path / name) != digest:
                 raise CheckpointError(f"{name} has changed since it was saved (sha256 differs)")
         name = STATE
@@ -459,9 +459,9 @@ def complete(directory: Path) -> dict[Path, TrainState]:
 
 
 def selected(states: dict[Path, TrainState], keep: Keep) -> set[Path]:
-    """Those of the checkpoints `states`, newest first, that `keep` selects among the regular ones, and the newest.
+    """The newest of the checkpoints `states` (newest first), and the regular ones that `keep` selects.
 
-    So which regular checkpoints are kept does not depend on interruptions and measurements of the sharpness.
+    So interruptions and measurements of the sharpness do not affect which regular checkpoints are kept.
     """
     if not keep.last:
         return set(states)

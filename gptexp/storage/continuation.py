@@ -20,8 +20,8 @@ def check_free(directory: Path, config: Config) -> Literal["new", "unfinished", 
 def check_same(directory: Path, config: Config) -> Literal["new", "unfinished", "completed"]:
     """State of the run of `config` in `directory`.
 
-    Raises `ConfigError` if the directory or its newest checkpoint belongs to another config, or if a new run has an
-    `init_from` that is not a run of the same model; `CheckpointError` if that run has no checkpoint.
+    Raises `ConfigError` if the directory or its newest checkpoint belongs to another config, or if a new run's
+    `init_from` is missing or for another model. Raises `CheckpointError` if `init_from` is a run without checkpoints.
     """
     for below in (".", run_dir.HYDRA, run_dir.PROFILE):
         run_dir.refuse_links(directory / below)
@@ -54,15 +54,15 @@ def check_same(directory: Path, config: Config) -> Literal["new", "unfinished", 
 
 
 def _has_moved(directory: Path, config: Config) -> bool:
-    """Whether the run in `directory` branched from the checkpoint that `config` names, which lay elsewhere then."""
+    """Whether the run in `directory` branched from the checkpoint that `config` names by another path."""
     parent, begun = branch.find(config.branch_from), run_dir.read_json(directory / run_dir.SUMMARY).get("branched_from")
     return parent is not None and isinstance(begun, dict) and begun.get("checkpoint") == parent.identity
 
 
 def _chosen_vocab_size(directory: Path, config: Config, before: Config, trained: dict[str, Any]) -> int | str:
-    """What `model.vocab_size=auto` in `config` is in a directory with the run of the config `before`.
+    """What `model.vocab_size=auto` in `config` becomes in a directory whose run has the config `before`.
 
-    It follows from the tokenizer, which is compared with the earlier one, and from the data, which are compared later.
+    The size depends on the tokenizer, which `check_same` compares, and on the data, which are compared later.
     """
     if run_dir.load_config(directory).model.vocab_size != AUTO and config.data.tokenizer in VOCAB_SIZES:
         return padded(VOCAB_SIZES[config.data.tokenizer])

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-SMOOTHING = 0.0025  # share of the run: half-life of the moving average
-SMOOTHING_STEPS = 5  # minimum of the half-life
-PATIENCE = 0.01  # share of the run: time above the limit after which the run has diverged
-PATIENCE_STEPS = 20  # minimum of that time
+SMOOTHING = 0.0025  # half-life of the moving average, as a share of the run
+SMOOTHING_STEPS = 5  # minimum of the half-life, in steps
+PATIENCE = 0.01  # time above the limit after which a run has diverged, as a share of the run
+PATIENCE_STEPS = 20  # minimum of that time, in steps
 ABOVE_A_GUESS = 1.0  # nats: a run that ends so far above the loss of a uniform guess has learned nothing
 
 
@@ -23,7 +23,7 @@ class LossTrend:
     smoothed: float | None = None  # exponential moving average; None before the first step
     lowest: float | None = None  # minimum of `smoothed`
     steps_above: int = 0  # consecutive steps with `smoothed` above the limit
-    tokens_above: int = 0  # of these steps
+    tokens_above: int = 0  # tokens of these steps
 
     def diverged(self, loss: float, step_tokens: int, run_tokens: int, nats: float | None) -> bool:
         """Update with a step's loss and return whether the run of `run_tokens` has diverged. `nats` None: never."""
@@ -42,7 +42,7 @@ class LossTrend:
 def counts_as_diverged(status: str, final_loss: float | None, config: Mapping[str, Any]) -> bool:
     """Whether a run has diverged, or has completed with a loss, in nats, far above that of a uniform guess.
 
-    `final_loss` is None of a run that has not completed. `config`: dotted key -> value.
+    `final_loss` is None for a run that has not completed. `config`: dotted key -> value.
     """
     if status == "diverged" or final_loss is None:
         return status == "diverged"

@@ -15,7 +15,7 @@ from gptexp.process.words import shown
 
 CONFIG_FILES = ["config.json", "vocab.json", "tokenizer.json", "tokenizer_config.json", "merges.txt"]
 WEIGHT_FILES = ["model*.safetensors", "model.safetensors.index.json"]
-OLD_WEIGHT_FILES = ["pytorch_model*.bin", "pytorch_model.bin.index.json"]  # of a model without those
+OLD_WEIGHT_FILES = ["pytorch_model*.bin", "pytorch_model.bin.index.json"]  # of a model without safetensors
 
 
 def require(given: str) -> None:
@@ -25,7 +25,7 @@ def require(given: str) -> None:
 
 
 def check_name(repository: str) -> None:
-    """Raise `ConfigError` if --push cannot upload to the model `repository`, as far as can be said without the hub."""
+    """Raise `ConfigError` if --push cannot upload to the model `repository`, as far as can be told offline."""
     require(f"--push {repository}")
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
@@ -39,9 +39,9 @@ def check_name(repository: str) -> None:
 
 
 def upload_model(directory: Path, repository: str, private: bool) -> str:
-    """Upload the files in `directory` to the model `repository`, which is made if it is new. Returns a line on it.
+    """Upload the files in `directory` to the model `repository`, and create it if it is new. Returns a line about it.
 
-    Raises `StorageError`; the files stay.
+    Raises `StorageError`; the local files stay in any case.
     """
     from huggingface_hub import HfApi
 
@@ -60,9 +60,9 @@ def upload_model(directory: Path, repository: str, private: bool) -> str:
 
 @cache
 def download_model(given: str, repository: str, revision: str | None, weights: bool) -> Path:
-    """The directory with config.json of the model `repository`, and with its `weights` if asked to.
+    """Download config.json of the model `repository`, and its weights if `weights`. Returns their directory.
 
-    What has been downloaded before is in the hub's own cache and is used without a network. Raises `ConfigError`.
+    Files that were downloaded before come from the hub's own cache, without a network. Raises `ConfigError`.
     """
     require(given)
     from huggingface_hub import snapshot_download
@@ -75,15 +75,15 @@ def download_model(given: str, repository: str, revision: str | None, weights: b
         return Path(snapshot_download(repository, revision=revision, allow_patterns=[*CONFIG_FILES, *patterns]))
 
     try:
-        found = download(WEIGHT_FILES if weights else [])
-        if weights and not any(found.glob("model*.safetensors")):
-            found = download(OLD_WEIGHT_FILES)
+        directory = download(WEIGHT_FILES if weights else [])
+        if weights and not any(directory.glob("model*.safetensors")):
+            directory = download(OLD_WEIGHT_FILES)
     except Exception as error:  # of the network and of the hub
         raise ConfigError(
             f"{given}: no such path here, and the hub's model {repository} cannot be had "
             f"({type(error).__name__}: {first_line(error)}); without a network: hf download {repository} on another "
             "machine, and give the directory"
         ) from None
-    if not (found / CONFIG_FILES[0]).is_file():
+    if not (directory / CONFIG_FILES[0]).is_file():
         raise ConfigError(f"{given}: the hub's model {repository} has no config.json; give another")
-    return found
+    return directory

@@ -1,7 +1,7 @@
 """`init_from`: where the first weights of a run come from, and the model that they are for.
 
 They come from another run, from a directory or a repository of the hub with transformers' GPT-2, or from a checkpoint
-of nanoGPT. Here is what can be said before torch is loaded; run/first_weights.py reads the weights.
+of nanoGPT. This file checks what can be checked before torch is loaded; run/first_weights.py reads the weights.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from gptexp.process.words import shown
 from gptexp.storage import run_dir
 from gptexp.storage.reader import read_json
 
-MOST_UNUSED = 1023  # rows of wte without an id: more are no padding, the weights are for another tokenizer
+MOST_UNUSED = 1023  # most rows of wte without an id: with more, the weights are for another tokenizer
 _ALIASES = {"r50k_base": "gpt2"}  # the same ids
 
 
@@ -26,10 +26,10 @@ _ALIASES = {"r50k_base": "gpt2"}  # the same ids
 class Source:
     """A place with weights, on this machine."""
 
-    given: str  # what names it, for errors
+    given: str  # the setting that names it, for errors
     kind: Literal["run", "transformers", "nanogpt"]
-    path: Path  # a directory; of nanoGPT a file
-    checkpoint: Path | None = None  # of a run, once it has been chosen
+    path: Path  # a directory; for nanoGPT, a file
+    checkpoint: Path | None = None  # the run's checkpoint, once it is chosen
 
     def model(self) -> ModelConfig:
         """The model that the weights are for, without dropout. Raises `ConfigError` or `CheckpointError`."""
@@ -42,9 +42,9 @@ class Source:
 
 
 def find(name: str, given: str, weights: bool = False) -> Source:
-    """Find the weights `name`. Of a model on the hub, downloads config.json, and the `weights` if asked to.
+    """Find the weights `name`. If they are on the hub, download config.json, and with `weights` also the weights.
 
-    Errors begin with `given`. Raises `ConfigError` if there is nothing, or if the hub is asked in vain.
+    Errors begin with `given`. Raises `ConfigError` if there are no such weights, or if the download fails.
     """
     if is_hub_model(name):
         from gptexp.storage import hub  # imports huggingface_hub, which takes half a second
@@ -93,9 +93,9 @@ def check(config: Config, init_from: str) -> None:
 
 
 def check_tokenizer(config: Config, source: Source) -> None:
-    """Raise `ConfigError` if the names of the tokenizers say that `source` is a run with other ids.
+    """Raise `ConfigError` if `source` is a run whose tokenizer, by its name, has other ids.
 
-    Characters and files are compared once the text is tokenised: `run.first_weights.refuse_other_ids`.
+    Tokenizers of characters or from files are compared after tokenisation: `run.first_weights.refuse_other_ids`.
     """
     if source.kind != "run":
         return
@@ -135,7 +135,7 @@ def _of_transformers(directory: Path) -> ModelConfig:
 
 
 def _of_nanogpt(path: Path) -> ModelConfig:
-    from gptexp.storage.weight_files import read_nanogpt  # only here: a config is refused without waiting for torch
+    from gptexp.storage.weight_files import read_nanogpt  # imports torch, for which other checks do not wait
 
     args, _ = read_nanogpt(path, "meta")
     sizes = {key: args.get(key) for key in ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")}

@@ -1,4 +1,4 @@
-"""Which runs and sweeps lie below a directory, where a new one may lie, and how much disk they take. It only reads."""
+"""Finds runs and sweeps below a directory, their size on disk, and where a new one may lie. Only reads."""
 
 import os
 from collections.abc import Callable
@@ -30,7 +30,7 @@ def find(directory: Path) -> list[Path]:
 
 
 def is_not_there_yet(directory: Path) -> bool:
-    """Whether `directory` is the default, not one that was given, and no run has created it yet."""
+    """Whether `directory` is the default (`OUTPUTS` itself, not a given path), and no run has created it yet."""
     return directory is OUTPUTS and not os.path.lexists(directory)
 
 
@@ -46,15 +46,15 @@ def cells(sweep: Path) -> list[Path]:
 def runs_together(directory: Path) -> list[Path]:
     """The cells of a sweep, or the runs in a folder that holds nothing else, such as a sweep without its sweep.json.
 
-    Raises `ConfigError` if there is none, or if runs and sweeps that were started one by one lie below `directory`.
+    Raises `ConfigError` if there is none, or if `directory` is a folder with sweeps, or with runs in deeper folders.
     """
     if not is_sweep(directory) and any(is_sweep(path) or path.parent != directory for path in find(directory)):
         ls = as_command(["ls", str(directory)])
         raise ConfigError(
             f"{directory}: holds runs and sweeps, and is none itself; give one of them; `{ls}` lists them"
         )
-    if found := cells(directory):
-        return found
+    if runs := cells(directory):
+        return runs
     raise ConfigError(f"{directory}: contains no run; give the directory of a run or a sweep")
 
 

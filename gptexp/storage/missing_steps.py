@@ -9,10 +9,10 @@ def missing_steps(logged: Sequence[int], end: int, log_every: int, first: int = 
     """Return the ranges of steps from `first` to before `end` that should have a line and have none.
 
     `logged` holds the steps that have one, in the order of the lines. A run may have been resumed with another
-    `train.log_every`, so a distance between two lines is regular if it is as large as the one before or after it. So a
-    single line that was cut next to another such one is not found.
+    `train.log_every`. So a distance between two lines counts as regular if a neighbouring distance is as large, and of
+    two equal gaps with one line between them, neither is found.
     """
-    due = -(-first // log_every) * log_every  # the first step that is logged; a branch begins between two of them
+    due = -(-first // log_every) * log_every  # the first logged step; a branch may begin between two logged steps
     if not logged:
         return [range(first, end)] if end > due else []
     distances = [after - before for before, after in zip(logged, [*logged[1:], end], strict=True)]

@@ -16,11 +16,11 @@ import yaml
 from yaml.composer import Composer
 
 MAX_BYTES = 64 << 20  # the largest legitimate file, the manifest of 10^12 tokens, has 2 MB
-INTEGER_LIMIT = 2**64  # of its absolute value: fingerprints have 64 bits
+INTEGER_LIMIT = 2**64  # exclusive limit of the absolute value: fingerprints have 64 bits
 
 
 def open_text(path: Path, errors: str = "strict") -> TextIO:
-    """Open a regular file of text in UTF-8; `errors` is that of `open`. Raises `OSError`."""
+    """Open a regular file of text in UTF-8; `errors` is as for `open`. Raises `OSError`."""
     try:
         # Without O_NONBLOCK, opening a pipe would wait for its writer.
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -72,7 +72,7 @@ def _bounded(text: str) -> int:
     return value
 
 
-# `json.loads` would build it for each call, which takes a quarter of the time of a line of metrics.
+# Built once: `json.loads` would build it in each call, which takes a quarter of the time to read a line of metrics.
 _DECODER = json.JSONDecoder(parse_constant=_refuse, parse_float=_finite, parse_int=_bounded)
 
 
@@ -102,7 +102,7 @@ class _PlainComposer(Composer):  # type: ignore[misc]  # yaml has no types
 
 
 class _FastLoader(_PlainComposer, _FastSafeLoader):  # type: ignore[misc, valid-type]
-    """The composer is yaml's own, in Python: libyaml's composer crashes the process on a deeply nested text."""
+    """libyaml's parser with yaml's Python composer: libyaml's composer crashes the process on deeply nested text."""
 
     def __init__(self, text: str) -> None:
         _PlainComposer.__init__(self)
@@ -110,7 +110,7 @@ class _FastLoader(_PlainComposer, _FastSafeLoader):  # type: ignore[misc, valid-
 
 
 class _PlainLoader(_PlainComposer, yaml.SafeLoader):  # type: ignore[misc]
-    """The same in Python alone."""
+    """The same loader, in Python only."""
 
     def __init__(self, text: str) -> None:
         _PlainComposer.__init__(self)

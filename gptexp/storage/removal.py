@@ -1,9 +1,9 @@
-"""Removes whole runs and sweeps. Only files that gptexp writes are removed; any other file refuses the whole directory.
+"""Removes whole runs and sweeps. A directory that holds a file not written by gptexp is refused, and stays whole.
 
 The locks of a directory are held while it is removed, so that no run and no sweep begins in it. It is first renamed to
-`.removed-<number>` beside it, and then emptied file by file. One rename is atomic: a kill leaves either the whole run
-under its name or a hidden directory that no command takes for a run, and that `gptexp rm --unneeded-checkpoints`
-removes. The name of the run is not part of the new one, because a sweep looks for its cells by the end of their names.
+`.removed-<number>` in the same folder, and then emptied file by file. The rename is atomic. So a kill leaves either the
+whole run under its name, or a hidden directory, which no command takes for a run. `gptexp rm --unneeded-checkpoints`
+removes that. The run's name is not part of the new one, because a sweep finds its cells by the end of their names.
 """
 
 import re
@@ -26,7 +26,7 @@ from gptexp.storage.reader import open_text, parse_json, read_json, read_yaml
 REMOVED = re.compile(r"\.removed-\d+")  # name of a directory that is being removed
 DATE = re.compile(r"\d{4}-\d\d-\d\d")  # name of the folder of a day's runs
 CELL = re.compile(r"(.*-)?[0-9a-f]{8}")
-_TEMPORARY = r"[a-z0-9_]{8}"  # end of the name of a file that a killed process was writing
+_TEMPORARY = r"[a-z0-9_]{8}"  # end of a temporary file's name; a killed process leaves such files
 _CHECKPOINT = r"checkpoints/(\.tmp-|\.del-|rejected-\d+-)?step-\d{8,}(-\d+)?"
 _WANDB_RUN = r"wandb/(offline-)?run-\d{8}_\d{6}-"
 _REPORT = r"report\.html|report\.json|cells\.csv|effective\.json|wandb\.json"
@@ -59,11 +59,11 @@ class Removal:
     """What `gptexp rm` removes from one place."""
 
     place: Path  # a run, a sweep, or the folder in which a removal was killed
-    status: str  # of the run
+    status: str  # the run's status, or what the place is, in words
     size: int  # bytes
-    remove: Callable[[], int]  # returns the bytes that are free afterwards; raises `UserError`
-    checkpoints: str = ""  # those removed, in words, if the run stays
-    stay: str = ""  # and those that stay
+    remove: Callable[[], int]  # returns the number of freed bytes; raises `UserError`
+    checkpoints: str = ""  # if the run stays: the checkpoints that are removed, in words
+    stay: str = ""  # if the run stays: the checkpoints that stay, in words
 
 
 def whole_removals(directories: list[Path]) -> list[Removal]:
@@ -84,7 +84,7 @@ def _remove(place: Path, size: int) -> int:
 
 
 def _without_links_above(path: Path) -> Path:
-    """The absolute path, of which only the last part may be a link."""
+    """The absolute path with all links resolved, except in its last part."""
     path = path.absolute()
     return path.resolve() if path.name == ".." else path.parent.resolve() / path.name
 
@@ -117,19 +117,19 @@ def starting_from(directory: Path) -> list[Path]:
     outputs = directory.parent
     if DATE.fullmatch(outputs.name) or is_sweep(outputs):
         outputs = outputs.parent
-    found = []
+    dependents = []
     for run in (run for path in find(outputs) for run in (cells(path) if is_sweep(path) else [path])):
         with suppress(ConfigError, CheckpointError):
             config = run_dir.load_config(run)
             start = run_and_step(config.branch_from)[0] if config.branch_from else config.init_from
             is_needed = start and Path(start).resolve().is_relative_to(directory.resolve())
             if is_needed and not run_dir.published(run / run_dir.CHECKPOINTS):
-                found.append(run)
-    return found
+                dependents.append(run)
+    return dependents
 
 
 def remove(directory: Path) -> None:
-    """Remove a run or a sweep. Raises as `check_removable` does, and then nothing is removed, or `StorageError`."""
+    """Remove a run or a sweep. Raises as `check_removable` does, before anything is removed, or `StorageError`."""
     check_removable(directory)
     hidden = directory.with_name(f".removed-{time.time_ns()}")
     with _held(directory):
@@ -153,7 +153,7 @@ def remove(directory: Path) -> None:
 
 @contextmanager
 def _held(directory: Path) -> Iterator[None]:
-    """Hold the locks of a run, or that of a sweep: no command begins a cell without it. Raises `InUseError`."""
+    """Hold the locks of a run, or a sweep's lock, without which no command begins a cell. Raises `InUseError`."""
     with ExitStack() as locks:
         if is_sweep(directory):
             locks.enter_context(run_dir.lock_sweep(directory, alone=True))
@@ -172,7 +172,7 @@ def _check_files(directory: Path) -> None:
 def remove_files(directory: Path, root: Path | None = None) -> None:
     """Remove a directory with the files that gptexp has written in it; `root` is the run that it belongs to.
 
-    Raises `OSError`, or `ConfigError` for another file. That file stays, because only an empty directory is removed.
+    Raises `OSError`, or `ConfigError` for any other file. Such a file stays: only an empty directory is removed.
     """
     for path in known_paths(directory, root):
         if path.is_dir() and not path.is_symlink():
@@ -183,9 +183,9 @@ def remove_files(directory: Path, root: Path | None = None) -> None:
 
 
 def known_paths(directory: Path, root: Path | None = None) -> Iterator[Path]:
-    """The files and folders in a run, in a sweep, or in a folder of the run `root`; a folder follows its content.
+    """Yield the files and folders in a run, in a sweep, or in a folder of the run `root`; a folder after its content.
 
-    Raises `ConfigError` for one that gptexp does not write.
+    Raises `ConfigError` for a file or folder that gptexp does not write.
     """
     root = root or directory
     return _known_paths(root, directory, _SWEEP if is_sweep(root) else _RUN)
@@ -206,7 +206,7 @@ def _known_paths(root: Path, folder: Path, files: re.Pattern[str]) -> Iterator[P
 
 
 def _sorted(folder: Path) -> list[Path]:
-    """The content of a folder; sweep.json, which says what the others are, is the last."""
+    """The content of a folder, sorted; sweep.json is last, because it says what the others are."""
     try:
         return sorted(folder.iterdir(), key=lambda path: (path.name == run_dir.SWEEP, path.name))
     except OSError as error:

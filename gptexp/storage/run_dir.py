@@ -8,7 +8,7 @@ checkpoints/     step-%08d/, each published by one rename
 profile/         traces of train.profile
 events.out.tfevents.*
                  what TensorBoard shows, if log.tensorboard is set
-.mark-*          shows at the start of several ranks that all nodes see the directory
+.mark-*          file by which several ranks check, at the start, that all nodes see the directory
 .lock            lock of the process that starts the run
 .lock-rank0      lock of the rank that writes; a run is alive while one of the two locks is held
 .lock-sweep      lock of the sweep that runs this cell, also shortly before and after the run
@@ -16,7 +16,7 @@ output.log       output of a cell that does not have the terminal for itself
 
 In the directory of a sweep:
 sweep.json       its cells and their common settings
-.lock-commands   lock that the commands which run the sweep share, from their start to their end
+.lock-commands   lock that all commands share while they run the sweep
 """
 
 import fcntl
@@ -46,15 +46,15 @@ from gptexp.storage import reader
 
 CONFIG = "config.yaml"
 EFFECTIVE = "effective.json"
-TOKENIZER = "tokenizer.json"  # of a run whose vocabulary is not part of gptexp
+TOKENIZER = "tokenizer.json"  # the run's copy of a vocabulary that is not part of gptexp
 METRICS = "metrics.jsonl"
 SUMMARY = "summary.json"
 SWEEP = "sweep.json"
 CHECKPOINTS = "checkpoints"
-STEP_NAME = re.compile(r"step-\d{8,}")  # of a published checkpoint
+STEP_NAME = re.compile(r"step-\d{8,}")  # name of a published checkpoint
 PROFILE = "profile"
 HYDRA = ".hydra"  # Hydra's own record of the command line
-SUMMARY_TYPES: dict[str, Any] = {  # of the values that are read
+SUMMARY_TYPES: dict[str, Any] = {  # types of the values that gptexp reads
     "status": str, "final_val_loss": float, "final_val_loss_ema": float, "steps": int, "tokens": int, "wall_s": float,
     "train_s": float, "data_hash": str, "parameters": int, "world_size": int, "device": str, "git_commit": str,
 }  # fmt: skip
@@ -68,7 +68,7 @@ SWEEP_LOCK = ".lock-sweep"
 IN_USE = "another process uses it; wait until it ends, or use a new directory"
 LOCKS = (LOCK, RANK_LOCK, SWEEP_LOCK)
 COMMANDS_LOCK = ".lock-commands"
-LOCK_TIMEOUT_S = 2.0  # `is_locked` of another process holds a lock for a moment
+LOCK_TIMEOUT_S = 2.0  # above 0, because `is_locked` in another process holds a lock for a moment
 
 
 @contextmanager
@@ -165,7 +165,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_summary(directory: Path) -> dict[str, Any]:
-    """The values of summary.json that are read and not null; empty if it is missing. Raises `ConfigError`."""
+    """The values of summary.json in `SUMMARY_TYPES` that are not null; empty without the file. Raises `ConfigError`."""
     path = directory / SUMMARY
     values = {key: value for key, value in read_json(path).items() if key in SUMMARY_TYPES and value is not None}
     for key, value in values.items():
@@ -190,7 +190,7 @@ def keep_tokenizer(directory: Path, tokens: Path) -> None:
 def load_config(directory: Path) -> Config:
     """Read the config of a run directory, without composition by Hydra. Raises `ConfigError`.
 
-    A file that `data.tokenizer` names and that is gone is replaced by the run's own copy.
+    If `data.tokenizer` names a file that is gone, the run's own copy takes its place.
     """
     path = directory / CONFIG
     try:
@@ -211,9 +211,9 @@ def load_config(directory: Path) -> Config:
 
 
 def load_resolved(directory: Path) -> Config:
-    """`load_config` with the size of the vocabulary that the run has chosen, if its config has `auto`.
+    """`load_config`, with `model.vocab_size=auto` replaced by the size that the run has chosen.
 
-    Before its start it is the one that it will choose, or `auto` if that follows from the corpus. Raises `ConfigError`.
+    Before its start, it is the size that it will choose, or `auto` if that depends on the corpus. Raises `ConfigError`.
     """
     config = load_config(directory)
     if config.model.vocab_size != AUTO:
@@ -236,7 +236,7 @@ def is_run(directory: Path) -> bool:
 
 
 def require_directory(directory: Path, wanted: str, given: str = "") -> None:
-    """Raise `ConfigError` unless `directory` is one. `wanted`: what to give; `given`: the option that gives it."""
+    """Raise `ConfigError` unless `directory` is a directory. `wanted`: what to give; `given`: the option for it."""
     if not directory.is_dir():
         problem = "is a file" if directory.exists() else "no such directory"
         raise ConfigError(f"{given} {directory}: {problem}; give {wanted}".lstrip())
@@ -267,7 +267,7 @@ def step_of(checkpoint: Path) -> int:
 
 
 def require_checkpoint(directory: Path, averaged: bool = False) -> Config:
-    """Read the config of a run, whose weights, or with `averaged` their average, are to be loaded.
+    """Read the config of a run whose weights (with `averaged`, their average) are to be loaded.
 
     Raises `ConfigError`, also for a run that averages no weights, or `CheckpointError` if it has saved no checkpoint.
     """
@@ -280,14 +280,14 @@ def require_checkpoint(directory: Path, averaged: bool = False) -> Config:
 
 
 def status(directory: Path) -> str | None:
-    """The status in summary.json, or None. For whether the run is alive see `is_locked`."""
+    """The status in summary.json, or None. `is_locked` says whether the run is alive."""
     return read_summary(directory).get("status")
 
 
 def mark_interrupted(directory: Path) -> bool:
-    """Write the status of a run that was stopped before it wrote one itself; without one it would count as failed.
+    """Write the status "interrupted" for a run that was stopped before it wrote one; else it counts as failed.
 
-    No process of the run may be running, except for the caller. Returns whether it has written.
+    No process of the run may be running, except for the caller. Returns whether the status was written.
     """
     with suppress(ConfigError, StorageError):  # a damaged file stays as it is
         if (directory / CONFIG).exists() and status(directory) not in (*DONE, "interrupted"):
@@ -297,7 +297,7 @@ def mark_interrupted(directory: Path) -> bool:
 
 
 def present_status(directory: Path, summary: dict[str, Any]) -> str:
-    """One of `STATUSES`, or "damaged", for a run with this `summary`. "running" while a process holds its lock."""
+    """The status of a run with this `summary`: "running" while its lock is held, else from `STATUSES`, or "damaged"."""
     if is_locked(directory):
         return "running"
     saved: str = summary.get("status", "failed")
@@ -335,7 +335,7 @@ def check_unlocked(directory: Path, names: tuple[str, ...] = (LOCK, RANK_LOCK)) 
 
 
 def is_locked(directory: Path, names: tuple[str, ...] = (LOCK, RANK_LOCK)) -> bool:
-    """Whether a process holds a lock of the directory. Tests with a shared lock, so that tests do not conflict."""
+    """Whether a process holds a lock of the directory. The test takes a shared lock, so that tests do not conflict."""
     return any(_is_refused(directory / name, os.O_RDONLY, fcntl.LOCK_SH) for name in names)
 
 
@@ -374,7 +374,7 @@ def lock_sweep(directory: Path, alone: bool = False) -> IO[str]:
             try:
                 fcntl.flock(file, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
                 return file
-            except BlockingIOError:  # opened again, because the directory may be one that `gptexp rm` removes just now
+            except BlockingIOError:  # open it again: `gptexp rm` may be removing this directory, and the file with it
                 file.close()
             if time.monotonic() > end:
                 raise InUseError(f"{directory}: {IN_USE}")
@@ -382,9 +382,9 @@ def lock_sweep(directory: Path, alone: bool = False) -> IO[str]:
 
 
 def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """The dotted keys whose value another run would have.
+    """The dotted keys with other values `now` than `before`.
 
-    A tokenizer's file may lie elsewhere now: the tokens are compared by their hash.
+    A tokenizer's file may have moved: its path is not compared, because the hash of the tokens is.
     """
     moved = all(values.get("data.tokenizer") not in NAMES for values in (before, now))
     return [key for key in now if before.get(key) != now[key] and not (key == "data.tokenizer" and moved)]

@@ -1,4 +1,4 @@
-"""sweep.json, in the directory of a sweep: the cells, also those not started, and the settings that they share."""
+"""sweep.json, in the directory of a sweep: all cells, started or not, and the settings that they share."""
 
 import itertools
 from dataclasses import asdict, dataclass, field
@@ -11,7 +11,7 @@ from gptexp.process.fields import LIMIT
 from gptexp.process.words import shown
 from gptexp.storage import run_dir
 
-MOST_CELLS = 1_000_000  # of a sweep whose cells are chosen one by one
+MOST_CELLS = 1_000_000  # in a sweep whose cells are chosen one by one
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class PlannedCell:
     values: dict[str, Any]  # swept key -> its value as typed
     total_batch_size: int  # tokens
     tokens: int  # length of the run
-    first_tokens: int = 0  # of these, those before the checkpoint that it branches from
+    first_tokens: int = 0  # how many of these lie before the checkpoint that the cell branches from
 
 
 @dataclass(frozen=True)

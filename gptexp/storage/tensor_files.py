@@ -1,8 +1,8 @@
-"""The tensors of a checkpoint, in files of safetensors: one of each kind, or one for each rank.
+"""The tensors of a checkpoint, in safetensors files: one file of each kind, or one of each kind for each rank.
 
-Where FSDP2 has split the parameters, each rank has the same number of rows of each tensor, rounded up, but for the last
-ranks. So where a row is follows from the number of files, and a reader opens those with its rows alone. Numbers are in
-all files. Where ZeRO has shared out the optimizer's state, each tensor is whole, in one of the files.
+If FSDP2 has split the parameters, each rank has ceil(rows / ranks) rows of each tensor; the last ones may have fewer.
+So the number of files says which file has a row, and a reader opens only the files that have its rows. Tensors without
+dimensions are in all files. If ZeRO has split the optimizer's state, each tensor is whole, in one of the files.
 """
 
 import hashlib
@@ -33,8 +33,8 @@ class Part:
     """The rows of a tensor that a rank has."""
 
     tensor: Tensor
-    first: int = 0  # its first row in the whole tensor
-    rows: int | None = None  # of the whole tensor; None: it is not split
+    first: int = 0  # where its first row is in the whole tensor
+    rows: int | None = None  # number of rows of the whole tensor; None: it is not split
 
     @property
     def whole_shape(self) -> list[int]:
@@ -75,7 +75,7 @@ def _chunks(header: bytes, tensors: Mapping[str, Tensor]) -> Iterator[bytes | me
 
 
 def read(folder: Path, kind: str, count: int, is_split: bool, wanted: Mapping[str, Part]) -> None:
-    """Fill the tensors of `wanted`, by name, from the `count` files of a kind, which have rows if `is_split`.
+    """Fill the tensors of `wanted`, by name, from the `count` files of a kind; if `is_split`, each has some rows.
 
     Raises `CheckpointError` if a file cannot be read, or a name or a shape differs.
     """
@@ -87,13 +87,13 @@ def read(folder: Path, kind: str, count: int, is_split: bool, wanted: Mapping[st
                 opened[number] = _File(folder / file_name(kind, number, count), stack)
             return opened[number]
 
-        # Of the optimizer's state a rank may want only some tensors.
+        # A rank may want only some tensors of the optimizer's state.
         if count == 1 and kind != OPTIMIZER and (unknown := file(0).names - wanted.keys()):
             raise file(0).misfit(f"it has {min(unknown)}")
         for name, part in wanted.items():
             if is_split and part.tensor.dim():
                 _read_rows(file, count, name, part)
-            elif is_split:  # all have it; so not all ranks read one file
+            elif is_split:  # all files have it; the ranks read different files
                 file(rank_index() % count).copy(name, part.whole_shape, part.first, part.tensor)
             else:
                 number = next((n for n in range(count) if name in file(n).names), 0)
@@ -113,7 +113,7 @@ def _read_rows(file: "Callable[[int], _File]", count: int, name: str, part: Part
 
 
 def size(path: Path) -> int:
-    """How many numbers the tensors in a file have. Raises `CheckpointError` if it cannot be read."""
+    """The number of elements of all tensors in a file. Raises `CheckpointError` if it cannot be read."""
     with ExitStack() as stack:
         return _File(path, stack).size
 
@@ -137,22 +137,22 @@ class _File:
         return CheckpointError(f"{self.path}: does not fit the model ({why})")
 
     def copy(self, name: str, shape: list[int], first: int, target: Tensor) -> None:
-        """Copy the rows of the tensor `name`, whose shape must be `shape`, from `first` on to `target`."""
+        """Fill `target` with rows of the tensor `name`, from row `first`. The file's tensor must have shape `shape`."""
         try:
             if name not in self.names:
                 raise self.misfit(f"{name} is missing")
-            found = self._tensors.get_slice(name)
-            if found.get_shape() != shape:
-                raise self.misfit(f"{name} has the shape {tuple(found.get_shape())}, not {tuple(shape)}")
+            stored = self._tensors.get_slice(name)
+            if stored.get_shape() != shape:
+                raise self.misfit(f"{name} has the shape {tuple(stored.get_shape())}, not {tuple(shape)}")
             with torch.no_grad():
-                target.copy_(found[first : first + len(target)] if shape else self._tensors.get_tensor(name))
+                target.copy_(stored[first : first + len(target)] if shape else self._tensors.get_tensor(name))
         except (OSError, SafetensorError, RuntimeError) as error:
             raise self.misfit(first_line(error)) from None
 
 
 @contextmanager
 def opened(path: Path) -> Iterator[Any]:
-    """Open a file of safetensors, which refuses a name that is not UTF-8: that file is opened by its descriptor."""
+    """Open a safetensors file. safetensors refuses names that are not UTF-8; such a file is opened by descriptor."""
     with path.open("rb") as file:
         name = str(path) if str(path).isprintable() else f"/dev/fd/{file.fileno()}"
         with safe_open(name, "pt") as tensors:

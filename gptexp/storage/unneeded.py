@@ -1,8 +1,8 @@
-"""Checkpoints that no command reads, and what saves and removals that were killed have left.
+"""Checkpoints that no command reads, and files that were left when a save or a removal was killed.
 
-Commands read the newest intact checkpoint of a run. A run that is not done resumes from older ones, too, if the newest
-are damaged or were not due, so all of its checkpoints stay. What a run keeps because its user changed a `train.keep_…`
-key stays, and of a diverged run the checkpoint with the lowest validation loss.
+Commands read the newest intact checkpoint of a run. A run that is not done may also resume from older ones, if the
+newest are damaged or were not due, so all of its checkpoints stay. Checkpoints also stay if the user asked for them by
+a changed `train.keep_…` key. A diverged run also keeps the checkpoint with the lowest validation loss.
 """
 
 from collections.abc import Iterator
@@ -21,10 +21,10 @@ from gptexp.storage.removal import REMOVED, Removal, is_in_use, known_paths, rem
 
 
 def unneeded_checkpoints(directory: Path, newest_only: bool = False) -> list[Removal]:
-    """What may be removed in `directory`, a run, a sweep or a folder with them, and below it. Raises `ConfigError`.
+    """What may be removed in and below `directory`: a run, a sweep, or a folder with them. Raises `ConfigError`.
 
-    With `newest_only`, of each run that is done only the newest checkpoint stays. Hashes are not checked here, but
-    before a checkpoint is removed.
+    With `newest_only`, each run that is done keeps only its newest checkpoint. Hashes are checked later, before a
+    checkpoint is removed.
     """
     removals: list[Removal] = []
     for run in _runs(directory):
@@ -37,7 +37,7 @@ def unneeded_checkpoints(directory: Path, newest_only: bool = False) -> list[Rem
 
 
 def _runs(directory: Path) -> Iterator[Path]:
-    """The run `directory`, or all below it, also cells, without links."""
+    """Yield the run `directory`, or all runs and cells below it. Links are left out."""
     for path in [directory] if run_dir.is_run(directory) or is_sweep(directory) else find(directory):
         if not path.is_symlink():
             yield from (run for run in (cells(path) if is_sweep(path) else [path]) if not run.is_symlink())
@@ -63,7 +63,7 @@ def _in_run(run: Path, newest_only: bool) -> Iterator[Removal]:
 
 
 def _asked_for(config: Config, status: str) -> Keep:
-    """What the keys with other values than the defaults keep, and the best checkpoint of a diverged run."""
+    """What keys with values other than the defaults ask to keep, and the best checkpoint of a diverged run."""
     train, default = config.train, TrainConfig()
     every_tokens = train.keep_every_tokens
     if train.keep_every is not None:
@@ -95,7 +95,7 @@ def _in_words(checkpoints: list[Path]) -> str:
 
 
 def _remove_checkpoints(run: Path, unneeded: list[Path]) -> int:
-    """Remove the directories, except for the newest intact checkpoint. Returns the bytes that are free afterwards.
+    """Remove the directories, except for the newest intact checkpoint. Returns the number of freed bytes.
 
     Raises `InUseError` if the run has begun again, `CheckpointError` if no checkpoint is intact, `StorageError`, or
     `ConfigError` for a file that gptexp has not written.
@@ -117,7 +117,7 @@ def _remove_checkpoints(run: Path, unneeded: list[Path]) -> int:
 
 
 def _killed_removals(directory: Path) -> Iterator[Path]:
-    """The directories whose removal was killed. A directory that a process uses is none of them."""
+    """Yield the directories whose removal was killed, except those that a process uses."""
     with suppress(OSError):
         for path in sorted(directory.iterdir()):
             if path.is_symlink() or not path.is_dir():

@@ -13,8 +13,8 @@ from torch import Tensor
 from gptexp.process.errors import CheckpointError, first_line
 from gptexp.storage.checkpoint import read_tensors
 
-# Of transformers: one file, or an index that says which file has which weight. The first that exists counts; an index
-# beside one file is left over from an earlier model.
+# transformers saves one file, or several files and an index that says which file has which weight. The first of these
+# names that exists counts: an index beside a single file is left over from an earlier model.
 SAFETENSORS, SAFETENSORS_INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 
@@ -66,7 +66,7 @@ def read_nanogpt(file: Path, device: str = "cpu") -> tuple[dict[str, Any], dict[
 def _unpickled(file: Path, device: str) -> Any:
     """What `torch.save` has written, with its tensors on `device`."""
     try:
-        mapped = zipfile.is_zipfile(file)  # not as torch before 1.6 saved
+        mapped = zipfile.is_zipfile(file)  # False for files that torch before 1.6 saved
         return torch.load(file, map_location=device, weights_only=True, mmap=mapped)
     except OSError as error:
         why = error.strerror or first_line(error)
@@ -78,7 +78,7 @@ def _unpickled(file: Path, device: str) -> Any:
 
 
 def _named_tensors(file: Path, content: Any) -> dict[str, Tensor]:
-    """`content`, if it is tensors by name. Raises `CheckpointError`."""
+    """`content` as a dictionary, if it maps names to tensors. Raises `CheckpointError` if not."""
     if not isinstance(content, Mapping):
         raise CheckpointError(f"{file}: holds no weights by name; give another model")
     for name, value in content.items():

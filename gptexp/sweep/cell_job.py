@@ -14,8 +14,8 @@ from gptexp.run.own_process import resume_command
 from gptexp.storage import run_dir
 
 POLL_S = 1.0  # s: between two checks of the run
-NOTICED_S = 20.0  # s: from another rank's failure to the SIGTERM for a rank 0 that has not ended because of it
-NAMED_S = 120.0  # s: that a rank 0 which trains may need after world.timeout_s to find out which rank it has lost
+NOTICED_S = 20.0  # s: from another rank's failure to SIGTERM for rank 0, if it has not ended because of the failure
+NAMED_S = 120.0  # s: time after world.timeout_s in which a training rank 0 finds out which rank it has lost
 LOST_S = 300.0  # s: longest wait for the processes of an attempt whose node was lost
 
 
@@ -24,19 +24,19 @@ class CellJob:
 
     def __init__(self, directory: Path, saved: str | None = None) -> None:
         self.directory = directory
-        self.saved = saved  # the newest checkpoint at the last time limit, "" if there was none; None: the first limit
+        self.saved = saved  # the newest checkpoint at the last time limit ("": none); None: no time limit so far
         self.run: subprocess.Popen[bytes] | None = None
         self.cause = ""  # number and exit code of a rank that failed while rank 0 still ran
 
     def __call__(self) -> int:
-        """Return the exit code of the run; in the first task that of the rank whose failure has ended it."""
+        """Run the cell and return its exit code; in the first task, that of the rank whose failure ended the run."""
         from submitit import JobEnvironment
 
         task = JobEnvironment()
-        task.paths.result_pickle.unlink(missing_ok=True)  # of an earlier attempt, if SLURM has requeued the job
+        task.paths.result_pickle.unlink(missing_ok=True)  # from an earlier attempt, if SLURM has requeued the job
         failure = task.paths.folder / f"failed-{requeues()}"
         if task.global_rank:
-            # The output of other tasks than the first is in submitit's own files, one for each.
+            # All tasks but the first write their output to submitit's own files, one file each.
             code = self._run()
             if code not in (0, EXIT_DIVERGED, -signal.SIGTERM, *STOPPED):
                 own = failure.with_name(f"{failure.name}-{task.global_rank}")
@@ -62,9 +62,9 @@ class CellJob:
     def _run(self, output: Any = None, failure: Path | None = None) -> int:
         """Run to the end. Returns the exit code, or minus the number of the signal that has killed the run.
 
-        `failure` is a file that appears when another rank has failed. Rank 0 may wait for days for a rank that has
-        never connected to it: then SIGTERM ends it. A rank 0 that trains goes on after SIGTERM until the step fails,
-        and names the lost rank.
+        `failure` is a file that appears when another rank has failed. If that rank has never connected to rank 0, rank
+        0 may wait for it for days, and SIGTERM ends the wait. If rank 0 is training, it goes on after SIGTERM until the
+        step fails, and names the lost rank.
         """
         due: list[tuple[float, int]] = []  # s of the monotonic clock, and the signal to send then
         self.run = subprocess.Popen(
@@ -86,7 +86,7 @@ class CellJob:
         return code
 
     def _wait_for_lost_attempt(self) -> None:
-        """Wait until no process of an earlier attempt uses the directory: those of a lost node may live on."""
+        """Wait until no process of an earlier attempt uses the directory: processes on a lost node may live on."""
         end = time.monotonic() + LOST_S
         while run_dir.is_locked(self.directory) and time.monotonic() < end:
             time.sleep(POLL_S)
@@ -94,7 +94,7 @@ class CellJob:
     def checkpoint(self) -> Any:
         """Stop the run with a checkpoint, and resubmit it.
 
-        submitit calls this in its signal handler, shortly before the time limit and where a cluster announces a
+        submitit calls this in its signal handler, shortly before the time limit and when the cluster announces a
         preemption. Only the first task calls it. Rank 0 stops the other ranks, and their tasks end with them. Raises
         `UserError` at a time limit if the run has saved nothing since the last one.
         """
@@ -116,7 +116,7 @@ class CellJob:
 
 
 def _at_time_limit() -> bool:
-    """Whether submitit, whose signal handler runs, counts the signal against `max_num_timeout`; else a preemption."""
+    """Whether submitit's running signal handler takes its signal for a time limit; if not, it is a preemption."""
     from submitit import JobEnvironment
 
     handler: Any = signal.getsignal(signal.Signals[f"SIG{JobEnvironment.USR_SIG}"])

@@ -76,9 +76,9 @@ class Cell:
 
 
 class Compositions:
-    """Composes cells with the same result as Hydra's `load_sweep_config`: once for all that differ in single keys only.
+    """Composes cells as Hydra's `load_sweep_config` does, with one composition for all that differ only in single keys.
 
-    Hydra takes a tenth of a second for a composition, because it reads every file again.
+    Hydra takes a tenth of a second for each composition, because it reads every file again.
     """
 
     def __init__(self, loader: ConfigLoader, sweep: DictConfig) -> None:
@@ -142,7 +142,7 @@ def draft_cells(
 
 
 def _refuse_ramp_over_batch_sizes(configs: Sequence[Config]) -> None:
-    """Raise `ConfigError` if a sweep compares batch sizes and a run of it has a ramp, so not one batch size."""
+    """Raise `ConfigError` if a sweep compares batch sizes and one of its runs has a ramp, so no single batch size."""
     sizes = sorted({config.batch.total_batch_size for config in configs})
     ramp = next((config.batch.ramp_tokens for config in configs if config.batch.ramp_tokens is not None), None)
     if ramp is not None and len(sizes) > 1:
@@ -194,13 +194,13 @@ def _with_cells(problem: Problem, titles: list[str], total: int) -> Problem:
 def cell_name(config: Config, swept: dict[str, str], directory: Path) -> str:
     """Return the name of a cell's directory: readable swept values, then the hash.
 
-    Returns the existing name if a directory below `directory` already ends in this hash. The hash uses composed values,
-    so 6e-4 and 0.0006 are one cell, and hashes of the corpus's tokens and of the checkpoint that a run branches from
-    instead of their paths and a tokenizer's.
+    Returns the existing name if a directory below `directory` already ends in this hash. The hash covers composed
+    values, so 6e-4 and 0.0006 are one cell. In place of the paths of corpus and tokenizer it covers the hash of the
+    tokens, and in place of `branch_from` the hash of the checkpoint.
     """
     config = _with_known_vocab_size(config)
     composed, deciding = {key: value for key, _, value in fields_of(config)}, result_deciding(config)
-    # Groups and paths stay as typed: composed, a group is no single value, and a path is absolute.
+    # Groups and paths stay as typed: a composed group is no single value, and a composed path is absolute.
     as_typed = ("data.path", "data.val_path", "data.mix", "data.tokenizer")
     values = {key: text if key in as_typed else composed.get(key, text) for key, text in swept.items()}
     others = {key: value for key, value in values.items() if key not in deciding}
@@ -222,7 +222,7 @@ def cell_name(config: Config, swept: dict[str, str], directory: Path) -> str:
 
 
 def _with_known_vocab_size(config: Config) -> Config:
-    """Replace `auto` by the size of the vocabulary, which may need the corpus; unless that cannot be read."""
+    """Replace `auto` by the size of the vocabulary. It may depend on the corpus; `auto` stays if that is unreadable."""
     if config.model.vocab_size != AUTO:
         return config
     try:
@@ -250,16 +250,16 @@ def _text_as_given(data: Any) -> list[Any]:
 
 
 def decisions(sweep: Path) -> list[dict[str, Any]]:
-    """Return the resolved `auto` values of the cells in a sweep's directory that have any, without damaged files."""
+    """Return the resolved `auto` values of each cell in a sweep's directory that has any. Damaged files are skipped."""
     values = []
     for path in sorted(sweep.glob(f"*/{run_dir.EFFECTIVE}")):
         with suppress(ConfigError):  # the cell's own run reports it
             values.append(run_dir.read_json(path))
-    return [made for made in values if made]
+    return [auto_values for auto_values in values if auto_values]
 
 
 def confounds(configs: Sequence[Config]) -> list[str]:
-    """Return a line for each key given in steps if the batch size varies: its length in tokens varies too."""
+    """If batch sizes vary, return a line for each key that confounds their comparison, such as a length in steps."""
     if len({config.batch.total_batch_size for config in configs}) < 2:
         return []
     return sorted({line for config in configs for line in confounds_of(result_deciding(config))})

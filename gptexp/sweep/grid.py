@@ -37,7 +37,7 @@ class Grid:
 def compose_cells(engine: Any, config: DictConfig) -> Grid:
     """Compose the cells of a sweep's composition. Illegal cells are drafts with problems.
 
-    `engine` is that of `hydra_engine`. Other errors raise `ConfigError`.
+    `engine` comes from `hydra_engine`. Other errors raise `ConfigError`.
     """
     context = HydraContext(config_loader=engine.config_loader, callbacks=Callbacks())
     sweeper = build_sweeper(config, context, lambda _: None)

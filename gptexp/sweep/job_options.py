@@ -104,11 +104,11 @@ def shape(cluster: str, options: Options, config: Config) -> tuple[int, int]:
 
 
 def spread(config: Config, nodes: int | None, tasks_per_node: int | None, gpus_per_node: int | None) -> tuple[int, int]:
-    """`shape` by these options alone; None: not given."""
+    """`shape` by these three options alone; None: not given."""
     options = {"nodes": nodes, "tasks_per_node": tasks_per_node, "gpus_per_node": gpus_per_node}
     given = "".join(f", hydra.launcher.{key}={value}" for key, value in options.items() if value is not None)
     ranks = config.world.size or 1
-    most = gpus_per_node if gpus_per_node and uses_gpus(config) else ranks  # on a node
+    most = gpus_per_node if gpus_per_node and uses_gpus(config) else ranks  # most ranks on a node
     if nodes is None:
         on_each = tasks_per_node if tasks_per_node is not None and tasks_per_node > 1 else most
         nodes = math.ceil(ranks / on_each)
@@ -140,7 +140,7 @@ def gpus_of_node(options: Options, config: Config, nodes: int) -> int | None:
 
 
 def gpu_kinds(options: Options) -> set[str]:
-    """The kinds of GPU that jobs may get, as SLURM calls them: that of `gres`, else those of the partition."""
+    """The kinds of GPU that jobs may get, as SLURM calls them: the kind in `gres`, else the partition's kinds."""
     partition = options.get("partition")
     if (offered := options.get("gres")) is None:
         command = ["sinfo", "--noheader", "--format=%P %G", *([f"--partition={partition}"] if partition else [])]
@@ -148,6 +148,6 @@ def gpu_kinds(options: Options) -> set[str]:
             done = subprocess.run(command, capture_output=True, text=True)
         except OSError:
             return set()
-        # A star marks the partition of jobs that name none.
+        # A star marks the default partition, that of jobs that name none.
         offered = "\n".join(line for line in done.stdout.splitlines() if partition or "* " in line)
     return set(re.findall(r"\bgpu:([^:,( ]+)", str(offered)))

@@ -25,11 +25,11 @@ JOB = "job.json"  # in a cell's directory: the id of its job, and the folder of 
 JOBS = ".submitit"  # in the sweep's directory: submitit's own files
 POLL_S = 1.0  # s: between two checks of a job
 ASK_S = 60  # s: longest time between two questions to SLURM for its queue
-RESULT_S = 5.0  # s: for which a shared file system may hide the result of a job that has left the queue
+RESULT_S = 5.0  # s: how long a shared file system may hide the result of a job that has left the queue
 CODES = {"completed": 0, "diverged": EXIT_DIVERGED}  # exit codes of runs by status
 # submitit's parameters for every cluster. Others that a user may set need the cluster's name as a prefix.
 COMMON_PARAMETERS = ("timeout_min", "mem_gb", "stderr_to_stdout")
-# Options that are no such parameters, or whose parameters follow from the ranks of a cell.
+# Options that submitit does not get as they are: some are no parameters, others depend on the ranks of a cell.
 OTHERS = ("submitit_folder", "max_num_timeout", "nodes", "tasks_per_node", "gpus_per_node", "cpus_per_task")
 
 
@@ -70,7 +70,7 @@ class SubmititLauncher(CellLauncher):
             self.executor.update_parameters(name=self.name, **parameters)
             if self.cluster == "slurm":
                 self._complete_for_slurm()
-        except (AssertionError, RuntimeError, NameError, TypeError, ValueError) as error:  # by the kind of mistake
+        except (AssertionError, RuntimeError, NameError, TypeError, ValueError) as error:  # for different mistakes
             raise ConfigError(f"hydra.launcher: {first_line(error)}") from None
         on_gpus = [config for config in configs if uses_gpus(config)]
         if self.cluster == "slurm" and on_gpus:
@@ -98,9 +98,9 @@ class SubmititLauncher(CellLauncher):
             self.executor.update_parameters(slurm_additional_parameters={"requeue": True, **more})
 
     def places(self, configs: Sequence[Config]) -> Places:
-        """All cells, unless `sweep.parallel` sets a limit. Raises `ConfigError` for options that do not fit the cells.
+        """Places for all cells, or `sweep.parallel` places. Raises `ConfigError` for options that do not fit the cells.
 
-        `gptexp plan` calls it where submitit and SLURM may be missing.
+        `gptexp plan` calls this too, on machines that may have neither submitit nor SLURM.
         """
         check_options(self.cluster, self.options)
         for config in configs:
@@ -127,7 +127,7 @@ class SubmititLauncher(CellLauncher):
         """Submit a cell."""
         nodes, tasks = shape(self.cluster, self.options, cell.config)
         parameters: dict[str, Any] = {"gpus_per_node": gpus_of_node(self.options, cell.config, nodes)}
-        if (cpus := self.options.get("cpus_per_task")) is not None:  # of a rank: one task may start several
+        if (cpus := self.options.get("cpus_per_task")) is not None:  # per rank: one task may start several ranks
             parameters["cpus_per_task"] = cpus * cell.world_size // (nodes * tasks)
             if self.cluster == "slurm":  # current versions of srun do not read it from the job
                 own = self.options.get("srun_args", [])
@@ -154,12 +154,12 @@ class Submitted:
     """A submitit job with the interface of a process."""
 
     def __init__(self, job: Any, directory: Path) -> None:
-        self.job = job.task(0)  # the results of the others do not matter
-        self.directory = directory  # of the run
+        self.job = job.task(0)  # the results of the other tasks do not matter
+        self.directory = directory  # the run's
         self.polled = -math.inf
         self.cancelled: int | None = None  # the signal for which the job was cancelled
         self.failed = False  # whether its result is a failure, and it may still be in SLURM's queue
-        self.left = math.inf  # s of the monotonic clock: when it had left the queue without a result
+        self.left = math.inf  # s of the monotonic clock: when it was first seen to have left the queue without a result
 
     def __str__(self) -> str:
         return f"job {self.job.job_id}"

@@ -50,7 +50,7 @@ class CellLauncher(Launcher):
     """
 
     __module__ = PLUGINS
-    where = ""  # how the start of a cell is announced
+    where = ""  # where a cell runs, in the line that announces it
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         self.config = config
@@ -89,7 +89,7 @@ class CellLauncher(Launcher):
         return Places(parallel if isinstance(parallel, int) else most, gpus)
 
     def earlier_job(self, cell: Cell) -> Process | None:
-        """Return the job of an earlier command that still runs the cell. Processes of this machine end with theirs."""
+        """Return the job of an earlier command that still runs the cell. Local processes end with their command."""
         return None
 
     def start(self, cell: Cell, gpus: Sequence[str], at_once: int) -> Process:

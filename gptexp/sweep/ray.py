@@ -1,8 +1,8 @@
-"""Cells of a sweep on a Ray cluster, or on one of this machine that is started for the sweep.
+"""Cells of a sweep on a Ray cluster, which may be one that is started on this machine for the sweep.
 
-Owns a cell's processes on the nodes, and what happens when a node dies. Ray places and queues the cells. A cell that
-fits one node is one actor, which runs `gptexp resume`; the ranks of a larger cell are actors of a placement group. Ray
-ships no file: every node has gptexp installed and sees the sweep's directory.
+This file starts and watches a cell's processes on the nodes, and restarts a cell whose node dies. Ray places and queues
+the cells. A cell that fits one node is one actor, which runs `gptexp resume`; the ranks of a larger cell are actors of
+a placement group. Ray ships no file: every node has gptexp installed and sees the sweep's directory.
 """
 
 import math
@@ -55,7 +55,7 @@ class RayLauncher(CellLauncher):
         self.refuse_ranks("ray")
         settings = read_settings(self.settings)
         ray = connect(settings)
-        used_gpus = any(made.get("device") == "cuda" for made in decisions(Path(self.config.hydra.sweep.dir)))
+        used_gpus = any(values.get("device") == "cuda" for values in decisions(Path(self.config.hydra.sweep.dir)))
         self.cluster = RayCluster(ray, settings.address[0], settings.remote, used_gpus)
         for config in alike(configs):
             for ranks in (1, config.world.size or 1):
@@ -68,7 +68,7 @@ class RayLauncher(CellLauncher):
             say("--- train.device=auto: no node of the cluster has a GPU; the cells train on CPUs")
 
     def places(self, configs: Sequence[Config]) -> Places:
-        """All cells, unless `sweep.parallel` sets a limit: Ray queues them, and follows the cluster as it changes."""
+        """Places for all cells, or `sweep.parallel` places. Ray queues cells, and follows changes of the cluster."""
         if isinstance(parallel := configs[0].sweep.parallel, int):
             return Places(parallel)
         ranks = sum(self.cluster.rooms(configs[0]).values()) if self.cluster is not None else 0
@@ -94,7 +94,7 @@ class NodeProcess:
         """Say where this actor runs, and whether that node sees the file `mark` in the cell's directory."""
         import ray
 
-        # Bound until this process ends, so that nothing else takes the port before rank 0 of the run, which may.
+        # Bound until this process ends, so that only rank 0 of the run, which may reuse the address, takes the port.
         self.store = socket.socket()
         self.store.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self.store.bind(("", 0))
@@ -217,10 +217,10 @@ class RayCell:
         self._ask([actor.where.remote(str(self.mark)) for actor in self.actors])
 
     def _places(self, alone: bool) -> Generator[None, None, dict[int, Any] | None]:
-        """Wait for the places. Returns what each actor says of its own, None for one whose node has died.
+        """Wait for the places. Returns actor number -> what the actor says of its place; None if its node has died.
 
-        Returns None instead if a signal has come, or if the nodes have changed so that the cell needs other places.
-        Says once if the nodes that are left could never hold it.
+        Returns None for all if a signal has come, or if the nodes have changed so that the cell needs other places.
+        Warns once if the remaining nodes could never hold the cell.
         """
         places, looked = dict[int, Any](), time.monotonic()
         while self.owed and None not in places.values():
@@ -245,7 +245,7 @@ class RayCell:
                 raise UserError(f"{where} does not see this directory: outputs/ must be on a shared file system")
             if place["version"] != VERSION:
                 raise UserError(f"{where} has gptexp {place['version']}, not {VERSION}; install the same")
-        order = sorted(places, key=lambda number: (places[number]["node"], number))  # ranks of a node in a row
+        order = sorted(places, key=lambda number: (places[number]["node"], number))  # ranks of a node are consecutive
         on_node: dict[str, list[int]] = {}
         for number in order:
             on_node.setdefault(places[number]["node"], []).append(number)
@@ -275,7 +275,7 @@ class RayCell:
                 has_lost_node = True
                 self._signal(signal.SIGKILL)  # the others cannot go on, and those in a collective would not end
             elif code == 0 and any(answers.values()):
-                # Ranks that lose a peer fail too, with 1: another code is the cause.
+                # Ranks that lose a peer fail too, with code 1. Another code shows the cause.
                 code = max(filter(None, answers.values()), key=lambda code: code != EXIT_FAILED)
                 self._signal(signal.SIGTERM)
                 kill_at = time.monotonic() + GRACE_S
@@ -301,13 +301,13 @@ class RayCell:
         return answers
 
     def _signal(self, number: int) -> None:
-        """Pass a signal on to the processes that have not ended. Does not wait, and not for a dead node either."""
+        """Pass a signal on to the processes that have not ended. Does not wait, not even for a dead node."""
         for actor in self.owed.values() if self.runs else ():
             self.actors[actor].signal.remote(int(number))
 
     def _release(self) -> None:
         """Give the places back, if it has any: the cell is as before its first attempt."""
-        with suppress(Exception):  # of Ray, which may have lost its head
+        with suppress(Exception):  # Ray's: it may have lost its head node
             for actor in self.actors:
                 self.ray.kill(actor)
             if self.group is not None:
@@ -319,5 +319,5 @@ class RayCell:
 
 
 def _cause(error: Exception) -> str:
-    """Return the last line of an error's text: of one on a node, the text is a traceback."""
+    """Return the last line of an error's text. The text of an error on a node is a traceback."""
     return [type(error).__name__, *filter(str.strip, str(error).splitlines())][-1].strip()

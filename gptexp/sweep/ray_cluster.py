@@ -22,7 +22,7 @@ from gptexp.sweep.launchers import refuse_too_large
 KEY = "hydra.launcher.ray"
 ADDRESS = "RAY_ADDRESS"  # environment: Ray's own variable for the address of a cluster
 CONNECT_S = 5.0  # s: longest wait for an answer at the address of a cluster; Ray itself tries for two minutes
-OBJECT_STORE_BYTES = 80_000_000  # of a cluster of this machine: Ray's least is 75 MiB, and no object is stored
+OBJECT_STORE_BYTES = 80_000_000  # of a cluster on this machine, near Ray's minimum of 75 MiB: no object is stored
 # Ray reads these when it is imported: send no usage statistics, print no message of the cluster on the terminal, and
 # under `uv run` ship no working directory to the nodes.
 RAY_ENVIRONMENT = {
@@ -40,7 +40,7 @@ HTTP2_SETTINGS = 4  # type of the frame that a server sends first: the fourth by
 
 @dataclass(frozen=True)
 class Settings:
-    """hydra.launcher.ray without what is null: the arguments of `ray.init`, and the options of `ray.remote`."""
+    """hydra.launcher.ray without null values: the arguments of `ray.init`, and the options of `ray.remote`."""
 
     init: dict[str, Any] = field(default_factory=dict)
     remote: dict[str, Any] = field(default_factory=dict)
@@ -88,11 +88,11 @@ class RayCluster:
     def __init__(self, ray: Any, address: str, remote: Mapping[str, Any], used_gpus: bool = False) -> None:
         """`remote` are the options of `ray.remote`; with `used_gpus`, a cell of the sweep has trained on a GPU.
 
-        What `train.device=auto` becomes is decided here, so that a cell does not go on with other numbers, on a CPU,
-        when the nodes with GPUs are lost.
+        `train.device=auto` is decided here, once. Otherwise a cell would continue on a CPU, with other numbers, when
+        the nodes with GPUs are lost.
         """
         self.ray, self.address, self.remote = ray, address, remote
-        self.shortages = set[str]()  # that were printed because a cell waits
+        self.shortages = set[str]()  # the shortages that were printed already, for cells that wait
         self.auto_is_gpu = used_gpus or any(node.get("GPU") for node in self.nodes().values())
 
     def nodes(self) -> dict[str, dict[str, float]]:
@@ -111,17 +111,17 @@ class RayCluster:
 
     def options(self, config: Config, ranks: int) -> dict[str, Any]:
         """Return the options of an actor that holds the resources of so many ranks."""
-        needs = {"CPU": 0.0, "GPU": 0.0, **self.needs(config)}  # Ray takes no 0 of memory
+        needs = {"CPU": 0.0, "GPU": 0.0, **self.needs(config)}  # Ray refuses 0 as an amount of memory
         options: dict[str, Any] = {option: ranks * needs[name] for option, name in AMOUNTS.items() if name in needs}
         options["resources"] = {name: ranks * amount for name, amount in self.remote.get("resources", {}).items()}
         return options | {key: self.remote[key] for key in ("accelerator_type", "runtime_env") if key in self.remote}
 
     def rooms(self, config: Config) -> dict[str, int]:
-        """Return for how many ranks of `config` each node has room if nothing else runs there, by the node's id."""
+        """Return node id -> how many ranks of `config` the node has room for if nothing else runs there."""
         size, needs = config.world.size or 1, self.needs(config)  # without needs, each node has room for a cell
         return {
-            node: min((int(has.get(name, 0) / amount + 1e-6) for name, amount in needs.items()), default=size)
-            for node, has in self.nodes().items()
+            node: min((int(resources.get(name, 0) / amount + 1e-6) for name, amount in needs.items()), default=size)
+            for node, resources in self.nodes().items()
         }
 
     def fits_one_node(self, config: Config) -> bool:
@@ -163,7 +163,7 @@ class RayCluster:
 
 
 def alike(configs: Sequence[Config]) -> list[Config]:
-    """Return one config for all that ask for the same resources."""
+    """Return one config of each group of configs that ask for the same resources."""
     return list({(config.world.size, config.train.device): config for config in configs}.values())
 
 

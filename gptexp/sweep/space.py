@@ -57,8 +57,8 @@ class Axis:
 def spaces(params: Any, arguments: Sequence[str], loader: ConfigLoader) -> list[list[Axis]]:
     """Parse a named grid's `params`, a mapping or a list of mappings, and the command line's `arguments`.
 
-    Returns a space for each mapping, with the `arguments`, see `with_arguments`. Raises `ConfigError` for an invalid
-    interval.
+    Returns a space for each mapping, merged with the `arguments` by `with_arguments`. Raises `ConfigError` for an
+    invalid interval.
     """
     return [[*map(_axis, part.values())] for part in with_arguments(params, arguments, loader)]
 
@@ -68,9 +68,9 @@ def with_arguments(
 ) -> list[dict[str, Override]]:
     """Return key -> override for each mapping of a sweeper's `params`, merged with the command line's `arguments`.
 
-    For a key that both have, the argument wins. But if it chooses options of a group, such as `optim=lars`, that the
-    mappings contain, it selects from them: a mapping keeps those of its own options, and is left out if it has none.
-    Otherwise a mapping's other values, such as LARS's learning rates, would be those of another optimizer.
+    For a key that both have, the argument wins, unless it chooses options of a group, such as `optim=lars`, that the
+    mappings contain. Then it selects mappings: one with this group keeps only chosen options, and is left out if it has
+    none. Otherwise its other values, such as learning rates for LARS, would be used with another optimizer.
     """
     parser = OverridesParser.create(config_loader=loader)
 
@@ -81,7 +81,7 @@ def with_arguments(
     merged = [parsed(params_as_overrides(part)) for part in parts(params)]
     for group in [key for key in given if "." not in key]:
         if any(part[group].value_type == ValueType.GLOB_CHOICE_SWEEP for part in (given, *merged) if group in part):
-            continue  # only a loader knows what it matches
+            continue  # only a loader knows which options a glob matches
         chosen = _values(given[group])
         options = [_values(part[group]) if group in part else [] for part in merged]
         if {*chosen} <= {*itertools.chain(*options)}:
@@ -148,7 +148,7 @@ def swept_keys(config: DictConfig) -> list[str]:
     mappings = with_arguments(config.hydra.sweeper.get("params"), config.hydra.overrides.task)
 
     def varies(key: str) -> bool:
-        """Within a mapping of `params`, or from one to another."""
+        """Whether the key varies within a mapping of `params`, or between mappings."""
         overrides = [mapping.get(key) for mapping in mappings]
         swept = any(override is not None and override.is_sweep_override() for override in overrides)
         return swept or len({override and override.input_line for override in overrides}) > 1

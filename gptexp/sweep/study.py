@@ -101,7 +101,7 @@ class OptunaSweeper(CellSweeper):
 
 
 class Study:
-    """The trials of a sweep, kept in its directory. Each trial chooses values, and the cell with them is its run."""
+    """The trials of a sweep, kept in its directory. A trial chooses values; the cell with these values is its run."""
 
     def __init__(self, directory: Path, space: Sequence[Axis], seed: int) -> None:
         """Open the study in `directory`, or create it. `ask` returns interrupted trials first, then failed ones.
@@ -148,7 +148,7 @@ class Study:
                 self.study.enqueue_trial(trial.params)
 
     def wants(self, trials: int) -> bool:
-        """Whether a study of `trials` trials needs another one, beside those that any command runs."""
+        """Whether a study of `trials` trials needs one more than those that are complete or that any command runs."""
         counted = (self.states.COMPLETE, self.states.RUNNING)
         return bool(self.interrupted) or len(self.study.get_trials(deepcopy=False, states=counted)) < trials
 

@@ -1,4 +1,4 @@
-"""Sweepers choose the cells of a sweep; `CellSweeper.execute` takes one cell from its claim to its record.
+"""Sweepers choose the cells of a sweep; `CellSweeper.execute` locks one cell, runs it and records how it ended.
 
 The chosen cells are a grid, a random sample, or Optuna's (gptexp.sweep.study). A launcher (gptexp.sweep.launchers)
 starts the process of a cell.
@@ -63,7 +63,7 @@ class CellSweeper(Sweeper):
             hydra_context=hydra_context, task_function=task_function, config=config
         )
         self.directory = Path(config.hydra.sweep.dir)
-        self.on_ranks = launcher_rank() is not None  # of torchrun or srun: they train the cells, one after the other
+        self.on_ranks = launcher_rank() is not None  # ranks of torchrun or srun train the cells, one after the other
 
     # --- which cells: a sweeper overrides these ---
     def combinations(self, spaces: Sequence[Sequence[Axis]]) -> list[list[str]]:
@@ -113,7 +113,7 @@ class CellSweeper(Sweeper):
             self.launcher.close()
             say(f"--- {counted(len(self.cells), 'cell')} in {self.directory}")
             say(*map(_outcome, self.cells))
-            lock.close()  # the report says whether a command still runs the sweep
+            lock.close()  # first: the report says whether a command still runs the sweep
             _report(self.directory, self.cells)
         if signals:
             left = sum(_summary(cell).get("status") not in run_dir.DONE for cell in self.cells) + self.to_choose()
@@ -167,7 +167,7 @@ class CellSweeper(Sweeper):
     def next_cell(self, idle: bool) -> Cell | None:
         """Remove and return the first waiting cell for which enough GPUs are free, else None.
 
-        In an `idle` sweep, which runs nothing, it is the first cell in any case: its run reports the missing GPUs.
+        If the sweep is `idle` (no cell runs), it is the first cell in any case: its run reports the missing GPUs.
         """
         if not self.waiting and (cell := self.returned() or self.choose()) is not None:
             self.waiting.append(cell)
@@ -191,9 +191,9 @@ class CellSweeper(Sweeper):
 
     # --- one cell ---
     def execute(self, cell: Cell, signals: Sequence[int]) -> Generator[None, None, None]:
-        """Take a cell from its claim to its record, and yield while it runs. Each of `signals` is passed on to it.
+        """Lock a cell, run it and record how it ended; yield while it runs. Each of `signals` is passed on to it.
 
-        A cell that another command runs is set aside. An error that concerns this cell alone is a failed cell.
+        A cell that another command runs is set aside. After an error that concerns only this cell, the cell has failed.
         """
         gpus = [self.free_gpus.pop(0) for _ in range(min(cell.world_size, len(self.free_gpus)))]
         try:
@@ -222,7 +222,7 @@ class CellSweeper(Sweeper):
             self.free_gpus.extend(gpus)
 
     def skips(self, cell: Cell) -> bool:
-        """Print that the cell is done, if it is. Returns whether it is."""
+        """Return whether the cell is done. If so, print a line that says it."""
         status = _summary(cell).get("status")
         if status in run_dir.DONE:
             say(f"--- {cell.name}: already {status}")
@@ -232,7 +232,7 @@ class CellSweeper(Sweeper):
     def claimed(self, cell: Cell, is_running: bool = False) -> Iterator[None]:
         """Reserve a cell for this command. Raises `InUseError` if another command runs it or has completed it.
 
-        With `is_running` it runs, as a job that no other command watches.
+        With `is_running`, a job that no other command watches runs it already.
         """
         if not is_running:
             run_dir.check_unlocked(cell.directory, run_dir.LOCKS)
@@ -244,8 +244,8 @@ class CellSweeper(Sweeper):
     def begin_cell(self, cell: Cell, gpus: Sequence[str], job: object) -> int:
         """Announce a cell and, unless a `job` runs it, let Hydra make its directory and call the task there.
 
-        Returns the task's exit code: on ranks of a launcher it trains, otherwise it saves the config. Raises the task's
-        `UserError`.
+        The task trains on the ranks of a launcher; otherwise it saves the config. Returns the task's exit code. Raises
+        the task's `UserError`.
         """
         self.begun += 1
         where = f" on GPU {', '.join(gpus)}" if gpus else self.launcher.where
@@ -285,30 +285,30 @@ class CellSweeper(Sweeper):
     def share_decisions(self) -> bool:
         """Copy a cell's resolved `auto` values to the sweep's directory. Returns whether they are there."""
         shared = self.directory / run_dir.EFFECTIVE
-        if not shared.exists() and (made := decisions(self.directory)):
-            run_dir.write_json(shared, made[0])
+        if not shared.exists() and (auto_values := decisions(self.directory)):
+            run_dir.write_json(shared, auto_values[0])
         return shared.exists()
 
     def take_decisions(self, cell: Cell) -> None:
         """Give a cell that has no resolved `auto` values those of a cell with equal memory needs, else the sweep's own.
 
-        Memory decides the micro-batch size. A sweep resolves the others once for all cells.
+        The memory needs decide the micro-batch size. A sweep resolves all other values once, for all cells.
         """
         key, own = memory_key(cell.config), cell.directory / run_dir.EFFECTIVE
-        alike = (made for made in decisions(self.directory) if made.get("memory_key") == key)
-        if not own.exists() and (made := next(alike, None) or run_dir.read_json(self.directory / run_dir.EFFECTIVE)):
+        alike = (values for values in decisions(self.directory) if values.get("memory_key") == key)
+        if not own.exists() and (values := next(alike, None) or run_dir.read_json(self.directory / run_dir.EFFECTIVE)):
             own.parent.mkdir(parents=True, exist_ok=True)
-            run_dir.write_json(own, made)
+            run_dir.write_json(own, values)
 
 
 class GridSweeper(CellSweeper):
-    """All combinations of the swept values; of several mappings in `params`, those of each."""
+    """All combinations of the swept values, within each mapping of `params`."""
 
     __module__ = PLUGINS
 
     def combinations(self, spaces: Sequence[Sequence[Axis]]) -> list[list[str]]:
         cells = [list(cell) for space in spaces for cell in itertools.product(*map(self._overrides, space))]
-        return list({frozenset(cell): cell for cell in cells}.values())  # arguments can make cells of mappings equal
+        return list({frozenset(cell): cell for cell in cells}.values())  # with arguments, mappings can share cells
 
     @staticmethod
     def _overrides(axis: Axis) -> list[str]:
@@ -361,7 +361,7 @@ def check_whole_number(key: str, value: Any, least: int, most: int | None = None
 
 
 def _advance(cells: Sequence[Iterator[None]]) -> list[Iterator[None]]:
-    """Let each cell take its next step. Returns those that go on."""
+    """Let each cell take its next step. Returns the cells that go on."""
     return [cell for cell in cells if next(cell, ENDED) is not ENDED]
 
 
