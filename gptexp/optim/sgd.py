@@ -16,7 +16,7 @@ class SGDConfig(OptimConfig):
     step_dependence = ""
 
     name: str = optimizer_name("sgd")
-    momentum: float = below_one(0.9)  # decay rate of the sum of the gradients; muon: of their average
+    momentum: float = below_one(0.9)  # decay rate of the sum of the gradients
     nesterov: bool = False  # whether the update looks ahead by one more step of momentum
 
     def build(self, groups: Groups, named: Named, fused: bool) -> Optimizer:
