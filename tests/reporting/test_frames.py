@@ -55,7 +55,7 @@ def test_the_table_of_a_real_run_has_every_logged_number(finished_run: Path) -> 
     assert table["step"].dtype == table["tokens"].dtype == "int64"
     [run] = load_sweep(finished_run).to_dict("records")
     assert [*table.iloc[-1][["step", "tokens"]] + [1, 0]] == [run["steps"], run["tokens"]]
-    assert "`step + 1` steps are completed" in str(load_metrics.__doc__)
+    assert "`step + 1`" in str(load_metrics.__doc__)
 
 
 def test_no_step_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
